@@ -1,0 +1,1 @@
+"""Kernel sources: one body, a prelude for each dialect."""

@@ -1,0 +1,30 @@
+"""The steps that lead from an empty file to the schema of `index.db`, oldest first.
+
+A step that was released is never changed: a later schema is a new step at the end. A directory that knows a step which
+is not in this list was written by a newer release and is refused.
+"""
+
+from __future__ import annotations
+
+from sqlite_utils import Database, Migrations
+
+schema = Migrations("prefixcache.index")
+
+
+@schema()
+def m001_images(db: Database) -> None:
+    """Namespaces, images, and the images' tokens in a table apart, so that a touch rewrites 200 bytes and not 2000."""
+    for statement in (
+        "CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
+        """CREATE TABLE namespace (
+            id INTEGER PRIMARY KEY, root BLOB NOT NULL UNIQUE, model TEXT NOT NULL, codec TEXT NOT NULL,
+            layout TEXT NOT NULL, created REAL NOT NULL)""",
+        """CREATE TABLE image (
+            id INTEGER PRIMARY KEY, kind INTEGER NOT NULL, key BLOB NOT NULL, namespace INTEGER NOT NULL,
+            parent BLOB NOT NULL, start INTEGER NOT NULL, length INTEGER NOT NULL, nbytes INTEGER NOT NULL,
+            checksum TEXT NOT NULL, disk INTEGER NOT NULL, used INTEGER NOT NULL, created REAL NOT NULL,
+            hits INTEGER NOT NULL, extra TEXT NOT NULL, statistics TEXT NOT NULL)""",
+        "CREATE UNIQUE INDEX image_by_key ON image (key, kind)",
+        "CREATE TABLE tokens (id INTEGER PRIMARY KEY, tokens BLOB NOT NULL)",
+    ):
+        db.conn.execute(statement)

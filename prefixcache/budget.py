@@ -1,0 +1,108 @@
+"""The RAM budget: every byte that the cache is about to use is reserved here first.
+
+`Budget` counts four things that add up to what is held: images (of which some are queued for the SSD), nodes of the tree,
+and reservations. It decides nothing: who must leave to make room is the tree's order and the cache's policy.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import NamedTuple
+
+
+class Held(NamedTuple):
+    """Bytes held now. `queued` is the part of `images` that waits for the SSD; `total` never exceeds the limit."""
+
+    images: int
+    queued: int
+    nodes: int
+    reserved: int
+
+    @property
+    def total(self) -> int:
+        return self.images + self.nodes + self.reserved
+
+
+class Budget:
+    """A hard limit in bytes. Thread-safe: `_lock` guards the four counters; their sum never passes `limit`."""
+
+    def __init__(self, limit: int):
+        self.limit = limit
+        self._lock = threading.Lock()
+        self._images = self._queued = self._nodes = self._reserved = 0
+        self.peak = 0
+        self.denied = 0
+
+    def held(self) -> Held:
+        with self._lock:
+            return Held(self._images, self._queued, self._nodes, self._reserved)
+
+    @property
+    def room(self) -> int:
+        """Bytes that could be reserved now."""
+        with self._lock:
+            return self.limit - self._images - self._nodes - self._reserved
+
+    def reserve(self, nbytes: int) -> Reservation | None:
+        """Set `nbytes` aside, all or nothing: None when they don't fit."""
+        with self._lock:
+            total = self._images + self._nodes + self._reserved + nbytes
+            if total > self.limit:
+                self.denied += 1
+                return None
+            self._reserved += nbytes
+            self.peak = max(self.peak, total)
+            return Reservation(self, nbytes)
+
+    def free_image(self, nbytes: int) -> None:
+        with self._lock:
+            self._images -= nbytes
+
+    def free_node(self, nbytes: int) -> None:
+        with self._lock:
+            self._nodes -= nbytes
+
+    def queue(self, nbytes: int) -> None:
+        """An image begins (`nbytes` > 0) or ends (< 0) to wait for the SSD; it is held all the while."""
+        with self._lock:
+            self._queued += nbytes
+
+    def check_integrity(self) -> None:
+        held = self.held()
+        assert min(held) >= 0, held
+        assert held.queued <= held.images, held
+        assert held.total <= self.limit, (held, self.limit)
+
+    def _spend(self, images: int, nodes: int, back: int) -> None:
+        with self._lock:
+            self._images += images
+            self._nodes += nodes
+            self._reserved -= images + nodes + back
+
+
+class Reservation:
+    """Bytes set aside. What is not spent goes back when the `with` block ends, however it ends."""
+
+    def __init__(self, budget: Budget, nbytes: int):
+        self._budget = budget
+        self.left = nbytes
+
+    def spend(self, *, images: int = 0, nodes: int = 0) -> None:
+        """Turn reserved bytes into held ones. ValueError when more is spent than was reserved."""
+        if images + nodes > self.left:
+            raise ValueError(f"{images + nodes} bytes spent of a reservation with {self.left} left")
+        self.left -= images + nodes
+        self._budget._spend(images, nodes, 0)
+
+    def release(self) -> None:
+        back, self.left = self.left, 0
+        self._budget._spend(0, 0, back)
+
+    def __enter__(self) -> Reservation:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()

@@ -1,0 +1,429 @@
+"""`PrefixCache`: the public calls. Each checks its arguments, finds the namespace and hands the work on.
+
+The way of a prompt: tokens -> `keys` -> `tree` (how deep it is known) -> images in RAM -> `layers.stored` (a live prompt
+cache). The way of new tokens: `layers.plan` (read) -> `storing` (what is new, encode, publish) -> `tiers` (RAM, spill) ->
+`ssd` (files, index).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from prefixcache.codecs import Codec, TurboQuant, codec_from_spec
+from prefixcache.image import Image
+from prefixcache.keys import TOKEN_BYTES, Tokens, as_model, as_salt, as_tokens, canonical, root_key
+from prefixcache.layers.adapters import allow
+from prefixcache.layers.encode import evaluate
+from prefixcache.layers.plan import Plan, read
+from prefixcache.layers.stored import Block, StoredPrompt
+from prefixcache.promoting import promote
+from prefixcache.settings import Settings, machine_memory
+from prefixcache.ssd import Namespace, Ssd
+from prefixcache.stats import Counters, Stats
+from prefixcache.storing import Store
+from prefixcache.tiers import Home, Tiers
+from prefixcache.tree import RAM, SSD, Slot, Walk
+
+log = logging.getLogger("prefixcache")
+
+PROMOTERS = 4  # promotions at work at once; the reads of each go to the SSD's reader pool
+
+
+class Stored(NamedTuple):
+    """What `store` did.
+
+    `tokens`: how many of the prompt's tokens can be found now; `new_tokens`, `new_bytes`: what this call added, the bytes
+    with headers; `snapshot`: whether a state that can't be cut by token was kept for this boundary (False for models that
+    have none); `raw_layers`: the layers whose rows the codec left as they are.
+    """
+
+    tokens: int
+    new_tokens: int
+    new_bytes: int
+    snapshot: bool
+    raw_layers: tuple[int, ...]
+
+
+class Match(NamedTuple):
+    """How many leading tokens can be had: from RAM alone, and from RAM and SSD together (`ssd` >= `ram`)."""
+
+    ram: int
+    ssd: int
+
+
+class PrefixCache:
+    """The attention state of prompts seen, compressed in RAM under a hard budget, and on SSD.
+
+    Thread-safe: any thread may call anything. MLX runs only in `store`, `fetch` and `StoredPrompt`, on the caller's thread
+    and stream. Nothing waits for the disk but `flush`, `close`, the future of `promote` and, where the setting
+    `spill="wait"` asks for it, `store`.
+    """
+
+    def __init__(self, settings: Settings | None = None, **values: Any):
+        """Open the cache. Give a `Settings`, or its fields by name.
+
+        Raises ValueError for a bad setting, and `ssd.DirectoryError` (which names the directory and what to do) when the
+        SSD's directory is held by another process, was written by a newer release, or can't be used.
+        """
+        if settings is not None and values:
+            raise TypeError(f"settings and {', '.join(values)} were both given: pass one Settings, or its fields")
+        self.settings = settings if settings is not None else Settings(**values)
+        self.codec: Codec = self.settings.codec if self.settings.codec is not None else TurboQuant()
+        self._codec_text = canonical(self.codec.spec())
+        allow(*self.settings.allow_classes)
+        ram = self.settings.ram_bytes(_memory())
+        self._tiers = Tiers(self.settings, ram)
+        self._by_model: dict[str, dict[str, Plan]] = {}  # model -> layout -> plan
+        self._roots: dict[tuple[str, str, bytes], bytes] = {}
+        self._pins: dict[tuple[bytes, bytes], list[list[Slot]]] = {}
+        self._closed = False
+        self._close_lock = threading.Lock()
+        self._ssd: Ssd | None = None
+        if self.settings.ssd_dir is not None and self.settings.ssd != 0:
+            self._open_ssd(ram)
+        self._promoters = ThreadPoolExecutor(PROMOTERS, "prefixcache-promote")
+
+    def _open_ssd(self, ram: int) -> None:
+        directory = self.settings.ssd_dir
+        assert directory is not None
+        queue = self.settings.spill_queue if self.settings.spill_queue != "auto" else max(ram // 4, 1)
+        self._ssd = Ssd(
+            directory, limit=self.settings.ssd_bytes(directory), queue_bytes=queue, readers=self.settings.readers,
+            written=self._tiers.written,
+        )  # fmt: skip
+        try:
+            self._tiers.open_ssd(self._ssd, filter(None, map(self._home_of, self._ssd.namespaces())))
+        except BaseException:
+            self._ssd.close(0)
+            raise
+
+    # -- namespaces ---------------------------------------------------------------------------------------------------
+
+    def _home_of(self, row: Namespace) -> Home | None:
+        """A namespace that the index names. None, with a warning, when this process can't make its caches."""
+        try:
+            plan = self._plan(row.model, row.codec, row.layout)
+        except Exception as error:
+            log.warning("namespace %s of model %r is out of reach: %s", row.root.hex(), row.model, error)
+            return None
+        return Home(row, plan, self._tiers.tree.space(row.root, plan.windows, bool(plan.snapshots)))
+
+    def _plan(self, model: str, codec: str, layout: str) -> Plan:
+        plan = Plan(json.loads(layout), codec_from_spec(json.loads(codec)))
+        plan.check_classes()
+        if codec == self._codec_text:
+            plan = self._by_model.setdefault(model, {}).setdefault(layout, plan)
+        return plan
+
+    def _homes(self, model: Any, salt: Any) -> list[Home]:
+        """The namespaces of a model and a salt that are known: one for each layout that its caches have had."""
+        model, salt = as_model(model), as_salt(salt)
+        with self._tiers.lock:
+            roots = [self._root(model, layout, salt) for layout in self._by_model.get(model, ())]
+            return [self._tiers.homes[root] for root in roots if root in self._tiers.homes]
+
+    def _root(self, model: str, layout: str, salt: bytes) -> bytes:
+        known = self._roots.get((model, layout, salt))
+        if known is None:
+            known = root_key(model, self.codec.spec(), json.loads(layout), salt)
+            if len(self._roots) >= 1024:
+                self._roots.clear()
+            self._roots[model, layout, salt] = known
+        return known
+
+    def _home_for(self, model: str, layout: dict[str, Any], salt: bytes) -> Home:
+        """The namespace of a layout, made when it isn't there."""
+        text = canonical(layout)
+        with self._tiers.lock:
+            root = self._root(model, text, salt)
+            if root not in self._tiers.homes:
+                row = Namespace(root, model, self._codec_text, text, time.time())
+                home = self._home_of(row)
+                assert home is not None
+                self._tiers.homes[root] = home
+            return self._tiers.homes[root]
+
+    def _deepest(self, raw: bytes, homes: list[Home], tier: int, limit: int) -> tuple[int, Home, Walk] | None:
+        """The namespace that gives most of these tokens; call it under the lock."""
+        best = None
+        for home in homes:
+            walk = self._tiers.tree.walk(home.space, raw)
+            depth = self._tiers.tree.reach(walk, tier, limit)
+            if best is None or depth > best[0]:
+                best = (depth, home, walk)
+        return best
+
+    # -- storing and finding ------------------------------------------------------------------------------------------
+
+    def store(self, tokens: Tokens, prompt_cache: list[Any], *, model: str, salt: bytes = b"") -> Stored:
+        """Keep the state of `tokens`: what is not kept already is encoded here, on this thread.
+
+        `prompt_cache` is mlx-lm's list of layer caches after these tokens; it is read, never changed or kept. When it has
+        seen fewer positions than there are tokens, the tokens beyond are left out; when more, what lies beyond is. `model`
+        names the weights, `salt` separates tenants.
+
+        Raises TypeError or ValueError for bad tokens, model or salt, and `CacheError` (a ValueError) for a prompt cache
+        that can't be kept: a batch, a class that isn't known, an attribute that isn't plain data.
+        """
+        self._check_open()
+        ids, model, salt = as_tokens(tokens), as_model(model), as_salt(salt)
+        if not len(ids):
+            raise ValueError("tokens are empty: there is nothing to store")
+        reading = read(prompt_cache)
+        limit = min(len(ids), reading.positions) if reading.positions is not None else len(ids)
+        counted = any(leaf.positions for leaf in reading.leaves)
+        if not counted and not any(mx.array in map(type, _flat(leaf.state)) for leaf in reading.leaves):
+            return Stored(0, 0, 0, False, ())  # nothing has gone through this cache yet
+        home = self._home_for(model, reading.layout, salt)
+        agreed = reading.agreed and reading.positions in (None, limit)
+        evaluate(reading.leaves)
+        raw = ids[:limit].tobytes()
+        store = Store(self._tiers, home, raw, reading.leaves, bool(home.plan.snapshots) and agreed)
+        return Stored(*store.run(), tuple(home.plan.raw))
+
+    def match(self, tokens: Tokens, *, model: str, salt: bytes = b"") -> Match:
+        """How deep `tokens` can be hit. No I/O, no MLX, nothing changes."""
+        self._check_open()
+        raw, homes = as_tokens(tokens).tobytes(), self._homes(model, salt)
+        limit, ram, ssd = len(raw) // TOKEN_BYTES, 0, 0
+        with self._tiers.lock:
+            for home in homes:
+                walk = self._tiers.tree.walk(home.space, raw)
+                ram = max(ram, self._tiers.tree.reach(walk, RAM, limit))
+                if self._ssd is not None:
+                    ssd = max(ssd, self._tiers.tree.reach(walk, SSD, limit))
+        return Match(ram, max(ram, ssd))
+
+    def fetch(self, tokens: Tokens, *, model: str, salt: bytes = b"", leave: int = 1) -> tuple[list[Any] | None, Any]:
+        """The deepest prompt cache that RAM has for `tokens`, and the tokens that are still to be computed.
+
+        Returns (prompt_cache, rest): a new list of layer caches of the classes that were stored, the caller's own, and
+        `tokens[depth:]`, of at least `leave` tokens. (None, tokens) on a miss. Never reads a file: see `promote`.
+        """
+        ids = as_tokens(tokens)
+        found = self._find(ids, model, salt, leave)
+        if found is None:
+            return None, tokens
+        prompt, pinned = found
+        try:
+            made = prompt.dequantize(len(ids) - prompt.tokens)
+            mx.eval([_flat(vars(layer)) for layer in made])
+        finally:
+            self._tiers.unpin(pinned)
+        return made, tokens[prompt.tokens :]
+
+    def lookup(self, tokens: Tokens, *, model: str, salt: bytes = b"", leave: int = 0) -> StoredPrompt | None:
+        """What RAM has for `tokens`, still encoded: wrappers to copy, trim and dequantize later. None on a miss.
+
+        It holds its images while it lives, and what the cache evicts meanwhile is then the holder's memory.
+        """
+        found = self._find(as_tokens(tokens), model, salt, leave)
+        if found is None:
+            return None
+        self._tiers.unpin(found[1])
+        return found[0]
+
+    def _find(self, ids: np.ndarray, model: Any, salt: Any, leave: int) -> tuple[StoredPrompt, list[Slot]] | None:
+        self._check_open()
+        if isinstance(leave, bool) or not isinstance(leave, int) or leave < 0:
+            raise ValueError(f"leave={leave!r}: give the number of tokens to leave, 0 or more")
+        homes, raw, tree = self._homes(model, salt), ids.tobytes(), self._tiers.tree
+        with self._tiers.lock:
+            counters = self._tiers.counters
+            counters.fetches += 1
+            counters.asked_tokens += len(ids)
+            best = self._deepest(raw, homes, RAM, len(ids) - leave)
+            if best is None or best[0] <= 0:
+                return None
+            depth, home, walk = best
+            serving = tree.serving(walk, depth)
+            tree.touch(serving, hit=True)
+            counters.hit_tokens += depth
+            pinned = tree.pin(serving)
+            blocks = [
+                Block(n.start, n.rows.image, n.window.image if n.window else None, n.window.mask if n.window else ())
+                for n in walk.nodes
+                if n.start < depth and n.rows is not None
+            ]
+            state: Image | None = next((s.image for s in serving if s.kind == "snapshot"), None)
+            if len(tree.touched) > 8192:
+                self._tiers.persist_recency()
+        return StoredPrompt(home.plan, depth, blocks, state), pinned
+
+    # -- SSD to RAM ---------------------------------------------------------------------------------------------------
+
+    def promote(self, tokens: Tokens, *, model: str, salt: bytes = b"") -> Future[int]:
+        """Bring what the SSD has for `tokens` into RAM. Returns at once; the future's result is `match(tokens).ram` then.
+
+        When not all of it fits, the leading part comes. A file that went bad is set aside, and the depth ends before it.
+        """
+        self._check_open()
+        ids = as_tokens(tokens)
+        raw, homes, limit = ids.tobytes(), self._homes(model, salt), len(ids)
+        with self._tiers.lock:
+            best = self._deepest(raw, homes, SSD, limit)
+            if best is None or best[0] == 0 or self._ssd is None or best[0] == self._tiers.tree.reach(best[2], RAM, limit):
+                done: Future[int] = Future()
+                done.set_result(best[0] if best is not None else 0)
+                return done
+        return self._promoters.submit(promote, self._tiers, self._ssd, best[1], raw, limit)
+
+    async def promote_async(self, tokens: Tokens, *, model: str, salt: bytes = b"") -> int:
+        """`promote`, awaited. Cancelling the wait does not stop the reads that have begun."""
+        return await asyncio.shield(asyncio.wrap_future(self.promote(tokens, model=model, salt=salt)))
+
+    # -- keeping and letting go ---------------------------------------------------------------------------------------
+
+    def pin(self, tokens: Tokens, *, model: str, salt: bytes = b"") -> int:
+        """Keep what is stored of `tokens` from leaving the tier it is in. Returns how many tokens that are; counts."""
+        self._check_open()
+        raw, homes = as_tokens(tokens).tobytes(), self._homes(model, salt)
+        with self._tiers.lock:
+            best = self._deepest(raw, homes, SSD, len(raw) // TOKEN_BYTES)
+            if best is None or best[0] == 0:
+                return 0
+            depth, home, walk = best
+            held = self._tiers.tree.pin(self._tiers.tree.serving(walk, depth))
+            self._pins.setdefault((home.row.root, raw), []).append(held)
+            return depth
+
+    def unpin(self, tokens: Tokens, *, model: str, salt: bytes = b"") -> bool:
+        """Undo one `pin` of the same tokens. False when there is none."""
+        self._check_open()
+        raw, homes = as_tokens(tokens).tobytes(), self._homes(model, salt)
+        with self._tiers.lock:
+            for home in homes:
+                if held := self._pins.get((home.row.root, raw)):
+                    self._tiers.unpin(held.pop())
+                    if not held:
+                        del self._pins[home.row.root, raw]
+                    return True
+        return False
+
+    def remove(self, tokens: Tokens, *, model: str, salt: bytes = b"") -> int:
+        """Forget this prompt, in every tier: its blocks that no other stored prompt shares. Returns their bytes.
+
+        Blocks that a longer prompt goes on from stay, and so do those before them.
+        """
+        self._check_open()
+        raw, homes, freed = as_tokens(tokens).tobytes(), self._homes(model, salt), 0
+        with self._tiers.lock:
+            for home in homes:
+                walk = self._tiers.tree.walk(home.space, raw)
+                boundary = walk.depth
+                if boundary * TOKEN_BYTES != len(raw):
+                    continue
+                freed += self._remove(walk, boundary)
+        return freed
+
+    def _remove(self, walk: Walk, boundary: int) -> int:
+        tree, freed = self._tiers.tree, 0
+        node = walk.nodes[-1]
+        own = [s for s in tree.serving(walk, boundary) if s.kind == "snapshot"]
+        if walk.partial is not None or node.kids:  # a longer prompt goes on from here: only the boundary's state is its own
+            return sum(self._tiers.discard(slot) for slot in own)
+        freed += sum(self._tiers.discard(slot) for slot in own)
+        while node.parent is not None and not node.kids and not node.snapshots:
+            parent = node.parent
+            for slot in (node.window, node.rows):
+                if slot is not None:
+                    freed += self._tiers.discard(slot)
+            if any(s.node is parent and node.tokens.startswith(s.suffix) for s in parent.snapshots.values()):
+                break
+            node = parent
+        return freed
+
+    def clear(self) -> None:
+        """Forget everything, in RAM and on SSD, pins included."""
+        self._check_open()
+        with self._tiers.lock:
+            self._pins.clear()
+            self._tiers.clear()
+
+    def trim_to(self, nbytes: int) -> int:
+        """Let the coldest leave RAM (to the SSD, where there is one) until it holds at most `nbytes`. Returns bytes held."""
+        self._check_open()
+        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0:
+            raise ValueError(f"trim_to({nbytes!r}): give a number of bytes, 0 or more")
+        return self._tiers.trim(nbytes)
+
+    # -- the cache itself ---------------------------------------------------------------------------------------------
+
+    def stats(self) -> Stats:
+        """Where everything is now, and what has happened since the cache was opened."""
+        tiers = self._tiers
+        with tiers.lock:
+            held = tiers.budget.held()
+            return Stats(
+                ram_limit=tiers.budget.limit, ram_setting=str(self.settings.ram), ram_held=held.total,
+                ram_images=held.images, ram_queued=held.queued, ram_nodes=held.nodes, ram_reserved=held.reserved,
+                ram_peak=tiers.budget.peak, namespaces=len(tiers.homes), blocks=tiers.tree.nodes,
+                images_in_ram=len(tiers.tree.order[RAM]), images_on_ssd=sum(1 for s in tiers.tree.slots.values() if s.disk),
+                pinned=sum(1 for s in tiers.tree.slots.values() if s.pins), codec=str(self.codec),
+                counters=Counters(**vars(tiers.counters)), ssd=self._ssd.stats() if self._ssd is not None else None,
+            )  # fmt: skip
+
+    def check_integrity(self) -> None:
+        """AssertionError when an invariant of the tree, the budget or the order of leaving does not hold."""
+        with self._tiers.lock:
+            self._tiers.tree.check_integrity()
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Make what RAM holds durable, as far as the SSD has room. False when that did not end within `timeout` seconds."""
+        self._check_open()
+        self._tiers.persist_recency()
+        return self._tiers.drain(timeout if timeout is not None else self.settings.close_timeout)
+
+    def close(self) -> None:
+        """End it: write what RAM still holds (setting `spill_on_close`), let go of the directory. May be called again."""
+        with self._close_lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._promoters.shutdown(wait=True, cancel_futures=True)
+            if self._ssd is not None:
+                self._tiers.persist_recency()
+                if self.settings.spill_on_close and not self._tiers.drain(self.settings.close_timeout):
+                    log.warning("not all of RAM was written within close_timeout=%s s", self.settings.close_timeout)
+                self._ssd.close(self.settings.close_timeout)
+            self._tiers.release()
+
+    def __enter__(self) -> PrefixCache:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this PrefixCache is closed: open another")
+
+
+def _memory() -> int:
+    """Bytes that "auto" takes a share of: on a Mac Metal's recommended working set, else the machine's memory."""
+    if mx.metal.is_available():
+        return int(mx.metal.device_info()["max_recommended_working_set_size"])
+    return machine_memory()
+
+
+def _flat(value: Any) -> list[Any]:
+    """All leaves of nested attributes, the arrays of nested caches included."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return [leaf for v in value for leaf in _flat(v)]
+    if isinstance(value, mx.array):
+        return [value]
+    return _flat(vars(value)) if hasattr(value, "update_and_fetch") else []

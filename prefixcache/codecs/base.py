@@ -1,0 +1,74 @@
+"""What a codec is: how rows of attention state become bytes and come back.
+
+A `Codec` is what a user chooses (`TurboQuant(key_bits=4)`); for each stream of rows of a model it names a `RowCodec`,
+which turns rows into *planes* (fixed-size arrays per row) and back. Rows are coded by themselves, so planes can be cut
+and joined by row. Called by `prefixcache.layers` only; nothing here knows blocks, images or files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+import mlx.core as mx
+import numpy as np
+
+
+class Plane(NamedTuple):
+    """One fixed-size array per row: its name, its safetensors dtype ("F16", "BF16", "U32" ...), its shape per row."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Stream(NamedTuple):
+    """One run of rows of a model's cache: layer `layer` of `layers`, its keys or values, `heads` rows of `width` each.
+
+    `other_width` is the width of the layer's other part (values for keys, keys for values); `dtype` is MLX's name of
+    the element type, such as "bfloat16".
+    """
+
+    layer: int
+    layers: int
+    part: Literal["keys", "values"]
+    heads: int
+    width: int
+    other_width: int
+    dtype: str
+
+
+@runtime_checkable
+class RowCodec(Protocol):
+    """How one row of `width` values of `dtype` is kept. Immutable and hashable: equal row codecs share one tensor."""
+
+    @property
+    def width(self) -> int: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def planes(self) -> tuple[Plane, ...]: ...
+
+    def encode(self, rows: mx.array) -> list[np.ndarray]:
+        """(tokens, heads, width) of `dtype` -> for each plane (tokens, heads, *plane.shape), owned by the caller.
+
+        bf16 planes are uint16 arrays of the same bits.
+        """
+        ...
+
+    def decode(self, planes: Sequence[np.ndarray], capacity: int) -> mx.array:
+        """Planes (heads, tokens, *plane.shape) -> (heads, capacity, width) of `dtype`, zero from row `tokens` on."""
+        ...
+
+
+@runtime_checkable
+class Codec(Protocol):
+    """What a user chooses. `spec()` is its identity: all that changes a code is in it, as JSON types."""
+
+    def spec(self) -> dict[str, Any]: ...
+
+    def row_codec(self, stream: Stream) -> RowCodec:
+        """The codec of this stream's rows; `Raw`'s where this codec can't or shouldn't take them."""
+        ...

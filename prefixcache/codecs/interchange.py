@@ -1,0 +1,108 @@
+"""How the elements of an MLX array become NumPy's and come back, bit for bit, for every dtype that safetensors names.
+
+NumPy has no bfloat16, so those travel as uint16; every other dtype is NumPy's own. Nothing here changes a value, and
+nothing here knows rows or codes. Called by the codecs of this package.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+
+class Element(NamedTuple):
+    """One element type: safetensors' name of it, the NumPy dtype that carries its bits, MLX's dtype."""
+
+    safetensors: str
+    numpy: np.dtype[Any]
+    mlx: mx.Dtype
+
+
+ELEMENTS: dict[str, Element] = {
+    "bool": Element("BOOL", np.dtype(np.bool_), mx.bool_),
+    "uint8": Element("U8", np.dtype(np.uint8), mx.uint8),
+    "uint16": Element("U16", np.dtype(np.uint16), mx.uint16),
+    "uint32": Element("U32", np.dtype(np.uint32), mx.uint32),
+    "uint64": Element("U64", np.dtype(np.uint64), mx.uint64),
+    "int8": Element("I8", np.dtype(np.int8), mx.int8),
+    "int16": Element("I16", np.dtype(np.int16), mx.int16),
+    "int32": Element("I32", np.dtype(np.int32), mx.int32),
+    "int64": Element("I64", np.dtype(np.int64), mx.int64),
+    "float16": Element("F16", np.dtype(np.float16), mx.float16),
+    "bfloat16": Element("BF16", np.dtype(np.uint16), mx.bfloat16),
+    "float32": Element("F32", np.dtype(np.float32), mx.float32),
+    "float64": Element("F64", np.dtype(np.float64), mx.float64),
+    "complex64": Element("C64", np.dtype(np.complex64), mx.complex64),
+}
+FLOATS = ("float16", "bfloat16", "float32")
+
+# Arrays cross as unsigned integers of the same size: NumPy refuses bfloat16, and mx.array narrows float64.
+_CARRIERS: dict[int, tuple[mx.Dtype, np.dtype[Any]]] = {
+    1: (mx.uint8, np.dtype(np.uint8)),
+    2: (mx.uint16, np.dtype(np.uint16)),
+    4: (mx.uint32, np.dtype(np.uint32)),
+    8: (mx.uint64, np.dtype(np.uint64)),
+}
+
+
+def element(dtype: str) -> Element:
+    """The element type that MLX calls `dtype`, such as "bfloat16". ValueError for one that safetensors can't name."""
+    try:
+        return ELEMENTS[dtype]
+    except KeyError:
+        raise ValueError(
+            f"dtype={dtype!r}: not an element type that is kept; use one of {', '.join(ELEMENTS)}"
+        ) from None
+
+
+def name_of(dtype: mx.Dtype) -> str:
+    """MLX's own name of a dtype without its module: "float16"."""
+    return str(dtype).rpartition(".")[2]
+
+
+def borrow(array: mx.array) -> Array:
+    """Evaluates `array` and returns a read-only NumPy view of it, same shape; good while `array` lives.
+
+    The view may be strided: a transposed MLX array is not copied.
+    """
+    kind = element(name_of(array.dtype))
+    if array.size == 0:
+        return np.zeros(array.shape, kind.numpy)
+    carrier, _ = _CARRIERS[kind.numpy.itemsize]
+    view: Array = np.asarray(array.view(carrier)).view(kind.numpy)
+    view.flags.writeable = False
+    return view
+
+
+def copy_out(array: mx.array) -> Array:
+    """Evaluates `array` and returns a contiguous NumPy copy of it, owned by the caller."""
+    return np.array(borrow(array), order="C", copy=True)
+
+
+def bring_in(array: Array, dtype: str) -> mx.array:
+    """A NumPy array of the bits of `dtype` as an MLX array: a copy, same shape."""
+    kind = element(dtype)
+    if array.size == 0:
+        return mx.zeros(array.shape, kind.mlx)
+    _, carrier = _CARRIERS[kind.numpy.itemsize]
+    return mx.array(np.ascontiguousarray(array).view(carrier)).view(kind.mlx)
+
+
+def check_rows(rows: mx.array, width: int, dtype: str) -> None:
+    """ValueError unless `rows` is (tokens, heads, `width`) of `dtype`."""
+    if rows.ndim != 3 or rows.shape[-1] != width or name_of(rows.dtype) != dtype:
+        raise ValueError(
+            f"rows of shape {tuple(rows.shape)} and dtype {name_of(rows.dtype)}: "
+            f"this codec takes (tokens, heads, {width}) of {dtype}; ask for a row codec of that stream"
+        )
+
+
+def check_capacity(tokens: int, capacity: int) -> None:
+    """ValueError if `tokens` rows don't fit."""
+    if capacity < tokens:
+        raise ValueError(f"capacity={capacity}: {tokens} tokens don't fit; ask for at least {tokens}")

@@ -1,0 +1,96 @@
+"""Codes of b bits to and from uint32 words, in NumPy and in MLX.
+
+A row is a little-endian bit stream: value i occupies bits [i*b, (i+1)*b), so 32 values of 3 bits fill 3 words, and the
+last word of a row is padded with zeros. b is 1, 2, 3, 4 or 8. MLX runs on little-endian machines only, so a row's words
+and its bytes are the same stream.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import mlx.core as mx
+import numpy as np
+
+from .interchange import Array
+
+
+def words_of(width: int, bits: int) -> int:
+    """How many uint32 words a row of `width` codes takes."""
+    return -(-width * bits // 32)
+
+
+def pack_columns(codes: Array, bits: int) -> Array:
+    """Codes uint8 (width, n), one row in each *column* -> bytes uint8 (4 * words, n)."""
+    width, n = codes.shape
+    n_bytes = 4 * words_of(width, bits)
+    groups = -(-width // 8)
+    packed = np.zeros((max(groups * bits, n_bytes), n), np.uint8)
+    # 8 values fill `bits` bytes: value i of every group goes to the same place of its group, all groups at once.
+    grouped = packed[: groups * bits].reshape(groups, bits, n)
+    for i in range(min(8, width)):
+        byte, offset = divmod(i * bits, 8)
+        lane = codes[i::8]
+        grouped[: len(lane), byte] |= lane << np.uint8(offset)
+        if offset + bits > 8:
+            grouped[: len(lane), byte + 1] |= lane >> np.uint8(8 - offset)
+    return packed[:n_bytes]
+
+
+@lru_cache(maxsize=32)
+def _spread(levels: bytes, bits: int) -> Array:
+    """What each byte (at 3 bits: each run of 12 bits) decodes to: its int8 levels, side by side in one integer."""
+    run = 12 if bits == 3 else 8
+    count = run // bits
+    index = np.arange(1 << run)[:, None] >> (np.arange(count) * bits) & ((1 << bits) - 1)
+    table = np.frombuffer(levels, np.int8)[index]
+    return np.ascontiguousarray(table).view(f"u{count}").reshape(-1)
+
+
+def unpack_levels(words: Array, width: int, bits: int, levels: Array) -> Array:
+    """Words uint32 (n, words) -> what each code stands for: int8 (n, width), from `levels` int8 (2**bits,)."""
+    n = len(words)
+    octets = np.ascontiguousarray(words).view(np.uint8).reshape(n, -1)
+    runs = octets if bits != 3 else _runs_of_12(octets, -(-width // 4))
+    spread = np.take(_spread(levels.tobytes(), bits), runs)
+    return spread.view(np.int8).reshape(n, -1)[:, :width]
+
+
+def _runs_of_12(octets: Array, count: int) -> Array:
+    """The first `count` runs of 12 bits of each row: uint16 (n, count), count rounded up to even."""
+    pairs = -(-count // 2)
+    if octets.shape[1] < 3 * pairs:
+        octets = np.pad(octets, ((0, 0), (0, 3 * pairs - octets.shape[1])))
+    runs = np.empty((len(octets), pairs, 2), np.uint16)
+    first, second, third = (octets[:, i : 3 * pairs : 3].astype(np.uint16) for i in range(3))
+    runs[:, :, 0] = first | (second & 15) << 8
+    runs[:, :, 1] = second >> 4 | third << 4
+    return runs.reshape(len(octets), -1)
+
+
+def pack_mlx(codes: mx.array, bits: int) -> mx.array:
+    """Codes uint32 (n, width) -> words uint32 (n, words)."""
+    n, width = codes.shape
+    padded = mx.pad(codes, [(0, 0), (0, -width % 32)]).reshape(n, -1, 32)
+    words = []
+    for word in range(bits):
+        first, last = 32 * word // bits, -(-32 * (word + 1) // bits)
+        shifts = [i * bits - 32 * word for i in range(first, last)]
+        left = mx.array([max(shift, 0) for shift in shifts], dtype=mx.uint32)
+        right = mx.array([max(-shift, 0) for shift in shifts], dtype=mx.uint32)
+        # The values of a word share no bit, so their sum is their union.
+        words.append(mx.sum((padded[:, :, first:last] << left) >> right, axis=-1))
+    return mx.stack(words, axis=-1).reshape(n, -1)[:, : words_of(width, bits)]
+
+
+def unpack_mlx(words: mx.array, width: int, bits: int) -> mx.array:
+    """Words uint32 (n, words) -> codes uint32 (n, width)."""
+    at = np.arange(width) * bits
+    word, offset = at >> 5, at & 31
+    straddles = offset + bits > 32
+    low = mx.take(words, mx.array(word), axis=1) >> mx.array(offset.astype(np.uint32))
+    if straddles.any():
+        rest = mx.take(words, mx.array(word + straddles), axis=1)
+        rest = rest << mx.array(np.where(straddles, 32 - offset, 0).astype(np.uint32))
+        low = mx.where(mx.array(straddles), low | rest, low)
+    return low & mx.array((1 << bits) - 1, dtype=mx.uint32)

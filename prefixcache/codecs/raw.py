@@ -1,0 +1,65 @@
+"""The codec that changes nothing: rows are kept as they are, bit for bit.
+
+It is a choice of its own, and what the other codecs fall back to for streams that they can't or shouldn't take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import mlx.core as mx
+import numpy as np
+
+from .base import Plane, RowCodec, Stream
+from .interchange import Array, bring_in, check_capacity, check_rows, copy_out, element
+
+
+@dataclass(frozen=True)
+class RawRows:
+    """Rows of `width` values (0 allowed) of any dtype that safetensors names, in one plane "rows" of that dtype.
+
+    `exact` tells a caller that the plane's bytes are the rows' bytes, so that it may copy them itself.
+    ValueError at construction for another dtype.
+    """
+
+    width: int
+    dtype: str
+
+    exact: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        element(self.dtype)
+
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        return (Plane("rows", element(self.dtype).safetensors, (self.width,)),)
+
+    def encode(self, rows: mx.array) -> list[Array]:
+        """(tokens, heads, width) -> [the same bits, (tokens, heads, width), bf16 as uint16]."""
+        check_rows(rows, self.width, self.dtype)
+        return [copy_out(rows)]
+
+    def decode(self, planes: Sequence[Array], capacity: int) -> mx.array:
+        """[(heads, tokens, width)] -> (heads, capacity, width) of `dtype`, zero from row `tokens` on."""
+        (kept,) = planes
+        heads, tokens, _ = kept.shape
+        check_capacity(tokens, capacity)
+        buffer = np.zeros((heads, capacity, self.width), element(self.dtype).numpy)
+        buffer[:, :tokens] = kept
+        return bring_in(buffer, self.dtype)
+
+
+@dataclass(frozen=True)
+class Raw:
+    """Keeps every stream bit-exactly."""
+
+    def spec(self) -> dict[str, Any]:
+        return {"name": "raw", "version": 1}
+
+    def row_codec(self, stream: Stream) -> RowCodec:
+        return RawRows(stream.width, stream.dtype)
+
+    def __str__(self) -> str:
+        return "raw"

@@ -1,0 +1,82 @@
+"""The format of TurboQuant's rows: every constant that the back ends share, and the order of their arithmetic.
+
+All arithmetic is float32 without fused multiply-adds; each operation named below rounds once. What is not named is
+exact (integers, powers of two, comparisons), so a back end may do it in any order.
+
+Encoding a row x of d values:
+
+1. top = the largest exponent field of |x|'s float32 bits. top = 255 (NaN or inf): the row is kept as *not a number*,
+   scale NaN, codes 0. top = 0 (zeros, or float32 subnormals only): scale 0, codes 0.
+2. Values whose exponent field is below max(1, top - 100) count as zero. Multiply by 2**(128 - top): the largest lies in
+   [2, 4), so neither a square overflows nor a row of 1e-35 vanishes.
+3. ss = the sum of squares, folded: the upper half is added onto the lower half until one value is left; of an odd
+   number, the last value moves down behind the lower half.
+4. y = the rotation of x (`Rotation`), of two rounds at 1 and 2 bits, where one leaves a row with few spikes too
+   regular, and for rows wider than 256, which are two populations (a latent, its positions); else of one.
+5. u = y * (`encode_gain` / length), where length is sqrt(ss), at 8 bits the largest |y|: divide, then multiply. u is
+   in steps of the codebook's grid.
+6. Each u becomes a code (`Codebook`), which stands for an integer c. cc = the sum of c squared, exact, then float32.
+7. scale = sqrt(ss / cc), to bf16 (round to nearest even), times 2**(top - 128 + codebook.shift) on its exponent field:
+   beyond bf16's range it becomes bf16's largest number, below its normal numbers the row becomes a row of zeros.
+   This scale makes the decoded row as long as the row was.
+
+Decoding: y = D_1 T ... D_r T c (exact up to 2**24, for widths whose T is made of integers), then
+(y * `decode_gain`) * scale, two products. That is cut to the dtype's finite range, then rounded to nearest even. A row
+of scale 0 decodes to +0, a row of scale NaN to NaN.
+
+Source: TurboQuant, arXiv 2504.19874, the variant for mean squared error.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from .codebook import CODEBOOKS, Codebook
+from .interchange import Array
+from .rotation import Rotation
+
+NAN_SCALE = 0x7FC0
+LARGEST_SCALE = 0x7F7F
+LARGEST = {"float16": 65504.0, "bfloat16": float.fromhex("0x1.fep127"), "float32": float.fromhex("0x1.fffffep127")}
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """The constants of rows of one width, bit depth and seed. Built once each by `form_of`; arrays are read-only."""
+
+    width: int
+    codebook: Codebook
+    rotation: Rotation
+    encode_gain: np.float32
+    """sqrt(d) * grid / gain**rounds; 127 at 8 bits."""
+    decode_gain: np.float32
+    """1 / (gain**rounds * 2**shift)."""
+    levels: Array
+    """int8 (2**bits,): what each code stands for."""
+
+    @property
+    def longest(self) -> float:
+        """The greatest length of a row of integers c."""
+        return math.sqrt(self.width) * self.codebook.magnitudes[-1]
+
+
+@lru_cache(maxsize=64)
+def form_of(width: int, bits: int, seed: int) -> Form:
+    codebook = CODEBOOKS[bits]
+    rotation = Rotation(width, 2 if bits <= 2 or width > 256 else 1, seed)
+    gain = rotation.gain**rotation.rounds
+    per_length = 127.0 if codebook.grid is None else math.sqrt(width) * codebook.grid / gain
+    levels = codebook.levels()
+    levels.flags.writeable = False
+    return Form(
+        width=width,
+        codebook=codebook,
+        rotation=rotation,
+        encode_gain=np.float32(per_length),
+        decode_gain=np.float32(1 / (gain * 2.0**codebook.shift)),
+        levels=levels,
+    )

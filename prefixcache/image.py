@@ -1,0 +1,214 @@
+"""Images: the bytes of a block's rows, a block's window or a snapshot, as one complete safetensors file.
+
+The same bytes stand in RAM, in a file and in whatever tier comes later. A `Blueprint` knows an image's size before a byte
+is taken, `draft()` gives arrays to fill, `seal()` makes the image immutable. `verify` is the only way from foreign bytes to
+an `Image`: it believes nothing. Layers fill and read tensors, tiers move bytes; neither I/O nor MLX is known here.
+
+The checksum covers the whole file, its own 32 digits counted as zeros. It stands first in the header, so it is found
+without parsing, and the index keeps the same value.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+FORMAT = "1"
+KINDS = ("rows", "window", "snapshot")
+
+# safetensors' names, the element type that NumPy holds them in (bf16 and fp8 as their bits)
+DTYPES: dict[str, np.dtype[Any]] = {
+    "BOOL": np.dtype("?"), "U8": np.dtype("u1"), "I8": np.dtype("i1"), "U16": np.dtype("<u2"), "I16": np.dtype("<i2"),
+    "U32": np.dtype("<u4"), "I32": np.dtype("<i4"), "U64": np.dtype("<u8"), "I64": np.dtype("<i8"),
+    "F16": np.dtype("<f2"), "BF16": np.dtype("<u2"), "F32": np.dtype("<f4"), "F64": np.dtype("<f8"),
+    "C64": np.dtype("<c8"),
+}  # fmt: skip
+
+_OPENING = b'{"__metadata__":{"checksum":"'
+_CHECKSUM = slice(8 + len(_OPENING), 8 + len(_OPENING) + 32)
+_BLANK = b"0" * 32
+_HEADER_LIMIT = 64 << 20
+_ALIGN = 8
+_FIELDS = ("format", "kind", "key", "parent", "namespace", "model", "codec", "layout", "start", "statistics", "extra")
+
+
+class ImageError(Exception):
+    """These bytes are not an image that may be believed. The text says why and names nothing of the prompt."""
+
+
+class Spec(NamedTuple):
+    """A tensor to come: its name, its safetensors dtype, its shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * DTYPES[self.dtype].itemsize
+
+
+class Meta(NamedTuple):
+    """What an image says of itself. Keys are 32 hex digits; `codec`, `layout` and `extra` are JSON text.
+
+    `start` is the number of tokens before the image's first; `parent` the key of the block before (the namespace's root
+    key at the start); `statistics` the hash of the levelling statistics that its rows need, "" for none.
+    """
+
+    kind: str
+    key: str
+    parent: str
+    namespace: str
+    model: str
+    codec: str
+    layout: str
+    start: int
+    statistics: str = ""
+    extra: str = "{}"
+
+
+class Image:
+    """An immutable safetensors image: read-only bytes, and views of its tensors. Costs no memory beyond its bytes."""
+
+    __slots__ = ("data",)
+
+    def __init__(self, data: np.ndarray):
+        data.flags.writeable = False
+        self.data = data
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+    @property
+    def checksum(self) -> str:
+        return bytes(self.data[_CHECKSUM]).decode("ascii", "replace")
+
+    def header(self) -> tuple[Meta, dict[str, np.ndarray]]:
+        """What it says of itself, and a read-only view of each tensor by name (bf16 as uint16)."""
+        end = 8 + int(self.data[:8].view("<u8")[0])
+        fields = json.loads(bytes(self.data[8:end]))
+        meta = fields.pop("__metadata__")
+        tensors = {
+            name: self.data[end + entry["data_offsets"][0] : end + entry["data_offsets"][1]]
+            .view(DTYPES[entry["dtype"]])
+            .reshape(entry["shape"])
+            for name, entry in fields.items()
+        }
+        return _meta(meta), tensors
+
+    def tensors(self) -> dict[str, np.ndarray]:
+        return self.header()[1]
+
+
+class Blueprint:
+    """An image before its bytes: `nbytes` is exact, so that the room can be reserved first."""
+
+    def __init__(self, meta: Meta, specs: list[Spec]):
+        # Wide elements first: every tensor then starts at a multiple of its element's size.
+        self._specs = sorted(specs, key=lambda spec: -DTYPES[spec.dtype].itemsize)
+        described = {"checksum": _BLANK.decode(), "format": FORMAT, **meta._asdict(), "start": str(meta.start)}
+        table: dict[str, Any] = {"__metadata__": described}
+        at = 0
+        for spec in self._specs:
+            table[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [at, at + spec.nbytes]}
+            at += spec.nbytes
+        header = json.dumps(table, separators=(",", ":"), ensure_ascii=True).encode()
+        self._header = header + b" " * (-len(header) % _ALIGN)
+        self.nbytes = 8 + len(self._header) + at
+
+    def draft(self) -> Draft:
+        """Take the memory and lay out the arrays to fill."""
+        return Draft(self._header, self._specs, self.nbytes)
+
+
+class Draft:
+    """An image being filled: `tensors[name]` are writable arrays; `seal()` ends the writing."""
+
+    def __init__(self, header: bytes, specs: list[Spec], nbytes: int):
+        self._data = np.empty(nbytes, np.uint8)
+        self._data[:8] = np.frombuffer(len(header).to_bytes(8, "little"), np.uint8)
+        self._data[8 : 8 + len(header)] = np.frombuffer(header, np.uint8)
+        self.tensors: dict[str, np.ndarray] = {}
+        at = 8 + len(header)
+        for spec in specs:
+            self.tensors[spec.name] = self._data[at : at + spec.nbytes].view(DTYPES[spec.dtype]).reshape(spec.shape)
+            at += spec.nbytes
+
+    def seal(self) -> Image:
+        """Write the checksum in; from here on the bytes don't change."""
+        self._data[_CHECKSUM] = np.frombuffer(_digest(self._data).encode(), np.uint8)
+        self.tensors = {}
+        return Image(self._data)
+
+
+def verify(data: np.ndarray, checksum: str | None = None) -> Image:
+    """Foreign bytes (uint8, owned by the caller and given up) -> an image, or ImageError with the reason.
+
+    `checksum` is what the index says of the file; without it the file's own is the judge.
+    """
+    size = data.nbytes
+    if size < _CHECKSUM.stop:
+        raise ImageError(f"{size} bytes: too short for a header")
+    end = 8 + int(data[:8].view("<u8")[0])
+    if end > min(size, _HEADER_LIMIT):
+        raise ImageError(f"the header claims {end - 8} bytes of {size}")
+    if bytes(data[8 : 8 + len(_OPENING)]) != _OPENING:
+        raise ImageError("not an image of prefixcache")
+    claimed = bytes(data[_CHECKSUM]).decode("ascii", "replace")
+    if checksum is not None and claimed != checksum:
+        raise ImageError("the file is not the one that the index names")
+    if _digest(data) != claimed:
+        raise ImageError("the checksum does not match")
+    _check_header(bytes(data[8:end]), size - end)
+    return Image(data)
+
+
+def _digest(data: np.ndarray) -> str:
+    state = xxhash.xxh3_128(data[: _CHECKSUM.start].data)
+    state.update(_BLANK)
+    state.update(data[_CHECKSUM.stop :].data)
+    return state.hexdigest()
+
+
+def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len({name for name, _ in pairs}) != len(pairs):
+        raise ImageError("the header names a field twice")
+    return dict(pairs)
+
+
+def _check_header(header: bytes, room: int) -> None:
+    """ImageError unless the header is one that a `Blueprint` could have written for `room` bytes of tensors."""
+    try:
+        table = json.loads(header, object_pairs_hook=_no_twins)
+    except (ValueError, RecursionError):
+        raise ImageError("the header is not JSON") from None
+    meta = table.pop("__metadata__", None) if isinstance(table, dict) else None
+    if not isinstance(meta, dict) or not all(isinstance(meta.get(name), str) for name in _FIELDS):
+        raise ImageError("the header lacks a field")
+    if meta["format"] != FORMAT:
+        raise ImageError(f"format {meta['format'][:20]!r}, this release reads {FORMAT!r}")
+    if meta["kind"] not in KINDS or not meta["start"].isdecimal():
+        raise ImageError("the header's kind or start is not valid")
+    at = 0
+    for entry in table.values():
+        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+            raise ImageError("a tensor's entry is not valid")
+        dtype, shape, offsets = DTYPES.get(entry["dtype"]), entry["shape"], entry["data_offsets"]
+        if dtype is None or not isinstance(shape, list) or not all(type(n) is int and 0 <= n < 2**40 for n in shape):
+            raise ImageError("a tensor's dtype or shape is not valid")
+        nbytes = dtype.itemsize
+        for n in shape:
+            nbytes *= n
+        if offsets != [at, at + nbytes]:
+            raise ImageError("a tensor's offsets are not valid")
+        at += nbytes
+    if at != room:
+        raise ImageError(f"tensors of {at} bytes in room for {room}")
+
+
+def _meta(fields: dict[str, str]) -> Meta:
+    return Meta(**{name: fields[name] for name in Meta._fields if name != "start"}, start=int(fields["start"]))

@@ -1,0 +1,99 @@
+"""Tokens, the keys chained over them, and the root key of a namespace.
+
+Every other module takes tokens in the form made here (a one-dimensional int64 array, or its little-endian bytes) and keys
+as 16 bytes. Nothing here knows blocks' contents, tiers or MLX.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import xxhash
+
+BLOCK = 256  # tokens a block
+TOKEN_BYTES = 8  # an int64
+KEY_BYTES = 16
+MODEL_BYTES = 512  # a model's name, as UTF-8
+
+Tokens = Sequence[int] | np.ndarray
+
+
+def as_tokens(tokens: Any) -> np.ndarray:
+    """Tokens as a contiguous one-dimensional little-endian int64 array; an array of that form is taken as it is.
+
+    Takes a list, tuple or range of ints, or a one-dimensional integer array of NumPy or MLX. Negative ids are valid (mlx-lm
+    gives the patches of an image one). Raises TypeError for what is not a sequence of integers (booleans and floats are
+    not), ValueError for nested sequences and ids outside int64.
+    """
+    if isinstance(tokens, np.ndarray):
+        return _from_array(tokens)
+    if hasattr(tokens, "dtype") and hasattr(tokens, "tolist") and hasattr(tokens, "ndim"):  # an mx.array, a tensor
+        if tokens.ndim != 1:
+            raise ValueError(f"tokens of shape {tuple(tokens.shape)}: pass one sequence, an array of one dimension")
+        tokens = tokens.tolist()
+    if isinstance(tokens, (str, bytes, bytearray)) or not isinstance(tokens, (Sequence, memoryview)):
+        raise TypeError(f"tokens of type {type(tokens).__name__}: pass a list, tuple or integer array of token ids")
+    kinds = set(map(type, tokens)) - {int}
+    for kind in kinds:
+        if issubclass(kind, (list, tuple, np.ndarray)):
+            raise ValueError(f"tokens hold a nested {kind.__name__}: pass one flat sequence of token ids")
+        if kind is bool or issubclass(kind, np.bool_) or not issubclass(kind, (int, np.integer)):
+            raise TypeError(f"tokens hold a {kind.__name__}: token ids are integers")
+    try:
+        return np.array(tokens, dtype="<i8")
+    except OverflowError:
+        worst = max(tokens, key=abs)
+        raise ValueError(f"token id {worst}: ids must fit in 64 bits, -2**63 to 2**63 - 1") from None
+
+
+def _from_array(tokens: np.ndarray) -> np.ndarray:
+    if tokens.ndim != 1:
+        raise ValueError(f"tokens of shape {tokens.shape}: pass one sequence, an array of one dimension")
+    if tokens.dtype.kind not in "iu":
+        if not tokens.size:
+            return np.empty(0, "<i8")
+        raise TypeError(f"tokens of dtype {tokens.dtype}: token ids are integers")
+    if tokens.dtype.kind == "u" and tokens.dtype.itemsize == 8 and tokens.size and int(tokens.max()) >= 2**63:
+        raise ValueError(f"token id {int(tokens.max())}: ids must fit in 64 bits, -2**63 to 2**63 - 1")
+    return np.ascontiguousarray(tokens, dtype="<i8")
+
+
+def chain(parent: bytes, tokens: bytes) -> bytes:
+    """The key of `tokens` (raw int64 bytes) that follow the block whose key is `parent`."""
+    return xxhash.xxh3_128_digest(parent + tokens)
+
+
+def as_model(model: Any) -> str:
+    """A model's name, checked: TypeError unless a str, ValueError when empty or longer than 512 bytes as UTF-8."""
+    if not isinstance(model, str):
+        raise TypeError(f"model of type {type(model).__name__}: pass the model's name as a str")
+    try:
+        size = len(model.encode())
+    except UnicodeEncodeError:
+        raise ValueError(f"model {model[:40]!r}: the name holds characters that UTF-8 can't") from None
+    if not 0 < size <= MODEL_BYTES:
+        raise ValueError(f"model name of {size} bytes: give one of 1 to {MODEL_BYTES} bytes")
+    return model
+
+
+def as_salt(salt: Any) -> bytes:
+    """A tenant's secret, checked: TypeError unless bytes. Any length; it is hashed before use and kept nowhere."""
+    if not isinstance(salt, (bytes, bytearray)):
+        raise TypeError(f"salt of type {type(salt).__name__}: pass bytes, such as tenant_id.encode()")
+    return bytes(salt)
+
+
+def root_key(model: str, codec: dict[str, Any], layout: dict[str, Any], salt: bytes) -> bytes:
+    """The root key of a namespace: BLAKE2b over its identity as canonical JSON, keyed with a hash of the salt."""
+    identity = canonical({"model": model, "codec": codec, "layout": layout, "block": BLOCK})
+    secret = hashlib.blake2b(salt, person=b"prefixcache.salt").digest()
+    return hashlib.blake2b(identity.encode(), digest_size=KEY_BYTES, key=secret, person=b"prefixcache.root").digest()
+
+
+def canonical(value: Any) -> str:
+    """JSON with sorted keys and no spaces: equal values give equal text."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)

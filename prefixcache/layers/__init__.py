@@ -1,0 +1,7 @@
+"""mlx-lm's layer caches: read, cut into images, and made again. The edge where MLX arrays become bytes and bytes arrays."""
+
+from prefixcache.layers.adapters import CacheError, allow
+from prefixcache.layers.plan import Plan, Reading, read
+from prefixcache.layers.stored import StoredLayer, StoredPrompt
+
+__all__ = ["CacheError", "Plan", "Reading", "StoredLayer", "StoredPrompt", "allow", "read"]

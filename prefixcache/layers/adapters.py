@@ -1,0 +1,368 @@
+"""One adapter for each kind of mlx-lm layer cache: how it is read, and how one like it is made for a boundary.
+
+Adapters read and set attributes, never `state`: its meaning differs between mlx-lm's releases. What is constant of an object
+(its class, its constructor's attributes, the streams of rows that it holds) goes into the *layout*, JSON that is part of the
+namespace; what grows with the tokens goes into images. Where the streams' bytes go is `plan`'s business.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from prefixcache.keys import BLOCK
+from prefixcache.layers.arrays import dtype_name
+from prefixcache.tree import Window
+
+TRUSTED = ("mlx_lm.models.", "mlx_vlm.models.", "vllm_mlx.", "prefixcache.")
+
+Layout = dict[str, Any]
+
+
+class CacheError(ValueError):
+    """A prompt cache that can't be stored, or can't be made again; says which layer and what to do."""
+
+
+class NotPlain(CacheError):
+    """An attribute beside the rows that only a snapshot could keep."""
+
+
+class Leaf(NamedTuple):
+    """A live layer cache, read. Valid until its owner changes it.
+
+    `positions` is the number of tokens that it has seen, None when it can't tell; `held` the runs of tokens whose rows it
+    still has; `arrays` its streams, (1, heads, physical rows, width) each; `where(a, b)` the physical rows of tokens a to
+    b, all of which it holds; `state` what a snapshot keeps.
+    """
+
+    layout: Layout
+    positions: int | None
+    held: tuple[tuple[int, int], ...] = ()
+    arrays: dict[str, mx.array] = {}
+    where: Callable[[int, int], slice | np.ndarray] = slice
+    state: dict[str, Any] = {}
+
+
+class Adapter:
+    """How one kind of layer cache is read and made. `at` in errors names the layer."""
+
+    def read(self, cache: Any, at: str) -> Leaf:
+        raise NotImplementedError
+
+    def capacity(self, layout: Layout, boundary: int, room: int) -> int:
+        """Physical rows that a cache made for `boundary` has, when `room` more tokens are expected."""
+        raise NotImplementedError
+
+    def make(self, layout: Layout, boundary: int, streams: dict[str, mx.array]) -> Any:
+        """A new object of the layout's class for this boundary; streams are (1, heads, capacity, width)."""
+        raise NotImplementedError
+
+
+def class_path(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+_allowed: dict[str, type] = {}
+
+
+def allow(*classes: type | str) -> None:
+    """Allow cache classes outside mlx-lm to be stored, and made again by name. A name is imported when first needed."""
+    for cls in classes:
+        path = cls if isinstance(cls, str) else class_path(cls)
+        if "." not in path or "<" in path:
+            raise ValueError(f"class {path!r}: only a class that can be imported by name can be allowed")
+        _allowed[path] = cls if isinstance(cls, type) else _import(path)
+
+
+def is_allowed(path: str) -> bool:
+    return path in _allowed or path.startswith(TRUSTED)
+
+
+def find_class(path: str) -> type:
+    """The class of this path. CacheError when it is not on the allow-list or not there in this release of its package."""
+    if path in _allowed:
+        return _allowed[path]
+    if not path.startswith(TRUSTED):
+        raise CacheError(f"class {path[:200]!r} is not allowed; call prefixcache.allow({path.rsplit('.', 1)[-1][:60]})")
+    return _import(path)
+
+
+def _import(path: str) -> type:
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+        raise CacheError(f"class {path[:200]!r} can't be imported; install the release that stored it") from None
+    if not isinstance(found, type):
+        raise CacheError(f"{path[:200]!r} is not a class")
+    return found
+
+
+def _blank(layout: Layout) -> Any:
+    cls = find_class(layout["class"])
+    made = cls.__new__(cls)
+    made.__dict__.update(layout["attrs"])
+    return made
+
+
+def _constants(cache: Any, growing: Iterable[str], at: str) -> dict[str, Any]:
+    """The attributes that don't grow with the tokens; CacheError for one that JSON can't keep."""
+    kept = {}
+    for name, value in vars(cache).items():
+        if name not in growing:
+            if not (value is None or isinstance(value, (bool, int, float, str))):
+                raise NotPlain(
+                    f"{at} ({type(cache).__name__}): attribute {name!r} is a {type(value).__name__}, "
+                    "which can't be kept beside rows; store a class without it"
+                )
+            if isinstance(value, float) and not math.isfinite(value):
+                raise CacheError(f"{at} ({type(cache).__name__}): attribute {name!r} is {value}, not a finite number")
+            kept[name] = value
+    return kept
+
+
+def _one_sequence(array: mx.array, cache: Any, at: str) -> None:
+    if array.ndim != 4:
+        raise CacheError(f"{at} ({type(cache).__name__}): rows of shape {array.shape}, not (1, heads, tokens, width)")
+    if array.shape[0] != 1:
+        raise CacheError(
+            f"{at} ({type(cache).__name__}): a batch of {array.shape[0]} sequences; store one at a time, cut out of it"
+        )
+
+
+def _streams(arrays: dict[str, mx.array], cache: Any, at: str, exact: bool) -> list[list[Any]]:
+    """[name, part, heads, width, dtype, exact] of each stream, for the layout."""
+    streams = []
+    for name, array in arrays.items():
+        _one_sequence(array, cache, at)
+        part = name.split(".")[0]
+        streams.append([name, part, array.shape[1], array.shape[3], dtype_name(array), exact])
+    return streams
+
+
+def _unused(layout: Layout, offset: int) -> Leaf:
+    """A layer without rows: it says nothing of the tokens, unless it counts them."""
+    layout["streams"] = [] if offset else None
+    return Leaf(layout, offset or None)
+
+
+def _offset(layout: Layout, boundary: int) -> int:
+    return 0 if layout["streams"] is None else boundary
+
+
+def _position(value: Any, at: str, cache: Any) -> int:
+    if isinstance(value, mx.array) and value.size == 1:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise CacheError(f"{at} ({type(cache).__name__}): offset is {value!r}, not a number of tokens")
+    return value
+
+
+class Sliceable(Adapter):
+    """KVCache and its like: K and V rows of every token, in order; cut at any token."""
+
+    def __init__(self, exact: bool = False, spare: bool = True):
+        self.exact = exact  # the rows are codes already: kept as they are
+        self.spare = spare  # the buffer may be longer than its tokens
+
+    def read(self, cache: Any, at: str) -> Leaf:
+        arrays = self._arrays(cache)
+        layout: Layout = {
+            "class": class_path(type(cache)), "kind": "sliceable",
+            "attrs": _constants(cache, ("keys", "values", "offset"), at), "streams": None,
+        }  # fmt: skip
+        offset = _position(cache.offset, at, cache)
+        if not arrays:
+            return _unused(layout, offset)
+        layout["streams"] = _streams(arrays, cache, at, self.exact)
+        rows = min(array.shape[2] for array in arrays.values())
+        if rows < offset:
+            raise CacheError(f"{at} ({type(cache).__name__}): offset {offset}, but only {rows} rows")
+        return Leaf(layout, offset, ((0, offset),), arrays)
+
+    def _arrays(self, cache: Any) -> dict[str, mx.array]:
+        if cache.keys is None or cache.values is None:
+            return {}
+        if self.exact:
+            found = {}
+            for part in ("keys", "values"):
+                found |= {f"{part}.{i}": a for i, a in enumerate(getattr(cache, part)) if a is not None}
+            return found
+        return {"keys": cache.keys, "values": cache.values}
+
+    def capacity(self, layout: Layout, boundary: int, room: int) -> int:
+        return boundary if not self.spare else -(-(boundary + room + BLOCK) // BLOCK) * BLOCK
+
+    def make(self, layout: Layout, boundary: int, streams: dict[str, mx.array]) -> Any:
+        made = _blank(layout)
+        made.keys = made.values = None
+        made.offset = _offset(layout, boundary)
+        for part in ("keys", "values") if streams else ():
+            if self.exact:
+                rows = [streams[name] for name in sorted(streams) if name.startswith(part + ".")]
+                setattr(made, part, tuple(rows))
+            else:
+                setattr(made, part, streams[part])
+        return made
+
+
+class Rotating(Adapter):
+    """RotatingKVCache: the first `keep` tokens' rows and the last ones', in a ring after `max_size`."""
+
+    _growing = ("keys", "values", "offset", "_idx")
+
+    def read(self, cache: Any, at: str) -> Leaf:
+        attrs = _constants(cache, self._growing, at)
+        size, keep = attrs.get("max_size"), attrs.get("keep", 0)
+        if type(size) is not int or type(keep) is not int or not 0 <= keep < size:
+            raise CacheError(f"{at} ({type(cache).__name__}): max_size {size!r} and keep {keep!r} make no window")
+        layout: Layout = {
+            "class": class_path(type(cache)), "kind": "windowed", "attrs": attrs, "streams": None,
+            "window": [size, keep, False],
+        }  # fmt: skip
+        offset, index = _position(cache.offset, at, cache), _position(cache._idx, at, cache)
+        if cache.keys is None:
+            return _unused(layout, offset)
+        arrays = {"keys": cache.keys, "values": cache.values}
+        layout["streams"] = _streams(arrays, cache, at, False)
+        rows = cache.keys.shape[2]
+        # Physical rows in the order of their tokens.
+        if index == rows:
+            order = np.arange(rows)
+        elif index < offset:
+            order = np.concatenate([np.arange(keep), np.arange(index, rows), np.arange(keep, index)])
+        else:
+            order = np.arange(index)
+        if len(order) > offset:
+            order = order[:offset]
+        if len(order) == offset:
+            return Leaf(layout, offset, ((0, offset),) if offset else (), arrays, lambda a, b: order[a:b])
+        first = offset - (len(order) - keep)  # the token of the first row behind the kept ones
+
+        def where(a: int, b: int) -> np.ndarray:
+            return order[a:b] if b <= keep else order[a - first + keep : b - first + keep]
+
+        held = ((0, keep), (first, offset)) if keep else ((first, offset),)
+        return Leaf(layout, offset, held, arrays, where)
+
+    def capacity(self, layout: Layout, boundary: int, room: int) -> int:
+        return min(boundary, layout["window"][0])
+
+    def make(self, layout: Layout, boundary: int, streams: dict[str, mx.array]) -> Any:
+        made = _blank(layout)
+        made.keys, made.values = streams.get("keys"), streams.get("values")
+        made.offset = _offset(layout, boundary)
+        made._idx = made.keys.shape[2] if streams else made.offset
+        return made
+
+
+class Chunked(Adapter):
+    """ChunkedKVCache: rows from the start of the current chunk, which a boundary's own chunk decides."""
+
+    _growing = ("keys", "values", "offset", "start_position")
+
+    def read(self, cache: Any, at: str) -> Leaf:
+        attrs = _constants(cache, self._growing, at)
+        size = attrs.get("chunk_size")
+        if type(size) is not int or size < 1:
+            raise CacheError(f"{at} ({type(cache).__name__}): chunk_size {size!r} is not a number of tokens")
+        layout: Layout = {
+            "class": class_path(type(cache)), "kind": "windowed", "attrs": attrs, "streams": None,
+            "window": [size, 0, True],
+        }  # fmt: skip
+        offset, start = _position(cache.offset, at, cache), _position(cache.start_position, at, cache)
+        if cache.keys is None:
+            return _unused(layout, offset)
+        arrays = {"keys": cache.keys, "values": cache.values}
+        layout["streams"] = _streams(arrays, cache, at, False)
+        if not 0 <= offset - start <= cache.keys.shape[2]:
+            raise CacheError(
+                f"{at} ({type(cache).__name__}): tokens {start} to {offset} in {cache.keys.shape[2]} rows"
+            )
+        return Leaf(layout, offset, ((start, offset),), arrays, lambda a, b: slice(a - start, b - start))
+
+    def capacity(self, layout: Layout, boundary: int, room: int) -> int:
+        # mlx-lm 0.31.3 takes the buffer's length for the number of its tokens when it drops a chunk: no spare blocks.
+        return max(-(-(boundary - Window(*layout["window"]).first(boundary)) // BLOCK), 1) * BLOCK
+
+    def make(self, layout: Layout, boundary: int, streams: dict[str, mx.array]) -> Any:
+        made = _blank(layout)
+        made.keys, made.values = streams.get("keys"), streams.get("values")
+        made.offset = _offset(layout, boundary)
+        made.start_position = Window(*layout["window"]).first(made.offset)
+        return made
+
+
+class Snapshot(Adapter):
+    """Recurrent state, and every class that nothing is known of: its attributes, exactly, at one boundary."""
+
+    def read(self, cache: Any, at: str) -> Leaf:
+        path = class_path(type(cache))
+        if not is_allowed(path):
+            raise CacheError(f"{at}: class {path} is not known; call prefixcache.allow({type(cache).__name__}) to keep it")
+        if not hasattr(cache, "__dict__"):
+            raise CacheError(f"{at}: class {path} has no __dict__, so its state can't be read")
+        self._one_sequence(cache, at)
+        offset = getattr(cache, "offset", None)
+        positions = None if offset is None else _position(offset, at, cache)
+        return Leaf({"class": path, "kind": "snapshot"}, positions, state=vars(cache))
+
+    @staticmethod
+    def _one_sequence(cache: Any, at: str) -> None:
+        batch = getattr(cache, "batch_size", 1)
+        if isinstance(batch, int) and batch > 1:
+            raise CacheError(
+                f"{at} ({type(cache).__name__}): a batch of {batch} sequences; store one at a time, cut out of it"
+            )
+
+    def make_from(self, layout: Layout, state: dict[str, Any]) -> Any:
+        cls = find_class(layout["class"])
+        made = cls.__new__(cls)
+        made.__dict__.update(state)
+        return made
+
+
+class Refused(Adapter):
+    """Batches: several sequences in one object."""
+
+    def read(self, cache: Any, at: str) -> Leaf:
+        raise CacheError(f"{at}: {type(cache).__name__} holds a batch; call extract(i) and store one sequence at a time")
+
+
+_CACHE = "mlx_lm.models.cache."
+SNAPSHOT = Snapshot()
+REGISTRY: dict[str, Adapter] = {
+    _CACHE + "KVCache": Sliceable(),
+    _CACHE + "ConcatenateKVCache": Sliceable(spare=False),
+    _CACHE + "QuantizedKVCache": Sliceable(exact=True),
+    _CACHE + "RotatingKVCache": Rotating(),
+    _CACHE + "ChunkedKVCache": Chunked(),
+    _CACHE + "ArraysCache": SNAPSHOT,
+    _CACHE + "BatchKVCache": Refused(),
+    _CACHE + "BatchRotatingKVCache": Refused(),
+}
+_by_class: dict[type, Adapter] = {}
+
+
+def read_leaf(cache: Any, at: str) -> Leaf:
+    """Read one layer cache. A subclass that holds more beside its rows than its base is kept as a snapshot."""
+    try:
+        return adapter_of(type(cache)).read(cache, at)
+    except NotPlain:
+        if class_path(type(cache)) in REGISTRY:
+            raise
+        return SNAPSHOT.read(cache, at)
+
+
+def adapter_of(cls: type) -> Adapter:
+    """The adapter of a cache class: its own, else its nearest base's, else a snapshot's."""
+    if cls not in _by_class:
+        known = (REGISTRY[path] for path in map(class_path, cls.__mro__) if path in REGISTRY)
+        refused = REGISTRY[_CACHE + "BatchKVCache"]
+        _by_class[cls] = next(known, refused if cls.__name__.startswith("Batch") else SNAPSHOT)
+    return _by_class[cls]

@@ -1,0 +1,247 @@
+"""Where each stream of a prompt cache stands in its images.
+
+A prompt cache is read into a *layout* (JSON, the same for all caches of a model) and its live leaves. A `Plan`, made of a
+layout and a codec, says which tensors a rows image, a window image and a snapshot have. Streams of equal codec, width and
+dtype share a tensor, token-major: (tokens, heads of all their layers, ...). `encode` and `decode` follow it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from prefixcache.codecs import Codec, RawRows, RowCodec, Stream
+from prefixcache.image import Spec
+from prefixcache.keys import BLOCK, canonical
+from prefixcache.layers.adapters import CacheError, Layout, Leaf, find_class, read_leaf
+from prefixcache.layers.arrays import SAFETENSORS
+from prefixcache.tree import Window
+
+LIST = "mlx_lm.models.cache.CacheList"
+
+
+class Reading(NamedTuple):
+    """A prompt cache, read: its layout, its leaves in depth-first order, and the tokens that all of them have seen.
+
+    `positions` is None when no layer counts tokens. `agreed`: all layers that count say the same.
+    """
+
+    layout: Layout
+    leaves: list[Leaf]
+    positions: int | None
+    agreed: bool
+
+
+def read(prompt_cache: Any) -> Reading:
+    """Read mlx-lm's list of layer caches. CacheError names the layer that can't be kept and what to do."""
+    if not isinstance(prompt_cache, (list, tuple)) or not prompt_cache:
+        raise CacheError(
+            f"prompt cache of type {type(prompt_cache).__name__}: pass the list of layer caches, as make_prompt_cache gives"
+        )
+    leaves: list[Leaf] = []
+    kinds: dict[str, int] = {}
+    order = [
+        kinds.setdefault(canonical(_read_layer(c, f"layer {i}", leaves)), len(kinds)) for i, c in enumerate(prompt_cache)
+    ]
+    counted = [leaf.positions for leaf in leaves if leaf.positions is not None]
+    layout = {"kinds": [json.loads(kind) for kind in kinds], "layers": order}
+    return Reading(layout, leaves, min(counted, default=None), len(set(counted)) <= 1)
+
+
+def _read_layer(cache: Any, at: str, leaves: list[Leaf]) -> Layout:
+    if _is_list(type(cache)):
+        children = [_read_layer(c, f"{at}.{i}", leaves) for i, c in enumerate(cache.caches)]
+        path = f"{type(cache).__module__}.{type(cache).__qualname__}"
+        return {"class": path, "kind": "list", "tuple": isinstance(cache.caches, tuple), "children": children}
+    leaf = read_leaf(cache, at)
+    leaves.append(leaf)
+    return leaf.layout
+
+
+def _is_list(cls: type) -> bool:
+    return any(f"{base.__module__}.{base.__qualname__}" == LIST for base in cls.__mro__)
+
+
+class Member(NamedTuple):
+    """One stream within its group's tensor: leaf and stream name, and the heads that are its own."""
+
+    leaf: int
+    stream: str
+    head: int
+    heads: int
+
+
+class Group(NamedTuple):
+    """Streams that share a tensor per plane of their codec; `names[i]` is plane i's tensor."""
+
+    codec: RowCodec
+    names: tuple[str, ...]
+    members: tuple[Member, ...]
+    heads: int
+
+    def specs(self, tokens: int) -> Iterator[Spec]:
+        for name, plane in zip(self.names, self.codec.planes, strict=True):
+            yield Spec(name, plane.dtype, (tokens, self.heads, *plane.shape))
+
+
+class Section(NamedTuple):
+    """Groups whose tensors have the same tokens."""
+
+    groups: tuple[Group, ...]
+
+    def specs(self, tokens: int) -> list[Spec]:
+        return [spec for group in self.groups for spec in group.specs(tokens)]
+
+
+class Plan:
+    """Which tensors the images of one namespace have. Made of the layout and the codec alone; immutable.
+
+    rows image: `rows` for each of its tokens, and `kept[i]` for those before windows[i].keep (a ring's first tokens stay
+    with the rows, or they would be the first to grow cold). window image: `windowed[i]` for the tokens in its ranges.
+    snapshot: the leaves in `snapshots`, each by itself.
+    """
+
+    def __init__(self, layout: Layout, codec: Codec):
+        self.layout = layout
+        self.layers = [layout["kinds"][kind] for kind in layout["layers"]]
+        self.leaves: list[Layout] = []
+        self.layer_of: list[int] = []
+        for index, layer in enumerate(self.layers):
+            self._collect(layer, index)
+        self.windows = tuple(dict.fromkeys(Window(*leaf["window"]) for leaf in self.leaves if leaf.get("streams") and "window" in leaf))
+        self.snapshots = [i for i, leaf in enumerate(self.leaves) if leaf["kind"] == "snapshot"]
+        streams = [_streams(leaf, self.layer_of[i], len(self.layers), codec) for i, leaf in enumerate(self.leaves)]
+        self.raw = sorted({self.layer_of[i] for i, own in enumerate(streams) for _, row, forced in own if forced})
+        sliceable = [i for i, leaf in enumerate(self.leaves) if leaf["kind"] == "sliceable"]
+        by_window = [
+            [i for i, leaf in enumerate(self.leaves) if leaf.get("streams") and leaf.get("window") == list(window)]
+            for window in self.windows
+        ]
+        self.rows = _section("r", sliceable, streams)
+        self.kept = [_section(f"k{w}", leaves, streams) for w, leaves in enumerate(by_window)]
+        self.windowed = [_section(f"w{w}", leaves, streams) for w, leaves in enumerate(by_window)]
+        # Where each stream stands: leaf -> stream -> (group in rows or windowed, member).
+        self.places: list[dict[str, tuple[int, Member]]] = [{} for _ in self.leaves]
+        for section in (self.rows, *self.windowed):
+            for g, group in enumerate(section.groups):
+                for member in group.members:
+                    self.places[member.leaf][member.stream] = (g, member)
+
+    def _collect(self, layer: Layout, index: int) -> None:
+        if layer["kind"] == "list":
+            for child in layer["children"]:
+                self._collect(child, index)
+        else:
+            self.leaves.append(layer)
+            self.layer_of.append(index)
+
+    def check_classes(self) -> None:
+        """CacheError for a class that is not allowed here, or not in this release of its package."""
+        for kind in self.layout["kinds"]:
+            _check_class(kind)
+
+    def kept_tokens(self, window: int, start: int, tokens: int) -> int:
+        """How many of a block's tokens have `kept` rows in its rows image."""
+        return min(max(self.windows[window].keep - start, 0), tokens)
+
+    def rows_specs(self, start: int, tokens: int) -> list[Spec]:
+        specs = self.rows.specs(tokens)
+        for w, section in enumerate(self.kept):
+            if kept := self.kept_tokens(w, start, tokens):
+                specs += section.specs(kept)
+        return [*specs, Spec("tokens", "I64", (tokens,))]
+
+    def window_specs(self, mask: tuple[int, ...]) -> list[Spec]:
+        return [s for w, section in enumerate(self.windowed) for s in section.specs(mask[w].bit_count())]
+
+    def fp16_bytes(self, tokens: int) -> int:
+        """What the rows of `tokens` tokens of all sliceable and windowed layers would take as they are in a live cache."""
+        total = 0
+        for leaf in self.leaves:
+            for _, _, heads, width, dtype, _ in leaf.get("streams") or ():
+                total += tokens * heads * width * Spec("", SAFETENSORS[dtype], (1,)).nbytes
+        return total
+
+
+def _check_class(layer: Layout) -> None:
+    find_class(layer["class"])
+    for child in layer.get("children", ()):
+        _check_class(child)
+
+
+def _streams(leaf: Layout, layer: int, layers: int, codec: Codec) -> list[tuple[list[Any], RowCodec, bool]]:
+    """Each stream of a leaf, its row codec, and whether the codec left it raw."""
+    streams = leaf.get("streams") or []
+    widths = {part: width for _, part, _, width, _, _ in streams}
+    found: list[tuple[list[Any], RowCodec, bool]] = []
+    for stream in streams:
+        _, part, heads, width, dtype, exact = stream
+        if exact:
+            found.append((stream, RawRows(width, dtype), False))
+            continue
+        other = widths.get("values" if part == "keys" else "keys", width)
+        row = codec.row_codec(Stream(layer, layers, part, heads, width, other, dtype))
+        found.append((stream, row, isinstance(row, RawRows) and codec.spec()["name"] != "raw"))
+    return found
+
+
+def _section(prefix: str, leaves: list[int], streams: list[list[tuple[list[Any], RowCodec, bool]]]) -> Section:
+    members: dict[RowCodec, list[Member]] = {}
+    for leaf in leaves:
+        for (name, _, heads, _, _, _), row, _ in streams[leaf]:
+            own = members.setdefault(row, [])
+            head = own[-1].head + own[-1].heads if own else 0
+            own.append(Member(leaf, name, head, heads))
+    groups = []
+    for g, (row, own) in enumerate(members.items()):
+        names = tuple(f"{prefix}{g}.{plane.name}" for plane in row.planes)
+        groups.append(Group(row, names, tuple(own), own[-1].head + own[-1].heads))
+    return Section(tuple(groups))
+
+
+def mask_of(first: int, last: int) -> int:
+    """The bits of tokens `first` to `last` (not included) of a block."""
+    return (1 << last) - (1 << first) if last > first else 0
+
+
+def runs_of(mask: int) -> list[tuple[int, int]]:
+    """The runs of set bits, as (first, last not included)."""
+    runs, at = [], 0
+    while mask:
+        low = (mask & -mask).bit_length() - 1
+        at, mask = at + low, mask >> low
+        length = (~mask & (mask + 1)).bit_length() - 1
+        runs.append((at, at + length))
+        at, mask = at + length, mask >> length
+    return runs
+
+
+def held_mask(held: tuple[tuple[int, int], ...], start: int, keep: int, limit: int) -> int:
+    """Of the block that begins at `start`, the tokens in `held`, from token `keep` on and below `limit`."""
+    mask = 0
+    for a, b in held:
+        first, last = max(a, keep, start) - start, min(b, limit, start + BLOCK) - start
+        mask |= mask_of(first, last)
+    return mask
+
+
+def extra_of(mask: tuple[int, ...]) -> str:
+    """A window image's header field: the ranges of tokens that each window has, within the block."""
+    return canonical({"ranges": [[list(run) for run in runs_of(m)] for m in mask]})
+
+
+def mask_from(extra: str) -> tuple[int, ...]:
+    """The inverse of `extra_of`; ValueError when the text is none."""
+    ranges = json.loads(extra).get("ranges")
+    if not isinstance(ranges, list):
+        raise ValueError("a window without ranges")
+    masks = []
+    for runs in ranges:
+        mask = 0
+        for first, last in runs:
+            if not 0 <= first < last <= BLOCK:
+                raise ValueError("a window's range outside its block")
+            mask |= mask_of(first, last)
+        masks.append(mask)
+    return tuple(masks)

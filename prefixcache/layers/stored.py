@@ -1,0 +1,268 @@
+"""What is stored of a prompt, as a caller may hold it: immutable bytes that become a live prompt cache on demand.
+
+`StoredPrompt` is what `PrefixCache.lookup` gives, `StoredLayer` one layer of it. Both share images with the cache and
+never change them; `copy()` is cheap. Decoding runs on the caller's thread and stream.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from prefixcache.codecs import RawRows
+from prefixcache.image import DTYPES, Image
+from prefixcache.keys import BLOCK
+from prefixcache.layers.adapters import SNAPSHOT, Layout, adapter_of, find_class
+from prefixcache.layers.arrays import device
+from prefixcache.layers.plan import Group, Plan, mask_of
+
+
+class Block(NamedTuple):
+    """A block's images. `mask`: for each window of the namespace, which of the block's tokens the window image has."""
+
+    start: int
+    rows: Image
+    window: Image | None
+    mask: tuple[int, ...]
+
+
+class Run(NamedTuple):
+    """Rows `first` to `first + count` of a tensor go to physical rows `at` and on of a buffer."""
+
+    tensors: dict[str, np.ndarray]
+    first: int
+    count: int
+    at: int
+
+
+class StoredPrompt:
+    """The stored state of `tokens` tokens of one prompt.
+
+    Holds its images as long as it lives, whatever the cache evicts meanwhile; those bytes are then the holder's.
+    """
+
+    def __init__(self, plan: Plan, tokens: int, blocks: list[Block], snapshot: Image | None):
+        self.plan = plan
+        self.tokens = tokens
+        self._blocks = blocks
+        self._snapshot = snapshot
+        self._rows = [block.rows.tensors() for block in blocks]
+        self._windows = [block.window.tensors() if block.window is not None else {} for block in blocks]
+
+    @property
+    def layers(self) -> list[StoredLayer]:
+        """One wrapper a layer, in the model's order."""
+        return [StoredLayer(self, i) for i in range(len(self.plan.layers))]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the images held, headers included."""
+        images = [image for block in self._blocks for image in (block.rows, block.window)]
+        return sum(image.nbytes for image in (*images, self._snapshot) if image is not None)
+
+    def copy(self) -> StoredPrompt:
+        """Another holder of the same bytes: trimming one does not show in the other."""
+        made = object.__new__(StoredPrompt)
+        made.__dict__.update(self.__dict__)
+        return made
+
+    def is_trimmable(self) -> bool:
+        """Whether the last token can be cut off. Recurrent state can't be cut, a window only while its rows are held."""
+        return self.tokens > 0 and self._holds(self.tokens - 1)
+
+    def trim(self, n: int) -> int:
+        """Cut the last `n` tokens off, here only. Returns how many were cut. ValueError where rows for that are missing."""
+        if n < 0:
+            raise ValueError(f"trim({n}): give a number of tokens")
+        n = min(n, self.tokens)
+        if n and not self._holds(self.tokens - n):
+            raise ValueError(f"trim({n}): {self.tokens - n} tokens is no boundary that this state can be cut to")
+        self.tokens -= n
+        return n
+
+    def dequantize(self, room: int = 0) -> list[Any]:
+        """A live prompt cache of the classes that were stored, with room for `room` more tokens before it must grow."""
+        return [layer.dequantize(room) for layer in self.layers]
+
+    def _holds(self, boundary: int) -> bool:
+        if self.plan.snapshots:
+            return boundary == self.tokens
+        for w, window in enumerate(self.plan.windows):
+            for block in self._blocks:
+                first, last = max(window.first(boundary) - block.start, 0), min(boundary - block.start, BLOCK)
+                needed = mask_of(first, last)
+                if needed and (not block.mask or needed & ~block.mask[w]):
+                    return False
+        return True
+
+    # -- decoding -----------------------------------------------------------------------------------------------------
+
+    def _make_layer(self, index: int, room: int) -> Any:
+        first = self.plan.layer_of.index(index)
+        return self._make(self.plan.layers[index], iter(range(first, len(self.plan.leaves))), room)
+
+    def _make(self, layer: Layout, leaves: Any, room: int) -> Any:
+        if layer["kind"] == "list":
+            cls = find_class(layer["class"])
+            made = cls.__new__(cls)
+            children = [self._make(child, leaves, room) for child in layer["children"]]
+            made.caches = tuple(children) if layer["tuple"] else children
+            return made
+        leaf = next(leaves)
+        if layer["kind"] == "snapshot":
+            return self._make_snapshot(leaf)
+        adapter = adapter_of(find_class(layer["class"]))
+        streams = {}
+        if layer["streams"]:
+            window = self.plan.windows.index(tuple(layer["window"])) if "window" in layer else None
+            capacity = adapter.capacity(layer, self.tokens, room)
+            for stream, (g, member) in self.plan.places[leaf].items():
+                if window is None:
+                    group, runs = self.plan.rows.groups[g], self._sliceable_runs()
+                    streams[stream] = _decode(group, member.head, member.heads, [(group.names, runs)], capacity)
+                else:
+                    group = self.plan.windowed[window].groups[g]
+                    kept = self.plan.kept[window].groups[g]
+                    parts = [(kept.names, self._kept_runs(window)), (group.names, self._window_runs(window))]
+                    streams[stream] = _decode(group, member.head, member.heads, parts, capacity)
+        return adapter.make(layer, self.tokens, streams)
+
+    def _sliceable_runs(self) -> list[Run]:
+        return [
+            Run(tensors, 0, min(BLOCK, self.tokens - block.start), block.start)
+            for block, tensors in zip(self._blocks, self._rows, strict=True)
+            if block.start < self.tokens
+        ]
+
+    def _kept_runs(self, window: int) -> list[Run]:
+        keep = min(self.plan.windows[window].keep, self.tokens)
+        return [
+            Run(tensors, 0, min(BLOCK, keep - block.start), block.start)
+            for block, tensors in zip(self._blocks, self._rows, strict=True)
+            if block.start < keep
+        ]
+
+    def _window_runs(self, index: int) -> list[Run]:
+        window, runs = self.plan.windows[index], []
+        low = window.first(self.tokens)
+        # A full ring: the row behind the kept ones is the next to be overwritten, and never read.
+        full = not window.chunked and self.tokens > window.size
+        shift = low - (window.keep + 1 if full else 0 if window.chunked else low)
+        for block, tensors in zip(self._blocks, self._windows, strict=True):
+            first, last = max(low - block.start, 0), min(self.tokens - block.start, BLOCK)
+            if first < last:
+                before = (block.mask[index] & mask_of(0, first)).bit_count()
+                runs.append(Run(tensors, before, last - first, block.start + first - shift))
+        return runs
+
+    def _make_snapshot(self, leaf: int) -> Any:
+        assert self._snapshot is not None
+        meta, tensors = self._snapshot.header()
+        described = json.loads(meta.extra)
+        number = self.plan.snapshots.index(leaf)
+        state = {name: _revive(v, tensors, described["dtypes"]) for name, v in described["state"][number].items()}
+        return SNAPSHOT.make_from(self.plan.leaves[leaf], state)
+
+
+class StoredLayer:
+    """One layer of a stored prompt, with the interface of the field: copy, trim, dequantize, nbytes, is_trimmable."""
+
+    def __init__(self, prompt: StoredPrompt, index: int):
+        self._prompt = prompt
+        self._index = index
+
+    @property
+    def class_name(self) -> str:
+        """Qualified name of the class that went in and will come out."""
+        return str(self.layout["class"])
+
+    @property
+    def layout(self) -> Layout:
+        layer: Layout = self._prompt.plan.layers[self._index]
+        return layer
+
+    @property
+    def tokens(self) -> int:
+        return self._prompt.tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this layer's rows take in the images, without headers; nothing is evaluated."""
+        prompt, total = self._prompt, 0
+        own = [i for i, layer in enumerate(prompt.plan.layer_of) if layer == self._index]
+        for section, held in ((prompt.plan.rows, prompt._rows), *((s, prompt._windows) for s in prompt.plan.windowed),
+                              *((s, prompt._rows) for s in prompt.plan.kept)):  # fmt: skip
+            for group in section.groups:
+                heads = sum(member.heads for member in group.members if member.leaf in own)
+                stored = sum(tensors[name].nbytes for tensors in held for name in group.names if name in tensors)
+                total += stored * heads // group.heads
+        if prompt._snapshot is not None and any(i in prompt.plan.snapshots for i in own):
+            meta, tensors = prompt._snapshot.header()
+            described = json.loads(meta.extra)["state"]
+            for i in own:
+                if i in prompt.plan.snapshots:
+                    numbers = _array_numbers(list(described[prompt.plan.snapshots.index(i)].values()))
+                    total += sum(tensors[f"s{n}"].nbytes for n in numbers)
+        return total
+
+    def copy(self) -> StoredLayer:
+        return StoredLayer(self._prompt.copy(), self._index)
+
+    def is_trimmable(self) -> bool:
+        return self._prompt.is_trimmable()
+
+    def trim(self, n: int) -> int:
+        """Cut the last `n` tokens off this holder of the layer alone; see `StoredPrompt.trim`."""
+        self._prompt = self._prompt.copy()
+        return self._prompt.trim(n)
+
+    def dequantize(self, room: int = 0) -> Any:
+        """A live layer cache of the class that was stored."""
+        return self._prompt._make_layer(self._index, room)
+
+
+def _decode(group: Group, head: int, heads: int, parts: list[tuple[tuple[str, ...], list[Run]]], capacity: int) -> mx.array:
+    """One stream as (1, heads, capacity, width). `parts`: tensor names, and the runs to take from them."""
+    codec = group.codec
+    runs = [run for _, own in parts for run in own]
+    rows = max((run.at + run.count for run in runs), default=0)
+    exact = isinstance(codec, RawRows)
+    length = capacity if exact else rows
+    whole = sum(run.count for run in runs) == length
+    planes = []
+    for p, plane in enumerate(codec.planes):
+        shape = (heads, length, *plane.shape)
+        into = np.empty(shape, DTYPES[plane.dtype]) if whole else np.zeros(shape, DTYPES[plane.dtype])
+        for names, own in parts:
+            for run in own:
+                taken = run.tensors[names[p]][run.first : run.first + run.count, head : head + heads]
+                into[:, run.at : run.at + run.count] = taken.swapaxes(0, 1)
+        planes.append(into)
+    if exact:
+        return device(planes[0], codec.dtype)[None]
+    return codec.decode(planes, max(capacity, rows))[None]
+
+
+def _revive(value: Any, tensors: dict[str, np.ndarray], dtypes: list[str]) -> Any:
+    if not isinstance(value, list):
+        return value
+    kind, content = value
+    if kind == "array":
+        return device(tensors[f"s{content}"], dtypes[content])
+    if kind == "float":
+        return float(content)
+    if kind == "dict":
+        return {k: _revive(v, tensors, dtypes) for k, v in content.items()}
+    items = [_revive(v, tensors, dtypes) for v in content]
+    return tuple(items) if kind == "tuple" else items
+
+
+def _array_numbers(value: Any) -> list[int]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list) and len(value) == 2 and value[0] == "array":
+        return [value[1]]
+    return [n for v in value for n in _array_numbers(v)] if isinstance(value, list) else []

@@ -1,0 +1,130 @@
+"""From SSD to RAM: reserve, read, verify, publish, in this order, for every image of a path, the first block first.
+
+A promotion never evicts its own path, stops at what finds no room or went bad, and lets go of everything however it ends.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from concurrent.futures import Future
+from typing import NamedTuple
+
+from prefixcache.budget import Reservation
+from prefixcache.image import Image
+from prefixcache.ssd import Corrupt, Ssd
+from prefixcache.tiers import Home, Tiers
+from prefixcache.tree import BLOCK, RAM, SSD, Slot
+
+PATIENCE = 30.0  # seconds that a promotion waits for RAM while the writer makes some free
+
+
+class Reading(NamedTuple):
+    """One image on its way. `reservation` is None when another promotion reads it."""
+
+    slot: Slot
+    future: Future[Image]
+    reservation: Reservation | None
+
+
+def promote(tiers: Tiers, ssd: Ssd, home: Home, raw: bytes, limit: int) -> int:
+    """Bring the deepest boundary of these tokens (raw int64 bytes) that fits into RAM; returns the depth there.
+
+    Blocks on reads: call it on a thread of its own.
+    """
+    tree = tiers.tree
+    with tiers.lock:
+        walk = tree.walk(home.space, raw)
+        boundary = tree.reach(walk, SSD, limit)
+        fits = _room(tiers)
+        if home.plan.windows or home.plan.snapshots:  # a part of such a boundary is none: take one that fits
+            while boundary and sum(s.nbytes for s in tree.serving(walk, boundary)) > fits:
+                boundary = tree.reach(walk, SSD, max(boundary - BLOCK, 0))
+        pinned = tree.pin(tree.serving(walk, boundary))
+    try:
+        _bring(tiers, ssd, [slot for slot in reversed(pinned) if slot.image is None])
+    finally:
+        tiers.unpin(pinned)
+        with tiers.lock:
+            walk = tree.walk(home.space, raw)
+            depth = tree.reach(walk, RAM, limit)
+            tree.touch(tree.serving(walk, depth))
+            tiers.spill_ahead(0)
+    return depth
+
+
+def _room(tiers: Tiers) -> int:
+    held = tiers.budget.held()
+    return tiers.budget.limit - held.nodes - held.reserved
+
+
+def _bring(tiers: Tiers, ssd: Ssd, slots: list[Slot]) -> None:
+    waiting: deque[Reading] = deque()
+    whole = True
+    try:
+        for slot in slots:
+            reading = _begin(tiers, ssd, slot)
+            while reading is None and waiting:  # no room beside what is being read: finish that first
+                whole = _end(tiers, waiting.popleft(), whole)
+                reading = _begin(tiers, ssd, slot) if whole else None
+            if reading is None:
+                reading = _begin(tiers, ssd, slot, PATIENCE) if whole else None
+            if reading is None:
+                return
+            if reading.slot.image is None or reading.reservation is not None:
+                waiting.append(reading)
+            while waiting and waiting[0].future.done():
+                whole = _end(tiers, waiting.popleft(), whole)
+            if not whole:
+                return
+    finally:
+        while waiting:
+            whole = _end(tiers, waiting.popleft(), whole)
+
+
+def _begin(tiers: Tiers, ssd: Ssd, slot: Slot, wait: float = 0) -> Reading | None:
+    """Reserve and start to read. None when there is no room, or the image left the SSD meanwhile."""
+    with tiers.lock:
+        if slot.image is not None:
+            done: Future[Image] = Future()
+            done.set_result(slot.image)
+            return Reading(slot, done, None)
+        if slot.loading is not None:
+            return Reading(slot, slot.loading, None)
+        reservation = tiers.reserve(slot.nbytes, wait)
+        if reservation is None or not slot.disk or slot.loading is not None or slot.image is not None:
+            if reservation is not None:
+                reservation.release()
+                return _begin(tiers, ssd, slot, wait) if slot.loading is not None or slot.image is not None else None
+            return None
+        slot.loading = ssd.read(tiers.entry_of(slot))
+        return Reading(slot, slot.loading, reservation)
+
+
+def _end(tiers: Tiers, reading: Reading, whole: bool) -> bool:
+    """Wait for a read; publish what it gave. False when it gave nothing: what comes after is of no use now."""
+    slot, future, reservation = reading
+    try:
+        image = future.result()
+    except Exception as error:
+        with tiers.lock:
+            if reservation is not None:
+                slot.loading = None
+                reservation.release()
+                if isinstance(error, Corrupt) and slot.disk:
+                    tiers.lost(slot)
+        return False
+    with tiers.lock:
+        if reservation is None:
+            deadline = time.monotonic() + PATIENCE
+            while slot.loading is not None and time.monotonic() < deadline:
+                tiers.moved.wait(0.1)
+            return whole and slot.image is not None
+        slot.loading = None
+        with reservation:
+            if slot.disk and slot.image is None:
+                tiers.tree.enter(slot, RAM, image=image, reservation=reservation)
+                tiers.counters.promoted_bytes += slot.nbytes
+        tiers.moved.notify_all()
+        return whole and slot.image is not None
+

@@ -1,0 +1,141 @@
+"""Every setting, in one table, with its unit and its default. Values come from arguments, from `PREFIXCACHE_*` variables or
+from a TOML file (the one that `PREFIXCACHE_CONFIG` names), in this order of precedence. A bad setting is an error here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+
+UNITS = {
+    "": 1, "B": 1,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "PIB": 2**50,
+    "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_REMEDY = 'write "20GB", "512MiB" or a number of bytes'
+
+
+def parse_size(value: Any, name: str = "size") -> int:
+    """Bytes from "8GB" (10^9), "512MiB" (2^20), "8 GB" or a whole number. ValueError names the setting and the remedy."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ValueError(f"{name}={value!r}: not a size; {_REMEDY}")
+    if isinstance(value, str):
+        found = _SIZE.fullmatch(value)
+        unit = UNITS.get(found[2].upper()) if found else None
+        if found is None or unit is None:
+            raise ValueError(f"{name}={value!r}: not a size; {_REMEDY}")
+        value = float(found[1]) * unit if "." in found[1] else int(found[1]) * unit
+    if not 0 <= value < 2**63 or value != int(value) and isinstance(value, float) and value < 1:
+        raise ValueError(f"{name}={value!r}: not a size; {_REMEDY}")
+    return int(value)
+
+
+def _size(value: Any, info: ValidationInfo) -> Any:
+    return value if value is None or value == "auto" else parse_size(value, info.field_name or "size")
+
+
+Size = Annotated[int, BeforeValidator(_size)]
+AutoSize = Annotated[int | Literal["auto"], BeforeValidator(_size)]
+
+
+class Settings(BaseSettings):
+    """How a `PrefixCache` is to be. All sizes are in bytes, all times in seconds."""
+
+    model_config = SettingsConfigDict(env_prefix="PREFIXCACHE_", extra="forbid", frozen=True, validate_default=True)
+
+    ram: AutoSize = Field("auto", description='RAM budget, hard. "auto": a quarter of the memory. 0: SSD only')
+    ssd_dir: Path | None = Field(None, description="directory of the SSD tier; none: RAM only")
+    ssd: AutoSize = Field("auto", description='what the directory may take. "auto": half of what is free. 0: RAM only')
+    codec: Any = Field(None, description='a codec, its spec, or text such as "turboquant:4:3", "affine:4", "raw"')
+
+    transit: Size = Field(256 << 20, description="with ram=0: RAM for images on their way to and from the SSD")
+    spill: Literal["drop", "wait"] = Field("drop", description="when the spill queue is full: drop the coldest, or wait")
+    spill_wait: float = Field(2.0, ge=0, le=60, description='spill="wait": the longest that one store waits')
+    spill_queue: AutoSize = Field("auto", description='bytes that may wait for the SSD. "auto": a quarter of the budget')
+    spill_on_close: bool = Field(True, description="close() writes what RAM still holds, so that a restart is warm")
+    close_timeout: float = Field(120.0, gt=0, description="the longest that close() waits for the SSD")
+    readers: int = Field(4, ge=1, le=64, description="threads that read from the SSD")
+    allow_classes: tuple[str, ...] = Field((), description="cache classes beyond mlx-lm's that may be restored by name")
+
+    def __init__(self, **values: Any):
+        super().__init__(**values)
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        config = os.environ.get("PREFIXCACHE_CONFIG")
+        if not config:
+            return init_settings, env_settings
+        if not Path(config).expanduser().is_file():
+            raise ValueError(f"PREFIXCACHE_CONFIG={config!r}: no such file; name a TOML file or unset it")
+        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls, Path(config).expanduser())
+
+    @classmethod
+    def from_toml(cls, path: str | Path, **values: Any) -> Settings:
+        """Settings from a TOML file; `values` and variables stand above it. FileNotFoundError when it isn't there."""
+        path = Path(path).expanduser()
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: no such file; give the path of a TOML file of settings")
+        source = TomlConfigSettingsSource(cls, path)()
+        taken = {name for name in cls.model_fields if f"PREFIXCACHE_{name.upper()}" in os.environ}
+        return cls(**{**{name: value for name, value in source.items() if name not in taken}, **values})
+
+    @field_validator("ssd_dir")
+    @classmethod
+    def _expand(cls, value: Path | None) -> Path | None:
+        return value if value is None else value.expanduser().absolute()
+
+    @field_validator("codec", mode="before")
+    @classmethod
+    def _codec(cls, value: Any) -> Any:
+        # Codecs stand above settings (they need MLX), so they are only looked up when one is to be checked.
+        from prefixcache.codecs.choice import as_codec
+
+        return as_codec(value)
+
+    @model_validator(mode="after")
+    def _together(self) -> Settings:
+        if self.ram == 0 and (self.ssd_dir is None or self.ssd == 0):
+            raise ValueError("ram=0 with no SSD: nothing could be kept; give ram a size, or ssd_dir and ssd")
+        return self
+
+    def ram_bytes(self, memory: int) -> int:
+        """The RAM budget on a machine with `memory` bytes (on a Mac: of Metal's recommended working set)."""
+        if self.ram == "auto":
+            return memory // 4
+        return self.ram or self.transit
+
+    def ssd_bytes(self, directory: Path) -> int:
+        """The SSD limit. "auto" is half of what is free, with what the directory holds already counted as free."""
+        if self.ssd != "auto":
+            return self.ssd
+        where = directory
+        while not where.exists():
+            where = where.parent
+        held = sum(file.stat().st_blocks * 512 for file in directory.rglob("*")) if where == directory else 0
+        return (shutil.disk_usage(where).free + held) // 2
+
+
+def machine_memory() -> int:
+    """Bytes of memory that this process may use: the machine's, or its control group's limit when that is lower."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for limit in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+        try:
+            memory = min(memory, int(limit.read_text()))
+        except (OSError, ValueError):
+            continue
+    return memory

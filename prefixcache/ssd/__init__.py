@@ -1,0 +1,39 @@
+"""The SSD tier: images as files, an index beside them, a limit that holds. `Ssd` is for the cache, `reconcile` and
+`survey` are for the admin command. No MLX here.
+"""
+
+from prefixcache.ssd.entries import Entry, Namespace
+from prefixcache.ssd.errors import (
+    Cancelled,
+    Corrupt,
+    DirectoryError,
+    DirectoryHeld,
+    NewerFormat,
+    SsdError,
+    Unreadable,
+)
+from prefixcache.ssd.reconcile import Finding, Report, reconcile
+from prefixcache.ssd.survey import Count, Edge, NamespaceSurvey, Survey, survey
+from prefixcache.ssd.tier import Ssd, SsdStats
+
+__all__ = [
+    "Cancelled",
+    "Corrupt",
+    "Count",
+    "DirectoryError",
+    "DirectoryHeld",
+    "Edge",
+    "Entry",
+    "Finding",
+    "Namespace",
+    "NamespaceSurvey",
+    "NewerFormat",
+    "Report",
+    "Ssd",
+    "SsdError",
+    "SsdStats",
+    "Survey",
+    "Unreadable",
+    "reconcile",
+    "survey",
+]

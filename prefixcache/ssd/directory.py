@@ -1,0 +1,269 @@
+"""The directory itself: names, modes, the LOCK, and what it all takes of the disk.
+
+Every path of the SSD tier is made here, from keys as hex digits; nothing that was read from a file becomes a path.
+Knows neither SQLite nor images.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import socket
+import stat
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+from prefixcache.ssd.entries import FOLDERS, Address
+from prefixcache.ssd.errors import DirectoryError, DirectoryHeld
+
+INDEX = "index.db"
+LOCK = "LOCK"
+TMP, QUARANTINE, STATS = "tmp", "quarantine", "stats"
+_OURS = (*FOLDERS.values(), STATS, QUARANTINE, TMP)
+_NAME = re.compile(r"[0-9a-f]{32}\.safetensors")
+_KINDS = {folder: kind for kind, folder in FOLDERS.items()}
+
+_held: weakref.WeakSet[Lock] = weakref.WeakSet()
+
+
+class Directory:
+    """Paths below one root. Holds no state beyond the root's name."""
+
+    def __init__(self, root: str | os.PathLike[str]):
+        self.root = Path(os.path.abspath(os.path.expanduser(root)))
+        self.index = self.root / INDEX
+        self.lock = self.root / LOCK
+        self.tmp = self.root / TMP
+        self.quarantine = self.root / QUARANTINE
+        self.stats = self.root / STATS
+
+    def folder(self, address: Address) -> str:
+        kind, key = address
+        return f"{self.root}/{FOLDERS[kind]}/{key[:1].hex()}"
+
+    def file(self, address: Address) -> str:
+        return f"{self.folder(address)}/{address[1].hex()}.safetensors"
+
+    def relative(self, path: str | os.PathLike[str]) -> str:
+        return os.path.relpath(path, self.root)
+
+    def create(self) -> None:
+        """Make the root, DirectoryError with a remedy when that is not possible."""
+        if os.path.lexists(self.root) and not self.root.is_dir():
+            raise DirectoryError(f"ssd_dir={str(self.root)!r}: not a folder; move it or name another directory")
+        try:
+            for folder in (*reversed(self.root.parents), self.root):
+                if not folder.exists() and make_folder(folder):
+                    sync_folder(folder.parent)
+        except OSError as error:
+            raise refusal(self.root, error) from error
+
+    def furnish(self) -> None:
+        """Make the folders below the root, 0700 each."""
+        for name in _OURS:
+            path = self.root / name
+            try:
+                if make_folder(path):
+                    sync_folder(self.root)
+                mode = os.lstat(path).st_mode
+                if not stat.S_ISDIR(mode):
+                    raise DirectoryError(f"{str(path)!r}: not a folder (a link or a file); move it away")
+                if stat.S_IMODE(mode) != 0o700:
+                    os.chmod(path, 0o700)
+            except OSError as error:
+                raise refusal(path, error) from error
+
+    def files(self) -> Iterator[tuple[Address | None, os.DirEntry[str]]]:
+        """Everything inside the image folders; None for a name that no image has."""
+        for folder, kind in _KINDS.items():
+            for sub in _scan(self.root / folder):
+                if not sub.is_dir(follow_symlinks=False) or not re.fullmatch("[0-9a-f]{2}", sub.name):
+                    yield None, sub
+                    continue
+                for item in _scan(sub.path):
+                    fits = _NAME.fullmatch(item.name) and item.name.startswith(sub.name)
+                    plain = fits and item.is_file(follow_symlinks=False)
+                    yield ((kind, bytes.fromhex(item.name[:32])) if plain else None), item
+
+    def strays(self) -> Iterator[os.DirEntry[str]]:
+        """What lies in tmp/: debris, unless a writer is at work."""
+        return _scan(self.tmp)
+
+    def image_folders(self) -> dict[str, int]:
+        """Real bytes of every two-digit folder."""
+        return {
+            sub.path: disk_of(sub.stat(follow_symlinks=False))
+            for folder in _KINDS
+            for sub in _scan(self.root / folder)
+            if sub.is_dir(follow_symlinks=False)
+        }
+
+    def upper(self) -> int:
+        """Real bytes of the root and all in it, except the index's files and what lies inside our folders."""
+        total = disk_of(os.stat(self.root))
+        for item in _scan(self.root):
+            if item.name.startswith(INDEX):
+                continue
+            ours = item.name in _OURS or not item.is_dir(follow_symlinks=False)
+            total += disk_of(item.stat(follow_symlinks=False)) if ours else tree_size(item.path)
+        return total
+
+
+class Lock:
+    """`fcntl.flock` on DIR/LOCK, which holds the owner's pid, host and start time as text.
+
+    flock belongs to the open file, so a second opener of the same process is refused too. A forked child closes its
+    copy: the lock is the parent's alone.
+    """
+
+    def __init__(self, directory: Directory):
+        self._fd = -1
+        try:
+            fd = os.open(directory.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise refusal(directory.lock, error) from error
+        try:
+            for attempt in range(5):  # `holder` takes a shared lock for an instant
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if attempt == 4:
+                        raise DirectoryHeld(
+                            f"ssd_dir={str(directory.root)!r}: in use by {_owner(fd)}; "
+                            "close that one, or give this one a directory of its own"
+                        ) from None
+                    time.sleep(0.02)
+        except OSError as error:
+            os.close(fd)
+            raise refusal(directory.lock, error) from error
+        except BaseException:
+            os.close(fd)
+            raise
+        self._fd = fd
+        self.identity = _identity(os.fstat(fd))
+        _held.add(self)
+
+    def sign(self) -> None:
+        """Write who holds it."""
+        since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"pid {os.getpid()}\nhost {socket.gethostname()}\nsince {since}\n".encode(), 0)
+
+    def release(self) -> None:
+        fd, self._fd = self._fd, -1
+        _held.discard(self)
+        if fd >= 0:
+            os.close(fd)
+
+
+def _forget_locks() -> None:
+    for lock in list(_held):
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_forget_locks)
+
+
+def holder(directory: Directory) -> str | None:
+    """Who holds the directory now ("pid 12 on host since ..."), None when nobody does. Writes nothing."""
+    try:
+        fd = os.open(directory.lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return None
+    except BlockingIOError:
+        return _owner(fd)
+    finally:
+        os.close(fd)
+
+
+def _owner(fd: int) -> str:
+    text = os.pread(fd, 1000, 0).decode("utf-8", "replace")
+    said = dict(line.split(" ", 1) for line in text.splitlines() if " " in line)
+    if {"pid", "host", "since"} - said.keys():
+        return "another process"
+    return f"pid {said['pid']} on {said['host']} since {said['since']}"
+
+
+def _identity(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
+
+
+def identity_at(path: str | os.PathLike[str]) -> tuple[int, int] | None:
+    """Device and inode of what is at `path` now; None when nothing is."""
+    try:
+        return _identity(os.stat(path, follow_symlinks=False))
+    except OSError:
+        return None
+
+
+def refusal(path: Path, error: OSError) -> DirectoryError:
+    """An OSError about the directory, as a text that says what to do."""
+    remedy = {
+        errno.EACCES: f"not writable for user {os.geteuid()}; change its owner or mode, or name another directory",
+        errno.EPERM: f"not writable for user {os.geteuid()}; change its owner or mode, or name another directory",
+        errno.EROFS: "on a read-only file system; name another directory",
+        errno.ENOSPC: "no space left on its disk; make room or name another directory",
+        errno.ENOTDIR: "a part of the path is a file; name another directory",
+        errno.ELOOP: "a link is in its place; move it away",
+        errno.EISDIR: "a folder is in its place; move it away",
+    }.get(error.errno or 0, "check the disk and the path")
+    return DirectoryError(f"ssd_dir: {str(path)!r}: {os.strerror(error.errno or 0)}: {remedy}")
+
+
+def make_folder(path: str | os.PathLike[str]) -> bool:
+    """mkdir 0700, whatever the umask; False when it was there."""
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        return False
+    if stat.S_IMODE(os.stat(path).st_mode) != 0o700:
+        os.chmod(path, 0o700)
+    return True
+
+
+def sync_folder(path: str | os.PathLike[str]) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def disk_of(found: os.stat_result) -> int:
+    """Bytes really taken, as `du` counts them."""
+    return found.st_blocks * 512
+
+
+def disk_at(path: str | os.PathLike[str]) -> int:
+    """`disk_of` what is at `path`; 0 when nothing is."""
+    try:
+        return disk_of(os.stat(path, follow_symlinks=False))
+    except FileNotFoundError:
+        return 0
+
+
+def tree_size(path: str | os.PathLike[str]) -> int:
+    """Real bytes of a folder and all below it, itself included."""
+    total = disk_at(path)
+    for item in _scan(path):
+        if item.is_dir(follow_symlinks=False):
+            total += tree_size(item.path)
+        else:
+            total += disk_at(item.path)
+    return total
+
+
+def _scan(path: str | os.PathLike[str]) -> Iterator[os.DirEntry[str]]:
+    try:
+        with os.scandir(path) as items:
+            yield from list(items)
+    except (FileNotFoundError, NotADirectoryError):
+        return

@@ -1,0 +1,54 @@
+"""The records that the SSD tier and the cache's tree exchange: plain data, no I/O."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from prefixcache import keys
+
+FOLDERS = {"rows": "rows", "window": "windows", "snapshot": "snapshots"}  # kind -> folder
+TOKENS = "tokens"  # the tensor (I64, one dimension) that holds the tokens of a rows image or a snapshot
+
+Address = tuple[str, bytes]  # kind and key: what names one image
+
+
+class Namespace(NamedTuple):
+    """What a root key stands for. `codec` and `layout` are JSON; `created` is Unix time."""
+
+    root: bytes
+    model: str
+    codec: str
+    layout: str
+    created: float
+
+
+class Entry(NamedTuple):
+    """One image on the SSD.
+
+    `tokens` are raw little-endian int64: a rows image's block, a snapshot's suffix after its parent block, b"" of a
+    window. `nbytes` is the file's length, `disk` the bytes that it really takes; `used` is a recency tick, larger is
+    newer.
+    """
+
+    kind: str
+    key: bytes
+    namespace: bytes
+    parent: bytes
+    start: int
+    tokens: bytes
+    nbytes: int
+    checksum: str
+    disk: int = 0
+    used: int = 0
+    created: float = 0.0
+    hits: int = 0
+    extra: str = "{}"
+    statistics: str = ""
+
+    def __repr__(self) -> str:  # the tuple's own would show the prompt's tokens in a traceback
+        length = len(self.tokens) // keys.TOKEN_BYTES
+        return f"Entry({self.kind} {self.key.hex()}, start {self.start}, {length} tokens, {self.nbytes} bytes)"
+
+    @property
+    def address(self) -> Address:
+        return self.kind, self.key

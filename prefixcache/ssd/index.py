@@ -1,0 +1,362 @@
+"""index.db: what is on the SSD, as SQLite. Durable the moment a transaction has returned, believed only after a check.
+
+One connection writes, on one thread at a time (the writer's, once it runs); reading connections are opened apart.
+Nothing here touches image files. Never `open()` index.db by other means while a connection has it: closing that
+descriptor would drop SQLite's POSIX locks.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from sqlite_utils import Database
+
+from prefixcache import keys
+from prefixcache.image import KINDS
+from prefixcache.migrations.index import schema  # type: ignore[import-not-found]
+from prefixcache.ssd.directory import disk_at, identity_at
+from prefixcache.ssd.entries import Address, Entry, Namespace
+from prefixcache.ssd.errors import DirectoryError, NewerFormat
+
+FORMAT = 1  # of the meanings in the tables; a step of the schema that old releases could misread raises it
+PAGE = 4096
+# Pages that one row may dirty at worst: the image's, its tokens', the key index's, and their siblings when pages merge.
+ROW_PAGES = 8
+
+_NUMBER = {kind: number for number, kind in enumerate(KINDS)}
+_CHUNK = 500
+_COLUMNS = (
+    "id, kind, key, namespace, parent, start, length, nbytes, checksum, disk, used, created, hits, extra, statistics"
+)
+
+
+class IndexBroken(Exception):
+    """The file is not a database, or not a whole one."""
+
+
+class Row(NamedTuple):
+    """What a file must be for its row to be true."""
+
+    namespace: bytes
+    nbytes: int
+    checksum: str
+    disk: int
+
+
+def suffixes(path: Path) -> list[Path]:
+    """The index's files: the database, its log, its shared memory."""
+    return [path, *(path.with_name(path.name + end) for end in ("-wal", "-shm"))]
+
+
+def refuse_newer(path: Path) -> None:
+    """NewerFormat when a newer release wrote the index. Looks at it without leaving a trace."""
+    if not path.exists() or not path.stat().st_size:
+        return
+    connection = sqlite3.connect(f"{path.as_uri()}?mode=ro&immutable=1", uri=True)
+    try:
+        _check_age(connection, path)
+    except sqlite3.DatabaseError:
+        pass  # broken: not newer
+    finally:
+        connection.close()
+
+
+def _check_age(connection: sqlite3.Connection, path: Path) -> None:
+    known = {step.name for step in schema.pending(Database(memory=True))}
+    there = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    if "_sqlite_migrations" in there:
+        found = connection.execute("SELECT name FROM _sqlite_migrations WHERE migration_set = ?", [schema.name])
+        newer = sorted({name for (name,) in found} - known)
+        if newer:
+            raise NewerFormat(
+                f"{str(path)!r} has the schema step {newer[0]!r}, which this release does not know: "
+                "a newer release wrote it; upgrade prefixcache or name another directory"
+            )
+    if "meta" in there:
+        row = connection.execute("SELECT value FROM meta WHERE name = 'format'").fetchone()
+        if row and int(row[0]) > FORMAT:
+            raise NewerFormat(
+                f"{str(path)!r} is of format {row[0]}, this release knows {FORMAT}: a newer release wrote it; upgrade "
+                "prefixcache or name another directory"
+            )
+
+
+class Index:
+    """The writing connection. Not thread-safe: one thread at a time.
+
+    Opening raises IndexBroken for a file that is no database of ours, DirectoryError for one that can't be opened now.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        # SQLite gives its log and shared memory the mode of the database: make that 0600 before SQLite makes it 0644.
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+        self.recovered = disk_at(suffixes(path)[1]) > 0
+        self.identity = identity_at(path)
+        self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=5)
+        try:
+            self._prepare()
+        except BaseException as error:
+            self._connection.close()
+            if isinstance(error, sqlite3.DatabaseError) and _proves_damage(error):
+                raise IndexBroken(str(error)) from error
+            if isinstance(error, sqlite3.Error):
+                raise DirectoryError(
+                    f"{str(path)!r}: {error}: check the disk, its room and who else opens it"
+                ) from error
+            raise
+
+    def _prepare(self) -> None:
+        run = self._connection.execute
+        run(f"PRAGMA page_size = {PAGE}")
+        run("PRAGMA auto_vacuum = INCREMENTAL")
+        run("PRAGMA journal_mode = WAL")
+        run("PRAGMA synchronous = FULL")
+        run("PRAGMA temp_store = MEMORY")
+        run("PRAGMA cache_size = -16384")
+        run("PRAGMA cache_spill = OFF")  # a page is logged once a transaction: that bounds the log
+        run("PRAGMA wal_autocheckpoint = 0")  # the writer says when
+        _check_age(self._connection, self.path)
+        schema.apply(Database(self._connection))
+        run("INSERT OR IGNORE INTO meta VALUES ('format', ?)", [str(FORMAT)])
+        # The schema stands in the database itself, not in its log alone: `refuse_newer` looks there.
+        self.checkpoint()
+        self.totals()
+        self._namespaces = {root: number for number, root in run("SELECT id, root FROM namespace")}
+
+    # What it says
+
+    def check(self) -> None:
+        """IndexBroken unless every page is in order."""
+        try:
+            verdict = self._connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+        except sqlite3.DatabaseError as error:
+            raise IndexBroken(str(error)) from error
+        if verdict != "ok":
+            raise IndexBroken(verdict)
+
+    def totals(self) -> tuple[int, int, int]:
+        """Number of images, their real bytes, the newest recency tick."""
+        row = self._connection.execute("SELECT count(*), total(disk), coalesce(max(used), 0) FROM image").fetchone()
+        return row[0], int(row[1]), row[2]
+
+    def logical_size(self) -> int:
+        """Bytes of the database once its log is copied into it."""
+        return int(self._connection.execute("PRAGMA page_count").fetchone()[0]) * PAGE
+
+    def find(self, addresses: Iterable[Address]) -> dict[Address, tuple[str, int, int]]:
+        """Checksum, file size and real bytes of those that are indexed."""
+        found = {}
+        for kind, key in addresses:
+            row = self._connection.execute(
+                "SELECT checksum, nbytes, disk FROM image WHERE key = ? AND kind = ?", [key, _NUMBER[kind]]
+            ).fetchone()
+            if row:
+                found[kind, key] = row
+        return found
+
+    def rows(self) -> dict[Address, Row]:
+        return read_rows(self._connection)
+
+    def statistics(self) -> set[str]:
+        """The statistics that images name."""
+        return {name for (name,) in self._connection.execute("SELECT DISTINCT statistics FROM image")} - {""}
+
+    @property
+    def clean(self) -> bool:
+        row = self._connection.execute("SELECT value FROM meta WHERE name = 'clean'").fetchone()
+        return row is not None and row[0] == "1"
+
+    def mark(self, *, clean: bool) -> None:
+        self._connection.execute("INSERT OR REPLACE INTO meta VALUES ('clean', ?)", [str(int(clean))])
+
+    # What changes it
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """All or nothing; durable when the block has ended."""
+        namespaces = dict(self._namespaces)
+        self._connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._connection.execute("COMMIT")
+        except BaseException:
+            self._namespaces = namespaces
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+            raise
+
+    def insert(self, entry: Entry, namespace: Namespace) -> None:
+        run = self._connection.execute
+        number = self._namespaces.get(namespace.root)
+        if number is None:
+            cursor = run(
+                "INSERT INTO namespace (root, model, codec, layout, created) VALUES (?, ?, ?, ?, ?)",
+                [namespace.root, namespace.model, namespace.codec, namespace.layout, namespace.created or time.time()],
+            )
+            number = self._namespaces[namespace.root] = int(cursor.lastrowid or 0)
+        length = len(entry.tokens) // keys.TOKEN_BYTES
+        cursor = run(
+            f"INSERT INTO image ({_COLUMNS}) VALUES (NULL{', ?' * 14})",
+            [
+                _NUMBER[entry.kind], entry.key, number, entry.parent, entry.start, length, entry.nbytes,
+                entry.checksum, entry.disk, entry.used, entry.created, entry.hits, entry.extra, entry.statistics,
+            ],
+        )  # fmt: skip
+        if length:
+            run("INSERT INTO tokens VALUES (?, ?)", [cursor.lastrowid, _pack(entry.tokens)])
+
+    def remove(self, addresses: Iterable[Address]) -> None:
+        for kind, key in addresses:
+            at = [key, _NUMBER[kind]]
+            self._connection.execute(
+                "DELETE FROM tokens WHERE id = (SELECT id FROM image WHERE key = ? AND kind = ?)", at
+            )
+            self._connection.execute("DELETE FROM image WHERE key = ? AND kind = ?", at)
+
+    def touch(self, ticks: Mapping[Address, tuple[int, int]]) -> None:
+        """Address -> newest tick, number of hits to add."""
+        self._connection.executemany(
+            "UPDATE image SET used = max(used, ?), hits = hits + ? WHERE key = ? AND kind = ?",
+            [(tick, hits, key, _NUMBER[kind]) for (kind, key), (tick, hits) in ticks.items()],
+        )
+
+    def correct(self, address: Address, disk: int) -> None:
+        """The file takes `disk` bytes, whatever was noted."""
+        self._connection.execute(
+            "UPDATE image SET disk = ? WHERE key = ? AND kind = ?", [disk, address[1], _NUMBER[address[0]]]
+        )
+
+    def checkpoint(self) -> None:
+        """Copy the log into the database and cut it to nothing; not when a reader holds on to it."""
+        self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+
+    def shrink(self) -> None:
+        """Give pages that deletions left free back to the file system."""
+        self._connection.execute("PRAGMA incremental_vacuum").fetchall()
+
+    def close(self) -> None:
+        self.identity = None
+        self._connection.close()
+
+
+def _proves_damage(error: sqlite3.DatabaseError) -> bool:
+    # OperationalError is "can't now" (locked, I/O, no room), except for tables that are missing.
+    return not isinstance(error, sqlite3.OperationalError) or "no such" in str(error)
+
+
+@contextmanager
+def reading(path: Path, *, live: bool) -> Iterator[sqlite3.Connection]:
+    """A connection that writes nothing into the directory; IndexBroken for what is no index.
+
+    `live`: somebody has the directory open, and SQLite shares his log. Else a log that a crash left is read in a copy,
+    because reading it in place would make files.
+    """
+    if not path.exists():
+        raise IndexBroken("missing")
+    with tempfile.TemporaryDirectory(prefix="prefixcache-") as scratch:
+        options = "mode=ro"
+        log = suffixes(path)[1]
+        if not live:
+            if disk_at(log):
+                for part in (path, log):
+                    shutil.copyfile(part, Path(scratch, part.name))
+                path = Path(scratch, path.name)
+            else:
+                options += "&immutable=1"
+        try:
+            connection = _connect(path, options)
+            try:
+                yield connection
+            finally:
+                connection.close()
+        except sqlite3.DatabaseError as error:
+            raise IndexBroken(str(error)) from error
+
+
+def _connect(path: Path, options: str) -> sqlite3.Connection:
+    for mode in (options, "mode=ro&immutable=1"):
+        connection = sqlite3.connect(f"{path.as_uri()}?{mode}", uri=True, isolation_level=None, check_same_thread=False)
+        try:
+            connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+            _check_age(connection, path)
+            return connection
+        except sqlite3.OperationalError as error:  # another user's live directory: its shared memory can't be opened
+            connection.close()
+            last = error
+        except BaseException:
+            connection.close()
+            raise
+    raise last
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """Another connection, for reading, in the process that holds the directory."""
+    return _connect(path, "mode=ro")
+
+
+def read_rows(connection: sqlite3.Connection) -> dict[Address, Row]:
+    roots = dict(connection.execute("SELECT id, root FROM namespace"))
+    rows = connection.execute("SELECT kind, key, namespace, nbytes, checksum, disk FROM image")
+    return {(KINDS[kind], key): Row(roots[namespace], *rest) for kind, key, namespace, *rest in rows}
+
+
+def read_namespaces(connection: sqlite3.Connection) -> list[Namespace]:
+    rows = connection.execute("SELECT root, model, codec, layout, created FROM namespace ORDER BY id")
+    return [Namespace(*row) for row in rows]
+
+
+def read_entries(connection: sqlite3.Connection) -> Iterator[Entry]:
+    """Every entry, parents before children. One whose tokens do not give its key is left out."""
+    roots = dict(connection.execute("SELECT id, root FROM namespace"))
+    cursor = connection.execute(f"SELECT {_COLUMNS} FROM image ORDER BY start, kind")
+    while rows := cursor.fetchmany(_CHUNK):
+        tokens = _read_tokens(connection, [(row[0], row[6]) for row in rows if row[6]])
+        for number, kind, key, namespace, parent, start, _, *rest in rows:
+            nbytes, checksum, disk, used, created, hits, extra, statistics = rest
+            text = tokens.get(number, b"")
+            name = KINDS[kind]
+            if name != "window" and keys.chain(parent, text) != key:
+                continue
+            yield Entry(
+                name, key, roots[namespace], parent, start, text, nbytes, checksum, disk, used, created, hits, extra,
+                statistics,
+            )  # fmt: skip
+
+
+def _read_tokens(connection: sqlite3.Connection, wanted: list[tuple[int, int]]) -> dict[int, bytes]:
+    """Row id -> raw int64 tokens. Narrow ones are widened together: one conversion for a chunk."""
+    if not wanted:
+        return {}
+    lengths = dict(wanted)
+    marks = ",".join("?" * len(lengths))
+    packed = connection.execute(f"SELECT id, tokens FROM tokens WHERE id IN ({marks})", list(lengths)).fetchall()
+    found: dict[int, bytes] = {}
+    narrow = []
+    for number, blob in packed:
+        if len(blob) == 4 * lengths[number]:
+            narrow.append((number, blob))
+        else:
+            found[number] = blob
+    wide = np.frombuffer(b"".join(blob for _, blob in narrow), "<i4").astype("<i8").tobytes()
+    at = 0
+    for number, blob in narrow:
+        found[number] = wide[at : at + 2 * len(blob)]
+        at += 2 * len(blob)
+    return found
+
+
+def _pack(tokens: bytes) -> bytes:
+    """int64 tokens as int32 where all fit: three blocks to a page of the index, not one."""
+    wide = np.frombuffer(tokens, "<i8")
+    narrow = wide.astype("<i4")
+    return narrow.tobytes() if np.array_equal(narrow, wide) else tokens

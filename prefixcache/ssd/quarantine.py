@@ -1,0 +1,112 @@
+"""quarantine/: what failed its check, each file beside a small JSON of the reason. The oldest leave when it grows too
+large.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import time
+from typing import Any, NamedTuple
+
+from prefixcache.ssd.directory import Directory, disk_at, identity_at, tree_size
+from prefixcache.ssd.files import remove_file
+
+
+class Item(NamedTuple):
+    """One thing set aside: its file's name in quarantine/, why, when (Unix time), its real bytes with the note's."""
+
+    name: str
+    reason: str
+    origin: str
+    when: float
+    disk: int
+
+
+class Quarantine:
+    """`_lock` guards the folder's names; `paths` guards which inode an image's path leads to, and is taken by whoever
+    renames a file away from a path or to it."""
+
+    def __init__(self, directory: Directory):
+        self._directory = directory
+        self._lock = threading.Lock()
+        self._last = 0
+        self.paths = threading.Lock()
+
+    def take(self, path: str, reason: str, identity: tuple[int, int] | None = None) -> int | None:
+        """Move `path` here; its real bytes with the note's, None when there is nothing to move (any more).
+
+        `identity`: only while the path still leads to that inode; another may have been written there since.
+        """
+        with self._lock:
+            self._last = stamp = max(time.time_ns(), self._last + 1)
+        name = f"{stamp}-{os.path.basename(path)}"
+        target = str(self._directory.quarantine / name)
+        with self.paths:
+            here = identity_at(path)
+            if here is None or (identity is not None and here != identity):
+                return None
+            os.rename(path, target)
+        note: dict[str, Any] = {"reason": reason, "origin": self._directory.relative(path), "when": stamp / 1e9}
+        fd = os.open(_note(target), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "w") as file:
+            json.dump(note, file)
+            file.flush()
+            os.fsync(file.fileno())  # blocks are counted once they are allocated
+        return tree_size(target) + disk_at(_note(target))
+
+    def items(self) -> list[Item]:
+        """Oldest first."""
+        return quarantined(self._directory)
+
+    def prune(self, excess: int) -> int:
+        """Delete the oldest until `excess` bytes are freed; the bytes freed."""
+        freed = 0
+        for item in self.items():
+            if freed >= excess:
+                break
+            target = str(self._directory.quarantine / item.name)
+            if os.path.isdir(target) and not os.path.islink(target):
+                shutil.rmtree(target)
+            else:
+                remove_file(target)
+            remove_file(_note(target))
+            freed += item.disk
+        return freed
+
+
+def quarantined(directory: Directory) -> list[Item]:
+    """What lies in quarantine/, oldest first. Writes nothing."""
+    found = []
+    try:
+        names = os.listdir(directory.quarantine)
+    except OSError:
+        return []
+    for name in sorted(names):
+        if name.endswith(".json") and name.removesuffix(".json") in names:
+            continue
+        target = str(directory.quarantine / name)
+        note = _read_note(target)
+        disk = tree_size(target) + disk_at(_note(target))
+        found.append(Item(name, str(note.get("reason", "")), str(note.get("origin", "")), _when(note), disk))
+    return found
+
+
+def _note(target: str) -> str:
+    return f"{target}.json"
+
+
+def _read_note(target: str) -> dict[str, Any]:
+    try:
+        with open(_note(target), encoding="utf-8") as file:
+            note = json.load(file)
+    except (OSError, ValueError):
+        return {}
+    return note if isinstance(note, dict) else {}
+
+
+def _when(note: dict[str, Any]) -> float:
+    when = note.get("when", 0.0)
+    return float(when) if isinstance(when, (int, float)) else 0.0

@@ -1,0 +1,310 @@
+"""What waits for the SSD's writer: writes, deletions, touches. A lock and dictionaries, never the disk.
+
+The request path ends here; `writer` takes batches from the other side. Also the back-off after an error and the waiting
+of `flush`, because both are about what the queue may take and when it is empty.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from prefixcache.image import Image
+from prefixcache.ssd.entries import Address, Entry, Namespace
+from prefixcache.ssd.errors import Cancelled
+from prefixcache.ssd.ledger import Ledger
+
+BATCH_FILES = 256
+BATCH_BYTES = 256 << 20
+FIRST_DELAY, LONGEST_DELAY = 0.1, 30.0  # seconds of back-off: after the first error, at most
+TOUCH_DELAY = 30.0  # seconds that touches may wait for a batch to travel with
+
+
+class Write:
+    """A write on its way. It ends `done`, its row committed and its room settled in the ledger, or with an `error`."""
+
+    __slots__ = ("done", "entry", "error", "image", "namespace", "sequence")
+
+    def __init__(self, entry: Entry, namespace: Namespace, image: Image, sequence: int):
+        self.entry, self.namespace, self.image, self.sequence = entry, namespace, image, sequence
+        self.error: Exception | None = None
+        self.done = False
+
+
+class Removal(NamedTuple):
+    """A deletion on its way. `credit` is what the ledger expects of it. `gone`: a reader has moved the file away, so
+    that a file which stands at the path by now is a newer one and stays.
+    """
+
+    credit: int
+    gone: bool
+
+
+@dataclass
+class Batch:
+    """What the writer took. It removes from `removals`, `touches`, `statistics` what is done; the rest comes back."""
+
+    removals: dict[Address, Removal]
+    writes: list[Write]
+    touches: dict[Address, tuple[int, int]]
+    statistics: dict[str, bytes]
+    cancelled: list[Write]
+    probe: bool  # the attempt before failed: see first whether the disk works again
+    through: int  # all queued up to this sequence number is settled when the batch is
+    failed: int = field(default=0)
+
+
+class Counters(NamedTuple):
+    queued_bytes: int
+    queued_files: int
+    queued_deletes: int
+    dropped: int
+    errors: int
+    last_error: str
+
+
+class Queue:
+    """Thread-safe: `_lock` guards everything, and is never held during I/O or a callback; the ledger's lock nests in
+    it.
+
+    Invariant: `_queued` is the sum of the images in `_waiting` and of those that the writer has taken and not yet
+    reported; each of them is reserved in the ledger; every sequence number up to `_settled` has been dealt with.
+    """
+
+    def __init__(self, ledger: Ledger, queue_bytes: int):
+        self._ledger = ledger
+        self._limit = queue_bytes
+        self._lock = threading.Lock()
+        self._wake = threading.Condition(self._lock)
+        self._done = threading.Condition(self._lock)
+        self._waiting: dict[Address, Write] = {}
+        self._removals: dict[Address, Removal] = {}
+        self._touches: dict[Address, tuple[int, int]] = {}
+        self._touched_at = 0.0
+        self._statistics: dict[str, bytes] = {}
+        self._cancelled: list[Write] = []
+        self._queued = 0
+        self._sequence = self._settled = 0
+        self._attempts = 0  # batches that have ended
+        self._working: Batch | None = None
+        self._writing: set[Address] = set()  # the addresses of its writes
+        self._hurry = 0  # flushes that wait
+        self._closing = False
+        self._stuck = False  # the last attempt failed
+        self._delay = FIRST_DELAY
+        self._retry_at = 0.0
+        self._failed = self._failed_at_flush = 0
+        self._dropped = self._errors = 0
+        self._last_error = ""
+
+    # The request path
+
+    def write(self, entry: Entry, namespace: Namespace, image: Image) -> bool:
+        with self._lock:
+            full = self._queued and self._queued + image.nbytes > self._limit
+            if full or self._closing or self._stuck or not self._ledger.admit(image.nbytes):
+                self._dropped += 1
+                return False
+            self._sequence += 1
+            older = self._waiting.pop(entry.address, None)
+            if older:
+                self._cancel(older, "written again before its turn")
+            self._waiting[entry.address] = Write(entry, namespace, image, self._sequence)
+            self._queued += image.nbytes
+            self._wake.notify()
+            return True
+
+    def delete(self, entries: Iterable[Entry]) -> None:
+        with self._lock:
+            for entry in entries:
+                self._sequence += 1
+                waiting = self._waiting.pop(entry.address, None)
+                if waiting:
+                    self._cancel(waiting, "deleted before its turn")
+                self._remove(entry.address, Removal(self._credit(entry, waiting), gone=False))
+                self._touches.pop(entry.address, None)
+            self._wake.notify()
+
+    def _credit(self, entry: Entry, waiting: Write | None) -> int:
+        """What the deletion of `entry` will free for sure."""
+        if waiting:
+            return 0  # its room has just been given back; an older file of that name is not known here
+        if entry.address in self._writing:
+            return entry.nbytes  # its file is being written
+        return entry.disk
+
+    def forget(self, entry: Entry) -> None:
+        """The file of `entry` was moved away: its row goes too."""
+        with self._lock:
+            self._sequence += 1
+            # No credit: until the row is gone the bytes count twice, which errs on the safe side.
+            self._remove(entry.address, Removal(0, gone=True))
+            self._wake.notify()
+
+    def touch(self, ticks: Iterable[tuple[str, bytes, int]]) -> None:
+        with self._lock:
+            if not self._touches:
+                self._touched_at = time.monotonic()
+            self._sequence += 1
+            for kind, key, tick in ticks:
+                newest, hits = self._touches.get((kind, key), (tick, 0))
+                self._touches[kind, key] = max(newest, tick), hits + 1
+
+    def statistics(self, digest: str, data: bytes) -> None:
+        with self._lock:
+            self._sequence += 1
+            self._statistics[digest] = data
+            self._wake.notify()
+
+    def _remove(self, address: Address, removal: Removal) -> None:
+        older = self._removals.get(address)
+        if older:
+            self._removals[address] = Removal(older.credit, older.gone and removal.gone)
+        else:
+            if self._working and address in self._working.removals:
+                removal = Removal(0, removal.gone)  # its bytes are leaving already
+            self._removals[address] = removal
+            self._ledger.leave(removal.credit)
+
+    def _cancel(self, write: Write, why: str) -> None:
+        self._queued -= write.image.nbytes
+        self._ledger.settle(write.image.nbytes, None)
+        write.error = Cancelled(f"{write.entry.kind} {write.entry.key.hex()}: {why}")
+        self._cancelled.append(write)
+
+    # Waiting
+
+    def flush(self, timeout: float | None) -> bool:
+        """True when all queued before is durable and indexed, and no write failed since the flush before."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._lock:
+            target, attempts = self._sequence, self._attempts + (self._working is not None)
+            self._hurry += 1
+            self._wake.notify()
+            try:
+                while self._settled < target or self._cancelled:
+                    # On a disk that fails, one attempt begun after this call is answer enough.
+                    if (self._stuck and self._attempts > attempts) or self._closing:
+                        return False
+                    left = None if deadline is None else deadline - time.monotonic()
+                    if left is not None and left <= 0:
+                        return False
+                    self._done.wait(left)
+                failed, self._failed_at_flush = self._failed - self._failed_at_flush, self._failed
+                return not failed
+            finally:
+                self._hurry -= 1
+
+    def close(self) -> None:
+        """Take nothing any more; cancel what waits. The writer ends once it has reported that."""
+        with self._lock:
+            self._closing = True
+            for write in self._waiting.values():
+                self._cancel(write, "the cache was closed before its turn")
+            self._waiting.clear()
+            self._wake.notify()
+            self._done.notify_all()
+
+    @property
+    def drained(self) -> bool:
+        with self._lock:
+            return not (
+                self._waiting or self._removals or self._touches or self._statistics or self._working is not None
+            )
+
+    def counters(self) -> Counters:
+        with self._lock:
+            return Counters(
+                self._queued, len(self._waiting), len(self._removals), self._dropped, self._errors, self._last_error
+            )
+
+    # The writer's side
+
+    def take(self) -> Batch | None:
+        """Wait for work; None when closed and nothing is left to report or to do."""
+        with self._lock:
+            while not self._due():
+                if self._closing:
+                    return None
+                self._wake.wait(self._patience())
+            writes: list[Write] = []
+            size = 0
+            for write in self._waiting.values():
+                if writes and (len(writes) == BATCH_FILES or size + write.image.nbytes > BATCH_BYTES):
+                    break
+                writes.append(write)
+                size += write.image.nbytes
+            for write in writes:
+                del self._waiting[write.entry.address]
+            first = next(iter(self._waiting.values()), None)
+            batch = Batch(
+                self._removals, writes, self._touches, self._statistics, self._cancelled, self._stuck,
+                first.sequence - 1 if first else self._sequence,
+            )  # fmt: skip
+            self._removals, self._touches, self._statistics, self._cancelled = {}, {}, {}, []
+            self._working = batch
+            self._writing = {write.entry.address for write in writes}
+            return batch
+
+    def _due(self) -> bool:
+        if self._cancelled:
+            return True
+        if self._stuck:
+            return not self._closing and (self._hurry > 0 or time.monotonic() >= self._retry_at)
+        if self._waiting or self._removals or self._statistics or (self._settled < self._sequence and self._hurry):
+            return True
+        late = time.monotonic() >= self._touched_at + TOUCH_DELAY
+        return bool(self._touches) and (late or self._closing)
+
+    def _patience(self) -> float | None:
+        if self._stuck:
+            return max(0.0, self._retry_at - time.monotonic())
+        return max(0.0, self._touched_at + TOUCH_DELAY - time.monotonic()) if self._touches else None
+
+    def released(self, write: Write) -> None:
+        """The bytes of a write are nobody's here any more; it is about to be reported."""
+        with self._lock:
+            self._queued -= write.image.nbytes
+
+    def finish(self, batch: Batch, error: Exception | None) -> list[Write]:
+        """A batch has ended and its writes are reported. What is left of it waits again. After an error: back off, and
+        return the writes that waited behind it, which share its fate (the disk that failed one would fail them all)."""
+        stranded: list[Write] = []
+        with self._lock:
+            self._working = None
+            self._writing = set()
+            self._attempts += 1
+            self._failed += batch.failed
+            for address, removal in batch.removals.items():
+                newer = self._removals.pop(address, None)
+                if newer:
+                    self._ledger.leave(-newer.credit)
+                    removal = Removal(removal.credit, removal.gone and newer.gone)
+                self._removals[address] = removal
+            for address, (tick, hits) in batch.touches.items():
+                newest, more = self._touches.get(address, (tick, 0))
+                self._touches[address] = max(tick, newest), hits + more
+            self._statistics = {**batch.statistics, **self._statistics}
+            if error is None:
+                self._stuck = False
+                self._settled = max(self._settled, batch.through)
+                if batch.writes:
+                    self._delay = FIRST_DELAY
+            else:
+                self._errors += 1
+                self._last_error = f"{type(error).__name__}: {error}"
+                self._stuck = True
+                self._retry_at = time.monotonic() + self._delay
+                self._delay = min(self._delay * 2, LONGEST_DELAY)
+                stranded = list(self._waiting.values())
+                self._waiting.clear()
+                self._failed += len(stranded)
+                for write in stranded:
+                    self._queued -= write.image.nbytes
+                    self._ledger.settle(write.image.nbytes, None)
+                    write.error = error
+            self._done.notify_all()
+        return stranded

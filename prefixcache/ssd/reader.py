@@ -1,0 +1,57 @@
+"""The pool that reads images back: one file to a worker, into one buffer, believed only when its checksum holds."""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from prefixcache.image import Image
+from prefixcache.ssd.entries import Entry
+from prefixcache.ssd.errors import Corrupt, Unreadable
+from prefixcache.ssd.files import Damaged, read_image
+from prefixcache.ssd.queue import Queue
+from prefixcache.ssd.store import Store
+
+
+class Reader:
+    """`_lock` guards the counters. A file that is proved wrong is moved away here; its row goes by way of the queue."""
+
+    def __init__(self, store: Store, queue: Queue, workers: int):
+        self._store = store
+        self._queue = queue
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="prefixcache-ssd-reader")
+        self._lock = threading.Lock()
+        self.read_files = self.read_bytes = self.corrupt = self.unreadable = 0
+
+    def read(self, entry: Entry) -> Future[Image]:
+        return self._pool.submit(self._read, entry)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _read(self, entry: Entry) -> Image:
+        path = self._store.directory.file(entry.address)
+        try:
+            image = read_image(path, entry)
+        except Damaged as damage:
+            self._set_aside(path, entry, damage)
+            with self._lock:
+                self.corrupt += 1
+            raise Corrupt(entry, str(damage)) from None
+        except OSError as error:
+            with self._lock:
+                self.unreadable += 1
+            raise Unreadable(entry, os.strerror(error.errno or 0)) from error
+        with self._lock:
+            self.read_files += 1
+            self.read_bytes += entry.nbytes
+        return image
+
+    def _set_aside(self, path: str, entry: Entry, damage: Damaged) -> None:
+        try:
+            moved = self._store.set_aside(path, str(damage), damage.identity)
+        except OSError:  # a disk so broken that it can't rename: the row goes, and the next reconcile finds the file
+            moved = True
+        if moved or damage.identity is None:
+            self._queue.forget(entry)

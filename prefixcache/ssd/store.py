@@ -1,0 +1,205 @@
+"""The opened directory: its lock, its index, its ledger, its quarantine, and how they come to be.
+
+Opening refuses what a newer release wrote, rebuilds an index that is broken, and reconciles after a crash. From then on
+the writer's thread alone changes what is here; readers only set files aside.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+
+import numpy as np
+
+from prefixcache.ssd.directory import (
+    Directory,
+    Lock,
+    disk_at,
+    identity_at,
+    make_folder,
+    refusal,
+    sync_folder,
+    tree_size,
+)
+from prefixcache.ssd.files import remove_file, write_file
+from prefixcache.ssd.index import Index, IndexBroken, refuse_newer, suffixes
+from prefixcache.ssd.ledger import Ledger
+from prefixcache.ssd.quarantine import Quarantine
+from prefixcache.ssd.reconcile import mend
+
+log = logging.getLogger("prefixcache.ssd")
+
+QUARANTINE_SHARE = 20  # quarantine may hold a 20th of the limit; beyond that its oldest leave
+SHARED_MEMORY = 64 << 10  # index.db-shm, which SQLite grows by 32 kB for every 4096 pages of log
+
+
+class Store:
+    """Not thread-safe but for `ledger`, `quarantine`, `set_aside`: its user is the writer's thread, or the opener."""
+
+    probe = np.zeros(4096, np.uint8)
+
+    def __init__(self, root: str | os.PathLike[str], limit: int):
+        if limit <= 0:
+            raise ValueError(f"limit={limit}: give the SSD's size in bytes")
+        self.directory = Directory(root)
+        self.directory.create()
+        self._lock = Lock(self.directory)
+        try:
+            self.ledger = Ledger(limit, max(512, os.statvfs(self.directory.root).f_frsize))
+            self.quarantine = Quarantine(self.directory)
+            self._open()
+        except OSError as error:
+            self._lock.release()
+            raise refusal(self.directory.root, error) from error
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _open(self) -> None:
+        refuse_newer(self.directory.index)
+        self._lock.sign()
+        self.directory.furnish()
+        self.index, broken = open_index(self.directory, self.quarantine)
+        try:
+            if broken or self.index.recovered or not self.index.clean:
+                report = mend(self.directory, self.index, self.quarantine, broken=broken)
+                if not report.clean:
+                    log.warning("SSD %s: %s", self.directory.root, report.summary())
+            self.index.mark(clean=False)
+            for item in self.directory.strays():
+                remove_file(item.path)
+            self._lingering: set[str] = set()
+            self._folders = self.directory.image_folders()
+            count, files, self.newest = self.index.totals()
+            self._sweep_statistics()
+            self.ledger.begin(count, files, sum(item.disk for item in self.quarantine.items()))
+            self.maintain(idle=True)
+            self.index.checkpoint()
+            self.measure()
+            sync_folder(self.directory.root)
+        except BaseException:
+            self.index.close()
+            raise
+
+    # Accounting
+
+    def measure(self) -> None:
+        """Take the size of all that is neither an image nor set aside."""
+        directory = self.directory
+        database, log_file, shared = (disk_at(path) for path in suffixes(directory.index))
+        overhead = directory.upper() + sum(self._folders.values()) + database + log_file + shared
+        for folder in (directory.stats, directory.tmp):
+            overhead += tree_size(folder) - disk_at(folder)
+        overhead += sum(disk_at(path) for path in self._lingering)
+        growth = max(0, self.index.logical_size() - database) + max(0, SHARED_MEMORY - shared)
+        self.ledger.measure(overhead, growth + max(0, self.ledger.log_room - log_file))
+
+    def note_folders(self, folders: list[str]) -> None:
+        """These may have come or grown."""
+        for folder in folders:
+            if len(os.path.basename(folder)) == 2:
+                self._folders[folder] = disk_at(folder)
+
+    def linger(self, path: str) -> None:
+        """A file that should be gone but could not be deleted: it takes its room until it is."""
+        self._lingering.add(path)
+
+    def maintain(self, *, idle: bool = False) -> None:
+        """Cut the index's log once it has used half of its room; retry what could not be deleted; keep quarantine
+        small.
+        """
+        log_file = disk_at(suffixes(self.directory.index)[1])
+        if log_file > self.ledger.log_room // 2:
+            self.index.checkpoint()
+        if idle and self._lingering:
+            for path in list(self._lingering):
+                remove_file(path)
+                self._lingering.discard(path)
+        held = self.ledger.held()
+        excess = held.quarantine - self.ledger.limit // QUARANTINE_SHARE
+        if excess > 0:
+            self.ledger.quarantine(-self.quarantine.prune(excess))
+
+    # Setting aside, by readers
+
+    def set_aside(self, path: str, reason: str, identity: tuple[int, int] | None) -> bool:
+        """Move a bad file to quarantine; False when it is not there any more."""
+        moved = self.quarantine.take(path, reason, identity)
+        if moved is None:
+            return False
+        self.ledger.quarantine(moved)
+        return True
+
+    # Statistics
+
+    def write_statistics(self, digest: str, data: bytes) -> None:
+        """Make stats/<digest>.safetensors, durable; one that stands is left as it is."""
+        path = self.statistics_file(digest)
+        if os.path.lexists(path):
+            return
+        tmp = str(self.directory.tmp / f"statistics-{digest}")
+        remove_file(tmp)
+        write_file(tmp, np.frombuffer(data, np.uint8))
+        os.rename(tmp, path)
+        sync_folder(self.directory.stats)
+
+    def _sweep_statistics(self) -> None:
+        """Delete those that no image names."""
+        named = {os.path.basename(self.statistics_file(digest)) for digest in self.index.statistics()}
+        for name in set(os.listdir(self.directory.stats)) - named:
+            remove_file(str(self.directory.stats / name))
+
+    def statistics_file(self, digest: str) -> str:
+        return str(self.directory.stats / f"{int(digest, 16):0{len(digest)}x}.safetensors")
+
+    # Life
+
+    def revive(self) -> None:
+        """After an error: see that the directory is still the one that was opened; if it vanished, begin it anew."""
+        same = identity_at(self.directory.index) == self.index.identity
+        if same and identity_at(self.directory.lock) == self._lock.identity:
+            self.directory.furnish()
+            for folder in {os.path.dirname(path) for path in self._folders}:
+                make_folder(folder)
+            return
+        log.warning("SSD %s: the directory vanished; it is opened again", self.directory.root)
+        self.index.close()
+        self.directory.create()
+        if identity_at(self.directory.lock) != self._lock.identity:
+            self._lock.release()
+            self._lock = Lock(self.directory)
+        self._open()
+
+    def close(self, *, clean: bool) -> None:
+        """Let go; `clean`: nothing was left undone, so that the next opening need not look at the files."""
+        try:
+            if clean:
+                self.index.shrink()
+                self.index.mark(clean=True)
+            self.index.checkpoint()
+        except sqlite3.Error as error:  # then the next opening reconciles
+            log.warning("SSD %s: not closed cleanly: %s", self.directory.root, error)
+        finally:
+            self.index.close()
+            self._lock.release()
+
+
+def open_index(directory: Directory, quarantine: Quarantine) -> tuple[Index, str]:
+    """The index, and why it is new: "" when it is not. One that is broken is set aside."""
+    missing = not directory.index.exists()
+    try:
+        index = Index(directory.index)
+        try:
+            if index.recovered or not index.clean:
+                index.check()
+        except BaseException:
+            index.close()
+            raise
+        return index, "missing" if missing else ""
+    except IndexBroken as error:
+        reason = str(error)
+    for path in suffixes(directory.index):
+        if path.exists():
+            quarantine.take(str(path), f"the index is broken: {reason}")
+    return Index(directory.index), reason

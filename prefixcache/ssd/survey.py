@@ -1,0 +1,150 @@
+"""What is in a directory, live or dead: for `prefixcache inspect`. Takes no lock and writes nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from prefixcache.image import KINDS
+from prefixcache.ssd.directory import Directory, disk_at, holder, tree_size
+from prefixcache.ssd.errors import DirectoryError
+from prefixcache.ssd.index import IndexBroken, reading, suffixes
+from prefixcache.ssd.quarantine import Item, quarantined
+
+
+class Count(NamedTuple):
+    """Images of one kind: how many, their file bytes, the bytes that they really take."""
+
+    images: int = 0
+    nbytes: int = 0
+    disk: int = 0
+
+
+class Edge(NamedTuple):
+    """A node of the tree and what it hangs on."""
+
+    kind: str
+    key: bytes
+    parent: bytes
+    start: int
+    length: int
+    nbytes: int
+    used: int
+    hits: int
+
+
+@dataclass(frozen=True)
+class NamespaceSurvey:
+    """One namespace. `codec` and `layout` are JSON text; `oldest` and `newest` are Unix times of writing (0.0: empty);
+    `last_used` is the newest recency tick; `tokens` are those of its rows images."""
+
+    root: str
+    model: str
+    codec: str
+    layout: str
+    created: float
+    blocks: Count
+    windows: Count
+    snapshots: Count
+    tokens: int
+    oldest: float
+    newest: float
+    last_used: int
+    hits: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.blocks.nbytes + self.windows.nbytes + self.snapshots.nbytes
+
+    @property
+    def disk(self) -> int:
+        return self.blocks.disk + self.windows.disk + self.snapshots.disk
+
+
+@dataclass(frozen=True)
+class Survey:
+    """`holder` is who has it open ("pid 7 on host since ..."), "" when nobody; `problem` why the index can't be read;
+    `disk` the real bytes of everything in the directory."""
+
+    directory: str
+    holder: str
+    problem: str
+    clean: bool
+    namespaces: tuple[NamespaceSurvey, ...]
+    quarantine: tuple[Item, ...]
+    debris: tuple[str, ...]
+    index_bytes: int
+    disk: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        found = asdict(self)
+        found["namespaces"] = [
+            {
+                **asdict(space),
+                **{name: getattr(space, name)._asdict() for name in ("blocks", "windows", "snapshots")},
+                "nbytes": space.nbytes,
+                "disk": space.disk,
+            }
+            for space in self.namespaces
+        ]
+        found["quarantine"] = [item._asdict() for item in self.quarantine]
+        return found
+
+    def edges(self, root: str) -> Iterator[Edge]:
+        """The tree of the namespace whose root key is `root` (hex), parents before children; read when asked for."""
+        directory = Directory(self.directory)
+        with reading(directory.index, live=holder(directory) is not None) as connection:
+            rows = connection.execute(
+                "SELECT kind, key, parent, start, length, nbytes, used, hits FROM image "
+                "WHERE namespace = (SELECT id FROM namespace WHERE root = ?) ORDER BY start, kind",
+                [bytes.fromhex(root)],
+            )
+            for kind, *rest in rows:
+                yield Edge(KINDS[kind], *rest)
+
+
+def survey(directory: str | os.PathLike[str]) -> Survey:
+    """Raises DirectoryError when there is no such directory, NewerFormat when a newer release wrote it."""
+    there = Directory(directory)
+    if not there.root.is_dir():
+        raise DirectoryError(f"{str(there.root)!r}: no such directory; check the name")
+    owner = holder(there) or ""
+    namespaces: tuple[NamespaceSurvey, ...] = ()
+    clean, problem = False, ""
+    try:
+        with reading(there.index, live=bool(owner)) as connection:
+            namespaces = tuple(_namespaces(connection))
+            row = connection.execute("SELECT value FROM meta WHERE name = 'clean'").fetchone()
+            clean = row is not None and row[0] == "1"
+    except IndexBroken as error:
+        problem = str(error)
+    return Survey(
+        directory=str(there.root), holder=owner, problem=problem, clean=clean, namespaces=namespaces,
+        quarantine=tuple(quarantined(there)), debris=tuple(sorted(item.name for item in there.strays())),
+        index_bytes=sum(disk_at(path) for path in suffixes(there.index)), disk=tree_size(there.root),
+    )  # fmt: skip
+
+
+def _namespaces(connection: Any) -> Iterator[NamespaceSurvey]:
+    spaces = connection.execute("SELECT id, root, model, codec, layout, created FROM namespace ORDER BY id").fetchall()
+    sums: dict[int, dict[str, tuple[Any, ...]]] = {}
+    for space, kind, *rest in connection.execute(
+        "SELECT namespace, kind, count(*), sum(nbytes), sum(disk), sum(length), min(created), max(created), max(used), "
+        "sum(hits) FROM image GROUP BY namespace, kind"
+    ):
+        sums.setdefault(space, {})[KINDS[kind]] = tuple(rest)
+    for number, root, model, codec, layout, created in spaces:
+        kinds = sums.get(number, {})
+        counts = {kind: Count(*kinds[kind][:3]) if kind in kinds else Count() for kind in KINDS}
+        rows = list(kinds.values())
+        yield NamespaceSurvey(
+            root.hex(), model, codec, layout, created, counts["rows"], counts["window"], counts["snapshot"],
+            tokens=kinds["rows"][3] if "rows" in kinds else 0,
+            oldest=min((row[4] for row in rows), default=0.0),
+            newest=max((row[5] for row in rows), default=0.0),
+            last_used=max((row[6] for row in rows), default=0),
+            hits=sum(row[7] for row in rows),
+        )  # fmt: skip

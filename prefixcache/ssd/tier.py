@@ -1,0 +1,232 @@
+"""`Ssd`: the SSD tier as the cache sees it. An executor with exact accounting; what is written or leaves is not its
+choice.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import NamedTuple
+
+from prefixcache.image import Image
+from prefixcache.keys import KEY_BYTES, TOKEN_BYTES
+from prefixcache.ssd.directory import tree_size
+from prefixcache.ssd.entries import FOLDERS, Entry, Namespace
+from prefixcache.ssd.errors import SsdError
+from prefixcache.ssd.index import connect, read_entries, read_namespaces
+from prefixcache.ssd.queue import Queue
+from prefixcache.ssd.reader import Reader
+from prefixcache.ssd.store import Store
+from prefixcache.ssd.writer import Writer
+
+
+class SsdStats(NamedTuple):
+    """Counts and bytes since the opening; `files`, `used`, `limit`, `queued_*` and `quarantine_bytes` are of now.
+
+    `used` is what the limit is held against; `disk` of it is on the disk, `reserve` is kept for the index's growth.
+    `dropped` writes were refused (queue, limit, back-off); `errors` are failed attempts of the writer.
+    """
+
+    files: int
+    used: int
+    limit: int
+    disk: int
+    reserve: int
+    queued_files: int
+    queued_bytes: int
+    written_files: int
+    written_bytes: int
+    read_files: int
+    read_bytes: int
+    dropped: int
+    corrupt: int
+    unreadable: int
+    quarantine_bytes: int
+    errors: int
+    last_error: str
+
+
+class Ssd:
+    """Images on a directory, under a limit that holds at every moment.
+
+    `write`, `delete`, `touch`, `read` and the properties never touch the disk; `flush` and `close` wait for it.
+    `written` is called on the writer's thread with no lock of this package held, once for each accepted write: with
+    None after the row is committed (the entry then has its real `disk`), else with the error (`Cancelled` for one
+    deleted before its turn). It must not call `flush` or `close`. In a forked child the object is dead: it accepts
+    nothing and touches nothing.
+
+    Raises DirectoryHeld, NewerFormat or DirectoryError when the directory can't be had.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        limit: int,
+        queue_bytes: int,
+        readers: int = 4,
+        written: Callable[[Entry, Exception | None], None],
+    ):
+        self._store = Store(directory, limit)
+        self._queue = Queue(self._store.ledger, queue_bytes)
+        self._writer = Writer(self._store, self._queue, written)
+        self._reader = Reader(self._store, self._queue, readers)
+        self._closing = threading.Lock()  # held by the one close() that does it
+        self._closed = False
+        self._pid = os.getpid()
+        self._tick = self._store.newest
+        self._writer.start()
+
+    @property
+    def directory(self) -> Path:
+        return self._store.directory.root
+
+    # What was there at the opening
+
+    def namespaces(self) -> list[Namespace]:
+        connection = connect(self._store.directory.index)
+        try:
+            return read_namespaces(connection)
+        finally:
+            connection.close()
+
+    def entries(self) -> Iterator[Entry]:
+        """Every image, parents before children."""
+        connection = connect(self._store.directory.index)
+        try:
+            yield from read_entries(connection)
+        finally:
+            connection.close()
+
+    def max_tick(self) -> int:
+        """The newest recency tick that `write` or `touch` was given, or that was in the index; 0 at the very start."""
+        return self._tick
+
+    # The request path
+
+    @property
+    def used(self) -> int:
+        """Bytes accounted for; never below what the disk holds once all that is queued is done."""
+        return self._store.ledger.used
+
+    @property
+    def limit(self) -> int:
+        return self._store.ledger.limit
+
+    def footprint(self, nbytes: int) -> int:
+        """Room to expect of a file of `nbytes`: its blocks, and its share of index and folders."""
+        return self._store.ledger.footprint(nbytes)
+
+    def write(self, entry: Entry, namespace: Namespace, image: Image) -> bool:
+        """Queue a write. False, and no callback: the queue is full, the limit is reached, or the disk failed lately."""
+        if entry.kind not in FOLDERS or len(entry.key) != KEY_BYTES or len(entry.tokens) % TOKEN_BYTES:
+            raise ValueError(f"{entry!r}: not an entry; kind, length of the key or of the tokens is wrong")
+        if entry.namespace != namespace.root:
+            raise ValueError(f"{entry!r}: of namespace {entry.namespace.hex()}, not {namespace.root.hex()}")
+        if self._pid != os.getpid():
+            return False
+        entry = entry._replace(nbytes=image.nbytes, checksum=image.checksum, created=entry.created or time.time())
+        self._tick = max(self._tick, entry.used)
+        return self._queue.write(entry, namespace, image)
+
+    def delete(self, entries: Iterable[Entry]) -> None:
+        """Queue deletions of entries as `entries` or `written` gave them. A write that still waits is cancelled."""
+        if self._pid == os.getpid():
+            self._queue.delete(entries)
+
+    def touch(self, ticks: Iterable[tuple[str, bytes, int]]) -> None:
+        """(kind, key, tick): note hits. They reach the index with the next batch, at the latest by `flush` or `close`."""
+        if self._pid == os.getpid():
+            ticks = list(ticks)
+            self._tick = max(self._tick, max((tick for _, _, tick in ticks), default=0))
+            self._queue.touch(ticks)
+
+    def read(self, entry: Entry) -> Future[Image]:
+        """The image, read and checked in the pool. The future raises Corrupt (set aside) or Unreadable (left there)."""
+        if self._pid != os.getpid() or self._closed:
+            future: Future[Image] = Future()
+            future.set_exception(SsdError(f"ssd_dir={str(self.directory)!r} is closed; open it anew"))
+            return future
+        return self._reader.read(entry)
+
+    # Statistics of a codec, which images name
+
+    def write_statistics(self, digest: str, data: bytes) -> None:
+        """Queue stats/<digest>.safetensors; durable before any image that is queued after it. `digest` is hex."""
+        int(digest, 16)
+        if self._pid == os.getpid():
+            self._queue.statistics(digest, data)
+
+    def read_statistics(self, digest: str) -> bytes | None:
+        """The bytes as they were written, unchecked; None when there are none. Blocks on the disk."""
+        try:
+            return Path(self._store.statistics_file(digest)).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    # Waiting
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until all queued before is durable and indexed. False: not in time, or a write failed since the last
+        flush.
+        """
+        if self._pid != os.getpid():
+            return False
+        return self._queue.flush(timeout)
+
+    def close(self, timeout: float | None = None) -> None:
+        """Flush, end the threads, mark the directory clean, let it go. What was not done in time is cancelled."""
+        if self._pid != os.getpid():
+            return
+        with self._closing:
+            if self._closed:
+                return
+            self._queue.flush(timeout)
+            self._closed = True
+            self._reader.close()
+            self._queue.close()
+            self._writer.join()
+            self._store.close(clean=self._queue.drained)
+
+    def __enter__(self) -> Ssd:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # Looking at it
+
+    def stats(self) -> SsdStats:
+        held, queue, writer, reader = self._store.ledger.held(), self._queue.counters(), self._writer, self._reader
+        return SsdStats(
+            files=held.number, used=held.total, limit=self.limit, disk=held.real, reserve=held.reserve,
+            queued_files=queue.queued_files, queued_bytes=queue.queued_bytes, written_files=writer.written_files,
+            written_bytes=writer.written_bytes, read_files=reader.read_files, read_bytes=reader.read_bytes,
+            dropped=queue.dropped, corrupt=reader.corrupt, unreadable=reader.unreadable,
+            quarantine_bytes=held.quarantine, errors=queue.errors, last_error=queue.last_error,
+        )  # fmt: skip
+
+    def check_integrity(self) -> None:
+        """AssertionError unless ledger, index and directory agree. For tests: nothing may be queued, and it reads the
+        disk.
+        """
+        assert self._queue.drained, "not idle: flush first"
+        held, directory = self._store.ledger.held(), self._store.directory
+        assert (held.queued, held.leaving) == (0, 0), held
+        assert held.real == tree_size(directory.root), (held, tree_size(directory.root))
+        assert held.real <= held.total
+        connection = connect(directory.index)
+        try:
+            rows = {entry.address: entry for entry in read_entries(connection)}
+        finally:
+            connection.close()
+        files = {address: item.stat() for address, item in directory.files()}
+        assert rows.keys() == files.keys(), rows.keys() ^ files.keys()
+        assert held.number == len(rows), (held.number, len(rows))
+        assert held.files == sum(entry.disk for entry in rows.values())
+        for address, entry in rows.items():
+            assert (entry.nbytes, entry.disk) == (files[address].st_size, files[address].st_blocks * 512), entry

@@ -1,0 +1,276 @@
+"""The thread that changes the directory: it takes what is queued, in batches, and makes it durable in the order that
+holds.
+
+Of a batch the deletions go first (rows, then files: what they free is free before a write begins), then the files of
+the writes (tmp, fsync, rename, fsync of the folders), then one transaction with their rows. So a row is never older
+than its file, and the disk never holds more than was admitted. Which image is written or leaves is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from typing import TypeVar
+
+from prefixcache.ssd.directory import make_folder, sync_folder
+from prefixcache.ssd.entries import Address, Entry
+from prefixcache.ssd.files import remove_file, write_file
+from prefixcache.ssd.queue import Batch, Queue, Removal, Write
+from prefixcache.ssd.store import Store
+
+log = logging.getLogger("prefixcache.ssd")
+
+# fsync waits for the disk, so more threads than cores pay: 8 write 1.2x as fast as 4, 16 no faster than 8.
+SYNCERS = 8
+
+Item = TypeVar("Item")
+
+
+class Writer:
+    """One thread and its helpers; what it shares with others is in the queue, the ledger and the store.
+
+    `_folders` are known to exist; only this thread makes some. `written_*` are read by others, written here.
+    """
+
+    def __init__(self, store: Store, queue: Queue, written: Callable[[Entry, Exception | None], None]):
+        self._store = store
+        self._queue = queue
+        self._written = written
+        self._serial = 0
+        self._unsynced: set[str] = set()
+        self.written_files = self.written_bytes = 0
+        self._pool = ThreadPoolExecutor(SYNCERS, thread_name_prefix="prefixcache-fsync")
+        self._thread = threading.Thread(target=self._run, name="prefixcache-ssd-writer", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def join(self) -> None:
+        self._thread.join()
+        self._pool.shutdown()
+
+    def _run(self) -> None:
+        while (batch := self._queue.take()) is not None:
+            for write in batch.cancelled:
+                self._call(write)
+            error = self._attempt(batch)
+            for write in batch.writes:
+                self._report(write, error)
+            batch.failed = sum(not write.done for write in batch.writes)
+            for write in self._queue.finish(batch, error):
+                self._call(write)
+            if error is not None:
+                log.warning("SSD %s: %s; resumes by itself", self._store.directory.root, error)
+
+    def _attempt(self, batch: Batch) -> Exception | None:
+        """Do the batch; the error that stopped it or the first that one of its writes met."""
+        error: Exception | None = None
+        try:
+            if batch.probe:
+                self._store.revive()
+                self._probe()
+            self._write_statistics(batch.statistics)
+            self._drop(batch.removals)
+            self._spill(batch)
+            self._touch(batch.touches)
+            self._sync_folders()
+            self._store.maintain(idle=not batch.writes)
+        except Exception as problem:  # whatever it is, the thread lives on, and tells
+            error = problem
+        for write in batch.writes:
+            error = error or write.error
+        try:
+            self._store.measure()
+        except Exception as problem:
+            error = error or problem
+        return error
+
+    def _report(self, write: Write, error: Exception | None) -> None:
+        """A write of a batch has ended: its bytes are let go, then the cache is told. `error` is the batch's."""
+        if write.done:
+            write.error = None
+            self.written_files += 1
+            self.written_bytes += write.image.nbytes
+        else:
+            write.error = write.error or error or OSError("the write was not done")
+            self._store.ledger.settle(write.image.nbytes, None)
+        self._queue.released(write)
+        self._call(write)
+
+    def _call(self, write: Write) -> None:
+        try:
+            self._written(write.entry, write.error)
+        except Exception:
+            log.exception("the callback of a write failed: %r", write.entry)
+
+    def _probe(self) -> None:
+        path = str(self._store.directory.tmp / "probe")
+        remove_file(path)
+        write_file(path, self._store.probe)
+        remove_file(path)
+
+    def _write_statistics(self, statistics: dict[str, bytes]) -> None:
+        for digest in list(statistics):
+            self._store.write_statistics(digest, statistics[digest])
+            del statistics[digest]
+
+    def _drop(self, removals: dict[Address, Removal]) -> None:
+        """Rows first, committed; then files. Takes out of `removals` what is done."""
+        directory, ledger, index = self._store.directory, self._store.ledger, self._store.index
+        for chunk in _chunks(list(removals), ledger.rows):
+            # A file that turned up where a reader had moved one away is newer, and so is its row.
+            leaving = [a for a in chunk if not (removals[a].gone and os.path.lexists(directory.file(a)))]
+            rows = index.find(leaving)
+            if rows:
+                with index.transaction():
+                    index.remove(rows)
+            for address in chunk:
+                disk = rows[address][2] if address in rows else None
+                ledger.dropped(disk, removals.pop(address).credit)
+            self._store.maintain()
+            for address in leaving:
+                self._unlink(address)
+
+    def _unlink(self, address: Address) -> None:
+        folder = self._store.directory.folder(address)
+        try:
+            os.unlink(self._store.directory.file(address))
+            self._unsynced.add(folder)
+        except FileNotFoundError:
+            pass
+        except OSError as error:  # it has no row any more: the next reconcile finds it
+            self._store.linger(self._store.directory.file(address))
+            log.warning("SSD %s: a deleted file stays: %s", self._store.directory.root, error)
+
+    def _spill(self, batch: Batch) -> None:
+        """Files, folders, rows: in this order. Each write ends with `disk` or with `error`."""
+        standing = self._standing(batch.writes)
+        fresh = [write for write in batch.writes if write.entry.address not in standing]
+        for _ in self._pool.map(self._write_file, fresh):
+            pass
+        placed = [write for write in fresh if write.error is None and self._place(write)]
+        if placed:
+            self._sync_folders(placed)
+            self._commit([write for write in placed if write.error is None], batch.touches)
+
+    def _standing(self, writes: list[Write]) -> set[Address]:
+        """Those that are on the disk already, byte for byte. Other content under the same name leaves first."""
+        if not writes:
+            return set()
+        rows = self._store.index.find(write.entry.address for write in writes)
+        same, other = set(), {}
+        for write in writes:
+            row = rows.get(write.entry.address)
+            if row is None:
+                continue
+            path = self._store.directory.file(write.entry.address)
+            whole = os.path.exists(path) and os.stat(path).st_size == write.image.nbytes
+            if row[:2] == (write.entry.checksum, write.image.nbytes) and whole:
+                same.add(write.entry.address)
+                write.entry = write.entry._replace(disk=row[2])
+                self._store.ledger.settle(write.image.nbytes, None)
+                write.done = True
+            else:
+                other[write.entry.address] = Removal(0, gone=False)
+        self._drop(other)
+        return same
+
+    def _tmp(self, write: Write) -> str:
+        return str(self._store.directory.tmp / f"{write.sequence}.safetensors")
+
+    def _write_file(self, write: Write) -> None:
+        try:
+            write.entry = write.entry._replace(disk=write_file(self._tmp(write), write.image.data))
+        except Exception as error:
+            write.error = error
+
+    def _place(self, write: Write) -> bool:
+        directory, tmp = self._store.directory, self._tmp(write)
+        folder = directory.folder(write.entry.address)
+        try:
+            if make_folder(folder):
+                self._unsynced.add(os.path.dirname(folder))
+            with self._store.quarantine.paths:
+                os.rename(tmp, directory.file(write.entry.address))
+        except Exception as error:
+            write.error = error
+            self._clear(tmp)
+            return False
+        self._unsynced.add(folder)
+        return True
+
+    def _sync_folders(self, placed: list[Write] | None = None) -> None:
+        """fsync of the folders where names have come or gone. The writes into one that fails, fail."""
+        folders, self._unsynced = sorted(self._unsynced), set()
+        failed: dict[str, Exception] = {}
+
+        def sync(folder: str) -> None:
+            try:
+                sync_folder(folder)
+            except Exception as error:
+                failed[folder] = error
+
+        for _ in self._pool.map(sync, folders):
+            pass
+        self._store.note_folders(folders)
+        for write in placed or ():
+            folder = self._store.directory.folder(write.entry.address)
+            problem = failed.get(folder) or failed.get(os.path.dirname(folder))
+            if problem:
+                write.error = problem
+                self._clear(self._store.directory.file(write.entry.address))
+        if failed and placed is None:
+            raise next(iter(failed.values()))
+
+    def _commit(self, writes: list[Write], touches: dict[Address, tuple[int, int]]) -> None:
+        """Rows in one transaction, and the touches with them; in several where the limit leaves the log little room."""
+        index, ledger = self._store.index, self._store.ledger
+        later: Exception | None = None
+        for chunk in _chunks(writes, ledger.rows):
+            try:
+                with index.transaction():
+                    for write in chunk:
+                        index.insert(write.entry, write.namespace)
+                    travel = touches if len(chunk) + len(touches) <= ledger.rows else {}
+                    index.touch(travel)
+            except Exception as error:
+                for write in chunk:
+                    write.error = error
+                    self._clear(self._store.directory.file(write.entry.address))
+                continue
+            if travel:
+                touches.clear()
+            try:
+                self._store.maintain()
+                self._store.measure()  # before the room that was kept for the index's growth is given back
+            except Exception as error:  # these rows stand all the same, and the next chunk may
+                later = error
+            for write in chunk:
+                ledger.settle(write.image.nbytes, write.entry.disk)
+                write.done = True
+        if later:
+            raise later
+
+    def _touch(self, touches: dict[Address, tuple[int, int]]) -> None:
+        for chunk in _chunks(list(touches), self._store.ledger.rows * 4):  # a touch dirties one page, not eight
+            with self._store.index.transaction():
+                self._store.index.touch({address: touches[address] for address in chunk})
+            for address in chunk:
+                del touches[address]
+            self._store.maintain()
+
+    def _clear(self, path: str) -> None:
+        try:
+            remove_file(path)
+        except OSError:
+            self._store.linger(path)
+
+
+def _chunks(items: list[Item], size: int) -> Iterator[list[Item]]:
+    rest = iter(items)
+    while chunk := list(islice(rest, size)):
+        yield chunk

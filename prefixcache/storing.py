@@ -1,0 +1,356 @@
+"""What a store adds: which blocks of a prompt are new, whose rows come from a twin's codes and whose are encoded.
+
+The work goes in batches of blocks, each in three steps: planned under the lock (what is missing, RAM reserved, sources
+pinned), encoded outside it on the caller's thread, published under it. Rows that any known block has already are copied as
+codes, never encoded again.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import numpy as np
+
+from prefixcache.budget import Reservation
+from prefixcache.image import Blueprint, Draft, Image, Meta, Spec
+from prefixcache.keys import BLOCK, TOKEN_BYTES, canonical, chain
+from prefixcache.layers.adapters import Leaf
+from prefixcache.layers.arrays import dtype_name
+from prefixcache.layers.encode import State, Target, describe_state, encode, write_state
+from prefixcache.layers.plan import Plan, Section, extra_of, held_mask, mask_from, mask_of, runs_of
+from prefixcache.tiers import Home, Tiers
+from prefixcache.tree import BLOCK_BYTES, NODE_BYTES, RAM, SLOT_BYTES, SSD, Node, Slot
+
+BATCH = 16  # blocks planned, encoded and published at once
+
+
+class Source(NamedTuple):
+    """Rows taken over as codes: the first `tokens` of a block whose images are these (a window's with its mask)."""
+
+    tokens: int
+    rows: Image | None
+    window: Image | None
+    mask: tuple[int, ...]
+
+
+NOTHING = Source(0, None, None, ())
+
+
+class Job(NamedTuple):
+    """One image to make. `start` and `tokens` are its block's; `known` its node when the block stands already."""
+
+    kind: str
+    parent: Node
+    known: Node | None
+    start: int
+    tokens: bytes
+    key: bytes
+    blueprint: Blueprint
+    source: Source
+    mask: tuple[int, ...] = ()
+    encoded: tuple[int, ...] = ()  # of a window: for each window of the namespace, the tokens to encode
+
+    @property
+    def cost(self) -> int:
+        """RAM that the job takes, its place in the tree included."""
+        node = NODE_BYTES + len(self.tokens) if self.kind == "rows" and self.known is None else 0
+        return self.blueprint.nbytes + SLOT_BYTES + node + (len(self.tokens) if self.kind == "snapshot" else 0)
+
+
+class Outcome(NamedTuple):
+    """What became of a store: tokens that can now be found, tokens and bytes that are new, and whether state was kept."""
+
+    tokens: int
+    new_tokens: int
+    new_bytes: int
+    snapshot: bool
+
+
+class Store:
+    """One store of `limit` tokens (raw int64 bytes) of a live prompt cache whose leaves are evaluated."""
+
+    def __init__(self, tiers: Tiers, home: Home, raw: bytes, leaves: list[Leaf], with_snapshot: bool):
+        self._tiers, self._home, self._plan, self._leaves = tiers, home, home.plan, leaves
+        self._raw = raw
+        self._limit = len(raw) // TOKEN_BYTES
+        self._state = describe_state(home.plan, leaves) if with_snapshot else None
+        self._pinned: list[Slot] = []
+        self._wait = tiers.settings.spill_wait if tiers.settings.spill == "wait" else 0.0
+        self._key_at: dict[int, bytes] = {}  # the key before the last block planned
+
+    def run(self) -> Outcome:
+        parent, at, new_tokens, new_bytes, whole = self._home.space.root, 0, 0, 0, False
+        try:
+            while not whole:
+                with self._tiers.lock:
+                    jobs, parent, at, whole = self._next_jobs(parent, at)
+                    jobs, kept, reservation = self._reserve(jobs)
+                if reservation is not None:
+                    with reservation:
+                        images = self._make(jobs)
+                        with self._tiers.lock:
+                            tokens, nbytes, last, published = self._publish(jobs, images, reservation)
+                    new_tokens, new_bytes = new_tokens + tokens, new_bytes + nbytes
+                    parent, kept = last or parent, kept and published
+                if not kept:
+                    break
+        finally:
+            depth = self._finish(new_tokens, new_bytes)
+        return Outcome(depth, new_tokens, new_bytes, self._state is not None and depth == self._limit)
+
+    # -- planning, under the lock -------------------------------------------------------------------------------------
+
+    def _next_jobs(self, parent: Node, at: int) -> tuple[list[Job], Node, int, bool]:
+        """Jobs for the next blocks from token `at`, below `parent`: the jobs, where to go on, and whether that was all."""
+        jobs: list[Job] = []
+        expected: Node | None = parent  # None once blocks are new
+        key = parent.key
+        for _ in range(BATCH):
+            tokens = self._raw[at * TOKEN_BYTES : min(at + BLOCK, self._limit) * TOKEN_BYTES]
+            if not tokens:
+                break
+            node, source = self._known(expected, tokens) if expected is not None else (None, NOTHING)
+            if node is None or node.rows is None:
+                jobs.append(self._rows_job(parent, node, at, tokens, key, source))
+            else:
+                self._pin(node.rows)
+            if (window := self._window_job(parent, node, at, tokens, key, source)) is not None:
+                jobs.append(window)
+            at += len(tokens) // TOKEN_BYTES
+            self._key_at = {at - len(tokens) // TOKEN_BYTES: key}
+            key = node.key if node is not None else chain(key, tokens)
+            if node is not None and len(node.tokens) == len(tokens) == BLOCK_BYTES:
+                parent = expected = node
+            else:
+                expected = None
+        done = at >= self._limit
+        if done and self._state is not None:
+            jobs += self._snapshot_job(parent)
+        return jobs, parent, at, done
+
+    def _known(self, parent: Node, tokens: bytes) -> tuple[Node | None, Source]:
+        """The block that has all of these tokens; else the codes of the longest stretch of them that a block in RAM has."""
+        tree = self._tiers.tree
+        exact = tree.child(parent, tokens)
+        if exact is not None:
+            return exact, NOTHING
+        nearest, shared = tree.nearest(parent, tokens)
+        if nearest is None or nearest.rows is None:
+            return None, NOTHING
+        if shared * TOKEN_BYTES == len(tokens):
+            return nearest, NOTHING
+        if nearest.rows.image is None:
+            self._tiers.counters.recoded_tokens += shared
+            return None, NOTHING
+        window = nearest.window if nearest.window is not None and nearest.window.image is not None else None
+        self._pin(nearest.rows, window)
+        mask = tuple(m & mask_of(0, shared) for m in window.mask) if window is not None else ()
+        return None, Source(shared, nearest.rows.image, window.image if window is not None else None, mask)
+
+    def _rows_job(self, parent: Node, node: Node | None, start: int, tokens: bytes, key: bytes, source: Source) -> Job:
+        own = chain(key, tokens)
+        blueprint = self._blueprint("rows", own, key, start, self._plan.rows_specs(start, len(tokens) // TOKEN_BYTES))
+        return Job("rows", parent, node, start, tokens, own, blueprint, source)
+
+    def _window_job(
+        self, parent: Node, node: Node | None, start: int, tokens: bytes, key: bytes, source: Source
+    ) -> Job | None:
+        """The block's window with the rows that the live cache still holds and no image has yet; None when there are none."""
+        windows, limit = self._plan.windows, start + len(tokens) // TOKEN_BYTES
+        if not windows:
+            return None
+        held = tuple(held_mask(self._held(w), start, window.keep, limit) for w, window in enumerate(windows))
+        if not any(held):
+            return None
+        block_tokens, block_key = tokens, chain(key, tokens)
+        if node is not None:
+            block_tokens, block_key = node.tokens, node.key
+            if (old := node.window) is not None:
+                if not any(h & ~m for h, m in zip(held, old.mask, strict=True)):
+                    return None
+                if old.image is not None:
+                    self._pin(old)
+                    source = Source(BLOCK, None, old.image, old.mask)
+                elif any(m & ~h for h, m in zip(held, old.mask, strict=True)):
+                    return None  # on SSD only, and neither covers the other: leave the stored one
+        before = source.mask if source.window is not None else (0,) * len(windows)
+        mask = tuple(m | h for m, h in zip(before, held, strict=True))
+        own = chain(block_key, b"window" + canonical([f"{m:x}" for m in mask]).encode())
+        blueprint = self._blueprint("window", own, block_key, start, self._plan.window_specs(mask), extra_of(mask))
+        new = tuple(h & ~m for m, h in zip(before, held, strict=True))
+        return Job("window", parent, node, start, block_tokens, own, blueprint, source, mask, new)
+
+    def _snapshot_job(self, parent: Node) -> list[Job]:
+        """The state at the end, unless it is kept already. It hangs on the last whole block before the boundary."""
+        assert self._state is not None
+        above = (self._limit - 1) // BLOCK * BLOCK
+        while parent.end > above and parent.parent is not None:
+            parent = parent.parent
+        key, suffix = self._key_at[above], self._raw[above * TOKEN_BYTES :]
+        own = chain(key, suffix)
+        if (known := self._tiers.tree.slots.get(("snapshot", own))) is not None:
+            self._pin(known)
+            return []
+        dtypes = [dtype_name(array) for array in self._state.arrays]
+        extra = canonical({"state": self._state.described, "dtypes": dtypes})
+        specs = [*self._state.specs(), Spec("tokens", "I64", (len(suffix) // TOKEN_BYTES,))]
+        blueprint = self._blueprint("snapshot", own, key, above, specs, extra)
+        return [Job("snapshot", parent, None, above, suffix, own, blueprint, NOTHING)]
+
+    def _blueprint(self, kind: str, key: bytes, parent: bytes, start: int, specs: list[Spec], extra: str = "{}") -> Blueprint:
+        row = self._home.row
+        meta = Meta(kind, key.hex(), parent.hex(), row.root.hex(), row.model, row.codec, row.layout, start, "", extra)
+        return Blueprint(meta, specs)
+
+    def _held(self, window: int) -> tuple[tuple[int, int], ...]:
+        """The runs of tokens that every layer of this window still holds."""
+        runs: tuple[tuple[int, int], ...] | None = None
+        for leaf, layout in zip(self._leaves, self._plan.leaves, strict=True):
+            if layout.get("streams") and layout.get("window") == list(self._plan.windows[window]):
+                runs = leaf.held if runs is None else _intersect(runs, leaf.held)
+        return runs or ()
+
+    def _pin(self, *slots: Slot | None) -> None:
+        self._pinned += self._tiers.tree.pin(slot for slot in slots if slot is not None)
+
+    def _reserve(self, jobs: list[Job]) -> tuple[list[Job], bool, Reservation | None]:
+        """Room for the jobs, or for as many of the first of them as there is: those, whether it is all, and the room."""
+        while jobs:
+            reservation = self._tiers.reserve(sum(job.cost for job in jobs), self._wait)
+            if reservation is not None:
+                return jobs, True, reservation
+            if len(jobs) == 1:
+                break
+            # Half a batch, and less, before giving up: the leading blocks are the ones worth most.
+            jobs = jobs[: len(jobs) // 2]
+            reservation = self._tiers.reserve(sum(job.cost for job in jobs))
+            if reservation is not None:
+                return jobs, False, reservation
+        return [], not jobs, None
+
+    # -- encoding, outside the lock -----------------------------------------------------------------------------------
+
+    def _make(self, jobs: list[Job]) -> list[Image]:
+        drafts = [job.blueprint.draft() for job in jobs]
+        targets: list[tuple[Section, list[Target]]] = [
+            (section, []) for section in (self._plan.rows, *self._plan.kept, *self._plan.windowed)
+        ]
+        kept = len(self._plan.kept)
+        for job, draft in zip(jobs, drafts, strict=True):
+            if job.kind == "snapshot":
+                assert self._state is not None
+                write_state(self._state, draft.tensors)
+            if job.kind == "window":
+                for w in range(kept):
+                    self._fill_window(job, draft, w, targets[1 + kept + w][1])
+                continue
+            draft.tensors["tokens"][:] = np.frombuffer(job.tokens, "<i8")
+            if job.kind == "rows":
+                count = len(job.tokens) // TOKEN_BYTES
+                self._fill_rows(job, draft, self._plan.rows, count, targets[0][1])
+                for w, section in enumerate(self._plan.kept):
+                    tokens = self._plan.kept_tokens(w, job.start, count)
+                    if tokens:
+                        self._fill_rows(job, draft, section, tokens, targets[1 + w][1])
+        for section, own in targets:
+            encode(section, self._leaves, own)
+        return [draft.seal() for draft in drafts]
+
+    @staticmethod
+    def _fill_rows(job: Job, draft: Draft, section: Section, count: int, targets: list[Target]) -> None:
+        """Codes from the source, and a target for what is to be encoded."""
+        copied = min(job.source.tokens, count)
+        if copied and job.source.rows is not None:
+            source = job.source.rows.tensors()
+            for group in section.groups:
+                for name in group.names:
+                    draft.tensors[name][:copied] = source[name][:copied]
+        if copied < count:
+            targets.append(Target(job.start + copied, job.start + count, draft.tensors, copied))
+
+    def _fill_window(self, job: Job, draft: Draft, w: int, targets: list[Target]) -> None:
+        mask, new = job.mask[w], job.encoded[w]
+        if job.source.window is not None:
+            source, old = job.source.window.tensors(), mask & ~new
+            stored = mask_from(job.source.window.header()[0].extra)[w]
+            for first, last in runs_of(old):
+                into = (mask & mask_of(0, first)).bit_count()
+                out = (stored & mask_of(0, first)).bit_count()
+                for group in self._plan.windowed[w].groups:
+                    for name in group.names:
+                        draft.tensors[name][into : into + last - first] = source[name][out : out + last - first]
+        for first, last in runs_of(new):
+            into = (mask & mask_of(0, first)).bit_count()
+            targets.append(Target(job.start + first, job.start + last, draft.tensors, into))
+
+    # -- publishing, under the lock -----------------------------------------------------------------------------------
+
+    def _publish(
+        self, jobs: list[Job], images: list[Image], reservation: Reservation
+    ) -> tuple[int, int, Node | None, bool]:
+        """New tokens, new bytes, the last whole block of the jobs (None when it stood already), and whether all went in."""
+        tree = self._tiers.tree
+        tokens = nbytes = 0
+        made: dict[int, Node] = {}  # by end
+        last: Node | None = None
+        for job, image in zip(jobs, images, strict=True):
+            node: Node | None = made.get(job.start, job.parent)
+            if job.kind == "window":
+                node = made.get(job.start + len(job.tokens) // TOKEN_BYTES, job.known)
+            if node is None or not _stands(tree.slots, node):
+                return tokens, nbytes, last, False  # removed meanwhile
+            if job.kind == "rows":
+                node = tree.grow(node, job.tokens, reservation, job.key)
+                if node is None:
+                    self._tiers.counters.collisions += 1
+                    return tokens, nbytes, last, False
+                made[node.end] = node
+                last = node if len(job.tokens) == BLOCK_BYTES else last
+            if self._enter(job, node, image, reservation):
+                nbytes += image.nbytes
+                if job.kind == "rows":
+                    tokens += len(job.tokens) // TOKEN_BYTES - job.source.tokens
+                    self._tiers.settle_twins(node)
+        return tokens, nbytes, last, True
+
+    def _enter(self, job: Job, node: Node, image: Image, reservation: Reservation) -> bool:
+        """Give the image its place in the tree. False when another thread was first."""
+        tiers = self._tiers
+        slot = Slot(job.kind, node, job.key, image.nbytes, job.tokens if job.kind == "snapshot" else b"", job.mask)
+        slot.checksum, slot.created, slot.tick = image.checksum, time.time(), tiers.tree.clock
+        older = None
+        if job.kind == "window" and node.window is not None and node.window.key != job.key:
+            older = tiers.supersede(node.window)
+        if not tiers.tree.attach(slot, reservation):
+            return False
+        tiers.tree.enter(slot, RAM, image=image, reservation=reservation)
+        tiers.follow(slot, older)
+        self._pin(slot)
+        return True
+
+    def _finish(self, new_tokens: int, new_bytes: int) -> int:
+        """Touch the path, let go of it, write ahead. Returns the depth that can be found now."""
+        tiers = self._tiers
+        with tiers.lock:
+            walk = tiers.tree.walk(self._home.space, self._raw)
+            depth = tiers.tree.reach(walk, SSD, self._limit)
+            tiers.tree.touch(tiers.tree.serving(walk, depth))
+            tiers.unpin(self._pinned)
+            tiers.counters.stores += 1
+            tiers.counters.stored_tokens += new_tokens
+            tiers.counters.stored_bytes += new_bytes
+            tiers.counters.shared_tokens += max(depth - new_tokens, 0)
+            tiers.counters.unkept_tokens += self._limit - depth
+            tiers.spill_ahead(new_bytes)
+        return depth
+
+
+def _stands(slots: dict[tuple[str, bytes], Slot], node: Node) -> bool:
+    """Whether a node is a root, or still in the tree with its rows."""
+    return node.parent is None or (node.rows is not None and slots.get(("rows", node.key)) is node.rows)
+
+
+def _intersect(a: tuple[tuple[int, int], ...], b: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    pairs = ((max(x[0], y[0]), min(x[1], y[1])) for x in a for y in b)
+    return tuple((first, last) for first, last in pairs if first < last)

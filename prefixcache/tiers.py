@@ -1,0 +1,425 @@
+"""RAM and SSD under one lock: who is where, who makes room, what is written and read.
+
+`Tiers` owns the tree, the budget and the SSD, and moves images between them: a store asks it for room, a promotion for
+images. What an image means is not known here, and nothing here runs MLX. Nothing on the request path waits for the disk,
+unless the setting `spill="wait"` says so, and then no longer than `spill_wait`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from prefixcache.budget import Budget, Reservation
+from prefixcache.image import Image
+from prefixcache.layers.plan import Plan, mask_from
+from prefixcache.settings import Settings
+from prefixcache.ssd import Cancelled, Entry, Namespace, Ssd
+from prefixcache.stats import Counters
+from prefixcache.tree import BLOCK_BYTES, NODE_BYTES, RAM, SLOT_BYTES, SSD, Node, Slot, Space, Tree
+
+log = logging.getLogger("prefixcache")
+
+MIRROR_SHARE = 2  # the tree's nodes may take 1/2 of the budget
+
+
+class Home(NamedTuple):
+    """A namespace at work: what the index says of it, where its streams stand, and its tree."""
+
+    row: Namespace
+    plan: Plan
+    space: Space
+
+
+class Tiers:
+    """`lock` guards the tree, the homes and the counters; the budget and the SSD's queue have locks of their own, taken
+    inside it and never around it. `moved` is notified when an image left RAM or became durable."""
+
+    def __init__(self, settings: Settings, ram: int):
+        self.settings = settings
+        self.lock = threading.RLock()
+        self.moved = threading.Condition(self.lock)
+        self.budget = Budget(ram)
+        self.tree = Tree(self.budget)
+        self.homes: dict[bytes, Home] = {}
+        self.counters = Counters()
+        self.through = settings.ram == 0  # nothing stays in RAM once it is durable
+        self.closing = False
+        self._unlisted: deque[Entry] = deque()  # on SSD, not in the tree for want of RAM; coldest first
+        self._superseded: dict[Slot, Entry] = {}  # files of windows that grew; go when the new one is durable
+        self._ahead = 0  # bytes that entered RAM since the last spill ahead
+        self.ssd: Ssd | None = None
+
+    # -- the SSD at open ----------------------------------------------------------------------------------------------
+
+    def open_ssd(self, ssd: Ssd, homes: Iterable[Home]) -> None:
+        """Mirror the index in the tree: as many of the newest entries as half of the budget holds."""
+        self.ssd = ssd
+        for home in homes:
+            self.homes[home.row.root] = home
+        entries = [entry for entry in ssd.entries() if entry.namespace in self.homes]
+        share = self.budget.limit // MIRROR_SHARE
+        costs = sorted(((e.used, _cost(e)) for e in entries), reverse=True)
+        oldest = 0
+        for used, cost in costs:
+            share -= cost
+            if share < 0:
+                oldest = used + 1
+                break
+        reservation = self.budget.reserve(self.budget.limit // MIRROR_SHARE)
+        assert reservation is not None
+        with self.lock, reservation:
+            for entry in entries:
+                if entry.used < oldest or not self._mirror(entry, reservation):
+                    self._unlisted.append(entry._replace(tokens=b"", extra=""))
+            self.tree.settle()
+            self.tree.clock = max(self.tree.clock, ssd.max_tick())
+        if self._unlisted:
+            self._unlisted = deque(sorted(self._unlisted, key=lambda e: (e.used, -e.start)))
+            log.warning("%d of %d images on SSD are not within reach: ram is too small, or what they hang on is gone",
+                        len(self._unlisted), len(entries))  # fmt: skip
+
+    def _mirror(self, entry: Entry, reservation: Reservation) -> bool:
+        home = self.homes[entry.namespace]
+        parent: Node
+        if entry.parent == entry.namespace:
+            parent = home.space.root
+        elif ("rows", entry.parent) in self.tree.slots:
+            parent = self.tree.slots["rows", entry.parent].node
+        else:
+            return False
+        node, mask = parent, ()
+        try:
+            if entry.kind == "rows":
+                grown = self.tree.grow(parent, entry.tokens, reservation, entry.key)
+                if grown is None:
+                    return False
+                node = grown
+            elif entry.kind == "window":
+                mask = mask_from(entry.extra)
+                if len(mask) != len(home.plan.windows):
+                    return False
+        except ValueError:
+            return False
+        suffix = entry.tokens if entry.kind == "snapshot" else b""
+        slot = Slot(entry.kind, node, entry.key, entry.nbytes, suffix, mask)
+        slot.checksum, slot.tick, slot.hits, slot.created = entry.checksum, entry.used, entry.hits, entry.created
+        try:
+            if not self.tree.attach(slot, reservation):
+                return False
+        except ValueError:  # the reservation is spent
+            self.tree.prune(node)
+            return False
+        self.tree.enter(slot, SSD, disk=entry.disk)
+        return True
+
+    # -- room in RAM --------------------------------------------------------------------------------------------------
+
+    def reserve(self, nbytes: int, wait: float = 0) -> Reservation | None:
+        """Reserve RAM, evicting the coldest for it. `wait`: seconds to wait for the SSD's writer where that would help.
+
+        None when it can't be had: everything left is pinned, or waits for the SSD.
+        """
+        deadline = time.monotonic() + wait
+        with self.lock:
+            while (reservation := self._reserve_now(nbytes)) is None:
+                left = deadline - time.monotonic()
+                if nbytes > self.budget.limit or left <= 0 or not self.budget.held().queued:
+                    return None
+                self.moved.wait(min(left, 0.2))
+            return reservation
+
+    def _reserve_now(self, nbytes: int) -> Reservation | None:
+        while self.budget.room < nbytes:
+            if nbytes > self.budget.limit or not self._evict_one(nbytes):
+                return None
+        return self.budget.reserve(nbytes)
+
+    def _evict_one(self, wanted: int) -> bool:
+        """Let the coldest image leave RAM, or the coldest of the SSD leave the mirror. False when nothing can leave now."""
+        held = self.budget.held()
+        waits = self.settings.spill == "wait" and self.ssd is not None
+        if waits and self.budget.room + held.queued >= wanted and held.queued:
+            return False  # enough is on its way to the SSD
+        slot = self.tree.coldest(RAM)
+        if slot is None:
+            return not held.queued and self._forget_one()
+        if slot.disk:
+            self.tree.leave(slot, RAM)
+            self.counters.evicted += 1
+        elif self.ssd is None:
+            self.tree.leave(slot, RAM)
+            self.counters.evicted += 1
+        elif self.spill(slot):
+            pass  # it stays until it is durable; go on with the next
+        elif waits and held.queued:
+            return False
+        else:
+            self.tree.leave(slot, RAM)
+            self.counters.dropped += 1
+            self.counters.dropped_bytes += slot.nbytes
+            if self.counters.dropped in (1, 10, 100) or self.counters.dropped % 1000 == 0:
+                log.warning("the SSD is behind: %d images (%d bytes) left RAM unwritten",
+                            self.counters.dropped, self.counters.dropped_bytes)  # fmt: skip
+        self.moved.notify_all()
+        return True
+
+    def _forget_one(self) -> bool:
+        """When nodes fill the RAM: the coldest image leaves the SSD, and its node the tree."""
+        slot = self.tree.coldest(SSD)
+        if slot is None:
+            return False
+        self.counters.forgotten += 1
+        self.discard(slot)
+        return True
+
+    def trim(self, nbytes: int) -> int:
+        """Let the coldest leave RAM until images and nodes take at most `nbytes`, or nothing more can. Returns bytes held."""
+        with self.lock:
+            while self.budget.held().total > nbytes:
+                slot = self.tree.coldest(RAM)
+                if slot is None:
+                    break
+                if not slot.disk and self.ssd is not None and self.spill(slot):
+                    continue
+                if not slot.disk and self.ssd is not None:
+                    self.counters.dropped += 1
+                    self.counters.dropped_bytes += slot.nbytes
+                self.counters.evicted += 1
+                self.tree.leave(slot, RAM)
+            return self.budget.held().total
+
+    # -- RAM to SSD ---------------------------------------------------------------------------------------------------
+
+    def spill(self, slot: Slot) -> bool:
+        """Queue an image for the SSD, what it hangs on first. False when the queue or the SSD has no room for all."""
+        chain = self._hangs_on(slot)
+        held = self.tree.pin(chain)
+        try:
+            return all(one.disk or one.saving or self._write(one, slot.tick) for one in chain)
+        finally:
+            self.tree.unpin(held)
+
+    def _hangs_on(self, slot: Slot) -> list[Slot]:
+        """The slot and the rows that it is of no use without, the first block first, from the last one that is on SSD."""
+        chain = [slot]
+        node: Node | None = slot.node if slot.kind != "rows" else slot.node.parent
+        if slot.kind == "snapshot":
+            chain += [k.rows for k in slot.node.kids if k.rows is not None and k.tokens.startswith(slot.suffix)][:1]
+        while node is not None and node.rows is not None:
+            chain.append(node.rows)
+            if node.rows.disk or node.rows.saving:
+                break
+            node = node.parent
+        return chain[::-1]
+
+    def _write(self, slot: Slot, tick: int) -> bool:
+        ssd = self.ssd
+        if ssd is None or slot.image is None or not self._room_on_ssd(ssd.footprint(slot.nbytes), tick):
+            return False
+        home = self.homes[_root_of(slot).key]
+        if not ssd.write(self.entry_of(slot), home.row, slot.image):
+            return False
+        slot.saving = True
+        self.budget.queue(slot.nbytes)
+        return True
+
+    def _room_on_ssd(self, nbytes: int, tick: int) -> bool:
+        """Make room by deleting what is colder than `tick`."""
+        ssd = self.ssd
+        assert ssd is not None
+        while ssd.used + nbytes > ssd.limit:
+            if self._unlisted:
+                ssd.delete([self._unlisted.popleft()])
+                continue
+            victim = self.tree.coldest(SSD)
+            if victim is None or victim.tick > tick:
+                return False
+            ssd.delete([self.entry_of(victim)])
+            self.tree.leave(victim, SSD)
+            self.counters.ssd_evicted += 1
+        return True
+
+    def entry_of(self, slot: Slot) -> Entry:
+        """What the index is to know of a slot."""
+        node, parent = slot.node, slot.node.parent
+        tokens, start, above = slot.suffix, node.end, node.key
+        if slot.kind == "rows":
+            assert parent is not None
+            tokens, start, above = node.tokens, node.start, parent.key
+        elif slot.kind == "window":
+            start = node.start
+        image: Image | None = slot.image
+        checksum = slot.checksum or (image.checksum if image is not None else "")
+        extra = "{}"
+        if slot.kind == "window" and image is not None:
+            extra = image.header()[0].extra
+        return Entry(slot.kind, slot.key, _root_of(slot).key, above, start, tokens, slot.nbytes, checksum,
+                     slot.disk, slot.tick, slot.created, slot.hits, extra)  # fmt: skip
+
+    def written(self, entry: Entry, error: Exception | None) -> None:
+        """The writer's word on an image: durable and indexed, or not. On the writer's thread."""
+        with self.lock:
+            slot = self.tree.let_go(entry.kind, entry.key)
+            if slot is not None:
+                self.budget.queue(-slot.nbytes)
+                self.moved.notify_all()
+                return
+            slot = self.tree.slots.get((entry.kind, entry.key))
+            if slot is None or not slot.saving:
+                return
+            slot.saving = False
+            self.budget.queue(-slot.nbytes)
+            if error is None:
+                slot.checksum = entry.checksum
+                self.tree.enter(slot, SSD, disk=entry.disk)
+                if (older := self._superseded.pop(slot, None)) is not None and self.ssd is not None:
+                    self.ssd.delete([older])
+                if slot.kind != "snapshot":
+                    self.settle_twins(slot.node)
+                if self.through and not slot.pins and not self.tree._needed(slot, RAM):
+                    self.tree.leave(slot, RAM)
+            elif not isinstance(error, Cancelled):
+                self.counters.write_errors += 1
+            self.moved.notify_all()
+
+    def drain(self, timeout: float) -> bool:
+        """Write all that RAM holds and the SSD has room for, the newest first. False when not done in `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        with self.lock:
+            if self.ssd is None:
+                return True
+            while True:
+                dirty = [s for s in reversed(self.tree.order[RAM]) if not s.disk and not s.saving]
+                for slot in dirty:  # what finds the queue full is tried again while the writer makes progress
+                    if not self.spill(slot) and self.budget.held().queued:
+                        break
+                if not self.budget.held().queued:
+                    break
+                if time.monotonic() > deadline:
+                    return False
+                self.moved.wait(0.1)
+        return self.ssd.flush(max(deadline - time.monotonic(), 0.01))
+
+    def persist_recency(self) -> None:
+        """Tell the index what was used since it last heard."""
+        with self.lock:
+            if self.ssd is not None and self.tree.touched:
+                self.ssd.touch([(slot.kind, slot.key, slot.tick) for slot in self.tree.touched])
+                self.tree.touched.clear()
+
+    def spill_ahead(self, entered: int) -> None:
+        """Write the coldest quarter of a full RAM before it must leave, so that leaving costs nothing."""
+        if self.ssd is None:
+            return
+        self._ahead += entered
+        limit = self.budget.limit
+        everything = self.through or self.closing
+        if not everything and (self._ahead < limit // 32 or self.budget.held().total < limit - limit // 4):
+            return
+        self._ahead = 0
+        passed = 0
+        for slot in list(self.tree.order[RAM]):
+            passed += slot.nbytes
+            if passed > limit // 4 and not everything:
+                return
+            if slot.image is not None and not slot.disk and not slot.saving and not self.spill(slot):
+                return
+
+    # -- tails that grew, images that left ----------------------------------------------------------------------------
+
+    def settle_twins(self, node: Node) -> None:
+        """Shorter twins of a grown tail leave each tier in which the longer one stands."""
+        if node.parent is None or node.rows is None:
+            return
+        longer = [k for k in self.tree.longer(node) if k.rows is not None]
+        for twin, heir in [*((t, node) for t in self.tree.outgrown(node)), *((node, k) for k in longer)]:
+            for slot, successor in ((twin.window, heir.window), (twin.rows, heir.rows)):
+                if slot is None or slot.pins or slot.saving or heir.rows is None:
+                    continue
+                durable = heir.rows.disk and (successor is None or successor.disk)
+                if slot.disk and durable and self.ssd is not None:
+                    self.ssd.delete([self.entry_of(slot)])
+                    self.tree.leave(slot, SSD)
+                if durable or heir.rows.image is not None:
+                    self.tree.leave(slot, RAM)
+
+    def supersede(self, old: Slot) -> Entry | None:
+        """A window makes place for one with more rows. Its file stays until `follow` names one that is durable."""
+        entry = self.entry_of(old) if old.disk else None
+        if old.saving:
+            self.discard(old)
+            return None
+        self.tree.leave(old, SSD)
+        self.tree.leave(old, RAM)
+        return entry
+
+    def follow(self, slot: Slot, older: Entry | None) -> None:
+        """`older`, a file that `slot` stands for, goes when `slot` is durable."""
+        if older is not None:
+            self._superseded[slot] = older
+
+    def discard(self, slot: Slot) -> int:
+        """An image leaves every tier. Returns its bytes. One that waits for the SSD leaves when the writer lets go of it."""
+        if slot.saving:
+            assert self.ssd is not None
+            self.ssd.delete([self.entry_of(slot)])
+            self.tree.part(slot)
+            return slot.nbytes
+        if slot.disk:
+            assert self.ssd is not None
+            self.ssd.delete([self.entry_of(slot)])
+            self.tree.leave(slot, SSD)
+        self.tree.leave(slot, RAM)
+        self.moved.notify_all()
+        return slot.nbytes
+
+    def clear(self) -> None:
+        """Every image leaves every tier; pins end."""
+        for entry in self._unlisted:
+            assert self.ssd is not None
+            self.ssd.delete([entry])
+        self._unlisted.clear()
+        for slot in list(self.tree.slots.values()):
+            slot.pins = 0
+            self.discard(slot)
+        for older in self._superseded.values():
+            assert self.ssd is not None
+            self.ssd.delete([older])
+        self._superseded.clear()
+
+    def release(self) -> None:
+        """RAM is given back; the SSD keeps what it has."""
+        with self.lock:
+            for slot in list(self.tree.order[RAM]):
+                slot.image = None
+            self.tree = Tree(Budget(self.budget.limit))
+
+    def lost(self, slot: Slot) -> None:
+        """Its file went bad and was set aside: no longer on SSD."""
+        self.counters.corrupt += 1
+        self.tree.leave(slot, SSD)
+
+    def unpin(self, held: list[Slot]) -> None:
+        """Let go of slots; a tail that grew meanwhile leaves now."""
+        with self.lock:
+            self.tree.unpin(held)
+            for slot in held:
+                if slot.kind == "rows" and len(slot.node.tokens) < BLOCK_BYTES and slot.node.rows is slot:
+                    self.settle_twins(slot.node)
+            self.moved.notify_all()
+
+
+def _root_of(slot: Slot) -> Node:
+    space = slot.node.space
+    assert space is not None
+    return space.root
+
+
+def _cost(entry: Entry) -> int:
+    return SLOT_BYTES + len(entry.tokens) + (NODE_BYTES if entry.kind == "rows" else 0)
+

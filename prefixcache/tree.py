@@ -1,0 +1,556 @@
+"""The block tree: which tokens are known, how deep a prompt can be hit in each tier, and who leaves first.
+
+It knows keys, tokens, sizes and recency. It does no I/O and never looks into an image, so a planner can run it on a trace
+with anything in an image's place. It is not thread-safe: the cache calls it under its lock.
+
+A `Node` is a block's place, a `Slot` an image's. Nodes hang by their tokens: children are sorted by raw token bytes, so one
+bisection finds the child with the longest common prefix. A node may be *hollow* (its rows are in no tier, after a file went
+bad): lookups end there, what is below waits for the rows to be stored again.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from prefixcache.budget import Budget, Reservation
+from prefixcache.keys import BLOCK, TOKEN_BYTES, chain
+
+RAM, SSD = 0, 1
+TIERS = (RAM, SSD)
+
+BLOCK_BYTES = BLOCK * TOKEN_BYTES
+NODE_BYTES = 880  # of RAM a node, beside its tokens; measured by tools/bench/memory.py
+SLOT_BYTES = 560  # of RAM a slot, beside its image and its suffix; measured there too
+
+
+class Window(NamedTuple):
+    """What a windowed layer must have to go on at a boundary: rotating over `size` tokens, or chunks of `size`."""
+
+    size: int
+    keep: int = 0
+    chunked: bool = False
+
+    def first(self, boundary: int) -> int:
+        """The first token whose row is needed at `boundary`; the `keep` first tokens, kept elsewhere, not counted."""
+        if self.chunked:
+            start = boundary // self.size * self.size
+            return start - start % BLOCK
+        if boundary <= self.size:
+            return min(self.keep, boundary)
+        return boundary - self.size + self.keep + 1
+
+
+class Slot:
+    """One image's place: what is known of it, in RAM (`image`) and on SSD (`disk` bytes, 0 for none)."""
+
+    __slots__ = (
+        "checksum", "created", "disk", "hits", "image", "key", "kind", "loading", "mask", "nbytes", "node",
+        "pins", "saving", "suffix", "tick",
+    )  # fmt: skip
+
+    def __init__(self, kind: str, node: Node, key: bytes, nbytes: int, suffix: bytes = b"", mask: tuple[int, ...] = ()):
+        self.kind = kind
+        self.node = node  # of rows and windows their block, of a snapshot the block before its suffix
+        self.key = key
+        self.nbytes = nbytes
+        self.suffix = suffix  # of a snapshot: the tokens between its node's end and its boundary
+        self.mask = mask  # of a window: for each window of the space, the tokens whose rows it has, a bit each
+        self.image: Any = None
+        self.disk = 0
+        self.checksum = ""
+        self.saving = False  # waits for the SSD
+        self.loading: Any = None  # a Future while it comes from the SSD
+        self.pins = 0
+        self.tick = 0
+        self.hits = 0
+        self.created = 0.0
+
+    @property
+    def end(self) -> int:
+        """The boundary that a snapshot serves; the end of the block otherwise."""
+        return self.node.end + len(self.suffix) // TOKEN_BYTES
+
+    def within(self, tier: int) -> bool:
+        return (self.image is not None) if tier == RAM else self.disk > 0
+
+    @property
+    def cost(self) -> int:
+        return SLOT_BYTES + len(self.suffix)
+
+
+class Node:
+    """A block's place in the tree: `tokens` (raw int64 bytes) after `start` others."""
+
+    __slots__ = ("end", "inside", "key", "kid_tokens", "kids", "live", "parent", "rows", "snapshots", "space", "start",
+                 "tokens", "window")  # fmt: skip
+
+    def __init__(self, space: Space | None, parent: Node | None, tokens: bytes, key: bytes):
+        self.space = space
+        self.parent = parent
+        self.tokens = tokens
+        self.key = key
+        self.start = parent.end if parent else 0
+        self.end = self.start + len(tokens) // TOKEN_BYTES
+        self.kids: list[Node] = []
+        self.kid_tokens: list[bytes] = []
+        self.rows: Slot | None = None
+        self.window: Slot | None = None
+        self.snapshots: dict[bytes, Slot] = {}
+        self.inside = [0, 0]  # by tier: kids whose rows are there
+        self.live = [0, 0]  # by tier: windows and snapshots there, of this node and all below
+
+    @property
+    def cost(self) -> int:
+        return NODE_BYTES + len(self.tokens)
+
+
+class Space(NamedTuple):
+    """A namespace's tree: its root (whose key is the root key) and what a boundary needs beside rows."""
+
+    root: Node
+    windows: tuple[Window, ...]
+    snapshots: bool
+
+
+class Walk(NamedTuple):
+    """How far a prompt's tokens are known: whole nodes, then `shared` tokens of `partial`. Valid until the tree changes."""
+
+    space: Space
+    path: list[Node]
+    partial: Node | None
+    shared: int
+    raw: bytes
+
+    @property
+    def depth(self) -> int:
+        return (self.path[-1].end if self.path else 0) + self.shared
+
+    @property
+    def nodes(self) -> list[Node]:
+        return [*self.path, self.partial] if self.partial else self.path
+
+
+def common_tokens(a: bytes, b: bytes) -> int:
+    """The number of leading tokens that `a` and `b` share."""
+    n = min(len(a), len(b))
+    if a[:n] == b[:n]:
+        return n // TOKEN_BYTES
+    differ = np.frombuffer(a, "<i8", n // TOKEN_BYTES) != np.frombuffer(b, "<i8", n // TOKEN_BYTES)
+    return int(differ.argmax())
+
+
+class Tree:
+    """All namespaces' nodes and slots, and each tier's order of leaving.
+
+    Invariants, tested by `check_integrity`: `order[RAM]` holds exactly the slots in RAM and `order[SSD]` all slots, coldest
+    first (an image that reaches the SSD late has its place in the order already); a path is touched tail first, so that a
+    block is never colder than what hangs on it; the budget's images and nodes are the sums over slots and nodes.
+    """
+
+    def __init__(self, budget: Budget):
+        self.budget = budget
+        self.spaces: dict[bytes, Space] = {}
+        self.slots: dict[tuple[str, bytes], Slot] = {}
+        self.parting: dict[tuple[str, bytes], list[Slot]] = {}
+        self.order: tuple[OrderedDict[Slot, None], OrderedDict[Slot, None]] = (OrderedDict(), OrderedDict())
+        self.clock = 0
+        self.touched: dict[Slot, None] = {}  # on SSD, and used since the index last heard of it
+        self.visits = 0  # nodes looked at by walks, for tests of complexity
+        self.nodes = 0
+        self.disk = 0
+
+    # -- namespaces and lookups ---------------------------------------------------------------------------------------
+
+    def space(self, root_key: bytes, windows: tuple[Window, ...] = (), snapshots: bool = False) -> Space:
+        """The namespace of this root key, made when it isn't there."""
+        if root_key not in self.spaces:
+            root = Node(None, None, b"", root_key)
+            root.space = self.spaces[root_key] = Space(root, windows, snapshots)
+        return self.spaces[root_key]
+
+    def walk(self, space: Space, raw: bytes) -> Walk:
+        """Follow tokens (raw int64 bytes) as far as they are known, in whichever tier. Changes nothing."""
+        node, path, at = space.root, [], 0
+        while at < len(raw) and node.kids:
+            chunk = raw[at : at + BLOCK_BYTES]
+            i = bisect_left(node.kid_tokens, chunk)
+            self.visits += 1
+            if i < len(node.kids) and node.kid_tokens[i] == chunk and len(chunk) == BLOCK_BYTES:
+                node = node.kids[i]
+                path.append(node)
+                at += len(chunk)
+                continue
+            best, shared = self._nearest(node, chunk, i)
+            if best is not None and shared * TOKEN_BYTES == len(best.tokens):
+                path.append(best)  # a whole tail; nothing hangs on a tail
+                break
+            return Walk(space, path, best, shared, raw)
+        return Walk(space, path, None, 0, raw)
+
+    def nearest(self, parent: Node, tokens: bytes) -> tuple[Node | None, int]:
+        """The child that shares most leading tokens with these, and how many; of equals one whose rows are in RAM."""
+        return self._nearest(parent, tokens, bisect_left(parent.kid_tokens, tokens))
+
+    def _nearest(self, node: Node, chunk: bytes, place: int) -> tuple[Node | None, int]:
+        """The child that shares most tokens with `chunk`, and how many; of equals one whose rows are in RAM.
+
+        The longest common prefix with a sorted list is with a neighbour of the chunk's place; one further on either side
+        is a tail's twin, when both are there.
+        """
+        best, shared, in_ram = None, 0, False
+        for i in range(max(place - 2, 0), min(place + 2, len(node.kids))):
+            self.visits += 1
+            kid, common = node.kids[i], common_tokens(node.kid_tokens[i], chunk)
+            kid_in_ram = kid.rows is not None and kid.rows.image is not None
+            if common and (common, kid_in_ram) > (shared, in_ram):
+                best, shared, in_ram = kid, common, kid_in_ram
+        return best, shared
+
+    def reach(self, walk: Walk, tier: int, limit: int) -> int:
+        """The deepest boundary <= `limit` that can be hit, with RAM alone or (`tier` SSD) with RAM and SSD together."""
+        depth = 0
+        for node in walk.path:
+            rows = node.rows
+            if rows is None or (rows.image is None and (tier == RAM or not rows.disk)):
+                break
+            depth = node.end
+        else:
+            if walk.partial is not None and _has(walk.partial.rows, tier):
+                depth += walk.shared
+        depth = min(depth, limit)
+        if walk.space.snapshots:
+            for boundary, _ in self._boundaries(walk, tier, depth):
+                if self._covered(walk, tier, boundary) == boundary:
+                    return boundary
+            return 0
+        return self._covered(walk, tier, depth)
+
+    def _boundaries(self, walk: Walk, tier: int, depth: int) -> Iterator[tuple[int, Slot]]:
+        """Stored boundaries of snapshots on the walk, at or before `depth`, deepest first."""
+        parents = [walk.space.root, *walk.path]
+        for parent in reversed(parents):
+            if parent.snapshots and parent.end < depth:
+                rest = walk.raw[parent.end * TOKEN_BYTES : min(depth * TOKEN_BYTES, parent.end * TOKEN_BYTES + BLOCK_BYTES)]
+                for size in sorted({len(suffix) for suffix in parent.snapshots}, reverse=True):
+                    slot = parent.snapshots.get(rest[:size]) if size <= len(rest) else None
+                    if slot is not None and _has(slot, tier):
+                        yield slot.end, slot
+
+    def _covered(self, walk: Walk, tier: int, boundary: int) -> int:
+        """The deepest boundary <= `boundary` at which every window has its rows."""
+        nodes = walk.nodes
+        moved = True
+        while moved and boundary > 0:
+            moved = False
+            for index, window in enumerate(walk.space.windows):
+                hole = _first_hole(nodes, tier, index, window.first(boundary), boundary)
+                if hole < boundary:  # a boundary between the hole and here would need the hole's row, too
+                    boundary, moved = hole, True
+        return boundary
+
+    def serving(self, walk: Walk, boundary: int) -> list[Slot]:
+        """The slots that a hit at `boundary` reads, tail first: the order in which to touch them."""
+        lowest = min((window.first(boundary) for window in walk.space.windows), default=boundary)
+        found: list[Slot] = []
+        if walk.space.snapshots:
+            found += [slot for end, slot in self._boundaries(walk, SSD, boundary) if end == boundary]
+        for node in reversed(walk.nodes):
+            if node.start < boundary:
+                if node.window is not None and node.end > lowest:
+                    found.append(node.window)
+                if node.rows is not None:
+                    found.append(node.rows)
+        return found
+
+    # -- recency ------------------------------------------------------------------------------------------------------
+
+    def touch(self, slots: Iterable[Slot], hit: bool = False) -> None:
+        """Make a path the newest in each tier that it stands in. `slots` tail first, as `serving` gives them."""
+        self.clock += 1
+        ram, ssd = self.order
+        for slot in slots:
+            slot.tick = self.clock
+            slot.hits += hit
+            ssd.move_to_end(slot)
+            if slot.image is not None:
+                ram.move_to_end(slot)
+            if slot.disk:
+                self.touched[slot] = None
+
+    def coldest(self, tier: int) -> Slot | None:
+        """Who leaves `tier` next: the coldest slot that nothing there hangs on, not pinned and not waiting for the SSD."""
+        for slot in self.order[tier]:
+            if slot.within(tier) and not slot.pins and not slot.saving and not self._needed(slot, tier):
+                return slot
+        return None
+
+    def _needed(self, slot: Slot, tier: int) -> bool:
+        if slot.kind != "rows":
+            return False
+        node = slot.node
+        if node.inside[tier] or (node.window is not None and node.window.within(tier)):
+            return True
+        return bool(node.snapshots) and any(s.within(tier) for s in node.snapshots.values())
+
+    def pin(self, slots: Iterable[Slot]) -> list[Slot]:
+        """Keep slots from leaving any tier, until `unpin` is called with what this returns."""
+        held = list(slots)
+        for slot in held:
+            slot.pins += 1
+        return held
+
+    def unpin(self, held: Iterable[Slot]) -> None:
+        for slot in held:
+            slot.pins -= 1
+
+    # -- nodes and slots ----------------------------------------------------------------------------------------------
+
+    def child(self, parent: Node, tokens: bytes) -> Node | None:
+        """The child of exactly these tokens."""
+        i = bisect_left(parent.kid_tokens, tokens)
+        return parent.kids[i] if i < len(parent.kids) and parent.kid_tokens[i] == tokens else None
+
+    def grow(self, parent: Node, tokens: bytes, reservation: Reservation, key: bytes | None = None) -> Node | None:
+        """The child of these tokens, made when it isn't there. None when another block has the same key (a collision)."""
+        i = bisect_left(parent.kid_tokens, tokens)
+        if i < len(parent.kids) and parent.kid_tokens[i] == tokens:
+            return parent.kids[i]
+        key = chain(parent.key, tokens) if key is None else key
+        if ("rows", key) in self.slots:
+            return None
+        node = Node(parent.space, parent, tokens, key)
+        reservation.spend(nodes=node.cost)
+        parent.kids.insert(i, node)
+        parent.kid_tokens.insert(i, tokens)
+        self.nodes += 1
+        return node
+
+    def attach(self, slot: Slot, reservation: Reservation) -> bool:
+        """Give a new slot its place. False, and nothing done, when its key or its place is taken."""
+        node = slot.node
+        if (slot.kind, slot.key) in self.slots:
+            return False
+        if slot.kind == "snapshot":
+            if slot.suffix in node.snapshots:
+                return False
+            node.snapshots[slot.suffix] = slot
+        elif getattr(node, slot.kind) is not None:
+            return False
+        else:
+            setattr(node, slot.kind, slot)
+        reservation.spend(nodes=slot.cost)
+        self.slots[slot.kind, slot.key] = slot
+        self.order[SSD][slot] = None
+        return True
+
+    def enter(self, slot: Slot, tier: int, *, image: Any = None, reservation: Reservation | None = None, disk: int = 0) -> None:
+        """An attached slot's image is now in RAM (paid from `reservation`) or on SSD (`disk` bytes)."""
+        if tier == RAM:
+            assert reservation is not None
+            reservation.spend(images=slot.nbytes)
+            slot.image = image
+            self.order[RAM][slot] = None
+        else:
+            slot.disk = disk
+            self.disk += disk
+        self._count(slot, tier, 1)
+
+    def leave(self, slot: Slot, tier: int) -> None:
+        """A slot's image leaves a tier. In no tier any more, the slot goes, and nodes that hold nothing with it."""
+        if not slot.within(tier):
+            return
+        if tier == RAM:
+            slot.image = None
+            self.budget.free_image(slot.nbytes)
+            del self.order[RAM][slot]
+        else:
+            self.disk -= slot.disk
+            slot.disk = 0
+            self.touched.pop(slot, None)
+        self._count(slot, tier, -1)
+        if slot.kind != "rows":
+            self._demote_unserved(slot, tier)
+        if slot.image is None and not slot.disk:
+            self._detach(slot)
+
+    def _count(self, slot: Slot, tier: int, by: int) -> None:
+        node: Node | None = slot.node
+        if slot.kind == "rows":
+            assert node is not None
+            if node.parent is not None:
+                node.parent.inside[tier] += by
+            return
+        while node is not None:
+            node.live[tier] += by
+            node = node.parent
+
+    def _detach(self, slot: Slot) -> None:
+        node = slot.node
+        if slot.kind == "snapshot":
+            node.snapshots.pop(slot.suffix, None)
+        elif getattr(node, slot.kind) is slot:
+            setattr(node, slot.kind, None)
+        if self.slots.get((slot.kind, slot.key)) is slot:
+            del self.slots[slot.kind, slot.key], self.order[SSD][slot]
+            self.budget.free_node(slot.cost)
+        self.prune(node)
+
+    def part(self, slot: Slot) -> None:
+        """A slot that waits for the SSD goes from sight at once; its bytes stay counted until `let_go`."""
+        self.order[RAM].pop(slot, None)
+        self._count(slot, RAM, -1)
+        self.parting.setdefault((slot.kind, slot.key), []).append(slot)
+        self._detach(slot)
+
+    def let_go(self, kind: str, key: bytes) -> Slot | None:
+        """The writer is done with a parted slot: its bytes are free."""
+        waiting = self.parting.get((kind, key))
+        if not waiting:
+            return None
+        slot = waiting.pop(0)
+        if not waiting:
+            del self.parting[kind, key]
+        slot.image = None
+        self.budget.free_image(slot.nbytes)
+        return slot
+
+    def prune(self, node: Node | None) -> None:
+        """Take a node that holds nothing out of the tree, and those above that held only it."""
+        while node is not None and node.parent is not None:
+            if node.kids or node.snapshots or node.rows is not None or node.window is not None:
+                return
+            parent = node.parent
+            i = bisect_left(parent.kid_tokens, node.tokens)
+            if i == len(parent.kids) or parent.kids[i] is not node:
+                return  # out already
+            del parent.kids[i], parent.kid_tokens[i]
+            self.nodes -= 1
+            self.budget.free_node(node.cost)
+            node = parent
+
+    def outgrown(self, node: Node) -> list[Node]:
+        """Siblings whose tokens are a proper prefix of `node`'s: its shorter twins."""
+        parent, found, tokens = node.parent, [], node.tokens
+        assert parent is not None
+        i = bisect_left(parent.kid_tokens, tokens) - 1
+        while i >= 0:
+            shared = common_tokens(parent.kid_tokens[i], tokens) * TOKEN_BYTES
+            if not shared:
+                break
+            if shared == len(parent.kid_tokens[i]):
+                found.append(parent.kids[i])
+                i -= 1
+            else:
+                i = bisect_right(parent.kid_tokens, tokens[:shared], 0, i) - 1
+        return found
+
+    def longer(self, node: Node) -> list[Node]:
+        """Siblings whose tokens go on where `node`'s, a tail's, end."""
+        parent, found = node.parent, []
+        assert parent is not None
+        i = bisect_right(parent.kid_tokens, node.tokens)
+        while len(node.tokens) < BLOCK_BYTES and i < len(parent.kids) and parent.kid_tokens[i].startswith(node.tokens):
+            found.append(parent.kids[i])
+            i += 1
+        return found
+
+    def _served(self, node: Node, tier: int) -> bool:
+        """Whether a boundary that can be hit in `tier` needs this node's rows."""
+        if node.live[tier]:
+            return True
+        assert node.parent is not None
+        return any(node.tokens.startswith(s) and slot.within(tier) for s, slot in node.parent.snapshots.items())
+
+    def _demote_unserved(self, slot: Slot, tier: int) -> None:
+        """After a window or snapshot left: rows that no boundary needs any more go next, not last."""
+        top, node = None, slot.node
+        while node.parent is not None and not self._served(node, tier):
+            top, node = node, node.parent
+        tops = [top] if top is not None else []
+        if slot.suffix:
+            tops += [k for k in slot.node.kids if k.tokens.startswith(slot.suffix) and not self._served(k, tier)]
+        stack = tops
+        while stack:  # parents before children: who is moved last leaves first
+            node = stack.pop()
+            if node.rows is not None and node.rows.within(tier):
+                self.order[tier].move_to_end(node.rows, last=False)
+            stack.extend(node.kids)
+
+    # -- the SSD's index, read back -----------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """After slots were entered in any order: sort the SSD's order by their ticks, at equal ticks the deeper colder."""
+        cold_first = sorted(self.order[SSD], key=lambda slot: (slot.tick, -slot.end, slot.kind != "snapshot"))
+        self.order[SSD].clear()
+        self.order[SSD].update(dict.fromkeys(cold_first))
+        self.clock = max([self.clock, *(slot.tick for slot in cold_first[-1:])])
+
+    # -- integrity ----------------------------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """AssertionError when an invariant does not hold. Visits every node."""
+        nodes = slots = cost = disk = 0
+        images = sum(slot.nbytes for waiting in self.parting.values() for slot in waiting)
+        within: tuple[set[Slot], set[Slot]] = (set(), set())
+        stack = [space.root for space in self.spaces.values()]
+        while stack:
+            node = stack.pop()
+            assert node.kid_tokens == [kid.tokens for kid in node.kids] == sorted(node.kid_tokens)
+            assert len(set(node.kid_tokens)) == len(node.kids)
+            if node.parent is not None:
+                nodes += 1
+                cost += node.cost
+                assert node.key == chain(node.parent.key, node.tokens)
+                assert 0 < len(node.tokens) <= BLOCK_BYTES
+                assert node.kids or node.rows or node.window or node.snapshots, "a node that holds nothing"
+                assert len(node.parent.tokens) == BLOCK_BYTES or node.parent.parent is None, "a tail with a child"
+            held = [s for s in (node.rows, node.window, *node.snapshots.values()) if s is not None]
+            for slot in held:
+                slots += 1
+                cost += slot.cost
+                assert slot.node is node
+                assert self.slots[slot.kind, slot.key] is slot
+                assert slot.image is not None or slot.disk, "a slot that holds nothing"
+                assert slot.pins >= 0
+                images += slot.nbytes if slot.image is not None else 0
+                disk += slot.disk
+                for tier in TIERS:
+                    if slot.within(tier):
+                        within[tier].add(slot)
+            for tier in TIERS:
+                assert node.inside[tier] == sum(k.rows is not None and k.rows.within(tier) for k in node.kids)
+                own = sum(s.within(tier) for s in held if s.kind != "rows")
+                assert node.live[tier] == own + sum(kid.live[tier] for kid in node.kids)
+            stack.extend(node.kids)
+        assert nodes == self.nodes
+        assert slots == len(self.slots)
+        assert disk == self.disk
+        assert set(self.order[RAM]) == within[RAM]
+        assert set(self.order[SSD]) == set(self.slots.values())
+        assert self.touched.keys() <= within[SSD]
+        self.budget.check_integrity()
+        held_now = self.budget.held()
+        assert held_now.images == images, (held_now, images)
+        assert held_now.nodes == cost, (held_now, cost)
+
+
+def _has(slot: Slot | None, tier: int) -> bool:
+    return slot is not None and (slot.image is not None or (tier == SSD and slot.disk > 0))
+
+
+def _first_hole(nodes: list[Node], tier: int, window: int, low: int, high: int) -> int:
+    """The first token in [low, high) whose row of this window is missing, `high` when there is none."""
+    for i in range(low // BLOCK, -(-high // BLOCK)):  # every node on a path but the last is a whole block
+        node = nodes[i]
+        first, last = max(low - node.start, 0), min(high - node.start, BLOCK)
+        needed = (1 << last) - (1 << first)
+        slot = node.window
+        missing = needed & ~slot.mask[window] if slot is not None and _has(slot, tier) else needed
+        if missing:
+            return node.start + (missing & -missing).bit_length() - 1
+    return high

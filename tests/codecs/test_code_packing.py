@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from roundtrip import BITS
+
+from prefixcache.codecs.codebook import CODEBOOKS
+from prefixcache.codecs.packing import pack_columns, pack_mlx, unpack_levels, unpack_mlx, words_of
+
+
+def packed_bit_by_bit(codes: np.ndarray, bits: int) -> np.ndarray:
+    n, width = codes.shape
+    words = np.zeros((n, -(-width * bits // 32)), np.uint32)
+    for row in range(n):
+        stream = 0
+        for i in range(width):
+            stream |= int(codes[row, i]) << (i * bits)
+        for word in range(words.shape[1]):
+            words[row, word] = stream >> (32 * word) & 0xFFFFFFFF
+    return words
+
+
+def random_codes(n: int, width: int, bits: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 1 << bits, (n, width)).astype(np.uint8)
+
+
+coded = given(
+    n=st.integers(1, 4), width=st.integers(1, 300), bits=st.sampled_from(BITS), seed=st.integers(0, 2**32 - 1)
+)
+
+
+@settings(deadline=None)
+@coded
+def test_both_packers_write_the_little_endian_bit_stream(n: int, width: int, bits: int, seed: int) -> None:
+    codes = random_codes(n, width, bits, seed)
+    expected = packed_bit_by_bit(codes, bits)
+    columns = pack_columns(np.ascontiguousarray(codes.T), bits)
+    assert np.array_equal(np.ascontiguousarray(columns.T).view(np.uint32), expected)
+    assert np.array_equal(np.array(pack_mlx(mx.array(codes.astype(np.uint32)), bits)), expected)
+
+
+@settings(deadline=None)
+@coded
+def test_both_unpackers_read_what_was_packed(n: int, width: int, bits: int, seed: int) -> None:
+    codes = random_codes(n, width, bits, seed)
+    words = packed_bit_by_bit(codes, bits)
+    levels = CODEBOOKS[bits].levels()
+    assert np.array_equal(unpack_levels(words, width, bits, levels), levels[codes])
+    assert np.array_equal(np.array(unpack_mlx(mx.array(words), width, bits)), codes)
+
+
+@pytest.mark.parametrize(("width", "bits", "words"), [(32, 3, 3), (128, 3, 12), (42, 3, 4), (1, 1, 1), (72, 4, 9)])
+def test_rows_take_whole_words_and_no_more(width: int, bits: int, words: int) -> None:
+    assert words_of(width, bits) == words

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from roundtrip import BITS
+
+from prefixcache.codecs import Affine, Codec, Raw, TurboQuant, as_codec, codec_from_spec
+
+codecs = st.one_of(
+    st.just(Raw()),
+    st.builds(Affine, bits=st.sampled_from((2, 3, 4, 5, 6, 8)), group_size=st.sampled_from((32, 64, 128))),
+    st.builds(
+        TurboQuant,
+        key_bits=st.sampled_from(BITS),
+        value_bits=st.sampled_from(BITS),
+        seed=st.integers(0, 2**63 - 1),
+        raw_latents=st.booleans(),
+    ),
+)
+
+
+@settings(deadline=None)
+@given(codecs)
+def test_a_spec_brings_its_codec_back_through_json(codec: Codec) -> None:
+    back = codec_from_spec(json.loads(json.dumps(codec.spec())))
+    assert back == codec
+    assert hash(back) == hash(codec)
+    assert str(back) == str(codec)
+
+
+@settings(deadline=None)
+@given(codecs, codecs)
+def test_codecs_that_differ_have_specs_and_names_that_differ(one: Codec, other: Codec) -> None:
+    assert (one == other) == (one.spec() == other.spec()) == (str(one) == str(other))
+
+
+def test_names_are_short() -> None:
+    assert str(Raw()) == "raw"
+    assert str(Affine(4, 64)) == "affine 4 bits, groups of 64"
+    assert str(TurboQuant(4, 3)) == "turboquant k4 v3"
+    assert str(TurboQuant(4, 3, seed=5, raw_latents=False)) == "turboquant k4 v3 seed 5 with latents"
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({}, "codec None: not known"),
+        ({"name": ["raw"], "version": 1}, "not known"),
+        ({"name": "zip", "version": 1}, "codec 'zip': not known here; known are affine, raw, turboquant"),
+        ({"name": "raw"}, "version None"),
+        ({"name": "turboquant", "version": 9}, "'turboquant' version 9: this release reads version 1"),
+        ({"name": "raw", "version": True}, "version True"),
+        ({"name": "raw", "version": 1, "bits": 4}, "check bits"),
+        ({"name": "affine", "version": 1, "bits": 4}, "check group_size"),
+        ({"name": "affine", "version": 1, "bits": 9, "group_size": 64}, "bits=9"),
+    ],
+)
+def test_a_spec_that_cannot_be_read_is_named(spec: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        codec_from_spec(spec)
+
+
+@pytest.mark.parametrize(
+    ("value", "codec"),
+    [
+        (None, TurboQuant()),
+        ("turboquant", TurboQuant()),
+        ("turboquant:3", TurboQuant(3, 3)),
+        (" TurboQuant:4:3", TurboQuant(4, 3)),
+        ("affine:4", Affine(4)),
+        ("affine:8:32", Affine(8, 32)),
+        ("raw", Raw()),
+        (Affine(2), Affine(2)),
+        (TurboQuant(4, 2).spec(), TurboQuant(4, 2)),
+    ],
+)
+def test_a_setting_names_a_codec(value: Any, codec: Codec) -> None:
+    assert as_codec(value) == codec
+
+
+@pytest.mark.parametrize("value", ["", "zip", "raw:4", "turboquant:4:3:2", "turboquant:x", "affine:-4", 4, TurboQuant])
+def test_a_setting_that_names_no_codec_says_what_to_write(value: Any) -> None:
+    with pytest.raises(ValueError, match=r'not a codec; write "turboquant:4:3"'):
+        as_codec(value)
+
+
+def test_a_setting_of_a_bad_depth_names_it() -> None:
+    with pytest.raises(ValueError, match="value_bits=5"):
+        as_codec("turboquant:4:5")
