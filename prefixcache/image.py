@@ -11,6 +11,7 @@ without parsing, and the index keeps the same value.
 from __future__ import annotations
 
 import json
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -187,23 +188,25 @@ def _check_header(header: bytes, room: int) -> None:
     except (ValueError, RecursionError):
         raise ImageError("the header is not JSON") from None
     meta = table.pop("__metadata__", None) if isinstance(table, dict) else None
-    if not isinstance(meta, dict) or not all(isinstance(meta.get(name), str) for name in _FIELDS):
-        raise ImageError("the header lacks a field")
+    if not isinstance(meta, dict) or not all(isinstance(meta.get(name), str) for name in (*_FIELDS, *meta)):
+        raise ImageError("the header lacks a field, or one is not text")
     if meta["format"] != FORMAT:
         raise ImageError(f"format {meta['format'][:20]!r}, this release reads {FORMAT!r}")
-    if meta["kind"] not in KINDS or not meta["start"].isdecimal():
+    start = meta["start"]
+    if meta["kind"] not in KINDS or not (start.isascii() and start.isdecimal() and len(start) < 19):
         raise ImageError("the header's kind or start is not valid")
     at = 0
     for entry in table.values():
         if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
             raise ImageError("a tensor's entry is not valid")
-        dtype, shape, offsets = DTYPES.get(entry["dtype"]), entry["shape"], entry["data_offsets"]
+        name, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+        dtype = DTYPES.get(name) if isinstance(name, str) else None
         if dtype is None or not isinstance(shape, list) or not all(type(n) is int and 0 <= n < 2**40 for n in shape):
             raise ImageError("a tensor's dtype or shape is not valid")
-        nbytes = dtype.itemsize
-        for n in shape:
-            nbytes *= n
-        if offsets != [at, at + nbytes]:
+        if len(shape) > 32 or math.prod(n or 1 for n in shape) >= 2**56:  # beyond what NumPy can shape
+            raise ImageError("a tensor's shape is not valid")
+        nbytes = dtype.itemsize * math.prod(shape)
+        if offsets != [at, at + nbytes] or not all(type(n) is int for n in offsets):
             raise ImageError("a tensor's offsets are not valid")
         at += nbytes
     if at != room:

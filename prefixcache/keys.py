@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,13 +30,13 @@ def as_tokens(tokens: Any) -> np.ndarray:
     gives the patches of an image one). Raises TypeError for what is not a sequence of integers (booleans and floats are
     not), ValueError for nested sequences and ids outside int64.
     """
-    if isinstance(tokens, np.ndarray):
-        return _from_array(tokens)
+    if isinstance(tokens, (np.ndarray, memoryview, array)):
+        return _from_array(np.asarray(tokens))
     if hasattr(tokens, "dtype") and hasattr(tokens, "tolist") and hasattr(tokens, "ndim"):  # an mx.array, a tensor
         if tokens.ndim != 1:
             raise ValueError(f"tokens of shape {tuple(tokens.shape)}: pass one sequence, an array of one dimension")
         tokens = tokens.tolist()
-    if isinstance(tokens, (str, bytes, bytearray)) or not isinstance(tokens, (Sequence, memoryview)):
+    if isinstance(tokens, (str, bytes, bytearray)) or not isinstance(tokens, Sequence):
         raise TypeError(f"tokens of type {type(tokens).__name__}: pass a list, tuple or integer array of token ids")
     kinds = set(map(type, tokens)) - {int}
     for kind in kinds:
@@ -46,8 +47,9 @@ def as_tokens(tokens: Any) -> np.ndarray:
     try:
         return np.array(tokens, dtype="<i8")
     except OverflowError:
-        worst = max(tokens, key=abs)
-        raise ValueError(f"token id {worst}: ids must fit in 64 bits, -2**63 to 2**63 - 1") from None
+        bad = next(int(t) for t in tokens if not -(2**63) <= t < 2**63)
+        named = bad if bad.bit_length() < 256 else f"of {bad.bit_length()} bits"  # str() refuses 4300 digits
+        raise ValueError(f"token id {named}: ids must fit in 64 bits, -2**63 to 2**63 - 1") from None
 
 
 def _from_array(tokens: np.ndarray) -> np.ndarray:

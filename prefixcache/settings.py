@@ -19,7 +19,7 @@ UNITS = {
     "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "PIB": 2**50,
     "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40,
 }  # fmt: skip
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_SIZE = re.compile(r"\s*([0-9]{1,40}(?:\.[0-9]{1,40})?)\s*([A-Za-z]*)\s*")
 _REMEDY = 'write "20GB", "512MiB" or a number of bytes'
 
 
@@ -32,18 +32,24 @@ def parse_size(value: Any, name: str = "size") -> int:
         unit = UNITS.get(found[2].upper()) if found else None
         if found is None or unit is None:
             raise ValueError(f"{name}={value!r}: not a size; {_REMEDY}")
-        value = float(found[1]) * unit if "." in found[1] else int(found[1]) * unit
-    if not 0 <= value < 2**63 or value != int(value) and isinstance(value, float) and value < 1:
+        size = float(found[1]) * unit if "." in found[1] else int(found[1]) * unit
+    else:
+        size = value
+    if not 0 <= size < 2**63 or 0 < size < 1:
         raise ValueError(f"{name}={value!r}: not a size; {_REMEDY}")
-    return int(value)
+    return int(size)
 
 
-def _size(value: Any, info: ValidationInfo) -> Any:
-    return value if value is None or value == "auto" else parse_size(value, info.field_name or "size")
+def _size(value: Any, info: ValidationInfo) -> int:
+    return parse_size(value, info.field_name or "size")
+
+
+def _auto_size(value: Any, info: ValidationInfo) -> Any:
+    return value if value == "auto" else _size(value, info)
 
 
 Size = Annotated[int, BeforeValidator(_size)]
-AutoSize = Annotated[int | Literal["auto"], BeforeValidator(_size)]
+AutoSize = Annotated[int | Literal["auto"], BeforeValidator(_auto_size)]
 
 
 class Settings(BaseSettings):
@@ -82,7 +88,7 @@ class Settings(BaseSettings):
             return init_settings, env_settings
         if not Path(config).expanduser().is_file():
             raise ValueError(f"PREFIXCACHE_CONFIG={config!r}: no such file; name a TOML file or unset it")
-        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls, Path(config).expanduser())
+        return init_settings, env_settings, _toml(settings_cls, Path(config).expanduser())
 
     @classmethod
     def from_toml(cls, path: str | Path, **values: Any) -> Settings:
@@ -90,27 +96,45 @@ class Settings(BaseSettings):
         path = Path(path).expanduser()
         if not path.is_file():
             raise FileNotFoundError(f"{path}: no such file; give the path of a TOML file of settings")
-        source = TomlConfigSettingsSource(cls, path)()
-        taken = {name for name in cls.model_fields if f"PREFIXCACHE_{name.upper()}" in os.environ}
+        source = _toml(cls, path)()
+        variables = {name.upper() for name in os.environ}  # pydantic-settings takes them in any case
+        taken = {name for name in cls.model_fields if f"PREFIXCACHE_{name.upper()}" in variables}
         return cls(**{**{name: value for name, value in source.items() if name not in taken}, **values})
 
     @field_validator("ssd_dir")
     @classmethod
     def _expand(cls, value: Path | None) -> Path | None:
-        return value if value is None else value.expanduser().absolute()
+        try:
+            return value if value is None else value.expanduser().absolute()
+        except RuntimeError:  # no such user
+            raise ValueError(f"ssd_dir={str(value)!r}: no such home; write the directory's whole path") from None
+
+    @field_validator("ssd_dir", mode="before")
+    @classmethod
+    def _not_empty(cls, value: Any) -> Any:
+        if value == "":  # pathlib takes it for the current directory
+            raise ValueError("ssd_dir='': not a directory; write its path, or leave it out for RAM only")
+        return value
 
     @field_validator("codec", mode="before")
     @classmethod
     def _codec(cls, value: Any) -> Any:
+        if value is None:
+            return None
         # Codecs stand above settings (they need MLX), so they are only looked up when one is to be checked.
         from prefixcache.codecs.choice import as_codec
 
-        return as_codec(value)
+        try:
+            return as_codec(value)
+        except TypeError as error:  # pydantic passes on ValueErrors only
+            raise ValueError(str(error)) from None
 
     @model_validator(mode="after")
     def _together(self) -> Settings:
         if self.ram == 0 and (self.ssd_dir is None or self.ssd == 0):
             raise ValueError("ram=0 with no SSD: nothing could be kept; give ram a size, or ssd_dir and ssd")
+        if self.ram == self.transit == 0:
+            raise ValueError("transit=0 with ram=0: no image could pass; give transit a size, such as \"256MiB\"")
         return self
 
     def ram_bytes(self, memory: int) -> int:
@@ -128,6 +152,13 @@ class Settings(BaseSettings):
             where = where.parent
         held = sum(file.stat().st_blocks * 512 for file in directory.rglob("*")) if where == directory else 0
         return (shutil.disk_usage(where).free + held) // 2
+
+
+def _toml(settings: type[BaseSettings], path: Path) -> TomlConfigSettingsSource:
+    try:
+        return TomlConfigSettingsSource(settings, path)
+    except ValueError as error:
+        raise ValueError(f"{path}: not TOML: {error}; mend the file") from None
 
 
 def machine_memory() -> int:

@@ -172,8 +172,7 @@ class Store:
                 if old.image is not None:
                     self._pin(old)
                     source = Source(BLOCK, None, old.image, old.mask)
-                elif any(m & ~h for h, m in zip(held, old.mask, strict=True)):
-                    return None  # on SSD only, and neither covers the other: leave the stored one
+                # Else it is on SSD only, and nothing waits for the disk here: the prompt being stored goes before it.
         before = source.mask if source.window is not None else (0,) * len(windows)
         mask = tuple(m | h for m, h in zip(before, held, strict=True))
         own = chain(block_key, b"window" + canonical([f"{m:x}" for m in mask]).encode())

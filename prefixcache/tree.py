@@ -333,17 +333,14 @@ class Tree:
     def attach(self, slot: Slot, reservation: Reservation) -> bool:
         """Give a new slot its place. False, and nothing done, when its key or its place is taken."""
         node = slot.node
-        if (slot.kind, slot.key) in self.slots:
+        taken = slot.suffix in node.snapshots if slot.kind == "snapshot" else getattr(node, slot.kind) is not None
+        if taken or (slot.kind, slot.key) in self.slots:
             return False
+        reservation.spend(nodes=slot.cost)
         if slot.kind == "snapshot":
-            if slot.suffix in node.snapshots:
-                return False
             node.snapshots[slot.suffix] = slot
-        elif getattr(node, slot.kind) is not None:
-            return False
         else:
             setattr(node, slot.kind, slot)
-        reservation.spend(nodes=slot.cost)
         self.slots[slot.kind, slot.key] = slot
         self.order[SSD][slot] = None
         return True

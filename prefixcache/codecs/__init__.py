@@ -12,6 +12,7 @@ from typing import Any
 
 from .affine import Affine
 from .base import Codec, Plane, RowCodec, Stream
+from .choice import as_codec
 from .raw import Raw, RawRows
 from .turboquant import TurboQuant
 
@@ -51,40 +52,3 @@ def codec_from_spec(spec: Mapping[str, Any]) -> Codec:
         odd = ", ".join(sorted(map(str, chosen.keys() ^ wanted)))
         raise ValueError(f"codec {name!r}: its parameters are {', '.join(sorted(wanted)) or 'none'}; check {odd}")
     return kind(**chosen)
-
-
-def as_codec(value: Any) -> Codec:
-    """The codec that a setting names: a codec as it is, its spec, a text, or None for the default, `TurboQuant()`.
-
-    Texts: "raw"; "affine:BITS" or "affine:BITS:GROUP_SIZE"; "turboquant:BITS" for keys and values alike, or
-    "turboquant:KEY_BITS:VALUE_BITS". A name alone takes the codec's own defaults. ValueError for anything else.
-    """
-    if value is None:
-        return TurboQuant()
-    if isinstance(value, Mapping):
-        return codec_from_spec(value)
-    if isinstance(value, str):
-        return _codec_from_text(value)
-    if isinstance(value, Codec) and not isinstance(value, type):
-        return value
-    raise ValueError(f"codec={value!r}: not a codec; {_WRITE}")
-
-
-_WRITE = 'write "turboquant:4:3", "affine:4:64" or "raw"'
-
-
-def _codec_from_text(text: str) -> Codec:
-    name, *numbers = text.strip().lower().split(":")
-    if all(number.isascii() and number.isdigit() for number in numbers):
-        match name, [int(number) for number in numbers]:
-            case "raw", []:
-                return Raw()
-            case "affine", [*chosen] if len(chosen) <= 2:
-                return Affine(*chosen)
-            case "turboquant", []:
-                return TurboQuant()
-            case "turboquant", [bits]:
-                return TurboQuant(bits, bits)
-            case "turboquant", [key_bits, value_bits]:
-                return TurboQuant(key_bits, value_bits)
-    raise ValueError(f"codec={text!r}: not a codec; {_WRITE}")

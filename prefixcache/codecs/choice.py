@@ -37,5 +37,5 @@ def as_codec(value: Any) -> Codec | None:
     if name == "affine" and len(numbers) <= 2:
         return Affine(*numbers)
     if name == "turboquant" and len(numbers) <= 2:
-        return TurboQuant(*(numbers * 2 if len(numbers) == 1 else numbers))
+        return TurboQuant(numbers[0], numbers[-1]) if numbers else TurboQuant()
     raise ValueError(f"codec={value!r}: not a codec; {_REMEDY}")

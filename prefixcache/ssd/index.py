@@ -34,6 +34,7 @@ ROW_PAGES = 8
 
 _NUMBER = {kind: number for number, kind in enumerate(KINDS)}
 _CHUNK = 500
+_NOT_OURS = ("no such table", "no such column", "already exists")
 _COLUMNS = (
     "id, kind, key, namespace, parent, start, length, nbytes, checksum, disk, used, created, hits, extra, statistics"
 )
@@ -250,8 +251,8 @@ class Index:
 
 
 def _proves_damage(error: sqlite3.DatabaseError) -> bool:
-    # OperationalError is "can't now" (locked, I/O, no room), except for tables that are missing.
-    return not isinstance(error, sqlite3.OperationalError) or "no such" in str(error)
+    # OperationalError is "can't now" (locked, I/O, no room), except where the tables are not ours.
+    return not isinstance(error, sqlite3.OperationalError) or any(sign in str(error) for sign in _NOT_OURS)
 
 
 @contextmanager

@@ -17,7 +17,6 @@ from prefixcache.ssd.directory import (
     Lock,
     disk_at,
     identity_at,
-    make_folder,
     refusal,
     sync_folder,
     tree_size,
@@ -160,8 +159,7 @@ class Store:
         same = identity_at(self.directory.index) == self.index.identity
         if same and identity_at(self.directory.lock) == self._lock.identity:
             self.directory.furnish()
-            for folder in {os.path.dirname(path) for path in self._folders}:
-                make_folder(folder)
+            self._folders = self.directory.image_folders()
             return
         log.warning("SSD %s: the directory vanished; it is opened again", self.directory.root)
         self.index.close()

@@ -139,7 +139,7 @@ class Ssd:
             self._queue.delete(entries)
 
     def touch(self, ticks: Iterable[tuple[str, bytes, int]]) -> None:
-        """(kind, key, tick): note hits. They reach the index with the next batch, at the latest by `flush` or `close`."""
+        """(kind, key, tick): note hits. They reach the index with the next batch, at the latest by `flush`, `close`."""
         if self._pid == os.getpid():
             ticks = list(ticks)
             self._tick = max(self._tick, max((tick for _, _, tick in ticks), default=0))

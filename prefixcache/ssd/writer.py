@@ -148,7 +148,7 @@ class Writer:
 
     def _spill(self, batch: Batch) -> None:
         """Files, folders, rows: in this order. Each write ends with `disk` or with `error`."""
-        standing = self._standing(batch.writes)
+        standing = self._standing(batch.writes, batch.touches)
         fresh = [write for write in batch.writes if write.entry.address not in standing]
         for _ in self._pool.map(self._write_file, fresh):
             pass
@@ -157,7 +157,7 @@ class Writer:
             self._sync_folders(placed)
             self._commit([write for write in placed if write.error is None], batch.touches)
 
-    def _standing(self, writes: list[Write]) -> set[Address]:
+    def _standing(self, writes: list[Write], touches: dict[Address, tuple[int, int]]) -> set[Address]:
         """Those that are on the disk already, byte for byte. Other content under the same name leaves first."""
         if not writes:
             return set()
@@ -174,6 +174,8 @@ class Writer:
                 write.entry = write.entry._replace(disk=row[2])
                 self._store.ledger.settle(write.image.nbytes, None)
                 write.done = True
+                newest, hits = touches.get(write.entry.address, (0, 0))
+                touches[write.entry.address] = max(newest, write.entry.used), hits
             else:
                 other[write.entry.address] = Removal(0, gone=False)
         self._drop(other)

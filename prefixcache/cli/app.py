@@ -1,0 +1,84 @@
+"""The command line's frame: which commands there are, and when their modules are imported.
+
+`inspect` and `reconcile` are light and always here. The commands named in `LATER` need a model's libraries: module
+`prefixcache.cli.<name>`, function `<name>`, imported when the command is called or the help is asked for.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from prefixcache.cli.inspect import inspect
+from prefixcache.cli.reconcile import reconcile
+from prefixcache.cli.text import complain
+
+LATER = ("demo",)
+
+
+class Commands(TyperGroup):
+    """The commands at hand, and those in `LATER` whose module is there."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*super().list_commands(ctx), *(name for name in LATER if find_spec(f"prefixcache.cli.{name}"))]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in self.list_commands(ctx) or cmd_name not in LATER:
+            return super().get_command(ctx, cmd_name)
+        try:
+            return _load(cmd_name)
+        except Exception:  # the help lists what can be used
+            return None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] in LATER and args[0] in self.list_commands(ctx):
+            try:
+                _load(args[0])
+            except Exception as error:
+                complain(f"{args[0]} can't be loaded: {error}")
+                raise typer.Exit(2) from error
+        return super().resolve_command(ctx, args)
+
+
+def _load(name: str) -> Any:
+    one = typer.Typer(add_completion=False, rich_markup_mode="rich")
+    one.command(name)(getattr(import_module(f"prefixcache.cli.{name}"), name))
+    return typer.main.get_command(one)
+
+
+app = typer.Typer(
+    cls=Commands, name="prefixcache", rich_markup_mode="rich", invoke_without_command=True,
+    add_completion=False, pretty_exceptions_show_locals=False,  # locals would show tokens
+    context_settings={"help_option_names": ["-h", "--help"]},
+)  # fmt: skip
+app.command()(inspect)
+app.command()(reconcile)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from prefixcache import __version__
+
+        typer.echo(f"prefixcache {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    ctx: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    """A tiered prefix cache for LLM servers built on MLX: what a directory holds, and its repair."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that can't show a character gets its number
+            stream.reconfigure(errors="backslashreplace")
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help())

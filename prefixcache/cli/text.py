@@ -1,0 +1,73 @@
+"""How the commands write: numbers, sizes, ages, and texts that came from outside.
+
+Everything foreign (names of models and files, reasons) goes through `safe` and into a rich `Text`, never into markup.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+PIPE_WIDTH = 120  # columns where there is no terminal to ask and COLUMNS is not set
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console of the stream as it is now. No markup, no emoji, no highlighting: what is printed is what was meant."""
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() or os.environ.get("COLUMNS") else PIPE_WIDTH
+    return Console(file=stream, width=width, markup=False, emoji=False, highlight=False)
+
+
+def complain(message: str) -> None:
+    """One line on stderr."""
+    typer.echo(f"prefixcache: {safe(message)}", err=True)
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """One object on stdout: ASCII, no colours, keys in the order that they were given."""
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=True, allow_nan=False))
+
+
+def safe(text: str) -> str:
+    """Control characters, line ends, and characters that are invisible or turn the direction, as escapes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def foreign(text: str, style: str = "") -> Text:
+    return Text(safe(text), style=style)
+
+
+def size(nbytes: int) -> str:
+    """Three digits and a unit of powers of ten, as `Settings` reads them: "1.23 GB"."""
+    if nbytes < 1000:
+        return f"{nbytes} B"
+    value = float(nbytes)
+    for unit in ("kB", "MB", "GB", "TB", "PB"):
+        value /= 1000
+        if value < 999.5 or unit == "PB":
+            break
+    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:,.{digits}f} {unit}"
+
+
+def age(when: float | None, now: float) -> str:
+    """How long ago a Unix time was, in its largest unit; "-" for none."""
+    if when is None:
+        return "-"
+    seconds = max(now - when, 0.0)
+    for unit, length in (("y", 365.25 * 86400), ("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= length:
+            return f"{int(seconds // length):,} {unit}"
+    return f"{int(seconds)} s"
+
+
+def many(number: int, what: str) -> str:
+    """ "1 block", "1,234 blocks"; "1 branch", "2 branches"."""
+    plural = f"{what}es" if what.endswith(("s", "x", "ch")) else f"{what}s"
+    return f"{number:,} {what if number == 1 else plural}"

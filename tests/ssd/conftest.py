@@ -1,0 +1,37 @@
+"""Fixtures of the SSD tests: a directory, and tiers on it that are closed at the end."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from images import Opened
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "ssd"
+
+
+@pytest.fixture
+def opened(root: Path) -> Iterator[Callable[..., Opened]]:
+    """Opens a tier on `root`; whatever is open at the end of the test is closed."""
+    tiers: list[Opened] = []
+
+    def open_it(directory: Path = root, **more: object) -> Opened:
+        tiers.append(Opened(directory, **more))  # type: ignore[arg-type]
+        return tiers[-1]
+
+    yield open_it
+    for tier in tiers:
+        tier.close(10)
+
+
+@pytest.fixture
+def ssd(opened: Callable[..., Opened]) -> Opened:
+    return opened()

@@ -1,0 +1,136 @@
+"""Images, entries and directories for the tests of the SSD tier."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from prefixcache import keys
+from prefixcache.image import Blueprint, Image, Meta, Spec
+from prefixcache.ssd import Entry, Namespace, Ssd
+
+MODEL, CODEC, LAYOUT = "tiny", '{"name":"raw"}', '{"layers":2}'
+ROOT = keys.root_key(MODEL, {"name": "raw"}, {"layers": 2}, b"")
+SPACE = Namespace(ROOT, MODEL, CODEC, LAYOUT, 1.7e9)
+
+
+def make(
+    seed: int, *, kind: str = "rows", parent: bytes = ROOT, start: int = 0, size: int = 5000, count: int = 256,
+    space: Namespace = SPACE, used: int = 0,
+) -> tuple[Entry, Image]:  # fmt: skip
+    """An entry and its image, the same for the same arguments."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, 150_000, count).astype("<i8") if kind != "window" else np.empty(0, "<i8")
+    raw = tokens.tobytes()
+    key = hashlib.md5(b"window %d" % seed).digest() if kind == "window" else keys.chain(parent, raw)
+    meta = Meta(
+        kind, key.hex(), parent.hex(), space.root.hex(), space.model, space.codec, space.layout, start,
+        extra=f'{{"seed":{seed}}}',
+    )  # fmt: skip
+    draft = Blueprint(meta, [Spec("tokens", "I64", (len(tokens),)), Spec("rows", "U8", (size,))]).draft()
+    draft.tensors["tokens"][:] = tokens
+    draft.tensors["rows"][:] = rng.integers(0, 256, size, dtype=np.uint8)
+    image = draft.seal()
+    entry = Entry(
+        kind, key, space.root, parent, start, raw, image.nbytes, image.checksum, used=used, created=1.7e9,
+        extra=meta.extra,
+    )  # fmt: skip
+    return entry, image
+
+
+def path_of(root: Path, entry: Entry) -> Path:
+    folder = {"rows": "rows", "window": "windows", "snapshot": "snapshots"}[entry.kind]
+    name = entry.key.hex()
+    return root / folder / name[:2] / f"{name}.safetensors"
+
+
+def chain(count: int, *, first: int = 0, **more: Any) -> list[tuple[Entry, Image]]:
+    """`count` blocks, each on the one before."""
+    found, parent = [], ROOT
+    for n in range(count):
+        found.append(make(first + n, parent=parent, start=256 * n, **more))
+        parent = found[-1][0].key
+    return found
+
+
+class Opened(Ssd):
+    """An Ssd that remembers what its writer reported."""
+
+    def __init__(self, directory: Path, *, limit: int = 100 << 20, queue_bytes: int = 64 << 20, **more: Any):
+        self.reports: list[tuple[Entry, Exception | None]] = []
+        super().__init__(
+            directory, limit=limit, queue_bytes=queue_bytes,
+            written=lambda entry, error: self.reports.append((entry, error)), **more,
+        )  # fmt: skip
+
+    def put(self, *pairs: tuple[Entry, Image]) -> list[Entry]:
+        """Write and wait; the entries as the index has them."""
+        for entry, image in pairs:
+            assert self.write(entry, SPACE, image)
+        assert self.flush(30)
+        reported = {entry.address: entry for entry, error in self.reports if error is None}
+        return [reported[entry.address] for entry, _ in pairs]
+
+    def holds(self, entry: Entry, image: Image) -> bool:
+        return bool((self.read(entry).result(30).data == image.data).all())
+
+
+def du(root: Path) -> int:
+    """Real bytes of a directory, as `du -s` counts them."""
+    total = os.lstat(root).st_blocks * 512
+    for folder, folders, files in os.walk(root):
+        for name in (*folders, *files):
+            try:
+                total += os.lstat(os.path.join(folder, name)).st_blocks * 512
+            except FileNotFoundError:
+                continue
+    return total
+
+
+def fingerprint(root: Path) -> dict[str, tuple[int, int, str]]:
+    """Names, modes, times and contents below `root`. Not while this very process has its index open."""
+    found = {}
+    for folder, _, files in os.walk(root):
+        found[folder] = (os.stat(folder).st_mode, os.stat(folder).st_mtime_ns, "")
+        for name in files:
+            path = os.path.join(folder, name)
+            with open(path, "rb") as file:
+                digest = hashlib.sha256(file.read()).hexdigest()
+            found[path] = (os.stat(path).st_mode, os.stat(path).st_mtime_ns, digest)
+    return found
+
+
+def until(condition: Any, seconds: float = 20.0) -> None:
+    """Wait for what another thread does."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.01)
+
+
+def gate(monkeypatch: Any, ssd: Opened) -> threading.Event:
+    """The writer stands before its next batch of files until the event is set."""
+    event = threading.Event()
+    original = ssd._writer._spill
+
+    def spill(batch: Any) -> None:
+        event.wait(20)
+        original(batch)
+
+    monkeypatch.setattr(ssd._writer, "_spill", spill)
+    return event
+
+
+def hold(monkeypatch: Any, ssd: Opened, seed: int = 9000) -> threading.Event:
+    """Like `gate`, and one write is standing there already: what comes next must wait in the queue."""
+    event = gate(monkeypatch, ssd)
+    entry, image = make(seed)
+    assert ssd.write(entry, SPACE, image)
+    until(lambda: ssd.stats().queued_files == 0)
+    return event

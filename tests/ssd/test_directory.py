@@ -1,0 +1,223 @@
+"""Who may open a directory, what it looks like, and what is said when it can't be had."""
+
+from __future__ import annotations
+
+import os
+import re
+import sqlite3
+import stat
+import subprocess
+import sys
+
+import pytest
+from images import SPACE, Opened, chain, fingerprint, make, path_of
+
+from prefixcache.ssd import DirectoryError, DirectoryHeld, NewerFormat
+
+
+def in_child(work) -> int:
+    """The exit status of a forked child that runs `work`."""
+    pid = os.fork()
+    if not pid:
+        try:
+            os._exit(work() or 0)
+        except BaseException:
+            os._exit(99)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_second_opener_is_told_who_has_it(ssd, root):
+    with pytest.raises(DirectoryHeld, match=rf"pid {os.getpid()} on .+ since 20\d\d-") as refused:
+        Opened(root)
+    assert str(root) in str(refused.value)
+    assert ssd.put(make(1))
+
+
+def test_a_second_process_is_refused(ssd, root):
+    script = f"""
+from prefixcache.ssd import Ssd, DirectoryHeld
+try:
+    Ssd({str(root)!r}, limit=1 << 30, queue_bytes=1, written=print)
+except DirectoryHeld as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert f"pid {os.getpid()}" in done.stdout
+
+
+def test_a_closed_directory_can_be_opened_again(ssd, opened):
+    ssd.close()
+    assert opened().put(make(1))
+
+
+def test_a_refused_opening_lets_go_of_the_lock(root, opened, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("prefixcache.ssd.store.mend", lambda *args, **more: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            Opened(root)
+    assert opened().put(make(1))
+
+
+def test_in_a_forked_child_the_tier_is_dead_and_the_directory_held(ssd, root):
+    stored = ssd.put(*chain(3))
+
+    def child():
+        assert not ssd.write(make(9)[0], SPACE, make(9)[1])
+        ssd.delete(stored)
+        ssd.touch([("rows", stored[0].key, 5)])
+        assert not ssd.flush(1)
+        assert ssd.read(stored[0]).exception(1)
+        ssd.close()
+        try:
+            Opened(root)
+        except DirectoryHeld:
+            return 7
+
+    assert in_child(child) == 7
+    ssd.put(make(4))
+    ssd.check_integrity()
+    assert ssd.stats().files == 4
+
+
+def test_a_child_that_lives_on_does_not_keep_the_directory(root, opened):
+    ssd = opened()
+    ready, gone = os.pipe(), os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.write(ready[1], b"x")
+        os.read(gone[0], 1)
+        os._exit(0)
+    try:
+        os.read(ready[0], 1)
+        ssd.close()
+        assert opened().put(make(1))
+    finally:
+        os.write(gone[1], b"x")
+        os.waitpid(pid, 0)
+
+
+def test_folders_and_files_are_private_under_any_umask(tmp_path, opened):
+    before = os.umask(0)
+    try:
+        ssd = opened(tmp_path / "new" / "ssd")
+        ssd.put(make(1))
+        ssd.write_statistics("ab" * 16, b"x")
+        stored = ssd.put(make(2))
+        path_of(tmp_path / "new" / "ssd", stored[0]).write_bytes(b"broken")
+        assert ssd.read(stored[0]).exception(10)
+        ssd.flush(10)
+        for folder, _, files in os.walk(tmp_path / "new"):
+            assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700, folder
+            for name in files:
+                assert stat.S_IMODE(os.stat(os.path.join(folder, name)).st_mode) == 0o600, name
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize("mask", [0o777, 0o027])
+def test_a_narrow_umask_does_not_lock_us_out(tmp_path, opened, mask):
+    before = os.umask(mask)
+    try:
+        ssd = opened(tmp_path / "new" / "ssd")
+        ssd.put(make(1))
+        assert stat.S_IMODE(os.stat(tmp_path / "new" / "ssd" / "rows").st_mode) == 0o700
+    finally:
+        os.umask(before)
+
+
+def test_a_file_in_the_place_of_the_directory_is_an_error_that_names_it(root):
+    root.write_text("mine")
+    with pytest.raises(DirectoryError, match=re.escape(str(root))) as refused:
+        Opened(root)
+    assert "another directory" in str(refused.value)
+    assert root.read_text() == "mine"
+
+
+def test_a_file_in_the_path_is_an_error(root):
+    root.write_text("mine")
+    with pytest.raises(DirectoryError, match="another directory"):
+        Opened(root / "below")
+
+
+def test_a_link_in_the_place_of_a_folder_is_an_error(root, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    root.mkdir()
+    (root / "rows").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DirectoryError, match="move it away"):
+        Opened(root)
+
+
+def test_a_link_in_the_place_of_the_lock_is_not_followed(root, tmp_path):
+    root.mkdir()
+    (tmp_path / "precious").write_text("mine")
+    (root / "LOCK").symlink_to(tmp_path / "precious")
+    with pytest.raises(DirectoryError, match="LOCK"):
+        Opened(root)
+    assert (tmp_path / "precious").read_text() == "mine"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="changes its user")
+def test_a_directory_of_another_user_is_an_error_with_a_remedy(tmp_path):
+    os.chmod(tmp_path, 0o755)
+    for parent in tmp_path.parents:
+        if parent.stat().st_uid == 0 and str(parent) not in ("/", "/tmp"):
+            os.chmod(parent, 0o755)
+    (tmp_path / "ssd").mkdir(0o755)
+
+    def child():
+        os.setuid(65534)
+        try:
+            Opened(tmp_path / "ssd")
+        except DirectoryError as error:
+            return 7 if "not writable for user 65534" in str(error) else 8
+
+    assert in_child(child) == 7
+
+
+def newer_step(index):
+    index.execute(
+        "INSERT INTO _sqlite_migrations (migration_set, name, applied_at) VALUES ('prefixcache.index', 'm999', 'now')"
+    )
+
+
+def newer_format(index):
+    index.execute("UPDATE meta SET value = '2' WHERE name = 'format'")
+
+
+@pytest.mark.parametrize("change", [newer_step, newer_format])
+@pytest.mark.parametrize("crashed", [False, True])
+def test_what_a_newer_release_wrote_is_refused_untouched(opened, root, change, crashed):
+    ssd = opened()
+    ssd.put(*chain(3))
+    ssd.close()
+    index = sqlite3.connect(root / "index.db")
+    change(index)
+    if crashed:
+        index.execute("UPDATE meta SET value = '0' WHERE name = 'clean'")
+    index.commit()
+    index.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    index.close()
+    before = fingerprint(root)
+    with pytest.raises(NewerFormat, match="upgrade prefixcache"):
+        Opened(root)
+    assert fingerprint(root) == before
+
+
+def test_a_directory_of_the_first_schema_is_brought_forward(root, opened):
+    """What this release makes of an empty file is what its list of steps says, and a second opening adds nothing."""
+    opened().close()
+    index = sqlite3.connect(root / "index.db")
+    steps = index.execute("SELECT name FROM _sqlite_migrations ORDER BY id").fetchall()
+    index.close()
+    opened().close()
+    index = sqlite3.connect(root / "index.db")
+    assert index.execute("SELECT name FROM _sqlite_migrations ORDER BY id").fetchall() == steps == [("m001_images",)]
+    index.close()
+
+
+def test_a_clean_closing_leaves_no_log_and_needs_no_repair(ssd, root, opened, monkeypatch):
+    ssd.put(*chain(3))
+    ssd.close()
+    assert not (root / "index.db-wal").exists()
+    monkeypatch.setattr("prefixcache.ssd.store.mend", lambda *args, **more: pytest.fail("it reconciled"))
+    assert opened().stats().files == 3

@@ -1,0 +1,102 @@
+"""The limit holds on the real disk at every moment, and the account is what `du` says."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+from images import SPACE, chain, du, make
+
+from prefixcache.ssd import Ssd, queue
+
+
+@pytest.mark.parametrize(("limit", "size"), [(1 << 20, 3000), (3 << 20, 30_000), (12 << 20, 200_000)])
+def test_the_disk_never_holds_more_than_the_limit(opened, root, monkeypatch, limit, size):
+    peaks = [0]
+    for name in ("fsync", "rename", "unlink", "close"):
+        original = getattr(os, name)
+
+        def watched(*args, original=original, **more):
+            result = original(*args, **more)
+            if len(peaks) < 1500 or random.random() < 0.2:
+                peaks.append(du(root))
+            return result
+
+        monkeypatch.setattr(os, name, watched)
+    # One file at a time: a `du` that runs beside other threads counts what is never there at once.
+    monkeypatch.setattr("prefixcache.ssd.writer.SYNCERS", 1)
+    ssd = opened(limit=limit)
+    chance = random.Random(1)
+    waiting: dict[bytes, object] = {}
+    evicted = 0
+    for number in range(220):
+        entry, image = make(number, size=chance.randrange(size // 2, size))
+        while ssd.used + ssd.footprint(image.nbytes) > limit:
+            stored = {e.key: e for e, error in ssd.reports if error is None}
+            oldest = next((key for key in waiting if key in stored), None)
+            if oldest is None:
+                assert ssd.flush(10)
+                continue
+            ssd.delete([stored[oldest]])
+            del waiting[oldest]
+            evicted += 1
+        assert ssd.write(entry, SPACE, image)
+        waiting[entry.key] = entry
+        if number % 40 == 0:
+            ssd.touch([("rows", key, number) for key in waiting])
+    assert ssd.flush(30)
+    assert evicted > 20
+    assert max(peaks) <= limit
+    assert max(peaks) > limit * 0.7  # and the room is used
+    ssd.check_integrity()
+    assert ssd._store.ledger.held().real == du(root) <= ssd.used <= limit
+
+
+def test_the_account_is_what_du_says_also_after_a_restart(opened, root):
+    ssd = opened()
+    stored = ssd.put(*chain(40))
+    ssd.delete(stored[30:])
+    ssd.flush(10)
+    assert ssd.stats().disk == du(root)
+    ssd.close()
+    again = opened()
+    assert again.stats().disk == du(root)
+    assert again.stats().files == 30
+
+
+def test_a_smaller_limit_after_a_restart_refuses_writes_until_there_is_room(opened):
+    ssd = opened()
+    ssd.put(*chain(100, size=20_000))
+    ssd.close()
+    small = opened(limit=2 << 20)
+    entry, image = make(999)
+    assert small.used > small.limit
+    assert not small.write(entry, SPACE, image)
+    small.delete(list(small.entries())[20:])
+    assert small.used <= small.limit
+    assert small.flush(10)
+    assert small.put((entry, image))
+    small.check_integrity()
+
+
+def test_files_of_others_in_the_directory_count(opened, root):
+    root.mkdir()
+    (root / "notes.txt").write_bytes(b"x" * 50_000)
+    (root / "mine").mkdir()
+    (root / "mine" / "file").write_bytes(b"x" * 50_000)
+    ssd = opened()
+    assert ssd.stats().disk == du(root) > 100_000
+    assert (root / "notes.txt").exists()
+
+
+def test_queued_bytes_never_pass_the_queue(opened, monkeypatch):
+    monkeypatch.setattr(queue, "BATCH_FILES", 4)
+    ssd: Ssd = opened(queue_bytes=60_000)
+    for entry, image in chain(60):
+        while not ssd.write(entry, SPACE, image):
+            assert ssd.stats().queued_bytes <= 60_000
+            ssd.flush(10)
+        assert ssd.stats().queued_bytes <= 60_000
+    assert ssd.flush(10)
+    assert ssd.stats().files == 60

@@ -1,0 +1,163 @@
+"""The disk is believed only when proved: what happens to files that are not what they should be."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+
+import pytest
+from images import chain, make, path_of
+
+from prefixcache.ssd import Corrupt, Unreadable
+
+
+def flip(path, entry, others):
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 1
+    path.write_bytes(data)
+
+
+def flip_header(path, entry, others):
+    data = bytearray(path.read_bytes())
+    data[200] ^= 1
+    path.write_bytes(data)
+
+
+def truncate(path, entry, others):
+    os.truncate(path, entry.nbytes - 1)
+
+
+def empty(path, entry, others):
+    os.truncate(path, 0)
+
+
+def lengthen(path, entry, others):
+    os.truncate(path, entry.nbytes + 1)
+
+
+def swap(path, entry, others):
+    shutil.copyfile(others[0], path)
+
+
+def link(path, entry, others):
+    path.unlink()
+    path.symlink_to(others[0])
+
+
+def fifo(path, entry, others):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def folder(path, entry, others):
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("damage", [flip, flip_header, truncate, empty, lengthen, swap, link, fifo, folder])
+def test_a_bad_file_is_set_aside_with_its_reason_and_refunded(opened, root, damage):
+    ssd = opened()
+    bad, *good = ssd.put(*chain(3))
+    path = path_of(root, bad)
+    damage(path, bad, [path_of(root, entry) for entry in good])
+    with pytest.raises(Corrupt, match="set aside") as raised:
+        ssd.read(bad).result(10)
+    assert raised.value.entry == bad
+    assert not os.path.lexists(path)
+    notes = list((root / "quarantine").glob("*.json"))
+    assert json.loads(notes[0].read_text())["reason"] == raised.value.reason
+    assert os.path.lexists(str(notes[0])[: -len(".json")])
+    assert ssd.flush(10)
+    ssd.check_integrity()
+    assert {entry.key for entry in ssd.entries()} == {entry.key for entry in good}
+    assert ssd.stats().corrupt == 1
+    assert ssd.stats().quarantine_bytes > 0
+    assert "tokens" not in notes[0].read_text()
+    ssd.close()
+    again = opened()
+    again.check_integrity()
+
+
+def test_a_missing_file_is_corrupt_and_its_row_goes(ssd, root):
+    bad, good = ssd.put(*chain(2))
+    path_of(root, bad).unlink()
+    with pytest.raises(Corrupt, match="missing"):
+        ssd.read(bad).result(10)
+    ssd.flush(10)
+    assert [entry.key for entry in ssd.entries()] == [good.key]
+    ssd.check_integrity()
+
+
+def test_what_was_set_aside_can_be_written_again(ssd, root):
+    pair = make(1)
+    (stored,) = ssd.put(pair)
+    truncate(path_of(root, stored), stored, [])
+    reads = [ssd.read(stored) for _ in range(6)]
+    assert all(isinstance(read.exception(10), Corrupt) for read in reads)
+    (again,) = ssd.put(pair)
+    assert ssd.holds(again, pair[1])
+    ssd.flush(10)
+    ssd.check_integrity()
+    assert ssd.stats().files == 1
+
+
+def test_a_reader_that_comes_late_does_not_set_the_new_file_aside(ssd, root):
+    pair = make(1)
+    (stored,) = ssd.put(pair)
+    before = os.stat(path_of(root, stored))
+    ssd.delete([stored])
+    ssd.flush(10)
+    kept = os.open(root, os.O_RDONLY)  # so that the next file gets another inode more likely
+    (root / "tmp" / "spacer").write_bytes(b"x")
+    ssd.put(pair)
+    (root / "tmp" / "spacer").unlink()
+    os.close(kept)
+    old = (before.st_dev, before.st_ino + 10**9)
+    assert not ssd._store.set_aside(str(path_of(root, stored)), "late", old)
+    ssd._queue.forget(stored)
+    ssd.flush(10)
+    assert ssd.holds(stored, pair[1])
+    ssd.check_integrity()
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.ENFILE, errno.EACCES])
+@pytest.mark.parametrize("call", ["open", "readv"])
+def test_an_error_that_proves_nothing_leaves_the_file(ssd, root, monkeypatch, number, call):
+    pair = make(1)
+    (stored,) = ssd.put(pair)
+    original = getattr(os, call)
+
+    def failing(first, *rest, **more):
+        if call == "readv" or str(first).endswith(".safetensors"):
+            raise OSError(number, os.strerror(number))
+        return original(first, *rest, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, failing)
+        with pytest.raises(Unreadable, match="try again"):
+            ssd.read(stored).result(10)
+    assert ssd.holds(stored, pair[1])
+    assert ssd.stats().unreadable == 1
+    ssd.check_integrity()
+
+
+def test_short_reads_are_continued(ssd, monkeypatch):
+    pair = make(1)
+    (stored,) = ssd.put(pair)
+    original = os.readv
+    monkeypatch.setattr(os, "readv", lambda fd, buffers: original(fd, [buffers[0][:1000]]))
+    assert ssd.holds(stored, pair[1])
+
+
+def test_quarantine_keeps_to_its_share(opened, root):
+    ssd = opened(limit=4 << 20)
+    stored = ssd.put(*chain(20, size=30_000))
+    for entry in stored:
+        truncate(path_of(root, entry), entry, [])
+        assert ssd.read(entry).exception(10)
+    ssd.flush(10)
+    assert ssd.stats().quarantine_bytes <= (4 << 20) // 20
+    assert list((root / "quarantine").glob("*.json"))
+    ssd.check_integrity()

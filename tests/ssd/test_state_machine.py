@@ -1,0 +1,133 @@
+"""Any sequence of writes, deletions, touches, reads, damage and restarts, against a dictionary."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from images import SPACE, Opened, du, make, path_of
+
+from prefixcache.ssd import Corrupt, Entry, reconcile
+
+POOL = [
+    *(make(n, size=400 * n) for n in range(8)),
+    *(make(20 + n, kind="window", size=3000) for n in range(4)),
+    *(make(30 + n, kind="snapshot", count=n) for n in range(4)),
+]
+which = st.integers(0, len(POOL) - 1)
+
+
+class Tier(RuleBasedStateMachine):
+    def __init__(self):
+        super().__init__()
+        self.folder = tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
+        self.root = Path(self.folder) / "ssd"
+        self.model: dict[int, Entry] = {}
+        self.ticks: dict[int, tuple[int, int]] = {}
+        self.clock = 0
+        self.open()
+
+    def open(self):
+        self.ssd = Opened(self.root, limit=2 << 20)
+
+    def settle(self):
+        assert self.ssd.flush(20)
+        reported = {entry.address: entry for entry, error in self.ssd.reports if error is None}
+        for number, entry in self.model.items():
+            self.model[number] = reported.get(entry.address, entry)
+
+    @rule(numbers=st.lists(which, max_size=6))
+    def write(self, numbers):
+        for number in numbers:
+            entry, image = POOL[number]
+            if self.ssd.write(entry._replace(used=self.clock), SPACE, image):
+                if number not in self.model:
+                    self.ticks[number] = (self.clock, 0)
+                else:
+                    self.ticks[number] = (max(self.ticks[number][0], self.clock), self.ticks[number][1])
+                self.model[number] = self.model.get(number, entry)
+
+    @rule(numbers=st.lists(which, max_size=6))
+    def delete(self, numbers):
+        for number in numbers:
+            entry = self.model.pop(number, None)
+            self.ssd.delete([entry or POOL[number][0]])
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def touch(self, data):
+        number = data.draw(st.sampled_from(sorted(self.model)))
+        self.clock += 1
+        entry = POOL[number][0]
+        self.ssd.touch([(entry.kind, entry.key, self.clock)])
+        self.ticks[number] = (self.clock, self.ticks[number][1] + 1)
+
+    @rule()
+    def flush(self):
+        self.settle()
+
+    @rule(number=which)
+    def read(self, number):
+        self.settle()
+        if number in self.model:
+            assert self.ssd.holds(self.model[number], POOL[number][1])
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def damage(self, data):
+        self.settle()
+        number = data.draw(st.sampled_from(sorted(self.model)))
+        entry = self.model.pop(number)
+        os.truncate(path_of(self.root, entry), entry.nbytes - 1)
+        try:
+            self.ssd.read(entry).result(10)
+            raise AssertionError("it was believed")
+        except Corrupt:
+            pass
+
+    @rule(damage=st.sampled_from(["", "index", "reconcile"]))
+    def restart(self, damage):
+        self.settle()
+        self.ssd.close()
+        if damage == "index":
+            (self.root / "index.db").unlink()
+            self.ticks = dict.fromkeys(self.ticks, (0, 0))
+        elif damage == "reconcile":
+            assert reconcile(self.root, deep=True).clean
+        self.open()
+        self.clock = max(self.clock, self.ssd.max_tick())
+        there = {entry.address: entry for entry in self.ssd.entries()}
+        assert there.keys() == {POOL[number][0].address for number in self.model}
+        for number in self.model:
+            found = there[POOL[number][0].address]
+            assert (found.used, found.hits) == self.ticks[number]
+            assert found.tokens == POOL[number][0].tokens
+            self.model[number] = found
+
+    @invariant()
+    def within_the_limit(self):
+        assert du(self.root) <= self.ssd.limit
+
+    @invariant()
+    def exact_when_idle(self):
+        if self.ssd._queue.drained and self.ssd._queue.counters().queued_bytes == 0:
+            self.settle()
+            self.ssd.check_integrity()
+            assert self.ssd.stats().files == len(self.model)
+
+    def teardown(self):
+        self.settle()
+        self.ssd.check_integrity()
+        self.ssd.close()
+        shutil.rmtree(self.folder)
+
+
+TestTier = Tier.TestCase
+TestTier.settings = settings(
+    max_examples=30, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+)

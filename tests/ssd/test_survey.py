@@ -1,0 +1,108 @@
+"""What `inspect` shows, of a live directory and of a dead one, without leaving a trace."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from images import CODEC, LAYOUT, MODEL, ROOT, SPACE, chain, du, fingerprint, make, path_of
+
+from prefixcache.ssd import DirectoryError, Namespace, survey
+
+PAIRS = [*chain(7), make(70, kind="window"), make(71, kind="snapshot", count=9)]
+
+
+def check(found, stored):
+    (space,) = found.namespaces
+    assert (space.root, space.model, space.codec, space.layout) == (ROOT.hex(), MODEL, CODEC, LAYOUT)
+    assert (space.blocks.images, space.windows.images, space.snapshots.images) == (7, 1, 1)
+    assert space.tokens == 7 * 256
+    assert space.nbytes == sum(entry.nbytes for entry in stored)
+    assert space.disk == sum(entry.disk for entry in stored)
+    assert (space.oldest, space.newest) == (1.7e9, 1.7e9)
+    assert (space.last_used, space.hits) == (9, 1)
+
+
+def test_a_live_and_a_dead_directory_show_the_same(ssd, root):
+    stored = ssd.put(*PAIRS)
+    ssd.touch([("rows", stored[0].key, 9)])
+    ssd.flush(10)
+    live = survey(root)
+    check(live, stored)
+    assert f"pid {os.getpid()}" in live.holder
+    assert not live.clean
+    assert live.disk == du(root)
+    ssd.close()
+    before = fingerprint(root)
+    dead = survey(root)
+    check(dead, stored)
+    assert fingerprint(root) == before
+    assert dead.holder == ""
+    assert dead.clean
+    assert dead.namespaces == live.namespaces
+
+
+def test_another_process_sees_a_live_directory(ssd, root):
+    ssd.put(*PAIRS)
+    script = (
+        f"from prefixcache.ssd import survey; s = survey({str(root)!r}); print(s.namespaces[0].blocks.images, s.holder)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("7 pid ")
+    assert ssd.put(make(200))
+    ssd.check_integrity()
+
+
+def test_the_tree_is_given_parents_first(ssd, root):
+    ssd.put(*reversed(PAIRS))
+    edges = list(survey(root).edges(ROOT.hex()))
+    assert {(edge.kind, edge.key, edge.parent, edge.start) for edge in edges} == {
+        (entry.kind, entry.key, entry.parent, entry.start) for entry, _ in PAIRS
+    }
+    assert [edge.start for edge in edges] == sorted(edge.start for edge in edges)
+    assert {edge.length for edge in edges if edge.kind == "rows"} == {256}
+
+
+def test_namespaces_are_told_apart(ssd, root):
+    other = Namespace(b"o" * 16, "other", "{}", "{}", 1.7e9)
+    ssd.put(*PAIRS)
+    entry, image = make(5, space=other, parent=other.root)
+    ssd.write(entry, other, image)
+    ssd.flush(10)
+    assert [(space.model, space.blocks.images) for space in survey(root).namespaces] == [(MODEL, 7), ("other", 1)]
+
+
+def test_quarantine_and_debris_are_shown(ssd, root):
+    stored = ssd.put(*PAIRS)
+    os.truncate(path_of(root, stored[0]), 5)
+    assert ssd.read(stored[0]).exception(10)
+    ssd.flush(10)
+    (root / "tmp" / "left.safetensors").write_bytes(b"x")
+    found = survey(root)
+    (item,) = found.quarantine
+    assert "5 bytes" in item.reason
+    assert item.origin == str(path_of(root, stored[0]).relative_to(root))
+    assert found.debris == ("left.safetensors",)
+    assert found.index_bytes > 0
+
+
+def test_it_is_json_without_tokens(ssd, root):
+    ssd.put(*PAIRS)
+    text = json.dumps(survey(root).as_dict())
+    assert json.loads(text)["namespaces"][0]["blocks"]["images"] == 7
+    assert all(entry.tokens.hex() not in text for entry, _ in PAIRS if entry.tokens)
+
+
+def test_a_broken_index_is_said_and_a_missing_directory_is_an_error(root, opened, tmp_path):
+    opened().close()
+    (root / "index.db").write_bytes(b"garbage" * 1000)
+    assert "not a database" in survey(root).problem
+    with pytest.raises(DirectoryError, match="no such directory"):
+        survey(tmp_path / "none")
+    (tmp_path / "empty").mkdir()
+    assert survey(tmp_path / "empty").problem == "missing"
+    assert not list((tmp_path / "empty").iterdir())
+    assert SPACE.root == ROOT

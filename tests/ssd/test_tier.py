@@ -1,0 +1,313 @@
+"""What the cache relies on: writes, deletions, touches, reads, and what they report."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from images import ROOT, SPACE, chain, gate, hold, make, path_of, until
+
+from prefixcache import keys
+from prefixcache.ssd import Cancelled, Namespace, SsdError
+
+
+@pytest.mark.parametrize("kind", ["rows", "window", "snapshot"])
+def test_what_is_written_is_read_back_bit_for_bit(ssd, root, kind):
+    entry, image = make(1, kind=kind, start=512)
+    (stored,) = ssd.put((entry, image))
+    assert ssd.holds(stored, image)
+    assert path_of(root, entry).read_bytes() == image.data.tobytes()
+    assert stored.disk == path_of(root, entry).stat().st_blocks * 512
+    ssd.check_integrity()
+
+
+def test_everything_about_an_entry_survives_a_restart(opened):
+    ssd = opened()
+    pairs = [*chain(3, used=7), make(50, kind="window", start=256), make(51, kind="snapshot", start=300, count=44)]
+    stored = ssd.put(*pairs)
+    ssd.close()
+    again = opened()
+    assert sorted(again.entries()) == sorted(stored)
+    assert again.namespaces() == [SPACE]
+    assert all(again.holds(entry, image) for entry, (_, image) in zip(stored, pairs, strict=True))
+    again.check_integrity()
+
+
+def test_entries_come_parents_first(opened):
+    ssd = opened()
+    pairs = chain(40)
+    ssd.put(*reversed(pairs))
+    seen = {ROOT}
+    for entry in ssd.entries():
+        assert entry.parent in seen
+        seen.add(entry.key)
+
+
+def test_token_ids_beyond_32_bits_and_negative_ones_survive(opened):
+    import numpy as np
+
+    from prefixcache.image import Blueprint, Meta, Spec
+    from prefixcache.ssd import Entry
+
+    tokens = np.array([-(2**63), -1, 0, 2**31, 2**63 - 1], "<i8")
+    key = keys.chain(ROOT, tokens.tobytes())
+    meta = Meta("rows", key.hex(), ROOT.hex(), ROOT.hex(), "tiny", "{}", "{}", 0)
+    draft = Blueprint(meta, [Spec("tokens", "I64", (5,))]).draft()
+    draft.tensors["tokens"][:] = tokens
+    image = draft.seal()
+    ssd = opened()
+    ssd.put((Entry("rows", key, ROOT, ROOT, 0, tokens.tobytes(), image.nbytes, image.checksum), image))
+    ssd.close()
+    assert next(opened().entries()).tokens == tokens.tobytes()
+
+
+def test_namespaces_are_kept_apart(ssd):
+    other = Namespace(b"o" * 16, "other", "{}", "{}", 1.7e9)
+    first, second = make(1), make(1, space=other, parent=other.root)
+    assert ssd.write(first[0], SPACE, first[1])
+    assert ssd.write(second[0], other, second[1])
+    assert ssd.flush(10)
+    assert ssd.namespaces() == [SPACE, other]
+    assert {entry.namespace for entry in ssd.entries()} == {ROOT, other.root}
+
+
+def test_a_deletion_takes_row_file_and_account(ssd, root):
+    before = ssd.used
+    stored = ssd.put(*chain(5))
+    ssd.delete(stored[2:])
+    assert ssd.flush(10)
+    assert {entry.address for entry in ssd.entries()} == {entry.address for entry in stored[:2]}
+    assert not any(path_of(root, entry).exists() for entry in stored[2:])
+    ssd.delete(stored[:2])
+    ssd.flush(10)
+    ssd.check_integrity()
+    assert ssd.used - before < 200_000  # the index and the folders have grown
+
+
+def test_a_queued_deletion_counts_at_once(ssd):
+    stored = ssd.put(*chain(3))
+    before = ssd.used
+    ssd.delete(stored)
+    assert ssd.used <= before - sum(entry.disk for entry in stored) + 200_000
+
+
+def test_deleting_twice_and_what_never_was_changes_nothing_else(ssd):
+    stored = ssd.put(*chain(3))
+    ssd.delete(stored[:1])
+    ssd.delete(stored[:1])
+    ssd.flush(10)
+    ssd.delete([*stored[:1], make(77)[0]])
+    assert ssd.flush(10)
+    ssd.check_integrity()
+    assert ssd.stats().files == 2
+
+
+def test_deleting_a_waiting_write_cancels_it(ssd, monkeypatch):
+    event = hold(monkeypatch, ssd)
+    entry, image = make(1)
+    assert ssd.write(entry, SPACE, image)
+    ssd.delete([entry])
+    event.set()
+    assert ssd.flush(10)
+    errors = {reported.address: error for reported, error in ssd.reports}
+    assert isinstance(errors[entry.address], Cancelled)
+    assert len(ssd.reports) == 2
+    assert ssd.stats().files == 1
+    ssd.check_integrity()
+
+
+def test_deleting_a_write_that_is_under_way_deletes_its_file(ssd, monkeypatch, root):
+    event = gate(monkeypatch, ssd)
+    entry, image = make(1)
+    assert ssd.write(entry, SPACE, image)
+    until(lambda: ssd.stats().queued_files == 0)
+    ssd.delete([entry])
+    event.set()
+    assert ssd.flush(10)
+    assert ssd.reports[0][1] is None
+    assert not path_of(root, entry).exists()
+    ssd.check_integrity()
+
+
+def test_deleting_and_writing_again_keeps_the_new_one(ssd, monkeypatch):
+    entry, image = make(1)
+    (stored,) = ssd.put((entry, image))
+    event = hold(monkeypatch, ssd)
+    ssd.delete([stored])
+    assert ssd.write(entry, SPACE, image)
+    event.set()
+    assert ssd.flush(10)
+    assert ssd.holds(stored, image)
+    ssd.check_integrity()
+
+
+def test_writing_the_same_again_is_acknowledged_without_writing(ssd, root):
+    entry, image = make(1)
+    (stored,) = ssd.put((entry, image))
+    inode = path_of(root, entry).stat().st_ino
+    assert ssd.put((entry, image)) == [stored]
+    assert path_of(root, entry).stat().st_ino == inode
+    ssd.check_integrity()
+
+
+def test_other_content_under_the_same_key_replaces_the_file(ssd):
+    entry, image = make(1)
+    ssd.put((entry, image))
+    _, other = make(1, size=9000)
+    (stored,) = ssd.put((entry, other))
+    assert stored.checksum == other.checksum
+    assert ssd.holds(stored, other)
+    ssd.check_integrity()
+
+
+def test_a_write_that_is_replaced_in_the_queue_is_reported_cancelled(ssd, monkeypatch):
+    event = hold(monkeypatch, ssd)
+    entry, image = make(1)
+    assert ssd.write(entry, SPACE, image)
+    assert ssd.write(entry, SPACE, image)
+    event.set()
+    assert ssd.flush(10)
+    outcomes = [error for reported, error in ssd.reports if reported.address == entry.address]
+    assert [type(outcome) for outcome in outcomes] in ([Cancelled, type(None)], [type(None), Cancelled])
+
+
+def test_the_queue_takes_no_more_than_its_bytes(opened, monkeypatch):
+    ssd = opened(queue_bytes=30_000)
+    event = hold(monkeypatch, ssd)  # 8 kB
+    assert ssd.write(make(1)[0], SPACE, make(1)[1])
+    assert ssd.write(make(2)[0], SPACE, make(2)[1])
+    assert not ssd.write(make(3, size=20_000)[0], SPACE, make(3, size=20_000)[1])
+    assert ssd.stats().dropped == 1
+    event.set()
+    assert ssd.flush(10)
+    assert ssd.stats().queued_bytes == 0
+    assert ssd.write(make(4, size=90_000)[0], SPACE, make(4, size=90_000)[1])  # alone, it may be larger
+    assert ssd.flush(10)
+    ssd.check_integrity()
+
+
+def test_touches_reach_the_index_coalesced(opened):
+    ssd = opened()
+    first, second = ssd.put(*chain(2, used=5))
+    ssd.touch([("rows", first.key, 10), ("rows", second.key, 11)])
+    ssd.touch([("rows", first.key, 12)])
+    assert ssd.max_tick() == 12
+    ssd.close()
+    again = opened()
+    assert [(entry.used, entry.hits) for entry in again.entries()] == [(12, 2), (11, 1)]
+    assert again.max_tick() == 12
+
+
+def test_a_touch_of_what_is_being_written_is_not_lost(ssd, monkeypatch):
+    event = hold(monkeypatch, ssd)
+    entry, image = make(1)
+    ssd.write(entry, SPACE, image)
+    ssd.touch([("rows", entry.key, 99)])
+    event.set()
+    ssd.flush(10)
+    assert {found.used for found in ssd.entries() if found.key == entry.key} == {99}
+
+
+def test_every_write_is_reported_once_and_after_its_row(ssd):
+    seen = []
+
+    def written(entry, error):
+        seen.append((entry, error, entry.key in {found.key for found in ssd.entries()}))
+
+    ssd._writer._written = written
+    pairs = chain(300)
+    for entry, image in pairs:
+        assert ssd.write(entry, SPACE, image)
+    assert ssd.flush(30)
+    assert sorted(entry.key for entry, _, _ in seen) == sorted(entry.key for entry, _ in pairs)
+    assert all(error is None and there for _, error, there in seen)
+
+
+def test_the_callback_may_queue_more_and_may_fail(ssd):
+    second = make(2)
+
+    def written(entry, error):
+        if entry.key != second[0].key:
+            ssd.write(second[0], SPACE, second[1])
+        raise RuntimeError("of the cache")
+
+    ssd._writer._written = written
+    ssd.write(make(1)[0], SPACE, make(1)[1])
+    assert ssd.flush(10)
+    assert ssd.flush(10)
+    assert ssd.stats().files == 2
+
+
+def test_flush_says_when_it_was_not_in_time(ssd, monkeypatch):
+    event = hold(monkeypatch, ssd)
+    assert not ssd.flush(0.05)
+    event.set()
+    assert ssd.flush(10)
+
+
+def test_close_in_no_time_cancels_what_waits(ssd, monkeypatch, opened):
+    event = hold(monkeypatch, ssd)
+    entry, image = make(1)
+    ssd.write(entry, SPACE, image)
+    threading.Timer(0.2, event.set).start()
+    ssd.close(0.01)
+    assert {type(error) for _, error in ssd.reports} == {type(None), Cancelled}
+    ssd.close()
+    assert opened().stats().files == 1
+
+
+def test_a_closed_tier_takes_nothing_and_says_so(ssd):
+    (stored,) = ssd.put(make(1))
+    ssd.close()
+    assert not ssd.write(make(2)[0], SPACE, make(2)[1])
+    with pytest.raises(SsdError, match="closed"):
+        ssd.read(stored).result(1)
+    assert ssd.flush(1)  # nothing was left undone
+
+
+def test_an_entry_that_is_none_is_refused_at_the_door(ssd):
+    entry, image = make(1)
+    for wrong in (
+        entry._replace(kind="row"),
+        entry._replace(key=b"short"),
+        entry._replace(tokens=b"123"),
+        entry._replace(namespace=b"x" * 16),
+    ):
+        with pytest.raises(ValueError, match=r"entry|namespace"):
+            ssd.write(wrong, SPACE, image)
+
+
+def test_no_text_quotes_tokens():
+    entry, _ = make(1)
+    assert str(entry.tokens) not in repr(entry)
+    assert "tokens=" not in repr(entry)
+
+
+def test_statistics_are_durable_before_the_image_that_names_them(opened, root):
+    ssd = opened()
+    entry, image = make(1)
+    ssd.write_statistics("ab" * 16, b"levels")
+    ssd.write(entry._replace(statistics="ab" * 16), SPACE, image)
+    assert ssd.flush(10)
+    assert ssd.read_statistics("ab" * 16) == b"levels"
+    assert ssd.read_statistics("cd" * 16) is None
+    ssd.check_integrity()
+    ssd.close()
+    again = opened()
+    assert again.read_statistics("ab" * 16) == b"levels"
+    again.delete(list(again.entries()))
+    again.close()
+    assert opened().read_statistics("ab" * 16) is None  # nothing names them any more
+    with pytest.raises(ValueError, match="invalid literal"):
+        opened(root.with_name("other")).write_statistics("../../x", b"")
+
+
+def test_the_limit_refuses_what_would_pass_it(opened):
+    ssd = opened(limit=1 << 20)
+    big = make(1, size=900_000)
+    assert not ssd.write(big[0], SPACE, big[1])
+    assert ssd.put(make(2))
+    assert Path(ssd.directory).is_dir()
+    with pytest.raises(ValueError, match="limit=0"):
+        opened(Path(ssd.directory).with_name("none"), limit=0)

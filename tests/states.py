@@ -1,0 +1,79 @@
+"""Prompt caches whose contents are a function of the tokens, so that any restored one can be checked by itself.
+
+Row i of every layer is made of a rolling hash of tokens 0 to i: a row that belongs to another prefix is never equal.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
+
+WIDTH = 8
+
+
+def rolling(tokens: Sequence[int]) -> np.ndarray:
+    """A hash of each prefix, below 2**20 so that float32 holds it."""
+    hashes, h = np.empty(len(tokens), np.float32), 1
+    for i, token in enumerate(tokens):
+        h = (h * 31 + int(token) + 7) % 1048573
+        hashes[i] = h
+    return hashes
+
+
+def rows(tokens: Sequence[int], layer: int) -> tuple[mx.array, mx.array]:
+    """(1, 1, tokens, WIDTH) keys and values."""
+    base = rolling(tokens)[:, None] + np.arange(WIDTH, dtype=np.float32) * (layer + 1)
+    return mx.array(base[None, None]), mx.array(-base[None, None])
+
+
+def sliceable(tokens: Sequence[int], layers: int = 2) -> list[Any]:
+    made = []
+    for layer in range(layers):
+        cache = KVCache()
+        if len(tokens):
+            cache.update_and_fetch(*rows(tokens, layer))
+        made.append(cache)
+    return made
+
+
+def windowed(tokens: Sequence[int], size: int = 300, keep: int = 0, chunk: int = 100) -> list[Any]:
+    """One full layer and one window, filled in prefill steps of `chunk`."""
+    made = sliceable(tokens, 1)
+    ring = RotatingKVCache(size, keep)
+    keys, values = rows(tokens, 5)
+    for at in range(0, len(tokens), chunk):
+        ring.update_and_fetch(keys[:, :, at : at + chunk], values[:, :, at : at + chunk])
+    return [*made, ring]
+
+
+def hybrid(tokens: Sequence[int]) -> list[Any]:
+    """One full layer and one whose state is the hash of all tokens."""
+    state = ArraysCache(2)
+    state[0] = mx.array(rolling(tokens)[-1:].reshape(1, 1))
+    state[1] = mx.array([[len(tokens)]])
+    return [*sliceable(tokens, 1), state]
+
+
+def check(prompt_cache: list[Any], tokens: Sequence[int]) -> None:
+    """AssertionError unless this is the state after exactly `tokens`."""
+    n = len(tokens)
+    for layer, cache in enumerate(prompt_cache):
+        if isinstance(cache, KVCache):
+            keys, values = rows(tokens, layer)
+            assert cache.offset == n
+            assert mx.array_equal(cache.keys[:, :, :n], keys)
+            assert mx.array_equal(cache.values[:, :, :n], values)
+        elif isinstance(cache, RotatingKVCache):
+            keys, _ = rows(tokens, 5)
+            assert cache.offset == n
+            if n <= cache.max_size:
+                assert mx.array_equal(cache.keys, keys)
+            else:
+                keep, held = cache.keep, cache.max_size - 1 - cache.keep
+                assert mx.array_equal(cache.keys[:, :, :keep], keys[:, :, :keep])
+                assert mx.array_equal(cache.keys[:, :, keep + 1 :], keys[:, :, n - held :])
+        else:
+            assert cache[0].item() == rolling(tokens)[-1]
+            assert cache[1].item() == n

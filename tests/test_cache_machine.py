@@ -1,0 +1,194 @@
+"""PrefixCache against a plain model, operation by operation, with another thread watching the budget."""
+
+import shutil
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from prefixcache import PrefixCache
+from tests import states
+
+RUNS = st.lists(st.tuples(st.integers(0, 2), st.sampled_from([1, 30, 100, 155, 156, 157, 256, 300])), min_size=1, max_size=5)
+
+
+def spell(runs) -> list[int]:
+    return [token for token, count in runs for _ in range(count)]
+
+
+def common(a, b) -> int:
+    n = min(len(a), len(b))
+    return next((i for i in range(n) if a[i] != b[i]), n)
+
+
+class Watch(threading.Thread):
+    """Reads the budget as fast as it can."""
+
+    def __init__(self, cache):
+        super().__init__(daemon=True)
+        self.budget, self.over, self.stop = cache._tiers.budget, [], threading.Event()
+
+    def run(self):
+        while not self.stop.wait(0.0005):
+            held = self.budget.held()
+            if held.total > self.budget.limit or min(held) < 0:
+                self.over.append(held)
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Nothing wrong is ever fetched, nothing deeper than was stored; with room enough, nothing less either."""
+
+    prompts = Bundle("prompts")
+    make = staticmethod(states.sliceable)
+    any_boundary = True
+
+    @initialize(
+        ram=st.sampled_from([120_000, 400_000, 5_000_000]),
+        tier=st.sampled_from(["both", "ram only", "ssd only"]),
+        spill=st.sampled_from(["drop", "wait"]),
+        close=st.booleans(),
+    )
+    def open(self, ram, tier, spill, close):
+        self.dir = Path(tempfile.mkdtemp())
+        self.options = {"ram": ram, "codec": "raw", "spill": spill, "spill_wait": 5, "spill_on_close": close}
+        if tier != "ram only":
+            self.options |= {"ssd_dir": self.dir / "ssd", "ssd": "30MB"}
+        if tier == "ssd only":
+            self.options |= {"ram": 0, "transit": ram}
+        self.roomy = ram > 1_000_000
+        self.stored: list[list[int]] = []  # all that was ever stored and may be found
+        self.sure: list[list[int]] = []  # what must be found: stored, and not removed nor lost since
+        self.pinned: list[list[int]] = []
+        self._open()
+
+    def _open(self):
+        self.cache = PrefixCache(**self.options)
+        self.watch = Watch(self.cache)
+        self.watch.start()
+
+    def _close(self):
+        self.watch.stop.set()
+        self.watch.join()
+        assert not self.watch.over
+        self.cache.close()
+
+    def expected(self, tokens, among=None) -> int:
+        return max((common(tokens, s) for s in (self.stored if among is None else among)), default=0)
+
+    @rule(target=prompts, runs=RUNS)
+    def prompt(self, runs):
+        return spell(runs)
+
+    @rule(tokens=prompts)
+    def store(self, tokens):
+        stored = self.cache.store(tokens, self.make(tokens), model="m")
+        self.stored.append(tokens[: stored.tokens])
+        if self.roomy:
+            assert stored.tokens == len(tokens)
+            self.sure.append(tokens)
+
+    @rule(tokens=prompts, leave=st.integers(0, 3))
+    def fetch(self, tokens, leave):
+        made, rest = self.cache.fetch(tokens, model="m", leave=leave)
+        depth = len(tokens) - len(rest)
+        assert rest == tokens[depth:]
+        assert depth <= min(self.expected(tokens), max(len(tokens) - leave, 0))
+        if made is None:
+            assert depth == 0
+        else:
+            states.check(made, tokens[:depth])
+
+    @rule(tokens=prompts)
+    def promote(self, tokens):
+        depth = self.cache.promote(tokens, model="m").result(30)
+        match = self.cache.match(tokens, model="m")
+        assert match.ram <= match.ssd <= self.expected(tokens)
+        assert depth <= match.ssd
+        if self.roomy and self.any_boundary:
+            assert match.ram == match.ssd >= self.expected(tokens, self.sure)
+
+    @rule(tokens=prompts)
+    def remove(self, tokens):
+        self.cache.remove(tokens, model="m")
+        self.sure.clear()
+
+    @rule(tokens=prompts)
+    def pin(self, tokens):
+        depth = self.cache.pin(tokens, model="m")
+        if depth:
+            self.pinned.append(tokens)
+
+    @precondition(lambda self: self.pinned)
+    @rule()
+    def unpin(self):
+        tokens = self.pinned.pop()
+        assert self.cache.unpin(tokens, model="m")
+
+    @rule(part=st.sampled_from([0, 2, 4]))
+    def trim(self, part):
+        self.cache.trim_to(self.cache.stats().ram_limit // part if part else 0)
+        if "ssd_dir" not in self.options or self.options["spill"] == "drop":
+            self.sure.clear()
+
+    @rule()
+    def flush(self):
+        assert self.cache.flush(30)
+
+    @rule()
+    def clear(self):
+        self.cache.clear()
+        self.stored.clear()
+        self.sure.clear()
+        self.pinned.clear()
+        assert self.cache.stats().blocks == 0
+
+    @rule()
+    def restart(self):
+        self._close()
+        if "ssd_dir" not in self.options:
+            self.stored.clear()
+        if "ssd_dir" not in self.options or not self.options["spill_on_close"]:
+            self.sure.clear()
+        self.pinned.clear()
+        self._open()
+
+    @invariant()
+    def sound(self):
+        if hasattr(self, "cache"):
+            self.cache.check_integrity()
+
+    def teardown(self):
+        if hasattr(self, "cache"):
+            self._close()
+            shutil.rmtree(self.dir)
+
+
+class WindowMachine(CacheMachine):
+    make = staticmethod(states.windowed)
+    any_boundary = False
+
+
+class KeepMachine(CacheMachine):
+    make = staticmethod(lambda tokens: states.windowed(tokens, keep=4, size=200))
+    any_boundary = False
+
+
+class HybridMachine(CacheMachine):
+    make = staticmethod(states.hybrid)
+    any_boundary = False
+
+
+@pytest.mark.parametrize("machine", [CacheMachine, WindowMachine, KeepMachine, HybridMachine])
+def test_nothing_wrong_is_ever_fetched(machine):
+    from hypothesis.stateful import run_state_machine_as_test
+
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )

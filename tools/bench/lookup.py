@@ -1,0 +1,184 @@
+"""How long `match` takes and how many nodes it looks at: among 10k and 100k blocks, and among 10k near twins.
+
+All through `PrefixCache` with what it really holds in RAM. The blocks are small (one layer, one head, rows of one value),
+because a lookup never looks into an image; their tokens and their places in the tree are as large as any.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+if not __package__:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import numpy as np
+import xxhash
+
+from prefixcache import PrefixCache, Raw
+from prefixcache.tree import BLOCK, BLOCK_BYTES, Space
+from tools.bench import report
+from tools.bench.prompts import MODEL, Shape, draw, filled
+from tools.bench.report import Figure
+
+SMALL = Shape(full=1, heads=1, width=1)
+LONG = 128 * BLOCK  # 32k tokens
+BLOCKS = {"full": (10_000, 100_000), "quick": (2_000, 20_000), "tiny": (256, 1024)}
+SIBLINGS = {"full": 10_000, "quick": 2_000, "tiny": 64}
+PROMPTS = {"full": 400, "quick": 200, "tiny": 8}
+LIMIT = 200e-6
+
+
+def fill(cache: PrefixCache, blocks: int, seed: int) -> list[np.ndarray]:
+    """Store prompts of 32k tokens that share nothing, until there are so many blocks. Returns those of full length."""
+    tokens, prompt_cache = draw(seed), filled(SMALL, LONG)
+    prompts = [tokens(min(LONG, (blocks - at) * BLOCK)) for at in range(0, blocks, LONG // BLOCK)]
+    for prompt in prompts:
+        cache.store(prompt, prompt_cache, model=MODEL)
+    assert cache.stats().blocks == blocks
+    return [prompt for prompt in prompts if len(prompt) == LONG]
+
+
+def match(scale: str) -> Iterator[Figure]:
+    """Lookups of 32k tokens, whole hits and diverging ones, in a small tree and in one ten times as large, in turns."""
+    small, large = BLOCKS[scale]
+    with PrefixCache(ram="8GB", codec=Raw()) as few, PrefixCache(ram="8GB", codec=Raw()) as many:
+        caches = (few, many)
+        prompts = [fill(cache, blocks, seed) for seed, (cache, blocks) in enumerate(zip(caches, BLOCKS[scale], strict=True))]
+        chance = np.random.default_rng(0)
+        taken: dict[str, tuple[list[float], list[float]]] = {"whole": ([], []), "diverging": ([], [])}
+        hashing: list[float] = []
+        for _ in range(PROMPTS[scale]):
+            for which, cache in enumerate(caches):
+                prompt = prompts[which][chance.integers(len(prompts[which]))]
+                diverging, at = prompt.copy(), int(chance.integers(1, LONG))
+                diverging[at:] = chance.integers(0, 150_000, LONG - at)
+                diverging[at] = -1
+                for kind, tokens, depth in (("whole", prompt, LONG), ("diverging", diverging, at)):
+                    begin = time.perf_counter()
+                    found = cache.match(tokens, model=MODEL)
+                    taken[kind][which].append(time.perf_counter() - begin)
+                    assert found.ram == depth, (found, depth)
+            hashing.append(report.seconds(lambda raw=prompt.tobytes(): _digests(raw)) if len(hashing) < 20 else hashing[-1])
+        visits = _visits(many, prompts[1], chance)
+    medians = [statistics.median([*taken["whole"][i], *taken["diverging"][i]]) for i in (0, 1)]
+    kinds = {kind: [statistics.median(times) for times in both] for kind, both in taken.items()}
+    reference = f"128 xxh3 digests of as many tokens: {statistics.median(hashing) * 1e6:.0f} us"
+    raw = {"blocks": [small, large], "median_s": medians, "by_kind_s": kinds,
+           "p99_s": [float(np.quantile([*taken["whole"][i], *taken["diverging"][i]], 0.99)) for i in (0, 1)]}  # fmt: skip
+    for i, blocks in enumerate(BLOCKS[scale]):
+        yield Figure(
+            f"match, 32k tokens, {blocks // 1000}k blocks: median",
+            f"{medians[i] * 1e6:.0f} us (whole {kinds['whole'][i] * 1e6:.0f}, diverging {kinds['diverging'][i] * 1e6:.0f})",
+            "<= 200 us", reference, medians[i] <= LIMIT, raw,
+        )  # fmt: skip
+    ratio = medians[1] / medians[0]
+    yield Figure(
+        f"match, {large // 1000}k blocks over {small // 1000}k", f"{ratio:.2f}x", "<= 2x",
+        f"{small // 1000}k: {medians[0] * 1e6:.0f} us", ratio <= 2, raw,
+    )  # fmt: skip
+    yield visits
+
+
+class _Watched(list[bytes]):
+    """A node's list of its children's tokens that remembers which of them were looked at."""
+
+    def __init__(self, tokens: list[bytes]):
+        super().__init__(tokens)
+        self.seen: set[int] = set()
+
+    def __getitem__(self, index: Any) -> Any:
+        self.seen.add(index)
+        return super().__getitem__(index)
+
+
+def visited(cache: PrefixCache, tokens: np.ndarray, look: Callable[[], object]) -> tuple[int, int, float]:
+    """Nodes that a lookup counts, nodes that it really looked at (bisection's too), and what it may: 130 + log2(siblings)."""
+    tree = cache._tiers.tree
+    (space,) = tree.spaces.values()
+    watched = _watch(space, tokens.tobytes())
+    before = tree.visits
+    look()
+    counted, seen = tree.visits - before, sum(len(w.seen) for w in watched)
+    return counted, seen, 130 + sum(math.log2(len(w)) for w in watched)
+
+
+def _watch(space: Space, raw: bytes) -> list[_Watched]:
+    """Watch the children of every node on the tokens' path. They stay watched: what comes later is slower."""
+    watched, node, at = [], space.root, 0
+    while node.kids:
+        node.kid_tokens = _Watched(list(node.kid_tokens))
+        watched.append(node.kid_tokens)
+        kid = next((kid for kid in node.kids if kid.tokens == raw[at : at + BLOCK_BYTES]), None)
+        if kid is None:
+            break
+        node, at = kid, at + BLOCK_BYTES
+    return watched
+
+
+def _visits(cache: PrefixCache, prompts: list[np.ndarray], chance: np.random.Generator) -> Figure:
+    worst = (0.0, 0, 0, 0.0)
+    for i in range(24):
+        prompt = prompts[int(chance.integers(len(prompts)))].copy()
+        if i % 2:
+            prompt[int(chance.integers(LONG - BLOCK, LONG))] = -1
+        counted, seen, bar = visited(cache, prompt, lambda p=prompt: cache.match(p, model=MODEL))
+        worst = max(worst, (max(counted, seen) / bar, counted, seen, bar))
+    _, counted, seen, bar = worst
+    return Figure(
+        "nodes visited by a 32k-token lookup, the worst of 24", f"{counted} counted, {seen} looked at",
+        f"<= 130 + log2(siblings) = {bar:.0f}", f"blocks of the prompt: {LONG // BLOCK}", max(counted, seen) <= bar,
+        {"counted": counted, "seen": seen, "bar": bar},
+    )  # fmt: skip
+
+
+def _digests(raw: bytes) -> bytes:
+    key = b"\0" * 16
+    for at in range(0, len(raw), BLOCK_BYTES):
+        key = xxhash.xxh3_128_digest(key + raw[at : at + BLOCK_BYTES])
+    return key
+
+
+def siblings(scale: str) -> Iterator[Figure]:
+    """A block among many that share all but its last token, against a plain hit of as many tokens."""
+    count = SIBLINGS[scale]
+    tokens, chance = draw(7), np.random.default_rng(7)
+    twin, lonely, rows = tokens(BLOCK), tokens(BLOCK), filled(SMALL, BLOCK)
+    plain, missed = [], []
+    with PrefixCache(ram="4GB", codec=Raw()) as crowded, PrefixCache(ram="4GB", codec=Raw()) as quiet:
+        quiet.store(lonely, rows, model=MODEL)
+        for i in range(count):
+            twin[-1] = 2 * i
+            crowded.store(twin, rows, model=MODEL)
+        assert crowded.stats().blocks == count
+        for _ in range(PROMPTS[scale] * 5):
+            twin[-1] = 2 * int(chance.integers(count)) + 1  # between two of them: shares 255 of 256
+            missed.append(_time(crowded, twin, BLOCK - 1))
+            plain.append(_time(quiet, lonely, BLOCK))
+        counted, seen, bar = visited(crowded, twin, lambda: crowded.match(twin, model=MODEL))
+    ratio = statistics.median(missed) / statistics.median(plain)
+    yield Figure(
+        f"match of 256 tokens that share 255 with {count} siblings, over a plain hit", f"{ratio:.2f}x", "<= 3x",
+        f"plain hit of 256 tokens: {statistics.median(plain) * 1e6:.1f} us", ratio <= 3,
+        {"ratio": ratio, "siblings_s": statistics.median(missed), "plain_s": statistics.median(plain),
+         "counted": counted, "seen": seen, "bar": bar},
+    )  # fmt: skip
+
+
+def _time(cache: PrefixCache, tokens: np.ndarray, depth: int) -> float:
+    begin = time.perf_counter()
+    found = cache.match(tokens, model=MODEL)
+    taken = time.perf_counter() - begin
+    assert found.ram == depth, (found, depth)
+    return taken
+
+
+FIGURES = {"match": match, "siblings": siblings}
+
+if __name__ == "__main__":
+    sys.exit(report.main({"lookup": FIGURES}))
