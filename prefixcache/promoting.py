@@ -16,7 +16,7 @@ from prefixcache.ssd import Corrupt, Ssd
 from prefixcache.tiers import Home, Tiers
 from prefixcache.tree import BLOCK, RAM, SSD, Slot
 
-PATIENCE = 30.0  # seconds that a promotion waits for RAM while the writer makes some free
+PATIENCE = 10.0  # seconds that a promotion waits for RAM while the writer makes some free
 
 
 class Reading(NamedTuple):
@@ -91,7 +91,7 @@ def _begin(tiers: Tiers, ssd: Ssd, slot: Slot, wait: float = 0) -> Reading | Non
             return Reading(slot, done, None)
         if slot.loading is not None:
             return Reading(slot, slot.loading, None)
-        reservation = tiers.reserve(slot.nbytes, wait)
+        reservation = tiers.reserve(slot.nbytes, wait, drop=False)
         if reservation is None or not slot.disk or slot.loading is not None or slot.image is not None:
             if reservation is not None:
                 reservation.release()

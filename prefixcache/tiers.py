@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from prefixcache.budget import Budget, Reservation
@@ -119,78 +119,85 @@ class Tiers:
 
     # -- room in RAM --------------------------------------------------------------------------------------------------
 
-    def reserve(self, nbytes: int, wait: float = 0) -> Reservation | None:
-        """Reserve RAM, evicting the coldest for it. `wait`: seconds to wait for the SSD's writer where that would help.
+    def reserve(self, nbytes: int, wait: float = 0, drop: bool = True) -> Reservation | None:
+        """Reserve RAM, evicting the coldest for it; for `wait` seconds nothing is evicted that the SSD does not have.
 
-        None when it can't be had: everything left is pinned, or waits for the SSD.
+        After that, if `drop`, the coldest leave although the SSD has no room in its queue for them. None when the room
+        can't be had: what is left is pinned, or waits for the SSD.
         """
-        deadline = time.monotonic() + wait
         with self.lock:
-            while (reservation := self._reserve_now(nbytes)) is None:
-                left = deadline - time.monotonic()
-                if nbytes > self.budget.limit or left <= 0 or not self.budget.held().queued:
-                    return None
-                self.moved.wait(min(left, 0.2))
-            return reservation
-
-    def _reserve_now(self, nbytes: int) -> Reservation | None:
-        while self.budget.room < nbytes:
-            if nbytes > self.budget.limit or not self._evict_one(nbytes):
+            if nbytes > self.budget.limit:
                 return None
-        return self.budget.reserve(nbytes)
+            if not self._in_time(lambda: self._make_room(nbytes, False), wait) and not (
+                drop and self._make_room(nbytes, True)
+            ):
+                return None
+            return self.budget.reserve(nbytes)
 
-    def _evict_one(self, wanted: int) -> bool:
-        """Let the coldest image leave RAM, or the coldest of the SSD leave the mirror. False when nothing can leave now."""
-        held = self.budget.held()
-        waits = self.settings.spill == "wait" and self.ssd is not None
-        if waits and self.budget.room + held.queued >= wanted and held.queued:
-            return False  # enough is on its way to the SSD
+    def _in_time(self, done: Callable[[], bool], wait: float) -> bool:
+        """Try until `done`, or until `wait` seconds have passed, or the writer has nothing left that could help."""
+        deadline, idle = time.monotonic() + wait, 0
+        while not done():
+            left = deadline - time.monotonic()
+            idle = 0 if self.budget.held().queued else idle + 1
+            if left <= 0 or idle > 3:
+                return False
+            self.moved.wait(min(left, 0.05))
+        return True
+
+    def _make_room(self, nbytes: int, drop: bool) -> bool:
+        while self.budget.room < nbytes:
+            if not drop and self.budget.room + self.budget.held().queued >= nbytes:
+                return False  # enough is on its way to the SSD
+            if not self._evict_one(drop):
+                return False
+        return True
+
+    def _evict_one(self, drop: bool) -> bool:
+        """Let the coldest image leave RAM, or begin to. False when none can, or none without being lost if not `drop`."""
         slot = self.tree.coldest(RAM)
         if slot is None:
-            return not held.queued and self._forget_one()
-        if slot.disk:
-            self.tree.leave(slot, RAM)
-            self.counters.evicted += 1
-        elif self.ssd is None:
-            self.tree.leave(slot, RAM)
-            self.counters.evicted += 1
-        elif self.spill(slot):
-            pass  # it stays until it is durable; go on with the next
-        elif waits and held.queued:
-            return False
-        else:
-            self.tree.leave(slot, RAM)
-            self.counters.dropped += 1
-            self.counters.dropped_bytes += slot.nbytes
-            if self.counters.dropped in (1, 10, 100) or self.counters.dropped % 1000 == 0:
-                log.warning("the SSD is behind: %d images (%d bytes) left RAM unwritten",
-                            self.counters.dropped, self.counters.dropped_bytes)  # fmt: skip
+            return self._forget_one()
+        if not slot.disk and self.ssd is not None:
+            if self.spill(slot):
+                return True  # it stays until it is durable; the next one may go at once
+            if not drop:
+                return False
+            self._count_drop(slot)
+        self.tree.leave(slot, RAM)
+        self.counters.evicted += 1
         self.moved.notify_all()
         return True
 
+    def _count_drop(self, slot: Slot) -> None:
+        counters = self.counters
+        counters.dropped += 1
+        counters.dropped_bytes += slot.nbytes
+        if counters.dropped in (1, 10, 100) or counters.dropped % 1000 == 0:
+            log.warning("the SSD is behind: %d images (%d bytes) left RAM unwritten",
+                        counters.dropped, counters.dropped_bytes)  # fmt: skip
+
     def _forget_one(self) -> bool:
-        """When nodes fill the RAM: the coldest image leaves the SSD, and its node the tree."""
+        """When nodes fill their share of the RAM: the coldest image leaves the SSD, and its node the tree."""
         slot = self.tree.coldest(SSD)
-        if slot is None:
+        if slot is None or self.budget.held().nodes <= self.budget.limit // MIRROR_SHARE:
             return False
         self.counters.forgotten += 1
         self.discard(slot)
         return True
 
     def trim(self, nbytes: int) -> int:
-        """Let the coldest leave RAM until images and nodes take at most `nbytes`, or nothing more can. Returns bytes held."""
-        with self.lock:
+        """Let the coldest leave RAM until it holds at most `nbytes`. Nothing is lost for it: what the SSD has not taken in
+        `spill_wait` seconds stays. Returns the bytes held."""
+
+        def done() -> bool:
             while self.budget.held().total > nbytes:
-                slot = self.tree.coldest(RAM)
-                if slot is None:
-                    break
-                if not slot.disk and self.ssd is not None and self.spill(slot):
-                    continue
-                if not slot.disk and self.ssd is not None:
-                    self.counters.dropped += 1
-                    self.counters.dropped_bytes += slot.nbytes
-                self.counters.evicted += 1
-                self.tree.leave(slot, RAM)
+                if self.tree.coldest(RAM) is None or not self._evict_one(False):
+                    return False
+            return True
+
+        with self.lock:
+            self._in_time(done, self.settings.spill_wait)
             return self.budget.held().total
 
     # -- RAM to SSD ---------------------------------------------------------------------------------------------------
@@ -281,8 +288,8 @@ class Tiers:
                     self.ssd.delete([older])
                 if slot.kind != "snapshot":
                     self.settle_twins(slot.node)
-                if self.through and not slot.pins and not self.tree._needed(slot, RAM):
-                    self.tree.leave(slot, RAM)
+                if self.through:
+                    self._pass_through(slot)
             elif not isinstance(error, Cancelled):
                 self.counters.write_errors += 1
             self.moved.notify_all()
@@ -311,6 +318,14 @@ class Tiers:
             if self.ssd is not None and self.tree.touched:
                 self.ssd.touch([(slot.kind, slot.key, slot.tick) for slot in self.tree.touched])
                 self.tree.touched.clear()
+
+    def _pass_through(self, slot: Slot) -> None:
+        """With no RAM to keep it: what is durable and of no more use leaves, and then what it hung on."""
+        one: Slot | None = slot
+        while one is not None and one.image is not None and one.disk and not one.pins and not self.tree.needed(one, RAM):
+            self.tree.leave(one, RAM)
+            above = one.node if one.kind != "rows" else one.node.parent
+            one = above.rows if above is not None else None
 
     def spill_ahead(self, entered: int) -> None:
         """Write the coldest quarter of a full RAM before it must leave, so that leaving costs nothing."""

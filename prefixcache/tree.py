@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from math import lcm
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ RAM, SSD = 0, 1
 TIERS = (RAM, SSD)
 
 BLOCK_BYTES = BLOCK * TOKEN_BYTES
+_LAST = ("snapshot", "window", "rows")  # of one block and one touch: who leaves first
 NODE_BYTES = 880  # of RAM a node, beside its tokens; measured by tools/bench/memory.py
 SLOT_BYTES = 560  # of RAM a slot, beside its image and its suffix; measured there too
 
@@ -74,6 +76,11 @@ class Slot:
     def end(self) -> int:
         """The boundary that a snapshot serves; the end of the block otherwise."""
         return self.node.end + len(self.suffix) // TOKEN_BYTES
+
+    @property
+    def end_of_block(self) -> int:
+        """The end of the block that it hangs on: of a snapshot, the one that its suffix begins, were it whole."""
+        return self.node.end + BLOCK if self.kind == "snapshot" else self.node.start + BLOCK
 
     def within(self, tier: int) -> bool:
         return (self.image is not None) if tier == RAM else self.disk > 0
@@ -206,7 +213,9 @@ class Tree:
         for i in range(max(place - 2, 0), min(place + 2, len(node.kids))):
             self.visits += 1
             kid, common = node.kids[i], common_tokens(node.kid_tokens[i], chunk)
-            kid_in_ram = kid.rows is not None and kid.rows.image is not None
+            if kid.rows is None:
+                continue  # hollow
+            kid_in_ram = kid.rows.image is not None
             if common and (common, kid_in_ram) > (shared, in_ram):
                 best, shared, in_ram = kid, common, kid_in_ram
         return best, shared
@@ -285,11 +294,12 @@ class Tree:
     def coldest(self, tier: int) -> Slot | None:
         """Who leaves `tier` next: the coldest slot that nothing there hangs on, not pinned and not waiting for the SSD."""
         for slot in self.order[tier]:
-            if slot.within(tier) and not slot.pins and not slot.saving and not self._needed(slot, tier):
+            if slot.within(tier) and not slot.pins and not slot.saving and not self.needed(slot, tier):
                 return slot
         return None
 
-    def _needed(self, slot: Slot, tier: int) -> bool:
+    def needed(self, slot: Slot, tier: int) -> bool:
+        """Whether something else in the tier is of no use without this slot."""
         if slot.kind != "rows":
             return False
         node = slot.node
@@ -466,7 +476,8 @@ class Tree:
     def _demote_unserved(self, slot: Slot, tier: int) -> None:
         """After a window or snapshot left: rows that no boundary needs any more go next, not last."""
         top, node = None, slot.node
-        while node.parent is not None and not self._served(node, tier):
+        whole = _whole_chunks(node)  # hit without a window's rows, so the blocks before it are still of use
+        while node.parent is not None and node.start >= whole and not self._served(node, tier):
             top, node = node, node.parent
         tops = [top] if top is not None else []
         if slot.suffix:
@@ -482,7 +493,7 @@ class Tree:
 
     def settle(self) -> None:
         """After slots were entered in any order: sort the SSD's order by their ticks, at equal ticks the deeper colder."""
-        cold_first = sorted(self.order[SSD], key=lambda slot: (slot.tick, -slot.end, slot.kind != "snapshot"))
+        cold_first = sorted(self.order[SSD], key=lambda s: (s.tick, -s.end_of_block, _LAST.index(s.kind)))
         self.order[SSD].clear()
         self.order[SSD].update(dict.fromkeys(cold_first))
         self.clock = max([self.clock, *(slot.tick for slot in cold_first[-1:])])
@@ -534,6 +545,15 @@ class Tree:
         held_now = self.budget.held()
         assert held_now.images == images, (held_now, images)
         assert held_now.nodes == cost, (held_now, cost)
+
+
+def _whole_chunks(node: Node) -> int:
+    """The last boundary at or before the node's end that needs rows only: where all windows are chunks that end there."""
+    space = node.space
+    if space is None or space.snapshots or not all(window.chunked for window in space.windows):
+        return 0
+    step = lcm(BLOCK, *(window.size for window in space.windows))
+    return node.end // step * step
 
 
 def _has(slot: Slot | None, tier: int) -> bool:

@@ -18,7 +18,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from prefixcache.cli.blocktree import BlockTree, Run, block_tree, largest
-from prefixcache.cli.recognise import why_not
+from prefixcache.cli.recognise import NONSENSE, nonsense, why_not
 from prefixcache.cli.text import age, complain, console, foreign, many, print_json, safe, size
 from prefixcache.keys import BLOCK
 from prefixcache.ssd import DirectoryError, NamespaceSurvey, Survey, survey
@@ -40,8 +40,8 @@ def inspect(
 
     Works on a directory that a server has open and on one that nobody has; changes nothing.
 
-    Exit code: 0 shown, 1 the index could not be read (what could be is shown), 2 no such directory, not one of
-    prefixcache's, or written by a newer release.
+    Exit code: 0 shown, 1 the index could not be read (what could be is shown), 2 nothing could be: no such
+    directory, not one of prefixcache's, not readable, written by a newer release.
     """
     try:
         if problem := why_not(directory):
@@ -49,10 +49,11 @@ def inspect(
         found = survey(directory)
         trees = _trees(found) if tree else None
         facts = describe(found, trees, time.time())
-    except (DirectoryError, IndexBroken, OSError) as error:
-        complain(str(error))
+    except (DirectoryError, IndexBroken, OSError, *NONSENSE) as error:
+        said = nonsense(directory, error) if isinstance(error, NONSENSE) else str(error)
+        complain(said)
         if as_json:
-            print_json({"directory": str(directory), "error": str(error)})
+            print_json({"directory": str(directory), "error": said})
         raise typer.Exit(2) from None
     if as_json:
         print_json(facts)
@@ -136,7 +137,7 @@ def _namespace(space: NamespaceSurvey, tree: Facts | None) -> Facts:
 
 
 def raw_bytes(space: NamespaceSurvey) -> tuple[int | None, bool]:
-    """What the rows of a namespace's blocks and windows take as they are in a live cache, and whether that is estimated.
+    """What the rows of a namespace's blocks and windows take as they are in a live cache, and whether that is a guess.
 
     Windowed layers are counted for the share of blocks that have a window image. None for a layout that can't be
     understood here.
@@ -194,9 +195,7 @@ def _show(out: Console, facts: Facts, trees: dict[str, BlockTree] | None, everyt
     out.print(_summary(facts))
     if facts["namespaces"]:
         out.print(_namespaces(facts, limit))
-        out.print(
-            "The most recently used first. raw: what these tokens take in a live cache. hits: of images.", style="dim"
-        )
+        out.print("The most recently used first. raw: size in a live cache. hits: of images.", style="dim")
     if trees is not None and facts["namespaces"]:
         _show_trees(out, facts, trees, everything)
     if facts["quarantine"]:
@@ -323,7 +322,10 @@ def _show_trees(out: Console, facts: Facts, trees: dict[str, BlockTree], everyth
             continue
         drawn, deepest = _draw(_heading(space, tree), tree, chosen)
         out.print()
-        out.print(drawn, width=max(out.width, 4 * deepest + 110), crop=False, no_wrap=True, overflow="ignore")
+        wide = Console(
+            file=out.file, width=max(out.width, 4 * deepest + 160), markup=False, emoji=False, highlight=False
+        )
+        wide.print(drawn, crop=False, no_wrap=True, overflow="ignore")
     left_out = sum(bool(tree.tops) and chosen is not None and id(tree.tops[0]) not in chosen for tree in trees.values())
     if left_out:
         out.print(f"\n... {many(left_out, 'smaller tree')} not shown: --all")

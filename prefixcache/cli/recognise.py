@@ -1,7 +1,7 @@
 """Whether a directory is one of prefixcache's: asked before anything is shown of it or changed in it.
 
-`ssd.reconcile` furnishes whatever directory it is given, empties its tmp/ and sets aside what it does not know; of a
-directory that somebody else made, that must never happen.
+`ssd.reconcile` furnishes a directory, empties its tmp/ and sets aside what it does not know, and a file named LOCK or
+index.db is enough for it. Other programs have files of these names; to their directories that must never happen.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
+# What reading an index raises whose tables are ours and whose values are not.
+NONSENSE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+
 FOLDERS = ("rows", "windows", "snapshots")
 _IMAGE = re.compile(r"([0-9a-f]{2})[0-9a-f]{30}\.safetensors")
 
@@ -19,8 +22,8 @@ _IMAGE = re.compile(r"([0-9a-f]{2})[0-9a-f]{30}\.safetensors")
 def why_not(directory: Path) -> str:
     """Why a directory is not one of prefixcache's, as one line with what to do; "" when it is.
 
-    It is when it has an index of ours, a LOCK that a cache signed, or an image file where images are kept. OSError when
-    that can't be seen.
+    It is when it has an index of ours, a LOCK that a cache signed, or an index or LOCK of any content beside image
+    files where images are kept. OSError when that can't be seen.
     """
     root = Path(os.path.abspath(directory.expanduser()))
     if not root.is_dir():
@@ -28,9 +31,26 @@ def why_not(directory: Path) -> str:
         return f"{str(root)!r}: {what}; check the name"
     if not os.listdir(root):
         return f"{str(root)!r}: not a prefixcache directory: it is empty; check the name"
-    if _is_signed(root / "LOCK") or _is_index(root / "index.db") or any(_images(root)):
+    index, lock = root / "index.db", root / "LOCK"
+    if _is_signed(lock) or _is_index(index):
         return ""
-    return f"{str(root)!r}: not a prefixcache directory: no index, lock or image of a cache is in it; check the name"
+    if not any(_images(root)):
+        return (
+            f"{str(root)!r}: not a prefixcache directory: no index, lock or image of a cache is in it; check the name"
+        )
+    if os.path.lexists(index) or os.path.lexists(lock):
+        return ""
+    return (
+        f"{str(root)!r}: has images of a cache, but no index or lock; to have them taken in, make an empty LOCK in it"
+    )
+
+
+def nonsense(directory: Path, error: BaseException) -> str:
+    """One line on an error that is in `NONSENSE`. It quotes no value: one may be of a prompt."""
+    return (
+        f"{str(directory)!r}: the index has values that no cache writes ({type(error).__name__}); move index.db* away, "
+        "and prefixcache reconcile makes a new one from the files"
+    )
 
 
 def _is_signed(lock: Path) -> bool:

@@ -48,6 +48,11 @@ class Directory:
     def file(self, address: Address) -> str:
         return f"{self.folder(address)}/{address[1].hex()}.safetensors"
 
+    @property
+    def ours(self) -> bool:
+        """Whether a cache was ever opened here."""
+        return os.path.lexists(self.index) or os.path.lexists(self.lock)
+
     def relative(self, path: str | os.PathLike[str]) -> str:
         return os.path.relpath(path, self.root)
 
@@ -55,6 +60,12 @@ class Directory:
         """Make the root, DirectoryError with a remedy when that is not possible."""
         if os.path.lexists(self.root) and not self.root.is_dir():
             raise DirectoryError(f"ssd_dir={str(self.root)!r}: not a folder; move it or name another directory")
+        taken = [name for name in _OURS if os.path.lexists(self.root / name)]
+        if taken and not self.ours:  # what lies in tmp/ is deleted: not in a folder of somebody else
+            raise DirectoryError(
+                f"ssd_dir={str(self.root)!r}: has a {taken[0]!r} of its own and no {INDEX} or {LOCK}, so it is no "
+                f"cache; name another directory (or, if it was one, make an empty {LOCK} in it)"
+            )
         try:
             for folder in (*reversed(self.root.parents), self.root):
                 if not folder.exists() and make_folder(folder):
@@ -90,8 +101,8 @@ class Directory:
                     yield ((kind, bytes.fromhex(item.name[:32])) if plain else None), item
 
     def strays(self) -> Iterator[os.DirEntry[str]]:
-        """What lies in tmp/: debris, unless a writer is at work."""
-        return _scan(self.tmp)
+        """The files in tmp/: debris, unless a writer is at work."""
+        return (item for item in _scan(self.tmp) if not item.is_dir(follow_symlinks=False))
 
     def image_folders(self) -> dict[str, int]:
         """Real bytes of every two-digit folder."""

@@ -151,8 +151,8 @@ def _parse(fd: int, header: bytes, size: int, found: os.stat_result, here: tuple
             raise Damaged("a tensor's offsets are not valid", here)
         at = last
         if name == TOKENS and end + last <= size:
-            if tensor["dtype"] != "I64":
-                raise Damaged("the tokens are not int64", here)
+            if tensor["dtype"] != "I64" or nbytes > _HEADER_LIMIT:
+                raise Damaged("the tokens are not valid", here)
             tokens = os.pread(fd, nbytes, end + first)
     if end + at != size:
         raise Damaged(f"{size} bytes, its header says {end + at}", here)
@@ -174,6 +174,10 @@ def from_header(said: Shallow, used: int) -> tuple[Entry, Namespace]:
         raise ValueError("the key is not the one of the tokens")
     if meta.start >= 2**63:
         raise ValueError("the start is not valid")
+    try:
+        "".join((meta.model, meta.codec, meta.layout, meta.extra, meta.statistics)).encode()
+    except UnicodeEncodeError:
+        raise ValueError("the header holds characters that UTF-8 can't") from None
     entry = Entry(
         meta.kind, key, root, parent, meta.start, tokens, said.nbytes, said.checksum, said.disk, used, said.modified,
         0, meta.extra, meta.statistics,

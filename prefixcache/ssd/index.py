@@ -33,6 +33,7 @@ PAGE = 4096
 ROW_PAGES = 8
 
 _NUMBER = {kind: number for number, kind in enumerate(KINDS)}
+_WINDOW = _NUMBER["window"]
 _CHUNK = 500
 _NOT_OURS = ("no such table", "no such column", "already exists")
 _COLUMNS = (
@@ -316,8 +317,8 @@ def read_namespaces(connection: sqlite3.Connection) -> list[Namespace]:
     return [Namespace(*row) for row in rows]
 
 
-def read_entries(connection: sqlite3.Connection) -> Iterator[Entry]:
-    """Every entry, parents before children. One whose tokens do not give its key is left out."""
+def read_entries(connection: sqlite3.Connection, refused: list[Entry] | None = None) -> Iterator[Entry]:
+    """Every entry, parents before children; those whose tokens do not give their key go to `refused` instead."""
     roots = dict(connection.execute("SELECT id, root FROM namespace"))
     cursor = connection.execute(f"SELECT {_COLUMNS} FROM image ORDER BY start, kind")
     while rows := cursor.fetchmany(_CHUNK):
@@ -325,13 +326,15 @@ def read_entries(connection: sqlite3.Connection) -> Iterator[Entry]:
         for number, kind, key, namespace, parent, start, _, *rest in rows:
             nbytes, checksum, disk, used, created, hits, extra, statistics = rest
             text = tokens.get(number, b"")
-            name = KINDS[kind]
-            if name != "window" and keys.chain(parent, text) != key:
-                continue
-            yield Entry(
-                name, key, roots[namespace], parent, start, text, nbytes, checksum, disk, used, created, hits, extra,
-                statistics,
+            entry = Entry(
+                KINDS[kind], key, roots[namespace], parent, start, text, nbytes, checksum, disk, used, created, hits,
+                extra, statistics,
             )  # fmt: skip
+            if kind != _WINDOW and keys.chain(parent, text) != key:
+                if refused is not None:
+                    refused.append(entry)
+                continue
+            yield entry
 
 
 def _read_tokens(connection: sqlite3.Connection, wanted: list[tuple[int, int]]) -> dict[int, bytes]:

@@ -9,10 +9,13 @@ import os
 import shutil
 import threading
 import time
+from contextlib import suppress
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from prefixcache.ssd.directory import Directory, disk_at, identity_at, tree_size
-from prefixcache.ssd.files import remove_file
+from prefixcache.ssd.files import remove_file, write_file
 
 
 class Item(NamedTuple):
@@ -50,11 +53,8 @@ class Quarantine:
                 return None
             os.rename(path, target)
         note: dict[str, Any] = {"reason": reason, "origin": self._directory.relative(path), "when": stamp / 1e9}
-        fd = os.open(_note(target), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "w") as file:
-            json.dump(note, file)
-            file.flush()
-            os.fsync(file.fileno())  # blocks are counted once they are allocated
+        with suppress(OSError):  # on a full disk it goes without
+            write_file(_note(target), np.frombuffer(json.dumps(note).encode(), np.uint8))
         return tree_size(target) + disk_at(_note(target))
 
     def items(self) -> list[Item]:

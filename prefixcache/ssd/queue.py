@@ -148,6 +148,7 @@ class Queue:
         with self._lock:
             if not self._touches:
                 self._touched_at = time.monotonic()
+                self._wake.notify()  # it sleeps without an end when nothing is pending
             self._sequence += 1
             for kind, key, tick in ticks:
                 newest, hits = self._touches.get((kind, key), (tick, 0))

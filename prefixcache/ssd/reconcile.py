@@ -113,6 +113,8 @@ def reconcile(
     try:
         if not there.root.is_dir():
             raise DirectoryError(f"{str(there.root)!r}: no such directory; check the name")
+        if not there.ours:
+            raise DirectoryError(f"{str(there.root)!r}: no cache was ever opened here; check the name")
         if dry_run:
             return _look(there, deep, progress)
         lock = Lock(there)

@@ -71,6 +71,8 @@ class Ssd:
         readers: int = 4,
         written: Callable[[Entry, Exception | None], None],
     ):
+        if readers < 1 or queue_bytes < 0:
+            raise ValueError(f"readers={readers}, queue_bytes={queue_bytes}: give at least 1 reader and 0 bytes")
         self._store = Store(directory, limit)
         self._queue = Queue(self._store.ledger, queue_bytes)
         self._writer = Writer(self._store, self._queue, written)
@@ -95,12 +97,14 @@ class Ssd:
             connection.close()
 
     def entries(self) -> Iterator[Entry]:
-        """Every image, parents before children."""
+        """Every image, parents before children. One whose tokens in the index went bad is deleted instead."""
         connection = connect(self._store.directory.index)
+        refused: list[Entry] = []
         try:
-            yield from read_entries(connection)
+            yield from read_entries(connection, refused)
         finally:
             connection.close()
+        self.delete(refused)
 
     def max_tick(self) -> int:
         """The newest recency tick that `write` or `touch` was given, or that was in the index; 0 at the very start."""
@@ -156,8 +160,8 @@ class Ssd:
     # Statistics of a codec, which images name
 
     def write_statistics(self, digest: str, data: bytes) -> None:
-        """Queue stats/<digest>.safetensors; durable before any image that is queued after it. `digest` is hex."""
-        int(digest, 16)
+        """Queue stats/<digest>.safetensors; durable before any image that is queued after it. ValueError: not hex."""
+        self._store.statistics_file(digest)
         if self._pid == os.getpid():
             self._queue.statistics(digest, data)
 

@@ -10,9 +10,10 @@ import subprocess
 import sys
 
 import pytest
-from images import SPACE, Opened, chain, fingerprint, make, path_of
 
 from prefixcache.ssd import DirectoryError, DirectoryHeld, NewerFormat
+
+from .images import SPACE, Opened, chain, fingerprint, make, path_of
 
 
 def in_child(work) -> int:
@@ -133,6 +134,27 @@ def test_a_file_in_the_place_of_the_directory_is_an_error_that_names_it(root):
     assert root.read_text() == "mine"
 
 
+def test_a_folder_of_somebody_else_is_left_alone(root):
+    (root / "tmp").mkdir(parents=True)
+    (root / "tmp" / "thesis.txt").write_text("mine")
+    with pytest.raises(DirectoryError, match="no cache; name another directory"):
+        Opened(root)
+    assert (root / "tmp" / "thesis.txt").read_text() == "mine"
+    assert len(list(root.iterdir())) == 1
+
+
+def test_a_directory_with_other_files_in_it_is_taken(root, opened):
+    (root / "lost+found").mkdir(parents=True)
+    assert opened().put(make(1))
+
+
+@pytest.mark.parametrize("wrong", [{"readers": 0}, {"queue_bytes": -1}, {"limit": 0}])
+def test_bad_arguments_are_errors_and_take_no_lock(root, opened, wrong):
+    with pytest.raises(ValueError, match="give"):
+        Opened(root, **wrong)
+    assert opened().put(make(1))
+
+
 def test_a_file_in_the_path_is_an_error(root):
     root.write_text("mine")
     with pytest.raises(DirectoryError, match="another directory"):
@@ -142,6 +164,7 @@ def test_a_file_in_the_path_is_an_error(root):
 def test_a_link_in_the_place_of_a_folder_is_an_error(root, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     root.mkdir()
+    (root / "LOCK").touch()
     (root / "rows").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(DirectoryError, match="move it away"):
         Opened(root)

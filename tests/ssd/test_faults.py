@@ -9,9 +9,10 @@ import shutil
 import sqlite3
 
 import pytest
-from images import SPACE, chain, make, path_of, until
 
 from prefixcache.ssd import queue
+
+from .images import SPACE, chain, make, path_of, until
 
 
 @pytest.fixture(autouse=True)

@@ -6,11 +6,13 @@ import errno
 import json
 import os
 import shutil
+import sqlite3
 
 import pytest
-from images import chain, make, path_of
 
 from prefixcache.ssd import Corrupt, Unreadable
+
+from .images import chain, make, path_of
 
 
 def flip(path, entry, others):
@@ -78,6 +80,20 @@ def test_a_bad_file_is_set_aside_with_its_reason_and_refunded(opened, root, dama
     ssd.close()
     again = opened()
     again.check_integrity()
+
+
+def test_tokens_that_went_bad_in_the_index_are_not_believed(opened, root):
+    ssd = opened()
+    bad, good = ssd.put(*chain(2))
+    ssd.close()
+    index = sqlite3.connect(root / "index.db", isolation_level=None)
+    index.execute("UPDATE tokens SET tokens = zeroblob(1024) WHERE id = 1")
+    index.close()
+    again = opened()
+    assert [entry.key for entry in again.entries()] == [good.key]
+    assert again.flush(10)
+    again.check_integrity()
+    assert not path_of(root, bad).exists()
 
 
 def test_a_missing_file_is_corrupt_and_its_row_goes(ssd, root):

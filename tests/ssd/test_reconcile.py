@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -9,9 +10,12 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from images import CODEC, LAYOUT, MODEL, ROOT, SPACE, Opened, chain, du, fingerprint, make, path_of
 
-from prefixcache.ssd import Entry, reconcile, survey
+from prefixcache.ssd import Corrupt, Entry, reconcile, survey
+from prefixcache.ssd.files import Damaged, from_header, read_header
+from prefixcache.ssd.index import Index
+
+from .images import CODEC, LAYOUT, MODEL, ROOT, SPACE, Opened, chain, du, fingerprint, make, path_of
 
 
 @pytest.fixture
@@ -297,10 +301,73 @@ def test_what_can_t_be_done_is_a_report_with_code_2(root, filled, monkeypatch):
     assert fingerprint(root) == before
 
 
-def test_an_empty_folder_and_a_new_one_are_clean(tmp_path):
-    assert reconcile(tmp_path, dry_run=True).clean
-    assert list(tmp_path.iterdir()) == []
-    assert reconcile(tmp_path).clean
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_folder_that_is_no_cache_is_left_alone(tmp_path, dry_run):
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "tmp" / "thesis.txt").write_text("mine")
+    report = reconcile(tmp_path, dry_run=dry_run)
+    assert report.exit_code == 2
+    assert "no cache" in report.error
+    assert (tmp_path / "tmp" / "thesis.txt").read_text() == "mine"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+HOSTILE = [
+    b"{",
+    b"[" * 100_000,
+    b"[]",
+    b"{}",
+    b'{"__metadata__":{"format":1}}',
+    b'{"__metadata__":{"format":"1","kind":"rows","start":"0","checksum":"%s"},"x":1}' % (b"0" * 32),
+    b'{"\xff":1}',
+]
+
+
+def lying_headers():
+    """Headers that parse and lie: each field in turn, with what a hostile or careless writer could put there."""
+    _, image = make(500)
+    data = image.data.tobytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    told = json.loads(data[8:end])
+    tokens = told["tokens"]
+    for name in told["__metadata__"]:
+        for lie in ("", "\ud800", "x" * 5000, "../../etc", "-1", "9" * 30, "9" * 6000, None, 7, [], {}, "\u0663"):
+            yield json.dumps({**told, "__metadata__": {**told["__metadata__"], name: lie}}).encode(), data[end:]
+    for name in ("dtype", "shape", "data_offsets"):
+        for lie in (None, 7, "F99", [], {}, [-1], [2**70], [2**35], [True], ["1"], [256, 1], [[]]):
+            yield json.dumps({**told, "tokens": {**tokens, name: lie}}).encode(), data[end:]
+
+
+def test_no_header_can_do_more_than_be_refused(tmp_path):
+    """Whatever it says, it is refused with one of two errors, or the index can hold it."""
+    index = Index(tmp_path / "index.db")
+    for header, rest in [*((text, b"") for text in HOSTILE), *lying_headers()]:
+        (tmp_path / "file").write_bytes(len(header).to_bytes(8, "little") + header + rest)
+        with contextlib.suppress(Damaged, ValueError):
+            entry, space = from_header(read_header(str(tmp_path / "file")), 0)
+            with contextlib.suppress(KeyError), index.transaction():
+                index.insert(entry, space)
+                raise KeyError  # roll it back
+    index.close()
+
+
+def test_hostile_files_never_stop_an_opening(root):
+    Opened(root).close()
+    path = path_of(root, make(500)[0])
+    for header, rest in [*((text, b"") for text in HOSTILE), *list(lying_headers())[::12]]:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(len(header).to_bytes(8, "little") + header + rest)
+        index = rows(root)
+        index.execute("UPDATE meta SET value = '0' WHERE name = 'clean'")
+        index.close()
+        ssd = Opened(root)
+        ssd.check_integrity()
+        for found in ssd.entries():  # taken in by its header's word, and found out when it is read
+            with pytest.raises(Corrupt):
+                ssd.read(found).result(10)
+        assert ssd.flush(10)
+        assert ssd.stats().files == 0
+        ssd.close()
 
 
 def test_a_dead_directory_after_a_reconcile_opens_without_another(filled, monkeypatch):

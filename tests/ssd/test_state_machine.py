@@ -10,9 +10,10 @@ from pathlib import Path
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from images import SPACE, Opened, du, make, path_of
 
 from prefixcache.ssd import Corrupt, Entry, reconcile
+
+from .images import SPACE, Opened, du, make, path_of
 
 POOL = [
     *(make(n, size=400 * n) for n in range(8)),

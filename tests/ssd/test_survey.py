@@ -8,9 +8,10 @@ import subprocess
 import sys
 
 import pytest
-from images import CODEC, LAYOUT, MODEL, ROOT, SPACE, chain, du, fingerprint, make, path_of
 
 from prefixcache.ssd import DirectoryError, Namespace, survey
+
+from .images import CODEC, LAYOUT, MODEL, ROOT, SPACE, chain, du, fingerprint, make, path_of
 
 PAIRS = [*chain(7), make(70, kind="window"), make(71, kind="snapshot", count=9)]
 

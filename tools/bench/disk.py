@@ -20,6 +20,7 @@ if not __package__:
 import numpy as np
 
 from prefixcache import PrefixCache, Raw
+from prefixcache.ssd import SsdStats
 from prefixcache.tree import BLOCK
 from tools.bench import report
 from tools.bench.prompts import MODEL, Shape, draw, filled
@@ -47,46 +48,131 @@ WIDE = 8  # threads of the second reference for writes: as many as the product's
 READERS = 4
 
 
-def _open(folder: Path) -> PrefixCache:
-    return PrefixCache(ram="4GB", ssd_dir=folder, ssd="40GB", codec=Raw(), readers=READERS, spill_queue="2GB")
-
-
-def _write(path: Path, data: Any) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        assert os.write(fd, data) == len(data)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
 
 def spill(scale: str) -> Iterator[Figure]:
     """`flush` of images that a store has just made, and a loop of write + fsync of the same bytes into one folder."""
     sizes = SIZES[scale]
     for name, shape in IMAGES.items():
-        count = sizes.images[name]
-        tokens, prompt_cache = draw(11), filled(shape, count * BLOCK)
-        prompts = [tokens(count * BLOCK) for _ in range(sizes.rounds)]
         with report.scratch() as folder:
-            plain_folder, wide_folder = folder / "plain", folder / "wide"
-            plain_folder.mkdir()
-            wide_folder.mkdir()
-            with _open(folder / "cache") as cache:
-                written = {}
+            nbytes, product, plain, wide = _spill(folder, shape, sizes.images[name], sizes.rounds)
+        ratio = report.median_ratio(plain, product)
+        yield Figure(
+            f"spill, fsync included, {sizes.images[name]} images of {name}, over plain write + fsync",
+            f"{ratio:.2f} ({_rate(nbytes, product)})", f">= {BAR}" if name == BARRED else "",
+            f"one after the other {_rate(nbytes, plain)}; {WIDE} threads {_rate(nbytes, wide)}",
+            ratio >= BAR if name == BARRED else None,
+            {"ratio": ratio, "bytes": nbytes, "product_s": product, "plain_s": plain, "wide_s": wide},
+        )  # fmt: skip
 
-                def product(number: int) -> float:
-                    cache.store(prompts[number], prompt_cache, model=MODEL)  # noqa: B023
-                    before = cache.stats().ssd.written_bytes  # noqa: B023
-                    os.sync()
-                    taken = report.seconds(lambda: cache.flush(300))  # noqa: B023
-                    written[number] = cache.stats().ssd.written_bytes - before  # noqa: B023
-                    cache.trim_to(0)  # noqa: B023
-                    return taken
 
-                images = _images(prompts[0], prompt_cache)
+def _spill(folder: Path, shape: Shape, count: int, rounds: int) -> tuple[int, list[float], list[float], list[float]]:
+    """Bytes of a round, and the seconds of each: through the product, plain, plain from several threads."""
+    tokens, prompt_cache = draw(11), filled(shape, count * BLOCK)
+    stored: dict[int, list[np.ndarray]] = {}
+    (folder / "plain").mkdir()
+    with _open(folder / "cache") as cache, ThreadPoolExecutor(WIDE) as pool:
 
-                def plain(number: int) -> float:
-                    os.sync()
-                    return report.seconds(lambda: [_write(plain_folder / f"{number}-{i}", d) for i, d in enumerate(images)])  # noqa: B023
+        def images(number: int) -> list[np.ndarray]:
+            if number not in stored:
+                stored[number] = _store(cache, tokens(count * BLOCK), prompt_cache)
+            os.sync()
+            return stored[number]
 
-                product_s, plain_s, wide_s = report.in_turns(sizes.rounds, product, plain, wide)
+        def product(number: int) -> float:
+            images(number)
+            before = _ssd(cache).written_files
+            taken = report.seconds(lambda: cache.flush(300))
+            assert _ssd(cache).written_files - before == count
+            return taken
+
+        def plain(number: int) -> float:
+            work = [(folder / "plain" / f"{number}-{i}", data) for i, data in enumerate(images(number))]
+            return report.seconds(lambda: [_write(job) for job in work])
+
+        def wide(number: int) -> float:
+            work = [(folder / "plain" / f"{number}-{i}-wide", data) for i, data in enumerate(images(number))]
+            return report.seconds(lambda: list(pool.map(_write, work)))
+
+        times = report.in_turns(rounds, product, plain, wide)
+        return sum(data.nbytes for data in stored[0]), *times
+
+
+def promote(scale: str) -> Iterator[Figure]:
+    """`promote` of a prompt after a restart, and `open().read()` of the same files, all of them cold."""
+    sizes = SIZES[scale]
+    for name, shape in IMAGES.items():
+        with report.scratch() as folder:
+            nbytes, product, plain, wide = _promote(folder, shape, sizes.images[name], sizes.rounds)
+        ratio = report.median_ratio(plain, product)
+        yield Figure(
+            f"promote, checksum included, {sizes.images[name]} images of {name}, over a plain cold read",
+            f"{ratio:.2f} ({_rate(nbytes, product)})", f">= {BAR}" if name == BARRED else "",
+            f"one after the other {_rate(nbytes, plain)}; {READERS} threads {_rate(nbytes, wide)}",
+            ratio >= BAR if name == BARRED else None,
+            {"ratio": ratio, "bytes": nbytes, "product_s": product, "plain_s": plain, "wide_s": wide},
+        )  # fmt: skip
+
+
+def _promote(folder: Path, shape: Shape, count: int, rounds: int) -> tuple[int, list[float], list[float], list[float]]:
+    prompt = draw(12)(count * BLOCK)
+    with _open(folder) as cache:
+        cache.store(prompt, filled(shape, count * BLOCK), model=MODEL)
+    files = sorted((folder / "rows").rglob("*.safetensors"))
+    assert len(files) == count
+    with _open(folder) as cache, ThreadPoolExecutor(READERS) as pool:
+
+        def product(number: int) -> float:
+            cache.trim_to(0)
+            report.forget_pages(files)
+            assert cache.match(prompt, model=MODEL).ram == 0
+            taken = report.seconds(lambda: cache.promote(prompt, model=MODEL).result())
+            assert cache.match(prompt, model=MODEL).ram == len(prompt)
+            return taken
+
+        def plain(number: int) -> float:
+            report.forget_pages(files)
+            return report.seconds(lambda: [len(file.read_bytes()) for file in files])
+
+        def wide(number: int) -> float:
+            report.forget_pages(files)
+            return report.seconds(lambda: [len(data) for data in pool.map(Path.read_bytes, files)])
+
+        times = report.in_turns(rounds, product, plain, wide)
+    return sum(file.stat().st_size for file in files), *times
+
+
+def _open(folder: Path) -> PrefixCache:
+    return PrefixCache(ram="4GB", ssd_dir=folder, ssd="40GB", codec=Raw(), readers=READERS, spill_queue="2GB")
+
+
+def _ssd(cache: PrefixCache) -> SsdStats:
+    found = cache.stats().ssd
+    assert found is not None
+    return found
+
+
+def _store(cache: PrefixCache, prompt: np.ndarray, prompt_cache: list[Any]) -> list[np.ndarray]:
+    """Store a prompt; the bytes of its images."""
+    known = set(cache._tiers.tree.slots)
+    cache.store(prompt, prompt_cache, model=MODEL)
+    return [slot.image.data for address, slot in cache._tiers.tree.slots.items() if address not in known]
+
+
+def _write(job: tuple[Path, np.ndarray]) -> None:
+    path, data = job
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        assert os.write(fd, data.data) == data.nbytes
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _rate(nbytes: int, times: list[float]) -> str:
+    return f"{nbytes / statistics.median(times) / 1e6:.0f} MB/s"
+
+
+FIGURES = {"spill": spill, "promote": promote}
+
+if __name__ == "__main__":
+    sys.exit(report.main({"disk": FIGURES}))

@@ -55,7 +55,7 @@ def match(scale: str) -> Iterator[Figure]:
         hashing: list[float] = []
         for _ in range(PROMPTS[scale]):
             for which, cache in enumerate(caches):
-                prompt = prompts[which][chance.integers(len(prompts[which]))]
+                prompt = prompts[which][chance.integers(len(prompts[which]))].copy()  # a server's tokens are fresh
                 diverging, at = prompt.copy(), int(chance.integers(1, LONG))
                 diverging[at:] = chance.integers(0, 150_000, LONG - at)
                 diverging[at] = -1

@@ -1,0 +1,53 @@
+# Every target that needs Python makes .venv first and installs into it; nothing else on the machine is touched.
+# Needed: Python 3.10 or newer, make, a C++ compiler (MLX compiles some operations on the CPU while it runs).
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# Which build of MLX. On a Mac it comes with Metal; on Linux it is the CPU's, or with EXTRA=cuda the one for NVIDIA GPUs.
+ifeq ($(shell uname -s),Darwin)
+EXTRA ?=
+else
+EXTRA ?= cpu
+endif
+comma := ,
+EXTRAS := $(if $(EXTRA),$(EXTRA)$(comma))test
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench clean
+
+help:
+	@echo "make demo     what the cache does, shown and checked on a tiny model (a few minutes with the install)"
+	@echo "make test     the tests"
+	@echo "make lint     ruff and mypy"
+	@echo "make bench    the benchmarks"
+	@echo "make clean    remove .venv and all that was built or cached here"
+	@echo
+	@echo "PYTHON=python3.12   another Python;   EXTRA=cuda   MLX for NVIDIA GPUs (make clean before a change of EXTRA)"
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+	  || { echo "$(PYTHON) is missing or older than 3.10: write make PYTHON=/path/to/python3.10-or-newer"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -e ".[$(EXTRAS)]"
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/prefixcache demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(BIN)/python -m tools.bench
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find prefixcache kernels migrations tools tests -name __pycache__ -type d -prune -exec rm -rf {} +

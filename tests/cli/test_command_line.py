@@ -1,0 +1,100 @@
+"""The frame: help, version, and commands whose module may not be there."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+from directories import COMMAND
+
+import prefixcache
+import prefixcache.cli
+
+frame = importlib.import_module("prefixcache.cli.app")
+
+
+def test_no_arguments_give_the_help(call):
+    done = call()
+    assert done.exit_code == 0
+    assert done.stdout.strip() == call("--help").stdout.strip()
+    for command in ("inspect", "reconcile"):
+        assert command in done.stdout
+
+
+def test_the_version_is_the_packages(call):
+    done = call("--version")
+    assert (done.exit_code, done.stdout) == (0, f"prefixcache {prefixcache.__version__}\n")
+
+
+def test_an_unknown_command_or_option_gives_2(call):
+    assert call("frobnicate").exit_code == 2
+    assert call("inspect", ".", "--frobnicate").exit_code == 2
+    assert call("inspect").exit_code == 2
+
+
+@pytest.mark.parametrize("command", ["inspect", "reconcile"])
+def test_the_help_of_a_command_tells_its_exit_codes(call, command):
+    done = call(command, "--help")
+    assert done.exit_code == 0
+    assert "Exit code: 0" in done.stdout
+
+
+def test_the_entry_point_is_the_app():
+    done = subprocess.run([*COMMAND, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"prefixcache {prefixcache.__version__}\n"
+
+
+@pytest.fixture
+def later(tmp_path, monkeypatch):
+    """Names a later command whose module has this text; none without text."""
+
+    def give(text: str | None, name: str = "sometime") -> None:
+        monkeypatch.setattr(frame, "LATER", (name,))
+        monkeypatch.setattr(prefixcache.cli, "__path__", [*prefixcache.cli.__path__, str(tmp_path)])
+        monkeypatch.delitem(sys.modules, f"prefixcache.cli.{name}", raising=False)
+        if text is not None:
+            (tmp_path / f"{name}.py").write_text(text)
+        importlib.invalidate_caches()
+
+    yield give
+    sys.modules.pop("prefixcache.cli.sometime", None)
+
+
+WORKS = '''
+import typer
+
+def sometime(number: int = 3, loud: bool = typer.Option(False, "--loud")) -> None:
+    """Show a number, one day."""
+    typer.echo(f"number {number} {loud}")
+'''
+
+
+def test_a_later_command_is_listed_and_runs(call, later):
+    later(WORKS)
+    assert "Show a number" in call("--help").stdout
+    done = call("sometime", "--number", "5", "--loud")
+    assert (done.exit_code, done.stdout) == (0, "number 5 True\n")
+    assert "--number" in call("sometime", "--help").stdout
+
+
+def test_other_commands_do_not_import_a_later_one(call, later, tmp_path):
+    later("raise SystemExit('imported')")
+    assert call("inspect", tmp_path / "nowhere").exit_code == 2
+    assert "prefixcache.cli.sometime" not in sys.modules
+
+
+def test_a_later_command_that_is_missing_is_unknown(call, later):
+    later(None)
+    assert call("--help").exit_code == 0
+    assert "sometime" not in call("--help").stdout
+    assert call("sometime").exit_code == 2
+
+
+def test_a_later_command_that_can_not_be_imported_says_why(call, later):
+    later("import a_library_that_is_not_here")
+    assert "inspect" in call("--help").stdout
+    done = call("sometime")
+    assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
+    assert "sometime can't be loaded: No module named 'a_library_that_is_not_here'" in done.stderr

@@ -1,0 +1,321 @@
+"""`prefixcache inspect`: what it says is what is there, of live and dead directories, and it leaves no trace."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from directories import COMMAND, LONG, ODD, SALT, SHARED, SHORT, crash, fingerprint, images, kv, spoil
+
+from prefixcache import PrefixCache
+
+NAMESPACE = {
+    "root", "model", "codec", "codec_name", "layout", "created", "tokens", "blocks", "windows", "snapshots", "nbytes",
+    "disk", "raw_nbytes", "raw_estimated", "ratio", "oldest", "newest", "last_used_tick", "hits", "tree",
+}  # fmt: skip
+TOP = {
+    "directory", "error", "now", "live", "holder", "clean", "problem", "disk", "index_bytes", "totals", "namespaces",
+    "quarantine", "tmp",
+}  # fmt: skip
+
+
+def facts(call, *args):
+    done = call("inspect", *args, "--json")
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def disk(*paths: Path) -> int:
+    return sum(path.lstat().st_blocks * 512 for path in paths)
+
+
+def by_model(found, model):
+    return [space for space in found["namespaces"] if space["model"] == model]
+
+
+def change(root: Path, statement: str, *values: object) -> None:
+    connection = sqlite3.connect(root / "index.db", isolation_level=None)
+    connection.execute(statement, values)
+    connection.close()
+
+
+def test_json_counts_what_is_on_the_disk(call, filled):
+    found = facts(call, filled)
+    assert found.keys() == TOP
+    assert {key for space in found["namespaces"] for key in space} == NAMESPACE
+    for kind, folder in (("blocks", "rows"), ("windows", "windows"), ("snapshots", "snapshots")):
+        files = images(filled, folder)
+        sums = {"images": len(files), "nbytes": sum(f.stat().st_size for f in files), "disk": disk(*files)}
+        assert found["totals"][kind] == sums
+        assert {key: sum(space[kind][key] for space in found["namespaces"]) for key in sums} == sums
+        assert files
+    assert found["disk"] == disk(filled, *filled.rglob("*"))
+    assert found["index_bytes"] == disk(*filled.glob("index.db*"))
+    assert (found["live"], found["holder"], found["clean"], found["problem"]) == (False, None, True, None)
+    assert (found["quarantine"], found["tmp"]) == ([], [])
+
+
+def test_json_says_what_was_stored_by_namespace(call, filled):
+    found = facts(call, filled)
+    chat, tenant = sorted(by_model(found, "chat"), key=lambda space: -space["tokens"])
+    assert chat["tokens"] == LONG + 2 * (SHORT - SHARED)
+    assert chat["blocks"]["images"] == 12 + 1 + 1
+    assert chat["raw_nbytes"] == chat["tokens"] * 2 * 2 * 2 * 32 * 2  # layers, K and V, heads, width, bytes
+    assert chat["ratio"] == pytest.approx(chat["raw_nbytes"] / chat["blocks"]["nbytes"], abs=1e-4)
+    assert not chat["raw_estimated"]
+    assert chat["hits"] == 12
+    assert chat["codec"]["name"] == "turboquant"
+    assert [kind["class"] for kind in chat["layout"]["kinds"]] == ["mlx_lm.models.cache.KVCache"]
+    assert time.time() - 600 < chat["oldest"] <= chat["newest"] <= found["now"]
+    assert (tenant["tokens"], tenant["hits"], tenant["blocks"]["images"]) == (600, 0, 3)
+    (state,), (odd,) = by_model(found, "state"), by_model(found, ODD)
+    assert (state["tokens"], state["snapshots"]["images"], state["windows"]["images"]) == (700, 1, 0)
+    assert (odd["tokens"], odd["windows"]["images"], odd["raw_estimated"]) == (1000, 4, True)
+    assert [space["last_used_tick"] for space in found["namespaces"]] == sorted(
+        (space["last_used_tick"] for space in found["namespaces"]), reverse=True
+    )
+
+
+def test_the_tables_have_every_model_and_nothing_is_cut(call, filled):
+    done = call("inspect", filled)
+    assert done.exit_code == 0
+    for text in ("chat", "state", "turboquant k4 v4", str(filled)[-40:], "closed", "total", "3,280", "1,000", "700"):
+        assert text in done.stdout.replace("\n", "")
+    assert "…" not in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 100
+    found = facts(call, filled)
+    for space in found["namespaces"]:
+        assert space["root"][:8] in done.stdout
+        assert f"{space['ratio']:.2f}x" in done.stdout
+
+
+def test_a_terminal_of_80_columns_shows_the_same(filled):
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "COLUMNS": "80", "TERM": "xterm-256color"}
+    with subprocess.Popen([*COMMAND, "inspect", str(filled), "--tree"], stdout=theirs, env=environment) as process:
+        os.close(theirs)
+        written = b""
+        try:
+            while part := os.read(ours, 65536):
+                written += part
+        except OSError:  # how the end of a terminal reads
+            pass
+    os.close(ours)
+    assert process.returncode == 0
+    text = written.decode()
+    assert "\x1b[1m" in text
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    assert "\x1b" not in plain
+    assert "…" not in plain
+    for word in ("chat", "3,280", "blocks 0-9, 2,560 tokens"):
+        assert word in plain
+
+
+@pytest.mark.parametrize("options", [(), ("--tree",), ("--json",), ("--json", "--tree")])
+def test_no_token_and_no_salt_is_shown(call, filled, options):
+    written = call("inspect", filled, *options).output
+    assert "765400" not in written
+    for secret in (SALT.decode(), SALT.hex(), repr(SALT)):
+        assert secret not in written
+
+
+@pytest.mark.parametrize("options", [(), ("--tree",)])
+def test_a_foreign_name_is_shown_and_not_obeyed(call, filled, options):
+    written = call("inspect", filled, *options).stdout
+    flat = re.sub(r"\s+", "", written)
+    assert not {"\x1b", "\u202e"} & set(written)
+    assert r"evil\x1b[31m[boldred]/model[/]\n" in flat
+    assert ":smile:" in flat
+    assert "\\u202e" in flat
+
+
+def test_the_tree_collapses_runs_of_single_children(call, filled):
+    shown = call("inspect", filled, "--tree").stdout
+    assert "deepest 3,000 tokens, 1 fork, the widest of 3" in shown
+    shapes = [re.sub(r", [\d.]+ k?B", "", line) for line in shown.splitlines()]
+    assert "└── blocks 0-9, 2,560 tokens, 1 hit; then 3 branches: 4 blocks" in shapes
+    assert "    ├── blocks 10-11, 440 tokens, 1 hit" in shapes
+    assert "    └── block 10, 140 tokens" in shapes
+
+
+def test_the_tree_in_json_adds_up(call, filled):
+    plain, found = facts(call, filled), facts(call, filled, "--tree")
+    assert all(space["tree"] is None for space in plain["namespaces"])
+    for space in found["namespaces"]:
+        runs = space["tree"]["runs"]
+        assert sum(run["blocks"] for run in runs) == space["blocks"]["images"] == space["tree"]["blocks"]
+        assert sum(run["tokens"] for run in runs) == space["tokens"]
+        assert sum(run["nbytes"] for run in runs) == space["nbytes"]
+        assert sum(run["windows"] for run in runs) == space["windows"]["images"]
+        assert sum(run["snapshots"] for run in runs) == space["snapshots"]["images"]
+    chat = max(by_model(found, "chat"), key=lambda space: space["tokens"])["tree"]
+    assert (chat["depth"], chat["fan_out"], chat["forks"], chat["loose"]) == (LONG, 3, 1, 0)
+    assert [run["parent"] for run in chat["runs"]] == [None, 0, 0, 0]
+
+
+def test_a_tree_of_many_branches_is_limited_unless_all_is_asked_for(call, tmp_path):
+    live = kv(300)
+    with PrefixCache(ram="100MB", ssd_dir=tmp_path / "cache", ssd="200MB") as cache:
+        for i in range(250):
+            cache.store([i, *range(9, 308)], live, model="wide")
+    some, whole = (call("inspect", tmp_path / "cache", "--tree", *more).stdout for more in ((), ("--all",)))
+    assert 190 <= len(re.findall("blocks 0-1,", some)) <= 200
+    assert re.search(r"\.\.\. \d+ more: \d+ blocks, .*B: --all", some)
+    assert len(re.findall("blocks 0-1,", whole)) == 250
+    assert "--all" not in whole
+
+
+def test_a_live_directory_of_another_process_names_its_holder(call, live):
+    path, process = live
+    found = facts(call, path, "--tree")
+    assert (found["live"], found["clean"]) == (True, False)
+    assert found["holder"].startswith(f"pid {process.pid} on ")
+    assert found["totals"]["tokens"] == 1000
+    assert f"open: pid {process.pid} on" in call("inspect", path).stdout
+
+
+def test_a_directory_whose_holder_died_says_so_and_stays_as_it_is(call, live):
+    path, process = live
+    crash(process)
+    (path / "tmp" / "half\x1b[2J").write_bytes(b"x" * 100)
+    before = fingerprint(path)
+    found = facts(call, path, "--tree")
+    shown = call("inspect", path, "--tree")
+    assert fingerprint(path) == before
+    assert (found["live"], found["holder"], found["clean"]) == (False, None, False)
+    assert found["totals"]["tokens"] == 1000
+    assert found["tmp"] == ["half\x1b[2J"]
+    assert "it was not closed cleanly" in shown.stdout
+    assert r"half\x1b[2J" in shown.stdout
+
+
+def test_what_is_in_quarantine_is_listed_with_its_reason(call, filled):
+    spoil(images(filled)[0])
+    assert call("reconcile", filled, "--deep").exit_code == 1
+    (item,) = facts(call, filled)["quarantine"]
+    origin = str(images(filled.parent / "cache", "quarantine")[0].name).split("-")[1]
+    assert item["origin"].endswith(origin)
+    assert item["reason"] == "the checksum does not match"
+    assert item["disk"] == disk(*(filled / "quarantine").iterdir())
+    shown = call("inspect", filled).stdout
+    assert item["origin"] in shown
+    assert item["reason"] in shown
+
+
+def test_blocks_whose_parent_is_gone_are_marked(call, filled):
+    change(filled, "DELETE FROM image WHERE start = 256 AND kind = 0")
+    shown = call("inspect", filled, "--tree")
+    assert shown.exit_code == 0
+    assert "what it hangs on is not on disk" in shown.stdout
+    chat = max(by_model(facts(call, filled, "--tree"), "chat"), key=lambda space: space["tokens"])["tree"]
+    assert chat["loose"] == 1
+
+
+def test_a_layout_of_another_release_costs_the_ratio_only(call, filled):
+    change(
+        filled, "UPDATE namespace SET layout = ?, codec = ? WHERE model = 'state'", '{"kinds": 7}', '{"name": "new"}'
+    )
+    found = facts(call, filled)
+    (state,) = by_model(found, "state")
+    assert (state["ratio"], state["raw_nbytes"], state["codec_name"], state["tokens"]) == (None, None, "new", 700)
+    assert found["totals"]["ratio"] is None
+    assert call("inspect", filled).exit_code == 0
+
+
+def test_an_index_that_can_not_be_read_gives_1(call, filled):
+    (filled / "index.db").write_bytes(os.urandom(5000))
+    done = call("inspect", filled, "--tree")
+    assert done.exit_code == 1
+    assert "can't be read" in done.stdout
+    again = call("inspect", filled, "--json")
+    assert again.exit_code == 1
+    assert "not a database" in json.loads(again.stdout)["problem"]
+
+
+def newer(tmp_path: Path, filled: Path) -> Path:
+    change(filled, "INSERT INTO _sqlite_migrations (migration_set, name) VALUES ('prefixcache.index', 'm999_later')")
+    return filled
+
+
+def empty(tmp_path: Path, filled: Path) -> Path:
+    (tmp_path / "empty").mkdir()
+    return tmp_path / "empty"
+
+
+def somebody_elses(tmp_path: Path, filled: Path) -> Path:
+    (tmp_path / "home" / "tmp").mkdir(parents=True)
+    (tmp_path / "home" / "tmp" / "letter").write_text("dear")
+    return tmp_path / "home"
+
+
+def a_file(tmp_path: Path, filled: Path) -> Path:
+    return filled / "LOCK"
+
+
+def missing(tmp_path: Path, filled: Path) -> Path:
+    return tmp_path / "no\nwhere"
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (missing, "no such directory"),
+        (a_file, "not a directory"),
+        (empty, "it is empty"),
+        (somebody_elses, "not a prefixcache directory"),
+        (newer, "a newer release wrote it"),
+    ],
+)
+def test_what_can_not_be_shown_gives_2_and_one_line(call, tmp_path, filled, make, why):
+    path = make(tmp_path, filled)
+    done = call("inspect", path)
+    assert done.exit_code == 2
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("prefixcache: ")
+    assert why in done.stderr
+    assert why in json.loads(call("inspect", path, "--json").stdout)["error"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="changes its user")
+def test_a_directory_that_may_not_be_read_gives_2(filled):
+    os.chmod(filled, 0o755)
+    for folder in (filled.parent, *list(filled.parents)[1:3]):
+        os.chmod(folder, 0o755)
+    script = "import prefixcache.cli, os; os.setuid(65534); prefixcache.cli.app()"
+    done = subprocess.run([sys.executable, "-c", script, "inspect", str(filled)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "Permission denied" in done.stderr
+
+
+def test_json_imports_no_mlx_lm(filled):
+    script = (
+        "import sys\nfrom prefixcache.cli import app\n"
+        f"try: app(['inspect', {str(filled)!r}, '--json', '--tree'])\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "sys.stderr.write(' '.join(name for name in sys.modules if name.split('.')[0] in ('mlx_lm', 'transformers')))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["totals"]["tokens"]
+    assert done.stderr == ""
+
+
+def test_a_pipe_that_ends_early_is_no_error(filled):
+    line = f"{sys.executable} -c 'from prefixcache.cli import app; app()' inspect {filled} --json --tree | head -1"
+    done = subprocess.run(line, shell=True, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("{\n", "")
+
+
+def test_an_ascii_terminal_is_enough(filled):
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "100"}
+    done = subprocess.run([*COMMAND, "inspect", str(filled), "--tree"], capture_output=True, env=environment)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"blocks 0-9, 2,560 tokens" in done.stdout.decode("ascii").encode()

@@ -1,0 +1,227 @@
+"""A tree to test on, and the ways of `storing` and `tiers` with it, without images, files or MLX.
+
+Blocks are real ones of 256 tokens. An image is any object; its size is `IMAGE` bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from prefixcache.budget import Budget
+from prefixcache.keys import BLOCK, TOKEN_BYTES, as_tokens, chain
+from prefixcache.tree import BLOCK_BYTES, RAM, SSD, Node, Slot, Space, Tree, Walk, Window
+
+IMAGE = 1000
+ROOT = bytes(16)
+
+
+def raw(tokens: Sequence[int]) -> bytes:
+    return as_tokens(tokens).tobytes()
+
+
+def runs(*pairs: tuple[int, int]) -> list[int]:
+    """Tokens from (id, how often)."""
+    return [token for token, times in pairs for _ in range(times)]
+
+
+def blocks(*ids: int) -> list[int]:
+    """Whole blocks, each of one token id."""
+    return runs(*((token, BLOCK) for token in ids))
+
+
+class Planting:
+    """A tree with one namespace. Nothing is evicted unless a test asks for it."""
+
+    def __init__(self, windows: tuple[Window, ...] = (), snapshots: bool = False, limit: int = 1 << 40):
+        self.budget = Budget(limit)
+        self.tree = Tree(self.budget)
+        self.space: Space = self.tree.space(ROOT, windows, snapshots)
+
+    # -- what storing does --------------------------------------------------------------------------------------------
+
+    def store(
+        self, tokens: Sequence[int], *, held: int = 0, snapshot: bool = True, touch: bool = True, settle: bool = True
+    ) -> list[Slot]:
+        """Store a prompt as `storing` does; its window layers still hold the rows from `held` on. The new slots."""
+        data, made, grown, parent = raw(tokens), [], [], self.space.root
+        for at in range(0, len(data), BLOCK_BYTES):
+            chunk = data[at : at + BLOCK_BYTES]
+            node, source = self._known(parent, chunk)
+            if node is None or node.rows is None:
+                node = self.grow(parent, chunk)
+                made.append(self.enter(Slot("rows", node, node.key, IMAGE)))
+                grown.append(node)
+            made += self._window(node, len(chunk) // TOKEN_BYTES, held, source)
+            parent = node
+        if self.space.snapshots and snapshot and data:
+            made += self.snapshot(tokens)
+        if touch:
+            self.touch(tokens, tier=SSD)
+        for node in grown if settle else ():
+            self.settle_twins(node)
+        return made
+
+    def _known(self, parent: Node, chunk: bytes) -> tuple[Node | None, tuple[int, ...]]:
+        """The block that has all of these tokens; else the window rows that a block in RAM has for the first of them."""
+        none = (0,) * len(self.space.windows)
+        exact = self.tree.child(parent, chunk)
+        if exact is not None:
+            return exact, none
+        nearest, shared = self.tree.nearest(parent, chunk)
+        if nearest is None or nearest.rows is None or shared * TOKEN_BYTES == len(chunk):
+            return nearest, none
+        if nearest.rows.image is None or nearest.window is None or nearest.window.image is None:
+            return None, none
+        return None, tuple(mask & bits(0, shared) for mask in nearest.window.mask)
+
+    def _window(self, node: Node, count: int, held: int, source: tuple[int, ...]) -> list[Slot]:
+        mask = tuple(
+            bits(max(held, w.keep) - node.start, count) | m for w, m in zip(self.space.windows, source, strict=True)
+        )
+        if not any(mask):
+            return []
+        if (old := node.window) is not None:
+            if old.image is None and any(m & ~new for m, new in zip(old.mask, mask, strict=True)):
+                return []
+            mask = tuple(m | new for m, new in zip(old.mask, mask, strict=True))
+            if mask == old.mask:
+                return []
+            self.tree.leave(old, SSD)
+            self.tree.leave(old, RAM)
+        return [self.enter(Slot("window", node, chain(node.key, repr(mask).encode()), IMAGE, b"", mask))]
+
+    def snapshot(self, tokens: Sequence[int]) -> list[Slot]:
+        """The state after `tokens`, on the last whole block before that boundary; nothing when it is there already."""
+        data = raw(tokens)
+        above = (len(tokens) - 1) // BLOCK * BLOCK_BYTES
+        parent = self.node(tokens[: above // TOKEN_BYTES]) if above else self.space.root
+        assert parent is not None
+        key = chain(parent.key, data[above:])
+        if ("snapshot", key) in self.tree.slots:
+            return []
+        return [self.enter(Slot("snapshot", parent, key, IMAGE, data[above:]))]
+
+    def grow(self, parent: Node, chunk: bytes) -> Node:
+        with self.reserve(1 << 16) as reservation:
+            node = self.tree.grow(parent, chunk, reservation)
+        assert node is not None
+        return node
+
+    def enter(self, slot: Slot) -> Slot:
+        """Attach a new slot; its image is in RAM."""
+        with self.reserve(1 << 16) as reservation:
+            assert self.tree.attach(slot, reservation)
+            slot.tick = self.tree.clock
+            self.tree.enter(slot, RAM, image=object(), reservation=reservation)
+        return slot
+
+    def reserve(self, nbytes: int):
+        reservation = self.budget.reserve(nbytes)
+        assert reservation is not None, "the test's budget is too small"
+        return reservation
+
+    def settle_twins(self, node: Node) -> None:
+        longer = [kid for kid in self.tree.longer(node) if kid.rows is not None]
+        for twin, heir in [*((t, node) for t in self.tree.outgrown(node)), *((node, k) for k in longer)]:
+            for slot, successor in ((twin.window, heir.window), (twin.rows, heir.rows)):
+                if slot is None or slot.pins or heir.rows is None:
+                    continue
+                durable = heir.rows.disk and (successor is None or successor.disk)
+                if durable:
+                    self.tree.leave(slot, SSD)
+                if durable or heir.rows.image is not None:
+                    self.tree.leave(slot, RAM)
+
+    # -- what tiers and promoting do ----------------------------------------------------------------------------------
+
+    def spill(self, *slots: Slot) -> list[Slot]:
+        """Write images to the SSD, in each case what they hang on first."""
+        written = []
+        for slot in slots:
+            chain_up = [slot]
+            node: Node | None = slot.node if slot.kind != "rows" else slot.node.parent
+            if slot.kind == "snapshot":
+                chain_up += [k.rows for k in slot.node.kids if k.rows and k.tokens.startswith(slot.suffix)][:1]
+            while node is not None and node.rows is not None:
+                chain_up.append(node.rows)
+                node = node.parent
+            for one in reversed(chain_up):
+                if not one.disk:
+                    self.tree.enter(one, SSD, disk=4096)
+                    written.append(one)
+        return written
+
+    def spill_all(self) -> None:
+        self.spill(*list(self.tree.slots.values()))
+
+    def evict(self, tier: int) -> Slot | None:
+        slot = self.tree.coldest(tier)
+        if slot is not None:
+            self.tree.leave(slot, tier)
+        return slot
+
+    def empty_ram(self) -> None:
+        """Write everything, then let all that may leave RAM."""
+        self.spill_all()
+        while self.evict(RAM):
+            pass
+
+    def promote(self, tokens: Sequence[int]) -> list[Slot]:
+        walk = self.walk(tokens)
+        brought = [s for s in reversed(self.tree.serving(walk, self.reach(tokens, SSD))) if s.image is None]
+        for slot in brought:
+            with self.reserve(IMAGE) as reservation:
+                self.tree.enter(slot, RAM, image=object(), reservation=reservation)
+        self.touch(tokens)
+        return brought
+
+    # -- what a cache asks --------------------------------------------------------------------------------------------
+
+    def walk(self, tokens: Sequence[int]) -> Walk:
+        return self.tree.walk(self.space, raw(tokens))
+
+    def reach(self, tokens: Sequence[int], tier: int = RAM, limit: int | None = None) -> int:
+        return self.tree.reach(self.walk(tokens), tier, len(tokens) if limit is None else limit)
+
+    def serving(self, tokens: Sequence[int], tier: int = RAM) -> list[Slot]:
+        return self.tree.serving(self.walk(tokens), self.reach(tokens, tier))
+
+    def touch(self, tokens: Sequence[int], tier: int = RAM) -> list[Slot]:
+        serving = self.serving(tokens, tier)
+        self.tree.touch(serving, hit=True)
+        return serving
+
+    def node(self, tokens: Sequence[int]) -> Node | None:
+        """The node that ends where `tokens` end."""
+        path = self.walk(tokens).path
+        return path[-1] if path and path[-1].end == len(tokens) else None
+
+    def rows(self, tokens: Sequence[int]) -> Slot:
+        node = self.node(tokens)
+        assert node is not None
+        assert node.rows is not None
+        return node.rows
+
+
+def bits(first: int, last: int) -> int:
+    first = max(first, 0)
+    return (1 << last) - (1 << first) if last > first else 0
+
+
+def restarted(old: Planting, order: Iterable[Slot] | None = None) -> Planting:
+    """A new tree from what the SSD holds, entered parents first (or in `order`), as at open."""
+    new = Planting(old.space.windows, old.space.snapshots, old.budget.limit)
+    kept = [s for s in (old.tree.slots.values() if order is None else order) if s.disk]
+    made: dict[bytes, Node] = {old.space.root.key: new.space.root}
+    for slot in sorted(kept, key=lambda s: (s.kind != "rows", s.node.start if s.kind == "rows" else 0)):
+        if slot.kind == "rows":
+            assert slot.node.parent is not None
+            made[slot.key] = new.grow(made[slot.node.parent.key], slot.node.tokens)
+        node = made[slot.node.key]
+        again = Slot(slot.kind, node, slot.key, slot.nbytes, slot.suffix, slot.mask)
+        again.tick, again.hits = slot.tick, slot.hits
+        with new.reserve(1 << 16) as reservation:
+            assert new.tree.attach(again, reservation)
+        new.tree.enter(again, SSD, disk=slot.disk)
+    new.tree.settle()
+    return new

@@ -1,0 +1,18 @@
+"""`python -m tools.bench`: every figure that the project answers for, beside its bar and a reference of the same run."""
+
+from __future__ import annotations
+
+import sys
+
+from tools.bench import disk, lookup, memory, opening, report, sharing
+
+BENCHES = {
+    "sharing": sharing.FIGURES,
+    "lookup": lookup.FIGURES,
+    "disk": disk.FIGURES,
+    "opening": opening.FIGURES,
+    "memory": memory.FIGURES,
+}
+
+if __name__ == "__main__":
+    sys.exit(report.main(BENCHES))

@@ -1,0 +1,133 @@
+"""What the process really takes, beside what `stats()` says: while images are held, after `clear()`, and per node and slot.
+
+Each case in a fresh process, because a heap has a past.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+if not __package__:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import numpy as np
+
+from prefixcache import PrefixCache, Raw, TurboQuant
+from prefixcache.budget import Budget
+from prefixcache.image import Image
+from prefixcache.tree import BLOCK_BYTES, NODE_BYTES, RAM, SLOT_BYTES, SSD, Node, Slot, Space, Tree
+from tools.bench import report
+from tools.bench.prompts import MODEL, Shape, draw, filled
+from tools.bench.report import Figure
+
+HELD = {"full": 1_000_000_000, "quick": 300_000_000, "tiny": 20_000_000}
+# name -> (codec, model, tokens a prompt): how images of three sizes are made
+CASES: dict[str, tuple[Any, Shape, int]] = {
+    "raw, images of 1.6 MB": (Raw(), Shape(full=4, heads=3, width=128), 4096),
+    "raw, images of 100 kB": (Raw(), Shape(full=1, heads=1, width=96), 16384),
+    "turboquant, images of 420 kB": (TurboQuant(), Shape(full=4, heads=3, width=128), 4096),
+}
+CODED = {"full": 300_000_000, "quick": 100_000_000, "tiny": 5_000_000}  # of TurboQuant: encoding is not what is measured
+NODES = {"full": 100_000, "quick": 20_000, "tiny": 2_000}
+GROWTH, REMAINS = 1.05, 50_000_000
+
+
+def resident(scale: str) -> Iterator[Figure]:
+    """Growth of the process over what `stats()` accounts for, and what is left of it after `clear()`."""
+    for name, (codec, _, _) in CASES.items():
+        nbytes = CODED[scale] if isinstance(codec, TurboQuant) else HELD[scale]
+        found = report.in_child("memory", "hold", name, nbytes)
+        growth, remains = found["growth"] / found["held"], found["remains"]
+        yield Figure(
+            f"RAM ({name}): growth of RSS over bytes accounted", f"{growth:.3f}", f"<= {GROWTH}",
+            f"accounted: {found['held'] / 1e6:.0f} MB", growth <= GROWTH, found,
+        )  # fmt: skip
+        trimmed = f"after malloc_trim(0) too: {found['trimmed'] / 1e6:.0f} MB" if found["trimmed"] is not None else ""
+        yield Figure(
+            f"RAM ({name}): what remains after clear()", f"{remains / 1e6:.0f} MB", f"<= {REMAINS / 1e6:.0f} MB",
+            trimmed, remains <= REMAINS, found,
+        )  # fmt: skip
+
+
+def hold(case: str, nbytes: int) -> dict[str, Any]:
+    """In a process of its own: hold so many bytes, then none."""
+    codec, shape, count = CASES[case]
+    tokens, prompt_cache = draw(31), filled(shape, count)
+    cache = PrefixCache(ram=nbytes * 2, codec=codec)
+    cache.store(tokens(count), prompt_cache, model=MODEL)
+    gc.collect()
+    before, accounted = report.rss(), cache.stats().ram_held
+    while cache.stats().ram_held - accounted < nbytes:
+        cache.store(tokens(count), prompt_cache, model=MODEL)
+    gc.collect()
+    held, after = cache.stats().ram_held - accounted, report.rss()
+    cache.clear()
+    gc.collect()
+    cleared = report.rss()
+    trimmed = report.rss() if report.trim_heap() else None
+    return {"held": held, "growth": after - before, "remains": cleared - before, "before": before,
+            "trimmed": trimmed - before if trimmed is not None else None}  # fmt: skip
+
+
+def nodes(scale: str) -> Iterator[Figure]:
+    """RAM of a node and of a slot beside their tokens, where each has a place in RAM and on SSD; what the tree reckons."""
+    count = NODES[scale]
+    by_rss = report.in_child("memory", "grow", count, False)
+    traced = report.in_child("memory", "grow", count, True)
+    for what, reckoned in (("node", NODE_BYTES), ("slot", SLOT_BYTES)):
+        measured = max(by_rss[what], traced[what])
+        yield Figure(
+            f"RAM of a {what} beside its tokens, {count} of them", f"{measured:.0f} B", f"<= {reckoned} B, as reckoned",
+            f"RSS {by_rss[what]:.0f}, tracemalloc {traced[what]:.0f}", measured <= reckoned,
+            {"rss": by_rss[what], "traced": traced[what], "reckoned": reckoned},
+        )  # fmt: skip
+
+
+def grow(count: int, trace: bool) -> dict[str, float]:
+    """In a process of its own: bytes that a node takes, and a slot in RAM and on SSD with an image of no bytes."""
+    if trace:
+        tracemalloc.start()
+
+    def taken() -> int:
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0] if trace else report.rss()
+
+    tree = Tree(Budget(count * 100_000))
+    reservation = tree.budget.reserve(count * 90_000)
+    assert reservation is not None
+    made: list[Node] = []
+    before = taken()
+    space = tree.space(b"\0" * 16)
+    _chains(tree, space, count, reservation, made)
+    with_nodes = taken()
+    kept = sys.getsizeof(made)
+    for node in made:
+        slot = Slot("rows", node, node.key, 0)
+        slot.checksum, slot.created, slot.tick = os.urandom(16).hex(), float(id(slot)), tree.clock
+        tree.attach(slot, reservation)
+        tree.enter(slot, RAM, image=Image(np.empty(0, np.uint8)), reservation=reservation)
+        tree.enter(slot, SSD, disk=int(node.start) + 100_000)
+    with_slots = taken()
+    return {"node": (with_nodes - before - kept) / count - BLOCK_BYTES, "slot": (with_slots - with_nodes) / count}
+
+
+def _chains(tree: Tree, space: Space, count: int, reservation: Any, made: list[Node]) -> None:
+    """Prompts of 128 blocks, as a directory or a store makes them."""
+    node = space.root
+    for i in range(count):
+        node = space.root if i % 128 == 0 else node
+        grown = tree.grow(node, os.urandom(BLOCK_BYTES), reservation)
+        assert grown is not None
+        made.append(node := grown)
+
+
+FIGURES = {"resident": resident, "nodes": nodes}
+
+if __name__ == "__main__":
+    sys.exit(report.main({"memory": FIGURES}))
