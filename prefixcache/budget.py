@@ -1,7 +1,7 @@
 """The RAM budget: every byte that the cache is about to use is reserved here first.
 
-`Budget` counts four things that add up to what is held: images (of which some are queued for the SSD), nodes of the tree,
-and reservations. It decides nothing: who must leave to make room is the tree's order and the cache's policy.
+`Budget` counts four things that add up to what is held: images (of which some are queued for the SSD), nodes of the
+tree, and reservations. It decides nothing: who must leave to make room is the tree's order and the cache's policy.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`PrefixCache`: the public calls. Each checks its arguments, finds the namespace and hands the work on.
 
-The way of a prompt: tokens -> `keys` -> `tree` (how deep it is known) -> images in RAM -> `layers.stored` (a live prompt
-cache). The way of new tokens: `layers.plan` (read) -> `storing` (what is new, encode, publish) -> `tiers` (RAM, spill) ->
-`ssd` (files, index).
+The way of a prompt: tokens -> `keys` -> `tree` (how deep it is known) -> images in RAM -> `layers.stored` (a live
+prompt cache). The way of new tokens: `layers.plan` (read) -> `storing` (what is new, encode, publish) -> `tiers`
+(RAM, spill) -> `ssd` (files, index).
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ PROMOTERS = 4  # promotions at work at once; the reads of each go to the SSD's r
 class Stored(NamedTuple):
     """What `store` did.
 
-    `tokens`: how many of the prompt's tokens can be found now; `new_tokens`, `new_bytes`: what this call added, the bytes
-    with headers; `snapshot`: whether a state that can't be cut by token was kept for this boundary (False for models that
-    have none); `raw_layers`: the layers whose rows the codec left as they are.
+    `tokens`: how many of the prompt's tokens can be found now; `new_tokens`, `new_bytes`: what this call added, the
+    bytes with headers; `snapshot`: whether a state that can't be cut by token was kept for this boundary (False for
+    models that have none); `raw_layers`: the layers whose rows the codec left as they are.
     """
 
     tokens: int
@@ -64,16 +64,16 @@ class Match(NamedTuple):
 class PrefixCache:
     """The attention state of prompts seen, compressed in RAM under a hard budget, and on SSD.
 
-    Thread-safe: any thread may call anything. MLX runs only in `store`, `fetch` and `StoredPrompt`, on the caller's thread
-    and stream. Nothing waits for the disk but `flush`, `close`, the future of `promote` and, where the setting
+    Thread-safe: any thread may call anything. MLX runs only in `store`, `fetch` and `StoredPrompt`, on the caller's
+    thread and stream. Nothing waits for the disk but `flush`, `close`, the future of `promote` and, where the setting
     `spill="wait"` asks for it, `store`.
     """
 
     def __init__(self, settings: Settings | None = None, **values: Any):
         """Open the cache. Give a `Settings`, or its fields by name.
 
-        Raises ValueError for a bad setting, and `ssd.DirectoryError` (which names the directory and what to do) when the
-        SSD's directory is held by another process, was written by a newer release, or can't be used.
+        Raises ValueError for a bad setting, and `ssd.DirectoryError` (which names the directory and what to do) when
+        the SSD's directory is held by another process, was written by a newer release, or can't be used.
         """
         if settings is not None and values:
             raise TypeError(f"settings and {', '.join(values)} were both given: pass one Settings, or its fields")
@@ -168,9 +168,9 @@ class PrefixCache:
     def store(self, tokens: Tokens, prompt_cache: list[Any], *, model: str, salt: bytes = b"") -> Stored:
         """Keep the state of `tokens`: what is not kept already is encoded here, on this thread.
 
-        `prompt_cache` is mlx-lm's list of layer caches after these tokens; it is read, never changed or kept. When it has
-        seen fewer positions than there are tokens, the tokens beyond are left out; when more, what lies beyond is. `model`
-        names the weights, `salt` separates tenants.
+        `prompt_cache` is mlx-lm's list of layer caches after these tokens; it is read, never changed or kept. When it
+        has seen fewer positions than there are tokens, the tokens beyond are left out; when more, what lies beyond
+        is. `model` names the weights, `salt` separates tenants.
 
         Raises TypeError or ValueError for bad tokens, model or salt, and `CacheError` (a ValueError) for a prompt cache
         that can't be kept: a batch, a class that isn't known, an attribute that isn't plain data.
@@ -263,16 +263,23 @@ class PrefixCache:
     # -- SSD to RAM ---------------------------------------------------------------------------------------------------
 
     def promote(self, tokens: Tokens, *, model: str, salt: bytes = b"") -> Future[int]:
-        """Bring what the SSD has for `tokens` into RAM. Returns at once; the future's result is `match(tokens).ram` then.
+        """Bring what the SSD has for `tokens` into RAM. Returns at once; the future's result is `match(tokens).ram`
+        then.
 
-        When not all of it fits, the leading part comes. A file that went bad is set aside, and the depth ends before it.
+        When not all of it fits, the leading part comes. A file that went bad is set aside, and the depth ends before
+        it.
         """
         self._check_open()
         ids = as_tokens(tokens)
         raw, homes, limit = ids.tobytes(), self._homes(model, salt), len(ids)
         with self._tiers.lock:
             best = self._deepest(raw, homes, SSD, limit)
-            if best is None or best[0] == 0 or self._ssd is None or best[0] == self._tiers.tree.reach(best[2], RAM, limit):
+            if (
+                best is None
+                or best[0] == 0
+                or self._ssd is None
+                or best[0] == self._tiers.tree.reach(best[2], RAM, limit)
+            ):
                 done: Future[int] = Future()
                 done.set_result(best[0] if best is not None else 0)
                 return done
@@ -330,7 +337,9 @@ class PrefixCache:
         tree, freed = self._tiers.tree, 0
         node = walk.nodes[-1]
         own = [s for s in tree.serving(walk, boundary) if s.kind == "snapshot"]
-        if walk.partial is not None or node.kids:  # a longer prompt goes on from here: only the boundary's state is its own
+        if (
+            walk.partial is not None or node.kids
+        ):  # a longer prompt goes on from here: only the boundary's state is its own
             return sum(self._tiers.discard(slot) for slot in own)
         freed += sum(self._tiers.discard(slot) for slot in own)
         while node.parent is not None and not node.kids and not node.snapshots:
@@ -351,7 +360,9 @@ class PrefixCache:
             self._tiers.clear()
 
     def trim_to(self, nbytes: int) -> int:
-        """Let the coldest leave RAM (to the SSD, where there is one) until it holds at most `nbytes`. Returns bytes held."""
+        """Let the coldest leave RAM (to the SSD, where there is one) until it holds at most `nbytes`. Returns bytes
+        held.
+        """
         self._check_open()
         if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0:
             raise ValueError(f"trim_to({nbytes!r}): give a number of bytes, 0 or more")
@@ -368,8 +379,8 @@ class PrefixCache:
                 ram_limit=tiers.budget.limit, ram_setting=str(self.settings.ram), ram_held=held.total,
                 ram_images=held.images, ram_queued=held.queued, ram_nodes=held.nodes, ram_reserved=held.reserved,
                 ram_peak=tiers.budget.peak, namespaces=len(tiers.homes), blocks=tiers.tree.nodes,
-                images_in_ram=len(tiers.tree.order[RAM]), images_on_ssd=sum(1 for s in tiers.tree.slots.values() if s.disk),
-                pinned=sum(1 for s in tiers.tree.slots.values() if s.pins), codec=str(self.codec),
+                images_in_ram=len(tiers.tree.order[RAM]), images_on_ssd=sum(1 for s in tiers.tree.slots.values() if
+                s.disk), pinned=sum(1 for s in tiers.tree.slots.values() if s.pins), codec=str(self.codec),
                 counters=Counters(**vars(tiers.counters)), ssd=self._ssd.stats() if self._ssd is not None else None,
             )  # fmt: skip
 
@@ -379,13 +390,17 @@ class PrefixCache:
             self._tiers.tree.check_integrity()
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Make what RAM holds durable, as far as the SSD has room. False when that did not end within `timeout` seconds."""
+        """Make what RAM holds durable, as far as the SSD has room. False when that did not end within `timeout`
+        seconds.
+        """
         self._check_open()
         self._tiers.persist_recency()
         return self._tiers.drain(timeout if timeout is not None else self.settings.close_timeout)
 
     def close(self) -> None:
-        """End it: write what RAM still holds (setting `spill_on_close`), let go of the directory. May be called again."""
+        """End it: write what RAM still holds (setting `spill_on_close`), let go of the directory. May be called
+        again.
+        """
         with self._close_lock:
             if self._closed:
                 return

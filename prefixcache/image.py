@@ -1,8 +1,9 @@
 """Images: the bytes of a block's rows, a block's window or a snapshot, as one complete safetensors file.
 
-The same bytes stand in RAM, in a file and in whatever tier comes later. A `Blueprint` knows an image's size before a byte
-is taken, `draft()` gives arrays to fill, `seal()` makes the image immutable. `verify` is the only way from foreign bytes to
-an `Image`: it believes nothing. Layers fill and read tensors, tiers move bytes; neither I/O nor MLX is known here.
+The same bytes stand in RAM, in a file and in whatever tier comes later. A `Blueprint` knows an image's size before a
+byte is taken, `draft()` gives arrays to fill, `seal()` makes the image immutable. `verify` is the only way from
+foreign bytes to an `Image`: it believes nothing. Layers fill and read tensors, tiers move bytes; neither I/O nor MLX
+is known here.
 
 The checksum covers the whole file, its own 32 digits counted as zeros. It stands first in the header, so it is found
 without parsing, and the index keeps the same value.

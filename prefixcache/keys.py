@@ -1,7 +1,7 @@
 """Tokens, the keys chained over them, and the root key of a namespace.
 
-Every other module takes tokens in the form made here (a one-dimensional int64 array, or its little-endian bytes) and keys
-as 16 bytes. Nothing here knows blocks' contents, tiers or MLX.
+Every other module takes tokens in the form made here (a one-dimensional int64 array, or its little-endian bytes) and
+keys as 16 bytes. Nothing here knows blocks' contents, tiers or MLX.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Tokens = Sequence[int] | np.ndarray
 def as_tokens(tokens: Any) -> np.ndarray:
     """Tokens as a contiguous one-dimensional little-endian int64 array; an array of that form is taken as it is.
 
-    Takes a list, tuple or range of ints, or a one-dimensional integer array of NumPy or MLX. Negative ids are valid (mlx-lm
-    gives the patches of an image one). Raises TypeError for what is not a sequence of integers (booleans and floats are
-    not), ValueError for nested sequences and ids outside int64.
+    Takes a list, tuple or range of ints, or a one-dimensional integer array of NumPy or MLX. Negative ids are valid
+    (mlx-lm gives the patches of an image one). Raises TypeError for what is not a sequence of integers (booleans and
+    floats are not), ValueError for nested sequences and ids outside int64.
     """
     if isinstance(tokens, (np.ndarray, memoryview, array)):
         return _from_array(np.asarray(tokens))

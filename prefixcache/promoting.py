@@ -1,6 +1,7 @@
 """From SSD to RAM: reserve, read, verify, publish, in this order, for every image of a path, the first block first.
 
-A promotion never evicts its own path, stops at what finds no room or went bad, and lets go of everything however it ends.
+A promotion never evicts its own path, stops at what finds no room or went bad, and lets go of everything however it
+ends.
 """
 
 from __future__ import annotations
@@ -127,4 +128,3 @@ def _end(tiers: Tiers, reading: Reading, whole: bool) -> bool:
                 tiers.counters.promoted_bytes += slot.nbytes
         tiers.moved.notify_all()
         return whole and slot.image is not None
-

@@ -1,5 +1,6 @@
-"""Every setting, in one table, with its unit and its default. Values come from arguments, from `PREFIXCACHE_*` variables or
-from a TOML file (the one that `PREFIXCACHE_CONFIG` names), in this order of precedence. A bad setting is an error here.
+"""Every setting, in one table, with its unit and its default. Values come from arguments, from `PREFIXCACHE_*`
+variables or from a TOML file (the one that `PREFIXCACHE_CONFIG` names), in this order of precedence. A bad setting is
+an error here.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ _REMEDY = 'write "20GB", "512MiB" or a number of bytes'
 
 
 def parse_size(value: Any, name: str = "size") -> int:
-    """Bytes from "8GB" (10^9), "512MiB" (2^20), "8 GB" or a whole number. ValueError names the setting and the remedy."""
+    """Bytes from "8GB" (10^9), "512MiB" (2^20), "8 GB" or a whole number. ValueError names the setting and the
+    remedy.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ValueError(f"{name}={value!r}: not a size; {_REMEDY}")
     if isinstance(value, str):
@@ -63,9 +66,13 @@ class Settings(BaseSettings):
     codec: Any = Field(None, description='a codec, its spec, or text such as "turboquant:4:3", "affine:4", "raw"')
 
     transit: Size = Field(256 << 20, description="with ram=0: RAM for images on their way to and from the SSD")
-    spill: Literal["drop", "wait"] = Field("drop", description="when the spill queue is full: drop the coldest, or wait")
+    spill: Literal["drop", "wait"] = Field(
+        "drop", description="when the spill queue is full: drop the coldest, or wait"
+    )
     spill_wait: float = Field(2.0, ge=0, le=60, description='spill="wait": the longest that one store waits')
-    spill_queue: AutoSize = Field("auto", description='bytes that may wait for the SSD. "auto": a quarter of the budget')
+    spill_queue: AutoSize = Field(
+        "auto", description='bytes that may wait for the SSD. "auto": a quarter of the budget'
+    )
     spill_on_close: bool = Field(True, description="close() writes what RAM still holds, so that a restart is warm")
     close_timeout: float = Field(120.0, gt=0, description="the longest that close() waits for the SSD")
     readers: int = Field(4, ge=1, le=64, description="threads that read from the SSD")
@@ -134,7 +141,7 @@ class Settings(BaseSettings):
         if self.ram == 0 and (self.ssd_dir is None or self.ssd == 0):
             raise ValueError("ram=0 with no SSD: nothing could be kept; give ram a size, or ssd_dir and ssd")
         if self.ram == self.transit == 0:
-            raise ValueError("transit=0 with ram=0: no image could pass; give transit a size, such as \"256MiB\"")
+            raise ValueError('transit=0 with ram=0: no image could pass; give transit a size, such as "256MiB"')
         return self
 
     def ram_bytes(self, memory: int) -> int:

@@ -1,4 +1,6 @@
-"""Counters, and the snapshot of them that `PrefixCache.stats()` gives. Tokens are counted in tokens, all else in bytes."""
+"""Counters, and the snapshot of them that `PrefixCache.stats()` gives. Tokens are counted in tokens, all else in
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class Counters:
 
 @dataclass(frozen=True)
 class Stats:
-    """The cache at one moment. `ram_held` = `ram_images` + `ram_nodes` + `ram_reserved`, and never exceeds `ram_limit`."""
+    """The cache at one moment. `ram_held` = `ram_images` + `ram_nodes` + `ram_reserved`, and never exceeds
+    `ram_limit`.
+    """
 
     ram_limit: int
     ram_setting: str

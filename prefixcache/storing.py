@@ -1,8 +1,8 @@
 """What a store adds: which blocks of a prompt are new, whose rows come from a twin's codes and whose are encoded.
 
 The work goes in batches of blocks, each in three steps: planned under the lock (what is missing, RAM reserved, sources
-pinned), encoded outside it on the caller's thread, published under it. Rows that any known block has already are copied as
-codes, never encoded again.
+pinned), encoded outside it on the caller's thread, published under it. Rows that any known block has already are
+copied as codes, never encoded again.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import NamedTuple
 import numpy as np
 
 from prefixcache.budget import Reservation
+from prefixcache.codecs.interchange import name_of
 from prefixcache.image import Blueprint, Draft, Image, Meta, Spec
 from prefixcache.keys import BLOCK, TOKEN_BYTES, canonical, chain
 from prefixcache.layers.adapters import Leaf
-from prefixcache.layers.arrays import dtype_name
-from prefixcache.layers.encode import State, Target, describe_state, encode, write_state
-from prefixcache.layers.plan import Plan, Section, extra_of, held_mask, mask_from, mask_of, runs_of
+from prefixcache.layers.encode import Target, describe_state, encode, write_state
+from prefixcache.layers.plan import Section, extra_of, held_mask, mask_from, mask_of, runs_of
 from prefixcache.tiers import Home, Tiers
 from prefixcache.tree import BLOCK_BYTES, NODE_BYTES, RAM, SLOT_BYTES, SSD, Node, Slot
 
@@ -59,7 +59,9 @@ class Job(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of a store: tokens that can now be found, tokens and bytes that are new, and whether state was kept."""
+    """What became of a store: tokens that can now be found, tokens and bytes that are new, and whether state was
+    kept.
+    """
 
     tokens: int
     new_tokens: int
@@ -102,7 +104,9 @@ class Store:
     # -- planning, under the lock -------------------------------------------------------------------------------------
 
     def _next_jobs(self, parent: Node, at: int) -> tuple[list[Job], Node, int, bool]:
-        """Jobs for the next blocks from token `at`, below `parent`: the jobs, where to go on, and whether that was all."""
+        """Jobs for the next blocks from token `at`, below `parent`: the jobs, where to go on, and whether that was
+        all.
+        """
         jobs: list[Job] = []
         expected: Node | None = parent  # None once blocks are new
         key = parent.key
@@ -130,7 +134,9 @@ class Store:
         return jobs, parent, at, done
 
     def _known(self, parent: Node, tokens: bytes) -> tuple[Node | None, Source]:
-        """The block that has all of these tokens; else the codes of the longest stretch of them that a block in RAM has."""
+        """The block that has all of these tokens; else the codes of the longest stretch of them that a block in RAM
+        has.
+        """
         tree = self._tiers.tree
         exact = tree.child(parent, tokens)
         if exact is not None:
@@ -156,7 +162,9 @@ class Store:
     def _window_job(
         self, parent: Node, node: Node | None, start: int, tokens: bytes, key: bytes, source: Source
     ) -> Job | None:
-        """The block's window with the rows that the live cache still holds and no image has yet; None when there are none."""
+        """The block's window with the rows that the live cache still holds and no image has yet; None when there are
+        none.
+        """
         windows, limit = self._plan.windows, start + len(tokens) // TOKEN_BYTES
         if not windows:
             return None
@@ -191,13 +199,15 @@ class Store:
         if (known := self._tiers.tree.slots.get(("snapshot", own))) is not None:
             self._pin(known)
             return []
-        dtypes = [dtype_name(array) for array in self._state.arrays]
+        dtypes = [name_of(array.dtype) for array in self._state.arrays]
         extra = canonical({"state": self._state.described, "dtypes": dtypes})
         specs = [*self._state.specs(), Spec("tokens", "I64", (len(suffix) // TOKEN_BYTES,))]
         blueprint = self._blueprint("snapshot", own, key, above, specs, extra)
         return [Job("snapshot", parent, None, above, suffix, own, blueprint, NOTHING)]
 
-    def _blueprint(self, kind: str, key: bytes, parent: bytes, start: int, specs: list[Spec], extra: str = "{}") -> Blueprint:
+    def _blueprint(
+        self, kind: str, key: bytes, parent: bytes, start: int, specs: list[Spec], extra: str = "{}"
+    ) -> Blueprint:
         row = self._home.row
         meta = Meta(kind, key.hex(), parent.hex(), row.root.hex(), row.model, row.codec, row.layout, start, "", extra)
         return Blueprint(meta, specs)
@@ -288,7 +298,9 @@ class Store:
     def _publish(
         self, jobs: list[Job], images: list[Image], reservation: Reservation
     ) -> tuple[int, int, Node | None, bool]:
-        """New tokens, new bytes, the last whole block of the jobs (None when it stood already), and whether all went in."""
+        """New tokens, new bytes, the last whole block of the jobs (None when it stood already), and whether all went
+        in.
+        """
         tree = self._tiers.tree
         tokens = nbytes = 0
         made: dict[int, Node] = {}  # by end

@@ -1,8 +1,8 @@
 """RAM and SSD under one lock: who is where, who makes room, what is written and read.
 
 `Tiers` owns the tree, the budget and the SSD, and moves images between them: a store asks it for room, a promotion for
-images. What an image means is not known here, and nothing here runs MLX. Nothing on the request path waits for the disk,
-unless the setting `spill="wait"` says so, and then no longer than `spill_wait`.
+images. What an image means is not known here, and nothing here runs MLX. Nothing on the request path waits for the
+disk, unless the setting `spill="wait"` says so, and then no longer than `spill_wait`.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ class Tiers:
             parent = self.tree.slots["rows", entry.parent].node
         else:
             return False
-        node, mask = parent, ()
+        node = parent
+        mask: tuple[int, ...] = ()
         try:
             if entry.kind == "rows":
                 grown = self.tree.grow(parent, entry.tokens, reservation, entry.key)
@@ -154,7 +155,9 @@ class Tiers:
         return True
 
     def _evict_one(self, drop: bool) -> bool:
-        """Let the coldest image leave RAM, or begin to. False when none can, or none without being lost if not `drop`."""
+        """Let the coldest image leave RAM, or begin to. False when none can, or none without being lost if not
+        `drop`.
+        """
         slot = self.tree.coldest(RAM)
         if slot is None:
             return self._forget_one()
@@ -187,8 +190,8 @@ class Tiers:
         return True
 
     def trim(self, nbytes: int) -> int:
-        """Let the coldest leave RAM until it holds at most `nbytes`. Nothing is lost for it: what the SSD has not taken in
-        `spill_wait` seconds stays. Returns the bytes held."""
+        """Let the coldest leave RAM until it holds at most `nbytes`. Nothing is lost for it: what the SSD has not
+        taken in `spill_wait` seconds stays. Returns the bytes held."""
 
         def done() -> bool:
             while self.budget.held().total > nbytes:
@@ -212,7 +215,9 @@ class Tiers:
             self.tree.unpin(held)
 
     def _hangs_on(self, slot: Slot) -> list[Slot]:
-        """The slot and the rows that it is of no use without, the first block first, from the last one that is on SSD."""
+        """The slot and the rows that it is of no use without, the first block first, from the last one that is on
+        SSD.
+        """
         chain = [slot]
         node: Node | None = slot.node if slot.kind != "rows" else slot.node.parent
         if slot.kind == "snapshot":
@@ -295,7 +300,9 @@ class Tiers:
             self.moved.notify_all()
 
     def drain(self, timeout: float) -> bool:
-        """Write all that RAM holds and the SSD has room for, the newest first. False when not done in `timeout` seconds."""
+        """Write all that RAM holds and the SSD has room for, the newest first. False when not done in `timeout`
+        seconds.
+        """
         deadline = time.monotonic() + timeout
         with self.lock:
             if self.ssd is None:
@@ -322,7 +329,9 @@ class Tiers:
     def _pass_through(self, slot: Slot) -> None:
         """With no RAM to keep it: what is durable and of no more use leaves, and then what it hung on."""
         one: Slot | None = slot
-        while one is not None and one.image is not None and one.disk and not one.pins and not self.tree.needed(one, RAM):
+        while (
+            one is not None and one.image is not None and one.disk and not one.pins and not self.tree.needed(one, RAM)
+        ):
             self.tree.leave(one, RAM)
             above = one.node if one.kind != "rows" else one.node.parent
             one = above.rows if above is not None else None
@@ -379,7 +388,9 @@ class Tiers:
             self._superseded[slot] = older
 
     def discard(self, slot: Slot) -> int:
-        """An image leaves every tier. Returns its bytes. One that waits for the SSD leaves when the writer lets go of it."""
+        """An image leaves every tier. Returns its bytes. One that waits for the SSD leaves when the writer lets go of
+        it.
+        """
         if slot.saving:
             assert self.ssd is not None
             self.ssd.delete([self.entry_of(slot)])
@@ -437,4 +448,3 @@ def _root_of(slot: Slot) -> Node:
 
 def _cost(entry: Entry) -> int:
     return SLOT_BYTES + len(entry.tokens) + (NODE_BYTES if entry.kind == "rows" else 0)
-

@@ -1,11 +1,11 @@
 """The block tree: which tokens are known, how deep a prompt can be hit in each tier, and who leaves first.
 
-It knows keys, tokens, sizes and recency. It does no I/O and never looks into an image, so a planner can run it on a trace
-with anything in an image's place. It is not thread-safe: the cache calls it under its lock.
+It knows keys, tokens, sizes and recency. It does no I/O and never looks into an image, so a planner can run it on a
+trace with anything in an image's place. It is not thread-safe: the cache calls it under its lock.
 
-A `Node` is a block's place, a `Slot` an image's. Nodes hang by their tokens: children are sorted by raw token bytes, so one
-bisection finds the child with the longest common prefix. A node may be *hollow* (its rows are in no tier, after a file went
-bad): lookups end there, what is below waits for the rows to be stored again.
+A `Node` is a block's place, a `Slot` an image's. Nodes hang by their tokens: children are sorted by raw token bytes,
+so one bisection finds the child with the longest common prefix. A node may be *hollow* (its rows are in no tier,
+after a file went bad): lookups end there, what is below waits for the rows to be stored again.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class Node:
         self.parent = parent
         self.tokens = tokens
         self.key = key
-        self.start = parent.end if parent else 0
-        self.end = self.start + len(tokens) // TOKEN_BYTES
+        self.start: int = parent.end if parent else 0
+        self.end: int = self.start + len(tokens) // TOKEN_BYTES
         self.kids: list[Node] = []
         self.kid_tokens: list[bytes] = []
         self.rows: Slot | None = None
@@ -125,7 +125,9 @@ class Space(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """How far a prompt's tokens are known: whole nodes, then `shared` tokens of `partial`. Valid until the tree changes."""
+    """How far a prompt's tokens are known: whole nodes, then `shared` tokens of `partial`. Valid until the tree
+    changes.
+    """
 
     space: Space
     path: list[Node]
@@ -154,9 +156,10 @@ def common_tokens(a: bytes, b: bytes) -> int:
 class Tree:
     """All namespaces' nodes and slots, and each tier's order of leaving.
 
-    Invariants, tested by `check_integrity`: `order[RAM]` holds exactly the slots in RAM and `order[SSD]` all slots, coldest
-    first (an image that reaches the SSD late has its place in the order already); a path is touched tail first, so that a
-    block is never colder than what hangs on it; the budget's images and nodes are the sums over slots and nodes.
+    Invariants, tested by `check_integrity`: `order[RAM]` holds exactly the slots in RAM and `order[SSD]` all slots,
+    coldest first (an image that reaches the SSD late has its place in the order already); a path is touched tail
+    first, so that a block is never colder than what hangs on it; the budget's images and nodes are the sums over
+    slots and nodes.
     """
 
     def __init__(self, budget: Budget):
@@ -206,8 +209,8 @@ class Tree:
     def _nearest(self, node: Node, chunk: bytes, place: int) -> tuple[Node | None, int]:
         """The child that shares most tokens with `chunk`, and how many; of equals one whose rows are in RAM.
 
-        The longest common prefix with a sorted list is with a neighbour of the chunk's place; one further on either side
-        is a tail's twin, when both are there.
+        The longest common prefix with a sorted list is with a neighbour of the chunk's place; one further on either
+        side is a tail's twin, when both are there.
         """
         best, shared, in_ram = None, 0, False
         for i in range(max(place - 2, 0), min(place + 2, len(node.kids))):
@@ -244,7 +247,9 @@ class Tree:
         parents = [walk.space.root, *walk.path]
         for parent in reversed(parents):
             if parent.snapshots and parent.end < depth:
-                rest = walk.raw[parent.end * TOKEN_BYTES : min(depth * TOKEN_BYTES, parent.end * TOKEN_BYTES + BLOCK_BYTES)]
+                rest = walk.raw[
+                    parent.end * TOKEN_BYTES : min(depth * TOKEN_BYTES, parent.end * TOKEN_BYTES + BLOCK_BYTES)
+                ]
                 for size in sorted({len(suffix) for suffix in parent.snapshots}, reverse=True):
                     slot = parent.snapshots.get(rest[:size]) if size <= len(rest) else None
                     if slot is not None and _has(slot, tier):
@@ -292,7 +297,9 @@ class Tree:
                 self.touched[slot] = None
 
     def coldest(self, tier: int) -> Slot | None:
-        """Who leaves `tier` next: the coldest slot that nothing there hangs on, not pinned and not waiting for the SSD."""
+        """Who leaves `tier` next: the coldest slot that nothing there hangs on, not pinned and not waiting for the
+        SSD.
+        """
         for slot in self.order[tier]:
             if slot.within(tier) and not slot.pins and not slot.saving and not self.needed(slot, tier):
                 return slot
@@ -326,7 +333,9 @@ class Tree:
         return parent.kids[i] if i < len(parent.kids) and parent.kid_tokens[i] == tokens else None
 
     def grow(self, parent: Node, tokens: bytes, reservation: Reservation, key: bytes | None = None) -> Node | None:
-        """The child of these tokens, made when it isn't there. None when another block has the same key (a collision)."""
+        """The child of these tokens, made when it isn't there. None when another block has the same key (a
+        collision).
+        """
         i = bisect_left(parent.kid_tokens, tokens)
         if i < len(parent.kids) and parent.kid_tokens[i] == tokens:
             return parent.kids[i]
@@ -355,7 +364,9 @@ class Tree:
         self.order[SSD][slot] = None
         return True
 
-    def enter(self, slot: Slot, tier: int, *, image: Any = None, reservation: Reservation | None = None, disk: int = 0) -> None:
+    def enter(
+        self, slot: Slot, tier: int, *, image: Any = None, reservation: Reservation | None = None, disk: int = 0
+    ) -> None:
         """An attached slot's image is now in RAM (paid from `reservation`) or on SSD (`disk` bytes)."""
         if tier == RAM:
             assert reservation is not None
@@ -492,7 +503,9 @@ class Tree:
     # -- the SSD's index, read back -----------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """After slots were entered in any order: sort the SSD's order by their ticks, at equal ticks the deeper colder."""
+        """After slots were entered in any order: sort the SSD's order by their ticks, at equal ticks the deeper
+        colder.
+        """
         cold_first = sorted(self.order[SSD], key=lambda s: (s.tick, -s.end_of_block, _LAST.index(s.kind)))
         self.order[SSD].clear()
         self.order[SSD].update(dict.fromkeys(cold_first))
@@ -548,7 +561,9 @@ class Tree:
 
 
 def _whole_chunks(node: Node) -> int:
-    """The last boundary at or before the node's end that needs rows only: where all windows are chunks that end there."""
+    """The last boundary at or before the node's end that needs rows only: where all windows are chunks that end
+    there.
+    """
     space = node.space
     if space is None or space.snapshots or not all(window.chunked for window in space.windows):
         return 0

@@ -343,7 +343,11 @@ def test_match_and_fetch_open_no_file(opened):
     opens, me = [], threading.get_ident()
 
     def hook(event, args):
-        if event in ("open", "os.listdir", "os.scandir", "sqlite3.connect") and threading.get_ident() == me and watching:
+        if (
+            event in ("open", "os.listdir", "os.scandir", "sqlite3.connect")
+            and threading.get_ident() == me
+            and watching
+        ):
             opens.append((event, args))
 
     watching = True
@@ -626,7 +630,8 @@ def test_no_array_of_mlx_outlives_a_call(opened):
 
 
 @pytest.mark.parametrize(
-    "tokens", [[[1, 2]], [1.0, 2.0], [True], [2**63], "text", b"bytes", None, 5, {1, 2}, (i for i in range(5)), np.ones(3)]
+    "tokens",
+    [[[1, 2]], [1.0, 2.0], [True], [2**63], "text", b"bytes", None, 5, {1, 2}, (i for i in range(5)), np.ones(3)],
 )
 def test_bad_tokens_are_an_error_at_every_call(opened, tokens):
     cache = opened(disk=False)
@@ -666,7 +671,9 @@ def test_tokens_may_be_arrays_and_rest_is_of_their_kind(opened):
         assert [int(t) for t in rest] == [5, 6]
 
 
-@pytest.mark.parametrize(("model", "error"), [(None, TypeError), (b"m", TypeError), ("", ValueError), ("x" * 10_000, ValueError)])
+@pytest.mark.parametrize(
+    ("model", "error"), [(None, TypeError), (b"m", TypeError), ("", ValueError), ("x" * 10_000, ValueError)]
+)
 def test_bad_models(opened, model, error):
     cache = opened(disk=False)
     with pytest.raises(error, match="model"):

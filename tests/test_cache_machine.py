@@ -13,7 +13,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 from prefixcache import PrefixCache
 from tests import states
 
-RUNS = st.lists(st.tuples(st.integers(0, 2), st.sampled_from([1, 30, 100, 155, 156, 157, 256, 300])), min_size=1, max_size=5)
+RUNS = st.lists(
+    st.tuples(st.integers(0, 2), st.sampled_from([1, 30, 100, 155, 156, 157, 256, 300])), min_size=1, max_size=5
+)
 
 
 def spell(runs) -> list[int]:

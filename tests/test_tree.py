@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from tests.planting import IMAGE, ROOT, Planting, blocks, raw, restarted, runs
 
 from prefixcache.budget import Budget
 from prefixcache.keys import BLOCK, chain
 from prefixcache.tree import BLOCK_BYTES, NODE_BYTES, RAM, SLOT_BYTES, SSD, Node, Slot, Tree, Window, common_tokens
+from tests.planting import IMAGE, ROOT, Planting, blocks, raw, restarted, runs
 
 
 def order(planting: Planting, tier: int) -> list[tuple[str, int]]:

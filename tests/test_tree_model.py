@@ -12,7 +12,14 @@ from itertools import groupby
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from prefixcache.keys import BLOCK, TOKEN_BYTES
 from prefixcache.tree import BLOCK_BYTES, RAM, SSD, TIERS, Node, Slot, Window
@@ -297,7 +304,7 @@ class TreeMachine(RuleBasedStateMachine):
             hanging = any(k is not kept and k.hangs_on == kept.prefix for k in here)
             whole = len(kept.prefix) % BLOCK_BYTES == 0
             window = any(k.key == ("window", kept.prefix) for k in here)
-            if tier in kept.tiers and not kept.slot.pins and not (kept.kind == "rows" and (hanging and whole or window)):
+            if tier in kept.tiers and not kept.slot.pins and not (kept.kind == "rows" and ((hanging and whole) or window)):
                 return kept.slot
         return None
 

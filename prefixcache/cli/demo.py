@@ -216,9 +216,15 @@ def _agreement(results: dict[str, Result], name: str) -> tuple[int, int]:
 
 
 def _sooner(results: dict[str, Result], name: str) -> float:
-    """How many times sooner the first token came than in the cold pass, medians over the same answers."""
-    turns = results[name]["turns"]
-    return median(_cold(results, turn)["first"] for turn in turns) / median(turn["first"] for turn in turns)
+    """How many times sooner the first token came than in the cold pass: medians over the same answers."""
+    reference = median(_cold(results, turn)["first"] for turn in _hits(results, name))
+    return reference / median(turn["first"] for turn in _hits(results, name))
+
+
+def _hits(results: dict[str, Result], name: str) -> list[dict[str, Any]]:
+    """The answers that found something in the cache; all, when none did."""
+    turns: list[dict[str, Any]] = results[name]["turns"]
+    return [turn for turn in turns if turn["reused_tokens"]] or turns
 
 
 # -- the screen -------------------------------------------------------------------------------------------------------
@@ -240,7 +246,8 @@ def _show(screen: Console, results: dict[str, Result], keep: Path | None) -> Non
     warm = (("ram", ram), ("ssd", ssd))
     cells: list[tuple[str, str, Callable[[str, Result], str]]] = [
         ("answers", str(len(cold["turns"])), lambda _, r: str(len(r["turns"]))),
-        ("time to first token, median", _time(cold["first"]), lambda _, r: _time(r["first"])),
+        ("  of them with a hit", "0", lambda _, r: str(r["hits"])),
+        ("time to first token, median of those with a hit", _time(cold["first"]), lambda _, r: _time(r["first"])),
         ("  how much sooner than cold, same answers", "", lambda name, _: f"{_sooner(results, name):.1f} x"),
         ("tokens of all prompts", f"{cold['prompt_tokens']:,}", lambda _, r: f"{r['prompt_tokens']:,}"),
         (

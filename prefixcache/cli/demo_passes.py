@@ -238,8 +238,10 @@ def run(job: Job, name: str, model: Model) -> Iterator[dict[str, Any]]:
             "unique_tokens": unique(kept), "plain_bytes": unique(kept) * TOKEN_NBYTES,
             "whole_bytes": sum(map(len, final)) * TOKEN_NBYTES,
         }  # fmt: skip
+    hits = [turn for turn in turns if turn.reused_tokens]
     result |= {
-        "first": median(turn.first for turn in turns), "store": median(turn.store for turn in turns),
+        "hits": len(hits), "first": median(turn.first for turn in hits or turns),
+        "store": median(turn.store for turn in turns),
         "prompt_tokens": sum(turn.prompt_tokens for turn in turns),
         "reused_tokens": sum(turn.reused_tokens for turn in turns), "turns": [turn._asdict() for turn in turns],
     }  # fmt: skip

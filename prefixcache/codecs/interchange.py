@@ -1,7 +1,7 @@
 """How the elements of an MLX array become NumPy's and come back, bit for bit, for every dtype that safetensors names.
 
 NumPy has no bfloat16, so those travel as uint16; every other dtype is NumPy's own. Nothing here changes a value, and
-nothing here knows rows or codes. Called by the codecs of this package.
+nothing here knows rows or codes. The only module where arrays cross: called by codecs and layers.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def bring_in(array: Array, dtype: str) -> mx.array:
     if array.size == 0:
         return mx.zeros(array.shape, kind.mlx)
     _, carrier = _CARRIERS[kind.numpy.itemsize]
-    return mx.array(np.ascontiguousarray(array).view(carrier)).view(kind.mlx)
+    return mx.array(np.asarray(array, order="C").view(carrier)).view(kind.mlx)
 
 
 def check_rows(rows: mx.array, width: int, dtype: str) -> None:

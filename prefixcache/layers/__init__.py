@@ -1,4 +1,6 @@
-"""mlx-lm's layer caches: read, cut into images, and made again. The edge where MLX arrays become bytes and bytes arrays."""
+"""mlx-lm's layer caches: read, cut into images, and made again. The edge where MLX arrays become bytes and bytes
+arrays.
+"""
 
 from prefixcache.layers.adapters import CacheError, allow
 from prefixcache.layers.plan import Plan, Reading, read

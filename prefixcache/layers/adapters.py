@@ -1,8 +1,9 @@
 """One adapter for each kind of mlx-lm layer cache: how it is read, and how one like it is made for a boundary.
 
-Adapters read and set attributes, never `state`: its meaning differs between mlx-lm's releases. What is constant of an object
-(its class, its constructor's attributes, the streams of rows that it holds) goes into the *layout*, JSON that is part of the
-namespace; what grows with the tokens goes into images. Where the streams' bytes go is `plan`'s business.
+Adapters read and set attributes, never `state`: its meaning differs between mlx-lm's releases. What is constant of an
+object (its class, its constructor's attributes, the streams of rows that it holds) goes into the *layout*, JSON that
+is part of the namespace; what grows with the tokens goes into images. Where the streams' bytes go is `plan`'s
+business.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from prefixcache.codecs.interchange import name_of
 from prefixcache.keys import BLOCK
-from prefixcache.layers.arrays import dtype_name
 from prefixcache.tree import Window
 
 TRUSTED = ("mlx_lm.models.", "mlx_vlm.models.", "vllm_mlx.", "prefixcache.")
@@ -35,9 +36,9 @@ class NotPlain(CacheError):
 class Leaf(NamedTuple):
     """A live layer cache, read. Valid until its owner changes it.
 
-    `positions` is the number of tokens that it has seen, None when it can't tell; `held` the runs of tokens whose rows it
-    still has; `arrays` its streams, (1, heads, physical rows, width) each; `where(a, b)` the physical rows of tokens a to
-    b, all of which it holds; `state` what a snapshot keeps.
+    `positions` is the number of tokens that it has seen, None when it can't tell; `held` the runs of tokens whose
+    rows it still has; `arrays` its streams, (1, heads, physical rows, width) each; `where(a, b)` the physical rows of
+    tokens a to b, all of which it holds; `state` what a snapshot keeps.
     """
 
     layout: Layout
@@ -84,7 +85,9 @@ def is_allowed(path: str) -> bool:
 
 
 def find_class(path: str) -> type:
-    """The class of this path. CacheError when it is not on the allow-list or not there in this release of its package."""
+    """The class of this path. CacheError when it is not on the allow-list or not there in this release of its
+    package.
+    """
     if path in _allowed:
         return _allowed[path]
     if not path.startswith(TRUSTED):
@@ -104,9 +107,13 @@ def _import(path: str) -> type:
 
 
 def _blank(layout: Layout) -> Any:
-    cls = find_class(layout["class"])
+    return blank(find_class(layout["class"]), layout["attrs"])
+
+
+def blank(cls: Any, attributes: dict[str, Any]) -> Any:
+    """An object of a class with these attributes, made without its constructor."""
     made = cls.__new__(cls)
-    made.__dict__.update(layout["attrs"])
+    made.__dict__.update(attributes)
     return made
 
 
@@ -141,7 +148,7 @@ def _streams(arrays: dict[str, mx.array], cache: Any, at: str, exact: bool) -> l
     for name, array in arrays.items():
         _one_sequence(array, cache, at)
         part = name.split(".")[0]
-        streams.append([name, part, array.shape[1], array.shape[3], dtype_name(array), exact])
+        streams.append([name, part, array.shape[1], array.shape[3], name_of(array.dtype), exact])
     return streams
 
 
@@ -189,7 +196,7 @@ class Sliceable(Adapter):
         if cache.keys is None or cache.values is None:
             return {}
         if self.exact:
-            found = {}
+            found: dict[str, mx.array] = {}
             for part in ("keys", "values"):
                 found |= {f"{part}.{i}": a for i, a in enumerate(getattr(cache, part)) if a is not None}
             return found
@@ -281,9 +288,7 @@ class Chunked(Adapter):
         arrays = {"keys": cache.keys, "values": cache.values}
         layout["streams"] = _streams(arrays, cache, at, False)
         if not 0 <= offset - start <= cache.keys.shape[2]:
-            raise CacheError(
-                f"{at} ({type(cache).__name__}): tokens {start} to {offset} in {cache.keys.shape[2]} rows"
-            )
+            raise CacheError(f"{at} ({type(cache).__name__}): tokens {start} to {offset} in {cache.keys.shape[2]} rows")
         return Leaf(layout, offset, ((start, offset),), arrays, lambda a, b: slice(a - start, b - start))
 
     def capacity(self, layout: Layout, boundary: int, room: int) -> int:
@@ -304,7 +309,9 @@ class Snapshot(Adapter):
     def read(self, cache: Any, at: str) -> Leaf:
         path = class_path(type(cache))
         if not is_allowed(path):
-            raise CacheError(f"{at}: class {path} is not known; call prefixcache.allow({type(cache).__name__}) to keep it")
+            raise CacheError(
+                f"{at}: class {path} is not known; call prefixcache.allow({type(cache).__name__}) to keep it"
+            )
         if not hasattr(cache, "__dict__"):
             raise CacheError(f"{at}: class {path} has no __dict__, so its state can't be read")
         self._one_sequence(cache, at)
@@ -321,17 +328,16 @@ class Snapshot(Adapter):
             )
 
     def make_from(self, layout: Layout, state: dict[str, Any]) -> Any:
-        cls = find_class(layout["class"])
-        made = cls.__new__(cls)
-        made.__dict__.update(state)
-        return made
+        return blank(find_class(layout["class"]), state)
 
 
 class Refused(Adapter):
     """Batches: several sequences in one object."""
 
     def read(self, cache: Any, at: str) -> Leaf:
-        raise CacheError(f"{at}: {type(cache).__name__} holds a batch; call extract(i) and store one sequence at a time")
+        raise CacheError(
+            f"{at}: {type(cache).__name__} holds a batch; call extract(i) and store one sequence at a time"
+        )
 
 
 _CACHE = "mlx_lm.models.cache."

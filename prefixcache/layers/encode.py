@@ -10,9 +10,9 @@ import mlx.core as mx
 import numpy as np
 
 from prefixcache.codecs import RawRows
+from prefixcache.codecs.interchange import borrow, element, name_of
 from prefixcache.image import Spec
 from prefixcache.layers.adapters import CacheError, Leaf
-from prefixcache.layers.arrays import SAFETENSORS, dtype_name, host
 from prefixcache.layers.plan import Group, Plan, Section
 
 
@@ -50,10 +50,12 @@ def _copy(group: Group, leaves: list[Leaf], targets: list[Target]) -> None:
     (name,) = group.names
     for member in group.members:
         leaf = leaves[member.leaf]
-        rows = host(leaf.arrays[member.stream])[0]
+        rows = borrow(leaf.arrays[member.stream])[0]
         for target in targets:
             into = target.tensors[name][target.at : target.at + target.last - target.first]
-            into[:, member.head : member.head + member.heads] = rows[:, leaf.where(target.first, target.last)].swapaxes(0, 1)
+            into[:, member.head : member.head + member.heads] = rows[:, leaf.where(target.first, target.last)].swapaxes(
+                0, 1
+            )
 
 
 def _rows(leaf: Leaf, stream: str, targets: list[Target]) -> mx.array:
@@ -74,7 +76,7 @@ class State(NamedTuple):
     arrays: list[mx.array]
 
     def specs(self) -> list[Spec]:
-        return [Spec(f"s{i}", SAFETENSORS[dtype_name(a)], tuple(a.shape)) for i, a in enumerate(self.arrays)]
+        return [Spec(f"s{i}", element(name_of(a.dtype)).safetensors, tuple(a.shape)) for i, a in enumerate(self.arrays)]
 
 
 def describe_state(plan: Plan, leaves: list[Leaf]) -> State:
@@ -118,4 +120,4 @@ def _arrays_in(value: Any) -> list[mx.array]:
 
 def write_state(state: State, tensors: dict[str, np.ndarray]) -> None:
     for i, array in enumerate(state.arrays):
-        tensors[f"s{i}"][...] = host(array)
+        tensors[f"s{i}"][...] = borrow(array)

@@ -1,8 +1,9 @@
 """Where each stream of a prompt cache stands in its images.
 
-A prompt cache is read into a *layout* (JSON, the same for all caches of a model) and its live leaves. A `Plan`, made of a
-layout and a codec, says which tensors a rows image, a window image and a snapshot have. Streams of equal codec, width and
-dtype share a tensor, token-major: (tokens, heads of all their layers, ...). `encode` and `decode` follow it.
+A prompt cache is read into a *layout* (JSON, the same for all caches of a model) and its live leaves. A `Plan`, made
+of a layout and a codec, says which tensors a rows image, a window image and a snapshot have. Streams of equal codec,
+width and dtype share a tensor, token-major: (tokens, heads of all their layers, ...). `encode` and `decode` follow
+it.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from prefixcache.codecs import Codec, RawRows, RowCodec, Stream
+from prefixcache.codecs.interchange import element
 from prefixcache.image import Spec
 from prefixcache.keys import BLOCK, canonical
 from prefixcache.layers.adapters import CacheError, Layout, Leaf, find_class, read_leaf
-from prefixcache.layers.arrays import SAFETENSORS
 from prefixcache.tree import Window
 
 LIST = "mlx_lm.models.cache.CacheList"
@@ -37,12 +38,14 @@ def read(prompt_cache: Any) -> Reading:
     """Read mlx-lm's list of layer caches. CacheError names the layer that can't be kept and what to do."""
     if not isinstance(prompt_cache, (list, tuple)) or not prompt_cache:
         raise CacheError(
-            f"prompt cache of type {type(prompt_cache).__name__}: pass the list of layer caches, as make_prompt_cache gives"
+            f"prompt cache of type {type(prompt_cache).__name__}: pass the list of layer caches, "
+            "as make_prompt_cache gives"
         )
     leaves: list[Leaf] = []
     kinds: dict[str, int] = {}
     order = [
-        kinds.setdefault(canonical(_read_layer(c, f"layer {i}", leaves)), len(kinds)) for i, c in enumerate(prompt_cache)
+        kinds.setdefault(canonical(_read_layer(c, f"layer {i}", leaves)), len(kinds))
+        for i, c in enumerate(prompt_cache)
     ]
     counted = [leaf.positions for leaf in leaves if leaf.positions is not None]
     layout = {"kinds": [json.loads(kind) for kind in kinds], "layers": order}
@@ -97,9 +100,9 @@ class Section(NamedTuple):
 class Plan:
     """Which tensors the images of one namespace have. Made of the layout and the codec alone; immutable.
 
-    rows image: `rows` for each of its tokens, and `kept[i]` for those before windows[i].keep (a ring's first tokens stay
-    with the rows, or they would be the first to grow cold). window image: `windowed[i]` for the tokens in its ranges.
-    snapshot: the leaves in `snapshots`, each by itself.
+    rows image: `rows` for each of its tokens, and `kept[i]` for those before windows[i].keep (a ring's first tokens
+    stay with the rows, or they would be the first to grow cold). window image: `windowed[i]` for the tokens in its
+    ranges. snapshot: the leaves in `snapshots`, each by itself.
     """
 
     def __init__(self, layout: Layout, codec: Codec):
@@ -109,7 +112,8 @@ class Plan:
         self.layer_of: list[int] = []
         for index, layer in enumerate(self.layers):
             self._collect(layer, index)
-        self.windows = tuple(dict.fromkeys(Window(*leaf["window"]) for leaf in self.leaves if leaf.get("streams") and "window" in leaf))
+        windowed = [leaf for leaf in self.leaves if leaf.get("streams") and "window" in leaf]
+        self.windows = tuple(dict.fromkeys(Window(*leaf["window"]) for leaf in windowed))
         self.snapshots = [i for i, leaf in enumerate(self.leaves) if leaf["kind"] == "snapshot"]
         streams = [_streams(leaf, self.layer_of[i], len(self.layers), codec) for i, leaf in enumerate(self.leaves)]
         self.raw = sorted({self.layer_of[i] for i, own in enumerate(streams) for _, row, forced in own if forced})
@@ -156,11 +160,13 @@ class Plan:
         return [s for w, section in enumerate(self.windowed) for s in section.specs(mask[w].bit_count())]
 
     def fp16_bytes(self, tokens: int) -> int:
-        """What the rows of `tokens` tokens of all sliceable and windowed layers would take as they are in a live cache."""
+        """What the rows of `tokens` tokens of all sliceable and windowed layers would take as they are in a live
+        cache.
+        """
         total = 0
         for leaf in self.leaves:
             for _, _, heads, width, dtype, _ in leaf.get("streams") or ():
-                total += tokens * heads * width * Spec("", SAFETENSORS[dtype], (1,)).nbytes
+                total += tokens * heads * width * element(dtype).numpy.itemsize
         return total
 
 

@@ -13,10 +13,10 @@ import mlx.core as mx
 import numpy as np
 
 from prefixcache.codecs import RawRows
+from prefixcache.codecs.interchange import bring_in
 from prefixcache.image import DTYPES, Image
 from prefixcache.keys import BLOCK
-from prefixcache.layers.adapters import SNAPSHOT, Layout, adapter_of, find_class
-from prefixcache.layers.arrays import device
+from prefixcache.layers.adapters import SNAPSHOT, Layout, adapter_of, blank, find_class
 from prefixcache.layers.plan import Group, Plan, mask_of
 
 
@@ -30,11 +30,11 @@ class Block(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Rows `first` to `first + count` of a tensor go to physical rows `at` and on of a buffer."""
+    """Rows `first` to `first + rows` of a tensor go to physical rows `at` and on of a buffer."""
 
     tensors: dict[str, np.ndarray]
     first: int
-    count: int
+    rows: int
     at: int
 
 
@@ -74,7 +74,9 @@ class StoredPrompt:
         return self.tokens > 0 and self._holds(self.tokens - 1)
 
     def trim(self, n: int) -> int:
-        """Cut the last `n` tokens off, here only. Returns how many were cut. ValueError where rows for that are missing."""
+        """Cut the last `n` tokens off, here only. Returns how many were cut. ValueError where rows for that are
+        missing.
+        """
         if n < 0:
             raise ValueError(f"trim({n}): give a number of tokens")
         n = min(n, self.tokens)
@@ -106,11 +108,8 @@ class StoredPrompt:
 
     def _make(self, layer: Layout, leaves: Any, room: int) -> Any:
         if layer["kind"] == "list":
-            cls = find_class(layer["class"])
-            made = cls.__new__(cls)
             children = [self._make(child, leaves, room) for child in layer["children"]]
-            made.caches = tuple(children) if layer["tuple"] else children
-            return made
+            return blank(find_class(layer["class"]), {"caches": tuple(children) if layer["tuple"] else children})
         leaf = next(leaves)
         if layer["kind"] == "snapshot":
             return self._make_snapshot(leaf)
@@ -224,25 +223,27 @@ class StoredLayer:
         return self._prompt._make_layer(self._index, room)
 
 
-def _decode(group: Group, head: int, heads: int, parts: list[tuple[tuple[str, ...], list[Run]]], capacity: int) -> mx.array:
+def _decode(
+    group: Group, head: int, heads: int, parts: list[tuple[tuple[str, ...], list[Run]]], capacity: int
+) -> mx.array:
     """One stream as (1, heads, capacity, width). `parts`: tensor names, and the runs to take from them."""
     codec = group.codec
     runs = [run for _, own in parts for run in own]
-    rows = max((run.at + run.count for run in runs), default=0)
+    rows = max((run.at + run.rows for run in runs), default=0)
     exact = isinstance(codec, RawRows)
     length = capacity if exact else rows
-    whole = sum(run.count for run in runs) == length
+    whole = sum(run.rows for run in runs) == length
     planes = []
     for p, plane in enumerate(codec.planes):
         shape = (heads, length, *plane.shape)
         into = np.empty(shape, DTYPES[plane.dtype]) if whole else np.zeros(shape, DTYPES[plane.dtype])
         for names, own in parts:
             for run in own:
-                taken = run.tensors[names[p]][run.first : run.first + run.count, head : head + heads]
-                into[:, run.at : run.at + run.count] = taken.swapaxes(0, 1)
+                taken = run.tensors[names[p]][run.first : run.first + run.rows, head : head + heads]
+                into[:, run.at : run.at + run.rows] = taken.swapaxes(0, 1)
         planes.append(into)
     if exact:
-        return device(planes[0], codec.dtype)[None]
+        return bring_in(planes[0], codec.dtype)[None]
     return codec.decode(planes, max(capacity, rows))[None]
 
 
@@ -251,7 +252,7 @@ def _revive(value: Any, tensors: dict[str, np.ndarray], dtypes: list[str]) -> An
         return value
     kind, content = value
     if kind == "array":
-        return device(tensors[f"s{content}"], dtypes[content])
+        return bring_in(tensors[f"s{content}"], dtypes[content])
     if kind == "float":
         return float(content)
     if kind == "dict":

@@ -59,12 +59,13 @@ def hold(case: str, nbytes: int) -> dict[str, Any]:
     """In a process of its own: hold so many bytes, then none."""
     codec, shape, count = CASES[case]
     tokens, prompt_cache = draw(31), filled(shape, count)
-    cache = PrefixCache(ram=nbytes * 2, codec=codec)
+    cache = PrefixCache(ram="4GB", codec=codec)
     cache.store(tokens(count), prompt_cache, model=MODEL)
     gc.collect()
     before, accounted = report.rss(), cache.stats().ram_held
     while cache.stats().ram_held - accounted < nbytes:
-        cache.store(tokens(count), prompt_cache, model=MODEL)
+        stored = cache.store(tokens(count), prompt_cache, model=MODEL)
+        assert stored.new_tokens == count and not cache.stats().counters.evicted, stored
     gc.collect()
     held, after = cache.stats().ram_held - accounted, report.rss()
     cache.clear()

@@ -19,6 +19,7 @@ if not __package__:
 
 from prefixcache import PrefixCache, Raw
 from tools.bench import report
+from tools.bench.lookup import fill  # and with it mlx_lm, which a server has imported before it opens a cache
 from tools.bench.report import Figure
 
 BLOCKS = {"full": 100_000, "quick": 10_000, "tiny": 256}
@@ -52,8 +53,6 @@ def _settings(folder: str) -> dict[str, object]:
 
 def build(folder: str, blocks: int) -> float:
     """Fill the directory; how long that took."""
-    from tools.bench.lookup import fill
-
     begin = time.perf_counter()
     os.fsync = lambda fd: None
     with PrefixCache(**_settings(folder)) as cache:
