@@ -297,7 +297,7 @@ class Tree:
                 self.touched[slot] = None
 
     def coldest(self, tier: int) -> Slot | None:
-        """Who leaves `tier` next: the coldest slot that nothing there hangs on, not pinned and not waiting for the
+        """Who leaves `tier` next: the coldest slot that nothing hangs on, not pinned and not waiting for the
         SSD.
         """
         for slot in self.order[tier]:
@@ -309,6 +309,8 @@ class Tree:
         """Whether something else in the tier is of no use without this slot."""
         if slot.kind != "rows":
             return False
+        if tier == SSD and slot.image is None and self._needed(slot, RAM):
+            return True  # the block's last image, and something in RAM hangs on it
         node = slot.node
         if node.inside[tier] or (node.window is not None and node.window.within(tier)):
             return True

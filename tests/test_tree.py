@@ -286,6 +286,17 @@ def test_what_hangs_in_the_other_tier_keeps_nothing_from_leaving():
     assert planting.tree.coldest(SSD) is planting.rows(blocks(1, 2))
 
 
+def test_the_last_image_of_a_block_stays_while_something_in_ram_hangs_on_it():
+    planting = Planting()
+    planting.store(blocks(1))
+    planting.empty_ram()
+    planting.store(blocks(1, 2))  # its first block is on SSD only
+    assert planting.tree.coldest(SSD) is None
+    assert planting.reach(blocks(1, 2), SSD) == 512
+    planting.spill_all()
+    assert leaving(planting, SSD) == [("rows", 512), ("rows", 256)] or planting.tree.coldest(SSD) is None
+
+
 def test_an_image_that_leaves_its_last_tier_frees_all_it_cost():
     planting = Planting()
     planting.store(blocks(1))

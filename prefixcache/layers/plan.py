@@ -123,8 +123,8 @@ class Plan:
             for window in self.windows
         ]
         self.rows = _section("r", sliceable, streams)
-        self.kept = [_section(f"k{w}", leaves, streams) for w, leaves in enumerate(by_window)]
-        self.windowed = [_section(f"w{w}", leaves, streams) for w, leaves in enumerate(by_window)]
+        self.kept = [_section(f"k{w}.", leaves, streams) for w, leaves in enumerate(by_window)]
+        self.windowed = [_section(f"w{w}.", leaves, streams) for w, leaves in enumerate(by_window)]
         # Where each stream stands: leaf -> stream -> (group in rows or windowed, member).
         self.places: list[dict[str, tuple[int, Member]]] = [{} for _ in self.leaves]
         for section in (self.rows, *self.windowed):
