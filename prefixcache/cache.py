@@ -356,6 +356,8 @@ class PrefixCache:
         """Forget everything, in RAM and on SSD, pins included."""
         self._check_open()
         with self._tiers.lock:
+            for held in (one for pins in self._pins.values() for one in pins):
+                self._tiers.unpin(held)
             self._pins.clear()
             self._tiers.clear()
 
@@ -376,13 +378,23 @@ class PrefixCache:
         with tiers.lock:
             held = tiers.budget.held()
             return Stats(
-                ram_limit=tiers.budget.limit, ram_setting=str(self.settings.ram), ram_held=held.total,
-                ram_images=held.images, ram_queued=held.queued, ram_nodes=held.nodes, ram_reserved=held.reserved,
-                ram_peak=tiers.budget.peak, namespaces=len(tiers.homes), blocks=tiers.tree.nodes,
-                images_in_ram=len(tiers.tree.order[RAM]), images_on_ssd=sum(1 for s in tiers.tree.slots.values() if
-                s.disk), pinned=sum(1 for s in tiers.tree.slots.values() if s.pins), codec=str(self.codec),
-                counters=Counters(**vars(tiers.counters)), ssd=self._ssd.stats() if self._ssd is not None else None,
-            )  # fmt: skip
+                ram_limit=tiers.budget.limit,
+                ram_setting=str(self.settings.ram),
+                ram_held=held.total,
+                ram_images=held.images,
+                ram_queued=held.queued,
+                ram_nodes=held.nodes,
+                ram_reserved=held.reserved,
+                ram_peak=tiers.budget.peak,
+                namespaces=len(tiers.homes),
+                blocks=tiers.tree.nodes,
+                images_in_ram=len(tiers.tree.order[RAM]),
+                images_on_ssd=tiers.tree.on_ssd,
+                pinned=tiers.tree.pinned,
+                codec=str(self.codec),
+                counters=Counters(**vars(tiers.counters)),
+                ssd=self._ssd.stats() if self._ssd is not None else None,
+            )
 
     def check_integrity(self) -> None:
         """AssertionError when an invariant of the tree, the budget or the order of leaving does not hold."""

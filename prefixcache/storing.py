@@ -78,7 +78,8 @@ class Store:
         self._limit = len(raw) // TOKEN_BYTES
         self._state = describe_state(home.plan, leaves) if with_snapshot else None
         self._pinned: list[Slot] = []
-        self._wait = tiers.settings.spill_wait if tiers.settings.spill == "wait" else 0.0
+        wait = tiers.settings.spill_wait if tiers.settings.spill == "wait" else 0.0
+        self._deadline = time.monotonic() + wait  # of all waiting of this store
         self._key_at: dict[int, bytes] = {}  # the key before the last block planned
 
     def run(self) -> Outcome:
@@ -226,7 +227,7 @@ class Store:
     def _reserve(self, jobs: list[Job]) -> tuple[list[Job], bool, Reservation | None]:
         """Room for the jobs, or for as many of the first of them as there is: those, whether it is all, and the room."""
         while jobs:
-            reservation = self._tiers.reserve(sum(job.cost for job in jobs), self._wait)
+            reservation = self._tiers.reserve(sum(job.cost for job in jobs), self._deadline - time.monotonic())
             if reservation is not None:
                 return jobs, True, reservation
             if len(jobs) == 1:

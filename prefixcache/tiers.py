@@ -78,6 +78,10 @@ class Tiers:
                     self._unlisted.append(entry._replace(tokens=b"", extra=""))
             self.tree.settle()
             self.tree.clock = max(self.tree.clock, ssd.max_tick())
+            for slot in list(self.tree.slots.values()):  # twins that a crash left side by side
+                if slot.kind == "rows" and len(slot.node.tokens) < BLOCK_BYTES:
+                    self.settle_twins(slot.node)
+        self.budget.peak = self.budget.held().total
         if self._unlisted:
             self._unlisted = deque(sorted(self._unlisted, key=lambda e: (e.used, -e.start)))
             log.warning("%d of %d images on SSD are not within reach: ram is too small, or what they hang on is gone",
@@ -104,6 +108,11 @@ class Tiers:
                 mask = mask_from(entry.extra)
                 if len(mask) != len(home.plan.windows):
                     return False
+                if (older := node.window) is not None:  # a crash came between a window that grew and the older one's end
+                    if sum(m.bit_count() for m in older.mask) > sum(m.bit_count() for m in mask):
+                        return False
+                    self._unlisted.append(self.entry_of(older))
+                    self.tree.leave(older, SSD)
         except ValueError:
             return False
         suffix = entry.tokens if entry.kind == "snapshot" else b""
@@ -411,7 +420,6 @@ class Tiers:
             self.ssd.delete([entry])
         self._unlisted.clear()
         for slot in list(self.tree.slots.values()):
-            slot.pins = 0
             self.discard(slot)
         for older in self._superseded.values():
             assert self.ssd is not None

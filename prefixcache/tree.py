@@ -173,6 +173,8 @@ class Tree:
         self.visits = 0  # nodes looked at by walks, for tests of complexity
         self.nodes = 0
         self.disk = 0
+        self.on_ssd = 0  # slots
+        self.pinned = 0  # slots
 
     # -- namespaces and lookups ---------------------------------------------------------------------------------------
 
@@ -309,7 +311,7 @@ class Tree:
         """Whether something else in the tier is of no use without this slot."""
         if slot.kind != "rows":
             return False
-        if tier == SSD and slot.image is None and self._needed(slot, RAM):
+        if tier == SSD and slot.image is None and self.needed(slot, RAM):
             return True  # the block's last image, and something in RAM hangs on it
         node = slot.node
         if node.inside[tier] or (node.window is not None and node.window.within(tier)):
@@ -320,12 +322,14 @@ class Tree:
         """Keep slots from leaving any tier, until `unpin` is called with what this returns."""
         held = list(slots)
         for slot in held:
+            self.pinned += not slot.pins
             slot.pins += 1
         return held
 
     def unpin(self, held: Iterable[Slot]) -> None:
         for slot in held:
             slot.pins -= 1
+            self.pinned -= not slot.pins
 
     # -- nodes and slots ----------------------------------------------------------------------------------------------
 
@@ -378,6 +382,7 @@ class Tree:
         else:
             slot.disk = disk
             self.disk += disk
+            self.on_ssd += 1
         self._count(slot, tier, 1)
 
     def leave(self, slot: Slot, tier: int) -> None:
@@ -390,6 +395,7 @@ class Tree:
             del self.order[RAM][slot]
         else:
             self.disk -= slot.disk
+            self.on_ssd -= 1
             slot.disk = 0
             self.touched.pop(slot, None)
         self._count(slot, tier, -1)
@@ -553,6 +559,7 @@ class Tree:
         assert nodes == self.nodes
         assert slots == len(self.slots)
         assert disk == self.disk
+        assert self.on_ssd == len(within[SSD])
         assert set(self.order[RAM]) == within[RAM]
         assert set(self.order[SSD]) == set(self.slots.values())
         assert self.touched.keys() <= within[SSD]

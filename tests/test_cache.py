@@ -449,7 +449,7 @@ def test_clear_leaves_nothing_anywhere(opened, tmp_path):
     cache.clear()
     cache.flush(10)
     stats = cache.stats()
-    assert (stats.blocks, stats.ram_held, stats.ssd.files) == (0, 0, 0)
+    assert (stats.blocks, stats.ram_held, stats.ssd.files, stats.pinned) == (0, 0, 0, 0)
     assert not list((tmp_path / "ssd" / "rows").rglob("*.safetensors"))
     assert put(cache, [1] * 600).tokens == 600
 

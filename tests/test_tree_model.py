@@ -417,8 +417,8 @@ class TreeMachine(RuleBasedStateMachine):
             for kept in here.values():
                 # What is stored below blocks that are on SSD only stands alone in RAM until they are promoted.
                 assert not kept.hangs_on or ("rows", kept.hangs_on) in (self.kept if tier == RAM else here)
-                if kept.kind == "snapshot" and tier == SSD:
-                    assert any(k.kind == "rows" and k.prefix.startswith(kept.prefix) for k in here.values()) or kept.slot.pins
+                if kept.kind == "snapshot" and not self.pinned:
+                    assert any(k.kind == "rows" and k.prefix.startswith(kept.prefix) for k in self.kept.values())
 
     @invariant()
     def a_block_is_never_colder_than_what_hangs_on_it(self) -> None:
