@@ -13,7 +13,12 @@ schema = Migrations("prefixcache.index")
 
 @schema()
 def m001_images(db: Database) -> None:
-    """Namespaces, images, and the images' tokens in a table apart, so that a touch rewrites 200 bytes and not 2000."""
+    """Namespaces, images, and the images' tokens in a table apart, so that a touch rewrites 200 bytes and not 1200.
+
+    Tokens are little-endian int32 where all of an image's fit, else int64: `length` counts them, so the blob's size
+    tells which. Neither STRICT (SQLite 3.37; some that are supported have 3.34) nor CHECK: `index.check` judges values
+    when they are read, so that it also judges what other means than ours have put there.
+    """
     for statement in (
         "CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
         """CREATE TABLE namespace (
@@ -23,7 +28,7 @@ def m001_images(db: Database) -> None:
             id INTEGER PRIMARY KEY, kind INTEGER NOT NULL, key BLOB NOT NULL, namespace INTEGER NOT NULL,
             parent BLOB NOT NULL, start INTEGER NOT NULL, length INTEGER NOT NULL, nbytes INTEGER NOT NULL,
             checksum TEXT NOT NULL, disk INTEGER NOT NULL, used INTEGER NOT NULL, created REAL NOT NULL,
-            hits INTEGER NOT NULL, extra TEXT NOT NULL, statistics TEXT NOT NULL)""",
+            hits INTEGER NOT NULL, extra TEXT NOT NULL, statistics TEXT NOT NULL, used_at REAL NOT NULL)""",
         "CREATE UNIQUE INDEX image_by_key ON image (key, kind)",
         "CREATE TABLE tokens (id INTEGER PRIMARY KEY, tokens BLOB NOT NULL)",
     ):

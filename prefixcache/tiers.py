@@ -332,7 +332,7 @@ class Tiers:
         """Tell the index what was used since it last heard."""
         with self.lock:
             if self.ssd is not None and self.tree.touched:
-                self.ssd.touch([(slot.kind, slot.key, slot.tick) for slot in self.tree.touched])
+                self.ssd.touch([(slot.kind, slot.key, slot.tick, hits) for slot, hits in self.tree.touched.items()])
                 self.tree.touched.clear()
 
     def _pass_through(self, slot: Slot) -> None:

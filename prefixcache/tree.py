@@ -169,7 +169,7 @@ class Tree:
         self.parting: dict[tuple[str, bytes], list[Slot]] = {}
         self.order: tuple[OrderedDict[Slot, None], OrderedDict[Slot, None]] = (OrderedDict(), OrderedDict())
         self.clock = 0
-        self.touched: dict[Slot, None] = {}  # on SSD, and used since the index last heard of it
+        self.touched: dict[Slot, int] = {}  # on SSD, used since the index last heard of it -> hits among those uses
         self.visits = 0  # nodes looked at by walks, for tests of complexity
         self.nodes = 0
         self.disk = 0
@@ -296,7 +296,7 @@ class Tree:
             if slot.image is not None:
                 ram.move_to_end(slot)
             if slot.disk:
-                self.touched[slot] = None
+                self.touched[slot] = self.touched.get(slot, 0) + hit
 
     def coldest(self, tier: int) -> Slot | None:
         """Who leaves `tier` next: the coldest slot that nothing hangs on, not pinned and not waiting for the

@@ -11,6 +11,22 @@ TOKENS = "tokens"  # the tensor (I64, one dimension) that holds the tokens of a 
 
 Address = tuple[str, bytes]  # kind and key: what names one image
 
+# Numbers of an entry are at least 0 and below these: so sums of them fit in 64 bits.
+BOUNDS = {"start": 1 << 40, "nbytes": 1 << 40, "disk": 1 << 40, "used": 1 << 60, "hits": 1 << 40}
+
+
+class Touch(NamedTuple):
+    """Uses of one image that the index has not heard of: the newest tick, how many were hits, the Unix time."""
+
+    tick: int
+    hits: int
+    at: float
+
+    def joined(self, other: Touch | None) -> Touch:
+        if other is None:
+            return self
+        return Touch(max(self.tick, other.tick), self.hits + other.hits, max(self.at, other.at))
+
 
 class Namespace(NamedTuple):
     """What a root key stands for. `codec` and `layout` are JSON; `created` is Unix time."""
@@ -27,7 +43,7 @@ class Entry(NamedTuple):
 
     `tokens` are raw little-endian int64: a rows image's block, a snapshot's suffix after its parent block, b"" of a
     window. `nbytes` is the file's length, `disk` the bytes that it really takes; `used` is a recency tick, larger is
-    newer.
+    newer; `created` and `used_at` are Unix times, 0.0 for now.
     """
 
     kind: str
@@ -44,6 +60,7 @@ class Entry(NamedTuple):
     hits: int = 0
     extra: str = "{}"
     statistics: str = ""
+    used_at: float = 0.0
 
     def __repr__(self) -> str:  # the tuple's own would show the prompt's tokens in a traceback
         length = len(self.tokens) // keys.TOKEN_BYTES

@@ -21,6 +21,10 @@ class NewerFormat(DirectoryError):
     """A newer release wrote the directory; nothing in it was changed."""
 
 
+class IndexBroken(SsdError):
+    """index.db is no database of ours, not a whole one, or says what no cache writes. The text quotes no value."""
+
+
 class Corrupt(SsdError):
     """The file of `entry` is not what the index says; it was set aside, and the entry is gone."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
 from contextlib import suppress
 from typing import NamedTuple
@@ -17,7 +18,7 @@ import numpy as np
 from prefixcache import keys
 from prefixcache.image import DTYPES, FORMAT, KINDS, Image, ImageError, Meta, verify
 from prefixcache.ssd.directory import disk_of
-from prefixcache.ssd.entries import TOKENS, Entry, Namespace
+from prefixcache.ssd.entries import BOUNDS, TOKENS, Entry, Namespace
 
 _STEP = 1 << 30  # macOS refuses reads and writes of 2 GiB and more
 _HEADER_LIMIT = 64 << 20
@@ -138,7 +139,7 @@ def _parse(fd: int, header: bytes, size: int, found: os.stat_result, here: tuple
     if said["format"] != FORMAT:
         raise Damaged(f"format {said['format'][:20]!r}, this release reads {FORMAT!r}", here)
     checksum = said["checksum"]
-    if said["kind"] not in KINDS or len(bytes.fromhex(checksum)) != 16 or not said["start"].isdecimal():
+    if said["kind"] not in KINDS or not re.fullmatch("[0-9a-f]{32}", checksum) or not said["start"].isdecimal():
         raise Damaged("the header's kind, start or checksum is not valid", here)
     end = 8 + len(header)
     at, tokens = 0, b""
@@ -172,14 +173,16 @@ def from_header(said: Shallow, used: int) -> tuple[Entry, Namespace]:
     tokens = b"" if meta.kind == "window" else said.tokens
     if meta.kind != "window" and keys.chain(parent, tokens) != key:
         raise ValueError("the key is not the one of the tokens")
-    if meta.start >= 2**63:
-        raise ValueError("the start is not valid")
+    if meta.start >= BOUNDS["start"] or said.nbytes >= BOUNDS["nbytes"]:
+        raise ValueError("the start or the size is not valid")
+    if meta.statistics and not re.fullmatch("[0-9a-f]+", meta.statistics):
+        raise ValueError("the name of the statistics is not valid")
     try:
         "".join((meta.model, meta.codec, meta.layout, meta.extra, meta.statistics)).encode()
     except UnicodeEncodeError:
         raise ValueError("the header holds characters that UTF-8 can't") from None
     entry = Entry(
         meta.kind, key, root, parent, meta.start, tokens, said.nbytes, said.checksum, said.disk, used, said.modified,
-        0, meta.extra, meta.statistics,
+        0, meta.extra, meta.statistics, said.modified,
     )  # fmt: skip
     return entry, Namespace(root, meta.model, meta.codec, meta.layout, said.modified)

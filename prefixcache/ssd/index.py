@@ -8,6 +8,7 @@ descriptor would drop SQLite's POSIX locks.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sqlite3
 import tempfile
@@ -24,8 +25,8 @@ from prefixcache import keys
 from prefixcache.image import KINDS
 from prefixcache.migrations.index import schema  # type: ignore[import-not-found]
 from prefixcache.ssd.directory import disk_at, identity_at
-from prefixcache.ssd.entries import Address, Entry, Namespace
-from prefixcache.ssd.errors import DirectoryError, NewerFormat
+from prefixcache.ssd.entries import BOUNDS, Address, Entry, Namespace, Touch
+from prefixcache.ssd.errors import DirectoryError, IndexBroken, NewerFormat
 
 FORMAT = 1  # of the meanings in the tables; a step of the schema that old releases could misread raises it
 PAGE = 4096
@@ -33,16 +34,28 @@ PAGE = 4096
 ROW_PAGES = 8
 
 _NUMBER = {kind: number for number, kind in enumerate(KINDS)}
-_WINDOW = _NUMBER["window"]
 _CHUNK = 500
-_NOT_OURS = ("no such table", "no such column", "already exists")
+_FOREIGN_TEXT = "Could not decode to UTF-8"
+_NOT_OURS = ("no such table", "no such column", "already exists", "no column named", "is a view", _FOREIGN_TEXT)
 _COLUMNS = (
-    "id, kind, key, namespace, parent, start, length, nbytes, checksum, disk, used, created, hits, extra, statistics"
+    "id, kind, key, namespace, parent, start, length, nbytes, checksum, disk, used, created, hits, extra, statistics, "
+    "used_at"
 )
-
-
-class IndexBroken(Exception):
-    """The file is not a database, or not a whole one."""
+# What a row is, as SQL. One that is not was not written by us: nothing in the index is believed then.
+_HEX = "{0} NOT GLOB '*[^0-9a-f]*'"
+_SOUND = " AND ".join((
+    f"typeof(kind) = 'integer' AND kind BETWEEN 0 AND {len(KINDS) - 1}",
+    *(f"typeof({name}) = 'blob' AND length({name}) = {keys.KEY_BYTES}" for name in ("key", "parent")),
+    *(
+        f"typeof({name}) = 'integer' AND {name} BETWEEN 0 AND {bound - 1}"
+        for name, bound in {**BOUNDS, "length": 1 << 31}.items()
+    ),
+    *(f"typeof({name}) = 'real' AND abs({name}) < 1e19" for name in ("created", "used_at")),
+    *(f"typeof({name}) = 'text'" for name in ("checksum", "extra", "statistics")),
+    f"length(checksum) = 32 AND {_HEX.format('checksum')} AND {_HEX.format('statistics')}",
+    "namespace IN (SELECT id FROM namespace)",
+))  # fmt: skip
+_SOUND_TOKENS = "typeof(tokens) = 'blob' AND (length(tokens) = 4 * length OR length(tokens) = 8 * length)"
 
 
 class Row(NamedTuple):
@@ -66,7 +79,7 @@ def refuse_newer(path: Path) -> None:
     connection = sqlite3.connect(f"{path.as_uri()}?mode=ro&immutable=1", uri=True)
     try:
         _check_age(connection, path)
-    except sqlite3.DatabaseError:
+    except (sqlite3.DatabaseError, IndexBroken):
         pass  # broken: not newer
     finally:
         connection.close()
@@ -76,19 +89,25 @@ def _check_age(connection: sqlite3.Connection, path: Path) -> None:
     known = {step.name for step in schema.pending(Database(memory=True))}
     there = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     if "_sqlite_migrations" in there:
-        found = connection.execute("SELECT name FROM _sqlite_migrations WHERE migration_set = ?", [schema.name])
-        newer = sorted({name for (name,) in found} - known)
+        found = connection.execute(
+            "SELECT CAST(name AS BLOB) FROM _sqlite_migrations WHERE migration_set = ?", [schema.name]
+        )
+        newer = sorted({(name or b"").decode("utf-8", "replace") for (name,) in found} - known)
         if newer:
             raise NewerFormat(
                 f"{str(path)!r} has the schema step {newer[0]!r}, which this release does not know: "
                 "a newer release wrote it; upgrade prefixcache or name another directory"
             )
     if "meta" in there:
-        row = connection.execute("SELECT value FROM meta WHERE name = 'format'").fetchone()
-        if row and int(row[0]) > FORMAT:
+        row = connection.execute("SELECT CAST(value AS BLOB) FROM meta WHERE name = 'format'").fetchone()
+        if row is None:
+            return
+        if not re.fullmatch(rb"[1-9][0-9]{0,8}", row[0] or b""):
+            raise IndexBroken("its format is no number")
+        if int(row[0]) > FORMAT:
             raise NewerFormat(
-                f"{str(path)!r} is of format {row[0]}, this release knows {FORMAT}: a newer release wrote it; upgrade "
-                "prefixcache or name another directory"
+                f"{str(path)!r} is of format {int(row[0])}, this release knows {FORMAT}: a newer release wrote it; "
+                "upgrade prefixcache or name another directory"
             )
 
 
@@ -110,7 +129,7 @@ class Index:
         except BaseException as error:
             self._connection.close()
             if isinstance(error, sqlite3.DatabaseError) and _proves_damage(error):
-                raise IndexBroken(str(error)) from error
+                raise IndexBroken(_said(error)) from None
             if isinstance(error, sqlite3.Error):
                 raise DirectoryError(
                     f"{str(path)!r}: {error}: check the disk, its room and who else opens it"
@@ -138,13 +157,8 @@ class Index:
     # What it says
 
     def check(self) -> None:
-        """IndexBroken unless every page is in order."""
-        try:
-            verdict = self._connection.execute("PRAGMA quick_check(1)").fetchone()[0]
-        except sqlite3.DatabaseError as error:
-            raise IndexBroken(str(error)) from error
-        if verdict != "ok":
-            raise IndexBroken(verdict)
+        """IndexBroken unless every page is in order, and every row one of ours."""
+        check(self._connection)
 
     def totals(self) -> tuple[int, int, int]:
         """Number of images, their real bytes, the newest recency tick."""
@@ -175,8 +189,7 @@ class Index:
 
     @property
     def clean(self) -> bool:
-        row = self._connection.execute("SELECT value FROM meta WHERE name = 'clean'").fetchone()
-        return row is not None and row[0] == "1"
+        return read_clean(self._connection)
 
     def mark(self, *, clean: bool) -> None:
         self._connection.execute("INSERT OR REPLACE INTO meta VALUES ('clean', ?)", [str(int(clean))])
@@ -208,14 +221,15 @@ class Index:
             number = self._namespaces[namespace.root] = int(cursor.lastrowid or 0)
         length = len(entry.tokens) // keys.TOKEN_BYTES
         cursor = run(
-            f"INSERT INTO image ({_COLUMNS}) VALUES (NULL{', ?' * 14})",
+            f"INSERT INTO image ({_COLUMNS}) VALUES (NULL{', ?' * 15})",
             [
                 _NUMBER[entry.kind], entry.key, number, entry.parent, entry.start, length, entry.nbytes,
                 entry.checksum, entry.disk, entry.used, entry.created, entry.hits, entry.extra, entry.statistics,
+                entry.used_at,
             ],
         )  # fmt: skip
         if length:
-            run("INSERT INTO tokens VALUES (?, ?)", [cursor.lastrowid, _pack(entry.tokens)])
+            run("INSERT OR REPLACE INTO tokens VALUES (?, ?)", [cursor.lastrowid, _pack(entry.tokens)])
 
     def remove(self, addresses: Iterable[Address]) -> None:
         for kind, key in addresses:
@@ -225,11 +239,11 @@ class Index:
             )
             self._connection.execute("DELETE FROM image WHERE key = ? AND kind = ?", at)
 
-    def touch(self, ticks: Mapping[Address, tuple[int, int]]) -> None:
-        """Address -> newest tick, number of hits to add."""
+    def touch(self, touches: Mapping[Address, Touch]) -> None:
         self._connection.executemany(
-            "UPDATE image SET used = max(used, ?), hits = hits + ? WHERE key = ? AND kind = ?",
-            [(tick, hits, key, _NUMBER[kind]) for (kind, key), (tick, hits) in ticks.items()],
+            "UPDATE image SET used = max(used, ?), hits = hits + ?, used_at = max(used_at, ?) "
+            "WHERE key = ? AND kind = ?",
+            [(*touch, key, _NUMBER[kind]) for (kind, key), touch in touches.items()],
         )
 
     def correct(self, address: Address, disk: int) -> None:
@@ -282,7 +296,12 @@ def reading(path: Path, *, live: bool) -> Iterator[sqlite3.Connection]:
             finally:
                 connection.close()
         except sqlite3.DatabaseError as error:
-            raise IndexBroken(str(error)) from error
+            raise IndexBroken(_said(error)) from None
+
+
+def _said(error: sqlite3.Error) -> str:
+    # SQLite's own text would quote the value.
+    return "a text in it is not UTF-8" if _FOREIGN_TEXT in str(error) else str(error)
 
 
 def _connect(path: Path, options: str) -> sqlite3.Connection:
@@ -306,6 +325,48 @@ def connect(path: Path) -> sqlite3.Connection:
     return _connect(path, "mode=ro")
 
 
+def check(connection: sqlite3.Connection) -> None:
+    """IndexBroken unless every page is in order, and every row one of ours. Reads all of it."""
+    try:  # 0.1 s for 100 000 images, whose tokens are about to be read anyway
+        verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+        if verdict != "ok":
+            raise IndexBroken(verdict)
+        check_rows(connection)
+        odd = "SELECT 1 FROM image LEFT JOIN tokens USING (id) WHERE length > 0 AND NOT coalesce({}, 0) LIMIT 1"
+        if connection.execute(odd.format(_SOUND_TOKENS)).fetchone():
+            raise IndexBroken("tokens of an image are missing or of a wrong size")
+    except sqlite3.DatabaseError as error:
+        raise IndexBroken(_said(error)) from None
+
+
+def check_rows(connection: sqlite3.Connection) -> None:
+    """IndexBroken unless every namespace and every image, its tokens aside, has values that a cache writes."""
+    columns = ("model", "codec", "layout")
+    texts = ", ".join(f"typeof({name}), CAST({name} AS BLOB)" for name in columns)
+    for root, created, *told in connection.execute(f"SELECT root, created, {texts} FROM namespace"):
+        if not (isinstance(root, bytes) and len(root) == keys.KEY_BYTES and set(told[::2]) == {"text"}):
+            raise IndexBroken("a namespace has a value that no cache writes")
+        if not (isinstance(created, float) and abs(created) < 1e19 and all(map(_is_utf8, told[1::2]))):
+            raise IndexBroken("a namespace has a value that no cache writes")
+    if connection.execute(f"SELECT 1 FROM image WHERE NOT coalesce({_SOUND}, 0) LIMIT 1").fetchone():
+        raise IndexBroken("an image has a value that no cache writes")
+    for (extra,) in connection.execute("SELECT CAST(extra AS BLOB) FROM image WHERE extra GLOB '*[^ -~]*'"):
+        if not _is_utf8(extra):
+            raise IndexBroken("an image has a value that no cache writes")
+
+
+def _is_utf8(text: bytes | None) -> bool:
+    try:
+        return (text or b"").decode() is not None
+    except UnicodeDecodeError:
+        return False
+
+
+def read_clean(connection: sqlite3.Connection) -> bool:
+    """Whether the last to have it open has closed it."""
+    return connection.execute("SELECT 1 FROM meta WHERE name = 'clean' AND value = '1'").fetchone() is not None
+
+
 def read_rows(connection: sqlite3.Connection) -> dict[Address, Row]:
     roots = dict(connection.execute("SELECT id, root FROM namespace"))
     rows = connection.execute("SELECT kind, key, namespace, nbytes, checksum, disk FROM image")
@@ -318,45 +379,57 @@ def read_namespaces(connection: sqlite3.Connection) -> list[Namespace]:
 
 
 def read_entries(connection: sqlite3.Connection, refused: list[Entry] | None = None) -> Iterator[Entry]:
-    """Every entry, parents before children; those whose tokens do not give their key go to `refused` instead."""
+    """Every entry, parents before children; those whose tokens do not give their key go to `refused` instead.
+
+    Rows come by id, because sorting them by `start` and then looking 100 000 tokens up costs twice as much. Parents are
+    nearly always written first; a child that comes earlier waits for its parent.
+    """
     roots = dict(connection.execute("SELECT id, root FROM namespace"))
-    cursor = connection.execute(f"SELECT {_COLUMNS} FROM image ORDER BY start, kind")
-    while rows := cursor.fetchmany(_CHUNK):
-        tokens = _read_tokens(connection, [(row[0], row[6]) for row in rows if row[6]])
-        for number, kind, key, namespace, parent, start, _, *rest in rows:
-            nbytes, checksum, disk, used, created, hits, extra, statistics = rest
-            text = tokens.get(number, b"")
-            entry = Entry(
-                KINDS[kind], key, roots[namespace], parent, start, text, nbytes, checksum, disk, used, created, hits,
-                extra, statistics,
-            )  # fmt: skip
-            if kind != _WINDOW and keys.chain(parent, text) != key:
-                if refused is not None:
-                    refused.append(entry)
-                continue
+    seen = set(roots.values())
+    early: dict[bytes, list[Entry]] = {}
+    for entry in _read_by_id(connection, roots):
+        if entry.kind != "window" and keys.chain(entry.parent, entry.tokens) != entry.key:
+            if refused is not None:
+                refused.append(entry)
+        elif entry.parent in seen:
             yield entry
-
-
-def _read_tokens(connection: sqlite3.Connection, wanted: list[tuple[int, int]]) -> dict[int, bytes]:
-    """Row id -> raw int64 tokens. Narrow ones are widened together: one conversion for a chunk."""
-    if not wanted:
-        return {}
-    lengths = dict(wanted)
-    marks = ",".join("?" * len(lengths))
-    packed = connection.execute(f"SELECT id, tokens FROM tokens WHERE id IN ({marks})", list(lengths)).fetchall()
-    found: dict[int, bytes] = {}
-    narrow = []
-    for number, blob in packed:
-        if len(blob) == 4 * lengths[number]:
-            narrow.append((number, blob))
+            if entry.kind == "rows":
+                seen.add(entry.key)
+                if entry.key in early:
+                    yield from _released(entry.key, early, seen)
         else:
-            found[number] = blob
-    wide = np.frombuffer(b"".join(blob for _, blob in narrow), "<i4").astype("<i8").tobytes()
-    at = 0
-    for number, blob in narrow:
-        found[number] = wide[at : at + 2 * len(blob)]
-        at += 2 * len(blob)
-    return found
+            early.setdefault(entry.parent, []).append(entry)
+    lost = [entry for waiting in early.values() for entry in waiting]  # what they hang on is not in the index
+    yield from sorted(lost, key=lambda entry: (entry.start, _NUMBER[entry.kind]))
+
+
+def _released(key: bytes, early: dict[bytes, list[Entry]], seen: set[bytes]) -> Iterator[Entry]:
+    """What has waited for the block of this key, and for those that waited."""
+    ready = [key]
+    while ready:
+        for entry in early.pop(ready.pop(), ()):
+            yield entry
+            if entry.kind == "rows":
+                seen.add(entry.key)
+                ready.append(entry.key)
+
+
+def _read_by_id(connection: sqlite3.Connection, roots: dict[int, bytes]) -> Iterator[Entry]:
+    cursor = connection.execute(f"SELECT {_COLUMNS}, tokens FROM image LEFT JOIN tokens USING (id) ORDER BY id")
+    while rows := cursor.fetchmany(_CHUNK):
+        # Narrow tokens are widened together: one conversion for a chunk.
+        packed = [row[-1] for row in rows if row[-1] is not None and len(row[-1]) == 4 * row[6]]
+        wide, at = np.frombuffer(b"".join(packed), "<i4").astype("<i8").tobytes(), 0
+        for _, kind, key, namespace, parent, start, length, *rest, tokens in rows:
+            if tokens is None:
+                tokens = b""
+            elif len(tokens) == 4 * length:
+                tokens, at = wide[at : at + 8 * length], at + 8 * length
+            nbytes, checksum, disk, used, created, hits, extra, statistics, used_at = rest
+            yield Entry(
+                KINDS[kind], key, roots[namespace], parent, start, tokens, nbytes, checksum, disk, used, created, hits,
+                extra, statistics, used_at,
+            )  # fmt: skip
 
 
 def _pack(tokens: bytes) -> bytes:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from prefixcache.image import Image
-from prefixcache.ssd.entries import Address, Entry, Namespace
+from prefixcache.ssd.entries import Address, Entry, Namespace, Touch
 from prefixcache.ssd.errors import Cancelled
 from prefixcache.ssd.ledger import Ledger
 
@@ -49,7 +49,7 @@ class Batch:
 
     removals: dict[Address, Removal]
     writes: list[Write]
-    touches: dict[Address, tuple[int, int]]
+    touches: dict[Address, Touch]
     statistics: dict[str, bytes]
     cancelled: list[Write]
     probe: bool  # the attempt before failed: see first whether the disk works again
@@ -82,7 +82,7 @@ class Queue:
         self._done = threading.Condition(self._lock)
         self._waiting: dict[Address, Write] = {}
         self._removals: dict[Address, Removal] = {}
-        self._touches: dict[Address, tuple[int, int]] = {}
+        self._touches: dict[Address, Touch] = {}
         self._touched_at = 0.0
         self._statistics: dict[str, bytes] = {}
         self._cancelled: list[Write] = []
@@ -144,15 +144,15 @@ class Queue:
             self._remove(entry.address, Removal(0, gone=True))
             self._wake.notify()
 
-    def touch(self, ticks: Iterable[tuple[str, bytes, int]]) -> None:
+    def touch(self, uses: Iterable[tuple[str, bytes, int, int]]) -> None:
+        now = time.time()
         with self._lock:
             if not self._touches:
                 self._touched_at = time.monotonic()
                 self._wake.notify()  # it sleeps without an end when nothing is pending
             self._sequence += 1
-            for kind, key, tick in ticks:
-                newest, hits = self._touches.get((kind, key), (tick, 0))
-                self._touches[kind, key] = max(newest, tick), hits + 1
+            for kind, key, tick, hits in uses:
+                self._touches[kind, key] = Touch(tick, hits, now).joined(self._touches.get((kind, key)))
 
     def statistics(self, digest: str, data: bytes) -> None:
         with self._lock:
@@ -285,9 +285,8 @@ class Queue:
                     self._ledger.leave(-newer.credit)
                     removal = Removal(removal.credit, removal.gone and newer.gone)
                 self._removals[address] = removal
-            for address, (tick, hits) in batch.touches.items():
-                newest, more = self._touches.get(address, (tick, 0))
-                self._touches[address] = max(tick, newest), hits + more
+            for address, touch in batch.touches.items():
+                self._touches[address] = touch.joined(self._touches.get(address))
             self._statistics = {**batch.statistics, **self._statistics}
             if error is None:
                 self._stuck = False

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from prefixcache.ssd.directory import Directory, Lock, disk_at, holder, refusal
 from prefixcache.ssd.entries import Address, Entry, Namespace
-from prefixcache.ssd.errors import DirectoryError
+from prefixcache.ssd.errors import DirectoryError, IndexBroken
 from prefixcache.ssd.files import Damaged, from_header, read_header, read_image, remove_file
-from prefixcache.ssd.index import Index, IndexBroken, Row, read_rows, reading, refuse_newer, suffixes
+from prefixcache.ssd.index import Index, Row, check, read_rows, reading, refuse_newer, suffixes
 from prefixcache.ssd.quarantine import Quarantine
 
 Progress = Callable[[int, int], None]
@@ -111,10 +111,7 @@ def reconcile(
     """
     there = Directory(directory)
     try:
-        if not there.root.is_dir():
-            raise DirectoryError(f"{str(there.root)!r}: no such directory; check the name")
-        if not there.ours:
-            raise DirectoryError(f"{str(there.root)!r}: no cache was ever opened here; check the name")
+        there.require()
         if dry_run:
             return _look(there, deep, progress)
         lock = Lock(there)
@@ -149,12 +146,16 @@ def _look(directory: Directory, deep: bool, progress: Progress | None) -> Report
     live = holder(directory) is not None
     try:
         with reading(directory.index, live=live) as connection:
+            check(connection)
             run = _Pass(directory, read_rows(connection), None, None, deep, progress)
             if live:
                 run.again = lambda: read_rows(connection)
             return _compare(run, "")
     except IndexBroken as error:
-        return _compare(_Pass(directory, {}, None, None, deep, progress), str(error))
+        run = _Pass(directory, {}, None, None, deep, progress)
+        if live:
+            run.again = dict
+        return _compare(run, str(error))
 
 
 def mend(

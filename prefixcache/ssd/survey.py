@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from prefixcache.image import KINDS
 from prefixcache.ssd.directory import Directory, disk_at, holder, tree_size
-from prefixcache.ssd.errors import DirectoryError
-from prefixcache.ssd.index import IndexBroken, reading, suffixes
+from prefixcache.ssd.errors import IndexBroken
+from prefixcache.ssd.index import check_rows, read_clean, reading, suffixes
 from prefixcache.ssd.quarantine import Item, quarantined
 
 
@@ -23,7 +23,9 @@ class Count(NamedTuple):
 
 
 class Edge(NamedTuple):
-    """A node of the tree and what it hangs on."""
+    """A node of the tree and what it hangs on. `nbytes` is the file's length, `disk` the bytes that it really takes;
+    `used` is a recency tick, `used_at` a Unix time; `extra` is JSON, of a window the ranges that it has.
+    """
 
     kind: str
     key: bytes
@@ -33,12 +35,16 @@ class Edge(NamedTuple):
     nbytes: int
     used: int
     hits: int
+    disk: int = 0
+    used_at: float = 0.0
+    extra: str = "{}"
 
 
 @dataclass(frozen=True)
 class NamespaceSurvey:
     """One namespace. `codec` and `layout` are JSON text; `oldest` and `newest` are Unix times of writing (0.0: empty);
-    `last_used` is the newest recency tick; `tokens` are those of its rows images."""
+    `last_used` is the newest recency tick, `last_used_at` the Unix time of the last use (0.0: empty); `tokens` are those
+    of its rows images."""
 
     root: str
     model: str
@@ -52,6 +58,7 @@ class NamespaceSurvey:
     oldest: float
     newest: float
     last_used: int
+    last_used_at: float
     hits: int
 
     @property
@@ -93,13 +100,19 @@ class Survey:
         found["quarantine"] = [item._asdict() for item in self.quarantine]
         return found
 
-    def edges(self, root: str) -> Iterator[Edge]:
-        """The tree of the namespace whose root key is `root` (hex), parents before children; read when asked for."""
+    def edges(self, root: str, kinds: Iterable[str] = KINDS) -> Iterator[Edge]:
+        """The tree of the namespace whose root key is `root` (hex), parents before children; read when asked for.
+
+        Raises IndexBroken.
+        """
+        numbers = ", ".join(str(KINDS.index(kind)) for kind in kinds)
         directory = Directory(self.directory)
         with reading(directory.index, live=holder(directory) is not None) as connection:
+            check_rows(connection)
             rows = connection.execute(
-                "SELECT kind, key, parent, start, length, nbytes, used, hits FROM image "
-                "WHERE namespace = (SELECT id FROM namespace WHERE root = ?) ORDER BY start, kind",
+                "SELECT kind, key, parent, start, length, nbytes, used, hits, disk, used_at, extra FROM image "
+                f"WHERE namespace = (SELECT id FROM namespace WHERE root = ?) AND kind IN ({numbers}) "
+                "ORDER BY start, kind",
                 [bytes.fromhex(root)],
             )
             for kind, *rest in rows:
@@ -107,18 +120,19 @@ class Survey:
 
 
 def survey(directory: str | os.PathLike[str]) -> Survey:
-    """Raises DirectoryError when there is no such directory, NewerFormat when a newer release wrote it."""
+    """Raises DirectoryError when there is no such directory or it is not a cache's, NewerFormat when a newer release
+    wrote it.
+    """
     there = Directory(directory)
-    if not there.root.is_dir():
-        raise DirectoryError(f"{str(there.root)!r}: no such directory; check the name")
+    there.require()
     owner = holder(there) or ""
     namespaces: tuple[NamespaceSurvey, ...] = ()
     clean, problem = False, ""
     try:
         with reading(there.index, live=bool(owner)) as connection:
+            check_rows(connection)
             namespaces = tuple(_namespaces(connection))
-            row = connection.execute("SELECT value FROM meta WHERE name = 'clean'").fetchone()
-            clean = row is not None and row[0] == "1"
+            clean = read_clean(connection)
     except IndexBroken as error:
         problem = str(error)
     return Survey(
@@ -133,7 +147,7 @@ def _namespaces(connection: Any) -> Iterator[NamespaceSurvey]:
     sums: dict[int, dict[str, tuple[Any, ...]]] = {}
     for space, kind, *rest in connection.execute(
         "SELECT namespace, kind, count(*), sum(nbytes), sum(disk), sum(length), min(created), max(created), max(used), "
-        "sum(hits) FROM image GROUP BY namespace, kind"
+        "sum(hits), max(used_at) FROM image GROUP BY namespace, kind"
     ):
         sums.setdefault(space, {})[KINDS[kind]] = tuple(rest)
     for number, root, model, codec, layout, created in spaces:
@@ -146,5 +160,6 @@ def _namespaces(connection: Any) -> Iterator[NamespaceSurvey]:
             oldest=min((row[4] for row in rows), default=0.0),
             newest=max((row[5] for row in rows), default=0.0),
             last_used=max((row[6] for row in rows), default=0),
+            last_used_at=max((row[8] for row in rows), default=0.0),
             hits=sum(row[7] for row in rows),
         )  # fmt: skip

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from prefixcache.image import Image
 from prefixcache.keys import KEY_BYTES, TOKEN_BYTES
 from prefixcache.ssd.directory import tree_size
-from prefixcache.ssd.entries import FOLDERS, Entry, Namespace
+from prefixcache.ssd.entries import BOUNDS, FOLDERS, Entry, Namespace
 from prefixcache.ssd.errors import SsdError
 from prefixcache.ssd.index import connect, read_entries, read_namespaces
 from prefixcache.ssd.queue import Queue
@@ -127,13 +127,22 @@ class Ssd:
 
     def write(self, entry: Entry, namespace: Namespace, image: Image) -> bool:
         """Queue a write. False, and no callback: the queue is full, the limit is reached, or the disk failed lately."""
-        if entry.kind not in FOLDERS or len(entry.key) != KEY_BYTES or len(entry.tokens) % TOKEN_BYTES:
-            raise ValueError(f"{entry!r}: not an entry; kind, length of the key or of the tokens is wrong")
+        sizes = [len(key) for key in (entry.key, entry.parent, entry.namespace)]
+        if entry.kind not in FOLDERS or sizes != [KEY_BYTES] * 3 or len(entry.tokens) % TOKEN_BYTES:
+            raise ValueError(f"{entry!r}: not an entry; kind, length of a key or of the tokens is wrong")
+        for name, bound in BOUNDS.items():
+            if not 0 <= getattr(entry, name) < bound:
+                raise ValueError(f"{entry!r}: {name}={getattr(entry, name)}: give 0 to {bound - 1}")
+        if entry.statistics:
+            self._store.statistics_file(entry.statistics)
         if entry.namespace != namespace.root:
             raise ValueError(f"{entry!r}: of namespace {entry.namespace.hex()}, not {namespace.root.hex()}")
         if self._pid != os.getpid():
             return False
-        entry = entry._replace(nbytes=image.nbytes, checksum=image.checksum, created=entry.created or time.time())
+        now = time.time()
+        entry = entry._replace(
+            nbytes=image.nbytes, checksum=image.checksum, created=entry.created or now, used_at=entry.used_at or now
+        )
         self._tick = max(self._tick, entry.used)
         return self._queue.write(entry, namespace, image)
 
@@ -142,12 +151,14 @@ class Ssd:
         if self._pid == os.getpid():
             self._queue.delete(entries)
 
-    def touch(self, ticks: Iterable[tuple[str, bytes, int]]) -> None:
-        """(kind, key, tick): note hits. They reach the index with the next batch, at the latest by `flush`, `close`."""
+    def touch(self, uses: Iterable[tuple[str, bytes, int, int]]) -> None:
+        """(kind, key, tick, hits): note that images were used now, and how many of the uses were hits since the last
+        call. They reach the index with the next batch, at the latest by `flush`, `close`.
+        """
         if self._pid == os.getpid():
-            ticks = list(ticks)
-            self._tick = max(self._tick, max((tick for _, _, tick in ticks), default=0))
-            self._queue.touch(ticks)
+            uses = list(uses)
+            self._tick = max(self._tick, max((tick for _, _, tick, _ in uses), default=0))
+            self._queue.touch(uses)
 
     def read(self, entry: Entry) -> Future[Image]:
         """The image, read and checked in the pool. The future raises Corrupt (set aside) or Unreadable (left there)."""

@@ -17,7 +17,7 @@ from itertools import islice
 from typing import TypeVar
 
 from prefixcache.ssd.directory import make_folder, sync_folder
-from prefixcache.ssd.entries import Address, Entry
+from prefixcache.ssd.entries import Address, Entry, Touch
 from prefixcache.ssd.files import remove_file, write_file
 from prefixcache.ssd.queue import Batch, Queue, Removal, Write
 from prefixcache.ssd.store import Store
@@ -157,7 +157,7 @@ class Writer:
             self._sync_folders(placed)
             self._commit([write for write in placed if write.error is None], batch.touches)
 
-    def _standing(self, writes: list[Write], touches: dict[Address, tuple[int, int]]) -> set[Address]:
+    def _standing(self, writes: list[Write], touches: dict[Address, Touch]) -> set[Address]:
         """Those that are on the disk already, byte for byte. Other content under the same name leaves first."""
         if not writes:
             return set()
@@ -174,8 +174,8 @@ class Writer:
                 write.entry = write.entry._replace(disk=row[2])
                 self._store.ledger.settle(write.image.nbytes, None)
                 write.done = True
-                newest, hits = touches.get(write.entry.address, (0, 0))
-                touches[write.entry.address] = max(newest, write.entry.used), hits
+                used = Touch(write.entry.used, 0, write.entry.used_at)
+                touches[write.entry.address] = used.joined(touches.get(write.entry.address))
             else:
                 other[write.entry.address] = Removal(0, gone=False)
         self._drop(other)
@@ -228,7 +228,7 @@ class Writer:
         if failed and placed is None:
             raise next(iter(failed.values()))
 
-    def _commit(self, writes: list[Write], touches: dict[Address, tuple[int, int]]) -> None:
+    def _commit(self, writes: list[Write], touches: dict[Address, Touch]) -> None:
         """Rows in one transaction, and the touches with them; in several where the limit leaves the log little room."""
         index, ledger = self._store.index, self._store.ledger
         later: Exception | None = None
@@ -257,7 +257,7 @@ class Writer:
         if later:
             raise later
 
-    def _touch(self, touches: dict[Address, tuple[int, int]]) -> None:
+    def _touch(self, touches: dict[Address, Touch]) -> None:
         for chunk in _chunks(list(touches), self._store.ledger.rows * 4):  # a touch dirties one page, not eight
             with self._store.index.transaction():
                 self._store.index.touch({address: touches[address] for address in chunk})

@@ -48,7 +48,6 @@ WIDE = 8  # threads of the second reference for writes: as many as the product's
 READERS = 4
 
 
-
 def spill(scale: str) -> Iterator[Figure]:
     """`flush` of images that a store has just made, and a loop of write + fsync of the same bytes into one folder."""
     sizes = SIZES[scale]

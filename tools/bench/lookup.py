@@ -6,6 +6,7 @@ because a lookup never looks into an image; their tokens and their places in the
 
 from __future__ import annotations
 
+import gc
 import math
 import statistics
 import sys
@@ -38,8 +39,12 @@ def fill(cache: PrefixCache, blocks: int, seed: int) -> list[np.ndarray]:
     """Store prompts of 32k tokens that share nothing, until there are so many blocks. Returns those of full length."""
     tokens, prompt_cache = draw(seed), filled(SMALL, LONG)
     prompts = [tokens(min(LONG, (blocks - at) * BLOCK)) for at in range(0, blocks, LONG // BLOCK)]
-    for prompt in prompts:
-        cache.store(prompt, prompt_cache, model=MODEL)
+    gc.disable()  # collections of so many new objects take as long again
+    try:
+        for prompt in prompts:
+            cache.store(prompt, prompt_cache, model=MODEL)
+    finally:
+        gc.enable()
     assert cache.stats().blocks == blocks
     return [prompt for prompt in prompts if len(prompt) == LONG]
 
@@ -49,7 +54,7 @@ def match(scale: str) -> Iterator[Figure]:
     small, large = BLOCKS[scale]
     with PrefixCache(ram="8GB", codec=Raw()) as few, PrefixCache(ram="8GB", codec=Raw()) as many:
         caches = (few, many)
-        prompts = [fill(cache, blocks, seed) for seed, (cache, blocks) in enumerate(zip(caches, BLOCKS[scale], strict=True))]
+        prompts = [fill(few, small, 0), fill(many, large, 1)]
         chance = np.random.default_rng(0)
         taken: dict[str, tuple[list[float], list[float]]] = {"whole": ([], []), "diverging": ([], [])}
         hashing: list[float] = []
@@ -64,17 +69,19 @@ def match(scale: str) -> Iterator[Figure]:
                     found = cache.match(tokens, model=MODEL)
                     taken[kind][which].append(time.perf_counter() - begin)
                     assert found.ram == depth, (found, depth)
-            hashing.append(report.seconds(lambda raw=prompt.tobytes(): _digests(raw)) if len(hashing) < 20 else hashing[-1])
+            begin = time.perf_counter()
+            _digests(prompt)
+            hashing.append(time.perf_counter() - begin)
         visits = _visits(many, prompts[1], chance)
-    medians = [statistics.median([*taken["whole"][i], *taken["diverging"][i]]) for i in (0, 1)]
     kinds = {kind: [statistics.median(times) for times in both] for kind, both in taken.items()}
+    medians = [max(both[i] for both in kinds.values()) for i in (0, 1)]  # the bar is for the slower kind
     reference = f"128 xxh3 digests of as many tokens: {statistics.median(hashing) * 1e6:.0f} us"
     raw = {"blocks": [small, large], "median_s": medians, "by_kind_s": kinds,
            "p99_s": [float(np.quantile([*taken["whole"][i], *taken["diverging"][i]], 0.99)) for i in (0, 1)]}  # fmt: skip
     for i, blocks in enumerate(BLOCKS[scale]):
         yield Figure(
             f"match, 32k tokens, {blocks // 1000}k blocks: median",
-            f"{medians[i] * 1e6:.0f} us (whole {kinds['whole'][i] * 1e6:.0f}, diverging {kinds['diverging'][i] * 1e6:.0f})",
+            f"{kinds['whole'][i] * 1e6:.0f} us; diverging anywhere {kinds['diverging'][i] * 1e6:.0f} us",
             "<= 200 us", reference, medians[i] <= LIMIT, raw,
         )  # fmt: skip
     ratio = medians[1] / medians[0]
@@ -137,8 +144,8 @@ def _visits(cache: PrefixCache, prompts: list[np.ndarray], chance: np.random.Gen
     )  # fmt: skip
 
 
-def _digests(raw: bytes) -> bytes:
-    key = b"\0" * 16
+def _digests(tokens: np.ndarray) -> bytes:
+    raw, key = tokens.tobytes(), b"\0" * 16
     for at in range(0, len(raw), BLOCK_BYTES):
         key = xxhash.xxh3_128_digest(key + raw[at : at + BLOCK_BYTES])
     return key

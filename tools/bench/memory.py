@@ -33,7 +33,8 @@ CASES: dict[str, tuple[Any, Shape, int]] = {
     "raw, images of 100 kB": (Raw(), Shape(full=1, heads=1, width=96), 16384),
     "turboquant, images of 420 kB": (TurboQuant(), Shape(full=4, heads=3, width=128), 4096),
 }
-CODED = {"full": 300_000_000, "quick": 100_000_000, "tiny": 5_000_000}  # of TurboQuant: encoding is not what is measured
+# Of TurboQuant less, because encoding is slow and not what is measured.
+CODED = {"full": 300_000_000, "quick": 100_000_000, "tiny": 5_000_000}
 NODES = {"full": 100_000, "quick": 20_000, "tiny": 2_000}
 GROWTH, REMAINS = 1.05, 50_000_000
 
@@ -65,7 +66,7 @@ def hold(case: str, nbytes: int) -> dict[str, Any]:
     before, accounted = report.rss(), cache.stats().ram_held
     while cache.stats().ram_held - accounted < nbytes:
         stored = cache.store(tokens(count), prompt_cache, model=MODEL)
-        assert stored.new_tokens == count and not cache.stats().counters.evicted, stored
+        assert stored.new_tokens == count, stored
     gc.collect()
     held, after = cache.stats().ram_held - accounted, report.rss()
     cache.clear()
@@ -115,6 +116,8 @@ def grow(count: int, trace: bool) -> dict[str, float]:
         tree.enter(slot, RAM, image=Image(np.empty(0, np.uint8)), reservation=reservation)
         tree.enter(slot, SSD, disk=int(node.start) + 100_000)
     with_slots = taken()
+    if trace:
+        tracemalloc.stop()
     return {"node": (with_nodes - before - kept) / count - BLOCK_BYTES, "slot": (with_slots - with_nodes) / count}
 
 

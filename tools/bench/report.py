@@ -166,7 +166,9 @@ def main(benches: Mapping[str, Mapping[str, Bench]], arguments: list[str] | None
     parser.add_argument("--scale", choices=SCALES, help=argparse.SUPPRESS)
     parser.set_defaults(scale="full")
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the numbers there")
-    parser.add_argument("--dir", metavar="DIR", default=scratch_parent, help="where files are written: a folder on the SSD")
+    parser.add_argument(
+        "--dir", metavar="DIR", default=scratch_parent, help="where files are written: a folder on the SSD"
+    )
     options = parser.parse_args(arguments)
     scratch_parent = options.dir
     figures: list[Figure] = []

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,12 +13,11 @@ from typing import NamedTuple
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import mlx.core as mx
 import numpy as np
 
 from prefixcache import PrefixCache, Raw, TurboQuant
 from tools.bench import report
-from tools.bench.prompts import MODEL, Shape, draw, empty, extend, filled, image_bytes, turn
+from tools.bench.prompts import MODEL, Shape, draw, filled, image_bytes, turn
 from tools.bench.report import Figure
 
 
