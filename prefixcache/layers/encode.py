@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from prefixcache.codecs import RawRows
-from prefixcache.codecs.interchange import borrow, element, name_of
+from prefixcache.codecs.interchange import borrow, bring_in, element, name_of
 from prefixcache.image import Spec
 from prefixcache.layers.adapters import CacheError, Leaf
 from prefixcache.layers.plan import Group, Plan, Section
@@ -34,28 +34,42 @@ def encode(section: Section, leaves: list[Leaf], targets: list[Target]) -> None:
     """Encode the targets' tokens of every stream in the section, one launch for each group of equal streams."""
     for group in section.groups if targets else ():
         if isinstance(group.codec, RawRows):
-            _copy(group, leaves, targets)
+            (name,) = group.names
+            _gather(group, leaves, targets, (target.tensors[name][target.at :] for target in targets))
+        elif mx.default_device() == mx.cpu:
+            _encode_here(group, leaves, targets)
         else:
             rows = mx.concatenate([_rows(leaves[m.leaf], m.stream, targets) for m in group.members], axis=1)
-            planes = group.codec.encode(rows)
-            at = 0
+            at, planes = 0, group.codec.encode(rows)
             for target in targets:
                 count = target.last - target.first
-                for name, plane in zip(group.names, planes, strict=True):
-                    target.tensors[name][target.at : target.at + count] = plane[at : at + count]
+                _put(group, target, [plane[at : at + count] for plane in planes])
                 at += count
 
 
-def _copy(group: Group, leaves: list[Leaf], targets: list[Target]) -> None:
-    (name,) = group.names
-    for member in group.members:
-        leaf = leaves[member.leaf]
-        rows = borrow(leaf.arrays[member.stream])[0]
-        for target in targets:
-            into = target.tensors[name][target.at : target.at + target.last - target.first]
-            into[:, member.head : member.head + member.heads] = rows[:, leaf.where(target.first, target.last)].swapaxes(
-                0, 1
-            )
+def _encode_here(group: Group, leaves: list[Leaf], targets: list[Target]) -> None:
+    """On the CPU there is no launch to save, and joining in NumPy is quicker than in MLX: target by target."""
+    dtype = group.codec.dtype
+    longest = max(target.last - target.first for target in targets)
+    buffer = np.empty((longest, group.heads, group.codec.width), element(dtype).numpy)
+    for target in targets:
+        _gather(group, leaves, [target], [buffer])
+        _put(group, target, group.codec.encode(bring_in(buffer[: target.last - target.first], dtype)))
+
+
+def _put(group: Group, target: Target, planes: list[np.ndarray]) -> None:
+    for name, plane in zip(group.names, planes, strict=True):
+        target.tensors[name][target.at : target.at + len(plane)] = plane
+
+
+def _gather(group: Group, leaves: list[Leaf], targets: list[Target], into: Iterable[np.ndarray]) -> None:
+    """Each target's rows as they are, (tokens, heads of all members, width), to the beginning of its array in `into`."""
+    rows = [borrow(leaves[member.leaf].arrays[member.stream])[0] for member in group.members]
+    for target, array in zip(targets, into, strict=True):
+        count = target.last - target.first
+        for member, own in zip(group.members, rows, strict=True):
+            where = leaves[member.leaf].where(target.first, target.last)
+            array[:count, member.head : member.head + member.heads] = own[:, where].swapaxes(0, 1)
 
 
 def _rows(leaf: Leaf, stream: str, targets: list[Target]) -> mx.array:
