@@ -26,8 +26,9 @@ from prefixcache.layers.adapters import allow
 from prefixcache.layers.encode import evaluate
 from prefixcache.layers.plan import Plan, read
 from prefixcache.layers.stored import Block, StoredPrompt
+from prefixcache.memory import give_back, machine_memory
 from prefixcache.promoting import promote
-from prefixcache.settings import Settings, machine_memory
+from prefixcache.settings import Settings
 from prefixcache.ssd import Namespace, Ssd
 from prefixcache.stats import Counters, Stats
 from prefixcache.storing import Store
@@ -347,7 +348,7 @@ class PrefixCache:
             for slot in (node.window, node.rows):
                 if slot is not None:
                     freed += self._tiers.discard(slot)
-            if any(s.node is parent and node.tokens.startswith(s.suffix) for s in parent.snapshots.values()):
+            if any(parent.snapshots_of(node.tokens)):
                 break
             node = parent
         return freed
@@ -360,6 +361,7 @@ class PrefixCache:
                 self._tiers.unpin(held)
             self._pins.clear()
             self._tiers.clear()
+        give_back()
 
     def trim_to(self, nbytes: int) -> int:
         """Let the coldest leave RAM (to the SSD, where there is one) until it holds at most `nbytes`. Returns bytes
@@ -368,7 +370,9 @@ class PrefixCache:
         self._check_open()
         if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0:
             raise ValueError(f"trim_to({nbytes!r}): give a number of bytes, 0 or more")
-        return self._tiers.trim(nbytes)
+        held = self._tiers.trim(nbytes)
+        give_back()
+        return held
 
     # -- the cache itself ---------------------------------------------------------------------------------------------
 
@@ -424,6 +428,7 @@ class PrefixCache:
                     log.warning("not all of RAM was written within close_timeout=%s s", self.settings.close_timeout)
                 self._ssd.close(self.settings.close_timeout)
             self._tiers.release()
+            give_back()
 
     def __enter__(self) -> PrefixCache:
         return self

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +33,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
 _OPENING = b'{"__metadata__":{"checksum":"'
 _CHECKSUM = slice(8 + len(_OPENING), 8 + len(_OPENING) + 32)
 _BLANK = b"0" * 32
-_HEADER_LIMIT = 64 << 20
+_HEADER_LIMIT = 4 << 20
 _ALIGN = 8
 _FIELDS = ("format", "kind", "key", "parent", "namespace", "model", "codec", "layout", "start", "statistics", "extra")
 
@@ -50,7 +51,7 @@ class Spec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) * DTYPES[self.dtype].itemsize
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 class Meta(NamedTuple):
@@ -120,6 +121,8 @@ class Blueprint:
             at += spec.nbytes
         header = json.dumps(table, separators=(",", ":"), ensure_ascii=True).encode()
         self._header = header + b" " * (-len(header) % _ALIGN)
+        if len(self._header) > _HEADER_LIMIT:
+            raise ValueError(f"a header of {len(self._header)} bytes: an image's is at most {_HEADER_LIMIT}")
         self.nbytes = 8 + len(self._header) + at
 
     def draft(self) -> Draft:

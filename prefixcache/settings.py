@@ -166,14 +166,3 @@ def _toml(settings: type[BaseSettings], path: Path) -> TomlConfigSettingsSource:
         return TomlConfigSettingsSource(settings, path)
     except ValueError as error:
         raise ValueError(f"{path}: not TOML: {error}; mend the file") from None
-
-
-def machine_memory() -> int:
-    """Bytes of memory that this process may use: the machine's, or its control group's limit when that is lower."""
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for limit in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
-        try:
-            memory = min(memory, int(limit.read_text()))
-        except (OSError, ValueError):
-            continue
-    return memory

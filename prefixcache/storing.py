@@ -170,7 +170,7 @@ class Store:
         if not windows:
             return None
         held = tuple(held_mask(self._held(w), start, window.keep, limit) for w, window in enumerate(windows))
-        if not any(held):
+        if not any(held) and source.window is None:
             return None
         block_tokens, block_key = tokens, chain(key, tokens)
         if node is not None:

@@ -10,6 +10,7 @@ after a file went bad): lookups end there, what is below waits for the rows to b
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
@@ -25,9 +26,11 @@ RAM, SSD = 0, 1
 TIERS = (RAM, SSD)
 
 BLOCK_BYTES = BLOCK * TOKEN_BYTES
+_NONE: list[Any] = []  # what a node without children or snapshots has; shared, and never changed
+_EMPTY: dict[Any, Any] = {}
 _LAST = ("snapshot", "window", "rows")  # of one block and one touch: who leaves first
-NODE_BYTES = 880  # of RAM a node, beside its tokens; measured by tools/bench/memory.py
-SLOT_BYTES = 560  # of RAM a slot, beside its image and its suffix; measured there too
+NODE_BYTES = 720  # of RAM a node, beside its tokens; measured by tools/bench/memory.py
+SLOT_BYTES = 880  # of RAM a slot, beside its image and its suffix; measured there too
 
 
 class Window(NamedTuple):
@@ -93,8 +96,8 @@ class Slot:
 class Node:
     """A block's place in the tree: `tokens` (raw int64 bytes) after `start` others."""
 
-    __slots__ = ("end", "inside", "key", "kid_tokens", "kids", "live", "parent", "rows", "snapshots", "space", "start",
-                 "tokens", "window")  # fmt: skip
+    __slots__ = ("end", "hanging", "key", "kid_tokens", "kids", "live", "parent", "rows", "sizes", "snapshots", "space",
+                 "start", "tokens", "window")  # fmt: skip
 
     def __init__(self, space: Space | None, parent: Node | None, tokens: bytes, key: bytes):
         self.space = space
@@ -103,17 +106,25 @@ class Node:
         self.key = key
         self.start: int = parent.end if parent else 0
         self.end: int = self.start + len(tokens) // TOKEN_BYTES
-        self.kids: list[Node] = []
-        self.kid_tokens: list[bytes] = []
+        self.kids: list[Node] = _NONE  # sorted by tokens
+        self.kid_tokens: list[bytes] = _NONE
         self.rows: Slot | None = None
         self.window: Slot | None = None
-        self.snapshots: dict[bytes, Slot] = {}
-        self.inside = [0, 0]  # by tier: kids whose rows are there
-        self.live = [0, 0]  # by tier: windows and snapshots there, of this node and all below
+        self.snapshots: dict[bytes, Slot] = _EMPTY  # by suffix
+        self.sizes: dict[int, int] = _EMPTY  # how many snapshots have a suffix of so many bytes
+        # By tier. No lists: the collector of cycles would visit them, and with 100k nodes that is most of its work.
+        self.hanging = array("l", (0, 0))  # what is there that hangs on it: kids' rows, its own window and snapshots
+        self.live = array("l", (0, 0))  # windows and snapshots there, of this node and all below
 
     @property
     def cost(self) -> int:
         return NODE_BYTES + len(self.tokens)
+
+    def snapshots_of(self, tokens: bytes) -> Iterator[Slot]:
+        """The snapshots here whose suffix begins `tokens`, the longest first."""
+        for size in sorted(self.sizes, reverse=True):
+            if size <= len(tokens) and (slot := self.snapshots.get(tokens[:size])) is not None:
+                yield slot
 
 
 class Space(NamedTuple):
@@ -156,7 +167,7 @@ def common_tokens(a: bytes, b: bytes) -> int:
 class Tree:
     """All namespaces' nodes and slots, and each tier's order of leaving.
 
-    Invariants, tested by `check_integrity`: `order[RAM]` holds exactly the slots in RAM and `order[SSD]` all slots,
+    Invariants, tested by `check_integrity`: `order[RAM]` holds exactly the slots in RAM that don't wait for the SSD, and `order[SSD]` all slots,
     coldest first (an image that reaches the SSD late has its place in the order already); a path is touched tail
     first, so that a block is never colder than what hangs on it; the budget's images and nodes are the sums over
     slots and nodes.
@@ -189,9 +200,18 @@ class Tree:
         """Follow tokens (raw int64 bytes) as far as they are known, in whichever tier. Changes nothing."""
         node, path, at = space.root, [], 0
         while at < len(raw) and node.kids:
+            self.visits += 1
+            if (
+                len(node.kids) == 1
+                and len(node.kid_tokens[0]) == BLOCK_BYTES
+                and raw.startswith(node.kid_tokens[0], at)
+            ):
+                node = node.kids[0]  # as below, without a copy
+                path.append(node)
+                at += BLOCK_BYTES
+                continue
             chunk = raw[at : at + BLOCK_BYTES]
             i = bisect_left(node.kid_tokens, chunk)
-            self.visits += 1
             if i < len(node.kids) and node.kid_tokens[i] == chunk and len(chunk) == BLOCK_BYTES:
                 node = node.kids[i]
                 path.append(node)
@@ -211,11 +231,15 @@ class Tree:
     def _nearest(self, node: Node, chunk: bytes, place: int) -> tuple[Node | None, int]:
         """The child that shares most tokens with `chunk`, and how many; of equals one whose rows are in RAM.
 
-        The longest common prefix with a sorted list is with a neighbour of the chunk's place; one further on either
-        side is a tail's twin, when both are there.
+        The longest common prefix with a sorted list is with a neighbour of the chunk's place. One further on either
+        side shares no more, but may be a tail's twin that is in RAM.
         """
         best, shared, in_ram = None, 0, False
-        for i in range(max(place - 2, 0), min(place + 2, len(node.kids))):
+        for i in (place - 1, place, place - 2, place + 1):
+            if not 0 <= i < len(node.kids):
+                continue
+            if in_ram and i not in (place - 1, place):
+                break
             self.visits += 1
             kid, common = node.kids[i], common_tokens(node.kid_tokens[i], chunk)
             if kid.rows is None:
@@ -252,9 +276,8 @@ class Tree:
                 rest = walk.raw[
                     parent.end * TOKEN_BYTES : min(depth * TOKEN_BYTES, parent.end * TOKEN_BYTES + BLOCK_BYTES)
                 ]
-                for size in sorted({len(suffix) for suffix in parent.snapshots}, reverse=True):
-                    slot = parent.snapshots.get(rest[:size]) if size <= len(rest) else None
-                    if slot is not None and _has(slot, tier):
+                for slot in parent.snapshots_of(rest):
+                    if _has(slot, tier):
                         yield slot.end, slot
 
     def _covered(self, walk: Walk, tier: int, boundary: int) -> int:
@@ -293,7 +316,7 @@ class Tree:
             slot.tick = self.clock
             slot.hits += hit
             ssd.move_to_end(slot)
-            if slot.image is not None:
+            if slot.image is not None and not slot.saving:
                 ram.move_to_end(slot)
             if slot.disk:
                 self.touched[slot] = self.touched.get(slot, 0) + hit
@@ -307,16 +330,27 @@ class Tree:
                 return slot
         return None
 
+    def save(self, slot: Slot) -> None:
+        """A slot's image begins to wait for the SSD: until `saved`, it can't leave RAM and stands in no order there."""
+        slot.saving = True
+        del self.order[RAM][slot]
+        self.budget.queue(slot.nbytes)
+
+    def saved(self, slot: Slot, used_since: bool) -> None:
+        """The writer is done with a slot's image, well or not."""
+        slot.saving = False
+        self.budget.queue(-slot.nbytes)
+        self.order[RAM][slot] = None
+        if not used_since:  # it was among the coldest when it was queued, and parents are written first
+            self.order[RAM].move_to_end(slot, last=False)
+
     def needed(self, slot: Slot, tier: int) -> bool:
         """Whether something else in the tier is of no use without this slot."""
         if slot.kind != "rows":
             return False
         if tier == SSD and slot.image is None and self.needed(slot, RAM):
             return True  # the block's last image, and something in RAM hangs on it
-        node = slot.node
-        if node.inside[tier] or (node.window is not None and node.window.within(tier)):
-            return True
-        return bool(node.snapshots) and any(s.within(tier) for s in node.snapshots.values())
+        return slot.node.hanging[tier] > 0
 
     def pin(self, slots: Iterable[Slot]) -> list[Slot]:
         """Keep slots from leaving any tier, until `unpin` is called with what this returns."""
@@ -350,6 +384,8 @@ class Tree:
             return None
         node = Node(parent.space, parent, tokens, key)
         reservation.spend(nodes=node.cost)
+        if not parent.kids:
+            parent.kids, parent.kid_tokens = [], []
         parent.kids.insert(i, node)
         parent.kid_tokens.insert(i, tokens)
         self.nodes += 1
@@ -363,7 +399,10 @@ class Tree:
             return False
         reservation.spend(nodes=slot.cost)
         if slot.kind == "snapshot":
+            if not node.snapshots:
+                node.snapshots, node.sizes = {}, {}
             node.snapshots[slot.suffix] = slot
+            node.sizes[len(slot.suffix)] = node.sizes.get(len(slot.suffix), 0) + 1
         else:
             setattr(node, slot.kind, slot)
         self.slots[slot.kind, slot.key] = slot
@@ -409,8 +448,9 @@ class Tree:
         if slot.kind == "rows":
             assert node is not None
             if node.parent is not None:
-                node.parent.inside[tier] += by
+                node.parent.hanging[tier] += by
             return
+        slot.node.hanging[tier] += by
         while node is not None:
             node.live[tier] += by
             node = node.parent
@@ -418,7 +458,10 @@ class Tree:
     def _detach(self, slot: Slot) -> None:
         node = slot.node
         if slot.kind == "snapshot":
-            node.snapshots.pop(slot.suffix, None)
+            if node.snapshots.pop(slot.suffix, None) is not None:
+                node.sizes[len(slot.suffix)] -= 1
+                if not node.sizes[len(slot.suffix)]:
+                    del node.sizes[len(slot.suffix)]
         elif getattr(node, slot.kind) is slot:
             setattr(node, slot.kind, None)
         if self.slots.get((slot.kind, slot.key)) is slot:
@@ -490,7 +533,7 @@ class Tree:
         if node.live[tier]:
             return True
         assert node.parent is not None
-        return any(node.tokens.startswith(s) and slot.within(tier) for s, slot in node.parent.snapshots.items())
+        return any(slot.within(tier) for slot in node.parent.snapshots_of(node.tokens))
 
     def _demote_unserved(self, slot: Slot, tier: int) -> None:
         """After a window or snapshot left: rows that no boundary needs any more go next, not last."""
@@ -504,7 +547,7 @@ class Tree:
         stack = tops
         while stack:  # parents before children: who is moved last leaves first
             node = stack.pop()
-            if node.rows is not None and node.rows.within(tier):
+            if node.rows is not None and node.rows.within(tier) and node.rows in self.order[tier]:
                 self.order[tier].move_to_end(node.rows, last=False)
             stack.extend(node.kids)
 
@@ -552,15 +595,16 @@ class Tree:
                     if slot.within(tier):
                         within[tier].add(slot)
             for tier in TIERS:
-                assert node.inside[tier] == sum(k.rows is not None and k.rows.within(tier) for k in node.kids)
                 own = sum(s.within(tier) for s in held if s.kind != "rows")
+                kids = sum(k.rows is not None and k.rows.within(tier) for k in node.kids)
+                assert node.hanging[tier] == own + kids
                 assert node.live[tier] == own + sum(kid.live[tier] for kid in node.kids)
             stack.extend(node.kids)
         assert nodes == self.nodes
         assert slots == len(self.slots)
         assert disk == self.disk
         assert self.on_ssd == len(within[SSD])
-        assert set(self.order[RAM]) == within[RAM]
+        assert set(self.order[RAM]) == {slot for slot in within[RAM] if not slot.saving}
         assert set(self.order[SSD]) == set(self.slots.values())
         assert self.touched.keys() <= within[SSD]
         self.budget.check_integrity()

@@ -58,7 +58,7 @@ def test_a_lookup_among_twins_visits_a_bisection_of_them():
 def test_conversations_keep_what_they_share_once():
     aligned, inside = figures("conversations")
     assert aligned.met, aligned
-    assert inside.raw["images"] / inside.raw["unique"] < 1.06
+    assert inside.raw["images"] / inside.raw["unique"] < 1.10  # the block in which the chats part is each one's own
 
 
 @pytest.mark.parametrize("name", ["hybrid", "sliding", "bits"])

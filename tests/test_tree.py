@@ -126,7 +126,7 @@ def test_a_long_prompt_among_ten_thousand_near_twins_costs_a_visit_a_block():
         for i in range(10_000):
             node = planting.tree.grow(trunk, raw([127] * 255 + [1000 + i]), reservation)
             planting.tree.attach(Slot("rows", node, node.key, IMAGE), reservation)
-    deepest = [prompt, prompt[:-1] + [5], prompt[:-1] + [5000], prompt[:-1] + [10**6], [*prompt, 1, 2, 3]]
+    deepest = [prompt, [*prompt[:-1], 5], [*prompt[:-1], 5000], [*prompt[:-1], 10**6], [*prompt, 1, 2, 3]]
     for asked in deepest:
         planting.tree.visits = 0
         walk = planting.walk(asked)

@@ -15,24 +15,27 @@ from prefixcache.ssd import Edge
 
 HEADING = 3  # lines above each tree that is drawn
 _OF_TREE = ("blocks", "nbytes", "depth", "fan_out", "forks", "loose", "apart")
-_OF_RUN = ("blocks", "tokens", "nbytes", "windows", "snapshots", "hits")
+_OF_RUN = ("blocks", "tokens", "nbytes", "disk", "windows", "snapshots", "hits", "used_at")
 
 
 @dataclass(eq=False, slots=True)
 class Run:
     """Blocks in a row, each the only child of the one before.
 
-    `nbytes` with the windows and snapshots that hang on them; `hits` of the block that was hit most; the `below_`
-    numbers are of all further runs down; `loose`: what it hangs on is not in the index.
+    `nbytes` and `disk` (real bytes) with the windows and snapshots that hang on them; `hits` of the block that was hit
+    most, `used_at` (Unix time) of the one used last; the `below_` numbers are of all further runs down; `loose`: what
+    it hangs on is not in the index.
     """
 
     start: int
     blocks: int = 0
     tokens: int = 0
     nbytes: int = 0
+    disk: int = 0
     windows: int = 0
     snapshots: int = 0
     hits: int = 0
+    used_at: float = 0.0
     loose: bool = False
     depth: int = 0  # runs above
     parent: Run | None = None
@@ -86,10 +89,11 @@ class BlockTree:
 
 
 class _Node:
-    __slots__ = ("edge", "kids", "loose", "nbytes", "snapshots", "windows")
+    __slots__ = ("disk", "edge", "kids", "loose", "nbytes", "snapshots", "windows")
 
     def __init__(self, edge: Edge):
-        self.edge, self.nbytes, self.windows, self.snapshots, self.loose = edge, edge.nbytes, 0, 0, False
+        self.edge, self.nbytes, self.disk, self.loose = edge, edge.nbytes, edge.disk, False
+        self.windows = self.snapshots = 0
         self.kids: list[_Node] = []
 
 
@@ -110,6 +114,7 @@ def block_tree(edges: Iterable[Edge], root: bytes) -> BlockTree:
             apart += edge.parent != root
             continue
         holder.nbytes += edge.nbytes
+        holder.disk += edge.disk
         if edge.kind == "window":
             holder.windows += 1
         else:
@@ -144,9 +149,11 @@ def _runs(tops: list[_Node]) -> tuple[list[Run], list[Run]]:
             run.blocks += 1
             run.tokens += node.edge.length
             run.nbytes += node.nbytes
+            run.disk += node.disk
             run.windows += node.windows
             run.snapshots += node.snapshots
             run.hits = max(run.hits, node.edge.hits)
+            run.used_at = max(run.used_at, node.edge.used_at)
             if len(node.kids) != 1:
                 break
             node = node.kids[0]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,11 +19,9 @@ from rich.text import Text
 from rich.tree import Tree
 
 from prefixcache.cli.blocktree import BlockTree, Run, block_tree, largest
-from prefixcache.cli.recognise import NONSENSE, nonsense, why_not
 from prefixcache.cli.text import age, complain, console, foreign, many, print_json, safe, size
 from prefixcache.keys import BLOCK
-from prefixcache.ssd import DirectoryError, NamespaceSurvey, Survey, survey
-from prefixcache.ssd.index import IndexBroken
+from prefixcache.ssd import DirectoryError, Edge, IndexBroken, NamespaceSurvey, Survey, survey
 
 ROWS = 200  # of a table or a tree, without --all
 KINDS = ("blocks", "windows", "snapshots")
@@ -36,7 +35,7 @@ def inspect(
     tree: Annotated[bool, typer.Option("--tree", help="The blocks of each namespace as a tree.")] = False,
     everything: Annotated[bool, typer.Option("--all", help=f"Show all, not the first {ROWS} lines of each.")] = False,
 ) -> None:
-    """Show what is in a directory, by model: tokens, sizes, age, hits.
+    """Show what is in a directory, by model: tokens, sizes, age, last use, hits.
 
     Works on a directory that a server has open and on one that nobody has; changes nothing.
 
@@ -44,16 +43,13 @@ def inspect(
     directory, not one of prefixcache's, not readable, written by a newer release.
     """
     try:
-        if problem := why_not(directory):
-            raise DirectoryError(problem)
         found = survey(directory)
         trees = _trees(found) if tree else None
         facts = describe(found, trees, time.time())
-    except (DirectoryError, IndexBroken, OSError, *NONSENSE) as error:
-        said = nonsense(directory, error) if isinstance(error, NONSENSE) else str(error)
-        complain(said)
+    except (DirectoryError, IndexBroken, OSError) as error:
+        complain(str(error))
         if as_json:
-            print_json({"directory": str(directory), "error": said})
+            print_json({"directory": str(directory), "error": str(error)})
         raise typer.Exit(2) from None
     if as_json:
         print_json(facts)
@@ -73,7 +69,7 @@ def _trees(found: Survey) -> dict[str, BlockTree]:
 def describe(found: Survey, trees: dict[str, BlockTree] | None, now: float) -> Facts:
     """All that is known, as plain values. Times are Unix seconds, None where there is none; sizes are bytes."""
     spaces = [
-        _namespace(space, trees[space.root].as_dict() if trees else None)
+        _namespace(found, space, trees[space.root].as_dict() if trees else None)
         for space in sorted(found.namespaces, key=lambda space: -space.last_used)
     ]
     raws = [space["raw_nbytes"] for space in spaces]
@@ -87,10 +83,10 @@ def describe(found: Survey, trees: dict[str, BlockTree] | None, now: float) -> F
         "nbytes": sum(space["nbytes"] for space in spaces),
         "disk": sum(space["disk"] for space in spaces),
         "raw_nbytes": raw,
-        "raw_estimated": any(space["raw_estimated"] for space in spaces),
         "ratio": None,
         "oldest": min((s["oldest"] for s in spaces if s["oldest"] is not None), default=None),
         "newest": max((s["newest"] for s in spaces if s["newest"] is not None), default=None),
+        "last_used": max((s["last_used"] for s in spaces if s["last_used"] is not None), default=None),
         "hits": sum(space["hits"] for space in spaces),
         "quarantine": {"items": len(found.quarantine), "disk": sum(item.disk for item in found.quarantine)},
     }  # fmt: skip
@@ -112,8 +108,8 @@ def describe(found: Survey, trees: dict[str, BlockTree] | None, now: float) -> F
     }
 
 
-def _namespace(space: NamespaceSurvey, tree: Facts | None) -> Facts:
-    raw, estimated = raw_bytes(space)
+def _namespace(found: Survey, space: NamespaceSurvey, tree: Facts | None) -> Facts:
+    raw = raw_bytes(space, found.edges)
     return {
         "root": space.root,
         "model": space.model,
@@ -126,41 +122,59 @@ def _namespace(space: NamespaceSurvey, tree: Facts | None) -> Facts:
         "nbytes": space.nbytes,
         "disk": space.disk,
         "raw_nbytes": raw,
-        "raw_estimated": estimated,
         "ratio": _ratio(raw, space.blocks.nbytes + space.windows.nbytes),
         "oldest": space.oldest or None,
         "newest": space.newest or None,
+        "last_used": space.last_used_at or None,
         "last_used_tick": space.last_used,
         "hits": space.hits,
         "tree": tree,
     }
 
 
-def raw_bytes(space: NamespaceSurvey) -> tuple[int | None, bool]:
-    """What the rows of a namespace's blocks and windows take as they are in a live cache, and whether that is a guess.
+def raw_bytes(space: NamespaceSurvey, edges: Callable[[str, tuple[str, ...]], Iterable[Edge]]) -> int | None:
+    """What the rows in a namespace's blocks and windows take as they are in a live cache.
 
-    Windowed layers are counted for the share of blocks that have a window image. None for a layout that can't be
-    understood here.
+    `edges` gives those of some kinds, for a root key: of a windowed layer the rows that are kept are counted. None for
+    a layout or a window's ranges that can't be understood here.
     """
     if not space.tokens:
-        return 0, False
+        return 0
     try:
         from prefixcache.codecs import Raw
-        from prefixcache.layers.plan import Plan
+        from prefixcache.layers.plan import Plan, mask_from
 
         layout = json.loads(space.layout)
-        rows_only = {**layout, "kinds": [_without_windows(kind) for kind in layout["kinds"]]}
-        whole, rows = (Plan(one, Raw()).fp16_bytes(space.tokens) for one in (layout, rows_only))
+        choices: tuple[list[Any] | None, ...] = (None, [])  # all layers, and those without a window
+        plan, sliceable = (
+            Plan({**layout, "kinds": [_with_window(kind, of) for kind in layout["kinds"]]}, Raw()) for of in choices
+        )
+        total = sliceable.fp16_bytes(space.tokens)
+        each = []  # bytes of a token's rows, by window
+        for window in plan.windows:
+            only = {**layout, "kinds": [_with_window(kind, list(window)) for kind in layout["kinds"]]}
+            each.append(Plan(only, Raw()).fp16_bytes(1) - sliceable.fp16_bytes(1))
+        kinds = ("window", "rows") if any(window.keep for window in plan.windows) else ("window",)
+        for edge in edges(space.root, kinds) if each else ():
+            if edge.kind == "window":
+                masks = mask_from(edge.extra)
+                total += sum(mask.bit_count() * size for mask, size in zip(masks, each, strict=True))
+            else:
+                kept = [plan.kept_tokens(w, edge.start, edge.length) for w in range(len(each))]
+                total += sum(tokens * size for tokens, size in zip(kept, each, strict=True))
+    except IndexBroken:
+        raise
     except Exception:  # a layout of another release, or a library that isn't here
-        return None, False
-    share = min(space.windows.images / max(space.blocks.images, 1), 1.0)
-    return rows + round((whole - rows) * share), whole != rows
+        return None
+    return total
 
 
-def _without_windows(kind: Facts) -> Facts:
+def _with_window(kind: Facts, window: list[Any] | None) -> Facts:
+    """The layer without its streams if it has another window than this; [] is none, None is any."""
     if "children" in kind:
-        return {**kind, "children": [_without_windows(child) for child in kind["children"]]}
-    return {**kind, "streams": []} if "window" in kind else kind
+        return {**kind, "children": [_with_window(child, window) for child in kind["children"]]}
+    other = window is not None and "window" in kind and kind["window"] != window
+    return {**kind, "streams": []} if other else kind
 
 
 def _ratio(raw: int | None, nbytes: int) -> float | None:
@@ -195,7 +209,7 @@ def _show(out: Console, facts: Facts, trees: dict[str, BlockTree] | None, everyt
     out.print(_summary(facts))
     if facts["namespaces"]:
         out.print(_namespaces(facts, limit))
-        out.print("The most recently used first. raw: size in a live cache. hits: of images.", style="dim")
+        out.print("In the order of last use, and used: its age. raw: in a live cache. hits: of images.", style="dim")
     if trees is not None and facts["namespaces"]:
         _show_trees(out, facts, trees, everything)
     if facts["quarantine"]:
@@ -240,7 +254,7 @@ def _state(facts: Facts) -> Text:
 
 
 def _namespaces(facts: Facts, limit: int | None) -> Table:
-    """Two lines a namespace, so that all fits in 80 columns. In the order of use: the index keeps no times of it."""
+    """Two lines a namespace, so that all fits in 80 columns. In the order of use."""
     now, totals, spaces = facts["now"], facts["totals"], facts["namespaces"]
     several = len(spaces) > 1
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False, show_footer=several)
@@ -251,7 +265,7 @@ def _namespaces(facts: Facts, limit: int | None) -> Table:
         ("bytes\non disk", size(totals["nbytes"]), size(totals["disk"])),
         ("raw\nratio", *_against_raw(totals)),
         ("newest\noldest", age(totals["newest"], now), age(totals["oldest"], now)),
-        ("hits", f"{totals['hits']:,}", ""),
+        ("used\nhits", age(totals["last_used"], now), f"{totals['hits']:,}"),
     ):
         table.add_column(heading, justify="right", no_wrap=True, footer=Text(f"{top}\n{bottom}"))
     for space in spaces[:limit]:
@@ -265,7 +279,7 @@ def _namespaces(facts: Facts, limit: int | None) -> Table:
             f"{size(space['nbytes'])}\n{size(space['disk'])}",
             f"{raw}\n{ratio}",
             f"{age(space['newest'], now)}\n{age(space['oldest'], now)}",
-            f"{space['hits']:,}",
+            f"{age(space['last_used'], now)}\n{space['hits']:,}",
         )
     if limit is not None and len(spaces) > limit:
         table.add_row(foreign(f"... {many(len(spaces) - limit, 'namespace')} more, used longer ago: --all", "dim"))
@@ -273,9 +287,8 @@ def _namespaces(facts: Facts, limit: int | None) -> Table:
 
 
 def _against_raw(space: Facts) -> tuple[str, str]:
-    about = "~" if space["raw_estimated"] else ""
     raw, ratio = space["raw_nbytes"], space["ratio"]
-    return (f"{about}{size(raw)}" if raw is not None else "?"), (f"{about}{ratio:.2f}x" if ratio else "-")
+    return (size(raw) if raw is not None else "?"), (f"{ratio:.2f}x" if ratio else "-")
 
 
 def _quarantine(facts: Facts, limit: int | None) -> Table:
@@ -366,7 +379,7 @@ def _draw(heading: Text, tree: BlockTree, chosen: set[int] | None) -> tuple[Tree
 def _line(run: Run) -> Text:
     first = run.start // BLOCK
     where = f"block {first:,}" if run.blocks == 1 else f"blocks {first:,}-{first + run.blocks - 1:,}"
-    said = [many(run.tokens, "token"), size(run.nbytes)]
+    said = [many(run.tokens, "token"), f"{size(run.nbytes)} ({size(run.disk)} on disk)"]
     said += [many(number, what) for number, what in ((run.windows, "window"), (run.snapshots, "snapshot")) if number]
     if run.hits:
         said.append(many(run.hits, "hit"))

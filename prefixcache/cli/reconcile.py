@@ -15,7 +15,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from prefixcache.cli.recognise import NONSENSE, nonsense, why_not
 from prefixcache.cli.text import complain, console, foreign, many, print_json, size
 from prefixcache.ssd import Report
 from prefixcache.ssd import reconcile as compare
@@ -49,14 +48,10 @@ def reconcile(
 
 def _run(directory: Path, dry_run: bool, deep: bool) -> Report:
     try:
-        if problem := why_not(directory):
-            return Report(str(directory), dry_run, deep, error=problem)
         with _bar("checking" if dry_run else "reconciling") as bar:
             return compare(directory, dry_run=dry_run, deep=deep, progress=bar)
     except OSError as error:
         return Report(str(directory), dry_run, deep, error=str(error))
-    except NONSENSE as error:  # a traceback would end with 1, which means repaired
-        return Report(str(directory), dry_run, deep, error=nonsense(directory, error))
 
 
 class _Bar:

@@ -239,15 +239,16 @@ def extra_of(mask: tuple[int, ...]) -> str:
 
 def mask_from(extra: str) -> tuple[int, ...]:
     """The inverse of `extra_of`; ValueError when the text is none."""
-    ranges = json.loads(extra).get("ranges")
-    if not isinstance(ranges, list):
-        raise ValueError("a window without ranges")
-    masks = []
-    for runs in ranges:
-        mask = 0
-        for first, last in runs:
-            if not 0 <= first < last <= BLOCK:
-                raise ValueError("a window's range outside its block")
-            mask |= mask_of(first, last)
-        masks.append(mask)
+    try:
+        ranges = json.loads(extra)["ranges"]
+        masks = []
+        for runs in ranges:
+            mask = 0
+            for first, last in runs:
+                if not (type(first) is type(last) is int and 0 <= first < last <= BLOCK):
+                    raise ValueError("a window's range outside its block")
+                mask |= mask_of(first, last)
+            masks.append(mask)
+    except (KeyError, TypeError, RecursionError):
+        raise ValueError("a window without ranges") from None
     return tuple(masks)

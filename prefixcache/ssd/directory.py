@@ -1,7 +1,7 @@
-"""The directory itself: names, modes, the LOCK, and what it all takes of the disk.
+"""The directory itself: whose it is, names, modes, the LOCK, and what it all takes of the disk.
 
 Every path of the SSD tier is made here, from keys as hex digits; nothing that was read from a file becomes a path.
-Knows neither SQLite nor images.
+Knows neither images nor, but for the names of its tables, the index.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import fcntl
 import os
 import re
 import socket
+import sqlite3
 import stat
 import time
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from prefixcache.ssd.entries import FOLDERS, Address
@@ -26,6 +28,10 @@ TMP, QUARANTINE, STATS = "tmp", "quarantine", "stats"
 _OURS = (*FOLDERS.values(), STATS, QUARANTINE, TMP)
 _NAME = re.compile(r"[0-9a-f]{32}\.safetensors")
 _KINDS = {folder: kind for kind, folder in FOLDERS.items()}
+_TEMPORARY = re.compile(r"[0-9]+\.safetensors|statistics-[0-9a-f]+|probe")  # what a writer makes in tmp/
+_SIGNATURE = re.compile(rb"pid \d+\nhost .+\nsince ")
+_TABLES = {"namespace", "image", "meta"}
+_OF_THE_SYSTEM = {"lost+found", ".DS_Store", ".Trashes", ".Spotlight-V100", ".fseventsd"}  # on a disk just made
 
 _held: weakref.WeakSet[Lock] = weakref.WeakSet()
 
@@ -50,23 +56,73 @@ class Directory:
 
     @property
     def ours(self) -> bool:
-        """Whether a cache was ever opened here."""
+        """Whether it is a cache's: a LOCK that one has signed, an index with our tables, or a LOCK or index of any
+        content beside images. Other programs have files of these names too, and what lies in tmp/ is deleted.
+        """
+        if _is_signed(self.lock) or _is_index(self.index):
+            return True
+        return self._marked and self._has_images
+
+    @property
+    def blank(self) -> bool:
+        """Whether nothing is here, or nothing that could be lost: an empty LOCK, empty folders of our names."""
+        try:
+            items = list(os.scandir(self.root))
+        except FileNotFoundError:
+            return True
+        return not any(map(self._foreign, items))
+
+    @property
+    def _marked(self) -> bool:
         return os.path.lexists(self.index) or os.path.lexists(self.lock)
+
+    @property
+    def _has_images(self) -> bool:
+        return any(address is not None for address, _ in self.files())
+
+    def _foreign(self, item: os.DirEntry[str]) -> bool:
+        if item.name == LOCK:
+            return not item.is_file(follow_symlinks=False) or item.stat(follow_symlinks=False).st_size > 0
+        if item.name in _OURS:
+            return not item.is_dir(follow_symlinks=False) or any(os.scandir(item.path))
+        return item.name not in _OF_THE_SYSTEM
+
+    def require(self) -> None:
+        """DirectoryError unless it is there and a cache's: asked before anything is shown of it or changed in it."""
+        if not self.root.is_dir():
+            what = "not a directory" if os.path.lexists(self.root) else "no such directory"
+            raise DirectoryError(f"{str(self.root)!r}: {what}; check the name")
+        try:
+            if self.ours:
+                return
+            if self.blank:
+                raise DirectoryError(f"{str(self.root)!r}: not a prefixcache directory: it is empty; check the name")
+            raise DirectoryError(self._stranger())
+        except OSError as error:
+            raise refusal(self.root, error) from error
+
+    def _stranger(self) -> str:
+        if self._has_images:
+            return (
+                f"{str(self.root)!r}: has images of a cache, but no {INDEX} or {LOCK}; to have them taken in, make an "
+                f"empty {LOCK} in it"
+            )
+        names = sorted(item.name for item in os.scandir(self.root) if self._foreign(item))
+        return (
+            f"{str(self.root)!r}: not a prefixcache directory: has {names[0]!r}, but no index, signed {LOCK} or image "
+            "of a cache; name another directory, an empty one for a new cache"
+        )
 
     def relative(self, path: str | os.PathLike[str]) -> str:
         return os.path.relpath(path, self.root)
 
     def create(self) -> None:
-        """Make the root, DirectoryError with a remedy when that is not possible."""
+        """Make the root, DirectoryError with a remedy when that is not possible, or when it is somebody else's."""
         if os.path.lexists(self.root) and not self.root.is_dir():
             raise DirectoryError(f"ssd_dir={str(self.root)!r}: not a folder; move it or name another directory")
-        taken = [name for name in _OURS if os.path.lexists(self.root / name)]
-        if taken and not self.ours:  # what lies in tmp/ is deleted: not in a folder of somebody else
-            raise DirectoryError(
-                f"ssd_dir={str(self.root)!r}: has a {taken[0]!r} of its own and no {INDEX} or {LOCK}, so it is no "
-                f"cache; name another directory (or, if it was one, make an empty {LOCK} in it)"
-            )
         try:
+            if not self.blank and not self.ours:
+                raise DirectoryError(f"ssd_dir={self._stranger()}")
             for folder in (*reversed(self.root.parents), self.root):
                 if not folder.exists() and make_folder(folder):
                     sync_folder(folder.parent)
@@ -101,8 +157,12 @@ class Directory:
                     yield ((kind, bytes.fromhex(item.name[:32])) if plain else None), item
 
     def strays(self) -> Iterator[os.DirEntry[str]]:
-        """The files in tmp/: debris, unless a writer is at work."""
-        return (item for item in _scan(self.tmp) if not item.is_dir(follow_symlinks=False))
+        """The files in tmp/ that have a name of ours: debris, unless a writer is at work."""
+        return (
+            item
+            for item in _scan(self.tmp)
+            if _TEMPORARY.fullmatch(item.name) and not item.is_dir(follow_symlinks=False)
+        )
 
     def image_folders(self) -> dict[str, int]:
         """Real bytes of every two-digit folder."""
@@ -160,10 +220,11 @@ class Lock:
         _held.add(self)
 
     def sign(self) -> None:
-        """Write who holds it."""
+        """Write who holds it. There is no moment without a signature: it tells that the directory is a cache's."""
         since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"pid {os.getpid()}\nhost {socket.gethostname()}\nsince {since}\n".encode(), 0)
+        text = f"pid {os.getpid()}\nhost {socket.gethostname()}\nsince {since}\n".encode()
+        os.pwrite(self._fd, text, 0)
+        os.ftruncate(self._fd, len(text))
 
     def release(self) -> None:
         fd, self._fd = self._fd, -1
@@ -215,6 +276,34 @@ def identity_at(path: str | os.PathLike[str]) -> tuple[int, int] | None:
         return None
 
 
+def _is_signed(lock: Path) -> bool:
+    try:
+        fd = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except PermissionError:
+        raise
+    except OSError:
+        return False
+    try:
+        return stat.S_ISREG(os.fstat(fd).st_mode) and _SIGNATURE.match(os.pread(fd, 1000, 0)) is not None
+    finally:
+        os.close(fd)
+
+
+def _is_index(path: Path) -> bool:
+    """Whether it is an SQLite database with our tables. Leaves no trace, and asks for no lock."""
+    if not path.is_file():
+        return False
+    try:
+        connection = sqlite3.connect(f"{path.as_uri()}?mode=ro&immutable=1", uri=True)
+        try:
+            tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        finally:
+            connection.close()
+    except sqlite3.DatabaseError:
+        return False
+    return tables >= _TABLES
+
+
 def refusal(path: Path, error: OSError) -> DirectoryError:
     """An OSError about the directory, as a text that says what to do."""
     remedy = {
@@ -264,11 +353,12 @@ def disk_at(path: str | os.PathLike[str]) -> int:
 def tree_size(path: str | os.PathLike[str]) -> int:
     """Real bytes of a folder and all below it, itself included."""
     total = disk_at(path)
-    for item in _scan(path):
-        if item.is_dir(follow_symlinks=False):
-            total += tree_size(item.path)
-        else:
-            total += disk_at(item.path)
+    with suppress(PermissionError):  # root's lost+found
+        for item in _scan(path):
+            if item.is_dir(follow_symlinks=False):
+                total += tree_size(item.path)
+            else:
+                total += disk_at(item.path)
     return total
 
 

@@ -21,7 +21,7 @@ from prefixcache.ssd.directory import disk_of
 from prefixcache.ssd.entries import BOUNDS, TOKENS, Entry, Namespace
 
 _STEP = 1 << 30  # macOS refuses reads and writes of 2 GiB and more
-_HEADER_LIMIT = 64 << 20
+_HEADER_LIMIT = 4 << 20
 
 
 class Damaged(Exception):

@@ -34,7 +34,7 @@ PAGE = 4096
 ROW_PAGES = 8
 
 _NUMBER = {kind: number for number, kind in enumerate(KINDS)}
-_CHUNK = 500
+_CHUNK = 64  # rows at a time: few enough that their memory is used again, and not taken anew
 _FOREIGN_TEXT = "Could not decode to UTF-8"
 _NOT_OURS = ("no such table", "no such column", "already exists", "no column named", "is a view", _FOREIGN_TEXT)
 _COLUMNS = (
@@ -42,7 +42,6 @@ _COLUMNS = (
     "used_at"
 )
 # What a row is, as SQL. One that is not was not written by us: nothing in the index is believed then.
-_HEX = "{0} NOT GLOB '*[^0-9a-f]*'"
 _SOUND = " AND ".join((
     f"typeof(kind) = 'integer' AND kind BETWEEN 0 AND {len(KINDS) - 1}",
     *(f"typeof({name}) = 'blob' AND length({name}) = {keys.KEY_BYTES}" for name in ("key", "parent")),
@@ -52,7 +51,7 @@ _SOUND = " AND ".join((
     ),
     *(f"typeof({name}) = 'real' AND abs({name}) < 1e19" for name in ("created", "used_at")),
     *(f"typeof({name}) = 'text'" for name in ("checksum", "extra", "statistics")),
-    f"length(checksum) = 32 AND {_HEX.format('checksum')} AND {_HEX.format('statistics')}",
+    f"checksum GLOB '{'[0-9a-f]' * 32}' AND statistics NOT GLOB '*[^0-9a-f]*'",
     "namespace IN (SELECT id FROM namespace)",
 ))  # fmt: skip
 _SOUND_TOKENS = "typeof(tokens) = 'blob' AND (length(tokens) = 4 * length OR length(tokens) = 8 * length)"

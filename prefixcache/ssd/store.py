@@ -22,8 +22,8 @@ from prefixcache.ssd.directory import (
     sync_folder,
     tree_size,
 )
-from prefixcache.ssd.files import remove_file, write_file
 from prefixcache.ssd.errors import IndexBroken
+from prefixcache.ssd.files import remove_file, write_file
 from prefixcache.ssd.index import Index, refuse_newer, suffixes
 from prefixcache.ssd.ledger import Ledger
 from prefixcache.ssd.quarantine import Quarantine

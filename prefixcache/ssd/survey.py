@@ -101,14 +101,10 @@ class Survey:
         return found
 
     def edges(self, root: str, kinds: Iterable[str] = KINDS) -> Iterator[Edge]:
-        """The tree of the namespace whose root key is `root` (hex), parents before children; read when asked for.
-
-        Raises IndexBroken.
-        """
+        """The tree of the namespace whose root key is `root` (hex), parents before children; read when asked for."""
         numbers = ", ".join(str(KINDS.index(kind)) for kind in kinds)
         directory = Directory(self.directory)
         with reading(directory.index, live=holder(directory) is not None) as connection:
-            check_rows(connection)
             rows = connection.execute(
                 "SELECT kind, key, parent, start, length, nbytes, used, hits, disk, used_at, extra FROM image "
                 f"WHERE namespace = (SELECT id FROM namespace WHERE root = ?) AND kind IN ({numbers}) "

@@ -19,7 +19,7 @@ from prefixcache import PrefixCache
 
 NAMESPACE = {
     "root", "model", "codec", "codec_name", "layout", "created", "tokens", "blocks", "windows", "snapshots", "nbytes",
-    "disk", "raw_nbytes", "raw_estimated", "ratio", "oldest", "newest", "last_used_tick", "hits", "tree",
+    "disk", "raw_nbytes", "ratio", "oldest", "newest", "last_used", "last_used_tick", "hits", "tree",
 }  # fmt: skip
 TOP = {
     "directory", "error", "now", "live", "holder", "clean", "problem", "disk", "index_bytes", "totals", "namespaces",
@@ -70,18 +70,57 @@ def test_json_says_what_was_stored_by_namespace(call, filled):
     assert chat["blocks"]["images"] == 12 + 1 + 1
     assert chat["raw_nbytes"] == chat["tokens"] * 2 * 2 * 2 * 32 * 2  # layers, K and V, heads, width, bytes
     assert chat["ratio"] == pytest.approx(chat["raw_nbytes"] / chat["blocks"]["nbytes"], abs=1e-4)
-    assert not chat["raw_estimated"]
     assert chat["hits"] == 12
     assert chat["codec"]["name"] == "turboquant"
     assert [kind["class"] for kind in chat["layout"]["kinds"]] == ["mlx_lm.models.cache.KVCache"]
-    assert time.time() - 600 < chat["oldest"] <= chat["newest"] <= found["now"]
+    assert time.time() - 600 < chat["oldest"] <= chat["newest"] <= chat["last_used"] <= found["now"]
+    assert found["totals"]["last_used"] == max(space["last_used"] for space in found["namespaces"])
     assert (tenant["tokens"], tenant["hits"], tenant["blocks"]["images"]) == (600, 0, 3)
     (state,), (odd,) = by_model(found, "state"), by_model(found, ODD)
     assert (state["tokens"], state["snapshots"]["images"], state["windows"]["images"]) == (700, 1, 0)
-    assert (odd["tokens"], odd["windows"]["images"], odd["raw_estimated"]) == (1000, 4, True)
+    assert (odd["tokens"], odd["windows"]["images"]) == (1000, 4)
+    assert odd["raw_nbytes"] == 2 * 1000 * 2 * 2 * 32 * 2  # both layers: the windowed one held all when it was stored
     assert [space["last_used_tick"] for space in found["namespaces"]] == sorted(
         (space["last_used_tick"] for space in found["namespaces"]), reverse=True
     )
+
+
+def test_of_windowed_layers_the_rows_that_are_kept_are_counted(call, filled):
+    whole = by_model(facts(call, filled), ODD)[0]["raw_nbytes"]
+    change(filled, "DELETE FROM image WHERE kind = 1 AND start = 0")
+    (odd,) = by_model(facts(call, filled), ODD)
+    assert whole - odd["raw_nbytes"] == 256 * 2 * 2 * 32 * 2
+    change(filled, """UPDATE image SET extra = '{"ranges":[[[0,100],[200,201]]]}' WHERE kind = 1 AND start = 256""")
+    (odd,) = by_model(facts(call, filled), ODD)
+    assert whole - odd["raw_nbytes"] == (256 + 256 - 101) * 2 * 2 * 32 * 2
+    change(filled, "UPDATE image SET extra = '[]' WHERE kind = 1 AND start = 256")
+    assert by_model(facts(call, filled), ODD)[0]["ratio"] is None
+
+
+def test_hits_are_counted_once_each_over_restarts(call, tmp_path):
+    path, prompt = tmp_path / "cache", list(range(600))
+    with PrefixCache(ram="20MB", ssd_dir=path, ssd="100MB") as cache:
+        cache.store(prompt, kv(600), model="m")
+        cache.flush()
+        for _ in range(3):
+            assert cache.fetch(prompt, model="m")
+    with PrefixCache(ram="20MB", ssd_dir=path, ssd="100MB") as cache:
+        cache.promote(prompt, model="m").result(60)
+        for _ in range(2):
+            assert cache.fetch(prompt, model="m")
+            cache.flush()
+        assert cache.match(prompt, model="m").ram == 600
+    (space,) = facts(call, path)["namespaces"]
+    assert space["hits"] == 3 * 5  # blocks, fetches
+
+
+def test_the_age_of_the_last_use_is_shown(call, filled):
+    change(filled, "UPDATE image SET used_at = ? WHERE namespace = 1", time.time() - 3 * 3600 - 60)
+    change(filled, "UPDATE image SET used_at = ? WHERE namespace != 1", time.time() - 2 * 86400 - 60)
+    shown = call("inspect", filled).stdout
+    assert "last use" in shown
+    assert len(re.findall(r"\b3 h\b", shown)) == 2  # the namespace, and all
+    assert len(re.findall(r"\b2 d\b", shown)) == 3
 
 
 def test_the_tables_have_every_model_and_nothing_is_cut(call, filled):
@@ -140,7 +179,7 @@ def test_a_foreign_name_is_shown_and_not_obeyed(call, filled, options):
 def test_the_tree_collapses_runs_of_single_children(call, filled):
     shown = call("inspect", filled, "--tree").stdout
     assert "deepest 3,000 tokens, 1 fork, the widest of 3" in shown
-    shapes = [re.sub(r", [\d.]+ k?B", "", line) for line in shown.splitlines()]
+    shapes = [re.sub(r", [\d.]+ k?B( \([\d.]+ k?B on disk\))?", "", line) for line in shown.splitlines()]
     assert "└── blocks 0-9, 2,560 tokens, 1 hit; then 3 branches: 4 blocks" in shapes
     assert "    ├── blocks 10-11, 440 tokens, 1 hit" in shapes
     assert "    └── block 10, 140 tokens" in shapes
@@ -154,6 +193,8 @@ def test_the_tree_in_json_adds_up(call, filled):
         assert sum(run["blocks"] for run in runs) == space["blocks"]["images"] == space["tree"]["blocks"]
         assert sum(run["tokens"] for run in runs) == space["tokens"]
         assert sum(run["nbytes"] for run in runs) == space["nbytes"]
+        assert sum(run["disk"] for run in runs) == space["disk"]
+        assert max(run["used_at"] for run in runs) <= space["last_used"]
         assert sum(run["windows"] for run in runs) == space["windows"]["images"]
         assert sum(run["snapshots"] for run in runs) == space["snapshots"]["images"]
     chat = max(by_model(found, "chat"), key=lambda space: space["tokens"])["tree"]
@@ -185,16 +226,16 @@ def test_a_live_directory_of_another_process_names_its_holder(call, live):
 def test_a_directory_whose_holder_died_says_so_and_stays_as_it_is(call, live):
     path, process = live
     crash(process)
-    (path / "tmp" / "half\x1b[2J").write_bytes(b"x" * 100)
+    (path / "tmp" / "12.safetensors").write_bytes(b"x" * 100)
     before = fingerprint(path)
     found = facts(call, path, "--tree")
     shown = call("inspect", path, "--tree")
     assert fingerprint(path) == before
     assert (found["live"], found["holder"], found["clean"]) == (False, None, False)
     assert found["totals"]["tokens"] == 1000
-    assert found["tmp"] == ["half\x1b[2J"]
+    assert found["tmp"] == ["12.safetensors"]
     assert "it was not closed cleanly" in shown.stdout
-    assert r"half\x1b[2J" in shown.stdout
+    assert "12.safetensors" in shown.stdout
 
 
 def test_what_is_in_quarantine_is_listed_with_its_reason(call, filled):

@@ -122,8 +122,8 @@ HEADERS = {
                  [0.0, 4.0], [False, 4], [0, "4"], [None, 4], [[0], [4]], {"0": 0, "4": 4})},
     "a boolean offset": text(entry(shape=[1], offsets=[0, True])),
     "overlapping tensors": text({"a": entry()["t"], "b": entry()["t"]}),
-    "a gap between tensors": text({"a": entry(shape=[1], offsets=[0, 1])["t"], "b": entry(shape=[1], offsets=[3, 4])["t"]}),
-    "tensors in another order": text({"b": entry(shape=[2], offsets=[2, 4])["t"], "a": entry(shape=[2], offsets=[0, 2])["t"]}),
+    "a gap between tensors": text({"a": entry("U8", [1], [0, 1])["t"], "b": entry("U8", [1], [3, 4])["t"]}),
+    "tensors in another order": text({"b": entry("U8", [2], [2, 4])["t"], "a": entry("U8", [2], [0, 2])["t"]}),
     "no tensor for the bytes": text({}),
     "fewer bytes than a tensor has": text(entry(shape=[8], offsets=[0, 8])),
 }  # fmt: skip

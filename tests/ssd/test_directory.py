@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from prefixcache.ssd import DirectoryError, DirectoryHeld, NewerFormat
+from prefixcache.ssd import DirectoryError, DirectoryHeld, NewerFormat, reconcile, survey
 
 from .images import SPACE, Opened, chain, fingerprint, make, path_of
 
@@ -65,7 +65,7 @@ def test_in_a_forked_child_the_tier_is_dead_and_the_directory_held(ssd, root):
     def child():
         assert not ssd.write(make(9)[0], SPACE, make(9)[1])
         ssd.delete(stored)
-        ssd.touch([("rows", stored[0].key, 5)])
+        ssd.touch([("rows", stored[0].key, 5, 1)])
         assert not ssd.flush(1)
         assert ssd.read(stored[0]).exception(1)
         ssd.close()
@@ -137,15 +137,131 @@ def test_a_file_in_the_place_of_the_directory_is_an_error_that_names_it(root):
 def test_a_folder_of_somebody_else_is_left_alone(root):
     (root / "tmp").mkdir(parents=True)
     (root / "tmp" / "thesis.txt").write_text("mine")
-    with pytest.raises(DirectoryError, match="no cache; name another directory"):
+    with pytest.raises(DirectoryError, match="name another directory"):
         Opened(root)
     assert (root / "tmp" / "thesis.txt").read_text() == "mine"
     assert len(list(root.iterdir())) == 1
 
 
-def test_a_directory_with_other_files_in_it_is_taken(root, opened):
-    (root / "lost+found").mkdir(parents=True)
-    assert opened().put(make(1))
+def of_a_database(root):
+    """What LevelDB leaves."""
+    (root / "LOCK").touch()
+    (root / "CURRENT").write_text("MANIFEST-000004\n")
+    (root / "000005.ldb").write_bytes(b"x" * 100)
+
+
+def of_somebody_with_a_lock(root):
+    (root / "LOCK").touch()
+    (root / "tmp").mkdir()
+    (root / "tmp" / "file").write_text("x")
+
+
+def of_another_lock(root):
+    (root / "LOCK").write_text("4711\n")
+
+
+def of_another_index(root):
+    (root / "LOCK").touch()
+    index = sqlite3.connect(root / "index.db")
+    index.execute("CREATE TABLE image (of TEXT)")
+    index.close()
+
+
+def of_statistics(root):
+    (root / "LOCK").touch()
+    (root / "stats").mkdir()
+    (root / "stats" / "2026.csv").write_text("1,2")
+
+
+def of_a_link(root):
+    (root / "rows").symlink_to(root.parent)
+
+
+FOREIGN = [of_a_database, of_somebody_with_a_lock, of_another_lock, of_another_index, of_statistics, of_a_link]
+
+
+@pytest.mark.parametrize("content", FOREIGN)
+@pytest.mark.parametrize("do", [Opened, reconcile, lambda root: reconcile(root, dry_run=True), survey])
+def test_a_directory_of_another_program_is_refused_untouched(root, content, do):
+    root.mkdir()
+    content(root)
+    before = fingerprint(root)
+    try:
+        said = do(root).error
+    except DirectoryError as error:
+        said = str(error)
+    assert fingerprint(root) == before
+    assert str(root) in said
+    assert "name another directory" in said
+
+
+def nothing(root):
+    pass
+
+
+def a_fresh_disk(root):
+    (root / "lost+found").mkdir()
+
+
+def a_crash_before_the_lock_was_signed(root):
+    (root / "LOCK").touch()
+
+
+def empty_folders(root):
+    (root / "tmp").mkdir()
+
+
+@pytest.mark.parametrize("content", [None, nothing, a_fresh_disk, a_crash_before_the_lock_was_signed, empty_folders])
+def test_where_nothing_could_be_lost_a_cache_begins_and_says_nothing(root, opened, caplog, content):
+    if content is not None:
+        root.mkdir()
+        content(root)
+    ssd = opened()
+    assert ssd.put(make(1))
+    ssd.close()
+    opened().close()
+    assert caplog.records == []
+
+
+def test_images_beside_a_lock_are_a_cache_whose_index_is_lost(root, opened):
+    ssd = opened()
+    stored = ssd.put(*chain(3))
+    ssd.close()
+    for path in (*root.glob("index.db*"), root / "LOCK"):
+        path.unlink()
+    with pytest.raises(DirectoryError, match="make an empty LOCK in it"):
+        Opened(root)
+    (root / "LOCK").touch()
+    assert {entry.address for entry in opened().entries()} == {entry.address for entry in stored}
+
+
+def test_a_signed_lock_stays_signed_while_it_is_signed_again(root, opened, monkeypatch):
+    opened().close()
+    whole = (root / "LOCK").read_bytes()
+    seen = []
+    cut = os.ftruncate
+
+    def watched(fd, size):
+        seen.append((root / "LOCK").read_bytes())
+        cut(fd, size)
+
+    monkeypatch.setattr(os, "ftruncate", watched)
+    opened().close()
+    assert seen
+    assert all(text[:4] == whole[:4] == b"pid " and b"since" in text for text in seen)
+
+
+def test_what_is_in_tmp_and_not_named_by_us_stays(root, opened):
+    opened().close()
+    ours, theirs = ["12.safetensors", "probe", "statistics-ab12"], ["thesis.txt", "x.safetensors", "12.safetensors.bak"]
+    for name in (*ours, *theirs):
+        (root / "tmp" / name).write_text("x")
+    (root / "tmp" / "13.safetensors").mkdir()
+    (root / "stats" / "mine.txt").write_text("x")
+    assert reconcile(root).counts == {"debris": 3}
+    opened().close()
+    assert {path.name for path in (root / "tmp").iterdir()} == {*theirs, "13.safetensors"}
+    assert (root / "stats" / "mine.txt").exists()
 
 
 @pytest.mark.parametrize("wrong", [{"readers": 0}, {"queue_bytes": -1}, {"limit": 0}])
@@ -166,6 +282,9 @@ def test_a_link_in_the_place_of_a_folder_is_an_error(root, tmp_path):
     root.mkdir()
     (root / "LOCK").touch()
     (root / "rows").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DirectoryError, match="has 'rows'"):
+        Opened(root)
+    (root / "LOCK").write_text("pid 1\nhost a\nsince 2026\n")
     with pytest.raises(DirectoryError, match="move it away"):
         Opened(root)
 

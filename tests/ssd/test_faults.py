@@ -150,7 +150,7 @@ def test_a_file_that_can_t_be_deleted_stays_in_the_account_until_it_can(ssd, roo
         ssd.delete(stored[:1])
         ssd.flush(5)
         assert ssd._store.ledger.held().real >= sum(entry.disk for entry in stored)
-    ssd.touch([("rows", stored[1].key, 3)])
+    ssd.touch([("rows", stored[1].key, 3, 1)])
     ssd.delete([make(50)[0]])
     until(lambda: ssd.flush(5))
     ssd.check_integrity()

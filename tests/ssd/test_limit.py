@@ -45,7 +45,7 @@ def test_the_disk_never_holds_more_than_the_limit(opened, root, monkeypatch, lim
         assert ssd.write(entry, SPACE, image)
         waiting[entry.key] = entry
         if number % 40 == 0:
-            ssd.touch([("rows", key, number) for key in waiting])
+            ssd.touch([("rows", key, number, 1) for key in waiting])
     assert ssd.flush(30)
     assert evicted > 20
     assert max(peaks) <= limit
@@ -82,7 +82,7 @@ def test_a_smaller_limit_after_a_restart_refuses_writes_until_there_is_room(open
 
 
 def test_files_of_others_in_the_directory_count(opened, root):
-    root.mkdir()
+    opened().close()
     (root / "notes.txt").write_bytes(b"x" * 50_000)
     (root / "mine").mkdir()
     (root / "mine" / "file").write_bytes(b"x" * 50_000)

@@ -64,9 +64,9 @@ class Tier(RuleBasedStateMachine):
     def touch(self, data):
         number = data.draw(st.sampled_from(sorted(self.model)))
         self.clock += 1
-        entry = POOL[number][0]
-        self.ssd.touch([(entry.kind, entry.key, self.clock)])
-        self.ticks[number] = (self.clock, self.ticks[number][1] + 1)
+        entry, hits = POOL[number][0], data.draw(st.integers(0, 5))
+        self.ssd.touch([(entry.kind, entry.key, self.clock, hits)])
+        self.ticks[number] = (self.clock, self.ticks[number][1] + hits)
 
     @rule()
     def flush(self):

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -25,11 +26,12 @@ def check(found, stored):
     assert space.disk == sum(entry.disk for entry in stored)
     assert (space.oldest, space.newest) == (1.7e9, 1.7e9)
     assert (space.last_used, space.hits) == (9, 1)
+    assert time.time() - 600 < space.last_used_at <= time.time()
 
 
 def test_a_live_and_a_dead_directory_show_the_same(ssd, root):
     stored = ssd.put(*PAIRS)
-    ssd.touch([("rows", stored[0].key, 9)])
+    ssd.touch([("rows", stored[0].key, 9, 1)])
     ssd.flush(10)
     live = survey(root)
     check(live, stored)
@@ -65,6 +67,13 @@ def test_the_tree_is_given_parents_first(ssd, root):
     }
     assert [edge.start for edge in edges] == sorted(edge.start for edge in edges)
     assert {edge.length for edge in edges if edge.kind == "rows"} == {256}
+    stored = {entry.key: entry for entry in ssd.entries()}
+    for edge in edges:
+        entry = stored[edge.key]
+        assert (edge.nbytes, edge.disk, edge.used_at, edge.extra) == (
+            entry.nbytes, entry.disk, entry.used_at, entry.extra,
+        )  # fmt: skip
+    assert [edge for edge in edges if edge.kind == "window"] == list(survey(root).edges(ROOT.hex(), ["window"]))
 
 
 def test_namespaces_are_told_apart(ssd, root):
@@ -81,12 +90,12 @@ def test_quarantine_and_debris_are_shown(ssd, root):
     os.truncate(path_of(root, stored[0]), 5)
     assert ssd.read(stored[0]).exception(10)
     ssd.flush(10)
-    (root / "tmp" / "left.safetensors").write_bytes(b"x")
+    (root / "tmp" / "7.safetensors").write_bytes(b"x")
     found = survey(root)
     (item,) = found.quarantine
     assert "5 bytes" in item.reason
     assert item.origin == str(path_of(root, stored[0]).relative_to(root))
-    assert found.debris == ("left.safetensors",)
+    assert found.debris == ("7.safetensors",)
     assert found.index_bytes > 0
 
 
@@ -104,6 +113,9 @@ def test_a_broken_index_is_said_and_a_missing_directory_is_an_error(root, opened
     with pytest.raises(DirectoryError, match="no such directory"):
         survey(tmp_path / "none")
     (tmp_path / "empty").mkdir()
-    assert survey(tmp_path / "empty").problem == "missing"
+    with pytest.raises(DirectoryError, match="it is empty"):
+        survey(tmp_path / "empty")
     assert not list((tmp_path / "empty").iterdir())
+    (root / "index.db").unlink()
+    assert survey(root).problem == "missing"
     assert SPACE.root == ROOT

@@ -45,6 +45,19 @@ def test_entries_come_parents_first(opened):
         seen.add(entry.key)
 
 
+def test_blocks_that_were_written_before_their_parents_come_after_them(ssd):
+    pairs = [*chain(40), make(70, kind="window", parent=chain(3)[2][0].key, start=512)]
+    lost = make(71, kind="snapshot", parent=b"x" * 16, start=256)
+    for pair in (lost, *reversed(pairs)):
+        ssd.put(pair)
+    seen, last = {ROOT}, None
+    for last in ssd.entries():
+        assert last.parent in seen or last.address == lost[0].address
+        seen.add(last.key)
+    assert len(seen) == 1 + len(pairs) + 1
+    assert last.address == lost[0].address
+
+
 def test_token_ids_beyond_32_bits_and_negative_ones_survive(opened):
     import numpy as np
 
@@ -147,7 +160,8 @@ def test_writing_the_same_again_is_acknowledged_without_writing(ssd, root):
     entry, image = make(1)
     (stored,) = ssd.put((entry, image))
     inode = path_of(root, entry).stat().st_ino
-    assert ssd.put((entry, image)) == [stored]
+    (again,) = ssd.put((entry, image))
+    assert again == stored._replace(used_at=again.used_at)
     assert path_of(root, entry).stat().st_ino == inode
     ssd.check_integrity()
 
@@ -191,20 +205,40 @@ def test_the_queue_takes_no_more_than_its_bytes(opened, monkeypatch):
 def test_touches_reach_the_index_coalesced(opened):
     ssd = opened()
     first, second = ssd.put(*chain(2, used=5))
-    ssd.touch([("rows", first.key, 10), ("rows", second.key, 11)])
-    ssd.touch([("rows", first.key, 12)])
+    ssd.touch([("rows", first.key, 10, 3), ("rows", second.key, 11, 0)])
+    ssd.touch([("rows", first.key, 12, 4)])
+    ssd.touch([("rows", first.key, 9, 0)])
     assert ssd.max_tick() == 12
     ssd.close()
     again = opened()
-    assert [(entry.used, entry.hits) for entry in again.entries()] == [(12, 2), (11, 1)]
+    assert [(entry.used, entry.hits) for entry in again.entries()] == [(12, 7), (11, 0)]
     assert again.max_tick() == 12
+    again.touch([("rows", first.key, 13, 1)])
+    again.flush(10)
+    assert [(entry.used, entry.hits) for entry in again.entries()] == [(13, 8), (11, 0)]
+
+
+def test_the_time_of_use_is_set_by_a_write_and_by_a_touch(ssd, monkeypatch):
+    now = [2e9]
+    monkeypatch.setattr("time.time", lambda: now[0])
+    first, second = ssd.put(*chain(2))
+    assert (first.created, first.used_at) == (1.7e9, 2e9)
+    now[0] = 2e9 + 7
+    ssd.touch([("rows", first.key, 5, 1)])
+    now[0] = 2e9 + 3  # a clock that was set back
+    ssd.touch([("rows", first.key, 6, 1)])
+    assert ssd.flush(10)
+    assert [entry.used_at for entry in ssd.entries()] == [2e9 + 7, 2e9]
+    ssd.put(chain(2)[1])  # there already: that it was written again is a use
+    assert [entry.used_at for entry in ssd.entries()] == [2e9 + 7, 2e9 + 3]
+    assert second.used_at == 2e9
 
 
 def test_a_touch_of_what_is_being_written_is_not_lost(ssd, monkeypatch):
     event = hold(monkeypatch, ssd)
     entry, image = make(1)
     ssd.write(entry, SPACE, image)
-    ssd.touch([("rows", entry.key, 99)])
+    ssd.touch([("rows", entry.key, 99, 1)])
     event.set()
     ssd.flush(10)
     assert {found.used for found in ssd.entries() if found.key == entry.key} == {99}
@@ -274,8 +308,13 @@ def test_an_entry_that_is_none_is_refused_at_the_door(ssd):
         entry._replace(key=b"short"),
         entry._replace(tokens=b"123"),
         entry._replace(namespace=b"x" * 16),
+        entry._replace(parent=b""),
+        entry._replace(start=-1),
+        entry._replace(start=1 << 40),
+        entry._replace(hits=1 << 40),
+        entry._replace(statistics="../x"),
     ):
-        with pytest.raises(ValueError, match=r"entry|namespace"):
+        with pytest.raises(ValueError, match=r"^Entry|^statistics"):
             ssd.write(wrong, SPACE, image)
 
 

@@ -34,7 +34,7 @@ class Chats(NamedTuple):
         return self.system + self.chats * self.turns * self.length
 
 
-CHATS = {"full": Chats(20, 10, 512, 4096), "quick": Chats(8, 5, 512, 4096), "tiny": Chats(3, 3, 512, 1024)}
+CHATS = {"full": Chats(20, 10, 512, 4096), "quick": Chats(8, 5, 512, 4096), "tiny": Chats(8, 2, 512, 512)}
 OFF_GRID = 96  # tokens added to the system prompt, so that every turn ends inside a block
 LLAMA = Shape(full=4, heads=1, width=64)  # 1 kB a token, 262 kB a block: headers weigh more than in any real model
 BOUNDARIES = {"full": 20, "quick": 20, "tiny": 6}

@@ -1,0 +1,196 @@
+"""Who may import what: the layers of the design, and where MLX may be seen."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import prefixcache
+
+PACKAGE = Path(prefixcache.__file__).parent
+ROOT = PACKAGE.parent
+
+# By the first part of a module's name, the higher may import the lower: 0 stands at the bottom.
+LEVELS = {
+    "image": 0, "keys": 0, "budget": 0, "memory": 0, "settings": 0, "kernels": 0, "migrations": 0,
+    "codecs": 1, "tree": 1,
+    "layers": 2, "ssd": 2,
+    "stats": 3, "tiers": 4,
+    "promoting": 5, "storing": 5,
+    "cache": 6,
+    "": 7,
+    "cli": 8, "integrations": 8,
+}  # fmt: skip
+
+# Beside the levels: what these may import of the package at all.
+ONLY = {
+    "image": set(), "keys": set(), "budget": set(), "memory": set(), "kernels": set(), "settings": set(),
+    "tree": {"keys", "budget"},
+    "ssd": {"keys", "image", "migrations"},
+    "codecs": {"kernels"},
+    "layers": {"keys", "image", "codecs", "tree"},
+}  # fmt: skip
+
+# Looked up in a function, when one is to be checked, not when the module is loaded.
+LATE = {("settings", "codecs")}
+
+WITHOUT_MLX = ["keys", "image", "budget", "tree", "settings", "ssd"]
+
+
+def modules() -> dict[str, Path]:
+    """Module names, relative to the package, and their files."""
+    found = {}
+    for home, prefix in ((PACKAGE, ()), (ROOT / "kernels", ("kernels",)), (ROOT / "migrations", ("migrations",))):
+        for path in home.rglob("*.py"):
+            parts = (*prefix, *path.relative_to(home).with_suffix("").parts)
+            found[".".join(part for part in parts if part != "__init__")] = path
+    return found
+
+
+def imported(module: str, path: Path) -> set[tuple[str, bool]]:
+    """The package's modules that one imports, and whether it does so when it is loaded. Types only don't count."""
+    found: set[tuple[str, bool]] = set()
+    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+    package = [part for part in package if part]
+
+    def visit(node: ast.AST, late: bool) -> None:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            return
+        late = late or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+            found.update((name.partition(".")[2], not late) for name in names if name.split(".")[0] == "prefixcache")
+        elif isinstance(node, ast.ImportFrom):
+            base = (node.module or "").split(".") if node.module else []
+            if node.level:
+                base = ["prefixcache", *package[: len(package) - node.level + 1], *base]
+            if base[0] == "prefixcache":
+                for alias in node.names:
+                    whole = ".".join([*base[1:], alias.name])
+                    found.add((whole if whole in MODULES else ".".join(base[1:]), not late))
+        for child in ast.iter_child_nodes(node):
+            visit(child, late)
+
+    visit(ast.parse(path.read_text()), False)
+    return found
+
+
+MODULES = modules()
+
+
+def test_every_module_has_a_level():
+    assert {name.split(".")[0] for name in MODULES} <= LEVELS.keys()
+    assert {"keys", "image", "budget", "tree", "settings", "cache", "ssd.tier"} <= MODULES.keys()
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_imports_point_one_way(module):
+    own = module.split(".")[0]
+    for name, _ in imported(module, MODULES[module]):
+        other = name.split(".")[0]
+        if other == own or (own, other) in LATE:
+            continue
+        assert other in ONLY.get(own, LEVELS.keys()), f"prefixcache.{module} imports prefixcache.{name}"
+        assert LEVELS[other] < LEVELS[own], f"prefixcache.{module} imports prefixcache.{name}"
+
+
+def test_what_is_looked_up_late_is_not_loaded_with_the_module():
+    for own, other in LATE:
+        assert not [name for name, at_load in imported(own, MODULES[own]) if at_load and name.split(".")[0] == other]
+
+
+def test_no_module_is_called_for_what_has_no_home():
+    assert not {"utils", "util", "helpers", "common", "misc"} & {part for name in MODULES for part in name.split(".")}
+
+
+BLOCKER = """
+    import importlib.abc, json, sys, types
+
+    class Blocker(importlib.abc.MetaPathFinder):
+        def find_spec(self, name, path=None, target=None):
+            if name.split(".")[0] in ("mlx", "mlx_lm", "torch"):
+                raise ImportError(f"{name} is blocked")
+
+    sys.meta_path.insert(0, Blocker())
+    sys.path[:0] = [ROOT]
+    if STUB:  # the package itself opens with PrefixCache, which needs MLX: put an empty one in its place
+        import importlib.machinery
+        package = types.ModuleType("prefixcache")
+        package.__path__ = [PACKAGE]
+        package.__spec__ = importlib.machinery.ModuleSpec("prefixcache", None, is_package=True)
+        sys.modules["prefixcache"] = package
+        for name, home in MAPPED.items():
+            spec = importlib.util.spec_from_file_location(
+                f"prefixcache.{name}", f"{home}/__init__.py", submodule_search_locations=[home])
+            sys.modules[f"prefixcache.{name}"] = module = importlib.util.module_from_spec(spec)
+            try:
+                spec.loader.exec_module(module)
+            except FileNotFoundError:
+                pass
+"""
+
+
+def without_mlx(code: str, stub: bool = True) -> subprocess.CompletedProcess[str]:
+    mapped = {"migrations": str(ROOT / "migrations")}
+    head = f"import importlib.util\nROOT, PACKAGE, STUB, MAPPED = {str(ROOT)!r}, {str(PACKAGE)!r}, {stub}, {mapped!r}\n"
+    source = head + textwrap.dedent(BLOCKER) + textwrap.dedent(code)
+    return subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_the_blocker_blocks():
+    done = without_mlx("import prefixcache", stub=False)
+    assert done.returncode
+    assert "mlx" in done.stderr
+    assert "is blocked" in done.stderr
+    assert "is blocked" in without_mlx("import prefixcache.codecs").stderr
+
+
+def test_keys_image_budget_tree_settings_and_ssd_load_without_mlx():
+    wanted = sorted(name for name in MODULES if name.split(".")[0] in WITHOUT_MLX)
+    assert len(wanted) > len(WITHOUT_MLX)
+    done = without_mlx(f"""
+        import importlib
+        for name in {wanted!r}:
+            importlib.import_module("prefixcache." + name)
+        print(json.dumps([name for name in sys.modules if name.startswith("prefixcache.")]))
+    """)
+    assert done.returncode == 0, done.stderr
+    loaded = json.loads(done.stdout)
+    assert {f"prefixcache.{name}" for name in wanted} <= set(loaded)
+    assert {name.split(".")[1] for name in loaded} <= {*WITHOUT_MLX, "migrations"}
+
+
+def test_settings_without_a_codec_are_made_without_mlx():
+    done = without_mlx("""
+        from prefixcache.settings import Settings
+        settings = Settings(ram="8GB", ssd_dir="x", ssd="1GB")
+        assert settings.codec is None
+        print(settings.ram)
+    """)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "8000000000\n"
+
+
+def test_a_planner_runs_tree_and_budget_without_mlx():
+    done = without_mlx("""
+        from prefixcache.budget import Budget
+        from prefixcache.keys import as_tokens
+        from prefixcache.tree import RAM, Slot, Tree
+        tree = Tree(Budget(1 << 20))
+        space = tree.space(bytes(16))
+        with tree.budget.reserve(1 << 16) as reservation:
+            node = tree.grow(space.root, as_tokens(range(256)).tobytes(), reservation)
+            slot = Slot("rows", node, node.key, 1000)
+            tree.attach(slot, reservation)
+            tree.enter(slot, RAM, image="anything", reservation=reservation)
+        walk = tree.walk(space, as_tokens(range(300)).tobytes())
+        print(tree.reach(walk, RAM, 300))
+    """)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "256\n"
