@@ -76,14 +76,7 @@ class Tiers:
         for home in homes:
             self.homes[home.row.root] = home
         entries = [entry for entry in ssd.entries() if entry.namespace in self.homes]
-        share = self.budget.limit // MIRROR_SHARE
-        costs = sorted(((e.used, _cost(e)) for e in entries), reverse=True)
-        oldest = 0
-        for used, cost in costs:
-            share -= cost
-            if share < 0:
-                oldest = used + 1
-                break
+        oldest = _oldest_within(entries, self.budget.limit // MIRROR_SHARE)
         reservation = self.budget.reserve(self.budget.limit // MIRROR_SHARE)
         assert reservation is not None
         with self.lock, reservation:
@@ -469,6 +462,18 @@ def _root_of(slot: Slot) -> Node:
     space = slot.node.space
     assert space is not None
     return space.root
+
+
+def _oldest_within(entries: list[Entry], room: int) -> int:
+    """The tick from which on the newest entries fit into `room` bytes of nodes."""
+    costs = list(map(_cost, entries))
+    if sum(costs) <= room:
+        return 0
+    for used, cost in sorted(zip((e.used for e in entries), costs, strict=True), reverse=True):
+        room -= cost
+        if room < 0:
+            return used + 1
+    return 0
 
 
 def _cost(entry: Entry) -> int:
