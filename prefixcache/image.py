@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import math
 from typing import Any, NamedTuple
 
 import numpy as np

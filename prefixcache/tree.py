@@ -167,10 +167,10 @@ def common_tokens(a: bytes, b: bytes) -> int:
 class Tree:
     """All namespaces' nodes and slots, and each tier's order of leaving.
 
-    Invariants, tested by `check_integrity`: `order[RAM]` holds exactly the slots in RAM that don't wait for the SSD, and `order[SSD]` all slots,
-    coldest first (an image that reaches the SSD late has its place in the order already); a path is touched tail
-    first, so that a block is never colder than what hangs on it; the budget's images and nodes are the sums over
-    slots and nodes.
+    Invariants, tested by `check_integrity`: `order[RAM]` holds exactly the slots in RAM that don't wait for the SSD, and
+    `order[SSD]` all slots, coldest first (an image that reaches the SSD late has its place in the order already); a
+    path is touched tail first, so that a block is never colder than what hangs on it; the budget's images and nodes
+    are the sums over slots and nodes.
     """
 
     def __init__(self, budget: Budget):
