@@ -170,8 +170,6 @@ class Store:
         if not windows:
             return None
         held = tuple(held_mask(self._held(w), start, window.keep, limit) for w, window in enumerate(windows))
-        if not any(held) and source.window is None:
-            return None
         block_tokens, block_key = tokens, chain(key, tokens)
         if node is not None:
             block_tokens, block_key = node.tokens, node.key
@@ -184,6 +182,8 @@ class Store:
                 # Else it is on SSD only, and nothing waits for the disk here: the prompt being stored goes before it.
         before = source.mask if source.window is not None else (0,) * len(windows)
         mask = tuple(m | h for m, h in zip(before, held, strict=True))
+        if not any(mask):
+            return None
         own = chain(block_key, b"window" + canonical([f"{m:x}" for m in mask]).encode())
         blueprint = self._blueprint("window", own, block_key, start, self._plan.window_specs(mask), extra_of(mask))
         new = tuple(h & ~m for m, h in zip(before, held, strict=True))
@@ -226,17 +226,13 @@ class Store:
 
     def _reserve(self, jobs: list[Job]) -> tuple[list[Job], bool, Reservation | None]:
         """Room for the jobs, or for as many of the first of them as there is: those, whether it is all, and the room."""
-        while jobs:
-            reservation = self._tiers.reserve(sum(job.cost for job in jobs), self._deadline - time.monotonic())
+        first = jobs
+        while first:
+            reservation = self._tiers.reserve(sum(job.cost for job in first), self._deadline - time.monotonic())
             if reservation is not None:
-                return jobs, True, reservation
-            if len(jobs) == 1:
-                break
+                return first, len(first) == len(jobs), reservation
             # Half a batch, and less, before giving up: the leading blocks are the ones worth most.
-            jobs = jobs[: len(jobs) // 2]
-            reservation = self._tiers.reserve(sum(job.cost for job in jobs))
-            if reservation is not None:
-                return jobs, False, reservation
+            first = first[: len(first) // 2]
         return [], not jobs, None
 
     # -- encoding, outside the lock -----------------------------------------------------------------------------------
@@ -313,6 +309,7 @@ class Store:
             if node is None or not _stands(tree.slots, node):
                 return tokens, nbytes, last, False  # removed meanwhile
             if job.kind == "rows":
+                assert node.end == job.start
                 node = tree.grow(node, job.tokens, reservation, job.key)
                 if node is None:
                     self._tiers.counters.collisions += 1

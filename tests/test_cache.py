@@ -332,6 +332,21 @@ def test_a_directory_larger_than_the_ram_can_index_opens_with_its_newest(opened)
     assert opened().match([0] * 600, model="m").ssd == 600  # it was not lost
 
 
+@pytest.mark.parametrize("ram", [20_000, 60_000, 130_000, 300_000, 700_000])
+def test_of_a_prompt_too_long_for_ram_the_leading_part_is_kept(opened, ram):
+    cache = opened(disk=False, ram=ram)
+    tokens = list(range(9000))
+    for make in (states.sliceable, states.windowed):
+        stored = cache.store(tokens, make(tokens), model=make.__name__)
+        cache.check_integrity()
+        assert stored.tokens < 9000
+        made, rest = cache.fetch(tokens, model=make.__name__)
+        assert len(tokens) - len(rest) == stored.tokens
+        if made is not None:
+            states.check(made, tokens[: stored.tokens])
+    assert cache.stats().counters.unkept_tokens > 0
+
+
 # -- the request path ---------------------------------------------------------------------------------------------------
 
 
