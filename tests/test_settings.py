@@ -8,7 +8,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from prefixcache.codecs import Affine, Raw, TurboQuant
-from prefixcache.settings import UNITS, Settings, machine_memory, parse_size
+from prefixcache.memory import machine_memory
+from prefixcache.settings import UNITS, Settings, parse_size
 
 REMEDY = 'write "20GB", "512MiB" or a number of bytes'
 
