@@ -37,6 +37,7 @@ from prefixcache.tree import RAM, SSD, Slot, Walk
 
 log = logging.getLogger("prefixcache")
 
+TELL = 60.0  # seconds after which a hit tells the index what was used
 PROMOTERS = 4  # promotions at work at once; the reads of each go to the SSD's reader pool
 
 
@@ -87,6 +88,7 @@ class PrefixCache:
         self._by_model: dict[str, dict[str, Plan]] = {}  # model -> layout -> plan
         self._roots: dict[tuple[str, str, bytes], bytes] = {}
         self._pins: dict[tuple[bytes, bytes], list[list[Slot]]] = {}
+        self._told = time.monotonic()  # when the index last heard what was used
         self._closed = False
         self._close_lock = threading.Lock()
         self._ssd: Ssd | None = None
@@ -257,7 +259,8 @@ class PrefixCache:
                 if n.start < depth and n.rows is not None
             ]
             state: Image | None = next((s.image for s in serving if s.kind == "snapshot"), None)
-            if len(tree.touched) > 8192:
+            if len(tree.touched) > 8192 or time.monotonic() > self._told + TELL:
+                self._told = time.monotonic()
                 self._tiers.persist_recency()
         return StoredPrompt(home.plan, depth, blocks, state), pinned
 

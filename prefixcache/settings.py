@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -79,7 +80,17 @@ class Settings(BaseSettings):
     allow_classes: tuple[str, ...] = Field((), description="cache classes beyond mlx-lm's that may be restored by name")
 
     def __init__(self, **values: Any):
+        self._no_other_variables()
         super().__init__(**values)
+
+    @classmethod
+    def _no_other_variables(cls) -> None:
+        """A variable that is misspelt would be a setting that silently does nothing."""
+        known = {f"PREFIXCACHE_{name.upper()}" for name in (*cls.model_fields, "config")}
+        for name in os.environ:
+            if name.upper().startswith("PREFIXCACHE_") and name.upper() not in known:
+                near = get_close_matches(name.upper(), known, 1) or ["one of " + ", ".join(sorted(known))]
+                raise ValueError(f"{name}: no such setting; write {near[0]}, or unset it")
 
     @classmethod
     def settings_customise_sources(

@@ -336,3 +336,13 @@ def test_a_control_groups_limit_counts_when_it_is_lower(monkeypatch, limit, coun
     monkeypatch.setattr(Path, "read_text", lambda path: limit)
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert machine_memory() == (min(1 << 30, whole) if counts else whole)
+
+
+def test_a_misspelt_variable_is_an_error_that_knows_better(monkeypatch):
+    monkeypatch.setenv("PREFIXCACHE_RMA", "8GB")
+    with pytest.raises(ValueError, match="PREFIXCACHE_RMA: no such setting; write PREFIXCACHE_RAM"):
+        Settings()
+    monkeypatch.delenv("PREFIXCACHE_RMA")
+    monkeypatch.setenv("PREFIXCACHE_SOMETHING_ELSE_ENTIRELY", "1")
+    with pytest.raises(ValueError, match="PREFIXCACHE_SSD_DIR"):
+        Settings()
