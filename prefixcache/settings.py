@@ -89,7 +89,7 @@ class Settings(BaseSettings):
         known = {f"PREFIXCACHE_{name.upper()}" for name in (*cls.model_fields, "config")}
         for name in os.environ:
             if name.upper().startswith("PREFIXCACHE_") and name.upper() not in known:
-                near = get_close_matches(name.upper(), known, 1) or ["one of " + ", ".join(sorted(known))]
+                near = get_close_matches(name.upper(), known, 1, 0.8) or ["one of " + ", ".join(sorted(known))]
                 raise ValueError(f"{name}: no such setting; write {near[0]}, or unset it")
 
     @classmethod
