@@ -77,6 +77,8 @@ class PrefixCache:
         Raises ValueError for a bad setting, and `ssd.DirectoryError` (which names the directory and what to do) when
         the SSD's directory is held by another process, was written by a newer release, or can't be used.
         """
+        if settings is not None and not isinstance(settings, Settings):
+            raise TypeError(f"settings of type {type(settings).__name__}: pass a Settings, or its fields by name")
         if settings is not None and values:
             raise TypeError(f"settings and {', '.join(values)} were both given: pass one Settings, or its fields")
         self.settings = settings if settings is not None else Settings(**values)
@@ -86,6 +88,7 @@ class PrefixCache:
         ram = self.settings.ram_bytes(_memory())
         self._tiers = Tiers(self.settings, ram)
         self._by_model: dict[str, dict[str, Plan]] = {}  # model -> layout -> plan
+        self._plans: dict[tuple[str, str], Plan] = {}  # codec, layout -> plan
         self._roots: dict[tuple[str, str, bytes], bytes] = {}
         self._pins: dict[tuple[bytes, bytes], list[list[Slot]]] = {}
         self._told = time.monotonic()  # when the index last heard what was used
@@ -122,10 +125,13 @@ class PrefixCache:
         return Home(row, plan, self._tiers.tree.space(row.root, plan.windows, bool(plan.snapshots)))
 
     def _plan(self, model: str, codec: str, layout: str) -> Plan:
-        plan = Plan(json.loads(layout), codec_from_spec(json.loads(codec)))
-        plan.check_classes()
+        plan = self._plans.get((codec, layout))  # one for all models and salts that share them
+        if plan is None:
+            plan = Plan(json.loads(layout), codec_from_spec(json.loads(codec)))
+            plan.check_classes()
+            self._plans[codec, layout] = plan
         if codec == self._codec_text:
-            plan = self._by_model.setdefault(model, {}).setdefault(layout, plan)
+            self._by_model.setdefault(model, {})[layout] = plan
         return plan
 
     def _homes(self, model: Any, salt: Any) -> list[Home]:
@@ -332,7 +338,7 @@ class PrefixCache:
             for home in homes:
                 walk = self._tiers.tree.walk(home.space, raw)
                 boundary = walk.depth
-                if boundary * TOKEN_BYTES != len(raw):
+                if boundary * TOKEN_BYTES != len(raw) or not walk.nodes:
                     continue
                 freed += self._remove(walk, boundary)
         return freed

@@ -42,6 +42,7 @@ def promote(tiers: Tiers, ssd: Ssd, home: Home, raw: bytes, limit: int) -> int:
             while boundary and sum(s.nbytes for s in tree.serving(walk, boundary)) > fits:
                 boundary = tree.reach(walk, SSD, max(boundary - BLOCK, 0))
         pinned = tree.pin(tree.serving(walk, boundary))
+        before = tree.reach(walk, RAM, limit)
     try:
         _bring(tiers, ssd, [slot for slot in reversed(pinned) if slot.image is None])
     finally:
@@ -50,6 +51,7 @@ def promote(tiers: Tiers, ssd: Ssd, home: Home, raw: bytes, limit: int) -> int:
             walk = tree.walk(home.space, raw)
             depth = tree.reach(walk, RAM, limit)
             tree.touch(tree.serving(walk, depth))
+            tiers.counters.promoted_tokens += max(depth - before, 0)
             tiers.spill_ahead(0)
     return depth
 

@@ -168,8 +168,20 @@ class Settings(BaseSettings):
         where = directory
         while not where.exists():
             where = where.parent
-        held = sum(file.stat().st_blocks * 512 for file in directory.rglob("*")) if where == directory else 0
-        return (shutil.disk_usage(where).free + held) // 2
+        held = sum(map(_disk, directory.rglob("*"))) if where == directory else 0
+        limit = (shutil.disk_usage(where).free + held) // 2
+        if not limit:
+            raise ValueError(
+                f"ssd='auto': no space left on the disk of {str(directory)!r}; make room, or give ssd a size"
+            )
+        return limit
+
+
+def _disk(file: Path) -> int:
+    try:
+        return file.lstat().st_blocks * 512
+    except FileNotFoundError:  # deleted meanwhile
+        return 0
 
 
 def _toml(settings: type[BaseSettings], path: Path) -> TomlConfigSettingsSource:

@@ -91,8 +91,20 @@ class Tiers:
         self.budget.peak = self.budget.held().total
         if self._unlisted:
             self._unlisted = deque(sorted(self._unlisted, key=lambda e: (e.used, -e.start)))
+        self._keep_limit(ssd)
+        if self._unlisted:
             log.warning("%d of %d images on SSD are not within reach: ram is too small, or what they hang on is gone",
                         len(self._unlisted), len(entries))  # fmt: skip
+
+    def _keep_limit(self, ssd: Ssd) -> None:
+        """The limit may be lower than it was: the coldest leave until it holds."""
+        before = ssd.used
+        with self.lock:
+            if not self._room_on_ssd(0, self.tree.clock):
+                log.warning("ssd=%d is less than the %d bytes that the directory takes without an image: nothing will be "
+                            "kept there; give it more", ssd.limit, ssd.used)  # fmt: skip
+        if before > ssd.limit:
+            log.warning("the SSD's limit is %d bytes, and it held %d: the coldest were deleted", ssd.limit, before)
 
     def _mirror(self, entry: Entry, reservation: Reservation) -> bool:
         home = self.homes[entry.namespace]
@@ -441,7 +453,8 @@ class Tiers:
         with self.lock:
             for slot in list(self.tree.order[RAM]):
                 slot.image = None
-            self.tree = Tree(Budget(self.budget.limit))
+            self.budget = Budget(self.budget.limit)
+            self.tree = Tree(self.budget)
 
     def lost(self, slot: Slot) -> None:
         """Its file went bad and was set aside: no longer on SSD."""

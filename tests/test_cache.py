@@ -318,6 +318,43 @@ def test_the_ssd_limit_holds_and_the_coldest_leave_it(opened, tmp_path):
     cache.check_integrity()
 
 
+def test_a_limit_that_was_lowered_holds_from_the_opening_on(opened, tmp_path, caplog):
+    cache = opened()
+    for i in range(60):
+        put(cache, [i] * 600)
+    cache.close()
+    cache = opened(ssd="3MB")
+    cache.flush(10)
+    assert cache.stats().ssd.used <= 3_000_000
+    assert sum(f.stat().st_blocks * 512 for f in (tmp_path / "ssd").rglob("*")) <= 3_000_000
+    assert "limit" in caplog.text
+    assert cache.match([59] * 600, model="m").ssd == 600
+    cache.check_integrity()
+    cache.close()
+    opened(ssd="100kB")
+    assert "give it more" in caplog.text
+
+
+def test_namespaces_that_hold_nothing_are_forgotten(opened):
+    cache = opened()
+    for i in range(30):
+        cache.store([i] * 300, states.sliceable([i] * 300), model="m", salt=b"%d" % i)
+    cache.clear()
+    cache.store([1] * 300, states.sliceable([1] * 300), model="m", salt=b"x")
+    cache.close()
+    cache = opened()
+    assert cache.stats().namespaces == 1
+    cache.close()
+    assert opened().match([1] * 300, model="m", salt=b"x").ssd == 300
+
+
+def test_remove_of_nothing_removes_nothing(opened):
+    cache = opened()
+    put(cache, LONG)
+    assert cache.remove([], model="m") == 0
+    assert got(cache, LONG) == 999
+
+
 def test_a_directory_larger_than_the_ram_can_index_opens_with_its_newest(opened):
     cache = opened()
     for i in range(60):
@@ -732,6 +769,18 @@ def test_a_directory_that_is_a_file_or_of_a_newer_format(tmp_path):
     file.write_text("x")
     with pytest.raises(DirectoryError, match="file"):
         PrefixCache(ram="1MB", ssd_dir=file, ssd="50MB")
+    (tmp_path / "cache").mkdir()
+    with PrefixCache(ram="1MB", ssd_dir=tmp_path / "cache", ssd="50MB"):
+        pass
+    (tmp_path / "cache" / "index.db").unlink()
+    (tmp_path / "cache" / "index.db").mkdir()
+    with pytest.raises(DirectoryError, match=r"index\.db"):
+        PrefixCache(ram="1MB", ssd_dir=tmp_path / "cache", ssd="50MB")
+
+
+def test_settings_of_a_wrong_type():
+    with pytest.raises(TypeError, match="settings of type str"):
+        PrefixCache("8MB")
 
 
 @pytest.mark.parametrize("ram", ["20QB", "-1", "1e400", "", None, "0"])

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import sqlite3
+import stat
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -73,6 +74,8 @@ def suffixes(path: Path) -> list[Path]:
 
 def refuse_newer(path: Path) -> None:
     """NewerFormat when a newer release wrote the index. Looks at it without leaving a trace."""
+    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+        raise DirectoryError(f"{str(path)!r} is not a file: move it away; the index is then rebuilt from the files")
     if not path.exists() or not path.stat().st_size:
         return
     connection = sqlite3.connect(f"{path.as_uri()}?mode=ro&immutable=1", uri=True)
@@ -151,6 +154,9 @@ class Index:
         # The schema stands in the database itself, not in its log alone: `refuse_newer` looks there.
         self.checkpoint()
         self.totals()
+        # One tenant's salt is one namespace: those whose images all left must not add up for ever.
+        run("DELETE FROM namespace WHERE id NOT IN (SELECT namespace FROM image)")
+        self._confirmed: set[bytes] = set()  # namespaces whose row is known to say what it should
         self._namespaces = {root: number for number, root in run("SELECT id, root FROM namespace")}
 
     # What it says
@@ -218,6 +224,12 @@ class Index:
                 [namespace.root, namespace.model, namespace.codec, namespace.layout, namespace.created or time.time()],
             )
             number = self._namespaces[namespace.root] = int(cursor.lastrowid or 0)
+        elif namespace.root not in self._confirmed:  # a row that was damaged would hide all that is written from now on
+            run(
+                "UPDATE namespace SET model = ?, codec = ?, layout = ? WHERE id = ? AND (codec, layout) != (?, ?)",
+                [namespace.model, namespace.codec, namespace.layout, number, namespace.codec, namespace.layout],
+            )
+        self._confirmed.add(namespace.root)
         length = len(entry.tokens) // keys.TOKEN_BYTES
         cursor = run(
             f"INSERT INTO image ({_COLUMNS}) VALUES (NULL{', ?' * 15})",
