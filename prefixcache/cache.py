@@ -265,10 +265,11 @@ class PrefixCache:
                 if n.start < depth and n.rows is not None
             ]
             state: Image | None = next((s.image for s in serving if s.kind == "snapshot"), None)
+            levels = {slot.needs: tree.shared[slot.needs].value for slot in serving if slot.needs}
             if len(tree.touched) > 8192 or time.monotonic() > self._told + TELL:
                 self._told = time.monotonic()
                 self._tiers.persist_recency()
-        return StoredPrompt(home.plan, depth, blocks, state), pinned
+        return StoredPrompt(home.plan, depth, blocks, state, levels), pinned
 
     # -- SSD to RAM ---------------------------------------------------------------------------------------------------
 

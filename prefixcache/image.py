@@ -11,6 +11,7 @@ without parsing, and the index keeps the same value.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from typing import Any, NamedTuple
@@ -35,6 +36,11 @@ _BLANK = b"0" * 32
 _HEADER_LIMIT = 4 << 20
 _ALIGN = 8
 _FIELDS = ("format", "kind", "key", "parent", "namespace", "model", "codec", "layout", "start", "statistics", "extra")
+
+
+def statistics_name(data: bytes) -> str:
+    """The name of statistics with these bytes: BLAKE2b of 16 bytes, in hex."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 class ImageError(Exception):
@@ -75,11 +81,12 @@ class Meta(NamedTuple):
 class Image:
     """An immutable safetensors image: read-only bytes, and views of its tensors. Costs no memory beyond its bytes."""
 
-    __slots__ = ("data",)
+    __slots__ = ("data", "statistics")
 
-    def __init__(self, data: np.ndarray):
+    def __init__(self, data: np.ndarray, statistics: str = ""):
         data.flags.writeable = False
         self.data = data
+        self.statistics = statistics  # as its header says
 
     @property
     def nbytes(self) -> int:
@@ -119,6 +126,7 @@ class Blueprint:
             table[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [at, at + spec.nbytes]}
             at += spec.nbytes
         header = json.dumps(table, separators=(",", ":"), ensure_ascii=True).encode()
+        self._statistics = meta.statistics
         self._header = header + b" " * (-len(header) % _ALIGN)
         if len(self._header) > _HEADER_LIMIT:
             raise ValueError(f"a header of {len(self._header)} bytes: an image's is at most {_HEADER_LIMIT}")
@@ -126,13 +134,14 @@ class Blueprint:
 
     def draft(self) -> Draft:
         """Take the memory and lay out the arrays to fill."""
-        return Draft(self._header, self._specs, self.nbytes)
+        return Draft(self._header, self._specs, self.nbytes, self._statistics)
 
 
 class Draft:
     """An image being filled: `tensors[name]` are writable arrays; `seal()` ends the writing."""
 
-    def __init__(self, header: bytes, specs: list[Spec], nbytes: int):
+    def __init__(self, header: bytes, specs: list[Spec], nbytes: int, statistics: str):
+        self._statistics = statistics
         self._data = np.empty(nbytes, np.uint8)
         self._data[:8] = np.frombuffer(len(header).to_bytes(8, "little"), np.uint8)
         self._data[8 : 8 + len(header)] = np.frombuffer(header, np.uint8)
@@ -146,7 +155,7 @@ class Draft:
         """Write the checksum in; from here on the bytes don't change."""
         self._data[_CHECKSUM] = np.frombuffer(_digest(self._data).encode(), np.uint8)
         self.tensors = {}
-        return Image(self._data)
+        return Image(self._data, self._statistics)
 
 
 def verify(data: np.ndarray, checksum: str | None = None) -> Image:
@@ -167,8 +176,7 @@ def verify(data: np.ndarray, checksum: str | None = None) -> Image:
         raise ImageError("the file is not the one that the index names")
     if _digest(data) != claimed:
         raise ImageError("the checksum does not match")
-    _check_header(bytes(data[8:end]), size - end)
-    return Image(data)
+    return Image(data, _check_header(bytes(data[8:end]), size - end))
 
 
 def _digest(data: np.ndarray) -> str:
@@ -184,8 +192,10 @@ def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _check_header(header: bytes, room: int) -> None:
-    """ImageError unless the header is one that a `Blueprint` could have written for `room` bytes of tensors."""
+def _check_header(header: bytes, room: int) -> str:
+    """The statistics that the header names. ImageError unless a `Blueprint` could have written it for `room` bytes of
+    tensors.
+    """
     try:
         table = json.loads(header, object_pairs_hook=_no_twins)
     except (ValueError, RecursionError):
@@ -214,6 +224,7 @@ def _check_header(header: bytes, room: int) -> None:
         at += nbytes
     if at != room:
         raise ImageError(f"tensors of {at} bytes in room for {room}")
+    return str(meta["statistics"])
 
 
 def _meta(fields: dict[str, str]) -> Meta:

@@ -43,9 +43,14 @@ def promote(tiers: Tiers, ssd: Ssd, home: Home, raw: bytes, limit: int) -> int:
                 boundary = tree.reach(walk, SSD, max(boundary - BLOCK, 0))
         pinned = tree.pin(tree.serving(walk, boundary))
         before = tree.reach(walk, RAM, limit)
+    coming = [slot for slot in reversed(pinned) if slot.image is None]
+    held = {name: tiers.load_levels(home, name) for name in dict.fromkeys(slot.needs for slot in coming) if name}
+    lacking = next((i for i, slot in enumerate(coming) if slot.needs and held[slot.needs] is None), len(coming))
     try:
-        _bring(tiers, ssd, [slot for slot in reversed(pinned) if slot.image is None])
+        _bring(tiers, ssd, coming[:lacking])
     finally:
+        for levels in held.values():
+            tiers.let_go(levels)
         tiers.unpin(pinned)
         with tiers.lock:
             walk = tree.walk(home.space, raw)
@@ -125,7 +130,9 @@ def _end(tiers: Tiers, reading: Reading, whole: bool) -> bool:
             return whole and slot.image is not None
         slot.loading = None
         with reservation:
-            if slot.disk and slot.image is None:
+            if image.statistics != slot.needs:  # the index says otherwise, and it has no checksum
+                tiers.lost(slot)
+            elif slot.disk and slot.image is None:
                 tiers.tree.enter(slot, RAM, image=image, reservation=reservation)
                 tiers.counters.promoted_bytes += slot.nbytes
         tiers.moved.notify_all()

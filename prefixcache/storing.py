@@ -18,6 +18,7 @@ from prefixcache.image import Blueprint, Draft, Image, Meta, Spec
 from prefixcache.keys import BLOCK, TOKEN_BYTES, canonical, chain
 from prefixcache.layers.adapters import Leaf
 from prefixcache.layers.encode import Target, describe_state, encode, write_state
+from prefixcache.layers.levels import LevelSet, measure_all
 from prefixcache.layers.plan import Section, extra_of, held_mask, mask_from, mask_of, runs_of
 from prefixcache.tiers import Home, Tiers
 from prefixcache.tree import BLOCK_BYTES, NODE_BYTES, RAM, SLOT_BYTES, SSD, Node, Slot
@@ -26,7 +27,10 @@ BATCH = 16  # blocks planned, encoded and published at once
 
 
 class Source(NamedTuple):
-    """Rows taken over as codes: the first `tokens` of a block whose images are these (a window's with its mask)."""
+    """Rows taken over as codes: the first `tokens` of a block whose images are these (a window's with its mask).
+
+    Codes keep the levels that they were made with, so the image that takes them over is made with the same.
+    """
 
     tokens: int
     rows: Image | None
@@ -48,6 +52,7 @@ class Job(NamedTuple):
     key: bytes
     blueprint: Blueprint
     source: Source
+    levels: LevelSet | None = None
     mask: tuple[int, ...] = ()
     encoded: tuple[int, ...] = ()  # of a window: for each window of the namespace, the tokens to encode
 
@@ -81,9 +86,11 @@ class Store:
         wait = tiers.settings.spill_wait if tiers.settings.spill == "wait" else 0.0
         self._deadline = time.monotonic() + wait  # of all waiting of this store
         self._key_at: dict[int, bytes] = {}  # the key before the last block planned
+        self._levels: LevelSet | None = None  # what new rows are encoded with
 
     def run(self) -> Outcome:
         parent, at, new_tokens, new_bytes, whole = self._home.space.root, 0, 0, 0, False
+        self._levels = self._tiers.levels_for(self._home, self._raw, self._measure)
         try:
             while not whole:
                 with self._tiers.lock:
@@ -99,8 +106,12 @@ class Store:
                 if not kept:
                     break
         finally:
+            self._tiers.let_go(self._levels)
             depth = self._finish(new_tokens, new_bytes)
         return Outcome(depth, new_tokens, new_bytes, self._state is not None and depth == self._limit)
+
+    def _measure(self) -> LevelSet | None:
+        return measure_all(self._plan, self._leaves, self._limit)
 
     # -- planning, under the lock -------------------------------------------------------------------------------------
 
@@ -157,8 +168,10 @@ class Store:
 
     def _rows_job(self, parent: Node, node: Node | None, start: int, tokens: bytes, key: bytes, source: Source) -> Job:
         own = chain(key, tokens)
-        blueprint = self._blueprint("rows", own, key, start, self._plan.rows_specs(start, len(tokens) // TOKEN_BYTES))
-        return Job("rows", parent, node, start, tokens, own, blueprint, source)
+        specs = self._plan.rows_specs(start, len(tokens) // TOKEN_BYTES)
+        levels = self._levels if source.rows is None else self._tiers.level_set(source.rows.statistics)
+        blueprint = self._blueprint("rows", own, key, start, specs, levels)
+        return Job("rows", parent, node, start, tokens, own, blueprint, source, levels)
 
     def _window_job(
         self, parent: Node, node: Node | None, start: int, tokens: bytes, key: bytes, source: Source
@@ -185,9 +198,11 @@ class Store:
         if not any(mask):
             return None
         own = chain(block_key, b"window" + canonical([f"{m:x}" for m in mask]).encode())
-        blueprint = self._blueprint("window", own, block_key, start, self._plan.window_specs(mask), extra_of(mask))
+        levels = self._levels if source.window is None else self._tiers.level_set(source.window.statistics)
+        specs = self._plan.window_specs(mask)
+        blueprint = self._blueprint("window", own, block_key, start, specs, levels, extra_of(mask))
         new = tuple(h & ~m for m, h in zip(before, held, strict=True))
-        return Job("window", parent, node, start, block_tokens, own, blueprint, source, mask, new)
+        return Job("window", parent, node, start, block_tokens, own, blueprint, source, levels, mask, new)
 
     def _snapshot_job(self, parent: Node) -> list[Job]:
         """The state at the end, unless it is kept already. It hangs on the last whole block before the boundary."""
@@ -203,14 +218,22 @@ class Store:
         dtypes = [name_of(array.dtype) for array in self._state.arrays]
         extra = canonical({"state": self._state.described, "dtypes": dtypes})
         specs = [*self._state.specs(), Spec("tokens", "I64", (len(suffix) // TOKEN_BYTES,))]
-        blueprint = self._blueprint("snapshot", own, key, above, specs, extra)
+        blueprint = self._blueprint("snapshot", own, key, above, specs, None, extra)
         return [Job("snapshot", parent, None, above, suffix, own, blueprint, NOTHING)]
 
     def _blueprint(
-        self, kind: str, key: bytes, parent: bytes, start: int, specs: list[Spec], extra: str = "{}"
+        self,
+        kind: str,
+        key: bytes,
+        parent: bytes,
+        start: int,
+        specs: list[Spec],
+        levels: LevelSet | None,
+        extra: str = "{}",
     ) -> Blueprint:
         row = self._home.row
-        meta = Meta(kind, key.hex(), parent.hex(), row.root.hex(), row.model, row.codec, row.layout, start, "", extra)
+        named = (key.hex(), parent.hex(), row.root.hex(), row.model, row.codec, row.layout)
+        meta = Meta(kind, *named, start, levels.name if levels is not None else "", extra)
         return Blueprint(meta, specs)
 
     def _held(self, window: int) -> tuple[tuple[int, int], ...]:
@@ -239,27 +262,22 @@ class Store:
 
     def _make(self, jobs: list[Job]) -> list[Image]:
         drafts = [job.blueprint.draft() for job in jobs]
-        targets: list[tuple[Section, list[Target]]] = [
-            (section, []) for section in (self._plan.rows, *self._plan.kept, *self._plan.windowed)
-        ]
-        kept = len(self._plan.kept)
+        sections = (self._plan.rows, *self._plan.kept, self._plan.sinks, *self._plan.windowed)
+        targets: dict[int, tuple[Section, list[Target]]] = {id(section): (section, []) for section in sections}
         for job, draft in zip(jobs, drafts, strict=True):
             if job.kind == "snapshot":
                 assert self._state is not None
                 write_state(self._state, draft.tensors)
             if job.kind == "window":
-                for w in range(kept):
-                    self._fill_window(job, draft, w, targets[1 + kept + w][1])
+                for w, section in enumerate(self._plan.windowed):
+                    self._fill_window(job, draft, w, targets[id(section)][1])
                 continue
             draft.tensors["tokens"][:] = np.frombuffer(job.tokens, "<i8")
             if job.kind == "rows":
                 count = len(job.tokens) // TOKEN_BYTES
-                self._fill_rows(job, draft, self._plan.rows, count, targets[0][1])
-                for w, section in enumerate(self._plan.kept):
-                    tokens = self._plan.kept_tokens(w, job.start, count)
-                    if tokens:
-                        self._fill_rows(job, draft, section, tokens, targets[1 + w][1])
-        for section, own in targets:
+                for section, tokens in self._plan.in_rows(job.start, count):
+                    self._fill_rows(job, draft, section, tokens, targets[id(section)][1])
+        for section, own in targets.values():
             encode(section, self._leaves, own)
         return [draft.seal() for draft in drafts]
 
@@ -273,7 +291,7 @@ class Store:
                 for name in group.names:
                     draft.tensors[name][:copied] = source[name][:copied]
         if copied < count:
-            targets.append(Target(job.start + copied, job.start + count, draft.tensors, copied))
+            targets.append(Target(job.start + copied, job.start + count, draft.tensors, copied, job.levels))
 
     def _fill_window(self, job: Job, draft: Draft, w: int, targets: list[Target]) -> None:
         mask, new = job.mask[w], job.encoded[w]
@@ -288,7 +306,7 @@ class Store:
                         draft.tensors[name][into : into + last - first] = source[name][out : out + last - first]
         for first, last in runs_of(new):
             into = (mask & mask_of(0, first)).bit_count()
-            targets.append(Target(job.start + first, job.start + last, draft.tensors, into))
+            targets.append(Target(job.start + first, job.start + last, draft.tensors, into, job.levels))
 
     # -- publishing, under the lock -----------------------------------------------------------------------------------
 
@@ -328,6 +346,9 @@ class Store:
         tiers = self._tiers
         slot = Slot(job.kind, node, job.key, image.nbytes, job.tokens if job.kind == "snapshot" else b"", job.mask)
         slot.checksum, slot.created, slot.tick = image.checksum, time.time(), tiers.tree.clock
+        slot.needs = image.statistics
+        if slot.needs and slot.needs not in tiers.tree.shared:
+            return False  # all was cleared meanwhile
         older = None
         if job.kind == "window" and node.window is not None and node.window.key != job.key:
             older = tiers.supersede(node.window)

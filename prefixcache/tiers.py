@@ -9,22 +9,28 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import CancelledError
+from concurrent.futures import TimeoutError as FuturesTimeout
 from typing import NamedTuple
 
 from prefixcache.budget import Budget, Reservation
 from prefixcache.image import Image
+from prefixcache.keys import TOKEN_BYTES
+from prefixcache.layers.levels import LEAST_ROWS, LevelSet, unpack
 from prefixcache.layers.plan import Plan, mask_from
 from prefixcache.settings import Settings
-from prefixcache.ssd import Cancelled, Entry, Namespace, Ssd
+from prefixcache.ssd import Cancelled, Entry, Namespace, Ssd, SsdError, StatisticsLost
 from prefixcache.stats import Counters
 from prefixcache.tree import BLOCK_BYTES, NODE_BYTES, RAM, SLOT_BYTES, SSD, Node, Slot, Space, Tree
 
 log = logging.getLogger("prefixcache")
 
+LEVELS_WAIT = 1.0  # seconds that a store waits for its namespace's levels to be read
 MIRROR_SHARE = 2  # the tree's nodes may take 1/2 of the budget
 
 
@@ -52,6 +58,7 @@ class Tiers:
         self.closing = False
         self._unlisted: deque[Entry] = deque()  # on SSD, not in the tree for want of RAM; coldest first
         self._superseded: dict[Slot, Entry] = {}  # files of windows that grew; go when the new one is durable
+        self._current: dict[bytes, str] = {}  # by root key: the levels that new rows are coded with
         self._ahead = 0  # bytes that entered RAM since the last spill ahead
         self.ssd: Ssd | None = None
 
@@ -139,6 +146,8 @@ class Tiers:
         suffix = entry.tokens if entry.kind == "snapshot" else b""
         slot = Slot(entry.kind, node, entry.key, entry.nbytes, suffix, mask)
         slot.checksum, slot.tick, slot.hits, slot.created = entry.checksum, entry.used, entry.hits, entry.created
+        if entry.statistics:
+            slot.needs = self._current[entry.namespace] = sys.intern(entry.statistics)
         try:
             if not self.tree.attach(slot, reservation):
                 return False
@@ -233,6 +242,83 @@ class Tiers:
             self._in_time(done, self.settings.spill_wait)
             return self.budget.held().total
 
+    # -- levels -------------------------------------------------------------------------------------------------------
+
+    def levels_for(self, home: Home, raw: bytes, measure: Callable[[], LevelSet | None]) -> LevelSet | None:
+        """What a store of these tokens (raw int64 bytes) encodes new rows with; the caller lets go of it afterwards.
+
+        The namespace's levels; without any, and with enough tokens that are new, those that `measure` gives: the first
+        to bring some wins. None where the codec wants none, or RAM has no room for them.
+        """
+        root, limit = home.row.root, len(raw) // TOKEN_BYTES
+        if not home.plan.levelled:
+            return None
+        with self.lock:
+            name = self._current.get(root, "")
+            if name in self.tree.shared:
+                return self._hold(name)
+            if self.tree.reach(self.tree.walk(home.space, raw), SSD, limit) == limit:
+                return None
+        if name and (found := self.load_levels(home, name, LEVELS_WAIT)) is not None:
+            return found
+        if limit < LEAST_ROWS or (measured := measure()) is None:
+            return None
+        reservation = self.reserve(measured.nbytes)
+        if reservation is None:
+            return None
+        with self.lock, reservation:
+            current = self._current.get(root, "")
+            if current not in self.tree.shared:
+                current = self._current[root] = measured.name
+            return self._hold(current, measured, reservation)
+
+    def load_levels(self, home: Home, name: str, wait: float | None = None) -> LevelSet | None:
+        """The levels of this name, held until they are let go; read from the SSD, for at most `wait` seconds, where RAM
+        has them not. None when they can't be had.
+        """
+        with self.lock:
+            if name in self.tree.shared:
+                return self._hold(name)
+            if self.ssd is None:
+                return None
+        try:
+            levels = unpack(name, self.ssd.read_statistics(name).result(wait), home.plan)
+            if levels is None:
+                raise StatisticsLost(f"statistics {name}: they are not of this namespace")
+        except StatisticsLost as error:
+            self._forsake(name, error)
+            return None
+        except (OSError, SsdError, FuturesTimeout, CancelledError):
+            return None
+        if (reservation := self.reserve(levels.nbytes)) is None:
+            return None
+        with self.lock, reservation:
+            return self._hold(name, levels, reservation)
+
+    def _forsake(self, name: str, error: StatisticsLost) -> None:
+        """Images whose levels are lost can't be decoded: they leave, so that a store makes them anew."""
+        with self.lock:
+            for root in [root for root, current in self._current.items() if current == name]:
+                del self._current[root]
+            lost = [slot for slot in self.tree.slots.values() if slot.needs == name and slot.image is None]
+            for slot in lost:
+                self.counters.corrupt += 1
+                self.discard(slot)
+        log.warning("%s; %d images that need them were deleted", error, len(lost))
+
+    def _hold(self, name: str, levels: LevelSet | None = None, reservation: Reservation | None = None) -> LevelSet:
+        held: LevelSet = self.tree.share(name, levels.nbytes if levels else 0, levels, reservation)
+        return held
+
+    def let_go(self, levels: LevelSet | None) -> None:
+        if levels is not None:
+            with self.lock:
+                self.tree.unshare(levels.name)
+
+    def level_set(self, name: str) -> LevelSet | None:
+        """The levels of an image that is in RAM; call it under the lock."""
+        return self.tree.shared[name].value if name else None
+
     # -- RAM to SSD ---------------------------------------------------------------------------------------------------
 
     def spill(self, slot: Slot) -> bool:
@@ -264,6 +350,8 @@ class Tiers:
         if ssd is None or slot.image is None or not self._room_on_ssd(ssd.footprint(slot.nbytes), tick):
             return False
         home = self.homes[_root_of(slot).key]
+        if slot.needs:
+            ssd.write_statistics(slot.needs, self.tree.shared[slot.needs].value.data)
         if not ssd.write(self.entry_of(slot), home.row, slot.image):
             return False
         self.tree.save(slot)
@@ -300,7 +388,7 @@ class Tiers:
         if slot.kind == "window" and image is not None:
             extra = image.header()[0].extra
         return Entry(slot.kind, slot.key, _root_of(slot).key, above, start, tokens, slot.nbytes, checksum,
-                     slot.disk, slot.tick, slot.created, slot.hits, extra)  # fmt: skip
+                     slot.disk, slot.tick, slot.created, slot.hits, extra, slot.needs)  # fmt: skip
 
     def written(self, entry: Entry, error: Exception | None) -> None:
         """The writer's word on an image: durable and indexed, or not. On the writer's thread."""

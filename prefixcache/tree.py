@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 from math import lcm
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ _NONE: list[Any] = []  # what a node without children or snapshots has; shared, 
 _EMPTY: dict[Any, Any] = {}
 _LAST = ("snapshot", "window", "rows")  # of one block and one touch: who leaves first
 NODE_BYTES = 720  # of RAM a node, beside its tokens; measured by tools/bench/memory.py
-SLOT_BYTES = 880  # of RAM a slot, beside its image and its suffix; measured there too
+SLOT_BYTES = 888  # of RAM a slot, beside its image and its suffix; measured there too
 
 
 class Window(NamedTuple):
@@ -54,7 +54,7 @@ class Slot:
     """One image's place: what is known of it, in RAM (`image`) and on SSD (`disk` bytes, 0 for none)."""
 
     __slots__ = (
-        "checksum", "created", "disk", "hits", "image", "key", "kind", "loading", "mask", "nbytes", "node",
+        "checksum", "created", "disk", "hits", "image", "key", "kind", "loading", "mask", "nbytes", "needs", "node",
         "pins", "saving", "suffix", "tick",
     )  # fmt: skip
 
@@ -64,6 +64,7 @@ class Slot:
         self.key = key
         self.nbytes = nbytes
         self.suffix = suffix  # of a snapshot: the tokens between its node's end and its boundary
+        self.needs = ""  # the name of what its image can't be read without, shared with others; see `Tree.share`
         self.mask = mask  # of a window: for each window of the space, the tokens whose rows it has, a bit each
         self.image: Any = None
         self.disk = 0
@@ -127,6 +128,17 @@ class Node:
                 yield slot
 
 
+class Shared:
+    """What several images in RAM can't be read without. `users`: those images, and callers that hold on to it."""
+
+    __slots__ = ("nbytes", "users", "value")
+
+    def __init__(self, value: Any, nbytes: int):
+        self.value = value
+        self.nbytes = nbytes
+        self.users = 0
+
+
 class Space(NamedTuple):
     """A namespace's tree: its root (whose key is the root key) and what a boundary needs beside rows."""
 
@@ -180,6 +192,7 @@ class Tree:
         self.parting: dict[tuple[str, bytes], list[Slot]] = {}
         self.order: tuple[OrderedDict[Slot, None], OrderedDict[Slot, None]] = (OrderedDict(), OrderedDict())
         self.clock = 0
+        self.shared: dict[str, Shared] = {}
         self.touched: dict[Slot, int] = {}  # on SSD, used since the index last heard of it -> hits among those uses
         self.visits = 0  # nodes looked at by walks, for tests of complexity
         self.nodes = 0
@@ -418,6 +431,8 @@ class Tree:
             reservation.spend(images=slot.nbytes)
             slot.image = image
             self.order[RAM][slot] = None
+            if slot.needs:
+                self.shared[slot.needs].users += 1
         else:
             slot.disk = disk
             self.disk += disk
@@ -431,6 +446,7 @@ class Tree:
         if tier == RAM:
             slot.image = None
             self.budget.free_image(slot.nbytes)
+            self.unshare(slot.needs)
             del self.order[RAM][slot]
         else:
             self.disk -= slot.disk
@@ -486,7 +502,30 @@ class Tree:
             del self.parting[kind, key]
         slot.image = None
         self.budget.free_image(slot.nbytes)
+        self.unshare(slot.needs)
         return slot
+
+    def share(self, name: str, nbytes: int, value: Any, reservation: Reservation | None) -> Any:
+        """Something that images in RAM need, counted once: what is there by that name, else `value`.
+
+        It stays as long as an image that `needs` it is in RAM, or a caller of this has not called `unshare`.
+        """
+        if name not in self.shared:
+            assert reservation is not None
+            reservation.spend(images=nbytes)
+            self.shared[name] = Shared(value, nbytes)
+        self.shared[name].users += 1
+        return self.shared[name].value
+
+    def unshare(self, name: str) -> None:
+        """One user less; "" is the name of nothing."""
+        shared = self.shared.get(name)
+        if shared is None:  # of a tree that was given up meanwhile
+            return
+        shared.users -= 1
+        if not shared.users:
+            self.budget.free_image(shared.nbytes)
+            del self.shared[name]
 
     def prune(self, node: Node | None) -> None:
         """Take a node that holds nothing out of the tree, and those above that held only it."""
@@ -567,7 +606,9 @@ class Tree:
     def check_integrity(self) -> None:
         """AssertionError when an invariant does not hold. Visits every node."""
         nodes = slots = cost = disk = 0
-        images = sum(slot.nbytes for waiting in self.parting.values() for slot in waiting)
+        parting = [slot for waiting in self.parting.values() for slot in waiting]
+        images = sum(slot.nbytes for slot in parting) + sum(shared.nbytes for shared in self.shared.values())
+        users = Counter(slot.needs for slot in parting)
         within: tuple[set[Slot], set[Slot]] = (set(), set())
         stack = [space.root for space in self.spaces.values()]
         while stack:
@@ -590,6 +631,7 @@ class Tree:
                 assert slot.image is not None or slot.disk, "a slot that holds nothing"
                 assert slot.pins >= 0
                 images += slot.nbytes if slot.image is not None else 0
+                users[slot.needs] += slot.image is not None
                 disk += slot.disk
                 for tier in TIERS:
                     if slot.within(tier):
@@ -607,6 +649,8 @@ class Tree:
         assert set(self.order[RAM]) == {slot for slot in within[RAM] if not slot.saving}
         assert set(self.order[SSD]) == set(self.slots.values())
         assert self.touched.keys() <= within[SSD]
+        assert all(users[name] <= shared.users > 0 for name, shared in self.shared.items())
+        assert all(name in self.shared for name, count in users.items() if name and count)
         self.budget.check_integrity()
         held_now = self.budget.held()
         assert held_now.images == images, (held_now, images)

@@ -14,7 +14,8 @@ import mlx.core as mx
 import numpy as np
 
 from .base import Plane, RowCodec, Stream
-from .interchange import FLOATS, Array, bring_in, check_capacity, check_rows, copy_out, element
+from .interchange import FLOATS, Array, borrow, bring_in, check_capacity, check_rows, copy_out, element
+from .levelling import Levels
 from .raw import RawRows
 
 BIT_DEPTHS = (2, 3, 4, 5, 6, 8)
@@ -33,7 +34,7 @@ class AffineRows:
     bits: int
     group_size: int
 
-    exact: ClassVar[bool] = False
+    levelled: ClassVar[bool] = False
 
     @property
     def planes(self) -> tuple[Plane, ...]:
@@ -45,7 +46,7 @@ class AffineRows:
             Plane("biases", name, (groups,)),
         )
 
-    def encode(self, rows: mx.array) -> list[Array]:
+    def encode(self, rows: mx.array, levels: Levels | None = None) -> list[Array]:
         """(tokens, heads, width) -> [codes uint32, scales, biases], each (tokens, heads, ...)."""
         check_rows(rows, self.width, self.dtype)
         if rows.size == 0:
@@ -58,26 +59,36 @@ class AffineRows:
         mx.eval(coded)
         return [copy_out(plane) for plane in coded]
 
-    def decode(self, planes: Sequence[Array], capacity: int) -> mx.array:
-        """Planes (heads, tokens, ...) -> (heads, capacity, width) of `dtype`, zero from row `tokens` on."""
-        codes, scales, biases = planes
-        heads, tokens, _ = codes.shape
+    def encode_into(self, rows: Array, planes: Sequence[Array], levels: Levels | None = None) -> None:
+        """As `encode`."""
+        for plane, coded in zip(planes, self.encode(bring_in(rows, self.dtype)), strict=True):
+            plane[...] = coded
+
+    def decode(self, planes: Sequence[Array], capacity: int, levels: Levels | None = None) -> mx.array:
+        """[codes, scales, biases], each (tokens, heads, ...) -> (heads, capacity, width), zero from row `tokens` on."""
+        tokens, heads, _ = planes[0].shape
         check_capacity(tokens, capacity)
         if heads * capacity == 0:
             return mx.zeros((heads, capacity, self.width), element(self.dtype).mlx)
         # A group of scale 0 and bias 0 decodes to zeros: padding the codes spares a copy of the rows.
+        codes, scales, biases = (_grown(plane, capacity) for plane in planes)
         return mx.dequantize(
-            bring_in(_grown(codes, capacity), "uint32"),
-            scales=bring_in(_grown(scales, capacity), self.dtype),
-            biases=bring_in(_grown(biases, capacity), self.dtype),
+            bring_in(codes, "uint32"),
+            scales=bring_in(scales, self.dtype),
+            biases=bring_in(biases, self.dtype),
             group_size=self.group_size,
             bits=self.bits,
         )
 
+    def decode_into(self, planes: Sequence[Array], rows: Array, levels: Levels | None = None) -> None:
+        """As `decode`."""
+        rows[...] = borrow(self.decode(planes, len(planes[0])))
+
 
 def _grown(plane: Array, capacity: int) -> Array:
-    grown = np.zeros((plane.shape[0], capacity, *plane.shape[2:]), plane.dtype)
-    grown[:, : plane.shape[1]] = plane
+    """(tokens, heads, ...) -> (heads, capacity, ...)."""
+    grown = np.zeros((plane.shape[1], capacity, *plane.shape[2:]), plane.dtype)
+    grown[:, : plane.shape[0]] = plane.swapaxes(0, 1)
     return grown
 
 
@@ -98,6 +109,8 @@ class Affine:
             raise ValueError(f"bits={self.bits!r}: not a bit depth of mx.quantize; choose 2, 3, 4, 5, 6 or 8")
         if type(self.group_size) is not int or self.group_size not in GROUP_SIZES:
             raise ValueError(f"group_size={self.group_size!r}: not a group size of mx.quantize; choose 32, 64 or 128")
+
+    sink_tokens: ClassVar[int] = 0
 
     def spec(self) -> dict[str, Any]:
         return {"name": "affine", "version": 1, **asdict(self)}

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import mlx.core as mx
-import numpy as np
+
+from .interchange import Array
+from .levelling import Levels
 
 
 class Plane(NamedTuple):
@@ -40,7 +42,11 @@ class Stream(NamedTuple):
 
 @runtime_checkable
 class RowCodec(Protocol):
-    """How one row of `width` values of `dtype` is kept. Immutable and hashable: equal row codecs share one tensor."""
+    """How one row of `width` values of `dtype` is kept. Immutable and hashable: equal row codecs share one tensor.
+
+    Rows and planes have the shape (tokens, heads, ...) on their way in and in images; what comes out for a live cache
+    is (heads, capacity, width). bf16 is uint16 in NumPy.
+    """
 
     @property
     def width(self) -> int: ...
@@ -51,21 +57,36 @@ class RowCodec(Protocol):
     @property
     def planes(self) -> tuple[Plane, ...]: ...
 
-    def encode(self, rows: mx.array) -> list[np.ndarray]:
-        """(tokens, heads, width) of `dtype` -> for each plane (tokens, heads, *plane.shape), owned by the caller.
-
-        bf16 planes are uint16 arrays of the same bits.
-        """
+    @property
+    def levelled(self) -> bool:
+        """Whether rows are encoded with levels, where the namespace has them."""
         ...
 
-    def decode(self, planes: Sequence[np.ndarray], capacity: int) -> mx.array:
-        """Planes (heads, tokens, *plane.shape) -> (heads, capacity, width) of `dtype`, zero from row `tokens` on."""
+    def encode(self, rows: mx.array, levels: Levels | None = None) -> list[Array]:
+        """On MLX's default device: (tokens, heads, width) of `dtype` -> each plane, owned by the caller."""
+        ...
+
+    def encode_into(self, rows: Array, planes: Sequence[Array], levels: Levels | None = None) -> None:
+        """On the CPU: rows (tokens, heads, width) -> into `planes`. Both may be strided."""
+        ...
+
+    def decode(self, planes: Sequence[Array], capacity: int, levels: Levels | None = None) -> mx.array:
+        """On MLX's default device: planes (tokens, heads, ...) -> (heads, capacity, width), zero from `tokens` on."""
+        ...
+
+    def decode_into(self, planes: Sequence[Array], rows: Array, levels: Levels | None = None) -> None:
+        """On the CPU: planes (tokens, heads, ...) -> into rows (heads, tokens, width). All may be strided."""
         ...
 
 
 @runtime_checkable
 class Codec(Protocol):
     """What a user chooses. `spec()` is its identity: all that changes a code is in it, as JSON types."""
+
+    @property
+    def sink_tokens(self) -> int:
+        """How many of a prompt's first tokens stay as they are beside their codes, in layers that keep every token."""
+        ...
 
     def spec(self) -> dict[str, Any]: ...
 

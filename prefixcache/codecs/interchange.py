@@ -93,6 +93,11 @@ def bring_in(array: Array, dtype: str) -> mx.array:
     return mx.array(np.asarray(array, order="C").view(carrier)).view(kind.mlx)
 
 
+def on_cpu() -> bool:
+    """Whether MLX's default device is the CPU."""
+    return bool(mx.default_device() == mx.Device(mx.cpu))
+
+
 def check_rows(rows: mx.array, width: int, dtype: str) -> None:
     """ValueError unless `rows` is (tokens, heads, `width`) of `dtype`."""
     if rows.ndim != 3 or rows.shape[-1] != width or name_of(rows.dtype) != dtype:

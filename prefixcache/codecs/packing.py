@@ -38,21 +38,21 @@ def pack_columns(codes: Array, bits: int) -> Array:
 
 
 @lru_cache(maxsize=32)
-def _spread(levels: bytes, bits: int) -> Array:
-    """What each byte (at 3 bits: each run of 12 bits) decodes to: its int8 levels, side by side in one integer."""
+def _spread(centroids: bytes, bits: int) -> Array:
+    """What each byte (at 3 bits: each run of 12 bits) decodes to: its int8 centroids, side by side in one integer."""
     run = 12 if bits == 3 else 8
     count = run // bits
     index = np.arange(1 << run)[:, None] >> (np.arange(count) * bits) & ((1 << bits) - 1)
-    table = np.frombuffer(levels, np.int8)[index]
+    table = np.frombuffer(centroids, np.int8)[index]
     return np.ascontiguousarray(table).view(f"u{count}").reshape(-1)
 
 
-def unpack_levels(words: Array, width: int, bits: int, levels: Array) -> Array:
-    """Words uint32 (n, words) -> what each code stands for: int8 (n, width), from `levels` int8 (2**bits,)."""
+def unpack_centroids(words: Array, width: int, bits: int, centroids: Array) -> Array:
+    """Words uint32 (n, words) -> what each code stands for: int8 (n, width), from `centroids` int8 (2**bits,)."""
     n = len(words)
     octets = np.ascontiguousarray(words).view(np.uint8).reshape(n, -1)
     runs = octets if bits != 3 else _runs_of_12(octets, -(-width // 4))
-    spread = np.take(_spread(levels.tobytes(), bits), runs)
+    spread = np.take(_spread(centroids.tobytes(), bits), runs)
     return spread.view(np.int8).reshape(n, -1)[:, :width]
 
 

@@ -14,20 +14,20 @@ import numpy as np
 
 from .base import Plane, RowCodec, Stream
 from .interchange import Array, bring_in, check_capacity, check_rows, copy_out, element
+from .levelling import Levels
 
 
 @dataclass(frozen=True)
 class RawRows:
     """Rows of `width` values (0 allowed) of any dtype that safetensors names, in one plane "rows" of that dtype.
 
-    `exact` tells a caller that the plane's bytes are the rows' bytes, so that it may copy them itself.
     ValueError at construction for another dtype.
     """
 
     width: int
     dtype: str
 
-    exact: ClassVar[bool] = True
+    levelled: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         element(self.dtype)
@@ -36,24 +36,35 @@ class RawRows:
     def planes(self) -> tuple[Plane, ...]:
         return (Plane("rows", element(self.dtype).safetensors, (self.width,)),)
 
-    def encode(self, rows: mx.array) -> list[Array]:
+    def encode(self, rows: mx.array, levels: Levels | None = None) -> list[Array]:
         """(tokens, heads, width) -> [the same bits, (tokens, heads, width), bf16 as uint16]."""
         check_rows(rows, self.width, self.dtype)
         return [copy_out(rows)]
 
-    def decode(self, planes: Sequence[Array], capacity: int) -> mx.array:
-        """[(heads, tokens, width)] -> (heads, capacity, width) of `dtype`, zero from row `tokens` on."""
+    def encode_into(self, rows: Array, planes: Sequence[Array], levels: Levels | None = None) -> None:
+        """A copy."""
+        planes[0][...] = rows
+
+    def decode(self, planes: Sequence[Array], capacity: int, levels: Levels | None = None) -> mx.array:
+        """[(tokens, heads, width)] -> (heads, capacity, width) of `dtype`, zero from row `tokens` on."""
         (kept,) = planes
-        heads, tokens, _ = kept.shape
+        tokens, heads, _ = kept.shape
         check_capacity(tokens, capacity)
-        buffer = np.zeros((heads, capacity, self.width), element(self.dtype).numpy)
-        buffer[:, :tokens] = kept
+        buffer = np.empty((heads, capacity, self.width), element(self.dtype).numpy)
+        self.decode_into(planes, buffer[:, :tokens])
+        buffer[:, tokens:] = 0
         return bring_in(buffer, self.dtype)
+
+    def decode_into(self, planes: Sequence[Array], rows: Array, levels: Levels | None = None) -> None:
+        """A copy."""
+        rows[...] = planes[0].swapaxes(0, 1)
 
 
 @dataclass(frozen=True)
 class Raw:
     """Keeps every stream bit-exactly."""
+
+    sink_tokens: ClassVar[int] = 0
 
     def spec(self) -> dict[str, Any]:
         return {"name": "raw", "version": 1}

@@ -1,21 +1,24 @@
-"""The codec that most users want: rows rotated, quantised to 1 to 4 or 8 bits a value, with one 16-bit scale a row.
+"""The codec that most users want: rows levelled, rotated, quantised to 1 to 4 or 8 bits a value, a 16-bit scale a row.
 
-Here is what a user chooses, and which streams take it; the format is in `turboquant_format`, the arithmetic in the two
-back ends, which agree bit for bit.
+Here is what a user chooses, and which streams take it; the format is in `turboquant_format`, the arithmetic in the back
+ends, which agree bit for bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
-from . import turboquant_mlx, turboquant_numpy
+from . import turboquant_backends
 from .base import Plane, RowCodec, Stream
 from .codebook import CODEBOOKS
-from .interchange import FLOATS, Array, borrow, bring_in, check_capacity, check_rows, element
+from .interchange import FLOATS, Array, borrow, bring_in, check_capacity, check_rows, element, on_cpu
+from .levelling import Levels
 from .packing import words_of
 from .raw import RawRows
 from .turboquant_format import Form, form_of
@@ -25,6 +28,7 @@ LEAST_WIDTH = 32
 # K or V of one head, wider than this and wider than the other: a compressed latent (MLA), not a head's rows.
 LATENT_WIDTH = 256
 SEEDS = 1 << 63
+MOST_SINKS = 256  # they stand in the first block
 
 
 @dataclass(frozen=True)
@@ -41,8 +45,7 @@ class TurboQuantRows:
     dtype: str
     bits: int
     seed: int = 0
-
-    exact: ClassVar[bool] = False
+    levelled: bool = False
 
     def __post_init__(self) -> None:
         _check_bits("bits", self.bits)
@@ -59,74 +62,152 @@ class TurboQuantRows:
     def form(self) -> Form:
         return form_of(self.width, self.bits, self.seed)
 
-    def encode(self, rows: mx.array) -> list[Array]:
+    def encode(self, rows: mx.array, levels: Levels | None = None) -> list[Array]:
         """(tokens, heads, width) -> [codes uint32 (tokens, heads, words), scale uint16 (tokens, heads)]."""
         check_rows(rows, self.width, self.dtype)
-        if rows.size and not _on_cpu():
-            return list(turboquant_mlx.encode(rows, self.form))
-        return list(turboquant_numpy.encode(borrow(rows), self.dtype, self.form))
+        if rows.size and not on_cpu():
+            return list(turboquant_backends.device(self.form).encode(rows, self.form, levels))
+        tokens, heads, _ = rows.shape
+        codes = np.empty((tokens, heads, words_of(self.width, self.bits)), np.uint32)
+        scales = np.empty((tokens, heads), np.uint16)
+        self.encode_into(borrow(rows), [codes, scales], levels)
+        return [codes, scales]
 
-    def decode(self, planes: Sequence[Array], capacity: int) -> mx.array:
-        """[codes (heads, tokens, words), scale (heads, tokens)] -> (heads, capacity, width) of `dtype`.
-
-        Rows from `tokens` on are zero.
-        """
+    def encode_into(self, rows: Array, planes: Sequence[Array], levels: Levels | None = None) -> None:
+        """(tokens, heads, width), bf16 as uint16 -> into codes uint32 (tokens, heads, words), scale uint16 (tokens, heads)."""
         codes, scales = planes
-        heads, tokens, _ = codes.shape
+        turboquant_backends.host(self.form).encode(rows, self.dtype, self.form, levels, codes, scales)
+
+    def decode(self, planes: Sequence[Array], capacity: int, levels: Levels | None = None) -> mx.array:
+        """[codes (tokens, heads, words), scale (tokens, heads)] -> (heads, capacity, width), zero from `tokens` on."""
+        codes, scales = planes
+        tokens, heads = scales.shape
         check_capacity(tokens, capacity)
         if heads * tokens == 0:
             return mx.zeros((heads, capacity, self.width), element(self.dtype).mlx)
-        if not _on_cpu():
-            return turboquant_mlx.decode(codes, scales, capacity, self.dtype, self.form)
-        return bring_in(turboquant_numpy.decode(codes, scales, capacity, self.dtype, self.form), self.dtype)
+        if not on_cpu():
+            back_end = turboquant_backends.device(self.form)
+            return back_end.decode(codes, scales, capacity, self.dtype, self.form, levels)
+        rows = np.empty((heads, capacity, self.width), element(self.dtype).numpy)
+        self.decode_into(planes, rows[:, :tokens], levels)
+        rows[:, tokens:] = 0
+        return bring_in(rows, self.dtype)
 
-
-def _on_cpu() -> bool:
-    return bool(mx.default_device() == mx.Device(mx.cpu))
+    def decode_into(self, planes: Sequence[Array], rows: Array, levels: Levels | None = None) -> None:
+        """codes (tokens, heads, words), scale (tokens, heads) -> into rows (heads, tokens, width), bf16 as uint16."""
+        codes, scales = planes
+        turboquant_backends.host(self.form).decode(codes, scales, self.dtype, self.form, levels, rows)
 
 
 @dataclass(frozen=True)
 class TurboQuant:
     """TurboQuant (arXiv 2504.19874, the variant for mean squared error): `key_bits` and `value_bits` a value.
 
-    Bits are 1, 2, 3, 4 or 8. `seed` (0 to 2**63 - 1) chooses the rotation's signs. Kept raw: rows that are no floats,
-    rows narrower than 32, and, unless `raw_latents` is False, the latents of MLA models (one head, keys and values of
-    different width, the wider above 256), because rotated and quantised latents are known to give garbage.
-    ValueError for other bits or seeds.
+    Bits are 1, 2, 3, 4 or 8. `levelling` (False: the paper's plain form) centres and evens out each head's channels by
+    statistics of the first 256 rows or more that a namespace stores. The first and last `fp16_layers` layers, and of
+    layers that keep every token the first `sink_tokens` (at most 256) tokens, stay as they are. `layers` says otherwise
+    for single layers: {7: 8, -1: (8, 4), 0: None} is 8 bits for layer 7, 8 and 4 for keys and values of the last, the
+    first as it is. `seed` (0 to 2**63 - 1) chooses the rotation's signs.
+
+    Kept raw as well: rows that are no floats, rows narrower than 32, and, unless `raw_latents` is False, the latents of
+    MLA models (one head, keys and values of different width, the wider above 256), because rotated and quantised latents
+    are known to give garbage. ValueError for a value that is none of these.
     """
 
     key_bits: int = 4
     value_bits: int = 4
+    levelling: bool = True
+    fp16_layers: int = 0
+    sink_tokens: int = 0
+    layers: Mapping[int, int | tuple[int, int] | None] = field(default_factory=dict)
     seed: int = 0
     raw_latents: bool = True
 
     def __post_init__(self) -> None:
         _check_bits("key_bits", self.key_bits)
         _check_bits("value_bits", self.value_bits)
+        if type(self.fp16_layers) is not int or self.fp16_layers < 0:
+            raise ValueError(
+                f"fp16_layers={self.fp16_layers!r}: give the number of layers at each end to leave, 0 or more"
+            )
+        if type(self.sink_tokens) is not int or not 0 <= self.sink_tokens <= MOST_SINKS:
+            raise ValueError(f"sink_tokens={self.sink_tokens!r}: give a number of tokens, 0 to {MOST_SINKS}")
         if type(self.seed) is not int or not 0 <= self.seed < SEEDS:
             raise ValueError(f"seed={self.seed!r}: not a seed; choose a whole number from 0 to 2**63 - 1")
-        if type(self.raw_latents) is not bool:
-            raise ValueError(f"raw_latents={self.raw_latents!r}: not a choice; write True or False")
+        for name in ("levelling", "raw_latents"):
+            if type(getattr(self, name)) is not bool:
+                raise ValueError(f"{name}={getattr(self, name)!r}: not a choice; write True or False")
+        object.__setattr__(self, "layers", dict(sorted(map(_override, _items(self.layers)))))
+
+    def __hash__(self) -> int:
+        return hash(json.dumps(self.spec()))
 
     def spec(self) -> dict[str, Any]:
-        return {"name": "turboquant", "version": 1, **asdict(self)}
+        chosen = {field.name: getattr(self, field.name) for field in fields(self)}
+        chosen["layers"] = {str(i): None if bits is None else list(_pair(bits)) for i, bits in self.layers.items()}
+        return {"name": "turboquant", "version": 1, **chosen}
 
     def row_codec(self, stream: Stream) -> RowCodec:
-        if stream.dtype not in FLOATS or stream.width < LEAST_WIDTH or (self.raw_latents and _is_latent(stream)):
+        bits = self._bits(stream.layer, stream.layers)
+        if bits is None or stream.dtype not in FLOATS or stream.width < LEAST_WIDTH:
             return RawRows(stream.width, stream.dtype)
-        bits = self.key_bits if stream.part == "keys" else self.value_bits
-        return TurboQuantRows(stream.width, stream.dtype, bits, self.seed)
+        if self.raw_latents and _is_latent(stream):
+            return RawRows(stream.width, stream.dtype)
+        own = bits[0] if stream.part == "keys" else bits[1]
+        return TurboQuantRows(stream.width, stream.dtype, own, self.seed, self.levelling)
+
+    def _bits(self, layer: int, layers: int) -> tuple[int, int] | None:
+        """Of keys and values of a layer; None where it stays as it is."""
+        for index in (layer, layer - layers):
+            if index in self.layers:
+                bits = self.layers[index]
+                return None if bits is None else _pair(bits)
+        if min(layer, layers - 1 - layer) < self.fp16_layers:
+            return None
+        return self.key_bits, self.value_bits
 
     def __str__(self) -> str:
-        name = f"turboquant k{self.key_bits} v{self.value_bits}"
-        if self.seed:
-            name += f" seed {self.seed}"
-        return name if self.raw_latents else name + " with latents"
+        said = [f"turboquant k{self.key_bits} v{self.value_bits}"]
+        said += ["plain"] * (not self.levelling)
+        said += [f"fp16 layers {self.fp16_layers}"] * (self.fp16_layers > 0)
+        said += [f"sinks {self.sink_tokens}"] * (self.sink_tokens > 0)
+        for layer, bits in self.layers.items():
+            said.append(f"layer {layer} raw" if bits is None else "layer {} k{} v{}".format(layer, *_pair(bits)))
+        said += [f"seed {self.seed}"] * (self.seed > 0)
+        said += ["with latents"] * (not self.raw_latents)
+        return " ".join(said)
 
 
 def _check_bits(name: str, bits: object) -> None:
     if type(bits) is not int or bits not in CODEBOOKS:
         raise ValueError(f"{name}={bits!r}: not a bit depth of TurboQuant; choose 1, 2, 3, 4 or 8")
+
+
+def _items(layers: object) -> Iterable[tuple[object, object]]:
+    if not isinstance(layers, Mapping):
+        raise ValueError(f"layers={layers!r}: give a dict such as {{0: 8, -1: None}}")
+    return layers.items()
+
+
+def _pair(bits: int | tuple[int, int]) -> tuple[int, int]:
+    return (bits, bits) if isinstance(bits, int) else bits
+
+
+def _override(item: tuple[object, object]) -> tuple[int, tuple[int, int] | None]:
+    """One of `layers`, checked; as a user writes it or as JSON has it."""
+    layer, bits = item
+    if isinstance(layer, str) and layer.removeprefix("-").isdecimal():
+        layer = int(layer)
+    if type(layer) is not int:
+        raise ValueError(f"layers={{{layer!r}: ...}}: not a layer; give its number, from the end if below 0")
+    if bits is None:
+        return layer, None
+    pair = tuple(bits) if isinstance(bits, (tuple, list)) else (bits, bits)
+    if len(pair) != 2:
+        raise ValueError(f"layers={{{layer}: {bits!r}}}: give bits, a pair of bits for keys and values, or None")
+    for one in pair:
+        _check_bits(f"layers[{layer}]", one)
+    return layer, pair
 
 
 def _is_latent(stream: Stream) -> bool:

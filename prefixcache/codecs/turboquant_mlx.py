@@ -9,15 +9,19 @@ from __future__ import annotations
 import mlx.core as mx
 
 from .interchange import Array, bring_in, copy_out, element
+from .levelling import Levels
 from .packing import pack_mlx, unpack_mlx
 from .turboquant_format import LARGEST, LARGEST_SCALE, NAN_SCALE, Form
 
 
-def encode(rows: mx.array, form: Form) -> tuple[Array, Array]:
+def encode(rows: mx.array, form: Form, levels: Levels | None) -> tuple[Array, Array]:
     """(tokens, heads, width) of a float dtype -> codes uint32 (tokens, heads, words), scales uint16 (tokens, heads)."""
     tokens, heads, width = rows.shape
     codebook = form.codebook
-    x = rows.reshape(-1, width).astype(mx.float32)
+    x = rows.astype(mx.float32)
+    if levels is not None:
+        x = (x - mx.array(levels.mean)) * mx.array(levels.weight)
+    x = x.reshape(-1, width)
     magnitude = x.view(mx.uint32) & 0x7FFFFFFF
     top = (mx.max(magnitude, axis=1, keepdims=True) >> 23).astype(mx.int32)
     alive = (top > 0) & (top < 255)
@@ -28,9 +32,11 @@ def encode(rows: mx.array, form: Form) -> tuple[Array, Array]:
     ss = mx.where(alive, _folded(x * x), 1.0)
     y = form.rotation.forward_mlx(x)
     a = mx.abs(y)
-    length = mx.sqrt(ss) if codebook.grid is not None else mx.where(alive, mx.max(a, axis=1, keepdims=True), 1.0)
-    a = a * (float(form.encode_gain) / length)
-    if codebook.grid is None:
+    factor = float(form.per_length) / mx.sqrt(ss)
+    if form.per_peak:
+        factor = factor + float(form.per_peak) / mx.where(alive, mx.max(a, axis=1, keepdims=True), 1.0)
+    a = a * factor
+    if codebook.bits == 8:
         index = mx.minimum((mx.floor(a + a).astype(mx.int32) + 1) >> 1, 127)
         codes = mx.where(y < 0, 128 - index, 128 + index)
     else:
@@ -71,21 +77,23 @@ def _bf16(values: mx.array) -> mx.array:
     return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
 
 
-def decode(codes: Array, scales: Array, capacity: int, dtype: str, form: Form) -> mx.array:
-    """Codes (heads, tokens, words), scales (heads, tokens), as `encode` gives -> (heads, capacity, width), lazy."""
-    heads, tokens, words = codes.shape
+def decode(codes: Array, scales: Array, capacity: int, dtype: str, form: Form, levels: Levels | None) -> mx.array:
+    """Codes (tokens, heads, words), scales (tokens, heads), as `encode` gives -> (heads, capacity, width), lazy."""
+    tokens, heads, words = codes.shape
     rotation = form.rotation
     unpacked = unpack_mlx(bring_in(codes, "uint32").reshape(-1, words), form.width, form.codebook.bits)
-    y = mx.take(mx.array(form.levels).astype(mx.float32), unpacked)
+    y = mx.take(mx.array(form.centroids).astype(mx.float32), unpacked)
     for turn in reversed(range(rotation.rounds)):
-        y = rotation.mix_mlx(y) * mx.array(rotation.signs[turn])
-    scale = bring_in(scales, "bfloat16").reshape(-1, 1).view(mx.uint16)
-    factor = (scale.astype(mx.uint32) << 16).view(mx.float32)
-    values = mx.where(factor == 0, 0.0, (y * float(form.decode_gain)) * factor)
+        y = rotation.mix_mlx(y)
+        if turn:
+            y = y * mx.array(rotation.signs[turn])
+    factor = (bring_in(scales, "uint16").astype(mx.uint32) << 16).view(mx.float32)[..., None]
+    values = (y.reshape(tokens, heads, form.width) * mx.array(form.spread(levels))) * factor
+    values = values + (mx.array(levels.mean) if levels is not None else 0.0)
     values = mx.clip(values, -LARGEST[dtype], LARGEST[dtype])
     kind = element(dtype).mlx
     rows = _bf16(values).astype(mx.uint16).view(kind) if dtype == "bfloat16" else values.astype(kind)
-    rows = rows.reshape(heads, tokens, form.width)
+    rows = mx.swapaxes(rows, 0, 1)
     if capacity == tokens:
         return rows
     return mx.concatenate([rows, mx.zeros((heads, capacity - tokens, form.width), kind)], axis=1)

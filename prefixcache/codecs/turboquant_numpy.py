@@ -9,26 +9,32 @@ from __future__ import annotations
 import numpy as np
 
 from .interchange import Array, element
-from .packing import pack_columns, unpack_levels, words_of
+from .levelling import Levels
+from .packing import pack_columns, unpack_centroids
 from .turboquant_format import LARGEST, LARGEST_SCALE, NAN_SCALE, Form
 
 CHUNK_VALUES = 1 << 16
 _INT16_MAX = 32767
 
 
-def encode(rows: Array, dtype: str, form: Form) -> tuple[Array, Array]:
-    """(tokens, heads, width), bf16 as uint16 -> codes uint32 (tokens, heads, words), scales uint16 (tokens, heads)."""
+def encode(rows: Array, dtype: str, form: Form, levels: Levels | None, codes: Array, scales: Array) -> None:
+    """(tokens, heads, width), bf16 as uint16 -> into codes uint32 (tokens, heads, words), scales uint16 (tokens, heads).
+
+    All three may be strided.
+    """
     tokens, heads, width = rows.shape
-    codes = np.empty((tokens, heads, words_of(width, form.codebook.bits)), np.uint32)
-    scales = np.empty((tokens, heads), np.uint16)
     step = max(1, CHUNK_VALUES // max(1, width * heads))
     with np.errstate(all="ignore"):
         for start in range(0, tokens if heads else 0, step):
             part = slice(start, start + step)
-            packed, kept = _encode_columns(_columns(rows[part].reshape(-1, width), dtype), form)
-            codes[part].view(np.uint8).reshape(packed.shape[1], -1)[...] = packed.T
+            x = _columns(rows[part].reshape(-1, width), dtype)
+            if levels is not None:
+                by_head = x.reshape(width, -1, heads)
+                by_head -= levels.mean.T[:, None]
+                by_head *= levels.weight.T[:, None]
+            packed, kept = _encode_columns(x, form)
+            codes[part] = np.ascontiguousarray(packed.T).view(np.uint32).reshape(-1, heads, codes.shape[2])
             scales[part] = kept.reshape(-1, heads)
-    return codes, scales
 
 
 def _columns(rows: Array, dtype: str) -> Array:
@@ -56,9 +62,11 @@ def _encode_columns(x: Array, form: Form) -> tuple[Array, Array]:
     u, spare = form.rotation.forward(x, spare)
     negative = u < 0
     a = np.abs(u, out=u)
-    length = np.sqrt(ss) if codebook.grid is not None else np.where(alive, a.max(axis=0), np.float32(1))
-    a *= form.encode_gain / length
-    if codebook.grid is None:
+    factor = form.per_length / np.sqrt(ss)
+    if form.per_peak:
+        factor += form.per_peak / np.where(alive, a.max(axis=0), np.float32(1))
+    a *= factor
+    if codebook.bits == 8:
         a += a
         np.floor(a, out=a)
         index = np.minimum((a.astype(np.int32) + 1) >> 1, 127).astype(np.uint8)
@@ -111,29 +119,36 @@ def _bf16(values: Array) -> Array:
     return rounded
 
 
-def decode(codes: Array, scales: Array, capacity: int, dtype: str, form: Form) -> Array:
-    """Codes (heads, tokens, words), scales (heads, tokens), as `encode` gives -> (heads, capacity, width)."""
-    heads, tokens, _ = codes.shape
+def decode(codes: Array, scales: Array, dtype: str, form: Form, levels: Levels | None, rows: Array) -> None:
+    """Codes (tokens, heads, words), scales (tokens, heads), as `encode` gives -> into rows (heads, tokens, width).
+
+    All may be strided; bf16 rows are uint16.
+    """
+    tokens, heads = scales.shape
     width = form.width
-    rows = np.empty((heads, capacity, width), element(dtype).numpy)
-    rows[:, tokens:] = 0
+    spread = form.spread(levels)
     at_once = max(1, CHUNK_VALUES // width)
     head_step = max(1, at_once // max(1, tokens))
     token_step = max(1, min(tokens, at_once))
     with np.errstate(all="ignore"):
         for first in range(0, heads, head_step):
+            some = slice(first, first + head_step)
+            own = spread[some if levels is not None else slice(None)].T[:, :, None]
+            mean = levels.mean[some].T[:, :, None] if levels is not None else np.float32(0)
             for start in range(0, tokens, token_step):
-                part = (slice(first, first + head_step), slice(start, min(start + token_step, tokens)))
-                kept = scales[part]
-                columns = _decode_columns(codes[part].reshape(kept.size, -1), kept.reshape(-1), dtype, form)
-                rows[part] = columns.reshape(width, *kept.shape).transpose(1, 2, 0)
-    return rows
+                part = slice(start, start + token_step)
+                kept = scales[part, some].T
+                y = _unmixed(codes[part, some].swapaxes(0, 1).reshape(kept.size, -1), form).reshape(width, *kept.shape)
+                values = np.multiply(y, own, dtype=np.float32)
+                values *= (kept.astype(np.uint32) << np.uint32(16)).view(np.float32)
+                values += mean
+                rows[some, part] = _cast(values, dtype).transpose(1, 2, 0)
 
 
-def _decode_columns(words: Array, scales: Array, dtype: str, form: Form) -> Array:
-    """Words uint32 (n, words), scales uint16 (n,) -> (width, n) of `dtype`, bf16 as uint16."""
+def _unmixed(words: Array, form: Form) -> Array:
+    """Words uint32 (n, words) -> y, float32 or int16 (width, n)."""
     rotation = form.rotation
-    y = unpack_levels(words, form.width, form.codebook.bits, form.levels).T
+    y = unpack_centroids(words, form.width, form.codebook.bits, form.centroids).T
     bound = form.longest
     for turn in reversed(range(rotation.rounds)):
         # Integers are exact in either type, and int16 moves half the bytes.
@@ -143,15 +158,13 @@ def _decode_columns(words: Array, scales: Array, dtype: str, form: Form) -> Arra
         y, _ = rotation.mix(y, np.empty_like(y))
         if turn:
             y = y * rotation.signs[turn].astype(y.dtype)[:, None]
-    values = np.multiply(y, (rotation.signs[0] * form.decode_gain)[:, None], dtype=np.float32)
-    scale = (scales.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    values *= scale
-    void = scale == 0
-    if void.any():
-        values[:, void] = 0
+    return y
+
+
+def _cast(values: Array, dtype: str) -> Array:
+    """float32, used up -> `dtype`, bf16 as uint16, cut to its finite range."""
     largest = LARGEST[dtype]
-    if not scale.max(initial=0) * (form.longest / 2**form.codebook.shift) < largest / 2:
-        np.clip(values, -largest, largest, out=values)
+    np.clip(values, -largest, largest, out=values)
     if dtype == "bfloat16":
         return _bf16(values).astype(np.uint16)
     cast: Array = values.astype(element(dtype).numpy, copy=False)

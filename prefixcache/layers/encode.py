@@ -10,19 +10,21 @@ import mlx.core as mx
 import numpy as np
 
 from prefixcache.codecs import RawRows
-from prefixcache.codecs.interchange import borrow, bring_in, element, name_of
+from prefixcache.codecs.interchange import borrow, element, name_of, on_cpu
 from prefixcache.image import Spec
 from prefixcache.layers.adapters import CacheError, Leaf
+from prefixcache.layers.levels import LevelSet
 from prefixcache.layers.plan import Group, Plan, Section
 
 
 class Target(NamedTuple):
-    """Tokens `first` to `last` (not included) of the sequence go to rows `at` and on of `tensors`."""
+    """Tokens `first` to `last` (not included) of the sequence go to rows `at` and on of `tensors`, coded with `levels`."""
 
     first: int
     last: int
     tensors: dict[str, np.ndarray]
     at: int
+    levels: LevelSet | None = None
 
 
 def evaluate(leaves: Iterable[Leaf]) -> None:
@@ -31,45 +33,43 @@ def evaluate(leaves: Iterable[Leaf]) -> None:
 
 
 def encode(section: Section, leaves: list[Leaf], targets: list[Target]) -> None:
-    """Encode the targets' tokens of every stream in the section, one launch for each group of equal streams."""
+    """Encode the targets' tokens of every stream in the section.
+
+    On a GPU: one launch for each group of equal streams, and of targets with equal levels. On the CPU there is no launch
+    to save, and every stretch of rows goes from the live cache to its place by itself.
+    """
+    here = on_cpu()
     for group in section.groups if targets else ():
-        if isinstance(group.codec, RawRows):
-            (name,) = group.names
-            _gather(group, leaves, targets, (target.tensors[name][target.at :] for target in targets))
-        elif mx.default_device() == mx.cpu:
+        if here or isinstance(group.codec, RawRows):
             _encode_here(group, leaves, targets)
         else:
-            rows = mx.concatenate([_rows(leaves[m.leaf], m.stream, targets) for m in group.members], axis=1)
-            at, planes = 0, group.codec.encode(rows)
-            for target in targets:
-                count = target.last - target.first
-                _put(group, target, [plane[at : at + count] for plane in planes])
-                at += count
+            for level_set in {id(target.levels): target.levels for target in targets}.values():
+                _launch(group, leaves, [target for target in targets if target.levels is level_set], level_set)
 
 
 def _encode_here(group: Group, leaves: list[Leaf], targets: list[Target]) -> None:
-    """On the CPU there is no launch to save, and joining in NumPy is quicker than in MLX: target by target."""
-    dtype = group.codec.dtype
-    longest = max(target.last - target.first for target in targets)
-    buffer = np.empty((longest, group.heads, group.codec.width), element(dtype).numpy)
-    for target in targets:
-        _gather(group, leaves, [target], [buffer])
-        _put(group, target, group.codec.encode(bring_in(buffer[: target.last - target.first], dtype)))
-
-
-def _put(group: Group, target: Target, planes: list[np.ndarray]) -> None:
-    for name, plane in zip(group.names, planes, strict=True):
-        target.tensors[name][target.at : target.at + len(plane)] = plane
-
-
-def _gather(group: Group, leaves: list[Leaf], targets: list[Target], into: Iterable[np.ndarray]) -> None:
-    """Each target's rows as they are, (tokens, heads of all members, width), to the beginning of its array in `into`."""
-    rows = [borrow(leaves[member.leaf].arrays[member.stream])[0] for member in group.members]
-    for target, array in zip(targets, into, strict=True):
-        count = target.last - target.first
-        for member, own in zip(group.members, rows, strict=True):
+    for member in group.members:
+        (rows,) = borrow(leaves[member.leaf].arrays[member.stream])
+        own = slice(member.head, member.head + member.heads)
+        for target in targets:
+            levels = target.levels.of(group) if target.levels is not None else None
             where = leaves[member.leaf].where(target.first, target.last)
-            array[:count, member.head : member.head + member.heads] = own[:, where].swapaxes(0, 1)
+            into = slice(target.at, target.at + target.last - target.first)
+            group.codec.encode_into(
+                rows[:, where].swapaxes(0, 1),
+                [target.tensors[name][into, own] for name in group.names],
+                levels.of(member.head, member.heads) if levels is not None else None,
+            )
+
+
+def _launch(group: Group, leaves: list[Leaf], targets: list[Target], level_set: LevelSet | None) -> None:
+    rows = mx.concatenate([_rows(leaves[m.leaf], m.stream, targets) for m in group.members], axis=1)
+    at, planes = 0, group.codec.encode(rows, level_set.of(group) if level_set is not None else None)
+    for target in targets:
+        count = target.last - target.first
+        for name, plane in zip(group.names, planes, strict=True):
+            target.tensors[name][target.at : target.at + count] = plane[at : at + count]
+        at += count
 
 
 def _rows(leaf: Leaf, stream: str, targets: list[Target]) -> mx.array:

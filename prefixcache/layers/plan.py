@@ -76,12 +76,15 @@ class Member(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Streams that share a tensor per plane of their codec; `names[i]` is plane i's tensor."""
+    """Streams that share a tensor per plane of their codec; `names[i]` is plane i's tensor, `levels` the name of their
+    levels.
+    """
 
     codec: RowCodec
     names: tuple[str, ...]
     members: tuple[Member, ...]
     heads: int
+    levels: str
 
     def specs(self, tokens: int) -> Iterator[Spec]:
         for name, plane in zip(self.names, self.codec.planes, strict=True):
@@ -100,9 +103,9 @@ class Section(NamedTuple):
 class Plan:
     """Which tensors the images of one namespace have. Made of the layout and the codec alone; immutable.
 
-    rows image: `rows` for each of its tokens, and `kept[i]` for those before windows[i].keep (a ring's first tokens
-    stay with the rows, or they would be the first to grow cold). window image: `windowed[i]` for the tokens in its
-    ranges. snapshot: the leaves in `snapshots`, each by itself.
+    rows image: `rows` for each of its tokens, `kept[i]` for those before windows[i].keep (a ring's first tokens stay with
+    the rows, or they would be the first to grow cold), and `sinks`, raw, for the codec's first `sink_tokens`. window
+    image: `windowed[i]` for the tokens in its ranges. snapshot: the leaves in `snapshots`, each by itself.
     """
 
     def __init__(self, layout: Layout, codec: Codec):
@@ -122,15 +125,24 @@ class Plan:
             [i for i, leaf in enumerate(self.leaves) if leaf.get("streams") and leaf.get("window") == list(window)]
             for window in self.windows
         ]
-        self.rows = _section("r", sliceable, streams)
-        self.kept = [_section(f"k{w}.", leaves, streams) for w, leaves in enumerate(by_window)]
-        self.windowed = [_section(f"w{w}.", leaves, streams) for w, leaves in enumerate(by_window)]
-        # Where each stream stands: leaf -> stream -> (group in rows or windowed, member).
+        self.rows = _section("r", sliceable, streams, "r")
+        self.kept = [_section(f"k{w}.", leaves, streams, f"w{w}.") for w, leaves in enumerate(by_window)]
+        self.windowed = [_section(f"w{w}.", leaves, streams, f"w{w}.") for w, leaves in enumerate(by_window)]
+        self.levelled = any(group.codec.levelled for s in (self.rows, *self.windowed) for group in s.groups)
+        self.sink_tokens = codec.sink_tokens
+        coded: list[list[tuple[list[Any], RowCodec, bool]]] = [
+            [(stream, RawRows(row.width, row.dtype), False) for stream, row, _ in own if not isinstance(row, RawRows)]
+            for own in streams
+        ]
+        self.sinks = _section("s.", sliceable if self.sink_tokens else [], coded, "")
+        # Where each stream stands: leaf -> stream -> (group in rows or windowed, or in sinks, member).
         self.places: list[dict[str, tuple[int, Member]]] = [{} for _ in self.leaves]
-        for section in (self.rows, *self.windowed):
-            for g, group in enumerate(section.groups):
-                for member in group.members:
-                    self.places[member.leaf][member.stream] = (g, member)
+        self.sink_places: list[dict[str, tuple[int, Member]]] = [{} for _ in self.leaves]
+        for places, sections in ((self.places, (self.rows, *self.windowed)), (self.sink_places, (self.sinks,))):
+            for section in sections:
+                for g, group in enumerate(section.groups):
+                    for member in group.members:
+                        places[member.leaf][member.stream] = (g, member)
 
     def _collect(self, layer: Layout, index: int) -> None:
         if layer["kind"] == "list":
@@ -149,11 +161,14 @@ class Plan:
         """How many of a block's tokens have `kept` rows in its rows image."""
         return min(max(self.windows[window].keep - start, 0), tokens)
 
+    def in_rows(self, start: int, tokens: int) -> list[tuple[Section, int]]:
+        """The sections that the rows image of `tokens` tokens from `start` on has, and of how many of the tokens each."""
+        sinks = min(max(self.sink_tokens - start, 0), tokens)
+        own = [(section, self.kept_tokens(w, start, tokens)) for w, section in enumerate(self.kept)]
+        return [(self.rows, tokens), *((s, n) for s, n in [*own, (self.sinks, sinks)] if s.groups and n)]
+
     def rows_specs(self, start: int, tokens: int) -> list[Spec]:
-        specs = self.rows.specs(tokens)
-        for w, section in enumerate(self.kept):
-            if kept := self.kept_tokens(w, start, tokens):
-                specs += section.specs(kept)
+        specs = [spec for section, count in self.in_rows(start, tokens) for spec in section.specs(count)]
         return [*specs, Spec("tokens", "I64", (tokens,))]
 
     def window_specs(self, mask: tuple[int, ...]) -> list[Spec]:
@@ -192,7 +207,9 @@ def _streams(leaf: Layout, layer: int, layers: int, codec: Codec) -> list[tuple[
     return found
 
 
-def _section(prefix: str, leaves: list[int], streams: list[list[tuple[list[Any], RowCodec, bool]]]) -> Section:
+def _section(
+    prefix: str, leaves: list[int], streams: list[list[tuple[list[Any], RowCodec, bool]]], levels: str
+) -> Section:
     members: dict[RowCodec, list[Member]] = {}
     for leaf in leaves:
         for (name, _, heads, _, _, _), row, _ in streams[leaf]:
@@ -202,7 +219,7 @@ def _section(prefix: str, leaves: list[int], streams: list[list[tuple[list[Any],
     groups = []
     for g, (row, own) in enumerate(members.items()):
         names = tuple(f"{prefix}{g}.{plane.name}" for plane in row.planes)
-        groups.append(Group(row, names, tuple(own), own[-1].head + own[-1].heads))
+        groups.append(Group(row, names, tuple(own), own[-1].head + own[-1].heads, f"{levels}{g}"))
     return Section(tuple(groups))
 
 

@@ -7,17 +7,19 @@ never change them; `copy()` is cheap. Decoding runs on the caller's thread and s
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import mlx.core as mx
 import numpy as np
 
-from prefixcache.codecs import RawRows
 from prefixcache.codecs.interchange import bring_in
-from prefixcache.image import DTYPES, Image
+from prefixcache.codecs.levelling import Levels
+from prefixcache.codecs.pieces import Piece, decode
+from prefixcache.image import Image
 from prefixcache.keys import BLOCK
 from prefixcache.layers.adapters import SNAPSHOT, Layout, adapter_of, blank, find_class
-from prefixcache.layers.plan import Group, Plan, mask_of
+from prefixcache.layers.levels import LevelSet
+from prefixcache.layers.plan import Group, Member, Plan, mask_of
 
 
 class Block(NamedTuple):
@@ -29,10 +31,17 @@ class Block(NamedTuple):
     mask: tuple[int, ...]
 
 
-class Run(NamedTuple):
-    """Rows `first` to `first + rows` of a tensor go to physical rows `at` and on of a buffer."""
+class Opened(NamedTuple):
+    """An image's tensors, and the levels that its rows were coded with."""
 
     tensors: dict[str, np.ndarray]
+    levels: LevelSet | None
+
+
+class Run(NamedTuple):
+    """Rows `first` to `first + rows` of an image's tensors go to physical rows `at` and on of a buffer."""
+
+    image: Opened
     first: int
     rows: int
     at: int
@@ -44,13 +53,15 @@ class StoredPrompt:
     Holds its images as long as it lives, whatever the cache evicts meanwhile; those bytes are then the holder's.
     """
 
-    def __init__(self, plan: Plan, tokens: int, blocks: list[Block], snapshot: Image | None):
+    def __init__(
+        self, plan: Plan, tokens: int, blocks: list[Block], snapshot: Image | None, levels: Mapping[str, LevelSet]
+    ):
         self.plan = plan
         self.tokens = tokens
         self._blocks = blocks
         self._snapshot = snapshot
-        self._rows = [block.rows.tensors() for block in blocks]
-        self._windows = [block.window.tensors() if block.window is not None else {} for block in blocks]
+        self._rows = [_opened(block.rows, levels) for block in blocks]
+        self._windows = [_opened(block.window, levels) if block.window is not None else NOTHING for block in blocks]
 
     @property
     def layers(self) -> list[StoredLayer]:
@@ -120,29 +131,30 @@ class StoredPrompt:
             capacity = adapter.capacity(layer, self.tokens, room)
             for stream, (g, member) in self.plan.places[leaf].items():
                 if window is None:
-                    group, runs = self.plan.rows.groups[g], self._sliceable_runs()
-                    streams[stream] = _decode(group, member.head, member.heads, [(group.names, runs)], capacity)
+                    group, sinks = self.plan.rows.groups[g], 0
+                    pieces = []
+                    if (sunk := self.plan.sink_places[leaf].get(stream)) is not None:
+                        sinks = min(self.plan.sink_tokens, self.tokens)
+                        pieces = _pieces(self.plan.sinks.groups[sunk[0]], sunk[1], self._leading_runs(0, sinks))
+                    pieces += _pieces(group, member, self._leading_runs(sinks, self.tokens))
                 else:
-                    group = self.plan.windowed[window].groups[g]
-                    kept = self.plan.kept[window].groups[g]
-                    parts = [(kept.names, self._kept_runs(window)), (group.names, self._window_runs(window))]
-                    streams[stream] = _decode(group, member.head, member.heads, parts, capacity)
+                    group, kept = self.plan.windowed[window].groups[g], self.plan.kept[window].groups[g]
+                    keep = min(self.plan.windows[window].keep, self.tokens)
+                    pieces = _pieces(kept, member, self._leading_runs(0, keep))
+                    pieces += _pieces(group, member, self._window_runs(window))
+                capacity = max(capacity, max((piece.end for piece in pieces), default=0))
+                own = group.codec
+                streams[stream] = decode(pieces, member.heads, capacity, own.width, own.dtype)[None]
         return adapter.make(layer, self.tokens, streams)
 
-    def _sliceable_runs(self) -> list[Run]:
-        return [
-            Run(tensors, 0, min(BLOCK, self.tokens - block.start), block.start)
-            for block, tensors in zip(self._blocks, self._rows, strict=True)
-            if block.start < self.tokens
-        ]
-
-    def _kept_runs(self, window: int) -> list[Run]:
-        keep = min(self.plan.windows[window].keep, self.tokens)
-        return [
-            Run(tensors, 0, min(BLOCK, keep - block.start), block.start)
-            for block, tensors in zip(self._blocks, self._rows, strict=True)
-            if block.start < keep
-        ]
+    def _leading_runs(self, first: int, last: int) -> list[Run]:
+        """Tokens `first` to `last` (not included), of tensors whose rows begin with their block's first token."""
+        runs = []
+        for block, image in zip(self._blocks, self._rows, strict=True):
+            low, high = max(first, block.start), min(last, block.start + BLOCK)
+            if low < high:
+                runs.append(Run(image, low - block.start, high - low, low))
+        return runs
 
     def _window_runs(self, index: int) -> list[Run]:
         window, runs = self.plan.windows[index], []
@@ -150,11 +162,11 @@ class StoredPrompt:
         # A full ring: the row behind the kept ones is the next to be overwritten, and never read.
         full = not window.chunked and self.tokens > window.size
         shift = low - (window.keep + 1 if full else 0 if window.chunked else low)
-        for block, tensors in zip(self._blocks, self._windows, strict=True):
+        for block, image in zip(self._blocks, self._windows, strict=True):
             first, last = max(low - block.start, 0), min(self.tokens - block.start, BLOCK)
             if first < last:
                 before = (block.mask[index] & mask_of(0, first)).bit_count()
-                runs.append(Run(tensors, before, last - first, block.start + first - shift))
+                runs.append(Run(image, before, last - first, block.start + first - shift))
         return runs
 
     def _make_snapshot(self, leaf: int) -> Any:
@@ -192,11 +204,12 @@ class StoredLayer:
         """Bytes that this layer's rows take in the images, without headers; nothing is evaluated."""
         prompt, total = self._prompt, 0
         own = [i for i, layer in enumerate(prompt.plan.layer_of) if layer == self._index]
-        for section, held in ((prompt.plan.rows, prompt._rows), *((s, prompt._windows) for s in prompt.plan.windowed),
-                              *((s, prompt._rows) for s in prompt.plan.kept)):  # fmt: skip
+        plan = prompt.plan
+        sections = [(section, prompt._rows) for section in (plan.rows, *plan.kept, plan.sinks)]
+        for section, held in [*sections, *((section, prompt._windows) for section in plan.windowed)]:
             for group in section.groups:
                 heads = sum(member.heads for member in group.members if member.leaf in own)
-                stored = sum(tensors[name].nbytes for tensors in held for name in group.names if name in tensors)
+                stored = sum(i.tensors[name].nbytes for i in held for name in group.names if name in i.tensors)
                 total += stored * heads // group.heads
         if prompt._snapshot is not None and any(i in prompt.plan.snapshots for i in own):
             meta, tensors = prompt._snapshot.header()
@@ -223,28 +236,24 @@ class StoredLayer:
         return self._prompt._make_layer(self._index, room)
 
 
-def _decode(
-    group: Group, head: int, heads: int, parts: list[tuple[tuple[str, ...], list[Run]]], capacity: int
-) -> mx.array:
-    """One stream as (1, heads, capacity, width). `parts`: tensor names, and the runs to take from them."""
-    codec = group.codec
-    runs = [run for _, own in parts for run in own]
-    rows = max((run.at + run.rows for run in runs), default=0)
-    exact = isinstance(codec, RawRows)
-    length = capacity if exact else rows
-    whole = sum(run.rows for run in runs) == length
-    planes = []
-    for p, plane in enumerate(codec.planes):
-        shape = (heads, length, *plane.shape)
-        into = np.empty(shape, DTYPES[plane.dtype]) if whole else np.zeros(shape, DTYPES[plane.dtype])
-        for names, own in parts:
-            for run in own:
-                taken = run.tensors[names[p]][run.first : run.first + run.rows, head : head + heads]
-                into[:, run.at : run.at + run.rows] = taken.swapaxes(0, 1)
-        planes.append(into)
-    if exact:
-        return bring_in(planes[0], codec.dtype)[None]
-    return codec.decode(planes, max(capacity, rows))[None]
+NOTHING = Opened({}, None)
+
+
+def _opened(image: Image, levels: Mapping[str, LevelSet]) -> Opened:
+    return Opened(image.tensors(), levels[image.statistics] if image.statistics else None)
+
+
+def _pieces(group: Group, member: Member, runs: list[Run]) -> list[Piece]:
+    """One stream's rows of these runs, still coded."""
+    own, pieces = slice(member.head, member.head + member.heads), []
+    known: dict[int, Levels | None] = {}  # the same object for equal levels: such pieces are decoded in one go
+    for tensors, levels, run in ((*run.image, run) for run in runs):
+        if id(levels) not in known:
+            of_group = levels.of(group) if levels is not None and group.codec.levelled else None
+            known[id(levels)] = of_group.of(member.head, member.heads) if of_group is not None else None
+        planes = tuple(tensors[name][run.first : run.first + run.rows, own] for name in group.names)
+        pieces.append(Piece(group.codec, planes, run.at, known[id(levels)]))
+    return pieces
 
 
 def _revive(value: Any, tensors: dict[str, np.ndarray], dtypes: list[str]) -> Any:

@@ -11,6 +11,7 @@ from prefixcache.ssd.errors import (
     IndexBroken,
     NewerFormat,
     SsdError,
+    StatisticsLost,
     Unreadable,
 )
 from prefixcache.ssd.reconcile import Finding, Report, reconcile
@@ -34,6 +35,7 @@ __all__ = [
     "Ssd",
     "SsdError",
     "SsdStats",
+    "StatisticsLost",
     "Survey",
     "Unreadable",
     "reconcile",

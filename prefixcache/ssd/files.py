@@ -16,12 +16,13 @@ from typing import NamedTuple
 import numpy as np
 
 from prefixcache import keys
-from prefixcache.image import DTYPES, FORMAT, KINDS, Image, ImageError, Meta, verify
+from prefixcache.image import DTYPES, FORMAT, KINDS, Image, ImageError, Meta, statistics_name, verify
 from prefixcache.ssd.directory import disk_of
 from prefixcache.ssd.entries import BOUNDS, TOKENS, Entry, Namespace
 
 _STEP = 1 << 30  # macOS refuses reads and writes of 2 GiB and more
 _HEADER_LIMIT = 4 << 20
+MOST_STATISTICS = 256 << 20  # bytes; those of the largest models take a tenth of it
 
 
 class Damaged(Exception):
@@ -41,6 +42,23 @@ class Shallow(NamedTuple):
     nbytes: int
     disk: int
     modified: float
+
+
+def read_statistics(path: str, name: str) -> bytes:
+    """The statistics of this name. Damaged when they are missing or not what the name says; OSError as it comes."""
+    try:
+        with open(path, "rb", opener=_open_plain) as file:
+            found = os.fstat(file.fileno())
+            data = file.read(MOST_STATISTICS + 1)
+    except FileNotFoundError:
+        raise Damaged("the file is missing", None) from None
+    if len(data) > MOST_STATISTICS or statistics_name(data) != name:
+        raise Damaged("the bytes are not those that the name stands for", (found.st_dev, found.st_ino))
+    return data
+
+
+def _open_plain(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def write_file(path: str, data: np.ndarray) -> int:

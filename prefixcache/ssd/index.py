@@ -65,6 +65,7 @@ class Row(NamedTuple):
     nbytes: int
     checksum: str
     disk: int
+    statistics: str = ""
 
 
 def suffixes(path: Path) -> list[Path]:
@@ -380,7 +381,7 @@ def read_clean(connection: sqlite3.Connection) -> bool:
 
 def read_rows(connection: sqlite3.Connection) -> dict[Address, Row]:
     roots = dict(connection.execute("SELECT id, root FROM namespace"))
-    rows = connection.execute("SELECT kind, key, namespace, nbytes, checksum, disk FROM image")
+    rows = connection.execute("SELECT kind, key, namespace, nbytes, checksum, disk, statistics FROM image")
     return {(KINDS[kind], key): Row(roots[namespace], *rest) for kind, key, namespace, *rest in rows}
 
 

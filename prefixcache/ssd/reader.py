@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 
 from prefixcache.image import Image
 from prefixcache.ssd.entries import Entry
-from prefixcache.ssd.errors import Corrupt, Unreadable
-from prefixcache.ssd.files import Damaged, read_image
+from prefixcache.ssd.errors import Corrupt, StatisticsLost, Unreadable
+from prefixcache.ssd.files import Damaged, read_image, read_statistics
 from prefixcache.ssd.queue import Queue
 from prefixcache.ssd.store import Store
 
@@ -26,6 +27,9 @@ class Reader:
 
     def read(self, entry: Entry) -> Future[Image]:
         return self._pool.submit(self._read, entry)
+
+    def read_statistics(self, name: str) -> Future[bytes]:
+        return self._pool.submit(self._read_statistics, name)
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
@@ -47,6 +51,16 @@ class Reader:
             self.read_files += 1
             self.read_bytes += entry.nbytes
         return image
+
+    def _read_statistics(self, name: str) -> bytes:
+        path = self._store.statistics_file(name)
+        try:
+            return read_statistics(path, name)
+        except Damaged as damage:
+            if damage.identity is not None:
+                with suppress(OSError):
+                    self._store.set_aside(path, str(damage), damage.identity)
+            raise StatisticsLost(f"statistics {name}: {damage}") from None
 
     def _set_aside(self, path: str, entry: Entry, damage: Damaged) -> None:
         try:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 from prefixcache.ssd.directory import Directory, Lock, disk_at, holder, refusal
 from prefixcache.ssd.entries import Address, Entry, Namespace
 from prefixcache.ssd.errors import DirectoryError, IndexBroken
-from prefixcache.ssd.files import Damaged, from_header, read_header, read_image, remove_file
+from prefixcache.ssd.files import Damaged, from_header, read_header, read_image, read_statistics, remove_file
 from prefixcache.ssd.index import Index, Row, check, read_rows, reading, refuse_newer, suffixes
 from prefixcache.ssd.quarantine import Quarantine
 
@@ -189,6 +189,7 @@ class _Pass:
         self.images = self.nbytes = 0
         self.again: Callable[[], dict[Address, Row]] | None = None  # of a live directory: its rows by now
         self.newest = index.totals()[2] if index else 0
+        self._statistics: dict[str, str] = {}  # by name: what is wrong with them
 
     def found(self, kind: str, path: str, reason: str, action: str, nbytes: int = 0) -> None:
         done = action if self.index else f"would be {action}"
@@ -199,6 +200,25 @@ class _Pass:
         if self.quarantine:
             self.quarantine.take(path, reason)
         self.found(kind, path, reason, "set aside", size)
+
+    def lacks(self, statistics: str) -> str:
+        """Why an image that names these statistics is of no use; "" when it is."""
+        if not statistics:
+            return ""
+        if statistics not in self._statistics:
+            path = self.directory.stats / f"{statistics}.safetensors"
+            wrong = "" if os.path.lexists(path) else "the file is missing"
+            if self.deep and not wrong:
+                try:
+                    read_statistics(str(path), statistics)
+                except Damaged as damage:
+                    wrong = str(damage)
+                    self.set_aside("broken", str(path), wrong)
+                except OSError:
+                    pass  # not now; a read that matters will tell
+            self._statistics[statistics] = wrong
+        wrong = self._statistics[statistics]
+        return f"its statistics {statistics} are lost: {wrong}" if wrong else ""
 
     def counts(self, disk: int) -> None:
         self.images += 1
@@ -291,6 +311,8 @@ def _judge(
         row = run.rows[address]
         if here[address].st_size != row.nbytes:
             return address, f"{here[address].st_size} bytes, the index says {row.nbytes}"
+        if lacking := run.lacks(row.statistics):
+            return address, lacking
         if not run.deep:
             return address, None
         kind, key = address
@@ -321,6 +343,8 @@ def _adopt(run: _Pass, addresses: list[Address]) -> None:
             entry, namespace = from_header(said, run.newest)
             if entry.address != address:
                 return address, None, "the file is another image's", True
+            if lacking := run.lacks(entry.statistics):
+                return address, None, lacking, True
             if run.deep:
                 read_image(path, entry)
             return address, (entry, namespace), "", False

@@ -176,12 +176,15 @@ class Ssd:
         if self._pid == os.getpid():
             self._queue.statistics(digest, data)
 
-    def read_statistics(self, digest: str) -> bytes | None:
-        """The bytes as they were written, unchecked; None when there are none. Blocks on the disk."""
-        try:
-            return Path(self._store.statistics_file(digest)).read_bytes()
-        except FileNotFoundError:
-            return None
+    def read_statistics(self, digest: str) -> Future[bytes]:
+        """The bytes of this name, read and checked in the pool. The future raises StatisticsLost (missing, or damaged and
+        set aside), OSError where they could not be read now, SsdError when this is closed.
+        """
+        if self._pid != os.getpid() or self._closed:
+            future: Future[bytes] = Future()
+            future.set_exception(SsdError(f"ssd_dir={str(self.directory)!r} is closed; open it anew"))
+            return future
+        return self._reader.read_statistics(digest)
 
     # Waiting
 

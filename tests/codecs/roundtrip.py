@@ -24,15 +24,10 @@ def normal_rows(n: int, width: int, dtype: str = "float32", seed: int = 0) -> mx
     return rows_of(np.random.default_rng(seed).standard_normal((n, 1, width)), dtype)
 
 
-def head_major(planes: list[np.ndarray]) -> list[np.ndarray]:
-    """(tokens, heads, ...) as encoded -> (heads, tokens, ...) as decoded."""
-    return [plane.swapaxes(0, 1) for plane in planes]
-
-
 def decoded(codec: Any, planes: list[np.ndarray], capacity: int | None = None) -> mx.array:
     """Planes as encoded -> rows (tokens, heads, width), or `capacity` of them."""
     tokens = len(planes[0])
-    return codec.decode(head_major(planes), tokens if capacity is None else capacity).swapaxes(0, 1)
+    return codec.decode(planes, tokens if capacity is None else capacity).swapaxes(0, 1)
 
 
 def as_float64(rows: mx.array) -> np.ndarray:

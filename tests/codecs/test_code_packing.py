@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from roundtrip import BITS
 
 from prefixcache.codecs.codebook import CODEBOOKS
-from prefixcache.codecs.packing import pack_columns, pack_mlx, unpack_levels, unpack_mlx, words_of
+from prefixcache.codecs.packing import pack_columns, pack_mlx, unpack_centroids, unpack_mlx, words_of
 
 
 def packed_bit_by_bit(codes: np.ndarray, bits: int) -> np.ndarray:
@@ -47,8 +47,8 @@ def test_both_packers_write_the_little_endian_bit_stream(n: int, width: int, bit
 def test_both_unpackers_read_what_was_packed(n: int, width: int, bits: int, seed: int) -> None:
     codes = random_codes(n, width, bits, seed)
     words = packed_bit_by_bit(codes, bits)
-    levels = CODEBOOKS[bits].levels()
-    assert np.array_equal(unpack_levels(words, width, bits, levels), levels[codes])
+    centroids = CODEBOOKS[bits].centroids()
+    assert np.array_equal(unpack_centroids(words, width, bits, centroids), centroids[codes])
     assert np.array_equal(np.array(unpack_mlx(mx.array(words), width, bits)), codes)
 
 

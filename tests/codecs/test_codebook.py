@@ -34,11 +34,11 @@ def test_the_integer_grid_costs_less_than_a_thousandth(bits: int) -> None:
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_levels_are_symmetric_int8_and_ascend_with_the_code(bits: int) -> None:
-    levels = CODEBOOKS[bits].levels()
-    assert levels.dtype == np.int8
-    assert levels.shape == (2**bits,)
-    written = levels[1:] if bits == 8 else levels
+def test_centroids_are_symmetric_int8_and_ascend_with_the_code(bits: int) -> None:
+    centroids = CODEBOOKS[bits].centroids()
+    assert centroids.dtype == np.int8
+    assert centroids.shape == (2**bits,)
+    written = centroids[1:] if bits == 8 else centroids
     assert np.array_equal(written, -written[::-1])
     assert (np.diff(written.astype(int)) > 0).all()
 

@@ -17,6 +17,10 @@ codecs = st.one_of(
         TurboQuant,
         key_bits=st.sampled_from(BITS),
         value_bits=st.sampled_from(BITS),
+        levelling=st.booleans(),
+        fp16_layers=st.integers(0, 3),
+        sink_tokens=st.integers(0, 256),
+        layers=st.dictionaries(st.integers(-3, 40), st.one_of(st.none(), st.sampled_from(BITS)), max_size=3),
         seed=st.integers(0, 2**63 - 1),
         raw_latents=st.booleans(),
     ),
@@ -71,6 +75,8 @@ def test_a_spec_that_cannot_be_read_is_named(spec: dict[str, Any], message: str)
         ("turboquant", TurboQuant()),
         ("turboquant:3", TurboQuant(3, 3)),
         (" TurboQuant:4:3", TurboQuant(4, 3)),
+        ("turboquant:4:3:plain", TurboQuant(4, 3, levelling=False)),
+        ("turboquant:3:fp16_layers=2:sink_tokens=4:seed=1", TurboQuant(3, 3, fp16_layers=2, sink_tokens=4, seed=1)),
         ("affine:4", Affine(4)),
         ("affine:8:32", Affine(8, 32)),
         ("raw", Raw()),
@@ -82,7 +88,11 @@ def test_a_setting_names_a_codec(value: Any, codec: Codec | None) -> None:
     assert as_codec(value) == codec
 
 
-@pytest.mark.parametrize("value", ["", "zip", "raw:4", "turboquant:4:3:2", "turboquant:x", "affine:4:64:1"])
+@pytest.mark.parametrize(
+    "value",
+    ["", "zip", "raw:4", "turboquant:4:3:2", "turboquant:x", "turboquant:plain:4", "affine:plain", "turboquant:seed=x",
+     "affine:4:64:1"],
+)  # fmt: skip
 def test_a_text_that_names_no_codec_says_what_to_write(value: str) -> None:
     with pytest.raises(ValueError, match=r'not a codec; write "raw"'):
         as_codec(value)

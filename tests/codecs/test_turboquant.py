@@ -16,7 +16,6 @@ from roundtrip import (
     as_float64,
     bits_of,
     decoded,
-    head_major,
     normal_rows,
     relative_error,
     rows_of,
@@ -26,6 +25,9 @@ from prefixcache.codecs import Plane, RawRows, RowCodec, Stream, TurboQuant
 from prefixcache.codecs.turboquant import TurboQuantRows
 
 LLOYD_MAX = {1: 0.3634, 2: 0.1175, 3: 0.0345, 4: 0.0095}
+
+
+PEAK = {1: 1.0, 2: 1.0, 3: 0.98, 4: 0.9, 8: 1.0}  # what a grid that heeds the peak leaves of the error at width 128
 
 
 def expected_error(bits: int, width: int) -> float:
@@ -59,7 +61,9 @@ def test_normal_rows_of_128_reach_the_error_of_lloyd_max(bits: int) -> None:
         assert relative_error(rows, back) <= 1.015 * LLOYD_MAX[bits]
     if bits <= 4:
         assert best_factor_error(rows, back) <= LLOYD_MAX[bits]
-    assert 0.93 * expected_error(bits, 128) <= relative_error(rows, back) <= 1.01 * expected_error(bits, 128)
+    assert (
+        0.93 * expected_error(bits, 128) <= relative_error(rows, back) / PEAK[bits] <= 1.01 * expected_error(bits, 128)
+    )
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -68,8 +72,9 @@ def test_every_width_comes_near_the_bound(width: int, bits: int) -> None:
     rows = normal_rows(600, width, "float16")
     codec = TurboQuantRows(width, "float16", bits)
     error = relative_error(rows, decoded(codec, codec.encode(rows)))
-    # Short rows are a little easier: fewer of their values lie far out.
-    assert 0.85 * expected_error(bits, width) <= error <= 1.05 * expected_error(bits, width)
+    # Short rows are a little easier: fewer of their values lie far out, and more is gained by knowing how far.
+    least = {3: 0.8, 4: 0.65}.get(bits, 0.85)
+    assert least * expected_error(bits, width) <= error <= 1.05 * expected_error(bits, width)
 
 
 @pytest.mark.parametrize("width", ODD_WIDTHS)
@@ -172,7 +177,7 @@ def test_a_transposed_cache_has_the_codes_of_its_copy() -> None:
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_the_room_behind_the_rows_is_zero(dtype: str) -> None:
     codec = TurboQuantRows(96, dtype, 4)
-    planes = head_major(codec.encode(normal_rows(6, 96, dtype).reshape(3, 2, 96)))
+    planes = codec.encode(normal_rows(6, 96, dtype).reshape(3, 2, 96))
     back = codec.decode(planes, 8)
     assert back.shape == (2, 8, 96)
     assert back.dtype == getattr(mx, dtype)
@@ -185,7 +190,7 @@ def test_no_rows_are_fine() -> None:
     for shape in ((0, 4, 64), (4, 0, 64)):
         planes = codec.encode(mx.zeros(shape, mx.float16))
         assert [plane.shape for plane in planes] == [(*shape[:2], 6), shape[:2]]
-        assert codec.decode(head_major(planes), 5).shape == (shape[1], 5, 64)
+        assert codec.decode(planes, 5).shape == (shape[1], 5, 64)
 
 
 def test_temporaries_stay_small_beside_a_large_input() -> None:
@@ -197,7 +202,7 @@ def test_temporaries_stay_small_beside_a_large_input() -> None:
     encoding = tracemalloc.get_traced_memory()[1] - sum(plane.nbytes for plane in planes)
     tracemalloc.reset_peak()
     held = tracemalloc.get_traced_memory()[0]
-    codec.decode(head_major(planes), 512)
+    codec.decode(planes, 512)
     decoding = tracemalloc.get_traced_memory()[1] - held - rows.nbytes
     tracemalloc.stop()
     assert max(encoding, decoding) < 8 << 20
@@ -278,11 +283,10 @@ def stream(width: int = 128, other: int | None = None, **changed: object) -> Str
 
 def test_keys_and_values_have_bits_of_their_own() -> None:
     codec = TurboQuant(key_bits=4, value_bits=3, seed=9)
-    assert codec.row_codec(stream()) == TurboQuantRows(128, "bfloat16", 4, 9)
-    assert codec.row_codec(stream(part="values")) == TurboQuantRows(128, "bfloat16", 3, 9)
+    assert codec.row_codec(stream()) == TurboQuantRows(128, "bfloat16", 4, 9, True)
+    assert codec.row_codec(stream(part="values")) == TurboQuantRows(128, "bfloat16", 3, 9, True)
     assert isinstance(codec.row_codec(stream()), RowCodec)
     assert codec.row_codec(stream()).planes == (Plane("codes", "U32", (16,)), Plane("scale", "BF16", ()))
-    assert not TurboQuantRows.exact
 
 
 @pytest.mark.parametrize("kept", [stream(31), stream(16), stream(0), stream(dtype="int32"), stream(dtype="float64")])
@@ -294,12 +298,27 @@ def test_latents_are_kept_raw_unless_asked_otherwise() -> None:
     latent, rope = stream(512, 64, heads=1), stream(64, 512, heads=1, part="values")
     for part in (latent, rope):
         assert TurboQuant().row_codec(part) == RawRows(part.width, part.dtype)
-        assert TurboQuant(raw_latents=False).row_codec(part) == TurboQuantRows(part.width, part.dtype, 4)
+        assert TurboQuant(raw_latents=False).row_codec(part) == TurboQuantRows(part.width, part.dtype, 4, levelled=True)
 
 
 @pytest.mark.parametrize("taken", [stream(512, 64), stream(512, heads=1), stream(192, 128, heads=1)])
 def test_wide_heads_and_single_heads_are_no_latents(taken: Stream) -> None:
-    assert TurboQuant().row_codec(taken) == TurboQuantRows(taken.width, taken.dtype, 4)
+    assert TurboQuant().row_codec(taken) == TurboQuantRows(taken.width, taken.dtype, 4, levelled=True)
+
+
+def test_the_paper_s_plain_form_can_be_chosen() -> None:
+    assert TurboQuant(levelling=False).row_codec(stream()) == TurboQuantRows(128, "bfloat16", 4)
+
+
+def test_layers_at_the_ends_stay_as_they_are_and_single_layers_have_bits_of_their_own() -> None:
+    codec = TurboQuant(4, 3, fp16_layers=2, layers={5: 8, -5: (2, 1), -1: 4, 6: None})
+
+    def bits(layer: int, part: str) -> int | None:
+        row = codec.row_codec(stream(layer=layer, layers=12, part=part))
+        return row.bits if isinstance(row, TurboQuantRows) else None
+
+    assert [bits(i, "keys") for i in range(12)] == [None, None, 4, 4, 4, 8, None, 2, 4, 4, None, 4]
+    assert [bits(i, "values") for i in range(12)] == [None, None, 3, 3, 3, 8, None, 1, 3, 3, None, 4]
 
 
 def test_bad_parameters_are_named() -> None:
@@ -310,6 +329,17 @@ def test_bad_parameters_are_named() -> None:
         TurboQuant(value_bits=5)
     with pytest.raises(ValueError, match=r"seed=-1.*whole number"):
         TurboQuant(seed=-1)
+    for bad, message in (
+        ({"fp16_layers": -1}, "fp16_layers=-1: give the number of layers"),
+        ({"sink_tokens": 257}, "sink_tokens=257: give a number of tokens, 0 to 256"),
+        ({"levelling": 1}, "levelling=1: not a choice"),
+        ({"layers": [4]}, r"layers=\[4\]: give a dict"),
+        ({"layers": {"x": 4}}, "'x': ...}: not a layer"),
+        ({"layers": {0: 5}}, r"layers\[0\]=5: not a bit depth"),
+        ({"layers": {0: (4, 4, 4)}}, "0: .*give bits, a pair"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            TurboQuant(**bad)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="raw_latents=None"):
         TurboQuant(raw_latents=None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="dtype='int8'"):

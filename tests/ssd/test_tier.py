@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from prefixcache import keys
-from prefixcache.ssd import Cancelled, Namespace, SsdError
+from prefixcache.image import statistics_name
+from prefixcache.ssd import Cancelled, Namespace, SsdError, StatisticsLost
 
 from .images import ROOT, SPACE, chain, gate, hold, make, path_of, until
 
@@ -324,21 +325,40 @@ def test_no_text_quotes_tokens():
     assert "tokens=" not in repr(entry)
 
 
+def test_statistics_that_went_bad_are_set_aside(opened, root):
+    ssd = opened()
+    name = statistics_name(b"levels")
+    ssd.write_statistics(name, b"levels")
+    assert ssd.flush(10)
+    (root / "stats" / f"{name}.safetensors").write_bytes(b"levelz")
+    with pytest.raises(StatisticsLost, match="not those that the name stands for"):
+        ssd.read_statistics(name).result(10)
+    assert not (root / "stats" / f"{name}.safetensors").exists()
+    assert ssd.stats().quarantine_bytes > 0
+    ssd.write_statistics(name, b"levels")
+    assert ssd.flush(10)
+    assert ssd.read_statistics(name).result(10) == b"levels"
+    ssd.check_integrity()
+
+
 def test_statistics_are_durable_before_the_image_that_names_them(opened, root):
     ssd = opened()
     entry, image = make(1)
-    ssd.write_statistics("ab" * 16, b"levels")
-    ssd.write(entry._replace(statistics="ab" * 16), SPACE, image)
+    name = statistics_name(b"levels")
+    ssd.write_statistics(name, b"levels")
+    ssd.write(entry._replace(statistics=name), SPACE, image)
     assert ssd.flush(10)
-    assert ssd.read_statistics("ab" * 16) == b"levels"
-    assert ssd.read_statistics("cd" * 16) is None
+    assert ssd.read_statistics(name).result(10) == b"levels"
+    with pytest.raises(StatisticsLost, match=f"{'cd' * 16}: the file is missing"):
+        ssd.read_statistics("cd" * 16).result(10)
     ssd.check_integrity()
     ssd.close()
     again = opened()
-    assert again.read_statistics("ab" * 16) == b"levels"
+    assert again.read_statistics(name).result(10) == b"levels"
     again.delete(list(again.entries()))
     again.close()
-    assert opened().read_statistics("ab" * 16) is None  # nothing names them any more
+    with pytest.raises(StatisticsLost):  # nothing names them any more
+        opened().read_statistics(name).result(10)
     with pytest.raises(ValueError, match="lower-case hex"):
         opened(root.with_name("other")).write_statistics("../../x", b"")
 

@@ -1,0 +1,100 @@
+"""From pieces of coded rows to one buffer of a live cache, whichever codec and device: used by `prefixcache.layers`.
+
+A stream's rows come back from many images, and not all need be coded alike: the first tokens may be raw, a prompt's
+first blocks may be older than the levels of its later ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from .base import RowCodec
+from .interchange import Array, bring_in, element, on_cpu
+from .levelling import Levels
+
+
+class Piece(NamedTuple):
+    """Coded rows, and the buffer's row that the first one goes to.
+
+    `planes`: for each plane of `codec` (tokens, heads, *plane.shape); they may be views of an image. `levels` are those
+    that the rows were encoded with.
+    """
+
+    codec: RowCodec
+    planes: tuple[Array, ...]
+    at: int
+    levels: Levels | None = None
+
+    @property
+    def tokens(self) -> int:
+        return len(self.planes[0])
+
+    @property
+    def end(self) -> int:
+        return self.at + self.tokens
+
+
+def decode(pieces: Sequence[Piece], heads: int, capacity: int, width: int, dtype: str) -> mx.array:
+    """Pieces of distinct rows, in any order -> (heads, capacity, width) of `dtype`, zero where no piece is.
+
+    ValueError for pieces that overlap, don't fit, or are of other rows.
+    """
+    pieces = sorted((piece for piece in pieces if piece.tokens), key=lambda piece: piece.at)
+    end = 0
+    for piece in pieces:
+        codec, own = piece.codec, piece.planes[0].shape[1]
+        if piece.at < end or piece.end > capacity:
+            raise ValueError(f"rows {piece.at} to {piece.end}: {end} of a capacity of {capacity} are taken; no room")
+        if (own, codec.width, codec.dtype) != (heads, width, dtype):
+            raise ValueError(
+                f"a piece of {own} heads of {codec.width} {codec.dtype} in a buffer of {heads} of {width} {dtype}"
+            )
+        end = piece.end
+    if heads * capacity * width == 0:
+        return mx.zeros((heads, capacity, width), element(dtype).mlx)
+    make = _on_the_cpu if on_cpu() else _launched
+    return make(pieces, heads, capacity, width, dtype)
+
+
+def _on_the_cpu(pieces: list[Piece], heads: int, capacity: int, width: int, dtype: str) -> mx.array:
+    rows = np.empty((heads, capacity, width), element(dtype).numpy)
+    end = 0
+    for piece in pieces:
+        rows[:, end : piece.at] = 0
+        piece.codec.decode_into(piece.planes, rows[:, piece.at : piece.end], piece.levels)
+        end = piece.end
+    rows[:, end:] = 0
+    # The copy into MLX's own memory costs what touching that memory costs: writing there directly was no quicker.
+    return bring_in(rows, dtype)
+
+
+def _launched(pieces: list[Piece], heads: int, capacity: int, width: int, dtype: str) -> mx.array:
+    """One launch for each run of pieces that are coded alike; most streams are one run."""
+    parts: list[mx.array] = []
+    end = 0
+    runs = _runs(pieces)
+    for run in runs:
+        if run[0].at > end:
+            parts.append(mx.zeros((heads, run[0].at - end, width), element(dtype).mlx))
+        rows = (run[-1].end if run is not runs[-1] else capacity) - run[0].at
+        joined = [np.concatenate([piece.planes[p] for piece in run]) for p in range(len(run[0].planes))]
+        parts.append(run[0].codec.decode(joined, rows, run[0].levels))
+        end = run[0].at + rows
+    if not parts:
+        return mx.zeros((heads, capacity, width), element(dtype).mlx)
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
+
+
+def _runs(pieces: list[Piece]) -> list[list[Piece]]:
+    runs: list[list[Piece]] = []
+    for piece in pieces:
+        last = runs[-1][-1] if runs else None
+        if last is not None and (last.codec, last.end) == (piece.codec, piece.at) and last.levels is piece.levels:
+            runs[-1].append(piece)
+        else:
+            runs.append([piece])
+    return runs

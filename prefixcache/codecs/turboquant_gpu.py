@@ -1,0 +1,10 @@
+def available():
+    return False
+
+
+def takes(form):
+    return False
+
+
+def describe():
+    return "not there"

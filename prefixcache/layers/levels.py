@@ -1,0 +1,101 @@
+"""The levels of a namespace: measured once, from the first prompt that is long enough, and kept as one small file.
+
+A `LevelSet` is immutable and named by its content. Images name the one that they were encoded with, so a namespace may
+have had several; it is not part of any key. Who holds it in RAM and writes it is `prefixcache.tiers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import mlx.core as mx
+import numpy as np
+from safetensors import SafetensorError
+from safetensors import numpy as safetensors
+
+from prefixcache.codecs.interchange import Array, copy_out
+from prefixcache.codecs.levelling import LEAST_ROWS, MOST_ROWS, Levels, measure
+from prefixcache.image import statistics_name
+from prefixcache.layers.adapters import Leaf
+from prefixcache.layers.plan import Group, Plan
+
+_METADATA = {"format": "1", "kind": "levels"}
+
+
+class LevelSet:
+    """For each group of streams, by name, the levels of its heads. `data` is the file, `name` its digest."""
+
+    def __init__(self, data: bytes, groups: dict[str, Levels]):
+        self.data = data
+        self.name = statistics_name(data)
+        self._groups = groups
+        self.nbytes = len(data) + sum(own.mean.nbytes + own.root.nbytes + own.weight.nbytes for own in groups.values())
+
+    def of(self, group: Group) -> Levels | None:
+        """The levels of a group's heads; None where there were too few rows to measure."""
+        return self._groups.get(group.levels)
+
+
+def pack(groups: dict[str, Levels]) -> LevelSet:
+    """Levels by group -> the set, with its file: safetensors F32 `<group>.mean` and `<group>.root`, (heads, width)."""
+    tensors = {}
+    for name, own in groups.items():
+        tensors[f"{name}.mean"], tensors[f"{name}.root"] = own.mean, own.root
+    return LevelSet(safetensors.save(tensors, _METADATA), groups)
+
+
+def unpack(name: str, data: bytes, plan: Plan) -> LevelSet | None:
+    """The set in a file's bytes; None when they are not those that the name stands for, or not levels of this plan."""
+    if statistics_name(data) != name:
+        return None
+    try:
+        tensors = safetensors.load(data)
+    except (SafetensorError, ValueError, TypeError, KeyError):
+        return None
+    shapes = {group.levels: (group.heads, group.codec.width) for group in _levelled(plan)}
+    groups = {}
+    for own in {tensor.rpartition(".")[0] for tensor in tensors}:
+        mean, root = tensors.get(f"{own}.mean"), tensors.get(f"{own}.root")
+        if mean is None or root is None or not (_valid(mean, shapes.get(own)) and _valid(root, shapes.get(own))):
+            return None
+        if not (root >= 1).all():
+            return None
+        groups[own] = Levels(mean, root)
+    return LevelSet(data, groups)
+
+
+def _valid(array: Array, shape: tuple[int, ...] | None) -> bool:
+    return array.dtype == np.float32 and array.shape == shape and bool(np.isfinite(array).all())
+
+
+def _levelled(plan: Plan) -> Iterable[Group]:
+    return (group for section in (plan.rows, *plan.windowed) for group in section.groups if group.codec.levelled)
+
+
+def measure_all(plan: Plan, leaves: list[Leaf], limit: int) -> LevelSet | None:
+    """Levels from the first `limit` tokens of evaluated leaves; None where no group has 256 rows of them."""
+    groups = {}
+    for group in _levelled(plan):
+        members = [_sample(leaves[member.leaf], member.stream, limit) for member in group.members]
+        own = [measure(rows) if rows is not None else None for rows in members]
+        if all(levels is not None for levels in own):
+            some = [levels for levels in own if levels is not None]
+            groups[group.levels] = Levels(
+                np.concatenate([levels.mean for levels in some]), np.concatenate([levels.root for levels in some])
+            )
+    return pack(groups) if groups else None
+
+
+def _sample(leaf: Leaf, stream: str, limit: int) -> Array | None:
+    """Float32 rows (tokens, heads, width), at most `MOST_ROWS` of them, evenly drawn; None when there are too few."""
+    stretches = [(first, min(last, limit)) for first, last in leaf.held if first < limit]
+    rows = np.concatenate([np.arange(0), *(_physical(leaf.where(*stretch)) for stretch in stretches)])
+    if len(rows) < LEAST_ROWS:
+        return None
+    rows = rows[np.linspace(0, len(rows) - 1, min(len(rows), MOST_ROWS)).astype(np.int64)]
+    drawn = mx.take(leaf.arrays[stream][0], mx.array(rows), axis=1)
+    return copy_out(mx.swapaxes(drawn, 0, 1).astype(mx.float32))
+
+
+def _physical(where: slice | Array) -> Array:
+    return np.arange(where.start, where.stop) if isinstance(where, slice) else where
