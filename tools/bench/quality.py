@@ -1,0 +1,210 @@
+"""What the codecs cost in quality: the error of rows, the attention that keys still give, the bits that it takes.
+
+All by the real codecs. `variants` has what was tried and not taken; docs/decisions.md says why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+
+import mlx.core as mx
+import numpy as np
+
+from prefixcache.codecs.levelling import MOST_ROWS, Levels, measure
+from prefixcache.codecs.rotation import Rotation
+from prefixcache.codecs.turboquant import TurboQuantRows
+from prefixcache.codecs.turboquant_format import Form
+from tools.bench.attention import TROUBLES, WIDTH, Array, Head, heads, kl
+from tools.bench.report import Figure
+
+LLOYD_MAX = {1: 0.3634, 2: 0.1175, 3: 0.0345, 4: 0.00950}
+PAPER = {1: 0.36, 2: 0.117, 3: 0.03, 4: 0.009}
+BITS_A_VALUE = {1: 1.13, 2: 2.13, 3: 3.13, 4: 4.13}
+KL_BARS = {
+    3: {"log-normal": 0.055, "channels x20": 0.037, "offset 20": 0.055, "RoPE low": 0.13, "RoPE high": 0.45},
+    4: {"log-normal": 0.0145, "channels x20": 0.0095, "offset 20": 0.0150, "RoPE low": 0.036, "RoPE high": 0.12},
+}  # fmt: skip
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def coded(rows: np.ndarray, bits: int, levels: Levels | None = None, seed: int = 0) -> Array:
+    """fp16 rows (n, width) through the codec and back, in float32."""
+    codec = TurboQuantRows(rows.shape[1], "float32", bits, seed)
+    planes = codec.encode(mx.array(rows.astype(np.float32)[:, None]), levels)
+    return np.array(codec.decode(planes, len(rows), levels))[0].astype(np.float64)
+
+
+def levels_of(rows: np.ndarray) -> Levels:
+    """As a namespace takes them from its first prompt: from at most 2048 rows, evenly drawn."""
+    drawn = rows[np.linspace(0, len(rows) - 1, min(len(rows), MOST_ROWS)).astype(int)]
+    levels = measure(drawn.astype(np.float32)[:, None])
+    assert levels is not None
+    return levels
+
+
+def affine(rows: np.ndarray, bits: int) -> Array:
+    """mx.quantize, groups of 64."""
+    array = mx.array(rows.astype(np.float32))
+    return np.array(mx.dequantize(*mx.quantize(array, 64, bits), group_size=64, bits=bits)).astype(np.float64)
+
+
+def error(scale: str) -> Iterator[Figure]:
+    """Relative squared error on rows of N(0,1), width 128, plain; at 1 bit with the scale of least error."""
+    rows = np.random.default_rng(0).standard_normal((2000 if scale == "tiny" else 40_000, WIDTH))
+    for bits, best in LLOYD_MAX.items():
+        back, kept = coded(rows, bits), rows.astype(np.float32).astype(np.float64)
+        exact = float(np.mean(((back - kept) ** 2).sum(1) / (kept**2).sum(1)))
+        least = float(np.mean(1 - (back * kept).sum(1) ** 2 / ((kept**2).sum(1) * (back**2).sum(1))))
+        shown = least if bits == 1 else exact
+        text = f"{shown:.4g}" + (f" ({exact:.4g} at exact length)" if bits == 1 else "")
+        yield Figure(f"squared error, {bits} bits", text, f"<= {1.015 * best:.4g}",
+                     f"{best:.4g} Lloyd-Max, {PAPER[bits]:g} the paper's", shown <= 1.015 * best,
+                     {"exact": exact, "least": least})  # fmt: skip
+
+
+def bits_a_value(scale: str) -> Iterator[Figure]:
+    for bits, bar in BITS_A_VALUE.items():
+        planes = TurboQuantRows(WIDTH, "float16", bits, levelled=True).encode(mx.zeros((4, 1, WIDTH), mx.float16))
+        taken = sum(plane.nbytes for plane in planes) * 8 / 4 / WIDTH
+        yield Figure(
+            f"bits a value, {bits} bits", f"{taken:.3f}", f"<= {bar}", "4.5 mx.quantize at 4 bits", taken <= bar
+        )
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+Codec = Callable[[Head, int], Array]
+
+
+def levelled(head: Head, bits: int) -> Array:
+    return coded(head.keys, bits, levels_of(head.earlier))
+
+
+def means(codec: Codec, bits: int) -> dict[str, float]:
+    """The mean KL of a codec by trouble."""
+    found: dict[str, list[float]] = {}
+    for name, head in heads():
+        found.setdefault(name, []).append(kl(head, codec(head, bits)))
+    return {name: float(np.mean(each)) for name, each in found.items()}
+
+
+def attention_kl(scale: str) -> Iterator[Figure]:
+    for bits, bars in KL_BARS.items():
+        ours = means(levelled, bits)
+        plain = means(lambda head, bits: coded(head.keys, bits), bits)
+        group = means(lambda head, bits: affine(head.keys, bits), 4)
+        for name, bar in bars.items():
+            reference = f"{plain[name]:.3g} plain, {group[name]:.3g} mx.quantize at 4 bits"
+            yield Figure(f"attention KL, {bits} bits, {name}", f"{ours[name]:.4f}", f"<= {bar}", reference,
+                         ours[name] <= bar, {"levelled": ours[name], "plain": plain[name]})  # fmt: skip
+
+
+# -- what was tried ----------------------------------------------------------------------------------------------------
+
+
+def _form(bits: int, *, heed_peak: bool = True, rounds: int = 0) -> Form:
+    form = TurboQuantRows(WIDTH, "float32", bits).form
+    book = form.codebook
+    gain, turns = form.rotation.gain, rounds or form.rotation.rounds
+    if not heed_peak:
+        book = dataclasses.replace(book, by_rms=1.0, by_peak=0.0)
+    return dataclasses.replace(
+        form, codebook=book, rotation=Rotation(WIDTH, turns, 0),
+        per_length=np.float32(book.by_rms * math.sqrt(WIDTH) * book.grid / gain**turns),
+        per_peak=np.float32(book.by_peak * book.grid), decode_gain=np.float32(1 / (gain**turns * 2.0**book.shift)),
+    )  # fmt: skip
+
+
+def _by(form: Form, rows: Array, levels: Levels | None) -> Array:
+    from prefixcache.codecs import turboquant_numpy
+    from prefixcache.codecs.packing import words_of
+
+    codes = np.empty((len(rows), 1, words_of(WIDTH, form.codebook.bits)), np.uint32)
+    scales = np.empty((len(rows), 1), np.uint16)
+    back = np.empty((1, len(rows), WIDTH), np.float32)
+    turboquant_numpy.encode(rows.astype(np.float32)[:, None], "float32", form, levels, codes, scales)
+    turboquant_numpy.decode(codes, scales, "float32", form, levels, back)
+    return back[0].astype(np.float64)
+
+
+def _variant(**chosen: object) -> Codec:
+    return lambda head, bits: _by(_form(bits, **chosen), head.keys, levels_of(head.earlier))  # type: ignore[arg-type]
+
+
+def _root(power: float) -> Codec:
+    """Channels divided by another power of their spread."""
+
+    def codec(head: Head, bits: int) -> Array:
+        levels = levels_of(head.earlier)
+        return coded(head.keys, bits, Levels(levels.mean, (levels.root**2) ** np.float32(power)))
+
+    return codec
+
+
+def _least_squares(head: Head, bits: int) -> Array:
+    """The scale of least error in place of the exact length."""
+    levels = levels_of(head.earlier)
+    x = (head.keys.astype(np.float64) - levels.mean) / levels.root
+    y = (levelled(head, bits) - levels.mean) / levels.root
+    factor = (x * y).sum(1, keepdims=True) / np.maximum((y * y).sum(1, keepdims=True), 1e-30)
+    return y * factor * levels.root + levels.mean
+
+
+def _per_block(head: Head, bits: int) -> Array:
+    """Levels of every 256 rows by themselves: .25 bits a value more, as float16."""
+    blocks = [head.keys[i : i + 256] for i in range(0, len(head.keys), 256)]
+    return np.concatenate([coded(block, bits, levels_of(block)) for block in blocks])
+
+
+def _first_rows(count: int) -> Codec:
+    return lambda head, bits: coded(head.keys, bits, levels_of(head.earlier[:count]))
+
+
+def _by_queries(head: Head, bits: int) -> Array:
+    """Roots from the queries' second moments w, too: root**2 = spread / sqrt(w)."""
+    levels = levels_of(head.earlier)
+    weight = np.sqrt(np.mean(head.queries**2, 0))
+    root = levels.root / np.sqrt(weight).astype(np.float32)
+    return coded(head.keys, bits, Levels(levels.mean, root / root.min()))
+
+
+def _searched(head: Head, bits: int) -> Array:
+    """The best of five grids for each row, found by trying all: what heeding the peak is a cheap stand-in for."""
+    levels = levels_of(head.earlier)
+    x = (head.keys.astype(np.float64) - levels.mean) / levels.root
+    tries = []
+    for factor in (0.8, 0.9, 1.0, 1.1, 1.2):
+        plain = _form(bits, heed_peak=False)
+        tries.append(_by(dataclasses.replace(plain, per_length=np.float32(plain.per_length * factor)), x, None))
+    cosines = [(x * y).sum(1) / np.linalg.norm(y, axis=1) for y in tries]
+    best = np.argmax(cosines, axis=0)
+    return np.stack(tries)[best, np.arange(len(x))] * levels.root + levels.mean
+
+
+VARIANTS: dict[str, Codec] = {
+    "as it is": levelled,
+    "no heed to the peak": _variant(heed_peak=False),
+    "best of five grids, by trial": _searched,
+    "two rounds": _variant(rounds=2),
+    "scale of least error": _least_squares,
+    "spread to the power .4": _root(0.4),
+    "spread to the power .6": _root(0.6),
+    "levels of the first 256 rows": _first_rows(256),
+    "levels of every 256 rows, +.25 bits": _per_block,
+    "weighted by the queries": _by_queries,
+}
+
+
+def variants(scale: str) -> Iterator[Figure]:
+    for bits in (3, 4):
+        for name, codec in VARIANTS.items():
+            found = means(codec, bits)
+            text = ", ".join(f"{value:.4f}" for value in found.values())
+            yield Figure(f"KL, {bits} bits: {name}", text, "", ", ".join(TROUBLES), None, found)
+
+
+FIGURES = {"error": error, "bits": bits_a_value, "attention": attention_kl, "variants": variants}
