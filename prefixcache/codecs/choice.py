@@ -10,7 +10,10 @@ from .base import Codec
 from .raw import Raw
 from .turboquant import TurboQuant
 
-_REMEDY = 'write "raw", "affine", "affine:8", "affine:4:32", "turboquant", "turboquant:4", "turboquant:4:3" or "turboquant:4:3:plain"'
+_REMEDY = (
+    'write "raw", "affine", "affine:8", "affine:4:32", "turboquant", "turboquant:4", "turboquant:4:3" or '
+    '"turboquant:4:3:plain"'
+)
 
 
 def as_codec(value: Any) -> Codec | None:
@@ -34,7 +37,8 @@ def as_codec(value: Any) -> Codec | None:
     except ValueError:
         raise ValueError(f"codec={value!r}: not a codec; {_REMEDY}") from None
     if name == "turboquant" and len(numbers) <= 2 and all(text.isdecimal() for text in rest[: len(numbers)]):
-        return TurboQuant(*(numbers * 2)[:2], **chosen)
+        key_bits, value_bits = (numbers * 2)[:2] or (4, 4)
+        return TurboQuant(key_bits, value_bits, **chosen)
     if chosen:
         raise ValueError(f"codec={value!r}: not a codec; {_REMEDY}")
     if name == "raw" and not numbers:

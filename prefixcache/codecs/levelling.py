@@ -16,7 +16,7 @@ import numpy as np
 from .interchange import Array
 
 LEAST_ROWS = 256  # fewer give a mean too rough to subtract
-MOST_ROWS = 1024  # more give nothing
+MOST_ROWS = 2048  # more give nothing
 FLOOR = 1e-3  # of the head's median spread: a channel that hardly moved may yet
 
 
@@ -40,13 +40,16 @@ class Levels:
         return Levels(self.mean[first : first + heads], self.root[first : first + heads])
 
 
-def measure(rows: Array) -> Levels | None:
+def measure(rows: Array, queries: Array | None = None) -> Levels | None:
     """Levels of float32 rows (tokens, heads, width). None from fewer than 256 rows that are finite, or too large to add.
 
     mean is the channel's; root is sqrt(s / smallest s), s the channel's mean absolute deviation (one huge row, as the
     first of a prompt often is, moves it little), at least `FLOOR` of the median of its head's. Dividing by sqrt(s),
     half-way to equal channels, is what leaves the least squared error after the way back: the error is white in between,
     so channel c's is root_c**2 times the mean of (s / root)**2.
+
+    `queries` (heads, width): the root mean square q of the queries at each channel. What counts then is the error of
+    q times the key, and s / q takes the place of s.
     """
     rows = rows[np.isfinite(rows).all(axis=(1, 2))]
     if len(rows) < LEAST_ROWS:
@@ -56,6 +59,10 @@ def measure(rows: Array) -> Levels | None:
         spread = np.abs(rows - mean).mean(0)
     if not (np.isfinite(mean).all() and np.isfinite(spread).all()):
         return None
+    if queries is not None and queries.shape == spread.shape and np.isfinite(queries).all():
+        typical = np.median(queries, axis=1, keepdims=True)
+        heard = np.maximum(queries, FLOOR * typical)
+        spread = np.divide(spread * typical, heard, out=spread, where=heard > 0)
     spread = np.maximum(spread, FLOOR * np.median(spread, axis=1, keepdims=True))
     least = spread.min(axis=1, keepdims=True)
     root = np.sqrt(np.divide(spread, least, out=np.ones_like(spread), where=least > 0))

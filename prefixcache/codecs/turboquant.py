@@ -74,7 +74,7 @@ class TurboQuantRows:
         return [codes, scales]
 
     def encode_into(self, rows: Array, planes: Sequence[Array], levels: Levels | None = None) -> None:
-        """(tokens, heads, width), bf16 as uint16 -> into codes uint32 (tokens, heads, words), scale uint16 (tokens, heads)."""
+        """(tokens, heads, width), bf16 as uint16 -> into codes uint32 (tokens, heads, words), scale (tokens, heads)."""
         codes, scales = planes
         turboquant_backends.host(self.form).encode(rows, self.dtype, self.form, levels, codes, scales)
 
