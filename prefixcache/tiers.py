@@ -19,8 +19,8 @@ from concurrent.futures import TimeoutError as FuturesTimeout
 from typing import NamedTuple
 
 from prefixcache.budget import Budget, Reservation
-from prefixcache.image import Image
 from prefixcache.codecs.interchange import Array
+from prefixcache.image import Image
 from prefixcache.keys import TOKEN_BYTES
 from prefixcache.layers.levels import LEAST_ROWS, LevelSet, unpack
 from prefixcache.layers.plan import Plan, mask_from
