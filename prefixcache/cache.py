@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from prefixcache.codecs import Codec, TurboQuant, codec_from_spec
+from prefixcache.codecs import Codec, TurboQuant, codec_from_spec, turboquant_backends
 from prefixcache.image import Image
 from prefixcache.keys import TOKEN_BYTES, Tokens, as_model, as_salt, as_tokens, canonical, root_key
 from prefixcache.layers.adapters import allow
@@ -421,6 +421,7 @@ class PrefixCache:
                 images_on_ssd=tiers.tree.on_ssd,
                 pinned=tiers.tree.pinned,
                 codec=str(self.codec),
+                kernels=turboquant_backends.describe(),
                 counters=Counters(**vars(tiers.counters)),
                 ssd=self._ssd.stats() if self._ssd is not None else None,
             )

@@ -55,6 +55,8 @@ class Stats:
     images_on_ssd: int
     pinned: int
     codec: str
+    kernels: dict[str, str]
+    """What code runs TurboQuant here: "cpu", and "device" where MLX's default device is a GPU."""
     counters: Counters
     ssd: SsdStats | None
 

@@ -30,10 +30,15 @@ Facts = dict[str, Any]
 
 
 def inspect(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The cache's directory (ssd_dir).")],
+    directory: Annotated[
+        Path | None, typer.Argument(metavar="DIR", help="The cache's directory (ssd_dir).", show_default=False)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Everything as one JSON object.")] = False,
     tree: Annotated[bool, typer.Option("--tree", help="The blocks of each namespace as a tree.")] = False,
     everything: Annotated[bool, typer.Option("--all", help=f"Show all, not the first {ROWS} lines of each.")] = False,
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="Which code runs TurboQuant on this machine, in place of DIR.")
+    ] = False,
 ) -> None:
     """Show what is in a directory, by model: tokens, sizes, age, last use, hits.
 
@@ -42,6 +47,12 @@ def inspect(
     Exit code: 0 shown, 1 the index could not be read (what could be is shown), 2 nothing could be: no such
     directory, not one of prefixcache's, not readable, written by a newer release.
     """
+    if (directory is None) != kernels:
+        complain("give either DIR, the cache's directory (ssd_dir), or --kernels")
+        raise typer.Exit(2)
+    if directory is None:
+        _show_kernels(as_json)
+        return
     try:
         found = survey(directory)
         trees = _trees(found) if tree else None
@@ -56,6 +67,16 @@ def inspect(
     else:
         _show(console(), facts, trees, everything)
     raise typer.Exit(1 if found.problem else 0)
+
+
+def _show_kernels(as_json: bool) -> None:
+    from prefixcache.codecs.turboquant_backends import describe as paths  # needs MLX, which the rest does not
+
+    if as_json:
+        print_json({"kernels": paths()})
+    else:
+        for where, what in paths().items():
+            console().print(f"TurboQuant, {where}: {what}")
 
 
 def _trees(found: Survey) -> dict[str, BlockTree]:

@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 from directories import COMMAND, LONG, ODD, SALT, SHARED, SHORT, crash, fingerprint, images, kv, spoil
+from typer.testing import CliRunner
 
 from prefixcache import PrefixCache
+from prefixcache.cli import app
 
 NAMESPACE = {
     "root", "model", "codec", "codec_name", "layout", "created", "tokens", "blocks", "windows", "snapshots", "nbytes",
@@ -360,3 +362,18 @@ def test_an_ascii_terminal_is_enough(filled):
     done = subprocess.run([*COMMAND, "inspect", str(filled), "--tree"], capture_output=True, env=environment)
     assert (done.returncode, done.stderr) == (0, b"")
     assert b"blocks 0-9, 2,560 tokens" in done.stdout.decode("ascii").encode()
+
+
+def test_kernels_says_which_code_runs_turboquant_here() -> None:
+    shown = CliRunner().invoke(app, ["inspect", "--kernels"])
+    assert shown.exit_code == 0, shown.output
+    assert shown.output.startswith("TurboQuant, cpu: ")
+    as_json = CliRunner().invoke(app, ["inspect", "--kernels", "--json"])
+    assert set(json.loads(as_json.output)["kernels"]) >= {"cpu"}
+
+
+@pytest.mark.parametrize("given", [[], ["--kernels", "somewhere"]])
+def test_a_directory_and_kernels_are_one_or_the_other(given: list[str]) -> None:
+    shown = CliRunner().invoke(app, ["inspect", *given])
+    assert shown.exit_code == 2
+    assert "give either DIR" in shown.output
