@@ -51,12 +51,15 @@ def measure(rows: Array, queries: Array | None = None) -> Levels | None:
     `queries` (heads, width): the root mean square q of the queries at each channel. What counts then is the error of
     q times the key, and s / q takes the place of s.
     """
-    rows = rows[np.isfinite(rows).all(axis=(1, 2))]
-    if len(rows) < LEAST_ROWS:
-        return None
     with np.errstate(over="ignore", invalid="ignore"):
         mean = rows.mean(0)
-        spread = np.abs(rows - mean).mean(0)
+        if not np.isfinite(mean).all():  # rarely, so looking at every value is kept for then
+            rows = rows[np.isfinite(rows).all(axis=(1, 2))]
+            mean = rows.mean(0) if len(rows) else mean
+        if len(rows) < LEAST_ROWS:
+            return None
+        apart = rows - mean
+        spread = np.abs(apart, out=apart).mean(0)
     if not (np.isfinite(mean).all() and np.isfinite(spread).all()):
         return None
     if queries is not None and queries.shape == spread.shape and np.isfinite(queries).all():

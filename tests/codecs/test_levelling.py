@@ -1,0 +1,146 @@
+"""Levels, and what bad rows become with them; the judge is float64."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from roundtrip import as_float64, rows_of
+
+from prefixcache.codecs.levelling import FLOOR, LEAST_ROWS, Levels, measure
+from prefixcache.codecs.turboquant import TurboQuantRows
+
+ERROR = {1: 0.45, 2: 0.13, 3: 0.040, 4: 0.0115, 8: 1.5e-4}  # relative squared error of a levelled row, with room
+
+
+def judged(rows: np.ndarray, queries: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and root as the docstring says, in float64, over the rows that are finite."""
+    rows = rows[np.isfinite(rows).all(axis=(1, 2))].astype(np.float64)
+    mean = rows.mean(0)
+    spread = np.abs(rows - mean).mean(0)
+    if queries is not None:
+        spread = spread / np.maximum(queries, FLOOR * np.median(queries, axis=1, keepdims=True))
+    spread = np.maximum(spread, FLOOR * np.median(spread, axis=1, keepdims=True))
+    return mean, np.sqrt(spread / spread.min(axis=1, keepdims=True))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    seed=st.integers(0, 2**32 - 1), heads=st.integers(1, 3), width=st.integers(2, 80), scale=st.integers(-90, 90),
+    unequal=st.floats(0, 3), bad=st.integers(0, 5), weighted=st.booleans(),
+)  # fmt: skip
+def test_levels_are_those_of_float64(
+    seed: int, heads: int, width: int, scale: int, unequal: float, bad: int, weighted: bool
+) -> None:
+    rng = np.random.default_rng(seed)
+    rows = rng.standard_normal((300, heads, width)) * np.exp(unequal * rng.standard_normal(width))
+    rows = (np.ldexp(rows, scale) + np.ldexp(1.0, scale + 3)).astype(np.float32)
+    rows[rng.integers(0, 300, bad), 0, 0] = rng.choice([np.nan, np.inf, -np.inf], bad)
+    queries = np.exp(rng.standard_normal((heads, width))).astype(np.float32) if weighted else None
+    levels = measure(rows, queries)
+    assert levels is not None
+    mean, root = judged(rows, queries)
+    assert np.allclose(levels.mean, mean, rtol=1e-4, atol=np.ldexp(1.0, scale - 10))
+    assert np.allclose(levels.root, root, rtol=1e-3)
+    assert (levels.root >= 1).all()
+    assert np.allclose(levels.weight * levels.root, 1, rtol=1e-6)
+
+
+def test_too_few_rows_or_none_that_is_finite_give_no_levels() -> None:
+    rows = np.random.default_rng(0).standard_normal((LEAST_ROWS, 1, 8)).astype(np.float32)
+    assert measure(rows) is not None
+    assert measure(rows[1:]) is None
+    rows[0] = np.nan
+    assert measure(rows) is None
+    assert measure(np.full((400, 1, 8), np.inf, np.float32)) is None
+    assert measure(np.full((400, 1, 8), 3e38, np.float32)) is None  # their sum is not finite
+
+
+@pytest.mark.parametrize("value", [0.0, 5.0, -1e-30])
+def test_channels_that_never_move_are_left_at_their_mean(value: float) -> None:
+    rows = np.full((LEAST_ROWS, 2, 64), value, np.float32)
+    levels = measure(rows)
+    assert levels is not None
+    assert (levels.root == 1).all()
+    assert np.allclose(levels.mean, value)
+    rows[:, :, 3] = np.random.default_rng(0).standard_normal((LEAST_ROWS, 2))
+    levels = measure(rows)
+    assert levels is not None
+    assert np.isfinite(levels.root).all()
+
+
+def test_a_single_huge_row_hardly_moves_the_spread() -> None:
+    rows = np.random.default_rng(0).standard_normal((LEAST_ROWS, 1, 64)).astype(np.float32)
+    calm = measure(rows)
+    rows[0, 0, 7] = 20.0
+    moved = measure(rows)
+    assert calm is not None
+    assert moved is not None
+    assert abs(moved.root[0, 7] / calm.root[0, 7] - 1) < 0.06
+
+
+# --- rows coded with levels
+
+
+def some_levels(width: int, size: float = 1.0) -> Levels:
+    rng = np.random.default_rng(5)
+    root = np.exp(rng.random((1, width)))
+    return Levels(
+        (20 * size * rng.standard_normal((1, width))).astype(np.float32), (root / root.min()).astype(np.float32)
+    )
+
+
+def there_and_back(rows: mx.array, bits: int, levels: Levels) -> np.ndarray:
+    codec = TurboQuantRows(rows.shape[-1], str(rows.dtype).rpartition(".")[2], bits, levelled=True)
+    return as_float64(codec.decode(codec.encode(rows, levels), len(rows), levels).swapaxes(0, 1))
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("width", [64, 72, 100, 128, 576])
+@pytest.mark.parametrize(("dtype", "size"), [("float16", 1.0), ("bfloat16", 1e30), ("bfloat16", 1e-30)])
+def test_levelled_rows_of_any_size_and_width_keep_their_error(bits: int, width: int, dtype: str, size: float) -> None:
+    levels = some_levels(width, size)
+    values = np.random.default_rng(1).standard_normal((200, 1, width)) * levels.root.astype(np.float64) ** 2 * size
+    rows = rows_of(values + levels.mean, dtype)
+    x, back = as_float64(rows), there_and_back(rows, bits, levels)
+    wrong = np.sum(((back - x) / levels.root) ** 2, -1)
+    right = np.sum(((x - levels.mean) / levels.root) ** 2, -1)
+    rounding = (2.0**-8 if dtype == "bfloat16" else 2.0**-11) ** 2 / 3
+    floor = rounding * np.sum((np.abs(x) / levels.root) ** 2, -1)  # what the dtype itself can't hold
+    assert np.mean(wrong / (ERROR[bits] * right + floor)) < 1.05
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("bits", [1, 4, 8])
+def test_a_row_at_the_mean_comes_back_as_the_mean(dtype: str, bits: int) -> None:
+    levels = some_levels(64)
+    at_mean = as_float64(mx.array(levels.mean).astype(getattr(mx, dtype)))
+    exact = Levels(at_mean.astype(np.float32), levels.root)
+    rows = rows_of(np.broadcast_to(at_mean[:, None], (3, 1, 64)), dtype)
+    assert np.array_equal(there_and_back(rows, bits, exact), np.broadcast_to(at_mean[:, None], (3, 1, 64)))
+
+
+def test_rows_of_zeros_come_back_near_zero() -> None:
+    levels = some_levels(128)
+    rows = mx.zeros((4, 1, 128), mx.float16)
+    weighted = np.square(levels.mean / levels.root).sum()
+    assert np.square(there_and_back(rows, 4, levels) / levels.root).sum(-1).max() < 0.02 * weighted
+
+
+def test_rows_that_are_not_finite_come_back_as_nan_and_their_neighbours_do_not_notice() -> None:
+    levels = some_levels(64)
+    values = np.random.default_rng(0).standard_normal((5, 1, 64))
+    clean = there_and_back(rows_of(values, "bfloat16"), 4, levels)
+    for bad in (np.nan, np.inf, -np.inf):
+        values[2, 0, 9] = bad
+        back = there_and_back(rows_of(values, "bfloat16"), 4, levels)
+        assert np.isnan(back[2]).all()
+        assert np.array_equal(np.delete(back, 2, 0), np.delete(clean, 2, 0))
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_no_token_and_one_token_are_fine(tokens: int) -> None:
+    rows = rows_of(np.ones((tokens, 1, 64)), "float16")
+    assert there_and_back(rows, 4, some_levels(64)).shape == (tokens, 1, 64)
