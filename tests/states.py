@@ -56,6 +56,33 @@ def hybrid(tokens: Sequence[int]) -> list[Any]:
     return [*sliceable(tokens, 1), state]
 
 
+def uneven_rows(tokens: Sequence[int], layer: int) -> np.ndarray:
+    """(1, 1, tokens, 32): sines of the hash, on channels whose offsets and spreads are far apart."""
+    channel = np.arange(1, 33)
+    waves = np.sin(rolling(tokens)[:, None].astype(np.float64) * channel * (0.37 + layer))
+    return (waves * 1.2**channel + 100 * np.cos(channel)).astype(np.float32)[None, None]
+
+
+def uneven(tokens: Sequence[int], layers: int = 2) -> list[Any]:
+    """Dense layers for a codec that is not exact: where a row is coded with other levels than its own, it shows."""
+    made = []
+    for layer in range(layers):
+        cache = KVCache()
+        if len(tokens):
+            cache.update_and_fetch(mx.array(uneven_rows(tokens, layer)), mx.array(uneven_rows(tokens, layer + 7)))
+        made.append(cache)
+    return made
+
+
+def check_uneven(prompt_cache: list[Any], tokens: Sequence[int]) -> None:
+    """AssertionError unless every row is near its own: another prefix's would be off by its whole spread."""
+    for layer, cache in enumerate(prompt_cache):
+        assert cache.offset == len(tokens)
+        for rows, array in ((uneven_rows(tokens, layer), cache.keys), (uneven_rows(tokens, layer + 7), cache.values)):
+            wrong = np.abs(np.array(array[:, :, : len(tokens)]) - rows).mean(-1)
+            assert wrong.max(initial=0) < 15, wrong.max()
+
+
 def check(prompt_cache: list[Any], tokens: Sequence[int]) -> None:
     """AssertionError unless this is the state after exactly `tokens`."""
     n = len(tokens)

@@ -46,6 +46,8 @@ class CacheMachine(RuleBasedStateMachine):
 
     prompts = Bundle("prompts")
     make = staticmethod(states.sliceable)
+    check = staticmethod(states.check)
+    codec = "raw"
     any_boundary = True
 
     @initialize(
@@ -56,7 +58,7 @@ class CacheMachine(RuleBasedStateMachine):
     )
     def open(self, ram, tier, spill, close):
         self.dir = Path(tempfile.mkdtemp())
-        self.options = {"ram": ram, "codec": "raw", "spill": spill, "spill_wait": 5, "spill_on_close": close}
+        self.options = {"ram": ram, "codec": self.codec, "spill": spill, "spill_wait": 5, "spill_on_close": close}
         if tier != "ram only":
             self.options |= {"ssd_dir": self.dir / "ssd", "ssd": "30MB"}
         if tier == "ssd only":
@@ -102,7 +104,7 @@ class CacheMachine(RuleBasedStateMachine):
         if made is None:
             assert depth == 0
         else:
-            states.check(made, tokens[:depth])
+            self.check(made, tokens[:depth])
 
     @rule(tokens=prompts)
     def promote(self, tokens):
@@ -184,7 +186,15 @@ class HybridMachine(CacheMachine):
     any_boundary = False
 
 
-@pytest.mark.parametrize("machine", [CacheMachine, WindowMachine, KeepMachine, HybridMachine])
+class LevelledMachine(CacheMachine):
+    """Images of one prompt may need no levels, or those of another prompt that came first."""
+
+    make = staticmethod(states.uneven)
+    check = staticmethod(states.check_uneven)
+    codec = "turboquant:8:sink_tokens=3"
+
+
+@pytest.mark.parametrize("machine", [CacheMachine, WindowMachine, KeepMachine, HybridMachine, LevelledMachine])
 def test_nothing_wrong_is_ever_fetched(machine):
     from hypothesis.stateful import run_state_machine_as_test
 
