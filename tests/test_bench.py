@@ -34,7 +34,9 @@ def figures(name):
     return list(bench("tiny"))
 
 
-@pytest.mark.parametrize("name", ["spilled", "spill", "promote", "opening", "resident", "nodes"])
+@pytest.mark.parametrize(
+    "name", ["spilled", "spill", "promote", "opening", "resident", "nodes", "decode-cpu", "encode-cpu"]
+)
 def test_a_bench_runs(name, tmp_path):
     found = figures(name)
     assert found

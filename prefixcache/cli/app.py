@@ -19,7 +19,7 @@ from prefixcache.cli.inspect import inspect
 from prefixcache.cli.reconcile import reconcile
 from prefixcache.cli.text import complain
 
-LATER = ("demo",)
+LATER = ("demo", "evaluate")
 
 
 class Commands(TyperGroup):

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import numpy as np
 
-from .base import Plane, RowCodec, Stream
+from .base import Decoding, Encoding, Plane, RowCodec, Stream
 from .interchange import FLOATS, Array, borrow, bring_in, check_capacity, check_rows, copy_out, element
 from .levelling import Levels
 from .raw import RawRows
@@ -59,10 +59,11 @@ class AffineRows:
         mx.eval(coded)
         return [copy_out(plane) for plane in coded]
 
-    def encode_into(self, rows: Array, planes: Sequence[Array], levels: Levels | None = None) -> None:
-        """As `encode`."""
-        for plane, coded in zip(planes, self.encode(bring_in(rows, self.dtype)), strict=True):
-            plane[...] = coded
+    def encode_all(self, batch: Sequence[Encoding]) -> None:
+        """`encode` of each."""
+        for rows, planes, _ in batch:
+            for plane, coded in zip(planes, self.encode(bring_in(rows, self.dtype)), strict=True):
+                plane[...] = coded
 
     def decode(self, planes: Sequence[Array], capacity: int, levels: Levels | None = None) -> mx.array:
         """[codes, scales, biases], each (tokens, heads, ...) -> (heads, capacity, width), zero from row `tokens` on."""
@@ -80,9 +81,10 @@ class AffineRows:
             bits=self.bits,
         )
 
-    def decode_into(self, planes: Sequence[Array], rows: Array, levels: Levels | None = None) -> None:
-        """As `decode`."""
-        rows[...] = borrow(self.decode(planes, len(planes[0])))
+    def decode_all(self, batch: Sequence[Decoding]) -> None:
+        """`decode` of each."""
+        for planes, rows, _ in batch:
+            rows[...] = borrow(self.decode(planes, len(planes[0])))
 
 
 def _grown(plane: Array, capacity: int) -> Array:

@@ -40,6 +40,22 @@ class Stream(NamedTuple):
     dtype: str
 
 
+class Encoding(NamedTuple):
+    """Rows (tokens, heads, width) that go into planes (tokens, heads, ...). All may be strided."""
+
+    rows: Array
+    planes: tuple[Array, ...]
+    levels: Levels | None = None
+
+
+class Decoding(NamedTuple):
+    """Planes (tokens, heads, ...) that go into rows (heads, tokens, width). All may be strided."""
+
+    planes: tuple[Array, ...]
+    rows: Array
+    levels: Levels | None = None
+
+
 @runtime_checkable
 class RowCodec(Protocol):
     """How one row of `width` values of `dtype` is kept. Immutable and hashable: equal row codecs share one tensor.
@@ -66,16 +82,16 @@ class RowCodec(Protocol):
         """On MLX's default device: (tokens, heads, width) of `dtype` -> each plane, owned by the caller."""
         ...
 
-    def encode_into(self, rows: Array, planes: Sequence[Array], levels: Levels | None = None) -> None:
-        """On the CPU: rows (tokens, heads, width) -> into `planes`. Both may be strided."""
+    def encode_all(self, batch: Sequence[Encoding]) -> None:
+        """On the CPU, each of the batch."""
         ...
 
     def decode(self, planes: Sequence[Array], capacity: int, levels: Levels | None = None) -> mx.array:
         """On MLX's default device: planes (tokens, heads, ...) -> (heads, capacity, width), zero from `tokens` on."""
         ...
 
-    def decode_into(self, planes: Sequence[Array], rows: Array, levels: Levels | None = None) -> None:
-        """On the CPU: planes (tokens, heads, ...) -> into rows (heads, tokens, width). All may be strided."""
+    def decode_all(self, batch: Sequence[Decoding]) -> None:
+        """On the CPU, each of the batch."""
         ...
 
 

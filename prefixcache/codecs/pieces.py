@@ -12,7 +12,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from .base import RowCodec
+from .base import Decoding, RowCodec
 from .interchange import Array, bring_in, element, on_cpu
 from .levelling import Levels
 
@@ -63,11 +63,14 @@ def decode(pieces: Sequence[Piece], heads: int, capacity: int, width: int, dtype
 def _on_the_cpu(pieces: list[Piece], heads: int, capacity: int, width: int, dtype: str) -> mx.array:
     rows = np.empty((heads, capacity, width), element(dtype).numpy)
     end = 0
+    batches: dict[RowCodec, list[Decoding]] = {}
     for piece in pieces:
         rows[:, end : piece.at] = 0
-        piece.codec.decode_into(piece.planes, rows[:, piece.at : piece.end], piece.levels)
+        batches.setdefault(piece.codec, []).append(Decoding(piece.planes, rows[:, piece.at : piece.end], piece.levels))
         end = piece.end
     rows[:, end:] = 0
+    for codec, batch in batches.items():
+        codec.decode_all(batch)
     # The copy into MLX's own memory costs what touching that memory costs: writing there directly was no quicker.
     return bring_in(rows, dtype)
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import numpy as np
 
-from .base import Plane, RowCodec, Stream
+from .base import Decoding, Encoding, Plane, RowCodec, Stream
 from .interchange import Array, bring_in, check_capacity, check_rows, copy_out, element
 from .levelling import Levels
 
@@ -41,9 +41,10 @@ class RawRows:
         check_rows(rows, self.width, self.dtype)
         return [copy_out(rows)]
 
-    def encode_into(self, rows: Array, planes: Sequence[Array], levels: Levels | None = None) -> None:
-        """A copy."""
-        planes[0][...] = rows
+    def encode_all(self, batch: Sequence[Encoding]) -> None:
+        """Copies."""
+        for rows, (kept,), _ in batch:
+            kept[...] = rows
 
     def decode(self, planes: Sequence[Array], capacity: int, levels: Levels | None = None) -> mx.array:
         """[(tokens, heads, width)] -> (heads, capacity, width) of `dtype`, zero from row `tokens` on."""
@@ -51,13 +52,14 @@ class RawRows:
         tokens, heads, _ = kept.shape
         check_capacity(tokens, capacity)
         buffer = np.empty((heads, capacity, self.width), element(self.dtype).numpy)
-        self.decode_into(planes, buffer[:, :tokens])
+        buffer[:, :tokens] = kept.swapaxes(0, 1)
         buffer[:, tokens:] = 0
         return bring_in(buffer, self.dtype)
 
-    def decode_into(self, planes: Sequence[Array], rows: Array, levels: Levels | None = None) -> None:
-        """A copy."""
-        rows[...] = planes[0].swapaxes(0, 1)
+    def decode_all(self, batch: Sequence[Decoding]) -> None:
+        """Copies."""
+        for (kept,), rows, _ in batch:
+            rows[...] = kept.swapaxes(0, 1)
 
 
 @dataclass(frozen=True)

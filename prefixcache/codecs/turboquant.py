@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from . import turboquant_backends
-from .base import Plane, RowCodec, Stream
+from .base import Decoding, Encoding, Plane, RowCodec, Stream
 from .codebook import CODEBOOKS
 from .interchange import FLOATS, Array, borrow, bring_in, check_capacity, check_rows, element, on_cpu
 from .levelling import Levels
@@ -70,13 +70,12 @@ class TurboQuantRows:
         tokens, heads, _ = rows.shape
         codes = np.empty((tokens, heads, words_of(self.width, self.bits)), np.uint32)
         scales = np.empty((tokens, heads), np.uint16)
-        self.encode_into(borrow(rows), [codes, scales], levels)
+        self.encode_all([Encoding(borrow(rows), (codes, scales), levels)])
         return [codes, scales]
 
-    def encode_into(self, rows: Array, planes: Sequence[Array], levels: Levels | None = None) -> None:
-        """(tokens, heads, width), bf16 as uint16 -> into codes uint32 (tokens, heads, words), scale (tokens, heads)."""
-        codes, scales = planes
-        turboquant_backends.host(self.form).encode(rows, self.dtype, self.form, levels, codes, scales)
+    def encode_all(self, batch: Sequence[Encoding]) -> None:
+        """Rows, bf16 as uint16 -> into codes uint32 (tokens, heads, words), scale uint16 (tokens, heads)."""
+        turboquant_backends.encode_all(batch, self.dtype, self.form)
 
     def decode(self, planes: Sequence[Array], capacity: int, levels: Levels | None = None) -> mx.array:
         """[codes (tokens, heads, words), scale (tokens, heads)] -> (heads, capacity, width), zero from `tokens` on."""
@@ -89,14 +88,13 @@ class TurboQuantRows:
             back_end = turboquant_backends.device(self.form)
             return back_end.decode(codes, scales, capacity, self.dtype, self.form, levels)
         rows = np.empty((heads, capacity, self.width), element(self.dtype).numpy)
-        self.decode_into(planes, rows[:, :tokens], levels)
+        self.decode_all([Decoding((codes, scales), rows[:, :tokens], levels)])
         rows[:, tokens:] = 0
         return bring_in(rows, self.dtype)
 
-    def decode_into(self, planes: Sequence[Array], rows: Array, levels: Levels | None = None) -> None:
-        """codes (tokens, heads, words), scale (tokens, heads) -> into rows (heads, tokens, width), bf16 as uint16."""
-        codes, scales = planes
-        turboquant_backends.host(self.form).decode(codes, scales, self.dtype, self.form, levels, rows)
+    def decode_all(self, batch: Sequence[Decoding]) -> None:
+        """Codes uint32 (tokens, heads, words), scale uint16 (tokens, heads) -> into rows, bf16 as uint16."""
+        turboquant_backends.decode_all(batch, self.dtype, self.form)
 
 
 @dataclass(frozen=True)

@@ -5,26 +5,16 @@ All give the same codes and the same rows, so the choice is one of speed alone; 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import mlx.core as mx
 
 from . import turboquant_c, turboquant_gpu, turboquant_mlx, turboquant_numpy
+from .base import Decoding, Encoding
 from .interchange import Array, on_cpu
 from .levelling import Levels
 from .turboquant_format import Form
-
-
-class Host(Protocol):
-    """A back end for arrays in the CPU's memory; see `turboquant_numpy`."""
-
-    def encode(
-        self, rows: Array, dtype: str, form: Form, levels: Levels | None, codes: Array, scales: Array, /
-    ) -> None: ...
-
-    def decode(
-        self, codes: Array, scales: Array, dtype: str, form: Form, levels: Levels | None, rows: Array, /
-    ) -> None: ...
 
 
 class Device(Protocol):
@@ -37,8 +27,27 @@ class Device(Protocol):
     ) -> mx.array: ...
 
 
-def host(form: Form) -> Host:
-    return turboquant_c if turboquant_c.available() and turboquant_c.takes(form) else turboquant_numpy
+def encode_all(batch: Sequence[Encoding], dtype: str, form: Form) -> None:
+    """On the CPU; in one call where the back end shares out a whole batch among threads."""
+    if _in_c(form):
+        whole = [(rows, codes, scales, levels) for rows, (codes, scales), levels in batch]
+        turboquant_c.encode_many([turboquant_c.EncodePiece(r, dtype, form, own, c, s) for r, c, s, own in whole])
+    else:
+        for rows, (codes, scales), levels in batch:
+            turboquant_numpy.encode(rows, dtype, form, levels, codes, scales)
+
+
+def decode_all(batch: Sequence[Decoding], dtype: str, form: Form) -> None:
+    if _in_c(form):
+        whole = [(rows, codes, scales, levels) for (codes, scales), rows, levels in batch]
+        turboquant_c.decode_many([turboquant_c.DecodePiece(c, s, dtype, form, own, r) for r, c, s, own in whole])
+    else:
+        for (codes, scales), rows, levels in batch:
+            turboquant_numpy.decode(codes, scales, dtype, form, levels, rows)
+
+
+def _in_c(form: Form) -> bool:
+    return turboquant_c.available() and turboquant_c.takes(form)
 
 
 def device(form: Form) -> Device:

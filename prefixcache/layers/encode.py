@@ -10,11 +10,13 @@ import mlx.core as mx
 import numpy as np
 
 from prefixcache.codecs import RawRows
+from prefixcache.codecs.base import Encoding
 from prefixcache.codecs.interchange import borrow, element, name_of, on_cpu
+from prefixcache.codecs.levelling import Levels
 from prefixcache.image import Spec
 from prefixcache.layers.adapters import CacheError, Leaf
 from prefixcache.layers.levels import LevelSet
-from prefixcache.layers.plan import Group, Plan, Section
+from prefixcache.layers.plan import Group, Member, Plan, Section
 
 
 class Target(NamedTuple):
@@ -48,18 +50,22 @@ def encode(section: Section, leaves: list[Leaf], targets: list[Target]) -> None:
 
 
 def _encode_here(group: Group, leaves: list[Leaf], targets: list[Target]) -> None:
+    batch = []
     for member in group.members:
         (rows,) = borrow(leaves[member.leaf].arrays[member.stream])
         own = slice(member.head, member.head + member.heads)
+        levels = {id(t.levels): _own_levels(t.levels, group, member) for t in targets}
         for target in targets:
-            levels = target.levels.of(group) if target.levels is not None else None
             where = leaves[member.leaf].where(target.first, target.last)
             into = slice(target.at, target.at + target.last - target.first)
-            group.codec.encode_into(
-                rows[:, where].swapaxes(0, 1),
-                [target.tensors[name][into, own] for name in group.names],
-                levels.of(member.head, member.heads) if levels is not None else None,
-            )
+            planes = tuple(target.tensors[name][into, own] for name in group.names)
+            batch.append(Encoding(rows[:, where].swapaxes(0, 1), planes, levels[id(target.levels)]))
+    group.codec.encode_all(batch)
+
+
+def _own_levels(levels: LevelSet | None, group: Group, member: Member) -> Levels | None:
+    whole = levels.of(group) if levels is not None else None
+    return whole.of(member.head, member.heads) if whole is not None else None
 
 
 def _launch(group: Group, leaves: list[Leaf], targets: list[Target], level_set: LevelSet | None) -> None:

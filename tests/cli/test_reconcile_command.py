@@ -100,7 +100,8 @@ def test_a_lost_index_is_made_anew_and_the_cache_is_warm(call, filled):
 
 def test_images_without_lock_and_index_are_taken_in_once_a_lock_says_so(call, filled, tmp_path):
     moved = tmp_path / "moved"
-    shutil.copytree(filled / "rows", moved / "rows")
+    for folder in ("rows", "stats"):
+        shutil.copytree(filled / folder, moved / folder)
     done = call("reconcile", moved)
     assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
     assert "make an empty LOCK" in done.stderr

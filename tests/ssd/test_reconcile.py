@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from prefixcache.image import statistics_name
 from prefixcache.ssd import Corrupt, Entry, reconcile, survey
 from prefixcache.ssd.files import Damaged, from_header, read_header
 from prefixcache.ssd.index import Index
@@ -468,3 +469,31 @@ def test_a_dead_directory_after_a_reconcile_opens_without_another(filled, monkey
     ssd = Opened(root)
     assert ssd.stats().files == 10
     ssd.close()
+
+
+@pytest.mark.parametrize("harm", ["missing", "flipped"])
+@pytest.mark.parametrize("deep", [False, True])
+def test_images_whose_statistics_are_lost_are_set_aside(opened, root, harm, deep):
+    ssd = opened()
+    name = statistics_name(b"levels")
+    with_them, image = make(1)
+    without, other = make(2)
+    ssd.write_statistics(name, b"levels")
+    ssd.write(with_them._replace(statistics=name), SPACE, image)
+    ssd.write(without, SPACE, other)
+    ssd.close(10)
+    file = root / "stats" / f"{name}.safetensors"
+    if harm == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(b"levelz")
+    looked = reconcile(root, deep=deep, dry_run=True)
+    report = reconcile(root, deep=deep)
+    assert looked.counts == report.counts
+    if harm == "flipped" and not deep:  # found when they are read
+        assert report.clean
+        return
+    assert report.counts == {"broken": 1 + (harm == "flipped")}
+    assert any(f"statistics {name} are lost" in finding.reason for finding in report.findings)
+    assert reconcile(root, deep=True).clean
+    assert [entry.key for entry in opened().entries()] == [without.key]

@@ -207,4 +207,4 @@ def variants(scale: str) -> Iterator[Figure]:
             yield Figure(f"KL, {bits} bits: {name}", text, "", ", ".join(TROUBLES), None, found)
 
 
-FIGURES = {"error": error, "bits": bits_a_value, "attention": attention_kl, "variants": variants}
+FIGURES = {"error": error, "depths": bits_a_value, "attention": attention_kl, "variants": variants}

@@ -1,0 +1,70 @@
+/* What the files of TurboQuant's C kernel share: the constants of a form, one call's arrays, the code paths.
+ *
+ * Both structures are written by prefixcache/codecs/turboquant_c.py, which mirrors them field by field.
+ */
+#ifndef TURBOQUANT_H
+#define TURBOQUANT_H
+
+#include <stdint.h>
+
+enum {
+    MAX_WIDTH = 1024, /* what the columns on the stack are made for */
+    MAX_ROUNDS = 2,
+    MAX_BORDERS = 7,
+    MAX_ODD_FACTORS = 8,
+    SEVEN = 7 /* the one factor whose matrix is a table */
+};
+
+enum dtype { FLOAT16, BFLOAT16, FLOAT32 };
+
+/* The constants of rows of one width, bit depth and seed: `Form` of turboquant_format.py, as the kernel reads them. */
+struct form {
+    int32_t width; /* a multiple of 8, from 32 to MAX_WIDTH */
+    int32_t bits;
+    int32_t words; /* uint32 words a row of codes takes */
+    int32_t rounds;
+    int32_t twos; /* how often 2 divides the width */
+    int32_t odd_factors;
+    int32_t odd_factor[MAX_ODD_FACTORS]; /* the other primes, ascending: 3, 5 or 7 */
+    int32_t narrow;                      /* the decoder's integers fit int16 to the end */
+    int32_t first_narrow;                /* those of its first round do */
+    int32_t shift;
+    int32_t borders;
+    float per_length;
+    float per_peak;
+    float seven[SEVEN * SEVEN];
+    uint8_t border[MAX_BORDERS + 1]; /* in half steps of the grid */
+    uint8_t magnitude[16];           /* of each index */
+    int8_t centroid[16];             /* of each code; 8 bits need no table */
+    uint32_t flip[MAX_ROUNDS][MAX_WIDTH]; /* the sign bit where a round flips the sign, else 0 */
+};
+
+/* The arrays of one call. Strides are in bytes; the last axis of each array is contiguous. */
+struct job {
+    const struct form *form;
+    char *rows;
+    int64_t row_of_token, row_of_head;
+    char *codes;
+    int64_t codes_of_token, codes_of_head;
+    char *scales;
+    int64_t scale_of_token, scale_of_head;
+    const char *mean;   /* float32; NULL where rows aren't levelled */
+    const char *factor; /* float32; encoding: the levels' weight, or NULL. Decoding: the spread, never NULL */
+    int64_t levels_of_head;
+    int64_t tokens, heads;
+    int64_t dtype;
+};
+
+/* Rows [first, last) of a job, counted head by head. */
+typedef void rows_of_job(const struct job *job, int64_t first, int64_t last);
+
+struct path {
+    rows_of_job *encode, *decode;
+};
+
+extern const struct path turboquant_portable;
+#if defined(__x86_64__)
+extern const struct path turboquant_avx2, turboquant_avx512;
+#endif
+
+#endif

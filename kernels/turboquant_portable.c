@@ -1,0 +1,11 @@
+/* The kernel with 16-byte vectors, for every processor: NEON on arm64, SSE2 on x86-64, elsewhere whatever the compiler
+ * makes of them.
+ */
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#define VECTOR_BYTES 16
+#include "turboquant_rows.h"
+
+const struct path turboquant_portable = {encode_rows, decode_rows};

@@ -1,0 +1,156 @@
+"""What `prefixcache evaluate` reads: windows of a text, and haystacks, which are texts with numbers hidden in them.
+
+The default text is `pydoc_data.topics`, the Python reference that every interpreter carries for `help()`. All of it is
+tokens when it leaves here; no model and no cache is known.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+NAMES = (
+    "Anna", "Boris", "Carla", "David", "Elena", "Felix", "Greta", "Hugo", "Irene", "Jonas", "Karin", "Louis", "Maria",
+    "Nadia", "Oscar", "Paula", "Robert", "Sofia", "Thomas", "Victor",
+)  # fmt: skip
+DIGITS = 5
+NEAR = 400  # characters within which a line's end is looked for
+OTHER = "Why?"  # a question that no needle answers: what a prompt shares with it doesn't depend on the question
+
+
+class NotMeasured(Exception):
+    """It can't be measured as asked. The text names the thing, the value and the remedy."""
+
+
+class Window(NamedTuple):
+    """A piece of text: the prompt that is cached, the tokens read after it, and the token that follows each of those."""
+
+    prompt: list[int]
+    inputs: list[int]
+    targets: list[int]
+
+
+class Question(NamedTuple):
+    """What is computed on a restored cache, and the number that should come."""
+
+    tokens: list[int]
+    number: str
+
+
+class Haystack(NamedTuple):
+    """The cached part of a prompt, and one question for each depth."""
+
+    cached: list[int]
+    questions: list[Question]
+
+
+def default_text() -> str:
+    """The topics in the order of their names."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def read_texts(paths: Sequence[Path]) -> str:
+    texts = []
+    for path in paths:
+        try:
+            texts.append(path.read_text(encoding="utf-8"))
+        except UnicodeDecodeError:
+            raise NotMeasured(f"--text {path}: not UTF-8; convert it, or give another text") from None
+        except OSError as error:
+            raise NotMeasured(f"--text {path}: can't be read ({error.strerror}); give a text file") from None
+    return "\n\n".join(texts)
+
+
+def cut(tokenizer: Any, ids: list[int], prefix: int, tokens: int, windows: int) -> tuple[list[int], list[Window]]:
+    """A first prompt, which is stored and not measured, and the windows: evenly spaced, none overlaps another.
+
+    Each begins with the token that the tokenizer puts at the beginning of a text, if it has one.
+    """
+    opening = _opening(tokenizer)
+    length = prefix - len(opening) + tokens + 1
+    needed = (windows + 1) * length
+    if len(ids) < needed:
+        raise NotMeasured(
+            f"the text has {len(ids):,} tokens, and {windows} windows and the first prompt of {length:,} tokens each "
+            f"need {needed:,}: give more text (--text), or smaller --windows, --prefix or --tokens"
+        )
+    starts = [i * (len(ids) - length) // windows for i in range(windows + 1)]
+    pieces = [opening + ids[start : start + length] for start in starts]
+    return pieces[0][:prefix], [Window(p[:prefix], p[prefix:-1], p[prefix + 1 :]) for p in pieces[1:]]
+
+
+def _opening(tokenizer: Any) -> list[int]:
+    first = getattr(tokenizer, "bos_token_id", None)
+    return [first] if first is not None and tokenizer.encode("a")[:1] == [first] else []
+
+
+def depths_of(count: int) -> list[float]:
+    """Places from the beginning (0) to the end (1); one alone is in the middle."""
+    return [i / (count - 1) for i in range(count)] if count > 1 else [0.5]
+
+
+def haystacks(
+    tokenizer: Any, ids: list[int], prefix: int, count: int, depths: Sequence[float], seed: int
+) -> list[Haystack]:
+    """`count` prompts of at most `prefix` cached tokens: text from `count` places, a number hidden at each depth."""
+    chance = random.Random(seed)
+    made = []
+    for i in range(count):
+        start = (2 * i + 1) * max(len(ids) - prefix, 0) // (2 * count)
+        names = chance.sample(NAMES, len(depths))
+        numbers = [str(chance.randrange(10 ** (DIGITS - 1), 10**DIGITS)) for _ in depths]
+        made.append(_haystack(tokenizer, ids[start : start + prefix], prefix, names, numbers, depths))
+    return made
+
+
+def _haystack(
+    tokenizer: Any, ids: list[int], prefix: int, names: list[str], numbers: list[str], depths: Sequence[float]
+) -> Haystack:
+    """Text is taken away until the cached part has its length: how many tokens a template and the needles take is known
+    only when the prompt is made.
+    """
+    needles = [f"The secret number of {name} is {number}." for name, number in zip(names, numbers, strict=True)]
+    asked = [f"What is the secret number of {name}?" for name in names]
+    length = len(ids)
+    while length > 0:
+        text = hide(tokenizer.decode(ids[:length]), needles, depths)
+        prompts = [_prompt(tokenizer, text, question) for question in (*asked, OTHER)]
+        cached = _shared(prompts)
+        if cached <= prefix:
+            questions = [Question(p[cached:], n) for p, n in zip(prompts[:-1], numbers, strict=True)]
+            return Haystack(prompts[0][:cached], questions)
+        length -= cached - prefix
+    raise NotMeasured(
+        f"--prefix {prefix}: no room for {len(depths)} numbers in a prompt; give a longer --prefix, fewer --depths, or "
+        "--needles 0"
+    )
+
+
+def hide(text: str, needles: Sequence[str], depths: Sequence[float]) -> str:
+    """Each needle on a line of its own near its depth: at the next line's end, else after the next word."""
+    size = len(text)
+    for needle, depth in sorted(zip(needles, depths, strict=True), key=lambda pair: -pair[1]):  # the last goes in first
+        place = int(depth * size)
+        if place == 0:
+            text = f"{needle}\n{text}"
+            continue
+        found = [text.find(mark, place, place + NEAR) for mark in "\n "]
+        place = next((at for at in found if at >= 0), place)
+        text = f"{text[:place]}\n{needle}\n{text[place:].removeprefix(chr(10))}"
+    return text
+
+
+def _prompt(tokenizer: Any, text: str, question: str) -> list[int]:
+    if getattr(tokenizer, "has_chat_template", False):
+        messages = [{"role": "user", "content": f"{text}\n\n{question}"}]
+        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, enable_thinking=False))
+    return list(tokenizer.encode(f"{text}\n\nQuestion: {question}\nAnswer:"))
+
+
+def _shared(prompts: Sequence[list[int]]) -> int:
+    """How many leading tokens all have. They differ before their ends, or the question would make no difference."""
+    return next(i for i, column in enumerate(zip(*prompts, strict=False)) if len(set(column)) > 1)

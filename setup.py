@@ -1,0 +1,40 @@
+"""Builds the C kernel of TurboQuant, where there is a compiler for it. All else about the package is in pyproject.toml.
+
+The library holds no Python module: ctypes loads it, so one build serves every version of Python on the machine.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+LIBRARY = Extension(
+    "prefixcache.kernels._turboquant",
+    sources=[f"kernels/turboquant{part}.c" for part in ("", "_portable", "_avx2", "_avx512")],
+    depends=[f"kernels/turboquant{part}.h" for part in ("", "_vectors", "_mix", "_rows")],
+    # Without contraction: a product fused with a sum rounds once instead of twice, and codes would differ. These come after
+    # the flags of the environment, so that its -ffast-math counts for nothing.
+    extra_compile_args=[
+        "-std=gnu11",
+        "-O3",
+        "-g0",
+        "-fno-fast-math",
+        "-ffp-contract=off",
+        "-fno-math-errno",
+        "-Wno-psabi",
+    ],
+    optional=True,
+)
+
+
+class BuildLibrary(build_ext):
+    def get_ext_filename(self, fullname: str) -> str:
+        return str(Path(*fullname.split(".")).with_suffix(".so"))
+
+    def get_export_symbols(self, ext: Extension) -> list[str]:
+        return []  # not PyInit__turboquant
+
+
+setup(ext_modules=[LIBRARY], cmdclass={"build_ext": BuildLibrary})

@@ -1,0 +1,322 @@
+"""`prefixcache evaluate`: raw is the reference, more bits are nearer to it, what can't be measured is refused.
+
+The models are random and tiny, so only what codecs change can be seen with them; that a hidden number is told is tested
+with the trained model in tests/fixtures.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mlx_lm.models.cache import BatchKVCache
+
+from prefixcache.cli import evaluate_plot, evaluating
+from prefixcache.cli.evaluate_measures import Rows
+from prefixcache.cli.evaluate_report import main_grid, markdown
+from prefixcache.cli.evaluate_text import NotMeasured, default_text
+from prefixcache.cli.evaluating import Job, Subject, measure
+from prefixcache.codecs import TurboQuant
+from tests.families import FAMILIES
+
+ROOT = Path(__file__).parent.parent.parent
+SPECS = ["raw", "affine:8", "affine:4", "turboquant:4", "turboquant:2"]
+SMALL = ("--prefix", 300, "--tokens", 32, "--windows", 2, "--needles", 1, "--depths", 2)
+
+TOP = {"model", "adapter", "text", "job", "versions", "depths", "reference", "codecs"}
+REFERENCE = {"perplexity", "windows", "needles"}
+CODEC = {
+    "codec", "name", "spec", "identical", "bits_per_value", "values_per_token", "live_bytes_per_token",
+    "payload_bytes_per_token", "stored_bytes_per_token", "ratio", "layers", "raw_layers", "perplexity",
+    "perplexity_difference", "perplexity_difference_error", "perplexity_ratio", "perplexity_ratio_error", "kl_mean",
+    "kl_error", "kl_p99", "top1", "top1_error", "windows", "needles",
+}  # fmt: skip
+
+
+class Bytes:
+    """A tokenizer whose tokens are ASCII characters."""
+
+    bos_token_id = None
+    eos_token_ids: set[int] = set()
+    has_chat_template = False
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [byte % 128 for byte in text.encode()]
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(ids).decode("ascii")
+
+
+def subject(family: str) -> Subject:
+    return Subject(FAMILIES[family].build(), Bytes(), 4096)
+
+
+def by_name(facts: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {codec["codec"]: codec for codec in facts["codecs"]}
+
+
+def shown(facts: dict[str, Any]) -> str:
+    return markdown({"model": "m", "text": {"files": [], "python": "3"}, **facts})
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command finds a random Llama under every name."""
+    monkeypatch.setattr(evaluating, "load", lambda name, adapter: subject("llama"))
+
+
+# -- what is measured -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["llama", "llama-bf16", "gemma3_text", "qwen3_next"])
+def measured(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """A dense, a half-precision, a sliding-window and a hybrid model."""
+    job = Job(prefix=600, tokens=100, windows=2, needles=1, depths=2)
+    return measure(subject(request.param), SPECS, default_text(), job)
+
+
+def test_raw_is_the_reference_bit_for_bit(measured):
+    raw, reference = by_name(measured)["raw"], measured["reference"]
+    assert raw["identical"]
+    assert (raw["kl_mean"], raw["kl_p99"], raw["top1"]) == (0, 0, 1)
+    assert raw["perplexity"] == reference["perplexity"]
+    assert [window["nll"] for window in raw["windows"]] == [window["nll"] for window in reference["windows"]]
+    assert raw["needles"] == reference["needles"]
+    assert (raw["ratio"], raw["raw_layers"]) == (1, [])
+
+
+def test_more_bits_are_nearer_to_the_reference(measured):
+    found = by_name(measured)
+    assert 0 < found["affine:8"]["kl_mean"] < found["affine:4"]["kl_mean"]
+    assert 0 < found["turboquant:4"]["kl_mean"] < found["turboquant:2"]["kl_mean"]
+    assert found["turboquant:4"]["top1"] > found["turboquant:2"]["top1"]
+    assert not found["turboquant:4"]["identical"]
+
+
+def test_bits_and_bytes_are_those_of_the_format(measured):
+    found = by_name(measured)
+    assert found["turboquant:4"]["bits_per_value"] == 4 + 16 / 32  # rows of 32 values with a 16-bit scale
+    assert found["turboquant:2"]["bits_per_value"] == 2 + 16 / 32
+    raw = found["raw"]
+    assert raw["live_bytes_per_token"] == raw["payload_bytes_per_token"]
+    assert raw["bits_per_value"] == 8 * raw["live_bytes_per_token"] / raw["values_per_token"]
+    for codec in found.values():
+        assert codec["ratio"] == raw["live_bytes_per_token"] / codec["payload_bytes_per_token"]
+    stored = [found[name]["stored_bytes_per_token"] for name in ("raw", "affine:8", "affine:4", "turboquant:2")]
+    assert stored == sorted(stored, reverse=True)
+
+
+def test_every_window_and_every_number_is_counted(measured):
+    assert measured["depths"] == [0, 1]
+    for of in (measured["reference"], *measured["codecs"]):
+        assert len(of["windows"]) == 2
+        assert of["needles"]["asked"] == 2
+        assert [at["depth"] for at in of["needles"]["by_depth"]] == [0, 1]
+
+
+def test_a_model_without_rows_has_no_bits_and_is_restored_exactly():
+    facts = measure(subject("mamba"), ["raw", "turboquant:4"], default_text(), Job(300, 40, 2, 0))
+    for codec in facts["codecs"]:
+        assert codec["identical"]
+        assert (codec["bits_per_value"], codec["ratio"]) == (None, None)
+    assert "| turboquant:4 | - |" in shown(facts)
+
+
+def test_the_statistics_come_from_a_text_that_is_not_measured(monkeypatch):
+    stored, statistics = [], set()
+    keep = evaluating.Trial.keep
+
+    def noting(self, prompt, live):
+        done = keep(self, prompt, live)
+        stored.append((tuple(prompt), done.new_tokens, self.cache.stats().namespaces))
+        held = self.cache.lookup(prompt, model=evaluating.MODEL)
+        statistics.update(block.rows.header()[0].statistics for block in held._blocks)
+        return done
+
+    monkeypatch.setattr(evaluating.Trial, "keep", noting)
+    facts = measure(subject("llama"), ["turboquant:4"], default_text(), Job(300, 20, 3, 0))
+    assert len(facts["codecs"][0]["windows"]) == 3
+    assert len({prompt for prompt, _, _ in stored}) == 4  # each was new to the one cache that the codec has
+    assert [(new, spaces) for _, new, spaces in stored] == [(300, 1)] * 4
+    assert len(statistics) == 1
+    assert "" not in statistics
+
+
+def test_layers_that_a_codec_leaves_raw_are_told():
+    family = FAMILIES["deepseek_v3"]
+    facts = measure(Subject(family.build(), Bytes(), None), ["raw", "turboquant:4"], default_text(), Job(300, 20, 1, 0))
+    (raw, turbo) = facts["codecs"]
+    assert raw["raw_layers"] == []
+    expected = sorted(turbo["raw_layers"])
+    told = shown(facts)
+    assert ("turboquant:4: keys or values of" in told) == bool(expected)
+    assert turbo["kl_error"] is None  # one text has no standard error
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_json_has_everything_and_its_shape_is_stable(call, tiny):
+    done = call("evaluate", "some/model", *SMALL, "--codec", "affine:8", "--codec", "turboquant:4:3", "--json")
+    assert done.exit_code == 0, done.output
+    assert done.stderr == ""
+    facts = json.loads(done.stdout)
+    assert facts.keys() == TOP
+    assert facts["reference"].keys() == REFERENCE
+    assert [codec["codec"] for codec in facts["codecs"]] == ["raw", "affine:8", "turboquant:4:3"]
+    assert {key for codec in facts["codecs"] for key in codec} == CODEC
+    assert {key for codec in facts["codecs"] for window in codec["windows"] for key in window} == {"nll", "kl", "top1"}
+    assert facts["job"] == {
+        "prefix": 300, "tokens": 32, "windows": 2, "needles": 1, "depths": 2, "seed": 0,
+        "text_tokens": len(Bytes().encode(default_text())), "prefill": 512,
+    }  # fmt: skip
+    assert facts["codecs"][2]["spec"]["name"] == "turboquant"
+
+
+def test_the_table_shows_every_codec_of_the_default_selection(call, tiny):
+    command = importlib.import_module("prefixcache.cli.evaluate")
+    done = call("evaluate", "some/model", *SMALL)
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    for name in ("live cache", "raw", *command.DEFAULT):
+        assert len([line for line in lines if line.split("  ")[0].strip() == name]) == 2, name
+    assert "other text gives other numbers" in " ".join(done.stdout.split())
+    assert "every logit is the live cache's bit for bit" in done.stdout
+
+
+def test_markdown_has_the_same_rows(call, tiny):
+    done = call("evaluate", "some/model", *SMALL, "--codec", "affine:4", "--markdown", "--needles", 0)
+    assert done.exit_code == 0, done.output
+    rows = [line for line in done.stdout.splitlines() if line.startswith("|")]
+    assert [row.split("|")[1].strip() for row in rows] == ["codec", "---", "live cache", "raw", "affine:4"]
+    assert len({row.count("|") for row in rows}) == 1
+    assert "numbers told" not in done.stdout
+
+
+def test_a_text_of_ones_own_is_read_and_named(call, tiny, tmp_path):
+    own = tmp_path / "own.txt"
+    own.write_text("All happy families are alike. " * 100)
+    done = call("evaluate", "some/model", *SMALL, "--codec", "affine:8", "--text", own, "--json")
+    assert done.exit_code == 0, done.output
+    facts = json.loads(done.stdout)
+    assert facts["text"] == {"files": [str(own)], "python": None}
+    assert facts["job"]["text_tokens"] == 3000
+
+
+def test_the_picture_is_drawn_in_the_kinds_asked_for(call, tiny, tmp_path):
+    done = call("evaluate", "some/model", *SMALL, "--codec", "turboquant:4:3", "--plot", tmp_path / "picture")
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    svg = (tmp_path / "picture.svg").read_text()
+    assert "bits a value" in svg
+    assert "k4 v3" in svg
+    assert "live cache" in svg
+
+
+def test_codecs_on_one_line_are_of_one_kind():
+    assert evaluate_plot.family(TurboQuant(4, 4).spec()) == "turboquant"
+    assert evaluate_plot.family(TurboQuant(4, 3).spec()) == "turboquant, keys and values apart"
+    assert evaluate_plot.family(TurboQuant(4, 4, levelling=False).spec()) == "turboquant, plain"
+    assert evaluate_plot.family({"name": "affine", "bits": 4}) == "affine"
+
+
+def test_an_infinite_divergence_is_null_and_shown_as_none(monkeypatch):
+    def broken(reference, logits, targets):
+        infinite = np.full(len(targets), np.inf)
+        return Rows(infinite, infinite, np.zeros(len(targets), bool))
+
+    monkeypatch.setattr(evaluating, "compare", broken)
+    facts = measure(subject("llama"), ["raw"], default_text(), Job(300, 20, 2, 0))
+    json.dumps(facts, allow_nan=False)
+    assert facts["codecs"][0]["kl_mean"] is None
+    grid = main_grid(facts)
+    assert grid.rows[1][grid.headings.index("KL,\nnats")] == "-"
+
+
+# -- what can't be measured -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (("--codec", "gzip"), "codec='gzip': not a codec; write"),
+        (("--codec", "turboquant:9"), "key_bits=9: not a bit depth"),
+        (("--text", "/nowhere/text.txt"), "--text /nowhere/text.txt: can't be read"),
+        (("--json", "--markdown"), "give one of them"),
+        (("--prefix", 4000, "--tokens", 200), "4096 positions (max_position_embeddings); give --prefix 3896 or less"),
+        (("--windows", 5000, "--prefix", 300), "give more text (--text), or smaller --windows"),
+        (("--prefix", 30, "--windows", 1), "--prefix 30: no room for 5 numbers"),
+        (("--plot", "picture.pdf"), "can't draw .pdf; give a name that ends in .png or .svg"),
+        (("--plot", "/nowhere/picture.png"), "no such folder; make /nowhere first"),
+    ],
+)
+def test_what_can_not_be_measured_is_refused_with_the_remedy(call, tiny, args, told):
+    done = call("evaluate", "some/model", *args)
+    assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.output
+    assert done.stderr.startswith("prefixcache: ")
+    assert told in done.stderr
+
+
+def test_a_model_that_is_not_there_or_is_none_is_refused(call, tmp_path):
+    done = call("evaluate", tmp_path / "nowhere")
+    assert done.exit_code == 2
+    assert "no such folder; give a model's folder, or its name on Hugging Face" in done.stderr
+    done = call("evaluate", tmp_path)
+    assert done.exit_code == 2
+    assert f"{tmp_path}: mlx-lm can't load it: " in done.stderr
+    done = call("evaluate", tmp_path, "--adapter", tmp_path / "none")
+    assert done.exit_code == 2
+    assert "--adapter" in done.stderr
+
+
+def test_without_matplotlib_the_remedy_is_told_before_anything_runs(call, monkeypatch):
+    monkeypatch.setattr(evaluate_plot, "find_spec", lambda name: None)
+    monkeypatch.setattr(evaluating, "load", lambda *args: pytest.fail("the model was loaded"))
+    done = call("evaluate", "some/model", "--plot", "picture.png")
+    assert done.exit_code == 2
+    assert "pip install 'prefixcache[plan]'" in done.stderr
+
+
+def test_a_cache_that_can_not_be_stored_is_refused(monkeypatch):
+    monkeypatch.setattr(evaluating.Reference, "fill", lambda self, prompt: [BatchKVCache([0])])
+    with pytest.raises(NotMeasured, match="this model's prompt cache can't be stored: layer 0"):
+        measure(subject("llama"), ["raw"], default_text(), Job(300, 20, 1, 0))
+
+
+def test_state_that_can_not_be_restored_is_refused(monkeypatch):
+    monkeypatch.setattr(evaluating.PrefixCache, "lookup", lambda self, tokens, model: None)
+    with pytest.raises(NotMeasured, match="of 300 tokens that were stored 0 can be found"):
+        measure(subject("llama"), ["raw"], default_text(), Job(300, 20, 1, 0))
+
+
+def test_a_servers_variables_do_not_lead_to_its_directory(call, tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("PREFIXCACHE_SSD_DIR", str(tmp_path / "server"))
+    monkeypatch.setenv("PREFIXCACHE_RAM", "1GB")
+    done = call("evaluate", "some/model", *SMALL, "--codec", "affine:8", "--needles", 0)
+    assert done.exit_code == 0, done.output
+    assert not (tmp_path / "server").exists()
+
+
+# -- the trained model ------------------------------------------------------------------------------------------------
+
+
+def test_the_trained_model_tells_the_numbers_from_a_restored_cache(call):
+    done = call(
+        "evaluate", ROOT / "tests/fixtures/tiny-llama", "--prefix", 700, "--tokens", 64, "--windows", 2,
+        "--needles", 3, "--depths", 3, "--codec", "turboquant:4", "--json",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    facts = json.loads(done.stdout)
+    found = by_name(facts)
+    assert found["raw"]["identical"]
+    assert found["raw"]["needles"] == facts["reference"]["needles"]
+    asked = facts["reference"]["needles"]["asked"]
+    assert asked == 9
+    assert facts["reference"]["needles"]["right"] >= asked - 2
+    assert found["turboquant:4"]["needles"]["right"] >= facts["reference"]["needles"]["right"] - 2
+    assert found["turboquant:4"]["perplexity_ratio"] < 1.1
+    assert found["turboquant:4"]["top1"] > 0.9

@@ -1,0 +1,92 @@
+"""The package installs with and without a C compiler, and what is built is in the wheel."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LIBRARY = "prefixcache/kernels/_turboquant.so"
+
+# Codes and decodes rows, and prints which back end did.
+USE = """
+import sys
+import numpy as np
+import prefixcache
+from prefixcache.codecs import turboquant_c, turboquant_numpy
+from prefixcache.codecs.turboquant_format import form_of
+
+assert prefixcache.__file__.startswith(sys.argv[1]), prefixcache.__file__
+back_end = turboquant_c if turboquant_c.available() else turboquant_numpy
+rows = np.random.default_rng(0).standard_normal((50, 2, 128)).astype(np.float16)
+codes, scales, back = np.zeros((50, 2, 16), np.uint32), np.zeros((50, 2), np.uint16), np.zeros((2, 50, 128), np.float16)
+form = form_of(128, 4, 0)
+back_end.encode(rows, "float16", form, None, codes, scales)
+back_end.decode(codes, scales, "float16", form, None, back)
+assert np.mean((rows.swapaxes(0, 1) - back).astype(float) ** 2) < 0.015
+print(back_end.__name__.rpartition(".")[2], turboquant_c.describe(), sep=": ")
+"""
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """The sources, where building leaves nothing in the repository."""
+    copy = tmp_path / "source"
+    copy.mkdir()
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    for name in ("prefixcache", "kernels", "migrations"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    return copy
+
+
+def python(*arguments: str | Path, cwd: Path, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)], cwd=cwd, env=os.environ | environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"{arguments}:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def install(source: Path, site: Path, **environment: str) -> None:
+    """Without the network: setuptools is that of the tests, and dependencies are those that are here."""
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
+    python("-m", "pip", "install", *options, "--target", site, source, cwd=source.parent, **environment)
+
+
+def use(site: Path) -> str:
+    return python("-c", USE, site, cwd=site, PYTHONPATH=str(site))
+
+
+def test_without_a_compiler_numpy_serves(source: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    install(source, site, CC="/nonexistent/cc")
+    assert not list(site.rglob("*.so"))
+    assert use(site) == "turboquant_numpy: not built\n"
+
+
+@pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc")), reason="no C compiler here")
+def test_the_kernel_is_built_from_a_source_distribution(source: Path, tmp_path: Path) -> None:
+    build = "import sys; from setuptools import build_meta; print(build_meta.build_{}(sys.argv[1]))"
+    name = python("-c", build.format("sdist"), tmp_path, cwd=source).splitlines()[-1]
+    with tarfile.open(tmp_path / name) as archive:
+        archive.extractall(tmp_path / "unpacked", **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+
+    name = python("-c", build.format("wheel"), tmp_path, cwd=unpacked).splitlines()[-1]
+    assert "none-any" not in name
+    with zipfile.ZipFile(tmp_path / name) as wheel:
+        assert LIBRARY in wheel.namelist()
+        assert not [name for name in wheel.namelist() if name.endswith((".c", ".h", ".o"))]
+        assert "prefixcache/py.typed" in wheel.namelist()
+
+    site = tmp_path / "site"
+    install(tmp_path / name, site)
+    assert use(site).startswith("turboquant_c: C, ")

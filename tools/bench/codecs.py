@@ -1,0 +1,200 @@
+"""How fast rows are coded and come back, in GB/s of float16 rows, beside what MLX's own quantisation does on the same device.
+
+First the CPU: the C kernel of TurboQuant, with NumPy's back end beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+if not __package__:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import mlx.core as mx
+import numpy as np
+
+from prefixcache.codecs import turboquant_c, turboquant_numpy
+from prefixcache.codecs.levelling import Levels, measure
+from prefixcache.codecs.packing import words_of
+from prefixcache.codecs.turboquant_c import DecodePiece, EncodePiece
+from prefixcache.codecs.turboquant_format import Form, form_of
+from tools.bench import report
+from tools.bench.report import Figure
+
+HEADS, WIDTH, PIECE = 8, 128, 256  # a block of tokens is a piece
+PIECES_A_STREAM = 8
+STREAMS = {"full": 64, "quick": 16, "tiny": 1}  # of 4 MB: 256 MB of rows, which no cache of a CPU holds
+ROUNDS = {"full": 5, "quick": 5, "tiny": 1}
+CASES = [(bits, levelled) for bits in (4, 3) for levelled in (True, False)]
+MLX_BITS, MLX_GROUP = 4, 64
+
+
+class Rows(NamedTuple):
+    """Streams of float16 rows (heads, tokens, width), as live caches hold them."""
+
+    streams: list[np.ndarray]
+    levels: Levels
+
+    @property
+    def nbytes(self) -> int:
+        return sum(stream.nbytes for stream in self.streams)
+
+
+def drawn(scale: str) -> Rows:
+    """Keys with an offset and a spread for each channel. Streams are alike: nothing here looks at more than a row."""
+    rng = np.random.default_rng(7)
+    offset, spread = rng.standard_normal((2, HEADS, 1, WIDTH))
+    one = rng.standard_normal((HEADS, PIECES_A_STREAM * PIECE, WIDTH)) * (1 + spread**2) + 4 * offset
+    stream = one.astype(np.float16)
+    levels = measure(stream.swapaxes(0, 1).astype(np.float32))
+    assert levels is not None
+    return Rows([stream.copy() for _ in range(STREAMS[scale])], levels)
+
+
+def _told(nbytes: int, times: list[float]) -> str:
+    return f"{nbytes / statistics.median(times) / 1e9:.2f} GB/s"
+
+
+# -- the CPU -----------------------------------------------------------------------------------------------------------
+
+CPU_THREADS = 2
+NUMPY_STREAMS = 4  # at most, because it takes its time
+DECODE_BAR, ENCODE_BAR = 10, 3
+
+
+def decode_cpu(scale: str) -> Iterator[Figure]:
+    """From codes in pieces of 256 tokens to buffers that were there before; `mx.dequantize` allocates from MLX's pool."""
+    rows = drawn(scale)
+    whole = mx.array(np.concatenate(rows.streams).reshape(-1, WIDTH))
+    with mx.stream(mx.cpu):
+        coded = mx.quantize(whole, group_size=MLX_GROUP, bits=MLX_BITS)
+        mx.eval(coded)
+        del whole
+
+        def theirs() -> None:
+            mx.eval(mx.dequantize(*coded, group_size=MLX_GROUP, bits=MLX_BITS))
+
+        yield from _cpu("decode", "mx.dequantize", DECODE_BAR, scale, rows, theirs, _decoders)
+
+
+def encode_cpu(scale: str) -> Iterator[Figure]:
+    """From rows as they lie in a live cache to codes in pieces of 256 tokens."""
+    rows = drawn(scale)
+    whole = mx.array(np.concatenate(rows.streams).reshape(-1, WIDTH))
+    with mx.stream(mx.cpu):
+
+        def theirs() -> None:
+            mx.eval(mx.quantize(whole, group_size=MLX_GROUP, bits=MLX_BITS))
+
+        yield from _cpu("encode", "mx.quantize", ENCODE_BAR, scale, rows, theirs, _encoders)
+
+
+Works = tuple[Callable[[], None], Callable[[], None]]
+
+
+def _cpu(
+    what: str,
+    reference: str,
+    bar: int,
+    scale: str,
+    rows: Rows,
+    theirs: Callable[[], None],
+    works: Callable[[Rows, Form, Levels | None], Works],
+) -> Iterator[Figure]:
+    """`works` gives the same work twice: of all streams in C, and of the first few in NumPy."""
+    some = min(NUMPY_STREAMS, len(rows.streams)) / len(rows.streams)
+    for bits, levelled in CASES:
+        name = f"{what}, CPU, {bits} bits, {'levelled' if levelled else 'plain'}"
+        if not turboquant_c.available():
+            yield Figure(name, f"C kernel: {turboquant_c.describe()}", f">= {bar} x", reference, False)
+            continue
+        ours, numpy = works(rows, form_of(WIDTH, bits, 0), rows.levels if levelled else None)
+        with _threads(CPU_THREADS):
+            for warm in (ours, theirs):
+                warm()
+            in_c, in_mlx = report.in_turns(
+                ROUNDS[scale], lambda _, ours=ours: report.seconds(ours), lambda _: report.seconds(theirs)
+            )
+        in_numpy = [report.seconds(numpy) / some]
+        ratio = report.median_ratio(in_mlx, in_c)
+        yield Figure(
+            name,
+            f"{_told(rows.nbytes, in_c)}, {ratio:.1f} x ({turboquant_c.describe()}, {CPU_THREADS} threads)",
+            f">= {bar} x {reference}",
+            f"{reference} {MLX_BITS} bits: {_told(rows.nbytes, in_mlx)}; NumPy: {_told(rows.nbytes, in_numpy)}",
+            ratio >= bar,
+            {"bytes": rows.nbytes, "ours_s": in_c, "mlx_s": in_mlx, "numpy_s": in_numpy},
+        )
+
+
+def _pieces(rows: Rows, form: Form, levels: Levels | None, buffers: list[np.ndarray]) -> list[list[DecodePiece]]:
+    """For each stream, pieces whose codes and scales are still empty."""
+    words = words_of(form.width, form.codebook.bits)
+    return [
+        [
+            DecodePiece(
+                np.zeros((PIECE, HEADS, words), np.uint32), np.zeros((PIECE, HEADS), np.uint16), "float16", form, levels,
+                buffer[:, at : at + PIECE],
+            )
+            for at in range(0, buffer.shape[1], PIECE)
+        ]
+        for buffer in buffers
+    ]  # fmt: skip
+
+
+def _to_encode(piece: DecodePiece) -> EncodePiece:
+    rows = piece.rows.swapaxes(0, 1)
+    return EncodePiece(rows, piece.dtype, piece.form, piece.levels, piece.codes, piece.scales)
+
+
+def _encoders(rows: Rows, form: Form, levels: Levels | None) -> Works:
+    streams = [[_to_encode(piece) for piece in stream] for stream in _pieces(rows, form, levels, rows.streams)]
+
+    def in_c() -> None:
+        for stream in streams:
+            turboquant_c.encode_many(stream)
+
+    def in_numpy() -> None:
+        for piece in (piece for stream in streams[:NUMPY_STREAMS] for piece in stream):
+            turboquant_numpy.encode(*piece)
+
+    return in_c, in_numpy
+
+
+def _decoders(rows: Rows, form: Form, levels: Levels | None) -> Works:
+    streams = _pieces(rows, form, levels, [np.zeros_like(stream) for stream in rows.streams])
+    for buffer, stream in zip(rows.streams, streams, strict=True):
+        for at, piece in enumerate(stream):
+            source = piece._replace(rows=buffer[:, at * PIECE : (at + 1) * PIECE])
+            turboquant_c.encode(*_to_encode(source))
+
+    def in_c() -> None:
+        for stream in streams:
+            turboquant_c.decode_many(stream)
+
+    def in_numpy() -> None:
+        for piece in (piece for stream in streams[:NUMPY_STREAMS] for piece in stream):
+            turboquant_numpy.decode(*piece)
+
+    return in_c, in_numpy
+
+
+@contextlib.contextmanager
+def _threads(number: int) -> Iterator[None]:
+    before = turboquant_c.threads()
+    turboquant_c.set_threads(number)
+    try:
+        yield
+    finally:
+        turboquant_c.set_threads(before)
+
+
+FIGURES = {"decode-cpu": decode_cpu, "encode-cpu": encode_cpu}
+
+if __name__ == "__main__":
+    sys.exit(report.main({"codecs": FIGURES}))
