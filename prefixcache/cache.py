@@ -12,7 +12,6 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -200,20 +199,6 @@ class PrefixCache:
         raw = ids[:limit].tobytes()
         store = Store(self._tiers, home, raw, reading.leaves, bool(home.plan.snapshots) and agreed)
         return Stored(*store.run(), tuple(home.plan.raw))
-
-    def calibrate(self, model: str, query_rms: Sequence[np.ndarray | None]) -> None:
-        """Tell what the queries of a model look at (`prefixcache.queries.query_rms` measures it), before its first store.
-
-        `query_rms`: for each layer (key heads, width) float32, or None. Namespaces of `model` whose levels are measured
-        from now on spend the error of keys where queries look least. Other arrays than that are an error at once.
-        """
-        self._check_open()
-        model = as_model(model)
-        for i, one in enumerate(query_rms):
-            if one is not None and not (isinstance(one, np.ndarray) and one.ndim == 2 and np.isfinite(one).all()):
-                raise ValueError(f"query_rms[{i}]: give a NumPy array (key heads, width) of finite numbers, or None")
-        with self._tiers.lock:
-            self._tiers.queries[model] = [None if one is None else one.astype(np.float32) for one in query_rms]
 
     def match(self, tokens: Tokens, *, model: str, salt: bytes = b"") -> Match:
         """How deep `tokens` can be hit. No I/O, no MLX, nothing changes."""

@@ -111,7 +111,7 @@ class Store:
         return Outcome(depth, new_tokens, new_bytes, self._state is not None and depth == self._limit)
 
     def _measure(self) -> LevelSet | None:
-        return measure_all(self._plan, self._leaves, self._limit, self._tiers.queries.get(self._home.row.model, ()))
+        return measure_all(self._plan, self._leaves, self._limit)
 
     # -- planning, under the lock -------------------------------------------------------------------------------------
 

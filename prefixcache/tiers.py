@@ -13,13 +13,12 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as FuturesTimeout
 from typing import NamedTuple
 
 from prefixcache.budget import Budget, Reservation
-from prefixcache.codecs.interchange import Array
 from prefixcache.image import Image
 from prefixcache.keys import TOKEN_BYTES
 from prefixcache.layers.levels import LEAST_ROWS, LevelSet, unpack
@@ -60,7 +59,6 @@ class Tiers:
         self._unlisted: deque[Entry] = deque()  # on SSD, not in the tree for want of RAM; coldest first
         self._superseded: dict[Slot, Entry] = {}  # files of windows that grew; go when the new one is durable
         self._current: dict[bytes, str] = {}  # by root key: the levels that new rows are coded with
-        self.queries: dict[str, Sequence[Array | None]] = {}  # by model: the root mean square of each layer's queries
         self._ahead = 0  # bytes that entered RAM since the last spill ahead
         self.ssd: Ssd | None = None
 

@@ -22,7 +22,7 @@ LEVELS = {
     "codecs": 1, "tree": 1,
     "layers": 2, "ssd": 2,
     "stats": 3, "tiers": 4,
-    "promoting": 5, "queries": 5, "storing": 5,
+    "promoting": 5, "storing": 5,
     "cache": 6,
     "": 7,
     "cli": 8, "integrations": 8,

@@ -40,16 +40,13 @@ class Levels:
         return Levels(self.mean[first : first + heads], self.root[first : first + heads])
 
 
-def measure(rows: Array, queries: Array | None = None) -> Levels | None:
+def measure(rows: Array) -> Levels | None:
     """Levels of float32 rows (tokens, heads, width). None from fewer than 256 rows that are finite, or too large to add.
 
     mean is the channel's; root is sqrt(s / smallest s), s the channel's mean absolute deviation (one huge row, as the
     first of a prompt often is, moves it little), at least `FLOOR` of the median of its head's. Dividing by sqrt(s),
     half-way to equal channels, is what leaves the least squared error after the way back: the error is white in between,
     so channel c's is root_c**2 times the mean of (s / root)**2.
-
-    `queries` (heads, width): the root mean square q of the queries at each channel. What counts then is the error of
-    q times the key, and s / q takes the place of s.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         mean = rows.mean(0)
@@ -62,10 +59,6 @@ def measure(rows: Array, queries: Array | None = None) -> Levels | None:
         spread = np.abs(apart, out=apart).mean(0)
     if not (np.isfinite(mean).all() and np.isfinite(spread).all()):
         return None
-    if queries is not None and queries.shape == spread.shape and np.isfinite(queries).all():
-        typical = np.median(queries, axis=1, keepdims=True)
-        heard = np.maximum(queries, FLOOR * typical)
-        spread = np.divide(spread * typical, heard, out=spread, where=heard > 0)
     spread = np.maximum(spread, FLOOR * np.median(spread, axis=1, keepdims=True))
     least = spread.min(axis=1, keepdims=True)
     root = np.sqrt(np.divide(spread, least, out=np.ones_like(spread), where=least > 0))

@@ -6,7 +6,7 @@ have had several; it is not part of any key. Who holds it in RAM and writes it i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import mlx.core as mx
 import numpy as np
@@ -72,19 +72,12 @@ def _levelled(plan: Plan) -> Iterable[Group]:
     return (group for section in (plan.rows, *plan.windowed) for group in section.groups if group.codec.levelled)
 
 
-def measure_all(plan: Plan, leaves: list[Leaf], limit: int, queries: Sequence[Array | None] = ()) -> LevelSet | None:
-    """Levels from the first `limit` tokens of evaluated leaves; None where no group has 256 rows of them.
-
-    `queries`: for each layer the root mean square of its queries, (key heads, width), where it is known.
-    """
+def measure_all(plan: Plan, leaves: list[Leaf], limit: int) -> LevelSet | None:
+    """Levels from the first `limit` tokens of evaluated leaves; None where no group has 256 rows of them."""
     groups = {}
     for group in _levelled(plan):
-        own = []
-        for member in group.members:
-            layer = plan.layer_of[member.leaf]
-            asked = queries[layer] if member.stream == "keys" and layer < len(queries) else None
-            rows = _sample(leaves[member.leaf], member.stream, limit)
-            own.append(measure(rows, asked) if rows is not None else None)
+        members = [_sample(leaves[member.leaf], member.stream, limit) for member in group.members]
+        own = [measure(rows) if rows is not None else None for rows in members]
         if all(levels is not None for levels in own):
             some = [levels for levels in own if levels is not None]
             groups[group.levels] = Levels(
