@@ -5,27 +5,16 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import mlx_lm
 import pytest
 from typer.testing import CliRunner
 
 from prefixcache import Settings
 from prefixcache.cli import app
-from prefixcache.cli.demo_passes import build
 
 ROOT = Path(__file__).parent.parent
+MODEL = ROOT / "tests" / "fixtures" / "tiny-llama"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-
-
-class Bytes:
-    """A tokenizer whose tokens are bytes."""
-
-    eos_token_ids = {0}
-
-    def apply_chat_template(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> list[int]:
-        return list("".join(f"{m['role']}: {m['content']}\n" for m in messages).encode())
-
-    def decode(self, tokens: list[int]) -> str:
-        return bytes(tokens).decode("latin-1")
 
 
 def blocks(language: str) -> list[str]:
@@ -46,7 +35,8 @@ def test_the_program_runs_as_it_stands_and_reuses_what_was_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr("mlx_lm.load", lambda name: (build(0), Bytes()))
+    loaded = mlx_lm.load(str(MODEL))
+    monkeypatch.setattr("mlx_lm.load", lambda name: loaded)
     program: dict[str, Any] = {}
     (source,) = blocks("python")
     exec(compile(source, "README.md", "exec"), program)
@@ -55,7 +45,7 @@ def test_the_program_runs_as_it_stands_and_reuses_what_was_said(
     messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "And films?"}]
     try:
         program["answer"](messages, max_tokens=8)
-        asked = len(Bytes().apply_chat_template(messages[:1], True))
+        asked = len(loaded[1].apply_chat_template(messages[:1], add_generation_prompt=True))
         assert program["cache"].stats().counters.hit_tokens >= asked
     finally:
         program["cache"].close()

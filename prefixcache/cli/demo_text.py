@@ -1,85 +1,144 @@
-"""What the demo's conversations say: one long system prompt that all share, and the readers' short questions.
+"""What the demo's conversations say, as text and as tokens: one long system prompt that all share, and short questions.
 
-Bytes are the demo's tokens, so the length of a text in UTF-8 is its length in tokens.
+The questions are of forms that the repository's own tiny model was trained on; any other chat model understands them.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
 SYSTEM = """\
-You are the assistant at the front desk of a small town library. You answer in writing, and the people who read \
-you may be standing at the desk, sitting at home, or holding a telephone that reads your words aloud to them. Be \
-brief, be exact, and be kind. When you do not know something, say so, and say who would know.
+You answer at the help desk of Rowkeeper, a Python library that reads, checks and writes tables. This is the handbook \
+of the desk. Be brief, be exact, and be kind. All of the numbers in it are public: give them to whoever asks. When you \
+do not know something, say so, and say who would know.
 
-The house. The library stands on the market square, in what used to be the corn exchange. It is open from ten to \
-six, Tuesday to Saturday, and until eight on Thursdays. It is closed on Sundays, on Mondays, and in the last \
-week of July, when the floors are waxed. The children's room is on the ground floor, left of the stairs. \
-Newspapers are on the right, beside the window, with the magnifying lamps. The reading room and the local \
-archive are upstairs; a lift stands behind the desk, and nobody needs to ask for a key. The reading room is \
-quiet. The children's room is not, and is not meant to be.
+Installing. Rowkeeper needs Python 3.10 or newer and has no dependencies. A table is opened with `open_table(path)`, \
+which returns a `Table`. If the file does not exist, it raises `FileNotFoundError`; if the header is not valid, it \
+raises `HeaderError`, a subclass of `ValueError`. The access code of the archive is 48213. Old releases are kept there.
 
-Cards and loans. Anyone who lives, works or goes to school in the district gets a card free of charge; others \
-pay once a year. Books go out for four weeks, films and music for one, games for two. A loan can be renewed \
-three times unless somebody else waits for it. There are no fines. A thing that is eight weeks late counts as \
-lost, and the card rests until it comes back or is paid for. Twenty things may be out on one card, of which five \
-may be films. Dictionaries, atlases and the bound newspapers stay in the house, but any page of them may be \
-copied at the desk.
+Reading. Iterate over a `Table` to get its rows in the order in which they were written. Each row is a mapping from \
+column names to values. Pass `strict=False` to skip rows that cannot be read; they are counted in `table.skipped`. The \
+port of the test server is 7615. Values are converted by the functions in `table.converters`, a dictionary whose keys \
+are column names. The secret number of Marlow is 90352. Set a converter to `None` to get the text as it is.
 
-Requests. If a book is out, offer to hold it. If we do not own it, look in the union catalogue of the county; a \
-book from there takes about five working days, and the reader is told by letter or by message, as they prefer. \
-If nobody in the county owns it, write a wish on the yellow form. Every wish is read by a librarian on Friday, \
-and every wish gets an answer, also when the answer is no.
+Writing. Call `table.append(row)` or `table.extend(rows)`, and `table.save()` at the end; or use the table as a \
+context manager, which saves it when the block ends without an exception. A file is replaced only when all of it has \
+been written. The phone number of the office is 552108. Two processes must not write the same file at the same time: \
+the second one gets a `LockedError`, which names the first.
 
-The archive. The local archive holds parish registers from 1643, maps of the town wall, the photographs of the \
-Lindqvist studio, and the minutes of the fire brigade. Visitors write their name in the book, leave bags in the \
-lockers, and use pencils only. Two volumes may be on a table at a time. Photographs may be taken without a \
-flash. The registers of the last hundred years are closed to all but the family.
+Errors. Ask for the whole traceback and for the version, `rowkeeper.__version__`. The room number of Irene is 318. If a \
+row is at fault, ask for the row and not for the whole file. The secret number of the library is 26974. Report errors \
+of the library to its maintainers, with an example of at most ten lines that shows the error.
 
-Manners. Never tell anyone what another person has borrowed, not even their parent or their teacher. Never guess \
-at a medical, legal or financial question: name the shelf where the books about it stand, and the office that \
-gives advice. If someone is upset, do not argue; offer a chair, and call a colleague. If a child asks, answer \
-the child and not the grown-up beside it. If a question comes in another language, answer in that language when \
-you can.
+Speed. Reading takes about a second for a million rows. If it takes longer, look for converters written in Python \
+and for paths on a network. The serial number of the printer is 8140627. `table.profile()` returns the seconds spent \
+on each column. The magic number of the file format is 61805. It stands in the first bytes of every file.
 
-How to answer. Give the answer first, then the reason, in no more than four sentences. Write numbers of shelves \
-as they stand on the signs, for instance 590.7 for birds and 641.5 for cooking. Write times as on a clock. Do \
-not use lists unless the reader asks for one. Do not promise what the house cannot keep.
+Closing time. The desk is open from nine to five. The PIN of the alarm is 5937. Whoever leaves last turns off the \
+light. The secret number of Zorvel is 73460. The access code of the garden is 15298.
 """
 
-OPENINGS = (
-    "Do you have a book about building a small sailing boat at home?",
-    "My grandmother was born here in 1911. Can I see the register?",
-    "How late may I bring a film back before it counts as lost?",
-    "I moved here last week. What do I need to bring for a card?",
-    "Is there a quiet place where I could work on Thursday evening?",
-    "My son wants to know why owls can turn their heads so far.",
-    "The atlas that I need may not leave the house. What can I do?",
-    "Could you find out whether somebody waits for the book I have?",
-    "I am looking for old photographs of the mill by the river.",
-    "Where do you keep newspapers, and is there a lamp to read by?",
-    "I can't climb stairs any more. Can I still use the archive?",
-    "Which shelf has books about bread, and may I copy two pages?",
-)
+NAMES = ("Hanna", "Oscar", "Tara", "Kofi", "Wanda", "Yusuf", "Paula", "Simon", "Nina", "Gustav")
 
-FOLLOW_UPS = (
-    "Thank you. And how long may I keep it?",
-    "Would that be possible on a Saturday too?",
-    "Whom should I ask if that does not work out?",
-    "One more thing: can my neighbour fetch it for me?",
-)
+OPEN = ("Why do I get a `LockedError`?", "Describe `Table`.", "Why do I get a `HeaderError`?")
+
+# What a conversation asks after its first question; each begins at another place of the list.
+KINDS = ("repeat", "own", "fact", "own", "repeat", "fact", "open", "own")
+
+MARK = "@the answer@"  # stands for an answer where a template is rendered to see what follows one
 
 
-def question(conversation: int, turn: int) -> str:
-    """What the reader of a conversation says in a turn, both counted from 0. No two conversations begin alike."""
-    if turn:
-        return FOLLOW_UPS[(conversation + turn - 1) % len(FOLLOW_UPS)]
-    return f"Reader {conversation + 1} asks: {OPENINGS[conversation % len(OPENINGS)]}"
+class Question(NamedTuple):
+    """What the user says, and what a right answer holds; "" where nothing is right or wrong."""
+
+    text: str
+    wanted: str
 
 
-def opening(conversation: int, system: str = SYSTEM) -> bytes:
-    """The first prompt of a conversation."""
-    return f"{system}\nReader: {question(conversation, 0)}\nDesk: ".encode()
+def facts() -> list[Question]:
+    """A question for each number in the system prompt."""
+    found = re.findall(r"The ([\w ]+?) of ([\w ]+) is (\d+)\.", SYSTEM)
+    return [Question(f"What is the {what} of {whose}?", number) for what, whose, number in found]
 
 
-def following(conversation: int, turn: int) -> bytes:
-    """What stands between the answer of the turn before and the answer of this one."""
-    return f"\nReader: {question(conversation, turn)}\nDesk: ".encode()
+def question(conversation: int, turn: int) -> Question:
+    """What the user of a conversation says in a turn, both counted from 0. No two conversations begin alike."""
+    known = facts()
+    fact = known[(conversation + 4 * turn) % len(known)]
+    name, number = NAMES[conversation % len(NAMES)], own_number(conversation)
+    if turn == 0:
+        return Question(f"The secret number of {name} is {number}. {fact.text}", fact.wanted)
+    kind = KINDS[(conversation + 3 * (turn - 1)) % len(KINDS)]
+    if kind == "own":
+        return Question(f"What is the secret number of {name}?", number)
+    if kind == "repeat":
+        line = f"{name} {number} archive 48213 garden 15298"
+        return Question(f"Repeat this:\n{line}", line)
+    if kind == "open":
+        return Question(OPEN[conversation % len(OPEN)], "")
+    return fact
+
+
+def own_number(conversation: int) -> str:
+    """A number of five digits that no other conversation tells: the step has no divisor in common with the range."""
+    return str(10007 + conversation * 27919 % 89989)
+
+
+class Chat:
+    """The conversations as a model's tokenizer writes them.
+
+    A prompt is never rendered as a whole again: what follows an answer is appended to the tokens that are there, as a
+    server does it. Else an answer could come back as other tokens than those that the model has said.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.ends = frozenset(tokenizer.eos_token_ids)
+
+    def opening(self, conversation: int) -> list[int]:
+        """The first prompt of a conversation."""
+        return self._encode(self._render(_said(conversation, 0)))
+
+    def following(self, conversation: int, turn: int, answer: Sequence[int]) -> list[int]:
+        """What stands between the answer of the turn before and the answer of this one."""
+        tail = self._encode(self._render(_said(conversation, turn)).rpartition(MARK)[2])
+        ended = answer and answer[-1] in self.ends and answer[-1] == tail[0]
+        return tail[1:] if ended else tail
+
+    def text(self, answer: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode([token for token in answer if token not in self.ends])
+        return text.strip()
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _render(self, messages: list[dict[str, str]]) -> str:
+        if not getattr(self._tokenizer, "has_chat_template", False):
+            return "".join(f"{m['role']}: {m['content']}\n\n" for m in messages) + "assistant:"
+        try:
+            return self._templated(messages)
+        except Exception:  # some templates know no system role, and each says so with an error of its own
+            system, user, *rest = messages
+            joined = {"role": "user", "content": f"{system['content']}\n\n{user['content']}"}
+            return self._templated([joined, *rest])
+
+    def _templated(self, messages: list[dict[str, str]]) -> str:
+        options = {"add_generation_prompt": True, "enable_thinking": False}  # an answer has no room for thoughts
+        text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        return text
+
+
+def _said(conversation: int, turn: int) -> list[dict[str, str]]:
+    """The messages before the answer of a turn, with `MARK` for the answers."""
+    messages = [{"role": "system", "content": SYSTEM.strip()}]
+    for t in range(turn + 1):
+        messages.append({"role": "user", "content": question(conversation, t).text})
+        messages.append({"role": "assistant", "content": MARK})
+    return messages[:-1]
+
+
+def holds(text: str, wanted: str) -> bool:
+    """Whether an answer says what was asked for. Some models write 48213 as 48,213."""
+    return wanted in re.sub(r"(?<=\d),(?=\d)", "", text)
