@@ -7,7 +7,7 @@ import pytest
 from tools.bench import quality
 
 
-@pytest.mark.parametrize("name", ["error", "depths", "attention"])
+@pytest.mark.parametrize("name", ["error", "depths", "turns", "attention"])
 def test_every_bar_of_quality_is_met(name: str) -> None:
     figures = list(quality.FIGURES[name]("tiny"))
     assert figures

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models.cache import KVCache
 
+from prefixcache import PrefixCache, TurboQuant
 from prefixcache.codecs.levelling import MOST_ROWS, Levels, measure
 from prefixcache.codecs.rotation import Rotation
 from prefixcache.codecs.turboquant import TurboQuantRows
@@ -101,6 +103,35 @@ def attention_kl(scale: str) -> Iterator[Figure]:
             reference = f"{plain[name]:.3g} plain, {group[name]:.3g} mx.quantize at 4 bits"
             yield Figure(f"attention KL, {bits} bits, {name}", f"{ours[name]:.4f}", f"<= {bar}", reference,
                          ours[name] <= bar, {"levelled": ours[name], "plain": plain[name]})  # fmt: skip
+
+
+# -- turns -------------------------------------------------------------------------------------------------------------
+
+
+def turns(scale: str) -> Iterator[Figure]:
+    """Five turns of store and fetch, each storing what the one before fetched, against encoding anew each time."""
+    rows = np.random.default_rng(1).standard_normal((1, 1, 512, WIDTH)).astype(np.float16)
+    live, tokens = KVCache(), list(range(512))
+    live.update_and_fetch(mx.array(rows), mx.array(rows))
+    errors, again = [], rows[0, 0]
+    anew = []
+    with PrefixCache(ram="16MB", codec=TurboQuant(levelling=False)) as cache:
+        for _ in range(5):
+            cache.store(tokens, [live], model="bench")
+            made, _ = cache.fetch(tokens, model="bench", leave=0)
+            assert made is not None
+            (live,) = made
+            errors.append(_relative(rows[0, 0], np.array(live.keys[0, 0, :512])))
+            again = coded(again, 4).astype(np.float16)
+            anew.append(_relative(rows[0, 0], again))
+    yield Figure("squared error, 5 turns over 1", f"{errors[-1] / errors[0]:.3f}", "1",
+                 f"{anew[-1] / anew[0]:.2f} encoding anew each time", errors[-1] == errors[0],
+                 {"turns": errors, "anew": anew})  # fmt: skip
+
+
+def _relative(rows: np.ndarray, back: np.ndarray) -> float:
+    x, y = rows.astype(np.float64), back.astype(np.float64)
+    return float(np.mean(((x - y) ** 2).sum(1) / (x**2).sum(1)))
 
 
 # -- what was tried ----------------------------------------------------------------------------------------------------
@@ -207,4 +238,4 @@ def variants(scale: str) -> Iterator[Figure]:
             yield Figure(f"KL, {bits} bits: {name}", text, "", ", ".join(TROUBLES), None, found)
 
 
-FIGURES = {"error": error, "depths": bits_a_value, "attention": attention_kl, "variants": variants}
+FIGURES = {"error": error, "depths": bits_a_value, "turns": turns, "attention": attention_kl, "variants": variants}
