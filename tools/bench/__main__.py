@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from tools.bench import codecs, disk, lookup, memory, opening, quality, report, sharing
+from tools.bench import codecs, disk, gpu, lookup, memory, opening, quality, report, sharing
 
 BENCHES = {
     "sharing": sharing.FIGURES,
@@ -12,6 +12,7 @@ BENCHES = {
     "disk": disk.FIGURES,
     "opening": opening.FIGURES,
     "memory": memory.FIGURES,
+    "gpu": gpu.FIGURES,
     "codecs": codecs.FIGURES,
     "quality": quality.FIGURES,
 }

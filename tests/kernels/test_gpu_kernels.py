@@ -1,0 +1,215 @@
+"""The GPU kernels of TurboQuant, their very text run on the host: the same codes, scales and rows as NumPy's, bit for bit."""
+
+import host_gpu
+import mlx.core as mx
+import numpy as np
+import pytest
+from prefixcache.kernels import turboquant_decode, turboquant_encode
+from prefixcache.kernels.dialects import DIALECTS
+
+from prefixcache.codecs import turboquant_gpu, turboquant_numpy
+from prefixcache.codecs.interchange import borrow, copy_out
+from prefixcache.codecs.levelling import Levels
+from prefixcache.codecs.packing import words_of
+from prefixcache.codecs.turboquant_format import form_of
+
+pytestmark = pytest.mark.skipif(host_gpu.COMPILER is None, reason="no C++ compiler")
+
+WIDTHS = (64, 80, 96, 112, 128, 192, 256)
+BITS = (1, 2, 3, 4, 8)
+DTYPES = ("float16", "bfloat16", "float32")
+
+# Every width with every number of bits; over them, dtypes and levels take turns so that each meets each.
+CASES = [
+    (width, bits, DTYPES[(w + b) % 3], (w + b // 2) % 2 == 0)
+    for w, width in enumerate(WIDTHS)
+    for b, bits in enumerate(BITS)
+]
+
+
+@pytest.fixture(scope="session")
+def programs(tmp_path_factory):
+    return tmp_path_factory.mktemp("programs")
+
+
+@pytest.fixture(params=["metal"])
+def on_host(request, programs, monkeypatch):
+    """The product's own calls, with kernels that run on the host."""
+    for module in (turboquant_encode, turboquant_decode):
+        monkeypatch.setattr(module, "build", host_gpu.builder(programs))
+        module._kernel.cache_clear()
+    monkeypatch.setattr(turboquant_gpu, "dialect_here", lambda: DIALECTS[request.param])
+    yield
+    for module in (turboquant_encode, turboquant_decode):
+        module._kernel.cache_clear()
+
+
+def rows_of(tokens, heads, width, dtype, seed=0):
+    """Rows of many lengths, and after them one of every awkward kind."""
+    random = np.random.default_rng(seed)
+    x = random.standard_normal((tokens * heads, width))
+    span = 3 if dtype == "float16" else 75
+    x *= np.exp(random.uniform(-span, span, (len(x), 1)))
+    awkward = np.zeros((12, width))
+    awkward[1, 3], awkward[2, 5] = np.inf, np.nan
+    awkward[3, [7, width - 1]] = 2, -2
+    awkward[4] = 1e-30
+    awkward[5, ::3] = 1e-39  # float32 subnormals
+    awkward[6, 0] = 5
+    awkward[7] = 65504 if dtype == "float16" else 3e38
+    awkward[8] = -0.0
+    awkward[9, ::2], awkward[9, 1] = 1e-12, 1e12
+    awkward[10, width // 2 : width // 2 + 2] = 1  # a half that is all zeros, and in the other one what cancels
+    awkward[11] = np.where(np.arange(width) % 2, 1e-20, -1e18)
+    some = awkward[: max(0, min(12, len(x) - 2))]
+    x[: len(some)] = some
+    with np.errstate(over="ignore"):
+        return mx.array(x.reshape(tokens, heads, width).astype(np.float32)).astype(getattr(mx, dtype))
+
+
+def levels_of(heads, width):
+    random = np.random.default_rng(5)
+    mean = 3 * random.standard_normal((heads, width))
+    return Levels(mean.astype(np.float32), (1 + np.abs(random.standard_normal((heads, width)))).astype(np.float32))
+
+
+def by_numpy(rows, dtype, form, levels):
+    tokens, heads, width = rows.shape
+    codes = np.empty((tokens, heads, words_of(width, form.codebook.bits)), np.uint32)
+    scales = np.empty((tokens, heads), np.uint16)
+    turboquant_numpy.encode(borrow(rows), dtype, form, levels, codes, scales)
+    return codes, scales
+
+
+def rows_by_numpy(codes, scales, capacity, dtype, form, levels):
+    rows = copy_out(mx.zeros((codes.shape[1], capacity, form.width), getattr(mx, dtype)))
+    turboquant_numpy.decode(codes, scales, dtype, form, levels, rows[:, : len(codes)])
+    return rows
+
+
+def same_rows(got, want, dtype):
+    """Bit for bit, except that every NaN is the same."""
+    got, want = (np.asarray(a).view(f"u{a.itemsize}") for a in (got, want))
+    lost = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F800000}[dtype]
+    below_sign = (1 << 8 * got.itemsize - 1) - 1
+    both_nan = ((got & below_sign) > lost) & ((want & below_sign) > lost)
+    np.testing.assert_array_equal(np.where(both_nan, 0, got), np.where(both_nan, 0, want))
+
+
+def check(width, bits, dtype, levelled, tokens=33, heads=2, room=7):
+    form = form_of(width, bits, seed=3)
+    levels = levels_of(heads, width) if levelled else None
+    rows = rows_of(tokens, heads, width, dtype, seed=width + bits)
+    codes, scales = by_numpy(rows, dtype, form, levels)
+    got_codes, got_scales = turboquant_gpu.encode(rows, form, levels)
+    np.testing.assert_array_equal(got_scales, scales)
+    np.testing.assert_array_equal(got_codes, codes)
+    codes[-1] = np.random.default_rng(0).integers(0, 2**32, codes[-1].shape)  # not what an encoder writes
+    got = copy_out(turboquant_gpu.decode(codes, scales, tokens + room, dtype, form, levels))
+    same_rows(got, rows_by_numpy(codes, scales, tokens + room, dtype, form, levels), dtype)
+
+
+@pytest.mark.parametrize(("width", "bits", "dtype", "levelled"), CASES)
+def test_metal_gives_what_numpy_gives(on_host, width, bits, dtype, levelled):
+    check(width, bits, dtype, levelled)
+
+
+@pytest.mark.parametrize("on_host", ["cuda"], indirect=True)
+@pytest.mark.parametrize(
+    ("width", "bits", "dtype", "levelled"),
+    [
+        (64, 3, "bfloat16", True),
+        (80, 4, "float16", False),
+        (112, 2, "float32", False),
+        (128, 4, "float16", True),
+        (128, 8, "bfloat16", False),
+        (192, 1, "float16", True),
+        (256, 2, "bfloat16", False),
+    ],
+)
+def test_cuda_gives_what_numpy_gives(on_host, width, bits, dtype, levelled):
+    check(width, bits, dtype, levelled)
+
+
+@pytest.mark.parametrize(("tokens", "heads", "room"), [(1, 1, 0), (3, 5, 0), (1, 2, 300), (65, 1, 1)])
+def test_any_number_of_rows(on_host, tokens, heads, room):
+    check(128, 4, "float16", False, tokens, heads, room)
+    check(64, 3, "bfloat16", True, tokens, heads, room)
+
+
+def test_no_rows_need_no_kernel(on_host):
+    form = form_of(128, 4, 0)
+    codes, scales = turboquant_gpu.encode(mx.zeros((0, 3, 128), mx.float16), form, None)
+    assert codes.shape == (0, 3, 16)
+    assert scales.shape == (0, 3)
+    assert turboquant_gpu.decode(codes, scales, 5, "float16", form, None).tolist() == np.zeros((3, 5, 128)).tolist()
+
+
+@pytest.mark.parametrize("axes", ["transposed", "sliced", "reversed rows"])
+def test_rows_codes_and_scales_may_be_views(on_host, axes):
+    form = form_of(64, 4, 1)
+    base = rows_of(40, 3, 64, "float16")
+    if axes == "transposed":  # as a live cache has them: heads outside, room behind the tokens
+        held = mx.contiguous(mx.pad(mx.swapaxes(base, 0, 1), [(0, 0), (0, 9), (0, 0)]))
+        mx.eval(held)
+        rows = mx.swapaxes(held[:, 2:37], 0, 1)
+    elif axes == "sliced":
+        rows = base[5:, 1:]
+    else:
+        rows = mx.swapaxes(mx.contiguous(mx.swapaxes(base, 0, 2)), 0, 2)  # no row in one piece
+    mx.eval(rows)
+    codes, scales = by_numpy(rows, "float16", form, None)
+    got_codes, got_scales = turboquant_gpu.encode(rows, form, None)
+    np.testing.assert_array_equal(got_scales, scales)
+    np.testing.assert_array_equal(got_codes, codes)
+
+    by_head = mx.swapaxes(mx.contiguous(mx.swapaxes(mx.array(codes), 0, 1)), 0, 1)[3:]
+    mx.eval(by_head)
+    got = turboquant_gpu.decode_arrays(by_head, mx.array(scales)[3:], len(codes), "float16", form, None)
+    same_rows(copy_out(got), rows_by_numpy(codes[3:], scales[3:], len(codes), "float16", form, None), "float16")
+
+
+def test_scales_near_the_dtypes_end_are_cut(on_host):
+    form = form_of(128, 4, 0)
+    random = np.random.default_rng(1)
+    codes = random.integers(0, 2**32, (40, 1, 16), dtype=np.uint32)
+    scales = (np.geomspace(1e2, 1e6, 40).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)[:, None]
+    got = copy_out(turboquant_gpu.decode(codes, scales, 40, "float16", form, None))
+    assert np.abs(got).max() == 65504
+    same_rows(got, rows_by_numpy(codes, scales, 40, "float16", form, None), "float16")
+
+
+def test_levels_may_be_on_the_gpu_already(on_host):
+    form, levels, rows = form_of(128, 4, 0), levels_of(2, 128), rows_of(20, 2, 128, "float16")
+    codes, scales = turboquant_gpu.encode_arrays(rows, form, turboquant_gpu.for_encoding(levels))
+    want = by_numpy(rows, "float16", form, levels)
+    np.testing.assert_array_equal(copy_out(codes), want[0])
+    back = turboquant_gpu.for_decoding(levels, form)
+    got = copy_out(turboquant_gpu.decode_arrays(codes, scales, 20, "float16", form, back))
+    same_rows(got, rows_by_numpy(*want, 20, "float16", form, levels), "float16")
+
+
+@pytest.mark.skipif(not turboquant_gpu.available(), reason="MLX has no GPU here")
+@pytest.mark.parametrize(("width", "bits", "dtype", "levelled"), CASES)
+def test_the_gpu_gives_what_numpy_gives(width, bits, dtype, levelled):
+    check(width, bits, dtype, levelled, tokens=300, heads=3, room=45)
+
+
+def test_the_name_of_a_kernel_follows_its_text():
+    kinds = [turboquant_gpu._kind(form_of(128, bits, seed), "float16", False) for bits in (3, 4) for seed in (0, 1)]
+    names = {DIALECTS["cuda"].name_of(turboquant_decode.source_of(kind)) for kind in kinds}
+    assert len(names) == 4
+
+
+def test_widths_without_a_layout_are_left_to_others():
+    assert all(turboquant_gpu.takes(form_of(width, bits, 0)) for width in WIDTHS for bits in BITS)
+    assert not any(turboquant_gpu.takes(form_of(width, 4, 0)) for width in (20, 72, 144, 176, 512, 576))
+
+
+def test_a_cpu_has_no_kernel():
+    if mx.default_device().type == mx.DeviceType.gpu:
+        pytest.skip("here is a GPU")
+    assert not turboquant_gpu.available()
+    assert "CPU" in turboquant_gpu.describe()
+    with pytest.raises(RuntimeError, match="no GPU kernel"):
+        turboquant_gpu.encode(mx.zeros((1, 1, 128)), form_of(128, 4, 0), None)
