@@ -89,7 +89,10 @@ def _launched(pieces: list[Piece], heads: int, capacity: int, width: int, dtype:
         end = run[0].at + rows
     if not parts:
         return mx.zeros((heads, capacity, width), element(dtype).mlx)
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
+    made = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
+    # Begun at once: the GPU works while the next stream's codes are gathered, and MLX can use the memory of these again.
+    mx.async_eval(made)
+    return made
 
 
 def _runs(pieces: list[Piece]) -> list[list[Piece]]:

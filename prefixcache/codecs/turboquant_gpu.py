@@ -18,7 +18,7 @@ from prefixcache.kernels import (  # type: ignore[import-not-found]
 from prefixcache.kernels.dialects import Dialect, dialect_here  # type: ignore[import-not-found]
 from prefixcache.kernels.turboquant_rows import Rows  # type: ignore[import-not-found]
 
-from .interchange import Array, copy_out, element, name_of
+from .interchange import Array, borrow, element, name_of
 from .levelling import Levels
 from .packing import words_of
 from .turboquant_format import Form
@@ -46,10 +46,13 @@ def takes(form: Form) -> bool:
 
 
 def encode(rows: mx.array, form: Form, levels: Levels | None) -> tuple[Array, Array]:
-    """(tokens, heads, width) of a float dtype -> codes uint32 (tokens, heads, words), scales uint16 (tokens, heads)."""
+    """(tokens, heads, width) of a float dtype -> codes uint32 (tokens, heads, words), scales uint16 (tokens, heads).
+
+    Read-only views of MLX's memory: nobody else has these arrays, and the caller copies them to their place at once.
+    """
     codes, scales = encode_arrays(rows, form, levels)
     mx.eval(codes, scales)
-    return copy_out(codes), copy_out(scales)
+    return borrow(codes), borrow(scales)
 
 
 def encode_arrays(rows: mx.array, form: Form, levels: Levels | mx.array | None) -> tuple[mx.array, mx.array]:
