@@ -79,7 +79,7 @@ class RowCodec(Protocol):
         ...
 
     def encode(self, rows: mx.array, levels: Levels | None = None) -> list[Array]:
-        """On MLX's default device: (tokens, heads, width) of `dtype` -> each plane, which nobody else has; to be read only."""
+        """On MLX's default device: (tokens, heads, width) of `dtype` -> each plane, read-only, the caller's."""
         ...
 
     def encode_all(self, batch: Sequence[Encoding]) -> None:
