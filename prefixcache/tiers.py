@@ -304,7 +304,8 @@ class Tiers:
             for slot in lost:
                 self.counters.corrupt += 1
                 self.discard(slot)
-        log.warning("%s; %d images that need them were deleted", error, len(lost))
+        if lost:  # else they were never written, and their images are gone
+            log.warning("%s; %d images that need them were deleted", error, len(lost))
 
     def _hold(self, name: str, levels: LevelSet | None = None, reservation: Reservation | None = None) -> LevelSet:
         held: LevelSet = self.tree.share(name, levels.nbytes if levels else 0, levels, reservation)
