@@ -91,6 +91,7 @@ class PrefixCache:
         self._plans: dict[tuple[str, str], Plan] = {}  # codec, layout -> plan
         self._roots: dict[tuple[str, str, bytes], bytes] = {}
         self._pins: dict[tuple[bytes, bytes], list[list[Slot]]] = {}
+        self._kernels = turboquant_backends.describe()
         self._told = time.monotonic()  # when the index last heard what was used
         self._closed = False
         self._close_lock = threading.Lock()
@@ -265,11 +266,16 @@ class PrefixCache:
                 if n.start < depth and n.rows is not None
             ]
             state: Image | None = next((s.image for s in serving if s.kind == "snapshot"), None)
-            levels = {slot.needs: tree.shared[slot.needs].value for slot in serving if slot.needs}
+            images = [image for block in blocks for image in (block.rows, block.window) if image is not None]
+            levels = {i.statistics: tree.shared[i.statistics].value for i in images if i.statistics}
             if len(tree.touched) > 8192 or time.monotonic() > self._told + TELL:
                 self._told = time.monotonic()
                 self._tiers.persist_recency()
-        return StoredPrompt(home.plan, depth, blocks, state, levels), pinned
+        try:
+            return StoredPrompt(home.plan, depth, blocks, state, levels), pinned
+        except BaseException:
+            self._tiers.unpin(pinned)
+            raise
 
     # -- SSD to RAM ---------------------------------------------------------------------------------------------------
 
@@ -406,7 +412,7 @@ class PrefixCache:
                 images_on_ssd=tiers.tree.on_ssd,
                 pinned=tiers.tree.pinned,
                 codec=str(self.codec),
-                kernels=turboquant_backends.describe(),
+                kernels=self._kernels,
                 counters=Counters(**vars(tiers.counters)),
                 ssd=self._ssd.stats() if self._ssd is not None else None,
             )
@@ -433,13 +439,19 @@ class PrefixCache:
                 return
             self._closed = True
             self._promoters.shutdown(wait=True, cancel_futures=True)
-            if self._ssd is not None:
-                self._tiers.persist_recency()
-                if self.settings.spill_on_close and not self._tiers.drain(self.settings.close_timeout):
-                    log.warning("not all of RAM was written within close_timeout=%s s", self.settings.close_timeout)
-                self._ssd.close(self.settings.close_timeout)
-            self._tiers.release()
-            give_back()
+            try:
+                if self._ssd is not None:
+                    self._write_out()
+            finally:
+                if self._ssd is not None:
+                    self._ssd.close(self.settings.close_timeout)
+                self._tiers.release()
+                give_back()
+
+    def _write_out(self) -> None:
+        self._tiers.persist_recency()
+        if self.settings.spill_on_close and not self._tiers.drain(self.settings.close_timeout):
+            log.warning("not all of RAM was written within close_timeout=%s s", self.settings.close_timeout)
 
     def __enter__(self) -> PrefixCache:
         return self

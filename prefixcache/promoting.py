@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from prefixcache.budget import Reservation
 from prefixcache.image import Image
+from prefixcache.layers.levels import LevelSet
 from prefixcache.ssd import Corrupt, Ssd
 from prefixcache.tiers import Home, Tiers
 from prefixcache.tree import BLOCK, RAM, SSD, Slot
@@ -43,11 +44,16 @@ def promote(tiers: Tiers, ssd: Ssd, home: Home, raw: bytes, limit: int) -> int:
                 boundary = tree.reach(walk, SSD, max(boundary - BLOCK, 0))
         pinned = tree.pin(tree.serving(walk, boundary))
         before = tree.reach(walk, RAM, limit)
-    coming = [slot for slot in reversed(pinned) if slot.image is None]
-    held = {name: tiers.load_levels(home, name) for name in dict.fromkeys(slot.needs for slot in coming) if name}
-    lacking = next((i for i, slot in enumerate(coming) if slot.needs and held[slot.needs] is None), len(coming))
+    held: dict[str, LevelSet | None] = {"": None}
     try:
-        _bring(tiers, ssd, coming[:lacking])
+        coming = [slot for slot in reversed(pinned) if slot.image is None]
+        for i, slot in enumerate(coming):
+            if slot.needs not in held:
+                held[slot.needs] = tiers.load_levels(home, slot.needs)
+            if slot.needs and held[slot.needs] is None:  # it and what comes after are of no use now
+                coming = coming[:i]
+                break
+        _bring(tiers, ssd, coming)
     finally:
         for levels in held.values():
             tiers.let_go(levels)
@@ -131,7 +137,8 @@ def _end(tiers: Tiers, reading: Reading, whole: bool) -> bool:
         slot.loading = None
         with reservation:
             if image.statistics != slot.needs:  # the index says otherwise, and it has no checksum
-                tiers.lost(slot)
+                tiers.counters.corrupt += 1
+                tiers.discard(slot)
             elif slot.disk and slot.image is None:
                 tiers.tree.enter(slot, RAM, image=image, reservation=reservation)
                 tiers.counters.promoted_bytes += slot.nbytes

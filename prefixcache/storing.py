@@ -111,7 +111,7 @@ class Store:
         return Outcome(depth, new_tokens, new_bytes, self._state is not None and depth == self._limit)
 
     def _measure(self) -> LevelSet | None:
-        return measure_all(self._plan, self._leaves, self._limit)
+        return measure_all(self._home.row.root, self._plan, self._leaves, self._limit)
 
     # -- planning, under the lock -------------------------------------------------------------------------------------
 
@@ -326,6 +326,8 @@ class Store:
                 node = made.get(job.start + len(job.tokens) // TOKEN_BYTES, job.known)
             if node is None or not _stands(tree.slots, node):
                 return tokens, nbytes, last, False  # removed meanwhile
+            if image.statistics and image.statistics not in tree.shared:
+                return tokens, nbytes, last, False  # so were the codes that it took over, and their levels
             if job.kind == "rows":
                 assert node.end == job.start
                 node = tree.grow(node, job.tokens, reservation, job.key)
@@ -347,14 +349,13 @@ class Store:
         slot = Slot(job.kind, node, job.key, image.nbytes, job.tokens if job.kind == "snapshot" else b"", job.mask)
         slot.checksum, slot.created, slot.tick = image.checksum, time.time(), tiers.tree.clock
         slot.needs = image.statistics
-        if slot.needs and slot.needs not in tiers.tree.shared:
-            return False  # all was cleared meanwhile
         older = None
-        if job.kind == "window" and node.window is not None and node.window.key != job.key:
-            older = tiers.supersede(node.window)
-        if not tiers.tree.attach(slot, reservation):
-            return False
-        tiers.tree.enter(slot, RAM, image=image, reservation=reservation)
+        with tiers.holding(slot.needs):  # the window that goes may be the last that needs them
+            if job.kind == "window" and node.window is not None and node.window.key != job.key:
+                older = tiers.supersede(node.window)
+            if not tiers.tree.attach(slot, reservation):
+                return False
+            tiers.tree.enter(slot, RAM, image=image, reservation=reservation)
         tiers.follow(slot, older)
         self._pin(slot)
         return True

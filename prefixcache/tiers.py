@@ -2,7 +2,8 @@
 
 `Tiers` owns the tree, the budget and the SSD, and moves images between them: a store asks it for room, a promotion for
 images. What an image means is not known here, and nothing here runs MLX. Nothing on the request path waits for the
-disk, unless the setting `spill="wait"` says so, and then no longer than `spill_wait`.
+disk, unless the setting `spill="wait"` says so, and then no longer than `spill_wait`; and but for a store whose
+namespace's levels are on SSD only, which waits for that one small file, no longer than `LEVELS_WAIT`.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as FuturesTimeout
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from prefixcache.budget import Budget, Reservation
 from prefixcache.image import Image
 from prefixcache.keys import TOKEN_BYTES
-from prefixcache.layers.levels import LEAST_ROWS, LevelSet, unpack
+from prefixcache.layers.levels import LEAST_ROWS, LevelSet, most_bytes, unpack
 from prefixcache.layers.plan import Plan, mask_from
 from prefixcache.settings import Settings
 from prefixcache.ssd import Cancelled, Entry, Namespace, Ssd, SsdError, StatisticsLost
@@ -31,6 +33,7 @@ from prefixcache.tree import BLOCK_BYTES, NODE_BYTES, RAM, SLOT_BYTES, SSD, Node
 log = logging.getLogger("prefixcache")
 
 LEVELS_WAIT = 1.0  # seconds that a store waits for its namespace's levels to be read
+_FOREIGN = "statistics {}: they are not of the namespace whose images name them"
 MIRROR_SHARE = 2  # the tree's nodes may take 1/2 of the budget
 
 
@@ -247,30 +250,37 @@ class Tiers:
     def levels_for(self, home: Home, raw: bytes, measure: Callable[[], LevelSet | None]) -> LevelSet | None:
         """What a store of these tokens (raw int64 bytes) encodes new rows with; the caller lets go of it afterwards.
 
-        The namespace's levels; without any, and with enough tokens that are new, those that `measure` gives: the first
-        to bring some wins. None where the codec wants none, or RAM has no room for them.
+        The namespace's levels; where it has none, and there are enough tokens, those that `measure` gives: the first to
+        bring some wins. None where the codec wants none, RAM has no room for them, or they could not be read in time.
         """
         root, limit = home.row.root, len(raw) // TOKEN_BYTES
         if not home.plan.levelled:
             return None
         with self.lock:
             name = self._current.get(root, "")
-            if name in self.tree.shared:
-                return self._hold(name)
-            if self.tree.reach(self.tree.walk(home.space, raw), SSD, limit) == limit:
+            known = self.tree.reach(self.tree.walk(home.space, raw), SSD, limit) == limit
+            if known and not home.plan.windows and name not in self.tree.shared:
                 return None
-        if name and (found := self.load_levels(home, name, LEVELS_WAIT)) is not None:
-            return found
-        if limit < LEAST_ROWS or (measured := measure()) is None:
+        if name:
+            found = self.load_levels(home, name, LEVELS_WAIT)
+            if found is not None or self._current.get(root) == name:
+                return found  # or none for now: a second set would part the namespace's rows in two
+        if limit < LEAST_ROWS:
             return None
-        reservation = self.reserve(measured.nbytes)
+        wait = self.settings.spill_wait if self.settings.spill == "wait" else 0.0
+        reservation = self.reserve(most_bytes(home.plan), wait)
         if reservation is None:
             return None
-        with self.lock, reservation:
-            current = self._current.get(root, "")
-            if current not in self.tree.shared:
-                current = self._current[root] = measured.name
-            return self._hold(current, measured, reservation)
+        with reservation:
+            measured = measure()
+            with self.lock:
+                current = self._current.get(root, "")
+                if current in self.tree.shared:
+                    return self._hold(current)
+                if measured is None:
+                    return None
+                self._current[root] = measured.name
+                return self._hold(measured.name, measured, reservation)
 
     def load_levels(self, home: Home, name: str, wait: float | None = None) -> LevelSet | None:
         """The levels of this name, held until they are let go; read from the SSD, for at most `wait` seconds, where RAM
@@ -278,29 +288,38 @@ class Tiers:
         """
         with self.lock:
             if name in self.tree.shared:
-                return self._hold(name)
+                if self.tree.shared[name].value.root == home.row.root:
+                    return self._hold(name)
+                self._forsake(home, name, StatisticsLost(_FOREIGN.format(name)))
+                return None
             if self.ssd is None:
                 return None
-        try:
-            levels = unpack(name, self.ssd.read_statistics(name).result(wait), home.plan)
-            if levels is None:
-                raise StatisticsLost(f"statistics {name}: they are not of this namespace")
-        except StatisticsLost as error:
-            self._forsake(name, error)
+        reservation = self.reserve(most_bytes(home.plan), drop=False)
+        if reservation is None:
             return None
-        except (OSError, SsdError, FuturesTimeout, CancelledError):
-            return None
-        if (reservation := self.reserve(levels.nbytes)) is None:
-            return None
-        with self.lock, reservation:
-            return self._hold(name, levels, reservation)
+        with reservation:
+            reading = self.ssd.read_statistics(name)
+            try:
+                levels = unpack(name, reading.result(wait), home.row.root, home.plan)
+                if levels is None:
+                    raise StatisticsLost(_FOREIGN.format(name))
+            except StatisticsLost as error:
+                self._forsake(home, name, error)
+                return None
+            except (OSError, SsdError, FuturesTimeout, CancelledError):
+                reading.cancel()
+                return None
+            with self.lock:
+                return self._hold(name, levels, reservation)
 
-    def _forsake(self, name: str, error: StatisticsLost) -> None:
+    def _forsake(self, home: Home, name: str, error: StatisticsLost) -> None:
         """Images whose levels are lost can't be decoded: they leave, so that a store makes them anew."""
+        root = home.row.root
         with self.lock:
-            for root in [root for root, current in self._current.items() if current == name]:
+            if self._current.get(root) == name:
                 del self._current[root]
-            lost = [slot for slot in self.tree.slots.values() if slot.needs == name and slot.image is None]
+            own = [slot for slot in self.tree.slots.values() if slot.needs == name and slot.image is None]
+            lost = [slot for slot in own if _root_of(slot).key == root]
             for slot in lost:
                 self.counters.corrupt += 1
                 self.discard(slot)
@@ -314,7 +333,18 @@ class Tiers:
     def let_go(self, levels: LevelSet | None) -> None:
         if levels is not None:
             with self.lock:
-                self.tree.unshare(levels.name)
+                if levels.name in self.tree.shared:  # else the cache was closed meanwhile
+                    self.tree.unshare(levels.name)
+
+    @contextmanager
+    def holding(self, name: str) -> Iterator[None]:
+        """Levels that are in RAM stay there within the block; call it under the lock. "" is the name of none."""
+        if name:
+            self._hold(name)
+        try:
+            yield
+        finally:
+            self.tree.unshare(name)
 
     def level_set(self, name: str) -> LevelSet | None:
         """The levels of an image that is in RAM; call it under the lock."""
@@ -351,9 +381,8 @@ class Tiers:
         if ssd is None or slot.image is None or not self._room_on_ssd(ssd.footprint(slot.nbytes), tick):
             return False
         home = self.homes[_root_of(slot).key]
-        if slot.needs:
-            ssd.write_statistics(slot.needs, self.tree.shared[slot.needs].value.data)
-        if not ssd.write(self.entry_of(slot), home.row, slot.image):
+        levels = self.level_set(slot.needs)
+        if not ssd.write(self.entry_of(slot), home.row, slot.image, levels.data if levels is not None else b""):
             return False
         self.tree.save(slot)
         return True
@@ -532,6 +561,7 @@ class Tiers:
         self._unlisted.clear()
         for slot in list(self.tree.slots.values()):
             self.discard(slot)
+        self._current.clear()
         for older in self._superseded.values():
             assert self.ssd is not None
             self.ssd.delete([older])

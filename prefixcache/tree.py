@@ -428,11 +428,12 @@ class Tree:
         """An attached slot's image is now in RAM (paid from `reservation`) or on SSD (`disk` bytes)."""
         if tier == RAM:
             assert reservation is not None
+            needed = self.shared[slot.needs] if slot.needs else None
             reservation.spend(images=slot.nbytes)
+            if needed is not None:
+                needed.users += 1
             slot.image = image
             self.order[RAM][slot] = None
-            if slot.needs:
-                self.shared[slot.needs].users += 1
         else:
             slot.disk = disk
             self.disk += disk
@@ -519,9 +520,9 @@ class Tree:
 
     def unshare(self, name: str) -> None:
         """One user less; "" is the name of nothing."""
-        shared = self.shared.get(name)
-        if shared is None:  # of a tree that was given up meanwhile
+        if not name:
             return
+        shared = self.shared[name]
         shared.users -= 1
         if not shared.users:
             self.budget.free_image(shared.nbytes)

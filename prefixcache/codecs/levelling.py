@@ -3,7 +3,7 @@
 A key channel with a huge constant (Qwen2's k_proj bias) or a large spread would otherwise own the row: rotation spreads
 it over every value, and the code is spent on what all keys have in common. The statistics are taken once per namespace
 from the first rows stored, so they cost no bits a value; they are kept as a file named by its content. Here is what they
-are and how they are measured; where they are kept is `prefixcache.statistics`'s business.
+are and how they are measured; where they are kept `prefixcache.layers.levels` says.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from .interchange import Array
 
 LEAST_ROWS = 256  # fewer give a mean too rough to subtract
 MOST_ROWS = 2048  # more give nothing
+MOST_ROOT = 2.0**30
 FLOOR = 1e-3  # of the head's median spread: a channel that hardly moved may yet
 
 
@@ -60,6 +61,6 @@ def measure(rows: Array) -> Levels | None:
     if not (np.isfinite(mean).all() and np.isfinite(spread).all()):
         return None
     spread = np.maximum(spread, FLOOR * np.median(spread, axis=1, keepdims=True))
-    least = spread.min(axis=1, keepdims=True)
-    root = np.sqrt(np.divide(spread, least, out=np.ones_like(spread), where=least > 0))
-    return Levels(mean, root.astype(np.float32))
+    least = spread.min(axis=1, keepdims=True).astype(np.float64)
+    root = np.sqrt(np.divide(spread, least, out=np.ones_like(spread, np.float64), where=least > 0))
+    return Levels(mean, np.minimum(root, MOST_ROOT).astype(np.float32))

@@ -20,6 +20,7 @@ from functools import lru_cache
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -218,14 +219,21 @@ def _plain_spread(form: Form) -> _Leveller:
     return _Leveller(0, 0, _address(spread), 0, (spread,))
 
 
-@lru_cache(maxsize=256)
+_levellers: WeakKeyDictionary[Levels, dict[Form | int, _Leveller]] = WeakKeyDictionary()  # gone with their levels
+
+
 def _encoding_levels(levels: Levels, width: int) -> _Leveller:
-    return _leveller(levels, levels.weight, width)
+    own = _levellers.setdefault(levels, {})
+    if width not in own:
+        own[width] = _leveller(levels, levels.weight, width)
+    return own[width]
 
 
-@lru_cache(maxsize=256)
 def _decoding_levels(levels: Levels, form: Form) -> _Leveller:
-    return _leveller(levels, form.spread(levels), form.width)
+    own = _levellers.setdefault(levels, {})
+    if form not in own:
+        own[form] = _leveller(levels, form.spread(levels), form.width)
+    return own[form]
 
 
 def _leveller(levels: Levels, factor: Array, width: int) -> _Leveller:

@@ -12,11 +12,10 @@ import numpy as np
 from prefixcache.codecs import RawRows
 from prefixcache.codecs.base import Encoding
 from prefixcache.codecs.interchange import borrow, element, name_of, on_cpu
-from prefixcache.codecs.levelling import Levels
 from prefixcache.image import Spec
 from prefixcache.layers.adapters import CacheError, Leaf
 from prefixcache.layers.levels import LevelSet
-from prefixcache.layers.plan import Group, Member, Plan, Section
+from prefixcache.layers.plan import Group, Plan, Section
 
 
 class Target(NamedTuple):
@@ -54,18 +53,13 @@ def _encode_here(group: Group, leaves: list[Leaf], targets: list[Target]) -> Non
     for member in group.members:
         (rows,) = borrow(leaves[member.leaf].arrays[member.stream])
         own = slice(member.head, member.head + member.heads)
-        levels = {id(t.levels): _own_levels(t.levels, group, member) for t in targets}
         for target in targets:
             where = leaves[member.leaf].where(target.first, target.last)
             into = slice(target.at, target.at + target.last - target.first)
             planes = tuple(target.tensors[name][into, own] for name in group.names)
-            batch.append(Encoding(rows[:, where].swapaxes(0, 1), planes, levels[id(target.levels)]))
+            levels = target.levels.of_member(group, member) if target.levels is not None else None
+            batch.append(Encoding(rows[:, where].swapaxes(0, 1), planes, levels))
     group.codec.encode_all(batch)
-
-
-def _own_levels(levels: LevelSet | None, group: Group, member: Member) -> Levels | None:
-    whole = levels.of(group) if levels is not None else None
-    return whole.of(member.head, member.heads) if whole is not None else None
 
 
 def _launch(group: Group, leaves: list[Leaf], targets: list[Target], level_set: LevelSet | None) -> None:

@@ -6,6 +6,7 @@ have had several; it is not part of any key. Who holds it in RAM and writes it i
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 
 import mlx.core as mx
@@ -17,51 +18,75 @@ from prefixcache.codecs.interchange import Array, copy_out
 from prefixcache.codecs.levelling import LEAST_ROWS, MOST_ROWS, Levels, measure
 from prefixcache.image import statistics_name
 from prefixcache.layers.adapters import Leaf
-from prefixcache.layers.plan import Group, Plan
-
-_METADATA = {"format": "1", "kind": "levels"}
+from prefixcache.layers.plan import Group, Member, Plan
 
 
 class LevelSet:
-    """For each group of streams, by name, the levels of its heads. `data` is the file, `name` its digest."""
+    """For each group of streams, by name, the levels of its heads. `data` is the file, `name` its digest, `root` the key of
+    the namespace that it is of, and of no other.
+    """
 
-    def __init__(self, data: bytes, groups: dict[str, Levels]):
+    def __init__(self, root: bytes, data: bytes, groups: dict[str, Levels]):
+        self.root = root
         self.data = data
         self.name = statistics_name(data)
         self._groups = groups
-        self.nbytes = len(data) + sum(own.mean.nbytes + own.root.nbytes + own.weight.nbytes for own in groups.values())
+        self._slices: dict[tuple[str, int], Levels] = {}
+        # A back end may keep the factors of its decoder beside mean, root and weight.
+        self.nbytes = len(data) + sum(4 * own.mean.nbytes for own in groups.values())
 
     def of(self, group: Group) -> Levels | None:
         """The levels of a group's heads; None where there were too few rows to measure."""
         return self._groups.get(group.levels)
 
+    def of_member(self, group: Group, member: Member) -> Levels | None:
+        """Those of one stream's heads: the same object each time."""
+        whole = self._groups.get(group.levels)
+        if whole is None:
+            return None
+        return self._slices.setdefault((group.levels, member.head), whole.of(member.head, member.heads))
 
-def pack(groups: dict[str, Levels]) -> LevelSet:
+
+def most_bytes(plan: Plan) -> int:
+    """What a set of this plan takes at most, so that the room can be reserved before it is measured or read."""
+    return sum(6 * 4 * group.heads * group.codec.width + 512 for group in _levelled(plan)) + 512
+
+
+def _metadata(root: bytes) -> dict[str, str]:
+    return {"format": "1", "kind": "levels", "namespace": root.hex()}
+
+
+def pack(root: bytes, groups: dict[str, Levels]) -> LevelSet:
     """Levels by group -> the set, with its file: safetensors F32 `<group>.mean` and `<group>.root`, (heads, width)."""
     tensors = {}
     for name, own in groups.items():
         tensors[f"{name}.mean"], tensors[f"{name}.root"] = own.mean, own.root
-    return LevelSet(safetensors.save(tensors, _METADATA), groups)
+    return LevelSet(root, safetensors.save(tensors, _metadata(root)), groups)
 
 
-def unpack(name: str, data: bytes, plan: Plan) -> LevelSet | None:
-    """The set in a file's bytes; None when they are not those that the name stands for, or not levels of this plan."""
+def unpack(name: str, data: bytes, root: bytes, plan: Plan) -> LevelSet | None:
+    """The set in a file's bytes; None when they are not those that the name stands for, of another namespace, or not
+    levels of this plan.
+    """
     if statistics_name(data) != name:
         return None
     try:
         tensors = safetensors.load(data)
-    except (SafetensorError, ValueError, TypeError, KeyError):
+        said = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__")
+    except (SafetensorError, ValueError, TypeError, KeyError, RecursionError):
+        return None
+    if said != _metadata(root):
         return None
     shapes = {group.levels: (group.heads, group.codec.width) for group in _levelled(plan)}
     groups = {}
     for own in {tensor.rpartition(".")[0] for tensor in tensors}:
-        mean, root = tensors.get(f"{own}.mean"), tensors.get(f"{own}.root")
-        if mean is None or root is None or not (_valid(mean, shapes.get(own)) and _valid(root, shapes.get(own))):
+        mean, factor = tensors.get(f"{own}.mean"), tensors.get(f"{own}.root")
+        if mean is None or factor is None or not (_valid(mean, shapes.get(own)) and _valid(factor, shapes.get(own))):
             return None
-        if not (root >= 1).all():
+        if not (factor >= 1).all():
             return None
-        groups[own] = Levels(mean, root)
-    return LevelSet(data, groups)
+        groups[own] = Levels(mean, factor)
+    return LevelSet(root, data, groups)
 
 
 def _valid(array: Array, shape: tuple[int, ...] | None) -> bool:
@@ -72,7 +97,7 @@ def _levelled(plan: Plan) -> Iterable[Group]:
     return (group for section in (plan.rows, *plan.windowed) for group in section.groups if group.codec.levelled)
 
 
-def measure_all(plan: Plan, leaves: list[Leaf], limit: int) -> LevelSet | None:
+def measure_all(root: bytes, plan: Plan, leaves: list[Leaf], limit: int) -> LevelSet | None:
     """Levels from the first `limit` tokens of evaluated leaves; None where no group has 256 rows of them."""
     groups = {}
     for group in _levelled(plan):
@@ -83,7 +108,7 @@ def measure_all(plan: Plan, leaves: list[Leaf], limit: int) -> LevelSet | None:
             groups[group.levels] = Levels(
                 np.concatenate([levels.mean for levels in some]), np.concatenate([levels.root for levels in some])
             )
-    return pack(groups) if groups else None
+    return pack(root, groups) if groups else None
 
 
 def _sample(leaf: Leaf, stream: str, limit: int) -> Array | None:

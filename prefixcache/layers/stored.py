@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from prefixcache.codecs.interchange import bring_in
-from prefixcache.codecs.levelling import Levels
 from prefixcache.codecs.pieces import Piece, decode
 from prefixcache.image import Image
 from prefixcache.keys import BLOCK
@@ -246,13 +245,11 @@ def _opened(image: Image, levels: Mapping[str, LevelSet]) -> Opened:
 def _pieces(group: Group, member: Member, runs: list[Run]) -> list[Piece]:
     """One stream's rows of these runs, still coded."""
     own, pieces = slice(member.head, member.head + member.heads), []
-    known: dict[int, Levels | None] = {}  # the same object for equal levels: such pieces are decoded in one go
-    for tensors, levels, run in ((*run.image, run) for run in runs):
-        if id(levels) not in known:
-            of_group = levels.of(group) if levels is not None and group.codec.levelled else None
-            known[id(levels)] = of_group.of(member.head, member.heads) if of_group is not None else None
+    for run in runs:
+        tensors, levels = run.image
         planes = tuple(tensors[name][run.first : run.first + run.rows, own] for name in group.names)
-        pieces.append(Piece(group.codec, planes, run.at, known[id(levels)]))
+        wanted = levels if group.codec.levelled else None
+        pieces.append(Piece(group.codec, planes, run.at, wanted.of_member(group, member) if wanted else None))
     return pieces
 
 

@@ -102,7 +102,7 @@ class Queue:
 
     # The request path
 
-    def write(self, entry: Entry, namespace: Namespace, image: Image) -> bool:
+    def write(self, entry: Entry, namespace: Namespace, image: Image, statistics: bytes = b"") -> bool:
         with self._lock:
             full = self._queued and self._queued + image.nbytes > self._limit
             if full or self._closing or self._stuck or not self._ledger.admit(image.nbytes):
@@ -112,10 +112,18 @@ class Queue:
             older = self._waiting.pop(entry.address, None)
             if older:
                 self._cancel(older, "written again before its turn")
+            if statistics:
+                self._statistics[entry.statistics] = statistics
             self._waiting[entry.address] = Write(entry, namespace, image, self._sequence)
             self._queued += image.nbytes
             self._wake.notify()
             return True
+
+    @property
+    def waiting(self) -> bool:
+        """Whether writes wait for their turn."""
+        with self._lock:
+            return bool(self._waiting)
 
     def delete(self, entries: Iterable[Entry]) -> None:
         with self._lock:
@@ -153,12 +161,6 @@ class Queue:
             self._sequence += 1
             for kind, key, tick, hits in uses:
                 self._touches[kind, key] = Touch(tick, hits, now).joined(self._touches.get((kind, key)))
-
-    def statistics(self, digest: str, data: bytes) -> None:
-        with self._lock:
-            self._sequence += 1
-            self._statistics[digest] = data
-            self._wake.notify()
 
     def _remove(self, address: Address, removal: Removal) -> None:
         older = self._removals.get(address)

@@ -22,6 +22,8 @@ class Reader:
         self._store = store
         self._queue = queue
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="prefixcache-ssd-reader")
+        # Their own thread: a store waits for them, and must not wait behind the images of a promotion.
+        self._small = ThreadPoolExecutor(1, thread_name_prefix="prefixcache-ssd-statistics")
         self._lock = threading.Lock()
         self.read_files = self.read_bytes = self.corrupt = self.unreadable = 0
 
@@ -29,10 +31,11 @@ class Reader:
         return self._pool.submit(self._read, entry)
 
     def read_statistics(self, name: str) -> Future[bytes]:
-        return self._pool.submit(self._read_statistics, name)
+        return self._small.submit(self._read_statistics, name)
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self._small.shutdown(wait=True, cancel_futures=True)
 
     def _read(self, entry: Entry) -> Image:
         path = self._store.directory.file(entry.address)

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -190,6 +191,7 @@ class _Pass:
         self.again: Callable[[], dict[Address, Row]] | None = None  # of a live directory: its rows by now
         self.newest = index.totals()[2] if index else 0
         self._statistics: dict[str, str] = {}  # by name: what is wrong with them
+        self._judging = threading.Lock()
 
     def found(self, kind: str, path: str, reason: str, action: str, nbytes: int = 0) -> None:
         done = action if self.index else f"would be {action}"
@@ -205,20 +207,25 @@ class _Pass:
         """Why an image that names these statistics is of no use; "" when it is."""
         if not statistics:
             return ""
-        if statistics not in self._statistics:
-            path = self.directory.stats / f"{statistics}.safetensors"
-            wrong = "" if os.path.lexists(path) else "the file is missing"
-            if self.deep and not wrong:
-                try:
-                    read_statistics(str(path), statistics)
-                except Damaged as damage:
-                    wrong = str(damage)
-                    self.set_aside("broken", str(path), wrong)
-                except OSError:
-                    pass  # not now; a read that matters will tell
-            self._statistics[statistics] = wrong
-        wrong = self._statistics[statistics]
+        with self._judging:  # images are looked at by several threads
+            if statistics not in self._statistics:
+                self._statistics[statistics] = self._wrong_with(statistics)
+            wrong = self._statistics[statistics]
         return f"its statistics {statistics} are lost: {wrong}" if wrong else ""
+
+    def _wrong_with(self, statistics: str) -> str:
+        path = self.directory.stats / f"{statistics}.safetensors"
+        if not os.path.lexists(path):
+            return "the file is missing"
+        try:
+            if self.deep:
+                read_statistics(str(path), statistics)
+        except Damaged as damage:
+            self.set_aside("broken", str(path), str(damage))
+            return str(damage)
+        except OSError:
+            pass  # not now; a read that matters will tell
+        return ""
 
     def counts(self, disk: int) -> None:
         self.images += 1

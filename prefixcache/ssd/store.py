@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import sqlite3
+import time
 
 import numpy as np
 
@@ -32,6 +33,7 @@ from prefixcache.ssd.reconcile import mend
 log = logging.getLogger("prefixcache.ssd")
 
 QUARANTINE_SHARE = 20  # quarantine may hold a 20th of the limit; beyond that its oldest leave
+SWEEP = 60.0  # seconds between two looks for statistics that nothing names any more
 SHARED_MEMORY = 64 << 10  # index.db-shm, which SQLite grows by 32 kB for every 4096 pages of log
 
 
@@ -71,6 +73,7 @@ class Store:
             for item in self.directory.strays():
                 remove_file(item.path)
             self._lingering: set[str] = set()
+            self.deleted, self._swept = False, time.monotonic()  # whether statistics may have lost their last image
             self._folders = self.directory.image_folders()
             count, files, self.newest = self.index.totals()
             self._sweep_statistics()
@@ -114,6 +117,9 @@ class Store:
         log_file = disk_at(suffixes(self.directory.index)[1])
         if log_file > self.ledger.log_room // 2:
             self.index.checkpoint()
+        if idle and self.deleted and time.monotonic() > self._swept + SWEEP:
+            self.deleted, self._swept = False, time.monotonic()
+            self._sweep_statistics()
         if idle and self._lingering:
             for path in list(self._lingering):
                 remove_file(path)
@@ -147,7 +153,10 @@ class Store:
         sync_folder(self.directory.stats)
 
     def _sweep_statistics(self) -> None:
-        """Delete those that no image names. What has no such name is not ours."""
+        """Delete those that no image names. What has no such name is not ours.
+
+        Only while nothing is to be written: an image brings its statistics again each time.
+        """
         named = self.index.statistics()
         for name in os.listdir(self.directory.stats):
             digest = re.fullmatch(r"([0-9a-f]+)\.safetensors", name)

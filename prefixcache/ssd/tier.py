@@ -125,8 +125,11 @@ class Ssd:
         """Room to expect of a file of `nbytes`: its blocks, and its share of index and folders."""
         return self._store.ledger.footprint(nbytes)
 
-    def write(self, entry: Entry, namespace: Namespace, image: Image) -> bool:
-        """Queue a write. False, and no callback: the queue is full, the limit is reached, or the disk failed lately."""
+    def write(self, entry: Entry, namespace: Namespace, image: Image, statistics: bytes = b"") -> bool:
+        """Queue a write. False, and no callback: the queue is full, the limit is reached, or the disk failed lately.
+
+        `statistics` are those that the entry names; they become durable before the image.
+        """
         sizes = [len(key) for key in (entry.key, entry.parent, entry.namespace)]
         if entry.kind not in FOLDERS or sizes != [KEY_BYTES] * 3 or len(entry.tokens) % TOKEN_BYTES:
             raise ValueError(f"{entry!r}: not an entry; kind, length of a key or of the tokens is wrong")
@@ -135,6 +138,8 @@ class Ssd:
                 raise ValueError(f"{entry!r}: {name}={getattr(entry, name)}: give 0 to {bound - 1}")
         if entry.statistics:
             self._store.statistics_file(entry.statistics)
+        elif statistics:
+            raise ValueError(f"{entry!r}: statistics of {len(statistics)} bytes that it does not name")
         if entry.namespace != namespace.root:
             raise ValueError(f"{entry!r}: of namespace {entry.namespace.hex()}, not {namespace.root.hex()}")
         if self._pid != os.getpid():
@@ -144,7 +149,7 @@ class Ssd:
             nbytes=image.nbytes, checksum=image.checksum, created=entry.created or now, used_at=entry.used_at or now
         )
         self._tick = max(self._tick, entry.used)
-        return self._queue.write(entry, namespace, image)
+        return self._queue.write(entry, namespace, image, statistics)
 
     def delete(self, entries: Iterable[Entry]) -> None:
         """Queue deletions of entries as `entries` or `written` gave them. A write that still waits is cancelled."""
@@ -169,12 +174,6 @@ class Ssd:
         return self._reader.read(entry)
 
     # Statistics of a codec, which images name
-
-    def write_statistics(self, digest: str, data: bytes) -> None:
-        """Queue stats/<digest>.safetensors; durable before any image that is queued after it. ValueError: not hex."""
-        self._store.statistics_file(digest)
-        if self._pid == os.getpid():
-            self._queue.statistics(digest, data)
 
     def read_statistics(self, digest: str) -> Future[bytes]:
         """The bytes of this name, read and checked in the pool. The future raises StatisticsLost (missing, or damaged and

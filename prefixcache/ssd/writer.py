@@ -78,7 +78,7 @@ class Writer:
             self._spill(batch)
             self._touch(batch.touches)
             self._sync_folders()
-            self._store.maintain(idle=not batch.writes)
+            self._store.maintain(idle=not batch.writes and not self._queue.waiting)
         except Exception as problem:  # whatever it is, the thread lives on, and tells
             error = problem
         for write in batch.writes:
@@ -134,6 +134,7 @@ class Writer:
             self._store.maintain()
             for address in leaving:
                 self._unlink(address)
+            self._store.deleted = True
 
     def _unlink(self, address: Address) -> None:
         folder = self._store.directory.folder(address)

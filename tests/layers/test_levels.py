@@ -225,3 +225,151 @@ def _cut(layer: KVCache, tokens: int) -> KVCache:
     made = KVCache()
     made.update_and_fetch(layer.keys[..., :tokens, :], layer.values[..., :tokens, :])
     return made
+
+
+# -- two sets of levels in one namespace, and what may happen in between --------------------------------------------------
+
+
+def without(cache: PrefixCache) -> None:
+    """From now on the namespace's current levels are forgotten: the next store measures others."""
+    cache._tiers._current.clear()
+
+
+def test_a_hit_over_blocks_of_different_levels_is_put_together_with_windows_below_it() -> None:
+    """A window that no boundary near the hit needs may have been coded with other levels than all that serve it."""
+    tokens = list(range(1500))
+    with PrefixCache(ram="50MB", codec=TurboQuant(8, 8)) as cache:
+        first = [*skewed(1000), *skewed(1000, 4, RotatingKVCache, max_size=300)]
+        cache.store(tokens[:1000], first, model="m")
+        without(cache)
+        longer = [*skewed(1500), *skewed(1500, 4, RotatingKVCache, max_size=300)]
+        cache.store(tokens, longer, model="m")
+        assert len(names(cache) - {""}) == 2
+        for depth in (1000, 1300, 1500):
+            made, _ = cache.fetch(tokens[:depth], model="m", leave=0)
+            assert made is not None
+        assert cache.stats().pinned == 0
+        cache.check_integrity()
+
+
+def test_a_window_that_is_the_last_to_need_its_levels_makes_place_for_a_larger_one() -> None:
+    """The larger takes its codes over, so those levels must not go with it."""
+    tokens = list(range(700))
+    with PrefixCache(ram="50MB", codec=TurboQuant(8, 8)) as cache:
+
+        def ring(last: int) -> list[object]:
+            return [*skewed(last), *skewed(last, 4, RotatingKVCache, max_size=300)]
+
+        cache.store(tokens[:400], ring(400), model="m")
+        without(cache)
+        cache.store(tokens, ring(700), model="m")
+        for tail in (500, 600, 700):
+            without(cache)
+            cache.store(tokens[:tail], ring(tail), model="m")
+            cache.check_integrity()
+        assert cache.fetch(tokens, model="m", leave=0)[0] is not None
+
+
+def test_a_store_whose_source_is_cleared_meanwhile_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    from prefixcache import storing
+
+    tokens, live = list(range(600)), skewed(600)
+    with PrefixCache(ram="50MB", codec=TurboQuant(8, 8)) as cache:
+        cache.store(tokens[:300], [_cut(layer, 300) for layer in live], model="m")
+        without(cache)
+        encode = storing.encode
+
+        def cleared(*args: object) -> None:
+            cache.clear()
+            encode(*args)
+
+        monkeypatch.setattr(storing, "encode", cleared)
+        cache.store(tokens, live, model="m")
+        monkeypatch.setattr(storing, "encode", encode)
+        cache.check_integrity()
+        assert cache.stats().pinned == 0
+        assert cache.store(tokens, live, model="m").tokens == 600
+        cache.check_integrity()
+
+
+def test_levels_of_another_namespace_are_never_used(tmp_path: Path) -> None:
+    """An index row that was damaged so that it names them is a miss, and costs the other namespace nothing."""
+    import sqlite3
+
+    settings = {"ram": "50MB", "ssd_dir": tmp_path / "ssd", "ssd": "1GB", "codec": TurboQuant()}
+    tokens = list(range(600))
+    with PrefixCache(**settings) as cache:
+        for salt in (b"a", b"b"):
+            cache.store(tokens, skewed(600, salt[0]), model="m", salt=salt)
+        before = cache.fetch(tokens, model="m", salt=b"b", leave=0)[0]
+    with sqlite3.connect(tmp_path / "ssd" / "index.db") as index:
+        spaces = index.execute("SELECT namespace, statistics FROM image GROUP BY namespace").fetchall()
+        (one, _), (_, other) = spaces
+        index.execute("UPDATE image SET statistics = ? WHERE namespace = ?", (other, one))
+    index.close()
+    with PrefixCache(**settings) as cache:
+        depths = [cache.promote(tokens, model="m", salt=salt).result(20) for salt in (b"a", b"b")]
+        assert sorted(depths) == [0, 600]
+        cache.check_integrity()
+        for salt in (b"a", b"b"):
+            cache.store(tokens, skewed(600, salt[0]), model="m", salt=salt)
+            assert cache.fetch(tokens, model="m", salt=salt, leave=0)[0] is not None
+        after = cache.fetch(tokens, model="m", salt=b"b", leave=0)[0]
+        assert np.array_equal(np.array(before[0].keys), np.array(after[0].keys))
+        cache.check_integrity()
+
+
+def test_a_row_whose_levels_are_not_its_file_s_leaves_and_is_stored_anew(tmp_path: Path) -> None:
+    import sqlite3
+
+    settings = {"ram": "50MB", "ssd_dir": tmp_path / "ssd", "ssd": "1GB", "codec": TurboQuant()}
+    tokens, live = list(range(600)), skewed(600)
+    with PrefixCache(**settings) as cache:
+        cache.store(tokens, live, model="m")
+    with sqlite3.connect(tmp_path / "ssd" / "index.db") as index:
+        index.execute("UPDATE image SET statistics = '' WHERE start = 0")
+    index.close()
+    with PrefixCache(**settings) as cache:
+        assert cache.promote(tokens, model="m").result(20) == 0
+        cache.store(tokens, live, model="m")
+        assert cache.fetch(tokens, model="m", leave=0)[0] is not None
+        cache.check_integrity()
+    with PrefixCache(**settings) as cache:
+        assert cache.promote(tokens, model="m").result(20) == 600
+
+
+def test_windows_that_are_new_after_a_restart_have_the_namespace_s_levels(tmp_path: Path) -> None:
+    settings = {"ram": "50MB", "ssd_dir": tmp_path / "ssd", "ssd": "1GB", "codec": TurboQuant()}
+    tokens, whole = list(range(1000)), skewed(1000, 4)
+
+    def ring(last: int) -> list[object]:
+        """Read in chunks, so that it holds no more than its window and a chunk."""
+        windowed = []
+        for layer in whole:
+            made = RotatingKVCache(max_size=300)
+            for at in range(0, last, 100):
+                made.update_and_fetch(layer.keys[..., at : at + 100, :], layer.values[..., at : at + 100, :])
+            windowed.append(made)
+        return [*skewed(last), *windowed]
+
+    with PrefixCache(**settings) as cache:
+        cache.store(tokens, ring(1000), model="m")
+        (own,) = names(cache) - {""}
+    with PrefixCache(**settings) as cache:
+        cache.store(tokens[:600], ring(600), model="m")
+        assert names(cache) == {own}
+
+
+def test_a_measurement_that_fails_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from prefixcache import storing
+
+    def fail(*args: object) -> None:
+        raise MemoryError
+
+    with PrefixCache(ram="5MB", codec=TurboQuant()) as cache:
+        monkeypatch.setattr(storing, "measure_all", fail)
+        with pytest.raises(MemoryError):
+            cache.store(list(range(300)), skewed(300), model="m")
+        held = cache.stats()
+        assert (held.pinned, held.ram_reserved, held.ram_images) == (0, 0, 0)
+        cache.check_integrity()

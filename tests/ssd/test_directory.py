@@ -102,7 +102,8 @@ def test_folders_and_files_are_private_under_any_umask(tmp_path, opened):
     try:
         ssd = opened(tmp_path / "new" / "ssd")
         ssd.put(make(1))
-        ssd.write_statistics("ab" * 16, b"x")
+        entry, image = make(3)
+        ssd.write(entry._replace(statistics="ab" * 16), SPACE, image, b"x")
         stored = ssd.put(make(2))
         path_of(tmp_path / "new" / "ssd", stored[0]).write_bytes(b"broken")
         assert ssd.read(stored[0]).exception(10)

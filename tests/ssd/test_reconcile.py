@@ -478,8 +478,7 @@ def test_images_whose_statistics_are_lost_are_set_aside(opened, root, harm, deep
     name = statistics_name(b"levels")
     with_them, image = make(1)
     without, other = make(2)
-    ssd.write_statistics(name, b"levels")
-    ssd.write(with_them._replace(statistics=name), SPACE, image)
+    ssd.write(with_them._replace(statistics=name), SPACE, image, b"levels")
     ssd.write(without, SPACE, other)
     ssd.close(10)
     file = root / "stats" / f"{name}.safetensors"

@@ -327,17 +327,40 @@ def test_no_text_quotes_tokens():
 
 def test_statistics_that_went_bad_are_set_aside(opened, root):
     ssd = opened()
+    entry, image = make(1)
     name = statistics_name(b"levels")
-    ssd.write_statistics(name, b"levels")
+    entry = entry._replace(statistics=name)
+    assert ssd.write(entry, SPACE, image, b"levels")
     assert ssd.flush(10)
     (root / "stats" / f"{name}.safetensors").write_bytes(b"levelz")
     with pytest.raises(StatisticsLost, match="not those that the name stands for"):
         ssd.read_statistics(name).result(10)
     assert not (root / "stats" / f"{name}.safetensors").exists()
     assert ssd.stats().quarantine_bytes > 0
-    ssd.write_statistics(name, b"levels")
+    other, image = make(2)
+    assert ssd.write(other._replace(statistics=name), SPACE, image, b"levels")
     assert ssd.flush(10)
     assert ssd.read_statistics(name).result(10) == b"levels"
+    ssd.check_integrity()
+
+
+def test_statistics_that_nothing_names_any_more_are_swept_while_the_writer_is_idle(opened, root, monkeypatch):
+    monkeypatch.setattr("prefixcache.ssd.store.SWEEP", 0.0)
+    ssd = opened()
+    entries = []
+    for i in range(2):
+        entry, image = make(i + 1)
+        data = b"levels %d" % i
+        entry = entry._replace(statistics=statistics_name(data))
+        assert ssd.write(entry, SPACE, image, data)
+        entries.append(entry)
+    assert ssd.flush(10)
+    ssd.delete(list(ssd.entries())[:1])
+    assert ssd.flush(10)
+    until(lambda: len(list((root / "stats").iterdir())) == 1)
+    (left,) = (root / "stats").iterdir()
+    assert left.stem == entries[1].statistics
+    assert ssd.flush(10)
     ssd.check_integrity()
 
 
@@ -345,8 +368,7 @@ def test_statistics_are_durable_before_the_image_that_names_them(opened, root):
     ssd = opened()
     entry, image = make(1)
     name = statistics_name(b"levels")
-    ssd.write_statistics(name, b"levels")
-    ssd.write(entry._replace(statistics=name), SPACE, image)
+    assert ssd.write(entry._replace(statistics=name), SPACE, image, b"levels")
     assert ssd.flush(10)
     assert ssd.read_statistics(name).result(10) == b"levels"
     with pytest.raises(StatisticsLost, match=f"{'cd' * 16}: the file is missing"):
@@ -360,7 +382,9 @@ def test_statistics_are_durable_before_the_image_that_names_them(opened, root):
     with pytest.raises(StatisticsLost):  # nothing names them any more
         opened().read_statistics(name).result(10)
     with pytest.raises(ValueError, match="lower-case hex"):
-        opened(root.with_name("other")).write_statistics("../../x", b"")
+        opened(root.with_name("other")).write(entry._replace(statistics="../../x"), SPACE, image, b"x")
+    with pytest.raises(ValueError, match="statistics of 1 bytes that it does not name"):
+        opened(root.with_name("third")).write(entry, SPACE, image, b"x")
 
 
 def test_the_limit_refuses_what_would_pass_it(opened):
