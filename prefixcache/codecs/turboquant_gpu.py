@@ -56,7 +56,9 @@ def encode(rows: mx.array, form: Form, levels: Levels | None) -> tuple[Array, Ar
 
 
 def encode_arrays(rows: mx.array, form: Form, levels: Levels | mx.array | None) -> tuple[mx.array, mx.array]:
-    """`encode`, lazy, as MLX arrays. Rows may be a transposed or sliced view. One that begins inside a row is slow, and on Metal must be copied first
+    """`encode`, lazy, as MLX arrays.
+
+    Rows may be a transposed or sliced view. One that begins inside a row is slow, and on Metal must be copied first
     (`mx.contiguous`): loads there need their 16 bytes aligned.
 
     Levels may be given as `for_encoding` makes them, where the same ones serve many calls.
