@@ -23,7 +23,7 @@ from typing import NamedTuple
 from prefixcache.budget import Budget, Reservation
 from prefixcache.image import Image
 from prefixcache.keys import TOKEN_BYTES
-from prefixcache.layers.levels import LEAST_ROWS, LevelSet, most_bytes, unpack
+from prefixcache.layers.levels import LEAST_DISTINCT, LEAST_ROWS, LevelSet, distinct, most_bytes, unpack
 from prefixcache.layers.plan import Plan, mask_from
 from prefixcache.settings import Settings
 from prefixcache.ssd import Cancelled, Entry, Namespace, Ssd, SsdError, StatisticsLost
@@ -250,8 +250,8 @@ class Tiers:
     def levels_for(self, home: Home, raw: bytes, measure: Callable[[], LevelSet | None]) -> LevelSet | None:
         """What a store of these tokens (raw int64 bytes) encodes new rows with; the caller lets go of it afterwards.
 
-        The namespace's levels; where it has none, and there are enough tokens, those that `measure` gives: the first to
-        bring some wins. None where the codec wants none, RAM has no room for them, or they could not be read in time.
+        The namespace's levels; where it has none, and there are enough tokens that are not all alike, those that `measure`
+        gives: the first to bring some wins. None where the codec wants none, RAM has no room for them, or they could not be read in time.
         """
         root, limit = home.row.root, len(raw) // TOKEN_BYTES
         if not home.plan.levelled:
@@ -265,7 +265,7 @@ class Tiers:
             found = self.load_levels(home, name, LEVELS_WAIT)
             if found is not None or self._current.get(root) == name:
                 return found  # or none for now: a second set would part the namespace's rows in two
-        if limit < LEAST_ROWS:
+        if limit < LEAST_ROWS or distinct(raw) < LEAST_DISTINCT:
             return None
         wait = self.settings.spill_wait if self.settings.spill == "wait" else 0.0
         reservation = self.reserve(most_bytes(home.plan), wait)

@@ -20,6 +20,13 @@ from prefixcache.image import statistics_name
 from prefixcache.layers.adapters import Leaf
 from prefixcache.layers.plan import Group, Member, Plan
 
+LEAST_DISTINCT = 32  # tokens: a prompt that repeats a few, as warm-ups do, says nothing of how text spreads
+
+
+def distinct(raw: bytes) -> int:
+    """How many different tokens there are (raw int64 bytes)."""
+    return len(np.unique(np.frombuffer(raw, np.int64)))
+
 
 class LevelSet:
     """For each group of streams, by name, the levels of its heads. `data` is the file, `name` its digest, `root` the key of

@@ -47,6 +47,9 @@ class Shallow(NamedTuple):
 def read_statistics(path: str, name: str) -> bytes:
     """The statistics of this name. Damaged when they are missing or not what the name says; OSError as it comes."""
     try:
+        found = os.lstat(path)
+        if not stat.S_ISREG(found.st_mode):
+            raise Damaged("not a plain file", (found.st_dev, found.st_ino))
         with open(path, "rb", opener=_open_plain) as file:
             found = os.fstat(file.fileno())
             data = file.read(MOST_STATISTICS + 1)

@@ -24,7 +24,7 @@ from prefixcache.ssd.directory import (
     tree_size,
 )
 from prefixcache.ssd.errors import IndexBroken
-from prefixcache.ssd.files import remove_file, write_file
+from prefixcache.ssd.files import Damaged, read_statistics, remove_file, write_file
 from prefixcache.ssd.index import Index, refuse_newer, suffixes
 from prefixcache.ssd.ledger import Ledger
 from prefixcache.ssd.quarantine import Quarantine
@@ -142,10 +142,16 @@ class Store:
     # Statistics
 
     def write_statistics(self, digest: str, data: bytes) -> None:
-        """Make stats/<digest>.safetensors, durable; one that stands is left as it is."""
+        """Make stats/<digest>.safetensors, durable; one that stands is left as it is, when it is whole."""
         path = self.statistics_file(digest)
-        if os.path.lexists(path):
+        try:
+            read_statistics(path, digest)
             return
+        except Damaged as damage:
+            if damage.identity is not None:
+                self.set_aside(path, str(damage), damage.identity)
+        except OSError as error:
+            self.set_aside(path, os.strerror(error.errno or 0), None)
         tmp = str(self.directory.tmp / f"statistics-{digest}")
         remove_file(tmp)
         write_file(tmp, np.frombuffer(data, np.uint8))

@@ -66,14 +66,18 @@ def test_channels_that_never_move_are_left_at_their_mean(value: float) -> None:
     assert np.isfinite(levels.root).all()
 
 
-def test_a_single_huge_row_hardly_moves_the_spread() -> None:
-    rows = np.random.default_rng(0).standard_normal((LEAST_ROWS, 1, 64)).astype(np.float32)
+@pytest.mark.parametrize("factor", [5.0, 30.0, 1e3, 1e30])
+@pytest.mark.parametrize("few", [1, 4])
+def test_rows_far_larger_than_the_others_do_not_count(factor: float, few: int) -> None:
+    rows = np.random.default_rng(0).standard_normal((LEAST_ROWS, 2, 64)).astype(np.float32)
     calm = measure(rows)
-    rows[0, 0, 7] = 20.0
+    rows[:few, 0] *= np.float32(factor)
     moved = measure(rows)
     assert calm is not None
     assert moved is not None
-    assert abs(moved.root[0, 7] / calm.root[0, 7] - 1) < 0.06
+    assert np.abs(moved.root / calm.root - 1).max() < 0.1
+    assert np.abs(moved.mean - calm.mean).max() < 0.1
+    assert np.array_equal(moved.root[1], calm.root[1])
 
 
 # --- rows coded with levels

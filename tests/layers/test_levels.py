@@ -373,3 +373,37 @@ def test_a_measurement_that_fails_holds_nothing(monkeypatch: pytest.MonkeyPatch)
         held = cache.stats()
         assert (held.pinned, held.ram_reserved, held.ram_images) == (0, 0, 0)
         cache.check_integrity()
+
+
+def test_a_prompt_that_repeats_a_few_tokens_brings_no_levels() -> None:
+    """A warm-up's keys hardly vary: levels of them would harm all later prompts."""
+    with PrefixCache(ram="50MB", codec=TurboQuant()) as cache:
+        cache.store([i % 31 for i in range(600)], skewed(600), model="m")
+        assert names(cache) == {""}
+        cache.store([i % 32 for i in range(600)], skewed(600, 1), model="m")
+        assert names(cache) - {""}
+
+
+@pytest.mark.parametrize("harm", ["truncated", "folder", "link"])
+def test_a_damaged_file_of_levels_is_replaced_when_they_are_written_again(tmp_path: Path, harm: str) -> None:
+    live, tokens = skewed(600), list(range(600))
+    settings = {"ram": "50MB", "ssd_dir": tmp_path / "ssd", "ssd": "1GB", "codec": TurboQuant()}
+    with PrefixCache(**settings) as cache:
+        cache.store(tokens, live, model="m")
+    (file,) = (tmp_path / "ssd" / "stats").iterdir()
+    whole = file.read_bytes()
+    file.unlink()
+    if harm == "truncated":
+        file.write_bytes(whole[:100])
+    elif harm == "folder":
+        file.mkdir()
+    else:
+        file.symlink_to("/etc/hostname")
+    with PrefixCache(**settings) as cache:
+        cache.store(tokens, live, model="m")
+        assert cache.promote(tokens, model="m").result(20) in (0, 600)
+        cache.store(tokens, live, model="m")
+        assert cache.fetch(tokens, model="m", leave=0)[0] is not None
+    with PrefixCache(**settings) as cache:
+        assert cache.promote(tokens, model="m").result(20) == 600
+        assert error(live, fetched(cache, tokens), 600) < 0.02
