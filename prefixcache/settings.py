@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_serializer, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
 UNITS = {
@@ -146,6 +146,10 @@ class Settings(BaseSettings):
             return as_codec(value)
         except TypeError as error:  # pydantic passes on ValueErrors only
             raise ValueError(str(error)) from None
+
+    @field_serializer("codec")
+    def _spec(self, codec: Any) -> Any:
+        return None if codec is None else codec.spec()
 
     @model_validator(mode="after")
     def _together(self) -> Settings:

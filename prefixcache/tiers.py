@@ -251,7 +251,8 @@ class Tiers:
         """What a store of these tokens (raw int64 bytes) encodes new rows with; the caller lets go of it afterwards.
 
         The namespace's levels; where it has none, and there are enough tokens that are not all alike, those that `measure`
-        gives: the first to bring some wins. None where the codec wants none, RAM has no room for them, or they could not be read in time.
+        gives: the first to bring some wins. None where the codec wants none, RAM has no room for them, or they could not be
+        read in time.
         """
         root, limit = home.row.root, len(raw) // TOKEN_BYTES
         if not home.plan.levelled:

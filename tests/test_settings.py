@@ -346,3 +346,12 @@ def test_a_misspelt_variable_is_an_error_that_knows_better(monkeypatch):
     monkeypatch.setenv("PREFIXCACHE_SOMETHING_ELSE_ENTIRELY", "1")
     with pytest.raises(ValueError, match="PREFIXCACHE_SSD_DIR"):
         Settings()
+
+
+def test_settings_with_a_codec_are_dumped_and_read_again():
+    from prefixcache import Affine, Raw, TurboQuant
+
+    for codec in (TurboQuant(4, 3, layers={0: 8}), Raw(), Affine(8), None):
+        settings = Settings(ram="1GB", codec=codec)
+        assert Settings(**settings.model_dump()).codec == codec
+        assert Settings.model_validate_json(settings.model_dump_json()).codec == codec

@@ -66,8 +66,6 @@ def evaluate(
             raise NotMeasured("--json and --markdown: both go to the same place; give one of them")
         files = evaluate_plot.targets(plot) if plot is not None else []
         facts = _measure(model, adapter, specs, text or [], job, quiet=as_json)
-        if files:
-            evaluate_plot.draw(facts, files)
     except (NotMeasured, OSError) as error:
         complain(str(error))
         raise typer.Exit(2) from error
@@ -79,6 +77,12 @@ def evaluate(
         out = console()
         for part in screen(facts):
             out.print(part)
+    try:
+        if files:
+            evaluate_plot.draw(facts, files)
+    except OSError as error:  # after the numbers: they took minutes
+        complain(f"--plot {plot}: {error.strerror}")
+        raise typer.Exit(2) from error
 
 
 def _measure(

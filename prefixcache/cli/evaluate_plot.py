@@ -6,6 +6,7 @@ are Okabe and Ito's, which the colour-blind can tell apart, and every line has a
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ def targets(out: Path) -> list[Path]:
         )
     if not out.parent.is_dir():
         raise NotMeasured(f"--plot {out}: no such folder; make {out.parent} first")
+    if not os.access(out.parent, os.W_OK):
+        raise NotMeasured(f"--plot {out}: nothing can be written to {out.parent}; give another folder")
     return [out] if out.suffix else [out.with_name(out.name + ending) for ending in FORMATS]
 
 

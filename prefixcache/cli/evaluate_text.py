@@ -73,6 +73,10 @@ def cut(tokenizer: Any, ids: list[int], prefix: int, tokens: int, windows: int) 
     opening = _opening(tokenizer)
     length = prefix - len(opening) + tokens + 1
     needed = (windows + 1) * length
+    if not ids:
+        raise NotMeasured(
+            "the tokenizer makes no tokens of the text: see that the model's folder has its tokenizer files"
+        )
     if len(ids) < needed:
         raise NotMeasured(
             f"the text has {len(ids):,} tokens, and {windows} windows and the first prompt of {length:,} tokens each "

@@ -12,7 +12,7 @@ from .turboquant import TurboQuant
 
 _REMEDY = (
     'write "raw", "affine", "affine:8", "affine:4:32", "turboquant", "turboquant:4", "turboquant:4:3" or '
-    '"turboquant:4:3:plain"'
+    '"turboquant:4:3:plain", with fp16_layers=2, sink_tokens=4 or seed=1 after it, each once'
 )
 
 
@@ -20,23 +20,29 @@ def as_codec(value: Any) -> Codec | None:
     """The codec that `value` means; None for None.
 
     Text is a name and numbers: raw; affine:bits:group_size; turboquant:key_bits:value_bits (one number is for both), then
-    any of plain (no levelling), fp16_layers=N, sink_tokens=N, seed=N. TypeError and ValueError name the value and the remedy.
+    any of plain (no levelling), fp16_layers=N, sink_tokens=N, seed=N. Of a spec (a table in TOML), fields that are left out
+    have their defaults. TypeError and ValueError name the value and the remedy.
     """
     if value is None or (not isinstance(value, type) and isinstance(value, Codec)):
         return value
     if isinstance(value, Mapping):
         from prefixcache.codecs import codec_from_spec
 
-        return codec_from_spec(value)
+        usual = {codec.spec()["name"]: codec.spec() for codec in (Affine(), Raw(), TurboQuant())}
+        name = value.get("name")
+        return codec_from_spec({**(usual.get(name, {}) if isinstance(name, str) else {}), **value})
     if not isinstance(value, str):
         raise TypeError(f"codec of type {type(value).__name__}: pass a codec such as TurboQuant(), or its name")
     name, *rest = value.strip().lower().split(":")
+    numbers = [int(text) for text in rest if _is_number(text)]
     try:
-        chosen = dict(_option(text) for text in rest if not text.isdecimal())
-        numbers = [int(text) for text in rest if text.isdecimal()]
+        options = [_option(text) for text in rest if not _is_number(text)]
+        chosen = dict(options)
+        if len(chosen) < len(options):
+            raise ValueError
     except ValueError:
         raise ValueError(f"codec={value!r}: not a codec; {_REMEDY}") from None
-    if name == "turboquant" and len(numbers) <= 2 and all(text.isdecimal() for text in rest[: len(numbers)]):
+    if name == "turboquant" and len(numbers) <= 2 and all(map(_is_number, rest[: len(numbers)])):
         key_bits, value_bits = (numbers * 2)[:2] or (4, 4)
         return TurboQuant(key_bits, value_bits, **chosen)
     if chosen:
@@ -52,6 +58,10 @@ def _option(text: str) -> tuple[str, Any]:
     name, _, value = text.partition("=")
     if text == "plain":
         return "levelling", False
-    if name in ("fp16_layers", "sink_tokens", "seed"):
+    if name in ("fp16_layers", "sink_tokens", "seed") and _is_number(value):
         return name, int(value)
     raise ValueError(text)
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal()

@@ -25,7 +25,7 @@ from .turboquant_format import Form, form_of
 
 # Below this the scale costs more than half a bit a value, and rotated values are no longer close to normal.
 LEAST_WIDTH = 32
-# K or V of one head, wider than this and wider than the other: a compressed latent (MLA), not a head's rows.
+# K or V of one head, as wide as this and wider than the other: a compressed latent (MLA), not a head's rows.
 LATENT_WIDTH = 256
 SEEDS = 1 << 63
 MOST_SINKS = 256  # they stand in the first block
@@ -105,10 +105,11 @@ class TurboQuant:
     statistics of the first 256 rows or more that a namespace stores. The first and last `fp16_layers` layers, and of
     layers that keep every token the first `sink_tokens` (at most 256) tokens, stay as they are. `layers` says otherwise
     for single layers: {7: 8, -1: (8, 4), 0: None} is 8 bits for layer 7, 8 and 4 for keys and values of the last, the
-    first as it is. `seed` (0 to 2**63 - 1) chooses the rotation's signs.
+    first as it is; a number that a model has no layer for changes nothing there. `seed` (0 to 2**63 - 1) chooses the
+    rotation's signs.
 
     Kept raw as well: rows that are no floats, rows narrower than 32, and, unless `raw_latents` is False, the latents of
-    MLA models (one head, keys and values of different width, the wider above 256), because rotated and quantised latents
+    MLA models (one head, keys and values of different width, the wider 256 or more), because rotated and quantised latents
     are known to give garbage. ValueError for a value that is none of these.
     """
 
@@ -210,4 +211,4 @@ def _override(item: tuple[object, object]) -> tuple[int, tuple[int, int] | None]
 
 def _is_latent(stream: Stream) -> bool:
     widths = (stream.width, stream.other_width)
-    return stream.heads == 1 and widths[0] != widths[1] and max(widths) > LATENT_WIDTH
+    return stream.heads == 1 and widths[0] != widths[1] and max(widths) >= LATENT_WIDTH

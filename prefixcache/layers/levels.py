@@ -60,7 +60,7 @@ def most_bytes(plan: Plan) -> int:
 
 
 def _metadata(root: bytes) -> dict[str, str]:
-    return {"format": "1", "kind": "levels", "namespace": root.hex()}
+    return {"levels": f"1 {root.hex()}"}  # one field: several would stand in any order, and the name is of all bytes
 
 
 def pack(root: bytes, groups: dict[str, Levels]) -> LevelSet:

@@ -81,6 +81,8 @@ def test_a_spec_that_cannot_be_read_is_named(spec: dict[str, Any], message: str)
         ("affine:8:32", Affine(8, 32)),
         ("raw", Raw()),
         (Affine(2), Affine(2)),
+        ({"name": "turboquant", "key_bits": 4, "value_bits": 3}, TurboQuant(4, 3)),
+        ({"name": "affine", "bits": 8}, Affine(8)),
         (TurboQuant(4, 2).spec(), TurboQuant(4, 2)),
     ],
 )
@@ -91,6 +93,7 @@ def test_a_setting_names_a_codec(value: Any, codec: Codec | None) -> None:
 @pytest.mark.parametrize(
     "value",
     ["", "zip", "raw:4", "turboquant:4:3:2", "turboquant:x", "turboquant:plain:4", "affine:plain", "turboquant:seed=x",
+     "turboquant:seed=1_0", "turboquant:4:seed=1:seed=2",
      "affine:4:64:1"],
 )  # fmt: skip
 def test_a_text_that_names_no_codec_says_what_to_write(value: str) -> None:

@@ -295,8 +295,7 @@ def test_narrow_rows_and_other_dtypes_are_kept_raw(kept: Stream) -> None:
 
 
 def test_latents_are_kept_raw_unless_asked_otherwise() -> None:
-    latent, rope = stream(512, 64, heads=1), stream(64, 512, heads=1, part="values")
-    for part in (latent, rope):
+    for part in (stream(512, 64, heads=1), stream(64, 512, heads=1, part="values"), stream(256, 32, heads=1)):
         assert TurboQuant().row_codec(part) == RawRows(part.width, part.dtype)
         assert TurboQuant(raw_latents=False).row_codec(part) == TurboQuantRows(part.width, part.dtype, 4, levelled=True)
 
