@@ -259,9 +259,12 @@ class Tiers:
             return None
         with self.lock:
             name = self._current.get(root, "")
-            known = self.tree.reach(self.tree.walk(home.space, raw), SSD, limit) == limit
-            if known and not home.plan.windows and name not in self.tree.shared:
-                return None
+            if name not in self.tree.shared:
+                if self.ssd is None:  # they left with the last image that needed them: nothing is lost by others
+                    name = ""
+                known = self.tree.reach(self.tree.walk(home.space, raw), SSD, limit) == limit
+                if known and not home.plan.windows:
+                    return None
         if name:
             found = self.load_levels(home, name, LEVELS_WAIT)
             if found is not None or self._current.get(root) == name:

@@ -153,6 +153,27 @@ def test_levels_leave_ram_with_the_last_image_that_needs_them() -> None:
         cache.check_integrity()
 
 
+@pytest.mark.parametrize("tier", ["ram only", "ssd, all dropped"])
+def test_levels_that_left_with_their_images_are_measured_again(tmp_path: Path, tier: str) -> None:
+    """Without the file there is nothing to wait for: rows must not be coded without levels from then on."""
+    settings = {} if tier == "ram only" else {"ssd_dir": tmp_path / "ssd", "ssd": "1GB"}
+    with PrefixCache(ram="5MB", codec=TurboQuant(), **settings) as cache:
+        cache.store(list(range(600)), skewed(600), model="m")
+        (first,) = names(cache)
+        if tier == "ram only":
+            cache.trim_to(0)
+        else:
+            with cache._tiers.lock:
+                for slot in list(cache._tiers.tree.order[0]):
+                    cache._tiers.discard(slot)
+        assert not cache._tiers.tree.shared
+        cache.store(list(range(1000, 1600)), skewed(600, 1), model="m")
+        (second,) = names(cache)
+        assert second
+        assert second != first
+        cache.check_integrity()
+
+
 def test_a_budget_too_small_for_levels_stores_without() -> None:
     with PrefixCache(ram="60kB", codec=TurboQuant(2, 2)) as cache:
         cache.store(list(range(300)), skewed(300), model="m")
