@@ -17,7 +17,7 @@ from .interchange import Array
 
 LEAST_ROWS = 256  # fewer give a mean too rough to subtract
 MOST_ROWS = 2048  # more give nothing
-MOST_ROOT = 2.0**30
+MOST_ROOT = 2.0**30  # beyond it float32 itself would leave nothing of the smaller channels
 FAR = 16.0  # times the median of the rows' squared sizes, in deviations: such rows don't count
 ROUNDS = 3
 FLOOR = 0.1  # of the head's median spread: a channel that hardly moved may yet

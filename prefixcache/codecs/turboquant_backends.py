@@ -30,8 +30,7 @@ class Device(Protocol):
 def encode_all(batch: Sequence[Encoding], dtype: str, form: Form) -> None:
     """On the CPU; in one call where the back end shares out a whole batch among threads."""
     if _in_c(form):
-        whole = [(rows, codes, scales, levels) for rows, (codes, scales), levels in batch]
-        turboquant_c.encode_many([turboquant_c.EncodePiece(r, dtype, form, own, c, s) for r, c, s, own in whole])
+        turboquant_c.encode_all(batch, dtype, form)
     else:
         for rows, (codes, scales), levels in batch:
             turboquant_numpy.encode(rows, dtype, form, levels, codes, scales)
@@ -39,8 +38,7 @@ def encode_all(batch: Sequence[Encoding], dtype: str, form: Form) -> None:
 
 def decode_all(batch: Sequence[Decoding], dtype: str, form: Form) -> None:
     if _in_c(form):
-        whole = [(rows, codes, scales, levels) for (codes, scales), rows, levels in batch]
-        turboquant_c.decode_many([turboquant_c.DecodePiece(c, s, dtype, form, own, r) for r, c, s, own in whole])
+        turboquant_c.decode_all(batch, dtype, form)
     else:
         for (codes, scales), rows, levels in batch:
             turboquant_numpy.decode(codes, scales, dtype, form, levels, rows)

@@ -26,6 +26,7 @@ import numpy as np
 
 import prefixcache.kernels  # type: ignore[import-not-found]
 
+from .base import Decoding, Encoding
 from .interchange import Array, element
 from .levelling import Levels
 from .packing import words_of
@@ -248,34 +249,12 @@ def _leveller(levels: Levels, factor: Array, width: int) -> _Leveller:
 # -- calls -----------------------------------------------------------------------------------------------------------------
 
 
-class EncodePiece(NamedTuple):
-    """What one call of `encode` is given."""
-
-    rows: Array
-    dtype: str
-    form: Form
-    levels: Levels | None
-    codes: Array
-    scales: Array
-
-
-class DecodePiece(NamedTuple):
-    """What one call of `decode` is given."""
-
-    codes: Array
-    scales: Array
-    dtype: str
-    form: Form
-    levels: Levels | None
-    rows: Array
-
-
 def encode(rows: Array, dtype: str, form: Form, levels: Levels | None, codes: Array, scales: Array) -> None:
     """(tokens, heads, width), bf16 as uint16 -> into codes uint32 (tokens, heads, words), scales uint16 (tokens, heads).
 
     All three may be strided. ValueError for arrays of other shapes or dtypes, and where `takes(form)` is False.
     """
-    encode_many([EncodePiece(rows, dtype, form, levels, codes, scales)])
+    encode_all([Encoding(rows, (codes, scales), levels)], dtype, form)
 
 
 def decode(codes: Array, scales: Array, dtype: str, form: Form, levels: Levels | None, rows: Array) -> None:
@@ -284,23 +263,23 @@ def decode(codes: Array, scales: Array, dtype: str, form: Form, levels: Levels |
     All may be strided; bf16 rows are uint16. ValueError for arrays of other shapes or dtypes, and where `takes(form)` is
     False.
     """
-    decode_many([DecodePiece(codes, scales, dtype, form, levels, rows)])
+    decode_all([Decoding((codes, scales), rows, levels)], dtype, form)
 
 
-def encode_many(pieces: Sequence[EncodePiece]) -> None:
-    """`encode` of each piece; in one call, because threads share out the whole of it."""
+def encode_all(batch: Sequence[Encoding], dtype: str, form: Form) -> None:
+    """`encode` of each; in one call, because threads share out the whole of it."""
     work = _Work("turboquant_encode")
-    for rows, dtype, form, levels, codes, scales in pieces:
+    for rows, (codes, scales), levels in batch:
         leveller = _NOT_LEVELLED if levels is None else _encoding_levels(levels, form.width)
         codes, scales = work.target(codes), work.target(scales)
         work.add(form, leveller, dtype, work.source(rows), codes, scales, token_axis=0)
     work.run()
 
 
-def decode_many(pieces: Sequence[DecodePiece]) -> None:
-    """`decode` of each piece; in one call, because threads share out the whole of it."""
+def decode_all(batch: Sequence[Decoding], dtype: str, form: Form) -> None:
+    """`decode` of each; in one call, because threads share out the whole of it."""
     work = _Work("turboquant_decode")
-    for codes, scales, dtype, form, levels, rows in pieces:
+    for (codes, scales), rows, levels in batch:
         leveller = _plain_spread(form) if levels is None else _decoding_levels(levels, form)
         rows = work.target(rows)
         work.add(form, leveller, dtype, rows, work.source(codes), work.source(scales), token_axis=1)

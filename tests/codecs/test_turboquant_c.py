@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from roundtrip import BITS, FLOATS
 
 from prefixcache.codecs import turboquant_c, turboquant_numpy
+from prefixcache.codecs.base import Decoding, Encoding
 from prefixcache.codecs.interchange import Array, element
 from prefixcache.codecs.levelling import Levels
 from prefixcache.codecs.packing import words_of
-from prefixcache.codecs.turboquant_c import DecodePiece, EncodePiece
 from prefixcache.codecs.turboquant_format import Form, form_of
 
 WIDTHS = (32, 48, 64, 72, 80, 96, 112, 120, 128, 160, 192, 224, 256, 512, 576, 1024)
@@ -292,30 +292,31 @@ def test_only_paths_of_this_machine_can_be_forced() -> None:
 MANY = 40
 
 
-def many_pieces(dtype: str = "float16") -> tuple[list[EncodePiece], list[DecodePiece], Array]:
+def many_pieces() -> tuple[list[Encoding], list[Decoding], Array]:
     """Enough rows to be shared out, in pieces of different sizes, some of them of none."""
     rng = np.random.default_rng(1)
     tokens = [int(n) for n in rng.integers(0, 300, MANY)] + [0]
-    rows = rng.standard_normal((4, sum(tokens), 128)).astype(element(dtype).numpy)
+    rows = rng.standard_normal((4, sum(tokens), 128)).astype(np.float16)
     buffer = np.zeros_like(rows)
     to_encode, to_decode, at = [], [], 0
     for n in tokens:
         levels = levels_of(4, 128, rng) if n % 2 else None
         codes, scales = np.zeros((n, 4, 16), np.uint32), np.zeros((n, 4), np.uint16)
         here = slice(at, at + n)
-        to_encode.append(EncodePiece(rows[:, here].swapaxes(0, 1), dtype, FORM, levels, codes, scales))
-        to_decode.append(DecodePiece(codes, scales, dtype, FORM, levels, buffer[:, here]))
+        to_encode.append(Encoding(rows[:, here].swapaxes(0, 1), (codes, scales), levels))
+        to_decode.append(Decoding((codes, scales), buffer[:, here], levels))
         at += n
     return to_encode, to_decode, buffer
 
 
-def assert_many_right(to_encode: list[EncodePiece], to_decode: list[DecodePiece]) -> None:
+def assert_many_right(to_encode: list[Encoding], to_decode: list[Decoding]) -> None:
     for ours, back in zip(to_encode, to_decode, strict=True):
-        codes, scales, rows = np.empty_like(ours.codes), np.empty_like(ours.scales), np.empty_like(back.rows)
-        turboquant_numpy.encode(*ours[:4], codes, scales)
-        assert np.array_equal(codes, ours.codes)
-        assert np.array_equal(scales, ours.scales)
-        turboquant_numpy.decode(codes, scales, *back[2:5], rows)
+        codes, scales = map(np.empty_like, ours.planes)
+        rows = np.empty_like(back.rows)
+        turboquant_numpy.encode(ours.rows, "float16", FORM, ours.levels, codes, scales)
+        assert np.array_equal(codes, ours.planes[0])
+        assert np.array_equal(scales, ours.planes[1])
+        turboquant_numpy.decode(codes, scales, "float16", FORM, back.levels, rows)
         assert np.array_equal(rows, back.rows)
 
 
@@ -323,19 +324,19 @@ def assert_many_right(to_encode: list[EncodePiece], to_decode: list[DecodePiece]
 def test_many_pieces_by_several_threads(threads: int) -> None:
     turboquant_c.set_threads(threads)
     to_encode, to_decode, _ = many_pieces()
-    turboquant_c.encode_many(to_encode)
-    turboquant_c.decode_many(to_decode)
+    turboquant_c.encode_all(to_encode, "float16", FORM)
+    turboquant_c.decode_all(to_decode, "float16", FORM)
     assert_many_right(to_encode, to_decode)
-    turboquant_c.decode_many([])
+    turboquant_c.decode_all([], "float16", FORM)
 
 
 def test_calls_from_many_threads_at_once() -> None:
     turboquant_c.set_threads(3)
     works = [many_pieces() for _ in range(6)]
 
-    def call(to_encode: list[EncodePiece], to_decode: list[DecodePiece]) -> None:
-        turboquant_c.encode_many(to_encode)
-        turboquant_c.decode_many(to_decode)
+    def call(to_encode: list[Encoding], to_decode: list[Decoding]) -> None:
+        turboquant_c.encode_all(to_encode, "float16", FORM)
+        turboquant_c.decode_all(to_decode, "float16", FORM)
 
     callers = [threading.Thread(target=call, args=work[:2]) for work in works]
     for caller in callers:
@@ -358,12 +359,12 @@ def test_the_number_of_threads_is_checked() -> None:
 def test_a_forked_child_has_threads_of_its_own() -> None:
     turboquant_c.set_threads(3)
     to_encode, to_decode, buffer = many_pieces()
-    turboquant_c.encode_many(to_encode)
-    turboquant_c.decode_many(to_decode)
+    turboquant_c.encode_all(to_encode, "float16", FORM)
+    turboquant_c.decode_all(to_decode, "float16", FORM)
     wanted = buffer.copy()
     child = os.fork()
     if child == 0:
         buffer[...] = 0
-        turboquant_c.decode_many(to_decode)
+        turboquant_c.decode_all(to_decode, "float16", FORM)
         os._exit(0 if np.array_equal(buffer, wanted) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

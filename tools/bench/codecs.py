@@ -19,14 +19,15 @@ import mlx.core as mx
 import numpy as np
 
 from prefixcache.codecs import turboquant_c, turboquant_numpy
+from prefixcache.codecs.base import Decoding, Encoding
 from prefixcache.codecs.levelling import Levels, measure
 from prefixcache.codecs.packing import words_of
-from prefixcache.codecs.turboquant_c import DecodePiece, EncodePiece
 from prefixcache.codecs.turboquant_format import Form, form_of
 from tools.bench import report
 from tools.bench.report import Figure
 
 HEADS, WIDTH, PIECE = 8, 128, 256  # a block of tokens is a piece
+DTYPE = "float16"
 PIECES_A_STREAM = 8
 STREAMS = {"full": 64, "quick": 16, "tiny": 1}  # of 4 MB: 256 MB of rows, which no cache of a CPU holds
 ROUNDS = {"full": 5, "quick": 5, "tiny": 1}
@@ -132,54 +133,53 @@ def _cpu(
         )
 
 
-def _pieces(rows: Rows, form: Form, levels: Levels | None, buffers: list[np.ndarray]) -> list[list[DecodePiece]]:
+def _pieces(form: Form, levels: Levels | None, buffers: list[np.ndarray]) -> list[list[Decoding]]:
     """For each stream, pieces whose codes and scales are still empty."""
     words = words_of(form.width, form.codebook.bits)
     return [
         [
-            DecodePiece(
-                np.zeros((PIECE, HEADS, words), np.uint32), np.zeros((PIECE, HEADS), np.uint16), "float16", form, levels,
+            Decoding(
+                (np.zeros((PIECE, HEADS, words), np.uint32), np.zeros((PIECE, HEADS), np.uint16)),
                 buffer[:, at : at + PIECE],
+                levels,
             )
             for at in range(0, buffer.shape[1], PIECE)
         ]
         for buffer in buffers
-    ]  # fmt: skip
+    ]
 
 
-def _to_encode(piece: DecodePiece) -> EncodePiece:
-    rows = piece.rows.swapaxes(0, 1)
-    return EncodePiece(rows, piece.dtype, piece.form, piece.levels, piece.codes, piece.scales)
+def _to_encode(piece: Decoding) -> Encoding:
+    return Encoding(piece.rows.swapaxes(0, 1), piece.planes, piece.levels)
 
 
 def _encoders(rows: Rows, form: Form, levels: Levels | None) -> Works:
-    streams = [[_to_encode(piece) for piece in stream] for stream in _pieces(rows, form, levels, rows.streams)]
+    streams = [[_to_encode(piece) for piece in stream] for stream in _pieces(form, levels, rows.streams)]
 
     def in_c() -> None:
         for stream in streams:
-            turboquant_c.encode_many(stream)
+            turboquant_c.encode_all(stream, DTYPE, form)
 
     def in_numpy() -> None:
         for piece in (piece for stream in streams[:NUMPY_STREAMS] for piece in stream):
-            turboquant_numpy.encode(*piece)
+            turboquant_numpy.encode(piece.rows, DTYPE, form, levels, *piece.planes)
 
     return in_c, in_numpy
 
 
 def _decoders(rows: Rows, form: Form, levels: Levels | None) -> Works:
-    streams = _pieces(rows, form, levels, [np.zeros_like(stream) for stream in rows.streams])
+    streams = _pieces(form, levels, [np.zeros_like(stream) for stream in rows.streams])
     for buffer, stream in zip(rows.streams, streams, strict=True):
-        for at, piece in enumerate(stream):
-            source = piece._replace(rows=buffer[:, at * PIECE : (at + 1) * PIECE])
-            turboquant_c.encode(*_to_encode(source))
+        sources = [piece._replace(rows=buffer[:, i * PIECE : (i + 1) * PIECE]) for i, piece in enumerate(stream)]
+        turboquant_c.encode_all([_to_encode(source) for source in sources], DTYPE, form)
 
     def in_c() -> None:
         for stream in streams:
-            turboquant_c.decode_many(stream)
+            turboquant_c.decode_all(stream, DTYPE, form)
 
     def in_numpy() -> None:
         for piece in (piece for stream in streams[:NUMPY_STREAMS] for piece in stream):
-            turboquant_numpy.decode(*piece)
+            turboquant_numpy.decode(*piece.planes, DTYPE, form, levels, piece.rows)
 
     return in_c, in_numpy
 
