@@ -1,0 +1,139 @@
+"""Attention of a model's queries to what a live cache holds: on the codes themselves where a kernel does it, else head by
+head on rows that are decoded for the moment.
+
+What is attended to are parts: the codes of each run of levels, and the first tokens that are kept as they are. Each gives
+its output and the logarithm of its sum of exponentials, and these are put together.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from prefixcache.codecs.turboquant_live import attend as attend_to_part
+from prefixcache.live.coded import Coded
+
+Mask = mx.array | str | None
+
+
+def attend(held: Coded, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None) -> mx.array:
+    """Queries (B, query heads, L, key width) -> (B, query heads, L, value width), of their dtype.
+
+    `mask`: None, "causal" (the queries are the last L rows), or an array that broadcasts to (B, query heads, L, rows),
+    of booleans (True: attend) or added to the scores. `sinks` (query heads,): logits of nothing, beside the keys'. A
+    query that may attend to nothing gets zeros. ValueError for shapes that don't go together.
+    """
+    _check(held, queries, mask)
+    causal, array = mask == "causal" if isinstance(mask, str) else False, None if isinstance(mask, str) else mask
+    done = []
+    for part in held.parts():
+        one = attend_to_part(part, queries, scale, array, causal)
+        if one is None:
+            return _by_heads(held, queries, scale, mask, sinks)
+        done.append(one)
+    raw = _raw_part(held, queries, scale, array, causal)
+    return _together(done if raw is None else [raw, *done], sinks).astype(queries.dtype)
+
+
+def _check(held: Coded, queries: mx.array, mask: Mask) -> None:
+    assert held.kind is not None
+    batch, heads, length, width = queries.shape
+    if batch != held.batch:
+        raise ValueError(f"queries of {batch} sequences for a cache of {held.batch}: batch sizes must match")
+    if heads % held.kind.heads or width != held.kind.key_width:
+        raise ValueError(
+            f"{heads} query heads of {width} for {held.kind.heads} key heads of {held.kind.key_width}: the widths must be "
+            "equal, the query heads a multiple"
+        )
+    if isinstance(mask, str):
+        if mask != "causal":
+            raise ValueError(f'mask={mask!r}: give "causal", an array, or None')
+    elif mask is not None:
+        wanted = (batch, heads, length, held.rows)
+        padded = (1,) * (4 - mask.ndim) + tuple(mask.shape)
+        if len(padded) > 4 or any(own not in (1, full) for own, full in zip(padded, wanted, strict=True)):
+            raise ValueError(f"a mask of shape {tuple(mask.shape)} doesn't broadcast to {wanted}")
+
+
+def _together(parts: list[tuple[mx.array, mx.array]], sinks: mx.array | None) -> mx.array:
+    """Outputs float32 (B, query heads, L, width) and their logarithms (B, query heads, L) -> the output of all."""
+    if not parts:
+        raise ValueError("attention to a cache that holds no rows")
+    out, total = parts[0]
+    if len(parts) > 1:
+        logs = mx.stack([log for _, log in parts])
+        most = mx.max(logs, axis=0)
+        most = mx.where(most == -mx.inf, 0.0, most)
+        weights = mx.exp(logs - most)
+        shares = mx.sum(weights, axis=0)
+        nothing = shares == 0
+        weights = weights / mx.where(nothing, 1.0, shares)
+        out = sum((weights[i, ..., None] * own for i, (own, _) in enumerate(parts)), start=mx.array(0.0))
+        total = mx.where(nothing, -mx.inf, mx.log(shares) + most)
+    if sinks is not None:
+        out = out * mx.sigmoid(total - sinks.astype(mx.float32)[:, None])[..., None]
+    return out
+
+
+def _raw_part(
+    held: Coded, queries: mx.array, scale: float, mask: mx.array | None, causal: bool
+) -> tuple[mx.array, mx.array] | None:
+    """The part of the first tokens that are kept as they are."""
+    if held.raw is None:
+        return None
+    keys, values = (rows.astype(mx.float32) for rows in held.raw)
+    batch, heads, count, _ = keys.shape
+    length = queries.shape[2]
+    pads = mx.array(held.pads)[:, None]
+    row = mx.arange(count)[None]  # token
+    seen = row < held.rows - pads  # (B, count)
+    grouped = queries.astype(mx.float32).reshape(batch, heads, -1, queries.shape[3])
+    scores = (grouped @ mx.swapaxes(keys, -1, -2)).reshape(batch, queries.shape[1], length, count) * scale
+    column = mx.minimum(row + pads, held.rows - 1)
+    if mask is not None:
+        mask = mx.broadcast_to(mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape)), (batch, *_rest(mask), held.rows))
+        own = mx.take_along_axis(mask, mx.broadcast_to(column[:, None, None], (*mask.shape[:3], count)), axis=-1)
+        scores = mx.where(own, scores, -mx.inf) if own.dtype == mx.bool_ else scores + own.astype(mx.float32)
+    allowed = seen[:, None, None]
+    if causal:
+        allowed = allowed & (column[:, None, None] <= held.rows - length + mx.arange(length)[:, None])
+    scores = mx.where(allowed, scores, -mx.inf)
+    total = mx.logsumexp(scores, axis=-1)
+    weights = mx.exp(scores - mx.where(total == -mx.inf, 0.0, total)[..., None])
+    out = weights.reshape(batch, heads, -1, count) @ values
+    return out.reshape(*queries.shape[:3], values.shape[3]), total
+
+
+def _rest(mask: mx.array) -> tuple[int, int]:
+    """Heads and queries of a mask with up to four axes."""
+    padded = (1,) * (4 - mask.ndim) + tuple(mask.shape)
+    return padded[1], padded[2]
+
+
+def _by_heads(held: Coded, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None) -> mx.array:
+    """MLX's own attention, on one key head's rows at a time: no more than those is ever decoded at once."""
+    assert held.kind is not None
+    group, length = queries.shape[1] // held.kind.heads, queries.shape[2]
+    if any(held.pads):  # rows that count for nobody
+        mask = _with_pads(held, length, mask)
+    made = []
+    for head in range(held.kind.heads):
+        keys, values = held.decoded_heads(head, 1)
+        own = slice(head * group, (head + 1) * group)
+        one = mask[:, own] if isinstance(mask, mx.array) and mask.ndim == 4 and mask.shape[1] > 1 else mask
+        made.append(
+            mx.fast.scaled_dot_product_attention(
+                queries[:, own], keys.astype(queries.dtype), values.astype(queries.dtype), scale=scale, mask=one,
+                sinks=sinks[own].astype(queries.dtype) if sinks is not None else None,
+            )
+        )  # fmt: skip
+    return mx.concatenate(made, axis=1)
+
+
+def _with_pads(held: Coded, length: int, mask: Mask) -> mx.array:
+    column = mx.arange(held.rows)
+    seen = column >= mx.array(held.pads)[:, None, None, None]
+    if isinstance(mask, str):
+        return seen & (column <= held.rows - length + mx.arange(length)[:, None])
+    if mask is None:
+        return seen
+    return seen & mask if mask.dtype == mx.bool_ else mx.where(seen, mask, mx.array(-mx.inf, mask.dtype))

@@ -1,0 +1,470 @@
+"""The rows of one layer that live caches keep as codes: appended, measured, cut, decoded, described. No protocol here.
+
+`Coded` holds B sequences of left-padded rows; `TurboQuantKVCache` and `BatchTurboQuantKVCache` put mlx-lm's protocol on
+it. MLX arrays are never changed in place where another cache could see it: a buffer is written through a handle of its
+own (`copy.copy`), which costs nothing while nobody else holds it, and a copy of the buffer when somebody does.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from prefixcache.codecs.coded_rows import CodedRows
+from prefixcache.codecs.codebook import CODEBOOKS
+from prefixcache.codecs.interchange import FLOATS, borrow, bring_in, copy_out, element, name_of
+from prefixcache.codecs.levelling import LEAST_ROWS, Levels, measure
+from prefixcache.codecs.turboquant import LEAST_WIDTH, TurboQuant
+from prefixcache.codecs.turboquant_format import Form, form_of
+from prefixcache.codecs.turboquant_live import LevelStack, decode, encode
+
+STEP = 256  # rows by which a buffer grows
+SAMPLE = 1024  # rows to measure levels from: here it is waited for
+ATTEND = ("codes", "buffer")
+VERSION = 1  # of `state`
+
+
+class Pair(NamedTuple):
+    """The levels of a layer's keys and values; `source` is what holds them elsewhere (a store's set), if anything."""
+
+    keys: Levels | None
+    values: Levels | None
+    source: Any = None
+
+
+PLAIN = Pair(None, None)
+
+
+class Run(NamedTuple):
+    """From token `first` of a sequence on, up to the next run, rows are coded with `levels`."""
+
+    first: int
+    levels: Pair
+
+
+class Kind(NamedTuple):
+    """What rows a layer has."""
+
+    heads: int
+    key_width: int
+    value_width: int
+    dtype: str
+
+
+class Choice(NamedTuple):
+    """How rows are coded: what the user chose."""
+
+    key_bits: int = 4
+    value_bits: int = 4
+    levelling: bool = True
+    sink_tokens: int = 0
+    seed: int = 0
+
+    def __str__(self) -> str:
+        codec = TurboQuant(self.key_bits, self.value_bits, self.levelling, sink_tokens=self.sink_tokens, seed=self.seed)
+        return str(codec)
+
+
+class SharedLevels:
+    """Levels of a model's layers, measured once by whichever cache first sees 256 rows, and used by all that share this.
+
+    One for each tenant: levels are means and spreads of the text that they were measured on.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._of: dict[int, Pair] = {}
+
+    def get(self, layer: int) -> Pair | None:
+        return self._of.get(layer)
+
+    def settle(self, layer: int, measured: Pair) -> Pair:
+        """The layer's levels: those that came first."""
+        with self._lock:
+            return self._of.setdefault(layer, measured)
+
+
+class Coded:
+    """Codes of B sequences. Row `pads[b] + t` of the buffers is token t of sequence b; `rows` of them are in use.
+
+    Until 256 rows are there to measure levels from, rows wait as they are (`waiting`); then all are coded. After that
+    the first `sink_tokens` of each sequence stay as they are beside their codes.
+    """
+
+    def __init__(self, choice: Choice, attend: str, shared: SharedLevels | None, layer: int, batch: int | None):
+        if attend not in ATTEND:
+            raise ValueError(f'attend={attend!r}: choose "codes" (no decoded copy is held) or "buffer" (one is)')
+        self.choice, self.attends = choice, attend
+        self.kind: Kind | None = None
+        self.rows = 0
+        self.pads: list[int] = [0] * batch if batch else []
+        self.codes: mx.array | None = None  # uint32 (B, heads, capacity, key words + value words)
+        self.scales: mx.array | None = None  # uint16 (B, heads, capacity, 2)
+        self.raw: tuple[mx.array, mx.array] | None = None  # (B, heads, capacity or sink_tokens, width): waiting, or sinks
+        self.decoded: tuple[mx.array, mx.array] | None = None  # attend="buffer": (B, heads, capacity, width)
+        self.runs: list[tuple[Run, ...]] = []
+        self.waiting = choice.levelling
+        self.shared = shared, layer
+        self._stacks: dict[tuple[int, ...], tuple[tuple[Pair, ...], LevelStack, LevelStack]] = {}
+        self._bounds: dict[tuple[int, ...], mx.array] = {}
+
+    # -- what there is --------------------------------------------------------------------------------------------------
+
+    @property
+    def batch(self) -> int:
+        return len(self.pads)
+
+    def tokens_of(self, sequence: int) -> int:
+        return max(self.rows - self.pads[sequence], 0)
+
+    @property
+    def forms(self) -> tuple[Form, Form]:
+        kind, choice = self.known_kind(), self.choice
+        return (
+            form_of(kind.key_width, choice.key_bits, choice.seed),
+            form_of(kind.value_width, choice.value_bits, choice.seed),
+        )
+
+    def known_kind(self) -> Kind:
+        if self.kind is None:
+            raise ValueError("this cache holds no rows yet")
+        return self.kind
+
+    def arrays(self) -> list[mx.array]:
+        """Every array of rows that is held."""
+        held = [self.codes, self.scales, *(self.raw or ()), *(self.decoded or ())]
+        return [array for array in held if array is not None]
+
+    def pairs(self) -> list[Pair]:
+        """The distinct levels in use."""
+        return list({id(run.levels): run.levels for runs in self.runs for run in runs}.values())
+
+    @property
+    def held_bytes(self) -> int:
+        """Of all buffers, slack included, and levels. Nothing is evaluated."""
+        levels = [own for pair in self.pairs() for own in (pair.keys, pair.values) if own is not None]
+        return sum(array.nbytes for array in self.arrays()) + sum(2 * own.mean.nbytes for own in levels)
+
+    # -- appending --------------------------------------------------------------------------------------------------------
+
+    def append(self, keys: mx.array, values: mx.array, valid: Sequence[int] | None = None) -> None:
+        """Rows (B, heads, L, width) behind those that are there. `valid`: of each sequence the row where padding on the
+        right begins, which is not measured."""
+        self._check(keys, values)
+        if not self.pads:
+            self.pads = [0] * keys.shape[0]
+        if not self.runs and not self.waiting:
+            self.runs = [(Run(0, PLAIN),)] * self.batch
+        if self.waiting:
+            at = self.rows
+            self.raw = tuple(put(own, new, at) for own, new in zip(self.raw or (None, None), (keys, values), strict=True))  # type: ignore[assignment]
+            self.rows += keys.shape[2]
+            self.settle_when_ready(valid)
+        else:
+            self._code(keys, values)
+            self.rows += keys.shape[2]
+
+    def _check(self, keys: mx.array, values: mx.array) -> None:
+        if keys.ndim != 4 or values.ndim != 4 or keys.shape[:3] != values.shape[:3]:
+            raise ValueError(
+                f"keys {keys.shape} and values {values.shape}: give (batch, heads, tokens, width) with equal first three"
+            )
+        if keys.dtype != values.dtype:
+            raise ValueError(
+                f"keys are {name_of(keys.dtype)}, values {name_of(values.dtype)}: cast them to one dtype first"
+            )
+        kind = Kind(keys.shape[1], keys.shape[3], values.shape[3], name_of(keys.dtype))
+        if self.pads and len(self.pads) != keys.shape[0]:
+            raise ValueError(f"rows of {keys.shape[0]} sequences for a cache of {len(self.pads)}: batch sizes must match")
+        if self.kind is None:
+            check_kind(kind)
+            self.kind = kind
+        elif kind != self.kind:
+            differs = ", ".join(
+                f"{name} {new} where the cache has {own}"
+                for name, new, own in zip(Kind._fields, kind, self.kind, strict=True)
+                if new != own
+            )
+            raise ValueError(f"rows that don't go with those that are held: {differs}")
+
+    def settle_when_ready(self, valid: Sequence[int] | None = None) -> None:
+        """Code what waits, when its levels are known or there are rows enough to measure them from."""
+        shared, layer = self.shared
+        known = shared.get(layer) if shared is not None else None
+        if known is None:
+            ends = [self.rows if valid is None else min(self.rows, own) for own in valid or [self.rows] * self.batch]
+            count = sum(max(end - pad, 0) for end, pad in zip(ends, self.pads, strict=True))
+            if count < LEAST_ROWS:
+                return
+            known = self._measured(ends, count)
+            if shared is not None:
+                known = shared.settle(layer, known)
+        self.settle(known)
+
+    def _measured(self, ends: list[int], count: int) -> Pair:
+        """Levels of the rows that are waiting, evenly drawn."""
+        assert self.raw is not None
+        drawn = np.linspace(0, count - 1, min(count, SAMPLE)).astype(np.int64)
+        at, parts = 0, []
+        for b, (pad, end) in enumerate(zip(self.pads, ends, strict=True)):
+            own = drawn[(drawn >= at) & (drawn < at + max(end - pad, 0))] - at + pad
+            at += max(end - pad, 0)
+            parts.append((b, mx.array(own)))
+        made = []
+        for rows in self.raw:
+            some = [mx.take(rows[b], own, axis=1) for b, own in parts if own.size]
+            made.append(measure(copy_out(mx.swapaxes(mx.concatenate(some, axis=1), 0, 1).astype(mx.float32))))
+        return Pair(*made)
+
+    def settle(self, levels: Pair) -> None:
+        """Code what waits with these levels, and all that comes."""
+        raw, rows = self.raw, self.rows
+        self.waiting, self.raw, self.rows = False, None, 0
+        self.runs = [(Run(0, levels),)] * self.batch
+        if raw is not None and rows:
+            self._code(*(own[..., :rows, :] for own in raw))
+        self.rows = rows
+
+    def _code(self, keys: mx.array, values: mx.array) -> None:
+        """Encode rows, the first of which is row `rows`."""
+        at, count = self.rows, keys.shape[2]
+        if count == 0:
+            return
+        cuts = {pad + run.first for pad, runs in zip(self.pads, self.runs, strict=True) for run in runs}
+        borders = [at, *sorted(cut for cut in cuts if at < cut < at + count), at + count]
+        for low, high in zip(borders, borders[1:], strict=False):
+            own = slice(low - at, high - at)
+            self._encode(keys[:, :, own], values[:, :, own], low)
+        self._keep_sinks(keys, values)
+
+    def _encode(self, keys: mx.array, values: mx.array, at: int) -> None:
+        stacks = self._stacks_of([run_at(runs, at - pad).levels for runs, pad in zip(self.runs, self.pads, strict=True)])
+        codes, scales = encode(keys, values, *stacks)
+        self.codes, self.scales = put(self.codes, codes, at), put(self.scales, scales, at)
+        if self.attends == "buffer":
+            fresh = decoded_rows(codes, scales, self.known_kind().dtype, stacks)
+            own = self.decoded or (None, None)
+            self.decoded = put(own[0], fresh[0], at), put(own[1], fresh[1], at)
+
+    def _keep_sinks(self, keys: mx.array, values: mx.array) -> None:
+        """Those of the rows, the first of which is row `rows`, that stay as they are."""
+        most, at, count = self.choice.sink_tokens, self.rows, keys.shape[2]
+        for b, pad in enumerate(self.pads):
+            first, last = max(at, pad), min(at + count, pad + most)
+            if first >= last:
+                continue
+            if self.raw is None:
+                shape = (self.batch, keys.shape[1], most)
+                self.raw = (mx.zeros((*shape, keys.shape[3]), keys.dtype), mx.zeros((*shape, values.shape[3]), keys.dtype))
+            own, to = (keys, values), [copy.copy(array) for array in self.raw]
+            shown = [copy.copy(array) for array in self.decoded or ()]
+            for i in range(2):
+                rows = own[i][b, :, first - at : last - at]
+                to[i][b, :, first - pad : last - pad] = rows
+                if shown:
+                    shown[i][b, :, first:last] = rows
+            self.raw, self.decoded = (to[0], to[1]), (shown[0], shown[1]) if shown else None
+
+    # -- levels of many sequences ---------------------------------------------------------------------------------------
+
+    def _stacks_of(self, pairs: list[Pair]) -> tuple[LevelStack, LevelStack]:
+        if all(pair is pairs[0] for pair in pairs):
+            pairs = pairs[:1]
+        key = tuple(map(id, pairs))
+        if key not in self._stacks:
+            if len(self._stacks) >= 8:
+                self._stacks.clear()
+            heads, (keys, values) = self.known_kind().heads, self.forms
+            made = LevelStack([p.keys for p in pairs], keys, heads), LevelStack([p.values for p in pairs], values, heads)
+            self._stacks[key] = (tuple(pairs), *made)  # with the pairs, so that their ids stay theirs
+        return self._stacks[key][1:]
+
+    def spans_of(self, sequence: int) -> list[tuple[int, int, Pair]]:
+        """(first row, row behind the last, levels) of each run that has rows attended to by their codes."""
+        pad, runs = self.pads[sequence], self.runs[sequence]
+        spans = []
+        for run, after in zip(runs, (*runs[1:], None), strict=True):
+            first = pad + max(run.first, self.choice.sink_tokens)
+            last = min(pad + after.first, self.rows) if after is not None else self.rows
+            if first < last:
+                spans.append((first, last, run.levels))
+        return spans
+
+    def parts(self) -> list[CodedRows]:
+        """What is attended to by its codes: each part of one run of every sequence, the last of each in the last."""
+        assert self.codes is not None and self.scales is not None
+        spans = [self.spans_of(b) for b in range(self.batch)]
+        codes, scales = self.codes[..., : self.rows, :], self.scales[..., : self.rows, :]
+        made = []
+        for behind in range(max(map(len, spans), default=0), 0, -1):
+            own = [one[-behind] if len(one) >= behind else None for one in spans]
+            some = next(span for span in own if span is not None)
+            keys, values = self._stacks_of([span[2] if span else some[2] for span in own])
+            first, last = (
+                self._bound([span[i] if span else self.rows for span in own], default)
+                for i, default in ((0, 0), (1, self.rows))
+            )
+            made.append(CodedRows(codes, scales, keys.form, values.form, keys.decoding, values.decoding, first, last))
+        return made
+
+    def _bound(self, rows: list[int], default: int) -> mx.array | None:
+        if all(row == default for row in rows):
+            return None
+        key = tuple(rows)
+        if key not in self._bounds:
+            if len(self._bounds) >= 8:
+                self._bounds.clear()
+            self._bounds[key] = mx.array(rows, dtype=mx.int32)
+            mx.eval(self._bounds[key])
+        return self._bounds[key]
+
+    # -- decoding ---------------------------------------------------------------------------------------------------------
+
+    def decoded_heads(self, first: int, heads: int) -> tuple[mx.array, mx.array]:
+        """Keys and values of some heads as attention means them: (B, `heads`, rows, width), zero where padding is."""
+        own = slice(first, first + heads)
+        if self.waiting:
+            assert self.raw is not None
+            return self.raw[0][:, own, : self.rows], self.raw[1][:, own, : self.rows]
+        if self.decoded is not None:
+            return self.decoded[0][:, own, : self.rows], self.decoded[1][:, own, : self.rows]
+        made = [self._decoded_sequence(b, own) for b in range(self.batch)]
+        if len(made) == 1:
+            return made[0]
+        return mx.concatenate([keys for keys, _ in made]), mx.concatenate([values for _, values in made])
+
+    def _decoded_sequence(self, b: int, heads: slice) -> tuple[mx.array, mx.array]:
+        assert self.codes is not None and self.scales is not None
+        kind, pad = self.known_kind(), self.pads[b]
+        count = heads.stop - heads.start
+        pieces: list[tuple[mx.array, mx.array]] = []
+        if pad:
+            shape, dtype = (1, count, min(pad, self.rows)), element(kind.dtype).mlx
+            pieces.append((mx.zeros((*shape, kind.key_width), dtype), mx.zeros((*shape, kind.value_width), dtype)))
+        if self.raw is not None and (sinks := min(self.choice.sink_tokens, self.tokens_of(b))):
+            pieces.append((self.raw[0][b : b + 1, heads, :sinks], self.raw[1][b : b + 1, heads, :sinks]))
+        for low, high, pair in self.spans_of(b):
+            stacks = [stack.of_heads(heads.start, count) for stack in self._stacks_of([pair])]
+            at = (slice(b, b + 1), heads, slice(low, high))
+            pieces.append(decoded_rows(self.codes[at], self.scales[at], kind.dtype, stacks))
+        if len(pieces) == 1:
+            return pieces[0]
+        return mx.concatenate([p[0] for p in pieces], axis=2), mx.concatenate([p[1] for p in pieces], axis=2)
+
+    # -- copies and cuts ----------------------------------------------------------------------------------------------------
+
+    def take_over(self, other: Coded) -> None:
+        """Hold what another one holds, as it is now; neither shows in the other from here on."""
+        for name, value in vars(other).items():
+            setattr(self, name, list(value) if isinstance(value, list) else value)
+        self._stacks, self._bounds = dict(other._stacks), {}
+
+    def cut(self, n: int) -> None:
+        """Forget the last `n` rows. ValueError where there are fewer."""
+        if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n <= self.rows:
+            raise ValueError(f"trim({n!r}): {self.rows} tokens are held; give a number from 0 to that")
+        self.rows -= n
+
+    # -- as arrays alone ----------------------------------------------------------------------------------------------------
+
+    def described(self, **more: Any) -> list[mx.array]:
+        """All of it as a list of arrays; the first is JSON (uint8), so that it can be saved like any other state."""
+        pairs = self.pairs()
+        numbers = {id(pair): i for i, pair in enumerate(pairs)}
+        said = {
+            "version": VERSION, "choice": list(self.choice), "attends": self.attends, "kind": self.kind, "rows": self.rows,
+            "pads": self.pads, "waiting": self.waiting,
+            "runs": [[[run.first, numbers[id(run.levels)]] for run in runs] for runs in self.runs],
+            "levels": [[own is not None for own in pair[:2]] for pair in pairs],
+            "held": [array is not None for array in (self.codes, self.raw)],
+            **more,
+        }  # fmt: skip
+        text = mx.array(np.frombuffer(json.dumps(said).encode(), np.uint8))
+        levels = [own for pair in pairs for own in pair[:2] if own is not None]
+        rows = [array for array in (self.codes, self.scales, *(self.raw or ())) if array is not None]
+        return [text, *rows, *(mx.array(array) for own in levels for array in (own.mean, own.root))]
+
+    def restore(self, state: Sequence[mx.array]) -> dict[str, Any]:
+        """The inverse of `described`: gives all that it said. ValueError for what is no such state."""
+        try:
+            arrays = iter(state)
+            said = json.loads(bytes(borrow(next(arrays)).tobytes()))
+            if said["version"] != VERSION:
+                raise ValueError(f"its version is {said['version']}, this release reads {VERSION}")
+            Coded.__init__(self, Choice(*said["choice"]), said["attends"], None, 0, None)
+            self.kind = Kind(*said["kind"]) if said["kind"] is not None else None
+            self.rows, self.pads, self.waiting = said["rows"], list(said["pads"]), said["waiting"]
+            has_codes, has_raw = said["held"]
+            if has_codes:
+                self.codes, self.scales = next(arrays), next(arrays)
+            if has_raw:
+                self.raw = next(arrays), next(arrays)
+            pairs = [
+                Pair(*(Levels(copy_out(next(arrays)), copy_out(next(arrays))) if has else None for has in both))
+                for both in said["levels"]
+            ]
+            self.runs = [tuple(Run(first, pairs[i]) for first, i in runs) for runs in said["runs"]]
+            checked: dict[str, Any] = said
+        except (StopIteration, KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+            raise ValueError(f"no state of a live TurboQuant cache: {error or type(error).__name__}") from None
+        if self.attends == "buffer" and self.rows and not self.waiting:
+            heads = self.known_kind().heads
+            self.decoded = self.decoded_heads(0, heads)
+        return checked
+
+
+# -- parts that need no cache -----------------------------------------------------------------------------------------------
+
+
+def put(buffer: mx.array | None, new: mx.array, at: int) -> mx.array:
+    """A buffer (B, heads, capacity, ...) with `new` in its rows from `at` on, longer by whole steps where need be."""
+    end = at + new.shape[2]
+    if buffer is None or end > buffer.shape[2]:
+        room = -(-new.shape[2] // STEP) * STEP
+        empty = mx.zeros((*new.shape[:2], room, *new.shape[3:]), new.dtype)
+        buffer = empty if buffer is None or at == 0 else mx.concatenate([buffer[:, :, :at], empty], axis=2)
+    else:
+        buffer = copy.copy(buffer)
+    buffer[:, :, at:end] = new
+    return buffer
+
+
+def run_at(runs: tuple[Run, ...], token: int) -> Run:
+    """The run of a token; of padding before the first, the first."""
+    return next((run for run in reversed(runs) if run.first <= token), runs[0])
+
+
+def decoded_rows(
+    codes: mx.array, scales: mx.array, dtype: str, stacks: Sequence[LevelStack]
+) -> tuple[mx.array, mx.array]:
+    """Codes (B, heads, T, words), scales (B, heads, T, 2) -> keys and values (B, heads, T, width)."""
+    keys, values = stacks
+    at = -(-keys.form.width * keys.form.codebook.bits // 32)
+    return (
+        decode(codes[..., :at], scales[..., 0], dtype, keys),
+        decode(codes[..., at:], scales[..., 1], dtype, values),
+    )
+
+
+def check_kind(kind: Kind) -> None:
+    """ValueError for rows that TurboQuant doesn't take."""
+    if kind.dtype not in FLOATS:
+        raise ValueError(f"rows of {kind.dtype}: TurboQuant takes {', '.join(FLOATS)}; keep this layer as it is")
+    for name, width in (("keys", kind.key_width), ("values", kind.value_width)):
+        if width < LEAST_WIDTH:
+            raise ValueError(f"{name} {width} wide: TurboQuant takes {LEAST_WIDTH} or more; keep this layer as it is")
+
+
+def check_choice(choice: Choice) -> Choice:
+    """ValueError for bits and numbers that TurboQuant doesn't take."""
+    TurboQuant(
+        choice.key_bits, choice.value_bits, choice.levelling, sink_tokens=choice.sink_tokens, seed=choice.seed
+    )
+    assert choice.key_bits in CODEBOOKS
+    return choice
