@@ -1,0 +1,22 @@
+"""Live caches: the attention state of prompts that a model is working on, kept as codes.
+
+`make_prompt_cache` and `convert_prompt_cache` are what a server calls; the classes have mlx-lm's cache protocol.
+`hook` is how attention reaches the codes, `families` which models it holds for. Importing this imports mlx-lm.
+"""
+
+from prefixcache.live.batch import BatchTurboQuantKVCache
+from prefixcache.live.coded import SharedLevels
+from prefixcache.live.making import LivePromptCache, convert_prompt_cache, make_prompt_cache
+from prefixcache.live.quantized import BatchQuantizedKVCache, QuantizedKVCache
+from prefixcache.live.turboquant import TurboQuantKVCache
+
+__all__ = [
+    "BatchQuantizedKVCache",
+    "BatchTurboQuantKVCache",
+    "LivePromptCache",
+    "QuantizedKVCache",
+    "SharedLevels",
+    "TurboQuantKVCache",
+    "convert_prompt_cache",
+    "make_prompt_cache",
+]

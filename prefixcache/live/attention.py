@@ -1,7 +1,7 @@
 """Attention of a model's queries to what a live cache holds: on the codes themselves where a kernel does it, else head by
 head on rows that are decoded for the moment.
 
-What is attended to are parts: the codes of each run of levels, and the first tokens that are kept as they are. Each gives
+What is attended to are parts: the codes of each run of levels, and the rows that are kept as they are. Each gives
 its output and the logarithm of its sum of exponentials, and these are put together.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from prefixcache.codecs.coded_rows import CodedRows
 from prefixcache.codecs.turboquant_live import attend as attend_to_part
 from prefixcache.live.coded import Coded
 
@@ -26,12 +27,35 @@ def attend(held: Coded, queries: mx.array, scale: float, mask: Mask, sinks: mx.a
     causal, array = mask == "causal" if isinstance(mask, str) else False, None if isinstance(mask, str) else mask
     done = []
     for part in held.parts():
-        one = attend_to_part(part, queries, scale, array, causal)
+        one = _coded_part(part, held.rows, queries, scale, array, causal)
         if one is None:
             return _by_heads(held, queries, scale, mask, sinks)
         done.append(one)
     raw = _raw_part(held, queries, scale, array, causal)
     return _together(done if raw is None else [raw, *done], sinks).astype(queries.dtype)
+
+
+def _coded_part(
+    part: CodedRows, rows: int, queries: mx.array, scale: float, mask: mx.array | None, causal: bool
+) -> tuple[mx.array, mx.array] | None:
+    """The part of rows that are attended to by their codes; None where no kernel does that here."""
+    count, length = part.codes.shape[2], queries.shape[2]
+    if mask is not None and mask.shape[-1] > 1:
+        mask = mask[..., :count]
+    early = length - (rows - count)  # queries that don't see all of the part
+    if not causal or early <= 0 or early == length:
+        return attend_to_part(part, queries, scale, mask, causal and early == length)
+    some = attend_to_part(part, queries[:, :, :early], scale, _of_queries(mask, 0, early), True)
+    rest = attend_to_part(part, queries[:, :, early:], scale, _of_queries(mask, early, length), False)
+    if some is None or rest is None:
+        return None
+    return mx.concatenate([some[0], rest[0]], axis=2), mx.concatenate([some[1], rest[1]], axis=2)
+
+
+def _of_queries(mask: mx.array | None, first: int, last: int) -> mx.array | None:
+    if mask is None or mask.ndim < 2 or mask.shape[-2] == 1:
+        return mask
+    return mask[..., first:last, :]
 
 
 def _check(held: Coded, queries: mx.array, mask: Mask) -> None:
@@ -77,36 +101,30 @@ def _together(parts: list[tuple[mx.array, mx.array]], sinks: mx.array | None) ->
 def _raw_part(
     held: Coded, queries: mx.array, scale: float, mask: mx.array | None, causal: bool
 ) -> tuple[mx.array, mx.array] | None:
-    """The part of the first tokens that are kept as they are."""
-    if held.raw is None:
+    """The part of the rows that are kept as they are."""
+    found = held.raw_rows()
+    if found is None:
         return None
-    keys, values = (rows.astype(mx.float32) for rows in held.raw)
+    (keys, values), listed = found
+    rows = mx.array(listed)[:, None, None]  # (B, 1, 1, n)
     batch, heads, count, _ = keys.shape
     length = queries.shape[2]
-    pads = mx.array(held.pads)[:, None]
-    row = mx.arange(count)[None]  # token
-    seen = row < held.rows - pads  # (B, count)
     grouped = queries.astype(mx.float32).reshape(batch, heads, -1, queries.shape[3])
-    scores = (grouped @ mx.swapaxes(keys, -1, -2)).reshape(batch, queries.shape[1], length, count) * scale
-    column = mx.minimum(row + pads, held.rows - 1)
+    scores = (grouped @ mx.swapaxes(keys.astype(mx.float32), -1, -2)).reshape(*queries.shape[:3], count) * scale
     if mask is not None:
-        mask = mx.broadcast_to(mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape)), (batch, *_rest(mask), held.rows))
-        own = mx.take_along_axis(mask, mx.broadcast_to(column[:, None, None], (*mask.shape[:3], count)), axis=-1)
+        mask = mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
+        mask = mx.broadcast_to(mask, (batch, *mask.shape[1:3], held.rows))
+        at = mx.broadcast_to(mx.maximum(rows, 0), (*mask.shape[:3], count))
+        own = mx.take_along_axis(mask, at, axis=-1)
         scores = mx.where(own, scores, -mx.inf) if own.dtype == mx.bool_ else scores + own.astype(mx.float32)
-    allowed = seen[:, None, None]
+    allowed = rows >= 0
     if causal:
-        allowed = allowed & (column[:, None, None] <= held.rows - length + mx.arange(length)[:, None])
+        allowed = allowed & (rows <= held.rows - length + mx.arange(length)[:, None])
     scores = mx.where(allowed, scores, -mx.inf)
     total = mx.logsumexp(scores, axis=-1)
     weights = mx.exp(scores - mx.where(total == -mx.inf, 0.0, total)[..., None])
-    out = weights.reshape(batch, heads, -1, count) @ values
+    out = weights.reshape(batch, heads, -1, count) @ values.astype(mx.float32)
     return out.reshape(*queries.shape[:3], values.shape[3]), total
-
-
-def _rest(mask: mx.array) -> tuple[int, int]:
-    """Heads and queries of a mask with up to four axes."""
-    padded = (1,) * (4 - mask.ndim) + tuple(mask.shape)
-    return padded[1], padded[2]
 
 
 def _by_heads(held: Coded, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None) -> mx.array:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
-from prefixcache.live.coded import PLAIN, Choice, Coded, Pair, Run, SharedLevels, check_choice
+from prefixcache.live.coded import PLAIN, RECENT, Choice, Coded, Pair, Run, SharedLevels, check_choice
 from prefixcache.live.ragged import check_alike, chosen, joined, rolled, selected, stacked, without_rows
 from prefixcache.live.turboquant import TurboQuantKVCache, attend_to, fetched, hook_for
 
@@ -31,19 +31,20 @@ class BatchTurboQuantKVCache:
         levelling: bool = True,
         sink_tokens: int = 0,
         seed: int = 0,
+        recent_tokens: int = RECENT,
         attend: Literal["codes", "buffer"] = "codes",
         levels: SharedLevels | None = None,
         layer: int = 0,
     ):
-        choice = check_choice(Choice(key_bits, value_bits, levelling, sink_tokens, seed))
+        choice = check_choice(Choice(key_bits, value_bits, levelling, sink_tokens, seed, recent_tokens))
         held = Coded(choice, attend, levels, layer, None)
         held.pads = [int(n) for n in left_padding]
+        held.floors = [0] * held.batch
         self._adopt(held)
 
     def _adopt(self, held: Coded) -> None:
         self._held = held
         self._right: list[int] | None = None  # padding on the right, until `finalize`
-        self._ends: list[int] | None = None  # the row where it begins
         self._place()
         hook_for(held)
 
@@ -56,7 +57,7 @@ class BatchTurboQuantKVCache:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Rows (B, heads, L, width) of one float dtype; see `TurboQuantKVCache.update_and_fetch`."""
-        self._held.append(keys, values, self._ends)
+        self._held.append(keys, values)
         self.offset = self.offset + keys.shape[2]
         return fetched(self._held, self)
 
@@ -119,7 +120,7 @@ class BatchTurboQuantKVCache:
             self._place()
         if right_padding is not None and max(right_padding, default=0) > 0:
             self._right = [int(n) for n in right_padding]
-            self._ends = [held.rows + int(n) for n in lengths] if lengths is not None else [held.rows] * held.batch
+            held.ends = [held.rows + int(n) for n in lengths] if lengths is not None else None
 
     def finalize(self) -> None:
         """Turn padding on the right into padding on the left."""
@@ -132,8 +133,11 @@ class BatchTurboQuantKVCache:
             held.decoded = _two(rolled(held.decoded, shifts))
         if held.waiting and held.raw is not None:
             held.raw = _two(rolled(held.raw, shifts))
+        if held.recent is not None:
+            held.recent = _two(rolled(held.recent, shifts))
         held.pads = [pad + more for pad, more in zip(held.pads, self._right, strict=True)]
-        self._right = self._ends = None
+        held.floors = [min(floor + more, held.rows) for floor, more in zip(held.floors, self._right, strict=True)]
+        self._right = held.ends = None
         self._place()
         if held.waiting and held.raw is not None:
             held.settle_when_ready()
@@ -146,20 +150,18 @@ class BatchTurboQuantKVCache:
         if not kept:
             self._adopt(Coded(held.choice, held.attends, *held.shared, 0))
             return
-        held.pads, held.runs = [held.pads[i] for i in kept], [held.runs[i] for i in kept] if held.runs else []
-        spare = min(min(held.pads), held.rows)
-        held.pads = [pad - spare for pad in held.pads] if held.kind is not None else held.pads
+        held.pads, held.floors = [held.pads[i] for i in kept], [held.floors[i] for i in kept]
+        held.runs = [held.runs[i] for i in kept] if held.runs else []
+        held.ends = [held.ends[i] for i in kept] if held.ends is not None else None
+        self._right = [self._right[i] for i in kept] if self._right is not None else None
         for name in ("codes", "scales"):
             if (array := getattr(held, name)) is not None:
-                setattr(held, name, selected((array,), indices)[0][:, :, spare:])
-        if held.decoded is not None:
-            held.decoded = _two(tuple(array[:, :, spare:] for array in selected(held.decoded, indices)))
-        if held.raw is not None:
-            held.raw = _two(tuple(a[:, :, spare if held.waiting else 0 :] for a in selected(held.raw, indices)))
-        held.rows -= spare if held.kind is not None else 0
-        for name in ("_right", "_ends"):
-            if (own := getattr(self, name)) is not None:
-                setattr(self, name, [own[i] - (spare if name == "_ends" else 0) for i in kept])
+                setattr(held, name, selected((array,), indices)[0])
+        for name in ("raw", "recent", "decoded"):
+            if (pair := getattr(held, name)) is not None:
+                setattr(held, name, _two(selected(pair, indices)))
+        if held.kind is not None:
+            _shift_left(held, min(*held.pads, held.rows))
         self._place()
 
     def extend(self, other: BatchTurboQuantKVCache) -> None:
@@ -179,7 +181,7 @@ class BatchTurboQuantKVCache:
         chosen([idx], held.batch)
         pad, rows, one = held.pads[idx], held.tokens_of(idx), slice(idx, idx + 1)
         made = Coded(held.choice, held.attends, *held.shared, 1)
-        made.waiting, made.runs = held.waiting, held.runs[one]
+        made.waiting, made.runs, made.floors = held.waiting, held.runs[one], [max(held.floors[idx] - pad, 0)]
         if rows:
             made.kind, made.rows = held.kind, rows
             own = slice(pad, pad + rows)
@@ -191,6 +193,8 @@ class BatchTurboQuantKVCache:
             if held.raw is not None:
                 tokens = own if held.waiting else slice(None)
                 made.raw = _two(tuple(mx.contiguous(array[one, :, tokens]) for array in held.raw))
+            if held.recent is not None:
+                made.recent = _turned((held.recent[0][one], held.recent[1][one]), [-pad])
         cache = TurboQuantKVCache.__new__(TurboQuantKVCache)
         cache._held = made
         return cache
@@ -215,14 +219,14 @@ class BatchTurboQuantKVCache:
     @property
     def state(self) -> list[mx.array]:
         """All of it as arrays, the first of which says what the others are."""
-        return self._held.described(right=self._right, ends=self._ends)
+        return self._held.described(right=self._right)
 
     @state.setter
     def state(self, state: Sequence[mx.array]) -> None:
         held = Coded.__new__(Coded)
         said = held.restore(state)
         self._adopt(held)
-        self._right, self._ends = said.get("right"), said.get("ends")
+        self._right = said.get("right")
 
     @property
     def meta_state(self) -> str:
@@ -247,7 +251,7 @@ class BatchTurboQuantKVCache:
         held = Coded.__new__(Coded)
         held.take_over(self._held)
         made._adopt(held)
-        made._right, made._ends = self._right, self._ends
+        made._right = self._right
         return made
 
     def __copy__(self) -> BatchTurboQuantKVCache:
@@ -270,6 +274,7 @@ def _merged(singles: list[Coded]) -> Coded:
     made.waiting = ready[0].waiting
     made.rows = max(held.rows for held in ready)
     made.pads = [made.rows - held.rows for held in ready]
+    made.floors = [floor + pad for floor, pad in zip((held.floors[0] for held in ready), made.pads, strict=True)]
     made.kind = next((held.kind for held in ready if held.kind is not None), None)
     made.runs = [] if made.waiting else [held.runs[0] for held in ready]
     if made.kind is None:
@@ -286,10 +291,10 @@ def _merged(singles: list[Coded]) -> Coded:
     made.codes, made.scales = _two(stacked([(pair, held.rows) for pair, held in zip(pairs, ready, strict=True)]))
     if made.attends == "buffer":
         made.decoded = _two(rows("decoded"))
-    some = next((held.raw for held in ready if held.raw is not None), None)
-    if some is not None:
-        none = tuple(mx.zeros_like(array) for array in some)
-        made.raw = _two(tuple(mx.concatenate([(held.raw or none)[i] for held in ready]) for i in range(2)))
+    made.raw = _listed([held.raw for held in ready], [1] * len(ready))
+    made.recent = _listed([held.recent for held in ready], [1] * len(ready))
+    if made.recent is not None:
+        made.recent = _turned(made.recent, made.pads)
     return made
 
 
@@ -300,10 +305,13 @@ def _together(batches: list[Coded]) -> Coded:
     made.kind = next((held.kind for held in ready if held.kind is not None), None)
     made.runs = [] if made.waiting else [*first.runs, *second.runs]
     made.rows = max(held.rows for held in ready)
-    made.pads = [pad + (made.rows - held.rows) for held in ready for pad in held.pads]
+    made.pads, made.floors = ([*getattr(first, name), *getattr(second, name)] for name in ("pads", "floors"))
     if made.kind is None:
-        made.pads = [*first.pads, *second.pads]
         return made
+    grown = [made.rows - held.rows for held in ready for _ in held.pads]
+    made.pads, made.floors = (
+        [own + more for own, more in zip(each, grown, strict=True)] for each in (made.pads, made.floors)
+    )
 
     def both(arrays: list[tuple[mx.array, ...] | None]) -> tuple[mx.array, mx.array] | None:
         some = next((own for own in arrays if own is not None), None)
@@ -320,10 +328,11 @@ def _together(batches: list[Coded]) -> Coded:
     if codes is not None:
         made.codes, made.scales = codes
     made.decoded = both([_tuple(held.decoded) for held in ready])
-    some = next((held.raw for held in ready if held.raw is not None), None)
-    if some is not None:
-        own = [held.raw or tuple(mx.zeros((held.batch, *a.shape[1:]), a.dtype) for a in some) for held in ready]
-        made.raw = _two(tuple(mx.concatenate([one[i] for one in own]) for i in range(2)))
+    sizes = [held.batch for held in ready]
+    made.raw = _listed([held.raw for held in ready], sizes)
+    made.recent = _listed([held.recent for held in ready], sizes)
+    if made.recent is not None:
+        made.recent = _turned(made.recent, grown)
     return made
 
 
@@ -339,7 +348,7 @@ def _alike(several: list[Coded]) -> list[Coded]:
     for held in several:
         own = Coded.__new__(Coded)
         own.take_over(held)
-        own.pads = own.pads or [0]
+        own.pads, own.floors = own.pads or [0], own.floors or [0]
         ready.append(own)
     levels: Pair | None = next((held.runs[0][-1].levels for held in ready if held.runs and not held.waiting), None)
     if levels is not None or not first.choice.levelling:
@@ -349,6 +358,41 @@ def _alike(several: list[Coded]) -> list[Coded]:
             elif not held.runs:
                 held.runs = [(Run(0, levels or PLAIN),)] * held.batch
     return ready
+
+
+def _shift_left(held: Coded, spare: int) -> None:
+    """Drop the first `spare` rows of all, which are nobody's."""
+    if not spare:
+        return
+    held.rows -= spare
+    held.pads, held.floors = [pad - spare for pad in held.pads], [max(floor - spare, 0) for floor in held.floors]
+    held.ends = [end - spare for end in held.ends] if held.ends is not None else None
+    if held.codes is not None and held.scales is not None:
+        held.codes, held.scales = held.codes[:, :, spare:], held.scales[:, :, spare:]
+    if held.waiting and held.raw is not None:
+        held.raw = held.raw[0][:, :, spare:], held.raw[1][:, :, spare:]
+    if held.decoded is not None:
+        held.decoded = held.decoded[0][:, :, spare:], held.decoded[1][:, :, spare:]
+    if held.recent is not None:
+        held.recent = _turned(held.recent, [-spare] * held.batch)
+
+
+def _turned(ring: tuple[mx.array, mx.array], shifts: list[int]) -> tuple[mx.array, mx.array]:
+    """Rings of recent rows, where rows get other numbers: row r becomes r + shifts[b]."""
+    size = ring[0].shape[2]
+    return ring if all(n % size == 0 for n in shifts) else _two(rolled(ring, mx.array([n % size for n in shifts])))
+
+
+def _listed(several: list[Any], sizes: list[int]) -> tuple[mx.array, mx.array] | None:
+    """Pairs of arrays one behind the other, zeros for each of `sizes` sequences that has none."""
+    some = next((own for own in several if own is not None), None)
+    if some is None:
+        return None
+    each = [
+        own if own is not None else tuple(mx.zeros((size, *array.shape[1:]), array.dtype) for array in some)
+        for own, size in zip(several, sizes, strict=True)
+    ]
+    return _two(tuple(mx.concatenate([own[i] for own in each]) for i in range(2)))
 
 
 def _tuple(arrays: Any) -> tuple[mx.array, ...] | None:

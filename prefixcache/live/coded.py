@@ -17,7 +17,6 @@ import mlx.core as mx
 import numpy as np
 
 from prefixcache.codecs.coded_rows import CodedRows
-from prefixcache.codecs.codebook import CODEBOOKS
 from prefixcache.codecs.interchange import FLOATS, borrow, bring_in, copy_out, element, name_of
 from prefixcache.codecs.levelling import LEAST_ROWS, Levels, measure
 from prefixcache.codecs.turboquant import LEAST_WIDTH, TurboQuant
@@ -26,6 +25,8 @@ from prefixcache.codecs.turboquant_live import LevelStack, decode, encode
 
 STEP = 256  # rows by which a buffer grows
 SAMPLE = 1024  # rows to measure levels from: here it is waited for
+RECENT = 128  # last rows that attention sees as they are: most of what codes cost is lost on the nearest ones
+MOST_RECENT = 4096
 ATTEND = ("codes", "buffer")
 VERSION = 1  # of `state`
 
@@ -58,13 +59,14 @@ class Kind(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """How rows are coded: what the user chose."""
+    """How rows are coded, and which stay as they are beside their codes: what the user chose."""
 
     key_bits: int = 4
     value_bits: int = 4
     levelling: bool = True
     sink_tokens: int = 0
     seed: int = 0
+    recent_tokens: int = RECENT
 
     def __str__(self) -> str:
         codec = TurboQuant(self.key_bits, self.value_bits, self.levelling, sink_tokens=self.sink_tokens, seed=self.seed)
@@ -94,7 +96,9 @@ class Coded:
     """Codes of B sequences. Row `pads[b] + t` of the buffers is token t of sequence b; `rows` of them are in use.
 
     Until 256 rows are there to measure levels from, rows wait as they are (`waiting`); then all are coded. After that
-    the first `sink_tokens` of each sequence stay as they are beside their codes.
+    the first `sink_tokens` and the last `recent_tokens` of each sequence stay as they are beside their codes, and
+    attention reads those. The recent ones stand in a ring, row r in its place r % recent_tokens, and are those from row
+    `floors[b]` on: fewer after a cut, or where only codes were at hand.
     """
 
     def __init__(self, choice: Choice, attend: str, shared: SharedLevels | None, layer: int, batch: int | None):
@@ -107,7 +111,10 @@ class Coded:
         self.codes: mx.array | None = None  # uint32 (B, heads, capacity, key words + value words)
         self.scales: mx.array | None = None  # uint16 (B, heads, capacity, 2)
         self.raw: tuple[mx.array, mx.array] | None = None  # (B, heads, capacity or sink_tokens, width): waiting, or sinks
+        self.recent: tuple[mx.array, mx.array] | None = None  # (B, heads, recent_tokens, width)
+        self.floors: list[int] = [0] * batch if batch else []
         self.decoded: tuple[mx.array, mx.array] | None = None  # attend="buffer": (B, heads, capacity, width)
+        self.ends: list[int] | None = None  # the row where a sequence's padding on the right begins, until it is turned left
         self.runs: list[tuple[Run, ...]] = []
         self.waiting = choice.levelling
         self.shared = shared, layer
@@ -138,7 +145,7 @@ class Coded:
 
     def arrays(self) -> list[mx.array]:
         """Every array of rows that is held."""
-        held = [self.codes, self.scales, *(self.raw or ()), *(self.decoded or ())]
+        held = [self.codes, self.scales, *(self.raw or ()), *(self.recent or ()), *(self.decoded or ())]
         return [array for array in held if array is not None]
 
     def pairs(self) -> list[Pair]:
@@ -153,19 +160,18 @@ class Coded:
 
     # -- appending --------------------------------------------------------------------------------------------------------
 
-    def append(self, keys: mx.array, values: mx.array, valid: Sequence[int] | None = None) -> None:
-        """Rows (B, heads, L, width) behind those that are there. `valid`: of each sequence the row where padding on the
-        right begins, which is not measured."""
+    def append(self, keys: mx.array, values: mx.array) -> None:
+        """Rows (B, heads, L, width) of each sequence, behind those that are there."""
         self._check(keys, values)
         if not self.pads:
-            self.pads = [0] * keys.shape[0]
+            self.pads, self.floors = [0] * keys.shape[0], [0] * keys.shape[0]
         if not self.runs and not self.waiting:
             self.runs = [(Run(0, PLAIN),)] * self.batch
         if self.waiting:
             at = self.rows
             self.raw = tuple(put(own, new, at) for own, new in zip(self.raw or (None, None), (keys, values), strict=True))  # type: ignore[assignment]
             self.rows += keys.shape[2]
-            self.settle_when_ready(valid)
+            self.settle_when_ready()
         else:
             self._code(keys, values)
             self.rows += keys.shape[2]
@@ -193,12 +199,12 @@ class Coded:
             )
             raise ValueError(f"rows that don't go with those that are held: {differs}")
 
-    def settle_when_ready(self, valid: Sequence[int] | None = None) -> None:
+    def settle_when_ready(self) -> None:
         """Code what waits, when its levels are known or there are rows enough to measure them from."""
         shared, layer = self.shared
         known = shared.get(layer) if shared is not None else None
         if known is None:
-            ends = [self.rows if valid is None else min(self.rows, own) for own in valid or [self.rows] * self.batch]
+            ends = [self.recent_end(b) for b in range(self.batch)]
             count = sum(max(end - pad, 0) for end, pad in zip(ends, self.pads, strict=True))
             if count < LEAST_ROWS:
                 return
@@ -227,6 +233,7 @@ class Coded:
         raw, rows = self.raw, self.rows
         self.waiting, self.raw, self.rows = False, None, 0
         self.runs = [(Run(0, levels),)] * self.batch
+        self.floors = list(self.pads)
         if raw is not None and rows:
             self._code(*(own[..., :rows, :] for own in raw))
         self.rows = rows
@@ -242,15 +249,15 @@ class Coded:
             own = slice(low - at, high - at)
             self._encode(keys[:, :, own], values[:, :, own], low)
         self._keep_sinks(keys, values)
+        before = self.floors
+        self._keep_recent(keys, values, [min(at + count, end) for end in self.ends or [at + count] * self.batch])
+        if self.attends == "buffer":
+            self._show(keys, values, before)
 
     def _encode(self, keys: mx.array, values: mx.array, at: int) -> None:
         stacks = self._stacks_of([run_at(runs, at - pad).levels for runs, pad in zip(self.runs, self.pads, strict=True)])
         codes, scales = encode(keys, values, *stacks)
         self.codes, self.scales = put(self.codes, codes, at), put(self.scales, scales, at)
-        if self.attends == "buffer":
-            fresh = decoded_rows(codes, scales, self.known_kind().dtype, stacks)
-            own = self.decoded or (None, None)
-            self.decoded = put(own[0], fresh[0], at), put(own[1], fresh[1], at)
 
     def _keep_sinks(self, keys: mx.array, values: mx.array) -> None:
         """Those of the rows, the first of which is row `rows`, that stay as they are."""
@@ -262,14 +269,43 @@ class Coded:
             if self.raw is None:
                 shape = (self.batch, keys.shape[1], most)
                 self.raw = (mx.zeros((*shape, keys.shape[3]), keys.dtype), mx.zeros((*shape, values.shape[3]), keys.dtype))
-            own, to = (keys, values), [copy.copy(array) for array in self.raw]
-            shown = [copy.copy(array) for array in self.decoded or ()]
-            for i in range(2):
-                rows = own[i][b, :, first - at : last - at]
-                to[i][b, :, first - pad : last - pad] = rows
-                if shown:
-                    shown[i][b, :, first:last] = rows
-            self.raw, self.decoded = (to[0], to[1]), (shown[0], shown[1]) if shown else None
+            to = [copy.copy(array) for array in self.raw]
+            for own, rows in zip(to, (keys, values), strict=True):
+                own[b, :, first - pad : last - pad] = rows[b, :, first - at : last - at]
+            self.raw = to[0], to[1]
+
+    def _keep_recent(self, keys: mx.array, values: mx.array, ends: list[int]) -> None:
+        """Those of the rows, the first of which is row `rows`, that are each sequence's last: the ones before `ends`."""
+        most, at = self.choice.recent_tokens, self.rows
+        floors = [max(floor, end - most) for floor, end in zip(self.floors, ends, strict=True)]
+        if most:
+            if self.recent is None:
+                shape = (*keys.shape[:2], most)
+                self.recent = (mx.zeros((*shape, keys.shape[3]), keys.dtype), mx.zeros((*shape, values.shape[3]), keys.dtype))
+            to = [copy.copy(array) for array in self.recent]
+            together = len(set(ends)) == 1  # as always but for padding on the right
+            for b, end in [(slice(None), ends[0])] if together else list(enumerate(ends)):
+                for low, high, place in places(max(at, end - most), end, most):
+                    for own, rows in zip(to, (keys, values), strict=True):
+                        own[b, :, place : place + high - low] = rows[b, :, low - at : high - at]
+            self.recent = to[0], to[1]
+        self.floors = floors
+
+    def _show(self, keys: mx.array, values: mx.array, before: list[int]) -> None:
+        """Append to the decoded copy: the new rows, and what codes give for those that aren't recent any more."""
+        at = self.rows
+        own = self.decoded or (None, None)
+        self.decoded = put(own[0], keys, at), put(own[1], values, at)
+        for b in range(self.batch):
+            pad, sinks = self.pads[b], self.pads[b] + self.choice.sink_tokens
+            for low, high, pair in self._spans(b, max(before[b], sinks, pad), self.floors[b]):
+                at_codes = (slice(b, b + 1), slice(None), slice(low, high))
+                assert self.codes is not None and self.scales is not None
+                rows = decoded_rows(self.codes[at_codes], self.scales[at_codes], self.known_kind().dtype, self._stacks_of([pair]))
+                shown = [copy.copy(array) for array in self.decoded]
+                for to, new in zip(shown, rows, strict=True):
+                    to[b : b + 1, :, low:high] = new
+                self.decoded = shown[0], shown[1]
 
     # -- levels of many sequences ---------------------------------------------------------------------------------------
 
@@ -287,31 +323,63 @@ class Coded:
 
     def spans_of(self, sequence: int) -> list[tuple[int, int, Pair]]:
         """(first row, row behind the last, levels) of each run that has rows attended to by their codes."""
+        low = self.pads[sequence] + self.choice.sink_tokens
+        return self._spans(sequence, low, min(self.rows, max(self.floors[sequence], low)))
+
+    def _spans(self, sequence: int, low: int, high: int) -> list[tuple[int, int, Pair]]:
+        """The rows from `low` to `high` (not included), run by run."""
         pad, runs = self.pads[sequence], self.runs[sequence]
         spans = []
         for run, after in zip(runs, (*runs[1:], None), strict=True):
-            first = pad + max(run.first, self.choice.sink_tokens)
-            last = min(pad + after.first, self.rows) if after is not None else self.rows
+            first, last = max(pad + run.first, low), high if after is None else min(pad + after.first, high)
             if first < last:
                 spans.append((first, last, run.levels))
         return spans
 
     def parts(self) -> list[CodedRows]:
-        """What is attended to by its codes: each part of one run of every sequence, the last of each in the last."""
-        assert self.codes is not None and self.scales is not None
+        """What is attended to by its codes: each part of one run of every sequence, the last of each in the last.
+
+        Rows behind the last that is attended to so are not among a part's.
+        """
+        if self.codes is None or self.scales is None:
+            return []
         spans = [self.spans_of(b) for b in range(self.batch)]
-        codes, scales = self.codes[..., : self.rows, :], self.scales[..., : self.rows, :]
+        cut = max((own[-1][1] for own in spans if own), default=0)
+        codes, scales = self.codes[..., :cut, :], self.scales[..., :cut, :]
         made = []
         for behind in range(max(map(len, spans), default=0), 0, -1):
             own = [one[-behind] if len(one) >= behind else None for one in spans]
             some = next(span for span in own if span is not None)
             keys, values = self._stacks_of([span[2] if span else some[2] for span in own])
-            first, last = (
-                self._bound([span[i] if span else self.rows for span in own], default)
-                for i, default in ((0, 0), (1, self.rows))
-            )
+            first = self._bound([span[0] if span else cut for span in own], 0)
+            last = self._bound([span[1] if span else cut for span in own], cut)
             made.append(CodedRows(codes, scales, keys.form, values.form, keys.decoding, values.decoding, first, last))
         return made
+
+    def raw_rows(self) -> tuple[tuple[mx.array, mx.array], list[list[int]]] | None:
+        """What is attended to as it is, sinks and recent rows: keys and values (B, heads, n, width), and of each sequence
+        and each of the n the row that it is, -1 for none. None where nothing is."""
+        held = [own for own in (self.raw, self.recent) if own is not None]
+        if not held:
+            return None
+        most, sinks = self.choice.recent_tokens, self.choice.sink_tokens
+        rows: list[list[int]] = []
+        for b, pad in enumerate(self.pads):
+            own = [pad + t if pad + t < self.rows else -1 for t in range(sinks)] if self.raw is not None else []
+            if self.recent is not None:
+                floor, end = max(self.floors[b], pad + sinks), self.recent_end(b)
+                ring = [-1] * most
+                for row in range(floor, end):
+                    ring[row % most] = row
+                own += ring
+            rows.append(own)
+        if len(held) == 1:
+            return held[0], rows
+        return (mx.concatenate([own[0] for own in held], 2), mx.concatenate([own[1] for own in held], 2)), rows
+
+    def recent_end(self, sequence: int) -> int:
+        """The row behind the last recent one: the end of the rows, but for padding on the right."""
+        return self.rows if self.ends is None else min(self.rows, self.ends[sequence])
 
     def _bound(self, rows: list[int], default: int) -> mx.array | None:
         if all(row == default for row in rows):
@@ -353,6 +421,14 @@ class Coded:
             stacks = [stack.of_heads(heads.start, count) for stack in self._stacks_of([pair])]
             at = (slice(b, b + 1), heads, slice(low, high))
             pieces.append(decoded_rows(self.codes[at], self.scales[at], kind.dtype, stacks))
+        if self.recent is not None:
+            low, end = max(self.floors[b], pad + self.choice.sink_tokens), self.recent_end(b)
+            for first, last, place in places(low, end, self.choice.recent_tokens):
+                own = slice(place, place + last - first)
+                pieces.append((self.recent[0][b : b + 1, heads, own], self.recent[1][b : b + 1, heads, own]))
+            if end < self.rows:  # padding on the right
+                shape, dtype = (1, count, self.rows - max(end, pad)), element(kind.dtype).mlx
+                pieces.append((mx.zeros((*shape, kind.key_width), dtype), mx.zeros((*shape, kind.value_width), dtype)))
         if len(pieces) == 1:
             return pieces[0]
         return mx.concatenate([p[0] for p in pieces], axis=2), mx.concatenate([p[1] for p in pieces], axis=2)
@@ -370,6 +446,7 @@ class Coded:
         if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n <= self.rows:
             raise ValueError(f"trim({n!r}): {self.rows} tokens are held; give a number from 0 to that")
         self.rows -= n
+        self.floors = [min(floor, self.rows) for floor in self.floors]
 
     # -- as arrays alone ----------------------------------------------------------------------------------------------------
 
@@ -379,15 +456,15 @@ class Coded:
         numbers = {id(pair): i for i, pair in enumerate(pairs)}
         said = {
             "version": VERSION, "choice": list(self.choice), "attends": self.attends, "kind": self.kind, "rows": self.rows,
-            "pads": self.pads, "waiting": self.waiting,
+            "pads": self.pads, "floors": self.floors, "ends": self.ends, "waiting": self.waiting,
             "runs": [[[run.first, numbers[id(run.levels)]] for run in runs] for runs in self.runs],
             "levels": [[own is not None for own in pair[:2]] for pair in pairs],
-            "held": [array is not None for array in (self.codes, self.raw)],
+            "held": [array is not None for array in (self.codes, self.raw, self.recent)],
             **more,
         }  # fmt: skip
         text = mx.array(np.frombuffer(json.dumps(said).encode(), np.uint8))
         levels = [own for pair in pairs for own in pair[:2] if own is not None]
-        rows = [array for array in (self.codes, self.scales, *(self.raw or ())) if array is not None]
+        rows = [array for array in (self.codes, self.scales, *(self.raw or ()), *(self.recent or ())) if array is not None]
         return [text, *rows, *(mx.array(array) for own in levels for array in (own.mean, own.root))]
 
     def restore(self, state: Sequence[mx.array]) -> dict[str, Any]:
@@ -400,11 +477,14 @@ class Coded:
             Coded.__init__(self, Choice(*said["choice"]), said["attends"], None, 0, None)
             self.kind = Kind(*said["kind"]) if said["kind"] is not None else None
             self.rows, self.pads, self.waiting = said["rows"], list(said["pads"]), said["waiting"]
-            has_codes, has_raw = said["held"]
+            self.floors, self.ends = list(said["floors"]), said["ends"]
+            has_codes, has_raw, has_recent = said["held"]
             if has_codes:
                 self.codes, self.scales = next(arrays), next(arrays)
             if has_raw:
                 self.raw = next(arrays), next(arrays)
+            if has_recent:
+                self.recent = next(arrays), next(arrays)
             pairs = [
                 Pair(*(Levels(copy_out(next(arrays)), copy_out(next(arrays))) if has else None for has in both))
                 for both in said["levels"]
@@ -433,6 +513,14 @@ def put(buffer: mx.array | None, new: mx.array, at: int) -> mx.array:
         buffer = copy.copy(buffer)
     buffer[:, :, at:end] = new
     return buffer
+
+
+def places(low: int, high: int, size: int) -> list[tuple[int, int, int]]:
+    """Where rows `low` to `high` (not included, at most `size`) stand in a ring: (first, behind the last, place)."""
+    if low >= high:
+        return []
+    border = min(high, (low // size + 1) * size)
+    return [(low, border, low % size), *([(border, high, 0)] if border < high else [])]
 
 
 def run_at(runs: tuple[Run, ...], token: int) -> Run:
@@ -466,5 +554,6 @@ def check_choice(choice: Choice) -> Choice:
     TurboQuant(
         choice.key_bits, choice.value_bits, choice.levelling, sink_tokens=choice.sink_tokens, seed=choice.seed
     )
-    assert choice.key_bits in CODEBOOKS
+    if type(choice.recent_tokens) is not int or not 0 <= choice.recent_tokens <= MOST_RECENT:
+        raise ValueError(f"recent_tokens={choice.recent_tokens!r}: give a number of tokens, 0 to {MOST_RECENT}")
     return choice

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import KVCache, create_attention_mask
 from prefixcache.codecs.interchange import element
 from prefixcache.live import hook
 from prefixcache.live.attention import attend
-from prefixcache.live.coded import Choice, Coded, Kind, Pair, SharedLevels, check_choice, put
+from prefixcache.live.coded import RECENT, Choice, Coded, Kind, Pair, SharedLevels, check_choice, put
 
 if TYPE_CHECKING:
     from prefixcache.live.batch import BatchTurboQuantKVCache
@@ -24,8 +24,8 @@ class TurboQuantKVCache:
     is mlx-lm's own (`prefixcache.live.families`). `attend="buffer"`: a decoded copy is held beside the codes and counted
     in `nbytes`; for any model, and no smaller than a plain cache.
 
-    With `levelling` rows wait as they are until 256 are there, then channels are measured and all are coded. `sink_tokens`
-    first tokens stay as they are. `levels`, shared by caches of one model and one tenant, saves measuring again; `layer`
+    With `levelling` rows wait as they are until 256 are there, then channels are measured and all are coded. Beside their
+    codes the first `sink_tokens` and the last `recent_tokens` rows are kept as they are, and attention reads those. `levels`, shared by caches of one model and one tenant, saves measuring again; `layer`
     is the number there.
     """
 
@@ -37,11 +37,12 @@ class TurboQuantKVCache:
         levelling: bool = True,
         sink_tokens: int = 0,
         seed: int = 0,
+        recent_tokens: int = RECENT,
         attend: Literal["codes", "buffer"] = "codes",
         levels: SharedLevels | None = None,
         layer: int = 0,
     ):
-        choice = check_choice(Choice(key_bits, value_bits, levelling, sink_tokens, seed))
+        choice = check_choice(Choice(key_bits, value_bits, levelling, sink_tokens, seed, recent_tokens))
         self._held = Coded(choice, attend, levels, layer, None)
         hook_for(self._held)
 
@@ -140,7 +141,13 @@ class TurboQuantKVCache:
 
     @property
     def attends(self) -> str:
+        """"codes" or "buffer"."""
         return self._held.attends
+
+    @property
+    def kind(self) -> Kind | None:
+        """Heads, widths and dtype of the rows; None before the first."""
+        return self._held.kind
 
     def copy(self) -> TurboQuantKVCache:
         """Another cache of the same rows. It costs nothing until one of the two changes, which the other never shows."""
@@ -174,6 +181,7 @@ class TurboQuantKVCache:
         levelling: bool = True,
         sink_tokens: int = 0,
         seed: int = 0,
+        recent_tokens: int = RECENT,
         attend: Literal["codes", "buffer"] = "codes",
         levels: SharedLevels | None = None,
         layer: int = 0,
@@ -182,8 +190,8 @@ class TurboQuantKVCache:
         if type(cache) is not KVCache:
             raise TypeError(f"{type(cache).__name__}: only mlx-lm's KVCache can be made a TurboQuantKVCache")
         made = cls(
-            key_bits, value_bits, levelling=levelling, sink_tokens=sink_tokens, seed=seed, attend=attend, levels=levels,
-            layer=layer,
+            key_bits, value_bits, levelling=levelling, sink_tokens=sink_tokens, seed=seed, recent_tokens=recent_tokens,
+            attend=attend, levels=levels, layer=layer,
         )  # fmt: skip
         if cache.keys is not None:
             made._held.append(cache.keys[..., : cache.offset, :], cache.values[..., : cache.offset, :])
@@ -203,7 +211,7 @@ class TurboQuantKVCache:
 
         made = cls.__new__(cls)
         held = made._held = Coded(choice, attend, None, 0, codes.shape[0])
-        held.kind, held.rows, held.waiting = kind, rows, False
+        held.kind, held.rows, held.waiting, held.floors = kind, rows, False, [rows] * codes.shape[0]
         held.codes, held.scales, held.raw = codes, scales, sinks
         held.runs = [tuple(Run(first, pair) for first, pair in runs)] * codes.shape[0]
         if attend == "buffer":

@@ -1,0 +1,266 @@
+"""Live compressed caches for a model: made empty before a prefill, or converted after one. Here it is decided which layers
+are coded, and the result says why the others are not.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import mlx.core as mx
+from mlx_lm.models import cache as mlx_caches
+from mlx_lm.models.cache import CacheList, KVCache
+
+from prefixcache.codecs import Affine, Codec, Raw, RawRows, Stream, TurboQuant, as_codec
+from prefixcache.codecs.affine import AffineRows
+from prefixcache.codecs.interchange import FLOATS, name_of
+from prefixcache.codecs.turboquant import TurboQuantRows
+from prefixcache.live import families
+from prefixcache.live.coded import RECENT, SharedLevels
+from prefixcache.live.quantized import QuantizedKVCache
+from prefixcache.live.turboquant import TurboQuantKVCache
+
+
+class LivePromptCache(list[Any]):
+    """mlx-lm's list of layer caches, some of which keep codes.
+
+    `coded`: the layers that do; `left`: for each layer that doesn't, why it stays as it is.
+    """
+
+    def __init__(self, layers: Sequence[Any], coded: tuple[int, ...], left: Mapping[int, str]):
+        super().__init__(layers)
+        self.coded = coded
+        self.left = dict(left)
+
+
+class Rows(NamedTuple):
+    """The rows that a layer makes, as its first ones show."""
+
+    heads: int
+    key_width: int
+    value_width: int
+    dtype: str
+
+    def __str__(self) -> str:
+        widths = f"{self.key_width}" if self.key_width == self.value_width else f"{self.key_width} and {self.value_width}"
+        return f"{self.heads} heads of {widths} {self.dtype}"
+
+
+def make_prompt_cache(
+    model: Any,
+    codec: Codec | str | Mapping[str, Any] | None = None,
+    *,
+    attend: Literal["codes", "buffer"] = "codes",
+    recent_tokens: int = RECENT,
+    levels: SharedLevels | None = None,
+) -> LivePromptCache:
+    """What mlx-lm's `make_prompt_cache(model)` gives, with codes in its plain layers, still empty.
+
+    `codec`: `TurboQuant` (the default) or `Affine`, or its text. Layers of mlx-lm's KVCache, and those in a CacheList, are
+    coded where the codec takes their rows; sliding windows, chunks, recurrent state, MLA latents and the codec's
+    `fp16_layers` stay. What rows a layer has is found by sketching one step of the model; nothing of it is computed.
+
+    With attend="codes" attention reads the codes: for models whose attention is mlx-lm's own. Of each sequence the last
+    `recent_tokens` are attended to as they are: nothing helps codes as much. `levels`: to share among
+    the caches of one tenant, so that channels are measured once.
+
+    ValueError where no layer qualifies, or where the model doesn't attend by mlx-lm's function (attend="buffer" serves
+    any).
+    """
+    codec = _checked(codec)
+    if attend == "codes":
+        families.check(model)
+    fresh = mlx_caches.make_prompt_cache(model)
+    rows = rows_of(model)
+    if len(rows) != len(fresh):
+        raise ValueError(f"{type(model).__module__}: {len(fresh)} caches, of which {len(rows)} could be sketched")
+    making = _Making(codec, len(fresh), attend, recent_tokens, levels)
+    return making.all(fresh, rows)
+
+
+def convert_prompt_cache(
+    prompt_cache: Sequence[Any],
+    codec: Codec | str | Mapping[str, Any] | None = None,
+    *,
+    model: Any = None,
+    attend: Literal["codes", "buffer"] = "codes",
+    recent_tokens: int = RECENT,
+    levels: SharedLevels | None = None,
+    in_place: bool = False,
+) -> LivePromptCache:
+    """A prompt cache after its prefill, with codes in its plain layers: which ones, see `make_prompt_cache`.
+
+    Never convert in the middle of a prefill: what comes after would be computed from codes in some layers and not in
+    others. `prompt_cache` stays as it is; with `in_place` its layers are replaced one by one, so that no more than one is
+    there twice. With `model` it is checked that the cache's layers are those of the model, and that it can attend to
+    codes; without, a model that can't raises TypeError when it runs.
+
+    ValueError where no layer qualifies (one that is coded already does), or the layers aren't the model's.
+    """
+    codec = _checked(codec)
+    if not isinstance(prompt_cache, (list, tuple)) or not prompt_cache:
+        raise ValueError(f"prompt cache of type {type(prompt_cache).__name__}: pass the list of layer caches")
+    if in_place and not isinstance(prompt_cache, list):
+        raise ValueError("in_place: a list can be changed in place, a tuple can't")
+    if model is not None:
+        if attend == "codes":
+            families.check(model)
+        check_layers(prompt_cache, model)
+    making = _Making(codec, len(prompt_cache), attend, recent_tokens, levels)
+    return making.all(prompt_cache, None, into=prompt_cache if in_place else None)
+
+
+def check_layers(prompt_cache: Sequence[Any], model: Any) -> None:
+    """ValueError where a prompt cache is not one of this model: another number of layers, or other rows in one."""
+    sketched = rows_of(model)
+    if len(prompt_cache) != len(sketched):
+        raise ValueError(
+            f"a prompt cache of {len(prompt_cache)} layers for a model of {len(sketched)}: it is of another model, or the "
+            "model has changed; compute the prompt again"
+        )
+    for layer, (cache, expected) in enumerate(zip(prompt_cache, sketched, strict=True)):
+        for own, wanted in zip(_rows_in(cache), expected, strict=False):
+            if own is not None and wanted is not None and own[:3] != wanted[:3]:
+                raise ValueError(
+                    f"layer {layer} holds {own}, the model makes {wanted}: it is of another model, or the model has "
+                    "changed; compute the prompt again"
+                )
+
+
+# -- which layers --------------------------------------------------------------------------------------------------------------
+
+
+class _Making:
+    """Layer by layer, with one codec."""
+
+    def __init__(self, codec: Codec, layers: int, attend: Any, recent: int, levels: SharedLevels | None):
+        self._codec, self._layers, self._attend, self._recent = codec, layers, attend, recent
+        self._levels = levels if levels is not None else SharedLevels()
+        self._left: dict[int, str] = {}
+        self._coded: set[int] = set()
+        self._number = 0  # of leaves: what shared levels go by
+
+    def all(self, caches: Sequence[Any], rows: list[list[Rows | None]] | None, into: list[Any] | None = None) -> Any:
+        made = into if into is not None else [None] * len(caches)
+        for layer, cache in enumerate(caches):
+            own = self._layer(cache, layer, iter(rows[layer]) if rows is not None else None)
+            # What stays as it is may still not be shared: the model writes into it.
+            made[layer] = copy.deepcopy(cache) if own is cache and into is None else own
+        if not self._coded:
+            reasons = "; ".join(f"{why} ({_spoken(on)})" for why, on in _grouped(self._left).items())
+            raise ValueError(f"no layer can be coded by {self._codec}: {reasons or 'there are none'}")
+        return LivePromptCache(made, tuple(sorted(self._coded)), self._left)
+
+    def _layer(self, cache: Any, layer: int, rows: Any) -> Any:
+        if isinstance(cache, CacheList):
+            children = [self._layer(child, layer, rows) for child in cache.caches]
+            if all(own is child for own, child in zip(children, cache.caches, strict=True)):
+                return cache
+            made = type(cache).__new__(type(cache))
+            made.__dict__.update(cache.__dict__)
+            made.caches = type(cache.caches)(children)
+            return made
+        own = next(rows) if rows is not None else next(iter(_rows_in(cache)))
+        number, self._number = self._number, self._number + 1
+        if isinstance(cache, (TurboQuantKVCache, QuantizedKVCache)):
+            self._coded.add(layer)
+            return cache
+        if type(cache) is not KVCache:
+            self._left[layer] = f"{type(cache).__name__} is no plain KVCache"
+            return cache
+        if own is None:
+            self._left[layer] = "it holds no rows"
+            return cache
+        coder = self._coder(layer, own)
+        if isinstance(coder, str):
+            self._left[layer] = coder
+            return cache
+        self._coded.add(layer)
+        return coder(cache, number)
+
+    def _coder(self, layer: int, rows: Rows) -> Any:
+        """What makes a layer's cache from a plain one; or why the layer stays as it is."""
+        if rows.dtype not in FLOATS:
+            return f"rows of {rows.dtype}"
+        both = [
+            self._codec.row_codec(Stream(layer, self._layers, part, rows.heads, own, other, rows.dtype))
+            for part, own, other in (
+                ("keys", rows.key_width, rows.value_width), ("values", rows.value_width, rows.key_width)
+            )
+        ]  # fmt: skip
+        if any(isinstance(own, RawRows) for own in both):
+            return f"the codec leaves {rows} as they are"
+        keys, values = both
+        if isinstance(keys, TurboQuantRows) and isinstance(values, TurboQuantRows):
+            chosen = {
+                "levelling": keys.levelled, "sink_tokens": self._codec.sink_tokens, "seed": keys.seed,
+                "recent_tokens": self._recent, "attend": self._attend, "levels": self._levels,
+            }  # fmt: skip
+
+            def coded(cache: KVCache, number: int) -> TurboQuantKVCache:
+                return TurboQuantKVCache.from_cache(cache, keys.bits, values.bits, **chosen, layer=number)
+
+            return coded
+        assert isinstance(keys, AffineRows) and isinstance(values, AffineRows)
+        if keys.group_size != values.group_size:
+            return "keys and values in groups of different size"
+        return lambda cache, number: _quantized(cache, keys.group_size, keys.bits)
+
+
+def _quantized(cache: KVCache, group_size: int, bits: int) -> QuantizedKVCache:
+    made = QuantizedKVCache(group_size=group_size, bits=bits)
+    if cache.keys is not None:
+        made.update_and_fetch(cache.keys[..., : cache.offset, :], cache.values[..., : cache.offset, :])
+        mx.eval(made.state)
+    return made
+
+
+def _checked(codec: Codec | str | Mapping[str, Any] | None) -> Codec:
+    chosen = TurboQuant() if codec is None else as_codec(codec)
+    if isinstance(chosen, Raw) or not isinstance(chosen, (TurboQuant, Affine)):
+        raise ValueError(f"codec {chosen}: live caches keep codes of TurboQuant or Affine; choose one of these")
+    return chosen
+
+
+def _grouped(left: Mapping[int, str]) -> dict[str, list[int]]:
+    grouped: dict[str, list[int]] = {}
+    for layer, why in left.items():
+        grouped.setdefault(why, []).append(layer)
+    return grouped
+
+
+def _spoken(layers: list[int]) -> str:
+    return f"layer {layers[0]}" if len(layers) == 1 else f"{len(layers)} layers, {layers[0]} to {layers[-1]}"
+
+
+# -- what rows there are ---------------------------------------------------------------------------------------------------------
+
+
+def _rows_in(cache: Any) -> list[Rows | None]:
+    """Of each leaf of a layer's cache, depth first."""
+    if isinstance(cache, CacheList):
+        return [rows for child in cache.caches for rows in _rows_in(child)]
+    if isinstance(cache, TurboQuantKVCache):
+        return [Rows(*cache.kind) if cache.kind is not None else None]
+    keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
+    if not isinstance(keys, mx.array) or not isinstance(values, mx.array) or keys.ndim != 4:
+        return [None]
+    return [Rows(keys.shape[1], keys.shape[3], values.shape[3], name_of(keys.dtype))]
+
+
+_sketches: dict[int, tuple[weakref.ref[Any], list[list[Rows | None]]]] = {}
+
+
+def rows_of(model: Any) -> list[list[Rows | None]]:
+    """Of each layer of a model, and each leaf of its cache, the rows that it makes. One step is built as a graph, never
+    evaluated; a model is asked once."""
+    known = _sketches.get(id(model))
+    if known is not None and known[0]() is model:
+        return known[1]
+    caches = mlx_caches.make_prompt_cache(model)
+    model(mx.array([[0]]), cache=caches)
+    found = [_rows_in(cache) for cache in caches]
+    _sketches[id(model)] = weakref.ref(model, lambda _, key=id(model): _sketches.pop(key, None)), found  # type: ignore[misc]
+    return found

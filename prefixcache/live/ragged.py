@@ -1,0 +1,90 @@
+"""Arrays of several sequences at once: joined, stacked, rolled and selected, whatever their rows mean.
+
+All take a tuple of arrays (B, H, T, w), where B, H and T are the same in each and w and the dtype need not be (codes,
+scales, keys, values: whatever a live cache keeps). Rows are right-justified to an index, `used`: row `used - 1` is the
+last token of every sequence, rows before a sequence's own left padding are nobody's, rows from `used` are spare. The
+caches keep those numbers; nothing here does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+Arrays = tuple[mx.array, ...]
+
+
+def rolled(arrays: Arrays, shifts: mx.array) -> Arrays:
+    """Each sequence's rows moved right by its own `shifts[b]` (B,) integers, what falls off comes in at the left."""
+    rows = arrays[0].shape[2]
+    source = ((mx.arange(rows) - shifts[:, None]) % rows)[:, None, :, None]
+    return tuple(mx.take_along_axis(array, source, axis=2) for array in arrays)
+
+
+def joined(first: Arrays, first_used: int, second: Arrays, second_used: int) -> Arrays:
+    """The sequences of `first`, then those of `second`, right-justified to the greater of both indices.
+
+    A side's left padding grows by what its index does. The spare rows are as many as the longer side has room for.
+    """
+    used = max(first_used, second_used)
+    capacity = max(used, first[0].shape[2], second[0].shape[2])
+
+    def justified(array: mx.array, own: int) -> mx.array:
+        return mx.pad(array[:, :, :own], [(0, 0), (0, 0), (used - own, capacity - used), (0, 0)])
+
+    return tuple(
+        mx.concatenate([justified(a, first_used), justified(b, second_used)])
+        for a, b in zip(first, second, strict=True)
+    )
+
+
+def stacked(rows: Sequence[tuple[Arrays | None, int]]) -> Arrays:
+    """One batch of single sequences, left-padded with zeros to the longest: (B, H, longest, w).
+
+    Each is (its arrays (1, H, T, w), how many rows of them count); None or 0 rows make a sequence of zeros only.
+    ValueError when none has arrays.
+    """
+    longest = max((length for _, length in rows), default=0)
+    shape = next((arrays for arrays, _ in rows if arrays is not None), None)
+    if shape is None:
+        raise ValueError("stacked(): no sequence has arrays, so nothing says how wide a row is")
+    absent = without_rows(shape, 1)
+
+    def padded(which: int, arrays: Arrays | None, length: int) -> mx.array:
+        array = absent[which] if arrays is None else arrays[which][:, :, :length]
+        return mx.pad(array, [(0, 0), (0, 0), (longest - length, 0), (0, 0)])
+
+    return tuple(mx.concatenate([padded(i, *row) for row in rows]) for i in range(len(shape)))
+
+
+def selected(arrays: Arrays, indices: mx.array) -> Arrays:
+    """The sequences of these `indices` (int32, see `chosen`), in their order."""
+    return tuple(array[indices] for array in arrays)
+
+
+def without_rows(arrays: Arrays, sequences: int) -> Arrays:
+    """(sequences, H, 0, w) arrays like these: a batch that has seen nothing, for `joined`."""
+    return tuple(mx.zeros((sequences, a.shape[1], 0, a.shape[3]), a.dtype) for a in arrays)
+
+
+def chosen(indices: Sequence[int] | mx.array, sequences: int) -> mx.array:
+    """int32 indices into a batch. IndexError for one outside it: MLX would read whatever is there."""
+    listed = numbers(indices) if isinstance(indices, mx.array) else [int(i) for i in indices]
+    for i in listed:
+        if not 0 <= i < sequences:
+            raise IndexError(f"sequence {i} of a batch of {sequences}: count from 0 to {sequences - 1}")
+    return mx.array(listed, mx.int32)
+
+
+def numbers(array: mx.array) -> list[int]:
+    """What an array (n,) of integers holds. Evaluates it."""
+    return array.tolist()  # type: ignore[return-value]
+
+
+def check_alike(what: Mapping[str, Any], other: Mapping[str, Any], remedy: str) -> None:
+    """ValueError that names the first thing that two caches don't have in common, both values, and the remedy."""
+    for name, value in what.items():
+        if name in other and other[name] != value:
+            raise ValueError(f"{name} {value} and {name} {other[name]} in one batch: {remedy}")
