@@ -25,7 +25,8 @@ static int has_path(int path)
     switch (path) {
     case AVX2:
         /* Compilers disagree on whether __builtin_cpu_supports knows f16c. */
-        return __builtin_cpu_supports("avx2") && __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+               __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
     case AVX512:
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
@@ -62,6 +63,11 @@ int turboquant_size_of_job(void)
     return (int)sizeof(struct job);
 }
 
+int turboquant_size_of_attention(void)
+{
+    return (int)sizeof(struct attention);
+}
+
 /* Rows [first, last) of jobs that stand one behind the other; the caller knows how many rows they have. */
 static void run(rows_of_job *work, const struct job *jobs, int64_t first, int64_t last)
 {
@@ -81,4 +87,33 @@ void turboquant_encode(const struct job *jobs, int64_t first, int64_t last, int 
 void turboquant_decode(const struct job *jobs, int64_t first, int64_t last, int path)
 {
     run(path_of(path)->decode, jobs, first, last);
+}
+
+/* How many queries of a head are a block. */
+int turboquant_queries_of_block(void)
+{
+    return QUERIES_OF_BLOCK;
+}
+
+/* The bytes that a thread works in, and those of a part's state; both begin at a multiple of the longest vector, 64. */
+int64_t turboquant_attention_scratch(const struct attention *job, int path)
+{
+    return path_of(path)->scratch(job);
+}
+
+int64_t turboquant_attention_state(const struct attention *job, int path)
+{
+    return path_of(path)->state(job);
+}
+
+/* Parts [first, last) of the work. */
+void turboquant_attend(const struct attention *job, int64_t first, int64_t last, char *scratch, int path)
+{
+    for (; first < last; first++) path_of(path)->attend(job, first, scratch);
+}
+
+/* Blocks [first, last) of queries, counted as parts are without their ranges of columns. */
+void turboquant_attend_merge(const struct attention *job, int64_t first, int64_t last, char *scratch, int path)
+{
+    for (; first < last; first++) path_of(path)->merge(job, first, scratch);
 }

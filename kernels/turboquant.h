@@ -1,6 +1,7 @@
 /* What the files of TurboQuant's C kernel share: the constants of a form, one call's arrays, the code paths.
  *
- * Both structures are written by prefixcache/codecs/turboquant_c.py, which mirrors them field by field.
+ * The structures are written by prefixcache/codecs/turboquant_c.py and turboquant_c_attention.py, which mirror them
+ * field by field.
  */
 #ifndef TURBOQUANT_H
 #define TURBOQUANT_H
@@ -12,7 +13,8 @@ enum {
     MAX_ROUNDS = 2,
     MAX_BORDERS = 7,
     MAX_ODD_FACTORS = 8,
-    SEVEN = 7 /* the one factor whose matrix is a table */
+    SEVEN = 7, /* the one factor whose matrix is a table */
+    QUERIES_OF_BLOCK = 64
 };
 
 enum dtype { FLOAT16, BFLOAT16, FLOAT32 };
@@ -58,8 +60,48 @@ struct job {
 /* Rows [first, last) of a job, counted head by head. */
 typedef void rows_of_job(const struct job *job, int64_t first, int64_t last);
 
+enum { BOOLEAN = FLOAT32 + 1 }; /* one more dtype, of masks alone */
+
+/* Attention on coded rows, and its arrays. Strides are in bytes, 0 where one serves all; the last axis of each array
+ * but the mask is contiguous. The query heads of a key's head stand side by side.
+ *
+ * The work falls into parts: for each sequence, head and range of columns, in this order, the blocks of queries.
+ * Where columns are split up, what comes of a part goes to `partial`, in a state of its own.
+ */
+struct attention {
+    const struct form *keys, *values;
+    const char *queries; /* (sequences, heads * group, length, width of keys) of `dtype` */
+    int64_t query_of_sequence, query_of_head, query_of_token;
+    int64_t dtype;
+    const char *codes; /* uint32 (sequences, heads, tokens, words of a key, then those of a value) */
+    int64_t codes_of_sequence, codes_of_head, codes_of_token;
+    const char *scales; /* bfloat16 (sequences, heads, tokens, 2) */
+    int64_t scales_of_sequence, scales_of_head, scales_of_token;
+    const char *key_mean, *key_spread; /* float32 (sequences, heads, width); no mean: NULL */
+    int64_t key_levels_of_sequence, key_levels_of_head;
+    const char *value_mean, *value_spread;
+    int64_t value_levels_of_sequence, value_levels_of_head;
+    const char *mask; /* (sequences, heads * group, length, tokens) of `mask_dtype`, or NULL */
+    int64_t mask_of_sequence, mask_of_head, mask_of_query, mask_of_column;
+    int64_t mask_dtype;
+    const int32_t *first, *last; /* (sequences), or NULL */
+    float *out;                  /* (sequences, heads * group, length, width of values) */
+    float *top, *total;          /* (sequences, heads * group, length): the sum of exponentials is total * e**top */
+    char *partial;
+    int64_t sequences, heads, group, length, tokens;
+    int64_t splits, tokens_of_split;
+    int64_t causal;
+    double scale;
+};
+
+/* One part of the work, or one block of queries whose parts are brought together. */
+typedef void part_of_attention(const struct attention *job, int64_t number, char *scratch);
+typedef int64_t size_of_attention(const struct attention *job);
+
 struct path {
     rows_of_job *encode, *decode;
+    part_of_attention *attend, *merge;
+    size_of_attention *scratch, *state; /* bytes */
 };
 
 extern const struct path turboquant_portable;

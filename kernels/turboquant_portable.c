@@ -7,5 +7,6 @@
 
 #define VECTOR_BYTES 16
 #include "turboquant_rows.h"
+#include "turboquant_attend.h"
 
-const struct path turboquant_portable = {encode_rows, decode_rows};
+const struct path turboquant_portable = {encode_rows, decode_rows, attend, merge, scratch_size, state_size};

@@ -85,7 +85,7 @@ _JOB = struct.Struct("=16q")  # `struct job` of kernels/turboquant.h: pointers a
 
 
 @lru_cache(maxsize=1)
-def _loaded() -> tuple[ctypes.CDLL | None, str]:
+def loaded() -> tuple[ctypes.CDLL | None, str]:
     """The library, or None and why there is none."""
     if not LIBRARY.exists():
         return None, "not built"
@@ -106,19 +106,19 @@ def _loaded() -> tuple[ctypes.CDLL | None, str]:
 
 def available() -> bool:
     """Whether the kernel was built and can be loaded here."""
-    return _loaded()[0] is not None
+    return loaded()[0] is not None
 
 
 def describe() -> str:
     """ "C, AVX2", "C, NEON", "C, portable", or why there is none: "not built"."""
-    library, reason = _loaded()
-    return reason if library is None else f"C, {SPOKEN[PATHS[_path()]]}"
+    library, reason = loaded()
+    return reason if library is None else f"C, {SPOKEN[PATHS[path_number()]]}"
 
 
 @lru_cache(maxsize=1)
 def paths() -> tuple[str, ...]:
     """The code paths that this processor can run, slowest first; none where there is no kernel."""
-    library, _ = _loaded()
+    library, _ = loaded()
     found = 0 if library is None else library.turboquant_paths()
     return tuple(path for i, path in enumerate(PATHS) if found >> i & 1)
 
@@ -139,7 +139,8 @@ def forced(path: str) -> Iterator[None]:
         _forced = before
 
 
-def _path() -> int:
+def path_number() -> int:
+    """The kernel's number of the path that calls take."""
     return PATHS.index(_forced or paths()[-1])
 
 
@@ -178,7 +179,8 @@ _NOT_LEVELLED = _Leveller(0, 0, 0, 0, ())
 
 
 @lru_cache(maxsize=64)
-def _constants(form: Form) -> _Constants:
+def constants_of(form: Form) -> _Constants:
+    """`struct form` of a form. ValueError where `takes(form)` is False."""
     if not takes(form):
         raise ValueError(
             f"width={form.width}: not one that the C kernel takes; ask takes(form), and use turboquant_numpy"
@@ -215,9 +217,10 @@ def _constants(form: Form) -> _Constants:
 
 
 @lru_cache(maxsize=64)
-def _plain_spread(form: Form) -> _Leveller:
+def plain_spread(form: Form) -> _Leveller:
+    """For rows that aren't levelled."""
     spread = np.ascontiguousarray(form.spread(None), np.float32)
-    return _Leveller(0, 0, _address(spread), 0, (spread,))
+    return _Leveller(0, 0, address_of(spread), 0, (spread,))
 
 
 _levellers: WeakKeyDictionary[Levels, dict[Form | int, _Leveller]] = WeakKeyDictionary()  # gone with their levels
@@ -243,7 +246,7 @@ def _leveller(levels: Levels, factor: Array, width: int) -> _Leveller:
     for array in (mean, factor):
         if array.shape != (heads, width):
             raise ValueError(f"levels of shape {array.shape} for rows {width} wide; they take ({heads}, {width})")
-    return _Leveller(heads, _address(mean), _address(factor), 4 * width, (mean, factor))
+    return _Leveller(heads, address_of(mean), address_of(factor), 4 * width, (mean, factor))
 
 
 # -- calls -----------------------------------------------------------------------------------------------------------------
@@ -280,7 +283,7 @@ def decode_all(batch: Sequence[Decoding], dtype: str, form: Form) -> None:
     """`decode` of each; in one call, because threads share out the whole of it."""
     work = _Work("turboquant_decode")
     for (codes, scales), rows, levels in batch:
-        leveller = _plain_spread(form) if levels is None else _decoding_levels(levels, form)
+        leveller = plain_spread(form) if levels is None else _decoding_levels(levels, form)
         rows = work.target(rows)
         work.add(form, leveller, dtype, rows, work.source(codes), work.source(scales), token_axis=1)
     work.run()
@@ -290,7 +293,7 @@ class _Work:
     """Pieces for one function of the library, checked. It keeps every array alive, even where the caller is interrupted."""
 
     def __init__(self, function: str) -> None:
-        library, reason = _loaded()
+        library, reason = loaded()
         if library is None:
             raise RuntimeError(f"TurboQuant's C kernel: {reason}; ask available(), and use turboquant_numpy")
         self._function = getattr(library, function)
@@ -318,7 +321,7 @@ class _Work:
     def add(
         self, form: Form, levels: _Leveller, dtype: str, rows: Array, codes: Array, scales: Array, token_axis: int
     ) -> None:
-        constants = _constants(form)
+        constants = constants_of(form)
         tokens, heads = scales.shape if scales.ndim == 2 else (-1, -1)
         shape = (tokens, heads, form.width) if token_axis == 0 else (heads, tokens, form.width)
         _check("rows", rows, _dtype_of(dtype), shape)
@@ -334,16 +337,16 @@ class _Work:
         self._jobs.append(
             _JOB.pack(
                 constants.address,
-                _address(rows), rows.strides[token_axis], rows.strides[1 - token_axis],
-                _address(codes), codes.strides[0], codes.strides[1],
-                _address(scales), scales.strides[0], scales.strides[1],
+                address_of(rows), rows.strides[token_axis], rows.strides[1 - token_axis],
+                address_of(codes), codes.strides[0], codes.strides[1],
+                address_of(scales), scales.strides[0], scales.strides[1],
                 levels.mean, levels.factor, levels.of_head,
                 tokens, heads, DTYPES.index(dtype),
             )
         )  # fmt: skip
 
     def run(self) -> None:
-        jobs, path = b"".join(self._jobs), _path()
+        jobs, path = b"".join(self._jobs), path_number()
         _share_out(self._rows, self._nbytes, lambda first, last: self._function(jobs, first, last, path))
         for target, made in self._copies:
             target[...] = made
@@ -363,7 +366,7 @@ def _check(name: str, array: Array, dtype: np.dtype[Any], shape: tuple[int, ...]
         raise ValueError(f"{name} of shape {array.shape} and dtype {array.dtype}: these take {shape} of {dtype}")
 
 
-def _address(array: Array) -> int:
+def address_of(array: Array) -> int:
     address: int = array.__array_interface__["data"][0]
     return address
 
@@ -428,20 +431,25 @@ if hasattr(os, "register_at_fork"):
 
 def _share_out(rows: int, nbytes: int, work: Callable[[int, int], None]) -> None:
     """`work` on all rows [first, last), in shares that each thread takes one after the other, where there is enough."""
-    threads = _threads
-    helpers = min(threads.most, nbytes // WORTH_A_THREAD) - 1
-    if helpers < 1:
-        if rows:
-            work(0, rows)
-        return
-    share = -(-rows // (nbytes // SHARE))
+    share = -(-rows // max(1, nbytes // SHARE))
     share = -(-share // ROWS_AT_ONCE) * ROWS_AT_ONCE
+    share_out(rows, share, nbytes // WORTH_A_THREAD, work)
+
+
+def share_out(size: int, share: int, worth: int, work: Callable[[int, int], None]) -> None:
+    """`work` on all of [0, size), `share` at a time by each of up to `worth` threads; at once, where that is one alone."""
+    threads = _threads
+    helpers = min(threads.most, worth) - 1
+    if helpers < 1:
+        if size:
+            work(0, size)
+        return
     starts = count(0, share)
 
     def take() -> None:
         # `next` of a count is one step for the interpreter. Were it not, two threads would write the same rows twice.
-        while (first := next(starts)) < rows:
-            work(first, min(first + share, rows))
+        while (first := next(starts)) < size:
+            work(first, min(first + share, size))
 
     helping = [threads.submit(take) for _ in range(helpers)]
     take()

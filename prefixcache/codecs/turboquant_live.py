@@ -41,19 +41,20 @@ class LevelStack:
         if heads == self.heads:
             return self
         if (first, heads) not in self._slices:
-            own = [levels and levels.of(first, heads) for levels in self.each]
+            own = [None if levels is None else levels.of(first, heads) for levels in self.each]
             self._slices[first, heads] = LevelStack(own, self.form, heads)
         return self._slices[first, heads]
 
     @cached_property
     def encoding(self) -> mx.array | None:
         """float32 (2, B or 1, heads, width): mean, weight; None where nothing is levelled."""
-        return self._stacked([levels and (levels.mean, levels.weight) for levels in self.each], np.float32(1))
+        pairs = [None if levels is None else (levels.mean, levels.weight) for levels in self.each]
+        return self._stacked(pairs, np.float32(1))
 
     @cached_property
     def decoding(self) -> mx.array | None:
         """float32 (2, B or 1, heads, width): mean, spread, as `CodedRows` has them."""
-        spreads = [levels and (levels.mean, self.form.spread(levels)) for levels in self.each]
+        spreads = [None if levels is None else (levels.mean, self.form.spread(levels)) for levels in self.each]
         return self._stacked(spreads, self.form.spread(None))
 
     def _stacked(self, pairs: Sequence[tuple[Array, Array] | None], plain: Array | np.float32) -> mx.array | None:
@@ -67,7 +68,9 @@ class LevelStack:
         return made
 
 
-def encode(keys: mx.array, values: mx.array, key_levels: LevelStack, value_levels: LevelStack) -> tuple[mx.array, mx.array]:
+def encode(
+    keys: mx.array, values: mx.array, key_levels: LevelStack, value_levels: LevelStack
+) -> tuple[mx.array, mx.array]:
     """Keys (B, heads, L, key width), values (B, heads, L, value width) of one float dtype -> codes uint32 (B, heads, L,
     key words + value words), scales uint16 (B, heads, L, 2), as `CodedRows` has them."""
     forms = key_levels.form, value_levels.form

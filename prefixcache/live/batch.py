@@ -53,7 +53,7 @@ class BatchTurboQuantKVCache:
         self.left_padding = mx.array(self._held.pads, dtype=mx.int32)
         self.offset = self._held.rows - self.left_padding
 
-    # -- mlx-lm's protocol ------------------------------------------------------------------------------------------------
+    # -- mlx-lm's protocol --------------------------------------------------------------------------------------------
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Rows (B, heads, L, width) of one float dtype; see `TurboQuantKVCache.update_and_fetch`."""
@@ -262,10 +262,12 @@ class BatchTurboQuantKVCache:
 
     def __repr__(self) -> str:
         held = self._held
-        return f"BatchTurboQuantKVCache({held.choice}, {held.batch} sequences, {held.rows} rows, attend={held.attends!r})"
+        return (
+            f"BatchTurboQuantKVCache({held.choice}, {held.batch} sequences, {held.rows} rows, attend={held.attends!r})"
+        )
 
 
-# -- several into one -------------------------------------------------------------------------------------------------------
+# -- several into one ------------------------------------------------------------------------------------------------
 
 
 def _merged(singles: list[Coded]) -> Coded:
@@ -287,7 +289,7 @@ def _merged(singles: list[Coded]) -> Coded:
         made.raw = _two(rows("raw"))
         made.settle_when_ready()
         return made
-    pairs = [(held.codes, held.scales) if held.codes is not None and held.scales is not None else None for held in ready]
+    pairs = [_codes(held) for held in ready]
     made.codes, made.scales = _two(stacked([(pair, held.rows) for pair, held in zip(pairs, ready, strict=True)]))
     if made.attends == "buffer":
         made.decoded = _two(rows("decoded"))
@@ -324,7 +326,9 @@ def _together(batches: list[Coded]) -> Coded:
         made.raw = both([_tuple(held.raw) for held in ready])
         made.settle_when_ready()
         return made
-    codes = both([(held.codes, held.scales) if held.codes is not None and held.scales is not None else None for held in ready])
+    codes = both(
+        [(held.codes, held.scales) if held.codes is not None and held.scales is not None else None for held in ready]
+    )
     if codes is not None:
         made.codes, made.scales = codes
     made.decoded = both([_tuple(held.decoded) for held in ready])
@@ -341,7 +345,9 @@ def _alike(several: list[Coded]) -> list[Coded]:
     first = several[0]
     kinds = [held.kind._asdict() for held in several if held.kind is not None]
     for held in several:
-        check_alike(first.choice._asdict() | {"attend": first.attends}, held.choice._asdict() | {"attend": held.attends}, ALIKE)
+        check_alike(
+            first.choice._asdict() | {"attend": first.attends}, held.choice._asdict() | {"attend": held.attends}, ALIKE
+        )
     for kind in kinds:
         check_alike(kinds[0], kind, ALIKE)
     ready = []
@@ -393,6 +399,10 @@ def _listed(several: list[Any], sizes: list[int]) -> tuple[mx.array, mx.array] |
         for own, size in zip(several, sizes, strict=True)
     ]
     return _two(tuple(mx.concatenate([own[i] for own in each]) for i in range(2)))
+
+
+def _codes(held: Coded) -> tuple[mx.array, mx.array] | None:
+    return (held.codes, held.scales) if held.codes is not None and held.scales is not None else None
 
 
 def _tuple(arrays: Any) -> tuple[mx.array, ...] | None:

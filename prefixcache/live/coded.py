@@ -11,13 +11,14 @@ import copy
 import json
 import threading
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
 from prefixcache.codecs.coded_rows import CodedRows
-from prefixcache.codecs.interchange import FLOATS, borrow, bring_in, copy_out, element, name_of
+from prefixcache.codecs.interchange import FLOATS, borrow, copy_out, element, name_of
 from prefixcache.codecs.levelling import LEAST_ROWS, Levels, measure
 from prefixcache.codecs.turboquant import LEAST_WIDTH, TurboQuant
 from prefixcache.codecs.turboquant_format import Form, form_of
@@ -110,18 +111,22 @@ class Coded:
         self.pads: list[int] = [0] * batch if batch else []
         self.codes: mx.array | None = None  # uint32 (B, heads, capacity, key words + value words)
         self.scales: mx.array | None = None  # uint16 (B, heads, capacity, 2)
-        self.raw: tuple[mx.array, mx.array] | None = None  # (B, heads, capacity or sink_tokens, width): waiting, or sinks
+        self.raw: tuple[mx.array, mx.array] | None = (
+            None  # (B, heads, capacity or sink_tokens, width): waiting, or sinks
+        )
         self.recent: tuple[mx.array, mx.array] | None = None  # (B, heads, recent_tokens, width)
         self.floors: list[int] = [0] * batch if batch else []
         self.decoded: tuple[mx.array, mx.array] | None = None  # attend="buffer": (B, heads, capacity, width)
-        self.ends: list[int] | None = None  # the row where a sequence's padding on the right begins, until it is turned left
+        self.ends: list[int] | None = (
+            None  # the row where a sequence's padding on the right begins, until it is turned left
+        )
         self.runs: list[tuple[Run, ...]] = []
         self.waiting = choice.levelling
         self.shared = shared, layer
         self._stacks: dict[tuple[int, ...], tuple[tuple[Pair, ...], LevelStack, LevelStack]] = {}
         self._bounds: dict[tuple[int, ...], mx.array] = {}
 
-    # -- what there is --------------------------------------------------------------------------------------------------
+    # -- what there is ------------------------------------------------------------------------------------------------
 
     @property
     def batch(self) -> int:
@@ -158,7 +163,7 @@ class Coded:
         levels = [own for pair in self.pairs() for own in (pair.keys, pair.values) if own is not None]
         return sum(array.nbytes for array in self.arrays()) + sum(2 * own.mean.nbytes for own in levels)
 
-    # -- appending --------------------------------------------------------------------------------------------------------
+    # -- appending ----------------------------------------------------------------------------------------------------
 
     def append(self, keys: mx.array, values: mx.array) -> None:
         """Rows (B, heads, L, width) of each sequence, behind those that are there."""
@@ -169,7 +174,9 @@ class Coded:
             self.runs = [(Run(0, PLAIN),)] * self.batch
         if self.waiting:
             at = self.rows
-            self.raw = tuple(put(own, new, at) for own, new in zip(self.raw or (None, None), (keys, values), strict=True))  # type: ignore[assignment]
+            self.raw = tuple(
+                put(own, new, at) for own, new in zip(self.raw or (None, None), (keys, values), strict=True)
+            )  # type: ignore[assignment]
             self.rows += keys.shape[2]
             self.settle_when_ready()
         else:
@@ -187,7 +194,9 @@ class Coded:
             )
         kind = Kind(keys.shape[1], keys.shape[3], values.shape[3], name_of(keys.dtype))
         if self.pads and len(self.pads) != keys.shape[0]:
-            raise ValueError(f"rows of {keys.shape[0]} sequences for a cache of {len(self.pads)}: batch sizes must match")
+            raise ValueError(
+                f"rows of {keys.shape[0]} sequences for a cache of {len(self.pads)}: batch sizes must match"
+            )
         if self.kind is None:
             check_kind(kind)
             self.kind = kind
@@ -245,7 +254,7 @@ class Coded:
             return
         cuts = {pad + run.first for pad, runs in zip(self.pads, self.runs, strict=True) for run in runs}
         borders = [at, *sorted(cut for cut in cuts if at < cut < at + count), at + count]
-        for low, high in zip(borders, borders[1:], strict=False):
+        for low, high in pairwise(borders):
             own = slice(low - at, high - at)
             self._encode(keys[:, :, own], values[:, :, own], low)
         self._keep_sinks(keys, values)
@@ -255,7 +264,9 @@ class Coded:
             self._show(keys, values, before)
 
     def _encode(self, keys: mx.array, values: mx.array, at: int) -> None:
-        stacks = self._stacks_of([run_at(runs, at - pad).levels for runs, pad in zip(self.runs, self.pads, strict=True)])
+        stacks = self._stacks_of(
+            [run_at(runs, at - pad).levels for runs, pad in zip(self.runs, self.pads, strict=True)]
+        )
         codes, scales = encode(keys, values, *stacks)
         self.codes, self.scales = put(self.codes, codes, at), put(self.scales, scales, at)
 
@@ -268,7 +279,10 @@ class Coded:
                 continue
             if self.raw is None:
                 shape = (self.batch, keys.shape[1], most)
-                self.raw = (mx.zeros((*shape, keys.shape[3]), keys.dtype), mx.zeros((*shape, values.shape[3]), keys.dtype))
+                self.raw = (
+                    mx.zeros((*shape, keys.shape[3]), keys.dtype),
+                    mx.zeros((*shape, values.shape[3]), keys.dtype),
+                )
             to = [copy.copy(array) for array in self.raw]
             for own, rows in zip(to, (keys, values), strict=True):
                 own[b, :, first - pad : last - pad] = rows[b, :, first - at : last - at]
@@ -281,7 +295,10 @@ class Coded:
         if most:
             if self.recent is None:
                 shape = (*keys.shape[:2], most)
-                self.recent = (mx.zeros((*shape, keys.shape[3]), keys.dtype), mx.zeros((*shape, values.shape[3]), keys.dtype))
+                self.recent = (
+                    mx.zeros((*shape, keys.shape[3]), keys.dtype),
+                    mx.zeros((*shape, values.shape[3]), keys.dtype),
+                )
             to = [copy.copy(array) for array in self.recent]
             together = len(set(ends)) == 1  # as always but for padding on the right
             for b, end in [(slice(None), ends[0])] if together else list(enumerate(ends)):
@@ -296,18 +313,22 @@ class Coded:
         at = self.rows
         own = self.decoded or (None, None)
         self.decoded = put(own[0], keys, at), put(own[1], values, at)
-        for b in range(self.batch):
-            pad, sinks = self.pads[b], self.pads[b] + self.choice.sink_tokens
-            for low, high, pair in self._spans(b, max(before[b], sinks, pad), self.floors[b]):
-                at_codes = (slice(b, b + 1), slice(None), slice(low, high))
-                assert self.codes is not None and self.scales is not None
-                rows = decoded_rows(self.codes[at_codes], self.scales[at_codes], self.known_kind().dtype, self._stacks_of([pair]))
+        for b, pad in enumerate(self.pads):
+            low = max(before[b], pad + self.choice.sink_tokens)
+            for first, last, pair in self._spans(b, low, self.floors[b]):
+                rows = self._decoded_codes(b, slice(None), first, last, self._stacks_of([pair]))
                 shown = [copy.copy(array) for array in self.decoded]
                 for to, new in zip(shown, rows, strict=True):
-                    to[b : b + 1, :, low:high] = new
+                    to[b : b + 1, :, first:last] = new
                 self.decoded = shown[0], shown[1]
 
-    # -- levels of many sequences ---------------------------------------------------------------------------------------
+    def show_all(self) -> None:
+        """Make the decoded copy anew, where one is held."""
+        if self.attends == "buffer" and self.rows and not self.waiting:
+            keys, values = self.decoded_heads(0, self.known_kind().heads)
+            self.decoded = put(None, keys, 0), put(None, values, 0)
+
+    # -- levels of many sequences -------------------------------------------------------------------------------------
 
     def _stacks_of(self, pairs: list[Pair]) -> tuple[LevelStack, LevelStack]:
         if all(pair is pairs[0] for pair in pairs):
@@ -317,7 +338,10 @@ class Coded:
             if len(self._stacks) >= 8:
                 self._stacks.clear()
             heads, (keys, values) = self.known_kind().heads, self.forms
-            made = LevelStack([p.keys for p in pairs], keys, heads), LevelStack([p.values for p in pairs], values, heads)
+            made = (
+                LevelStack([p.keys for p in pairs], keys, heads),
+                LevelStack([p.values for p in pairs], values, heads),
+            )
             self._stacks[key] = (tuple(pairs), *made)  # with the pairs, so that their ids stay theirs
         return self._stacks[key][1:]
 
@@ -392,7 +416,7 @@ class Coded:
             mx.eval(self._bounds[key])
         return self._bounds[key]
 
-    # -- decoding ---------------------------------------------------------------------------------------------------------
+    # -- decoding -----------------------------------------------------------------------------------------------------
 
     def decoded_heads(self, first: int, heads: int) -> tuple[mx.array, mx.array]:
         """Keys and values of some heads as attention means them: (B, `heads`, rows, width), zero where padding is."""
@@ -408,7 +432,6 @@ class Coded:
         return mx.concatenate([keys for keys, _ in made]), mx.concatenate([values for _, values in made])
 
     def _decoded_sequence(self, b: int, heads: slice) -> tuple[mx.array, mx.array]:
-        assert self.codes is not None and self.scales is not None
         kind, pad = self.known_kind(), self.pads[b]
         count = heads.stop - heads.start
         pieces: list[tuple[mx.array, mx.array]] = []
@@ -419,8 +442,7 @@ class Coded:
             pieces.append((self.raw[0][b : b + 1, heads, :sinks], self.raw[1][b : b + 1, heads, :sinks]))
         for low, high, pair in self.spans_of(b):
             stacks = [stack.of_heads(heads.start, count) for stack in self._stacks_of([pair])]
-            at = (slice(b, b + 1), heads, slice(low, high))
-            pieces.append(decoded_rows(self.codes[at], self.scales[at], kind.dtype, stacks))
+            pieces.append(self._decoded_codes(b, heads, low, high, stacks))
         if self.recent is not None:
             low, end = max(self.floors[b], pad + self.choice.sink_tokens), self.recent_end(b)
             for first, last, place in places(low, end, self.choice.recent_tokens):
@@ -433,7 +455,16 @@ class Coded:
             return pieces[0]
         return mx.concatenate([p[0] for p in pieces], axis=2), mx.concatenate([p[1] for p in pieces], axis=2)
 
-    # -- copies and cuts ----------------------------------------------------------------------------------------------------
+    def _decoded_codes(
+        self, b: int, heads: slice, first: int, last: int, stacks: Sequence[LevelStack]
+    ) -> tuple[mx.array, mx.array]:
+        """Rows of a sequence by their codes: (1, heads, last - first, width) each."""
+        assert self.codes is not None
+        assert self.scales is not None
+        at = (slice(b, b + 1), heads, slice(first, last))
+        return decoded_rows(self.codes[at], self.scales[at], self.known_kind().dtype, stacks)
+
+    # -- copies and cuts ----------------------------------------------------------------------------------------------
 
     def take_over(self, other: Coded) -> None:
         """Hold what another one holds, as it is now; neither shows in the other from here on."""
@@ -448,7 +479,7 @@ class Coded:
         self.rows -= n
         self.floors = [min(floor, self.rows) for floor in self.floors]
 
-    # -- as arrays alone ----------------------------------------------------------------------------------------------------
+    # -- as arrays alone ----------------------------------------------------------------------------------------------
 
     def described(self, **more: Any) -> list[mx.array]:
         """All of it as a list of arrays; the first is JSON (uint8), so that it can be saved like any other state."""
@@ -464,7 +495,9 @@ class Coded:
         }  # fmt: skip
         text = mx.array(np.frombuffer(json.dumps(said).encode(), np.uint8))
         levels = [own for pair in pairs for own in pair[:2] if own is not None]
-        rows = [array for array in (self.codes, self.scales, *(self.raw or ()), *(self.recent or ())) if array is not None]
+        rows = [
+            array for array in (self.codes, self.scales, *(self.raw or ()), *(self.recent or ())) if array is not None
+        ]
         return [text, *rows, *(mx.array(array) for own in levels for array in (own.mean, own.root))]
 
     def restore(self, state: Sequence[mx.array]) -> dict[str, Any]:
@@ -493,13 +526,11 @@ class Coded:
             checked: dict[str, Any] = said
         except (StopIteration, KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
             raise ValueError(f"no state of a live TurboQuant cache: {error or type(error).__name__}") from None
-        if self.attends == "buffer" and self.rows and not self.waiting:
-            heads = self.known_kind().heads
-            self.decoded = self.decoded_heads(0, heads)
+        self.show_all()
         return checked
 
 
-# -- parts that need no cache -----------------------------------------------------------------------------------------------
+# -- parts that need no cache ----------------------------------------------------------------------------------------
 
 
 def put(buffer: mx.array | None, new: mx.array, at: int) -> mx.array:
@@ -551,9 +582,7 @@ def check_kind(kind: Kind) -> None:
 
 def check_choice(choice: Choice) -> Choice:
     """ValueError for bits and numbers that TurboQuant doesn't take."""
-    TurboQuant(
-        choice.key_bits, choice.value_bits, choice.levelling, sink_tokens=choice.sink_tokens, seed=choice.seed
-    )
+    TurboQuant(choice.key_bits, choice.value_bits, choice.levelling, sink_tokens=choice.sink_tokens, seed=choice.seed)
     if type(choice.recent_tokens) is not int or not 0 <= choice.recent_tokens <= MOST_RECENT:
         raise ValueError(f"recent_tokens={choice.recent_tokens!r}: give a number of tokens, 0 to {MOST_RECENT}")
     return choice

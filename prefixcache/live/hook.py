@@ -24,7 +24,7 @@ def scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sink
     attend = getattr(cache, "attend_to_codes", None)
     if attend is not None:
         return attend(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
-    return scaled_dot_product_attention_as_it_was(  # type: ignore[name-defined]  # noqa: F821
+    return scaled_dot_product_attention_as_it_was(  # noqa: F821
         queries, keys, values, cache, scale, mask, sinks
     )
 
@@ -111,7 +111,21 @@ def _refusing(name: str) -> Any:
     return operator
 
 
-for _name in ("add", "sub", "mul", "matmul", "truediv", "pow", "and", "or", "xor", "lshift", "rshift", "mod", "floordiv"):
+for _name in (
+    "add",
+    "sub",
+    "mul",
+    "matmul",
+    "truediv",
+    "pow",
+    "and",
+    "or",
+    "xor",
+    "lshift",
+    "rshift",
+    "mod",
+    "floordiv",
+):
     for _form in (f"__{_name}__", f"__r{_name}__"):
         setattr(Codes, _form, _refusing(_form))
 for _name in ("neg", "abs", "invert", "bool", "float", "int", "lt", "le", "gt", "ge"):

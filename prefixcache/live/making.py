@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_caches
@@ -44,7 +44,9 @@ class Rows(NamedTuple):
     dtype: str
 
     def __str__(self) -> str:
-        widths = f"{self.key_width}" if self.key_width == self.value_width else f"{self.key_width} and {self.value_width}"
+        widths = (
+            f"{self.key_width}" if self.key_width == self.value_width else f"{self.key_width} and {self.value_width}"
+        )
         return f"{self.heads} heads of {widths} {self.dtype}"
 
 
@@ -109,7 +111,7 @@ def convert_prompt_cache(
             families.check(model)
         check_layers(prompt_cache, model)
     making = _Making(codec, len(prompt_cache), attend, recent_tokens, levels)
-    return making.all(prompt_cache, None, into=prompt_cache if in_place else None)
+    return making.all(prompt_cache, None, into=cast(list[Any], prompt_cache) if in_place else None)
 
 
 def check_layers(prompt_cache: Sequence[Any], model: Any) -> None:
@@ -129,7 +131,7 @@ def check_layers(prompt_cache: Sequence[Any], model: Any) -> None:
                 )
 
 
-# -- which layers --------------------------------------------------------------------------------------------------------------
+# -- which layers ------------------------------------------------------------------------------------------------------
 
 
 class _Making:
@@ -158,8 +160,7 @@ class _Making:
             children = [self._layer(child, layer, rows) for child in cache.caches]
             if all(own is child for own, child in zip(children, cache.caches, strict=True)):
                 return cache
-            made = type(cache).__new__(type(cache))
-            made.__dict__.update(cache.__dict__)
+            made = copy.copy(cache)
             made.caches = type(cache.caches)(children)
             return made
         own = next(rows) if rows is not None else next(iter(_rows_in(cache)))
@@ -184,15 +185,13 @@ class _Making:
         """What makes a layer's cache from a plain one; or why the layer stays as it is."""
         if rows.dtype not in FLOATS:
             return f"rows of {rows.dtype}"
-        both = [
-            self._codec.row_codec(Stream(layer, self._layers, part, rows.heads, own, other, rows.dtype))
-            for part, own, other in (
-                ("keys", rows.key_width, rows.value_width), ("values", rows.value_width, rows.key_width)
-            )
-        ]  # fmt: skip
-        if any(isinstance(own, RawRows) for own in both):
+        whole = layer, self._layers
+        keys, values = (
+            self._codec.row_codec(Stream(*whole, part, rows.heads, own, other, rows.dtype))
+            for part, own, other in _parts(rows)
+        )
+        if isinstance(keys, RawRows) or isinstance(values, RawRows):
             return f"the codec leaves {rows} as they are"
-        keys, values = both
         if isinstance(keys, TurboQuantRows) and isinstance(values, TurboQuantRows):
             chosen = {
                 "levelling": keys.levelled, "sink_tokens": self._codec.sink_tokens, "seed": keys.seed,
@@ -203,10 +202,15 @@ class _Making:
                 return TurboQuantKVCache.from_cache(cache, keys.bits, values.bits, **chosen, layer=number)
 
             return coded
-        assert isinstance(keys, AffineRows) and isinstance(values, AffineRows)
+        assert isinstance(keys, AffineRows)
+        assert isinstance(values, AffineRows)
         if keys.group_size != values.group_size:
             return "keys and values in groups of different size"
         return lambda cache, number: _quantized(cache, keys.group_size, keys.bits)
+
+
+def _parts(rows: Rows) -> list[tuple[Literal["keys", "values"], int, int]]:
+    return [("keys", rows.key_width, rows.value_width), ("values", rows.value_width, rows.key_width)]
 
 
 def _quantized(cache: KVCache, group_size: int, bits: int) -> QuantizedKVCache:
@@ -235,7 +239,7 @@ def _spoken(layers: list[int]) -> str:
     return f"layer {layers[0]}" if len(layers) == 1 else f"{len(layers)} layers, {layers[0]} to {layers[-1]}"
 
 
-# -- what rows there are ---------------------------------------------------------------------------------------------------------
+# -- what rows there are -----------------------------------------------------------------------------------------------
 
 
 def _rows_in(cache: Any) -> list[Rows | None]:
@@ -262,5 +266,6 @@ def rows_of(model: Any) -> list[list[Rows | None]]:
     caches = mlx_caches.make_prompt_cache(model)
     model(mx.array([[0]]), cache=caches)
     found = [_rows_in(cache) for cache in caches]
-    _sketches[id(model)] = weakref.ref(model, lambda _, key=id(model): _sketches.pop(key, None)), found  # type: ignore[misc]
+    own = id(model)
+    _sketches[own] = weakref.ref(model, lambda _: _sketches.pop(own, None)), found
     return found

@@ -25,8 +25,8 @@ class TurboQuantKVCache:
     in `nbytes`; for any model, and no smaller than a plain cache.
 
     With `levelling` rows wait as they are until 256 are there, then channels are measured and all are coded. Beside their
-    codes the first `sink_tokens` and the last `recent_tokens` rows are kept as they are, and attention reads those. `levels`, shared by caches of one model and one tenant, saves measuring again; `layer`
-    is the number there.
+    codes the first `sink_tokens` and the last `recent_tokens` rows are kept as they are, and attention reads those.
+    `levels`, shared by caches of one model and one tenant, saves measuring again; `layer` is the number there.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class TurboQuantKVCache:
         self._held = Coded(choice, attend, levels, layer, None)
         hook_for(self._held)
 
-    # -- mlx-lm's protocol ------------------------------------------------------------------------------------------------
+    # -- mlx-lm's protocol --------------------------------------------------------------------------------------------
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Rows (B, heads, L, width) of one float dtype, coded and kept. Returns what stands for all keys and values: views
@@ -132,7 +132,7 @@ class TurboQuantKVCache:
 
         return BatchTurboQuantKVCache.merge(caches)
 
-    # -- beyond the protocol ----------------------------------------------------------------------------------------------
+    # -- beyond the protocol ------------------------------------------------------------------------------------------
 
     @property
     def choice(self) -> Choice:
@@ -141,7 +141,7 @@ class TurboQuantKVCache:
 
     @property
     def attends(self) -> str:
-        """"codes" or "buffer"."""
+        """ "codes" or "buffer"."""
         return self._held.attends
 
     @property
@@ -214,8 +214,7 @@ class TurboQuantKVCache:
         held.kind, held.rows, held.waiting, held.floors = kind, rows, False, [rows] * codes.shape[0]
         held.codes, held.scales, held.raw = codes, scales, sinks
         held.runs = [tuple(Run(first, pair) for first, pair in runs)] * codes.shape[0]
-        if attend == "buffer":
-            held.decoded = held.decoded_heads(0, kind.heads)
+        held.show_all()
         hook_for(held)
         return made
 
@@ -237,6 +236,7 @@ def attend_to(
 ) -> mx.array:
     """What the hook calls: on arrays MLX's own attention."""
     if isinstance(keys, mx.array):
+        sinks = sinks.astype(queries.dtype) if sinks is not None else None
         return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
     return attend(held, queries, scale, mask, sinks)
 
