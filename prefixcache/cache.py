@@ -180,10 +180,11 @@ class PrefixCache:
 
         `prompt_cache` is mlx-lm's list of layer caches after these tokens; it is read, never changed or kept. When it
         has seen fewer positions than there are tokens, the tokens beyond are left out; when more, what lies beyond
-        is. `model` names the weights, `salt` separates tenants.
+        is. `model` names the weights, `salt` separates tenants. The codes of a `TurboQuantKVCache` are kept as they are;
+        it shares blocks with plain caches of the model.
 
         Raises TypeError or ValueError for bad tokens, model or salt, and `CacheError` (a ValueError) for a prompt cache
-        that can't be kept: a batch, a class that isn't known, an attribute that isn't plain data.
+        that can't be kept: a batch, a class that isn't known, an attribute that isn't plain data, codes of another codec.
         """
         self._check_open()
         ids, model, salt = as_tokens(tokens), as_model(model), as_salt(salt)
@@ -214,11 +215,17 @@ class PrefixCache:
                     ssd = max(ssd, self._tiers.tree.reach(walk, SSD, limit))
         return Match(ram, max(ram, ssd))
 
-    def fetch(self, tokens: Tokens, *, model: str, salt: bytes = b"", leave: int = 1) -> tuple[list[Any] | None, Any]:
+    def fetch(
+        self, tokens: Tokens, *, model: str, salt: bytes = b"", leave: int = 1, compressed: bool = False
+    ) -> tuple[list[Any] | None, Any]:
         """The deepest prompt cache that RAM has for `tokens`, and the tokens that are still to be computed.
 
         Returns (prompt_cache, rest): a new list of layer caches of the classes that were stored, the caller's own, and
         `tokens[depth:]`, of at least `leave` tokens. (None, tokens) on a miss. Never reads a file: see `promote`.
+
+        With `compressed`, layers of KVCache whose rows are TurboQuant's codes come as `TurboQuantKVCache`, which takes the
+        codes as they are; nothing is decoded, and a model whose attention is mlx-lm's own goes on from them. What such a
+        cache holds can be stored again as it is.
         """
         ids = as_tokens(tokens)
         found = self._find(ids, model, salt, leave)
@@ -226,7 +233,8 @@ class PrefixCache:
             return None, tokens
         prompt, pinned = found
         try:
-            made = prompt.dequantize(len(ids) - prompt.tokens)
+            room = len(ids) - prompt.tokens
+            made = prompt.live(room) if compressed else prompt.dequantize(room)
             mx.eval([_flat(vars(layer)) for layer in made])
         finally:
             self._tiers.unpin(pinned)
@@ -268,11 +276,12 @@ class PrefixCache:
             state: Image | None = next((s.image for s in serving if s.kind == "snapshot"), None)
             images = [image for block in blocks for image in (block.rows, block.window) if image is not None]
             levels = {i.statistics: tree.shared[i.statistics].value for i in images if i.statistics}
+            current = self._tiers.current_levels(home)
             if len(tree.touched) > 8192 or time.monotonic() > self._told + TELL:
                 self._told = time.monotonic()
                 self._tiers.persist_recency()
         try:
-            return StoredPrompt(home.plan, depth, blocks, state, levels), pinned
+            return StoredPrompt(home.plan, depth, blocks, state, levels, current), pinned
         except BaseException:
             self._tiers.unpin(pinned)
             raise

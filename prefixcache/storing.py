@@ -1,8 +1,8 @@
 """What a store adds: which blocks of a prompt are new, whose rows come from a twin's codes and whose are encoded.
 
 The work goes in batches of blocks, each in three steps: planned under the lock (what is missing, RAM reserved, sources
-pinned), encoded outside it on the caller's thread, published under it. Rows that any known block has already are
-copied as codes, never encoded again.
+pinned), encoded outside it on the caller's thread, published under it. Rows that any known block has already, and rows
+that a live cache has coded, are copied as codes, never encoded again.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from prefixcache.budget import Reservation
 from prefixcache.codecs.interchange import name_of
 from prefixcache.image import Blueprint, Draft, Image, Meta, Spec
 from prefixcache.keys import BLOCK, TOKEN_BYTES, canonical, chain
+from prefixcache.layers import live_codes
 from prefixcache.layers.adapters import Leaf
 from prefixcache.layers.encode import Target, describe_state, encode, write_state
 from prefixcache.layers.levels import LevelSet, measure_all
+from prefixcache.layers.live_codes import BlockLevels, all_coded, differing
 from prefixcache.layers.plan import Section, extra_of, held_mask, mask_from, mask_of, runs_of
 from prefixcache.tiers import Home, Tiers
 from prefixcache.tree import BLOCK_BYTES, NODE_BYTES, RAM, SLOT_BYTES, SSD, Node, Slot
@@ -81,17 +83,24 @@ class Store:
         self._tiers, self._home, self._plan, self._leaves = tiers, home, home.plan, leaves
         self._raw = raw
         self._limit = len(raw) // TOKEN_BYTES
+        live_codes.check(home.plan, leaves)
         self._state = describe_state(home.plan, leaves) if with_snapshot else None
         self._pinned: list[Slot] = []
         wait = tiers.settings.spill_wait if tiers.settings.spill == "wait" else 0.0
         self._deadline = time.monotonic() + wait  # of all waiting of this store
         self._key_at: dict[int, bytes] = {}  # the key before the last block planned
         self._levels: LevelSet | None = None  # what new rows are encoded with
+        self._of_codes: list[BlockLevels] = []  # what rows that live caches have coded already need
+        self._adopted: dict[str, LevelSet] = {}
 
     def run(self) -> Outcome:
         parent, at, new_tokens, new_bytes, whole = self._home.space.root, 0, 0, 0, False
-        self._levels = self._tiers.levels_for(self._home, self._raw, self._measure)
+        if not all_coded([self._plan.rows, *self._plan.windowed], self._leaves):
+            self._levels = self._tiers.levels_for(self._home, self._raw, self._measure)
         try:
+            if any(leaf.codes is not None for leaf in self._leaves):
+                root = self._home.row.root
+                self._of_codes = live_codes.block_levels(root, self._plan, self._leaves, self._limit, self._levels)
             while not whole:
                 with self._tiers.lock:
                     jobs, parent, at, whole = self._next_jobs(parent, at)
@@ -106,7 +115,8 @@ class Store:
                 if not kept:
                     break
         finally:
-            self._tiers.let_go(self._levels)
+            for levels in (self._levels, *self._adopted.values()):
+                self._tiers.let_go(levels)
             depth = self._finish(new_tokens, new_bytes)
         return Outcome(depth, new_tokens, new_bytes, self._state is not None and depth == self._limit)
 
@@ -117,7 +127,7 @@ class Store:
 
     def _next_jobs(self, parent: Node, at: int) -> tuple[list[Job], Node, int, bool]:
         """Jobs for the next blocks from token `at`, below `parent`: the jobs, where to go on, and whether that was
-        all.
+        all: the prompt ends, or RAM has no room for the levels of the next block.
         """
         jobs: list[Job] = []
         expected: Node | None = parent  # None once blocks are new
@@ -128,6 +138,8 @@ class Store:
                 break
             node, source = self._known(expected, tokens) if expected is not None else (None, NOTHING)
             if node is None or node.rows is None:
+                if not self._adopt(at):
+                    return jobs, parent, at, True
                 jobs.append(self._rows_job(parent, node, at, tokens, key, source))
             else:
                 self._pin(node.rows)
@@ -159,7 +171,8 @@ class Store:
         if shared * TOKEN_BYTES == len(tokens):
             return nearest, NOTHING
         if nearest.rows.image is None:
-            self._tiers.counters.recoded_tokens += shared
+            if not self._has_codes(parent.end, len(tokens) // TOKEN_BYTES):
+                self._tiers.counters.recoded_tokens += shared
             return None, NOTHING
         window = nearest.window if nearest.window is not None and nearest.window.image is not None else None
         self._pin(nearest.rows, window)
@@ -167,11 +180,44 @@ class Store:
         return None, Source(shared, nearest.rows.image, window.image if window is not None else None, mask)
 
     def _rows_job(self, parent: Node, node: Node | None, start: int, tokens: bytes, key: bytes, source: Source) -> Job:
-        own = chain(key, tokens)
-        specs = self._plan.rows_specs(start, len(tokens) // TOKEN_BYTES)
-        levels = self._levels if source.rows is None else self._tiers.level_set(source.rows.statistics)
-        blueprint = self._blueprint("rows", own, key, start, specs, levels)
+        own, count = chain(key, tokens), len(tokens) // TOKEN_BYTES
+        levels, source = self._levels_and_source(start, count, source)
+        blueprint = self._blueprint("rows", own, key, start, self._plan.rows_specs(start, count), levels)
         return Job("rows", parent, node, start, tokens, own, blueprint, source, levels)
+
+    def _levels_and_source(self, start: int, count: int, source: Source) -> tuple[LevelSet | None, Source]:
+        """The levels of a block's rows: those that its source's codes have, or its own where there is no source.
+
+        A source whose levels are others than those of live codes is left aside, if these are there of all rows: they go in
+        as they are.
+        """
+        levels = self._own_levels(start) if source.rows is None else self._tiers.level_set(source.rows.statistics)
+        if self._of_codes:
+            apart = differing(self._plan, self._leaves, start + source.tokens, start + count, levels)
+            if apart and source.rows is not None and self._has_codes(start, count):
+                levels, source = self._own_levels(start), source._replace(tokens=0, rows=None)
+                apart = differing(self._plan, self._leaves, start, start + count, levels)
+            self._tiers.counters.recoded_tokens += apart
+        return levels, source
+
+    def _own_levels(self, start: int) -> LevelSet | None:
+        """What rows of the block that begins at `start` are coded with, where they are not copied from another."""
+        own = [levels for first, levels in self._of_codes if first <= start]
+        return own[-1] if own else self._levels
+
+    def _has_codes(self, start: int, count: int) -> bool:
+        """Whether live caches have codes of all that a rows image would be encoded for."""
+        return all_coded([section for section, _ in self._plan.in_rows(start, count)], self._leaves)
+
+    def _adopt(self, start: int) -> bool:
+        """Hold the levels of live codes of the block that begins at `start`. False where RAM has no room for them."""
+        own = self._own_levels(start)
+        if own is None or own is self._levels or own.name in self._adopted:
+            return True
+        held = self._tiers.adopt_levels(self._home, self._raw, own, self._deadline - time.monotonic())
+        if held is not None:
+            self._adopted[own.name] = held
+        return held is not None
 
     def _window_job(
         self, parent: Node, node: Node | None, start: int, tokens: bytes, key: bytes, source: Source

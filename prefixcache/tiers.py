@@ -269,7 +269,7 @@ class Tiers:
             found = self.load_levels(home, name, LEVELS_WAIT)
             if found is not None or self._current.get(root) == name:
                 return found  # or none for now: a second set would part the namespace's rows in two
-        if limit < LEAST_ROWS or distinct(raw) < LEAST_DISTINCT:
+        if not _fit(raw):
             return None
         wait = self.settings.spill_wait if self.settings.spill == "wait" else 0.0
         reservation = self.reserve(most_bytes(home.plan), wait)
@@ -285,6 +285,33 @@ class Tiers:
                     return None
                 self._current[root] = measured.name
                 return self._hold(measured.name, measured, reservation)
+
+    def adopt_levels(self, home: Home, raw: bytes, levels: LevelSet, wait: float = 0) -> LevelSet | None:
+        """Levels that the live cache of these tokens (raw int64 bytes) has codes of, held until they are let go.
+
+        They become the namespace's current ones where it has none, if the tokens are fit to measure levels from. None
+        where RAM has no room for them.
+        """
+        root = home.row.root
+        with self.lock:
+            if levels.name in self.tree.shared:
+                held = self._hold(levels.name)
+            else:
+                reservation = self.reserve(levels.nbytes, wait)
+                if reservation is None:
+                    return None
+                with reservation:
+                    held = self._hold(levels.name, levels, reservation)
+            name = self._current.get(root, "")
+            lost = self.ssd is None and name not in self.tree.shared
+            if (not name or lost) and _fit(raw):
+                self._current[root] = levels.name
+            return held
+
+    def current_levels(self, home: Home) -> LevelSet | None:
+        """What new rows of a namespace are coded with, where RAM has it; call it under the lock."""
+        name = self._current.get(home.row.root, "")
+        return self.tree.shared[name].value if name in self.tree.shared else None
 
     def load_levels(self, home: Home, name: str, wait: float | None = None) -> LevelSet | None:
         """The levels of this name, held until they are let go; read from the SSD, for at most `wait` seconds, where RAM
@@ -592,6 +619,11 @@ class Tiers:
                 if slot.kind == "rows" and len(slot.node.tokens) < BLOCK_BYTES and slot.node.rows is slot:
                     self.settle_twins(slot.node)
             self.moved.notify_all()
+
+
+def _fit(raw: bytes) -> bool:
+    """Whether levels may be measured from the rows of these tokens: enough, and not all alike."""
+    return len(raw) // TOKEN_BYTES >= LEAST_ROWS and distinct(raw) >= LEAST_DISTINCT
 
 
 def _root_of(slot: Slot) -> Node:

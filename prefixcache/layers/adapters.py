@@ -10,16 +10,24 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from prefixcache.codecs.interchange import name_of
+from prefixcache.codecs.interchange import Array, borrow, name_of
+from prefixcache.codecs.packing import words_of
 from prefixcache.keys import BLOCK
 from prefixcache.tree import Window
 
+if TYPE_CHECKING:
+    from prefixcache.live.coded import Choice, Pair, Run
+
+_CACHE = "mlx_lm.models.cache."
+PLAIN_CACHE = _CACHE + "KVCache"
+PARTS = ("keys", "values")
 TRUSTED = ("mlx_lm.models.", "mlx_vlm.models.", "vllm_mlx.", "prefixcache.")
 
 Layout = dict[str, Any]
@@ -33,12 +41,42 @@ class NotPlain(CacheError):
     """An attribute beside the rows that only a snapshot could keep."""
 
 
+class LiveCodes(NamedTuple):
+    """Rows that a live cache keeps as TurboQuant's codes: row t of the buffers is token t's.
+
+    `codes` uint32 (1, heads, rows, words of a key, then of its value), `scales` uint16 (1, heads, rows, 2); `runs`: from
+    which token on rows are coded with which levels.
+    """
+
+    choice: Choice
+    key_words: int
+    codes: mx.array
+    scales: mx.array
+    runs: tuple[Run, ...]
+
+    def pair_at(self, token: int) -> Pair:
+        """The levels that this token's key and value are coded with, or would be."""
+        return next(run.levels for run in reversed(self.runs) if run.first <= token)
+
+    def stretches(self, first: int, last: int) -> Iterator[tuple[int, int, Pair]]:
+        """Tokens `first` to `last` (not included), cut where levels change."""
+        borders = [first, *(run.first for run in self.runs if first < run.first < last), last]
+        return ((low, high, self.pair_at(low)) for low, high in pairwise(borders) if low < high)
+
+    def planes(self, stream: str) -> tuple[Array, Array]:
+        """Codes (rows, heads, words) and scales (rows, heads) of "keys" or "values": read-only views."""
+        words = slice(self.key_words) if stream == "keys" else slice(self.key_words, None)
+        codes, scales = borrow(self.codes)[0, :, :, words], borrow(self.scales)[0, :, :, int(stream == "values")]
+        return codes.swapaxes(0, 1), scales.swapaxes(0, 1)
+
+
 class Leaf(NamedTuple):
     """A live layer cache, read. Valid until its owner changes it.
 
     `positions` is the number of tokens that it has seen, None when it can't tell; `held` the runs of tokens whose
     rows it still has; `arrays` its streams, (1, heads, physical rows, width) each; `where(a, b)` the physical rows of
-    tokens a to b, all of which it holds; `state` what a snapshot keeps.
+    tokens a to b, all of which it holds; `state` what a snapshot keeps. With `codes`, those are its rows, and `arrays` has
+    the first tokens' only, where it keeps some as they are.
     """
 
     layout: Layout
@@ -47,6 +85,7 @@ class Leaf(NamedTuple):
     arrays: dict[str, mx.array] = {}
     where: Callable[[int, int], slice | np.ndarray] = slice
     state: dict[str, Any] = {}
+    codes: LiveCodes | None = None
 
 
 class Adapter:
@@ -137,9 +176,13 @@ def _one_sequence(array: mx.array, cache: Any, at: str) -> None:
     if array.ndim != 4:
         raise CacheError(f"{at} ({type(cache).__name__}): rows of shape {array.shape}, not (1, heads, tokens, width)")
     if array.shape[0] != 1:
-        raise CacheError(
-            f"{at} ({type(cache).__name__}): a batch of {array.shape[0]} sequences; store one at a time, cut out of it"
-        )
+        raise _several(cache, at, array.shape[0])
+
+
+def _several(cache: Any, at: str, batch: int) -> CacheError:
+    return CacheError(
+        f"{at} ({type(cache).__name__}): a batch of {batch} sequences; store one at a time, cut out of it"
+    )
 
 
 def _streams(arrays: dict[str, mx.array], cache: Any, at: str, exact: bool) -> list[list[Any]]:
@@ -197,7 +240,7 @@ class Sliceable(Adapter):
             return {}
         if self.exact:
             found: dict[str, mx.array] = {}
-            for part in ("keys", "values"):
+            for part in PARTS:
                 found |= {f"{part}.{i}": a for i, a in enumerate(getattr(cache, part)) if a is not None}
             return found
         return {"keys": cache.keys, "values": cache.values}
@@ -209,13 +252,39 @@ class Sliceable(Adapter):
         made = _blank(layout)
         made.keys = made.values = None
         made.offset = _offset(layout, boundary)
-        for part in ("keys", "values") if streams else ():
+        for part in PARTS if streams else ():
             if self.exact:
                 rows = [streams[name] for name in sorted(streams) if name.startswith(part + ".")]
                 setattr(made, part, tuple(rows))
             else:
                 setattr(made, part, streams[part])
         return made
+
+
+class Compressed(Adapter):
+    """Our own TurboQuantKVCache, read as the KVCache that it stands for, so that both share blocks.
+
+    It is never made by its class: what is stored is a KVCache's, and `StoredPrompt.live` makes one of the codes.
+    """
+
+    def read(self, cache: Any, at: str) -> Leaf:
+        held = cache._held
+        layout: Layout = {"class": PLAIN_CACHE, "kind": "sliceable", "attrs": {}, "streams": None}
+        if held.kind is None:
+            return _unused(layout, 0)
+        if held.batch != 1:
+            raise _several(cache, at, held.batch)
+        heads, *widths, dtype = held.kind
+        layout["streams"] = [
+            [part, part, heads, width, dtype, False] for part, width in zip(PARTS, widths, strict=True)
+        ]
+        arrays = dict(zip(PARTS, held.raw, strict=True)) if held.raw is not None else {}
+        codes = None
+        if held.codes is not None:
+            codes = LiveCodes(
+                held.choice, words_of(held.kind.key_width, held.choice.key_bits), held.codes, held.scales, held.runs[0]
+            )
+        return Leaf(layout, held.rows, ((0, held.rows),), arrays, codes=codes)
 
 
 class Rotating(Adapter):
@@ -323,9 +392,7 @@ class Snapshot(Adapter):
     def _one_sequence(cache: Any, at: str) -> None:
         batch = getattr(cache, "batch_size", 1)
         if isinstance(batch, int) and batch > 1:
-            raise CacheError(
-                f"{at} ({type(cache).__name__}): a batch of {batch} sequences; store one at a time, cut out of it"
-            )
+            raise _several(cache, at, batch)
 
     def make_from(self, layout: Layout, state: dict[str, Any]) -> Any:
         return blank(find_class(layout["class"]), state)
@@ -340,10 +407,10 @@ class Refused(Adapter):
         )
 
 
-_CACHE = "mlx_lm.models.cache."
 SNAPSHOT = Snapshot()
 REGISTRY: dict[str, Adapter] = {
-    _CACHE + "KVCache": Sliceable(),
+    PLAIN_CACHE: Sliceable(),
+    "prefixcache.live.turboquant.TurboQuantKVCache": Compressed(),
     _CACHE + "ConcatenateKVCache": Sliceable(spare=False),
     _CACHE + "QuantizedKVCache": Sliceable(exact=True),
     _CACHE + "RotatingKVCache": Rotating(),

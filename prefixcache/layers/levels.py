@@ -7,7 +7,7 @@ have had several; it is not part of any key. Who holds it in RAM and writes it i
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -88,16 +88,23 @@ def unpack(name: str, data: bytes, root: bytes, plan: Plan) -> LevelSet | None:
     groups = {}
     for own in {tensor.rpartition(".")[0] for tensor in tensors}:
         mean, factor = tensors.get(f"{own}.mean"), tensors.get(f"{own}.root")
-        if mean is None or factor is None or not (_valid(mean, shapes.get(own)) and _valid(factor, shapes.get(own))):
-            return None
-        if not (factor >= 1).all():
+        if mean is None or factor is None or not valid(Levels(mean, factor), shapes.get(own)):
             return None
         groups[own] = Levels(mean, factor)
     return LevelSet(root, data, groups)
 
 
-def _valid(array: Array, shape: tuple[int, ...] | None) -> bool:
-    return array.dtype == np.float32 and array.shape == shape and bool(np.isfinite(array).all())
+def valid(levels: Levels, shape: tuple[int, int] | None) -> bool:
+    """Whether these can be levels of (heads, width)."""
+    both = (levels.mean, levels.root)
+    return all(a.dtype == np.float32 and a.shape == shape and np.isfinite(a).all() for a in both) and bool(
+        (levels.root >= 1).all()
+    )
+
+
+def joined(several: Sequence[Levels]) -> Levels:
+    """One after the other, by heads."""
+    return Levels(np.concatenate([one.mean for one in several]), np.concatenate([one.root for one in several]))
 
 
 def _levelled(plan: Plan) -> Iterable[Group]:
@@ -105,17 +112,24 @@ def _levelled(plan: Plan) -> Iterable[Group]:
 
 
 def measure_all(root: bytes, plan: Plan, leaves: list[Leaf], limit: int) -> LevelSet | None:
-    """Levels from the first `limit` tokens of evaluated leaves; None where no group has 256 rows of them."""
+    """Levels from the first `limit` tokens of evaluated leaves; None where no group has 256 rows of them.
+
+    Rows that a live cache has coded are not measured: they have levels.
+    """
     groups = {}
     for group in _levelled(plan):
-        members = [_sample(leaves[member.leaf], member.stream, limit) for member in group.members]
-        own = [measure(rows) if rows is not None else None for rows in members]
+        own = [_levels(leaves[member.leaf], member.stream, limit) for member in group.members]
         if all(levels is not None for levels in own):
-            some = [levels for levels in own if levels is not None]
-            groups[group.levels] = Levels(
-                np.concatenate([levels.mean for levels in some]), np.concatenate([levels.root for levels in some])
-            )
+            groups[group.levels] = joined([levels for levels in own if levels is not None])
     return pack(root, groups) if groups else None
+
+
+def _levels(leaf: Leaf, stream: str, limit: int) -> Levels | None:
+    if leaf.codes is not None:
+        own: Levels | None = getattr(leaf.codes.pair_at(limit - 1), stream)
+        return own
+    rows = _sample(leaf, stream, limit)
+    return measure(rows) if rows is not None else None
 
 
 def _sample(leaf: Leaf, stream: str, limit: int) -> Array | None:

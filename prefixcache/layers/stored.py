@@ -8,17 +8,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import mlx.core as mx
 import numpy as np
 
 from prefixcache.codecs.interchange import bring_in
+from prefixcache.codecs.levelling import LEAST_ROWS
 from prefixcache.codecs.pieces import Piece, decode
 from prefixcache.image import Image
 from prefixcache.keys import BLOCK
-from prefixcache.layers.adapters import SNAPSHOT, Layout, adapter_of, blank, find_class
+from prefixcache.layers import live_codes
+from prefixcache.layers.adapters import PARTS, SNAPSHOT, Layout, adapter_of, blank, find_class
 from prefixcache.layers.levels import LevelSet
+from prefixcache.layers.live_codes import BlockLevels
 from prefixcache.layers.plan import Group, Member, Plan, mask_of
+
+if TYPE_CHECKING:
+    from prefixcache.live.coded import Choice
 
 
 class Block(NamedTuple):
@@ -53,12 +60,20 @@ class StoredPrompt:
     """
 
     def __init__(
-        self, plan: Plan, tokens: int, blocks: list[Block], snapshot: Image | None, levels: Mapping[str, LevelSet]
+        self,
+        plan: Plan,
+        tokens: int,
+        blocks: list[Block],
+        snapshot: Image | None,
+        levels: Mapping[str, LevelSet],
+        current: LevelSet | None = None,
     ):
+        """`levels`: those that the images name; `current`: those that new rows of the namespace are coded with."""
         self.plan = plan
         self.tokens = tokens
         self._blocks = blocks
         self._snapshot = snapshot
+        self._current = current
         self._rows = [_opened(block.rows, levels) for block in blocks]
         self._windows = [_opened(block.window, levels) if block.window is not None else NOTHING for block in blocks]
 
@@ -99,6 +114,15 @@ class StoredPrompt:
         """A live prompt cache of the classes that were stored, with room for `room` more tokens before it must grow."""
         return [layer.dequantize(room) for layer in self.layers]
 
+    def live(self, room: int = 0) -> list[Any]:
+        """The same, but layers of KVCache whose rows are TurboQuant's codes come as `TurboQuantKVCache`, which takes these
+        codes as they are: nothing is decoded. All others are as `dequantize` makes them.
+
+        New rows go on with the levels of the last block up to its end, then with the namespace's. A prompt of fewer than
+        256 tokens that was coded without levels, for want of any, is held decoded until the live cache can measure some.
+        """
+        return [layer.live(room) for layer in self.layers]
+
     def _holds(self, boundary: int) -> bool:
         if self.plan.snapshots:
             return boundary == self.tokens
@@ -112,17 +136,58 @@ class StoredPrompt:
 
     # -- decoding -----------------------------------------------------------------------------------------------------
 
-    def _make_layer(self, index: int, room: int) -> Any:
+    def _make_layer(self, index: int, room: int, live: bool) -> Any:
         first = self.plan.layer_of.index(index)
-        return self._make(self.plan.layers[index], iter(range(first, len(self.plan.leaves))), room)
+        return self._make(self.plan.layers[index], iter(range(first, len(self.plan.leaves))), room, live)
 
-    def _make(self, layer: Layout, leaves: Any, room: int) -> Any:
+    def _make(self, layer: Layout, leaves: Any, room: int, live: bool) -> Any:
         if layer["kind"] == "list":
-            children = [self._make(child, leaves, room) for child in layer["children"]]
+            children = [self._make(child, leaves, room, live) for child in layer["children"]]
             return blank(find_class(layer["class"]), {"caches": tuple(children) if layer["tuple"] else children})
         leaf = next(leaves)
         if layer["kind"] == "snapshot":
             return self._make_snapshot(leaf)
+        choice = live_codes.choice_of(self.plan, leaf) if live else None
+        return self._make_rows(leaf, room) if choice is None else self._make_live(leaf, choice, room)
+
+    def _make_live(self, leaf: int, choice: Choice, room: int) -> Any:
+        """Of a plain KVCache's codes, a live cache that has them."""
+        sets = self._sets()
+        if choice.levelling and self.tokens < LEAST_ROWS and all(own.levels is None for own in sets):
+            return live_codes.waiting(self._make_rows(leaf, room), choice)
+        layer = self.plan.leaves[leaf]
+        capacity = adapter_of(find_class(layer["class"])).capacity(layer, self.tokens, room)
+        runs, leading = self._leading_runs(0, self.tokens), min(choice.sink_tokens, self.tokens)
+        pieces, sinks = [], []
+        for part in PARTS:
+            g, member = self.plan.places[leaf][part]
+            pieces.append(_pieces(self.plan.rows.groups[g], member, runs))
+            if choice.sink_tokens:
+                g, member = self.plan.sink_places[leaf][part]
+                group, own = self.plan.sinks.groups[g], self._leading_runs(0, leading)
+                rows = decode(
+                    _pieces(group, member, own), member.heads, choice.sink_tokens, group.codec.width, group.codec.dtype
+                )
+                sinks.append(rows[None])
+        mx.eval(sinks)
+        return live_codes.live(
+            self.plan, leaf, choice, live_codes.CodedLeaf(pieces, sets, sinks), self.tokens, capacity
+        )
+
+    def _sets(self) -> list[BlockLevels]:
+        """From which token on rows are coded with which levels, those to come included."""
+        sets = [
+            BlockLevels(block.start, image.levels)
+            for block, image in zip(self._blocks, self._rows, strict=True)
+            if block.start < self.tokens
+        ]
+        if self._current is not None or not sets:
+            sets.append(BlockLevels(-(-self.tokens // BLOCK) * BLOCK, self._current))
+        names = [own.levels.name if own.levels is not None else "" for own in sets]
+        return [own for own, name, before in zip(sets, names, [None, *names], strict=False) if name != before]
+
+    def _make_rows(self, leaf: int, room: int) -> Any:
+        layer = self.plan.leaves[leaf]
         adapter = adapter_of(find_class(layer["class"]))
         streams = {}
         if layer["streams"]:
@@ -232,7 +297,11 @@ class StoredLayer:
 
     def dequantize(self, room: int = 0) -> Any:
         """A live layer cache of the class that was stored."""
-        return self._prompt._make_layer(self._index, room)
+        return self._prompt._make_layer(self._index, room, False)
+
+    def live(self, room: int = 0) -> Any:
+        """A live layer cache that takes TurboQuant's codes as they are, where it can: see `StoredPrompt.live`."""
+        return self._prompt._make_layer(self._index, room, True)
 
 
 NOTHING = Opened({}, None)

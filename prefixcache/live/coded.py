@@ -25,8 +25,9 @@ from prefixcache.codecs.turboquant_format import Form, form_of
 from prefixcache.codecs.turboquant_live import LevelStack, decode, encode
 
 STEP = 256  # rows by which a buffer grows
+LARGE = 1 << 22  # bytes of a buffer worth waiting for when it grows
 SAMPLE = 1024  # rows to measure levels from: here it is waited for
-RECENT = 128  # last rows that attention sees as they are: most of what codes cost is lost on the nearest ones
+RECENT = 64  # last rows that attention sees as they are: most of what codes cost is lost on the nearest ones
 MOST_RECENT = 4096
 ATTEND = ("codes", "buffer")
 VERSION = 1  # of `state`
@@ -268,7 +269,12 @@ class Coded:
             [run_at(runs, at - pad).levels for runs, pad in zip(self.runs, self.pads, strict=True)]
         )
         codes, scales = encode(keys, values, *stacks)
+        before = self.codes.shape[2] if self.codes is not None else 0
         self.codes, self.scales = put(self.codes, codes, at), put(self.scales, scales, at)
+        if self.codes.shape[2] > before and self.codes.nbytes >= LARGE:
+            # MLX would keep the outgrown buffer of every layer for reuse, and none is ever long enough to be used again.
+            mx.eval(self.codes, self.scales)
+            mx.clear_cache()
 
     def _keep_sinks(self, keys: mx.array, values: mx.array) -> None:
         """Those of the rows, the first of which is row `rows`, that stay as they are."""

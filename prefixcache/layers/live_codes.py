@@ -1,0 +1,247 @@
+"""Codes that the store shares with live caches: are a live cache's those of a plan, which levels do its blocks need, and
+a live cache made of stored ones. Nothing is encoded or decoded here.
+
+Live caches are made by name: importing them imports mlx-lm, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from prefixcache.codecs import RawRows, RowCodec, TurboQuant
+from prefixcache.codecs.levelling import Levels
+from prefixcache.codecs.pieces import Piece
+from prefixcache.codecs.turboquant import LATENT_WIDTH, TurboQuantRows
+from prefixcache.keys import BLOCK
+from prefixcache.layers.adapters import PARTS, PLAIN_CACHE, CacheError, Leaf, LiveCodes
+from prefixcache.layers.levels import LevelSet, joined, pack, valid
+from prefixcache.layers.plan import Group, Member, Plan, Section
+
+if TYPE_CHECKING:
+    from prefixcache.live.coded import Choice
+    from prefixcache.live.turboquant import TurboQuantKVCache
+
+
+# -- what goes in -------------------------------------------------------------------------------------------------------
+
+
+def check(plan: Plan, leaves: Sequence[Leaf]) -> None:
+    """CacheError for a live cache that is coded otherwise than this plan codes its layer."""
+    for i, leaf in enumerate(leaves):
+        if leaf.codes is None:
+            continue
+        keys, values = row_codecs(plan, i)
+        choice = leaf.codes.choice
+        own = (choice.key_bits, choice.value_bits, choice.levelling, choice.sink_tokens, choice.seed)
+        if own != _choice(plan, keys, values):
+            raise CacheError(
+                f"layer {plan.layer_of[i]} (TurboQuantKVCache): its rows are coded by {choice}, and here the layer's are "
+                f"kept {_said(plan, keys, values)}; open the PrefixCache with that codec, or store what dequantize() gives"
+            )
+        levels = [(part, getattr(run.levels, part)) for run in leaf.codes.runs for part in PARTS]
+        for part, one in levels:
+            row = keys if part == "keys" else values
+            heads = plan.places[i][part][1].heads
+            if one is not None and not valid(one, (heads, row.width)):
+                raise CacheError(
+                    f"layer {plan.layer_of[i]} (TurboQuantKVCache): the levels of its {part} are no float32 means and "
+                    f"finite roots, 1 or more, of {heads} heads of {row.width}; store what dequantize() gives"
+                )
+
+
+def row_codecs(plan: Plan, leaf: int) -> tuple[RowCodec, RowCodec]:
+    """Of a sliceable leaf's keys and values."""
+    keys, values = (plan.rows.groups[plan.places[leaf][part][0]].codec for part in PARTS)
+    return keys, values
+
+
+def _choice(plan: Plan, keys: RowCodec, values: RowCodec) -> tuple[int, int, bool, int, int] | None:
+    """What a live cache would have to be made with to have these codes; None where they aren't TurboQuant's."""
+    if not isinstance(keys, TurboQuantRows) or not isinstance(values, TurboQuantRows):
+        return None
+    return keys.bits, values.bits, keys.levelled, plan.sink_tokens, keys.seed
+
+
+def _said(plan: Plan, keys: RowCodec, values: RowCodec) -> str:
+    chosen = _choice(plan, keys, values)
+    if chosen is None:
+        kinds = [type(own).__name__.removesuffix("Rows").lower() for own in (keys, values)]
+        return " and ".join(dict.fromkeys(kinds))
+    key_bits, value_bits, levelling, sink_tokens, seed = chosen
+    return f"by {TurboQuant(key_bits, value_bits, levelling, sink_tokens=sink_tokens, seed=seed)}"
+
+
+def same(a: Levels | None, b: Levels | None) -> bool:
+    """Whether rows have the same codes with both."""
+    if a is b or a is None or b is None:
+        return a is b
+    return np.array_equal(a.mean, b.mean) and np.array_equal(a.root, b.root)
+
+
+def levels_of(level_set: LevelSet | None, group: Group, member: Member) -> Levels | None:
+    return level_set.of_member(group, member) if level_set is not None else None
+
+
+def levelled(sections: Iterable[Section]) -> Iterable[tuple[Group, Member]]:
+    """The streams that are encoded with levels, where there are any."""
+    return ((g, m) for section in sections for g in section.groups if g.codec.levelled for m in g.members)
+
+
+def all_coded(sections: Iterable[Section], leaves: Sequence[Leaf]) -> bool:
+    """Whether live caches have codes of every stream that isn't kept as it is; False where there is none."""
+    groups = [group for section in sections for group in section.groups if not isinstance(group.codec, RawRows)]
+    own = [leaves[member.leaf].codes is not None for group in groups for member in group.members]
+    return bool(own) and all(own)
+
+
+def differing(plan: Plan, leaves: Sequence[Leaf], first: int, last: int, level_set: LevelSet | None) -> int:
+    """Of tokens `first` to `last` (not included), how many a live cache has coded with other levels than these."""
+    most = 0
+    for group, member in levelled([plan.rows]):
+        codes = leaves[member.leaf].codes
+        if codes is not None:
+            wanted = levels_of(level_set, group, member)
+            apart = [
+                high - low
+                for low, high, pair in codes.stretches(first, last)
+                if not same(getattr(pair, member.stream), wanted)
+            ]
+            most = max(most, sum(apart))
+    return most
+
+
+class BlockLevels(NamedTuple):
+    """From token `start` on, a block's first, live caches' codes have these levels."""
+
+    start: int
+    levels: LevelSet | None
+
+
+def block_levels(
+    root: bytes, plan: Plan, leaves: Sequence[Leaf], limit: int, current: LevelSet | None
+) -> list[BlockLevels]:
+    """Which levels the rows images of the first `limit` tokens must name, so that live codes can go in as they are.
+
+    A block's are those that its first token is coded with: the set that they came from, or one packed of them. Streams
+    that are not coded yet have those of `current` in it.
+    """
+    coded = {i: leaf.codes for i, leaf in enumerate(leaves) if leaf.codes is not None}
+    changes = {-(-run.first // BLOCK) * BLOCK for codes in coded.values() for run in codes.runs}
+    found: list[BlockLevels] = []
+    known: dict[tuple[int, ...], LevelSet | None] = {}
+    for start in sorted(change for change in changes | {0} if change < limit):
+        pairs = tuple(map(id, (codes.pair_at(start) for codes in coded.values())))
+        if pairs not in known:
+            known[pairs] = _set_at(root, plan, coded, start, current)
+        found.append(BlockLevels(start, known[pairs]))
+    return found
+
+
+def _set_at(
+    root: bytes, plan: Plan, coded: dict[int, LiveCodes], token: int, current: LevelSet | None
+) -> LevelSet | None:
+    pairs = {i: codes.pair_at(token) for i, codes in coded.items()}
+    sources = [pair.source for pair in pairs.values()]
+    names = {one.name if isinstance(one, LevelSet) and one.root == root else "" for one in sources}
+    if len(names) == 1 and "" not in names:
+        found: LevelSet = sources[0]
+        return found
+    if all(pair.keys is None and pair.values is None for pair in pairs.values()):
+        return None
+    own: dict[str, list[Levels | None]] = {}
+    shapes: dict[str, list[tuple[int, int]]] = {}
+    for group, member in levelled([plan.rows, *plan.windowed]):
+        pair = pairs.get(member.leaf)
+        levels = getattr(pair, member.stream) if pair is not None else levels_of(current, group, member)
+        own.setdefault(group.levels, []).append(levels)
+        shapes.setdefault(group.levels, []).append((member.heads, group.codec.width))
+    groups = {
+        name: joined([one or _neutral(shape) for one, shape in zip(members, shapes[name], strict=True)])
+        for name, members in own.items()
+        if any(members)
+    }
+    return pack(root, groups) if groups else None
+
+
+def _neutral(shape: tuple[int, int]) -> Levels:
+    """Levels that give the very codes that rows (heads, width) have without any."""
+    return Levels(np.zeros(shape, np.float32), np.ones(shape, np.float32))
+
+
+# -- what comes out -----------------------------------------------------------------------------------------------------
+
+
+def choice_of(plan: Plan, leaf: int) -> Choice | None:
+    """What a live compressed cache of this leaf would be made with. None where it must come back as it was stored: another
+    class than KVCache, rows kept by another codec, latents."""
+    layout = plan.leaves[leaf]
+    if layout["class"] != PLAIN_CACHE or not layout["streams"]:
+        return None
+    (_, _, heads, key_width, dtype, _), (_, _, value_heads, value_width, value_dtype, _) = layout["streams"]
+    latent = heads == 1 and key_width != value_width and max(key_width, value_width) >= LATENT_WIDTH
+    chosen = _choice(plan, *row_codecs(plan, leaf))
+    if chosen is None or latent or (heads, dtype) != (value_heads, value_dtype):
+        return None
+    made: Choice = _live("coded").Choice(*chosen)
+    return made
+
+
+def waiting(plain: Any, choice: Choice) -> TurboQuantKVCache:
+    """A live cache that holds the rows of a plain one as they are, and measures levels when it has rows enough."""
+    bits = choice.key_bits, choice.value_bits
+    made: TurboQuantKVCache = _live("turboquant").TurboQuantKVCache.from_cache(
+        plain, *bits, levelling=choice.levelling, sink_tokens=choice.sink_tokens, seed=choice.seed
+    )
+    return made
+
+
+class CodedLeaf(NamedTuple):
+    """The rows of a leaf, still coded: pieces of its keys and of its values; from which token on which set of levels; and
+    where the codec keeps some, the first keys and values as they are (1, heads, sink_tokens, width)."""
+
+    pieces: Sequence[Sequence[Piece]]
+    sets: Sequence[BlockLevels]
+    sinks: Sequence[mx.array]
+
+
+def live(plan: Plan, leaf: int, choice: Choice, coded: CodedLeaf, rows: int, capacity: int) -> TurboQuantKVCache:
+    """A live cache of `rows` rows that takes these codes as they are, evaluated."""
+    (_, _, heads, key_width, dtype, _), (_, _, _, value_width, _, _) = plan.leaves[leaf]["streams"]
+    module = _live("coded")
+    places = [(plan.rows.groups[group], member) for group, member in (plan.places[leaf][part] for part in PARTS)]
+    runs = []
+    for start, own in coded.sets:
+        pair = [levels_of(own, group, member) for group, member in places]
+        runs.append((start, module.Pair(*pair, own) if own is not None else module.PLAIN))
+    buffers = _buffers(coded.pieces, [group.codec for group, _ in places], heads, capacity)
+    made: TurboQuantKVCache = _live("turboquant").TurboQuantKVCache.from_codes(
+        choice, module.Kind(heads, key_width, value_width, dtype), runs, *buffers, rows, tuple(coded.sinks) or None
+    )
+    return made
+
+
+def _buffers(
+    both: Sequence[Sequence[Piece]], codecs: Sequence[RowCodec], heads: int, capacity: int
+) -> tuple[mx.array, mx.array]:
+    """Pieces of keys and of values -> codes uint32 (1, heads, capacity, words of both) and scales uint16 (1, heads,
+    capacity, 2), zero where no piece is."""
+    # A row's codes are copied as one: word by word takes half as long again.
+    kinds = [np.dtype(("V", 4 * codec.planes[0].shape[0])) for codec in codecs]
+    codes = np.zeros((1, heads, capacity), list(zip(PARTS, kinds, strict=True)))
+    scales = np.zeros((1, heads, capacity, 2), np.uint16)
+    for i, (part, kind, pieces) in enumerate(zip(PARTS, kinds, both, strict=True)):
+        for piece in pieces:
+            own, scale = piece.planes
+            codes[part][0, :, piece.at : piece.end] = own.view(kind)[..., 0].swapaxes(0, 1)
+            scales[0, :, piece.at : piece.end, i] = scale.swapaxes(0, 1)
+    return mx.array(codes.view(np.uint32).reshape(1, heads, capacity, -1)), mx.array(scales)
+
+
+def _live(module: str) -> ModuleType:
+    return importlib.import_module(f"prefixcache.live.{module}")
