@@ -2,13 +2,25 @@
 
 A kernel is one text of functions (its header) and one body, written in these names alone. The preludes hold no
 arithmetic of a format; an operation named here rounds once, to nearest, and is never fused with its neighbour.
+
+A matrix product goes by tiles of 8 x 8 that a simdgroup holds together: a lane has two neighbouring values of one row,
+those of `tile_row` at the columns 2 * `tile_pair` and the next, as a pair of fp16 in 32 bits, or two floats of a sum.
+Lanes that differ in the bits ROW_1, ROW_2, ROW_4 alone hold the same columns. `multiply` adds to two tiles of sums, one
+below the other, the product of four tiles (`left`: first column of tiles, then second) and two (`right`, one below the
+other, each turned by `right_of` into the way that the product wants it).
+
+A table in shared memory that every lane looks up at will is kept in COPIES, one a bank, so that no lane waits for another:
+lane l looks at the l % COPIES-th of the words that stand for one entry.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import mlx.core as mx
@@ -16,6 +28,7 @@ import mlx.core as mx
 SIMD_WIDTH = 32  # lanes that run in step: a simdgroup of Apple's, a warp of NVIDIA's
 
 METAL = """
+#include <metal_simdgroup_matrix>
 #include <metal_stdlib>
 #pragma METAL fp contract(off)
 #define FUNCTION inline
@@ -65,6 +78,44 @@ FUNCTION void load_four(const DEVICE u32* address, THREAD u32* words) {
 }
 FUNCTION void store_four(DEVICE u32* address, const THREAD u32* words) {
   *reinterpret_cast<DEVICE uint4*>(address) = uint4(words[0], words[1], words[2], words[3]);
+}
+
+#define COPIES 1
+#define SHARED_WORDS(name, count) SHARED u32 name[count]
+FUNCTION u32 entry_at(const SHARED_SPACE u32* table, u32 bytes) {
+  return *reinterpret_cast<const SHARED_SPACE u32*>(reinterpret_cast<const SHARED_SPACE char*>(table) + bytes);
+}
+FUNCTION u32 byte_above(u32 word, int number, u32 low) { return (word >> (8 * number) & 255u) << 8 | low; }
+
+#define ROW_1 2u
+#define ROW_2 4u
+#define ROW_4 16u
+FUNCTION u32 tile_row(u32 lane) { return (lane >> 2 & 4u) | (lane >> 1 & 3u); }
+FUNCTION u32 tile_pair(u32 lane) { return (lane >> 2 & 2u) | (lane & 1u); }
+FUNCTION u32 right_of(u32 pair) { return pair; }
+FUNCTION void multiply(THREAD float* sums, const THREAD u32* left, const THREAD u32* right) {
+  UNROLL for (int part = 0; part < 4; part++) {
+    const int row = part % 2, step = part / 2;
+    metal::simdgroup_matrix<half, 8, 8> a, b;
+    metal::simdgroup_matrix<float, 8, 8> c;
+    reinterpret_cast<THREAD half2&>(a.thread_elements()) = as_type<half2>(left[part]);
+    reinterpret_cast<THREAD half2&>(b.thread_elements()) = as_type<half2>(right[step]);
+    reinterpret_cast<THREAD float2&>(c.thread_elements()) = float2(sums[2 * row], sums[2 * row + 1]);
+    metal::simdgroup_multiply_accumulate(c, a, b, c);
+    const float2 both = reinterpret_cast<THREAD float2&>(c.thread_elements());
+    sums[2 * row] = both.x;
+    sums[2 * row + 1] = both.y;
+  }
+}
+FUNCTION u32 pair_minus(u32 a, u32 b) { return as_type<u32>(as_type<half2>(a) - as_type<half2>(b)); }
+FUNCTION float power_of_two(float x) { return metal::fast::exp2(x); }
+FUNCTION float logarithm(float x) { return metal::log2(x); }
+FUNCTION bool any_lane(bool x) { return metal::simd_any(x); }
+#define FETCHES 0
+#define fetch_ahead(address)
+FUNCTION void load_two(const DEVICE u32* address, THREAD u32* words) {
+  const uint2 two = *reinterpret_cast<const DEVICE uint2*>(address);
+  words[0] = two.x; words[1] = two.y;
 }
 """
 
@@ -128,6 +179,51 @@ FUNCTION void load_four(const u32* address, u32* words) {
 FUNCTION void store_four(u32* address, const u32* words) {
   __stcs(reinterpret_cast<uint4*>(address), make_uint4(words[0], words[1], words[2], words[3]));  // not read again soon
 }
+
+#define COPIES 32
+#define SHARED_WORDS(name, count) extern __shared__ __align__(16) u32 name[]
+FUNCTION u32 entry_at(const u32* table, u32 bytes) {
+  return *reinterpret_cast<const u32*>(reinterpret_cast<const char*>(table) + bytes);
+}
+FUNCTION u32 byte_above(u32 word, int number, u32 low) { return __byte_perm(word, low, 0x5504 | number << 4); }
+
+#define ROW_1 4u
+#define ROW_2 8u
+#define ROW_4 16u
+FUNCTION u32 tile_row(u32 lane) { return lane >> 2; }
+FUNCTION u32 tile_pair(u32 lane) { return lane & 3u; }
+FUNCTION u32 right_of(u32 pair) {
+  u32 turned;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(pair));
+  return turned;
+}
+FUNCTION void multiply(float* sums, const u32* left, const u32* right) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right[0]), "r"(right[1]));
+}
+FUNCTION u32 pair_minus(u32 a, u32 b) {
+  u32 found;
+  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(found) : "r"(a), "r"(b));
+  return found;
+}
+FUNCTION float power_of_two(float x) {
+  float found;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(found) : "f"(x));
+  return found;
+}
+FUNCTION float logarithm(float x) {
+  float found;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(found) : "f"(x));
+  return found;
+}
+FUNCTION bool any_lane(bool x) { return __any_sync(0xFFFFFFFFu, x); }
+#define FETCHES 1
+FUNCTION void fetch_ahead(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
+FUNCTION void load_two(const u32* address, u32* words) {
+  const uint2 two = *reinterpret_cast<const uint2*>(address);
+  words[0] = two.x; words[1] = two.y;
+}
 """
 
 CUDA_POSITION = """
@@ -146,6 +242,8 @@ class Source:
     outputs: tuple[str, ...]
     functions: str
     body: str
+    shared: int = 0
+    """Bytes of what the body declares by SHARED_WORDS, once; there may be more of them than of SHARED."""
 
 
 @dataclass(frozen=True)
@@ -155,10 +253,10 @@ class Dialect:
     position: str
 
     def header_of(self, source: Source) -> str:
-        return self.prelude + source.functions
+        return _bare(self.prelude + source.functions, self.position + source.body)
 
     def body_of(self, source: Source) -> str:
-        return self.position + source.body
+        return _plain(self.position + source.body)
 
     def name_of(self, source: Source) -> str:
         """MLX keeps compiled CUDA code on disk by its name alone, also from one release to the next; so the text's hash
@@ -181,9 +279,42 @@ def dialect_here() -> Dialect | None:
     return DIALECTS["cuda"] if mx.cuda.is_available() else None
 
 
+# A macro with the lines it goes on for, a function, a table, or any other line.
+ITEM = re.compile(
+    r"#define (\w+).*(?:(?<=\\)\n.*)*|(?:template .*\n)?FUNCTION [^(]*?(\w+)\((?:.*\}|[\s\S]*?\n\})$|CONSTANT int (\w+).*|.+",
+    re.M,
+)
+
+
+@lru_cache(maxsize=64)
+def _bare(header: str, body: str) -> str:
+    """A header without comments and indentation, and without macros, functions and tables that nothing names: MLX copies
+    and hashes a kernel's text at every call, which takes 0.2 us a kilobyte."""
+    while True:
+        words = Counter(re.findall(r"\w+", header + body))
+        used = []
+        for item in ITEM.finditer(header):
+            name = next(filter(None, item.groups()), None)
+            if name is None or words[name] > len(re.findall(rf"\b{name}\b", item[0])):
+                used.append(item[0])
+        if len(shorter := "\n".join(used)) == len(header):
+            return _plain(header)
+        header = shorter
+
+
+def _plain(text: str) -> str:
+    """Without comments, indentation, and spaces around signs that never begin another sign."""
+    lines = (line.partition("//")[0].strip() for line in text.splitlines())
+    squeezed = (
+        line if line[:1] == "#" or '"' in line else re.sub(r" ?([=<>|^?:;,(){}\[\]]) ?", r"\1", line) for line in lines
+    )
+    return "\n".join(line for line in squeezed if line) + "\n"
+
+
 def build(dialect: Dialect, source: Source) -> Kernel:
     """The compiled form: MLX's callable, which compiles when it first runs. Inputs are taken as they lie (strided)."""
-    maker: Any = mx.fast.metal_kernel if dialect.name == "metal" else mx.fast.cuda_kernel
+    metal = dialect.name == "metal"
+    maker: Any = mx.fast.metal_kernel if metal else partial(mx.fast.cuda_kernel, shared_memory=source.shared)
     kernel: Kernel = maker(
         name=dialect.name_of(source),
         input_names=list(source.inputs),

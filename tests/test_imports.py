@@ -20,12 +20,13 @@ ROOT = PACKAGE.parent
 LEVELS = {
     "image": 0, "keys": 0, "budget": 0, "memory": 0, "settings": 0, "kernels": 0, "migrations": 0,
     "codecs": 1, "tree": 1,
-    "layers": 2, "ssd": 2,
-    "stats": 3, "tiers": 4,
-    "promoting": 5, "storing": 5,
-    "cache": 6,
-    "": 7,
-    "cli": 8, "integrations": 8,
+    "live": 2,
+    "layers": 3, "ssd": 3,
+    "stats": 4, "tiers": 5,
+    "promoting": 6, "storing": 6,
+    "cache": 7,
+    "": 8,
+    "cli": 9, "integrations": 9,
 }  # fmt: skip
 
 # Beside the levels: what these may import of the package at all.
@@ -34,6 +35,7 @@ ONLY = {
     "tree": {"keys", "budget"},
     "ssd": {"keys", "image", "migrations"},
     "codecs": {"kernels"},
+    "live": {"codecs", "memory"},
     "layers": {"keys", "image", "codecs", "tree"},
 }  # fmt: skip
 

@@ -17,14 +17,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
+from importlib.resources import files
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
-
-import prefixcache.kernels  # type: ignore[import-not-found]
 
 from .base import Decoding, Encoding
 from .interchange import Array, element
@@ -33,7 +32,7 @@ from .packing import words_of
 from .rotation import table_of
 from .turboquant_format import Form
 
-LIBRARY = Path(prefixcache.kernels.__file__).with_name("_turboquant.so")
+LIBRARY = Path(str(files("prefixcache.kernels"))) / "_turboquant.so"
 PATHS = ("portable", "avx2", "avx512")  # in the order of the kernel's own numbers, slowest first
 SPOKEN = {
     "portable": "NEON" if platform.machine() in ("arm64", "aarch64") else "portable",

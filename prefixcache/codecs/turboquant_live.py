@@ -130,16 +130,35 @@ def _decoded_there(codes: mx.array, scales: mx.array, dtype: str, levels: LevelS
 
 
 def attend(
-    rows: CodedRows, queries: mx.array, scale: float, mask: mx.array | None, causal: bool
+    rows: CodedRows,
+    queries: mx.array,
+    scale: float,
+    mask: mx.array | None,
+    causal: bool,
+    dtype: mx.Dtype | None = None,
+    logits: mx.array | None = None,
 ) -> tuple[mx.array, mx.array] | None:
-    """Attention on codes, in one pass over them: out float32 (B, query heads, L, value width), and float32 (B, query
-    heads, L) the logarithms of the sums of exponentials, -inf where nothing is attended to.
+    """Attention on codes, in one pass over them: out (B, query heads, L, value width) of `dtype` (None: float32), and
+    float32 (B, query heads, L) the logarithms of the sums of exponentials, -inf where nothing is attended to.
 
-    None where no kernel does it here: then decode, head by head.
+    `logits` (query heads,): those of attention sinks, which count in `out` alone. None where no kernel does it here: then
+    decode, head by head.
     """
     if on_cpu():
-        if turboquant_c_attention.takes(rows):
-            return turboquant_c_attention.attend(rows, queries, scale, mask, causal)
-    elif queries.shape[2] <= MOST_QUERIES and turboquant_gpu_attention.takes(rows, queries):
-        return turboquant_gpu_attention.attend(rows, queries, scale, mask, causal)
+        if not turboquant_c_attention.takes(rows):
+            return None
+        out, total = turboquant_c_attention.attend(rows, queries, scale, mask, causal)
+        return with_logits(out, total, logits).astype(dtype or mx.float32), total
+    if queries.shape[2] <= MOST_QUERIES and turboquant_gpu_attention.takes(rows, queries):
+        done: tuple[mx.array, mx.array] = turboquant_gpu_attention.attend(
+            rows, queries, scale, mask, causal, dtype, logits
+        )
+        return done
     return None
+
+
+def with_logits(out: mx.array, total: mx.array, logits: mx.array | None) -> mx.array:
+    """An output (B, query heads, L, width) whose sums of exponentials have these logarithms, with attention sinks."""
+    if logits is None:
+        return out
+    return out * mx.sigmoid(total - logits.astype(mx.float32)[:, None])[..., None]

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from prefixcache.codecs import raw_attention_gpu
 from prefixcache.codecs.coded_rows import CodedRows
 from prefixcache.codecs.turboquant_live import attend as attend_to_part
+from prefixcache.codecs.turboquant_live import with_logits
 from prefixcache.live.coded import Coded
 
 Mask = mx.array | str | None
@@ -25,18 +27,35 @@ def attend(held: Coded, queries: mx.array, scale: float, mask: Mask, sinks: mx.a
     """
     _check(held, queries, mask)
     causal, array = mask == "causal" if isinstance(mask, str) else False, None if isinstance(mask, str) else mask
+    parts, raw = held.parts(), held.has_raw
+    if len(parts) == 1 and not raw:
+        whole = _coded_part(parts[0], held.rows, queries, scale, array, causal, queries.dtype, sinks)
+        return _by_heads(held, queries, scale, mask, sinks) if whole is None else whole[0]
     done = []
-    for part in held.parts():
+    for part in parts:
         one = _coded_part(part, held.rows, queries, scale, array, causal)
         if one is None:
             return _by_heads(held, queries, scale, mask, sinks)
         done.append(one)
-    raw = _raw_part(held, queries, scale, array, causal)
-    return _together(done if raw is None else [raw, *done], sinks).astype(queries.dtype)
+    if raw and done and (fused := held.raw_for_kernel()) is not None and raw_attention_gpu.takes(fused, queries):
+        return raw_attention_gpu.attend(fused, _together(done), queries, scale, array, causal, sinks)
+    if raw:
+        done.append(_raw_part(held, queries, scale, array, causal))
+    if not done:
+        raise ValueError("attention to a cache that holds no rows")
+    out, total = _together(done)
+    return with_logits(out, total, sinks).astype(queries.dtype)
 
 
 def _coded_part(
-    part: CodedRows, rows: int, queries: mx.array, scale: float, mask: mx.array | None, causal: bool
+    part: CodedRows,
+    rows: int,
+    queries: mx.array,
+    scale: float,
+    mask: mx.array | None,
+    causal: bool,
+    dtype: mx.Dtype | None = None,
+    logits: mx.array | None = None,
 ) -> tuple[mx.array, mx.array] | None:
     """The part of rows that are attended to by their codes; None where no kernel does that here."""
     count, length = part.codes.shape[2], queries.shape[2]
@@ -44,9 +63,9 @@ def _coded_part(
         mask = mask[..., :count]
     early = length - (rows - count)  # queries that don't see all of the part
     if not causal or early <= 0 or early == length:
-        return attend_to_part(part, queries, scale, mask, causal and early == length)
-    some = attend_to_part(part, queries[:, :, :early], scale, _of_queries(mask, 0, early), True)
-    rest = attend_to_part(part, queries[:, :, early:], scale, _of_queries(mask, early, length), False)
+        return attend_to_part(part, queries, scale, mask, causal and early == length, dtype, logits)
+    some = attend_to_part(part, queries[:, :, :early], scale, _of_queries(mask, 0, early), True, dtype, logits)
+    rest = attend_to_part(part, queries[:, :, early:], scale, _of_queries(mask, early, length), False, dtype, logits)
     if some is None or rest is None:
         return None
     return mx.concatenate([some[0], rest[0]], axis=2), mx.concatenate([some[1], rest[1]], axis=2)
@@ -78,34 +97,28 @@ def _check(held: Coded, queries: mx.array, mask: Mask) -> None:
             raise ValueError(f"a mask of shape {tuple(mask.shape)} doesn't broadcast to {wanted}")
 
 
-def _together(parts: list[tuple[mx.array, mx.array]], sinks: mx.array | None) -> mx.array:
-    """Outputs float32 (B, query heads, L, width) and their logarithms (B, query heads, L) -> the output of all."""
-    if not parts:
-        raise ValueError("attention to a cache that holds no rows")
-    out, total = parts[0]
-    if len(parts) > 1:
-        logs = mx.stack([log for _, log in parts])
-        most = mx.max(logs, axis=0)
-        most = mx.where(most == -mx.inf, 0.0, most)
-        weights = mx.exp(logs - most)
-        shares = mx.sum(weights, axis=0)
-        nothing = shares == 0
-        weights = weights / mx.where(nothing, 1.0, shares)
-        out = sum((weights[i, ..., None] * own for i, (own, _) in enumerate(parts)), start=mx.array(0.0))
-        total = mx.where(nothing, -mx.inf, mx.log(shares) + most)
-    if sinks is not None:
-        out = out * mx.sigmoid(total - sinks.astype(mx.float32)[:, None])[..., None]
-    return out
+def _together(parts: list[tuple[mx.array, mx.array]]) -> tuple[mx.array, mx.array]:
+    """Outputs float32 (B, query heads, L, width) and their logarithms (B, query heads, L) -> those of all."""
+    if len(parts) == 1:
+        return parts[0]
+    logs = mx.stack([log for _, log in parts])
+    most = mx.max(logs, axis=0)
+    most = mx.where(most == -mx.inf, 0.0, most)
+    weights = mx.exp(logs - most)
+    shares = mx.sum(weights, axis=0)
+    nothing = shares == 0
+    weights = weights / mx.where(nothing, 1.0, shares)
+    out = mx.zeros_like(parts[0][0])
+    for i, (own, _) in enumerate(parts):
+        out = out + weights[i, ..., None] * own
+    return out, mx.where(nothing, -mx.inf, mx.log(shares) + most)
 
 
 def _raw_part(
     held: Coded, queries: mx.array, scale: float, mask: mx.array | None, causal: bool
-) -> tuple[mx.array, mx.array] | None:
+) -> tuple[mx.array, mx.array]:
     """The part of the rows that are kept as they are."""
-    found = held.raw_rows()
-    if found is None:
-        return None
-    (keys, values), listed = found
+    (keys, values), listed = held.raw_rows()
     rows = mx.array(listed)[:, None, None]  # (B, 1, 1, n)
     batch, heads, count, _ = keys.shape
     length = queries.shape[2]

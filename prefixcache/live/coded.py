@@ -18,11 +18,13 @@ import mlx.core as mx
 import numpy as np
 
 from prefixcache.codecs.coded_rows import CodedRows
-from prefixcache.codecs.interchange import FLOATS, borrow, copy_out, element, name_of
+from prefixcache.codecs.interchange import FLOATS, borrow, copy_out, element, name_of, on_cpu
 from prefixcache.codecs.levelling import LEAST_ROWS, Levels, measure
+from prefixcache.codecs.raw_attention_gpu import RawRows
 from prefixcache.codecs.turboquant import LEAST_WIDTH, TurboQuant
 from prefixcache.codecs.turboquant_format import Form, form_of
 from prefixcache.codecs.turboquant_live import LevelStack, decode, encode
+from prefixcache.memory import give_back
 
 STEP = 256  # rows by which a buffer grows
 LARGE = 1 << 22  # bytes of a buffer worth waiting for when it grows
@@ -275,6 +277,8 @@ class Coded:
             # MLX would keep the outgrown buffer of every layer for reuse, and none is ever long enough to be used again.
             mx.eval(self.codes, self.scales)
             mx.clear_cache()
+            if on_cpu():
+                give_back()
 
     def _keep_sinks(self, keys: mx.array, values: mx.array) -> None:
         """Those of the rows, the first of which is row `rows`, that stay as they are."""
@@ -291,7 +295,7 @@ class Coded:
                 )
             to = [copy.copy(array) for array in self.raw]
             for own, rows in zip(to, (keys, values), strict=True):
-                own[b, :, first - pad : last - pad] = rows[b, :, first - at : last - at]
+                own[b, :, first - pad : last - pad] = apart(rows[b, :, first - at : last - at])
             self.raw = to[0], to[1]
 
     def _keep_recent(self, keys: mx.array, values: mx.array, ends: list[int]) -> None:
@@ -310,7 +314,7 @@ class Coded:
             for b, end in [(slice(None), ends[0])] if together else list(enumerate(ends)):
                 for low, high, place in places(max(at, end - most), end, most):
                     for own, rows in zip(to, (keys, values), strict=True):
-                        own[b, :, place : place + high - low] = rows[b, :, low - at : high - at]
+                        own[b, :, place : place + high - low] = apart(rows[b, :, low - at : high - at])
             self.recent = to[0], to[1]
         self.floors = floors
 
@@ -386,12 +390,15 @@ class Coded:
             made.append(CodedRows(codes, scales, keys.form, values.form, keys.decoding, values.decoding, first, last))
         return made
 
-    def raw_rows(self) -> tuple[tuple[mx.array, mx.array], list[list[int]]] | None:
+    @property
+    def has_raw(self) -> bool:
+        """Whether some rows are attended to as they are."""
+        return self.raw is not None or self.recent is not None
+
+    def raw_rows(self) -> tuple[tuple[mx.array, mx.array], list[list[int]]]:
         """What is attended to as it is, sinks and recent rows: keys and values (B, heads, n, width), and of each sequence
-        and each of the n the row that it is, -1 for none. None where nothing is."""
+        and each of the n the row that it is, -1 for none."""
         held = [own for own in (self.raw, self.recent) if own is not None]
-        if not held:
-            return None
         most, sinks = self.choice.recent_tokens, self.choice.sink_tokens
         rows: list[list[int]] = []
         for b, pad in enumerate(self.pads):
@@ -406,6 +413,20 @@ class Coded:
         if len(held) == 1:
             return held[0], rows
         return (mx.concatenate([own[0] for own in held], 2), mx.concatenate([own[1] for own in held], 2)), rows
+
+    def raw_for_kernel(self) -> RawRows | None:
+        """The same, as the GPU's kernel reads it; None where it can't: no ring, or padding on the right."""
+        if self.recent is None or self.ends is not None:
+            return None
+        full = [max(self.rows - self.choice.recent_tokens, pad) for pad in self.pads]
+        floors = [max(floor, pad) for floor, pad in zip(self.floors, self.pads, strict=True)]
+        return RawRows(
+            self.rows,
+            self.recent,
+            self.raw,
+            self._bound(self.pads, 0),
+            None if floors == full else mx.array(floors, dtype=mx.int32),
+        )
 
     def recent_end(self, sequence: int) -> int:
         """The row behind the last recent one: the end of the rows, but for padding on the right."""
@@ -550,6 +571,11 @@ def put(buffer: mx.array | None, new: mx.array, at: int) -> mx.array:
         buffer = copy.copy(buffer)
     buffer[:, :, at:end] = new
     return buffer
+
+
+def apart(rows: mx.array) -> mx.array:
+    """A copy. Rows that fill what they are put into would take its place as a view, and keep all of a prefill's alive."""
+    return rows * 1
 
 
 def places(low: int, high: int, size: int) -> list[tuple[int, int, int]]:

@@ -57,7 +57,7 @@ def attention(rows: CodedRows, queries, scale: float, mask=None, causal: bool = 
     """Out float64 (B, query heads, L, value width) and the logarithm of the sum of exponentials (B, query heads, L)."""
     keys, values = (x.astype(np.float64) for x in decoded(rows))
     q = np.array(queries.astype(mx.float32)).astype(np.float64)
-    batch, heads, tokens, _ = keys.shape
+    _, heads, tokens, _ = keys.shape
     group, length = q.shape[1] // heads, q.shape[2]
     keys, values = np.repeat(keys, group, 1), np.repeat(values, group, 1)
     scores = q @ keys.swapaxes(-1, -2) * scale

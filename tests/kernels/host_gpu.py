@@ -39,6 +39,8 @@ METAL_TYPES = {
     "float32": "float",
     "uint32": "uint32_t",
     "uint16": "uint16_t",
+    "int32": "int32_t",
+    "bool": "bool",
 }
 CUDA_TYPES = {
     "float16": "__half",
@@ -46,6 +48,8 @@ CUDA_TYPES = {
     "float32": "float",
     "uint32": "uint32_t",
     "uint16": "uint16_t",
+    "int32": "int32_t",
+    "bool": "bool",
 }
 
 BY_VALUE = {"shape": "int", "strides": "int64_t"}

@@ -10,7 +10,7 @@ import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -19,6 +19,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from prefixcache.live import TurboQuantKVCache, convert_prompt_cache, hook
+from prefixcache.live.coded import RECENT
 from tools.bench import report
 from tools.bench.report import Figure
 
@@ -38,13 +39,16 @@ def memory(scale: str) -> Iterator[Figure]:
     fp16 = LAYERS * HEADS * tokens * WIDTH * 2 * 2
     ours = report.in_child("live", "grow", tokens, True)
     theirs = report.in_child("live", "grow", tokens, False)
-    # What both hold beside the rows: the rows being appended, the allocator's own.
     for what, said in (("held", "bytes held, slack counted"), ("peak", "growth of the process's peak")):
         ratio = ours[what] / fp16
         yield Figure(
-            f"live, 4 bits, {tokens} tokens x {LAYERS} layers: {said}, over fp16's bytes", f"{ratio:.4f}",
-            f"<= {BYTES_BAR}", f"KVCache: {theirs[what] / fp16:.4f} (ours is {ours[what] / theirs[what]:.4f} of it)", ratio <= BYTES_BAR, {"ours": ours, "theirs": theirs},
-        )  # fmt: skip
+            f"live, 4 bits, {tokens} tokens x {LAYERS} layers: {said}, over fp16's bytes",
+            f"{ratio:.4f}",
+            f"<= {BYTES_BAR}",
+            f"KVCache: {theirs[what] / fp16:.4f}",
+            ratio <= BYTES_BAR,
+            {"ours": ours, "theirs": theirs},
+        )
 
 
 def grow(tokens: int, coded: bool) -> dict[str, int]:
@@ -74,66 +78,91 @@ def _fill(tokens: int, coded: bool) -> list[Any]:
     for count in [count for count in prefill if count] + [1] * STEPS:
         for cache in caches:
             keys, values = cache.update_and_fetch(rows[:, :, :count], rows[:, :, -count:])
-            if count == 1:  # prefill's own attention is not what is measured
-                attention = cache.attend_to_codes if coded else mx.fast.scaled_dot_product_attention
-                mx.eval(attention(queries, keys, values, scale=WIDTH**-0.5, mask=None))
+            if count == 1 and coded:  # MLX's own attention on the CPU takes its time, and holds nothing
+                mx.eval(cache.attend_to_codes(queries, keys, values, scale=WIDTH**-0.5, mask=None))
             mx.eval(cache.state)
         mx.clear_cache()
     return caches
 
 
+class Answers(NamedTuple):
+    """Prompts' caches, and for each what the model goes on with: inputs one by one, and the token that follows each."""
+
+    model: Any
+    caches: list[list[Any]]
+    inputs: list[list[int]]
+    tokens: list[list[int]]
+
+
 def agreement(scale: str) -> Iterator[Figure]:
     """The model's own greedy answers, given token by token: is the next token the same on codes as on fp16?"""
+    answers = _answers(*TEXTS[scale])
+    for recent, said in ((RECENT, f"the last {RECENT} rows as they are"), (0, "all rows by their codes")):
+        alone, together, off = _asked(answers, recent)
+        bars = recent > 0
+        name, percent = f"live, 4 bits, {said}", f">= {100 * AGREEMENT_BAR:.0f} %"
+        count = sum(map(len, answers.inputs))
+        yield Figure(
+            f"{name}: next token as on fp16, alone", f"{100 * alone:.2f} %", percent if bars else "",
+            f"{count} tokens, tiny-llama", alone >= AGREEMENT_BAR if bars else None, {"agreement": alone},
+        )  # fmt: skip
+        near = together >= AGREEMENT_BAR and abs(together - alone) <= APART_BAR
+        yield Figure(
+            f"{name}: in a ragged batch of {len(answers.inputs)}", f"{100 * together:.2f} %",
+            f"{percent}, within {100 * APART_BAR:.1f} points" if bars else "", "", near if bars else None,
+            {"agreement": together},
+        )  # fmt: skip
+        yield Figure(
+            f"{name}: logits of the batch over those alone", f"{off:.1e}", f"<= {LOGITS_BAR}" if bars else "",
+            "relative, same codes, worst sequence", off <= LOGITS_BAR if bars else None, {"off": off},
+        )  # fmt: skip
+
+
+def _answers(count: int, steps: int) -> Answers:
     from prefixcache.cli.evaluate_text import default_text
     from prefixcache.cli.evaluating import Reference, load
 
     subject = load(str(MODEL))
     ids = list(subject.tokenizer.encode(default_text(), add_special_tokens=False))
-    reference = Reference(subject.model)
-    count, steps = TEXTS[scale]
     apart = len(ids) // (count + 1)
-    # Ragged: no two prompts of a batch have the same length.
+    # No two prompts have the same length.
     prompts = [[0, *ids[i * apart :][: PROMPT - 101 * i]] for i in range(1, count + 1)]
-    dense = [reference.fill(prompt[:-1]) for prompt in prompts]
-    answers = [_answer(subject.model, copy.deepcopy(cache), prompt[-1], steps) for cache, prompt in zip(dense, prompts, strict=True)]
-    inputs = [[prompt[-1], *said[:-1]] for prompt, said in zip(prompts, answers, strict=True)]
-    for recent in (None, 0):
-        chosen = {} if recent is None else {"recent_tokens": recent}
-        live = [convert_prompt_cache(cache, "turboquant:4", model=subject.model, **chosen) for cache in dense]
-        together = [layer[0].merge(list(layer)) for layer in zip(*live, strict=True)]
-        alone = [
-            [subject.model(mx.array([[token]]), cache=cache)[0, -1] for token in own]
-            for cache, own in zip(live, inputs, strict=True)
-        ]
-        batched = []
-        for step in range(steps):
-            logits = subject.model(mx.array([[own[step]] for own in inputs]), cache=together)[:, -1]
-            mx.eval(logits)
-            batched.append(logits)
-        hits = [
-            (mx.argmax(alone[b][step]).item() == answers[b][step], mx.argmax(batched[step][b]).item() == answers[b][step])
-            for b in range(count) for step in range(steps)
-        ]  # fmt: skip
-        single, many = (statistics.mean(own[i] for own in hits) for i in range(2))
-        off = max(
-            (mx.linalg.norm((alone[b][0] - batched[0][b]).astype(mx.float32)) / mx.linalg.norm(alone[b][0].astype(mx.float32))).item()
-            for b in range(count)
+    reference = Reference(subject.model)
+    caches, inputs, tokens = [], [], []
+    for prompt in prompts:
+        caches.append(reference.fill(prompt[:-1]))
+        said = _answer(subject.model, copy.deepcopy(caches[-1]), prompt[-1], steps)
+        inputs.append([prompt[-1], *said[:-1]])
+        tokens.append(said)
+    return Answers(subject.model, caches, inputs, tokens)
+
+
+def _asked(answers: Answers, recent: int) -> tuple[float, float, float]:
+    """The share of tokens that are the same on codes, alone and in one batch; how far the first logits are apart."""
+    model, sequences, steps = answers.model, range(len(answers.inputs)), range(len(answers.inputs[0]))
+    live = [convert_prompt_cache(own, "turboquant:4", model=model, recent_tokens=recent) for own in answers.caches]
+    batch = [layer[0].merge(list(layer)) for layer in zip(*live, strict=True)]
+    alone = [[model(mx.array([[token]]), cache=live[b])[0, -1] for token in answers.inputs[b]] for b in sequences]
+    mx.eval(alone)
+    together = []
+    for step in steps:
+        together.append(model(mx.array([[own[step]] for own in answers.inputs]), cache=batch)[:, -1])
+        mx.eval(together[-1])
+    same = [
+        (
+            mx.argmax(alone[b][i]).item() == answers.tokens[b][i],
+            mx.argmax(together[i][b]).item() == answers.tokens[b][i],
         )
-        which = "the last 64 rows as they are" if recent is None else "all rows by their codes"
-        bar = (single >= AGREEMENT_BAR, many >= AGREEMENT_BAR) if recent is None else (None, None)
-        yield Figure(
-            f"live, 4 bits, {which}: next token as on fp16, alone", f"{100 * single:.2f} %", f">= {100 * AGREEMENT_BAR:.0f} %"
-            if recent is None else "", f"{len(hits)} tokens, tiny-llama", bar[0], {"agreement": single},
-        )  # fmt: skip
-        yield Figure(
-            f"live, 4 bits, {which}: in a batch of {count} ragged", f"{100 * many:.2f} %",
-            f">= {100 * AGREEMENT_BAR:.0f} %, within {100 * APART_BAR:.1f} points" if recent is None else "", "", bar[1]
-            and abs(many - single) <= APART_BAR if recent is None else None, {"agreement": many},
-        )  # fmt: skip
-        yield Figure(
-            f"live, 4 bits, {which}: logits of the batch over those alone, same codes", f"{off:.1e}", f"<= {LOGITS_BAR}",
-            "relative, worst sequence", off <= LOGITS_BAR, {"off": off},
-        )  # fmt: skip
+        for b in sequences
+        for i in steps
+    ]
+    off = max(_apart(together[0][b], alone[b][0]) for b in sequences)
+    return statistics.mean(one for one, _ in same), statistics.mean(both for _, both in same), off
+
+
+def _apart(got: mx.array, wanted: mx.array) -> float:
+    got, wanted = got.astype(mx.float32), wanted.astype(mx.float32)
+    return float((mx.linalg.norm(got - wanted) / mx.linalg.norm(wanted)).item())
 
 
 def _answer(model: Any, cache: list[Any], token: int, steps: int) -> list[int]:

@@ -30,6 +30,9 @@ struct alignas(4) uint4 {
     return *this;
   }
 };
+struct alignas(4) uint2 {
+  unsigned x, y;
+};
 struct Four {
   unsigned words[4];
 };
@@ -109,6 +112,10 @@ template <typename T>
 __attribute__((always_inline)) static inline T __shfl_down_sync(unsigned lanes, T value, unsigned) {
   if (lanes != 0xFFFFFFFFu) host::fail("an exchange among some lanes only");
   return host::cast<T>(host::meet(host::NEXT, host::cast<unsigned>(value), 1, __builtin_return_address(0)));
+}
+__attribute__((always_inline)) static inline bool __any_sync(unsigned lanes, bool value) {
+  if (lanes != 0xFFFFFFFFu) host::fail("a vote among some lanes only");
+  return host::meet(host::ANY, value, 0, __builtin_return_address(0));
 }
 __attribute__((always_inline)) static inline void __syncthreads() { host::barrier(__builtin_return_address(0)); }
 

@@ -19,7 +19,12 @@ constexpr unsigned SIMD = 32;
 constexpr size_t STACK = 1 << 16;
 
 enum State { RUNNING, MEETING, AT_BARRIER, DONE };
-enum Kind { SWAP, NEXT };
+enum Kind { SWAP, NEXT, ANY, PRODUCT };
+
+// What a lane has of 8 x 8 matrices: two neighbours of one row of each. d = a b + c.
+struct Product {
+  float a[2], b[2], c[2], d[2];
+};
 
 struct Fiber {
   ucontext_t context;
@@ -29,6 +34,7 @@ struct Fiber {
   const void* site;
   Kind kind;
   uint32_t mask, value, result;
+  Product* product;
 };
 
 struct Buffer {
@@ -61,6 +67,11 @@ inline uint32_t meet(Kind kind, uint32_t value, uint32_t mask, const void* site)
   return fibers[current].result;
 }
 
+inline void meet_for(Product* product, const void* site) {
+  fibers[current].product = product;
+  meet(PRODUCT, 0, 0, site);
+}
+
 inline void barrier(const void* site) {
   fibers[current].site = site;
   fibers[current].state = AT_BARRIER;
@@ -83,6 +94,25 @@ inline void resume(unsigned number) {
   setcontext(&fibers[number].context);
 }
 
+// Where Apple's simdgroups have their share of a matrix.
+inline unsigned row_of(unsigned lane) { return (lane >> 4) * 4 + (lane >> 1) % 4; }
+inline unsigned column_of(unsigned lane) { return (lane >> 3) % 2 * 4 + lane % 2 * 2; }
+
+inline void multiply(unsigned first) {
+  float a[8][8], b[8][8];
+  for (unsigned i = 0; i < SIMD; i++) {
+    const Product& own = *fibers[first + i].product;
+    for (unsigned j = 0; j < 2; j++) a[row_of(i)][column_of(i) + j] = own.a[j], b[row_of(i)][column_of(i) + j] = own.b[j];
+  }
+  for (unsigned i = 0; i < SIMD; i++) {
+    Product& own = *fibers[first + i].product;
+    for (unsigned j = 0; j < 2; j++) {
+      own.d[j] = own.c[j];
+      for (unsigned k = 0; k < 8; k++) own.d[j] += a[row_of(i)][k] * b[k][column_of(i) + j];
+    }
+  }
+}
+
 inline void settle(unsigned first) {  // the meeting of a simdgroup whose lanes all wait
   for (unsigned i = first; i < first + SIMD; i++) {
     const Fiber &own = fibers[i], &other = fibers[first];
@@ -90,8 +120,15 @@ inline void settle(unsigned first) {  // the meeting of a simdgroup whose lanes 
     if (own.site != other.site) fail("is at another collective than lane 0 of its simdgroup");
     if (own.kind != other.kind || own.mask != other.mask) fail("asks for another exchange than lane 0 of its simdgroup");
   }
+  if (fibers[first].kind == PRODUCT) return multiply(first);
+  uint32_t any = 0;
+  for (unsigned i = 0; i < SIMD; i++) any |= fibers[first + i].value;
   for (unsigned i = 0; i < SIMD; i++) {
     Fiber& own = fibers[first + i];
+    if (own.kind == ANY) {
+      own.result = any;
+      continue;
+    }
     const unsigned from = own.kind == SWAP ? i ^ own.mask : i + 1;
     if (from >= SIMD && own.kind == SWAP) fail("exchanges with a lane outside its simdgroup");
     own.result = from < SIMD ? fibers[first + from].value : 0xDEADBEEFu;

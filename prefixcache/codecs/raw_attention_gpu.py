@@ -1,0 +1,83 @@
+"""Attention to the rows that a live cache keeps as they are, in a kernel of its own, for MLX's GPUs; `kernels` has its
+text."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from prefixcache.kernels import raw_attention  # type: ignore[import-not-found]
+from prefixcache.kernels.raw_attention import Kind  # type: ignore[import-not-found]
+
+from . import turboquant_gpu
+from .interchange import FLOATS, name_of
+
+
+class RawRows(NamedTuple):
+    """The rows of B sequences that are kept as they are, of `rows` that there are, padding included.
+
+    `recent` keys and values (B, heads, ring, width): row r in place r % ring, contiguous; `sinks` the same of the first
+    tokens, (B, heads, n, width), or None. `pads` int32 (B,): the row of each sequence's first token, None: 0. `floors`
+    int32 (B,): the first row that the ring has, None: as many as it has places for.
+    """
+
+    rows: int
+    recent: tuple[mx.array, mx.array]
+    sinks: tuple[mx.array, mx.array] | None
+    pads: mx.array | None
+    floors: mx.array | None
+
+
+def takes(raw: RawRows, queries: mx.array) -> bool:
+    """Whether the kernel is there and made for such rows and queries."""
+    keys, values = raw.recent
+    slots = keys.shape[2] + (raw.sinks[0].shape[2] if raw.sinks is not None else 0)
+    return (
+        turboquant_gpu.available()
+        and name_of(queries.dtype) in FLOATS
+        and slots <= raw_attention.MOST_ROWS
+        and max(keys.shape[3], values.shape[3]) <= 256
+    )
+
+
+def attend(
+    raw: RawRows,
+    coded: tuple[mx.array, mx.array],
+    queries: mx.array,
+    scale: float,
+    mask: mx.array | None,
+    causal: bool,
+    logits: mx.array | None,
+) -> mx.array:
+    """What attention to all rows gives, (B, query heads, L, value width) of the queries' dtype, lazy.
+
+    `coded`: what attention to the codes gave, as `turboquant_gpu_attention.attend` does; `mask` is of all rows; `logits`
+    (query heads,) those of attention sinks.
+    """
+    keys, values = raw.recent
+    out, lse = coded
+    wanted = (*out.shape[:3], raw.rows)
+    if mask is not None and mask.shape != wanted:
+        mask = mx.broadcast_to(mask, wanted)
+    kind = Kind(
+        key_width=keys.shape[3],
+        value_width=values.shape[3],
+        sinks=raw.sinks[0].shape[2] if raw.sinks is not None else 0,
+        ring=keys.shape[2],
+        scale=scale,
+        causal=causal and queries.shape[2] > 1,
+        rows=name_of(keys.dtype),
+        queries=name_of(queries.dtype),
+        result=name_of(queries.dtype),
+        mask=name_of(mask.dtype) if mask is not None else "",
+        logits=name_of(logits.dtype) if logits is not None else "",
+        pads=raw.pads is not None,
+        floors=raw.floors is not None,
+    )
+    # A number reaches a kernel as a shape for nothing.
+    room = mx.broadcast_to(lse.reshape(-1)[:1], (raw.rows,))
+    given = (keys, values, *(raw.sinks or ()), raw.pads, raw.floors, mask, logits)
+    more = [array for array in given if array is not None]
+    result: mx.array = raw_attention.attend(turboquant_gpu._dialect(), kind, out, lse, queries, room, more)
+    return result

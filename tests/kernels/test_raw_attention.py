@@ -1,0 +1,81 @@
+"""The kernel for rows that are kept as they are, its very text run on the host: what composed operations give."""
+
+import host_gpu
+import mlx.core as mx
+import pytest
+from prefixcache.kernels import raw_attention
+from prefixcache.kernels.dialects import DIALECTS
+
+from prefixcache.codecs import raw_attention_gpu, turboquant_gpu
+from prefixcache.live import TurboQuantKVCache, attention
+
+pytestmark = pytest.mark.skipif(host_gpu.COMPILER is None, reason="no C++ compiler")
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    return tmp_path_factory.mktemp("raw_attention_programs")
+
+
+@pytest.fixture
+def on_host(programs, monkeypatch):
+    monkeypatch.setattr(raw_attention, "build", host_gpu.builder(programs))
+    monkeypatch.setattr(turboquant_gpu, "dialect_here", lambda: DIALECTS["metal"])
+    raw_attention._kernel.cache_clear()
+    yield
+    raw_attention._kernel.cache_clear()
+
+
+def batch_of(lengths, width, dtype, sinks, recent, cut=0):
+    singles = []
+    for n in lengths:
+        cache = TurboQuantKVCache(levelling=False, sink_tokens=sinks, recent_tokens=recent)
+        if n:
+            cache.update_and_fetch(*(mx.random.normal((1, 2, n, width)).astype(dtype) for _ in range(2)))
+            cache.trim(min(cut, n))
+        singles.append(cache)
+    return TurboQuantKVCache.merge(singles) if len(singles) > 1 else singles[0]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "width", "dtype", "sinks", "recent", "cut"),
+    [
+        ((50,), 64, mx.float16, 0, 16, 0),
+        ((50,), 64, mx.float32, 4, 16, 0),
+        ((10,), 128, mx.bfloat16, 4, 16, 0),  # fewer than the ring has places for
+        ((50,), 80, mx.float16, 4, 8, 5),
+        ((50, 3, 0, 17), 64, mx.float16, 2, 16, 0),
+        ((50, 20), 64, mx.float16, 0, 16, 9),
+    ],
+)
+@pytest.mark.parametrize("length", [1, 3])
+@pytest.mark.parametrize("masked", ["", "bool", "additive", "causal"])
+@pytest.mark.parametrize("with_logits", [False, True])
+def test_it_gives_what_composed_operations_give(
+    on_host, lengths, width, dtype, sinks, recent, cut, length, masked, with_logits
+):
+    mx.random.seed(1)
+    cache = batch_of(lengths, width, dtype, sinks, recent, cut)
+    batch = len(lengths)
+    cache.update_and_fetch(*(mx.random.normal((batch, 2, length, width)).astype(dtype) for _ in range(2)))
+    held = cache._held
+    queries = mx.random.normal((batch, 4, length, width)).astype(dtype)
+    mask = None
+    if masked in ("bool", "additive"):
+        mask = mx.random.uniform(shape=(batch, 1, length, held.rows)) < 0.6
+        if masked == "additive":
+            mask = mx.where(mask, mx.random.normal(mask.shape), -mx.inf)
+    logits = mx.random.normal((4,)) if with_logits else None
+    # Stand-ins for what codes give; nothing for the last sequence.
+    out = mx.random.normal((batch, 4, length, width))
+    lse = mx.random.normal((batch, 4, length)) * 2
+    if batch > 1:
+        out[-1], lse[-1] = 0.0, -mx.inf
+    raw = held.raw_for_kernel()
+    got = raw_attention_gpu.attend(raw, (out, lse), queries, 0.125, mask, masked == "causal", logits)
+    part = attention._raw_part(held, queries, 0.125, mask, masked == "causal")
+    whole, total = attention._together([(out, lse), part])
+    wanted = attention.with_logits(whole, total, logits)
+    assert got.dtype == dtype
+    tolerance = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 2e-2}[dtype]
+    assert mx.max(mx.abs(got.astype(mx.float32) - wanted)).item() <= tolerance
