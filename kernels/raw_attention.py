@@ -56,7 +56,8 @@ BODY = """
     const u32 channel = 32 * k + lane;
     asked[k] = channel < KEY_WIDTH ? times(float(queries[query_at + channel]), float_of(SCALE_LOG2_E)) : 0.0f;
   }
-  for (u32 slot = simd; slot < SLOTS; slot += SIMDGROUPS) {
+  UNROLL for (u32 each = 0; each < (SLOTS + SIMDGROUPS - 1) / SIMDGROUPS; each++) {
+    const u32 wanted = each * SIMDGROUPS + simd, slot = wanted < SLOTS ? wanted : SLOTS - 1;
     int row;
     bool seen;
 #if SINKS
@@ -123,8 +124,9 @@ BODY = """
 
   float sums[VALUE_SLICES];
   UNROLL for (int k = 0; k < VALUE_SLICES; k++) sums[k] = 0.0f;
-  for (u32 slot = simd; slot < SLOTS; slot += SIMDGROUPS) {
-    if (scores[slot] < -1e30f) continue;  // the same for all lanes; a value nobody sees may be NaN
+  UNROLL for (u32 each = 0; each < (SLOTS + SIMDGROUPS - 1) / SIMDGROUPS; each++) {
+    const u32 wanted = each * SIMDGROUPS + simd, slot = wanted < SLOTS ? wanted : SLOTS - 1;
+    const bool seen = wanted < SLOTS && scores[slot] > -1e30f;
     const float weight = power_of_two(minus(scores[slot], most));
     UNROLL for (int k = 0; k < VALUE_SLICES; k++) {
       const u32 channel = 32 * k + lane < VALUE_WIDTH ? 32 * k + lane : 0;
@@ -135,7 +137,7 @@ BODY = """
 #else
       const float value = float(recent_values[((u64(sequence) * heads + head) * RING + slot) * VALUE_WIDTH + channel]);
 #endif
-      sums[k] = fused(weight, value, sums[k]);
+      sums[k] = seen ? fused(weight, value, sums[k]) : sums[k];  // a value nobody sees may be NaN
     }
   }
   SHARED float shares[SIMDGROUPS * VALUE_SLICES * 32];

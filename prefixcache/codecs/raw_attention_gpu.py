@@ -3,6 +3,7 @@ text."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -41,6 +42,13 @@ def takes(raw: RawRows, queries: mx.array) -> bool:
     )
 
 
+@lru_cache(maxsize=1)
+def _nothing() -> mx.array:
+    made = mx.zeros((1,))
+    mx.eval(made)
+    return made
+
+
 def attend(
     raw: RawRows,
     coded: tuple[mx.array, mx.array],
@@ -75,8 +83,7 @@ def attend(
         pads=raw.pads is not None,
         floors=raw.floors is not None,
     )
-    # A number reaches a kernel as a shape for nothing.
-    room = mx.broadcast_to(lse.reshape(-1)[:1], (raw.rows,))
+    room = mx.broadcast_to(_nothing(), (raw.rows,))  # a number reaches a kernel as a shape for nothing
     given = (keys, values, *(raw.sinks or ()), raw.pads, raw.floors, mask, logits)
     more = [array for array in given if array is not None]
     result: mx.array = raw_attention.attend(turboquant_gpu._dialect(), kind, out, lse, queries, room, more)

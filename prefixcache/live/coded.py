@@ -295,7 +295,7 @@ class Coded:
                 )
             to = [copy.copy(array) for array in self.raw]
             for own, rows in zip(to, (keys, values), strict=True):
-                own[b, :, first - pad : last - pad] = apart(rows[b, :, first - at : last - at])
+                own[b, :, first - pad : last - pad] = apart(rows[b, :, first - at : last - at], own)
             self.raw = to[0], to[1]
 
     def _keep_recent(self, keys: mx.array, values: mx.array, ends: list[int]) -> None:
@@ -314,7 +314,7 @@ class Coded:
             for b, end in [(slice(None), ends[0])] if together else list(enumerate(ends)):
                 for low, high, place in places(max(at, end - most), end, most):
                     for own, rows in zip(to, (keys, values), strict=True):
-                        own[b, :, place : place + high - low] = apart(rows[b, :, low - at : high - at])
+                        own[b, :, place : place + high - low] = apart(rows[b, :, low - at : high - at], own)
             self.recent = to[0], to[1]
         self.floors = floors
 
@@ -418,15 +418,10 @@ class Coded:
         """The same, as the GPU's kernel reads it; None where it can't: no ring, or padding on the right."""
         if self.recent is None or self.ends is not None:
             return None
-        full = [max(self.rows - self.choice.recent_tokens, pad) for pad in self.pads]
-        floors = [max(floor, pad) for floor, pad in zip(self.floors, self.pads, strict=True)]
-        return RawRows(
-            self.rows,
-            self.recent,
-            self.raw,
-            self._bound(self.pads, 0),
-            None if floors == full else mx.array(floors, dtype=mx.int32),
-        )
+        low = self.rows - self.choice.recent_tokens
+        whole = all(floor <= max(low, pad) for floor, pad in zip(self.floors, self.pads, strict=True))
+        floors = None if whole else mx.array(self.floors, dtype=mx.int32)
+        return RawRows(self.rows, self.recent, self.raw, self._bound(self.pads, 0), floors)
 
     def recent_end(self, sequence: int) -> int:
         """The row behind the last recent one: the end of the rows, but for padding on the right."""
@@ -573,9 +568,10 @@ def put(buffer: mx.array | None, new: mx.array, at: int) -> mx.array:
     return buffer
 
 
-def apart(rows: mx.array) -> mx.array:
-    """A copy. Rows that fill what they are put into would take its place as a view, and keep all of a prefill's alive."""
-    return rows * 1
+def apart(rows: mx.array, into: mx.array) -> mx.array:
+    """Rows to be put into another array; a copy of them where they fill it: as a view they would take its place, and keep
+    all of a prefill's rows alive."""
+    return rows * 1 if rows.shape[-2] == into.shape[-2] else rows
 
 
 def places(low: int, high: int, size: int) -> list[tuple[int, int, int]]:
