@@ -42,6 +42,14 @@ def takes(raw: RawRows, queries: mx.array) -> bool:
     )
 
 
+@lru_cache(maxsize=64)
+def _kind(numbers: tuple[int | float, ...], dtypes: tuple[mx.Dtype | None, ...], pads: bool, floors: bool) -> Kind:
+    rows, queries, mask, logits = (name_of(dtype) if dtype is not None else "" for dtype in dtypes)
+    return Kind(
+        *numbers, rows=rows, queries=queries, result=queries, mask=mask, logits=logits, pads=pads, floors=floors
+    )
+
+
 @lru_cache(maxsize=1)
 def _nothing() -> mx.array:
     made = mx.zeros((1,))
@@ -68,20 +76,17 @@ def attend(
     wanted = (*out.shape[:3], raw.rows)
     if mask is not None and mask.shape != wanted:
         mask = mx.broadcast_to(mask, wanted)
-    kind = Kind(
-        key_width=keys.shape[3],
-        value_width=values.shape[3],
-        sinks=raw.sinks[0].shape[2] if raw.sinks is not None else 0,
-        ring=keys.shape[2],
-        scale=scale,
-        causal=causal and queries.shape[2] > 1,
-        rows=name_of(keys.dtype),
-        queries=name_of(queries.dtype),
-        result=name_of(queries.dtype),
-        mask=name_of(mask.dtype) if mask is not None else "",
-        logits=name_of(logits.dtype) if logits is not None else "",
-        pads=raw.pads is not None,
-        floors=raw.floors is not None,
+    sinks = raw.sinks[0].shape[2] if raw.sinks is not None else 0
+    kind = _kind(
+        (keys.shape[3], values.shape[3], sinks, keys.shape[2], scale, causal and queries.shape[2] > 1),
+        (
+            keys.dtype,
+            queries.dtype,
+            mask.dtype if mask is not None else None,
+            logits.dtype if logits is not None else None,
+        ),
+        raw.pads is not None,
+        raw.floors is not None,
     )
     room = mx.broadcast_to(_nothing(), (raw.rows,))  # a number reaches a kernel as a shape for nothing
     given = (keys, values, *(raw.sinks or ()), raw.pads, raw.floors, mask, logits)

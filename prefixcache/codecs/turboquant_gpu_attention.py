@@ -129,9 +129,17 @@ def encode_pair(
         return mx.zeros((*keys.shape[:3], words), mx.uint32), mx.zeros((*keys.shape[:3], 2), mx.uint16)
     levels = [part for part in (key_levels, value_levels) if part is not None]
     if key_form is value_form and len(levels) != 1:
-        return _pair_encoder(key_form, keys.dtype, bool(levels))(keys, values, *levels)
+        return encode_alike(key_form, keys.dtype, levels, keys, values)
     parts = [_encoded(keys, key_form, key_levels), _encoded(values, value_form, value_levels)]
     return mx.concatenate([codes for codes, _ in parts], -1), mx.stack([scales for _, scales in parts], -1)
+
+
+def encode_alike(
+    form: Form, dtype: mx.Dtype, levels: list[mx.array], keys: mx.array, values: mx.array
+) -> tuple[mx.array, mx.array]:
+    """`encode_pair` of rows, not none, of one form and dtype, where `levels` are those of both or of neither."""
+    made: tuple[mx.array, mx.array] = _pair_encoder(form, dtype, bool(levels))(keys, values, *levels)
+    return made
 
 
 def _encoded(rows: mx.array, form: Form, levels: mx.array | None) -> tuple[mx.array, mx.array]:

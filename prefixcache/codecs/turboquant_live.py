@@ -6,8 +6,8 @@ arrays are evaluated on the way, on a GPU everything stays lazy where there is a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 
 import mlx.core as mx
 import numpy as np
@@ -20,6 +20,7 @@ from .levelling import Levels
 from .packing import words_of
 from .turboquant_format import Form
 
+Encoder = Callable[[mx.array, mx.array], tuple[mx.array, mx.array]]
 MOST_QUERIES = 16  # a sequence's queries at a time that the GPU's fused kernel is for; more are a prefill
 
 
@@ -94,6 +95,16 @@ def encode(
                 made = turboquant_mlx.encode(mx.swapaxes(rows[b], 0, 1), stack.form, stack.of(b))
                 targets[b][0][...], targets[b][1][...] = made
     return mx.array(codes), mx.array(scales)
+
+
+def encoder(key_levels: LevelStack, value_levels: LevelStack, dtype: mx.Dtype) -> Encoder:
+    """`encode` for many rows of one kind, with what can be found beforehand."""
+    form = key_levels.form
+    if not on_cpu() and turboquant_gpu.available() and turboquant_gpu.takes(form):
+        levels = [stack.encoding for stack in (key_levels, value_levels) if stack.encoding is not None]
+        if form is value_levels.form and len(levels) != 1:
+            return partial(turboquant_gpu_attention.encode_alike, form, dtype, levels)
+    return lambda keys, values: encode(keys, values, key_levels, value_levels)
 
 
 def decode(codes: mx.array, scales: mx.array, dtype: str, levels: LevelStack) -> mx.array:

@@ -135,8 +135,9 @@ class BatchTurboQuantKVCache:
             held.raw = _two(rolled(held.raw, shifts))
         if held.recent is not None:
             held.recent = _two(rolled(held.recent, shifts))
+        floors = [held.floor_of(b) for b in range(held.batch)]
         held.pads = [pad + more for pad, more in zip(held.pads, self._right, strict=True)]
-        held.floors = [min(floor + more, held.rows) for floor, more in zip(held.floors, self._right, strict=True)]
+        held.floors = [min(floor + more, held.rows) for floor, more in zip(floors, self._right, strict=True)]
         self._right = held.ends = None
         self._place()
         if held.waiting and held.raw is not None:
@@ -150,7 +151,8 @@ class BatchTurboQuantKVCache:
         if not kept:
             self._adopt(Coded(held.choice, held.attends, *held.shared, 0))
             return
-        held.pads, held.floors = [held.pads[i] for i in kept], [held.floors[i] for i in kept]
+        held.floors = [held.floor_of(i) for i in kept]
+        held.pads = [held.pads[i] for i in kept]
         held.runs = [held.runs[i] for i in kept] if held.runs else []
         held.ends = [held.ends[i] for i in kept] if held.ends is not None else None
         self._right = [self._right[i] for i in kept] if self._right is not None else None
@@ -181,7 +183,7 @@ class BatchTurboQuantKVCache:
         chosen([idx], held.batch)
         pad, rows, one = held.pads[idx], held.tokens_of(idx), slice(idx, idx + 1)
         made = Coded(held.choice, held.attends, *held.shared, 1)
-        made.waiting, made.runs, made.floors = held.waiting, held.runs[one], [max(held.floors[idx] - pad, 0)]
+        made.waiting, made.runs, made.floors = held.waiting, held.runs[one], [max(held.floor_of(idx) - pad, 0)]
         if rows:
             made.kind, made.rows = held.kind, rows
             own = slice(pad, pad + rows)
@@ -276,7 +278,7 @@ def _merged(singles: list[Coded]) -> Coded:
     made.waiting = ready[0].waiting
     made.rows = max(held.rows for held in ready)
     made.pads = [made.rows - held.rows for held in ready]
-    made.floors = [floor + pad for floor, pad in zip((held.floors[0] for held in ready), made.pads, strict=True)]
+    made.floors = [held.floor_of(0) + pad for held, pad in zip(ready, made.pads, strict=True)]
     made.kind = next((held.kind for held in ready if held.kind is not None), None)
     made.runs = [] if made.waiting else [held.runs[0] for held in ready]
     if made.kind is None:
@@ -307,7 +309,8 @@ def _together(batches: list[Coded]) -> Coded:
     made.kind = next((held.kind for held in ready if held.kind is not None), None)
     made.runs = [] if made.waiting else [*first.runs, *second.runs]
     made.rows = max(held.rows for held in ready)
-    made.pads, made.floors = ([*getattr(first, name), *getattr(second, name)] for name in ("pads", "floors"))
+    made.pads = [*first.pads, *second.pads]
+    made.floors = [held.floor_of(b) for held in ready for b in range(held.batch)]
     if made.kind is None:
         return made
     grown = [made.rows - held.rows for held in ready for _ in held.pads]

@@ -23,7 +23,7 @@ from prefixcache.codecs.levelling import LEAST_ROWS, Levels, measure
 from prefixcache.codecs.raw_attention_gpu import RawRows
 from prefixcache.codecs.turboquant import LEAST_WIDTH, TurboQuant
 from prefixcache.codecs.turboquant_format import Form, form_of
-from prefixcache.codecs.turboquant_live import LevelStack, decode, encode
+from prefixcache.codecs.turboquant_live import Encoder, LevelStack, decode, encode, encoder
 from prefixcache.memory import give_back
 
 STEP = 256  # rows by which a buffer grows
@@ -96,13 +96,25 @@ class SharedLevels:
             return self._of.setdefault(layer, measured)
 
 
+class Steady(NamedTuple):
+    """What stays the same from one row a sequence to the next, up to row `until`; lists by their identity."""
+
+    keys: tuple[int, ...]
+    values: tuple[int, ...]
+    dtype: mx.Dtype
+    pads: list[int]
+    runs: list[tuple[Run, ...]]
+    until: int
+    encode: Encoder
+
+
 class Coded:
     """Codes of B sequences. Row `pads[b] + t` of the buffers is token t of sequence b; `rows` of them are in use.
 
     Until 256 rows are there to measure levels from, rows wait as they are (`waiting`); then all are coded. After that
     the first `sink_tokens` and the last `recent_tokens` of each sequence stay as they are beside their codes, and
-    attention reads those. The recent ones stand in a ring, row r in its place r % recent_tokens, and are those from row
-    `floors[b]` on: fewer after a cut, or where only codes were at hand.
+    attention reads those. The recent ones stand in a ring, row r in its place r % recent_tokens; none before `floors[b]`
+    is there, after a cut, or where only codes were at hand.
     """
 
     def __init__(self, choice: Choice, attend: str, shared: SharedLevels | None, layer: int, batch: int | None):
@@ -128,6 +140,7 @@ class Coded:
         self.shared = shared, layer
         self._stacks: dict[tuple[int, ...], tuple[tuple[Pair, ...], LevelStack, LevelStack]] = {}
         self._bounds: dict[tuple[int, ...], mx.array] = {}
+        self._steady: Steady | None = None
 
     # -- what there is ------------------------------------------------------------------------------------------------
 
@@ -170,6 +183,9 @@ class Coded:
 
     def append(self, keys: mx.array, values: mx.array) -> None:
         """Rows (B, heads, L, width) of each sequence, behind those that are there."""
+        if self._is_step(keys, values):
+            self._step(keys, values)
+            return
         self._check(keys, values)
         if not self.pads:
             self.pads, self.floors = [0] * keys.shape[0], [0] * keys.shape[0]
@@ -185,6 +201,41 @@ class Coded:
         else:
             self._code(keys, values)
             self.rows += keys.shape[2]
+            if keys.shape[2] == 1:
+                self._begin_steps(keys, values)
+
+    def _begin_steps(self, keys: mx.array, values: mx.array) -> None:
+        """One row came; so will more. What they have in common is found once: a step is short, and there are many."""
+        cuts = [pad + run.first for pad, runs in zip(self.pads, self.runs, strict=True) for run in runs]
+        if self.attends == "codes" and all(self.rows >= pad + self.choice.sink_tokens for pad in self.pads):
+            own = [run_at(runs, self.rows - pad).levels for runs, pad in zip(self.runs, self.pads, strict=True)]
+            self._steady = Steady(
+                tuple(keys.shape), tuple(values.shape), keys.dtype, self.pads, self.runs,
+                min((cut for cut in cuts if cut > self.rows), default=1 << 62), encoder(*self._stacks_of(own), keys.dtype),
+            )  # fmt: skip
+
+    def _is_step(self, keys: mx.array, values: mx.array) -> bool:
+        steady = self._steady
+        return (
+            steady is not None
+            and keys.shape == steady.keys
+            and values.shape == steady.values
+            and keys.dtype == values.dtype == steady.dtype
+            and steady.pads is self.pads
+            and steady.runs is self.runs
+            and self.rows < steady.until
+            and self.ends is None
+        )
+
+    def _step(self, keys: mx.array, values: mx.array) -> None:
+        assert self._steady is not None
+        self._hold(*self._steady.encode(keys, values), self.rows)
+        if self.recent is not None:
+            place = self.rows % self.choice.recent_tokens
+            to = copy.copy(self.recent[0]), copy.copy(self.recent[1])
+            to[0][:, :, place : place + 1], to[1][:, :, place : place + 1] = keys, values
+            self.recent = to
+        self.rows += 1
 
     def _check(self, keys: mx.array, values: mx.array) -> None:
         if keys.ndim != 4 or values.ndim != 4 or keys.shape[:3] != values.shape[:3]:
@@ -261,16 +312,19 @@ class Coded:
             own = slice(low - at, high - at)
             self._encode(keys[:, :, own], values[:, :, own], low)
         self._keep_sinks(keys, values)
-        before = self.floors
-        self._keep_recent(keys, values, [min(at + count, end) for end in self.ends or [at + count] * self.batch])
+        before = [self.floor_of(b) for b in range(self.batch)]
+        ends = [min(at + count, end) for end in self.ends or [at + count] * self.batch]
+        self._keep_recent(keys, values, ends)
         if self.attends == "buffer":
-            self._show(keys, values, before)
+            self._show(keys, values, before, ends)
 
     def _encode(self, keys: mx.array, values: mx.array, at: int) -> None:
         stacks = self._stacks_of(
             [run_at(runs, at - pad).levels for runs, pad in zip(self.runs, self.pads, strict=True)]
         )
-        codes, scales = encode(keys, values, *stacks)
+        self._hold(*encode(keys, values, *stacks), at)
+
+    def _hold(self, codes: mx.array, scales: mx.array, at: int) -> None:
         before = self.codes.shape[2] if self.codes is not None else 0
         self.codes, self.scales = put(self.codes, codes, at), put(self.scales, scales, at)
         if self.codes.shape[2] > before and self.codes.nbytes >= LARGE:
@@ -301,31 +355,30 @@ class Coded:
     def _keep_recent(self, keys: mx.array, values: mx.array, ends: list[int]) -> None:
         """Those of the rows, the first of which is row `rows`, that are each sequence's last: the ones before `ends`."""
         most, at = self.choice.recent_tokens, self.rows
-        floors = [max(floor, end - most) for floor, end in zip(self.floors, ends, strict=True)]
-        if most:
-            if self.recent is None:
-                shape = (*keys.shape[:2], most)
-                self.recent = (
-                    mx.zeros((*shape, keys.shape[3]), keys.dtype),
-                    mx.zeros((*shape, values.shape[3]), keys.dtype),
-                )
-            to = [copy.copy(array) for array in self.recent]
-            together = len(set(ends)) == 1  # as always but for padding on the right
-            for b, end in [(slice(None), ends[0])] if together else list(enumerate(ends)):
-                for low, high, place in places(max(at, end - most), end, most):
-                    for own, rows in zip(to, (keys, values), strict=True):
-                        own[b, :, place : place + high - low] = apart(rows[b, :, low - at : high - at], own)
-            self.recent = to[0], to[1]
-        self.floors = floors
+        if not most:
+            return
+        if self.recent is None:
+            shape = (*keys.shape[:2], most)
+            self.recent = (
+                mx.zeros((*shape, keys.shape[3]), keys.dtype),
+                mx.zeros((*shape, values.shape[3]), keys.dtype),
+            )
+        to = [copy.copy(array) for array in self.recent]
+        together = len(set(ends)) == 1  # as always but for padding on the right
+        for b, end in [(slice(None), ends[0])] if together else list(enumerate(ends)):
+            for low, high, place in places(max(at, end - most), end, most):
+                for own, rows in zip(to, (keys, values), strict=True):
+                    own[b, :, place : place + high - low] = apart(rows[b, :, low - at : high - at], own)
+        self.recent = to[0], to[1]
 
-    def _show(self, keys: mx.array, values: mx.array, before: list[int]) -> None:
+    def _show(self, keys: mx.array, values: mx.array, before: list[int], ends: list[int]) -> None:
         """Append to the decoded copy: the new rows, and what codes give for those that aren't recent any more."""
         at = self.rows
         own = self.decoded or (None, None)
         self.decoded = put(own[0], keys, at), put(own[1], values, at)
         for b, pad in enumerate(self.pads):
             low = max(before[b], pad + self.choice.sink_tokens)
-            for first, last, pair in self._spans(b, low, self.floors[b]):
+            for first, last, pair in self._spans(b, low, max(self.floors[b], ends[b] - self.choice.recent_tokens)):
                 rows = self._decoded_codes(b, slice(None), first, last, self._stacks_of([pair]))
                 shown = [copy.copy(array) for array in self.decoded]
                 for to, new in zip(shown, rows, strict=True):
@@ -358,7 +411,7 @@ class Coded:
     def spans_of(self, sequence: int) -> list[tuple[int, int, Pair]]:
         """(first row, row behind the last, levels) of each run that has rows attended to by their codes."""
         low = self.pads[sequence] + self.choice.sink_tokens
-        return self._spans(sequence, low, min(self.rows, max(self.floors[sequence], low)))
+        return self._spans(sequence, low, min(self.rows, max(self.floor_of(sequence), low)))
 
     def _spans(self, sequence: int, low: int, high: int) -> list[tuple[int, int, Pair]]:
         """The rows from `low` to `high` (not included), run by run."""
@@ -378,6 +431,12 @@ class Coded:
         if self.codes is None or self.scales is None:
             return []
         spans = [self.spans_of(b) for b in range(self.batch)]
+        if len(spans) == 1 and len(spans[0]) == 1:
+            low, cut, pair = spans[0][0]
+            keys, values = self._stacks_of([pair])
+            bound = self._bound([low], 0)
+            codes, scales = self.codes[:, :, :cut], self.scales[:, :, :cut]
+            return [CodedRows(codes, scales, keys.form, values.form, keys.decoding, values.decoding, bound)]
         cut = max((own[-1][1] for own in spans if own), default=0)
         codes, scales = self.codes[..., :cut, :], self.scales[..., :cut, :]
         made = []
@@ -404,7 +463,7 @@ class Coded:
         for b, pad in enumerate(self.pads):
             own = [pad + t if pad + t < self.rows else -1 for t in range(sinks)] if self.raw is not None else []
             if self.recent is not None:
-                floor, end = max(self.floors[b], pad + sinks), self.recent_end(b)
+                floor, end = max(self.floor_of(b), pad + sinks), self.recent_end(b)
                 ring = [-1] * most
                 for row in range(floor, end):
                     ring[row % most] = row
@@ -420,8 +479,12 @@ class Coded:
             return None
         low = self.rows - self.choice.recent_tokens
         whole = all(floor <= max(low, pad) for floor, pad in zip(self.floors, self.pads, strict=True))
-        floors = None if whole else mx.array(self.floors, dtype=mx.int32)
+        floors = None if whole else self._bound(self.floors, -1)
         return RawRows(self.rows, self.recent, self.raw, self._bound(self.pads, 0), floors)
+
+    def floor_of(self, sequence: int) -> int:
+        """The first row that is recent."""
+        return max(self.floors[sequence], self.recent_end(sequence) - self.choice.recent_tokens)
 
     def recent_end(self, sequence: int) -> int:
         """The row behind the last recent one: the end of the rows, but for padding on the right."""
@@ -466,7 +529,7 @@ class Coded:
             stacks = [stack.of_heads(heads.start, count) for stack in self._stacks_of([pair])]
             pieces.append(self._decoded_codes(b, heads, low, high, stacks))
         if self.recent is not None:
-            low, end = max(self.floors[b], pad + self.choice.sink_tokens), self.recent_end(b)
+            low, end = max(self.floor_of(b), pad + self.choice.sink_tokens), self.recent_end(b)
             for first, last, place in places(low, end, self.choice.recent_tokens):
                 own = slice(place, place + last - first)
                 pieces.append((self.recent[0][b : b + 1, heads, own], self.recent[1][b : b + 1, heads, own]))
@@ -492,14 +555,15 @@ class Coded:
         """Hold what another one holds, as it is now; neither shows in the other from here on."""
         for name, value in vars(other).items():
             setattr(self, name, list(value) if isinstance(value, list) else value)
-        self._stacks, self._bounds = dict(other._stacks), {}
+        self._stacks, self._bounds, self._steady = dict(other._stacks), {}, None
 
     def cut(self, n: int) -> None:
         """Forget the last `n` rows. ValueError where there are fewer."""
         if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n <= self.rows:
             raise ValueError(f"trim({n!r}): {self.rows} tokens are held; give a number from 0 to that")
+        floors = [self.floor_of(b) for b in range(self.batch)]
         self.rows -= n
-        self.floors = [min(floor, self.rows) for floor in self.floors]
+        self.floors = [min(floor, self.rows) for floor in floors]
 
     # -- as arrays alone ----------------------------------------------------------------------------------------------
 

@@ -122,7 +122,8 @@ def test_a_step_encodes_its_new_row_and_nothing_else(monkeypatch):
     added(cache, 600)
     encoded = []
     encode = turboquant_live.encode
-    monkeypatch.setattr(coded, "encode", lambda keys, *rest: encoded.append(keys.shape[2]) or encode(keys, *rest))
+    for module in (coded, turboquant_live):
+        monkeypatch.setattr(module, "encode", lambda keys, *rest: encoded.append(keys.shape[2]) or encode(keys, *rest))
     for _ in range(5):
         added(cache, 1)
     assert encoded == [1] * 5
@@ -148,7 +149,7 @@ def test_what_is_kept_as_it_is_keeps_nothing_else_alive():
     added(cache, 500)
     mx.eval(cache.state)
     for array in (*cache._held.raw, *cache._held.recent):
-        assert np.asarray(array.view(mx.uint16)).base is None or np.asarray(array.view(mx.uint16)).flags.c_contiguous
+        assert np.asarray(array).flags.c_contiguous  # a view of the 500 rows is not
 
 
 def test_bytes_are_those_of_the_buffers_and_are_a_quarter_of_fp16():
