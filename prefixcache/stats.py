@@ -24,7 +24,7 @@ class Counters:
     stored_bytes: int = 0
     shared_tokens: int = 0  # tokens that stores found kept already
     unkept_tokens: int = 0  # tokens that stores found no room for
-    recoded_tokens: int = 0  # tokens coded again because the tail that had their codes was on SSD only
+    recoded_tokens: int = 0  # tokens coded again: their codes were on SSD only, or had other levels than their block
     evicted: int = 0  # images that left RAM
     dropped: int = 0  # of them, images that the SSD was to get and did not
     dropped_bytes: int = 0

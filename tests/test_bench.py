@@ -35,7 +35,19 @@ def figures(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["spilled", "spill", "promote", "opening", "resident", "nodes", "decode-cpu", "encode-cpu"]
+    "name",
+    [
+        "spilled",
+        "spill",
+        "promote",
+        "opening",
+        "resident",
+        "nodes",
+        "decode-cpu",
+        "encode-cpu",
+        "attention-cpu",
+        "live-agreement",
+    ],
 )
 def test_a_bench_runs(name, tmp_path):
     found = figures(name)

@@ -4,7 +4,21 @@ from __future__ import annotations
 
 import sys
 
-from tools.bench import codecs, cpu_attention, disk, gpu, live, lookup, memory, opening, quality, report, sharing
+from tools.bench import (
+    codecs,
+    cpu_attention,
+    disk,
+    gpu,
+    gpu_attention,
+    gpu_live,
+    live,
+    lookup,
+    memory,
+    opening,
+    quality,
+    report,
+    sharing,
+)
 
 BENCHES = {
     "sharing": sharing.FIGURES,
@@ -15,8 +29,8 @@ BENCHES = {
     "gpu": gpu.FIGURES,
     "codecs": codecs.FIGURES,
     "quality": quality.FIGURES,
-    "attention": cpu_attention.FIGURES,
-    "live": live.FIGURES,
+    "attending": cpu_attention.FIGURES | gpu_attention.FIGURES,
+    "live": live.FIGURES | gpu_live.FIGURES,
 }
 
 if __name__ == "__main__":

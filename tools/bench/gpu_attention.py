@@ -247,7 +247,7 @@ def step(scale: str) -> Iterator[Figure]:
     )
 
 
-FIGURES = {"attention": attention, "correct": correct, "step": step}
+FIGURES = {"attention-gpu": attention, "attention-gpu-correct": correct, "step-gpu": step}
 
 if __name__ == "__main__":
     sys.exit(report.main({"gpu_attention": FIGURES}))

@@ -132,7 +132,7 @@ def correct(scale: str) -> Iterator[Figure]:
     )  # fmt: skip
 
 
-FIGURES = {"live_decoding": decoding, "live_correct": correct}
+FIGURES = {"live-decoding": decoding, "live-correct": correct}
 
 if __name__ == "__main__":
     sys.exit(report.main({"gpu_live": FIGURES}))

@@ -8,7 +8,7 @@ import gc
 import resource
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ if not __package__:
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
+from prefixcache import PrefixCache, TurboQuant
 from prefixcache.live import TurboQuantKVCache, convert_prompt_cache, hook
 from prefixcache.live.coded import RECENT
 from tools.bench import report
@@ -26,6 +27,7 @@ from tools.bench.report import Figure
 LAYERS, HEADS, WIDTH, PREFILL = 32, 8, 128, 2048
 TOKENS = {"full": 32768, "quick": 16384, "tiny": 2048}
 STEPS = 16
+FETCHED = 8  # layers of the prompt that is fetched
 BYTES_BAR, AGREEMENT_BAR, APART_BAR, LOGITS_BAR = 0.27, 0.99, 0.002, 1e-3
 MODEL = report.ROOT / "tests" / "fixtures" / "tiny-llama"
 PROMPT, BATCH = 1500, 8
@@ -173,7 +175,34 @@ def _answer(model: Any, cache: list[Any], token: int, steps: int) -> list[int]:
     return said
 
 
-FIGURES = {"live_memory": memory, "live_agreement": agreement}
+def fetch(scale: str) -> Iterator[Figure]:
+    """A hit that stays codes, beside one that is decoded: of the same prompt, in turns."""
+    tokens = TOKENS[scale] // (1 if scale != "tiny" else 4)
+    shape = (1, HEADS, tokens, WIDTH)
+    caches = [KVCache() for _ in range(FETCHED)]
+    for own in caches:
+        own.update_and_fetch(*(mx.random.normal(shape).astype(mx.bfloat16) for _ in range(2)))
+    prompt = list(range(tokens))
+    with PrefixCache(codec=TurboQuant(), ram="4GB", ssd_dir=None, ssd=0) as cache:
+        cache.store(prompt, caches, model="m")
+
+        def timed(compressed: bool) -> Callable[[int], float]:
+            return lambda _: report.seconds(lambda: cache.fetch(prompt, model="m", compressed=compressed))
+
+        for compressed in (True, False):
+            timed(compressed)(0)
+        ours, decoded = report.in_turns(5 if scale != "tiny" else 1, timed(True), timed(False))
+    yield Figure(
+        f"fetch of {tokens} tokens x {FETCHED} layers x {HEADS} heads of {WIDTH}, compressed",
+        f"{statistics.median(ours):.3f} s",
+        "",
+        f"decoded {statistics.median(decoded):.3f} s, {report.median_ratio(decoded, ours):.1f} x",
+        None,
+        {"compressed": ours, "decoded": decoded},
+    )
+
+
+FIGURES = {"live-memory": memory, "live-agreement": agreement, "live-fetch": fetch}
 
 if __name__ == "__main__":
     sys.exit(report.main({"live": FIGURES}))
