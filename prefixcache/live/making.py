@@ -26,7 +26,7 @@ from prefixcache.live.turboquant import TurboQuantKVCache
 class LivePromptCache(list[Any]):
     """mlx-lm's list of layer caches, some of which keep codes.
 
-    `coded`: the layers that do; `left`: for each layer that doesn't, why it stays as it is.
+    `coded`: the layers that do, in part at least; `left`: for each of the others why it stays as it is.
     """
 
     def __init__(self, layers: Sequence[Any], coded: tuple[int, ...], left: Mapping[int, str]):
@@ -148,12 +148,17 @@ class _Making:
         made = into if into is not None else [None] * len(caches)
         for layer, cache in enumerate(caches):
             own = self._layer(cache, layer, iter(rows[layer]) if rows is not None else None)
-            # What stays as it is may still not be shared: the model writes into it.
-            made[layer] = copy.deepcopy(cache) if own is cache and into is None else own
+            made[layer] = self._kept(cache) if own is cache and into is None else own
         if not self._coded:
             reasons = "; ".join(f"{why} ({_spoken(on)})" for why, on in _grouped(self._left).items())
             raise ValueError(f"no layer can be coded by {self._codec}: {reasons or 'there are none'}")
-        return LivePromptCache(made, tuple(sorted(self._coded)), self._left)
+        left = {layer: why for layer, why in self._left.items() if layer not in self._coded}
+        return LivePromptCache(made, tuple(sorted(self._coded)), left)
+
+    @staticmethod
+    def _kept(cache: Any) -> Any:
+        """What stays as it is may still not be shared: the model writes into it."""
+        return copy.deepcopy(cache)
 
     def _layer(self, cache: Any, layer: int, rows: Any) -> Any:
         if isinstance(cache, CacheList):
@@ -161,7 +166,9 @@ class _Making:
             if all(own is child for own, child in zip(children, cache.caches, strict=True)):
                 return cache
             made = copy.copy(cache)
-            made.caches = type(cache.caches)(children)
+            made.caches = type(cache.caches)(
+                self._kept(child) if own is child else own for own, child in zip(children, cache.caches, strict=True)
+            )
             return made
         own = next(rows) if rows is not None else next(iter(_rows_in(cache)))
         number, self._number = self._number, self._number + 1
