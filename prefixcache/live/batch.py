@@ -10,12 +10,12 @@ from mlx_lm.models.base import create_causal_mask
 
 from prefixcache.live.coded import PLAIN, RECENT, Choice, Coded, Pair, Run, SharedLevels, check_choice
 from prefixcache.live.ragged import check_alike, chosen, joined, rolled, selected, stacked, without_rows
-from prefixcache.live.turboquant import TurboQuantKVCache, attend_to, fetched, hook_for
+from prefixcache.live.turboquant import LiveCache, TurboQuantKVCache, hook_for
 
 ALIKE = "caches of one batch are coded alike; convert them with one codec"
 
 
-class BatchTurboQuantKVCache:
+class BatchTurboQuantKVCache(LiveCache):
     """Codes of B sequences, token t of sequence b in row `left_padding[b] + t`; see `TurboQuantKVCache`.
 
     What mlx-lm's BatchKVCache is to KVCache: made by `merge`, or empty with the left padding of what is to come. Rows
@@ -59,35 +59,11 @@ class BatchTurboQuantKVCache:
         """Rows (B, heads, L, width) of one float dtype; see `TurboQuantKVCache.update_and_fetch`."""
         self._held.append(keys, values)
         self.offset = self.offset + keys.shape[2]
-        return fetched(self._held, self)
-
-    def keys_and_values(self) -> tuple[Any, Any]:
-        return fetched(self._held, self)
-
-    def attend_to_codes(
-        self, queries: mx.array, keys: Any, values: Any, *, scale: float, mask: Any, sinks: mx.array | None = None
-    ) -> mx.array:
-        """Attention to what is held: see `attention.attend`."""
-        return attend_to(self._held, queries, keys, values, scale, mask, sinks)
+        return self.keys_and_values()
 
     @property
     def _idx(self) -> int:
         return self._held.rows
-
-    def size(self) -> int:
-        """Rows, padding included."""
-        return self._held.rows
-
-    def empty(self) -> bool:
-        return self._held.kind is None
-
-    @property
-    def nbytes(self) -> int:
-        """As `TurboQuantKVCache.nbytes`, padding included."""
-        return self._held.held_bytes
-
-    def is_trimmable(self) -> bool:
-        return True
 
     def trim(self, n: int) -> int:
         """Forget the last `n` rows of every sequence. ValueError where fewer are held."""
@@ -229,38 +205,6 @@ class BatchTurboQuantKVCache:
         said = held.restore(state)
         self._adopt(held)
         self._right = said.get("right")
-
-    @property
-    def meta_state(self) -> str:
-        """Nothing: `state` says all."""
-        return ""
-
-    @meta_state.setter
-    def meta_state(self, value: Any) -> None:
-        if value:
-            raise ValueError(f"meta_state={value!r}: a BatchTurboQuantKVCache has none")
-
-    @classmethod
-    def from_state(cls, state: Sequence[mx.array], meta_state: Any = "") -> BatchTurboQuantKVCache:
-        """The cache whose `state` this was, its codec included. ValueError for any other state."""
-        made = cls.__new__(cls)
-        made.state, made.meta_state = state, meta_state
-        return made
-
-    def copy(self) -> BatchTurboQuantKVCache:
-        """Another batch of the same rows; neither's changes show in the other."""
-        made = type(self).__new__(type(self))
-        held = Coded.__new__(Coded)
-        held.take_over(self._held)
-        made._adopt(held)
-        made._right = self._right
-        return made
-
-    def __copy__(self) -> BatchTurboQuantKVCache:
-        return self.copy()
-
-    def __deepcopy__(self, memo: Any) -> BatchTurboQuantKVCache:
-        return self.copy()
 
     def __repr__(self) -> str:
         held = self._held

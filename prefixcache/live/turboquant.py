@@ -1,4 +1,5 @@
-"""`TurboQuantKVCache`: mlx-lm's cache protocol on codes, for one sequence, or several of equal length."""
+"""`TurboQuantKVCache`: mlx-lm's cache protocol on codes, for one sequence, or several of equal length; and what it has in
+common with a batch."""
 
 from __future__ import annotations
 
@@ -14,10 +15,98 @@ from prefixcache.live.attention import attend
 from prefixcache.live.coded import RECENT, Choice, Coded, Kind, Pair, SharedLevels, check_choice, put
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from prefixcache.live.batch import BatchTurboQuantKVCache
 
 
-class TurboQuantKVCache:
+class LiveCache:
+    """What caches of codes have in common, for one sequence or many: the parts of mlx-lm's protocol that don't tell."""
+
+    _held: Coded
+
+    def keys_and_values(self) -> tuple[Any, Any]:
+        """What stands for all keys and values that are held, as `update_and_fetch` returns it."""
+        held, kind = self._held, self._held.known_kind()
+        if held.waiting or held.attends == "buffer":
+            return held.decoded_heads(0, kind.heads)
+        shape, dtype = (held.batch, kind.heads, held.rows), element(kind.dtype).mlx
+        return hook.Codes(self, (*shape, kind.key_width), dtype), hook.Codes(self, (*shape, kind.value_width), dtype)
+
+    def attend_to_codes(
+        self, queries: mx.array, keys: Any, values: Any, *, scale: float, mask: Any, sinks: mx.array | None = None
+    ) -> mx.array:
+        """What the hook calls with what `update_and_fetch` returned: see `attention.attend`. On arrays it is MLX's own."""
+        if isinstance(keys, mx.array):
+            sinks = sinks.astype(queries.dtype) if sinks is not None else None
+            return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+        return attend(self._held, queries, scale, mask, sinks)
+
+    def size(self) -> int:
+        """Rows held: of a batch, padding included."""
+        return self._held.rows
+
+    def empty(self) -> bool:
+        return self._held.kind is None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales, the buffers' room to grow included, of rows kept as they are, of levels, and of the
+        decoded copy where there is one. Nothing is evaluated."""
+        return self._held.held_bytes
+
+    def is_trimmable(self) -> bool:
+        return True
+
+    @property
+    def meta_state(self) -> str:
+        """Nothing: `state` says all."""
+        return ""
+
+    @meta_state.setter
+    def meta_state(self, value: Any) -> None:
+        if value:
+            raise ValueError(f"meta_state={value!r}: a {type(self).__name__} has none")
+
+    @classmethod
+    def from_state(cls, state: Sequence[mx.array], meta_state: Any = "") -> Self:
+        """The cache whose `state` this was, its codec included. ValueError for any other state."""
+        made = cls.__new__(cls)
+        made.state, made.meta_state = state, meta_state  # type: ignore[attr-defined]
+        hook_for(made._held)
+        return made
+
+    def copy(self) -> Self:
+        """Another cache of the same rows. It costs nothing until one of the two changes, which the other never shows."""
+        made = type(self).__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        made._held = Coded.__new__(Coded)
+        made._held.take_over(self._held)
+        return made
+
+    def __copy__(self) -> Self:
+        return self.copy()
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self.copy()
+
+    @property
+    def choice(self) -> Choice:
+        """How rows are coded: bits, levelling, sink_tokens, seed, recent_tokens."""
+        return self._held.choice
+
+    @property
+    def attends(self) -> str:
+        """ "codes" or "buffer"."""
+        return self._held.attends
+
+    @property
+    def kind(self) -> Kind | None:
+        """Heads, widths and dtype of the rows; None before the first."""
+        return self._held.kind
+
+
+class TurboQuantKVCache(LiveCache):
     """Keys and values as TurboQuant's codes while a model generates: a step encodes its new row and nothing else.
 
     `attend="codes"`: attention reads the codes, and no decoded copy of the past is ever held; for models whose attention
@@ -55,36 +144,12 @@ class TurboQuantKVCache:
         ValueError for rows of other heads, widths, dtype or batch size than those that are held.
         """
         self._held.append(keys, values)
-        return fetched(self._held, self)
-
-    def keys_and_values(self) -> tuple[Any, Any]:
-        return fetched(self._held, self)
-
-    def attend_to_codes(
-        self, queries: mx.array, keys: Any, values: Any, *, scale: float, mask: Any, sinks: mx.array | None = None
-    ) -> mx.array:
-        """Attention to what is held: see `attention.attend`. `keys` and `values` are what `update_and_fetch` returned."""
-        return attend_to(self._held, queries, keys, values, scale, mask, sinks)
+        return self.keys_and_values()
 
     @property
     def offset(self) -> int:
         """Tokens held."""
         return self._held.rows
-
-    def size(self) -> int:
-        return self._held.rows
-
-    def empty(self) -> bool:
-        return self._held.kind is None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of codes and scales, the buffers' room to grow included, of rows kept as they are, of levels, and of the
-        decoded copy where there is one. Nothing is evaluated."""
-        return self._held.held_bytes
-
-    def is_trimmable(self) -> bool:
-        return True
 
     def trim(self, n: int) -> int:
         """Forget the last `n` tokens. ValueError where fewer are held."""
@@ -107,24 +172,6 @@ class TurboQuantKVCache:
             raise ValueError("the state of a batch; use BatchTurboQuantKVCache.from_state")
         self._held = held
 
-    @property
-    def meta_state(self) -> str:
-        """Nothing: `state` says all."""
-        return ""
-
-    @meta_state.setter
-    def meta_state(self, value: Any) -> None:
-        if value:
-            raise ValueError(f"meta_state={value!r}: a TurboQuantKVCache has none")
-
-    @classmethod
-    def from_state(cls, state: Sequence[mx.array], meta_state: Any = "") -> TurboQuantKVCache:
-        """The cache whose `state` this was, its codec included. ValueError for any other state."""
-        made = cls.__new__(cls)
-        made.state, made.meta_state = state, meta_state
-        hook_for(made._held)
-        return made
-
     @classmethod
     def merge(cls, caches: Sequence[TurboQuantKVCache]) -> BatchTurboQuantKVCache:
         """One batch of caches of one sequence each, any of them empty."""
@@ -133,34 +180,6 @@ class TurboQuantKVCache:
         return BatchTurboQuantKVCache.merge(caches)
 
     # -- beyond the protocol ------------------------------------------------------------------------------------------
-
-    @property
-    def choice(self) -> Choice:
-        """The codec's part that this cache has: bits, levelling, sink_tokens, seed."""
-        return self._held.choice
-
-    @property
-    def attends(self) -> str:
-        """ "codes" or "buffer"."""
-        return self._held.attends
-
-    @property
-    def kind(self) -> Kind | None:
-        """Heads, widths and dtype of the rows; None before the first."""
-        return self._held.kind
-
-    def copy(self) -> TurboQuantKVCache:
-        """Another cache of the same rows. It costs nothing until one of the two changes, which the other never shows."""
-        made = type(self).__new__(type(self))
-        made._held = Coded.__new__(Coded)
-        made._held.take_over(self._held)
-        return made
-
-    def __copy__(self) -> TurboQuantKVCache:
-        return self.copy()
-
-    def __deepcopy__(self, memo: Any) -> TurboQuantKVCache:
-        return self.copy()
 
     def dequantize(self) -> KVCache:
         """A plain cache of the original dtype, with the rows that attention means."""
@@ -220,25 +239,6 @@ class TurboQuantKVCache:
 
     def __repr__(self) -> str:
         return f"TurboQuantKVCache({self._held.choice}, {self._held.rows} tokens, attend={self.attends!r})"
-
-
-def fetched(held: Coded, cache: Any) -> tuple[Any, Any]:
-    """What stands for the keys and values that are held."""
-    kind = held.known_kind()
-    if held.waiting or held.attends == "buffer":
-        return held.decoded_heads(0, kind.heads)
-    shape, dtype = (held.batch, kind.heads, held.rows), element(kind.dtype).mlx
-    return hook.Codes(cache, (*shape, kind.key_width), dtype), hook.Codes(cache, (*shape, kind.value_width), dtype)
-
-
-def attend_to(
-    held: Coded, queries: mx.array, keys: Any, values: Any, scale: float, mask: Any, sinks: mx.array | None
-) -> mx.array:
-    """What the hook calls: on arrays MLX's own attention."""
-    if isinstance(keys, mx.array):
-        sinks = sinks.astype(queries.dtype) if sinks is not None else None
-        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
-    return attend(held, queries, scale, mask, sinks)
 
 
 def hook_for(held: Coded) -> None:
