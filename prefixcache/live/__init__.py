@@ -1,8 +1,11 @@
 """Live caches: the attention state of prompts that a model is working on, kept as codes.
 
 `make_prompt_cache` and `convert_prompt_cache` are what a server calls; the classes have mlx-lm's cache protocol.
-`hook` is how attention reaches the codes, `families` which models it holds for. Importing this imports mlx-lm.
+`hook` is how attention reaches the codes, `families` which models it holds for. Importing this imports mlx-lm, and enters
+the classes there by name, so that its `load_prompt_cache` finds what its `save_prompt_cache` wrote.
 """
+
+from mlx_lm.models import cache as _mlx_caches
 
 from prefixcache.live.batch import BatchTurboQuantKVCache
 from prefixcache.live.coded import SharedLevels
@@ -20,3 +23,6 @@ __all__ = [
     "convert_prompt_cache",
     "make_prompt_cache",
 ]
+
+for _class in (TurboQuantKVCache, BatchTurboQuantKVCache, BatchQuantizedKVCache):
+    vars(_mlx_caches).setdefault(_class.__name__, _class)

@@ -25,7 +25,11 @@ def attend(held: Coded, queries: mx.array, scale: float, mask: Mask, sinks: mx.a
     of booleans (True: attend) or added to the scores. `sinks` (query heads,): logits of nothing, beside the keys'. A
     query that may attend to nothing gets zeros. ValueError for shapes that don't go together.
     """
-    _check(held, queries, mask)
+    _check(held, queries, mask, sinks)
+    if queries.size == 0 or held.rows == 0:
+        raise ValueError("attention of no queries, or to a cache that holds no rows")
+    if isinstance(mask, mx.array) and mask.ndim == 0:
+        mask = mask.reshape(1)
     causal, array = mask == "causal" if isinstance(mask, str) else False, None if isinstance(mask, str) else mask
     parts, raw = held.parts(), held.has_raw
     if len(parts) == 1 and not raw:
@@ -77,8 +81,22 @@ def _of_queries(mask: mx.array | None, first: int, last: int) -> mx.array | None
     return mask[..., first:last, :]
 
 
-def _check(held: Coded, queries: mx.array, mask: Mask) -> None:
+def plain(
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Mask, sinks: mx.array | None
+) -> mx.array:
+    """MLX's own attention, but zeros for a query that may attend to nothing."""
+    own = sinks.astype(queries.dtype) if sinks is not None else None
+    out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=own)
+    if isinstance(mask, mx.array):
+        seen = mx.any(mask if mask.dtype == mx.bool_ else mask > -mx.inf, axis=-1, keepdims=True)
+        out = mx.where(seen, out, mx.zeros((), out.dtype))
+    return out
+
+
+def _check(held: Coded, queries: mx.array, mask: Mask, sinks: mx.array | None) -> None:
     assert held.kind is not None
+    if sinks is not None and tuple(sinks.shape) != (queries.shape[1],):
+        raise ValueError(f"sinks of shape {tuple(sinks.shape)} for {queries.shape[1]} query heads: give one for each")
     batch, heads, length, width = queries.shape
     if batch != held.batch:
         raise ValueError(f"queries of {batch} sequences for a cache of {held.batch}: batch sizes must match")
@@ -152,9 +170,9 @@ def _by_heads(held: Coded, queries: mx.array, scale: float, mask: Mask, sinks: m
         own = slice(head * group, (head + 1) * group)
         one = mask[:, own] if isinstance(mask, mx.array) and mask.ndim == 4 and mask.shape[1] > 1 else mask
         made.append(
-            mx.fast.scaled_dot_product_attention(
-                queries[:, own], keys.astype(queries.dtype), values.astype(queries.dtype), scale=scale, mask=one,
-                sinks=sinks[own].astype(queries.dtype) if sinks is not None else None,
+            plain(
+                queries[:, own], keys.astype(queries.dtype), values.astype(queries.dtype), scale, one,
+                sinks[own] if sinks is not None else None,
             )
         )  # fmt: skip
     return mx.concatenate(made, axis=1)

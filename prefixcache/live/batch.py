@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
 from prefixcache.live.coded import PLAIN, RECENT, Choice, Coded, Pair, Run, SharedLevels, check_choice
-from prefixcache.live.ragged import check_alike, chosen, joined, rolled, selected, stacked, without_rows
+from prefixcache.live.ragged import check_alike, check_numbers, chosen, joined, rolled, selected, stacked, without_rows
 from prefixcache.live.turboquant import LiveCache, TurboQuantKVCache, hook_for
 
 ALIKE = "caches of one batch are coded alike; convert them with one codec"
@@ -39,6 +39,8 @@ class BatchTurboQuantKVCache(LiveCache):
         choice = check_choice(Choice(key_bits, value_bits, levelling, sink_tokens, seed, recent_tokens))
         held = Coded(choice, attend, levels, layer, None)
         held.pads = [int(n) for n in left_padding]
+        if min(held.pads, default=0) < 0:
+            raise ValueError(f"left_padding={held.pads}: give numbers of rows, 0 or more")
         held.floors = [0] * held.batch
         self._adopt(held)
 
@@ -57,6 +59,10 @@ class BatchTurboQuantKVCache(LiveCache):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Rows (B, heads, L, width) of one float dtype; see `TurboQuantKVCache.update_and_fetch`."""
+        if keys.shape[0] != self._held.batch:
+            raise ValueError(
+                f"rows of {keys.shape[0]} sequences for a cache of {self._held.batch}: batch sizes must match"
+            )
         self._held.append(keys, values)
         self.offset = self.offset + keys.shape[2]
         return self.keys_and_values()
@@ -66,7 +72,10 @@ class BatchTurboQuantKVCache(LiveCache):
         return self._held.rows
 
     def trim(self, n: int) -> int:
-        """Forget the last `n` rows of every sequence. ValueError where fewer are held."""
+        """Forget the last `n` rows of every sequence. ValueError where one has fewer."""
+        least = min(range(self._held.batch), key=self._held.tokens_of, default=0)
+        if self._held.batch and n > self._held.tokens_of(least):
+            raise ValueError(f"trim({n}): sequence {least} has {self._held.tokens_of(least)} tokens")
         self._held.cut(n)
         self.offset = self.offset - n
         return n
@@ -86,9 +95,7 @@ class BatchTurboQuantKVCache(LiveCache):
         `lengths`: tokens to come of each sequence; with them levels can be measured before the last of the padding.
         """
         held = self._held
-        for given in (left_padding, lengths, right_padding):
-            if given is not None and len(given) != held.batch:
-                raise ValueError(f"{len(given)} numbers for a batch of {held.batch}: give one for each sequence")
+        check_numbers((left_padding, lengths, right_padding), held.batch)
         if left_padding is not None:
             if held.kind is not None:
                 raise ValueError("left padding can be added to an empty batch only")
@@ -217,7 +224,7 @@ class BatchTurboQuantKVCache(LiveCache):
 
 
 def _merged(singles: list[Coded]) -> Coded:
-    ready = _alike(singles)
+    ready = _alike(singles, 1)
     made = Coded(ready[0].choice, ready[0].attends, *ready[0].shared, 0)
     made.waiting = ready[0].waiting
     made.rows = max(held.rows for held in ready)
@@ -287,8 +294,9 @@ def _together(batches: list[Coded]) -> Coded:
     return made
 
 
-def _alike(several: list[Coded]) -> list[Coded]:
-    """Copies that can be one batch: all waiting, or all coded. ValueError where they can't."""
+def _alike(several: list[Coded], sequences: int = 0) -> list[Coded]:
+    """Copies that can be one batch: all waiting, or all coded. ValueError where they can't. `sequences`: how many a cache
+    stands for that has seen nothing."""
     first = several[0]
     kinds = [held.kind._asdict() for held in several if held.kind is not None]
     for held in several:
@@ -301,7 +309,7 @@ def _alike(several: list[Coded]) -> list[Coded]:
     for held in several:
         own = Coded.__new__(Coded)
         own.take_over(held)
-        own.pads, own.floors = own.pads or [0], own.floors or [0]
+        own.pads, own.floors = own.pads or [0] * sequences, own.floors or [0] * sequences
         ready.append(own)
     levels: Pair | None = next((held.runs[0][-1].levels for held in ready if held.runs and not held.waiting), None)
     if levels is not None or not first.choice.levelling:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import operator
 import threading
 from collections.abc import Sequence
 from itertools import pairwise
@@ -20,6 +21,7 @@ import numpy as np
 from prefixcache.codecs.coded_rows import CodedRows
 from prefixcache.codecs.interchange import FLOATS, borrow, copy_out, element, name_of, on_cpu
 from prefixcache.codecs.levelling import LEAST_ROWS, Levels, measure
+from prefixcache.codecs.packing import words_of
 from prefixcache.codecs.raw_attention_gpu import RawRows
 from prefixcache.codecs.turboquant import LEAST_WIDTH, TurboQuant
 from prefixcache.codecs.turboquant_format import Form, form_of
@@ -192,6 +194,7 @@ class Coded:
         if not self.runs and not self.waiting:
             self.runs = [(Run(0, PLAIN),)] * self.batch
         if self.waiting:
+            self._check_levels()
             at = self.rows
             self.raw = tuple(
                 put(own, new, at) for own, new in zip(self.raw or (None, None), (keys, values), strict=True)
@@ -261,6 +264,17 @@ class Coded:
                 if new != own
             )
             raise ValueError(f"rows that don't go with those that are held: {differs}")
+
+    def _check_levels(self) -> None:
+        """ValueError for shared levels of other rows, before anything is changed."""
+        shared, layer = self.shared
+        known, kind = shared.get(layer) if shared is not None else None, self.known_kind()
+        for own, width in zip(known[:2] if known is not None else (), (kind.key_width, kind.value_width), strict=False):
+            if own is not None and own.mean.shape != (kind.heads, width):
+                raise ValueError(
+                    f"layer {layer}: SharedLevels measured on {own.mean.shape[0]} heads of {own.mean.shape[1]}, these rows "
+                    f"are {kind.heads} of {width}; use one SharedLevels for each model"
+                )
 
     def settle_when_ready(self) -> None:
         """Code what waits, when its levels are known or there are rows enough to measure them from."""
@@ -506,8 +520,7 @@ class Coded:
     def decoded_heads(self, first: int, heads: int) -> tuple[mx.array, mx.array]:
         """Keys and values of some heads as attention means them: (B, `heads`, rows, width), zero where padding is."""
         own = slice(first, first + heads)
-        if self.waiting:
-            assert self.raw is not None
+        if self.waiting and self.raw is not None:
             return self.raw[0][:, own, : self.rows], self.raw[1][:, own, : self.rows]
         if self.decoded is not None:
             return self.decoded[0][:, own, : self.rows], self.decoded[1][:, own, : self.rows]
@@ -536,6 +549,9 @@ class Coded:
             if end < self.rows:  # padding on the right
                 shape, dtype = (1, count, self.rows - max(end, pad)), element(kind.dtype).mlx
                 pieces.append((mx.zeros((*shape, kind.key_width), dtype), mx.zeros((*shape, kind.value_width), dtype)))
+        if not pieces:
+            shape, dtype = (1, count, 0), element(kind.dtype).mlx
+            return mx.zeros((*shape, kind.key_width), dtype), mx.zeros((*shape, kind.value_width), dtype)
         if len(pieces) == 1:
             return pieces[0]
         return mx.concatenate([p[0] for p in pieces], axis=2), mx.concatenate([p[1] for p in pieces], axis=2)
@@ -559,10 +575,10 @@ class Coded:
 
     def cut(self, n: int) -> None:
         """Forget the last `n` rows. ValueError where there are fewer."""
-        if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n <= self.rows:
+        if isinstance(n, bool) or not hasattr(n, "__index__") or not 0 <= n <= self.rows:
             raise ValueError(f"trim({n!r}): {self.rows} tokens are held; give a number from 0 to that")
         floors = [self.floor_of(b) for b in range(self.batch)]
-        self.rows -= n
+        self.rows -= operator.index(n)
         self.floors = [min(floor, self.rows) for floor in floors]
 
     # -- as arrays alone ----------------------------------------------------------------------------------------------
@@ -609,11 +625,42 @@ class Coded:
                 for both in said["levels"]
             ]
             self.runs = [tuple(Run(first, pairs[i]) for first, i in runs) for runs in said["runs"]]
+            self._check_restored()
             checked: dict[str, Any] = said
-        except (StopIteration, KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+        except (StopIteration, RuntimeError, KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
             raise ValueError(f"no state of a live TurboQuant cache: {error or type(error).__name__}") from None
         self.show_all()
         return checked
+
+    def _check_restored(self) -> None:
+        """ValueError where arrays and what is said of them don't go together."""
+        check_choice(self.choice)
+        batch, most = len(self.pads), self.choice.recent_tokens
+        fits = len(self.floors) == batch and len(self.runs) == (0 if self.waiting else batch) and self.rows >= 0
+        if self.kind is not None:
+            heads, kind = self.kind.heads, element(self.kind.dtype).mlx
+            words = sum(words_of(form.width, form.codebook.bits) for form in self.forms)
+            wanted: list[tuple[mx.array, tuple[int, ...], mx.Dtype, int]] = []
+            if self.codes is not None and self.scales is not None:
+                wanted = [(self.codes, (words,), mx.uint32, self.rows), (self.scales, (2,), mx.uint16, self.rows)]
+            widths = self.kind.key_width, self.kind.value_width
+            for pair, least in (
+                (self.raw, self.rows if self.waiting else self.choice.sink_tokens),
+                (self.recent, most),
+            ):
+                wanted += [(own, (w,), kind, least) for own, w in zip(pair or (), widths, strict=False)]
+            fits = fits and all(
+                own.shape[:2] == (batch, heads)
+                and own.shape[3:] == rest
+                and own.dtype == dtype
+                and own.shape[2] >= least
+                for own, rest, dtype, least in wanted
+            )
+            fits = fits and (self.rows == 0 or bool(wanted))
+            for levels, width in ((own, w) for pair in self.pairs() for own, w in zip(pair[:2], widths, strict=True)):
+                fits = fits and (levels is None or levels.mean.shape == levels.root.shape == (heads, width))
+        if not fits:
+            raise ValueError("its arrays are not those that it names")
 
 
 # -- parts that need no cache ----------------------------------------------------------------------------------------

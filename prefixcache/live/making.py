@@ -5,7 +5,6 @@ are coded, and the result says why the others are not.
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
@@ -13,7 +12,7 @@ import mlx.core as mx
 from mlx_lm.models import cache as mlx_caches
 from mlx_lm.models.cache import CacheList, KVCache
 
-from prefixcache.codecs import Affine, Codec, Raw, RawRows, Stream, TurboQuant, as_codec
+from prefixcache.codecs import Affine, Codec, Raw, RawRows, RowCodec, Stream, TurboQuant, as_codec
 from prefixcache.codecs.affine import AffineRows
 from prefixcache.codecs.interchange import FLOATS, name_of
 from prefixcache.codecs.turboquant import TurboQuantRows
@@ -173,6 +172,7 @@ class _Making:
         own = next(rows) if rows is not None else next(iter(_rows_in(cache)))
         number, self._number = self._number, self._number + 1
         if isinstance(cache, (TurboQuantKVCache, QuantizedKVCache)):
+            self._check_coded(cache, layer, own)
             self._coded.add(layer)
             return cache
         if type(cache) is not KVCache:
@@ -188,15 +188,33 @@ class _Making:
         self._coded.add(layer)
         return coder(cache, number)
 
+    def _check_coded(self, cache: Any, layer: int, rows: Rows | None) -> None:
+        """ValueError for a layer that is coded already, and otherwise."""
+        if isinstance(cache, TurboQuantKVCache):
+            said, wanted = str(cache.choice), None
+            if rows is not None:
+                keys, values = self._row_codecs(layer, rows)
+                if isinstance(keys, TurboQuantRows) and isinstance(values, TurboQuantRows):
+                    wanted = (keys.bits, values.bits, keys.levelled, self._codec.sink_tokens, keys.seed)
+            same = rows is None or wanted == tuple(cache.choice[:5])
+        else:
+            said = f"mx.quantize at {cache.bits} bits, groups of {cache.group_size}"
+            same = isinstance(self._codec, Affine) and self._codec.bits == cache.bits
+        if not same:
+            raise ValueError(f"layer {layer} is coded already, by {said}, not {self._codec}: dequantize it first")
+
+    def _row_codecs(self, layer: int, rows: Rows) -> tuple[RowCodec, RowCodec]:
+        keys, values = (
+            self._codec.row_codec(Stream(layer, self._layers, part, rows.heads, own, other, rows.dtype))
+            for part, own, other in _parts(rows)
+        )
+        return keys, values
+
     def _coder(self, layer: int, rows: Rows) -> Any:
         """What makes a layer's cache from a plain one; or why the layer stays as it is."""
         if rows.dtype not in FLOATS:
             return f"rows of {rows.dtype}"
-        whole = layer, self._layers
-        keys, values = (
-            self._codec.row_codec(Stream(*whole, part, rows.heads, own, other, rows.dtype))
-            for part, own, other in _parts(rows)
-        )
+        keys, values = self._row_codecs(layer, rows)
         if isinstance(keys, RawRows) or isinstance(values, RawRows):
             return f"the codec leaves {rows} as they are"
         if isinstance(keys, TurboQuantRows) and isinstance(values, TurboQuantRows):
@@ -261,18 +279,9 @@ def _rows_in(cache: Any) -> list[Rows | None]:
     return [Rows(keys.shape[1], keys.shape[3], values.shape[3], name_of(keys.dtype))]
 
 
-_sketches: dict[int, tuple[weakref.ref[Any], list[list[Rows | None]]]] = {}
-
-
 def rows_of(model: Any) -> list[list[Rows | None]]:
-    """Of each layer of a model, and each leaf of its cache, the rows that it makes. One step is built as a graph, never
-    evaluated; a model is asked once."""
-    known = _sketches.get(id(model))
-    if known is not None and known[0]() is model:
-        return known[1]
+    """Of each layer of a model, and each leaf of its cache, the rows that it makes. One step is built as a graph and never
+    evaluated, which takes a millisecond or a few."""
     caches = mlx_caches.make_prompt_cache(model)
     model(mx.array([[0]]), cache=caches)
-    found = [_rows_in(cache) for cache in caches]
-    own = id(model)
-    _sketches[own] = weakref.ref(model, lambda _: _sketches.pop(own, None)), found
-    return found
+    return [_rows_in(cache) for cache in caches]

@@ -237,6 +237,7 @@ class BatchQuantizedKVCache(_Quantized, mlx_lm_cache._BaseCache):
         right_padding: list[int] | None = None,
     ) -> None:
         """Announce padding: at the left of the first tokens, or at the right of what comes until `finalize`."""
+        ragged.check_numbers((left_padding, lengths, right_padding), self.left_padding.shape[0])
         if left_padding is not None:
             if self.keys is not None:
                 raise ValueError("left padding for a batch that has tokens: only an empty one can be padded there")
@@ -251,6 +252,8 @@ class BatchQuantizedKVCache(_Quantized, mlx_lm_cache._BaseCache):
         if padding is not None and arrays is not None:
             self._hold(ragged.rolled(arrays, padding))
             self.left_padding = self.left_padding + padding
+
+    meta_state = ""
 
     # Numbers are an array, and not beside the state as in 0.31 or among it as in 0.32: both can save that.
     @property
@@ -308,6 +311,8 @@ class BatchQuantizedKVCache(_Quantized, mlx_lm_cache._BaseCache):
         """Append the sequences of `other`, which stays as it is. ValueError when they can't be in one batch."""
         if not isinstance(other, BatchQuantizedKVCache):
             raise ValueError(f"a {type(other).__name__} can't extend a BatchQuantizedKVCache: {ALIKE}")
+        if self._right_padding is not None or other._right_padding is not None:
+            raise ValueError("a batch with padding on the right: finalize() it first")
         ragged.check_alike(_traits(self), _traits(other), ALIKE)
         used = max(self._idx, other._idx)
         mine, others = self._arrays(), other._arrays()
@@ -323,6 +328,7 @@ class BatchQuantizedKVCache(_Quantized, mlx_lm_cache._BaseCache):
 
     def extract(self, idx: int) -> QuantizedKVCache:
         """Sequence `idx` by itself, copied out."""
+        ragged.chosen([idx], self.left_padding.shape[0])
         cache = QuantizedKVCache(self.group_size, self.bits)
         arrays, padding = self._arrays(), ragged.numbers(self.left_padding)[idx]
         if arrays is not None and padding < self._idx:
@@ -333,6 +339,8 @@ class BatchQuantizedKVCache(_Quantized, mlx_lm_cache._BaseCache):
     @classmethod
     def merge(cls, caches: Sequence[Any]) -> BatchQuantizedKVCache:
         """A batch of single caches, mlx-lm's QuantizedKVCache or this module's. ValueError when they are not alike."""
+        if not caches:
+            raise ValueError("merge([]): give one cache or more")
         for cache in caches:
             if not isinstance(cache, mlx_lm_cache.QuantizedKVCache):
                 raise ValueError(f"a {type(cache).__name__} in a batch of QuantizedKVCache: {ALIKE}")

@@ -8,6 +8,7 @@ caches keep those numbers; nothing here does.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -70,12 +71,22 @@ def without_rows(arrays: Arrays, sequences: int) -> Arrays:
 
 
 def chosen(indices: Sequence[int] | mx.array, sequences: int) -> mx.array:
-    """int32 indices into a batch. IndexError for one outside it: MLX would read whatever is there."""
-    listed = numbers(indices) if isinstance(indices, mx.array) else [int(i) for i in indices]
+    """int32 indices into a batch. IndexError for one outside it: MLX would read whatever is there. TypeError for what are
+    no integers: a mask of booleans would be taken for them."""
+    listed: list[Any] = list(indices.tolist() if isinstance(indices, mx.array) else indices)  # type: ignore[arg-type]
     for i in listed:
+        if isinstance(i, bool) or not hasattr(i, "__index__"):
+            raise TypeError(f"{i!r} of {indices!r}: give the numbers of sequences, whole numbers from 0")
         if not 0 <= i < sequences:
             raise IndexError(f"sequence {i} of a batch of {sequences}: count from 0 to {sequences - 1}")
-    return mx.array(listed, mx.int32)
+    return mx.array([operator.index(i) for i in listed], mx.int32)
+
+
+def check_numbers(given: Sequence[Sequence[int] | None], sequences: int) -> None:
+    """ValueError where one of them is not a number for each sequence."""
+    for own in given:
+        if own is not None and len(own) != sequences:
+            raise ValueError(f"{len(own)} numbers for a batch of {sequences}: give one for each sequence")
 
 
 def numbers(array: mx.array) -> list[int]:

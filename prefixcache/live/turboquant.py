@@ -11,7 +11,7 @@ from mlx_lm.models.cache import KVCache, create_attention_mask
 
 from prefixcache.codecs.interchange import element
 from prefixcache.live import hook
-from prefixcache.live.attention import attend
+from prefixcache.live.attention import attend, plain
 from prefixcache.live.coded import RECENT, Choice, Coded, Kind, Pair, SharedLevels, check_choice, put
 
 if TYPE_CHECKING:
@@ -38,9 +38,21 @@ class LiveCache:
     ) -> mx.array:
         """What the hook calls with what `update_and_fetch` returned: see `attention.attend`. On arrays it is MLX's own."""
         if isinstance(keys, mx.array):
-            sinks = sinks.astype(queries.dtype) if sinks is not None else None
-            return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+            return plain(queries, keys, values, scale, mask, sinks)
         return attend(self._held, queries, scale, mask, sinks)
+
+    @property
+    def bits(self) -> int:
+        """Bits of keys, where codes are what is fetched: mlx-lm's own function, while it isn't hooked, then takes its
+        quantised way, and what it meets says what to do."""
+        if self._held.waiting or self._held.attends == "buffer":
+            raise AttributeError("bits")
+        return self._held.choice.key_bits
+
+    @property
+    def group_size(self) -> int:
+        """Beside `bits`."""
+        return self._held.known_kind().key_width
 
     def size(self) -> int:
         """Rows held: of a batch, padding included."""

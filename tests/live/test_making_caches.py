@@ -1,15 +1,13 @@
 """Which layers become live compressed caches, what the result says of the others, and what models answer on them."""
 
-import gc
-
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, load_prompt_cache, save_prompt_cache
 from mlx_lm.models.cache import make_prompt_cache as make_plain
 
 import prefixcache
 from prefixcache import Affine, QuantizedKVCache, TurboQuant, TurboQuantKVCache, convert_prompt_cache, make_prompt_cache
-from prefixcache.live import SharedLevels, making
+from prefixcache.live import SharedLevels, hook
 from tests.families import FAMILIES
 
 TOKENS = [n * 7 % 128 for n in range(300)]
@@ -167,14 +165,45 @@ def test_bad_input_is_named():
         convert_prompt_cache(make_plain(model))
 
 
-def test_a_model_that_is_gone_is_forgotten():
+def test_a_model_whose_layers_changed_is_sketched_anew():
     model = built("llama")
+    old = prefilled(model)
     make_prompt_cache(model, TurboQuant())
-    assert id(model) in making._sketches
-    own = id(model)
-    del model
-    gc.collect()
-    assert own not in making._sketches
+    model.model.layers = model.model.layers[:2]
+    assert len(make_prompt_cache(model, TurboQuant())) == 2
+    assert len(convert_prompt_cache(prefilled(model), model=model)) == 2
+    with pytest.raises(ValueError, match="a prompt cache of 4 layers for a model of 2"):
+        convert_prompt_cache(old, model=model)
+
+
+def test_a_layer_that_is_coded_otherwise_is_an_error():
+    live = convert_prompt_cache(prefilled(built("llama")), "turboquant:4")
+    with pytest.raises(ValueError, match="layer 0 is coded already, by turboquant k4 v4, not turboquant k8 v8"):
+        convert_prompt_cache(live, "turboquant:8")
+
+
+@pytest.mark.parametrize("codec", ["turboquant:4", "affine:8:32"])
+def test_mlx_lm_saves_and_loads_live_caches(codec, tmp_path):
+    model = built("llama")
+    live = convert_prompt_cache(prefilled(model), codec)
+    save_prompt_cache(str(tmp_path / "cache.safetensors"), list(live))
+    back = load_prompt_cache(str(tmp_path / "cache.safetensors"))
+    assert mx.allclose(logits(model, live), logits(model, back), atol=1e-3)
+
+
+def test_an_unhooked_model_says_what_to_do():
+    model = built("llama")
+    live = convert_prompt_cache(prefilled(model), "turboquant:4", model=model)
+    hook.uninstall()
+    try:
+        with pytest.raises(TypeError, match=r"call prefixcache.live.hook.install\(\)"):
+            logits(model, live)
+        waiting = make_prompt_cache(model, "turboquant:4")
+        hook.uninstall()
+        logits(model, waiting)  # arrays, so far
+    finally:
+        hook.install()
+    logits(model, live)
 
 
 def test_the_package_names_them_without_loading_mlx_lm_first():

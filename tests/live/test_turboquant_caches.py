@@ -282,6 +282,62 @@ def test_bad_settings_are_named():
         TurboQuantKVCache.from_cache(TurboQuantKVCache())
 
 
+def test_a_cache_cut_to_nothing_is_an_empty_one():
+    for attend in ("codes", "buffer"):
+        cache = TurboQuantKVCache(attend=attend)
+        added(cache, 300)
+        cache.trim(300)
+        assert cache.dequantize().keys.shape[2] == 0 or cache.dequantize().offset == 0
+        assert TurboQuantKVCache.from_state(cache.state).offset == 0
+        empty = TurboQuantKVCache(attend=attend, levelling=False)
+        empty.update_and_fetch(rows(0), rows(0))
+        assert empty.offset == 0
+        for own in (cache, empty):
+            queries, keys, values = added(own, 3)
+            out = own.attend_to_codes(queries, keys, values, scale=0.125, mask="causal")
+            assert error(out, plain_attention(queries, *meant(own), "causal")) <= 1e-3
+
+
+@pytest.mark.parametrize("n", [30, 300])
+@pytest.mark.parametrize("attend", ["codes", "buffer"])
+@pytest.mark.parametrize("additive", [False, True])
+def test_a_query_that_may_attend_to_nothing_gets_zeros_in_every_state(n, attend, additive):
+    cache = TurboQuantKVCache(attend=attend)
+    queries, keys, values = added(cache, n, length=2)
+    mask = mx.zeros((1, 1, 2, n), mx.bool_)
+    mask[:, :, 1] = True
+    mask = mx.where(mask, 0.0, -mx.inf).astype(mx.float16) if additive else mask
+    out = cache.attend_to_codes(queries, keys, values, scale=0.125, mask=mask)
+    assert not mx.any(out[:, :, 0]).item()
+    assert mx.all(mx.any(out[:, :, 1], axis=-1)).item()
+
+
+def test_levels_of_another_model_are_named_and_nothing_is_lost():
+    shared = SharedLevels()
+    cache = TurboQuantKVCache(levels=shared)
+    added(cache, 100)
+    before = [np.array(x) for x in meant(cache)]
+    TurboQuantKVCache(levels=shared).update_and_fetch(rows(300, width=96), rows(300, width=96))
+    with pytest.raises(ValueError, match="one SharedLevels for each model"):
+        added(cache, 1)
+    assert cache.offset == 100
+    assert all(np.array_equal(a, b) for a, b in zip(before, map(np.array, meant(cache)), strict=True))
+
+
+def test_a_state_whose_arrays_do_not_fit_is_refused():
+    cache = TurboQuantKVCache(sink_tokens=2)
+    added(cache, 300)
+    good = cache.state
+    for bad in (
+        [good[0], good[1][:, :, :100], good[2][:, :, :100], *good[3:]],
+        [good[0], good[2], good[1], *good[3:]],
+        [*good[:3], good[3][..., :32], *good[4:]],
+        good[:-1],
+    ):
+        with pytest.raises(ValueError, match="no state of a live TurboQuant cache"):
+            TurboQuantKVCache.from_state(bad)
+
+
 # -- batches -----------------------------------------------------------------------------------------------------------------
 
 
@@ -483,6 +539,35 @@ def test_rows_that_are_not_alike_can_not_be_in_one_batch():
         batch.prepare(right_padding=[1])
     with pytest.raises(ValueError, match="empty batch only"):
         batch.prepare(left_padding=[1, 0])
+
+
+def test_a_batch_of_none_stands_for_none():
+    whole = TurboQuantKVCache.merge(singles((300, 20)))
+    for empty in (BatchTurboQuantKVCache([], levelling=False), TurboQuantKVCache.merge(singles((300,)))):
+        empty.filter([])
+        assert empty.offset.tolist() == []
+        with pytest.raises(ValueError, match="rows of 2 sequences for a cache of 0"):
+            empty.update_and_fetch(rows(1, 2), rows(1, 2))
+        other = whole.copy()
+        other.extend(empty)
+        assert other.offset.tolist() == [300, 20]
+        empty.extend(whole)
+        assert empty.offset.tolist() == [300, 20]
+        queries, mask, new = rows(1, 2, 4), whole.make_mask(1), (rows(1, 2), rows(1, 2))
+        outs = [c.attend_to_codes(queries, *c.update_and_fetch(*new), scale=1.0, mask=mask) for c in (empty, other)]
+        assert error(*outs) <= 1e-3
+
+
+def test_a_batch_is_cut_no_further_than_its_shortest():
+    batch = TurboQuantKVCache.merge(singles((300, 20)))
+    with pytest.raises(ValueError, match="trim\\(100\\): sequence 1 has 20 tokens"):
+        batch.trim(100)
+    with pytest.raises(TypeError, match="whole numbers from 0"):
+        batch.filter(mx.array([True, False]))
+    with pytest.raises(ValueError, match="0 or more"):
+        BatchTurboQuantKVCache([-2, 0])
+    assert batch.trim(np.int64(3)) == 3
+    assert batch.offset.tolist() == [297, 17]
 
 
 @pytest.mark.parametrize("seed", range(3))
