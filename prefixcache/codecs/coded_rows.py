@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from .packing import words_of
 from .turboquant_format import Form
 
 
@@ -33,4 +34,4 @@ class CodedRows(NamedTuple):
     @property
     def key_words(self) -> int:
         """Where a row's value begins in `codes`."""
-        return -(-self.keys.width * self.keys.codebook.bits // 32)
+        return words_of(self.keys.width, self.keys.codebook.bits)

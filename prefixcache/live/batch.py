@@ -280,9 +280,7 @@ def _together(batches: list[Coded]) -> Coded:
         made.raw = both([_tuple(held.raw) for held in ready])
         made.settle_when_ready()
         return made
-    codes = both(
-        [(held.codes, held.scales) if held.codes is not None and held.scales is not None else None for held in ready]
-    )
+    codes = both([_codes(held) for held in ready])
     if codes is not None:
         made.codes, made.scales = codes
     made.decoded = both([_tuple(held.decoded) for held in ready])

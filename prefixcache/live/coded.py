@@ -63,6 +63,10 @@ class Kind(NamedTuple):
     value_width: int
     dtype: str
 
+    def __str__(self) -> str:
+        widths = self.key_width if self.key_width == self.value_width else f"{self.key_width} and {self.value_width}"
+        return f"{self.heads} heads of {widths} {self.dtype}"
+
 
 class Choice(NamedTuple):
     """How rows are coded, and which stay as they are beside their codes: what the user chose."""
@@ -128,15 +132,13 @@ class Coded:
         self.pads: list[int] = [0] * batch if batch else []
         self.codes: mx.array | None = None  # uint32 (B, heads, capacity, key words + value words)
         self.scales: mx.array | None = None  # uint16 (B, heads, capacity, 2)
-        self.raw: tuple[mx.array, mx.array] | None = (
-            None  # (B, heads, capacity or sink_tokens, width): waiting, or sinks
-        )
+        # (B, heads, capacity, width) while they wait; then the sinks, (B, heads, sink_tokens, width).
+        self.raw: tuple[mx.array, mx.array] | None = None
         self.recent: tuple[mx.array, mx.array] | None = None  # (B, heads, recent_tokens, width)
         self.floors: list[int] = [0] * batch if batch else []
         self.decoded: tuple[mx.array, mx.array] | None = None  # attend="buffer": (B, heads, capacity, width)
-        self.ends: list[int] | None = (
-            None  # the row where a sequence's padding on the right begins, until it is turned left
-        )
+        # The row where a sequence's padding on the right begins, until it is turned left.
+        self.ends: list[int] | None = None
         self.runs: list[tuple[Run, ...]] = []
         self.waiting = choice.levelling
         self.shared = shared, layer
@@ -530,12 +532,11 @@ class Coded:
         return mx.concatenate([keys for keys, _ in made]), mx.concatenate([values for _, values in made])
 
     def _decoded_sequence(self, b: int, heads: slice) -> tuple[mx.array, mx.array]:
-        kind, pad = self.known_kind(), self.pads[b]
+        pad = self.pads[b]
         count = heads.stop - heads.start
         pieces: list[tuple[mx.array, mx.array]] = []
         if pad:
-            shape, dtype = (1, count, min(pad, self.rows)), element(kind.dtype).mlx
-            pieces.append((mx.zeros((*shape, kind.key_width), dtype), mx.zeros((*shape, kind.value_width), dtype)))
+            pieces.append(self._zeros(count, min(pad, self.rows)))
         if self.raw is not None and (sinks := min(self.choice.sink_tokens, self.tokens_of(b))):
             pieces.append((self.raw[0][b : b + 1, heads, :sinks], self.raw[1][b : b + 1, heads, :sinks]))
         for low, high, pair in self.spans_of(b):
@@ -546,15 +547,17 @@ class Coded:
             for first, last, place in places(low, end, self.choice.recent_tokens):
                 own = slice(place, place + last - first)
                 pieces.append((self.recent[0][b : b + 1, heads, own], self.recent[1][b : b + 1, heads, own]))
-            if end < self.rows:  # padding on the right
-                shape, dtype = (1, count, self.rows - max(end, pad)), element(kind.dtype).mlx
-                pieces.append((mx.zeros((*shape, kind.key_width), dtype), mx.zeros((*shape, kind.value_width), dtype)))
-        if not pieces:
-            shape, dtype = (1, count, 0), element(kind.dtype).mlx
-            return mx.zeros((*shape, kind.key_width), dtype), mx.zeros((*shape, kind.value_width), dtype)
+        if (behind := self.rows - max(self.recent_end(b), min(pad, self.rows))) or not pieces:  # padding on the right
+            pieces.append(self._zeros(count, behind))
         if len(pieces) == 1:
             return pieces[0]
         return mx.concatenate([p[0] for p in pieces], axis=2), mx.concatenate([p[1] for p in pieces], axis=2)
+
+    def _zeros(self, heads: int, rows: int) -> tuple[mx.array, mx.array]:
+        """Rows that are nobody's: (1, heads, rows, width) each."""
+        kind = self.known_kind()
+        shape, dtype = (1, heads, rows), element(kind.dtype).mlx
+        return mx.zeros((*shape, kind.key_width), dtype), mx.zeros((*shape, kind.value_width), dtype)
 
     def _decoded_codes(
         self, b: int, heads: slice, first: int, last: int, stacks: Sequence[LevelStack]
@@ -703,7 +706,7 @@ def decoded_rows(
 ) -> tuple[mx.array, mx.array]:
     """Codes (B, heads, T, words), scales (B, heads, T, 2) -> keys and values (B, heads, T, width)."""
     keys, values = stacks
-    at = -(-keys.form.width * keys.form.codebook.bits // 32)
+    at = words_of(keys.form.width, keys.form.codebook.bits)
     return (
         decode(codes[..., :at], scales[..., 0], dtype, keys),
         decode(codes[..., at:], scales[..., 1], dtype, values),

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_caches
@@ -17,7 +17,7 @@ from prefixcache.codecs.affine import AffineRows
 from prefixcache.codecs.interchange import FLOATS, name_of
 from prefixcache.codecs.turboquant import TurboQuantRows
 from prefixcache.live import families
-from prefixcache.live.coded import RECENT, SharedLevels
+from prefixcache.live.coded import RECENT, Kind, SharedLevels
 from prefixcache.live.quantized import QuantizedKVCache
 from prefixcache.live.turboquant import TurboQuantKVCache
 
@@ -32,21 +32,6 @@ class LivePromptCache(list[Any]):
         super().__init__(layers)
         self.coded = coded
         self.left = dict(left)
-
-
-class Rows(NamedTuple):
-    """The rows that a layer makes, as its first ones show."""
-
-    heads: int
-    key_width: int
-    value_width: int
-    dtype: str
-
-    def __str__(self) -> str:
-        widths = (
-            f"{self.key_width}" if self.key_width == self.value_width else f"{self.key_width} and {self.value_width}"
-        )
-        return f"{self.heads} heads of {widths} {self.dtype}"
 
 
 def make_prompt_cache(
@@ -143,7 +128,7 @@ class _Making:
         self._coded: set[int] = set()
         self._number = 0  # of leaves: what shared levels go by
 
-    def all(self, caches: Sequence[Any], rows: list[list[Rows | None]] | None, into: list[Any] | None = None) -> Any:
+    def all(self, caches: Sequence[Any], rows: list[list[Kind | None]] | None, into: list[Any] | None = None) -> Any:
         made = into if into is not None else [None] * len(caches)
         for layer, cache in enumerate(caches):
             own = self._layer(cache, layer, iter(rows[layer]) if rows is not None else None)
@@ -188,7 +173,7 @@ class _Making:
         self._coded.add(layer)
         return coder(cache, number)
 
-    def _check_coded(self, cache: Any, layer: int, rows: Rows | None) -> None:
+    def _check_coded(self, cache: Any, layer: int, rows: Kind | None) -> None:
         """ValueError for a layer that is coded already, and otherwise."""
         if isinstance(cache, TurboQuantKVCache):
             said, wanted = str(cache.choice), None
@@ -203,14 +188,14 @@ class _Making:
         if not same:
             raise ValueError(f"layer {layer} is coded already, by {said}, not {self._codec}: dequantize it first")
 
-    def _row_codecs(self, layer: int, rows: Rows) -> tuple[RowCodec, RowCodec]:
+    def _row_codecs(self, layer: int, rows: Kind) -> tuple[RowCodec, RowCodec]:
         keys, values = (
             self._codec.row_codec(Stream(layer, self._layers, part, rows.heads, own, other, rows.dtype))
             for part, own, other in _parts(rows)
         )
         return keys, values
 
-    def _coder(self, layer: int, rows: Rows) -> Any:
+    def _coder(self, layer: int, rows: Kind) -> Any:
         """What makes a layer's cache from a plain one; or why the layer stays as it is."""
         if rows.dtype not in FLOATS:
             return f"rows of {rows.dtype}"
@@ -234,7 +219,7 @@ class _Making:
         return lambda cache, number: _quantized(cache, keys.group_size, keys.bits)
 
 
-def _parts(rows: Rows) -> list[tuple[Literal["keys", "values"], int, int]]:
+def _parts(rows: Kind) -> list[tuple[Literal["keys", "values"], int, int]]:
     return [("keys", rows.key_width, rows.value_width), ("values", rows.value_width, rows.key_width)]
 
 
@@ -267,19 +252,19 @@ def _spoken(layers: list[int]) -> str:
 # -- what rows there are -----------------------------------------------------------------------------------------------
 
 
-def _rows_in(cache: Any) -> list[Rows | None]:
+def _rows_in(cache: Any) -> list[Kind | None]:
     """Of each leaf of a layer's cache, depth first."""
     if isinstance(cache, CacheList):
         return [rows for child in cache.caches for rows in _rows_in(child)]
     if isinstance(cache, TurboQuantKVCache):
-        return [Rows(*cache.kind) if cache.kind is not None else None]
+        return [cache.kind]
     keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
     if not isinstance(keys, mx.array) or not isinstance(values, mx.array) or keys.ndim != 4:
         return [None]
-    return [Rows(keys.shape[1], keys.shape[3], values.shape[3], name_of(keys.dtype))]
+    return [Kind(keys.shape[1], keys.shape[3], values.shape[3], name_of(keys.dtype))]
 
 
-def rows_of(model: Any) -> list[list[Rows | None]]:
+def rows_of(model: Any) -> list[list[Kind | None]]:
     """Of each layer of a model, and each leaf of its cache, the rows that it makes. One step is built as a graph and never
     evaluated, which takes a millisecond or a few."""
     caches = mlx_caches.make_prompt_cache(model)
