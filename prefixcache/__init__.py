@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefixcache.cache import Match, PrefixCache, Stored
 from prefixcache.codecs import Affine, Raw, TurboQuant
+from prefixcache.identity import model_identity
 from prefixcache.layers import CacheError, StoredLayer, StoredPrompt, allow
 from prefixcache.settings import Settings
 from prefixcache.ssd import DirectoryError, DirectoryHeld
@@ -53,6 +54,7 @@ __all__ = [
     "allow",
     "convert_prompt_cache",
     "make_prompt_cache",
+    "model_identity",
 ]
 
 

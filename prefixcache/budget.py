@@ -95,9 +95,12 @@ class Reservation:
         self.left -= images + nodes
         self._budget._spend(images, nodes, 0)
 
-    def release(self) -> None:
-        back, self.left = self.left, 0
+    def release(self, nbytes: int | None = None) -> int:
+        """Give back what is left, or so much of it. Returns how much that was."""
+        back = self.left if nbytes is None else min(nbytes, self.left)
+        self.left -= back
         self._budget._spend(0, 0, back)
+        return back
 
     def __enter__(self) -> Reservation:
         return self

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import sys
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from prefixcache.budget import Reservation
 from prefixcache.codecs import Codec, TurboQuant, codec_from_spec, turboquant_backends
 from prefixcache.image import Image
 from prefixcache.keys import TOKEN_BYTES, Tokens, as_model, as_salt, as_tokens, canonical, root_key
@@ -30,7 +32,7 @@ from prefixcache.memory import give_back, machine_memory
 from prefixcache.promoting import promote
 from prefixcache.settings import Settings
 from prefixcache.ssd import Namespace, Ssd
-from prefixcache.stats import Counters, Stats
+from prefixcache.stats import Counters, Labelled, Stats
 from prefixcache.storing import Store
 from prefixcache.tiers import Home, Tiers
 from prefixcache.tree import RAM, SSD, Slot, Walk
@@ -175,19 +177,23 @@ class PrefixCache:
 
     # -- storing and finding ------------------------------------------------------------------------------------------
 
-    def store(self, tokens: Tokens, prompt_cache: list[Any], *, model: str, salt: bytes = b"") -> Stored:
+    def store(
+        self, tokens: Tokens, prompt_cache: list[Any], *, model: str, salt: bytes = b"", label: str = ""
+    ) -> Stored:
         """Keep the state of `tokens`: what is not kept already is encoded here, on this thread.
 
         `prompt_cache` is mlx-lm's list of layer caches after these tokens; it is read, never changed or kept. When it
         has seen fewer positions than there are tokens, the tokens beyond are left out; when more, what lies beyond
         is. `model` names the weights, `salt` separates tenants. The codes of a `TurboQuantKVCache` are kept as they are;
-        it shares blocks with plain caches of the model.
+        it shares blocks with plain caches of the model. Under `label`, any word, `stats().labels` counts what this call adds.
 
         Raises TypeError or ValueError for bad tokens, model or salt, and `CacheError` (a ValueError) for a prompt cache
         that can't be kept: a batch, a class that isn't known, an attribute that isn't plain data, codes of another codec.
         """
         self._check_open()
         ids, model, salt = as_tokens(tokens), as_model(model), as_salt(salt)
+        if not isinstance(label, str):
+            raise TypeError(f"label={label!r}: give a word")
         if not len(ids):
             raise ValueError("tokens are empty: there is nothing to store")
         reading = read(prompt_cache)
@@ -199,7 +205,7 @@ class PrefixCache:
         agreed = reading.agreed and reading.positions in (None, limit)
         evaluate(reading.leaves)
         raw = ids[:limit].tobytes()
-        store = Store(self._tiers, home, raw, reading.leaves, bool(home.plan.snapshots) and agreed)
+        store = Store(self._tiers, home, raw, reading.leaves, bool(home.plan.snapshots) and agreed, sys.intern(label))
         return Stored(*store.run(), tuple(home.plan.raw))
 
     def match(self, tokens: Tokens, *, model: str, salt: bytes = b"") -> Match:
@@ -315,6 +321,16 @@ class PrefixCache:
         """`promote`, awaited. Cancelling the wait does not stop the reads that have begun."""
         return await asyncio.shield(asyncio.wrap_future(self.promote(tokens, model=model, salt=salt)))
 
+    def unread(self, tokens: Tokens, *, model: str, salt: bytes = b"") -> int:
+        """The bytes that `promote` would read for these tokens now. No I/O, no MLX, nothing changes."""
+        self._check_open()
+        raw, homes = as_tokens(tokens).tobytes(), self._homes(model, salt)
+        with self._tiers.lock:
+            best = self._deepest(raw, homes, SSD, len(raw) // TOKEN_BYTES)
+            if best is None:
+                return 0
+            return sum(slot.nbytes for slot in self._tiers.tree.serving(best[2], best[0]) if slot.image is None)
+
     # -- keeping and letting go ---------------------------------------------------------------------------------------
 
     def pin(self, tokens: Tokens, *, model: str, salt: bytes = b"") -> int:
@@ -388,16 +404,33 @@ class PrefixCache:
             self._tiers.clear()
         give_back()
 
-    def trim_to(self, nbytes: int) -> int:
-        """Let the coldest leave RAM (to the SSD, where there is one) until it holds at most `nbytes`. Returns bytes
-        held.
+    def trim_to(self, nbytes: int, *, wait: float | None = None) -> int:
+        """Let the coldest leave RAM (to the SSD, where there is one) until it holds at most `nbytes`. Returns bytes held:
+        more, when the SSD did not take what must leave within `wait` seconds (the setting `spill_wait`, if None).
         """
         self._check_open()
-        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0:
-            raise ValueError(f"trim_to({nbytes!r}): give a number of bytes, 0 or more")
-        held = self._tiers.trim(nbytes)
+        limit, before = _whole(nbytes, "trim_to", "bytes"), self._tiers.budget.held().total
+        if before <= limit:
+            return before
+        held = self._tiers.trim(limit, self.settings.spill_wait if wait is None else wait)
         give_back()
         return held
+
+    def keep(self, sequences: int) -> int:
+        """Forget the coldest sequences, in every tier, until at most so many are left. Returns how many are.
+
+        A sequence is a stored prompt that no other stored prompt goes on from.
+        """
+        self._check_open()
+        return self._tiers.keep(_whole(sequences, "keep", "sequences"))
+
+    def reserve(self, nbytes: int) -> Reservation | None:
+        """Set RAM of the budget aside for something of the caller's, evicting the coldest for it; it counts as held until
+        `release()`, or the end of a `with` block. None when the room can't be had.
+        """
+        self._check_open()
+        wait = self.settings.spill_wait if self.settings.spill == "wait" else 0.0
+        return self._tiers.reserve(_whole(nbytes, "reserve", "bytes"), wait)
 
     # -- the cache itself ---------------------------------------------------------------------------------------------
 
@@ -417,6 +450,11 @@ class PrefixCache:
                 ram_peak=tiers.budget.peak,
                 namespaces=len(tiers.homes),
                 blocks=tiers.tree.nodes,
+                sequences=tiers.tree.leaves.total(),
+                labels={
+                    label: Labelled(tiers.tree.leaves[label], tiers.tree.ram_by_label[label])
+                    for label in sorted({*+tiers.tree.leaves, *+tiers.tree.ram_by_label})
+                },
                 images_in_ram=len(tiers.tree.order[RAM]),
                 images_on_ssd=tiers.tree.on_ssd,
                 pinned=tiers.tree.pinned,
@@ -473,6 +511,12 @@ class PrefixCache:
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("this PrefixCache is closed: open another")
+
+
+def _whole(number: Any, call: str, what: str) -> int:
+    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+        raise ValueError(f"{call}({number!r}): give a number of {what}, 0 or more")
+    return number
 
 
 def _memory() -> int:

@@ -5,7 +5,7 @@ bytes.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from prefixcache.ssd import SsdStats
 
@@ -35,6 +35,13 @@ class Counters:
     collisions: int = 0  # blocks not kept because another has their key
 
 
+class Labelled(NamedTuple):
+    """What stores under one label brought: sequences that no other goes on from, in any tier, and bytes in RAM."""
+
+    sequences: int
+    ram_bytes: int
+
+
 @dataclass(frozen=True)
 class Stats:
     """The cache at one moment. `ram_held` = `ram_images` + `ram_nodes` + `ram_reserved`, and never exceeds
@@ -51,6 +58,9 @@ class Stats:
     ram_peak: int
     namespaces: int
     blocks: int
+    sequences: int
+    labels: dict[str, Labelled]
+    """By the word that `store` was given. "" is what came without one, or from an SSD after a restart."""
     images_in_ram: int
     images_on_ssd: int
     pinned: int
@@ -62,4 +72,5 @@ class Stats:
 
     def as_dict(self) -> dict[str, Any]:
         """The same as plain JSON types."""
-        return {**asdict(self), "ssd": self.ssd._asdict() if self.ssd is not None else None}
+        labels = {label: counted._asdict() for label, counted in self.labels.items()}
+        return {**asdict(self), "labels": labels, "ssd": self.ssd._asdict() if self.ssd is not None else None}

@@ -79,9 +79,10 @@ class Outcome(NamedTuple):
 class Store:
     """One store of `limit` tokens (raw int64 bytes) of a live prompt cache whose leaves are evaluated."""
 
-    def __init__(self, tiers: Tiers, home: Home, raw: bytes, leaves: list[Leaf], with_snapshot: bool):
+    def __init__(self, tiers: Tiers, home: Home, raw: bytes, leaves: list[Leaf], with_snapshot: bool, label: str = ""):
         self._tiers, self._home, self._plan, self._leaves = tiers, home, home.plan, leaves
         self._raw = raw
+        self._label = label
         self._limit = len(raw) // TOKEN_BYTES
         live_codes.check(home.plan, leaves)
         self._state = describe_state(home.plan, leaves) if with_snapshot else None
@@ -376,7 +377,7 @@ class Store:
                 return tokens, nbytes, last, False  # so were the codes that it took over, and their levels
             if job.kind == "rows":
                 assert node.end == job.start
-                node = tree.grow(node, job.tokens, reservation, job.key)
+                node = tree.grow(node, job.tokens, reservation, job.key, self._label)
                 if node is None:
                     self._tiers.counters.collisions += 1
                     return tokens, nbytes, last, False

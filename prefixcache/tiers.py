@@ -231,9 +231,9 @@ class Tiers:
         self.discard(slot)
         return True
 
-    def trim(self, nbytes: int) -> int:
+    def trim(self, nbytes: int, wait: float) -> int:
         """Let the coldest leave RAM until it holds at most `nbytes`. Nothing is lost for it: what the SSD has not
-        taken in `spill_wait` seconds stays. Returns the bytes held."""
+        taken in `wait` seconds stays. Returns the bytes held."""
 
         def done() -> bool:
             while self.budget.held().total > nbytes:
@@ -242,8 +242,15 @@ class Tiers:
             return True
 
         with self.lock:
-            self._in_time(done, self.settings.spill_wait)
+            self._in_time(done, wait)
             return self.budget.held().total
+
+    def keep(self, sequences: int) -> int:
+        """Let the coldest leave every tier until no more than so many sequences are left. Returns how many are."""
+        with self.lock:
+            while (kept := self.tree.leaves.total()) > sequences and (slot := self.tree.coldest_of_all()) is not None:
+                self.discard(slot)
+            return kept
 
     # -- levels -------------------------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ BLOCK_BYTES = BLOCK * TOKEN_BYTES
 _NONE: list[Any] = []  # what a node without children or snapshots has; shared, and never changed
 _EMPTY: dict[Any, Any] = {}
 _LAST = ("snapshot", "window", "rows")  # of one block and one touch: who leaves first
-NODE_BYTES = 720  # of RAM a node, beside its tokens; measured by tools/bench/memory.py
+NODE_BYTES = 728  # of RAM a node, beside its tokens; measured by tools/bench/memory.py
 SLOT_BYTES = 888  # of RAM a slot, beside its image and its suffix; measured there too
 
 
@@ -97,14 +97,15 @@ class Slot:
 class Node:
     """A block's place in the tree: `tokens` (raw int64 bytes) after `start` others."""
 
-    __slots__ = ("end", "hanging", "key", "kid_tokens", "kids", "live", "parent", "rows", "sizes", "snapshots", "space",
-                 "start", "tokens", "window")  # fmt: skip
+    __slots__ = ("end", "hanging", "key", "kid_tokens", "kids", "label", "live", "parent", "rows", "sizes", "snapshots",
+                 "space", "start", "tokens", "window")  # fmt: skip
 
-    def __init__(self, space: Space | None, parent: Node | None, tokens: bytes, key: bytes):
+    def __init__(self, space: Space | None, parent: Node | None, tokens: bytes, key: bytes, label: str = ""):
         self.space = space
         self.parent = parent
         self.tokens = tokens
         self.key = key
+        self.label = label  # of the store that brought it; only counted by
         self.start: int = parent.end if parent else 0
         self.end: int = self.start + len(tokens) // TOKEN_BYTES
         self.kids: list[Node] = _NONE  # sorted by tokens
@@ -199,6 +200,8 @@ class Tree:
         self.disk = 0
         self.on_ssd = 0  # slots
         self.pinned = 0  # slots
+        self.leaves: Counter[str] = Counter()  # nodes that no other goes on from, by label: the sequences that are kept
+        self.ram_by_label: Counter[str] = Counter()  # bytes of images
 
     # -- namespaces and lookups ---------------------------------------------------------------------------------------
 
@@ -343,6 +346,13 @@ class Tree:
                 return slot
         return None
 
+    def coldest_of_all(self) -> Slot | None:
+        """The coldest slot, wherever its image is, that nothing hangs on in any tier; who leaves `tiers.keep` next."""
+        for slot in self.order[SSD]:
+            if not slot.pins and not slot.saving and not self.needed(slot, RAM) and not self.needed(slot, SSD):
+                return slot
+        return None
+
     def save(self, slot: Slot) -> None:
         """A slot's image begins to wait for the SSD: until `saved`, it can't leave RAM and stands in no order there."""
         slot.saving = True
@@ -385,7 +395,9 @@ class Tree:
         i = bisect_left(parent.kid_tokens, tokens)
         return parent.kids[i] if i < len(parent.kids) and parent.kid_tokens[i] == tokens else None
 
-    def grow(self, parent: Node, tokens: bytes, reservation: Reservation, key: bytes | None = None) -> Node | None:
+    def grow(
+        self, parent: Node, tokens: bytes, reservation: Reservation, key: bytes | None = None, label: str = ""
+    ) -> Node | None:
         """The child of these tokens, made when it isn't there. None when another block has the same key (a
         collision).
         """
@@ -395,10 +407,12 @@ class Tree:
         key = chain(parent.key, tokens) if key is None else key
         if ("rows", key) in self.slots:
             return None
-        node = Node(parent.space, parent, tokens, key)
+        node = Node(parent.space, parent, tokens, key, label)
         reservation.spend(nodes=node.cost)
         if not parent.kids:
             parent.kids, parent.kid_tokens = [], []
+            self.leaves[parent.label] -= parent.parent is not None
+        self.leaves[label] += 1
         parent.kids.insert(i, node)
         parent.kid_tokens.insert(i, tokens)
         self.nodes += 1
@@ -433,6 +447,7 @@ class Tree:
             if needed is not None:
                 needed.users += 1
             slot.image = image
+            self.ram_by_label[slot.node.label] += slot.nbytes
             self.order[RAM][slot] = None
         else:
             slot.disk = disk
@@ -445,9 +460,7 @@ class Tree:
         if not slot.within(tier):
             return
         if tier == RAM:
-            slot.image = None
-            self.budget.free_image(slot.nbytes)
-            self.unshare(slot.needs)
+            self._free(slot)
             del self.order[RAM][slot]
         else:
             self.disk -= slot.disk
@@ -501,10 +514,15 @@ class Tree:
         slot = waiting.pop(0)
         if not waiting:
             del self.parting[kind, key]
+        self._free(slot)
+        return slot
+
+    def _free(self, slot: Slot) -> None:
+        """A slot's image is no longer in RAM."""
         slot.image = None
+        self.ram_by_label[slot.node.label] -= slot.nbytes
         self.budget.free_image(slot.nbytes)
         self.unshare(slot.needs)
-        return slot
 
     def share(self, name: str, nbytes: int, value: Any, reservation: Reservation | None) -> Any:
         """Something that images in RAM need, counted once: what is there by that name, else `value`.
@@ -539,6 +557,9 @@ class Tree:
                 return  # out already
             del parent.kids[i], parent.kid_tokens[i]
             self.nodes -= 1
+            self.leaves[node.label] -= 1
+            if not parent.kids:
+                self.leaves[parent.label] += parent.parent is not None
             self.budget.free_node(node.cost)
             node = parent
 
@@ -610,6 +631,9 @@ class Tree:
         parting = [slot for waiting in self.parting.values() for slot in waiting]
         images = sum(slot.nbytes for slot in parting) + sum(shared.nbytes for shared in self.shared.values())
         users = Counter(slot.needs for slot in parting)
+        leaves, by_label = Counter[str](), Counter[str]()
+        for slot in parting:
+            by_label[slot.node.label] += slot.nbytes
         within: tuple[set[Slot], set[Slot]] = (set(), set())
         stack = [space.root for space in self.spaces.values()]
         while stack:
@@ -619,6 +643,7 @@ class Tree:
             if node.parent is not None:
                 nodes += 1
                 cost += node.cost
+                leaves[node.label] += not node.kids
                 assert node.key == chain(node.parent.key, node.tokens)
                 assert 0 < len(node.tokens) <= BLOCK_BYTES
                 assert node.kids or node.rows or node.window or node.snapshots, "a node that holds nothing"
@@ -632,6 +657,7 @@ class Tree:
                 assert slot.image is not None or slot.disk, "a slot that holds nothing"
                 assert slot.pins >= 0
                 images += slot.nbytes if slot.image is not None else 0
+                by_label[node.label] += slot.nbytes if slot.image is not None else 0
                 users[slot.needs] += slot.image is not None
                 disk += slot.disk
                 for tier in TIERS:
@@ -646,6 +672,9 @@ class Tree:
         assert nodes == self.nodes
         assert slots == len(self.slots)
         assert disk == self.disk
+        assert +leaves == +self.leaves, (leaves, self.leaves)
+        assert min(self.leaves.values(), default=0) >= 0, self.leaves
+        assert +by_label == +self.ram_by_label, (by_label, self.ram_by_label)
         assert self.on_ssd == len(within[SSD])
         assert set(self.order[RAM]) == {slot for slot in within[RAM] if not slot.saving}
         assert set(self.order[SSD]) == set(self.slots.values())

@@ -18,7 +18,7 @@ ROOT = PACKAGE.parent
 
 # By the first part of a module's name, the higher may import the lower: 0 stands at the bottom.
 LEVELS = {
-    "image": 0, "keys": 0, "budget": 0, "memory": 0, "settings": 0, "kernels": 0, "migrations": 0,
+    "image": 0, "keys": 0, "budget": 0, "memory": 0, "settings": 0, "identity": 0, "kernels": 0, "migrations": 0,
     "codecs": 1, "tree": 1,
     "live": 2,
     "layers": 3, "ssd": 3,
@@ -26,12 +26,13 @@ LEVELS = {
     "promoting": 6, "storing": 6,
     "cache": 7,
     "": 8,
-    "cli": 9, "integrations": 9,
+    "integrations": 9, "cli": 10,
 }  # fmt: skip
 
 # Beside the levels: what these may import of the package at all.
 ONLY = {
     "image": set(), "keys": set(), "budget": set(), "memory": set(), "kernels": set(), "settings": set(),
+    "identity": set(),
     "tree": {"keys", "budget"},
     "ssd": {"keys", "image", "migrations"},
     "codecs": {"kernels"},
@@ -42,7 +43,7 @@ ONLY = {
 # Looked up in a function, when one is to be checked, not when the module is loaded.
 LATE = {("settings", "codecs")}
 
-WITHOUT_MLX = ["keys", "image", "budget", "tree", "settings", "ssd"]
+WITHOUT_MLX = ["keys", "image", "budget", "tree", "settings", "ssd", "identity"]
 
 
 def modules() -> dict[str, Path]:

@@ -19,7 +19,7 @@ from prefixcache.cli.inspect import inspect
 from prefixcache.cli.reconcile import reconcile
 from prefixcache.cli.text import complain
 
-LATER = ("demo", "evaluate")
+LATER = ("demo", "evaluate", "serve", "warm")
 
 
 class Commands(TyperGroup):
@@ -48,7 +48,8 @@ class Commands(TyperGroup):
 
 def _load(name: str) -> Any:
     one = typer.Typer(add_completion=False, rich_markup_mode="rich")
-    one.command(name)(getattr(import_module(f"prefixcache.cli.{name}"), name))
+    module = import_module(f"prefixcache.cli.{name}")
+    one.command(name, **getattr(module, "COMMAND", {}))(getattr(module, name))
     return typer.main.get_command(one)
 
 

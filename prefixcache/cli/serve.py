@@ -1,0 +1,76 @@
+"""`prefixcache serve`: mlx_lm.server on a PrefixCache. This module is the command line; the work is `mlx_lm_server`'s.
+
+MLX and mlx-lm are imported when the command runs, so that asking for help and a wrong flag are quick.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from prefixcache.cli.cache_options import CodecText, KeyBits, Ram, Ssd, SsdDir, ValueBits, settings_from
+from prefixcache.cli.text import complain
+from prefixcache.ssd import DirectoryError
+
+if TYPE_CHECKING:
+    from prefixcache.integrations.mlx_lm_requests import Generator
+
+OTHERS = "All flags of mlx_lm.server are taken too, such as --model, --host, --port; `mlx_lm.server --help` lists them."
+
+COMMAND = {
+    "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}, "epilog": OTHERS,
+}  # fmt: skip
+
+
+def serve(
+    ctx: typer.Context,
+    ram: Ram = None,
+    ssd_dir: SsdDir = None,
+    ssd: Ssd = None,
+    codec: CodecText = None,
+    key_bits: KeyBits = None,
+    value_bits: ValueBits = None,
+    warm: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="Store these prompts before the first request; see `prefixcache warm`."),
+    ] = None,
+    grace: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="What requests under way may still take at the end.")
+    ] = 5.0,
+) -> None:
+    """Run mlx_lm.server with a prefix cache that is bounded in bytes and survives restarts.
+
+    SIGTERM or Ctrl-C ends it and writes what is warm; a second one ends it at once. Metrics are at /metrics. A request's
+    "cache_salt" keeps its tenant's prompts apart.
+
+    Exit code: 0 ended, 2 it could not start.
+    """
+    try:
+        _check(ctx.args, codec, key_bits, value_bits, warm or [])
+        settings = settings_from(ram, ssd_dir, ssd, codec, key_bits, value_bits)
+        from prefixcache.integrations import mlx_lm_server
+    except (ValueError, ImportError) as error:
+        _end(error)
+    try:
+        mlx_lm_server.serve(settings, ctx.args, warm=None, grace=grace)
+    except (mlx_lm_server.ServeError, DirectoryError, ValueError) as error:
+        _end(error)
+
+
+def _check(flags: list[str], codec: Any, key_bits: Any, value_bits: Any, warm: list[Path]) -> None:
+    """ValueError for flags that contradict each other or need another."""
+    given = {flag.partition("=")[0] for flag in flags if flag.startswith("-")}
+    if "--kv-bits" in given and (codec or key_bits or value_bits):
+        ours = "--codec" if codec else "--key-bits" if key_bits else "--value-bits"
+        raise ValueError(
+            f"--kv-bits with {ours}: rows that mlx-lm has quantized are kept as they are; give one of them"
+        )
+    if warm and "--model" not in given:
+        raise ValueError("--warm without --model: there is no model to compute the prompts with; add --model")
+
+
+def _end(error: Exception) -> None:
+    complain(" ".join(str(error).split()))
+    raise typer.Exit(2) from None

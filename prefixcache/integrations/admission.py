@@ -1,0 +1,96 @@
+"""Which requests wait for which: a prompt that begins like one being computed waits until that part is stored.
+
+When ten agents arrive at once with one system prompt, the first computes it and nine find it. This is the rule alone, on
+tokens and counts; the server that holds requests back is `mlx_lm_server`. Nothing here touches MLX.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from prefixcache.keys import BLOCK
+
+LEAST = BLOCK  # tokens that waiting must save
+Space = tuple[str, bytes]  # model and salt: prompts of others never wait for each other
+
+
+@dataclass(eq=False)
+class Computing:
+    """A prompt under way: its tokens (n,) int64, and the boundaries, ascending, at which its state will be stored."""
+
+    ids: np.ndarray
+    space: Space
+    boundaries: Sequence[int]
+    alive: Callable[[], bool]
+    stored: int = 0
+
+
+class Awaited(NamedTuple):
+    """Wait until `prompt` is stored up to `boundary`, at the latest until `until` (of time.monotonic())."""
+
+    prompt: Computing
+    boundary: int
+    until: float
+
+    def over(self) -> bool:
+        return self.prompt.stored >= self.boundary or not self.prompt.alive() or time.monotonic() >= self.until
+
+
+class Admission:
+    """The prompts under way. For one thread: the one that generates.
+
+    `longest`: seconds that a request waits for another at most. That other one makes progress on the same device all
+    the while, so this only guards against one that is stuck.
+    """
+
+    def __init__(self, longest: float = 120.0):
+        self.longest = longest
+        self.waited = 0
+        self._under_way: list[Computing] = []
+
+    def wait_for(self, ids: np.ndarray, space: Space, has: int, *, sliceable: bool) -> Awaited | None:
+        """Whom a prompt should wait for, of whose tokens `has` can be had already; None: nobody.
+
+        Only for a part that is worth it: a block at least, and no more than twice as much to be computed for it. A model
+        that is not `sliceable` can go on from a stored boundary only, not from anywhere before one.
+        """
+        self._under_way = [prompt for prompt in self._under_way if prompt.alive()]
+        best: tuple[int, Computing, int] | None = None
+        for prompt in self._under_way:
+            if prompt.space != space:
+                continue
+            common = common_prefix(prompt.ids, ids[:-1])
+            for boundary in prompt.boundaries:
+                depth = min(boundary, common) if sliceable or boundary <= common else 0
+                gain = depth - max(has, prompt.stored)
+                if boundary <= prompt.stored or gain < LEAST or boundary - prompt.stored > 2 * gain:
+                    continue
+                if best is None or depth > best[0]:
+                    best = depth, prompt, boundary
+        if best is None:
+            return None
+        self.waited += 1
+        return Awaited(best[1], best[2], time.monotonic() + self.longest)
+
+    def enter(self, prompt: Computing) -> None:
+        """A prompt is now being computed."""
+        self._under_way.append(prompt)
+
+    def stored(self, ids: np.ndarray, space: Space) -> None:
+        """These tokens were stored."""
+        for prompt in self._under_way:
+            n = min(len(ids), len(prompt.ids))
+            if prompt.space == space and prompt.stored < n and np.array_equal(prompt.ids[:n], ids[:n]):
+                prompt.stored = n
+
+
+def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """How many leading tokens two prompts share."""
+    n = min(len(a), len(b))
+    differ = a[:n] != b[:n]
+    return int(differ.argmax()) if n and differ.any() else n

@@ -1,0 +1,264 @@
+"""mlx-lm's prompt cache on a PrefixCache: `TieredPromptCache` stands where `mlx_lm.server` has its `LRUPromptCache`.
+
+It names models by their identity, promotes from the SSD as long as that is quicker than computing, and never raises into
+the thread that generates. The server around it is `mlx_lm_server`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import xxhash
+from mlx_lm.models.cache import LRUPromptCache
+
+from prefixcache.budget import Reservation
+from prefixcache.cache import PrefixCache
+from prefixcache.identity import model_identity
+from prefixcache.integrations.read_or_compute import ReadOrCompute
+from prefixcache.keys import as_tokens
+from prefixcache.layers import CacheError
+
+log = logging.getLogger("prefixcache")
+
+RESTORED = "restored"  # the type of sequences that came from the SSD after a restart, which doesn't keep types
+UNDER_WAY = 256  # requests whose time is taken at once
+
+
+class SaltedToken(int):
+    """A token that carries the salt of its prompt. As the first of a prompt it goes where the prompt goes: into slices,
+    into what the batch has seen, back to `insert_cache`.
+    """
+
+    salt: bytes = b""
+
+    def __new__(cls, token: int, salt: bytes) -> SaltedToken:
+        made = super().__new__(cls, token)
+        made.salt = salt
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SaltedToken, (int(self), self.salt)
+
+
+class _Began(NamedTuple):
+    """A request that was looked up: how much of its prompt is computed, and since when."""
+
+    computed: int
+    at: float
+
+
+class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]
+    """mlx-lm's prompt cache, bounded in bytes, on RAM and SSD: the interface of `LRUPromptCache`.
+
+    What a hit gives is the caller's own, and leaves at least one token to compute. Model keys are mlx_lm.server's
+    (model, adapter, draft model), each a folder or a repository's name; blocks belong to the weights found there, not to
+    the name. A prompt cache that a PrefixCache can't keep (a class of the server's own) is kept as it is, as
+    `LRUPromptCache` does, its bytes reserved in the same budget. Nothing here raises on the way of a request: what can't
+    be kept is logged, what can't be read is a miss.
+
+    Like `LRUPromptCache`, it is for one thread at a time.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        max_size: int | None = None,
+        max_bytes: int | None = None,
+        *,
+        identify: Callable[[Any], str] | None = None,
+        longest_wait: float = 30.0,
+        salted_only: bool = False,
+    ):
+        """`cache`: the caller's, who closes it. `max_size`: sequences; None: as many as the bytes allow. `max_bytes`: of
+        RAM; None: the cache's budget. `identify`: the name of a model key's weights (default: `identity_of`).
+        `longest_wait`: seconds that a lookup waits for the SSD at most; it waits as long as that is quicker than
+        computing. `salted_only`: leave prompts alone whose first token is no `SaltedToken`.
+        """
+        super().__init__(1 << 62 if max_size is None else max_size, 1 << 62 if max_bytes is None else max_bytes)
+        self.cache = cache
+        self.reading = ReadOrCompute(cache, longest_wait)
+        self.failed = 0  # inserts that could not be kept
+        self._identify = identify or identity_of
+        self._names: dict[Any, str] = {}
+        self._last_model: Any = None
+        self._salted_only = salted_only
+        self._under_way: OrderedDict[tuple[int, int], _Began] = OrderedDict()  # by prompt: its length and its hash
+        self._live_room: list[Reservation] = []  # what objects kept as they are take of the budget
+
+    # -- LRUPromptCache's interface -----------------------------------------------------------------------------------
+
+    def fetch_nearest_cache(self, model: Any, tokens: Sequence[int]) -> tuple[list[Any] | None, Sequence[int]]:
+        """The deepest prompt cache for these tokens, and the tokens still to be computed; (None, tokens) on a miss."""
+        found, rest = self._fetch(model, tokens) if len(tokens) else (None, tokens)
+        if super().__len__():
+            live, left = super().fetch_nearest_cache(model, list(tokens))
+            if live is not None and (found is None or len(left) < len(rest)):
+                return live, left
+        return found, rest
+
+    def insert_cache(
+        self, model: Any, tokens: Sequence[int], prompt_cache: list[Any], *, cache_type: str = "assistant"
+    ) -> None:
+        """Keep the prompt cache of these tokens. It is read here, and neither changed nor held."""
+        salt = self._salt(tokens)
+        if salt is None:
+            return
+        try:
+            if not len(tokens):
+                raise CacheError("no tokens")
+            ids = as_tokens(tokens)
+            self._took(ids)
+            self.cache.store(ids, prompt_cache, model=self.name_of(model), salt=salt, label=cache_type)
+        except CacheError as error:
+            self._insert_live(model, tokens, prompt_cache, cache_type, error)
+        except Exception as error:
+            self._fail(error)
+        self._keep_limits()
+
+    def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
+        """Let the coldest go: of sequences in every tier, of bytes from RAM (to the SSD, where there is one)."""
+        super().trim_to(n_sequences=n_sequences, n_bytes=n_bytes)
+        self._pay_for_live()
+        try:
+            if n_sequences is not None:
+                self.cache.keep(max(n_sequences - super().__len__(), 0))
+            if n_bytes is not None:
+                self.cache.trim_to(max(n_bytes - self._n_bytes, 0), wait=0)
+        except Exception as error:
+            self._fail(error)
+
+    def __len__(self) -> int:
+        """Sequences that can be had, from RAM or SSD; one that another goes on from is not counted."""
+        return super().__len__() + self.cache.stats().sequences
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of RAM that hold prompt caches."""
+        return int(self._n_bytes) + self.cache.stats().ram_images
+
+    def stats_by_type(self) -> dict[str, dict[str, int]]:
+        """By cache type: sequences, and bytes in RAM. What the SSD brought after a restart is of type "restored"."""
+        by_type: dict[str, dict[str, int]] = super().stats_by_type()
+        for label, counted in self.cache.stats().labels.items():
+            own = by_type.setdefault(label or RESTORED, {"n_sequences": 0, "n_bytes": 0})
+            own["n_sequences"] += counted.sequences
+            own["n_bytes"] += counted.ram_bytes
+        return by_type
+
+    # -- names ----------------------------------------------------------------------------------------------------------
+
+    def name_of(self, model: Any) -> str:
+        """The name under which a model key's blocks are kept.
+
+        Found anew whenever another model was asked for in between: the server loads one at a time, so the weights may be
+        others by then.
+        """
+        if model not in self._names or model != self._last_model:
+            self._last_model = model
+            self._names[model] = self._identify(model)
+        return self._names[model]
+
+    def _salt(self, tokens: Sequence[int]) -> bytes | None:
+        """The salt that the prompt carries; None where it carries none and must."""
+        first = tokens[0] if len(tokens) else None
+        if isinstance(first, SaltedToken):
+            return first.salt
+        return None if self._salted_only else b""
+
+    # -- the PrefixCache --------------------------------------------------------------------------------------------------
+
+    def _fetch(self, model: Any, tokens: Sequence[int]) -> tuple[list[Any] | None, Sequence[int]]:
+        salt = self._salt(tokens)
+        if salt is None:
+            return None, tokens
+        try:
+            ids, name = as_tokens(tokens), self.name_of(model)
+            self.reading.wait(ids, model=name, salt=salt)
+            prompt_cache, rest = self.cache.fetch(ids, model=name, salt=salt)
+        except Exception as error:
+            log.warning("a lookup failed, which is a miss: %s: %s", type(error).__name__, error)
+            return None, tokens
+        self._under_way[len(ids), _hash(ids)] = _Began(len(rest), time.monotonic())
+        while len(self._under_way) > UNDER_WAY:
+            self._under_way.popitem(last=False)
+        return prompt_cache, tokens[len(ids) - len(rest) :]
+
+    def _took(self, ids: Any) -> None:
+        """Learn from how long the request took whose prompt these tokens go on from."""
+        now = time.monotonic()
+        for length, digest in reversed(self._under_way):
+            if length <= len(ids) and _hash(ids[:length]) == digest:
+                began = self._under_way.pop((length, digest))
+                self.reading.rates.computed(began.computed, len(ids) - length, now - began.at)
+                return
+
+    def _keep_limits(self) -> None:
+        if self.max_size < 1 << 62 and len(self) > self.max_size:
+            self.trim_to(n_sequences=self.max_size)
+        if self.max_bytes < 1 << 62 and self.nbytes > self.max_bytes:
+            self.trim_to(n_bytes=self.max_bytes)
+
+    def _fail(self, error: Exception) -> None:
+        self.failed += 1
+        if self.failed in (1, 10, 100) or self.failed % 1000 == 0:
+            log.warning(
+                "%d prompt caches could not be kept; this one: %s: %s", self.failed, type(error).__name__, error
+            )
+
+    # -- what a PrefixCache can't keep ------------------------------------------------------------------------------------
+
+    def _insert_live(
+        self, model: Any, tokens: Sequence[int], prompt_cache: list[Any], cache_type: str, error: CacheError
+    ) -> None:
+        """Keep the objects as they are, with their bytes reserved, the coldest of their kind leaving for them."""
+        try:
+            nbytes = sum(layer.nbytes for layer in prompt_cache)
+            while not self._pay_for_live(nbytes):
+                if not super().__len__():
+                    return self._fail(error)
+                super().trim_to(n_sequences=super().__len__() - 1)
+            super().insert_cache(model, list(tokens), prompt_cache, cache_type=cache_type)
+            self._pay_for_live()
+        except Exception as other:
+            self._fail(other)
+
+    def _pay_for_live(self, more: int = 0) -> bool:
+        """Reserve what the objects take, and `more`. False when the budget has no room."""
+        missing = self._n_bytes + more - sum(reservation.left for reservation in self._live_room)
+        if missing > 0:
+            reservation = self.cache.reserve(missing)
+            if reservation is None:
+                return False
+            self._live_room.append(reservation)
+            return True
+        for reservation in reversed(self._live_room):
+            missing += reservation.release(max(-missing, 0))
+        self._live_room = [reservation for reservation in self._live_room if reservation.left]
+        return True
+
+
+def identity_of(model: Any) -> str:
+    """The identity of the weights behind mlx_lm.server's model key: (model, adapter, draft model), the last two may be
+    None or missing.
+
+    A key whose weights can't be found gets a name that is good in this process only: its blocks meet no others.
+    """
+    path, adapter, draft = (*model, None, None)[:3] if isinstance(model, tuple) and model else (model, None, None)
+    try:
+        name = model_identity(path, adapter)
+        return name if draft is None else f"{name}|{model_identity(draft)}"
+    except (OSError, ValueError, TypeError) as error:
+        log.warning("no identity, so what is kept is of no use to another process: %s", error)
+        return f"process-{os.getpid()}-{_BORN:x}:{model!r}"
+
+
+_BORN = time.time_ns()
+
+
+def _hash(ids: Any) -> int:
+    return xxhash.xxh3_64_intdigest(ids.tobytes())

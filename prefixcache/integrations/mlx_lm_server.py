@@ -1,0 +1,211 @@
+"""mlx_lm.server with a PrefixCache: what `prefixcache serve` runs. Here it starts, answers over HTTP, and ends.
+
+Its flags and its answers are mlx-lm's; `mlx_lm_requests` has what is changed on the way of a request. Beside mlx-lm's paths
+there is /metrics, and a request may carry `cache_salt`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import mlx.core as mx
+import mlx_lm.server as upstream
+
+from prefixcache.cache import PrefixCache
+from prefixcache.integrations import prometheus
+from prefixcache.integrations.mlx_lm_requests import Generator, Provider
+from prefixcache.settings import Settings
+
+log = logging.getLogger("prefixcache")
+
+SALT_LIMIT = 1024  # characters of a request's cache_salt
+POLL = 0.05  # seconds between two looks at what ends
+
+
+class ServeError(Exception):
+    """The server can't be started as asked. The text is one line: what is wrong, and what to do."""
+
+
+class Handler(upstream.APIHandler):  # type: ignore[misc]
+    """mlx-lm's paths, /metrics, and `cache_salt` in the body of a request: one tenant's salt, as in vLLM."""
+
+    collectors: tuple[Any, ...] = ()
+
+    def do_GET(self) -> None:
+        if self.path.partition("?")[0] != "/metrics":
+            return super().do_GET()  # type: ignore[no-any-return]
+        body = prometheus.render(*self.collectors)
+        self.send_response(200)
+        self.send_header("Content-Type", prometheus.CONTENT_TYPE)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def handle_completion(self, request: Any, stop_words: Any) -> None:
+        salt = self.body.get("cache_salt", "")
+        if salt is not None and (not isinstance(salt, str) or len(salt) > SALT_LIMIT):
+            self._set_completion_headers(400)
+            self.end_headers()
+            error = f"cache_salt must be a string of at most {SALT_LIMIT} characters"
+            self.wfile.write(json.dumps({"error": error}).encode())
+            return
+        request.cache_salt = salt or ""
+        super().handle_completion(request, stop_words)
+
+
+class Server(ThreadingHTTPServer):
+    """One thread a connection, none of which keeps the process alive."""
+
+    daemon_threads = True
+    request_queue_size = 128  # connections that wait to be accepted; the default is 5
+
+    def __init__(self, host: str, port: int):
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            self.address_family, _, _, _, address = found[0]
+            super().__init__(address[:2], upstream.APIHandler)  # type: ignore[arg-type]
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise ServeError(
+                f"--host {host} --port {port}: {reason}; give another address, or stop what uses it"
+            ) from None
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away is no error of the server's."""
+        if not isinstance(sys.exc_info()[1], (BrokenPipeError, ConnectionResetError, TimeoutError)):
+            log.exception("a request failed")
+
+
+class Ending:
+    """SIGTERM and SIGINT: the first asks for a clean end, the second ends the process at once."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+        self.signum = 0
+
+    def __enter__(self) -> Ending:
+        self._before = {number: signal.signal(number, self._on) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _on(self, signum: int, frame: Any) -> None:
+        if self.asked.is_set():
+            os._exit(128 + signum)
+        self.signum = signum
+        self.asked.set()
+
+
+def serve(
+    settings: Settings,
+    flags: Sequence[str],
+    *,
+    warm: Callable[[Generator], None] | None = None,
+    grace: float = 5.0,
+) -> None:
+    """Run mlx_lm.server with these flags of its own until a signal ends it. Call it on the main thread.
+
+    `warm`: called on the thread that generates when the model is there, before the first request is taken. `grace`:
+    seconds that requests under way may still take at the end. Raises ServeError, ValueError or `ssd.DirectoryError` when
+    it can't start.
+    """
+    ran: list[Any] = []
+    with (
+        mock.patch.object(sys, "argv", ["prefixcache serve", *flags]),
+        mock.patch.object(upstream, "ModelProvider", Provider),
+        mock.patch.object(upstream, "run", lambda host, port, provider: ran.extend((host, port, provider))),
+    ):
+        upstream.main()  # reads the flags
+    host, port, provider = ran
+    _check_model(provider.cli_args)
+    if mx.distributed.init().size() > 1:
+        raise ServeError("several processes share this model: their caches would disagree; serve it from one process")
+    max_size = provider.cli_args.prompt_cache_size if _given("--prompt-cache-size", flags) else None
+    with Ending() as ending:
+        server = Server(host, port)
+        try:
+            with PrefixCache(settings) as cache:
+                generator = Generator(provider, cache, max_size, warm or (lambda generator: None))
+                try:
+                    _run(server, generator, ending, grace)
+                finally:
+                    _end(generator, ending)
+                held = cache.stats().ram_images
+                log.info("writing what is warm: %.2f GB", held / 1e9)
+        finally:
+            server.server_close()
+
+
+def _run(server: Server, generator: Generator, ending: Ending, grace: float) -> None:
+    """Answer requests until the end is asked for, then let those under way end."""
+    while not generator.ready.wait(POLL):
+        if ending.asked.is_set():
+            return
+    if generator.failure is not None:
+        raise ServeError(f"the model can't be loaded: {_one_line(generator.failure)}")
+    fingerprint = upstream.get_system_fingerprint()
+    handler = type("Handler", (Handler,), {"collectors": (prometheus.CacheCollector(generator.prompts.cache),)})
+    server.RequestHandlerClass = lambda *args: handler(generator, *args, system_fingerprint=fingerprint)  # type: ignore
+    thread = threading.Thread(target=server.serve_forever, args=(POLL,), name="prefixcache-http", daemon=True)
+    thread.start()
+    host, port = server.server_address[:2]
+    log.info("serving at http://%s:%d", host, port)
+    while not ending.asked.wait(POLL):
+        if not generator._generation_thread.is_alive():
+            raise ServeError("the thread that generates died; see the log")
+    log.info("ending: no new requests; those under way have %g s; a second signal ends at once", grace)
+    server.shutdown()
+    until = time.monotonic() + grace
+    while time.monotonic() < until and any(answers.wanted() for answers in generator.answering):
+        time.sleep(POLL)
+
+
+def _end(generator: Generator, ending: Ending) -> None:
+    """Stop the thread that generates. While it loads a model it can't be stopped: then the process ends without it."""
+    generator.stop_answering()
+    generator._stop = True
+    while generator._generation_thread.is_alive():
+        generator._generation_thread.join(POLL)
+        if not generator.ready.is_set() and ending.asked.is_set():
+            generator.prompts.cache.close()
+            os._exit(128 + ending.signum)
+
+
+def _check_model(args: Any) -> None:
+    """A folder that isn't there is named before anything is loaded or downloaded."""
+    for flag, value in (
+        ("--model", args.model),
+        ("--draft-model", args.draft_model),
+        ("--adapter-path", args.adapter_path),
+    ):
+        if value is None:
+            continue
+        folder = Path(value).expanduser()
+        local = flag == "--adapter-path" or value.count("/") != 1 or value.startswith(("/", ".", "~"))
+        if local and not folder.is_dir():
+            raise ServeError(f"{flag} {value}: no such folder; give a model's folder or a Hugging Face name")
+        config = "adapter_config.json" if flag == "--adapter-path" else "config.json"
+        if folder.is_dir() and not (folder / config).is_file():
+            raise ServeError(f"{flag} {value}: the folder has no {config}; give the folder that has it")
+
+
+def _given(flag: str, flags: Sequence[str]) -> bool:
+    return any(one == flag or one.startswith(f"{flag}=") for one in flags)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
