@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -61,7 +62,7 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]
     `LRUPromptCache` does, its bytes reserved in the same budget. Nothing here raises on the way of a request: what can't
     be kept is logged, what can't be read is a miss.
 
-    Like `LRUPromptCache`, it is for one thread at a time.
+    Thread-safe: calls take turns.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]
         self._names: dict[Any, str] = {}
         self._last_model: Any = None
         self._salted_only = salted_only
+        self._turn = threading.RLock()
         self._under_way: OrderedDict[tuple[int, int], _Began] = OrderedDict()  # by prompt: its length and its hash
         self._live_room: list[Reservation] = []  # what objects kept as they are take of the budget
 
@@ -94,12 +96,13 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]
 
     def fetch_nearest_cache(self, model: Any, tokens: Sequence[int]) -> tuple[list[Any] | None, Sequence[int]]:
         """The deepest prompt cache for these tokens, and the tokens still to be computed; (None, tokens) on a miss."""
-        found, rest = self._fetch(model, tokens) if len(tokens) else (None, tokens)
-        if super().__len__():
-            live, left = super().fetch_nearest_cache(model, list(tokens))
-            if live is not None and (found is None or len(left) < len(rest)):
-                return live, left
-        return found, rest
+        with self._turn:
+            found, rest = self._fetch(model, tokens) if len(tokens) else (None, tokens)
+            if super().__len__():
+                live, left = super().fetch_nearest_cache(model, list(tokens))
+                if live is not None and (found is None or len(left) < len(rest)):
+                    return live, left
+            return found, rest
 
     def insert_cache(
         self, model: Any, tokens: Sequence[int], prompt_cache: list[Any], *, cache_type: str = "assistant"
@@ -108,29 +111,31 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]
         salt = self._salt(tokens)
         if salt is None:
             return
-        try:
-            if not len(tokens):
-                raise CacheError("no tokens")
-            ids = as_tokens(tokens)
-            self._took(ids)
-            self.cache.store(ids, prompt_cache, model=self.name_of(model), salt=salt, label=cache_type)
-        except CacheError as error:
-            self._insert_live(model, tokens, prompt_cache, cache_type, error)
-        except Exception as error:
-            self._fail(error)
-        self._keep_limits()
+        with self._turn:
+            try:
+                if not len(tokens):
+                    raise CacheError("no tokens")
+                ids = as_tokens(tokens)
+                self._took(ids)
+                self.cache.store(ids, prompt_cache, model=self.name_of(model), salt=salt, label=cache_type)
+            except CacheError as error:
+                self._insert_live(model, tokens, prompt_cache, cache_type, error)
+            except Exception as error:
+                self._fail(error)
+            self._keep_limits()
 
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
         """Let the coldest go: of sequences in every tier, of bytes from RAM (to the SSD, where there is one)."""
-        super().trim_to(n_sequences=n_sequences, n_bytes=n_bytes)
-        self._pay_for_live()
-        try:
-            if n_sequences is not None:
-                self.cache.keep(max(n_sequences - super().__len__(), 0))
-            if n_bytes is not None:
-                self.cache.trim_to(max(n_bytes - self._n_bytes, 0), wait=0)
-        except Exception as error:
-            self._fail(error)
+        with self._turn:
+            super().trim_to(n_sequences=n_sequences, n_bytes=n_bytes)
+            self._pay_for_live()
+            try:
+                if n_sequences is not None:
+                    self.cache.keep(max(n_sequences - super().__len__(), 0))
+                if n_bytes is not None:
+                    self.cache.trim_to(max(n_bytes - self._n_bytes, 0), wait=0)
+            except Exception as error:
+                self._fail(error)
 
     def __len__(self) -> int:
         """Sequences that can be had, from RAM or SSD; one that another goes on from is not counted."""
