@@ -222,12 +222,21 @@ class PrefixCache:
         return Match(ram, max(ram, ssd))
 
     def fetch(
-        self, tokens: Tokens, *, model: str, salt: bytes = b"", leave: int = 1, compressed: bool = False
+        self,
+        tokens: Tokens,
+        *,
+        model: str,
+        salt: bytes = b"",
+        leave: int = 1,
+        compressed: bool = False,
+        room: int | None = None,
     ) -> tuple[list[Any] | None, Any]:
         """The deepest prompt cache that RAM has for `tokens`, and the tokens that are still to be computed.
 
         Returns (prompt_cache, rest): a new list of layer caches of the classes that were stored, the caller's own, and
         `tokens[depth:]`, of at least `leave` tokens. (None, tokens) on a miss. Never reads a file: see `promote`.
+
+        The layers have room for `room` tokens more and some beside, before they must grow; None: for the rest.
 
         With `compressed`, layers of KVCache whose rows are TurboQuant's codes come as `TurboQuantKVCache`, which takes the
         codes as they are; nothing is decoded, and a model whose attention is mlx-lm's own goes on from them. What such a
@@ -239,7 +248,7 @@ class PrefixCache:
             return None, tokens
         prompt, pinned = found
         try:
-            room = len(ids) - prompt.tokens
+            room = len(ids) - prompt.tokens if room is None else _whole(room, "fetch: room", "tokens")
             made = prompt.live(room) if compressed else prompt.dequantize(room)
             mx.eval([_flat(vars(layer)) for layer in made])
         finally:

@@ -27,6 +27,7 @@ from prefixcache.layers import CacheError
 log = logging.getLogger("prefixcache")
 
 RESTORED = "restored"  # the type of sequences that came from the SSD after a restart, which doesn't keep types
+ROOM = 2048  # tokens that a hit can grow by before its layers do: mlx_lm.server's step of a prefill
 UNDER_WAY = 256  # requests whose time is taken at once
 
 
@@ -184,7 +185,9 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]
         try:
             ids, name = as_tokens(tokens), self.name_of(model)
             self.reading.wait(ids, model=name, salt=salt)
-            prompt_cache, rest = self.cache.fetch(ids, model=name, salt=salt)
+            # A batch copies what it is given, and room for a long rest after a short hit costs more than the hit.
+            room = min(len(ids), ROOM)
+            prompt_cache, rest = self.cache.fetch(ids, model=name, salt=salt, room=room)
         except Exception as error:
             log.warning("a lookup failed, which is a miss: %s: %s", type(error).__name__, error)
             return None, tokens
