@@ -5,6 +5,9 @@ MLX and mlx-lm are imported when the command runs, so that asking for help and a
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -57,6 +60,7 @@ def serve(
         mlx_lm_server.serve(settings, ctx.args, warm=None, grace=grace)
     except (mlx_lm_server.ServeError, DirectoryError, ValueError) as error:
         _end(error)
+    _leave()
 
 
 def _check(flags: list[str], codec: Any, key_bits: Any, value_bits: Any, warm: list[Path]) -> None:
@@ -69,6 +73,16 @@ def _check(flags: list[str], codec: Any, key_bits: Any, value_bits: Any, warm: l
         )
     if warm and "--model" not in given:
         raise ValueError("--warm without --model: there is no model to compute the prompts with; add --model")
+
+
+def _leave() -> None:
+    """End the process at once: all is written. MLX aborts many a Python that shuts down after a thread of its has used
+    mx.compile (ml-explore/mlx#4110).
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _end(error: Exception) -> None:

@@ -1,0 +1,120 @@
+"""The flags of a cache: what they mean, what they leave to variables and the TOML file, which contradict each other."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefixcache import Affine, Raw, Settings, TurboQuant
+from prefixcache.cli.cache_options import settings_from
+
+FLAGS = ("ram", "ssd_dir", "ssd", "codec", "key_bits", "value_bits")
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("PREFIXCACHE_")]:
+        monkeypatch.delenv(name)
+
+
+def given(**flags: Any) -> Settings:
+    return settings_from(*(flags.get(name) for name in FLAGS))
+
+
+def refused(**flags: Any) -> str:
+    with pytest.raises(ValueError, match=r".") as caught:
+        given(**flags)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_no_flags_are_the_usual_settings() -> None:
+    assert given() == Settings()
+
+
+def test_flags_say_what_settings_say(tmp_path: Path) -> None:
+    settings = given(ram="8GB", ssd_dir=str(tmp_path), ssd="200GB", codec="affine:8")
+    assert settings == Settings(ram="8GB", ssd_dir=tmp_path, ssd="200GB", codec=Affine(8))
+    assert given(ram="auto", ssd_dir=str(tmp_path), ssd="auto") == Settings(ssd_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("bits", "codec"),
+    [
+        ({"key_bits": 8}, TurboQuant(8, 4)),
+        ({"value_bits": 2}, TurboQuant(4, 2)),
+        ({"key_bits": 3, "value_bits": 1}, TurboQuant(3, 1)),
+    ],
+)
+def test_bits_are_turboquants(bits: dict[str, int], codec: TurboQuant) -> None:
+    assert given(**bits).codec == codec
+
+
+def test_bits_change_the_codec_that_is_chosen_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFIXCACHE_CODEC", "turboquant:4:3:fp16_layers=2")
+    assert given(key_bits=8).codec == TurboQuant(8, 3, fp16_layers=2)
+    assert given(codec="raw").codec == Raw()
+    monkeypatch.setenv("PREFIXCACHE_CODEC", "raw")
+    assert given(key_bits=8).codec == TurboQuant(8, 4)
+
+
+def test_flags_stand_above_variables_and_these_above_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "settings.toml").write_text('ram = "1GB"\nssd = "2GB"\nssd_dir = "/from/file"\nreaders = 7\n')
+    monkeypatch.setenv("PREFIXCACHE_CONFIG", str(tmp_path / "settings.toml"))
+    monkeypatch.setenv("PREFIXCACHE_SSD", "3GB")
+    settings = given(ram="4GB")
+    assert (settings.ram, settings.ssd, settings.readers) == (4 * 10**9, 3 * 10**9, 7)
+    assert settings.ssd_dir == Path("/from/file")
+
+
+@pytest.mark.parametrize("source", ["variable", "file"])
+def test_a_directory_named_elsewhere_serves_the_flags(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: str
+) -> None:
+    if source == "variable":
+        monkeypatch.setenv("PREFIXCACHE_SSD_DIR", str(tmp_path))
+    else:
+        (tmp_path / "settings.toml").write_text(f'ssd_dir = "{tmp_path}"\n')
+        monkeypatch.setenv("PREFIXCACHE_CONFIG", str(tmp_path / "settings.toml"))
+    assert given(ssd="2GB").ssd_dir == tmp_path
+    assert given(ram="0").ram == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"codec": "raw", "key_bits": 4}, "--codec with --key-bits: "),
+        ({"codec": "turboquant", "key_bits": 4, "value_bits": 4}, "--codec with --key-bits and --value-bits: "),
+        ({"ssd": "2GB"}, "--ssd 2GB without --ssd-dir: "),
+        ({"ssd": "auto"}, "--ssd auto without --ssd-dir: "),
+        ({"ram": "0"}, "--ram 0 without --ssd-dir: "),
+        ({"ram": "0GB", "ssd_dir": "/x", "ssd": "0"}, "--ram 0GB with an --ssd of 0: "),
+        ({"ram": "8QB"}, "--ram='8QB': not a size; write "),
+        ({"ssd_dir": "/x", "ssd": "much"}, "--ssd='much': not a size; write "),
+        ({"ssd_dir": ""}, "ssd_dir='': not a directory; write "),
+        ({"key_bits": 5}, "--key-bits=5: not a bit depth of TurboQuant; choose 1, 2, 3, 4 or 8"),
+        ({"key_bits": 4, "value_bits": 0}, "--value-bits=0: not a bit depth of TurboQuant; choose 1, 2, 3, 4 or 8"),
+        ({"codec": "best"}, "--codec='best': not a codec; write "),
+        ({"codec": "turboquant:5"}, "--codec 'turboquant:5': key_bits=5: not a bit depth"),
+    ],
+)
+def test_what_is_bad_or_contradictory_is_named_in_one_line(flags: dict[str, Any], said: str) -> None:
+    assert refused(**flags).startswith(said)
+
+
+def test_bad_variables_are_named_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFIXCACHE_READERS", "100")
+    monkeypatch.setenv("PREFIXCACHE_SPILL", "sometimes")
+    said = refused(ram="1GB")
+    assert "spill: Input should be 'drop' or 'wait'; readers: Input should be less" in said
+    monkeypatch.setenv("PREFIXCACHE_RAMM", "1GB")
+    assert refused() == "PREFIXCACHE_RAMM: no such setting; write PREFIXCACHE_RAM, or unset it"
+
+
+def test_a_ram_of_0_from_a_variable_is_refused_in_the_settings_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFIXCACHE_RAM", "0")
+    assert refused().startswith("ram=0 with no SSD: nothing could be kept; ")
+    assert given(ram="1GB").ram == 10**9
