@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,10 +16,14 @@ import typer
 
 from prefixcache.cli.cache_options import CodecText, KeyBits, Ram, Ssd, SsdDir, ValueBits, settings_from
 from prefixcache.cli.text import complain
+from prefixcache.cli.warm import token_bar
 from prefixcache.ssd import DirectoryError
 
 if TYPE_CHECKING:
     from prefixcache.integrations.mlx_lm_requests import Generator
+    from prefixcache.integrations.warming import Prompt
+
+log = logging.getLogger("prefixcache")
 
 OTHERS = "All flags of mlx_lm.server are taken too, such as --model, --host, --port; `mlx_lm.server --help` lists them."
 
@@ -54,13 +59,42 @@ def serve(
         _check(ctx.args, codec, key_bits, value_bits, warm or [])
         settings = settings_from(ram, ssd_dir, ssd, codec, key_bits, value_bits)
         from prefixcache.integrations import mlx_lm_server
+        from prefixcache.integrations.warming import read_prompts
+
+        prompts = [prompt for file in warm or [] for prompt in read_prompts(file)]
     except (ValueError, ImportError) as error:
         _end(error)
     try:
-        mlx_lm_server.serve(settings, ctx.args, warm=None, grace=grace)
+        mlx_lm_server.serve(settings, ctx.args, before=partial(_warm, prompts), grace=grace)
     except (mlx_lm_server.ServeError, DirectoryError, ValueError) as error:
         _end(error)
     _leave()
+
+
+def _warm(prompts: list[Prompt], generator: Generator) -> None:
+    """Store the prompts, on the thread that generates, with a bar on a terminal."""
+    from prefixcache.integrations.mlx_lm_server import ServeError
+    from prefixcache.integrations.warming import BadPrompt, sequences_of, warm_sequences
+
+    if not prompts:
+        return
+    provider, prompt_cache = generator.model_provider, generator.prompts
+    try:
+        sequences = sequences_of(provider.tokenizer, prompts, provider.cli_args.chat_template_args)
+    except BadPrompt as error:
+        raise ServeError(f"--warm: {error}") from error
+    nets = provider.model if provider.draft_model is None else (provider.model, provider.draft_model)
+    with token_bar(sum(len(sequence.tokens) for sequence in sequences)) as show:
+        done = warm_sequences(
+            prompt_cache.cache, lambda: nets, sequences, model=prompt_cache.name_of(provider.model_key),
+            prefill_step_size=provider.cli_args.prefill_step_size,
+            progress=lambda step: show(f"warm-up: prompt {step.prompt} of {step.prompts}", step.done),
+        )  # fmt: skip
+    log.info("warm-up: %d prompts, %d of %d tokens computed", done.prompts, done.computed, done.tokens)
+    if done.unkept:
+        log.warning(
+            "warm-up: %d of %d prompts found no room: give more with --ssd and --ram", done.unkept, done.prompts
+        )
 
 
 def _check(flags: list[str], codec: Any, key_bits: Any, value_bits: Any, warm: list[Path]) -> None:

@@ -223,7 +223,7 @@ def _warm(settings: Settings, source: Source, sequences: list[Sequence], step_si
     from prefixcache.integrations.warming import unkept, warm_sequences
 
     total = sum(len(sequence.tokens) for sequence in sequences)
-    with _ending() as check, _bar(total) as show, ExitStack() as stack:
+    with _ending() as check, token_bar(total) as show, ExitStack() as stack:
 
         def load() -> Any:
             show("loading the model", None)
@@ -282,7 +282,7 @@ def _ending() -> Iterator[Callable[[], None]]:
 
 
 @contextmanager
-def _bar(total: int) -> Iterator[Callable[[str, int | None], None]]:
+def token_bar(total: int) -> Iterator[Callable[[str, int | None], None]]:
     """A function that is told what is done, and how many tokens are (None: as many as before); on a terminal it moves a
     bar.
     """

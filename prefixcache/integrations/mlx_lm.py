@@ -54,7 +54,7 @@ class _Began(NamedTuple):
     at: float
 
 
-class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]
+class TieredPromptCache(LRUPromptCache):
     """mlx-lm's prompt cache, bounded in bytes, on RAM and SSD: the interface of `LRUPromptCache`.
 
     What a hit gives is the caller's own, and leaves at least one token to compute. Model keys are mlx_lm.server's

@@ -58,7 +58,7 @@ class ServedPromptCache(TieredPromptCache):
         self._names.clear()
 
 
-class Provider(upstream.ModelProvider):  # type: ignore[misc]
+class Provider(upstream.ModelProvider):
     """mlx-lm's provider of models. `asked`: the last request's names, whose model is the one that is loaded now."""
 
     asked: tuple[Any, Any, Any] | None = None
@@ -123,7 +123,7 @@ class Aside(NamedTuple):
     over: Callable[[], bool]
 
 
-class TimeBudget(upstream.TimeBudget):  # type: ignore[misc]
+class TimeBudget(upstream.TimeBudget):
     """How long the batch goes on before the loop looks at requests: half a second in mlx-lm, here until one is there, and
     one step at least.
     """
@@ -147,7 +147,7 @@ class TimeBudget(upstream.TimeBudget):  # type: ignore[misc]
 WAKE = object()  # in the queue of requests: look at those that wait
 
 
-class Generator(upstream.ResponseGenerator):  # type: ignore[misc]
+class Generator(upstream.ResponseGenerator):
     """mlx-lm's loop, on its own thread, with requests that wait aside.
 
     `before`: called on that thread when the default model is loaded, before the first request. `ready` is set after it, or

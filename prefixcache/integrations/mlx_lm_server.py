@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import mlx.core as mx
 import mlx_lm.server as upstream
@@ -38,14 +37,14 @@ class ServeError(Exception):
     """The server can't be started as asked. The text is one line: what is wrong, and what to do."""
 
 
-class Handler(upstream.APIHandler):  # type: ignore[misc]
+class Handler(upstream.APIHandler):
     """mlx-lm's paths, /metrics, and `cache_salt` in the body of a request: one tenant's salt, as in vLLM."""
 
     collectors: tuple[Any, ...] = ()
 
     def do_GET(self) -> None:
         if self.path.partition("?")[0] != "/metrics":
-            return super().do_GET()  # type: ignore[no-any-return]
+            return super().do_GET()
         body = prometheus.render(*self.collectors)
         self.send_response(200)
         self.send_header("Content-Type", prometheus.CONTENT_TYPE)
@@ -114,23 +113,16 @@ def serve(
     settings: Settings,
     flags: Sequence[str],
     *,
-    warm: Callable[[Generator], None] | None = None,
+    before: Callable[[Generator], None] = lambda generator: None,
     grace: float = 5.0,
 ) -> None:
     """Run mlx_lm.server with these flags of its own until a signal ends it. Call it on the main thread.
 
-    `warm`: called on the thread that generates when the model is there, before the first request is taken. `grace`:
+    `before`: called on the thread that generates when the model is there, before the first request is taken. `grace`:
     seconds that requests under way may still take at the end. Raises ServeError, ValueError or `ssd.DirectoryError` when
     it can't start.
     """
-    ran: list[Any] = []
-    with (
-        mock.patch.object(sys, "argv", ["prefixcache serve", *flags]),
-        mock.patch.object(upstream, "ModelProvider", Provider),
-        mock.patch.object(upstream, "run", lambda host, port, provider: ran.extend((host, port, provider))),
-    ):
-        upstream.main()  # reads the flags
-    host, port, provider = ran
+    host, port, provider = _read(flags)
     _check_model(provider.cli_args)
     if mx.distributed.init().size() > 1:
         raise ServeError("several processes share this model: their caches would disagree; serve it from one process")
@@ -139,7 +131,7 @@ def serve(
         server = Server(host, port)
         try:
             with PrefixCache(settings) as cache:
-                generator = Generator(provider, cache, max_size, warm or (lambda generator: None))
+                generator = Generator(provider, cache, max_size, before)
                 try:
                     _run(server, generator, ending, grace)
                 finally:
@@ -150,16 +142,31 @@ def serve(
             server.server_close()
 
 
+def _read(flags: Sequence[str]) -> tuple[str, int, Provider]:
+    """What mlx_lm.server's own command line makes of these flags: host, port, and its provider of models."""
+    read: list[Any] = []
+    argv, provider, run = sys.argv, upstream.ModelProvider, upstream.run
+    try:
+        sys.argv = ["prefixcache serve", *flags]
+        upstream.ModelProvider, upstream.run = Provider, lambda *given: read.extend(given)
+        upstream.main()
+    finally:
+        sys.argv, upstream.ModelProvider, upstream.run = argv, provider, run
+    return read[0], read[1], read[2]
+
+
 def _run(server: Server, generator: Generator, ending: Ending, grace: float) -> None:
     """Answer requests until the end is asked for, then let those under way end."""
     while not generator.ready.wait(POLL):
         if ending.asked.is_set():
             return
+    if isinstance(generator.failure, ServeError):
+        raise generator.failure
     if generator.failure is not None:
         raise ServeError(f"the model can't be loaded: {_one_line(generator.failure)}")
     fingerprint = upstream.get_system_fingerprint()
     handler = type("Handler", (Handler,), {"collectors": (prometheus.CacheCollector(generator.prompts.cache),)})
-    server.RequestHandlerClass = lambda *args: handler(generator, *args, system_fingerprint=fingerprint)  # type: ignore
+    server.RequestHandlerClass = lambda *args: handler(generator, *args, system_fingerprint=fingerprint)
     thread = threading.Thread(target=server.serve_forever, args=(POLL,), name="prefixcache-http", daemon=True)
     thread.start()
     host, port = server.server_address[:2]
