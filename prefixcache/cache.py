@@ -395,11 +395,11 @@ class PrefixCache:
         freed += sum(self._tiers.discard(slot) for slot in own)
         while node.parent is not None and not node.kids and not node.snapshots:
             parent = node.parent
+            if any(parent.snapshots_of(node.tokens)):
+                break  # a boundary that is stored needs its rows
             for slot in (node.window, node.rows):
                 if slot is not None:
                     freed += self._tiers.discard(slot)
-            if any(parent.snapshots_of(node.tokens)):
-                break
             node = parent
         return freed
 

@@ -506,6 +506,18 @@ def test_clear_leaves_nothing_anywhere(opened, tmp_path):
     assert put(cache, [1] * 600).tokens == 600
 
 
+@pytest.mark.parametrize("boundary", [256, 300, 512])
+def test_remove_spares_the_shorter_boundaries_of_recurrent_state(opened, boundary):
+    cache = opened()
+    put(cache, LONG[:boundary], states.hybrid)
+    put(cache, LONG[:700], states.hybrid)
+    assert cache.remove(LONG[:700], model="m") > 0
+    cache.check_integrity()
+    assert got(cache, LONG) == boundary
+    assert cache.remove(LONG[:boundary], model="m") > 0
+    assert got(cache, LONG) == 0
+
+
 def test_removed_while_it_waits_for_the_ssd_and_stored_again(opened):
     cache = opened(spill="wait")
     for _ in range(20):

@@ -10,11 +10,9 @@ import logging
 import os
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import xxhash
 from mlx_lm.models.cache import LRUPromptCache
 
 from prefixcache.budget import Reservation
@@ -28,7 +26,6 @@ log = logging.getLogger("prefixcache")
 
 RESTORED = "restored"  # the type of sequences that came from the SSD after a restart, which doesn't keep types
 ROOM = 2048  # tokens that a hit can grow by before its layers do: mlx_lm.server's step of a prefill
-UNDER_WAY = 256  # requests whose time is taken at once
 
 
 class SaltedToken(int):
@@ -45,13 +42,6 @@ class SaltedToken(int):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SaltedToken, (int(self), self.salt)
-
-
-class _Began(NamedTuple):
-    """A request that was looked up: how much of its prompt is computed, and since when."""
-
-    computed: int
-    at: float
 
 
 class TieredPromptCache(LRUPromptCache):
@@ -90,7 +80,6 @@ class TieredPromptCache(LRUPromptCache):
         self._last_model: Any = None
         self._salted_only = salted_only
         self._turn = threading.RLock()
-        self._under_way: OrderedDict[tuple[int, int], _Began] = OrderedDict()  # by prompt: its length and its hash
         self._live_room: list[Reservation] = []  # what objects kept as they are take of the budget
 
     # -- LRUPromptCache's interface -----------------------------------------------------------------------------------
@@ -117,7 +106,7 @@ class TieredPromptCache(LRUPromptCache):
                 if not len(tokens):
                     raise CacheError("no tokens")
                 ids = as_tokens(tokens)
-                self._took(ids)
+                self.reading.ended(ids)
                 self.cache.store(ids, prompt_cache, model=self.name_of(model), salt=salt, label=cache_type)
             except CacheError as error:
                 self._insert_live(model, tokens, prompt_cache, cache_type, error)
@@ -191,19 +180,8 @@ class TieredPromptCache(LRUPromptCache):
         except Exception as error:
             log.warning("a lookup failed, which is a miss: %s: %s", type(error).__name__, error)
             return None, tokens
-        self._under_way[len(ids), _hash(ids)] = _Began(len(rest), time.monotonic())
-        while len(self._under_way) > UNDER_WAY:
-            self._under_way.popitem(last=False)
+        self.reading.began(ids, len(rest))
         return prompt_cache, tokens[len(ids) - len(rest) :]
-
-    def _took(self, ids: Any) -> None:
-        """Learn from how long the request took whose prompt these tokens go on from."""
-        now = time.monotonic()
-        for length, digest in reversed(self._under_way):
-            if length <= len(ids) and _hash(ids[:length]) == digest:
-                began = self._under_way.pop((length, digest))
-                self.reading.rates.computed(began.computed, len(ids) - length, now - began.at)
-                return
 
     def _keep_limits(self) -> None:
         if self.max_size < 1 << 62 and len(self) > self.max_size:
@@ -266,7 +244,3 @@ def identity_of(model: Any) -> str:
 
 
 _BORN = time.time_ns()
-
-
-def _hash(ids: Any) -> int:
-    return xxhash.xxh3_64_intdigest(ids.tobytes())

@@ -9,9 +9,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import OrderedDict
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FuturesTimeout
 from typing import NamedTuple
+
+import numpy as np
+import xxhash
 
 from prefixcache.cache import PrefixCache
 from prefixcache.keys import Tokens, as_tokens
@@ -21,6 +25,7 @@ log = logging.getLogger("prefixcache")
 FORGET = 0.9  # what one more observation leaves of the weight of those before
 LATENCY = 0.002  # seconds that a promotion takes before its first byte
 ASSUMED_READING = 500e6  # bytes a second, before anything was read: a slow SSD
+UNDER_WAY = 256  # requests whose time is taken at once
 ASSUMED_COMPUTING = 1 / 2000  # seconds a token, before anything was computed: a small model on a large GPU
 
 
@@ -72,6 +77,13 @@ class Rates:
         return tokens * min(max(fitted, 0.0), alone)
 
 
+class _Began(NamedTuple):
+    """A request that was looked up: how much of its prompt is computed, and since when."""
+
+    computed: int
+    at: float
+
+
 class Reading(NamedTuple):
     """A promotion under way. `depth`: its future, the tokens that RAM has then; `worth`: seconds that waiting pays."""
 
@@ -94,6 +106,8 @@ class ReadOrCompute:
         self.waited = 0  # promotions waited for
         self.late = 0  # of them, those that had not ended when waiting stopped to pay
         self.passed = 0  # promotions not waited for: computing is quicker
+        self._lock = threading.Lock()
+        self._under_way: OrderedDict[tuple[int, int], _Began] = OrderedDict()  # by prompt: its length and its hash
 
     def begin(self, tokens: Tokens, *, model: str, salt: bytes = b"", leave: int = 1) -> Reading | None:
         """Start to bring in what the SSD has beyond RAM. None where there is nothing, or where computing is quicker: then
@@ -127,6 +141,27 @@ class ReadOrCompute:
         except Exception as error:  # the request goes on without what could not be read
             log.warning("a promotion failed: %s", error)
 
+    def began(self, ids: np.ndarray, computed: int) -> None:
+        """A request begins whose prompt is `ids`, of which the last `computed` tokens are to be computed."""
+        with self._lock:
+            self._under_way[len(ids), _hash(ids)] = _Began(computed, time.monotonic())
+            while len(self._under_way) > UNDER_WAY:
+                self._under_way.popitem(last=False)
+
+    def ended(self, ids: np.ndarray) -> None:
+        """The state of these tokens is being stored: learn from how long the request took whose prompt they go on from."""
+        now = time.monotonic()
+        with self._lock:
+            for length, digest in reversed(self._under_way):
+                if length <= len(ids) and _hash(ids[:length]) == digest:
+                    began = self._under_way.pop((length, digest))
+                    self.rates.computed(began.computed, len(ids) - length, now - began.at)
+                    return
+
     def _learn(self, done: Future[int], before: int, nbytes: int, seconds: float) -> None:
         if not done.cancelled() and done.exception() is None and done.result() > before:
             self.rates.read(nbytes, seconds)
+
+
+def _hash(ids: np.ndarray) -> int:
+    return xxhash.xxh3_64_intdigest(ids.tobytes())

@@ -109,9 +109,11 @@ class TieredPrefixCache:
         self.reading.wait(ids, model=self.model_name, salt=self._salt, leave=leave)
         depth = self.cache.match(ids[: len(ids) - leave], model=self.model_name, salt=self._salt).ram
         if depth < least:
+            self.reading.began(ids, len(ids))
             return "miss_short_lcp" if leave and depth else "miss", None, 0
         found, rest = self.cache.fetch(ids, model=self.model_name, salt=self._salt, leave=leave)
         depth = len(ids) - len(rest)
+        self.reading.began(ids, len(rest))
         if found is None or depth < least:  # it left RAM in between
             return "miss", None, 0
         return "exact" if depth == len(ids) else "prefix", found, depth
@@ -169,6 +171,7 @@ class TieredPrefixCache:
             return None
         try:
             ids = as_tokens(tokens)
+            self.reading.ended(ids)
             stored = self.cache.store(ids, cache, model=self.model_name, salt=self._salt, label=LABEL)
             if not stored.tokens:
                 raise MemoryError("the budget has no room for its first block")
