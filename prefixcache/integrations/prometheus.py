@@ -9,15 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-try:
-    from prometheus_client import CONTENT_TYPE_LATEST as CONTENT_TYPE
-    from prometheus_client import CollectorRegistry, generate_latest
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
-    from prometheus_client.registry import Collector
-except ImportError as error:
-    raise ImportError(
-        "prometheus-client is not installed, and metrics need it: pip install 'prefixcache[serve]'"
-    ) from error
+from prometheus_client import CONTENT_TYPE_LATEST as CONTENT_TYPE
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 import prefixcache
 from prefixcache.cache import PrefixCache

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -226,14 +224,3 @@ def test_it_can_be_registered_beside_a_servers_own_metrics(opened: Callable[...,
     registry.register(CacheCollector(cache))
     cache.store(LONG, states.sliceable(LONG), model="m")
     assert registry.get_sample_value("prefixcache_store_tokens_total", {"result": "new"}) == 1000
-
-
-def test_without_prometheus_client_one_line_says_what_to_install() -> None:
-    code = (
-        "import sys; sys.modules['prometheus_client'] = None\n"
-        "try:\n    import prefixcache.integrations.prometheus\nexcept ImportError as error:\n    print(error)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == (
-        "prometheus-client is not installed, and metrics need it: pip install 'prefixcache[serve]'\n"
-    )
