@@ -10,8 +10,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.bench import report
+from tools.bench import report, server, server_load
 from tools.bench.__main__ import BENCHES
+from tools.bench.serving import Span
 
 ROOT = report.ROOT
 NAMES = [name for group in BENCHES.values() for name in group]
@@ -47,6 +48,7 @@ def figures(name):
         "encode-cpu",
         "attention-cpu",
         "live-agreement",
+        "server-divergent",
     ],
 )
 def test_a_bench_runs(name, tmp_path):
@@ -78,6 +80,26 @@ def test_conversations_keep_what_they_share_once():
 @pytest.mark.parametrize("name", ["hybrid", "sliding", "bits"])
 def test_bytes_counted_meet_their_bar(name):
     assert all(figure.met for figure in figures(name))
+
+
+def test_requests_that_are_given_up_cost_no_error_and_no_budget():
+    errors, budget, growth = figures("server-cancels")
+    assert errors.met, errors
+    assert budget.met, budget
+    assert growth.raw["rss"]
+
+
+def test_unique_tokens_are_those_of_the_trie_of_all_prompts():
+    prompts = [[1, 2, 3], [1, 2, 4, 5], [7], [1, 2], [1, 2, 3, 6], [1, 2, 3]]
+    assert server.unique_tokens(prompts) == len({tuple(p[: i + 1]) for p in prompts for i in range(len(p))}) == 7
+
+
+def test_a_gap_between_steps_leaves_out_what_computes_prompts():
+    spans = [
+        Span("step", 0.0, 1.0, 3), Span("prefill", 1.0, 4.0, 500), Span("encode", 4.2, 4.4, 1), Span("store", 4.0, 4.5, 500),
+        Span("step", 4.5, 5.5, 1), Span("step", 5.5, 6.5, 2), Span("fetch", 6.5, 6.75, 500), Span("step", 6.75, 7.75, 2),
+    ]  # fmt: skip
+    assert server_load.gaps_of(spans) == [pytest.approx((1.5, 1, 0.5, 0.2)), pytest.approx((1.0, 0, 0.0, 0.0))]
 
 
 def test_every_figure_has_a_name_of_its_own():

@@ -66,9 +66,12 @@ def serve(
         _end(error)
     try:
         mlx_lm_server.serve(settings, ctx.args, before=partial(_warm, prompts), grace=grace)
+    except mlx_lm_server.ServeFailed as error:
+        complain(" ".join(str(error).split()))
+        _leave(2)
     except (mlx_lm_server.ServeError, DirectoryError, ValueError) as error:
         _end(error)
-    _leave()
+    _leave(0)
 
 
 def _warm(prompts: list[Prompt], generator: Generator) -> None:
@@ -109,14 +112,14 @@ def _check(flags: list[str], codec: Any, key_bits: Any, value_bits: Any, warm: l
         raise ValueError("--warm without --model: there is no model to compute the prompts with; add --model")
 
 
-def _leave() -> None:
+def _leave(code: int) -> None:
     """End the process at once: all is written. MLX aborts many a Python that shuts down after a thread of its has used
     mx.compile (ml-explore/mlx#4110).
     """
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(code)
 
 
 def _end(error: Exception) -> None:

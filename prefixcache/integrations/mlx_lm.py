@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from mlx_lm.models.cache import LRUPromptCache
 
 from prefixcache.budget import Reservation
@@ -175,13 +176,18 @@ class TieredPromptCache(LRUPromptCache):
             ids, name = as_tokens(tokens), self.name_of(model)
             self.reading.wait(ids, model=name, salt=salt)
             # A batch copies what it is given, and room for a long rest after a short hit costs more than the hit.
-            room = min(len(ids), ROOM)
-            prompt_cache, rest = self.cache.fetch(ids, model=name, salt=salt, room=room)
+            room, leave = min(len(ids), ROOM), 1
+            while True:
+                prompt_cache, rest = self.cache.fetch(ids, model=name, salt=salt, leave=leave, room=room)
+                depth = len(ids) - len(rest)
+                if (whole := _outside_images(ids, depth)) == depth:
+                    break
+                leave = len(ids) - whole
         except Exception as error:
             log.warning("a lookup failed, which is a miss: %s: %s", type(error).__name__, error)
             return None, tokens
         self.reading.began(ids, len(rest))
-        return prompt_cache, tokens[len(ids) - len(rest) :]
+        return prompt_cache, tokens[depth:]
 
     def _keep_limits(self) -> None:
         if self.max_size < 1 << 62 and len(self) > self.max_size:
@@ -226,6 +232,15 @@ class TieredPromptCache(LRUPromptCache):
             missing += reservation.release(max(-missing, 0))
         self._live_room = [reservation for reservation in self._live_room if reservation.left]
         return True
+
+
+def _outside_images(ids: np.ndarray, depth: int) -> int:
+    """The last place at or before `depth` that is not inside an image. mlx-lm gives all patches of an image one negative
+    id, and an image that a hit has a part of it takes for one that was seen whole.
+    """
+    while 0 < depth < len(ids) and ids[depth] < 0 and ids[depth - 1] == ids[depth]:
+        depth -= 1
+    return depth
 
 
 def identity_of(model: Any) -> str:

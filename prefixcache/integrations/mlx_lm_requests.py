@@ -7,11 +7,13 @@ for one that computes the same prefix.
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import mlx_lm.server as upstream
@@ -20,9 +22,10 @@ from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 
 from prefixcache.cache import PrefixCache
 from prefixcache.integrations.admission import Admission, Computing
-from prefixcache.integrations.mlx_lm import SaltedToken, TieredPromptCache
-from prefixcache.integrations.read_or_compute import Reading
+from prefixcache.integrations.mlx_lm import SaltedToken, TieredPromptCache, identity_of
+from prefixcache.integrations.read_or_compute import Reading, ReadOrCompute
 from prefixcache.keys import as_tokens
+from prefixcache.layers.plan import read
 
 log = logging.getLogger("prefixcache")
 
@@ -30,8 +33,19 @@ log = logging.getLogger("prefixcache")
 class ServedPromptCache(TieredPromptCache):
     """The prompt cache of one server: it times what it does on the thread that generates, and tells who waits."""
 
-    def __init__(self, cache: PrefixCache, max_size: int | None, on_stored: Callable[[np.ndarray, str, bytes], None]):
-        super().__init__(cache, max_size, longest_wait=0, salted_only=True)
+    def __init__(
+        self,
+        cache: PrefixCache,
+        max_size: int | None,
+        on_stored: Callable[[np.ndarray, str, bytes], None],
+        rows: str = "",
+    ):
+        """`rows`: a suffix of names, for a server whose rows are others than the model's."""
+        super().__init__(
+            cache, max_size, identify=lambda model: identity_of(model) + rows, longest_wait=0, salted_only=True
+        )
+        self.aside = ReadOrCompute(cache)  # requests wait for the SSD before they are looked up, not then
+        self.aside.rates = self.reading.rates
         self._on_stored = on_stored
         self.store_seconds = self.fetch_seconds = 0.0
         self.stores = self.fetches = 0
@@ -53,29 +67,41 @@ class ServedPromptCache(TieredPromptCache):
         if len(tokens) and isinstance(tokens[0], SaltedToken):
             self._on_stored(as_tokens(tokens), self.name_of(model), tokens[0].salt)
 
-    def forget_names(self) -> None:
-        """Other weights are being loaded: identify them anew."""
+    def name_anew(self, model: Any) -> None:
+        """Weights were loaded: identify them now, as long as the files are those."""
         self._names.clear()
+        self.name_of(model)
 
 
 class Provider(upstream.ModelProvider):
-    """mlx-lm's provider of models. `asked`: the last request's names, whose model is the one that is loaded now."""
+    """mlx-lm's provider of models."""
 
-    asked: tuple[Any, Any, Any] | None = None
-    on_load: Callable[[], None] = staticmethod(lambda: None)
+    on_load: Callable[[Any], None] = staticmethod(lambda model_key: None)
     sliceable = False
 
-    def load(self, model_path: Any, adapter_path: Any = None, draft_model_path: Any = None) -> Any:
-        self.asked = None
-        loaded = super().load(model_path, adapter_path, draft_model_path)
-        self.asked = (model_path, adapter_path, draft_model_path)
-        return loaded
+    def has(self, model_path: Any, adapter_path: Any, draft_model_path: Any) -> bool:
+        """Whether the model is loaded that a request means by these names."""
+        meant: list[Any] = []
+        asked = copy.copy(self)
+        asked.model_key = None
+        asked._load = lambda *key: meant.append(key)  # type: ignore[method-assign]
+        upstream.ModelProvider.load(asked, model_path, adapter_path, draft_model_path)
+        return self.tokenizer is not None and meant == [self.model_key]
 
     def _load(self, *args: Any, **kwargs: Any) -> Any:
-        self.on_load()
         loaded = super()._load(*args, **kwargs)
-        self.sliceable = self.model is not None and can_trim_prompt_cache(make_prompt_cache(self.model))
+        self.on_load(self.model_key)
+        self._prepare_for(make_prompt_cache(self.model))
         return loaded
+
+    def _prepare_for(self, prompt_cache: list[Any]) -> None:
+        """What the model's layers ask for. Prompts of unequal length that mlx-lm prefills together leave some recurrent
+        states wrong (ml-explore/mlx-lm#1736), and what is wrong must not be kept: there, one prompt at a time.
+        """
+        self.sliceable = can_trim_prompt_cache(prompt_cache)
+        self._asked_concurrency = getattr(self, "_asked_concurrency", self.cli_args.prompt_concurrency)
+        recurrent = any(leaf.layout["kind"] == "snapshot" for leaf in read(prompt_cache).leaves)
+        self.cli_args.prompt_concurrency = 1 if recurrent else self._asked_concurrency
 
 
 class Answers:
@@ -163,10 +189,9 @@ class Generator(upstream.ResponseGenerator):
         self.admission = Admission()
         self._before = before
         self._aside: deque[Aside] = deque()
-        prompts = ServedPromptCache(cache, max_size, self._stored)
-        self.prompts = prompts
-        provider.on_load = prompts.forget_names
-        super().__init__(provider, prompts)
+        self.prompts = ServedPromptCache(cache, max_size, self._stored, _rows(provider.cli_args))
+        provider.on_load = self.prompts.name_anew
+        super().__init__(provider, self.prompts)
         self._time_budget = TimeBudget(self._someone_waits)
 
     def _generate(self) -> None:
@@ -191,7 +216,9 @@ class Generator(upstream.ResponseGenerator):
         """The next request that can begin. None when there is none, also when one came that must wait."""
         item = self._waited() or super()._next_request(timeout)
         if item is None or item[0] is WAKE:
-            return self._waited()
+            item = self._waited()
+        if item is None:
+            return None
         queue, request, args = item
         if not isinstance(queue, Answers):
             queue = Answers(queue)
@@ -229,7 +256,7 @@ class Generator(upstream.ResponseGenerator):
         name, salt = known.space
         if not getattr(request, "read", False):
             request.read = True
-            reading = self.prompts.reading.begin(known.ids, model=name, salt=salt)
+            reading = self.prompts.aside.begin(known.ids, model=name, salt=salt)
             if reading is not None:
                 return self._read(reading)
         has = self.prompts.cache.match(known.ids, model=name, salt=salt).ram
@@ -243,34 +270,48 @@ class Generator(upstream.ResponseGenerator):
 
     def _know(self, request: Any, args: Any) -> Known | None:
         """Tokenize a request before its turn, if the model that it asks for is the one that is loaded."""
-        asked = args.model.model, args.model.adapter, args.model.draft
-        if self.model_provider.asked != asked or self.model_provider.tokenizer is None:
+        if not self.model_provider.has(args.model.model, args.model.adapter, args.model.draft):
             return None
+        tokenizer = self.model_provider.tokenizer
         known = getattr(request, "known", None)
-        if known is None or known.tokenizer is not self.model_provider.tokenizer:
-            tokenizer = self.model_provider.tokenizer
-            known = request.known = self._look(tokenizer, request, self._tokenize(tokenizer, request, args))
+        if known is None or known.tokenizer is not tokenizer:
+            known = request.known = self._look(tokenizer, request, self._tokens(tokenizer, request, args))
         return known
 
     def _look(self, tokenizer: Any, request: Any, tokenized: Any) -> Known:
         prompt, segments, vision = tokenized[0], tokenized[1], _vision(tokenized)
-        ids = as_tokens(prompt if vision is None else vision.cache_key)
+        ids = as_tokens(prompt if vision is None else vision.cache_key if _are_apart(vision) else [])
         ends = np.cumsum([len(segment) for segment in segments])
         boundaries = tuple(int(end) for end in sorted({*ends[:-1], len(ids) - 1}))
         space = self.prompts.name_of(self.model_provider.model_key), _salt_of(request)
         return Known(tokenizer, tokenized, ids, space, boundaries)
 
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
-        """mlx-lm's, with the request's salt on the prompt; what was found before the request's turn is taken."""
+        """mlx-lm's, with the request's salt on the prompt; what was found before the request's turn is taken.
+
+        A request whose model was loaded for it waits for the SSD here: nobody else is served then.
+        """
         known = getattr(request, "known", None)
-        if known is not None:
-            request.known = None
-            if known.tokenizer is tokenizer:
-                return known.tokenized
-        return _salted(super()._tokenize(tokenizer, request, args), _salt_of(request))
+        request.known = None
+        if known is not None and known.tokenizer is tokenizer:
+            return known.tokenized
+        known = self._look(tokenizer, request, self._tokens(tokenizer, request, args))
+        if not getattr(request, "read", False):
+            self.prompts.aside.wait(known.ids, model=known.space[0], salt=known.space[1])
+        return known.tokenized
+
+    def _tokens(self, tokenizer: Any, request: Any, args: Any) -> Any:
+        own = replace(request, messages=copy.deepcopy(request.messages))  # mlx-lm rewrites them in place
+        return _salted(super()._tokenize(tokenizer, own, args), _salt_of(request))
 
     def _stored(self, ids: np.ndarray, name: str, salt: bytes) -> None:
         self.admission.stored(ids, (name, salt))
+
+
+def _rows(args: Any) -> str:
+    """What --kv-bits makes of rows. A server without it can't batch them, so their names must differ."""
+    bits = getattr(args, "kv_bits", None)  # mlx-lm 0.31 has none
+    return "" if bits is None else f"|kv-bits {bits}/{args.kv_group_size} from {args.quantized_kv_start}"
 
 
 def _vision(tokenized: Any) -> Any:
@@ -282,9 +323,17 @@ def _salt_of(request: Any) -> bytes:
 
 
 def _salted(tokenized: Any, salt: bytes) -> Any:
-    """The first token of the prompt, of its first segment, and of the images' key, made to carry the salt."""
+    """The first token of the prompt, of its first segment, and of the images' key, made to carry the salt.
+
+    mlx-lm takes images with no token in between for one, the first: a key that does so is left without, and so without hits.
+    """
     vision = _vision(tokenized)
-    for tokens in (tokenized[0], tokenized[1][0], *([vision.cache_key] if vision is not None else [])):
+    keyed = [vision.cache_key] if vision is not None and _are_apart(vision) else []
+    for tokens in (tokenized[0], tokenized[1][0], *keyed):
         if tokens:
             tokens[0] = SaltedToken(int(tokens[0]), salt)
     return tokenized
+
+
+def _are_apart(vision: Any) -> bool:
+    return len(vision.starts) == len(vision.pixel_values)

@@ -6,6 +6,7 @@ there is /metrics, and a request may carry `cache_salt`.
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import os
@@ -17,7 +18,8 @@ import time
 from collections.abc import Callable, Sequence
 from http.server import ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import mlx.core as mx
 import mlx_lm.server as upstream
@@ -37,6 +39,17 @@ class ServeError(Exception):
     """The server can't be started as asked. The text is one line: what is wrong, and what to do."""
 
 
+class ServeFailed(ServeError):
+    """The same, of a server whose thread has used MLX already."""
+
+
+class Flags(argparse.ArgumentParser):
+    """mlx_lm.server's own flags. One that is bad is told in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ServeError(f"{message}; see `prefixcache serve --help` and `mlx_lm.server --help`")
+
+
 class Handler(upstream.APIHandler):
     """mlx-lm's paths, /metrics, and `cache_salt` in the body of a request: one tenant's salt, as in vLLM."""
 
@@ -53,30 +66,42 @@ class Handler(upstream.APIHandler):
         self.wfile.write(body)
 
     def handle_completion(self, request: Any, stop_words: Any) -> None:
-        salt = self.body.get("cache_salt", "")
-        if salt is not None and (not isinstance(salt, str) or len(salt) > SALT_LIMIT):
+        salt = self.body.get("cache_salt")
+        if salt is not None and not _is_salt(salt):
             self._set_completion_headers(400)
             self.end_headers()
-            error = f"cache_salt must be a string of at most {SALT_LIMIT} characters"
+            error = f"cache_salt must be a string of at most {SALT_LIMIT} Unicode characters"
             self.wfile.write(json.dumps({"error": error}).encode())
             return
         request.cache_salt = salt or ""
-        super().handle_completion(request, stop_words)
+        self.server.replying.add(self)
+        try:
+            super().handle_completion(request, stop_words)
+        finally:
+            self.server.replying.discard(self)
+
+
+def _is_salt(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and len(value) <= SALT_LIMIT and value.encode() is not None
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
 
 
 class Server(ThreadingHTTPServer):
-    """One thread a connection, none of which keeps the process alive."""
+    """One thread a connection, none of which keeps the process alive. `replying`: the handlers whose client waits."""
 
     daemon_threads = True
     request_queue_size = 128  # connections that wait to be accepted; the default is 5
 
     def __init__(self, host: str, port: int):
+        self.replying: set[Handler] = set()
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
             self.address_family, _, _, _, address = found[0]
-            super().__init__(address[:2], upstream.APIHandler)  # type: ignore[arg-type]
+            super().__init__((address[0], port), upstream.APIHandler)  # type: ignore[arg-type]
         except (OSError, OverflowError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
+            reason = getattr(error, "strerror", None) or str(error).rstrip(".")
             raise ServeError(
                 f"--host {host} --port {port}: {reason}; give another address, or stop what uses it"
             ) from None
@@ -145,13 +170,14 @@ def serve(
 def _read(flags: Sequence[str]) -> tuple[str, int, Provider]:
     """What mlx_lm.server's own command line makes of these flags: host, port, and its provider of models."""
     read: list[Any] = []
-    argv, provider, run = sys.argv, upstream.ModelProvider, upstream.run
+    argv, provider, run, parsing = sys.argv, upstream.ModelProvider, upstream.run, upstream.argparse
     try:
         sys.argv = ["prefixcache serve", *flags]
         upstream.ModelProvider, upstream.run = Provider, lambda *given: read.extend(given)
+        upstream.argparse = SimpleNamespace(ArgumentParser=Flags)
         upstream.main()
     finally:
-        sys.argv, upstream.ModelProvider, upstream.run = argv, provider, run
+        sys.argv, upstream.ModelProvider, upstream.run, upstream.argparse = argv, provider, run, parsing
     return read[0], read[1], read[2]
 
 
@@ -161,9 +187,9 @@ def _run(server: Server, generator: Generator, ending: Ending, grace: float) -> 
         if ending.asked.is_set():
             return
     if isinstance(generator.failure, ServeError):
-        raise generator.failure
+        raise ServeFailed(str(generator.failure))
     if generator.failure is not None:
-        raise ServeError(f"the model can't be loaded: {_one_line(generator.failure)}")
+        raise ServeFailed(f"the model can't be loaded: {_one_line(generator.failure)}")
     fingerprint = upstream.get_system_fingerprint()
     handler = type("Handler", (Handler,), {"collectors": (prometheus.CacheCollector(generator.prompts.cache),)})
     server.RequestHandlerClass = lambda *args: handler(generator, *args, system_fingerprint=fingerprint)
@@ -173,11 +199,11 @@ def _run(server: Server, generator: Generator, ending: Ending, grace: float) -> 
     log.info("serving at http://%s:%d", host, port)
     while not ending.asked.wait(POLL):
         if not generator._generation_thread.is_alive():
-            raise ServeError("the thread that generates died; see the log")
+            raise ServeFailed("the thread that generates died; see the log")
     log.info("ending: no new requests; those under way have %g s; a second signal ends at once", grace)
     server.shutdown()
     until = time.monotonic() + grace
-    while time.monotonic() < until and any(answers.wanted() for answers in generator.answering):
+    while time.monotonic() < until and server.replying:
         time.sleep(POLL)
 
 
@@ -204,7 +230,8 @@ def _check_model(args: Any) -> None:
         folder = Path(value).expanduser()
         local = flag == "--adapter-path" or value.count("/") != 1 or value.startswith(("/", ".", "~"))
         if local and not folder.is_dir():
-            raise ServeError(f"{flag} {value}: no such folder; give a model's folder or a Hugging Face name")
+            others = "" if flag == "--adapter-path" else " or a Hugging Face name"
+            raise ServeError(f"{flag} {value}: no such folder; give one{others}")
         config = "adapter_config.json" if flag == "--adapter-path" else "config.json"
         if folder.is_dir() and not (folder / config).is_file():
             raise ServeError(f"{flag} {value}: the folder has no {config}; give the folder that has it")

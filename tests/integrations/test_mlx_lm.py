@@ -190,6 +190,21 @@ def test_a_class_of_the_servers_own_is_kept_alive_and_paid_for(opened):
     assert prompts.cache.stats().ram_held == prompts.nbytes == 0
 
 
+def test_a_hit_never_ends_inside_an_image(opened):
+    prompts = opened()
+    image, other = [-77] * 300, [-78] * 300
+    seen = [1, 2, 3, *image, 4, *LONG[:100], *other, 5]
+    insert(prompts, seen[:200])  # as when the tail was evicted
+    assert fetched(prompts, seen) == 3
+    insert(prompts, seen)
+    assert fetched(prompts, seen) == len(seen) - 1
+    assert fetched(prompts, seen[:-1]) == 3 + 300 + 1 + 100
+    assert fetched(prompts, [*image, 5]) == 0
+    insert(prompts, image)
+    assert fetched(prompts, image) == 0
+    assert fetched(prompts, [*image, 5]) == 300
+
+
 def test_nothing_raises_into_the_thread_that_generates(opened, caplog):
     prompts = opened()
     prompts.insert_cache(KEY, ["no token"], states.sliceable([1]))

@@ -17,6 +17,8 @@ from tools.bench import (
     opening,
     quality,
     report,
+    server,
+    server_load,
     sharing,
 )
 
@@ -31,6 +33,7 @@ BENCHES = {
     "quality": quality.FIGURES,
     "attending": cpu_attention.FIGURES | gpu_attention.FIGURES,
     "live": live.FIGURES | gpu_live.FIGURES,
+    "server": server.FIGURES | server_load.FIGURES,
 }
 
 if __name__ == "__main__":

@@ -1,0 +1,263 @@
+"""`prefixcache serve` as its clients see it, real processes asked over HTTP: prompt tokens computed, and time to first token.
+And its prompt cache alone, beside mlx-lm's. What it does under load is `server_load`'s.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+if not __package__:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache, LRUPromptCache
+
+from prefixcache import PrefixCache
+from prefixcache.integrations.mlx_lm import TieredPromptCache
+from tools.bench import report, serving
+from tools.bench.report import Figure
+from tools.bench.serving import Reply, Server, Texts, Turn
+
+
+class Chats(NamedTuple):
+    """`chats` chats of `turns` turns on system prompts of `system` tokens; a question has `question` tokens."""
+
+    chats: int
+    turns: int
+    system: int
+    question: int = 24
+    answer: int = 16
+
+
+COMPUTED_BAR, FIRST_BAR, RESTART_BAR, DIVERGENT_BAR = 1.05, 0.2, 0.35, 1000
+
+
+# -- prompt tokens computed --------------------------------------------------------------------------------------------
+
+USERS = {"full": Chats(8, 6, 3000), "quick": Chats(4, 2, 2200), "tiny": Chats(2, 2, 300)}
+HEAD_START = 0.1  # seconds that another's request is ahead of the users'
+
+
+def computed(scale: str) -> Iterator[Figure]:
+    """Users at once, each in a chat of one's own, on one system prompt: tokens that went through the model, over unique."""
+    plan = USERS[scale]
+    with report.scratch() as folder:
+        with serving.serving(serving.OURS, serving.trained_model(folder), folder, "--ram", "1GB") as server:
+            ours = _together(server, plan, another=600)
+            server.stop()
+        # It computes the system prompt for nearly every user: minutes, on the whole model.
+        with serving.serving(serving.THEIRS, serving.trained_model(folder, layers=1), folder) as server:
+            theirs = _together(server, plan, another=3600)
+            server.stop()
+    users = f"{plan.chats} users at once x {plan.turns} turns, system prompt of {plan.system}"
+    name, beside = f"server: {users}: prompt tokens computed", "mlx_lm.server, on the model's first layer"
+    ratio = ours.computed / ours.unique
+    yield Figure(
+        f"{name}, over unique", f"{ratio:.3f} ({ours.computed} of {ours.prompt})", f"<= {COMPUTED_BAR}",
+        f"{beside}: {theirs.computed / theirs.unique:.2f}", ratio <= COMPUTED_BAR,
+        {"ours": ours._asdict(), "theirs": theirs._asdict()},
+    )  # fmt: skip
+    yield Figure(
+        f"{name}, over unique ones that no answer had brought", f"{ours.computed / ours.asked:.3f}", "",
+        f"{beside}: {theirs.computed / theirs.asked:.2f}", None,
+    )  # fmt: skip
+
+
+class Together(NamedTuple):
+    """Tokens: of all prompts, of them computed, unique, unique without what had been generated before; and seconds."""
+
+    prompt: int
+    computed: int
+    unique: int
+    asked: int
+    seconds: float
+
+
+def _together(server: Server, plan: Chats, another: int) -> Together:
+    """All users come while the server computes a prompt of `another` tokens: none of theirs is begun before all are there."""
+    texts = Texts()
+    system = texts.piece(plan.system)
+    found: list[list[Turn]] = []
+
+    def user() -> Callable[[], None]:
+        client, questions = serving.client_of(server), [texts.piece(plan.question) for _ in range(plan.turns)]
+
+        def talk() -> None:
+            time.sleep(HEAD_START)
+            found.append(serving.chat(client, texts, system, questions, plan.answer))
+
+        return talk
+
+    busy = partial(serving.ask, serving.client_of(server), [{"role": "user", "content": texts.piece(another)}], 1)
+    users = [user() for _ in range(plan.chats)]
+    begin = time.perf_counter()
+    serving.at_once([busy, *users])
+    seconds = time.perf_counter() - begin
+    turns = [turn for chat in found for turn in chat]
+    for turn in turns:
+        if len(turn.prompt) != turn.reply.prompt_tokens:
+            raise RuntimeError(
+                f"{len(turn.prompt)} tokens here, {turn.reply.prompt_tokens} in the server, of one prompt"
+            )
+    unique = unique_tokens([turn.prompt for turn in turns])
+    said = sum(_said(texts, one, other) for chat in found for one, other in pairwise(chat))
+    return Together(
+        sum(turn.reply.prompt_tokens for turn in turns), sum(turn.reply.computed for turn in turns), unique, unique - said,
+        seconds,
+    )  # fmt: skip
+
+
+def unique_tokens(prompts: Sequence[list[int]]) -> int:
+    """The size of the trie of all prompts. In sorted order, what a prompt shares with any before it its neighbour has."""
+    ordered = sorted(prompts)
+    shared = sum(_common(one, other) for one, other in pairwise(ordered))
+    return sum(map(len, ordered)) - shared
+
+
+def _said(texts: Texts, turn: Turn, following: Turn) -> int:
+    """How many tokens of the following prompt the model has generated and seen: of what it says, the last one it has not."""
+    answer = texts.answer(turn.reply.text)
+    seen = turn.prompt + (answer if turn.reply.stopped else answer[:-1])
+    return max(_common(seen, following.prompt) - len(turn.prompt), 0)
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+# -- time to first token -----------------------------------------------------------------------------------------------
+
+FIRST = {"full": Chats(3, 4, 1500), "quick": Chats(2, 3, 700), "tiny": Chats(1, 2, 200)}
+
+
+def first_token(scale: str) -> Iterator[Figure]:
+    """Chats one after the other, each on a system prompt of its own: turn 1 is cold. Then they go on after a restart."""
+    plan = FIRST[scale]
+    with report.scratch() as folder:
+        model, texts = serving.trained_model(folder), Texts()
+        flags = ["--ram", "1GB", "--ssd-dir", str(folder / "cache"), "--ssd", "4GB"]
+        systems = [texts.piece(plan.system) for _ in range(plan.chats)]
+        questions = [[texts.piece(plan.question) for _ in range(plan.turns + 1)] for _ in systems]
+        with serving.serving(serving.OURS, model, folder, *flags) as server:
+            client = serving.client_of(server)
+            before = [
+                serving.chat(client, texts, system, asked[:-1], plan.answer)
+                for system, asked in zip(systems, questions, strict=True)
+            ]
+            stopped = server.stop()
+        with serving.serving(serving.OURS, model, folder, *flags) as server:
+            client = serving.client_of(server)
+            after = [
+                serving.ask(client, _goes_on(system, asked, chat), plan.answer)
+                for system, asked, chat in zip(systems, questions, before, strict=True)
+            ]
+            server.stop()
+        with serving.serving(serving.THEIRS, model, folder) as server:  # one chat, for time
+            theirs = serving.chat(serving.client_of(server), texts, systems[0], questions[0][:-1], plan.answer)
+            server.stop()
+    cold = [chat[0].reply for chat in before]
+    warm = [turn.reply for chat in before for turn in chat[1:]]
+    base, reference = _median_first(cold), [turn.reply for turn in theirs]
+    name = f"server: time to first token of {plan.system}-token chats"
+    said = f"mlx_lm.server, one chat: {_median_first(reference[1:]) / reference[0].first:.3f} of {reference[0].first:.2f} s"
+    for what, replies, bar, beside in (
+        ("turns 2 and later", warm, FIRST_BAR, said),
+        ("first turn after a restart, from SSD", after, RESTART_BAR, "mlx_lm.server keeps nothing: 1"),
+    ):
+        ratio = _median_first(replies) / base
+        yield Figure(
+            f"{name}, {what}, over cold", f"{ratio:.3f} ({_median_first(replies):.3f} s of {base:.2f} s)", f"<= {bar}",
+            beside, ratio <= bar,
+            {"cold": [r.first for r in cold], "firsts": [r.first for r in replies],
+             "computed": [r.computed for r in replies], "prompt": [r.prompt_tokens for r in replies],
+             "stopped": stopped, "theirs": [r.first for r in reference]},
+        )  # fmt: skip
+
+
+def _goes_on(system: str, questions: list[str], chat: list[Turn]) -> serving.Messages:
+    messages = [{"role": "system", "content": system}]
+    for question, turn in zip(questions, chat, strict=False):
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": turn.reply.text}]
+    return [*messages, {"role": "user", "content": questions[len(chat)]}]
+
+
+def _median_first(replies: list[Reply]) -> float:
+    return statistics.median(reply.first for reply in replies)
+
+
+# -- divergent prompts -------------------------------------------------------------------------------------------------
+
+KEY = ("model", None, None)
+SHARED, WIDTH = 512, 32
+# Entries, their tokens, prompts looked up in ours, and in theirs, where a lookup takes seconds.
+DIVERGENT = {"full": (100, 8192, 100, 2), "quick": (100, 4096, 100, 1), "tiny": (10, 1024, 10, 10)}
+
+
+def divergent(scale: str) -> Iterator[Figure]:
+    """Prompts that begin as all entries do and then go their own way: `fetch_nearest_cache` of ours and of mlx-lm's."""
+    entries, length, count, walked = DIVERGENT[scale]
+    draw = random.Random(1)
+
+    def tokens(shared: list[int]) -> list[int]:
+        return shared + [draw.randrange(150_000) for _ in range(length - len(shared))]
+
+    shared = tokens([])[:SHARED]
+    known = [tokens(shared) for _ in range(entries)]
+    with PrefixCache(ram="4GB") as cache:
+        ours, theirs = TieredPromptCache(cache, identify=str), LRUPromptCache(entries)
+        for own in known:
+            layer = _rows(length)
+            ours.insert_cache(KEY, own, [layer])
+            theirs.insert_cache(KEY, own, [layer])
+        for what, bar, prompts in (
+            ("after what all share", DIVERGENT_BAR, [tokens(shared) for _ in range(count)]),
+            ("from one entry, in its middle", None, [tokens(own[: length // 2]) for own in known[:count]]),
+        ):
+            quick, slow = _lookups(ours, theirs, prompts, walked)
+            ratio = statistics.mean(slow) / statistics.mean(quick)
+            yield Figure(
+                f"server: fetch_nearest_cache, {entries} entries x {length} tokens, {count} prompts that part {what}",
+                f"{ratio:.0f} x faster ({1e3 * sum(quick):.0f} ms in all)", f">= {bar}" if bar else "",
+                f"LRUPromptCache: {sum(slow):.1f} s for {len(slow)} of them, {count * statistics.mean(slow):.0f} s for all",
+                ratio >= bar if bar else None, {"ours": quick, "theirs": slow},
+            )  # fmt: skip
+
+
+def _rows(tokens: int) -> KVCache:
+    layer = KVCache()
+    layer.update_and_fetch(*(mx.random.normal((1, 1, tokens, WIDTH)).astype(mx.float16) for _ in range(2)))
+    mx.eval(layer.state)
+    return layer
+
+
+def _lookups(
+    ours: TieredPromptCache, theirs: LRUPromptCache, prompts: list[list[int]], walked: int
+) -> tuple[list[float], list[float]]:
+    """Seconds of each lookup, of theirs for the first `walked` prompts only. Both must hit equally deep."""
+
+    def lookup(prompt_cache: LRUPromptCache, prompt: list[int]) -> tuple[float, int]:
+        begin = time.perf_counter()
+        made, rest = prompt_cache.fetch_nearest_cache(KEY, prompt)
+        mx.eval([layer.state for layer in made])
+        return time.perf_counter() - begin, len(prompt) - len(rest)
+
+    lookup(ours, prompts[0])
+    quick = [lookup(ours, prompt) for prompt in prompts]
+    slow = [lookup(theirs, prompt) for prompt in prompts[:walked]]
+    if [depth for _, depth in quick[:walked]] != [depth for _, depth in slow]:
+        raise RuntimeError(f"ours hit {quick[0][1]} tokens deep, theirs {slow[0][1]}")
+    return [seconds for seconds, _ in quick], [seconds for seconds, _ in slow]
+
+
+FIGURES = {"server-computed": computed, "server-first-token": first_token, "server-divergent": divergent}
+
+if __name__ == "__main__":
+    sys.exit(report.main({"server": FIGURES}))
