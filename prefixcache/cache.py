@@ -40,6 +40,7 @@ from prefixcache.tree import RAM, SSD, Slot, Walk
 log = logging.getLogger("prefixcache")
 
 TELL = 60.0  # seconds after which a hit tells the index what was used
+NAMESPACES = 1024  # from so many on, those that hold nothing are forgotten when one is added
 PROMOTERS = 4  # promotions at work at once; the reads of each go to the SSD's reader pool
 
 
@@ -92,6 +93,7 @@ class PrefixCache:
         self._by_model: dict[str, dict[str, Plan]] = {}  # model -> layout -> plan
         self._plans: dict[tuple[str, str], Plan] = {}  # codec, layout -> plan
         self._roots: dict[tuple[str, str, bytes], bytes] = {}
+        self._sweep_at = NAMESPACES
         self._pins: dict[tuple[bytes, bytes], list[list[Slot]]] = {}
         self._kernels = turboquant_backends.describe()
         self._told = time.monotonic()  # when the index last heard what was used
@@ -159,6 +161,9 @@ class PrefixCache:
         with self._tiers.lock:
             root = self._root(model, text, salt)
             if root not in self._tiers.homes:
+                if len(self._tiers.homes) >= self._sweep_at:
+                    self._tiers.drop_empty()
+                    self._sweep_at = max(NAMESPACES, 2 * len(self._tiers.homes))
                 row = Namespace(root, model, self._codec_text, text, time.time())
                 home = self._home_of(row)
                 assert home is not None
@@ -185,7 +190,8 @@ class PrefixCache:
         `prompt_cache` is mlx-lm's list of layer caches after these tokens; it is read, never changed or kept. When it
         has seen fewer positions than there are tokens, the tokens beyond are left out; when more, what lies beyond
         is. `model` names the weights, `salt` separates tenants. The codes of a `TurboQuantKVCache` are kept as they are;
-        it shares blocks with plain caches of the model. Under `label`, any word, `stats().labels` counts what this call adds.
+        it shares blocks with plain caches of the model. Under `label`, one of a few words of yours, `stats().labels` counts
+        what this call adds.
 
         Raises TypeError or ValueError for bad tokens, model or salt, and `CacheError` (a ValueError) for a prompt cache
         that can't be kept: a batch, a class that isn't known, an attribute that isn't plain data, codes of another codec.

@@ -7,10 +7,12 @@ nothing of the cache. What a sample of the weights can see, and what it can't, s
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
 import stat
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -33,6 +35,8 @@ _WEIGHTS = "model*.safetensors"  # what mlx-lm loads
 _INDEX = "*.safetensors.index.json"
 _REPO_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)?")
 _AGAIN = "copy or download it again"
+_BORN = time.time_ns()
+_nameless = itertools.count()
 
 # Who wrote config.json and where it came from; the model that is made of it stays the same.
 _NOT_STATE = {"transformers_version", "_name_or_path", "_commit_hash"}
@@ -85,6 +89,11 @@ def model_identity(path: str | Path, adapter: str | Path | None = None) -> str:
     folder = _model_folder(path)
     identity = f"{_name(folder)}@{_model(folder).hex()}"
     return identity if adapter is None else f"{identity}+{_adapter(_adapter_folder(adapter)).hex()}"
+
+
+def nameless() -> str:
+    """A name for weights whose files can't be found: given once, and in this process only, so that they meet no others."""
+    return f"process-{os.getpid()}-{_BORN:x}-{next(_nameless)}"
 
 
 # -- folders and names --------------------------------------------------------------------------------------------------

@@ -365,6 +365,8 @@ class Store:
         """
         tree = self._tiers.tree
         tokens = nbytes = 0
+        if self._tiers.homes.get(self._home.row.root) is not self._home:
+            return tokens, nbytes, None, False  # the namespace held nothing and was dropped meanwhile
         made: dict[int, Node] = {}  # by end
         last: Node | None = None
         for job, image in zip(jobs, images, strict=True):

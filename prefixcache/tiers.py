@@ -236,8 +236,9 @@ class Tiers:
         taken in `wait` seconds stays. Returns the bytes held."""
 
         def done() -> bool:
-            while self.budget.held().total > nbytes:
-                if self.tree.coldest(RAM) is None or not self._evict_one(False):
+            while (held := self.budget.held()).total > nbytes:
+                enough = held.total - held.queued <= nbytes  # is on its way to the SSD, and hotter ones may stay
+                if enough or self.tree.coldest(RAM) is None or not self._evict_one(False):
                     return False
             return True
 
@@ -604,6 +605,13 @@ class Tiers:
             assert self.ssd is not None
             self.ssd.delete([older])
         self._superseded.clear()
+
+    def drop_empty(self) -> None:
+        """Forget namespaces that hold nothing: whoever may choose a salt may make any number of them."""
+        for root, home in list(self.homes.items()):
+            if not home.space.root.kids and not home.space.root.snapshots:
+                del self.homes[root], self.tree.spaces[root]
+                self._current.pop(root, None)
 
     def release(self) -> None:
         """RAM is given back; the SSD keeps what it has."""

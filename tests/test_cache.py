@@ -518,6 +518,34 @@ def test_remove_spares_the_shorter_boundaries_of_recurrent_state(opened, boundar
     assert got(cache, LONG) == 0
 
 
+def test_namespaces_of_salts_that_hold_nothing_are_dropped_when_there_are_many(opened, monkeypatch):
+    monkeypatch.setattr("prefixcache.cache.NAMESPACES", 20)
+    cache = opened(disk=False, ram="200KB")
+    put(cache, LONG, salt=b"keep")
+    held = cache.pin(LONG, model="m", salt=b"keep")
+    for i in range(500):
+        put(cache, [i, *LONG[:200]], salt=str(i).encode())
+    cache.check_integrity()
+    assert cache.stats().namespaces < 100
+    assert got(cache, LONG, salt=b"keep", leave=0) == held > 0
+    assert got(cache, [499, *LONG[:200]], salt=b"499", leave=0) == 201
+    cache.clear()
+    put(cache, LONG, salt=b"0")
+    assert got(cache, LONG, salt=b"0") == 999
+
+
+def test_trim_to_without_a_wait_lets_the_coldest_be_written_and_the_hot_stay(opened):
+    cache = opened()
+    hot = [7, *LONG[:500]]
+    put(cache, hot)
+    assert cache.flush(10)
+    for i in range(4):
+        put(cache, [9000 + i, *LONG[:500]])
+    assert got(cache, hot) == 500  # the hottest now, and on SSD already
+    cache.trim_to(cache.stats().ram_held - 1000, wait=0)
+    assert cache.match(hot, model="m").ram == 501
+
+
 def test_removed_while_it_waits_for_the_ssd_and_stored_again(opened):
     cache = opened(spill="wait")
     for _ in range(20):

@@ -53,7 +53,7 @@ def serve(
     SIGTERM or Ctrl-C ends it and writes what is warm; a second one ends it at once. Metrics are at /metrics. A request's
     "cache_salt" keeps its tenant's prompts apart.
 
-    Exit code: 0 ended, 2 it could not start.
+    Exit code: 0 ended, 2 it could not start or go on, 128 + the signal that ended it at once or before it was ready.
     """
     try:
         _check(ctx.args, codec, key_bits, value_bits, warm or [])

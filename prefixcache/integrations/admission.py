@@ -1,7 +1,7 @@
 """Which requests wait for which: a prompt that begins like one being computed waits until that part is stored.
 
 When ten agents arrive at once with one system prompt, the first computes it and nine find it. This is the rule alone, on
-tokens and counts; the server that holds requests back is `mlx_lm_server`. Nothing here touches MLX.
+tokens and counts; the server that holds requests back is `mlx_lm_requests`. Nothing here touches MLX.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 from prefixcache.keys import BLOCK
 
 LEAST = BLOCK  # tokens that waiting must save
+IN_VAIN = 10.0  # seconds for which nobody waits after a store found no room
 Space = tuple[str, bytes]  # model and salt: prompts of others never wait for each other
 
 
@@ -51,6 +52,7 @@ class Admission:
     def __init__(self, longest: float = 120.0):
         self.longest = longest
         self.waited = 0
+        self._in_vain_until = 0.0
         self._under_way: list[Computing] = []
 
     def wait_for(self, ids: np.ndarray, space: Space, has: int, *, sliceable: bool) -> Awaited | None:
@@ -60,6 +62,8 @@ class Admission:
         that is not `sliceable` can go on from a stored boundary only, not from anywhere before one.
         """
         self._under_way = [prompt for prompt in self._under_way if prompt.alive()]
+        if time.monotonic() < self._in_vain_until:
+            return None
         best: tuple[int, Computing, int] | None = None
         for prompt in self._under_way:
             if prompt.space != space:
@@ -81,8 +85,12 @@ class Admission:
         """A prompt is now being computed."""
         self._under_way.append(prompt)
 
-    def stored(self, ids: np.ndarray, space: Space) -> None:
-        """These tokens were stored."""
+    def stored(self, ids: np.ndarray, space: Space, kept: int | None = None) -> None:
+        """These tokens were stored, or of them the first `kept`. Where less is kept, nobody waits for a while: it would be in
+        vain.
+        """
+        if kept is not None and kept < len(ids) - LEAST:
+            self._in_vain_until = time.monotonic() + IN_VAIN
         for prompt in self._under_way:
             n = min(len(ids), len(prompt.ids))
             if prompt.space == space and prompt.stored < n and np.array_equal(prompt.ids[:n], ids[:n]):

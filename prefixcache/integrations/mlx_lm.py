@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from mlx_lm.models.cache import LRUPromptCache
 
 from prefixcache.budget import Reservation
 from prefixcache.cache import PrefixCache
-from prefixcache.identity import model_identity
+from prefixcache.identity import model_identity, nameless
 from prefixcache.integrations.read_or_compute import ReadOrCompute
 from prefixcache.keys import as_tokens
 from prefixcache.layers import CacheError
@@ -27,6 +27,9 @@ log = logging.getLogger("prefixcache")
 
 RESTORED = "restored"  # the type of sequences that came from the SSD after a restart, which doesn't keep types
 ROOM = 2048  # tokens that a hit can grow by before its layers do: mlx_lm.server's step of a prefill
+
+
+Stamp = tuple[tuple[str, int, int], ...]  # name, bytes and time of change of files
 
 
 class SaltedToken(int):
@@ -50,9 +53,9 @@ class TieredPromptCache(LRUPromptCache):
 
     What a hit gives is the caller's own, and leaves at least one token to compute. Model keys are mlx_lm.server's
     (model, adapter, draft model), each a folder or a repository's name; blocks belong to the weights found there, not to
-    the name. A prompt cache that a PrefixCache can't keep (a class of the server's own) is kept as it is, as
-    `LRUPromptCache` does, its bytes reserved in the same budget. Nothing here raises on the way of a request: what can't
-    be kept is logged, what can't be read is a miss.
+    the name. A prompt cache that a PrefixCache can't keep (a class of the server's own) is kept as it is and given as
+    `LRUPromptCache` gives it, by the same names and salts, its bytes reserved in the same budget. Nothing here raises on
+    the way of a request: what can't be kept is logged, what can't be read is a miss.
 
     Thread-safe: calls take turns.
     """
@@ -67,17 +70,17 @@ class TieredPromptCache(LRUPromptCache):
         longest_wait: float = 30.0,
         salted_only: bool = False,
     ):
-        """`cache`: the caller's, who closes it. `max_size`: sequences; None: as many as the bytes allow. `max_bytes`: of
-        RAM; None: the cache's budget. `identify`: the name of a model key's weights (default: `identity_of`).
-        `longest_wait`: seconds that a lookup waits for the SSD at most; it waits as long as that is quicker than
-        computing. `salted_only`: leave prompts alone whose first token is no `SaltedToken`.
+        """`cache`: the caller's, who closes it. `max_size`: sequences in all, the coldest leave every tier; None: as many
+        as the bytes allow. `max_bytes`: of prompt caches in RAM; None: the cache's budget. `identify`: the name of a model
+        key's weights (default: `identity_of`). `longest_wait`: seconds that a lookup waits for the SSD at most; it waits as
+        long as that is quicker than computing. `salted_only`: leave prompts alone whose first token is no `SaltedToken`.
         """
         super().__init__(1 << 62 if max_size is None else max_size, 1 << 62 if max_bytes is None else max_bytes)
         self.cache = cache
         self.reading = ReadOrCompute(cache, longest_wait)
         self.failed = 0  # inserts that could not be kept
         self._identify = identify or identity_of
-        self._names: dict[Any, str] = {}
+        self._names: dict[Any, tuple[str, Stamp]] = {}
         self._last_model: Any = None
         self._salted_only = salted_only
         self._turn = threading.RLock()
@@ -87,44 +90,59 @@ class TieredPromptCache(LRUPromptCache):
 
     def fetch_nearest_cache(self, model: Any, tokens: Sequence[int]) -> tuple[list[Any] | None, Sequence[int]]:
         """The deepest prompt cache for these tokens, and the tokens still to be computed; (None, tokens) on a miss."""
-        with self._turn:
-            found, rest = self._fetch(model, tokens) if len(tokens) else (None, tokens)
-            if super().__len__():
-                live, left = super().fetch_nearest_cache(model, list(tokens))
-                if live is not None and (found is None or len(left) < len(rest)):
-                    return live, left
-            return found, rest
+        salt = self._salt(tokens)
+        if salt is None:
+            return None, tokens
+        try:
+            name = self.name_of(model)
+            if len(tokens):
+                tokens_in_form = as_tokens(tokens)
+                self.reading.wait(tokens_in_form, model=name, salt=salt)  # others may insert meanwhile
+            with self._turn:
+                found, rest = self._fetch(name, salt, tokens_in_form, tokens) if len(tokens) else (None, tokens)
+                if super().__len__():
+                    live, left = super().fetch_nearest_cache((name, salt), list(tokens))
+                    if live is not None and (found is None or len(left) < len(rest)):
+                        return live, left
+                return found, rest
+        except Exception as error:
+            log.warning("a lookup failed, which is a miss: %s: %s", type(error).__name__, error)
+            return None, tokens
 
     def insert_cache(
         self, model: Any, tokens: Sequence[int], prompt_cache: list[Any], *, cache_type: str = "assistant"
     ) -> None:
-        """Keep the prompt cache of these tokens. It is read here, and neither changed nor held."""
+        """Keep the prompt cache of these tokens. It is read here, and neither changed nor held (but see the class)."""
         salt = self._salt(tokens)
         if salt is None:
             return
         with self._turn:
             try:
-                if not len(tokens):
-                    raise CacheError("no tokens")
-                ids = as_tokens(tokens)
-                self.reading.ended(ids)
-                self.cache.store(ids, prompt_cache, model=self.name_of(model), salt=salt, label=cache_type)
-            except CacheError as error:
-                self._insert_live(model, tokens, prompt_cache, cache_type, error)
+                name = self.name_of(model)
+                try:
+                    if not len(tokens):
+                        raise CacheError("no tokens")
+                    ids = as_tokens(tokens)
+                    self.reading.ended(ids)
+                    self.cache.store(ids, prompt_cache, model=name, salt=salt, label=cache_type)
+                except CacheError as error:
+                    self._insert_live((name, salt), tokens, prompt_cache, cache_type, error)
+                self._keep_limits()
             except Exception as error:
                 self._fail(error)
-            self._keep_limits()
 
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
         """Let the coldest go: of sequences in every tier, of bytes from RAM (to the SSD, where there is one)."""
         with self._turn:
-            super().trim_to(n_sequences=n_sequences, n_bytes=n_bytes)
-            self._pay_for_live()
             try:
                 if n_sequences is not None:
+                    super().trim_to(n_sequences=n_sequences - self.cache.stats().sequences)  # live objects go first
                     self.cache.keep(max(n_sequences - super().__len__(), 0))
                 if n_bytes is not None:
-                    self.cache.trim_to(max(n_bytes - self._n_bytes, 0), wait=0)
+                    super().trim_to(n_bytes=n_bytes)
+                    self._pay_for_live()
+                    self._trim_ram(n_bytes)
+                self._pay_for_live()
             except Exception as error:
                 self._fail(error)
 
@@ -146,18 +164,34 @@ class TieredPromptCache(LRUPromptCache):
             own["n_bytes"] += counted.ram_bytes
         return by_type
 
+    def _trim_ram(self, nbytes: int) -> None:
+        """Let images leave RAM until they and the live objects take no more than this."""
+        stats = self.cache.stats()
+        if stats.ram_images + self._n_bytes > nbytes:
+            beside = stats.ram_nodes + stats.ram_reserved
+            self.cache.trim_to(max(nbytes - self._n_bytes, 0) + beside, wait=0)
+
     # -- names ----------------------------------------------------------------------------------------------------------
 
     def name_of(self, model: Any) -> str:
         """The name under which a model key's blocks are kept.
 
-        Found anew whenever another model was asked for in between: the server loads one at a time, so the weights may be
-        others by then.
+        Weights are looked at again when their files have changed and another model was asked for in between: the server
+        loads one at a time, so it has loaded them anew. A server that knows better says so by `name_anew`.
         """
-        if model not in self._names or model != self._last_model:
+        with self._turn:
+            known = self._names.get(model)
+            if known is None or (model != self._last_model and known[1] != _stamp(model)):
+                stamp = _stamp(model)
+                known = self._names[model] = self._identify(model), stamp
             self._last_model = model
-            self._names[model] = self._identify(model)
-        return self._names[model]
+            return known[0]
+
+    def name_anew(self, model: Any) -> str:
+        """The weights of this key were just loaded: identify them, as long as the files are those."""
+        with self._turn:
+            self._names.pop(model, None)
+            return self.name_of(model)
 
     def _salt(self, tokens: Sequence[int]) -> bytes | None:
         """The salt that the prompt carries; None where it carries none and must."""
@@ -168,24 +202,17 @@ class TieredPromptCache(LRUPromptCache):
 
     # -- the PrefixCache --------------------------------------------------------------------------------------------------
 
-    def _fetch(self, model: Any, tokens: Sequence[int]) -> tuple[list[Any] | None, Sequence[int]]:
-        salt = self._salt(tokens)
-        if salt is None:
-            return None, tokens
-        try:
-            ids, name = as_tokens(tokens), self.name_of(model)
-            self.reading.wait(ids, model=name, salt=salt)
-            # A batch copies what it is given, and room for a long rest after a short hit costs more than the hit.
-            room, leave = min(len(ids), ROOM), 1
-            while True:
-                prompt_cache, rest = self.cache.fetch(ids, model=name, salt=salt, leave=leave, room=room)
-                depth = len(ids) - len(rest)
-                if (whole := _outside_images(ids, depth)) == depth:
-                    break
-                leave = len(ids) - whole
-        except Exception as error:
-            log.warning("a lookup failed, which is a miss: %s: %s", type(error).__name__, error)
-            return None, tokens
+    def _fetch(
+        self, name: str, salt: bytes, ids: np.ndarray, tokens: Sequence[int]
+    ) -> tuple[list[Any] | None, Sequence[int]]:
+        # A batch copies what it is given, and room for a long rest after a short hit costs more than the hit.
+        room, leave = min(len(ids), ROOM), 1
+        while True:
+            prompt_cache, rest = self.cache.fetch(ids, model=name, salt=salt, leave=leave, room=room)
+            depth = len(ids) - len(rest)
+            if (whole := _outside_images(ids, depth)) == depth:
+                break
+            leave = len(ids) - whole
         self.reading.began(ids, len(rest))
         return prompt_cache, tokens[depth:]
 
@@ -205,19 +232,16 @@ class TieredPromptCache(LRUPromptCache):
     # -- what a PrefixCache can't keep ------------------------------------------------------------------------------------
 
     def _insert_live(
-        self, model: Any, tokens: Sequence[int], prompt_cache: list[Any], cache_type: str, error: CacheError
+        self, key: tuple[str, bytes], tokens: Sequence[int], prompt_cache: list[Any], cache_type: str, error: CacheError
     ) -> None:
         """Keep the objects as they are, with their bytes reserved, the coldest of their kind leaving for them."""
-        try:
-            nbytes = sum(layer.nbytes for layer in prompt_cache)
-            while not self._pay_for_live(nbytes):
-                if not super().__len__():
-                    return self._fail(error)
-                super().trim_to(n_sequences=super().__len__() - 1)
-            super().insert_cache(model, list(tokens), prompt_cache, cache_type=cache_type)
-            self._pay_for_live()
-        except Exception as other:
-            self._fail(other)
+        nbytes = sum(layer.nbytes for layer in prompt_cache)
+        while not self._pay_for_live(nbytes):
+            if not super().__len__():
+                return self._fail(error)
+            super().trim_to(n_sequences=super().__len__() - 1)
+        super().insert_cache(key, list(tokens), prompt_cache, cache_type=cache_type)
+        self._pay_for_live()
 
     def _pay_for_live(self, more: int = 0) -> bool:
         """Reserve what the objects take, and `more`. False when the budget has no room."""
@@ -247,15 +271,27 @@ def identity_of(model: Any) -> str:
     """The identity of the weights behind mlx_lm.server's model key: (model, adapter, draft model), the last two may be
     None or missing.
 
-    A key whose weights can't be found gets a name that is good in this process only: its blocks meet no others.
+    A key whose weights can't be found gets a name that is good once: its blocks meet no others.
     """
-    path, adapter, draft = (*model, None, None)[:3] if isinstance(model, tuple) and model else (model, None, None)
+    path, adapter, draft = _parts(model)
     try:
         name = model_identity(path, adapter)
         return name if draft is None else f"{name}|{model_identity(draft)}"
     except (OSError, ValueError, TypeError) as error:
         log.warning("no identity, so what is kept is of no use to another process: %s", error)
-        return f"process-{os.getpid()}-{_BORN:x}:{model!r}"
+        return nameless()
 
 
-_BORN = time.time_ns()
+def _parts(model: Any) -> tuple[Any, Any, Any]:
+    return (*model, None, None)[:3] if isinstance(model, tuple) and model else (model, None, None)
+
+
+def _stamp(model: Any) -> Stamp:
+    """The files behind a model key, as far as looking at their names and times tells; () for what is no folder."""
+    found: list[tuple[str, int, int]] = []
+    for part in _parts(model):
+        if isinstance(part, (str, os.PathLike)):
+            with suppress(OSError):
+                about = [(file.name, file.stat()) for file in os.scandir(os.fspath(part)) if file.is_file()]
+                found += [(name, stat.st_size, stat.st_mtime_ns) for name, stat in about]
+    return tuple(sorted(found))

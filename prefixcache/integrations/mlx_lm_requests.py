@@ -25,58 +25,45 @@ from prefixcache.integrations.admission import Admission, Computing
 from prefixcache.integrations.mlx_lm import SaltedToken, TieredPromptCache, identity_of
 from prefixcache.integrations.read_or_compute import Reading, ReadOrCompute
 from prefixcache.keys import as_tokens
+from prefixcache.layers import CacheError
 from prefixcache.layers.plan import read
 
 log = logging.getLogger("prefixcache")
 
 
 class ServedPromptCache(TieredPromptCache):
-    """The prompt cache of one server: it times what it does on the thread that generates, and tells who waits."""
+    """The prompt cache of one server. Requests wait for the SSD `before_turn`, not in the lookup, and those that wait for a
+    prompt are told when it is stored.
+    """
 
     def __init__(
         self,
         cache: PrefixCache,
-        max_size: int | None,
         on_stored: Callable[[np.ndarray, str, bytes], None],
         rows: str = "",
     ):
         """`rows`: a suffix of names, for a server whose rows are others than the model's."""
-        super().__init__(
-            cache, max_size, identify=lambda model: identity_of(model) + rows, longest_wait=0, salted_only=True
-        )
-        self.aside = ReadOrCompute(cache)  # requests wait for the SSD before they are looked up, not then
-        self.aside.rates = self.reading.rates
+        super().__init__(cache, identify=lambda model: identity_of(model) + rows, longest_wait=0, salted_only=True)
+        self.before_turn = ReadOrCompute(cache)
+        self.before_turn.rates = self.reading.rates
         self._on_stored = on_stored
-        self.store_seconds = self.fetch_seconds = 0.0
-        self.stores = self.fetches = 0
 
     def fetch_nearest_cache(self, model: Any, tokens: Sequence[int]) -> tuple[list[Any] | None, Sequence[int]]:
-        began = time.perf_counter()
-        found = super().fetch_nearest_cache(model, tokens)
-        self.fetch_seconds += time.perf_counter() - began
-        self.fetches += 1
-        return found
+        found, rest = super().fetch_nearest_cache(model, tokens)
+        return (found, rest) if len(rest) else (None, tokens)  # mlx-lm's batches need a token to go on from
 
     def insert_cache(
         self, model: Any, tokens: Sequence[int], prompt_cache: list[Any], *, cache_type: str = "assistant"
     ) -> None:
-        began = time.perf_counter()
         super().insert_cache(model, tokens, prompt_cache, cache_type=cache_type)
-        self.store_seconds += time.perf_counter() - began
-        self.stores += 1
         if len(tokens) and isinstance(tokens[0], SaltedToken):
             self._on_stored(as_tokens(tokens), self.name_of(model), tokens[0].salt)
-
-    def name_anew(self, model: Any) -> None:
-        """Weights were loaded: identify them now, as long as the files are those."""
-        self._names.clear()
-        self.name_of(model)
 
 
 class Provider(upstream.ModelProvider):
     """mlx-lm's provider of models."""
 
-    on_load: Callable[[Any], None] = staticmethod(lambda model_key: None)
+    on_load: Callable[[Any], Any] = staticmethod(lambda model_key: None)
     sliceable = False
 
     def has(self, model_path: Any, adapter_path: Any, draft_model_path: Any) -> bool:
@@ -100,8 +87,15 @@ class Provider(upstream.ModelProvider):
         """
         self.sliceable = can_trim_prompt_cache(prompt_cache)
         self._asked_concurrency = getattr(self, "_asked_concurrency", self.cli_args.prompt_concurrency)
-        recurrent = any(leaf.layout["kind"] == "snapshot" for leaf in read(prompt_cache).leaves)
+        try:
+            recurrent = any(leaf.layout["kind"] == "snapshot" for leaf in read(prompt_cache).leaves)
+        except CacheError:  # layers that are not known here may be anything
+            recurrent = True
         self.cli_args.prompt_concurrency = 1 if recurrent else self._asked_concurrency
+
+
+class Ended(Exception):
+    """A request can't be answered any more."""
 
 
 class Answers:
@@ -111,23 +105,25 @@ class Answers:
         self._queue = queue
         self._context: Any = None
         self._over = False
-        self.began = time.monotonic()
-        self.first: float | None = None  # seconds to the first token
+        self._stopped = False
+        self.alone = False  # served by itself, in one call that only an exception can end
 
     def put(self, answer: Any) -> None:
         if isinstance(answer, upstream.GenerationContext):
             self._context = answer
-        elif isinstance(answer, upstream.Response) and self.first is None:
-            self.first = time.monotonic() - self.began
         elif answer is None or isinstance(answer, Exception):
             self._over = True
         self._queue.put(answer)
+        if self._stopped and self.alone and isinstance(answer, tuple):
+            raise Ended("the server ends")  # in the middle of its prefill; it becomes the answer
 
     def wanted(self) -> bool:
         """Neither answered, nor given up by the client."""
         return not self._over and not (self._context is not None and self._context._should_stop)
 
     def stop(self) -> None:
+        """The server ends: no more than one token, or one step of the prefill, is still computed."""
+        self._stopped = True
         if self._context is not None:
             self._context.stop()
 
@@ -180,16 +176,14 @@ class Generator(upstream.ResponseGenerator):
     when that failed; `failure` says why.
     """
 
-    def __init__(
-        self, provider: Provider, cache: PrefixCache, max_size: int | None, before: Callable[[Generator], None]
-    ):
+    def __init__(self, provider: Provider, cache: PrefixCache, before: Callable[[Generator], None]):
         self.ready = threading.Event()
         self.failure: Exception | None = None
         self.answering: set[Answers] = set()
         self.admission = Admission()
         self._before = before
         self._aside: deque[Aside] = deque()
-        self.prompts = ServedPromptCache(cache, max_size, self._stored, _rows(provider.cli_args))
+        self.prompts = ServedPromptCache(cache, self._stored, _rows(provider.cli_args))
         provider.on_load = self.prompts.name_anew
         super().__init__(provider, self.prompts)
         self._time_budget = TimeBudget(self._someone_waits)
@@ -205,8 +199,12 @@ class Generator(upstream.ResponseGenerator):
             self.ready.set()
         super()._generate()
 
+    def _serve_single(self, request: Any, *others: Any) -> None:
+        request[0].alone = True
+        super()._serve_single(request, *others)
+
     def stop_answering(self) -> None:
-        """Let requests under way end at their next token."""
+        """Let requests under way end at their next token; call it until the thread has ended."""
         for answers in list(self.answering):
             answers.stop()
 
@@ -240,28 +238,30 @@ class Generator(upstream.ResponseGenerator):
         answers, request, args = item
         try:
             known = self._know(request, args)
-            over = self._what_for(request, known) if known is not None else None
+            over = self._what_for(request, known, answers) if known is not None else None
         except Exception:  # the loop meets it again, and answers with it
             return item
         if over is not None:
             self._aside.append(Aside(item, over))
             return None
-        if known is not None:
-            has = self.prompts.cache.match(known.ids, model=known.space[0], salt=known.space[1]).ram
-            self.admission.enter(Computing(known.ids, known.space, known.boundaries, answers.wanted, has))
         return item
 
-    def _what_for(self, request: Any, known: Known) -> Callable[[], bool] | None:
-        """What a request waits for, as a function that says whether it is over; None: it waits for nothing."""
+    def _what_for(self, request: Any, known: Known, answers: Answers) -> Callable[[], bool] | None:
+        """What a request waits for, as a function that says whether it is over. None: it waits for nothing, and is under
+        way from here on.
+        """
         name, salt = known.space
-        if not getattr(request, "read", False):
-            request.read = True
-            reading = self.prompts.aside.begin(known.ids, model=name, salt=salt)
+        if not getattr(request, "asked_ssd", False):
+            request.asked_ssd = True
+            reading = self.prompts.before_turn.begin(known.ids, model=name, salt=salt)
             if reading is not None:
                 return self._read(reading)
         has = self.prompts.cache.match(known.ids, model=name, salt=salt).ram
         awaited = self.admission.wait_for(known.ids, known.space, has, sliceable=self.model_provider.sliceable)
-        return awaited.over if awaited is not None else None
+        if awaited is None:
+            self.admission.enter(Computing(known.ids, known.space, known.boundaries, answers.wanted, has))
+            return None
+        return awaited.over
 
     def _read(self, reading: Reading) -> Callable[[], bool]:
         until = time.monotonic() + reading.worth
@@ -296,8 +296,8 @@ class Generator(upstream.ResponseGenerator):
         if known is not None and known.tokenizer is tokenizer:
             return known.tokenized
         known = self._look(tokenizer, request, self._tokens(tokenizer, request, args))
-        if not getattr(request, "read", False):
-            self.prompts.aside.wait(known.ids, model=known.space[0], salt=known.space[1])
+        if not getattr(request, "asked_ssd", False):
+            self.prompts.before_turn.wait(known.ids, model=known.space[0], salt=known.space[1])
         return known.tokenized
 
     def _tokens(self, tokenizer: Any, request: Any, args: Any) -> Any:
@@ -305,7 +305,8 @@ class Generator(upstream.ResponseGenerator):
         return _salted(super()._tokenize(tokenizer, own, args), _salt_of(request))
 
     def _stored(self, ids: np.ndarray, name: str, salt: bytes) -> None:
-        self.admission.stored(ids, (name, salt))
+        kept = self.prompts.cache.match(ids, model=name, salt=salt).ssd
+        self.admission.stored(ids, (name, salt), kept)
 
 
 def _rows(args: Any) -> str:
@@ -327,12 +328,15 @@ def _salted(tokenized: Any, salt: bytes) -> Any:
 
     mlx-lm takes images with no token in between for one, the first: a key that does so is left without, and so without hits.
     """
+
+    def own(tokens: list[int]) -> list[int]:  # a tokenizer may have given a list of its own
+        return [SaltedToken(int(tokens[0]), salt), *tokens[1:]] if tokens else tokens
+
+    prompt, segments, *rest = tokenized
     vision = _vision(tokenized)
-    keyed = [vision.cache_key] if vision is not None and _are_apart(vision) else []
-    for tokens in (tokenized[0], tokenized[1][0], *keyed):
-        if tokens:
-            tokens[0] = SaltedToken(int(tokens[0]), salt)
-    return tokenized
+    if vision is not None and _are_apart(vision):
+        vision.cache_key = own(vision.cache_key)
+    return own(prompt), [own(segments[0]), *segments[1:]], *rest
 
 
 def _are_apart(vision: Any) -> bool:

@@ -44,7 +44,10 @@ class ServeFailed(ServeError):
 
 
 class Flags(argparse.ArgumentParser):
-    """mlx_lm.server's own flags. One that is bad is told in one line."""
+    """mlx_lm.server's own flags, in full, so that ours and theirs are told apart. One that is bad is told in one line."""
+
+    def __init__(self, description: str | None = None):
+        super().__init__(description=description, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         raise ServeError(f"{message}; see `prefixcache serve --help` and `mlx_lm.server --help`")
@@ -151,12 +154,13 @@ def serve(
     _check_model(provider.cli_args)
     if mx.distributed.init().size() > 1:
         raise ServeError("several processes share this model: their caches would disagree; serve it from one process")
-    max_size = provider.cli_args.prompt_cache_size if _given("--prompt-cache-size", flags) else None
+    if any(flag.startswith("--prompt-cache-size") for flag in flags):
+        log.warning("--prompt-cache-size is not used: this cache is bounded in bytes, by --ram and --ssd")
     with Ending() as ending:
         server = Server(host, port)
         try:
             with PrefixCache(settings) as cache:
-                generator = Generator(provider, cache, max_size, before)
+                generator = Generator(provider, cache, before)
                 try:
                     _run(server, generator, ending, grace)
                 finally:
@@ -209,13 +213,15 @@ def _run(server: Server, generator: Generator, ending: Ending, grace: float) -> 
 
 def _end(generator: Generator, ending: Ending) -> None:
     """Stop the thread that generates. While it loads a model it can't be stopped: then the process ends without it."""
-    generator.stop_answering()
     generator._stop = True
     while generator._generation_thread.is_alive():
+        generator.stop_answering()
         generator._generation_thread.join(POLL)
         if not generator.ready.is_set() and ending.asked.is_set():
-            generator.prompts.cache.close()
-            os._exit(128 + ending.signum)
+            try:
+                generator.prompts.cache.close()
+            finally:
+                os._exit(128 + ending.signum)
 
 
 def _check_model(args: Any) -> None:
@@ -235,10 +241,6 @@ def _check_model(args: Any) -> None:
         config = "adapter_config.json" if flag == "--adapter-path" else "config.json"
         if folder.is_dir() and not (folder / config).is_file():
             raise ServeError(f"{flag} {value}: the folder has no {config}; give the folder that has it")
-
-
-def _given(flag: str, flags: Sequence[str]) -> bool:
-    return any(one == flag or one.startswith(f"{flag}=") for one in flags)
 
 
 def _one_line(error: Exception) -> str:

@@ -12,6 +12,7 @@ import time
 from collections import OrderedDict
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FuturesTimeout
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -23,22 +24,25 @@ from prefixcache.keys import Tokens, as_tokens
 log = logging.getLogger("prefixcache")
 
 FORGET = 0.9  # what one more observation leaves of the weight of those before
-LATENCY = 0.002  # seconds that a promotion takes before its first byte
-ASSUMED_READING = 500e6  # bytes a second, before anything was read: a slow SSD
+ASSUMED_LATENCY = 0.002  # seconds that a promotion takes beside its bytes, before anything was read
+ASSUMED_READING = 500e6  # bytes a second: a slow SSD
 UNDER_WAY = 256  # requests whose time is taken at once
-ASSUMED_COMPUTING = 1 / 2000  # seconds a token, before anything was computed: a small model on a large GPU
+ASSUMED_COMPUTING = 1 / 667  # seconds a token, before anything was computed: 30 s for 20,000
+LEAST = 64  # tokens of a prompt that must be computed to tell what one costs
 
 
 class Rates:
     """What reading a byte and computing a token cost here. Thread-safe; `_lock` guards the sums.
 
-    Computing is fitted by least squares to what requests took: so much for a token of the prompt, so much for one that was
-    generated. Reading is bytes over seconds. Both forget, so that they follow the machine's load.
+    Both are fitted by least squares: what requests took to so much for a token of the prompt and so much for one that was
+    generated, what promotions took to so much each and so much a byte. Both forget, so that they follow the machine's load.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._read = (0.0, 0.0)  # bytes, seconds
+        self._reads: tuple[float, ...] = (
+            0.0,
+        ) * 5  # over promotions: how many, and sums of b, b*b, s, b*s: bytes, seconds
         self._sums: tuple[float, ...] = (
             0.0,
         ) * 5  # of p*p, p*g, g*g, p*s, g*s over requests: prompt tokens, generated, seconds
@@ -46,12 +50,14 @@ class Rates:
     def read(self, nbytes: int, seconds: float) -> None:
         """A promotion read so many bytes in so many seconds."""
         if nbytes > 0 and seconds > 0:
+            b = float(nbytes)
+            now = (1.0, b, b * b, seconds, b * seconds)
             with self._lock:
-                self._read = (FORGET * self._read[0] + nbytes, FORGET * self._read[1] + max(seconds - LATENCY, 1e-6))
+                self._reads = tuple(FORGET * old + new for old, new in zip(self._reads, now, strict=True))
 
     def computed(self, prompt: int, generated: int, seconds: float) -> None:
         """A request computed `prompt` tokens of its prompt and generated `generated` in so many seconds."""
-        if prompt > 0 and generated >= 0 and seconds > 0:
+        if prompt >= LEAST and generated >= 0 and seconds > 0:
             p, g = float(prompt), float(generated)
             now = (p * p, p * g, g * g, p * seconds, g * seconds)
             with self._lock:
@@ -60,8 +66,16 @@ class Rates:
     def reading(self, nbytes: int) -> float:
         """Seconds that reading so many bytes will take."""
         with self._lock:
-            read, seconds = self._read
-        return LATENCY + nbytes * (seconds / read if read else 1 / ASSUMED_READING)
+            n, b, bb, s, bs = self._reads
+        if not n:
+            return ASSUMED_LATENCY + nbytes / ASSUMED_READING
+        determinant = n * bb - b * b
+        if determinant > 0.01 * n * bb:
+            each = max((n * bs - b * s) / determinant, 0.0)
+        else:  # all of a size: what is not the bytes' is the promotion's
+            each = min(1 / ASSUMED_READING, s / b)
+        latency = (s - each * b) / n
+        return latency + nbytes * each if latency > 0 else nbytes * bs / bb
 
     def computing(self, tokens: int) -> float:
         """Seconds that a prefill of so many tokens will take."""
@@ -103,8 +117,8 @@ class ReadOrCompute:
         self.cache = cache
         self.longest = longest
         self.rates = Rates()
-        self.waited = 0  # promotions waited for
-        self.late = 0  # of them, those that had not ended when waiting stopped to pay
+        self.waited = 0  # promotions that were worth a wait
+        self.late = 0  # of those that `wait` waited for, those that had not ended when it stopped to pay
         self.passed = 0  # promotions not waited for: computing is quicker
         self._lock = threading.Lock()
         self._under_way: OrderedDict[tuple[int, int], _Began] = OrderedDict()  # by prompt: its length and its hash
@@ -122,20 +136,27 @@ class ReadOrCompute:
         worth = min(self.rates.computing(more), self.longest)
         started = time.monotonic()
         future = self.cache.promote(ids, model=model, salt=salt)
-        future.add_done_callback(lambda done: self._learn(done, match.ram, nbytes, time.monotonic() - started))
+
+        def learn(done: Future[int]) -> None:
+            seconds = time.monotonic() - started
+            if not done.cancelled() and done.exception() is None:
+                with suppress(RuntimeError):  # the cache was closed
+                    self.rates.read(nbytes - self.cache.unread(ids, model=model, salt=salt), seconds)
+
+        if not future.done():  # else another had begun to read it
+            future.add_done_callback(learn)
         if self.rates.reading(nbytes) >= worth:
             self.passed += 1
             return None
+        self.waited += 1
         return Reading(future, worth)
 
     def wait(self, tokens: Tokens, *, model: str, salt: bytes = b"", leave: int = 1) -> None:
         """`begin`, and wait for it as long as that pays. What comes later comes for the next request."""
-        reading = self.begin(tokens, model=model, salt=salt, leave=leave)
-        if reading is None:
-            return
-        self.waited += 1
         try:
-            reading.depth.result(reading.worth)
+            reading = self.begin(tokens, model=model, salt=salt, leave=leave)
+            if reading is not None:
+                reading.depth.result(reading.worth)
         except FuturesTimeout:
             self.late += 1
         except Exception as error:  # the request goes on without what could not be read
@@ -157,10 +178,6 @@ class ReadOrCompute:
                     began = self._under_way.pop((length, digest))
                     self.rates.computed(began.computed, len(ids) - length, now - began.at)
                     return
-
-    def _learn(self, done: Future[int], before: int, nbytes: int, seconds: float) -> None:
-        if not done.cancelled() and done.exception() is None and done.result() > before:
-            self.rates.read(nbytes, seconds)
 
 
 def _hash(ids: np.ndarray) -> int:

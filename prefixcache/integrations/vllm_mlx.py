@@ -10,17 +10,14 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib
-import itertools
 import logging
-import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from prefixcache.cache import PrefixCache
-from prefixcache.identity import model_identity
+from prefixcache.identity import model_identity, nameless
 from prefixcache.integrations.vllm_mlx_cache import LONGEST_WAIT, TieredPrefixCache
 from prefixcache.settings import Settings
 from prefixcache.ssd import DirectoryError
@@ -33,8 +30,6 @@ log = logging.getLogger("prefixcache")
 # -- names ----------------------------------------------------------------------------------------------------------------
 
 NAME = "prefixcache_identity"  # the attribute of a model that says from which weights it was loaded
-_BORN = time.time_ns()
-_nameless = itertools.count()
 
 
 def name_model(model: Any, path: str | Path, adapter: str | Path | None = None) -> str:
@@ -53,7 +48,7 @@ def identity_of(model: Any) -> str:
         "a model without identity, so what is kept of it is of no use to another process: load it with vllm-mlx after "
         "install(), or call name_model(model, path)"
     )
-    return _name(model, f"process-{os.getpid()}-{_BORN:x}-{next(_nameless)}")
+    return _name(model, nameless())
 
 
 def _name(model: Any, name: str) -> str:

@@ -83,6 +83,16 @@ def test_a_model_that_is_not_sliceable_waits_for_boundaries_it_can_use():
     assert admission.wait_for(other, SPACE, 0, sliceable=True).boundary == 3002
 
 
+def test_nobody_waits_in_vain_when_stores_find_no_room():
+    admission = Admission()
+    under_way(admission, prompt(1), (3000,))
+    awaited = admission.wait_for(prompt(2), SPACE, 0, sliceable=True)
+    admission.stored(SYSTEM, SPACE, 0)
+    assert awaited.over()
+    under_way(admission, prompt(2), (3000,))
+    assert admission.wait_for(prompt(3), SPACE, 0, sliceable=True) is None
+
+
 def test_a_wait_ends_by_itself():
     admission = Admission(longest=0)
     under_way(admission, prompt(1), (3000,))

@@ -23,7 +23,7 @@ def test_before_anything_was_measured_rates_are_cautious_guesses():
 @given(
     st.floats(1e-5, 1e-1),
     st.floats(0, 1e-1),
-    st.lists(st.tuples(st.integers(1, 5000), st.integers(0, 500)), min_size=3),
+    st.lists(st.tuples(st.integers(64, 5000), st.integers(0, 500)), min_size=3),
 )
 def test_computing_is_told_apart_from_generating(prompt, generated, requests):
     rates = Rates()
