@@ -94,12 +94,10 @@ class TieredPromptCache(LRUPromptCache):
         if salt is None:
             return None, tokens
         try:
-            name = self.name_of(model)
-            if len(tokens):
-                tokens_in_form = as_tokens(tokens)
-                self.reading.wait(tokens_in_form, model=name, salt=salt)  # others may insert meanwhile
+            name, ids = self.name_of(model), as_tokens(tokens)
+            self.reading.wait(ids, model=name, salt=salt)  # others may insert meanwhile
             with self._turn:
-                found, rest = self._fetch(name, salt, tokens_in_form, tokens) if len(tokens) else (None, tokens)
+                found, rest = self._fetch(name, salt, ids, tokens)
                 if super().__len__():
                     live, left = super().fetch_nearest_cache((name, salt), list(tokens))
                     if live is not None and (found is None or len(left) < len(rest)):
