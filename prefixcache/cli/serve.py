@@ -57,6 +57,8 @@ def serve(
     """
     try:
         _check(ctx.args, codec, key_bits, value_bits, warm or [])
+        if not grace < float("inf"):
+            raise ValueError(f"--grace {grace}: not a number of seconds")
         settings = settings_from(ram, ssd_dir, ssd, codec, key_bits, value_bits)
         from prefixcache.integrations import mlx_lm_server
         from prefixcache.integrations.warming import read_prompts
@@ -87,6 +89,7 @@ def _warm(prompts: list[Prompt], generator: Generator) -> None:
     except BadPrompt as error:
         raise ServeError(f"--warm: {error}") from error
     nets = provider.model if provider.draft_model is None else (provider.model, provider.draft_model)
+    log.info("warm-up: %d prompts of %d tokens in all", len(sequences), sum(len(one.tokens) for one in sequences))
     with token_bar(sum(len(sequence.tokens) for sequence in sequences)) as show:
         done = warm_sequences(
             prompt_cache.cache, lambda: nets, sequences, model=prompt_cache.name_of(provider.model_key),

@@ -291,6 +291,7 @@ class Generator(upstream.ResponseGenerator):
 
         A request whose model was loaded for it waits for the SSD here: nobody else is served then.
         """
+        _check(args, self.model_provider.model, tokenizer)
         known = getattr(request, "known", None)
         request.known = None
         if known is not None and known.tokenizer is tokenizer:
@@ -307,6 +308,18 @@ class Generator(upstream.ResponseGenerator):
     def _stored(self, ids: np.ndarray, name: str, salt: bytes) -> None:
         kept = self.prompts.cache.match(ids, model=name, salt=salt).ssd
         self.admission.stored(ids, (name, salt), kept)
+
+
+def _check(args: Any, model: Any, tokenizer: Any) -> None:
+    """ValueError for what would end the thread that generates, or the process, once it samples."""
+    if not args.sampling.top_k and not args.logits.logit_bias:
+        return
+    size = getattr(getattr(model, "args", None), "vocab_size", None) or len(tokenizer.get_vocab())
+    if not args.sampling.top_k < size:
+        raise ValueError(f"top_k={args.sampling.top_k}: the model has {size} tokens; give less")
+    for token in args.logits.logit_bias or ():
+        if not 0 <= token < size:
+            raise ValueError(f"logit_bias of token {token}: the model has tokens 0 to {size - 1}")
 
 
 def _rows(args: Any) -> str:

@@ -31,7 +31,9 @@ from prefixcache.settings import Settings
 
 log = logging.getLogger("prefixcache")
 
+LINGER = 1.0  # seconds, beyond the grace, for the thread that generates to end
 SALT_LIMIT = 1024  # characters of a request's cache_salt
+BODY_LIMIT = 1 << 28  # bytes of a request; images are in it
 POLL = 0.05  # seconds between two looks at what ends
 
 
@@ -68,20 +70,47 @@ class Handler(upstream.APIHandler):
         self.end_headers()
         self.wfile.write(body)
 
+    def do_POST(self) -> None:
+        length = self.headers.get("Content-Length", "0")
+        if length.removeprefix("-").isdigit() and not 0 <= int(length) <= BODY_LIMIT:
+            return self._refuse(413, f"Content-Length {length[:20]}: at most {BODY_LIMIT} bytes are read")
+        try:
+            super().do_POST()
+        except (UnicodeDecodeError, RecursionError):
+            self._refuse(400, "the body is not JSON in UTF-8, or nested too deeply")
+
     def handle_completion(self, request: Any, stop_words: Any) -> None:
-        salt = self.body.get("cache_salt")
-        if salt is not None and not _is_salt(salt):
-            self._set_completion_headers(400)
-            self.end_headers()
-            error = f"cache_salt must be a string of at most {SALT_LIMIT} Unicode characters"
-            self.wfile.write(json.dumps({"error": error}).encode())
-            return
-        request.cache_salt = salt or ""
+        wrong = _wrong(self.body)
+        if wrong:
+            return self._refuse(400, wrong)
+        request.cache_salt = self.body.get("cache_salt") or ""
         self.server.replying.add(self)
         try:
             super().handle_completion(request, stop_words)
         finally:
             self.server.replying.discard(self)
+
+    def _refuse(self, status: int, error: str) -> None:
+        self._set_completion_headers(status)
+        self.end_headers()
+        self.wfile.write(json.dumps({"error": error}).encode())
+
+
+def _wrong(body: dict[str, Any]) -> str:
+    """What mlx-lm would not notice before it fails over it; "" for nothing."""
+    salt, stop, seed, options = (body.get(name) for name in ("cache_salt", "stop", "seed", "stream_options"))
+    if salt is not None and not _is_salt(salt):
+        return f"cache_salt must be a string of at most {SALT_LIMIT} Unicode characters"
+    stops = [stop] if isinstance(stop, str) else stop or []
+    if not isinstance(stops, list) or not all(isinstance(one, str) and one for one in stops):
+        return "stop must be a string or a list of strings, none of them empty"
+    if seed is not None and not (isinstance(seed, int) and 0 <= seed < 2**64):
+        return "seed must be an integer from 0 to 2**64 - 1"
+    if options is not None and not (
+        isinstance(options, dict) and isinstance(options.get("include_usage", False), bool)
+    ):
+        return 'stream_options must be an object such as {"include_usage": true}'
+    return ""
 
 
 def _is_salt(value: Any) -> bool:
@@ -105,9 +134,7 @@ class Server(ThreadingHTTPServer):
             super().__init__((address[0], port), upstream.APIHandler)  # type: ignore[arg-type]
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or str(error).rstrip(".")
-            raise ServeError(
-                f"--host {host} --port {port}: {reason}; give another address, or stop what uses it"
-            ) from None
+            raise ServeError(f"--host {host} --port {port}: {reason}; give another, or stop what uses it") from None
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that went away is no error of the server's."""
@@ -212,9 +239,12 @@ def _run(server: Server, generator: Generator, ending: Ending, grace: float) -> 
 
 
 def _end(generator: Generator, ending: Ending) -> None:
-    """Stop the thread that generates. While it loads a model it can't be stopped: then the process ends without it."""
+    """Stop the thread that generates. While it loads a model it can't be stopped: then the process ends without it. A
+    step of a prefill can't either: it gets LINGER seconds, and what is warm is written beside it.
+    """
     generator._stop = True
-    while generator._generation_thread.is_alive():
+    until = time.monotonic() + LINGER
+    while generator._generation_thread.is_alive() and (time.monotonic() < until or not generator.ready.is_set()):
         generator.stop_answering()
         generator._generation_thread.join(POLL)
         if not generator.ready.is_set() and ending.asked.is_set():
@@ -233,6 +263,8 @@ def _check_model(args: Any) -> None:
     ):
         if value is None:
             continue
+        if not value:
+            raise ServeError(f"{flag} is empty: give a folder, or leave it out")
         folder = Path(value).expanduser()
         local = flag == "--adapter-path" or value.count("/") != 1 or value.startswith(("/", ".", "~"))
         if local and not folder.is_dir():

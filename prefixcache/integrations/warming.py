@@ -121,7 +121,8 @@ def _read(where: str, line: bytes) -> Prompt:
     if ways == ["prompt"]:
         for key in CHAT:
             _check(where, key, key not in given, 'goes with "messages" only; leave it out')
-        _check(where, "prompt", isinstance(given["prompt"], str) and given["prompt"], "not a text; write a string")
+        _check(where, "prompt", isinstance(given["prompt"], str), "not a text; write a string")
+        _check(where, "prompt", given["prompt"], "empty; write what is to be stored, or leave the line out")
         return Prompt(where, text=given["prompt"], salt=_salt(where, given))
     tools, options = given.get("tools", []), given.get("chat_template_kwargs", {})
     _check(where, "tools", _are_objects(tools), "not a list of objects; write tools as in a chat request")

@@ -108,7 +108,7 @@ def test_warming_without_a_model_is_told(call, tmp_path):
 
 def test_a_port_in_use_is_told(call, model, bound):
     told = refused_here(call, "--model", model, "--port", bound)
-    assert f"--host 127.0.0.1 --port {bound}: Address already in use; give another address" in told
+    assert f"--host 127.0.0.1 --port {bound}: Address already in use; give another, or stop" in told
 
 
 def test_a_model_that_cant_be_loaded_is_told(model, tmp_path):

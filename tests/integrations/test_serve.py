@@ -4,6 +4,7 @@ metrics, and the end. What it answers is in test_serve_answers, what it refuses 
 
 from __future__ import annotations
 
+import http.client
 import json
 import random
 import shutil
@@ -155,6 +156,39 @@ def ask_raw(server: Server, body: dict[str, Any]) -> requests.Response:
     if given.status_code == 400:
         raise openai.BadRequestError(given.json()["error"], response=given, body=None)  # type: ignore[arg-type]
     return given
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"stop": 5}, {"stop": [5]}, {"stop": [""]}, {"seed": -1}, {"seed": 2**70}, {"stream": True, "stream_options": 5},
+        {"temperature": 1, "top_k": 10**9}, {"logit_bias": {"999999": 1}}, {"logit_bias": {"-1": 1}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_mlx_lm_would_not_survive_is_refused_and_the_server_goes_on(served, bad):
+    given = requests.post(
+        f"{served.url}/v1/chat/completions", json={"messages": user("hello"), "max_tokens": 2, **bad}, timeout=SECONDS
+    )
+    assert given.status_code in (400, 404)
+    assert (
+        next(iter(bad if len(bad) == 1 else [name for name in bad if name not in ("stream", "temperature")]))
+        in given.text
+    )
+    assert ask(served, user("still there?")).prompt > 0
+
+
+@pytest.mark.parametrize(
+    ("body", "headers"),
+    [(b"\xff\xfe", {}), (b"[" * 50_000, {}), (b"{}", {"Content-Length": "-5"}), (b"{}", {"Content-Length": "9" * 14})],
+    ids=["not UTF-8", "nested", "negative", "too long"],
+)
+def test_a_body_that_cant_be_read_is_refused(served, body, headers):
+    connection = http.client.HTTPConnection(served.url.removeprefix("http://"), timeout=SECONDS)
+    connection.request("POST", "/v1/chat/completions", body, {"Content-Length": str(len(body)), **headers})
+    answer = connection.getresponse()
+    assert answer.status in (400, 413)
+    assert "error" in json.loads(answer.read())
 
 
 # -- together ---------------------------------------------------------------------------------------------------------
