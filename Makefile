@@ -38,7 +38,7 @@ demo: $(STAMP)
 	$(BIN)/prefixcache demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
