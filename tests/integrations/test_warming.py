@@ -437,7 +437,7 @@ HELD = {"role": "system", "content": SECRET}
         ({"cache_salt": SECRET}, r':2: no prompt; give one of "messages" and "prompt"'),
         ({"messages": [HELD], "prompt": SECRET}, r":2: messages and prompt; give one of"),
         ({"prompt": SECRET, "tools": TOOLS}, r':2: tools: goes with "messages" only'),
-        ({"prompt": ""}, r":2: prompt: not a text"),
+        ({"prompt": ""}, r":2: prompt: empty"),
         ({"prompt": [SECRET]}, r":2: prompt: not a text"),
         ({"messages": []}, r":2: messages: not a list of messages"),
         ({"messages": SECRET}, r":2: messages: not a list of messages"),
