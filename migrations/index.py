@@ -6,6 +6,7 @@ is not in this list was written by a newer release and is refused.
 
 from __future__ import annotations
 
+import xxhash
 from sqlite_utils import Database, Migrations
 
 schema = Migrations("prefixcache.index")
@@ -33,3 +34,21 @@ def m001_images(db: Database) -> None:
         "CREATE TABLE tokens (id INTEGER PRIMARY KEY, tokens BLOB NOT NULL)",
     ):
         db.conn.execute(statement)
+
+
+@schema()
+def m002_digests(db: Database) -> None:
+    """A digest of what a namespace is. Nothing else proves that: of a salted one the root key can't be computed again, and
+    a layout with another number in it would be believed. Rows that are there already are taken for sound.
+    """
+    db.conn.execute("ALTER TABLE namespace ADD COLUMN digest BLOB")
+    for number, *said in db.conn.execute("SELECT id, root, model, codec, layout FROM namespace").fetchall():
+        db.conn.execute("UPDATE namespace SET digest = ? WHERE id = ?", [namespace_digest(*said), number])
+
+
+def namespace_digest(root: bytes, model: str, codec: str, layout: str) -> bytes:
+    """16 bytes of xxh3 over the four, each after its length."""
+    state = xxhash.xxh3_128()
+    for part in (root, model.encode(), codec.encode(), layout.encode()):
+        state.update(len(part).to_bytes(8, "little") + part)
+    return state.digest()

@@ -25,10 +25,13 @@ class Held(NamedTuple):
 
 
 class Budget:
-    """A hard limit in bytes. Thread-safe: `_lock` guards the four counters; their sum never passes `limit`."""
+    """A hard limit in bytes. Thread-safe: `_lock` guards the four counters; their sum never passes `bound`.
+
+    `bound` is `limit`, but while a limit that was lowered is more than what is held: it then falls with that.
+    """
 
     def __init__(self, limit: int):
-        self.limit = limit
+        self.limit = self.bound = limit
         self._lock = threading.Lock()
         self._images = self._queued = self._nodes = self._reserved = 0
         self.peak = 0
@@ -40,7 +43,7 @@ class Budget:
 
     @property
     def room(self) -> int:
-        """Bytes that could be reserved now."""
+        """Bytes that could be reserved now; below 0 while more is held than a lowered limit allows."""
         with self._lock:
             return self.limit - self._images - self._nodes - self._reserved
 
@@ -55,13 +58,21 @@ class Budget:
             self.peak = max(self.peak, total)
             return Reservation(self, nbytes)
 
+    def resize(self, limit: int) -> None:
+        """From now on nothing is reserved beyond `limit`."""
+        with self._lock:
+            self.limit = limit
+            self._settle()
+
     def free_image(self, nbytes: int) -> None:
         with self._lock:
             self._images -= nbytes
+            self._settle()
 
     def free_node(self, nbytes: int) -> None:
         with self._lock:
             self._nodes -= nbytes
+            self._settle()
 
     def queue(self, nbytes: int) -> None:
         """An image begins (`nbytes` > 0) or ends (< 0) to wait for the SSD; it is held all the while."""
@@ -72,13 +83,17 @@ class Budget:
         held = self.held()
         assert min(held) >= 0, held
         assert held.queued <= held.images, held
-        assert held.total <= self.limit, (held, self.limit)
+        assert held.total <= self.bound, (held, self.bound)
+
+    def _settle(self) -> None:
+        self.bound = max(self.limit, self._images + self._nodes + self._reserved)
 
     def _spend(self, images: int, nodes: int, back: int) -> None:
         with self._lock:
             self._images += images
             self._nodes += nodes
             self._reserved -= images + nodes + back
+            self._settle()
 
 
 class Reservation:

@@ -8,8 +8,10 @@ prompt cache). The way of new tokens: `layers.plan` (read) -> `storing` (what is
 from __future__ import annotations
 
 import asyncio
+import atexit
 import json
 import logging
+import os
 import sys
 import threading
 import time
@@ -29,8 +31,9 @@ from prefixcache.layers.encode import evaluate
 from prefixcache.layers.plan import Plan, read
 from prefixcache.layers.stored import Block, StoredPrompt
 from prefixcache.memory import give_back, machine_memory
+from prefixcache.pressure import Pressure
 from prefixcache.promoting import promote
-from prefixcache.settings import Settings
+from prefixcache.settings import Settings, parse_size
 from prefixcache.ssd import Namespace, Ssd
 from prefixcache.stats import Counters, Labelled, Stats
 from prefixcache.storing import Store
@@ -42,6 +45,9 @@ log = logging.getLogger("prefixcache")
 TELL = 60.0  # seconds after which a hit tells the index what was used
 NAMESPACES = 1024  # from so many on, those that hold nothing are forgotten when one is added
 PROMOTERS = 4  # promotions at work at once; the reads of each go to the SSD's reader pool
+HURRY = 5.0  # seconds that an interrupted close() gives the SSD
+
+_open: set[PrefixCache] = set()  # those that have a directory, until they are closed
 
 
 class Stored(NamedTuple):
@@ -99,10 +105,14 @@ class PrefixCache:
         self._told = time.monotonic()  # when the index last heard what was used
         self._closed = False
         self._close_lock = threading.Lock()
+        self._pid = os.getpid()
         self._ssd: Ssd | None = None
         if self.settings.ssd_dir is not None and self.settings.ssd != 0:
             self._open_ssd(ram)
         self._promoters = ThreadPoolExecutor(PROMOTERS, "prefixcache-promote")
+        self._pressure = Pressure(self._tiers, self.settings.reserve_bytes(machine_memory()))
+        if self.settings.memory_reserve != 0:
+            self._pressure.start()
 
     def _open_ssd(self, ram: int) -> None:
         directory = self.settings.ssd_dir
@@ -117,6 +127,7 @@ class PrefixCache:
         except BaseException:
             self._ssd.close(0)
             raise
+        _open.add(self)
 
     # -- namespaces ---------------------------------------------------------------------------------------------------
 
@@ -431,6 +442,29 @@ class PrefixCache:
         give_back()
         return held
 
+    def resize(self, *, ram: Any = None, ssd: Any = None, wait: float | None = None) -> None:
+        """New limits while it runs, as in `Settings` ("8GB", or a number of bytes); None leaves one as it is.
+
+        What must leave for a lower RAM budget goes to the SSD, where there is one; what that has not taken within `wait`
+        seconds (the setting `spill_wait`, if None) is lost, pinned images excepted. Until the last of it is gone,
+        `stats().ram_limit` is what is held. For a lower SSD limit the coldest files are deleted; `flush()` waits for that.
+
+        Raises ValueError for what is no size, for 0, and for an SSD that the cache was opened without.
+        """
+        self._check_open()
+        sizes = {name: parse_size(value, name) for name, value in (("ram", ram), ("ssd", ssd)) if value is not None}
+        for name, nbytes in sizes.items():
+            if not nbytes:
+                raise ValueError(f"{name}=0: a tier can't be taken away while the cache runs; open another without it")
+        if "ssd" in sizes and self._ssd is None:
+            raise ValueError(f"ssd={ssd!r}: this cache was opened without an SSD; open another with ssd_dir")
+        if "ram" in sizes:
+            self._tiers.full = sizes["ram"]
+            self._tiers.resize(sizes["ram"], self.settings.spill_wait if wait is None else wait)
+            give_back()
+        if "ssd" in sizes:
+            self._tiers.resize_ssd(sizes["ssd"])
+
     def keep(self, sequences: int) -> int:
         """Forget the coldest sequences, in every tier, until at most so many are left. Returns how many are.
 
@@ -451,11 +485,13 @@ class PrefixCache:
 
     def stats(self) -> Stats:
         """Where everything is now, and what has happened since the cache was opened."""
+        self._check_process()
         tiers = self._tiers
         with tiers.lock:
             held = tiers.budget.held()
             return Stats(
-                ram_limit=tiers.budget.limit,
+                ram_limit=tiers.budget.bound,
+                ram_configured=tiers.full,
                 ram_setting=str(self.settings.ram),
                 ram_held=held.total,
                 ram_images=held.images,
@@ -495,18 +531,27 @@ class PrefixCache:
     def close(self) -> None:
         """End it: write what RAM still holds (setting `spill_on_close`), let go of the directory. May be called
         again.
+
+        A cache with a directory that is open when the interpreter ends is closed then. An exception that interrupts this
+        (KeyboardInterrupt) cuts the writing short: what is being written becomes durable, the directory is let go of.
         """
+        if self._pid != os.getpid():
+            return
         with self._close_lock:
             if self._closed:
                 return
             self._closed = True
-            self._promoters.shutdown(wait=True, cancel_futures=True)
+            wait = HURRY
             try:
+                self._pressure.stop()
+                self._promoters.shutdown(wait=True, cancel_futures=True)
                 if self._ssd is not None:
                     self._write_out()
+                wait = self.settings.close_timeout
             finally:
                 if self._ssd is not None:
-                    self._ssd.close(self.settings.close_timeout)
+                    self._ssd.close(wait)
+                _open.discard(self)
                 self._tiers.release()
                 give_back()
 
@@ -523,9 +568,26 @@ class PrefixCache:
     ) -> None:
         self.close()
 
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():  # its locks may be held by threads that the fork left behind
+            raise RuntimeError(
+                f"this PrefixCache is of process {self._pid}, and this is a fork of it: open another here"
+            )
+
     def _check_open(self) -> None:
+        self._check_process()
         if self._closed:
             raise RuntimeError("this PrefixCache is closed: open another")
+
+
+@atexit.register
+def _close_all() -> None:
+    """Those that nobody closed. Threads can't be started any more; those of the SSD's writer still run."""
+    for cache in list(_open):
+        try:
+            cache.close()
+        except Exception:
+            log.exception("ssd_dir=%r: not closed cleanly at the end of the program", str(cache.settings.ssd_dir))
 
 
 def _whole(number: Any, call: str, what: str) -> int:

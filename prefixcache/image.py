@@ -179,6 +179,11 @@ def verify(data: np.ndarray, checksum: str | None = None) -> Image:
     return Image(data, _check_header(bytes(data[8:end]), size - end))
 
 
+def is_whole(data: np.ndarray) -> bool:
+    """Whether the checksum in the header is that of the bytes, whatever they say."""
+    return data.nbytes >= _CHECKSUM.stop and _digest(data).encode() == bytes(data[_CHECKSUM])
+
+
 def _digest(data: np.ndarray) -> str:
     state = xxhash.xxh3_128(data[: _CHECKSUM.start].data)
     state.update(_BLANK)

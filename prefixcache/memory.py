@@ -1,4 +1,4 @@
-"""The machine's memory: how much this process may use, and giving back what it freed."""
+"""The machine's memory: how much this process may use, how much of it is free, and giving back what it freed."""
 
 from __future__ import annotations
 
@@ -7,16 +7,38 @@ import os
 import sys
 from pathlib import Path
 
+import psutil
+
+_GROUP = Path("/sys/fs/cgroup")
+
 
 def machine_memory() -> int:
     """Bytes of memory that this process may use: the machine's, or its control group's limit when that is lower."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for limit in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+    for limit in (_GROUP / "memory.max", _GROUP / "memory" / "memory.limit_in_bytes"):
         try:
             memory = min(memory, int(limit.read_text()))
         except (OSError, ValueError):
             continue
     return memory
+
+
+def available_memory() -> int:
+    """Bytes that programs could take now without others being swapped out: the machine's, or what is left of this
+    process's control group (its file cache counted as free) when that is less.
+    """
+    available = int(psutil.virtual_memory().available)
+    for limit, current, stat, cached in (
+        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+    ):
+        try:
+            room = int((_GROUP / limit).read_text()) - int((_GROUP / current).read_text())
+            counts = dict(line.split() for line in (_GROUP / stat).read_text().splitlines())
+            available = min(available, room + int(counts.get(cached, 0)))
+        except (OSError, ValueError):  # no such group, or one without a limit
+            continue
+    return max(available, 0)
 
 
 def give_back() -> None:

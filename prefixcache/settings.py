@@ -66,6 +66,9 @@ class Settings(BaseSettings):
     ssd: AutoSize = Field("auto", description='what the directory may take. "auto": half of what is free. 0: RAM only')
     codec: Any = Field(None, description='a codec, its spec, or text such as "turboquant:4:3", "affine:4", "raw"')
 
+    memory_reserve: AutoSize = Field(
+        "auto", description='the cache shrinks while the machine has less memory free. "auto": a 64th of it. 0: never'
+    )
     transit: Size = Field(256 << 20, description="with ram=0: RAM for images on their way to and from the SSD")
     spill: Literal["drop", "wait"] = Field(
         "drop", description="when the spill queue is full: drop the coldest, or wait"
@@ -164,6 +167,10 @@ class Settings(BaseSettings):
         if self.ram == "auto":
             return memory // 4
         return self.ram or self.transit
+
+    def reserve_bytes(self, memory: int) -> int:
+        """What the machine, which has `memory` bytes, is to have free."""
+        return memory // 64 if self.memory_reserve == "auto" else self.memory_reserve
 
     def ssd_bytes(self, directory: Path) -> int:
         """The SSD limit. "auto" is half of what is free, with what the directory holds already counted as free."""

@@ -49,6 +49,8 @@ class Stats:
     """
 
     ram_limit: int
+    ram_configured: int
+    """What was asked for; `ram_limit` is less while the machine is short of memory (setting `memory_reserve`)."""
     ram_setting: str
     ram_held: int
     ram_images: int

@@ -21,7 +21,7 @@ from prefixcache.layers.adapters import Leaf
 from prefixcache.layers.encode import Target, describe_state, encode, write_state
 from prefixcache.layers.levels import LevelSet, measure_all
 from prefixcache.layers.live_codes import BlockLevels, all_coded, differing
-from prefixcache.layers.plan import Section, extra_of, held_mask, mask_from, mask_of, runs_of
+from prefixcache.layers.plan import Section, extra_of, held_mask, mask_from, mask_of, runs_of, window_key
 from prefixcache.tiers import Home, Tiers
 from prefixcache.tree import BLOCK_BYTES, NODE_BYTES, RAM, SLOT_BYTES, SSD, Node, Slot
 
@@ -244,7 +244,7 @@ class Store:
         mask = tuple(m | h for m, h in zip(before, held, strict=True))
         if not any(mask):
             return None
-        own = chain(block_key, b"window" + canonical([f"{m:x}" for m in mask]).encode())
+        own = window_key(block_key, mask)
         levels = self._levels if source.window is None else self._tiers.level_set(source.window.statistics)
         specs = self._plan.window_specs(mask)
         blueprint = self._blueprint("window", own, block_key, start, specs, levels, extra_of(mask))

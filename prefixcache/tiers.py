@@ -24,7 +24,7 @@ from prefixcache.budget import Budget, Reservation
 from prefixcache.image import Image
 from prefixcache.keys import TOKEN_BYTES
 from prefixcache.layers.levels import LEAST_DISTINCT, LEAST_ROWS, LevelSet, distinct, most_bytes, unpack
-from prefixcache.layers.plan import Plan, mask_from
+from prefixcache.layers.plan import Plan, mask_from, window_key
 from prefixcache.settings import Settings
 from prefixcache.ssd import Cancelled, Entry, Namespace, Ssd, SsdError, StatisticsLost
 from prefixcache.stats import Counters
@@ -54,6 +54,7 @@ class Tiers:
         self.lock = threading.RLock()
         self.moved = threading.Condition(self.lock)
         self.budget = Budget(ram)
+        self.full = ram  # the budget that was asked for; `Pressure` may lower the one in force
         self.tree = Tree(self.budget)
         self.homes: dict[bytes, Home] = {}
         self.counters = Counters()
@@ -135,7 +136,7 @@ class Tiers:
                 node = grown
             elif entry.kind == "window":
                 mask = mask_from(entry.extra)
-                if len(mask) != len(home.plan.windows):
+                if len(mask) != len(home.plan.windows) or window_key(parent.key, mask) != entry.key:
                     return False
                 if (
                     older := node.window
@@ -245,6 +246,38 @@ class Tiers:
         with self.lock:
             self._in_time(done, wait)
             return self.budget.held().total
+
+    def resize(self, nbytes: int, wait: float = 0) -> int:
+        """The budget becomes `nbytes`, and the coldest leave until it holds. What the SSD has not taken in `wait` seconds
+        is lost, but for what waits for it by then: that leaves when it is durable. Returns the bytes held.
+        """
+        with self.lock:
+            self.budget.resize(nbytes)
+            while self.budget.held().nodes > nbytes // MIRROR_SHARE and (slot := self.tree.coldest(SSD)) is not None:
+                self._unlist(slot)
+            if not self._in_time(lambda: self._shrink(False), wait):
+                self._shrink(True)
+            return self.budget.held().total
+
+    def _shrink(self, drop: bool) -> bool:
+        while (room := self.budget.room) < 0:
+            enough = room + self.budget.held().queued >= 0  # is on its way to the SSD, and hotter ones may stay
+            if enough or not self._evict_one(drop):
+                return False
+        return True
+
+    def _unlist(self, slot: Slot) -> None:
+        """An image that is on SSD leaves the tree for want of RAM: it stays there, out of reach until the next opening."""
+        self._unlisted.append(self.entry_of(slot)._replace(tokens=b"", extra=""))
+        self.tree.leave(slot, SSD)
+        self.tree.leave(slot, RAM)
+
+    def resize_ssd(self, nbytes: int) -> None:
+        """The SSD's limit becomes `nbytes`: the coldest leave; the writer deletes their files."""
+        with self.lock:
+            assert self.ssd is not None
+            self.ssd.resize(nbytes)
+            self._keep_limit(self.ssd)
 
     def keep(self, sequences: int) -> int:
         """Let the coldest leave every tier until no more than so many sequences are left. Returns how many are."""
@@ -432,7 +465,10 @@ class Tiers:
         assert ssd is not None
         while ssd.used + nbytes > ssd.limit:
             if self._unlisted:
-                ssd.delete([self._unlisted.popleft()])
+                entry = self._unlisted.popleft()
+                known = self.tree.slots.get(entry.address)
+                if known is None or not (known.disk or known.saving):  # else it was stored again meanwhile
+                    ssd.delete([entry])
                 continue
             victim = self.tree.coldest(SSD)
             if victim is None or victim.tick > tick:

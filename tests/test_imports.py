@@ -23,7 +23,7 @@ LEVELS = {
     "live": 2,
     "layers": 3, "ssd": 3,
     "stats": 4, "tiers": 5,
-    "promoting": 6, "storing": 6,
+    "pressure": 6, "promoting": 6, "storing": 6,
     "cache": 7,
     "": 8,
     "integrations": 9, "cli": 10,

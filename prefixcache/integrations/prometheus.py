@@ -87,7 +87,8 @@ EVENTS = (  # since the cache was opened, of `Counters`
 
 STATE = (  # now, of `Stats`
     Kind("ram_bytes", "RAM held, by what for. Images that wait for the SSD are queued.", _ram, "state"),
-    Kind("ram_limit_bytes", "The RAM budget.", lambda s: s.ram_limit),
+    Kind("ram_limit_bytes", "The RAM budget; lower while the machine is short of memory.", lambda s: s.ram_limit),
+    Kind("ram_configured_bytes", "The RAM budget that was asked for.", lambda s: s.ram_configured),
     Kind("ram_peak_bytes", "The most RAM that was held at once.", lambda s: s.ram_peak),
     Kind("images", "Images by tier; many are in both.", _images, "tier"),
     Kind("pinned_images", "Images that must not leave.", lambda s: s.pinned),

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from prefixcache.codecs import Codec, RawRows, RowCodec, Stream
 from prefixcache.codecs.interchange import element
 from prefixcache.image import Spec
-from prefixcache.keys import BLOCK, canonical
+from prefixcache.keys import BLOCK, canonical, chain
 from prefixcache.layers.adapters import CacheError, Layout, Leaf, find_class, read_leaf
 from prefixcache.tree import Window
 
@@ -247,6 +247,11 @@ def held_mask(held: tuple[tuple[int, int], ...], start: int, keep: int, limit: i
         first, last = max(a, keep, start) - start, min(b, limit, start + BLOCK) - start
         mask |= mask_of(first, last)
     return mask
+
+
+def window_key(block: bytes, mask: tuple[int, ...]) -> bytes:
+    """The key of the window that has these rows of the block with this key."""
+    return chain(block, b"window" + canonical([f"{m:x}" for m in mask]).encode())
 
 
 def extra_of(mask: tuple[int, ...]) -> str:

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from prefixcache.image import FORMAT
 from prefixcache.ssd.entries import FOLDERS, Address
 from prefixcache.ssd.errors import DirectoryError, DirectoryHeld
 
@@ -29,6 +30,7 @@ _OURS = (*FOLDERS.values(), STATS, QUARANTINE, TMP)
 _NAME = re.compile(r"[0-9a-f]{32}\.safetensors")
 _KINDS = {folder: kind for kind, folder in FOLDERS.items()}
 _TEMPORARY = re.compile(r"[0-9]+\.safetensors|statistics-[0-9a-f]+|probe")  # what a writer makes in tmp/
+_FORMAT = re.compile(rb"^format ([0-9]{1,9})$", re.MULTILINE)
 _SIGNATURE = re.compile(rb"pid \d+\nhost .+\nsince ")
 _TABLES = {"namespace", "image", "meta"}
 _OF_THE_SYSTEM = {"lost+found", ".DS_Store", ".Trashes", ".Spotlight-V100", ".fseventsd"}  # on a disk just made
@@ -222,7 +224,7 @@ class Lock:
     def sign(self) -> None:
         """Write who holds it. There is no moment without a signature: it tells that the directory is a cache's."""
         since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        text = f"pid {os.getpid()}\nhost {socket.gethostname()}\nsince {since}\n".encode()
+        text = f"pid {os.getpid()}\nhost {socket.gethostname()}\nsince {since}\nformat {FORMAT}\n".encode()
         os.pwrite(self._fd, text, 0)
         os.ftruncate(self._fd, len(text))
 
@@ -262,6 +264,19 @@ def _owner(fd: int) -> str:
     if {"pid", "host", "since"} - said.keys():
         return "another process"
     return f"pid {said['pid']} on {said['host']} since {said['since']}"
+
+
+def lock_format(directory: Directory) -> int:
+    """The format that LOCK says the directory is of; 0 when it says none. Writes nothing."""
+    try:
+        fd = os.open(directory.lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return 0
+    try:
+        found = _FORMAT.search(os.pread(fd, 1000, 0)) if stat.S_ISREG(os.fstat(fd).st_mode) else None
+        return int(found[1]) if found else 0
+    finally:
+        os.close(fd)
 
 
 def _identity(found: os.stat_result) -> tuple[int, int]:

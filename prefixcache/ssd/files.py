@@ -16,9 +16,10 @@ from typing import NamedTuple
 import numpy as np
 
 from prefixcache import keys
-from prefixcache.image import DTYPES, FORMAT, KINDS, Image, ImageError, Meta, statistics_name, verify
+from prefixcache.image import DTYPES, FORMAT, KINDS, Image, ImageError, Meta, is_whole, statistics_name, verify
 from prefixcache.ssd.directory import disk_of
 from prefixcache.ssd.entries import BOUNDS, TOKENS, Entry, Namespace
+from prefixcache.ssd.errors import NewerFormat
 
 _STEP = 1 << 30  # macOS refuses reads and writes of 2 GiB and more
 _HEADER_LIMIT = 4 << 20
@@ -158,6 +159,7 @@ def _parse(fd: int, header: bytes, size: int, found: os.stat_result, here: tuple
     table = json.loads(header)
     said = table.pop("__metadata__")
     if said["format"] != FORMAT:
+        _refuse_newer(fd, said["format"], found)
         raise Damaged(f"format {said['format'][:20]!r}, this release reads {FORMAT!r}", here)
     checksum = said["checksum"]
     if said["kind"] not in KINDS or not re.fullmatch("[0-9a-f]{32}", checksum) or not said["start"].isdecimal():
@@ -183,6 +185,18 @@ def _parse(fd: int, header: bytes, size: int, found: os.stat_result, here: tuple
         raise Damaged("the header lacks a field", here)
     meta = Meta(**fields, start=int(said["start"]))
     return Shallow(meta, tokens, checksum, size, disk_of(found), found.st_mtime)
+
+
+def _refuse_newer(fd: int, said: object, found: os.stat_result) -> None:
+    """NewerFormat for a whole file of a newer format; one that is not whole may say anything."""
+    if not (isinstance(said, str) and re.fullmatch("[0-9]{1,9}", said) and int(said) > int(FORMAT)):
+        return
+    os.lseek(fd, 0, os.SEEK_SET)
+    if found.st_size < _STEP and is_whole(_read(fd, found.st_size, (found.st_dev, found.st_ino))):
+        raise NewerFormat(
+            f"an image in it is of format {said}, this release knows {FORMAT}: a newer release wrote it; upgrade "
+            "prefixcache or name another directory"
+        )
 
 
 def from_header(said: Shallow, used: int) -> tuple[Entry, Namespace]:

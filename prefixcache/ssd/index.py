@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import sqlite3
-import stat
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,7 +23,7 @@ from sqlite_utils import Database
 
 from prefixcache import keys
 from prefixcache.image import KINDS
-from prefixcache.migrations.index import schema  # type: ignore[import-not-found]
+from prefixcache.migrations.index import namespace_digest, schema  # type: ignore[import-not-found]
 from prefixcache.ssd.directory import disk_at, identity_at
 from prefixcache.ssd.entries import BOUNDS, Address, Entry, Namespace, Touch
 from prefixcache.ssd.errors import DirectoryError, IndexBroken, NewerFormat
@@ -73,22 +72,8 @@ def suffixes(path: Path) -> list[Path]:
     return [path, *(path.with_name(path.name + end) for end in ("-wal", "-shm"))]
 
 
-def refuse_newer(path: Path) -> None:
-    """NewerFormat when a newer release wrote the index. Looks at it without leaving a trace."""
-    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
-        raise DirectoryError(f"{str(path)!r} is not a file: move it away; the index is then rebuilt from the files")
-    if not path.exists() or not path.stat().st_size:
-        return
-    connection = sqlite3.connect(f"{path.as_uri()}?mode=ro&immutable=1", uri=True)
-    try:
-        _check_age(connection, path)
-    except (sqlite3.DatabaseError, IndexBroken):
-        pass  # broken: not newer
-    finally:
-        connection.close()
-
-
-def _check_age(connection: sqlite3.Connection, path: Path) -> None:
+def check_age(connection: sqlite3.Connection, path: Path) -> None:
+    """NewerFormat when a newer release wrote the index, IndexBroken when what it says of that is no sense."""
     known = {step.name for step in schema.pending(Database(memory=True))}
     there = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     if "_sqlite_migrations" in there:
@@ -149,10 +134,10 @@ class Index:
         run("PRAGMA cache_size = -16384")
         run("PRAGMA cache_spill = OFF")  # a page is logged once a transaction: that bounds the log
         run("PRAGMA wal_autocheckpoint = 0")  # the writer says when
-        _check_age(self._connection, self.path)
+        check_age(self._connection, self.path)
         schema.apply(Database(self._connection))
         run("INSERT OR IGNORE INTO meta VALUES ('format', ?)", [str(FORMAT)])
-        # The schema stands in the database itself, not in its log alone: `refuse_newer` looks there.
+        # The schema stands in the database itself, not in its log alone: `formats` looks there.
         self.checkpoint()
         self.totals()
         # One tenant's salt is one namespace: those whose images all left must not add up for ever.
@@ -221,14 +206,17 @@ class Index:
         number = self._namespaces.get(namespace.root)
         if number is None:
             cursor = run(
-                "INSERT INTO namespace (root, model, codec, layout, created) VALUES (?, ?, ?, ?, ?)",
-                [namespace.root, namespace.model, namespace.codec, namespace.layout, namespace.created or time.time()],
+                "INSERT INTO namespace (root, model, codec, layout, created, digest) VALUES (?, ?, ?, ?, ?, ?)",
+                [*namespace[:4], namespace.created or time.time(), namespace_digest(*namespace[:4])],
             )
             number = self._namespaces[namespace.root] = int(cursor.lastrowid or 0)
-        elif namespace.root not in self._confirmed:  # a row that was damaged would hide all that is written from now on
+        elif (
+            namespace.root not in self._confirmed
+        ):  # a file that lied of it when the index was rebuilt would hide all else
+            digest = namespace_digest(*namespace[:4])
             run(
-                "UPDATE namespace SET model = ?, codec = ?, layout = ? WHERE id = ? AND (codec, layout) != (?, ?)",
-                [namespace.model, namespace.codec, namespace.layout, number, namespace.codec, namespace.layout],
+                "UPDATE namespace SET model = ?, codec = ?, layout = ?, digest = ? WHERE id = ? AND digest IS NOT ?",
+                [*namespace[1:4], digest, number, digest],
             )
         self._confirmed.add(namespace.root)
         length = len(entry.tokens) // keys.TOKEN_BYTES
@@ -257,6 +245,13 @@ class Index:
             "WHERE key = ? AND kind = ?",
             [(*touch, key, _NUMBER[kind]) for (kind, key), touch in touches.items()],
         )
+
+    def odd_sizes(self, block: int) -> Iterator[tuple[Address, int]]:
+        """Those whose real bytes aren't their files' in whole blocks: of a file system that compresses, or wrong."""
+        for kind, key, disk in self._connection.execute(
+            "SELECT kind, key, disk FROM image WHERE disk != (nbytes + ? - 1) / ? * ?", [block] * 3
+        ).fetchall():
+            yield (KINDS[kind], key), disk
 
     def correct(self, address: Address, disk: int) -> None:
         """The file takes `disk` bytes, whatever was noted."""
@@ -321,7 +316,7 @@ def _connect(path: Path, options: str) -> sqlite3.Connection:
         connection = sqlite3.connect(f"{path.as_uri()}?{mode}", uri=True, isolation_level=None, check_same_thread=False)
         try:
             connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
-            _check_age(connection, path)
+            check_age(connection, path)
             return connection
         except sqlite3.OperationalError as error:  # another user's live directory: its shared memory can't be opened
             connection.close()
@@ -355,11 +350,16 @@ def check_rows(connection: sqlite3.Connection) -> None:
     """IndexBroken unless every namespace and every image, its tokens aside, has values that a cache writes."""
     columns = ("model", "codec", "layout")
     texts = ", ".join(f"typeof({name}), CAST({name} AS BLOB)" for name in columns)
-    for root, created, *told in connection.execute(f"SELECT root, created, {texts} FROM namespace"):
+    # An index that was made before there were digests is read by `inspect` as it is.
+    known = [name for _, name, *_ in connection.execute("PRAGMA table_info(namespace)")]
+    digest = "digest" if "digest" in known else "NULL"
+    for root, created, noted, *told in connection.execute(f"SELECT root, created, {digest}, {texts} FROM namespace"):
         if not (isinstance(root, bytes) and len(root) == keys.KEY_BYTES and set(told[::2]) == {"text"}):
             raise IndexBroken("a namespace has a value that no cache writes")
         if not (isinstance(created, float) and abs(created) < 1e19 and all(map(_is_utf8, told[1::2]))):
             raise IndexBroken("a namespace has a value that no cache writes")
+        if "digest" in known and noted != namespace_digest(root, *(text.decode() for text in told[1::2])):
+            raise IndexBroken("a namespace is not what its digest says")
     if connection.execute(f"SELECT 1 FROM image WHERE NOT coalesce({_SOUND}, 0) LIMIT 1").fetchone():
         raise IndexBroken("an image has a value that no cache writes")
     for (extra,) in connection.execute("SELECT CAST(extra AS BLOB) FROM image WHERE extra GLOB '*[^ -~]*'"):

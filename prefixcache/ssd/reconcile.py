@@ -9,23 +9,26 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
+from prefixcache.ssd.checking import Checker
 from prefixcache.ssd.directory import Directory, Lock, disk_at, holder, refusal
 from prefixcache.ssd.entries import Address, Entry, Namespace
 from prefixcache.ssd.errors import DirectoryError, IndexBroken
 from prefixcache.ssd.files import Damaged, from_header, read_header, read_image, read_statistics, remove_file
-from prefixcache.ssd.index import Index, Row, check, read_rows, reading, refuse_newer, suffixes
+from prefixcache.ssd.formats import refuse_newer
+from prefixcache.ssd.index import Index, Row, check, read_rows, reading, suffixes
 from prefixcache.ssd.quarantine import Quarantine
 
 Progress = Callable[[int, int], None]
 
 _READERS = 4
+_AT_ONCE = 16  # items that a reader takes at a time
 _CHUNK = 256
 _IN_FLIGHT = 60.0  # seconds that a file of a live directory may be older than its row
 _LOG = 4 << 20  # bytes of the index's log after which it is cut
@@ -129,7 +132,7 @@ def reconcile(
 def _repair(directory: Directory, lock: Lock, deep: bool, progress: Progress | None) -> Report:
     from prefixcache.ssd.store import open_index  # store opens with `mend`
 
-    refuse_newer(directory.index)
+    refuse_newer(directory)
     lock.sign()
     directory.furnish()
     quarantine = Quarantine(directory)
@@ -313,6 +316,7 @@ def _judge(
     run: _Pass, known: list[Address], here: dict[Address, os.stat_result]
 ) -> Iterator[tuple[Address, str | None]]:
     """Of each image that has a row and a file: None, or why the file is broken."""
+    checker = Checker()
 
     def look(address: Address) -> tuple[Address, str | None]:
         row = run.rows[address]
@@ -324,6 +328,8 @@ def _judge(
             return address, None
         kind, key = address
         entry = Entry(kind, key, row.namespace, b"", 0, b"", row.nbytes, row.checksum)
+        if checker.is_whole(run.directory.file(address), entry):
+            return address, None
         try:
             read_image(run.directory.file(address), entry)
         except Damaged as error:
@@ -384,13 +390,24 @@ def _cut_log(run: _Pass) -> None:
 
 
 def _parallel(work: Callable[[T], R], items: list[T]) -> Iterator[R]:
-    """In order, with a bounded number of results ahead."""
+    """In order, with a bounded number of results ahead. A thread gets several items at once: small files are quicker read
+    than handed over.
+    """
     if len(items) < 2:
         yield from map(work, items)
         return
+    ahead: deque[Future[list[R]]] = deque()
     with ThreadPoolExecutor(_READERS) as pool:
-        for chunk in _chunks(items, 16 * _READERS):
-            yield from pool.map(work, chunk)
+        try:
+            for part in _chunks(items, max(1, min(_AT_ONCE, len(items) // (4 * _READERS)))):
+                ahead.append(pool.submit(lambda part: list(map(work, part)), part))
+                if len(ahead) > 2 * _READERS:
+                    yield from ahead.popleft().result()
+            while ahead:
+                yield from ahead.popleft().result()
+        finally:  # whoever reads the results may have given up
+            for future in ahead:
+                future.cancel()
 
 
 def _chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:

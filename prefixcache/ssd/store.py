@@ -25,7 +25,8 @@ from prefixcache.ssd.directory import (
 )
 from prefixcache.ssd.errors import IndexBroken
 from prefixcache.ssd.files import Damaged, read_statistics, remove_file, write_file
-from prefixcache.ssd.index import Index, refuse_newer, suffixes
+from prefixcache.ssd.formats import refuse_newer
+from prefixcache.ssd.index import Index, suffixes
 from prefixcache.ssd.ledger import Ledger
 from prefixcache.ssd.quarantine import Quarantine
 from prefixcache.ssd.reconcile import mend
@@ -60,7 +61,7 @@ class Store:
             raise
 
     def _open(self) -> None:
-        refuse_newer(self.directory.index)
+        refuse_newer(self.directory)
         self._lock.sign()
         self.directory.furnish()
         self.index, broken = open_index(self.directory, self.quarantine)
@@ -69,6 +70,8 @@ class Store:
                 report = mend(self.directory, self.index, self.quarantine, broken=broken)
                 if not report.clean:
                     log.warning("SSD %s: %s", self.directory.root, report.summary())
+            else:
+                self._correct_sizes()
             self.index.mark(clean=False)
             for item in self.directory.strays():
                 remove_file(item.path)
@@ -85,6 +88,18 @@ class Store:
         except BaseException:
             self.index.close()
             raise
+
+    def _correct_sizes(self) -> None:
+        """The sum of what the index says the files take is what the limit is held against."""
+        odd = [
+            (address, disk, disk_at(self.directory.file(address)))
+            for address, disk in self.index.odd_sizes(self.ledger.block)
+        ]
+        wrong = [(address, there) for address, disk, there in odd if there and there != disk]
+        for address, there in wrong:
+            self.index.correct(address, there)
+        if wrong:
+            log.warning("SSD %s: the index had wrong sizes of %d files", self.directory.root, len(wrong))
 
     # Accounting
 

@@ -121,6 +121,10 @@ class Ssd:
     def limit(self) -> int:
         return self._store.ledger.limit
 
+    def resize(self, limit: int) -> None:
+        """A new limit. Nothing is written beyond it from now on; what must leave is for the caller to delete."""
+        self._store.ledger.resize(limit)
+
     def footprint(self, nbytes: int) -> int:
         """Room to expect of a file of `nbytes`: its blocks, and its share of index and folders."""
         return self._store.ledger.footprint(nbytes)

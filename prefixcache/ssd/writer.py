@@ -151,12 +151,22 @@ class Writer:
         """Files, folders, rows: in this order. Each write ends with `disk` or with `error`."""
         standing = self._standing(batch.writes, batch.touches)
         fresh = [write for write in batch.writes if write.entry.address not in standing]
-        for _ in self._pool.map(self._write_file, fresh):
-            pass
+        self._each(self._write_file, fresh)
         placed = [write for write in fresh if write.error is None and self._place(write)]
         if placed:
             self._sync_folders(placed)
             self._commit([write for write in placed if write.error is None], batch.touches)
+
+    def _each(self, work: Callable[[Item], None], items: list[Item]) -> None:
+        """On the helpers; on this thread where they can't be had any more, because the interpreter is ending."""
+        futures = []
+        for item in items:
+            try:
+                futures.append(self._pool.submit(work, item))
+            except RuntimeError:
+                work(item)
+        for future in futures:
+            future.result()
 
     def _standing(self, writes: list[Write], touches: dict[Address, Touch]) -> set[Address]:
         """Those that are on the disk already, byte for byte. Other content under the same name leaves first."""
@@ -217,8 +227,7 @@ class Writer:
             except Exception as error:
                 failed[folder] = error
 
-        for _ in self._pool.map(sync, folders):
-            pass
+        self._each(sync, folders)
         self._store.note_folders(folders)
         for write in placed or ():
             folder = self._store.directory.folder(write.entry.address)

@@ -34,7 +34,8 @@ LABELLED = {
     ("evicted_images", "ram"): "evicted", ("evicted_images", "ssd"): "ssd_evicted",
 }  # fmt: skip
 STATE = {
-    "ram_limit_bytes": "ram_limit", "ram_peak_bytes": "ram_peak", "namespaces": "namespaces", "blocks": "blocks",
+    "ram_limit_bytes": "ram_limit", "ram_configured_bytes": "ram_configured",
+    "ram_peak_bytes": "ram_peak", "namespaces": "namespaces", "blocks": "blocks",
     "pinned_images": "pinned",
 }  # fmt: skip
 SSD_EVENTS = {

@@ -346,18 +346,6 @@ def test_what_a_newer_release_wrote_is_refused_untouched(opened, root, change, c
     assert fingerprint(root) == before
 
 
-def test_a_directory_of_the_first_schema_is_brought_forward(root, opened):
-    """What this release makes of an empty file is what its list of steps says, and a second opening adds nothing."""
-    opened().close()
-    index = sqlite3.connect(root / "index.db")
-    steps = index.execute("SELECT name FROM _sqlite_migrations ORDER BY id").fetchall()
-    index.close()
-    opened().close()
-    index = sqlite3.connect(root / "index.db")
-    assert index.execute("SELECT name FROM _sqlite_migrations ORDER BY id").fetchall() == steps == [("m001_images",)]
-    index.close()
-
-
 def test_a_clean_closing_leaves_no_log_and_needs_no_repair(ssd, root, opened, monkeypatch):
     ssd.put(*chain(3))
     ssd.close()
