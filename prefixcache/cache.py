@@ -120,7 +120,7 @@ class PrefixCache:
         queue = self.settings.spill_queue if self.settings.spill_queue != "auto" else max(ram // 4, 1)
         self._ssd = Ssd(
             directory, limit=self.settings.ssd_bytes(directory), queue_bytes=queue, readers=self.settings.readers,
-            written=self._tiers.written,
+            written=self._tiers.written, vanished=self._tiers.vanished,
         )  # fmt: skip
         try:
             self._tiers.open_ssd(self._ssd, filter(None, map(self._home_of, self._ssd.namespaces())))

@@ -26,7 +26,7 @@ from prefixcache.keys import TOKEN_BYTES
 from prefixcache.layers.levels import LEAST_DISTINCT, LEAST_ROWS, LevelSet, distinct, most_bytes, unpack
 from prefixcache.layers.plan import Plan, mask_from, window_key
 from prefixcache.settings import Settings
-from prefixcache.ssd import Cancelled, Entry, Namespace, Ssd, SsdError, StatisticsLost
+from prefixcache.ssd import Address, Cancelled, Entry, Namespace, Ssd, SsdError, StatisticsLost
 from prefixcache.stats import Counters
 from prefixcache.tree import BLOCK_BYTES, NODE_BYTES, RAM, SLOT_BYTES, SSD, Node, Slot, Space, Tree
 
@@ -521,6 +521,18 @@ class Tiers:
                     self._pass_through(slot)
             elif not isinstance(error, Cancelled):
                 self.counters.write_errors += 1
+            self.moved.notify_all()
+
+    def vanished(self, there: set[Address]) -> None:
+        """The SSD's directory was gone, and has only these images now: what RAM holds is to be written anew. On the
+        writer's thread.
+        """
+        with self.lock:
+            for slot in list(self.tree.slots.values()):
+                if slot.disk and (slot.kind, slot.key) not in there:
+                    self.tree.leave(slot, SSD)
+            self._unlisted = deque(entry for entry in self._unlisted if entry.address in there)
+            self._superseded = {slot: older for slot, older in self._superseded.items() if older.address in there}
             self.moved.notify_all()
 
     def drain(self, timeout: float) -> bool:

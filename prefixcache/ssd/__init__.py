@@ -2,7 +2,7 @@
 `survey` are for the admin command. No MLX here.
 """
 
-from prefixcache.ssd.entries import Entry, Namespace
+from prefixcache.ssd.entries import Address, Entry, Namespace
 from prefixcache.ssd.errors import (
     Cancelled,
     Corrupt,
@@ -19,6 +19,7 @@ from prefixcache.ssd.survey import Count, Edge, NamespaceSurvey, Survey, survey
 from prefixcache.ssd.tier import Ssd, SsdStats
 
 __all__ = [
+    "Address",
     "Cancelled",
     "Corrupt",
     "Count",

@@ -12,7 +12,7 @@ import threading
 
 import numpy as np
 
-from prefixcache.image import _OPENING, FORMAT, ImageError, _digest, verify
+from prefixcache.image import _OPENING, FORMAT, ImageError, is_whole, verify
 from prefixcache.ssd.entries import Entry
 
 _KEPT = 64 << 20  # bytes of a buffer that is worth keeping
@@ -32,7 +32,7 @@ class Checker:
         if data is None:
             return False
         end = 8 + int(data[:8].view("<u8")[0])
-        if not 8 < end <= data.nbytes or _digest(data) != entry.checksum:
+        if not 8 < end <= data.nbytes:
             return False
         head = f'{entry.checksum}","format":"{FORMAT}","kind":"{entry.kind}","key":"{entry.key.hex()}","parent":"'
         opening, header = _OPENING + head.encode(), bytes(data[8:end])
@@ -44,6 +44,7 @@ class Checker:
             and before.startswith(b'","namespace":"%s"' % entry.namespace.hex().encode())
             and re.fullmatch(rb"[0-9a-f]{32}", parent)
             and re.fullmatch(rb"[0-9]{1,18}", start)
+            and is_whole(data)
         ):
             return False
         same = before, after, data.nbytes - end

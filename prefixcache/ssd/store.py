@@ -23,6 +23,7 @@ from prefixcache.ssd.directory import (
     sync_folder,
     tree_size,
 )
+from prefixcache.ssd.entries import Address
 from prefixcache.ssd.errors import IndexBroken
 from prefixcache.ssd.files import Damaged, read_statistics, remove_file, write_file
 from prefixcache.ssd.formats import refuse_newer
@@ -192,13 +193,20 @@ class Store:
 
     # Life
 
-    def revive(self) -> None:
-        """After an error: see that the directory is still the one that was opened; if it vanished, begin it anew."""
+    @property
+    def stands(self) -> bool:
+        """Whether the directory is still the one that was opened."""
         same = identity_at(self.directory.index) == self.index.identity
-        if same and identity_at(self.directory.lock) == self._lock.identity:
+        return same and identity_at(self.directory.lock) == self._lock.identity
+
+    def revive(self) -> set[Address] | None:
+        """After an error: make its folders where they are gone. If all of it vanished, begin it anew, and return the images
+        that it has now.
+        """
+        if self.stands:
             self.directory.furnish()
             self._folders = self.directory.image_folders()
-            return
+            return None
         log.warning("SSD %s: the directory vanished; it is opened again", self.directory.root)
         self.index.close()
         self.directory.create()
@@ -206,6 +214,7 @@ class Store:
             self._lock.release()
             self._lock = Lock(self.directory)
         self._open()
+        return set(self.index.rows())
 
     def close(self, *, clean: bool) -> None:
         """Let go; `clean`: nothing was left undone, so that the next opening need not look at the files."""

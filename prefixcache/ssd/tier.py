@@ -15,7 +15,7 @@ from typing import NamedTuple
 from prefixcache.image import Image
 from prefixcache.keys import KEY_BYTES, TOKEN_BYTES
 from prefixcache.ssd.directory import tree_size
-from prefixcache.ssd.entries import BOUNDS, FOLDERS, Entry, Namespace
+from prefixcache.ssd.entries import BOUNDS, FOLDERS, Address, Entry, Namespace
 from prefixcache.ssd.errors import SsdError
 from prefixcache.ssd.index import connect, read_entries, read_namespaces
 from prefixcache.ssd.queue import Queue
@@ -56,7 +56,8 @@ class Ssd:
     `write`, `delete`, `touch`, `read` and the properties never touch the disk; `flush` and `close` wait for it.
     `written` is called on the writer's thread with no lock of this package held, once for each accepted write: with
     None after the row is committed (the entry then has its real `disk`), else with the error (`Cancelled` for one
-    deleted before its turn). It must not call `flush` or `close`. In a forked child the object is dead: it accepts
+    deleted before its turn). It must not call `flush` or `close`. `vanished` is called there when the directory was gone and
+    had to be begun anew, with the images that it has now. In a forked child the object is dead: it accepts
     nothing and touches nothing.
 
     Raises DirectoryHeld, NewerFormat or DirectoryError when the directory can't be had.
@@ -70,12 +71,13 @@ class Ssd:
         queue_bytes: int,
         readers: int = 4,
         written: Callable[[Entry, Exception | None], None],
+        vanished: Callable[[set[Address]], None] | None = None,
     ):
         if readers < 1 or queue_bytes < 0:
             raise ValueError(f"readers={readers}, queue_bytes={queue_bytes}: give at least 1 reader and 0 bytes")
         self._store = Store(directory, limit)
         self._queue = Queue(self._store.ledger, queue_bytes)
-        self._writer = Writer(self._store, self._queue, written)
+        self._writer = Writer(self._store, self._queue, written, vanished)
         self._reader = Reader(self._store, self._queue, readers)
         self._closing = threading.Lock()  # held by the one close() that does it
         self._closed = False

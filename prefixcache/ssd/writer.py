@@ -36,10 +36,17 @@ class Writer:
     `_folders` are known to exist; only this thread makes some. `written_*` are read by others, written here.
     """
 
-    def __init__(self, store: Store, queue: Queue, written: Callable[[Entry, Exception | None], None]):
+    def __init__(
+        self,
+        store: Store,
+        queue: Queue,
+        written: Callable[[Entry, Exception | None], None],
+        vanished: Callable[[set[Address]], None] | None,
+    ):
         self._store = store
         self._queue = queue
         self._written = written
+        self._vanished = vanished
         self._serial = 0
         self._unsynced: set[str] = set()
         self.written_files = self.written_bytes = 0
@@ -70,8 +77,10 @@ class Writer:
         """Do the batch; the error that stopped it or the first that one of its writes met."""
         error: Exception | None = None
         try:
-            if batch.probe:
-                self._store.revive()
+            if batch.probe or not self._store.stands:
+                there = self._store.revive()
+                if there is not None and self._vanished is not None:
+                    self._vanished(there)
                 self._probe()
             self._write_statistics(batch.statistics)
             self._drop(batch.removals)

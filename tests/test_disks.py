@@ -1,0 +1,266 @@
+"""A disk that is full, read-only, slow, or gone: RAM goes on serving, the writer tells, waits, and resumes by itself."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from prefixcache import DirectoryError, PrefixCache
+from prefixcache.ssd import queue, reconcile
+
+from . import states
+from .ssd.images import du, until
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(queue, "FIRST_DELAY", 0.02)
+    monkeypatch.setattr(queue, "LONGEST_DELAY", 0.1)
+
+
+@pytest.fixture
+def opened(tmp_path):
+    caches: list[PrefixCache] = []
+
+    def open_it(root: Path = tmp_path / "ssd", **values) -> PrefixCache:
+        values = {"ram": "20MB", "ssd": "20MB", "codec": "raw", "close_timeout": 5, **values}
+        caches.append(PrefixCache(ssd_dir=root, **values))
+        return caches[-1]
+
+    yield open_it
+    for cache in caches:
+        cache.close()
+
+
+def prompt(seed: int) -> list[int]:
+    return [(seed * 7919 + i * 13) % 50_000 for i in range(600)]
+
+
+def put(cache: PrefixCache, *seeds: int) -> None:
+    for seed in seeds:
+        cache.store(prompt(seed), states.sliceable(prompt(seed)), model="m")
+
+
+def fetched(cache: PrefixCache, seed: int) -> int:
+    """How deep RAM has it; checked."""
+    made, rest = cache.fetch(prompt(seed), model="m", leave=0)
+    if made is not None:
+        states.check(made, prompt(seed)[: 600 - len(rest)])
+    return 600 - len(rest)
+
+
+def settled(cache: PrefixCache, root: Path) -> None:
+    """Nothing is left of the trouble: no debris, no byte unaccounted for, nothing to repair."""
+    until(lambda: cache.flush(5))
+    assert not list((root / "tmp").iterdir())
+    cache.check_integrity()
+    cache._ssd.check_integrity()
+    assert cache._ssd._store.ledger.held().real == du(root)
+    assert cache.stats().ssd.queued_bytes == cache.stats().ram_queued == 0
+
+
+@pytest.fixture
+def disk(tmp_path) -> Iterator[Path]:
+    """A file system of its own, of 700 kB."""
+    where = tmp_path / "disk"
+    where.mkdir()
+    if not sys.platform.startswith("linux") or os.geteuid() or mount("-t", "tmpfs", "-o", "size=700k", "none", where):
+        pytest.skip("can't mount a file system here: that takes Linux and root")
+    yield where
+    subprocess.run(["umount", "--lazy", where], check=True)
+
+
+def mount(*arguments) -> int:
+    return subprocess.run(["mount", *map(str, arguments)], capture_output=True).returncode
+
+
+def test_a_disk_that_is_full_costs_no_answer_and_is_used_again_when_there_is_room(opened, disk):
+    cache = opened(disk / "ssd")
+    put(cache, *range(30))  # 1.3 MB
+    assert not cache.flush()
+    stats = cache.stats()
+    assert stats.ssd.errors
+    assert "full" in stats.ssd.last_error or "space" in stats.ssd.last_error
+    assert all(fetched(cache, seed) == 600 for seed in range(30))
+    mount("-o", "remount,size=30m", disk)
+    put(cache, 50)
+    settled(cache, disk / "ssd")
+    cache.close()
+    again = opened(disk / "ssd")
+    for seed in (*range(30), 50):
+        assert again.promote(prompt(seed), model="m").result(20) == fetched(again, seed) == 600
+    assert again.stats().counters.corrupt == 0
+
+
+def test_a_full_disk_while_ram_must_let_go_loses_only_what_was_cold(opened, disk):
+    cache = opened(disk / "ssd", ram="600KB")
+    for seed in range(40):
+        put(cache, seed)
+        assert fetched(cache, seed) > 0
+        assert cache.stats().ram_held <= 600_000
+    mount("-o", "remount,size=30m", disk)
+    put(cache, *range(100, 110))
+    settled(cache, disk / "ssd")
+    until(lambda: cache.promote(prompt(109), model="m").result(20) == 600)
+
+
+def test_a_closing_on_a_full_disk_ends_and_the_next_opening_finds_what_was_durable(opened, disk):
+    cache = opened(disk / "ssd")
+    put(cache, 1)
+    assert cache.flush()
+    put(cache, *range(10, 50))
+    cache.close()
+    mount("-o", "remount,size=30m", disk)
+    again = opened(disk / "ssd")
+    again._ssd.check_integrity()
+    assert again.promote(prompt(1), model="m").result(20) == fetched(again, 1) == 600
+
+
+def test_a_directory_on_a_read_only_file_system_can_be_looked_at_but_not_opened(opened, disk):
+    cache = opened(disk / "ssd")
+    put(cache, 1)
+    cache.close()
+    assert not mount("-o", "remount,ro", disk)
+    with pytest.raises(DirectoryError, match="read-only"):
+        opened(disk / "ssd")
+    assert reconcile(disk / "ssd", dry_run=True, deep=True).clean
+    assert "read-only" in reconcile(disk / "ssd").error
+
+
+def test_a_directory_that_vanishes_is_begun_anew_and_ram_is_written_to_it(opened, tmp_path):
+    cache = opened()
+    put(cache, *range(5))
+    assert cache.flush()
+    shutil.rmtree(tmp_path / "ssd")
+    put(cache, 10, 11)
+    until(lambda: cache.flush(5))
+    assert all(fetched(cache, seed) == 600 for seed in (*range(5), 10, 11))
+    for seed in range(20, 24):
+        put(cache, seed)
+        until(lambda: cache.flush(5))
+    settled(cache, tmp_path / "ssd")
+    cache.close()
+    again = opened()
+    assert again.promote(prompt(23), model="m").result(20) == fetched(again, 23) == 600
+
+
+def test_what_vanished_with_the_directory_is_a_miss_and_can_be_stored_again(opened, tmp_path):
+    cache = opened()
+    put(cache, *range(5))
+    assert cache.flush()
+    cache.trim_to(0)
+    shutil.rmtree(tmp_path / "ssd")
+    for seed in range(5):
+        assert cache.promote(prompt(seed), model="m").result(20) == 0
+    cache.flush(5)
+    put(cache, *range(5))
+    until(lambda: cache.flush(5))
+    cache.trim_to(0)
+    for seed in range(5):
+        assert cache.promote(prompt(seed), model="m").result(20) == fetched(cache, seed) == 600
+    settled(cache, tmp_path / "ssd")
+
+
+@contextmanager
+def stalled(monkeypatch, *calls: str) -> Iterator[None]:
+    """These calls on files take until the block ends."""
+    resumed = threading.Event()
+    with monkeypatch.context() as patch:
+        for name in calls:
+            original = getattr(os, name)
+
+            def call(*args, original=original, **more):
+                resumed.wait(60)
+                return original(*args, **more)
+
+            patch.setattr(os, name, call)
+        try:
+            yield
+        finally:
+            resumed.set()
+
+
+def test_a_stalled_disk_stalls_no_caller(opened, tmp_path, monkeypatch):
+    cache = opened(ram="600KB", spill_queue="200KB")
+    put(cache, *range(6))
+    assert cache.flush()
+    done = threading.Event()
+
+    def serve() -> None:
+        for seed in range(100, 130):
+            put(cache, seed)
+            assert fetched(cache, seed) > 0
+            assert cache.match(prompt(seed), model="m").ram > 0
+            stats = cache.stats()
+            assert stats.ram_held <= 600_000
+            assert stats.ram_queued <= 200_000 + 40_000
+        done.set()
+
+    with stalled(monkeypatch, "fsync"):
+        threading.Thread(target=serve, daemon=True).start()
+        assert done.wait(60)
+        assert cache.stats().counters.dropped > 0
+        assert not cache.flush(0.1)
+    settled(cache, tmp_path / "ssd")
+
+
+def test_promotions_that_a_disk_keeps_waiting_hold_up_nobody_and_end(opened, monkeypatch):
+    cache = opened()
+    put(cache, *range(6))
+    assert cache.flush()
+    cache.trim_to(0)
+    with stalled(monkeypatch, "readv"):
+        waiting = [cache.promote(prompt(seed), model="m") for seed in range(6)]
+        put(cache, 50)
+        assert fetched(cache, 50) == 600
+        assert not any(future.done() for future in waiting)
+    assert [future.result(20) for future in waiting] == [600] * 6
+    assert cache.stats().ram_reserved == 0
+
+
+def test_a_closing_on_a_stalled_disk_ends_once_the_disk_answers_and_cancels_the_rest(opened, tmp_path, monkeypatch):
+    cache = opened(close_timeout=0.2)
+    put(cache, *range(6))
+    closing = threading.Thread(target=cache.close)
+    with stalled(monkeypatch, "fsync"):
+        closing.start()
+        closing.join(1)
+    closing.join(20)
+    assert not closing.is_alive()
+    again = opened()
+    again._ssd.check_integrity()
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS, errno.EDQUOT, errno.EIO, errno.EMFILE])
+def test_any_error_of_the_disk_is_told_and_outlived(opened, tmp_path, monkeypatch, number, caplog):
+    cache = opened()
+    put(cache, 1)
+    assert cache.flush()
+    cache.trim_to(0)
+    original = os.open
+
+    def fail(path, flags, *rest, **more):
+        if flags & os.O_CREAT:
+            raise OSError(number, os.strerror(number))
+        return original(path, flags, *rest, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", fail)
+        put(cache, 2, 3)
+        assert not cache.flush(5)
+        assert os.strerror(number) in cache.stats().ssd.last_error
+        assert "resumes by itself" in caplog.text
+        assert cache.promote(prompt(1), model="m").result(20) == 600  # what it has, it gives
+        assert [fetched(cache, seed) for seed in (1, 2, 3)] == [600] * 3
+    settled(cache, tmp_path / "ssd")
+    cache.trim_to(0)
+    assert cache.promote(prompt(3), model="m").result(20) == fetched(cache, 3) == 600
