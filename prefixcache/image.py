@@ -30,8 +30,8 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "C64": np.dtype("<c8"),
 }  # fmt: skip
 
-_OPENING = b'{"__metadata__":{"checksum":"'
-_CHECKSUM = slice(8 + len(_OPENING), 8 + len(_OPENING) + 32)
+OPENING = b'{"__metadata__":{"checksum":"'
+_CHECKSUM = slice(8 + len(OPENING), 8 + len(OPENING) + 32)
 _BLANK = b"0" * 32
 _HEADER_LIMIT = 4 << 20
 _ALIGN = 8
@@ -169,7 +169,7 @@ def verify(data: np.ndarray, checksum: str | None = None) -> Image:
     end = 8 + int(data[:8].view("<u8")[0])
     if end > min(size, _HEADER_LIMIT):
         raise ImageError(f"the header claims {end - 8} bytes of {size}")
-    if bytes(data[8 : 8 + len(_OPENING)]) != _OPENING:
+    if bytes(data[8 : 8 + len(OPENING)]) != OPENING:
         raise ImageError("not an image of prefixcache")
     claimed = bytes(data[_CHECKSUM]).decode("ascii", "replace")
     if checksum is not None and claimed != checksum:

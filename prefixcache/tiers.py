@@ -111,7 +111,7 @@ class Tiers:
         """The limit may be lower than it was: the coldest leave until it holds."""
         before = ssd.used
         with self.lock:
-            if not self._room_on_ssd(0, self.tree.clock):
+            if not self._room_on_ssd(0):
                 log.warning("ssd=%d is less than the %d bytes that the directory takes without an image: nothing will be "
                             "kept there; give it more", ssd.limit, ssd.used)  # fmt: skip
         if before > ssd.limit:
@@ -450,7 +450,8 @@ class Tiers:
 
     def _write(self, slot: Slot, tick: int) -> bool:
         ssd = self.ssd
-        if ssd is None or slot.image is None or not self._room_on_ssd(ssd.footprint(slot.nbytes), tick):
+        rank = (tick, -slot.node.start)
+        if ssd is None or slot.image is None or not self._room_on_ssd(ssd.footprint(slot.nbytes), rank):
             return False
         home = self.homes[_root_of(slot).key]
         levels = self.level_set(slot.needs)
@@ -459,8 +460,10 @@ class Tiers:
         self.tree.save(slot)
         return True
 
-    def _room_on_ssd(self, nbytes: int, tick: int) -> bool:
-        """Make room by deleting what is colder than `tick`."""
+    def _room_on_ssd(self, nbytes: int, rank: tuple[int, int] | None = None) -> bool:
+        """Make room by deleting what is colder than `rank`, a tick and minus the start of a block: the later blocks of a prompt
+        are the colder ones. None: whatever is coldest.
+        """
         ssd = self.ssd
         assert ssd is not None
         while ssd.used + nbytes > ssd.limit:
@@ -471,7 +474,7 @@ class Tiers:
                     ssd.delete([entry])
                 continue
             victim = self.tree.coldest(SSD)
-            if victim is None or victim.tick > tick:
+            if victim is None or (rank is not None and (victim.tick, -victim.node.start) >= rank):
                 return False
             ssd.delete([self.entry_of(victim)])
             self.tree.leave(victim, SSD)
@@ -521,6 +524,7 @@ class Tiers:
                     self._pass_through(slot)
             elif not isinstance(error, Cancelled):
                 self.counters.write_errors += 1
+            self._back_to_limit()
             self.moved.notify_all()
 
     def vanished(self, there: set[Address]) -> None:
@@ -681,7 +685,13 @@ class Tiers:
             for slot in held:
                 if slot.kind == "rows" and len(slot.node.tokens) < BLOCK_BYTES and slot.node.rows is slot:
                     self.settle_twins(slot.node)
+            self._back_to_limit()
             self.moved.notify_all()
+
+    def _back_to_limit(self) -> None:
+        """What could not leave the SSD when its limit was lowered, pinned or on its way there, leaves as soon as it can."""
+        if self.ssd is not None and self.ssd.used > self.ssd.limit:
+            self._room_on_ssd(0)
 
 
 def _fit(raw: bytes) -> bool:

@@ -42,6 +42,7 @@ def figures(name):
         "spill",
         "promote",
         "opening",
+        "verify",
         "resident",
         "nodes",
         "decode-cpu",

@@ -143,17 +143,46 @@ def test_a_lower_ssd_limit_holds_once_the_writer_is_done(opened, tmp_path):
     assert exact(cache, 59)
 
 
+def test_what_was_pinned_when_the_ssd_limit_fell_leaves_when_it_is_let_go(opened, tmp_path):
+    cache = opened(ram="4MB")
+    put(cache, *range(30))
+    for seed in range(30):
+        cache.pin(prompt(seed), model="m")
+    cache.flush()
+    cache.resize(ssd="800KB")
+    cache.flush()
+    assert du(tmp_path / "ssd") > 1_000_000
+    for seed in range(30):
+        cache.unpin(prompt(seed), model="m")
+    cache.flush()
+    assert du(tmp_path / "ssd") <= 800_000
+
+
+def test_a_prompt_larger_than_the_ssd_is_written_once_and_keeps_its_leading_part(opened):
+    cache = opened(ram="20MB", ssd="1MB")
+    tokens = prompt(1, 20_000)
+    cache.store(tokens, states.sliceable(tokens), model="m")
+    assert cache.flush(20)
+    stats = cache.stats()
+    assert stats.ssd.written_files == stats.ssd.files
+    assert stats.counters.ssd_evicted == 0
+    cache.close()
+    again = opened(ram="20MB", ssd="1MB")
+    depth = again.match(tokens, model="m").ssd
+    assert depth >= 256
+    assert again.promote(tokens, model="m").result(20) == depth
+
+
 def test_a_higher_ssd_limit_is_used(opened, tmp_path):
     cache = opened(ssd="400KB")
     put(cache, *range(10))
     cache.flush()
-    evicted = cache.stats().counters.ssd_evicted
-    assert evicted
+    assert du(tmp_path / "ssd") <= 400_000
     cache.resize(ssd="20MB")
     put(cache, *range(100, 110))
     cache.flush()
-    assert cache.stats().counters.ssd_evicted == evicted
-    assert du(tmp_path / "ssd") > 400_000
+    assert exact(cache, 100)
+    assert du(tmp_path / "ssd") > 700_000
 
 
 def test_limits_that_change_all_the_time_under_load_are_kept(opened):

@@ -1,7 +1,8 @@
 """The command line's frame: which commands there are, and when their modules are imported.
 
-`inspect` and `reconcile` are light and always here. The commands named in `LATER` need a model's libraries: module
-`prefixcache.cli.<name>`, function `<name>`, imported when the command is called or the help is asked for.
+Those of operators (`inspect`, `reconcile`, `prune`, `clear`, `export`, `import`) are light and always here. The commands in
+`LATER` need a model's libraries: module `prefixcache.cli.<name>`, function `<name>`, imported when the command is called or
+the help is asked for.
 """
 
 from __future__ import annotations
@@ -15,7 +16,11 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from prefixcache.cli.clear import clear
+from prefixcache.cli.export import export
+from prefixcache.cli.import_cache import import_cache
 from prefixcache.cli.inspect import inspect
+from prefixcache.cli.prune import prune
 from prefixcache.cli.reconcile import reconcile
 from prefixcache.cli.text import complain
 
@@ -60,6 +65,10 @@ app = typer.Typer(
 )  # fmt: skip
 app.command()(inspect)
 app.command()(reconcile)
+app.command()(prune)
+app.command()(clear)
+app.command()(export)
+app.command("import")(import_cache)
 
 
 def _version(wanted: bool) -> None:
@@ -77,7 +86,7 @@ def main(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
     ] = False,
 ) -> None:
-    """A tiered prefix cache for LLM servers built on MLX: what a directory holds, and its repair."""
+    """A tiered prefix cache for LLM servers built on MLX: what a directory holds, its care and repair."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal that can't show a character gets its number
             stream.reconfigure(errors="backslashreplace")

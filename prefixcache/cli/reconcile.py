@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
+from prefixcache.cli.changing import note
+from prefixcache.cli.progress import bar
 from prefixcache.cli.text import complain, console, foreign, many, print_json, size
 from prefixcache.ssd import Report
 from prefixcache.ssd import reconcile as compare
 
 ROWS = 200  # findings in the table; --json has all
 FEW = 10  # findings that need no table of sums
-PATIENCE = 0.5  # seconds of work before a bar appears
 
 
 def reconcile(
@@ -37,6 +34,8 @@ def reconcile(
     Exit code: 0 index and files agree, 1 they do not (--dry-run) or did not (repaired), 2 it could not be done.
     """
     report = _run(directory, dry_run, deep)
+    if report.findings and not dry_run:
+        note(directory, "reconcile", {"deep": deep}, report.summary(), report.counts)
     if as_json:
         print_json(report.as_dict())
     elif not report.error:
@@ -48,47 +47,10 @@ def reconcile(
 
 def _run(directory: Path, dry_run: bool, deep: bool) -> Report:
     try:
-        with _bar("checking" if dry_run else "reconciling") as bar:
-            return compare(directory, dry_run=dry_run, deep=deep, progress=bar)
+        with bar("checking" if dry_run else "reconciling") as show:
+            return compare(directory, dry_run=dry_run, deep=deep, progress=show)
     except OSError as error:
         return Report(str(directory), dry_run, deep, error=str(error))
-
-
-class _Bar:
-    """Shows itself when the work turns out to be long."""
-
-    def __init__(self, out: Console, what: str):
-        self._progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-            console=out, transient=True,
-        )  # fmt: skip
-        self._task = self._progress.add_task(what, total=None)
-        self._shown = False
-        self._since = time.monotonic()
-
-    def __call__(self, done: int, total: int) -> None:
-        self._progress.update(self._task, completed=done, total=total)
-        if not self._shown and time.monotonic() - self._since > PATIENCE:
-            self._progress.start()
-            self._shown = True
-
-    def stop(self) -> None:
-        if self._shown:
-            self._progress.stop()
-
-
-@contextmanager
-def _bar(what: str) -> Iterator[_Bar | None]:
-    """On stderr; none where that is no terminal."""
-    out = console(stderr=True)
-    if not out.is_terminal:
-        yield None
-        return
-    bar = _Bar(out, what)
-    try:
-        yield bar
-    finally:
-        bar.stop()
 
 
 def _show(out: Console, report: Report) -> None:

@@ -29,9 +29,9 @@ def complain(message: str) -> None:
     typer.echo(f"prefixcache: {safe(message)}", err=True)
 
 
-def print_json(value: dict[str, Any]) -> None:
-    """One object on stdout: ASCII, no colours, keys in the order that they were given."""
-    typer.echo(json.dumps(value, indent=2, ensure_ascii=True, allow_nan=False))
+def print_json(value: dict[str, Any], *, err: bool = False) -> None:
+    """One object on stdout (`err`: stderr): ASCII, no colours, keys in the order that they were given."""
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=True, allow_nan=False), err=err)
 
 
 def safe(text: str) -> str:

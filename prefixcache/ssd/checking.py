@@ -12,7 +12,7 @@ import threading
 
 import numpy as np
 
-from prefixcache.image import _OPENING, FORMAT, ImageError, is_whole, verify
+from prefixcache.image import OPENING, FORMAT, ImageError, is_whole, verify
 from prefixcache.ssd.entries import Entry
 
 _KEPT = 64 << 20  # bytes of a buffer that is worth keeping
@@ -35,7 +35,7 @@ class Checker:
         if not 8 < end <= data.nbytes:
             return False
         head = f'{entry.checksum}","format":"{FORMAT}","kind":"{entry.kind}","key":"{entry.key.hex()}","parent":"'
-        opening, header = _OPENING + head.encode(), bytes(data[8:end])
+        opening, header = OPENING + head.encode(), bytes(data[8:end])
         before, _, after = header[len(opening) + 32 :].partition(b'","start":"')
         start, _, after = after.partition(b'"')
         parent = header[len(opening) : len(opening) + 32]

@@ -130,7 +130,7 @@ class _Run:
         }
 
     def pack(self, packer: Packer) -> None:
-        lost: set[bytes] = set()  # blocks that are not in the archive
+        lost: dict[bytes, bool] = {}  # blocks that are not in the archive: whether they have left meanwhile
         unusable: dict[str, LeftOut] = {}  # levels that can't be had
         for done, node in enumerate(_parents_first(self._chosen), 1):
             name = f"{FOLDERS[node.kind]}/{node.key.hex()}.safetensors"
@@ -138,16 +138,16 @@ class _Run:
             if problem is not None:
                 self.left_out.append(problem._replace(name=name))
                 if node.kind == "rows":
-                    lost.add(node.key)
+                    lost[node.key] = problem.gone
             if self._progress:
                 self._progress(done, len(self._chosen))
 
     def _add(
-        self, packer: Packer, node: Node, name: str, lost: set[bytes], unusable: dict[str, LeftOut]
+        self, packer: Packer, node: Node, name: str, lost: dict[bytes, bool], unusable: dict[str, LeftOut]
     ) -> LeftOut | None:
-        if node.parent in lost or (node.parent != node.root and not node.holders):
-            gone = self._live and any(one.gone for one in self.left_out)
-            return LeftOut(name, "the block that it hangs on is not in the archive", gone)
+        above = any(holder.key == node.parent for holder in node.holders)
+        if node.parent in lost or not (above or node.parent == node.root):
+            return LeftOut(name, "the block that it hangs on is not in the archive", lost.get(node.parent, False))
         entry = Entry(node.kind, node.key, node.root, node.parent, 0, b"", node.nbytes, node.checksum)
         try:
             image = read_image(self._there.file(node.address), entry)
@@ -188,5 +188,5 @@ def _parents_first(chosen: list[Node]) -> Iterator[Node]:
         while one is not None and one.id not in came:
             came.add(one.id)
             above.append(one)
-            one = next((holder for holder in one.holders if holder.key == one.parent), None)  # type: ignore[union-attr]
+            one = next((holder for holder in one.holders if holder.key == one.parent), None)
         yield from reversed(above)

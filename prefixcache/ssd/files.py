@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import stat
@@ -23,6 +24,7 @@ from prefixcache.ssd.errors import NewerFormat
 
 _STEP = 1 << 30  # macOS refuses reads and writes of 2 GiB and more
 _HEADER_LIMIT = 4 << 20
+_DIMENSIONS = 32
 MOST_STATISTICS = 256 << 20  # bytes; those of the largest models take a tenth of it
 
 
@@ -53,10 +55,10 @@ def read_statistics(path: str, name: str) -> bytes:
             raise Damaged("not a plain file", (found.st_dev, found.st_ino))
         with open(path, "rb", opener=_open_plain) as file:
             found = os.fstat(file.fileno())
-            data = file.read(MOST_STATISTICS + 1)
+            data = file.read(MOST_STATISTICS) if found.st_size <= MOST_STATISTICS else b""
     except FileNotFoundError:
         raise Damaged("the file is missing", None) from None
-    if len(data) > MOST_STATISTICS or statistics_name(data) != name:
+    if statistics_name(data) != name:
         raise Damaged("the bytes are not those that the name stands for", (found.st_dev, found.st_ino))
     return data
 
@@ -168,10 +170,11 @@ def _parse(fd: int, header: bytes, size: int, found: os.stat_result, here: tuple
     at, tokens = 0, b""
     for name, tensor in table.items():
         first, last = tensor["data_offsets"]
-        nbytes = DTYPES[tensor["dtype"]].itemsize
-        for n in tensor["shape"]:
-            nbytes *= n
-        if (first, last) != (at, at + nbytes) or nbytes < 0:
+        shape = tensor["shape"]
+        if len(shape) > _DIMENSIONS or not all(type(n) is int and 0 <= n < BOUNDS["nbytes"] for n in shape):
+            raise Damaged("a tensor's shape is not valid", here)  # the product of very many would take for ever
+        nbytes = DTYPES[tensor["dtype"]].itemsize * math.prod(shape)
+        if (first, last) != (at, at + nbytes):
             raise Damaged("a tensor's offsets are not valid", here)
         at = last
         if name == TOKENS and end + last <= size:

@@ -11,7 +11,7 @@ import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, BinaryIO, NamedTuple
 
@@ -23,7 +23,7 @@ from prefixcache.ssd.archive import ArchiveError, Member, Unpacker, read_manifes
 from prefixcache.ssd.directory import Directory, holder, tree_size
 from prefixcache.ssd.entries import BOUNDS, FOLDERS, TOKENS, Address, Entry, Namespace
 from prefixcache.ssd.errors import SsdError
-from prefixcache.ssd.files import MOST_STATISTICS, Shallow, from_header
+from prefixcache.ssd.files import MOST_STATISTICS, Damaged, Shallow, from_header, read_statistics
 from prefixcache.ssd.formats import refuse_newer
 from prefixcache.ssd.index import check_rows, connect, read_namespaces, reading
 from prefixcache.ssd.tier import Ssd
@@ -100,7 +100,7 @@ def import_archive(
     there = Directory(directory)
     with ExitStack() as stack:
         ssd: Ssd | None = None
-        intake = _Intake(archive, count, most)
+        intake = _Intake(archive, there, count, most)
         if dry_run:
             if not there.blank:
                 there.require()
@@ -161,8 +161,8 @@ class _Block(NamedTuple):
 class _Intake:
     """Takes members in. `_moved` guards what the writer's thread reports: `_written` and `_failed`."""
 
-    def __init__(self, archive: Unpacker, count: int, most: int):
-        self._archive, self._most = archive, most
+    def __init__(self, archive: Unpacker, there: Directory, count: int, most: int):
+        self._archive, self._stats, self._most = archive, there.stats, most
         self._ssd: Ssd | None = None
         self._blocks: dict[bytes, _Block] = {}
         self._there: set[Address] = set()
@@ -242,9 +242,7 @@ class _Intake:
                 self._ssd.touch([(*address, self._recency(), 0)])
             return
         if member.size > self._most:
-            raise _Refused(
-                "too large", f"{member.size} bytes; at most {self._most} are taken, a quarter of the free memory"
-            )
+            raise _Refused("too large", f"{member.size} bytes; at most {self._most} are taken here")
         self._take_image(address, self._archive.read())
 
     def _take_image(self, address: Address, data: np.ndarray) -> None:
@@ -294,9 +292,7 @@ class _Intake:
         else:
             block = self._blocks.get(entry.parent)
             if block is None:
-                raise _Refused(
-                    "misplaced", "the block that it hangs on is neither in the directory nor before it in the archive"
-                )
+                raise _Refused("misplaced", "the block that it hangs on is neither there nor before it in the archive")
             if block.root != entry.namespace or (entry.kind != "window" and block.length != keys.BLOCK):
                 raise _Refused("misplaced", "nothing can hang on that block")
             start = block.start + (0 if entry.kind == "window" else block.length)
@@ -324,13 +320,10 @@ class _Intake:
             return b""
         if name in self._levels:
             return self._levels[name]
-        if self._ssd is not None:
-            try:
-                self._ssd.read_statistics(name).result()
-                return b""
-            except (SsdError, OSError, ValueError):
-                pass
-        raise _Refused("levels", "its levels are neither in the directory nor before it in the archive")
+        with suppress(Damaged, OSError):
+            read_statistics(str(self._stats / f"{name}.safetensors"), name)
+            return b""
+        raise _Refused("levels", "its levels are neither there nor before it in the archive")
 
     # Writing
 

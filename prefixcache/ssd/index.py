@@ -263,9 +263,16 @@ class Index:
         """Copy the log into the database and cut it to nothing; not when a reader holds on to it."""
         self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
-    def shrink(self) -> None:
-        """Give pages that deletions left free back to the file system."""
-        self._connection.execute("PRAGMA incremental_vacuum").fetchall()
+    def shrink(self, step: int) -> None:
+        """Give pages that deletions left free back to the file system, `step` at a time, so that the log stays small."""
+        free, before = self._free_pages(), None
+        while free and free != before:
+            self._connection.executescript(f"PRAGMA incremental_vacuum({step})")  # `execute` would free one page
+            self.checkpoint()
+            free, before = self._free_pages(), free
+
+    def _free_pages(self) -> int:
+        return int(self._connection.execute("PRAGMA freelist_count").fetchone()[0])
 
     def close(self) -> None:
         self.identity = None

@@ -364,9 +364,9 @@ class _Pruning:
             if self._progress:
                 self._progress(len(self._left), count)
         _drop_folders(self._there, folders)
-        store._sweep_statistics()
+        store.sweep_statistics()
         sync_folder(self._there.stats)
-        store.index.shrink()
+        store.shrink_index()
         store.index.checkpoint()
 
     def _du(self) -> int:

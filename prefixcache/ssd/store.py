@@ -27,7 +27,7 @@ from prefixcache.ssd.entries import Address
 from prefixcache.ssd.errors import IndexBroken
 from prefixcache.ssd.files import Damaged, read_statistics, remove_file, write_file
 from prefixcache.ssd.formats import refuse_newer
-from prefixcache.ssd.index import Index, suffixes
+from prefixcache.ssd.index import PAGE, Index, suffixes
 from prefixcache.ssd.ledger import Ledger
 from prefixcache.ssd.quarantine import Quarantine
 from prefixcache.ssd.reconcile import mend
@@ -80,7 +80,7 @@ class Store:
             self.deleted, self._swept = False, time.monotonic()  # whether statistics may have lost their last image
             self._folders = self.directory.image_folders()
             count, files, self.newest = self.index.totals()
-            self._sweep_statistics()
+            self.sweep_statistics()
             self.ledger.begin(count, files, sum(item.disk for item in self.quarantine.items()))
             self.maintain(idle=True)
             self.index.checkpoint()
@@ -135,7 +135,7 @@ class Store:
             self.index.checkpoint()
         if idle and self.deleted and time.monotonic() > self._swept + SWEEP:
             self.deleted, self._swept = False, time.monotonic()
-            self._sweep_statistics()
+            self.sweep_statistics()
         if idle and self._lingering:
             for path in list(self._lingering):
                 remove_file(path)
@@ -157,6 +157,9 @@ class Store:
 
     # Statistics
 
+    def shrink_index(self) -> None:
+        self.index.shrink(max(1, self.ledger.log_room // 2 // PAGE))
+
     def write_statistics(self, digest: str, data: bytes) -> None:
         """Make stats/<digest>.safetensors, durable; one that stands is left as it is, when it is whole."""
         path = self.statistics_file(digest)
@@ -174,7 +177,7 @@ class Store:
         os.rename(tmp, path)
         sync_folder(self.directory.stats)
 
-    def _sweep_statistics(self) -> None:
+    def sweep_statistics(self) -> None:
         """Delete those that no image names. What has no such name is not ours.
 
         Only while nothing is to be written: an image brings its statistics again each time.
@@ -220,7 +223,7 @@ class Store:
         """Let go; `clean`: nothing was left undone, so that the next opening need not look at the files."""
         try:
             if clean:
-                self.index.shrink()
+                self.shrink_index()
                 self.index.mark(clean=True)
             self.index.checkpoint()
         except sqlite3.Error as error:  # then the next opening reconciles

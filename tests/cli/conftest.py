@@ -13,6 +13,7 @@ import pytest
 from directories import LIVE, fill
 from typer.testing import CliRunner
 
+from prefixcache import PrefixCache
 from prefixcache.cli import app
 
 
@@ -38,6 +39,13 @@ def live(tmp_path: Path) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
         yield path, process
         if process.poll() is None:
             process.communicate("\n", timeout=60)
+
+
+@pytest.fixture
+def opened(filled: Path) -> Iterator[Path]:
+    """A directory that this process has open."""
+    with PrefixCache(ram="20MB", ssd_dir=filled, ssd="100MB"):
+        yield filled
 
 
 @pytest.fixture

@@ -13,13 +13,14 @@ import prefixcache
 import prefixcache.cli
 
 frame = importlib.import_module("prefixcache.cli.app")
+OPERATORS = ("inspect", "reconcile", "prune", "clear", "export", "import")
 
 
 def test_no_arguments_give_the_help(call):
     done = call()
     assert done.exit_code == 0
     assert done.stdout.strip() == call("--help").stdout.strip()
-    for command in ("inspect", "reconcile"):
+    for command in OPERATORS:
         assert command in done.stdout
 
 
@@ -34,7 +35,7 @@ def test_an_unknown_command_or_option_gives_2(call):
     assert call("inspect").exit_code == 2
 
 
-@pytest.mark.parametrize("command", ["inspect", "reconcile"])
+@pytest.mark.parametrize("command", OPERATORS)
 def test_the_help_of_a_command_tells_its_exit_codes(call, command):
     done = call(command, "--help")
     assert done.exit_code == 0

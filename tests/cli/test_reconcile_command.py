@@ -16,7 +16,7 @@ from rich.console import Console
 
 from prefixcache import PrefixCache
 
-module = importlib.import_module("prefixcache.cli.reconcile")
+progress = importlib.import_module("prefixcache.cli.progress")
 
 
 def report(done):
@@ -185,13 +185,16 @@ def test_a_directory_of_somebody_else_gives_2_and_stays_as_it_is(call, tmp_path,
 
 def test_a_file_that_can_not_be_read_gives_2(call, filled, monkeypatch):
     ours = importlib.import_module("prefixcache.ssd.reconcile")
-    victim, whole = images(filled)[0], ours.read_image
+    victim, whole, read = images(filled)[0], ours.Checker.is_whole, ours.read_image
 
     def fails(path, entry):
         if str(path) == str(victim):
             raise OSError(5, "Input/output error")
-        return whole(path, entry)
+        return read(path, entry)
 
+    monkeypatch.setattr(
+        ours.Checker, "is_whole", lambda self, path, entry: path != str(victim) and whole(self, path, entry)
+    )
     monkeypatch.setattr(ours, "read_image", fails)
     done = call("reconcile", filled, "--deep")
     assert done.exit_code == 2
@@ -225,21 +228,21 @@ def test_the_real_command_ends_with_the_same_codes(filled, tmp_path):
 
 
 def test_long_work_shows_a_bar_on_a_terminal_and_only_there(call, filled, monkeypatch):
-    monkeypatch.setattr(module, "PATIENCE", -1)
+    monkeypatch.setattr(progress, "PATIENCE", -1)
     assert call("reconcile", filled, "--deep").stderr == ""
     for terminal in (True, False):
         screen = io.StringIO()
         console = Console(file=screen, force_terminal=terminal, width=80)
-        monkeypatch.setattr(module, "console", lambda *, stderr=False, to=console: to)
-        with module._bar("checking") as bar:
-            for done in range(5) if bar is not None else ():
-                bar(done, 5)
+        monkeypatch.setattr(progress, "console", lambda *, stderr=False, to=console: to)
+        with progress.bar("checking") as show:
+            for done in range(5) if show is not None else ():
+                show(done, 5)
         assert ("checking" in screen.getvalue()) is terminal
 
 
 def test_short_work_shows_no_bar(monkeypatch):
     screen = io.StringIO()
-    monkeypatch.setattr(module, "console", lambda *, stderr: Console(file=screen, force_terminal=True))
-    with module._bar("checking") as bar:
-        bar(1, 2)
+    monkeypatch.setattr(progress, "console", lambda *, stderr: Console(file=screen, force_terminal=True))
+    with progress.bar("checking") as show:
+        show(1, 2)
     assert screen.getvalue() == ""

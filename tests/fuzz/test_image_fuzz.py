@@ -189,7 +189,7 @@ def test_random_bytes_are_an_image_error(data):
 
 @given(st.binary(max_size=300))
 def test_random_bytes_behind_the_opening_are_an_image_error(rest):
-    assert not readable(forged(image._OPENING + b"0" * 32 + rest))
+    assert not readable(forged(image.OPENING + b"0" * 32 + rest))
     assert not readable(forged(text({}).encode()[:-1] + rest))
 
 

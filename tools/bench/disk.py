@@ -1,7 +1,7 @@
 """How fast images reach the SSD and come back, against plain files of the same bytes in the same file system.
 
-Through `PrefixCache` only: `flush` after a `store` (what was encoded is ready, the disk alone is timed), `promote` after a
-restart with the page cache emptied of the files.
+Through `PrefixCache`: `flush` after a `store` (what was encoded is ready, the disk alone is timed), `promote` after a
+restart with the page cache emptied of the files. And `reconcile --deep`, which reads and checks every file.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ if not __package__:
 import numpy as np
 
 from prefixcache import PrefixCache, Raw
-from prefixcache.ssd import SsdStats
+from prefixcache.ssd import SsdStats, reconcile
 from prefixcache.tree import BLOCK
 from tools.bench import report
 from tools.bench.prompts import MODEL, Shape, draw, filled
@@ -140,6 +140,54 @@ def _promote(folder: Path, shape: Shape, count: int, rounds: int) -> tuple[int, 
     return sum(file.stat().st_size for file in files), *times
 
 
+def verify(scale: str) -> Iterator[Figure]:
+    """`reconcile --deep` of a directory, and `open().read()` of its files one after the other: both cold, both warm."""
+    sizes = SIZES[scale]
+    for name, shape in IMAGES.items():
+        with report.scratch() as folder:
+            times = _verify(folder, shape, sizes.images[name], sizes.rounds)
+        for state, (nbytes, product, plain) in times.items():
+            ratio = report.median_ratio(plain, product)
+            barred = state == "cold"
+            yield Figure(
+                f"reconcile --deep, {sizes.images[name]} {state} images of {name}, over a plain read",
+                f"{ratio:.2f} ({_rate(nbytes, product)})", f">= {BAR}" if barred else "",
+                f"one after the other {_rate(nbytes, plain)}", ratio >= BAR if barred else None,
+                {"ratio": ratio, "bytes": nbytes, "product_s": product, "plain_s": plain},
+            )  # fmt: skip
+
+
+def _verify(folder: Path, shape: Shape, count: int, rounds: int) -> dict[str, tuple[int, list[float], list[float]]]:
+    """By the state of the page cache: bytes of a round, and the seconds of each, through the product and plain."""
+    with _open(folder) as cache:
+        cache.store(draw(13)(count * BLOCK), filled(shape, count * BLOCK), model=MODEL)
+    files = sorted((folder / "rows").rglob("*.safetensors"))
+    assert len(files) == count
+
+    def product() -> None:
+        found = reconcile(folder, deep=True)
+        assert found.clean
+        assert found.images == count
+
+    def plain() -> None:
+        assert sum(len(file.read_bytes()) for file in files) == nbytes
+
+    def timed(work: Callable[[], None], cold: bool) -> float:
+        plain()
+        if cold:
+            report.forget_pages(files)
+        return report.seconds(work)
+
+    nbytes = sum(file.stat().st_size for file in files)
+    product()  # the first one gives the index's free pages back
+    found = {}
+    for state in ("cold", "warm"):
+        cold = state == "cold"
+        times = report.in_turns(rounds, lambda _, c=cold: timed(product, c), lambda _, c=cold: timed(plain, c))
+        found[state] = nbytes, *times
+    return found
+
+
 def _open(folder: Path) -> PrefixCache:
     return PrefixCache(ram="4GB", ssd_dir=folder, ssd="40GB", codec=Raw(), readers=READERS, spill_queue="2GB")
 
@@ -171,7 +219,7 @@ def _rate(nbytes: int, times: list[float]) -> str:
     return f"{nbytes / statistics.median(times) / 1e6:.0f} MB/s"
 
 
-FIGURES = {"spill": spill, "promote": promote}
+FIGURES = {"spill": spill, "promote": promote, "verify": verify}
 
 if __name__ == "__main__":
     sys.exit(report.main({"disk": FIGURES}))
