@@ -112,7 +112,9 @@ class Store:
                         with self._tiers.lock:
                             tokens, nbytes, last, published = self._publish(jobs, images, reservation)
                     new_tokens, new_bytes = new_tokens + tokens, new_bytes + nbytes
-                    parent, kept = last or parent, kept and published
+                    if last is not None and last.end > parent.end:  # else blocks after it were known
+                        parent = last
+                    kept = kept and published
                 if not kept:
                     break
         finally:

@@ -429,7 +429,7 @@ class Tiers:
         chain = self._hangs_on(slot)
         held = self.tree.pin(chain)
         try:
-            return all(one.disk or one.saving or self._write(one, slot.tick) for one in chain)
+            return all(one.disk or one.saving or self._write(one, min(one.tick, slot.tick)) for one in chain)
         finally:
             self.tree.unpin(held)
 
@@ -462,7 +462,7 @@ class Tiers:
 
     def _room_on_ssd(self, nbytes: int, rank: tuple[int, int] | None = None) -> bool:
         """Make room by deleting what is colder than `rank`, a tick and minus the start of a block: the later blocks of a prompt
-        are the colder ones. None: whatever is coldest.
+        are the colder ones. None: whatever is coldest. Nothing is deleted that would not make enough.
         """
         ssd = self.ssd
         assert ssd is not None
@@ -474,12 +474,23 @@ class Tiers:
                     ssd.delete([entry])
                 continue
             victim = self.tree.coldest(SSD)
-            if victim is None or (rank is not None and (victim.tick, -victim.node.start) >= rank):
+            if victim is None or (rank is not None and not self._colder(ssd.used + nbytes - ssd.limit, rank)):
                 return False
             ssd.delete([self.entry_of(victim)])
             self.tree.leave(victim, SSD)
             self.counters.ssd_evicted += 1
         return True
+
+    def _colder(self, nbytes: int, rank: tuple[int, int]) -> bool:
+        """Whether so many bytes on SSD are colder than `rank` and may leave."""
+        for slot in self.tree.order[SSD]:
+            if (slot.tick, -slot.node.start) >= rank:
+                return False
+            if slot.disk and not slot.pins and not slot.saving:
+                nbytes -= slot.disk
+                if nbytes <= 0:
+                    return True
+        return False
 
     def entry_of(self, slot: Slot) -> Entry:
         """What the index is to know of a slot."""

@@ -248,6 +248,22 @@ def test_a_file_that_went_bad_is_a_miss_and_the_rest_heals_when_stored_again(ope
     cache.check_integrity()
 
 
+def test_a_long_prompt_whose_first_file_vanished_is_stored_again_from_there(opened, tmp_path):
+    """Its later blocks are known; there are more than one batch of them."""
+    tokens = [i % 50_000 for i in range(18 * 256)]
+    cache = opened(ram="20MB")
+    put(cache, tokens)
+    cache.flush(20)
+    cache.trim_to(0, wait=10)
+    (first,) = next(iter(cache._tiers.tree.spaces.values())).root.kids
+    (tmp_path / "ssd" / "rows" / first.key.hex()[:2] / f"{first.key.hex()}.safetensors").unlink()
+    assert cache.promote(tokens, model="m").result(20) == 0
+    assert put(cache, tokens).tokens == len(tokens)
+    cache.promote(tokens, model="m").result(20)
+    assert got(cache, tokens, leave=0) == len(tokens)
+    cache.check_integrity()
+
+
 def test_a_vanished_file_does_not_stop_anything(opened, tmp_path):
     cache = opened()
     put(cache, LONG)

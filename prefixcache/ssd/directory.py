@@ -195,6 +195,7 @@ class Lock:
 
     def __init__(self, directory: Directory):
         self._fd = -1
+        self._root = directory.root
         try:
             fd = os.open(directory.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
@@ -222,11 +223,15 @@ class Lock:
         _held.add(self)
 
     def sign(self) -> None:
-        """Write who holds it. There is no moment without a signature: it tells that the directory is a cache's."""
+        """Write who holds it, durable before anything else is made: it tells that the directory is a cache's, and there is no
+        moment without it.
+        """
         since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         text = f"pid {os.getpid()}\nhost {socket.gethostname()}\nsince {since}\nformat {FORMAT}\n".encode()
         os.pwrite(self._fd, text, 0)
         os.ftruncate(self._fd, len(text))
+        os.fsync(self._fd)
+        sync_folder(self._root)
 
     def release(self) -> None:
         fd, self._fd = self._fd, -1
