@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import concurrent.futures
 import json
 import logging
 import os
+import sqlite3
 import sys
 import threading
 import time
@@ -35,6 +37,7 @@ from prefixcache.pressure import Pressure
 from prefixcache.promoting import promote
 from prefixcache.settings import Settings, parse_size
 from prefixcache.ssd import Namespace, Ssd
+from prefixcache.ssd.directory import refusal
 from prefixcache.stats import Counters, Labelled, Stats
 from prefixcache.storing import Store
 from prefixcache.tiers import Home, Tiers
@@ -110,6 +113,7 @@ class PrefixCache:
         if self.settings.ssd_dir is not None and self.settings.ssd != 0:
             self._open_ssd(ram)
         self._promoters = ThreadPoolExecutor(PROMOTERS, "prefixcache-promote")
+        self._promoting: set[Future[int]] = set()
         self._pressure = Pressure(self._tiers, self.settings.reserve_bytes(machine_memory()))
         if self.settings.memory_reserve != 0:
             self._pressure.start()
@@ -124,8 +128,10 @@ class PrefixCache:
         )  # fmt: skip
         try:
             self._tiers.open_ssd(self._ssd, filter(None, map(self._home_of, self._ssd.namespaces())))
-        except BaseException:
+        except BaseException as error:
             self._ssd.close(0)
+            if isinstance(error, (OSError, sqlite3.Error)):
+                raise refusal(directory, error) from error
             raise
         _open.add(self)
 
@@ -341,7 +347,10 @@ class PrefixCache:
                 done: Future[int] = Future()
                 done.set_result(best[0] if best is not None else 0)
                 return done
-        return self._promoters.submit(promote, self._tiers, self._ssd, best[1], raw, limit)
+        promoting = self._promoters.submit(promote, self._tiers, self._ssd, best[1], raw, limit)
+        self._promoting.add(promoting)
+        promoting.add_done_callback(self._promoting.discard)
+        return promoting
 
     async def promote_async(self, tokens: Tokens, *, model: str, salt: bytes = b"") -> int:
         """`promote`, awaited. Cancelling the wait does not stop the reads that have begun."""
@@ -544,7 +553,8 @@ class PrefixCache:
             wait = HURRY
             try:
                 self._pressure.stop()
-                self._promoters.shutdown(wait=True, cancel_futures=True)
+                self._promoters.shutdown(wait=False, cancel_futures=True)
+                concurrent.futures.wait(list(self._promoting), self.settings.close_timeout)
                 if self._ssd is not None:
                     self._write_out()
                 wait = self.settings.close_timeout

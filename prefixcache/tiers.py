@@ -461,8 +461,8 @@ class Tiers:
         return True
 
     def _room_on_ssd(self, nbytes: int, rank: tuple[int, int] | None = None) -> bool:
-        """Make room by deleting what is colder than `rank`, a tick and minus the start of a block: the later blocks of a prompt
-        are the colder ones. None: whatever is coldest. Nothing is deleted that would not make enough.
+        """Make room by deleting what is colder than `rank`, a tick and minus the start of a block: of one prompt the later
+        blocks are the colder. None: whatever is coldest. Nothing is deleted that would not make enough.
         """
         ssd = self.ssd
         assert ssd is not None

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from prefixcache import DirectoryError, PrefixCache
+from prefixcache import DirectoryError, DirectoryHeld, PrefixCache
 from prefixcache.ssd import queue, reconcile
+from prefixcache.ssd.directory import Directory, holder
 
 from . import states
 from .ssd.images import du, until
@@ -227,17 +228,25 @@ def test_promotions_that_a_disk_keeps_waiting_hold_up_nobody_and_end(opened, mon
     assert cache.stats().ram_reserved == 0
 
 
-def test_a_closing_on_a_stalled_disk_ends_once_the_disk_answers_and_cancels_the_rest(opened, tmp_path, monkeypatch):
+@pytest.mark.parametrize("reading", [False, True])
+def test_a_closing_on_a_stalled_disk_ends_and_the_directory_is_free_when_the_disk_answers(opened, monkeypatch, reading):
+    monkeypatch.setattr("prefixcache.ssd.tier.GRACE", 0.1)
     cache = opened(close_timeout=0.2)
     put(cache, *range(6))
-    closing = threading.Thread(target=cache.close)
-    with stalled(monkeypatch, "fsync"):
-        closing.start()
-        closing.join(1)
-    closing.join(20)
-    assert not closing.is_alive()
+    assert cache.flush()
+    with stalled(monkeypatch, "readv" if reading else "fsync"):
+        if reading:
+            cache.trim_to(0)
+            cache.promote(prompt(1), model="m")
+        put(cache, *range(10, 16))
+        cache.close()
+        if not reading:
+            with pytest.raises(DirectoryHeld):
+                opened()
+    until(lambda: not holder(Directory(cache.settings.ssd_dir)))
     again = opened()
     again._ssd.check_integrity()
+    assert again.promote(prompt(3), model="m").result(20) == 600
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS, errno.EDQUOT, errno.EIO, errno.EMFILE])

@@ -138,7 +138,7 @@ def _import(path: str) -> type:
     module, _, name = path.rpartition(".")
     try:
         found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError):
+    except (Exception, SystemExit):  # a module of mlx-lm's ends the process where what it needs is missing
         raise CacheError(f"class {path[:200]!r} can't be imported; install the release that stored it") from None
     if not isinstance(found, type):
         raise CacheError(f"{path[:200]!r} is not a class")

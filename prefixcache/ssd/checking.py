@@ -12,7 +12,7 @@ import threading
 
 import numpy as np
 
-from prefixcache.image import OPENING, FORMAT, ImageError, is_whole, verify
+from prefixcache.image import FORMAT, OPENING, ImageError, is_whole, verify
 from prefixcache.ssd.entries import Entry
 
 _KEPT = 64 << 20  # bytes of a buffer that is worth keeping

@@ -84,7 +84,7 @@ class Directory:
 
     def _foreign(self, item: os.DirEntry[str]) -> bool:
         if item.name == LOCK:
-            return not item.is_file(follow_symlinks=False) or item.stat(follow_symlinks=False).st_size > 0
+            return not item.is_file(follow_symlinks=False) or not _is_begun(item.path)
         if item.name in _OURS:
             return not item.is_dir(follow_symlinks=False) or any(os.scandir(item.path))
         return item.name not in _OF_THE_SYSTEM
@@ -166,6 +166,15 @@ class Directory:
             if _TEMPORARY.fullmatch(item.name) and not item.is_dir(follow_symlinks=False)
         )
 
+    def links(self) -> Iterator[os.DirEntry[str]]:
+        """What stands where a two-digit folder should and leads elsewhere."""
+        for folder in _KINDS:
+            yield from (sub for sub in _scan(self.root / folder) if sub.is_symlink())
+
+    def count(self) -> int:
+        """How many names there are in the two-digit folders."""
+        return sum(len(os.listdir(folder)) for folder in self.image_folders())
+
     def image_folders(self) -> dict[str, int]:
         """Real bytes of every two-digit folder."""
         return {
@@ -174,6 +183,14 @@ class Directory:
             for sub in _scan(self.root / folder)
             if sub.is_dir(follow_symlinks=False)
         }
+
+    def sync(self) -> None:
+        """fsync every folder and the root's name: a process that was killed may have left names that are not durable."""
+        with suppress(PermissionError):  # the parent may be another user's
+            sync_folder(self.root.parent)
+        for folder in (str(self.root), *(f"{self.root}/{name}" for name in _OURS), *self.image_folders()):
+            with suppress(FileNotFoundError):
+                sync_folder(folder)
 
     def upper(self) -> int:
         """Real bytes of the root and all in it, except the index's files and what lies inside our folders."""
@@ -195,7 +212,7 @@ class Lock:
 
     def __init__(self, directory: Directory):
         self._fd = -1
-        self._root = directory.root
+        require_plain(directory.lock)
         try:
             fd = os.open(directory.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
@@ -218,7 +235,7 @@ class Lock:
         except BaseException:
             os.close(fd)
             raise
-        self._fd = fd
+        self._fd, self._root = fd, directory.root
         self.identity = _identity(os.fstat(fd))
         _held.add(self)
 
@@ -250,6 +267,7 @@ os.register_at_fork(after_in_child=_forget_locks)
 
 def holder(directory: Directory) -> str | None:
     """Who holds the directory now ("pid 12 on host since ..."), None when nobody does. Writes nothing."""
+    require_plain(directory.lock)
     try:
         fd = os.open(directory.lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -288,12 +306,40 @@ def _identity(found: os.stat_result) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
+def require_plain(path: Path) -> None:
+    """DirectoryError for what is neither missing nor a file with this name alone: what is written here would be written
+    elsewhere, too, and a pipe would be waited for.
+    """
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise refusal(path, error) from error
+    if not stat.S_ISREG(found.st_mode):
+        raise DirectoryError(f"ssd_dir: {str(path)!r} is a link, a folder or a device, not a file: move it away")
+    if found.st_nlink > 1:
+        raise DirectoryError(
+            f"ssd_dir: {str(path)!r} is another name of a file elsewhere (a hard link): copy it or move it away"
+        )
+
+
 def identity_at(path: str | os.PathLike[str]) -> tuple[int, int] | None:
     """Device and inode of what is at `path` now; None when nothing is."""
     try:
         return _identity(os.stat(path, follow_symlinks=False))
     except OSError:
         return None
+
+
+def _is_begun(lock: str) -> bool:
+    """Whether a LOCK says nothing, or what a crash leaves of a signature: its beginning, or NULs where it was to be."""
+    fd = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        text = os.pread(fd, 1000, 0).rstrip(b"\0")
+    finally:
+        os.close(fd)
+    return len(text) < 500 and text[:4] == b"pid "[: len(text)]
 
 
 def _is_signed(lock: Path) -> bool:
@@ -324,8 +370,10 @@ def _is_index(path: Path) -> bool:
     return tables >= _TABLES
 
 
-def refusal(path: Path, error: OSError) -> DirectoryError:
-    """An OSError about the directory, as a text that says what to do."""
+def refusal(path: Path, error: OSError | sqlite3.Error) -> DirectoryError:
+    """An error about the directory or its index, as a text that says what to do."""
+    if isinstance(error, sqlite3.Error):
+        return DirectoryError(f"ssd_dir: {str(path)!r}: index: {error}: check the disk, its room and who else opens it")
     remedy = {
         errno.EACCES: f"not writable for user {os.geteuid()}; change its owner or mode, or name another directory",
         errno.EPERM: f"not writable for user {os.geteuid()}; change its owner or mode, or name another directory",
@@ -371,8 +419,10 @@ def disk_at(path: str | os.PathLike[str]) -> int:
 
 
 def tree_size(path: str | os.PathLike[str]) -> int:
-    """Real bytes of a folder and all below it, itself included."""
+    """Real bytes of a folder and all below it, itself included; of a link its own."""
     total = disk_at(path)
+    if os.path.islink(path):
+        return total
     with suppress(PermissionError):  # root's lost+found
         for item in _scan(path):
             if item.is_dir(follow_symlinks=False):

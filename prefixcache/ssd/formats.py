@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import sqlite3
-import stat
 from itertools import islice
 
 from prefixcache.image import FORMAT
-from prefixcache.ssd.directory import Directory, lock_format
-from prefixcache.ssd.errors import DirectoryError, IndexBroken, NewerFormat
+from prefixcache.ssd.directory import Directory, lock_format, require_plain
+from prefixcache.ssd.errors import IndexBroken, NewerFormat
 from prefixcache.ssd.files import Damaged, read_header
-from prefixcache.ssd.index import check_age
+from prefixcache.ssd.index import check_age, suffixes
 
 _SAMPLE = 8  # images that are looked at where neither LOCK nor index is there to say
 
@@ -19,8 +17,8 @@ _SAMPLE = 8  # images that are looked at where neither LOCK nor index is there t
 def refuse_newer(directory: Directory) -> None:
     """NewerFormat when LOCK, the index or, where that is missing, an image is of a newer release. Leaves no trace."""
     path = directory.index
-    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
-        raise DirectoryError(f"{str(path)!r} is not a file: move it away; the index is then rebuilt from the files")
+    for part in (*suffixes(path), path.with_name(f"{path.name}-journal")):
+        require_plain(part)
     said = lock_format(directory)
     if said > int(FORMAT):
         raise NewerFormat(
@@ -41,7 +39,7 @@ def _refuse_newer_index(directory: Directory) -> None:
     connection = sqlite3.connect(f"{directory.index.as_uri()}?mode=ro&immutable=1", uri=True)
     try:
         check_age(connection, directory.index)
-    except (sqlite3.DatabaseError, IndexBroken):
+    except (sqlite3.DatabaseError, UnicodeDecodeError, IndexBroken):
         return  # broken: not newer
     finally:
         connection.close()

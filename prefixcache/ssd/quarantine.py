@@ -17,6 +17,8 @@ import numpy as np
 from prefixcache.ssd.directory import Directory, disk_at, identity_at, tree_size
 from prefixcache.ssd.files import remove_file, write_file
 
+_LARGEST_NOTE = 64 << 10
+
 
 class Item(NamedTuple):
     """One thing set aside: its file's name in quarantine/, why, when (Unix time), its real bytes with the note's."""
@@ -72,7 +74,8 @@ class Quarantine:
                 shutil.rmtree(target)
             else:
                 remove_file(target)
-            remove_file(_note(target))
+            if _is_file(_note(target)):
+                remove_file(_note(target))
             freed += item.disk
         return freed
 
@@ -85,11 +88,11 @@ def quarantined(directory: Directory) -> list[Item]:
     except OSError:
         return []
     for name in sorted(names):
-        if name.endswith(".json") and name.removesuffix(".json") in names:
-            continue
         target = str(directory.quarantine / name)
+        if name.endswith(".json") and name.removesuffix(".json") in names and _is_file(target):
+            continue
         note = _read_note(target)
-        disk = tree_size(target) + disk_at(_note(target))
+        disk = tree_size(target) + (disk_at(_note(target)) if _is_file(_note(target)) else 0)
         found.append(Item(name, str(note.get("reason", "")), str(note.get("origin", "")), _when(note), disk))
     return found
 
@@ -99,14 +102,23 @@ def _note(target: str) -> str:
 
 
 def _read_note(target: str) -> dict[str, Any]:
+    if not _is_file(_note(target)):
+        return {}
     try:
-        with open(_note(target), encoding="utf-8") as file:
-            note = json.load(file)
-    except (OSError, ValueError):
+        with open(_note(target), "rb") as file:
+            note = json.loads(file.read(_LARGEST_NOTE))
+    except (OSError, ValueError, RecursionError):
         return {}
     return note if isinstance(note, dict) else {}
 
 
+def _is_file(path: str) -> bool:
+    return os.path.isfile(path) and not os.path.islink(path)
+
+
 def _when(note: dict[str, Any]) -> float:
     when = note.get("when", 0.0)
-    return float(when) if isinstance(when, (int, float)) else 0.0
+    try:
+        return float(when) if isinstance(when, (int, float)) else 0.0
+    except OverflowError:
+        return 0.0

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from typing import Any, TypeVar
 
 from prefixcache.image import Image
 from prefixcache.ssd.entries import Entry
@@ -14,9 +15,13 @@ from prefixcache.ssd.files import Damaged, read_image, read_statistics
 from prefixcache.ssd.queue import Queue
 from prefixcache.ssd.store import Store
 
+Result = TypeVar("Result")
+
 
 class Reader:
-    """`_lock` guards the counters. A file that is proved wrong is moved away here; its row goes by way of the queue."""
+    """`_lock` guards the counters and `_reading`. A file that is proved wrong is moved away here; its row goes by way of the
+    queue.
+    """
 
     def __init__(self, store: Store, queue: Queue, workers: int):
         self._store = store
@@ -25,17 +30,32 @@ class Reader:
         # Their own thread: a store waits for them, and must not wait behind the images of a promotion.
         self._small = ThreadPoolExecutor(1, thread_name_prefix="prefixcache-ssd-statistics")
         self._lock = threading.Lock()
+        self._reading: set[Future[Any]] = set()
         self.read_files = self.read_bytes = self.corrupt = self.unreadable = 0
 
     def read(self, entry: Entry) -> Future[Image]:
-        return self._pool.submit(self._read, entry)
+        return self._noted(self._pool.submit(self._read, entry))
 
     def read_statistics(self, name: str) -> Future[bytes]:
-        return self._small.submit(self._read_statistics, name)
+        return self._noted(self._small.submit(self._read_statistics, name))
 
-    def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
-        self._small.shutdown(wait=True, cancel_futures=True)
+    def _noted(self, future: Future[Result]) -> Future[Result]:
+        with self._lock:
+            self._reading.add(future)
+        future.add_done_callback(self._forget)
+        return future
+
+    def _forget(self, future: Future[Any]) -> None:
+        with self._lock:
+            self._reading.discard(future)
+
+    def close(self, timeout: float | None) -> None:
+        """Take nothing any more, and wait for what is being read, for at most so long."""
+        for pool in (self._pool, self._small):
+            pool.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            reading = list(self._reading)
+        wait(reading, timeout)
 
     def _read(self, entry: Entry) -> Image:
         path = self._store.directory.file(entry.address)

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import threading
 import time
 from collections import Counter, deque
@@ -125,12 +126,12 @@ def reconcile(
             lock.release()
     except DirectoryError as error:
         return Report(str(there.root), dry_run, deep, error=str(error))
-    except OSError as error:
+    except (OSError, sqlite3.Error) as error:
         return Report(str(there.root), dry_run, deep, error=str(refusal(there.root, error)))
 
 
 def _repair(directory: Directory, lock: Lock, deep: bool, progress: Progress | None) -> Report:
-    from prefixcache.ssd.store import open_index  # store opens with `mend`
+    from prefixcache.ssd.store import mended, open_index  # store opens with `mend`
 
     refuse_newer(directory)
     lock.sign()
@@ -138,7 +139,7 @@ def _repair(directory: Directory, lock: Lock, deep: bool, progress: Progress | N
     quarantine = Quarantine(directory)
     index, broken = open_index(directory, quarantine)
     try:
-        report = mend(directory, index, quarantine, broken=broken, deep=deep, progress=progress)
+        index, report = mended(directory, index, quarantine, broken=broken, deep=deep, progress=progress)
         index.mark(clean=True)
         index.checkpoint()
         return report
@@ -172,6 +173,7 @@ def mend(
     progress: Progress | None = None,
 ) -> Report:
     """Repair a directory that the caller has locked. `broken`: why its index is a new one."""
+    directory.sync()  # before a row says that a file is durable
     return _compare(_Pass(directory, index.rows(), index, quarantine, deep, progress), broken)
 
 
@@ -249,6 +251,7 @@ def _compare(run: _Pass, broken: str) -> Report:
         _settle(run, here)
     total, done = len(here), 0
     _drop_lost(run, here)
+    _distrust(run, here)
     known = [address for address in here if address in run.rows]
     orphans = [address for address in here if address not in run.rows]
     for address, reason in _judge(run, known, here):
@@ -299,6 +302,16 @@ def _settle(run: _Pass, here: dict[Address, os.stat_result]) -> None:
             del here[address]
     for address in run.rows.keys() - here.keys():
         if address not in rows or os.path.lexists(run.directory.file(address)):
+            del run.rows[address]
+
+
+def _distrust(run: _Pass, here: dict[Address, os.stat_result]) -> None:
+    """Forget rows that say another size than the file has: the file says itself whether it is whole."""
+    for chunk in _chunks([a for a in here if a in run.rows and run.rows[a].nbytes != here[a].st_size], _CHUNK):
+        if run.index:
+            with run.index.transaction():
+                run.index.remove(chunk)
+        for address in chunk:
             del run.rows[address]
 
 

@@ -11,6 +11,7 @@ import os
 import re
 import sqlite3
 import time
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from prefixcache.ssd.directory import (
     Directory,
     Lock,
     disk_at,
+    disk_of,
     identity_at,
     refusal,
     sync_folder,
@@ -30,7 +32,7 @@ from prefixcache.ssd.formats import refuse_newer
 from prefixcache.ssd.index import PAGE, Index, suffixes
 from prefixcache.ssd.ledger import Ledger
 from prefixcache.ssd.quarantine import Quarantine
-from prefixcache.ssd.reconcile import mend
+from prefixcache.ssd.reconcile import Report, mend
 
 log = logging.getLogger("prefixcache.ssd")
 
@@ -54,7 +56,7 @@ class Store:
             self.ledger = Ledger(limit, max(512, os.statvfs(self.directory.root).f_frsize))
             self.quarantine = Quarantine(self.directory)
             self._open()
-        except OSError as error:
+        except (OSError, sqlite3.Error) as error:
             self._lock.release()
             raise refusal(self.directory.root, error) from error
         except BaseException:
@@ -65,18 +67,19 @@ class Store:
         refuse_newer(self.directory)
         self._lock.sign()
         self.directory.furnish()
+        for item in self.directory.links():
+            self.quarantine.take(item.path, "a link: images are written into folders of the cache alone")
         self.index, broken = open_index(self.directory, self.quarantine)
         try:
-            if broken or self.index.recovered or not self.index.clean:
-                report = mend(self.directory, self.index, self.quarantine, broken=broken)
+            if broken or self.index.recovered or not self.index.clean or not self._agree():
+                self.index, report = mended(self.directory, self.index, self.quarantine, broken=broken)
                 if not report.clean:
                     log.warning("SSD %s: %s", self.directory.root, report.summary())
-            else:
-                self._correct_sizes()
             self.index.mark(clean=False)
             for item in self.directory.strays():
                 remove_file(item.path)
             self._lingering: set[str] = set()
+            self._nameless = False
             self.deleted, self._swept = False, time.monotonic()  # whether statistics may have lost their last image
             self._folders = self.directory.image_folders()
             count, files, self.newest = self.index.totals()
@@ -90,17 +93,20 @@ class Store:
             self.index.close()
             raise
 
-    def _correct_sizes(self) -> None:
-        """The sum of what the index says the files take is what the limit is held against."""
-        odd = [
-            (address, disk, disk_at(self.directory.file(address)))
-            for address, disk in self.index.odd_sizes(self.ledger.block)
-        ]
-        wrong = [(address, there) for address, disk, there in odd if there and there != disk]
-        for address, there in wrong:
-            self.index.correct(address, there)
-        if wrong:
-            log.warning("SSD %s: the index had wrong sizes of %d files", self.directory.root, len(wrong))
+    def _agree(self) -> bool:
+        """Whether index and files seem to agree: as many of both, and of the sizes that an index can't say. Real sizes are
+        corrected: their sum is held against the limit.
+        """
+        for address, nbytes, disk in self.index.odd_sizes(self.ledger.block):
+            try:
+                found = os.stat(self.directory.file(address), follow_symlinks=False)
+            except OSError:
+                return False
+            if found.st_size != nbytes:
+                return False
+            if disk_of(found) != disk:
+                self.index.correct(address, disk_of(found))
+        return self.directory.count() == self.index.totals()[0]
 
     # Accounting
 
@@ -165,17 +171,20 @@ class Store:
         path = self.statistics_file(digest)
         try:
             read_statistics(path, digest)
+            if self._nameless:
+                sync_folder(self.directory.stats)
+                self._nameless = False
             return
         except Damaged as damage:
             if damage.identity is not None:
                 self.set_aside(path, str(damage), damage.identity)
-        except OSError as error:
-            self.set_aside(path, os.strerror(error.errno or 0), None)
         tmp = str(self.directory.tmp / f"statistics-{digest}")
         remove_file(tmp)
         write_file(tmp, np.frombuffer(data, np.uint8))
+        self._nameless = True  # until the name is durable: images must not be written that need it
         os.rename(tmp, path)
         sync_folder(self.directory.stats)
+        self._nameless = False
 
     def sweep_statistics(self) -> None:
         """Delete those that no image names. What has no such name is not ours.
@@ -245,8 +254,24 @@ def open_index(directory: Directory, quarantine: Quarantine) -> tuple[Index, str
             raise
         return index, "missing" if missing else ""
     except IndexBroken as error:
+        return _new_index(directory, quarantine, str(error)), str(error)
+
+
+def mended(
+    directory: Directory, index: Index, quarantine: Quarantine, *, broken: str, **more: Any
+) -> tuple[Index, Report]:
+    """`mend`, and the index that stands then: a new one where the old one contradicts itself."""
+    try:
+        return index, mend(directory, index, quarantine, broken=broken, **more)
+    except sqlite3.IntegrityError as error:
         reason = str(error)
+    index.close()
+    index = _new_index(directory, quarantine, reason)
+    return index, mend(directory, index, quarantine, broken=reason, **more)
+
+
+def _new_index(directory: Directory, quarantine: Quarantine, reason: str) -> Index:
     for path in suffixes(directory.index):
         if path.exists():
             quarantine.take(str(path), f"the index is broken: {reason}")
-    return Index(directory.index), reason
+    return Index(directory.index)

@@ -4,6 +4,7 @@ choice.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -22,6 +23,10 @@ from prefixcache.ssd.queue import Queue
 from prefixcache.ssd.reader import Reader
 from prefixcache.ssd.store import Store
 from prefixcache.ssd.writer import Writer
+
+log = logging.getLogger("prefixcache.ssd")
+
+GRACE = 5.0  # seconds that a close() waits beyond its time for what the disk is doing
 
 
 class SsdStats(NamedTuple):
@@ -202,18 +207,26 @@ class Ssd:
         return self._queue.flush(timeout)
 
     def close(self, timeout: float | None = None) -> None:
-        """Flush, end the threads, mark the directory clean, let it go. What was not done in time is cancelled."""
+        """Flush, end the threads, mark the directory clean, let it go. What was not done in time is cancelled.
+
+        A disk that does not answer in time, and some seconds more, keeps the directory: it is let go of when it does.
+        """
         if self._pid != os.getpid():
             return
         with self._closing:
             if self._closed:
                 return
+            end = None if timeout is None else time.monotonic() + timeout
             self._queue.flush(timeout)
             self._closed = True
-            self._reader.close()
+            self._reader.close(_left(end))
             self._queue.close()
-            self._writer.join()
-            self._store.close(clean=self._queue.drained)
+            if self._writer.join(_left(end)):
+                self._store.close(clean=self._queue.drained)
+                return
+            log.warning("SSD %s: the disk does not answer: closed all the same; the directory stays in use until it does",
+                        self.directory)  # fmt: skip
+            self._writer.leave(lambda: self._store.close(clean=False))
 
     def __enter__(self) -> Ssd:
         return self
@@ -253,3 +266,7 @@ class Ssd:
         assert held.files == sum(entry.disk for entry in rows.values())
         for address, entry in rows.items():
             assert (entry.nbytes, entry.disk) == (files[address].st_size, files[address].st_blocks * 512), entry
+
+
+def _left(end: float | None) -> float | None:
+    return None if end is None else max(end - time.monotonic(), 0.0) + GRACE

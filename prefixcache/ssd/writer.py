@@ -49,6 +49,9 @@ class Writer:
         self._vanished = vanished
         self._serial = 0
         self._unsynced: set[str] = set()
+        self._leaving = threading.Lock()  # guards the two below
+        self._ended: Callable[[], None] | None = None
+        self._over = False
         self.written_files = self.written_bytes = 0
         self._pool = ThreadPoolExecutor(SYNCERS, thread_name_prefix="prefixcache-fsync")
         self._thread = threading.Thread(target=self._run, name="prefixcache-ssd-writer", daemon=True)
@@ -56,11 +59,29 @@ class Writer:
     def start(self) -> None:
         self._thread.start()
 
-    def join(self) -> None:
-        self._thread.join()
-        self._pool.shutdown()
+    def join(self, timeout: float | None) -> bool:
+        """Whether the thread ended in time."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def leave(self, ended: Callable[[], None]) -> None:
+        """Don't wait any more: `ended` is called when the thread has ended, on it, or here when it has already."""
+        with self._leaving:
+            self._ended = ended
+            late = self._over
+        if late:
+            ended()
 
     def _run(self) -> None:
+        self._work()
+        self._pool.shutdown(wait=False)
+        with self._leaving:
+            self._over = True
+            ended = self._ended
+        if ended is not None:
+            ended()
+
+    def _work(self) -> None:
         while (batch := self._queue.take()) is not None:
             for write in batch.cancelled:
                 self._call(write)
@@ -138,12 +159,12 @@ class Writer:
                 with index.transaction():
                     index.remove(rows)
             for address in chunk:
-                disk = rows[address][2] if address in rows else None
+                disk = rows[address].disk if address in rows else None
                 ledger.dropped(disk, removals.pop(address).credit)
-            self._store.maintain()
             for address in leaving:
                 self._unlink(address)
             self._store.deleted = True
+            self._store.maintain()  # last: an error here must not keep the files, whose rows are gone
 
     def _unlink(self, address: Address) -> None:
         folder = self._store.directory.folder(address)
@@ -187,11 +208,12 @@ class Writer:
             row = rows.get(write.entry.address)
             if row is None:
                 continue
-            path = self._store.directory.file(write.entry.address)
+            path, entry = self._store.directory.file(write.entry.address), write.entry
+            says = (entry.namespace, entry.parent, write.image.nbytes, entry.checksum, entry.extra, entry.statistics)
             whole = os.path.exists(path) and os.stat(path).st_size == write.image.nbytes
-            if row[:2] == (write.entry.checksum, write.image.nbytes) and whole:
+            if row[:-1] == says and whole:
                 same.add(write.entry.address)
-                write.entry = write.entry._replace(disk=row[2])
+                write.entry = write.entry._replace(disk=row.disk)
                 self._store.ledger.settle(write.image.nbytes, None)
                 write.done = True
                 used = Touch(write.entry.used, 0, write.entry.used_at)
@@ -237,6 +259,8 @@ class Writer:
                 failed[folder] = error
 
         self._each(sync, folders)
+        # What made them must not be taken for durable by a later batch; those that are gone are nobody's.
+        self._unsynced |= {folder for folder, error in failed.items() if not isinstance(error, FileNotFoundError)}
         self._store.note_folders(folders)
         for write in placed or ():
             folder = self._store.directory.folder(write.entry.address)
