@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -179,16 +180,25 @@ def verify(data: np.ndarray, checksum: str | None = None) -> Image:
     return Image(data, _check_header(bytes(data[8:end]), size - end))
 
 
-def is_whole(data: np.ndarray) -> bool:
-    """Whether the checksum in the header is that of the bytes, whatever they say."""
-    return data.nbytes >= _CHECKSUM.stop and _digest(data).encode() == bytes(data[_CHECKSUM])
+def is_whole(data: np.ndarray, rest: Iterable[np.ndarray] = ()) -> bool:
+    """Whether the checksum in the header is that of the bytes, whatever they say. `rest` are those that follow, in pieces."""
+    if data.nbytes < _CHECKSUM.stop:
+        return False
+    state = _begun(data)
+    for piece in rest:
+        state.update(piece.data)
+    return bool(state.hexdigest().encode() == bytes(data[_CHECKSUM]))
 
 
 def _digest(data: np.ndarray) -> str:
+    return str(_begun(data).hexdigest())
+
+
+def _begun(data: np.ndarray) -> Any:
     state = xxhash.xxh3_128(data[: _CHECKSUM.start].data)
     state.update(_BLANK)
     state.update(data[_CHECKSUM.stop :].data)
-    return state.hexdigest()
+    return state
 
 
 def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

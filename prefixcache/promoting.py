@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from prefixcache.budget import Reservation
 from prefixcache.image import Image
+from prefixcache.keys import TOKEN_BYTES
 from prefixcache.layers.levels import LevelSet
 from prefixcache.ssd import Corrupt, Ssd
 from prefixcache.tiers import Home, Tiers
@@ -128,6 +129,7 @@ def _end(tiers: Tiers, reading: Reading, whole: bool) -> bool:
                 if isinstance(error, Corrupt) and slot.disk:
                     tiers.lost(slot)
         return False
+    sound = reservation is None or _fits(tiers, slot, image)
     with tiers.lock:
         if reservation is None:
             deadline = time.monotonic() + PATIENCE
@@ -136,7 +138,9 @@ def _end(tiers: Tiers, reading: Reading, whole: bool) -> bool:
             return whole and slot.image is not None
         slot.loading = None
         with reservation:
-            if image.statistics != slot.needs:  # the index says otherwise, and it has no checksum
+            if (
+                image.statistics != slot.needs or not sound
+            ):  # the index has no checksum, and that of a file is no signature
                 tiers.counters.corrupt += 1
                 tiers.discard(slot)
             elif slot.disk and slot.image is None:
@@ -144,3 +148,13 @@ def _end(tiers: Tiers, reading: Reading, whole: bool) -> bool:
                 tiers.counters.promoted_bytes += slot.nbytes
         tiers.moved.notify_all()
         return whole and slot.image is not None
+
+
+def _fits(tiers: Tiers, slot: Slot, image: Image) -> bool:
+    """Whether it has the tensors that an image in this place must have."""
+    node = slot.node
+    home = tiers.homes.get(node.space.root.key) if node.space is not None else None
+    if home is None:
+        return False
+    start, tokens = (node.end, slot.suffix) if slot.kind == "snapshot" else (node.start, node.tokens)
+    return home.plan.fits(image, slot.kind, start, len(tokens) // TOKEN_BYTES, slot.mask)

@@ -12,9 +12,11 @@ import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from prefixcache.codecs import Codec, RawRows, RowCodec, Stream
 from prefixcache.codecs.interchange import element
-from prefixcache.image import Spec
+from prefixcache.image import DTYPES, Image, Spec
 from prefixcache.keys import BLOCK, canonical, chain
 from prefixcache.layers.adapters import CacheError, Layout, Leaf, find_class, read_leaf
 from prefixcache.tree import Window
@@ -174,6 +176,38 @@ class Plan:
     def window_specs(self, mask: tuple[int, ...]) -> list[Spec]:
         return [s for w, section in enumerate(self.windowed) for s in section.specs(mask[w].bit_count())]
 
+    def fits(self, image: Image, kind: str, start: int, tokens: int, mask: tuple[int, ...] = ()) -> bool:
+        """Whether an image has the tensors that this namespace's have: of a block at `start` with so many tokens, of a window
+        with the rows in `mask`, of a snapshot with so many tokens behind its block. Its checksum does not say that: it is no
+        signature.
+        """
+        meta, tensors = image.header()
+        if meta.kind != kind or meta.start != start:
+            return False
+        if kind == "snapshot":
+            return self._is_state(meta.extra, tensors, tokens)
+        if kind == "window" and meta.extra != extra_of(mask):
+            return False
+        specs = self.rows_specs(start, tokens) if kind == "rows" else self.window_specs(mask)
+        return {name: (array.dtype, array.shape) for name, array in tensors.items()} == {
+            spec.name: (DTYPES[spec.dtype], spec.shape) for spec in specs
+        }
+
+    def _is_state(self, extra: str, tensors: dict[str, np.ndarray], tokens: int) -> bool:
+        """Whether a snapshot describes the state of each of this namespace's leaves, by arrays that are there."""
+        arrays = {name: array for name, array in tensors.items() if name != "tokens"}
+        if len(tensors) == len(arrays) or tensors["tokens"].shape != (tokens,):
+            return False
+        try:
+            described = json.loads(extra)
+            state, dtypes = described["state"], described["dtypes"]
+            if not (len(state) == len(self.snapshots) and len(dtypes) == len(arrays)):
+                return False
+            sound = all(_is_described(value, len(dtypes)) for leaf in state for value in leaf.values())
+            return sound and all(arrays[f"s{i}"].dtype == element(name).numpy for i, name in enumerate(dtypes))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return False
+
     def fp16_bytes(self, tokens: int) -> int:
         """What the rows of `tokens` tokens of all sliceable and windowed layers would take as they are in a live
         cache.
@@ -183,6 +217,19 @@ class Plan:
             for _, _, heads, width, dtype, _ in leaf.get("streams") or ():
                 total += tokens * heads * width * element(dtype).numpy.itemsize
         return total
+
+
+def _is_described(value: Any, arrays: int) -> bool:
+    """Whether this is an attribute of a snapshot's state, as `encode` describes it, with so many arrays at hand."""
+    if not isinstance(value, list):
+        return value is None or isinstance(value, (bool, int, float, str))
+    kind, content = value
+    if kind == "array":
+        return type(content) is int and 0 <= content < arrays
+    if kind == "float":
+        return content in ("inf", "-inf", "nan")
+    items = content.values() if kind == "dict" else content
+    return kind in ("dict", "list", "tuple") and all(_is_described(item, arrays) for item in items)
 
 
 def _check_class(layer: Layout) -> None:

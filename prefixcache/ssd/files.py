@@ -24,6 +24,7 @@ from prefixcache.ssd.errors import NewerFormat
 
 _STEP = 1 << 30  # macOS refuses reads and writes of 2 GiB and more
 _HEADER_LIMIT = 4 << 20
+_PIECE = 1 << 20
 _DIMENSIONS = 32
 MOST_STATISTICS = 256 << 20  # bytes; those of the largest models take a tenth of it
 
@@ -195,7 +196,9 @@ def _refuse_newer(fd: int, said: object, found: os.stat_result) -> None:
     if not (isinstance(said, str) and re.fullmatch("[0-9]{1,9}", said) and int(said) > int(FORMAT)):
         return
     os.lseek(fd, 0, os.SEEK_SET)
-    if found.st_size < _STEP and is_whole(_read(fd, found.st_size, (found.st_dev, found.st_ino))):
+    here, sizes = (found.st_dev, found.st_ino), range(found.st_size, 0, -_PIECE)
+    pieces = (_read(fd, min(left, _PIECE), here) for left in sizes)
+    if found.st_blocks * 512 * 64 > found.st_size and is_whole(next(pieces), pieces):  # not of a giant that is a hole
         raise NewerFormat(
             f"an image in it is of format {said}, this release knows {FORMAT}: a newer release wrote it; upgrade "
             "prefixcache or name another directory"

@@ -209,7 +209,8 @@ class Writer:
             if row is None:
                 continue
             path, entry = self._store.directory.file(write.entry.address), write.entry
-            says = (entry.namespace, entry.parent, write.image.nbytes, entry.checksum, entry.extra, entry.statistics)
+            extra = entry.extra if entry.kind == "window" else row.extra  # the cache keeps no other's
+            says = (entry.namespace, entry.parent, write.image.nbytes, entry.checksum, extra, entry.statistics)
             whole = os.path.exists(path) and os.stat(path).st_size == write.image.nbytes
             if row[:-1] == says and whole:
                 same.add(write.entry.address)
