@@ -47,8 +47,8 @@ class Budget:
         with self._lock:
             return self.limit - self._images - self._nodes - self._reserved
 
-    def reserve(self, nbytes: int) -> Reservation | None:
-        """Set `nbytes` aside, all or nothing: None when they don't fit."""
+    def reserve(self, nbytes: int, *, pooled: bool = False) -> Reservation | None:
+        """Set `nbytes` aside, all or nothing: None when they don't fit. `pooled`: to be spent in very many parts."""
         with self._lock:
             total = self._images + self._nodes + self._reserved + nbytes
             if total > self.limit:
@@ -56,7 +56,7 @@ class Budget:
                 return None
             self._reserved += nbytes
             self.peak = max(self.peak, total)
-            return Reservation(self, nbytes)
+            return Pooled(self, nbytes) if pooled else Reservation(self, nbytes)
 
     def resize(self, limit: int) -> None:
         """From now on nothing is reserved beyond `limit`."""
@@ -67,12 +67,14 @@ class Budget:
     def free_image(self, nbytes: int) -> None:
         with self._lock:
             self._images -= nbytes
-            self._settle()
+            if self.bound > self.limit:
+                self._settle()
 
     def free_node(self, nbytes: int) -> None:
         with self._lock:
             self._nodes -= nbytes
-            self._settle()
+            if self.bound > self.limit:
+                self._settle()
 
     def queue(self, nbytes: int) -> None:
         """An image begins (`nbytes` > 0) or ends (< 0) to wait for the SSD; it is held all the while."""
@@ -93,7 +95,8 @@ class Budget:
             self._images += images
             self._nodes += nodes
             self._reserved -= images + nodes + back
-            self._settle()
+            if self.bound > self.limit:
+                self._settle()
 
 
 class Reservation:
@@ -124,3 +127,23 @@ class Reservation:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
+
+
+class Pooled(Reservation):
+    """What is spent counts as reserved until the end, and is booked then, all at once."""
+
+    def __init__(self, budget: Budget, nbytes: int):
+        super().__init__(budget, nbytes)
+        self._images = self._nodes = 0
+
+    def spend(self, *, images: int = 0, nodes: int = 0) -> None:
+        if images + nodes > self.left:
+            raise ValueError(f"{images + nodes} bytes spent of a reservation with {self.left} left")
+        self.left -= images + nodes
+        self._images += images
+        self._nodes += nodes
+
+    def release(self, nbytes: int | None = None) -> int:
+        self._budget._spend(self._images, self._nodes, 0)
+        self._images = self._nodes = 0
+        return super().release(nbytes)

@@ -88,7 +88,7 @@ class Tiers:
             self.homes[home.row.root] = home
         entries = [entry for entry in ssd.entries() if entry.namespace in self.homes]
         oldest = _oldest_within(entries, self.budget.limit // MIRROR_SHARE)
-        reservation = self.budget.reserve(self.budget.limit // MIRROR_SHARE)
+        reservation = self.budget.reserve(self.budget.limit // MIRROR_SHARE, pooled=True)
         assert reservation is not None
         with self.lock, reservation:
             for entry in entries:

@@ -208,9 +208,7 @@ def test_all_that_is_written_is_for_the_owner_alone_under_any_umask(tmp_path):
         os.umask(before)
 
 
-@pytest.mark.parametrize(
-    "name", ["../../etc/x", "a/b", "..", "\0", "\n", "x" * 500, "C:\\x", "é" * 100, "; rm -rf"]
-)
+@pytest.mark.parametrize("name", ["../../etc/x", "a/b", "..", "\0", "\n", "x" * 500, "C:\\x", "é" * 100, "; rm -rf"])
 def test_no_name_from_outside_becomes_a_path(tmp_path, name):
     root = tmp_path / "ssd"
     with opened(root) as cache:

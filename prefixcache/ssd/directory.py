@@ -26,6 +26,7 @@ from prefixcache.ssd.errors import DirectoryError, DirectoryHeld
 INDEX = "index.db"
 LOCK = "LOCK"
 TMP, QUARANTINE, STATS = "tmp", "quarantine", "stats"
+SUFFIX = ".safetensors"
 _OURS = (*FOLDERS.values(), STATS, QUARANTINE, TMP)
 _NAME = re.compile(r"[0-9a-f]{32}\.safetensors")
 _KINDS = {folder: kind for kind, folder in FOLDERS.items()}
@@ -54,7 +55,7 @@ class Directory:
         return f"{self.root}/{FOLDERS[kind]}/{key[:1].hex()}"
 
     def file(self, address: Address) -> str:
-        return f"{self.folder(address)}/{address[1].hex()}.safetensors"
+        return f"{self.folder(address)}/{address[1].hex()}{SUFFIX}"
 
     @property
     def ours(self) -> bool:
@@ -171,9 +172,13 @@ class Directory:
         for folder in _KINDS:
             yield from (sub for sub in _scan(self.root / folder) if sub.is_symlink())
 
-    def count(self) -> int:
-        """How many names there are in the two-digit folders."""
-        return sum(len(os.listdir(folder)) for folder in self.image_folders())
+    def names(self) -> dict[str, set[str]]:
+        """By kind, what is in the two-digit folders: of an image the key as hex digits, of what is none its whole name."""
+        found: dict[str, set[str]] = {kind: set() for kind in FOLDERS}
+        for folder in self.image_folders():
+            kind = _KINDS[os.path.basename(os.path.dirname(folder))]
+            found[kind].update(name.removesuffix(SUFFIX) for name in os.listdir(folder))
+        return found
 
     def image_folders(self) -> dict[str, int]:
         """Real bytes of every two-digit folder."""

@@ -191,6 +191,14 @@ class Index:
     def rows(self) -> dict[Address, Row]:
         return read_rows(self._connection)
 
+    def names(self) -> dict[str, set[str]]:
+        """By kind, the keys of all images as hex digits."""
+        found: dict[str, set[str]] = {kind: set() for kind in KINDS}
+        for number, kind in enumerate(KINDS):
+            rows = self._connection.execute("SELECT lower(hex(key)) FROM image WHERE kind = ?", [number])
+            found[kind].update(name for (name,) in rows)
+        return found
+
     def statistics(self) -> set[str]:
         """The statistics that images name."""
         return {name for (name,) in self._connection.execute("SELECT DISTINCT statistics FROM image")} - {""}

@@ -94,8 +94,8 @@ class Store:
             raise
 
     def _agree(self) -> bool:
-        """Whether index and files seem to agree: as many of both, and of the sizes that an index can't say. Real sizes are
-        corrected: their sum is held against the limit.
+        """Whether index and files agree in names and, where the index's sizes are odd, in sizes. Real sizes are corrected:
+        their sum is held against the limit.
         """
         for address, nbytes, disk in self.index.odd_sizes(self.ledger.block):
             try:
@@ -106,7 +106,7 @@ class Store:
                 return False
             if disk_of(found) != disk:
                 self.index.correct(address, disk_of(found))
-        return self.directory.count() == self.index.totals()[0]
+        return self.directory.names() == self.index.names()
 
     # Accounting
 

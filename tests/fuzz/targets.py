@@ -1,0 +1,239 @@
+"""What the fuzzers throw bytes at: each function takes any bytes, and raises only where a promise is broken.
+
+`test_parsers.py` runs them with Hypothesis, `atheris_run.py` guided by coverage. Seeds are made here, too: sound bytes, from
+which most of what is hostile is a few changes away.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from contextlib import closing
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from prefixcache import image as images
+from prefixcache.image import Blueprint, ImageError, Meta, Spec, verify
+from prefixcache.keys import chain
+from prefixcache.layers.levels import pack, unpack
+from prefixcache.layers.plan import Plan, mask_from
+from prefixcache.ssd import Entry
+from prefixcache.ssd.directory import Directory, holder, lock_format
+from prefixcache.ssd.errors import DirectoryError, IndexBroken
+from prefixcache.ssd.files import Damaged, from_header, read_header, read_image
+from prefixcache.ssd.index import Index, read_entries, read_namespaces
+from prefixcache.ssd.quarantine import quarantined
+from prefixcache.ssd.reconcile import reconcile
+from prefixcache.ssd.survey import survey
+
+ROOT = bytes(range(16))
+RUNS_IN = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None
+
+
+@cache
+def scratch() -> Path:
+    return Path(tempfile.mkdtemp(prefix="prefixcache-fuzz-", dir=RUNS_IN))
+
+
+def clear() -> None:
+    shutil.rmtree(scratch(), ignore_errors=True)
+    scratch.cache_clear()
+
+
+# -- seeds --------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def sound_image(kind: str = "rows", count: int = 3) -> bytes:
+    tokens = np.arange(count, dtype="<i8")
+    key = chain(ROOT, tokens.tobytes())
+    extra = '{"ranges":[[[0,2]]]}' if kind == "window" else "{}"
+    meta = Meta(kind, key.hex(), ROOT.hex(), ROOT.hex(), "m", "{}", "{}", 0, "", extra)
+    draft = Blueprint(meta, [Spec("tokens", "I64", (count,)), Spec("r0.rows", "F16", (count, 2, 4))]).draft()
+    draft.tensors["tokens"][:] = tokens
+    draft.tensors["r0.rows"][:] = 1
+    return draft.seal().data.tobytes()
+
+
+@cache
+def levelled_plan() -> Plan:
+    from prefixcache.codecs import TurboQuant
+
+    stream = [["keys", "keys", 1, 32, "float32", False], ["values", "values", 1, 32, "float32", False]]
+    layer = {"class": "mlx_lm.models.cache.KVCache", "kind": "sliceable", "attrs": {}, "streams": stream}
+    return Plan({"kinds": [layer], "layers": [0]}, TurboQuant())
+
+
+@cache
+def sound_levels() -> bytes:
+    from prefixcache.codecs.levelling import Levels
+
+    plan = levelled_plan()
+    made = {
+        group.levels: Levels(
+            np.zeros((group.heads, group.codec.width), np.float32),
+            np.ones((group.heads, group.codec.width), np.float32),
+        )
+        for group in plan.rows.groups
+    }
+    return bytes(pack(ROOT, made).data)
+
+
+@cache
+def sound_directory() -> Path:
+    """Three images in a closed directory."""
+    from tests.ssd.images import Opened
+    from tests.ssd.images import chain as chained
+
+    root = scratch() / "sound"
+    with Opened(root) as ssd:
+        ssd.put(*chained(3, size=100))
+    return root
+
+
+@cache
+def sound_index() -> bytes:
+    return (sound_directory() / "index.db").read_bytes()
+
+
+NOTE = b'{"reason": "the checksum does not match", "origin": "rows/ab/x", "when": 1.7e9}'
+LOCK_TEXT = b"pid 12\nhost a\nsince 2026-01-01T00:00:00Z\nformat 1\n"
+
+
+# -- targets ------------------------------------------------------------------------------------------------------------
+
+
+def image(data: bytes) -> None:
+    """`verify`, of the bytes as they are and with the checksum that they ought to have."""
+    for array in (np.frombuffer(bytearray(data), np.uint8), _sealed(data)):
+        try:
+            believed = verify(array)
+        except ImageError:
+            continue
+        meta, tensors = believed.header()
+        assert isinstance(meta, Meta)
+        assert sum(tensor.nbytes for tensor in tensors.values()) <= len(data)
+        for tensor in tensors.values():
+            tensor.tobytes()
+
+
+def _sealed(data: bytes) -> np.ndarray:
+    array = np.frombuffer(bytearray(data), np.uint8)
+    if array.nbytes >= images._CHECKSUM.stop:
+        array[images._CHECKSUM] = np.frombuffer(images._digest(array).encode(), np.uint8)
+    return array
+
+
+def header(data: bytes) -> None:
+    """A file's own word, as `reconcile` takes it in; and what is taken in can be read, or is found to be damaged."""
+    path = scratch() / "image"
+    for content in (data, _sealed(data).tobytes()):
+        path.write_bytes(content)
+        try:
+            entry, namespace = from_header(read_header(str(path)), 5)
+        except (Damaged, ValueError, DirectoryError):
+            entry = Entry("rows", ROOT, ROOT, ROOT, 0, b"", len(content), content[37:69].decode("ascii", "replace"))
+        else:
+            assert entry.nbytes == len(content)
+            assert namespace.root == entry.namespace
+            assert entry.kind == "window" or chain(entry.parent, entry.tokens) == entry.key
+        try:
+            read_image(str(path), entry).header()
+        except Damaged:
+            continue
+
+
+def levels(data: bytes) -> None:
+    """Levels of a file, under the name that its bytes give it: what an attacker would write."""
+    from prefixcache.image import statistics_name
+
+    found = unpack(statistics_name(data), data, ROOT, levelled_plan())
+    if found is not None:
+        assert found.root == ROOT
+        for group in levelled_plan().rows.groups:
+            own = found.of(group)
+            assert own is None or own.mean.shape == own.root.shape == (group.heads, group.codec.width)
+
+
+def index(data: bytes) -> None:
+    """A database: opened and read, or broken; looked at by `survey`; and mended by `reconcile`."""
+    root = scratch() / "directory"
+    shutil.rmtree(root, ignore_errors=True)
+    shutil.copytree(sound_directory(), root)
+    (root / "index.db").write_bytes(data)
+    try:
+        found = survey(root)
+        for space in found.namespaces:
+            list(found.edges(space.root))
+    except (DirectoryError, IndexBroken):
+        pass
+    try:
+        with closing(Index(root / "index.db")) as opened:
+            opened.check()
+            known = {space.root for space in read_namespaces(opened._connection)}
+            refused: list[Entry] = []
+            for entry in read_entries(opened._connection, refused):
+                assert entry.namespace in known
+                assert entry.kind == "window" or chain(entry.parent, entry.tokens) == entry.key
+    except (DirectoryError, IndexBroken):
+        pass
+    report = reconcile(root)
+    if not report.error:
+        again = reconcile(root)
+        assert again.clean, again.summary()
+
+
+def edited_index(data: bytes) -> None:
+    """The same, of a sound database with changes: each of two bytes place, one of length, and what is written there."""
+    content, at = bytearray(sound_index()), 0
+    while at + 3 < len(data):
+        place, length = int.from_bytes(data[at : at + 2], "little"), 1 + data[at + 2] % 16
+        new = data[at + 3 : at + 3 + length]
+        content[place % len(content) : place % len(content) + len(new)] = new
+        at += 3 + length
+    index(bytes(content))
+
+
+def note(data: bytes) -> None:
+    """A quarantine note."""
+    directory = Directory(scratch() / "quarantine")
+    directory.quarantine.mkdir(parents=True, exist_ok=True)
+    (directory.quarantine / "1-a").write_bytes(b"x")
+    (directory.quarantine / "1-a.json").write_bytes(data)
+    (item,) = quarantined(directory)
+    json.dumps(item._asdict())
+
+
+def lock(data: bytes) -> None:
+    """The text of LOCK."""
+    directory = Directory(scratch() / "lock")
+    directory.root.mkdir(exist_ok=True)
+    directory.lock.write_bytes(data)
+    assert holder(directory) is None
+    assert 0 <= lock_format(directory) < 10**9
+    assert directory.ours in (True, False)
+
+
+def ranges(data: bytes) -> None:
+    """The ranges of a window, as the index has them."""
+    try:
+        masks = mask_from(data.decode("utf-8", "replace"))
+    except ValueError:
+        return
+    assert all(0 <= mask < 1 << 256 for mask in masks)
+
+
+TARGETS: dict[str, tuple[Callable[[bytes], None], Callable[[], list[bytes]]]] = {
+    "image": (image, lambda: [sound_image(kind) for kind in ("rows", "window", "snapshot")]),
+    "header": (header, lambda: [sound_image(kind) for kind in ("rows", "window", "snapshot")]),
+    "levels": (levels, lambda: [sound_levels()]),
+    "index": (edited_index, lambda: [b"\x64\x00\x01\x0d\x05", b"\x00\x10\x01\x0d\x05", b"\x12\x00\x01\x02\x02"]),
+    "note": (note, lambda: [NOTE]),
+    "lock": (lock, lambda: [LOCK_TEXT]),
+    "ranges": (ranges, lambda: [b'{"ranges":[[[0,2],[4,256]]]}']),
+}

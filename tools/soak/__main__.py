@@ -1,0 +1,60 @@
+"""`python -m tools.soak`: the command. The table comes at the end, also after Ctrl-C; exit code 1 tells of a violation."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from tools.soak.judge import Judge
+from tools.soak.prompts import TRACE
+
+
+def main(words: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.soak", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--hours", type=float, default=0.0, help="in the place of minutes")
+    parser.add_argument("--seed", type=int, help="the same seed, minutes and threads give the same schedule")
+    parser.add_argument("--threads", type=int, default=4, help="clients at once")
+    parser.add_argument("--tokens", type=int, default=24, help="tokens that a block of the trace becomes, 1 to 64")
+    parser.add_argument("--directory", type=Path, help="where to work; kept afterwards. None: a temporary one")
+    parser.add_argument("--json", type=Path, help="write the outcome there, too")
+    parser.add_argument("--plant", choices=("answer", "file", "log"), default="", help="a fault that must be found")
+    parser.add_argument("--stop", action="store_true", help="end at the first violation")
+    options = parser.parse_args(words)
+    if not TRACE.exists():
+        parser.error(f"{TRACE} is missing: run this in a clone of the repository")
+    if not 1 <= options.tokens <= 64:
+        parser.error(f"--tokens {options.tokens}: give 1 to 64")
+    seed = options.seed if options.seed is not None else random.SystemRandom().randrange(1_000_000)
+    seconds = options.hours * 3600 or options.minutes * 60
+    where = options.directory or Path(tempfile.mkdtemp(prefix="prefixcache-soak-"))
+    where.mkdir(parents=True, exist_ok=True)
+    print(f"seed {seed}, {seconds:.0f} s, {options.threads} threads, in {where}", flush=True)
+    judge = Judge(
+        seed=seed,
+        seconds=seconds,
+        threads=options.threads,
+        where=where,
+        run=options.tokens,
+        plant=options.plant,
+        stop=options.stop,
+    )
+    outcome = judge.run()
+    print(outcome.table())
+    if options.json:
+        options.json.write_text(json.dumps(outcome.as_dict(), indent=1) + "\n")
+    again = f"--seed {seed} --minutes {seconds / 60:g} --threads {options.threads} --tokens {options.tokens}"
+    if outcome.exit_code:
+        print(f"VIOLATIONS. To run it again: python -m tools.soak {again}; the log is {judge.log}")
+    elif options.directory is None:
+        shutil.rmtree(where, ignore_errors=True)
+    return outcome.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""What the cache does to its directory, told to the judge as it happens: opened, acknowledged, leaving, set aside.
+
+Wraps methods of the product's classes in the server's process; changes nothing of what they do. A deletion is told
+before it is queued, a write when its row is committed. Of a write that a deletion overtook, nothing is told: that
+deletion may come after it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from prefixcache.ssd import Entry, Ssd, reader, store, writer
+from prefixcache.ssd.entries import Address
+from prefixcache.tiers import Tiers
+
+Tell = Callable[..., None]
+
+FEW = 20  # images to a message, so that it is one write to the pipe: whole or not at all
+
+
+class Watch:
+    """`_lock` guards the order of writes and deletions, and of what is told of them."""
+
+    def __init__(self, tell: Tell):
+        self._tell = tell
+        self._lock = threading.Lock()
+        self._clock = 0
+        self._written: dict[Address, deque[tuple[int, float]]] = defaultdict(deque)  # accepted, and not yet reported
+        self._deleted: dict[Address, int] = {}
+        self._standing: set[Address] = set()
+        self._openings = 0
+
+    def install(self) -> None:
+        self._watch_opening()
+        self._watch_writes()
+        self._watch_deletions()
+        self._watch_damage()
+
+    def _watch_opening(self) -> None:
+        made, opened, mend = Ssd.__init__, store.Store._open, store.mend
+
+        def init(ssd: Ssd, *rest: Any, **more: Any) -> None:
+            made(ssd, *rest, **more)
+            entries = [[e.kind, e.key.hex(), e.checksum] for e in ssd.entries()]
+            for at in range(0, len(entries), FEW):
+                self._tell("there", entries[at : at + FEW])
+            self._tell("opened", len(entries))
+
+        def open_(one: store.Store) -> None:
+            opened(one)
+            self._openings += 1
+            if self._openings > 1:
+                self._tell("reopened")
+
+        def mend_(*rest: Any, **more: Any) -> Any:
+            report = mend(*rest, **more)
+            self._tell("mended", report.counts)
+            return report
+
+        Ssd.__init__, store.Store._open, store.mend = init, open_, mend_  # type: ignore[method-assign, assignment]
+
+    def _watch_writes(self) -> None:
+        write, written, standing = Ssd.write, Tiers.written, writer.Writer._standing
+
+        def write_(ssd: Ssd, entry: Entry, *rest: Any, **more: Any) -> bool:
+            with self._lock:
+                self._clock += 1
+                mine = (self._clock, time.monotonic())
+                self._written[entry.address].append(mine)
+            accepted = write(ssd, entry, *rest, **more)
+            if not accepted:
+                with self._lock:
+                    self._written[entry.address].remove(mine)
+            return accepted
+
+        def written_(tiers: Tiers, entry: Entry, error: Exception | None) -> None:
+            with self._lock:
+                order, at = self._written[entry.address].popleft()
+                overtaken = self._deleted.get(entry.address, 0) > order
+                if not self._written[entry.address]:
+                    del self._written[entry.address]
+                    self._deleted.pop(entry.address, None)
+                stood = entry.address in self._standing
+                self._standing.discard(entry.address)
+                if error is None and not overtaken:
+                    self._tell("durable", entry.kind, entry.key.hex(), entry.checksum, at, stood)
+            written(tiers, entry, error)
+
+        def standing_(one: writer.Writer, *rest: Any) -> set[Address]:
+            found = standing(one, *rest)
+            with self._lock:
+                self._standing |= found
+            return found
+
+        Ssd.write, Tiers.written = write_, written_  # type: ignore[method-assign]
+        writer.Writer._standing = standing_  # type: ignore[method-assign]
+
+    def _watch_deletions(self) -> None:
+        delete = Ssd.delete
+
+        def delete_(ssd: Ssd, entries: Iterable[Entry]) -> None:
+            entries = list(entries)
+            with self._lock:
+                for entry in entries:
+                    self._clock += 1
+                    if entry.address in self._written:
+                        self._deleted[entry.address] = self._clock
+                for at in range(0, len(entries), FEW):
+                    self._tell("leaving", time.monotonic(), [[e.kind, e.key.hex()] for e in entries[at : at + FEW]])
+            delete(ssd, entries)
+
+        Ssd.delete = delete_  # type: ignore[method-assign]
+
+    def _watch_damage(self) -> None:
+        set_aside = reader.Reader._set_aside
+
+        def set_aside_(one: reader.Reader, path: str, entry: Entry, damage: Any) -> None:
+            self._tell("aside", time.monotonic(), entry.kind, entry.key.hex(), str(damage))
+            set_aside(one, path, entry, damage)
+
+        reader.Reader._set_aside = set_aside_  # type: ignore[method-assign]
