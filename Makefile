@@ -16,13 +16,16 @@ comma := ,
 EXTRAS := $(if $(EXTRA),$(EXTRA)$(comma))test
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint bench soak fuzz crash clean
 
 help:
 	@echo "make demo     what the cache does, shown and checked on a tiny model (a few minutes with the install)"
 	@echo "make test     the tests"
 	@echo "make lint     ruff and mypy"
 	@echo "make bench    the benchmarks"
+	@echo "make soak     a trace replayed with kills and faults, MINUTES=5"
+	@echo "make crash    killed, cut off and refused by the disk at every call, MINUTES=10 of it (Linux)"
+	@echo "make fuzz     the parsers under a fuzzer led by coverage, SECONDS=60 each (Linux)"
 	@echo "make clean    remove .venv and all that was built or cached here"
 	@echo
 	@echo "PYTHON=python3.12   another Python;   EXTRA=cuda   MLX for NVIDIA GPUs (make clean before a change of EXTRA)"
@@ -47,6 +50,19 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m tools.bench
+
+MINUTES ?=
+SECONDS ?= 60
+
+soak: $(STAMP)
+	$(BIN)/python -m tools.soak --minutes $(or $(MINUTES),5)
+
+crash: $(STAMP)
+	$(BIN)/python -m tests.crash --rounds 500 --power --minutes $(or $(MINUTES),10)
+
+fuzz: $(STAMP)
+	$(BIN)/python -m pip install --quiet atheris
+	$(BIN)/python -m tests.fuzz.atheris_run --seconds $(SECONDS)
 
 clean:
 	rm -rf $(VENV) kernels/*.so build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

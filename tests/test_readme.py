@@ -63,7 +63,7 @@ def test_the_make_targets_exist() -> None:
 
 def test_the_commands_and_their_options_exist() -> None:
     lines = re.findall(r"^prefixcache (\w+) DIR ((?:--[\w-]+)?)", README, re.MULTILINE)
-    assert {command for command, _ in lines} == {"inspect", "reconcile"}
+    assert {command for command, _ in lines} == {"inspect", "reconcile", "prune", "clear", "export", "import"}
     for command, option in lines:
         shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"})
         assert shown.exit_code == 0

@@ -206,7 +206,7 @@ def test_a_crash_at_any_step_loses_nothing_that_was_acknowledged(fast_root, torn
     _, total, died = run_child(fast_root.with_name("whole"), 0, torn)
     assert total > 60
     assert not died
-    for at in range(1, total + 1, 5 if torn else 2):
+    for at in range(1, total + 1, 9):  # tests/crash has every one, where a library can be put before the C library's calls
         root = fast_root.with_name(f"ssd{at}")
         said, steps, died = run_child(root, at, torn)
         assert died or 0 < steps < at, at  # how the writer batches, and so the number of steps, is a matter of timing
@@ -221,7 +221,7 @@ def test_a_crash_while_recovering_is_recovered_from(fast_root):
     check_after(fast_root, said)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 def test_killed_at_any_moment_all_that_was_acknowledged_is_there(fast_root, seed):
     chance = random.Random(seed)
     out, into = os.pipe()
