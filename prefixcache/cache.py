@@ -48,6 +48,7 @@ log = logging.getLogger("prefixcache")
 TELL = 60.0  # seconds after which a hit tells the index what was used
 NAMESPACES = 1024  # from so many on, those that hold nothing are forgotten when one is added
 PROMOTERS = 4  # promotions at work at once; the reads of each go to the SSD's reader pool
+QUEUE_SHARE = 4  # spill_queue="auto" is a 4th of the RAM budget
 HURRY = 5.0  # seconds that an interrupted close() gives the SSD
 
 _open: set[PrefixCache] = set()  # those that have a directory, until they are closed
@@ -107,7 +108,7 @@ class PrefixCache:
         self._kernels = turboquant_backends.describe()
         self._told = time.monotonic()  # when the index last heard what was used
         self._closed = False
-        self._close_lock = threading.Lock()
+        self._close_lock = threading.RLock()  # a signal's handler may close what is being closed
         self._pid = os.getpid()
         self._ssd: Ssd | None = None
         if self.settings.ssd_dir is not None and self.settings.ssd != 0:
@@ -117,11 +118,13 @@ class PrefixCache:
         self._pressure = Pressure(self._tiers, self.settings.reserve_bytes(machine_memory()))
         if self.settings.memory_reserve != 0:
             self._pressure.start()
+        if self._ssd is not None:
+            _open.add(self)
 
     def _open_ssd(self, ram: int) -> None:
         directory = self.settings.ssd_dir
         assert directory is not None
-        queue = self.settings.spill_queue if self.settings.spill_queue != "auto" else max(ram // 4, 1)
+        queue = self.settings.spill_queue if self.settings.spill_queue != "auto" else max(ram // QUEUE_SHARE, 1)
         self._ssd = Ssd(
             directory, limit=self.settings.ssd_bytes(directory), queue_bytes=queue, readers=self.settings.readers,
             written=self._tiers.written, vanished=self._tiers.vanished,
@@ -133,7 +136,6 @@ class PrefixCache:
             if isinstance(error, (OSError, sqlite3.Error)):
                 raise refusal(directory, error) from error
             raise
-        _open.add(self)
 
     # -- namespaces ---------------------------------------------------------------------------------------------------
 
@@ -458,7 +460,7 @@ class PrefixCache:
         seconds (the setting `spill_wait`, if None) is lost, pinned images excepted. Until the last of it is gone,
         `stats().ram_limit` is what is held. For a lower SSD limit the coldest files are deleted; `flush()` waits for that.
 
-        Raises ValueError for what is no size, for 0, and for an SSD that the cache was opened without.
+        Raises ValueError for what is no size, for 0, and for a tier that the cache was opened without.
         """
         self._check_open()
         sizes = {name: parse_size(value, name) for name, value in (("ram", ram), ("ssd", ssd)) if value is not None}
@@ -467,9 +469,12 @@ class PrefixCache:
                 raise ValueError(f"{name}=0: a tier can't be taken away while the cache runs; open another without it")
         if "ssd" in sizes and self._ssd is None:
             raise ValueError(f"ssd={ssd!r}: this cache was opened without an SSD; open another with ssd_dir")
+        if "ram" in sizes and self.settings.ram == 0:
+            raise ValueError(f"ram={ram!r}: this cache was opened with ram=0, the SSD only; open another")
         if "ram" in sizes:
-            self._tiers.full = sizes["ram"]
-            self._tiers.resize(sizes["ram"], self.settings.spill_wait if wait is None else wait)
+            if self._ssd is not None and self.settings.spill_queue == "auto":
+                self._ssd.resize_queue(max(sizes["ram"] // QUEUE_SHARE, 1))
+            self._tiers.resize(sizes["ram"], self.settings.spill_wait if wait is None else wait, asked=True)
             give_back()
         if "ssd" in sizes:
             self._tiers.resize_ssd(sizes["ssd"])
@@ -550,24 +555,24 @@ class PrefixCache:
             if self._closed:
                 return
             self._closed = True
-            wait = HURRY
+            end, whole = time.monotonic() + self.settings.close_timeout, False
             try:
                 self._pressure.stop()
                 self._promoters.shutdown(wait=False, cancel_futures=True)
-                concurrent.futures.wait(list(self._promoting), self.settings.close_timeout)
+                concurrent.futures.wait(list(self._promoting), _left(end))
                 if self._ssd is not None:
-                    self._write_out()
-                wait = self.settings.close_timeout
+                    self._write_out(_left(end))
+                whole = True
             finally:
                 if self._ssd is not None:
-                    self._ssd.close(wait)
+                    self._ssd.close(_left(end) if whole else min(HURRY, _left(end)))
                 _open.discard(self)
                 self._tiers.release()
                 give_back()
 
-    def _write_out(self) -> None:
+    def _write_out(self, timeout: float) -> None:
         self._tiers.persist_recency()
-        if self.settings.spill_on_close and not self._tiers.drain(self.settings.close_timeout):
+        if self.settings.spill_on_close and not self._tiers.drain(timeout):
             log.warning("not all of RAM was written within close_timeout=%s s", self.settings.close_timeout)
 
     def __enter__(self) -> PrefixCache:
@@ -598,6 +603,10 @@ def _close_all() -> None:
             cache.close()
         except Exception:
             log.exception("ssd_dir=%r: not closed cleanly at the end of the program", str(cache.settings.ssd_dir))
+
+
+def _left(end: float) -> float:
+    return max(end - time.monotonic(), 0.0)
 
 
 def _whole(number: Any, call: str, what: str) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable
 
 from prefixcache.memory import available_memory, give_back
@@ -20,51 +21,51 @@ EASE = 2  # and only while so many times the reserve are free
 
 
 class Pressure:
-    """`look` is one look, on any thread; `start` has a thread do it until `stop`."""
+    """`look` is one look, on any thread; `start` has a thread do it until `stop`, or until the tiers are gone."""
 
     def __init__(self, tiers: Tiers, reserve: int, available: Callable[[], int] = available_memory):
-        self._tiers = tiers
+        self._tiers = weakref.ref(tiers)
         self._reserve = reserve
         self._available = available
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="prefixcache-memory", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        threading.Thread(target=self._run, name="prefixcache-memory", daemon=True).start()
 
     def stop(self) -> None:
+        """Does not wait: whoever calls it may hold what the thread waits for."""
         self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join()
 
     def _run(self) -> None:
-        while not self._stop.wait(PERIOD):
+        while not self._stop.wait(PERIOD) and self._tiers() is not None:
             try:
                 self.look()
             except Exception:
                 log.exception("memory_reserve=%d: could not look at the machine's memory", self._reserve)
 
     def look(self) -> None:
-        """Lower the budget by what is missing, or raise it by a step. Images that leave go to the SSD where there is one."""
-        budget, full = self._tiers.budget, self._tiers.full
+        """Lower the budget by what is missing, or raise it by a step. What leaves goes to the SSD, as far as its queue takes
+        it.
+        """
+        tiers = self._tiers()
+        if tiers is None:
+            return
         missing = self._reserve - self._available()
-        before = budget.limit
-        if missing > 0:
-            held = budget.held()
-            # Nodes are not let go for this: what is on the SSD would leave with them.
-            least = max(full // LEAST, MIRROR_SHARE * held.nodes)
-            self._to(max(min(before, held.total - missing), least))
-        elif before < full and -missing >= (EASE - 1) * self._reserve:
-            self._to(min(full, before + max(full // STEPS, 1)))
-        elif budget.room < 0:
-            self._to(before)
-        if before == full > budget.limit:
-            log.warning("%d bytes of memory are free, less than memory_reserve=%d: the RAM budget goes from %d to %d until "
-                        "there is more", self._reserve - missing, self._reserve, full, budget.limit)  # fmt: skip
-        elif before < full == budget.limit:
-            log.info("the RAM budget is back at %d bytes", full)
-
-    def _to(self, limit: int) -> None:
-        held = self._tiers.budget.held().total
-        if self._tiers.resize(min(limit, self._tiers.full)) < held:
+        with tiers.lock:
+            budget, full = tiers.budget, tiers.full
+            before, held = budget.limit, budget.held()
+            limit = before
+            if missing > 0:
+                # Nodes are not let go for this: what is on the SSD would leave with them.
+                least = max(full // LEAST, MIRROR_SHARE * held.nodes if tiers.ssd is not None else 0)
+                limit = min(before, max(held.total - missing, least))
+            elif before < full and -missing >= (EASE - 1) * self._reserve:
+                limit = min(full, before + max(full // STEPS, 1))
+            less = (limit != before or budget.room < 0) and tiers.resize(limit) < held.total
+        if less:
             give_back()
+        if before == full > limit:
+            log.warning("%d bytes of memory are free, less than memory_reserve=%d: the RAM budget goes from %d to %d until "
+                        "there is more", self._reserve - missing, self._reserve, full, limit)  # fmt: skip
+        elif before < full == limit:
+            log.info("the RAM budget is back at %d bytes", full)

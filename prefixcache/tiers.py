@@ -111,11 +111,15 @@ class Tiers:
         """The limit may be lower than it was: the coldest leave until it holds."""
         before = ssd.used
         with self.lock:
-            if not self._room_on_ssd(0):
-                log.warning("ssd=%d is less than the %d bytes that the directory takes without an image: nothing will be "
-                            "kept there; give it more", ssd.limit, ssd.used)  # fmt: skip
-        if before > ssd.limit:
+            holds, left = self._room_on_ssd(0), self.tree.on_ssd
+        if ssd.used < before:
             log.warning("the SSD's limit is %d bytes, and it held %d: the coldest were deleted", ssd.limit, before)
+        if not holds and left:
+            log.warning("the SSD's limit is %d bytes, and it holds %d that are pinned or being written: they leave when they "
+                        "may", ssd.limit, ssd.used)  # fmt: skip
+        elif not holds:
+            log.warning("ssd=%d is less than the %d bytes that the directory takes without an image: nothing will be "
+                        "kept there; give it more", ssd.limit, ssd.used)  # fmt: skip
 
     def _mirror(self, entry: Entry, reservation: Reservation) -> bool:
         home = self.homes[entry.namespace]
@@ -247,11 +251,13 @@ class Tiers:
             self._in_time(done, wait)
             return self.budget.held().total
 
-    def resize(self, nbytes: int, wait: float = 0) -> int:
+    def resize(self, nbytes: int, wait: float = 0, asked: bool = False) -> int:
         """The budget becomes `nbytes`, and the coldest leave until it holds. What the SSD has not taken in `wait` seconds
-        is lost, but for what waits for it by then: that leaves when it is durable. Returns the bytes held.
+        is lost, but for what waits for it by then: that leaves when it is durable. `asked`: it is what was asked for now.
+        Returns the bytes held.
         """
         with self.lock:
+            self.full = nbytes if asked else self.full
             self.budget.resize(nbytes)
             while self.budget.held().nodes > nbytes // MIRROR_SHARE and (slot := self.tree.coldest(SSD)) is not None:
                 self._unlist(slot)
@@ -451,7 +457,9 @@ class Tiers:
     def _write(self, slot: Slot, tick: int) -> bool:
         ssd = self.ssd
         rank = (tick, -slot.node.start)
-        if ssd is None or slot.image is None or not self._room_on_ssd(ssd.footprint(slot.nbytes), rank):
+        if ssd is None or slot.image is None or not ssd.takes(slot.nbytes):
+            return False
+        if not self._room_on_ssd(ssd.footprint(slot.nbytes), rank):
             return False
         home = self.homes[_root_of(slot).key]
         levels = self.level_set(slot.needs)
@@ -462,7 +470,7 @@ class Tiers:
 
     def _room_on_ssd(self, nbytes: int, rank: tuple[int, int] | None = None) -> bool:
         """Make room by deleting what is colder than `rank`, a tick and minus the start of a block: of one prompt the later
-        blocks are the colder. None: whatever is coldest. Nothing is deleted that would not make enough.
+        blocks are the colder. None: whatever is coldest. With one, nothing that is known is deleted unless it makes enough.
         """
         ssd = self.ssd
         assert ssd is not None
@@ -484,7 +492,7 @@ class Tiers:
     def _colder(self, nbytes: int, rank: tuple[int, int]) -> bool:
         """Whether so many bytes on SSD are colder than `rank` and may leave."""
         for slot in self.tree.order[SSD]:
-            if (slot.tick, -slot.node.start) >= rank:
+            if not slot.spare and (slot.tick, -slot.node.start) >= rank:
                 return False
             if slot.disk and not slot.pins and not slot.saving:
                 nbytes -= slot.disk
@@ -558,6 +566,7 @@ class Tiers:
         with self.lock:
             if self.ssd is None:
                 return True
+            failed = self.ssd.failed
             while True:
                 dirty = [s for s in reversed(self.tree.order[RAM]) if not s.disk and not s.saving]
                 for slot in dirty:  # what finds the queue full is tried again while the writer makes progress
@@ -568,7 +577,7 @@ class Tiers:
                 if time.monotonic() > deadline:
                     return False
                 self.moved.wait(0.1)
-        return self.ssd.flush(max(deadline - time.monotonic(), 0.01))
+        return self.ssd.flush(max(deadline - time.monotonic(), 0.01), since=failed)
 
     def persist_recency(self) -> None:
         """Tell the index what was used since it last heard."""
@@ -700,7 +709,9 @@ class Tiers:
             self.moved.notify_all()
 
     def _back_to_limit(self) -> None:
-        """What could not leave the SSD when its limit was lowered, pinned or on its way there, leaves as soon as it can."""
+        """What could not leave when a limit was lowered, pinned or on its way to the SSD, leaves as soon as it can."""
+        if self.budget.room < 0:
+            self._shrink(False)
         if self.ssd is not None and self.ssd.used > self.ssd.limit:
             self._room_on_ssd(0)
 

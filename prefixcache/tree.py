@@ -55,7 +55,7 @@ class Slot:
 
     __slots__ = (
         "checksum", "created", "disk", "hits", "image", "key", "kind", "loading", "mask", "nbytes", "needs", "node",
-        "pins", "saving", "suffix", "tick",
+        "pins", "saving", "spare", "suffix", "tick",
     )  # fmt: skip
 
     def __init__(self, kind: str, node: Node, key: bytes, nbytes: int, suffix: bytes = b"", mask: tuple[int, ...] = ()):
@@ -70,6 +70,7 @@ class Slot:
         self.disk = 0
         self.checksum = ""
         self.saving = False  # waits for the SSD
+        self.spare = False  # no boundary on SSD needs it any more: it stands among the coldest there, whatever its tick
         self.loading: Any = None  # a Future while it comes from the SSD
         self.pins = 0
         self.tick = 0
@@ -330,6 +331,7 @@ class Tree:
         ram, ssd = self.order
         for slot in slots:
             slot.tick = self.clock
+            slot.spare = False
             slot.hits += hit
             ssd.move_to_end(slot)
             if slot.image is not None and not slot.saving:
@@ -610,6 +612,7 @@ class Tree:
             node = stack.pop()
             if node.rows is not None and node.rows.within(tier) and node.rows in self.order[tier]:
                 self.order[tier].move_to_end(node.rows, last=False)
+                node.rows.spare |= tier == SSD
             stack.extend(node.kids)
 
     # -- the SSD's index, read back -----------------------------------------------------------------------------------

@@ -273,3 +273,80 @@ def test_any_error_of_the_disk_is_told_and_outlived(opened, tmp_path, monkeypatc
     settled(cache, tmp_path / "ssd")
     cache.trim_to(0)
     assert cache.promote(prompt(3), model="m").result(20) == fetched(cache, 3) == 600
+
+
+def test_a_flush_is_false_when_a_store_found_the_disk_failing_after_a_deletion_did(opened, monkeypatch):
+    cache = opened()
+    put(cache, 1)
+    assert cache.flush()
+    monkeypatch.setattr(queue, "FIRST_DELAY", 60.0)
+    cache._ssd._queue._delay = 60.0
+    with monkeypatch.context() as patch:
+
+        def fail(*args, **more):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+        patch.setattr(cache._ssd._store.index, "find", fail)
+        cache.remove(prompt(1), model="m")
+        until(lambda: cache.stats().ssd.errors)
+    put(cache, 2)
+    assert not cache.flush(5)
+    assert cache.flush(5)
+    cache.close()
+    again = opened()
+    assert again.promote(prompt(2), model="m").result(20) == fetched(again, 2) == 600
+
+
+def test_a_vanished_directory_that_can_t_be_begun_anew_at_once_is_later(opened, tmp_path, monkeypatch):
+    cache = opened()
+    put(cache, 1)
+    assert cache.flush()
+    shutil.rmtree(tmp_path / "ssd")
+    with monkeypatch.context() as patch:
+
+        def fail(*args):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        patch.setattr(os, "ftruncate", fail)  # LOCK can't be signed
+        put(cache, 2)
+        assert not cache.flush(2)
+        assert cache.stats().ssd.errors
+    put(cache, 3)
+    settled(cache, tmp_path / "ssd")
+    assert cache.stats().ssd.files > 0
+
+
+def test_a_disk_that_was_unmounted_is_waited_for_and_nothing_is_written_under_it(opened, disk):
+    cache = opened(disk / "ssd")
+    put(cache, 1)
+    assert cache.flush()
+    subprocess.run(["umount", "--lazy", disk], check=True)
+    try:
+        put(cache, 2)
+        assert not cache.flush(2)
+        assert "not mounted" in cache.stats().ssd.last_error
+        assert not list(disk.iterdir())
+        assert fetched(cache, 2) == 600
+    finally:
+        mount("-t", "tmpfs", "none", disk)
+
+
+def test_a_lowered_budget_holds_once_a_slow_disk_has_taken_what_waited(opened, monkeypatch):
+    cache = opened(ram="2MB", memory_reserve=0, spill_queue="1MB")
+    with stalled(monkeypatch, "fsync"):
+        put(cache, *range(24))
+        cache.resize(ram="300KB", wait=0.1)
+        assert cache.stats().ram_held > 300_000
+    until(lambda: cache.stats().ram_held <= 300_000)
+    cache.check_integrity()
+
+
+def test_a_closing_takes_no_more_than_its_time_and_the_grace(opened, monkeypatch):
+    """Counted in the waits that are asked for, not by the clock."""
+    monkeypatch.setattr("prefixcache.ssd.tier.GRACE", 0.2)
+    cache = opened(close_timeout=0.3)
+    put(cache, *range(6))
+    ended = threading.Event()
+    with stalled(monkeypatch, "fsync"):
+        threading.Thread(target=lambda: (cache.close(), ended.set()), daemon=True).start()
+        assert ended.wait(20)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
+import weakref
 
 import pytest
 
@@ -224,10 +226,11 @@ def test_limits_that_change_all_the_time_under_load_are_kept(opened):
         ({"ram": 0}, "ram=0: a tier can't be taken away"),
         ({"ssd": 0}, "ssd=0: a tier can't be taken away"),
         ({"ram": "1MB", "ssd": "bad"}, "ssd='bad'"),
+        ({"ram": "1MB", "opened": {"ram": 0}}, "opened with ram=0"),
     ],
 )
 def test_bad_limits_change_nothing(opened, values, text):
-    cache = opened()
+    cache = opened(**values.pop("opened", {}))
     before = cache.stats()
     with pytest.raises(ValueError, match=text):
         cache.resize(**values)
@@ -327,7 +330,31 @@ def test_its_thread_runs_while_the_cache_is_open(opened, monkeypatch):
     named = {thread.name for thread in threading.enumerate()}
     assert "prefixcache-memory" in named
     cache.close()
-    assert "prefixcache-memory" not in {thread.name for thread in threading.enumerate()}
+    until(lambda: "prefixcache-memory" not in {thread.name for thread in threading.enumerate()})
+
+
+def test_a_cache_that_nobody_has_any_more_is_freed(opened, monkeypatch):
+    monkeypatch.setattr("prefixcache.pressure.PERIOD", 0.01)
+    cache = PrefixCache(ram="2MB", codec="raw")
+    put(cache, 1)
+    tiers = weakref.ref(cache._tiers)
+    del cache
+    gc.collect()
+    assert tiers() is None
+    until(lambda: "prefixcache-memory" not in {thread.name for thread in threading.enumerate()})
+
+
+def test_it_never_raises_the_budget_while_memory_is_short(opened):
+    cache = opened(ssd_dir=None)
+    pressure, _ = pressed(cache, 0, 1 << 40)
+    limits = []
+    for turn in range(12):
+        pressure.look()
+        limits.append(cache.stats().ram_limit)
+        for seed in range(turn * 30, turn * 30 + 30):
+            put(cache, seed, count=1)
+    assert limits == sorted(limits, reverse=True)
+    assert limits[-1] <= 2_000_000 // LEAST + 20_000
 
 
 def test_what_is_free_heeds_the_control_group(tmp_path, monkeypatch):

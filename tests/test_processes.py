@@ -316,3 +316,19 @@ def test_sixteen_threads_that_do_everything_at_once_break_no_invariant(tmp_path)
     assert cache.stats().counters.corrupt == 0
     cache.close()
     assert reconcile(tmp_path, deep=True).clean
+
+
+def test_a_signals_handler_may_close_what_is_being_closed(tmp_path):
+    script = """
+        signal.signal(signal.SIGALRM, lambda *_: cache.close())
+        cache.store(LONG, states.sliceable(LONG), model='m')
+        drain = cache._tiers.drain
+        def interrupted(timeout):
+            signal.raise_signal(signal.SIGALRM)
+            return drain(timeout)
+        cache._tiers.drain = interrupted
+        cache.close()
+        print('closed')
+    """
+    out, err = program(script, tmp_path).communicate(timeout=60)
+    assert (out, err) == ("closed\n", "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ import typer
 
 from prefixcache.cli.text import complain, print_json
 from prefixcache.ssd import ArchiveError, DirectoryError, IndexBroken, NoSuchNamespace, SsdError, audit
-from prefixcache.ssd.directory import Directory
+from prefixcache.ssd.directory import Directory, refusal
 
 _NOTHING_DONE = (DirectoryError, NoSuchNamespace, IndexBroken, ArchiveError)
 
@@ -46,8 +47,9 @@ def changing(
         end(f"stopped by {number.name}")
         complain(f"{command}: stopped by {number.name}")
         raise typer.Exit(128 + number) from None
-    except (SsdError, OSError) as error:
-        if not isinstance(error, _NOTHING_DONE):
+    except (SsdError, OSError, sqlite3.Error) as failed:
+        error = refusal(directory, failed) if isinstance(failed, sqlite3.Error) else failed
+        if not isinstance(failed, _NOTHING_DONE):
             end(f"failed: {error}")
         complain(str(error))
         if as_json:
@@ -60,12 +62,21 @@ def note(directory: Path, command: str, arguments: dict[str, Any], result: str, 
     """Add a line to the audit log. A disk that does not take it is told of and stops nothing."""
     from prefixcache import __version__
 
+    if not _is_ours(Directory(directory)):  # nothing of somebody else's is touched
+        return
     given = {name: value for name, value in arguments.items() if value not in (None, False)}
     record = {"release": __version__, "command": command, "arguments": given, "did": did, "result": result}
     try:
         audit.append(Directory(directory), record)
     except OSError as error:
         complain(f"{audit.NAME}: {os.strerror(error.errno or 0)}: this {command} is not noted there")
+
+
+def _is_ours(directory: Directory) -> bool:
+    try:
+        return directory.ours
+    except OSError:
+        return False
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from prefixcache.cli.progress import bar
 from prefixcache.cli.text import complain, console, foreign, many, print_json, size
 from prefixcache.ssd import Exported, SsdError
 from prefixcache.ssd import export as pack
-from prefixcache.ssd.directory import sync_folder
+from prefixcache.ssd.directory import Directory, sync_folder
 
 ROWS = 200  # namespaces in the table; --json has all
 FEW = 10  # images left out that are named
@@ -65,6 +65,7 @@ def export(
     from prefixcache import __version__
 
     with changing("export", directory, arguments, dry_run=dry_run, as_json=as_json and not streaming) as told:
+        Directory(directory).require()
         with _destination(None if dry_run else file, directory) as stream, bar("exporting") as show:
             found = pack(directory, stream, model=model, namespace=namespace, release=__version__, progress=show)
         told.update(images=found.images, bytes=found.nbytes, namespaces=len(found.spaces), left_out=len(found.left_out))

@@ -151,7 +151,7 @@ class Directory:
         """Everything inside the image folders; None for a name that no image has."""
         for folder, kind in _KINDS.items():
             for sub in _scan(self.root / folder):
-                if not sub.is_dir(follow_symlinks=False) or not re.fullmatch("[0-9a-f]{2}", sub.name):
+                if not _holds(sub):
                     yield None, sub
                     continue
                 for item in _scan(sub.path):
@@ -173,8 +173,8 @@ class Directory:
             yield from (sub for sub in _scan(self.root / folder) if sub.is_symlink())
 
     def names(self) -> dict[str, set[str]]:
-        """By kind, what is in the two-digit folders: of an image the key as hex digits, of what is none its whole name."""
-        found: dict[str, set[str]] = {kind: set() for kind in FOLDERS}
+        """By kind, what is in its folder: of an image the key as hex digits, of what is none its whole name."""
+        found = {kind: {i.name for i in _scan(self.root / folder) if not _holds(i)} for folder, kind in _KINDS.items()}
         for folder in self.image_folders():
             kind = _KINDS[os.path.basename(os.path.dirname(folder))]
             found[kind].update(name.removesuffix(SUFFIX) for name in os.listdir(folder))
@@ -415,6 +415,13 @@ def disk_of(found: os.stat_result) -> int:
     return found.st_blocks * 512
 
 
+def device_of(path: Path) -> int:
+    """The device of what is at `path`, or of the nearest folder above where nothing is."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return os.stat(path).st_dev
+
+
 def disk_at(path: str | os.PathLike[str]) -> int:
     """`disk_of` what is at `path`; 0 when nothing is."""
     try:
@@ -435,6 +442,11 @@ def tree_size(path: str | os.PathLike[str]) -> int:
             else:
                 total += disk_at(item.path)
     return total
+
+
+def _holds(item: os.DirEntry[str]) -> bool:
+    """Whether it is a two-digit folder."""
+    return bool(re.fullmatch("[0-9a-f]{2}", item.name)) and item.is_dir(follow_symlinks=False)
 
 
 def _scan(path: str | os.PathLike[str]) -> Iterator[os.DirEntry[str]]:

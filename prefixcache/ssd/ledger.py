@@ -46,17 +46,18 @@ class Ledger:
     """
 
     def __init__(self, limit: int, block: int):
-        self.resize(limit)
         self.block = block
         self._lock = threading.Lock()
-        self._count = 0
+        self._count = self.log_room = 0
         self._files = self._queued = self._leaving = self._quarantine = self._overhead = self._reserve = 0
+        self.resize(limit)
 
     def resize(self, limit: int) -> None:
-        self.limit = limit
         # The log of the index is cut when it has reached half of its room; one transaction stays within the other half.
-        self.log_room = min(max(limit // 16, _LOG_ROOM[0]), _LOG_ROOM[1])
-        self.rows = max(1, self.log_room // 2 // (ROW_PAGES * PAGE))
+        log_room = min(max(limit // 16, _LOG_ROOM[0]), _LOG_ROOM[1])
+        with self._lock:
+            self.limit, self._reserve = limit, self._reserve + max(0, log_room - self.log_room)
+            self.log_room, self.rows = log_room, max(1, log_room // 2 // (ROW_PAGES * PAGE))
 
     def footprint(self, nbytes: int) -> int:
         """Real bytes to expect of a file of `nbytes`, its share of index and folders included."""

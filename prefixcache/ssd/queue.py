@@ -107,6 +107,7 @@ class Queue:
             full = self._queued and self._queued + image.nbytes > self._limit
             if full or self._closing or self._stuck or not self._ledger.admit(image.nbytes):
                 self._dropped += 1
+                self._failed += self._stuck  # for a flush that waits for what was refused
                 return False
             self._sequence += 1
             older = self._waiting.pop(entry.address, None)
@@ -180,8 +181,30 @@ class Queue:
 
     # Waiting
 
-    def flush(self, timeout: float | None) -> bool:
-        """True when all queued before is durable and indexed, and no write failed since the flush before."""
+    @property
+    def failed(self) -> int:
+        """Writes that failed, or that found the disk failing."""
+        with self._lock:
+            return self._failed
+
+    def takes(self, nbytes: int) -> bool:
+        """Whether a write of so many bytes would be taken now, if the directory has room. No is counted as a refusal."""
+        with self._lock:
+            full = self._queued and self._queued + nbytes > self._limit
+            if full or self._closing or self._stuck:
+                self._dropped += 1
+                self._failed += self._stuck  # for a flush that waits for what was refused
+                return False
+            return True
+
+    def resize(self, queue_bytes: int) -> None:
+        with self._lock:
+            self._limit = queue_bytes
+
+    def flush(self, timeout: float | None, since: int | None = None) -> bool:
+        """True when all queued before is durable and indexed, and no write failed since the flush before, or since `failed`
+        was `since`.
+        """
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._lock:
             target, attempts = self._sequence, self._attempts + (self._working is not None)
@@ -196,8 +219,9 @@ class Queue:
                     if left is not None and left <= 0:
                         return False
                     self._done.wait(left)
-                failed, self._failed_at_flush = self._failed - self._failed_at_flush, self._failed
-                return not failed
+                before = self._failed_at_flush if since is None else since
+                self._failed_at_flush = self._failed
+                return self._failed == before
             finally:
                 self._hurry -= 1
 

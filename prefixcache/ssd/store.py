@@ -6,6 +6,7 @@ the writer's thread alone changes what is here; readers only set files aside.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -18,6 +19,7 @@ import numpy as np
 from prefixcache.ssd.directory import (
     Directory,
     Lock,
+    device_of,
     disk_at,
     disk_of,
     identity_at,
@@ -55,6 +57,7 @@ class Store:
         try:
             self.ledger = Ledger(limit, max(512, os.statvfs(self.directory.root).f_frsize))
             self.quarantine = Quarantine(self.directory)
+            self._device = device_of(self.directory.root)
             self._open()
         except (OSError, sqlite3.Error) as error:
             self._lock.release()
@@ -97,6 +100,7 @@ class Store:
         """Whether index and files agree in names and, where the index's sizes are odd, in sizes. Real sizes are corrected:
         their sum is held against the limit.
         """
+        wrong: list[tuple[Address, int]] = []
         for address, nbytes, disk in self.index.odd_sizes(self.ledger.block):
             try:
                 found = os.stat(self.directory.file(address), follow_symlinks=False)
@@ -105,7 +109,12 @@ class Store:
             if found.st_size != nbytes:
                 return False
             if disk_of(found) != disk:
-                self.index.correct(address, disk_of(found))
+                wrong.append((address, disk_of(found)))
+        for at in range(0, len(wrong), self.ledger.rows):
+            with self.index.transaction():
+                for address, there in wrong[at : at + self.ledger.rows]:
+                    self.index.correct(address, there)
+            self.index.checkpoint()
         return self.directory.names() == self.index.names()
 
     # Accounting
@@ -208,8 +217,10 @@ class Store:
     @property
     def stands(self) -> bool:
         """Whether the directory is still the one that was opened."""
-        same = identity_at(self.directory.index) == self.index.identity
-        return same and identity_at(self.directory.lock) == self._lock.identity
+        here = identity_at(self.directory.index)  # a closed index has no identity
+        return (
+            here is not None and here == self.index.identity and identity_at(self.directory.lock) == self._lock.identity
+        )
 
     def revive(self) -> set[Address] | None:
         """After an error: make its folders where they are gone. If all of it vanished, begin it anew, and return the images
@@ -219,6 +230,8 @@ class Store:
             self.directory.furnish()
             self._folders = self.directory.image_folders()
             return None
+        if device_of(self.directory.root) != self._device:
+            raise OSError(errno.ENODEV, "its disk is not mounted", str(self.directory.root))
         log.warning("SSD %s: the directory vanished; it is opened again", self.directory.root)
         self.index.close()
         self.directory.create()
@@ -267,7 +280,11 @@ def mended(
         reason = str(error)
     index.close()
     index = _new_index(directory, quarantine, reason)
-    return index, mend(directory, index, quarantine, broken=reason, **more)
+    try:
+        return index, mend(directory, index, quarantine, broken=reason, **more)
+    except BaseException:
+        index.close()
+        raise
 
 
 def _new_index(directory: Directory, quarantine: Quarantine, reason: str) -> Index:

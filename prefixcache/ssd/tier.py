@@ -132,6 +132,14 @@ class Ssd:
         """A new limit. Nothing is written beyond it from now on; what must leave is for the caller to delete."""
         self._store.ledger.resize(limit)
 
+    def resize_queue(self, queue_bytes: int) -> None:
+        """So many bytes may wait from now on."""
+        self._queue.resize(queue_bytes)
+
+    def takes(self, nbytes: int) -> bool:
+        """Whether the queue would take a write of so many bytes now."""
+        return self._queue.takes(nbytes)
+
     def footprint(self, nbytes: int) -> int:
         """Room to expect of a file of `nbytes`: its blocks, and its share of index and folders."""
         return self._store.ledger.footprint(nbytes)
@@ -198,13 +206,18 @@ class Ssd:
 
     # Waiting
 
-    def flush(self, timeout: float | None = None) -> bool:
+    @property
+    def failed(self) -> int:
+        """How many writes failed, or were refused because the disk was failing; for `flush`."""
+        return self._queue.failed
+
+    def flush(self, timeout: float | None = None, since: int | None = None) -> bool:
         """Wait until all queued before is durable and indexed. False: not in time, or a write failed since the last
-        flush.
+        flush, or since `failed` was `since`.
         """
         if self._pid != os.getpid():
             return False
-        return self._queue.flush(timeout)
+        return self._queue.flush(timeout, since)
 
     def close(self, timeout: float | None = None) -> None:
         """Flush, end the threads, mark the directory clean, let it go. What was not done in time is cancelled.
@@ -216,7 +229,7 @@ class Ssd:
         with self._closing:
             if self._closed:
                 return
-            end = None if timeout is None else time.monotonic() + timeout
+            end = None if timeout is None else time.monotonic() + timeout + GRACE
             self._queue.flush(timeout)
             self._closed = True
             self._reader.close(_left(end))
@@ -269,4 +282,4 @@ class Ssd:
 
 
 def _left(end: float | None) -> float | None:
-    return None if end is None else max(end - time.monotonic(), 0.0) + GRACE
+    return None if end is None else max(end - time.monotonic(), 0.0)

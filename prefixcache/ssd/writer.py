@@ -73,13 +73,15 @@ class Writer:
             ended()
 
     def _run(self) -> None:
-        self._work()
-        self._pool.shutdown(wait=False)
-        with self._leaving:
-            self._over = True
-            ended = self._ended
-        if ended is not None:
-            ended()
+        try:
+            self._work()
+        finally:
+            self._pool.shutdown(wait=False)
+            with self._leaving:
+                self._over = True
+                ended = self._ended
+            if ended is not None:
+                ended()
 
     def _work(self) -> None:
         while (batch := self._queue.take()) is not None:

@@ -206,7 +206,9 @@ def test_a_crash_at_any_step_loses_nothing_that_was_acknowledged(fast_root, torn
     _, total, died = run_child(fast_root.with_name("whole"), 0, torn)
     assert total > 60
     assert not died
-    for at in range(1, total + 1, 9):  # tests/crash has every one, where a library can be put before the C library's calls
+    for at in range(
+        1, total + 1, 9
+    ):  # tests/crash has every one, where a library can be put before the C library's calls
         root = fast_root.with_name(f"ssd{at}")
         said, steps, died = run_child(root, at, torn)
         assert died or 0 < steps < at, at  # how the writer batches, and so the number of steps, is a matter of timing
