@@ -49,6 +49,8 @@ TELL = 60.0  # seconds after which a hit tells the index what was used
 NAMESPACES = 1024  # from so many on, those that hold nothing are forgotten when one is added
 PROMOTERS = 4  # promotions at work at once; the reads of each go to the SSD's reader pool
 QUEUE_SHARE = 4  # spill_queue="auto" is a 4th of the RAM budget
+LONGEST = 1 << 24  # tokens that a fetch leaves room for
+YEAR = 365 * 86_400.0
 HURRY = 5.0  # seconds that an interrupted close() gives the SSD
 
 _open: set[PrefixCache] = set()  # those that have a directory, until they are closed
@@ -273,7 +275,7 @@ class PrefixCache:
             return None, tokens
         prompt, pinned = found
         try:
-            room = len(ids) - prompt.tokens if room is None else _whole(room, "fetch: room", "tokens")
+            room = len(ids) - prompt.tokens if room is None else _whole(room, "fetch: room", "tokens", LONGEST)
             made = prompt.live(room) if compressed else prompt.dequantize(room)
             mx.eval([_flat(vars(layer)) for layer in made])
         finally:
@@ -446,6 +448,7 @@ class PrefixCache:
         more, when the SSD did not take what must leave within `wait` seconds (the setting `spill_wait`, if None).
         """
         self._check_open()
+        wait = _seconds(wait, "trim_to: wait")
         limit, before = _whole(nbytes, "trim_to", "bytes"), self._tiers.budget.held().total
         if before <= limit:
             return before
@@ -463,6 +466,7 @@ class PrefixCache:
         Raises ValueError for what is no size, for 0, and for a tier that the cache was opened without.
         """
         self._check_open()
+        wait = _seconds(wait, "resize: wait")
         sizes = {name: parse_size(value, name) for name, value in (("ram", ram), ("ssd", ssd)) if value is not None}
         for name, nbytes in sizes.items():
             if not nbytes:
@@ -535,10 +539,11 @@ class PrefixCache:
             self._tiers.tree.check_integrity()
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Make what RAM holds durable, as far as the SSD has room. False when that did not end within `timeout`
-        seconds.
+        """Make what RAM holds durable, as far as the SSD's limit has room. False when that did not end within `timeout`
+        seconds, or when the disk failed meanwhile.
         """
         self._check_open()
+        timeout = _seconds(timeout, "flush: timeout")
         self._tiers.persist_recency()
         return self._tiers.drain(timeout if timeout is not None else self.settings.close_timeout)
 
@@ -605,13 +610,24 @@ def _close_all() -> None:
             log.exception("ssd_dir=%r: not closed cleanly at the end of the program", str(cache.settings.ssd_dir))
 
 
+def _seconds(value: Any, what: str) -> float | None:
+    """A time to wait, None for the setting's. ValueError for what is none; a year at most, which threads can wait for."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+        raise ValueError(f"{what}={value!r}: give seconds, 0 or more")
+    return float(min(value, YEAR))
+
+
 def _left(end: float) -> float:
     return max(end - time.monotonic(), 0.0)
 
 
-def _whole(number: Any, call: str, what: str) -> int:
+def _whole(number: Any, call: str, what: str, most: int | None = None) -> int:
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
         raise ValueError(f"{call}({number!r}): give a number of {what}, 0 or more")
+    if most is not None and number > most:
+        raise ValueError(f"{call}({number if number < 1 << 63 else '...'}): give at most {most} {what}")
     return number
 
 

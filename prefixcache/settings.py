@@ -78,7 +78,7 @@ class Settings(BaseSettings):
         "auto", description='bytes that may wait for the SSD. "auto": a quarter of the budget'
     )
     spill_on_close: bool = Field(True, description="close() writes what RAM still holds, so that a restart is warm")
-    close_timeout: float = Field(120.0, gt=0, description="the longest that close() waits for the SSD")
+    close_timeout: float = Field(120.0, gt=0, le=86_400, description="the longest that close() waits for the SSD")
     readers: int = Field(4, ge=1, le=64, description="threads that read from the SSD")
     allow_classes: tuple[str, ...] = Field((), description="cache classes beyond mlx-lm's that may be restored by name")
 

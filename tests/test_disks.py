@@ -350,3 +350,58 @@ def test_a_closing_takes_no_more_than_its_time_and_the_grace(opened, monkeypatch
     with stalled(monkeypatch, "fsync"):
         threading.Thread(target=lambda: (cache.close(), ended.set()), daemon=True).start()
         assert ended.wait(20)
+
+
+def test_flushes_in_a_loop_neither_hammer_a_failing_disk_nor_flood_the_log(opened, monkeypatch, caplog):
+    monkeypatch.setattr(queue, "FIRST_DELAY", 0.1)
+    cache = opened()
+    put(cache, 1)
+    with monkeypatch.context() as patch:
+
+        def fail(*args, **more):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        patch.setattr(os, "write", fail)
+        flushes = 0
+        while cache.stats().ssd.errors < 5:
+            assert not cache.flush(0.01)
+            flushes += 1
+        assert flushes > cache.stats().ssd.errors
+    assert caplog.text.count("resumes by itself") == 1
+    until(lambda: cache.flush(5))
+
+
+def test_where_no_thread_can_be_made_files_are_written_once_all_the_same(opened, tmp_path, monkeypatch):
+    cache = opened()
+    put(cache, *range(6))
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name.startswith("prefixcache-fsync"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    assert cache.flush(10)
+    settled(cache, tmp_path / "ssd")
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), -1, "soon", True])
+def test_a_time_that_is_none_is_refused(opened, timeout):
+    cache = opened()
+    for call in (
+        cache.flush,
+        lambda wait: cache.resize(ram="1MB", wait=wait),
+        lambda wait: cache.trim_to(0, wait=wait),
+    ):
+        with pytest.raises(ValueError, match="give seconds, 0 or more"):
+            call(timeout)
+
+
+def test_any_length_of_time_can_be_waited_for(opened):
+    cache = opened()
+    put(cache, 1)
+    assert cache.flush(10**400)
+    assert cache.flush(float("inf"))
+    with pytest.raises(ValueError, match="close_timeout"):
+        opened(close_timeout=float("inf"))

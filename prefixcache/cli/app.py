@@ -8,7 +8,10 @@ the help is asked for.
 from __future__ import annotations
 
 import io
+import os
+import signal
 import sys
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Annotated, Any
@@ -41,6 +44,21 @@ class Commands(TyperGroup):
         except Exception:  # the help lists what can be used
             return None
 
+    def invoke(self, ctx: Any) -> Any:
+        """A standard output that is full or closed is no reason for a traceback, nor for a code that means something else."""
+        try:
+            try:
+                return super().invoke(ctx)
+            finally:
+                sys.stdout.flush()
+        except BrokenPipeError:
+            _mute()
+            raise typer.Exit(128 + signal.SIGPIPE) from None
+        except OSError as error:
+            complain(f"standard output: {error.strerror}" if error.filename is None else str(error))
+            _mute()
+            raise typer.Exit(2) from None
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] in LATER and args[0] in self.list_commands(ctx):
             try:
@@ -49,6 +67,12 @@ class Commands(TyperGroup):
                 complain(f"{args[0]} can't be loaded: {error}")
                 raise typer.Exit(2) from error
         return super().resolve_command(ctx, args)
+
+
+def _mute() -> None:
+    """What is still to be written goes nowhere: the interpreter would complain of it at its end."""
+    with open(os.devnull, "wb") as nowhere, suppress(OSError, ValueError):
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def _load(name: str) -> Any:

@@ -48,7 +48,11 @@ def changing(
         complain(f"{command}: stopped by {number.name}")
         raise typer.Exit(128 + number) from None
     except (SsdError, OSError, sqlite3.Error) as failed:
-        error = refusal(directory, failed) if isinstance(failed, sqlite3.Error) else failed
+        error: Exception = refusal(directory, failed) if isinstance(failed, sqlite3.Error) else failed
+        if isinstance(failed, IndexBroken):
+            error = IndexBroken(
+                f"{str(directory)!r}: the index can't be read: {failed}; run prefixcache reconcile on it"
+            )
         if not isinstance(failed, _NOTHING_DONE):
             end(f"failed: {error}")
         complain(str(error))
@@ -81,7 +85,7 @@ def _is_ours(directory: Directory) -> bool:
 
 @contextmanager
 def _signals() -> Iterator[None]:
-    """SIGINT and SIGTERM raise _Stopped in the block, so that what is half done is put in order."""
+    """SIGINT, SIGTERM and SIGHUP raise _Stopped in the block, so that what is half done is put in order."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -91,7 +95,7 @@ def _signals() -> Iterator[None]:
             signal.signal(one, handler)
         raise _Stopped(number)
 
-    before = {one: signal.signal(one, stop) for one in (signal.SIGINT, signal.SIGTERM)}
+    before = {one: signal.signal(one, stop) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:

@@ -4,6 +4,7 @@ which is whole or absent, and the screen.
 
 from __future__ import annotations
 
+import glob
 import os
 import stat
 import sys
@@ -115,6 +116,10 @@ def _whole_or_absent(path: Path, directory: Path) -> Iterator[BinaryIO]:
     if os.path.commonpath([root, os.path.realpath(path.parent)]) == root:
         raise NotWritable(f"{str(path)!r}: inside the cache's directory; name a file elsewhere")
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
+        if (number := left.suffixes[-2][1:]).isdecimal() and not _runs(int(number)):
+            with suppress(OSError):
+                os.unlink(left)
     try:
         with suppress(FileNotFoundError):
             os.unlink(part)
@@ -132,6 +137,17 @@ def _whole_or_absent(path: Path, directory: Path) -> Iterator[BinaryIO]:
         sync_folder(path.parent)
     except OSError as error:
         raise NotWritable(f"{str(path)!r}: {os.strerror(error.errno or 0)}; make room or name another file") from error
+
+
+def _runs(pid: int) -> bool:
+    """Whether there is such a process; what one left that was killed holds prompts, and is nobody's."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        return True
+    return True
 
 
 def _show(out: Console, found: Exported) -> None:

@@ -17,11 +17,17 @@ from rich.text import Text
 PIPE_WIDTH = 120  # columns where there is no terminal to ask and COLUMNS is not set
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Rich would end with 1, which means something else."""
+        raise BrokenPipeError
+
+
 def console(*, stderr: bool = False) -> Console:
     """A console of the stream as it is now. No markup, no emoji, no highlighting: what is printed is what was meant."""
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() or os.environ.get("COLUMNS") else PIPE_WIDTH
-    return Console(file=stream, width=width, markup=False, emoji=False, highlight=False)
+    return _Console(file=stream, width=width, markup=False, emoji=False, highlight=False)
 
 
 def complain(message: str) -> None:

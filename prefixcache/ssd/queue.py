@@ -96,6 +96,9 @@ class Queue:
         self._stuck = False  # the last attempt failed
         self._delay = FIRST_DELAY
         self._retry_at = 0.0
+        self._hurry_at = (
+            0.0  # from when on a flush tries again: at once after the first failure, then ten times a second
+        )
         self._failed = self._failed_at_flush = 0
         self._dropped = self._errors = 0
         self._last_error = ""
@@ -280,7 +283,7 @@ class Queue:
         if self._cancelled:
             return True
         if self._stuck:
-            return not self._closing and (self._hurry > 0 or time.monotonic() >= self._retry_at)
+            return not self._closing and time.monotonic() >= (self._hurry_at if self._hurry else self._retry_at)
         if self._waiting or self._removals or self._statistics or (self._settled < self._sequence and self._hurry):
             return True
         late = time.monotonic() >= self._touched_at + TOUCH_DELAY
@@ -288,7 +291,7 @@ class Queue:
 
     def _patience(self) -> float | None:
         if self._stuck:
-            return max(0.0, self._retry_at - time.monotonic())
+            return max(0.0, (self._hurry_at if self._hurry else self._retry_at) - time.monotonic())
         return max(0.0, self._touched_at + TOUCH_DELAY - time.monotonic()) if self._touches else None
 
     def released(self, write: Write) -> None:
@@ -324,6 +327,7 @@ class Queue:
                 self._last_error = f"{type(error).__name__}: {error}"
                 self._stuck = True
                 self._retry_at = time.monotonic() + self._delay
+                self._hurry_at = time.monotonic() + (FIRST_DELAY if batch.probe else 0.0)
                 self._delay = min(self._delay * 2, LONGEST_DELAY)
                 stranded = list(self._waiting.values())
                 self._waiting.clear()

@@ -232,13 +232,13 @@ class Store:
             return None
         if device_of(self.directory.root) != self._device:
             raise OSError(errno.ENODEV, "its disk is not mounted", str(self.directory.root))
-        log.warning("SSD %s: the directory vanished; it is opened again", self.directory.root)
         self.index.close()
         self.directory.create()
         if identity_at(self.directory.lock) != self._lock.identity:
             self._lock.release()
             self._lock = Lock(self.directory)
         self._open()
+        log.warning("SSD %s: the directory vanished; it was begun anew", self.directory.root)
         return set(self.index.rows())
 
     def close(self, *, clean: bool) -> None:

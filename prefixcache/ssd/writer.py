@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -26,6 +27,7 @@ log = logging.getLogger("prefixcache.ssd")
 
 # fsync waits for the disk, so more threads than cores pay: 8 write 1.2x as fast as 4, 16 no faster than 8.
 SYNCERS = 8
+SILENCE = 60.0  # seconds between two log lines of the same error
 
 Item = TypeVar("Item")
 
@@ -49,6 +51,7 @@ class Writer:
         self._vanished = vanished
         self._serial = 0
         self._unsynced: set[str] = set()
+        self._told = "", 0.0  # the error that was logged last, and when
         self._leaving = threading.Lock()  # guards the two below
         self._ended: Callable[[], None] | None = None
         self._over = False
@@ -94,7 +97,16 @@ class Writer:
             for write in self._queue.finish(batch, error):
                 self._call(write)
             if error is not None:
-                log.warning("SSD %s: %s; resumes by itself", self._store.directory.root, error)
+                self._tell(str(error))
+            elif batch.writes:
+                self._told = "", 0.0
+
+    def _tell(self, error: str) -> None:
+        """Log what went wrong; the same again after a minute at the earliest."""
+        told, at = self._told
+        if error != told or time.monotonic() > at + SILENCE:
+            self._told = error, time.monotonic()
+            log.warning("SSD %s: %s; resumes by itself", self._store.directory.root, error)
 
     def _attempt(self, batch: Batch) -> Exception | None:
         """Do the batch; the error that stopped it or the first that one of its writes met."""
@@ -190,13 +202,25 @@ class Writer:
             self._commit([write for write in placed if write.error is None], batch.touches)
 
     def _each(self, work: Callable[[Item], None], items: list[Item]) -> None:
-        """On the helpers; on this thread where they can't be had any more, because the interpreter is ending."""
+        """On the helpers; on this thread where they can't be had: the interpreter is ending, or no thread can be made."""
+        begun: set[int] = set()
+        claiming = threading.Lock()
+
+        def once(number: int) -> None:
+            with claiming:
+                if number in begun:  # the pool takes an item before it finds that it has no thread for it
+                    return
+                begun.add(number)
+            work(items[number])
+
         futures = []
-        for item in items:
+        for number in range(len(items)):
             try:
-                futures.append(self._pool.submit(work, item))
+                futures.append(self._pool.submit(once, number))
             except RuntimeError:
-                work(item)
+                once(number)
+        for number in range(len(items)):
+            once(number)  # what no thread has taken yet; the first wait costs no more than a helper's
         for future in futures:
             future.result()
 

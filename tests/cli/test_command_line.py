@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ from directories import COMMAND
 
 import prefixcache
 import prefixcache.cli
+from prefixcache import PrefixCache
 
 frame = importlib.import_module("prefixcache.cli.app")
 OPERATORS = ("inspect", "reconcile", "prune", "clear", "export", "import")
@@ -99,3 +101,26 @@ def test_a_later_command_that_can_not_be_imported_says_why(call, later):
     done = call("sometime")
     assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
     assert "sometime can't be loaded: No module named 'a_library_that_is_not_here'" in done.stderr
+
+
+@pytest.mark.parametrize("command", [["inspect"], ["reconcile"], ["prune", "--older-than", "1d", "--dry-run"]])
+def test_a_standard_output_that_is_full_or_closed_is_told_in_a_line(tmp_path, command):
+    with PrefixCache(ram="1MB", ssd_dir=tmp_path / "ssd", ssd="2MB", codec="raw"):
+        pass
+    line = [
+        sys.executable,
+        "-c",
+        "from prefixcache.cli import app; app()",
+        command[0],
+        str(tmp_path / "ssd"),
+        *command[1:],
+    ]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "No space left on device" in done.stderr
+    out, into = os.pipe()
+    os.close(out)
+    done = subprocess.run(line, stdout=into, stderr=subprocess.PIPE, text=True)
+    os.close(into)
+    assert (done.returncode, done.stderr) == (141, "")

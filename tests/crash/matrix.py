@@ -261,6 +261,7 @@ def killed_then_cut(lab: Lab, at: int) -> Outcome:
 def _judged(lab: Lab, room: Path, outcome: Outcome, words: list[Any], *, strict: bool = True) -> Outcome:
     """Open what a run has left, and hold it to what was promised."""
     answer = lab.do("check", room, promises=promised(words), strict=strict)
+    words.extend(answer["words"])  # what the opening let go of binds the next round no more
     if not _well(answer):
         return outcome._replace(failure=_why(answer))
     return outcome._replace(**{name: answer["end"][name] for name in ("images", "nbytes", "fetched")})
