@@ -26,11 +26,13 @@ from prefixcache.ssd.errors import SsdError
 from prefixcache.ssd.files import MOST_STATISTICS, Damaged, Shallow, from_header, read_statistics
 from prefixcache.ssd.formats import refuse_newer
 from prefixcache.ssd.index import check_rows, connect, read_namespaces, reading
+from prefixcache.ssd.ledger import Ledger
 from prefixcache.ssd.tier import Ssd
 
 Progress = Callable[[int, int], None]
 
 _QUEUE = 64 << 20  # bytes that may wait for the disk, or one image
+_BLOCK, _INDEX = 4096, 256 << 10  # of a dry run: the disk's block, what an index takes besides its rows
 _SHOWN = 1000  # refusals that are kept with their names
 _FREE_SHARE = 0.9
 _KINDS = {folder: kind for kind, folder in FOLDERS.items()}
@@ -101,7 +103,9 @@ def import_archive(
     with ExitStack() as stack:
         ssd: Ssd | None = None
         intake = _Intake(archive, there, count, most)
+        limit = _room(there) if limit is None else limit
         if dry_run:
+            intake.rehearse(limit)
             if not there.blank:
                 there.require()
                 refuse_newer(there)
@@ -109,7 +113,6 @@ def import_archive(
                     check_rows(connection)
                     intake.learn(connection)
         else:
-            limit = _room(there) if limit is None else limit
             ssd = stack.enter_context(Ssd(there.root, limit=limit, queue_bytes=_QUEUE, written=intake.written))
             connection = connect(there.index)
             try:
@@ -164,6 +167,8 @@ class _Intake:
     def __init__(self, archive: Unpacker, there: Directory, count: int, most: int):
         self._archive, self._stats, self._most = archive, there.stats, most
         self._ssd: Ssd | None = None
+        self._ledger: Ledger | None = None
+        self._root = there.root
         self._blocks: dict[bytes, _Block] = {}
         self._there: set[Address] = set()
         self._new: set[Address] = set()
@@ -192,6 +197,11 @@ class _Intake:
 
     def begin(self, ssd: Ssd) -> None:
         self._ssd, self._base = ssd, ssd.max_tick()
+
+    def rehearse(self, limit: int) -> None:
+        """Nothing is written; what has no room is told all the same, as far as it can be foreseen."""
+        self._ledger = Ledger(limit, _BLOCK)
+        self._ledger.measure(tree_size(self._root), self._ledger.log_room + _INDEX)
 
     def written(self, entry: Entry, error: Exception | None) -> None:
         """On the writer's thread."""
@@ -258,6 +268,8 @@ class _Intake:
         statistics = self._levels_of(entry)
         if self._ssd is not None:
             self._write(self._ssd, entry._replace(used=self._recency()), space, image, statistics)
+        elif self._ledger is not None and not self._ledger.admit(image.nbytes):
+            raise _no_room(self._ledger.limit)
         if entry.statistics:
             self.found.statistics += entry.statistics not in self._durable and entry.statistics in self._levels
             self._durable.add(entry.statistics)
@@ -340,7 +352,11 @@ class _Intake:
                     continue
             if problem := ssd.stats().last_error:
                 raise ImportFailed(f"the disk failed: {problem}; mend that and run it again: it goes on from there")
-            raise _Refused("no room", f"the limit of {ssd.limit} bytes is reached; give more with --limit")
+            raise _no_room(ssd.limit)
+
+
+def _no_room(limit: int) -> _Refused:
+    return _Refused("no room", f"the limit of {limit} bytes is reached; give more with --limit")
 
 
 def _described(image: Image) -> tuple[Entry, Namespace]:

@@ -143,3 +143,10 @@ def test_a_stop_in_the_middle_keeps_what_came_and_the_next_run_goes_on(call, arc
     assert line["result"] == "stopped by SIGTERM"
     assert report(call("import", target, archive, "--json"))["present"] > 0
     assert call("reconcile", target, "--deep").exit_code == 0
+
+
+def test_a_dry_run_tells_what_has_no_room(call, archive, tmp_path):
+    done = call("import", tmp_path / "target", archive, "--limit", "1kB", "--dry-run", "--json")
+    assert done.exit_code == 1
+    assert json.loads(done.stdout)["counts"]["no room"] > 0
+    assert not (tmp_path / "target").exists()
