@@ -271,8 +271,13 @@ class Server:
 
     def _idle(self) -> None:
         """Nobody is served for a moment, and everything must add up."""
-        with self._still():
-            self._settle()
+        try:
+            with self._still():
+                self._settle()
+        except RuntimeError:
+            if self.over.is_set():  # at the end of a program that does not close it, the cache is closed all the same
+                return
+            raise
         self.pipe.tell("idle", self._exact)
 
     @contextmanager
