@@ -47,8 +47,6 @@ def figures(name):
         "nodes",
         "decode-cpu",
         "encode-cpu",
-        "attention-cpu",
-        "live-agreement",
         "server-divergent",
     ],
 )

@@ -192,7 +192,7 @@ def test_a_fork_that_ends_by_exit_neither_closes_nor_changes_the_parents_directo
 # -- the end of a program ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("end", ["", "raise ValueError('a bug')", "del cache; import gc; gc.collect()"])
+@pytest.mark.parametrize("end", ["raise ValueError('a bug')", "del cache; import gc; gc.collect()"])
 def test_a_program_that_ends_without_close_leaves_a_warm_and_clean_directory(tmp_path, end):
     _, err = program(f"cache.store(LONG, states.sliceable(LONG), model='m')\n{end}", tmp_path).communicate(timeout=60)
     assert "prefixcache" not in err
@@ -223,7 +223,7 @@ def test_a_program_that_ends_while_threads_store_ends(tmp_path):
         assert cache.stats().ssd.files > 0
 
 
-@pytest.mark.parametrize(("number", "delay"), [(signal.SIGINT, 0.0), (signal.SIGINT, 0.05), (signal.SIGTERM, 0.02)])
+@pytest.mark.parametrize(("number", "delay"), [(signal.SIGINT, 0.02), (signal.SIGTERM, 0.02)])
 def test_a_signal_during_close_leaves_what_was_durable_and_no_debris(tmp_path, number, delay):
     script = """
         for n in range(40):

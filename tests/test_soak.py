@@ -28,17 +28,7 @@ def soak(where: Path, *words: str) -> tuple[int, dict]:
     return code, json.loads(out.read_text())
 
 
-def test_a_soak_of_seconds_ends_with_its_table(tmp_path, capsys):
-    code, outcome = soak(tmp_path, "--minutes", "0.06")
-    said = capsys.readouterr().out
-    assert code == 0, said
-    assert outcome["requests"] > 0
-    assert outcome["lives"] >= 1
-    assert outcome["images_acknowledged"] > 0
-    for line in ("seed", "hit rate", "wrong answers", "bytes lost", "faults survived"):
-        assert line in said
-
-
+# A soak that is sound is what .ci/run does for two minutes.
 def test_a_wrong_answer_ends_it_with_exit_code_1(tmp_path, capsys):
     code, outcome = soak(tmp_path, "--minutes", "1", "--plant", "answer", "--stop")
     assert code == 1
