@@ -111,7 +111,8 @@ class Server:
         for client in self._clients:
             client.start()
         threading.Thread(target=self._sample, name="soak-samples", daemon=True).start()
-        self.over.wait()
+        while not self.over.wait(0.5):  # a signal just before a wait without an end would not be heard
+            pass
         self._finish()
 
     # -- clients ------------------------------------------------------------------------------------------------------
