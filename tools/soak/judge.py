@@ -32,7 +32,7 @@ from tools.soak.truth import Truth, as_calls
 
 ROOT = Path(__file__).resolve().parents[2]
 HUNG = 300.0  # seconds without a sign of life after which the server counts as hung
-HUNG = 180.0  # seconds after which a server that was asked to end is taken for hung
+ENDING = 180.0  # seconds after which a server that was asked to end is taken for hung
 LOOK = 1.0  # seconds between two looks at the directory's size
 SEEN = 8  # problems of one kind that are told in full
 FORK = sys.platform == "linux"
@@ -293,8 +293,8 @@ class Judge:
             asked = time.monotonic()
             while self._status is None:
                 self._hear(0.2)
-                if time.monotonic() > asked + HUNG:
-                    self.problem("end", f"{now.end}: it did not end in {HUNG:.0f} s; see {self.log}")
+                if time.monotonic() > asked + ENDING:
+                    self.problem("end", f"{now.end}: it did not end in {ENDING:.0f} s; see {self.log}")
                     self._kill()
                     asked = time.monotonic()
             wanted = {"kill": (-9,), "term, kill": (-9, 0)}.get(now.end, (0,))
