@@ -8,10 +8,8 @@ the help is asked for.
 from __future__ import annotations
 
 import io
-import os
 import signal
 import sys
-from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Annotated, Any
@@ -25,7 +23,7 @@ from prefixcache.cli.import_cache import import_cache
 from prefixcache.cli.inspect import inspect
 from prefixcache.cli.prune import prune
 from prefixcache.cli.reconcile import reconcile
-from prefixcache.cli.text import complain
+from prefixcache.cli.text import complain, mute
 
 LATER = ("demo", "evaluate", "serve", "warm")
 
@@ -52,11 +50,11 @@ class Commands(TyperGroup):
             finally:
                 sys.stdout.flush()
         except BrokenPipeError:
-            _mute()
+            mute()
             raise typer.Exit(128 + signal.SIGPIPE) from None
         except OSError as error:
             complain(f"standard output: {error.strerror}" if error.filename is None else str(error))
-            _mute()
+            mute()
             raise typer.Exit(2) from None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -67,12 +65,6 @@ class Commands(TyperGroup):
                 complain(f"{args[0]} can't be loaded: {error}")
                 raise typer.Exit(2) from error
         return super().resolve_command(ctx, args)
-
-
-def _mute() -> None:
-    """What is still to be written goes nowhere: the interpreter would complain of it at its end."""
-    with open(os.devnull, "wb") as nowhere, suppress(OSError, ValueError):
-        os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def _load(name: str) -> Any:

@@ -14,14 +14,11 @@ from pathlib import Path
 from typing import Annotated, BinaryIO
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from prefixcache.cli.changing import changing
 from prefixcache.cli.progress import bar
-from prefixcache.cli.text import complain, console, foreign, many, print_json, size
+from prefixcache.cli.text import by_namespace, complain, console, foreign, many, mute, print_json, size
 from prefixcache.ssd import Exported, SsdError
 from prefixcache.ssd import export as pack
 from prefixcache.ssd.directory import Directory, sync_folder
@@ -99,11 +96,7 @@ def _standard_output() -> Iterator[BinaryIO]:
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
     except BrokenPipeError:
-        with (
-            open(os.devnull, "wb") as nowhere,
-            suppress(OSError, ValueError),
-        ):  # or the interpreter would complain at its end
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        mute()
         raise NotWritable("-: the other end of the pipe was closed before the archive was whole") from None
 
 
@@ -156,17 +149,8 @@ def _show(out: Console, found: Exported) -> None:
     out.print(
         foreign(f"{found.directory}{state}: {did} {many(found.images, 'image')}, {size(found.nbytes)}"), soft_wrap=True
     )
-    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    table.add_column("model, namespace", overflow="fold")
-    for heading in ("images", "bytes"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for space in found.spaces[:ROWS]:
-        name = Text.assemble(foreign(space.model, "bold"), foreign(f", {space.root[:8]}", "dim"))
-        table.add_row(name, f"{space.images:,}", size(space.nbytes))
-    if len(found.spaces) > ROWS:
-        table.add_row(foreign(f"... {many(len(found.spaces) - ROWS, 'namespace')} more: --json has all", "dim"))
     if found.spaces:
-        out.print(table)
+        out.print(by_namespace("bytes", [(s.model, s.root, s.images, s.nbytes) for s in found.spaces], ROWS))
     gone = len(found.left_out) - found.damaged
     if gone:
         out.print(f"{many(gone, 'image')} left the directory meanwhile", soft_wrap=True)

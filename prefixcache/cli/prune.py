@@ -8,13 +8,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich import box
-from rich.table import Table
-from rich.text import Text
 
 from prefixcache.cli.changing import changing
 from prefixcache.cli.progress import bar
-from prefixcache.cli.text import complain, console, foreign, many, print_json, size
+from prefixcache.cli.text import by_namespace, complain, console, foreign, many, print_json, size
 from prefixcache.settings import parse_size
 from prefixcache.ssd import Pruned, Selection
 from prefixcache.ssd import prune as delete
@@ -99,16 +96,7 @@ def _show(found: Pruned) -> None:
         said.append(many(found.quarantine, "item") + f" set aside, {size(found.quarantine_disk)}")
     out.print(foreign(f"{found.directory}: {did} {'; '.join(said)}"), soft_wrap=True)
     if found.shares:
-        table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-        table.add_column("model, namespace", overflow="fold")
-        for heading in ("images", "on disk"):
-            table.add_column(heading, justify="right", no_wrap=True)
-        for share in found.shares[:ROWS]:
-            name = Text.assemble(foreign(share.model, "bold"), foreign(f", {share.root[:8]}", "dim"))
-            table.add_row(name, f"{share.images:,}", size(share.disk))
-        if len(found.shares) > ROWS:
-            table.add_row(foreign(f"... {many(len(found.shares) - ROWS, 'namespace')} more: --json has all", "dim"))
-        out.print(table)
+        out.print(by_namespace("on disk", [(s.model, s.root, s.images, s.disk) for s in found.shares], ROWS))
     if found.held:
         out.print(f"{many(found.held, 'image')} stayed, because others that stay hang on them", soft_wrap=True)
     would = "about " if found.dry_run else ""

@@ -8,10 +8,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import typer
+from rich import box
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 PIPE_WIDTH = 120  # columns where there is no terminal to ask and COLUMNS is not set
@@ -60,6 +64,26 @@ def size(nbytes: int) -> str:
             break
     digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
     return f"{value:,.{digits}f} {unit}"
+
+
+def by_namespace(last: str, rows: Sequence[tuple[str, str, int, int]], most: int) -> Table:
+    """Images and bytes (under the heading `last`) by namespace: of each model, root key, images, bytes."""
+    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    table.add_column("model, namespace", overflow="fold")
+    for heading in ("images", last):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for model, root, images, nbytes in rows[:most]:
+        name = Text.assemble(foreign(model, "bold"), foreign(f", {root[:8]}", "dim"))
+        table.add_row(name, f"{images:,}", size(nbytes))
+    if len(rows) > most:
+        table.add_row(foreign(f"... {many(len(rows) - most, 'namespace')} more: --json has all", "dim"))
+    return table
+
+
+def mute() -> None:
+    """What standard output still has to write goes nowhere: the interpreter would complain of it at its end."""
+    with open(os.devnull, "wb") as nowhere, suppress(OSError, ValueError):
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def age(when: float | None, now: float) -> str:

@@ -150,11 +150,11 @@ class Directory:
     def files(self) -> Iterator[tuple[Address | None, os.DirEntry[str]]]:
         """Everything inside the image folders; None for a name that no image has."""
         for folder, kind in _KINDS.items():
-            for sub in _scan(self.root / folder):
+            for sub in scan(self.root / folder):
                 if not _holds(sub):
                     yield None, sub
                     continue
-                for item in _scan(sub.path):
+                for item in scan(sub.path):
                     fits = _NAME.fullmatch(item.name) and item.name.startswith(sub.name)
                     plain = fits and item.is_file(follow_symlinks=False)
                     yield ((kind, bytes.fromhex(item.name[:32])) if plain else None), item
@@ -163,18 +163,18 @@ class Directory:
         """The files in tmp/ that have a name of ours: debris, unless a writer is at work."""
         return (
             item
-            for item in _scan(self.tmp)
+            for item in scan(self.tmp)
             if _TEMPORARY.fullmatch(item.name) and not item.is_dir(follow_symlinks=False)
         )
 
     def links(self) -> Iterator[os.DirEntry[str]]:
         """What stands where a two-digit folder should and leads elsewhere."""
         for folder in _KINDS:
-            yield from (sub for sub in _scan(self.root / folder) if sub.is_symlink())
+            yield from (sub for sub in scan(self.root / folder) if sub.is_symlink())
 
     def names(self) -> dict[str, set[str]]:
         """By kind, what is in its folder: of an image the key as hex digits, of what is none its whole name."""
-        found = {kind: {i.name for i in _scan(self.root / folder) if not _holds(i)} for folder, kind in _KINDS.items()}
+        found = {kind: {i.name for i in scan(self.root / folder) if not _holds(i)} for folder, kind in _KINDS.items()}
         for folder in self.image_folders():
             kind = _KINDS[os.path.basename(os.path.dirname(folder))]
             found[kind].update(name.removesuffix(SUFFIX) for name in os.listdir(folder))
@@ -185,7 +185,7 @@ class Directory:
         return {
             sub.path: disk_of(sub.stat(follow_symlinks=False))
             for folder in _KINDS
-            for sub in _scan(self.root / folder)
+            for sub in scan(self.root / folder)
             if sub.is_dir(follow_symlinks=False)
         }
 
@@ -200,7 +200,7 @@ class Directory:
     def upper(self) -> int:
         """Real bytes of the root and all in it, except the index's files and what lies inside our folders."""
         total = disk_of(os.stat(self.root))
-        for item in _scan(self.root):
+        for item in scan(self.root):
             if item.name.startswith(INDEX):
                 continue
             ours = item.name in _OURS or not item.is_dir(follow_symlinks=False)
@@ -297,14 +297,10 @@ def _owner(fd: int) -> str:
 def lock_format(directory: Directory) -> int:
     """The format that LOCK says the directory is of; 0 when it says none. Writes nothing."""
     try:
-        fd = os.open(directory.lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        found = _FORMAT.search(_lock_text(directory.lock))
     except OSError:
         return 0
-    try:
-        found = _FORMAT.search(os.pread(fd, 1000, 0)) if stat.S_ISREG(os.fstat(fd).st_mode) else None
-        return int(found[1]) if found else 0
-    finally:
-        os.close(fd)
+    return int(found[1]) if found else 0
 
 
 def _identity(found: os.stat_result) -> tuple[int, int]:
@@ -337,27 +333,28 @@ def identity_at(path: str | os.PathLike[str]) -> tuple[int, int] | None:
         return None
 
 
-def _is_begun(lock: str) -> bool:
-    """Whether a LOCK says nothing, or what a crash leaves of a signature: its beginning, or NULs where it was to be."""
+def _lock_text(lock: str | Path) -> bytes:
+    """What a LOCK begins with; nothing of what is no plain file."""
     fd = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        text = os.pread(fd, 1000, 0).rstrip(b"\0")
+        return os.pread(fd, 1000, 0) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
     finally:
         os.close(fd)
+
+
+def _is_begun(lock: str) -> bool:
+    """Whether a LOCK says nothing, or what a crash leaves of a signature: its beginning, or NULs where it was to be."""
+    text = _lock_text(lock).rstrip(b"\0")
     return len(text) < 500 and text[:4] == b"pid "[: len(text)]
 
 
 def _is_signed(lock: Path) -> bool:
     try:
-        fd = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        return _SIGNATURE.match(_lock_text(lock)) is not None
     except PermissionError:
         raise
     except OSError:
         return False
-    try:
-        return stat.S_ISREG(os.fstat(fd).st_mode) and _SIGNATURE.match(os.pread(fd, 1000, 0)) is not None
-    finally:
-        os.close(fd)
 
 
 def _is_index(path: Path) -> bool:
@@ -436,7 +433,7 @@ def tree_size(path: str | os.PathLike[str]) -> int:
     if os.path.islink(path):
         return total
     with suppress(PermissionError):  # root's lost+found
-        for item in _scan(path):
+        for item in scan(path):
             if item.is_dir(follow_symlinks=False):
                 total += tree_size(item.path)
             else:
@@ -449,7 +446,8 @@ def _holds(item: os.DirEntry[str]) -> bool:
     return bool(re.fullmatch("[0-9a-f]{2}", item.name)) and item.is_dir(follow_symlinks=False)
 
 
-def _scan(path: str | os.PathLike[str]) -> Iterator[os.DirEntry[str]]:
+def scan(path: str | os.PathLike[str]) -> Iterator[os.DirEntry[str]]:
+    """What is in a folder; nothing where there is none."""
     try:
         with os.scandir(path) as items:
             yield from list(items)

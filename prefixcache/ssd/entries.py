@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from prefixcache import keys
@@ -9,6 +10,7 @@ from prefixcache import keys
 FOLDERS = {"rows": "rows", "window": "windows", "snapshot": "snapshots"}  # kind -> folder
 TOKENS = "tokens"  # the tensor (I64, one dimension) that holds the tokens of a rows image or a snapshot
 
+Progress = Callable[[int, int], None]  # told how much is done, of how much
 Address = tuple[str, bytes]  # kind and key: what names one image
 
 # Numbers of an entry are at least 0 and below these: so sums of them fit in 64 bits.

@@ -6,19 +6,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, BinaryIO, NamedTuple
 
 from prefixcache.ssd.archive import MANIFEST, Packer, manifest_bytes
 from prefixcache.ssd.choosing import Node, namespaces, nodes
 from prefixcache.ssd.directory import Directory, holder
-from prefixcache.ssd.entries import FOLDERS, Entry, Namespace
+from prefixcache.ssd.entries import FOLDERS, Entry, Namespace, Progress
 from prefixcache.ssd.files import Damaged, read_image, read_statistics
 from prefixcache.ssd.formats import refuse_newer
 from prefixcache.ssd.index import check_rows, reading
-
-Progress = Callable[[int, int], None]
 
 
 class LeftOut(NamedTuple):

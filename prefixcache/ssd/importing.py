@@ -10,7 +10,6 @@ import re
 import sqlite3
 import threading
 from collections import Counter
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, BinaryIO, NamedTuple
@@ -21,15 +20,13 @@ from prefixcache import keys
 from prefixcache.image import KINDS, Image, ImageError, statistics_name, verify
 from prefixcache.ssd.archive import ArchiveError, Member, Unpacker, read_manifest
 from prefixcache.ssd.directory import Directory, holder, tree_size
-from prefixcache.ssd.entries import BOUNDS, FOLDERS, TOKENS, Address, Entry, Namespace
+from prefixcache.ssd.entries import BOUNDS, FOLDERS, TOKENS, Address, Entry, Namespace, Progress
 from prefixcache.ssd.errors import SsdError
 from prefixcache.ssd.files import MOST_STATISTICS, Damaged, Shallow, from_header, read_statistics
 from prefixcache.ssd.formats import refuse_newer
 from prefixcache.ssd.index import check_rows, connect, read_namespaces, reading
 from prefixcache.ssd.ledger import Ledger
 from prefixcache.ssd.tier import Ssd
-
-Progress = Callable[[int, int], None]
 
 _QUEUE = 64 << 20  # bytes that may wait for the disk, or one image
 _BLOCK, _INDEX = 4096, 256 << 10  # of a dry run: the disk's block, what an index takes besides its rows

@@ -19,14 +19,12 @@ from typing import Any, NamedTuple, TypeVar
 
 from prefixcache.ssd.checking import Checker
 from prefixcache.ssd.directory import Directory, Lock, disk_at, holder, refusal
-from prefixcache.ssd.entries import Address, Entry, Namespace
+from prefixcache.ssd.entries import Address, Entry, Namespace, Progress
 from prefixcache.ssd.errors import DirectoryError, IndexBroken
 from prefixcache.ssd.files import Damaged, from_header, read_header, read_image, read_statistics, remove_file
 from prefixcache.ssd.formats import refuse_newer
 from prefixcache.ssd.index import Index, Row, check, read_rows, reading, suffixes
 from prefixcache.ssd.quarantine import Quarantine
-
-Progress = Callable[[int, int], None]
 
 _READERS = 4
 _AT_ONCE = 16  # items that a reader takes at a time

@@ -10,22 +10,20 @@ import heapq
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
 from prefixcache.ssd.choosing import Node, NoSuchNamespace, namespaces, nodes
-from prefixcache.ssd.directory import Directory, Lock, disk_at, disk_of, holder, sync_folder, tree_size
-from prefixcache.ssd.entries import Namespace
+from prefixcache.ssd.directory import Directory, Lock, disk_at, disk_of, holder, scan, sync_folder, tree_size
+from prefixcache.ssd.entries import Namespace, Progress
 from prefixcache.ssd.files import remove_file
 from prefixcache.ssd.formats import refuse_newer
 from prefixcache.ssd.index import Index, check_rows, connect, reading, suffixes
 from prefixcache.ssd.quarantine import Item, quarantined
 from prefixcache.ssd.store import Store
-
-Progress = Callable[[int, int], None]
 
 _NO_LIMIT = 1 << 60
 _AUDIT_ROOM = 8192  # bytes: what the line in the audit log may take that follows
@@ -94,7 +92,7 @@ def _clearing(there: Directory, dry_run: bool, freed: int, progress: Progress | 
             freed += disk_of(item.stat(follow_symlinks=False))
     statistics = [
         item.path
-        for item in _listed(there.stats)
+        for item in scan(there.stats)
         if _STATISTICS.fullmatch(item.name) and item.is_file(follow_symlinks=False)
     ]
     debris = [item.path for item in there.strays()]
@@ -108,7 +106,7 @@ def _clearing(there: Directory, dry_run: bool, freed: int, progress: Progress | 
                 progress(done + 1, len(images))
         for path in (*statistics, *debris):
             remove_file(path)
-        for item in _listed(there.quarantine):
+        for item in scan(there.quarantine):
             if item.is_dir(follow_symlinks=False):
                 shutil.rmtree(item.path)
             else:
@@ -119,14 +117,6 @@ def _clearing(there: Directory, dry_run: bool, freed: int, progress: Progress | 
     return Cleared(
         str(there.root), dry_run, len(images), len(statistics), len(aside), len(debris), freed, tuple(sorted(left))
     )
-
-
-def _listed(folder: os.PathLike[str]) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(folder) as items:
-            return list(items)
-    except FileNotFoundError:
-        return []
 
 
 # -- some of them ------------------------------------------------------------------------------------------------------
@@ -322,7 +312,7 @@ class _Pruning:
 
     def run(self) -> Pruned:
         there, selection = self._there, self._selection
-        levels = len(_listed(there.stats))
+        levels = len(list(scan(there.stats)))
         connection = connect(there.index)
         try:
             spaces = namespaces(connection, selection.model, selection.namespace)
@@ -346,7 +336,7 @@ class _Pruning:
             tally.add(part)
         return Pruned(
             str(there.root), False, len(self._left), sum(node.disk for node in self._left), leaving.held, tally.shares,
-            levels - len(_listed(there.stats)), len(aside), sum(item.disk for item in aside), before, 0, True,
+            levels - len(list(scan(there.stats))), len(aside), sum(item.disk for item in aside), before, 0, True,
         )  # fmt: skip
 
     def _remove(self, part: list[Node], count: int) -> None:

@@ -49,7 +49,6 @@ class Writer:
         self._queue = queue
         self._written = written
         self._vanished = vanished
-        self._serial = 0
         self._unsynced: set[str] = set()
         self._told = "", 0.0  # the error that was logged last, and when
         self._leaving = threading.Lock()  # guards the two below
