@@ -374,7 +374,7 @@ def test_a_signal_while_the_model_loads_ends_the_process(ending, tmp_path):
 
 def test_a_signal_while_prompts_are_warmed_ends_the_process(models, ending, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("\n".join(json.dumps({"prompt": text(3000, f"warm {i}")}) for i in range(20)))
+    prompts.write_text("\n".join(json.dumps({"prompt": text(2500, f"warm {i}")}) for i in range(20)))
     with ending("--model", models / "llama", "--warm", prompts) as server:
         wait_for((tmp_path / "ssd" / "index.db").exists, "directory")
         time.sleep(1)  # it loads the model, or warms

@@ -108,11 +108,11 @@ def metal_text(source: Source, inputs: Sequence[Given], outputs: Sequence[str]) 
         space = "constant" if kind != "array" or given.array.size < CONSTANT_BELOW else "device"
         element = BY_VALUE[kind] if kind != "array" else METAL_TYPES[given.dtype]
         parameters.append(f"  const {space} {element}* {name} [[buffer({number})]]")
-        values.append(f"reinterpret_cast<{element}*>(host::buffers[{number}].begin)")
+        values.append(f"reinterpret_cast<{element}*>(host::memory({number}))")
     for name, dtype in zip(source.outputs, outputs, strict=True):
         number = len(parameters)
         parameters.append(f"  device {METAL_TYPES[dtype]}* {name} [[buffer({number})]]")
-        values.append(f"reinterpret_cast<{METAL_TYPES[dtype]}*>(host::buffers[{number}].begin)")
+        values.append(f"reinterpret_cast<{METAL_TYPES[dtype]}*>(host::memory({number}))")
     assert len(parameters) <= 31
     for name, (element, value) in METAL_POSITIONS.items():
         if name in body:
@@ -136,13 +136,13 @@ def cuda_text(source: Source, inputs: Sequence[Given], outputs: Sequence[str]) -
     for number, (name, given, kind) in enumerate(_arguments(source, body, inputs)):
         if kind != "array":
             parameters.append(f"    const __grid_constant__ {kind.title()} {name}")
-            values.append(f"*reinterpret_cast<{kind.title()}*>(host::buffers[{number}].begin)")
+            values.append(f"*reinterpret_cast<{kind.title()}*>(host::memory({number}))")
         else:
             parameters.append(f"    const {CUDA_TYPES[given.dtype]}* {name}")
-            values.append(f"reinterpret_cast<{CUDA_TYPES[given.dtype]}*>(host::buffers[{number}].begin)")
+            values.append(f"reinterpret_cast<{CUDA_TYPES[given.dtype]}*>(host::memory({number}))")
     for name, dtype in zip(source.outputs, outputs, strict=True):
         parameters.append(f"    {CUDA_TYPES[dtype]}* {name}")
-        values.append(f"reinterpret_cast<{CUDA_TYPES[dtype]}*>(host::buffers[{len(values)}].begin)")
+        values.append(f"reinterpret_cast<{CUDA_TYPES[dtype]}*>(host::memory({len(values)}))")
     name = f"custom_kernel_{dialect.name_of(source)}"
     return (
         '#include "mlx/backend/cuda/device/utils.cuh"\n#include <cooperative_groups.h>\n'
@@ -162,17 +162,29 @@ def _main(call: str) -> str:
 
 def compiled(text: str, folder: Path) -> Path:
     """The program of a text, built once."""
-    assert COMPILER is not None
     program = folder / hashlib.sha256(text.encode()).hexdigest()[:20]
     if not program.exists():
         source = program.with_suffix(".cpp")
         source.write_text(text)
-        done = subprocess.run(
-            [COMPILER, *FLAGS, f"-I{SHIM}", str(source), "-o", str(program), "-lm"],
-            capture_output=True, text=True,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[:4000]
+        _compile("-include", str(folder / "host.h"), str(source), str(_host(folder)), "-o", str(program), "-lm")
     return program
+
+
+def _host(folder: Path) -> Path:
+    """What all programs in a folder have in common, compiled once: the fibers, and their header as the compiler reads it."""
+    made = folder / "host.o"
+    if not made.exists():
+        header = folder / "host.h"
+        header.write_text(f'#include "{SHIM}/host.h"\n')
+        _compile("-x", "c++-header", str(header), "-o", f"{header}.gch")
+        _compile("-c", str(SHIM / "host.cpp"), "-o", str(made))
+    return made
+
+
+def _compile(*arguments: str) -> None:
+    assert COMPILER is not None
+    done = subprocess.run([COMPILER, *FLAGS, f"-I{SHIM}", *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[:4000]
 
 
 def run(

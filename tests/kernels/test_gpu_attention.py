@@ -25,11 +25,6 @@ def forget():
     turboquant_gpu_attention._pair_encoder.cache_clear()
 
 
-@pytest.fixture(scope="module")
-def programs(tmp_path_factory):
-    return tmp_path_factory.mktemp("attention_programs")
-
-
 @pytest.fixture
 def on_host(programs, monkeypatch):
     """The product's own calls, with kernels that run on the host, as Metal would have them."""

@@ -27,11 +27,6 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="session")
-def programs(tmp_path_factory):
-    return tmp_path_factory.mktemp("programs")
-
-
 @pytest.fixture(params=["metal"])
 def on_host(request, programs, monkeypatch):
     """The product's own calls, with kernels that run on the host."""

@@ -15,23 +15,23 @@ def run(body, folder, dialect="metal", count=64):
 
 
 @pytest.mark.parametrize("dialect", ["metal", "cuda"])
-def test_lanes_exchange(dialect, tmp_path):
+def test_lanes_exchange(dialect, programs):
     found = run(
-        "found[member] = swapped(given[member], 5) + from_next(given[member]) * (member % 32 < 31);", tmp_path, dialect
+        "found[member] = swapped(given[member], 5) + from_next(given[member]) * (member % 32 < 31);", programs, dialect
     )
     lanes = np.arange(64)
     np.testing.assert_array_equal(found, (lanes ^ 5) + np.where(lanes % 32 < 31, lanes + 1, 0))
 
 
 @pytest.mark.parametrize("dialect", ["metal", "cuda"])
-def test_shared_memory_is_seen_after_a_barrier(dialect, tmp_path):
+def test_shared_memory_is_seen_after_a_barrier(dialect, programs):
     body = "SHARED u32 all[64]; all[member] = given[member]; barrier(); found[member] = all[63 - member];"
-    np.testing.assert_array_equal(run(body, tmp_path, dialect), np.arange(64)[::-1])
+    np.testing.assert_array_equal(run(body, programs, dialect), np.arange(64)[::-1])
 
 
-def test_a_missing_barrier_shows(tmp_path):
+def test_a_missing_barrier_shows(programs):
     body = "SHARED u32 all[64]; all[member] = given[member] + 1; found[member] = all[63 - member];"
-    assert (run(body, tmp_path) != 64 - np.arange(64)).any()
+    assert (run(body, programs) != 64 - np.arange(64)).any()
 
 
 @pytest.mark.parametrize(
@@ -49,23 +49,23 @@ def test_a_missing_barrier_shows(tmp_path):
         ("u32 four[4] = {1, 2, 3, 4}; if (member == 5) store_four(found + 2, four);", "odd address"),
     ],
 )
-def test_divergence_is_caught(body, word, tmp_path):
+def test_divergence_is_caught(body, word, programs):
     with pytest.raises(AssertionError, match=word):
-        run(body, tmp_path)
+        run(body, programs)
 
 
 @pytest.mark.parametrize("body", ["found[member + 1] = 1;", "found[member] = given[member + 1];"])
-def test_a_buffers_end_is_its_end(body, tmp_path):
+def test_a_buffers_end_is_its_end(body, programs):
     with pytest.raises(AssertionError, match="exit code -"):
-        run(body, tmp_path)
+        run(body, programs)
 
 
-def test_a_buffers_start_is_its_start(tmp_path):
+def test_a_buffers_start_is_its_start(programs):
     with pytest.raises(AssertionError, match="in front of a buffer"):
-        run("found[int(member) - 1] = 1;", tmp_path)
+        run("found[int(member) - 1] = 1;", programs)
 
 
-def test_small_inputs_are_constant_and_positions_are_passed(tmp_path):
+def test_small_inputs_are_constant_and_positions_are_passed():
     source = Source("probe", ("given",), ("found",), "", "found[member] = given[0];")
     for count, space in ((7, "constant"), (8, "device")):
         given = host_gpu.Given(np.zeros(count, np.uint32), "uint32")
