@@ -10,7 +10,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from prefixcache import image
@@ -188,7 +188,9 @@ def test_random_bytes_are_an_image_error(data):
 
 
 @given(st.binary(max_size=300))
+@example(b"")
 def test_random_bytes_behind_the_opening_are_an_image_error(rest):
+    assume(rest.strip() != b"}")  # the header whole
     assert not readable(forged(image.OPENING + b"0" * 32 + rest))
     assert not readable(forged(text({}).encode()[:-1] + rest))
 
