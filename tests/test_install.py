@@ -19,11 +19,12 @@ LIBRARY = "prefixcache/kernels/_turboquant.so"
 USE = """
 import sys
 import numpy as np
-import prefixcache
+import prefixcache, prefixcache.cli, prefixcache.migrations
 from prefixcache.codecs import turboquant_c, turboquant_numpy
 from prefixcache.codecs.turboquant_format import form_of
 
 assert prefixcache.__file__.startswith(sys.argv[1]), prefixcache.__file__
+assert prefixcache.migrations.__file__.startswith(sys.argv[1]), prefixcache.migrations.__file__
 back_end = turboquant_c if turboquant_c.available() else turboquant_numpy
 rows = np.random.default_rng(0).standard_normal((50, 2, 128)).astype(np.float16)
 codes, scales, back = np.zeros((50, 2, 16), np.uint32), np.zeros((50, 2), np.uint16), np.zeros((2, 50, 128), np.float16)
