@@ -73,7 +73,7 @@ def test_the_next_token_depends_on_every_layers_cache(model, two_caches):
 
 
 def test_prefill_in_pieces_gives_the_tokens_of_prefill_at_once_where_that_is_said(family, model):
-    prompt = tokens(200)
+    prompt = tokens(400)
     expected = greedy(model, make_prompt_cache(model), prompt, 6)
-    pieces = [greedy(model, prefilled(model, prompt[:cut]), prompt[cut:], 6) for cut in (50, 150)]
+    pieces = [greedy(model, prefilled(model, prompt[:cut]), prompt[cut:], 6) for cut in (100, 300)]
     assert (pieces == [expected, expected]) == family.exact_chunks

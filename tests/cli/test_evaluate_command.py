@@ -72,9 +72,9 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- what is measured -------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["llama-bf16", "gemma3_text", "qwen3_next"])
+@pytest.fixture(scope="module", params=["llama", "llama-bf16", "gemma3_text", "qwen3_next"])
 def measured(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """A dense model in half precision, one with sliding windows, and a hybrid."""
+    """A dense, a half-precision, a sliding-window and a hybrid model."""
     job = Job(prefix=600, tokens=100, windows=2, needles=1, depths=2)
     return measure(subject(request.param), SPECS, default_text(), job)
 

@@ -48,7 +48,7 @@ def sound(outcomes: Iterable[Outcome]) -> list[Outcome]:
 def test_a_fault_at_any_call_loses_nothing_that_was_acknowledged(lab, name):
     total = lab.calls(MODES[name].kinds)
     salt = list(MODES).index(name)
-    outcomes = sound(matrix.met(lab, name, at) for at in spread(total - 20, 4, salt))
+    outcomes = sound(matrix.met(lab, name, at) for at in spread(total - 20, 6, salt))
     assert all(one.hit for one in outcomes)
     assert sum(one.images for one in outcomes) > 0
 

@@ -171,7 +171,7 @@ def test_a_prefill_in_pieces_of_queries_is_one_at_once(batch, mask, monkeypatch)
 
 
 def test_a_long_prefill_holds_no_more_scores_than_it_says(monkeypatch):
-    length, heads = 768, 16
+    length, heads = 1024, 16
     queries = normal(9, 1, heads, length, WIDTH)
     triples = [mx.quantize(a, group_size=GROUP, bits=4) for a in rows(1, 1, HEADS, length)]
     mx.eval(queries, triples)
