@@ -82,6 +82,13 @@ class Settings(BaseSettings):
     readers: int = Field(4, ge=1, le=64, description="threads that read from the SSD")
     allow_classes: tuple[str, ...] = Field((), description="cache classes beyond mlx-lm's that may be restored by name")
 
+    policy: Literal["lru", "s3fifo", "adaptive"] = Field("lru", description="who leaves first, in RAM and on SSD")
+    ssd_admission: Literal["always", "second"] = Field(
+        "always", description='what the SSD is given: all that RAM evicts, or from its "second" use on, to wear it less'
+    )
+    trace: Path | None = Field(None, description="record who asks for what, for `prefixcache plan`: no text, no tokens")
+    log_every: float = Field(0.0, ge=0, le=86_400, description="log a line of rates every so many seconds. 0: never")
+
     def __init__(self, **values: Any):
         self._no_other_variables()
         super().__init__(**values)
@@ -122,19 +129,21 @@ class Settings(BaseSettings):
         taken = {name for name in cls.model_fields if f"PREFIXCACHE_{name.upper()}" in variables}
         return cls(**{**{name: value for name, value in source.items() if name not in taken}, **values})
 
-    @field_validator("ssd_dir")
+    @field_validator("ssd_dir", "trace")
     @classmethod
-    def _expand(cls, value: Path | None) -> Path | None:
+    def _expand(cls, value: Path | None, info: ValidationInfo) -> Path | None:
         try:
             return value if value is None else value.expanduser().absolute()
         except RuntimeError:  # no such user
-            raise ValueError(f"ssd_dir={str(value)!r}: no such home; write the directory's whole path") from None
+            raise ValueError(f"{info.field_name}={str(value)!r}: no such home; write the whole path") from None
 
-    @field_validator("ssd_dir", mode="before")
+    @field_validator("ssd_dir", "trace", mode="before")
     @classmethod
-    def _not_empty(cls, value: Any) -> Any:
+    def _not_empty(cls, value: Any, info: ValidationInfo) -> Any:
         if value == "":  # pathlib takes it for the current directory
-            raise ValueError("ssd_dir='': not a directory; write its path, or leave it out for RAM only")
+            without = "a directory; write its path, or leave it out for RAM only"
+            other = "a file; write its path, or leave it out to record nothing"
+            raise ValueError(f"{info.field_name}='': not {without if info.field_name == 'ssd_dir' else other}")
         return value
 
     @field_validator("codec", mode="before")
