@@ -26,6 +26,7 @@ import numpy as np
 
 from prefixcache.budget import Reservation
 from prefixcache.codecs import Codec, TurboQuant, codec_from_spec, turboquant_backends
+from prefixcache.finding import Deepest, deepest, hit
 from prefixcache.image import Image
 from prefixcache.keys import TOKEN_BYTES, Tokens, as_model, as_salt, as_tokens, canonical, root_key
 from prefixcache.layers.adapters import allow
@@ -191,15 +192,9 @@ class PrefixCache:
                 self._tiers.homes[root] = home
             return self._tiers.homes[root]
 
-    def _deepest(self, raw: bytes, homes: list[Home], tier: int, limit: int) -> tuple[int, Home, Walk] | None:
+    def _deepest(self, raw: bytes, homes: list[Home], tier: int, limit: int) -> Deepest | None:
         """The namespace that gives most of these tokens; call it under the lock."""
-        best = None
-        for home in homes:
-            walk = self._tiers.tree.walk(home.space, raw)
-            depth = self._tiers.tree.reach(walk, tier, limit)
-            if best is None or depth > best[0]:
-                best = (depth, home, walk)
-        return best
+        return deepest(self._tiers.tree, raw, homes, tier, limit)
 
     # -- storing and finding ------------------------------------------------------------------------------------------
 
@@ -218,6 +213,7 @@ class PrefixCache:
         that can't be kept: a batch, a class that isn't known, an attribute that isn't plain data, codes of another codec.
         """
         self._check_open()
+        began = time.monotonic()
         ids, model, salt = as_tokens(tokens), as_model(model), as_salt(salt)
         if not isinstance(label, str):
             raise TypeError(f"label={label!r}: give a word")
@@ -233,7 +229,9 @@ class PrefixCache:
         evaluate(reading.leaves)
         raw = ids[:limit].tobytes()
         store = Store(self._tiers, home, raw, reading.leaves, bool(home.plan.snapshots) and agreed, sys.intern(label))
-        return Stored(*store.run(), tuple(home.plan.raw))
+        stored = Stored(*store.run(), tuple(home.plan.raw))
+        self._tiers.counters.durations.store.observe(time.monotonic() - began)
+        return stored
 
     def match(self, tokens: Tokens, *, model: str, salt: bytes = b"") -> Match:
         """How deep `tokens` can be hit. No I/O, no MLX, nothing changes."""
@@ -269,17 +267,22 @@ class PrefixCache:
         codes as they are; nothing is decoded, and a model whose attention is mlx-lm's own goes on from them. What such a
         cache holds can be stored again as it is.
         """
+        began, counters = time.monotonic(), self._tiers.counters
         ids = as_tokens(tokens)
         found = self._find(ids, model, salt, leave)
         if found is None:
+            counters.durations.fetch_miss.observe(time.monotonic() - began)
             return None, tokens
         prompt, pinned = found
+        with self._tiers.lock:
+            counters.count_tiers(pinned, prompt.tokens)
         try:
             room = len(ids) - prompt.tokens if room is None else _whole(room, "fetch: room", "tokens", LONGEST)
             made = prompt.live(room) if compressed else prompt.dequantize(room)
             mx.eval([_flat(vars(layer)) for layer in made])
         finally:
             self._tiers.unpin(pinned)
+        counters.durations.fetch_hit.observe(time.monotonic() - began)
         return made, tokens[prompt.tokens :]
 
     def lookup(self, tokens: Tokens, *, model: str, salt: bytes = b"", leave: int = 0) -> StoredPrompt | None:
@@ -299,23 +302,16 @@ class PrefixCache:
             raise ValueError(f"leave={leave!r}: give the number of tokens to leave, 0 or more")
         homes, raw, tree = self._homes(model, salt), ids.tobytes(), self._tiers.tree
         with self._tiers.lock:
-            counters = self._tiers.counters
-            counters.fetches += 1
-            counters.asked_tokens += len(ids)
-            best = self._deepest(raw, homes, RAM, len(ids) - leave)
-            if best is None or best[0] <= 0:
+            found = hit(self._tiers, raw, homes, len(ids) - leave, len(ids))
+            if found is None:
                 return None
-            depth, home, walk = best
-            serving = tree.serving(walk, depth)
-            tree.touch(serving, hit=True)
-            counters.hit_tokens += depth
-            pinned = tree.pin(serving)
+            depth, home, walk, pinned = found
             blocks = [
                 Block(n.start, n.rows.image, n.window.image if n.window else None, n.window.mask if n.window else ())
                 for n in walk.nodes
                 if n.start < depth and n.rows is not None
             ]
-            state: Image | None = next((s.image for s in serving if s.kind == "snapshot"), None)
+            state: Image | None = next((s.image for s in pinned if s.kind == "snapshot"), None)
             images = [image for block in blocks for image in (block.rows, block.window) if image is not None]
             levels = {i.statistics: tree.shared[i.statistics].value for i in images if i.statistics}
             current = self._tiers.current_levels(home)
@@ -529,7 +525,8 @@ class PrefixCache:
                 pinned=tiers.tree.pinned,
                 codec=str(self.codec),
                 kernels=self._kernels,
-                counters=Counters(**vars(tiers.counters)),
+                counters=tiers.counters.copy(denied=tiers.counters.denied + tiers.budget.denied),
+                seconds=tiers.counters.durations.read(),
                 ssd=self._ssd.stats() if self._ssd is not None else None,
             )
 
@@ -572,7 +569,9 @@ class PrefixCache:
                 if self._ssd is not None:
                     self._ssd.close(_left(end) if whole else min(HURRY, _left(end)))
                 _open.discard(self)
-                self._tiers.release()
+                with self._tiers.lock:
+                    self._tiers.counters.denied += self._tiers.budget.denied  # of a budget that ends here
+                    self._tiers.release()
                 give_back()
 
     def _write_out(self, timeout: float) -> None:

@@ -35,7 +35,7 @@ def promote(tiers: Tiers, ssd: Ssd, home: Home, raw: bytes, limit: int) -> int:
 
     Blocks on reads: call it on a thread of its own.
     """
-    tree = tiers.tree
+    tree, began = tiers.tree, time.monotonic()
     with tiers.lock:
         walk = tree.walk(home.space, raw)
         boundary = tree.reach(walk, SSD, limit)
@@ -54,7 +54,7 @@ def promote(tiers: Tiers, ssd: Ssd, home: Home, raw: bytes, limit: int) -> int:
             if slot.needs and held[slot.needs] is None:  # it and what comes after are of no use now
                 coming = coming[:i]
                 break
-        _bring(tiers, ssd, coming)
+        _bring(tiers, ssd, coming, before)
     finally:
         for levels in held.values():
             tiers.let_go(levels)
@@ -65,6 +65,7 @@ def promote(tiers: Tiers, ssd: Ssd, home: Home, raw: bytes, limit: int) -> int:
             tree.touch(tree.serving(walk, depth))
             tiers.counters.promoted_tokens += max(depth - before, 0)
             tiers.spill_ahead(0)
+    tiers.counters.durations.promote.observe(time.monotonic() - began)
     return depth
 
 
@@ -73,14 +74,15 @@ def _room(tiers: Tiers) -> int:
     return tiers.budget.limit - held.nodes - held.reserved
 
 
-def _bring(tiers: Tiers, ssd: Ssd, slots: list[Slot]) -> None:
+def _bring(tiers: Tiers, ssd: Ssd, slots: list[Slot], before: int) -> None:
+    """`before`: the depth that RAM had without them."""
     waiting: deque[Reading] = deque()
     whole = True
     try:
         for slot in slots:
             reading = _begin(tiers, ssd, slot)
             while reading is None and waiting:  # no room beside what is being read: finish that first
-                whole = _end(tiers, waiting.popleft(), whole)
+                whole = _end(tiers, waiting.popleft(), whole, before)
                 reading = _begin(tiers, ssd, slot) if whole else None
             if reading is None:
                 reading = _begin(tiers, ssd, slot, PATIENCE) if whole else None
@@ -89,12 +91,12 @@ def _bring(tiers: Tiers, ssd: Ssd, slots: list[Slot]) -> None:
             if reading.slot.image is None or reading.reservation is not None:
                 waiting.append(reading)
             while waiting and waiting[0].future.done():
-                whole = _end(tiers, waiting.popleft(), whole)
+                whole = _end(tiers, waiting.popleft(), whole, before)
             if not whole:
                 return
     finally:
         while waiting:
-            whole = _end(tiers, waiting.popleft(), whole)
+            whole = _end(tiers, waiting.popleft(), whole, before)
 
 
 def _begin(tiers: Tiers, ssd: Ssd, slot: Slot, wait: float = 0) -> Reading | None:
@@ -116,7 +118,7 @@ def _begin(tiers: Tiers, ssd: Ssd, slot: Slot, wait: float = 0) -> Reading | Non
         return Reading(slot, slot.loading, reservation)
 
 
-def _end(tiers: Tiers, reading: Reading, whole: bool) -> bool:
+def _end(tiers: Tiers, reading: Reading, whole: bool, before: int) -> bool:
     """Wait for a read; publish what it gave. False when it gave nothing: what comes after is of no use now."""
     slot, future, reservation = reading
     try:
@@ -146,6 +148,8 @@ def _end(tiers: Tiers, reading: Reading, whole: bool) -> bool:
             elif slot.disk and slot.image is None:
                 tiers.tree.enter(slot, RAM, image=image, reservation=reservation)
                 tiers.counters.promoted_bytes += slot.nbytes
+                first = slot.node.start if slot.kind == "rows" else 0
+                tiers.counters.arrivals.came(slot, max(first, before))
         tiers.moved.notify_all()
         return whole and slot.image is not None
 

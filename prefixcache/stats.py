@@ -1,22 +1,66 @@
-"""Counters, and the snapshot of them that `PrefixCache.stats()` gives. Tokens are counted in tokens, all else in
-bytes.
+"""Counters and durations, and the snapshot of them that `PrefixCache.stats()` gives. Tokens are counted in tokens, durations
+in seconds, all else in bytes.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
+from prefixcache.histogram import Histogram, Observed
 from prefixcache.ssd import SsdStats
+from prefixcache.tree import Slot
+
+
+class Arrivals:
+    """Images that promotions brought and that no hit has used since: what a hit owes to the SSD. Call it under the tiers' lock.
+
+    A hit is the SSD's from the first token on that RAM alone would not have given, and once: the next is RAM's.
+    """
+
+    LEAST = 1024  # images, below which nothing is swept
+
+    def __init__(self) -> None:
+        self._first: dict[Slot, int] = {}  # the first token that RAM lacked for want of the image
+        self._sweep_at = self.LEAST
+
+    def came(self, slot: Slot, first: int) -> None:
+        """An image is in RAM now, without which a hit would have ended at token `first`."""
+        self._first[slot] = first
+        if len(self._first) >= self._sweep_at:  # those that left RAM unused; the same slot may come again
+            self._first = {one: begin for one, begin in self._first.items() if one.image is not None}
+            self._sweep_at = max(self.LEAST, 2 * len(self._first))
+
+    def owed(self, serving: Iterable[Slot], depth: int) -> int:
+        """Of a hit of `depth` tokens that these images serve, the tokens that are the SSD's."""
+        if not self._first:
+            return 0
+        return depth - min(min(self._first.pop(slot, depth) for slot in serving), depth)
+
+
+class Durations:
+    """How long things took, in seconds, from call to return; a promotion from its first look to its last image."""
+
+    def __init__(self) -> None:
+        self.store, self.fetch_hit, self.fetch_miss, self.promote = (Histogram() for _ in range(4))
+
+    def read(self) -> dict[str, Observed]:
+        return {name: histogram.read() for name, histogram in vars(self).items()}
 
 
 @dataclass
 class Counters:
-    """What has happened since the cache was opened. Changed under the tiers' lock only."""
+    """What has happened since the cache was opened. Changed under the tiers' lock only.
+
+    `arrivals` and `durations` are what the counting itself needs: of a `copy` they are empty.
+    """
 
     fetches: int = 0
     asked_tokens: int = 0  # tokens that fetches asked for: the denominator of a hit rate
     hit_tokens: int = 0  # of them, tokens that fetches gave from RAM
+    ram_hit_tokens: int = 0  # of those, tokens that RAM had by itself
+    ssd_hit_tokens: int = 0  # and tokens that a promotion had brought and no hit had used since
     promoted_tokens: int = 0
     promoted_bytes: int = 0
     stores: int = 0
@@ -32,7 +76,21 @@ class Counters:
     ssd_evicted: int = 0  # images that left the SSD to keep its limit
     corrupt: int = 0  # images set aside on reading
     write_errors: int = 0
+    denied: int = 0  # reservations of RAM that found no room
     collisions: int = 0  # blocks not kept because another has their key
+
+    def __post_init__(self) -> None:
+        self.arrivals = Arrivals()
+        self.durations = Durations()
+
+    def count_tiers(self, serving: Iterable[Slot], depth: int) -> None:
+        """A hit of `depth` tokens, which these images serve: how much of it is whose."""
+        owed = self.arrivals.owed(serving, depth)
+        self.ssd_hit_tokens += owed
+        self.ram_hit_tokens += depth - owed
+
+    def copy(self, **changes: int) -> Counters:
+        return replace(self, **changes)
 
 
 class Labelled(NamedTuple):
@@ -70,9 +128,16 @@ class Stats:
     kernels: dict[str, str]
     """What code runs TurboQuant here: "cpu", and "device" where MLX's default device is a GPU."""
     counters: Counters
+    seconds: dict[str, Observed]
+    """How long each `store`, `fetch_hit`, `fetch_miss` and `promote` took; what files took is in `ssd`."""
     ssd: SsdStats | None
 
     def as_dict(self) -> dict[str, Any]:
         """The same as plain JSON types."""
         labels = {label: counted._asdict() for label, counted in self.labels.items()}
-        return {**asdict(self), "labels": labels, "ssd": self.ssd._asdict() if self.ssd is not None else None}
+        seconds = {name: observed.as_dict() for name, observed in self.seconds.items()}
+        ssd = None
+        if self.ssd is not None:
+            plain = self.ssd._asdict().items()
+            ssd = {name: value.as_dict() if isinstance(value, Observed) else value for name, value in plain}
+        return {**asdict(self), "labels": labels, "seconds": seconds, "ssd": ssd}

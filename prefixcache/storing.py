@@ -87,6 +87,7 @@ class Store:
         live_codes.check(home.plan, leaves)
         self._state = describe_state(home.plan, leaves) if with_snapshot else None
         self._pinned: list[Slot] = []
+        self._standing: list[Node] = []  # the blocks that were there before, the last one's rows pinned
         wait = tiers.settings.spill_wait if tiers.settings.spill == "wait" else 0.0
         self._deadline = time.monotonic() + wait  # of all waiting of this store
         self._key_at: dict[int, bytes] = {}  # the key before the last block planned
@@ -95,13 +96,16 @@ class Store:
         self._adopted: dict[str, LevelSet] = {}
 
     def run(self) -> Outcome:
-        parent, at, new_tokens, new_bytes, whole = self._home.space.root, 0, 0, 0, False
+        new_tokens, new_bytes, whole = 0, 0, False
         if not all_coded([self._plan.rows, *self._plan.windowed], self._leaves):
             self._levels = self._tiers.levels_for(self._home, self._raw, self._measure)
         try:
             if any(leaf.codes is not None for leaf in self._leaves):
                 root = self._home.row.root
                 self._of_codes = live_codes.block_levels(root, self._plan, self._leaves, self._limit, self._levels)
+            with self._tiers.lock:
+                parent = self._skip_known()
+            at = parent.end
             while not whole:
                 with self._tiers.lock:
                     jobs, parent, at, whole = self._next_jobs(parent, at)
@@ -127,6 +131,21 @@ class Store:
         return measure_all(self._home.row.root, self._plan, self._leaves, self._limit)
 
     # -- planning, under the lock -------------------------------------------------------------------------------------
+
+    def _skip_known(self) -> Node:
+        """Keep the leading whole blocks that stand already and whose windows can gain nothing; the last of them."""
+        first, parent = self._limit, self._home.space.root
+        for w, window in enumerate(self._plan.windows):
+            first = min([first, *(max(a, window.keep) for a, b in self._held(w) if b > window.keep)])
+        for node in self._tiers.tree.walk(self._home.space, self._raw).path:
+            if node.rows is None or node.end > first or len(node.tokens) < BLOCK_BYTES:
+                break
+            self._standing.append(node)
+            parent = node
+        if parent.parent is not None:
+            self._key_at = {parent.start: parent.parent.key, parent.end: parent.key}
+            self._pin(parent.rows)  # keeps those before it, too
+        return parent
 
     def _next_jobs(self, parent: Node, at: int) -> tuple[list[Job], Node, int, bool]:
         """Jobs for the next blocks from token `at`, below `parent`: the jobs, where to go on, and whether that was
@@ -415,7 +434,8 @@ class Store:
         """Touch the path, let go of it, write ahead. Returns the depth that can be found now."""
         tiers = self._tiers
         with tiers.lock:
-            walk = tiers.tree.walk(self._home.space, self._raw)
+            still = self._standing and _stands(tiers.tree.slots, self._standing[-1])
+            walk = tiers.tree.walk(self._home.space, self._raw, self._standing if still else ())
             depth = tiers.tree.reach(walk, SSD, self._limit)
             tiers.tree.touch(tiers.tree.serving(walk, depth))
             tiers.unpin(self._pinned)

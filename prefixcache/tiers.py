@@ -55,7 +55,7 @@ class Tiers:
         self.moved = threading.Condition(self.lock)
         self.budget = Budget(ram)
         self.full = ram  # the budget that was asked for; `Pressure` may lower the one in force
-        self.tree = Tree(self.budget)
+        self.tree = Tree(self.budget, settings.policy)
         self.homes: dict[bytes, Home] = {}
         self.counters = Counters()
         self.through = settings.ram == 0  # nothing stays in RAM once it is durable
@@ -435,7 +435,7 @@ class Tiers:
         chain = self._hangs_on(slot)
         held = self.tree.pin(chain)
         try:
-            return all(one.disk or one.saving or self._write(one, min(one.tick, slot.tick)) for one in chain)
+            return all(one.disk or one.saving or self._write(one, slot) for one in chain)
         finally:
             self.tree.unpin(held)
 
@@ -454,12 +454,12 @@ class Tiers:
             node = node.parent
         return chain[::-1]
 
-    def _write(self, slot: Slot, tick: int) -> bool:
+    def _write(self, slot: Slot, wanted: Slot) -> bool:
+        """Queue one image, for the sake of `wanted`, which may be another that hangs on it."""
         ssd = self.ssd
-        rank = (tick, -slot.node.start)
         if ssd is None or slot.image is None or not ssd.takes(slot.nbytes):
             return False
-        if not self._room_on_ssd(ssd.footprint(slot.nbytes), rank):
+        if not self._room_on_ssd(ssd.footprint(slot.nbytes), slot, wanted):
             return False
         home = self.homes[_root_of(slot).key]
         levels = self.level_set(slot.needs)
@@ -468,9 +468,9 @@ class Tiers:
         self.tree.save(slot)
         return True
 
-    def _room_on_ssd(self, nbytes: int, rank: tuple[int, int] | None = None) -> bool:
-        """Make room by deleting what is colder than `rank`, a tick and minus the start of a block: of one prompt the later
-        blocks are the colder. None: whatever is coldest. With one, nothing that is known is deleted unless it makes enough.
+    def _room_on_ssd(self, nbytes: int, slot: Slot | None = None, wanted: Slot | None = None) -> bool:
+        """Make room by deleting what is coldest. For a `slot` that is to be written, and that `wanted` hangs on or is: only
+        what is colder than both, and nothing that is known unless it makes enough.
         """
         ssd = self.ssd
         assert ssd is not None
@@ -482,20 +482,20 @@ class Tiers:
                     ssd.delete([entry])
                 continue
             victim = self.tree.coldest(SSD)
-            if victim is None or (rank is not None and not self._colder(ssd.used + nbytes - ssd.limit, rank)):
+            if victim is None:
+                return False
+            if slot is not None and not self._colder(ssd.used + nbytes - ssd.limit, slot, wanted or slot):
                 return False
             ssd.delete([self.entry_of(victim)])
             self.tree.leave(victim, SSD)
             self.counters.ssd_evicted += 1
         return True
 
-    def _colder(self, nbytes: int, rank: tuple[int, int]) -> bool:
-        """Whether so many bytes on SSD are colder than `rank` and may leave."""
-        for slot in self.tree.order[SSD]:
-            if not slot.spare and (slot.tick, -slot.node.start) >= rank:
-                return False
-            if slot.disk and not slot.pins and not slot.saving:
-                nbytes -= slot.disk
+    def _colder(self, nbytes: int, slot: Slot, wanted: Slot) -> bool:
+        """Whether so many bytes on SSD are colder than both and may leave."""
+        for one in self.tree.order[SSD].colder(slot, wanted):
+            if one.disk and not one.pins and not one.saving:
+                nbytes -= one.disk
                 if nbytes <= 0:
                     return True
         return False
@@ -691,7 +691,7 @@ class Tiers:
             for slot in list(self.tree.order[RAM]):
                 slot.image = None
             self.budget = Budget(self.budget.limit)
-            self.tree = Tree(self.budget)
+            self.tree = Tree(self.budget, self.tree.policy)
 
     def lost(self, slot: Slot) -> None:
         """Its file went bad and was set aside: no longer on SSD."""

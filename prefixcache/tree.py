@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from math import lcm
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ import numpy as np
 
 from prefixcache.budget import Budget, Reservation
 from prefixcache.keys import BLOCK, TOKEN_BYTES, chain
+from prefixcache.policies import POLICIES, Order
 
 RAM, SSD = 0, 1
 TIERS = (RAM, SSD)
@@ -89,10 +90,6 @@ class Slot:
 
     def within(self, tier: int) -> bool:
         return (self.image is not None) if tier == RAM else self.disk > 0
-
-    @property
-    def cost(self) -> int:
-        return SLOT_BYTES + len(self.suffix)
 
 
 class Node:
@@ -187,12 +184,14 @@ class Tree:
     are the sums over slots and nodes.
     """
 
-    def __init__(self, budget: Budget):
+    def __init__(self, budget: Budget, policy: str = "lru"):
         self.budget = budget
+        self.policy = policy
         self.spaces: dict[bytes, Space] = {}
         self.slots: dict[tuple[str, bytes], Slot] = {}
         self.parting: dict[tuple[str, bytes], list[Slot]] = {}
-        self.order: tuple[OrderedDict[Slot, None], OrderedDict[Slot, None]] = (OrderedDict(), OrderedDict())
+        self.order: tuple[Order, Order] = (POLICIES[policy](), POLICIES[policy]())
+        self.slot_bytes = SLOT_BYTES + POLICIES[policy].slot_bytes  # of RAM a slot, beside its image and its suffix
         self.clock = 0
         self.shared: dict[str, Shared] = {}
         self.touched: dict[Slot, int] = {}  # on SSD, used since the index last heard of it -> hits among those uses
@@ -213,33 +212,37 @@ class Tree:
             root.space = self.spaces[root_key] = Space(root, windows, snapshots)
         return self.spaces[root_key]
 
-    def walk(self, space: Space, raw: bytes) -> Walk:
-        """Follow tokens (raw int64 bytes) as far as they are known, in whichever tier. Changes nothing."""
-        node, path, at = space.root, [], 0
-        while at < len(raw) and node.kids:
-            self.visits += 1
-            if (
-                len(node.kids) == 1
-                and len(node.kid_tokens[0]) == BLOCK_BYTES
-                and raw.startswith(node.kid_tokens[0], at)
-            ):
-                node = node.kids[0]  # as below, without a copy
+    def walk(self, space: Space, raw: bytes, known: Sequence[Node] = ()) -> Walk:
+        """Follow tokens (raw int64 bytes) as far as they are known, in whichever tier. Changes nothing.
+
+        `known`: whole blocks that these tokens begin with and that are there for sure, to go on from.
+        """
+        path = list(known)
+        node = path[-1] if path else space.root
+        at, visits, goes_on = node.end * TOKEN_BYTES, 0, raw.startswith
+        partial, shared = None, 0
+        while at < len(raw) and (kids := node.kids):
+            visits += 1
+            first = node.kid_tokens[0]
+            if len(kids) == 1 and goes_on(first, at) and len(first) == BLOCK_BYTES:
+                node = kids[0]  # as below, without a copy
                 path.append(node)
                 at += BLOCK_BYTES
                 continue
             chunk = raw[at : at + BLOCK_BYTES]
             i = bisect_left(node.kid_tokens, chunk)
-            if i < len(node.kids) and node.kid_tokens[i] == chunk and len(chunk) == BLOCK_BYTES:
-                node = node.kids[i]
+            if i < len(kids) and node.kid_tokens[i] == chunk and len(chunk) == BLOCK_BYTES:
+                node = kids[i]
                 path.append(node)
                 at += len(chunk)
                 continue
-            best, shared = self._nearest(node, chunk, i)
-            if best is not None and shared * TOKEN_BYTES == len(best.tokens):
-                path.append(best)  # a whole tail; nothing hangs on a tail
-                break
-            return Walk(space, path, best, shared, raw)
-        return Walk(space, path, None, 0, raw)
+            partial, shared = self._nearest(node, chunk, i)
+            if partial is not None and shared * TOKEN_BYTES == len(partial.tokens):
+                path.append(partial)  # a whole tail; nothing hangs on a tail
+                partial, shared = None, 0
+            break
+        self.visits += visits
+        return Walk(space, path, partial, shared, raw)
 
     def nearest(self, parent: Node, tokens: bytes) -> tuple[Node | None, int]:
         """The child that shares most leading tokens with these, and how many; of equals one whose rows are in RAM."""
@@ -333,9 +336,9 @@ class Tree:
             slot.tick = self.clock
             slot.spare = False
             slot.hits += hit
-            ssd.move_to_end(slot)
+            ssd.touch(slot)
             if slot.image is not None and not slot.saving:
-                ram.move_to_end(slot)
+                ram.touch(slot)
             if slot.disk:
                 self.touched[slot] = self.touched.get(slot, 0) + hit
 
@@ -343,7 +346,7 @@ class Tree:
         """Who leaves `tier` next: the coldest slot that nothing hangs on, not pinned and not waiting for the
         SSD.
         """
-        for slot in self.order[tier]:
+        for slot in self.order[tier].leaving():
             if slot.within(tier) and not slot.pins and not slot.saving and not self.needed(slot, tier):
                 return slot
         return None
@@ -358,16 +361,14 @@ class Tree:
     def save(self, slot: Slot) -> None:
         """A slot's image begins to wait for the SSD: until `saved`, it can't leave RAM and stands in no order there."""
         slot.saving = True
-        del self.order[RAM][slot]
+        self.order[RAM].aside(slot)
         self.budget.queue(slot.nbytes)
 
     def saved(self, slot: Slot, used_since: bool) -> None:
         """The writer is done with a slot's image, well or not."""
         slot.saving = False
         self.budget.queue(-slot.nbytes)
-        self.order[RAM][slot] = None
-        if not used_since:  # it was among the coldest when it was queued, and parents are written first
-            self.order[RAM].move_to_end(slot, last=False)
+        self.order[RAM].back(slot, used_since)
 
     def needed(self, slot: Slot, tier: int) -> bool:
         """Whether something else in the tier is of no use without this slot."""
@@ -384,6 +385,16 @@ class Tree:
             self.pinned += not slot.pins
             slot.pins += 1
         return held
+
+    @staticmethod
+    def anchors(serving: Iterable[Slot]) -> list[Slot]:
+        """Of a path's slots, tail first, those whose pins keep all of it: a block stays while something hangs on it."""
+        found, below = [], False
+        for slot in serving:
+            if slot.kind != "rows" or not below:
+                found.append(slot)
+            below |= slot.kind == "rows"
+        return found
 
     def unpin(self, held: Iterable[Slot]) -> None:
         for slot in held:
@@ -420,13 +431,17 @@ class Tree:
         self.nodes += 1
         return node
 
+    def cost(self, slot: Slot) -> int:
+        """Bytes of RAM that a slot takes, beside its image."""
+        return self.slot_bytes + len(slot.suffix)
+
     def attach(self, slot: Slot, reservation: Reservation) -> bool:
         """Give a new slot its place. False, and nothing done, when its key or its place is taken."""
         node = slot.node
         taken = slot.suffix in node.snapshots if slot.kind == "snapshot" else getattr(node, slot.kind) is not None
         if taken or (slot.kind, slot.key) in self.slots:
             return False
-        reservation.spend(nodes=slot.cost)
+        reservation.spend(nodes=self.cost(slot))
         if slot.kind == "snapshot":
             if not node.snapshots:
                 node.snapshots, node.sizes = {}, {}
@@ -435,7 +450,7 @@ class Tree:
         else:
             setattr(node, slot.kind, slot)
         self.slots[slot.kind, slot.key] = slot
-        self.order[SSD][slot] = None
+        self.order[SSD].add(slot)
         return True
 
     def enter(
@@ -450,7 +465,7 @@ class Tree:
                 needed.users += 1
             slot.image = image
             self.ram_by_label[slot.node.label] += slot.nbytes
-            self.order[RAM][slot] = None
+            self.order[RAM].add(slot)
         else:
             slot.disk = disk
             self.disk += disk
@@ -463,7 +478,7 @@ class Tree:
             return
         if tier == RAM:
             self._free(slot)
-            del self.order[RAM][slot]
+            self.order[RAM].remove(slot)
         else:
             self.disk -= slot.disk
             self.on_ssd -= 1
@@ -497,13 +512,14 @@ class Tree:
         elif getattr(node, slot.kind) is slot:
             setattr(node, slot.kind, None)
         if self.slots.get((slot.kind, slot.key)) is slot:
-            del self.slots[slot.kind, slot.key], self.order[SSD][slot]
-            self.budget.free_node(slot.cost)
+            del self.slots[slot.kind, slot.key]
+            self.order[SSD].remove(slot)
+            self.budget.free_node(self.cost(slot))
         self.prune(node)
 
     def part(self, slot: Slot) -> None:
         """A slot that waits for the SSD goes from sight at once; its bytes stay counted until `let_go`."""
-        self.order[RAM].pop(slot, None)
+        self.order[RAM].forget(slot)
         self._count(slot, RAM, -1)
         self.parting.setdefault((slot.kind, slot.key), []).append(slot)
         self._detach(slot)
@@ -611,7 +627,7 @@ class Tree:
         while stack:  # parents before children: who is moved last leaves first
             node = stack.pop()
             if node.rows is not None and node.rows.within(tier) and node.rows in self.order[tier]:
-                self.order[tier].move_to_end(node.rows, last=False)
+                self.order[tier].demote(node.rows)
                 node.rows.spare |= tier == SSD
             stack.extend(node.kids)
 
@@ -622,8 +638,7 @@ class Tree:
         colder.
         """
         cold_first = sorted(self.order[SSD], key=lambda s: (s.tick, -s.end_of_block, _LAST.index(s.kind)))
-        self.order[SSD].clear()
-        self.order[SSD].update(dict.fromkeys(cold_first))
+        self.order[SSD].rebuild(cold_first)
         self.clock = max([self.clock, *(slot.tick for slot in cold_first[-1:])])
 
     # -- integrity ----------------------------------------------------------------------------------------------------
@@ -654,7 +669,7 @@ class Tree:
             held = [s for s in (node.rows, node.window, *node.snapshots.values()) if s is not None]
             for slot in held:
                 slots += 1
-                cost += slot.cost
+                cost += self.cost(slot)
                 assert slot.node is node
                 assert self.slots[slot.kind, slot.key] is slot
                 assert slot.image is not None or slot.disk, "a slot that holds nothing"
@@ -681,6 +696,8 @@ class Tree:
         assert self.on_ssd == len(within[SSD])
         assert set(self.order[RAM]) == {slot for slot in within[RAM] if not slot.saving}
         assert set(self.order[SSD]) == set(self.slots.values())
+        for order in self.order:
+            order.check_integrity()
         assert self.touched.keys() <= within[SSD]
         assert all(users[name] <= shared.users > 0 for name, shared in self.shared.items())
         assert all(name in self.shared for name, count in users.items() if name and count)

@@ -23,8 +23,8 @@ LEVELS = {
     "live": 2,
     "layers": 3, "ssd": 3,
     "stats": 4, "tiers": 5,
-    "pressure": 6, "promoting": 6, "storing": 6,
-    "cache": 7,
+    "finding": 6, "pressure": 6, "promoting": 6, "storing": 6,
+    "cache": 7, "planning": 7,
     "": 8,
     "integrations": 9, "cli": 10,
 }  # fmt: skip

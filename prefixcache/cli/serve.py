@@ -47,6 +47,9 @@ def serve(
     grace: Annotated[
         float, typer.Option(min=0, metavar="SECONDS", help="What requests under way may still take at the end.")
     ] = 5.0,
+    log_json: Annotated[
+        bool, typer.Option("--log-json", help="Log as JSON, one object a line, with nothing of a prompt.")
+    ] = False,
 ) -> None:
     """Run mlx_lm.server with a prefix cache that is bounded in bytes and survives restarts.
 
@@ -64,6 +67,8 @@ def serve(
         from prefixcache.integrations.warming import read_prompts
 
         prompts = [prompt for file in warm or [] for prompt in read_prompts(file)]
+        if log_json:
+            _log_as_json(ctx.args, mlx_lm_server.Handler)
     except (ValueError, ImportError) as error:
         _end(error)
     try:
@@ -74,6 +79,32 @@ def serve(
     except (mlx_lm_server.ServeError, DirectoryError, ValueError) as error:
         _end(error)
     _leave(0)
+
+
+def _log_as_json(flags: list[str], http: Any) -> None:
+    """All that is logged, each request of the HTTP handler `http` too, goes to standard error as JSON. mlx-lm, which sets its own
+    format where there is none, leaves this one, and its --log-level to us.
+    """
+    from prefixcache.logs import JsonFormatter, quotes_nothing
+
+    level = "INFO"
+    for flag, following in zip(flags, [*flags[1:], ""], strict=True):
+        name, given, value = flag.partition("=")
+        if name == "--log-level":
+            level = value if given else following
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter())
+    handler.addFilter(quotes_nothing)
+    logging.captureWarnings(True)
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(getattr(logging, level, logging.INFO))  # one that mlx-lm does not know is its to refuse
+    requests = logging.getLogger("prefixcache.http")
+
+    def tell(client: Any, text: str, *args: Any) -> None:
+        requests.info(text, *args, extra={"client": client.address_string()})
+
+    http.log_message = tell
 
 
 def _warm(prompts: list[Prompt], generator: Generator) -> None:

@@ -1,7 +1,8 @@
 """What a PrefixCache counts, for Prometheus: `CacheCollector` reads `stats()` when it is scraped, and at no other time.
 
 Nothing is counted here and nothing is remembered, so between scrapes it costs nothing. A server registers the collector
-with prometheus-client, or answers /metrics with what `render` gives.
+with prometheus-client, or answers /metrics with what `render` gives. The same names are in dashboards/grafana.json,
+`prefixcache top` and docs/operating.md.
 """
 
 from __future__ import annotations
@@ -11,11 +12,19 @@ from typing import Any, NamedTuple
 
 from prometheus_client import CONTENT_TYPE_LATEST as CONTENT_TYPE
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 import prefixcache
 from prefixcache.cache import PrefixCache
+from prefixcache.histogram import Observed
 from prefixcache.ssd import SsdStats
 from prefixcache.stats import Counters, Stats
 
@@ -29,16 +38,22 @@ NO_LABEL = "none"
 
 
 class Kind(NamedTuple):
-    """A metric: its name without "prefixcache_" and "_total", what it says, its value, and its label if it has one."""
+    """A metric: its name without "prefixcache_" and its unit's or kind's ending ("_total"; of histograms "_seconds"), what it
+    says, its value, and its label if it has one. A histogram's value is an `Observed` by the label's value.
+    """
 
     name: str
     text: str
-    value: Callable[[Any], Value]
+    value: Callable[[Any], Any]
     label: str = ""
 
 
 def _fetched(c: Counters) -> Value:
     return {"hit": c.hit_tokens, "miss": c.asked_tokens - c.hit_tokens}
+
+
+def _hit(c: Counters) -> Value:
+    return {"ram": c.ram_hit_tokens, "ssd": c.ssd_hit_tokens}
 
 
 def _stored(c: Counters) -> Value:
@@ -69,7 +84,11 @@ def _by_label(s: Stats) -> Value:
 
 EVENTS = (  # since the cache was opened, of `Counters`
     Kind("fetches", "Prompts that were looked up.", lambda c: c.fetches),
-    Kind("fetch_tokens", "Tokens that were looked up, by whether RAM had them.", _fetched, "result"),
+    Kind("fetch_tokens", "Tokens that were looked up, by whether RAM had them. Their sum over result is the denominator of "
+         "the hit rate; of a prompt that is all known, at least the last token is a miss.", _fetched, "result"),
+    Kind("hit_tokens", "Tokens that fetches gave: ssd those that a promotion had brought and no fetch had given since, ram "
+         "all others. Hit rate by tier: sum by (tier) (rate(prefixcache_hit_tokens_total[5m])) / ignoring (tier) group_left () "
+         "sum (rate(prefixcache_fetch_tokens_total[5m])).", _hit, "tier"),
     Kind("promoted_tokens", "Tokens brought from SSD to RAM.", lambda c: c.promoted_tokens),
     Kind("promoted_bytes", "Bytes brought from SSD to RAM.", lambda c: c.promoted_bytes),
     Kind("stores", "Prompt caches that were given to be stored.", lambda c: c.stores),
@@ -82,6 +101,7 @@ EVENTS = (  # since the cache was opened, of `Counters`
     Kind("forgotten_images", "Images that left the SSD because RAM had no room to know of them.", lambda c: c.forgotten),
     Kind("corrupt_images", "Files found damaged when they were read, and set aside.", lambda c: c.corrupt),
     Kind("write_errors", "Images that could not be written to the SSD.", lambda c: c.write_errors),
+    Kind("denied_reservations", "Reservations of RAM that found no room.", lambda c: c.denied),
     Kind("collisions", "Blocks that were not kept because another has their key.", lambda c: c.collisions),
 )  # fmt: skip
 
@@ -106,6 +126,19 @@ SSD_EVENTS = (  # of `SsdStats`
     Kind("ssd_refused_writes", "Writes that found queue or SSD full; most are tried again.", lambda s: s.dropped),
     Kind("ssd_failed_batches", "Batches of writes that failed.", lambda s: s.errors),
     Kind("ssd_unreadable_files", "Files that could not be read for now.", lambda s: s.unreadable),
+    Kind("ssd_quarantined_files", "Files set aside in quarantine/, at the opening too.", lambda s: s.quarantined),
+)
+
+DURATIONS = (  # since the cache was opened, of `Stats`, in seconds
+    Kind("store", "What a store took.", lambda s: {"": s.seconds["store"]}),
+    Kind("fetch", "What a fetch took, by whether RAM had anything of the prompt.",
+         lambda s: {"hit": s.seconds["fetch_hit"], "miss": s.seconds["fetch_miss"]}, "result"),
+    Kind("promote", "What a promotion took from its start to its last image.", lambda s: {"": s.seconds["promote"]}),
+)  # fmt: skip
+
+SSD_DURATIONS = (  # of `SsdStats`
+    Kind("ssd_spill", "From the queue to a file that is durable and indexed.", lambda s: {"": s.spill_seconds}),
+    Kind("ssd_read", "What it took to read and check a file.", lambda s: {"": s.read_seconds}),
 )
 
 SSD_STATE = (
@@ -137,9 +170,11 @@ class CacheCollector(Collector):
         yield InfoMetricFamily("prefixcache", "The cache that is at work.", {**about, **kernels})
         yield from _metrics(CounterMetricFamily, EVENTS, stats.counters)
         yield from _metrics(GaugeMetricFamily, STATE, stats)
+        yield from _histograms(DURATIONS, stats)
         if stats.ssd is not None:
             yield from _metrics(CounterMetricFamily, SSD_EVENTS, stats.ssd)
             yield from _metrics(GaugeMetricFamily, SSD_STATE, stats.ssd)
+            yield from _histograms(SSD_DURATIONS, stats.ssd)
 
 
 def render(*collectors: Collector) -> bytes:
@@ -157,3 +192,18 @@ def _metrics(family: Any, kinds: tuple[Kind, ...], of: Counters | Stats | SsdSta
         for label, number in value.items() if isinstance(value, dict) else [("", value)]:
             metric.add_metric([label] if kind.label else [], number)
         yield metric
+
+
+def _histograms(kinds: tuple[Kind, ...], of: Stats | SsdStats) -> Iterator[Metric]:
+    for kind in kinds:
+        metric = HistogramMetricFamily(
+            f"prefixcache_{kind.name}_seconds", kind.text, labels=[kind.label] if kind.label else []
+        )
+        for label, observed in kind.value(of).items():
+            metric.add_metric([label] if kind.label else [], _buckets(observed), observed.total)
+        yield metric
+
+
+def _buckets(observed: Observed) -> list[tuple[str, float]]:
+    bounds = [*map(floatToGoString, observed.bounds), "+Inf"]
+    return list(zip(bounds, map(float, observed.counts), strict=True))

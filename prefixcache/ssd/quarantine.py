@@ -38,6 +38,7 @@ class Quarantine:
         self._directory = directory
         self._lock = threading.Lock()
         self._last = 0
+        self.taken = 0  # files set aside by this process
         self.paths = threading.Lock()
 
     def take(self, path: str, reason: str, identity: tuple[int, int] | None = None) -> int | None:
@@ -54,6 +55,7 @@ class Quarantine:
             if here is None or (identity is not None and here != identity):
                 return None
             os.rename(path, target)
+            self.taken += 1
         note: dict[str, Any] = {"reason": reason, "origin": self._directory.relative(path), "when": stamp / 1e9}
         with suppress(OSError):  # on a full disk it goes without
             write_file(_note(target), np.frombuffer(json.dumps(note).encode(), np.uint8))

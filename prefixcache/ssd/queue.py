@@ -26,12 +26,13 @@ TOUCH_DELAY = 30.0  # seconds that touches may wait for a batch to travel with
 class Write:
     """A write on its way. It ends `done`, its row committed and its room settled in the ledger, or with an `error`."""
 
-    __slots__ = ("done", "entry", "error", "image", "namespace", "sequence")
+    __slots__ = ("done", "entry", "error", "image", "namespace", "queued_at", "sequence")
 
     def __init__(self, entry: Entry, namespace: Namespace, image: Image, sequence: int):
         self.entry, self.namespace, self.image, self.sequence = entry, namespace, image, sequence
         self.error: Exception | None = None
         self.done = False
+        self.queued_at = time.monotonic()
 
 
 class Removal(NamedTuple):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from prefixcache.histogram import Histogram
 from prefixcache.image import Image
 from prefixcache.ssd.entries import Entry
 from prefixcache.ssd.errors import Corrupt, StatisticsLost, Unreadable
@@ -32,6 +34,7 @@ class Reader:
         self._lock = threading.Lock()
         self._reading: set[Future[Any]] = set()
         self.read_files = self.read_bytes = self.corrupt = self.unreadable = 0
+        self.read_seconds = Histogram()  # of an image that was read whole and checked
 
     def read(self, entry: Entry) -> Future[Image]:
         return self._noted(self._pool.submit(self._read, entry))
@@ -58,7 +61,7 @@ class Reader:
         wait(reading, timeout)
 
     def _read(self, entry: Entry) -> Image:
-        path = self._store.directory.file(entry.address)
+        path, began = self._store.directory.file(entry.address), time.monotonic()
         try:
             image = read_image(path, entry)
         except Damaged as damage:
@@ -70,6 +73,7 @@ class Reader:
             with self._lock:
                 self.unreadable += 1
             raise Unreadable(entry, os.strerror(error.errno or 0)) from error
+        self.read_seconds.observe(time.monotonic() - began)
         with self._lock:
             self.read_files += 1
             self.read_bytes += entry.nbytes

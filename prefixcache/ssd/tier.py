@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
 
+from prefixcache.histogram import Observed
 from prefixcache.image import Image
 from prefixcache.keys import KEY_BYTES, TOKEN_BYTES
 from prefixcache.ssd.directory import tree_size
@@ -33,7 +34,8 @@ class SsdStats(NamedTuple):
     """Counts and bytes since the opening; `files`, `used`, `limit`, `queued_*` and `quarantine_bytes` are of now.
 
     `used` is what the limit is held against; `disk` of it is on the disk, `reserve` is kept for the index's growth.
-    `dropped` writes were refused (queue, limit, back-off); `errors` are failed attempts of the writer.
+    `dropped` writes were refused (queue, limit, back-off); `errors` are failed attempts of the writer. `quarantined` files
+    were set aside, at the opening too. `spill_seconds`: from `write` to durable, a file; `read_seconds`: of an image.
     """
 
     files: int
@@ -53,6 +55,9 @@ class SsdStats(NamedTuple):
     quarantine_bytes: int
     errors: int
     last_error: str
+    quarantined: int
+    spill_seconds: Observed
+    read_seconds: Observed
 
 
 class Ssd:
@@ -257,6 +262,8 @@ class Ssd:
             written_bytes=writer.written_bytes, read_files=reader.read_files, read_bytes=reader.read_bytes,
             dropped=queue.dropped, corrupt=reader.corrupt, unreadable=reader.unreadable,
             quarantine_bytes=held.quarantine, errors=queue.errors, last_error=queue.last_error,
+            quarantined=self._store.quarantine.taken, spill_seconds=writer.spill_seconds.read(),
+            read_seconds=reader.read_seconds.read(),
         )  # fmt: skip
 
     def check_integrity(self) -> None:

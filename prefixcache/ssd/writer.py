@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import TypeVar
 
+from prefixcache.histogram import Histogram
 from prefixcache.ssd.directory import make_folder, sync_folder
 from prefixcache.ssd.entries import Address, Entry, Touch
 from prefixcache.ssd.files import remove_file, write_file
@@ -55,6 +56,7 @@ class Writer:
         self._ended: Callable[[], None] | None = None
         self._over = False
         self.written_files = self.written_bytes = 0
+        self.spill_seconds = Histogram()  # from the queue to a file that is durable and indexed
         self._pool = ThreadPoolExecutor(SYNCERS, thread_name_prefix="prefixcache-fsync")
         self._thread = threading.Thread(target=self._run, name="prefixcache-ssd-writer", daemon=True)
 
@@ -138,6 +140,7 @@ class Writer:
             write.error = None
             self.written_files += 1
             self.written_bytes += write.image.nbytes
+            self.spill_seconds.observe(time.monotonic() - write.queued_at)
         else:
             write.error = write.error or error or OSError("the write was not done")
             self._store.ledger.settle(write.image.nbytes, None)

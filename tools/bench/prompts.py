@@ -1,18 +1,21 @@
-"""Prompt caches as a server makes them: real mlx-lm layer caches filled with random rows, and a chat that goes on by turns.
+"""Prompt caches as a server makes them: real layer caches filled with random rows, and a chat that goes on by turns.
 
-No model runs: rows are drawn, and they go in through `update_and_fetch` as a prefill and decode steps would put them.
+No model runs: rows are drawn, and they go in through `update_and_fetch` as a prefill and decode steps would put them. Peers'
+processes import this too, so nothing of prefixcache is imported here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
+from mlx_lm.models import cache as mlx_lm_cache
 
-from prefixcache import PrefixCache
+if TYPE_CHECKING:
+    from prefixcache import PrefixCache
 
 MODEL = "bench"
 VOCABULARY = 150_000
@@ -38,12 +41,12 @@ class Shape(NamedTuple):
         return layers * 2 * self.heads * self.width * FP16
 
 
-def empty(shape: Shape) -> list[Any]:
-    """A prompt cache before the first token, as `make_prompt_cache` gives."""
+def empty(shape: Shape, classes: ModuleType = mlx_lm_cache) -> list[Any]:
+    """A prompt cache before the first token, as `make_prompt_cache` gives, of this module's classes."""
     return [
-        *(KVCache() for _ in range(shape.full)),
-        *(RotatingKVCache(shape.window) for _ in range(shape.sliding)),
-        *(ArraysCache(2) for _ in range(shape.recurrent)),
+        *(classes.KVCache() for _ in range(shape.full)),
+        *(classes.RotatingKVCache(shape.window) for _ in range(shape.sliding)),
+        *(classes.ArraysCache(2) for _ in range(shape.recurrent)),
     ]
 
 
@@ -52,7 +55,7 @@ def extend(shape: Shape, prompt_cache: list[Any], count: int, decoded: int = 0) 
     for chunk in filter(None, [count - decoded, *[1] * decoded]):
         rows = (1, shape.heads, chunk, shape.width)
         for layer in prompt_cache:
-            if isinstance(layer, ArraysCache):
+            if isinstance(layer, mlx_lm_cache.ArraysCache):
                 layer[0] = mx.random.normal((1, 3, 256)).astype(mx.float16)  # the convolution's last inputs
                 layer[1] = mx.random.normal((1, 4, 32, 32))  # the recurrent state, fp32
             else:
@@ -63,9 +66,9 @@ def extend(shape: Shape, prompt_cache: list[Any], count: int, decoded: int = 0) 
             [vars(layer).get("cache") for layer in prompt_cache])  # fmt: skip
 
 
-def filled(shape: Shape, tokens: int) -> list[Any]:
+def filled(shape: Shape, tokens: int, classes: ModuleType = mlx_lm_cache) -> list[Any]:
     """A prompt cache after so many tokens."""
-    prompt_cache = empty(shape)
+    prompt_cache = empty(shape, classes)
     extend(shape, prompt_cache, tokens)
     return prompt_cache
 

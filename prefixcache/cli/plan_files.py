@@ -1,0 +1,56 @@
+"""The files that `prefixcache plan` writes: complete or not at all, and never in the place of something that is not its own.
+
+A file is its own when it says so near its beginning, where the report's generator, the SVG's creator and the PNG's software stand.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+MARK = "prefixcache plan"
+_HEAD = 4096  # bytes in which the mark is looked for
+
+
+class NotWritable(Exception):
+    """A file can't be written as asked. The text names the option, the file and the remedy."""
+
+
+def check(option: str, path: Path) -> None:
+    """NotWritable unless `write` may put a file there: the folder takes files, and what has the name is ours, empty or nothing."""
+    if not path.parent.is_dir():
+        raise NotWritable(f"{option} {path}: no such folder; make {path.parent} first")
+    if not os.access(path.parent, os.W_OK):
+        raise NotWritable(f"{option} {path}: nothing can be written to {path.parent}; give another folder")
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise NotWritable(f"{option} {path}: is there and no file; give another name")
+        with path.open("rb") as file:
+            head = file.read(_HEAD)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise NotWritable(f"{option} {path}: can't be looked at ({error.strerror}); give another name") from None
+    if head and MARK.encode() not in head:
+        raise NotWritable(f"{option} {path}: is there and not of prefixcache plan; give another name, or delete it")
+
+
+def write(path: Path, fill: Callable[[Path], None]) -> None:
+    """`fill` a file of another name beside it, then give it this one. The folder never has half a file under `path`'s name."""
+    umask = os.umask(0)
+    os.umask(umask)
+    number, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=path.suffix, dir=path.parent)
+    os.close(number)
+    half = Path(name)
+    try:
+        fill(half)
+        half.chmod(0o666 & ~umask)
+        half.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            half.unlink()
+        raise

@@ -1,0 +1,54 @@
+"""Which of the prompts that are kept serves a request: the namespace that gives most tokens, the images that a hit reads.
+
+Nothing here runs MLX or reads a file: a planner asks in the same way. All of it is called under the tiers' lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from prefixcache.tiers import Home, Tiers
+from prefixcache.tree import RAM, Slot, Tree, Walk
+
+
+class Deepest(NamedTuple):
+    """How many leading tokens a namespace gives, and the way there. Valid until the tree changes."""
+
+    depth: int
+    home: Home
+    walk: Walk
+
+
+class Hit(NamedTuple):
+    """A hit in RAM. What `pinned` holds keeps all of its images there: who has taken them unpins it."""
+
+    depth: int
+    home: Home
+    walk: Walk
+    pinned: list[Slot]
+
+
+def deepest(tree: Tree, raw: bytes, homes: Iterable[Home], tier: int, limit: int) -> Deepest | None:
+    """The namespace that gives most of these tokens (raw int64 bytes), at most `limit` of them; None of no namespace."""
+    best: Deepest | None = None
+    for home in homes:
+        walk = tree.walk(home.space, raw)
+        depth = tree.reach(walk, tier, limit)
+        if best is None or depth > best.depth:
+            best = Deepest(depth, home, walk)
+    return best
+
+
+def hit(tiers: Tiers, raw: bytes, homes: Iterable[Home], limit: int, asked: int) -> Hit | None:
+    """What RAM has of a prompt of `asked` tokens is counted, becomes the newest, and is pinned. None on a miss."""
+    tree, counters = tiers.tree, tiers.counters
+    counters.fetches += 1
+    counters.asked_tokens += asked
+    best = deepest(tree, raw, homes, RAM, limit)
+    if best is None or best.depth <= 0:
+        return None
+    serving = tree.serving(best.walk, best.depth)
+    tree.touch(serving, hit=True)
+    counters.hit_tokens += best.depth
+    return Hit(*best, tree.pin(tree.anchors(serving)))

@@ -1,0 +1,123 @@
+"""What follows from simulated runs for whoever buys and waits: times to first token, what the SSD wears, what a size costs, and
+where more of it stops paying. Pure functions of numbers: nothing is read and nothing is simulated here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+DAY = 86_400.0  # seconds
+YEAR = 365.25  # days
+GB = 10**9
+
+
+class Rates(NamedTuple):
+    """How quick a machine is: prefill in tokens a second, reads from the SSD and decoding of images in bytes a second."""
+
+    prefill: float
+    ssd: float
+    decode: float
+
+
+class Latency(NamedTuple):
+    """Percentiles of the time to the first token, seconds."""
+
+    p50: float
+    p90: float
+    p99: float
+
+
+class Prices(NamedTuple):
+    """Of one GB (10^9 bytes), in any currency: only the ratio of the two decides."""
+
+    ram: float
+    ssd: float
+
+
+class Wear(NamedTuple):
+    """What a workload writes: bytes a day, and the years until the SSD's rated bytes are written. None: can't be told (a
+    trace of no length), or never (nothing is written).
+    """
+
+    bytes_per_day: float | None
+    years: float | None
+
+
+# -- time -------------------------------------------------------------------------------------------------------------
+
+
+def times_to_first_token(
+    asked: np.ndarray, hit: np.ndarray, read: np.ndarray, bytes_per_token: float, rates: Rates
+) -> np.ndarray:
+    """Seconds of each request: the tokens that were not hit at the prefill rate, the bytes that a promotion read at the SSD's,
+    the bytes of the hit at the decoder's. Each request has the machine to itself: nobody queues.
+    """
+    computing = (asked - hit) / rates.prefill
+    return np.asarray(computing + read / rates.ssd + hit * bytes_per_token / rates.decode, np.float64)
+
+
+def percentiles(seconds: np.ndarray) -> Latency | None:
+    """By linear interpolation; None of no requests."""
+    return Latency(*(float(value) for value in np.percentile(seconds, (50, 90, 99)))) if seconds.size else None
+
+
+def seconds_saved(hit_tokens: int, prefill: float) -> float:
+    """Seconds of prefill that hits took the place of."""
+    return hit_tokens / prefill
+
+
+def reading_pays(bytes_per_token: float, rates: Rates) -> bool:
+    """Whether a token comes from the SSD, decoded, sooner than it is computed."""
+    return bytes_per_token / rates.ssd + bytes_per_token / rates.decode < 1 / rates.prefill
+
+
+# -- wear -------------------------------------------------------------------------------------------------------------
+
+
+def wear(written: int, seconds: float, tbw: float) -> Wear:
+    """Of `written` bytes in `seconds` of a trace, on an SSD that is rated for `tbw` bytes."""
+    if seconds <= 0:
+        return Wear(None, None)
+    a_day = written * DAY / seconds
+    return Wear(a_day, tbw / a_day / YEAR if a_day else None)
+
+
+# -- money ------------------------------------------------------------------------------------------------------------
+
+
+def cost(ram: int, ssd: int, prices: Prices) -> float:
+    """Of so many bytes of RAM and SSD."""
+    return (ram * prices.ram + ssd * prices.ssd) / GB
+
+
+def front(costs: Sequence[float], values: Sequence[float]) -> list[int]:
+    """The Pareto front: the indices that no other beats (none costs as little and gives more, or costs less and gives as
+    much), cheapest first, so both costs and values rise. Of equals the first. What gives nothing is no choice.
+    """
+    best, chosen = 0.0, []
+    for i in sorted(range(len(costs)), key=lambda i: (costs[i], -values[i], i)):
+        if values[i] > best:
+            best = values[i]
+            chosen.append(i)
+    return chosen
+
+
+def knee(costs: Sequence[float], values: Sequence[float]) -> int | None:
+    """The index on the Pareto front after which more money brings less than it did on the average: the greatest distance
+    between value and cost, both scaled to 0..1, from nothing at no cost to the front's best. That is Kneedle's knee
+    (Satopaa, Albrecht, Irwin, Raghavan: Finding a "Kneedle" in a Haystack, ICDCS Workshops 2011) without its smoothing. Of
+    equals the cheapest; None when nothing gives anything.
+    """
+    on = front(costs, values)
+    if not on:
+        return None
+    most, best = costs[on[-1]], values[on[-1]]
+    return max(on, key=lambda i: values[i] / best - (costs[i] / most if most else 0.0))
+
+
+def cheapest(costs: Sequence[float], values: Sequence[float], least: float) -> int | None:
+    """The index on the Pareto front that costs least of those that give `least` or more; None when none does."""
+    return next((i for i in front(costs, values) if values[i] >= least), None)

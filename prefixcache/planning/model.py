@@ -1,0 +1,699 @@
+"""What a model's prompt cache takes, known from its config.json alone: `ModelState`, and in bytes of images `Sizes`.
+
+MLX is lazy. mlx-lm's own model of the config is built and called on a few tokens, and nothing of it is evaluated: the caches'
+shapes and dtypes stand in the graph, so that a model of 600B parameters takes no memory and part of a second. Sizes are those of
+the store's own blueprints, to the byte.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import pkgutil
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
+
+from prefixcache.codecs import Codec
+from prefixcache.codecs.interchange import FLOATS, element, name_of
+from prefixcache.codecs.levelling import LEAST_ROWS, Levels
+from prefixcache.image import Blueprint, Meta, Spec
+from prefixcache.keys import BLOCK, KEY_BYTES, canonical
+from prefixcache.layers.adapters import CacheError, Layout, Leaf
+from prefixcache.layers.encode import State, describe_state
+from prefixcache.layers.levels import LevelSet, pack
+from prefixcache.layers.plan import Plan, extra_of, held_mask, read
+from prefixcache.tree import NODE_BYTES, SLOT_BYTES, Window
+
+PROMPT = 32_768  # tokens of the prompt that `describe` tells the bytes of
+_USUAL = "bfloat16"  # of a config that names no dtype
+_SHORT = (8, 37)  # tokens of the calls that every model gets
+_LONGER = (300, 1_111)  # and a model whose recurrent state is not the same after both
+_LONGEST = (300, 4_999, 65_521)  # and a model whose state grows; primes, so that a law shows
+_RATIOS = 255  # tokens for which state may keep one row: those that the primes tell apart
+_LAYERS = 2_000  # a config of more is no model's
+_FIXED = "ArraysCache"  # of recurrent layers: as large after one token as after many
+_GIVE = "give a model's folder, or its config.json"
+
+
+class ModelError(ValueError):
+    """A config that no state can be told from; says what is wrong with it and what to do."""
+
+
+class Law(NamedTuple):
+    """A number that follows from the tokens n of a prompt: "min(n, by)", "n // by" or "n % by"."""
+
+    kind: str
+    by: int
+
+    def at(self, n: int) -> int:
+        return min(n, self.by) if self.kind == "min(n, by)" else n // self.by if self.kind == "n // by" else n % self.by
+
+
+class Shape(NamedTuple):
+    """An array of a layer's state. `optional`: it is not there while it would have no rows."""
+
+    sides: tuple[int | Law, ...]
+    dtype: str
+    optional: bool = False
+
+    def at(self, n: int) -> mx.array | None:
+        """An array of that shape after n tokens, not evaluated."""
+        sides = tuple(side.at(n) if isinstance(side, Law) else side for side in self.sides)
+        return None if self.optional and 0 in sides else mx.zeros(sides, element(self.dtype).mlx)
+
+
+class LayerKind(NamedTuple):
+    """How many layer caches are of a kind. "sliceable", "windowed" (with their window), "snapshot", or "none": they stay empty.
+
+    The caches in a layer's list count by themselves.
+    """
+
+    kind: str
+    count: int
+    window: Window | None = None
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """What a model's prompt cache is. Plain data: it can be pickled, and holds no array.
+
+    `name` is the folder's, for readers; `model_type` and `dtype` are the config's. `parameters` is the number of weights, as if
+    they were not quantised. `layout` is the JSON that namespaces are made of, `states` what a snapshot keeps of each layer that
+    can't be cut, by attribute; `counted` whether the leaf counts its tokens.
+    """
+
+    name: str
+    model_type: str
+    dtype: str
+    parameters: int
+    layout: Layout
+    states: tuple[dict[str, Any], ...]
+    counted: tuple[bool, ...]
+
+    @classmethod
+    def read(cls, path: str | Path, dtype: str | None = None) -> ModelState:
+        """Of a config.json, or of a folder that has one; any family that this mlx-lm knows. Only that file is read.
+
+        `dtype` is that of the activations: "bfloat16", "float16" or "float32", the config's unless given. Building a model draws
+        from MLX's random state. ModelError for a file that is missing or is no config, for a family that mlx-lm doesn't know,
+        and for a config that its class refuses.
+        """
+        file = _file(path)
+        try:
+            return cls.of(_config(file), _name(file), dtype)
+        except ModelError as error:
+            raise ModelError(f"{file}: {error}") from error.__cause__
+
+    @classmethod
+    def of(cls, config: dict[str, Any], name: str | None = None, dtype: str | None = None) -> ModelState:
+        """Of a config's fields; see `read`."""
+        kind = _model_type(config)
+        dtype = _dtype(config, dtype)
+        model = _build(config, dtype)
+        parameters = sum(array.size for _, array in tree_flatten(model.parameters()))
+        _stand_in(model)
+        try:
+            probes = _probes(model, _SHORT)
+            if not _is_fixed(probes[0].layout):
+                probes += _probes(model, _LONGEST)
+            elif probes[0].states != probes[1].states:
+                probes += _probes(model, _LONGER)
+        except CacheError as error:
+            raise ModelError(f"model_type={kind!r}: its prompt cache can't be kept: {error}") from error
+        except (Exception, SystemExit) as error:
+            raise _refusal(config, error, _classes(config)[1]) from error
+        first = probes[0]
+        if any(probe.layout != first.layout for probe in probes):
+            raise ModelError(f"model_type={kind!r}: the layout of its prompt cache changes with the prompt's length")
+        lengths = [probe.tokens for probe in probes]
+        states = tuple(
+            _common(lengths, [probe.states[i] for probe in probes], f"model_type={kind!r}: state {i}")
+            for i in range(len(first.states))
+        )
+        return cls(name or kind, kind, dtype, parameters, first.layout, states, first.counted)
+
+    def plan(self, codec: Codec) -> Plan:
+        """Which tensors the images have with this codec."""
+        return Plan(self.layout, codec)
+
+    @cached_property
+    def leaf_layouts(self) -> list[Layout]:
+        """The layout of each layer cache, those in lists one by one, in the order of the plan."""
+        return list(_leaves(self.layout))
+
+    @property
+    def layers(self) -> list[LayerKind]:
+        """The layer caches by kind, the most frequent first."""
+        counts = Counter(map(_kind, self.leaf_layouts))
+        return [LayerKind(kind, count, window) for (kind, window), count in counts.most_common()]
+
+    @property
+    def has_snapshots(self) -> bool:
+        return bool(self.states)
+
+    @property
+    def grows(self) -> bool:
+        """Whether the state that can't be cut grows with the prompt."""
+        return any(_has_law(state) for state in self.states)
+
+    def leaves(self, tokens: int, last: int = 1) -> list[Leaf]:
+        """What `prefixcache.layers` reads of a live cache after so many tokens, the `last` of them in one call of the model.
+
+        No leaf has rows; the state that a snapshot keeps is arrays that are not evaluated.
+        """
+        states, found = iter(self.states), []
+        for layout, counted in zip(self.leaf_layouts, self.counted, strict=True):
+            held: tuple[tuple[int, int], ...] = ()
+            if layout.get("streams"):
+                held = held_rows(Window(*layout["window"]), tokens, last) if "window" in layout else ((0, tokens),)
+            state = _at(next(states), tokens) if layout["kind"] == "snapshot" else {}
+            found.append(Leaf(layout, tokens if counted else None, held, state=state))
+        return found
+
+    def snapshot(self, tokens: int = PROMPT) -> State:
+        """What a snapshot after so many tokens keeps, as `prefixcache.storing` describes it; its arrays are not evaluated."""
+        described: list[Any] = [_at(state, tokens) for state in self.states]
+        found = [i for i, layout in enumerate(self.leaf_layouts) if layout["kind"] == "snapshot"]
+        leaves = [Leaf(layout, None) for layout in self.leaf_layouts]
+        for i, state in zip(found, described, strict=True):
+            leaves[i] = leaves[i]._replace(state=state)
+        return describe_state(_Snapshots(found, list(range(len(leaves))), self.leaf_layouts), leaves)  # type: ignore[arg-type]
+
+    @property
+    def state(self) -> State:
+        """The same where it doesn't grow."""
+        return self.snapshot()
+
+    def snapshot_specs(self, tokens: int = PROMPT) -> list[Spec]:
+        """The tensors of that snapshot, without its tokens."""
+        return self.snapshot(tokens).specs()
+
+
+class _Snapshots(NamedTuple):
+    """Of a plan, what describing a state asks for."""
+
+    snapshots: list[int]
+    layer_of: list[int]
+    leaves: list[Layout]
+
+
+def held_rows(window: Window, tokens: int, last: int = 1) -> tuple[tuple[int, int], ...]:
+    """The runs of tokens whose rows mlx-lm's cache of this window holds, when the `last` of `tokens` came in one call.
+
+    After a generation `last` is 1; after a prefill it is the length of its last piece, and more is held.
+    """
+    last = min(last, tokens)
+    if window.chunked:
+        return ((max(tokens - last - window.size, 0), tokens),)
+    first = tokens - last - (window.size - 1 - window.keep) if last > 1 else tokens - window.size + window.keep
+    if last == tokens or first <= window.keep:
+        return ((0, tokens),)
+    return ((0, window.keep), (first, tokens)) if window.keep else ((first, tokens),)
+
+
+# -- sizes --------------------------------------------------------------------------------------------------------------
+
+
+class Sizes:
+    """Bytes of the images that `PrefixCache.store` makes of a model's state with a codec, headers included: exact.
+
+    `model` is the name that they are stored under, which their headers have; one of the length that `model_identity` gives,
+    unless given. Images name the namespace's levels, if it has some: with `levels=False` sizes are those of a first prompt that
+    was too short to measure them.
+    """
+
+    def __init__(self, state: ModelState, codec: Codec, model: str | None = None):
+        self.state, self.codec, self.plan = state, codec, state.plan(codec)
+        self.model = model if model is not None else f"{state.name}@{'0' * 24}"
+        self._codec, self._layout = canonical(codec.spec()), canonical(state.layout)
+        self._known: dict[Any, int] = {}
+
+    def rows_bytes(self, start: int, tokens: int = BLOCK, levels: bool = True) -> int:
+        """Of the rows image of the block at token `start`."""
+        counts = tuple(count for _, count in self.plan.in_rows(start, tokens))
+        return self._of("rows", start, counts, levels, lambda: (self.plan.rows_specs(start, tokens), "{}"))
+
+    def window_bytes(self, start: int, mask: tuple[int, ...], levels: bool = True) -> int:
+        """Of the window image with these of the block's tokens, one bit each, for each window of `plan.windows`."""
+        return self._of("window", start, mask, levels, lambda: (self.plan.window_specs(mask), extra_of(mask)))
+
+    def snapshot_bytes(self, start: int, suffix_tokens: int) -> int:
+        """Of the snapshot `suffix_tokens` (1 to 256) behind the block that ends at `start`; 0 for a model without such state."""
+        if not self.state.has_snapshots:
+            return 0
+        end = start + suffix_tokens
+        what = (suffix_tokens, end if self.state.grows else None)
+        return self._of("snapshot", start, what, False, lambda: self._described(end, suffix_tokens))
+
+    def _described(self, end: int, suffix_tokens: int) -> tuple[list[Spec], str]:
+        state = self.state.snapshot(end)
+        extra = canonical({"state": state.described, "dtypes": [name_of(array.dtype) for array in state.arrays]})
+        return [*state.specs(), Spec("tokens", "I64", (suffix_tokens,))], extra
+
+    def _of(self, kind: str, start: int, what: Any, levels: bool, make: Callable[[], tuple[list[Spec], str]]) -> int:
+        known = kind, len(str(start)), what, levels
+        if known not in self._known:
+            specs, extra = make()
+            key, statistics = "0" * 2 * KEY_BYTES, "0" * 32 if levels and self.plan.levelled else ""
+            meta = Meta(kind, key, key, key, self.model, self._codec, self._layout, start, statistics, extra)
+            self._known[known] = Blueprint(meta, specs).nbytes
+        return self._known[known]
+
+    def levels(self, tokens: int = PROMPT, last: int = 1, root: bytes = bytes(KEY_BYTES)) -> LevelSet | None:
+        """Levels of the size that a namespace has whose first prompt is of so many tokens, the `last` in one call; they level
+        nothing. None for a plain codec, or where no layer has 256 rows.
+        """
+        held = [sum(b - a for a, b in held_rows(window, tokens, last)) for window in self.plan.windows]
+        enough = zip((self.plan.rows, *self.plan.windowed), (tokens, *held), strict=True)
+        groups = [group for section, rows in enough if rows >= LEAST_ROWS for group in section.groups]
+        sides = {group.levels: (group.heads, group.codec.width) for group in groups if group.codec.levelled}
+        flat = {name: Levels(np.zeros(of, np.float32), np.ones(of, np.float32)) for name, of in sides.items()}
+        return pack(root, flat) if flat else None
+
+    def levels_bytes(self, tokens: int = PROMPT, last: int = 1) -> int:
+        """Of those levels in RAM."""
+        levels = self.levels(tokens, last)
+        return levels.nbytes if levels is not None else 0
+
+    @property
+    def raw_bytes_per_token(self) -> int:
+        """Of a token in a live cache of mlx-lm's, in the layers that keep every token."""
+        leaves = self.state.leaf_layouts
+        return sum(_row_bytes(leaf) for leaf in leaves if leaf["kind"] == "sliceable")
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Of a token deep in a long prompt: its share of a whole block's rows image."""
+        return self.rows_bytes(PROMPT) / BLOCK
+
+    @property
+    def ram_bytes_per_token(self) -> float:
+        """The same with the block's place in the tree, which RAM has for it."""
+        return (self.rows_bytes(PROMPT) + SLOT_BYTES + NODE_BYTES) / BLOCK + 8
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times smaller than in a live cache; None where no layer keeps every token."""
+        return self.raw_bytes_per_token / self.bytes_per_token if self.raw_bytes_per_token else None
+
+    def windows_bytes(self, tokens: int, last: int = 1, levels: bool = True, first: int = 0) -> int:
+        """Of all window images, from the block at token `first` on, of a prompt that is stored once, the `last` of its tokens
+        having come in one call.
+        """
+        held = [(held_rows(window, tokens, last), window.keep) for window in self.plan.windows]
+        total = 0
+        for start in range(first, tokens, BLOCK) if held else ():
+            mask = tuple(held_mask(runs, start, keep, tokens) for runs, keep in held)
+            total += self.window_bytes(start, mask, levels) if any(mask) else 0
+        return total
+
+    @cached_property
+    def most_windows_bytes(self) -> int:
+        """Of the window images of one boundary deep in a prompt, at most: wherever in its block the boundary is."""
+        if not self.plan.windows:
+            return 0
+        deep, total = PROMPT + 2 * -(-max(window.size for window in self.plan.windows) // BLOCK) * BLOCK, 0
+        for tokens in range(deep + 1, deep + BLOCK + 1):
+            first = min(held_rows(window, tokens)[-1][0] for window in self.plan.windows)
+            total = max(total, self.windows_bytes(tokens, first=first // BLOCK * BLOCK))
+        return total
+
+    def prompt_bytes(self, tokens: int) -> int:
+        """Of all images of one prompt, stored once after a generation, and of its namespace's levels."""
+        above, own = (tokens - 1) // BLOCK * BLOCK, self.levels_bytes(tokens)
+        rows = sum(self.rows_bytes(start, min(BLOCK, tokens - start), own > 0) for start in range(0, tokens, BLOCK))
+        windows = self.windows_bytes(tokens, levels=own > 0)
+        return rows + windows + self.snapshot_bytes(above, tokens - above) + own
+
+    def live_bytes(self, tokens: int) -> int:
+        """Of the same prompt in a live cache of mlx-lm's after a generation, without the room that it grows into."""
+        rows = 0
+        for leaf in self.state.leaves(tokens):
+            rows += sum(last - first for first, last in leaf.held) * _row_bytes(leaf.layout)
+        return rows + sum(array.nbytes for array in self.state.snapshot(tokens).arrays)
+
+
+class CodecRow(NamedTuple):
+    """What a codec makes of a model's state. Bytes; `ratio` against a live cache; `prompt` of `PROMPT` tokens.
+
+    `windows` and `snapshot` are what each boundary takes beside the tokens' own bytes, at most. `raw_layers`: those whose rows
+    the codec leaves as they are.
+    """
+
+    codec: str
+    bytes_per_token: float
+    ratio: float | None
+    tokens_per_gb: int
+    windows: int
+    snapshot: int
+    prompt: int
+    raw_layers: tuple[int, ...]
+
+
+def describe(state: ModelState, codecs: Iterable[Codec]) -> list[CodecRow]:
+    """A table's rows, one for each codec; tokens per GB (10**9 bytes) of RAM with what the tree takes for them."""
+    return [_row(Sizes(state, codec)) for codec in codecs]
+
+
+def _row(sizes: Sizes) -> CodecRow:
+    return CodecRow(
+        str(sizes.codec),
+        sizes.bytes_per_token,
+        sizes.ratio,
+        int(1e9 / sizes.ram_bytes_per_token),
+        sizes.most_windows_bytes,
+        sizes.snapshot_bytes(PROMPT - BLOCK, BLOCK),
+        sizes.prompt_bytes(PROMPT),
+        tuple(sizes.plan.raw),
+    )
+
+
+def _row_bytes(leaf: Layout) -> int:
+    """Of one token's row of a leaf in a live cache."""
+    streams = leaf.get("streams") or ()
+    return sum(heads * width * element(dtype).numpy.itemsize for _, _, heads, width, dtype, _ in streams)
+
+
+def _leaves(layout: Layout) -> Iterable[Layout]:
+    kinds = layout["kinds"]
+    waiting = [kinds[kind] for kind in reversed(layout["layers"])]
+    while waiting:
+        layer = waiting.pop()
+        if layer["kind"] == "list":
+            waiting += reversed(layer["children"])
+        else:
+            yield layer
+
+
+def _kind(leaf: Layout) -> tuple[str, Window | None]:
+    if leaf["kind"] == "snapshot":
+        return "snapshot", None
+    if not leaf["streams"]:
+        return "none", None
+    return leaf["kind"], Window(*leaf["window"]) if "window" in leaf else None
+
+
+# -- the config ---------------------------------------------------------------------------------------------------------
+
+
+def _file(path: str | Path) -> Path:
+    if not isinstance(path, (str, Path)):
+        raise TypeError(f"path of type {type(path).__name__}: {_GIVE}")
+    given = Path(path).expanduser()
+    file = given / "config.json" if given.is_dir() else given
+    if not file.is_file():
+        what = (
+            "the folder has no config.json" if given.is_dir() else "no such file; models of a hub must be there in full"
+        )
+        raise ModelError(f"{str(path)!r}: {what}; {_GIVE}")
+    return file
+
+
+def _name(file: Path) -> str:
+    """The folder's name, of a hub's snapshot the repository's; the file's own where that is no config.json."""
+    if file.name != "config.json":
+        return file.stem
+    folder = Path(os.path.abspath(file)).parent
+    if folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--"):
+        folder = Path(folder.parent.parent.name.split("--", 2)[-1])
+    return folder.name or "model"
+
+
+def _config(file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(file.read_text("utf-8"), object_hook=_number)
+    except OSError as error:
+        raise ModelError(f"can't be read ({error.strerror}); {_GIVE}") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"not JSON ({error}); copy or download it again") from None
+    if not isinstance(config, dict):
+        raise ModelError(f"holds a JSON {type(config).__name__}, not an object; {_GIVE}")
+    return config
+
+
+def _number(fields: dict[str, Any]) -> Any:
+    """What transformers writes for numbers that JSON doesn't have."""
+    return float(fields["__float__"]) if fields.keys() == {"__float__"} else fields
+
+
+def _model_type(config: dict[str, Any]) -> str:
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or not kind:
+        raise ModelError(f"model_type={kind!r}: not a family's name, so this is no model's config; {_GIVE}")
+    if config.get("model_file") is not None:
+        raise ModelError(
+            f"model_file={config['model_file']!r}: the model is code of its own, which is not run here; "
+            "remove the field if mlx-lm has such a model"
+        )
+    return kind
+
+
+def _dtype(config: dict[str, Any], chosen: str | None) -> str:
+    names = ("dtype", "torch_dtype")
+    named = [place[name] for place in _places(config) for name in names if place.get(name) is not None]
+    dtype = chosen if chosen is not None else named[0] if named else _USUAL
+    found = str(dtype).rpartition(".")[2]  # "torch.bfloat16" as well
+    if found not in FLOATS:
+        raise ModelError(f"dtype={dtype!r}: no dtype of activations; choose one: {', '.join(FLOATS)}")
+    return found
+
+
+def _build(config: dict[str, Any], dtype: str) -> nn.Module:
+    """mlx-lm's model of a config, its weights neither loaded nor made."""
+    model_class, arguments = _classes(config)
+    for place in _places(config):
+        depth = place.get("num_hidden_layers")
+        if isinstance(depth, (int, float)) and depth > _LAYERS:
+            raise ModelError(f"num_hidden_layers={depth}: more than any model has; check the config")
+    try:
+        model = model_class(arguments.from_dict(config))
+    except (Exception, SystemExit) as error:
+        raise _refusal(config, error, arguments) from error
+    cast = getattr(model, "cast_predicate", lambda name: True)
+    target = element(dtype).mlx
+
+    def to_dtype(name: str, weight: mx.array) -> mx.array:
+        return weight.astype(target) if cast(name) and mx.issubdtype(weight.dtype, mx.floating) else weight
+
+    model.update(tree_map_with_path(to_dtype, model.parameters()))
+    model.eval()
+    return model
+
+
+def _places(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """The config, and that of its text model where it has one of its own."""
+    text = config.get("text_config")
+    return [config, text] if isinstance(text, dict) else [config]
+
+
+def _classes(config: dict[str, Any]) -> tuple[Any, Any]:
+    """mlx-lm's classes of the config's model and of its arguments."""
+    from mlx_lm.utils import _get_classes  # only when asked: it takes seconds
+
+    kind = config["model_type"]
+    try:
+        return _get_classes(config)
+    except SystemExit:
+        raise ModelError(f"model_type={kind!r}: mlx-lm needs another package for it, which is not installed") from None
+    except Exception as error:
+        missing = getattr(error.__cause__, "name", None) or ""
+        if isinstance(error.__cause__, ImportError) and not missing.startswith("mlx_lm.models."):
+            raise ModelError(f"model_type={kind!r}: mlx-lm can't import its model: {error.__cause__}") from error
+        import mlx_lm.models
+
+        known = [module.name for module in pkgutil.iter_modules(mlx_lm.models.__path__)]
+        near = difflib.get_close_matches(kind, known, 3)
+        raise ModelError(
+            f"model_type={kind!r}: mlx-lm {version('mlx-lm')} has no such model"
+            + (f" (it has {', '.join(near)})" if near else "")
+            + "; upgrade mlx-lm, or give the config of a model that it serves"
+        ) from None
+
+
+_TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool, int), "str": (str,)}
+
+
+def _refusal(config: dict[str, Any], error: BaseException, arguments: Any) -> ModelError:
+    """Why a model can't be made or called, with the fields that look wrong."""
+    kind, wrong = config["model_type"], []
+    for field in fields(arguments) if is_dataclass(arguments) else ():
+        needed = field.default is MISSING and field.default_factory is MISSING
+        value = config.get(field.name)
+        types = _TYPES.get(re.sub(r"Optional\[(\w+)\]", r"\1", str(getattr(field.type, "__name__", field.type))))
+        if needed and field.name not in config:
+            wrong.append(f"{field.name} is missing")
+        elif value is not None and types is not None and not isinstance(value, types):
+            wrong.append(f"{field.name}={value!r}")
+    for place in _places(config):
+        wrong += [
+            f"{name}={value!r}"
+            for name, value in place.items()
+            if name.startswith(("num_", "hidden_", "head_")) and type(value) is int and value <= 0
+        ]
+    named = f"check {', '.join(dict.fromkeys(wrong))}" if wrong else "check its fields"
+    said = str(error).split("\n")[0][:200]
+    if said.startswith("[eval]"):
+        return ModelError(f"model_type={kind!r}: its cache depends on the weights' values, which are not read here")
+    return ModelError(f"model_type={kind!r}: mlx-lm refuses the config ({type(error).__name__}: {said}); {named}")
+
+
+# -- calling the model --------------------------------------------------------------------------------------------------
+
+
+class _Through(nn.Module):
+    """In the place of a module that gives as many values a token as it takes, of the same dtype."""
+
+    def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        return x
+
+
+class _Linear(nn.Module):
+    """In the place of a linear layer."""
+
+    def __init__(self, out: int):
+        super().__init__()
+        self._out = out
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return mx.zeros((*x.shape[:-1], self._out), x.dtype)
+
+
+# Modules of mlx-lm's that look at values, or need a GPU, to give what no cache's shape depends on.
+_STAND_INS: dict[str, Callable[[Any], nn.Module]] = {
+    "mlx_lm.models.dbrx.SparseMoeBlock": lambda module: _Through(),
+    "mlx_lm.models.bitlinear_layers.BitLinear": lambda module: _Linear(module.out_features),
+}
+
+
+def _stand_in(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        make = _STAND_INS.get(f"{type(module).__module__}.{type(module).__qualname__}")
+        if make is not None:
+            model.update_modules(tree_unflatten([(name, make(module))]))
+
+
+class _Probe(NamedTuple):
+    """A prompt cache after so many tokens; of its snapshots' states, `Shape`s in the place of arrays."""
+
+    tokens: int
+    layout: Layout
+    states: list[dict[str, Any]]
+    counted: tuple[bool, ...]
+
+
+class _Done(Exception):
+    """What was to be seen has been seen."""
+
+
+def _probes(model: Any, lengths: Sequence[int]) -> list[_Probe]:
+    """The prompt cache after prompts of these lengths. Nothing is evaluated: MLX refuses to while it traces a function."""
+    from mlx_lm.models.cache import make_prompt_cache
+
+    found: list[_Probe] = []
+
+    def trace(*prompts: mx.array) -> None:
+        for prompt in prompts:
+            prompt_cache = make_prompt_cache(model)
+            model(prompt, cache=prompt_cache)
+            found.append(_probe(prompt.shape[1], prompt_cache))
+        raise _Done
+
+    try:
+        mx.compile(trace)(*[mx.zeros((1, n), mx.int32) for n in lengths])
+    except _Done:
+        pass
+    return found
+
+
+def _probe(tokens: int, prompt_cache: list[Any]) -> _Probe:
+    reading = read(prompt_cache)
+    states = [_shapes(leaf.state) for leaf in reading.leaves if leaf.layout["kind"] == "snapshot"]
+    if not states and not any(leaf.layout.get("streams") for leaf in reading.leaves):
+        raise CacheError("it stays empty")
+    return _Probe(tokens, reading.layout, states, tuple(leaf.positions is not None for leaf in reading.leaves))
+
+
+def _shapes(value: Any) -> Any:
+    if isinstance(value, mx.array):
+        return Shape(tuple(value.shape), name_of(value.dtype))
+    if isinstance(value, dict):
+        return {key: _shapes(own) for key, own in value.items()}
+    return type(value)(map(_shapes, value)) if type(value) in (list, tuple) else value
+
+
+# -- state that grows ---------------------------------------------------------------------------------------------------
+
+
+def _is_fixed(layout: Layout) -> bool:
+    return all(leaf["class"].endswith(f".{_FIXED}") for leaf in _leaves(layout) if leaf["kind"] == "snapshot")
+
+
+def _common(lengths: list[int], values: list[Any], at: str) -> Any:
+    """What several probes say, as one: numbers that change with the prompt's length become laws."""
+    first = values[0]
+    if all(type(value) is type(first) and value == first for value in values):
+        return first
+    shapes = [value for value in values if isinstance(value, Shape)]
+    if shapes and all(isinstance(value, Shape) or value is None for value in values):
+        return _shape(lengths, values, shapes, at)
+    if all(type(value) is int for value in values):
+        return _law(lengths, values, at)
+    if isinstance(first, dict) and all(isinstance(value, dict) and value.keys() == first.keys() for value in values):
+        return {key: _common(lengths, [value[key] for value in values], f"{at}.{key}") for key in first}
+    if type(first) in (list, tuple) and all(type(v) is type(first) and len(v) == len(first) for v in values):
+        return type(first)(_common(lengths, list(own), f"{at}[{i}]") for i, own in enumerate(zip(*values, strict=True)))
+    raise ModelError(f"{at} changes with the prompt's length in a way that is not known here")
+
+
+def _shape(lengths: list[int], values: list[Any], shapes: list[Shape], at: str) -> Shape:
+    sides = []
+    if len({(len(shape.sides), shape.dtype) for shape in shapes}) > 1:
+        raise ModelError(f"{at}: its dtype changes with the prompt's length")
+    there = [n for n, value in zip(lengths, values, strict=True) if value is not None]
+    for own in zip(*(shape.sides for shape in shapes), strict=True):
+        sides.append(own[0] if len(set(own)) == 1 else _law(there, list(own), at))
+    shape = Shape(tuple(sides), shapes[0].dtype, len(there) < len(lengths))
+    if any((shape.at(n) is None) != (value is None) for n, value in zip(lengths, values, strict=True)):
+        raise ModelError(f"{at} is there after some prompts and not after others, which is not known here")
+    return shape
+
+
+def _law(lengths: list[int], values: Sequence[Any], at: str) -> Law:
+    pairs = list(zip(lengths, values, strict=True))
+    laws = [Law("n // by", 1), Law("min(n, by)", max(values))]
+    laws += [Law(kind, by) for by in range(2, _RATIOS + 1) for kind in ("n // by", "n % by")]
+    for law in laws:
+        if all(law.at(n) == value for n, value in pairs):
+            return law
+    raise ModelError(f"{at}: {values} after {lengths} tokens follows no law that is known here")
+
+
+def _has_law(value: Any) -> bool:
+    if isinstance(value, Law):
+        return True
+    if isinstance(value, Shape):
+        return any(isinstance(side, Law) for side in value.sides)
+    if isinstance(value, dict):
+        value = list(value.values())
+    return isinstance(value, (list, tuple)) and any(map(_has_law, value))
+
+
+def _at(value: Any, tokens: int) -> Any:
+    """State after so many tokens."""
+    if isinstance(value, (Law, Shape)):
+        return value.at(tokens)
+    if isinstance(value, dict):
+        return {key: _at(own, tokens) for key, own in value.items()}
+    return type(value)(_at(own, tokens) for own in value) if type(value) in (list, tuple) else value

@@ -1,0 +1,147 @@
+"""The SSD of a simulation: the cache's own queue and ledger, and in place of the disk an account of sizes.
+
+It stands where `prefixcache.ssd.Ssd` stands. Nothing happens by itself: `settle` is the writer's turn, and whoever runs the simulation
+says when that is. Reads answer at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from prefixcache.ssd import Entry, Namespace
+from prefixcache.ssd.ledger import Ledger
+from prefixcache.ssd.queue import Queue
+
+DISK_BLOCK = 4096  # what file systems round a file up to
+EMPTY = 192 << 10  # bytes of a directory without an image: folders, LOCK, an index without rows
+ROW = 3 << 10  # bytes of an image in index and folders; measured with blocks of 256 tokens
+
+
+class SimulatedImage(NamedTuple):
+    """An image of which only the size is known."""
+
+    nbytes: int
+    checksum: str
+    statistics: str = ""
+    extra: str = "{}"
+
+    def header(self) -> tuple[SimulatedImage, dict[str, Any]]:
+        return self, {}
+
+
+class Done:
+    """A future that has its result."""
+
+    def __init__(self, value: Any):
+        self._value = value
+
+    def result(self, timeout: float | None = None) -> Any:
+        return self._value
+
+    def done(self) -> bool:
+        return True
+
+    def cancel(self) -> bool:
+        return False
+
+
+class SimulatedSsd:
+    """`written` as `Ssd` has it, called by `settle`. `written_bytes` are of files alone, as in `SsdStats`."""
+
+    def __init__(self, limit: int, queue_bytes: int, written: Callable[[Entry, Exception | None], None]):
+        self._ledger = Ledger(limit, DISK_BLOCK)
+        self._queue = Queue(self._ledger, queue_bytes)
+        self._written = written
+        self._images: dict[tuple[str, bytes], tuple[int, str]] = {}  # bytes on the disk, extra
+        self._statistics: dict[str, bytes] = {}
+        self._busy = False
+        self.written_files = self.written_bytes = self.read_files = self.read_bytes = self.peak = 0
+        self._measure()
+
+    # As `Ssd`
+
+    @property
+    def used(self) -> int:
+        return self._ledger.used
+
+    @property
+    def limit(self) -> int:
+        return self._ledger.limit
+
+    @property
+    def failed(self) -> int:
+        return 0
+
+    def takes(self, nbytes: int) -> bool:
+        return self._queue.takes(nbytes)
+
+    def footprint(self, nbytes: int) -> int:
+        return self._ledger.footprint(nbytes)
+
+    def write(self, entry: Entry, namespace: Namespace, image: Any, statistics: bytes = b"") -> bool:
+        if not self._queue.write(entry, namespace, image, statistics):
+            return False
+        self._busy = True
+        self.peak = max(self.peak, self.used)
+        return True
+
+    def delete(self, entries: Iterable[Entry]) -> None:
+        self._busy = True
+        self._queue.delete(entries)
+
+    def touch(self, uses: Iterable[tuple[str, bytes, int, int]]) -> None:
+        """Recency is for the next opening, and there is none."""
+
+    def read(self, entry: Entry) -> Done:
+        self.read_files += 1
+        self.read_bytes += entry.nbytes
+        extra = self._images[entry.address][1]
+        return Done(SimulatedImage(entry.nbytes, entry.checksum, entry.statistics, extra))
+
+    def read_statistics(self, digest: str) -> Done:
+        return Done(self._statistics[digest])
+
+    def entries(self) -> Iterator[Entry]:
+        return iter(())
+
+    def max_tick(self) -> int:
+        return 0
+
+    def flush(self, timeout: float | None = None, since: int | None = None) -> bool:
+        self.settle()
+        return True
+
+    # The writer's turn
+
+    def settle(self) -> None:
+        """All that waits is done and reported, in the writer's order: deletions, then writes."""
+        while self._busy:
+            self._busy = False
+            batch = self._queue.take()
+            if batch is None:
+                return
+            self._statistics.update(batch.statistics)
+            batch.statistics.clear()
+            for write in batch.cancelled:
+                self._written(write.entry, write.error)
+            for address, removal in batch.removals.items():
+                found = self._images.pop(address, None)
+                self._ledger.dropped(found[0] if found is not None else None, removal.credit)
+            batch.removals.clear()
+            for write in batch.writes:
+                nbytes = write.image.nbytes
+                disk = -(-nbytes // DISK_BLOCK) * DISK_BLOCK
+                self._ledger.settle(nbytes, disk)
+                self._images[write.entry.address] = disk, write.image.extra  # type: ignore[attr-defined]
+                self._queue.released(write)
+                self.written_files += 1
+                self.written_bytes += nbytes
+            self._measure()
+            for write in batch.writes:
+                self._written(write.entry._replace(disk=self._images[write.entry.address][0]), None)
+            self._queue.finish(batch, None)
+            self._busy |= self._queue.waiting
+
+    def _measure(self) -> None:
+        self._ledger.measure(EMPTY + ROW * len(self._images), self._ledger.log_room)

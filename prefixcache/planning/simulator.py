@@ -1,0 +1,278 @@
+"""The cache at work on sizes: `simulate` runs a trace through the tiers, tree, budget, store and promotion that serve requests.
+
+In the place of bytes stand their numbers: a store makes images that have a size and nothing else, and the SSD is an account
+(`simulated_ssd`). All that decides who stays and who leaves is the code of `prefixcache.tiers`, `tree`, `storing`, `promoting` and
+`finding`, so a real run of the same requests, whose writer keeps up, hits and writes the same.
+
+The SSD's writer has its turn after each batch of blocks that a store encodes, after each promotion and each request: it keeps up.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from prefixcache.codecs import Codec
+from prefixcache.codecs.levelling import Levels
+from prefixcache.finding import deepest, hit
+from prefixcache.image import Blueprint, Image, Meta, Spec
+from prefixcache.keys import BLOCK, canonical, root_key
+from prefixcache.layers.encode import State
+from prefixcache.layers.levels import LevelSet, pack
+from prefixcache.layers.plan import Plan
+from prefixcache.planning.model import ModelState
+from prefixcache.planning.outcome import Outcome
+from prefixcache.planning.simulated_ssd import SimulatedImage, SimulatedSsd
+from prefixcache.planning.trace import Request
+from prefixcache.promoting import promote
+from prefixcache.settings import Settings
+from prefixcache.ssd import Namespace
+from prefixcache.storing import Job, Store
+from prefixcache.tiers import Home, Tiers
+from prefixcache.tree import RAM, SSD
+
+QUEUE_SHARE = 4  # as `spill_queue="auto"`
+EVERY = 64  # requests between two calls of `progress`
+
+
+class SimulatedPlan(Plan):
+    """A plan whose images are sizes. Specs that are equal are one object, so that a size is computed once."""
+
+    def __init__(self, layout: dict[str, Any], codec: Codec):
+        super().__init__(layout, codec)
+        self._rows_specs: dict[tuple[int, int], list[Spec]] = {}
+        self._window_specs: dict[tuple[int, ...], list[Spec]] = {}
+        self._plain = max([self.sink_tokens, *(window.keep for window in self.windows)])
+
+    def rows_specs(self, start: int, tokens: int) -> list[Spec]:
+        at = min(start, self._plain), tokens  # from there on all blocks have the same tensors
+        if at not in self._rows_specs:
+            self._rows_specs[at] = super().rows_specs(start, tokens)
+        return self._rows_specs[at]
+
+    def window_specs(self, mask: tuple[int, ...]) -> list[Spec]:
+        counts = tuple(m.bit_count() for m in mask)
+        if counts not in self._window_specs:
+            self._window_specs[counts] = super().window_specs(mask)
+        return self._window_specs[counts]
+
+    def fits(self, image: Any, kind: str, start: int, tokens: int, mask: tuple[int, ...] = ()) -> bool:
+        return True
+
+
+class _Size(NamedTuple):
+    """In the place of a blueprint."""
+
+    nbytes: int
+    extra: str
+
+
+class _Leaf(NamedTuple):
+    """In the place of a live layer's cache: it has coded nothing."""
+
+    codes: None = None
+
+
+class _Known(NamedTuple):
+    """What all stores of a simulation share."""
+
+    home: Home
+    plan: SimulatedPlan
+    state: State | None
+    levels: LevelSet | None
+    sizes: dict[Any, int]
+
+
+class SimulatedStore(Store):
+    """A store whose live cache is a number of tokens: of a window it holds what is left after the last decoded token."""
+
+    def __init__(self, tiers: Tiers, ssd: SimulatedSsd | None, known: _Known, raw: bytes):
+        super().__init__(tiers, known.home, raw, [_Leaf()] * len(known.plan.leaves), False)  # type: ignore[list-item]
+        self._ssd = ssd
+        self._shared = known
+        self._state = known.state
+
+    def _measure(self) -> LevelSet | None:
+        return self._shared.levels
+
+    def _blueprint(self, kind: str, key: bytes, parent: bytes, start: int, specs: list[Spec], levels: LevelSet | None,
+                   extra: str = "{}") -> Any:  # fmt: skip
+        what = kind, id(specs) if kind != "snapshot" else len(specs), len(str(start)), levels is None, len(extra)
+        if kind == "snapshot":
+            what = (*what, specs[-1].shape)
+        nbytes = self._shared.sizes.get(what)
+        if nbytes is None:
+            row = self._home.row
+            named = (key.hex(), parent.hex(), row.root.hex(), row.model, row.codec, row.layout)
+            meta = Meta(kind, *named, start, levels.name if levels is not None else "", extra)
+            nbytes = self._shared.sizes[what] = Blueprint(meta, specs).nbytes
+        return _Size(nbytes, extra)
+
+    def _held(self, window: int) -> tuple[tuple[int, int], ...]:
+        size, keep, chunked = self._plan.windows[window]
+        if chunked:
+            return ((self._limit // size * size, self._limit),)
+        if self._limit <= size:
+            return ((0, self._limit),)
+        return (0, keep), (self._limit - size + keep, self._limit)
+
+    def _make(self, jobs: list[Job]) -> list[Image]:
+        if self._ssd is not None:
+            self._ssd.settle()
+        made = []
+        for job in jobs:
+            name = job.levels.name if job.levels is not None else ""
+            made.append(SimulatedImage(job.blueprint.nbytes, "", name, job.blueprint.extra))  # type: ignore[attr-defined]
+        return made  # type: ignore[return-value]
+
+
+class _Turns:
+    """In the place of the tiers' condition: to wait is to let the writer work."""
+
+    def __init__(self, ssd: SimulatedSsd | None):
+        self._ssd = ssd
+
+    def notify_all(self) -> None:
+        """Nobody waits."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if self._ssd is not None:
+            self._ssd.settle()
+        return True
+
+
+class Simulation:
+    """A cache of a model's state, of these sizes in bytes, at first empty. Not thread-safe."""
+
+    def __init__(self, state: ModelState, codec: Codec, *, ram: int, ssd: int = 0, policy: str = "lru", admission: str = "always"):
+        if ram < 0 or ssd < 0 or not (ram or ssd):
+            raise ValueError(f"ram={ram}, ssd={ssd}: nothing could be kept; give at least one of them a size")
+        settings = Settings.model_construct(
+            ram=ram, ssd_dir=None, ssd=ssd, codec=codec, policy=policy, ssd_admission=admission
+        )
+        self.tiers = Tiers(settings, settings.ram_bytes(0))
+        self.ssd: SimulatedSsd | None = None
+        plan = SimulatedPlan(state.layout, codec)
+        layout, spec = canonical(state.layout), canonical(codec.spec())
+        root = root_key(state.name, codec.spec(), state.layout, b"")
+        home = Home(Namespace(root, state.name, spec, layout, 0.0), plan,
+                    self.tiers.tree.space(root, plan.windows, bool(plan.snapshots)))  # fmt: skip
+        self.tiers.homes[root] = home
+        if ssd:
+            queue = max(self.tiers.budget.limit // QUEUE_SHARE, 1)
+            self.ssd = SimulatedSsd(ssd, queue, self.tiers.written)
+            self.tiers.open_ssd(self.ssd, [home])  # type: ignore[arg-type]
+        self.tiers.moved = _Turns(self.ssd)  # type: ignore[assignment]
+        self._known = _Known(home, plan, state.state if plan.snapshots else None, _levels(root, plan), {})
+        self.ram_tokens = self.ssd_tokens = 0
+
+    def fetch(self, raw: bytes, leave: int = 1) -> int:
+        """Promote and look these tokens (raw int64 bytes) up; how many were hit."""
+        tiers, home, asked = self.tiers, self._known.home, len(raw) // 8
+        limit = asked - leave
+        before = 0
+        if self.ssd is not None:
+            deep = deepest(tiers.tree, raw, [home], SSD, asked)
+            assert deep is not None
+            before = tiers.tree.reach(deep.walk, RAM, limit)
+            if deep.depth > tiers.tree.reach(deep.walk, RAM, asked):
+                promote(tiers, self.ssd, home, raw, asked)  # type: ignore[arg-type]
+                self.ssd.settle()
+        found = hit(tiers, raw, [home], limit, asked)
+        if found is None:
+            return 0
+        tiers.unpin(found.pinned)
+        if self.ssd is None:
+            before = found.depth
+        self.ram_tokens += min(before, found.depth)
+        self.ssd_tokens += max(found.depth - before, 0)
+        return found.depth
+
+    def store(self, raw: bytes) -> None:
+        """Keep what is new of these tokens (raw int64 bytes)."""
+        SimulatedStore(self.tiers, self.ssd, self._known, raw).run()
+        if self.ssd is not None:
+            self.ssd.settle()
+
+    def check_integrity(self) -> None:
+        """AssertionError when an invariant of the tree or of the budget does not hold."""
+        self.tiers.tree.check_integrity()
+
+
+def simulate(
+    requests: Iterable[Request],
+    state: ModelState,
+    codec: Codec,
+    *,
+    ram: int,
+    ssd: int = 0,
+    policy: str = "lru",
+    admission: str = "always",
+    leave: int = 1,
+    block: int = 512,
+    progress: Callable[[int], None] | None = None,
+) -> Outcome:
+    """Serve these requests, one after the other, with a cache of `ram` and `ssd` bytes. An id stands for `block` tokens.
+
+    `leave` tokens of each prompt are computed in any case, as with `PrefixCache.fetch`. `progress` is told the requests done, now
+    and then. Raises ValueError where neither RAM nor SSD has a size.
+    """
+    run = Simulation(state, codec, ram=ram, ssd=ssd, policy=policy, admission=admission)
+    asked, given, read = array("q"), array("q"), array("q")
+    first, last = None, 0.0
+    with _collector_at_rest():
+        for number, request in enumerate(requests):
+            raw = tokens_of(request, block)
+            first, last = request.time if first is None else first, request.time
+            if request.call != "store" and raw:
+                before = run.ssd.read_bytes if run.ssd is not None else 0
+                given.append(run.fetch(raw, leave))
+                asked.append(request.tokens)
+                read.append(run.ssd.read_bytes - before if run.ssd is not None else 0)
+            if request.call != "fetch" and raw:
+                run.store(raw)
+            if progress is not None and number % EVERY == 0:
+                progress(number)
+    counters, ssd_side = run.tiers.counters, run.ssd
+    return Outcome(
+        ram=ram, ssd=ssd, policy=policy, admission=admission, requests=len(asked), seconds=last - (first or 0.0),
+        asked_tokens=sum(asked), ram_tokens=run.ram_tokens, ssd_tokens=run.ssd_tokens,
+        stored_tokens=counters.stored_tokens, stored_bytes=counters.stored_bytes,
+        written_files=ssd_side.written_files if ssd_side else 0, written_bytes=ssd_side.written_bytes if ssd_side else 0,
+        read_files=ssd_side.read_files if ssd_side else 0, read_bytes=ssd_side.read_bytes if ssd_side else 0,
+        evicted=counters.evicted, ssd_evicted=counters.ssd_evicted, dropped=counters.dropped,
+        declined=getattr(counters, "declined", 0), unkept_tokens=counters.unkept_tokens,
+        ram_peak=run.tiers.budget.peak, ssd_peak=ssd_side.peak if ssd_side else 0,
+        asked=np.array(asked, np.int64), hit=np.array(given, np.int64), read=np.array(read, np.int64),
+    )  # fmt: skip
+
+
+def tokens_of(request: Request, block: int) -> bytes:
+    """Tokens (raw int64 bytes) that stand for a request's ids: each id has `block` of its own, and the last may be cut."""
+    own = np.asarray(request.ids, np.int64)[:, None] * block + np.arange(block)
+    return own.astype("<i8", copy=False).reshape(-1)[: request.tokens].tobytes()
+
+
+def _levels(root: bytes, plan: Plan) -> LevelSet | None:
+    groups = [g for section in (plan.rows, *plan.windowed) for g in section.groups if g.codec.levelled]
+    sizes = {g.levels: (g.heads, g.codec.width) for g in groups}
+    flat = {name: Levels(np.zeros(of, np.float32), np.ones(of, np.float32)) for name, of in sizes.items()}
+    return pack(root, flat) if flat else None
+
+
+@contextmanager
+def _collector_at_rest() -> Any:
+    """What a simulation makes lives on, and the collector of cycles would visit it again and again."""
+    import gc
+
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
