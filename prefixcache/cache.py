@@ -39,7 +39,7 @@ from prefixcache.promoting import promote
 from prefixcache.settings import Settings, parse_size
 from prefixcache.ssd import Namespace, Ssd
 from prefixcache.ssd.directory import refusal
-from prefixcache.stats import Counters, Labelled, Stats
+from prefixcache.stats import Labelled, Stats
 from prefixcache.storing import Store
 from prefixcache.tiers import Home, Tiers
 from prefixcache.tree import RAM, SSD, Slot, Walk

@@ -22,7 +22,7 @@ class Observed(NamedTuple):
     total: float
 
     @property
-    def count(self) -> int:
+    def number(self) -> int:
         return self.counts[-1]
 
     def quantile(self, share: float) -> float:
@@ -30,17 +30,17 @@ class Observed(NamedTuple):
 
         What is beyond the last bound counts as that bound.
         """
-        wanted, below, low = share * self.count, 0, 0.0
+        wanted, below, low = share * self.number, 0, 0.0
         for bound, count in zip(self.bounds, self.counts, strict=False):
             if count >= wanted and count > below:
                 return low + (bound - low) * max(wanted - below, 0.0) / (count - below)
             below, low = count, bound
-        return self.bounds[-1] if self.count else 0.0
+        return self.bounds[-1] if self.number else 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON types; the buckets are cumulative, without that of all."""
         return {
-            "count": self.count,
+            "count": self.number,
             "total": self.total,
             "buckets": dict(zip(map(str, self.bounds), self.counts, strict=False)),
         }

@@ -70,8 +70,8 @@ class _HasStats(Protocol):
 
 
 class Summary:
-    """One record a period: what a cache did since the one before, and what it holds. Level INFO of the logger "prefixcache"; the
-    numbers are in `extra`, for `JsonFormatter`, with their units in their names.
+    """One record a period: what a cache did since the one before, and what it holds. Level INFO of the logger "prefixcache";
+    the numbers are in `extra`, for `JsonFormatter`, with their units in their names.
 
     `look` logs one, on any thread; `start` has a thread do it every so many seconds until `stop`, or until the cache is gone.
     """
@@ -109,8 +109,8 @@ class Summary:
 
 
 def summed_up(before: Stats, after: Stats, seconds: float) -> dict[str, Any]:
-    """What happened between two looks at a cache: rates a second, counts, and what is held now. A hit rate is None where nothing
-    was asked for; of a cache without an SSD its fields are missing.
+    """What happened between two looks at a cache: rates a second, counts, and what is held now. A hit rate is None where
+    nothing was asked for; of a cache without an SSD its fields are missing.
     """
     old, new, rate = before.counters, after.counters, 1 / max(seconds, 1e-9)
     asked = new.asked_tokens - old.asked_tokens

@@ -183,7 +183,7 @@ def _end_line(fd: int) -> None:
         return
     try:
         json.loads(rest)
-    except ValueError:
+    except (ValueError, RecursionError):
         os.ftruncate(fd, size - len(rest))
     else:
         _write(fd, b"\n")

@@ -14,7 +14,8 @@ from prefixcache.tree import Slot
 
 
 class Arrivals:
-    """Images that promotions brought and that no hit has used since: what a hit owes to the SSD. Call it under the tiers' lock.
+    """Images that promotions brought and that no hit has used since: what a hit owes to the SSD. Called under the tiers'
+    lock.
 
     A hit is the SSD's from the first token on that RAM alone would not have given, and once: the next is RAM's.
     """
@@ -32,11 +33,22 @@ class Arrivals:
             self._first = {one: begin for one, begin in self._first.items() if one.image is not None}
             self._sweep_at = max(self.LEAST, 2 * len(self._first))
 
-    def owed(self, serving: Iterable[Slot], depth: int) -> int:
-        """Of a hit of `depth` tokens that these images serve, the tokens that are the SSD's."""
+    def owed(self, held: Iterable[Slot], depth: int) -> int:
+        """Of a hit of `depth` tokens, those that are the SSD's. `held`: the hit's images, tail first; of its rows the last
+        will do.
+        """
         if not self._first:
             return 0
-        return depth - min(min(self._first.pop(slot, depth) for slot in serving), depth)
+        first, below = depth, False
+        for slot in held:
+            first = min(first, self._first.pop(slot, depth))
+            node = slot.node.parent if slot.kind == "rows" and not below else None
+            below |= slot.kind == "rows"
+            while node is not None:
+                if node.rows is not None:
+                    first = min(first, self._first.pop(node.rows, depth))
+                node = node.parent
+        return depth - first
 
 
 class Durations:
@@ -72,6 +84,7 @@ class Counters:
     evicted: int = 0  # images that left RAM
     dropped: int = 0  # of them, images that the SSD was to get and did not
     dropped_bytes: int = 0
+    declined: int = 0  # images that the SSD was not given at first sight
     forgotten: int = 0  # images that left the SSD because nodes filled the RAM
     ssd_evicted: int = 0  # images that left the SSD to keep its limit
     corrupt: int = 0  # images set aside on reading
@@ -83,9 +96,9 @@ class Counters:
         self.arrivals = Arrivals()
         self.durations = Durations()
 
-    def count_tiers(self, serving: Iterable[Slot], depth: int) -> None:
-        """A hit of `depth` tokens, which these images serve: how much of it is whose."""
-        owed = self.arrivals.owed(serving, depth)
+    def count_tiers(self, held: Iterable[Slot], depth: int) -> None:
+        """A hit of `depth` tokens (`held` as in `Arrivals.owed`): how much of it is which tier's."""
+        owed = self.arrivals.owed(held, depth)
         self.ssd_hit_tokens += owed
         self.ram_hit_tokens += depth - owed
 

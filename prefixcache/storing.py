@@ -134,14 +134,14 @@ class Store:
 
     def _skip_known(self) -> Node:
         """Keep the leading whole blocks that stand already and whose windows can gain nothing; the last of them."""
-        first, parent = self._limit, self._home.space.root
+        first = self._limit
         for w, window in enumerate(self._plan.windows):
             first = min([first, *(max(a, window.keep) for a, b in self._held(w) if b > window.keep)])
-        for node in self._tiers.tree.walk(self._home.space, self._raw).path:
-            if node.rows is None or node.end > first or len(node.tokens) < BLOCK_BYTES:
-                break
-            self._standing.append(node)
-            parent = node
+        path = self._tiers.tree.walk(self._home.space, self._raw).path[: first // BLOCK]
+        whole = len(path) - (len(path[-1].tokens) < BLOCK_BYTES if path else 0)
+        whole = next((i for i, node in enumerate(path) if node.rows is None), whole)
+        self._standing = path[:whole]
+        parent = self._standing[-1] if whole else self._home.space.root
         if parent.parent is not None:
             self._key_at = {parent.start: parent.parent.key, parent.end: parent.key}
             self._pin(parent.rows)  # keeps those before it, too

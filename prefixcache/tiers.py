@@ -25,6 +25,7 @@ from prefixcache.image import Image
 from prefixcache.keys import TOKEN_BYTES
 from prefixcache.layers.levels import LEAST_DISTINCT, LEAST_ROWS, LevelSet, distinct, most_bytes, unpack
 from prefixcache.layers.plan import Plan, mask_from, window_key
+from prefixcache.policies import Doorkeeper
 from prefixcache.settings import Settings
 from prefixcache.ssd import Address, Cancelled, Entry, Namespace, Ssd, SsdError, StatisticsLost
 from prefixcache.stats import Counters
@@ -35,6 +36,7 @@ log = logging.getLogger("prefixcache")
 LEVELS_WAIT = 1.0  # seconds that a store waits for its namespace's levels to be read
 _FOREIGN = "statistics {}: they are not of the namespace whose images name them"
 MIRROR_SHARE = 2  # the tree's nodes may take 1/2 of the budget
+DOORKEEPER_SHARE, DOORKEEPER_MOST = 4096, 16 << 20  # of the budget, and bytes: for what the SSD was not given at first sight
 
 
 class Home(NamedTuple):
@@ -64,6 +66,11 @@ class Tiers:
         self._superseded: dict[Slot, Entry] = {}  # files of windows that grew; go when the new one is durable
         self._current: dict[bytes, str] = {}  # by root key: the levels that new rows are coded with
         self._ahead = 0  # bytes that entered RAM since the last spill ahead
+        self._doorkeeper: Doorkeeper | None = None
+        if settings.ssd_admission == "second":
+            nbytes = min(max(ram // DOORKEEPER_SHARE, 1024), DOORKEEPER_MOST, ram // 16)
+            self._doorkeeper = Doorkeeper(nbytes)
+            self._doorkeeping = self.budget.reserve(nbytes)  # held for good
         self.ssd: Ssd | None = None
 
     # -- the SSD at open ----------------------------------------------------------------------------------------------
@@ -209,15 +216,29 @@ class Tiers:
         if slot is None:
             return self._forget_one()
         if not slot.disk and self.ssd is not None:
-            if self.spill(slot):
+            if not self._admits(slot):
+                self._decline(slot)
+            elif self.spill(slot):
                 return True  # it stays until it is durable; the next one may go at once
-            if not drop:
+            elif not drop:
                 return False
-            self._count_drop(slot)
+            else:
+                self._count_drop(slot)
         self.tree.leave(slot, RAM)
         self.counters.evicted += 1
         self.moved.notify_all()
         return True
+
+    def _admits(self, slot: Slot) -> bool:
+        """Whether the SSD is to be given an image: with admission "second", if its block was asked for again since it came,
+        or came before and was declined.
+        """
+        return self._doorkeeper is None or slot.hits > 0 or slot.key in self._doorkeeper
+
+    def _decline(self, slot: Slot) -> None:
+        assert self._doorkeeper is not None
+        self._doorkeeper.add(slot.key)
+        self.counters.declined += 1
 
     def _count_drop(self, slot: Slot) -> None:
         counters = self.counters
@@ -481,10 +502,14 @@ class Tiers:
                 if known is None or not (known.disk or known.saving):  # else it was stored again meanwhile
                     ssd.delete([entry])
                 continue
-            victim = self.tree.coldest(SSD)
-            if victim is None:
+            if slot is None or wanted is None:
+                victim = self.tree.coldest(SSD)
+            elif self._colder(ssd.used + nbytes - ssd.limit, slot, wanted):
+                colder = self.tree.colder(slot, wanted)
+                victim = next((one for one in colder if not self.tree.needed(one, SSD)), None)
+            else:
                 return False
-            if slot is not None and not self._colder(ssd.used + nbytes - ssd.limit, slot, wanted or slot):
+            if victim is None:
                 return False
             ssd.delete([self.entry_of(victim)])
             self.tree.leave(victim, SSD)
@@ -493,11 +518,10 @@ class Tiers:
 
     def _colder(self, nbytes: int, slot: Slot, wanted: Slot) -> bool:
         """Whether so many bytes on SSD are colder than both and may leave."""
-        for one in self.tree.order[SSD].colder(slot, wanted):
-            if one.disk and not one.pins and not one.saving:
-                nbytes -= one.disk
-                if nbytes <= 0:
-                    return True
+        for one in self.tree.colder(slot, wanted):
+            nbytes -= one.disk
+            if nbytes <= 0:
+                return True
         return False
 
     def entry_of(self, slot: Slot) -> Entry:
@@ -611,7 +635,9 @@ class Tiers:
             passed += slot.nbytes
             if passed > limit // 4 and not everything:
                 return
-            if slot.image is not None and not slot.disk and not slot.saving and not self.spill(slot):
+            if slot.image is None or slot.disk or slot.saving or not (self.closing or self._admits(slot)):
+                continue
+            if not self.spill(slot):
                 return
 
     # -- tails that grew, images that left ----------------------------------------------------------------------------

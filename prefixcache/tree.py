@@ -14,6 +14,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from math import lcm
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ _EMPTY: dict[Any, Any] = {}
 _LAST = ("snapshot", "window", "rows")  # of one block and one touch: who leaves first
 NODE_BYTES = 728  # of RAM a node, beside its tokens; measured by tools/bench/memory.py
 SLOT_BYTES = 888  # of RAM a slot, beside its image and its suffix; measured there too
+NEAR = 64  # kids that are looked at for one that leaves in a block's place
 
 
 class Window(NamedTuple):
@@ -190,8 +192,11 @@ class Tree:
         self.spaces: dict[bytes, Space] = {}
         self.slots: dict[tuple[str, bytes], Slot] = {}
         self.parting: dict[tuple[str, bytes], list[Slot]] = {}
-        self.order: tuple[Order, Order] = (POLICIES[policy](), POLICIES[policy]())
-        self.slot_bytes = SLOT_BYTES + POLICIES[policy].slot_bytes  # of RAM a slot, beside its image and its suffix
+        rule = POLICIES[policy]
+        fixed = rule.fixed(budget.limit)
+        self._fixed = budget.reserve(len(TIERS) * fixed)  # held as long as the tree is
+        self.order: tuple[Order, Order] = (rule.make(fixed), rule.make(fixed))
+        self.slot_bytes = SLOT_BYTES + rule.slot_bytes  # of RAM a slot, beside its image and its suffix
         self.clock = 0
         self.shared: dict[str, Shared] = {}
         self.touched: dict[Slot, int] = {}  # on SSD, used since the index last heard of it -> hits among those uses
@@ -329,9 +334,12 @@ class Tree:
     # -- recency ------------------------------------------------------------------------------------------------------
 
     def touch(self, slots: Iterable[Slot], hit: bool = False) -> None:
-        """Make a path the newest in each tier that it stands in. `slots` tail first, as `serving` gives them."""
+        """Make a path the newest in each tier that it stands in. `slots` tail first, as `serving` gives them. `hit`: a fetch
+        used it.
+        """
         self.clock += 1
         ram, ssd = self.order
+        slots = list(slots)
         for slot in slots:
             slot.tick = self.clock
             slot.spare = False
@@ -341,15 +349,51 @@ class Tree:
                 ram.touch(slot)
             if slot.disk:
                 self.touched[slot] = self.touched.get(slot, 0) + hit
+        if hit:
+            for order in self.order:
+                order.used(slots, False)
+
+    def stored(self, slots: Iterable[Slot]) -> None:
+        """A request ended that used or brought this path, `slots` tail first: it is the newest now."""
+        slots = list(slots)
+        self.touch(slots)
+        for order in self.order:
+            order.used(slots, True)
 
     def coldest(self, tier: int) -> Slot | None:
         """Who leaves `tier` next: the coldest slot that nothing hangs on, not pinned and not waiting for the
         SSD.
         """
-        for slot in self.order[tier].leaving():
-            if slot.within(tier) and not slot.pins and not slot.saving and not self.needed(slot, tier):
-                return slot
+        order = self.order[tier]
+        for slot in order.leaving():
+            if slot.within(tier) and not slot.pins and not slot.saving:
+                if not self.needed(slot, tier):
+                    return slot
+                if order.leaf_first and (leaf := self._leaf_below(slot, tier)) is not None:
+                    return leaf
         return None
+
+    def colder(self, slot: Slot, wanted: Slot) -> Iterator[Slot]:
+        """What may leave the SSD to make room for `slot`, which `wanted` hangs on, or is: the coldest first."""
+        for one in self.order[SSD].colder(slot, wanted):
+            if one.disk and not one.pins and not one.saving:
+                yield one
+
+    def _leaf_below(self, slot: Slot, tier: int) -> Slot | None:
+        """Of what hangs on a block, and on that, the least recently used that may leave. None when none is near."""
+        node = slot.node
+        while True:
+            own = [one for one in (node.window, *node.snapshots.values()) if one is not None and one.within(tier)]
+            if own:
+                leaf = min(own, key=lambda one: one.tick)
+                return None if leaf.pins or leaf.saving else leaf
+            rows = (kid.rows for kid in islice(node.kids, NEAR) if kid.rows is not None and kid.rows.within(tier))
+            below = min(rows, key=lambda one: one.tick, default=None)
+            if below is None or below.pins or below.saving:
+                return None
+            if not self.needed(below, tier):
+                return below
+            node = below.node
 
     def coldest_of_all(self) -> Slot | None:
         """The coldest slot, wherever its image is, that nothing hangs on in any tier; who leaves `tiers.keep` next."""

@@ -1,8 +1,8 @@
 """The command line's frame: which commands there are, and when their modules are imported.
 
-Those of operators (`inspect`, `reconcile`, `prune`, `clear`, `export`, `import`) are light and always here. The commands in
-`LATER` need a model's libraries: module `prefixcache.cli.<name>`, function `<name>`, imported when the command is called or
-the help is asked for.
+Those of operators (`inspect`, `top`, `reconcile`, `prune`, `clear`, `export`, `import`) are light and always here. The
+commands in `LATER` need a model's libraries: module `prefixcache.cli.<name>`, function `<name>`, imported when the command
+is called or the help is asked for.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from prefixcache.cli.inspect import inspect
 from prefixcache.cli.prune import prune
 from prefixcache.cli.reconcile import reconcile
 from prefixcache.cli.text import complain, mute
+from prefixcache.cli.top import top
 
-LATER = ("demo", "evaluate", "serve", "warm")
+LATER = ("demo", "evaluate", "plan", "serve", "warm")
 
 
 class Commands(TyperGroup):
@@ -80,6 +81,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
 app.command()(inspect)
+app.command()(top)
 app.command()(reconcile)
 app.command()(prune)
 app.command()(clear)

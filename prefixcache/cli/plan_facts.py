@@ -1,6 +1,7 @@
-"""What `prefixcache plan` tells, as the object that `--json` prints: of a model, of a trace, of each size tried, and the advice.
+"""What `prefixcache plan` tells, as the object that `--json` prints: of a model, of a trace, of each size tried, advice.
 
-Numbers only: sizes in bytes, times in seconds, shares from 0 to 1. How they look is `plan_text`'s, `plan_html`'s and `plan_curves`'.
+Numbers only: sizes in bytes, times in seconds, shares from 0 to 1. How they look is for `plan_text`, `plan_html` and
+`plan_curves` to say.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from prefixcache.cli.plan_text import sizes_of
-from prefixcache.codecs import Codec
 from prefixcache.planning import advice
 from prefixcache.planning.advice import Prices, Rates
+from prefixcache.planning.bound import Bound
 from prefixcache.planning.model import ModelState, Sizes
 from prefixcache.planning.outcome import Outcome
 from prefixcache.planning.sweep import Cell
@@ -58,7 +59,7 @@ def of_model(state: ModelState) -> Facts:
         "name": state.name, "model_type": state.model_type, "dtype": state.dtype, "parameters": state.parameters,
         "weights_at_4_bits": _weights(state),
         "layers": [
-            {"kind": own.kind, "count": own.count, "window": own.window.size if own.window is not None else None}
+            {"kind": own.kind, "caches": own.caches, "window": own.window.size if own.window is not None else None}
             for own in state.layers
         ],
     }  # fmt: skip
@@ -77,8 +78,8 @@ def of_codec(name: str, sizes: Sizes) -> Facts:
 
 
 def of_macs(state: ModelState, codecs: Sequence[tuple[str, Sizes]]) -> list[Facts]:
-    """What Macs could keep beside the model's weights at 4 bits. `gpu` is what macOS lets the GPU have, `auto` what the setting
-    `ram="auto"` takes of it.
+    """What Macs could keep beside the model's weights at 4 bits. `gpu` is what macOS lets the GPU have, `auto` what the
+    setting `ram="auto"` takes of it.
     """
     rows = []
     for memory in MACS:
@@ -100,6 +101,7 @@ def of_trace(trace: Trace, found: Summary) -> Facts:
     """After a pass."""
     return {
         "file": str(trace.path), "block": trace.block, "limit": trace.limit, "requests": found.requests,
+        "stores": found.stores,
         "tokens": found.tokens, "mean_tokens": found.mean_tokens, "longest": found.longest, "ids": found.ids,
         "blocks": found.blocks, "blocks_exact": found.exact, "seconds": found.seconds, "torn": trace.torn,
         "backwards": trace.backwards,
@@ -131,19 +133,33 @@ def grid(rams: Sequence[int], ssds: Sequence[int], policies: Sequence[str], admi
     return list(dict.fromkeys(c if c.ssd else c._replace(admission=admissions[0]) for c in cells))
 
 
+def capacities(cells: Sequence[Cell], bytes_per_token: float, block: int) -> list[int]:
+    """How many of a trace's blocks RAM and SSD of each size have room for."""
+    return [int((cell.ram + cell.ssd) / (bytes_per_token * block)) for cell in cells]
+
+
 # -- what came of them ------------------------------------------------------------------------------------------------
 
 
-def of_outcomes(outcomes: Sequence[Outcome], endless: Outcome, bytes_per_token: float, assumed: Assumed) -> Facts:
-    """`endless` is the run of a RAM that nothing leaves: what is possible with this model."""
+def of_outcomes(
+    outcomes: Sequence[Outcome], bounds: Sequence[Bound], endless: Outcome, bytes_per_token: float, assumed: Assumed
+) -> Facts:
+    """`bounds` are Belady's at the outcomes' sizes; `endless` is the run of a RAM that nothing leaves: what is possible with
+    this model.
+    """
     possible = endless.ram_tokens + endless.ssd_tokens
     hits = [o.ram_tokens + o.ssd_tokens for o in outcomes]
     costs = [advice.cost(o.ram, o.ssd, assumed.prices) for o in outcomes]
     front, chosen = advice.front(costs, hits), advice.knee(costs, hits)
     rates = assumed.rates()
     cells = [
-        {"cost": cost, "on_front": i in front, **_of_cell(o, possible, bytes_per_token, assumed)}
-        for i, (o, cost) in enumerate(zip(outcomes, costs, strict=True))
+        {
+            "cost": cost,
+            "on_front": i in front,
+            "bound": bound.hit_rate,
+            **_of_cell(o, possible, bytes_per_token, assumed),
+        }
+        for i, (o, bound, cost) in enumerate(zip(outcomes, bounds, costs, strict=True))
     ]
     targets = [(share, advice.cheapest(costs, hits, share * possible)) for share in TARGETS]
     nothing = np.zeros_like(endless.asked)
@@ -153,7 +169,7 @@ def of_outcomes(outcomes: Sequence[Outcome], endless: Outcome, bytes_per_token: 
             "hit_rate": endless.hit_rate, "hit_tokens": possible, "asked_tokens": endless.asked_tokens,
             "prefill_seconds": advice.seconds_saved(endless.asked_tokens, assumed.prefill),
             "prefill_seconds_saved": advice.seconds_saved(possible, assumed.prefill),
-            "ttft": [_ttft(endless.asked, endless.hit, nothing, bytes_per_token, of) for of in rates[:1]][0],
+            "ttft": _ttft(endless.asked, endless.hit, nothing, bytes_per_token, rates[0]),
         },
         "without": {"ttft": _ttft(endless.asked, nothing, nothing, bytes_per_token, rates[0])},
         "reading_pays": [advice.reading_pays(bytes_per_token, of) for of in rates],
@@ -191,7 +207,3 @@ def _ttft(asked: np.ndarray, hit: np.ndarray, read: np.ndarray, bytes_per_token:
 
 def _says(cell: Facts) -> str:
     return f"{sizes_of(cell)}: {100 * cell['of_possible']:.0f} % of what is possible"
-
-
-def sizes_by_codec(state: ModelState, codecs: Sequence[tuple[str, Codec]]) -> list[tuple[str, Sizes]]:
-    return [(name, Sizes(state, codec)) for name, codec in codecs]

@@ -1,6 +1,6 @@
 """The files that `prefixcache plan` writes: complete or not at all, and never in the place of something that is not its own.
 
-A file is its own when it says so near its beginning, where the report's generator, the SVG's creator and the PNG's software stand.
+A file is its own when it says so near its beginning: a page's generator, an SVG's creator, a PNG's software.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 MARK = "prefixcache plan"
 _HEAD = 4096  # bytes in which the mark is looked for
@@ -21,7 +22,7 @@ class NotWritable(Exception):
 
 
 def check(option: str, path: Path) -> None:
-    """NotWritable unless `write` may put a file there: the folder takes files, and what has the name is ours, empty or nothing."""
+    """NotWritable unless `write` may put a file there: where the name is free, or that of an empty file or of one of ours."""
     if not path.parent.is_dir():
         raise NotWritable(f"{option} {path}: no such folder; make {path.parent} first")
     if not os.access(path.parent, os.W_OK):
@@ -39,8 +40,8 @@ def check(option: str, path: Path) -> None:
         raise NotWritable(f"{option} {path}: is there and not of prefixcache plan; give another name, or delete it")
 
 
-def write(path: Path, fill: Callable[[Path], None]) -> None:
-    """`fill` a file of another name beside it, then give it this one. The folder never has half a file under `path`'s name."""
+def write(path: Path, fill: Callable[[Path], Any]) -> None:
+    """`fill` a file of another name beside it, then give it this one: `path` never names half a file."""
     umask = os.umask(0)
     os.umask(umask)
     number, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=path.suffix, dir=path.parent)

@@ -1,5 +1,5 @@
-"""Configurations of well-known models by name, for who has none at hand: the fields of their config.json that mlx-lm reads. Facts
-only, as their makers publish them; a name here is what `--model` takes where no such path exists.
+"""Configurations of well-known models by name, for who has none at hand: the fields of their config.json that mlx-lm reads.
+Facts only, as their makers publish them; a name here is what `--model` takes where no such path exists.
 """
 
 from __future__ import annotations

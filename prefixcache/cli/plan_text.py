@@ -101,18 +101,18 @@ def mac_grid(facts: Facts) -> Grid:
         for mac in facts["macs"]
     ]  # fmt: skip
     names = [_two_lines(safe(c["codec"])) for c in facts["codecs"]]
-    return Grid(["Mac with", 'ram=\n"auto"', "room beside\nthe weights", *names], rows)
+    return Grid(["Mac with", 'ram=\n"auto"', "room\nbeside\nweights", *names], rows)
 
 
 def model_line(facts: Facts) -> str:
     model = facts["model"]
     kinds = [
-        f"{own['count']} {own['kind']}{' of ' + format(own['window'], ',') if own['window'] else ''}"
+        f"{own['caches']} {own['kind']}{' of ' + format(own['window'], ',') if own['window'] else ''}"
         for own in model["layers"]
     ]
     return (
-        f"{safe(model['name'])}: {count(model['parameters'])} parameters, {size(model['weights_at_4_bits'])} at 4 bits; "
-        f"layer caches: {', '.join(kinds)}; {model['dtype']}, {size(facts['codecs'][0]['live_bytes_per_token'])} a token "
+        f"{safe(model['name'])}: {model['parameters'] / 1e9:.3g} billion parameters, {size(model['weights_at_4_bits'])} at "
+        f"4 bits; layer caches: {', '.join(kinds)}; {model['dtype']}, {size(facts['codecs'][0]['live_bytes_per_token'])} a token "
         "in a live cache"
     )
 
@@ -137,8 +137,8 @@ def advice_lines(facts: Facts) -> list[str]:
     cell = sizes["cells"][sizes["recommendation"]["cell"]]
     possible, ttft, without = sizes["possible"], cell["ttft"][0], sizes["without"]["ttft"]
     lines = [
-        f"{percent(cell['hit_rate'])} of the prompts' tokens are hits ({percent(possible['hit_rate'])} with an endless cache): "
-        f"{duration(cell['prefill_seconds_saved'])} of {duration(possible['prefill_seconds'])} prefill saved at "
+        f"{percent(cell['hit_rate'])} of the prompts' tokens are hits ({percent(possible['hit_rate'])} with an endless "
+        f"cache): {duration(cell['prefill_seconds_saved'])} of {duration(possible['prefill_seconds'])} prefill saved at "
         f"{assumed['prefill_rate']:,.0f} tokens/s; time to first token {duration(ttft['p50'])} at the median and "
         f"{duration(ttft['p99'])} at the 99th percentile (without a cache {duration(without['p50'])} and "
         f"{duration(without['p99'])})."
@@ -156,7 +156,9 @@ def hit_grids(facts: Facts) -> list[tuple[str, Grid]]:
     cells, chosen = facts["sizes"]["cells"], _chosen(facts)
     rams, ssds = (sorted({cell[name] for cell in cells}) for name in ("ram", "ssd"))
     found = []
-    for policy, admission in dict.fromkeys((c["policy"], c["ssd_admission"]) for c in cells if c["ssd"] or len(ssds) == 1):
+    for policy, admission in dict.fromkeys(
+        (c["policy"], c["ssd_admission"]) for c in cells if c["ssd"] or len(ssds) == 1
+    ):
         at = {
             (c["ram"], c["ssd"]): percent(c["hit_rate"]).removesuffix(" %") + (CHOSEN if c is chosen else "")
             for c in cells
@@ -173,12 +175,12 @@ def front_grid(facts: Facts) -> Grid:
     sizes = facts["sizes"]
     rows = [
         [
-            _size_cell(facts, cell), f"{cell['cost']:,.0f}", percent(cell["hit_rate"]), percent(cell["of_possible"]),
-            duration(cell["prefill_seconds_saved"]),
+            _size_cell(facts, cell), f"{cell['cost']:,.0f}", percent(cell["hit_rate"]), percent(cell["bound"]),
+            percent(cell["of_possible"]), duration(cell["prefill_seconds_saved"]),
         ]
         for cell in (sizes["cells"][i] for i in sizes["front"])
     ]  # fmt: skip
-    return Grid(["size", "cost", "hit\nrate", "of what is\npossible", "prefill\nsaved"], rows)
+    return Grid(["size", "cost", "hit\nrate", "Belady's\nbound", "of what is\npossible", "prefill\nsaved"], rows)
 
 
 def waiting_grid(facts: Facts, every: bool = False) -> Grid:
@@ -207,13 +209,24 @@ def all_grid(facts: Facts) -> Grid:
     rows = [
         [
             _size_cell(facts, cell), f"{cell['cost']:,.0f}", percent(cell["hit_rate"]), percent(cell["ram_hit_rate"]),
-            percent(cell["ssd_hit_rate"]), percent(cell["of_possible"]), duration(cell["prefill_seconds_saved"]),
-            size(cell["read_bytes"]), size(cell["written_bytes"]), f"{cell['dropped']:,}",
+            percent(cell["ssd_hit_rate"]), percent(cell["bound"]), percent(cell["of_possible"]),
+            duration(cell["prefill_seconds_saved"]), size(cell["read_bytes"]), size(cell["written_bytes"]),
+            f"{cell['dropped']:,}",
         ]
         for cell in facts["sizes"]["cells"]
     ]  # fmt: skip
-    headings = ["size", "cost", "hit rate", "in RAM", "from SSD", "of possible", "prefill saved", "read", "written"]
-    return Grid([*headings, "not taken by the SSD"], rows)
+    headings = [
+        "size",
+        "cost",
+        "hit rate",
+        "in RAM",
+        "from SSD",
+        "Belady's bound",
+        "of possible",
+        "prefill saved",
+        "read",
+    ]
+    return Grid([*headings, "written", "not taken by the SSD"], rows)
 
 
 def target_grid(facts: Facts) -> Grid:
@@ -251,7 +264,9 @@ def model_notes(facts: Facts) -> list[str]:
         'running requests need some of it. The setting ram="auto" takes a quarter of that memory.',
     ]
     if any(c["windows_bytes"] or c["snapshot_bytes"] for c in facts["codecs"]):
-        lines.append("Each boundary: windows and snapshots, at most, that a prompt's end keeps beside its tokens' bytes.")
+        lines.append(
+            "Each boundary: windows and snapshots, at most, that a prompt's end keeps beside its tokens' bytes."
+        )
     for c in facts["codecs"]:
         if c["raw_layers"]:
             lines.append(f"{safe(c['codec'])}: keys or values of {many(len(c['raw_layers']), 'layer')} are kept raw.")
@@ -268,7 +283,8 @@ def trace_notes(facts: Facts) -> list[str]:
         "ratio matters.",
         f"Time to first token: what is not hit at {assumed['prefill_rate']:,.0f} tokens/s, plus reading at {ssds}, plus "
         f"decoding at {short(assumed['decode_rate'])}/s. Nobody queues, and the SSD's writer keeps up.",
-        "Hit rates are of all tokens of all prompts, from a cache that begins empty. What is possible: a RAM that nothing leaves.",
+        "Hit rates are of all tokens of all prompts, from a cache that begins empty. What is possible: a RAM that nothing "
+        "leaves; Belady's bound: what a cache of this size that knows the future could hit, in the trace's blocks.",
     ]
     for rate, pays in zip(assumed["ssd_rates"], sizes["reading_pays"], strict=True):
         if not pays:

@@ -82,8 +82,8 @@ def serve(
 
 
 def _log_as_json(flags: list[str], http: Any) -> None:
-    """All that is logged, each request of the HTTP handler `http` too, goes to standard error as JSON. mlx-lm, which sets its own
-    format where there is none, leaves this one, and its --log-level to us.
+    """All that is logged, each request of the HTTP handler `http` too, goes to standard error as JSON. mlx-lm sets a format
+    of its own only where there is none; then its --log-level is for us to set.
     """
     from prefixcache.logs import JsonFormatter, quotes_nothing
 

@@ -87,8 +87,8 @@ EVENTS = (  # since the cache was opened, of `Counters`
     Kind("fetch_tokens", "Tokens that were looked up, by whether RAM had them. Their sum over result is the denominator of "
          "the hit rate; of a prompt that is all known, at least the last token is a miss.", _fetched, "result"),
     Kind("hit_tokens", "Tokens that fetches gave: ssd those that a promotion had brought and no fetch had given since, ram "
-         "all others. Hit rate by tier: sum by (tier) (rate(prefixcache_hit_tokens_total[5m])) / ignoring (tier) group_left () "
-         "sum (rate(prefixcache_fetch_tokens_total[5m])).", _hit, "tier"),
+         "all others. Hit rate by tier: sum by (tier) (rate(prefixcache_hit_tokens_total[5m])) / ignoring (tier) "
+         "group_left () sum (rate(prefixcache_fetch_tokens_total[5m])).", _hit, "tier"),
     Kind("promoted_tokens", "Tokens brought from SSD to RAM.", lambda c: c.promoted_tokens),
     Kind("promoted_bytes", "Bytes brought from SSD to RAM.", lambda c: c.promoted_bytes),
     Kind("stores", "Prompt caches that were given to be stored.", lambda c: c.stores),
@@ -98,6 +98,7 @@ EVENTS = (  # since the cache was opened, of `Counters`
     Kind("evicted_images", "Images that left a tier to make room.", _evicted, "tier"),
     Kind("dropped_images", "Images that left RAM and that the SSD was to get and did not.", lambda c: c.dropped),
     Kind("dropped_bytes", "Bytes of the dropped images.", lambda c: c.dropped_bytes),
+    Kind("declined_images", "Images that left RAM and that the SSD was not given at first sight.", lambda c: c.declined),
     Kind("forgotten_images", "Images that left the SSD because RAM had no room to know of them.", lambda c: c.forgotten),
     Kind("corrupt_images", "Files found damaged when they were read, and set aside.", lambda c: c.corrupt),
     Kind("write_errors", "Images that could not be written to the SSD.", lambda c: c.write_errors),

@@ -1,5 +1,5 @@
-"""What follows from simulated runs for whoever buys and waits: times to first token, what the SSD wears, what a size costs, and
-where more of it stops paying. Pure functions of numbers: nothing is read and nothing is simulated here.
+"""What follows from simulated runs for whoever buys and waits: times to first token, what the SSD wears, what a size costs,
+and where more of it stops paying. Pure functions of numbers: nothing is read and nothing is simulated here.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Wear(NamedTuple):
 def times_to_first_token(
     asked: np.ndarray, hit: np.ndarray, read: np.ndarray, bytes_per_token: float, rates: Rates
 ) -> np.ndarray:
-    """Seconds of each request: the tokens that were not hit at the prefill rate, the bytes that a promotion read at the SSD's,
-    the bytes of the hit at the decoder's. Each request has the machine to itself: nobody queues.
+    """Seconds of each request: the tokens that were not hit at the prefill rate, the bytes that a promotion read at the
+    SSD's, the bytes of the hit at the decoder's. Each request has the machine to itself: nobody queues.
     """
     computing = (asked - hit) / rates.prefill
     return np.asarray(computing + read / rates.ssd + hit * bytes_per_token / rates.decode, np.float64)

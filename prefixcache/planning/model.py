@@ -1,8 +1,8 @@
 """What a model's prompt cache takes, known from its config.json alone: `ModelState`, and in bytes of images `Sizes`.
 
-MLX is lazy. mlx-lm's own model of the config is built and called on a few tokens, and nothing of it is evaluated: the caches'
-shapes and dtypes stand in the graph, so that a model of 600B parameters takes no memory and part of a second. Sizes are those of
-the store's own blueprints, to the byte.
+MLX is lazy. mlx-lm's own model of the config is built and called on a few tokens, and nothing of it is evaluated: the
+caches' shapes and dtypes stand in the graph, so that a model of 600B parameters takes no memory and part of a second.
+Sizes are those of the store's own blueprints, to the byte.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import difflib
 import json
 import os
 import pkgutil
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cached_property
 from importlib.metadata import version
@@ -25,7 +25,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 
-from prefixcache.codecs import Codec
+from prefixcache.codecs import Codec, Raw
 from prefixcache.codecs.interchange import FLOATS, element, name_of
 from prefixcache.codecs.levelling import LEAST_ROWS, Levels
 from prefixcache.image import Blueprint, Meta, Spec
@@ -40,7 +40,7 @@ PROMPT = 32_768  # tokens of the prompt that `describe` tells the bytes of
 _USUAL = "bfloat16"  # of a config that names no dtype
 _SHORT = (8, 37)  # tokens of the calls that every model gets
 _LONGER = (300, 1_111)  # and a model whose recurrent state is not the same after both
-_LONGEST = (300, 4_999, 65_521)  # and a model whose state grows; primes, so that a law shows
+_LONGEST = (1, 300, 4_999, 65_521)  # and a model whose state grows; primes, so that a law shows
 _RATIOS = 255  # tokens for which state may keep one row: those that the primes tell apart
 _LAYERS = 2_000  # a config of more is no model's
 _FIXED = "ArraysCache"  # of recurrent layers: as large after one token as after many
@@ -75,13 +75,12 @@ class Shape(NamedTuple):
 
 
 class LayerKind(NamedTuple):
-    """How many layer caches are of a kind. "sliceable", "windowed" (with their window), "snapshot", or "none": they stay empty.
-
-    The caches in a layer's list count by themselves.
+    """How many layer caches are of a kind: "sliceable", "windowed" (with their window), "snapshot", or "none", which stay
+    empty. The caches in a layer's list count by themselves.
     """
 
     kind: str
-    count: int
+    caches: int
     window: Window | None = None
 
 
@@ -89,9 +88,9 @@ class LayerKind(NamedTuple):
 class ModelState:
     """What a model's prompt cache is. Plain data: it can be pickled, and holds no array.
 
-    `name` is the folder's, for readers; `model_type` and `dtype` are the config's. `parameters` is the number of weights, as if
-    they were not quantised. `layout` is the JSON that namespaces are made of, `states` what a snapshot keeps of each layer that
-    can't be cut, by attribute; `counted` whether the leaf counts its tokens.
+    `name` is the folder's, for readers; `model_type` and `dtype` are the config's. `parameters` is the number of weights,
+    as if they were not quantised. `layout` is the JSON that namespaces are made of, `states` what a snapshot keeps of each
+    layer cache that can't be cut, by attribute; `counted` which layer caches count their tokens.
     """
 
     name: str
@@ -106,9 +105,9 @@ class ModelState:
     def read(cls, path: str | Path, dtype: str | None = None) -> ModelState:
         """Of a config.json, or of a folder that has one; any family that this mlx-lm knows. Only that file is read.
 
-        `dtype` is that of the activations: "bfloat16", "float16" or "float32", the config's unless given. Building a model draws
-        from MLX's random state. ModelError for a file that is missing or is no config, for a family that mlx-lm doesn't know,
-        and for a config that its class refuses.
+        `dtype` is that of the activations: "bfloat16", "float16" or "float32", the config's unless given. Building a model
+        draws from MLX's random state. ModelError for a file that is missing or is no config, for a family that mlx-lm
+        doesn't know, and for a config that its class refuses.
         """
         file = _file(path)
         try:
@@ -149,14 +148,13 @@ class ModelState:
         return Plan(self.layout, codec)
 
     @cached_property
-    def leaf_layouts(self) -> list[Layout]:
-        """The layout of each layer cache, those in lists one by one, in the order of the plan."""
-        return list(_leaves(self.layout))
+    def _plain(self) -> Plan:
+        return Plan(self.layout, Raw())
 
     @property
     def layers(self) -> list[LayerKind]:
         """The layer caches by kind, the most frequent first."""
-        counts = Counter(map(_kind, self.leaf_layouts))
+        counts = Counter(map(_kind, self._plain.leaves))
         return [LayerKind(kind, count, window) for (kind, window), count in counts.most_common()]
 
     @property
@@ -174,7 +172,7 @@ class ModelState:
         No leaf has rows; the state that a snapshot keeps is arrays that are not evaluated.
         """
         states, found = iter(self.states), []
-        for layout, counted in zip(self.leaf_layouts, self.counted, strict=True):
+        for layout, counted in zip(self._plain.leaves, self.counted, strict=True):
             held: tuple[tuple[int, int], ...] = ()
             if layout.get("streams"):
                 held = held_rows(Window(*layout["window"]), tokens, last) if "window" in layout else ((0, tokens),)
@@ -184,12 +182,7 @@ class ModelState:
 
     def snapshot(self, tokens: int = PROMPT) -> State:
         """What a snapshot after so many tokens keeps, as `prefixcache.storing` describes it; its arrays are not evaluated."""
-        described: list[Any] = [_at(state, tokens) for state in self.states]
-        found = [i for i, layout in enumerate(self.leaf_layouts) if layout["kind"] == "snapshot"]
-        leaves = [Leaf(layout, None) for layout in self.leaf_layouts]
-        for i, state in zip(found, described, strict=True):
-            leaves[i] = leaves[i]._replace(state=state)
-        return describe_state(_Snapshots(found, list(range(len(leaves))), self.leaf_layouts), leaves)  # type: ignore[arg-type]
+        return describe_state(self._plain, self.leaves(tokens))
 
     @property
     def state(self) -> State:
@@ -201,18 +194,11 @@ class ModelState:
         return self.snapshot(tokens).specs()
 
 
-class _Snapshots(NamedTuple):
-    """Of a plan, what describing a state asks for."""
-
-    snapshots: list[int]
-    layer_of: list[int]
-    leaves: list[Layout]
-
-
 def held_rows(window: Window, tokens: int, last: int = 1) -> tuple[tuple[int, int], ...]:
     """The runs of tokens whose rows mlx-lm's cache of this window holds, when the `last` of `tokens` came in one call.
 
-    After a generation `last` is 1; after a prefill it is the length of its last piece, and more is held.
+    After a generation `last` is 1; after a prefill it is the length of its last piece, and more is held. A chunked cache of
+    mlx-lm 0.31 may hold less.
     """
     last = min(last, tokens)
     if window.chunked:
@@ -229,9 +215,9 @@ def held_rows(window: Window, tokens: int, last: int = 1) -> tuple[tuple[int, in
 class Sizes:
     """Bytes of the images that `PrefixCache.store` makes of a model's state with a codec, headers included: exact.
 
-    `model` is the name that they are stored under, which their headers have; one of the length that `model_identity` gives,
-    unless given. Images name the namespace's levels, if it has some: with `levels=False` sizes are those of a first prompt that
-    was too short to measure them.
+    `model` is the name that they are stored under, which their headers have; one of the length that `model_identity`
+    gives, unless given. Images name the namespace's levels, if it has some: with `levels=False` sizes are those of a first
+    prompt that was too short to measure them.
     """
 
     def __init__(self, state: ModelState, codec: Codec, model: str | None = None):
@@ -250,7 +236,7 @@ class Sizes:
         return self._of("window", start, mask, levels, lambda: (self.plan.window_specs(mask), extra_of(mask)))
 
     def snapshot_bytes(self, start: int, suffix_tokens: int) -> int:
-        """Of the snapshot `suffix_tokens` (1 to 256) behind the block that ends at `start`; 0 for a model without such state."""
+        """Of the snapshot `suffix_tokens` (1 to 256) behind token `start`, where a block ends; 0 for a model without any."""
         if not self.state.has_snapshots:
             return 0
         end = start + suffix_tokens
@@ -290,8 +276,7 @@ class Sizes:
     @property
     def raw_bytes_per_token(self) -> int:
         """Of a token in a live cache of mlx-lm's, in the layers that keep every token."""
-        leaves = self.state.leaf_layouts
-        return sum(_row_bytes(leaf) for leaf in leaves if leaf["kind"] == "sliceable")
+        return sum(_row_bytes(leaf) for leaf in self.plan.leaves if leaf["kind"] == "sliceable")
 
     @property
     def bytes_per_token(self) -> float:
@@ -348,8 +333,8 @@ class Sizes:
 class CodecRow(NamedTuple):
     """What a codec makes of a model's state. Bytes; `ratio` against a live cache; `prompt` of `PROMPT` tokens.
 
-    `windows` and `snapshot` are what each boundary takes beside the tokens' own bytes, at most. `raw_layers`: those whose rows
-    the codec leaves as they are.
+    `windows` and `snapshot` are what each boundary takes beside the tokens' own bytes, at most. `raw_layers`: those whose
+    rows the codec leaves as they are.
     """
 
     codec: str
@@ -384,17 +369,6 @@ def _row_bytes(leaf: Layout) -> int:
     """Of one token's row of a leaf in a live cache."""
     streams = leaf.get("streams") or ()
     return sum(heads * width * element(dtype).numpy.itemsize for _, _, heads, width, dtype, _ in streams)
-
-
-def _leaves(layout: Layout) -> Iterable[Layout]:
-    kinds = layout["kinds"]
-    waiting = [kinds[kind] for kind in reversed(layout["layers"])]
-    while waiting:
-        layer = waiting.pop()
-        if layer["kind"] == "list":
-            waiting += reversed(layer["children"])
-        else:
-            yield layer
 
 
 def _kind(leaf: Layout) -> tuple[str, Window | None]:
@@ -531,10 +505,10 @@ def _refusal(config: dict[str, Any], error: BaseException, arguments: Any) -> Mo
     for field in fields(arguments) if is_dataclass(arguments) else ():
         needed = field.default is MISSING and field.default_factory is MISSING
         value = config.get(field.name)
-        types = _TYPES.get(re.sub(r"Optional\[(\w+)\]", r"\1", str(getattr(field.type, "__name__", field.type))))
+        types = _TYPES.get(field.type if isinstance(field.type, str) else field.type.__name__)
         if needed and field.name not in config:
             wrong.append(f"{field.name} is missing")
-        elif value is not None and types is not None and not isinstance(value, types):
+        elif types is not None and not isinstance(value, types) and (value is not None or needed):
             wrong.append(f"{field.name}={value!r}")
     for place in _places(config):
         wrong += [
@@ -610,10 +584,8 @@ def _probes(model: Any, lengths: Sequence[int]) -> list[_Probe]:
             found.append(_probe(prompt.shape[1], prompt_cache))
         raise _Done
 
-    try:
+    with suppress(_Done):
         mx.compile(trace)(*[mx.zeros((1, n), mx.int32) for n in lengths])
-    except _Done:
-        pass
     return found
 
 
@@ -637,7 +609,8 @@ def _shapes(value: Any) -> Any:
 
 
 def _is_fixed(layout: Layout) -> bool:
-    return all(leaf["class"].endswith(f".{_FIXED}") for leaf in _leaves(layout) if leaf["kind"] == "snapshot")
+    plan = Plan(layout, Raw())
+    return all(plan.leaves[i]["class"].endswith(f".{_FIXED}") for i in plan.snapshots)
 
 
 def _common(lengths: list[int], values: list[Any], at: str) -> Any:

@@ -14,8 +14,9 @@ from prefixcache.ssd.ledger import Ledger
 from prefixcache.ssd.queue import Queue
 
 DISK_BLOCK = 4096  # what file systems round a file up to
-EMPTY = 192 << 10  # bytes of a directory without an image: folders, LOCK, an index without rows
-ROW = 3 << 10  # bytes of an image in index and folders; measured with blocks of 256 tokens
+EMPTY = 104 << 10  # bytes of a directory without an image: LOCK, an index without rows
+ROW = 1600  # bytes of a row of the index; measured, for blocks of 256 tokens (their tokens are compressed)
+FOLDER = 4096  # bytes of each of the folders that images are spread over
 
 
 class SimulatedImage(NamedTuple):
@@ -54,6 +55,7 @@ class SimulatedSsd:
         self._queue = Queue(self._ledger, queue_bytes)
         self._written = written
         self._images: dict[tuple[str, bytes], tuple[int, str]] = {}  # bytes on the disk, extra
+        self._folders: set[tuple[str, int]] = set()
         self._statistics: dict[str, bytes] = {}
         self._busy = False
         self.written_files = self.written_bytes = self.read_files = self.read_bytes = self.peak = 0
@@ -133,6 +135,7 @@ class SimulatedSsd:
                 nbytes = write.image.nbytes
                 disk = -(-nbytes // DISK_BLOCK) * DISK_BLOCK
                 self._ledger.settle(nbytes, disk)
+                self._folders.add((write.entry.kind, write.entry.key[0]))
                 self._images[write.entry.address] = disk, write.image.extra  # type: ignore[attr-defined]
                 self._queue.released(write)
                 self.written_files += 1
@@ -144,4 +147,5 @@ class SimulatedSsd:
             self._busy |= self._queue.waiting
 
     def _measure(self) -> None:
-        self._ledger.measure(EMPTY + ROW * len(self._images), self._ledger.log_room)
+        overhead = EMPTY + ROW * len(self._images) + FOLDER * len(self._folders)
+        self._ledger.measure(overhead, self._ledger.log_room)

@@ -6,11 +6,12 @@ the memory of as many simulated caches. They end with the process that began the
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import Connection
@@ -29,7 +30,7 @@ ENDLESS = 1 << 50  # bytes of a RAM that nothing ever leaves
 
 
 class Cell(NamedTuple):
-    """One size to try: bytes of RAM and SSD (0: none), who leaves first, and what the SSD is given, as `Settings` has them."""
+    """One size to try: bytes of RAM and SSD (0: none), who leaves first, what the SSD is given; as in `Settings`."""
 
     ram: int
     ssd: int = 0
@@ -71,8 +72,8 @@ def simulated(workload: Workload, cell: Cell, tell: Telling) -> Outcome:
 
 
 def stands_for(cell: Cell, most: int) -> Cell:
-    """The cell that has the same outcome, where nothing leaves a cache of `most` bytes: more of them change nothing, then the SSD
-    stays empty, and without an SSD nothing is admitted to it. Cells that have one in common need one run.
+    """The cell that has the same outcome, where nothing leaves a cache of `most` bytes: more of them change nothing, then the
+    SSD stays empty, and without an SSD nothing is admitted to it. Cells that have one in common need one run.
     """
     if cell.ram >= most:
         return Cell(ENDLESS)
@@ -81,11 +82,11 @@ def stands_for(cell: Cell, most: int) -> Cell:
 
 
 def sweep(
-    workload: Workload, cells: Sequence[Cell], *, most: int | None = None, processes: int | None = None,
-    progress: Callable[[int, int], None] | None = None, run: Run = simulated,
+    workload: Workload, cells: Sequence[Cell], *, most: int | None = None, known: Mapping[Cell, Outcome] | None = None,
+    processes: int | None = None, progress: Callable[[int, int], None] | None = None, run: Run = simulated,
 ) -> list[Outcome]:  # fmt: skip
     """The outcomes of `cells`, in their order. Cells that are equal, or can't differ where nothing leaves a cache of `most`
-    bytes, run once.
+    bytes, run once; those in `known` don't run again.
 
     `processes`: one a core unless told; with 1 all is done in this process. `progress(done, total)` is called several times
     a second, in requests (of all runs), or in runs where the workload doesn't say how many requests there are. `run` is for
@@ -95,12 +96,13 @@ def sweep(
     `simulated` says, CellFailed (with the cell's name) for everything else; either ends all processes, and so do Ctrl-C
     and the end of this process.
     """
-    runs = list(dict.fromkeys(_run_of(cell, most) for cell in cells))
+    found = dict(known or {})
+    runs = [cell for cell in dict.fromkeys(_run_of(cell, most) for cell in cells) if cell not in found]
     runs.sort(key=lambda cell: (cell.ssd == 0, -cell.ssd, cell.ram))  # the longest first
     tell = _progress(workload.requests, len(runs), progress)
     count = min(processes or cores(), len(runs))
     outcomes = _here(workload, runs, tell, run) if count <= 1 else _in_processes(workload, runs, count, tell, run)
-    found = dict(zip(runs, outcomes, strict=True))
+    found.update(zip(runs, outcomes, strict=True))
     return [found[_run_of(cell, most)]._replace(**cell._asdict()) for cell in cells]
 
 
@@ -201,6 +203,7 @@ _within: Any = None  # in a process of the pool: how far each run is
 def _begin(end: Connection, within: Any) -> None:
     global _within
     _within = within
+    logging.getLogger("prefixcache").setLevel(logging.ERROR)  # each would say the same, and outcomes count it
     threading.Thread(target=_end_with, args=(end,), daemon=True).start()
 
 

@@ -128,10 +128,10 @@ class Trace:
 
 
 class Summary(NamedTuple):
-    """What a trace amounts to. `requests`, `tokens`, `output`, `ids` and `longest` (tokens) are of the prompts that were looked
-    up; `stores` are a recording's other calls. `seconds` is from the first call to the last.
+    """What a trace amounts to. `requests`, `tokens`, `output`, `ids` and `longest` (tokens) are of the prompts that were
+    looked up; `stores` are a recording's other calls. `seconds` is from the first call to the last.
 
-    `blocks` are distinct ids of both: exact up to 4 million, beyond that an estimate within about a thousandth (`exact` is False).
+    `blocks` are distinct ids of both: exact up to 4 million, beyond that an estimate to a few thousandths (`exact` is False).
     """
 
     requests: int
@@ -174,7 +174,7 @@ def summary(trace: Iterable[Request]) -> Summary:
 
 
 class _Distinct:
-    """How many different ids were added. All are kept while they are few; then a half, a quarter, ... of them by their hash."""
+    """How many different ids were added. All are kept while they are few; then a half, a quarter and so on, by hash."""
 
     def __init__(self) -> None:
         self._kept = np.empty(0, np.uint64)

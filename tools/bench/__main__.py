@@ -15,6 +15,8 @@ from tools.bench import (
     lookup,
     memory,
     opening,
+    peer_codecs,
+    peers,
     quality,
     report,
     server,
@@ -23,6 +25,7 @@ from tools.bench import (
 )
 
 BENCHES = {
+    "peers": peers.FIGURES | peer_codecs.FIGURES,
     "sharing": sharing.FIGURES,
     "lookup": lookup.FIGURES,
     "disk": disk.FIGURES,

@@ -80,7 +80,7 @@ def decode_cpu(scale: str) -> Iterator[Figure]:
         def theirs() -> None:
             mx.eval(mx.dequantize(*coded, group_size=MLX_GROUP, bits=MLX_BITS))
 
-        yield from _cpu("decode", "mx.dequantize", DECODE_BAR, scale, rows, theirs, _decoders)
+        yield from _cpu("decode", "mx.dequantize", DECODE_BAR, scale, rows, theirs, decoders)
 
 
 def encode_cpu(scale: str) -> Iterator[Figure]:
@@ -92,7 +92,7 @@ def encode_cpu(scale: str) -> Iterator[Figure]:
         def theirs() -> None:
             mx.eval(mx.quantize(whole, group_size=MLX_GROUP, bits=MLX_BITS))
 
-        yield from _cpu("encode", "mx.quantize", ENCODE_BAR, scale, rows, theirs, _encoders)
+        yield from _cpu("encode", "mx.quantize", ENCODE_BAR, scale, rows, theirs, encoders)
 
 
 Works = tuple[Callable[[], None], Callable[[], None]]
@@ -115,7 +115,7 @@ def _cpu(
             yield Figure(name, f"C kernel: {turboquant_c.describe()}", f">= {bar} x", reference, False)
             continue
         ours, numpy = works(rows, form_of(WIDTH, bits, 0), rows.levels if levelled else None)
-        with _threads(CPU_THREADS):
+        with threads(CPU_THREADS):
             for warm in (ours, theirs):
                 warm()
             in_c, in_mlx = report.in_turns(
@@ -153,7 +153,7 @@ def _to_encode(piece: Decoding) -> Encoding:
     return Encoding(piece.rows.swapaxes(0, 1), piece.planes, piece.levels)
 
 
-def _encoders(rows: Rows, form: Form, levels: Levels | None) -> Works:
+def encoders(rows: Rows, form: Form, levels: Levels | None) -> Works:
     streams = [[_to_encode(piece) for piece in stream] for stream in _pieces(form, levels, rows.streams)]
 
     def in_c() -> None:
@@ -167,7 +167,7 @@ def _encoders(rows: Rows, form: Form, levels: Levels | None) -> Works:
     return in_c, in_numpy
 
 
-def _decoders(rows: Rows, form: Form, levels: Levels | None) -> Works:
+def decoders(rows: Rows, form: Form, levels: Levels | None) -> Works:
     streams = _pieces(form, levels, [np.zeros_like(stream) for stream in rows.streams])
     for buffer, stream in zip(rows.streams, streams, strict=True):
         sources = [piece._replace(rows=buffer[:, i * PIECE : (i + 1) * PIECE]) for i, piece in enumerate(stream)]
@@ -185,7 +185,7 @@ def _decoders(rows: Rows, form: Form, levels: Levels | None) -> Works:
 
 
 @contextlib.contextmanager
-def _threads(number: int) -> Iterator[None]:
+def threads(number: int) -> Iterator[None]:
     before = turboquant_c.threads()
     turboquant_c.set_threads(number)
     try:

@@ -70,6 +70,18 @@ def _figure(length: int, tokens: int, heads: int, rounds: int) -> Figure:
     )
 
 
+def decoding(tokens: int, heads: int, rounds: int) -> list[float] | None:
+    """Seconds of one query's attention to the codes of so many tokens, by round; None without the C kernel."""
+    if not turboquant_c_attention.available():
+        return None
+    rng = np.random.default_rng(1)
+    rows = _coded(rng, heads, tokens)
+    asked = mx.array(rng.standard_normal((1, heads * GROUP, 1, WIDTH)).astype(np.float32))
+    work = lambda: turboquant_c_attention.attend(rows, asked, SCALE, None, True)  # noqa: E731
+    work()
+    return [_median(work, CALLS_OF_ONE) for _ in range(rounds)]
+
+
 def _coded(rng: np.random.Generator, heads: int, tokens: int) -> CodedRows:
     """Any codes: no row takes longer than another."""
     form, words = form_of(WIDTH, BITS, 0), 2 * words_of(WIDTH, BITS)

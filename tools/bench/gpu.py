@@ -65,7 +65,7 @@ def _levels() -> Levels:
 def kernels(scale: str) -> Iterator[Figure]:
     """Encoding and decoding at 4 and 3 bits, plain and levelled."""
     if not turboquant_gpu.available():
-        yield Figure("TurboQuant on a GPU", turboquant_gpu.describe(), "", "", None)
+        yield report.needs_a_gpu("TurboQuant on a GPU: decoding and encoding", turboquant_gpu.describe())
         return
     tokens = BYTES[scale] // (2 * WIDTH * HEADS)
     rows = [mx.random.normal((tokens, HEADS, WIDTH)).astype(mx.float16) for _ in range(INPUTS)]
@@ -127,6 +127,9 @@ SHAPE = {"full": (32, 32 << 10), "quick": (4, 8 << 10), "tiny": (1, 512)}  # lay
 def fetch(scale: str) -> Iterator[Figure]:
     """From images in RAM to a prompt cache that a model can use, beside copying the same rows, uncompressed, from memory."""
     layers, tokens = SHAPE[scale]
+    if not turboquant_gpu.available() and scale != "tiny":
+        yield report.needs_a_gpu(f"fetch of {tokens} tokens x {layers} layers x {HEADS} x {WIDTH}", turboquant_gpu.describe())
+        return
     prompt, live = list(range(tokens)), []
     for _ in range(layers):
         layer = KVCache()

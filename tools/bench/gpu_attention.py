@@ -111,7 +111,7 @@ def _fp16(tokens: int, room: int, count: int) -> Attend:
 def attention(scale: str) -> Iterator[Figure]:
     """4 and 3 bits, short and long contexts."""
     if not turboquant_gpu.available():
-        yield Figure("attention on codes", turboquant_gpu.describe(), "", "", None)
+        yield report.needs_a_gpu("attention on codes", turboquant_gpu.describe())
         return
     for tokens in TOKENS[scale]:
         own = HEADS * tokens * WIDTH * 4  # bytes of a cache of fp16 rows
@@ -192,6 +192,7 @@ CASES: dict[str, tuple[int, tuple[int, int], int, float, str, bool]] = {
 def correct(scale: str) -> Iterator[Figure]:
     """How far results are from exact ones on the same decoded rows: the worst query row."""
     if not turboquant_gpu.available():
+        yield report.needs_a_gpu("attention on codes: error", turboquant_gpu.describe())
         return
     tokens, heads = (5000, 2) if scale != "tiny" else (200, 1)
     random = np.random.default_rng(0)
@@ -218,6 +219,7 @@ def correct(scale: str) -> Iterator[Figure]:
 def step(scale: str) -> Iterator[Figure]:
     """What a decoding step adds to a layer: a key and a value of 8 heads, coded in one launch."""
     if not turboquant_gpu.available():
+        yield report.needs_a_gpu("encoding a key and a value of a decoding step", turboquant_gpu.describe())
         return
     form, calls = form_of(WIDTH, 4, 0), CALLS[scale]
     rows = [mx.random.normal((1, HEADS, 1, WIDTH)).astype(mx.float16) for _ in range(2)]

@@ -38,7 +38,7 @@ BAR = 1.0
 def decoding(scale: str) -> Iterator[Figure]:
     """Steps as mlx-lm's generate_step takes them: the next is built while the GPU works on the last."""
     if on_cpu() and scale != "tiny":
-        yield Figure("live, GPU, tokens/s of an 8B model", "no GPU here", "", "", None)
+        yield report.needs_a_gpu("live, GPU, tokens/s of an 8B model")
         return
     args = llama.ModelArgs.from_dict(SHAPE | SIZES[scale])
     model = llama.Model(args)

@@ -19,23 +19,37 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[2]
 SCALES = ("full", "quick", "tiny")
 
+WIDTH = 200  # columns of the table, where it doesn't go to a terminal
+
 scratch_parent = tempfile.gettempdir()  # `--dir`: files are written below it
+
+
+class Beside(NamedTuple):
+    """What a peer has at the same task, or why there is nothing; how many times better ours is, where it is a number."""
+
+    who: str
+    said: str
+    ratio: str = ""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One line of the report. `met` is None where there is no bar; `raw` has the numbers behind the text, for `--json`."""
+    """One line of the report. `met` is None where there is no bar; `raw` has the numbers behind the text, for `--json`.
+
+    What it is compared with stands in `reference`, or, where that is other projects, one a line in `beside`.
+    """
 
     name: str
     measured: str
@@ -43,6 +57,17 @@ class Figure:
     reference: str
     met: bool | None
     raw: dict[str, Any] = field(default_factory=dict)
+    beside: tuple[Beside, ...] = ()
+
+
+def without_bar(figure: Figure) -> Figure:
+    """The same, for the reader alone: nobody is held to it."""
+    return replace(figure, bar="", met=None)
+
+
+def needs_a_gpu(name: str, said: str = "") -> Figure:
+    """The row of a figure that this machine can't give."""
+    return Figure(name, f"needs a GPU{': ' if said else ''}{said}", "", "", None)
 
 
 Bench = Callable[[str], Iterable[Figure]]
@@ -133,11 +158,22 @@ def forget_pages(paths: Iterable[Path | str]) -> None:
 
 
 def table_of(figures: Iterable[Figure]) -> Table:
-    table = Table("figure", "measured", "bar", "reference, same run", "met", title="prefixcache, measured")
+    """One row a figure; a peer has a line of its own."""
+    table = Table("figure", "prefixcache", "beside it, same run", "ratio", "bar", "met", title="prefixcache, measured")
     verdicts = {True: "[green]yes[/]", False: "[bold red]no[/]", None: ""}
     for figure in figures:
-        table.add_row(figure.name, figure.measured, figure.bar, figure.reference, verdicts[figure.met])
+        first, *others = figure.beside or (Beside("", figure.reference),)
+        table.add_row(
+            escape(figure.name), escape(figure.measured), _told(first), first.ratio, figure.bar, verdicts[figure.met],
+            end_section=not others,
+        )  # fmt: skip
+        for i, other in enumerate(others):
+            table.add_row("", "", _told(other), other.ratio, "", "", end_section=i == len(others) - 1)
     return table
+
+
+def _told(beside: Beside) -> str:
+    return escape(f"{beside.who}: {beside.said}" if beside.who else beside.said)
 
 
 def as_json(figures: list[Figure], scale: str) -> dict[str, Any]:
@@ -172,7 +208,8 @@ def main(benches: Mapping[str, Mapping[str, Bench]], arguments: list[str] | None
     options = parser.parse_args(arguments)
     scratch_parent = options.dir
     figures: list[Figure] = []
-    console, notes = Console(), Console(stderr=True)
+    notes = Console(stderr=True)
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
     for name, bench in chosen(benches, options.only).items():
         begin = time.perf_counter()
         with notes.status(f"{name} ..."):

@@ -31,6 +31,7 @@ class Contestant:
 OURS = Contestant("prefixcache", "ours", True)
 MLX_LM = Contestant(f"mlx-lm {version('mlx-lm')} LRUPromptCache", "mlx_lm", True)
 VLLM_MLX = Contestant("vllm-mlx 0.6.0", "vllm_mlx", False)
+VLLM_MLX_SCHEDULED = Contestant("vllm-mlx 0.6.0, as its scheduler stores", "vllm_mlx", False)
 MLX_VLM = Contestant("mlx-vlm 0.7.10 APC", "mlx_vlm", False)
 MLX_VLM_CODEC = Contestant("mlx-vlm 0.7.10 TurboQuant", "mlx_vlm_turboquant", False)
 

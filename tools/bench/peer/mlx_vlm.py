@@ -7,10 +7,10 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from tools.bench.peer.side import Place
-from tools.bench.peer.vllm_mlx import _without_start
+from tools.bench.peer.vllm_mlx import without_start
 
 BLOCK = 16  # its default
-_without_start("mlx_vlm")
+without_start("mlx_vlm")
 
 
 class Side:

@@ -22,13 +22,13 @@ from tools.bench.peer.side import Place
 NO_LIMIT = 1 << 40  # entries: bytes are what limits it here
 
 
-def _without_start(name: str) -> None:
+def without_start(name: str) -> None:
     """A package whose modules can be imported, without what its __init__ imports: the rest of its dependencies."""
     spec = find_spec(name)
     if spec is None or spec.submodule_search_locations is None:
         raise ImportError(f"{name} is not installed in {sys.prefix}")
     package = ModuleType(name)
-    package.__path__ = list(spec.submodule_search_locations)
+    package.__path__, package.__spec__ = list(spec.submodule_search_locations), spec
     sys.modules[name] = package
 
 
@@ -36,7 +36,7 @@ class Side:
     classes: ModuleType = mlx_lm_cache
 
     def __init__(self, place: Place, empty: list[Any]):
-        _without_start("mlx_vlm")  # the scheduler asks it for cache classes
+        without_start("mlx_vlm")  # the scheduler asks it for cache classes
         from vllm_mlx.memory_cache import MemoryAwarePrefixCache, MemoryCacheConfig
         from vllm_mlx.ssd_cache import SSDCacheConfig, SSDCacheTier
 

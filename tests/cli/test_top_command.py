@@ -1,0 +1,425 @@
+"""`prefixcache top`: what it shows of a server is what the server's page says, of a directory what lies there; it goes on
+when they go away, and ends as it is told to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from directories import COMMAND, ODD, SALT, TOKEN, kv
+from typer.testing import CliRunner
+
+from prefixcache import PrefixCache
+from prefixcache.cli import app
+from prefixcache.cli.top_directory import Watched
+from prefixcache.cli.top_parts import Away, NotOurs, meter
+from prefixcache.cli.top_server import Server, address, facts, read_page
+from prefixcache.histogram import Histogram
+from prefixcache.integrations.prometheus import CONTENT_TYPE, CacheCollector, render
+
+TOKENS = [TOKEN + i for i in range(1000)]
+QUICK = ("--interval", "0.1")
+
+
+class Served:
+    """A server of pages: `page` is asked for each, `answers` counts them."""
+
+    def __init__(self, page: Callable[[], bytes], status: int = 200, port: int = 0):
+        served = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                served.paths.append(self.path)
+                body = page()
+                self.send_response(status)
+                self.send_header("Content-Type", CONTENT_TYPE)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *args: Any) -> None:
+                """Says nothing."""
+
+        self.paths: list[str] = []
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self.port = self._server.server_address[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@contextmanager
+def serving(page: Callable[[], bytes], **more: Any) -> Iterator[Served]:
+    served = Served(page, **more)
+    try:
+        yield served
+    finally:
+        served.close()
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[PrefixCache]:
+    with PrefixCache(ram="10MB", codec="raw", ssd_dir=tmp_path / "ssd", ssd="50MB") as made:
+        yield made
+
+
+def use(cache: PrefixCache) -> None:
+    cache.store(TOKENS, kv(1000), model="m")
+    cache.fetch([*TOKENS, 5], model="m")
+    assert cache.flush(30)
+    cache.trim_to(0)
+    cache.promote(TOKENS, model="m").result(30)
+    cache.fetch([*TOKENS, 5], model="m")
+
+
+def narrow(said: str, width: int = 80) -> None:
+    assert "\x1b" not in said
+    assert [line for line in said.splitlines() if len(line.rstrip()) > width] == []
+
+
+def narrow_call(*args: Any) -> Any:
+    """The command in this process, 80 columns wide."""
+    return CliRunner().invoke(app, [str(arg) for arg in args], env={"COLUMNS": "80"})
+
+
+# -- a server ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def busy(cache: PrefixCache) -> Iterator[Served]:
+    """A server whose cache is used between the first two looks at it."""
+    looks = []
+
+    def page() -> bytes:
+        if len(looks) == 1:
+            use(cache)
+        looks.append(1)
+        return render(CacheCollector(cache))
+
+    with serving(page) as served:
+        yield served
+
+
+def test_a_servers_rates_are_of_what_happened_between_two_looks(busy, cache, call):
+    done = call("top", busy.url, *QUICK, "--once", "--json")
+    assert (done.exit_code, done.stderr) == (0, "")
+    seen, stats = json.loads(done.stdout), cache.stats()
+    assert stats.ssd is not None
+    counts = {name: round(rate * seen["seconds"]) for name, rate in seen["per_second"].items()}
+    assert counts == {
+        "asked_tokens": 2002, "hit_tokens": 2000, "promoted_tokens": 1000, "stored_tokens": 1000, "fetches": 2,
+        "stores": 1, "stored_bytes": stats.counters.stored_bytes, "written_bytes": stats.ssd.written_bytes,
+        "read_bytes": stats.ssd.read_bytes, "evicted_ram": stats.counters.evicted, "evicted_ssd": 0,
+    }  # fmt: skip
+    assert seen["hit_rate"] == seen["hit_rate_since_start"]
+    assert seen["hit_rate"] == pytest.approx({"ram": 1000 / 2002, "ssd": 1000 / 2002})
+    assert sum(seen["ram"][state] for state in ("images", "queued", "nodes", "reserved")) == stats.ram_held
+    assert (seen["ram"]["limit"], seen["ssd"]["limit"]) == (10e6, 50e6)
+    assert seen["ssd"]["used"] == stats.ssd.used
+    assert seen["info"]["codec"] == "raw"
+    latency = {name: (one["lately"], one["count"]) for name, one in seen["latency"].items()}
+    assert latency == {
+        "fetch_hit": (True, 2), "fetch_miss": (False, 0), "store": (True, 1), "promotion": (True, 1),
+        "spill_of_a_file": (True, stats.ssd.written_files), "read_of_a_file": (True, stats.ssd.read_files),
+    }  # fmt: skip
+    assert seen["up"]
+
+
+def test_a_servers_picture_is_plain_text_of_80_columns(busy):
+    done = narrow_call("top", busy.url, *QUICK, "--once")
+    assert done.exit_code == 0
+    narrow(done.stdout)
+    assert "hit rate  99.9% (RAM 50.0%, SSD 50.0%); since its start 99.9%" in done.stdout
+    assert "of 10.0 MB" in done.stdout
+    assert "of 50.0 MB" in done.stdout
+    assert "trouble   none since its start" in done.stdout
+    for name in ("fetch hit", "store", "promotion", "spill of a file", "read of a file"):
+        assert f"\n {name} " in done.stdout
+    assert "fetch miss" not in done.stdout  # there was none
+    assert str(TOKEN)[:4] not in done.stdout.replace(str(busy.port), "")
+
+
+@pytest.mark.parametrize(
+    ("given", "whole"),
+    [
+        ("http://host:8080", "http://host:8080/metrics"),
+        ("http://host:8080/", "http://host:8080/metrics"),
+        ("https://host/metrics", "https://host/metrics"),
+        ("http://[::1]:9/behind/a/proxy?x=1", "http://[::1]:9/behind/a/proxy?x=1"),
+    ],
+)
+def test_an_address_may_leave_the_path_out(given, whole):
+    assert address(given) == whole
+
+
+@pytest.mark.parametrize("given", ["ftp://host", "http://", "http://host:99999", "file:///etc/passwd", "http://[::1"])
+def test_what_is_no_address_is_told(call, given):
+    done = call("top", given, "--once")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "such as http://127.0.0.1:8080" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "told"),
+    [
+        (b"<html>hello</html>", 200, "not a page of Prometheus metrics"),
+        (b"\xff\xfe\x00", 200, "not a page of Prometheus metrics"),
+        (b"# TYPE up gauge\nup 1\n", 200, "none of prefixcache's"),
+        (b"", 200, "none of prefixcache's"),
+        (b"", 404, "it answers 404"),
+    ],
+)
+def test_a_page_that_is_not_ours_is_told(call, body, status, told):
+    with serving(lambda: body, status=status) as served:
+        done = call("top", served.url, *QUICK)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert told in done.stderr
+    assert f"{served.url}/metrics" in done.stderr
+
+
+def test_nobody_there_with_once_is_told(call):
+    with serving(lambda: b"") as served:
+        pass
+    done = call("top", served.url, *QUICK, "--once")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert served.url in done.stderr
+    assert "refused" in done.stderr
+
+
+def test_a_limit_is_for_directories(call):
+    done = call("top", "http://127.0.0.1:1", "--limit", "5GB")
+    assert done.exit_code == 2
+    assert "--limit 5GB: a server says its limits" in done.stderr
+
+
+def test_a_server_that_was_ours_and_answers_otherwise_may_come_back(cache):
+    pages = [render(CacheCollector(cache)), b"<html>", render(CacheCollector(cache))]
+    with serving(lambda: pages.pop(0)) as served:
+        source = Server(served.url)
+        assert source.look()["seconds"] is None
+        with pytest.raises(Away, match="not a page"):
+            source.look()
+        assert source.look()["seconds"] > 0
+    with serving(lambda: b"", status=503) as served, pytest.raises(Away, match="503"):
+        Server(served.url).look()
+
+
+def test_a_server_that_began_anew_has_no_rates_until_the_next_look(cache):
+    use(cache)
+    before = read_page("u", render(CacheCollector(cache)), 100.0)
+    with PrefixCache(ram="10MB", codec="raw") as fresh:
+        fresh.fetch(TOKENS, model="m")
+        after = read_page("u", render(CacheCollector(fresh)), 102.0)
+        again = read_page("u", render(CacheCollector(fresh)), 104.0)
+    seen = facts("u", before, after)
+    assert (seen["seconds"], seen["per_second"]["fetches"], seen["hit_rate"]["ram"]) == (None, None, 0)
+    assert facts("u", after, again)["per_second"]["fetches"] == 0
+
+
+def test_a_server_without_an_ssd_is_shown_without_one(call):
+    with PrefixCache(ram="10MB", codec="raw") as cache, serving(lambda: render(CacheCollector(cache))) as served:
+        done = call("top", served.url, *QUICK, "--once")
+        seen = json.loads(call("top", served.url, *QUICK, "--once", "--json").stdout)
+    assert "SSD" not in done.stdout
+    assert "p99" not in done.stdout  # nothing was timed yet
+    assert "nothing asked for" in done.stdout
+    assert (seen["ssd"]["limit"], seen["per_second"]["written_bytes"], seen["hit_rate"]["ram"]) == (None, None, None)
+
+
+def test_what_a_server_calls_itself_cannot_write_to_the_terminal(cache, call):
+    page = render(CacheCollector(cache)).replace(b'codec="raw"', 'codec="\x1b[31m\u202e[b]"'.encode())
+    with serving(lambda: page) as served:
+        done = call("top", served.url, *QUICK, "--once")
+    narrow(done.stdout, 100)
+    assert "\\x1b[31m\\u202e[b]" in done.stdout
+
+
+def test_a_quantile_is_within_its_bucket():
+    histogram = Histogram((1.0, 2.0, 4.0))
+    assert histogram.read().quantile(0.5) == 0.0
+    for value in (0.5, 1.5, 1.5, 3.0):
+        histogram.observe(value)
+    assert 1.0 < histogram.read().quantile(0.5) <= 2.0
+    assert 2.0 < histogram.read().quantile(0.99) <= 4.0
+    histogram.observe(100.0)
+    assert histogram.read().quantile(0.99) == 4.0
+    assert histogram.read().counts == (1, 3, 4, 5)
+
+
+def test_a_meter_is_full_at_its_limit_and_never_longer():
+    assert str(meter(0, 1000)) == "[" + "." * 24 + "]   0%  0 B of 1.00 kB"
+    assert str(meter(500, 1000)).count("#") == 12
+    assert str(meter(3000, 1000)) == "[" + "#" * 24 + "] 300%  3.00 kB of 1.00 kB"
+    assert str(meter(500, None)) == str(meter(500, 0)) == "500 B"
+
+
+# -- a directory ------------------------------------------------------------------------------------------------------
+
+
+def test_a_directory_is_shown_by_model_what_was_used_last_first(filled, call):
+    done = narrow_call("top", filled, *QUICK, "--once", "--limit", "100MB")
+    assert (done.exit_code, done.stderr) == (0, "")
+    narrow(done.stdout)
+    seen = json.loads(call("top", filled, *QUICK, "--once", "--json", "--limit", "100MB").stdout)
+    told = json.loads(call("inspect", filled, "--json").stdout)
+    assert (seen["disk"], seen["limit"]) == (told["disk"], 100e6)
+    assert seen["images"] == {kind: told["totals"][kind]["images"] for kind in ("blocks", "windows", "snapshots")}
+    assert seen["tokens"] == told["totals"]["tokens"]
+    models = {space["model"] for space in told["namespaces"]}
+    assert {one["model"] for one in seen["models"]} == models
+    used = [one["last_used_at"] for one in seen["models"]]
+    assert used == sorted(used, reverse=True)
+    for one in seen["models"]:
+        assert one["disk"] == sum(s["disk"] for s in told["namespaces"] if s["model"] == one["model"])
+    assert seen["growth"] == {"disk": 0, "tokens": 0, "images": 0, "hits": 0}
+    assert seen["holder"] is None
+    assert "of 100 MB" in done.stdout
+    assert "nobody has it open" in done.stdout
+
+
+def test_a_directory_that_grows_is_seen_to_grow(cache, tmp_path):
+    watched = Watched(tmp_path / "ssd")
+    first = watched.look()
+    assert first["growth"] is None
+    assert first["holder"].startswith(f"pid {os.getpid()} ")
+    cache.store(TOKENS, kv(1000), model="m")
+    assert cache.flush(30)
+    second = watched.look()
+    assert round(second["growth"]["tokens"] * second["seconds"]) == 1000
+    assert round(second["growth"]["images"] * second["seconds"]) == 4
+    assert round(second["growth"]["disk"] * second["seconds"]) == second["disk"] - first["disk"] > 0
+    assert [one["model"] for one in second["models"]] == ["m"]
+
+
+@pytest.mark.parametrize("what", ["missing", "somebody else's", "a file"])
+def test_what_is_no_directory_of_ours_is_told(call, tmp_path, what):
+    path = tmp_path / "there"
+    if what == "somebody else's":
+        path.mkdir()
+        (path / "thesis.tex").write_text("x")
+    elif what == "a file":
+        path.write_text("x")
+    done = call("top", path, *QUICK)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "there" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_directory_that_goes_away_may_come_back(filled, tmp_path):
+    watched = Watched(filled)
+    watched.look()
+    shutil.move(filled, tmp_path / "elsewhere")
+    with pytest.raises(Away):
+        watched.look()
+    shutil.move(tmp_path / "elsewhere", filled)
+    assert watched.look()["growth"]["images"] == 0
+    with pytest.raises(NotOurs):
+        Watched(tmp_path / "nowhere").look()
+
+
+def test_a_damaged_index_is_shown_as_such(filled, call):
+    (filled / "index.db").write_bytes(b"not a database" * 1000)
+    done = call("top", filled, *QUICK, "--once")
+    assert done.exit_code == 0
+    assert "can't be read" in done.stdout
+
+
+def test_no_token_no_salt_and_no_control_character_is_shown(filled, call):
+    for more in ((), ("--json",)):
+        said = call("top", filled, *QUICK, "--once", *more).stdout
+        assert str(TOKEN)[:6] not in said
+        assert SALT.decode() not in said
+        assert "\x1b" not in said
+        assert "\u202e" not in said
+    assert ODD in [one["model"] for one in json.loads(said)["models"]]
+
+
+@pytest.mark.parametrize("flags", [("--interval", "nan"), ("--interval", "0"), ("--limit", "20QB")])
+def test_bad_options_are_told(filled, call, flags):
+    done = call("top", filled, "--once", *flags)
+    assert done.exit_code == 2
+    assert flags[0] in done.stderr
+
+
+# -- live -------------------------------------------------------------------------------------------------------------
+
+
+def line_of(process: subprocess.Popen[str], up: bool) -> dict[str, Any]:
+    """The next line that says that the server is there, or not."""
+    assert process.stdout is not None
+    while line := process.stdout.readline():
+        seen = json.loads(line)
+        if seen["up"] is up:
+            return seen
+    raise AssertionError(f"it ended: {process.wait()}")
+
+
+def test_it_goes_on_while_a_server_is_away_and_ctrl_c_is_a_good_end(cache):
+    def page() -> bytes:
+        return render(CacheCollector(cache))
+
+    with serving(page) as served:
+        url, port = served.url, served.port
+    command = [*COMMAND, "top", url, *QUICK, "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        away = line_of(process, False)
+        assert away["source"] == f"{url}/metrics"
+        assert "refused" in away["error"]
+        for _ in range(2):
+            with serving(page, port=port):
+                assert line_of(process, True)["ram"]["limit"] == 10e6
+            line_of(process, False)
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=60)
+        assert (process.returncode, told) == (0, "")
+
+
+def in_terminal(fd: int, until: Callable[[str], bool]) -> str:
+    said, end = b"", time.monotonic() + 60
+    while time.monotonic() < end and not until(said.decode(errors="replace")):
+        if select.select([fd], [], [], 0.1)[0]:
+            try:
+                said += os.read(fd, 1 << 16)
+            except OSError:  # its other end was closed
+                break
+    return said.decode(errors="replace")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_in_a_terminal_of_80_columns_it_redraws_without_colour_and_leaves_the_cursor(filled, signum):
+    mine, its = pty.openpty()
+    try:
+        environment = {**os.environ, "TERM": "xterm", "NO_COLOR": "1", "COLUMNS": "80", "LINES": "24"}
+        process = subprocess.Popen(
+            [*COMMAND, "top", str(filled), *QUICK], stdin=its, stdout=its, stderr=its, env=environment
+        )
+        said = in_terminal(mine, lambda said: said.count("on disk") >= 4)
+        process.send_signal(signum)
+        said += in_terminal(mine, lambda said: "\x1b[?25h" in said)
+        assert process.wait(60) == (0 if signum == signal.SIGINT else 143)
+    finally:
+        os.close(its)
+        os.close(mine)
+    assert "\x1b[?25h" in said  # the cursor is back
+    assert "Traceback" not in said
+    assert not [code for code in ("\x1b[31m", "\x1b[32m", "\x1b[33m") if code in said]
+    assert "\x1b[1A" in said  # it went back up to draw anew
