@@ -36,6 +36,7 @@ from prefixcache.layers.stored import Block, StoredPrompt
 from prefixcache.memory import give_back, machine_memory
 from prefixcache.pressure import Pressure
 from prefixcache.promoting import promote
+from prefixcache.recording import Recorder
 from prefixcache.settings import Settings, parse_size
 from prefixcache.ssd import Namespace, Ssd
 from prefixcache.ssd.directory import refusal
@@ -102,6 +103,7 @@ class PrefixCache:
         self._codec_text = canonical(self.codec.spec())
         allow(*self.settings.allow_classes)
         ram = self.settings.ram_bytes(_memory())
+        self._recorder = Recorder(self.settings.trace) if self.settings.trace is not None else None
         self._tiers = Tiers(self.settings, ram)
         self._by_model: dict[str, dict[str, Plan]] = {}  # model -> layout -> plan
         self._plans: dict[tuple[str, str], Plan] = {}  # codec, layout -> plan
@@ -115,7 +117,12 @@ class PrefixCache:
         self._pid = os.getpid()
         self._ssd: Ssd | None = None
         if self.settings.ssd_dir is not None and self.settings.ssd != 0:
-            self._open_ssd(ram)
+            try:
+                self._open_ssd(ram)
+            except BaseException:
+                if self._recorder is not None:
+                    self._recorder.close()
+                raise
         self._promoters = ThreadPoolExecutor(PROMOTERS, "prefixcache-promote")
         self._promoting: set[Future[int]] = set()
         self._pressure = Pressure(self._tiers, self.settings.reserve_bytes(machine_memory()))
@@ -177,6 +184,11 @@ class PrefixCache:
             self._roots[model, layout, salt] = known
         return known
 
+    def _record_root(self, model: str, salt: bytes) -> bytes:
+        """What a recording's ids begin from: the same for all layouts, so also before a namespace is known."""
+        with self._tiers.lock:
+            return self._root(model, "{}", as_salt(salt))
+
     def _home_for(self, model: str, layout: dict[str, Any], salt: bytes) -> Home:
         """The namespace of a layout, made when it isn't there."""
         text = canonical(layout)
@@ -228,6 +240,8 @@ class PrefixCache:
         agreed = reading.agreed and reading.positions in (None, limit)
         evaluate(reading.leaves)
         raw = ids[:limit].tobytes()
+        if self._recorder is not None:
+            self._recorder.store(self._record_root(model, salt), raw)
         store = Store(self._tiers, home, raw, reading.leaves, bool(home.plan.snapshots) and agreed, sys.intern(label))
         stored = Stored(*store.run(), tuple(home.plan.raw))
         self._tiers.counters.durations.store.observe(time.monotonic() - began)
@@ -301,6 +315,8 @@ class PrefixCache:
         if isinstance(leave, bool) or not isinstance(leave, int) or leave < 0:
             raise ValueError(f"leave={leave!r}: give the number of tokens to leave, 0 or more")
         homes, raw, tree = self._homes(model, salt), ids.tobytes(), self._tiers.tree
+        if self._recorder is not None:
+            self._recorder.fetch(self._record_root(model, salt), raw)
         with self._tiers.lock:
             found = hit(self._tiers, raw, homes, len(ids) - leave, len(ids))
             if found is None:
@@ -572,6 +588,8 @@ class PrefixCache:
                 with self._tiers.lock:
                     self._tiers.counters.denied += self._tiers.budget.denied  # of a budget that ends here
                     self._tiers.release()
+                if self._recorder is not None:
+                    self._recorder.close()
                 give_back()
 
     def _write_out(self, timeout: float) -> None:

@@ -23,7 +23,7 @@ from prefixcache.layers.levels import LevelSet, measure_all
 from prefixcache.layers.live_codes import BlockLevels, all_coded, differing
 from prefixcache.layers.plan import Section, extra_of, held_mask, mask_from, mask_of, runs_of, window_key
 from prefixcache.tiers import Home, Tiers
-from prefixcache.tree import BLOCK_BYTES, NODE_BYTES, RAM, SLOT_BYTES, SSD, Node, Slot
+from prefixcache.tree import BLOCK_BYTES, NODE_BYTES, RAM, SSD, Node, Slot
 
 BATCH = 16  # blocks planned, encoded and published at once
 
@@ -58,11 +58,10 @@ class Job(NamedTuple):
     mask: tuple[int, ...] = ()
     encoded: tuple[int, ...] = ()  # of a window: for each window of the namespace, the tokens to encode
 
-    @property
-    def cost(self) -> int:
-        """RAM that the job takes, its place in the tree included."""
+    def cost(self, slot_bytes: int) -> int:
+        """RAM that the job takes, its place in the tree included, where a slot takes `slot_bytes`."""
         node = NODE_BYTES + len(self.tokens) if self.kind == "rows" and self.known is None else 0
-        return self.blueprint.nbytes + SLOT_BYTES + node + (len(self.tokens) if self.kind == "snapshot" else 0)
+        return self.blueprint.nbytes + slot_bytes + node + (len(self.tokens) if self.kind == "snapshot" else 0)
 
 
 class Outcome(NamedTuple):
@@ -317,9 +316,10 @@ class Store:
 
     def _reserve(self, jobs: list[Job]) -> tuple[list[Job], bool, Reservation | None]:
         """Room for the jobs, or for as many of the first of them as there is: those, whether it is all, and the room."""
-        first = jobs
+        first, slot_bytes = jobs, self._tiers.tree.slot_bytes
         while first:
-            reservation = self._tiers.reserve(sum(job.cost for job in first), self._deadline - time.monotonic())
+            cost = sum(job.cost(slot_bytes) for job in first)
+            reservation = self._tiers.reserve(cost, self._deadline - time.monotonic())
             if reservation is not None:
                 return first, len(first) == len(jobs), reservation
             # Half a batch, and less, before giving up: the leading blocks are the ones worth most.

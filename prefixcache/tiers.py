@@ -29,7 +29,7 @@ from prefixcache.policies import Doorkeeper
 from prefixcache.settings import Settings
 from prefixcache.ssd import Address, Cancelled, Entry, Namespace, Ssd, SsdError, StatisticsLost
 from prefixcache.stats import Counters
-from prefixcache.tree import BLOCK_BYTES, NODE_BYTES, RAM, SLOT_BYTES, SSD, Node, Slot, Space, Tree
+from prefixcache.tree import BLOCK_BYTES, NODE_BYTES, RAM, SSD, Node, Slot, Space, Tree
 
 log = logging.getLogger("prefixcache")
 
@@ -94,7 +94,7 @@ class Tiers:
         for home in homes:
             self.homes[home.row.root] = home
         entries = [entry for entry in ssd.entries() if entry.namespace in self.homes]
-        oldest = _oldest_within(entries, self.budget.limit // MIRROR_SHARE)
+        oldest = _oldest_within(entries, self.budget.limit // MIRROR_SHARE, self.tree.slot_bytes)
         reservation = self.budget.reserve(self.budget.limit // MIRROR_SHARE, pooled=True)
         assert reservation is not None
         with self.lock, reservation:
@@ -753,9 +753,9 @@ def _root_of(slot: Slot) -> Node:
     return space.root
 
 
-def _oldest_within(entries: list[Entry], room: int) -> int:
+def _oldest_within(entries: list[Entry], room: int, slot_bytes: int) -> int:
     """The tick from which on the newest entries fit into `room` bytes of nodes."""
-    costs = list(map(_cost, entries))
+    costs = [slot_bytes + len(e.tokens) + (NODE_BYTES if e.kind == "rows" else 0) for e in entries]
     if sum(costs) <= room:
         return 0
     for used, cost in sorted(zip((e.used for e in entries), costs, strict=True), reverse=True):
@@ -763,7 +763,3 @@ def _oldest_within(entries: list[Entry], room: int) -> int:
         if room < 0:
             return used + 1
     return 0
-
-
-def _cost(entry: Entry) -> int:
-    return SLOT_BYTES + len(entry.tokens) + (NODE_BYTES if entry.kind == "rows" else 0)

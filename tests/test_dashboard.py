@@ -1,4 +1,6 @@
-"""dashboards/grafana.json: a dashboard that Grafana 10 imports, and every query asks for what `CacheCollector` exports."""
+"""dashboards/grafana.json: a dashboard that Grafana 10 imports, and every query asks for what `CacheCollector` exports. The
+manual names the same.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from prefixcache import PrefixCache
 from prefixcache.integrations.prometheus import CacheCollector, render
 from tests import states
 
-FILE = Path(__file__).parents[1] / "dashboards" / "grafana.json"
+ROOT = Path(__file__).parents[1]
+FILE = ROOT / "dashboards" / "grafana.json"
 COLUMNS = 24
 SOURCE = {"type": "prometheus", "uid": "${DS_PROMETHEUS}"}
 NAME = re.compile(r"prefixcache_\w+")
@@ -161,3 +164,12 @@ def test_what_operators_must_see_is_there(board):
         "denied_reservations_total", "write_errors_total", "evicted_images_total", "ssd_queued_bytes",
     ):  # fmt: skip
         assert f"prefixcache_{metric}" in asked, metric
+
+
+def test_the_manual_names_every_metric_and_no_other(exported):
+    ends = re.compile(r"_(bucket|sum|count)$")
+    timed = {ends.sub("", name) for name, (kind, _) in exported.items() if kind == "histogram"}
+    counted = {name for name, (kind, _) in exported.items() if kind != "histogram"}
+    told = set(NAME.findall((ROOT / "docs" / "operating.md").read_text()))
+    assert (timed | counted) - told == set()
+    assert {name if ends.sub("", name) not in timed else ends.sub("", name) for name in told} <= timed | counted

@@ -228,7 +228,7 @@ def _simulate(state: ModelState, sizes: Sizes, wanted: _Wanted, assumed: Assumed
     """An endless cache first: its bytes are the ladder's top, and its hits are what is possible."""
     from prefixcache.cli import plan_facts
     from prefixcache.planning.bound import best_at
-    from prefixcache.planning.sweep import ENDLESS, Cell, Workload, sweep
+    from prefixcache.planning.sweep import ENDLESS, Cell, Workload, enough, sweep
     from prefixcache.planning.trace import Trace, summary
 
     requests = Trace(wanted.trace, wanted.block, limit=wanted.first)
@@ -238,7 +238,7 @@ def _simulate(state: ModelState, sizes: Sizes, wanted: _Wanted, assumed: Assumed
     workload = Workload(wanted.trace, state, sizes.codec, requests.block, wanted.first, requests=lines)
     with bar("an endless cache") as show:
         (endless,) = sweep(workload, [Cell(ENDLESS)], processes=1, progress=show)
-    most = endless.ram_peak * 4 // 3  # from three quarters on RAM is written ahead
+    most = enough(endless)
     cells = _cells(wanted, most)
     processes = 1 if found.ids * len(cells) < WORTH else wanted.processes
     with bar("sizes") as show:

@@ -59,8 +59,8 @@ def facts(directory: Path, limit: int | None, found: Survey) -> Facts:
             one[name] = max(one[name], getattr(space, name))
     newest_first = sorted(models.values(), key=lambda one: (-one["last_used_at"], one["model"]))
     return {
-        "source": str(directory), "up": True, "error": found.problem or None, "now": time.time(), "holder": found.holder or None,
-        "clean": found.clean, "disk": found.disk, "limit": limit, "free": _free(directory),
+        "source": str(directory), "up": True, "error": found.problem or None, "now": time.time(),
+        "holder": found.holder or None, "clean": found.clean, "disk": found.disk, "limit": limit, "free": _free(directory),
         "index_bytes": found.index_bytes, "quarantine_files": len(found.quarantine),
         "quarantine_bytes": sum(item.disk for item in found.quarantine),
         "images": {kind: sum(getattr(space, kind).images for space in found.namespaces) for kind in KINDS},

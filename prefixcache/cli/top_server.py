@@ -49,7 +49,9 @@ TIMES = {
 
 
 class Page(NamedTuple):
-    """One scrape, `at` a time of the monotonic clock. `samples` by name and the value of the one label (of a bucket "label|le"); `info` has the info's labels."""
+    """One scrape, `at` a time of the monotonic clock. `samples` by name and the value of the one label (of a bucket
+    "label|le"); `info` has the info's labels.
+    """
 
     at: float
     samples: dict[tuple[str, str], float]

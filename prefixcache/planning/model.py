@@ -14,6 +14,7 @@ import pkgutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cached_property
 from importlib.metadata import version
@@ -161,7 +162,7 @@ class ModelState:
     def has_snapshots(self) -> bool:
         return bool(self.states)
 
-    @property
+    @cached_property
     def grows(self) -> bool:
         """Whether the state that can't be cut grows with the prompt."""
         return any(_has_law(state) for state in self.states)
@@ -182,7 +183,14 @@ class ModelState:
 
     def snapshot(self, tokens: int = PROMPT) -> State:
         """What a snapshot after so many tokens keeps, as `prefixcache.storing` describes it; its arrays are not evaluated."""
-        return describe_state(self._plain, self.leaves(tokens))
+        return self._constant or describe_state(self._plain, self.leaves(tokens))
+
+    @cached_property
+    def _constant(self) -> State | None:
+        return None if self.grows else describe_state(self._plain, self.leaves(PROMPT))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
     def state(self) -> State:
@@ -417,9 +425,9 @@ def _config(file: Path) -> dict[str, Any]:
     return config
 
 
-def _number(fields: dict[str, Any]) -> Any:
+def _number(value: dict[str, Any]) -> Any:
     """What transformers writes for numbers that JSON doesn't have."""
-    return float(fields["__float__"]) if fields.keys() == {"__float__"} else fields
+    return float(str(value["__float__"])) if value.keys() == {"__float__"} else value
 
 
 def _model_type(config: dict[str, Any]) -> str:
@@ -452,7 +460,7 @@ def _build(config: dict[str, Any], dtype: str) -> nn.Module:
         if isinstance(depth, (int, float)) and depth > _LAYERS:
             raise ModelError(f"num_hidden_layers={depth}: more than any model has; check the config")
     try:
-        model = model_class(arguments.from_dict(config))
+        model = model_class(arguments.from_dict(deepcopy(config)))
     except (Exception, SystemExit) as error:
         raise _refusal(config, error, arguments) from error
     cast = getattr(model, "cast_predicate", lambda name: True)
@@ -505,7 +513,7 @@ def _refusal(config: dict[str, Any], error: BaseException, arguments: Any) -> Mo
     for field in fields(arguments) if is_dataclass(arguments) else ():
         needed = field.default is MISSING and field.default_factory is MISSING
         value = config.get(field.name)
-        types = _TYPES.get(field.type if isinstance(field.type, str) else field.type.__name__)
+        types = _TYPES.get(field.type if isinstance(field.type, str) else getattr(field.type, "__name__", ""))
         if needed and field.name not in config:
             wrong.append(f"{field.name} is missing")
         elif types is not None and not isinstance(value, types) and (value is not None or needed):

@@ -17,14 +17,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from prefixcache.codecs import Codec
-from prefixcache.codecs.levelling import Levels
 from prefixcache.finding import deepest, hit
 from prefixcache.image import Blueprint, Image, Meta, Spec
 from prefixcache.keys import BLOCK, canonical, root_key
-from prefixcache.layers.encode import State
-from prefixcache.layers.levels import LevelSet, pack
+from prefixcache.layers.levels import LevelSet
 from prefixcache.layers.plan import Plan
-from prefixcache.planning.model import ModelState
+from prefixcache.planning.model import ModelState, Sizes, held_rows
 from prefixcache.planning.outcome import Outcome
 from prefixcache.planning.simulated_ssd import SimulatedImage, SimulatedSsd
 from prefixcache.planning.trace import Request
@@ -82,9 +80,8 @@ class _Known(NamedTuple):
 
     home: Home
     plan: SimulatedPlan
-    state: State | None
-    levels: LevelSet | None
-    sizes: dict[Any, int]
+    sizes: Sizes
+    blueprints: dict[Any, int]
 
 
 class SimulatedStore(Store):
@@ -94,31 +91,26 @@ class SimulatedStore(Store):
         super().__init__(tiers, known.home, raw, [_Leaf()] * len(known.plan.leaves), False)  # type: ignore[list-item]
         self._ssd = ssd
         self._shared = known
-        self._state = known.state
+        self._state = known.sizes.state.snapshot(self._limit) if known.plan.snapshots else None
 
     def _measure(self) -> LevelSet | None:
-        return self._shared.levels
+        return self._shared.sizes.levels(self._limit, root=self._home.row.root)
 
     def _blueprint(self, kind: str, key: bytes, parent: bytes, start: int, specs: list[Spec], levels: LevelSet | None,
                    extra: str = "{}") -> Any:  # fmt: skip
         what = kind, id(specs) if kind != "snapshot" else len(specs), len(str(start)), levels is None, len(extra)
         if kind == "snapshot":
             what = (*what, specs[-1].shape)
-        nbytes = self._shared.sizes.get(what)
+        nbytes = self._shared.blueprints.get(what)
         if nbytes is None:
             row = self._home.row
             named = (key.hex(), parent.hex(), row.root.hex(), row.model, row.codec, row.layout)
             meta = Meta(kind, *named, start, levels.name if levels is not None else "", extra)
-            nbytes = self._shared.sizes[what] = Blueprint(meta, specs).nbytes
+            nbytes = self._shared.blueprints[what] = Blueprint(meta, specs).nbytes
         return _Size(nbytes, extra)
 
     def _held(self, window: int) -> tuple[tuple[int, int], ...]:
-        size, keep, chunked = self._plan.windows[window]
-        if chunked:
-            return ((self._limit // size * size, self._limit),)
-        if self._limit <= size:
-            return ((0, self._limit),)
-        return (0, keep), (self._limit - size + keep, self._limit)
+        return held_rows(self._plan.windows[window], self._limit)
 
     def _make(self, jobs: list[Job]) -> list[Image]:
         if self._ssd is not None:
@@ -148,7 +140,9 @@ class _Turns:
 class Simulation:
     """A cache of a model's state, of these sizes in bytes, at first empty. Not thread-safe."""
 
-    def __init__(self, state: ModelState, codec: Codec, *, ram: int, ssd: int = 0, policy: str = "lru", admission: str = "always"):
+    def __init__(
+        self, state: ModelState, codec: Codec, *, ram: int, ssd: int = 0, policy: str = "lru", admission: str = "always"
+    ):
         if ram < 0 or ssd < 0 or not (ram or ssd):
             raise ValueError(f"ram={ram}, ssd={ssd}: nothing could be kept; give at least one of them a size")
         settings = Settings.model_construct(
@@ -167,7 +161,7 @@ class Simulation:
             self.ssd = SimulatedSsd(ssd, queue, self.tiers.written)
             self.tiers.open_ssd(self.ssd, [home])  # type: ignore[arg-type]
         self.tiers.moved = _Turns(self.ssd)  # type: ignore[assignment]
-        self._known = _Known(home, plan, state.state if plan.snapshots else None, _levels(root, plan), {})
+        self._known = _Known(home, plan, Sizes(state, codec), {})
         self.ram_tokens = self.ssd_tokens = 0
 
     def fetch(self, raw: bytes, leave: int = 1) -> int:
@@ -255,13 +249,6 @@ def tokens_of(request: Request, block: int) -> bytes:
     """Tokens (raw int64 bytes) that stand for a request's ids: each id has `block` of its own, and the last may be cut."""
     own = np.asarray(request.ids, np.int64)[:, None] * block + np.arange(block)
     return own.astype("<i8", copy=False).reshape(-1)[: request.tokens].tobytes()
-
-
-def _levels(root: bytes, plan: Plan) -> LevelSet | None:
-    groups = [g for section in (plan.rows, *plan.windowed) for g in section.groups if g.codec.levelled]
-    sizes = {g.levels: (g.heads, g.codec.width) for g in groups}
-    flat = {name: Levels(np.zeros(of, np.float32), np.ones(of, np.float32)) for name, of in sizes.items()}
-    return pack(root, flat) if flat else None
 
 
 @contextmanager

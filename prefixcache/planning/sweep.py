@@ -71,6 +71,13 @@ def simulated(workload: Workload, cell: Cell, tell: Telling) -> Outcome:
     )  # fmt: skip
 
 
+def enough(endless: Outcome) -> int:
+    """Bytes that nothing leaves, by the run of an endless RAM: its peak and half as much, as what fills three quarters of a RAM
+    begins to be written ahead.
+    """
+    return endless.ram_peak * 3 // 2
+
+
 def stands_for(cell: Cell, most: int) -> Cell:
     """The cell that has the same outcome, where nothing leaves a cache of `most` bytes: more of them change nothing, then the
     SSD stays empty, and without an SSD nothing is admitted to it. Cells that have one in common need one run.

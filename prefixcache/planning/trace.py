@@ -336,8 +336,6 @@ def _found_block(path: Path, lines: list[_Line]) -> int:
         least = max(least, line.tokens // (count + 1) + 1)
         if count > 1:
             most = min(most, (line.tokens - 1) // (count - 1))
-        elif count > line.tokens:
-            most = 0
         if least > most:
             said = f"hash_ids has {_ids_of(line)}, which no number of tokens an id fits that fits the lines before"
             raise _wrong(path, line.number, f"{said}; give it with --block, or mend the line")

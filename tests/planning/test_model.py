@@ -14,6 +14,7 @@ from prefixcache import Affine, PrefixCache, Raw, TurboQuant
 from prefixcache.codecs import as_codec
 from prefixcache.layers.encode import describe_state
 from prefixcache.layers.plan import read
+from prefixcache.planning import model as module
 from prefixcache.planning.model import Law, ModelError, ModelState, Sizes, _probe, describe, held_rows
 from prefixcache.tree import Window
 from tests.families import BASE, FAMILIES, MLX_LM_0_31
@@ -115,8 +116,8 @@ BILLIONS = {
 
 
 def config_of(name: str) -> dict:
-    module, config, dtype = FAMILIES[name].build.args
-    plain = json.loads(json.dumps({"model_type": module, **config}))
+    family, config, dtype = FAMILIES[name].build.args
+    plain = json.loads(json.dumps({"model_type": family, **config}))
     return plain | {"dtype": str(dtype).rpartition(".")[2]}
 
 
@@ -229,7 +230,7 @@ def test_a_prompt_too_short_for_levels_has_images_that_name_none():
     st.integers(2, 40), st.integers(0, 6), st.booleans(),
     st.lists(st.one_of(st.just(1), st.integers(1, 60)), min_size=1, max_size=12),
 )  # fmt: skip
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_rows_held_are_those_of_mlx_lms_windows_after_any_pieces(size, keep, chunked, pieces):
     chunked = chunked and not MLX_LM_0_31
     window = Window(size, 0 if chunked else min(keep, size - 1), chunked)
@@ -381,19 +382,27 @@ def test_numbers_that_json_lacks_are_read_as_transformers_writes_them(tmp_path):
     assert ModelState.read(written(tmp_path, config)).layout == told("mamba2").layout
 
 
+DBRX = {
+    "model_type": "dbrx", "vocab_size": 128, "d_model": 64, "n_heads": 4, "n_layers": 2,
+    "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+    "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+}  # fmt: skip
+
+
 def test_a_model_that_looks_at_its_values_is_told_as_it_really_is():
     from mlx_lm.models import dbrx
 
-    config = {
-        "model_type": "dbrx", "vocab_size": 128, "d_model": 64, "n_heads": 4, "n_layers": 2,
-        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
-        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
-    }  # fmt: skip
-    model = dbrx.Model(dbrx.ModelArgs.from_dict(config))
-    model.eval()
-    state = ModelState.of(config, dtype="float32")
-    assert state.layout == read(fed(model, [1, 2, 3])).layout
-    assert state.parameters == sum(weight.size for weight in leaves_of(model.parameters()))
+    real = dbrx.Model(dbrx.ModelArgs.from_dict(DBRX))
+    real.eval()
+    state = ModelState.of(DBRX, dtype="float32")
+    assert state.layout == read(fed(real, [1, 2, 3])).layout
+    assert state.parameters == sum(weight.size for weight in leaves_of(real.parameters()))
+
+
+def test_a_model_that_looks_at_its_values_and_is_not_known_for_it_is_refused_before_it_does(monkeypatch):
+    monkeypatch.setattr(module, "_STAND_INS", {})
+    with pytest.raises(ModelError, match="model_type='dbrx': its cache depends on the weights' values"):
+        ModelState.of(DBRX)
 
 
 def test_a_model_whose_layers_need_a_gpu_is_told_without_one():
@@ -442,8 +451,15 @@ def test_a_field_that_is_missing_is_named():
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("", "not JSON"), ("{", "not JSON"), ("[]", "holds a JSON list"), ("[" * 100_000, "not JSON"), ("\0", "not JSON")],
-    ids=["empty", "torn", "list", "deep", "binary"],
+    [
+        ("", "not JSON"),
+        ("{", "not JSON"),
+        ("[]", "holds a JSON list"),
+        ("[" * 100_000, "not JSON"),
+        ("\0", "not JSON"),
+        ('{"__float__": []}', "not JSON"),
+    ],
+    ids=["empty", "torn", "list", "deep", "binary", "number"],
 )
 def test_a_file_that_is_no_config_is_named(text, said, tmp_path):
     with pytest.raises(ModelError, match=said):

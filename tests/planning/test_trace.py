@@ -221,6 +221,8 @@ def test_lengths_that_no_block_fits_are_refused(written):
         Trace(path)
     with pytest.raises(TraceError, match=r"line 1: hash_ids has 2 ids for an input_length of 0"):
         Trace(written(line(input_length=0)))
+    with pytest.raises(TraceError, match=r"line 1: hash_ids has 1 ids for an input_length of 0"):
+        list(Trace(written(line(input_length=0, hash_ids=[1]))))
 
 
 def test_the_lines_own_block_size_is_taken_and_a_given_one_stands_above_it(written):

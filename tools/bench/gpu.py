@@ -128,7 +128,9 @@ def fetch(scale: str) -> Iterator[Figure]:
     """From images in RAM to a prompt cache that a model can use, beside copying the same rows, uncompressed, from memory."""
     layers, tokens = SHAPE[scale]
     if not turboquant_gpu.available() and scale != "tiny":
-        yield report.needs_a_gpu(f"fetch of {tokens} tokens x {layers} layers x {HEADS} x {WIDTH}", turboquant_gpu.describe())
+        yield report.needs_a_gpu(
+            f"fetch of {tokens} tokens x {layers} layers x {HEADS} x {WIDTH}", turboquant_gpu.describe()
+        )
         return
     prompt, live = list(range(tokens)), []
     for _ in range(layers):

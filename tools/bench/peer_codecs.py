@@ -20,7 +20,7 @@ from prefixcache.codecs import turboquant_c
 from prefixcache.codecs.packing import words_of
 from prefixcache.codecs.turboquant_format import form_of
 from tools.bench import codecs, cpu_attention, quality, report
-from tools.bench.peer.contestants import MLX_VLM_CODEC, Answer, ask
+from tools.bench.peer.contestants import MLX_VLM_CODEC, Answer, Task, ask
 from tools.bench.peers import compared
 from tools.bench.report import Figure
 
@@ -28,12 +28,15 @@ BITS, HEADS, WIDTH = 4, 8, 128
 TOKENS = {"full": 16_384, "quick": 4_096, "tiny": 512}  # of the peer, which takes seconds for them
 ATTENDED = {"full": 32_768, "quick": 8_192, "tiny": 512}
 ROUNDS = {"full": 3, "quick": 2, "tiny": 1}
-TROUBLES = {"RoPE low": "constants on slow channels, under RoPE", "offset 20": "constant offsets", "log-normal": "unequal channels"}
+TROUBLES = {
+    "RoPE low": "constants on slow channels, under RoPE", "offset 20": "constant offsets", "log-normal": "unequal channels",
+}  # fmt: skip
 SHOWN = {"full": (4, 3), "quick": (4, 3), "tiny": (4,)}
 
 
 def _asked(task: str, **plan: Any) -> Answer:
-    return ask(MLX_VLM_CODEC, task, module="mlx_vlm_turboquant", **plan)
+    (answer,) = ask(MLX_VLM_CODEC, Task(task, plan), module="mlx_vlm_turboquant")
+    return answer
 
 
 def rates(scale: str) -> Iterator[Figure]:

@@ -16,7 +16,17 @@ if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tools.bench import report
-from tools.bench.peer.contestants import MLX_LM, MLX_VLM, OURS, VLLM_MLX, VLLM_MLX_SCHEDULED, Answer, Contestant, ask
+from tools.bench.peer.contestants import (
+    MLX_LM,
+    MLX_VLM,
+    OURS,
+    VLLM_MLX,
+    VLLM_MLX_SCHEDULED,
+    Answer,
+    Contestant,
+    Task,
+    ask,
+)
 from tools.bench.report import Beside, Figure
 
 PEERS = (MLX_LM, VLLM_MLX, MLX_VLM)
@@ -70,18 +80,28 @@ def outcomes(
     return Figure(name, said(ours), bar, "", met(ours), raw, tuple(rows))
 
 
-def every(peers: tuple[Contestant, ...], task: str, **plan: Any) -> tuple[Found, list[tuple[Contestant, Answer]]]:
-    """The task by ours and by each peer. A plan with folder=True gives each an empty folder of its own."""
+Compared = tuple[Found, list[tuple[Contestant, Answer]]]
 
-    def one(who: Contestant) -> Answer:
-        if not plan.get("folder"):
-            return ask(who, task, **plan)
-        with report.scratch() as folder:
-            return ask(who, task, **{**plan, "folder": str(folder)})
 
-    ours = one(OURS).found
-    assert ours is not None
-    return ours, [(who, one(who)) for who in peers]
+def every(peers: tuple[Contestant, ...], *tasks: Task) -> list[Compared]:
+    """What ours and each peer found, by task. A plan with folder=True gives each an empty folder of its own."""
+    ours, *theirs = [_with_folders(who, *tasks) for who in (OURS, *peers)]
+    compared = []
+    for i in range(len(tasks)):
+        found = ours[i].found
+        assert found is not None
+        compared.append((found, [(who, answers[i]) for who, answers in zip(peers, theirs, strict=True)]))
+    return compared
+
+
+def _with_folders(who: Contestant, *tasks: Task) -> list[Answer]:
+    with report.scratch() as folder:
+        planned = []
+        for i, task in enumerate(tasks):
+            own = {"folder": str(folder / str(i))} if task.plan.get("folder") else {}
+            planned.append(task._replace(plan={**task.plan, **own}))
+            (folder / str(i)).mkdir()
+        return ask(who, *planned)
 
 
 # -- looking up --------------------------------------------------------------------------------------------------------
@@ -97,9 +117,8 @@ LOOKUPS = {
 def lookup(scale: str) -> Iterator[Figure]:
     """A prompt that goes its own way after what all entries share, until there is a prompt cache to go on with."""
     for entries, length, shared, lookups, within, filling in LOOKUPS[scale]:
-        ours, theirs = every(
-            PEERS, "lookup", entries=entries, length=length, shared=shared, lookups=lookups, within=within, filling=filling
-        )
+        plan = {"entries": entries, "length": length, "shared": shared, "lookups": lookups, "within": within}
+        ((ours, theirs),) = every(PEERS, Task("lookup", {**plan, "filling": filling}))
 
         def said(found: Found, asked: int = entries) -> str:
             fewer = f" ({found['entries']:,} entries: storing took {1e3 * found['store_s']:.0f} ms each)"
@@ -112,7 +131,13 @@ def lookup(scale: str) -> Iterator[Figure]:
 
 
 def _duration(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.0f} ms" if seconds >= 0.01 else f"{1e3 * seconds:.2g} ms"
+    return (
+        f"{seconds:.2f} s"
+        if seconds >= 1
+        else f"{1e3 * seconds:.0f} ms"
+        if seconds >= 0.01
+        else f"{1e3 * seconds:.2g} ms"
+    )
 
 
 # -- conversations -----------------------------------------------------------------------------------------------------
@@ -127,18 +152,15 @@ def conversations(scale: str) -> Iterator[Figure]:
     unique = (system + chats * turns * length) << 10
     plan = {"chats": chats, "turns": turns, "length": length, "system": system}
     name = f"{chats} conversations x {turns} turns x {length} tokens on a shared prompt of {system:,}"
-    ours, theirs = every(PEERS, "converse", **plan, ram=32 * unique, folder="", options=[])
-    theirs.insert(2, (VLLM_MLX_SCHEDULED, ask(VLLM_MLX_SCHEDULED, "converse", **plan, ram=32 * unique, folder="",
-                                              options=["as-scheduled"])))  # fmt: skip
+    with_room = Task("converse", {**plan, "ram": 32 * unique, "folder": ""})
+    ((ours, theirs),) = every((MLX_LM, VLLM_MLX, VLLM_MLX_SCHEDULED, MLX_VLM), with_room)
     held = ours["held"] / ours["unique"]
     yield compared(
         f"{name}: bytes held over unique", ours, theirs, lambda found: found["held"] / found["unique"],
         lambda found: f"{found['held'] / found['unique']:.2f}", f"<= {SHARING_BAR}", held <= SHARING_BAR, unit="x unique",
     )  # fmt: skip
-    ours, theirs = every(WITH_SSD, "converse", **plan, ram=unique // 4, folder=True, options=[])
-    with report.scratch() as folder:
-        theirs.insert(1, (VLLM_MLX_SCHEDULED, ask(VLLM_MLX_SCHEDULED, "converse", **plan, ram=unique // 4,
-                                                  folder=str(folder), options=["as-scheduled"])))  # fmt: skip
+    with_ssd = Task("converse", {**plan, "ram": unique // 4, "folder": True})
+    ((ours, theirs),) = every((VLLM_MLX, VLLM_MLX_SCHEDULED, MLX_VLM), with_ssd)
     written = ours["written"] / ours["unique"]
     yield compared(
         f"{name}, RAM a quarter of unique: bytes written to the SSD over unique", ours, theirs,
@@ -160,7 +182,7 @@ PROMOTED = {"full": (24_576, 5), "quick": (8_192, 3), "tiny": (512, 1)}
 def promotion(scale: str) -> Iterator[Figure]:
     """From the SSD after a restart, page cache empty, to a prompt cache that a model can use: promote and fetch."""
     tokens, rounds = PROMOTED[scale]
-    ours, theirs = every(WITH_SSD, "promote", tokens=tokens, rounds=rounds, folder=True)
+    ((ours, theirs),) = every(WITH_SSD, Task("promote", {"tokens": tokens, "rounds": rounds, "folder": True}))
 
     def rate(found: Found) -> float:
         return report.median_ratio(found["plain_s"], found["seconds"])
@@ -175,65 +197,87 @@ def promotion(scale: str) -> Iterator[Figure]:
     )  # fmt: skip
 
 
-SMALL = {"full": 4096, "quick": 4096, "tiny": 512}
-TRIES = {"full": 33, "quick": 17, "tiny": 3}  # the first one without a fault
+SMALL = {"full": 4096, "quick": 4096, "tiny": 1024}
+TRIES = {"full": 32, "quick": 16, "tiny": 2}
 
 
 def faults(scale: str) -> Iterator[Figure]:
-    """What is served in the end: with RAM full, from a damaged file, to another model, after a restart."""
-    tokens = SMALL[scale]
-    depth = lambda found: "served" if found["depth"] == tokens else f"refused ({found['depth']} of {tokens} tokens)"  # noqa: E731
-    ours, theirs = every(WITH_SSD, "full", tokens=tokens, folder=True)
-    yield outcomes("a prompt on the SSD is asked for while RAM is full", ours, theirs, depth,
-                   lambda found: found["depth"] == tokens, "served")  # fmt: skip
-
-    tries = TRIES[scale] - 1
-    ours, theirs = every(WITH_SSD, "flips", tokens=tokens, tries=tries + 1, folder=True)
+    """What is served in the end: with RAM full, from a damaged file, to another model, and of what class."""
+    plan, tries = {"tokens": SMALL[scale], "folder": True}, TRIES[scale]
+    full, flips, models, window = every(
+        WITH_SSD,
+        Task("full", plan),
+        Task("flips", {**plan, "tries": tries}),
+        Task("models", plan),
+        Task("window", plan),
+    )
+    yield outcomes("a prompt on the SSD is asked for while RAM is full", *full, _served_or_refused,
+                   lambda found: found["depth"] == found["tokens"], "served")  # fmt: skip
     yield outcomes(
-        f"one bit of each file flipped, {tries} times: wrong rows served", ours, theirs, _flipped,
-        lambda found: not found["wrong"] and not found["failed"], "none",
+        f"one bit of each file flipped, {tries} times: wrong rows served", *flips, _flipped,
+        lambda found: found["untouched"] == "whole" and not found["wrong"] and not found["failed"], "none",
     )  # fmt: skip
-
-    ours, theirs = every(WITH_SSD, "models", tokens=tokens, folder=True)
     for what, name in (("other", "another model opens the directory: the first one's state is"),
                        ("retrained", "the model's weights change in place: the old ones' state is")):  # fmt: skip
         yield outcomes(
-            name, ours, theirs, lambda found, what=what: "served" if found[what] else "kept apart",
-            lambda found, what=what: not found[what], "kept apart",
+            name, *models, lambda found, what=what: _kept_apart(found, what), lambda found, what=what: not found[what],
+            "kept apart",
         )  # fmt: skip
-
-    ours, theirs = every(WITH_SSD, "window", tokens=tokens, folder=True)
-    yield outcomes("a KVCache and a RotatingKVCache come back from the SSD as", ours, theirs, _classes,
+    yield outcomes("a KVCache and a RotatingKVCache come back from the SSD as", *window, _classes,
                    lambda found: found["classes"] == ["KVCache", "RotatingKVCache"], "the same")  # fmt: skip
 
 
-def restarts(scale: str) -> Iterator[Figure]:
-    """A prompt that was stored and is asked for by the next process."""
-    tokens = SMALL[scale]
-
-    def again(who: Contestant, kill: bool) -> Answer:
-        with report.scratch() as folder:
-            before = ask(who, "stored", folder=str(folder), tokens=tokens, kill=kill)
-            return before if before.found is None else ask(who, "found_again", folder=str(folder), tokens=tokens)
-
-    for kill, name in ((False, "after the server was stopped and started, a prompt is"),
-                       (True, "after a kill -9, two seconds after it was stored, a prompt is")):  # fmt: skip
-        ours = again(OURS, kill).found
-        assert ours is not None
-        theirs = [(who, again(who, kill)) for who in PEERS]
-        said = lambda found: "found" if found["depth"] == tokens else "lost"  # noqa: E731
-        figure = outcomes(name, ours, theirs, said, lambda found: found["depth"] == tokens, "" if kill else "found")
-        yield figure if not kill else report.without_bar(figure)
+def _served_or_refused(found: Found) -> str:
+    return "served" if found["depth"] == found["tokens"] else f"refused ({found['depth']} of {found['tokens']} tokens)"
 
 
 def _flipped(found: Found) -> str:
+    if found["untouched"] != "whole":
+        return "not found on the SSD in the first place"
     missed = f", a miss {found['missed']} times" if found["missed"] else ""
     failed = f", {found['failed']} errors" if found["failed"] else ""
-    return f"{found['wrong']} times{missed}{failed}" if found["wrong"] or missed or failed else "none"
+    return f"{found['wrong'] or 'none'}{missed}{failed}"
+
+
+def _kept_apart(found: Found, what: str) -> str:
+    if found["same"] != found["tokens"]:
+        return "not found on the SSD in the first place"
+    return "served" if found[what] else "kept apart"
 
 
 def _classes(found: Found) -> str:
     return " and ".join(found["classes"]) or "nothing"
+
+
+def restarts(scale: str) -> Iterator[Figure]:
+    """A prompt that was stored and is asked for by the next process."""
+    with report.scratch() as folder:
+        ours, *theirs = [(who, _again(who, folder / who.side, SMALL[scale])) for who in (OURS, *PEERS)]
+    names = (
+        "after the server was stopped and started, a prompt is",
+        "after a kill -9, two seconds after it was stored, a prompt is",
+    )
+    for i, name in enumerate(names):
+        found = ours[1][i].found
+        assert found is not None
+        figure = outcomes(name, found, [(who, answers[i]) for who, answers in theirs], _found_or_lost,
+                          lambda found: found["depth"] == found["tokens"], "found")  # fmt: skip
+        yield figure if i == 0 else report.without_bar(figure)
+
+
+def _again(who: Contestant, folder: Path, tokens: int) -> list[Answer]:
+    """What is found again after a stop, and after a kill."""
+    places = [folder / "stopped", folder / "killed"]
+    for place in places:
+        place.mkdir(parents=True)
+        (before,) = ask(who, Task("stored", {"folder": str(place), "tokens": tokens, "kill": place.name == "killed"}))
+        if before.found is None:
+            return [before] * len(places)
+    return ask(who, *(Task("found_again", {"folder": str(place), "tokens": tokens}) for place in places))
+
+
+def _found_or_lost(found: Found) -> str:
+    return "found" if found["depth"] == found["tokens"] else "lost"
 
 
 FIGURES = {

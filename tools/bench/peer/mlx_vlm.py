@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 from tools.bench.peer.side import Place
@@ -34,7 +34,11 @@ class Side:
         self.coordinator.prepare_prefill(len(tokens))
         self.coordinator.release_hit(self.hit)
         self.hit = self.coordinator.lookup(
-            tokens, extra_hash=0, safe_lookup_min=0, suffix_is_text_only=lambda n: True, prefix_has_media=lambda n: False
+            tokens,
+            extra_hash=0,
+            safe_lookup_min=0,
+            suffix_is_text_only=lambda n: True,
+            prefix_has_media=lambda n: False,
         )
         if self.hit is None:
             return None, 0
@@ -44,7 +48,10 @@ class Side:
     def store(self, tokens: list[int], prompt_cache: list[Any]) -> None:
         hit, self.hit = self.hit or {}, None
         self.coordinator.commit(
-            prompt_cache, tokens, skip_first_n_tokens=hit.get("prefix_len", 0), blocks_in_use=hit.get("matched_blocks", ())
+            prompt_cache,
+            tokens,
+            skip_first_n_tokens=hit.get("prefix_len", 0),
+            blocks_in_use=hit.get("matched_blocks", ()),
         )
 
     def held(self) -> int:

@@ -49,7 +49,12 @@ def rates(bits: int, tokens: int, rounds: int) -> dict[str, Any]:
     encode()
     decode()
     encoded, decoded = report.in_turns(rounds, lambda _: report.seconds(encode), lambda _: report.seconds(decode))
-    return {"bytes": keys.nbytes + values.nbytes, "encode_s": encoded, "decode_s": decoded, "a_token": cache.nbytes / tokens}
+    return {
+        "bytes": keys.nbytes + values.nbytes,
+        "encode_s": encoded,
+        "decode_s": decoded,
+        "a_token": cache.nbytes / tokens,
+    }
 
 
 def attention(bits: int, tokens: int, rounds: int) -> dict[str, Any]:
@@ -80,4 +85,4 @@ TASKS = {"rates": rates, "attention": attention, "quality": quality}
 
 if __name__ == "__main__":
     without_start("mlx_vlm")
-    print(json.dumps(TASKS[sys.argv[2]](**json.loads(sys.argv[3]))))
+    print(json.dumps([TASKS[name](**plan) for name, plan in json.loads(sys.argv[2])]))

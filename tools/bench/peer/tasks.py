@@ -1,12 +1,11 @@
-"""What every contestant is asked to do, each time in a process of its own: `python -m tools.bench.peer.tasks SIDE TASK JSON`.
+"""What every contestant is asked to do, in a process of its own: `python -m tools.bench.peer.tasks SIDE '[[NAME, PLAN]]'`.
 
-A task gets a function that opens the side and the plan of the task; it prints what it found as one line of JSON. Prompts and
-rows come from fixed seeds, so all sides see the same.
+A task gets a function that opens the side, and its plan; what they found is printed as one line of JSON. Prompts come from
+fixed seeds, so all sides see the same.
 """
 
 from __future__ import annotations
 
-import functools
 import gc
 import importlib
 import json
@@ -17,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,10 @@ Open = Callable[[Place, Shape], Side]
 
 
 def opener(side: str) -> Open:
-    """Opens a side by the name of its module."""
-    module = importlib.import_module(f"tools.bench.peer.{side}")
-    return lambda place, shape: module.Side(place, prompts.empty(shape, module.Side.classes))
+    """Opens a side by the name of its module, after which options may follow: "vllm_mlx:as-scheduled"."""
+    name, *options = side.split(":")
+    made = importlib.import_module(f"tools.bench.peer.{name}").Side
+    return lambda place, shape: made(replace(place, options=tuple(options)), prompts.empty(shape, made.classes))
 
 
 def _evaluate(prompt_cache: list[Any] | None) -> None:
@@ -85,12 +86,12 @@ LLAMA = Shape(full=4, heads=1, width=64)  # 1 kB a token
 
 
 def converse(
-    open_side: Open, chats: int, turns: int, length: int, system: int, ram: int, folder: str | None, options: list[str]
+    open_side: Open, chats: int, turns: int, length: int, system: int, ram: int, folder: str
 ) -> dict[str, Any]:
     """Conversations by turns, in rotation, on one system prompt: bytes held and written, and tokens computed."""
     unique = system + chats * turns * length
     draw, computed, asked = prompts.draw(1), 0, 0
-    side = open_side(Place(ram, folder, tokens=unique, options=tuple(options)), LLAMA)
+    side = open_side(Place(ram, folder or None, tokens=unique), LLAMA)
     start = _ids(draw, system)
     talks = [start for _ in range(chats)]
     begun = time.perf_counter()
@@ -185,11 +186,12 @@ def flips(open_side: Open, folder: str, tokens: int, tries: int) -> dict[str, An
     side.store(second, prompts.filled(LLAMA, tokens, side.classes))
     side.settle()
     side.close()
-    found = {"wrong": 0, "missed": 0, "whole": 0, "failed": 0}
-    for number in range(tries):
+    found: dict[str, Any] = {"wrong": 0, "missed": 0, "whole": 0, "failed": 0}
+    found["untouched"] = _served(open_side, Place(ram * 2, str(kept)), first, rows)
+    for _ in range(tries):
         copied = Path(folder) / "copied"
         shutil.copytree(kept, copied)
-        for file in sorted(copied.rglob("*.safetensors")) if number else ():  # the first one is untouched
+        for file in sorted(copied.rglob("*.safetensors")):
             data = bytearray(file.read_bytes())
             data[chance.randrange(len(data) // 20, len(data))] ^= 1 << chance.randrange(8)
             file.write_bytes(data)
@@ -285,10 +287,11 @@ TASKS: dict[str, Callable[..., dict[str, Any]]] = {
 }
 
 
-def run(side: str, task: str, plan: dict[str, Any]) -> dict[str, Any]:
-    """One task with one side, in this process."""
-    return functools.partial(TASKS[task], opener(side))(**plan)
+def run(side: str, tasks: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """These tasks with one side, in this process."""
+    open_side = opener(side)
+    return [TASKS[name](open_side, **plan) for name, plan in tasks]
 
 
 if __name__ == "__main__":
-    print(json.dumps(run(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))))
+    print(json.dumps(run(sys.argv[1], json.loads(sys.argv[2]))))

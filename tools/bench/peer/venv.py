@@ -17,7 +17,18 @@ FOLDER = ROOT / ".peers" / "venv"
 MLX = "mlx==0.32.4" if sys.platform == "darwin" else "mlx[cpu]==0.32.4"
 WITH_DEPENDENCIES = [MLX, "mlx-lm==0.31.3", "numpy", "psutil", "rich>=13.7"]
 ALONE = ["vllm-mlx==0.6.0", "mlx-vlm==0.7.10"]
-PIP = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input", "--retries", "1", "--timeout", "20"]
+PIP = [
+    "-m",
+    "pip",
+    "install",
+    "--quiet",
+    "--disable-pip-version-check",
+    "--no-input",
+    "--retries",
+    "1",
+    "--timeout",
+    "20",
+]
 MINUTES = 10
 
 

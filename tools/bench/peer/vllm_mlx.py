@@ -1,4 +1,4 @@
-"""vllm-mlx's memory_cache and ssd_cache as a contestant, by the calls that its scheduler makes, promotion in the scheduler's own code.
+"""vllm-mlx's memory_cache and ssd_cache as a contestant, by its scheduler's calls, promotion by the scheduler's own code.
 
 Its scheduler stores a request's end beside the entries that it goes on from (`evict_prefixes=False`). Here the default of its
 `store` is used, which lets those go and takes much less; the option "as-scheduled" does as the scheduler does.

@@ -1,0 +1,466 @@
+"""`prefixcache plan`: what it tells of models and traces, the files that it writes, and what it refuses."""
+
+from __future__ import annotations
+
+import gzip
+import html.parser
+import importlib
+import json
+import os
+import re
+import xml.dom.minidom
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefixcache import PrefixCache
+from prefixcache.cli import evaluate_plot, plan_curves, plan_facts, plan_files, plan_html, plan_plot, plan_text
+from prefixcache.cli.plan_shapes import SHAPES
+from prefixcache.codecs.choice import as_codec
+from prefixcache.planning.model import ModelState, Sizes
+
+command = importlib.import_module("prefixcache.cli.plan")
+TINY = Path(__file__).parent.parent / "fixtures" / "tiny-llama"
+TOP = {"prefixcache", "model", "codecs", "macs", "trace", "codec", "assumed", "sizes"}
+SIZES = {
+    "working_set", "possible", "without", "reading_pays", "cells", "front", "cheapest", "recommendation",
+}  # fmt: skip
+CELL = {
+    "cost", "on_front", "bound", "ram", "ssd", "policy", "ssd_admission", "hit_rate", "ram_hit_rate", "ssd_hit_rate",
+    "of_possible", "hit_tokens", "prefill_seconds_saved", "ttft", "written_bytes_per_day", "tbw_years", "requests",
+    "seconds", "asked_tokens", "ram_tokens", "ssd_tokens", "stored_tokens", "stored_bytes", "written_files",
+    "written_bytes", "read_files", "read_bytes", "evicted", "ssd_evicted", "dropped", "declined", "unkept_tokens",
+    "ram_peak", "ssd_peak",
+}  # fmt: skip
+
+
+def chats(path: Path, chats: int = 5, turns: int = 4, **more: Any) -> Path:
+    """A trace of chats side by side over an hour, each turn two blocks of 256 longer than the one before."""
+    own: dict[int, list[int]] = {chat: [0] for chat in range(chats)}
+    lines = []
+    for turn in range(turns):
+        for chat, ids in own.items():
+            ids += [1000 * (chat + 1) + 2 * turn, 1000 * (chat + 1) + 2 * turn + 1]
+            at = 3_600_000 * (turn * chats + chat) // (turns * chats - 1)
+            lines.append({"timestamp": at, "input_length": 256 * len(ids), "output_length": 9, "hash_ids": list(ids)})
+    path.write_text("".join(json.dumps({**line, **more}) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    return chats(tmp_path / "chats.jsonl")
+
+
+@pytest.fixture
+def planned(call, trace):
+    """Facts of the trace with the tiny model, and options."""
+
+    def give(*more: object) -> dict[str, Any]:
+        done = call("plan", "--model", TINY, "--trace", trace, "--block", 256, *more, "--json")
+        assert done.exit_code == 0, done.output
+        assert done.stderr == ""
+        facts: dict[str, Any] = json.loads(done.stdout)
+        return facts
+
+    return give
+
+
+# -- of a model -------------------------------------------------------------------------------------------------------
+
+
+def test_a_name_that_is_no_path_is_one_of_the_known_shapes(call):
+    done = call("plan", "--model", "qwen3-8b", "--json")
+    assert done.exit_code == 0, done.output
+    facts = json.loads(done.stdout)
+    assert facts.keys() == TOP
+    assert facts["model"]["parameters"] == pytest.approx(8.19e9, rel=0.001)
+    assert [c["codec"] for c in facts["codecs"]] == list(command.CODECS)
+    raw, turbo = facts["codecs"][0], facts["codecs"][2]
+    assert raw["live_bytes_per_token"] == 36 * 8 * 128 * 2 * 2
+    assert 3.8 < turbo["ratio"] < 4
+    assert facts["trace"] is facts["sizes"] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "live"),
+    [("gpt-oss-20b", 20.9, 24_576), ("llama-3.1-8b", 8.03, 131_072), ("llama-3.3-70b", 70.6, 327_680),
+     ("qwen3-30b-a3b", 30.5, 98_304)],
+)  # fmt: skip
+def test_the_known_shapes_are_those_of_their_makers(name, billions, live):
+    state = ModelState.of(SHAPES[name], name)
+    assert state.parameters / 1e9 == pytest.approx(billions, rel=0.005)
+    assert Sizes(state, as_codec("raw")).raw_bytes_per_token == live
+
+
+def test_the_bytes_are_those_that_a_store_takes(call):
+    facts = json.loads(call("plan", "--model", TINY, "--codec", "turboquant:4:3, raw", "--json").stdout)
+    assert [c["codec"] for c in facts["codecs"]] == ["turboquant:4:3", "raw"]
+    for c in facts["codecs"]:
+        assert [p["tokens"] for p in c["prompts"]] == [8192, 32768, 131072]
+        assert c["prompts"][1]["bytes"] == pytest.approx(32768 * c["bytes_per_token"], rel=0.02)
+        assert c["tokens_per_gb"] < 1e9 / c["bytes_per_token"]
+
+
+def test_a_mac_keeps_what_the_weights_leave(call):
+    facts = json.loads(call("plan", "--model", "llama-3.3-70b", "--codec", "raw", "--json").stdout)
+    macs = {mac["memory"] >> 30: mac for mac in facts["macs"]}
+    assert (macs[32]["room"], macs[32]["tokens"]) == (0, [{"codec": "raw", "tokens": 0}])
+    assert macs[64]["room"] == (48 << 30) - facts["model"]["weights_at_4_bits"]
+    assert macs[64]["auto"] == 12 << 30
+
+
+def test_a_hybrid_model_tells_what_each_boundary_takes(call):
+    done = call("plan", "--model", "gpt-oss-20b")
+    assert done.exit_code == 0, done.output
+    assert "12 windowed of 128" in done.stdout
+    assert "boundary" in done.stdout
+    assert "boundary" not in call("plan", "--model", TINY).stdout
+
+
+# -- of a trace -------------------------------------------------------------------------------------------------------
+
+
+def test_json_has_everything_and_its_shape_is_stable(planned):
+    facts = planned("--ram", "1MB,4MB", "--ssd", "0,8MB", "--ssd-rate", "1GB,3GB")
+    assert facts.keys() == TOP
+    assert facts["sizes"].keys() == SIZES
+    assert [set(cell) for cell in facts["sizes"]["cells"]] == [CELL] * 4
+    assert [[t["ssd_rate"] for t in cell["ttft"]] for cell in facts["sizes"]["cells"]] == [[10**9, 3 * 10**9]] * 4
+    assert (facts["trace"]["requests"], facts["trace"]["block"], facts["codec"]) == (20, 256, "turboquant:4")
+    assert facts["assumed"]["tbw"] == 600 * 10**12
+
+
+def test_more_hits_more_and_an_endless_cache_most(planned):
+    facts = planned("--codec", "raw")
+    sizes, cells = facts["sizes"], facts["sizes"]["cells"]
+    assert {c["ram"] for c in cells} == set(plan_facts.ram_ladder(sizes["working_set"] * 3 // 2))
+    alone = [c["hit_rate"] for c in sorted(cells, key=lambda c: c["ram"]) if not c["ssd"]]
+    assert alone == sorted(alone)
+    assert alone[0] < alone[-1] == sizes["possible"]["hit_rate"]
+    assert all(c["hit_rate"] <= c["bound"] + 0.01 for c in cells)
+    chosen = sizes["recommendation"]["cell"]
+    assert chosen in sizes["front"]
+    assert cells[chosen]["on_front"]
+    for target in sizes["cheapest"]:
+        assert cells[target["cell"]]["of_possible"] >= target["of_possible"]
+
+
+def test_seconds_saved_waiting_and_wear_follow_from_the_rates(planned):
+    more = "--ram", "2MB", "--ssd", "20MB"
+    facts = planned(*more, "--prefill-rate", 500, "--tbw", "1TB")
+    (cell,) = facts["sizes"]["cells"]
+    assert cell["prefill_seconds_saved"] == cell["hit_tokens"] / 500
+    assert cell["written_bytes_per_day"] == pytest.approx(24 * cell["written_bytes"])
+    assert cell["tbw_years"] == pytest.approx(1e12 / cell["written_bytes_per_day"] / 365.25)
+    (twice,) = planned(*more, "--prefill-rate", 1000, "--tbw", "2TB")["sizes"]["cells"]
+    assert twice["tbw_years"] == pytest.approx(2 * cell["tbw_years"])
+    assert twice["ttft"][0]["p99"] < cell["ttft"][0]["p99"]
+
+
+def test_the_price_of_ram_moves_the_advice(planned):
+    more = "--ram", "1MB,2MB,4MB,8MB,16MB", "--ssd", "0,16MB"
+    dear, cheap = (planned(*more, "--ram-price", price)["sizes"] for price in (1000, 0.0001))
+    assert dear["cells"][dear["recommendation"]["cell"]]["ssd"] == 16_000_000
+    assert cheap["cells"][cheap["recommendation"]["cell"]]["ssd"] == 0
+
+
+def test_policies_and_admissions_are_compared(call, trace, planned):
+    more = "--ram", "2MB", "--ssd", "0,8MB", "--policy", "lru,s3fifo", "--ssd-admission", "always,second"
+    cells = planned(*more)["sizes"]["cells"]
+    assert [(c["policy"], c["ssd"], c["ssd_admission"]) for c in cells] == [
+        ("lru", 0, "always"), ("s3fifo", 0, "always"), ("lru", 8_000_000, "always"), ("lru", 8_000_000, "second"),
+        ("s3fifo", 8_000_000, "always"), ("s3fifo", 8_000_000, "second"),
+    ]  # fmt: skip
+    done = call("plan", "--model", TINY, "--trace", trace, "--block", 256, *more)
+    assert "s3fifo, second" in done.stdout
+
+
+def test_ram_0_is_an_ssd_alone(planned):
+    facts = planned("--ram", "0", "--ssd", "0,50MB")
+    (cell,) = facts["sizes"]["cells"]
+    assert (cell["ram"], cell["ssd"]) == (0, 50_000_000)
+    assert cell["hit_rate"] > 0
+    assert facts["sizes"]["recommendation"]["says"].startswith("50 MB SSD: ")
+
+
+def test_a_recording_and_a_part_of_a_trace_are_read(call, tmp_path):
+    chats(tmp_path / "own.jsonl", call="fetch", block_size=256)
+    lines = [json.loads(line) for line in (tmp_path / "own.jsonl").read_text().splitlines()]
+    both = [json.dumps({**line, "call": name}) for line in lines for name in ("fetch", "store")]
+    packed = tmp_path / "own.gz"
+    packed.write_bytes(gzip.compress("\n".join(both).encode()))
+    done = call("plan", "--model", TINY, "--trace", packed, "--ram", "50MB", "--ssd", 0, "--first", 30, "--json")
+    assert done.exit_code == 0, done.output
+    facts = json.loads(done.stdout)
+    assert (facts["trace"]["requests"], facts["trace"]["stores"], facts["trace"]["block"]) == (15, 15, 256)
+    assert facts["sizes"]["cells"][0]["requests"] == 15
+    assert facts["sizes"]["cells"][0]["hit_rate"] > 0.3
+
+
+def test_a_trace_in_which_nothing_comes_back_is_told_so(call, tmp_path):
+    path = tmp_path / "unlike.jsonl"
+    lines = [
+        {"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [2 * i, 2 * i + 1]} for i in range(5)
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    page = tmp_path / "page.html"
+    more = "--block", 256, "--ram", "1MB", "--ssd", 0, "--html", page, "--plot", tmp_path / "p.svg"
+    done = call("plan", "--model", TINY, "--trace", path, *more)
+    assert done.exit_code == 0, done.output
+    assert "No prompt comes back" in done.stdout
+    assert "bytes a day can't be told" in " ".join(done.stdout.split())
+    assert "No prompt comes back" in page.read_text()
+
+
+def test_a_torn_trace_is_told_of(call, trace):
+    trace.write_text(trace.read_text()[:-30])
+    done = call("plan", "--model", TINY, "--trace", trace, "--block", 256, "--ram", "1MB", "--ssd", 0)
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert "19 requests" in done.stdout
+    assert "what was cut off is left out" in " ".join(done.stdout.split())
+
+
+# -- how it looks -----------------------------------------------------------------------------------------------------
+
+
+def test_the_advice_stands_first_and_fits_80_columns(call, trace, monkeypatch):
+    from typer.testing import CliRunner
+
+    from prefixcache.cli import app
+
+    args = ["plan", "--model", str(TINY), "--trace", str(trace), "--block", "256"]
+    args += ["--codec", "raw", "--ssd-rate", "1GB,7GB"]
+    done = CliRunner().invoke(app, args, env={"COLUMNS": "80"})
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    assert re.fullmatch(r"[\d.]+ MB RAM( \+ [\d.]+ MB SSD)?: \d+ % of what is possible", lines[0])
+    assert max(map(len, lines)) <= 80
+    assert "\x1b" not in done.stdout
+    assert "…" not in done.stdout
+    assert sum(" *" in line for line in lines) >= 3  # the size that is chosen, in each table
+
+
+def test_short_sizes_and_times_say_no_more_than_they_know():
+    assert [plan_text.short(n) for n in (0, 24 * 10**9, 1_500_000_000, 10**12, 256_000)] == [
+        "0", "24 GB", "1.5 GB", "1 TB", "256 kB",
+    ]  # fmt: skip
+    assert [plan_text.duration(s) for s in (0.016, 12.34, 150, 8000, 200_000, None)] == [
+        "0.02 s", "12.3 s", "2.5 min", "2.2 h", "2.3 d", "-",
+    ]  # fmt: skip
+    assert [plan_text.years(y, 1) for y in (0.01, 5.13, 700)] == ["< 0.1", "5.1", "> 100"]
+    assert (plan_text.years(None, 0), plan_text.years(None, None)) == ("never", "-")
+    assert [plan_text.count(n) for n in (999, 6780, 2_520_000)] == ["999", "6.78 k", "2.52 M"]
+
+
+def test_ladders_are_of_sizes_that_things_are_sold_in():
+    assert [plan_facts.step_up(n) for n in (1, 700, 10**6, 10**6 + 1, 90 * 10**9, 97 * 10**9)] == [
+        1000, 1000, 10**6, 1_500_000, 96 * 10**9, 128 * 10**9,
+    ]  # fmt: skip
+    assert plan_facts.ram_ladder(90 * 10**9) == [of * 10**8 for of in (15, 30, 60, 120, 240, 480, 960)]
+    assert plan_facts.ssd_ladder(90 * 10**9) == [0, 24 * 10**9, 96 * 10**9]
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+class Page(html.parser.HTMLParser):
+    """What a page asks for from outside, and whether each of its tags is closed."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.outside: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.outside += [f"{tag} {name}" for name, _ in attrs if name in ("src", "href", "srcset", "data", "action")]
+        self.outside += [tag] * (tag in ("script", "link", "iframe", "img", "object", "embed"))
+        if tag not in ("meta", "br", "line", "circle", "rect", "polyline", "polygon"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if self.open[-1:] == [tag]:
+            self.open.pop()
+        elif tag not in ("line", "circle", "rect", "polyline", "polygon"):
+            self.outside.append(f"unopened {tag}")
+
+
+def test_the_report_is_one_page_that_needs_nothing(call, tmp_path):
+    trace = chats(tmp_path / "<b>&quot;chats.jsonl")
+    page = tmp_path / "page.html"
+    more = "--policy", "lru,s3fifo", "--html", page
+    done = call("plan", "--model", TINY, "--trace", trace, "--block", 256, "--ram", "1MB,2MB,4MB", *more)
+    assert done.exit_code == 0, done.output
+    text = page.read_text()
+    read = Page(text)
+    assert (read.open, read.outside) == ([], [])
+    assert "url(" not in text
+    assert "http" not in text
+    assert "<b>" not in text
+    assert "&lt;b&gt;&amp;quot;chats.jsonl" in text
+    first = done.stdout.splitlines()[0]
+    assert f'<div class="advice"><p>{first}</p>' in text
+    assert "prefers-color-scheme: dark" in text
+    pictures = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
+    assert len(pictures) == 3
+    for picture in pictures:
+        xml.dom.minidom.parseString(picture)
+    for table in ("Hit rate by size", "What money buys", "Waiting and wear", "Every size that was tried", "Inputs"):
+        assert f"<h2>{table}</h2>" in text
+    assert oct(page.stat().st_mode & 0o777) == oct(0o666 & ~umask())
+
+
+def umask() -> int:
+    now = os.umask(0)
+    os.umask(now)
+    return now
+
+
+def test_the_picture_is_drawn_in_the_kinds_asked_for_and_again(call, trace, tmp_path):
+    more = "--ram", "1MB,4MB", "--ssd", "0,8MB", "--plot", tmp_path / "picture"
+    for _ in range(2):  # what it wrote itself is replaced
+        done = call("plan", "--model", TINY, "--trace", trace, "--block", 256, *more)
+        assert done.exit_code == 0, done.output
+        assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+        assert "Tokens that need no prefill" in (tmp_path / "picture.svg").read_text()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["chats.jsonl", "picture.png", "picture.svg"]
+
+
+def test_of_a_model_alone_there_are_a_picture_and_a_page_too(call, tmp_path):
+    page, picture = tmp_path / "page.html", tmp_path / "picture.svg"
+    done = call("plan", "--model", TINY, "--html", page, "--plot", picture)
+    assert done.exit_code == 0, done.output
+    assert "What a prompt takes" in picture.read_text()
+    assert Page(page.read_text()).open == []
+
+
+def test_a_file_of_somebody_elses_is_left_as_it_is(call, tmp_path):
+    for option, name in (("--html", "mine.html"), ("--plot", "mine.svg")):
+        mine = tmp_path / name
+        mine.write_text("my own work")
+        done = call("plan", "--model", TINY, option, mine)
+        assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        assert "is there and not of prefixcache plan; give another name, or delete it" in done.stderr
+        assert mine.read_text() == "my own work"
+
+
+def test_a_file_that_can_not_be_finished_leaves_the_old_one_and_no_other(tmp_path):
+    page = tmp_path / "page.html"
+    page.write_text("old")
+
+    def full(half: Path) -> None:
+        half.write_text("half")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        plan_files.write(page, full)
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["old"]
+
+
+def test_curves_without_points_on_their_axes_are_drawn_as_nothing(tmp_path):
+    panel = plan_curves.Panel(
+        "empty", "x", "y", [plan_curves.Curve("none", [0.0], [0.0], 0)], [], log_x=True, log_y=True
+    )
+    assert plan_html._svg(panel) == ""
+    assert plan_curves.placed(panel.curves[0], panel) == []
+
+
+# -- what can't be planned --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (
+            ("--trace", "{trace}"),
+            "--model is missing: give a config.json, a folder that has one, or one of gpt-oss-20b",
+        ),
+        (("--model", "no-such"), "--model 'no-such': no such file or folder; give a config.json"),
+        (("--model", ""), "--model '': no such file or folder"),
+        (("--model", "{trace}"), "not JSON"),
+        (("--model", "{strange}"), "model_type='strange': mlx-lm"),
+        (("--model", TINY, "--codec", "gzip"), "codec='gzip': not a codec; write"),
+        (("--model", TINY, "--trace", "/nowhere"), "/nowhere: can't be read"),
+        (("--model", TINY, "--trace", "{empty}"), "no request in it"),
+        (("--model", TINY, "--trace", "{wrong}", "--block", 256), "line 1: input_length is missing"),
+        (("--model", TINY, "--trace", "{trace}", "--block", 99), "stands for with --block"),
+        (("--model", TINY, "--trace", "{trace}", "--ram", "20QB"), "--ram='20QB': not a size; write"),
+        (("--model", TINY, "--trace", "{trace}", "--ram", "0", "--ssd", "0"), "nothing could be kept"),
+        (("--model", TINY, "--trace", "{trace}", "--policy", "mru"), "--policy 'mru': none of those there are"),
+        (("--model", TINY, "--trace", "{trace}", "--ssd-admission", "never"), "write always, second"),
+        (("--model", TINY, "--ssd-rate", "0"), "--ssd-rate 0: nothing would ever arrive; give a size"),
+        (("--model", TINY, "--decode-rate", "-1GB"), "not a size"),
+        (("--model", TINY, "--tbw", "0"), "--tbw 0: "),
+        (("--model", TINY, "--prefill-rate", "0"), "--prefill-rate 0: not possible; give a number above 0"),
+        (("--model", TINY, "--prefill-rate", "nan"), "--prefill-rate nan: not possible"),
+        (("--model", TINY, "--ram-price", "-1"), "--ram-price -1: not possible; give a number from 0 on"),
+        (("--model", TINY, "--plot", "p.pdf"), "can't draw .pdf"),
+        (("--model", TINY, "--html", "/nowhere/p.html"), "no such folder; make /nowhere first"),
+        (("--model", TINY, "--html", "{folder}"), "is there and no file; give another name"),
+    ],
+)
+def test_what_can_not_be_planned_is_refused_with_the_remedy(call, trace, tmp_path, args, told):
+    files = {name: tmp_path / name for name in ("strange", "empty", "wrong")}
+    files["strange"].write_text('{"model_type": "strange"}')
+    files["empty"].write_text("")
+    files["wrong"].write_text('{"timestamp": 0}\n' * 2)
+    done = call("plan", *(str(arg).format(trace=trace, folder=tmp_path, **files) for arg in args))
+    assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.output
+    assert done.stderr.startswith("prefixcache: ")
+    assert told in done.stderr
+
+
+def test_without_matplotlib_the_remedy_is_told_before_anything_runs(call, monkeypatch):
+    monkeypatch.setattr(evaluate_plot, "find_spec", lambda name: None)
+    monkeypatch.setattr(command, "_model", lambda name: pytest.fail("the model was read"))
+    done = call("plan", "--model", TINY, "--plot", "picture.png")
+    assert done.exit_code == 2
+    assert "pip install 'prefixcache[plan]'" in done.stderr
+
+
+def test_a_full_disk_is_told_after_the_numbers(call, tmp_path, monkeypatch):
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(plan_files, "write", full)
+    done = call("plan", "--model", TINY, "--html", tmp_path / "page.html")
+    assert done.exit_code == 2
+    assert "smaller" in done.stdout
+    assert done.stderr.endswith("page.html: No space left on device\n")
+
+
+def test_ctrl_c_ends_with_130(call, monkeypatch):
+    def stop(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "_model", stop)
+    done = call("plan", "--model", TINY)
+    assert (done.exit_code, done.stderr) == (130, "prefixcache: plan: stopped by SIGINT\n")
+
+
+def test_the_help_tells_the_exit_codes(call):
+    done = call("plan", "--help")
+    assert done.exit_code == 0
+    assert "Exit code: 0 planned" in done.stdout
+
+
+def test_a_servers_variables_change_nothing(planned, monkeypatch, tmp_path):
+    before = planned("--ram", "1MB", "--ssd", "8MB")
+    monkeypatch.setenv("PREFIXCACHE_SSD_DIR", str(tmp_path / "server"))
+    monkeypatch.setenv("PREFIXCACHE_RAM", "1GB")
+    assert planned("--ram", "1MB", "--ssd", "8MB") == before
+    assert not (tmp_path / "server").exists()
+
+
+def test_the_usual_codec_is_the_settings():
+    with PrefixCache(ram="1MB") as cache:
+        assert cache.codec.spec() == as_codec(command.USUAL).spec()
+
+
+def test_targets_are_checked_for_both_kinds(tmp_path):
+    (tmp_path / "p.svg").write_text("mine")
+    with pytest.raises(plan_files.NotWritable, match=r"p\.svg"):
+        plan_plot.targets(tmp_path / "p")

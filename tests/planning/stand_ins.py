@@ -1,0 +1,54 @@
+"""In the place of the simulator, for tests of what runs it: a cell's outcome at once, never, or an error. Light to import, as
+processes of their own do.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from prefixcache.planning.outcome import Outcome
+from prefixcache.planning.sweep import Cell, Workload
+
+NOTHING: Any = None
+WORKLOAD = Workload(Path("nowhere"), NOTHING, NOTHING, requests=100)
+
+
+def outcome(cell: Cell, **values: Any) -> Outcome:
+    """Hits are as many as the cell has bytes."""
+    none = np.zeros(0, np.int64)
+    counts = dict.fromkeys(Outcome._fields, 0)
+    of = {"asked_tokens": 100, "ram_tokens": cell.ram, "ssd_tokens": cell.ssd, "asked": none, "hit": none, "read": none}
+    return Outcome(**{**counts, **cell._asdict(), **of, **values})
+
+
+def at_once(workload: Workload, cell: Cell, tell: Callable[[int], None]) -> Outcome:
+    tell(50)
+    return outcome(cell, evicted=os.getpid())
+
+
+def never(workload: Workload, cell: Cell, tell: Callable[[int], None]) -> Outcome:
+    workload.trace.joinpath(str(os.getpid())).touch()
+    while True:
+        time.sleep(60)
+
+
+def wrong(workload: Workload, cell: Cell, tell: Callable[[int], None]) -> Outcome:
+    if cell.ram == 2:
+        raise KeyError("lost")
+    return at_once(workload, cell, tell)
+
+
+def refusing(workload: Workload, cell: Cell, tell: Callable[[int], None]) -> Outcome:
+    raise ValueError("the trace, line 3: not JSON")
+
+
+def killed(workload: Workload, cell: Cell, tell: Callable[[int], None]) -> Outcome:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError

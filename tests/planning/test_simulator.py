@@ -1,0 +1,211 @@
+"""A simulated run is the real one without its bytes: the same requests hit as deep, and write and read as much."""
+
+from itertools import islice
+from pathlib import Path
+from types import MethodType
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
+
+from prefixcache import PrefixCache
+from prefixcache.codecs.choice import as_codec
+from prefixcache.layers.plan import read
+from prefixcache.planning.model import ModelState
+from prefixcache.planning.simulator import Simulation, simulate, tokens_of
+from prefixcache.planning.trace import Request, Trace
+from prefixcache.storing import Store
+from tests.families import BASE, DELTA, MOE
+
+TRACES = Path(__file__).parents[1] / "fixtures" / "traces"
+BLOCK = 512  # tokens an id
+HEADS, WIDTH = BASE["num_key_value_heads"], BASE["head_dim"]
+GB = 10**9
+
+PLAIN = {"model_type": "llama"} | BASE | {"num_hidden_layers": 1}
+SLIDING = {"model_type": "gemma3_text", "query_pre_attn_scalar": 32} | BASE | {
+    "num_hidden_layers": 2, "sliding_window_pattern": 2, "sliding_window": 600,
+}  # fmt: skip
+HYBRID = {"model_type": "qwen3_next", "decoder_sparse_step": 1, "mlp_only_layers": [], "partial_rotary_factor": 0.5} | (
+    BASE | MOE | DELTA | {"num_hidden_layers": 4}
+)
+
+
+def requests(name: str, count: int, every: int, whole: bool = False) -> list[Request]:
+    """The first requests of a trace, with each `every`th of their ids: as many turns that share as much, of fewer tokens."""
+    kept = []
+    for request in islice(Trace(TRACES / f"{name}.jsonl.gz"), count):
+        ids = request.ids[::every]
+        tokens = len(ids) * BLOCK - (0 if whole else request.tokens % BLOCK)
+        kept.append(request._replace(ids=ids, tokens=tokens))
+    return kept
+
+
+def live_cache(state: ModelState, tokens: int) -> list:
+    """A prompt cache of the model's shape after `tokens` tokens, the last of them decoded by itself."""
+    arrays = iter(state.snapshot(tokens).arrays)
+    made = []
+    for leaf in state.plan(as_codec("raw")).leaves:
+        if leaf["kind"] == "snapshot":
+            cache = ArraysCache(2)
+            cache[0], cache[1] = next(arrays), next(arrays)
+        else:
+            cache = RotatingKVCache(*leaf["window"][:2]) if "window" in leaf else KVCache()
+            rows = mx.random.normal((2, 1, HEADS, tokens, WIDTH)).astype(mx.bfloat16)
+            for part in (slice(0, tokens - 1), slice(tokens - 1, tokens)):
+                cache.update_and_fetch(rows[0, :, :, part], rows[1, :, :, part])
+        made.append(cache)
+    assert read(made).layout == state.layout
+    return made
+
+
+def by_turns(cache: PrefixCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The SSD's writer works when a simulation's does: when it is waited for, and between batches of blocks."""
+    queue, due = cache._ssd._queue, cache._ssd._queue._due
+    queue._due = lambda: (queue._hurry > 0 or queue._closing) and due()
+    make = Store._make
+
+    def wait(condition, timeout=None):
+        held = condition._release_save()
+        try:
+            return cache._ssd.flush()
+        finally:
+            condition._acquire_restore(held)
+
+    cache._tiers.moved.wait = MethodType(wait, cache._tiers.moved)
+    monkeypatch.setattr(Store, "_make", lambda store, jobs: cache._ssd.flush() and make(store, jobs))
+
+
+@pytest.fixture
+def served(tmp_path, monkeypatch):
+    """Serves requests with a real cache, real files and all; the tokens hit by each, and what it counted."""
+
+    def serve(asked: list[Request], state: ModelState, codec: str, ram: int, ssd: int, **settings):
+        disk = {"ssd_dir": tmp_path, "ssd": ssd, "spill_on_close": False} if ssd else {}
+        hits = []
+        with PrefixCache(ram=ram, codec=codec, memory_reserve=0, **disk, **settings) as cache:
+            if ssd:
+                by_turns(cache, monkeypatch)
+            for request in asked:
+                tokens = np.frombuffer(tokens_of(request, BLOCK), "<i8")
+                if ssd:
+                    cache.promote(tokens, model=state.name).result()
+                    cache._ssd.flush()
+                hits.append(len(tokens) - len(cache.fetch(tokens, model=state.name)[1]))
+                cache.store(tokens, live_cache(state, len(tokens)), model=state.name)
+                if ssd:
+                    cache._ssd.flush()
+            cache.check_integrity()
+            return hits, cache.stats()
+
+    return serve
+
+
+def agree(served, asked: list[Request], config: dict, codec: str, ram: int, ssd: int, **policy) -> None:
+    state = ModelState.of(config, name="tiny")
+    real = {"policy": policy.get("policy", "lru"), "ssd_admission": policy.get("admission", "always")}
+    hits, stats = served(asked, state, codec, ram, ssd, **real)
+    outcome = simulate(asked, state, as_codec(codec), ram=ram, ssd=ssd, block=BLOCK, **policy)
+    counters = stats.counters
+    assert outcome.hit.tolist() == hits
+    assert 0 < sum(hits) == outcome.ram_tokens + outcome.ssd_tokens == counters.hit_tokens
+    assert outcome.asked_tokens == counters.asked_tokens == sum(request.tokens for request in asked)
+    assert (outcome.stored_tokens, outcome.stored_bytes) == (counters.stored_tokens, counters.stored_bytes)
+    assert (outcome.evicted, outcome.dropped) == (counters.evicted, counters.dropped)
+    assert outcome.declined == counters.declined
+    assert outcome.ram_peak == stats.ram_peak
+    if stats.ssd is not None:
+        assert (outcome.written_files, outcome.written_bytes) == (stats.ssd.written_files, stats.ssd.written_bytes)
+        assert (outcome.read_files, outcome.read_bytes) == (stats.ssd.read_files, stats.ssd.read_bytes)
+        assert outcome.ssd_peak <= ssd
+
+
+@pytest.mark.parametrize("codec", ["raw", "turboquant:4"])
+def test_ram_alone(served, codec):
+    ram = {"raw": 4_000_000, "turboquant:4": 1_500_000}[codec]
+    agree(served, requests("coding_agents", 30, 16), PLAIN, codec, ram, 0)
+
+
+@pytest.mark.parametrize("codec", ["raw", "turboquant:4"])
+def test_ram_and_an_ssd_with_room_for_all(served, codec):
+    ram = {"raw": 4_000_000, "turboquant:4": 1_500_000}[codec]
+    agree(served, requests("coding_agents", 30, 16), PLAIN, codec, ram, GB)
+
+
+@pytest.mark.parametrize("policy", ["lru", "s3fifo", "adaptive"])
+def test_an_ssd_that_is_too_small_under_each_policy(served, policy):
+    """Blocks are whole and the limit is between two of them: the index's size is simulated to some kB, not to the byte."""
+    image, ram = 69_632, 30 * 75_000
+    ssd = (1 << 20) + (100 << 10) + int(60.5 * (image + 1600))
+    agree(served, requests("coding_agents", 30, 16, whole=True), PLAIN, "raw", ram, ssd, policy=policy)
+
+
+def test_what_the_ssd_is_given_at_second_sight_only(served):
+    asked = requests("coding_agents", 30, 16, whole=True)
+    agree(served, asked, PLAIN, "raw", 30 * 75_000, GB, admission="second")
+
+
+def test_an_ssd_without_ram(served):
+    agree(served, requests("coding_agents", 16, 16), PLAIN, "raw", 0, GB)
+
+
+def test_sliding_windows(served):
+    agree(served, requests("coding_agents", 16, 16), SLIDING, "raw", 4_000_000, GB)
+
+
+def test_state_that_cannot_be_cut(served):
+    asked = requests("coding_agents", 16, 16, whole=True)
+    agree(served, [request for request in asked for _ in range(2)], HYBRID, "raw", 4_000_000, GB)
+
+
+# -- what is known of the trace, and what is refused --------------------------------------------------------------------
+
+
+def blocks_hit(name: str, room: int) -> float:
+    """The share of a trace's ids that an LRU cache of RAM hits in leading runs, with room for so many blocks."""
+    state, codec = ModelState.of(PLAIN, name="tiny"), as_codec("raw")
+    probe = Simulation(state, codec, ram=GB)
+    probe.store(tokens_of(Request(0.0, 64 * 256, 0, tuple(range(64))), 256))
+    ram = (room * 64 + 32) * probe.tiers.budget.held().total // 64 // 64
+    whole = (request._replace(tokens=256 * len(request.ids)) for request in Trace(TRACES / f"{name}.jsonl.gz"))
+    outcome = simulate(whole, state, codec, ram=ram, leave=0, block=256)
+    return float((outcome.hit // 256).sum() / (outcome.asked // 256).sum())
+
+
+def test_lru_hits_what_is_known_of_the_chat_trace():
+    assert blocks_hit("chat", 10_000) == pytest.approx(0.2116, abs=0.001)
+
+
+def test_recorded_calls_look_up_and_store_by_themselves():
+    state, codec = ModelState.of(PLAIN, name="tiny"), as_codec("raw")
+    calls = [
+        Request(0.0, 512, 0, (1, 2), "fetch"), Request(1.0, 600, 0, (1, 2, 3), "store"), Request(2.0, 700, 0, (1, 2, 4), "fetch"),
+    ]  # fmt: skip
+    outcome = simulate(calls, state, codec, ram=GB, block=256)
+    assert (outcome.requests, outcome.hit.tolist(), outcome.stored_tokens) == (2, [0, 512], 600)
+    assert outcome.seconds == 2.0
+
+
+def test_a_cache_that_could_keep_nothing_is_refused():
+    with pytest.raises(ValueError, match="ram=0, ssd=0: nothing could be kept"):
+        simulate([], ModelState.of(PLAIN, name="tiny"), as_codec("raw"), ram=0, ssd=0)
+
+
+def test_nothing_of_what_left_stays_behind():
+    """The collector of cycles rests during a simulation: what leaves must go by itself."""
+    import gc
+
+    state, codec = ModelState.of(PLAIN, name="tiny"), as_codec("raw")
+    one = Simulation(state, codec, ram=4_000_000, ssd=6_000_000)
+    gc.collect()
+    gc.disable()
+    try:
+        for request in requests("coding_agents", 60, 16):
+            raw = tokens_of(request, BLOCK)
+            one.fetch(raw)
+            one.store(raw)
+            one.check_integrity()
+        assert gc.collect() < 1000
+    finally:
+        gc.enable()

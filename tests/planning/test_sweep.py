@@ -1,0 +1,179 @@
+"""A grid of sizes in processes of their own: in order, once each, and none of them outlives whoever began it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from prefixcache.codecs.choice import as_codec
+from prefixcache.planning.model import ModelState
+from prefixcache.planning.outcome import Outcome
+from prefixcache.planning.sweep import ENDLESS, Cell, CellFailed, Workload, enough, stands_for, sweep
+from tests.planning.stand_ins import WORKLOAD, at_once, killed, outcome, refusing, wrong
+
+TESTS = Path(__file__).parent.parent
+TINY = TESTS / "fixtures" / "tiny-llama"
+
+
+def chats(path: Path, chats: int = 6, turns: int = 5) -> Path:
+    """A trace of chats side by side, each turn two blocks longer than the one before."""
+    ids: dict[int, list[int]] = {chat: [0] for chat in range(chats)}
+    lines = []
+    for turn in range(turns):
+        for chat, own in ids.items():
+            own += [1000 * (chat + 1) + 2 * turn, 1000 * (chat + 1) + 2 * turn + 1]
+            at = 1000 * (turn * chats + chat)
+            lines.append({"timestamp": at, "input_length": 256 * len(own), "output_length": 9, "hash_ids": list(own)})
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def workload(tmp_path_factory: pytest.TempPathFactory) -> Workload:
+    path = chats(tmp_path_factory.mktemp("trace") / "chats.jsonl")
+    return Workload(path, ModelState.read(TINY), as_codec("turboquant:4"), 256, requests=30)
+
+
+def numbers(outcome: Outcome) -> list[object]:
+    return [value.tolist() if isinstance(value, np.ndarray) else value for value in outcome]
+
+
+# -- which cells run --------------------------------------------------------------------------------------------------
+
+
+def test_equal_cells_run_once():
+    ran = []
+
+    def run(workload, cell, tell):
+        ran.append(cell)
+        return outcome(cell)
+
+    cells = [Cell(1), Cell(2), Cell(1), Cell(1, 0, "s3fifo"), Cell(1)]
+    found = sweep(WORKLOAD, cells, processes=1, run=run)
+    assert [(o.ram, o.policy) for o in found] == [(cell.ram, cell.policy) for cell in cells]
+    assert sorted(ran) == sorted(set(cells))
+
+
+def test_cells_that_can_not_differ_run_once_and_keep_their_names():
+    ran = []
+
+    def run(workload, cell, tell):
+        ran.append(cell)
+        return outcome(cell)
+
+    cells = [Cell(10), Cell(20, 5, "s3fifo"), Cell(3, 10), Cell(3, 99), Cell(3, 0, "lru", "second"), Cell(3)]
+    found = sweep(WORKLOAD, cells, most=10, processes=1, run=run)
+    assert sorted(ran) == [Cell(3), Cell(3, 10), Cell(ENDLESS)]
+    assert [(o.ram, o.ssd, o.policy, o.admission) for o in found] == [tuple(cell) for cell in cells]
+    assert [o.ram_tokens for o in found] == [ENDLESS, ENDLESS, 3, 3, 3, 3]
+
+
+def test_what_is_known_does_not_run_again():
+    known = {Cell(ENDLESS): outcome(Cell(ENDLESS), evicted=7)}
+    found = sweep(WORKLOAD, [Cell(50)], most=10, known=known, run=refusing)
+    assert [(o.ram, o.evicted) for o in found] == [(50, 7)]
+    assert sweep(WORKLOAD, [], run=refusing) == []
+
+
+def test_more_than_enough_changes_nothing(workload):
+    (endless,) = sweep(workload, [Cell(ENDLESS)], processes=1)
+    assert endless.hit_rate > 0.5
+    assert endless.ram_peak < 100 << 20
+    most = enough(endless)
+    for cell in (Cell(most), Cell(most, 10 << 20), Cell(2 * most, most, "lru", "second")):
+        (found,) = sweep(workload, [cell], processes=1)
+        assert stands_for(cell, most) == Cell(ENDLESS)
+        assert numbers(found)[4:] == numbers(endless)[4:]
+    tight = most // 4
+    least, more = (sweep(workload, [Cell(tight, ssd)], processes=1)[0] for ssd in (most, 9 * most))
+    assert least.written_bytes > 0
+    assert numbers(least)[4:] == numbers(more)[4:]
+
+
+# -- processes --------------------------------------------------------------------------------------------------------
+
+
+def test_processes_simulate_what_one_does_in_the_order_of_the_cells(workload):
+    told: list[tuple[int, int]] = []
+    cells = [Cell(1 << 20), Cell(1 << 20, 4 << 20), Cell(1 << 20)]
+    alone = sweep(workload, cells, processes=1)
+    apart = sweep(workload, cells, processes=2, progress=lambda *done: told.append(done))
+    assert [numbers(o) for o in alone] == [numbers(o) for o in apart]
+    assert [o.ssd for o in apart] == [0, 4 << 20, 0]
+    assert alone[0].hit_rate < alone[1].hit_rate
+    assert told == sorted(told)
+    assert told[-1] == (60, 60)
+
+
+def test_progress_is_in_requests_or_in_runs():
+    told: list[tuple[int, int]] = []
+    sweep(WORKLOAD, [Cell(1), Cell(2)], processes=1, progress=lambda *done: told.append(done), run=at_once)
+    assert told == [(50, 200), (100, 200), (150, 200), (200, 200)]
+    told.clear()
+    unknown = WORKLOAD._replace(requests=0)
+    sweep(unknown, [Cell(1), Cell(2)], processes=1, progress=lambda *done: told.append(done), run=at_once)
+    assert (told[0], told[-1]) == ((0, 2), (2, 2))
+
+
+def test_a_cell_that_fails_is_named():
+    named = r"ram=2, ssd=5, policy=lru, ssd_admission=always: KeyError: 'lost'"
+    with pytest.raises(CellFailed, match=named):
+        sweep(WORKLOAD, [Cell(1), Cell(2, 5)], processes=2, run=wrong)
+
+
+def test_what_is_wrong_with_the_trace_is_told_as_it_is():
+    with pytest.raises(ValueError, match=r"^the trace, line 3: not JSON$"):
+        sweep(WORKLOAD, [Cell(1)], processes=1, run=refusing)
+
+
+def test_a_process_that_is_killed_is_told_of_with_a_remedy():
+    with pytest.raises(CellFailed, match="fewer than 2 at a time"):
+        sweep(WORKLOAD, [Cell(1), Cell(2)], processes=2, run=killed)
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {root!r})
+from tests.planning.stand_ins import WORKLOAD, never
+from prefixcache.planning.sweep import Cell, sweep
+if __name__ == "__main__":
+    sweep(WORKLOAD._replace(trace=Path({folder!r})), [Cell(1), Cell(2), Cell(3)], processes=2, run=never)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_the_processes_end_with_the_one_that_began_them(tmp_path, number):
+    folder = tmp_path / "running"
+    folder.mkdir()
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(root=str(TESTS.parent), folder=str(folder)))
+    with subprocess.Popen(
+        [sys.executable, script], stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        until(lambda: len(list(folder.iterdir())) == 2)
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)  # as a terminal does
+        else:
+            process.kill()
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == -number
+    assert err.count("Traceback") == (number == signal.SIGINT)
+    until(lambda: not any(psutil.pid_exists(int(file.name)) for file in folder.iterdir()))
+
+
+def until(true) -> None:
+    for _ in range(600):
+        if true():
+            return
+        time.sleep(0.1)
+    pytest.fail("it did not come to be in a minute")
