@@ -22,7 +22,7 @@ help:
 	@echo "make demo     what the cache does, shown and checked on a tiny model (a few minutes with the install)"
 	@echo "make test     the tests"
 	@echo "make lint     ruff and mypy"
-	@echo "make bench    the benchmarks"
+	@echo "make bench    the benchmarks, beside mlx-lm, vllm-mlx and mlx-vlm (some 15 minutes; BENCH=--quick takes 4)"
 	@echo "make soak     a trace replayed with kills and faults, MINUTES=5"
 	@echo "make crash    killed, cut off and refused by the disk at every call, MINUTES=10 of it (Linux)"
 	@echo "make fuzz     the parsers under a fuzzer led by coverage, SECONDS=60 each (Linux)"
@@ -48,8 +48,10 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+BENCH ?=
+
 bench: $(STAMP)
-	$(BIN)/python -m tools.bench
+	$(BIN)/python -m tools.bench $(BENCH)
 
 MINUTES ?=
 SECONDS ?= 60

@@ -33,6 +33,7 @@ from prefixcache.layers.adapters import allow
 from prefixcache.layers.encode import evaluate
 from prefixcache.layers.plan import Plan, read
 from prefixcache.layers.stored import Block, StoredPrompt
+from prefixcache.logs import Summary
 from prefixcache.memory import give_back, machine_memory
 from prefixcache.pressure import Pressure
 from prefixcache.promoting import promote
@@ -128,6 +129,10 @@ class PrefixCache:
         self._pressure = Pressure(self._tiers, self.settings.reserve_bytes(machine_memory()))
         if self.settings.memory_reserve != 0:
             self._pressure.start()
+        self._summary: Summary | None = None
+        if self.settings.log_every:
+            self._summary = Summary(self, self.settings.log_every)
+            self._summary.start()
         if self._ssd is not None:
             _open.add(self)
 
@@ -288,8 +293,6 @@ class PrefixCache:
             counters.durations.fetch_miss.observe(time.monotonic() - began)
             return None, tokens
         prompt, pinned = found
-        with self._tiers.lock:
-            counters.count_tiers(pinned, prompt.tokens)
         try:
             room = len(ids) - prompt.tokens if room is None else _whole(room, "fetch: room", "tokens", LONGEST)
             made = prompt.live(room) if compressed else prompt.dequantize(room)
@@ -576,6 +579,8 @@ class PrefixCache:
             end, whole = time.monotonic() + self.settings.close_timeout, False
             try:
                 self._pressure.stop()
+                if self._summary is not None:
+                    self._summary.stop()
                 self._promoters.shutdown(wait=False, cancel_futures=True)
                 concurrent.futures.wait(list(self._promoting), _left(end))
                 if self._ssd is not None:

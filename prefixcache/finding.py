@@ -51,4 +51,5 @@ def hit(tiers: Tiers, raw: bytes, homes: Iterable[Home], limit: int, asked: int)
     serving = tree.serving(best.walk, best.depth)
     tree.touch(serving, hit=True)
     counters.hit_tokens += best.depth
+    counters.count_tiers(serving, best.depth)
     return Hit(*best, tree.pin(tree.anchors(serving)))

@@ -453,7 +453,7 @@ class Duel:
     SHARES = (0.05, 0.5)
     MOST = 512  # keys in a shadow
     DECAY = 0.999  # a request
-    ENTRY = 600  # bytes of RAM a sampled key, over all shadows; tests/test_policies.py measures it
+    ENTRY = 640  # bytes of RAM a sampled key, over all shadows; tests/test_policies.py measures it
 
     def __init__(self, fixed: int):
         self._most = min(self.MOST, fixed // self.ENTRY)
@@ -557,6 +557,6 @@ class Doorkeeper:
 
 POLICIES: dict[str, Policy] = {
     "lru": Policy(lambda fixed: Lru()),
-    "s3fifo": Policy(S3Fifo, slot_bytes=64),
-    "adaptive": Policy(Adaptive, slot_bytes=160, most_fixed=Duel.MOST * Duel.ENTRY),
+    "s3fifo": Policy(S3Fifo, slot_bytes=128),
+    "adaptive": Policy(Adaptive, slot_bytes=256, most_fixed=Duel.MOST * Duel.ENTRY),
 }

@@ -162,13 +162,15 @@ class Store:
                 if not self._adopt(at):
                     return jobs, parent, at, True
                 jobs.append(self._rows_job(parent, node, at, tokens, key, source))
+                own = jobs[-1].key
             else:
                 self._pin(node.rows)
+                own = node.key
             if (window := self._window_job(parent, node, at, tokens, key, source)) is not None:
                 jobs.append(window)
             at += len(tokens) // TOKEN_BYTES
             self._key_at = {at - len(tokens) // TOKEN_BYTES: key}
-            key = node.key if node is not None else chain(key, tokens)
+            key = own
             if node is not None and len(node.tokens) == len(tokens) == BLOCK_BYTES:
                 parent = expected = node
             else:
@@ -223,6 +225,8 @@ class Store:
 
     def _own_levels(self, start: int) -> LevelSet | None:
         """What rows of the block that begins at `start` are coded with, where they are not copied from another."""
+        if not self._of_codes:
+            return self._levels
         own = [levels for first, levels in self._of_codes if first <= start]
         return own[-1] if own else self._levels
 
@@ -419,13 +423,17 @@ class Store:
         slot = Slot(job.kind, node, job.key, image.nbytes, job.tokens if job.kind == "snapshot" else b"", job.mask)
         slot.checksum, slot.created, slot.tick = image.checksum, time.time(), tiers.tree.clock
         slot.needs = image.statistics
-        older = None
-        with tiers.holding(slot.needs):  # the window that goes may be the last that needs them
-            if job.kind == "window" and node.window is not None and node.window.key != job.key:
-                older = tiers.supersede(node.window)
-            if not tiers.tree.attach(slot, reservation):
-                return False
+        older, old = None, node.window if job.kind == "window" else None
+        if old is not None and old.key != job.key:
+            with tiers.holding(slot.needs):  # the window that goes may be the last that needs them
+                older = tiers.supersede(old)
+                if not tiers.tree.attach(slot, reservation):
+                    return False
+                tiers.tree.enter(slot, RAM, image=image, reservation=reservation)
+        elif tiers.tree.attach(slot, reservation):
             tiers.tree.enter(slot, RAM, image=image, reservation=reservation)
+        else:
+            return False
         tiers.follow(slot, older)
         self._pin(slot)
         return True

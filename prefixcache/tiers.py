@@ -181,13 +181,12 @@ class Tiers:
         can't be had: what is left is pinned, or waits for the SSD.
         """
         with self.lock:
-            if nbytes > self.budget.limit:
-                return None
-            if not self._in_time(lambda: self._make_room(nbytes, False), wait) and not (
-                drop and self._make_room(nbytes, True)
+            if nbytes <= self.budget.limit and (
+                self._in_time(lambda: self._make_room(nbytes, False), wait) or (drop and self._make_room(nbytes, True))
             ):
-                return None
-            return self.budget.reserve(nbytes)
+                return self.budget.reserve(nbytes)
+            self.counters.denied += drop or wait > 0  # else only asked in passing, and again
+            return None
 
     def _in_time(self, done: Callable[[], bool], wait: float) -> bool:
         """Try until `done`, or until `wait` seconds have passed, or the writer has nothing left that could help."""
@@ -644,7 +643,7 @@ class Tiers:
 
     def settle_twins(self, node: Node) -> None:
         """Shorter twins of a grown tail leave each tier in which the longer one stands."""
-        if node.parent is None or node.rows is None:
+        if node.parent is None or node.rows is None or len(node.parent.kids) == 1:
             return
         longer = [k for k in self.tree.longer(node) if k.rows is not None]
         for twin, heir in [*((t, node) for t in self.tree.outgrown(node)), *((node, k) for k in longer)]:

@@ -170,6 +170,8 @@ class Walk(NamedTuple):
 
 def common_tokens(a: bytes, b: bytes) -> int:
     """The number of leading tokens that `a` and `b` share."""
+    if a[:TOKEN_BYTES] != b[:TOKEN_BYTES]:
+        return 0
     n = min(len(a), len(b))
     if a[:n] == b[:n]:
         return n // TOKEN_BYTES

@@ -10,12 +10,16 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.bench import report, server, server_load
+from tools.bench import chart, claims, page, peer_codecs, peers, report, server, server_load
 from tools.bench.__main__ import BENCHES
+from tools.bench.peer import contestants, tasks, venv
+from tools.bench.peer.contestants import MLX_LM, MLX_VLM, OURS, VLLM_MLX, Answer, Task
 from tools.bench.serving import Span
 
 ROOT = report.ROOT
 NAMES = [name for group in BENCHES.values() for name in group]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+OFFLINE = "not installed: ERROR: no matching distribution"
 
 
 @pytest.fixture(autouse=True)
@@ -110,14 +114,168 @@ def test_every_figure_has_a_name_of_its_own():
         report.chosen(BENCHES, ["nothing"])
 
 
-@pytest.mark.parametrize("command", [["-m", "tools.bench"], ["tools/bench/sharing.py"]])
-def test_the_command_prints_a_table_and_writes_the_numbers(command, tmp_path):
+def test_the_command_prints_a_table_and_writes_the_numbers(tmp_path):
     out = tmp_path / "figures.json"
+    command = [sys.executable, "tools/bench/sharing.py", "--scale", "tiny", "--only", "hybrid"]
     done = subprocess.run(
-        [sys.executable, *command, "--scale", "tiny", "--only", "hybrid", "--json", str(out), "--dir", str(tmp_path)],
+        [*command, "--json", str(out), "--dir", str(tmp_path)],
         cwd=ROOT, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert "hybrid" in done.stdout
     (figure,) = json.loads(out.read_text())["figures"]
     assert figure["met"] is True
     assert figure["raw"]["hits"] == 6
+
+
+def test_what_needs_a_gpu_is_a_row_that_says_so_where_there_is_none():
+    if report.has_a_gpu():
+        pytest.skip("this machine has one")
+    for name in ("kernels", "fetch", "attention-gpu", "attention-gpu-correct", "step-gpu", "live-decoding"):
+        (group,) = [group for group in BENCHES.values() if name in group]
+        (row,) = group[name]("quick")
+        assert row.measured.startswith("needs a GPU"), row
+        assert row.met is None
+
+
+# -- what README claims ------------------------------------------------------------------------------------------------
+
+
+def test_every_row_of_readme_has_its_figure():
+    cells = claims.first_cells(README)
+    assert {figure for cell in cells for figure in claims.figures_of(cell)} <= set(NAMES)
+    unused = [begins for begins in claims.ROWS if not any(cell.startswith(begins) for cell in cells)]
+    assert not unused, "README.md has no such row any more: take it out of tools/bench/claims.py"
+
+
+def test_every_sentence_with_a_number_is_still_there_and_has_its_figure():
+    for words, names in claims.SENTENCES.items():
+        assert words in README, f"README.md no longer says {words!r}: change tools/bench/claims.py too"
+        assert set(names) <= set(NAMES)
+
+
+def test_a_row_without_a_figure_is_an_error_that_names_it():
+    readme = "# x\n\n## Measured\n\n| | |\n|---|---|\n| faster than light | yes |\n\n## Next\n\n| not | this |\n"
+    assert claims.first_cells(readme) == ["faster than light"]
+    with pytest.raises(ValueError, match="'faster than light' is not in ROWS"):
+        claims.figures_of("faster than light")
+    with pytest.raises(ValueError, match="no table"):
+        claims.first_cells("# x\n")
+
+
+# -- beside peers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Who is installed here does the tasks in this process; the others can't be had."""
+
+    def ask(who, *asked, module="tasks"):
+        if not who.installed:
+            return [Answer(None, OFFLINE)] * len(asked)
+        return [Answer(json.loads(json.dumps(found))) for found in tasks.run(who.side, json.loads(json.dumps(asked)))]
+
+    for module in (peers, peer_codecs):
+        monkeypatch.setattr(module, "ask", ask)
+
+
+@pytest.mark.parametrize("name", ["peers-lookup", "peers-conversations", "peers-promotion", "peers-faults"])
+def test_a_peer_that_cannot_be_installed_is_a_row_that_says_so(name, here, tmp_path):
+    found = figures(name)
+    assert all(figure.met is not False for figure in found), found
+    for figure in found:
+        missing = {beside.who.split()[0] for beside in figure.beside if beside.said == OFFLINE}
+        assert missing == {"vllm-mlx", "mlx-vlm"}
+    assert not list(tmp_path.iterdir()), "a bench left files behind"
+
+
+def test_a_prompt_is_found_again_after_a_stop(tmp_path):
+    place = {"folder": str(tmp_path / "one"), "tokens": 512}
+    (tmp_path / "one").mkdir()
+    tasks.run("ours", [("stored", {**place, "kill": False})])
+    assert tasks.run("ours", [("found_again", place)]) == [{"depth": 512, "tokens": 512}]
+
+
+def test_a_flipped_bit_counts_as_wrong_when_other_rows_come_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(tasks, "_same", lambda one, other, depth: False)
+    (found,) = tasks.run("ours", [("flips", {"folder": str(tmp_path), "tokens": 256, "tries": 0})])
+    assert found["untouched"] == "wrong"
+    assert peers._flipped(found) == "not found on the SSD in the first place"
+
+
+def test_the_ratio_says_how_many_times_better_ours_is():
+    def figure(more_is_better):
+        theirs = [(MLX_LM, Answer({"n": 8.0})), (VLLM_MLX, Answer(None, OFFLINE))]
+        return peers.compared("name", {"n": 2.0}, theirs, lambda found: found["n"], str, more_is_better=more_is_better)
+
+    assert [beside.ratio for beside in figure(False).beside] == ["4.0 x", ""]
+    assert figure(True).beside[0].ratio == "0.25 x"
+    assert figure(True).raw["values"] == {"prefixcache": 2.0, MLX_LM.name: 8.0}
+    assert [peers.times(a, b) for a, b in ((12345, 1), (1.018, 1), (1, 0))] == ["12,345 x", "1.02 x", ""]
+
+
+def test_what_pip_says_is_why_a_peer_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setattr(venv, "FOLDER", tmp_path / "venv")
+    monkeypatch.setattr(venv, "CREATE", [sys.executable, "-c", "import sys; sys.exit('ERROR: no such thing')"])
+    venv.python.cache_clear()
+    try:
+        assert contestants.ask(MLX_VLM, Task("lookup", {})) == [Answer(None, "not installed: ERROR: no such thing")]
+    finally:
+        venv.python.cache_clear()
+
+
+def test_a_peer_that_fails_is_a_reason_and_ours_is_an_error(monkeypatch):
+    class Failed:
+        returncode, stdout, stderr = 1, "", "Traceback\nKeyError: 'keys'\n"
+
+    monkeypatch.setattr(contestants.subprocess, "run", lambda *command, **how: Failed)
+    assert contestants.ask(MLX_LM, Task("full", {})) == [Answer(None, "failed: KeyError: 'keys'")]
+    with pytest.raises(RuntimeError, match="KeyError"):
+        contestants.ask(OURS, Task("full", {}))
+
+
+# -- the page and the picture ------------------------------------------------------------------------------------------
+
+
+def measured_beside():
+    names = [f"{panel.begins} | {panel.ends}" for panel in chart.PANELS]
+    everyone = [
+        (who, Answer({"n": 3.0 + i}))
+        for i, who in enumerate((MLX_LM, VLLM_MLX, contestants.VLLM_MLX_SCHEDULED, MLX_VLM))
+    ]
+    return [
+        peers.compared(name, {"n": 2.0}, everyone, lambda found: found["n"], lambda found: f"{found['n']}")
+        for name in names
+    ]
+
+
+def test_the_picture_is_drawn_from_the_numbers_that_were_written(tmp_path):
+    results = tmp_path / "results.json"
+    results.write_text(json.dumps(report.as_json(measured_beside(), "tiny")))
+    assert chart.main([str(results), str(tmp_path / "bench")]) == 0
+    assert (tmp_path / "bench.svg").read_text().startswith("<?xml")
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_of_what_was_not_measured_is_an_error():
+    with pytest.raises(ValueError, match="--only peers"):
+        chart.values_of({"figures": []}, chart.PANELS[0])
+
+
+def test_the_page_gets_the_figures_between_its_marks(tmp_path):
+    results, target = tmp_path / "results.json", tmp_path / "page.md"
+    results.write_text(json.dumps(report.as_json(measured_beside(), "tiny")))
+    target.write_text(f"# Before\n\n{page.BEGIN}\nout of date\n{page.END}\n\nAfter.\n")
+    for _ in range(2):
+        assert page.main([str(target), str(results)]) == 0
+    text = target.read_text()
+    assert "out of date" not in text
+    assert text.startswith("# Before")
+    assert text.endswith("After.\n")
+    assert text.count(page.HEAD) == 1
+    assert "| 2.0 | mlx-lm" in text
+    with pytest.raises(ValueError, match="the page lacks"):
+        page.replaced("# Before\n", [])
+
+
+def test_the_page_of_benchmarks_has_its_marks():
+    assert page.replaced((ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8"), ["x"])

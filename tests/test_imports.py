@@ -22,7 +22,8 @@ LEVELS = {
     "codecs": 1, "tree": 1,
     "live": 2,
     "layers": 3, "ssd": 3,
-    "stats": 4, "tiers": 5,
+    "stats": 4,
+    "logs": 5, "tiers": 5,
     "finding": 6, "pressure": 6, "promoting": 6, "storing": 6,
     "cache": 7, "planning": 7,
     "": 8,
@@ -32,9 +33,10 @@ LEVELS = {
 # Beside the levels: what these may import of the package at all.
 ONLY = {
     "image": set(), "keys": set(), "budget": set(), "memory": set(), "kernels": set(), "settings": set(),
-    "identity": set(),
-    "tree": {"keys", "budget"},
-    "ssd": {"keys", "image", "migrations"},
+    "histogram": set(), "identity": set(), "policies": set(),
+    "recording": {"keys"},
+    "tree": {"keys", "budget", "policies"},
+    "ssd": {"keys", "image", "migrations", "histogram"},
     "codecs": {"kernels"},
     "live": {"codecs", "memory"},
     "layers": {"keys", "image", "codecs", "tree"},
@@ -43,7 +45,7 @@ ONLY = {
 # Looked up in a function, when one is to be checked, not when the module is loaded.
 LATE = {("settings", "codecs")}
 
-WITHOUT_MLX = ["keys", "image", "budget", "tree", "settings", "ssd", "identity"]
+WITHOUT_MLX = ["keys", "image", "budget", "tree", "settings", "ssd", "identity", "policies", "recording", "histogram"]
 
 
 def modules() -> dict[str, Path]:

@@ -113,8 +113,8 @@ def test_a_miss_takes_the_same_steps_whatever_other_tenants_hold(tmp_path, monke
         cache.store([1, 2, 3], states.sliceable([1, 2, 3]), model="m", salt=b"mine")
         original = cache._tiers.tree.walk
 
-        def walk(space, raw):
-            found = original(space, raw)
+        def walk(space, raw, known=()):
+            found = original(space, raw, known)
             visited.append(len(found.nodes))
             return found
 

@@ -24,12 +24,14 @@ from prefixcache.settings import Settings, parse_size
 
 if TYPE_CHECKING:
     from prefixcache.cli.plan_facts import Assumed
-    from prefixcache.planning.model import ModelState, Sizes
+    from prefixcache.planning.model import ModelState
+    from prefixcache.planning.sizes import Sizes
     from prefixcache.planning.sweep import Cell
 
 CODECS = ("raw", "affine:4", "turboquant:4", "turboquant:4:3", "turboquant:3")
 USUAL = "turboquant:4"  # as `Settings` has it
 WORTH = 500_000  # ids to simulate, in all, from which processes of their own are worth their beginning
+POLICIES, ADMISSIONS = (get_args(Settings.model_fields[name].annotation) for name in ("policy", "ssd_admission"))
 
 Facts = dict[str, Any]
 
@@ -71,16 +73,17 @@ def plan(
     ] = None,
     ram: Annotated[
         list[str] | None,
-        typer.Option(metavar="SIZES", help="Of RAM, such as 8GB,16GB; 0: SSD only. Else a ladder up to all that fits."),
+        typer.Option(metavar="SIZES", help="Of RAM, such as 8GB,16GB; 0: SSD only. Else from a 64th up to all of it."),
     ] = None,
     ssd: Annotated[
-        list[str] | None, typer.Option(metavar="SIZES", help="Of SSD, such as 0,100GB. Else none, a quarter, all.")
+        list[str] | None,
+        typer.Option(metavar="SIZES", help="Of SSD, such as 0,100GB. Else none, a quarter of all, all."),
     ] = None,
     policy: Annotated[
-        list[str] | None, typer.Option(metavar="NAMES", help="Who leaves first: lru, s3fifo, adaptive.")
+        list[str] | None, typer.Option(metavar="NAMES", help=f"Who leaves first: {', '.join(POLICIES)}.")
     ] = None,
     ssd_admission: Annotated[
-        list[str] | None, typer.Option(metavar="NAMES", help="What the SSD is given: always, second.")
+        list[str] | None, typer.Option(metavar="NAMES", help=f"What the SSD is given: {', '.join(ADMISSIONS)}.")
     ] = None,
     block: Annotated[int | None, typer.Option(min=1, help="Tokens that an id of the trace stands for.")] = None,
     first: Annotated[int | None, typer.Option(min=1, metavar="N", help="Only the trace's first N requests.")] = None,
@@ -101,11 +104,14 @@ def plan(
 ) -> None:
     """Tell how much RAM and SSD a server needs, before they are bought.
 
-    Of a model alone: what tokens and prompts take with each codec, and how many a Mac could keep. With a trace: what each
-    size of RAM and SSD would hit, by the cache's own code on sizes in place of bytes; the prefill and the waiting that it
-    saves, what it writes, and which size pays. Prices, rates and the SSD's rated writes are examples until you give your own.
+    Of a model alone: what tokens and prompts take with each codec, and how many
+    a Mac could keep. With a trace: what each size of RAM and SSD would hit, by
+    the cache's own code on sizes in place of bytes; the prefill and the waiting
+    that it saves, what it writes, and which size pays. Prices, rates and the
+    SSD's rated writes are examples until you give your own.
 
-    Files are written whole or not at all; one that is there is replaced only if this command wrote it.
+    Files are written whole or not at all; one that is there is replaced only if
+    this command wrote it. docs/planning.md says how to read the numbers.
 
     Exit code: 0 planned, 2 it could not be, 130 stopped by Ctrl-C.
     """
@@ -120,7 +126,7 @@ def plan(
         if trace is not None:
             wanted = _Wanted(
                 trace, block, first, _sizes("--ram", ram), _sizes("--ssd", ssd),
-                _names("--policy", policy, "policy"), _names("--ssd-admission", ssd_admission, "ssd_admission"), processes,
+                _names("--policy", policy, POLICIES), _names("--ssd-admission", ssd_admission, ADMISSIONS), processes,
             )  # fmt: skip
             if wanted.rams == wanted.ssds == [0]:
                 raise NotPlanned("--ram 0 with --ssd 0: nothing could be kept; give at least one of them a size")
@@ -152,8 +158,7 @@ def _sizes(option: str, given: list[str] | None) -> list[int]:
     return sorted({parse_size(text, option) for text in _listed(given)})
 
 
-def _names(option: str, given: list[str] | None, setting: str) -> list[str]:
-    known = get_args(Settings.model_fields[setting].annotation)
+def _names(option: str, given: list[str] | None, known: Sequence[str]) -> list[str]:
     for name in _listed(given):
         if name not in known:
             raise NotPlanned(f"{option} {name!r}: none of those there are; write {', '.join(known)}")
@@ -207,7 +212,7 @@ def _plan(model: str, names: list[str], wanted: _Wanted | None, assumed: Assumed
     from prefixcache import __version__
     from prefixcache.cli import plan_facts
     from prefixcache.codecs.choice import as_codec
-    from prefixcache.planning.model import Sizes
+    from prefixcache.planning.sizes import Sizes
 
     chosen = names[0] if names else USUAL
     codecs = [(name, codec) for name in names or CODECS if (codec := as_codec(name)) is not None]
@@ -248,10 +253,15 @@ def _simulate(state: ModelState, sizes: Sizes, wanted: _Wanted, assumed: Assumed
 
 
 def _cells(wanted: _Wanted, most: int) -> list[Cell]:
+    """All sizes of RAM with all of SSD that were given. Where none were, few enough to wait for: every step of the ladder of
+    RAM alone, and an SSD beside the small ones, where it helps.
+    """
     from prefixcache.cli.plan_facts import grid, ram_ladder, ssd_ladder
 
-    rams, ssds = wanted.rams or ram_ladder(most), wanted.ssds or ssd_ladder(most)
-    return grid(rams, ssds, wanted.policies, wanted.admissions)
+    ladder, kinds = ram_ladder(most), (wanted.policies, wanted.admissions)
+    if wanted.rams or wanted.ssds:
+        return grid(wanted.rams or ladder[::2], wanted.ssds or [0, *ssd_ladder(most)], *kinds)
+    return [*grid(ladder, [0], *kinds), *grid(ladder[: len(ladder) // 2 : 2], ssd_ladder(most), *kinds)]
 
 
 @contextmanager

@@ -16,7 +16,8 @@ from prefixcache.cli.plan_text import sizes_of
 from prefixcache.planning import advice
 from prefixcache.planning.advice import Prices, Rates
 from prefixcache.planning.bound import Bound
-from prefixcache.planning.model import ModelState, Sizes
+from prefixcache.planning.model import ModelState
+from prefixcache.planning.sizes import Sizes
 from prefixcache.planning.outcome import Outcome
 from prefixcache.planning.sweep import Cell
 from prefixcache.planning.trace import Summary, Trace
@@ -26,7 +27,7 @@ MACS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 512)  # GiB
 WEIGHT_BITS = 4.5  # of a weight quantised to 4 bits in groups of 64, scale and bias included
 TARGETS = (0.5, 0.75, 0.9, 0.95, 0.99)  # shares of what is possible for which the cheapest size is told
 RAM_STEPS = 7  # of the ladder, each half of the one before
-SSD_SHARES = (0, 4, 1)  # no SSD, and these parts of the ladder's top
+SSD_SHARES = (4, 1)  # these parts of the ladder's top
 
 Facts = dict[str, Any]
 
@@ -124,7 +125,7 @@ def ram_ladder(most: int) -> list[int]:
 
 
 def ssd_ladder(most: int) -> list[int]:
-    return [step_up(most) // share if share else 0 for share in SSD_SHARES]
+    return [step_up(most) // share for share in SSD_SHARES]
 
 
 def grid(rams: Sequence[int], ssds: Sequence[int], policies: Sequence[str], admissions: Sequence[str]) -> list[Cell]:

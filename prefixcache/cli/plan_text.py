@@ -112,8 +112,8 @@ def model_line(facts: Facts) -> str:
     ]
     return (
         f"{safe(model['name'])}: {model['parameters'] / 1e9:.3g} billion parameters, {size(model['weights_at_4_bits'])} at "
-        f"4 bits; layer caches: {', '.join(kinds)}; {model['dtype']}, {size(facts['codecs'][0]['live_bytes_per_token'])} a token "
-        "in a live cache"
+        f"4 bits; layer caches: {', '.join(kinds)}; {model['dtype']}, "
+        f"{size(facts['codecs'][0]['live_bytes_per_token'])} a token in a live cache"
     )
 
 

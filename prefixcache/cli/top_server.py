@@ -4,6 +4,7 @@ no token and no text of a prompt; names in it (a codec, an address) are shown wi
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable
 from http.client import HTTPException
@@ -23,6 +24,7 @@ from prefixcache.histogram import Observed
 
 TIMEOUT = 5.0  # seconds that a server may take to answer
 LARGEST = 16 << 20  # bytes of a page
+LARGEST_VALUE = 1e18  # of a sample: beyond it, below 0 or NaN is none of ours
 KNOWN_BY = "prefixcache_fetches_total", ""
 RATES = {  # what is shown a second, and the counters that it is of: name without "prefixcache_" and "_total", label's value
     "asked_tokens": (("fetch_tokens", "hit"), ("fetch_tokens", "miss")),
@@ -123,7 +125,10 @@ def read_page(url: str, body: bytes, at: float) -> Page:
                     continue
                 labels = [value for name, value in sorted(sample.labels.items()) if name != "le"]
                 le = [sample.labels["le"]] if "le" in sample.labels else []
-                samples[sample.name, "|".join([*labels, *le])] = float(sample.value)
+                value = float(sample.value)
+                if not 0 <= value < LARGEST_VALUE or any(float(bound) < 0 for bound in le):
+                    raise ValueError
+                samples[sample.name, "|".join([*labels, *le])] = value
     except (ValueError, KeyError, IndexError, AttributeError, TypeError):  # what the parser says to what is no page
         raise NotOurs(f"{url}: not a page of Prometheus metrics; give the address of a server's metrics") from None
     if KNOWN_BY not in samples:
@@ -204,7 +209,7 @@ def _observed(page: Page, name: str, label: str) -> Observed | None:
         for key, value in page.samples.items()
         if key[0] == f"prefixcache_{name}_bucket" and key[1].startswith(head)
     )
-    if not found:
+    if len(found) < 2 or found[-1][0] != math.inf:
         return None
     bounds, counts = zip(*found, strict=True)
     return Observed(bounds[:-1], counts, page.get(f"{name}_sum", label) or 0.0)

@@ -27,6 +27,7 @@ import mlx_lm.server as upstream
 from prefixcache.cache import PrefixCache
 from prefixcache.integrations import prometheus
 from prefixcache.integrations.mlx_lm_requests import Generator, Provider
+from prefixcache.logs import quotes_nothing
 from prefixcache.settings import Settings
 
 log = logging.getLogger("prefixcache")
@@ -178,6 +179,8 @@ def serve(
     it can't start.
     """
     host, port, provider = _read(flags)
+    for handler in logging.getLogger().handlers:  # who asks for DEBUG asks for what mlx-lm quotes there
+        handler.addFilter(lambda record: record.levelno <= logging.DEBUG or quotes_nothing(record))
     _check_model(provider.cli_args)
     if mx.distributed.init().size() > 1:
         raise ServeError("several processes share this model: their caches would disagree; serve it from one process")

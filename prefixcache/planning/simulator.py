@@ -19,12 +19,13 @@ import numpy as np
 from prefixcache.codecs import Codec
 from prefixcache.finding import deepest, hit
 from prefixcache.image import Blueprint, Image, Meta, Spec
-from prefixcache.keys import BLOCK, canonical, root_key
+from prefixcache.keys import canonical, root_key
 from prefixcache.layers.levels import LevelSet
 from prefixcache.layers.plan import Plan
-from prefixcache.planning.model import ModelState, Sizes, held_rows
+from prefixcache.planning.model import ModelState, held_rows
 from prefixcache.planning.outcome import Outcome
 from prefixcache.planning.simulated_ssd import SimulatedImage, SimulatedSsd
+from prefixcache.planning.sizes import Sizes
 from prefixcache.planning.trace import Request
 from prefixcache.promoting import promote
 from prefixcache.settings import Settings
@@ -98,9 +99,8 @@ class SimulatedStore(Store):
 
     def _blueprint(self, kind: str, key: bytes, parent: bytes, start: int, specs: list[Spec], levels: LevelSet | None,
                    extra: str = "{}") -> Any:  # fmt: skip
-        what = kind, id(specs) if kind != "snapshot" else len(specs), len(str(start)), levels is None, len(extra)
-        if kind == "snapshot":
-            what = (*what, specs[-1].shape)
+        tensors = tuple(spec.shape for spec in specs) if kind == "snapshot" else id(specs)
+        what = kind, tensors, len(str(start)), levels is None, len(extra)
         nbytes = self._shared.blueprints.get(what)
         if nbytes is None:
             row = self._home.row
@@ -151,9 +151,10 @@ class Simulation:
         self.tiers = Tiers(settings, settings.ram_bytes(0))
         self.ssd: SimulatedSsd | None = None
         plan = SimulatedPlan(state.layout, codec)
+        sizes = Sizes(state, codec)
         layout, spec = canonical(state.layout), canonical(codec.spec())
-        root = root_key(state.name, codec.spec(), state.layout, b"")
-        home = Home(Namespace(root, state.name, spec, layout, 0.0), plan,
+        root = root_key(sizes.model, codec.spec(), state.layout, b"")
+        home = Home(Namespace(root, sizes.model, spec, layout, 0.0), plan,
                     self.tiers.tree.space(root, plan.windows, bool(plan.snapshots)))  # fmt: skip
         self.tiers.homes[root] = home
         if ssd:
@@ -161,29 +162,21 @@ class Simulation:
             self.ssd = SimulatedSsd(ssd, queue, self.tiers.written)
             self.tiers.open_ssd(self.ssd, [home])  # type: ignore[arg-type]
         self.tiers.moved = _Turns(self.ssd)  # type: ignore[assignment]
-        self._known = _Known(home, plan, Sizes(state, codec), {})
-        self.ram_tokens = self.ssd_tokens = 0
+        self._known = _Known(home, plan, sizes, {})
 
     def fetch(self, raw: bytes, leave: int = 1) -> int:
         """Promote and look these tokens (raw int64 bytes) up; how many were hit."""
         tiers, home, asked = self.tiers, self._known.home, len(raw) // 8
-        limit = asked - leave
-        before = 0
         if self.ssd is not None:
             deep = deepest(tiers.tree, raw, [home], SSD, asked)
             assert deep is not None
-            before = tiers.tree.reach(deep.walk, RAM, limit)
             if deep.depth > tiers.tree.reach(deep.walk, RAM, asked):
                 promote(tiers, self.ssd, home, raw, asked)  # type: ignore[arg-type]
                 self.ssd.settle()
-        found = hit(tiers, raw, [home], limit, asked)
+        found = hit(tiers, raw, [home], asked - leave, asked)
         if found is None:
             return 0
         tiers.unpin(found.pinned)
-        if self.ssd is None:
-            before = found.depth
-        self.ram_tokens += min(before, found.depth)
-        self.ssd_tokens += max(found.depth - before, 0)
         return found.depth
 
     def store(self, raw: bytes) -> None:
@@ -234,12 +227,12 @@ def simulate(
     counters, ssd_side = run.tiers.counters, run.ssd
     return Outcome(
         ram=ram, ssd=ssd, policy=policy, admission=admission, requests=len(asked), seconds=last - (first or 0.0),
-        asked_tokens=sum(asked), ram_tokens=run.ram_tokens, ssd_tokens=run.ssd_tokens,
+        asked_tokens=sum(asked), ram_tokens=counters.ram_hit_tokens, ssd_tokens=counters.ssd_hit_tokens,
         stored_tokens=counters.stored_tokens, stored_bytes=counters.stored_bytes,
         written_files=ssd_side.written_files if ssd_side else 0, written_bytes=ssd_side.written_bytes if ssd_side else 0,
         read_files=ssd_side.read_files if ssd_side else 0, read_bytes=ssd_side.read_bytes if ssd_side else 0,
         evicted=counters.evicted, ssd_evicted=counters.ssd_evicted, dropped=counters.dropped,
-        declined=getattr(counters, "declined", 0), unkept_tokens=counters.unkept_tokens,
+        declined=counters.declined, unkept_tokens=counters.unkept_tokens,
         ram_peak=run.tiers.budget.peak, ssd_peak=ssd_side.peak if ssd_side else 0,
         asked=np.array(asked, np.int64), hit=np.array(given, np.int64), read=np.array(read, np.int64),
     )  # fmt: skip

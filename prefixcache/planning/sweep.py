@@ -72,27 +72,27 @@ def simulated(workload: Workload, cell: Cell, tell: Telling) -> Outcome:
 
 
 def enough(endless: Outcome) -> int:
-    """Bytes that nothing leaves, by the run of an endless RAM: its peak and half as much, as what fills three quarters of a RAM
-    begins to be written ahead.
+    """Bytes of a RAM that nothing leaves, by the run of an endless one: its peak and half as much, because what fills three
+    quarters of a RAM begins to be written ahead.
     """
     return endless.ram_peak * 3 // 2
 
 
 def stands_for(cell: Cell, most: int) -> Cell:
-    """The cell that has the same outcome, where nothing leaves a cache of `most` bytes: more of them change nothing, then the
-    SSD stays empty, and without an SSD nothing is admitted to it. Cells that have one in common need one run.
+    """The cell that has the same outcome, where nothing leaves a RAM of `most` bytes: with more than that nothing changes and
+    nothing is written, and what an SSD is given makes no difference without one. (Only the peak of RAM differs, by what a
+    policy or an admission remembers.) Cells that have one in common need one run.
     """
     if cell.ram >= most:
         return Cell(ENDLESS)
-    ssd = min(cell.ssd, most)
-    return Cell(cell.ram, ssd, cell.policy, cell.admission if ssd else "always")
+    return cell if cell.ssd else cell._replace(admission="always")
 
 
 def sweep(
     workload: Workload, cells: Sequence[Cell], *, most: int | None = None, known: Mapping[Cell, Outcome] | None = None,
     processes: int | None = None, progress: Callable[[int, int], None] | None = None, run: Run = simulated,
 ) -> list[Outcome]:  # fmt: skip
-    """The outcomes of `cells`, in their order. Cells that are equal, or can't differ where nothing leaves a cache of `most`
+    """The outcomes of `cells`, in their order. Cells that are equal, or can't differ where nothing leaves a RAM of `most`
     bytes, run once; those in `known` don't run again.
 
     `processes`: one a core unless told; with 1 all is done in this process. `progress(done, total)` is called several times

@@ -4,6 +4,7 @@ when they go away, and ends as it is told to.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -21,13 +22,16 @@ from typing import Any
 
 import pytest
 from directories import COMMAND, ODD, SALT, TOKEN, kv
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
 from typer.testing import CliRunner
 
 from prefixcache import PrefixCache
 from prefixcache.cli import app
 from prefixcache.cli.top_directory import Watched
 from prefixcache.cli.top_parts import Away, NotOurs, meter
-from prefixcache.cli.top_server import Server, address, facts, read_page
+from prefixcache.cli.top_server import Server, address, facts, picture, read_page
 from prefixcache.histogram import Histogram
 from prefixcache.integrations.prometheus import CONTENT_TYPE, CacheCollector, render
 
@@ -194,6 +198,46 @@ def test_a_page_that_is_not_ours_is_told(call, body, status, told):
     assert (done.exit_code, done.stdout) == (2, "")
     assert told in done.stderr
     assert f"{served.url}/metrics" in done.stderr
+
+
+SAMPLES = """\
+prefixcache_fetches_total 3.0
+prefixcache_fetch_tokens_total{result="hit"} 10.0
+prefixcache_fetch_tokens_total{result="miss"} 5.0
+prefixcache_hit_tokens_total{tier="ram"} 10.0
+prefixcache_hit_tokens_total{tier="ssd"} 0.0
+prefixcache_ram_bytes{state="images"} 1e+06
+prefixcache_ram_limit_bytes 1e+07
+prefixcache_ssd_limit_bytes 1e+08
+prefixcache_store_seconds_bucket{le="0.1"} 3.0
+prefixcache_store_seconds_bucket{le="+Inf"} 4.0
+prefixcache_store_seconds_sum 1.5
+prefixcache_info{codec="raw"} 1.0
+""".splitlines()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_any_page_is_shown_or_refused(data):
+    """Lines of a real page, some left out, some with other numbers or with other bytes in them."""
+    pages = []
+    for at in (1.0, 2.0):
+        lines = data.draw(st.lists(st.sampled_from(SAMPLES), unique=True))
+        numbers = st.sampled_from(["", "NaN", "-1", "1e400", "+Inf", "0", "7.5", "1e17"])
+        lines = [f"{line.rpartition(' ')[0]} {number}" if (number := data.draw(numbers)) else line for line in lines]
+        body = ("\n".join(["prefixcache_fetches_total 3", *lines]) + "\n").encode()
+        if data.draw(st.booleans()):
+            cut = data.draw(st.integers(0, len(body)))
+            body = body[:cut] + data.draw(st.binary(max_size=4)) + body[cut:]
+        try:
+            pages.append(read_page("u", body, at))
+        except NotOurs:
+            return
+    for before in (None, pages[0]):
+        seen = facts("u", before, pages[1])
+        json.dumps(seen, allow_nan=False)
+        out = Console(file=io.StringIO(), width=80)
+        out.print(picture(seen))
 
 
 def test_nobody_there_with_once_is_told(call):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -17,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import prefixcache
 from prefixcache import PrefixCache
-from prefixcache.histogram import Observed
+from prefixcache.histogram import Histogram, Observed
 from prefixcache.integrations.prometheus import CONTENT_TYPE, CacheCollector, render
 from prefixcache.ssd import SsdStats
 from prefixcache.stats import Counters, Stats
@@ -303,6 +304,19 @@ def test_stats_with_durations_are_plain_json(opened: Callable[..., PrefixCache])
     plain = json.loads(json.dumps(cache.stats().as_dict(), allow_nan=False))
     assert plain["seconds"]["store"]["count"] == 3
     assert plain["ssd"]["spill_seconds"]["count"] == plain["ssd"]["written_files"]
+
+
+def test_a_histogram_forgets_nothing_that_threads_tell_it_at_once() -> None:
+    histogram = Histogram((1.0, 2.0))
+    threads = [
+        threading.Thread(target=lambda: [histogram.observe(value) for value in (0.5, 1.0, 1.5, 9.0) * 500])
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert histogram.read() == Observed((1.0, 2.0), (4000, 6000, 8000), 12.0 * 2000)
 
 
 # -- whose a hit is ---------------------------------------------------------------------------------------------------

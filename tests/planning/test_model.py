@@ -15,7 +15,8 @@ from prefixcache.codecs import as_codec
 from prefixcache.layers.encode import describe_state
 from prefixcache.layers.plan import read
 from prefixcache.planning import model as module
-from prefixcache.planning.model import Law, ModelError, ModelState, Sizes, _probe, describe, held_rows
+from prefixcache.planning.model import Law, ModelError, ModelState, _probe, held_rows
+from prefixcache.planning.sizes import Sizes, describe
 from prefixcache.tree import Window
 from tests.families import BASE, FAMILIES, MLX_LM_0_31
 

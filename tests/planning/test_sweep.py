@@ -43,8 +43,12 @@ def workload(tmp_path_factory: pytest.TempPathFactory) -> Workload:
     return Workload(path, ModelState.read(TINY), as_codec("turboquant:4"), 256, requests=30)
 
 
-def numbers(outcome: Outcome) -> list[object]:
-    return [value.tolist() if isinstance(value, np.ndarray) else value for value in outcome]
+def numbers(outcome: Outcome) -> dict[str, object]:
+    """All that a run gives but its sizes, and what policies remember of them."""
+    own = outcome._asdict()
+    for name in ("ram", "ssd", "policy", "admission", "ram_peak"):
+        del own[name]
+    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in own.items()}
 
 
 # -- which cells run --------------------------------------------------------------------------------------------------
@@ -70,11 +74,11 @@ def test_cells_that_can_not_differ_run_once_and_keep_their_names():
         ran.append(cell)
         return outcome(cell)
 
-    cells = [Cell(10), Cell(20, 5, "s3fifo"), Cell(3, 10), Cell(3, 99), Cell(3, 0, "lru", "second"), Cell(3)]
+    cells = [Cell(10), Cell(20, 5, "s3fifo"), Cell(3, 10), Cell(3, 0, "lru", "second"), Cell(3)]
     found = sweep(WORKLOAD, cells, most=10, processes=1, run=run)
     assert sorted(ran) == [Cell(3), Cell(3, 10), Cell(ENDLESS)]
     assert [(o.ram, o.ssd, o.policy, o.admission) for o in found] == [tuple(cell) for cell in cells]
-    assert [o.ram_tokens for o in found] == [ENDLESS, ENDLESS, 3, 3, 3, 3]
+    assert [o.ram_tokens for o in found] == [ENDLESS, ENDLESS, 3, 3, 3]
 
 
 def test_what_is_known_does_not_run_again():
@@ -92,11 +96,7 @@ def test_more_than_enough_changes_nothing(workload):
     for cell in (Cell(most), Cell(most, 10 << 20), Cell(2 * most, most, "lru", "second")):
         (found,) = sweep(workload, [cell], processes=1)
         assert stands_for(cell, most) == Cell(ENDLESS)
-        assert numbers(found)[4:] == numbers(endless)[4:]
-    tight = most // 4
-    least, more = (sweep(workload, [Cell(tight, ssd)], processes=1)[0] for ssd in (most, 9 * most))
-    assert least.written_bytes > 0
-    assert numbers(least)[4:] == numbers(more)[4:]
+        assert numbers(found) == numbers(endless)
 
 
 # -- processes --------------------------------------------------------------------------------------------------------
@@ -168,7 +168,14 @@ def test_the_processes_end_with_the_one_that_began_them(tmp_path, number):
         _, err = process.communicate(timeout=60)
     assert process.returncode == -number
     assert err.count("Traceback") == (number == signal.SIGINT)
-    until(lambda: not any(psutil.pid_exists(int(file.name)) for file in folder.iterdir()))
+    until(lambda: not any(runs(int(file.name)) for file in folder.iterdir()))
+
+
+def runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE  # whose new parent takes its time
+    except psutil.NoSuchProcess:
+        return False
 
 
 def until(true) -> None:

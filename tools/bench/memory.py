@@ -26,7 +26,7 @@ from tools.bench import report
 from tools.bench.prompts import MODEL, Shape, draw, filled
 from tools.bench.report import Figure
 
-HELD = {"full": 1_000_000_000, "quick": 300_000_000, "tiny": 20_000_000}
+HELD = {"full": 1_000_000_000, "quick": 300_000_000, "tiny": 8_000_000}
 # name -> (codec, model, tokens a prompt): how images of three sizes are made
 CASES: dict[str, tuple[Any, Shape, int]] = {
     "raw, images of 1.6 MB": (Raw(), Shape(full=4, heads=3, width=128), 4096),
@@ -34,7 +34,7 @@ CASES: dict[str, tuple[Any, Shape, int]] = {
     "turboquant, images of 420 kB": (TurboQuant(), Shape(full=4, heads=3, width=128), 4096),
 }
 # Of TurboQuant less, because encoding is slow and not what is measured.
-CODED = {"full": 300_000_000, "quick": 100_000_000, "tiny": 5_000_000}
+CODED = {"full": 300_000_000, "quick": 100_000_000, "tiny": 2_000_000}
 NODES = {"full": 100_000, "quick": 20_000, "tiny": 2_000}
 GROWTH, REMAINS = 1.05, 50_000_000
 

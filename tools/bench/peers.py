@@ -108,8 +108,8 @@ def _with_folders(who: Contestant, *tasks: Task) -> list[Answer]:
 
 # Entries, their tokens, of these shared by all, lookups, and seconds after which lookups and filling end.
 LOOKUPS = {
-    "full": [(100, 8192, 512, 50, 20, 60), (10_000, 512, 256, 50, 20, 60)],
-    "quick": [(100, 4096, 512, 20, 6, 20), (2_000, 512, 256, 20, 6, 20)],
+    "full": [(100, 8192, 512, 50, 8, 25), (10_000, 512, 256, 50, 8, 25)],
+    "quick": [(100, 4096, 512, 20, 3, 8), (2_000, 512, 256, 20, 3, 8)],
     "tiny": [(4, 512, 256, 2, 5, 5)],
 }
 
@@ -120,9 +120,14 @@ def lookup(scale: str) -> Iterator[Figure]:
         plan = {"entries": entries, "length": length, "shared": shared, "lookups": lookups, "within": within}
         ((ours, theirs),) = every(PEERS, Task("lookup", {**plan, "filling": filling}))
 
-        def said(found: Found, asked: int = entries) -> str:
-            fewer = f" ({found['entries']:,} entries: storing took {1e3 * found['store_s']:.0f} ms each)"
-            return _duration(statistics.median(found["seconds"])) + (fewer if found["entries"] < asked else "")
+        def said(found: Found, asked: int = entries, shared: int = shared) -> str:
+            few = f" ({found['entries']:,} entries: storing took {1e3 * found['store_s']:.0f} ms each)"
+            short = f" ({min(found['depths'])} of {shared} tokens)"
+            return (
+                _duration(statistics.median(found["seconds"]))
+                + (few if found["entries"] < asked else "")
+                + (short if min(found["depths"]) < shared else "")
+            )
 
         yield compared(
             f"lookup of a prompt that diverges after {shared}, among {entries:,} entries of {length:,} tokens", ours, theirs,
@@ -131,13 +136,9 @@ def lookup(scale: str) -> Iterator[Figure]:
 
 
 def _duration(seconds: float) -> str:
-    return (
-        f"{seconds:.2f} s"
-        if seconds >= 1
-        else f"{1e3 * seconds:.0f} ms"
-        if seconds >= 0.01
-        else f"{1e3 * seconds:.2g} ms"
-    )
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{1e3 * seconds:.0f} ms" if seconds >= 0.01 else f"{1e3 * seconds:.2g} ms"
 
 
 # -- conversations -----------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[2]
 SCALES = ("full", "quick", "tiny")
 
+RATIO = "ratio: how many times better prefixcache is; under 1 the other is ahead"
 WIDTH = 200  # columns of the table, where it doesn't go to a terminal
 
 scratch_parent = tempfile.gettempdir()  # `--dir`: files are written below it
@@ -63,6 +64,13 @@ class Figure:
 def without_bar(figure: Figure) -> Figure:
     """The same, for the reader alone: nobody is held to it."""
     return replace(figure, bar="", met=None)
+
+
+def has_a_gpu() -> bool:
+    """Does MLX work on one by default?"""
+    import mlx.core as mx
+
+    return mx.default_device().type == mx.DeviceType.gpu
 
 
 def needs_a_gpu(name: str, said: str = "") -> Figure:
@@ -159,7 +167,16 @@ def forget_pages(paths: Iterable[Path | str]) -> None:
 
 def table_of(figures: Iterable[Figure]) -> Table:
     """One row a figure; a peer has a line of its own."""
-    table = Table("figure", "prefixcache", "beside it, same run", "ratio", "bar", "met", title="prefixcache, measured")
+    table = Table(
+        "figure",
+        "prefixcache",
+        "beside it, same run",
+        "ratio",
+        "bar",
+        "met",
+        title="prefixcache, measured",
+        caption=RATIO,
+    )
     verdicts = {True: "[green]yes[/]", False: "[bold red]no[/]", None: ""}
     for figure in figures:
         first, *others = figure.beside or (Beside("", figure.reference),)
@@ -178,8 +195,21 @@ def _told(beside: Beside) -> str:
 
 def as_json(figures: list[Figure], scale: str) -> dict[str, Any]:
     packages = {name: version(name) for name in ("prefixcache", "mlx", "mlx-lm", "numpy")}
-    machine = {"system": platform.platform(), "cpus": os.cpu_count(), "python": platform.python_version()}
-    return {"scale": scale, "machine": machine, "packages": packages, "figures": [asdict(f) for f in figures]}
+    machine = {
+        "system": platform.platform(), "processor": processor(), "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+    }  # fmt: skip
+    return {"date": time.strftime("%Y-%m-%d"), "scale": scale, "machine": machine, "packages": packages,
+            "figures": [asdict(f) for f in figures]}  # fmt: skip
+
+
+def processor() -> str:
+    """What the CPU calls itself."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
 
 
 def chosen(benches: Mapping[str, Mapping[str, Bench]], only: list[str]) -> dict[str, Bench]:

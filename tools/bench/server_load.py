@@ -161,7 +161,7 @@ class Many(NamedTuple):
     answer: tuple[int, int] = (4, 8)
 
 
-MANY = {"full": Many(1000), "quick": Many(200), "tiny": Many(20, clients=4)}
+MANY = {"full": Many(1000), "quick": Many(200), "tiny": Many(12, clients=3)}
 RAM, SSD = 2_000_000, 20_000_000
 SLOPE_BAR = 1000  # kB for 100 requests: a tenth of what their prompt caches hold
 EVERY = 10  # requests, between two looks at the process's memory

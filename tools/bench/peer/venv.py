@@ -29,6 +29,7 @@ PIP = [
     "--timeout",
     "20",
 ]
+CREATE = [sys.executable, "-m", "venv"]
 MINUTES = 10
 
 
@@ -44,7 +45,7 @@ def python() -> Path:
     if stamp.is_file() and stamp.read_text() == wanted:
         return here
     shutil.rmtree(FOLDER, ignore_errors=True)
-    _run(sys.executable, "-m", "venv", str(FOLDER))
+    _run(*CREATE, str(FOLDER))
     _run(str(here), *PIP, *WITH_DEPENDENCIES)
     _run(str(here), *PIP, "--no-deps", *ALONE)
     stamp.write_text(wanted)
