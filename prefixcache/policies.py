@@ -1,7 +1,7 @@
 """Who leaves a tier first: each policy is an order of a tier's slots, and `POLICIES` names them. And who is let onto the SSD.
 
-The tree tells an order what comes, is used and goes, and asks it who is to leave; that nothing leaves which something hangs on
-is the tree's affair. An order does no I/O, reads no image, and is guarded by whoever guards the tree.
+The tree tells an order what comes, is used and goes, and asks it who is to leave; that nothing leaves which something
+hangs on is the tree's affair. An order does no I/O, reads no image, and is guarded by whoever guards the tree.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Order(Protocol):
         """It is the newest now. Any number of times by one request; `used` counts."""
 
     def used(self, slots: list[Slot], ended: bool, /) -> None:
-        """A fetch used these, the tail first, or (`ended`) a request ended that used or brought them. Not all must be here."""
+        """A fetch used these, the tail first, or (`ended`) a request ended that used or brought them. Not all are here."""
 
     def remove(self, slot: Slot, /) -> None:
         """It was here, and left."""
@@ -55,7 +55,7 @@ class Order(Protocol):
         """Only these from now on, the least recently used first; used so often as their `hits` say."""
 
     def leaving(self) -> Iterator[Slot]:
-        """Those who are to leave, the next one first. Others may be given a second chance meanwhile, so ask in earnest only."""
+        """Those who are to leave, the next one first. Others may be given a second chance now, so ask in earnest only."""
 
     def colder(self, slot: Slot, wanted: Slot, /) -> Iterator[Slot]:
         """Those that are colder than both, the coldest first: what may be deleted to make room for `slot`, which `wanted`
@@ -81,41 +81,59 @@ class Policy(NamedTuple):
         return min(self.most_fixed, limit // 32)
 
 
-class Lru(OrderedDict["Slot", None]):
-    """The least recently used first. A path is touched tail first, so that leaves leave first without asking."""
+class Lru:
+    """The least recently used first. A path is touched tail first, so that leaves leave first without asking.
+
+    `touch`, `remove` and `aside` are an OrderedDict's own methods, because a hit touches hundreds of slots. (In a subclass of
+    it each takes a third longer.)
+    """
 
     leaf_first = False
 
-    # Methods of the C class, because a hit touches hundreds of slots.
-    touch = OrderedDict.move_to_end
-    remove = aside = OrderedDict.__delitem__
-    leaving = OrderedDict.__iter__
+    def __init__(self, fixed: int = 0) -> None:
+        self._slots: OrderedDict[Slot, None] = OrderedDict()
+        self.touch = self._slots.move_to_end
+        self.remove = self.aside = self._slots.__delitem__
+
+    def __iter__(self) -> Iterator[Slot]:
+        return iter(self._slots)
+
+    leaving = __iter__
+
+    def __reversed__(self) -> Iterator[Slot]:
+        return reversed(self._slots)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __contains__(self, slot: object) -> bool:
+        return slot in self._slots
 
     def add(self, slot: Slot) -> None:
-        self[slot] = None
+        self._slots[slot] = None
 
     def used(self, slots: list[Slot], ended: bool) -> None:
         """When it was is all that counts, and `touch` has said it."""
 
     def back(self, slot: Slot, used: bool) -> None:
-        self[slot] = None
+        self._slots[slot] = None
         if not used:  # it was among the coldest when it was set aside, and parents are written first
-            self.move_to_end(slot, last=False)
+            self._slots.move_to_end(slot, last=False)
 
     def forget(self, slot: Slot) -> None:
-        self.pop(slot, None)
+        self._slots.pop(slot, None)
 
     def demote(self, slot: Slot) -> None:
-        self.move_to_end(slot, last=False)
+        self._slots.move_to_end(slot, last=False)
 
     def rebuild(self, cold_first: Iterable[Slot]) -> None:
-        self.clear()
-        self.update(dict.fromkeys(cold_first))
+        self._slots.clear()
+        self._slots.update(dict.fromkeys(cold_first))
 
     def colder(self, slot: Slot, wanted: Slot) -> Iterator[Slot]:
         """By ticks; of one prompt the later blocks are the colder."""
         rank = (min(slot.tick, wanted.tick), -slot.node.start)
-        for one in self:
+        for one in self._slots:
             if not one.spare and (one.tick, -one.node.start) >= rank:
                 return
             yield one
@@ -177,11 +195,11 @@ class _Place(NamedTuple):
 
 
 class _TwoQueues:
-    """What S3-FIFO and `Adaptive` share: `_once` for what came lately, `_again` for what was asked for again, and before both
-    what was demoted. A queue has a number a slot, whose meaning is the policy's.
+    """What S3-FIFO and `Adaptive` share: `_once` for what came lately, `_again` for what was asked for again, and before
+    both what was demoted. A queue has a number a slot, whose meaning is the policy's.
 
-    Invariants: a slot is in one of `_once`, `_again`, `_demoted` and `_aside`; `_once_bytes` and `_again_bytes` are the sums over
-    the two queues.
+    Invariants: a slot is in one of `_once`, `_again`, `_demoted` and `_aside`; `_once_bytes` and `_again_bytes` are the sums
+    over the two queues.
     """
 
     leaf_first = True
@@ -288,7 +306,7 @@ class _TwoQueues:
 
     def check_integrity(self) -> None:
         parts = (self._once, self._again, self._demoted, self._aside)
-        assert len(set().union(*parts)) == sum(map(len, parts)), "a slot in two queues"
+        assert len(set().union(*parts)) == sum(len(part) for part in parts), "a slot in two queues"
         assert self._once_bytes == sum(slot.nbytes for slot in self._once)
         assert self._again_bytes == sum(slot.nbytes for slot in self._again)
         order = list(self)
@@ -297,9 +315,9 @@ class _TwoQueues:
 
 
 class S3Fifo(_TwoQueues):
-    """S3-FIFO (Yang et al., SOSP 2023), with images' bytes in place of numbers: new ones go through a small queue of a tenth of
-    the bytes; who was used there, or comes back soon after leaving it, goes to the main one. There each use, up to three, is one
-    more round.
+    """S3-FIFO (Yang et al., SOSP 2023), with images' bytes in place of numbers: new ones go through a small queue of a tenth
+    of the bytes; who was used there, or comes back soon after leaving it, goes to the main one. There each use, up to three,
+    is one more round.
 
     A slot's number is twice its uses since, plus 1 between a fetch and the end of its request.
     """
@@ -369,9 +387,9 @@ class S3Fifo(_TwoQueues):
 class Adaptive(_TwoQueues):
     """LRU, or with a share of the bytes for what was asked for once: whichever would have hit more of late.
 
-    With a share, who was asked for once leaves first while such take more than it, else the least recently used of the others.
-    Who comes back soon after leaving was asked for again, and with a block all before it. The three are weighed in shadows:
-    keys only, of a sample of the blocks.
+    With a share, who was asked for once leaves first while such take more than it, else the least recently used of the
+    others. Who comes back soon after leaving was asked for again, and with a block all before it. The three are weighed in
+    shadows: keys only, of a sample of the blocks.
     """
 
     FETCHED = -1  # as NEW, and a fetch has used it
@@ -528,9 +546,9 @@ class _Shadow:
 
 
 class Doorkeeper:
-    """Remembers keys that came once, in a fixed number of bytes: two generations of a Bloom filter (Bloom, CACM 1970) with four
-    bits a key. When the younger is full, the older is forgotten. A key that never came is taken for one that did in 2 % of
-    cases at most.
+    """Remembers keys that came once, in a fixed number of bytes: two generations of a Bloom filter (Bloom, CACM 1970) with
+    four bits a key. When the younger is full, the older is forgotten. A key that never came is taken for one that did in 2 %
+    of cases at most.
     """
 
     BITS = 12  # of a generation, a key
@@ -556,7 +574,7 @@ class Doorkeeper:
 
 
 POLICIES: dict[str, Policy] = {
-    "lru": Policy(lambda fixed: Lru()),
+    "lru": Policy(Lru),
     "s3fifo": Policy(S3Fifo, slot_bytes=128),
     "adaptive": Policy(Adaptive, slot_bytes=256, most_fixed=Duel.MOST * Duel.ENTRY),
 }

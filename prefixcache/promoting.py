@@ -44,6 +44,7 @@ def promote(tiers: Tiers, ssd: Ssd, home: Home, raw: bytes, limit: int) -> int:
             while boundary and sum(s.nbytes for s in tree.serving(walk, boundary)) > fits:
                 boundary = tree.reach(walk, SSD, max(boundary - BLOCK, 0))
         pinned = tree.pin(tree.serving(walk, boundary))
+        tree.touch(pinned)  # or each eviction would first look at all that is here of it
         before = tree.reach(walk, RAM, limit)
     held: dict[str, LevelSet | None] = {"": None}
     try:
@@ -58,9 +59,9 @@ def promote(tiers: Tiers, ssd: Ssd, home: Home, raw: bytes, limit: int) -> int:
     finally:
         for levels in held.values():
             tiers.let_go(levels)
-        tiers.unpin(pinned)
         with tiers.lock:
-            walk = tree.walk(home.space, raw)
+            walk = tree.walk(home.space, raw, tree.standing(walk.path))
+            tiers.unpin(pinned)
             depth = tree.reach(walk, RAM, limit)
             tree.touch(tree.serving(walk, depth))
             tiers.counters.promoted_tokens += max(depth - before, 0)

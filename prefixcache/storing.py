@@ -442,8 +442,7 @@ class Store:
         """Touch the path, let go of it, write ahead. Returns the depth that can be found now."""
         tiers = self._tiers
         with tiers.lock:
-            still = self._standing and _stands(tiers.tree.slots, self._standing[-1])
-            walk = tiers.tree.walk(self._home.space, self._raw, self._standing if still else ())
+            walk = tiers.tree.walk(self._home.space, self._raw, tiers.tree.standing(self._standing))
             depth = tiers.tree.reach(walk, SSD, self._limit)
             tiers.tree.touch(tiers.tree.serving(walk, depth))
             tiers.unpin(self._pinned)

@@ -36,7 +36,10 @@ log = logging.getLogger("prefixcache")
 LEVELS_WAIT = 1.0  # seconds that a store waits for its namespace's levels to be read
 _FOREIGN = "statistics {}: they are not of the namespace whose images name them"
 MIRROR_SHARE = 2  # the tree's nodes may take 1/2 of the budget
-DOORKEEPER_SHARE, DOORKEEPER_MOST = 4096, 16 << 20  # of the budget, and bytes: for what the SSD was not given at first sight
+DOORKEEPER_SHARE, DOORKEEPER_MOST = (
+    4096,
+    16 << 20,
+)  # of the budget, and bytes: for what the SSD was not given at first sight
 
 
 class Home(NamedTuple):

@@ -251,6 +251,12 @@ class Tree:
         self.visits += visits
         return Walk(space, path, partial, shared, raw)
 
+    def standing(self, path: Sequence[Node]) -> Sequence[Node]:
+        """The whole blocks of a path walked earlier, if the last of them is still in the tree, and so those before it."""
+        whole = path[:-1] if path and len(path[-1].tokens) < BLOCK_BYTES else path
+        rows = whole[-1].rows if whole else None
+        return whole if rows is not None and self.slots.get(("rows", rows.key)) is rows else ()
+
     def nearest(self, parent: Node, tokens: bytes) -> tuple[Node | None, int]:
         """The child that shares most leading tokens with these, and how many; of equals one whose rows are in RAM."""
         return self._nearest(parent, tokens, bisect_left(parent.kid_tokens, tokens))
@@ -340,15 +346,15 @@ class Tree:
         used it.
         """
         self.clock += 1
-        ram, ssd = self.order
+        ram, ssd = (order.touch for order in self.order)
         slots = list(slots)
         for slot in slots:
             slot.tick = self.clock
             slot.spare = False
             slot.hits += hit
-            ssd.touch(slot)
+            ssd(slot)
             if slot.image is not None and not slot.saving:
-                ram.touch(slot)
+                ram(slot)
             if slot.disk:
                 self.touched[slot] = self.touched.get(slot, 0) + hit
         if hit:

@@ -18,8 +18,9 @@ ROOT = PACKAGE.parent
 
 # By the first part of a module's name, the higher may import the lower: 0 stands at the bottom.
 LEVELS = {
-    "histogram": 0, "image": 0, "keys": 0, "recording": 0, "budget": 0, "memory": 0, "settings": 0, "identity": 0, "kernels": 0, "migrations": 0,
-    "codecs": 1, "tree": 1,
+    "budget": 0, "histogram": 0, "identity": 0, "image": 0, "kernels": 0, "keys": 0, "memory": 0, "migrations": 0,
+    "policies": 0, "settings": 0,
+    "codecs": 1, "recording": 1, "tree": 1,
     "live": 2,
     "layers": 3, "ssd": 3,
     "stats": 4,

@@ -7,7 +7,6 @@ MLX and mlx-lm are imported when the command runs, so that asking for help stays
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
 
 CODECS = ("raw", "affine:4", "turboquant:4", "turboquant:4:3", "turboquant:3")
 USUAL = "turboquant:4"  # as `Settings` has it
+LEAST, MOST = 1e-6, 1e12  # of a rate or a price
 WORTH = 500_000  # ids to simulate, in all, from which processes of their own are worth their beginning
 POLICIES, ADMISSIONS = (get_args(Settings.model_fields[name].annotation) for name in ("policy", "ssd_admission"))
 
@@ -73,7 +73,7 @@ def plan(
     ] = None,
     ram: Annotated[
         list[str] | None,
-        typer.Option(metavar="SIZES", help="Of RAM, such as 8GB,16GB; 0: SSD only. Else from a 64th up to all of it."),
+        typer.Option(metavar="SIZES", help="Of RAM, such as 8GB,16GB; 0: SSD only. Else from a 256th of all up to it."),
     ] = None,
     ssd: Annotated[
         list[str] | None,
@@ -173,8 +173,9 @@ def _more_than_nothing(option: str, text: str, what: str) -> int:
 
 
 def _positive(option: str, value: float, *, or_zero: bool = False) -> float:
-    if not math.isfinite(value) or value < 0 or (value == 0 and not or_zero):
-        raise NotPlanned(f"{option} {value:g}: not possible; give a number {'from 0 on' if or_zero else 'above 0'}")
+    if not (LEAST <= value <= MOST or (value == 0 and or_zero)):  # refuses a NaN too
+        zero = "0, or " if or_zero else ""
+        raise NotPlanned(f"{option} {value:g}: not possible; give {zero}a number from {LEAST:g} to {MOST:g}")
     return value
 
 
@@ -261,7 +262,7 @@ def _cells(wanted: _Wanted, most: int) -> list[Cell]:
     ladder, kinds = ram_ladder(most), (wanted.policies, wanted.admissions)
     if wanted.rams or wanted.ssds:
         return grid(wanted.rams or ladder[::2], wanted.ssds or [0, *ssd_ladder(most)], *kinds)
-    return [*grid(ladder, [0], *kinds), *grid(ladder[: len(ladder) // 2 : 2], ssd_ladder(most), *kinds)]
+    return [*grid(ladder, [0], *kinds), *grid(ladder[1:5:2], ssd_ladder(most), *kinds)]
 
 
 @contextmanager

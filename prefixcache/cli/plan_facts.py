@@ -17,8 +17,8 @@ from prefixcache.planning import advice
 from prefixcache.planning.advice import Prices, Rates
 from prefixcache.planning.bound import Bound
 from prefixcache.planning.model import ModelState
-from prefixcache.planning.sizes import Sizes
 from prefixcache.planning.outcome import Outcome
+from prefixcache.planning.sizes import Sizes
 from prefixcache.planning.sweep import Cell
 from prefixcache.planning.trace import Summary, Trace
 
@@ -26,8 +26,8 @@ PROMPTS = (8_192, 32_768, 131_072)  # tokens
 MACS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 512)  # GiB
 WEIGHT_BITS = 4.5  # of a weight quantised to 4 bits in groups of 64, scale and bias included
 TARGETS = (0.5, 0.75, 0.9, 0.95, 0.99)  # shares of what is possible for which the cheapest size is told
-RAM_STEPS = 7  # of the ladder, each half of the one before
-SSD_SHARES = (4, 1)  # these parts of the ladder's top
+RAM_SHARES = (256, 128, 64, 32, 16, 4, 1)  # parts of what is enough; small ones tell more, and cost less
+SSD_SHARES = (4, 1)
 
 Facts = dict[str, Any]
 
@@ -119,9 +119,8 @@ def step_up(nbytes: float) -> int:
 
 
 def ram_ladder(most: int) -> list[int]:
-    """From a 64th of what is enough for `most` bytes up to that, in steps of two."""
-    top = step_up(most)
-    return [max(top >> step, 1) for step in reversed(range(RAM_STEPS))]
+    """From a 256th of what is enough for `most` bytes up to that."""
+    return [max(step_up(most) // share, 1) for share in RAM_SHARES]
 
 
 def ssd_ladder(most: int) -> list[int]:

@@ -132,8 +132,13 @@ def trace_line(facts: Facts) -> str:
 def advice_lines(facts: Facts) -> list[str]:
     """The recommendation first, then what it is made of."""
     sizes, assumed = facts["sizes"], facts["assumed"]
-    if sizes["recommendation"] is None:
+    if not sizes["possible"]["hit_tokens"]:
         return ["No prompt comes back: a prefix cache of any size saves nothing of this trace."]
+    if sizes["recommendation"] is None:
+        return [
+            f"None of these sizes keeps a prompt until it comes back; an endless cache hits "
+            f"{percent(sizes['possible']['hit_rate'])} of the tokens. Try more RAM."
+        ]
     cell = sizes["cells"][sizes["recommendation"]["cell"]]
     possible, ttft, without = sizes["possible"], cell["ttft"][0], sizes["without"]["ttft"]
     lines = [
@@ -291,7 +296,12 @@ def trace_notes(facts: Facts) -> list[str]:
             lines.append(
                 f"At {short(rate)}/s a token is computed sooner than it is read: hits from such an SSD cost time."
             )
-    dropped = sum(cell["dropped"] > 0 for cell in sizes["cells"])
+    cells, best = sizes["cells"], sizes["recommendation"]
+    if best and len(cells) > 1 and best["cell"] == min(range(len(cells)), key=lambda i: cells[i]["cost"]):
+        lines.append(
+            "The knee is the cheapest size of all that were tried: a smaller one may do. Try some with --ram and --ssd."
+        )
+    dropped = sum(cell["dropped"] > 0 for cell in cells)
     if dropped:
         lines.append(f"In {many(dropped, 'size')} of these RAM was too small to hand all of its images on to the SSD.")
     if trace["torn"]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from prefixcache.ssd import Entry, Namespace
+from prefixcache.ssd import Entry, Namespace, StatisticsLost
 from prefixcache.ssd.ledger import Ledger
 from prefixcache.ssd.queue import Queue
 
@@ -32,12 +32,14 @@ class SimulatedImage(NamedTuple):
 
 
 class Done:
-    """A future that has its result."""
+    """A future that has its result, or its error."""
 
-    def __init__(self, value: Any):
-        self._value = value
+    def __init__(self, value: Any = None, error: Exception | None = None):
+        self._value, self._error = value, error
 
     def result(self, timeout: float | None = None) -> Any:
+        if self._error is not None:
+            raise self._error
         return self._value
 
     def done(self) -> bool:
@@ -102,6 +104,8 @@ class SimulatedSsd:
         return Done(SimulatedImage(entry.nbytes, entry.checksum, entry.statistics, extra))
 
     def read_statistics(self, digest: str) -> Done:
+        if digest not in self._statistics:
+            return Done(error=StatisticsLost(f"statistics {digest}: nothing that needs them was written"))
         return Done(self._statistics[digest])
 
     def entries(self) -> Iterator[Entry]:

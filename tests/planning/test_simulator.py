@@ -190,6 +190,17 @@ def test_recorded_calls_look_up_and_store_by_themselves():
     assert outcome.seconds == 2.0
 
 
+def test_levels_that_were_never_written_are_lost():
+    """RAM so small that nothing of the first prompts reaches the SSD."""
+    state, codec = ModelState.of(PLAIN, name="tiny"), as_codec("turboquant:4")
+    for ram in (20_000, 60_000, 250_000):
+        run = Simulation(state, codec, ram=ram, ssd=13_000_000)
+        for request in requests("coding_agents", 8, 16):
+            run.fetch(tokens_of(request, BLOCK))
+            run.store(tokens_of(request, BLOCK))
+            run.check_integrity()
+
+
 def test_a_cache_that_could_keep_nothing_is_refused():
     with pytest.raises(ValueError, match="ram=0, ssd=0: nothing could be kept"):
         simulate([], ModelState.of(PLAIN, name="tiny"), as_codec("raw"), ram=0, ssd=0)

@@ -38,7 +38,7 @@ class Panel(NamedTuple):
 PANELS = (
     Panel(
         "lookup of a prompt",
-        "entries of 8,192 tokens",
+        "to 8,192 tokens",
         "Lookup of a diverging prompt\n100 long entries",
         "ms",
         1e3,
@@ -46,7 +46,7 @@ PANELS = (
     ),
     Panel(
         "lookup of a prompt",
-        "entries of 512 tokens",
+        "to 1,024 tokens",
         "Lookup of a diverging prompt\n10,000 short entries",
         "ms",
         1e3,

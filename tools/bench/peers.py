@@ -106,36 +106,36 @@ def _with_folders(who: Contestant, *tasks: Task) -> list[Answer]:
 
 # -- looking up --------------------------------------------------------------------------------------------------------
 
-# Entries, their tokens, of these shared by all, lookups, and seconds after which lookups and filling end.
+# Entries, the tokens of the longest, of these shared by all, lookups, and seconds after which lookups and filling end.
 LOOKUPS = {
-    "full": [(100, 8192, 512, 50, 8, 25), (10_000, 512, 256, 50, 8, 25)],
-    "quick": [(100, 4096, 512, 20, 3, 8), (2_000, 512, 256, 20, 3, 8)],
-    "tiny": [(4, 512, 256, 2, 5, 5)],
+    "full": [(100, 8192, 512, 50, 8, 25), (10_000, 1024, 256, 50, 8, 25)],
+    "quick": [(100, 4096, 512, 20, 3, 8), (2_000, 1024, 256, 20, 3, 8)],
+    "tiny": [(4, 1024, 256, 2, 5, 5)],
 }
 
 
 def lookup(scale: str) -> Iterator[Figure]:
     """A prompt that goes its own way after what all entries share, until there is a prompt cache to go on with."""
-    for entries, length, shared, lookups, within, filling in LOOKUPS[scale]:
-        plan = {"entries": entries, "length": length, "shared": shared, "lookups": lookups, "within": within}
+    for entries, longest, shared, lookups, within, filling in LOOKUPS[scale]:
+        plan = {"entries": entries, "longest": longest, "shared": shared, "lookups": lookups, "within": within}
         ((ours, theirs),) = every(PEERS, Task("lookup", {**plan, "filling": filling}))
 
         def said(found: Found, asked: int = entries, shared: int = shared) -> str:
             few = f" ({found['entries']:,} entries: storing took {1e3 * found['store_s']:.0f} ms each)"
             short = f" ({min(found['depths'])} of {shared} tokens)"
             return (
-                _duration(statistics.median(found["seconds"]))
+                duration(statistics.median(found["seconds"]))
                 + (few if found["entries"] < asked else "")
                 + (short if min(found["depths"]) < shared else "")
             )
 
         yield compared(
-            f"lookup of a prompt that diverges after {shared}, among {entries:,} entries of {length:,} tokens", ours, theirs,
-            lambda found: statistics.median(found["seconds"]), said, unit="s",
+            f"lookup of a prompt that diverges after {shared}, among {entries:,} of {longest // 2:,} to {longest:,} tokens",
+            ours, theirs, lambda found: statistics.median(found["seconds"]), said, unit="s",
         )  # fmt: skip
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:.2f} s"
     return f"{1e3 * seconds:.0f} ms" if seconds >= 0.01 else f"{1e3 * seconds:.2g} ms"

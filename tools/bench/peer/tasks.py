@@ -50,26 +50,33 @@ def _ids(draw: Callable[[int], np.ndarray], count: int) -> list[int]:
 TINY = Shape(full=1, heads=1, width=8)  # a lookup doesn't look at rows
 
 
+LENGTHS = 8  # of entries
+
+
 def lookup(
-    open_side: Open, entries: int, length: int, shared: int, lookups: int, within: float, filling: float
+    open_side: Open, entries: int, longest: int, shared: int, lookups: int, within: float, filling: float
 ) -> dict[str, Any]:
     """Prompts that begin as all entries do, for `shared` tokens, and then go their own way: until there is a prompt cache.
 
-    Ends early after `within` seconds of lookups, or of filling after `filling` seconds.
+    Entries and prompts have half of `longest` tokens up to all. Ends early after `within` seconds of lookups, or of filling
+    after `filling` seconds.
     """
-    draw = prompts.draw(21)
-    side = open_side(Place(ram=8 << 30, tokens=shared + entries * (length - shared)), TINY)
-    rows, begin = prompts.filled(TINY, length, side.classes), _ids(draw, shared)
+    draw, chance = prompts.draw(21), random.Random(21)
+    side = open_side(Place(ram=8 << 30, tokens=shared + entries * (longest - shared)), TINY)
+    lengths = [longest - i * longest // 2 // LENGTHS for i in range(LENGTHS)]
+    rows = {length: prompts.filled(TINY, length, side.classes) for length in lengths}
+    begin = _ids(draw, shared)
     gc.disable()
     stored, start = 0, time.perf_counter()
     while stored < entries and time.perf_counter() - start < filling:
-        side.store(begin + _ids(draw, length - shared), rows)
+        length = chance.choice(lengths)
+        side.store(begin + _ids(draw, length - shared), rows[length])
         stored += 1
     storing = (time.perf_counter() - start) / stored
     taken: list[float] = []
     depths: list[int] = []
     while len(taken) <= lookups and sum(taken) < within:
-        prompt = begin + _ids(draw, length - shared)
+        prompt = begin + _ids(draw, chance.choice(lengths) - shared)
         start = time.perf_counter()
         made, depth = side.fetch(prompt)
         _evaluate(made)
