@@ -245,7 +245,7 @@ def test_the_advice_stands_first_and_fits_80_columns(call, trace, monkeypatch):
     done = CliRunner().invoke(app, args, env={"COLUMNS": "80"})
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
-    assert re.fullmatch(r"[\d.]+ MB RAM( \+ [\d.]+ MB SSD)?: \d+ % of what is possible", lines[0])
+    assert re.fullmatch(r"[\d.]+ [kM]B RAM( \+ [\d.]+ [kM]B SSD)?: \d+ % of what is possible", lines[0])
     assert max(map(len, lines)) <= 80
     assert "\x1b" not in done.stdout
     assert "…" not in done.stdout
