@@ -241,8 +241,8 @@ class _TwoQueues:
         self._put(slot, _Place(self._ghosts.take(slot.key, self._held), self.NEW))
 
     def touch(self, slot: Slot) -> None:
-        if (place := self._demoted.pop(slot, None)) is not None:
-            self._put(slot, place)
+        if slot in self._demoted:
+            self._put(slot, self._demoted.pop(slot))
 
     def remove(self, slot: Slot) -> None:
         self._gone(slot, self._pull(slot))
@@ -290,12 +290,12 @@ class _TwoQueues:
             self._once_bytes += slot.nbytes
 
     def _pull(self, slot: Slot) -> _Place:
-        if (state := self._once.pop(slot, None)) is not None:
+        if slot in self._once:
             self._once_bytes -= slot.nbytes
-            return _Place(False, state)
-        if (state := self._again.pop(slot, None)) is not None:
+            return _Place(False, self._once.pop(slot))
+        if slot in self._again:
             self._again_bytes -= slot.nbytes
-            return _Place(True, state)
+            return _Place(True, self._again.pop(slot))
         return self._demoted.pop(slot)
 
     def _promote(self, slot: Slot, state: int) -> None:
@@ -333,6 +333,8 @@ class S3Fifo(_TwoQueues):
             for queue in (self._once, self._again):
                 if (state := queue.get(slot)) is not None:
                     queue[slot] = self._next(state, ended)
+                    if ended and state < 0:  # a store brings parents first, and they must not leave first
+                        queue.move_to_end(slot)
                     break
             else:
                 for places in (self._demoted, self._aside):

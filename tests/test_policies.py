@@ -156,6 +156,8 @@ class PlainS3(PlainOrder):
         for slot in slots:
             if self.here(slot):
                 card = self.card(slot)
+                if card.new and ended and card.where == "queue":
+                    self.to_end(card)
                 card.uses = min(card.uses + self.second_use(card, ended), 3)
 
     def small(self) -> bool:

@@ -108,7 +108,7 @@ def _with_folders(who: Contestant, *tasks: Task) -> list[Answer]:
 
 # Entries, the tokens of the longest, of these shared by all, lookups, and seconds after which lookups and filling end.
 LOOKUPS = {
-    "full": [(100, 8192, 512, 50, 8, 25), (10_000, 1024, 256, 50, 8, 25)],
+    "full": [(100, 8192, 512, 50, 8, 60), (10_000, 1024, 256, 50, 8, 60)],
     "quick": [(100, 4096, 512, 20, 3, 8), (2_000, 1024, 256, 20, 3, 8)],
     "tiny": [(4, 1024, 256, 2, 5, 5)],
 }

@@ -186,7 +186,8 @@ class Judge:
         self._limit, self._heard = now.ssd, time.monotonic()
         self._ended = ""
         self._pid = self._starter.start(Orders(
-            now.life, self.seed, str(self.directory.root), now.ram, now.ssd, now.spill, now.threads, self._first,
+            now.life, self.seed, str(self.directory.root), now.ram, now.ssd, now.spill, now.policy,
+            now.admission, now.threads, self._first,
             self.trace.run, self.plant,
         ))  # fmt: skip
         self.outcome.lives += 1

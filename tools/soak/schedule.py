@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from typing import NamedTuple
 
+from prefixcache.policies import POLICIES
+
 MB = 1 << 20
 
 FILES = ("flip", "truncate", "delete", "swap")  # to some image files, alive or down
@@ -44,6 +46,8 @@ class Plan(NamedTuple):
     ram: int
     ssd: int
     spill: str
+    policy: str
+    admission: str
     threads: int
     down: tuple[Fault, ...]
     faults: tuple[Fault, ...]
@@ -53,14 +57,15 @@ class Plan(NamedTuple):
         before = ", ".join(f"{f.kind} {f.size:g}" if f.size else f.kind for f in self.down)
         return (
             f"life {self.life}: {f'before: {before}; ' if before else ''}{self.threads} threads, ram {self.ram / MB:g} MiB, "
-            f"ssd {self.ssd / MB:g} MiB, spill {self.spill}; {', '.join(map(str, self.faults))}"
+            f"ssd {self.ssd / MB:g} MiB, spill {self.spill}, {self.policy}, given {self.admission}; "
+            f"{', '.join(map(str, self.faults))}"
             f"{'; ' if self.faults else ''}{self.end} at {self.seconds:.1f}s"
         )
 
 
 def plan(seed: int, life: int, *, seconds: float, threads: int) -> Plan:
     """Life number `life` (from 0) of a soak of `seconds`. One in five is long, the others end soon, most by a kill."""
-    chance = random.Random(f"{seed}:{life}")
+    chance, rules = random.Random(f"{seed}:{life}"), random.Random(f"policy {seed}:{life}")
     long = life % 5 == 0
     lasts = min(max(seconds / 5, 12.0), 300.0, seconds / 2) if long else chance.uniform(0.2, 5.0)
     kinds = HARMLESS if chance.random() < 0.4 else LIVE
@@ -78,7 +83,8 @@ def plan(seed: int, life: int, *, seconds: float, threads: int) -> Plan:
         down.append(Fault(0, "reconcile"))
     return Plan(
         life, long, round(lasts, 2), chance.choice((0, 4, 6, 8, 12)) * MB, chance.choice((16, 24, 32, 48)) * MB,
-        chance.choice(("drop", "drop", "wait")), threads, tuple(down), tuple(sorted(faults)),
+        chance.choice(("drop", "drop", "wait")), rules.choice(tuple(POLICIES)), rules.choice(("always", "always", "second")),
+        threads, tuple(down), tuple(sorted(faults)),
         "close" if long and chance.random() < 0.5 else chance.choice(ENDS),
     )  # fmt: skip
 

@@ -50,6 +50,8 @@ class Orders(NamedTuple):
     ram: int
     ssd: int
     spill: str
+    policy: str
+    admission: str
     threads: int
     first: int
     run: int
@@ -98,7 +100,7 @@ class Server:
         o = self.orders
         self.cache = PrefixCache(Settings(
             ram=o.ram, transit=8 << 20, ssd_dir=o.directory, ssd=o.ssd, codec=Raw(), spill=o.spill, spill_wait=0.2,
-            close_timeout=20.0,
+            policy=o.policy, ssd_admission=o.admission, close_timeout=20.0,
         ))  # fmt: skip
         self.pipe.tell("ready")
         if not self.cache.flush(60):

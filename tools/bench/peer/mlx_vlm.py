@@ -10,6 +10,7 @@ from tools.bench.peer.side import Place
 from tools.bench.peer.vllm_mlx import without_start
 
 BLOCK = 16  # its default
+MOST_BLOCKS = 1 << 16  # a million tokens: every store and lookup sums up all of the pool
 without_start("mlx_vlm")
 
 
@@ -23,7 +24,7 @@ class Side:
         self.manager = apc.from_env(
             apc.apc_disk_namespace(place.model),
             {"enabled": True, "memory_max_gb": place.ram / (1 << 30), "memory_reserve_gb": 0, "checkpoint_entries": 1000,
-             "num_blocks": place.tokens // BLOCK + 1024, "disk_enabled": place.folder is not None,
+             "num_blocks": min(place.tokens // BLOCK + 1024, MOST_BLOCKS), "disk_enabled": place.folder is not None,
              "disk_path": place.folder, "disk_max_gb": 20},
         )  # fmt: skip
         model = SimpleNamespace(make_cache=lambda: empty)
