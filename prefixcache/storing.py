@@ -444,7 +444,7 @@ class Store:
         with tiers.lock:
             walk = tiers.tree.walk(self._home.space, self._raw, tiers.tree.standing(self._standing))
             depth = tiers.tree.reach(walk, SSD, self._limit)
-            tiers.tree.touch(tiers.tree.serving(walk, depth))
+            tiers.tree.stored(tiers.tree.serving(walk, depth))
             tiers.unpin(self._pinned)
             tiers.counters.stores += 1
             tiers.counters.stored_tokens += new_tokens

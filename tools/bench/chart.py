@@ -64,19 +64,36 @@ PANELS = (
 )
 
 
-def values_of(results: dict[str, Any], panel: Panel) -> tuple[dict[str, float], bool]:
-    """What each contestant has there, and whether more is better. Raises ValueError where it was not measured."""
+class Found(NamedTuple):
+    """What each contestant has at a panel's task, whether more is better, and what must be said beside a number."""
+
+    values: dict[str, float]
+    more_is_better: bool
+    notes: dict[str, str]
+
+
+def values_of(results: dict[str, Any], panel: Panel) -> Found:
+    """Raises ValueError where it was not measured."""
     for figure in results["figures"]:
         name, raw = figure["name"], figure["raw"]
         if "values" in raw and name.startswith(panel.begins) and name.endswith(panel.ends):
-            return {who: value * panel.scale for who, value in raw["values"].items()}, raw["more_is_better"]
+            values = {who: value * panel.scale for who, value in raw["values"].items()}
+            return Found(values, raw["more_is_better"], _fewer(raw))
     raise ValueError(
         f"no figure {panel.begins!r} ... {panel.ends!r}: run python -m tools.bench --only peers --json FILE"
     )
 
 
-def draw(axes: Axes, panel: Panel, values: dict[str, float], more_is_better: bool, most: int) -> None:
+def _fewer(raw: dict[str, Any]) -> dict[str, str]:
+    """Who was measured with fewer entries than ours, because storing them took too long."""
+    asked = raw["ours"].get("entries", 0)
+    found = {who: one["entries"] for who, one in raw["theirs"].items() if who in raw["values"] and "entries" in one}
+    return {who: f", {entries:,} entries" for who, entries in found.items() if entries < asked}
+
+
+def draw(axes: Axes, panel: Panel, found: Found, most: int) -> None:
     """Bars from the top down, ours first, each with its number; there is room for `most`."""
+    values = found.values
     names = list(values)
     places = range(len(names))
     scheduled = ["as its scheduler" in name for name in names]
@@ -84,20 +101,21 @@ def draw(axes: Axes, panel: Panel, values: dict[str, float], more_is_better: boo
         colour = COLOURS[name.split()[0]]
         axes.barh(place, values[name], color=GROUND if hatched else colour, edgecolor=colour, height=0.72,
                   hatch="////" if hatched else None, linewidth=1)  # fmt: skip
-        axes.annotate(f"{_number(values[name])} {panel.unit}", (values[name], place), xytext=(4, 0),
+        told = f"{_number(values[name])} {panel.unit}{found.notes.get(name, '')}"
+        axes.annotate(told, (values[name], place), xytext=(4, 0),
                       textcoords="offset points", va="center", fontsize=9, color=INK,
                       fontweight="bold" if place == 0 else "normal")  # fmt: skip
     axes.set_yticks(places, [_label(name) for name in names], fontsize=9, color=INK)
     axes.set_ylim(most - 0.5, -0.5)  # bars are as thick in every panel
     if panel.log:
         axes.set_xscale("log")
-        axes.set_xlim(min(values.values()) / 3, max(values.values()) * 12)
+        axes.set_xlim(min(values.values()) / 3, max(values.values()) * 20)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.12g}"))
         axes.xaxis.set_minor_locator(NullLocator())
     else:
         axes.set_xlim(0, max(values.values()) * 1.28)
     axes.set_title(panel.title, fontsize=10, color=INK, loc="left", fontweight="bold", linespacing=1.3)
-    better = "more is better" if more_is_better else "less is better"
+    better = "more is better" if found.more_is_better else "less is better"
     axes.set_xlabel(f"{better}{', log scale' if panel.log else ''}", fontsize=8, color=FAINT, loc="left")
     axes.tick_params(axis="x", labelsize=7.5, colors=FAINT, length=2)
     axes.tick_params(axis="y", length=0)
@@ -122,7 +140,7 @@ def picture(results: dict[str, Any], target: Path) -> list[Path]:
     """Write target.svg and target.png."""
     matplotlib.rcParams |= {"svg.hashsalt": "prefixcache", "font.family": "DejaVu Sans", "hatch.linewidth": 0.8}
     found = [values_of(results, panel) for panel in PANELS]
-    lines = [max(len(values) for values, _ in found[i : i + COLUMNS]) for i in range(0, len(found), COLUMNS)]
+    lines = [max(len(one.values) for one in found[i : i + COLUMNS]) for i in range(0, len(found), COLUMNS)]
     figure, grid = pyplot.subplots(
         len(lines),
         COLUMNS,
@@ -133,7 +151,7 @@ def picture(results: dict[str, Any], target: Path) -> list[Path]:
     )
     for i, (axes, panel) in enumerate(zip(grid.flat, PANELS, strict=True)):
         axes.set_facecolor(GROUND)
-        draw(axes, panel, *found[i], lines[i // COLUMNS])
+        draw(axes, panel, found[i], lines[i // COLUMNS])
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12, wspace=0.02, hspace=0.03)
     figure.supxlabel(_said(results), fontsize=8, color=FAINT)
     written = [target.with_suffix(suffix) for suffix in (".svg", ".png")]
