@@ -60,7 +60,7 @@ class Job(NamedTuple):
 
     def cost(self, slot_bytes: int) -> int:
         """RAM that the job takes, its place in the tree included, where a slot takes `slot_bytes`."""
-        node = NODE_BYTES + len(self.tokens) if self.kind == "rows" and self.known is None else 0
+        node = NODE_BYTES + len(self.tokens) if self.kind == "rows" else 0  # a known one may have left by then
         return self.blueprint.nbytes + slot_bytes + node + (len(self.tokens) if self.kind == "snapshot" else 0)
 
 

@@ -497,7 +497,7 @@ class Tiers:
         """
         ssd = self.ssd
         assert ssd is not None
-        while ssd.used + nbytes > ssd.limit:
+        while (missing := ssd.used + nbytes - ssd.limit) > 0:
             if self._unlisted:
                 entry = self._unlisted.popleft()
                 known = self.tree.slots.get(entry.address)
@@ -505,26 +505,17 @@ class Tiers:
                     ssd.delete([entry])
                 continue
             if slot is None or wanted is None:
-                victim = self.tree.coldest(SSD)
-            elif self._colder(ssd.used + nbytes - ssd.limit, slot, wanted):
-                colder = self.tree.colder(slot, wanted)
-                victim = next((one for one in colder if not self.tree.needed(one, SSD)), None)
+                coldest = self.tree.coldest(SSD)
+                victims = [coldest] if coldest is not None else []
             else:
+                victims = self.tree.making_room(missing, slot, wanted)
+            if not victims:
                 return False
-            if victim is None:
-                return False
-            ssd.delete([self.entry_of(victim)])
-            self.tree.leave(victim, SSD)
-            self.counters.ssd_evicted += 1
+            for victim in victims:
+                ssd.delete([self.entry_of(victim)])
+                self.tree.leave(victim, SSD)
+                self.counters.ssd_evicted += 1
         return True
-
-    def _colder(self, nbytes: int, slot: Slot, wanted: Slot) -> bool:
-        """Whether so many bytes on SSD are colder than both and may leave."""
-        for one in self.tree.colder(slot, wanted):
-            nbytes -= one.disk
-            if nbytes <= 0:
-                return True
-        return False
 
     def entry_of(self, slot: Slot) -> Entry:
         """What the index is to know of a slot."""
@@ -593,10 +584,13 @@ class Tiers:
             if self.ssd is None:
                 return True
             failed = self.ssd.failed
+            given: set[Slot] = set()  # once each: what the SSD then lets go of makes room for others
             while True:
-                dirty = [s for s in reversed(self.tree.order[RAM]) if not s.disk and not s.saving]
+                dirty = [s for s in reversed(self.tree.order[RAM]) if not s.disk and not s.saving and s not in given]
                 for slot in dirty:  # what finds the queue full is tried again while the writer makes progress
-                    if not self.spill(slot) and self.budget.held().queued:
+                    if self.spill(slot):
+                        given.add(slot)
+                    elif self.budget.held().queued:
                         break
                 if not self.budget.held().queued:
                     break

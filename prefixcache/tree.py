@@ -115,7 +115,8 @@ class Node:
         self.snapshots: dict[bytes, Slot] = _EMPTY  # by suffix
         self.sizes: dict[int, int] = _EMPTY  # how many snapshots have a suffix of so many bytes
         # By tier. No lists: the collector of cycles would visit them, and with 100k nodes that is most of its work.
-        self.hanging = array("l", (0, 0))  # what is there that hangs on it: kids' rows, its own window and snapshots
+        # What is there, or on its way to the SSD, that hangs on it: kids' rows, its own window and snapshots.
+        self.hanging = array("l", (0, 0))
         self.live = array("l", (0, 0))  # windows and snapshots there, of this node and all below
 
     @property
@@ -387,6 +388,26 @@ class Tree:
             if one.disk and not one.pins and not one.saving:
                 yield one
 
+    def making_room(self, nbytes: int, slot: Slot, wanted: Slot) -> list[Slot]:
+        """Of what is `colder`, those that may leave the SSD one after the other and make so much room; none where that is not
+        enough.
+        """
+        found: list[Slot] = []
+        off: Counter[Node] = Counter()  # how many leave of those that hang on a block
+        for one in self.colder(slot, wanted):
+            node = one.node
+            if one.kind == "rows":
+                if node.hanging[SSD] > off[node] or (one.image is None and node.hanging[RAM]):
+                    continue
+                assert node.parent is not None
+                node = node.parent
+            found.append(one)
+            off[node] += 1
+            nbytes -= one.disk
+            if nbytes <= 0:
+                return found
+        return []
+
     def _leaf_below(self, slot: Slot, tier: int) -> Slot | None:
         """Of what hangs on a block, and on that, the least recently used that may leave. None when none is near."""
         node = slot.node
@@ -413,12 +434,14 @@ class Tree:
     def save(self, slot: Slot) -> None:
         """A slot's image begins to wait for the SSD: until `saved`, it can't leave RAM and stands in no order there."""
         slot.saving = True
+        self._hang(slot, SSD, 1)  # what it hangs on must not leave the SSD meanwhile
         self.order[RAM].aside(slot)
         self.budget.queue(slot.nbytes)
 
     def saved(self, slot: Slot, used_since: bool) -> None:
         """The writer is done with a slot's image, well or not."""
         slot.saving = False
+        self._hang(slot, SSD, -1)
         self.budget.queue(-slot.nbytes)
         self.order[RAM].back(slot, used_since)
 
@@ -543,16 +566,17 @@ class Tree:
             self._detach(slot)
 
     def _count(self, slot: Slot, tier: int, by: int) -> None:
-        node: Node | None = slot.node
-        if slot.kind == "rows":
-            assert node is not None
-            if node.parent is not None:
-                node.parent.hanging[tier] += by
-            return
-        slot.node.hanging[tier] += by
+        self._hang(slot, tier, by)
+        node: Node | None = slot.node if slot.kind != "rows" else None
         while node is not None:
             node.live[tier] += by
             node = node.parent
+
+    @staticmethod
+    def _hang(slot: Slot, tier: int, by: int) -> None:
+        node = slot.node if slot.kind != "rows" else slot.node.parent
+        if node is not None:
+            node.hanging[tier] += by
 
     def _detach(self, slot: Slot) -> None:
         node = slot.node
@@ -573,6 +597,7 @@ class Tree:
         """A slot that waits for the SSD goes from sight at once; its bytes stay counted until `let_go`."""
         self.order[RAM].forget(slot)
         self._count(slot, RAM, -1)
+        self._hang(slot, SSD, -1)
         self.parting.setdefault((slot.kind, slot.key), []).append(slot)
         self._detach(slot)
 
@@ -734,9 +759,10 @@ class Tree:
                     if slot.within(tier):
                         within[tier].add(slot)
             for tier in TIERS:
+                below = [s for s in held if s.kind != "rows"] + [k.rows for k in node.kids if k.rows is not None]
+                coming = sum(s.saving for s in below) if tier == SSD else 0
+                assert node.hanging[tier] == sum(s.within(tier) for s in below) + coming
                 own = sum(s.within(tier) for s in held if s.kind != "rows")
-                kids = sum(k.rows is not None and k.rows.within(tier) for k in node.kids)
-                assert node.hanging[tier] == own + kids
                 assert node.live[tier] == own + sum(kid.live[tier] for kid in node.kids)
             stack.extend(node.kids)
         assert nodes == self.nodes

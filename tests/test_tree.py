@@ -789,7 +789,7 @@ def test_a_parted_slot_is_out_of_sight_and_paid_for_until_the_writer_lets_go():
     planting = Planting()
     planting.store(blocks(1))
     slot = planting.rows(blocks(1))
-    slot.saving = True
+    planting.tree.save(slot)
     planting.tree.part(slot)
     planting.tree.check_integrity()
     assert planting.reach(blocks(1), SSD) == planting.tree.nodes == 0

@@ -14,7 +14,7 @@ from prefixcache.ssd.ledger import Ledger
 from prefixcache.ssd.queue import Queue
 
 DISK_BLOCK = 4096  # what file systems round a file up to
-EMPTY = 104 << 10  # bytes of a directory without an image: LOCK, an index without rows
+EMPTY = 134 << 10  # bytes of a directory without an image: LOCK, an index without rows
 ROW = 1600  # bytes of a row of the index; measured, for blocks of 256 tokens (their tokens are compressed)
 FOLDER = 4096  # bytes of each of the folders that images are spread over
 
