@@ -60,8 +60,8 @@ def promote(tiers: Tiers, ssd: Ssd, home: Home, raw: bytes, limit: int) -> int:
         for levels in held.values():
             tiers.let_go(levels)
         with tiers.lock:
+            tiers.unpin(pinned)  # tails that grew meanwhile leave
             walk = tree.walk(home.space, raw, tree.standing(walk.path))
-            tiers.unpin(pinned)
             depth = tree.reach(walk, RAM, limit)
             tree.touch(tree.serving(walk, depth))
             tiers.counters.promoted_tokens += max(depth - before, 0)

@@ -33,6 +33,10 @@ class Arrivals:
             self._first = {one: begin for one, begin in self._first.items() if one.image is not None}
             self._sweep_at = max(self.LEAST, 2 * len(self._first))
 
+    def left(self, slot: Slot) -> None:
+        """An image left RAM."""
+        self._first.pop(slot, None)
+
     def owed(self, held: Iterable[Slot], depth: int) -> int:
         """Of a hit of `depth` tokens, those that are the SSD's. `held`: the hit's images, tail first; of its rows the last
         will do.

@@ -210,15 +210,15 @@ class Tiers:
                 return False
         return True
 
-    def _evict_one(self, drop: bool) -> bool:
+    def _evict_one(self, drop: bool, asked: bool = False) -> bool:
         """Let the coldest image leave RAM, or begin to. False when none can, or none without being lost if not
-        `drop`.
+        `drop`. `asked`: for who asks for RAM to be given back, and not for what comes in its place: the SSD gets all.
         """
         slot = self.tree.coldest(RAM)
         if slot is None:
             return self._forget_one()
         if not slot.disk and self.ssd is not None:
-            if not self._admits(slot):
+            if not (asked or self._admits(slot)):
                 self._decline(slot)
             elif self.spill(slot):
                 return True  # it stays until it is durable; the next one may go at once
@@ -227,19 +227,22 @@ class Tiers:
             else:
                 self._count_drop(slot)
         self.tree.leave(slot, RAM)
+        self.counters.arrivals.left(slot)
         self.counters.evicted += 1
         self.moved.notify_all()
         return True
 
     def _admits(self, slot: Slot) -> bool:
         """Whether the SSD is to be given an image: with admission "second", if its block was asked for again since it came,
-        or came before and was declined.
+        or came before and was declined, or if the SSD has what hangs on it.
         """
-        return self._doorkeeper is None or slot.hits > 0 or slot.key in self._doorkeeper
+        if self._doorkeeper is None or slot.hits > 0 or slot.node.key in self._doorkeeper:
+            return True
+        return slot.kind == "rows" and slot.node.hanging[SSD] > 0
 
     def _decline(self, slot: Slot) -> None:
         assert self._doorkeeper is not None
-        self._doorkeeper.add(slot.key)
+        self._doorkeeper.add(slot.node.key)
         self.counters.declined += 1
 
     def _count_drop(self, slot: Slot) -> None:
@@ -252,8 +255,10 @@ class Tiers:
 
     def _forget_one(self) -> bool:
         """When nodes fill their share of the RAM: the coldest image leaves the SSD, and its node the tree."""
-        slot = self.tree.coldest(SSD)
-        if slot is None or self.budget.held().nodes <= self.budget.limit // MIRROR_SHARE:
+        if self.budget.held().nodes <= self.budget.limit // MIRROR_SHARE:
+            return False
+        slot = self.tree.coldest_of_all(on_ssd=True)
+        if slot is None:
             return False
         self.counters.forgotten += 1
         self.discard(slot)
@@ -266,7 +271,7 @@ class Tiers:
         def done() -> bool:
             while (held := self.budget.held()).total > nbytes:
                 enough = held.total - held.queued <= nbytes  # is on its way to the SSD, and hotter ones may stay
-                if enough or self.tree.coldest(RAM) is None or not self._evict_one(False):
+                if enough or self.tree.coldest(RAM) is None or not self._evict_one(False, asked=True):
                     return False
             return True
 
@@ -282,7 +287,10 @@ class Tiers:
         with self.lock:
             self.full = nbytes if asked else self.full
             self.budget.resize(nbytes)
-            while self.budget.held().nodes > nbytes // MIRROR_SHARE and (slot := self.tree.coldest(SSD)) is not None:
+            while self.budget.held().nodes > nbytes // MIRROR_SHARE:
+                slot = self.tree.coldest_of_all(on_ssd=True)
+                if slot is None:
+                    break
                 self._unlist(slot)
             if not self._in_time(lambda: self._shrink(False), wait):
                 self._shrink(True)
@@ -291,7 +299,7 @@ class Tiers:
     def _shrink(self, drop: bool) -> bool:
         while (room := self.budget.room) < 0:
             enough = room + self.budget.held().queued >= 0  # is on its way to the SSD, and hotter ones may stay
-            if enough or not self._evict_one(drop):
+            if enough or not self._evict_one(drop, asked=True):
                 return False
         return True
 

@@ -394,18 +394,23 @@ class Tree:
         """
         found: list[Slot] = []
         off: Counter[Node] = Counter()  # how many leave of those that hang on a block
+        kept: set[Slot] = set()  # colder than what hangs on them
         for one in self.colder(slot, wanted):
-            node = one.node
-            if one.kind == "rows":
-                if node.hanging[SSD] > off[node] or (one.image is None and node.hanging[RAM]):
-                    continue
-                assert node.parent is not None
-                node = node.parent
-            found.append(one)
-            off[node] += 1
-            nbytes -= one.disk
-            if nbytes <= 0:
-                return found
+            leaving: Slot | None = one
+            while leaving is not None:
+                node = leaving.node
+                if leaving.kind == "rows":
+                    if node.hanging[SSD] > off[node] or (leaving.image is None and node.hanging[RAM]):
+                        kept.add(leaving)
+                        break
+                    assert node.parent is not None
+                    node = node.parent
+                found.append(leaving)
+                off[node] += 1
+                nbytes -= leaving.disk
+                if nbytes <= 0:
+                    return found
+                leaving = node.rows if node.rows in kept else None
         return []
 
     def _leaf_below(self, slot: Slot, tier: int) -> Slot | None:
@@ -424,9 +429,11 @@ class Tree:
                 return below
             node = below.node
 
-    def coldest_of_all(self) -> Slot | None:
-        """The coldest slot, wherever its image is, that nothing hangs on in any tier; who leaves `tiers.keep` next."""
+    def coldest_of_all(self, on_ssd: bool = False) -> Slot | None:
+        """The coldest slot, wherever its image is, or of those on SSD, that nothing hangs on in any tier: it may leave all."""
         for slot in self.order[SSD]:
+            if on_ssd and not slot.disk:
+                continue
             if not slot.pins and not slot.saving and not self.needed(slot, RAM) and not self.needed(slot, SSD):
                 return slot
         return None

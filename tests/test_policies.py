@@ -709,7 +709,7 @@ def opened(tmp_path):
 
     def open_one(**values) -> PrefixCache:
         defaults = {"ram": "1MB", "ssd_dir": tmp_path / "ssd", "ssd": "50MB", "codec": "raw", "ssd_admission": "second"}
-        caches.append(PrefixCache(**defaults, **values))
+        caches.append(PrefixCache(**(defaults | values)))
         return caches[-1]
 
     yield open_one
@@ -779,4 +779,58 @@ def test_a_cache_of_each_policy_serves_what_it_holds(opened, policy):
         if rng.random() < 0.2:
             cache.promote(prompt(rng.randrange(30)), model="m").result(20)
     assert cache.flush(20)
+    cache.check_integrity()
+
+
+def test_giving_ram_back_writes_what_came_once_too(opened):
+    for ask in (lambda cache: cache.trim_to(0, wait=20), lambda cache: cache.resize(ram="20kB", wait=20)):
+        cache = opened()
+        put(cache, 1)
+        ask(cache)
+        assert cache.match(prompt(1), model="m").ssd >= 599
+        assert cache.stats().counters.declined == 0
+        cache.close()
+
+
+def test_the_ssd_is_given_what_it_has_something_hanging_on(opened):
+    cache = opened()
+    put(cache, 1)
+    cache.flush(20)
+    cache.trim_to(0)
+    tiers = cache._tiers
+    with tiers.lock:  # the first block's file went bad
+        first = next(s for s in tiers.tree.slots.values() if s.kind == "rows" and s.node.start == 0)
+        tiers.ssd.delete([tiers.entry_of(first)])
+        tiers.lost(first)
+    put(cache, 1, *range(100, 140))
+    assert cache.match(prompt(1), model="m").ssd >= 599
+
+
+def test_a_store_and_a_fetch_tell_the_policy_what_was_asked_for(opened):
+    cache = opened(policy="s3fifo")
+    put(cache, 1)
+    order = cache._tiers.tree.order[RAM]
+    assert set(order._once.values()) == {0}  # not NEW: the request that brought them has ended
+    cache.fetch(prompt(1), model="m")
+    put(cache, 1)
+    assert max(order._once.values()) == 2
+    duel = opened(policy="adaptive", ssd_dir=None, ssd_admission="always")
+    put(duel, 1)
+    assert sum(len(shadow._once) + len(shadow._again) for shadow in duel._tiers.tree.order[RAM]._duel._shadows) > 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("ram", [0, "4MB"])
+def test_flush_ends_where_ram_holds_more_than_the_ssd(opened, policy, ram):
+    """Each image that is written puts another out that RAM still has: none is written twice for it."""
+    cache = opened(policy=policy, ssd_admission="always", ssd="2MB", ram=ram, transit="4MB", memory_reserve=0)
+    rng = random.Random(3)
+    for seed in range(40):
+        cut = rng.randrange(100, 600)
+        tokens = prompt(seed % 6)[:cut] + [rng.randrange(1000) for _ in range(rng.randrange(2500))]
+        cache.fetch(tokens, model="m")
+        cache.store(tokens, states.sliceable(tokens), model="m")
+    before = cache.stats()
+    assert cache.flush(20)
+    assert cache.stats().ssd.written_files - before.ssd.written_files <= before.images_in_ram + before.blocks
     cache.check_integrity()

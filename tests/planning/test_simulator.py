@@ -1,5 +1,6 @@
 """A simulated run is the real one without its bytes: the same requests hit as deep, and write and read as much."""
 
+from concurrent import futures
 from itertools import islice
 from pathlib import Path
 from types import MethodType
@@ -62,10 +63,19 @@ def live_cache(state: ModelState, tokens: int) -> list:
 
 
 def by_turns(cache: PrefixCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The SSD's writer works when a simulation's does: when it is waited for, and between batches of blocks."""
+    """The SSD's writer works when a simulation's does: when it is waited for, and between batches of blocks. Reads are done
+    when they are asked for, as a simulation's are.
+    """
     queue, due = cache._ssd._queue, cache._ssd._queue._due
     queue._due = lambda: (queue._hurry > 0 or queue._closing) and due()
-    make = Store._make
+    make, read = Store._make, cache._ssd.read
+
+    def read_now(entry):
+        reading = read(entry)
+        futures.wait([reading])
+        return reading
+
+    cache._ssd.read = read_now
 
     def wait(condition, timeout=None):
         held = condition._release_save()
