@@ -11,11 +11,13 @@ import hashlib
 import json
 import logging
 import os
+import re
 import secrets
 import stat
 import threading
 import time
 import weakref
+from collections import OrderedDict
 from pathlib import Path
 
 from prefixcache.keys import BLOCK, TOKEN_BYTES, chain
@@ -26,7 +28,10 @@ SECRET_BYTES = 32
 ID_BITS = 53  # what every reader of JSON keeps exactly
 FLUSH_SECONDS = 1.0
 FLUSH_BYTES = 1 << 20
-_HEAD = b'{"timestamp": '  # how each line begins
+TAILS = 8192  # remembered, some 500 bytes each
+_TIME = b'{"timestamp": '  # how each line begins, and how it goes on behind the number
+_CALLS = [b', "call": "%s", "block_size": %d, ' % (call, BLOCK) for call in (b"fetch", b"store")]
+_HEAD_BYTES = 80  # as many as the beginning of a line ever takes
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 _open: weakref.WeakSet[Recorder] = weakref.WeakSet()
@@ -40,15 +45,23 @@ class Recorder:
     file grows for as long as the server runs, some 20 bytes a block. ValueError when it can't be written, is another
     recorder's, or holds something else.
 
-    Thread-safe: `_lock` guards the lines that wait, the last time written and the descriptor. A call hashes in its own thread
-    and leaves its line in memory; the first call a second later, or `close`, writes all that wait. A call never raises: what
-    can't be written ends the recording with one warning, and `failed` says why. A forked child records nothing.
+    A tail that has grown has a new id, so a line says of a block that begins with a tail seen before (one of the `TAILS` last
+    ones, not over a restart): `"grown": [[its index in hash_ids, the tail's id, the tail's tokens], ...]`, the longest tail
+    where there are several. It is said when the block is new, and may be said again.
+
+    Thread-safe: `_lock` guards the lines that wait, the last time written and the tails; `_writing`, taken before it, the
+    descriptor and the order in the file. A call hashes in its own thread and leaves its line in memory. Once a second, or
+    when a megabyte waits, a call also writes all that waits, in its own thread, to the disk that `path` is on; others go on
+    meanwhile, until the next megabyte waits. A call never raises: what can't be written ends the recording with one
+    warning, and `failed` says why. A forked child records nothing.
     """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.failed: str | None = None
         self._lock = threading.Lock()
+        self._writing = threading.Lock()
+        self._tails = Tails(TAILS)
         self._waiting: list[bytes] = []
         self._nbytes = 0
         self._last = 0  # milliseconds
@@ -82,7 +95,7 @@ class Recorder:
 
     def close(self) -> None:
         """Write what waits and let go of the file; later calls do nothing."""
-        with self._lock:
+        with self._writing:
             self._flush()
             self._let_go()
 
@@ -90,30 +103,41 @@ class Recorder:
         if self._fd < 0:
             return
         try:
-            ids = block_ids(self._secret, root, raw)
+            keys = block_keys(root, raw)
+            ids = block_ids(self._secret, keys)
             with self._lock:
-                self._last = max(self._last, time.time_ns() // 1_000_000)
-                line = json.dumps({
-                    "timestamp": self._last, "input_length": len(raw) // TOKEN_BYTES, "output_length": 0, "hash_ids": ids,
-                    "call": call, "block_size": BLOCK,
-                })  # fmt: skip
-                self._waiting.append(line.encode() + b"\n")
-                self._nbytes += len(line) + 1
-                if self._nbytes >= FLUSH_BYTES or time.monotonic() >= self._due:
+                self._append(call, raw, ids, self._tails.seen([root, *keys], ids, raw))
+                full = self._nbytes >= FLUSH_BYTES
+                due = full or time.monotonic() >= self._due
+            if due and self._writing.acquire(blocking=full):
+                try:
                     self._flush()
+                finally:
+                    self._writing.release()
         except Exception as error:  # a request must not fail for the sake of its record
-            with self._lock:
+            with self._writing:
                 self._fail(str(error) or type(error).__name__)
 
+    def _append(self, call: str, raw: bytes, ids: list[int], grown: list[Grown]) -> None:
+        self._last = max(self._last, time.time_ns() // 1_000_000)
+        fields = {
+            "timestamp": self._last, "call": call, "block_size": BLOCK, "input_length": len(raw) // TOKEN_BYTES,
+            "output_length": 0, "hash_ids": ids,
+        }  # fmt: skip
+        line = json.dumps(fields | {"grown": grown} if grown else fields)
+        self._waiting.append(line.encode() + b"\n")
+        self._nbytes += len(line) + 1
+
     def _flush(self) -> None:
-        lines, self._waiting, self._nbytes = b"".join(self._waiting), [], 0
-        self._due = time.monotonic() + FLUSH_SECONDS
+        with self._lock:
+            lines, self._waiting, self._nbytes = self._waiting, [], 0
+            self._due = time.monotonic() + FLUSH_SECONDS
         if self._fd < 0 or not lines:
             return
         try:
             if not os.path.samestat(os.stat(self.path, follow_symlinks=False), os.fstat(self._fd)):
                 raise FileNotFoundError("another file has its name now")
-            _write(self._fd, lines)
+            _write(self._fd, b"".join(lines))
         except OSError as error:
             self._fail(error.strerror or str(error))
 
@@ -125,22 +149,92 @@ class Recorder:
 
     def _let_go(self) -> None:
         fd, self._fd = self._fd, -1
-        self._waiting = []
+        with self._lock:
+            self._waiting, self._nbytes = [], 0
+            self._tails = Tails(TAILS)
         _open.discard(self)
         if fd >= 0:
             os.close(fd)
 
     def _after_fork(self) -> None:
-        self._lock = threading.Lock()  # another thread may have held it
+        self._lock, self._writing = threading.Lock(), threading.Lock()  # another thread may have held them
         self._let_go()
 
 
-def block_ids(secret: bytes, root: bytes, raw: bytes) -> list[int]:
-    """One id for each 256 tokens and one for a tail, each from the block's chained key: 0 to 2**53 - 1."""
-    ids, key = [], root
-    keyed = hashlib.blake2b(digest_size=8, key=secret)
+Grown = tuple[int, int, int]  # a block's index in its prompt, the id of the tail that it begins with, that tail's tokens
+
+
+class Tails:
+    """The tails seen last, `most` of them, of prompts looked up as well as stored. Not thread-safe.
+
+    A tail that was looked up is remembered because the store that follows goes on from it, and a prompt that is asked again,
+    or edited behind it, then shares its tokens with what was stored.
+    """
+
+    def __init__(self, most: int):
+        self._most = most
+        self._known: OrderedDict[bytes, tuple[bytes, int, int]] = OrderedDict()  # key -> parent, tokens, id
+        self._lengths: dict[bytes, dict[int, int]] = {}  # parent -> tokens -> how many tails
+        self._told: OrderedDict[int, None] = OrderedDict()  # ids that were compared with the tails at their parent
+
+    def seen(self, keys: list[bytes], ids: list[int], raw: bytes) -> list[Grown]:
+        """The blocks of a prompt that go on from a tail; its own tail is remembered. `keys` begin with the root."""
+        grown: list[Grown] = []
+        for index, one in enumerate(ids):
+            parent = keys[index]
+            if parent in self._lengths and one not in self._told:
+                start = index * BLOCK * TOKEN_BYTES
+                tail = self._longest(parent, raw[start : start + BLOCK * TOKEN_BYTES])
+                if tail is not None:
+                    grown.append((index, *tail))
+                self._told[one] = None
+                if len(self._told) > self._most:
+                    self._told.popitem(last=False)
+        tokens = len(raw) // TOKEN_BYTES % BLOCK
+        if tokens:
+            self._remember(keys[-1], keys[-2], tokens, ids[-1])
+        return grown
+
+    def _longest(self, parent: bytes, block: bytes) -> tuple[int, int] | None:
+        for tokens in sorted(self._lengths[parent], reverse=True):
+            if tokens * TOKEN_BYTES < len(block):
+                key = chain(parent, block[: tokens * TOKEN_BYTES])
+                if key in self._known:
+                    self._known.move_to_end(key)
+                    return self._known[key][2], tokens
+        return None
+
+    def _remember(self, key: bytes, parent: bytes, tokens: int, one: int) -> None:
+        if key in self._known:
+            self._known.move_to_end(key)
+            return
+        self._known[key] = parent, tokens, one
+        lengths = self._lengths.setdefault(parent, {})
+        lengths[tokens] = lengths.get(tokens, 0) + 1
+        if len(self._known) > self._most:
+            _, (parent, tokens, _) = self._known.popitem(last=False)
+            lengths = self._lengths[parent]
+            lengths[tokens] -= 1
+            if not lengths[tokens]:
+                del lengths[tokens]
+            if not lengths:
+                del self._lengths[parent]
+
+
+def block_keys(root: bytes, raw: bytes) -> list[bytes]:
+    """The chained key of each 256 tokens, and one of a tail."""
+    keys, key = [], root
     for at in range(0, len(raw), BLOCK * TOKEN_BYTES):
         key = chain(key, raw[at : at + BLOCK * TOKEN_BYTES])
+        keys.append(key)
+    return keys
+
+
+def block_ids(secret: bytes, keys: list[bytes]) -> list[int]:
+    """One id for each key: 0 to 2**53 - 1."""
+    ids = []
+    keyed = hashlib.blake2b(digest_size=8, key=secret)
+    for key in keys:
         hashed = keyed.copy()  # two thirds of the time of a new one
         hashed.update(key)
         ids.append(int.from_bytes(hashed.digest(), "little") >> (64 - ID_BITS))
@@ -165,9 +259,11 @@ def _opened(path: Path) -> int:
 
 
 def _require_recording(path: Path, fd: int) -> None:
-    """Lines are cut and added here: only ever in a file that is a recording."""
-    head = os.pread(fd, len(_HEAD), 0)
-    if not _HEAD.startswith(head):
+    """Lines are cut and added here: only ever in a file that is a recording, or all of it what a crash left of one."""
+    head = os.pread(fd, _HEAD_BYTES, 0)
+    time_ = re.match(re.escape(_TIME) + rb"\d{1,19}", head)
+    rest = head[time_.end() :] if time_ else b""
+    if not (any(rest.startswith(call) or call.startswith(rest) for call in _CALLS) if time_ else _TIME.startswith(head)):
         raise _refused(path, "it holds something else than a recording")
 
 

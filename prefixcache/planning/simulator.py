@@ -36,6 +36,7 @@ from prefixcache.tree import RAM, SSD
 
 QUEUE_SHARE = 4  # as `spill_queue="auto"`
 EVERY = 64  # requests between two calls of `progress`
+MIXER = np.uint64(0x9E3779B97F4A7C15)  # odd, so that to multiply by it modulo 2**64 is a bijection
 
 
 class SimulatedPlan(Plan):
@@ -211,9 +212,10 @@ def simulate(
     run = Simulation(state, codec, ram=ram, ssd=ssd, policy=policy, admission=admission)
     asked, given, read = array("q"), array("q"), array("q")
     first, last = None, 0.0
+    prompts = Prompts(block)
     with _collector_at_rest():
         for number, request in enumerate(requests):
-            raw = tokens_of(request, block)
+            raw = prompts.raw(request)
             first, last = request.time if first is None else first, request.time
             if request.call != "store" and raw:
                 before = run.ssd.read_bytes if run.ssd is not None else 0
@@ -238,10 +240,57 @@ def simulate(
     )  # fmt: skip
 
 
+class Prompts:
+    """The tokens that stand for a trace's requests, asked for in its order.
+
+    What an id stands for is settled where the trace has it first, as the block may be in the cache from then on: `block`
+    tokens of its own, or, of a block that has grown, the tail's and then its own. Takes some 100 bytes an id of a recording.
+    """
+
+    def __init__(self, block: int):
+        self._block = block
+        self._settled: set[int] = set()
+        self._grown: dict[int, list[tuple[int, int]]] = {}  # id -> the ids whose tokens it has, and up to which position
+
+    def raw(self, request: Request) -> bytes:
+        """The request's tokens as raw int64 bytes."""
+        if request.call != "request" or request.grown:
+            self._settle(request)
+        grown = self._grown
+        if not any(one in grown for one in request.ids):
+            return tokens_of(request, self._block)
+        owners: list[int] = []
+        counts: list[int] = []
+        for one in request.ids:
+            start = 0
+            for owner, end in grown.get(one, ((one, self._block),)):
+                owners.append(owner)
+                counts.append(end - start)
+                start = end
+        own = np.repeat(_first_tokens(owners, self._block), counts) + np.tile(np.arange(self._block), len(request.ids))
+        return own.astype("<i8", copy=False)[: request.tokens].tobytes()
+
+    def _settle(self, request: Request) -> None:
+        for index, tail, tokens in request.grown:
+            one = request.ids[index]
+            if one not in self._settled:
+                self._settled.update((one, tail))
+                parts = [part for part in self._grown.get(tail, ()) if part[1] < tokens]
+                last = next((owner for owner, end in self._grown.get(tail, ()) if end >= tokens), tail)
+                self._grown[one] = [*parts, (last, tokens), (one, self._block)]
+        self._settled.update(request.ids)
+
+
 def tokens_of(request: Request, block: int) -> bytes:
     """Tokens (raw int64 bytes) that stand for a request's ids: each id has `block` of its own, and the last may be cut."""
-    own = np.asarray(request.ids, np.int64)[:, None] * block + np.arange(block)
+    own = _first_tokens(request.ids, block)[:, None] + np.arange(block)
     return own.astype("<i8", copy=False).reshape(-1)[: request.tokens].tobytes()
+
+
+def _first_tokens(ids: Iterable[int], block: int) -> np.ndarray:
+    """The first of the `block` tokens of each id, 0 to 2**63 - 1: of the mixed ids, as many upper bits as leave room for them."""
+    mixed = np.array(ids, np.uint64) * MIXER
+    return (mixed >> np.uint64(1 + (block - 1).bit_length())).astype(np.int64) * block
 
 
 @contextmanager

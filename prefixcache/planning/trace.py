@@ -44,6 +44,8 @@ class Request(NamedTuple):
     and of the answer. `ids` has one id for each `Trace.block` tokens of the prompt; an id stands for its block and all before
     it. The last may stand for fewer tokens, or be missing: some traces give a tail no id. `call` is "request" for a prompt
     that is looked up and then stored, as in Mooncake's traces; the server's recordings have "fetch" and "store".
+
+    `grown` tells of blocks that begin with the tail of a prompt before: the block's index in `ids`, the tail's id, its tokens.
     """
 
     time: float
@@ -51,6 +53,7 @@ class Request(NamedTuple):
     output: int
     ids: tuple[int, ...]
     call: str = "request"
+    grown: tuple[tuple[int, int, int], ...] = ()
 
 
 class Trace:
@@ -90,7 +93,7 @@ class Trace:
                 start = now = line.time
             self.backwards += line.time < now
             now = max(now, line.time)
-            yield Request((now - start) / 1000, line.tokens, line.output, tuple(line.ids), line.call)
+            yield Request((now - start) / 1000, line.tokens, line.output, tuple(line.ids), line.call, line.grown)
         if start is None:
             raise self._empty()
 
@@ -102,6 +105,10 @@ class Trace:
         if not least <= len(line.ids) <= most:
             said = f"hash_ids has {_ids_of(line)}, which is not one for each {self.block} tokens and at most one for a tail"
             raise _wrong(self.path, line.number, f"{said}; give the tokens that an id stands for with --block")
+        longest = max((tokens for _, _, tokens in line.grown), default=0)
+        if longest >= self.block:
+            said = f"grown has a tail of {_short(longest)} tokens, but an id stands for {self.block}"
+            raise _wrong(self.path, line.number, f"{said}; write fewer than that, or leave grown out")
 
     def _lines(self) -> Iterator[_Line]:
         for number, (text, whole) in enumerate(_split(self.path), 1):
@@ -259,6 +266,7 @@ class _Line(NamedTuple):
     array: np.ndarray
     call: str
     block: int | None
+    grown: tuple[tuple[int, int, int], ...]
 
 
 def _line(path: Path, number: int, fields: Any) -> _Line:
@@ -275,9 +283,9 @@ def _line(path: Path, number: int, fields: Any) -> _Line:
     if call not in CALLS:
         raise _wrong(path, number, f"call is none of {', '.join(CALLS)}; leave it out of a trace of whole requests")
     array = _ids(path, number, fields["hash_ids"])
-    return _Line(
-        number, _time(path, number, fields["timestamp"]), tokens, output, fields["hash_ids"], array, call, block
-    )
+    grown = _grown(path, number, fields["grown"], len(array)) if "grown" in fields else ()
+    time = _time(path, number, fields["timestamp"])
+    return _Line(number, time, tokens, output, fields["hash_ids"], array, call, block, grown)
 
 
 def _time(path: Path, number: int, value: Any) -> float:
@@ -313,6 +321,23 @@ def _ids(path: Path, number: int, value: Any) -> np.ndarray:
         bad = _short(next(one for one in value if not 0 <= one < 2**63))
         raise _wrong(path, number, f"hash_ids holds {bad}; write ids from 0 to 2**63 - 1, such as 63 bits of a hash")
     return array
+
+
+def _grown(path: Path, number: int, value: Any, ids: int) -> tuple[tuple[int, int, int], ...]:
+    form = "write [[index in hash_ids, id of the tail, tokens of the tail], ...], or leave it out"
+    if not isinstance(value, list):
+        raise _wrong(path, number, f"grown is a {_kind(value)}; {form}")
+    for one in value:
+        if not isinstance(one, list) or len(one) != 3 or set(map(type, one)) != {int}:
+            raise _wrong(path, number, f"grown holds something else than lists of three whole numbers; {form}")
+        index, tail, tokens = one
+        if not 0 <= index < ids:
+            raise _wrong(path, number, f"grown has index {_short(index)}, but hash_ids has {ids} ids; {form}")
+        if not 0 <= tail < 2**63:
+            raise _wrong(path, number, f"grown holds id {_short(tail)}; write ids from 0 to 2**63 - 1")
+        if tokens < 1:
+            raise _wrong(path, number, f"grown has a tail of {_short(tokens)} tokens; write one token or more")
+    return tuple((index, tail, tokens) for index, tail, tokens in value)
 
 
 def _ids_of(line: _Line) -> str:
