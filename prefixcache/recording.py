@@ -17,7 +17,7 @@ import stat
 import threading
 import time
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from pathlib import Path
 
 from prefixcache.keys import BLOCK, TOKEN_BYTES, chain
@@ -161,7 +161,9 @@ class Recorder:
         self._let_go()
 
 
-Grown = tuple[int, int, int]  # a block's index in its prompt, the id of the tail that it begins with, that tail's tokens
+Grown = tuple[
+    int, int, int
+]  # a block's index in its prompt, the id of the tail that it begins with, that tail's tokens
 
 
 class Tails:
@@ -173,8 +175,8 @@ class Tails:
 
     def __init__(self, most: int):
         self._most = most
-        self._known: OrderedDict[bytes, tuple[bytes, int, int]] = OrderedDict()  # key -> parent, tokens, id
-        self._lengths: dict[bytes, dict[int, int]] = {}  # parent -> tokens -> how many tails
+        self._known: OrderedDict[bytes, tuple[bytes, int, bytes, int]] = OrderedDict()  # key -> parent, tokens, end, id
+        self._ends: dict[bytes, dict[int, Counter[bytes]]] = {}  # parent -> tokens -> last token of so many tails
         self._told: OrderedDict[int, None] = OrderedDict()  # ids that were compared with the tails at their parent
 
     def seen(self, keys: list[bytes], ids: list[int], raw: bytes) -> list[Grown]:
@@ -182,7 +184,7 @@ class Tails:
         grown: list[Grown] = []
         for index, one in enumerate(ids):
             parent = keys[index]
-            if parent in self._lengths and one not in self._told:
+            if parent in self._ends and one not in self._told:
                 start = index * BLOCK * TOKEN_BYTES
                 tail = self._longest(parent, raw[start : start + BLOCK * TOKEN_BYTES])
                 if tail is not None:
@@ -192,33 +194,38 @@ class Tails:
                     self._told.popitem(last=False)
         tokens = len(raw) // TOKEN_BYTES % BLOCK
         if tokens:
-            self._remember(keys[-1], keys[-2], tokens, ids[-1])
+            self._remember(keys[-1], keys[-2], tokens, raw[-TOKEN_BYTES:], ids[-1])
         return grown
 
     def _longest(self, parent: bytes, block: bytes) -> tuple[int, int] | None:
-        for tokens in sorted(self._lengths[parent], reverse=True):
-            if tokens * TOKEN_BYTES < len(block):
-                key = chain(parent, block[: tokens * TOKEN_BYTES])
+        ends = self._ends[parent]
+        for tokens in sorted(ends, reverse=True):
+            size = tokens * TOKEN_BYTES
+            if size < len(block) and block[size - TOKEN_BYTES : size] in ends[tokens]:  # else not worth a hash
+                key = chain(parent, block[:size])
                 if key in self._known:
                     self._known.move_to_end(key)
-                    return self._known[key][2], tokens
+                    return self._known[key][3], tokens
         return None
 
-    def _remember(self, key: bytes, parent: bytes, tokens: int, one: int) -> None:
+    def _remember(self, key: bytes, parent: bytes, tokens: int, end: bytes, one: int) -> None:
         if key in self._known:
             self._known.move_to_end(key)
             return
-        self._known[key] = parent, tokens, one
-        lengths = self._lengths.setdefault(parent, {})
-        lengths[tokens] = lengths.get(tokens, 0) + 1
+        self._known[key] = parent, tokens, end, one
+        self._ends.setdefault(parent, {}).setdefault(tokens, Counter())[end] += 1
         if len(self._known) > self._most:
-            _, (parent, tokens, _) = self._known.popitem(last=False)
-            lengths = self._lengths[parent]
-            lengths[tokens] -= 1
-            if not lengths[tokens]:
-                del lengths[tokens]
-            if not lengths:
-                del self._lengths[parent]
+            self._forget(*self._known.popitem(last=False)[1])
+
+    def _forget(self, parent: bytes, tokens: int, end: bytes, one: int) -> None:
+        ends = self._ends[parent]
+        ends[tokens][end] -= 1
+        if not ends[tokens][end]:
+            del ends[tokens][end]
+        if not ends[tokens]:
+            del ends[tokens]
+        if not ends:
+            del self._ends[parent]
 
 
 def block_keys(root: bytes, raw: bytes) -> list[bytes]:
@@ -261,9 +268,11 @@ def _opened(path: Path) -> int:
 def _require_recording(path: Path, fd: int) -> None:
     """Lines are cut and added here: only ever in a file that is a recording, or all of it what a crash left of one."""
     head = os.pread(fd, _HEAD_BYTES, 0)
-    time_ = re.match(re.escape(_TIME) + rb"\d{1,19}", head)
-    rest = head[time_.end() :] if time_ else b""
-    if not (any(rest.startswith(call) or call.startswith(rest) for call in _CALLS) if time_ else _TIME.startswith(head)):
+    begun = re.match(re.escape(_TIME) + rb"\d{1,19}", head)
+    rest = head[begun.end() :] if begun else b""
+    if not (
+        any(rest.startswith(call) or call.startswith(rest) for call in _CALLS) if begun else _TIME.startswith(head)
+    ):
         raise _refused(path, "it holds something else than a recording")
 
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from prefixcache import recording
 from prefixcache.keys import BLOCK, chain
 from prefixcache.planning.trace import Trace
-from prefixcache.recording import Recorder, block_ids
+from prefixcache.recording import Recorder, Tails, block_ids, block_keys
 
 ROOT = bytes(range(16))
 
@@ -93,21 +93,21 @@ def test_ids_are_equal_where_prefixes_are_also_over_restarts(tmp_path_factory, p
 def test_an_id_is_a_keyed_hash_of_the_chained_key(path):
     tokens = raw((5, 256), (6, 44))
     secret = bytes(32)
-    ids = block_ids(secret, ROOT, tokens)
+    ids = block_ids(secret, block_keys(ROOT, tokens))
     keys = [chain(ROOT, tokens[:2048]), chain(chain(ROOT, tokens[:2048]), tokens[2048:])]
     assert ids == [
         int.from_bytes(recording.hashlib.blake2b(key, digest_size=8, key=secret).digest(), "little") >> 11
         for key in keys
     ]
     assert all(0 <= one < 2**53 for one in ids)
-    assert not set(block_ids(b"x" * 32, ROOT, tokens)) & set(ids)
-    assert not set(block_ids(secret, bytes(16), tokens)) & set(ids)
+    assert not set(block_ids(b"x" * 32, keys)) & set(ids)
+    assert not set(block_ids(secret, block_keys(bytes(16), tokens))) & set(ids)
 
 
 def test_a_line_has_mooncakes_fields_and_nothing_of_the_prompt(path):
     recorded(path, ("fetch", raw((123456789, 300))))
     (found,) = lines(path)
-    assert list(found) == ["timestamp", "input_length", "output_length", "hash_ids", "call", "block_size"]
+    assert list(found) == ["timestamp", "call", "block_size", "input_length", "output_length", "hash_ids"]
     assert (found["input_length"], found["output_length"], found["call"], found["block_size"]) == (300, 0, "fetch", 256)
     assert b"123456789" not in path.read_bytes()
     assert ROOT.hex() not in path.read_text()
@@ -150,7 +150,10 @@ def test_a_last_line_that_a_crash_cut_goes_at_the_restart(path, kept):
     assert not trace.torn
 
 
-@pytest.mark.parametrize("torn", [b"{", b'{"timestamp": 12', b'{"timestamp": ' + b"1" * 5000])
+BEGUN = b'{"timestamp": 12, "call": "store", "block_size": 256, '
+
+
+@pytest.mark.parametrize("torn", [BEGUN[:1], BEGUN[:16], BEGUN[:28], BEGUN, BEGUN + b'"input_length": ' + b"1" * 5000])
 def test_a_recording_of_half_a_line_is_begun_anew(path, torn):
     path.write_bytes(torn)
     recorded(path, ("fetch", raw((1, 256))))
@@ -179,11 +182,82 @@ def test_a_torn_line_longer_than_a_chunk_is_found(path, monkeypatch):
     assert [one["call"] for one in lines(path)] == ["store", "fetch"]
 
 
+# ---------------------------------------------------------------- tails that grow
+
+
+def grown(path) -> list[list]:
+    return [one.get("grown", []) for one in lines(path)]
+
+
+def test_a_block_says_which_tail_it_has_grown_from(path):
+    turns = [raw((1, 256), (2, 40)), raw((1, 256), (2, 40), (3, 60)), raw((1, 256), (2, 40), (3, 60), (4, 300))]
+    recorded(path, *[("store", tokens) for tokens in turns])
+    first, second, third = Trace(path)
+    assert [one.grown for one in (first, second, third)] == [(), ((1, first.ids[1], 40),), ((1, second.ids[1], 100),)]
+
+
+def test_the_longest_tail_is_named_also_one_that_was_only_looked_up(path):
+    short, longer, other = raw((1, 40)), raw((1, 90)), raw((1, 60), (2, 10))
+    recorded(path, ("store", short), ("fetch", longer), ("store", other), ("fetch", raw((1, 300))))
+    ids = [one["hash_ids"][0] for one in lines(path)]
+    assert grown(path) == [[], [[0, ids[0], 40]], [[0, ids[0], 40]], [[0, ids[1], 90]]]
+
+
+def test_what_was_said_of_a_block_is_not_said_again(path):
+    recorded(
+        path, ("store", raw((1, 40))), ("store", raw((1, 300))), ("fetch", raw((1, 300))), ("store", raw((1, 600)))
+    )
+    tails = [one["hash_ids"] for one in lines(path)]
+    assert grown(path) == [[], [[0, tails[0][0], 40]], [], [[1, tails[1][1], 44]]]
+
+
+def test_a_tail_after_another_prefix_or_of_another_namespace_is_no_beginning(path):
+    recorder = Recorder(path)
+    recorder.store(ROOT, raw((1, 256), (2, 40)))
+    recorder.fetch(ROOT, raw((3, 256), (2, 50)))
+    recorder.fetch(bytes(16), raw((1, 256), (2, 50)))
+    recorder.fetch(ROOT, raw((1, 256), (2, 39), (4, 1)))
+    recorder.close()
+    assert grown(path) == [[], [], [], []]
+
+
+def test_of_the_tails_the_last_ones_are_remembered(path, monkeypatch):
+    monkeypatch.setattr(recording, "TAILS", 3)
+    recorded(
+        path, *[("store", raw((token, 40))) for token in range(4)], ("fetch", raw((0, 50))), ("fetch", raw((3, 50)))
+    )
+    assert [len(said) for said in grown(path)] == [0, 0, 0, 0, 0, 1]
+
+
+def test_the_memory_of_tails_is_bounded():
+    tails = Tails(5)
+    for at in range(200):
+        tokens = raw((at % 7, 256 * (at % 3)), (at % 11, 10 + at % 13))
+        keys = block_keys(ROOT, tokens)
+        tails.seen([ROOT, *keys], block_ids(bytes(32), keys), tokens)
+        counted = [sum(ends.values()) for lengths in tails._ends.values() for ends in lengths.values()]
+        assert sum(counted) == len(tails._known) <= 5
+        assert all(counted)
+        assert all(tails._ends.values())
+        assert len(tails._told) <= 5
+
+
 # ---------------------------------------------------------------- what can't be recorded into
 
 
 def test_a_file_that_is_no_recording_is_left_as_it_is(path):
-    for text in (b"root:x:0:0\n", b"[1, 2]", b"\0", b'{"text": 1}\n'):
+    mooncake = b'{"timestamp": 0, "input_length": 600, "output_length": 52, "hash_ids": [0, 1]}'
+    others = [BEGUN.replace(b"256", b"512"), BEGUN.replace(b"store", b"request"), BEGUN[:16] + b"\n", b"{" + BEGUN]
+    for text in (
+        b"root:x:0:0\n",
+        b"[1, 2]",
+        b"\0",
+        b'{"text": 1}\n',
+        mooncake,
+        mooncake[:40],
+        mooncake + b"\n{",
+        *others,
+    ):
         path.write_bytes(text)
         with pytest.raises(
             ValueError, match=r"trace='.*trace.jsonl': .*holds something else than a recording.*PREFIXCACHE_TRACE"
@@ -255,6 +329,36 @@ def test_lines_wait_for_a_second_or_a_megabyte(path, monkeypatch):
     recorder.store(ROOT, raw((1, 256)))
     recorder.close()
     assert len(lines(path)) == 7
+
+
+def test_others_record_while_one_writes_until_a_megabyte_waits(path, monkeypatch):
+    recorder = Recorder(path)
+    monkeypatch.setattr(recording, "FLUSH_BYTES", 1000)
+    real, began, go_on = os.write, threading.Event(), threading.Event()
+
+    def slow(fd, data):
+        began.set()
+        assert go_on.wait(60)
+        return real(fd, data)
+
+    monkeypatch.setattr(recording.os, "write", slow)
+    monkeypatch.setattr(recorder, "_due", 0.0)
+    writer = threading.Thread(target=recorder.fetch, args=(ROOT, raw((1, 256))))
+    writer.start()
+    assert began.wait(60)
+    monkeypatch.setattr(recorder, "_due", 0.0)
+    for token in range(2, 6):
+        recorder.fetch(ROOT, raw((token, 256)))
+    waits = threading.Thread(target=recorder.store, args=(ROOT, raw((1, 256 * 50))))
+    waits.start()
+    waits.join(0.1)
+    assert waits.is_alive()
+    assert not path.read_bytes()
+    go_on.set()
+    writer.join(60)
+    waits.join(60)
+    assert [one["call"] for one in lines(path)] == ["fetch"] * 5 + ["store"]
+    recorder.close()
 
 
 def test_times_never_go_back(path, monkeypatch):
@@ -375,7 +479,7 @@ def test_a_forked_child_records_nothing_and_the_parent_goes_on(path):
     recorder.store(ROOT, raw((1, 256)))
     context = multiprocessing.get_context("fork")
     told = context.Queue()
-    with recorder._lock:  # as another thread may hold it
+    with recorder._writing, recorder._lock:  # as another thread may hold them
         child = context.Process(target=_child, args=(recorder, told))
         child.start()
     assert told.get(timeout=60) is None

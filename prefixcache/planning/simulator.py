@@ -36,7 +36,7 @@ from prefixcache.tree import RAM, SSD
 
 QUEUE_SHARE = 4  # as `spill_queue="auto"`
 EVERY = 64  # requests between two calls of `progress`
-MIXER = np.uint64(0x9E3779B97F4A7C15)  # odd, so that to multiply by it modulo 2**64 is a bijection
+MIXER = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / the golden ratio: odd, and products of near numbers stay apart
 
 
 class SimulatedPlan(Plan):
@@ -250,7 +250,9 @@ class Prompts:
     def __init__(self, block: int):
         self._block = block
         self._settled: set[int] = set()
-        self._grown: dict[int, list[tuple[int, int]]] = {}  # id -> the ids whose tokens it has, and up to which position
+        self._grown: dict[
+            int, list[tuple[int, int]]
+        ] = {}  # id -> the ids whose tokens it has, and up to which position
 
     def raw(self, request: Request) -> bytes:
         """The request's tokens as raw int64 bytes."""
@@ -288,7 +290,10 @@ def tokens_of(request: Request, block: int) -> bytes:
 
 
 def _first_tokens(ids: Iterable[int], block: int) -> np.ndarray:
-    """The first of the `block` tokens of each id, 0 to 2**63 - 1: of the mixed ids, as many upper bits as leave room for them."""
+    """The first of each id's tokens: as many upper bits of the mixed ids as leave room for `block` tokens below 2**63.
+
+    With blocks of 256, ids below 2**53 never meet; of others, one pair in 2**55.
+    """
     mixed = np.array(ids, np.uint64) * MIXER
     return (mixed >> np.uint64(1 + (block - 1).bit_length())).astype(np.int64) * block
 

@@ -45,7 +45,7 @@ class Request(NamedTuple):
     it. The last may stand for fewer tokens, or be missing: some traces give a tail no id. `call` is "request" for a prompt
     that is looked up and then stored, as in Mooncake's traces; the server's recordings have "fetch" and "store".
 
-    `grown` tells of blocks that begin with the tail of a prompt before: the block's index in `ids`, the tail's id, its tokens.
+    `grown` tells of blocks that begin with an earlier prompt's tail: the block's index in `ids`, the tail's id, its tokens.
     """
 
     time: float

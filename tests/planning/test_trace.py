@@ -308,6 +308,35 @@ def test_a_line_that_is_wrong_is_named_with_its_number_and_field(written, bad, s
     assert "secret words" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("grown", "said"),
+    [
+        ({"0": 1}, "grown is a object; write [[index in hash_ids, id of the tail, tokens of the tail], ...]"),
+        ([1], "grown holds something else than lists of three whole numbers"),
+        ([[0, 7]], "grown holds something else than lists of three whole numbers"),
+        ([[0, 7, True]], "grown holds something else than lists of three whole numbers"),
+        ([[0, 7, 9], [0, "secret words", 9]], "grown holds something else than lists of three whole numbers"),
+        ([[2, 7, 9]], "grown has index 2, but hash_ids has 2 ids"),
+        ([[-1, 7, 9]], "grown has index -1, but hash_ids has 2 ids"),
+        ([[0, -7, 9]], "grown holds id -7; write ids from 0 to 2**63 - 1"),
+        ([[0, 2**63, 9]], "grown holds id 9223372036854775808;"),
+        ([[0, 7, 0]], "grown has a tail of 0 tokens"),
+        ([[0, 7, 9], [1, 7, 512]], "grown has a tail of 512 tokens, but an id stands for 512; write fewer"),
+    ],
+)
+def test_a_tail_that_cannot_have_grown_is_named_with_its_line(written, grown, said):
+    path = written(line() + line(grown=grown))
+    with pytest.raises(TraceError) as error:
+        list(Trace(path))
+    assert str(error.value).startswith(f"{path}, line 2: {said}")
+    assert "secret" not in str(error.value)
+
+
+def test_tails_that_have_grown_are_read(written):
+    plain, grown = Trace(written(line() + line(grown=[[1, 7, 511], [0, 2**63 - 1, 1]])))
+    assert (plain.grown, grown.grown) == ((), ((1, 7, 511), (0, 2**63 - 1, 1)))
+
+
 def test_the_largest_ids_and_lengths_are_read(written):
     path = written(line(hash_ids=[2**63 - 1, 0], output_length=2**63 - 1))
     assert list(Trace(path)) == [Request(0.0, 1000, 2**63 - 1, (2**63 - 1, 0))]
