@@ -84,7 +84,8 @@ class Settings(BaseSettings):
 
     policy: Literal["lru", "s3fifo", "adaptive"] = Field("lru", description="who leaves first, in RAM and on SSD")
     ssd_admission: Literal["always", "second"] = Field(
-        "always", description='what the SSD is given: all that RAM evicts, or from its "second" use on; close() and flush() write all'
+        "always",
+        description='what RAM evicts is written to the SSD "always", or from its "second" use on; at close all is',
     )
     trace: Path | None = Field(None, description="record who asks for what, for `prefixcache plan`: no text, no tokens")
     log_every: float = Field(0.0, ge=0, le=86_400, description="log a line of rates every so many seconds. 0: never")

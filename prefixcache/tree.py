@@ -434,7 +434,7 @@ class Tree:
             node = below.node
 
     def coldest_of_all(self, on_ssd: bool = False) -> Slot | None:
-        """The coldest slot, wherever its image is, or of those on SSD, that nothing hangs on in any tier: it may leave all."""
+        """The coldest slot, wherever its image is, or of those on SSD, that nothing hangs on in any tier."""
         for slot in self.order[SSD]:
             if on_ssd and not slot.disk:
                 continue

@@ -23,6 +23,8 @@ class NotWritable(Exception):
 
 def check(option: str, path: Path) -> None:
     """NotWritable unless `write` may put a file there: where the name is free, or that of an empty file or of one of ours."""
+    if path.is_symlink():
+        raise NotWritable(f"{option} {path}: is a link, and is left alone; name the file that it stands for")
     if not path.parent.is_dir():
         raise NotWritable(f"{option} {path}: no such folder; make {path.parent} first")
     if not os.access(path.parent, os.W_OK):

@@ -1,6 +1,7 @@
-"""How much RAM and SSD a server needs, before it is bought: traces of requests, the bytes of a model's state, and the cache itself
-at work on sizes in place of bytes.
+"""How much RAM and SSD a server needs, before it is bought: traces of requests, the bytes of a model's state, and the cache
+itself at work on sizes in place of bytes.
 
-`trace` reads who asked for what, `model` says what a block of a model takes, `simulator` runs the cache's own tree, budget, store,
-promotion and spill on them, `bound` gives what no policy can beat, `sweep` many sizes at once, `advice` what follows from them.
+`trace` reads who asked for what, `model` says what a model's state is and `sizes` what it takes, `simulator` runs the cache's
+own tree, budget, store, promotion and spill on them, `bound` gives what no policy can beat, `sweep` many sizes at once,
+`advice` what follows from them.
 """

@@ -10,9 +10,9 @@ import numpy as np
 class Outcome(NamedTuple):
     """One run of a trace at one size. Tokens are counted in tokens, all else in bytes or images.
 
-    `ram_tokens` are hits that RAM had at once, `ssd_tokens` those that a promotion brought; their share of `asked_tokens` is the
-    hit rate. The arrays have one element a request, int64: `asked`, `hit` (tokens, of either tier) and `read` (bytes that the
-    promotion took from the SSD).
+    `ram_tokens` are hits that RAM had at once, `ssd_tokens` those that a promotion brought; their share of `asked_tokens` is
+    the hit rate. The arrays have one element a request, int64: `asked`, `hit` (tokens, of either tier) and `read` (bytes that
+    the promotion took from the SSD).
     """
 
     ram: int

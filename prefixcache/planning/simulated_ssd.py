@@ -1,7 +1,7 @@
 """The SSD of a simulation: the cache's own queue and ledger, and in place of the disk an account of sizes.
 
-It stands where `prefixcache.ssd.Ssd` stands. Nothing happens by itself: `settle` is the writer's turn, and whoever runs the simulation
-says when that is. Reads answer at once.
+It stands where `prefixcache.ssd.Ssd` stands. Nothing happens by itself: `settle` is the writer's turn, and whoever runs the
+simulation says when that is. Reads answer at once. Files of levels, one a namespace, are not in the account.
 """
 
 from __future__ import annotations

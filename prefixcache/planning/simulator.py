@@ -1,10 +1,10 @@
-"""The cache at work on sizes: `simulate` runs a trace through the tiers, tree, budget, store and promotion that serve requests.
+"""The cache at work on sizes: `simulate` runs a trace through the tiers, tree, store and promotion that serve requests.
 
 In the place of bytes stand their numbers: a store makes images that have a size and nothing else, and the SSD is an account
-(`simulated_ssd`). All that decides who stays and who leaves is the code of `prefixcache.tiers`, `tree`, `storing`, `promoting` and
-`finding`, so a real run of the same requests, whose writer keeps up, hits and writes the same.
+(`simulated_ssd`). All that decides who stays and who leaves is the code of `prefixcache.tiers`, `tree`, `storing`,
+`promoting` and `finding`, so a real run of the same requests, whose writer keeps up, hits and writes the same.
 
-The SSD's writer has its turn after each batch of blocks that a store encodes, after each promotion and each request: it keeps up.
+The SSD's writer has its turn after each batch of blocks that a store encodes, after each promotion and each request.
 """
 
 from __future__ import annotations
@@ -206,8 +206,8 @@ def simulate(
 ) -> Outcome:
     """Serve these requests, one after the other, with a cache of `ram` and `ssd` bytes. An id stands for `block` tokens.
 
-    `leave` tokens of each prompt are computed in any case, as with `PrefixCache.fetch`. `progress` is told the requests done, now
-    and then. Raises ValueError where neither RAM nor SSD has a size.
+    `leave` tokens of each prompt are computed in any case, as with `PrefixCache.fetch`. `progress` is told the requests done,
+    now and then. Raises ValueError where neither RAM nor SSD has a size.
     """
     run = Simulation(state, codec, ram=ram, ssd=ssd, policy=policy, admission=admission)
     asked, given, read = array("q"), array("q"), array("q")

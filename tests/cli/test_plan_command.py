@@ -409,6 +409,7 @@ def test_curves_without_points_on_their_axes_are_drawn_as_nothing(tmp_path):
         (("--model", TINY, "--plot", "p.pdf"), "can't draw .pdf"),
         (("--model", TINY, "--html", "/nowhere/p.html"), "no such folder; make /nowhere first"),
         (("--model", TINY, "--html", "{folder}"), "is there and no file; give another name"),
+        (("--model", TINY, "--html", "/dev/stdout"), "is a link, and is left alone; name the file that it stands for"),
     ],
 )
 def test_what_can_not_be_planned_is_refused_with_the_remedy(call, trace, tmp_path, args, told):
