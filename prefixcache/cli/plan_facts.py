@@ -21,6 +21,7 @@ from prefixcache.planning.outcome import Outcome
 from prefixcache.planning.sizes import Sizes
 from prefixcache.planning.sweep import Cell
 from prefixcache.planning.trace import Summary, Trace
+from prefixcache.settings import Settings
 
 PROMPTS = (8_192, 32_768, 131_072)  # tokens
 MACS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 512)  # GiB
@@ -135,7 +136,12 @@ def grid(rams: Sequence[int], ssds: Sequence[int], policies: Sequence[str], admi
 
 def capacities(cells: Sequence[Cell], bytes_per_token: float, block: int) -> list[int]:
     """How many of a trace's blocks RAM and SSD of each size have room for."""
-    return [int((cell.ram + cell.ssd) / (bytes_per_token * block)) for cell in cells]
+    return [int((_ram(cell.ram) + cell.ssd) / (bytes_per_token * block)) for cell in cells]
+
+
+def _ram(ram: int) -> int:
+    """With none, that for images in transit."""
+    return ram or int(Settings.model_fields["transit"].default)
 
 
 # -- what came of them ------------------------------------------------------------------------------------------------
@@ -149,7 +155,7 @@ def of_outcomes(
     """
     possible = endless.ram_tokens + endless.ssd_tokens
     hits = [o.ram_tokens + o.ssd_tokens for o in outcomes]
-    costs = [advice.cost(o.ram, o.ssd, assumed.prices) for o in outcomes]
+    costs = [advice.cost(_ram(o.ram), o.ssd, assumed.prices) for o in outcomes]
     front, chosen = advice.front(costs, hits), advice.knee(costs, hits)
     rates = assumed.rates()
     cells = [

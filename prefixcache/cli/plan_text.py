@@ -133,6 +133,11 @@ def advice_lines(facts: Facts) -> list[str]:
     """The recommendation first, then what it is made of."""
     sizes, assumed = facts["sizes"], facts["assumed"]
     if not sizes["possible"]["hit_tokens"]:
+        if any(layer["kind"] == "snapshot" for layer in facts["model"]["layers"]):
+            return [
+                "No prompt goes on from where one that was stored ended, and this model has state that can't be cut: nothing "
+                "is hit. Store what prompts share by itself (prefixcache warm)."
+            ]
         return ["No prompt comes back: a prefix cache of any size saves nothing of this trace."]
     if sizes["recommendation"] is None:
         return [

@@ -101,7 +101,11 @@ def scrape(url: str, timeout: float = TIMEOUT) -> Page:
     """Read the page. Raises Away when nobody answers as a server should, NotOurs for another's page."""
     try:
         with urlopen(Request(url, headers={"Accept": "text/plain"}), timeout=timeout) as answer:
-            body = answer.read(LARGEST + 1)
+            body, deadline = b"", time.monotonic() + timeout
+            while len(body) <= LARGEST and (piece := answer.read1(LARGEST)):
+                body += piece
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"its page takes longer than {timeout:g} s")
     except HTTPError as error:
         error.close()
         if error.code >= 500:
