@@ -43,7 +43,7 @@ from prefixcache.ssd import Namespace, Ssd
 from prefixcache.ssd.directory import refusal
 from prefixcache.stats import Labelled, Stats
 from prefixcache.storing import Store
-from prefixcache.tiers import Home, Tiers
+from prefixcache.tiers import QUEUE_SHARE, Home, Tiers
 from prefixcache.tree import RAM, SSD, Slot, Walk
 
 log = logging.getLogger("prefixcache")
@@ -51,7 +51,6 @@ log = logging.getLogger("prefixcache")
 TELL = 60.0  # seconds after which a hit tells the index what was used
 NAMESPACES = 1024  # from so many on, those that hold nothing are forgotten when one is added
 PROMOTERS = 4  # promotions at work at once; the reads of each go to the SSD's reader pool
-QUEUE_SHARE = 4  # spill_queue="auto" is a 4th of the RAM budget
 LONGEST = 1 << 24  # tokens that a fetch leaves room for
 YEAR = 365 * 86_400.0
 HURRY = 5.0  # seconds that an interrupted close() gives the SSD

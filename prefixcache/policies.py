@@ -311,7 +311,7 @@ class _TwoQueues:
         assert self._again_bytes == sum(slot.nbytes for slot in self._again)
         order = list(self)
         assert len(order) == len(set(order)) == len(self)
-        assert order == list(reversed(list(reversed(self))))
+        assert set(order) == set().union(self._once, self._again, self._demoted)
 
 
 class S3Fifo(_TwoQueues):

@@ -36,6 +36,7 @@ log = logging.getLogger("prefixcache")
 LEVELS_WAIT = 1.0  # seconds that a store waits for its namespace's levels to be read
 _FOREIGN = "statistics {}: they are not of the namespace whose images name them"
 MIRROR_SHARE = 2  # the tree's nodes may take 1/2 of the budget
+QUEUE_SHARE = 4  # spill_queue="auto" is a 4th of the RAM budget
 DOORKEEPER_SHARE, DOORKEEPER_MOST = (
     4096,
     16 << 20,
@@ -64,7 +65,6 @@ class Tiers:
         self.homes: dict[bytes, Home] = {}
         self.counters = Counters()
         self.through = settings.ram == 0  # nothing stays in RAM once it is durable
-        self.closing = False
         self._unlisted: deque[Entry] = deque()  # on SSD, not in the tree for want of RAM; coldest first
         self._superseded: dict[Slot, Entry] = {}  # files of windows that grew; go when the new one is durable
         self._current: dict[bytes, str] = {}  # by root key: the levels that new rows are coded with
@@ -630,16 +630,15 @@ class Tiers:
             return
         self._ahead += entered
         limit = self.budget.limit
-        everything = self.through or self.closing
-        if not everything and (self._ahead < limit // 32 or self.budget.held().total < limit - limit // 4):
+        if not self.through and (self._ahead < limit // 32 or self.budget.held().total < limit - limit // 4):
             return
         self._ahead = 0
         passed = self.budget.held().queued
         for slot in list(self.tree.order[RAM]):
             passed += slot.nbytes
-            if passed > limit // 4 and not everything:
+            if passed > limit // 4 and not self.through:
                 return
-            if slot.image is None or slot.disk or slot.saving or not (self.closing or self._admits(slot)):
+            if slot.image is None or slot.disk or slot.saving or not self._admits(slot):
                 continue
             if not self.spill(slot):
                 return

@@ -26,7 +26,6 @@ from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 
 from prefixcache.codecs import Codec, Raw
 from prefixcache.codecs.interchange import FLOATS, element, name_of
-from prefixcache.image import Spec
 from prefixcache.layers.adapters import CacheError, Layout, Leaf
 from prefixcache.layers.encode import State, describe_state
 from prefixcache.layers.plan import Plan, read
@@ -191,10 +190,6 @@ class ModelState:
     def state(self) -> State:
         """The same where it doesn't grow."""
         return self.snapshot()
-
-    def snapshot_specs(self, tokens: int = PROMPT) -> list[Spec]:
-        """The tensors of that snapshot, without its tokens."""
-        return self.snapshot(tokens).specs()
 
 
 def held_rows(window: Window, tokens: int, last: int = 1) -> tuple[tuple[int, int], ...]:

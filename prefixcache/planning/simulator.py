@@ -31,10 +31,9 @@ from prefixcache.promoting import promote
 from prefixcache.settings import Settings
 from prefixcache.ssd import Namespace
 from prefixcache.storing import Job, Store
-from prefixcache.tiers import Home, Tiers
+from prefixcache.tiers import QUEUE_SHARE, Home, Tiers
 from prefixcache.tree import RAM, SSD
 
-QUEUE_SHARE = 4  # as `spill_queue="auto"`
 EVERY = 64  # requests between two calls of `progress`
 MIXER = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / the golden ratio: odd, and products of near numbers stay apart
 

@@ -166,7 +166,7 @@ def test_of_every_family_a_real_store_takes_the_bytes_that_the_config_told(name)
     plan = state.plan(Raw())
     expected = describe_state(plan, reading.leaves)
     assert state.snapshot(PROMPT).described == expected.described
-    assert state.snapshot_specs(PROMPT) == expected.specs()
+    assert state.snapshot(PROMPT).specs() == expected.specs()
     for codec in map(as_codec, CODECS):
         assert_stored_as_told(state, prompt, prompt_cache, codec)
 
@@ -324,7 +324,7 @@ def test_state_that_grows_with_the_prompt_is_told_for_any_length():
         reading = read(prefilled(model, prompt[:tokens]) if tokens > 1 else fed(model, prompt[:1]))
         expected = describe_state(state.plan(Raw()), reading.leaves)
         assert state.snapshot(tokens).described == expected.described
-        assert state.snapshot_specs(tokens) == expected.specs()
+        assert state.snapshot(tokens).specs() == expected.specs()
 
 
 def fed(model, prompt: list[int]) -> list:
