@@ -84,8 +84,8 @@ class PrefixCache:
     """The attention state of prompts seen, compressed in RAM under a hard budget, and on SSD.
 
     Thread-safe: any thread may call anything. MLX runs only in `store`, `fetch` and `StoredPrompt`, on the caller's
-    thread and stream. Nothing waits for the disk but `flush`, `close`, the future of `promote` and, where the setting
-    `spill="wait"` asks for it, `store`.
+    thread and stream. Nothing waits for the disk but `flush`, `close`, the future of `promote`, where the setting
+    `spill="wait"` asks for it, `store`, and where `trace` records, the call whose turn it is to write it, once a second.
     """
 
     def __init__(self, settings: Settings | None = None, **values: Any):

@@ -1,10 +1,15 @@
-"""The machine's memory: how much this process may use, how much of it is free, and giving back what it freed."""
+"""The machine's memory: how much this process may use, how much of it is free, giving back what it freed, and Python's
+collector of cycles.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -52,3 +57,15 @@ def give_back() -> None:
             ctypes.CDLL(None).malloc_trim(0)
         except (AttributeError, OSError):
             return  # another C library
+
+
+@contextmanager
+def collector_at_rest() -> Iterator[None]:
+    """Python's collector of cycles rests within the block: where much is made that lives on, it visits it again and again."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()

@@ -8,6 +8,7 @@ that a live cache has coded, are copied as codes, never encoded again.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -86,7 +87,7 @@ class Store:
         live_codes.check(home.plan, leaves)
         self._state = describe_state(home.plan, leaves) if with_snapshot else None
         self._pinned: list[Slot] = []
-        self._standing: list[Node] = []  # the blocks that were there before, the last one's rows pinned
+        self._standing: Sequence[Node] = ()  # the blocks that were there before, the last one's rows pinned
         wait = tiers.settings.spill_wait if tiers.settings.spill == "wait" else 0.0
         self._deadline = time.monotonic() + wait  # of all waiting of this store
         self._key_at: dict[int, bytes] = {}  # the key before the last block planned
@@ -136,7 +137,8 @@ class Store:
         first = self._limit
         for w, window in enumerate(self._plan.windows):
             first = min([first, *(max(a, window.keep) for a, b in self._held(w) if b > window.keep)])
-        path = self._tiers.tree.walk(self._home.space, self._raw).path[: first // BLOCK]
+        tree = self._tiers.tree
+        path = tree.walk(self._home.space, self._raw, tree.standing(self._standing)).path[: first // BLOCK]
         whole = len(path) - (len(path[-1].tokens) < BLOCK_BYTES if path else 0)
         whole = next((i for i, node in enumerate(path) if node.rows is None), whole)
         self._standing = path[:whole]

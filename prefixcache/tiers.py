@@ -8,7 +8,6 @@ namespace's levels are on SSD only, which waits for that one small file, no long
 
 from __future__ import annotations
 
-import gc
 import logging
 import sys
 import threading
@@ -25,6 +24,7 @@ from prefixcache.image import Image
 from prefixcache.keys import TOKEN_BYTES
 from prefixcache.layers.levels import LEAST_DISTINCT, LEAST_ROWS, LevelSet, distinct, most_bytes, unpack
 from prefixcache.layers.plan import Plan, mask_from, window_key
+from prefixcache.memory import collector_at_rest
 from prefixcache.policies import Doorkeeper
 from prefixcache.settings import Settings
 from prefixcache.ssd import Address, Cancelled, Entry, Namespace, Ssd, SsdError, StatisticsLost
@@ -37,10 +37,8 @@ LEVELS_WAIT = 1.0  # seconds that a store waits for its namespace's levels to be
 _FOREIGN = "statistics {}: they are not of the namespace whose images name them"
 MIRROR_SHARE = 2  # the tree's nodes may take 1/2 of the budget
 QUEUE_SHARE = 4  # spill_queue="auto" is a 4th of the RAM budget
-DOORKEEPER_SHARE, DOORKEEPER_MOST = (
-    4096,
-    16 << 20,
-)  # of the budget, and bytes: for what the SSD was not given at first sight
+DOORKEEPER_SHARE = 4096  # of the budget: for what the SSD was not given at first sight
+DOORKEEPER_MOST = 16 << 20  # and bytes of it
 
 
 class Home(NamedTuple):
@@ -84,13 +82,8 @@ class Tiers:
         The collector of cycles rests meanwhile: what is made here lives on, and visiting it again and again took half of
         the time at 100k blocks.
         """
-        collecting = gc.isenabled()
-        gc.disable()
-        try:
+        with collector_at_rest():
             self._mirror_all(ssd, homes)
-        finally:
-            if collecting:
-                gc.enable()
 
     def _mirror_all(self, ssd: Ssd, homes: Iterable[Home]) -> None:
         self.ssd = ssd

@@ -204,7 +204,6 @@ class Tree:
         self.shared: dict[str, Shared] = {}
         self.touched: dict[Slot, int] = {}  # on SSD, used since the index last heard of it -> hits among those uses
         self.visits = 0  # nodes looked at by walks, for tests of complexity
-        self._walked = Walk(Space(Node(None, None, b"", b""), (), False), [], None, 0, b"")  # the last one
         self.nodes = 0
         self.disk = 0
         self.on_ssd = 0  # slots
@@ -226,8 +225,6 @@ class Tree:
 
         `known`: whole blocks that these tokens begin with and that are there for sure, to go on from.
         """
-        if not known and raw is self._walked.raw and space is self._walked.space:
-            known = self.standing(self._walked.path)  # the same request, a moment later
         path = list(known)
         node = path[-1] if path else space.root
         at, visits, goes_on = node.end * TOKEN_BYTES, 0, raw.startswith
@@ -253,8 +250,7 @@ class Tree:
                 partial, shared = None, 0
             break
         self.visits += visits
-        self._walked = Walk(space, path, partial, shared, raw)
-        return self._walked
+        return Walk(space, path, partial, shared, raw)
 
     def standing(self, path: Sequence[Node]) -> Sequence[Node]:
         """The whole blocks of a path walked earlier, if the last of them is still in the tree, and so those before it."""

@@ -10,8 +10,7 @@ The SSD's writer has its turn after each batch of blocks that a store encodes, a
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +21,7 @@ from prefixcache.image import Blueprint, Image, Meta, Spec
 from prefixcache.keys import canonical, root_key
 from prefixcache.layers.levels import LevelSet
 from prefixcache.layers.plan import Plan
+from prefixcache.memory import collector_at_rest
 from prefixcache.planning.model import ModelState, held_rows
 from prefixcache.planning.outcome import Outcome
 from prefixcache.planning.simulated_ssd import SimulatedImage, SimulatedSsd
@@ -32,7 +32,7 @@ from prefixcache.settings import Settings
 from prefixcache.ssd import Namespace
 from prefixcache.storing import Job, Store
 from prefixcache.tiers import QUEUE_SHARE, Home, Tiers
-from prefixcache.tree import RAM, SSD
+from prefixcache.tree import RAM, SSD, Node, Walk
 
 EVERY = 64  # requests between two calls of `progress`
 MIXER = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / the golden ratio: odd, and products of near numbers stay apart
@@ -88,10 +88,11 @@ class _Known(NamedTuple):
 class SimulatedStore(Store):
     """A store whose live cache is a number of tokens: of a window it holds what is left after the last decoded token."""
 
-    def __init__(self, tiers: Tiers, ssd: SimulatedSsd | None, known: _Known, raw: bytes):
+    def __init__(self, tiers: Tiers, ssd: SimulatedSsd | None, known: _Known, raw: bytes, standing: Sequence[Node]):
         super().__init__(tiers, known.home, raw, [_Leaf()] * len(known.plan.leaves), False)  # type: ignore[list-item]
         self._ssd = ssd
         self._shared = known
+        self._standing = standing  # as the request's own fetch walked it
         self._state = known.sizes.state.snapshot(self._limit) if known.plan.snapshots else None
 
     def _measure(self) -> LevelSet | None:
@@ -163,6 +164,7 @@ class Simulation:
             self.tiers.open_ssd(self.ssd, [home])  # type: ignore[arg-type]
         self.tiers.moved = _Turns(self.ssd)  # type: ignore[assignment]
         self._known = _Known(home, plan, sizes, {})
+        self._walked: Walk | None = None  # by the last fetch
 
     def fetch(self, raw: bytes, leave: int = 1) -> int:
         """Promote and look these tokens (raw int64 bytes) up; how many were hit."""
@@ -174,6 +176,7 @@ class Simulation:
                 promote(tiers, self.ssd, home, raw, asked)  # type: ignore[arg-type]
                 self.ssd.settle()
         found = hit(tiers, raw, [home], asked - leave, asked)
+        self._walked = found.walk if found is not None else None
         if found is None:
             return 0
         tiers.unpin(found.pinned)
@@ -181,7 +184,9 @@ class Simulation:
 
     def store(self, raw: bytes) -> None:
         """Keep what is new of these tokens (raw int64 bytes)."""
-        SimulatedStore(self.tiers, self.ssd, self._known, raw).run()
+        walked, self._walked = self._walked, None
+        standing = walked.path if walked is not None and walked.raw is raw else ()
+        SimulatedStore(self.tiers, self.ssd, self._known, raw, standing).run()
         if self.ssd is not None:
             self.ssd.settle()
 
@@ -212,7 +217,7 @@ def simulate(
     asked, given, read = array("q"), array("q"), array("q")
     first, last = None, 0.0
     prompts = Prompts(block)
-    with _collector_at_rest():
+    with collector_at_rest():
         for number, request in enumerate(requests):
             raw = prompts.raw(request)
             first, last = request.time if first is None else first, request.time
@@ -249,9 +254,8 @@ class Prompts:
     def __init__(self, block: int):
         self._block = block
         self._settled: set[int] = set()
-        self._grown: dict[
-            int, list[tuple[int, int]]
-        ] = {}  # id -> the ids whose tokens it has, and up to which position
+        # id -> the ids whose tokens it has, and up to which position
+        self._grown: dict[int, list[tuple[int, int]]] = {}
 
     def raw(self, request: Request) -> bytes:
         """The request's tokens as raw int64 bytes."""
@@ -295,17 +299,3 @@ def _first_tokens(ids: Iterable[int], block: int) -> np.ndarray:
     """
     mixed = np.array(ids, np.uint64) * MIXER
     return (mixed >> np.uint64(1 + (block - 1).bit_length())).astype(np.int64) * block
-
-
-@contextmanager
-def _collector_at_rest() -> Any:
-    """What a simulation makes lives on, and the collector of cycles would visit it again and again."""
-    import gc
-
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
