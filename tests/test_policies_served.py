@@ -1,4 +1,4 @@
-"""Policies and the SSD's admission in a cache that stores, fetches and promotes: what they are told, what the SSD is given."""
+"""Policies and admission to the SSD in a cache that stores, fetches and promotes: what they are told, what it is given."""
 
 from __future__ import annotations
 
