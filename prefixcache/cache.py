@@ -30,6 +30,7 @@ from prefixcache.finding import Deepest, deepest, hit
 from prefixcache.image import Image
 from prefixcache.keys import TOKEN_BYTES, Tokens, as_model, as_salt, as_tokens, canonical, root_key
 from prefixcache.layers.adapters import allow
+from prefixcache.layers.decoded import Decoded
 from prefixcache.layers.encode import evaluate
 from prefixcache.layers.plan import Plan, read
 from prefixcache.layers.stored import Block, StoredPrompt
@@ -215,15 +216,28 @@ class PrefixCache:
     # -- storing and finding ------------------------------------------------------------------------------------------
 
     def store(
-        self, tokens: Tokens, prompt_cache: list[Any], *, model: str, salt: bytes = b"", label: str = ""
+        self,
+        tokens: Tokens,
+        prompt_cache: list[Any],
+        *,
+        model: str,
+        salt: bytes = b"",
+        label: str = "",
+        write_back: bool = False,
+        since: int = 0,
     ) -> Stored:
         """Keep the state of `tokens`: what is not kept already is encoded here, on this thread.
 
-        `prompt_cache` is mlx-lm's list of layer caches after these tokens; it is read, never changed or kept. When it
+        `prompt_cache` is mlx-lm's list of layer caches after these tokens; it is read, and never kept. When it
         has seen fewer positions than there are tokens, the tokens beyond are left out; when more, what lies beyond
         is. `model` names the weights, `salt` separates tenants. The codes of a `TurboQuantKVCache` are kept as they are;
-        it shares blocks with plain caches of the model. Under `label`, one of a few words of yours, `stats().labels` counts
-        what this call adds.
+        it shares blocks with plain caches of the model. The rows of whole blocks are coded, those of an incomplete last one
+        are kept as they are. Under `label`, one of a few words of yours, `stats().labels` counts what this call adds.
+
+        With `write_back` the rows of whole blocks in `prompt_cache` become what a fetch would give, from token `since` on
+        (those before, which a fetch gave, are left alone). Call it so after each chunk of a prefill, which must end where a
+        block ends: then what is generated on is what is stored, and a hit never changes an answer, with lossy codecs too.
+        Without it `prompt_cache` is not changed.
 
         Raises TypeError or ValueError for bad tokens, model or salt, and `CacheError` (a ValueError) for a prompt cache
         that can't be kept: a batch, a class that isn't known, an attribute that isn't plain data, codes of another codec.
@@ -231,6 +245,7 @@ class PrefixCache:
         self._check_open()
         began = time.monotonic()
         ids, model, salt = as_tokens(tokens), as_model(model), as_salt(salt)
+        since = _whole(since, "store: since", "tokens")
         if not isinstance(label, str):
             raise TypeError(f"label={label!r}: give a word")
         if not len(ids):
@@ -246,7 +261,9 @@ class PrefixCache:
         raw = ids[:limit].tobytes()
         if self._recorder is not None:
             self._recorder.store(self._record_root(model, salt), raw)
-        store = Store(self._tiers, home, raw, reading.leaves, bool(home.plan.snapshots) and agreed, sys.intern(label))
+        back = Decoded(since) if write_back and not home.plan.lossless else None
+        with_snapshot = bool(home.plan.snapshots) and agreed
+        store = Store(self._tiers, home, raw, reading.leaves, with_snapshot, sys.intern(label), back)
         stored = Stored(*store.run(), tuple(home.plan.raw))
         self._tiers.counters.durations.store.observe(time.monotonic() - began)
         return stored
@@ -330,14 +347,11 @@ class PrefixCache:
                 if n.start < depth and n.rows is not None
             ]
             state: Image | None = next((s.image for s in pinned if s.kind == "snapshot"), None)
-            images = [image for block in blocks for image in (block.rows, block.window) if image is not None]
-            levels = {i.statistics: tree.shared[i.statistics].value for i in images if i.statistics}
-            current = self._tiers.current_levels(home)
             if len(tree.touched) > 8192 or time.monotonic() > self._told + TELL:
                 self._told = time.monotonic()
                 self._tiers.persist_recency()
         try:
-            return StoredPrompt(home.plan, depth, blocks, state, levels, current), pinned
+            return StoredPrompt(home.plan, depth, blocks, state), pinned
         except BaseException:
             self._tiers.unpin(pinned)
             raise

@@ -14,7 +14,6 @@ from typing import NamedTuple
 from prefixcache.budget import Reservation
 from prefixcache.image import Image
 from prefixcache.keys import TOKEN_BYTES
-from prefixcache.layers.levels import LevelSet
 from prefixcache.ssd import Corrupt, Ssd
 from prefixcache.tiers import Home, Tiers
 from prefixcache.tree import BLOCK, RAM, SSD, Slot
@@ -46,19 +45,9 @@ def promote(tiers: Tiers, ssd: Ssd, home: Home, raw: bytes, limit: int) -> int:
         pinned = tree.pin(tree.serving(walk, boundary))
         tree.touch(pinned)  # or each eviction would first look at all that is here of it
         before = tree.reach(walk, RAM, limit)
-    held: dict[str, LevelSet | None] = {"": None}
     try:
-        coming = [slot for slot in reversed(pinned) if slot.image is None]
-        for i, slot in enumerate(coming):
-            if slot.needs not in held:
-                held[slot.needs] = tiers.load_levels(home, slot.needs)
-            if slot.needs and held[slot.needs] is None:  # it and what comes after are of no use now
-                coming = coming[:i]
-                break
-        _bring(tiers, ssd, coming, before)
+        _bring(tiers, ssd, [slot for slot in reversed(pinned) if slot.image is None], before)
     finally:
-        for levels in held.values():
-            tiers.let_go(levels)
         with tiers.lock:
             tiers.unpin(pinned)  # tails that grew meanwhile leave
             walk = tree.walk(home.space, raw, tree.standing(walk.path))
@@ -141,9 +130,7 @@ def _end(tiers: Tiers, reading: Reading, whole: bool, before: int) -> bool:
             return whole and slot.image is not None
         slot.loading = None
         with reservation:
-            if (
-                image.statistics != slot.needs or not sound
-            ):  # the index has no checksum, and that of a file is no signature
+            if not sound:  # the index has no checksum, and that of a file is no signature
                 tiers.counters.corrupt += 1
                 tiers.discard(slot)
             elif slot.disk and slot.image is None:

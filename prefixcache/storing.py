@@ -14,14 +14,15 @@ from typing import NamedTuple
 import numpy as np
 
 from prefixcache.budget import Reservation
+from prefixcache.codecs import RawRows
 from prefixcache.codecs.interchange import name_of
 from prefixcache.image import Blueprint, Draft, Image, Meta, Spec
 from prefixcache.keys import BLOCK, TOKEN_BYTES, canonical, chain
-from prefixcache.layers import live_codes
+from prefixcache.layers import levels, live_codes
 from prefixcache.layers.adapters import Leaf
-from prefixcache.layers.encode import Target, describe_state, encode, write_state
-from prefixcache.layers.levels import LevelSet, measure_all
-from prefixcache.layers.live_codes import BlockLevels, all_coded, differing
+from prefixcache.layers.decoded import Decoded
+from prefixcache.layers.encode import Target, describe_state, encode, encode_stored, write_state
+from prefixcache.layers.live_codes import all_coded, differing
 from prefixcache.layers.plan import Section, extra_of, held_mask, mask_from, mask_of, runs_of, window_key
 from prefixcache.tiers import Home, Tiers
 from prefixcache.tree import BLOCK_BYTES, NODE_BYTES, RAM, SSD, Node, Slot
@@ -32,13 +33,14 @@ BATCH = 16  # blocks planned, encoded and published at once
 class Source(NamedTuple):
     """Rows taken over as codes: the first `tokens` of a block whose images are these (a window's with its mask).
 
-    Codes keep the levels that they were made with, so the image that takes them over is made with the same.
+    Codes keep the levels that they were made with, so the image that takes them over has the same.
     """
 
     tokens: int
     rows: Image | None
     window: Image | None
     mask: tuple[int, ...]
+    known: int = 0  # tokens whose rows stand there, taken over or not
 
 
 NOTHING = Source(0, None, None, ())
@@ -55,7 +57,7 @@ class Job(NamedTuple):
     key: bytes
     blueprint: Blueprint
     source: Source
-    levels: LevelSet | None = None
+    coded: bool = True  # as a whole block's rows are; else as a tail's
     mask: tuple[int, ...] = ()
     encoded: tuple[int, ...] = ()  # of a window: for each window of the namespace, the tokens to encode
 
@@ -79,7 +81,17 @@ class Outcome(NamedTuple):
 class Store:
     """One store of `limit` tokens (raw int64 bytes) of a live prompt cache whose leaves are evaluated."""
 
-    def __init__(self, tiers: Tiers, home: Home, raw: bytes, leaves: list[Leaf], with_snapshot: bool, label: str = ""):
+    def __init__(
+        self,
+        tiers: Tiers,
+        home: Home,
+        raw: bytes,
+        leaves: list[Leaf],
+        with_snapshot: bool,
+        label: str = "",
+        back: Decoded | None = None,
+    ):
+        """`back` gets what a fetch would give of whole blocks; it is put into the live cache at the end."""
         self._tiers, self._home, self._plan, self._leaves = tiers, home, home.plan, leaves
         self._raw = raw
         self._label = label
@@ -87,22 +99,18 @@ class Store:
         live_codes.check(home.plan, leaves)
         self._state = describe_state(home.plan, leaves) if with_snapshot else None
         self._pinned: list[Slot] = []
+        self._known_blocks: list[Node] = []  # whole ones whose rows are to be decoded into the live cache
         self._standing: Sequence[Node] = ()  # the blocks that were there before, the last one's rows pinned
         wait = tiers.settings.spill_wait if tiers.settings.spill == "wait" else 0.0
         self._deadline = time.monotonic() + wait  # of all waiting of this store
         self._key_at: dict[int, bytes] = {}  # the key before the last block planned
-        self._levels: LevelSet | None = None  # what new rows are encoded with
-        self._of_codes: list[BlockLevels] = []  # what rows that live caches have coded already need
-        self._adopted: dict[str, LevelSet] = {}
+        self._back = back
+        # Rows that live caches have coded are left so, a tail's too: to decode them would be to code them twice.
+        self._has_codes = all_coded([self._plan.rows], leaves) and any(leaf.codes is not None for leaf in leaves)
 
     def run(self) -> Outcome:
         new_tokens, new_bytes, whole = 0, 0, False
-        if not all_coded([self._plan.rows, *self._plan.windowed], self._leaves):
-            self._levels = self._tiers.levels_for(self._home, self._raw, self._measure)
         try:
-            if any(leaf.codes is not None for leaf in self._leaves):
-                root = self._home.row.root
-                self._of_codes = live_codes.block_levels(root, self._plan, self._leaves, self._limit, self._levels)
             with self._tiers.lock:
                 parent = self._skip_known()
             at = parent.end
@@ -121,14 +129,37 @@ class Store:
                     kept = kept and published
                 if not kept:
                     break
+            if self._back is not None:
+                self._decode_known(self._back)
+                self._back.apply(self._leaves)
         finally:
-            for levels in (self._levels, *self._adopted.values()):
-                self._tiers.let_go(levels)
             depth = self._finish(new_tokens, new_bytes)
         return Outcome(depth, new_tokens, new_bytes, self._state is not None and depth == self._limit)
 
-    def _measure(self) -> LevelSet | None:
-        return measure_all(self._home.row.root, self._plan, self._leaves, self._limit)
+    def _decode_known(self, back: Decoded) -> None:
+        """Blocks that stood already: others computed them, or this cache did before it was asked for."""
+        for node in self._known_blocks:
+            if node.rows is not None and node.rows.image is not None:
+                self._decode_rows(back, node.start, node.rows.image.tensors())
+            if node.window is not None and node.window.image is not None:
+                self._decode_window(back, node.start, node.window.image.tensors(), node.window.mask)
+
+    def _decode_rows(self, back: Decoded, start: int, tensors: dict[str, np.ndarray], count: int = BLOCK) -> None:
+        for group in self._plan.rows.groups:
+            if not isinstance(group.codec, RawRows):
+                for member in group.members:
+                    if self._leaves[member.leaf].codes is None:
+                        back.decode_rows(group, member, start, slice(0, count), tensors, self._plan.sink_tokens)
+
+    def _decode_window(self, back: Decoded, start: int, tensors: dict[str, np.ndarray], mask: tuple[int, ...]) -> None:
+        for w, section in enumerate(self._plan.windowed):
+            here = held_mask(self._held(w), start, self._plan.windows[w].keep, self._limit)
+            for first, last in runs_of(mask[w] & here):
+                at = (mask[w] & mask_of(0, first)).bit_count()
+                for group in section.groups:
+                    if not isinstance(group.codec, RawRows):
+                        for member in group.members:
+                            back.decode_rows(group, member, start + first, slice(at, at + last - first), tensors)
 
     # -- planning, under the lock -------------------------------------------------------------------------------------
 
@@ -142,6 +173,11 @@ class Store:
         whole = len(path) - (len(path[-1].tokens) < BLOCK_BYTES if path else 0)
         whole = next((i for i, node in enumerate(path) if node.rows is None), whole)
         self._standing = path[:whole]
+        if self._back is not None:
+            since = self._back.since
+            self._known_blocks += [node for node in self._standing if node.end > since]
+            for node in self._known_blocks:
+                self._pin(node.rows, node.window)
         parent = self._standing[-1] if whole else self._home.space.root
         if parent.parent is not None:
             self._key_at = {parent.start: parent.parent.key, parent.end: parent.key}
@@ -149,9 +185,7 @@ class Store:
         return parent
 
     def _next_jobs(self, parent: Node, at: int) -> tuple[list[Job], Node, int, bool]:
-        """Jobs for the next blocks from token `at`, below `parent`: the jobs, where to go on, and whether that was
-        all: the prompt ends, or RAM has no room for the levels of the next block.
-        """
+        """Jobs for the next blocks from token `at`, below `parent`: the jobs, where to go on, and whether that was all."""
         jobs: list[Job] = []
         expected: Node | None = parent  # None once blocks are new
         key = parent.key
@@ -161,13 +195,14 @@ class Store:
                 break
             node, source = self._known(expected, tokens) if expected is not None else (None, NOTHING)
             if node is None or node.rows is None:
-                if not self._adopt(at):
-                    return jobs, parent, at, True
                 jobs.append(self._rows_job(parent, node, at, tokens, key, source))
                 own = jobs[-1].key
             else:
                 self._pin(node.rows)
                 own = node.key
+                if self._back is not None and len(node.tokens) == BLOCK_BYTES and node.end <= self._limit:
+                    self._pin(node.window)
+                    self._known_blocks.append(node)
             if (window := self._window_job(parent, node, at, tokens, key, source)) is not None:
                 jobs.append(window)
             at += len(tokens) // TOKEN_BYTES
@@ -195,56 +230,40 @@ class Store:
             return None, NOTHING
         if shared * TOKEN_BYTES == len(tokens):
             return nearest, NOTHING
+        coded = self._is_coded(tokens)
         if nearest.rows.image is None:
-            if not self._has_codes(parent.end, len(tokens) // TOKEN_BYTES):
+            # A tail on SSD has its rows as they are; the live cache, too.
+            if coded and len(nearest.tokens) == BLOCK_BYTES and not self._has_codes:
                 self._tiers.counters.recoded_tokens += shared
             return None, NOTHING
+        whole = len(nearest.tokens) == BLOCK_BYTES
+        same = (whole or self._plan.is_coded(nearest.rows.image.tensors())) == coded or self._plan.lossless
+        rows = nearest.rows if same else None
         window = nearest.window if nearest.window is not None and nearest.window.image is not None else None
-        self._pin(nearest.rows, window)
+        self._pin(rows, window)
         mask = tuple(m & mask_of(0, shared) for m in window.mask) if window is not None else ()
-        return None, Source(shared, nearest.rows.image, window.image if window is not None else None, mask)
+        images = (rows.image if rows is not None else None, window.image if window is not None else None)
+        return None, Source(shared if rows is not None else 0, *images, mask, shared)
+
+    def _is_coded(self, tokens: bytes) -> bool:
+        """Whether a block's rows are coded: once it is whole, or where a live cache has coded them."""
+        return len(tokens) == BLOCK_BYTES or self._has_codes
 
     def _rows_job(self, parent: Node, node: Node | None, start: int, tokens: bytes, key: bytes, source: Source) -> Job:
-        own, count = chain(key, tokens), len(tokens) // TOKEN_BYTES
-        levels, source = self._levels_and_source(start, count, source)
-        blueprint = self._blueprint("rows", own, key, start, self._plan.rows_specs(start, count), levels)
-        return Job("rows", parent, node, start, tokens, own, blueprint, source, levels)
+        own, count, coded = chain(key, tokens), len(tokens) // TOKEN_BYTES, self._is_coded(tokens)
+        if self._has_codes and source.rows is not None:
+            source = self._own_codes_first(start, count, source)
+        blueprint = self._blueprint("rows", own, key, start, self._plan.rows_specs(start, count, coded))
+        return Job("rows", parent, node, start, tokens, own, blueprint, source, coded)
 
-    def _levels_and_source(self, start: int, count: int, source: Source) -> tuple[LevelSet | None, Source]:
-        """The levels of a block's rows: those that its source's codes have, or its own where there is no source.
-
-        A source whose levels are others than those of live codes is left aside, if these are there of all rows: they go in
-        as they are.
-        """
-        levels = self._own_levels(start) if source.rows is None else self._tiers.level_set(source.rows.statistics)
-        if self._of_codes:
-            apart = differing(self._plan, self._leaves, start + source.tokens, start + count, levels)
-            if apart and source.rows is not None and self._has_codes(start, count):
-                levels, source = self._own_levels(start), source._replace(tokens=0, rows=None)
-                apart = differing(self._plan, self._leaves, start, start + count, levels)
-            self._tiers.counters.recoded_tokens += apart
-        return levels, source
-
-    def _own_levels(self, start: int) -> LevelSet | None:
-        """What rows of the block that begins at `start` are coded with, where they are not copied from another."""
-        if not self._of_codes:
-            return self._levels
-        own = [levels for first, levels in self._of_codes if first <= start]
-        return own[-1] if own else self._levels
-
-    def _has_codes(self, start: int, count: int) -> bool:
-        """Whether live caches have codes of all that a rows image would be encoded for."""
-        return all_coded([section for section, _ in self._plan.in_rows(start, count)], self._leaves)
-
-    def _adopt(self, start: int) -> bool:
-        """Hold the levels of live codes of the block that begins at `start`. False where RAM has no room for them."""
-        own = self._own_levels(start)
-        if own is None or own is self._levels or own.name in self._adopted:
-            return True
-        held = self._tiers.adopt_levels(self._home, self._raw, own, self._deadline - time.monotonic())
-        if held is not None:
-            self._adopted[own.name] = held
-        return held is not None
+    def _own_codes_first(self, start: int, count: int, source: Source) -> Source:
+        """A source whose levels are others than those of live codes is left aside: these go in as they are."""
+        assert source.rows is not None
+        tensors = source.rows.tensors()
+        wanted = [levels.read(group, tensors) for group in self._plan.rows.groups]
+        if differing(self._plan, self._leaves, start + source.tokens, start + count, wanted):
+            return source._replace(tokens=0, rows=None, known=0)
+        return source
 
     def _window_job(
         self, parent: Node, node: Node | None, start: int, tokens: bytes, key: bytes, source: Source
@@ -270,12 +289,12 @@ class Store:
         mask = tuple(m | h for m, h in zip(before, held, strict=True))
         if not any(mask):
             return None
-        own = window_key(block_key, mask)
-        levels = self._levels if source.window is None else self._tiers.level_set(source.window.statistics)
-        specs = self._plan.window_specs(mask)
-        blueprint = self._blueprint("window", own, block_key, start, specs, levels, extra_of(mask))
+        own, coded = window_key(block_key, mask), len(block_tokens) == BLOCK_BYTES
+        blueprint = self._blueprint(
+            "window", own, block_key, start, self._plan.window_specs(mask, coded), extra_of(mask)
+        )
         new = tuple(h & ~m for m, h in zip(before, held, strict=True))
-        return Job("window", parent, node, start, block_tokens, own, blueprint, source, levels, mask, new)
+        return Job("window", parent, node, start, block_tokens, own, blueprint, source, coded, mask, new)
 
     def _snapshot_job(self, parent: Node) -> list[Job]:
         """The state at the end, unless it is kept already. It hangs on the last whole block before the boundary."""
@@ -291,7 +310,7 @@ class Store:
         dtypes = [name_of(array.dtype) for array in self._state.arrays]
         extra = canonical({"state": self._state.described, "dtypes": dtypes})
         specs = [*self._state.specs(), Spec("tokens", "I64", (len(suffix) // TOKEN_BYTES,))]
-        blueprint = self._blueprint("snapshot", own, key, above, specs, None, extra)
+        blueprint = self._blueprint("snapshot", own, key, above, specs, extra)
         return [Job("snapshot", parent, None, above, suffix, own, blueprint, NOTHING)]
 
     def _blueprint(
@@ -301,12 +320,11 @@ class Store:
         parent: bytes,
         start: int,
         specs: list[Spec],
-        levels: LevelSet | None,
         extra: str = "{}",
     ) -> Blueprint:
         row = self._home.row
         named = (key.hex(), parent.hex(), row.root.hex(), row.model, row.codec, row.layout)
-        meta = Meta(kind, *named, start, levels.name if levels is not None else "", extra)
+        meta = Meta(kind, *named, start, extra=extra)
         return Blueprint(meta, specs)
 
     def _held(self, window: int) -> tuple[tuple[int, int], ...]:
@@ -336,51 +354,77 @@ class Store:
 
     def _make(self, jobs: list[Job]) -> list[Image]:
         drafts = [job.blueprint.draft() for job in jobs]
-        sections = (self._plan.rows, *self._plan.kept, self._plan.sinks, *self._plan.windowed)
+        plan = self._plan
+        sections = (plan.rows, plan.tails, *plan.kept, plan.sinks, *plan.windowed, *plan.window_tails)
         targets: dict[int, tuple[Section, list[Target]]] = {id(section): (section, []) for section in sections}
         for job, draft in zip(jobs, drafts, strict=True):
             if job.kind == "snapshot":
                 assert self._state is not None
                 write_state(self._state, draft.tensors)
             if job.kind == "window":
-                for w, section in enumerate(self._plan.windowed):
-                    self._fill_window(job, draft, w, targets[id(section)][1])
+                for w, section in enumerate(plan.in_window(job.coded)):
+                    self._fill_window(job, draft, w, section, targets[id(section)][1])
                 continue
             draft.tensors["tokens"][:] = np.frombuffer(job.tokens, "<i8")
             if job.kind == "rows":
                 count = len(job.tokens) // TOKEN_BYTES
-                for section, tokens in self._plan.in_rows(job.start, count):
+                for section, tokens in plan.in_rows(job.start, count, job.coded):
                     self._fill_rows(job, draft, section, tokens, targets[id(section)][1])
         for section, own in targets.values():
-            encode(section, self._leaves, own)
+            encode(section, self._leaves, own, self._back)
         return [draft.seal() for draft in drafts]
 
-    @staticmethod
-    def _fill_rows(job: Job, draft: Draft, section: Section, count: int, targets: list[Target]) -> None:
+    def _fill_rows(self, job: Job, draft: Draft, section: Section, count: int, targets: list[Target]) -> None:
         """Codes from the source, and a target for what is to be encoded."""
         copied = min(job.source.tokens, count)
         if copied and job.source.rows is not None:
-            source = job.source.rows.tensors()
-            for group in section.groups:
-                for name in group.names:
-                    draft.tensors[name][:copied] = source[name][:copied]
+            self._take_over(section, job.source.rows.tensors(), draft, [(slice(copied), slice(copied))])
+            if self._back is not None and section is self._plan.rows and len(job.tokens) == BLOCK_BYTES:
+                self._decode_rows(self._back, job.start, draft.tensors, copied)
         if copied < count:
-            targets.append(Target(job.start + copied, job.start + count, draft.tensors, copied, job.levels))
+            raw = self._plan.sink_tokens if section is self._plan.rows else 0
+            whole = len(job.tokens) == BLOCK_BYTES
+            first, last = job.start + copied, job.start + count
+            targets.append(Target(first, last, draft.tensors, copied, copied > 0, self._plan.sink_tokens, raw, whole))
 
-    def _fill_window(self, job: Job, draft: Draft, w: int, targets: list[Target]) -> None:
+    def _fill_window(self, job: Job, draft: Draft, w: int, section: Section, targets: list[Target]) -> None:
         mask, new = job.mask[w], job.encoded[w]
+        settled = False
         if job.source.window is not None:
-            source, old = job.source.window.tensors(), mask & ~new
-            stored = mask_from(job.source.window.header()[0].extra)[w]
-            for first, last in runs_of(old):
-                into = (mask & mask_of(0, first)).bit_count()
-                out = (stored & mask_of(0, first)).bit_count()
-                for group in self._plan.windowed[w].groups:
-                    for name in group.names:
-                        draft.tensors[name][into : into + last - first] = source[name][out : out + last - first]
+            self._take_over_window(job, draft, w, section)
+            settled = bool(mask & ~new)
+        whole = len(job.tokens) == BLOCK_BYTES
         for first, last in runs_of(new):
             into = (mask & mask_of(0, first)).bit_count()
-            targets.append(Target(job.start + first, job.start + last, draft.tensors, into, job.levels))
+            start, end = job.start + first, job.start + last
+            targets.append(Target(start, end, draft.tensors, into, settled, self._plan.sink_tokens, 0, whole))
+            settled = True
+
+    def _take_over_window(self, job: Job, draft: Draft, w: int, section: Section) -> None:
+        """The rows of an older window of the block; those of a tail's are coded when the block is whole."""
+        assert job.source.window is not None
+        mask, source = job.mask[w], job.source.window.tensors()
+        old, stored = mask & ~job.encoded[w], mask_from(job.source.window.header()[0].extra)[w]
+        pairs = []
+        for first, last in runs_of(old):
+            into, out = (mask & mask_of(0, first)).bit_count(), (stored & mask_of(0, first)).bit_count()
+            pairs.append((slice(into, into + last - first), slice(out, out + last - first)))
+        if all(name in source for group in section.groups for name in group.names):
+            self._take_over(section, source, draft, pairs)
+        elif pairs:
+            encode_stored(section, self._plan.window_tails[w], source, draft.tensors, pairs)
+
+    @staticmethod
+    def _take_over(
+        section: Section, source: dict[str, np.ndarray], draft: Draft, pairs: list[tuple[slice, slice]]
+    ) -> None:
+        """Codes as they are, into and out of these rows, and with them their levels."""
+        for group in section.groups if pairs else ():
+            for name in group.names:
+                for into, out in pairs:
+                    draft.tensors[name][into] = source[name][out]
+            for name in filter(None, (group.mean, group.root)):
+                draft.tensors[name][...] = source[name]
 
     # -- publishing, under the lock -----------------------------------------------------------------------------------
 
@@ -402,8 +446,6 @@ class Store:
                 node = made.get(job.start + len(job.tokens) // TOKEN_BYTES, job.known)
             if node is None or not _stands(tree.slots, node):
                 return tokens, nbytes, last, False  # removed meanwhile
-            if image.statistics and image.statistics not in tree.shared:
-                return tokens, nbytes, last, False  # so were the codes that it took over, and their levels
             if job.kind == "rows":
                 assert node.end == job.start
                 node = tree.grow(node, job.tokens, reservation, job.key, self._label)
@@ -415,7 +457,7 @@ class Store:
             if self._enter(job, node, image, reservation):
                 nbytes += image.nbytes
                 if job.kind == "rows":
-                    tokens += len(job.tokens) // TOKEN_BYTES - job.source.tokens
+                    tokens += len(job.tokens) // TOKEN_BYTES - job.source.known
                     self._tiers.settle_twins(node)
         return tokens, nbytes, last, True
 
@@ -424,14 +466,12 @@ class Store:
         tiers = self._tiers
         slot = Slot(job.kind, node, job.key, image.nbytes, job.tokens if job.kind == "snapshot" else b"", job.mask)
         slot.checksum, slot.created, slot.tick = image.checksum, time.time(), tiers.tree.clock
-        slot.needs = image.statistics
         older, old = None, node.window if job.kind == "window" else None
         if old is not None and old.key != job.key:
-            with tiers.holding(slot.needs):  # the window that goes may be the last that needs them
-                older = tiers.supersede(old)
-                if not tiers.tree.attach(slot, reservation):
-                    return False
-                tiers.tree.enter(slot, RAM, image=image, reservation=reservation)
+            older = tiers.supersede(old)
+            if not tiers.tree.attach(slot, reservation):
+                return False
+            tiers.tree.enter(slot, RAM, image=image, reservation=reservation)
         elif tiers.tree.attach(slot, reservation):
             tiers.tree.enter(slot, RAM, image=image, reservation=reservation)
         else:

@@ -2,39 +2,30 @@
 
 `Tiers` owns the tree, the budget and the SSD, and moves images between them: a store asks it for room, a promotion for
 images. What an image means is not known here, and nothing here runs MLX. Nothing on the request path waits for the
-disk, unless the setting `spill="wait"` says so, and then no longer than `spill_wait`; and but for a store whose
-namespace's levels are on SSD only, which waits for that one small file, no longer than `LEVELS_WAIT`.
+disk, unless the setting `spill="wait"` says so, and then no longer than `spill_wait`.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import CancelledError
-from concurrent.futures import TimeoutError as FuturesTimeout
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from prefixcache.budget import Budget, Reservation
 from prefixcache.image import Image
-from prefixcache.keys import TOKEN_BYTES
-from prefixcache.layers.levels import LEAST_DISTINCT, LEAST_ROWS, LevelSet, distinct, most_bytes, unpack
 from prefixcache.layers.plan import Plan, mask_from, window_key
 from prefixcache.memory import collector_at_rest
 from prefixcache.policies import Doorkeeper
 from prefixcache.settings import Settings
-from prefixcache.ssd import Address, Cancelled, Entry, Namespace, Ssd, SsdError, StatisticsLost
+from prefixcache.ssd import Address, Cancelled, Entry, Namespace, Ssd
 from prefixcache.stats import Counters
 from prefixcache.tree import BLOCK_BYTES, NODE_BYTES, RAM, SSD, Node, Slot, Space, Tree
 
 log = logging.getLogger("prefixcache")
 
-LEVELS_WAIT = 1.0  # seconds that a store waits for its namespace's levels to be read
-_FOREIGN = "statistics {}: they are not of the namespace whose images name them"
 MIRROR_SHARE = 2  # the tree's nodes may take 1/2 of the budget
 QUEUE_SHARE = 4  # spill_queue="auto" is a 4th of the RAM budget
 DOORKEEPER_SHARE = 4096  # of the budget: for what the SSD was not given at first sight
@@ -65,7 +56,6 @@ class Tiers:
         self.through = settings.ram == 0  # nothing stays in RAM once it is durable
         self._unlisted: deque[Entry] = deque()  # on SSD, not in the tree for want of RAM; coldest first
         self._superseded: dict[Slot, Entry] = {}  # files of windows that grew; go when the new one is durable
-        self._current: dict[bytes, str] = {}  # by root key: the levels that new rows are coded with
         self._ahead = 0  # bytes that entered RAM since the last spill ahead
         self._doorkeeper: Doorkeeper | None = None
         if settings.ssd_admission == "second":
@@ -157,8 +147,6 @@ class Tiers:
         suffix = entry.tokens if entry.kind == "snapshot" else b""
         slot = Slot(entry.kind, node, entry.key, entry.nbytes, suffix, mask)
         slot.checksum, slot.tick, slot.hits, slot.created = entry.checksum, entry.used, entry.hits, entry.created
-        if entry.statistics:
-            slot.needs = self._current[entry.namespace] = sys.intern(entry.statistics)
         try:
             if not self.tree.attach(slot, reservation):
                 return False
@@ -316,142 +304,6 @@ class Tiers:
                 self.discard(slot)
             return kept
 
-    # -- levels -------------------------------------------------------------------------------------------------------
-
-    def levels_for(self, home: Home, raw: bytes, measure: Callable[[], LevelSet | None]) -> LevelSet | None:
-        """What a store of these tokens (raw int64 bytes) encodes new rows with; the caller lets go of it afterwards.
-
-        The namespace's levels; where it has none, and there are enough tokens that are not all alike, those that `measure`
-        gives: the first to bring some wins. None where the codec wants none, RAM has no room for them, or they could not be
-        read in time.
-        """
-        root, limit = home.row.root, len(raw) // TOKEN_BYTES
-        if not home.plan.levelled:
-            return None
-        with self.lock:
-            name = self._current.get(root, "")
-            if name not in self.tree.shared:
-                if self.ssd is None:  # they left with the last image that needed them: nothing is lost by others
-                    name = ""
-                known = self.tree.reach(self.tree.walk(home.space, raw), SSD, limit) == limit
-                if known and not home.plan.windows:
-                    return None
-        if name:
-            found = self.load_levels(home, name, LEVELS_WAIT)
-            if found is not None or self._current.get(root) == name:
-                return found  # or none for now: a second set would part the namespace's rows in two
-        if not _fit(raw):
-            return None
-        wait = self.settings.spill_wait if self.settings.spill == "wait" else 0.0
-        reservation = self.reserve(most_bytes(home.plan), wait)
-        if reservation is None:
-            return None
-        with reservation:
-            measured = measure()
-            with self.lock:
-                current = self._current.get(root, "")
-                if current in self.tree.shared:
-                    return self._hold(current)
-                if measured is None:
-                    return None
-                self._current[root] = measured.name
-                return self._hold(measured.name, measured, reservation)
-
-    def adopt_levels(self, home: Home, raw: bytes, levels: LevelSet, wait: float = 0) -> LevelSet | None:
-        """Levels that the live cache of these tokens (raw int64 bytes) has codes of, held until they are let go.
-
-        They become the namespace's current ones where it has none, if the tokens are fit to measure levels from. None
-        where RAM has no room for them.
-        """
-        root = home.row.root
-        with self.lock:
-            if levels.name in self.tree.shared:
-                held = self._hold(levels.name)
-            else:
-                reservation = self.reserve(levels.nbytes, wait)
-                if reservation is None:
-                    return None
-                with reservation:
-                    held = self._hold(levels.name, levels, reservation)
-            name = self._current.get(root, "")
-            lost = self.ssd is None and name not in self.tree.shared
-            if (not name or lost) and _fit(raw):
-                self._current[root] = levels.name
-            return held
-
-    def current_levels(self, home: Home) -> LevelSet | None:
-        """What new rows of a namespace are coded with, where RAM has it; call it under the lock."""
-        name = self._current.get(home.row.root, "")
-        return self.tree.shared[name].value if name in self.tree.shared else None
-
-    def load_levels(self, home: Home, name: str, wait: float | None = None) -> LevelSet | None:
-        """The levels of this name, held until they are let go; read from the SSD, for at most `wait` seconds, where RAM
-        has them not. None when they can't be had.
-        """
-        with self.lock:
-            if name in self.tree.shared:
-                if self.tree.shared[name].value.root == home.row.root:
-                    return self._hold(name)
-                self._forsake(home, name, StatisticsLost(_FOREIGN.format(name)))
-                return None
-            if self.ssd is None:
-                return None
-        reservation = self.reserve(most_bytes(home.plan), drop=False)
-        if reservation is None:
-            return None
-        with reservation:
-            reading = self.ssd.read_statistics(name)
-            try:
-                levels = unpack(name, reading.result(wait), home.row.root, home.plan)
-                if levels is None:
-                    raise StatisticsLost(_FOREIGN.format(name))
-            except StatisticsLost as error:
-                self._forsake(home, name, error)
-                return None
-            except (OSError, SsdError, FuturesTimeout, CancelledError):
-                reading.cancel()
-                return None
-            with self.lock:
-                return self._hold(name, levels, reservation)
-
-    def _forsake(self, home: Home, name: str, error: StatisticsLost) -> None:
-        """Images whose levels are lost can't be decoded: they leave, so that a store makes them anew."""
-        root = home.row.root
-        with self.lock:
-            if self._current.get(root) == name:
-                del self._current[root]
-            own = [slot for slot in self.tree.slots.values() if slot.needs == name and slot.image is None]
-            lost = [slot for slot in own if _root_of(slot).key == root]
-            for slot in lost:
-                self.counters.corrupt += 1
-                self.discard(slot)
-        if lost:  # else they were never written, and their images are gone
-            log.warning("%s; %d images that need them were deleted", error, len(lost))
-
-    def _hold(self, name: str, levels: LevelSet | None = None, reservation: Reservation | None = None) -> LevelSet:
-        held: LevelSet = self.tree.share(name, levels.nbytes if levels else 0, levels, reservation)
-        return held
-
-    def let_go(self, levels: LevelSet | None) -> None:
-        if levels is not None:
-            with self.lock:
-                if levels.name in self.tree.shared:  # else the cache was closed meanwhile
-                    self.tree.unshare(levels.name)
-
-    @contextmanager
-    def holding(self, name: str) -> Iterator[None]:
-        """Levels that are in RAM stay there within the block; call it under the lock. "" is the name of none."""
-        if name:
-            self._hold(name)
-        try:
-            yield
-        finally:
-            self.tree.unshare(name)
-
-    def level_set(self, name: str) -> LevelSet | None:
-        """The levels of an image that is in RAM; call it under the lock."""
-        return self.tree.shared[name].value if name else None
-
     # -- RAM to SSD ---------------------------------------------------------------------------------------------------
 
     def spill(self, slot: Slot) -> bool:
@@ -486,8 +338,7 @@ class Tiers:
         if not self._room_on_ssd(ssd.footprint(slot.nbytes), slot, wanted):
             return False
         home = self.homes[_root_of(slot).key]
-        levels = self.level_set(slot.needs)
-        if not ssd.write(self.entry_of(slot), home.row, slot.image, levels.data if levels is not None else b""):
+        if not ssd.write(self.entry_of(slot), home.row, slot.image):
             return False
         self.tree.save(slot)
         return True
@@ -533,7 +384,7 @@ class Tiers:
         if slot.kind == "window" and image is not None:
             extra = image.header()[0].extra
         return Entry(slot.kind, slot.key, _root_of(slot).key, above, start, tokens, slot.nbytes, checksum,
-                     slot.disk, slot.tick, slot.created, slot.hits, extra, slot.needs)  # fmt: skip
+                     slot.disk, slot.tick, slot.created, slot.hits, extra)  # fmt: skip
 
     def written(self, entry: Entry, error: Exception | None) -> None:
         """The writer's word on an image: durable and indexed, or not. On the writer's thread."""
@@ -694,7 +545,6 @@ class Tiers:
         self._unlisted.clear()
         for slot in list(self.tree.slots.values()):
             self.discard(slot)
-        self._current.clear()
         for older in self._superseded.values():
             assert self.ssd is not None
             self.ssd.delete([older])
@@ -705,7 +555,6 @@ class Tiers:
         for root, home in list(self.homes.items()):
             if not home.space.root.kids and not home.space.root.snapshots:
                 del self.homes[root], self.tree.spaces[root]
-                self._current.pop(root, None)
 
     def release(self) -> None:
         """RAM is given back; the SSD keeps what it has."""
@@ -736,11 +585,6 @@ class Tiers:
             self._shrink(False)
         if self.ssd is not None and self.ssd.used > self.ssd.limit:
             self._room_on_ssd(0)
-
-
-def _fit(raw: bytes) -> bool:
-    """Whether levels may be measured from the rows of these tokens: enough, and not all alike."""
-    return len(raw) // TOKEN_BYTES >= LEAST_ROWS and distinct(raw) >= LEAST_DISTINCT
 
 
 def _root_of(slot: Slot) -> Node:

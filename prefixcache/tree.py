@@ -57,7 +57,7 @@ class Slot:
     """One image's place: what is known of it, in RAM (`image`) and on SSD (`disk` bytes, 0 for none)."""
 
     __slots__ = (
-        "checksum", "created", "disk", "hits", "image", "key", "kind", "loading", "mask", "nbytes", "needs", "node",
+        "checksum", "created", "disk", "hits", "image", "key", "kind", "loading", "mask", "nbytes", "node",
         "pins", "saving", "spare", "suffix", "tick",
     )  # fmt: skip
 
@@ -67,7 +67,6 @@ class Slot:
         self.key = key
         self.nbytes = nbytes
         self.suffix = suffix  # of a snapshot: the tokens between its node's end and its boundary
-        self.needs = ""  # the name of what its image can't be read without, shared with others; see `Tree.share`
         self.mask = mask  # of a window: for each window of the space, the tokens whose rows it has, a bit each
         self.image: Any = None
         self.disk = 0
@@ -130,17 +129,6 @@ class Node:
                 yield slot
 
 
-class Shared:
-    """What several images in RAM can't be read without. `users`: those images, and callers that hold on to it."""
-
-    __slots__ = ("nbytes", "users", "value")
-
-    def __init__(self, value: Any, nbytes: int):
-        self.value = value
-        self.nbytes = nbytes
-        self.users = 0
-
-
 class Space(NamedTuple):
     """A namespace's tree: its root (whose key is the root key) and what a boundary needs beside rows."""
 
@@ -201,7 +189,6 @@ class Tree:
         self.order: tuple[Order, Order] = (rule.make(fixed), rule.make(fixed))
         self.slot_bytes = SLOT_BYTES + rule.slot_bytes  # of RAM a slot, beside its image and its suffix
         self.clock = 0
-        self.shared: dict[str, Shared] = {}
         self.touched: dict[Slot, int] = {}  # on SSD, used since the index last heard of it -> hits among those uses
         self.visits = 0  # nodes looked at by walks, for tests of complexity
         self.nodes = 0
@@ -541,10 +528,7 @@ class Tree:
         """An attached slot's image is now in RAM (paid from `reservation`) or on SSD (`disk` bytes)."""
         if tier == RAM:
             assert reservation is not None
-            needed = self.shared[slot.needs] if slot.needs else None
             reservation.spend(images=slot.nbytes)
-            if needed is not None:
-                needed.users += 1
             slot.image = image
             self.ram_by_label[slot.node.label] += slot.nbytes
             self.order[RAM].add(slot)
@@ -624,29 +608,6 @@ class Tree:
         slot.image = None
         self.ram_by_label[slot.node.label] -= slot.nbytes
         self.budget.free_image(slot.nbytes)
-        self.unshare(slot.needs)
-
-    def share(self, name: str, nbytes: int, value: Any, reservation: Reservation | None) -> Any:
-        """Something that images in RAM need, counted once: what is there by that name, else `value`.
-
-        It stays as long as an image that `needs` it is in RAM, or a caller of this has not called `unshare`.
-        """
-        if name not in self.shared:
-            assert reservation is not None
-            reservation.spend(images=nbytes)
-            self.shared[name] = Shared(value, nbytes)
-        self.shared[name].users += 1
-        return self.shared[name].value
-
-    def unshare(self, name: str) -> None:
-        """One user less; "" is the name of nothing."""
-        if not name:
-            return
-        shared = self.shared[name]
-        shared.users -= 1
-        if not shared.users:
-            self.budget.free_image(shared.nbytes)
-            del self.shared[name]
 
     def prune(self, node: Node | None) -> None:
         """Take a node that holds nothing out of the tree, and those above that held only it."""
@@ -731,8 +692,7 @@ class Tree:
         """AssertionError when an invariant does not hold. Visits every node."""
         nodes = slots = cost = disk = 0
         parting = [slot for waiting in self.parting.values() for slot in waiting]
-        images = sum(slot.nbytes for slot in parting) + sum(shared.nbytes for shared in self.shared.values())
-        users = Counter(slot.needs for slot in parting)
+        images = sum(slot.nbytes for slot in parting)
         leaves, by_label = Counter[str](), Counter[str]()
         for slot in parting:
             by_label[slot.node.label] += slot.nbytes
@@ -760,7 +720,6 @@ class Tree:
                 assert slot.pins >= 0
                 images += slot.nbytes if slot.image is not None else 0
                 by_label[node.label] += slot.nbytes if slot.image is not None else 0
-                users[slot.needs] += slot.image is not None
                 disk += slot.disk
                 for tier in TIERS:
                     if slot.within(tier):
@@ -784,8 +743,6 @@ class Tree:
         for order in self.order:
             order.check_integrity()
         assert self.touched.keys() <= within[SSD]
-        assert all(users[name] <= shared.users > 0 for name, shared in self.shared.items())
-        assert all(name in self.shared for name, count in users.items() if name and count)
         self.budget.check_integrity()
         held_now = self.budget.held()
         assert held_now.images == images, (held_now, images)

@@ -35,6 +35,7 @@ class AffineRows:
     group_size: int
 
     levelled: ClassVar[bool] = False
+    centred: ClassVar[bool] = False
 
     @property
     def planes(self) -> tuple[Plane, ...]:
@@ -64,6 +65,10 @@ class AffineRows:
         for rows, planes, _ in batch:
             for plane, coded in zip(planes, self.encode(bring_in(rows, self.dtype)), strict=True):
                 plane[...] = coded
+
+    def encode_and_decode(self, rows: mx.array, levels: Levels | None = None) -> tuple[list[Array], mx.array]:
+        planes = self.encode(rows)
+        return planes, self.decode(planes, rows.shape[0])
 
     def decode(self, planes: Sequence[Array], capacity: int, levels: Levels | None = None) -> mx.array:
         """[codes, scales, biases], each (tokens, heads, ...) -> (heads, capacity, width), zero from row `tokens` on."""

@@ -75,7 +75,12 @@ class RowCodec(Protocol):
 
     @property
     def levelled(self) -> bool:
-        """Whether rows are encoded with levels, where the namespace has them."""
+        """Whether rows are encoded with levels."""
+        ...
+
+    @property
+    def centred(self) -> bool:
+        """Whether levels have a mean."""
         ...
 
     def encode(self, rows: mx.array, levels: Levels | None = None) -> list[Array]:
@@ -84,6 +89,10 @@ class RowCodec(Protocol):
 
     def encode_all(self, batch: Sequence[Encoding]) -> None:
         """On the CPU, each of the batch."""
+        ...
+
+    def encode_and_decode(self, rows: mx.array, levels: Levels | None = None) -> tuple[list[Array], mx.array]:
+        """`encode`, and what `decode` gives of it: (heads, tokens, width), lazy; the codes don't leave the device for it."""
         ...
 
     def decode(self, planes: Sequence[Array], capacity: int, levels: Levels | None = None) -> mx.array:

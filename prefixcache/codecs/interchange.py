@@ -93,6 +93,13 @@ def bring_in(array: Array, dtype: str) -> mx.array:
     return mx.array(np.asarray(array, order="C").view(carrier)).view(kind.mlx)
 
 
+def as_float32(rows: Array, dtype: str) -> Array:
+    """Rows of a float dtype, bf16 as uint16, as float32."""
+    if dtype == "bfloat16":
+        return (rows.astype(np.uint32) << 16).view(np.float32)
+    return rows.astype(np.float32, copy=False)
+
+
 def on_cpu() -> bool:
     """Whether MLX's default device is the CPU."""
     return bool(mx.default_device() == mx.Device(mx.cpu))

@@ -1,26 +1,29 @@
-"""Levelling: each channel of a head is centred and brought nearer to the others before its row is rotated.
+"""Levelling: each channel of a head is brought nearer to the others before its row is rotated.
 
 A key channel with a huge constant (Qwen2's k_proj bias) or a large spread would otherwise own the row: rotation spreads
-it over every value, and the code is spent on what all keys have in common. The statistics are taken once per namespace
-from the first rows stored, so they cost no bits a value; they are kept as a file named by its content. Here is what they
-are and how they are measured; where they are kept `prefixcache.layers.levels` says.
+it over every value, and the code is spent on what all keys have in common. The levels are those of the rows that are
+coded together, a block's, and stand beside their codes: keys after RoPE have other means at every position, and text
+differs. Here is what they are, how they are measured, and the numbers that they are kept in; `layers` decides of which rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import mlx.core as mx
 import numpy as np
 
-from .interchange import Array
+from .interchange import Array, borrow, on_cpu
 
-LEAST_ROWS = 256  # fewer give a mean too rough to subtract
-MOST_ROWS = 2048  # more give nothing
-MOST_ROOT = 2.0**30  # beyond it float32 itself would leave nothing of the smaller channels
+LEAST_ROWS = 64  # fewer give a mean and spreads too rough to code by
 FAR = 16.0  # times the median of the rows' squared sizes, in deviations: such rows don't count
-ROUNDS = 3
 FLOOR = 0.1  # of the head's median spread: a channel that hardly moved may yet
+STEPS = 16  # of a root, to each factor of two
+MOST_STEPS = 255
+
+ROOTS = (2.0 ** (np.arange(MOST_STEPS + 1) / STEPS)).astype(np.float32)  # what a kept root, uint8, stands for
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,44 +45,100 @@ class Levels:
         """The levels of some of the heads."""
         return Levels(self.mean[first : first + heads], self.root[first : first + heads])
 
+    @classmethod
+    def joined(cls, several: Sequence[Levels]) -> Levels:
+        """One after the other, by heads."""
+        if len(several) == 1:
+            return several[0]
+        return cls(np.concatenate([own.mean for own in several]), np.concatenate([own.root for own in several]))
 
-def measure(rows: Array) -> Levels | None:
-    """Levels of float32 rows (tokens, heads, width). None from fewer than 256 rows that are finite, or too large to add.
+    @property
+    def kept(self) -> tuple[Array, Array]:
+        """The numbers that they are kept in: mean as bf16's bits, uint16, and root in steps of 2**(1/16), uint8."""
+        return _bf16(self.mean), np.rint(np.log2(self.root.astype(np.float64)) * STEPS).astype(np.uint8)
 
-    mean is the channel's; root is sqrt(s / smallest s), s the channel's mean absolute deviation, at least `FLOOR` of the
-    median of its head's. Dividing by sqrt(s), half-way to equal channels, is what leaves the least squared error after
-    the way back: the error is white in between, so channel c's is root_c**2 times the mean of (s / root)**2.
+    @classmethod
+    def from_kept(cls, mean: Array | None, root: Array) -> Levels:
+        """The inverse of `kept`; without a mean it is zero."""
+        spread = ROOTS[root]
+        return cls(_float32(mean) if mean is not None else np.zeros_like(spread), spread)
 
-    Rows far larger than most of their head's, as those of a prompt's first tokens often are, don't count: one of 256 that
-    is a hundred times as large would move the mean by four tenths of a deviation, for all prompts to come.
+
+def neutral(heads: int, width: int) -> Levels:
+    """Levels that give the very codes that rows have without any."""
+    return Levels(np.zeros((heads, width), np.float32), np.ones((heads, width), np.float32))
+
+
+def measure(rows: Array | mx.array, centred: bool) -> Levels:
+    """Levels of float32 rows (tokens, heads, width), as they can be kept: neutral from fewer than 64 rows, and for a head
+    that holds what is no finite number.
+
+    mean is the channel's where rows are `centred`, else 0; root is sqrt(s / smallest s), s the channel's mean absolute
+    deviation from it, at least `FLOOR` of the median of its head's. Dividing by sqrt(s), half-way to equal channels, is what
+    leaves the least squared error after the way back: the error is white in between, so channel c's is root_c**2 times the
+    mean of (s / root)**2. Rows far larger than most of their head's don't count.
     """
-    rows = rows[np.isfinite(rows).all(axis=(1, 2))]
-    if len(rows) < LEAST_ROWS:
-        return None
-    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        mean, spread = _mean_and_spread(rows, None)
-        for _ in range(ROUNDS):
-            size = np.square((rows - mean) / np.where(spread > 0, spread, 1)).mean(2)  # (tokens, heads)
-            usual = size <= FAR * np.median(size, axis=0)
-            if usual.all():
-                break
-            mean, spread = _mean_and_spread(rows, usual)
-    if not (np.isfinite(mean).all() and np.isfinite(spread).all()):
-        return None
+    tokens, heads, width = rows.shape
+    if tokens < LEAST_ROWS:
+        return neutral(heads, width)
+    if isinstance(rows, mx.array) and not on_cpu():
+        mean, spread = _measure_there(rows, centred)
+    else:
+        mean, spread = _measure_here(borrow(rows) if isinstance(rows, mx.array) else rows, centred)
     spread = np.maximum(spread, FLOOR * np.median(spread, axis=1, keepdims=True))
-    least = spread.min(axis=1, keepdims=True).astype(np.float64)
-    root = np.sqrt(np.divide(spread, least, out=np.ones_like(spread, np.float64), where=least > 0))
-    return Levels(mean, np.minimum(root, MOST_ROOT).astype(np.float32))
+    finite = np.isfinite(mean).all(axis=1, keepdims=True) & np.isfinite(spread).all(axis=1, keepdims=True)
+    least = spread.min(axis=1, keepdims=True)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        steps = np.rint(np.log2(spread / least) * (STEPS / 2))
+    root = np.where(finite & (least > 0), np.clip(steps, 0, MOST_STEPS), 0).astype(np.uint8)
+    return Levels.from_kept(_bf16(np.where(finite, mean, 0)) if centred else None, root)
 
 
-def _mean_and_spread(rows: Array, usual: Array | None) -> tuple[Array, Array]:
-    """Mean and mean absolute deviation by head and channel, of all rows or the `usual` ones (tokens, heads)."""
-    if usual is None:
-        mean = rows.mean(0)
-        apart = rows - mean
-        return mean, np.abs(apart, out=apart).mean(0)
-    count = usual.sum(0)[:, None].astype(np.float32)
-    chosen = usual[..., None]
-    mean = np.where(chosen, rows, 0).sum(0) / count
-    apart = np.where(chosen, rows - mean, 0)
-    return mean, np.abs(apart, out=apart).sum(0) / count
+def _measure_here(rows: Array, centred: bool) -> tuple[Array, Array]:
+    """Mean and mean absolute deviation by head and channel, (heads, width); not finite for a head that has no usual row."""
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        mean, spread = _mean_and_spread(rows, centred)
+        size = np.square((rows - mean) / np.where(spread > 0, spread, 1)).mean(2)  # (tokens, heads)
+        usual = size <= FAR * np.median(size, axis=0)
+        for head in np.flatnonzero(~usual.all(axis=0)):
+            own = rows[:, head : head + 1]
+            finite = np.isfinite(own).all(axis=(1, 2))
+            if not finite.all():  # nothing was learned of which are far
+                if finite.sum() < LEAST_ROWS:
+                    mean[head] = np.nan
+                else:
+                    (mean[head],), (spread[head],) = _measure_here(own[finite], centred)
+            else:
+                (mean[head],), (spread[head],) = _mean_and_spread(own[usual[:, head]], centred)
+    return mean, spread
+
+
+def _mean_and_spread(rows: Array, centred: bool) -> tuple[Array, Array]:
+    mean = rows.mean(0) if centred else np.zeros(rows.shape[1:], np.float32)
+    return mean, np.abs(rows - mean if centred else rows).mean(0)
+
+
+def _measure_there(rows: mx.array, centred: bool) -> tuple[Array, Array]:
+    """The same on MLX's device, in a pass for all heads."""
+    usual = mx.all(mx.isfinite(rows), axis=2, keepdims=True)
+    enough = mx.sum(usual, axis=0) >= LEAST_ROWS
+    for _ in range(2):  # of all finite rows, then without those that are far
+        count = mx.maximum(mx.sum(usual, axis=0), 1)
+        mean = mx.sum(mx.where(usual, rows, 0), axis=0) / count if centred else mx.zeros(rows.shape[1:])
+        apart = mx.where(usual, mx.abs(rows - mean), 0)
+        spread = mx.sum(apart, axis=0) / count
+        size = mx.mean(mx.square(apart / mx.where(spread > 0, spread, 1)), axis=2, keepdims=True)
+        usual = usual & (size <= FAR * mx.sort(size, axis=0)[size.shape[0] // 2])
+    mean = mx.where(enough, mean, mx.nan)
+    mx.eval(mean, spread)
+    return np.array(borrow(mean)), np.array(borrow(spread))
+
+
+def _bf16(values: Array) -> Array:
+    """float32 -> the bits of the nearest bf16, ties to even, uint16."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def _float32(bits: Array) -> Array:
+    return (np.asarray(bits).astype(np.uint32) << 16).view(np.float32)

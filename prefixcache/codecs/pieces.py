@@ -76,30 +76,49 @@ def _on_the_cpu(pieces: list[Piece], heads: int, capacity: int, width: int, dtyp
 
 
 def _launched(pieces: list[Piece], heads: int, capacity: int, width: int, dtype: str) -> mx.array:
-    """One launch for each run of pieces that are coded alike; most streams are one run."""
+    """One launch for each run of pieces that are coded alike; most streams are a few runs."""
     parts: list[mx.array] = []
     end = 0
     runs = _runs(pieces)
     for run in runs:
         if run[0].at > end:
             parts.append(mx.zeros((heads, run[0].at - end, width), element(dtype).mlx))
-        rows = (run[-1].end if run is not runs[-1] else capacity) - run[0].at
-        joined = [np.concatenate([piece.planes[p] for piece in run]) for p in range(len(run[0].planes))]
-        parts.append(run[0].codec.decode(joined, rows, run[0].levels))
+        rows = (run[-1].end if run is not runs[-1] or run[0].levels is not None else capacity) - run[0].at
+        parts.append(_decode_run(run, heads, rows, width))
         end = run[0].at + rows
     if not parts:
         return mx.zeros((heads, capacity, width), element(dtype).mlx)
+    if end < capacity:
+        parts.append(mx.zeros((heads, capacity - end, width), element(dtype).mlx))
     made = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
     # Begun at once: the GPU works while the next stream's codes are gathered, and MLX can use the memory of these again.
     mx.async_eval(made)
     return made
 
 
+def _decode_run(run: list[Piece], heads: int, rows: int, width: int) -> mx.array:
+    """Pieces that follow each other -> (heads, rows, width). To a kernel, pieces with levels of their own are more heads."""
+    codec, levels = run[0].codec, [piece.levels for piece in run if piece.levels is not None]
+    if not levels:
+        joined = [np.concatenate([piece.planes[p] for piece in run]) for p in range(len(run[0].planes))]
+        return codec.decode(joined, rows, None)
+    tokens = run[0].tokens
+    joined = [np.concatenate([piece.planes[p] for piece in run], axis=1) for p in range(len(run[0].planes))]
+    decoded = codec.decode(joined, tokens, Levels.joined(levels))
+    if len(run) == 1:
+        return decoded
+    return mx.swapaxes(decoded.reshape(len(run), heads, tokens, width), 0, 1).reshape(heads, rows, width)
+
+
 def _runs(pieces: list[Piece]) -> list[list[Piece]]:
+    """Pieces of one codec that follow each other; where they have levels, of equally many tokens."""
     runs: list[list[Piece]] = []
     for piece in pieces:
         last = runs[-1][-1] if runs else None
-        if last is not None and (last.codec, last.end) == (piece.codec, piece.at) and last.levels is piece.levels:
+        alike = last is not None and (last.codec, last.end) == (piece.codec, piece.at)
+        if alike and last is not None and piece.levels is not None:
+            alike = last.levels is not None and last.tokens == piece.tokens
+        if alike and last is not None and (last.levels is None) == (piece.levels is None):
             runs[-1].append(piece)
         else:
             runs.append([piece])

@@ -28,6 +28,7 @@ class RawRows:
     dtype: str
 
     levelled: ClassVar[bool] = False
+    centred: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         element(self.dtype)
@@ -45,6 +46,9 @@ class RawRows:
         """Copies."""
         for rows, (kept,), _ in batch:
             kept[...] = rows
+
+    def encode_and_decode(self, rows: mx.array, levels: Levels | None = None) -> tuple[list[Array], mx.array]:
+        return self.encode(rows), mx.swapaxes(rows, 0, 1)
 
     def decode(self, planes: Sequence[Array], capacity: int, levels: Levels | None = None) -> mx.array:
         """[(tokens, heads, width)] -> (heads, capacity, width) of `dtype`, zero from row `tokens` on."""

@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from . import turboquant_backends
+from . import turboquant_backends, turboquant_gpu
 from .base import Decoding, Encoding, Plane, RowCodec, Stream
 from .codebook import CODEBOOKS
 from .interchange import FLOATS, Array, borrow, bring_in, check_capacity, check_rows, element, on_cpu
@@ -46,6 +46,7 @@ class TurboQuantRows:
     bits: int
     seed: int = 0
     levelled: bool = False
+    centred: bool = False
 
     def __post_init__(self) -> None:
         _check_bits("bits", self.bits)
@@ -77,6 +78,18 @@ class TurboQuantRows:
         """Rows, bf16 as uint16 -> into codes uint32 (tokens, heads, words), scale uint16 (tokens, heads)."""
         turboquant_backends.encode_all(batch, self.dtype, self.form)
 
+    def encode_and_decode(self, rows: mx.array, levels: Levels | None = None) -> tuple[list[Array], mx.array]:
+        """`encode`, and (heads, tokens, width) that `decode` gives of it."""
+        check_rows(rows, self.width, self.dtype)
+        back_end = turboquant_backends.device(self.form)
+        if not rows.size or on_cpu() or back_end is not turboquant_gpu:
+            planes = self.encode(rows, levels)
+            return planes, self.decode(planes, rows.shape[0], levels)
+        codes, scales = turboquant_gpu.encode_arrays(rows, self.form, levels)
+        decoded = turboquant_gpu.decode_arrays(codes, scales, rows.shape[0], self.dtype, self.form, levels)
+        mx.eval(codes, scales, decoded)
+        return [borrow(codes), borrow(scales)], decoded
+
     def decode(self, planes: Sequence[Array], capacity: int, levels: Levels | None = None) -> mx.array:
         """[codes (tokens, heads, words), scale (tokens, heads)] -> (heads, capacity, width), zero from `tokens` on."""
         codes, scales = planes
@@ -101,9 +114,9 @@ class TurboQuantRows:
 class TurboQuant:
     """TurboQuant (arXiv 2504.19874, the variant for mean squared error): `key_bits` and `value_bits` a value.
 
-    Bits are 1, 2, 3, 4 or 8. `levelling` (False: the paper's plain form) centres and evens out each head's channels by
-    statistics of the first 256 rows or more that a namespace stores. The first and last `fp16_layers` layers, and of
-    layers that keep every token the first `sink_tokens` (at most 256) tokens, stay as they are. `layers` says otherwise
+    Bits are 1, 2, 3, 4 or 8. `levelling` (False: the paper's plain form) evens out each head's channels, and centres those of
+    keys, by the rows of each block. The first and last `fp16_layers` layers stay as they are, and of layers that keep every
+    token the first `sink_tokens` (at most 256), which most heads attend to whatever they say. `layers` says otherwise
     for single layers: {7: 8, -1: (8, 4), 0: None} is 8 bits for layer 7, 8 and 4 for keys and values of the last, the
     first as it is; a number that a model has no layer for changes nothing there. `seed` (0 to 2**63 - 1) chooses the
     rotation's signs.
@@ -117,7 +130,7 @@ class TurboQuant:
     value_bits: int = 4
     levelling: bool = True
     fp16_layers: int = 0
-    sink_tokens: int = 0
+    sink_tokens: int = 4
     layers: Mapping[int, int | tuple[int, int] | None] = field(default_factory=dict)
     seed: int = 0
     raw_latents: bool = True
@@ -144,7 +157,7 @@ class TurboQuant:
     def spec(self) -> dict[str, Any]:
         chosen = {field.name: getattr(self, field.name) for field in fields(self)}
         chosen["layers"] = {str(i): None if bits is None else list(_pair(bits)) for i, bits in self.layers.items()}
-        return {"name": "turboquant", "version": 1, **chosen}
+        return {"name": "turboquant", "version": 2, **chosen}
 
     def row_codec(self, stream: Stream) -> RowCodec:
         bits = self._bits(stream.layer, stream.layers)
@@ -152,8 +165,10 @@ class TurboQuant:
             return RawRows(stream.width, stream.dtype)
         if self.raw_latents and _is_latent(stream):
             return RawRows(stream.width, stream.dtype)
+        # Of values the first tokens' are almost zero and much attended to: centred, they would be minus the mean, and err.
+        centred = self.levelling and stream.part == "keys"
         own = bits[0] if stream.part == "keys" else bits[1]
-        return TurboQuantRows(stream.width, stream.dtype, own, self.seed, self.levelling)
+        return TurboQuantRows(stream.width, stream.dtype, own, self.seed, self.levelling, centred)
 
     def _bits(self, layer: int, layers: int) -> tuple[int, int] | None:
         """Of keys and values of a layer; None where it stays as it is."""
@@ -169,7 +184,7 @@ class TurboQuant:
         said = [f"turboquant k{self.key_bits} v{self.value_bits}"]
         said += ["plain"] * (not self.levelling)
         said += [f"fp16 layers {self.fp16_layers}"] * (self.fp16_layers > 0)
-        said += [f"sinks {self.sink_tokens}"] * (self.sink_tokens > 0)
+        said += [f"sinks {self.sink_tokens}"] * (self.sink_tokens != 4)
         for layer, bits in self.layers.items():
             said.append(f"layer {layer} raw" if bits is None else "layer {} k{} v{}".format(layer, *_pair(bits)))
         said += [f"seed {self.seed}"] * (self.seed > 0)

@@ -11,22 +11,31 @@ import numpy as np
 
 from prefixcache.codecs import RawRows
 from prefixcache.codecs.base import Encoding
-from prefixcache.codecs.interchange import borrow, element, name_of, on_cpu
+from prefixcache.codecs.interchange import as_float32, borrow, element, name_of, on_cpu
+from prefixcache.codecs.levelling import Levels, measure, neutral
 from prefixcache.image import Spec
+from prefixcache.layers import levels
 from prefixcache.layers.adapters import CacheError, Leaf, LiveCodes
-from prefixcache.layers.levels import LevelSet
-from prefixcache.layers.live_codes import levels_of, same
+from prefixcache.layers.decoded import Decoded
+from prefixcache.layers.live_codes import same
 from prefixcache.layers.plan import Group, Member, Plan, Section
 
 
 class Target(NamedTuple):
-    """Tokens `first` to `last` (not included) of the sequence go to rows `at` and on of `tensors`, coded with `levels`."""
+    """Tokens `first` to `last` (not included) of the sequence go to rows `at` and on of `tensors`.
+
+    `settled`: the levels in `tensors` are those of rows that are there already; else they are measured here, from token
+    `sinks` on. `whole`: rows of a whole block, which a fetch gives as they are decoded, but for the tokens before `raw`.
+    """
 
     first: int
     last: int
     tensors: dict[str, np.ndarray]
     at: int
-    levels: LevelSet | None = None
+    settled: bool = False
+    sinks: int = 0
+    raw: int = 0
+    whole: bool = False
 
 
 def evaluate(leaves: Iterable[Leaf]) -> None:
@@ -36,86 +45,223 @@ def evaluate(leaves: Iterable[Leaf]) -> None:
     mx.eval([(leaf.codes.codes, leaf.codes.scales) for leaf in leaves if leaf.codes is not None])
 
 
-def encode(section: Section, leaves: list[Leaf], targets: list[Target]) -> None:
-    """Encode the targets' tokens of every stream in the section.
+def encode(section: Section, leaves: list[Leaf], targets: list[Target], back: Decoded | None = None) -> None:
+    """Encode the targets' tokens of every stream in the section; `back` gets what a fetch would give of them.
 
-    On a GPU: one launch for each group of equal streams, and of targets with equal levels. On the CPU there is no launch
-    to save, and every stretch of rows goes from the live cache to its place by itself. What a live cache has coded already
-    is copied.
+    On a GPU: one launch for each group of equal streams, and of targets with equally many tokens. On the CPU there is no
+    launch to save, and every stretch of rows goes from the live cache to its place by itself. What a live cache has coded
+    already is copied.
     """
     here = on_cpu()
     for group in section.groups if targets else ():
+        wanted = _levels_of(group, leaves, targets, here)
         members = group.members
         if not isinstance(group.codec, RawRows):
             for member in members:
                 if (codes := leaves[member.leaf].codes) is not None:
-                    _copy(group, member, codes, targets)
+                    _copy(group, member, codes, targets, wanted)
             members = tuple(member for member in members if leaves[member.leaf].codes is None)
         if here or isinstance(group.codec, RawRows):
-            _encode_here(group, members, leaves, targets)
+            _encode_here(group, members, leaves, targets, wanted, back)
             continue
         # All members stand next to each other in the tensor, some need not.
         for some in [members] if members == group.members else [(member,) for member in members]:
-            for level_set in {id(target.levels): target.levels for target in targets}.values():
-                own = [target for target in targets if target.levels is level_set]
-                _launch(group, some, leaves, own, level_set)
+            for own in _of_equal_length(targets):
+                _launch(group, some, leaves, [targets[i] for i in own], [wanted[i] for i in own], back)
 
 
-def _copy(group: Group, member: Member, codes: LiveCodes, targets: list[Target]) -> None:
+def _of_equal_length(targets: list[Target]) -> list[list[int]]:
+    """The targets' numbers, by how many tokens they have."""
+    by_length: dict[int, list[int]] = {}
+    for i, target in enumerate(targets):
+        by_length.setdefault(target.last - target.first, []).append(i)
+    return list(by_length.values())
+
+
+def encode_stored(
+    section: Section,
+    tails: Section,
+    source: dict[str, np.ndarray],
+    tensors: dict[str, np.ndarray],
+    pairs: list[tuple[slice, slice]],
+) -> None:
+    """Rows that an image of `tails` has as they are -> `tensors` of a section of the same streams, into and out of these."""
+    raw = {(member.leaf, member.stream): (group, member) for group in tails.groups for member in group.members}
+    for group in section.groups:
+        parts = []
+        for member in group.members:
+            own, of = raw[member.leaf, member.stream]
+            heads = slice(of.head, of.head + of.heads)
+            parts.append(np.concatenate([source[own.names[0]][out, heads] for _, out in pairs]))
+        rows = np.concatenate(parts, axis=1)
+        of_all = None
+        if group.root:
+            of_all = measure(as_float32(rows, group.codec.dtype), group.codec.centred)
+            levels.write(group, tensors, of_all)
+        at = 0
+        for into, _ in pairs:
+            count = into.stop - into.start
+            planes = tuple(tensors[name][into] for name in group.names)
+            group.codec.encode_all([Encoding(rows[at : at + count], planes, of_all)])
+            at += count
+
+
+def _levels_of(group: Group, leaves: list[Leaf], targets: list[Target], here: bool) -> list[Levels | None]:
+    """The levels of each target's rows, all heads of the group, which are in its tensors from here on."""
+    if not group.root:
+        return [None] * len(targets)
+    fresh = [target for target in targets if not target.settled]
+    if fresh:
+        for target, own in zip(fresh, _fresh_levels(group, leaves, fresh, here), strict=True):
+            levels.write(group, target.tensors, own)
+    return [levels.read(group, target.tensors) for target in targets]
+
+
+def _fresh_levels(group: Group, leaves: list[Leaf], targets: list[Target], here: bool) -> list[Levels]:
+    """Of live codes those that they have, of all other rows by measuring them."""
+    plain = [member for member in group.members if leaves[member.leaf].codes is None]
+    measured: dict[int, Levels] = {}
+    ranges = [target._replace(first=_measured_from(target)) for target in targets]
+    for own in _of_equal_length(ranges) if plain else ():
+        measured |= zip(own, _measure(group, plain, leaves, [ranges[i] for i in own], here), strict=True)
+    found = []
+    for i, target in enumerate(targets):
+        at, parts = 0, []
+        for member in group.members:
+            codes = leaves[member.leaf].codes
+            if codes is not None:
+                known = getattr(codes.pair_at(target.first), member.stream)
+                parts.append(known if known is not None else neutral(member.heads, group.codec.width))
+            else:
+                parts.append(measured[i].of(at, member.heads))
+                at += member.heads
+        found.append(Levels.joined(parts))
+    return found
+
+
+def _measured_from(target: Target) -> int:
+    return min(max(target.first, target.sinks), target.last)
+
+
+def _measure(
+    group: Group, members: list[Member], leaves: list[Leaf], targets: list[Target], here: bool
+) -> list[Levels]:
+    """Of targets of equally many tokens, by the rows of these members."""
+    count = targets[0].last - targets[0].first
+    if not here:
+        rows = mx.concatenate([_rows(leaves[m.leaf], m.stream, targets) for m in members], axis=1)
+        whole = measure(_side_by_side(rows, len(targets), count).astype(mx.float32), group.codec.centred)
+        heads = rows.shape[1]
+        return [whole.of(i * heads, heads) for i in range(len(targets))]
+    made = []
+    for target in targets:
+        parts = []
+        for member in members:
+            (rows,) = borrow(leaves[member.leaf].arrays[member.stream])
+            parts.append(rows[:, leaves[member.leaf].where(target.first, target.last)].swapaxes(0, 1))
+        made.append(measure(as_float32(np.concatenate(parts, axis=1), group.codec.dtype), group.codec.centred))
+    return made
+
+
+def _side_by_side(rows: mx.array, targets: int, tokens: int) -> mx.array:
+    """(targets x tokens, heads, width) -> (tokens, targets x heads, width): to a kernel a target's rows are more heads."""
+    _, heads, width = rows.shape
+    if targets == 1:
+        return rows
+    return mx.swapaxes(rows.reshape(targets, tokens, heads, width), 0, 1).reshape(tokens, targets * heads, width)
+
+
+def _copy(group: Group, member: Member, codes: LiveCodes, targets: list[Target], wanted: list[Levels | None]) -> None:
     """One live cache's codes, as they are: but those made with other levels than their target's are made anew."""
     planes, heads = codes.planes(member.stream), slice(member.head, member.head + member.heads)
-    for target in targets:
-        wanted = levels_of(target.levels, group, member)
+    for target, whole in zip(targets, wanted, strict=True):
+        of_target = levels.of_member(whole, member)
         for first, last, pair in codes.stretches(target.first, target.last):
             own = [plane[first:last] for plane in planes]
-            levels = getattr(pair, member.stream)
-            if not same(levels, wanted):
-                rows = group.codec.decode([np.ascontiguousarray(plane) for plane in own], last - first, levels)
-                own = group.codec.encode(mx.swapaxes(rows, 0, 1), wanted)
+            of_codes = getattr(pair, member.stream)
+            if not same(of_codes, of_target):
+                rows = group.codec.decode([np.ascontiguousarray(plane) for plane in own], last - first, of_codes)
+                own = group.codec.encode(mx.swapaxes(rows, 0, 1), of_target)
             at = target.at + first - target.first
             for name, plane in zip(group.names, own, strict=True):
                 target.tensors[name][at : at + last - first, heads] = plane
 
 
-def _encode_here(group: Group, members: Iterable[Member], leaves: list[Leaf], targets: list[Target]) -> None:
+def _encode_here(
+    group: Group,
+    members: Iterable[Member],
+    leaves: list[Leaf],
+    targets: list[Target],
+    wanted: list[Levels | None],
+    back: Decoded | None,
+) -> None:
     batch = []
     for member in members:
         (rows,) = borrow(leaves[member.leaf].arrays[member.stream])
         own = slice(member.head, member.head + member.heads)
-        for target in targets:
+        for target, whole in zip(targets, wanted, strict=True):
             where = leaves[member.leaf].where(target.first, target.last)
             into = slice(target.at, target.at + target.last - target.first)
             planes = tuple(target.tensors[name][into, own] for name in group.names)
-            levels = levels_of(target.levels, group, member)
-            batch.append(Encoding(rows[:, where].swapaxes(0, 1), planes, levels))
+            batch.append(Encoding(rows[:, where].swapaxes(0, 1), planes, levels.of_member(whole, member)))
     group.codec.encode_all(batch)
+    if back is not None and not isinstance(group.codec, RawRows):
+        for member in members:
+            for target in targets:
+                rows_of = slice(target.at, target.at + target.last - target.first)
+                if target.whole:
+                    back.decode_rows(group, member, target.first, rows_of, target.tensors, target.raw)
 
 
 def _launch(
-    group: Group, members: tuple[Member, ...], leaves: list[Leaf], targets: list[Target], level_set: LevelSet | None
+    group: Group,
+    members: tuple[Member, ...],
+    leaves: list[Leaf],
+    targets: list[Target],
+    wanted: list[Levels | None],
+    back: Decoded | None,
 ) -> None:
-    """Encode these members, whose heads are next to each other: all of the group, or one."""
+    """Encode targets of equally many tokens, of members whose heads are next to each other: all of the group, or one."""
     rows = mx.concatenate([_rows(leaves[m.leaf], m.stream, targets) for m in members], axis=1)
-    whole = level_set.of(group) if level_set is not None else None
-    levels = whole if members == group.members else levels_of(level_set, group, members[0])
-    heads = slice(members[0].head, members[-1].head + members[-1].heads)
-    at, planes = 0, group.codec.encode(rows, levels)
-    for target in targets:
-        count = target.last - target.first
-        for name, plane in zip(group.names, planes, strict=True):
-            target.tensors[name][target.at : target.at + count, heads] = plane[at : at + count]
-        at += count
+    first, count = members[0].head, targets[0].last - targets[0].first
+    heads = members[-1].head + members[-1].heads - first
+    own = [whole.of(first, heads) for whole in wanted if whole is not None]
+    rows, of_all = _side_by_side(rows, len(targets), count), Levels.joined(own) if own else None
+    if back is not None and all(target.whole for target in targets):
+        planes, decoded = group.codec.encode_and_decode(rows, of_all)
+        decoded = decoded.reshape(len(targets), heads, count, group.codec.width)
+        for i, target in enumerate(targets):
+            for member in members:
+                at = member.head - first
+                back.add(member, target.first, decoded[i, at : at + member.heads], target.raw)
+    else:
+        planes = group.codec.encode(rows, of_all)
+    for name, plane in zip(group.names, planes, strict=True):
+        by_target = plane.reshape(count, len(targets), heads, *plane.shape[2:])
+        for i, target in enumerate(targets):
+            target.tensors[name][target.at : target.at + count, first : first + heads] = by_target[:, i]
 
 
 def _rows(leaf: Leaf, stream: str, targets: list[Target]) -> mx.array:
     """(tokens of all targets, heads, width)."""
     array = leaf.arrays[stream][0]
     pieces = []
-    for target in targets:
-        where = leaf.where(target.first, target.last)
+    for target in _joined(targets):
+        where = leaf.where(*target)
         pieces.append(array[:, where] if isinstance(where, slice) else mx.take(array, mx.array(where), axis=1))
     rows = pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=1)
     return mx.swapaxes(rows, 0, 1)
+
+
+def _joined(targets: list[Target]) -> list[tuple[int, int]]:
+    """The stretches of tokens of targets that follow each other."""
+    stretches: list[tuple[int, int]] = []
+    for target in targets:
+        if stretches and stretches[-1][1] == target.first:
+            stretches[-1] = stretches[-1][0], target.last
+        else:
+            stretches.append((target.first, target.last))
+    return stretches
 
 
 class State(NamedTuple):

@@ -1,5 +1,5 @@
-"""Codes that the store shares with live caches: are a live cache's those of a plan, which levels do its blocks need, and
-a live cache made of stored ones. Nothing is encoded or decoded here.
+"""Codes that the store shares with live caches: are a live cache's those of a plan, with which levels, and a live cache made
+of stored ones. Nothing is encoded or decoded here.
 
 Live caches are made by name: importing them imports mlx-lm, which takes seconds.
 """
@@ -18,10 +18,9 @@ from prefixcache.codecs import RawRows, RowCodec, TurboQuant
 from prefixcache.codecs.levelling import Levels
 from prefixcache.codecs.pieces import Piece
 from prefixcache.codecs.turboquant import LATENT_WIDTH, TurboQuantRows
-from prefixcache.keys import BLOCK
-from prefixcache.layers.adapters import PARTS, PLAIN_CACHE, CacheError, Leaf, LiveCodes
-from prefixcache.layers.levels import LevelSet, joined, pack, valid
-from prefixcache.layers.plan import Group, Member, Plan, Section
+from prefixcache.layers import levels
+from prefixcache.layers.adapters import PARTS, PLAIN_CACHE, CacheError, Leaf
+from prefixcache.layers.plan import Plan, Section
 
 if TYPE_CHECKING:
     from prefixcache.live.coded import Choice
@@ -44,15 +43,26 @@ def check(plan: Plan, leaves: Sequence[Leaf]) -> None:
                 f"layer {plan.layer_of[i]} (TurboQuantKVCache): its rows are coded by {choice}, and here the layer's are "
                 f"kept {_said(plan, keys, values)}; open the PrefixCache with that codec, or store what dequantize() gives"
             )
-        levels = [(part, getattr(run.levels, part)) for run in leaf.codes.runs for part in PARTS]
-        for part, one in levels:
+        for part, own in [(part, getattr(run.levels, part)) for run in leaf.codes.runs for part in PARTS]:
             row = keys if part == "keys" else values
             heads = plan.places[i][part][1].heads
-            if one is not None and not valid(one, (heads, row.width)):
+            if own is not None and not _can_be_kept(own, (heads, row.width), row.centred):
                 raise CacheError(
-                    f"layer {plan.layer_of[i]} (TurboQuantKVCache): the levels of its {part} are no float32 means and "
-                    f"finite roots, 1 or more, of {heads} heads of {row.width}; store what dequantize() gives"
+                    f"layer {plan.layer_of[i]} (TurboQuantKVCache): the levels of its {part} are none that an image can keep of "
+                    f"{heads} heads of {row.width}; store what dequantize() gives"
                 )
+
+
+def _can_be_kept(own: Levels, shape: tuple[int, int], centred: bool) -> bool:
+    """Whether an image's tensors can say these levels, to the bit."""
+    if (
+        own.mean.shape != shape
+        or own.root.shape != shape
+        or not (np.isfinite(own.root).all() and (own.root >= 1).all())
+    ):
+        return False
+    mean, root = own.kept
+    return same(own, Levels.from_kept(mean if centred else None, root))
 
 
 def row_codecs(plan: Plan, leaf: int) -> tuple[RowCodec, RowCodec]:
@@ -81,16 +91,7 @@ def same(a: Levels | None, b: Levels | None) -> bool:
     """Whether rows have the same codes with both."""
     if a is b or a is None or b is None:
         return a is b
-    return np.array_equal(a.mean, b.mean) and np.array_equal(a.root, b.root)
-
-
-def levels_of(level_set: LevelSet | None, group: Group, member: Member) -> Levels | None:
-    return level_set.of_member(group, member) if level_set is not None else None
-
-
-def levelled(sections: Iterable[Section]) -> Iterable[tuple[Group, Member]]:
-    """The streams that are encoded with levels, where there are any."""
-    return ((g, m) for section in sections for g in section.groups if g.codec.levelled for m in g.members)
+    return a.mean.shape == b.mean.shape and np.array_equal(a.mean, b.mean) and np.array_equal(a.root, b.root)
 
 
 def all_coded(sections: Iterable[Section], leaves: Sequence[Leaf]) -> bool:
@@ -100,78 +101,23 @@ def all_coded(sections: Iterable[Section], leaves: Sequence[Leaf]) -> bool:
     return bool(own) and all(own)
 
 
-def differing(plan: Plan, leaves: Sequence[Leaf], first: int, last: int, level_set: LevelSet | None) -> int:
-    """Of tokens `first` to `last` (not included), how many a live cache has coded with other levels than these."""
-    most = 0
-    for group, member in levelled([plan.rows]):
-        codes = leaves[member.leaf].codes
-        if codes is not None:
-            wanted = levels_of(level_set, group, member)
-            apart = [
-                high - low
-                for low, high, pair in codes.stretches(first, last)
-                if not same(getattr(pair, member.stream), wanted)
-            ]
-            most = max(most, sum(apart))
-    return most
-
-
-class BlockLevels(NamedTuple):
-    """From token `start` on, a block's first, live caches' codes have these levels."""
-
-    start: int
-    levels: LevelSet | None
-
-
-def block_levels(
-    root: bytes, plan: Plan, leaves: Sequence[Leaf], limit: int, current: LevelSet | None
-) -> list[BlockLevels]:
-    """Which levels the rows images of the first `limit` tokens must name, so that live codes can go in as they are.
-
-    A block's are those that its first token is coded with: the set that they came from, or one packed of them. Streams
-    that are not coded yet have those of `current` in it.
+def differing(plan: Plan, leaves: Sequence[Leaf], first: int, last: int, wanted: Sequence[Levels | None]) -> int:
+    """Of tokens `first` to `last` (not included), how many a live cache has coded with other levels than an image has, which
+    are `wanted`, by group of `plan.rows`.
     """
-    coded = {i: leaf.codes for i, leaf in enumerate(leaves) if leaf.codes is not None}
-    changes = {-(-run.first // BLOCK) * BLOCK for codes in coded.values() for run in codes.runs}
-    found: list[BlockLevels] = []
-    known: dict[tuple[int, ...], LevelSet | None] = {}
-    for start in sorted(change for change in changes | {0} if change < limit):
-        pairs = tuple(map(id, (codes.pair_at(start) for codes in coded.values())))
-        if pairs not in known:
-            known[pairs] = _set_at(root, plan, coded, start, current)
-        found.append(BlockLevels(start, known[pairs]))
-    return found
-
-
-def _set_at(
-    root: bytes, plan: Plan, coded: dict[int, LiveCodes], token: int, current: LevelSet | None
-) -> LevelSet | None:
-    pairs = {i: codes.pair_at(token) for i, codes in coded.items()}
-    sources = [pair.source for pair in pairs.values()]
-    names = {one.name if isinstance(one, LevelSet) and one.root == root else "" for one in sources}
-    if len(names) == 1 and "" not in names:
-        found: LevelSet = sources[0]
-        return found
-    if all(pair.keys is None and pair.values is None for pair in pairs.values()):
-        return None
-    own: dict[str, list[Levels | None]] = {}
-    shapes: dict[str, list[tuple[int, int]]] = {}
-    for group, member in levelled([plan.rows, *plan.windowed]):
-        pair = pairs.get(member.leaf)
-        levels = getattr(pair, member.stream) if pair is not None else levels_of(current, group, member)
-        own.setdefault(group.levels, []).append(levels)
-        shapes.setdefault(group.levels, []).append((member.heads, group.codec.width))
-    groups = {
-        name: joined([one or _neutral(shape) for one, shape in zip(members, shapes[name], strict=True)])
-        for name, members in own.items()
-        if any(members)
-    }
-    return pack(root, groups) if groups else None
-
-
-def _neutral(shape: tuple[int, int]) -> Levels:
-    """Levels that give the very codes that rows (heads, width) have without any."""
-    return Levels(np.zeros(shape, np.float32), np.ones(shape, np.float32))
+    most = 0
+    for group, whole in zip(plan.rows.groups, wanted, strict=True):
+        for member in group.members if whole is not None else ():
+            codes = leaves[member.leaf].codes
+            if codes is not None:
+                own = levels.of_member(whole, member)
+                apart = [
+                    high - low
+                    for low, high, pair in codes.stretches(first, last)
+                    if not same(getattr(pair, member.stream), own)
+                ]
+                most = max(most, sum(apart))
+    return most
 
 
 # -- what comes out -----------------------------------------------------------------------------------------------------
@@ -202,11 +148,11 @@ def waiting(plain: Any, choice: Choice) -> TurboQuantKVCache:
 
 
 class CodedLeaf(NamedTuple):
-    """The rows of a leaf, still coded: pieces of its keys and of its values; from which token on which set of levels; and
+    """The rows of a leaf, still coded: pieces of its keys and of its values; from which token on which levels of both; and
     where the codec keeps some, the first keys and values as they are (1, heads, sink_tokens, width)."""
 
     pieces: Sequence[Sequence[Piece]]
-    sets: Sequence[BlockLevels]
+    runs: Sequence[tuple[int, Levels | None, Levels | None]]
     sinks: Sequence[mx.array]
 
 
@@ -214,12 +160,9 @@ def live(plan: Plan, leaf: int, choice: Choice, coded: CodedLeaf, rows: int, cap
     """A live cache of `rows` rows that takes these codes as they are, evaluated."""
     (_, _, heads, key_width, dtype, _), (_, _, _, value_width, _, _) = plan.leaves[leaf]["streams"]
     module = _live("coded")
-    places = [(plan.rows.groups[group], member) for group, member in (plan.places[leaf][part] for part in PARTS)]
-    runs = []
-    for start, own in coded.sets:
-        pair = [levels_of(own, group, member) for group, member in places]
-        runs.append((start, module.Pair(*pair, own) if own is not None else module.PLAIN))
-    buffers = _buffers(coded.pieces, [group.codec for group, _ in places], heads, capacity)
+    codecs = [plan.rows.groups[plan.places[leaf][part][0]].codec for part in PARTS]
+    runs = [(first, module.Pair(keys, values)) for first, keys, values in coded.runs]
+    buffers = _buffers(coded.pieces, codecs, heads, capacity)
     made: TurboQuantKVCache = _live("turboquant").TurboQuantKVCache.from_codes(
         choice, module.Kind(heads, key_width, value_width, dtype), runs, *buffers, rows, tuple(coded.sinks) or None
     )

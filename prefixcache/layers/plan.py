@@ -23,6 +23,9 @@ from prefixcache.tree import Window
 
 LIST = "mlx_lm.models.cache.CacheList"
 
+# Of a leaf: each stream, the codec of its rows, and whether that is raw where the user's codec is not
+_Coding = list[tuple[list[Any], RowCodec, bool]]
+
 
 class Reading(NamedTuple):
     """A prompt cache, read: its layout, its leaves in depth-first order, and the tokens that all of them have seen.
@@ -78,19 +81,25 @@ class Member(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Streams that share a tensor per plane of their codec; `names[i]` is plane i's tensor, `levels` the name of their
-    levels.
+    """Streams that share a tensor per plane of their codec; `names[i]` is plane i's tensor. Where the codec levels rows,
+    `mean` and `root` name the tensors of their levels, one of each an image; `mean` is "" where rows aren't centred.
     """
 
     codec: RowCodec
     names: tuple[str, ...]
     members: tuple[Member, ...]
     heads: int
-    levels: str
+    mean: str
+    root: str
 
     def specs(self, tokens: int) -> Iterator[Spec]:
         for name, plane in zip(self.names, self.codec.planes, strict=True):
             yield Spec(name, plane.dtype, (tokens, self.heads, *plane.shape))
+        sides = (self.heads, self.codec.width)
+        if self.mean and tokens:
+            yield Spec(self.mean, "BF16", sides)
+        if self.root and tokens:
+            yield Spec(self.root, "U8", sides)
 
 
 class Section(NamedTuple):
@@ -105,9 +114,11 @@ class Section(NamedTuple):
 class Plan:
     """Which tensors the images of one namespace have. Made of the layout and the codec alone; immutable.
 
-    rows image: `rows` for each of its tokens, `kept[i]` for those before windows[i].keep (a ring's first tokens stay with
-    the rows, or they would be the first to grow cold), and `sinks`, raw, for the codec's first `sink_tokens`. window
-    image: `windowed[i]` for the tokens in its ranges. snapshot: the leaves in `snapshots`, each by itself.
+    rows image: `rows` for each token of a whole block, `tails` for each of one that is still to grow, which are the same
+    streams as they are; `kept[i]`, raw, for the tokens before windows[i].keep (a ring's first tokens stay with the rows,
+    or they would be the first to grow cold), and beside `rows` `sinks`, raw, for the codec's first `sink_tokens`. window
+    image: `windowed[i]`, or for an unfinished block `window_tails[i]`, for the tokens in its ranges. snapshot: the leaves in
+    `snapshots`, each by itself. A live cache that has only codes of a tail leaves them in `rows`.
     """
 
     def __init__(self, layout: Layout, codec: Codec):
@@ -127,24 +138,36 @@ class Plan:
             [i for i, leaf in enumerate(self.leaves) if leaf.get("streams") and leaf.get("window") == list(window)]
             for window in self.windows
         ]
-        self.rows = _section("r", sliceable, streams, "r")
-        self.kept = [_section(f"k{w}.", leaves, streams, f"w{w}.") for w, leaves in enumerate(by_window)]
-        self.windowed = [_section(f"w{w}.", leaves, streams, f"w{w}.") for w, leaves in enumerate(by_window)]
-        self.levelled = any(group.codec.levelled for s in (self.rows, *self.windowed) for group in s.groups)
-        self.sink_tokens = codec.sink_tokens
-        coded: list[list[tuple[list[Any], RowCodec, bool]]] = [
+        as_they_are: list[_Coding] = [
+            [(stream, RawRows(row.width, row.dtype), False) for stream, row, _ in own] for own in streams
+        ]
+        coded: list[_Coding] = [
             [(stream, RawRows(row.width, row.dtype), False) for stream, row, _ in own if not isinstance(row, RawRows)]
             for own in streams
         ]
-        self.sinks = _section("s.", sliceable if self.sink_tokens else [], coded, "")
-        # Where each stream stands: leaf -> stream -> (group in rows or windowed, or in sinks, member).
-        self.places: list[dict[str, tuple[int, Member]]] = [{} for _ in self.leaves]
-        self.sink_places: list[dict[str, tuple[int, Member]]] = [{} for _ in self.leaves]
-        for places, sections in ((self.places, (self.rows, *self.windowed)), (self.sink_places, (self.sinks,))):
-            for section in sections:
-                for g, group in enumerate(section.groups):
-                    for member in group.members:
-                        places[member.leaf][member.stream] = (g, member)
+        self.rows = _section("r", sliceable, streams)
+        # Where no row is coded, a tail's are no other than a block's.
+        self.lossless = all(isinstance(row, RawRows) for own in streams for _, row, _ in own)
+        self.tails = self.rows if self.lossless else _section("t", sliceable, as_they_are)
+        self.kept = [_section(f"k{w}.", leaves, as_they_are) for w, leaves in enumerate(by_window)]
+        self.windowed = [_section(f"w{w}.", leaves, streams) for w, leaves in enumerate(by_window)]
+        tails = [_section(f"v{w}.", leaves, as_they_are) for w, leaves in enumerate(by_window)]
+        self.window_tails = self.windowed if self.lossless else tails
+        self.sink_tokens = codec.sink_tokens
+        self.sinks = _section("s.", sliceable if self.sink_tokens else [], coded)
+        # Where each stream stands: leaf -> stream -> (group, member), in `rows` or `windowed`; in `tails`, `kept` or
+        # `window_tails`; in `sinks`.
+        self.places = self._placed(self.rows, *self.windowed)
+        self.tail_places = self._placed(self.tails, *self.window_tails)
+        self.sink_places = self._placed(self.sinks)
+
+    def _placed(self, *sections: Section) -> list[dict[str, tuple[int, Member]]]:
+        places: list[dict[str, tuple[int, Member]]] = [{} for _ in self.leaves]
+        for section in sections:
+            for g, group in enumerate(section.groups):
+                for member in group.members:
+                    places[member.leaf][member.stream] = (g, member)
+        return places
 
     def _collect(self, layer: Layout, index: int) -> None:
         if layer["kind"] == "list":
@@ -163,21 +186,33 @@ class Plan:
         """How many of a block's tokens have `kept` rows in its rows image."""
         return min(max(self.windows[window].keep - start, 0), tokens)
 
-    def in_rows(self, start: int, tokens: int) -> list[tuple[Section, int]]:
-        """The sections that the rows image of `tokens` tokens from `start` on has, and of how many of the tokens each."""
-        sinks = min(max(self.sink_tokens - start, 0), tokens)
-        own = [(section, self.kept_tokens(w, start, tokens)) for w, section in enumerate(self.kept)]
-        return [(self.rows, tokens), *((s, n) for s, n in [*own, (self.sinks, sinks)] if s.groups and n)]
+    def in_rows(self, start: int, tokens: int, coded: bool) -> list[tuple[Section, int]]:
+        """The sections that the rows image of `tokens` tokens from `start` on has, and of how many of the tokens each.
 
-    def rows_specs(self, start: int, tokens: int) -> list[Spec]:
-        specs = [spec for section, count in self.in_rows(start, tokens) for spec in section.specs(count)]
+        `coded`: as a whole block's are; else as a tail's.
+        """
+        sinks = min(max(self.sink_tokens - start, 0), tokens) if coded else 0
+        own = [(section, self.kept_tokens(w, start, tokens)) for w, section in enumerate(self.kept)]
+        rows = self.rows if coded else self.tails
+        return [(rows, tokens), *((s, n) for s, n in [*own, (self.sinks, sinks)] if s.groups and n)]
+
+    def rows_specs(self, start: int, tokens: int, coded: bool) -> list[Spec]:
+        specs = [spec for section, count in self.in_rows(start, tokens, coded) for spec in section.specs(count)]
         return [*specs, Spec("tokens", "I64", (tokens,))]
 
-    def window_specs(self, mask: tuple[int, ...]) -> list[Spec]:
-        return [s for w, section in enumerate(self.windowed) for s in section.specs(mask[w].bit_count())]
+    def is_coded(self, tensors: dict[str, np.ndarray]) -> bool:
+        """Whether a rows image has its rows as a whole block's has them."""
+        return all(name in tensors for group in self.rows.groups for name in group.names)
+
+    def in_window(self, coded: bool) -> list[Section]:
+        """The sections of a window image: of a whole block, or of a tail."""
+        return self.windowed if coded else self.window_tails
+
+    def window_specs(self, mask: tuple[int, ...], coded: bool) -> list[Spec]:
+        return [s for w, section in enumerate(self.in_window(coded)) for s in section.specs(mask[w].bit_count())]
 
     def fits(self, image: Image, kind: str, start: int, tokens: int, mask: tuple[int, ...] = ()) -> bool:
-        """Whether an image has the tensors that this namespace's have: of a block at `start` with so many tokens, of a window
+        """Whether an image has the tensors that this namespace's have: of a block of so many tokens at `start`, of its window
         with the rows in `mask`, of a snapshot with so many tokens behind its block. Its checksum does not say that: it is no
         signature.
         """
@@ -188,10 +223,12 @@ class Plan:
             return self._is_state(meta.extra, tensors, tokens)
         if kind == "window" and meta.extra != extra_of(mask):
             return False
-        specs = self.rows_specs(start, tokens) if kind == "rows" else self.window_specs(mask)
-        return {name: (array.dtype, array.shape) for name, array in tensors.items()} == {
-            spec.name: (DTYPES[spec.dtype], spec.shape) for spec in specs
-        }
+        shapes = {name: (array.dtype, array.shape) for name, array in tensors.items()}
+        for coded in (True,) if tokens == BLOCK else (False, True):
+            specs = self.rows_specs(start, tokens, coded) if kind == "rows" else self.window_specs(mask, coded)
+            if shapes == {spec.name: (DTYPES[spec.dtype], spec.shape) for spec in specs}:
+                return True
+        return False
 
     def _is_state(self, extra: str, tensors: dict[str, np.ndarray], tokens: int) -> bool:
         """Whether a snapshot describes the state of each of this namespace's leaves, by arrays that are there."""
@@ -238,11 +275,11 @@ def _check_class(layer: Layout) -> None:
         _check_class(child)
 
 
-def _streams(leaf: Layout, layer: int, layers: int, codec: Codec) -> list[tuple[list[Any], RowCodec, bool]]:
+def _streams(leaf: Layout, layer: int, layers: int, codec: Codec) -> _Coding:
     """Each stream of a leaf, its row codec, and whether the codec left it raw."""
     streams = leaf.get("streams") or []
     widths = {part: width for _, part, _, width, _, _ in streams}
-    found: list[tuple[list[Any], RowCodec, bool]] = []
+    found: _Coding = []
     for stream in streams:
         _, part, heads, width, dtype, exact = stream
         if exact:
@@ -254,9 +291,7 @@ def _streams(leaf: Layout, layer: int, layers: int, codec: Codec) -> list[tuple[
     return found
 
 
-def _section(
-    prefix: str, leaves: list[int], streams: list[list[tuple[list[Any], RowCodec, bool]]], levels: str
-) -> Section:
+def _section(prefix: str, leaves: list[int], streams: list[_Coding]) -> Section:
     members: dict[RowCodec, list[Member]] = {}
     for leaf in leaves:
         for (name, _, heads, _, _, _), row, _ in streams[leaf]:
@@ -266,7 +301,9 @@ def _section(
     groups = []
     for g, (row, own) in enumerate(members.items()):
         names = tuple(f"{prefix}{g}.{plane.name}" for plane in row.planes)
-        groups.append(Group(row, names, tuple(own), own[-1].head + own[-1].heads, f"{levels}{g}"))
+        mean = f"{prefix}{g}.mean" if row.levelled and row.centred else ""
+        root = f"{prefix}{g}.root" if row.levelled else ""
+        groups.append(Group(row, names, tuple(own), own[-1].head + own[-1].heads, mean, root))
     return Section(tuple(groups))
 
 

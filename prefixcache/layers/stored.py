@@ -7,25 +7,25 @@ never change them; `copy()` is cheap. Decoding runs on the caller's thread and s
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
 from prefixcache.codecs.interchange import bring_in
-from prefixcache.codecs.levelling import LEAST_ROWS
+from prefixcache.codecs.levelling import Levels
 from prefixcache.codecs.pieces import Piece, decode
 from prefixcache.image import Image
 from prefixcache.keys import BLOCK
-from prefixcache.layers import live_codes
+from prefixcache.layers import levels, live_codes
 from prefixcache.layers.adapters import PARTS, SNAPSHOT, Layout, adapter_of, blank, find_class
-from prefixcache.layers.levels import LevelSet
-from prefixcache.layers.live_codes import BlockLevels
 from prefixcache.layers.plan import Group, Member, Plan, mask_of
 
 if TYPE_CHECKING:
     from prefixcache.live.coded import Choice
+
+
+MOST_LEVELS = 4  # in a live cache: each takes an attention of its own
 
 
 class Block(NamedTuple):
@@ -37,17 +37,10 @@ class Block(NamedTuple):
     mask: tuple[int, ...]
 
 
-class Opened(NamedTuple):
-    """An image's tensors, and the levels that its rows were coded with."""
-
-    tensors: dict[str, np.ndarray]
-    levels: LevelSet | None
-
-
 class Run(NamedTuple):
     """Rows `first` to `first + rows` of an image's tensors go to physical rows `at` and on of a buffer."""
 
-    image: Opened
+    tensors: dict[str, np.ndarray]
     first: int
     rows: int
     at: int
@@ -65,17 +58,13 @@ class StoredPrompt:
         tokens: int,
         blocks: list[Block],
         snapshot: Image | None,
-        levels: Mapping[str, LevelSet],
-        current: LevelSet | None = None,
     ):
-        """`levels`: those that the images name; `current`: those that new rows of the namespace are coded with."""
         self.plan = plan
         self.tokens = tokens
         self._blocks = blocks
         self._snapshot = snapshot
-        self._current = current
-        self._rows = [_opened(block.rows, levels) for block in blocks]
-        self._windows = [_opened(block.window, levels) if block.window is not None else NOTHING for block in blocks]
+        self._rows = [block.rows.tensors() for block in blocks]
+        self._windows = [block.window.tensors() if block.window is not None else {} for block in blocks]
 
     @property
     def layers(self) -> list[StoredLayer]:
@@ -118,8 +107,8 @@ class StoredPrompt:
         """The same, but layers of KVCache whose rows are TurboQuant's codes come as `TurboQuantKVCache`, which takes these
         codes as they are: nothing is decoded. All others are as `dequantize` makes them.
 
-        New rows go on with the levels of the last block up to its end, then with the namespace's. A prompt of fewer than
-        256 tokens that was coded without levels, for want of any, is held decoded until the live cache can measure some.
+        Codes are taken where they have few levels, as those have that a live cache stored. Rows that a plain cache stored
+        have levels of each block, which no kernel reads: they are coded anew with levels of the whole, and so is a tail.
         """
         return [layer.live(room) for layer in self.layers]
 
@@ -151,40 +140,49 @@ class StoredPrompt:
         return self._make_rows(leaf, room) if choice is None else self._make_live(leaf, choice, room)
 
     def _make_live(self, leaf: int, choice: Choice, room: int) -> Any:
-        """Of a plain KVCache's codes, a live cache that has them."""
-        sets = self._sets()
-        if choice.levelling and self.tokens < LEAST_ROWS and all(own.levels is None for own in sets):
+        """Of a plain KVCache's codes, a live cache that has them; its rows coded anew where their levels are many."""
+        coded, runs = 0, self._leading_runs(0, self.tokens)
+        for run in runs:
+            if not self.plan.is_coded(run.tensors):
+                break
+            coded = run.at + run.rows
+        levelled = self._levelled_runs(leaf, runs) if coded else []
+        if not coded or len(levelled) > MOST_LEVELS:
             return live_codes.waiting(self._make_rows(leaf, room), choice)
         layer = self.plan.leaves[leaf]
         capacity = adapter_of(find_class(layer["class"])).capacity(layer, self.tokens, room)
-        runs, leading = self._leading_runs(0, self.tokens), min(choice.sink_tokens, self.tokens)
-        pieces, sinks = [], []
+        leading = min(choice.sink_tokens, coded)
+        pieces, sinks, tail = [], [], []
         for part in PARTS:
             g, member = self.plan.places[leaf][part]
-            pieces.append(_pieces(self.plan.rows.groups[g], member, runs))
+            group = self.plan.rows.groups[g]
+            pieces.append(_pieces(group, member, self._leading_runs(0, coded)))
             if choice.sink_tokens:
-                g, member = self.plan.sink_places[leaf][part]
-                group, own = self.plan.sinks.groups[g], self._leading_runs(0, leading)
-                rows = decode(
-                    _pieces(group, member, own), member.heads, choice.sink_tokens, group.codec.width, group.codec.dtype
-                )
-                sinks.append(rows[None])
-        mx.eval(sinks)
-        return live_codes.live(
-            self.plan, leaf, choice, live_codes.CodedLeaf(pieces, sets, sinks), self.tokens, capacity
-        )
+                s, member = self.plan.sink_places[leaf][part]
+                own = _pieces(self.plan.sinks.groups[s], member, self._leading_runs(0, leading))
+                sinks.append(decode(own, member.heads, choice.sink_tokens, group.codec.width, group.codec.dtype)[None])
+            if coded < self.tokens:
+                t, member = self.plan.tail_places[leaf][part]
+                own = _pieces(self.plan.tails.groups[t], member, [run._replace(at=run.at - coded) for run in runs[-1:]])
+                tail.append(decode(own, member.heads, self.tokens - coded, group.codec.width, group.codec.dtype)[None])
+        mx.eval(sinks, tail)
+        made = live_codes.live(self.plan, leaf, choice, live_codes.CodedLeaf(pieces, levelled, sinks), coded, capacity)
+        if tail:
+            made.update_and_fetch(*tail)
+        return made
 
-    def _sets(self) -> list[BlockLevels]:
-        """From which token on rows are coded with which levels, those to come included."""
-        sets = [
-            BlockLevels(block.start, image.levels)
-            for block, image in zip(self._blocks, self._rows, strict=True)
-            if block.start < self.tokens
-        ]
-        if self._current is not None or not sets:
-            sets.append(BlockLevels(-(-self.tokens // BLOCK) * BLOCK, self._current))
-        names = [own.levels.name if own.levels is not None else "" for own in sets]
-        return [own for own, name, before in zip(sets, names, [None, *names], strict=False) if name != before]
+    def _levelled_runs(self, leaf: int, runs: list[Run]) -> list[tuple[int, Levels | None, Levels | None]]:
+        """From which token on rows are coded with which levels of keys and values."""
+        found: list[tuple[int, Levels | None, Levels | None]] = []
+        for run in runs:
+            if self.plan.is_coded(run.tensors):
+                pair = []
+                for part in PARTS:
+                    g, member = self.plan.places[leaf][part]
+                    pair.append(levels.read(self.plan.rows.groups[g], run.tensors, member))
+                if not found or not all(map(live_codes.same, found[-1][1:], pair)):
+                    found.append((run.at, pair[0], pair[1]))
+        return found
 
     def _make_rows(self, leaf: int, room: int) -> Any:
         layer = self.plan.leaves[leaf]
@@ -195,21 +193,43 @@ class StoredPrompt:
             capacity = adapter.capacity(layer, self.tokens, room)
             for stream, (g, member) in self.plan.places[leaf].items():
                 if window is None:
-                    group, sinks = self.plan.rows.groups[g], 0
-                    pieces = []
-                    if (sunk := self.plan.sink_places[leaf].get(stream)) is not None:
-                        sinks = min(self.plan.sink_tokens, self.tokens)
-                        pieces = _pieces(self.plan.sinks.groups[sunk[0]], sunk[1], self._leading_runs(0, sinks))
-                    pieces += _pieces(group, member, self._leading_runs(sinks, self.tokens))
+                    group = self.plan.rows.groups[g]
+                    pieces = self._pieces_of(leaf, stream, member)
                 else:
-                    group, kept = self.plan.windowed[window].groups[g], self.plan.kept[window].groups[g]
-                    keep = min(self.plan.windows[window].keep, self.tokens)
-                    pieces = _pieces(kept, member, self._leading_runs(0, keep))
-                    pieces += _pieces(group, member, self._window_runs(window))
+                    group = self.plan.windowed[window].groups[g]
+                    pieces = self._window_pieces(leaf, stream, window)
                 capacity = max(capacity, max((piece.end for piece in pieces), default=0))
                 own = group.codec
                 streams[stream] = decode(pieces, member.heads, capacity, own.width, own.dtype)[None]
         return adapter.make(layer, self.tokens, streams)
+
+    def _pieces_of(self, leaf: int, stream: str, member: Member) -> list[Piece]:
+        """The rows of a layer that keeps every token: sinks, then codes, then those of the tail as they are."""
+        plan, sinks = self.plan, 0
+        pieces: list[Piece] = []
+        runs = self._leading_runs(0, self.tokens)
+        if (sunk := plan.sink_places[leaf].get(stream)) is not None and runs and self.plan.is_coded(runs[0].tensors):
+            sinks = min(plan.sink_tokens, self.tokens)
+            pieces = _pieces(plan.sinks.groups[sunk[0]], sunk[1], self._leading_runs(0, sinks))
+        for run in self._leading_runs(sinks, self.tokens):
+            if self.plan.is_coded(run.tensors):
+                pieces += _pieces(plan.rows.groups[plan.places[leaf][stream][0]], member, [run])
+            else:
+                g, own = plan.tail_places[leaf][stream]
+                pieces += _pieces(plan.tails.groups[g], own, [run])
+        return pieces
+
+    def _window_pieces(self, leaf: int, stream: str, window: int) -> list[Piece]:
+        plan = self.plan
+        g, member = plan.places[leaf][stream]
+        t, as_it_is = plan.tail_places[leaf][stream]
+        keep = min(plan.windows[window].keep, self.tokens)
+        pieces = _pieces(plan.kept[window].groups[t], as_it_is, self._leading_runs(0, keep))
+        coded, tail = plan.windowed[window].groups[g], plan.window_tails[window].groups[t]
+        for run in self._window_runs(window):
+            whole = all(name in run.tensors for name in coded.names)
+            pieces += _pieces(coded, member, [run]) if whole else _pieces(tail, as_it_is, [run])
+        return pieces
 
     def _leading_runs(self, first: int, last: int) -> list[Run]:
         """Tokens `first` to `last` (not included), of tensors whose rows begin with their block's first token."""
@@ -269,11 +289,14 @@ class StoredLayer:
         prompt, total = self._prompt, 0
         own = [i for i, layer in enumerate(prompt.plan.layer_of) if layer == self._index]
         plan = prompt.plan
-        sections = [(section, prompt._rows) for section in (plan.rows, *plan.kept, plan.sinks)]
-        for section, held in [*sections, *((section, prompt._windows) for section in plan.windowed)]:
+        apart = (plan.tails,) if plan.tails is not plan.rows else ()
+        sections = [(section, prompt._rows) for section in (plan.rows, *apart, *plan.kept, plan.sinks)]
+        windowed = [(section, prompt._windows) for section in (*plan.windowed, *(plan.window_tails if apart else ()))]
+        for section, held in [*sections, *windowed]:
             for group in section.groups:
                 heads = sum(member.heads for member in group.members if member.leaf in own)
-                stored = sum(i.tensors[name].nbytes for i in held for name in group.names if name in i.tensors)
+                names = (*group.names, group.mean, group.root)
+                stored = sum(tensors[name].nbytes for tensors in held for name in names if name in tensors)
                 total += stored * heads // group.heads
         if prompt._snapshot is not None and any(i in prompt.plan.snapshots for i in own):
             meta, tensors = prompt._snapshot.header()
@@ -304,21 +327,12 @@ class StoredLayer:
         return self._prompt._make_layer(self._index, room, True)
 
 
-NOTHING = Opened({}, None)
-
-
-def _opened(image: Image, levels: Mapping[str, LevelSet]) -> Opened:
-    return Opened(image.tensors(), levels[image.statistics] if image.statistics else None)
-
-
 def _pieces(group: Group, member: Member, runs: list[Run]) -> list[Piece]:
     """One stream's rows of these runs, still coded."""
     own, pieces = slice(member.head, member.head + member.heads), []
     for run in runs:
-        tensors, levels = run.image
-        planes = tuple(tensors[name][run.first : run.first + run.rows, own] for name in group.names)
-        wanted = levels if group.codec.levelled else None
-        pieces.append(Piece(group.codec, planes, run.at, wanted.of_member(group, member) if wanted else None))
+        planes = tuple(run.tensors[name][run.first : run.first + run.rows, own] for name in group.names)
+        pieces.append(Piece(group.codec, planes, run.at, levels.read(group, run.tensors, member)))
     return pieces
 
 

@@ -29,7 +29,7 @@ class BatchTurboQuantKVCache(LiveCache):
         value_bits: int = 4,
         *,
         levelling: bool = True,
-        sink_tokens: int = 0,
+        sink_tokens: int = 4,
         seed: int = 0,
         recent_tokens: int = RECENT,
         attend: Literal["codes", "buffer"] = "codes",

@@ -20,7 +20,7 @@ import numpy as np
 
 from prefixcache.codecs.coded_rows import CodedRows
 from prefixcache.codecs.interchange import FLOATS, borrow, copy_out, element, name_of, on_cpu
-from prefixcache.codecs.levelling import LEAST_ROWS, Levels, measure
+from prefixcache.codecs.levelling import Levels, measure
 from prefixcache.codecs.packing import words_of
 from prefixcache.codecs.raw_attention_gpu import RawRows
 from prefixcache.codecs.turboquant import LEAST_WIDTH, TurboQuant
@@ -30,6 +30,7 @@ from prefixcache.memory import give_back
 
 STEP = 256  # rows by which a buffer grows
 LARGE = 1 << 22  # bytes of a buffer worth waiting for when it grows
+AWAITED = 256  # rows to measure levels from, which are then for all that comes
 SAMPLE = 1024  # rows to measure levels from: here it is waited for
 RECENT = 64  # last rows that attention sees as they are: most of what codes cost is lost on the nearest ones
 MOST_RECENT = 4096
@@ -38,11 +39,10 @@ VERSION = 1  # of `state`
 
 
 class Pair(NamedTuple):
-    """The levels of a layer's keys and values; `source` is what holds them elsewhere (a store's set), if anything."""
+    """The levels of a layer's keys and values."""
 
     keys: Levels | None
     values: Levels | None
-    source: Any = None
 
 
 PLAIN = Pair(None, None)
@@ -74,7 +74,7 @@ class Choice(NamedTuple):
     key_bits: int = 4
     value_bits: int = 4
     levelling: bool = True
-    sink_tokens: int = 0
+    sink_tokens: int = 4
     seed: int = 0
     recent_tokens: int = RECENT
 
@@ -271,7 +271,7 @@ class Coded:
         """ValueError for shared levels of other rows, before anything is changed."""
         shared, layer = self.shared
         known, kind = shared.get(layer) if shared is not None else None, self.known_kind()
-        for own, width in zip(known[:2] if known is not None else (), (kind.key_width, kind.value_width), strict=False):
+        for own, width in zip(known if known is not None else (), (kind.key_width, kind.value_width), strict=False):
             if own is not None and own.mean.shape != (kind.heads, width):
                 raise ValueError(
                     f"layer {layer}: SharedLevels measured on {own.mean.shape[0]} heads of {own.mean.shape[1]}, these rows "
@@ -285,26 +285,29 @@ class Coded:
         if known is None:
             ends = [self.recent_end(b) for b in range(self.batch)]
             count = sum(max(end - pad, 0) for end, pad in zip(ends, self.pads, strict=True))
-            if count < LEAST_ROWS:
+            if count < AWAITED:
                 return
-            known = self._measured(ends, count)
+            known = self._measured(ends)
             if shared is not None:
                 known = shared.settle(layer, known)
         self.settle(known)
 
-    def _measured(self, ends: list[int], count: int) -> Pair:
-        """Levels of the rows that are waiting, evenly drawn."""
+    def _measured(self, ends: list[int]) -> Pair:
+        """Levels of the rows that are waiting, evenly drawn, but for the sinks."""
         assert self.raw is not None
+        firsts = [min(pad + self.choice.sink_tokens, end) for pad, end in zip(self.pads, ends, strict=True)]
+        count = sum(end - first for first, end in zip(firsts, ends, strict=True))
         drawn = np.linspace(0, count - 1, min(count, SAMPLE)).astype(np.int64)
         at, parts = 0, []
-        for b, (pad, end) in enumerate(zip(self.pads, ends, strict=True)):
-            own = drawn[(drawn >= at) & (drawn < at + max(end - pad, 0))] - at + pad
-            at += max(end - pad, 0)
+        for b, (first, end) in enumerate(zip(firsts, ends, strict=True)):
+            own = drawn[(drawn >= at) & (drawn < at + end - first)] - at + first
+            at += end - first
             parts.append((b, mx.array(own)))
         made = []
-        for rows in self.raw:
+        for rows, centred in zip(self.raw, (True, False), strict=True):
             some = [mx.take(rows[b], own, axis=1) for b, own in parts if own.size]
-            made.append(measure(copy_out(mx.swapaxes(mx.concatenate(some, axis=1), 0, 1).astype(mx.float32))))
+            sample = copy_out(mx.swapaxes(mx.concatenate(some, axis=1), 0, 1).astype(mx.float32))
+            made.append(measure(sample, centred))
         return Pair(*made)
 
     def settle(self, levels: Pair) -> None:
@@ -594,12 +597,12 @@ class Coded:
             "version": VERSION, "choice": list(self.choice), "attends": self.attends, "kind": self.kind, "rows": self.rows,
             "pads": self.pads, "floors": self.floors, "ends": self.ends, "waiting": self.waiting,
             "runs": [[[run.first, numbers[id(run.levels)]] for run in runs] for runs in self.runs],
-            "levels": [[own is not None for own in pair[:2]] for pair in pairs],
+            "levels": [[own is not None for own in pair] for pair in pairs],
             "held": [array is not None for array in (self.codes, self.raw, self.recent)],
             **more,
         }  # fmt: skip
         text = mx.array(np.frombuffer(json.dumps(said).encode(), np.uint8))
-        levels = [own for pair in pairs for own in pair[:2] if own is not None]
+        levels = [own for pair in pairs for own in pair if own is not None]
         rows = [
             array for array in (self.codes, self.scales, *(self.raw or ()), *(self.recent or ())) if array is not None
         ]

@@ -1,7 +1,7 @@
 """The SSD of a simulation: the cache's own queue and ledger, and in place of the disk an account of sizes.
 
 It stands where `prefixcache.ssd.Ssd` stands. Nothing happens by itself: `settle` is the writer's turn, and whoever runs the
-simulation says when that is. Reads answer at once. Files of levels, one a namespace, are not in the account.
+simulation says when that is. Reads answer at once.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from prefixcache.ssd import Entry, Namespace, StatisticsLost
+from prefixcache.ssd import Entry, Namespace
 from prefixcache.ssd.ledger import Ledger
 from prefixcache.ssd.queue import Queue
 
@@ -24,11 +24,13 @@ class SimulatedImage(NamedTuple):
 
     nbytes: int
     checksum: str
-    statistics: str = ""
     extra: str = "{}"
 
     def header(self) -> tuple[SimulatedImage, dict[str, Any]]:
         return self, {}
+
+    def tensors(self) -> dict[str, Any]:
+        return {}
 
 
 class Done:
@@ -58,7 +60,6 @@ class SimulatedSsd:
         self._written = written
         self._images: dict[tuple[str, bytes], tuple[int, str]] = {}  # bytes on the disk, extra
         self._folders: set[tuple[str, int]] = set()
-        self._statistics: dict[str, bytes] = {}
         self._busy = False
         self.written_files = self.written_bytes = self.read_files = self.read_bytes = self.peak = 0
         self._measure()
@@ -101,12 +102,7 @@ class SimulatedSsd:
         self.read_files += 1
         self.read_bytes += entry.nbytes
         extra = self._images[entry.address][1]
-        return Done(SimulatedImage(entry.nbytes, entry.checksum, entry.statistics, extra))
-
-    def read_statistics(self, digest: str) -> Done:
-        if digest not in self._statistics:
-            return Done(error=StatisticsLost(f"statistics {digest}: nothing that needs them was written"))
-        return Done(self._statistics[digest])
+        return Done(SimulatedImage(entry.nbytes, entry.checksum, extra))
 
     def entries(self) -> Iterator[Entry]:
         return iter(())
@@ -127,8 +123,6 @@ class SimulatedSsd:
             batch = self._queue.take()
             if batch is None:
                 return
-            self._statistics.update(batch.statistics)
-            batch.statistics.clear()
             for write in batch.cancelled:
                 self._written(write.entry, write.error)
             for address, removal in batch.removals.items():

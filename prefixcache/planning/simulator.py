@@ -19,7 +19,6 @@ from prefixcache.codecs import Codec
 from prefixcache.finding import deepest, hit
 from prefixcache.image import Blueprint, Image, Meta, Spec
 from prefixcache.keys import canonical, root_key
-from prefixcache.layers.levels import LevelSet
 from prefixcache.layers.plan import Plan
 from prefixcache.memory import collector_at_rest
 from prefixcache.planning.model import ModelState, held_rows
@@ -43,21 +42,24 @@ class SimulatedPlan(Plan):
 
     def __init__(self, layout: dict[str, Any], codec: Codec):
         super().__init__(layout, codec)
-        self._rows_specs: dict[tuple[int, int], list[Spec]] = {}
-        self._window_specs: dict[tuple[int, ...], list[Spec]] = {}
+        self._rows_specs: dict[tuple[int, int, bool], list[Spec]] = {}
+        self._window_specs: dict[tuple[Any, ...], list[Spec]] = {}
         self._plain = max([self.sink_tokens, *(window.keep for window in self.windows)])
 
-    def rows_specs(self, start: int, tokens: int) -> list[Spec]:
-        at = min(start, self._plain), tokens  # from there on all blocks have the same tensors
+    def rows_specs(self, start: int, tokens: int, coded: bool) -> list[Spec]:
+        at = min(start, self._plain), tokens, coded  # from there on all blocks have the same tensors
         if at not in self._rows_specs:
-            self._rows_specs[at] = super().rows_specs(start, tokens)
+            self._rows_specs[at] = super().rows_specs(start, tokens, coded)
         return self._rows_specs[at]
 
-    def window_specs(self, mask: tuple[int, ...]) -> list[Spec]:
-        counts = tuple(m.bit_count() for m in mask)
-        if counts not in self._window_specs:
-            self._window_specs[counts] = super().window_specs(mask)
-        return self._window_specs[counts]
+    def window_specs(self, mask: tuple[int, ...], coded: bool) -> list[Spec]:
+        what = *(m.bit_count() for m in mask), coded
+        if what not in self._window_specs:
+            self._window_specs[what] = super().window_specs(mask, coded)
+        return self._window_specs[what]
+
+    def is_coded(self, tensors: dict[str, Any]) -> bool:
+        return self.lossless  # of a tail: no live cache has codes here
 
     def fits(self, image: Any, kind: str, start: int, tokens: int, mask: tuple[int, ...] = ()) -> bool:
         return True
@@ -95,18 +97,14 @@ class SimulatedStore(Store):
         self._standing = standing  # as the request's own fetch walked it
         self._state = known.sizes.state.snapshot(self._limit) if known.plan.snapshots else None
 
-    def _measure(self) -> LevelSet | None:
-        return self._shared.sizes.levels(self._limit, root=self._home.row.root)
-
-    def _blueprint(self, kind: str, key: bytes, parent: bytes, start: int, specs: list[Spec], levels: LevelSet | None,
-                   extra: str = "{}") -> Any:  # fmt: skip
+    def _blueprint(self, kind: str, key: bytes, parent: bytes, start: int, specs: list[Spec], extra: str = "{}") -> Any:
         tensors = tuple(spec.shape for spec in specs) if kind == "snapshot" else id(specs)
-        what = kind, tensors, len(str(start)), levels is None, len(extra)
+        what = kind, tensors, len(str(start)), len(extra)
         nbytes = self._shared.blueprints.get(what)
         if nbytes is None:
             row = self._home.row
             named = (key.hex(), parent.hex(), row.root.hex(), row.model, row.codec, row.layout)
-            meta = Meta(kind, *named, start, levels.name if levels is not None else "", extra)
+            meta = Meta(kind, *named, start, extra=extra)
             nbytes = self._shared.blueprints[what] = Blueprint(meta, specs).nbytes
         return _Size(nbytes, extra)
 
@@ -118,8 +116,7 @@ class SimulatedStore(Store):
             self._ssd.settle()
         made = []
         for job in jobs:
-            name = job.levels.name if job.levels is not None else ""
-            made.append(SimulatedImage(job.blueprint.nbytes, "", name, job.blueprint.extra))  # type: ignore[attr-defined]
+            made.append(SimulatedImage(job.blueprint.nbytes, "", job.blueprint.extra))  # type: ignore[attr-defined]
         return made  # type: ignore[return-value]
 
 

@@ -9,14 +9,10 @@ from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from prefixcache.codecs import Codec
 from prefixcache.codecs.interchange import name_of
-from prefixcache.codecs.levelling import LEAST_ROWS, Levels
 from prefixcache.image import Blueprint, Meta, Spec
 from prefixcache.keys import BLOCK, KEY_BYTES, canonical
-from prefixcache.layers.levels import LevelSet, pack
 from prefixcache.layers.plan import extra_of, held_mask
 from prefixcache.planning.model import PROMPT, ModelState, held_rows, row_bytes
 from prefixcache.tree import NODE_BYTES, SLOT_BYTES
@@ -26,8 +22,7 @@ class Sizes:
     """Bytes of the images that `PrefixCache.store` makes of a model's state with a codec, headers included: exact.
 
     `model` is the name that they are stored under, which their headers have; one of the length that `model_identity`
-    gives, unless given. Images name the namespace's levels, if it has some: with `levels=False` sizes are those of a first
-    prompt that was too short to measure them.
+    gives, unless given.
     """
 
     def __init__(self, state: ModelState, codec: Codec, model: str | None = None):
@@ -36,14 +31,15 @@ class Sizes:
         self._codec, self._layout = canonical(codec.spec()), canonical(state.layout)
         self._known: dict[Any, int] = {}
 
-    def rows_bytes(self, start: int, tokens: int = BLOCK, levels: bool = True) -> int:
-        """Of the rows image of the block at token `start`."""
-        counts = tuple(count for _, count in self.plan.in_rows(start, tokens))
-        return self._of("rows", start, counts, levels, lambda: (self.plan.rows_specs(start, tokens), "{}"))
+    def rows_bytes(self, start: int, tokens: int = BLOCK) -> int:
+        """Of the rows image of the block at token `start`: coded if it is whole, else as it is."""
+        coded = tokens == BLOCK
+        counts = tuple(count for _, count in self.plan.in_rows(start, tokens, coded))
+        return self._of("rows", start, (counts, coded), lambda: (self.plan.rows_specs(start, tokens, coded), "{}"))
 
-    def window_bytes(self, start: int, mask: tuple[int, ...], levels: bool = True) -> int:
+    def window_bytes(self, start: int, mask: tuple[int, ...], coded: bool = True) -> int:
         """Of the window image with these of the block's tokens, one bit each, for each window of `plan.windows`."""
-        return self._of("window", start, mask, levels, lambda: (self.plan.window_specs(mask), extra_of(mask)))
+        return self._of("window", start, (mask, coded), lambda: (self.plan.window_specs(mask, coded), extra_of(mask)))
 
     def snapshot_bytes(self, start: int, suffix_tokens: int) -> int:
         """Of the snapshot `suffix_tokens` (1 to 256) behind token `start`, where a block ends; 0 for a model without any."""
@@ -51,37 +47,21 @@ class Sizes:
             return 0
         end = start + suffix_tokens
         what = (suffix_tokens, end if self.state.grows else None)
-        return self._of("snapshot", start, what, False, lambda: self._described(end, suffix_tokens))
+        return self._of("snapshot", start, what, lambda: self._described(end, suffix_tokens))
 
     def _described(self, end: int, suffix_tokens: int) -> tuple[list[Spec], str]:
         state = self.state.snapshot(end)
         extra = canonical({"state": state.described, "dtypes": [name_of(array.dtype) for array in state.arrays]})
         return [*state.specs(), Spec("tokens", "I64", (suffix_tokens,))], extra
 
-    def _of(self, kind: str, start: int, what: Any, levels: bool, make: Callable[[], tuple[list[Spec], str]]) -> int:
-        known = kind, len(str(start)), what, levels
+    def _of(self, kind: str, start: int, what: Any, make: Callable[[], tuple[list[Spec], str]]) -> int:
+        known = kind, len(str(start)), what
         if known not in self._known:
             specs, extra = make()
-            key, statistics = "0" * 2 * KEY_BYTES, "0" * 32 if levels and self.plan.levelled else ""
-            meta = Meta(kind, key, key, key, self.model, self._codec, self._layout, start, statistics, extra)
+            key = "0" * 2 * KEY_BYTES
+            meta = Meta(kind, key, key, key, self.model, self._codec, self._layout, start, extra=extra)
             self._known[known] = Blueprint(meta, specs).nbytes
         return self._known[known]
-
-    def levels(self, tokens: int = PROMPT, last: int = 1, root: bytes = bytes(KEY_BYTES)) -> LevelSet | None:
-        """Levels of the size that a namespace has whose first prompt is of so many tokens, the `last` in one call; they level
-        nothing. None for a plain codec, or where no layer has 256 rows.
-        """
-        held = [sum(b - a for a, b in held_rows(window, tokens, last)) for window in self.plan.windows]
-        enough = zip((self.plan.rows, *self.plan.windowed), (tokens, *held), strict=True)
-        groups = [group for section, rows in enough if rows >= LEAST_ROWS for group in section.groups]
-        sides = {group.levels: (group.heads, group.codec.width) for group in groups if group.codec.levelled}
-        flat = {name: Levels(np.zeros(of, np.float32), np.ones(of, np.float32)) for name, of in sides.items()}
-        return pack(root, flat) if flat else None
-
-    def levels_bytes(self, tokens: int = PROMPT, last: int = 1) -> int:
-        """Of those levels in RAM."""
-        levels = self.levels(tokens, last)
-        return levels.nbytes if levels is not None else 0
 
     @property
     def raw_bytes_per_token(self) -> int:
@@ -103,7 +83,7 @@ class Sizes:
         """How many times smaller than in a live cache; None where no layer keeps every token."""
         return self.raw_bytes_per_token / self.bytes_per_token if self.raw_bytes_per_token else None
 
-    def windows_bytes(self, tokens: int, last: int = 1, levels: bool = True, first: int = 0) -> int:
+    def windows_bytes(self, tokens: int, last: int = 1, first: int = 0) -> int:
         """Of all window images, from the block at token `first` on, of a prompt that is stored once, the `last` of its tokens
         having come in one call.
         """
@@ -111,7 +91,7 @@ class Sizes:
         total = 0
         for start in range(first, tokens, BLOCK) if held else ():
             mask = tuple(held_mask(runs, start, keep, tokens) for runs, keep in held)
-            total += self.window_bytes(start, mask, levels) if any(mask) else 0
+            total += self.window_bytes(start, mask, tokens - start >= BLOCK) if any(mask) else 0
         return total
 
     @cached_property
@@ -126,11 +106,10 @@ class Sizes:
         return total
 
     def prompt_bytes(self, tokens: int) -> int:
-        """Of all images of one prompt, stored once after a generation, and of its namespace's levels."""
-        above, own = (tokens - 1) // BLOCK * BLOCK, self.levels_bytes(tokens)
-        rows = sum(self.rows_bytes(start, min(BLOCK, tokens - start), own > 0) for start in range(0, tokens, BLOCK))
-        windows = self.windows_bytes(tokens, levels=own > 0)
-        return rows + windows + self.snapshot_bytes(above, tokens - above) + own
+        """Of all images of one prompt, stored once after a generation."""
+        above = (tokens - 1) // BLOCK * BLOCK
+        rows = sum(self.rows_bytes(start, min(BLOCK, tokens - start)) for start in range(0, tokens, BLOCK))
+        return rows + self.windows_bytes(tokens) + self.snapshot_bytes(above, tokens - above)
 
     def live_bytes(self, tokens: int) -> int:
         """Of the same prompt in a live cache of mlx-lm's after a generation, without the room that it grows into."""

@@ -1,0 +1,69 @@
+"""Rows as a fetch would give them, on their way back into the live cache that they were read from.
+
+What is generated on is then what is stored: a hit, from whatever tier, gives the rows that the first answer was made on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from prefixcache.codecs.pieces import Piece, decode
+from prefixcache.layers import levels
+from prefixcache.layers.adapters import Leaf
+from prefixcache.layers.plan import Group, Member
+
+
+class Decoded:
+    """Decoded rows of whole blocks, by stream of a prompt cache; none of tokens before `since`."""
+
+    def __init__(self, since: int):
+        self.since = since
+        self._rows: dict[tuple[int, str], list[tuple[int, mx.array]]] = {}
+
+    def add(self, member: Member, first: int, rows: mx.array, raw: int = 0) -> None:
+        """Rows (heads, tokens, width) of the tokens from `first` on; those before token `raw` are kept as they are."""
+        since = max(self.since, raw)
+        if first + rows.shape[1] > since:
+            skipped = max(since - first, 0)
+            own = rows[:, skipped:] if skipped else rows
+            self._rows.setdefault((member.leaf, member.stream), []).append((first + skipped, own))
+
+    def decode_rows(
+        self, group: Group, member: Member, first: int, rows: slice, tensors: dict[str, np.ndarray], raw: int = 0
+    ) -> None:
+        """These rows of an image's tensors, which are of the tokens from `first` on."""
+        if first + rows.stop - rows.start <= max(self.since, raw):
+            return
+        own = slice(member.head, member.head + member.heads)
+        planes = tuple(tensors[name][rows, own] for name in group.names)
+        piece = Piece(group.codec, planes, 0, levels.read(group, tensors, member))
+        decoded = decode([piece], member.heads, piece.tokens, group.codec.width, group.codec.dtype)
+        self.add(member, first, decoded, raw)
+
+    def apply(self, leaves: Sequence[Leaf]) -> None:
+        """Put them into the live cache's buffers, in place of the rows that are there."""
+        changed = []
+        for (leaf, stream), pieces in self._rows.items():
+            array, where = leaves[leaf].arrays[stream], leaves[leaf].where
+            for first, rows in _joined(sorted(pieces, key=lambda piece: piece[0])):
+                at = where(first, first + rows.shape[1])
+                array[:, :, at if isinstance(at, slice) else mx.array(at)] = rows[None]
+            changed.append(array)
+        self._rows.clear()
+        mx.eval(changed)
+
+
+def _joined(pieces: list[tuple[int, mx.array]]) -> list[tuple[int, mx.array]]:
+    """Pieces that follow each other as one: each update of a buffer costs."""
+    runs: list[tuple[int, list[mx.array]]] = []
+    end = -1
+    for first, rows in pieces:
+        if first == end:
+            runs[-1][1].append(rows)
+        else:
+            runs.append((first, [rows]))
+        end = first + rows.shape[1]
+    return [(first, rows[0] if len(rows) == 1 else mx.concatenate(rows, axis=1)) for first, rows in runs]
