@@ -225,6 +225,7 @@ class PrefixCache:
         label: str = "",
         write_back: bool = False,
         since: int = 0,
+        state: bool = True,
     ) -> Stored:
         """Keep the state of `tokens`: what is not kept already is encoded here, on this thread.
 
@@ -237,7 +238,7 @@ class PrefixCache:
         With `write_back` the rows of whole blocks in `prompt_cache` become what a fetch would give, from token `since` on
         (those before, which a fetch gave, are left alone). Call it so after each chunk of a prefill, which must end where a
         block ends: then what is generated on is what is stored, and a hit never changes an answer, with lossy codecs too.
-        Without it `prompt_cache` is not changed.
+        Without it `prompt_cache` is not changed. `state=False` keeps no recurrent state: for chunks that nobody will ask for.
 
         Raises TypeError or ValueError for bad tokens, model or salt, and `CacheError` (a ValueError) for a prompt cache
         that can't be kept: a batch, a class that isn't known, an attribute that isn't plain data, codes of another codec.
@@ -259,10 +260,10 @@ class PrefixCache:
         agreed = reading.agreed and reading.positions in (None, limit)
         evaluate(reading.leaves)
         raw = ids[:limit].tobytes()
-        if self._recorder is not None:
+        if self._recorder is not None and (state or not write_back):
             self._recorder.store(self._record_root(model, salt), raw)
         back = Decoded(since) if write_back and not home.plan.lossless else None
-        with_snapshot = bool(home.plan.snapshots) and agreed
+        with_snapshot = bool(home.plan.snapshots) and agreed and state
         store = Store(self._tiers, home, raw, reading.leaves, with_snapshot, sys.intern(label), back)
         stored = Stored(*store.run(), tuple(home.plan.raw))
         self._tiers.counters.durations.store.observe(time.monotonic() - began)
@@ -290,11 +291,15 @@ class PrefixCache:
         leave: int = 1,
         compressed: bool = False,
         room: int | None = None,
+        whole_blocks: bool = False,
     ) -> tuple[list[Any] | None, Any]:
         """The deepest prompt cache that RAM has for `tokens`, and the tokens that are still to be computed.
 
         Returns (prompt_cache, rest): a new list of layer caches of the classes that were stored, the caller's own, and
         `tokens[depth:]`, of at least `leave` tokens. (None, tokens) on a miss. Never reads a file: see `promote`.
+
+        With `whole_blocks` a hit never ends inside a coded block, but where it begins, so that what is computed goes on from just
+        the rows that it went on from at first: see `store(write_back=)`. Models with recurrent state are hit where it is.
 
         The layers have room for `room` tokens more and some beside, before they must grow; None: for the rest.
 
@@ -304,7 +309,7 @@ class PrefixCache:
         """
         began, counters = time.monotonic(), self._tiers.counters
         ids = as_tokens(tokens)
-        found = self._find(ids, model, salt, leave)
+        found = self._find(ids, model, salt, leave, whole_blocks)
         if found is None:
             counters.durations.fetch_miss.observe(time.monotonic() - began)
             return None, tokens
@@ -329,7 +334,9 @@ class PrefixCache:
         self._tiers.unpin(found[1])
         return found[0]
 
-    def _find(self, ids: np.ndarray, model: Any, salt: Any, leave: int) -> tuple[StoredPrompt, list[Slot]] | None:
+    def _find(
+        self, ids: np.ndarray, model: Any, salt: Any, leave: int, whole_blocks: bool = False
+    ) -> tuple[StoredPrompt, list[Slot]] | None:
         self._check_open()
         if isinstance(leave, bool) or not isinstance(leave, int) or leave < 0:
             raise ValueError(f"leave={leave!r}: give the number of tokens to leave, 0 or more")
@@ -337,7 +344,7 @@ class PrefixCache:
         if self._recorder is not None:
             self._recorder.fetch(self._record_root(model, salt), raw)
         with self._tiers.lock:
-            found = hit(self._tiers, raw, homes, len(ids) - leave, len(ids))
+            found = hit(self._tiers, raw, homes, len(ids) - leave, len(ids), whole_blocks)
             if found is None:
                 return None
             depth, home, walk, pinned = found

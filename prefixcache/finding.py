@@ -40,12 +40,19 @@ def deepest(tree: Tree, raw: bytes, homes: Iterable[Home], tier: int, limit: int
     return best
 
 
-def hit(tiers: Tiers, raw: bytes, homes: Iterable[Home], limit: int, asked: int) -> Hit | None:
-    """What RAM has of a prompt of `asked` tokens is counted, becomes the newest, and is pinned. None on a miss."""
+def hit(
+    tiers: Tiers, raw: bytes, homes: Iterable[Home], limit: int, asked: int, whole_blocks: bool = False
+) -> Hit | None:
+    """What RAM has of a prompt of `asked` tokens is counted, becomes the newest, and is pinned. None on a miss.
+
+    `whole_blocks`: the hit ends where a coded block does.
+    """
     tree, counters = tiers.tree, tiers.counters
     counters.fetches += 1
     counters.asked_tokens += asked
     best = deepest(tree, raw, homes, RAM, limit)
+    if best is not None and whole_blocks:
+        best = _at_whole_blocks(tree, best)
     if best is None or best.depth <= 0:
         return None
     serving = tree.serving(best.walk, best.depth)
@@ -53,3 +60,15 @@ def hit(tiers: Tiers, raw: bytes, homes: Iterable[Home], limit: int, asked: int)
     counters.hit_tokens += best.depth
     counters.count_tiers(serving, best.depth)
     return Hit(*best, tree.pin(tree.anchors(serving)))
+
+
+def _at_whole_blocks(tree: Tree, found: Deepest) -> Deepest:
+    """The deepest boundary that is not inside rows that are coded."""
+    depth, home, walk = found
+    while depth > 0 and not home.plan.snapshots and not home.plan.lossless:
+        node = next(node for node in walk.nodes if node.end >= depth)
+        assert node.rows is not None
+        if node.end == depth or not (node.is_whole or home.plan.is_coded(node.rows.image.tensors())):
+            break
+        depth = tree.reach(walk, RAM, node.start)
+    return Deepest(depth, home, walk)

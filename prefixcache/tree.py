@@ -122,6 +122,11 @@ class Node:
     def cost(self) -> int:
         return NODE_BYTES + len(self.tokens)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has as many tokens as a block can have; else it is a tail."""
+        return len(self.tokens) == BLOCK_BYTES
+
     def snapshots_of(self, tokens: bytes) -> Iterator[Slot]:
         """The snapshots here whose suffix begins `tokens`, the longest first."""
         for size in sorted(self.sizes, reverse=True):

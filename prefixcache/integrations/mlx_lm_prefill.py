@@ -1,0 +1,174 @@
+"""Prefill under mlx_lm.server whose whole blocks become what is stored: an answer is made on what a hit will give.
+
+A prompt is computed in pieces that end where a block ends. After each, the rows of its blocks are coded, stored, and put
+back decoded into the cache that the model goes on with; so are those of an answer, when they fill a block. `Blockwise` does
+it in mlx-lm's batches, `stream` for requests that mlx-lm serves by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.models.cache import CacheList, KVCache
+
+from prefixcache.keys import BLOCK
+from prefixcache.layers.adapters import read_leaf
+
+# Codes and stores the whole blocks of these tokens from one on, and puts them back; `last`: the prompt has no more.
+KeepBlocks = Callable[[Sequence[int], list[Any], int, bool], None]
+
+
+def pieces_of(segments: Sequence[list[int]], at: int, step: int) -> list[list[int]]:
+    """Segments that begin at token `at`, in pieces of at most `step` tokens that end where a block or a segment ends."""
+    pieces = []
+    for segment in segments:
+        done = 0
+        while done < len(segment):
+            limit = min(at + step, at + len(segment) - done)
+            end = limit // BLOCK * BLOCK if limit // BLOCK * BLOCK > at else limit
+            pieces.append(segment[done : done + end - at])
+            done, at = done + end - at, end
+    return pieces
+
+
+class Blockwise(BatchGenerator):
+    """mlx-lm's batches, in which whole blocks are what is stored."""
+
+    def __init__(self, *args: Any, keep_blocks: KeepBlocks, **options: Any):
+        super().__init__(*args, **options)
+        self._keep_blocks = keep_blocks
+        self._kept: dict[int, int] = {}  # by uid: the tokens whose blocks are kept, or came from the cache
+        self._ends: dict[int, set[int]] = {}  # by uid: the tokens computed where the caller's segments end
+
+    def insert_segments(self, segments: Any, *args: Any, all_tokens: Any = None, **options: Any) -> Any:
+        known = all_tokens or [[] for _ in segments]
+        cut = [
+            pieces_of([*filter(None, own)], len(tokens), self.prefill_step_size)
+            for own, tokens in zip(segments, known, strict=True)
+        ]
+        uids = super().insert_segments(cut, *args, all_tokens=known, **options)
+        for uid, own, tokens in zip(uids, segments, known, strict=True):
+            ends, total = set(), 0
+            for segment in filter(None, own):
+                total += len(segment)
+                ends.add(total)
+            self._ends[uid] = {*ends, total - 1}
+            self._kept[uid] = len(tokens) // BLOCK * BLOCK
+        return uids
+
+    def _next(self) -> Any:
+        prompt_responses, generated = super()._next()
+        for response in prompt_responses:
+            if not response.end_of_prompt:
+                done, total = response.progress
+                ends = self._ends.get(response.uid, {done})
+                response.end_of_segment = response.end_of_segment and done in ends
+                self._keep(self._prompt_batch, response.uid, total - done)
+        for response in generated:
+            if response.finish_reason is not None:
+                self._kept.pop(response.uid, None)
+                self._ends.pop(response.uid, None)
+            else:
+                self._keep(self._generation_batch, response.uid, 0)
+        return prompt_responses, generated
+
+    def remove(self, uids: Any, *args: Any, **options: Any) -> Any:
+        for uid in uids:
+            self._kept.pop(uid, None)
+            self._ends.pop(uid, None)
+        return super().remove(uids, *args, **options)
+
+    def _keep(self, batch: Any, uid: int, to_come: int) -> None:
+        """Keep the blocks of a sequence that have become whole."""
+        if uid not in batch.uids or uid not in self._kept:
+            return
+        i = batch.uids.index(uid)
+        tokens, since = batch.tokens[i], self._kept[uid]
+        whole = len(tokens) // BLOCK * BLOCK
+        if whole > since:
+            layers = [_one_of(layer, i) for layer in batch.prompt_cache]
+            self._keep_blocks(tokens[:whole], layers, since, to_come <= BLOCK)
+            for layer, own in zip(batch.prompt_cache, layers, strict=True):
+                _put_back(layer, i, own, since, whole)
+            self._kept[uid] = whole
+
+
+def _one_of(batched: Any, i: int) -> Any:
+    """One sequence's layer cache; of a sequence that is alone, one that shares the batch's arrays."""
+    if hasattr(batched, "_temporal_order"):
+        batched._temporal_order()
+    alone = type(batched).__name__ == "BatchKVCache" and batched.keys is not None and len(batched.keys) == 1
+    if alone and not batched.left_padding.item():
+        made = KVCache()
+        made.keys, made.values, made.offset = batched.keys, batched.values, batched._idx
+        return made
+    return batched.extract(i)
+
+
+def _put_back(batched: Any, i: int, own: Any, since: int, end: int) -> None:
+    """The rows of tokens `since` to `end` of a sequence's own layer cache, where a batch has them."""
+    if isinstance(own, CacheList):
+        for layer, child in zip(batched.caches, own.caches, strict=True):
+            _put_back(layer, i, child, since, end)
+    elif type(batched).__name__ in ("BatchKVCache", "BatchRotatingKVCache") and own.keys is not batched.keys:
+        leaf, behind = read_leaf(own, "batch"), batched._idx - int(batched.offset[i].item())
+        for first, last in leaf.held:
+            low, high = max(first, since), min(last, end)
+            if low < high:
+                where, to = leaf.where(low, high), slice(behind + low, behind + high)
+                at = where if isinstance(where, slice) else mx.array(where)
+                batched.keys[i : i + 1, :, to] = own.keys[:, :, at]
+                batched.values[i : i + 1, :, to] = own.values[:, :, at]
+
+
+def stream(
+    generate: Callable[..., Iterator[Any]],
+    known: Sequence[int],
+    keep_blocks: KeepBlocks,
+    model: Any,
+    tokenizer: Any,
+    prompt: Sequence[int],
+    **options: Any,
+) -> Iterator[Any]:
+    """mlx-lm's `stream_generate` (`generate`) of a prompt whose tokens before `prompt`, `known`, are in the prompt cache.
+
+    What is not the prefill of one model's tokens (a draft model, images, rows that are quantised meanwhile, processors that
+    look at the prompt) is left to it, on exact rows.
+    """
+    layers = options.get("prompt_cache")
+    others = ("draft_model", "input_embeddings", "kv_bits", "logits_processors")
+    if (
+        layers is None
+        or any(options.get(name) for name in others[2:])
+        or any(options.get(name) is not None for name in others[:2])
+    ):
+        yield from generate(model=model, tokenizer=tokenizer, prompt=prompt, **options)
+        return
+    tokens, kept = list(known), len(known) // BLOCK * BLOCK
+    progress = options.get("prompt_progress_callback") or (lambda done, total: None)
+    done = 0
+    with mx.stream(options["stream"]):
+        for piece in pieces_of([list(prompt[:-1])], len(tokens), options.get("prefill_step_size", 2048)):
+            progress(done, len(prompt))
+            model(mx.array([piece]), cache=layers)
+            mx.eval([layer.state for layer in layers])
+            mx.clear_cache()
+            tokens += piece
+            done += len(piece)
+            kept = _keep_single(keep_blocks, tokens, layers, kept, len(prompt) - done)
+    options["prompt_progress_callback"] = lambda own, total: progress(done + own, len(prompt))
+    tokens.append(prompt[-1])
+    for response in generate(model=model, tokenizer=tokenizer, prompt=list(prompt[-1:]), **options):
+        kept = _keep_single(keep_blocks, tokens, layers, kept, 0)
+        tokens.append(response.token)
+        yield response
+
+
+def _keep_single(keep_blocks: KeepBlocks, tokens: list[int], layers: list[Any], kept: int, to_come: int) -> int:
+    whole = len(tokens) // BLOCK * BLOCK
+    if whole > kept:
+        keep_blocks(tokens[:whole], layers, kept, to_come <= BLOCK)
+    return max(whole, kept)
