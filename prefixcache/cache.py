@@ -156,10 +156,13 @@ class PrefixCache:
     def _home_of(self, row: Namespace) -> Home | None:
         """A namespace that the index names. None, with a warning, when this process can't make its caches."""
         try:
-            plan = self._plan(row.model, row.codec, row.layout)
+            return self._make_home(row)
         except Exception as error:
             log.warning("namespace %s of model %r is out of reach: %s", row.root.hex(), row.model, error)
             return None
+
+    def _make_home(self, row: Namespace) -> Home:
+        plan = self._plan(row.model, row.codec, row.layout)
         return Home(row, plan, self._tiers.tree.space(row.root, plan.windows, bool(plan.snapshots)))
 
     def _plan(self, model: str, codec: str, layout: str) -> Plan:
@@ -202,10 +205,7 @@ class PrefixCache:
                 if len(self._tiers.homes) >= self._sweep_at:
                     self._tiers.drop_empty()
                     self._sweep_at = max(NAMESPACES, 2 * len(self._tiers.homes))
-                row = Namespace(root, model, self._codec_text, text, time.time())
-                home = self._home_of(row)
-                assert home is not None
-                self._tiers.homes[root] = home
+                self._tiers.homes[root] = self._make_home(Namespace(root, model, self._codec_text, text, time.time()))
             return self._tiers.homes[root]
 
     def _deepest(self, raw: bytes, homes: list[Home], tier: int, limit: int) -> Deepest | None:
