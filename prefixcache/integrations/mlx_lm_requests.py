@@ -13,7 +13,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from queue import Empty
 from typing import Any, NamedTuple
 
 import mlx_lm.server as upstream
@@ -95,35 +97,45 @@ class Provider(upstream.ModelProvider):
 
 
 class Ended(Exception):
-    """A request can't be answered any more."""
+    """The server ends before a request is answered."""
+
+    def __init__(self) -> None:
+        super().__init__("the server ends; ask again when it is back")
 
 
 class Answers:
-    """The queue on which a request is answered, watched: whether it is still wanted, and how far it is."""
+    """The queue on which a request is answered, watched: whether it is still wanted, and how it ends."""
 
     def __init__(self, queue: Any):
         self._queue = queue
         self._context: Any = None
         self._over = False
-        self._stopped = False
+        self._cut = False
         self.alone = False  # served by itself, in one call that only an exception can end
 
     def put(self, answer: Any) -> None:
         if isinstance(answer, upstream.GenerationContext):
             self._context = answer
-        elif answer is None or isinstance(answer, Exception):
+        if self._cut:
+            self.stop()
+            if self.alone and isinstance(answer, tuple):
+                raise Ended  # in the middle of its prefill
+            return
+        if answer is None or isinstance(answer, Exception):
             self._over = True
         self._queue.put(answer)
-        if self._stopped and self.alone and isinstance(answer, tuple):
-            raise Ended("the server ends")  # in the middle of its prefill; it becomes the answer
 
     def wanted(self) -> bool:
         """Neither answered, nor given up by the client."""
         return not self._over and not (self._context is not None and self._context._should_stop)
 
     def stop(self) -> None:
-        """The server ends: no more than one token, or one step of the prefill, is still computed."""
-        self._stopped = True
+        """The server ends: if the answer is not whole, `Ended` is its last word, and no more than one token, or one step of
+        the prefill, is still computed.
+        """
+        if not self._over:
+            self._over = self._cut = True
+            self._queue.put(Ended())
         if self._context is not None:
             self._context.stop()
 
@@ -203,10 +215,22 @@ class Generator(upstream.ResponseGenerator):
         request[0].alone = True
         super()._serve_single(request, *others)
 
+    def generate(self, *request: Any, **options: Any) -> Any:
+        if self._stop:
+            raise Ended
+        return super().generate(*request, **options)
+
     def stop_answering(self) -> None:
-        """Let requests under way end at their next token; call it until the thread has ended."""
+        """Tell all that ask that the server ends, and let what is under way end at its next token; call it until the thread
+        has ended.
+        """
         for answers in list(self.answering):
             answers.stop()
+        with suppress(Empty):
+            while True:
+                queue = self.requests.get_nowait()[0]
+                if queue is not WAKE:
+                    queue.put(Ended())
 
     # -- requests that wait aside -------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ import mlx_lm.server as upstream
 
 from prefixcache.cache import PrefixCache
 from prefixcache.integrations import prometheus
-from prefixcache.integrations.mlx_lm_requests import Generator, Provider
+from prefixcache.integrations.mlx_lm_requests import Ended, Generator, Provider
 from prefixcache.logs import quotes_nothing
 from prefixcache.settings import Settings
 
@@ -88,8 +88,25 @@ class Handler(upstream.APIHandler):
         self.server.replying.add(self)
         try:
             super().handle_completion(request, stop_words)
+        except Ended as error:
+            self._cut(str(error))
         finally:
             self.server.replying.discard(self)
+
+    def _cut(self, error: str) -> None:
+        """The end of an answer that is not whole. Clients take an event with an error for one; without Content-Length, a
+        closed connection alone looks like the end of an answer.
+        """
+        if not self.stream:
+            self._headers_buffer: list[bytes] = []  # the status 200, which was not sent yet
+            return self._refuse(503, error)
+        told = {"error": {"message": error, "type": "server_error", "code": 503}}
+        self.wfile.write(f"data: {json.dumps(told)}\n\n".encode())
+
+    def _set_completion_headers(self, status_code: int = 200) -> None:
+        if isinstance(sys.exc_info()[1], Ended):  # mlx-lm says 404, whatever a request failed of
+            status_code = 503
+        super()._set_completion_headers(status_code)
 
     def _refuse(self, status: int, error: str) -> None:
         self._set_completion_headers(status)
@@ -194,7 +211,7 @@ def serve(
                 try:
                     _run(server, generator, ending, grace)
                 finally:
-                    _end(generator, ending)
+                    _end(server, generator, ending)
                 held = cache.stats().ram_images
                 log.info("writing what is warm: %.2f GB", held / 1e9)
         finally:
@@ -241,15 +258,15 @@ def _run(server: Server, generator: Generator, ending: Ending, grace: float) -> 
         time.sleep(POLL)
 
 
-def _end(generator: Generator, ending: Ending) -> None:
-    """Stop the thread that generates. While it loads a model it can't be stopped: then the process ends without it. A
-    step of a prefill can't either: it gets LINGER seconds, and what is warm is written beside it.
+def _end(server: Server, generator: Generator, ending: Ending) -> None:
+    """Stop the thread that generates, and tell clients that wait. While it loads a model it can't be stopped: then the
+    process ends without it. A step of a prefill can't either: it gets LINGER seconds, and what is warm is written beside it.
     """
     generator._stop = True
-    until = time.monotonic() + LINGER
-    while generator._generation_thread.is_alive() and (time.monotonic() < until or not generator.ready.is_set()):
+    thread, until = generator._generation_thread, time.monotonic() + LINGER
+    while (thread.is_alive() or server.replying) and (time.monotonic() < until or not generator.ready.is_set()):
         generator.stop_answering()
-        generator._generation_thread.join(POLL)
+        time.sleep(POLL)
         if not generator.ready.is_set() and ending.asked.is_set():
             try:
                 generator.prompts.cache.close()
