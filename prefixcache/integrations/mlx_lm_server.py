@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 import mlx.core as mx
 import mlx_lm.server as upstream
+from huggingface_hub import CacheNotFound, scan_cache_dir
 
 from prefixcache.cache import PrefixCache
 from prefixcache.integrations import prometheus
@@ -35,6 +36,7 @@ log = logging.getLogger("prefixcache")
 LINGER = 1.0  # seconds, beyond the grace, for the thread that generates to end
 SALT_LIMIT = 1024  # characters of a request's cache_salt
 BODY_LIMIT = 1 << 28  # bytes of a request; images are in it
+LISTED = {"config.json", "model.safetensors.index.json", "tokenizer_config.json"}  # files of a model that mlx-lm lists
 POLL = 0.05  # seconds between two looks at what ends
 
 
@@ -70,6 +72,19 @@ class Handler(upstream.APIHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+
+    def handle_models_request(self) -> None:
+        """The model that is served and those that were downloaded. mlx-lm's own says 200 before it looks for them, and has
+        nothing more to say where there is no Hugging Face cache.
+        """
+        only, served = "/".join(self.path.split("/")[3:]), self.response_generator.cli_args.model
+        names = [name for name in downloaded() if only in ("", name)]
+        if served:
+            names.append(str(Path(served).resolve()) if Path(served).exists() else served)
+        data = [{"id": name, "object": "model", "created": self.created} for name in dict.fromkeys(names)]
+        self._set_completion_headers(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"object": "list", "data": data}).encode())
 
     def do_POST(self) -> None:
         length = self.headers.get("Content-Length", "0")
@@ -112,6 +127,18 @@ class Handler(upstream.APIHandler):
         self._set_completion_headers(status)
         self.end_headers()
         self.wfile.write(json.dumps({"error": error}).encode())
+
+
+def downloaded(folder: Path | None = None) -> list[str]:
+    """Names of the models in the Hugging Face cache (`folder`; None: where theirs is) that mlx-lm lists; none where there
+    is no such folder, or none that can be read.
+    """
+    try:
+        repos = scan_cache_dir(folder).repos
+    except (CacheNotFound, ValueError, OSError):
+        return []
+    found = [repo for repo in repos if repo.repo_type == "model" and "main" in repo.refs]
+    return sorted(repo.repo_id for repo in found if {file.file_name for file in repo.refs["main"].files} >= LISTED)
 
 
 def _wrong(body: dict[str, Any]) -> str:

@@ -22,6 +22,7 @@ import pytest
 import requests
 
 from prefixcache import PrefixCache
+from prefixcache.integrations.mlx_lm_server import downloaded
 from tests.families import MLX_LM_0_31
 from tests.serving import (
     SECONDS,
@@ -274,9 +275,23 @@ def test_metrics_agree_with_what_was_asked(served):
 def test_health_models_and_unknown_paths_are_mlx_lms(served, models):
     get = lambda path: requests.get(f"{served.url}{path}", timeout=SECONDS)  # noqa: E731
     assert (get("/health").status_code, get("/health").json()) == (200, {"status": "ok"})
-    assert str(models / "llama") in [model.id for model in served.client.models.list()]
+    assert [model.id for model in served.client.models.list()] == [str(models / "llama")]  # no Hugging Face cache
+    assert get("/v1/models").headers["Content-Type"] == "application/json"
     assert get("/metrics?x=1").headers["Content-Type"].startswith("text/plain")
     assert get("/nowhere").status_code == get("/metricsx").status_code == 404
+
+
+def test_models_that_were_downloaded_are_listed_and_what_mlx_lm_cant_load_is_not(tmp_path):
+    config = ("config.json", "tokenizer_config.json", "model.safetensors.index.json")
+    for name, files in (("whole", config), ("other", config[:1])):
+        snapshot = tmp_path / f"models--org--{name}" / "snapshots" / ("0" * 40)
+        snapshot.mkdir(parents=True)
+        (snapshot.parents[1] / "refs").mkdir()
+        (snapshot.parents[1] / "refs" / "main").write_text("0" * 40)
+        for file in files:
+            (snapshot / file).write_text("{}")
+    assert downloaded(tmp_path) == ["org/whole"]
+    assert downloaded(tmp_path / "nowhere") == downloaded(tmp_path / "models--org--whole" / "refs" / "main") == []
 
 
 def test_a_request_that_cant_be_served_harms_no_other(served):
