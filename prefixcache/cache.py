@@ -102,7 +102,7 @@ class PrefixCache:
         self.codec: Codec = self.settings.codec if self.settings.codec is not None else TurboQuant()
         self._codec_text = canonical(self.codec.spec())
         allow(*self.settings.allow_classes)
-        ram = self.settings.ram_bytes(_memory())
+        ram = self.settings.ram_bytes(usable_memory())
         self._recorder = Recorder(self.settings.trace) if self.settings.trace is not None else None
         self._tiers = Tiers(self.settings, ram)
         self._by_model: dict[str, dict[str, Plan]] = {}  # model -> layout -> plan
@@ -652,7 +652,7 @@ def _whole(number: Any, call: str, what: str, most: int | None = None) -> int:
     return number
 
 
-def _memory() -> int:
+def usable_memory() -> int:
     """Bytes that "auto" takes a share of: on a Mac Metal's recommended working set, else the machine's memory."""
     if mx.metal.is_available():
         return int(mx.metal.device_info()["max_recommended_working_set_size"])

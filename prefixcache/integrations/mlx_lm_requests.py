@@ -20,15 +20,18 @@ from typing import Any, NamedTuple
 
 import mlx_lm.server as upstream
 import numpy as np
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 
-from prefixcache.cache import PrefixCache
+from prefixcache.cache import PrefixCache, usable_memory
 from prefixcache.integrations.admission import Admission, Computing
 from prefixcache.integrations.mlx_lm import SaltedToken, TieredPromptCache, identity_of
 from prefixcache.integrations.read_or_compute import Reading, ReadOrCompute
+from prefixcache.integrations.request_log import Found, RequestLog
 from prefixcache.keys import as_tokens
 from prefixcache.layers import CacheError
 from prefixcache.layers.plan import read
+from prefixcache.settings import ram_auto
 
 log = logging.getLogger("prefixcache")
 
@@ -106,8 +109,9 @@ class Ended(Exception):
 class Answers:
     """The queue on which a request is answered, watched: whether it is still wanted, and how it ends."""
 
-    def __init__(self, queue: Any):
+    def __init__(self, queue: Any, request_log: RequestLog | None = None):
         self._queue = queue
+        self._log = request_log or RequestLog()
         self._context: Any = None
         self._over = False
         self._cut = False
@@ -123,6 +127,7 @@ class Answers:
             return
         if answer is None or isinstance(answer, Exception):
             self._over = True
+        self._log.saw(answer)
         self._queue.put(answer)
 
     def wanted(self) -> bool:
@@ -196,7 +201,7 @@ class Generator(upstream.ResponseGenerator):
         self._before = before
         self._aside: deque[Aside] = deque()
         self.prompts = ServedPromptCache(cache, self._stored, _rows(provider.cli_args))
-        provider.on_load = self.prompts.name_anew
+        provider.on_load = self._loaded
         super().__init__(provider, self.prompts)
         self._time_budget = TimeBudget(self._someone_waits)
 
@@ -210,6 +215,18 @@ class Generator(upstream.ResponseGenerator):
         finally:
             self.ready.set()
         super()._generate()
+
+    def _loaded(self, model_key: Any) -> None:
+        """Weights are identified when they are loaded, and with ram="auto" the budget becomes what they leave."""
+        provider, cache = self.model_provider, self.prompts.cache
+        name, weights = self.prompts.name_anew(model_key), _weights(provider.model) + _weights(provider.draft_model)
+        if cache.settings.ram == "auto":
+            cache.resize(ram=ram_auto(usable_memory(), weights))
+        told = cache.stats()
+        log.info(
+            "model %s: %s, %.2f GB of weights; RAM budget %.2f GB (ram=%s)",
+            model_key[0], name, weights / 1e9, told.ram_limit / 1e9, told.ram_setting,
+        )  # fmt: skip
 
     def _serve_single(self, request: Any, *others: Any) -> None:
         request[0].alone = True
@@ -243,7 +260,7 @@ class Generator(upstream.ResponseGenerator):
             return None
         queue, request, args = item
         if not isinstance(queue, Answers):
-            queue = Answers(queue)
+            queue = Answers(queue, _log_of(request))
             self.answering = {answers for answers in self.answering if answers.wanted()} | {queue}
         return self._admit((queue, request, args))
 
@@ -275,11 +292,14 @@ class Generator(upstream.ResponseGenerator):
         way from here on.
         """
         name, salt = known.space
-        if not getattr(request, "asked_ssd", False):
-            request.asked_ssd = True
+        request_log = _log_of(request)
+        if request_log.found is None:
+            request_log.found = Found(*self.prompts.cache.match(known.ids, model=name, salt=salt))
             reading = self.prompts.before_turn.begin(known.ids, model=name, salt=salt)
             if reading is not None:
+                request_log.wait_for_ssd()
                 return self._read(reading)
+        request_log.go_on()
         has = self.prompts.cache.match(known.ids, model=name, salt=salt).ram
         awaited = self.admission.wait_for(known.ids, known.space, has, sliceable=self.model_provider.sliceable)
         if awaited is None:
@@ -321,8 +341,12 @@ class Generator(upstream.ResponseGenerator):
         if known is not None and known.tokenizer is tokenizer:
             return known.tokenized
         known = self._look(tokenizer, request, self._tokens(tokenizer, request, args))
-        if not getattr(request, "asked_ssd", False):
-            self.prompts.before_turn.wait(known.ids, model=known.space[0], salt=known.space[1])
+        request_log, (name, salt) = _log_of(request), known.space
+        if request_log.found is None:
+            request_log.found = Found(*self.prompts.cache.match(known.ids, model=name, salt=salt))
+            request_log.wait_for_ssd()
+            self.prompts.before_turn.wait(known.ids, model=name, salt=salt)
+            request_log.go_on()
         return known.tokenized
 
     def _tokens(self, tokenizer: Any, request: Any, args: Any) -> Any:
@@ -354,6 +378,18 @@ def _rows(args: Any) -> str:
 
 def _vision(tokenized: Any) -> Any:
     return tokenized[4] if len(tokenized) > 4 else None  # mlx-lm 0.31 has none
+
+
+def _weights(model: Any) -> int:
+    """The bytes of a model's parameters; None has none."""
+    return 0 if model is None else sum(weight.nbytes for _, weight in tree_flatten(model.parameters()))
+
+
+def _log_of(request: Any) -> RequestLog:
+    found: RequestLog | None = getattr(request, "request_log", None)
+    if found is None:  # it did not come over HTTP
+        found = request.request_log = RequestLog()
+    return found
 
 
 def _salt_of(request: Any) -> bytes:

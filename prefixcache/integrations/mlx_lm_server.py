@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from http.server import ThreadingHTTPServer
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -25,9 +26,11 @@ import mlx.core as mx
 import mlx_lm.server as upstream
 from huggingface_hub import CacheNotFound, scan_cache_dir
 
+import prefixcache
 from prefixcache.cache import PrefixCache
-from prefixcache.integrations import prometheus
+from prefixcache.integrations import prometheus, request_log
 from prefixcache.integrations.mlx_lm_requests import Ended, Generator, Provider
+from prefixcache.integrations.request_log import RequestLog
 from prefixcache.logs import quotes_nothing
 from prefixcache.settings import Settings
 
@@ -100,13 +103,27 @@ class Handler(upstream.APIHandler):
         if wrong:
             return self._refuse(400, wrong)
         request.cache_salt = self.body.get("cache_salt") or ""
+        request.request_log = RequestLog()
         self.server.replying.add(self)
+        end = request_log.FAILED
         try:
             super().handle_completion(request, stop_words)
+            end = ""
         except Ended as error:
+            end = request_log.CUT
             self._cut(str(error))
+        except OSError:
+            end = request_log.GONE
+            raise
         finally:
             self.server.replying.discard(self)
+            fields = request.request_log.fields(end)
+            log.info("%s: %s", self.request_id, request_log.in_words(fields), extra={"id": self.request_id, **fields})
+
+    def log_request(self, *about: Any) -> None:
+        """Who looks at the metrics, again and again, is not logged."""
+        if getattr(self, "path", "").partition("?")[0] != "/metrics":  # there is none where the request can't be read
+            super().log_request(*about)
 
     def _cut(self, error: str) -> None:
         """The end of an answer that is not whole. Clients take an event with an error for one; without Content-Length, a
@@ -234,6 +251,7 @@ def serve(
         server = Server(host, port)
         try:
             with PrefixCache(settings) as cache:
+                _tell(cache)
                 generator = Generator(provider, cache, before)
                 try:
                     _run(server, generator, ending, grace)
@@ -243,6 +261,21 @@ def serve(
                 log.info("writing what is warm: %.2f GB", held / 1e9)
         finally:
             server.server_close()
+
+
+def _tell(cache: PrefixCache) -> None:
+    """What is served with. What the model has to do with it is told when that is loaded."""
+    stats, directory = cache.stats(), cache.settings.ssd_dir
+    kernels = "; ".join(f"{where}: {what}" for where, what in stats.kernels.items())
+    log.info(
+        "prefixcache %s, mlx-lm %s, MLX %s; kernels: %s; codec %s",
+        prefixcache.__version__, version("mlx-lm"), version("mlx"), kernels, stats.codec,
+    )  # fmt: skip
+    if stats.ssd is None:
+        log.info("no SSD directory: RAM only")
+    else:
+        used, limit = stats.ssd.used / 1e9, stats.ssd.limit / 1e9
+        log.info("SSD %s: %d images found; %.2f of %.2f GB used", directory, stats.images_on_ssd, used, limit)
 
 
 def _read(flags: Sequence[str]) -> tuple[str, int, Provider]:
