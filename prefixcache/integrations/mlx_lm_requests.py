@@ -190,12 +190,13 @@ class Generator(upstream.ResponseGenerator):
     """mlx-lm's loop, on its own thread, with requests that wait aside.
 
     `before`: called on that thread when the default model is loaded, before the first request. `ready` is set after it, or
-    when that failed; `failure` says why.
+    when that failed; `failure` says why. `model`: of the model that is loaded, a line for the log; "" of none.
     """
 
     def __init__(self, provider: Provider, cache: PrefixCache, before: Callable[[Generator], None]):
         self.ready = threading.Event()
         self.failure: Exception | None = None
+        self.model = ""
         self.answering: set[Answers] = set()
         self.admission = Admission()
         self._before = before
@@ -222,11 +223,13 @@ class Generator(upstream.ResponseGenerator):
         name, weights = self.prompts.name_anew(model_key), _weights(provider.model) + _weights(provider.draft_model)
         if cache.settings.ram == "auto":
             cache.resize(ram=ram_auto(usable_memory(), weights))
-        told = cache.stats()
-        log.info(
-            "model %s: %s, %.2f GB of weights; RAM budget %.2f GB (ram=%s)",
-            model_key[0], name, weights / 1e9, told.ram_limit / 1e9, told.ram_setting,
-        )  # fmt: skip
+        stats = cache.stats()
+        self.model = (
+            f"model {model_key[0]}: {name}, {weights / 1e9:.2f} GB of weights; "
+            f"RAM budget {stats.ram_limit / 1e9:.2f} GB (ram={stats.ram_setting})"
+        )
+        if self.ready.is_set():
+            log.info("%s", self.model)
 
     def _serve_single(self, request: Any, *others: Any) -> None:
         request[0].alone = True

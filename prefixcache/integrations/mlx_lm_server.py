@@ -33,6 +33,7 @@ from prefixcache.integrations.mlx_lm_requests import Ended, Generator, Provider
 from prefixcache.integrations.request_log import RequestLog
 from prefixcache.logs import quotes_nothing
 from prefixcache.settings import Settings
+from prefixcache.stats import Stats
 
 log = logging.getLogger("prefixcache")
 
@@ -251,31 +252,16 @@ def serve(
         server = Server(host, port)
         try:
             with PrefixCache(settings) as cache:
-                _tell(cache)
+                opened = cache.stats()
                 generator = Generator(provider, cache, before)
                 try:
-                    _run(server, generator, ending, grace)
+                    _run(server, generator, ending, grace, opened)
                 finally:
                     _end(server, generator, ending)
                 held = cache.stats().ram_images
                 log.info("writing what is warm: %.2f GB", held / 1e9)
         finally:
             server.server_close()
-
-
-def _tell(cache: PrefixCache) -> None:
-    """What is served with. What the model has to do with it is told when that is loaded."""
-    stats, directory = cache.stats(), cache.settings.ssd_dir
-    kernels = "; ".join(f"{where}: {what}" for where, what in stats.kernels.items())
-    log.info(
-        "prefixcache %s, mlx-lm %s, MLX %s; kernels: %s; codec %s",
-        prefixcache.__version__, version("mlx-lm"), version("mlx"), kernels, stats.codec,
-    )  # fmt: skip
-    if stats.ssd is None:
-        log.info("no SSD directory: RAM only")
-    else:
-        used, limit = stats.ssd.used / 1e9, stats.ssd.limit / 1e9
-        log.info("SSD %s: %d images found; %.2f of %.2f GB used", directory, stats.images_on_ssd, used, limit)
 
 
 def _read(flags: Sequence[str]) -> tuple[str, int, Provider]:
@@ -292,7 +278,7 @@ def _read(flags: Sequence[str]) -> tuple[str, int, Provider]:
     return read[0], read[1], read[2]
 
 
-def _run(server: Server, generator: Generator, ending: Ending, grace: float) -> None:
+def _run(server: Server, generator: Generator, ending: Ending, grace: float, opened: Stats) -> None:
     """Answer requests until the end is asked for, then let those under way end."""
     while not generator.ready.wait(POLL):
         if ending.asked.is_set():
@@ -301,6 +287,7 @@ def _run(server: Server, generator: Generator, ending: Ending, grace: float) -> 
         raise ServeFailed(str(generator.failure))
     if generator.failure is not None:
         raise ServeFailed(f"the model can't be loaded: {_one_line(generator.failure)}")
+    _tell(generator, opened)
     fingerprint = upstream.get_system_fingerprint()
     handler = type("Handler", (Handler,), {"collectors": (prometheus.CacheCollector(generator.prompts.cache),)})
     server.RequestHandlerClass = lambda *args: handler(generator, *args, system_fingerprint=fingerprint)
@@ -316,6 +303,22 @@ def _run(server: Server, generator: Generator, ending: Ending, grace: float) -> 
     until = time.monotonic() + grace
     while time.monotonic() < until and server.replying:
         time.sleep(POLL)
+
+
+def _tell(generator: Generator, opened: Stats) -> None:
+    """What is served, with what, and what the directory had when it was opened."""
+    kernels = "; ".join(f"{where}: {what}" for where, what in opened.kernels.items())
+    log.info(
+        "prefixcache %s, mlx-lm %s, MLX %s; kernels: %s; codec %s",
+        prefixcache.__version__, version("mlx-lm"), version("mlx"), kernels, opened.codec,
+    )  # fmt: skip
+    none = f"no model yet; RAM budget {opened.ram_limit / 1e9:.2f} GB (ram={opened.ram_setting})"
+    log.info("%s", generator.model or none)
+    if opened.ssd is None:
+        log.info("no SSD directory: RAM only")
+    else:
+        directory, used, limit = generator.prompts.cache.settings.ssd_dir, opened.ssd.used / 1e9, opened.ssd.limit / 1e9
+        log.info("SSD %s: %d images found; %.2f of %.2f GB used", directory, opened.images_on_ssd, used, limit)
 
 
 def _end(server: Server, generator: Generator, ending: Ending) -> None:
