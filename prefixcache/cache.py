@@ -103,7 +103,7 @@ class PrefixCache:
         self.codec: Codec = self.settings.codec if self.settings.codec is not None else TurboQuant()
         self._codec_text = canonical(self.codec.spec())
         allow(*self.settings.allow_classes)
-        ram = self.settings.ram_bytes(_memory())
+        ram = self.settings.ram_bytes(usable_memory())
         self._recorder = Recorder(self.settings.trace) if self.settings.trace is not None else None
         self._tiers = Tiers(self.settings, ram)
         self._by_model: dict[str, dict[str, Plan]] = {}  # model -> layout -> plan
@@ -157,10 +157,13 @@ class PrefixCache:
     def _home_of(self, row: Namespace) -> Home | None:
         """A namespace that the index names. None, with a warning, when this process can't make its caches."""
         try:
-            plan = self._plan(row.model, row.codec, row.layout)
+            return self._make_home(row)
         except Exception as error:
             log.warning("namespace %s of model %r is out of reach: %s", row.root.hex(), row.model, error)
             return None
+
+    def _make_home(self, row: Namespace) -> Home:
+        plan = self._plan(row.model, row.codec, row.layout)
         return Home(row, plan, self._tiers.tree.space(row.root, plan.windows, bool(plan.snapshots)))
 
     def _plan(self, model: str, codec: str, layout: str) -> Plan:
@@ -203,10 +206,7 @@ class PrefixCache:
                 if len(self._tiers.homes) >= self._sweep_at:
                     self._tiers.drop_empty()
                     self._sweep_at = max(NAMESPACES, 2 * len(self._tiers.homes))
-                row = Namespace(root, model, self._codec_text, text, time.time())
-                home = self._home_of(row)
-                assert home is not None
-                self._tiers.homes[root] = home
+                self._tiers.homes[root] = self._make_home(Namespace(root, model, self._codec_text, text, time.time()))
             return self._tiers.homes[root]
 
     def _deepest(self, raw: bytes, homes: list[Home], tier: int, limit: int) -> Deepest | None:
@@ -673,7 +673,7 @@ def _whole(number: Any, call: str, what: str, most: int | None = None) -> int:
     return number
 
 
-def _memory() -> int:
+def usable_memory() -> int:
     """Bytes that "auto" takes a share of: on a Mac Metal's recommended working set, else the machine's memory."""
     if mx.metal.is_available():
         return int(mx.metal.device_info()["max_recommended_working_set_size"])

@@ -121,7 +121,7 @@ class Server:
     def __init__(self, command: Sequence[str], log: Path):
         self.log = log
         here = Path(__file__).parents[1]
-        alone = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(log.parent)}  # no network, and no models of the user's
+        alone = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(log.parent / "hub")}  # no network, no models of the user's
         with log.open("wb") as to:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=to, stderr=to, cwd=here, env={**os.environ, **alone}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from prefixcache.codecs import Affine, Raw, TurboQuant
 from prefixcache.memory import machine_memory
-from prefixcache.settings import UNITS, Settings, parse_size
+from prefixcache.settings import UNITS, Settings, parse_size, ram_auto
 
 REMEDY = 'write "20GB", "512MiB" or a number of bytes'
 
@@ -298,6 +298,16 @@ def test_ram_in_bytes(tmp_path):
     assert Settings(ram="3GB").ram_bytes(16 << 30) == 3 * 10**9
     assert Settings(ram=0, ssd_dir=tmp_path).ram_bytes(16 << 30) == 256 << 20
     assert Settings(ram=0, ssd_dir=tmp_path, transit="1GB").ram_bytes(16 << 30) == 10**9
+
+
+@given(st.integers(64, 1 << 42), st.integers(0, 1 << 42))
+@example(16 << 30, 0)
+@example(16 << 30, 100 << 30)
+def test_auto_is_a_quarter_or_what_the_weights_and_an_eighth_leave(memory, weights):
+    budget = ram_auto(memory, weights)
+    assert 0 < budget <= ram_auto(memory) == Settings().ram_bytes(memory) == memory // 4
+    assert budget <= ram_auto(memory, weights // 2)
+    assert budget + weights + memory // 8 <= memory or budget == memory // 64
 
 
 def test_ssd_in_bytes_is_what_was_set(tmp_path):

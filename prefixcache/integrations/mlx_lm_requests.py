@@ -13,20 +13,25 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from queue import Empty
 from typing import Any, NamedTuple
 
 import mlx_lm.server as upstream
 import numpy as np
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 
-from prefixcache.cache import PrefixCache
+from prefixcache.cache import PrefixCache, usable_memory
 from prefixcache.integrations.admission import Admission, Computing
 from prefixcache.integrations.mlx_lm import SaltedToken, TieredPromptCache, identity_of
 from prefixcache.integrations.read_or_compute import Reading, ReadOrCompute
+from prefixcache.integrations.request_log import Found, RequestLog
 from prefixcache.keys import as_tokens
 from prefixcache.layers import CacheError
 from prefixcache.layers.plan import read
+from prefixcache.settings import ram_auto
 
 log = logging.getLogger("prefixcache")
 
@@ -95,35 +100,47 @@ class Provider(upstream.ModelProvider):
 
 
 class Ended(Exception):
-    """A request can't be answered any more."""
+    """The server ends before a request is answered."""
+
+    def __init__(self) -> None:
+        super().__init__("the server ends; ask again when it is back")
 
 
 class Answers:
-    """The queue on which a request is answered, watched: whether it is still wanted, and how far it is."""
+    """The queue on which a request is answered, watched: whether it is still wanted, and how it ends."""
 
-    def __init__(self, queue: Any):
+    def __init__(self, queue: Any, request_log: RequestLog | None = None):
         self._queue = queue
+        self._log = request_log or RequestLog()
         self._context: Any = None
         self._over = False
-        self._stopped = False
+        self._cut = False
         self.alone = False  # served by itself, in one call that only an exception can end
 
     def put(self, answer: Any) -> None:
         if isinstance(answer, upstream.GenerationContext):
             self._context = answer
-        elif answer is None or isinstance(answer, Exception):
+        if self._cut:
+            self.stop()
+            if self.alone and isinstance(answer, tuple):
+                raise Ended  # in the middle of its prefill
+            return
+        if answer is None or isinstance(answer, Exception):
             self._over = True
+        self._log.saw(answer)
         self._queue.put(answer)
-        if self._stopped and self.alone and isinstance(answer, tuple):
-            raise Ended("the server ends")  # in the middle of its prefill; it becomes the answer
 
     def wanted(self) -> bool:
         """Neither answered, nor given up by the client."""
         return not self._over and not (self._context is not None and self._context._should_stop)
 
     def stop(self) -> None:
-        """The server ends: no more than one token, or one step of the prefill, is still computed."""
-        self._stopped = True
+        """The server ends: if the answer is not whole, `Ended` is its last word, and no more than one token, or one step of
+        the prefill, is still computed.
+        """
+        if not self._over:
+            self._over = self._cut = True
+            self._queue.put(Ended())
         if self._context is not None:
             self._context.stop()
 
@@ -173,18 +190,19 @@ class Generator(upstream.ResponseGenerator):
     """mlx-lm's loop, on its own thread, with requests that wait aside.
 
     `before`: called on that thread when the default model is loaded, before the first request. `ready` is set after it, or
-    when that failed; `failure` says why.
+    when that failed; `failure` says why. `model`: of the model that is loaded, a line for the log; "" of none.
     """
 
     def __init__(self, provider: Provider, cache: PrefixCache, before: Callable[[Generator], None]):
         self.ready = threading.Event()
         self.failure: Exception | None = None
+        self.model = ""
         self.answering: set[Answers] = set()
         self.admission = Admission()
         self._before = before
         self._aside: deque[Aside] = deque()
         self.prompts = ServedPromptCache(cache, self._stored, _rows(provider.cli_args))
-        provider.on_load = self.prompts.name_anew
+        provider.on_load = self._loaded
         super().__init__(provider, self.prompts)
         self._time_budget = TimeBudget(self._someone_waits)
 
@@ -199,14 +217,40 @@ class Generator(upstream.ResponseGenerator):
             self.ready.set()
         super()._generate()
 
+    def _loaded(self, model_key: Any) -> None:
+        """Weights are identified when they are loaded, and with ram="auto" the budget becomes what they leave."""
+        provider, cache = self.model_provider, self.prompts.cache
+        name, weights = self.prompts.name_anew(model_key), _weights(provider.model) + _weights(provider.draft_model)
+        if cache.settings.ram == "auto":
+            cache.resize(ram=ram_auto(usable_memory(), weights))
+        stats = cache.stats()
+        self.model = (
+            f"model {model_key[0]}: {name}, {weights / 1e9:.2f} GB of weights; "
+            f"RAM budget {stats.ram_limit / 1e9:.2f} GB (ram={stats.ram_setting})"
+        )
+        if self.ready.is_set():
+            log.info("%s", self.model)
+
     def _serve_single(self, request: Any, *others: Any) -> None:
         request[0].alone = True
         super()._serve_single(request, *others)
 
+    def generate(self, *request: Any, **options: Any) -> Any:
+        if self._stop:
+            raise Ended
+        return super().generate(*request, **options)
+
     def stop_answering(self) -> None:
-        """Let requests under way end at their next token; call it until the thread has ended."""
+        """Tell all that ask that the server ends, and let what is under way end at its next token; call it until the thread
+        has ended.
+        """
         for answers in list(self.answering):
             answers.stop()
+        with suppress(Empty):
+            while True:
+                queue = self.requests.get_nowait()[0]
+                if queue is not WAKE:
+                    queue.put(Ended())
 
     # -- requests that wait aside -------------------------------------------------------------------------------------
 
@@ -219,7 +263,7 @@ class Generator(upstream.ResponseGenerator):
             return None
         queue, request, args = item
         if not isinstance(queue, Answers):
-            queue = Answers(queue)
+            queue = Answers(queue, _log_of(request))
             self.answering = {answers for answers in self.answering if answers.wanted()} | {queue}
         return self._admit((queue, request, args))
 
@@ -251,11 +295,14 @@ class Generator(upstream.ResponseGenerator):
         way from here on.
         """
         name, salt = known.space
-        if not getattr(request, "asked_ssd", False):
-            request.asked_ssd = True
+        request_log = _log_of(request)
+        if request_log.found is None:
+            request_log.found = Found(*self.prompts.cache.match(known.ids, model=name, salt=salt))
             reading = self.prompts.before_turn.begin(known.ids, model=name, salt=salt)
             if reading is not None:
+                request_log.wait_for_ssd()
                 return self._read(reading)
+        request_log.go_on()
         has = self.prompts.cache.match(known.ids, model=name, salt=salt).ram
         awaited = self.admission.wait_for(known.ids, known.space, has, sliceable=self.model_provider.sliceable)
         if awaited is None:
@@ -297,8 +344,12 @@ class Generator(upstream.ResponseGenerator):
         if known is not None and known.tokenizer is tokenizer:
             return known.tokenized
         known = self._look(tokenizer, request, self._tokens(tokenizer, request, args))
-        if not getattr(request, "asked_ssd", False):
-            self.prompts.before_turn.wait(known.ids, model=known.space[0], salt=known.space[1])
+        request_log, (name, salt) = _log_of(request), known.space
+        if request_log.found is None:
+            request_log.found = Found(*self.prompts.cache.match(known.ids, model=name, salt=salt))
+            request_log.wait_for_ssd()
+            self.prompts.before_turn.wait(known.ids, model=name, salt=salt)
+            request_log.go_on()
         return known.tokenized
 
     def _tokens(self, tokenizer: Any, request: Any, args: Any) -> Any:
@@ -330,6 +381,18 @@ def _rows(args: Any) -> str:
 
 def _vision(tokenized: Any) -> Any:
     return tokenized[4] if len(tokenized) > 4 else None  # mlx-lm 0.31 has none
+
+
+def _weights(model: Any) -> int:
+    """The bytes of a model's parameters; None has none."""
+    return 0 if model is None else sum(weight.nbytes for _, weight in tree_flatten(model.parameters()))
+
+
+def _log_of(request: Any) -> RequestLog:
+    found: RequestLog | None = getattr(request, "request_log", None)
+    if found is None:  # it did not come over HTTP
+        found = request.request_log = RequestLog()
+    return found
 
 
 def _salt_of(request: Any) -> bytes:

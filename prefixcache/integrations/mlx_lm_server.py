@@ -17,24 +17,30 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from http.server import ThreadingHTTPServer
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import mlx.core as mx
 import mlx_lm.server as upstream
+from huggingface_hub import CacheNotFound, scan_cache_dir
 
+import prefixcache
 from prefixcache.cache import PrefixCache
-from prefixcache.integrations import prometheus
-from prefixcache.integrations.mlx_lm_requests import Generator, Provider
+from prefixcache.integrations import prometheus, request_log
+from prefixcache.integrations.mlx_lm_requests import Ended, Generator, Provider
+from prefixcache.integrations.request_log import RequestLog
 from prefixcache.logs import quotes_nothing
 from prefixcache.settings import Settings
+from prefixcache.stats import Stats
 
 log = logging.getLogger("prefixcache")
 
 LINGER = 1.0  # seconds, beyond the grace, for the thread that generates to end
 SALT_LIMIT = 1024  # characters of a request's cache_salt
 BODY_LIMIT = 1 << 28  # bytes of a request; images are in it
+LISTED = {"config.json", "model.safetensors.index.json", "tokenizer_config.json"}  # files of a model that mlx-lm lists
 POLL = 0.05  # seconds between two looks at what ends
 
 
@@ -71,6 +77,19 @@ class Handler(upstream.APIHandler):
         self.end_headers()
         self.wfile.write(body)
 
+    def handle_models_request(self) -> None:
+        """The model that is served and those that were downloaded. mlx-lm's own says 200 before it looks for them, and has
+        nothing more to say where there is no Hugging Face cache.
+        """
+        only, served = "/".join(self.path.split("/")[3:]), self.response_generator.cli_args.model
+        names = [name for name in downloaded() if only in ("", name)]
+        if served:
+            names.append(str(Path(served).resolve()) if Path(served).exists() else served)
+        data = [{"id": name, "object": "model", "created": self.created} for name in dict.fromkeys(names)]
+        self._set_completion_headers(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"object": "list", "data": data}).encode())
+
     def do_POST(self) -> None:
         length = self.headers.get("Content-Length", "0")
         if length.removeprefix("-").isdigit() and not 0 <= int(length) <= BODY_LIMIT:
@@ -85,16 +104,59 @@ class Handler(upstream.APIHandler):
         if wrong:
             return self._refuse(400, wrong)
         request.cache_salt = self.body.get("cache_salt") or ""
+        request.request_log = RequestLog()
         self.server.replying.add(self)
+        end = request_log.FAILED
         try:
             super().handle_completion(request, stop_words)
+            end = ""
+        except Ended as error:
+            end = request_log.CUT
+            self._cut(str(error))
+        except OSError:
+            end = request_log.GONE
+            raise
         finally:
             self.server.replying.discard(self)
+            fields = request.request_log.fields(end)
+            log.info("%s: %s", self.request_id, request_log.in_words(fields), extra={"id": self.request_id, **fields})
+
+    def log_request(self, *about: Any) -> None:
+        """Who looks at the metrics, again and again, is not logged."""
+        if getattr(self, "path", "").partition("?")[0] != "/metrics":  # there is none where the request can't be read
+            super().log_request(*about)
+
+    def _cut(self, error: str) -> None:
+        """The end of an answer that is not whole. Clients take an event with an error for one; without Content-Length, a
+        closed connection alone looks like the end of an answer.
+        """
+        if not self.stream:
+            self._headers_buffer: list[bytes] = []  # the status 200, which was not sent yet
+            return self._refuse(503, error)
+        told = {"error": {"message": error, "type": "server_error", "code": 503}}
+        self.wfile.write(f"data: {json.dumps(told)}\n\n".encode())
+
+    def _set_completion_headers(self, status_code: int = 200) -> None:
+        if isinstance(sys.exc_info()[1], Ended):  # mlx-lm says 404, whatever a request failed of
+            status_code = 503
+        super()._set_completion_headers(status_code)
 
     def _refuse(self, status: int, error: str) -> None:
         self._set_completion_headers(status)
         self.end_headers()
         self.wfile.write(json.dumps({"error": error}).encode())
+
+
+def downloaded(folder: Path | None = None) -> list[str]:
+    """Names of the models in the Hugging Face cache (`folder`; None: where theirs is) that mlx-lm lists; none where there
+    is no such folder, or none that can be read.
+    """
+    try:
+        repos = scan_cache_dir(folder).repos
+    except (CacheNotFound, ValueError, OSError):
+        return []
+    found = [repo for repo in repos if repo.repo_type == "model" and "main" in repo.refs]
+    return sorted(repo.repo_id for repo in found if {file.file_name for file in repo.refs["main"].files} >= LISTED)
 
 
 def _wrong(body: dict[str, Any]) -> str:
@@ -190,11 +252,12 @@ def serve(
         server = Server(host, port)
         try:
             with PrefixCache(settings) as cache:
+                opened = cache.stats()
                 generator = Generator(provider, cache, before)
                 try:
-                    _run(server, generator, ending, grace)
+                    _run(server, generator, ending, grace, opened)
                 finally:
-                    _end(generator, ending)
+                    _end(server, generator, ending)
                 held = cache.stats().ram_images
                 log.info("writing what is warm: %.2f GB", held / 1e9)
         finally:
@@ -215,7 +278,7 @@ def _read(flags: Sequence[str]) -> tuple[str, int, Provider]:
     return read[0], read[1], read[2]
 
 
-def _run(server: Server, generator: Generator, ending: Ending, grace: float) -> None:
+def _run(server: Server, generator: Generator, ending: Ending, grace: float, opened: Stats) -> None:
     """Answer requests until the end is asked for, then let those under way end."""
     while not generator.ready.wait(POLL):
         if ending.asked.is_set():
@@ -224,6 +287,7 @@ def _run(server: Server, generator: Generator, ending: Ending, grace: float) -> 
         raise ServeFailed(str(generator.failure))
     if generator.failure is not None:
         raise ServeFailed(f"the model can't be loaded: {_one_line(generator.failure)}")
+    _tell(generator, opened)
     fingerprint = upstream.get_system_fingerprint()
     handler = type("Handler", (Handler,), {"collectors": (prometheus.CacheCollector(generator.prompts.cache),)})
     server.RequestHandlerClass = lambda *args: handler(generator, *args, system_fingerprint=fingerprint)
@@ -241,15 +305,31 @@ def _run(server: Server, generator: Generator, ending: Ending, grace: float) -> 
         time.sleep(POLL)
 
 
-def _end(generator: Generator, ending: Ending) -> None:
-    """Stop the thread that generates. While it loads a model it can't be stopped: then the process ends without it. A
-    step of a prefill can't either: it gets LINGER seconds, and what is warm is written beside it.
+def _tell(generator: Generator, opened: Stats) -> None:
+    """What is served, with what, and what the directory had when it was opened."""
+    kernels = "; ".join(f"{where}: {what}" for where, what in opened.kernels.items())
+    log.info(
+        "prefixcache %s, mlx-lm %s, MLX %s; kernels: %s; codec %s",
+        prefixcache.__version__, version("mlx-lm"), version("mlx"), kernels, opened.codec,
+    )  # fmt: skip
+    none = f"no model yet; RAM budget {opened.ram_limit / 1e9:.2f} GB (ram={opened.ram_setting})"
+    log.info("%s", generator.model or none)
+    if opened.ssd is None:
+        log.info("no SSD directory: RAM only")
+    else:
+        directory, used, limit = generator.prompts.cache.settings.ssd_dir, opened.ssd.used / 1e9, opened.ssd.limit / 1e9
+        log.info("SSD %s: %d images found; %.2f of %.2f GB used", directory, opened.images_on_ssd, used, limit)
+
+
+def _end(server: Server, generator: Generator, ending: Ending) -> None:
+    """Stop the thread that generates, and tell clients that wait. While it loads a model it can't be stopped: then the
+    process ends without it. A step of a prefill can't either: it gets LINGER seconds, and what is warm is written beside it.
     """
     generator._stop = True
-    until = time.monotonic() + LINGER
-    while generator._generation_thread.is_alive() and (time.monotonic() < until or not generator.ready.is_set()):
+    thread, until = generator._generation_thread, time.monotonic() + LINGER
+    while (thread.is_alive() or server.replying) and (time.monotonic() < until or not generator.ready.is_set()):
         generator.stop_answering()
-        generator._generation_thread.join(POLL)
+        time.sleep(POLL)
         if not generator.ready.is_set() and ending.asked.is_set():
             try:
                 generator.prompts.cache.close()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _CACHE = "mlx_lm.models.cache."
 PLAIN_CACHE = _CACHE + "KVCache"
 PARTS = ("keys", "values")
-TRUSTED = ("mlx_lm.models.", "mlx_vlm.models.", "vllm_mlx.", "prefixcache.")
+TRUSTED = ("mlx_lm.models.", "mlx_vlm.models.", "prefixcache.live.")  # where layer caches are defined
 
 Layout = dict[str, Any]
 
@@ -91,6 +91,8 @@ class Leaf(NamedTuple):
 class Adapter:
     """How one kind of layer cache is read and made. `at` in errors names the layer."""
 
+    makes = True  # objects of the classes that it reads
+
     def read(self, cache: Any, at: str) -> Leaf:
         raise NotImplementedError
 
@@ -119,19 +121,35 @@ def allow(*classes: type | str) -> None:
         _allowed[path] = cls if isinstance(cls, type) else _import(path)
 
 
-def is_allowed(path: str) -> bool:
-    return path in _allowed or path.startswith(TRUSTED)
-
-
 def find_class(path: str) -> type:
-    """The class of this path. CacheError when it is not on the allow-list or not there in this release of its
-    package.
+    """The class of this path: one that was allowed, or a layer cache that a trusted module defines. CacheError for any
+    other, and for one that is not there in this release of its package.
+
+    A path may come from a forged file: what a module merely imports, or defines for other ends, is never given.
     """
     if path in _allowed:
         return _allowed[path]
+    name = path.rpartition(".")[2][:60]
     if not path.startswith(TRUSTED):
-        raise CacheError(f"class {path[:200]!r} is not allowed; call prefixcache.allow({path.rsplit('.', 1)[-1][:60]})")
-    return _import(path)
+        raise CacheError(f"class {path[:200]!r} is not allowed; call prefixcache.allow({name})")
+    found = _import(path)
+    if class_path(found) != path or not _is_layer_cache(found):
+        raise CacheError(f"class {path[:200]!r} is no layer cache of that module; call prefixcache.allow({name})")
+    return found
+
+
+def _is_layer_cache(cls: type) -> bool:
+    """Whether a prompt cache can hold objects of this class: it has what mlx-lm asks of each layer's cache."""
+    asked = hasattr(cls, "state") and hasattr(cls, "is_trimmable")
+    return asked and class_path(cls) != _CACHE + "_BaseCache" and adapter_of(cls).makes
+
+
+def check_kept(path: str, at: str) -> None:
+    """CacheError when the layer at `at`, whose class has this path, could not be made again."""
+    try:
+        find_class(path)
+    except CacheError as error:
+        raise CacheError(f"{at}: {error}") from None
 
 
 def _import(path: str) -> type:
@@ -267,6 +285,8 @@ class Compressed(Adapter):
     It is never made by its class: what is stored is a KVCache's, and `StoredPrompt.live` makes one of the codes.
     """
 
+    makes = False
+
     def read(self, cache: Any, at: str) -> Leaf:
         held = cache._held
         layout: Layout = {"class": PLAIN_CACHE, "kind": "sliceable", "attrs": {}, "streams": None}
@@ -377,10 +397,6 @@ class Snapshot(Adapter):
 
     def read(self, cache: Any, at: str) -> Leaf:
         path = class_path(type(cache))
-        if not is_allowed(path):
-            raise CacheError(
-                f"{at}: class {path} is not known; call prefixcache.allow({type(cache).__name__}) to keep it"
-            )
         if not hasattr(cache, "__dict__"):
             raise CacheError(f"{at}: class {path} has no __dict__, so its state can't be read")
         self._one_sequence(cache, at)
@@ -400,6 +416,8 @@ class Snapshot(Adapter):
 
 class Refused(Adapter):
     """Batches: several sequences in one object."""
+
+    makes = False
 
     def read(self, cache: Any, at: str) -> Leaf:
         raise CacheError(
@@ -425,11 +443,13 @@ _by_class: dict[type, Adapter] = {}
 def read_leaf(cache: Any, at: str) -> Leaf:
     """Read one layer cache. A subclass that holds more beside its rows than its base is kept as a snapshot."""
     try:
-        return adapter_of(type(cache)).read(cache, at)
+        leaf = adapter_of(type(cache)).read(cache, at)
     except NotPlain:
         if class_path(type(cache)) in REGISTRY:
             raise
-        return SNAPSHOT.read(cache, at)
+        leaf = SNAPSHOT.read(cache, at)
+    check_kept(leaf.layout["class"], at)
+    return leaf
 
 
 def adapter_of(cls: type) -> Adapter:

@@ -18,7 +18,7 @@ from prefixcache.codecs import Codec, RawRows, RowCodec, Stream
 from prefixcache.codecs.interchange import element
 from prefixcache.image import DTYPES, Image, Spec
 from prefixcache.keys import BLOCK, canonical, chain
-from prefixcache.layers.adapters import CacheError, Layout, Leaf, find_class, read_leaf
+from prefixcache.layers.adapters import CacheError, Layout, Leaf, check_kept, find_class, read_leaf
 from prefixcache.tree import Window
 
 LIST = "mlx_lm.models.cache.CacheList"
@@ -61,6 +61,7 @@ def _read_layer(cache: Any, at: str, leaves: list[Leaf]) -> Layout:
     if _is_list(type(cache)):
         children = [_read_layer(c, f"{at}.{i}", leaves) for i, c in enumerate(cache.caches)]
         path = f"{type(cache).__module__}.{type(cache).__qualname__}"
+        check_kept(path, at)
         return {"class": path, "kind": "list", "tuple": isinstance(cache.caches, tuple), "children": children}
     leaf = read_leaf(cache, at)
     leaves.append(leaf)

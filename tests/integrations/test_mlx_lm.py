@@ -35,6 +35,10 @@ class OfTheServersOwn:
         return n
 
 
+class OfMlxLmsKind(KVCache):
+    """A subclass that nobody has allowed."""
+
+
 @pytest.fixture
 def opened(tmp_path):
     caches = []
@@ -188,6 +192,16 @@ def test_a_class_of_the_servers_own_is_kept_alive_and_paid_for(opened):
     assert prompts.failed == 1
     prompts.trim_to(n_bytes=0)
     assert prompts.cache.stats().ram_held == prompts.nbytes == 0
+
+
+def test_a_subclass_that_is_not_allowed_is_kept_alive_too(opened):
+    prompts = opened()
+    own = OfMlxLmsKind()
+    own.update_and_fetch(mx.ones((1, 1, 3, 4)), mx.ones((1, 1, 3, 4)))
+    prompts.insert_cache(KEY, [1, 2, 3], [own])
+    assert (prompts.failed, prompts.cache.stats().ram_reserved) == (0, own.nbytes)
+    made, rest = prompts.fetch_nearest_cache(KEY, [1, 2, 3, 4])
+    assert (type(made[0]), made[0].offset, rest) == (OfMlxLmsKind, 3, [4])
 
 
 def test_a_hit_never_ends_inside_an_image(opened):

@@ -20,7 +20,7 @@ from mlx_lm import server as upstream
 
 from prefixcache import PrefixCache
 from prefixcache.integrations.mlx_lm import SaltedToken
-from prefixcache.integrations.mlx_lm_requests import Answers, Generator, TimeBudget
+from prefixcache.integrations.mlx_lm_requests import Answers, Ended, Generator, TimeBudget
 from prefixcache.integrations.mlx_lm_server import _read
 from tests.families import MLX_LM_0_31
 from tests.integrations.slow_disk import slow_disk
@@ -307,6 +307,34 @@ def test_requests_under_way_can_be_ended(models, opened, size, seed):
         wait_for(lambda: any(one.begun.is_set() for one in asked), "request under way")
         generator._stop = True
         wait_for(lambda: generator.stop_answering() or not generator._generation_thread.is_alive(), "end of the thread")
+        late = Asked(generator, user("late"))
+        for one in (*asked, late):
+            one.join(SECONDS)
+            assert not one.is_alive()
+            assert isinstance(one.error, Ended)
+
+
+def test_an_answer_that_was_finished_stays_so_when_the_server_ends():
+    kept: queue.Queue[Any] = queue.Queue()
+    answers = Answers(kept)
+    for answer in (context(), response(1), response(2, "length"), None):
+        answers.put(answer)
+    answers.stop()
+    assert kept.qsize() == 4
+
+
+def test_nothing_comes_after_the_end_that_cuts_an_answer():
+    kept: queue.Queue[Any] = queue.Queue()
+    answers, begun = Answers(kept), context()
+    answers.stop()
+    answers.put(begun)  # it was about to begin
+    answers.put((16, 3000))
+    answers.put(response(1))
+    answers.put(None)
+    answers.stop()
+    assert begun._should_stop
+    assert isinstance(kept.get_nowait(), Ended)
+    assert kept.empty()
 
 
 def test_a_failure_before_the_first_request_is_kept(models, opened):

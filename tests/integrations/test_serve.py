@@ -22,6 +22,7 @@ import pytest
 import requests
 
 from prefixcache import PrefixCache
+from prefixcache.integrations.mlx_lm_server import downloaded
 from tests.families import MLX_LM_0_31
 from tests.serving import (
     SECONDS,
@@ -274,9 +275,23 @@ def test_metrics_agree_with_what_was_asked(served):
 def test_health_models_and_unknown_paths_are_mlx_lms(served, models):
     get = lambda path: requests.get(f"{served.url}{path}", timeout=SECONDS)  # noqa: E731
     assert (get("/health").status_code, get("/health").json()) == (200, {"status": "ok"})
-    assert str(models / "llama") in [model.id for model in served.client.models.list()]
+    assert [model.id for model in served.client.models.list()] == [str(models / "llama")]  # no Hugging Face cache
+    assert get("/v1/models").headers["Content-Type"] == "application/json"
     assert get("/metrics?x=1").headers["Content-Type"].startswith("text/plain")
     assert get("/nowhere").status_code == get("/metricsx").status_code == 404
+
+
+def test_models_that_were_downloaded_are_listed_and_what_mlx_lm_cant_load_is_not(tmp_path):
+    config = ("config.json", "tokenizer_config.json", "model.safetensors.index.json")
+    for name, files in (("whole", config), ("other", config[:1])):
+        snapshot = tmp_path / f"models--org--{name}" / "snapshots" / ("0" * 40)
+        snapshot.mkdir(parents=True)
+        (snapshot.parents[1] / "refs").mkdir()
+        (snapshot.parents[1] / "refs" / "main").write_text("0" * 40)
+        for file in files:
+            (snapshot / file).write_text("{}")
+    assert downloaded(tmp_path) == ["org/whole"]
+    assert downloaded(tmp_path / "nowhere") == downloaded(tmp_path / "models--org--whole" / "refs" / "main") == []
 
 
 def test_a_request_that_cant_be_served_harms_no_other(served):
@@ -293,19 +308,25 @@ def test_a_request_that_cant_be_served_harms_no_other(served):
 
 
 class Reader(threading.Thread):
-    """A client that reads a long stream: how many chunks came, whether the last of them told an end."""
+    """A client whose answer takes long: how many chunks of it came, whether the last of them told an end, what it met."""
 
-    def __init__(self, server: Server, prompt: str = "long", max_tokens: int = 100_000):
+    def __init__(
+        self, server: Server, prompt: str = "long", max_tokens: int = 100_000, *, stream: bool = True, **more: Any
+    ):
         super().__init__(daemon=True)
         self.chunks, self.finish, self.error = 0, "", ""
         self._create = server.client.chat.completions.create
-        self._asked = {"messages": user(text(280, prompt)), "max_tokens": max_tokens}
+        self._asked = {"messages": user(text(280, prompt)), "max_tokens": max_tokens, "stream": stream, **more}
         self.start()
+
+    def under_way(self) -> Reader:
         wait_for(lambda: self.chunks > 2, "stream")
+        return self
 
     def run(self) -> None:
         try:
-            for chunk in self._create(model="default_model", temperature=0, stream=True, **self._asked):
+            given = self._create(model="default_model", temperature=0, **self._asked)
+            for chunk in given if self._asked["stream"] else [given]:
                 self.chunks += 1
                 self.finish = chunk.choices[0].finish_reason or self.finish
         except Exception as error:
@@ -330,6 +351,8 @@ def ending(models: Path, tmp_path: Path) -> Any:
 def test_streams_under_way_end_as_they_should(models, ending, tmp_path):
     with ending("--model", models / "llama", "--grace", 50) as server:
         readers = [Reader(server.ready(), f"long {i}", 40 + 5 * i) for i in range(5)]
+        for reader in readers:
+            reader.under_way()
         assert server.end() == 0
         for reader in readers:
             reader.join(SECONDS)
@@ -340,7 +363,7 @@ def test_streams_under_way_end_as_they_should(models, ending, tmp_path):
 
 def test_a_stream_that_takes_longer_than_the_grace_is_cut(models, ending, tmp_path):
     with ending("--model", models / "llama", "--grace", 0.2) as server:
-        reader = Reader(server.ready())
+        reader = Reader(server.ready()).under_way()
         assert server.end() == 0
         reader.join(SECONDS)
         assert not reader.is_alive()
@@ -349,10 +372,37 @@ def test_a_stream_that_takes_longer_than_the_grace_is_cut(models, ending, tmp_pa
     assert sequences(tmp_path / "ssd") == 1
 
 
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("more", [{}, {"seed": 3}, {"model": "/no/such/model"}], ids=["batched", "alone", "after"])
+def test_an_answer_that_the_end_cuts_never_looks_finished(models, ending, more, stream):
+    """Whether mlx-lm serves it in a batch or alone, under way or in line: an error event in a stream, else status 503."""
+    with ending("--model", models / "llama", "--grace", 0.2) as server:
+        server.ready()
+        if "model" in more:  # the next request is served alone
+            with pytest.raises(openai.APIStatusError):
+                ask(server, user("hello"), **more)
+        own = {name: value for name, value in more.items() if name != "model"}
+        first = Reader(server, stream=stream, **own)
+        if stream:
+            first.under_way()
+        else:
+            wait_for(lambda: "Prompt processing progress" in server.said(), "answer under way")
+        others = [Reader(server, f"other {i}", stream=bool(i), **own) for i in range(2)]
+        time.sleep(0.5)
+        assert server.end() == 0
+        for reader in (first, *others):
+            reader.join(SECONDS)
+            assert not reader.is_alive()
+            assert reader.finish == ""
+            assert reader.error in ("InternalServerError", "APIError")  # 503, or an event in the stream
+        assert first.error == ("APIError" if stream else "InternalServerError")
+        assert server.troubles() == []
+
+
 @pytest.mark.parametrize(("first", "second"), [(signal.SIGTERM, signal.SIGTERM), (signal.SIGTERM, signal.SIGINT)])
 def test_a_second_signal_ends_the_process_at_once(models, ending, tmp_path, first, second):
     with ending("--model", models / "llama", "--grace", 50) as server:
-        Reader(server.ready())
+        Reader(server.ready()).under_way()
         server.send(first)
         wait_for(lambda: "a second signal ends at once" in server.said(), "first signal")
         assert server.end(second) == 128 + second

@@ -1,0 +1,97 @@
+"""One line of the log for each request that is served: what it asked for, whence its tokens came, how long it took. It has
+numbers only, nothing of a prompt or an answer. `mlx_lm_server` begins and writes it, `mlx_lm_requests` fills it in.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple
+
+import mlx_lm.server as upstream
+
+CUT, REFUSED, GONE, FAILED = "cut", "refused", "client gone", "failed"  # how it ended, where no finish_reason says so
+
+
+class Found(NamedTuple):
+    """Tokens of a prompt that could be had when it came: from RAM, from RAM and SSD."""
+
+    ram: int
+    ssd: int
+
+
+class RequestLog:
+    """One request, watched. Times are `time.monotonic()`'s, in seconds.
+
+    The thread of its client begins it and asks for `fields` in the end; the thread that generates does all the rest.
+    """
+
+    def __init__(self) -> None:
+        self.arrived = time.monotonic()
+        self.found: Found | None = None  # None: the SSD was not asked yet
+        self.ssd_wait = 0.0
+        self.end = ""
+        self.generated = 0
+        self._context: Any = None
+        self._waits_since: float | None = None
+        self._begun = self._first = self._last = 0.0
+
+    def wait_for_ssd(self) -> None:
+        """The request is set aside until the SSD has answered."""
+        self._waits_since = time.monotonic()
+
+    def go_on(self) -> None:
+        """It waits for the SSD no longer."""
+        if self._waits_since is not None:
+            self.ssd_wait, self._waits_since = time.monotonic() - self._waits_since, None
+
+    def saw(self, answer: Any) -> None:
+        """What was put on the queue on which it is answered."""
+        if isinstance(answer, upstream.GenerationContext):
+            self._context, self._begun = answer, time.monotonic()
+        elif isinstance(answer, upstream.Response):
+            self._last = time.monotonic()
+            self._first = self._first or self._last
+            self.generated += 1
+            self.end = answer.finish_reason or self.end
+
+    def fields(self, end: str = "") -> dict[str, Any]:
+        """The numbers of the line. `end`: how it ended; "": as its answers say. Of a request that never began: its end and
+        its time alone.
+        """
+        fields: dict[str, Any] = {"end": end or self.end or REFUSED, "seconds": _ms(time.monotonic() - self.arrived)}
+        if self._context is None:
+            return fields
+        prompt, cached = len(self._context.prompt), max(self._context.prompt_cache_count, 0)
+        found = self.found or Found(0, 0)
+        from_ssd = max(min(cached, found.ssd) - found.ram, 0)
+        fields |= {
+            "prompt_tokens": prompt, "ram_tokens": cached - from_ssd, "ssd_tokens": from_ssd,
+            "computed_tokens": prompt - cached, "generated_tokens": self.generated,
+            "ssd_wait_seconds": _ms(self.ssd_wait),
+        }  # fmt: skip
+        if self._first:
+            fields |= {
+                "prefill_seconds": _ms(self._first - self._begun),
+                "first_token_seconds": _ms(self._first - self.arrived),
+            }
+        return fields
+
+
+def in_words(fields: dict[str, Any]) -> str:
+    """`RequestLog.fields`, as a line to read."""
+    whole = f"{fields['seconds']:.3f} s in all"
+    if "prompt_tokens" not in fields:
+        return f"{fields['end']} before it began; {whole}"
+    times = f"{fields['ssd_wait_seconds']:.3f} s for the SSD, "
+    if "prefill_seconds" in fields:
+        times += (
+            f"{fields['prefill_seconds']:.3f} s prefill, {fields['first_token_seconds']:.3f} s to the first token, "
+        )
+    return (
+        f"{fields['prompt_tokens']:,} tokens asked, {fields['ram_tokens']:,} from RAM, {fields['ssd_tokens']:,} from SSD, "
+        f"{fields['computed_tokens']:,} computed; {fields['generated_tokens']:,} generated ({fields['end']}); {times}{whole}"
+    )
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds, 3)
