@@ -298,8 +298,8 @@ class PrefixCache:
         Returns (prompt_cache, rest): a new list of layer caches of the classes that were stored, the caller's own, and
         `tokens[depth:]`, of at least `leave` tokens. (None, tokens) on a miss. Never reads a file: see `promote`.
 
-        With `whole_blocks` a hit never ends inside a coded block, but where it begins, so that what is computed goes on from just
-        the rows that it went on from at first: see `store(write_back=)`. Models with recurrent state are hit where it is.
+        With `whole_blocks` a hit never ends inside a coded block, but where that begins, so that what is computed goes on
+        from the rows that it went on from at first: see `store(write_back=)`. Recurrent models are hit where they have state.
 
         The layers have room for `room` tokens more and some beside, before they must grow; None: for the rest.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,16 @@ KEY_BYTES = 16
 MODEL_BYTES = 512  # a model's name, as UTF-8
 
 Tokens = Sequence[int] | np.ndarray
+
+
+def chunks(first: int, last: int, step: int) -> Iterator[tuple[int, int]]:
+    """Tokens `first` to `last` (not included) in chunks of at most `step` that end where a block does, if they can."""
+    while first < last:
+        limit = min(first + step, last)
+        end = limit // BLOCK * BLOCK
+        end = end if end > first else limit
+        yield first, end
+        first = end
 
 
 def as_tokens(tokens: Any) -> np.ndarray:

@@ -69,11 +69,13 @@ class TieredPromptCache(LRUPromptCache):
         identify: Callable[[Any], str] | None = None,
         longest_wait: float = 30.0,
         salted_only: bool = False,
+        whole_blocks: bool = False,
     ):
         """`cache`: the caller's, who closes it. `max_size`: sequences in all, the coldest leave every tier; None: as many
         as the bytes allow. `max_bytes`: of prompt caches in RAM; None: the cache's budget. `identify`: the name of a model
         key's weights (default: `identity_of`). `longest_wait`: seconds that a lookup waits for the SSD at most; it waits as
         long as that is quicker than computing. `salted_only`: leave prompts alone whose first token is no `SaltedToken`.
+        `whole_blocks`: see `PrefixCache.fetch`.
         """
         super().__init__(1 << 62 if max_size is None else max_size, 1 << 62 if max_bytes is None else max_bytes)
         self.cache = cache
@@ -83,6 +85,7 @@ class TieredPromptCache(LRUPromptCache):
         self._names: dict[Any, tuple[str, Stamp]] = {}
         self._last_model: Any = None
         self._salted_only = salted_only
+        self._whole_blocks = whole_blocks
         self._turn = threading.RLock()
         self._live_room: list[Reservation] = []  # what objects kept as they are take of the budget
 
@@ -206,7 +209,9 @@ class TieredPromptCache(LRUPromptCache):
         # A batch copies what it is given, and room for a long rest after a short hit costs more than the hit.
         room, leave = min(len(ids), ROOM), 1
         while True:
-            prompt_cache, rest = self.cache.fetch(ids, model=name, salt=salt, leave=leave, room=room)
+            prompt_cache, rest = self.cache.fetch(
+                ids, model=name, salt=salt, leave=leave, room=room, whole_blocks=self._whole_blocks
+            )
             depth = len(ids) - len(rest)
             if (whole := _outside_images(ids, depth)) == depth:
                 break

@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import CacheList, KVCache
 
-from prefixcache.keys import BLOCK
+from prefixcache.keys import BLOCK, chunks
 from prefixcache.layers.adapters import read_leaf
 
 # Codes and stores the whole blocks of these tokens from one on, and puts them back; `last`: the prompt has no more.
@@ -25,12 +25,8 @@ def pieces_of(segments: Sequence[list[int]], at: int, step: int) -> list[list[in
     """Segments that begin at token `at`, in pieces of at most `step` tokens that end where a block or a segment ends."""
     pieces = []
     for segment in segments:
-        done = 0
-        while done < len(segment):
-            limit = min(at + step, at + len(segment) - done)
-            end = limit // BLOCK * BLOCK if limit // BLOCK * BLOCK > at else limit
-            pieces.append(segment[done : done + end - at])
-            done, at = done + end - at, end
+        pieces += [segment[first - at : last - at] for first, last in chunks(at, at + len(segment), step)]
+        at += len(segment)
     return pieces
 
 

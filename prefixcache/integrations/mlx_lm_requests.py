@@ -12,20 +12,24 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from queue import Empty
 from typing import Any, NamedTuple
 
 import mlx_lm.server as upstream
 import numpy as np
 from mlx.utils import tree_flatten
+from mlx_lm.generate import BatchGenerator, stream_generate
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 
 from prefixcache.cache import PrefixCache, usable_memory
 from prefixcache.integrations.admission import Admission, Computing
 from prefixcache.integrations.mlx_lm import SaltedToken, TieredPromptCache, identity_of
+from prefixcache.integrations.mlx_lm_prefill import Blockwise
+from prefixcache.integrations.mlx_lm_prefill import stream as blockwise_stream
 from prefixcache.integrations.read_or_compute import Reading, ReadOrCompute
 from prefixcache.integrations.request_log import Found, RequestLog
 from prefixcache.keys import as_tokens
@@ -46,16 +50,44 @@ class ServedPromptCache(TieredPromptCache):
         cache: PrefixCache,
         on_stored: Callable[[np.ndarray, str, bytes], None],
         rows: str = "",
+        exact_prefill: bool = False,
     ):
-        """`rows`: a suffix of names, for a server whose rows are others than the model's."""
-        super().__init__(cache, identify=lambda model: identity_of(model) + rows, longest_wait=0, salted_only=True)
+        """`rows`: a suffix of names, for a server whose rows are others than the model's. `exact_prefill`: rows stay as they
+        are computed until they are fetched.
+        """
+        super().__init__(
+            cache, identify=lambda model: identity_of(model) + rows, longest_wait=0, salted_only=True,
+            whole_blocks=not exact_prefill,
+        )  # fmt: skip
+        self.exact_prefill = exact_prefill
+        self.found: Sequence[int] = ()  # what the last lookup has given the state of
         self.before_turn = ReadOrCompute(cache)
         self.before_turn.rates = self.reading.rates
         self._on_stored = on_stored
 
     def fetch_nearest_cache(self, model: Any, tokens: Sequence[int]) -> tuple[list[Any] | None, Sequence[int]]:
         found, rest = super().fetch_nearest_cache(model, tokens)
-        return (found, rest) if len(rest) else (None, tokens)  # mlx-lm's batches need a token to go on from
+        found, rest = (found, rest) if len(rest) else (None, tokens)  # mlx-lm's batches need a token to go on from
+        self.found = tokens[: len(tokens) - len(rest)]
+        return found, rest
+
+    def keep_blocks(
+        self, model: Any, tokens: Sequence[int], prompt_cache: list[Any], since: int, state: bool, label: str = "user"
+    ) -> None:
+        """Keep whole blocks in the middle of a prefill; from token `since` on their rows become what a hit will give."""
+        salt = self._salt(tokens)
+        if salt is None or self.exact_prefill:
+            return
+        with self._turn:
+            try:
+                self.cache.store(
+                    as_tokens(tokens), prompt_cache, model=self.name_of(model), salt=salt, label=label, write_back=True,
+                    since=since, state=state,
+                )  # fmt: skip
+            except CacheError as error:
+                log.debug("blocks stay as they are computed: %s", error)
+            except Exception as error:
+                self._fail(error)
 
     def insert_cache(
         self, model: Any, tokens: Sequence[int], prompt_cache: list[Any], *, cache_type: str = "assistant"
@@ -193,7 +225,9 @@ class Generator(upstream.ResponseGenerator):
     when that failed; `failure` says why. `model`: of the model that is loaded, a line for the log; "" of none.
     """
 
-    def __init__(self, provider: Provider, cache: PrefixCache, before: Callable[[Generator], None]):
+    def __init__(
+        self, provider: Provider, cache: PrefixCache, before: Callable[[Generator], None], exact_prefill: bool = False
+    ):
         self.ready = threading.Event()
         self.failure: Exception | None = None
         self.model = ""
@@ -201,7 +235,7 @@ class Generator(upstream.ResponseGenerator):
         self.admission = Admission()
         self._before = before
         self._aside: deque[Aside] = deque()
-        self.prompts = ServedPromptCache(cache, self._stored, _rows(provider.cli_args))
+        self.prompts = ServedPromptCache(cache, self._stored, _rows(provider.cli_args), exact_prefill)
         provider.on_load = self._loaded
         super().__init__(provider, self.prompts)
         self._time_budget = TimeBudget(self._someone_waits)
@@ -215,7 +249,21 @@ class Generator(upstream.ResponseGenerator):
             return
         finally:
             self.ready.set()
-        super()._generate()
+        if self.prompts.exact_prefill:
+            return super()._generate()
+        upstream.BatchGenerator = partial(Blockwise, keep_blocks=self._keep_blocks)  # mlx-lm's loop takes both by name
+        upstream.stream_generate = self._stream
+        try:
+            super()._generate()
+        finally:
+            upstream.BatchGenerator, upstream.stream_generate = BatchGenerator, stream_generate
+
+    def _keep_blocks(self, tokens: Sequence[int], prompt_cache: list[Any], since: int, state: bool) -> None:
+        self.prompts.keep_blocks(self.model_provider.model_key, tokens, prompt_cache, since, state)
+
+    def _stream(self, *, prompt: Sequence[int], **options: Any) -> Iterator[Any]:
+        """A request that is served by itself: `prompt` is what its lookup has left of it."""
+        return blockwise_stream(stream_generate, self.prompts.found, self._keep_blocks, prompt=prompt, **options)
 
     def _loaded(self, model_key: Any) -> None:
         """Weights are identified when they are loaded, and with ram="auto" the budget becomes what they leave."""

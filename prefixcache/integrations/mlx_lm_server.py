@@ -233,11 +233,13 @@ def serve(
     *,
     before: Callable[[Generator], None] = lambda generator: None,
     grace: float = 5.0,
+    exact_prefill: bool = False,
 ) -> None:
     """Run mlx_lm.server with these flags of its own until a signal ends it. Call it on the main thread.
 
     `before`: called on the thread that generates when the model is there, before the first request is taken. `grace`:
-    seconds that requests under way may still take at the end. Raises ServeError, ValueError or `ssd.DirectoryError` when
+    seconds that requests under way may still take at the end. `exact_prefill`: prompts are computed on exact rows, not on
+    those that a hit will give. Raises ServeError, ValueError or `ssd.DirectoryError` when
     it can't start.
     """
     host, port, provider = _read(flags)
@@ -253,7 +255,7 @@ def serve(
         try:
             with PrefixCache(settings) as cache:
                 opened = cache.stats()
-                generator = Generator(provider, cache, before)
+                generator = Generator(provider, cache, before, exact_prefill)
                 try:
                     _run(server, generator, ending, grace, opened)
                 finally:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from itertools import pairwise, takewhile
@@ -19,7 +19,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from prefixcache.cache import PrefixCache
-from prefixcache.keys import BLOCK
+from prefixcache.keys import BLOCK, chunks
 from prefixcache.layers.encode import evaluate
 from prefixcache.layers.plan import read
 
@@ -326,8 +326,12 @@ class _Job:
         self._tell(number, before + depth)
         boundaries = [*partings, len(tokens)] if _needs_boundaries(prompt_cache) else [len(tokens)]
         for boundary in boundaries:
-            for first, last in _chunks(depth, boundary, self._step):
+            for first, last in chunks(depth, boundary, self._step):
                 self._compute(tokens[first:last], prompt_cache)
+                if (
+                    last // BLOCK * BLOCK > first // BLOCK * BLOCK
+                ):  # as under serve: what is computed on is what is stored
+                    self._store(sequence, last // BLOCK * BLOCK, prompt_cache, first // BLOCK * BLOCK)
                 depth = last
                 try:
                     self._tell(number, before + depth)
@@ -348,7 +352,7 @@ class _Job:
         match = self._cache.match(tokens, model=model, salt=salt)
         if match.ssd > match.ram:
             self._cache.promote(tokens, model=model, salt=salt).result()
-        prompt_cache, rest = self._cache.fetch(tokens, model=model, salt=salt, leave=0)
+        prompt_cache, rest = self._cache.fetch(tokens, model=model, salt=salt, leave=0, whole_blocks=True)
         if prompt_cache is None:
             prompt_cache = [layer for net in self._nets for layer in make_prompt_cache(net)]
         return prompt_cache, len(tokens) - len(rest)
@@ -363,16 +367,17 @@ class _Job:
         mx.clear_cache()
         self.computed += len(tokens)
 
-    def _store(self, sequence: Sequence, depth: int, prompt_cache: list[Any]) -> None:
-        self._cache.store(sequence.tokens[:depth], prompt_cache, model=self._model, salt=sequence.salt, label=LABEL)
+    def _store(self, sequence: Sequence, depth: int, prompt_cache: list[Any], since: int | None = None) -> None:
+        """What was computed; of the blocks from token `since` on, which have just become whole, the rows are written back."""
+        tokens, chunk = sequence.tokens[:depth], since is not None
+        self._cache.store(
+            tokens, prompt_cache, model=self._model, salt=sequence.salt, label=LABEL, write_back=chunk, since=since or 0,
+            state=not chunk,
+        )  # fmt: skip
 
     def _tell(self, number: int, done: int) -> None:
         self.done = done
         self._progress(Step(done, self.total, number, self._prompts))
-
-
-def _chunks(first: int, last: int, step: int) -> Iterator[tuple[int, int]]:
-    return ((at, min(at + step, last)) for at in range(first, last, step))
 
 
 def _needs_boundaries(prompt_cache: list[Any]) -> bool:

@@ -48,8 +48,8 @@ def check(plan: Plan, leaves: Sequence[Leaf]) -> None:
             heads = plan.places[i][part][1].heads
             if own is not None and not _can_be_kept(own, (heads, row.width), row.centred):
                 raise CacheError(
-                    f"layer {plan.layer_of[i]} (TurboQuantKVCache): the levels of its {part} are none that an image can keep of "
-                    f"{heads} heads of {row.width}; store what dequantize() gives"
+                    f"layer {plan.layer_of[i]} (TurboQuantKVCache): the levels of its {part} are none that an image can keep "
+                    f"of {heads} heads of {row.width}; store what dequantize() gives"
                 )
 
 
