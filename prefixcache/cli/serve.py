@@ -47,6 +47,14 @@ def serve(
     grace: Annotated[
         float, typer.Option(min=0, metavar="SECONDS", help="What requests under way may still take at the end.")
     ] = 5.0,
+    exact_prefill: Annotated[
+        bool,
+        typer.Option(
+            "--exact-prefill",
+            help="Compute prompts on exact rows, not on those that a hit will give: a first answer is then the uncompressed "
+            "model's, and the same asked again may be answered otherwise.",
+        ),
+    ] = False,
     log_json: Annotated[
         bool, typer.Option("--log-json", help="Log as JSON, one object a line, with nothing of a prompt.")
     ] = False,
@@ -72,7 +80,9 @@ def serve(
     except (ValueError, ImportError) as error:
         _end(error)
     try:
-        mlx_lm_server.serve(settings, ctx.args, before=partial(_warm, prompts), grace=grace)
+        mlx_lm_server.serve(
+            settings, ctx.args, before=partial(_warm, prompts), grace=grace, exact_prefill=exact_prefill
+        )
     except mlx_lm_server.ServeFailed as error:
         complain(" ".join(str(error).split()))
         _leave(2)
