@@ -127,8 +127,7 @@ class SimulatedSsd:
             batch = self._queue.take()
             if batch is None:
                 return
-            self._statistics.update(batch.statistics)
-            batch.statistics.clear()
+            self._statistics.update((w.entry.statistics, w.statistics) for w in batch.writes if w.statistics)
             for write in batch.cancelled:
                 self._written(write.entry, write.error)
             for address, removal in batch.removals.items():
