@@ -108,8 +108,7 @@ class Queue:
 
     def write(self, entry: Entry, namespace: Namespace, image: Image, statistics: bytes = b"") -> bool:
         with self._lock:
-            full = self._queued and self._queued + image.nbytes > self._limit
-            if full or self._closing or self._stuck or not self._ledger.admit(image.nbytes):
+            if not self._has_room(image.nbytes) or not self._ledger.admit(image.nbytes):
                 self._dropped += 1
                 self._failed += self._stuck  # for a flush that waits for what was refused
                 return False
@@ -194,12 +193,20 @@ class Queue:
     def takes(self, nbytes: int) -> bool:
         """Whether a write of so many bytes would be taken now, if the directory has room. No is counted as a refusal."""
         with self._lock:
-            full = self._queued and self._queued + nbytes > self._limit
-            if full or self._closing or self._stuck:
+            if not self._has_room(nbytes):
                 self._dropped += 1
                 self._failed += self._stuck  # for a flush that waits for what was refused
                 return False
             return True
+
+    def has_room(self, nbytes: int) -> bool:
+        """As `takes`, only asked."""
+        with self._lock:
+            return self._has_room(nbytes)
+
+    def _has_room(self, nbytes: int) -> bool:
+        full = self._queued and self._queued + nbytes > self._limit
+        return not (full or self._closing or self._stuck)
 
     def resize(self, queue_bytes: int) -> None:
         with self._lock:

@@ -145,6 +145,10 @@ class Ssd:
         """Whether the queue would take a write of so many bytes now."""
         return self._queue.takes(nbytes)
 
+    def has_room(self, nbytes: int) -> bool:
+        """The same, and no is not counted as a refusal."""
+        return self._queue.has_room(nbytes)
+
     def footprint(self, nbytes: int) -> int:
         """Room to expect of a file of `nbytes`: its blocks, and its share of index and folders."""
         return self._store.ledger.footprint(nbytes)
