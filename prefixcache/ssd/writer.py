@@ -133,7 +133,8 @@ class Writer:
         for write in batch.writes:
             error = error or write.error
         try:
-            self._store.drop_statistics(self._queue.wanted())
+            if self._store.index.unnamed:
+                self._store.drop_statistics(self._queue.wanted())
             self._store.measure()
         except Exception as problem:
             error = error or problem
