@@ -78,8 +78,10 @@ class Settings(BaseSettings):
         "auto", description='the cache shrinks while the machine has less memory free. "auto": a 64th of it. 0: never'
     )
     transit: Size = Field(256 << 20, description="with ram=0: RAM for images on their way to and from the SSD")
-    spill: Literal["drop", "wait"] = Field(
-        "drop", description="when the spill queue is full: drop the coldest, or wait"
+    spill: Literal["drop", "wait", "through"] = Field(
+        "drop",
+        description='when the spill queue is full: "drop" the coldest or "wait"; "through": drop, but write each block as '
+        "soon as it is whole",
     )
     spill_wait: float = Field(2.0, ge=0, le=60, description='spill="wait": the longest that one store waits')
     spill_queue: AutoSize = Field(
@@ -176,6 +178,11 @@ class Settings(BaseSettings):
     def _together(self) -> Settings:
         if self.ram == 0 and (self.ssd_dir is None or self.ssd == 0):
             raise ValueError("ram=0 with no SSD: nothing could be kept; give ram a size, or ssd_dir and ssd")
+        if self.spill == "through" and self.ssd_admission == "second":
+            raise ValueError(
+                'spill="through" with ssd_admission="second": one writes each block at once, the other not before its second '
+                "use; choose one of them"
+            )
         if self.ram == self.transit == 0:
             raise ValueError('transit=0 with ram=0: no image could pass; give transit a size, such as "256MiB"')
         return self

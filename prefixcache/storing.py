@@ -478,6 +478,7 @@ class Store:
             return False
         tiers.follow(slot, older)
         self._pin(slot)
+        tiers.write_through([slot])
         return True
 
     def _finish(self, new_tokens: int, new_bytes: int) -> int:

@@ -56,6 +56,7 @@ class Tiers:
         self.through = settings.ram == 0  # nothing stays in RAM once it is durable
         self._unlisted: deque[Entry] = deque()  # on SSD, not in the tree for want of RAM; coldest first
         self._superseded: dict[Slot, Entry] = {}  # files of windows that grew; go when the new one is durable
+        self._whole: dict[Slot, None] = {}  # with spill="through": what the SSD is still to be given, oldest first
         self._ahead = 0  # bytes that entered RAM since the last spill ahead
         self._doorkeeper: Doorkeeper | None = None
         if settings.ssd_admission == "second":
@@ -412,6 +413,8 @@ class Tiers:
                     self._pass_through(slot)
             elif not isinstance(error, Cancelled):
                 self.counters.write_errors += 1
+                self.write_through([slot])
+            self._write_whole()
             self._back_to_limit()
             self.moved.notify_all()
 
@@ -425,6 +428,7 @@ class Tiers:
                     self.tree.leave(slot, SSD)
             self._unlisted = deque(entry for entry in self._unlisted if entry.address in there)
             self._superseded = {slot: older for slot, older in self._superseded.items() if older.address in there}
+            self.write_through(self.tree.order[RAM])
             self.moved.notify_all()
 
     def drain(self, timeout: float) -> bool:
@@ -457,6 +461,27 @@ class Tiers:
             if self.ssd is not None and self.tree.touched:
                 self.ssd.touch([(slot.kind, slot.key, slot.tick, hits) for slot, hits in self.tree.touched.items()])
                 self.tree.touched.clear()
+
+    def write_through(self, slots: Iterable[Slot]) -> None:
+        """With spill="through": queue images of whole blocks, and snapshots, for the SSD, or as soon as there is room. Tails
+        are written when they are evicted or at the end: each turn of a conversation has another.
+        """
+        if self.ssd is None or self.settings.spill != "through":
+            return
+        self._whole.update(
+            (slot, None) for slot in slots if slot.kind == "snapshot" or len(slot.node.tokens) == BLOCK_BYTES
+        )
+        self._write_whole()
+
+    def _write_whole(self) -> None:
+        while self._whole and self.ssd is not None:
+            slot = next(iter(self._whole))
+            dirty = slot.image is not None and not slot.disk and not slot.saving
+            if dirty and not self.spill(slot) and not self.ssd.has_room(slot.nbytes):
+                break  # goes on when a write has ended, or with the next store
+            del self._whole[slot]  # what the limit has no room for is tried again when RAM evicts it
+        if len(self._whole) > 2 * len(self.tree.slots):  # of a disk that has failed for long
+            self._whole = {one: None for one in self._whole if one.image is not None and not one.disk}
 
     def _pass_through(self, slot: Slot) -> None:
         """With no RAM to keep it: what is durable and of no more use leaves, and then what it hung on."""
@@ -545,6 +570,7 @@ class Tiers:
         self._unlisted.clear()
         for slot in list(self.tree.slots.values()):
             self.discard(slot)
+        self._whole.clear()
         for older in self._superseded.values():
             assert self.ssd is not None
             self.ssd.delete([older])
@@ -561,6 +587,7 @@ class Tiers:
         with self.lock:
             for slot in list(self.tree.order[RAM]):
                 slot.image = None
+            self._whole.clear()
             self.budget = Budget(self.budget.limit)
             self.tree = Tree(self.budget, self.tree.policy)
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -405,3 +405,57 @@ def test_any_length_of_time_can_be_waited_for(opened):
     assert cache.flush(float("inf"))
     with pytest.raises(ValueError, match="close_timeout"):
         opened(close_timeout=float("inf"))
+
+
+def fill(disk: Path) -> Path:
+    """Take every byte of the disk that is left."""
+    ballast = disk / "ballast"
+    with ballast.open("wb", buffering=0) as file:
+        for size in (1 << 16, 512, 1):
+            with suppress(OSError):
+                while True:
+                    file.write(b"x" * size)
+    return ballast
+
+
+@pytest.mark.parametrize("order", ["resize", "keep", "clear"])
+def test_on_a_full_disk_what_is_to_leave_leaves(opened, disk, order):
+    mount("-o", "remount,size=3m", disk)
+    cache = opened(disk / "ssd")
+    put(cache, *range(20))
+    assert cache.flush()
+    before = du(disk / "ssd")
+    ballast = fill(disk)
+    put(cache, 50)
+    assert not cache.flush()  # from here on the writer waits for room
+    if order == "resize":
+        cache.resize(ssd=before // 2)
+    elif order == "keep":
+        assert cache.keep(8) == 8
+    else:
+        cache.clear()
+    until(lambda: du(disk / "ssd") < before * 2 // 3)
+    until(lambda: cache.flush(5))
+    put(cache, 60)
+    settled(cache, disk / "ssd")
+    if order == "resize":
+        assert du(disk / "ssd") <= before // 2
+    ballast.unlink()
+    cache.close()
+    again = opened(disk / "ssd", **({"ssd": before // 2} if order == "resize" else {}))
+    again._ssd.check_integrity()
+    assert again.promote(prompt(60), model="m").result(20) == 600
+
+
+def test_a_prompt_that_is_removed_on_a_full_disk_makes_room_for_another(opened, disk):
+    mount("-o", "remount,size=3m", disk)
+    cache = opened(disk / "ssd")
+    put(cache, *range(20))
+    assert cache.flush()
+    fill(disk)
+    for seed in range(20):
+        assert cache.remove(prompt(seed), model="m")
+    until(lambda: cache.flush(5))
+    put(cache, *range(30, 40))
+    settled(cache, disk / "ssd")
+    assert cache.stats().ssd.files

@@ -250,7 +250,7 @@ def test_a_codec_of_another_type_is_a_value_error_too(bad):
 @pytest.mark.parametrize(
     ("values", "named"),
     [
-        ({"spill": "maybe"}, ["spill", "'drop' or 'wait'", "'maybe'"]),
+        ({"spill": "maybe"}, ["spill", "'drop', 'wait' or 'through'", "'maybe'"]),
         ({"readers": 0}, ["readers", "greater than or equal to 1", "0"]),
         ({"readers": 1000}, ["readers", "less than or equal to 64", "1000"]),
         ({"readers": "many"}, ["readers", "valid integer", "'many'"]),

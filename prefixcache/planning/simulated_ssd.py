@@ -81,6 +81,9 @@ class SimulatedSsd:
     def takes(self, nbytes: int) -> bool:
         return self._queue.takes(nbytes)
 
+    def has_room(self, nbytes: int) -> bool:
+        return self._queue.has_room(nbytes)
+
     def footprint(self, nbytes: int) -> int:
         return self._ledger.footprint(nbytes)
 

@@ -139,12 +139,20 @@ class Simulation:
     """A cache of a model's state, of these sizes in bytes, at first empty. Not thread-safe."""
 
     def __init__(
-        self, state: ModelState, codec: Codec, *, ram: int, ssd: int = 0, policy: str = "lru", admission: str = "always"
+        self,
+        state: ModelState,
+        codec: Codec,
+        *,
+        ram: int,
+        ssd: int = 0,
+        policy: str = "lru",
+        admission: str = "always",
+        spill: str = "drop",
     ):
         if ram < 0 or ssd < 0 or not (ram or ssd):
             raise ValueError(f"ram={ram}, ssd={ssd}: nothing could be kept; give at least one of them a size")
         settings = Settings.model_construct(
-            ram=ram, ssd_dir=None, ssd=ssd, codec=codec, policy=policy, ssd_admission=admission
+            ram=ram, ssd_dir=None, ssd=ssd, codec=codec, policy=policy, ssd_admission=admission, spill=spill
         )
         self.tiers = Tiers(settings, settings.ram_bytes(0))
         self.ssd: SimulatedSsd | None = None
@@ -201,6 +209,7 @@ def simulate(
     ssd: int = 0,
     policy: str = "lru",
     admission: str = "always",
+    spill: str = "drop",
     leave: int = 1,
     block: int = 512,
     progress: Callable[[int], None] | None = None,
@@ -210,7 +219,7 @@ def simulate(
     `leave` tokens of each prompt are computed in any case, as with `PrefixCache.fetch`. `progress` is told the requests done,
     now and then. Raises ValueError where neither RAM nor SSD has a size.
     """
-    run = Simulation(state, codec, ram=ram, ssd=ssd, policy=policy, admission=admission)
+    run = Simulation(state, codec, ram=ram, ssd=ssd, policy=policy, admission=admission, spill=spill)
     asked, given, read = array("q"), array("q"), array("q")
     first, last = None, 0.0
     prompts = Prompts(block)

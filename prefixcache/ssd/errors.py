@@ -47,3 +47,9 @@ class StatisticsLost(SsdError):
 
 class Cancelled(SsdError):
     """The write was still waiting when its entry was deleted, or the tier closed."""
+
+
+class LogHeld(SsdError):
+    """Somebody reads index.db in one transaction that does not end, so its log can't be cut, and the limit has no room for
+    a longer one: nothing can be written until he is done.
+    """

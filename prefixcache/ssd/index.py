@@ -13,6 +13,7 @@ import shutil
 import sqlite3
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +35,7 @@ PAGE = 4096
 ROW_PAGES = 8
 
 _NUMBER = {kind: number for number, kind in enumerate(KINDS)}
+_PATIENCE = 5  # seconds that a lock of SQLite's is waited for
 _CHUNK = 64  # rows at a time: few enough that their memory is used again, and not taken anew
 _FOREIGN_TEXT = "Could not decode to UTF-8"
 _NOT_OURS = (
@@ -116,6 +118,9 @@ def check_age(connection: sqlite3.Connection, path: Path) -> None:
 class Index:
     """The writing connection. Not thread-safe: one thread at a time.
 
+    A namespace is here as long as an image of it is: the transaction that takes its last image takes its row, too.
+    `unnamed` are statistics whose last image may have left: whoever deletes the files asks `needs` and empties it.
+
     Opening raises IndexBroken for a file that is no database of ours, DirectoryError for one that can't be opened now.
     """
 
@@ -125,7 +130,7 @@ class Index:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
         self.recovered = disk_at(suffixes(path)[1]) > 0
         self.identity = identity_at(path)
-        self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=5)
+        self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=_PATIENCE)
         try:
             self._prepare()
         except BaseException as error:
@@ -156,10 +161,15 @@ class Index:
         # The schema stands in the database itself, not in its log alone: `formats` looks there.
         self.checkpoint()
         self.totals()
-        # One tenant's salt is one namespace: those whose images all left must not add up for ever.
-        run("DELETE FROM namespace WHERE id NOT IN (SELECT namespace FROM image)")
+        run("DELETE FROM namespace WHERE id NOT IN (SELECT namespace FROM image)")  # of releases that left them
         self._confirmed: set[bytes] = set()  # namespaces whose row is known to say what it should
         self._namespaces = {root: number for number, root in run("SELECT id, root FROM namespace")}
+        self._images: Counter[int] = Counter()  # of each namespace
+        self._naming: Counter[str] = Counter()  # images that name these statistics
+        for number, name, count in run("SELECT namespace, statistics, count(*) FROM image GROUP BY 1, 2"):
+            self._images[number] += count
+            self._naming[name] += count
+        self.unnamed: set[str] = set()
 
     # What it says
 
@@ -199,9 +209,9 @@ class Index:
             found[kind].update(name for (name,) in rows)
         return found
 
-    def statistics(self) -> set[str]:
-        """The statistics that images name."""
-        return {name for (name,) in self._connection.execute("SELECT DISTINCT statistics FROM image")} - {""}
+    def needs(self, statistics: str) -> bool:
+        """Whether an image names these statistics."""
+        return self._naming[statistics] > 0
 
     @property
     def clean(self) -> bool:
@@ -215,13 +225,13 @@ class Index:
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """All or nothing; durable when the block has ended."""
-        namespaces = dict(self._namespaces)
+        before = dict(self._namespaces), self._images.copy(), self._naming.copy()
         self._connection.execute("BEGIN IMMEDIATE")
         try:
             yield
             self._connection.execute("COMMIT")
         except BaseException:
-            self._namespaces = namespaces
+            self._namespaces, self._images, self._naming = before
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
             raise
@@ -255,14 +265,33 @@ class Index:
         )  # fmt: skip
         if length:
             run("INSERT OR REPLACE INTO tokens VALUES (?, ?)", [cursor.lastrowid, _pack(entry.tokens)])
+        self._images[number] += 1
+        self._naming[entry.statistics] += 1
 
     def remove(self, addresses: Iterable[Address]) -> None:
+        """Images leave, and with its last image a namespace."""
+        run = self._connection.execute
+        emptied: set[int] = set()
         for kind, key in addresses:
             at = [key, _NUMBER[kind]]
-            self._connection.execute(
-                "DELETE FROM tokens WHERE id = (SELECT id FROM image WHERE key = ? AND kind = ?)", at
-            )
-            self._connection.execute("DELETE FROM image WHERE key = ? AND kind = ?", at)
+            row = run("SELECT id, namespace, statistics FROM image WHERE key = ? AND kind = ?", at).fetchone()
+            if row is None:
+                continue
+            image, number, statistics = row
+            run("DELETE FROM tokens WHERE id = ?", [image])
+            run("DELETE FROM image WHERE id = ?", [image])
+            self._images[number] -= 1
+            self._naming[statistics] -= 1
+            if not self._images[number]:
+                emptied.add(number)
+            if not self._naming[statistics]:
+                del self._naming[statistics]
+                self.unnamed.add(statistics)
+        for number in emptied:
+            run("DELETE FROM namespace WHERE id = ?", [number])
+            del self._images[number]
+        if emptied:
+            self._namespaces = {root: number for root, number in self._namespaces.items() if number not in emptied}
 
     def touch(self, touches: Mapping[Address, Touch]) -> None:
         self._connection.executemany(
@@ -284,16 +313,24 @@ class Index:
             "UPDATE image SET disk = ? WHERE key = ? AND kind = ?", [disk, address[1], _NUMBER[address[0]]]
         )
 
-    def checkpoint(self) -> None:
-        """Copy the log into the database and cut it to nothing; not when a reader holds on to it."""
-        self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+    def checkpoint(self) -> bool:
+        """Copy the log into the database and cut it to nothing. False, at once, when a reader holds on to it: what he does
+        not need is copied all the same.
+        """
+        run = self._connection.execute
+        run("PRAGMA busy_timeout = 0")  # a reader may never end: nothing here waits for one
+        try:
+            return not run("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+        finally:
+            run(f"PRAGMA busy_timeout = {_PATIENCE * 1000}")
 
     def shrink(self, step: int) -> None:
         """Give pages that deletions left free back to the file system, `step` at a time, so that the log stays small."""
         free, before = self._free_pages(), None
         while free and free != before:
             self._connection.executescript(f"PRAGMA incremental_vacuum({step})")  # `execute` would free one page
-            self.checkpoint()
+            if not self.checkpoint():
+                return
             free, before = self._free_pages(), free
 
     def _free_pages(self) -> int:

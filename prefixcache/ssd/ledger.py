@@ -105,6 +105,14 @@ class Ledger:
         with self._lock:
             self._quarantine += disk
 
+    def stretch(self, nbytes: int) -> bool:
+        """Reserve so much more for the log of the index, until the next `measure`; or False."""
+        with self._lock:
+            if self._held().total + nbytes > self.limit:
+                return False
+            self._reserve += nbytes
+            return True
+
     def measure(self, overhead: int, reserve: int) -> None:
         with self._lock:
             self._overhead, self._reserve = overhead, reserve

@@ -26,32 +26,33 @@ TOUCH_DELAY = 30.0  # seconds that touches may wait for a batch to travel with
 class Write:
     """A write on its way. It ends `done`, its row committed and its room settled in the ledger, or with an `error`."""
 
-    __slots__ = ("done", "entry", "error", "image", "namespace", "queued_at", "sequence")
+    __slots__ = ("done", "entry", "error", "image", "namespace", "queued_at", "sequence", "statistics")
 
-    def __init__(self, entry: Entry, namespace: Namespace, image: Image, sequence: int):
+    def __init__(self, entry: Entry, namespace: Namespace, image: Image, statistics: bytes, sequence: int):
         self.entry, self.namespace, self.image, self.sequence = entry, namespace, image, sequence
+        self.statistics = statistics  # those that the entry names; b"": they stand
         self.error: Exception | None = None
         self.done = False
         self.queued_at = time.monotonic()
 
 
 class Removal(NamedTuple):
-    """A deletion on its way. `credit` is what the ledger expects of it. `gone`: a reader has moved the file away, so
-    that a file which stands at the path by now is a newer one and stays.
+    """A deletion on its way. `credit` is what the ledger expects of it. `gone`: the file has left before its row, so that
+    a file which stands at the path by now is a newer one and stays. `counted`: the ledger still counts the file.
     """
 
     credit: int
     gone: bool
+    counted: bool = True
 
 
 @dataclass
 class Batch:
-    """What the writer took. It removes from `removals`, `touches`, `statistics` what is done; the rest comes back."""
+    """What the writer took. It removes from `removals` and `touches` what is done; the rest comes back."""
 
     removals: dict[Address, Removal]
     writes: list[Write]
     touches: dict[Address, Touch]
-    statistics: dict[str, bytes]
     cancelled: list[Write]
     probe: bool  # the attempt before failed: see first whether the disk works again
     through: int  # all queued up to this sequence number is settled when the batch is
@@ -85,7 +86,6 @@ class Queue:
         self._removals: dict[Address, Removal] = {}
         self._touches: dict[Address, Touch] = {}
         self._touched_at = 0.0
-        self._statistics: dict[str, bytes] = {}
         self._cancelled: list[Write] = []
         self._queued = 0
         self._sequence = self._settled = 0
@@ -108,8 +108,7 @@ class Queue:
 
     def write(self, entry: Entry, namespace: Namespace, image: Image, statistics: bytes = b"") -> bool:
         with self._lock:
-            full = self._queued and self._queued + image.nbytes > self._limit
-            if full or self._closing or self._stuck or not self._ledger.admit(image.nbytes):
+            if not self._has_room(image.nbytes) or not self._ledger.admit(image.nbytes):
                 self._dropped += 1
                 self._failed += self._stuck  # for a flush that waits for what was refused
                 return False
@@ -117,9 +116,7 @@ class Queue:
             older = self._waiting.pop(entry.address, None)
             if older:
                 self._cancel(older, "written again before its turn")
-            if statistics:
-                self._statistics[entry.statistics] = statistics
-            self._waiting[entry.address] = Write(entry, namespace, image, self._sequence)
+            self._waiting[entry.address] = Write(entry, namespace, image, statistics, self._sequence)
             self._queued += image.nbytes
             self._wake.notify()
             return True
@@ -139,6 +136,8 @@ class Queue:
                     self._cancel(waiting, "deleted before its turn")
                 self._remove(entry.address, Removal(self._credit(entry, waiting), gone=False))
                 self._touches.pop(entry.address, None)
+            # What leaves takes no room, and may make the room that the disk lacked.
+            self._retry_at = min(self._retry_at, self._hurry_at)
             self._wake.notify()
 
     def _credit(self, entry: Entry, waiting: Write | None) -> int:
@@ -170,7 +169,7 @@ class Queue:
     def _remove(self, address: Address, removal: Removal) -> None:
         older = self._removals.get(address)
         if older:
-            self._removals[address] = Removal(older.credit, older.gone and removal.gone)
+            self._removals[address] = _both(older, removal)
         else:
             if self._working and address in self._working.removals:
                 removal = Removal(0, removal.gone)  # its bytes are leaving already
@@ -194,12 +193,20 @@ class Queue:
     def takes(self, nbytes: int) -> bool:
         """Whether a write of so many bytes would be taken now, if the directory has room. No is counted as a refusal."""
         with self._lock:
-            full = self._queued and self._queued + nbytes > self._limit
-            if full or self._closing or self._stuck:
+            if not self._has_room(nbytes):
                 self._dropped += 1
                 self._failed += self._stuck  # for a flush that waits for what was refused
                 return False
             return True
+
+    def has_room(self, nbytes: int) -> bool:
+        """As `takes`, only asked."""
+        with self._lock:
+            return self._has_room(nbytes)
+
+    def _has_room(self, nbytes: int) -> bool:
+        full = self._queued and self._queued + nbytes > self._limit
+        return not (full or self._closing or self._stuck)
 
     def resize(self, queue_bytes: int) -> None:
         with self._lock:
@@ -242,9 +249,12 @@ class Queue:
     @property
     def drained(self) -> bool:
         with self._lock:
-            return not (
-                self._waiting or self._removals or self._touches or self._statistics or self._working is not None
-            )
+            return not (self._waiting or self._removals or self._touches or self._working is not None)
+
+    def wanted(self) -> set[str]:
+        """The statistics that waiting writes name."""
+        with self._lock:
+            return {write.entry.statistics for write in self._waiting.values()}
 
     def counters(self) -> Counters:
         with self._lock:
@@ -272,10 +282,10 @@ class Queue:
                 del self._waiting[write.entry.address]
             first = next(iter(self._waiting.values()), None)
             batch = Batch(
-                self._removals, writes, self._touches, self._statistics, self._cancelled, self._stuck,
+                self._removals, writes, self._touches, self._cancelled, self._stuck,
                 first.sequence - 1 if first else self._sequence,
             )  # fmt: skip
-            self._removals, self._touches, self._statistics, self._cancelled = {}, {}, {}, []
+            self._removals, self._touches, self._cancelled = {}, {}, []
             self._working = batch
             self._writing = {write.entry.address for write in writes}
             return batch
@@ -285,7 +295,7 @@ class Queue:
             return True
         if self._stuck:
             return not self._closing and time.monotonic() >= (self._hurry_at if self._hurry else self._retry_at)
-        if self._waiting or self._removals or self._statistics or (self._settled < self._sequence and self._hurry):
+        if self._waiting or self._removals or (self._settled < self._sequence and self._hurry):
             return True
         late = time.monotonic() >= self._touched_at + TOUCH_DELAY
         return bool(self._touches) and (late or self._closing)
@@ -309,15 +319,15 @@ class Queue:
             self._writing = set()
             self._attempts += 1
             self._failed += batch.failed
+            leaving = bool(self._removals)  # that the batch had not
             for address, removal in batch.removals.items():
                 newer = self._removals.pop(address, None)
                 if newer:
                     self._ledger.leave(-newer.credit)
-                    removal = Removal(removal.credit, removal.gone and newer.gone)
+                    removal = _both(removal, newer)
                 self._removals[address] = removal
             for address, touch in batch.touches.items():
                 self._touches[address] = touch.joined(self._touches.get(address))
-            self._statistics = {**batch.statistics, **self._statistics}
             if error is None:
                 self._stuck = False
                 self._settled = max(self._settled, batch.through)
@@ -327,8 +337,8 @@ class Queue:
                 self._errors += 1
                 self._last_error = f"{type(error).__name__}: {error}"
                 self._stuck = True
-                self._retry_at = time.monotonic() + self._delay
                 self._hurry_at = time.monotonic() + (FIRST_DELAY if batch.probe else 0.0)
+                self._retry_at = self._hurry_at if leaving else time.monotonic() + self._delay
                 self._delay = min(self._delay * 2, LONGEST_DELAY)
                 stranded = list(self._waiting.values())
                 self._waiting.clear()
@@ -339,3 +349,8 @@ class Queue:
                     write.error = error
             self._done.notify_all()
         return stranded
+
+
+def _both(older: Removal, newer: Removal) -> Removal:
+    """Two deletions of one image as one."""
+    return Removal(older.credit, older.gone and newer.gone, older.counted)

@@ -11,7 +11,8 @@ import logging
 import os
 import re
 import sqlite3
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from prefixcache.ssd.directory import (
     tree_size,
 )
 from prefixcache.ssd.entries import Address
-from prefixcache.ssd.errors import IndexBroken
+from prefixcache.ssd.errors import IndexBroken, LogHeld
 from prefixcache.ssd.files import Damaged, read_statistics, remove_file, write_file
 from prefixcache.ssd.formats import refuse_newer
 from prefixcache.ssd.index import PAGE, Index, suffixes
@@ -39,8 +40,8 @@ from prefixcache.ssd.reconcile import Report, mend
 log = logging.getLogger("prefixcache.ssd")
 
 QUARANTINE_SHARE = 20  # quarantine may hold a 20th of the limit; beyond that its oldest leave
-SWEEP = 60.0  # seconds between two looks for statistics that nothing names any more
 SHARED_MEMORY = 64 << 10  # index.db-shm, which SQLite grows by 32 kB for every 4096 pages of log
+STRETCH = 4  # times its room that the index's log may take while a reader keeps it from being cut
 
 
 class Store:
@@ -83,7 +84,9 @@ class Store:
                 remove_file(item.path)
             self._lingering: set[str] = set()
             self._nameless = False
-            self.deleted, self._swept = False, time.monotonic()  # whether statistics may have lost their last image
+            for folder in self.directory.image_folders():
+                with suppress(OSError):  # not empty
+                    os.rmdir(folder)
             self._folders = self.directory.image_folders()
             count, files, self.newest = self.index.totals()
             self.sweep_statistics()
@@ -131,7 +134,7 @@ class Store:
         self.ledger.measure(overhead, growth + max(0, self.ledger.log_room - log_file))
 
     def note_folders(self, folders: list[str]) -> None:
-        """These may have come or grown."""
+        """These may have come, grown or gone."""
         for folder in folders:
             if len(os.path.basename(folder)) == 2:
                 self._folders[folder] = disk_at(folder)
@@ -141,16 +144,38 @@ class Store:
         if os.path.dirname(path) != str(self.directory.tmp):  # tmp/ is measured as a whole
             self._lingering.add(path)
 
-    def maintain(self, *, idle: bool = False) -> None:
-        """Cut the index's log once it has used half of its room; retry what could not be deleted; keep quarantine
-        small.
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """One of the index, whose log has room for it. LogHeld, and nothing done, where it has none."""
+        self.require_log()
+        with self.index.transaction():
+            yield
+
+    def require_log(self) -> None:
+        """LogHeld unless the log has room for one more transaction.
+
+        A log that can't be cut grows into room that is free; nothing leaves for it.
         """
-        log_file = disk_at(suffixes(self.directory.index)[1])
-        if log_file > self.ledger.log_room // 2:
+        if self._cut_log():
+            return
+        self.measure()
+        size, half = disk_at(suffixes(self.directory.index)[1]), self.ledger.log_room // 2
+        if size + half > STRETCH * self.ledger.log_room or not self.ledger.stretch(half + SHARED_MEMORY // 2):
+            raise LogHeld(
+                f"{str(self.directory.index)!r}: another program reads it in a transaction that does not end, so its log "
+                "can't be cut: end that program; fuser names it"
+            )
+
+    def _cut_log(self) -> bool:
+        """Cut the log once it has used half of its room; whether the other half is free then."""
+        log_file, half = suffixes(self.directory.index)[1], self.ledger.log_room // 2
+        if disk_at(log_file) > half:
             self.index.checkpoint()
-        if idle and self.deleted and time.monotonic() > self._swept + SWEEP:
-            self.deleted, self._swept = False, time.monotonic()
-            self.sweep_statistics()
+        return disk_at(log_file) <= half
+
+    def maintain(self, *, idle: bool = False) -> None:
+        """Cut the index's log; retry what could not be deleted; keep quarantine small."""
+        self._cut_log()
         if idle and self._lingering:
             for path in list(self._lingering):
                 remove_file(path)
@@ -187,6 +212,7 @@ class Store:
         except Damaged as damage:
             if damage.identity is not None:
                 self.set_aside(path, str(damage), damage.identity)
+        self.index.unnamed.add(digest)  # until an image that names them is there
         tmp = str(self.directory.tmp / f"statistics-{digest}")
         remove_file(tmp)
         write_file(tmp, np.frombuffer(data, np.uint8))
@@ -196,15 +222,19 @@ class Store:
         self._nameless = False
 
     def sweep_statistics(self) -> None:
-        """Delete those that no image names. What has no such name is not ours.
-
-        Only while nothing is to be written: an image brings its statistics again each time.
-        """
-        named = self.index.statistics()
+        """Delete all that no image names. What has no such name is not ours. Only while nothing is to be written."""
         for name in os.listdir(self.directory.stats):
             digest = re.fullmatch(r"([0-9a-f]+)\.safetensors", name)
-            if digest and digest[1] not in named:
+            if digest and not self.index.needs(digest[1]):
                 remove_file(str(self.directory.stats / name))
+        self.index.unnamed.clear()
+
+    def drop_statistics(self, wanted: set[str]) -> None:
+        """Delete those whose last image has left since the last call, or whose first was not written; not the `wanted`."""
+        for digest in self.index.unnamed - wanted - {""}:
+            if not self.index.needs(digest):
+                remove_file(self.statistics_file(digest))
+        self.index.unnamed &= wanted
 
     def statistics_file(self, digest: str) -> str:
         """Its path. ValueError for what is not lower-case hex."""

@@ -145,6 +145,10 @@ class Ssd:
         """Whether the queue would take a write of so many bytes now."""
         return self._queue.takes(nbytes)
 
+    def has_room(self, nbytes: int) -> bool:
+        """The same, and no is not counted as a refusal."""
+        return self._queue.has_room(nbytes)
+
     def footprint(self, nbytes: int) -> int:
         """Room to expect of a file of `nbytes`: its blocks, and its share of index and folders."""
         return self._store.ledger.footprint(nbytes)
@@ -278,12 +282,16 @@ class Ssd:
         connection = connect(directory.index)
         try:
             rows = {entry.address: entry for entry in read_entries(connection)}
+            roots = {namespace.root for namespace in read_namespaces(connection)}
         finally:
             connection.close()
         files = {address: item.stat() for address, item in directory.files()}
         assert rows.keys() == files.keys(), rows.keys() ^ files.keys()
         assert held.number == len(rows), (held.number, len(rows))
         assert held.files == sum(entry.disk for entry in rows.values())
+        assert roots == {entry.namespace for entry in rows.values()}, "a namespace without an image"
+        named = {f"{entry.statistics}.safetensors" for entry in rows.values()}
+        assert set(os.listdir(directory.stats)) <= named, "statistics that no image names"
         for address, entry in rows.items():
             assert (entry.nbytes, entry.disk) == (files[address].st_size, files[address].st_blocks * 512), entry
 

@@ -3,7 +3,8 @@ holds.
 
 Of a batch the deletions go first (rows, then files: what they free is free before a write begins), then the files of
 the writes (tmp, fsync, rename, fsync of the folders), then one transaction with their rows. So a row is never older
-than its file, and the disk never holds more than was admitted. Which image is written or leaves is decided elsewhere.
+than its file, and the disk never holds more than was admitted. Only where the index can't be written do deleted files
+leave before their rows. Which image is written or leaves is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import islice
 from typing import TypeVar
 
@@ -21,6 +23,7 @@ from prefixcache.histogram import Histogram
 from prefixcache.ssd.directory import make_folder, sync_folder
 from prefixcache.ssd.entries import Address, Entry, Touch
 from prefixcache.ssd.files import remove_file, write_file
+from prefixcache.ssd.index import Found
 from prefixcache.ssd.queue import Batch, Queue, Removal, Write
 from prefixcache.ssd.store import Store
 
@@ -36,7 +39,7 @@ Item = TypeVar("Item")
 class Writer:
     """One thread and its helpers; what it shares with others is in the queue, the ledger and the store.
 
-    `_folders` are known to exist; only this thread makes some. `written_*` are read by others, written here.
+    Only this thread makes and deletes folders. `written_*` are read by others, written here.
     """
 
     def __init__(
@@ -117,9 +120,10 @@ class Writer:
                 there = self._store.revive()
                 if there is not None and self._vanished is not None:
                     self._vanished(there)
-                self._probe()
-            self._write_statistics(batch.statistics)
             self._drop(batch.removals)
+            if batch.probe:  # after what leaves: that needs no room
+                self._probe()
+            self._write_statistics(batch.writes)
             self._spill(batch)
             self._touch(batch.touches)
             self._sync_folders()
@@ -129,6 +133,8 @@ class Writer:
         for write in batch.writes:
             error = error or write.error
         try:
+            if self._store.index.unnamed:
+                self._store.drop_statistics(self._queue.wanted())
             self._store.measure()
         except Exception as problem:
             error = error or problem
@@ -158,44 +164,78 @@ class Writer:
         remove_file(path)
         write_file(path, self._store.probe)
         remove_file(path)
+        self._store.require_log()
 
-    def _write_statistics(self, statistics: dict[str, bytes]) -> None:
-        for digest in list(statistics):
-            self._store.write_statistics(digest, statistics[digest])
-            del statistics[digest]
+    def _write_statistics(self, writes: list[Write]) -> None:
+        for digest, data in {write.entry.statistics: write.statistics for write in writes if write.statistics}.items():
+            self._store.write_statistics(digest, data)
 
     def _drop(self, removals: dict[Address, Removal]) -> None:
-        """Rows first, committed; then files. Takes out of `removals` what is done."""
+        """Rows first, committed; then files: what a crash leaves then is a file, which the next opening takes in.
+
+        Where the index can't be written, on a full disk or because somebody reads it and does not end, files go first: that
+        takes no room, and makes some. Takes out of `removals` what is done; rows that still can't leave stay there, and
+        the last error is raised.
+        """
         directory, ledger, index = self._store.directory, self._store.ledger, self._store.index
+        failed: Exception | None = None
         for chunk in _chunks(list(removals), ledger.rows):
-            # A file that turned up where a reader had moved one away is newer, and so is its row.
+            # A file that turned up where one had left before its row is newer, and so is its row.
             leaving = [a for a in chunk if not (removals[a].gone and os.path.lexists(directory.file(a)))]
             rows = index.find(leaving)
-            if rows:
-                with index.transaction():
-                    index.remove(rows)
+            try:
+                self._drop_rows(rows)
+            except Exception:
+                for address in filter(self._unlink, leaving):
+                    removals[address] = self._account(removals[address], rows.get(address))
+                try:
+                    self._drop_rows(rows)
+                except Exception as error:
+                    failed = error
+                    continue
             for address in chunk:
-                disk = rows[address].disk if address in rows else None
-                ledger.dropped(disk, removals.pop(address).credit)
+                self._account(removals.pop(address), rows.get(address))
             for address in leaving:
-                self._unlink(address)
-            self._store.deleted = True
-            self._store.maintain()  # last: an error here must not keep the files, whose rows are gone
+                if not self._unlink(address):  # it has no row any more: the next reconcile finds it
+                    self._store.linger(directory.file(address))
+            self._drop_folders({directory.folder(address) for address in leaving})
+        if failed:
+            raise failed
 
-    def _unlink(self, address: Address) -> None:
-        folder = self._store.directory.folder(address)
+    def _drop_rows(self, rows: Mapping[Address, Found]) -> None:
+        if rows:
+            with self._store.transaction():
+                self._store.index.remove(rows)
+
+    def _drop_folders(self, folders: set[str]) -> None:
+        """Those that are empty go: 256 of them take a megabyte, in which a small limit has images."""
+        for folder in folders:
+            with suppress(OSError):  # not empty
+                os.rmdir(folder)
+                self._unsynced.discard(folder)
+                self._unsynced.add(os.path.dirname(folder))
+                self._store.note_folders([folder])
+
+    def _account(self, removal: Removal, row: Found | None) -> Removal:
+        """A file or its row has left, whichever was first; what is left of its removal."""
+        self._store.ledger.dropped(row.disk if row is not None and removal.counted else None, removal.credit)
+        return Removal(0, gone=True, counted=False)
+
+    def _unlink(self, address: Address) -> bool:
+        """Whether the file is gone."""
         try:
             os.unlink(self._store.directory.file(address))
-            self._unsynced.add(folder)
+            self._unsynced.add(self._store.directory.folder(address))
         except FileNotFoundError:
             pass
-        except OSError as error:  # it has no row any more: the next reconcile finds it
-            self._store.linger(self._store.directory.file(address))
+        except OSError as error:
             log.warning("SSD %s: a deleted file stays: %s", self._store.directory.root, error)
+            return False
+        return True
 
     def _spill(self, batch: Batch) -> None:
         """Files, folders, rows: in this order. Each write ends with `disk` or with `error`."""
-        standing = self._standing(batch.writes, batch.touches)
+        standing = self._standing(batch)
         fresh = [write for write in batch.writes if write.entry.address not in standing]
         self._each(self._write_file, fresh)
         placed = [write for write in fresh if write.error is None and self._place(write)]
@@ -226,13 +266,13 @@ class Writer:
         for future in futures:
             future.result()
 
-    def _standing(self, writes: list[Write], touches: dict[Address, Touch]) -> set[Address]:
+    def _standing(self, batch: Batch) -> set[Address]:
         """Those that are on the disk already, byte for byte. Other content under the same name leaves first."""
-        if not writes:
-            return set()
-        rows = self._store.index.find(write.entry.address for write in writes)
-        same, other = set(), {}
-        for write in writes:
+        rows = self._store.index.find(write.entry.address for write in batch.writes)
+        touches = batch.touches
+        same: set[Address] = set()
+        other: dict[Address, Removal] = {}
+        for write in batch.writes:
             row = rows.get(write.entry.address)
             if row is None:
                 continue
@@ -249,7 +289,10 @@ class Writer:
                 touches[write.entry.address] = used.joined(touches.get(write.entry.address))
             else:
                 other[write.entry.address] = Removal(0, gone=False)
-        self._drop(other)
+        try:
+            self._drop(other)
+        finally:
+            batch.removals.update(other)  # rows that could not leave
         return same
 
     def _tmp(self, write: Write) -> str:
@@ -306,7 +349,7 @@ class Writer:
         later: Exception | None = None
         for chunk in _chunks(writes, ledger.rows):
             try:
-                with index.transaction():
+                with self._store.transaction():
                     for write in chunk:
                         index.insert(write.entry, write.namespace)
                     travel = touches if len(chunk) + len(touches) <= ledger.rows else {}
@@ -319,7 +362,6 @@ class Writer:
             if travel:
                 touches.clear()
             try:
-                self._store.maintain()
                 self._store.measure()  # before the room that was kept for the index's growth is given back
             except Exception as error:  # these rows stand all the same, and the next chunk may
                 later = error
@@ -331,11 +373,10 @@ class Writer:
 
     def _touch(self, touches: dict[Address, Touch]) -> None:
         for chunk in _chunks(list(touches), self._store.ledger.rows * 4):  # a touch dirties one page, not eight
-            with self._store.index.transaction():
+            with self._store.transaction():
                 self._store.index.touch({address: touches[address] for address in chunk})
             for address in chunk:
                 del touches[address]
-            self._store.maintain()
 
     def _clear(self, path: str) -> None:
         try:

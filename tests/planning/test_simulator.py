@@ -116,7 +116,8 @@ def served(tmp_path, monkeypatch):
 
 def agree(served, asked: list[Request], config: dict, codec: str, ram: int, ssd: int, **policy) -> None:
     state = ModelState.of(config, name="tiny")
-    real = {"policy": policy.get("policy", "lru"), "ssd_admission": policy.get("admission", "always")}
+    real = {"policy": policy.get("policy", "lru"), "ssd_admission": policy.get("admission", "always"),
+            "spill": policy.get("spill", "drop")}  # fmt: skip
     hits, stats = served(asked, state, codec, ram, ssd, **real)
     outcome = simulate(asked, state, as_codec(codec), ram=ram, ssd=ssd, block=BLOCK, **policy)
     counters = stats.counters
@@ -158,6 +159,12 @@ def test_an_ssd_that_is_too_small_under_each_policy(served, policy):
 def test_what_the_ssd_is_given_at_second_sight_only(served):
     asked = requests("coding_agents", 30, 16, whole=True)
     agree(served, asked, PLAIN, "raw", 30 * 75_000, GB, admission="second")
+
+
+@pytest.mark.parametrize("config", [PLAIN, SLIDING, HYBRID], ids=["plain", "sliding", "hybrid"])
+def test_blocks_that_are_written_as_soon_as_they_are_whole(served, config):
+    asked = requests("coding_agents", 16, 16, whole=config is HYBRID)
+    agree(served, [request for request in asked for _ in range(2)], config, "raw", 4_000_000, GB, spill="through")
 
 
 def test_an_ssd_without_ram(served):

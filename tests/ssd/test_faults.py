@@ -98,7 +98,7 @@ def test_what_waits_behind_a_failure_is_reported_too(ssd, monkeypatch):
     assert ssd.stats().queued_bytes == 0
 
 
-def test_an_index_that_can_t_commit_fails_the_writes_and_keeps_the_deletions(ssd, root, monkeypatch):
+def test_an_index_that_can_t_commit_fails_the_writes_and_keeps_no_file_that_was_deleted(ssd, root, monkeypatch):
     stored = ssd.put(*chain(3))
     index = ssd._store.index
     with monkeypatch.context() as patch:
@@ -112,7 +112,9 @@ def test_an_index_that_can_t_commit_fails_the_writes_and_keeps_the_deletions(ssd
         ssd.write(make(9)[0], SPACE, make(9)[1])
         ssd.delete(stored[:1])
         assert not ssd.flush(5)
-        assert path_of(root, stored[0]).exists()  # rows go first
+        assert not path_of(root, stored[0]).exists()  # that takes no room
+        assert ssd.stats().files == 2
+        assert ssd._store.ledger.held().files == sum(entry.disk for entry in stored[1:])
     until(lambda: ssd.flush(5))
     assert not path_of(root, stored[0]).exists()
     assert not path_of(root, make(9)[0]).exists()

@@ -4,22 +4,35 @@ from __future__ import annotations
 
 import os
 import shutil
+import sqlite3
 import tempfile
+from contextlib import closing, contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from prefixcache.ssd import Corrupt, Entry, reconcile
+from prefixcache.image import statistics_name
+from prefixcache.ssd import Cancelled, Corrupt, Entry, reconcile
+from prefixcache.ssd.index import connect
 
-from .images import SPACE, Opened, du, make, path_of
+from .images import SPACE, Opened, du, make, path_of, until
 
+OTHERS = [SPACE._replace(root=bytes([n]) * 16) for n in (1, 2)]
 POOL = [
     *(make(n, size=400 * n) for n in range(8)),
+    *(make(10 + n, parent=space.root, space=space) for n, space in enumerate(OTHERS)),
     *(make(20 + n, kind="window", size=3000) for n in range(4)),
     *(make(30 + n, kind="snapshot", count=n) for n in range(4)),
 ]
+LEVELS = {number: b"levels %d" % (number % 3) for number in range(0, len(POOL), 2)}  # three sets, shared
+POOL = [
+    (entry._replace(statistics=statistics_name(LEVELS[number])) if number in LEVELS else entry, image)
+    for number, (entry, image) in enumerate(POOL)
+]
+SPACES = {space.root: space for space in (SPACE, *OTHERS)}
 which = st.integers(0, len(POOL) - 1)
 
 
@@ -34,10 +47,20 @@ class Tier(RuleBasedStateMachine):
         self.open()
 
     def open(self):
-        self.ssd = Opened(self.root, limit=2 << 20)
+        self.ssd = Opened(self.root, limit=450_000)
 
     def settle(self):
-        assert self.ssd.flush(20)
+        """All is done. A write that failed has left the disk as it was."""
+        until(lambda: self.ssd.flush(20))
+        last = {entry.address: error for entry, error in self.ssd.reports}
+        failed = {address for address, error in last.items() if error and not isinstance(error, Cancelled)}
+        there = {entry.address: entry for entry in self.ssd.entries()} if failed else {}
+        for number in [n for n in self.model if POOL[n][0].address in failed]:
+            found = there.get(POOL[number][0].address)
+            if found is None:
+                del self.model[number]
+            else:
+                self.ticks[number] = found.used, found.hits
         reported = {entry.address: entry for entry, error in self.ssd.reports if error is None}
         for number, entry in self.model.items():
             self.model[number] = reported.get(entry.address, entry)
@@ -46,7 +69,8 @@ class Tier(RuleBasedStateMachine):
     def write(self, numbers):
         for number in numbers:
             entry, image = POOL[number]
-            if self.ssd.write(entry._replace(used=self.clock), SPACE, image):
+            space = SPACES[entry.namespace]
+            if self.ssd.write(entry._replace(used=self.clock), space, image, LEVELS.get(number, b"")):
                 if number not in self.model:
                     self.ticks[number] = (self.clock, 0)
                 else:
@@ -71,6 +95,34 @@ class Tier(RuleBasedStateMachine):
     @rule()
     def flush(self):
         self.settle()
+
+    @rule(numbers=st.lists(which, min_size=1, max_size=6), rounds=st.sampled_from([1, 6]))
+    def work_beside_a_reader(self, numbers, rounds):
+        """Somebody reads the index, and does not end meanwhile."""
+        with closing(connect(self.root / "index.db")) as reader:
+            reader.execute("BEGIN")
+            reader.execute("SELECT count(*) FROM image").fetchone()
+            for _ in range(rounds):
+                self.write(numbers)
+                self.ssd.flush(0.05)
+                assert du(self.root) <= self.ssd.limit
+                self.delete(numbers)
+            self.write(numbers)
+            self.ssd.flush(0.05)
+            event(f"beside a reader: {self.ssd.stats().last_error[:7] or 'all was written'}")
+
+    @rule(numbers=st.lists(which, max_size=6))
+    def delete_while_the_index_can_t_be_written(self, numbers):
+        @contextmanager
+        def full():
+            raise sqlite3.OperationalError("database or disk is full")
+            yield
+
+        with patch.object(self.ssd._store.index, "transaction", full):
+            self.delete(numbers)
+            self.ssd.flush(5)
+        for number in numbers:
+            assert not path_of(self.root, POOL[number][0]).exists()
 
     @rule(number=which)
     def read(self, number):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from prefixcache import keys
 from prefixcache.image import statistics_name
-from prefixcache.ssd import Cancelled, Namespace, SsdError, StatisticsLost
+from prefixcache.ssd import Cancelled, Namespace, SsdError, StatisticsLost, queue
 
 from .images import ROOT, SPACE, chain, gate, hold, make, path_of, until
 
@@ -344,8 +347,7 @@ def test_statistics_that_went_bad_are_set_aside(opened, root):
     ssd.check_integrity()
 
 
-def test_statistics_that_nothing_names_any_more_are_swept_while_the_writer_is_idle(opened, root, monkeypatch):
-    monkeypatch.setattr("prefixcache.ssd.store.SWEEP", 0.0)
+def test_statistics_leave_with_the_last_image_that_names_them(opened, root):
     ssd = opened()
     entries = []
     for i in range(2):
@@ -357,9 +359,92 @@ def test_statistics_that_nothing_names_any_more_are_swept_while_the_writer_is_id
     assert ssd.flush(10)
     ssd.delete(list(ssd.entries())[:1])
     assert ssd.flush(10)
-    until(lambda: len(list((root / "stats").iterdir())) == 1)
     (left,) = (root / "stats").iterdir()
     assert left.stem == entries[1].statistics
+    ssd.check_integrity()
+
+
+def test_statistics_that_a_waiting_write_needs_stay_when_their_last_image_leaves(opened, root, monkeypatch):
+    monkeypatch.setattr(queue, "BATCH_FILES", 1)
+    ssd, name = opened(), statistics_name(b"levels")
+    pairs = [(entry._replace(statistics=name), image) for entry, image in (make(n) for n in range(4))]
+    assert ssd.write(*[pairs[0][0], SPACE, pairs[0][1]], b"levels")
+    assert ssd.flush(10)
+    resume = hold(monkeypatch, ssd)
+    ssd.delete([entry for entry in ssd.entries() if entry.statistics])
+    for entry, image in pairs[1:]:
+        assert ssd.write(entry, SPACE, image)  # as an archive's: what it needs stands already
+    resume.set()
+    assert ssd.flush(10)
+    assert ssd.read_statistics(name).result(10) == b"levels"
+    ssd.check_integrity()
+
+
+def test_statistics_of_an_image_that_could_not_be_written_do_not_stay(opened, root, monkeypatch):
+    ssd, name = opened(), statistics_name(b"levels")
+    entry, image = make(1)
+    with monkeypatch.context() as patch:
+
+        def fail(*args):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        patch.setattr(ssd._writer, "_place", fail)
+        assert ssd.write(entry._replace(statistics=name), SPACE, image, b"levels")
+        assert not ssd.flush(10)
+    assert not list((root / "stats").iterdir())
+
+
+def test_a_namespace_leaves_the_index_with_its_last_image_and_comes_back_with_the_next(opened):
+    ssd = opened()
+    others = [SPACE._replace(root=bytes([n]) * 16, layout=f'{{"layers":{n}}}') for n in range(1, 6)]
+    for n, space in enumerate([SPACE, *others]):
+        for entry, image in (make(10 * n + i, parent=space.root, space=space) for i in range(2)):
+            assert ssd.write(entry, space, image)
+    assert ssd.flush(10)
+    kept = {SPACE.root, others[0].root}
+    entries = list(ssd.entries())
+    ssd.delete([entry for entry in entries if entry.namespace not in kept])
+    ssd.delete([entry for entry in entries if entry.namespace == others[0].root][:1])
+    assert ssd.flush(10)
+    assert {space.root for space in ssd.namespaces()} == kept
+    entry, image = make(77, parent=others[3].root, space=others[3])
+    ssd.delete([entry for entry in entries if entry.namespace == SPACE.root])
+    assert ssd.write(entry, others[3], image)
+    assert ssd.flush(10)
+    assert {space.root: space.layout for space in ssd.namespaces()} == {
+        space.root: space.layout for space in (others[0], others[3])
+    }
+    ssd.check_integrity()
+    ssd.close()
+    opened().check_integrity()
+
+
+def test_folders_leave_with_their_last_image(opened, root):
+    ssd = opened()
+    stored = ssd.put(*(make(seed) for seed in range(40)))
+    ssd.delete(stored[1:])
+    assert ssd.flush(10)
+    assert [folder.name for folder in (root / "rows").iterdir()] == [stored[0].key[:1].hex()]
+    ssd.check_integrity()
+    ssd.put(make(3))
+    ssd.close()
+    for name in ("00", "01", "fe"):
+        (root / "rows" / name).mkdir(exist_ok=True)
+    again = opened()
+    own = {entry.key[:1].hex() for entry in again.entries()}
+    assert {folder.name for folder in (root / "rows").iterdir()} == own
+
+
+def test_a_transaction_that_fails_leaves_the_namespaces_as_they_were(opened):
+    ssd = opened()
+    stored = ssd.put(*chain(2))
+    index = ssd._store.index
+    with suppress(ZeroDivisionError), index.transaction():
+        index.remove([entry.address for entry in stored])
+        raise ZeroDivisionError
+    assert [space.root for space in ssd.namespaces()] == [SPACE.root]
+    ssd.put(make(5))
+    ssd.delete(ssd.put(make(6)))
     assert ssd.flush(10)
     ssd.check_integrity()
 
