@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from prefixcache.cli.back_end import refuse_without
 from prefixcache.cli.cache_options import CodecText, KeyBits, Ram, Ssd, SsdDir, ValueBits, settings_from
 from prefixcache.cli.text import complain
 from prefixcache.cli.warm import token_bar
@@ -70,6 +71,7 @@ def serve(
         if log_json:
             _log_as_json(ctx.args, mlx_lm_server.Handler)
     except (ValueError, ImportError) as error:
+        refuse_without(error)
         _end(error)
     try:
         mlx_lm_server.serve(settings, ctx.args, before=partial(_warm, prompts), grace=grace)
