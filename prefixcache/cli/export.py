@@ -37,7 +37,9 @@ def export(
     file: Annotated[
         str | None, typer.Argument(metavar="FILE.tar|-", help="The archive; - is standard output.", show_default=False)
     ] = None,
-    model: Annotated[str | None, typer.Option(metavar="NAME", help="The images of this model.")] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The images of this model; the name before @ will do.")
+    ] = None,
     namespace: Annotated[
         str | None, typer.Option(metavar="ROOT", help="Of this namespace: the beginning of its root key.")
     ] = None,

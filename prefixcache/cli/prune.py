@@ -25,7 +25,9 @@ def prune(
     older_than: Annotated[
         str | None, typer.Option(metavar="AGE", help="Not used for so long, such as 7d; units: s, min, h, d, w.")
     ] = None,
-    model: Annotated[str | None, typer.Option(metavar="NAME", help="Of this model only.")] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Of this model only; the name before @ will do.")
+    ] = None,
     namespace: Annotated[
         str | None,
         typer.Option(
