@@ -20,6 +20,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from prefixcache.cli.blocktree import BlockTree, Run, block_tree, largest
+from prefixcache.cli.directory import refused
 from prefixcache.cli.text import age, complain, console, foreign, many, print_json, safe, size
 from prefixcache.keys import BLOCK
 from prefixcache.ssd import DirectoryError, Edge, IndexBroken, NamespaceSurvey, NoSuchNamespace, Survey, survey
@@ -33,7 +34,8 @@ Facts = dict[str, Any]
 
 def inspect(
     directory: Annotated[
-        Path | None, typer.Argument(metavar="DIR", help="The cache's directory (ssd_dir).", show_default=False)
+        Path | None,
+        typer.Argument(metavar="DIR", readable=False, help="The cache's directory (ssd_dir).", show_default=False),
     ] = None,
     model: Annotated[
         str | None, typer.Option(metavar="NAME", help="Only this model; the name before @ will do.")
@@ -63,9 +65,9 @@ def inspect(
         trees = _trees(found) if tree else None
         facts = describe(found, trees, time.time())
     except (DirectoryError, NoSuchNamespace, IndexBroken, OSError) as error:
-        complain(str(error))
+        complain(refused(directory, error))
         if as_json:
-            print_json({"directory": str(directory), "error": str(error)})
+            print_json({"directory": str(directory), "error": refused(directory, error)})
         raise typer.Exit(2) from None
     if as_json:
         print_json(facts)
