@@ -46,14 +46,6 @@ def available_memory() -> int:
     return max(available, 0)
 
 
-def ram_auto(memory: int, weights: int = 0) -> int:
-    """Bytes of RAM that a cache takes which is told "auto", on a machine with `memory` bytes (on a Mac: of Metal's
-    recommended working set) of which a model's weights take `weights`: a quarter, but no more than what the weights leave
-    when an eighth stays free for running requests; at least a 64th, which is less than any machine misses.
-    """
-    return max(min(memory // 4, memory - weights - memory // 8), memory // 64)
-
-
 def give_back() -> None:
     """Have the allocator return freed memory to the system, where it would not by itself (glibc).
 

@@ -52,6 +52,14 @@ def _auto_size(value: Any, info: ValidationInfo) -> Any:
     return value if value == "auto" else _size(value, info)
 
 
+def ram_auto(memory: int, weights: int = 0) -> int:
+    """The RAM budget, in bytes, that ram="auto" is on a machine with `memory` bytes (on a Mac: of Metal's recommended working
+    set) where models of `weights` bytes are loaded: a quarter of the memory, or what the weights and an eighth of the memory,
+    for requests under way, leave of it, whichever is less; a 64th at least.
+    """
+    return max(min(memory // 4, memory - memory // 8 - weights), memory // 64)
+
+
 Size = Annotated[int, BeforeValidator(_size)]
 AutoSize = Annotated[int | Literal["auto"], BeforeValidator(_auto_size)]
 

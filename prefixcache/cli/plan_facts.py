@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from prefixcache.cli.plan_text import settings_of
-from prefixcache.memory import ram_auto
 from prefixcache.planning import advice
 from prefixcache.planning.advice import Prices, Rates
 from prefixcache.planning.bound import Bound
@@ -22,7 +21,7 @@ from prefixcache.planning.outcome import Outcome
 from prefixcache.planning.sizes import Sizes
 from prefixcache.planning.sweep import Cell
 from prefixcache.planning.trace import Summary, Trace
-from prefixcache.settings import Settings
+from prefixcache.settings import Settings, ram_auto
 
 PROMPTS = (8_192, 32_768, 131_072)  # tokens
 MACS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 512)  # GiB

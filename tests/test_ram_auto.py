@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixcache.memory import ram_auto
+from prefixcache.settings import ram_auto
 
 GB = 1 << 30
 
