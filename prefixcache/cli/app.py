@@ -82,7 +82,7 @@ def _load(name: str) -> Any:
 
 app = typer.Typer(
     cls=Commands, name="prefixcache", rich_markup_mode="rich", invoke_without_command=True,
-    add_completion=False, pretty_exceptions_show_locals=False,  # locals would show tokens
+    pretty_exceptions_show_locals=False,  # locals would show tokens
     context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
 app.command()(inspect)
