@@ -38,7 +38,7 @@ def with_settings(command: Command) -> Command:
 def _flags() -> Iterator[inspect.Parameter]:
     for name, field in Settings.model_fields.items():
         kind: Any = bool if field.annotation is bool else list[str] if get_origin(field.annotation) is tuple else str
-        yield _flag(name, kind, _metavar(name, field), f"{_sentence(field)} ({variable(name)})")
+        yield _flag(name, kind, values_of(name, field), f"{_sentence(field)} ({variable(name)})")
         if name == "codec":
             yield from (_flag(bits, int, "N", text) for bits, text in BITS.items())
 
@@ -59,7 +59,8 @@ def variable(name: str) -> str:
     return f"PREFIXCACHE_{name.upper()}"
 
 
-def _metavar(name: str, field: FieldInfo) -> str | None:
+def values_of(name: str, field: FieldInfo) -> str | None:
+    """What a flag's value looks like, in a word; None for a flag that takes none."""
     if any(isinstance(of, BeforeValidator) for of in field.metadata):
         return "SIZE"
     if Path in get_args(field.annotation):
@@ -77,10 +78,11 @@ def _sentence(field: FieldInfo) -> str:
     text = field.description or ""
     if text.split(" ")[0].isalpha():  # no name of a setting or a method
         text = text[0].upper() + text[1:]
-    return f"{text}." if field.default in (None, (), "auto") else f"{text}. Default: {_default(field.default)}."
+    return f"{text}." if field.default in (None, (), "auto") else f"{text}. Default: {default_text(field.default)}."
 
 
-def _default(value: Any) -> str:
+def default_text(value: Any) -> str:
+    """A default as one would write it."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int) and value >= 1 << 20:
