@@ -7,17 +7,14 @@ while it generates.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from prefixcache.cache import Match, PrefixCache, Stored
-from prefixcache.codecs import Affine, Raw, TurboQuant
-from prefixcache.identity import model_identity
-from prefixcache.layers import CacheError, StoredLayer, StoredPrompt, allow
-from prefixcache.settings import Settings
-from prefixcache.ssd import DirectoryError, DirectoryHeld
-from prefixcache.stats import Stats
-
 if TYPE_CHECKING:
+    from prefixcache.cache import Match, PrefixCache, Stored
+    from prefixcache.codecs import Affine, Raw, TurboQuant
+    from prefixcache.identity import model_identity
+    from prefixcache.layers import CacheError, StoredLayer, StoredPrompt, allow
     from prefixcache.live import (
         BatchQuantizedKVCache,
         BatchTurboQuantKVCache,
@@ -28,6 +25,9 @@ if TYPE_CHECKING:
         convert_prompt_cache,
         make_prompt_cache,
     )
+    from prefixcache.settings import Settings
+    from prefixcache.ssd import DirectoryError, DirectoryHeld
+    from prefixcache.stats import Stats
 
 __version__ = "0.1.0"
 
@@ -58,10 +58,23 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Live caches are looked up when they are first asked for: they import mlx-lm, which takes seconds."""
-    if name in __all__:
-        from prefixcache import live
+# Where each name is, if not in `live`.
+_HOMES = {
+    "Match": "cache", "PrefixCache": "cache", "Stored": "cache",
+    "Affine": "codecs", "Raw": "codecs", "TurboQuant": "codecs",
+    "model_identity": "identity",
+    "CacheError": "layers", "StoredLayer": "layers", "StoredPrompt": "layers", "allow": "layers",
+    "Settings": "settings",
+    "DirectoryError": "ssd", "DirectoryHeld": "ssd",
+    "Stats": "stats",
+}  # fmt: skip
 
-        return getattr(live, name)
+
+def __getattr__(name: str) -> Any:
+    """Names are looked up when they are first asked for: the commands that care for a directory run without MLX, and live
+    caches import mlx-lm, which takes seconds.
+    """
+    if name in __all__:
+        found = globals()[name] = getattr(import_module(f"prefixcache.{_HOMES.get(name, 'live')}"), name)
+        return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

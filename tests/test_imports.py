@@ -150,7 +150,7 @@ def without_mlx(code: str, stub: bool = True) -> subprocess.CompletedProcess[str
 
 
 def test_the_blocker_blocks():
-    done = without_mlx("import prefixcache", stub=False)
+    done = without_mlx("from prefixcache import PrefixCache", stub=False)
     assert done.returncode
     assert "mlx" in done.stderr
     assert "is blocked" in done.stderr

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from prefixcache.cli.back_end import refuse_without
 from prefixcache.cli.clear import clear
 from prefixcache.cli.export import export
 from prefixcache.cli.import_cache import import_cache
@@ -50,6 +51,9 @@ class Commands(TyperGroup):
                 return super().invoke(ctx)
             finally:
                 sys.stdout.flush()
+        except ImportError as error:
+            refuse_without(error)
+            raise
         except BrokenPipeError:
             mute()
             raise typer.Exit(128 + signal.SIGPIPE) from None
@@ -63,6 +67,7 @@ class Commands(TyperGroup):
             try:
                 _load(args[0])
             except Exception as error:
+                refuse_without(error)
                 complain(f"{args[0]} can't be loaded: {error}")
                 raise typer.Exit(2) from error
         return super().resolve_command(ctx, args)
@@ -77,7 +82,7 @@ def _load(name: str) -> Any:
 
 app = typer.Typer(
     cls=Commands, name="prefixcache", rich_markup_mode="rich", invoke_without_command=True,
-    add_completion=False, pretty_exceptions_show_locals=False,  # locals would show tokens
+    pretty_exceptions_show_locals=False,  # locals would show tokens
     context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
 app.command()(inspect)

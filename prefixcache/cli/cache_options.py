@@ -1,102 +1,153 @@
-"""The flags by which `prefixcache serve` and `prefixcache warm` are told how their cache is to be, and the `Settings`
-that they mean. What no flag says is left to `PREFIXCACHE_*` variables, the TOML file and the defaults.
+"""The flags by which `prefixcache serve` and `prefixcache warm` are told how their cache is to be, and the `Settings` that
+they mean: one flag for each field of `Settings`, made from the fields, and --key-bits and --value-bits. What no flag says is
+left to `PREFIXCACHE_*` variables, the TOML file and the defaults.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import typer
-from pydantic import ValidationError
+from pydantic import BeforeValidator, ValidationError
+from pydantic.fields import FieldInfo
 
-from prefixcache.codecs import TurboQuant
-from prefixcache.codecs.choice import as_codec
 from prefixcache.settings import Settings, parse_size
 
-Ram = Annotated[
-    str | None, typer.Option("--ram", metavar="SIZE", help="RAM budget, such as 8GB. Default: a quarter of the memory.")
-]
-SsdDir = Annotated[
-    str | None, typer.Option("--ssd-dir", metavar="DIR", help="Directory of the SSD tier. Default: RAM only.")
-]
-Ssd = Annotated[
-    str | None,
-    typer.Option("--ssd", metavar="SIZE", help="What DIR may take, such as 200GB. Default: half of what is free."),
-]
-CodecText = Annotated[
-    str | None,
-    typer.Option("--codec", metavar="SPEC", help='"turboquant:4:3", "affine:8", "raw". Default: turboquant.'),
-]
-KeyBits = Annotated[
-    int | None, typer.Option("--key-bits", metavar="N", help="TurboQuant's bits for keys: 1, 2, 3, 4 or 8.")
-]
-ValueBits = Annotated[int | None, typer.Option("--value-bits", metavar="N", help="The same for values.")]
+Flags = Mapping[str, Any]  # what was given, by the field's name; None where it was not
+Command = TypeVar("Command", bound=Callable[..., None])
+
+PANEL = "Settings of the cache: a flag, or its variable, or the file that PREFIXCACHE_CONFIG names"
+BITS = {"key_bits": "TurboQuant's bits for keys: 1, 2, 3, 4 or 8.", "value_bits": "The same for values."}
 
 
-def settings_from(
-    ram: str | None,
-    ssd_dir: str | None,
-    ssd: str | None,
-    codec: str | None,
-    key_bits: int | None,
-    value_bits: int | None,
-) -> Settings:
-    """The settings that these flags mean; None is a flag that was not given.
+# -- the flags --------------------------------------------------------------------------------------------------------
+
+
+def with_settings(command: Command) -> Command:
+    """The command with flags for all settings in the place of its `**` parameter, which gets what was given."""
+    signature = inspect.signature(command, eval_str=True)
+    own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
+    command.__signature__ = signature.replace(parameters=[*own, *_flags()])  # type: ignore[attr-defined]
+    return command
+
+
+def _flags() -> Iterator[inspect.Parameter]:
+    for name, field in Settings.model_fields.items():
+        kind: Any = bool if field.annotation is bool else list[str] if get_origin(field.annotation) is tuple else str
+        yield _flag(name, kind, values_of(name, field), f"{_sentence(field)} ({variable(name)})")
+        if name == "codec":
+            yield from (_flag(bits, int, "N", text) for bits, text in BITS.items())
+
+
+def _flag(name: str, kind: Any, metavar: str | None, text: str) -> inspect.Parameter:
+    names = f"{flag_of(name)}/--no-{flag_of(name)[2:]}" if kind is bool else flag_of(name)
+    option = typer.Option(names, metavar=metavar, help=text, rich_help_panel=PANEL, show_default=False)
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+    )
+
+
+def flag_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def variable(name: str) -> str:
+    return f"PREFIXCACHE_{name.upper()}"
+
+
+def values_of(name: str, field: FieldInfo) -> str | None:
+    """What a flag's value looks like, in a word; None for a flag that takes none."""
+    if any(isinstance(of, BeforeValidator) for of in field.metadata):
+        return "SIZE"
+    if Path in get_args(field.annotation):
+        return "DIR" if name.endswith("_dir") else "FILE"
+    if field.annotation is bool:
+        return None
+    if field.annotation in (int, float):
+        return "N"
+    choices = [choice for choice in get_args(field.annotation) if isinstance(choice, str)]
+    return "|".join(choices) if choices else "SPEC" if name == "codec" else "NAME"
+
+
+def _sentence(field: FieldInfo) -> str:
+    """The field's own words, which stand in `Settings`, and its default."""
+    text = field.description or ""
+    if text.split(" ")[0].isalpha():  # no name of a setting or a method
+        text = text[0].upper() + text[1:]
+    return f"{text}." if field.default in (None, (), "auto") else f"{text}. Default: {default_text(field.default)}."
+
+
+def default_text(value: Any) -> str:
+    """A default as one would write it."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int) and value >= 1 << 20:
+        return f"{value >> 20}MiB"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+# -- what they mean ---------------------------------------------------------------------------------------------------
+
+
+def settings_from(flags: Flags) -> Settings:
+    """The settings that these flags mean.
 
     Bits change the codec that variables or the TOML file choose, where that is a TurboQuant, or else TurboQuant's defaults.
     ValueError, one line, names the flag or the setting that is bad, or the flags that contradict each other.
     """
-    bits: dict[str, Any] = {
-        name: n for name, n in (("key_bits", key_bits), ("value_bits", value_bits)) if n is not None
+    given = {name: value for name, value in flags.items() if value not in (None, [], ()) and name not in BITS}
+    bits = {name: flags[name] for name in BITS if flags.get(name) is not None}
+    if "codec" in given and bits:
+        named = " and ".join(map(flag_of, bits))
+        raise ValueError(f"--codec with {named}: both choose the codec; give one, such as --codec turboquant:4:3")
+    sizes = {
+        name: parse_size(given[name], flag_of(name)) for name in ("ram", "ssd") if given.get(name, "auto") != "auto"
     }
-    flags = " and ".join(f"--{name.replace('_', '-')}" for name in bits)
-    if codec is not None and bits:
-        raise ValueError(f"--codec with {flags}: both choose the codec; give one, such as --codec turboquant:4:3")
-    given: dict[str, Any] = {"ram": _size("--ram", ram), "ssd_dir": ssd_dir, "ssd": _size("--ssd", ssd)}
-    given = {name: value for name, value in given.items() if value is not None}
-    if codec is not None:
-        given["codec"] = _codec(codec)
-    others = _settings({**given, "ram": "auto"} if given.get("ram") == 0 else given)
-    if given.get("ssd") and others.ssd_dir is None:
-        raise ValueError(f"--ssd {ssd} without --ssd-dir: no directory to keep it in; add --ssd-dir DIR")
-    if given.get("ram") == 0 and (others.ssd_dir is None or others.ssd == 0):
+    others = _settings({**given, "ram": "auto"} if sizes.get("ram") == 0 else given)
+    if sizes.get("ssd", given.get("ssd")) and others.ssd_dir is None:
+        raise ValueError(f"--ssd {given['ssd']} without --ssd-dir: no directory to keep it in; add --ssd-dir DIR")
+    if sizes.get("ram") == 0 and (others.ssd_dir is None or others.ssd == 0):
         missing = "without --ssd-dir" if others.ssd_dir is None else "with an --ssd of 0"
-        raise ValueError(f"--ram {ram} {missing}: nothing could be kept; give --ram a size, or add --ssd-dir DIR")
+        raise ValueError(
+            f"--ram {given['ram']} {missing}: nothing could be kept; give --ram a size, or add --ssd-dir DIR"
+        )
     if bits:
         given["codec"] = _with_bits(others.codec, bits)
     return _settings(given)
 
 
-def _size(flag: str, value: str | None) -> Any:
-    return value if value in (None, "auto") else parse_size(value, flag)
+def _with_bits(codec: Any, bits: dict[str, Any]) -> Any:
+    from prefixcache.codecs import TurboQuant  # needs MLX, which the help does not
 
-
-def _codec(text: str) -> Any:
-    try:
-        return as_codec(text)
-    except ValueError as error:
-        said = str(error)
-        raise ValueError(f"--{said}" if said.startswith("codec=") else f"--codec {text!r}: {said}") from None
-
-
-def _with_bits(codec: Any, bits: dict[str, Any]) -> TurboQuant:
     try:
         return replace(codec if isinstance(codec, TurboQuant) else TurboQuant(), **bits)
     except ValueError as error:  # it begins with the field's name
         name = str(error).partition("=")[0]
-        raise ValueError(f"--{name.replace('_', '-')}{str(error).removeprefix(name)}") from None
+        raise ValueError(f"{flag_of(name)}{str(error).removeprefix(name)}") from None
 
 
 def _settings(given: dict[str, Any]) -> Settings:
     try:
         return Settings(**given)
     except ValidationError as error:
-        raise ValueError("; ".join(map(_said, error.errors(include_url=False, include_input=False)))) from None
+        found = error.errors(include_url=False, include_input=False)
+        raise ValueError("; ".join(_said(one, given) for one in found)) from None
 
 
-def _said(error: Any) -> str:
-    """One of pydantic's findings. Those of `Settings` itself name the setting already."""
-    if error["type"] == "value_error":
-        return str(error["ctx"]["error"])
-    return f"{'.'.join(map(str, error['loc']))}: {error['msg']}"
+def _said(error: Any, given: dict[str, Any]) -> str:
+    """One of pydantic's findings, with the flag's name where a flag gave the value. Those of `Settings` itself name the
+    setting already.
+    """
+    name, own = ".".join(map(str, error["loc"][:1])), error["type"] == "value_error"
+    text = str(error["ctx"]["error"]) if own else error["msg"]
+    if name not in given:
+        return text if own else f"{name}: {text}"
+    return (
+        f"{flag_of(name)}{text[len(name) :]}"
+        if text.startswith(f"{name}=")
+        else f"{flag_of(name)} {given[name]!r}: {text}"
+    )

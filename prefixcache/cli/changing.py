@@ -13,6 +13,7 @@ from typing import Any
 
 import typer
 
+from prefixcache.cli.directory import refused
 from prefixcache.cli.text import complain, print_json
 from prefixcache.ssd import ArchiveError, DirectoryError, IndexBroken, NoSuchNamespace, SsdError, audit
 from prefixcache.ssd.directory import Directory, refusal
@@ -54,10 +55,10 @@ def changing(
                 f"{str(directory)!r}: the index can't be read: {failed}; run prefixcache reconcile on it"
             )
         if not isinstance(failed, _NOTHING_DONE):
-            end(f"failed: {error}")
-        complain(str(error))
+            end(f"failed: {refused(directory, error)}")
+        complain(refused(directory, error))
         if as_json:
-            print_json({"directory": str(directory), "error": str(error)})
+            print_json({"directory": str(directory), "error": refused(directory, error)})
         raise typer.Exit(2) from None
     end(told.pop("result", "done"))
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from prefixcache.cli.changing import changing
+from prefixcache.cli.directory import Dir
 from prefixcache.cli.progress import bar
 from prefixcache.cli.text import complain, console, foreign, many, print_json, safe, size
 from prefixcache.ssd import Cleared
@@ -18,7 +18,7 @@ FEW = 10  # names that are shown
 
 
 def clear(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The cache's directory (ssd_dir).")],
+    directory: Dir,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Don't ask.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,

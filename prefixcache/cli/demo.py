@@ -61,6 +61,8 @@ def demo(
     Ends with 1 when an answer from the cache differs from the cold one, or is wrong with the repository's own model, and
     with 2 when the demo could not run.
     """
+    import mlx.core  # noqa: F401 - here, or each of the processes that do the work would fail by itself
+
     try:
         folder = _model(model)
         with _folder(keep) as directory:

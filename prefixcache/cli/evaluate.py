@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 CONTROL = "raw"
 DEFAULT = (
-    "affine:8", "affine:4", "turboquant:4", "turboquant:4:3", "turboquant:4:2", "turboquant:3:4", "turboquant:3",
-    "turboquant:2", "turboquant:4:plain", "turboquant:3:plain",
+    "affine:8", "affine:4", "turboquant:8", "turboquant:4", "turboquant:4:3", "turboquant:4:2", "turboquant:3:4",
+    "turboquant:3", "turboquant:2", "turboquant:4:plain", "turboquant:3:plain",
 )  # fmt: skip
 
 Facts = dict[str, Any]

@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 
 from prefixcache.cli.changing import changing
+from prefixcache.cli.directory import Dir
 from prefixcache.cli.progress import bar
 from prefixcache.cli.text import by_namespace, complain, console, foreign, many, mute, print_json, size
 from prefixcache.ssd import Exported, SsdError
@@ -33,11 +34,13 @@ class NotWritable(SsdError):
 
 
 def export(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The cache's directory (ssd_dir).")],
+    directory: Dir,
     file: Annotated[
         str | None, typer.Argument(metavar="FILE.tar|-", help="The archive; - is standard output.", show_default=False)
     ] = None,
-    model: Annotated[str | None, typer.Option(metavar="NAME", help="The images of this model.")] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The images of this model; the name before @ will do.")
+    ] = None,
     namespace: Annotated[
         str | None, typer.Option(metavar="ROOT", help="Of this namespace: the beginning of its root key.")
     ] = None,

@@ -22,7 +22,7 @@ FEW = 10  # of everything that is named
 
 def import_cache(
     directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="The cache's directory (ssd_dir); made when missing.")
+        Path, typer.Argument(metavar="DIR", readable=False, help="The cache's directory (ssd_dir); made when missing.")
     ],
     file: Annotated[str, typer.Argument(metavar="FILE.tar|-", help="The archive; - is standard input.")],
     limit: Annotated[

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,9 +20,11 @@ from rich.text import Text
 from rich.tree import Tree
 
 from prefixcache.cli.blocktree import BlockTree, Run, block_tree, largest
+from prefixcache.cli.directory import refused
 from prefixcache.cli.text import age, complain, console, foreign, many, print_json, safe, size
 from prefixcache.keys import BLOCK
-from prefixcache.ssd import DirectoryError, Edge, IndexBroken, NamespaceSurvey, Survey, survey
+from prefixcache.ssd import DirectoryError, Edge, IndexBroken, NamespaceSurvey, NoSuchNamespace, Survey, survey
+from prefixcache.ssd.choosing import model_meant
 
 ROWS = 200  # of a table or a tree, without --all
 KINDS = ("blocks", "windows", "snapshots")
@@ -31,7 +34,11 @@ Facts = dict[str, Any]
 
 def inspect(
     directory: Annotated[
-        Path | None, typer.Argument(metavar="DIR", help="The cache's directory (ssd_dir).", show_default=False)
+        Path | None,
+        typer.Argument(metavar="DIR", readable=False, help="The cache's directory (ssd_dir).", show_default=False),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Only this model; the name before @ will do.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Everything as one JSON object.")] = False,
     tree: Annotated[bool, typer.Option("--tree", help="The blocks of each namespace as a tree.")] = False,
@@ -54,19 +61,27 @@ def inspect(
         _show_kernels(as_json)
         return
     try:
-        found = survey(directory)
+        found = _of_model(survey(directory), model)
         trees = _trees(found) if tree else None
         facts = describe(found, trees, time.time())
-    except (DirectoryError, IndexBroken, OSError) as error:
-        complain(str(error))
+    except (DirectoryError, NoSuchNamespace, IndexBroken, OSError) as error:
+        complain(refused(directory, error))
         if as_json:
-            print_json({"directory": str(directory), "error": str(error)})
+            print_json({"directory": str(directory), "error": refused(directory, error)})
         raise typer.Exit(2) from None
     if as_json:
         print_json(facts)
     else:
         _show(console(), facts, trees, everything)
     raise typer.Exit(1 if found.problem else 0)
+
+
+def _of_model(found: Survey, name: str | None) -> Survey:
+    """The same with this model's namespaces only."""
+    if name is None:
+        return found
+    meant = model_meant(name, [space.model for space in found.namespaces])
+    return replace(found, namespaces=tuple(space for space in found.namespaces if space.model == meant))
 
 
 def _show_kernels(as_json: bool) -> None:

@@ -58,7 +58,8 @@ def plan(
         str | None,
         typer.Option(
             metavar="MODEL",
-            help=f"A config.json, a folder that has one, or one of {', '.join(sorted(SHAPES))}.",
+            help="What serve takes, the model's folder or its name on Hugging Face if it was downloaded; or a config.json, "
+            f"or one of {', '.join(sorted(SHAPES))}.",
         ),
     ] = None,
     trace: Annotated[
@@ -120,7 +121,7 @@ def plan(
         if html is not None:
             plan_files.check("--html", html)
         if model is None:
-            raise NotPlanned(f"--model is missing: give a config.json, a folder that has one, or {_shapes()}")
+            raise NotPlanned(f"--model is missing: give a model's folder, its name on Hugging Face, or {_shapes()}")
         assumed = _assumed(prefill_rate, ssd_rate, decode_rate, tbw, ram_price, ssd_price)
         wanted = None
         if trace is not None:
@@ -201,9 +202,23 @@ def _model(name: str) -> ModelState:
         return ModelState.read(name)
     if name.lower() in SHAPES:
         return ModelState.of(SHAPES[name.lower()], name.lower())
-    raise NotPlanned(
-        f"--model {name!r}: no such file or folder; give a config.json, a folder that has one, or {_shapes()}"
-    )
+    return ModelState.read(_in_the_hubs_cache(name))
+
+
+def _in_the_hubs_cache(name: str) -> str:
+    """The config.json of a Hugging Face name that was downloaded before; the network is not asked."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    try:
+        found = try_to_load_from_cache(name, "config.json", cache_dir=constants.HF_HUB_CACHE)
+    except ValueError:  # none of their names
+        found = None
+    if not isinstance(found, str):
+        raise NotPlanned(
+            f"--model {name!r}: no such file or folder, and the Hugging Face cache in {constants.HF_HUB_CACHE} has no such "
+            f"model; give a config.json, a folder that has one, the name of a model that was downloaded, or {_shapes()}"
+        )
+    return found
 
 
 # -- the work ---------------------------------------------------------------------------------------------------------
@@ -239,7 +254,6 @@ def _simulate(state: ModelState, sizes: Sizes, wanted: _Wanted, assumed: Assumed
 
     requests = Trace(wanted.trace, wanted.block, limit=wanted.first)
     found = summary(requests)
-    told = plan_facts.of_trace(requests, found)
     lines = found.requests + found.stores
     workload = Workload(wanted.trace, state, sizes.codec, requests.block, wanted.first, requests=lines)
     with bar("an endless cache") as show:
@@ -250,19 +264,20 @@ def _simulate(state: ModelState, sizes: Sizes, wanted: _Wanted, assumed: Assumed
     with bar("sizes") as show:
         outcomes = sweep(workload, cells, known={Cell(ENDLESS): endless}, most=most, processes=processes, progress=show)
     bounds = best_at(requests, plan_facts.capacities(cells, sizes.bytes_per_token, requests.block))
-    return told, plan_facts.of_outcomes(outcomes, bounds, endless, sizes.bytes_per_token, assumed)
+    told = plan_facts.of_trace(requests, found, endless.asked, state.context)
+    facts = plan_facts.of_outcomes(outcomes, bounds, endless, sizes.bytes_per_token, assumed)
+    if (best := facts["recommendation"]) is not None:
+        ram = plan_facts.ram_taken(facts["cells"][best["cell"]]["ram"])
+        best["machine"] = plan_facts.of_machine(state, sizes, ram, found.longest)
+    return told, facts
 
 
 def _cells(wanted: _Wanted, most: int) -> list[Cell]:
-    """All sizes of RAM with all of SSD that were given. Where none were, few enough to wait for: every step of the ladder of
-    RAM alone, and an SSD beside the small ones, where it helps.
-    """
+    """All sizes of RAM with all of SSD: those that were given, or ladders that the trace's own bytes give."""
     from prefixcache.cli.plan_facts import grid, ram_ladder, ssd_ladder
 
-    ladder, kinds = ram_ladder(most), (wanted.policies, wanted.admissions)
-    if wanted.rams or wanted.ssds:
-        return grid(wanted.rams or ladder[::2], wanted.ssds or [0, *ssd_ladder(most)], *kinds)
-    return [*grid(ladder, [0], *kinds), *grid(ladder[1:5:2], ssd_ladder(most), *kinds)]
+    rams = wanted.rams or ram_ladder(most)[:: 2 if wanted.ssds else 1]
+    return grid(rams, wanted.ssds or [0, *ssd_ladder(most)], wanted.policies, wanted.admissions)
 
 
 @contextmanager

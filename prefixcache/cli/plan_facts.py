@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from prefixcache.cli.plan_text import sizes_of
+from prefixcache.cli.plan_text import settings_of
 from prefixcache.planning import advice
 from prefixcache.planning.advice import Prices, Rates
 from prefixcache.planning.bound import Bound
@@ -21,7 +21,7 @@ from prefixcache.planning.outcome import Outcome
 from prefixcache.planning.sizes import Sizes
 from prefixcache.planning.sweep import Cell
 from prefixcache.planning.trace import Summary, Trace
-from prefixcache.settings import Settings
+from prefixcache.settings import Settings, ram_auto
 
 PROMPTS = (8_192, 32_768, 131_072)  # tokens
 MACS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 512)  # GiB
@@ -59,7 +59,7 @@ class Assumed(NamedTuple):
 def of_model(state: ModelState) -> Facts:
     return {
         "name": state.name, "model_type": state.model_type, "dtype": state.dtype, "parameters": state.parameters,
-        "weights_at_4_bits": _weights(state),
+        "weights_at_4_bits": _weights(state), "context": state.context,
         "layers": [
             {"kind": own.kind, "caches": own.caches, "window": own.window.size if own.window is not None else None}
             for own in state.layers
@@ -81,15 +81,35 @@ def of_codec(name: str, sizes: Sizes) -> Facts:
 
 def of_macs(state: ModelState, codecs: Sequence[tuple[str, Sizes]]) -> list[Facts]:
     """What Macs could keep beside the model's weights at 4 bits. `gpu` is what macOS lets the GPU have, `auto` what the
-    setting `ram="auto"` takes of it.
+    setting `ram="auto"` takes of it; nothing where the weights leave no room for that.
     """
     rows = []
     for memory in MACS:
-        gpu = (memory << 30) * 3 // 4 if memory >= 36 else (memory << 30) * 2 // 3
-        room = max(gpu - _weights(state), 0)
+        gpu, weights = _gpu(memory), _weights(state)
+        room, auto = max(gpu - weights, 0), ram_auto(gpu, weights)
         tokens = [{"codec": name, "tokens": int(room / sizes.ram_bytes_per_token)} for name, sizes in codecs]
-        rows.append({"memory": memory << 30, "gpu": gpu, "room": room, "auto": gpu // 4, "tokens": tokens})
+        rows.append(
+            {"memory": memory << 30, "gpu": gpu, "room": room, "auto": auto if auto <= room else 0, "tokens": tokens}
+        )
     return rows
+
+
+def of_machine(state: ModelState, sizes: Sizes, ram: int, longest: int) -> Facts:
+    """The smallest Mac whose GPU may have the model's weights at 4 bits, a cache of `ram` bytes and one live prompt: of the
+    `longest` tokens, or of the model's context where that is less. `memory` and `gpu` are None where no Mac has so much.
+    """
+    tokens = min(longest, state.context or longest)
+    weights, live = _weights(state), sizes.live_bytes(tokens)
+    enough = next((memory for memory in MACS if _gpu(memory) >= weights + live + ram), None)
+    return {
+        "memory": enough << 30 if enough is not None else None, "gpu": _gpu(enough) if enough is not None else None,
+        "weights": weights, "live_tokens": tokens, "live": live, "ram": ram,
+    }  # fmt: skip
+
+
+def _gpu(memory: int) -> int:
+    """Bytes that macOS lets the GPU of a Mac with so many GiB have."""
+    return (memory << 30) * 3 // 4 if memory >= 36 else (memory << 30) * 2 // 3
 
 
 def _weights(state: ModelState) -> int:
@@ -99,12 +119,13 @@ def _weights(state: ModelState) -> int:
 # -- the trace and the sizes to try -----------------------------------------------------------------------------------
 
 
-def of_trace(trace: Trace, found: Summary) -> Facts:
-    """After a pass."""
+def of_trace(trace: Trace, found: Summary, prompts: np.ndarray, context: int | None) -> Facts:
+    """After a pass; `prompts` are the tokens of each, which the model's `context` may be too short for."""
     return {
         "file": str(trace.path), "block": trace.block, "limit": trace.limit, "requests": found.requests,
         "stores": found.stores,
-        "tokens": found.tokens, "mean_tokens": found.mean_tokens, "longest": found.longest, "ids": found.ids,
+        "tokens": found.tokens, "mean_tokens": found.mean_tokens, "longest": found.longest,
+        "beyond_context": int((prompts > context).sum()) if context is not None else 0, "ids": found.ids,
         "blocks": found.blocks, "blocks_exact": found.exact, "seconds": found.seconds, "torn": trace.torn,
         "backwards": trace.backwards,
     }  # fmt: skip
@@ -136,11 +157,11 @@ def grid(rams: Sequence[int], ssds: Sequence[int], policies: Sequence[str], admi
 
 def capacities(cells: Sequence[Cell], bytes_per_token: float, block: int) -> list[int]:
     """How many of a trace's blocks RAM and SSD of each size have room for."""
-    return [int((_ram(cell.ram) + cell.ssd) / (bytes_per_token * block)) for cell in cells]
+    return [int((ram_taken(cell.ram) + cell.ssd) / (bytes_per_token * block)) for cell in cells]
 
 
-def _ram(ram: int) -> int:
-    """With none, that for images in transit."""
+def ram_taken(ram: int) -> int:
+    """By a cache with this setting: with none, that for images in transit."""
     return ram or int(Settings.model_fields["transit"].default)
 
 
@@ -155,7 +176,7 @@ def of_outcomes(
     """
     possible = endless.ram_tokens + endless.ssd_tokens
     hits = [o.ram_tokens + o.ssd_tokens for o in outcomes]
-    costs = [advice.cost(_ram(o.ram), o.ssd, assumed.prices) for o in outcomes]
+    costs = [advice.cost(ram_taken(o.ram), o.ssd, assumed.prices) for o in outcomes]
     front, chosen = advice.front(costs, hits), advice.knee(costs, hits)
     rates = assumed.rates()
     cells = [
@@ -212,4 +233,4 @@ def _ttft(asked: np.ndarray, hit: np.ndarray, read: np.ndarray, bytes_per_token:
 
 
 def _says(cell: Facts) -> str:
-    return f"{sizes_of(cell)}: {100 * cell['of_possible']:.0f} % of what is possible"
+    return f"{settings_of(cell)}: {100 * cell['of_possible']:.0f} % of what is possible"

@@ -61,6 +61,19 @@ def sizes_of(cell: Facts) -> str:
     return " + ".join(parts) + (f" ({', '.join(named)})" if named else "")
 
 
+def settings_of(cell: Facts) -> str:
+    """The same as settings are written: `ram="24GB", ssd="120GB"`."""
+    named = [f'ram="{_unspaced(cell["ram"])}"' if cell["ram"] else "ram=0"]
+    named += [f'ssd="{_unspaced(cell["ssd"])}"'] if cell["ssd"] else []
+    usual = (("policy", "lru"), ("ssd_admission", "always"))
+    named += [f'{name}="{cell[name]}"' for name, value in usual if cell[name] != value]
+    return ", ".join(named)
+
+
+def _unspaced(nbytes: int) -> str:
+    return short(nbytes).replace(" ", "")
+
+
 def _gib(nbytes: int) -> str:
     return f"{nbytes >> 30} GB"  # as memory is sold
 
@@ -95,7 +108,7 @@ def mac_grid(facts: Facts) -> Grid:
     """What Macs keep beside the weights."""
     rows = [
         [
-            _gib(mac["memory"]), size(mac["auto"]), size(mac["room"]) if mac["room"] else NONE,
+            _gib(mac["memory"]), size(mac["auto"]) if mac["auto"] else NONE, size(mac["room"]) if mac["room"] else NONE,
             *(count(t["tokens"]) if t["tokens"] else NONE for t in mac["tokens"]),
         ]
         for mac in facts["macs"]
@@ -130,7 +143,11 @@ def trace_line(facts: Facts) -> str:
 
 
 def advice_lines(facts: Facts) -> list[str]:
-    """The recommendation first, then what it is made of."""
+    """The recommendation first, then what it is made of, and what stands against it."""
+    return [*_advised(facts), *_beyond(facts)]
+
+
+def _advised(facts: Facts) -> list[str]:
     sizes, assumed = facts["sizes"], facts["assumed"]
     if not sizes["possible"]["hit_tokens"]:
         if any(layer["kind"] == "snapshot" for layer in facts["model"]["layers"]):
@@ -158,7 +175,31 @@ def advice_lines(facts: Facts) -> list[str]:
         lines.append(
             f"{size(round(cell['written_bytes_per_day']))} written a day: {short(assumed['tbw'])} last {lasts} years."
         )
-    return [sizes["recommendation"]["says"], *lines]
+    return [sizes["recommendation"]["says"], _machine(facts), *lines]
+
+
+def _machine(facts: Facts) -> str:
+    """What machine the advised setting is for."""
+    machine = facts["sizes"]["recommendation"]["machine"]
+    parts = (
+        f"{size(machine['weights'])} of weights at 4 bits, {size(machine['live'])} for one live prompt of "
+        f"{count(machine['live_tokens'])} tokens, {size(machine['ram'])} for this cache"
+    )
+    if machine["memory"] is None:
+        return f"No Mac has room for all of it: {parts}."
+    return f"It needs a Mac with {_gib(machine['memory'])}, whose GPU may have {size(machine['gpu'])}: {parts}."
+
+
+def _beyond(facts: Facts) -> list[str]:
+    """Prompts that the model is not made for."""
+    trace, context = facts["trace"], facts["model"]["context"]
+    if not trace["beyond_context"]:
+        return []
+    return [
+        f"{trace['beyond_context']:,} of {many(trace['requests'], 'prompt')} are longer than the model's context of "
+        f"{context:,} tokens (the longest has {trace['longest']:,}). A server computes them, and the model's answers to them "
+        "are not to be relied on. All numbers here count them: give the model that is to read them, or a trace without them."
+    ]
 
 
 def hit_grids(facts: Facts) -> list[tuple[str, Grid]]:
@@ -271,7 +312,8 @@ def model_notes(facts: Facts) -> list[str]:
         "Bytes a token: of a long prompt's whole blocks, headers included. Tokens a GB (10^9 bytes): of RAM, with the tree's "
         "share. Prompts: all images of one, stored once.",
         "Room: of the memory that macOS lets the GPU have (2/3, from 36 GB on 3/4), what 4-bit weights leave; programs and "
-        'running requests need some of it. The setting ram="auto" takes a quarter of that memory.',
+        'running requests need some of it. The setting ram="auto" takes a quarter of that memory, and less where the weights '
+        "leave less.",
     ]
     if any(c["windows_bytes"] or c["snapshot_bytes"] for c in facts["codecs"]):
         lines.append(
@@ -288,9 +330,9 @@ def trace_notes(facts: Facts) -> list[str]:
     assumed, sizes, trace = facts["assumed"], facts["sizes"], facts["trace"]
     ssds = ", ".join(f"{short(rate)}/s" for rate in assumed["ssd_rates"])
     lines = [
-        f"{CHOSEN} The knee: of the sizes that no cheaper one equals, the one with the most hits for its cost, both as "
-        f"shares of the best's. Cost: {assumed['ram_price']:g} a GB of RAM, {assumed['ssd_price']:g} a GB of SSD; only their "
-        "ratio matters.",
+        f"{CHOSEN} What is advised: of the sizes that no cheaper one equals, the one up to which more money brings at least "
+        f"half of the hits that it brings on the average. Cost: {assumed['ram_price']:g} a GB of RAM, "
+        f"{assumed['ssd_price']:g} a GB of SSD; only their ratio matters.",
         f"Time to first token: what is not hit at {assumed['prefill_rate']:,.0f} tokens/s, plus reading at {ssds}, plus "
         f"decoding at {short(assumed['decode_rate'])}/s. Nobody queues, and the SSD's writer keeps up.",
         "Hit rates are of all tokens of all prompts, from a cache that begins empty. What is possible: a RAM that nothing "
@@ -304,7 +346,7 @@ def trace_notes(facts: Facts) -> list[str]:
     cells, best = sizes["cells"], sizes["recommendation"]
     if best and len(cells) > 1 and best["cell"] == min(range(len(cells)), key=lambda i: cells[i]["cost"]):
         lines.append(
-            "The knee is the cheapest size of all that were tried: a smaller one may do. Try some with --ram and --ssd."
+            "What is advised is the cheapest size that was tried: a smaller one may do. Try some with --ram and --ssd."
         )
     dropped = sum(cell["dropped"] > 0 for cell in cells)
     if dropped:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import time
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from prefixcache.cli.changing import changing
+from prefixcache.cli.directory import Dir
 from prefixcache.cli.progress import bar
 from prefixcache.cli.text import by_namespace, complain, console, foreign, many, print_json, size
 from prefixcache.settings import parse_size
@@ -21,11 +21,13 @@ UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
 def prune(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The cache's directory (ssd_dir).")],
+    directory: Dir,
     older_than: Annotated[
         str | None, typer.Option(metavar="AGE", help="Not used for so long, such as 7d; units: s, min, h, d, w.")
     ] = None,
-    model: Annotated[str | None, typer.Option(metavar="NAME", help="Of this model only.")] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Of this model only; the name before @ will do.")
+    ] = None,
     namespace: Annotated[
         str | None,
         typer.Option(

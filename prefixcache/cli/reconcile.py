@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from prefixcache.cli.changing import note
+from prefixcache.cli.directory import Dir
 from prefixcache.cli.progress import bar
 from prefixcache.cli.text import complain, console, foreign, many, print_json, size
 from prefixcache.ssd import Report
@@ -22,7 +23,7 @@ FEW = 10  # findings that need no table of sums
 
 
 def reconcile(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The cache's directory (ssd_dir).")],
+    directory: Dir,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
     deep: Annotated[bool, typer.Option("--deep", help="Read every file and check its checksum.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The report as one JSON object.")] = False,

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from prefixcache.cli.cache_options import CodecText, KeyBits, Ram, Ssd, SsdDir, ValueBits, settings_from
+from prefixcache.cli.back_end import refuse_without
+from prefixcache.cli.cache_options import BITS, flag_of, settings_from, with_settings
 from prefixcache.cli.text import complain
 from prefixcache.cli.warm import token_bar
 from prefixcache.ssd import DirectoryError
@@ -32,14 +33,9 @@ COMMAND = {
 }  # fmt: skip
 
 
+@with_settings
 def serve(
     ctx: typer.Context,
-    ram: Ram = None,
-    ssd_dir: SsdDir = None,
-    ssd: Ssd = None,
-    codec: CodecText = None,
-    key_bits: KeyBits = None,
-    value_bits: ValueBits = None,
     warm: Annotated[
         list[Path] | None,
         typer.Option(metavar="FILE", help="Store these prompts before the first request; see `prefixcache warm`."),
@@ -58,19 +54,23 @@ def serve(
     log_json: Annotated[
         bool, typer.Option("--log-json", help="Log as JSON, one object a line, with nothing of a prompt.")
     ] = False,
+    **flags: Any,
 ) -> None:
     """Run mlx_lm.server with a prefix cache that is bounded in bytes and survives restarts.
 
     SIGTERM or Ctrl-C ends it and writes what is warm; a second one ends it at once. Metrics are at /metrics. A request's
     "cache_salt" keeps its tenant's prompts apart.
 
+    Every setting of the cache is a flag, a variable (PREFIXCACHE_RAM is --ram) and a key of the TOML file that
+    PREFIXCACHE_CONFIG names (ram = "8GB"); a flag stands above a variable, a variable above the file.
+
     Exit code: 0 ended, 2 it could not start or go on, 128 + the signal that ended it at once or before it was ready.
     """
     try:
-        _check(ctx.args, codec, key_bits, value_bits, warm or [])
+        _check(ctx.args, [flag_of(name) for name in ("codec", *BITS) if flags[name]], warm or [])
         if not grace < float("inf"):
             raise ValueError(f"--grace {grace}: not a number of seconds")
-        settings = settings_from(ram, ssd_dir, ssd, codec, key_bits, value_bits)
+        settings = settings_from(flags)
         from prefixcache.integrations import mlx_lm_server
         from prefixcache.integrations.warming import read_prompts
 
@@ -78,6 +78,7 @@ def serve(
         if log_json:
             _log_as_json(ctx.args, mlx_lm_server.Handler)
     except (ValueError, ImportError) as error:
+        refuse_without(error)
         _end(error)
     try:
         mlx_lm_server.serve(
@@ -144,13 +145,12 @@ def _warm(prompts: list[Prompt], generator: Generator) -> None:
         )
 
 
-def _check(flags: list[str], codec: Any, key_bits: Any, value_bits: Any, warm: list[Path]) -> None:
-    """ValueError for flags that contradict each other or need another."""
+def _check(flags: list[str], ours: list[str], warm: list[Path]) -> None:
+    """ValueError for flags that contradict each other or need another: mlx-lm's, and of ours those that choose a codec."""
     given = {flag.partition("=")[0] for flag in flags if flag.startswith("-")}
-    if "--kv-bits" in given and (codec or key_bits or value_bits):
-        ours = "--codec" if codec else "--key-bits" if key_bits else "--value-bits"
+    if "--kv-bits" in given and ours:
         raise ValueError(
-            f"--kv-bits with {ours}: rows that mlx-lm has quantized are kept as they are; give one of them"
+            f"--kv-bits with {ours[0]}: rows that mlx-lm has quantized are kept as they are; give one of them"
         )
     if warm and "--model" not in given:
         raise ValueError("--warm without --model: there is no model to compute the prompts with; add --model")

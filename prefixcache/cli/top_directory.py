@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from prefixcache.cli.directory import refused
 from prefixcache.cli.text import age, foreign, many, size
 from prefixcache.cli.top_parts import Away, Facts, NotOurs, clock, meter, pairs, part_of
 from prefixcache.ssd import DirectoryError, IndexBroken, Survey, survey
@@ -35,7 +36,7 @@ class Watched:
             found, now = survey(self._directory), time.monotonic()
         except (DirectoryError, IndexBroken, OSError) as error:
             gone = Away if self._before is not None else NotOurs  # what was there may come back
-            raise gone(str(error)) from None
+            raise gone(refused(self._directory, error)) from None
         seen = facts(self._directory, self._limit, found)
         growth = _growth(self._before, seen, now - self._at)
         self._before, self._at = seen, now

@@ -19,7 +19,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from prefixcache.cache import PrefixCache
-from prefixcache.cli.cache_options import CodecText, KeyBits, Ram, Ssd, SsdDir, ValueBits, settings_from
+from prefixcache.cli.cache_options import Flags, settings_from, with_settings
 from prefixcache.cli.text import complain, console, many
 from prefixcache.layers import CacheError
 from prefixcache.settings import Settings
@@ -40,6 +40,7 @@ class Stopped(BaseException):
     """A signal, `args[0]`, asked for the end."""
 
 
+@with_settings
 def warm(
     prompts: Annotated[
         list[Path] | None,
@@ -53,12 +54,6 @@ def warm(
         str | None, typer.Option(metavar="MODEL", help="The model's folder, or its name on Hugging Face.")
     ] = None,
     adapter_path: Annotated[str | None, typer.Option(metavar="PATH", help="The folder of a LoRA adapter.")] = None,
-    ram: Ram = None,
-    ssd_dir: SsdDir = None,
-    ssd: Ssd = None,
-    codec: CodecText = None,
-    key_bits: KeyBits = None,
-    value_bits: ValueBits = None,
     chat_template: Annotated[
         str | None, typer.Option(metavar="TEXT", help="A chat template in the place of the model's own.")
     ] = None,
@@ -69,8 +64,12 @@ def warm(
         bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
     ] = False,
     prefill_step_size: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens in one call of the model.")] = 2048,
+    **flags: Any,
 ) -> None:
     """Prefill and store prompts (system prompts, tool lists), so that not even the first user waits for them.
+
+    It needs --model, --ssd-dir and a file of prompts, such as {"messages": [{"role": "system", "content": "You are ..."}]} on
+    a line: `prefixcache warm --model MODEL --ssd-dir DIR prompts.jsonl`. Nobody else may have DIR open.
 
     Give model, template and codec as the server has them that is to find the prompts. What is stored already costs nothing.
     After Ctrl-C or SIGTERM what was computed stays stored, and the same command goes on from there.
@@ -78,7 +77,7 @@ def warm(
     Exit code: 0 all is stored, 1 not all of it found room, 2 it could not be done, 128 + the signal that ended it.
     """
     try:
-        settings = _patient(_settings(ram, ssd_dir, ssd, codec, key_bits, value_bits))
+        settings = _patient(_settings(flags))
         options = _json_object("--chat-template-args", chat_template_args)
         config = {"trust_remote_code": trust_remote_code, **({"chat_template": chat_template} if chat_template else {})}
         found = _read(prompts or [])
@@ -101,9 +100,9 @@ def warm(
 # -- what is asked for ------------------------------------------------------------------------------------------------
 
 
-def _settings(*flags: Any) -> Settings:
+def _settings(flags: Flags) -> Settings:
     try:
-        settings = settings_from(*flags)
+        settings = settings_from(flags)
     except ValueError as error:
         raise NotWarmed(str(error)) from error
     if settings.ssd_dir is None or settings.ssd == 0:

@@ -12,6 +12,7 @@ import numpy as np
 DAY = 86_400.0  # seconds
 YEAR = 365.25  # days
 GB = 10**9
+FRUGAL = 0.5  # of what money brings on the average, the least that more of it must bring
 
 
 class Rates(NamedTuple):
@@ -106,16 +107,17 @@ def front(costs: Sequence[float], values: Sequence[float]) -> list[int]:
 
 
 def knee(costs: Sequence[float], values: Sequence[float]) -> int | None:
-    """The index on the Pareto front after which more money brings less than it did on the average: the greatest distance
-    between value and cost, both scaled to 0..1, from nothing at no cost to the front's best. That is Kneedle's knee
-    (Satopaa, Albrecht, Irwin, Raghavan: Finding a "Kneedle" in a Haystack, ICDCS Workshops 2011) without its smoothing. Of
-    equals the cheapest; None when nothing gives anything.
+    """The index on the Pareto front up to which more money is well spent: the greatest of value / best's value - `FRUGAL` x
+    cost / best's cost, the best being the front's last. So a dearer one is chosen while each part of its price brings at
+    least half of what money brings on the average up to the best, and what is chosen has at least half of the best's value.
+    With a FRUGAL of 1 it were Kneedle's knee (Satopaa, Albrecht, Irwin, Raghavan: Finding a "Kneedle" in a Haystack, ICDCS
+    Workshops 2011), which can never be the last. Of equals the cheapest; None when nothing gives anything.
     """
     on = front(costs, values)
     if not on:
         return None
     most, best = costs[on[-1]], values[on[-1]]
-    return max(on, key=lambda i: values[i] / best - (costs[i] / most if most else 0.0))
+    return max(on, key=lambda i: values[i] / best - (FRUGAL * costs[i] / most if most else 0.0))
 
 
 def cheapest(costs: Sequence[float], values: Sequence[float], least: float) -> int | None:

@@ -37,6 +37,7 @@ _SHORT = (8, 37)  # tokens of the calls that every model gets
 _LONGER = (300, 1_111)  # and a model whose recurrent state is not the same after both
 _LONGEST = (1, 300, 4_999, 65_521)  # and a model whose state grows; primes, so that a law shows
 _RATIOS = 255  # tokens for which state may keep one row: those that the primes tell apart
+_NO_CONTEXT = 1e12  # tokens: a config that names more, or infinitely many, has no limit
 _LAYERS = 2_000  # a config of more is no model's
 _FIXED = "ArraysCache"  # of recurrent layers: as large after one token as after many
 _GIVE = "give a model's folder, or its config.json"
@@ -85,7 +86,8 @@ class ModelState:
 
     `name` is the folder's, for readers; `model_type` and `dtype` are the config's. `parameters` is the number of weights,
     as if they were not quantised. `layout` is the JSON that namespaces are made of, `states` what a snapshot keeps of each
-    layer cache that can't be cut, by attribute; `counted` which layer caches count their tokens.
+    layer cache that can't be cut, by attribute; `counted` which layer caches count their tokens. `context` is the longest
+    prompt that the config says the model is made for, in tokens; None where it says nothing.
     """
 
     name: str
@@ -95,6 +97,7 @@ class ModelState:
     layout: Layout
     states: tuple[dict[str, Any], ...]
     counted: tuple[bool, ...]
+    context: int | None = None
 
     @classmethod
     def read(cls, path: str | Path, dtype: str | None = None) -> ModelState:
@@ -136,7 +139,7 @@ class ModelState:
             _common(lengths, [probe.states[i] for probe in probes], f"model_type={kind!r}: state {i}")
             for i in range(len(first.states))
         )
-        return cls(name or kind, kind, dtype, parameters, first.layout, states, first.counted)
+        return cls(name or kind, kind, dtype, parameters, first.layout, states, first.counted, _context(config))
 
     def plan(self, codec: Codec) -> Plan:
         """Which tensors the images have with this codec."""
@@ -284,6 +287,20 @@ def _dtype(config: dict[str, Any], chosen: str | None) -> str:
     if found not in FLOATS:
         raise ModelError(f"dtype={dtype!r}: no dtype of activations; choose one: {', '.join(FLOATS)}")
     return found
+
+
+def _context(config: dict[str, Any]) -> int | None:
+    """The longest prompt a model is made for: its positions, or those that its RoPE is scaled up to."""
+    found: list[Any] = []
+    for place in _places(config):
+        found.append(place.get("max_position_embeddings"))
+        scaling = place.get("rope_scaling")
+        if isinstance(scaling, dict):
+            factor, before = scaling.get("factor"), scaling.get("original_max_position_embeddings")
+            if isinstance(factor, (int, float)) and isinstance(before, int):
+                found.append(factor * before)
+    lengths = [int(n) for n in found if isinstance(n, (int, float)) and 0 < n < _NO_CONTEXT]
+    return max(lengths, default=None)
 
 
 def _build(config: dict[str, Any], dtype: str) -> nn.Module:

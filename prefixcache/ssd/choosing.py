@@ -11,6 +11,8 @@ from prefixcache.image import KINDS
 from prefixcache.ssd.entries import Address, Namespace
 from prefixcache.ssd.errors import SsdError
 
+_FEW = 20  # names in an error
+
 
 class NoSuchNamespace(SsdError):
     """Nothing in the index is of the model or namespace that was named, or more than one namespace is."""
@@ -42,15 +44,12 @@ class Node:
 
 
 def namespaces(connection: sqlite3.Connection, model: str | None, root: str | None) -> dict[bytes, Namespace]:
-    """Those of this model, and whose root key begins with these hex digits; all where neither is given."""
+    """Those that `model` means, and whose root key begins with these hex digits; all where neither is given."""
     rows = connection.execute("SELECT root, model, codec, layout, created FROM namespace ORDER BY id")
     found = [Namespace(*row) for row in rows]
     if model is not None:
-        found = [space for space in found if space.model == model]
-        if not found:
-            raise NoSuchNamespace(
-                f"--model {model!r}: nothing is of that model; prefixcache inspect lists what there is"
-            )
+        meant = model_meant(model, [space.model for space in found])
+        found = [space for space in found if space.model == meant]
     if root is not None:
         found = [space for space in found if root and space.root.hex().startswith(root.lower())]
         if len(found) != 1:
@@ -59,6 +58,27 @@ def namespaces(connection: sqlite3.Connection, model: str | None, root: str | No
                 f"--namespace {root!r}: {which} of that beginning; prefixcache inspect --json lists their root keys"
             )
     return {space.root: space for space in found}
+
+
+def model_meant(name: str, models: Iterable[str]) -> str:
+    """The one of `models` that `name` means: itself, or the one of `name@hash`, which is how `model_identity` calls it.
+    NoSuchNamespace, which lists them, where there is none or there are several.
+    """
+    known = sorted(set(models))
+    if name in known:
+        return name
+    found = [model for model in known if model.partition("@")[0] == name]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise NoSuchNamespace(f"--model {name!r}: {len(found)} models have that name; give one whole: {_listed(found)}")
+    there = f"there are {_listed(known)}" if known else "there is none of any"
+    raise NoSuchNamespace(f"--model {name!r}: nothing is of that model; {there}")
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _FEW} more, which prefixcache inspect lists" if len(names) > _FEW else ""
+    return ", ".join(map(repr, names[:_FEW])) + more
 
 
 def nodes(connection: sqlite3.Connection, roots: Iterable[bytes]) -> list[Node]:

@@ -92,10 +92,10 @@ class Directory:
 
     def require(self) -> None:
         """DirectoryError unless it is there and a cache's: asked before anything is shown of it or changed in it."""
-        if not self.root.is_dir():
-            what = "not a directory" if os.path.lexists(self.root) else "no such directory"
-            raise DirectoryError(f"{str(self.root)!r}: {what}; check the name")
         try:
+            if not self.root.is_dir():
+                what = "not a directory" if os.path.lexists(self.root) else "no such directory"
+                raise DirectoryError(f"{str(self.root)!r}: {what}; check the name")
             if self.ours:
                 return
             if self.blank:
@@ -376,9 +376,10 @@ def refusal(path: Path, error: OSError | sqlite3.Error) -> DirectoryError:
     """An error about the directory or its index, as a text that says what to do."""
     if isinstance(error, sqlite3.Error):
         return DirectoryError(f"ssd_dir: {str(path)!r}: index: {error}: check the disk, its room and who else opens it")
+    kept = f"user {os.geteuid()} may not read or write it; change its owner or mode, or name another directory"
     remedy = {
-        errno.EACCES: f"not writable for user {os.geteuid()}; change its owner or mode, or name another directory",
-        errno.EPERM: f"not writable for user {os.geteuid()}; change its owner or mode, or name another directory",
+        errno.EACCES: kept,
+        errno.EPERM: kept,
         errno.EROFS: "on a read-only file system; name another directory",
         errno.ENOSPC: "no space left on its disk; make room or name another directory",
         errno.ENOTDIR: "a part of the path is a file; name another directory",

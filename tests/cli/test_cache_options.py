@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from prefixcache import Affine, Raw, Settings, TurboQuant
-from prefixcache.cli.cache_options import settings_from
-
-FLAGS = ("ram", "ssd_dir", "ssd", "codec", "key_bits", "value_bits")
+from prefixcache.cli.cache_options import settings_from, with_settings
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def given(**flags: Any) -> Settings:
-    return settings_from(*(flags.get(name) for name in FLAGS))
+    return settings_from(flags)
 
 
 def refused(**flags: Any) -> str:
@@ -51,6 +51,39 @@ def test_flags_say_what_settings_say(tmp_path: Path) -> None:
 )
 def test_bits_are_turboquants(bits: dict[str, int], codec: TurboQuant) -> None:
     assert given(**bits).codec == codec
+
+
+OTHERS = {  # one for each field of Settings: the flag's text, and what it means
+    "ram": ("1GB", 10**9), "ssd_dir": ("/x", Path("/x")), "ssd": ("auto", "auto"), "codec": ("raw", Raw()),
+    "memory_reserve": ("0", 0), "transit": ("64MiB", 64 << 20), "spill": ("wait", "wait"), "spill_wait": ("0.5", 0.5),
+    "spill_queue": ("1GB", 10**9), "spill_on_close": (False, False), "close_timeout": ("60", 60.0), "readers": ("7", 7),
+    "allow_classes": (["a.B", "c.D"], ("a.B", "c.D")), "policy": ("adaptive", "adaptive"),
+    "ssd_admission": ("second", "second"), "trace": ("/t", Path("/t")), "log_every": ("60", 60.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", Settings.model_fields)
+def test_every_setting_has_a_flag(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    command, got = typer.Typer(), {}
+
+    @command.command()
+    @with_settings
+    def serve(other: int = 1, **flags: Any) -> None:
+        got.update(flags)
+
+    text, value = OTHERS[name]
+    flag = f"--{name.replace('_', '-')}"
+    line = [f"--no-{flag[2:]}"] if text is False else [flag, text]
+    if isinstance(text, list):
+        line = [part for one in text for part in (flag, one)]
+    done = CliRunner().invoke(command, line)
+    assert done.exit_code == 0, done.output
+    assert {other: given for other, given in got.items() if given not in (None, [])} == {name: text}
+    needed = {"ssd_dir": "/x"} if name == "ssd" else {}
+    assert getattr(given(**{**got, **needed}), name) == value
+    shown = " ".join(CliRunner().invoke(command, ["--help"], env={"COLUMNS": "200"}).output.split())
+    assert f"(PREFIXCACHE_{name.upper()})" in shown
+    assert "PREFIXCACHE_CONFIG" in shown
 
 
 def test_bits_change_the_codec_that_is_chosen_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,11 +127,15 @@ def test_a_directory_named_elsewhere_serves_the_flags(
         ({"ram": "0GB", "ssd_dir": "/x", "ssd": "0"}, "--ram 0GB with an --ssd of 0: "),
         ({"ram": "8QB"}, "--ram='8QB': not a size; write "),
         ({"ssd_dir": "/x", "ssd": "much"}, "--ssd='much': not a size; write "),
-        ({"ssd_dir": ""}, "ssd_dir='': not a directory; write "),
+        ({"ssd_dir": ""}, "--ssd-dir='': not a directory; write "),
         ({"key_bits": 5}, "--key-bits=5: not a bit depth of TurboQuant; choose 1, 2, 3, 4 or 8"),
         ({"key_bits": 4, "value_bits": 0}, "--value-bits=0: not a bit depth of TurboQuant; choose 1, 2, 3, 4 or 8"),
         ({"codec": "best"}, "--codec='best': not a codec; write "),
         ({"codec": "turboquant:5"}, "--codec 'turboquant:5': key_bits=5: not a bit depth"),
+        ({"readers": "100"}, "--readers '100': Input should be less than or equal to 64"),
+        ({"policy": "mru"}, "--policy 'mru': Input should be 'lru', 's3fifo' or 'adaptive'"),
+        ({"spill_queue": "much"}, "--spill-queue='much': not a size; write "),
+        ({"log_every": "often", "readers": "x"}, "--readers 'x': Input should be a valid integer"),
     ],
 )
 def test_what_is_bad_or_contradictory_is_named_in_one_line(flags: dict[str, Any], said: str) -> None:

@@ -124,3 +124,24 @@ def test_a_standard_output_that_is_full_or_closed_is_told_in_a_line(tmp_path, co
     done = subprocess.run(line, stdout=into, stderr=subprocess.PIPE, text=True)
     os.close(into)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+PROGRAM = [sys.executable, "-c", "from prefixcache.cli import app; app(prog_name='prefixcache')"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [("prefixcache in", {"inspect"}), ("prefixcache serve --spill-w", {"--spill-wait"}),
+     ("prefixcache plan --prefill", {"--prefill-rate"}), ("prefixcache inspect --mo", {"--model"})],
+)  # fmt: skip
+def test_a_shell_completes_commands_and_their_flags(typed, offered):
+    asked = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1), "_PREFIXCACHE_COMPLETE": "complete_bash"}
+    done = subprocess.run(PROGRAM, capture_output=True, text=True, env={**os.environ, **asked})
+    assert (set(done.stdout.split()), done.stderr) == (offered, "")
+
+
+def test_completion_can_be_installed(call):
+    assert "--install-completion" in call("--help").stdout
+    asked = {"_PREFIXCACHE_COMPLETE": "source_bash"}
+    done = subprocess.run(PROGRAM, capture_output=True, text=True, env={**os.environ, **asked})
+    assert "complete -o default -F _prefixcache_completion prefixcache" in done.stdout

@@ -24,7 +24,7 @@ from prefixcache.codecs import TurboQuant
 from tests.families import FAMILIES
 
 ROOT = Path(__file__).parent.parent.parent
-SPECS = ["raw", "affine:8", "affine:4", "turboquant:4", "turboquant:2"]
+SPECS = ["raw", "affine:8", "affine:4", "turboquant:8", "turboquant:4", "turboquant:2"]
 SMALL = ("--prefix", 300, "--tokens", 32, "--windows", 2, "--needles", 1, "--depths", 2)
 
 TOP = {"model", "adapter", "text", "job", "versions", "depths", "reference", "codecs"}
@@ -92,13 +92,14 @@ def test_raw_is_the_reference_bit_for_bit(measured):
 def test_more_bits_are_nearer_to_the_reference(measured):
     found = by_name(measured)
     assert 0 < found["affine:8"]["kl_mean"] < found["affine:4"]["kl_mean"]
-    assert 0 < found["turboquant:4"]["kl_mean"] < found["turboquant:2"]["kl_mean"]
+    assert 0 < found["turboquant:8"]["kl_mean"] < found["turboquant:4"]["kl_mean"] < found["turboquant:2"]["kl_mean"]
     assert found["turboquant:4"]["top1"] > found["turboquant:2"]["top1"]
     assert not found["turboquant:4"]["identical"]
 
 
 def test_bits_and_bytes_are_those_of_the_format(measured):
     found = by_name(measured)
+    assert found["turboquant:8"]["bits_per_value"] == 8 + 16 / 32
     assert found["turboquant:4"]["bits_per_value"] == 4 + 16 / 32  # rows of 32 values with a 16-bit scale
     assert found["turboquant:2"]["bits_per_value"] == 2 + 16 / 32
     raw = found["raw"]
@@ -179,6 +180,9 @@ def test_json_has_everything_and_its_shape_is_stable(call, tiny):
 
 def test_the_table_shows_every_codec_of_the_default_selection(call, tiny):
     command = importlib.import_module("prefixcache.cli.evaluate")
+    assert {"affine:8", "affine:4", *(f"turboquant:{bits}" for bits in ("8", "4", "4:2", "3", "2"))} <= {
+        *command.DEFAULT
+    }
     done = call("evaluate", "some/model", *SMALL)
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
@@ -208,7 +212,17 @@ def test_a_text_of_ones_own_is_read_and_named(call, tiny, tmp_path):
 
 
 def test_the_picture_is_drawn_in_the_kinds_asked_for(call, tiny, tmp_path):
-    done = call("evaluate", "some/model", *SMALL, "--codec", "turboquant:4:3", "--plot", tmp_path / "picture")
+    done = call(
+        "evaluate",
+        "some/model",
+        *SMALL,
+        "--codec",
+        "turboquant:8",
+        "--codec",
+        "turboquant:4:3",
+        "--plot",
+        tmp_path / "picture",
+    )
     assert done.exit_code == 0, done.output
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
     svg = (tmp_path / "picture.svg").read_text()

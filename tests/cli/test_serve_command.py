@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from mlx_lm import server as upstream
 
-from prefixcache import PrefixCache
+from prefixcache import PrefixCache, Settings
 from tests.families import MLX_LM_0_31
 from tests.serving import SERVE, save_adapter, save_model, starting, text
 
@@ -58,6 +58,10 @@ def test_the_help_names_its_own_flags_and_leads_to_mlx_lms(call):
     said = " ".join(done.stdout.split())
     for flag in ("--ram", "--ssd-dir", "--ssd", "--codec", "--key-bits", "--value-bits", "--warm", "--grace"):
         assert flag in said
+    for name in Settings.model_fields:
+        assert f"--{name.replace('_', '-')} " in said
+    assert "PREFIXCACHE_RAM is --ram" in said
+    assert "TOML file that PREFIXCACHE_CONFIG names" in said
     assert "All flags of mlx_lm.server are taken too" in said
     assert "Exit code: 0" in said
 
@@ -73,6 +77,8 @@ def test_the_help_names_its_own_flags_and_leads_to_mlx_lms(call):
         (["--ssd", "5GB"], "--ssd 5GB without --ssd-dir: "),
         (["--ram", "0"], "--ram 0 without --ssd-dir: "),
         (["--ram", "much"], "--ram='much': not a size"),
+        (["--readers", 100], "--readers '100': Input should be less than or equal to 64"),
+        (["--policy", "mru"], "--policy 'mru': Input should be 'lru', 's3fifo' or 'adaptive'"),
         (["--nonsense"], "unrecognized arguments: --nonsense; see "),
         (["--max-tokens", "many"], "argument --max-tokens: invalid int value: 'many'; see "),
         (["--chat-template-args", "{"], "argument --chat-template-args: "),

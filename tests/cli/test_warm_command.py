@@ -233,3 +233,12 @@ def test_the_help_tells_the_exit_codes(call: Callable[..., Any]) -> None:
     assert done.exit_code == 0
     assert "Exit code: 0" in done.stdout
     assert "prefixcache warm [OPTIONS]" in done.stdout
+
+
+def test_the_help_says_what_it_needs():
+    done = subprocess.run(
+        [*COMMAND, "warm", "--help"], capture_output=True, text=True, env={**os.environ, "COLUMNS": "200"}
+    )
+    said = " ".join(done.stdout.split())
+    assert "It needs --model, --ssd-dir and a file of prompts" in said
+    assert "prefixcache warm --model MODEL --ssd-dir DIR prompts.jsonl" in said

@@ -97,12 +97,20 @@ def test_years_last_as_the_rated_bytes_do(written, seconds, tbw):
 
 def test_the_knee_of_a_curve_done_by_hand():
     costs, values = [1, 2, 4, 8, 16, 32], [30, 45, 60, 75, 85, 90]
-    # value/90 - cost/32: .30, .44, .54, .58, .44, 0
+    # value/90 - cost/64: .32, .47, .60, .71, .69, .50
     assert advice.knee(costs, values) == 3
 
 
-def test_a_straight_line_has_its_knee_at_the_cheapest():
-    assert advice.knee([1, 2, 4], [1, 2, 4]) == 0
+def test_the_last_size_is_advised_where_it_brings_most_of_what_can_be_had():
+    assert advice.knee([16, 64], [28, 100]) == 1
+
+
+def test_a_straight_line_is_gone_to_its_end():
+    assert advice.knee([1, 2, 4], [1, 2, 4]) == 2
+
+
+def test_a_last_size_that_hardly_brings_more_is_not_bought():
+    assert advice.knee([16, 64], [97, 100]) == 0
 
 
 def test_where_nothing_comes_back_nothing_is_advised():
@@ -139,14 +147,14 @@ def test_the_front_is_what_no_other_beats(points, prices):
 
 @few
 @given(points, prices)
-def test_the_knee_is_on_the_front_and_above_the_line_to_its_end(points, prices):
+def test_the_knee_is_on_the_front_and_has_half_of_the_best(points, prices):
     costs, values = costs_of(points, prices), values_of(points)
     chosen, front = advice.knee(costs, values), advice.front(costs, values)
     assert (chosen is None) == (not front)
     if chosen is not None:
         assert chosen in front
         most, best = costs[front[-1]], values[front[-1]]
-        assert values[chosen] / best >= (costs[chosen] / most if most else 0) - 1e-9
+        assert values[chosen] / best >= 0.5 + (0.5 * costs[chosen] / most if most else 0) - 1e-9
 
 
 @few

@@ -482,3 +482,25 @@ def test_a_path_without_a_config_is_named(tmp_path):
 def test_a_dtype_that_is_none_is_named():
     with pytest.raises(ModelError, match="dtype='int4'"):
         ModelState.of(config_of("llama"), dtype="int4")
+
+
+@pytest.mark.parametrize(
+    ("fields", "context"),
+    [
+        ({"max_position_embeddings": 40_960}, 40_960),
+        ({"max_position_embeddings": 40_960, "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32_768}},
+         131_072),
+        ({"rope_scaling": {"factor": 32.0, "original_max_position_embeddings": 4096}}, 131_072),
+        ({"text_config": {"max_position_embeddings": 8192}}, 8192),
+        ({"max_position_embeddings": float("inf")}, None),
+        ({"max_position_embeddings": "many", "rope_scaling": "yarn"}, None),
+        ({}, None),
+    ],
+)  # fmt: skip
+def test_the_context_is_what_the_config_says_the_model_is_made_for(fields, context):
+    assert module._context(fields) == context
+
+
+def test_the_context_travels_with_the_state():
+    state = ModelState.of(REAL["Qwen3-8B"], "qwen3-8b")
+    assert pickle.loads(pickle.dumps(state)).context == state.context == 40_960

@@ -1,0 +1,55 @@
+"""A DIR that this user may not read: every command that takes one says so in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+LINES = (
+    ("inspect", "DIR"), ("inspect", "DIR", "--json"), ("top", "DIR", "--once", "--interval", "0.1"), ("reconcile", "DIR"),
+    ("reconcile", "DIR", "--dry-run"), ("prune", "DIR", "--older-than", "0s"),
+    ("prune", "DIR", "--older-than", "0s", "--dry-run"), ("clear", "DIR", "--yes"), ("clear", "DIR", "--dry-run"),
+    ("export", "DIR", "--all", "--dry-run"), ("export", "DIR", "/tmp/never.tar", "--all"), ("import", "DIR", "TAR"),
+    ("import", "DIR", "TAR", "--dry-run"),
+)  # fmt: skip
+
+# As nobody where it may change its user; what is imported late is imported before, for nobody may not read it.
+SCRIPT = """
+import json, os, sys
+import encodings.unicode_escape, rich.markdown, prefixcache.cli.top_directory
+from typer.testing import CliRunner
+from prefixcache.cli import app
+if not os.geteuid():
+    os.setuid(65534)
+told = []
+for line in json.loads(sys.argv[1]):
+    done = CliRunner().invoke(app, line)
+    told.append([line, done.exit_code, done.stderr])
+print(json.dumps(told))
+"""
+
+
+@pytest.mark.parametrize("closed", ["the directory", "the one above"])
+def test_every_command_says_in_one_line_that_it_may_not_be_read(call, filled, tmp_path_factory, closed) -> None:
+    shut = filled if closed == "the directory" else filled.parent
+    archive = tmp_path_factory.mktemp("archive") / "all.tar"
+    assert call("export", filled, archive, "--all").exit_code == 0
+    os.chmod(archive, 0o644)
+    for folder in (*list(filled.parents)[:3], filled, archive.parent):
+        os.chmod(folder, 0o755)
+    named = {"DIR": str(filled), "TAR": str(archive)}
+    os.chmod(shut, 0)
+    try:
+        lines = json.dumps([[named.get(arg, arg) for arg in line] for line in LINES])
+        done = subprocess.run([sys.executable, "-c", SCRIPT, lines], capture_output=True, text=True, cwd="/")
+    finally:
+        os.chmod(shut, 0o700)
+    assert done.returncode == 0, done.stderr
+    for line, code, said in json.loads(done.stdout):
+        assert (code, said.count("\n")) == (2, 1), (line, said)
+        assert said.startswith(f"prefixcache: ssd_dir: {str(filled)!r}: Permission denied: user "), line
+        assert "may not read or write it; change its owner or mode, or name another directory" in said
