@@ -22,7 +22,7 @@ from mlx_lm.models import llama
 from mlx_lm.utils import load
 from tokenizers.pre_tokenizers import ByteLevel
 
-from tools.real_model import check, fetch
+from tools.real_model import __main__, check, fetch
 from tools.real_model.fetch import NotPrepared, default_folder, is_whole, prepare
 
 gguf = pytest.importorskip("gguf", reason="gguf, of the extra `test`, is not installed")
@@ -347,3 +347,16 @@ def test_the_check_evaluates_a_folder_in_small(monkeypatch):
     assert [codec["codec"] for codec in found["codecs"]] == ["raw", check.CODEC]
     assert found["float32"]
     assert check.failures(found, bound=0.1) == []
+
+
+def test_the_commands_exit_code_is_the_checks(monkeypatch, tmp_path, capsys):
+    """With levels of 300 rows and two bits the tiny model is above any bound that means something."""
+    folder = ROOT / "tests/fixtures/tiny-qwen2"
+    monkeypatch.setattr(__main__, "prepare", lambda folder, source: False)
+    monkeypatch.setattr(check, "JOB", check.Job(prefix=300, tokens=32, windows=1, needles=0))
+    for spec, code in (("turboquant:8", 0), ("turboquant:2", 1)):
+        monkeypatch.setattr(sys, "argv", ["real_model", str(folder), "--check", "--codec", spec])
+        assert __main__.main() == code
+        out, err = capsys.readouterr()
+        assert out.startswith(f"{folder}\n| codec | bits a value")
+        assert (f"real-model: {spec}: KL " in err) == bool(code)
