@@ -16,7 +16,7 @@ comma := ,
 EXTRAS := $(if $(EXTRA),$(EXTRA)$(comma))test
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench soak fuzz crash clean
+.PHONY: help demo test lint bench soak fuzz crash real-model clean
 
 help:
 	@echo "make demo     what the cache does, shown and checked on a tiny model (a few minutes with the install)"
@@ -26,6 +26,7 @@ help:
 	@echo "make soak     a trace replayed with kills and faults, MINUTES=5"
 	@echo "make crash    killed, cut off and refused by the disk at every call, MINUTES=10 of it (Linux)"
 	@echo "make fuzz     the parsers under a fuzzer led by coverage, SECONDS=60 each (Linux)"
+	@echo "make real-model  fetch a small pretrained model to measure on (92 MB; REAL_MODEL=FOLDER to keep it elsewhere)"
 	@echo "make clean    remove .venv and all that was built or cached here"
 	@echo
 	@echo "PYTHON=python3.12   another Python;   EXTRA=cuda   MLX for NVIDIA GPUs (make clean before a change of EXTRA)"
@@ -65,6 +66,9 @@ crash: $(STAMP)
 fuzz: $(STAMP)
 	$(BIN)/python -m pip install --quiet atheris
 	$(BIN)/python -m tests.fuzz.atheris_run --seconds $(SECONDS)
+
+real-model: $(STAMP)
+	@$(BIN)/python -m tools.real_model
 
 clean:
 	rm -rf $(VENV) kernels/*.so build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

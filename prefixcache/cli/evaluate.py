@@ -41,12 +41,19 @@ def evaluate(
         list[str] | None, typer.Option(metavar="SPEC", help='A codec, such as "turboquant:4:3"; may be given again.')
     ] = None,
     prefix: Annotated[int, typer.Option(min=1, help="Tokens that are stored and restored.")] = 2048,
+    first: Annotated[
+        int | None,
+        typer.Option(min=256, help="Tokens of the prompt stored first, which gives the levels. Without it: --prefix."),
+    ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens that are read after them.")] = 256,
     windows: Annotated[int, typer.Option(min=1, help="Places in the text where that is done.")] = 8,
     needles: Annotated[int, typer.Option(min=0, help="Texts in which numbers are hidden; 0: none.")] = 8,
     depths: Annotated[int, typer.Option(min=1, max=len(NAMES), help="Numbers in each, from beginning to end.")] = 5,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the hidden numbers.")] = 0,
     adapter: Annotated[str | None, typer.Option(metavar="PATH", help="The folder of a LoRA adapter.")] = None,
+    float32: Annotated[
+        bool, typer.Option("--float32", help="Cast the weights: a CPU multiplies float32 faster than half precision.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="All numbers as one JSON object.")] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="The tables as Markdown.")] = False,
     plot: Annotated[
@@ -59,13 +66,16 @@ def evaluate(
 
     Exit code: 0 measured, 2 it could not be.
     """
-    job = {"prefix": prefix, "tokens": tokens, "windows": windows, "needles": needles, "depths": depths, "seed": seed}
+    job = {
+        "prefix": prefix, "tokens": tokens, "windows": windows, "needles": needles, "depths": depths, "seed": seed,
+        "first": first,
+    }  # fmt: skip
     specs = list(dict.fromkeys((CONTROL, *(codec or DEFAULT))))
     try:
         if as_json and as_markdown:
             raise NotMeasured("--json and --markdown: both go to the same place; give one of them")
         files = evaluate_plot.targets(plot) if plot is not None else []
-        facts = _measure(model, adapter, specs, text or [], job, quiet=as_json)
+        facts = _measure(model, adapter, float32, specs, text or [], job, quiet=as_json)
     except (NotMeasured, OSError) as error:
         complain(str(error))
         raise typer.Exit(2) from error
@@ -86,7 +96,14 @@ def evaluate(
 
 
 def _measure(
-    model: str, adapter: str | None, specs: list[str], files: list[Path], job: dict[str, int], *, quiet: bool
+    model: str,
+    adapter: str | None,
+    float32: bool,
+    specs: list[str],
+    files: list[Path],
+    job: dict[str, Any],
+    *,
+    quiet: bool,
 ) -> Facts:
     """What can be refused early is refused before the model is loaded."""
     from prefixcache.cli.evaluating import Job, codec_of, load, measure
@@ -97,9 +114,9 @@ def _measure(
     asked = Job(**job)
     with _steps(asked, len(specs), quiet) as step:
         step("loading", 0)
-        facts = measure(load(model, adapter), specs, text, asked, step)
+        facts = measure(load(model, adapter, float32), specs, text, asked, step)
     source = {"files": [str(file) for file in files], "python": None if files else platform.python_version()}
-    return {"model": model, "adapter": adapter, "text": source, **facts}
+    return {"model": model, "adapter": adapter, "float32": float32, "text": source, **facts}
 
 
 @contextmanager

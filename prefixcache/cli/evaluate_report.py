@@ -118,6 +118,7 @@ def notes(facts: Facts) -> list[str]:
     lines = [
         f"{many(job['windows'], 'text')}: {job['prefix']:,} tokens stored and restored, {job['tokens']:,} read after "
         f"them. Text: {_source(facts['text'])}; other text gives other numbers.",
+        f"Levels: from a first prompt of {job['first']:,} tokens of the same text, which is not measured.",
         "±: standard error over the texts. Bits a value: codes and scales. Stored a token: all of it, with headers, "
         "token ids and recurrent state.",
     ]
@@ -127,6 +128,8 @@ def notes(facts: Facts) -> list[str]:
         )
     lines += [_control(codec) for codec in facts["codecs"] if codec["codec"] == "raw"]
     lines += [_left_raw(codec) for codec in facts["codecs"] if codec["raw_layers"]]
+    if facts.get("float32"):
+        lines.append("The weights were cast to float32, and with them the live cache.")
     lines.append(
         f"prefixcache {versions['prefixcache']}, mlx {versions['mlx']} on {versions['device']}, "
         f"mlx-lm {versions['mlx-lm']}, seed {job['seed']}."

@@ -55,7 +55,9 @@ class Subject(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """How much is measured. Lengths are in tokens; `prefix` is what is cached, `tokens` what is read after it."""
+    """How much is measured. Lengths are in tokens; `prefix` is what is cached, `tokens` what is read after it, `first` the
+    prompt that is stored before all others and measures the levels (None: `prefix`).
+    """
 
     prefix: int = 2048
     tokens: int = 256
@@ -63,6 +65,11 @@ class Job:
     needles: int = 8
     depths: int = 5
     seed: int = 0
+    first: int | None = None
+
+    @property
+    def first_tokens(self) -> int:
+        return self.prefix if self.first is None else self.first
 
     @property
     def haystack_depths(self) -> list[float]:
@@ -73,8 +80,11 @@ class Job:
         return (self.windows + self.needles) * (codecs + 1)
 
 
-def load(name: str, adapter: str | None = None) -> Subject:
-    """A model's folder, or its name on Hugging Face. NotMeasured when mlx-lm can't load it."""
+def load(name: str, adapter: str | None = None, float32: bool = False) -> Subject:
+    """A model's folder, or its name on Hugging Face; with `float32` its weights are cast.
+
+    NotMeasured when mlx-lm can't load it.
+    """
     folder = Path(name).expanduser()
     if not folder.exists() and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
         raise NotMeasured(f"{name}: no such folder; give a model's folder, or its name on Hugging Face (owner/name)")
@@ -89,6 +99,8 @@ def load(name: str, adapter: str | None = None) -> Subject:
     except Exception as error:  # what mlx-lm, transformers and the Hub raise has no common class
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise NotMeasured(f"{name}: mlx-lm can't load it: {reason}") from error
+    if float32:
+        model.set_dtype(mx.float32)
     return Subject(model, tokenizer, _positions(config))
 
 
@@ -110,11 +122,12 @@ def measure(subject: Subject, specs: Sequence[str], text: str, job: Job, step: S
     _check_positions(subject, job)
     tokenizer = subject.tokenizer
     ids = list(tokenizer.encode(text, add_special_tokens=False))
-    first, windows = cut(tokenizer, ids, job.prefix, job.tokens, job.windows)
+    first, windows = cut(tokenizer, ids, job.prefix, job.tokens, job.windows, job.first_tokens)
     hidden = haystacks(tokenizer, ids, job.prefix, job.needles, job.haystack_depths, job.seed)
     reference = Reference(subject.model)
     live = reference.fill(first)
-    ram = 4 * _nbytes(live) + SPARE  # two prompts are held at once; this is a limit, not what is taken
+    longest = math.ceil(max(job.prefix, len(first)) / len(first))
+    ram = 4 * longest * _nbytes(live) + SPARE  # two prompts are held at once; this is a limit, not what is taken
     trials = [Trial(spec, codec, ram) for spec, codec in codecs.items()]
     try:
         for trial in trials:  # as on a server, an earlier text gives a namespace its levelling statistics
@@ -149,6 +162,11 @@ def _check_positions(subject: Subject, job: Job) -> None:
         raise NotMeasured(
             f"--prefix {job.prefix} and {after} tokens after it: this model has {subject.positions} positions "
             f"(max_position_embeddings); give --prefix {max(subject.positions - after, 1)} or less"
+        )
+    if subject.positions is not None and job.first_tokens > subject.positions:
+        raise NotMeasured(
+            f"--first {job.first_tokens}: this model has {subject.positions} positions (max_position_embeddings); give "
+            "no more"
         )
 
 
@@ -284,7 +302,7 @@ def _is_told(subject: Subject, prompt_cache: list[Any], question: Question) -> b
 def _facts(job: Job, reference: Reference, trials: list[Trial], text_tokens: int) -> Facts:
     nll = [float(window.mean()) for window in reference.nll]
     return {
-        "job": {**asdict(job), "text_tokens": text_tokens, "prefill": PREFILL},
+        "job": {**asdict(job), "first": job.first_tokens, "text_tokens": text_tokens, "prefill": PREFILL},
         "versions": {
             **{name: version(name) for name in ("prefixcache", "mlx", "mlx-lm")},
             "python": platform.python_version(),

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent.parent
 SPECS = ["raw", "affine:8", "affine:4", "turboquant:8", "turboquant:4", "turboquant:2"]
 SMALL = ("--prefix", 300, "--tokens", 32, "--windows", 2, "--needles", 1, "--depths", 2)
 
-TOP = {"model", "adapter", "text", "job", "versions", "depths", "reference", "codecs"}
+TOP = {"model", "adapter", "float32", "text", "job", "versions", "depths", "reference", "codecs"}
 REFERENCE = {"perplexity", "windows", "needles"}
 CODEC = {
     "codec", "name", "spec", "identical", "bits_per_value", "values_per_token", "live_bytes_per_token",
@@ -66,7 +66,7 @@ def shown(facts: dict[str, Any]) -> str:
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command finds a random Llama under every name."""
-    monkeypatch.setattr(evaluating, "load", lambda name, adapter: subject("llama"))
+    monkeypatch.setattr(evaluating, "load", lambda name, adapter, float32: subject("llama"))
 
 
 # -- what is measured -------------------------------------------------------------------------------------------------
@@ -147,6 +147,31 @@ def test_the_statistics_come_from_a_text_that_is_not_measured(monkeypatch):
     assert "" not in statistics
 
 
+def test_levels_come_from_a_first_prompt_of_the_length_asked_for(monkeypatch):
+    lengths: dict[int, list[int]] = {}
+    keep = evaluating.Trial.keep
+
+    def noting(self, prompt, live):
+        lengths.setdefault(id(self), []).append(len(prompt))
+        return keep(self, prompt, live)
+
+    monkeypatch.setattr(evaluating.Trial, "keep", noting)
+    found = []
+    for first in (None, 256, 900):
+        facts = measure(subject("llama"), ["turboquant:4"], default_text(), Job(600, 20, 1, 0, first=first))
+        found.append((facts["job"]["first"], facts["codecs"][0]["kl_mean"], facts["reference"]["windows"]))
+    assert list(lengths.values()) == [[600, 600], [256, 600], [900, 600]]
+    assert [first for first, _, _ in found] == [600, 256, 900]
+    assert len({kl for _, kl, _ in found}) == 3  # levels of other rows
+    assert found[0][2] == found[1][2]  # the same windows
+
+
+def test_a_short_first_prompt_leaves_the_caches_room_for_the_others(monkeypatch):
+    monkeypatch.setattr(evaluating, "SPARE", 1 << 16)
+    (raw,) = measure(subject("llama"), ["raw"], default_text(), Job(1200, 20, 1, 0, first=256))["codecs"]
+    assert raw["identical"]
+
+
 def test_layers_that_a_codec_leaves_raw_are_told():
     family = FAMILIES["deepseek_v3"]
     facts = measure(Subject(family.build(), Bytes(), None), ["raw", "turboquant:4"], default_text(), Job(300, 20, 1, 0))
@@ -172,7 +197,7 @@ def test_json_has_everything_and_its_shape_is_stable(call, tiny):
     assert {key for codec in facts["codecs"] for key in codec} == CODEC
     assert {key for codec in facts["codecs"] for window in codec["windows"] for key in window} == {"nll", "kl", "top1"}
     assert facts["job"] == {
-        "prefix": 300, "tokens": 32, "windows": 2, "needles": 1, "depths": 2, "seed": 0,
+        "prefix": 300, "tokens": 32, "windows": 2, "needles": 1, "depths": 2, "seed": 0, "first": 300,
         "text_tokens": len(Bytes().encode(default_text())), "prefill": 512,
     }  # fmt: skip
     assert facts["codecs"][2]["spec"]["name"] == "turboquant"
@@ -190,6 +215,27 @@ def test_the_table_shows_every_codec_of_the_default_selection(call, tiny):
         assert len([line for line in lines if line.split("  ")[0].strip() == name]) == 2, name
     assert "other text gives other numbers" in " ".join(done.stdout.split())
     assert "every logit is the live cache's bit for bit" in done.stdout
+
+
+def test_the_length_of_the_first_prompt_is_told(call, tiny):
+    done = call("evaluate", "some/model", *SMALL, "--first", 256, "--codec", "affine:4", "--needles", 0, "--markdown")
+    assert done.exit_code == 0, done.output
+    assert "Levels: from a first prompt of 256 tokens of the same text, which is not measured." in done.stdout
+    assert "float32" not in done.stdout
+
+
+def test_weights_are_cast_to_float32_where_asked_for_and_it_is_told(call):
+    args = ("evaluate", ROOT / "tests/fixtures/tiny-qwen2", *SMALL, "--needles", 0, "--codec", "turboquant:4")
+    done = call(*args, "--float32", "--json")
+    assert done.exit_code == 0, done.output
+    facts = json.loads(done.stdout)
+    assert facts["float32"]
+    raw, coded = facts["codecs"]
+    assert raw["bits_per_value"] == 32
+    assert raw["identical"]
+    assert coded["bits_per_value"] == 4.25
+    assert "The weights were cast to float32" in markdown(facts)
+    assert not json.loads(call(*args, "--json").stdout)["float32"]
 
 
 def test_markdown_has_the_same_rows(call, tiny):
@@ -262,6 +308,7 @@ def test_an_infinite_divergence_is_null_and_shown_as_none(monkeypatch):
         (("--text", "/nowhere/text.txt"), "--text /nowhere/text.txt: can't be read"),
         (("--json", "--markdown"), "give one of them"),
         (("--prefix", 4000, "--tokens", 200), "4096 positions (max_position_embeddings); give --prefix 3896 or less"),
+        (("--first", 4097), "--first 4097: this model has 4096 positions (max_position_embeddings); give no more"),
         (("--windows", 5000, "--prefix", 300), "give more text (--text), or smaller --windows"),
         (("--prefix", 30, "--windows", 1), "--prefix 30: no room for 5 numbers"),
         (("--plot", "picture.pdf"), "can't draw .pdf; give a name that ends in .png or .svg"),
