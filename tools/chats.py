@@ -2,9 +2,10 @@
 
     python -m tools.chats MODEL [--chats 48] [--turns 3] [--tokens 48] [--codec turboquant:4] [--json FILE]
 
-Answers are greedy. The same chats are asked one after the other of a server that has seen none of them (cold), again (RAM), after a
-restart (SSD), of one whose RAM holds a few prompts only (evicted to the SSD), eight at once, of a cache that is cold for each single
-request, and of servers with `--exact-prefill` and with `--codec raw`. A chat is equal when each of its answers is, to the character.
+Answers are greedy. The same chats are asked one after the other of a server that has seen none of them (cold), again (RAM),
+after a restart (SSD), of one whose RAM holds a few prompts only (evicted to the SSD), eight at once, of a cache that is cold
+for each single request, and of servers with `--exact-prefill` and with `--codec raw`. A chat is equal when each of its answers
+is, to the character.
 """
 
 from __future__ import annotations
@@ -117,8 +118,9 @@ def ask_all(
     server: Server, chats: list[list[str]], tokens: int, *, salt: Callable[[int, int], str] = lambda chat, turn: "",
     history: Answers | None = None, at_once: int = 1,
 ) -> tuple[Answers, float]:  # fmt: skip
-    """The answers, and the share of prompt tokens that were cached. With `history` later turns follow those answers, not what the
-    server has just said."""
+    """The answers, and the share of prompt tokens that were cached. With `history` later turns follow those answers, not what
+    the server has just said.
+    """
     counted = [0, 0]
 
     def chat(number: int) -> list[str]:

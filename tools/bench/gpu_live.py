@@ -35,15 +35,21 @@ ROUNDS = 5
 BAR = 1.0
 
 
+def model_of(scale: str) -> llama.Model:
+    """Random weights in fp16."""
+    model = llama.Model(llama.ModelArgs.from_dict(SHAPE | SIZES[scale]))
+    model.update(tree_map(lambda w: (mx.random.normal(w.shape) * 0.02).astype(mx.float16), model.parameters()))
+    mx.eval(model.parameters())
+    return model
+
+
 def decoding(scale: str) -> Iterator[Figure]:
     """Steps as mlx-lm's generate_step takes them: the next is built while the GPU works on the last."""
     if on_cpu() and scale != "tiny":
         yield report.needs_a_gpu("live, GPU, tokens/s of an 8B model")
         return
-    args = llama.ModelArgs.from_dict(SHAPE | SIZES[scale])
-    model = llama.Model(args)
-    model.update(tree_map(lambda w: (mx.random.normal(w.shape) * 0.02).astype(mx.float16), model.parameters()))
-    mx.eval(model.parameters())
+    model = model_of(scale)
+    args = model.args
     context, steps = CONTEXT[scale], STEPS[scale]
     dense = [_filled(args, context) for _ in range(args.num_hidden_layers)]
     # All grow as they go on: what that costs is part of it.
