@@ -31,8 +31,8 @@ from prefixcache.image import Image
 from prefixcache.keys import TOKEN_BYTES, Tokens, as_model, as_salt, as_tokens, canonical, root_key
 from prefixcache.layers.adapters import allow
 from prefixcache.layers.encode import evaluate
-from prefixcache.layers.plan import Plan, read
-from prefixcache.layers.stored import Block, StoredPrompt
+from prefixcache.layers.plan import Plan, mask_of, read
+from prefixcache.layers.stored import Block, Held, StoredPrompt
 from prefixcache.logs import Summary
 from prefixcache.memory import give_back, machine_memory
 from prefixcache.pressure import Pressure
@@ -325,12 +325,15 @@ class PrefixCache:
                 return None
             depth, home, walk, pinned = found
             blocks = [
-                Block(n.start, n.rows.image, n.window.image if n.window else None, n.window.mask if n.window else ())
+                Block(n.start, n.rows.image, tuple(
+                    Held(slot.image, tuple(mask & mask_of(0, shared) for mask in slot.mask))
+                    for slot, shared in tree.windows(n, depth, RAM).items()
+                ))
                 for n in walk.nodes
                 if n.start < depth and n.rows is not None
-            ]
+            ]  # fmt: skip
             state: Image | None = next((s.image for s in pinned if s.kind == "snapshot"), None)
-            images = [image for block in blocks for image in (block.rows, block.window) if image is not None]
+            images = [image for block in blocks for image in block.images]
             levels = {i.statistics: tree.shared[i.statistics].value for i in images if i.statistics}
             current = self._tiers.current_levels(home)
             if len(tree.touched) > 8192 or time.monotonic() > self._told + TELL:
@@ -441,7 +444,7 @@ class PrefixCache:
             parent = node.parent
             if any(parent.snapshots_of(node.tokens)):
                 break  # a boundary that is stored needs its rows
-            for slot in (node.window, node.rows):
+            for slot in (*node.windows, node.rows):
                 if slot is not None:
                     freed += self._tiers.discard(slot)
             node = parent

@@ -48,7 +48,7 @@ def hit(tiers: Tiers, raw: bytes, homes: Iterable[Home], limit: int, asked: int)
     best = deepest(tree, raw, homes, RAM, limit)
     if best is None or best.depth <= 0:
         return None
-    serving = tree.serving(best.walk, best.depth)
+    serving = tree.serving(best.walk, best.depth, RAM)
     tree.touch(serving, hit=True)
     counters.hit_tokens += best.depth
     counters.count_tiers(serving, best.depth)

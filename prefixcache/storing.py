@@ -199,7 +199,7 @@ class Store:
             if not self._has_codes(parent.end, len(tokens) // TOKEN_BYTES):
                 self._tiers.counters.recoded_tokens += shared
             return None, NOTHING
-        window = nearest.window if nearest.window is not None and nearest.window.image is not None else None
+        window = _most_rows(nearest, mask_of(0, shared))
         self._pin(nearest.rows, window)
         mask = tuple(m & mask_of(0, shared) for m in window.mask) if window is not None else ()
         return None, Source(shared, nearest.rows.image, window.image if window is not None else None, mask)
@@ -259,13 +259,15 @@ class Store:
         block_tokens, block_key = tokens, chain(key, tokens)
         if node is not None:
             block_tokens, block_key = node.tokens, node.key
-            if (old := node.window) is not None:
-                if not any(h & ~m for h, m in zip(held, old.mask, strict=True)):
-                    return None
-                if old.image is not None:
-                    self._pin(old)
-                    source = Source(BLOCK, None, old.image, old.mask)
-                # Else it is on SSD only, and nothing waits for the disk here: the prompt being stored goes before it.
+            unknown = held
+            for old in node.windows:
+                unknown = tuple(h & ~m for h, m in zip(unknown, old.mask, strict=True))
+            if not any(unknown):
+                return None
+            taken = _most_rows(node, mask_of(0, BLOCK))  # those on SSD only stay beside the new one
+            if taken is not None:
+                self._pin(taken)
+                source = Source(BLOCK, None, taken.image, taken.mask)
         before = source.mask if source.window is not None else (0,) * len(windows)
         mask = tuple(m | h for m, h in zip(before, held, strict=True))
         if not any(mask):
@@ -416,7 +418,6 @@ class Store:
                 nbytes += image.nbytes
                 if job.kind == "rows":
                     tokens += len(job.tokens) // TOKEN_BYTES - job.source.tokens
-                    self._tiers.settle_twins(node)
         return tokens, nbytes, last, True
 
     def _enter(self, job: Job, node: Node, image: Image, reservation: Reservation) -> bool:
@@ -425,19 +426,11 @@ class Store:
         slot = Slot(job.kind, node, job.key, image.nbytes, job.tokens if job.kind == "snapshot" else b"", job.mask)
         slot.checksum, slot.created, slot.tick = image.checksum, time.time(), tiers.tree.clock
         slot.needs = image.statistics
-        older, old = None, node.window if job.kind == "window" else None
-        if old is not None and old.key != job.key:
-            with tiers.holding(slot.needs):  # the window that goes may be the last that needs them
-                older = tiers.supersede(old)
-                if not tiers.tree.attach(slot, reservation):
-                    return False
-                tiers.tree.enter(slot, RAM, image=image, reservation=reservation)
-        elif tiers.tree.attach(slot, reservation):
-            tiers.tree.enter(slot, RAM, image=image, reservation=reservation)
-        else:
+        if not tiers.tree.attach(slot, reservation):
             return False
-        tiers.follow(slot, older)
+        tiers.tree.enter(slot, RAM, image=image, reservation=reservation)
         self._pin(slot)
+        tiers.drop_superseded(slot)
         return True
 
     def _finish(self, new_tokens: int, new_bytes: int) -> int:
@@ -455,6 +448,12 @@ class Store:
             tiers.counters.unkept_tokens += self._limit - depth
             tiers.spill_ahead(new_bytes)
         return depth
+
+
+def _most_rows(node: Node, wanted: int) -> Slot | None:
+    """Of a block's windows in RAM the one that has most rows of the `wanted` tokens (a bit each)."""
+    here = (slot for slot in node.windows if slot.image is not None)
+    return max(here, key=lambda slot: sum((m & wanted).bit_count() for m in slot.mask), default=None)
 
 
 def _stands(slots: dict[tuple[str, bytes], Slot], node: Node) -> bool:

@@ -13,10 +13,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as FuturesTimeout
-from contextlib import contextmanager
 from typing import NamedTuple
 
 from prefixcache.budget import Budget, Reservation
@@ -64,7 +63,6 @@ class Tiers:
         self.counters = Counters()
         self.through = settings.ram == 0  # nothing stays in RAM once it is durable
         self._unlisted: deque[Entry] = deque()  # on SSD, not in the tree for want of RAM; coldest first
-        self._superseded: dict[Slot, Entry] = {}  # files of windows that grew; go when the new one is durable
         self._current: dict[bytes, str] = {}  # by root key: the levels that new rows are coded with
         self._ahead = 0  # bytes that entered RAM since the last spill ahead
         self._doorkeeper: Doorkeeper | None = None
@@ -99,9 +97,8 @@ class Tiers:
                     self._unlisted.append(entry._replace(tokens=b"", extra=""))
             self.tree.settle()
             self.tree.clock = max(self.tree.clock, ssd.max_tick())
-            for slot in list(self.tree.slots.values()):  # twins that a crash left side by side
-                if slot.kind == "rows" and len(slot.node.tokens) < BLOCK_BYTES:
-                    self.settle_twins(slot.node)
+            for slot in list(self.tree.slots.values()):  # what a crash left beside its successor
+                self.drop_superseded(slot)
         self.budget.peak = self.budget.held().total
         if self._unlisted:
             self._unlisted = deque(sorted(self._unlisted, key=lambda e: (e.used, -e.start)))
@@ -145,13 +142,6 @@ class Tiers:
                 mask = mask_from(entry.extra)
                 if len(mask) != len(home.plan.windows) or window_key(parent.key, mask) != entry.key:
                     return False
-                if (
-                    older := node.window
-                ) is not None:  # a crash came between a window that grew and the older one's end
-                    if sum(m.bit_count() for m in older.mask) > sum(m.bit_count() for m in mask):
-                        return False
-                    self._unlisted.append(self.entry_of(older))
-                    self.tree.leave(older, SSD)
         except ValueError:
             return False
         suffix = entry.tokens if entry.kind == "snapshot" else b""
@@ -438,16 +428,6 @@ class Tiers:
                 if levels.name in self.tree.shared:  # else the cache was closed meanwhile
                     self.tree.unshare(levels.name)
 
-    @contextmanager
-    def holding(self, name: str) -> Iterator[None]:
-        """Levels that are in RAM stay there within the block; call it under the lock. "" is the name of none."""
-        if name:
-            self._hold(name)
-        try:
-            yield
-        finally:
-            self.tree.unshare(name)
-
     def level_set(self, name: str) -> LevelSet | None:
         """The levels of an image that is in RAM; call it under the lock."""
         return self.tree.shared[name].value if name else None
@@ -553,10 +533,7 @@ class Tiers:
                 self.tree.enter(slot, SSD, disk=entry.disk)
                 if used_since:
                     self.tree.touched.setdefault(slot, 0)
-                if (older := self._superseded.pop(slot, None)) is not None and self.ssd is not None:
-                    self.ssd.delete([older])
-                if slot.kind != "snapshot":
-                    self.settle_twins(slot.node)
+                self.drop_superseded(slot)
                 if self.through:
                     self._pass_through(slot)
             elif not isinstance(error, Cancelled):
@@ -573,7 +550,6 @@ class Tiers:
                 if slot.disk and (slot.kind, slot.key) not in there:
                     self.tree.leave(slot, SSD)
             self._unlisted = deque(entry for entry in self._unlisted if entry.address in there)
-            self._superseded = {slot: older for slot, older in self._superseded.items() if older.address in there}
             self.moved.notify_all()
 
     def drain(self, timeout: float) -> bool:
@@ -636,38 +612,26 @@ class Tiers:
             if not self.spill(slot):
                 return
 
-    # -- tails that grew, images that left ----------------------------------------------------------------------------
+    # -- superseded images, images that left --------------------------------------------------------------------------
 
-    def settle_twins(self, node: Node) -> None:
-        """Shorter twins of a grown tail leave each tier in which the longer one stands."""
-        if node.parent is None or node.rows is None or len(node.parent.kids) == 1:
+    def drop_superseded(self, changed: Slot) -> None:
+        """An image came into a tier, or is no longer pinned: what it supersedes there leaves, or it does for its successor.
+
+        `Tree.is_superseded` has the rule. Pinned images stay, and those that wait for the SSD, until they don't. An image
+        that stays in RAM stays on SSD, too: it would only be written again.
+        """
+        if changed.kind == "snapshot":
             return
-        longer = [k for k in self.tree.longer(node) if k.rows is not None]
-        for twin, heir in [*((t, node) for t in self.tree.outgrown(node)), *((node, k) for k in longer)]:
-            for slot, successor in ((twin.window, heir.window), (twin.rows, heir.rows)):
-                if slot is None or slot.pins or slot.saving or heir.rows is None:
-                    continue
-                durable = heir.rows.disk and (successor is None or successor.disk)
-                if slot.disk and durable and self.ssd is not None:
-                    self.ssd.delete([self.entry_of(slot)])
-                    self.tree.leave(slot, SSD)
-                if durable or heir.rows.image is not None:
-                    self.tree.leave(slot, RAM)
-
-    def supersede(self, old: Slot) -> Entry | None:
-        """A window makes place for one with more rows. Its file stays until `follow` names one that is durable."""
-        entry = self.entry_of(old) if old.disk else None
-        if old.saving:
-            self.discard(old)
-            return None
-        self.tree.leave(old, SSD)
-        self.tree.leave(old, RAM)
-        return entry
-
-    def follow(self, slot: Slot, older: Entry | None) -> None:
-        """`older`, a file that `slot` stands for, goes when `slot` is durable."""
-        if older is not None:
-            self._superseded[slot] = older
+        tree = self.tree
+        for slot, successor in list(tree.successions(changed.node)):
+            if slot.pins or slot.saving:
+                continue
+            if slot.image is not None and tree.is_superseded(slot, successor, RAM):
+                tree.leave(slot, RAM)
+            if slot.disk and slot.image is None and tree.is_superseded(slot, successor, SSD):
+                assert self.ssd is not None
+                self.ssd.delete([self.entry_of(slot)])
+                tree.leave(slot, SSD)
 
     def discard(self, slot: Slot) -> int:
         """An image leaves every tier. Returns its bytes. One that waits for the SSD leaves when the writer lets go of
@@ -695,10 +659,6 @@ class Tiers:
         for slot in list(self.tree.slots.values()):
             self.discard(slot)
         self._current.clear()
-        for older in self._superseded.values():
-            assert self.ssd is not None
-            self.ssd.delete([older])
-        self._superseded.clear()
 
     def drop_empty(self) -> None:
         """Forget namespaces that hold nothing: whoever may choose a salt may make any number of them."""
@@ -721,12 +681,14 @@ class Tiers:
         self.tree.leave(slot, SSD)
 
     def unpin(self, held: list[Slot]) -> None:
-        """Let go of slots; a tail that grew meanwhile leaves now."""
+        """Let go of slots; what was superseded meanwhile leaves now."""
         with self.lock:
             self.tree.unpin(held)
             for slot in held:
-                if slot.kind == "rows" and len(slot.node.tokens) < BLOCK_BYTES and slot.node.rows is slot:
-                    self.settle_twins(slot.node)
+                if (
+                    slot.kind == "window" or len(slot.node.tokens) < BLOCK_BYTES
+                ):  # nothing supersedes rows that are whole
+                    self.drop_superseded(slot)
             self._back_to_limit()
             self.moved.notify_all()
 

@@ -22,19 +22,29 @@ from prefixcache.layers import live_codes
 from prefixcache.layers.adapters import PARTS, SNAPSHOT, Layout, adapter_of, blank, find_class
 from prefixcache.layers.levels import LevelSet
 from prefixcache.layers.live_codes import BlockLevels
-from prefixcache.layers.plan import Group, Member, Plan, mask_of
+from prefixcache.layers.plan import Group, Member, Plan, mask_of, runs_of
 
 if TYPE_CHECKING:
     from prefixcache.live.coded import Choice
 
 
+class Held(NamedTuple):
+    """A window image. `mask`: for each window of the namespace, of which of its block's tokens it is to give the rows."""
+
+    image: Image
+    mask: tuple[int, ...]
+
+
 class Block(NamedTuple):
-    """A block's images. `mask`: for each window of the namespace, which of the block's tokens the window image has."""
+    """A block's images: its rows, and the window images that give rows of its tokens."""
 
     start: int
     rows: Image
-    window: Image | None
-    mask: tuple[int, ...]
+    windows: tuple[Held, ...]
+
+    @property
+    def images(self) -> list[Image]:
+        return [self.rows, *(held.image for held in self.windows)]
 
 
 class Opened(NamedTuple):
@@ -75,7 +85,7 @@ class StoredPrompt:
         self._snapshot = snapshot
         self._current = current
         self._rows = [_opened(block.rows, levels) for block in blocks]
-        self._windows = [_opened(block.window, levels) if block.window is not None else NOTHING for block in blocks]
+        self._windows = [[_opened(held.image, levels) for held in block.windows] for block in blocks]
 
     @property
     def layers(self) -> list[StoredLayer]:
@@ -85,7 +95,7 @@ class StoredPrompt:
     @property
     def nbytes(self) -> int:
         """Bytes of the images held, headers included."""
-        images = [image for block in self._blocks for image in (block.rows, block.window)]
+        images = [image for block in self._blocks for image in block.images]
         return sum(image.nbytes for image in (*images, self._snapshot) if image is not None)
 
     def copy(self) -> StoredPrompt:
@@ -130,7 +140,9 @@ class StoredPrompt:
             for block in self._blocks:
                 first, last = max(window.first(boundary) - block.start, 0), min(boundary - block.start, BLOCK)
                 needed = mask_of(first, last)
-                if needed and (not block.mask or needed & ~block.mask[w]):
+                for held in block.windows:
+                    needed &= ~held.mask[w]
+                if needed:
                     return False
         return True
 
@@ -226,11 +238,13 @@ class StoredPrompt:
         # A full ring: the row behind the kept ones is the next to be overwritten, and never read.
         full = not window.chunked and self.tokens > window.size
         shift = low - (window.keep + 1 if full else 0 if window.chunked else low)
-        for block, image in zip(self._blocks, self._windows, strict=True):
-            first, last = max(low - block.start, 0), min(self.tokens - block.start, BLOCK)
-            if first < last:
-                before = (block.mask[index] & mask_of(0, first)).bit_count()
-                runs.append(Run(image, before, last - first, block.start + first - shift))
+        for block, images in zip(self._blocks, self._windows, strict=True):
+            missing = mask_of(max(low - block.start, 0), min(self.tokens - block.start, BLOCK))
+            for held, image in zip(block.windows, images, strict=True):
+                for first, last in runs_of(held.mask[index] & missing):
+                    before = (held.mask[index] & mask_of(0, first)).bit_count()
+                    runs.append(Run(image, before, last - first, block.start + first - shift))
+                missing &= ~held.mask[index]
         return runs
 
     def _make_snapshot(self, leaf: int) -> Any:
@@ -270,7 +284,8 @@ class StoredLayer:
         own = [i for i, layer in enumerate(prompt.plan.layer_of) if layer == self._index]
         plan = prompt.plan
         sections = [(section, prompt._rows) for section in (plan.rows, *plan.kept, plan.sinks)]
-        for section, held in [*sections, *((section, prompt._windows) for section in plan.windowed)]:
+        windows = [image for images in prompt._windows for image in images]
+        for section, held in [*sections, *((section, windows) for section in plan.windowed)]:
             for group in section.groups:
                 heads = sum(member.heads for member in group.members if member.leaf in own)
                 stored = sum(i.tensors[name].nbytes for i in held for name in group.names if name in i.tensors)
@@ -302,9 +317,6 @@ class StoredLayer:
     def live(self, room: int = 0) -> Any:
         """A live layer cache that takes TurboQuant's codes as they are, where it can: see `StoredPrompt.live`."""
         return self._prompt._make_layer(self._index, room, True)
-
-
-NOTHING = Opened({}, None)
 
 
 def _opened(image: Image, levels: Mapping[str, LevelSet]) -> Opened:
