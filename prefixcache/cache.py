@@ -176,8 +176,9 @@ class PrefixCache:
         """The namespaces of a model and a salt that are known: one for each layout that its caches have had."""
         model, salt = as_model(model), as_salt(salt)
         with self._tiers.lock:
-            roots = [self._root(model, layout, salt) for layout in self._by_model.get(model, ())]
-            return [self._tiers.homes[root] for root in roots if root in self._tiers.homes]
+            stated = [(model, self._codec_text, layout) for layout in self._by_model.get(model, ())]
+            known = [(one, self._tiers.homes.get(self._root(model, one[2], salt))) for one in stated]
+            return [home for one, home in known if home is not None and home.row.stated == one]
 
     def _root(self, model: str, layout: str, salt: bytes) -> bytes:
         known = self._roots.get((model, layout, salt))
@@ -198,11 +199,15 @@ class PrefixCache:
         text = canonical(layout)
         with self._tiers.lock:
             root = self._root(model, text, salt)
+            row = Namespace(root, model, self._codec_text, text, time.time())
+            known = self._tiers.homes.get(root)
+            if known is not None and known.row.stated != row.stated:  # nobody else could tell, if there is a salt
+                log.warning("namespace %s was forged: it is not what model %r makes; deleted", root.hex(), model)
+                self._tiers.disown(known)
             if root not in self._tiers.homes:
                 if len(self._tiers.homes) >= self._sweep_at:
                     self._tiers.drop_empty()
                     self._sweep_at = max(NAMESPACES, 2 * len(self._tiers.homes))
-                row = Namespace(root, model, self._codec_text, text, time.time())
                 home = self._home_of(row)
                 assert home is not None
                 self._tiers.homes[root] = home

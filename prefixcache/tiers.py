@@ -660,12 +660,23 @@ class Tiers:
             self.discard(slot)
         self._current.clear()
 
+    def disown(self, home: Home) -> None:
+        """A namespace that the index described falsely: its images leave every tier, and it is no longer known."""
+        for slot in list(self.tree.slots.values()):
+            if _root_of(slot) is home.space.root:
+                self.discard(slot)
+        self._forget_home(home)
+
+    def _forget_home(self, home: Home) -> None:
+        root = home.row.root
+        del self.homes[root], self.tree.spaces[root]
+        self._current.pop(root, None)
+
     def drop_empty(self) -> None:
         """Forget namespaces that hold nothing: whoever may choose a salt may make any number of them."""
-        for root, home in list(self.homes.items()):
+        for home in list(self.homes.values()):
             if not home.space.root.kids and not home.space.root.snapshots:
-                del self.homes[root], self.tree.spaces[root]
-                self._current.pop(root, None)
+                self._forget_home(home)
 
     def release(self) -> None:
         """RAM is given back; the SSD keeps what it has."""

@@ -227,9 +227,18 @@ class Writer:
             future.result()
 
     def _standing(self, writes: list[Write], touches: dict[Address, Touch]) -> set[Address]:
-        """Those that are on the disk already, byte for byte. Other content under the same name leaves first."""
+        """Those that are on the disk already, byte for byte. Other content under the same name leaves first, and what came in
+        under a false statement of a root key: the cache has just computed that, with its salt.
+        """
         if not writes:
             return set()
+        spaces = {write.namespace.root: write.namespace for write in writes}
+        forged = [address for space in spaces.values() for address in self._store.index.forged(space)]
+        if forged:
+            log.warning(
+                "SSD %s: %d images of a namespace that was forged: deleted", self._store.directory.root, len(forged)
+            )
+            self._drop({address: Removal(0, gone=False) for address in forged})
         rows = self._store.index.find(write.entry.address for write in writes)
         same, other = set(), {}
         for write in writes:
