@@ -567,13 +567,13 @@ class Tree:
 
     def attach(self, slot: Slot, reservation: Reservation) -> bool:
         """Give a new slot its place. False, and nothing done, when its key or its place is taken: that of a window by another
-        of the block that has all of its rows.
+        with the same rows.
         """
         node = slot.node
         if slot.kind == "snapshot":
             taken = slot.suffix in node.snapshots
         elif slot.kind == "window":
-            taken = any(_has_all(slot.mask, window.mask) for window in node.windows)
+            taken = any(window.mask == slot.mask for window in node.windows)
         else:
             taken = node.rows is not None
         if taken or (slot.kind, slot.key) in self.slots:

@@ -118,3 +118,18 @@ def test_a_successor_that_has_every_row_takes_the_place_of_a_superseded_tail(tmp
     assert (stats.blocks, stats.images_on_ssd, stats.images_in_ram) == (2, 4, 4)
     assert kept.depth(prompt[:400]) == 400
     kept.cache.close()
+
+
+def test_a_superseded_window_that_was_pinned_when_the_process_ended_is_deleted_at_the_next_opening(tmp_path):
+    prompt = list(range(256))
+    kept = Kept(tmp_path, narrow)
+    kept.cache.store(prompt, narrow(prompt), model="m")
+    assert kept.cache.flush(30)
+    assert kept.cache.pin(prompt, model="m") == 256
+    kept.cache.store(prompt, states.windowed(prompt, size=40, chunk=64), model="m")  # the same rows, and more
+    assert kept.cache.flush(30)
+    assert kept.cache.stats().images_on_ssd == 3
+    kept.reopen()
+    assert kept.cache.flush(30)
+    assert kept.cache.stats().images_on_ssd == kept.cache.stats().ssd.files == 2
+    kept.cache.close()

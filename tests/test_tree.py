@@ -755,8 +755,9 @@ def test_a_taken_place_is_not_given_twice(kind):
     planting.store(blocks(1)[:100])
     node = planting.node(blocks(1)) if kind != "snapshot" else planting.space.root
     suffix = raw(blocks(1)) if kind == "snapshot" else b""
+    mask = node.windows[0].mask if kind == "window" else ()
     with planting.reserve(1 << 16) as reservation:
-        assert not planting.tree.attach(Slot(kind, node, b"another key.....", IMAGE, suffix), reservation)
+        assert not planting.tree.attach(Slot(kind, node, b"another key.....", IMAGE, suffix, mask), reservation)
     planting.tree.check_integrity()
 
 
