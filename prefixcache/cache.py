@@ -32,8 +32,8 @@ from prefixcache.keys import TOKEN_BYTES, Tokens, as_model, as_salt, as_tokens, 
 from prefixcache.layers.adapters import allow
 from prefixcache.layers.decoded import Decoded
 from prefixcache.layers.encode import evaluate
-from prefixcache.layers.plan import Plan, read
-from prefixcache.layers.stored import Block, StoredPrompt
+from prefixcache.layers.plan import Plan, mask_of, read
+from prefixcache.layers.stored import Block, Held, StoredPrompt
 from prefixcache.logs import Summary
 from prefixcache.memory import give_back, machine_memory
 from prefixcache.pressure import Pressure
@@ -180,8 +180,9 @@ class PrefixCache:
         """The namespaces of a model and a salt that are known: one for each layout that its caches have had."""
         model, salt = as_model(model), as_salt(salt)
         with self._tiers.lock:
-            roots = [self._root(model, layout, salt) for layout in self._by_model.get(model, ())]
-            return [self._tiers.homes[root] for root in roots if root in self._tiers.homes]
+            stated = [(model, self._codec_text, layout) for layout in self._by_model.get(model, ())]
+            known = [(one, self._tiers.homes.get(self._root(model, one[2], salt))) for one in stated]
+            return [home for one, home in known if home is not None and home.row.stated == one]
 
     def _root(self, model: str, layout: str, salt: bytes) -> bytes:
         known = self._roots.get((model, layout, salt))
@@ -202,11 +203,16 @@ class PrefixCache:
         text = canonical(layout)
         with self._tiers.lock:
             root = self._root(model, text, salt)
+            row = Namespace(root, model, self._codec_text, text, time.time())
+            known = self._tiers.homes.get(root)
+            if known is not None and known.row.stated != row.stated:  # nobody else could tell, if there is a salt
+                log.warning("namespace %s was forged: it is not what model %r makes; deleted", root.hex(), model)
+                self._tiers.disown(known)
             if root not in self._tiers.homes:
                 if len(self._tiers.homes) >= self._sweep_at:
                     self._tiers.drop_empty()
                     self._sweep_at = max(NAMESPACES, 2 * len(self._tiers.homes))
-                self._tiers.homes[root] = self._make_home(Namespace(root, model, self._codec_text, text, time.time()))
+                self._tiers.homes[root] = self._make_home(row)
             return self._tiers.homes[root]
 
     def _deepest(self, raw: bytes, homes: list[Home], tier: int, limit: int) -> Deepest | None:
@@ -349,10 +355,13 @@ class PrefixCache:
                 return None
             depth, home, walk, pinned = found
             blocks = [
-                Block(n.start, n.rows.image, n.window.image if n.window else None, n.window.mask if n.window else ())
+                Block(n.start, n.rows.image, tuple(
+                    Held(slot.image, tuple(mask & mask_of(0, shared) for mask in slot.mask))
+                    for slot, shared in tree.windows(n, depth, RAM).items()
+                ))
                 for n in walk.nodes
                 if n.start < depth and n.rows is not None
-            ]
+            ]  # fmt: skip
             state: Image | None = next((s.image for s in pinned if s.kind == "snapshot"), None)
             if len(tree.touched) > 8192 or time.monotonic() > self._told + TELL:
                 self._told = time.monotonic()
@@ -462,7 +471,7 @@ class PrefixCache:
             parent = node.parent
             if any(parent.snapshots_of(node.tokens)):
                 break  # a boundary that is stored needs its rows
-            for slot in (node.window, node.rows):
+            for slot in (*node.windows, node.rows):
                 if slot is not None:
                     freed += self._tiers.discard(slot)
             node = parent

@@ -55,7 +55,7 @@ def hit(
         best = _at_whole_blocks(tree, best)
     if best is None or best.depth <= 0:
         return None
-    serving = tree.serving(best.walk, best.depth)
+    serving = tree.serving(best.walk, best.depth, RAM)
     tree.touch(serving, hit=True)
     counters.hit_tokens += best.depth
     counters.count_tiers(serving, best.depth)

@@ -52,7 +52,7 @@ def promote(tiers: Tiers, ssd: Ssd, home: Home, raw: bytes, limit: int) -> int:
             tiers.unpin(pinned)  # tails that grew meanwhile leave
             walk = tree.walk(home.space, raw, tree.standing(walk.path))
             depth = tree.reach(walk, RAM, limit)
-            tree.touch(tree.serving(walk, depth))
+            tree.touch(tree.serving(walk, depth, RAM))
             tiers.counters.promoted_tokens += max(depth - before, 0)
             tiers.spill_ahead(0)
     tiers.counters.durations.promote.observe(time.monotonic() - began)

@@ -141,8 +141,9 @@ class Store:
         for node in self._known_blocks:
             if node.rows is not None and node.rows.image is not None:
                 self._decode_rows(back, node.start, node.rows.image.tensors())
-            if node.window is not None and node.window.image is not None:
-                self._decode_window(back, node.start, node.window.image.tensors(), node.window.mask)
+            for window in node.windows:
+                if window.image is not None:
+                    self._decode_window(back, node.start, window.image.tensors(), window.mask)
 
     def _decode_rows(self, back: Decoded, start: int, tensors: dict[str, np.ndarray], count: int = BLOCK) -> None:
         for group in self._plan.rows.groups:
@@ -177,7 +178,7 @@ class Store:
             since = self._back.since
             self._known_blocks += [node for node in self._standing if node.end > since]
             for node in self._known_blocks:
-                self._pin(node.rows, node.window)
+                self._pin(node.rows, *node.windows)
         parent = self._standing[-1] if whole else self._home.space.root
         if parent.parent is not None:
             self._key_at = {parent.start: parent.parent.key, parent.end: parent.key}
@@ -201,7 +202,7 @@ class Store:
                 self._pin(node.rows)
                 own = node.key
                 if self._back is not None and len(node.tokens) == BLOCK_BYTES and node.end <= self._limit:
-                    self._pin(node.window)
+                    self._pin(*node.windows)
                     self._known_blocks.append(node)
             if (window := self._window_job(parent, node, at, tokens, key, source)) is not None:
                 jobs.append(window)
@@ -239,7 +240,7 @@ class Store:
         whole = len(nearest.tokens) == BLOCK_BYTES
         same = (whole or self._plan.is_coded(nearest.rows.image.tensors())) == coded or self._plan.lossless
         rows = nearest.rows if same else None
-        window = nearest.window if nearest.window is not None and nearest.window.image is not None else None
+        window = _most_rows(nearest, mask_of(0, shared))
         self._pin(rows, window)
         mask = tuple(m & mask_of(0, shared) for m in window.mask) if window is not None else ()
         images = (rows.image if rows is not None else None, window.image if window is not None else None)
@@ -278,13 +279,15 @@ class Store:
         block_tokens, block_key = tokens, chain(key, tokens)
         if node is not None:
             block_tokens, block_key = node.tokens, node.key
-            if (old := node.window) is not None:
-                if not any(h & ~m for h, m in zip(held, old.mask, strict=True)):
-                    return None
-                if old.image is not None:
-                    self._pin(old)
-                    source = Source(BLOCK, None, old.image, old.mask)
-                # Else it is on SSD only, and nothing waits for the disk here: the prompt being stored goes before it.
+            unknown = held
+            for old in node.windows:
+                unknown = tuple(h & ~m for h, m in zip(unknown, old.mask, strict=True))
+            if not any(unknown):
+                return None
+            taken = _most_rows(node, mask_of(0, BLOCK))  # those on SSD only stay beside the new one
+            if taken is not None:
+                self._pin(taken)
+                source = Source(BLOCK, None, taken.image, taken.mask)
         before = source.mask if source.window is not None else (0,) * len(windows)
         mask = tuple(m | h for m, h in zip(before, held, strict=True))
         if not any(mask):
@@ -458,7 +461,6 @@ class Store:
                 nbytes += image.nbytes
                 if job.kind == "rows":
                     tokens += len(job.tokens) // TOKEN_BYTES - job.source.known
-                    self._tiers.settle_twins(node)
         return tokens, nbytes, last, True
 
     def _enter(self, job: Job, node: Node, image: Image, reservation: Reservation) -> bool:
@@ -466,18 +468,11 @@ class Store:
         tiers = self._tiers
         slot = Slot(job.kind, node, job.key, image.nbytes, job.tokens if job.kind == "snapshot" else b"", job.mask)
         slot.checksum, slot.created, slot.tick = image.checksum, time.time(), tiers.tree.clock
-        older, old = None, node.window if job.kind == "window" else None
-        if old is not None and old.key != job.key:
-            older = tiers.supersede(old)
-            if not tiers.tree.attach(slot, reservation):
-                return False
-            tiers.tree.enter(slot, RAM, image=image, reservation=reservation)
-        elif tiers.tree.attach(slot, reservation):
-            tiers.tree.enter(slot, RAM, image=image, reservation=reservation)
-        else:
+        if not tiers.tree.attach(slot, reservation):
             return False
-        tiers.follow(slot, older)
+        tiers.tree.enter(slot, RAM, image=image, reservation=reservation)
         self._pin(slot)
+        tiers.drop_superseded(slot)
         tiers.write_through([slot])
         return True
 
@@ -496,6 +491,12 @@ class Store:
             tiers.counters.unkept_tokens += self._limit - depth
             tiers.spill_ahead(new_bytes)
         return depth
+
+
+def _most_rows(node: Node, wanted: int) -> Slot | None:
+    """Of a block's windows in RAM the one that has most rows of the `wanted` tokens (a bit each)."""
+    here = (slot for slot in node.windows if slot.image is not None)
+    return max(here, key=lambda slot: sum((m & wanted).bit_count() for m in slot.mask), default=None)
 
 
 def _stands(slots: dict[tuple[str, bytes], Slot], node: Node) -> bool:

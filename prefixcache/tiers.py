@@ -55,7 +55,6 @@ class Tiers:
         self.counters = Counters()
         self.through = settings.ram == 0  # nothing stays in RAM once it is durable
         self._unlisted: deque[Entry] = deque()  # on SSD, not in the tree for want of RAM; coldest first
-        self._superseded: dict[Slot, Entry] = {}  # files of windows that grew; go when the new one is durable
         self._whole: dict[Slot, None] = {}  # with spill="through": what the SSD is still to be given, oldest first
         self._ahead = 0  # bytes that entered RAM since the last spill ahead
         self._doorkeeper: Doorkeeper | None = None
@@ -90,9 +89,8 @@ class Tiers:
                     self._unlisted.append(entry._replace(tokens=b"", extra=""))
             self.tree.settle()
             self.tree.clock = max(self.tree.clock, ssd.max_tick())
-            for slot in list(self.tree.slots.values()):  # twins that a crash left side by side
-                if slot.kind == "rows" and len(slot.node.tokens) < BLOCK_BYTES:
-                    self.settle_twins(slot.node)
+            for slot in list(self.tree.slots.values()):  # what a crash left beside its successor
+                self.drop_superseded(slot)
         self.budget.peak = self.budget.held().total
         if self._unlisted:
             self._unlisted = deque(sorted(self._unlisted, key=lambda e: (e.used, -e.start)))
@@ -136,13 +134,6 @@ class Tiers:
                 mask = mask_from(entry.extra)
                 if len(mask) != len(home.plan.windows) or window_key(parent.key, mask) != entry.key:
                     return False
-                if (
-                    older := node.window
-                ) is not None:  # a crash came between a window that grew and the older one's end
-                    if sum(m.bit_count() for m in older.mask) > sum(m.bit_count() for m in mask):
-                        return False
-                    self._unlisted.append(self.entry_of(older))
-                    self.tree.leave(older, SSD)
         except ValueError:
             return False
         suffix = entry.tokens if entry.kind == "snapshot" else b""
@@ -405,10 +396,7 @@ class Tiers:
                 self.tree.enter(slot, SSD, disk=entry.disk)
                 if used_since:
                     self.tree.touched.setdefault(slot, 0)
-                if (older := self._superseded.pop(slot, None)) is not None and self.ssd is not None:
-                    self.ssd.delete([older])
-                if slot.kind != "snapshot":
-                    self.settle_twins(slot.node)
+                self.drop_superseded(slot)
                 if self.through:
                     self._pass_through(slot)
             elif not isinstance(error, Cancelled):
@@ -427,7 +415,6 @@ class Tiers:
                 if slot.disk and (slot.kind, slot.key) not in there:
                     self.tree.leave(slot, SSD)
             self._unlisted = deque(entry for entry in self._unlisted if entry.address in there)
-            self._superseded = {slot: older for slot, older in self._superseded.items() if older.address in there}
             self.write_through(self.tree.order[RAM])
             self.moved.notify_all()
 
@@ -512,38 +499,26 @@ class Tiers:
             if not self.spill(slot):
                 return
 
-    # -- tails that grew, images that left ----------------------------------------------------------------------------
+    # -- superseded images, images that left --------------------------------------------------------------------------
 
-    def settle_twins(self, node: Node) -> None:
-        """Shorter twins of a grown tail leave each tier in which the longer one stands."""
-        if node.parent is None or node.rows is None or len(node.parent.kids) == 1:
+    def drop_superseded(self, changed: Slot) -> None:
+        """An image came into a tier, or is no longer pinned: what it supersedes there leaves, or it does for its successor.
+
+        `Tree.is_superseded` has the rule. Pinned images stay, and those that wait for the SSD, until they don't. An image
+        that stays in RAM stays on SSD, too: it would only be written again.
+        """
+        if changed.kind == "snapshot":
             return
-        longer = [k for k in self.tree.longer(node) if k.rows is not None]
-        for twin, heir in [*((t, node) for t in self.tree.outgrown(node)), *((node, k) for k in longer)]:
-            for slot, successor in ((twin.window, heir.window), (twin.rows, heir.rows)):
-                if slot is None or slot.pins or slot.saving or heir.rows is None:
-                    continue
-                durable = heir.rows.disk and (successor is None or successor.disk)
-                if slot.disk and durable and self.ssd is not None:
-                    self.ssd.delete([self.entry_of(slot)])
-                    self.tree.leave(slot, SSD)
-                if durable or heir.rows.image is not None:
-                    self.tree.leave(slot, RAM)
-
-    def supersede(self, old: Slot) -> Entry | None:
-        """A window makes place for one with more rows. Its file stays until `follow` names one that is durable."""
-        entry = self.entry_of(old) if old.disk else None
-        if old.saving:
-            self.discard(old)
-            return None
-        self.tree.leave(old, SSD)
-        self.tree.leave(old, RAM)
-        return entry
-
-    def follow(self, slot: Slot, older: Entry | None) -> None:
-        """`older`, a file that `slot` stands for, goes when `slot` is durable."""
-        if older is not None:
-            self._superseded[slot] = older
+        tree = self.tree
+        for slot, successor in list(tree.successions(changed.node)):
+            if slot.pins or slot.saving:
+                continue
+            if slot.image is not None and tree.is_superseded(slot, successor, RAM):
+                tree.leave(slot, RAM)
+            if slot.disk and slot.image is None and tree.is_superseded(slot, successor, SSD):
+                assert self.ssd is not None
+                self.ssd.delete([self.entry_of(slot)])
+                tree.leave(slot, SSD)
 
     def discard(self, slot: Slot) -> int:
         """An image leaves every tier. Returns its bytes. One that waits for the SSD leaves when the writer lets go of
@@ -571,16 +546,23 @@ class Tiers:
         for slot in list(self.tree.slots.values()):
             self.discard(slot)
         self._whole.clear()
-        for older in self._superseded.values():
-            assert self.ssd is not None
-            self.ssd.delete([older])
-        self._superseded.clear()
+
+    def disown(self, home: Home) -> None:
+        """A namespace that the index described falsely: its images leave every tier, and it is no longer known."""
+        for slot in list(self.tree.slots.values()):
+            if _root_of(slot) is home.space.root:
+                self.discard(slot)
+        self._forget_home(home)
+
+    def _forget_home(self, home: Home) -> None:
+        root = home.row.root
+        del self.homes[root], self.tree.spaces[root]
 
     def drop_empty(self) -> None:
         """Forget namespaces that hold nothing: whoever may choose a salt may make any number of them."""
-        for root, home in list(self.homes.items()):
+        for home in list(self.homes.values()):
             if not home.space.root.kids and not home.space.root.snapshots:
-                del self.homes[root], self.tree.spaces[root]
+                self._forget_home(home)
 
     def release(self) -> None:
         """RAM is given back; the SSD keeps what it has."""
@@ -597,12 +579,14 @@ class Tiers:
         self.tree.leave(slot, SSD)
 
     def unpin(self, held: list[Slot]) -> None:
-        """Let go of slots; a tail that grew meanwhile leaves now."""
+        """Let go of slots; what was superseded meanwhile leaves now."""
         with self.lock:
             self.tree.unpin(held)
             for slot in held:
-                if slot.kind == "rows" and len(slot.node.tokens) < BLOCK_BYTES and slot.node.rows is slot:
-                    self.settle_twins(slot.node)
+                if (
+                    slot.kind == "window" or len(slot.node.tokens) < BLOCK_BYTES
+                ):  # nothing supersedes rows that are whole
+                    self.drop_superseded(slot)
             self._back_to_limit()
             self.moved.notify_all()
 

@@ -33,7 +33,7 @@ _EMPTY: dict[Any, Any] = {}
 _LAST = ("snapshot", "window", "rows")  # of one block and one touch: who leaves first
 NODE_BYTES = 728  # of RAM a node, beside its tokens; measured by tools/bench/memory.py
 SLOT_BYTES = 888  # of RAM a slot, beside its image and its suffix; measured there too
-NEAR = 64  # kids that are looked at for one that leaves in a block's place
+NEAR = 64  # kids that are looked at for one that leaves in a block's place, or takes its place
 
 
 class Window(NamedTuple):
@@ -97,7 +97,7 @@ class Node:
     """A block's place in the tree: `tokens` (raw int64 bytes) after `start` others."""
 
     __slots__ = ("end", "hanging", "key", "kid_tokens", "kids", "label", "live", "parent", "rows", "sizes", "snapshots",
-                 "space", "start", "tokens", "window")  # fmt: skip
+                 "space", "start", "tokens", "windows")  # fmt: skip
 
     def __init__(self, space: Space | None, parent: Node | None, tokens: bytes, key: bytes, label: str = ""):
         self.space = space
@@ -110,7 +110,7 @@ class Node:
         self.kids: list[Node] = _NONE  # sorted by tokens
         self.kid_tokens: list[bytes] = _NONE
         self.rows: Slot | None = None
-        self.window: Slot | None = None
+        self.windows: tuple[Slot, ...] = ()  # more than one while none has all of their rows
         self.snapshots: dict[bytes, Slot] = _EMPTY  # by suffix
         self.sizes: dict[int, int] = _EMPTY  # how many snapshots have a suffix of so many bytes
         # By tier. No lists: the collector of cycles would visit them, and with 100k nodes that is most of its work.
@@ -313,21 +313,69 @@ class Tree:
         while moved and boundary > 0:
             moved = False
             for index, window in enumerate(walk.space.windows):
-                hole = _first_hole(nodes, tier, index, window.first(boundary), boundary)
+                hole = self._first_hole(nodes, tier, index, window.first(boundary), boundary)
                 if hole < boundary:  # a boundary between the hole and here would need the hole's row, too
                     boundary, moved = hole, True
         return boundary
 
-    def serving(self, walk: Walk, boundary: int) -> list[Slot]:
-        """The slots that a hit at `boundary` reads, tail first: the order in which to touch them."""
-        lowest = min((window.first(boundary) for window in walk.space.windows), default=boundary)
+    def _first_hole(self, nodes: list[Node], tier: int, index: int, low: int, high: int) -> int:
+        """The first token in [low, high) whose row of this window is missing, `high` when there is none."""
+        for i in range(low // BLOCK, -(-high // BLOCK)):  # every node on a path but the last is a whole block
+            node = nodes[i]
+            missing = _bits(low - node.start, high - node.start)
+            for _, _, rows in self._window_rows(node, tier, index, missing):
+                missing &= ~rows
+            if missing:
+                return node.start + (missing & -missing).bit_length() - 1
+        return high
+
+    def _window_rows(self, node: Node, tier: int, index: int, needed: int) -> Iterator[tuple[Slot, int, int]]:
+        """Window images in a tier that have some of the rows `needed` of a block (a bit a token), until none is missing: the
+        image, how many of the block's tokens it is good for, and the rows that it adds.
+
+        A row depends on the tokens up to its own and on nothing after: so images of siblings that begin with the same tokens
+        are as good as the block's own. Its own come first, and those in RAM before the others.
+        """
+        own = node.windows if len(node.windows) < 2 else sorted(node.windows, key=lambda slot: slot.image is None)
+        for slot in own:
+            if (rows := slot.mask[index] & needed) and _has(slot, tier):
+                needed &= ~rows
+                yield slot, BLOCK, rows
+        if not needed or node.parent is None or len(node.parent.kids) == 1:
+            return
+        prefix = node.tokens[: (needed & -needed).bit_length() * TOKEN_BYTES]
+        kids, kid_tokens = node.parent.kids, node.parent.kid_tokens
+        i = bisect_left(kid_tokens, prefix)
+        while needed and i < len(kids) and kid_tokens[i].startswith(prefix):
+            for slot in kids[i].windows if kids[i] is not node else ():
+                if slot.mask[index] & needed and _has(slot, tier):
+                    shared = common_tokens(kid_tokens[i], node.tokens)
+                    if rows := slot.mask[index] & needed & _bits(0, shared):
+                        needed &= ~rows
+                        yield slot, shared, rows
+            i += 1
+
+    def windows(self, node: Node, boundary: int, tier: int) -> dict[Slot, int]:
+        """The window images in a tier that a hit at `boundary` reads for one of its blocks: how many of the block's first
+        tokens each is good for.
+        """
+        found: dict[Slot, int] = {}
+        for index, window in enumerate(node.space.windows if node.space is not None else ()):
+            missing = _bits(window.first(boundary) - node.start, boundary - node.start)
+            for slot, shared in found.items():
+                missing &= ~(slot.mask[index] & _bits(0, shared))
+            if missing:
+                found.update((slot, shared) for slot, shared, _ in self._window_rows(node, tier, index, missing))
+        return found
+
+    def serving(self, walk: Walk, boundary: int, tier: int = SSD) -> list[Slot]:
+        """The slots that a hit at `boundary` reads in a tier (as in `reach`), tail first: the order to touch them in."""
         found: list[Slot] = []
         if walk.space.snapshots:
-            found += [slot for end, slot in self._boundaries(walk, SSD, boundary) if end == boundary]
+            found += [slot for end, slot in self._boundaries(walk, tier, boundary) if end == boundary]
         for node in reversed(walk.nodes):
             if node.start < boundary:
-                if node.window is not None and node.end > lowest:
-                    found.append(node.window)
+                found += self.windows(node, boundary, tier)
                 if node.rows is not None:
                     found.append(node.rows)
         return found
@@ -409,7 +457,7 @@ class Tree:
         """Of what hangs on a block, and on that, the least recently used that may leave. None when none is near."""
         node = slot.node
         while True:
-            own = [one for one in (node.window, *node.snapshots.values()) if one is not None and one.within(tier)]
+            own = [one for one in (*node.windows, *node.snapshots.values()) if one.within(tier)]
             if own:
                 leaf = min(own, key=lambda one: one.tick)
                 return None if leaf.pins or leaf.saving else leaf
@@ -510,9 +558,16 @@ class Tree:
         return self.slot_bytes + len(slot.suffix)
 
     def attach(self, slot: Slot, reservation: Reservation) -> bool:
-        """Give a new slot its place. False, and nothing done, when its key or its place is taken."""
+        """Give a new slot its place. False, and nothing done, when its key or its place is taken: that of a window by another
+        with the same rows.
+        """
         node = slot.node
-        taken = slot.suffix in node.snapshots if slot.kind == "snapshot" else getattr(node, slot.kind) is not None
+        if slot.kind == "snapshot":
+            taken = slot.suffix in node.snapshots
+        elif slot.kind == "window":
+            taken = any(window.mask == slot.mask for window in node.windows)
+        else:
+            taken = node.rows is not None
         if taken or (slot.kind, slot.key) in self.slots:
             return False
         reservation.spend(nodes=self.cost(slot))
@@ -521,8 +576,10 @@ class Tree:
                 node.snapshots, node.sizes = {}, {}
             node.snapshots[slot.suffix] = slot
             node.sizes[len(slot.suffix)] = node.sizes.get(len(slot.suffix), 0) + 1
+        elif slot.kind == "window":
+            node.windows += (slot,)
         else:
-            setattr(node, slot.kind, slot)
+            node.rows = slot
         self.slots[slot.kind, slot.key] = slot
         self.order[SSD].add(slot)
         return True
@@ -581,8 +638,10 @@ class Tree:
                 node.sizes[len(slot.suffix)] -= 1
                 if not node.sizes[len(slot.suffix)]:
                     del node.sizes[len(slot.suffix)]
-        elif getattr(node, slot.kind) is slot:
-            setattr(node, slot.kind, None)
+        elif slot.kind == "window":
+            node.windows = tuple(window for window in node.windows if window is not slot)
+        elif node.rows is slot:
+            node.rows = None
         if self.slots.get((slot.kind, slot.key)) is slot:
             del self.slots[slot.kind, slot.key]
             self.order[SSD].remove(slot)
@@ -617,7 +676,7 @@ class Tree:
     def prune(self, node: Node | None) -> None:
         """Take a node that holds nothing out of the tree, and those above that held only it."""
         while node is not None and node.parent is not None:
-            if node.kids or node.snapshots or node.rows is not None or node.window is not None:
+            if node.kids or node.snapshots or node.rows is not None or node.windows:
                 return
             parent = node.parent
             i = bisect_left(parent.kid_tokens, node.tokens)
@@ -648,14 +707,46 @@ class Tree:
         return found
 
     def longer(self, node: Node) -> list[Node]:
-        """Siblings whose tokens go on where `node`'s, a tail's, end."""
+        """Siblings whose tokens go on where `node`'s, a tail's, end: the first `NEAR` of them."""
         parent, found = node.parent, []
         assert parent is not None
         i = bisect_right(parent.kid_tokens, node.tokens)
-        while len(node.tokens) < BLOCK_BYTES and i < len(parent.kids) and parent.kid_tokens[i].startswith(node.tokens):
+        last = min(i + NEAR, len(parent.kids)) if len(node.tokens) < BLOCK_BYTES else i
+        while i < last and parent.kid_tokens[i].startswith(node.tokens):
             found.append(parent.kids[i])
             i += 1
         return found
+
+    def is_superseded(self, slot: Slot, successor: Node, tier: int) -> bool:
+        """The rule for what makes place: whether all that `slot` is good for in `tier` can be had there from `successor`.
+
+        `successor` is the slot's own block, or a sibling whose tokens begin with all of that block's. It takes the place of
+
+        - a window, when its window images, together, have every row that this one has;
+        - rows of a superseded tail, when it has rows, and no image needs the tail's own block any more.
+
+        Only what is in the same tier counts: durable for what is durable. So no boundary that could be hit is lost, whether
+        the image that it was hit by was in RAM, on SSD only, or had rows that the successor's live cache no longer held.
+        """
+        if successor.rows is None or not successor.rows.within(tier):
+            return False
+        if slot.kind == "rows":
+            return successor is not slot.node and not self.needed(slot, tier)
+        others = [window.mask for window in successor.windows if window is not slot and window.within(tier)]
+        return slot.kind == "window" and bool(others) and _has_all(slot.mask, *others)
+
+    def successions(self, node: Node) -> Iterator[tuple[Slot, Node]]:
+        """Slots that a block may have taken the place of, or given it to, windows before rows, and the successor of each:
+        to be judged by `is_superseded`.
+        """
+        pairs = [(node, node)] if len(node.windows) > 1 else []
+        if node.parent is not None and len(node.parent.kids) > 1:
+            pairs += [(twin, node) for twin in self.outgrown(node)]
+            pairs += [(node, twin) for twin in self.longer(node)]
+        for old, successor in pairs:
+            for slot in (*old.windows, old.rows):
+                if slot is not None:
+                    yield slot, successor
 
     def _served(self, node: Node, tier: int) -> bool:
         """Whether a boundary that can be hit in `tier` needs this node's rows."""
@@ -713,9 +804,9 @@ class Tree:
                 leaves[node.label] += not node.kids
                 assert node.key == chain(node.parent.key, node.tokens)
                 assert 0 < len(node.tokens) <= BLOCK_BYTES
-                assert node.kids or node.rows or node.window or node.snapshots, "a node that holds nothing"
+                assert node.kids or node.rows or node.windows or node.snapshots, "a node that holds nothing"
                 assert len(node.parent.tokens) == BLOCK_BYTES or node.parent.parent is None, "a tail with a child"
-            held = [s for s in (node.rows, node.window, *node.snapshots.values()) if s is not None]
+            held = [s for s in (node.rows, *node.windows, *node.snapshots.values()) if s is not None]
             for slot in held:
                 slots += 1
                 cost += self.cost(slot)
@@ -769,14 +860,17 @@ def _has(slot: Slot | None, tier: int) -> bool:
     return slot is not None and (slot.image is not None or (tier == SSD and slot.disk > 0))
 
 
-def _first_hole(nodes: list[Node], tier: int, window: int, low: int, high: int) -> int:
-    """The first token in [low, high) whose row of this window is missing, `high` when there is none."""
-    for i in range(low // BLOCK, -(-high // BLOCK)):  # every node on a path but the last is a whole block
-        node = nodes[i]
-        first, last = max(low - node.start, 0), min(high - node.start, BLOCK)
-        needed = (1 << last) - (1 << first)
-        slot = node.window
-        missing = needed & ~slot.mask[window] if slot is not None and _has(slot, tier) else needed
-        if missing:
-            return node.start + (missing & -missing).bit_length() - 1
-    return high
+def _bits(first: int, last: int) -> int:
+    """Of a block's tokens, `first` to `last` (not included), a bit each."""
+    first, last = max(first, 0), min(last, BLOCK)
+    return (1 << last) - (1 << first) if last > first else 0
+
+
+def _has_all(mask: tuple[int, ...], *others: tuple[int, ...]) -> bool:
+    """Whether a window's rows are all among those of others, together."""
+    for index, rows in enumerate(mask):
+        for other in others:
+            rows &= ~other[index]
+        if rows:
+            return False
+    return True

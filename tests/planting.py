@@ -50,15 +50,15 @@ class Planting:
             if node is None or node.rows is None:
                 node = self.grow(parent, chunk)
                 made.append(self.enter(Slot("rows", node, node.key, IMAGE)))
-                grown.append(node)
             made += self._window(node, len(chunk) // TOKEN_BYTES, held, source)
+            grown.append(node)
             parent = node
         if self.space.snapshots and snapshot and data:
             made += self.snapshot(tokens)
         if touch:
             self.touch(tokens, tier=SSD)
         for node in grown if settle else ():
-            self.settle_twins(node)
+            self.drop_superseded(node)
         return made
 
     def _known(self, parent: Node, chunk: bytes) -> tuple[Node | None, tuple[int, ...]]:
@@ -70,9 +70,15 @@ class Planting:
         nearest, shared = self.tree.nearest(parent, chunk)
         if nearest is None or nearest.rows is None or shared * TOKEN_BYTES == len(chunk):
             return nearest, none
-        if nearest.rows.image is None or nearest.window is None or nearest.window.image is None:
+        window = self._in_ram(nearest, bits(0, shared))
+        if nearest.rows.image is None or window is None:
             return None, none
-        return None, tuple(mask & bits(0, shared) for mask in nearest.window.mask)
+        return None, tuple(mask & bits(0, shared) for mask in window.mask)
+
+    @staticmethod
+    def _in_ram(node: Node, wanted: int) -> Slot | None:
+        here = [slot for slot in node.windows if slot.image is not None]
+        return max(here, key=lambda slot: sum((m & wanted).bit_count() for m in slot.mask), default=None)
 
     def _window(self, node: Node, count: int, held: int, source: tuple[int, ...]) -> list[Slot]:
         mask = tuple(
@@ -80,14 +86,13 @@ class Planting:
         )
         if not any(mask):
             return []
-        if (old := node.window) is not None:
-            if old.image is None and any(m & ~new for m, new in zip(old.mask, mask, strict=True)):
-                return []
-            mask = tuple(m | new for m, new in zip(old.mask, mask, strict=True))
-            if mask == old.mask:
-                return []
-            self.tree.leave(old, SSD)
-            self.tree.leave(old, RAM)
+        new = list(mask)
+        for old in node.windows:
+            new = [m & ~o for m, o in zip(new, old.mask, strict=True)]
+        if not any(new):
+            return []
+        if (held_already := self._in_ram(node, bits(0, BLOCK))) is not None:
+            mask = tuple(m | o for m, o in zip(mask, held_already.mask, strict=True))
         return [self.enter(Slot("window", node, chain(node.key, repr(mask).encode()), IMAGE, b"", mask))]
 
     def snapshot(self, tokens: Sequence[int]) -> list[Slot]:
@@ -120,17 +125,13 @@ class Planting:
         assert reservation is not None, "the test's budget is too small"
         return reservation
 
-    def settle_twins(self, node: Node) -> None:
-        longer = [kid for kid in self.tree.longer(node) if kid.rows is not None]
-        for twin, heir in [*((t, node) for t in self.tree.outgrown(node)), *((node, k) for k in longer)]:
-            for slot, successor in ((twin.window, heir.window), (twin.rows, heir.rows)):
-                if slot is None or slot.pins or heir.rows is None:
-                    continue
-                durable = heir.rows.disk and (successor is None or successor.disk)
-                if durable:
-                    self.tree.leave(slot, SSD)
-                if durable or heir.rows.image is not None:
-                    self.tree.leave(slot, RAM)
+    def drop_superseded(self, node: Node) -> None:
+        """As `tiers` does, by the same rule."""
+        for slot, successor in list(self.tree.successions(node)):
+            if not slot.pins and slot.image is not None and self.tree.is_superseded(slot, successor, RAM):
+                self.tree.leave(slot, RAM)
+            if not slot.pins and slot.image is None and self.tree.is_superseded(slot, successor, SSD):
+                self.tree.leave(slot, SSD)
 
     # -- what tiers and promoting do ----------------------------------------------------------------------------------
 
@@ -149,6 +150,8 @@ class Planting:
                 if not one.disk:
                     self.tree.enter(one, SSD, disk=4096)
                     written.append(one)
+        for slot in written:
+            self.drop_superseded(slot.node)
         return written
 
     def spill_all(self) -> None:
@@ -184,7 +187,7 @@ class Planting:
         return self.tree.reach(self.walk(tokens), tier, len(tokens) if limit is None else limit)
 
     def serving(self, tokens: Sequence[int], tier: int = RAM) -> list[Slot]:
-        return self.tree.serving(self.walk(tokens), self.reach(tokens, tier))
+        return self.tree.serving(self.walk(tokens), self.reach(tokens, tier), tier)
 
     def touch(self, tokens: Sequence[int], tier: int = RAM) -> list[Slot]:
         serving = self.serving(tokens, tier)

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
 
 WIDTH = 8
 
@@ -45,6 +45,17 @@ def windowed(tokens: Sequence[int], size: int = 300, keep: int = 0, chunk: int =
     keys, values = rows(tokens, 5)
     for at in range(0, len(tokens), chunk):
         ring.update_and_fetch(keys[:, :, at : at + chunk], values[:, :, at : at + chunk])
+    return [*made, ring]
+
+
+def chunked(tokens: Sequence[int], size: int = 512, step: int = 50) -> list[Any]:
+    """One full layer and one that attends within chunks, and drops what lies before its chunk as a model's mask does."""
+    made = sliceable(tokens, 1)
+    ring = ChunkedKVCache(size)
+    keys, values = rows(tokens, 5)
+    for at in range(0, len(tokens), step):
+        ring.maybe_trim_front()
+        ring.update_and_fetch(keys[:, :, at : at + step], values[:, :, at : at + step])
     return [*made, ring]
 
 
@@ -101,6 +112,13 @@ def check(prompt_cache: list[Any], tokens: Sequence[int]) -> None:
                 keep, held = cache.keep, cache.max_size - 1 - cache.keep
                 assert mx.array_equal(cache.keys[:, :, :keep], keys[:, :, :keep])
                 assert mx.array_equal(cache.keys[:, :, keep + 1 :], keys[:, :, n - held :])
+        elif isinstance(cache, ChunkedKVCache):
+            keys, values = rows(tokens, 5)
+            first, held = cache.start_position, n - cache.start_position
+            assert cache.offset == n
+            assert first <= n // cache.chunk_size * cache.chunk_size
+            assert mx.array_equal(cache.keys[:, :, :held], keys[:, :, first:])
+            assert mx.array_equal(cache.values[:, :, :held], values[:, :, first:])
         else:
             assert cache[0].item() == rolling(tokens)[-1]
             assert cache[1].item() == n

@@ -67,6 +67,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.stored: list[list[int]] = []  # all that was ever stored and may be found
         self.sure: list[list[int]] = []  # what must be found: stored, and not removed nor lost since
         self.pinned: list[list[int]] = []
+        self.promised: dict[tuple[int, ...], int] = {}  # how deep it was on SSD; nothing was removed since
         self._open()
 
     def _open(self):
@@ -119,6 +120,7 @@ class CacheMachine(RuleBasedStateMachine):
     def remove(self, tokens):
         self.cache.remove(tokens, model="m")
         self.sure.clear()
+        self.promised.clear()
 
     @rule(tokens=prompts)
     def pin(self, tokens):
@@ -141,10 +143,23 @@ class CacheMachine(RuleBasedStateMachine):
     @rule()
     def flush(self):
         assert self.cache.flush(30)
+        if "ssd_dir" in self.options and self.roomy:  # else blocks are forgotten for want of RAM to know them by
+            self.what_was_durable_is_had_as_deep()
+            self.promised = {tuple(tokens): self.cache.match(tokens, model="m").ssd for tokens in self.stored}
+
+    @rule(tokens=prompts, data=st.data(), cut=st.sampled_from([0, 1, 40, 200]), runs=RUNS)
+    def store_beside_what_is_on_ssd_only(self, tokens, data, cut, runs):
+        """Durable and gone from RAM; then a longer prompt that goes on from it, or from shortly before its end."""
+        old = data.draw(st.sampled_from(self.stored)) if self.stored else tokens
+        self.flush()
+        self.trim(0)
+        self.store([*old[: max(len(old) - cut, 1)], *spell(runs)])
+        self.flush()
 
     @rule()
     def clear(self):
         self.cache.clear()
+        self.promised.clear()
         self.stored.clear()
         self.sure.clear()
         self.pinned.clear()
@@ -165,6 +180,12 @@ class CacheMachine(RuleBasedStateMachine):
         if hasattr(self, "cache"):
             self.cache.check_integrity()
 
+    @invariant()
+    def what_was_durable_is_had_as_deep(self):
+        if hasattr(self, "cache"):
+            for tokens, depth in self.promised.items():
+                assert self.cache.match(tokens, model="m").ssd >= depth
+
     def teardown(self):
         if hasattr(self, "cache"):
             self._close()
@@ -176,8 +197,24 @@ class WindowMachine(CacheMachine):
     any_boundary = False
 
 
+class NarrowMachine(CacheMachine):
+    """A window of less than a block, so each store holds other rows of one; with room for all, so that nothing may go."""
+
+    make = staticmethod(lambda tokens: states.windowed(tokens, size=40, chunk=20))
+    any_boundary = False
+
+    @initialize(tier=st.sampled_from(["both", "ssd only"]), close=st.booleans())
+    def open(self, tier, close):
+        super().open(5_000_000, tier, "wait", close)
+
+
 class KeepMachine(CacheMachine):
     make = staticmethod(lambda tokens: states.windowed(tokens, keep=4, size=200))
+    any_boundary = False
+
+
+class ChunkedMachine(CacheMachine):
+    make = staticmethod(states.chunked)
     any_boundary = False
 
 
@@ -194,7 +231,12 @@ class LevelledMachine(CacheMachine):
     codec = "turboquant:8:sink_tokens=3"
 
 
-@pytest.mark.parametrize("machine", [CacheMachine, WindowMachine, KeepMachine, HybridMachine, LevelledMachine])
+MACHINES = [
+    CacheMachine, WindowMachine, NarrowMachine, KeepMachine, ChunkedMachine, HybridMachine, LevelledMachine
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("machine", MACHINES)
 def test_nothing_wrong_is_ever_fetched(machine, monkeypatch):
     from hypothesis.stateful import run_state_machine_as_test
 

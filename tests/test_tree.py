@@ -454,7 +454,7 @@ def test_a_hole_in_a_window_ends_at_the_deepest_boundary_before_it():
     planting = Planting(windows=(Window(100),))
     prompt = list(range(1024))
     planting.store(prompt)
-    window = planting.node(prompt[:512]).window
+    window = planting.node(prompt[:512]).windows[0]
     window.mask = (window.mask[0] & ~(1 << 200),)  # token 456
     assert planting.reach(prompt[:456]) == 456
     for asked in (457, 500, 554, 555):
@@ -467,7 +467,7 @@ def test_a_window_that_left_is_a_hole():
     planting = Planting(windows=(Window(256),))
     prompt = blocks(1, 2, 3, 4)
     planting.store(prompt)
-    planting.tree.leave(planting.node(blocks(1, 2)).window, RAM)
+    planting.tree.leave(planting.node(blocks(1, 2)).windows[0], RAM)
     assert planting.reach(prompt) == 1024
     assert planting.reach(prompt[:767]) == 767  # needs rows 512 to 766
     assert planting.reach(prompt[:766]) == planting.reach(prompt[:600]) == planting.reach(prompt[:257]) == 256
@@ -491,7 +491,7 @@ def test_each_window_has_a_mask_of_its_own():
     planting = Planting(windows=(Window(100), Window(300)))
     prompt = list(range(700))
     planting.store(prompt)
-    window = planting.node(prompt[:512]).window
+    window = planting.node(prompt[:512]).windows[0]
     window.mask = (window.mask[0], window.mask[1] & ~1)  # token 256, of the wide window alone
     assert planting.reach(prompt[:556]) == 556
     assert planting.reach(prompt[:555]) == 256
@@ -521,7 +521,7 @@ def test_windows_in_ram_alone_count_for_ram():
     planting = Planting(windows=(Window(256),))
     planting.store(blocks(1, 2))
     planting.spill_all()
-    planting.tree.leave(planting.node(blocks(1, 2)).window, RAM)
+    planting.tree.leave(planting.node(blocks(1, 2)).windows[0], RAM)
     assert planting.reach(blocks(1, 2), RAM) == 256
     assert planting.reach(blocks(1, 2), SSD) == 512
 
@@ -544,7 +544,7 @@ def test_rows_that_no_boundary_needs_any_more_go_next():
     planting.store(blocks(1, 2, 3), held=668)
     planting.store(blocks(7))
     planting.touch(blocks(1, 2, 3))
-    planting.tree.leave(planting.node(blocks(1, 2, 3)).window, RAM)
+    planting.tree.leave(planting.node(blocks(1, 2, 3)).windows[0], RAM)
     assert leaving(planting, RAM) == [("rows", 768), ("rows", 512), ("rows", 256), ("window", 256), ("rows", 256)]
 
 
@@ -554,7 +554,7 @@ def test_rows_that_another_boundary_needs_stay():
     planting.store(blocks(1, 2), held=412)
     planting.store(blocks(7))
     planting.touch(blocks(1, 2, 3))
-    planting.tree.leave(planting.node(blocks(1, 2, 3)).window, RAM)
+    planting.tree.leave(planting.node(blocks(1, 2, 3)).windows[0], RAM)
     assert leaving(planting, RAM)[0] == ("rows", 768)
     planting.tree.check_integrity()
 
@@ -564,7 +564,7 @@ def test_rows_up_to_a_whole_chunk_are_still_of_use_when_the_last_window_left():
     planting.store(blocks(1, 2, 3), held=512)
     planting.store(blocks(7), held=0)
     planting.touch(blocks(1, 2, 3))
-    planting.tree.leave(planting.node(blocks(1, 2, 3)).window, RAM)
+    planting.tree.leave(planting.node(blocks(1, 2, 3)).windows[0], RAM)
     assert planting.reach(blocks(1, 2, 3)) == 512
     assert planting.evict(RAM).end == 768
     assert planting.evict(RAM).node.tokens == raw(blocks(7)), "512 tokens can be hit, and are the warmer"
@@ -576,7 +576,7 @@ def test_in_the_ssd_the_rows_that_served_a_lost_window_go_next_too():
     planting.store(blocks(7))
     planting.touch(blocks(1, 2))
     planting.empty_ram()
-    planting.tree.leave(planting.node(blocks(1, 2)).window, SSD)
+    planting.tree.leave(planting.node(blocks(1, 2)).windows[0], SSD)
     assert leaving(planting, SSD)[:2] == [("rows", 512), ("rows", 256)]
 
 
@@ -713,7 +713,7 @@ def test_an_outgrown_tail_leaves_ram_at_once_and_the_ssd_when_its_heir_is_durabl
     assert tail.disk
     assert planting.reach(runs((1, 200))) == 200
     planting.spill(planting.rows(runs((1, 200))))
-    planting.settle_twins(planting.node(runs((1, 200))))
+    planting.drop_superseded(planting.node(runs((1, 200))))
     assert not tail.disk
     assert planting.tree.nodes == 1
     planting.tree.check_integrity()
@@ -755,8 +755,9 @@ def test_a_taken_place_is_not_given_twice(kind):
     planting.store(blocks(1)[:100])
     node = planting.node(blocks(1)) if kind != "snapshot" else planting.space.root
     suffix = raw(blocks(1)) if kind == "snapshot" else b""
+    mask = node.windows[0].mask if kind == "window" else ()
     with planting.reserve(1 << 16) as reservation:
-        assert not planting.tree.attach(Slot(kind, node, b"another key.....", IMAGE, suffix), reservation)
+        assert not planting.tree.attach(Slot(kind, node, b"another key.....", IMAGE, suffix, mask), reservation)
     planting.tree.check_integrity()
 
 

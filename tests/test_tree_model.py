@@ -28,6 +28,7 @@ from tests.planting import Planting, raw, restarted, runs
 SPACES = {
     "rows": ((), False),
     "rotating": ((Window(300),), False),
+    "narrow": ((Window(30),), False),
     "rotating and keep": ((Window(200, keep=4), Window(520)), False),
     "chunked": ((Window(512, chunked=True),), False),
     "chunked and rotating": ((Window(300, chunked=True), Window(100)), False),
@@ -35,7 +36,8 @@ SPACES = {
     "windows and snapshots": ((Window(300),), True),
 }
 
-Key = tuple[str, bytes]  # kind, and the raw tokens from the prompt's first to the end of the block or boundary
+# Kind (of a window with its masks), and the raw tokens from the prompt's first to the end of the block or boundary.
+Key = tuple[str, bytes]
 
 
 @dataclass(eq=False)
@@ -49,7 +51,7 @@ class Kept:
 
     @property
     def kind(self) -> str:
-        return self.key[0]
+        return self.key[0].split()[0]
 
     @property
     def prefix(self) -> bytes:
@@ -69,7 +71,7 @@ def key_of(slot: Slot) -> Key:
     while node is not None:
         parts.append(node.tokens)
         node = node.parent
-    return slot.kind, b"".join(reversed(parts))
+    return f"{slot.kind} {slot.mask}" if slot.kind == "window" else slot.kind, b"".join(reversed(parts))
 
 
 def common(a: bytes, b: bytes) -> int:
@@ -122,6 +124,8 @@ class TreeMachine(RuleBasedStateMachine):
         self.order: tuple[list[Kept], list[Kept]] = ([], [])
         self.pinned: list[list[Slot]] = []
         self.stored: list[list[int]] = []
+        # What was durable, and how deep; nothing left the SSD since.
+        self.promised: dict[bytes, tuple[list[int], int]] = {}
 
     # -- the model ----------------------------------------------------------------------------------------------------
 
@@ -140,14 +144,18 @@ class TreeMachine(RuleBasedStateMachine):
                 found.append(common(prefix, tokens))
         return found
 
-    def boundaries(self, tokens: bytes, path: list[bytes], tier: int, depth: int) -> int:
-        """The deepest boundary at or before `depth` that can be hit with the blocks of `path`."""
+    def window_rows(self, tokens: bytes, kept: Kept) -> list[int]:
+        """Of a window image the rows that these tokens may use, a bit a token: of those that it shares with them."""
+        start, shared = (len(kept.prefix) - 1) // BLOCK_BYTES * BLOCK, common(kept.prefix, tokens)
+        return [(mask << start) & ones(0, shared) for mask in kept.mask]
+
+    def boundaries(self, tokens: bytes, tier: int, depth: int) -> int:
+        """The deepest boundary at or before `depth` that can be hit."""
         here = self.within(tier)
         have = [0] * len(self.windows)
-        for prefix in path:
-            if (window := here.get(("window", prefix))) is not None:
-                start = (len(prefix) - 1) // BLOCK_BYTES * BLOCK
-                have = [h | mask << start for h, mask in zip(have, window.mask, strict=True)]
+        for window in here.values():
+            if window.kind == "window":
+                have = [h | rows for h, rows in zip(have, self.window_rows(tokens, window), strict=True)]
         candidates = list(range(depth, 0, -1))
         if self.snapshots:
             candidates = [b for b in candidates if ("snapshot", tokens[: b * TOKEN_BYTES]) in here]
@@ -289,8 +297,27 @@ class TreeMachine(RuleBasedStateMachine):
         dirty = [s for s in self.planting.tree.order[RAM] if not s.disk][:n]
         self.learn(lambda: self.planting.spill(*dirty))
 
+    @rule(to_ssd=st.booleans())
+    def flush(self, to_ssd: bool) -> None:
+        """All is durable, and, where it goes `to_ssd`, no longer in RAM: what is stored next finds it on SSD only."""
+        self.learn(self.planting.spill_all)
+        while to_ssd and (slot := self.planting.tree.coldest(RAM)) is not None:
+            self.leave(slot, RAM)
+        self.what_was_durable_is_had_as_deep()
+        self.promised = {raw(tokens): (tokens, self.planting.reach(tokens, SSD)) for tokens in self.stored}
+
+    @rule(data=st.data(), cut=st.sampled_from([0, 1, 50]), more=prompts, held=st.sampled_from([30, 100, 300, 512]))
+    def go_on_from_ssd(self, data, cut: int, more: list[int], held: int) -> None:
+        """A longer prompt, or one that parts from another shortly before its end, whose windows hold their last rows only."""
+        old = data.draw(st.sampled_from(self.stored))
+        self.flush(True)
+        longer = Prompt([*old[: max(len(old) - cut, 1)], *more][:LONGEST])
+        self.store(longer, max(len(longer) - held, 0), True)
+
     @rule(tier=st.sampled_from(TIERS), n=st.sampled_from([1, 2, 3, 4, 9]))
     def evict(self, tier: int, n: int) -> None:
+        if tier == SSD:
+            self.promised.clear()
         for _ in range(n):
             slot = self.planting.tree.coldest(tier)
             assert slot is self.coldest(tier)
@@ -305,7 +332,7 @@ class TreeMachine(RuleBasedStateMachine):
             here = self.within(tier, union=RAM not in kept.tiers).values()
             hanging = any(k is not kept and k.hangs_on == kept.prefix for k in here)
             whole = len(kept.prefix) % BLOCK_BYTES == 0
-            window = any(k.key == ("window", kept.prefix) for k in here)
+            window = any(k.kind == "window" and k.prefix == kept.prefix for k in here)
             if (
                 tier in kept.tiers
                 and not kept.slot.pins
@@ -335,6 +362,7 @@ class TreeMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def lose(self, data) -> None:
         """A file went bad, or an image was removed."""
+        self.promised.clear()
         kept = data.draw(st.sampled_from(sorted(self.kept.values(), key=lambda k: k.key)))
         for tier in data.draw(st.sampled_from([(SSD,), (SSD, RAM)])):
             if tier in kept.tiers:
@@ -381,23 +409,27 @@ class TreeMachine(RuleBasedStateMachine):
                 if tier == SSD or rows == walk.depth or (len(siblings) <= 2 and ideal == walk.depth):
                     assert rows == ideal
                 assert rows >= ideal // BLOCK * BLOCK
-            boundary = self.boundaries(data, path, tier, min(rows, limit))
+            boundary = self.boundaries(data, tier, min(rows, limit))
             assert planting.reach(tokens, tier, limit) == boundary
-            self.check_serving(walk, path, boundary)
+            self.check_serving(walk, path, boundary, tier)
 
-    def check_serving(self, walk, path: list[bytes], boundary: int) -> None:
-        serving = [key_of(slot) for slot in self.planting.tree.serving(walk, boundary)]
+    def check_serving(self, walk, path: list[bytes], boundary: int, tier: int) -> None:
+        """It reads the rows of every block, and windows that have all that is needed, each of them some that no other has."""
+        serving = [key_of(slot) for slot in self.planting.tree.serving(walk, boundary, tier)]
         wanted = {
             ("rows", p) for p in path if (len(p) - 1) // BLOCK_BYTES * BLOCK < boundary and ("rows", p) in self.kept
         }
         if boundary and self.snapshots:
             wanted.add(("snapshot", walk.raw[: boundary * TOKEN_BYTES]))
-        lowest = min((w.first(boundary) for w in self.windows), default=boundary)
-        for p in path:
-            start, end = (len(p) - 1) // BLOCK_BYTES * BLOCK, len(p) // TOKEN_BYTES
-            if start < boundary and end > lowest and ("window", p) in self.kept:
-                wanted.add(("window", p))
-        assert set(serving) == wanted & self.kept.keys()
+        windows = [self.kept[key] for key in serving if self.kept[key].kind == "window"]
+        missing = [needed(w, boundary) for w in self.windows]
+        for window in windows:
+            assert window.key in self.within(tier)
+            rows = self.window_rows(walk.raw, window)
+            assert any(m & r for m, r in zip(missing, rows, strict=True)), "read for nothing"
+            missing = [m & ~r for m, r in zip(missing, rows, strict=True)]
+        assert not any(missing)
+        assert {key for key in serving if self.kept[key].kind != "window"} == wanted & self.kept.keys()
         assert len(serving) == len(set(serving))
         places = {key: i for i, key in enumerate(serving)}
         for key, place in places.items():
@@ -415,6 +447,13 @@ class TreeMachine(RuleBasedStateMachine):
             assert {tier for tier in TIERS if kept.slot.within(tier)} == kept.tiers
         for tier in TIERS:
             assert [key_of(slot) for slot in tree.order[tier]] == [kept.key for kept in self.order[tier]]
+
+    @invariant()
+    def what_was_durable_is_had_as_deep(self) -> None:
+        if self.lossy:  # a lookup may end at a block whose rows went bad, although a sibling has them
+            return
+        for tokens, depth in self.promised.values():
+            assert self.planting.reach(tokens, SSD) >= depth
 
     @invariant()
     def nothing_hangs_on_what_left(self) -> None:

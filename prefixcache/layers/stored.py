@@ -19,7 +19,7 @@ from prefixcache.image import Image
 from prefixcache.keys import BLOCK
 from prefixcache.layers import levels, live_codes
 from prefixcache.layers.adapters import PARTS, SNAPSHOT, Layout, adapter_of, blank, find_class
-from prefixcache.layers.plan import Group, Member, Plan, mask_of
+from prefixcache.layers.plan import Group, Member, Plan, mask_of, runs_of
 
 if TYPE_CHECKING:
     from prefixcache.live.coded import Choice
@@ -28,13 +28,23 @@ if TYPE_CHECKING:
 MOST_LEVELS = 4  # in a live cache: each takes an attention of its own
 
 
+class Held(NamedTuple):
+    """A window image. `mask`: for each window of the namespace, of which of its block's tokens it is to give the rows."""
+
+    image: Image
+    mask: tuple[int, ...]
+
+
 class Block(NamedTuple):
-    """A block's images. `mask`: for each window of the namespace, which of the block's tokens the window image has."""
+    """A block's images: its rows, and the window images that give rows of its tokens."""
 
     start: int
     rows: Image
-    window: Image | None
-    mask: tuple[int, ...]
+    windows: tuple[Held, ...]
+
+    @property
+    def images(self) -> list[Image]:
+        return [self.rows, *(held.image for held in self.windows)]
 
 
 class Run(NamedTuple):
@@ -64,7 +74,7 @@ class StoredPrompt:
         self._blocks = blocks
         self._snapshot = snapshot
         self._rows = [block.rows.tensors() for block in blocks]
-        self._windows = [block.window.tensors() if block.window is not None else {} for block in blocks]
+        self._windows = [[held.image.tensors() for held in block.windows] for block in blocks]
 
     @property
     def layers(self) -> list[StoredLayer]:
@@ -74,7 +84,7 @@ class StoredPrompt:
     @property
     def nbytes(self) -> int:
         """Bytes of the images held, headers included."""
-        images = [image for block in self._blocks for image in (block.rows, block.window)]
+        images = [image for block in self._blocks for image in block.images]
         return sum(image.nbytes for image in (*images, self._snapshot) if image is not None)
 
     def copy(self) -> StoredPrompt:
@@ -119,7 +129,9 @@ class StoredPrompt:
             for block in self._blocks:
                 first, last = max(window.first(boundary) - block.start, 0), min(boundary - block.start, BLOCK)
                 needed = mask_of(first, last)
-                if needed and (not block.mask or needed & ~block.mask[w]):
+                for held in block.windows:
+                    needed &= ~held.mask[w]
+                if needed:
                     return False
         return True
 
@@ -246,11 +258,13 @@ class StoredPrompt:
         # A full ring: the row behind the kept ones is the next to be overwritten, and never read.
         full = not window.chunked and self.tokens > window.size
         shift = low - (window.keep + 1 if full else 0 if window.chunked else low)
-        for block, image in zip(self._blocks, self._windows, strict=True):
-            first, last = max(low - block.start, 0), min(self.tokens - block.start, BLOCK)
-            if first < last:
-                before = (block.mask[index] & mask_of(0, first)).bit_count()
-                runs.append(Run(image, before, last - first, block.start + first - shift))
+        for block, images in zip(self._blocks, self._windows, strict=True):
+            missing = mask_of(max(low - block.start, 0), min(self.tokens - block.start, BLOCK))
+            for held, image in zip(block.windows, images, strict=True):
+                for first, last in runs_of(held.mask[index] & missing):
+                    before = (held.mask[index] & mask_of(0, first)).bit_count()
+                    runs.append(Run(image, before, last - first, block.start + first - shift))
+                missing &= ~held.mask[index]
         return runs
 
     def _make_snapshot(self, leaf: int) -> Any:
@@ -291,7 +305,8 @@ class StoredLayer:
         plan = prompt.plan
         apart = (plan.tails,) if plan.tails is not plan.rows else ()
         sections = [(section, prompt._rows) for section in (plan.rows, *apart, *plan.kept, plan.sinks)]
-        windowed = [(section, prompt._windows) for section in (*plan.windowed, *(plan.window_tails if apart else ()))]
+        windows = [tensors for several in prompt._windows for tensors in several]
+        windowed = [(section, windows) for section in (*plan.windowed, *(plan.window_tails if apart else ()))]
         for section, held in [*sections, *windowed]:
             for group in section.groups:
                 heads = sum(member.heads for member in group.members if member.leaf in own)

@@ -39,6 +39,11 @@ class Namespace(NamedTuple):
     layout: str
     created: float
 
+    @property
+    def stated(self) -> tuple[str, str, str]:
+        """What its root key follows from, but for the salt."""
+        return self.model, self.codec, self.layout
+
 
 class Entry(NamedTuple):
     """One image on the SSD.

@@ -19,6 +19,7 @@ import numpy as np
 from prefixcache import keys
 from prefixcache.image import KINDS, Image, ImageError, statistics_name, verify
 from prefixcache.ssd.archive import ArchiveError, Member, Unpacker, read_manifest
+from prefixcache.ssd.claims import FALSE, Claims, Verdict, check_stated, is_proven
 from prefixcache.ssd.directory import Directory, holder, tree_size
 from prefixcache.ssd.entries import BOUNDS, FOLDERS, TOKENS, Address, Entry, Namespace, Progress
 from prefixcache.ssd.errors import SsdError
@@ -167,9 +168,9 @@ class _Intake:
         self._ledger: Ledger | None = None
         self._root = there.root
         self._blocks: dict[bytes, _Block] = {}
-        self._there: set[Address] = set()
-        self._new: set[Address] = set()
-        self._spaces: dict[bytes, Namespace] = {}
+        self._there: dict[Address, bytes] = {}  # with its namespace's root key
+        self._new: dict[Address, bytes] = {}
+        self._claims = Claims()
         self._tick = count  # counts down: what comes first was used last
         self._base = 0
         self._levels: dict[str, bytes] = {}  # that no image has brought in yet
@@ -184,11 +185,11 @@ class _Intake:
 
     def learn(self, connection: sqlite3.Connection) -> None:
         """What the directory has."""
-        self._spaces = {space.root: space for space in read_namespaces(connection)}
+        self._claims = Claims(read_namespaces(connection))
         for kind, key, root, start, length in connection.execute(
             "SELECT kind, key, root, start, length FROM image JOIN namespace ON namespace.id = image.namespace"
         ):
-            self._there.add((KINDS[kind], key))
+            self._there[KINDS[kind], key] = root
             if KINDS[kind] == "rows":
                 self._blocks[key] = _Block(root, start, length)
 
@@ -241,16 +242,23 @@ class _Intake:
         self.seen += 1
         self._tick -= 1
         address = _KINDS[named[1]], bytes.fromhex(named[2])
-        if address in self._new:
-            raise _Refused("twice", "an image of this name came before")
-        if address in self._there:
-            self.found.present += 1
-            if self._ssd is not None:
-                self._ssd.touch([(*address, self._recency(), 0)])
+        root = self._new.get(address) or self._there.get(address)
+        if root is not None and self._claims.is_settled(root):  # else this one may prove that the other is forged
+            self._is_there(address)
             return
         if member.size > self._most:
             raise _Refused("too large", f"{member.size} bytes; at most {self._most} are taken here")
         self._take_image(address, self._archive.read())
+
+    def _is_there(self, address: Address) -> bool:
+        if address in self._new:
+            raise _Refused("twice", "an image of this name came before")
+        if address not in self._there:
+            return False
+        self.found.present += 1
+        if self._ssd is not None:
+            self._ssd.touch([(*address, self._recency(), 0)])
+        return True
 
     def _take_image(self, address: Address, data: np.ndarray) -> None:
         try:
@@ -261,6 +269,8 @@ class _Intake:
         if entry.address != address:
             raise _Refused("invalid", "the image is another one than its name says")
         self._check_space(space)
+        if self._is_there(address):
+            return
         self._check_place(entry)
         statistics = self._levels_of(entry)
         if self._ssd is not None:
@@ -271,10 +281,9 @@ class _Intake:
             self.found.statistics += entry.statistics not in self._durable and entry.statistics in self._levels
             self._durable.add(entry.statistics)
             self._levels.pop(entry.statistics, None)
-        self._new.add(address)
-        self._spaces[space.root] = space
+        self._new[address] = space.root
         self.models.add(space.model)
-        if not _is_unsalted(space):
+        if not is_proven(space):
             self.unverified.add(space.root.hex())
         if entry.kind == "rows":
             self._blocks[entry.key] = _Block(space.root, entry.start, len(entry.tokens) // keys.TOKEN_BYTES)
@@ -285,11 +294,16 @@ class _Intake:
         return min(self._base + 1 + max(self._tick, 0), BOUNDS["used"] - 1)
 
     def _check_space(self, space: Namespace) -> None:
-        known = self._spaces.get(space.root)
-        if known is not None and known[1:4] != space[1:4]:
-            raise _Refused(
-                "namespace", "the model, codec or layout is not that of the namespace which has this root key"
-            )
+        verdict = self._claims.hear(space)
+        if verdict is Verdict.FALSE:
+            raise _Refused("namespace", FALSE)
+        if verdict is Verdict.OVERRULES:  # the writer deletes what came before, as soon as it gets this one
+            if self._ssd is not None:
+                self.finish()
+            for known in (self._there, self._new):
+                for address in [address for address, root in known.items() if root == space.root]:
+                    del known[address]
+                    self._blocks.pop(address[1], None)
 
     def _check_place(self, entry: Entry) -> None:
         """Where an image may hang: at the root, or on a block of its namespace that ends or, for a window, begins there."""
@@ -366,19 +380,11 @@ def _described(image: Image) -> tuple[Entry, Namespace]:
             raise ValueError("the tokens are not valid")
         tokens = held.tobytes()
     entry, space = from_header(Shallow(meta, tokens, image.checksum, image.nbytes, 0, 0.0), 0)
+    check_stated(space)
     try:
-        keys.as_model(space.model)
-        parsed = [json.loads(text) for text in (space.codec, space.layout, meta.extra)]
+        extra = json.loads(meta.extra)
     except (ValueError, RecursionError):
-        raise ValueError("the model, codec, layout or extra is not valid") from None
-    if not all(isinstance(value, dict) for value in parsed):
-        raise ValueError("the codec, layout or extra is not a JSON object")
+        extra = None
+    if not isinstance(extra, dict):
+        raise ValueError("the extra is not a JSON object")
     return entry, space
-
-
-def _is_unsalted(space: Namespace) -> bool:
-    """Whether the root key is that of the model, codec and layout without a salt."""
-    try:
-        return keys.root_key(space.model, json.loads(space.codec), json.loads(space.layout), b"") == space.root
-    except (ValueError, RecursionError):
-        return False

@@ -162,8 +162,8 @@ class Index:
         self.checkpoint()
         self.totals()
         run("DELETE FROM namespace WHERE id NOT IN (SELECT namespace FROM image)")  # of releases that left them
-        self._confirmed: set[bytes] = set()  # namespaces whose row is known to say what it should
-        self._namespaces = {root: number for number, root in run("SELECT id, root FROM namespace")}
+        known = run("SELECT id, root, model, codec, layout FROM namespace")
+        self._namespaces = {root: (int(number), stated) for number, root, *stated in known}
         self._images: Counter[int] = Counter()  # of each namespace
         self._naming: Counter[str] = Counter()  # images that name these statistics
         for number, name, count in run("SELECT namespace, statistics, count(*) FROM image GROUP BY 1, 2"):
@@ -200,6 +200,17 @@ class Index:
 
     def rows(self) -> dict[Address, Row]:
         return read_rows(self._connection)
+
+    def namespaces(self) -> list[Namespace]:
+        return read_namespaces(self._connection)
+
+    def forged(self, namespace: Namespace) -> list[Address]:
+        """The images under a row that says something else of this root key, which the caller knows the truth of."""
+        number, stated = self._namespaces.get(namespace.root, (0, []))
+        if not number or tuple(stated) == namespace.stated:
+            return []
+        found = self._connection.execute("SELECT kind, key FROM image WHERE namespace = ?", [number])
+        return [(KINDS[kind], key) for kind, key in found]
 
     def names(self) -> dict[str, set[str]]:
         """By kind, the keys of all images as hex digits."""
@@ -238,22 +249,19 @@ class Index:
 
     def insert(self, entry: Entry, namespace: Namespace) -> None:
         run = self._connection.execute
-        number = self._namespaces.get(namespace.root)
-        if number is None:
+        number, stated = self._namespaces.get(namespace.root, (0, []))
+        if not number:
             cursor = run(
                 "INSERT INTO namespace (root, model, codec, layout, created, digest) VALUES (?, ?, ?, ?, ?, ?)",
                 [*namespace[:4], namespace.created or time.time(), namespace_digest(*namespace[:4])],
             )
-            number = self._namespaces[namespace.root] = int(cursor.lastrowid or 0)
-        elif (
-            namespace.root not in self._confirmed
-        ):  # a file that lied of it when the index was rebuilt would hide all else
-            digest = namespace_digest(*namespace[:4])
+            number = int(cursor.lastrowid or 0)
+        elif tuple(stated) != namespace.stated:  # what came under the other was taken out before: see `forged`
             run(
-                "UPDATE namespace SET model = ?, codec = ?, layout = ?, digest = ? WHERE id = ? AND digest IS NOT ?",
-                [*namespace[1:4], digest, number, digest],
+                "UPDATE namespace SET model = ?, codec = ?, layout = ?, digest = ? WHERE id = ?",
+                [*namespace.stated, namespace_digest(*namespace[:4]), number],
             )
-        self._confirmed.add(namespace.root)
+        self._namespaces[namespace.root] = number, list(namespace.stated)
         length = len(entry.tokens) // keys.TOKEN_BYTES
         cursor = run(
             f"INSERT INTO image ({_COLUMNS}) VALUES (NULL{', ?' * 15})",
@@ -291,7 +299,7 @@ class Index:
             run("DELETE FROM namespace WHERE id = ?", [number])
             del self._images[number]
         if emptied:
-            self._namespaces = {root: number for root, number in self._namespaces.items() if number not in emptied}
+            self._namespaces = {root: known for root, known in self._namespaces.items() if known[0] not in emptied}
 
     def touch(self, touches: Mapping[Address, Touch]) -> None:
         self._connection.executemany(

@@ -18,12 +18,13 @@ from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 from prefixcache.ssd.checking import Checker
+from prefixcache.ssd.claims import FALSE, Claims, Verdict, check_stated
 from prefixcache.ssd.directory import Directory, Lock, disk_at, holder, refusal
 from prefixcache.ssd.entries import Address, Entry, Namespace, Progress
 from prefixcache.ssd.errors import DirectoryError, IndexBroken
 from prefixcache.ssd.files import Damaged, from_header, read_header, read_image, read_statistics, remove_file
 from prefixcache.ssd.formats import refuse_newer
-from prefixcache.ssd.index import Index, Row, check, read_rows, reading, suffixes
+from prefixcache.ssd.index import Index, Row, check, read_namespaces, read_rows, reading, suffixes
 from prefixcache.ssd.quarantine import Quarantine
 
 _READERS = 4
@@ -151,6 +152,7 @@ def _look(directory: Directory, deep: bool, progress: Progress | None) -> Report
         with reading(directory.index, live=live) as connection:
             check(connection)
             run = _Pass(directory, read_rows(connection), None, None, deep, progress)
+            run.claims = Claims(read_namespaces(connection))
             if live:
                 run.again = lambda: read_rows(connection)
             return _compare(run, "")
@@ -191,6 +193,8 @@ class _Pass:
         self.deep, self.progress = deep, progress
         self.findings: list[Finding] = []
         self.images = self.nbytes = 0
+        self.claims = Claims(index.namespaces() if index else ())
+        self.adopted: dict[bytes, list[Address]] = {}  # by root key
         self.again: Callable[[], dict[Address, Row]] | None = None  # of a live directory: its rows by now
         self.newest = index.totals()[2] if index else 0
         self._statistics: dict[str, str] = {}  # by name: what is wrong with them
@@ -230,8 +234,8 @@ class _Pass:
             pass  # not now; a read that matters will tell
         return ""
 
-    def counts(self, disk: int) -> None:
-        self.images += 1
+    def counts(self, disk: int, images: int = 1) -> None:
+        self.images += images
         self.nbytes += disk
 
 
@@ -367,6 +371,7 @@ def _adopt(run: _Pass, addresses: list[Address]) -> None:
             entry, namespace = from_header(said, run.newest)
             if entry.address != address:
                 return address, None, "the file is another image's", True
+            check_stated(namespace)
             if lacking := run.lacks(entry.statistics):
                 return address, None, lacking, True
             if run.deep:
@@ -379,7 +384,15 @@ def _adopt(run: _Pass, addresses: list[Address]) -> None:
 
     for address, pair, reason, damaged in _parallel(look, addresses):
         path = run.directory.file(address)
-        if pair:
+        if pair and (verdict := run.claims.hear(pair[1])) is Verdict.FALSE:
+            run.set_aside("broken", path, FALSE)
+        elif pair:
+            if verdict is Verdict.OVERRULES:
+                for entry, namespace in wanted:
+                    if namespace.root == pair[1].root:
+                        run.set_aside("broken", run.directory.file(entry.address), FALSE)
+                wanted = [one for one in wanted if one[1].root != pair[1].root]
+                _expel(run, pair[1])
             wanted.append(pair)
         elif damaged:
             run.set_aside("broken", path, reason)
@@ -390,9 +403,29 @@ def _adopt(run: _Pass, addresses: list[Address]) -> None:
             for entry, namespace in wanted:
                 run.index.insert(entry, namespace)
         _cut_log(run)
-    for entry, _ in wanted:
+    for entry, namespace in wanted:
+        run.adopted.setdefault(namespace.root, []).append(entry.address)
         run.found("orphan", run.directory.file(entry.address), "whole, and not in the index", "adopted", entry.disk)
         run.counts(entry.disk)
+
+
+def _expel(run: _Pass, truth: Namespace) -> None:
+    """What a root key stands for is proven now, and the index has believed something else: images that say that, too, go."""
+    known = [address for address, row in run.rows.items() if row.namespace == truth.root]
+    for address in (*known, *run.adopted.pop(truth.root, ())):
+        path = run.directory.file(address)
+        try:
+            stated = from_header(read_header(path), 0)[1].stated
+        except (Damaged, ValueError, OSError):
+            continue  # whatever it is, a read will tell
+        if stated == truth.stated:
+            continue
+        if run.index:
+            with run.index.transaction():
+                run.index.remove([address])
+        run.rows.pop(address, None)
+        run.counts(-disk_at(path), images=-1)
+        run.set_aside("broken", path, FALSE)
 
 
 def _cut_log(run: _Pass) -> None:

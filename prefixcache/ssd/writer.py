@@ -267,11 +267,20 @@ class Writer:
             future.result()
 
     def _standing(self, batch: Batch) -> set[Address]:
-        """Those that are on the disk already, byte for byte. Other content under the same name leaves first."""
-        rows = self._store.index.find(write.entry.address for write in batch.writes)
+        """Those that are on the disk already, byte for byte. Other content under the same name leaves first, and what came in
+        under a false statement of a root key: the cache has just computed that, with its salt.
+        """
         touches = batch.touches
         same: set[Address] = set()
         other: dict[Address, Removal] = {}
+        spaces = {write.namespace.root: write.namespace for write in batch.writes}
+        forged = [address for space in spaces.values() for address in self._store.index.forged(space)]
+        if forged:
+            log.warning(
+                "SSD %s: %d images of a namespace that was forged: deleted", self._store.directory.root, len(forged)
+            )
+            self._drop({address: Removal(0, gone=False) for address in forged})
+        rows = self._store.index.find(write.entry.address for write in batch.writes)
         for write in batch.writes:
             row = rows.get(write.entry.address)
             if row is None:

@@ -180,13 +180,13 @@ def stored_anew(cache: PrefixCache, name: str) -> None:
 def outgrown_at_opening(say: Callable[[str], None]) -> Iterator[set[str]]:
     """Addresses of shorter twins that an opening deletes beside their longer ones: the crash came in between."""
     gone: set[str] = set()
-    settle, delete = Tiers.settle_twins, Ssd.delete
+    settle, delete = Tiers.drop_superseded, Ssd.delete
     settling: list[bool] = []
 
-    def settle_twins(tiers: Tiers, node: Any) -> None:
+    def drop_superseded(tiers: Tiers, changed: Any) -> None:
         settling.append(True)
         try:
-            settle(tiers, node)
+            settle(tiers, changed)
         finally:
             settling.pop()
 
@@ -197,8 +197,8 @@ def outgrown_at_opening(say: Callable[[str], None]) -> Iterator[set[str]]:
             say(json.dumps(["outgrown", [[entry.kind, entry.key.hex()] for entry in entries]]))
         delete(ssd, entries)
 
-    Tiers.settle_twins, Ssd.delete = settle_twins, announced  # type: ignore[method-assign]
+    Tiers.drop_superseded, Ssd.delete = drop_superseded, announced  # type: ignore[method-assign]
     try:
         yield gone
     finally:
-        Tiers.settle_twins, Ssd.delete = settle, delete  # type: ignore[method-assign]
+        Tiers.drop_superseded, Ssd.delete = settle, delete  # type: ignore[method-assign]

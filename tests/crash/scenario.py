@@ -46,7 +46,7 @@ class Scenario:
         def announced(ssd: Ssd, entries: Iterable[Entry]) -> None:
             entries = list(entries)
             # A successor of these is durable: what they were good for can still be had.
-            word = "outgrown" if sys._getframe(1).f_code.co_name in ("settle_twins", "written") else "leaving"
+            word = "outgrown" if sys._getframe(1).f_code.co_name == "drop_superseded" else "leaving"
             self.say(word, [[entry.kind, entry.key.hex()] for entry in entries])
             delete(ssd, entries)
 
