@@ -272,11 +272,14 @@ class Store:
     def _own_codes_first(self, start: int, count: int, source: Source) -> Source:
         """A source whose levels are others than those of live codes is left aside: these go in as they are."""
         assert source.rows is not None
-        tensors = source.rows.tensors()
-        wanted = [levels.read(group, tensors) for group in self._plan.rows.groups]
-        if differing(self._plan, self._leaves, start + source.tokens, start + count, wanted):
+        if self._coded_otherwise(start + source.tokens, start + count, source.rows.tensors()):
             return source._replace(tokens=0, rows=None, known=0)
         return source
+
+    def _coded_otherwise(self, first: int, last: int, tensors: dict[str, np.ndarray]) -> int:
+        """How many of these tokens live caches have coded with other levels than a rows image has."""
+        wanted = [levels.read(group, tensors) for group in self._plan.rows.groups]
+        return differing(self._plan, self._leaves, first, last, wanted)
 
     def _window_job(
         self, parent: Node, node: Node | None, start: int, tokens: bytes, key: bytes, source: Source
@@ -389,6 +392,16 @@ class Store:
             encode(section, self._leaves, own, self._back)
         for w, sinks, rows, tensors in grown:
             encode_stored(plan.windowed[w], plan.window_tails[w], rows, tensors, sinks)
+        if self._has_codes:
+            recoded = sum(
+                self._coded_otherwise(
+                    job.start + job.source.tokens, job.start + len(job.tokens) // TOKEN_BYTES, draft.tensors
+                )
+                for job, draft in zip(jobs, drafts, strict=True)
+                if job.kind == "rows"
+            )
+            with self._tiers.lock:
+                self._tiers.counters.recoded_tokens += recoded
         if self._back is not None:
             for job, draft in zip(jobs, drafts, strict=True):
                 # Of what was encoded just now the decoded rows are there already; known blocks are decoded at the end.
