@@ -41,6 +41,7 @@ class Source(NamedTuple):
     window: Image | None
     mask: tuple[int, ...]
     known: int = 0  # tokens whose rows stand there, taken over or not
+    coded: bool = False  # whether it is a whole block's
 
 
 NOTHING = Source(0, None, None, ())
@@ -109,7 +110,7 @@ class Store:
         live_codes.check(home.plan, leaves)
         self._state = describe_state(home.plan, leaves) if with_snapshot else None
         self._pinned: list[Slot] = []
-        self._known_blocks: list[Node] = []  # whole ones whose rows are to be decoded into the live cache
+        self._known_blocks: list[Node] = []  # whole ones that stood already: decoded into the live cache
         self._standing: Sequence[Node] = ()  # the blocks that were there before, the last one's rows pinned
         wait = tiers.settings.spill_wait if tiers.settings.spill == "wait" else 0.0
         self._deadline = time.monotonic() + wait  # of all waiting of this store
@@ -150,11 +151,12 @@ class Store:
         """Blocks that stood already: others computed them, or this cache did before it was asked for."""
         for node in self._known_blocks:
             if node.rows is not None and node.rows.image is not None:
-                self._decode_rows(back, node.start, node.rows.image.tensors())
+                count = min(BLOCK, self._limit - node.start)
+                self._decode_rows(back, node.start, node.rows.image.tensors(), count)
             if node.window is not None and node.window.image is not None:
                 self._decode_window(back, node.start, node.window.image.tensors(), node.window.mask)
 
-    def _decode_rows(self, back: Decoded, start: int, tensors: dict[str, np.ndarray], count: int = BLOCK) -> None:
+    def _decode_rows(self, back: Decoded, start: int, tensors: dict[str, np.ndarray], count: int) -> None:
         for group in self._plan.rows.groups:
             if not isinstance(group.codec, RawRows):
                 for member in group.members:
@@ -210,7 +212,7 @@ class Store:
             else:
                 self._pin(node.rows)
                 own = node.key
-                if self._back is not None and len(node.tokens) == BLOCK_BYTES and node.end <= self._limit:
+                if self._back is not None and len(node.tokens) == BLOCK_BYTES:
                     self._pin(node.window)
                     self._known_blocks.append(node)
             if (window := self._window_job(parent, node, at, tokens, key, source)) is not None:
@@ -254,7 +256,7 @@ class Store:
         self._pin(rows, window)
         mask = tuple(m & mask_of(0, shared) for m in window.mask) if window is not None else ()
         images = (rows.image if rows is not None else None, window.image if window is not None else None)
-        return None, Source(shared if rows is not None else 0, *images, mask, shared)
+        return None, Source(shared if rows is not None else 0, *images, mask, shared, whole)
 
     def _is_coded(self, tokens: bytes) -> bool:
         """Whether a block's rows are coded: once it is whole, or where a live cache has coded them."""
@@ -301,11 +303,14 @@ class Store:
                     self._pin(old)
                     source = Source(BLOCK, None, old.image, old.mask)
                 # Else it is on SSD only, and nothing waits for the disk here: the prompt being stored goes before it.
+        coded = len(block_tokens) == BLOCK_BYTES
         before = source.mask if source.window is not None else (0,) * len(windows)
+        if source.coded and not coded and not self._plan.lossless:  # a tail has the rows of the live cache as they are
+            before = tuple(m & ~h for m, h in zip(before, held, strict=True))
         mask = tuple(m | h for m, h in zip(before, held, strict=True))
         if not any(mask):
             return None
-        own, coded = window_key(block_key, mask), len(block_tokens) == BLOCK_BYTES
+        own = window_key(block_key, mask)
         blueprint = self._blueprint(
             "window", own, block_key, start, self._plan.window_specs(mask, coded), extra_of(mask)
         )
