@@ -102,7 +102,7 @@ class Store:
         label: str = "",
         back: Decoded | None = None,
     ):
-        """`back` gets what a fetch would give of whole blocks; it is put into the live cache at the end."""
+        """`back` gets what a fetch would give of whole blocks, and puts it into the live cache batch by batch."""
         self._tiers, self._home, self._plan, self._leaves = tiers, home, home.plan, leaves
         self._raw = raw
         self._label = label
@@ -135,6 +135,8 @@ class Store:
                         with self._tiers.lock:
                             tokens, nbytes, last, published = self._publish(jobs, images, reservation)
                     new_tokens, new_bytes = new_tokens + tokens, new_bytes + nbytes
+                    if self._back is not None:  # here, not at the end: decoded rows of a long prompt are large
+                        self._back.apply(self._leaves)
                     if last is not None and last.end > parent.end:  # else blocks after it were known
                         parent = last
                     kept = kept and published
@@ -142,19 +144,21 @@ class Store:
                     break
             if self._back is not None:
                 self._decode_known(self._back)
-                self._back.apply(self._leaves)
         finally:
             depth = self._finish(new_tokens, new_bytes)
         return Outcome(depth, new_tokens, new_bytes, self._state is not None and depth == self._limit)
 
     def _decode_known(self, back: Decoded) -> None:
         """Blocks that stood already: others computed them, or this cache did before it was asked for."""
-        for node in self._known_blocks:
+        for at, node in enumerate(self._known_blocks):
+            if at % BATCH == 0:
+                back.apply(self._leaves)
             if node.rows is not None and node.rows.image is not None:
                 count = min(BLOCK, self._limit - node.start)
                 self._decode_rows(back, node.start, node.rows.image.tensors(), count)
             if node.window is not None and node.window.image is not None:
                 self._decode_window(back, node.start, node.window.image.tensors(), node.window.mask)
+        back.apply(self._leaves)
 
     def _decode_rows(self, back: Decoded, start: int, tensors: dict[str, np.ndarray], count: int) -> None:
         for group in self._plan.rows.groups:

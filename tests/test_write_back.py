@@ -20,6 +20,14 @@ HEADS, WIDTH, SINKS = 2, 64, 4
 PARTS = ("keys", "values")
 
 
+WINDOWS = {
+    "ring": lambda: RotatingKVCache(300),
+    "ring with first tokens": lambda: RotatingKVCache(300, 4),
+    "ring, not full": lambda: RotatingKVCache(2000, 4),
+    "chunks": lambda: ChunkedKVCache(512),
+}
+
+
 def some_rows(tokens: int, seed: int = 0, dtype: str = "float16") -> list[tuple[mx.array, mx.array]]:
     """Keys and values of two layers; the first tokens' are alike in prompts of any length."""
     rng = np.random.default_rng(seed)
@@ -61,10 +69,8 @@ def held(layers: list[Any]) -> list[dict[str, dict[int, bytes]]]:
 def alike(live: list[Any], back: list[Any], below: int = 10**9) -> bool:
     """Whether all rows of tokens `below` that a fetched cache may attend to are those of the live one."""
     pairs = []
-    for a, b, layer in zip(held(live), held(back), back, strict=True):
+    for a, b in zip(held(live), held(back), strict=True):
         for part, rows in b.items():
-            if isinstance(layer, RotatingKVCache) and layer.offset > layer.max_size:
-                rows.pop(layer.offset - layer.max_size + layer.keep)  # the next to be overwritten
             pairs.append((a[part], {token: bits for token, bits in rows.items() if token < below}))
     return bool(pairs) and all(b.items() <= a.items() for a, b in pairs)
 
@@ -106,20 +112,31 @@ def test_rows_of_whole_blocks_become_what_a_fetch_gives(
         assert alike(live, fetched(cache, tokens[:300]))
 
 
+@pytest.mark.parametrize("window", [None, *sorted(WINDOWS)])
+def test_images_are_the_same_with_and_without_and_however_rows_are_encoded(
+    window: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU piece by piece, on a GPU all blocks in one launch, their levels measured in one pass."""
+    made = []
+    for here in (True, False):
+        for write_back in (True, False):
+            monkeypatch.setattr("prefixcache.layers.encode.on_cpu", lambda here=here: here)
+            empty = [KVCache(), WINDOWS[window]() if window is not None else KVCache()]
+            live = extend(empty, some_rows(5000), 0, 5000)
+            with PrefixCache(ram="80MB", codec="turboquant:4:3") as cache:
+                cache.store(list(range(5000)), live, model="m", write_back=write_back)
+                made.append(images(cache))
+                back = fetched(cache, list(range(5000)))
+                assert not write_back or alike(live, back)
+    assert all(one == made[0] for one in made[1:])
+
+
 def test_without_it_the_live_cache_is_not_changed() -> None:
     tokens, live = list(range(700)), extend([KVCache(), KVCache()], some_rows(700), 0, 700)
     before = held(live)
     with PrefixCache(ram="50MB", codec="turboquant") as cache:
         cache.store(tokens, live, model="m")
         assert changed(before, live) == [set(), set()]
-
-
-WINDOWS = {
-    "ring": lambda: RotatingKVCache(300),
-    "ring with first tokens": lambda: RotatingKVCache(300, 4),
-    "ring, not full": lambda: RotatingKVCache(2000, 4),
-    "chunks": lambda: ChunkedKVCache(512),
-}
 
 
 @pytest.mark.parametrize("window", sorted(WINDOWS))
@@ -191,7 +208,7 @@ def test_blocks_that_stood_already_are_decoded_into_the_live_cache(stood: int) -
 
 
 def test_a_second_store_changes_nothing_and_stores_nothing() -> None:
-    tokens, live = list(range(700)), extend([KVCache(), ChunkedKVCache(300)], some_rows(700), 0, 700)
+    tokens, live = list(range(700)), extend([KVCache(), RotatingKVCache(300, 4)], some_rows(700), 0, 700)
     with PrefixCache(ram="50MB", codec="turboquant") as cache:
         cache.store(tokens, live, model="m", write_back=True)
         before = held(live)
