@@ -16,13 +16,13 @@ import numpy as np
 from prefixcache.budget import Reservation
 from prefixcache.codecs import RawRows
 from prefixcache.codecs.interchange import name_of
-from prefixcache.image import Blueprint, Draft, Image, Meta, Spec
+from prefixcache.image import DTYPES, Blueprint, Draft, Image, Meta, Spec
 from prefixcache.keys import BLOCK, TOKEN_BYTES, canonical, chain
 from prefixcache.layers import levels, live_codes
 from prefixcache.layers.adapters import Leaf
 from prefixcache.layers.decoded import Decoded
-from prefixcache.layers.encode import Target, describe_state, encode, encode_stored, write_state
-from prefixcache.layers.live_codes import all_coded, differing
+from prefixcache.layers.encode import Target, decode_stored, describe_state, encode, encode_stored, write_state
+from prefixcache.layers.live_codes import differing
 from prefixcache.layers.plan import Section, extra_of, held_mask, mask_from, mask_of, runs_of, window_key
 from prefixcache.tiers import Home, Tiers
 from prefixcache.tree import BLOCK_BYTES, NODE_BYTES, RAM, SSD, Node, Slot
@@ -41,6 +41,7 @@ class Source(NamedTuple):
     window: Image | None
     mask: tuple[int, ...]
     known: int = 0  # tokens whose rows stand there, taken over or not
+    coded: bool = False  # whether it is a whole block's
 
 
 NOTHING = Source(0, None, None, ())
@@ -67,6 +68,16 @@ class Job(NamedTuple):
         return self.blueprint.nbytes + slot_bytes + node + (len(self.tokens) if self.kind == "snapshot" else 0)
 
 
+class GrownWindow(NamedTuple):
+    """A window of a block that is whole now, some of whose rows were a tail's: `rows`, as they are, of
+    `plan.window_tails[window]`, to be coded into `tensors`; the first `sinks` say nothing of the levels."""
+
+    window: int
+    sinks: int
+    rows: dict[str, np.ndarray]
+    tensors: dict[str, np.ndarray]
+
+
 class Outcome(NamedTuple):
     """What became of a store: tokens that can now be found, tokens and bytes that are new, and whether state was
     kept.
@@ -91,7 +102,7 @@ class Store:
         label: str = "",
         back: Decoded | None = None,
     ):
-        """`back` gets what a fetch would give of whole blocks; it is put into the live cache at the end."""
+        """`back` gets what a fetch would give of whole blocks, and puts it into the live cache batch by batch."""
         self._tiers, self._home, self._plan, self._leaves = tiers, home, home.plan, leaves
         self._raw = raw
         self._label = label
@@ -99,14 +110,14 @@ class Store:
         live_codes.check(home.plan, leaves)
         self._state = describe_state(home.plan, leaves) if with_snapshot else None
         self._pinned: list[Slot] = []
-        self._known_blocks: list[Node] = []  # whole ones whose rows are to be decoded into the live cache
+        self._known_blocks: list[Node] = []  # whole ones that stood already: decoded into the live cache
         self._standing: Sequence[Node] = ()  # the blocks that were there before, the last one's rows pinned
         wait = tiers.settings.spill_wait if tiers.settings.spill == "wait" else 0.0
         self._deadline = time.monotonic() + wait  # of all waiting of this store
         self._key_at: dict[int, bytes] = {}  # the key before the last block planned
         self._back = back
         # Rows that live caches have coded are left so, a tail's too: to decode them would be to code them twice.
-        self._has_codes = all_coded([self._plan.rows], leaves) and any(leaf.codes is not None for leaf in leaves)
+        self._has_codes = any(leaf.codes is not None for leaf in leaves)
 
     def run(self) -> Outcome:
         new_tokens, new_bytes, whole = 0, 0, False
@@ -124,6 +135,8 @@ class Store:
                         with self._tiers.lock:
                             tokens, nbytes, last, published = self._publish(jobs, images, reservation)
                     new_tokens, new_bytes = new_tokens + tokens, new_bytes + nbytes
+                    if self._back is not None:  # here, not at the end: decoded rows of a long prompt are large
+                        self._back.apply(self._leaves)
                     if last is not None and last.end > parent.end:  # else blocks after it were known
                         parent = last
                     kept = kept and published
@@ -131,21 +144,24 @@ class Store:
                     break
             if self._back is not None:
                 self._decode_known(self._back)
-                self._back.apply(self._leaves)
         finally:
             depth = self._finish(new_tokens, new_bytes)
         return Outcome(depth, new_tokens, new_bytes, self._state is not None and depth == self._limit)
 
     def _decode_known(self, back: Decoded) -> None:
         """Blocks that stood already: others computed them, or this cache did before it was asked for."""
-        for node in self._known_blocks:
+        for at, node in enumerate(self._known_blocks):
+            if at % BATCH == 0:
+                back.apply(self._leaves)
             if node.rows is not None and node.rows.image is not None:
-                self._decode_rows(back, node.start, node.rows.image.tensors())
+                count = min(BLOCK, self._limit - node.start)
+                self._decode_rows(back, node.start, node.rows.image.tensors(), count)
             for window in node.windows:
                 if window.image is not None:
                     self._decode_window(back, node.start, window.image.tensors(), window.mask)
+        back.apply(self._leaves)
 
-    def _decode_rows(self, back: Decoded, start: int, tensors: dict[str, np.ndarray], count: int = BLOCK) -> None:
+    def _decode_rows(self, back: Decoded, start: int, tensors: dict[str, np.ndarray], count: int) -> None:
         for group in self._plan.rows.groups:
             if not isinstance(group.codec, RawRows):
                 for member in group.members:
@@ -201,7 +217,7 @@ class Store:
             else:
                 self._pin(node.rows)
                 own = node.key
-                if self._back is not None and len(node.tokens) == BLOCK_BYTES and node.end <= self._limit:
+                if self._back is not None and len(node.tokens) == BLOCK_BYTES:
                     self._pin(*node.windows)
                     self._known_blocks.append(node)
             if (window := self._window_job(parent, node, at, tokens, key, source)) is not None:
@@ -238,13 +254,14 @@ class Store:
                 self._tiers.counters.recoded_tokens += shared
             return None, NOTHING
         whole = len(nearest.tokens) == BLOCK_BYTES
-        same = (whole or self._plan.is_coded(nearest.rows.image.tensors())) == coded or self._plan.lossless
-        rows = nearest.rows if same else None
+        # What a live cache has coded of a tail stays codes when the tail grows.
+        usable = whole or self._plan.is_coded(nearest.rows.image.tensors()) if coded else not whole
+        rows = nearest.rows if usable or self._plan.lossless else None
         window = _most_rows(nearest, mask_of(0, shared))
         self._pin(rows, window)
         mask = tuple(m & mask_of(0, shared) for m in window.mask) if window is not None else ()
         images = (rows.image if rows is not None else None, window.image if window is not None else None)
-        return None, Source(shared if rows is not None else 0, *images, mask, shared)
+        return None, Source(shared if rows is not None else 0, *images, mask, shared, whole)
 
     def _is_coded(self, tokens: bytes) -> bool:
         """Whether a block's rows are coded: once it is whole, or where a live cache has coded them."""
@@ -254,17 +271,22 @@ class Store:
         own, count, coded = chain(key, tokens), len(tokens) // TOKEN_BYTES, self._is_coded(tokens)
         if self._has_codes and source.rows is not None:
             source = self._own_codes_first(start, count, source)
+        if not coded and source.rows is not None:
+            coded = self._plan.is_coded(source.rows.tensors())
         blueprint = self._blueprint("rows", own, key, start, self._plan.rows_specs(start, count, coded))
         return Job("rows", parent, node, start, tokens, own, blueprint, source, coded)
 
     def _own_codes_first(self, start: int, count: int, source: Source) -> Source:
         """A source whose levels are others than those of live codes is left aside: these go in as they are."""
         assert source.rows is not None
-        tensors = source.rows.tensors()
-        wanted = [levels.read(group, tensors) for group in self._plan.rows.groups]
-        if differing(self._plan, self._leaves, start + source.tokens, start + count, wanted):
+        if self._coded_otherwise(start + source.tokens, start + count, source.rows.tensors()):
             return source._replace(tokens=0, rows=None, known=0)
         return source
+
+    def _coded_otherwise(self, first: int, last: int, tensors: dict[str, np.ndarray]) -> int:
+        """How many of these tokens live caches have coded with other levels than a rows image has."""
+        wanted = [levels.read(group, tensors) for group in self._plan.rows.groups]
+        return differing(self._plan, self._leaves, first, last, wanted)
 
     def _window_job(
         self, parent: Node, node: Node | None, start: int, tokens: bytes, key: bytes, source: Source
@@ -288,11 +310,14 @@ class Store:
             if taken is not None:
                 self._pin(taken)
                 source = Source(BLOCK, None, taken.image, taken.mask)
+        coded = len(block_tokens) == BLOCK_BYTES
         before = source.mask if source.window is not None else (0,) * len(windows)
+        if source.coded and not coded and not self._plan.lossless:  # a tail has the rows of the live cache as they are
+            before = tuple(m & ~h for m, h in zip(before, held, strict=True))
         mask = tuple(m | h for m, h in zip(before, held, strict=True))
         if not any(mask):
             return None
-        own, coded = window_key(block_key, mask), len(block_tokens) == BLOCK_BYTES
+        own = window_key(block_key, mask)
         blueprint = self._blueprint(
             "window", own, block_key, start, self._plan.window_specs(mask, coded), extra_of(mask)
         )
@@ -360,13 +385,15 @@ class Store:
         plan = self._plan
         sections = (plan.rows, plan.tails, *plan.kept, plan.sinks, *plan.windowed, *plan.window_tails)
         targets: dict[int, tuple[Section, list[Target]]] = {id(section): (section, []) for section in sections}
+        grown: list[GrownWindow] = []
         for job, draft in zip(jobs, drafts, strict=True):
             if job.kind == "snapshot":
                 assert self._state is not None
                 write_state(self._state, draft.tensors)
             if job.kind == "window":
-                for w, section in enumerate(plan.in_window(job.coded)):
-                    self._fill_window(job, draft, w, section, targets[id(section)][1])
+                for w in range(len(plan.windows)):
+                    section, target = self._fill_window(job, draft, w, grown)
+                    targets[id(section)][1].extend(target)
                 continue
             draft.tensors["tokens"][:] = np.frombuffer(job.tokens, "<i8")
             if job.kind == "rows":
@@ -375,13 +402,30 @@ class Store:
                     self._fill_rows(job, draft, section, tokens, targets[id(section)][1])
         for section, own in targets.values():
             encode(section, self._leaves, own, self._back)
+        for w, sinks, rows, tensors in grown:
+            encode_stored(plan.windowed[w], plan.window_tails[w], rows, tensors, sinks)
+        if self._has_codes:
+            recoded = sum(
+                self._coded_otherwise(
+                    job.start + job.source.tokens, job.start + len(job.tokens) // TOKEN_BYTES, draft.tensors
+                )
+                for job, draft in zip(jobs, drafts, strict=True)
+                if job.kind == "rows"
+            )
+            with self._tiers.lock:
+                self._tiers.counters.recoded_tokens += recoded
+        if self._back is not None:
+            for job, draft in zip(jobs, drafts, strict=True):
+                # Of what was encoded just now the decoded rows are there already; known blocks are decoded at the end.
+                if job.kind == "window" and job.coded and job.source.window is not None and job.known is None:
+                    self._decode_window(self._back, job.start, draft.tensors, job.mask)
         return [draft.seal() for draft in drafts]
 
     def _fill_rows(self, job: Job, draft: Draft, section: Section, count: int, targets: list[Target]) -> None:
         """Codes from the source, and a target for what is to be encoded."""
         copied = min(job.source.tokens, count)
         if copied and job.source.rows is not None:
-            self._take_over(section, job.source.rows.tensors(), draft, [(slice(copied), slice(copied))])
+            self._take_over(section, job.source.rows.tensors(), draft.tensors, [(slice(copied), slice(copied))])
             if self._back is not None and section is self._plan.rows and len(job.tokens) == BLOCK_BYTES:
                 self._decode_rows(self._back, job.start, draft.tensors, copied)
         if copied < count:
@@ -390,44 +434,56 @@ class Store:
             first, last = job.start + copied, job.start + count
             targets.append(Target(first, last, draft.tensors, copied, copied > 0, self._plan.sink_tokens, raw, whole))
 
-    def _fill_window(self, job: Job, draft: Draft, w: int, section: Section, targets: list[Target]) -> None:
-        mask, new = job.mask[w], job.encoded[w]
-        settled = False
-        if job.source.window is not None:
-            self._take_over_window(job, draft, w, section)
-            settled = bool(mask & ~new)
-        whole = len(job.tokens) == BLOCK_BYTES
+    def _fill_window(self, job: Job, draft: Draft, w: int, grown: list[GrownWindow]) -> tuple[Section, list[Target]]:
+        """Rows of an older window of the block, and targets for those to encode: in which section.
+
+        Those of a tail's are coded once the block is whole, together with the new ones: their levels are of all.
+        """
+        mask, new, plan = job.mask[w], job.encoded[w], self._plan
+        section, tensors, old = plan.in_window(job.coded)[w], draft.tensors, mask & ~new
+        if old:
+            assert job.source.window is not None
+            source = job.source.window.tensors()
+            stored = mask_from(job.source.window.header()[0].extra)[w]
+            pairs = []
+            for first, last in runs_of(old):
+                into, out = (mask & mask_of(0, first)).bit_count(), (stored & mask_of(0, first)).bit_count()
+                pairs.append((slice(into, into + last - first), slice(out, out + last - first)))
+            coded = all(name in source for group in plan.windowed[w].groups for name in group.names)
+            if coded and not job.coded and not plan.lossless:
+                decode_stored(plan.windowed[w], section, source, tensors, pairs)
+            else:
+                if job.coded and not coded:
+                    section = plan.window_tails[w]
+                    rows = {s.name: np.empty(s.shape, DTYPES[s.dtype]) for s in section.specs(mask.bit_count())}
+                    sinks = (mask & mask_of(0, plan.sink_tokens - job.start)).bit_count()
+                    grown.append(GrownWindow(w, sinks, rows, tensors))
+                    tensors = rows
+                self._take_over(section, source, tensors, pairs)
+        targets, settled = [], bool(old)
+        whole = section is plan.windowed[w] and len(job.tokens) == BLOCK_BYTES and job.source.window is None
         for first, last in runs_of(new):
             into = (mask & mask_of(0, first)).bit_count()
-            start, end = job.start + first, job.start + last
-            targets.append(Target(start, end, draft.tensors, into, settled, self._plan.sink_tokens, 0, whole))
+            targets.append(
+                Target(job.start + first, job.start + last, tensors, into, settled, plan.sink_tokens, 0, whole)
+            )
             settled = True
-
-    def _take_over_window(self, job: Job, draft: Draft, w: int, section: Section) -> None:
-        """The rows of an older window of the block; those of a tail's are coded when the block is whole."""
-        assert job.source.window is not None
-        mask, source = job.mask[w], job.source.window.tensors()
-        old, stored = mask & ~job.encoded[w], mask_from(job.source.window.header()[0].extra)[w]
-        pairs = []
-        for first, last in runs_of(old):
-            into, out = (mask & mask_of(0, first)).bit_count(), (stored & mask_of(0, first)).bit_count()
-            pairs.append((slice(into, into + last - first), slice(out, out + last - first)))
-        if all(name in source for group in section.groups for name in group.names):
-            self._take_over(section, source, draft, pairs)
-        elif pairs:
-            encode_stored(section, self._plan.window_tails[w], source, draft.tensors, pairs)
+        return section, targets
 
     @staticmethod
     def _take_over(
-        section: Section, source: dict[str, np.ndarray], draft: Draft, pairs: list[tuple[slice, slice]]
+        section: Section,
+        source: dict[str, np.ndarray],
+        tensors: dict[str, np.ndarray],
+        pairs: list[tuple[slice, slice]],
     ) -> None:
-        """Codes as they are, into and out of these rows, and with them their levels."""
-        for group in section.groups if pairs else ():
+        """Rows as they are coded, into and out of these, and with them their levels."""
+        for group in section.groups:
             for name in group.names:
                 for into, out in pairs:
-                    draft.tensors[name][into] = source[name][out]
+                    tensors[name][into] = source[name][out]
             for name in filter(None, (group.mean, group.root)):
-                draft.tensors[name][...] = source[name]
+                tensors[name][...] = source[name]
 
     # -- publishing, under the lock -----------------------------------------------------------------------------------
 

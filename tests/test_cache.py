@@ -84,8 +84,8 @@ def test_a_tail_that_grows_is_extended_and_its_shorter_twin_leaves(opened):
     assert stats.images_on_ssd == stats.ssd.files == images
 
 
-def test_codes_are_copied_never_encoded_again(opened):
-    """Five turns of fetch and store: the same codes as after one, though the rows decoded between are not the first ones."""
+def test_a_block_is_coded_once_when_it_is_whole(opened):
+    """Turns of fetch and store: a tail's rows are the first ones, a block's are the codes of those, ever after."""
     cache = opened(codec=TurboQuant(key_bits=2, value_bits=2))
     rng = np.random.default_rng(0)
 
@@ -94,13 +94,20 @@ def test_codes_are_copied_never_encoded_again(opened):
 
     live = [KVCache()]
     live[0].update_and_fetch(rows(100), rows(100))
+    exact = np.array(live[0].keys[:, :, :100])
     cache.store(LONG[:100], live, model="m")
-    first = np.array(cache.fetch(LONG[:100], model="m", leave=0)[0][0].keys[:, :, :100])
-    for n in range(150, 400, 50):
+    coded = None
+    for n in range(150, 600, 50):
         made, rest = cache.fetch(LONG[:n], model="m")
         made[0].update_and_fetch(rows(len(rest)), rows(len(rest)))
         cache.store(LONG[:n], made, model="m")
-        assert np.array_equal(np.array(cache.fetch(LONG[:n], model="m", leave=0)[0][0].keys[:, :, :100]), first)
+        now = np.array(cache.fetch(LONG[:n], model="m", leave=0)[0][0].keys[:, :, :100])
+        if n < 256:
+            assert np.array_equal(now, exact)
+        else:
+            coded = now if coded is None else coded
+            assert np.array_equal(now, coded)
+            assert not np.array_equal(now, exact)
     assert cache.stats().counters.recoded_tokens == 0
 
 

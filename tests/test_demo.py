@@ -79,7 +79,8 @@ def test_the_numbers_fit_each_other(ran: tuple[subprocess.CompletedProcess[str],
     for each in lossy:
         assert each["unique_tokens"] == ram["unique_tokens"]
         assert each["tokens"] >= each["agreeing_tokens"] >= 0.9 * each["tokens"] > 0
-    assert 6.5 < lossy[0]["smaller"] < lossy[1]["smaller"]
+    # Chats as short as these are half tails, which are kept as they are.
+    assert 3 < lossy[0]["smaller"] < lossy[1]["smaller"]
     assert shown["cold"]["first"] > max(ram["first"], ssd["first"])
 
 

@@ -33,7 +33,7 @@ KEPT = [  # what the directories of earlier releases hold
     ("dense", prompt(2, 300), b"tenant", "raw", states.check),
     ("windowed", prompt(3, 400), b"", "raw", states.check),
     ("hybrid", prompt(4, 270), b"", "raw", states.check),
-    ("levelled", prompt(5, 300), b"", "turboquant:4", states.check_uneven),
+    ("levelled", prompt(5, 300), b"", "turboquant:4", None),  # by a version of the codec that isn't read any more
 ]
 
 
@@ -53,7 +53,9 @@ def check_all(root: Path) -> None:
     for codec in ("raw", "turboquant:4"):
         with open_on(root, codec) as cache:
             for model, tokens, salt, of, check in KEPT:
-                if of == codec:
+                if of == codec and check is None:
+                    assert cache.match(tokens, model=model, salt=salt) == (0, 0)
+                elif of == codec:
                     assert cache.promote(tokens, model=model, salt=salt).result(20) == len(tokens)
                     made, rest = cache.fetch(tokens, model=model, salt=salt, leave=0)
                     assert list(rest) == []
@@ -192,8 +194,6 @@ def test_every_file_says_its_format(tmp_path):
         header = file.read_bytes()
         length = int.from_bytes(header[:8], "little")
         assert json.loads(header[8 : 8 + length])["__metadata__"]["format"] == "1"
-    (statistics,) = (root / "stats").iterdir()
-    assert b'"levels":"1 ' in statistics.read_bytes()
 
 
 # -- an index that lies -----------------------------------------------------------------------------------------------

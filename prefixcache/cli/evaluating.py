@@ -30,6 +30,7 @@ from prefixcache.cache import Stored
 from prefixcache.cli.evaluate_measures import Rows, compare, joined, mean_and_error, surprise
 from prefixcache.cli.evaluate_text import Haystack, NotMeasured, Question, Window, cut, depths_of, haystacks
 from prefixcache.codecs import Codec, as_codec
+from prefixcache.keys import BLOCK
 from prefixcache.layers.adapters import CacheError
 from prefixcache.layers.plan import Plan
 
@@ -352,12 +353,12 @@ def _of_codec(trial: Trial, reference_nll: list[float], job: Job) -> Facts:
 
 
 def _sizes(trial: Trial) -> Facts:
-    """Bytes and bits. A payload is one token's codes and scales, in every layer that keeps rows by token; what is
-    stored has headers, token ids and recurrent state beside it, and of windowed layers fewer rows.
+    """Bytes and bits. A payload is what one token of a whole block takes in every layer that keeps rows by token, levels
+    included; what is stored has headers, token ids and recurrent state beside it, and of windowed layers fewer rows.
     """
     assert trial.plan is not None
     plan = trial.plan
-    payload = sum(spec.nbytes for section in (plan.rows, *plan.windowed) for spec in section.specs(1))
+    payload = sum(spec.nbytes for section in (plan.rows, *plan.windowed) for spec in section.specs(BLOCK)) / BLOCK
     values = sum(stream[2] * stream[3] for leaf in plan.leaves for stream in leaf.get("streams") or ())
     live = plan.fp16_bytes(1)
     tokens = sum(stored.new_tokens for stored in trial.stored)

@@ -103,11 +103,10 @@ def _measure_here(rows: Array, centred: bool) -> tuple[Array, Array]:
         for head in np.flatnonzero(~usual.all(axis=0)):
             own = rows[:, head : head + 1]
             finite = np.isfinite(own).all(axis=(1, 2))
-            if not finite.all():  # nothing was learned of which are far
-                if finite.sum() < LEAST_ROWS:
-                    mean[head] = np.nan
-                else:
-                    (mean[head],), (spread[head],) = _measure_here(own[finite], centred)
+            if finite.sum() < LEAST_ROWS or (finite.all() and not usual[:, head].any()):
+                mean[head] = np.nan
+            elif not finite.all():  # nothing was learned of which are far
+                (mean[head],), (spread[head],) = _measure_here(own[finite], centred)
             else:
                 (mean[head],), (spread[head],) = _mean_and_spread(own[usual[:, head]], centred)
     return mean, spread
@@ -128,7 +127,9 @@ def _measure_there(rows: mx.array, centred: bool) -> tuple[Array, Array]:
         apart = mx.where(usual, mx.abs(rows - mean), 0)
         spread = mx.sum(apart, axis=0) / count
         size = mx.mean(mx.square(apart / mx.where(spread > 0, spread, 1)), axis=2, keepdims=True)
-        usual = usual & (size <= FAR * mx.sort(size, axis=0)[size.shape[0] // 2])
+        middle = mx.maximum(mx.sum(usual, axis=0, keepdims=True) - 1, 0) // 2
+        median = mx.take_along_axis(mx.sort(mx.where(usual, size, mx.inf), axis=0), middle, axis=0)
+        usual = usual & (size <= FAR * median)
     mean = mx.where(enough, mean, mx.nan)
     mx.eval(mean, spread)
     return np.array(borrow(mean)), np.array(borrow(spread))

@@ -308,9 +308,13 @@ class Compressed(Adapter):
 
 
 class Rotating(Adapter):
-    """RotatingKVCache: the first `keep` tokens' rows and the last ones', in a ring after `max_size`."""
+    """RotatingKVCache: the first `keep` tokens' rows and the last ones', in a ring after `max_size`.
 
-    _growing = ("keys", "values", "offset", "_idx")
+    A full ring is made without its oldest row, the next to be overwritten, which nothing reads. A store must not take that
+    for the token's: `_missing` says whose it is.
+    """
+
+    _growing = ("keys", "values", "offset", "_idx", "_missing")
 
     def read(self, cache: Any, at: str) -> Leaf:
         attrs = _constants(cache, self._growing, at)
@@ -343,7 +347,8 @@ class Rotating(Adapter):
         def where(a: int, b: int) -> np.ndarray:
             return order[a:b] if b <= keep else order[a - first + keep : b - first + keep]
 
-        held = ((0, keep), (first, offset)) if keep else ((first, offset),)
+        known = max(first, getattr(cache, "_missing", -1) + 1)
+        held = ((0, keep), (known, offset)) if keep else ((known, offset),)
         return Leaf(layout, offset, held, arrays, where)
 
     def capacity(self, layout: Layout, boundary: int, room: int) -> int:
@@ -354,6 +359,9 @@ class Rotating(Adapter):
         made.keys, made.values = streams.get("keys"), streams.get("values")
         made.offset = _offset(layout, boundary)
         made._idx = made.keys.shape[2] if streams else made.offset
+        size, keep, _ = layout["window"]
+        if streams and boundary > size:
+            made._missing = boundary - size + keep
         return made
 
 

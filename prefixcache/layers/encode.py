@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from prefixcache.codecs import RawRows
-from prefixcache.codecs.base import Encoding
+from prefixcache.codecs.base import Decoding, Encoding
 from prefixcache.codecs.interchange import as_float32, borrow, element, name_of, on_cpu
 from prefixcache.codecs.levelling import Levels, measure, neutral
 from prefixcache.image import Spec
@@ -79,31 +79,53 @@ def _of_equal_length(targets: list[Target]) -> list[list[int]]:
 
 
 def encode_stored(
+    section: Section, tails: Section, rows: dict[str, np.ndarray], tensors: dict[str, np.ndarray], sinks: int
+) -> None:
+    """All `rows` that tensors of `tails` have as they are -> `tensors` of a section of the same streams.
+
+    Levels are measured here, without the first `sinks` rows.
+    """
+    places = _places(tails)
+    for group in section.groups:
+        parts = []
+        for member in group.members:
+            own, heads = places[member.leaf, member.stream]
+            parts.append(rows[own.names[0]][:, heads])
+        of_group = np.concatenate(parts, axis=1)
+        of_all = None
+        if group.root:
+            of_all = measure(as_float32(of_group[sinks:], group.codec.dtype), group.codec.centred)
+            levels.write(group, tensors, of_all)
+        group.codec.encode_all([Encoding(of_group, tuple(tensors[name] for name in group.names), of_all)])
+
+
+def decode_stored(
     section: Section,
     tails: Section,
     source: dict[str, np.ndarray],
     tensors: dict[str, np.ndarray],
     pairs: list[tuple[slice, slice]],
 ) -> None:
-    """Rows that an image of `tails` has as they are -> `tensors` of a section of the same streams, into and out of these."""
-    raw = {(member.leaf, member.stream): (group, member) for group in tails.groups for member in group.members}
+    """The inverse: codes that an image of `section` has -> `tensors` of `tails`, into and out of these rows."""
+    places = _places(tails)
     for group in section.groups:
-        parts = []
         for member in group.members:
-            own, of = raw[member.leaf, member.stream]
-            heads = slice(of.head, of.head + of.heads)
-            parts.append(np.concatenate([source[own.names[0]][out, heads] for _, out in pairs]))
-        rows = np.concatenate(parts, axis=1)
-        of_all = None
-        if group.root:
-            of_all = measure(as_float32(rows, group.codec.dtype), group.codec.centred)
-            levels.write(group, tensors, of_all)
-        at = 0
-        for into, _ in pairs:
-            count = into.stop - into.start
-            planes = tuple(tensors[name][into] for name in group.names)
-            group.codec.encode_all([Encoding(rows[at : at + count], planes, of_all)])
-            at += count
+            own, heads = places[member.leaf, member.stream]
+            coded, of_member = slice(member.head, member.head + member.heads), levels.read(group, source, member)
+            batch = []
+            for into, out in pairs:
+                planes = tuple(source[name][out, coded] for name in group.names)
+                batch.append(Decoding(planes, tensors[own.names[0]][into, heads].swapaxes(0, 1), of_member))
+            group.codec.decode_all(batch)
+
+
+def _places(tails: Section) -> dict[tuple[int, str], tuple[Group, slice]]:
+    """Of a section that has rows as they are, where each stream's stand."""
+    return {
+        (member.leaf, member.stream): (group, slice(member.head, member.head + member.heads))
+        for group in tails.groups
+        for member in group.members
+    }
 
 
 def _levels_of(group: Group, leaves: list[Leaf], targets: list[Target], here: bool) -> list[Levels | None]:

@@ -7,20 +7,20 @@ Live caches are made by name: importing them imports mlx-lm, which takes seconds
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from prefixcache.codecs import RawRows, RowCodec, TurboQuant
+from prefixcache.codecs import RowCodec, TurboQuant
 from prefixcache.codecs.levelling import Levels
 from prefixcache.codecs.pieces import Piece
 from prefixcache.codecs.turboquant import LATENT_WIDTH, TurboQuantRows
 from prefixcache.layers import levels
 from prefixcache.layers.adapters import PARTS, PLAIN_CACHE, CacheError, Leaf
-from prefixcache.layers.plan import Plan, Section
+from prefixcache.layers.plan import Plan
 
 if TYPE_CHECKING:
     from prefixcache.live.coded import Choice
@@ -92,13 +92,6 @@ def same(a: Levels | None, b: Levels | None) -> bool:
     if a is b or a is None or b is None:
         return a is b
     return a.mean.shape == b.mean.shape and np.array_equal(a.mean, b.mean) and np.array_equal(a.root, b.root)
-
-
-def all_coded(sections: Iterable[Section], leaves: Sequence[Leaf]) -> bool:
-    """Whether live caches have codes of every stream that isn't kept as it is; False where there is none."""
-    groups = [group for section in sections for group in section.groups if not isinstance(group.codec, RawRows)]
-    own = [leaves[member.leaf].codes is not None for group in groups for member in group.members]
-    return bool(own) and all(own)
 
 
 def differing(plan: Plan, leaves: Sequence[Leaf], first: int, last: int, wanted: Sequence[Levels | None]) -> int:

@@ -56,7 +56,7 @@ def test_names_are_short() -> None:
         ({"name": ["raw"], "version": 1}, "not known"),
         ({"name": "zip", "version": 1}, "codec 'zip': not known here; known are affine, raw, turboquant"),
         ({"name": "raw"}, "version None"),
-        ({"name": "turboquant", "version": 9}, "'turboquant' version 9: this release reads version 1"),
+        ({"name": "turboquant", "version": 9}, "'turboquant' version 9: this release reads version 2"),
         ({"name": "raw", "version": True}, "version True"),
         ({"name": "raw", "version": 1, "bits": 4}, "check bits"),
         ({"name": "affine", "version": 1, "bits": 4}, "check group_size"),

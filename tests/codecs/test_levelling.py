@@ -9,76 +9,156 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from roundtrip import as_float64, rows_of
 
-from prefixcache.codecs.levelling import FLOOR, LEAST_ROWS, Levels, measure
+from prefixcache.codecs import levelling
+from prefixcache.codecs.levelling import FLOOR, LEAST_ROWS, Levels, measure, neutral
 from prefixcache.codecs.turboquant import TurboQuantRows
 
 ERROR = {1: 0.45, 2: 0.13, 3: 0.040, 4: 0.0115, 8: 1.5e-4}  # relative squared error of a levelled row, with room
 
 
-def judged(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and root as the docstring says, in float64, over the rows that are finite."""
-    rows = rows[np.isfinite(rows).all(axis=(1, 2))].astype(np.float64)
-    mean = rows.mean(0)
-    spread = np.abs(rows - mean).mean(0)
-    spread = np.maximum(spread, FLOOR * np.median(spread, axis=1, keepdims=True))
-    return mean, np.sqrt(spread / spread.min(axis=1, keepdims=True))
+def judged(rows: np.ndarray, centred: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and root as the docstring says, in float64, over each head's rows that are finite."""
+    means, roots = [], []
+    for head in rows.swapaxes(0, 1).astype(np.float64):
+        own = head[np.isfinite(head).all(axis=1)]
+        mean = own.mean(0) if centred else np.zeros(own.shape[1])
+        spread = np.abs(own - mean).mean(0)
+        spread = np.maximum(spread, FLOOR * np.median(spread))
+        means.append(mean)
+        roots.append(np.sqrt(spread / spread.min()))
+    return np.array(means), np.array(roots)
+
+
+BF16 = 2.0**-8  # relative: the step in which a mean is kept, and
+STEP = 2.0 ** (1 / 32)  # the factor by which a root is rounded at most
 
 
 # Of narrower rows, one in thousands is as far out as those that don't count.
 @settings(deadline=None, max_examples=60)
 @given(
     seed=st.integers(0, 2**32 - 1), heads=st.integers(1, 3), width=st.integers(4, 80), scale=st.integers(-90, 90),
-    unequal=st.floats(0, 3), bad=st.integers(0, 5),
+    unequal=st.floats(0, 3), bad=st.integers(0, 5), centred=st.booleans(),
 )  # fmt: skip
-def test_levels_are_those_of_float64(seed: int, heads: int, width: int, scale: int, unequal: float, bad: int) -> None:
+def test_levels_are_those_of_float64_as_far_as_they_can_be_kept(
+    seed: int, heads: int, width: int, scale: int, unequal: float, bad: int, centred: bool
+) -> None:
     rng = np.random.default_rng(seed)
     rows = rng.standard_normal((300, heads, width)) * np.exp(unequal * rng.standard_normal(width))
-    rows = (np.ldexp(rows, scale) + np.ldexp(1.0, scale + 3)).astype(np.float32)
+    rows = (np.ldexp(rows, scale) + np.ldexp(8.0 * centred, scale)).astype(np.float32)
     rows[rng.integers(0, 300, bad), 0, 0] = rng.choice([np.nan, np.inf, -np.inf], bad)
-    levels = measure(rows)
-    assert levels is not None
-    mean, root = judged(rows)
-    assert np.allclose(levels.mean, mean, rtol=1e-4, atol=np.ldexp(1.0, scale - 10))
-    assert np.allclose(levels.root, root, rtol=1e-3)
+    levels = measure(rows, centred)
+    mean, root = judged(rows, centred)
+    assert np.allclose(levels.mean, mean, rtol=BF16, atol=np.ldexp(1.0, scale - 10))
+    assert (np.maximum(levels.root / root, root / levels.root) < 1.001 * STEP).all()
     assert (levels.root >= 1).all()
     assert np.allclose(levels.weight * levels.root, 1, rtol=1e-6)
+    assert centred or not levels.mean.any()
 
 
-def test_too_few_rows_or_none_that_is_finite_give_no_levels() -> None:
-    rows = np.random.default_rng(0).standard_normal((LEAST_ROWS, 1, 8)).astype(np.float32)
-    assert measure(rows) is not None
-    assert measure(rows[1:]) is None
-    rows[0] = np.nan
-    assert measure(rows) is None
-    assert measure(np.full((400, 1, 8), np.inf, np.float32)) is None
-    assert measure(np.full((400, 1, 8), 3e38, np.float32)) is None  # their sum is not finite
+@settings(deadline=None, max_examples=60)
+@given(
+    seed=st.integers(0, 2**32 - 1), tokens=st.integers(LEAST_ROWS, 300), heads=st.integers(1, 3), width=st.integers(8, 80),
+    scale=st.integers(-60, 60), unequal=st.floats(0, 3), far=st.integers(0, 4), bad=st.integers(0, 5), centred=st.booleans(),
+)  # fmt: skip
+def test_the_gpu_s_way_of_measuring_gives_what_the_cpu_s_gives(
+    seed: int, tokens: int, heads: int, width: int, scale: int, unequal: float, far: int, bad: int, centred: bool
+) -> None:
+    """Sums differ in their order, and so in the last bits; not which rows count."""
+    rng = np.random.default_rng(seed)
+    rows = rng.standard_normal((tokens, heads, width)) * np.exp(unequal * rng.standard_normal(width))
+    rows = np.ldexp(rows + rng.standard_normal(width), scale).astype(np.float32)
+    rows[rng.integers(0, tokens, far), 0] *= np.float32(1e4)
+    rows[rng.integers(0, tokens, bad), heads - 1, 0] = rng.choice([np.nan, np.inf, -np.inf], bad)
+    here, there = levelling._measure_here(rows, centred), levelling._measure_there(mx.array(rows), centred)
+    known = np.isfinite(here[0])
+    assert np.array_equal(known, np.isfinite(there[0]))
+    for a, b in zip(here, there, strict=True):
+        assert np.allclose(a[known], b[known], rtol=1e-4, atol=np.ldexp(1e-4, scale))
 
 
-@pytest.mark.parametrize("value", [0.0, 5.0, -1e-30])
+def test_a_head_without_rows_enough_that_are_finite_is_none_to_the_gpu_too() -> None:
+    rows = np.random.default_rng(0).standard_normal((LEAST_ROWS + 3, 2, 8)).astype(np.float32)
+    rows[:4, 1, 5] = np.nan
+    for measured in (levelling._measure_here(rows, True), levelling._measure_there(mx.array(rows), True)):
+        assert np.isfinite(measured[0]).all(axis=1).tolist() == [True, False]
+
+
+def is_neutral(levels: Levels, head: int = 0) -> bool:
+    return not levels.mean[head].any() and bool((levels.root[head] == 1).all())
+
+
+def test_too_few_rows_or_none_that_is_finite_give_levels_that_change_nothing() -> None:
+    rows = np.random.default_rng(0).standard_normal((LEAST_ROWS, 2, 8)).astype(np.float32)
+    assert not is_neutral(measure(rows, True))
+    assert all(is_neutral(measure(rows[1:], True), head) for head in (0, 1))
+    assert all(is_neutral(measure(rows[:0], True), head) for head in (0, 1))
+    rows[0, 0] = np.nan  # that head has too few; the other does not notice
+    assert is_neutral(measure(rows, True))
+    assert not is_neutral(measure(rows, True), 1)
+    assert is_neutral(measure(np.full((400, 1, 8), np.inf, np.float32), True))
+    assert is_neutral(measure(np.full((400, 1, 8), 3e38, np.float32), True))  # their sum is not finite
+
+
+@pytest.mark.parametrize("value", [0.0, 5.0, -(2.0**-100)])
 def test_channels_that_never_move_are_left_at_their_mean(value: float) -> None:
     rows = np.full((LEAST_ROWS, 2, 64), value, np.float32)
-    levels = measure(rows)
-    assert levels is not None
+    levels = measure(rows, True)
     assert (levels.root == 1).all()
     assert np.allclose(levels.mean, value)
     rows[:, :, 3] = np.random.default_rng(0).standard_normal((LEAST_ROWS, 2))
-    levels = measure(rows)
-    assert levels is not None
-    assert np.isfinite(levels.root).all()
+    assert np.isfinite(measure(rows, True).root).all()
 
 
 @pytest.mark.parametrize("factor", [5.0, 30.0, 1e3, 1e30])
 @pytest.mark.parametrize("few", [1, 4])
 def test_rows_far_larger_than_the_others_do_not_count(factor: float, few: int) -> None:
-    rows = np.random.default_rng(0).standard_normal((LEAST_ROWS, 2, 64)).astype(np.float32)
-    calm = measure(rows)
+    rows = np.random.default_rng(0).standard_normal((4 * LEAST_ROWS, 2, 64)).astype(np.float32)
+    calm = measure(rows, True)
     rows[:few, 0] *= np.float32(factor)
-    moved = measure(rows)
-    assert calm is not None
-    assert moved is not None
+    moved = measure(rows, True)
     assert np.abs(moved.root / calm.root - 1).max() < 0.1
     assert np.abs(moved.mean - calm.mean).max() < 0.1
     assert np.array_equal(moved.root[1], calm.root[1])
+
+
+# --- as they are kept
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 2**32 - 1), heads=st.integers(1, 4), width=st.integers(1, 80), size=st.integers(-120, 120),
+       centred=st.booleans())  # fmt: skip
+def test_measured_levels_come_back_to_the_bit_from_the_numbers_that_they_are_kept_in(
+    seed: int, heads: int, width: int, size: int, centred: bool
+) -> None:
+    rng = np.random.default_rng(seed)
+    rows = np.ldexp(rng.standard_normal((100, heads, width)) ** 3 + rng.standard_normal(width), size).astype(np.float32)
+    levels = measure(rows, centred)
+    mean, root = levels.kept
+    assert (mean.dtype, root.dtype) == (np.uint16, np.uint8)
+    back = Levels.from_kept(mean if centred else None, root)
+    assert back.mean.tobytes() == levels.mean.tobytes()
+    assert back.root.tobytes() == levels.root.tobytes()
+
+
+def test_a_kept_root_is_a_number_of_sixteenths_of_a_factor_of_two() -> None:
+    root = np.array([[0, 16, 40, 255]], np.uint8)
+    levels = Levels.from_kept(None, root)
+    assert np.allclose(levels.root, [[1, 2, 2**2.5, 2 ** (255 / 16)]])
+    assert np.array_equal(levels.kept[1], root)
+
+
+def test_levels_of_several_heads_are_joined_and_taken_apart() -> None:
+    parts = [
+        Levels(np.full((n, 4), i, np.float32), np.full((n, 4), 1 + i, np.float32)) for i, n in enumerate((1, 3, 2))
+    ]
+    joined, first = Levels.joined(parts), 0
+    for part in parts:
+        own = joined.of(first, len(part.mean))
+        assert np.array_equal(own.mean, part.mean)
+        assert np.array_equal(own.root, part.root)
+        first += len(part.mean)
+    assert Levels.joined(parts[:1]) is parts[0]
+    assert is_neutral(neutral(3, 8), 2)
 
 
 # --- rows coded with levels

@@ -282,8 +282,9 @@ def stream(width: int = 128, other: int | None = None, **changed: object) -> Str
 
 
 def test_keys_and_values_have_bits_of_their_own() -> None:
+    """And keys alone are centred."""
     codec = TurboQuant(key_bits=4, value_bits=3, seed=9)
-    assert codec.row_codec(stream()) == TurboQuantRows(128, "bfloat16", 4, 9, True)
+    assert codec.row_codec(stream()) == TurboQuantRows(128, "bfloat16", 4, 9, True, True)
     assert codec.row_codec(stream(part="values")) == TurboQuantRows(128, "bfloat16", 3, 9, True)
     assert isinstance(codec.row_codec(stream()), RowCodec)
     assert codec.row_codec(stream()).planes == (Plane("codes", "U32", (16,)), Plane("scale", "BF16", ()))
@@ -297,12 +298,13 @@ def test_narrow_rows_and_other_dtypes_are_kept_raw(kept: Stream) -> None:
 def test_latents_are_kept_raw_unless_asked_otherwise() -> None:
     for part in (stream(512, 64, heads=1), stream(64, 512, heads=1, part="values"), stream(256, 32, heads=1)):
         assert TurboQuant().row_codec(part) == RawRows(part.width, part.dtype)
-        assert TurboQuant(raw_latents=False).row_codec(part) == TurboQuantRows(part.width, part.dtype, 4, levelled=True)
+        taken = TurboQuantRows(part.width, part.dtype, 4, levelled=True, centred=part.part == "keys")
+        assert TurboQuant(raw_latents=False).row_codec(part) == taken
 
 
 @pytest.mark.parametrize("taken", [stream(512, 64), stream(512, heads=1), stream(192, 128, heads=1)])
 def test_wide_heads_and_single_heads_are_no_latents(taken: Stream) -> None:
-    assert TurboQuant().row_codec(taken) == TurboQuantRows(taken.width, taken.dtype, 4, levelled=True)
+    assert TurboQuant().row_codec(taken) == TurboQuantRows(taken.width, taken.dtype, 4, levelled=True, centred=True)
 
 
 def test_the_paper_s_plain_form_can_be_chosen() -> None:

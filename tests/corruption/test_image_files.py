@@ -1,4 +1,4 @@
-"""Files of images and of levels, damaged in every way that a disk or a careless hand knows: a miss, set aside, made anew."""
+"""Files of images, damaged in every way that a disk or a careless hand knows: a miss, set aside, made anew."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from prefixcache.image import statistics_name
 from prefixcache.ssd.entries import Entry
-from prefixcache.ssd.files import Damaged, read_header, read_image, read_statistics
+from prefixcache.ssd.files import Damaged, read_header, read_image
 from prefixcache.ssd.index import connect, read_entries
 
-from .directories import CODED, PLAIN, STATE, WINDOW, copy, execute, file_of, images, judge, reasons, rows_of, uncleanly
+from .directories import CODED, PLAIN, STATE, WINDOW, copy, file_of, images, judge, reasons, rows_of, uncleanly
 
 
 def damage(path, change):
@@ -117,7 +116,7 @@ def entries(made, tmp_path_factory) -> list[tuple[Path, Entry]]:
 def one_of_each(entries):
     smallest = {}
     for path, entry in sorted(entries, key=lambda pair: pair[1].nbytes):
-        smallest.setdefault((entry.kind, bool(entry.statistics)), (path, entry))
+        smallest.setdefault((entry.kind, entry.namespace), (path, entry))
     return list(smallest.values())
 
 
@@ -155,48 +154,6 @@ def test_no_length_of_an_image_but_its_own_is_believed(entries, tmp_path):
                 read_image(str(target), entry)
             with pytest.raises(Damaged):
                 read_header(str(target))
-
-
-def test_no_bit_and_no_length_of_levels_can_change_unseen(made, tmp_path):
-    (path,) = images(made, "stats")
-    sound, target = path.read_bytes(), tmp_path / "levels"
-    assert path.stem == statistics_name(sound)
-    for at in [*range(200), *range(200, len(sound), 7)]:
-        for content in (sound[:at] + bytes([sound[at] ^ (1 << at % 8)]) + sound[at + 1 :], sound[:at]):
-            target.write_bytes(content)
-            with pytest.raises(Damaged):
-                read_statistics(str(target), path.stem)
-
-
-@pytest.mark.parametrize("change", [flip(100), flip(-3), zero_tail, lambda content: content.clear(),
-                                    lambda content: content.append(0)])  # fmt: skip
-def test_damaged_levels_cost_the_images_that_name_them_and_no_others(root, change):
-    damage(images(root, "stats")[0], change)
-    verdict = judge(root, "turboquant")
-    assert verdict.depths[CODED.name] == 0
-    assert verdict.corrupt == 2
-    assert len(verdict.reasons) == 1
-    assert judge(root).corrupt == 0
-
-
-def test_levels_that_are_gone_or_a_terabyte_of_nothing_are_a_miss(root):
-    (path,) = images(root, "stats")
-    os.truncate(path, 1 << 40)
-    assert judge(root, "turboquant").depths[CODED.name] == 0
-    (path,) = images(root, "stats")
-    path.unlink()
-    assert judge(root, "turboquant").depths[CODED.name] == 0
-
-
-def test_levels_of_the_right_name_and_another_namespace_are_a_miss(root):
-    (path,) = images(root, "stats")
-    content = bytearray(path.read_bytes())
-    at = content.index(b"levels") + 12
-    content[at] = ord("0") if content[at] != ord("0") else ord("1")
-    forged = path.with_name(f"{statistics_name(bytes(content))}.safetensors")
-    forged.write_bytes(content)
-    execute(root, ("UPDATE image SET statistics = ? WHERE statistics != ''", [forged.stem]))
-    assert judge(root, "turboquant").depths[CODED.name] == 0
 
 
 def test_images_that_changed_places_are_all_set_aside(root):

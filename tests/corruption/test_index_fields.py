@@ -175,17 +175,6 @@ def test_a_tick_near_the_bound_does_not_stop_the_cache(root):
         assert depth(cache, fresh) == 601
 
 
-def test_statistics_of_another_image_or_none_are_a_miss(copies):
-    each = copies()
-    for value, root in zip(["", "0" * 32, "ab"], each, strict=False):
-        execute(root, ("UPDATE image SET statistics = ? WHERE statistics != ''", [value]))
-        judge(root, "turboquant")
-    root = next(each)
-    execute(root, "UPDATE image SET statistics = (SELECT max(statistics) FROM image)")
-    judge(root)
-    assert judge(root, "turboquant").depths[CODED.name] == 300
-
-
 NAMESPACE = {
     "root": "randomblob(16)",
     "model": "'another'",

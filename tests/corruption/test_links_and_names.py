@@ -21,7 +21,7 @@ from prefixcache.ssd.quarantine import quarantined
 from prefixcache.ssd.survey import survey
 from tests.ssd.images import du
 
-from .directories import CODED, EXACT, PLAIN, depth, file_of, images, judge, opened, reasons, rows_of, store, uncleanly
+from .directories import EXACT, PLAIN, depth, file_of, judge, opened, reasons, rows_of, store, uncleanly
 
 PRECIOUS = b"precious" * 100
 
@@ -79,14 +79,6 @@ def test_what_stands_in_an_images_place_is_moved_away(root, what, clean):
     verdict = judge(root)
     assert len(verdict.reasons) == 1
     assert verdict.corrupt == clean
-
-
-@pytest.mark.parametrize("what", PLACED)
-def test_what_stands_in_the_levels_place_is_moved_away(root, what):
-    put(images(root, "stats")[0], what)
-    verdict = judge(root, "turboquant")
-    assert verdict.depths[CODED.name] == 0
-    assert verdict.reasons == ["not a plain file"]
 
 
 def test_a_link_to_the_very_file_is_not_followed(root, tmp_path):

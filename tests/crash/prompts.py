@@ -43,7 +43,7 @@ PROMPTS = {
     "early": Prompt(WINDOWED, text(3, 260)),  # brings rows of windows that `window` had no more
     "state": Prompt(HYBRID, text(4, 300)),
     "later": Prompt(HYBRID, text(4, 330)),
-    "first": Prompt(CODED, text(5, 300)),  # brings the levels
+    "first": Prompt(CODED, text(5, 300)),
     "second": Prompt(CODED, text(6, 270)),
     **{f"filler{n}": Prompt(DENSE, text(10 + n, 520)) for n in range(3)},
     "last": Prompt(DENSE, text(30, 300)),

@@ -20,8 +20,7 @@ import numpy as np
 from prefixcache import image as images
 from prefixcache.image import Blueprint, ImageError, Meta, Spec, verify
 from prefixcache.keys import chain
-from prefixcache.layers.levels import pack, unpack
-from prefixcache.layers.plan import Plan, mask_from
+from prefixcache.layers.plan import mask_from
 from prefixcache.ssd import Entry
 from prefixcache.ssd.directory import Directory, holder, lock_format
 from prefixcache.ssd.errors import DirectoryError, IndexBroken
@@ -58,30 +57,6 @@ def sound_image(kind: str = "rows", count: int = 3) -> bytes:
     draft.tensors["tokens"][:] = tokens
     draft.tensors["r0.rows"][:] = 1
     return draft.seal().data.tobytes()
-
-
-@cache
-def levelled_plan() -> Plan:
-    from prefixcache.codecs import TurboQuant
-
-    stream = [["keys", "keys", 1, 32, "float32", False], ["values", "values", 1, 32, "float32", False]]
-    layer = {"class": "mlx_lm.models.cache.KVCache", "kind": "sliceable", "attrs": {}, "streams": stream}
-    return Plan({"kinds": [layer], "layers": [0]}, TurboQuant())
-
-
-@cache
-def sound_levels() -> bytes:
-    from prefixcache.codecs.levelling import Levels
-
-    plan = levelled_plan()
-    made = {
-        group.levels: Levels(
-            np.zeros((group.heads, group.codec.width), np.float32),
-            np.ones((group.heads, group.codec.width), np.float32),
-        )
-        for group in plan.rows.groups
-    }
-    return bytes(pack(ROOT, made).data)
 
 
 @cache
@@ -146,18 +121,6 @@ def header(data: bytes) -> None:
             read_image(str(path), entry).header()
         except Damaged:
             continue
-
-
-def levels(data: bytes) -> None:
-    """Levels of a file, under the name that its bytes give it: what an attacker would write."""
-    from prefixcache.image import statistics_name
-
-    found = unpack(statistics_name(data), data, ROOT, levelled_plan())
-    if found is not None:
-        assert found.root == ROOT
-        for group in levelled_plan().rows.groups:
-            own = found.of(group)
-            assert own is None or own.mean.shape == own.root.shape == (group.heads, group.codec.width)
 
 
 def index(data: bytes) -> None:
@@ -231,7 +194,6 @@ def ranges(data: bytes) -> None:
 TARGETS: dict[str, tuple[Callable[[bytes], None], Callable[[], list[bytes]]]] = {
     "image": (image, lambda: [sound_image(kind) for kind in ("rows", "window", "snapshot")]),
     "header": (header, lambda: [sound_image(kind) for kind in ("rows", "window", "snapshot")]),
-    "levels": (levels, lambda: [sound_levels()]),
     "index": (edited_index, lambda: [b"\x64\x00\x01\x0d\x05", b"\x00\x10\x01\x0d\x05", b"\x12\x00\x01\x02\x02"]),
     "note": (note, lambda: [NOTE]),
     "lock": (lock, lambda: [LOCK_TEXT]),

@@ -327,6 +327,23 @@ def test_streams_of_equal_codec_width_and_dtype_share_a_tensor():
     assert [(g.codec.width, g.heads) for g in plan.rows.groups] == [(32, 2 + 2 + 3 + 3 + 2), (64, 2)]
 
 
+@pytest.mark.parametrize("keep", [0, 4])
+def test_a_row_that_a_restored_ring_does_not_have_is_not_stored_as_if_it_had(cache, keep):
+    """At its own boundary the oldest place of a full ring is empty: a hit one token before would attend to it."""
+    live = filled(RotatingKVCache(100, keep), 550)
+    for _ in range(50):
+        filled(live, 1)  # one by one: then it holds no more than its window
+    cache.store(TOKENS, [filled(KVCache()), live], model="m")
+    restored, rest = cache.fetch(TOKENS[:599], model="m", leave=0)
+    assert rest == []
+    assert cache.match(TOKENS[:598], model="m").ram == keep
+    assert cache.store(TOKENS[:599], restored, model="m").new_bytes == 0
+    assert cache.match(TOKENS[:598], model="m").ram == keep
+    for layer in restored:
+        filled(layer, 1)
+    assert read(restored).leaves[1].held[-1] == (600 - 100 + keep, 600)
+
+
 def test_the_layout_does_not_depend_on_the_tokens():
     assert read([filled(KVCache(), 5)]).layout == read([filled(KVCache(), 700)]).layout
     assert read([filled(RotatingKVCache(64), 5)]).layout == read([filled(RotatingKVCache(64), 700)]).layout

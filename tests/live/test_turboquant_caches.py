@@ -226,7 +226,7 @@ def test_the_original_dtype_comes_back_and_the_original_stays():
 def test_levels_that_are_shared_are_measured_once(monkeypatch):
     measured = []
     measure = coded.measure
-    monkeypatch.setattr(coded, "measure", lambda own: measured.append(len(own)) or measure(own))
+    monkeypatch.setattr(coded, "measure", lambda own, centred: measured.append(len(own)) or measure(own, centred))
     shared = SharedLevels()
     for _ in range(3):
         added(TurboQuantKVCache(levels=shared, layer=2), 300)
@@ -510,7 +510,7 @@ def test_a_batchs_state_is_the_whole_batch():
     ("other", "said"),
     [
         (lambda: TurboQuantKVCache(3, levelling=False), "key_bits 4 and key_bits 3"),
-        (lambda: TurboQuantKVCache(levelling=False, sink_tokens=2), "sink_tokens 0 and sink_tokens 2"),
+        (lambda: TurboQuantKVCache(levelling=False, sink_tokens=2), "sink_tokens 4 and sink_tokens 2"),
         (lambda: TurboQuantKVCache(levelling=False, attend="buffer"), "attend codes and attend buffer"),
     ],
 )

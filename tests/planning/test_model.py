@@ -20,7 +20,7 @@ from prefixcache.planning.sizes import Sizes, describe
 from prefixcache.tree import Window
 from tests.families import BASE, FAMILIES, MLX_LM_0_31
 
-PROMPT = 263  # two blocks, the second short; more than the 256 rows that levels are measured from
+PROMPT = 263  # two blocks, the second short: its rows are kept as they are
 CODECS = ("raw", "turboquant:4", "affine:4")
 MEBIBYTE = 1 << 20
 
@@ -135,17 +135,12 @@ def prefilled(model, prompt: list[int]) -> list:
     return prompt_cache
 
 
-def bytes_of(sizes: Sizes, tokens: int) -> int:
-    """Of all images of one prompt of at least 32 different tokens, without the levels."""
-    return sizes.prompt_bytes(tokens) - sizes.levels_bytes(tokens)
-
-
 def assert_stored_as_told(state: ModelState, prompt: list[int], prompt_cache: list, codec) -> None:
     sizes = Sizes(state, codec, "a model")
     with PrefixCache(ram="1GB", codec=codec, memory_reserve=0) as prefixes:
         stored = prefixes.store(prompt, prompt_cache, model="a model")
         assert stored.tokens == len(prompt)
-        assert stored.new_bytes == bytes_of(sizes, len(prompt))
+        assert stored.new_bytes == sizes.prompt_bytes(len(prompt))
         assert prefixes.stats().ram_images == sizes.prompt_bytes(len(prompt))
         assert stored.raw_layers == tuple(sizes.plan.raw)
 
@@ -216,14 +211,12 @@ def test_headers_are_counted_at_starts_of_up_to_five_digits_and_with_kept_and_su
         assert_stored_as_told(state_of(prompt_cache), prompt, prompt_cache, codec)
 
 
-def test_a_prompt_too_short_for_levels_has_images_that_name_none():
-    state = state_of(synthetic(100))
-    sizes = Sizes(state, TurboQuant())
-    assert sizes.levels(255) is None
-    assert sizes.levels(256) is not None
-    assert sizes.rows_bytes(0, 100, levels=False) < sizes.rows_bytes(0, 100)
-    assert sizes.prompt_bytes(100) == (
-        sizes.rows_bytes(0, 100, False) + sizes.windows_bytes(100, levels=False) + sizes.snapshot_bytes(0, 100)
+def test_a_block_that_is_not_whole_takes_what_its_rows_take():
+    raw, coded = (Sizes(state_of(synthetic(300)), codec) for codec in (Raw(), TurboQuant()))
+    assert abs(coded.rows_bytes(0, 255) - raw.rows_bytes(0, 255)) < 300  # the codec's name in the header
+    assert coded.rows_bytes(256, 256) < raw.rows_bytes(256, 256) / 2
+    assert coded.prompt_bytes(300) == (
+        coded.rows_bytes(0) + coded.rows_bytes(256, 44) + coded.windows_bytes(300) + coded.snapshot_bytes(256, 44)
     )
 
 
@@ -287,10 +280,10 @@ def test_a_table_has_a_row_for_each_codec():
     raw, four, three = describe(state, [Raw(), TurboQuant(), TurboQuant(3, 3)])
     assert [row.codec for row in (raw, four, three)] == ["raw", "turboquant k4 v4", "turboquant k3 v3"]
     assert 131072 < raw.bytes_per_token < 131072 * 1.001
-    assert four.bytes_per_token == pytest.approx(32 * 8 * 2 * (64 + 2) + 8, rel=0.001)
-    assert (raw.ratio, four.ratio, three.ratio) == pytest.approx((1.0, 3.88, 5.12), rel=0.002)
+    assert four.bytes_per_token == pytest.approx(32 * 8 * 2 * (64 + 2) + 32 * 8 * 128 * 4 // 256 + 8, rel=0.001)
+    assert (raw.ratio, four.ratio, three.ratio) == pytest.approx((1.0, 3.82, 5.02), rel=0.002)
     assert four.tokens_per_gb == pytest.approx(1e9 / four.bytes_per_token, rel=0.002)
-    assert four.prompt == pytest.approx(32_768 * four.bytes_per_token, rel=0.002)  # and levels
+    assert four.prompt == pytest.approx(32_768 * four.bytes_per_token, rel=0.002)
     assert four.raw_layers == raw.raw_layers == ()
     (latents,) = describe(told("DeepSeek-V3"), [TurboQuant()])
     assert latents.raw_layers == tuple(range(61))

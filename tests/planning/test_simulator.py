@@ -207,8 +207,7 @@ def test_recorded_calls_look_up_and_store_by_themselves():
     assert outcome.seconds == 2.0
 
 
-def test_levels_that_were_never_written_are_lost():
-    """RAM so small that nothing of the first prompts reaches the SSD."""
+def test_ram_so_small_that_nothing_of_the_first_prompts_reaches_the_ssd_is_simulated():
     state, codec = ModelState.of(PLAIN, name="tiny"), as_codec("turboquant:4")
     for ram in (20_000, 60_000, 250_000):
         run = Simulation(state, codec, ram=ram, ssd=13_000_000)

@@ -52,8 +52,7 @@ def drawn(scale: str) -> Rows:
     offset, spread = rng.standard_normal((2, HEADS, 1, WIDTH))
     one = rng.standard_normal((HEADS, PIECES_A_STREAM * PIECE, WIDTH)) * (1 + spread**2) + 4 * offset
     stream = one.astype(np.float16)
-    levels = measure(stream.swapaxes(0, 1).astype(np.float32))
-    assert levels is not None
+    levels = measure(stream.swapaxes(0, 1).astype(np.float32), True)
     return Rows([stream.copy() for _ in range(STREAMS[scale])], levels)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from mlx_lm.models.cache import KVCache
 
 from prefixcache import PrefixCache, TurboQuant
-from prefixcache.codecs.levelling import MOST_ROWS, Levels, measure
+from prefixcache.codecs.levelling import Levels, measure
 from prefixcache.codecs.rotation import Rotation
 from prefixcache.codecs.turboquant import TurboQuantRows
 from prefixcache.codecs.turboquant_format import Form
@@ -41,11 +41,8 @@ def coded(rows: np.ndarray, bits: int, levels: Levels | None = None, seed: int =
 
 
 def levels_of(rows: np.ndarray) -> Levels:
-    """As a namespace takes them from its first prompt: from at most 2048 rows, evenly drawn."""
-    drawn = rows[np.linspace(0, len(rows) - 1, min(len(rows), MOST_ROWS)).astype(int)]
-    levels = measure(drawn.astype(np.float32)[:, None])
-    assert levels is not None
-    return levels
+    """Of keys that are coded together: here all, in a cache a block's 256."""
+    return measure(rows.astype(np.float32)[:, None], True)
 
 
 def affine(rows: np.ndarray, bits: int) -> Array:
