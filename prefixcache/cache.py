@@ -28,7 +28,7 @@ from prefixcache.budget import Reservation
 from prefixcache.codecs import Codec, TurboQuant, codec_from_spec, turboquant_backends
 from prefixcache.finding import Deepest, deepest, hit
 from prefixcache.image import Image
-from prefixcache.keys import TOKEN_BYTES, Tokens, as_model, as_salt, as_tokens, canonical, root_key
+from prefixcache.keys import BLOCK, TOKEN_BYTES, Tokens, as_model, as_salt, as_tokens, canonical, root_key
 from prefixcache.layers.adapters import allow
 from prefixcache.layers.decoded import Decoded
 from prefixcache.layers.encode import evaluate
@@ -232,6 +232,7 @@ class PrefixCache:
         write_back: bool = False,
         since: int = 0,
         state: bool = True,
+        whole_blocks: bool = False,
     ) -> Stored:
         """Keep the state of `tokens`: what is not kept already is encoded here, on this thread.
 
@@ -245,6 +246,7 @@ class PrefixCache:
         (those before, which a fetch gave, are left alone). Call it so after each chunk of a prefill, which must end where a
         block ends: then what is generated on is what is stored, and a hit never changes an answer, with lossy codecs too.
         Without it `prompt_cache` is not changed. `state=False` keeps no recurrent state: for chunks that nobody will ask for.
+        With `whole_blocks` an incomplete last block is left out, for it is not hit either: see `fetch`.
 
         Raises TypeError or ValueError for bad tokens, model or salt, and `CacheError` (a ValueError) for a prompt cache
         that can't be kept: a batch, a class that isn't known, an attribute that isn't plain data, codes of another codec.
@@ -263,6 +265,8 @@ class PrefixCache:
         if not counted and not any(mx.array in map(type, _flat(leaf.state)) for leaf in reading.leaves):
             return Stored(0, 0, 0, False, ())  # nothing has gone through this cache yet
         home = self._home_for(model, reading.layout, salt)
+        if whole_blocks and limit >= BLOCK and not (home.plan.snapshots or home.plan.lossless):
+            limit -= limit % BLOCK
         agreed = reading.agreed and reading.positions in (None, limit)
         evaluate(reading.leaves)
         raw = ids[:limit].tobytes()
@@ -304,8 +308,9 @@ class PrefixCache:
         Returns (prompt_cache, rest): a new list of layer caches of the classes that were stored, the caller's own, and
         `tokens[depth:]`, of at least `leave` tokens. (None, tokens) on a miss. Never reads a file: see `promote`.
 
-        With `whole_blocks` a hit never ends inside a coded block, but where that begins, so that what is computed goes on
-        from the rows that it went on from at first: see `store(write_back=)`. Recurrent models are hit where they have state.
+        With `whole_blocks` a hit ends where a whole block does: at most 255 tokens more are computed, always on the same
+        rows, whatever was stored since, so that the answer is always the same: see `store(write_back=)`. Prompts of less
+        than a block, exact codecs (raw) and recurrent models are hit as without.
 
         The layers have room for `room` tokens more and some beside, before they must grow; None: for the rest.
 

@@ -45,7 +45,7 @@ def hit(
 ) -> Hit | None:
     """What RAM has of a prompt of `asked` tokens is counted, becomes the newest, and is pinned. None on a miss.
 
-    `whole_blocks`: the hit ends where a coded block does.
+    `whole_blocks`: see `PrefixCache.fetch`.
     """
     tree, counters = tiers.tree, tiers.counters
     counters.fetches += 1
@@ -63,12 +63,13 @@ def hit(
 
 
 def _at_whole_blocks(tree: Tree, found: Deepest) -> Deepest:
-    """The deepest boundary that is not inside rows that are coded."""
+    """The deepest boundary where a whole block ends; also one in the first block, as long as that is kept as it is."""
     depth, home, walk = found
     while depth > 0 and not home.plan.snapshots and not home.plan.lossless:
         node = next(node for node in walk.nodes if node.end >= depth)
         assert node.rows is not None
-        if node.end == depth or not (node.is_whole or home.plan.is_coded(node.rows.image.tensors())):
+        in_first = not node.start and not node.is_whole and not home.plan.is_coded(node.rows.image.tensors())
+        if in_first or (node.end == depth and node.is_whole):
             break
         depth = tree.reach(walk, RAM, node.start)
     return Deepest(depth, home, walk)

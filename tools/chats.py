@@ -4,8 +4,8 @@
 
 Answers are greedy. The same chats are asked one after the other of a server that has seen none of them (cold), again (RAM),
 after a restart (SSD), of one whose RAM holds a few prompts only (evicted to the SSD), eight at once, of a cache that is cold
-for each single request, and of servers with `--exact-prefill` and with `--codec raw`. A chat is equal when each of its answers
-is, to the character.
+for each single request, and of servers with `--exact-prefill` and with `--codec raw`. A chat is equal when each of its
+answers is, to the character.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 SYSTEM = (
-    "You are a careful assistant who helps people to read technical documentation. Answer in plain English, in two or three "
-    "short sentences, and only from what the text says. When the text does not say it, tell the reader so. Never invent names."
+    "You are a careful assistant who helps people to read technical documentation. Answer in plain English, in two or "
+    "three short sentences, and only from what the text says. When the text does not say it, tell the reader so."
 )
 FIRST = "Read this part of a manual:\n\n{text}\n\nWhat is it about?"
 LATER = (
@@ -176,11 +176,13 @@ def main() -> None:
             cold, cached = ask_all(server, chats, given.tokens)
             tell(f"{given.codec}, cold", cold, cached, None)
             tell("again, from RAM", *ask_all(server, chats, given.tokens, history=cold), cold)
-            tell("8 at once, warm", *ask_all(server, chats, given.tokens, history=cold, at_once=8), cold)
+            batch, share = ask_all(server, chats, given.tokens, history=cold, at_once=8)
+            tell("8 at once, from RAM", batch, share, cold)
+            tell("8 at once, again", *ask_all(server, chats, given.tokens, history=cold, at_once=8), batch)
             each = ask_all(server, chats, given.tokens, history=cold, salt=lambda chat, turn: f"{chat}.{turn}")
             tell("each request on an empty cache", *each, cold)
-            batch = ask_all(server, chats, given.tokens, history=cold, salt=lambda chat, turn: f"b{chat}", at_once=8)
-            tell("8 at once, cold", *batch, cold)
+            apart = ask_all(server, chats, given.tokens, history=cold, salt=lambda chat, turn: f"b{chat}", at_once=8)
+            tell("8 at once, cold", *apart, cold)
         tell("after a restart, from the SSD", *run("restart", "--ram", "4GB", *coded, history=cold), cold)
         tell("RAM of a few prompts, the rest on the SSD", *run("evicted", "--ram", "40MB", *coded, history=cold), cold)
         raw, cached = run("raw", "--ram", "8GB", "--codec", "raw", directory="raw", history=cold)

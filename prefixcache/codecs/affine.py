@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import numpy as np
 
-from .base import Decoding, Encoding, Plane, RowCodec, Stream
+from .base import Decoding, Encoding, Plane, RowCodec, Stream, encode_blocks
 from .interchange import FLOATS, Array, borrow, bring_in, check_capacity, check_rows, copy_out, element
 from .levelling import Levels
 from .raw import RawRows
@@ -66,9 +66,10 @@ class AffineRows:
             for plane, coded in zip(planes, self.encode(bring_in(rows, self.dtype)), strict=True):
                 plane[...] = coded
 
-    def encode_and_decode(self, rows: mx.array, levels: Levels | None = None) -> tuple[list[Array], mx.array]:
-        planes = self.encode(rows)
-        return planes, self.decode(planes, rows.shape[0])
+    def encode_blocks(
+        self, rows: mx.array, blocks: int, levels: Levels | None, decoded: bool
+    ) -> tuple[list[Array], mx.array | None]:
+        return encode_blocks(self, rows, blocks, levels, decoded)
 
     def decode(self, planes: Sequence[Array], capacity: int, levels: Levels | None = None) -> mx.array:
         """[codes, scales, biases], each (tokens, heads, ...) -> (heads, capacity, width), zero from row `tokens` on."""

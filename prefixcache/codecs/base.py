@@ -91,8 +91,12 @@ class RowCodec(Protocol):
         """On the CPU, each of the batch."""
         ...
 
-    def encode_and_decode(self, rows: mx.array, levels: Levels | None = None) -> tuple[list[Array], mx.array]:
-        """`encode`, and what `decode` gives of it: (heads, tokens, width), lazy; the codes don't leave the device for it."""
+    def encode_blocks(
+        self, rows: mx.array, blocks: int, levels: Levels | None, decoded: bool
+    ) -> tuple[list[Array], mx.array | None]:
+        """`encode` of blocks side by side, rows (tokens, blocks * heads, width): planes (blocks, tokens, heads, ...). Where
+        it is asked for, also what `decode` gives, (blocks, heads, tokens, width); the codes don't leave the device for it.
+        """
         ...
 
     def decode(self, planes: Sequence[Array], capacity: int, levels: Levels | None = None) -> mx.array:
@@ -118,3 +122,13 @@ class Codec(Protocol):
     def row_codec(self, stream: Stream) -> RowCodec:
         """The codec of this stream's rows; `Raw`'s where this codec can't or shouldn't take them."""
         ...
+
+
+def encode_blocks(
+    codec: RowCodec, rows: mx.array, blocks: int, levels: Levels | None, decoded: bool
+) -> tuple[list[Array], mx.array | None]:
+    """`RowCodec.encode_blocks` by the codec's other methods."""
+    tokens, sides, width = rows.shape
+    planes = codec.encode(rows, levels)
+    back = codec.decode(planes, tokens, levels).reshape(blocks, sides // blocks, tokens, width) if decoded else None
+    return [plane.reshape(tokens, blocks, -1, *plane.shape[2:]).swapaxes(0, 1) for plane in planes], back

@@ -22,6 +22,7 @@ FAR = 16.0  # times the median of the rows' squared sizes, in deviations: such r
 FLOOR = 0.1  # of the head's median spread: a channel that hardly moved may yet
 STEPS = 16  # of a root, to each factor of two
 MOST_STEPS = 255
+POWER = 0.45  # of a spread in its root: for white error .5 is best, on a pretrained model less, down to .25
 
 ROOTS = (2.0 ** (np.arange(MOST_STEPS + 1) / STEPS)).astype(np.float32)  # what a kept root, uint8, stands for
 
@@ -73,23 +74,24 @@ def measure(rows: Array | mx.array, centred: bool) -> Levels:
     """Levels of float32 rows (tokens, heads, width), as they can be kept: neutral from fewer than 64 rows, and for a head
     that holds what is no finite number.
 
-    mean is the channel's where rows are `centred`, else 0; root is sqrt(s / smallest s), s the channel's mean absolute
-    deviation from it, at least `FLOOR` of the median of its head's. Dividing by sqrt(s), half-way to equal channels, is what
-    leaves the least squared error after the way back: the error is white in between, so channel c's is root_c**2 times the
+    mean is the channel's where rows are `centred`, else 0; root is (s / smallest s)**POWER, s the channel's mean absolute
+    deviation from it, at least `FLOOR` of the median of its head's. Dividing by sqrt(s), half-way to equal channels, would
+    leave the least squared error after the way back: the error is white in between, so channel c's is root_c**2 times the
     mean of (s / root)**2. Rows far larger than most of their head's don't count.
     """
     tokens, heads, width = rows.shape
     if tokens < LEAST_ROWS:
         return neutral(heads, width)
     if isinstance(rows, mx.array) and not on_cpu():
-        mean, spread = _measure_there(rows, centred)
+        mean, spread, median = _measure_there(rows, centred)
     else:
         mean, spread = _measure_here(borrow(rows) if isinstance(rows, mx.array) else rows, centred)
-    spread = np.maximum(spread, FLOOR * np.median(spread, axis=1, keepdims=True))
+        median = np.median(spread, axis=1, keepdims=True)
+    spread = np.maximum(spread, FLOOR * median)
     finite = np.isfinite(mean).all(axis=1, keepdims=True) & np.isfinite(spread).all(axis=1, keepdims=True)
     least = spread.min(axis=1, keepdims=True)
     with np.errstate(invalid="ignore", divide="ignore"):
-        steps = np.rint(np.log2(spread / least) * (STEPS / 2))
+        steps = np.rint(np.log2(spread / least) * (STEPS * POWER))
     root = np.where(finite & (least > 0), np.clip(steps, 0, MOST_STEPS), 0).astype(np.uint8)
     return Levels.from_kept(_bf16(np.where(finite, mean, 0)) if centred else None, root)
 
@@ -117,8 +119,8 @@ def _mean_and_spread(rows: Array, centred: bool) -> tuple[Array, Array]:
     return mean, np.abs(rows - mean if centred else rows).mean(0)
 
 
-def _measure_there(rows: mx.array, centred: bool) -> tuple[Array, Array]:
-    """The same on MLX's device, in a pass for all heads."""
+def _measure_there(rows: mx.array, centred: bool) -> tuple[Array, Array, Array]:
+    """The same on MLX's device, in a pass for all heads, and the median of each head's spreads, (heads, 1)."""
     usual = mx.all(mx.isfinite(rows), axis=2, keepdims=True)
     enough = mx.sum(usual, axis=0) >= LEAST_ROWS
     for _ in range(2):  # of all finite rows, then without those that are far
@@ -129,10 +131,14 @@ def _measure_there(rows: mx.array, centred: bool) -> tuple[Array, Array]:
         size = mx.mean(mx.square(apart / mx.where(spread > 0, spread, 1)), axis=2, keepdims=True)
         middle = mx.maximum(mx.sum(usual, axis=0, keepdims=True) - 1, 0) // 2
         median = mx.take_along_axis(mx.sort(mx.where(usual, size, mx.inf), axis=0), middle, axis=0)
+        unusual = mx.any(usual & (size > FAR * median))
         usual = usual & (size <= FAR * median)
-    mean = mx.where(enough, mean, mx.nan)
-    mx.eval(mean, spread)
-    return np.array(borrow(mean)), np.array(borrow(spread))
+        if not unusual.item():
+            break
+    mean, ordered, width = mx.where(enough, mean, mx.nan), mx.sort(spread, axis=1), spread.shape[1]
+    median = (ordered[:, (width - 1) // 2] + ordered[:, width // 2])[:, None] / 2
+    mx.eval(mean, spread, median)
+    return np.array(borrow(mean)), np.array(borrow(spread)), np.array(borrow(median))
 
 
 def _bf16(values: Array) -> Array:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import numpy as np
 
-from .base import Decoding, Encoding, Plane, RowCodec, Stream
+from .base import Decoding, Encoding, Plane, RowCodec, Stream, encode_blocks
 from .interchange import Array, bring_in, check_capacity, check_rows, copy_out, element
 from .levelling import Levels
 
@@ -47,8 +47,10 @@ class RawRows:
         for rows, (kept,), _ in batch:
             kept[...] = rows
 
-    def encode_and_decode(self, rows: mx.array, levels: Levels | None = None) -> tuple[list[Array], mx.array]:
-        return self.encode(rows), mx.swapaxes(rows, 0, 1)
+    def encode_blocks(
+        self, rows: mx.array, blocks: int, levels: Levels | None, decoded: bool
+    ) -> tuple[list[Array], mx.array | None]:
+        return encode_blocks(self, rows, blocks, levels, decoded)
 
     def decode(self, planes: Sequence[Array], capacity: int, levels: Levels | None = None) -> mx.array:
         """[(tokens, heads, width)] -> (heads, capacity, width) of `dtype`, zero from row `tokens` on."""

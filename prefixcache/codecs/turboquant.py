@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from . import turboquant_backends, turboquant_gpu
-from .base import Decoding, Encoding, Plane, RowCodec, Stream
+from .base import Decoding, Encoding, Plane, RowCodec, Stream, encode_blocks
 from .codebook import CODEBOOKS
 from .interchange import FLOATS, Array, borrow, bring_in, check_capacity, check_rows, element, on_cpu
 from .levelling import Levels
@@ -78,17 +78,20 @@ class TurboQuantRows:
         """Rows, bf16 as uint16 -> into codes uint32 (tokens, heads, words), scale uint16 (tokens, heads)."""
         turboquant_backends.encode_all(batch, self.dtype, self.form)
 
-    def encode_and_decode(self, rows: mx.array, levels: Levels | None = None) -> tuple[list[Array], mx.array]:
-        """`encode`, and (heads, tokens, width) that `decode` gives of it."""
+    def encode_blocks(
+        self, rows: mx.array, blocks: int, levels: Levels | None, decoded: bool
+    ) -> tuple[list[Array], mx.array | None]:
+        """Blocks side by side: rows (tokens, blocks * heads, width); see `RowCodec`."""
         check_rows(rows, self.width, self.dtype)
-        back_end = turboquant_backends.device(self.form)
-        if not rows.size or on_cpu() or back_end is not turboquant_gpu:
-            planes = self.encode(rows, levels)
-            return planes, self.decode(planes, rows.shape[0], levels)
-        codes, scales = turboquant_gpu.encode_arrays(rows, self.form, levels)
-        decoded = turboquant_gpu.decode_arrays(codes, scales, rows.shape[0], self.dtype, self.form, levels)
-        mx.eval(codes, scales, decoded)
-        return [borrow(codes), borrow(scales)], decoded
+        if not rows.size or on_cpu() or turboquant_backends.device(self.form) is not turboquant_gpu:
+            return encode_blocks(self, rows, blocks, levels, decoded)
+        tokens, sides, _ = rows.shape
+        planes = turboquant_gpu.encode_arrays(rows, self.form, levels)
+        apart = [mx.contiguous(mx.swapaxes(p.reshape(tokens, blocks, -1, *p.shape[2:]), 0, 1)) for p in planes]
+        back = turboquant_gpu.decode_arrays(*planes, tokens, self.dtype, self.form, levels) if decoded else None
+        mx.eval(apart, back if back is not None else [])
+        shape = (blocks, sides // blocks, tokens, self.width)
+        return [borrow(plane) for plane in apart], back.reshape(shape) if back is not None else None
 
     def decode(self, planes: Sequence[Array], capacity: int, levels: Levels | None = None) -> mx.array:
         """[codes (tokens, heads, words), scale (tokens, heads)] -> (heads, capacity, width), zero from `tokens` on."""

@@ -75,7 +75,7 @@ class TieredPromptCache(LRUPromptCache):
         as the bytes allow. `max_bytes`: of prompt caches in RAM; None: the cache's budget. `identify`: the name of a model
         key's weights (default: `identity_of`). `longest_wait`: seconds that a lookup waits for the SSD at most; it waits as
         long as that is quicker than computing. `salted_only`: leave prompts alone whose first token is no `SaltedToken`.
-        `whole_blocks`: see `PrefixCache.fetch`.
+        `whole_blocks`: see `PrefixCache.fetch` and `store`.
         """
         super().__init__(1 << 62 if max_size is None else max_size, 1 << 62 if max_bytes is None else max_bytes)
         self.cache = cache
@@ -125,7 +125,9 @@ class TieredPromptCache(LRUPromptCache):
                         raise CacheError("no tokens")
                     ids = as_tokens(tokens)
                     self.reading.ended(ids)
-                    self.cache.store(ids, prompt_cache, model=name, salt=salt, label=cache_type)
+                    self.cache.store(
+                        ids, prompt_cache, model=name, salt=salt, label=cache_type, whole_blocks=self._whole_blocks
+                    )
                 except CacheError as error:
                     self._insert_live((name, salt), tokens, prompt_cache, cache_type, error)
                 self._keep_limits()

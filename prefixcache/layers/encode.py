@@ -11,7 +11,7 @@ import numpy as np
 
 from prefixcache.codecs import RawRows
 from prefixcache.codecs.base import Decoding, Encoding
-from prefixcache.codecs.interchange import as_float32, borrow, element, name_of, on_cpu
+from prefixcache.codecs.interchange import as_float32, borrow, copy_out, element, name_of, on_cpu
 from prefixcache.codecs.levelling import Levels, measure, neutral
 from prefixcache.image import Spec
 from prefixcache.layers import levels
@@ -218,6 +218,17 @@ def _encode_here(
     back: Decoded | None,
 ) -> None:
     batch = []
+    if not on_cpu():  # of what is kept as it is, a few rows: not the whole buffers come to the host
+        for member in members:
+            own, at = slice(member.head, member.head + member.heads), 0
+            rows = copy_out(_rows(leaves[member.leaf], member.stream, targets))
+            for target in targets:
+                count = target.last - target.first
+                into = slice(target.at, target.at + count)
+                batch.append(Encoding(rows[at : at + count], tuple(target.tensors[n][into, own] for n in group.names)))
+                at += count
+        group.codec.encode_all(batch)
+        return
     for member in members:
         (rows,) = borrow(leaves[member.leaf].arrays[member.stream])
         own = slice(member.head, member.head + member.heads)
@@ -249,19 +260,15 @@ def _launch(
     heads = members[-1].head + members[-1].heads - first
     own = [whole.of(first, heads) for whole in wanted if whole is not None]
     rows, of_all = _side_by_side(rows, len(targets), count), Levels.joined(own) if own else None
-    if back is not None and all(target.whole for target in targets):
-        planes, decoded = group.codec.encode_and_decode(rows, of_all)
-        decoded = decoded.reshape(len(targets), heads, count, group.codec.width)
-        for i, target in enumerate(targets):
+    decoding = back is not None and all(target.whole for target in targets)
+    planes, decoded = group.codec.encode_blocks(rows, len(targets), of_all, decoding)
+    for i, target in enumerate(targets):
+        for name, plane in zip(group.names, planes, strict=True):
+            target.tensors[name][target.at : target.at + count, first : first + heads] = plane[i]
+        if back is not None and decoded is not None:
             for member in members:
                 at = member.head - first
                 back.add(member, target.first, decoded[i, at : at + member.heads], target.raw)
-    else:
-        planes = group.codec.encode(rows, of_all)
-    for name, plane in zip(group.names, planes, strict=True):
-        by_target = plane.reshape(count, len(targets), heads, *plane.shape[2:])
-        for i, target in enumerate(targets):
-            target.tensors[name][target.at : target.at + count, first : first + heads] = by_target[:, i]
 
 
 def _rows(leaf: Leaf, stream: str, targets: list[Target]) -> mx.array:
