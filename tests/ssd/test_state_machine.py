@@ -14,7 +14,6 @@ from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from prefixcache.image import statistics_name
 from prefixcache.ssd import Cancelled, Corrupt, Entry, reconcile
 from prefixcache.ssd.index import connect
 
@@ -26,11 +25,6 @@ POOL = [
     *(make(10 + n, parent=space.root, space=space) for n, space in enumerate(OTHERS)),
     *(make(20 + n, kind="window", size=3000) for n in range(4)),
     *(make(30 + n, kind="snapshot", count=n) for n in range(4)),
-]
-LEVELS = {number: b"levels %d" % (number % 3) for number in range(0, len(POOL), 2)}  # three sets, shared
-POOL = [
-    (entry._replace(statistics=statistics_name(LEVELS[number])) if number in LEVELS else entry, image)
-    for number, (entry, image) in enumerate(POOL)
 ]
 SPACES = {space.root: space for space in (SPACE, *OTHERS)}
 which = st.integers(0, len(POOL) - 1)
@@ -70,7 +64,7 @@ class Tier(RuleBasedStateMachine):
         for number in numbers:
             entry, image = POOL[number]
             space = SPACES[entry.namespace]
-            if self.ssd.write(entry._replace(used=self.clock), space, image, LEVELS.get(number, b"")):
+            if self.ssd.write(entry._replace(used=self.clock), space, image):
                 if number not in self.model:
                     self.ticks[number] = (self.clock, 0)
                 else:
