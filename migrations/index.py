@@ -46,6 +46,26 @@ def m002_digests(db: Database) -> None:
         db.conn.execute("UPDATE namespace SET digest = ? WHERE id = ?", [namespace_digest(*said), number])
 
 
+@schema()
+def m003_levels_in_images(db: Database) -> None:
+    """The levels of an image stand in the image, and no row names a file of them. Images from before are of a format that is
+    not read any more: their rows leave here, their files when the opening finds them without rows. So the table is made
+    anew, which no SQLite is too old for (DROP COLUMN came with 3.35).
+    """
+    for statement in (
+        "DROP TABLE image",
+        """CREATE TABLE image (
+            id INTEGER PRIMARY KEY, kind INTEGER NOT NULL, key BLOB NOT NULL, namespace INTEGER NOT NULL,
+            parent BLOB NOT NULL, start INTEGER NOT NULL, length INTEGER NOT NULL, nbytes INTEGER NOT NULL,
+            checksum TEXT NOT NULL, disk INTEGER NOT NULL, used INTEGER NOT NULL, created REAL NOT NULL,
+            hits INTEGER NOT NULL, extra TEXT NOT NULL, used_at REAL NOT NULL)""",
+        "CREATE UNIQUE INDEX image_by_key ON image (key, kind)",
+        "DELETE FROM tokens",
+        "DELETE FROM namespace",
+    ):
+        db.conn.execute(statement)
+
+
 def namespace_digest(root: bytes, model: str, codec: str, layout: str) -> bytes:
     """16 bytes of xxh3 over the four, each after its length."""
     state = xxhash.xxh3_128()

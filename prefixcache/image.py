@@ -11,7 +11,6 @@ without parsing, and the index keeps the same value.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Iterable
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-FORMAT = "1"
+FORMAT = "2"
 KINDS = ("rows", "window", "snapshot")
 
 # safetensors' names, the element type that NumPy holds them in (bf16 and fp8 as their bits)
@@ -36,12 +35,7 @@ _CHECKSUM = slice(8 + len(OPENING), 8 + len(OPENING) + 32)
 _BLANK = b"0" * 32
 _HEADER_LIMIT = 4 << 20
 _ALIGN = 8
-_FIELDS = ("format", "kind", "key", "parent", "namespace", "model", "codec", "layout", "start", "statistics", "extra")
-
-
-def statistics_name(data: bytes) -> str:
-    """The name of statistics with these bytes: BLAKE2b of 16 bytes, in hex."""
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
+_FIELDS = ("format", "kind", "key", "parent", "namespace", "model", "codec", "layout", "start", "extra")
 
 
 class ImageError(Exception):
@@ -64,7 +58,7 @@ class Meta(NamedTuple):
     """What an image says of itself. Keys are 32 hex digits; `codec`, `layout` and `extra` are JSON text.
 
     `start` is the number of tokens before the image's first; `parent` the key of the block before (the namespace's root
-    key at the start); `statistics` the hash of the levelling statistics that its rows need, "" for none.
+    key at the start).
     """
 
     kind: str
@@ -75,19 +69,17 @@ class Meta(NamedTuple):
     codec: str
     layout: str
     start: int
-    statistics: str = ""
     extra: str = "{}"
 
 
 class Image:
     """An immutable safetensors image: read-only bytes, and views of its tensors. Costs no memory beyond its bytes."""
 
-    __slots__ = ("data", "statistics")
+    __slots__ = ("data",)
 
-    def __init__(self, data: np.ndarray, statistics: str = ""):
+    def __init__(self, data: np.ndarray):
         data.flags.writeable = False
         self.data = data
-        self.statistics = statistics  # as its header says
 
     @property
     def nbytes(self) -> int:
@@ -127,7 +119,6 @@ class Blueprint:
             table[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [at, at + spec.nbytes]}
             at += spec.nbytes
         header = json.dumps(table, separators=(",", ":"), ensure_ascii=True).encode()
-        self._statistics = meta.statistics
         self._header = header + b" " * (-len(header) % _ALIGN)
         if len(self._header) > _HEADER_LIMIT:
             raise ValueError(f"a header of {len(self._header)} bytes: an image's is at most {_HEADER_LIMIT}")
@@ -135,14 +126,13 @@ class Blueprint:
 
     def draft(self) -> Draft:
         """Take the memory and lay out the arrays to fill."""
-        return Draft(self._header, self._specs, self.nbytes, self._statistics)
+        return Draft(self._header, self._specs, self.nbytes)
 
 
 class Draft:
     """An image being filled: `tensors[name]` are writable arrays; `seal()` ends the writing."""
 
-    def __init__(self, header: bytes, specs: list[Spec], nbytes: int, statistics: str):
-        self._statistics = statistics
+    def __init__(self, header: bytes, specs: list[Spec], nbytes: int):
         self._data = np.empty(nbytes, np.uint8)
         self._data[:8] = np.frombuffer(len(header).to_bytes(8, "little"), np.uint8)
         self._data[8 : 8 + len(header)] = np.frombuffer(header, np.uint8)
@@ -156,7 +146,7 @@ class Draft:
         """Write the checksum in; from here on the bytes don't change."""
         self._data[_CHECKSUM] = np.frombuffer(_digest(self._data).encode(), np.uint8)
         self.tensors = {}
-        return Image(self._data, self._statistics)
+        return Image(self._data)
 
 
 def verify(data: np.ndarray, checksum: str | None = None) -> Image:
@@ -177,7 +167,8 @@ def verify(data: np.ndarray, checksum: str | None = None) -> Image:
         raise ImageError("the file is not the one that the index names")
     if _digest(data) != claimed:
         raise ImageError("the checksum does not match")
-    return Image(data, _check_header(bytes(data[8:end]), size - end))
+    _check_header(bytes(data[8:end]), size - end)
+    return Image(data)
 
 
 def is_whole(data: np.ndarray, rest: Iterable[np.ndarray] = ()) -> bool:
@@ -207,10 +198,8 @@ def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _check_header(header: bytes, room: int) -> str:
-    """The statistics that the header names. ImageError unless a `Blueprint` could have written it for `room` bytes of
-    tensors.
-    """
+def _check_header(header: bytes, room: int) -> None:
+    """ImageError unless a `Blueprint` could have written it for `room` bytes of tensors."""
     try:
         table = json.loads(header, object_pairs_hook=_no_twins)
     except (ValueError, RecursionError):
@@ -239,7 +228,6 @@ def _check_header(header: bytes, room: int) -> str:
         at += nbytes
     if at != room:
         raise ImageError(f"tensors of {at} bytes in room for {room}")
-    return str(meta["statistics"])
 
 
 def _meta(fields: dict[str, str]) -> Meta:

@@ -1,4 +1,6 @@
-"""What earlier and later releases write: the one is brought forward, step by step, the other refused untouched."""
+"""What earlier and later releases write: the one is brought forward, step by step, without images that aren't read any
+more; the other is refused untouched.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,8 @@ import os
 import shutil
 import sqlite3
 import tarfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +19,18 @@ from prefixcache.migrations import index as migrations
 from sqlite_utils import Database
 
 from prefixcache import PrefixCache, image
-from prefixcache.ssd import DirectoryError, NewerFormat, reconcile, survey
+from prefixcache.ssd import DirectoryError, NewerFormat, clear, reconcile, survey
+from prefixcache.ssd.entries import FOLDERS
 
 from . import states
 from .ssd.images import fingerprint
 
 FIXTURES = Path(__file__).parent / "fixtures" / "directories"
-STEPS = ["m001_images", "m002_digests"]
+STEPS = ["m001_images", "m002_digests", "m003_levels_in_images"]
+LAST = {  # of a step, what it does when much of it is done
+    "m002_digests": "UPDATE namespace SET digest = ? WHERE id = ?",
+    "m003_levels_in_images": "DELETE FROM namespace",
+}
 
 
 def prompt(seed: int, count: int) -> list[int]:
@@ -29,11 +38,11 @@ def prompt(seed: int, count: int) -> list[int]:
 
 
 KEPT = [  # what the directories of earlier releases hold
-    ("dense", prompt(1, 300), b"", "raw", states.check),
-    ("dense", prompt(2, 300), b"tenant", "raw", states.check),
-    ("windowed", prompt(3, 400), b"", "raw", states.check),
-    ("hybrid", prompt(4, 270), b"", "raw", states.check),
-    ("levelled", prompt(5, 300), b"", "turboquant:4", None),  # by a version of the codec that isn't read any more
+    ("dense", prompt(1, 300), b"", "raw", states.sliceable, states.check),
+    ("dense", prompt(2, 300), b"tenant", "raw", states.sliceable, states.check),
+    ("windowed", prompt(3, 400), b"", "raw", states.windowed, states.check),
+    ("hybrid", prompt(4, 270), b"", "raw", states.hybrid, states.check),
+    ("levelled", prompt(5, 300), b"", "turboquant:4", states.uneven, states.check_uneven),
 ]
 
 
@@ -50,18 +59,25 @@ def open_on(root: Path, codec: str = "raw") -> PrefixCache:
 
 
 def check_all(root: Path) -> None:
+    """It opens, serves none of its images, and takes the same prompts again."""
     for codec in ("raw", "turboquant:4"):
+        kept = [one for one in KEPT if one[3] == codec]
         with open_on(root, codec) as cache:
-            for model, tokens, salt, of, check in KEPT:
-                if of == codec and check is None:
-                    assert cache.match(tokens, model=model, salt=salt) == (0, 0)
-                elif of == codec:
-                    assert cache.promote(tokens, model=model, salt=salt).result(20) == len(tokens)
-                    made, rest = cache.fetch(tokens, model=model, salt=salt, leave=0)
-                    assert list(rest) == []
-                    check(made, tokens)
+            for model, tokens, salt, _, make, _ in kept:
+                assert cache.match(tokens, model=model, salt=salt) == (0, 0)
+                assert cache.promote(tokens, model=model, salt=salt).result(20) == 0
+                cache.store(tokens, make(tokens), model=model, salt=salt)
+        with open_on(root, codec) as cache:
+            for model, tokens, salt, _, _, check in kept:
+                assert cache.promote(tokens, model=model, salt=salt).result(20) == len(tokens)
+                made, rest = cache.fetch(tokens, model=model, salt=salt, leave=0)
+                assert list(rest) == []
+                check(made, tokens)
             assert cache.stats().counters.corrupt == 0
+            cache._ssd.check_integrity()
     assert reconcile(root, deep=True).clean
+    assert not list((root / "quarantine").iterdir())
+    assert not (root / "stats").exists()
 
 
 def steps(root: Path) -> list[str]:
@@ -72,50 +88,97 @@ def steps(root: Path) -> list[str]:
         index.close()
 
 
-def test_a_directory_of_an_earlier_release_opens_with_all_that_is_in_it(earlier):
+def shape(index: Database) -> dict[str, str]:
+    return dict(index.execute("SELECT name, sql FROM sqlite_master"))
+
+
+def undone(root: Path) -> dict[str, int]:
+    """What a look at a directory of an earlier release finds: its images, and its files of levels."""
+    found = {"older format": len(images(root)), "debris": len(list(root.glob("stats/*")))}
+    return {kind: count for kind, count in found.items() if count}
+
+
+def test_a_directory_of_an_earlier_release_opens_without_the_images_that_are_not_read_any_more(earlier, caplog):
     assert steps(earlier) != STEPS
-    check_all(earlier)
+    count = undone(earlier)["older format"]
+    with caplog.at_level("WARNING"):
+        check_all(earlier)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert f"{count} x older format" in line
     assert steps(earlier) == STEPS
+
+
+def test_a_directory_of_an_earlier_release_is_mended_and_cleared(earlier, tmp_path):
+    shutil.copytree(earlier, tmp_path / "copy")
+    found = undone(earlier)
+    report = reconcile(earlier, deep=True)
+    assert (report.counts, {finding.action for finding in report.findings}) == (found, {"deleted"})
+    assert report.freed > 50_000
+    check_all(earlier)
+    assert clear(tmp_path / "copy").images == found["older format"]
+    assert sorted(path.name for path in (tmp_path / "copy").rglob("*") if path.is_file()) == ["LOCK", "index.db"]
+    check_all(tmp_path / "copy")
+
+
+def test_a_directory_of_an_earlier_release_that_lost_its_index_is_brought_forward(earlier):
+    (earlier / "index.db").unlink()
+    check_all(earlier)
 
 
 def test_looking_at_a_directory_of_an_earlier_release_changes_nothing(earlier):
     before = fingerprint(earlier)
     found = survey(earlier)
     assert (found.problem, len(found.namespaces)) == ("", 5)
-    assert reconcile(earlier, dry_run=True, deep=True).clean
+    for deep in (False, True):
+        assert reconcile(earlier, dry_run=True, deep=deep).counts == undone(earlier)
     assert fingerprint(earlier) == before
 
 
+def cut(monkeypatch, statement: str, happens: Callable[[], None]) -> None:
+    """What `happens` does comes in the place of an SQL statement."""
+
+    class Connection(sqlite3.Connection):
+        def execute(self, sql, *rest):
+            if sql == statement:
+                happens()
+            return super().execute(sql, *rest)
+
+    monkeypatch.setattr("prefixcache.ssd.index.sqlite3.connect", partial(sqlite3.connect, factory=Connection))
+
+
 def test_a_step_that_fails_half_way_changes_nothing_and_is_done_at_the_next_opening(earlier, monkeypatch):
-    def failing(connection, *rest):
+    def failing():
         raise sqlite3.OperationalError("database or disk is full")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(migrations, "namespace_digest", failing)  # the column is there by then
-        with pytest.raises(DirectoryError, match="disk is full: check the disk"):
-            open_on(earlier)
-    index = sqlite3.connect(earlier / "index.db")
-    assert "digest" not in [name for _, name, *_ in index.execute("PRAGMA table_info(namespace)")]
-    index.close()
+    for number in range(len(steps(earlier)), len(STEPS)):
+        with monkeypatch.context() as patch:
+            cut(patch, LAST[STEPS[number]], failing)
+            with pytest.raises(DirectoryError, match="disk is full: check the disk"):
+                open_on(earlier)
+        assert steps(earlier) == STEPS[:number]
+        stepped = Database(memory=True)
+        migrations.schema.apply(stepped, stop_before=STEPS[number])
+        index = Database(earlier / "index.db")
+        assert shape(index) == shape(stepped)
+        assert index["image"].count == len(images(earlier)) > 0
+        index.close()
     check_all(earlier)
 
 
-def test_a_process_that_dies_half_way_through_a_step_leaves_what_the_next_brings_forward(earlier):
-    pid = os.fork()
-    if not pid:
-        migrations.namespace_digest = lambda *said: os._exit(7)
-        try:
-            open_on(earlier)
-        finally:
-            os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+def test_a_process_that_dies_half_way_through_a_step_leaves_what_the_next_brings_forward(earlier, monkeypatch):
+    for step in STEPS[len(steps(earlier)) :]:
+        pid = os.fork()
+        if not pid:
+            try:
+                cut(monkeypatch, LAST[step], lambda: os._exit(7))
+                open_on(earlier)
+            finally:
+                os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
     check_all(earlier)
 
 
 def test_every_step_leads_to_the_schema_of_a_new_directory(tmp_path):
-    def shape(database: Database) -> dict[str, str]:
-        return dict(database.execute("SELECT name, sql FROM sqlite_master"))
-
     with open_on(tmp_path / "new"):
         pass
     new = Database(tmp_path / "new" / "index.db")
@@ -129,7 +192,7 @@ def test_every_step_leads_to_the_schema_of_a_new_directory(tmp_path):
     assert [step.name for step in migrations.schema.applied(stepped)] == STEPS
 
 
-# -- later releases ---------------------------------------------------------------------------------------------------
+# -- other releases ---------------------------------------------------------------------------------------------------
 
 
 def filled(root: Path) -> Path:
@@ -140,22 +203,50 @@ def filled(root: Path) -> Path:
 
 
 def images(root: Path) -> list[Path]:
-    return sorted(root.glob("rows/*/*"))
+    return sorted(path for folder in FOLDERS.values() for path in root.glob(f"{folder}/*/*"))
 
 
-def of_format_two(file: Path, *, whole: bool) -> None:
-    data = np.frombuffer(bytearray(file.read_bytes().replace(b'"format":"1"', b'"format":"2"')), np.uint8)
+def of_format(said: bytes, file: Path, *, whole: bool) -> str:
+    """The file says another format; its checksum."""
+    data = np.frombuffer(bytearray(file.read_bytes().replace(b'"format":"2"', b'"format":"%s"' % said)), np.uint8)
     if whole:
         data[image._CHECKSUM] = np.frombuffer(image._digest(data).encode(), np.uint8)
     file.write_bytes(data.tobytes())
+    return image.Image(data).checksum
+
+
+def test_a_file_of_an_earlier_format_is_never_believed_though_the_index_and_its_checksum_say_so(tmp_path):
+    root = filled(tmp_path / "ssd")
+    for file in images(root):
+        checksum = of_format(b"1", file, whole=True)
+        index = sqlite3.connect(root / "index.db")
+        index.execute("UPDATE image SET checksum = ? WHERE hex(key) = upper(?)", [checksum, file.stem])
+        index.commit()
+        index.close()
+    shutil.copytree(root, tmp_path / "copy")
+    with open_on(root) as cache:
+        assert cache.promote(prompt(1, 300), model="dense").result(20) == 0
+        assert cache.stats().counters.corrupt > 0
+    report = reconcile(tmp_path / "copy", deep=True)
+    assert report.counts == {"broken": 2}
+    assert {finding.reason for finding in report.findings} == {"format '1', this release reads '2'"}
+
+
+@pytest.mark.parametrize("said", [b"0", b"x", b"11", b"-1", b""])
+def test_a_file_of_a_format_that_never_was_is_set_aside(tmp_path, said):
+    root = filled(tmp_path / "ssd")
+    of_format(said, images(root)[0], whole=False)
+    (root / "index.db").unlink()
+    assert reconcile(root).counts["broken"] == 1
+    assert len(list((root / "quarantine").glob("*.safetensors"))) == 1
 
 
 def test_a_lock_of_a_newer_release_is_heeded_even_where_the_index_is_lost(tmp_path):
     root = filled(tmp_path / "ssd")
-    (root / "LOCK").write_text((root / "LOCK").read_text().replace("format 1", "format 2"))
+    (root / "LOCK").write_text((root / "LOCK").read_text().replace("format 2", "format 3"))
     (root / "index.db").unlink()
     before = fingerprint(root)
-    with pytest.raises(NewerFormat, match=r"format 2.*upgrade prefixcache"):
+    with pytest.raises(NewerFormat, match=r"format 3.*upgrade prefixcache"):
         open_on(root)
     assert "upgrade prefixcache" in reconcile(root).error
     assert fingerprint(root) == before
@@ -164,17 +255,17 @@ def test_a_lock_of_a_newer_release_is_heeded_even_where_the_index_is_lost(tmp_pa
 def test_images_of_a_newer_release_are_refused_untouched_where_nothing_else_says_so(tmp_path):
     root = filled(tmp_path / "ssd")
     for file in images(root):
-        of_format_two(file, whole=True)
+        of_format(b"3", file, whole=True)
     (root / "index.db").unlink()
     before = fingerprint(root)
-    with pytest.raises(NewerFormat, match="an image in it is of format 2"):
+    with pytest.raises(NewerFormat, match="an image in it is of format 3"):
         open_on(root)
     assert fingerprint(root) == before
 
 
 def test_a_flipped_bit_is_not_taken_for_a_newer_release(tmp_path):
     root = filled(tmp_path / "ssd")
-    of_format_two(images(root)[0], whole=False)
+    of_format(b"3", images(root)[0], whole=False)
     (root / "index.db").unlink()
     with open_on(root) as cache:
         assert cache.stats().ssd.files == 1
@@ -186,14 +277,14 @@ def test_every_file_says_its_format(tmp_path):
     with open_on(tmp_path / "ssd", "turboquant:4") as cache:
         cache.store(tokens, states.uneven(tokens), model="m")
     root = tmp_path / "ssd"
-    assert "format 1\n" in (root / "LOCK").read_text()
+    assert "format 2\n" in (root / "LOCK").read_text()
     index = sqlite3.connect(root / "index.db")
     assert index.execute("SELECT value FROM meta WHERE name = 'format'").fetchall() == [("1",)]
     index.close()
     for file in images(root):
         header = file.read_bytes()
         length = int.from_bytes(header[:8], "little")
-        assert json.loads(header[8 : 8 + length])["__metadata__"]["format"] == "1"
+        assert json.loads(header[8 : 8 + length])["__metadata__"]["format"] == "2"
 
 
 # -- an index that lies -----------------------------------------------------------------------------------------------

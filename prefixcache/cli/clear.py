@@ -23,7 +23,7 @@ def clear(
     yes: Annotated[bool, typer.Option("--yes", help="Don't ask.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
 ) -> None:
-    """Delete every image in a directory, its levels, what was set aside and what interrupted writes left.
+    """Delete every image in a directory, what was set aside and what interrupted writes left.
 
     The directory stays, with its audit.log. Nobody else may have it open; a dry run looks at a live one too.
 

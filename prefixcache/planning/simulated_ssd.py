@@ -87,8 +87,8 @@ class SimulatedSsd:
     def footprint(self, nbytes: int) -> int:
         return self._ledger.footprint(nbytes)
 
-    def write(self, entry: Entry, namespace: Namespace, image: Any, statistics: bytes = b"") -> bool:
-        if not self._queue.write(entry, namespace, image, statistics):
+    def write(self, entry: Entry, namespace: Namespace, image: Any) -> bool:
+        if not self._queue.write(entry, namespace, image):
             return False
         self._busy = True
         self.peak = max(self.peak, self.used)

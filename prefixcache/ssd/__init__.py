@@ -13,7 +13,6 @@ from prefixcache.ssd.errors import (
     IndexBroken,
     NewerFormat,
     SsdError,
-    StatisticsLost,
     Unreadable,
 )
 from prefixcache.ssd.exporting import Exported, export
@@ -49,7 +48,6 @@ __all__ = [
     "Ssd",
     "SsdError",
     "SsdStats",
-    "StatisticsLost",
     "Survey",
     "Unreadable",
     "clear",

@@ -1,8 +1,8 @@
 """The archive that carries images between directories: a plain tar, without compression, read and written as a stream.
 
 First `manifest.json`, then images as `rows/<key>.safetensors`, `windows/...`, `snapshots/...`, parents before children, those
-used last first; `stats/<hash>.safetensors` stands before the first image that names it. Of what is read nothing is
-believed and no name becomes a path; how large a member may be is for the reader to say before it takes one.
+used last first. Of what is read nothing is believed and no name becomes a path; how large a member may be is for the reader
+to say before it takes one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from prefixcache.ssd.errors import SsdError
 
-FORMAT = 1
+FORMAT = 2  # with images of format 2
 MANIFEST = "manifest.json"
 MOST_MANIFEST = 16 << 20  # bytes
 _BLOCK, _RECORD = 512, 10240
@@ -134,5 +134,10 @@ def read_manifest(archive: Unpacker, members: Iterator[Member]) -> dict[str, Any
         raise ArchiveError(
             f"the archive is of format {said['format']}, this release knows {FORMAT}: a newer release wrote it; upgrade "
             "prefixcache"
+        )
+    if said["format"] < FORMAT:
+        raise ArchiveError(
+            f"the archive is of format {said['format']}, this release reads {FORMAT}: an earlier release wrote it, and "
+            "its images are not read any more"
         )
     return said

@@ -24,14 +24,14 @@ class Node:
     """
 
     __slots__ = (
-        "checksum", "disk", "hanging", "holders", "id", "key", "kind", "nbytes", "parent", "root", "start", "statistics",
-        "stays", "used", "used_at",
+        "checksum", "disk", "hanging", "holders", "id", "key", "kind", "nbytes", "parent", "root", "start", "stays", "used",
+        "used_at",
     )  # fmt: skip
 
-    def __init__(self, row: tuple[int, int, bytes, bytes, bytes, int, int, str, int, int, float, str]):
+    def __init__(self, row: tuple[int, int, bytes, bytes, bytes, int, int, str, int, int, float]):
         (
             self.id, kind, self.key, self.root, self.parent, self.start, self.nbytes, self.checksum, self.disk, self.used,
-            self.used_at, self.statistics,
+            self.used_at,
         ) = row  # fmt: skip
         self.kind = KINDS[kind]
         self.holders: list[Node] = []
@@ -87,7 +87,7 @@ def nodes(connection: sqlite3.Connection, roots: Iterable[bytes]) -> list[Node]:
     ids = dict(connection.execute("SELECT root, id FROM namespace"))
     for root in roots:
         for row in connection.execute(
-            "SELECT id, kind, key, ?, parent, start, nbytes, checksum, disk, used, used_at, statistics FROM image "
+            "SELECT id, kind, key, ?, parent, start, nbytes, checksum, disk, used, used_at FROM image "
             "WHERE namespace = ?",
             [root, ids[root]],
         ):

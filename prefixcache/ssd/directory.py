@@ -25,12 +25,16 @@ from prefixcache.ssd.errors import DirectoryError, DirectoryHeld
 
 INDEX = "index.db"
 LOCK = "LOCK"
-TMP, QUARANTINE, STATS = "tmp", "quarantine", "stats"
+TMP, QUARANTINE = "tmp", "quarantine"
+LEVELS = "stats"  # where directories of format 1 have levels, which are in the images today
 SUFFIX = ".safetensors"
-_OURS = (*FOLDERS.values(), STATS, QUARANTINE, TMP)
+_OURS = (*FOLDERS.values(), QUARANTINE, TMP)
 _NAME = re.compile(r"[0-9a-f]{32}\.safetensors")
 _KINDS = {folder: kind for kind, folder in FOLDERS.items()}
-_TEMPORARY = re.compile(r"[0-9]+\.safetensors|statistics-[0-9a-f]+|probe")  # what a writer makes in tmp/
+_DEBRIS = {  # what a writer makes in tmp/, and what it made until format 2
+    TMP: re.compile(r"[0-9]+\.safetensors|probe|statistics-[0-9a-f]+"),
+    LEVELS: re.compile(r"[0-9a-f]{32}\.safetensors"),
+}
 _FORMAT = re.compile(rb"^format ([0-9]{1,9})$", re.MULTILINE)
 _SIGNATURE = re.compile(rb"pid \d+\nhost .+\nsince ")
 _TABLES = {"namespace", "image", "meta"}
@@ -48,7 +52,6 @@ class Directory:
         self.lock = self.root / LOCK
         self.tmp = self.root / TMP
         self.quarantine = self.root / QUARANTINE
-        self.stats = self.root / STATS
 
     def folder(self, address: Address) -> str:
         kind, key = address
@@ -160,11 +163,13 @@ class Directory:
                     yield ((kind, bytes.fromhex(item.name[:32])) if plain else None), item
 
     def strays(self) -> Iterator[os.DirEntry[str]]:
-        """The files in tmp/ that have a name of ours: debris, unless a writer is at work."""
+        """The files in tmp/ that have a name of ours, debris unless a writer is at work; and levels of format 1."""
         return (
             item
-            for item in scan(self.tmp)
-            if _TEMPORARY.fullmatch(item.name) and not item.is_dir(follow_symlinks=False)
+            for folder, ours in _DEBRIS.items()
+            if not os.path.islink(self.root / folder)
+            for item in scan(self.root / folder)
+            if ours.fullmatch(item.name) and not item.is_dir(follow_symlinks=False)
         )
 
     def links(self) -> Iterator[os.DirEntry[str]]:

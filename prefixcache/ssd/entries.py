@@ -66,7 +66,6 @@ class Entry(NamedTuple):
     created: float = 0.0
     hits: int = 0
     extra: str = "{}"
-    statistics: str = ""
     used_at: float = 0.0
 
     def __repr__(self) -> str:  # the tuple's own would show the prompt's tokens in a traceback

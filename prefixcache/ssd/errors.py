@@ -41,10 +41,6 @@ class Unreadable(SsdError):
         self.entry, self.reason = entry, reason
 
 
-class StatisticsLost(SsdError):
-    """stats/<name> is missing, or not what its name says (then it was set aside): images that name it are of no use."""
-
-
 class Cancelled(SsdError):
     """The write was still waiting when its entry was deleted, or the tier closed."""
 

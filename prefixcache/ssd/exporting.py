@@ -14,7 +14,7 @@ from prefixcache.ssd.archive import MANIFEST, Packer, manifest_bytes
 from prefixcache.ssd.choosing import Node, namespaces, nodes
 from prefixcache.ssd.directory import Directory, holder
 from prefixcache.ssd.entries import FOLDERS, Entry, Namespace, Progress
-from prefixcache.ssd.files import Damaged, read_image, read_statistics
+from prefixcache.ssd.files import Damaged, read_image
 from prefixcache.ssd.formats import refuse_newer
 from prefixcache.ssd.index import check_rows, reading
 
@@ -38,14 +38,13 @@ class Space(NamedTuple):
 
 @dataclass(frozen=True)
 class Exported:
-    """What went in. `nbytes` are of images and levels, `archive_bytes` of the whole archive (0: a dry run)."""
+    """What went in. `nbytes` are of the images, `archive_bytes` of the whole archive (0: a dry run)."""
 
     directory: str
     dry_run: bool
     live: bool
     spaces: tuple[Space, ...]
     images: int
-    statistics: int
     nbytes: int
     archive_bytes: int
     left_out: tuple[LeftOut, ...]
@@ -94,9 +93,8 @@ def export(
         written = packer.nbytes
     else:
         run.images, run.nbytes, written = len(chosen), sum(node.nbytes for node in chosen), 0
-        run.levels = {node.statistics for node in chosen} - {""}
     return Exported(
-        str(there.root), stream is None, live, run.spaces, run.images, len(run.levels), run.nbytes, written,
+        str(there.root), stream is None, live, run.spaces, run.images, run.nbytes, written,
         tuple(run.left_out),
     )  # fmt: skip
 
@@ -117,7 +115,6 @@ class _Run:
             sums[node.root][1] += node.nbytes
         self.spaces = tuple(Space(root.hex(), spaces[root].model, *both) for root, both in sums.items())
         self.images = self.nbytes = 0
-        self.levels: set[str] = set()
         self.left_out: list[LeftOut] = []
 
     def manifest(self) -> dict[str, Any]:
@@ -129,10 +126,9 @@ class _Run:
 
     def pack(self, packer: Packer) -> None:
         lost: dict[bytes, bool] = {}  # blocks that are not in the archive: whether they have left meanwhile
-        unusable: dict[str, LeftOut] = {}  # levels that can't be had
         for done, node in enumerate(_parents_first(self._chosen), 1):
             name = f"{FOLDERS[node.kind]}/{node.key.hex()}.safetensors"
-            problem = self._add(packer, node, name, lost, unusable)
+            problem = self._add(packer, node, name, lost)
             if problem is not None:
                 self.left_out.append(problem._replace(name=name))
                 if node.kind == "rows":
@@ -140,9 +136,7 @@ class _Run:
             if self._progress:
                 self._progress(done, len(self._chosen))
 
-    def _add(
-        self, packer: Packer, node: Node, name: str, lost: dict[bytes, bool], unusable: dict[str, LeftOut]
-    ) -> LeftOut | None:
+    def _add(self, packer: Packer, node: Node, name: str, lost: dict[bytes, bool]) -> LeftOut | None:
         above = any(holder.key == node.parent for holder in node.holders)
         if node.parent in lost or not (above or node.parent == node.root):
             return LeftOut(name, "the block that it hangs on is not in the archive", lost.get(node.parent, False))
@@ -153,28 +147,10 @@ class _Run:
             return LeftOut(name, str(error), self._live and error.identity is None)
         except OSError as error:
             return LeftOut(name, os.strerror(error.errno or 0))
-        if node.statistics and node.statistics not in self.levels:
-            if node.statistics not in unusable:
-                self._add_levels(packer, node.statistics, unusable)
-            if node.statistics in unusable:
-                return unusable[node.statistics]
         packer.add(name, image.data.data, node.used_at)
         self.images += 1
         self.nbytes += image.nbytes
         return None
-
-    def _add_levels(self, packer: Packer, name: str, unusable: dict[str, LeftOut]) -> None:
-        try:
-            data = read_statistics(str(self._there.stats / f"{name}.safetensors"), name)
-        except Damaged as error:
-            gone = self._live and error.identity is None
-            unusable[name] = LeftOut(name, f"its statistics {name} are lost: {error}", gone)
-        except OSError as error:
-            unusable[name] = LeftOut(name, f"its statistics {name}: {os.strerror(error.errno or 0)}")
-        else:
-            packer.add(f"stats/{name}.safetensors", data)
-            self.levels.add(name)
-            self.nbytes += len(data)
 
 
 def _parents_first(chosen: list[Node]) -> Iterator[Node]:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from prefixcache import keys
-from prefixcache.image import DTYPES, FORMAT, KINDS, Image, ImageError, Meta, is_whole, statistics_name, verify
+from prefixcache.image import DTYPES, FORMAT, KINDS, Image, ImageError, Meta, is_whole, verify
 from prefixcache.ssd.directory import disk_of
 from prefixcache.ssd.entries import BOUNDS, TOKENS, Entry, Namespace
 from prefixcache.ssd.errors import NewerFormat
@@ -26,7 +26,7 @@ _STEP = 1 << 30  # macOS refuses reads and writes of 2 GiB and more
 _HEADER_LIMIT = 4 << 20
 _PIECE = 1 << 20
 _DIMENSIONS = 32
-MOST_STATISTICS = 256 << 20  # bytes; those of the largest models take a tenth of it
+_OLDER = frozenset(map(str, range(1, int(FORMAT))))  # formats that were, and aren't read
 
 
 class Damaged(Exception):
@@ -35,6 +35,10 @@ class Damaged(Exception):
     def __init__(self, reason: str, identity: tuple[int, int] | None):
         super().__init__(reason)
         self.identity = identity
+
+
+class OlderFormat(Damaged):
+    """The file is of a format that an earlier release wrote and this one doesn't read: of no use to anybody here."""
 
 
 class Shallow(NamedTuple):
@@ -46,26 +50,6 @@ class Shallow(NamedTuple):
     nbytes: int
     disk: int
     modified: float
-
-
-def read_statistics(path: str, name: str) -> bytes:
-    """The statistics of this name. Damaged when they are missing or not what the name says; OSError as it comes."""
-    try:
-        found = os.lstat(path)
-        if not stat.S_ISREG(found.st_mode):
-            raise Damaged("not a plain file", (found.st_dev, found.st_ino))
-        with open(path, "rb", opener=_open_plain) as file:
-            found = os.fstat(file.fileno())
-            data = file.read(MOST_STATISTICS) if found.st_size <= MOST_STATISTICS else b""
-    except FileNotFoundError:
-        raise Damaged("the file is missing", None) from None
-    if statistics_name(data) != name:
-        raise Damaged("the bytes are not those that the name stands for", (found.st_dev, found.st_ino))
-    return data
-
-
-def _open_plain(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def write_file(path: str, data: np.ndarray) -> int:
@@ -139,7 +123,9 @@ def _read(fd: int, nbytes: int, here: tuple[int, int]) -> np.ndarray:
 
 
 def read_header(path: str) -> Shallow:
-    """What the file says of itself, checked as far as its header goes. Damaged or OSError, as in `read_image`."""
+    """What the file says of itself, checked as far as its header goes. Damaged or OSError, as in `read_image`; OlderFormat
+    and NewerFormat for what another release wrote.
+    """
     fd, found = _open(path)
     here = (found.st_dev, found.st_ino)
     try:
@@ -163,7 +149,8 @@ def _parse(fd: int, header: bytes, size: int, found: os.stat_result, here: tuple
     said = table.pop("__metadata__")
     if said["format"] != FORMAT:
         _refuse_newer(fd, said["format"], found)
-        raise Damaged(f"format {said['format'][:20]!r}, this release reads {FORMAT!r}", here)
+        kind = OlderFormat if said["format"] in _OLDER else Damaged
+        raise kind(f"format {said['format'][:20]!r}, this release reads {FORMAT!r}", here)
     checksum = said["checksum"]
     if said["kind"] not in KINDS or not re.fullmatch("[0-9a-f]{32}", checksum) or not said["start"].isdecimal():
         raise Damaged("the header's kind, start or checksum is not valid", here)
@@ -216,14 +203,12 @@ def from_header(said: Shallow, used: int) -> tuple[Entry, Namespace]:
         raise ValueError("the key is not the one of the tokens")
     if meta.start >= BOUNDS["start"] or said.nbytes >= BOUNDS["nbytes"]:
         raise ValueError("the start or the size is not valid")
-    if meta.statistics and not re.fullmatch("[0-9a-f]+", meta.statistics):
-        raise ValueError("the name of the statistics is not valid")
     try:
-        "".join((meta.model, meta.codec, meta.layout, meta.extra, meta.statistics)).encode()
+        "".join((meta.model, meta.codec, meta.layout, meta.extra)).encode()
     except UnicodeEncodeError:
         raise ValueError("the header holds characters that UTF-8 can't") from None
     entry = Entry(
         meta.kind, key, root, parent, meta.start, tokens, said.nbytes, said.checksum, said.disk, used, said.modified,
-        0, meta.extra, meta.statistics, said.modified,
+        0, meta.extra, said.modified,
     )  # fmt: skip
     return entry, Namespace(root, meta.model, meta.codec, meta.layout, said.modified)

@@ -10,20 +10,20 @@ import re
 import sqlite3
 import threading
 from collections import Counter
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from prefixcache import keys
-from prefixcache.image import KINDS, Image, ImageError, statistics_name, verify
+from prefixcache.image import KINDS, Image, ImageError, verify
 from prefixcache.ssd.archive import ArchiveError, Member, Unpacker, read_manifest
 from prefixcache.ssd.claims import FALSE, Claims, Verdict, check_stated, is_proven
 from prefixcache.ssd.directory import Directory, holder, tree_size
 from prefixcache.ssd.entries import BOUNDS, FOLDERS, TOKENS, Address, Entry, Namespace, Progress
 from prefixcache.ssd.errors import SsdError
-from prefixcache.ssd.files import MOST_STATISTICS, Damaged, Shallow, from_header, read_statistics
+from prefixcache.ssd.files import Shallow, from_header
 from prefixcache.ssd.formats import refuse_newer
 from prefixcache.ssd.index import check_rows, connect, read_namespaces, reading
 from prefixcache.ssd.ledger import Ledger
@@ -35,7 +35,6 @@ _SHOWN = 1000  # refusals that are kept with their names
 _FREE_SHARE = 0.9
 _KINDS = {folder: kind for kind, folder in FOLDERS.items()}
 _IMAGE = re.compile(rf"({'|'.join(_KINDS)})/([0-9a-f]{{32}})\.safetensors")
-_LEVELS = re.compile(r"stats/([0-9a-f]{32})\.safetensors")
 
 
 class ImportFailed(SsdError):
@@ -44,7 +43,7 @@ class ImportFailed(SsdError):
 
 class Refusal(NamedTuple):
     """A member that did not go in. kind: "not a file", "unknown", "too large", "twice", "invalid", "misplaced",
-    "namespace", "levels", "no room".
+    "namespace", "no room".
     """
 
     kind: str
@@ -63,7 +62,6 @@ class Imported:
     dry_run: bool
     images: int = 0
     nbytes: int = 0
-    statistics: int = 0
     present: int = 0
     models: list[str] = field(default_factory=list)
     unverified: list[str] = field(default_factory=list)
@@ -163,7 +161,7 @@ class _Intake:
     """Takes members in. `_moved` guards what the writer's thread reports: `_written` and `_failed`."""
 
     def __init__(self, archive: Unpacker, there: Directory, count: int, most: int):
-        self._archive, self._stats, self._most = archive, there.stats, most
+        self._archive, self._most = archive, most
         self._ssd: Ssd | None = None
         self._ledger: Ledger | None = None
         self._root = there.root
@@ -173,8 +171,6 @@ class _Intake:
         self._claims = Claims()
         self._tick = count  # counts down: what comes first was used last
         self._base = 0
-        self._levels: dict[str, bytes] = {}  # that no image has brought in yet
-        self._durable: set[str] = set()  # levels that came in with an image, or were there
         self._moved = threading.Condition()
         self._failed = ""
         self.found = Imported("", False)
@@ -233,12 +229,9 @@ class _Intake:
     def _take(self, member: Member) -> None:
         if not member.plain:
             raise _Refused("not a file", "a link, a device, a folder or a record of tar's own")
-        if levels := _LEVELS.fullmatch(member.name):
-            self._take_levels(levels[1], member.size)
-            return
         named = _IMAGE.fullmatch(member.name)
         if not named:
-            raise _Refused("unknown", "no image and no levels have such a name")
+            raise _Refused("unknown", "no image has such a name")
         self.seen += 1
         self._tick -= 1
         address = _KINDS[named[1]], bytes.fromhex(named[2])
@@ -272,15 +265,10 @@ class _Intake:
         if self._is_there(address):
             return
         self._check_place(entry)
-        statistics = self._levels_of(entry)
         if self._ssd is not None:
-            self._write(self._ssd, entry._replace(used=self._recency()), space, image, statistics)
+            self._write(self._ssd, entry._replace(used=self._recency()), space, image)
         elif self._ledger is not None and not self._ledger.admit(image.nbytes):
             raise _no_room(self._ledger.limit)
-        if entry.statistics:
-            self.found.statistics += entry.statistics not in self._durable and entry.statistics in self._levels
-            self._durable.add(entry.statistics)
-            self._levels.pop(entry.statistics, None)
         self._new[address] = space.root
         self.models.add(space.model)
         if not is_proven(space):
@@ -322,41 +310,15 @@ class _Intake:
         if entry.start != start:
             raise _Refused("misplaced", "it begins elsewhere than where its block says")
 
-    # Levels
-
-    def _take_levels(self, name: str, size: int) -> None:
-        if size > MOST_STATISTICS:
-            raise _Refused("too large", f"{size} bytes; levels take at most {MOST_STATISTICS}")
-        if name in self._durable or name in self._levels:
-            return
-        data = self._archive.read().tobytes()
-        if statistics_name(data) != name:
-            raise _Refused("invalid", "the bytes are not those that the name stands for")
-        while self._levels and sum(map(len, self._levels.values())) + len(data) > MOST_STATISTICS:
-            self._levels.pop(next(iter(self._levels)))
-        self._levels[name] = data
-
-    def _levels_of(self, entry: Entry) -> bytes:
-        """The bytes of those that an image names and that are not in the directory yet."""
-        name = entry.statistics
-        if not name or name in self._durable:
-            return b""
-        if name in self._levels:
-            return self._levels[name]
-        with suppress(Damaged, OSError):
-            read_statistics(str(self._stats / f"{name}.safetensors"), name)
-            return b""
-        raise _Refused("levels", "its levels are neither there nor before it in the archive")
-
     # Writing
 
-    def _write(self, ssd: Ssd, entry: Entry, space: Namespace, image: Image, statistics: bytes) -> None:
+    def _write(self, ssd: Ssd, entry: Entry, space: Namespace, image: Image) -> None:
         """Queue it, and wait while the queue is full."""
         while True:
             self._check_disk()
             idle = ssd.stats().queued_bytes == 0
             with self._moved:
-                if ssd.write(entry, space, image, statistics):
+                if ssd.write(entry, space, image):
                     return
                 if not idle:
                     self._moved.wait(0.05)

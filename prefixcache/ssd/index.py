@@ -39,11 +39,11 @@ _PATIENCE = 5  # seconds that a lock of SQLite's is waited for
 _CHUNK = 64  # rows at a time: few enough that their memory is used again, and not taken anew
 _FOREIGN_TEXT = "Could not decode to UTF-8"
 _NOT_OURS = (
-    "no such table", "no such column", "already exists", "no column named", "is a view", "duplicate column", _FOREIGN_TEXT,
+    "no such table", "no such column", "already exists", "no column named", "is a view", "DROP VIEW", "duplicate column",
+    _FOREIGN_TEXT,
 )  # fmt: skip
 _COLUMNS = (
-    "id, kind, key, namespace, parent, start, length, nbytes, checksum, disk, used, created, hits, extra, statistics, "
-    "used_at"
+    "id, kind, key, namespace, parent, start, length, nbytes, checksum, disk, used, created, hits, extra, used_at"
 )
 # What a row is, as SQL. One that is not was not written by us: nothing in the index is believed then.
 _SOUND = " AND ".join((
@@ -54,8 +54,8 @@ _SOUND = " AND ".join((
         for name, bound in {**BOUNDS, "used": BOUNDS["used"] // 2, "length": 1 << 31}.items()  # ticks go on from the largest
     ),
     *(f"typeof({name}) = 'real' AND abs({name}) < 1e19" for name in ("created", "used_at")),
-    *(f"typeof({name}) = 'text'" for name in ("checksum", "extra", "statistics")),
-    f"checksum GLOB '{'[0-9a-f]' * 32}' AND statistics NOT GLOB '*[^0-9a-f]*'",
+    *(f"typeof({name}) = 'text'" for name in ("checksum", "extra")),
+    f"checksum GLOB '{'[0-9a-f]' * 32}'",
     "namespace IN (SELECT id FROM namespace)",
 ))  # fmt: skip
 _SOUND_TOKENS = "typeof(tokens) = 'blob' AND (length(tokens) = 4 * length OR length(tokens) = 8 * length)"
@@ -68,7 +68,6 @@ class Row(NamedTuple):
     nbytes: int
     checksum: str
     disk: int
-    statistics: str = ""
 
 
 class Found(NamedTuple):
@@ -79,7 +78,6 @@ class Found(NamedTuple):
     nbytes: int
     checksum: str
     extra: str
-    statistics: str
     disk: int
 
 
@@ -119,7 +117,6 @@ class Index:
     """The writing connection. Not thread-safe: one thread at a time.
 
     A namespace is here as long as an image of it is: the transaction that takes its last image takes its row, too.
-    `unnamed` are statistics whose last image may have left: whoever deletes the files asks `needs` and empties it.
 
     Opening raises IndexBroken for a file that is no database of ours, DirectoryError for one that can't be opened now.
     """
@@ -165,11 +162,7 @@ class Index:
         known = run("SELECT id, root, model, codec, layout FROM namespace")
         self._namespaces = {root: (int(number), stated) for number, root, *stated in known}
         self._images: Counter[int] = Counter()  # of each namespace
-        self._naming: Counter[str] = Counter()  # images that name these statistics
-        for number, name, count in run("SELECT namespace, statistics, count(*) FROM image GROUP BY 1, 2"):
-            self._images[number] += count
-            self._naming[name] += count
-        self.unnamed: set[str] = set()
+        self._images.update(dict(run("SELECT namespace, count(*) FROM image GROUP BY namespace")))
 
     # What it says
 
@@ -191,7 +184,7 @@ class Index:
         found = {}
         for kind, key in addresses:
             row = self._connection.execute(
-                "SELECT root, parent, nbytes, checksum, extra, statistics, disk FROM image "
+                "SELECT root, parent, nbytes, checksum, extra, disk FROM image "
                 "JOIN namespace ON namespace.id = namespace WHERE key = ? AND kind = ?", [key, _NUMBER[kind]],
             ).fetchone()  # fmt: skip
             if row:
@@ -220,10 +213,6 @@ class Index:
             found[kind].update(name for (name,) in rows)
         return found
 
-    def needs(self, statistics: str) -> bool:
-        """Whether an image names these statistics."""
-        return self._naming[statistics] > 0
-
     @property
     def clean(self) -> bool:
         return read_clean(self._connection)
@@ -236,13 +225,13 @@ class Index:
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """All or nothing; durable when the block has ended."""
-        before = dict(self._namespaces), self._images.copy(), self._naming.copy()
+        before = dict(self._namespaces), self._images.copy()
         self._connection.execute("BEGIN IMMEDIATE")
         try:
             yield
             self._connection.execute("COMMIT")
         except BaseException:
-            self._namespaces, self._images, self._naming = before
+            self._namespaces, self._images = before
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
             raise
@@ -264,17 +253,15 @@ class Index:
         self._namespaces[namespace.root] = number, list(namespace.stated)
         length = len(entry.tokens) // keys.TOKEN_BYTES
         cursor = run(
-            f"INSERT INTO image ({_COLUMNS}) VALUES (NULL{', ?' * 15})",
+            f"INSERT INTO image ({_COLUMNS}) VALUES (NULL{', ?' * 14})",
             [
                 _NUMBER[entry.kind], entry.key, number, entry.parent, entry.start, length, entry.nbytes,
-                entry.checksum, entry.disk, entry.used, entry.created, entry.hits, entry.extra, entry.statistics,
-                entry.used_at,
+                entry.checksum, entry.disk, entry.used, entry.created, entry.hits, entry.extra, entry.used_at,
             ],
         )  # fmt: skip
         if length:
             run("INSERT OR REPLACE INTO tokens VALUES (?, ?)", [cursor.lastrowid, _pack(entry.tokens)])
         self._images[number] += 1
-        self._naming[entry.statistics] += 1
 
     def remove(self, addresses: Iterable[Address]) -> None:
         """Images leave, and with its last image a namespace."""
@@ -282,19 +269,15 @@ class Index:
         emptied: set[int] = set()
         for kind, key in addresses:
             at = [key, _NUMBER[kind]]
-            row = run("SELECT id, namespace, statistics FROM image WHERE key = ? AND kind = ?", at).fetchone()
+            row = run("SELECT id, namespace FROM image WHERE key = ? AND kind = ?", at).fetchone()
             if row is None:
                 continue
-            image, number, statistics = row
+            image, number = row
             run("DELETE FROM tokens WHERE id = ?", [image])
             run("DELETE FROM image WHERE id = ?", [image])
             self._images[number] -= 1
-            self._naming[statistics] -= 1
             if not self._images[number]:
                 emptied.add(number)
-            if not self._naming[statistics]:
-                del self._naming[statistics]
-                self.unnamed.add(statistics)
         for number in emptied:
             run("DELETE FROM namespace WHERE id = ?", [number])
             del self._images[number]
@@ -461,8 +444,11 @@ def read_clean(connection: sqlite3.Connection) -> bool:
 
 
 def read_rows(connection: sqlite3.Connection) -> dict[Address, Row]:
+    """None of an index that an earlier release left: what it wrote is not read, and leaves when the directory is opened."""
+    if any(name == "statistics" for _, name, *_ in connection.execute("PRAGMA table_info(image)")):
+        return {}
     roots = dict(connection.execute("SELECT id, root FROM namespace"))
-    rows = connection.execute("SELECT kind, key, namespace, nbytes, checksum, disk, statistics FROM image")
+    rows = connection.execute("SELECT kind, key, namespace, nbytes, checksum, disk FROM image")
     return {(KINDS[kind], key): Row(roots[namespace], *rest) for kind, key, namespace, *rest in rows}
 
 
@@ -518,10 +504,10 @@ def _read_by_id(connection: sqlite3.Connection, roots: dict[int, bytes]) -> Iter
                 tokens = b""
             elif len(tokens) == 4 * length:
                 tokens, at = wide[at : at + 8 * length], at + 8 * length
-            nbytes, checksum, disk, used, created, hits, extra, statistics, used_at = rest
+            nbytes, checksum, disk, used, created, hits, extra, used_at = rest
             yield Entry(
                 KINDS[kind], key, roots[namespace], parent, start, tokens, nbytes, checksum, disk, used, created, hits,
-                extra, statistics, used_at,
+                extra, used_at,
             )  # fmt: skip
 
 

@@ -42,7 +42,7 @@ class Ledger:
     """Thread-safe: `_lock`, a leaf (nothing is called while it is held), guards the counters.
 
     files: of the index's rows. queued: of writes admitted and not yet done. leaving: of rows whose deletion is queued.
-    overhead: index, folders, LOCK, tmp/, stats/, as last measured. reserve: what the index may still grow by.
+    overhead: index, folders, LOCK, tmp/, as last measured. reserve: what the index may still grow by.
     """
 
     def __init__(self, limit: int, block: int):

@@ -26,11 +26,10 @@ TOUCH_DELAY = 30.0  # seconds that touches may wait for a batch to travel with
 class Write:
     """A write on its way. It ends `done`, its row committed and its room settled in the ledger, or with an `error`."""
 
-    __slots__ = ("done", "entry", "error", "image", "namespace", "queued_at", "sequence", "statistics")
+    __slots__ = ("done", "entry", "error", "image", "namespace", "queued_at", "sequence")
 
-    def __init__(self, entry: Entry, namespace: Namespace, image: Image, statistics: bytes, sequence: int):
+    def __init__(self, entry: Entry, namespace: Namespace, image: Image, sequence: int):
         self.entry, self.namespace, self.image, self.sequence = entry, namespace, image, sequence
-        self.statistics = statistics  # those that the entry names; b"": they stand
         self.error: Exception | None = None
         self.done = False
         self.queued_at = time.monotonic()
@@ -106,7 +105,7 @@ class Queue:
 
     # The request path
 
-    def write(self, entry: Entry, namespace: Namespace, image: Image, statistics: bytes = b"") -> bool:
+    def write(self, entry: Entry, namespace: Namespace, image: Image) -> bool:
         with self._lock:
             if not self._has_room(image.nbytes) or not self._ledger.admit(image.nbytes):
                 self._dropped += 1
@@ -116,7 +115,7 @@ class Queue:
             older = self._waiting.pop(entry.address, None)
             if older:
                 self._cancel(older, "written again before its turn")
-            self._waiting[entry.address] = Write(entry, namespace, image, statistics, self._sequence)
+            self._waiting[entry.address] = Write(entry, namespace, image, self._sequence)
             self._queued += image.nbytes
             self._wake.notify()
             return True
@@ -250,11 +249,6 @@ class Queue:
     def drained(self) -> bool:
         with self._lock:
             return not (self._waiting or self._removals or self._touches or self._working is not None)
-
-    def wanted(self) -> set[str]:
-        """The statistics that waiting writes name."""
-        with self._lock:
-            return {write.entry.statistics for write in self._waiting.values()}
 
     def counters(self) -> Counters:
         with self._lock:

@@ -6,18 +6,14 @@ import os
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
-from typing import Any, TypeVar
 
 from prefixcache.histogram import Histogram
 from prefixcache.image import Image
 from prefixcache.ssd.entries import Entry
-from prefixcache.ssd.errors import Corrupt, StatisticsLost, Unreadable
-from prefixcache.ssd.files import Damaged, read_image, read_statistics
+from prefixcache.ssd.errors import Corrupt, Unreadable
+from prefixcache.ssd.files import Damaged, read_image
 from prefixcache.ssd.queue import Queue
 from prefixcache.ssd.store import Store
-
-Result = TypeVar("Result")
 
 
 class Reader:
@@ -29,33 +25,25 @@ class Reader:
         self._store = store
         self._queue = queue
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="prefixcache-ssd-reader")
-        # Their own thread: a store waits for them, and must not wait behind the images of a promotion.
-        self._small = ThreadPoolExecutor(1, thread_name_prefix="prefixcache-ssd-statistics")
         self._lock = threading.Lock()
-        self._reading: set[Future[Any]] = set()
+        self._reading: set[Future[Image]] = set()
         self.read_files = self.read_bytes = self.corrupt = self.unreadable = 0
         self.read_seconds = Histogram()  # of an image that was read whole and checked
 
     def read(self, entry: Entry) -> Future[Image]:
-        return self._noted(self._pool.submit(self._read, entry))
-
-    def read_statistics(self, name: str) -> Future[bytes]:
-        return self._noted(self._small.submit(self._read_statistics, name))
-
-    def _noted(self, future: Future[Result]) -> Future[Result]:
+        future = self._pool.submit(self._read, entry)
         with self._lock:
             self._reading.add(future)
         future.add_done_callback(self._forget)
         return future
 
-    def _forget(self, future: Future[Any]) -> None:
+    def _forget(self, future: Future[Image]) -> None:
         with self._lock:
             self._reading.discard(future)
 
     def close(self, timeout: float | None) -> None:
         """Take nothing any more, and wait for what is being read, for at most so long."""
-        for pool in (self._pool, self._small):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             reading = list(self._reading)
         wait(reading, timeout)
@@ -78,16 +66,6 @@ class Reader:
             self.read_files += 1
             self.read_bytes += entry.nbytes
         return image
-
-    def _read_statistics(self, name: str) -> bytes:
-        path = self._store.statistics_file(name)
-        try:
-            return read_statistics(path, name)
-        except Damaged as damage:
-            if damage.identity is not None:
-                with suppress(OSError):
-                    self._store.set_aside(path, str(damage), damage.identity)
-            raise StatisticsLost(f"statistics {name}: {damage}") from None
 
     def _set_aside(self, path: str, entry: Entry, damage: Damaged) -> None:
         try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sqlite3
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +21,7 @@ from prefixcache.ssd.claims import FALSE, Claims, Verdict, check_stated
 from prefixcache.ssd.directory import Directory, Lock, disk_at, holder, refusal
 from prefixcache.ssd.entries import Address, Entry, Namespace, Progress
 from prefixcache.ssd.errors import DirectoryError, IndexBroken
-from prefixcache.ssd.files import Damaged, from_header, read_header, read_image, read_statistics, remove_file
+from prefixcache.ssd.files import Damaged, OlderFormat, from_header, read_header, read_image, remove_file
 from prefixcache.ssd.formats import refuse_newer
 from prefixcache.ssd.index import Index, Row, check, read_namespaces, read_rows, reading, suffixes
 from prefixcache.ssd.quarantine import Quarantine
@@ -40,7 +39,7 @@ R = TypeVar("R")
 class Finding(NamedTuple):
     """One thing that was not as it should be. `path` is relative to the directory; `nbytes` are real bytes concerned.
 
-    kind: "index", "debris", "lost file", "orphan", "broken", "stray", "unreadable".
+    kind: "index", "debris", "lost file", "orphan", "older format", "broken", "stray", "unreadable".
     """
 
     kind: str
@@ -68,8 +67,8 @@ class Report:
 
     @property
     def freed(self) -> int:
-        """Real bytes of debris that was deleted."""
-        return self._sum("debris")
+        """Real bytes of what was deleted."""
+        return self._sum("debris") + self._sum("older format")
 
     @property
     def adopted(self) -> int:
@@ -197,8 +196,6 @@ class _Pass:
         self.adopted: dict[bytes, list[Address]] = {}  # by root key
         self.again: Callable[[], dict[Address, Row]] | None = None  # of a live directory: its rows by now
         self.newest = index.totals()[2] if index else 0
-        self._statistics: dict[str, str] = {}  # by name: what is wrong with them
-        self._judging = threading.Lock()
 
     def found(self, kind: str, path: str, reason: str, action: str, nbytes: int = 0) -> None:
         done = action if self.index else f"would be {action}"
@@ -210,29 +207,11 @@ class _Pass:
             self.quarantine.take(path, reason)
         self.found(kind, path, reason, "set aside", size)
 
-    def lacks(self, statistics: str) -> str:
-        """Why an image that names these statistics is of no use; "" when it is."""
-        if not statistics:
-            return ""
-        with self._judging:  # images are looked at by several threads
-            if statistics not in self._statistics:
-                self._statistics[statistics] = self._wrong_with(statistics)
-            wrong = self._statistics[statistics]
-        return f"its statistics {statistics} are lost: {wrong}" if wrong else ""
-
-    def _wrong_with(self, statistics: str) -> str:
-        path = self.directory.stats / f"{statistics}.safetensors"
-        if not os.path.lexists(path):
-            return "the file is missing"
-        try:
-            if self.deep:
-                read_statistics(str(path), statistics)
-        except Damaged as damage:
-            self.set_aside("broken", str(path), str(damage))
-            return str(damage)
-        except OSError:
-            pass  # not now; a read that matters will tell
-        return ""
+    def delete(self, kind: str, path: str, reason: str) -> None:
+        size = disk_at(path)
+        if self.index:
+            remove_file(path)
+        self.found(kind, path, reason, "deleted", size)
 
     def counts(self, disk: int, images: int = 1) -> None:
         self.images += images
@@ -242,10 +221,7 @@ class _Pass:
 def _compare(run: _Pass, broken: str) -> Report:
     directory = run.directory
     for item in directory.strays() if run.again is None else ():
-        size = disk_at(item.path)
-        if run.index:
-            remove_file(item.path)
-        run.found("debris", item.path, "left by a write that was interrupted", "deleted", size)
+        run.delete("debris", item.path, "left by a write that was interrupted, or by an older release")
     here = _scan(run)
     if broken and (here or broken != "missing"):  # no index and no files is a new directory
         run.found("index", str(directory.index), broken, "rebuilt from the files")
@@ -337,8 +313,6 @@ def _judge(
         row = run.rows[address]
         if here[address].st_size != row.nbytes:
             return address, f"{here[address].st_size} bytes, the index says {row.nbytes}"
-        if lacking := run.lacks(row.statistics):
-            return address, lacking
         if not run.deep:
             return address, None
         kind, key = address
@@ -361,28 +335,28 @@ def _judge(
 
 
 def _adopt(run: _Pass, addresses: list[Address]) -> None:
-    """Take whole files in that have no row; set others aside."""
+    """Take whole files in that have no row; set others aside; delete what is of a format that isn't read any more."""
     wanted: list[tuple[Entry, Namespace]] = []
 
-    def look(address: Address) -> tuple[Address, tuple[Entry, Namespace] | None, str, bool]:
+    def look(address: Address) -> tuple[Address, tuple[Entry, Namespace] | None, str, str]:
         path = run.directory.file(address)
         try:
             said = read_header(path)
             entry, namespace = from_header(said, run.newest)
             if entry.address != address:
-                return address, None, "the file is another image's", True
+                return address, None, "the file is another image's", "broken"
             check_stated(namespace)
-            if lacking := run.lacks(entry.statistics):
-                return address, None, lacking, True
             if run.deep:
                 read_image(path, entry)
-            return address, (entry, namespace), "", False
+            return address, (entry, namespace), "", "orphan"
+        except OlderFormat as error:
+            return address, None, str(error), "older format"
         except (Damaged, ValueError) as error:
-            return address, None, str(error), True
+            return address, None, str(error), "broken"
         except OSError as error:
-            return address, None, os.strerror(error.errno or 0), False
+            return address, None, os.strerror(error.errno or 0), "unreadable"
 
-    for address, pair, reason, damaged in _parallel(look, addresses):
+    for address, pair, reason, kind in _parallel(look, addresses):
         path = run.directory.file(address)
         if pair and (verdict := run.claims.hear(pair[1])) is Verdict.FALSE:
             run.set_aside("broken", path, FALSE)
@@ -394,10 +368,12 @@ def _adopt(run: _Pass, addresses: list[Address]) -> None:
                 wanted = [one for one in wanted if one[1].root != pair[1].root]
                 _expel(run, pair[1])
             wanted.append(pair)
-        elif damaged:
-            run.set_aside("broken", path, reason)
+        elif kind == "older format":
+            run.delete(kind, path, reason)
+        elif kind == "broken":
+            run.set_aside(kind, path, reason)
         else:
-            run.found("unreadable", path, reason, "left alone")
+            run.found(kind, path, reason, "left alone")
     if run.index and wanted:
         with run.index.transaction():
             for entry, namespace in wanted:

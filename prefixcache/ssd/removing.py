@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import heapq
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
@@ -27,7 +26,6 @@ from prefixcache.ssd.store import Store
 
 _NO_LIMIT = 1 << 60
 _AUDIT_ROOM = 8192  # bytes: what the line in the audit log may take that follows
-_STATISTICS = re.compile(r"[0-9a-f]+\.safetensors")
 
 
 # -- all of them -------------------------------------------------------------------------------------------------------
@@ -40,7 +38,6 @@ class Cleared:
     directory: str
     dry_run: bool
     images: int
-    statistics: int
     quarantine: int
     debris: int
     freed: int
@@ -51,7 +48,7 @@ class Cleared:
 
 
 def clear(directory: str | os.PathLike[str], *, dry_run: bool = False, progress: Progress | None = None) -> Cleared:
-    """Delete every image, the levels, what was set aside and what interrupted writes left; the index is made anew.
+    """Delete every image, what was set aside and what interrupted writes left; the index is made anew.
 
     Raises DirectoryError when it is not a cache's, is held or newer; OSError for what can't be deleted.
     """
@@ -90,13 +87,8 @@ def _clearing(there: Directory, dry_run: bool, freed: int, progress: Progress | 
         else:
             images.append(item.path)
             freed += disk_of(item.stat(follow_symlinks=False))
-    statistics = [
-        item.path
-        for item in scan(there.stats)
-        if _STATISTICS.fullmatch(item.name) and item.is_file(follow_symlinks=False)
-    ]
     debris = [item.path for item in there.strays()]
-    freed += sum(disk_at(path) for path in (*statistics, *debris))
+    freed += sum(disk_at(path) for path in debris)
     aside = quarantined(there)
     freed += sum(item.disk for item in aside)
     if not dry_run:
@@ -104,7 +96,7 @@ def _clearing(there: Directory, dry_run: bool, freed: int, progress: Progress | 
             remove_file(path)
             if progress:
                 progress(done + 1, len(images))
-        for path in (*statistics, *debris):
+        for path in debris:
             remove_file(path)
         for item in scan(there.quarantine):
             if item.is_dir(follow_symlinks=False):
@@ -112,11 +104,9 @@ def _clearing(there: Directory, dry_run: bool, freed: int, progress: Progress | 
             else:
                 remove_file(item.path)
         _drop_folders(there, set(there.image_folders()))
-        for folder in (there.stats, there.tmp, there.quarantine):
+        for folder in (there.tmp, there.quarantine):
             sync_folder(folder)
-    return Cleared(
-        str(there.root), dry_run, len(images), len(statistics), len(aside), len(debris), freed, tuple(sorted(left))
-    )
+    return Cleared(str(there.root), dry_run, len(images), len(aside), len(debris), freed, tuple(sorted(left)))
 
 
 # -- some of them ------------------------------------------------------------------------------------------------------
@@ -159,7 +149,6 @@ class Pruned:
     disk: int
     held: int
     shares: tuple[Share, ...]
-    statistics: int
     quarantine: int
     quarantine_disk: int
     before: int
@@ -291,7 +280,7 @@ def _foresee(there: Directory, selection: Selection) -> Pruned:
             tally.add(left)
     after = max(after, 0)
     return Pruned(
-        str(there.root), True, len(left), sum(node.disk for node in left), held, tally.shares, 0, len(aside),
+        str(there.root), True, len(left), sum(node.disk for node in left), held, tally.shares, len(aside),
         sum(item.disk for item in aside), before, after, selection.to_size is None or after <= selection.to_size,
     )  # fmt: skip
 
@@ -312,7 +301,6 @@ class _Pruning:
 
     def run(self) -> Pruned:
         there, selection = self._there, self._selection
-        levels = len(list(scan(there.stats)))
         connection = connect(there.index)
         try:
             spaces = namespaces(connection, selection.model, selection.namespace)
@@ -336,7 +324,7 @@ class _Pruning:
             tally.add(part)
         return Pruned(
             str(there.root), False, len(self._left), sum(node.disk for node in self._left), leaving.held, tally.shares,
-            levels - len(list(scan(there.stats))), len(aside), sum(item.disk for item in aside), before, 0, True,
+            len(aside), sum(item.disk for item in aside), before, 0, True,
         )  # fmt: skip
 
     def _remove(self, part: list[Node], count: int) -> None:
@@ -354,8 +342,6 @@ class _Pruning:
             if self._progress:
                 self._progress(len(self._left), count)
         _drop_folders(self._there, folders)
-        store.sweep_statistics()
-        sync_folder(self._there.stats)
         store.shrink_index()
         store.index.checkpoint()
 

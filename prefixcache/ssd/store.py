@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import re
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from prefixcache.ssd.directory import (
+    LEVELS,
     Directory,
     Lock,
     device_of,
@@ -30,7 +30,7 @@ from prefixcache.ssd.directory import (
 )
 from prefixcache.ssd.entries import Address
 from prefixcache.ssd.errors import IndexBroken, LogHeld
-from prefixcache.ssd.files import Damaged, read_statistics, remove_file, write_file
+from prefixcache.ssd.files import remove_file
 from prefixcache.ssd.formats import refuse_newer
 from prefixcache.ssd.index import PAGE, Index, suffixes
 from prefixcache.ssd.ledger import Ledger
@@ -83,13 +83,11 @@ class Store:
             for item in self.directory.strays():
                 remove_file(item.path)
             self._lingering: set[str] = set()
-            self._nameless = False
-            for folder in self.directory.image_folders():
+            for folder in (*self.directory.image_folders(), f"{self.directory.root}/{LEVELS}"):
                 with suppress(OSError):  # not empty
                     os.rmdir(folder)
             self._folders = self.directory.image_folders()
             count, files, self.newest = self.index.totals()
-            self.sweep_statistics()
             self.ledger.begin(count, files, sum(item.disk for item in self.quarantine.items()))
             self.maintain(idle=True)
             self.index.checkpoint()
@@ -127,8 +125,7 @@ class Store:
         directory = self.directory
         database, log_file, shared = (disk_at(path) for path in suffixes(directory.index))
         overhead = directory.upper() + sum(self._folders.values()) + database + log_file + shared
-        for folder in (directory.stats, directory.tmp):
-            overhead += tree_size(folder) - disk_at(folder)
+        overhead += tree_size(directory.tmp) - disk_at(directory.tmp)
         overhead += sum(disk_at(path) for path in self._lingering)
         growth = max(0, self.index.logical_size() - database) + max(0, SHARED_MEMORY - shared)
         self.ledger.measure(overhead, growth + max(0, self.ledger.log_room - log_file))
@@ -185,6 +182,10 @@ class Store:
         if excess > 0:
             self.ledger.quarantine(-self.quarantine.prune(excess))
 
+    def shrink_index(self) -> None:
+        """Give the file system the pages of the index that deletions left free."""
+        self.index.shrink(max(1, self.ledger.log_room // 2 // PAGE))
+
     # Setting aside, by readers
 
     def set_aside(self, path: str, reason: str, identity: tuple[int, int] | None) -> bool:
@@ -194,53 +195,6 @@ class Store:
             return False
         self.ledger.quarantine(moved)
         return True
-
-    # Statistics
-
-    def shrink_index(self) -> None:
-        self.index.shrink(max(1, self.ledger.log_room // 2 // PAGE))
-
-    def write_statistics(self, digest: str, data: bytes) -> None:
-        """Make stats/<digest>.safetensors, durable; one that stands is left as it is, when it is whole."""
-        path = self.statistics_file(digest)
-        try:
-            read_statistics(path, digest)
-            if self._nameless:
-                sync_folder(self.directory.stats)
-                self._nameless = False
-            return
-        except Damaged as damage:
-            if damage.identity is not None:
-                self.set_aside(path, str(damage), damage.identity)
-        self.index.unnamed.add(digest)  # until an image that names them is there
-        tmp = str(self.directory.tmp / f"statistics-{digest}")
-        remove_file(tmp)
-        write_file(tmp, np.frombuffer(data, np.uint8))
-        self._nameless = True  # until the name is durable: images must not be written that need it
-        os.rename(tmp, path)
-        sync_folder(self.directory.stats)
-        self._nameless = False
-
-    def sweep_statistics(self) -> None:
-        """Delete all that no image names. What has no such name is not ours. Only while nothing is to be written."""
-        for name in os.listdir(self.directory.stats):
-            digest = re.fullmatch(r"([0-9a-f]+)\.safetensors", name)
-            if digest and not self.index.needs(digest[1]):
-                remove_file(str(self.directory.stats / name))
-        self.index.unnamed.clear()
-
-    def drop_statistics(self, wanted: set[str]) -> None:
-        """Delete those whose last image has left since the last call, or whose first was not written; not the `wanted`."""
-        for digest in self.index.unnamed - wanted - {""}:
-            if not self.index.needs(digest):
-                remove_file(self.statistics_file(digest))
-        self.index.unnamed &= wanted
-
-    def statistics_file(self, digest: str) -> str:
-        """Its path. ValueError for what is not lower-case hex."""
-        if not digest or set(digest) - set("0123456789abcdef"):
-            raise ValueError(f"statistics {digest[:80]!r}: name them by a digest in lower-case hex")
-        return str(self.directory.stats / f"{digest}.safetensors")
 
     # Life
 

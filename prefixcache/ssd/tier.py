@@ -153,21 +153,14 @@ class Ssd:
         """Room to expect of a file of `nbytes`: its blocks, and its share of index and folders."""
         return self._store.ledger.footprint(nbytes)
 
-    def write(self, entry: Entry, namespace: Namespace, image: Image, statistics: bytes = b"") -> bool:
-        """Queue a write. False, and no callback: the queue is full, the limit is reached, or the disk failed lately.
-
-        `statistics` are those that the entry names; they become durable before the image.
-        """
+    def write(self, entry: Entry, namespace: Namespace, image: Image) -> bool:
+        """Queue a write. False, and no callback: the queue is full, the limit is reached, or the disk failed lately."""
         sizes = [len(key) for key in (entry.key, entry.parent, entry.namespace)]
         if entry.kind not in FOLDERS or sizes != [KEY_BYTES] * 3 or len(entry.tokens) % TOKEN_BYTES:
             raise ValueError(f"{entry!r}: not an entry; kind, length of a key or of the tokens is wrong")
         for name, bound in BOUNDS.items():
             if not 0 <= getattr(entry, name) < bound:
                 raise ValueError(f"{entry!r}: {name}={getattr(entry, name)}: give 0 to {bound - 1}")
-        if entry.statistics:
-            self._store.statistics_file(entry.statistics)
-        elif statistics:
-            raise ValueError(f"{entry!r}: statistics of {len(statistics)} bytes that it does not name")
         if entry.namespace != namespace.root:
             raise ValueError(f"{entry!r}: of namespace {entry.namespace.hex()}, not {namespace.root.hex()}")
         if self._pid != os.getpid():
@@ -177,7 +170,7 @@ class Ssd:
             nbytes=image.nbytes, checksum=image.checksum, created=entry.created or now, used_at=entry.used_at or now
         )
         self._tick = max(self._tick, entry.used)
-        return self._queue.write(entry, namespace, image, statistics)
+        return self._queue.write(entry, namespace, image)
 
     def delete(self, entries: Iterable[Entry]) -> None:
         """Queue deletions of entries as `entries` or `written` gave them. A write that still waits is cancelled."""
@@ -200,18 +193,6 @@ class Ssd:
             future.set_exception(SsdError(f"ssd_dir={str(self.directory)!r} is closed; open it anew"))
             return future
         return self._reader.read(entry)
-
-    # Statistics of a codec, which images name
-
-    def read_statistics(self, digest: str) -> Future[bytes]:
-        """The bytes of this name, read and checked in the pool. The future raises StatisticsLost (missing, or damaged and
-        set aside), OSError where they could not be read now, SsdError when this is closed.
-        """
-        if self._pid != os.getpid() or self._closed:
-            future: Future[bytes] = Future()
-            future.set_exception(SsdError(f"ssd_dir={str(self.directory)!r} is closed; open it anew"))
-            return future
-        return self._reader.read_statistics(digest)
 
     # Waiting
 
@@ -290,8 +271,6 @@ class Ssd:
         assert held.number == len(rows), (held.number, len(rows))
         assert held.files == sum(entry.disk for entry in rows.values())
         assert roots == {entry.namespace for entry in rows.values()}, "a namespace without an image"
-        named = {f"{entry.statistics}.safetensors" for entry in rows.values()}
-        assert set(os.listdir(directory.stats)) <= named, "statistics that no image names"
         for address, entry in rows.items():
             assert (entry.nbytes, entry.disk) == (files[address].st_size, files[address].st_blocks * 512), entry
 

@@ -123,7 +123,6 @@ class Writer:
             self._drop(batch.removals)
             if batch.probe:  # after what leaves: that needs no room
                 self._probe()
-            self._write_statistics(batch.writes)
             self._spill(batch)
             self._touch(batch.touches)
             self._sync_folders()
@@ -133,8 +132,6 @@ class Writer:
         for write in batch.writes:
             error = error or write.error
         try:
-            if self._store.index.unnamed:
-                self._store.drop_statistics(self._queue.wanted())
             self._store.measure()
         except Exception as problem:
             error = error or problem
@@ -165,10 +162,6 @@ class Writer:
         write_file(path, self._store.probe)
         remove_file(path)
         self._store.require_log()
-
-    def _write_statistics(self, writes: list[Write]) -> None:
-        for digest, data in {write.entry.statistics: write.statistics for write in writes if write.statistics}.items():
-            self._store.write_statistics(digest, data)
 
     def _drop(self, removals: dict[Address, Removal]) -> None:
         """Rows first, committed; then files: what a crash leaves then is a file, which the next opening takes in.
@@ -287,7 +280,7 @@ class Writer:
                 continue
             path, entry = self._store.directory.file(write.entry.address), write.entry
             extra = entry.extra if entry.kind == "window" else row.extra  # the cache keeps no other's
-            says = (entry.namespace, entry.parent, write.image.nbytes, entry.checksum, extra, entry.statistics)
+            says = (entry.namespace, entry.parent, write.image.nbytes, entry.checksum, extra)
             whole = os.path.exists(path) and os.stat(path).st_size == write.image.nbytes
             if row[:-1] == says and whole:
                 same.add(write.entry.address)

@@ -100,8 +100,7 @@ def test_a_lost_index_is_made_anew_and_the_cache_is_warm(call, filled):
 
 def test_images_without_lock_and_index_are_taken_in_once_a_lock_says_so(call, filled, tmp_path):
     moved = tmp_path / "moved"
-    for folder in ("rows", "stats"):
-        shutil.copytree(filled / folder, moved / folder)
+    shutil.copytree(filled / "rows", moved / "rows")
     done = call("reconcile", moved)
     assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
     assert "make an empty LOCK" in done.stderr
@@ -170,7 +169,7 @@ def test_a_newer_format_gives_2_and_stays_as_it_is(call, filled):
 @pytest.mark.parametrize("options", [(), ("--dry-run",), ("--deep",)])
 def test_a_directory_of_somebody_else_gives_2_and_stays_as_it_is(call, tmp_path, options):
     home = tmp_path / "home"
-    for name in ("tmp/letter", "rows/boat", "LOCK", "stats/1"):
+    for name in ("tmp/letter", "rows/boat", "LOCK", "notes/1"):
         (home / name).parent.mkdir(parents=True, exist_ok=True)
         (home / name).write_text("mine")
     connection = sqlite3.connect(home / "index.db")

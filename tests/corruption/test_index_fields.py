@@ -48,7 +48,6 @@ FIELDS: dict[str, list[object]] = {
     "created": [-1e18, 1e18],
     "used_at": [-1e18, 1e18],
     "checksum": ["0" * 32],
-    "statistics": ["ab" * 16],
 }
 
 

@@ -121,7 +121,7 @@ def test_a_folder_of_images_that_is_a_link_is_moved_away_after_a_crash(root, tmp
     assert sorted(os.listdir(tmp_path / "outside")) == before
 
 
-@pytest.mark.parametrize("name", ["rows", "windows", "snapshots", "stats", "quarantine", "tmp"])
+@pytest.mark.parametrize("name", ["rows", "windows", "snapshots", "quarantine", "tmp"])
 def test_a_folder_of_ours_that_is_a_link_or_a_file_is_refused(root, tmp_path, name):
     shutil.move(root / name, tmp_path / "outside")
     (root / name).symlink_to(tmp_path / "outside")
@@ -272,9 +272,18 @@ def test_strange_things_in_tmp_are_left_or_deleted_but_never_followed(root, tmp_
     (tmp_path / "foreign").write_bytes(PRECIOUS)
     (root / "tmp" / "probe").symlink_to(tmp_path / "foreign")
     put(root / "tmp" / "1.safetensors", "a pipe")
-    put(root / "tmp" / "statistics-ab", "a folder")
+    put(root / "tmp" / "2.safetensors", "a folder")
     judge(root)
     assert (tmp_path / "foreign").read_bytes() == PRECIOUS
+
+
+def test_a_link_where_an_earlier_release_had_levels_is_not_followed(root, tmp_path):
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / f"{'ab' * 16}.safetensors").write_bytes(PRECIOUS)
+    (root / "stats").symlink_to(tmp_path / "foreign")
+    uncleanly(root)
+    judge(root)
+    assert (tmp_path / "foreign" / f"{'ab' * 16}.safetensors").read_bytes() == PRECIOUS
 
 
 def test_names_that_no_image_has_are_moved_away_after_a_crash(root):

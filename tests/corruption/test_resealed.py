@@ -13,7 +13,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from prefixcache.image import Blueprint, Image, Spec
+from prefixcache.image import FORMAT, Blueprint, Image, Spec
 from prefixcache.ssd import NewerFormat
 from prefixcache.ssd.files import Damaged, read_header
 
@@ -67,7 +67,6 @@ META = {
     "another start": lambda meta: meta._replace(start=99_999),
     "another parent": lambda meta: meta._replace(parent="0" * 32),
     "another layout": lambda meta: meta._replace(layout="["),
-    "statistics that are a path": lambda meta: meta._replace(statistics="../../index"),
 }
 
 
@@ -97,8 +96,9 @@ def written(path, header, body=b""):
 
 
 def header(tensors, **more):
-    said = {"checksum": "0" * 32, "format": "1", "kind": "rows", "key": "0" * 32, "parent": "0" * 32, "namespace": "0" * 32,
-            "model": "m", "codec": "{}", "layout": "{}", "start": "0", "statistics": "", "extra": "{}", **more}  # fmt: skip
+    said = {"checksum": "0" * 32, "format": FORMAT, "kind": "rows", "key": "0" * 32, "parent": "0" * 32,
+            "namespace": "0" * 32, "model": "m", "codec": "{}", "layout": "{}", "start": "0", "extra": "{}",
+            **more}  # fmt: skip
     return json.dumps({"__metadata__": said, **tensors}, separators=(",", ":")).encode()
 
 
@@ -171,7 +171,7 @@ def test_one_file_of_a_newer_format_among_files_without_an_index_is_no_damage(ro
     path = file_of(root, rows_of(root, "plain")[-1])
     from tests.fuzz.targets import _sealed
 
-    path.write_bytes(_sealed(path.read_bytes().replace(b'"format":"1"', b'"format":"2"')).tobytes())
+    path.write_bytes(_sealed(path.read_bytes().replace(b'"format":"2"', b'"format":"3"')).tobytes())
     (root / "index.db").unlink()
     try:
         opened(root).close()

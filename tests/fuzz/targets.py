@@ -52,7 +52,7 @@ def sound_image(kind: str = "rows", count: int = 3) -> bytes:
     tokens = np.arange(count, dtype="<i8")
     key = chain(ROOT, tokens.tobytes())
     extra = '{"ranges":[[[0,2]]]}' if kind == "window" else "{}"
-    meta = Meta(kind, key.hex(), ROOT.hex(), ROOT.hex(), "m", "{}", "{}", 0, "", extra)
+    meta = Meta(kind, key.hex(), ROOT.hex(), ROOT.hex(), "m", "{}", "{}", 0, extra)
     draft = Blueprint(meta, [Spec("tokens", "I64", (count,)), Spec("r0.rows", "F16", (count, 2, 4))]).draft()
     draft.tensors["tokens"][:] = tokens
     draft.tensors["r0.rows"][:] = 1
@@ -77,7 +77,7 @@ def sound_index() -> bytes:
 
 
 NOTE = b'{"reason": "the checksum does not match", "origin": "rows/ab/x", "when": 1.7e9}'
-LOCK_TEXT = b"pid 12\nhost a\nsince 2026-01-01T00:00:00Z\nformat 1\n"
+LOCK_TEXT = b"pid 12\nhost a\nsince 2026-01-01T00:00:00Z\nformat 2\n"
 
 
 # -- targets ------------------------------------------------------------------------------------------------------------

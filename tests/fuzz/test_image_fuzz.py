@@ -17,8 +17,8 @@ from prefixcache import image
 from prefixcache.image import DTYPES, Blueprint, ImageError, Meta, Spec, verify
 
 META = {
-    "checksum": "0" * 32, "format": "1", "kind": "rows", "key": "k", "parent": "p", "namespace": "n", "model": "m",
-    "codec": "{}", "layout": "{}", "start": "0", "statistics": "", "extra": "{}",
+    "checksum": "0" * 32, "format": image.FORMAT, "kind": "rows", "key": "k", "parent": "p", "namespace": "n", "model": "m",
+    "codec": "{}", "layout": "{}", "start": "0", "extra": "{}",
 }  # fmt: skip
 BEYOND = 2**63
 

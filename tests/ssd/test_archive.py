@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from prefixcache.image import Blueprint, Spec, statistics_name
+from prefixcache.image import Blueprint, Spec
 from prefixcache.ssd import (
     ArchiveError,
     DirectoryHeld,
@@ -31,7 +31,7 @@ from prefixcache.ssd import (
 )
 
 from .images import CODEC, ROOT, SPACE, Opened, chain, du, fingerprint, make, path_of
-from .test_removing import LEVELS, OTHER, killed, snapshot
+from .test_removing import OTHER, killed, snapshot
 
 MOST = 10 << 20
 
@@ -83,7 +83,7 @@ def there(root: Path) -> dict[tuple[str, bytes], Entry]:
 def pairs():
     found = chain(6, used=5)
     found.append(make(50, kind="window", parent=found[2][0].key, start=512, used=5))
-    entry, image = snapshot(found[3][0], found[4][0], 60, statistics=statistics_name(LEVELS))
+    entry, image = snapshot(found[3][0], found[4][0], 60)
     found.append((entry._replace(used=5), image))
     found += [make(80 + n, used=9 - n) for n in range(3)]
     return found
@@ -95,7 +95,7 @@ def stored(root, pairs):
     others.append(make(71, parent=others[0][0].key, start=256, space=OTHER))
     with Opened(root) as ssd:
         for entry, image in pairs:
-            assert ssd.write(entry, SPACE, image, LEVELS if entry.statistics else b"")
+            assert ssd.write(entry, SPACE, image)
         for entry, image in others:
             assert ssd.write(entry, OTHER, image)
         assert ssd.flush(30)
@@ -117,7 +117,7 @@ def test_all_that_is_exported_is_there_after_an_import(root, target, stored):
     data = packed(root)
     assert fingerprint(root) == before
     done = taken(target, data)
-    assert (done.images, done.present, done.statistics, done.counts, done.torn) == (13, 0, 1, {}, "")
+    assert (done.images, done.present, done.counts, done.torn) == (13, 0, {}, "")
     assert done.models == ["other", "tiny"]
     assert done.unverified == [OTHER.root.hex()]
     left = there(target)
@@ -126,7 +126,6 @@ def test_all_that_is_exported_is_there_after_an_import(root, target, stored):
         for entry, image in stored:
             assert ssd.holds(left[entry.address], image)
         assert [space[:4] for space in sorted(ssd.namespaces())] == [tuple(s[:4]) for s in sorted((SPACE, OTHER))]
-        assert ssd.read_statistics(statistics_name(LEVELS)).result(30) == LEVELS
     assert reconcile(target, dry_run=True, deep=True).clean
 
 
@@ -137,14 +136,12 @@ def test_the_archive_is_a_plain_tar_with_parents_first_and_no_secrets(root, stor
     assert {space["model"] for space in said["namespaces"]} == {"tiny", "other"}
     names = [item.name for item, _ in items[1:]]
     by_name = {named(entry): entry for entry, _ in stored}
-    assert set(names) - {f"stats/{statistics_name(LEVELS)}.safetensors"} == by_name.keys()
+    assert set(names) == by_name.keys()
     for name in names:
         entry = by_name.get(name)
         if entry is not None and entry.parent not in (ROOT, OTHER.root):
             assert names.index(f"rows/{entry.parent.hex()}.safetensors") < names.index(name)
     assert {item.mode for item, _ in items} == {0o600}
-    levels = names.index(f"stats/{statistics_name(LEVELS)}.safetensors")
-    assert names[levels + 1].startswith("snapshots/")
 
 
 def test_images_keep_their_order_of_use_and_count_as_used_now(root, target, stored):
@@ -179,7 +176,7 @@ def test_a_dry_run_writes_nothing_and_says_the_same(root, target, stored):
     done = taken(target, data, dry_run=True)
     assert not target.exists()
     real = taken(target, data)
-    assert (done.images, done.nbytes, done.statistics) == (real.images, real.nbytes, real.statistics)
+    assert (done.images, done.nbytes) == (real.images, real.nbytes)
     before = fingerprint(target)
     assert taken(target, data, dry_run=True).present == 13
     assert fingerprint(target) == before
@@ -218,7 +215,6 @@ def test_what_is_damaged_does_not_go_in(root, target, stored):
         data = bytearray(path.read_bytes())
         data[-1] ^= 1
         path.write_bytes(data)
-    (root / "stats" / f"{statistics_name(LEVELS)}.safetensors").write_bytes(b"x")
     stream = io.BytesIO()
     done = export(root, stream)
     assert (done.images, done.damaged) == (8, 5)
@@ -242,7 +238,7 @@ def test_an_archive_without_an_end_gives_what_was_whole(root, target, stored):
 
 
 def test_what_is_no_archive_of_ours_makes_no_directory(target):
-    newer = json.dumps({"prefixcache": "archive", "format": 2}).encode()
+    newer = json.dumps({"prefixcache": "archive", "format": archive.FORMAT + 1}).encode()
     for data in (
         b"", b"x" * 5000, bytes(2000), tarred(("rows/x", b"")), tarred(("manifest.json", b"[]")),
         tarred(("manifest.json", b"{")), tarred(("manifest.json", b"[" * 100_000)),
@@ -252,6 +248,8 @@ def test_what_is_no_archive_of_ours_makes_no_directory(target):
             taken(target, data)
     with pytest.raises(ArchiveError, match="a newer release wrote it"):
         taken(target, tarred(("manifest.json", newer)))
+    with pytest.raises(ArchiveError, match=r"of format 1.* its images are not read any more"):
+        taken(target, tarred(("manifest.json", b'{"prefixcache": "archive", "format": 1}')))
     assert not target.exists()
 
 
@@ -308,10 +306,9 @@ def test_images_that_are_not_what_they_say_are_refused(target):
             (named(first), b"x" * 600), (named(first).replace("rows", "windows"), bytes(image.data)),
             other_image(key="0" * 32), other_image(namespace="ab"), other_image(model="x" * 600), other_image(model=""),
             other_image(codec="[1"), other_image(layout='"text"'),
-            other_image(extra="[" * 5000), other_image(statistics="../x"),
+            other_image(extra="[" * 5000),
         ],
         "misplaced": [(named(second), bytes(child.data)), other_image(start=256), other_image(start=2**39)],
-        "levels": [other_image(statistics="ab" * 16)],
     }  # fmt: skip
     for kind, items in cases.items():
         for item in items:
@@ -320,7 +317,6 @@ def test_images_that_are_not_what_they_say_are_refused(target):
     twice = tarred(manifest(2), *[(named(entry), bytes(other.data))] * 2)
     assert taken(target, twice).counts == {"twice": 1}
     assert taken(target, twice, dry_run=True).present == 2
-    assert refused(target, (f"stats/{'ab' * 16}.safetensors", b"not these")) == ["invalid"]
 
 
 def test_what_hangs_on_the_wrong_block_is_refused(target):

@@ -83,7 +83,7 @@ def test_a_header_is_parsed_once_for_all_that_are_like_it(quick, monkeypatch):
 @pytest.mark.parametrize(
     ("find", "put"),
     [
-        (b'"statistics":""', b'"kind":"rows"  '),
+        (b'"model":"tiny"', b'"kind":"rows" '),
         (b'"U8"', b'"U9"'),
         (b'"shape":[200]', b'"shape":[201]'),
         (b'"start":"0"', b'"start":"x"'),

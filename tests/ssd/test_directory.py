@@ -102,8 +102,6 @@ def test_folders_and_files_are_private_under_any_umask(tmp_path, opened):
     try:
         ssd = opened(tmp_path / "new" / "ssd")
         ssd.put(make(1))
-        entry, image = make(3)
-        ssd.write(entry._replace(statistics="ab" * 16), SPACE, image, b"x")
         stored = ssd.put(make(2))
         path_of(tmp_path / "new" / "ssd", stored[0]).write_bytes(b"broken")
         assert ssd.read(stored[0]).exception(10)
@@ -168,7 +166,7 @@ def of_another_index(root):
     index.close()
 
 
-def of_statistics(root):
+def of_a_folder_of_numbers(root):
     (root / "LOCK").touch()
     (root / "stats").mkdir()
     (root / "stats" / "2026.csv").write_text("1,2")
@@ -178,7 +176,7 @@ def of_a_link(root):
     (root / "rows").symlink_to(root.parent)
 
 
-FOREIGN = [of_a_database, of_somebody_with_a_lock, of_another_lock, of_another_index, of_statistics, of_a_link]
+FOREIGN = [of_a_database, of_somebody_with_a_lock, of_another_lock, of_another_index, of_a_folder_of_numbers, of_a_link]
 
 
 @pytest.mark.parametrize("content", FOREIGN)
@@ -254,15 +252,29 @@ def test_a_signed_lock_stays_signed_while_it_is_signed_again(root, opened, monke
 
 def test_what_is_in_tmp_and_not_named_by_us_stays(root, opened):
     opened().close()
-    ours, theirs = ["12.safetensors", "probe", "statistics-ab12"], ["thesis.txt", "x.safetensors", "12.safetensors.bak"]
+    ours, theirs = ["12.safetensors", "probe"], ["thesis.txt", "x.safetensors", "12.safetensors.bak"]
     for name in (*ours, *theirs):
         (root / "tmp" / name).write_text("x")
     (root / "tmp" / "13.safetensors").mkdir()
-    (root / "stats" / "mine.txt").write_text("x")
-    assert reconcile(root).counts == {"debris": 3}
+    assert reconcile(root).counts == {"debris": 2}
     opened().close()
     assert {path.name for path in (root / "tmp").iterdir()} == {*theirs, "13.safetensors"}
-    assert (root / "stats" / "mine.txt").exists()
+
+
+def test_levels_that_an_earlier_release_kept_in_files_leave_and_what_is_not_its_stays(root, opened):
+    opened().close()
+    (root / "stats").mkdir()
+    (root / "stats" / f"{'ab' * 16}.safetensors").write_text("x")
+    (root / "tmp" / "statistics-ab12").write_text("x")
+    (root / "stats" / "mine.txt").write_text("x")
+    assert survey(root).debris == (f"{'ab' * 16}.safetensors", "statistics-ab12")
+    assert reconcile(root).counts == {"debris": 2}
+    opened().close()
+    assert [path.name for path in (root / "stats").iterdir()] == ["mine.txt"]
+    (root / "stats" / "mine.txt").unlink()
+    ssd = opened()
+    ssd.check_integrity()
+    assert not (root / "stats").exists()
 
 
 @pytest.mark.parametrize("wrong", [{"readers": 0}, {"queue_bytes": -1}, {"limit": 0}])

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from prefixcache import keys
-from prefixcache.image import Blueprint, Meta, Spec, statistics_name
+from prefixcache.image import Blueprint, Meta, Spec
 from prefixcache.ssd import (
     DirectoryError,
     DirectoryHeld,
@@ -30,24 +30,22 @@ from .test_durability import Steps
 
 DAY = 86400.0
 OTHER = Namespace(keys.root_key("other", {"name": "raw"}, {"layers": 2}, b"x"), "other", CODEC, LAYOUT, 1.7e9)
-LEVELS = b"levels of a namespace"
 
 
-def snapshot(parent: Entry, rows: Entry, seed: int, count: int = 9, **more):
+def snapshot(parent: Entry, rows: Entry, seed: int, count: int = 9):
     """A snapshot within the rows that follow `parent`."""
     suffix = rows.tokens[: 8 * count]
     meta = Meta(
         "snapshot", keys.chain(parent.key, suffix).hex(), parent.key.hex(), ROOT.hex(), SPACE.model, CODEC, LAYOUT,
-        parent.start + 256, extra=f'{{"seed":{seed}}}', **more,
+        parent.start + 256, extra=f'{{"seed":{seed}}}',
     )  # fmt: skip
     draft = Blueprint(meta, [Spec("tokens", "I64", (count,)), Spec("s0", "U8", (3000,))]).draft()
     draft.tensors["tokens"].view("u1")[:] = memoryview(suffix)
     draft.tensors["s0"][:] = seed % 256
     image = draft.seal()
-    statistics = more.get("statistics", "")
     return Entry(
         "snapshot", bytes.fromhex(meta.key), ROOT, parent.key, meta.start, suffix, image.nbytes, image.checksum,
-        statistics=statistics, extra=meta.extra,
+        extra=meta.extra,
     ), image  # fmt: skip
 
 
@@ -85,12 +83,12 @@ def stored(root):
     """Six blocks in a row, a window on the third, a snapshot in the fifth, and another model's two blocks."""
     pairs = chain(6)
     pairs.append(make(50, kind="window", parent=pairs[2][0].key, start=512))
-    pairs.append(snapshot(pairs[3][0], pairs[4][0], 60, statistics=statistics_name(LEVELS)))
+    pairs.append(snapshot(pairs[3][0], pairs[4][0], 60))
     others = [make(70, parent=OTHER.root, space=OTHER, size=9000)]
     others.append(make(71, parent=others[0][0].key, start=256, space=OTHER))
     with Opened(root) as ssd:
         for entry, image in pairs:
-            assert ssd.write(entry, SPACE, image, LEVELS if entry.statistics else b"")
+            assert ssd.write(entry, SPACE, image)
         for entry, image in others:
             assert ssd.write(entry, OTHER, image)
         assert ssd.flush(30)
@@ -100,9 +98,8 @@ def stored(root):
 def test_what_was_not_used_for_long_leaves_and_the_rest_stays(root, stored):
     aged(root, {stored[4].key: 9, stored[5].key: 9, stored[7].key: 9, stored[6].key: 2})
     done = prune(root, days(7))
-    assert (done.images, done.held, done.statistics) == (3, 0, 1)
+    assert (done.images, done.held) == (3, 0)
     assert held(root).keys() == {entry.address for entry in stored} - {stored[i].address for i in (4, 5, 7)}
-    assert not list((root / "stats").iterdir())
 
 
 def test_a_block_stays_as_long_as_anything_that_hangs_on_it(root, stored):
@@ -244,7 +241,7 @@ def test_clear_leaves_an_empty_directory_that_opens(root, stored):
     (root / "tmp" / "12.safetensors").write_bytes(b"x" * 5000)
     before, foreseen = du(root), clear(root, dry_run=True)
     done = clear(root)
-    assert (done.images, done.statistics, done.quarantine, done.debris) == (9, 1, 1, 1)
+    assert (done.images, done.quarantine, done.debris) == (9, 1, 1)
     assert (foreseen.images, foreseen.quarantine, foreseen.debris) == (9, 1, 1)
     assert done.freed == before - du(root)
     files = [path.name for path in root.rglob("*") if path.is_file()]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -11,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from prefixcache import keys
-from prefixcache.image import statistics_name
-from prefixcache.ssd import Cancelled, Namespace, SsdError, StatisticsLost, queue
+from prefixcache.ssd import Cancelled, Namespace, SsdError
 
 from .images import ROOT, SPACE, chain, gate, hold, make, path_of, until
 
@@ -316,9 +313,8 @@ def test_an_entry_that_is_none_is_refused_at_the_door(ssd):
         entry._replace(start=-1),
         entry._replace(start=1 << 40),
         entry._replace(hits=1 << 40),
-        entry._replace(statistics="../x"),
     ):
-        with pytest.raises(ValueError, match=r"^Entry|^statistics"):
+        with pytest.raises(ValueError, match=r"^Entry"):
             ssd.write(wrong, SPACE, image)
 
 
@@ -326,72 +322,6 @@ def test_no_text_quotes_tokens():
     entry, _ = make(1)
     assert str(entry.tokens) not in repr(entry)
     assert "tokens=" not in repr(entry)
-
-
-def test_statistics_that_went_bad_are_set_aside(opened, root):
-    ssd = opened()
-    entry, image = make(1)
-    name = statistics_name(b"levels")
-    entry = entry._replace(statistics=name)
-    assert ssd.write(entry, SPACE, image, b"levels")
-    assert ssd.flush(10)
-    (root / "stats" / f"{name}.safetensors").write_bytes(b"levelz")
-    with pytest.raises(StatisticsLost, match="not those that the name stands for"):
-        ssd.read_statistics(name).result(10)
-    assert not (root / "stats" / f"{name}.safetensors").exists()
-    assert ssd.stats().quarantine_bytes > 0
-    other, image = make(2)
-    assert ssd.write(other._replace(statistics=name), SPACE, image, b"levels")
-    assert ssd.flush(10)
-    assert ssd.read_statistics(name).result(10) == b"levels"
-    ssd.check_integrity()
-
-
-def test_statistics_leave_with_the_last_image_that_names_them(opened, root):
-    ssd = opened()
-    entries = []
-    for i in range(2):
-        entry, image = make(i + 1)
-        data = b"levels %d" % i
-        entry = entry._replace(statistics=statistics_name(data))
-        assert ssd.write(entry, SPACE, image, data)
-        entries.append(entry)
-    assert ssd.flush(10)
-    ssd.delete(list(ssd.entries())[:1])
-    assert ssd.flush(10)
-    (left,) = (root / "stats").iterdir()
-    assert left.stem == entries[1].statistics
-    ssd.check_integrity()
-
-
-def test_statistics_that_a_waiting_write_needs_stay_when_their_last_image_leaves(opened, root, monkeypatch):
-    monkeypatch.setattr(queue, "BATCH_FILES", 1)
-    ssd, name = opened(), statistics_name(b"levels")
-    pairs = [(entry._replace(statistics=name), image) for entry, image in (make(n) for n in range(4))]
-    assert ssd.write(*[pairs[0][0], SPACE, pairs[0][1]], b"levels")
-    assert ssd.flush(10)
-    resume = hold(monkeypatch, ssd)
-    ssd.delete([entry for entry in ssd.entries() if entry.statistics])
-    for entry, image in pairs[1:]:
-        assert ssd.write(entry, SPACE, image)  # as an archive's: what it needs stands already
-    resume.set()
-    assert ssd.flush(10)
-    assert ssd.read_statistics(name).result(10) == b"levels"
-    ssd.check_integrity()
-
-
-def test_statistics_of_an_image_that_could_not_be_written_do_not_stay(opened, root, monkeypatch):
-    ssd, name = opened(), statistics_name(b"levels")
-    entry, image = make(1)
-    with monkeypatch.context() as patch:
-
-        def fail(*args):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-        patch.setattr(ssd._writer, "_place", fail)
-        assert ssd.write(entry._replace(statistics=name), SPACE, image, b"levels")
-        assert not ssd.flush(10)
-    assert not list((root / "stats").iterdir())
 
 
 def test_a_namespace_leaves_the_index_with_its_last_image_and_comes_back_with_the_next(opened):
@@ -447,29 +377,6 @@ def test_a_transaction_that_fails_leaves_the_namespaces_as_they_were(opened):
     ssd.delete(ssd.put(make(6)))
     assert ssd.flush(10)
     ssd.check_integrity()
-
-
-def test_statistics_are_durable_before_the_image_that_names_them(opened, root):
-    ssd = opened()
-    entry, image = make(1)
-    name = statistics_name(b"levels")
-    assert ssd.write(entry._replace(statistics=name), SPACE, image, b"levels")
-    assert ssd.flush(10)
-    assert ssd.read_statistics(name).result(10) == b"levels"
-    with pytest.raises(StatisticsLost, match=f"{'cd' * 16}: the file is missing"):
-        ssd.read_statistics("cd" * 16).result(10)
-    ssd.check_integrity()
-    ssd.close()
-    again = opened()
-    assert again.read_statistics(name).result(10) == b"levels"
-    again.delete(list(again.entries()))
-    again.close()
-    with pytest.raises(StatisticsLost):  # nothing names them any more
-        opened().read_statistics(name).result(10)
-    with pytest.raises(ValueError, match="lower-case hex"):
-        opened(root.with_name("other")).write(entry._replace(statistics="../../x"), SPACE, image, b"x")
-    with pytest.raises(ValueError, match="statistics of 1 bytes that it does not name"):
-        opened(root.with_name("third")).write(entry, SPACE, image, b"x")
 
 
 def test_the_limit_refuses_what_would_pass_it(opened):
