@@ -63,6 +63,11 @@ int turboquant_size_of_job(void)
     return (int)sizeof(struct job);
 }
 
+int turboquant_size_of_measuring(void)
+{
+    return (int)sizeof(struct measuring);
+}
+
 int turboquant_size_of_attention(void)
 {
     return (int)sizeof(struct attention);
@@ -87,6 +92,11 @@ void turboquant_encode(const struct job *jobs, int64_t first, int64_t last, int 
 void turboquant_decode(const struct job *jobs, int64_t first, int64_t last, int path)
 {
     run(path_of(path)->decode, jobs, first, last);
+}
+
+void turboquant_measure(const struct measuring *job, int64_t first, int64_t last, int path)
+{
+    path_of(path)->measure(job, first, last);
 }
 
 /* How many queries of a head are a block. */

@@ -15,7 +15,8 @@ from functools import cached_property
 import mlx.core as mx
 import numpy as np
 
-from .interchange import Array, borrow, on_cpu
+from .interchange import Array, as_float32, borrow, on_cpu
+from .measuring_c import measure_rows
 
 LEAST_ROWS = 64  # fewer give a mean and spreads too rough to code by
 FAR = 16.0  # times the median of the rows' squared sizes, in deviations: such rows don't count
@@ -71,8 +72,8 @@ def neutral(heads: int, width: int) -> Levels:
 
 
 def measure(rows: Array | mx.array, centred: bool) -> Levels:
-    """Levels of float32 rows (tokens, heads, width), as they can be kept: neutral from fewer than 64 rows, and for a head
-    that holds what is no finite number.
+    """Levels of rows (tokens, heads, width), as they can be kept: neutral from fewer than 64 rows, and for a head that holds
+    what is no finite number. An MLX array is of float32; NumPy's may be float16, or bf16's bits as uint16, too.
 
     mean is the channel's where rows are `centred`, else 0; root is (s / smallest s)**POWER, s the channel's mean absolute
     deviation from it, at least `FLOOR` of the median of its head's. Dividing by sqrt(s), half-way to equal channels, would
@@ -98,25 +99,19 @@ def measure(rows: Array | mx.array, centred: bool) -> Levels:
 
 def _measure_here(rows: Array, centred: bool) -> tuple[Array, Array]:
     """Mean and mean absolute deviation by head and channel, (heads, width); not finite for a head that has no usual row."""
-    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        mean, spread = _mean_and_spread(rows, centred)
-        size = np.square((rows - mean) / np.where(spread > 0, spread, 1)).mean(2)  # (tokens, heads)
+    mean, spread, size = measure_rows(rows, centred)
+    with np.errstate(invalid="ignore"):
         usual = size <= FAR * np.median(size, axis=0)
-        for head in np.flatnonzero(~usual.all(axis=0)):
-            own = rows[:, head : head + 1]
-            finite = np.isfinite(own).all(axis=(1, 2))
-            if finite.sum() < LEAST_ROWS or (finite.all() and not usual[:, head].any()):
-                mean[head] = np.nan
-            elif not finite.all():  # nothing was learned of which are far
-                (mean[head],), (spread[head],) = _measure_here(own[finite], centred)
-            else:
-                (mean[head],), (spread[head],) = _mean_and_spread(own[usual[:, head]], centred)
+    for head in np.flatnonzero(~usual.all(axis=0)):
+        own = rows[:, head : head + 1]
+        finite = np.isfinite(as_float32(own, "bfloat16" if own.dtype == np.uint16 else own.dtype.name)).all(axis=(1, 2))
+        if finite.sum() < LEAST_ROWS or (finite.all() and not usual[:, head].any()):
+            mean[head] = np.nan
+        elif not finite.all():  # nothing was learned of which are far
+            (mean[head],), (spread[head],) = _measure_here(own[finite], centred)
+        else:
+            (mean[head],), (spread[head],), _ = measure_rows(own[usual[:, head]], centred)
     return mean, spread
-
-
-def _mean_and_spread(rows: Array, centred: bool) -> tuple[Array, Array]:
-    mean = rows.mean(0) if centred else np.zeros(rows.shape[1:], np.float32)
-    return mean, np.abs(rows - mean if centred else rows).mean(0)
 
 
 def _measure_there(rows: mx.array, centred: bool) -> tuple[Array, Array, Array]:
