@@ -94,9 +94,14 @@ void turboquant_decode(const struct job *jobs, int64_t first, int64_t last, int 
     run(path_of(path)->decode, jobs, first, last);
 }
 
-void turboquant_measure(const struct measuring *job, int64_t first, int64_t last, int path)
+/* Heads [first, last) of jobs that stand one behind the other. */
+void turboquant_measure(const struct measuring *jobs, int64_t first, int64_t last, int path)
 {
-    path_of(path)->measure(job, first, last);
+    for (; last > 0; jobs++) {
+        if (first < jobs->heads) path_of(path)->measure(jobs, first, last < jobs->heads ? last : jobs->heads);
+        first = first > jobs->heads ? first - jobs->heads : 0;
+        last -= jobs->heads;
+    }
 }
 
 /* How many queries of a head are a block. */

@@ -105,7 +105,7 @@ struct measuring {
     const char *rows;
     int64_t row_of_token, row_of_head;
     float *mean, *spread; /* (heads, width) */
-    float *size;          /* (tokens, heads) */
+    float *size;          /* (heads, tokens) */
     int64_t tokens, heads, width;
     int64_t dtype;
     int64_t centred; /* else the mean is 0 */

@@ -54,7 +54,7 @@ INLINE void measure_head(const struct measuring *job, int64_t head, const int dt
                 sums[i] += ratio * ratio;
             }
         }
-        job->size[token * job->heads + head] = summed(sums) / (float)job->width;
+        job->size[head * job->tokens + token] = summed(sums) / (float)job->width;
     }
 }
 

@@ -77,7 +77,7 @@ def borrow(array: mx.array) -> Array:
     view: Array
     if array.dtype != mx.bfloat16:
         view = np.asarray(array)
-    elif (bits := memoryview(array)).c_contiguous:
+    elif (bits := memoryview(array)).c_contiguous:  # type: ignore[arg-type]
         view = np.frombuffer(bits.cast("B"), kind.numpy).reshape(array.shape)
     else:  # an operation of its own, and it waits for what is under way
         view = np.asarray(array.view(mx.uint16))

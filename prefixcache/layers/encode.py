@@ -181,7 +181,7 @@ def _measure(
         for member in members:
             (rows,) = borrow(leaves[member.leaf].arrays[member.stream])
             parts.append(rows[:, leaves[member.leaf].where(target.first, target.last)].swapaxes(0, 1))
-        made.append(measure(np.concatenate(parts, axis=1), group.codec.centred))
+        made.append(measure(parts, group.codec.centred))
     return made
 
 
