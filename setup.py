@@ -13,7 +13,7 @@ from setuptools.command.build_ext import build_ext
 LIBRARY = Extension(
     "prefixcache.kernels._turboquant",
     sources=[f"kernels/turboquant{part}.c" for part in ("", "_portable", "_avx2", "_avx512")],
-    depends=[f"kernels/turboquant{part}.h" for part in ("", "_vectors", "_mix", "_rows", "_attend")],
+    depends=[f"kernels/turboquant{part}.h" for part in ("", "_vectors", "_mix", "_rows", "_attend", "_measure")],
     # Without contraction: a product fused with a sum rounds once instead of twice, and codes would differ. These come after
     # the flags of the environment, so that its -ffast-math counts for nothing.
     extra_compile_args=[

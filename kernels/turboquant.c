@@ -63,6 +63,11 @@ int turboquant_size_of_job(void)
     return (int)sizeof(struct job);
 }
 
+int turboquant_size_of_measuring(void)
+{
+    return (int)sizeof(struct measuring);
+}
+
 int turboquant_size_of_attention(void)
 {
     return (int)sizeof(struct attention);
@@ -87,6 +92,16 @@ void turboquant_encode(const struct job *jobs, int64_t first, int64_t last, int 
 void turboquant_decode(const struct job *jobs, int64_t first, int64_t last, int path)
 {
     run(path_of(path)->decode, jobs, first, last);
+}
+
+/* Heads [first, last) of jobs that stand one behind the other. */
+void turboquant_measure(const struct measuring *jobs, int64_t first, int64_t last, int path)
+{
+    for (; last > 0; jobs++) {
+        if (first < jobs->heads) path_of(path)->measure(jobs, first, last < jobs->heads ? last : jobs->heads);
+        first = first > jobs->heads ? first - jobs->heads : 0;
+        last -= jobs->heads;
+    }
 }
 
 /* How many queries of a head are a block. */

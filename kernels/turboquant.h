@@ -1,7 +1,7 @@
 /* What the files of TurboQuant's C kernel share: the constants of a form, one call's arrays, the code paths.
  *
- * The structures are written by prefixcache/codecs/turboquant_c.py and turboquant_c_attention.py, which mirror them
- * field by field.
+ * The structures are written by prefixcache/codecs/turboquant_c.py, turboquant_c_attention.py and measuring_c.py, which
+ * mirror them field by field.
  */
 #ifndef TURBOQUANT_H
 #define TURBOQUANT_H
@@ -98,8 +98,25 @@ struct attention {
 typedef void part_of_attention(const struct attention *job, int64_t number, char *scratch);
 typedef int64_t size_of_attention(const struct attention *job);
 
+/* Rows whose levels are wanted: per head and channel the mean, and the mean of what rows are away from it; per row the mean
+ * square of its channels in those. The last axis of rows is contiguous, its width a multiple of 16; strides are in bytes.
+ */
+struct measuring {
+    const char *rows;
+    int64_t row_of_token, row_of_head;
+    float *mean, *spread; /* (heads, width) */
+    float *size;          /* (heads, tokens) */
+    int64_t tokens, heads, width;
+    int64_t dtype;
+    int64_t centred; /* else the mean is 0 */
+};
+
+/* Heads [first, last). */
+typedef void heads_of_measuring(const struct measuring *job, int64_t first, int64_t last);
+
 struct path {
     rows_of_job *encode, *decode;
+    heads_of_measuring *measure;
     part_of_attention *attend, *merge;
     size_of_attention *scratch, *state; /* bytes */
 };

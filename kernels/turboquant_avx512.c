@@ -11,8 +11,9 @@
 #define VECTOR_BYTES 64
 #include "turboquant_rows.h"
 #include "turboquant_attend.h"
+#include "turboquant_measure.h"
 
-const struct path turboquant_avx512 = {encode_rows, decode_rows, attend, merge, scratch_size, state_size};
+const struct path turboquant_avx512 = {encode_rows, decode_rows, measure, attend, merge, scratch_size, state_size};
 
 #ifdef __clang__
 #pragma clang attribute pop

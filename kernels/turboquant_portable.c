@@ -8,5 +8,6 @@
 #define VECTOR_BYTES 16
 #include "turboquant_rows.h"
 #include "turboquant_attend.h"
+#include "turboquant_measure.h"
 
-const struct path turboquant_portable = {encode_rows, decode_rows, attend, merge, scratch_size, state_size};
+const struct path turboquant_portable = {encode_rows, decode_rows, measure, attend, merge, scratch_size, state_size};

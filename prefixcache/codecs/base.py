@@ -8,12 +8,14 @@ and joined by row. Called by `prefixcache.layers` only; nothing here knows block
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import mlx.core as mx
 
 from .interchange import Array
-from .levelling import Levels
+
+if TYPE_CHECKING:
+    from .levelling import Levels  # which measures by way of these
 
 
 class Plane(NamedTuple):

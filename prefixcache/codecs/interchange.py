@@ -68,13 +68,19 @@ def name_of(dtype: mx.Dtype) -> str:
 def borrow(array: mx.array) -> Array:
     """Evaluates `array` and returns a read-only NumPy view of it, same shape; good while `array` lives.
 
-    The view may be strided: a transposed MLX array is not copied.
+    The view may be strided: a transposed MLX array is not copied. Where `array` is evaluated already, MLX is asked for
+    nothing: an operation would wait for all that its stream has under way, the next step of a batch.
     """
     kind = element(name_of(array.dtype))
     if array.size == 0:
         return np.zeros(array.shape, kind.numpy)
-    carrier, _ = _CARRIERS[kind.numpy.itemsize]
-    view: Array = np.asarray(array.view(carrier)).view(kind.numpy)
+    view: Array
+    if array.dtype != mx.bfloat16:
+        view = np.asarray(array)
+    elif (bits := memoryview(array)).c_contiguous:  # type: ignore[arg-type]
+        view = np.frombuffer(bits.cast("B"), kind.numpy).reshape(array.shape)
+    else:  # an operation of its own, and it waits for what is under way
+        view = np.asarray(array.view(mx.uint16))
     view.flags.writeable = False
     return view
 

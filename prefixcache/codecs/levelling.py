@@ -15,7 +15,8 @@ from functools import cached_property
 import mlx.core as mx
 import numpy as np
 
-from .interchange import Array, borrow, on_cpu
+from .interchange import Array, as_float32, borrow, on_cpu
+from .measuring_c import measure_rows
 
 LEAST_ROWS = 64  # fewer give a mean and spreads too rough to code by
 FAR = 16.0  # times the median of the rows' squared sizes, in deviations: such rows don't count
@@ -70,22 +71,24 @@ def neutral(heads: int, width: int) -> Levels:
     return Levels(np.zeros((heads, width), np.float32), np.ones((heads, width), np.float32))
 
 
-def measure(rows: Array | mx.array, centred: bool) -> Levels:
-    """Levels of float32 rows (tokens, heads, width), as they can be kept: neutral from fewer than 64 rows, and for a head
-    that holds what is no finite number.
+def measure(rows: Array | mx.array | Sequence[Array], centred: bool) -> Levels:
+    """Levels of rows (tokens, heads, width), as they can be kept: neutral from fewer than 64 rows, and for a head that holds
+    what is no finite number. An MLX array is of float32; NumPy's may be float16, or bf16's bits as uint16, too. Several are
+    taken side by side, by heads.
 
     mean is the channel's where rows are `centred`, else 0; root is (s / smallest s)**POWER, s the channel's mean absolute
     deviation from it, at least `FLOOR` of the median of its head's. Dividing by sqrt(s), half-way to equal channels, would
     leave the least squared error after the way back: the error is white in between, so channel c's is root_c**2 times the
     mean of (s / root)**2. Rows far larger than most of their head's don't count.
     """
-    tokens, heads, width = rows.shape
+    parts = [rows] if isinstance(rows, (mx.array, np.ndarray)) else rows
+    tokens, _, width = parts[0].shape
     if tokens < LEAST_ROWS:
-        return neutral(heads, width)
+        return neutral(sum(part.shape[1] for part in parts), width)
     if isinstance(rows, mx.array) and not on_cpu():
         mean, spread, median = _measure_there(rows, centred)
     else:
-        mean, spread = _measure_here(borrow(rows) if isinstance(rows, mx.array) else rows, centred)
+        mean, spread = _measure_here([borrow(p) if isinstance(p, mx.array) else p for p in parts], centred)
         median = np.median(spread, axis=1, keepdims=True)
     spread = np.maximum(spread, FLOOR * median)
     finite = np.isfinite(mean).all(axis=1, keepdims=True) & np.isfinite(spread).all(axis=1, keepdims=True)
@@ -96,27 +99,25 @@ def measure(rows: Array | mx.array, centred: bool) -> Levels:
     return Levels.from_kept(_bf16(np.where(finite, mean, 0)) if centred else None, root)
 
 
-def _measure_here(rows: Array, centred: bool) -> tuple[Array, Array]:
+def _measure_here(parts: Sequence[Array], centred: bool) -> tuple[Array, Array]:
     """Mean and mean absolute deviation by head and channel, (heads, width); not finite for a head that has no usual row."""
-    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        mean, spread = _mean_and_spread(rows, centred)
-        size = np.square((rows - mean) / np.where(spread > 0, spread, 1)).mean(2)  # (tokens, heads)
-        usual = size <= FAR * np.median(size, axis=0)
-        for head in np.flatnonzero(~usual.all(axis=0)):
-            own = rows[:, head : head + 1]
-            finite = np.isfinite(own).all(axis=(1, 2))
-            if finite.sum() < LEAST_ROWS or (finite.all() and not usual[:, head].any()):
-                mean[head] = np.nan
-            elif not finite.all():  # nothing was learned of which are far
-                (mean[head],), (spread[head],) = _measure_here(own[finite], centred)
-            else:
-                (mean[head],), (spread[head],) = _mean_and_spread(own[usual[:, head]], centred)
+    mean, spread, size = measure_rows(parts, centred)
+    with np.errstate(invalid="ignore"):
+        usual = size <= FAR * np.median(size, axis=1, keepdims=True)
+    unusual = ~usual.all(axis=1)
+    if not unusual.any():
+        return mean, spread
+    by_head = [part[:, i : i + 1] for part in parts for i in range(part.shape[1])]
+    for head in np.flatnonzero(unusual):
+        own = by_head[head]
+        finite = np.isfinite(as_float32(own, "bfloat16" if own.dtype == np.uint16 else own.dtype.name)).all(axis=(1, 2))
+        if finite.sum() < LEAST_ROWS or (finite.all() and not usual[head].any()):
+            mean[head] = np.nan
+        elif not finite.all():  # nothing was learned of which are far
+            (mean[head],), (spread[head],) = _measure_here([own[finite]], centred)
+        else:
+            (mean[head],), (spread[head],), _ = measure_rows([own[usual[head]]], centred)
     return mean, spread
-
-
-def _mean_and_spread(rows: Array, centred: bool) -> tuple[Array, Array]:
-    mean = rows.mean(0) if centred else np.zeros(rows.shape[1:], np.float32)
-    return mean, np.abs(rows - mean if centred else rows).mean(0)
 
 
 def _measure_there(rows: mx.array, centred: bool) -> tuple[Array, Array, Array]:

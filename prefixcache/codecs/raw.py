@@ -15,6 +15,7 @@ import numpy as np
 from .base import Decoding, Encoding, Plane, RowCodec, Stream, encode_blocks
 from .interchange import Array, bring_in, check_capacity, check_rows, copy_out, element
 from .levelling import Levels
+from .turboquant_c import SHARE, WORTH_A_THREAD, share_out
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,14 @@ class RawRows:
         return bring_in(buffer, self.dtype)
 
     def decode_all(self, batch: Sequence[Decoding]) -> None:
-        """Copies."""
-        for (kept,), rows, _ in batch:
-            rows[...] = kept.swapaxes(0, 1)
+        """Copies, shared out among threads: memory is waited for, and the next piece's can come meanwhile."""
+
+        def copy(first: int, last: int) -> None:
+            for (kept,), rows, _ in batch[first:last]:
+                rows[...] = kept.swapaxes(0, 1)
+
+        nbytes = sum(rows.nbytes for _, rows, _ in batch)
+        share_out(len(batch), -(-len(batch) * SHARE // max(nbytes, 1)), nbytes // WORTH_A_THREAD, copy)
 
 
 @dataclass(frozen=True)

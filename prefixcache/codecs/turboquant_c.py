@@ -20,17 +20,19 @@ from functools import lru_cache
 from importlib.resources import files
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from .base import Decoding, Encoding
 from .interchange import Array, element
-from .levelling import Levels
 from .packing import words_of
 from .rotation import table_of
 from .turboquant_format import Form
+
+if TYPE_CHECKING:
+    from .levelling import Levels  # which measures by way of these
 
 LIBRARY = Path(str(files("prefixcache.kernels"))) / "_turboquant.so"
 PATHS = ("portable", "avx2", "avx512")  # in the order of the kernel's own numbers, slowest first
@@ -77,7 +79,8 @@ class _Form(ctypes.Structure):
     ]
 
 
-_JOB = struct.Struct("=16q")  # `struct job` of kernels/turboquant.h: pointers and int64 alone
+# `struct job` and `struct measuring` of kernels/turboquant.h: pointers and int64 alone
+_JOB, MEASURING = struct.Struct("=16q"), struct.Struct("=11q")
 
 
 # -- the library -------------------------------------------------------------------------------------------------------
@@ -92,12 +95,12 @@ def loaded() -> tuple[ctypes.CDLL | None, str]:
         return None, "not for big-endian machines"
     try:
         library = ctypes.CDLL(str(LIBRARY))
-        sizes = library.turboquant_size_of_form(), library.turboquant_size_of_job()
+        sizes = [getattr(library, f"turboquant_size_of_{name}")() for name in ("form", "job", "measuring")]
     except (OSError, AttributeError) as error:
         return None, f"not loadable: {error}"
-    if sizes != (ctypes.sizeof(_Form), _JOB.size):
+    if sizes != [ctypes.sizeof(_Form), _JOB.size, MEASURING.size]:
         return None, "built from other sources than these; install the package again"
-    for function in (library.turboquant_encode, library.turboquant_decode):
+    for function in (library.turboquant_encode, library.turboquant_decode, library.turboquant_measure):
         function.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int]
         function.restype = None
     return library, ""

@@ -35,13 +35,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .codebook import CODEBOOKS, Codebook
 from .interchange import Array
-from .levelling import Levels
 from .rotation import Rotation
+
+if TYPE_CHECKING:
+    from .levelling import Levels  # which measures by way of these
 
 NAN_SCALE = 0x7FC0
 LARGEST_SCALE = 0x7F7F

@@ -11,7 +11,7 @@ import numpy as np
 
 from prefixcache.codecs import RawRows
 from prefixcache.codecs.base import Decoding, Encoding
-from prefixcache.codecs.interchange import as_float32, borrow, copy_out, element, name_of, on_cpu
+from prefixcache.codecs.interchange import borrow, copy_out, element, name_of, on_cpu
 from prefixcache.codecs.levelling import Levels, measure, neutral
 from prefixcache.image import Spec
 from prefixcache.layers import levels
@@ -94,7 +94,7 @@ def encode_stored(
         of_group = np.concatenate(parts, axis=1)
         of_all = None
         if group.root:
-            of_all = measure(as_float32(of_group[sinks:], group.codec.dtype), group.codec.centred)
+            of_all = measure(of_group[sinks:], group.codec.centred)
             levels.write(group, tensors, of_all)
         group.codec.encode_all([Encoding(of_group, tuple(tensors[name] for name in group.names), of_all)])
 
@@ -181,7 +181,7 @@ def _measure(
         for member in members:
             (rows,) = borrow(leaves[member.leaf].arrays[member.stream])
             parts.append(rows[:, leaves[member.leaf].where(target.first, target.last)].swapaxes(0, 1))
-        made.append(measure(as_float32(np.concatenate(parts, axis=1), group.codec.dtype), group.codec.centred))
+        made.append(measure(parts, group.codec.centred))
     return made
 
 

@@ -69,7 +69,7 @@ def test_the_gpu_s_way_of_measuring_gives_what_the_cpu_s_gives(
     rows = np.ldexp(rows + rng.standard_normal(width), scale).astype(np.float32)
     rows[rng.integers(0, tokens, far), 0] *= np.float32(1e4)
     rows[rng.integers(0, tokens, bad), heads - 1, 0] = rng.choice([np.nan, np.inf, -np.inf], bad)
-    here, there = levelling._measure_here(rows, centred), levelling._measure_there(mx.array(rows), centred)[:2]
+    here, there = levelling._measure_here([rows], centred), levelling._measure_there(mx.array(rows), centred)[:2]
     known = np.isfinite(here[0])
     assert np.array_equal(known, np.isfinite(there[0]))
     for a, b in zip(here, there, strict=True):
@@ -79,7 +79,7 @@ def test_the_gpu_s_way_of_measuring_gives_what_the_cpu_s_gives(
 def test_a_head_without_rows_enough_that_are_finite_is_none_to_the_gpu_too() -> None:
     rows = np.random.default_rng(0).standard_normal((LEAST_ROWS + 3, 2, 8)).astype(np.float32)
     rows[:4, 1, 5] = np.nan
-    for measured in (levelling._measure_here(rows, True), levelling._measure_there(mx.array(rows), True)):
+    for measured in (levelling._measure_here([rows], True), levelling._measure_there(mx.array(rows), True)):
         assert np.isfinite(measured[0]).all(axis=1).tolist() == [True, False]
 
 
