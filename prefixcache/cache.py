@@ -246,7 +246,7 @@ class PrefixCache:
         (those before, which a fetch gave, are left alone). Call it so after each chunk of a prefill, which must end where a
         block ends: then what is generated on is what is stored, and a hit never changes an answer, with lossy codecs too.
         Without it `prompt_cache` is not changed. `state=False` keeps no recurrent state: for chunks that nobody will ask for.
-        With `whole_blocks` an incomplete last block is left out, for it is not hit either: see `fetch`.
+        With `whole_blocks` an incomplete last block is left out, for where a prompt goes on nobody would hit it: see `fetch`.
 
         Raises TypeError or ValueError for bad tokens, model or salt, and `CacheError` (a ValueError) for a prompt cache
         that can't be kept: a batch, a class that isn't known, an attribute that isn't plain data, codes of another codec.
@@ -265,8 +265,10 @@ class PrefixCache:
         if not counted and not any(mx.array in map(type, _flat(leaf.state)) for leaf in reading.leaves):
             return Stored(0, 0, 0, False, ())  # nothing has gone through this cache yet
         home = self._home_for(model, reading.layout, salt)
-        if whole_blocks and limit >= BLOCK and not (home.plan.snapshots or home.plan.lossless):
+        if whole_blocks and not (home.plan.snapshots or home.plan.lossless):
             limit -= limit % BLOCK
+        if not limit:
+            return Stored(0, 0, 0, False, tuple(home.plan.raw))
         agreed = reading.agreed and reading.positions in (None, limit)
         evaluate(reading.leaves)
         raw = ids[:limit].tobytes()
@@ -309,8 +311,9 @@ class PrefixCache:
         `tokens[depth:]`, of at least `leave` tokens. (None, tokens) on a miss. Never reads a file: see `promote`.
 
         With `whole_blocks` a hit ends where a whole block does: at most 255 tokens more are computed, always on the same
-        rows, whatever was stored since, so that the answer is always the same: see `store(write_back=)`. Prompts of less
-        than a block, exact codecs (raw) and recurrent models are hit as without.
+        rows, whatever was stored since, so that the answer is always the same: see `store(write_back=)`. A prompt that was
+        stored as it is asked for, but for `leave` tokens, is hit at its end. Exact codecs and recurrent models are hit as
+        without.
 
         The layers have room for `room` tokens more and some beside, before they must grow; None: for the rest.
 

@@ -52,7 +52,7 @@ def hit(
     counters.asked_tokens += asked
     best = deepest(tree, raw, homes, RAM, limit)
     if best is not None and whole_blocks:
-        best = _at_whole_blocks(tree, best)
+        best = _at_whole_blocks(tree, best, limit)
     if best is None or best.depth <= 0:
         return None
     serving = tree.serving(best.walk, best.depth, RAM)
@@ -62,14 +62,15 @@ def hit(
     return Hit(*best, tree.pin(tree.anchors(serving)))
 
 
-def _at_whole_blocks(tree: Tree, found: Deepest) -> Deepest:
-    """The deepest boundary where a whole block ends; also one in the first block, as long as that is kept as it is."""
+def _at_whole_blocks(tree: Tree, found: Deepest, limit: int) -> Deepest:
+    """The deepest boundary where a whole block ends, or the prompt itself in a tail that is its own, kept as it is."""
     depth, home, walk = found
     while depth > 0 and not home.plan.snapshots and not home.plan.lossless:
         node = next(node for node in walk.nodes if node.end >= depth)
         assert node.rows is not None
-        in_first = not node.start and not node.is_whole and not home.plan.is_coded(node.rows.image.tensors())
-        if in_first or (node.end == depth and node.is_whole):
+        if node.end == depth and (
+            node.is_whole or (depth == limit and not home.plan.is_coded(node.rows.image.tensors()))
+        ):
             break
         depth = tree.reach(walk, RAM, node.start)
     return Deepest(depth, home, walk)

@@ -256,7 +256,9 @@ class Store:
         whole = len(nearest.tokens) == BLOCK_BYTES
         # What a live cache has coded of a tail stays codes when the tail grows.
         usable = whole or self._plan.is_coded(nearest.rows.image.tensors()) if coded else not whole
-        rows = nearest.rows if usable or self._plan.lossless else None
+        # Rows that were computed, not fetched, have no codes yet: coded by themselves, a block depends on its prompt alone.
+        computed = self._back is not None and parent.end >= self._back.since
+        rows = nearest.rows if (usable and not computed) or self._plan.lossless else None
         window = _most_rows(nearest, mask_of(0, shared))
         self._pin(rows, window)
         mask = tuple(m & mask_of(0, shared) for m in window.mask) if window is not None else ()

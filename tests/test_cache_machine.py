@@ -107,6 +107,19 @@ class CacheMachine(RuleBasedStateMachine):
         else:
             self.check(made, tokens[:depth])
 
+    @rule(tokens=prompts, leave=st.integers(0, 3), write_back=st.booleans())
+    def store_a_hit(self, tokens, leave, write_back):
+        """What was fetched is stored as it is: it adds nothing that was not there."""
+        made, rest = self.cache.fetch(tokens, model="m", leave=leave)
+        if made is not None:
+            depth = len(tokens) - len(rest)
+            stored = self.cache.store(tokens[:depth], made, model="m", write_back=write_back)
+            self.check(made, tokens[:depth])
+            self.stored.append(tokens[: stored.tokens])
+            if self.roomy:
+                assert (stored.tokens, stored.new_tokens) == (depth, 0)
+            self.fetch(tokens[:depth], 1)
+
     @rule(tokens=prompts)
     def promote(self, tokens):
         depth = self.cache.promote(tokens, model="m").result(30)
@@ -209,7 +222,9 @@ class NarrowMachine(CacheMachine):
 
 
 class KeepMachine(CacheMachine):
-    make = staticmethod(lambda tokens: states.windowed(tokens, keep=4, size=200))
+    """Fed one by one, a ring holds no more than its window."""
+
+    make = staticmethod(lambda tokens: states.windowed(tokens, keep=4, size=200, chunk=1))
     any_boundary = False
 
 

@@ -1,8 +1,9 @@
 """Prefill under mlx_lm.server whose whole blocks become what is stored: an answer is made on what a hit will give.
 
 A prompt is computed in pieces that end where a block ends. After each, the rows of its blocks are coded, stored, and put
-back decoded into the cache that the model goes on with; so are those of an answer, when they fill a block. `Blockwise` does
-it in mlx-lm's batches, `stream` for requests that mlx-lm serves by themselves.
+back decoded into the cache that the model goes on with; so are those of an answer, when they fill a block. At its end the
+prompt is stored with its tail, for who asks just that again. `Blockwise` does it in mlx-lm's batches, `stream` for requests
+that mlx-lm serves by themselves.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from mlx_lm.models.cache import CacheList, KVCache
 from prefixcache.keys import BLOCK, chunks
 from prefixcache.layers.adapters import read_leaf
 
-# Codes and stores the whole blocks of these tokens from one on, and puts them back; `last`: the prompt has no more.
+# Codes and stores the whole blocks of these tokens from one on, and puts them back; the last says whether to keep state, too.
 KeepBlocks = Callable[[Sequence[int], list[Any], int, bool], None]
 
 
@@ -84,9 +85,9 @@ class Blockwise(BatchGenerator):
         i = batch.uids.index(uid)
         tokens, since = batch.tokens[i], self._kept[uid]
         whole = len(tokens) // BLOCK * BLOCK
-        if whole > since:
+        if whole > since or to_come == 1:
             layers = [_one_of(layer, i) for layer in batch.prompt_cache]
-            self._keep_blocks(tokens[:whole], layers, since, to_come <= BLOCK)
+            self._keep_blocks(tokens if to_come == 1 else tokens[:whole], layers, since, to_come <= BLOCK)
             for layer, own in zip(batch.prompt_cache, layers, strict=True):
                 _put_back(layer, i, own, since, whole)
             self._kept[uid] = whole
@@ -165,6 +166,6 @@ def stream(
 
 def _keep_single(keep_blocks: KeepBlocks, tokens: list[int], layers: list[Any], kept: int, to_come: int) -> int:
     whole = len(tokens) // BLOCK * BLOCK
-    if whole > kept:
-        keep_blocks(tokens[:whole], layers, kept, to_come <= BLOCK)
+    if whole > kept or to_come == 1:
+        keep_blocks(tokens if to_come == 1 else tokens[:whole], layers, kept, to_come <= BLOCK)
     return max(whole, kept)
