@@ -52,12 +52,12 @@ def run(source: str, names: dict[str, Any]) -> None:
 
 
 def test_the_program_runs_as_it_stands_and_reuses_what_was_said(program: dict[str, Any], tmp_path: Path) -> None:
-    messages = [{"role": "user", "content": "How many books may I borrow at a time? " * 8}]
+    messages = [{"role": "user", "content": "How many books may I borrow at a time? " * 24}]
     first = program["answer"](messages, max_tokens=8)
     messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "And films?"}]
     program["answer"](messages, max_tokens=8)
     asked = len(program["tokenizer"].apply_chat_template(messages[:1], add_generation_prompt=True))
-    assert program["cache"].stats().counters.hit_tokens >= min(asked, BLOCK)
+    assert program["cache"].stats().counters.hit_tokens >= asked // BLOCK * BLOCK > 0
     program["cache"].close()
     assert list((tmp_path / ".cache" / "prefixcache").rglob("*.safetensors"))
 
@@ -77,8 +77,7 @@ def test_a_prompt_that_is_asked_again_is_hit_and_answered_alike_whatever_the_lay
     said = program["answer"](prompt, max_tokens=60)
     assert counters().counters.hit_tokens == 0
     assert program["answer"](prompt, max_tokens=60) == said
-    whole = length - 1 if length < BLOCK or family == "qwen3_next" else (length - 1) // BLOCK * BLOCK
-    assert counters().counters.hit_tokens == whole
+    assert counters().counters.hit_tokens == length - 1
 
 
 def test_each_of_the_three_live_caches_is_made_and_the_last_has_the_prompt(program: dict[str, Any]) -> None:
