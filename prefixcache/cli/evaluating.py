@@ -203,7 +203,7 @@ class Trial:
         self._last: list[int] = []
 
     def keep(self, prompt: list[int], live: list[Any]) -> Stored:
-        """Store the prompt, and let the one before go: the namespace, and with it its statistics, stays."""
+        """Store the prompt, and let the one before go: the namespace stays."""
         try:
             stored = self.cache.store(prompt, live, model=MODEL)
         except CacheError as error:
