@@ -179,14 +179,16 @@ def main() -> None:
             batch, share = ask_all(server, chats, given.tokens, history=cold, at_once=8)
             tell("8 at once, from RAM", batch, share, cold)
             tell("8 at once, again", *ask_all(server, chats, given.tokens, history=cold, at_once=8), batch)
-            each = ask_all(server, chats, given.tokens, history=cold, salt=lambda chat, turn: f"{chat}.{turn}")
-            tell("each request on an empty cache", *each, cold)
-            apart = ask_all(server, chats, given.tokens, history=cold, salt=lambda chat, turn: f"b{chat}", at_once=8)
-            tell("8 at once, cold", *apart, cold)
         tell("after a restart, from the SSD", *run("restart", "--ram", "4GB", *coded, history=cold), cold)
         tell("RAM of a few prompts, the rest on the SSD", *run("evicted", "--ram", "40MB", *coded, history=cold), cold)
-        raw, cached = run("raw", "--ram", "8GB", "--codec", "raw", directory="raw", history=cold)
-        tell("codec raw (the uncompressed model), beside the codec", raw, cached, cold)
+        with serving(given.model, ["--ram", "8GB", "--codec", "raw", *given.flag], home / "log") as server:
+            raw, cached = ask_all(server, chats, given.tokens, history=cold)
+            tell("codec raw (the uncompressed model), beside the codec", raw, cached, cold)
+            tell("codec raw, 8 at once, beside one by one",
+                 *ask_all(server, chats, given.tokens, history=cold, at_once=8), raw)  # fmt: skip
+        with serving(given.model, ["--ram", "4GB", *coded, *given.flag], home / "log") as server:
+            each = ask_all(server, chats, given.tokens, history=cold, salt=lambda chat, turn: f"{chat}.{turn}")
+            tell("each request on an empty cache", *each, cold)
         with serving(given.model, ["--ram", "4GB", "--exact-prefill", *coded, *given.flag], home / "log") as server:
             exact, cached = ask_all(server, chats, given.tokens, history=cold)
             tell("--exact-prefill, cold, beside raw", exact, cached, raw)

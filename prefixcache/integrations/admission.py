@@ -15,7 +15,8 @@ import numpy as np
 
 from prefixcache.keys import BLOCK
 
-LEAST = BLOCK  # tokens that waiting must save
+LEAST = 16  # tokens that waiting must save
+LOST = BLOCK  # tokens of a prompt that a store may leave out: its tail, where hits end with a block
 IN_VAIN = 10.0  # seconds for which nobody waits after a store found no room
 Space = tuple[str, bytes]  # model and salt: prompts of others never wait for each other
 
@@ -49,8 +50,9 @@ class Admission:
     the while, so this only guards against one that is stuck.
     """
 
-    def __init__(self, longest: float = 120.0):
+    def __init__(self, longest: float = 120.0, whole_blocks: bool = False):
         self.longest = longest
+        self._whole_blocks = whole_blocks  # a hit ends where a block does, but for the same prompt
         self.waited = 0
         self._in_vain_until = 0.0
         self._under_way: list[Computing] = []
@@ -58,7 +60,7 @@ class Admission:
     def wait_for(self, ids: np.ndarray, space: Space, has: int, *, sliceable: bool) -> Awaited | None:
         """Whom a prompt should wait for, of whose tokens `has` can be had already; None: nobody.
 
-        Only for a part that is worth it: a block at least, and no more than twice as much to be computed for it. A model
+        Only for a part that is worth it: `LEAST` tokens, and no more than twice as much to be computed for it. A model
         that is not `sliceable` can go on from a stored boundary only, not from anywhere before one.
         """
         self._under_way = [prompt for prompt in self._under_way if prompt.alive()]
@@ -71,6 +73,8 @@ class Admission:
             common = common_prefix(prompt.ids, ids[:-1])
             for boundary in prompt.boundaries:
                 depth = min(boundary, common) if sliceable or boundary <= common else 0
+                if self._whole_blocks and sliceable and not depth == boundary == len(ids) - 1:
+                    depth -= depth % BLOCK
                 gain = depth - max(has, prompt.stored)
                 if boundary <= prompt.stored or gain < LEAST or boundary - prompt.stored > 2 * gain:
                     continue
@@ -89,7 +93,7 @@ class Admission:
         """These tokens were stored, or of them the first `kept`. Where less is kept, nobody waits for a while: it would be in
         vain.
         """
-        if kept is not None and kept < len(ids) - LEAST:
+        if kept is not None and kept < len(ids) - LOST:
             self._in_vain_until = time.monotonic() + IN_VAIN
         for prompt in self._under_way:
             n = min(len(ids), len(prompt.ids))

@@ -84,6 +84,7 @@ class ServedPromptCache(TieredPromptCache):
                     as_tokens(tokens), prompt_cache, model=self.name_of(model), salt=salt, label=label, write_back=True,
                     since=since, state=state,
                 )  # fmt: skip
+                self._on_stored(as_tokens(tokens), self.name_of(model), salt)
             except CacheError as error:
                 log.debug("blocks stay as they are computed: %s", error)
             except Exception as error:
@@ -232,7 +233,7 @@ class Generator(upstream.ResponseGenerator):
         self.failure: Exception | None = None
         self.model = ""
         self.answering: set[Answers] = set()
-        self.admission = Admission()
+        self.admission = Admission(whole_blocks=not exact_prefill)
         self._before = before
         self._aside: deque[Aside] = deque()
         self.prompts = ServedPromptCache(cache, self._stored, _rows(provider.cli_args), exact_prefill)

@@ -232,7 +232,8 @@ def test_clients_that_go_leave_what_was_computed_and_do_no_harm(served, plain):
     stores = served.metrics()["prefixcache_stores_total"]
     chunks = at_once([lambda p=prompt: go(p, rng.randrange(1, 30)) for prompt in prompts])
     assert min(chunks) >= 1
-    assert served.metrics()["prefixcache_stores_total"] - stores < 2 * len(prompts)  # the answers were not finished
+    # A chunk, the tail and the user's segment of each: the answers were not finished.
+    assert served.metrics()["prefixcache_stores_total"] - stores <= 3 * len(prompts)
     for _ in range(6):
         go_silently(served, {"messages": user(text(200, "silent")), "stream": bool(rng.random() < 0.5)})
     answers = [ask(served, prompt) for prompt in prompts]

@@ -273,7 +273,7 @@ def images_by_block(cache: PrefixCache) -> dict[bytes, bytes]:
 @given(data=st.data())
 def test_a_live_cache_that_grows_is_stored_and_fetched_without_coding_twice(data: st.DataObject) -> None:
     """Whatever it starts from: nothing, a hit on its own blocks, or on those of plain caches."""
-    plain = skewed(2000)
+    plain = skewed(2200)
     at, live = 0, [TurboQuantKVCache(4, 3), TurboQuantKVCache(4, 3)]
     with PrefixCache(ram="50MB", codec=CODEC) as cache:
         if data.draw(st.booleans(), label="plain first"):
