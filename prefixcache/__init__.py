@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from prefixcache.cache import Match, PrefixCache, Stored
     from prefixcache.codecs import Affine, Raw, TurboQuant
     from prefixcache.identity import model_identity
+    from prefixcache.keys import chunks
     from prefixcache.layers import CacheError, StoredLayer, StoredPrompt, allow
     from prefixcache.live import (
         BatchQuantizedKVCache,
@@ -52,6 +53,7 @@ __all__ = [
     "TurboQuant",
     "TurboQuantKVCache",
     "allow",
+    "chunks",
     "convert_prompt_cache",
     "make_prompt_cache",
     "model_identity",
@@ -63,6 +65,7 @@ _HOMES = {
     "Match": "cache", "PrefixCache": "cache", "Stored": "cache",
     "Affine": "codecs", "Raw": "codecs", "TurboQuant": "codecs",
     "model_identity": "identity",
+    "chunks": "keys",
     "CacheError": "layers", "StoredLayer": "layers", "StoredPrompt": "layers", "allow": "layers",
     "Settings": "settings",
     "DirectoryError": "ssd", "DirectoryHeld": "ssd",

@@ -23,8 +23,13 @@ MODEL_BYTES = 512  # a model's name, as UTF-8
 Tokens = Sequence[int] | np.ndarray
 
 
-def chunks(first: int, last: int, step: int) -> Iterator[tuple[int, int]]:
-    """Tokens `first` to `last` (not included) in chunks of at most `step` that end where a block does, if they can."""
+def chunks(first: int, last: int, step: int = 2048) -> Iterator[tuple[int, int]]:
+    """The chunks of a prefill: pairs (first, last), `last` not included, of at most `step` tokens.
+
+    Each ends where a block of 256 tokens does, if it can: then `PrefixCache.store(write_back=True)` after each leaves whole
+    blocks in the prompt cache as a fetch gives them. The last one ends at `last`. With `step=256` a block is always
+    computed on the same rows, wherever a hit ended.
+    """
     while first < last:
         limit = min(first + step, last)
         end = limit // BLOCK * BLOCK

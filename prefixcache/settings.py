@@ -69,7 +69,11 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="PREFIXCACHE_", extra="forbid", frozen=True, validate_default=True)
 
-    ram: AutoSize = Field("auto", description='RAM budget, hard. "auto": a quarter of the memory. 0: SSD only')
+    ram: AutoSize = Field(
+        "auto",
+        description='RAM budget, hard. "auto": a quarter of the memory; under serve no more than the weights and an eighth '
+        "leave. 0: SSD only",
+    )
     ssd_dir: Path | None = Field(None, description="directory of the SSD tier; none: RAM only")
     ssd: AutoSize = Field("auto", description='what the directory may take. "auto": half of what is free. 0: RAM only')
     codec: Any = Field(None, description='a codec, its spec, or text such as "turboquant:4:3", "affine:4", "raw"')

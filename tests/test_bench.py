@@ -130,7 +130,7 @@ def test_the_command_prints_a_table_and_writes_the_numbers(tmp_path):
 def test_what_needs_a_gpu_is_a_row_that_says_so_where_there_is_none():
     if report.has_a_gpu():
         pytest.skip("this machine has one")
-    for name in ("kernels", "fetch", "attention-gpu", "attention-gpu-correct", "step-gpu", "live-decoding"):
+    for name in ("kernels", "fetch", "attention-gpu", "attention-gpu-correct", "step-gpu", "live-decoding", "prefill"):
         (group,) = [group for group in BENCHES.values() if name in group]
         (row,) = group[name]("quick")
         assert row.measured.startswith("needs a GPU"), row

@@ -1,15 +1,21 @@
 """README.md is kept true: its program runs as it stands, its table is the settings', its commands exist."""
 
+import random
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from typer.testing import CliRunner
 
 from prefixcache import Settings
 from prefixcache.cli import app
+from prefixcache.keys import BLOCK
+from tests.families import FAMILIES
 
 ROOT = Path(__file__).parent.parent
 MODEL = ROOT / "tests" / "fixtures" / "tiny-llama"
@@ -17,7 +23,8 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+    fences = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+    return [source for of, source in fences if of == language]
 
 
 def settings_table() -> str:
@@ -30,23 +37,63 @@ def settings_table() -> str:
     return "\n".join(rows)
 
 
-def test_the_program_runs_as_it_stands_and_reuses_what_was_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """What README.md's first program defines, its cache under a home of its own."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    program: dict[str, Any] = {}
-    (source,) = blocks("python")
-    exec(compile(source.replace("mlx-community/Qwen3-4B-4bit", str(MODEL)), "README.md", "exec"), program)
-    messages = [{"role": "user", "content": "How many books may I borrow at a time? " * 8}]
+    names: dict[str, Any] = {}
+    run(blocks("python")[0], names)
+    yield names
+    names["cache"].close()
+
+
+def run(source: str, names: dict[str, Any]) -> None:
+    exec(compile(source.replace("mlx-community/Qwen3-4B-4bit", str(MODEL)), "README.md", "exec"), names)
+
+
+def test_the_program_runs_as_it_stands_and_reuses_what_was_said(program: dict[str, Any], tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "How many books may I borrow at a time? " * 24}]
     first = program["answer"](messages, max_tokens=8)
     messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "And films?"}]
-    try:
-        program["answer"](messages, max_tokens=8)
-        asked = len(program["tokenizer"].apply_chat_template(messages[:1], add_generation_prompt=True))
-        assert program["cache"].stats().counters.hit_tokens >= asked
-    finally:
-        program["cache"].close()
+    program["answer"](messages, max_tokens=8)
+    asked = len(program["tokenizer"].apply_chat_template(messages[:1], add_generation_prompt=True))
+    assert program["cache"].stats().counters.hit_tokens >= asked // BLOCK * BLOCK > 0
+    program["cache"].close()
     assert list((tmp_path / ".cache" / "prefixcache").rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next"])
+@pytest.mark.parametrize("length", [100, 600, 1581])
+def test_a_prompt_that_is_asked_again_is_hit_and_answered_alike_whatever_the_layers(
+    program: dict[str, Any], family: str, length: int
+) -> None:
+    """With sliding windows, too, which an answer longer than the window leaves no rows of the prompt in."""
+    prompt = random.Random(length).choices(range(128), k=length)
+    program |= {"model": FAMILIES[family].build(), "NAME": family}
+    program["tokenizer"] = SimpleNamespace(
+        apply_chat_template=lambda messages, **_: messages, eos_token_ids=(), decode=list
+    )
+    counters = program["cache"].stats
+    said = program["answer"](prompt, max_tokens=60)
+    assert counters().counters.hit_tokens == 0
+    assert program["answer"](prompt, max_tokens=60) == said
+    assert counters().counters.hit_tokens == length - 1
+
+
+def test_each_of_the_three_live_caches_is_made_and_the_last_has_the_prompt(program: dict[str, Any]) -> None:
+    model, prompt = program["model"], program["tokenizer"].encode("How many books may I borrow? " * 60)
+    plain = program["make_prompt_cache"](model)
+    mx.eval(model(mx.array([prompt]), cache=plain))
+    program["cache"].store(prompt, plain, model=program["NAME"])
+    program |= {"prompt": prompt, "prompt_cache": plain}
+    run(blocks("python")[1], program)
+    assert len(prompt) > BLOCK
+    assert len(program["rest"]) == 1
+    assert {type(layer).__name__ for layer in program["live"]} == {"TurboQuantKVCache"}
+
+
+def test_every_fence_is_one_that_a_test_runs_or_a_shell_s() -> None:
+    assert re.findall(r"^```(\w+)$", README, re.MULTILINE) == ["python", "python"]
 
 
 def test_the_table_is_that_of_the_settings() -> None:
@@ -62,9 +109,22 @@ def test_the_make_targets_exist() -> None:
 
 
 def test_the_commands_and_their_options_exist() -> None:
-    lines = re.findall(r"^prefixcache (\w+) DIR ((?:--[\w-]+)?)", README, re.MULTILINE)
-    assert {command for command, _ in lines} == {"inspect", "reconcile", "prune", "clear", "export", "import"}
-    for command, option in lines:
-        shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"})
+    lines = re.findall(r"^(?:\w+=\S+ )?prefixcache (\w+)(.*)", "\n".join(blocks("")), re.MULTILINE)
+    assert {
+        "serve",
+        "warm",
+        "top",
+        "plan",
+        "evaluate",
+        "inspect",
+        "reconcile",
+        "prune",
+        "clear",
+        "export",
+        "import",
+    } == {command for command, _ in lines}
+    for command, rest in lines:
+        shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "240", "NO_COLOR": "1", "TERM": "dumb"})
         assert shown.exit_code == 0
-        assert option in shown.output
+        options = set(re.findall(r"(?<!\S)--[\w-]+", rest)) - ({"--model"} if command == "serve" else set())  # mlx-lm's
+        assert all(option in shown.output for option in options), (command, options)

@@ -131,6 +131,23 @@ def test_images_are_the_same_with_and_without_and_however_rows_are_encoded(
     assert all(one == made[0] for one in made[1:])
 
 
+@pytest.mark.parametrize("first", [100, 256, 900])
+def test_what_was_stored_first_changes_nothing_for_later_prompts(first: int) -> None:
+    """However long it was, and however unlike its rows are: levels are a block's own."""
+    made, tokens = [], list(range(1000, 1700))
+    for others in (0, first):
+        with PrefixCache(ram="50MB", codec="turboquant:4:3") as cache:
+            if others:
+                cache.store(
+                    list(range(others)), extend([KVCache(), KVCache()], some_rows(others, 1), 0, others), model="m"
+                )
+            before = images(cache)
+            cache.store(tokens, extend([KVCache(), KVCache()], some_rows(700, 2), 0, 700), model="m")
+            made.append({key: image for key, image in images(cache).items() if key not in before})
+    assert len(made[0]) == 2
+    assert made[0] == made[1]
+
+
 def test_without_it_the_live_cache_is_not_changed() -> None:
     tokens, live = list(range(700)), extend([KVCache(), KVCache()], some_rows(700), 0, 700)
     before = held(live)

@@ -42,7 +42,7 @@ class Part(NamedTuple):
 
 
 PAGE = (
-    Part("The cache", ("PrefixCache", "Stored", "Match", "Stats", "model_identity")),
+    Part("The cache", ("PrefixCache", "Stored", "Match", "Stats", "model_identity", "chunks")),
     Part("Settings", ("Settings",)),
     Part("Codecs", ("TurboQuant", "Affine", "Raw")),
     Part("What `lookup` gives", ("StoredPrompt", "StoredLayer", "allow")),

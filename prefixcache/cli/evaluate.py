@@ -41,10 +41,6 @@ def evaluate(
         list[str] | None, typer.Option(metavar="SPEC", help='A codec, such as "turboquant:4:3"; may be given again.')
     ] = None,
     prefix: Annotated[int, typer.Option(min=1, help="Tokens that are stored and restored.")] = 2048,
-    first: Annotated[
-        int | None,
-        typer.Option(min=256, help="Tokens of the prompt stored first, which gives the levels. Without it: --prefix."),
-    ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens that are read after them.")] = 256,
     windows: Annotated[int, typer.Option(min=1, help="Places in the text where that is done.")] = 8,
     needles: Annotated[int, typer.Option(min=0, help="Texts in which numbers are hidden; 0: none.")] = 8,
@@ -68,7 +64,6 @@ def evaluate(
     """
     job = {
         "prefix": prefix, "tokens": tokens, "windows": windows, "needles": needles, "depths": depths, "seed": seed,
-        "first": first,
     }  # fmt: skip
     specs = list(dict.fromkeys((CONTROL, *(codec or DEFAULT))))
     try:

@@ -118,7 +118,6 @@ def notes(facts: Facts) -> list[str]:
     lines = [
         f"{many(job['windows'], 'text')}: {job['prefix']:,} tokens stored and restored, {job['tokens']:,} read after "
         f"them. Text: {_source(facts['text'])}; other text gives other numbers.",
-        f"Levels: from a first prompt of {job['first']:,} tokens of the same text, which is not measured.",
         "±: standard error over the texts. Bits a value: codes and scales. Stored a token: all of it, with headers, "
         "token ids and recurrent state.",
     ]

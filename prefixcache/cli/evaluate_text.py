@@ -65,31 +65,26 @@ def read_texts(paths: Sequence[Path]) -> str:
     return "\n\n".join(texts)
 
 
-def cut(
-    tokenizer: Any, ids: list[int], prefix: int, tokens: int, windows: int, first: int | None = None
-) -> tuple[list[int], list[Window]]:
-    """A first prompt of `first` tokens (None: `prefix`), which is stored and not measured, and the windows: evenly spaced,
-    none overlaps another or the first prompt. A shorter first prompt leaves the windows where they are.
+def cut(tokenizer: Any, ids: list[int], prefix: int, tokens: int, windows: int) -> tuple[list[int], list[Window]]:
+    """A first prompt, which is stored and not measured, and the windows: evenly spaced, none overlaps another.
 
     Each begins with the token that the tokenizer puts at the beginning of a text, if it has one.
     """
     opening = _opening(tokenizer)
-    first = prefix if first is None else first
     length = prefix - len(opening) + tokens + 1
-    spacing = max(length, first - len(opening))
-    needed = windows * spacing + length
+    needed = (windows + 1) * length
     if not ids:
         raise NotMeasured(
             "the tokenizer makes no tokens of the text: see that the model's folder has its tokenizer files"
         )
     if len(ids) < needed:
         raise NotMeasured(
-            f"the text has {len(ids):,} tokens, and a first prompt and {windows} windows, {spacing:,} tokens from one to "
-            f"the next, need {needed:,}: give more text (--text), or smaller --windows, --prefix, --first or --tokens"
+            f"the text has {len(ids):,} tokens, and {windows} windows and the first prompt of {length:,} tokens each "
+            f"need {needed:,}: give more text (--text), or smaller --windows, --prefix or --tokens"
         )
-    starts = [i * (len(ids) - length) // windows for i in range(1, windows + 1)]
+    starts = [i * (len(ids) - length) // windows for i in range(windows + 1)]
     pieces = [opening + ids[start : start + length] for start in starts]
-    return (opening + ids)[:first], [Window(p[:prefix], p[prefix:-1], p[prefix + 1 :]) for p in pieces]
+    return pieces[0][:prefix], [Window(p[:prefix], p[prefix:-1], p[prefix + 1 :]) for p in pieces[1:]]
 
 
 def _opening(tokenizer: Any) -> list[int]:

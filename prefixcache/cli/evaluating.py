@@ -56,9 +56,7 @@ class Subject(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """How much is measured. Lengths are in tokens; `prefix` is what is cached, `tokens` what is read after it, `first` the
-    prompt that is stored before all others and measures the levels (None: `prefix`).
-    """
+    """How much is measured. Lengths are in tokens; `prefix` is what is cached, `tokens` what is read after it."""
 
     prefix: int = 2048
     tokens: int = 256
@@ -66,11 +64,6 @@ class Job:
     needles: int = 8
     depths: int = 5
     seed: int = 0
-    first: int | None = None
-
-    @property
-    def first_tokens(self) -> int:
-        return self.prefix if self.first is None else self.first
 
     @property
     def haystack_depths(self) -> list[float]:
@@ -123,15 +116,14 @@ def measure(subject: Subject, specs: Sequence[str], text: str, job: Job, step: S
     _check_positions(subject, job)
     tokenizer = subject.tokenizer
     ids = list(tokenizer.encode(text, add_special_tokens=False))
-    first, windows = cut(tokenizer, ids, job.prefix, job.tokens, job.windows, job.first_tokens)
+    first, windows = cut(tokenizer, ids, job.prefix, job.tokens, job.windows)
     hidden = haystacks(tokenizer, ids, job.prefix, job.needles, job.haystack_depths, job.seed)
     reference = Reference(subject.model)
     live = reference.fill(first)
-    longest = math.ceil(max(job.prefix, len(first)) / len(first))
-    ram = 4 * longest * _nbytes(live) + SPARE  # two prompts are held at once; this is a limit, not what is taken
+    ram = 4 * _nbytes(live) + SPARE  # two prompts are held at once; this is a limit, not what is taken
     trials = [Trial(spec, codec, ram) for spec, codec in codecs.items()]
     try:
-        for trial in trials:  # as on a server, an earlier text gives a namespace its levelling statistics
+        for trial in trials:  # as on a server, other prompts are there already
             trial.keep(first, live)
         for number, window in enumerate(windows, 1):
             _read(reference, trials, window, _labelled(step, f"text {number} of {job.windows}"))
@@ -163,11 +155,6 @@ def _check_positions(subject: Subject, job: Job) -> None:
         raise NotMeasured(
             f"--prefix {job.prefix} and {after} tokens after it: this model has {subject.positions} positions "
             f"(max_position_embeddings); give --prefix {max(subject.positions - after, 1)} or less"
-        )
-    if subject.positions is not None and job.first_tokens > subject.positions:
-        raise NotMeasured(
-            f"--first {job.first_tokens}: this model has {subject.positions} positions (max_position_embeddings); give "
-            "no more"
         )
 
 
@@ -216,7 +203,7 @@ class Trial:
         self._last: list[int] = []
 
     def keep(self, prompt: list[int], live: list[Any]) -> Stored:
-        """Store the prompt, and let the one before go: the namespace, and with it its statistics, stays."""
+        """Store the prompt, and let the one before go: the namespace stays."""
         try:
             stored = self.cache.store(prompt, live, model=MODEL)
         except CacheError as error:
@@ -303,7 +290,7 @@ def _is_told(subject: Subject, prompt_cache: list[Any], question: Question) -> b
 def _facts(job: Job, reference: Reference, trials: list[Trial], text_tokens: int) -> Facts:
     nll = [float(window.mean()) for window in reference.nll]
     return {
-        "job": {**asdict(job), "first": job.first_tokens, "text_tokens": text_tokens, "prefill": PREFILL},
+        "job": {**asdict(job), "text_tokens": text_tokens, "prefill": PREFILL},
         "versions": {
             **{name: version(name) for name in ("prefixcache", "mlx", "mlx-lm")},
             "python": platform.python_version(),

@@ -146,7 +146,7 @@ def test_bad_variables_are_named_in_one_line(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("PREFIXCACHE_READERS", "100")
     monkeypatch.setenv("PREFIXCACHE_SPILL", "sometimes")
     said = refused(ram="1GB")
-    assert "spill: Input should be 'drop' or 'wait'; readers: Input should be less" in said
+    assert "spill: Input should be 'drop', 'wait' or 'through'; readers: Input should be less" in said
     monkeypatch.setenv("PREFIXCACHE_RAMM", "1GB")
     assert refused() == "PREFIXCACHE_RAMM: no such setting; write PREFIXCACHE_RAM, or unset it"
 

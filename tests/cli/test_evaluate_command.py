@@ -144,31 +144,6 @@ def test_all_windows_of_a_codec_are_new_to_one_cache(monkeypatch):
     assert [(new, spaces) for _, new, spaces in stored] == [(300, 1)] * 4
 
 
-def test_what_was_stored_first_changes_nothing_for_later_prompts(monkeypatch):
-    lengths: dict[int, list[int]] = {}
-    keep = evaluating.Trial.keep
-
-    def noting(self, prompt, live):
-        lengths.setdefault(id(self), []).append(len(prompt))
-        return keep(self, prompt, live)
-
-    monkeypatch.setattr(evaluating.Trial, "keep", noting)
-    found = []
-    for first in (None, 256, 900):
-        facts = measure(subject("llama"), ["turboquant:4"], default_text(), Job(600, 20, 1, 0, first=first))
-        found.append((facts["job"]["first"], facts["codecs"][0]["kl_mean"], facts["reference"]["windows"]))
-    assert list(lengths.values()) == [[600, 600], [256, 600], [900, 600]]
-    assert [first for first, _, _ in found] == [600, 256, 900]
-    assert len({kl for _, kl, _ in found}) == 1  # levels are a block's own
-    assert found[0][2] == found[1][2]  # the same windows
-
-
-def test_a_short_first_prompt_leaves_the_caches_room_for_the_others(monkeypatch):
-    monkeypatch.setattr(evaluating, "SPARE", 1 << 16)
-    (raw,) = measure(subject("llama"), ["raw"], default_text(), Job(1200, 20, 1, 0, first=256))["codecs"]
-    assert raw["identical"]
-
-
 def test_layers_that_a_codec_leaves_raw_are_told():
     family = FAMILIES["deepseek_v3"]
     facts = measure(Subject(family.build(), Bytes(), None), ["raw", "turboquant:4"], default_text(), Job(300, 20, 1, 0))
@@ -194,7 +169,7 @@ def test_json_has_everything_and_its_shape_is_stable(call, tiny):
     assert {key for codec in facts["codecs"] for key in codec} == CODEC
     assert {key for codec in facts["codecs"] for window in codec["windows"] for key in window} == {"nll", "kl", "top1"}
     assert facts["job"] == {
-        "prefix": 300, "tokens": 32, "windows": 2, "needles": 1, "depths": 2, "seed": 0, "first": 300,
+        "prefix": 300, "tokens": 32, "windows": 2, "needles": 1, "depths": 2, "seed": 0,
         "text_tokens": len(Bytes().encode(default_text())), "prefill": 512,
     }  # fmt: skip
     assert facts["codecs"][2]["spec"]["name"] == "turboquant"
@@ -214,13 +189,6 @@ def test_the_table_shows_every_codec_of_the_default_selection(call, tiny):
     assert "every logit is the live cache's bit for bit" in done.stdout
 
 
-def test_the_length_of_the_first_prompt_is_told(call, tiny):
-    done = call("evaluate", "some/model", *SMALL, "--first", 256, "--codec", "affine:4", "--needles", 0, "--markdown")
-    assert done.exit_code == 0, done.output
-    assert "Levels: from a first prompt of 256 tokens of the same text, which is not measured." in done.stdout
-    assert "float32" not in done.stdout
-
-
 def test_weights_are_cast_to_float32_where_asked_for_and_it_is_told(call):
     args = ("evaluate", ROOT / "tests/fixtures/tiny-qwen2", *SMALL, "--needles", 0, "--codec", "turboquant:4")
     done = call(*args, "--float32", "--json")
@@ -230,7 +198,7 @@ def test_weights_are_cast_to_float32_where_asked_for_and_it_is_told(call):
     raw, coded = facts["codecs"]
     assert raw["bits_per_value"] == 32
     assert raw["identical"]
-    assert coded["bits_per_value"] == 4.25
+    assert coded["bits_per_value"] == 4 + 16 / 64 + 0.0625  # codes, scales, and what levels take in a whole block
     assert "The weights were cast to float32" in markdown(facts)
     assert not json.loads(call(*args, "--json").stdout)["float32"]
 
@@ -305,7 +273,6 @@ def test_an_infinite_divergence_is_null_and_shown_as_none(monkeypatch):
         (("--text", "/nowhere/text.txt"), "--text /nowhere/text.txt: can't be read"),
         (("--json", "--markdown"), "give one of them"),
         (("--prefix", 4000, "--tokens", 200), "4096 positions (max_position_embeddings); give --prefix 3896 or less"),
-        (("--first", 4097), "--first 4097: this model has 4096 positions (max_position_embeddings); give no more"),
         (("--windows", 5000, "--prefix", 300), "give more text (--text), or smaller --windows"),
         (("--prefix", 30, "--windows", 1), "--prefix 30: no room for 5 numbers"),
         (("--plot", "picture.pdf"), "can't draw .pdf; give a name that ends in .png or .svg"),

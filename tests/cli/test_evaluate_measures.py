@@ -147,26 +147,6 @@ def test_the_least_text_is_enough_and_one_token_less_is_refused():
         cut(Bytes(), [7] * (needed - 1), 50, 20, 3)
 
 
-def test_a_shorter_first_prompt_leaves_the_windows_where_they_are():
-    ids = list(range(1, 1001))
-    whole, windows = cut(Bytes(), ids, 50, 20, 6)
-    for first in (1, 20, 50, 70):
-        prompt, same = cut(Bytes(), ids, 50, 20, 6, first)
-        assert prompt == [0, *ids][:first]
-        assert prompt[:50] == whole[:first]
-        assert same == windows
-
-
-def test_a_longer_first_prompt_shares_nothing_with_the_windows():
-    needed = 3 * (200 - 1) + (50 - 1 + 20 + 1)
-    first, windows = cut(Bytes(), list(range(1, needed + 1)), 50, 20, 3, first=200)
-    assert len(first) == 200
-    pieces = [first, *(w.prompt + w.inputs for w in windows)]
-    assert len({token for piece in pieces for token in piece[1:]}) == sum(len(piece) - 1 for piece in pieces)
-    with pytest.raises(NotMeasured, match=rf"has {needed - 1} tokens.*need {needed}.*--first"):
-        cut(Bytes(), list(range(1, needed)), 50, 20, 3, first=200)
-
-
 @pytest.mark.parametrize("tokenizer", [Bytes(), Chat()])
 def test_a_haystack_holds_each_number_and_ends_before_the_question(tokenizer):
     ids = tokenizer.encode(default_text()[:20000], add_special_tokens=False)

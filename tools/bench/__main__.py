@@ -17,6 +17,7 @@ from tools.bench import (
     opening,
     peer_codecs,
     peers,
+    prefill,
     quality,
     report,
     server,
@@ -35,7 +36,7 @@ BENCHES = {
     "codecs": codecs.FIGURES,
     "quality": quality.FIGURES,
     "attending": cpu_attention.FIGURES | gpu_attention.FIGURES,
-    "live": live.FIGURES | gpu_live.FIGURES,
+    "live": live.FIGURES | gpu_live.FIGURES | prefill.FIGURES,
     "server": server.FIGURES | server_load.FIGURES,
 }
 

@@ -29,6 +29,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "attention of one token to 128k and 32k, 4 bits, on an NVIDIA H200": ("attention-gpu",),
     "the same to 32k on the CPU, 2 threads, AVX-512": ("attention-cpu",),
     "decoding with a random model of Llama 3 8B's shape": ("live-decoding",),
+    "a prefill whose blocks are stored and put back": ("prefill",),
     "`fetch` of 32k tokens x 8 layers x 8 heads of 128 on the CPU": ("live-fetch",),
 }
 
