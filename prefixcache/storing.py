@@ -154,8 +154,7 @@ class Store:
             if at % BATCH == 0:
                 back.apply(self._leaves)
             if node.rows is not None and node.rows.image is not None:
-                count = min(BLOCK, self._limit - node.start)
-                self._decode_rows(back, node.start, node.rows.image.tensors(), count)
+                self._decode_rows(back, node.start, node.rows.image.tensors(), BLOCK)
             for window in node.windows:
                 if window.image is not None:
                     self._decode_window(back, node.start, window.image.tensors(), window.mask)
@@ -217,7 +216,8 @@ class Store:
             else:
                 self._pin(node.rows)
                 own = node.key
-                if self._back is not None and len(node.tokens) == BLOCK_BYTES:
+                # A block that goes on beyond the prompt was not whole when this was computed: its tail stays as it is.
+                if self._back is not None and node.is_whole and node.end <= self._limit:
                     self._pin(*node.windows)
                     self._known_blocks.append(node)
             if (window := self._window_job(parent, node, at, tokens, key, source)) is not None:
