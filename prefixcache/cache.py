@@ -267,8 +267,8 @@ class PrefixCache:
         home = self._home_for(model, reading.layout, salt)
         if whole_blocks and not (home.plan.snapshots or home.plan.lossless):
             limit -= limit % BLOCK
-        if not limit:
-            return Stored(0, 0, 0, False, tuple(home.plan.raw))
+            if not limit:
+                return Stored(0, 0, 0, False, tuple(home.plan.raw))
         agreed = reading.agreed and reading.positions in (None, limit)
         evaluate(reading.leaves)
         raw = ids[:limit].tobytes()
