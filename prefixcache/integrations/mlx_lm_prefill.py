@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.generate import BatchGenerator
+from mlx_lm.generate import BatchGenerator, generation_stream
 from mlx_lm.models.cache import CacheList, KVCache
 
 from prefixcache.keys import BLOCK, chunks
@@ -147,7 +147,7 @@ def stream(
     tokens, kept = list(known), len(known) // BLOCK * BLOCK
     progress = options.get("prompt_progress_callback") or (lambda done, total: None)
     done = 0
-    with mx.stream(options["stream"]):
+    with mx.stream(options.get("stream") or generation_stream):  # mlx-lm 0.31 passes none
         for piece in pieces_of([list(prompt[:-1])], len(tokens), options.get("prefill_step_size", 2048)):
             progress(done, len(prompt))
             model(mx.array([piece]), cache=layers)
