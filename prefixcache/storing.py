@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
 from prefixcache.budget import Reservation
 from prefixcache.codecs import RawRows
 from prefixcache.codecs.interchange import name_of
+from prefixcache.codecs.turboquant_c import WORTH_A_THREAD, share_out
 from prefixcache.image import DTYPES, Blueprint, Draft, Image, Meta, Spec
 from prefixcache.keys import BLOCK, TOKEN_BYTES, canonical, chain
 from prefixcache.layers import levels, live_codes
@@ -421,7 +422,13 @@ class Store:
                 # Of what was encoded just now the decoded rows are there already; known blocks are decoded at the end.
                 if job.kind == "window" and job.coded and job.source.window is not None and job.known is None:
                     self._decode_window(self._back, job.start, draft.tensors, job.mask)
-        return [draft.seal() for draft in drafts]
+        images: list[Image | None] = [None] * len(drafts)
+
+        def seal(first: int, last: int) -> None:
+            images[first:last] = [draft.seal() for draft in drafts[first:last]]
+
+        share_out(len(drafts), 1, sum(job.blueprint.nbytes for job in jobs) // WORTH_A_THREAD, seal)
+        return cast(list[Image], images)
 
     def _fill_rows(self, job: Job, draft: Draft, section: Section, count: int, targets: list[Target]) -> None:
         """Codes from the source, and a target for what is to be encoded."""

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import numpy as np
 
-from .base import Decoding, Encoding, Plane, RowCodec, Stream, encode_blocks
+from .base import Blocks, Decoding, Encoding, Plane, RowCodec, Stream, encode_blocks
 from .interchange import FLOATS, Array, borrow, bring_in, check_capacity, check_rows, copy_out, element
 from .levelling import Levels
 from .raw import RawRows
@@ -67,9 +67,9 @@ class AffineRows:
                 plane[...] = coded
 
     def encode_blocks(
-        self, rows: mx.array, blocks: int, levels: Levels | None, decoded: bool
-    ) -> tuple[list[Array], mx.array | None]:
-        return encode_blocks(self, rows, blocks, levels, decoded)
+        self, rows: mx.array, blocks: int, levels: Levels | Sequence[int] | None, decoded: bool
+    ) -> Blocks:
+        return encode_blocks(self, rows, blocks, None, decoded)
 
     def decode(self, planes: Sequence[Array], capacity: int, levels: Levels | None = None) -> mx.array:
         """[codes, scales, biases], each (tokens, heads, ...) -> (heads, capacity, width), zero from row `tokens` on."""

@@ -58,6 +58,17 @@ class Decoding(NamedTuple):
     levels: Levels | None = None
 
 
+class Blocks(NamedTuple):
+    """Blocks side by side, encoded: planes (blocks, tokens, heads, ...); where they were measured, their levels as they are
+    kept, mean (None where rows aren't centred) and root (blocks, heads, width); where it was asked for, what `decode` gives,
+    (blocks, heads, tokens, width).
+    """
+
+    planes: list[Array]
+    kept: tuple[Array | None, Array] | None
+    decoded: mx.array | None
+
+
 @runtime_checkable
 class RowCodec(Protocol):
     """How one row of `width` values of `dtype` is kept. Immutable and hashable: equal row codecs share one tensor.
@@ -94,10 +105,10 @@ class RowCodec(Protocol):
         ...
 
     def encode_blocks(
-        self, rows: mx.array, blocks: int, levels: Levels | None, decoded: bool
-    ) -> tuple[list[Array], mx.array | None]:
-        """`encode` of blocks side by side, rows (tokens, blocks * heads, width): planes (blocks, tokens, heads, ...). Where
-        it is asked for, also what `decode` gives, (blocks, heads, tokens, width); the codes don't leave the device for it.
+        self, rows: mx.array, blocks: int, levels: Levels | Sequence[int] | None, decoded: bool
+    ) -> Blocks:
+        """`encode` of blocks side by side, rows (tokens, blocks * heads, width), with their levels, or with those that are
+        measured of each block from a row on; codes don't leave the device to be decoded.
         """
         ...
 
@@ -126,11 +137,9 @@ class Codec(Protocol):
         ...
 
 
-def encode_blocks(
-    codec: RowCodec, rows: mx.array, blocks: int, levels: Levels | None, decoded: bool
-) -> tuple[list[Array], mx.array | None]:
+def encode_blocks(codec: RowCodec, rows: mx.array, blocks: int, levels: Levels | None, decoded: bool) -> Blocks:
     """`RowCodec.encode_blocks` by the codec's other methods."""
     tokens, sides, width = rows.shape
     planes = codec.encode(rows, levels)
     back = codec.decode(planes, tokens, levels).reshape(blocks, sides // blocks, tokens, width) if decoded else None
-    return [plane.reshape(tokens, blocks, -1, *plane.shape[2:]).swapaxes(0, 1) for plane in planes], back
+    return Blocks([plane.reshape(tokens, blocks, -1, *plane.shape[2:]).swapaxes(0, 1) for plane in planes], None, back)

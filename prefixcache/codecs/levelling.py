@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -86,17 +87,39 @@ def measure(rows: Array | mx.array | Sequence[Array], centred: bool) -> Levels:
     if tokens < LEAST_ROWS:
         return neutral(sum(part.shape[1] for part in parts), width)
     if isinstance(rows, mx.array) and not on_cpu():
-        mean, spread, median = _measure_there(rows, centred)
-    else:
-        mean, spread = _measure_here([borrow(p) if isinstance(p, mx.array) else p for p in parts], centred)
-        median = np.median(spread, axis=1, keepdims=True)
-    spread = np.maximum(spread, FLOOR * median)
+        kept = measure_there(rows, centred)
+        return Levels.from_kept(np.array(borrow(kept.mean)) if centred else None, np.array(borrow(kept.root)))
+    mean, spread = _measure_here([borrow(p) if isinstance(p, mx.array) else p for p in parts], centred)
+    spread = np.maximum(spread, FLOOR * np.median(spread, axis=1, keepdims=True))
     finite = np.isfinite(mean).all(axis=1, keepdims=True) & np.isfinite(spread).all(axis=1, keepdims=True)
     least = spread.min(axis=1, keepdims=True)
     with np.errstate(invalid="ignore", divide="ignore"):
         steps = np.rint(np.log2(spread / least) * (STEPS * POWER))
     root = np.where(finite & (least > 0), np.clip(steps, 0, MOST_STEPS), 0).astype(np.uint8)
     return Levels.from_kept(_bf16(np.where(finite, mean, 0)) if centred else None, root)
+
+
+class Kept(NamedTuple):
+    """Levels on MLX's device, in the numbers that they are kept in: mean bf16 and root uint8, (heads, width), lazy."""
+
+    mean: mx.array
+    root: mx.array
+
+
+def measure_there(rows: mx.array, centred: bool, firsts: Sequence[int] = (0,)) -> Kept:
+    """`measure` on MLX's device, which the rows don't leave: float32 (64 tokens or more, heads, width).
+
+    The heads are those of `len(firsts)` blocks side by side; of each block the rows before its first don't count.
+    """
+    mean, spread = _measure_there(rows, centred, firsts)
+    ordered, width = mx.sort(spread, axis=1), spread.shape[1]
+    median = (ordered[:, (width - 1) // 2] + ordered[:, width // 2])[:, None] / 2
+    spread = mx.maximum(spread, FLOOR * median)
+    finite = mx.all(mx.isfinite(mean), axis=1, keepdims=True) & mx.all(mx.isfinite(spread), axis=1, keepdims=True)
+    least = mx.min(spread, axis=1, keepdims=True)
+    usable = finite & (least > 0)
+    steps = mx.round(mx.log2(mx.where(usable, spread / mx.where(usable, least, 1), 1)) * (STEPS * POWER))
+    return Kept(mx.where(finite, mean, 0).astype(mx.bfloat16), mx.clip(steps, 0, MOST_STEPS).astype(mx.uint8))
 
 
 def _measure_here(parts: Sequence[Array], centred: bool) -> tuple[Array, Array]:
@@ -120,9 +143,12 @@ def _measure_here(parts: Sequence[Array], centred: bool) -> tuple[Array, Array]:
     return mean, spread
 
 
-def _measure_there(rows: mx.array, centred: bool) -> tuple[Array, Array, Array]:
-    """The same on MLX's device, in a pass for all heads, and the median of each head's spreads, (heads, 1)."""
+def _measure_there(rows: mx.array, centred: bool, firsts: Sequence[int] = (0,)) -> tuple[mx.array, mx.array]:
+    """`_measure_here` in passes for all heads."""
     usual = mx.all(mx.isfinite(rows), axis=2, keepdims=True)
+    if any(firsts):
+        begin = mx.repeat(mx.array(list(firsts)), rows.shape[1] // len(firsts))
+        usual = usual & (mx.arange(len(rows))[:, None] >= begin)[..., None]
     enough = mx.sum(usual, axis=0) >= LEAST_ROWS
     for _ in range(2):  # of all finite rows, then without those that are far
         count = mx.maximum(mx.sum(usual, axis=0), 1)
@@ -136,10 +162,7 @@ def _measure_there(rows: mx.array, centred: bool) -> tuple[Array, Array, Array]:
         usual = usual & (size <= FAR * median)
         if not unusual.item():
             break
-    mean, ordered, width = mx.where(enough, mean, mx.nan), mx.sort(spread, axis=1), spread.shape[1]
-    median = (ordered[:, (width - 1) // 2] + ordered[:, width // 2])[:, None] / 2
-    mx.eval(mean, spread, median)
-    return np.array(borrow(mean)), np.array(borrow(spread)), np.array(borrow(median))
+    return mx.where(enough, mean, mx.nan), spread
 
 
 def _bf16(values: Array) -> Array:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import numpy as np
 
-from .base import Decoding, Encoding, Plane, RowCodec, Stream, encode_blocks
+from .base import Blocks, Decoding, Encoding, Plane, RowCodec, Stream, encode_blocks
 from .interchange import Array, bring_in, check_capacity, check_rows, copy_out, element
 from .levelling import Levels
 from .turboquant_c import SHARE, WORTH_A_THREAD, share_out
@@ -49,9 +49,9 @@ class RawRows:
             kept[...] = rows
 
     def encode_blocks(
-        self, rows: mx.array, blocks: int, levels: Levels | None, decoded: bool
-    ) -> tuple[list[Array], mx.array | None]:
-        return encode_blocks(self, rows, blocks, levels, decoded)
+        self, rows: mx.array, blocks: int, levels: Levels | Sequence[int] | None, decoded: bool
+    ) -> Blocks:
+        return encode_blocks(self, rows, blocks, None, decoded)
 
     def decode(self, planes: Sequence[Array], capacity: int, levels: Levels | None = None) -> mx.array:
         """[(tokens, heads, width)] -> (heads, capacity, width) of `dtype`, zero from row `tokens` on."""

@@ -15,10 +15,10 @@ import mlx.core as mx
 import numpy as np
 
 from . import turboquant_backends, turboquant_gpu
-from .base import Decoding, Encoding, Plane, RowCodec, Stream, encode_blocks
+from .base import Blocks, Decoding, Encoding, Plane, RowCodec, Stream, encode_blocks
 from .codebook import CODEBOOKS
 from .interchange import FLOATS, Array, borrow, bring_in, check_capacity, check_rows, element, on_cpu
-from .levelling import Levels
+from .levelling import Kept, Levels, measure_there
 from .packing import words_of
 from .raw import RawRows
 from .turboquant_format import Form, form_of
@@ -79,19 +79,30 @@ class TurboQuantRows:
         turboquant_backends.encode_all(batch, self.dtype, self.form)
 
     def encode_blocks(
-        self, rows: mx.array, blocks: int, levels: Levels | None, decoded: bool
-    ) -> tuple[list[Array], mx.array | None]:
+        self, rows: mx.array, blocks: int, levels: Levels | Sequence[int] | None, decoded: bool
+    ) -> Blocks:
         """Blocks side by side: rows (tokens, blocks * heads, width); see `RowCodec`."""
         check_rows(rows, self.width, self.dtype)
+        kept = None
+        if levels is not None and not isinstance(levels, Levels):
+            kept, levels = measure_there(rows.astype(mx.float32), self.centred, levels), None
         if not rows.size or on_cpu() or turboquant_backends.device(self.form) is not turboquant_gpu:
-            return encode_blocks(self, rows, blocks, levels, decoded)
+            if kept is not None:
+                levels = Levels.from_kept(*_kept(kept, self.centred))
+            made = encode_blocks(self, rows, blocks, levels, decoded)
+            return made._replace(kept=_by_block(_kept(kept, self.centred), blocks)) if kept is not None else made
         tokens, sides, _ = rows.shape
-        planes = turboquant_gpu.encode_arrays(rows, self.form, levels)
+        to_code, to_decode = turboquant_gpu.from_kept(kept, self.form) if kept is not None else (levels, levels)
+        planes = turboquant_gpu.encode_arrays(rows, self.form, to_code)
         apart = [mx.contiguous(mx.swapaxes(p.reshape(tokens, blocks, -1, *p.shape[2:]), 0, 1)) for p in planes]
-        back = turboquant_gpu.decode_arrays(*planes, tokens, self.dtype, self.form, levels) if decoded else None
-        mx.eval(apart, back if back is not None else [])
-        shape = (blocks, sides // blocks, tokens, self.width)
-        return [borrow(plane) for plane in apart], back.reshape(shape) if back is not None else None
+        mx.async_eval(apart, *(kept or ()))
+        back = None
+        if decoded:
+            back = turboquant_gpu.decode_arrays(*planes, tokens, self.dtype, self.form, to_decode)
+            back = back.reshape(blocks, sides // blocks, tokens, self.width)
+            mx.async_eval(back)  # while the codes are copied out
+        own_levels = _by_block(_kept(kept, self.centred), blocks) if kept is not None else None
+        return Blocks([borrow(plane) for plane in apart], own_levels, back)
 
     def decode(self, planes: Sequence[Array], capacity: int, levels: Levels | None = None) -> mx.array:
         """[codes (tokens, heads, words), scale (tokens, heads)] -> (heads, capacity, width), zero from `tokens` on."""
@@ -111,6 +122,16 @@ class TurboQuantRows:
     def decode_all(self, batch: Sequence[Decoding]) -> None:
         """Codes uint32 (tokens, heads, words), scale uint16 (tokens, heads) -> into rows, bf16 as uint16."""
         turboquant_backends.decode_all(batch, self.dtype, self.form)
+
+
+def _kept(levels: Kept, centred: bool) -> tuple[Array | None, Array]:
+    return (borrow(levels.mean) if centred else None), borrow(levels.root)
+
+
+def _by_block(kept: tuple[Array | None, Array], blocks: int) -> tuple[Array | None, Array]:
+    mean, root = kept
+    shape = (blocks, -1, root.shape[-1])
+    return mean.reshape(shape) if mean is not None else None, root.reshape(shape)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from prefixcache.kernels.dialects import Dialect, dialect_here  # type: ignore[i
 from prefixcache.kernels.turboquant_rows import Rows  # type: ignore[import-not-found]
 
 from .interchange import Array, borrow, element, name_of
-from .levelling import Levels
+from .levelling import ROOTS, Kept, Levels
 from .packing import words_of
 from .turboquant_format import Form
 
@@ -104,6 +104,18 @@ def for_encoding(levels: Levels) -> mx.array:
 def for_decoding(levels: Levels, form: Form) -> mx.array:
     """float32 (2, heads, width) on the GPU: what the decoder adds and multiplies by."""
     return _near(np.stack([levels.mean, form.spread(levels)]))
+
+
+def from_kept(kept: Kept, form: Form) -> tuple[mx.array, mx.array]:
+    """What `for_encoding` and `for_decoding` give, of levels that were measured on the GPU and haven't left it. Lazy."""
+    mean, root = kept.mean.astype(mx.float32), kept.root.astype(mx.uint32)
+    roots, weights = _roots()
+    gain = mx.array(form.spread(None))
+    return mx.stack([mean, mx.take(weights, root)]), mx.stack([mean, gain * mx.take(roots, root)])
+
+
+def _roots() -> tuple[mx.array, mx.array]:
+    return _near(ROOTS), _near(np.float32(1) / ROOTS)
 
 
 def _near(array: Array) -> mx.array:

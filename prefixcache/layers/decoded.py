@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
+from prefixcache.codecs.interchange import on_cpu
 from prefixcache.codecs.pieces import Piece, decode
 from prefixcache.layers import levels
 from prefixcache.layers.adapters import Leaf
@@ -30,6 +31,18 @@ class Decoded:
             skipped = max(since - first, 0)
             own = rows[:, skipped:] if skipped else rows
             self._rows.setdefault((member.leaf, member.stream), []).append((first + skipped, own))
+
+    def add_blocks(self, member: Member, firsts: Sequence[int], rows: mx.array, raw: int) -> None:
+        """Rows (blocks, heads, tokens, width); of each block the first token."""
+        blocks, heads, tokens, width = rows.shape
+        at = 0
+        while at < blocks:
+            end = at + 1
+            while end < blocks and firsts[end] == firsts[end - 1] + tokens:
+                end += 1
+            joined = mx.swapaxes(rows[at:end], 0, 1).reshape(heads, (end - at) * tokens, width)
+            self.add(member, firsts[at], joined, raw)
+            at = end
 
     def decode_rows(
         self, group: Group, member: Member, first: int, rows: slice, tensors: dict[str, np.ndarray], raw: int = 0
@@ -53,7 +66,10 @@ class Decoded:
                 array[:, :, at if isinstance(at, slice) else mx.array(at)] = rows[None]
             changed.append(array)
         self._rows.clear()
-        mx.eval(changed)
+        if on_cpu():
+            mx.eval(changed)
+        else:
+            mx.async_eval(changed)  # nothing on this side waits for them
 
 
 def _joined(pieces: list[tuple[int, mx.array]]) -> list[tuple[int, mx.array]]:

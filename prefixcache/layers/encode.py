@@ -13,6 +13,7 @@ from prefixcache.codecs import RawRows
 from prefixcache.codecs.base import Decoding, Encoding
 from prefixcache.codecs.interchange import borrow, copy_out, element, name_of, on_cpu
 from prefixcache.codecs.levelling import Levels, measure, neutral
+from prefixcache.codecs.turboquant_c import WORTH_A_THREAD, share_out
 from prefixcache.image import Spec
 from prefixcache.layers import levels
 from prefixcache.layers.adapters import CacheError, Leaf, LiveCodes
@@ -54,20 +55,31 @@ def encode(section: Section, leaves: list[Leaf], targets: list[Target], back: De
     """
     here = on_cpu()
     for group in section.groups if targets else ():
+        raw = isinstance(group.codec, RawRows)
+        coded = [] if raw else [member for member in group.members if leaves[member.leaf].codes is not None]
+        if not (here or raw or coded):
+            for settled in (False, True):  # some have levels only once the others are done
+                some = [target for target in targets if target.settled is settled]
+                for numbers in _of_equal_length(some):
+                    own = [some[i] for i in numbers]
+                    known = (
+                        [levels.read(group, target.tensors) for target in own] if settled or not group.root else None
+                    )
+                    _launch(group, group.members, leaves, own, known, back)
+            continue
         wanted = _levels_of(group, leaves, targets, here)
-        members = group.members
-        if not isinstance(group.codec, RawRows):
-            for member in members:
-                if (codes := leaves[member.leaf].codes) is not None:
-                    _copy(group, member, codes, targets, wanted)
-            members = tuple(member for member in members if leaves[member.leaf].codes is None)
-        if here or isinstance(group.codec, RawRows):
+        for member in coded:
+            codes = leaves[member.leaf].codes
+            assert codes is not None
+            _copy(group, member, codes, targets, wanted)
+        members = tuple(member for member in group.members if member not in coded)
+        if here or raw:
             _encode_here(group, members, leaves, targets, wanted, back)
             continue
-        # All members stand next to each other in the tensor, some need not.
-        for some in [members] if members == group.members else [(member,) for member in members]:
-            for own in _of_equal_length(targets):
-                _launch(group, some, leaves, [targets[i] for i in own], [wanted[i] for i in own], back)
+        for member in members:  # all stand next to each other in the tensor, some need not
+            for numbers in _of_equal_length(targets):
+                own = [targets[i] for i in numbers]
+                _launch(group, (member,), leaves, own, [wanted[i] for i in numbers], back)
 
 
 def _of_equal_length(targets: list[Target]) -> list[list[int]]:
@@ -251,24 +263,39 @@ def _launch(
     members: tuple[Member, ...],
     leaves: list[Leaf],
     targets: list[Target],
-    wanted: list[Levels | None],
+    wanted: list[Levels | None] | None,
     back: Decoded | None,
 ) -> None:
-    """Encode targets of equally many tokens, of members whose heads are next to each other: all of the group, or one."""
+    """Encode targets of equally many tokens, of members whose heads are next to each other: all of the group, or one.
+
+    Where no levels are `wanted`, they are measured, of all of the group's heads.
+    """
     rows = mx.concatenate([_rows(leaves[m.leaf], m.stream, targets) for m in members], axis=1)
     first, count = members[0].head, targets[0].last - targets[0].first
     heads = members[-1].head + members[-1].heads - first
-    own = [whole.of(first, heads) for whole in wanted if whole is not None]
-    rows, of_all = _side_by_side(rows, len(targets), count), Levels.joined(own) if own else None
+    rows = _side_by_side(rows, len(targets), count)
+    how: Levels | list[int] | None = [_measured_from(target) - target.first for target in targets]
+    if wanted is not None:
+        known = [whole.of(first, heads) for whole in wanted if whole is not None]
+        how = Levels.joined(known) if known else None
     decoding = back is not None and all(target.whole for target in targets)
-    planes, decoded = group.codec.encode_blocks(rows, len(targets), of_all, decoding)
-    for i, target in enumerate(targets):
-        for name, plane in zip(group.names, planes, strict=True):
-            target.tensors[name][target.at : target.at + count, first : first + heads] = plane[i]
-        if back is not None and decoded is not None:
-            for member in members:
-                at = member.head - first
-                back.add(member, target.first, decoded[i, at : at + member.heads], target.raw)
+    made = group.codec.encode_blocks(rows, len(targets), how, decoding)
+
+    def copy(start: int, end: int) -> None:
+        for i in range(start, end):
+            target = targets[i]
+            for name, plane in zip(group.names, made.planes, strict=True):
+                target.tensors[name][target.at : target.at + count, first : first + heads] = plane[i]
+            if made.kept is not None:
+                mean, root = made.kept
+                levels.put(group, target.tensors, mean[i] if mean is not None else None, root[i])
+
+    share_out(len(targets), 1, sum(plane.nbytes for plane in made.planes) // WORTH_A_THREAD, copy)
+    if back is not None and made.decoded is not None:
+        for member in members:
+            at = member.head - first
+            of_member = made.decoded[:, at : at + member.heads]
+            back.add_blocks(member, [target.first for target in targets], of_member, targets[0].raw)
 
 
 def _rows(leaf: Leaf, stream: str, targets: list[Target]) -> mx.array:

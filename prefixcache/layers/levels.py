@@ -17,7 +17,11 @@ def read(group: Group, tensors: dict[str, np.ndarray], member: Member | None = N
 
 
 def write(group: Group, tensors: dict[str, np.ndarray], levels: Levels) -> None:
-    mean, root = levels.kept
+    put(group, tensors, *levels.kept)
+
+
+def put(group: Group, tensors: dict[str, np.ndarray], mean: np.ndarray | None, root: np.ndarray) -> None:
+    """Levels as they are kept."""
     if group.mean:
         tensors[group.mean][...] = mean
     tensors[group.root][...] = root

@@ -69,7 +69,8 @@ def test_the_gpu_s_way_of_measuring_gives_what_the_cpu_s_gives(
     rows = np.ldexp(rows + rng.standard_normal(width), scale).astype(np.float32)
     rows[rng.integers(0, tokens, far), 0] *= np.float32(1e4)
     rows[rng.integers(0, tokens, bad), heads - 1, 0] = rng.choice([np.nan, np.inf, -np.inf], bad)
-    here, there = levelling._measure_here([rows], centred), levelling._measure_there(mx.array(rows), centred)[:2]
+    here = levelling._measure_here([rows], centred)
+    there = [np.array(found) for found in levelling._measure_there(mx.array(rows), centred)]
     known = np.isfinite(here[0])
     assert np.array_equal(known, np.isfinite(there[0]))
     for a, b in zip(here, there, strict=True):
@@ -80,7 +81,29 @@ def test_a_head_without_rows_enough_that_are_finite_is_none_to_the_gpu_too() -> 
     rows = np.random.default_rng(0).standard_normal((LEAST_ROWS + 3, 2, 8)).astype(np.float32)
     rows[:4, 1, 5] = np.nan
     for measured in (levelling._measure_here([rows], True), levelling._measure_there(mx.array(rows), True)):
-        assert np.isfinite(measured[0]).all(axis=1).tolist() == [True, False]
+        assert np.isfinite(np.array(measured[0])).all(axis=1).tolist() == [True, False]
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    seed=st.integers(0, 2**32 - 1), tokens=st.integers(1, 200), blocks=st.integers(1, 3), heads=st.integers(1, 3),
+    centred=st.booleans(), data=st.data(),
+)  # fmt: skip
+def test_the_gpu_measures_blocks_side_by_side_each_from_its_own_row_on(
+    seed: int, tokens: int, blocks: int, heads: int, centred: bool, data: st.DataObject
+) -> None:
+    """A root that stands half-way between two steps may be taken for either."""
+    rng = np.random.default_rng(seed)
+    rows = (rng.standard_normal((tokens, blocks * heads, 64)) * np.exp(rng.standard_normal(64))).astype(np.float32)
+    firsts = data.draw(st.lists(st.integers(0, tokens), min_size=blocks, max_size=blocks))
+    kept = levelling.measure_there(mx.array(rows), centred, firsts)
+    root = np.array(kept.root).astype(int)
+    mean = np.array(kept.mean.astype(mx.float32))
+    for i, first in enumerate(firsts):
+        own = slice(i * heads, (i + 1) * heads)
+        wanted = measure(rows[first:, own], centred)
+        assert np.abs(root[own] - wanted.kept[1]).max() <= 1
+        assert np.allclose(mean[own], wanted.mean, rtol=0.01, atol=1e-3)
 
 
 def is_neutral(levels: Levels, head: int = 0) -> bool:
