@@ -14,28 +14,6 @@ from .dialects import Dialect, Kernel, Source, build
 from .turboquant_rows import FUNCTIONS, THREADS, Rows, bits_of, groups_of, table
 
 ENCODER = """
-// 8 neighbouring values from memory, whole 16 bytes at a time.
-FUNCTION void load_chunk(const DEVICE u32* address, THREAD float* x) {
-  u32 words[4];
-#if ELEMENT == FLOAT
-  UNROLL for (int part = 0; part < 2; part++) {
-    load_four(address + 4 * part, words);
-    UNROLL for (int i = 0; i < 4; i++) x[4 * part + i] = float_of(words[i]);
-  }
-#else
-  load_four(address, words);
-  UNROLL for (int i = 0; i < 4; i++) {
-#if ELEMENT == HALF
-    x[2 * i] = low_half(words[i]);
-    x[2 * i + 1] = high_half(words[i]);
-#else
-    x[2 * i] = float_of(words[i] << 16);
-    x[2 * i + 1] = float_of(words[i] & 0xFFFF0000u);
-#endif
-  }
-#endif
-}
-
 // One fold across two lanes of a column of FACTOR values: the two columns become one of twice the length, whose upper
 // half is added onto its lower half. `upper`: this lane's values are the higher ones of each pair.
 FUNCTION void fold_column(THREAD float* own, THREAD const float* other, const bool upper) {

@@ -75,6 +75,28 @@ FUNCTION u32 tile_of(const u32 tokens, const u32 heads, const u32 groups) {
   return ((tokens + tiles - 1) / tiles + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE * ROWS_AT_ONCE;
 }
 
+// 8 neighbouring values from memory, whole 16 bytes at a time.
+FUNCTION void load_chunk(const DEVICE u32* address, THREAD float* x) {
+  u32 words[4];
+#if ELEMENT == FLOAT
+  UNROLL for (int part = 0; part < 2; part++) {
+    load_four(address + 4 * part, words);
+    UNROLL for (int i = 0; i < 4; i++) x[4 * part + i] = float_of(words[i]);
+  }
+#else
+  load_four(address, words);
+  UNROLL for (int i = 0; i < 4; i++) {
+#if ELEMENT == HALF
+    x[2 * i] = low_half(words[i]);
+    x[2 * i + 1] = high_half(words[i]);
+#else
+    x[2 * i] = float_of(words[i] << 16);
+    x[2 * i + 1] = float_of(words[i] & 0xFFFF0000u);
+#endif
+  }
+#endif
+}
+
 FUNCTION float flipped(const float x, const u32 flips, const int e) {
   return float_of(bits_of(x) ^ (flips << (31 - e) & 0x80000000u));
 }

@@ -83,14 +83,21 @@ class TurboQuantRows:
     ) -> Blocks:
         """Blocks side by side: rows (tokens, blocks * heads, width); see `RowCodec`."""
         check_rows(rows, self.width, self.dtype)
+        there = rows.size > 0 and not on_cpu() and turboquant_backends.device(self.form) is turboquant_gpu
         kept = None
         if levels is not None and not isinstance(levels, Levels):
-            kept, levels = measure_there(rows.astype(mx.float32), self.centred, levels), None
-        if not rows.size or on_cpu() or turboquant_backends.device(self.form) is not turboquant_gpu:
-            if kept is not None:
-                levels = Levels.from_kept(*_kept(kept, self.centred))
-            made = encode_blocks(self, rows, blocks, levels, decoded)
-            return made._replace(kept=_by_block(_kept(kept, self.centred), blocks)) if kept is not None else made
+            if there:
+                kept = turboquant_gpu.measure(rows, self.centred, levels)
+            else:
+                kept = measure_there(rows.astype(mx.float32), self.centred, levels)
+            levels = None
+        if not there:
+            own = _kept(kept, self.centred, blocks) if kept is not None else None
+            if own is not None:
+                mean, root = own
+                flat = mean.reshape(-1, self.width) if mean is not None else None
+                levels = Levels.from_kept(flat, root.reshape(-1, self.width))
+            return encode_blocks(self, rows, blocks, levels, decoded)._replace(kept=own)
         tokens, sides, _ = rows.shape
         to_code, to_decode = turboquant_gpu.from_kept(kept, self.form) if kept is not None else (levels, levels)
         planes = turboquant_gpu.encode_arrays(rows, self.form, to_code)
@@ -101,8 +108,8 @@ class TurboQuantRows:
             back = turboquant_gpu.decode_arrays(*planes, tokens, self.dtype, self.form, to_decode)
             back = back.reshape(blocks, sides // blocks, tokens, self.width)
             mx.async_eval(back)  # while the codes are copied out
-        own_levels = _by_block(_kept(kept, self.centred), blocks) if kept is not None else None
-        return Blocks([borrow(plane) for plane in apart], own_levels, back)
+        own = _kept(kept, self.centred, blocks) if kept is not None else None
+        return Blocks([borrow(plane) for plane in apart], own, back)
 
     def decode(self, planes: Sequence[Array], capacity: int, levels: Levels | None = None) -> mx.array:
         """[codes (tokens, heads, words), scale (tokens, heads)] -> (heads, capacity, width), zero from `tokens` on."""
@@ -124,14 +131,11 @@ class TurboQuantRows:
         turboquant_backends.decode_all(batch, self.dtype, self.form)
 
 
-def _kept(levels: Kept, centred: bool) -> tuple[Array | None, Array]:
-    return (borrow(levels.mean) if centred else None), borrow(levels.root)
-
-
-def _by_block(kept: tuple[Array | None, Array], blocks: int) -> tuple[Array | None, Array]:
-    mean, root = kept
-    shape = (blocks, -1, root.shape[-1])
-    return mean.reshape(shape) if mean is not None else None, root.reshape(shape)
+def _kept(levels: Kept, centred: bool, blocks: int) -> tuple[Array | None, Array]:
+    """On this side, by block."""
+    mean, root = borrow(levels.mean), borrow(levels.root)
+    shape = (blocks, -1, root.shape[1])
+    return mean.reshape(shape) if centred else None, root.reshape(shape)
 
 
 @dataclass(frozen=True)

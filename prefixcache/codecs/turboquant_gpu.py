@@ -5,6 +5,7 @@ The same codes, scales and rows as the NumPy back end, bit for bit, in one pass 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import mlx.core as mx
@@ -13,13 +14,14 @@ import numpy as np
 from prefixcache.kernels import (  # type: ignore[import-not-found]
     turboquant_decode,
     turboquant_encode,
+    turboquant_measure,
     turboquant_rows,
 )
 from prefixcache.kernels.dialects import Dialect, dialect_here  # type: ignore[import-not-found]
 from prefixcache.kernels.turboquant_rows import Rows  # type: ignore[import-not-found]
 
 from .interchange import Array, borrow, element, name_of
-from .levelling import ROOTS, Kept, Levels
+from .levelling import FAR, FLOOR, LEAST_ROWS, MOST_STEPS, POWER, ROOTS, STEPS, Kept, Levels, measure_there
 from .packing import words_of
 from .turboquant_format import Form
 
@@ -104,6 +106,18 @@ def for_encoding(levels: Levels) -> mx.array:
 def for_decoding(levels: Levels, form: Form) -> mx.array:
     """float32 (2, heads, width) on the GPU: what the decoder adds and multiplies by."""
     return _near(np.stack([levels.mean, form.spread(levels)]))
+
+
+def measure(rows: mx.array, centred: bool, firsts: Sequence[int]) -> Kept:
+    """`levelling.measure_there`, of rows of any float dtype as they lie: in one pass over memory, without room of its own."""
+    tokens, _, width = rows.shape
+    if tokens > turboquant_measure.MOST_ROWS or width > turboquant_measure.MOST_WIDTH:
+        return measure_there(rows.astype(mx.float32), centred, firsts)
+    kind = turboquant_measure.Kind(
+        width, name_of(rows.dtype), centred, LEAST_ROWS, FAR, FLOOR, STEPS * POWER, MOST_STEPS
+    )
+    mean, root = turboquant_measure.measure(_dialect(), kind, rows, mx.array(list(firsts), mx.int32))
+    return Kept(mean.astype(mx.bfloat16), root.astype(mx.uint8))
 
 
 def from_kept(kept: Kept, form: Form) -> tuple[mx.array, mx.array]:

@@ -4,12 +4,12 @@ import host_gpu
 import mlx.core as mx
 import numpy as np
 import pytest
-from prefixcache.kernels import turboquant_decode, turboquant_encode
+from prefixcache.kernels import turboquant_decode, turboquant_encode, turboquant_measure
 from prefixcache.kernels.dialects import DIALECTS
 
 from prefixcache.codecs import turboquant_gpu, turboquant_numpy
 from prefixcache.codecs.interchange import borrow, copy_out
-from prefixcache.codecs.levelling import Levels
+from prefixcache.codecs.levelling import Levels, measure
 from prefixcache.codecs.packing import words_of
 from prefixcache.codecs.turboquant_format import form_of
 
@@ -30,12 +30,12 @@ CASES = [
 @pytest.fixture(params=["metal"])
 def on_host(request, programs, monkeypatch):
     """The product's own calls, with kernels that run on the host."""
-    for module in (turboquant_encode, turboquant_decode):
+    for module in (turboquant_encode, turboquant_decode, turboquant_measure):
         monkeypatch.setattr(module, "build", host_gpu.builder(programs))
         module._kernel.cache_clear()
     monkeypatch.setattr(turboquant_gpu, "dialect_here", lambda: DIALECTS[request.param])
     yield
-    for module in (turboquant_encode, turboquant_decode):
+    for module in (turboquant_encode, turboquant_decode, turboquant_measure):
         module._kernel.cache_clear()
 
 
@@ -208,3 +208,63 @@ def test_a_cpu_has_no_kernel():
     assert "CPU" in turboquant_gpu.describe()
     with pytest.raises(RuntimeError, match="no GPU kernel"):
         turboquant_gpu.encode(mx.zeros((1, 1, 128)), form_of(128, 4, 0), None)
+
+
+# --- levels
+
+
+def check_levels(width, dtype, centred, tokens, firsts, heads=2, unlike=0, strided=False):
+    """As NumPy measures them, block by block; a root half-way between two steps may be taken for either."""
+    random = np.random.default_rng(width + tokens)
+    x = random.standard_normal((tokens, len(firsts) * heads, width)) * np.exp(random.standard_normal(width))
+    x += random.standard_normal(width)
+    x[random.permutation(tokens)[:unlike], 0] *= 100
+    if unlike:
+        x[random.permutation(tokens)[:unlike], 1, 3] = np.nan
+    rows = mx.array(x.astype(np.float32)).astype(getattr(mx, dtype))
+    if strided:
+        rows = mx.swapaxes(mx.contiguous(mx.swapaxes(rows, 0, 1)), 0, 1)
+    mx.eval(rows)
+    kept = turboquant_gpu.measure(rows, centred, firsts)
+    root, mean = copy_out(kept.root).astype(int), copy_out(kept.mean.astype(mx.float32))
+    for i, first in enumerate(firsts):
+        own = slice(i * heads, (i + 1) * heads)
+        wanted = measure(copy_out(rows.astype(mx.float32))[first:, own], centred)
+        assert np.abs(root[own] - wanted.kept[1]).max() <= 1
+        assert (root[own] != wanted.kept[1]).mean() < 0.02
+        np.testing.assert_allclose(mean[own], wanted.mean, rtol=0.01, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "centred", "tokens", "firsts", "unlike", "strided"),
+    [
+        (128, "float16", True, 256, (4, 0, 0), 0, False),
+        (128, "float16", False, 256, (0,), 9, True),
+        (64, "bfloat16", True, 200, (0, 136, 137), 5, True),
+        (80, "float32", True, 256, (4, 0), 3, False),
+        (112, "bfloat16", True, 70, (0, 7), 2, True),
+        (192, "float16", False, 256, (4,), 0, False),
+        (256, "bfloat16", True, 256, (0,), 4, True),
+        (96, "float16", True, 63, (0,), 0, False),
+        (128, "float16", True, 1, (0, 1), 0, False),
+    ],
+)
+def test_levels_are_those_that_numpy_measures(on_host, width, dtype, centred, tokens, firsts, unlike, strided):
+    check_levels(width, dtype, centred, tokens, firsts, unlike=unlike, strided=strided)
+
+
+@pytest.mark.parametrize("value", [0.0, 5.0, np.inf, np.nan])
+def test_levels_of_rows_that_never_move_or_are_no_numbers_change_nothing(on_host, value):
+    kept = turboquant_gpu.measure(mx.full((100, 2, 128), value, mx.float16), True, [0])
+    assert not copy_out(kept.root).any()
+    assert np.all(copy_out(kept.mean.astype(mx.float32)) == (value if np.isfinite(value) else 0))
+
+
+def test_levels_of_rows_whose_sums_are_not_finite_change_nothing(on_host):
+    kept = turboquant_gpu.measure(mx.full((100, 2, 128), 3e38, mx.float32), True, [0])
+    assert not copy_out(kept.root).any()
+    assert not copy_out(kept.mean.astype(mx.float32)).any()
+
+
+def test_more_rows_than_a_group_has_threads_are_measured_too(on_host):
+    check_levels(128, "float16", True, 300, (4,))

@@ -1,0 +1,188 @@
+"""The levels of blocks of rows, measured on a GPU: of each head the channels' means and the roots of their spreads.
+
+What they are says prefixcache.codecs.levelling. A group of threads has one head of one block and goes over its rows, 64 kB
+or so, some five times: which are finite, the means, the deviations, each row's size, and once more where rows are far.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from .dialects import Dialect, Kernel, Source, build
+from .turboquant_rows import ELEMENTS, FUNCTIONS, THREADS, bits_of
+
+MOST_ROWS = THREADS  # a thread has a row
+MOST_WIDTH = THREADS
+
+BODY = """
+  SHARED float centre[WIDTH], spread[WIDTH], sums[THREADS], sizes[THREADS], middle[2];
+  SHARED u32 usual[THREADS], changed;
+  const u32 tokens = rows_shape[0], heads = rows_shape[1];
+  const u32 begin = u32(firsts[group / (heads / firsts_shape[0])]);
+  const u64 head_at = u64(group) * u64(rows_strides[1]);
+  const bool whole = rows_strides[2] == 1 && rows_strides[0] % 8 == 0 && rows_strides[1] % 8 == 0 &&
+      aligned(reinterpret_cast<const DEVICE u32*>(rows));
+  const u32 channel = member % WIDTH, slice = member / WIDTH;
+
+  // Each thread a row: is it finite?
+  const u64 row_at = head_at + u64(member < tokens ? member : 0) * u64(rows_strides[0]);
+  bool counts = member >= begin && member < tokens;
+  for (u32 at = 0; at < WIDTH; at += 8) {
+    float v[8];
+    if (whole) {
+      load_chunk(reinterpret_cast<const DEVICE u32*>(rows + row_at + at), v);
+    } else {
+      UNROLL for (u32 e = 0; e < 8; e++) v[e] = float(rows[row_at + (at + e) * u64(rows_strides[2])]);
+    }
+    UNROLL for (u32 e = 0; e < 8; e++) counts = counts && (bits_of(v[e]) & 0x7F800000u) != 0x7F800000u;
+  }
+  usual[member] = counts ? 1 : 0;
+  if (member == 0) changed = 0;
+  barrier();
+  u32 count = 0;
+  for (u32 row = 0; row < THREADS; row++) count += usual[row];
+  const bool enough = count >= LEAST_ROWS;
+
+  for (u32 turn = 0; turn < 2; turn++) {
+    const float number = count ? float(count) : 1.0f;
+    for (u32 pass = CENTRED ? 0 : 1; pass < 2; pass++) {
+      // Each thread a channel, and every SLICES-th row of it.
+      const float mean = pass && CENTRED && slice < SLICES ? centre[channel] : 0.0f;
+      float sum = 0.0f;
+      if (slice < SLICES) {
+        for (u32 row = slice; row < tokens; row += SLICES) {
+          if (usual[row]) {
+            const float x = float(rows[head_at + u64(row) * u64(rows_strides[0]) + channel * u64(rows_strides[2])]);
+            sum = plus(sum, pass ? magnitude(minus(x, mean)) : x);
+          }
+        }
+      }
+      sums[member] = sum;
+      barrier();
+      if (slice == 0) {
+        float all = sums[member];
+        UNROLL for (u32 other = 1; other < SLICES; other++) all = plus(all, sums[other * WIDTH + member]);
+        if (pass) {
+          spread[member] = over(all, number);
+          if (!CENTRED) centre[member] = 0.0f;
+        } else {
+          centre[member] = over(all, number);
+        }
+      }
+      barrier();
+    }
+    if (turn) break;
+
+    // Each thread a row again: its size in deviations, and whether most are much smaller.
+    float size = 0.0f;
+    for (u32 at = 0; at < WIDTH; at += 8) {
+      float v[8];
+      if (whole) {
+        load_chunk(reinterpret_cast<const DEVICE u32*>(rows + row_at + at), v);
+      } else {
+        UNROLL for (u32 e = 0; e < 8; e++) v[e] = float(rows[row_at + (at + e) * u64(rows_strides[2])]);
+      }
+      UNROLL for (u32 e = 0; e < 8; e++) {
+        const float unit = spread[at + e] > 0.0f ? spread[at + e] : 1.0f;
+        const float apart = over(minus(v[e], centre[at + e]), unit);
+        size = fused(apart, apart, size);
+      }
+    }
+    sizes[member] = size;
+    barrier();
+    u32 rank = 0;
+    for (u32 row = 0; row < THREADS; row++) {
+      rank += usual[row] && (sizes[row] < size || (sizes[row] == size && row < member)) ? 1 : 0;
+    }
+    if (counts && rank == (count - 1) / 2) middle[0] = size;
+    barrier();
+    if (counts && size > times(float_of(FAR), middle[0])) {
+      usual[member] = 0;
+      changed = 1;
+    }
+    barrier();
+    if (changed == 0) break;
+    count = 0;
+    for (u32 row = 0; row < THREADS; row++) count += usual[row];
+  }
+
+  // Of the head: the median of the spreads, the least one, and whether all is finite.
+  const float own = slice == 0 ? spread[channel] : 0.0f;
+  u32 rank = 0;
+  bool finite = enough;
+  for (u32 other = 0; other < WIDTH; other++) {
+    rank += spread[other] < own || (spread[other] == own && other < channel) ? 1 : 0;
+    finite = finite && (bits_of(spread[other]) & 0x7F800000u) != 0x7F800000u;
+    finite = finite && (bits_of(centre[other]) & 0x7F800000u) != 0x7F800000u;
+  }
+  if (slice == 0 && rank == (WIDTH - 1) / 2) middle[0] = own;
+  if (slice == 0 && rank == WIDTH / 2) middle[1] = own;
+  barrier();
+  if (slice == 0) {
+    const float floor = times(float_of(FLOOR), times(plus(middle[0], middle[1]), 0.5f));
+    float smallest = greatest(spread[0], floor);
+    for (u32 other = 1; other < WIDTH; other++) smallest = least(smallest, greatest(spread[other], floor));
+    float steps = 0.0f;
+    if (finite && smallest > 0.0f) {
+      steps = least(times(logarithm(over(greatest(own, floor), smallest)), float_of(STEPS)), float_of(MOST_STEPS));
+    }
+    means[group * WIDTH + channel] = finite ? centre[channel] : 0.0f;
+    roots[group * WIDTH + channel] = u16(plus(greatest(steps, 0.0f), 0.5f));
+  }
+"""
+
+
+class Kind(NamedTuple):
+    """What a kernel is compiled for. `steps`: of a root, to each factor of two of the spread."""
+
+    width: int
+    dtype: str
+    centred: bool
+    least_rows: int
+    far: float
+    floor: float
+    steps: float
+    most_steps: int
+
+
+def source_of(kind: Kind) -> Source:
+    """Inputs: rows (tokens, heads, width), strided, and int32 firsts (blocks,): rows of each block before its first one
+    don't count."""
+    numbers = {
+        "WIDTH": kind.width,
+        "SLICES": THREADS // kind.width,
+        "THREADS": THREADS,
+        "ELEMENT": ELEMENTS.index(kind.dtype),
+        "HALF": 0,
+        "BFLOAT": 1,
+        "FLOAT": 2,
+        "CENTRED": int(kind.centred),
+        "LEAST_ROWS": kind.least_rows,
+        "FAR": bits_of(kind.far),
+        "FLOOR": bits_of(kind.floor),
+        "STEPS": bits_of(kind.steps),
+        "MOST_STEPS": bits_of(kind.most_steps),
+    }
+    defines = "\n" + "".join(f"#define {name} {number}\n" for name, number in numbers.items())
+    return Source("turboquant_measure", ("rows", "firsts"), ("means", "roots"), defines + FUNCTIONS, BODY)
+
+
+@lru_cache(maxsize=64)
+def _kernel(dialect: Dialect, kind: Kind) -> Kernel:
+    return build(dialect, source_of(kind))
+
+
+def measure(dialect: Dialect, kind: Kind, rows: mx.array, firsts: mx.array) -> tuple[mx.array, mx.array]:
+    """Rows (1 to 256 tokens, blocks * heads, width) -> means float32 and roots uint16, (blocks * heads, width)."""
+    heads = rows.shape[1]
+    means, roots = _kernel(dialect, kind)(
+        inputs=[rows, firsts],
+        output_shapes=[(heads, kind.width), (heads, kind.width)],
+        output_dtypes=[mx.float32, mx.uint16],
+        grid=(heads * THREADS, 1, 1),
+        threadgroup=(THREADS, 1, 1),
+    )
+    return means, roots
