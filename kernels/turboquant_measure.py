@@ -20,8 +20,8 @@ MOST_WIDTH = THREADS
 BODY = """
   SHARED float centre[WIDTH], spread[WIDTH], sums[THREADS], sizes[THREADS], middle[2];
   SHARED u32 usual[THREADS], changed;
-  const u32 tokens = rows_shape[0], heads = rows_shape[1];
-  const u32 begin = u32(firsts[group / (heads / firsts_shape[0])]);
+  const u32 tokens = rows_shape[0];
+  const u32 begin = u32(firsts[group % firsts_shape[0]]);
   const u64 head_at = u64(group) * u64(rows_strides[1]);
   const bool whole = rows_strides[2] == 1 && rows_strides[0] % 8 == 0 && rows_strides[1] % 8 == 0 &&
       aligned(reinterpret_cast<const DEVICE u32*>(rows));
@@ -149,8 +149,8 @@ class Kind(NamedTuple):
 
 
 def source_of(kind: Kind) -> Source:
-    """Inputs: rows (tokens, heads, width), strided, and int32 firsts (blocks,): rows of each block before its first one
-    don't count."""
+    """Inputs: rows (tokens, heads * blocks, width), strided, and int32 firsts (blocks,): rows of each block before its first
+    one don't count."""
     numbers = {
         "WIDTH": kind.width,
         "SLICES": THREADS // kind.width,
@@ -176,7 +176,7 @@ def _kernel(dialect: Dialect, kind: Kind) -> Kernel:
 
 
 def measure(dialect: Dialect, kind: Kind, rows: mx.array, firsts: mx.array) -> tuple[mx.array, mx.array]:
-    """Rows (1 to 256 tokens, blocks * heads, width) -> means float32 and roots uint16, (blocks * heads, width)."""
+    """Rows (1 to 256 tokens, heads * blocks, width) -> means float32 and roots uint16, (heads * blocks, width)."""
     heads = rows.shape[1]
     means, roots = _kernel(dialect, kind)(
         inputs=[rows, firsts],

@@ -59,9 +59,9 @@ class Decoding(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Blocks side by side, encoded: planes (blocks, tokens, heads, ...); where they were measured, their levels as they are
+    """Blocks of a prompt, encoded: planes (blocks, tokens, heads, ...); where they were measured, their levels as they are
     kept, mean (None where rows aren't centred) and root (blocks, heads, width); where it was asked for, what `decode` gives,
-    (blocks, heads, tokens, width).
+    (heads, blocks * tokens, width).
     """
 
     planes: list[Array]
@@ -105,10 +105,10 @@ class RowCodec(Protocol):
         ...
 
     def encode_blocks(
-        self, rows: mx.array, blocks: int, levels: Levels | Sequence[int] | None, decoded: bool
+        self, rows: mx.array, blocks: int, levels: Sequence[Levels] | Sequence[int] | None, decoded: bool
     ) -> Blocks:
-        """`encode` of blocks side by side, rows (tokens, blocks * heads, width), with their levels, or with those that are
-        measured of each block from a row on; codes don't leave the device to be decoded.
+        """`encode` of blocks of equally many tokens, rows (heads, blocks * tokens, width), with the levels of each, or with
+        those that are measured, of each block from a row on; codes don't leave the device to be decoded.
         """
         ...
 
@@ -137,9 +137,16 @@ class Codec(Protocol):
         ...
 
 
+def side_by_side(rows: mx.array, blocks: int) -> mx.array:
+    """(heads, blocks * tokens, width) -> (tokens, heads * blocks, width): to a kernel other blocks are more heads."""
+    heads, count, width = rows.shape
+    return mx.swapaxes(rows.reshape(heads * blocks, count // blocks, width), 0, 1)
+
+
 def encode_blocks(codec: RowCodec, rows: mx.array, blocks: int, levels: Levels | None, decoded: bool) -> Blocks:
-    """`RowCodec.encode_blocks` by the codec's other methods."""
-    tokens, sides, width = rows.shape
-    planes = codec.encode(rows, levels)
-    back = codec.decode(planes, tokens, levels).reshape(blocks, sides // blocks, tokens, width) if decoded else None
-    return Blocks([plane.reshape(tokens, blocks, -1, *plane.shape[2:]).swapaxes(0, 1) for plane in planes], None, back)
+    """`RowCodec.encode_blocks` by the codec's other methods. `levels` are those of heads x blocks."""
+    sides = side_by_side(rows, blocks)
+    planes = codec.encode(sides, levels)
+    back = codec.decode(planes, len(sides), levels).reshape(rows.shape) if decoded else None
+    apart = [plane.reshape(len(sides), -1, blocks, *plane.shape[2:]) for plane in planes]
+    return Blocks([plane.transpose(2, 0, 1, *range(3, plane.ndim)) for plane in apart], None, back)

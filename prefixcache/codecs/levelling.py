@@ -55,6 +55,12 @@ class Levels:
             return several[0]
         return cls(np.concatenate([own.mean for own in several]), np.concatenate([own.root for own in several]))
 
+    @classmethod
+    def interleaved(cls, several: Sequence[Levels]) -> Levels:
+        """Those of blocks of the same heads: first all of the first head."""
+        mean, root = (np.stack([getattr(own, name) for own in several], axis=1) for name in ("mean", "root"))
+        return cls(mean.reshape(-1, mean.shape[-1]), root.reshape(-1, root.shape[-1]))
+
     @property
     def kept(self) -> tuple[Array, Array]:
         """The numbers that they are kept in: mean as bf16's bits, uint16, and root in steps of 2**(1/16), uint8."""
@@ -109,7 +115,7 @@ class Kept(NamedTuple):
 def measure_there(rows: mx.array, centred: bool, firsts: Sequence[int] = (0,)) -> Kept:
     """`measure` on MLX's device, which the rows don't leave: float32 (64 tokens or more, heads, width).
 
-    The heads are those of `len(firsts)` blocks side by side; of each block the rows before its first don't count.
+    Of `len(firsts)` blocks side by side (`base.side_by_side`); of each the rows before its first don't count.
     """
     mean, spread = _measure_there(rows, centred, firsts)
     ordered, width = mx.sort(spread, axis=1), spread.shape[1]
@@ -147,7 +153,7 @@ def _measure_there(rows: mx.array, centred: bool, firsts: Sequence[int] = (0,)) 
     """`_measure_here` in passes for all heads."""
     usual = mx.all(mx.isfinite(rows), axis=2, keepdims=True)
     if any(firsts):
-        begin = mx.repeat(mx.array(list(firsts)), rows.shape[1] // len(firsts))
+        begin = mx.tile(mx.array(list(firsts)), rows.shape[1] // len(firsts))
         usual = usual & (mx.arange(len(rows))[:, None] >= begin)[..., None]
     enough = mx.sum(usual, axis=0) >= LEAST_ROWS
     for _ in range(2):  # of all finite rows, then without those that are far

@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from . import turboquant_backends, turboquant_gpu
-from .base import Blocks, Decoding, Encoding, Plane, RowCodec, Stream, encode_blocks
+from .base import Blocks, Decoding, Encoding, Plane, RowCodec, Stream, encode_blocks, side_by_side
 from .codebook import CODEBOOKS
 from .interchange import FLOATS, Array, borrow, bring_in, check_capacity, check_rows, element, on_cpu
 from .levelling import Kept, Levels, measure_there
@@ -79,36 +79,35 @@ class TurboQuantRows:
         turboquant_backends.encode_all(batch, self.dtype, self.form)
 
     def encode_blocks(
-        self, rows: mx.array, blocks: int, levels: Levels | Sequence[int] | None, decoded: bool
+        self, rows: mx.array, blocks: int, levels: Sequence[Levels] | Sequence[int] | None, decoded: bool
     ) -> Blocks:
-        """Blocks side by side: rows (tokens, blocks * heads, width); see `RowCodec`."""
-        check_rows(rows, self.width, self.dtype)
+        sides = side_by_side(rows, blocks)
+        check_rows(sides, self.width, self.dtype)
         there = rows.size > 0 and not on_cpu() and turboquant_backends.device(self.form) is turboquant_gpu
-        kept = None
-        if levels is not None and not isinstance(levels, Levels):
-            if there:
-                kept = turboquant_gpu.measure(rows, self.centred, levels)
-            else:
-                kept = measure_there(rows.astype(mx.float32), self.centred, levels)
-            levels = None
+        kept = known = None
+        firsts = [level for level in levels or () if not isinstance(level, Levels)]
+        if firsts and there:
+            kept = turboquant_gpu.measure(sides, self.centred, firsts)
+        elif firsts:
+            kept = measure_there(sides.astype(mx.float32), self.centred, firsts)
+        elif levels:
+            known = Levels.interleaved([level for level in levels if isinstance(level, Levels)])
         if not there:
-            own = _kept(kept, self.centred, blocks) if kept is not None else None
-            if own is not None:
-                mean, root = own
-                flat = mean.reshape(-1, self.width) if mean is not None else None
-                levels = Levels.from_kept(flat, root.reshape(-1, self.width))
-            return encode_blocks(self, rows, blocks, levels, decoded)._replace(kept=own)
-        tokens, sides, _ = rows.shape
-        to_code, to_decode = turboquant_gpu.from_kept(kept, self.form) if kept is not None else (levels, levels)
-        planes = turboquant_gpu.encode_arrays(rows, self.form, to_code)
-        apart = [mx.contiguous(mx.swapaxes(p.reshape(tokens, blocks, -1, *p.shape[2:]), 0, 1)) for p in planes]
+            if kept is not None:
+                known = Levels.from_kept(borrow(kept.mean) if self.centred else None, borrow(kept.root))
+            made = encode_blocks(self, rows, blocks, known, decoded)
+            return made._replace(kept=_by_block(kept, self.centred, blocks) if kept is not None else None)
+        to_code, to_decode = turboquant_gpu.from_kept(kept, self.form) if kept is not None else (known, known)
+        planes = turboquant_gpu.encode_arrays(sides, self.form, to_code)
+        apart = [plane.reshape(len(sides), -1, blocks, *plane.shape[2:]) for plane in planes]
+        apart = [mx.contiguous(mx.transpose(plane, (2, 0, 1, *range(3, plane.ndim)))) for plane in apart]
         mx.async_eval(apart, *(kept or ()))
         back = None
         if decoded:
-            back = turboquant_gpu.decode_arrays(*planes, tokens, self.dtype, self.form, to_decode)
-            back = back.reshape(blocks, sides // blocks, tokens, self.width)
+            back = turboquant_gpu.decode_arrays(*planes, len(sides), self.dtype, self.form, to_decode)
+            back = back.reshape(rows.shape)
             mx.async_eval(back)  # while the codes are copied out
-        own = _kept(kept, self.centred, blocks) if kept is not None else None
+        own = _by_block(kept, self.centred, blocks) if kept is not None else None
         return Blocks([borrow(plane) for plane in apart], own, back)
 
     def decode(self, planes: Sequence[Array], capacity: int, levels: Levels | None = None) -> mx.array:
@@ -131,11 +130,11 @@ class TurboQuantRows:
         turboquant_backends.decode_all(batch, self.dtype, self.form)
 
 
-def _kept(levels: Kept, centred: bool, blocks: int) -> tuple[Array | None, Array]:
-    """On this side, by block."""
-    mean, root = borrow(levels.mean), borrow(levels.root)
-    shape = (blocks, -1, root.shape[1])
-    return mean.reshape(shape) if centred else None, root.reshape(shape)
+def _by_block(kept: Kept, centred: bool, blocks: int) -> tuple[Array | None, Array]:
+    """(heads * blocks, width) on MLX's device -> (blocks, heads, width) on this side."""
+    shape = (-1, blocks, kept.root.shape[1])
+    mean = borrow(kept.mean).reshape(shape).swapaxes(0, 1) if centred else None
+    return mean, borrow(kept.root).reshape(shape).swapaxes(0, 1)
 
 
 @dataclass(frozen=True)

@@ -32,18 +32,6 @@ class Decoded:
             own = rows[:, skipped:] if skipped else rows
             self._rows.setdefault((member.leaf, member.stream), []).append((first + skipped, own))
 
-    def add_blocks(self, member: Member, firsts: Sequence[int], rows: mx.array, raw: int) -> None:
-        """Rows (blocks, heads, tokens, width); of each block the first token."""
-        blocks, heads, tokens, width = rows.shape
-        at = 0
-        while at < blocks:
-            end = at + 1
-            while end < blocks and firsts[end] == firsts[end - 1] + tokens:
-                end += 1
-            joined = mx.swapaxes(rows[at:end], 0, 1).reshape(heads, (end - at) * tokens, width)
-            self.add(member, firsts[at], joined, raw)
-            at = end
-
     def decode_rows(
         self, group: Group, member: Member, first: int, rows: slice, tensors: dict[str, np.ndarray], raw: int = 0
     ) -> None:

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from prefixcache.codecs import RawRows
-from prefixcache.codecs.base import Decoding, Encoding
+from prefixcache.codecs.base import Decoding, Encoding, side_by_side
 from prefixcache.codecs.interchange import borrow, copy_out, element, name_of, on_cpu
 from prefixcache.codecs.levelling import Levels, measure, neutral
 from prefixcache.codecs.turboquant_c import WORTH_A_THREAD, share_out
@@ -181,12 +181,10 @@ def _measure(
     group: Group, members: list[Member], leaves: list[Leaf], targets: list[Target], here: bool
 ) -> list[Levels]:
     """Of targets of equally many tokens, by the rows of these members."""
-    count = targets[0].last - targets[0].first
     if not here:
-        rows = mx.concatenate([_rows(leaves[m.leaf], m.stream, targets) for m in members], axis=1)
-        whole = measure(_side_by_side(rows, len(targets), count).astype(mx.float32), group.codec.centred)
-        heads = rows.shape[1]
-        return [whole.of(i * heads, heads) for i in range(len(targets))]
+        rows = mx.concatenate([_rows(leaves[m.leaf], m.stream, targets) for m in members])
+        whole = measure(side_by_side(rows, len(targets)).astype(mx.float32), group.codec.centred)
+        return [Levels(whole.mean[i :: len(targets)], whole.root[i :: len(targets)]) for i in range(len(targets))]
     made = []
     for target in targets:
         parts = []
@@ -195,14 +193,6 @@ def _measure(
             parts.append(rows[:, leaves[member.leaf].where(target.first, target.last)].swapaxes(0, 1))
         made.append(measure(parts, group.codec.centred))
     return made
-
-
-def _side_by_side(rows: mx.array, targets: int, tokens: int) -> mx.array:
-    """(targets x tokens, heads, width) -> (tokens, targets x heads, width): to a kernel a target's rows are more heads."""
-    _, heads, width = rows.shape
-    if targets == 1:
-        return rows
-    return mx.swapaxes(rows.reshape(targets, tokens, heads, width), 0, 1).reshape(tokens, targets * heads, width)
 
 
 def _copy(group: Group, member: Member, codes: LiveCodes, targets: list[Target], wanted: list[Levels | None]) -> None:
@@ -233,7 +223,7 @@ def _encode_here(
     if not on_cpu():  # of what is kept as it is, a few rows: not the whole buffers come to the host
         for member in members:
             own, at = slice(member.head, member.head + member.heads), 0
-            rows = copy_out(_rows(leaves[member.leaf], member.stream, targets))
+            rows = copy_out(_rows(leaves[member.leaf], member.stream, targets)).swapaxes(0, 1)
             for target in targets:
                 count = target.last - target.first
                 into = slice(target.at, target.at + count)
@@ -270,14 +260,11 @@ def _launch(
 
     Where no levels are `wanted`, they are measured, of all of the group's heads.
     """
-    rows = mx.concatenate([_rows(leaves[m.leaf], m.stream, targets) for m in members], axis=1)
-    first, count = members[0].head, targets[0].last - targets[0].first
-    heads = members[-1].head + members[-1].heads - first
-    rows = _side_by_side(rows, len(targets), count)
-    how: Levels | list[int] | None = [_measured_from(target) - target.first for target in targets]
+    rows = mx.concatenate([_rows(leaves[m.leaf], m.stream, targets) for m in members])
+    first, count, heads = members[0].head, targets[0].last - targets[0].first, len(rows)
+    how: list[Levels] | list[int] = [_measured_from(target) - target.first for target in targets]
     if wanted is not None:
-        known = [whole.of(first, heads) for whole in wanted if whole is not None]
-        how = Levels.joined(known) if known else None
+        how = [whole.of(first, heads) for whole in wanted if whole is not None]
     decoding = back is not None and all(target.whole for target in targets)
     made = group.codec.encode_blocks(rows, len(targets), how, decoding)
 
@@ -292,21 +279,22 @@ def _launch(
 
     share_out(len(targets), 1, sum(plane.nbytes for plane in made.planes) // WORTH_A_THREAD, copy)
     if back is not None and made.decoded is not None:
-        for member in members:
-            at = member.head - first
-            of_member = made.decoded[:, at : at + member.heads]
-            back.add_blocks(member, [target.first for target in targets], of_member, targets[0].raw)
+        at = 0
+        for start, last in _joined(targets):
+            for member in members:
+                own = made.decoded[member.head - first :][: member.heads, at : at + last - start]
+                back.add(member, start, own, targets[0].raw)
+            at += last - start
 
 
 def _rows(leaf: Leaf, stream: str, targets: list[Target]) -> mx.array:
-    """(tokens of all targets, heads, width)."""
+    """(heads, tokens of all targets, width)."""
     array = leaf.arrays[stream][0]
     pieces = []
     for target in _joined(targets):
         where = leaf.where(*target)
         pieces.append(array[:, where] if isinstance(where, slice) else mx.take(array, mx.array(where), axis=1))
-    rows = pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=1)
-    return mx.swapaxes(rows, 0, 1)
+    return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=1)
 
 
 def _joined(targets: list[Target]) -> list[tuple[int, int]]:
