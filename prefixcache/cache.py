@@ -30,6 +30,7 @@ from prefixcache.finding import Deepest, deepest, hit
 from prefixcache.image import Image
 from prefixcache.keys import BLOCK, TOKEN_BYTES, Tokens, as_model, as_salt, as_tokens, canonical, root_key
 from prefixcache.layers.adapters import allow
+from prefixcache.layers.ahead import Ahead
 from prefixcache.layers.decoded import Decoded
 from prefixcache.layers.encode import evaluate
 from prefixcache.layers.plan import Plan, mask_of, read
@@ -45,7 +46,7 @@ from prefixcache.ssd.directory import refusal
 from prefixcache.stats import Labelled, Stats
 from prefixcache.storing import Store
 from prefixcache.tiers import QUEUE_SHARE, Home, Tiers
-from prefixcache.tree import RAM, SSD, Slot, Walk
+from prefixcache.tree import RAM, SSD, Node, Slot, Walk
 
 log = logging.getLogger("prefixcache")
 
@@ -304,11 +305,15 @@ class PrefixCache:
         compressed: bool = False,
         room: int | None = None,
         whole_blocks: bool = False,
+        promote: bool = False,
     ) -> tuple[list[Any] | None, Any]:
         """The deepest prompt cache that RAM has for `tokens`, and the tokens that are still to be computed.
 
         Returns (prompt_cache, rest): a new list of layer caches of the classes that were stored, the caller's own, and
-        `tokens[depth:]`, of at least `leave` tokens. (None, tokens) on a miss. Never reads a file: see `promote`.
+        `tokens[depth:]`, of at least `leave` tokens. (None, tokens) on a miss.
+
+        With `promote` the caller waits for what only the SSD has, and on a CPU blocks are decoded as they are read; without,
+        no file is read.
 
         With `whole_blocks` a hit ends where a whole block does: at most 255 tokens more are computed, always on the same
         rows, whatever was stored since, so that the answer is always the same: see `store(write_back=)`. A prompt that was
@@ -321,21 +326,58 @@ class PrefixCache:
         codes as they are; nothing is decoded, and a model whose attention is mlx-lm's own goes on from them. What such a
         cache holds can be stored again as it is.
         """
-        began, counters = time.monotonic(), self._tiers.counters
-        ids = as_tokens(tokens)
+        ids, counters = as_tokens(tokens), self._tiers.counters
+        _check_leave(leave)
+        room = room if room is None else _whole(room, "fetch: room", "tokens", LONGEST)
+        ahead = None
+        if promote:
+            coming = self.promote(ids, model=model, salt=salt)
+            if not coming.done() and not compressed:
+                ahead = self._read_ahead(coming, ids, model, salt, leave, whole_blocks, room)
+            coming.result()
+        began = time.monotonic()
         found = self._find(ids, model, salt, leave, whole_blocks)
         if found is None:
             counters.durations.fetch_miss.observe(time.monotonic() - began)
             return None, tokens
         prompt, pinned = found
         try:
-            room = len(ids) - prompt.tokens if room is None else _whole(room, "fetch: room", "tokens", LONGEST)
-            made = prompt.live(room) if compressed else prompt.dequantize(room)
+            room = len(ids) - prompt.tokens if room is None else room
+            made = prompt.live(room) if compressed else prompt.dequantize(room, ahead)
             mx.eval([_flat(vars(layer)) for layer in made])
         finally:
             self._tiers.unpin(pinned)
         counters.durations.fetch_hit.observe(time.monotonic() - began)
         return made, tokens[prompt.tokens :]
+
+    def _read_ahead(
+        self, coming: Future[int], ids: np.ndarray, model: str, salt: bytes, leave: int, whole_blocks: bool,
+        room: int | None,
+    ) -> Ahead | None:  # fmt: skip
+        """What comes is decoded block by block. What will be hit is a guess until all is there; None where it can't help."""
+        limit = len(ids) - leave
+        with self._tiers.lock:
+            best = self._deepest(ids.tobytes(), self._homes(model, salt), SSD, limit)
+        if best is None or not Ahead.serves(best[1].plan):
+            return None
+        depth, home, walk = best
+        if whole_blocks and depth < limit and not home.plan.lossless:
+            depth = depth // BLOCK * BLOCK
+        if depth <= 0:
+            return None
+        ahead = Ahead(home.plan, depth, len(ids) - depth if room is None else room)
+        for node in walk.nodes:
+            if node.start >= depth or (image := self._arrived(node, coming)) is None:
+                break
+            ahead.add(node.start, image)
+        return ahead
+
+    def _arrived(self, node: Node, coming: Future[int]) -> Image | None:
+        """A block's rows, once they are in RAM; None when they don't come."""
+        with self._tiers.lock:
+            while node.rows is not None and node.rows.image is None and not coming.done():
+                self._tiers.moved.wait(0.1)
+            return node.rows.image if node.rows is not None else None
 
     def lookup(self, tokens: Tokens, *, model: str, salt: bytes = b"", leave: int = 0) -> StoredPrompt | None:
         """What RAM has for `tokens`, still encoded: wrappers to copy, trim and dequantize later. None on a miss.
@@ -352,8 +394,7 @@ class PrefixCache:
         self, ids: np.ndarray, model: Any, salt: Any, leave: int, whole_blocks: bool = False
     ) -> tuple[StoredPrompt, list[Slot]] | None:
         self._check_open()
-        if isinstance(leave, bool) or not isinstance(leave, int) or leave < 0:
-            raise ValueError(f"leave={leave!r}: give the number of tokens to leave, 0 or more")
+        _check_leave(leave)
         homes, raw, tree = self._homes(model, salt), ids.tobytes(), self._tiers.tree
         if self._recorder is not None:
             self._recorder.fetch(self._record_root(model, salt), raw)
@@ -676,6 +717,11 @@ def _seconds(value: Any, what: str) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
         raise ValueError(f"{what}={value!r}: give seconds, 0 or more")
     return float(min(value, YEAR))
+
+
+def _check_leave(leave: Any) -> None:
+    if isinstance(leave, bool) or not isinstance(leave, int) or leave < 0:
+        raise ValueError(f"leave={leave!r}: give the number of tokens to leave, 0 or more")
 
 
 def _left(end: float) -> float:

@@ -99,6 +99,17 @@ def bring_in(array: Array, dtype: str) -> mx.array:
     return mx.array(np.asarray(array, order="C").view(carrier)).view(kind.mlx)
 
 
+def writable(shape: tuple[int, ...], dtype: str) -> tuple[mx.array, Array]:
+    """Zeros in MLX's memory, an unsigned integer of `dtype`'s size each, and NumPy's view of them as the bits of `dtype`, to
+    be written before MLX is given anything to do with the array. On the CPU."""
+    kind = element(dtype)
+    carrier, _ = _CARRIERS[kind.numpy.itemsize]
+    made = mx.zeros(shape, carrier)
+    if made.size == 0:
+        return made, np.zeros(shape, kind.numpy)
+    return made, np.asarray(made).view(kind.numpy)
+
+
 def as_float32(rows: Array, dtype: str) -> Array:
     """Rows of a float dtype, bf16 as uint16, as float32."""
     if dtype == "bfloat16":

@@ -7,6 +7,7 @@ never change them; `copy()` is cheap. Decoding runs on the caller's thread and s
 from __future__ import annotations
 
 import json
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
@@ -22,10 +23,14 @@ from prefixcache.layers.adapters import PARTS, SNAPSHOT, Layout, adapter_of, bla
 from prefixcache.layers.plan import Group, Member, Plan, mask_of, runs_of
 
 if TYPE_CHECKING:
+    from prefixcache.layers.ahead import Ahead
     from prefixcache.live.coded import Choice
 
 
 MOST_LEVELS = 4  # in a live cache: each takes an attention of its own
+
+
+Streams = dict[tuple[int, str], mx.array]  # buffers by leaf and stream
 
 
 class Held(NamedTuple):
@@ -73,8 +78,14 @@ class StoredPrompt:
         self.tokens = tokens
         self._blocks = blocks
         self._snapshot = snapshot
-        self._rows = [block.rows.tensors() for block in blocks]
-        self._windows = [[held.image.tensors() for held in block.windows] for block in blocks]
+
+    @cached_property
+    def _rows(self) -> list[dict[str, np.ndarray]]:
+        return [block.rows.tensors() for block in self._blocks]
+
+    @cached_property
+    def _windows(self) -> list[list[dict[str, np.ndarray]]]:
+        return [[held.image.tensors() for held in block.windows] for block in self._blocks]
 
     @property
     def layers(self) -> list[StoredLayer]:
@@ -109,8 +120,13 @@ class StoredPrompt:
         self.tokens -= n
         return n
 
-    def dequantize(self, room: int = 0) -> list[Any]:
-        """A live prompt cache of the classes that were stored, with room for `room` more tokens before it must grow."""
+    def dequantize(self, room: int = 0, ahead: Ahead | None = None) -> list[Any]:
+        """A live prompt cache of the classes that were stored, with room for `room` more tokens before it must grow.
+
+        What is decoded already is taken from `ahead`.
+        """
+        if ahead is not None and (decoded := ahead.take(self)) is not None:
+            return [self._make_layer(i, room, False, decoded) for i in range(len(self.plan.layers))]
         return [layer.dequantize(room) for layer in self.layers]
 
     def live(self, room: int = 0) -> list[Any]:
@@ -137,17 +153,20 @@ class StoredPrompt:
 
     # -- decoding -----------------------------------------------------------------------------------------------------
 
-    def _make_layer(self, index: int, room: int, live: bool) -> Any:
+    def _make_layer(self, index: int, room: int, live: bool, decoded: Streams | None = None) -> Any:
         first = self.plan.layer_of.index(index)
-        return self._make(self.plan.layers[index], iter(range(first, len(self.plan.leaves))), room, live)
+        return self._make(self.plan.layers[index], iter(range(first, len(self.plan.leaves))), room, live, decoded)
 
-    def _make(self, layer: Layout, leaves: Any, room: int, live: bool) -> Any:
+    def _make(self, layer: Layout, leaves: Any, room: int, live: bool, decoded: Streams | None) -> Any:
         if layer["kind"] == "list":
-            children = [self._make(child, leaves, room, live) for child in layer["children"]]
+            children = [self._make(child, leaves, room, live, decoded) for child in layer["children"]]
             return blank(find_class(layer["class"]), {"caches": tuple(children) if layer["tuple"] else children})
         leaf = next(leaves)
         if layer["kind"] == "snapshot":
             return self._make_snapshot(leaf)
+        if decoded is not None:
+            own = {stream: decoded[leaf, stream] for stream in self.plan.places[leaf]}
+            return adapter_of(find_class(layer["class"])).make(self.plan.leaves[leaf], self.tokens, own)
         choice = live_codes.choice_of(self.plan, leaf) if live else None
         return self._make_rows(leaf, room) if choice is None else self._make_live(leaf, choice, room)
 
@@ -206,7 +225,7 @@ class StoredPrompt:
             for stream, (g, member) in self.plan.places[leaf].items():
                 if window is None:
                     group = self.plan.rows.groups[g]
-                    pieces = self._pieces_of(leaf, stream, member)
+                    pieces = self.pieces_of(leaf, stream)
                 else:
                     group = self.plan.windowed[window].groups[g]
                     pieces = self._window_pieces(leaf, stream, window)
@@ -215,9 +234,14 @@ class StoredPrompt:
                 streams[stream] = decode(pieces, member.heads, capacity, own.width, own.dtype)[None]
         return adapter.make(layer, self.tokens, streams)
 
-    def _pieces_of(self, leaf: int, stream: str, member: Member) -> list[Piece]:
+    @property
+    def blocks(self) -> list[Block]:
+        return self._blocks
+
+    def pieces_of(self, leaf: int, stream: str) -> list[Piece]:
         """The rows of a layer that keeps every token: sinks, then codes, then those of the tail as they are."""
         plan, sinks = self.plan, 0
+        g, member = plan.places[leaf][stream]
         pieces: list[Piece] = []
         runs = self._leading_runs(0, self.tokens)
         if (sunk := plan.sink_places[leaf].get(stream)) is not None and runs and self.plan.is_coded(runs[0].tensors):
@@ -225,10 +249,10 @@ class StoredPrompt:
             pieces = _pieces(plan.sinks.groups[sunk[0]], sunk[1], self._leading_runs(0, sinks))
         for run in self._leading_runs(sinks, self.tokens):
             if self.plan.is_coded(run.tensors):
-                pieces += _pieces(plan.rows.groups[plan.places[leaf][stream][0]], member, [run])
+                pieces += _pieces(plan.rows.groups[g], member, [run])
             else:
-                g, own = plan.tail_places[leaf][stream]
-                pieces += _pieces(plan.tails.groups[g], own, [run])
+                t, own = plan.tail_places[leaf][stream]
+                pieces += _pieces(plan.tails.groups[t], own, [run])
         return pieces
 
     def _window_pieces(self, leaf: int, stream: str, window: int) -> list[Piece]:

@@ -1,4 +1,4 @@
-"""prefixcache as a contestant: `promote`, then `fetch`; rows as they are, because the others keep them so too."""
+"""prefixcache as a contestant: `fetch` that waits for the SSD; rows as they are, because the others keep them so too."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ class Side:
         self.cache = PrefixCache(ram=place.ram, codec=Raw(), spill="wait", spill_wait=10, **disk)
 
     def fetch(self, tokens: list[int]) -> tuple[list[Any] | None, int]:
-        if self.ssd:
-            self.cache.promote(tokens, model=self.model).result()
-        made, rest = self.cache.fetch(tokens, model=self.model)
+        made, rest = self.cache.fetch(tokens, model=self.model, promote=self.ssd)
         return made, len(tokens) - len(rest)
 
     def store(self, tokens: list[int], prompt_cache: list[Any]) -> None:

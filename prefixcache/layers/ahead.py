@@ -1,0 +1,69 @@
+"""Rows decoded while the rest of a prompt is still being read, straight into the memory that the model goes on with.
+
+On the CPU only, where decoding and MLX's memory cost as much as the SSD, and for layers that keep every token: a GPU decodes
+faster than any SSD reads, and which rows of a window are needed is known at the end.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+
+from prefixcache.codecs.base import Decoding, RowCodec
+from prefixcache.codecs.interchange import element, on_cpu, writable
+from prefixcache.image import Image
+from prefixcache.layers.adapters import adapter_of, find_class
+from prefixcache.layers.plan import Plan
+from prefixcache.layers.stored import Block, StoredPrompt
+
+
+class Ahead:
+    """The buffers of a prompt cache of `tokens` tokens with room for `room` more, filled block by block.
+
+    Of the thread that made it: its arrays are MLX's. An image's rows stay where they were put, so that a `StoredPrompt` of
+    the very same images needs none of them decoded again.
+    """
+
+    def __init__(self, plan: Plan, tokens: int, room: int):
+        self.tokens, self.room = tokens, room
+        self._plan = plan
+        self._blocks: dict[int, Image] = {}
+        self._arrays: dict[tuple[int, str], mx.array] = {}
+        self._rows: dict[tuple[int, str], np.ndarray] = {}
+        for leaf, layer in enumerate(plan.leaves):
+            capacity = adapter_of(find_class(layer["class"])).capacity(layer, tokens, room) if layer["streams"] else 0
+            for stream, (g, member) in plan.places[leaf].items():
+                codec = plan.rows.groups[g].codec
+                made, rows = writable((1, member.heads, max(capacity, tokens), codec.width), codec.dtype)
+                self._arrays[leaf, stream], self._rows[leaf, stream] = made, rows[0]
+
+    @staticmethod
+    def serves(plan: Plan) -> bool:
+        return on_cpu() and not plan.windows and not plan.snapshots
+
+    def add(self, start: int, image: Image) -> None:
+        """Decode the rows of the block that begins at this token."""
+        block = StoredPrompt(self._plan, self.tokens, [Block(start, image, ())], None)
+        batches: dict[RowCodec, list[Decoding]] = {}
+        for (leaf, stream), rows in self._rows.items():
+            for piece in block.pieces_of(leaf, stream):
+                into = rows[:, piece.at : piece.end]
+                batches.setdefault(piece.codec, []).append(Decoding(piece.planes, into, piece.levels))
+        for codec, batch in batches.items():
+            codec.decode_all(batch)
+        self._blocks[start] = image
+
+    def take(self, prompt: StoredPrompt) -> dict[tuple[int, str], mx.array] | None:
+        """The buffers of each leaf and stream, (1, heads, capacity, width), with all that the prompt has; None where it
+        isn't as long as was thought. They are the caller's then, and this is of no more use."""
+        if prompt.tokens != self.tokens or prompt.plan is not self._plan:
+            return None
+        for block in prompt.blocks:
+            if self._blocks.get(block.start) is not block.rows:
+                self.add(block.start, block.rows)
+        self._rows.clear()
+        plan = self._plan
+        return {
+            (leaf, stream): made.view(element(plan.rows.groups[plan.places[leaf][stream][0]].codec.dtype).mlx)
+            for (leaf, stream), made in self._arrays.items()
+        }
