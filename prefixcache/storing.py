@@ -22,7 +22,15 @@ from prefixcache.keys import BLOCK, TOKEN_BYTES, canonical, chain
 from prefixcache.layers import levels, live_codes
 from prefixcache.layers.adapters import Leaf
 from prefixcache.layers.decoded import Decoded
-from prefixcache.layers.encode import Target, decode_stored, describe_state, encode, encode_stored, write_state
+from prefixcache.layers.encode import (
+    Target,
+    copy_stored,
+    decode_stored,
+    describe_state,
+    encode,
+    encode_stored,
+    write_state,
+)
 from prefixcache.layers.live_codes import differing
 from prefixcache.layers.plan import Section, extra_of, held_mask, mask_from, mask_of, runs_of, window_key
 from prefixcache.tiers import Home, Tiers
@@ -155,28 +163,41 @@ class Store:
             if at % BATCH == 0:
                 back.apply(self._leaves)
             if node.rows is not None and node.rows.image is not None:
-                self._decode_rows(back, node.start, node.rows.image.tensors(), BLOCK)
+                tensors = node.rows.image.tensors()
+                self._decode_rows(back, node.start, tensors, BLOCK)
+                self._decode_sinks(back, node.start, tensors, BLOCK)
             for window in node.windows:
                 if window.image is not None:
                     self._decode_window(back, node.start, window.image.tensors(), window.mask)
         back.apply(self._leaves)
 
     def _decode_rows(self, back: Decoded, start: int, tensors: dict[str, np.ndarray], count: int) -> None:
-        for group in self._plan.rows.groups:
-            if not isinstance(group.codec, RawRows):
-                for member in group.members:
-                    if self._leaves[member.leaf].codes is None:
-                        back.decode_rows(group, member, start, slice(0, count), tensors, self._plan.sink_tokens)
+        """The first `count` rows of a block's, but for sinks."""
+        plan = self._plan
+        self._decode(back, plan.rows, start, tensors, slice(0, count), plan.sink_tokens)
+
+    def _decode_sinks(self, back: Decoded, start: int, tensors: dict[str, np.ndarray], count: int) -> None:
+        if sunk := (self._plan.sunk(start) & mask_of(0, count)).bit_count():
+            self._decode(back, self._plan.sinks, start, tensors, slice(0, sunk))
 
     def _decode_window(self, back: Decoded, start: int, tensors: dict[str, np.ndarray], mask: tuple[int, ...]) -> None:
-        for w, section in enumerate(self._plan.windowed):
-            here = held_mask(self._held(w), start, self._plan.windows[w].keep, self._limit)
-            for first, last in runs_of(mask[w] & here):
-                at = (mask[w] & mask_of(0, first)).bit_count()
-                for group in section.groups:
-                    if not isinstance(group.codec, RawRows):
-                        for member in group.members:
-                            back.decode_rows(group, member, start + first, slice(at, at + last - first), tensors)
+        plan, sunk = self._plan, self._plan.sunk(start)
+        for w, section in enumerate(plan.windowed):
+            here = mask[w] & held_mask(self._held(w), start, plan.windows[w].keep, self._limit)
+            for rows, at in zip(runs_of(here), _places_of(here, here, mask[w]), strict=True):
+                self._decode(back, section, start + rows[0], tensors, at[1], plan.sink_tokens)
+            for rows, at in zip(runs_of(here & sunk), _places_of(here & sunk, here, mask[w] & sunk), strict=True):
+                self._decode(back, plan.window_sinks[w], start + rows[0], tensors, at[1])
+
+    def _decode(
+        self, back: Decoded, section: Section, first: int, tensors: dict[str, np.ndarray], rows: slice, raw: int = 0
+    ) -> None:
+        """These rows, of the tokens from `first` on, but for those before token `raw`."""
+        for group in section.groups:
+            if section not in (self._plan.rows, *self._plan.windowed) or not isinstance(group.codec, RawRows):
+                for member in group.members:
+                    if self._leaves[member.leaf].codes is None:
+                        back.decode_rows(group, member, first, rows, tensors, raw)
 
     # -- planning, under the lock -------------------------------------------------------------------------------------
 
@@ -322,7 +343,7 @@ class Store:
             return None
         own = window_key(block_key, mask)
         blueprint = self._blueprint(
-            "window", own, block_key, start, self._plan.window_specs(mask, coded), extra_of(mask)
+            "window", own, block_key, start, self._plan.window_specs(mask, start, coded), extra_of(mask)
         )
         new = tuple(h & ~m for m, h in zip(before, held, strict=True))
         return Job("window", parent, node, start, block_tokens, own, blueprint, source, coded, mask, new)
@@ -386,7 +407,8 @@ class Store:
     def _make(self, jobs: list[Job]) -> list[Image]:
         drafts = [job.blueprint.draft() for job in jobs]
         plan = self._plan
-        sections = (plan.rows, plan.tails, *plan.kept, plan.sinks, *plan.windowed, *plan.window_tails)
+        windows = (*plan.windowed, *plan.window_tails, *plan.window_sinks)
+        sections = (plan.rows, plan.tails, *plan.kept, plan.sinks, *windows)
         targets: dict[int, tuple[Section, list[Target]]] = {id(section): (section, []) for section in sections}
         grown: list[GrownWindow] = []
         for job, draft in zip(jobs, drafts, strict=True):
@@ -395,8 +417,8 @@ class Store:
                 write_state(self._state, draft.tensors)
             if job.kind == "window":
                 for w in range(len(plan.windows)):
-                    section, target = self._fill_window(job, draft, w, grown)
-                    targets[id(section)][1].extend(target)
+                    for section, own in self._fill_window(job, draft, w, grown):
+                        targets[id(section)][1].extend(own)
                 continue
             draft.tensors["tokens"][:] = np.frombuffer(job.tokens, "<i8")
             if job.kind == "rows":
@@ -435,49 +457,59 @@ class Store:
         copied = min(job.source.tokens, count)
         if copied and job.source.rows is not None:
             self._take_over(section, job.source.rows.tensors(), draft.tensors, [(slice(copied), slice(copied))])
-            if self._back is not None and section is self._plan.rows and len(job.tokens) == BLOCK_BYTES:
-                self._decode_rows(self._back, job.start, draft.tensors, copied)
+            if self._back is not None and len(job.tokens) == BLOCK_BYTES:
+                if section is self._plan.rows:
+                    self._decode_rows(self._back, job.start, draft.tensors, copied)
+                elif section is self._plan.sinks:
+                    self._decode_sinks(self._back, job.start, draft.tensors, copied)
         if copied < count:
             raw = self._plan.sink_tokens if section is self._plan.rows else 0
             whole = len(job.tokens) == BLOCK_BYTES
             first, last = job.start + copied, job.start + count
             targets.append(Target(first, last, draft.tensors, copied, copied > 0, self._plan.sink_tokens, raw, whole))
 
-    def _fill_window(self, job: Job, draft: Draft, w: int, grown: list[GrownWindow]) -> tuple[Section, list[Target]]:
-        """Rows of an older window of the block, and targets for those to encode: in which section.
+    def _fill_window(
+        self, job: Job, draft: Draft, w: int, grown: list[GrownWindow]
+    ) -> list[tuple[Section, list[Target]]]:
+        """Rows of an older window of the block, and targets for those to encode: in which sections.
 
         Those of a tail's are coded once the block is whole, together with the new ones: their levels are of all.
         """
         mask, new, plan = job.mask[w], job.encoded[w], self._plan
-        section, tensors, old = plan.in_window(job.coded)[w], draft.tensors, mask & ~new
-        if old:
+        coded, tails, sinks = plan.windowed[w], plan.window_tails[w], plan.window_sinks[w]
+        section, tensors = coded if job.coded else tails, draft.tensors
+        sunk = plan.sunk(job.start) if sinks.groups else 0
+        if old := mask & ~new:
             assert job.source.window is not None
             source = job.source.window.tensors()
             stored = mask_from(job.source.window.header()[0].extra)[w]
-            pairs = []
-            for first, last in runs_of(old):
-                into, out = (mask & mask_of(0, first)).bit_count(), (stored & mask_of(0, first)).bit_count()
-                pairs.append((slice(into, into + last - first), slice(out, out + last - first)))
-            coded = all(name in source for group in plan.windowed[w].groups for name in group.names)
-            if coded and not job.coded and not plan.lossless:
-                decode_stored(plan.windowed[w], section, source, tensors, pairs)
-            else:
-                if job.coded and not coded:
-                    section = plan.window_tails[w]
-                    rows = {s.name: np.empty(s.shape, DTYPES[s.dtype]) for s in section.specs(mask.bit_count())}
-                    sinks = (mask & mask_of(0, plan.sink_tokens - job.start)).bit_count()
-                    grown.append(GrownWindow(w, sinks, rows, tensors))
-                    tensors = rows
+            pairs, of_sinks = _places_of(old, mask, stored), _places_of(old & sunk, mask & sunk, stored & sunk)
+            was_coded = all(name in source for group in coded.groups for name in group.names)
+            if plan.lossless or job.coded is was_coded:
                 self._take_over(section, source, tensors, pairs)
+                if job.coded:
+                    self._take_over(sinks, source, tensors, of_sinks)
+            elif job.coded:
+                rows = {s.name: np.empty(s.shape, DTYPES[s.dtype]) for s in tails.specs(mask.bit_count())}
+                grown.append(GrownWindow(w, (mask & sunk).bit_count(), rows, tensors))
+                self._take_over(tails, source, rows, pairs)
+                copy_stored(sinks, tensors, tails, source, _places_of(old & sunk, mask & sunk, stored))
+                section, tensors = tails, rows
+            else:
+                decode_stored(coded, tails, source, tensors, pairs)
+                copy_stored(tails, tensors, sinks, source, _places_of(old & sunk, mask, stored & sunk))
         targets, settled = [], bool(old)
-        whole = section is plan.windowed[w] and len(job.tokens) == BLOCK_BYTES and job.source.window is None
+        whole = section is coded and len(job.tokens) == BLOCK_BYTES and job.source.window is None
         for first, last in runs_of(new):
             into = (mask & mask_of(0, first)).bit_count()
-            targets.append(
-                Target(job.start + first, job.start + last, tensors, into, settled, plan.sink_tokens, 0, whole)
-            )
+            first, last = job.start + first, job.start + last
+            targets.append(Target(first, last, tensors, into, settled, plan.sink_tokens, plan.sink_tokens, whole))
             settled = True
-        return section, targets
+        as_they_are = []
+        for first, last in runs_of(new & sunk) if job.coded else ():
+            into = (mask & sunk & mask_of(0, first)).bit_count()
+            as_they_are.append(Target(job.start + first, job.start + last, draft.tensors, into))
+        return [(section, targets), (sinks, as_they_are)]
 
     @staticmethod
     def _take_over(
@@ -556,6 +588,16 @@ class Store:
             tiers.counters.unkept_tokens += self._limit - depth
             tiers.spill_ahead(new_bytes)
         return depth
+
+
+def _places_of(rows: int, into: int, out: int) -> list[tuple[slice, slice]]:
+    """Where the tokens in mask `rows` stand among those in `into`, and among those in `out`."""
+    pairs = []
+    for first, last in runs_of(rows):
+        a, b = (mask & mask_of(0, first) for mask in (into, out))
+        a, b = a.bit_count(), b.bit_count()
+        pairs.append((slice(a, a + last - first), slice(b, b + last - first)))
+    return pairs
 
 
 def _most_rows(node: Node, wanted: int) -> Slot | None:

@@ -131,6 +131,21 @@ def decode_stored(
             group.codec.decode_all(batch)
 
 
+def copy_stored(
+    section: Section,
+    tensors: dict[str, np.ndarray],
+    other: Section,
+    source: dict[str, np.ndarray],
+    pairs: list[tuple[slice, slice]],
+) -> None:
+    """Rows that an image has as they are in `other` -> `tensors` of `section`: of the streams of both."""
+    into, out = _places(section), _places(other)
+    for where in into.keys() & out.keys():
+        (group, heads), (other_group, other_heads) = into[where], out[where]
+        for a, b in pairs:
+            tensors[group.names[0]][a, heads] = source[other_group.names[0]][b, other_heads]
+
+
 def _places(tails: Section) -> dict[tuple[int, str], tuple[Group, slice]]:
     """Of a section that has rows as they are, where each stream's stand."""
     return {

@@ -118,8 +118,9 @@ class Plan:
     rows image: `rows` for each token of a whole block, `tails` for each of one that is still to grow, which are the same
     streams as they are; `kept[i]`, raw, for the tokens before windows[i].keep (a ring's first tokens stay with the rows,
     or they would be the first to grow cold), and beside `rows` `sinks`, raw, for the codec's first `sink_tokens`. window
-    image: `windowed[i]`, or for an unfinished block `window_tails[i]`, for the tokens in its ranges. snapshot: the leaves in
-    `snapshots`, each by itself. A live cache that has only codes of a tail leaves them in `rows`.
+    image: `windowed[i]`, or for an unfinished block `window_tails[i]`, for the tokens in its ranges, and beside
+    `windowed[i]` `window_sinks[i]`, raw, for those that are sinks. snapshot: the leaves in `snapshots`, each by itself. A
+    live cache that has only codes of a tail leaves them in `rows`.
     """
 
     def __init__(self, layout: Layout, codec: Codec):
@@ -156,11 +157,14 @@ class Plan:
         self.window_tails = self.windowed if self.lossless else tails
         self.sink_tokens = codec.sink_tokens
         self.sinks = _section("s.", sliceable if self.sink_tokens else [], coded)
+        self.window_sinks = [
+            _section(f"x{w}.", own if self.sink_tokens else [], coded) for w, own in enumerate(by_window)
+        ]
         # Where each stream stands: leaf -> stream -> (group, member), in `rows` or `windowed`; in `tails`, `kept` or
-        # `window_tails`; in `sinks`.
+        # `window_tails`; in `sinks` or `window_sinks`.
         self.places = self._placed(self.rows, *self.windowed)
         self.tail_places = self._placed(self.tails, *self.window_tails)
-        self.sink_places = self._placed(self.sinks)
+        self.sink_places = self._placed(self.sinks, *self.window_sinks)
 
     def _placed(self, *sections: Section) -> list[dict[str, tuple[int, Member]]]:
         places: list[dict[str, tuple[int, Member]]] = [{} for _ in self.leaves]
@@ -205,12 +209,18 @@ class Plan:
         """Whether a rows image has its rows as a whole block's has them."""
         return all(name in tensors for group in self.rows.groups for name in group.names)
 
-    def in_window(self, coded: bool) -> list[Section]:
-        """The sections of a window image: of a whole block, or of a tail."""
-        return self.windowed if coded else self.window_tails
+    def sunk(self, start: int) -> int:
+        """Of the block that begins at `start` the tokens, as a mask, that are kept as they are beside their codes."""
+        return mask_of(0, self.sink_tokens - start)
 
-    def window_specs(self, mask: tuple[int, ...], coded: bool) -> list[Spec]:
-        return [s for w, section in enumerate(self.in_window(coded)) for s in section.specs(mask[w].bit_count())]
+    def window_specs(self, mask: tuple[int, ...], start: int, coded: bool) -> list[Spec]:
+        """`coded`: of a whole block, else of a tail."""
+        specs = []
+        for w, section in enumerate(self.windowed if coded else self.window_tails):
+            specs += section.specs(mask[w].bit_count())
+            if coded and (sunk := mask[w] & self.sunk(start)):
+                specs += self.window_sinks[w].specs(sunk.bit_count())
+        return specs
 
     def fits(self, image: Image, kind: str, start: int, tokens: int, mask: tuple[int, ...] = ()) -> bool:
         """Whether an image has the tensors that this namespace's have: of a block of so many tokens at `start`, of its window
@@ -226,7 +236,7 @@ class Plan:
             return False
         shapes = {name: (array.dtype, array.shape) for name, array in tensors.items()}
         for coded in (True,) if tokens == BLOCK else (False, True):
-            specs = self.rows_specs(start, tokens, coded) if kind == "rows" else self.window_specs(mask, coded)
+            specs = self.rows_specs(start, tokens, coded) if kind == "rows" else self.window_specs(mask, start, coded)
             if shapes == {spec.name: (DTYPES[spec.dtype], spec.shape) for spec in specs}:
                 return True
         return False

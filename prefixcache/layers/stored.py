@@ -59,6 +59,8 @@ class Run(NamedTuple):
     first: int
     rows: int
     at: int
+    sunk: int | None = None
+    """Where they also stand as they are beside their codes: the first of them."""
 
 
 class StoredPrompt:
@@ -262,9 +264,14 @@ class StoredPrompt:
         keep = min(plan.windows[window].keep, self.tokens)
         pieces = _pieces(plan.kept[window].groups[t], as_it_is, self._leading_runs(0, keep))
         coded, tail = plan.windowed[window].groups[g], plan.window_tails[window].groups[t]
+        sinks = plan.sink_places[leaf].get(stream)
         for run in self._window_runs(window):
-            whole = all(name in run.tensors for name in coded.names)
-            pieces += _pieces(coded, member, [run]) if whole else _pieces(tail, as_it_is, [run])
+            if not all(name in run.tensors for name in coded.names):
+                pieces += _pieces(tail, as_it_is, [run])
+            elif sinks is not None and run.sunk is not None:
+                pieces += _pieces(plan.window_sinks[window].groups[sinks[0]], sinks[1], [run._replace(first=run.sunk)])
+            else:
+                pieces += _pieces(coded, member, [run])
         return pieces
 
     def _leading_runs(self, first: int, last: int) -> list[Run]:
@@ -285,9 +292,13 @@ class StoredPrompt:
         for block, images in zip(self._blocks, self._windows, strict=True):
             missing = mask_of(max(low - block.start, 0), min(self.tokens - block.start, BLOCK))
             for held, image in zip(block.windows, images, strict=True):
-                for first, last in runs_of(held.mask[index] & missing):
-                    before = (held.mask[index] & mask_of(0, first)).bit_count()
-                    runs.append(Run(image, before, last - first, block.start + first - shift))
+                mask, sunk = held.mask[index], self.plan.sunk(block.start)
+                for own in (mask & missing & sunk, mask & missing & ~sunk):
+                    for first, last in runs_of(own):
+                        before = mask & mask_of(0, first)
+                        also = (before & sunk).bit_count() if own & sunk else None
+                        at = block.start + first - shift
+                        runs.append(Run(image, before.bit_count(), last - first, at, also))
                 missing &= ~held.mask[index]
         return runs
 
@@ -330,7 +341,10 @@ class StoredLayer:
         apart = (plan.tails,) if plan.tails is not plan.rows else ()
         sections = [(section, prompt._rows) for section in (plan.rows, *apart, *plan.kept, plan.sinks)]
         windows = [tensors for several in prompt._windows for tensors in several]
-        windowed = [(section, windows) for section in (*plan.windowed, *(plan.window_tails if apart else ()))]
+        windowed = [
+            (section, windows)
+            for section in (*plan.windowed, *plan.window_sinks, *(plan.window_tails if apart else ()))
+        ]
         for section, held in [*sections, *windowed]:
             for group in section.groups:
                 heads = sum(member.heads for member in group.members if member.leaf in own)

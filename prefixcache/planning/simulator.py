@@ -52,10 +52,10 @@ class SimulatedPlan(Plan):
             self._rows_specs[at] = super().rows_specs(start, tokens, coded)
         return self._rows_specs[at]
 
-    def window_specs(self, mask: tuple[int, ...], coded: bool) -> list[Spec]:
-        what = *(m.bit_count() for m in mask), coded
+    def window_specs(self, mask: tuple[int, ...], start: int, coded: bool) -> list[Spec]:
+        what = *(m.bit_count() for m in mask), *(m & self.sunk(start) for m in mask), coded
         if what not in self._window_specs:
-            self._window_specs[what] = super().window_specs(mask, coded)
+            self._window_specs[what] = super().window_specs(mask, start, coded)
         return self._window_specs[what]
 
     def is_coded(self, tensors: dict[str, Any]) -> bool:

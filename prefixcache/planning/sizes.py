@@ -39,7 +39,10 @@ class Sizes:
 
     def window_bytes(self, start: int, mask: tuple[int, ...], coded: bool = True) -> int:
         """Of the window image with these of the block's tokens, one bit each, for each window of `plan.windows`."""
-        return self._of("window", start, (mask, coded), lambda: (self.plan.window_specs(mask, coded), extra_of(mask)))
+        sunk = tuple(own & self.plan.sunk(start) for own in mask)
+        return self._of(
+            "window", start, (mask, sunk, coded), lambda: (self.plan.window_specs(mask, start, coded), extra_of(mask))
+        )
 
     def snapshot_bytes(self, start: int, suffix_tokens: int) -> int:
         """Of the snapshot `suffix_tokens` (1 to 256) behind token `start`, where a block ends; 0 for a model without any."""
