@@ -30,10 +30,10 @@ from prefixcache.finding import Deepest, deepest, hit
 from prefixcache.image import Image
 from prefixcache.keys import BLOCK, TOKEN_BYTES, Tokens, as_model, as_salt, as_tokens, canonical, root_key
 from prefixcache.layers.adapters import allow
-from prefixcache.layers.ahead import Ahead
 from prefixcache.layers.decoded import Decoded
 from prefixcache.layers.encode import evaluate
 from prefixcache.layers.plan import Plan, mask_of, read
+from prefixcache.layers.read_ahead import ReadAhead
 from prefixcache.layers.stored import Block, Held, StoredPrompt
 from prefixcache.logs import Summary
 from prefixcache.memory import give_back, machine_memory
@@ -86,8 +86,9 @@ class PrefixCache:
     """The attention state of prompts seen, compressed in RAM under a hard budget, and on SSD.
 
     Thread-safe: any thread may call anything. MLX runs only in `store`, `fetch` and `StoredPrompt`, on the caller's
-    thread and stream. Nothing waits for the disk but `flush`, `close`, the future of `promote`, where the setting
-    `spill="wait"` asks for it, `store`, and where `trace` records, the call whose turn it is to write it, once a second.
+    thread and stream. Nothing waits for the disk but `flush`, `close`, the future of `promote`, where it is asked for
+    `fetch` (`promote=True`) and `store` (the setting `spill="wait"`), and where `trace` records, the call whose turn it is
+    to write it, once a second.
     """
 
     def __init__(self, settings: Settings | None = None, **values: Any):
@@ -245,7 +246,8 @@ class PrefixCache:
 
         With `write_back` the rows of whole blocks in `prompt_cache` become what a fetch would give, from token `since` on
         (those before, which a fetch gave, are left alone). Call it so after each chunk of a prefill, which must end where a
-        block ends: then what is generated on is what is stored, and a hit never changes an answer, with lossy codecs too.
+        block ends: then what is generated on is what is stored, and the same prompt asked again is answered the same, with
+        lossy codecs too.
         Without it `prompt_cache` is not changed. `state=False` keeps no recurrent state: for chunks that nobody will ask for.
         With `whole_blocks` an incomplete last block is left out, for where a prompt goes on nobody would hit it: see `fetch`.
 
@@ -312,19 +314,20 @@ class PrefixCache:
         Returns (prompt_cache, rest): a new list of layer caches of the classes that were stored, the caller's own, and
         `tokens[depth:]`, of at least `leave` tokens. (None, tokens) on a miss.
 
-        With `promote` the caller waits for what only the SSD has, and on a CPU blocks are decoded as they are read; without,
-        no file is read.
+        With `promote` the caller waits for what only the SSD has, and on a CPU blocks of layers that keep every token are
+        decoded as they are read; without, no file is read.
 
         With `whole_blocks` a hit ends where a whole block does: at most 255 tokens more are computed, always on the same
-        rows, whatever was stored since, so that the answer is always the same: see `store(write_back=)`. A prompt that was
+        rows, whatever was stored since, so that the answer is the same again: see `store(write_back=)`. A prompt that was
         stored as it is asked for, but for `leave` tokens, is hit at its end. Exact codecs and recurrent models are hit as
         without.
 
         The layers have room for `room` tokens more and some beside, before they must grow; None: for the rest.
 
-        With `compressed`, layers of KVCache whose rows are TurboQuant's codes come as `TurboQuantKVCache`, which takes the
-        codes as they are; nothing is decoded, and a model whose attention is mlx-lm's own goes on from them. What such a
-        cache holds can be stored again as it is.
+        With `compressed`, layers of KVCache whose rows are TurboQuant's codes come as `TurboQuantKVCache`, and a model whose
+        attention is mlx-lm's own goes on from them. It takes the codes as they are where they have at most 4 sets of levels,
+        as those have that a live cache stored; what plain caches stored has one in each block, and is decoded and coded anew.
+        What such a cache holds can be stored again as it is.
         """
         ids, counters = as_tokens(tokens), self._tiers.counters
         _check_leave(leave)
@@ -353,19 +356,19 @@ class PrefixCache:
     def _read_ahead(
         self, coming: Future[int], ids: np.ndarray, model: str, salt: bytes, leave: int, whole_blocks: bool,
         room: int | None,
-    ) -> Ahead | None:  # fmt: skip
+    ) -> ReadAhead | None:  # fmt: skip
         """What comes is decoded block by block. What will be hit is a guess until all is there; None where it can't help."""
         limit = len(ids) - leave
         with self._tiers.lock:
             best = self._deepest(ids.tobytes(), self._homes(model, salt), SSD, limit)
-        if best is None or not Ahead.serves(best[1].plan):
+        if best is None or not ReadAhead.serves(best[1].plan):
             return None
         depth, home, walk = best
         if whole_blocks and depth < limit and not home.plan.lossless:
             depth = depth // BLOCK * BLOCK
         if depth <= 0:
             return None
-        ahead = Ahead(home.plan, depth, len(ids) - depth if room is None else room)
+        ahead = ReadAhead(home.plan, depth, len(ids) - depth if room is None else room)
         for node in walk.nodes:
             if node.start >= depth or (image := self._arrived(node, coming)) is None:
                 break

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache
 
 from prefixcache import PrefixCache
 from prefixcache.codecs.interchange import copy_out
-from prefixcache.layers import ahead as ahead_module
+from prefixcache.layers import read_ahead as module
 from tests import states
 
 LONG = list(range(1000))
@@ -62,13 +62,13 @@ def cold(path, codec, make, tokens):
 def taken(monkeypatch):
     """How many prompts were taken from what was decoded ahead."""
     found = []
-    real = ahead_module.Ahead.take
+    real = module.ReadAhead.take
 
     def take(self, prompt):
         found.append(real(self, prompt))
         return found[-1]
 
-    monkeypatch.setattr(ahead_module.Ahead, "take", take)
+    monkeypatch.setattr(module.ReadAhead, "take", take)
     return found
 
 
@@ -208,6 +208,6 @@ def test_bad_leave(tmp_path, leave):
 
 def test_writable_memory_is_mlx_s_own():
     for dtype in ("float16", "bfloat16", "float32", "uint32", "uint8"):
-        made, rows = ahead_module.writable((1, 2, 3, 8), dtype)
+        made, rows = module.writable((1, 2, 3, 8), dtype)
         rows[...] = np.arange(48).reshape(1, 2, 3, 8)
         assert copy_out(made).tobytes() == rows.tobytes()

@@ -67,7 +67,7 @@ class AffineRows:
                 plane[...] = coded
 
     def encode_blocks(
-        self, rows: mx.array, blocks: int, levels: Sequence[Levels] | Sequence[int] | None, decoded: bool
+        self, rows: mx.array, blocks: int, levels: Sequence[Levels], measured_from: Sequence[int], decoded: bool
     ) -> Blocks:
         return encode_blocks(self, rows, blocks, None, decoded)
 

@@ -105,10 +105,12 @@ class RowCodec(Protocol):
         ...
 
     def encode_blocks(
-        self, rows: mx.array, blocks: int, levels: Sequence[Levels] | Sequence[int] | None, decoded: bool
+        self, rows: mx.array, blocks: int, levels: Sequence[Levels], measured_from: Sequence[int], decoded: bool
     ) -> Blocks:
-        """`encode` of blocks of equally many tokens, rows (heads, blocks * tokens, width), with the levels of each, or with
-        those that are measured, of each block from a row on; codes don't leave the device to be decoded.
+        """`encode` of blocks of equally many tokens, rows (heads, blocks * tokens, width).
+
+        Levels are given by block, or measured, of each block from this row on; of a codec that has none both are empty.
+        Codes don't leave the device to be decoded.
         """
         ...
 

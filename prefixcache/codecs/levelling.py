@@ -93,7 +93,7 @@ def measure(rows: Array | mx.array | Sequence[Array], centred: bool) -> Levels:
     if tokens < LEAST_ROWS:
         return neutral(sum(part.shape[1] for part in parts), width)
     if isinstance(rows, mx.array) and not on_cpu():
-        kept = measure_there(rows, centred)
+        kept = measure_composed(rows, centred)
         return Levels.from_kept(np.array(borrow(kept.mean)) if centred else None, np.array(borrow(kept.root)))
     mean, spread = _measure_here([borrow(p) if isinstance(p, mx.array) else p for p in parts], centred)
     spread = np.maximum(spread, FLOOR * np.median(spread, axis=1, keepdims=True))
@@ -112,12 +112,12 @@ class Kept(NamedTuple):
     root: mx.array
 
 
-def measure_there(rows: mx.array, centred: bool, firsts: Sequence[int] = (0,)) -> Kept:
+def measure_composed(rows: mx.array, centred: bool, firsts: Sequence[int] = (0,)) -> Kept:
     """`measure` on MLX's device, which the rows don't leave: float32 (64 tokens or more, heads, width).
 
     Of `len(firsts)` blocks side by side (`base.side_by_side`); of each the rows before its first don't count.
     """
-    mean, spread = _measure_there(rows, centred, firsts)
+    mean, spread = _composed(rows, centred, firsts)
     ordered, width = mx.sort(spread, axis=1), spread.shape[1]
     median = (ordered[:, (width - 1) // 2] + ordered[:, width // 2])[:, None] / 2
     spread = mx.maximum(spread, FLOOR * median)
@@ -149,7 +149,7 @@ def _measure_here(parts: Sequence[Array], centred: bool) -> tuple[Array, Array]:
     return mean, spread
 
 
-def _measure_there(rows: mx.array, centred: bool, firsts: Sequence[int] = (0,)) -> tuple[mx.array, mx.array]:
+def _composed(rows: mx.array, centred: bool, firsts: Sequence[int] = (0,)) -> tuple[mx.array, mx.array]:
     """`_measure_here` in passes for all heads."""
     usual = mx.all(mx.isfinite(rows), axis=2, keepdims=True)
     if any(firsts):

@@ -18,7 +18,7 @@ from . import turboquant_backends, turboquant_gpu
 from .base import Blocks, Decoding, Encoding, Plane, RowCodec, Stream, encode_blocks, side_by_side
 from .codebook import CODEBOOKS
 from .interchange import FLOATS, Array, borrow, bring_in, check_capacity, check_rows, element, on_cpu
-from .levelling import Kept, Levels, measure_there
+from .levelling import Kept, Levels, measure_composed
 from .packing import words_of
 from .raw import RawRows
 from .turboquant_format import Form, form_of
@@ -79,19 +79,18 @@ class TurboQuantRows:
         turboquant_backends.encode_all(batch, self.dtype, self.form)
 
     def encode_blocks(
-        self, rows: mx.array, blocks: int, levels: Sequence[Levels] | Sequence[int] | None, decoded: bool
+        self, rows: mx.array, blocks: int, levels: Sequence[Levels], measured_from: Sequence[int], decoded: bool
     ) -> Blocks:
         sides = side_by_side(rows, blocks)
         check_rows(sides, self.width, self.dtype)
         there = rows.size > 0 and not on_cpu() and turboquant_backends.device(self.form) is turboquant_gpu
         kept = known = None
-        firsts = [level for level in levels or () if not isinstance(level, Levels)]
-        if firsts and there:
-            kept = turboquant_gpu.measure(sides, self.centred, firsts)
-        elif firsts:
-            kept = measure_there(sides.astype(mx.float32), self.centred, firsts)
+        if measured_from and there:
+            kept = turboquant_gpu.measure(sides, self.centred, measured_from)
+        elif measured_from:
+            kept = measure_composed(sides.astype(mx.float32), self.centred, measured_from)
         elif levels:
-            known = Levels.interleaved([level for level in levels if isinstance(level, Levels)])
+            known = Levels.interleaved(levels)
         if not there:
             if kept is not None:
                 known = Levels.from_kept(borrow(kept.mean) if self.centred else None, borrow(kept.root))

@@ -21,7 +21,7 @@ from prefixcache.kernels.dialects import Dialect, dialect_here  # type: ignore[i
 from prefixcache.kernels.turboquant_rows import Rows  # type: ignore[import-not-found]
 
 from .interchange import Array, borrow, element, name_of
-from .levelling import FAR, FLOOR, LEAST_ROWS, MOST_STEPS, POWER, ROOTS, STEPS, Kept, Levels, measure_there
+from .levelling import FAR, FLOOR, LEAST_ROWS, MOST_STEPS, POWER, ROOTS, STEPS, Kept, Levels, measure_composed
 from .packing import words_of
 from .turboquant_format import Form
 
@@ -109,10 +109,10 @@ def for_decoding(levels: Levels, form: Form) -> mx.array:
 
 
 def measure(rows: mx.array, centred: bool, firsts: Sequence[int]) -> Kept:
-    """`levelling.measure_there`, of rows of any float dtype as they lie: in one pass over memory, without room of its own."""
+    """`levelling.measure_composed`, of rows of any float dtype as they lie: in one launch, without room of its own."""
     tokens, _, width = rows.shape
     if tokens > turboquant_measure.MOST_ROWS or width > turboquant_measure.MOST_WIDTH:
-        return measure_there(rows.astype(mx.float32), centred, firsts)
+        return measure_composed(rows.astype(mx.float32), centred, firsts)
     kind = turboquant_measure.Kind(
         width, name_of(rows.dtype), centred, LEAST_ROWS, FAR, FLOOR, STEPS * POWER, MOST_STEPS
     )

@@ -62,9 +62,7 @@ def encode(section: Section, leaves: list[Leaf], targets: list[Target], back: De
                 some = [target for target in targets if target.settled is settled]
                 for numbers in _of_equal_length(some):
                     own = [some[i] for i in numbers]
-                    known = (
-                        [levels.read(group, target.tensors) for target in own] if settled or not group.root else None
-                    )
+                    known = [levels.read(group, target.tensors) for target in own] if settled else None
                     _launch(group, group.members, leaves, own, known, back)
             continue
         wanted = _levels_of(group, leaves, targets, here)
@@ -277,11 +275,10 @@ def _launch(
     """
     rows = mx.concatenate([_rows(leaves[m.leaf], m.stream, targets) for m in members])
     first, count, heads = members[0].head, targets[0].last - targets[0].first, len(rows)
-    how: list[Levels] | list[int] = [_measured_from(target) - target.first for target in targets]
-    if wanted is not None:
-        how = [whole.of(first, heads) for whole in wanted if whole is not None]
+    firsts = [_measured_from(target) - target.first for target in targets] if wanted is None and group.root else []
+    known = [whole.of(first, heads) for whole in wanted or () if whole is not None]
     decoding = back is not None and all(target.whole for target in targets)
-    made = group.codec.encode_blocks(rows, len(targets), how, decoding)
+    made = group.codec.encode_blocks(rows, len(targets), known, firsts, decoding)
 
     def copy(start: int, end: int) -> None:
         for i in range(start, end):

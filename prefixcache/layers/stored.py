@@ -23,7 +23,7 @@ from prefixcache.layers.adapters import PARTS, SNAPSHOT, Layout, adapter_of, bla
 from prefixcache.layers.plan import Group, Member, Plan, mask_of, runs_of
 
 if TYPE_CHECKING:
-    from prefixcache.layers.ahead import Ahead
+    from prefixcache.layers.read_ahead import ReadAhead
     from prefixcache.live.coded import Choice
 
 
@@ -122,7 +122,7 @@ class StoredPrompt:
         self.tokens -= n
         return n
 
-    def dequantize(self, room: int = 0, ahead: Ahead | None = None) -> list[Any]:
+    def dequantize(self, room: int = 0, ahead: ReadAhead | None = None) -> list[Any]:
         """A live prompt cache of the classes that were stored, with room for `room` more tokens before it must grow.
 
         What is decoded already is taken from `ahead`.

@@ -70,7 +70,7 @@ def test_the_gpu_s_way_of_measuring_gives_what_the_cpu_s_gives(
     rows[rng.integers(0, tokens, far), 0] *= np.float32(1e4)
     rows[rng.integers(0, tokens, bad), heads - 1, 0] = rng.choice([np.nan, np.inf, -np.inf], bad)
     here = levelling._measure_here([rows], centred)
-    there = [np.array(found) for found in levelling._measure_there(mx.array(rows), centred)]
+    there = [np.array(found) for found in levelling._composed(mx.array(rows), centred)]
     known = np.isfinite(here[0])
     assert np.array_equal(known, np.isfinite(there[0]))
     for a, b in zip(here, there, strict=True):
@@ -80,7 +80,7 @@ def test_the_gpu_s_way_of_measuring_gives_what_the_cpu_s_gives(
 def test_a_head_without_rows_enough_that_are_finite_is_none_to_the_gpu_too() -> None:
     rows = np.random.default_rng(0).standard_normal((LEAST_ROWS + 3, 2, 8)).astype(np.float32)
     rows[:4, 1, 5] = np.nan
-    for measured in (levelling._measure_here([rows], True), levelling._measure_there(mx.array(rows), True)):
+    for measured in (levelling._measure_here([rows], True), levelling._composed(mx.array(rows), True)):
         assert np.isfinite(np.array(measured[0])).all(axis=1).tolist() == [True, False]
 
 
@@ -96,7 +96,7 @@ def test_the_gpu_measures_blocks_side_by_side_each_from_its_own_row_on(
     rng = np.random.default_rng(seed)
     rows = (rng.standard_normal((tokens, blocks * heads, 64)) * np.exp(rng.standard_normal(64))).astype(np.float32)
     firsts = data.draw(st.lists(st.integers(0, tokens), min_size=blocks, max_size=blocks))
-    kept = levelling.measure_there(mx.array(rows), centred, firsts)
+    kept = levelling.measure_composed(mx.array(rows), centred, firsts)
     root = np.array(kept.root).astype(int)
     mean = np.array(kept.mean.astype(mx.float32))
     for i, first in enumerate(firsts):

@@ -17,7 +17,7 @@ from prefixcache.layers.plan import Plan
 from prefixcache.layers.stored import Block, StoredPrompt
 
 
-class Ahead:
+class ReadAhead:
     """The buffers of a prompt cache of `tokens` tokens with room for `room` more, filled block by block.
 
     Of the thread that made it: its arrays are MLX's. An image's rows stay where they were put, so that a `StoredPrompt` of
