@@ -26,7 +26,7 @@ import numpy as np
 
 from prefixcache.budget import Reservation
 from prefixcache.codecs import Codec, TurboQuant, codec_from_spec, turboquant_backends
-from prefixcache.finding import Deepest, deepest, hit
+from prefixcache.finding import Deepest, boundary, deepest, hit
 from prefixcache.image import Image
 from prefixcache.keys import BLOCK, TOKEN_BYTES, Tokens, as_model, as_salt, as_tokens, canonical, root_key
 from prefixcache.layers.adapters import allow
@@ -217,9 +217,11 @@ class PrefixCache:
                 self._tiers.homes[root] = self._make_home(row)
             return self._tiers.homes[root]
 
-    def _deepest(self, raw: bytes, homes: list[Home], tier: int, limit: int) -> Deepest | None:
+    def _deepest(
+        self, raw: bytes, homes: list[Home], tier: int, limit: int, whole_blocks: bool = False
+    ) -> Deepest | None:
         """The namespace that gives most of these tokens; call it under the lock."""
-        return deepest(self._tiers.tree, raw, homes, tier, limit)
+        return deepest(self._tiers.tree, raw, homes, tier, limit, whole_blocks)
 
     # -- storing and finding ------------------------------------------------------------------------------------------
 
@@ -244,10 +246,10 @@ class PrefixCache:
         it shares blocks with plain caches of the model. The rows of whole blocks are coded, those of an incomplete last one
         are kept as they are. Under `label`, one of a few words of yours, `stats().labels` counts what this call adds.
 
-        With `write_back` the rows of whole blocks in `prompt_cache` become what a fetch would give, from token `since` on
-        (those before, which a fetch gave, are left alone). Call it so after each chunk of a prefill, which must end where a
-        block ends: then what is generated on is what is stored, and the same prompt asked again is answered the same, with
-        lossy codecs too.
+        With `write_back` the rows of whole blocks in `prompt_cache` become what a fetch would give, from the block of token
+        `since` on (those before, which a fetch gave, are left alone). Call it so after each chunk of a prefill, which must
+        end where a block ends: then what is generated on is what is stored, and the same prompt asked again is answered the
+        same, with lossy codecs too.
         Without it `prompt_cache` is not changed. `state=False` keeps no recurrent state: for chunks that nobody will ask for.
         With `whole_blocks` an incomplete last block is left out, for where a prompt goes on nobody would hit it: see `fetch`.
 
@@ -284,17 +286,20 @@ class PrefixCache:
         self._tiers.counters.durations.store.observe(time.monotonic() - began)
         return stored
 
-    def match(self, tokens: Tokens, *, model: str, salt: bytes = b"") -> Match:
-        """How deep `tokens` can be hit. No I/O, no MLX, nothing changes."""
+    def match(
+        self, tokens: Tokens, *, model: str, salt: bytes = b"", leave: int = 0, whole_blocks: bool = False
+    ) -> Match:
+        """How deep a `fetch` with these arguments can hit `tokens`. No I/O, no MLX, nothing changes."""
         self._check_open()
-        raw, homes = as_tokens(tokens).tobytes(), self._homes(model, salt)
-        limit, ram, ssd = len(raw) // TOKEN_BYTES, 0, 0
+        _check_leave(leave)
+        raw, homes, tree = as_tokens(tokens).tobytes(), self._homes(model, salt), self._tiers.tree
+        limit, ram, ssd = len(raw) // TOKEN_BYTES - leave, 0, 0
         with self._tiers.lock:
-            for home in homes:
-                walk = self._tiers.tree.walk(home.space, raw)
-                ram = max(ram, self._tiers.tree.reach(walk, RAM, limit))
+            for home in homes if limit > 0 else ():
+                walk = tree.walk(home.space, raw)
+                ram = max(ram, boundary(tree, home, walk, RAM, limit, whole_blocks))
                 if self._ssd is not None:
-                    ssd = max(ssd, self._tiers.tree.reach(walk, SSD, limit))
+                    ssd = max(ssd, boundary(tree, home, walk, SSD, limit, whole_blocks))
         return Match(ram, max(ram, ssd))
 
     def fetch(
@@ -334,10 +339,14 @@ class PrefixCache:
         room = room if room is None else _whole(room, "fetch: room", "tokens", LONGEST)
         ahead = None
         if promote:
-            coming = self.promote(ids, model=model, salt=salt)
+            coming = self.promote(ids, model=model, salt=salt, leave=leave, whole_blocks=whole_blocks)
             if not coming.done() and not compressed:
                 ahead = self._read_ahead(coming, ids, model, salt, leave, whole_blocks, room)
-            coming.result()
+            try:
+                coming.result()
+            except concurrent.futures.CancelledError:
+                self._check_open()
+                raise
         began = time.monotonic()
         found = self._find(ids, model, salt, leave, whole_blocks)
         if found is None:
@@ -358,16 +367,12 @@ class PrefixCache:
         room: int | None,
     ) -> ReadAhead | None:  # fmt: skip
         """What comes is decoded block by block. What will be hit is a guess until all is there; None where it can't help."""
-        limit = len(ids) - leave
         with self._tiers.lock:
-            best = self._deepest(ids.tobytes(), self._homes(model, salt), SSD, limit)
-        if best is None or not ReadAhead.serves(best[1].plan):
+            homes = self._homes(model, salt)
+            best = self._deepest(ids.tobytes(), homes, SSD, len(ids) - leave, whole_blocks)
+        if best is None or best.depth <= 0 or not ReadAhead.serves(best.home.plan):
             return None
         depth, home, walk = best
-        if whole_blocks and depth < limit and not home.plan.lossless:
-            depth = depth // BLOCK * BLOCK
-        if depth <= 0:
-            return None
         ahead = ReadAhead(home.plan, depth, len(ids) - depth if room is None else room)
         for node in walk.nodes:
             if node.start >= depth or (image := self._arrived(node, coming)) is None:
@@ -426,42 +431,57 @@ class PrefixCache:
 
     # -- SSD to RAM ---------------------------------------------------------------------------------------------------
 
-    def promote(self, tokens: Tokens, *, model: str, salt: bytes = b"") -> Future[int]:
-        """Bring what the SSD has for `tokens` into RAM. Returns at once; the future's result is `match(tokens).ram`
+    def promote(
+        self, tokens: Tokens, *, model: str, salt: bytes = b"", leave: int = 0, whole_blocks: bool = False
+    ) -> Future[int]:
+        """Bring what the SSD has for `tokens` into RAM. Returns at once; the future's result is how many of them RAM has
         then.
 
-        When not all of it fits, the leading part comes. A file that went bad is set aside, and the depth ends before
+        `leave` and `whole_blocks` are those of the `fetch` to come: a sliding window needs other rows where a hit ends
+        earlier. When not all of it fits, the leading part comes. A file that went bad is set aside, and the depth ends before
         it.
         """
         self._check_open()
-        ids = as_tokens(tokens)
-        raw, homes, limit = ids.tobytes(), self._homes(model, salt), len(ids)
+        _check_leave(leave)
+        ids, tree = as_tokens(tokens), self._tiers.tree
+        raw, homes, limit = ids.tobytes(), self._homes(model, salt), max(len(ids) - leave, 0)
         with self._tiers.lock:
-            best = self._deepest(raw, homes, SSD, limit)
+            best = self._deepest(raw, homes, SSD, limit, whole_blocks)
+            depth = best.depth if best is not None else 0
             if (
                 best is None
-                or best[0] == 0
+                or depth == 0
                 or self._ssd is None
-                or best[0] == self._tiers.tree.reach(best[2], RAM, limit)
+                or depth == boundary(tree, best.home, best.walk, RAM, limit, whole_blocks)
             ):
                 done: Future[int] = Future()
-                done.set_result(best[0] if best is not None else 0)
+                done.set_result(depth)
                 return done
-        promoting = self._promoters.submit(promote, self._tiers, self._ssd, best[1], raw, limit)
+        try:
+            promoting = self._promoters.submit(promote, self._tiers, self._ssd, best.home, raw, limit, whole_blocks)
+        except RuntimeError:
+            self._check_open()  # closed meanwhile
+            raise
         self._promoting.add(promoting)
         promoting.add_done_callback(self._promoting.discard)
         return promoting
 
-    async def promote_async(self, tokens: Tokens, *, model: str, salt: bytes = b"") -> int:
+    async def promote_async(
+        self, tokens: Tokens, *, model: str, salt: bytes = b"", leave: int = 0, whole_blocks: bool = False
+    ) -> int:
         """`promote`, awaited. Cancelling the wait does not stop the reads that have begun."""
-        return await asyncio.shield(asyncio.wrap_future(self.promote(tokens, model=model, salt=salt)))
+        coming = self.promote(tokens, model=model, salt=salt, leave=leave, whole_blocks=whole_blocks)
+        return await asyncio.shield(asyncio.wrap_future(coming))
 
-    def unread(self, tokens: Tokens, *, model: str, salt: bytes = b"") -> int:
+    def unread(
+        self, tokens: Tokens, *, model: str, salt: bytes = b"", leave: int = 0, whole_blocks: bool = False
+    ) -> int:
         """The bytes that `promote` would read for these tokens now. No I/O, no MLX, nothing changes."""
         self._check_open()
+        _check_leave(leave)
         raw, homes = as_tokens(tokens).tobytes(), self._homes(model, salt)
         with self._tiers.lock:
-            best = self._deepest(raw, homes, SSD, len(raw) // TOKEN_BYTES)
+            best = self._deepest(raw, homes, SSD, max(len(raw) // TOKEN_BYTES - leave, 0), whole_blocks)
             if best is None:
                 return 0
             return sum(slot.nbytes for slot in self._tiers.tree.serving(best[2], best[0]) if slot.image is None)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from prefixcache.tiers import Home, Tiers
-from prefixcache.tree import RAM, Slot, Tree, Walk
+from prefixcache.tree import RAM, Node, Slot, Tree, Walk
 
 
 class Deepest(NamedTuple):
@@ -29,15 +29,38 @@ class Hit(NamedTuple):
     pinned: list[Slot]
 
 
-def deepest(tree: Tree, raw: bytes, homes: Iterable[Home], tier: int, limit: int) -> Deepest | None:
+def deepest(
+    tree: Tree, raw: bytes, homes: Iterable[Home], tier: int, limit: int, whole_blocks: bool = False
+) -> Deepest | None:
     """The namespace that gives most of these tokens (raw int64 bytes), at most `limit` of them; None of no namespace."""
     best: Deepest | None = None
     for home in homes:
         walk = tree.walk(home.space, raw)
-        depth = tree.reach(walk, tier, limit)
+        depth = boundary(tree, home, walk, tier, limit, whole_blocks)
         if best is None or depth > best.depth:
             best = Deepest(depth, home, walk)
     return best
+
+
+def boundary(tree: Tree, home: Home, walk: Walk, tier: int, limit: int, whole_blocks: bool) -> int:
+    """The deepest boundary, at most `limit`, that can be hit; with `whole_blocks` one where a whole block ends, or the
+    prompt itself in a tail that is its own, kept as it is: see `PrefixCache.fetch`.
+    """
+    depth = tree.reach(walk, tier, limit)
+    if not whole_blocks or home.plan.snapshots or home.plan.lossless:
+        return depth
+    while depth > 0:
+        node = next(node for node in walk.nodes if node.end >= depth)
+        if node.end == depth and (node.is_whole or (depth == limit and not _is_coded(home, node))):
+            break
+        depth = tree.reach(walk, tier, node.start)
+    return depth
+
+
+def _is_coded(home: Home, tail: Node) -> bool:
+    """Of one on SSD only it can't be seen here; live caches alone store coded ones."""
+    assert tail.rows is not None
+    return tail.rows.image is not None and home.plan.is_coded(tail.rows.image.tensors())
 
 
 def hit(
@@ -50,9 +73,7 @@ def hit(
     tree, counters = tiers.tree, tiers.counters
     counters.fetches += 1
     counters.asked_tokens += asked
-    best = deepest(tree, raw, homes, RAM, limit)
-    if best is not None and whole_blocks:
-        best = _at_whole_blocks(tree, best, limit)
+    best = deepest(tree, raw, homes, RAM, limit, whole_blocks)
     if best is None or best.depth <= 0:
         return None
     serving = tree.serving(best.walk, best.depth, RAM)
@@ -60,17 +81,3 @@ def hit(
     counters.hit_tokens += best.depth
     counters.count_tiers(serving, best.depth)
     return Hit(*best, tree.pin(tree.anchors(serving)))
-
-
-def _at_whole_blocks(tree: Tree, found: Deepest, limit: int) -> Deepest:
-    """The deepest boundary where a whole block ends, or the prompt itself in a tail that is its own, kept as it is."""
-    depth, home, walk = found
-    while depth > 0 and not home.plan.snapshots and not home.plan.lossless:
-        node = next(node for node in walk.nodes if node.end >= depth)
-        assert node.rows is not None
-        if node.end == depth and (
-            node.is_whole or (depth == limit and not home.plan.is_coded(node.rows.image.tensors()))
-        ):
-            break
-        depth = tree.reach(walk, RAM, node.start)
-    return Deepest(depth, home, walk)

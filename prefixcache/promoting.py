@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 from prefixcache.budget import Reservation
+from prefixcache.finding import boundary
 from prefixcache.image import Image
 from prefixcache.keys import TOKEN_BYTES
 from prefixcache.ssd import Corrupt, Ssd
@@ -29,29 +30,31 @@ class Reading(NamedTuple):
     reservation: Reservation | None
 
 
-def promote(tiers: Tiers, ssd: Ssd, home: Home, raw: bytes, limit: int) -> int:
+def promote(tiers: Tiers, ssd: Ssd, home: Home, raw: bytes, limit: int, whole_blocks: bool = False) -> int:
     """Bring the deepest boundary of these tokens (raw int64 bytes) that fits into RAM; returns the depth there.
+
+    `whole_blocks`: see `finding.boundary`.
 
     Blocks on reads: call it on a thread of its own.
     """
     tree, began = tiers.tree, time.monotonic()
     with tiers.lock:
         walk = tree.walk(home.space, raw)
-        boundary = tree.reach(walk, SSD, limit)
+        end = boundary(tree, home, walk, SSD, limit, whole_blocks)
         fits = _room(tiers)
         if home.plan.windows or home.plan.snapshots:  # a part of such a boundary is none: take one that fits
-            while boundary and sum(s.nbytes for s in tree.serving(walk, boundary)) > fits:
-                boundary = tree.reach(walk, SSD, max(boundary - BLOCK, 0))
-        pinned = tree.pin(tree.serving(walk, boundary))
+            while end and sum(s.nbytes for s in tree.serving(walk, end)) > fits:
+                end = boundary(tree, home, walk, SSD, max(end - BLOCK, 0), whole_blocks)
+        pinned = tree.pin(tree.serving(walk, end))
         tree.touch(pinned)  # or each eviction would first look at all that is here of it
-        before = tree.reach(walk, RAM, limit)
+        before = boundary(tree, home, walk, RAM, limit, whole_blocks)
     try:
         _bring(tiers, ssd, [slot for slot in reversed(pinned) if slot.image is None], before)
     finally:
         with tiers.lock:
             tiers.unpin(pinned)  # tails that grew meanwhile leave
             walk = tree.walk(home.space, raw, tree.standing(walk.path))
-            depth = tree.reach(walk, RAM, limit)
+            depth = boundary(tree, home, walk, RAM, limit, whole_blocks)
             tree.touch(tree.serving(walk, depth, RAM))
             tiers.counters.promoted_tokens += max(depth - before, 0)
             tiers.spill_ahead(0)

@@ -163,41 +163,33 @@ class Store:
             if at % BATCH == 0:
                 back.apply(self._leaves)
             if node.rows is not None and node.rows.image is not None:
-                tensors = node.rows.image.tensors()
-                self._decode_rows(back, node.start, tensors, BLOCK)
-                self._decode_sinks(back, node.start, tensors, BLOCK)
+                self._decode_rows(back, node.start, node.rows.image.tensors())
             for window in node.windows:
                 if window.image is not None:
                     self._decode_window(back, node.start, window.image.tensors(), window.mask)
         back.apply(self._leaves)
 
-    def _decode_rows(self, back: Decoded, start: int, tensors: dict[str, np.ndarray], count: int) -> None:
-        """The first `count` rows of a block's, but for sinks."""
-        plan = self._plan
-        self._decode(back, plan.rows, start, tensors, slice(0, count), plan.sink_tokens)
-
-    def _decode_sinks(self, back: Decoded, start: int, tensors: dict[str, np.ndarray], count: int) -> None:
-        if sunk := (self._plan.sunk(start) & mask_of(0, count)).bit_count():
-            self._decode(back, self._plan.sinks, start, tensors, slice(0, sunk))
+    def _decode_rows(self, back: Decoded, start: int, tensors: dict[str, np.ndarray]) -> None:
+        """All that the rows image of a whole block has."""
+        for section, count in self._plan.in_rows(start, BLOCK, coded=True):
+            self._decode(back, section, start, tensors, slice(0, count))
 
     def _decode_window(self, back: Decoded, start: int, tensors: dict[str, np.ndarray], mask: tuple[int, ...]) -> None:
         plan, sunk = self._plan, self._plan.sunk(start)
         for w, section in enumerate(plan.windowed):
             here = mask[w] & held_mask(self._held(w), start, plan.windows[w].keep, self._limit)
             for rows, at in zip(runs_of(here), _places_of(here, here, mask[w]), strict=True):
-                self._decode(back, section, start + rows[0], tensors, at[1], plan.sink_tokens)
+                self._decode(back, section, start + rows[0], tensors, at[1])
             for rows, at in zip(runs_of(here & sunk), _places_of(here & sunk, here, mask[w] & sunk), strict=True):
                 self._decode(back, plan.window_sinks[w], start + rows[0], tensors, at[1])
 
-    def _decode(
-        self, back: Decoded, section: Section, first: int, tensors: dict[str, np.ndarray], rows: slice, raw: int = 0
-    ) -> None:
-        """These rows, of the tokens from `first` on, but for those before token `raw`."""
+    def _decode(self, back: Decoded, section: Section, first: int, tensors: dict[str, np.ndarray], rows: slice) -> None:
+        """These rows, of the tokens from `first` on. Of sinks those that stand as they are, not their codes."""
         for group in section.groups:
-            if section not in (self._plan.rows, *self._plan.windowed) or not isinstance(group.codec, RawRows):
-                for member in group.members:
-                    if self._leaves[member.leaf].codes is None:
-                        back.decode_rows(group, member, first, rows, tensors, raw)
+            raw = 0 if isinstance(group.codec, RawRows) else self._plan.sink_tokens
+            for member in group.members:
+                if self._leaves[member.leaf].codes is None:
+                    back.decode_rows(group, member, first, rows, tensors, raw)
 
     # -- planning, under the lock -------------------------------------------------------------------------------------
 
@@ -458,10 +450,7 @@ class Store:
         if copied and job.source.rows is not None:
             self._take_over(section, job.source.rows.tensors(), draft.tensors, [(slice(copied), slice(copied))])
             if self._back is not None and len(job.tokens) == BLOCK_BYTES:
-                if section is self._plan.rows:
-                    self._decode_rows(self._back, job.start, draft.tensors, copied)
-                elif section is self._plan.sinks:
-                    self._decode_sinks(self._back, job.start, draft.tensors, copied)
+                self._decode(self._back, section, job.start, draft.tensors, slice(0, copied))
         if copied < count:
             raw = self._plan.sink_tokens if section is self._plan.rows else 0
             whole = len(job.tokens) == BLOCK_BYTES

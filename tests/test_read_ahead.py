@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache
+from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, RotatingKVCache
 
 from prefixcache import PrefixCache
 from prefixcache.codecs.interchange import copy_out
@@ -116,6 +116,62 @@ def test_windows_and_recurrent_state_come_as_by_promote(tmp_path, taken, make):
         assert rest == [7]
         states.check(made, LONG)
         assert not taken
+
+
+def sliding(tokens, at=0, into=None, size=300):
+    into = into or [KVCache(), RotatingKVCache(size)]
+    for layer, own in zip(wide(tokens), into, strict=True):
+        own.update_and_fetch(layer.keys[:, :, at : len(tokens)], layer.values[:, :, at : len(tokens)])
+    return into
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_window_s_rows_come_for_the_boundary_that_is_hit(tmp_path, parts):
+    """A hit that ends with a whole block needs older rows than one that ends where the prompts part."""
+    prompt = LONG[:580]
+    with PrefixCache(ram="50MB", ssd_dir=tmp_path / "ssd", ssd="50MB") as cache:
+        live = sliding(prompt[:512])
+        cache.store(prompt[:512], live, model="m", write_back=True)
+        cache.store(prompt, sliding(prompt, 512, live), model="m", write_back=True, since=512)
+        assert cache.flush(30)
+        cache.trim_to(0)
+        asked = [*prompt[:570], *[7] * 50]
+        how = {"model": "m", "whole_blocks": True}
+        assert cache.match(asked, leave=1, **how) == (0, 512)
+        if parts == 1:
+            made, rest = cache.fetch(asked, promote=True, **how)
+        else:
+            cache.promote(asked, model="m").result(10)  # of another boundary, first
+            assert cache.promote(asked, leave=1, **how).result(10) == 512
+            made, rest = cache.fetch(asked, **how)
+        assert len(rest) == 620 - 512
+        assert [layer.offset for layer in made] == [512, 512]
+        assert cache.unread(asked, leave=1, **how) == 0
+
+
+def test_closed_meanwhile_is_said(tmp_path):
+    cache = cold(tmp_path / "ssd", "raw", states.sliceable, LONG)
+    real, errors = cache._promoters.submit, []
+
+    def submit(*given):
+        coming = real(threading.Event().wait, 1)  # until then nothing else begins
+        return coming if not given else real(*given)
+
+    cache._promoters.submit = submit
+
+    def ask():
+        try:
+            cache.fetch(LONG, model="m", promote=True)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=ask) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    cache.close()
+    for thread in threads:
+        thread.join()
+    assert all(isinstance(error, RuntimeError) and "closed" in str(error) for error in errors), errors
 
 
 def test_a_compressed_fetch_waits_too(tmp_path, taken):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache
 
-from prefixcache import PrefixCache
+from prefixcache import PrefixCache, TurboQuant
 from prefixcache.keys import BLOCK, TOKEN_BYTES
 from prefixcache.layers.plan import read
 from prefixcache.live.turboquant import TurboQuantKVCache
@@ -188,12 +188,12 @@ def test_a_prefill_in_chunks_of_whole_blocks_goes_on_from_what_is_stored(window:
 
 
 @pytest.mark.parametrize("since", [0, 2, 100, 256, 300, 512, 700, 10**9])
-def test_tokens_before_since_are_left_alone(since: int) -> None:
+def test_blocks_before_that_of_since_are_left_alone(since: int) -> None:
     tokens, live = list(range(700)), extend([KVCache(), RotatingKVCache(2000)], some_rows(700), 0, 700)
     before = held(live)
     with PrefixCache(ram="50MB", codec="turboquant") as cache:
         cache.store(tokens, live, model="m", write_back=True, since=since)
-        assert changed(before, live) == [set(range(max(since, SINKS), 512))] * 2
+        assert changed(before, live) == [set(range(max(since // BLOCK * BLOCK, SINKS), 512))] * 2
 
 
 @pytest.mark.parametrize("since", [-1, 1.5, True, "0"])
@@ -431,3 +431,35 @@ def test_rows_of_a_block_never_change_once_they_are_written(data: st.DataObject)
             written = now
             if since == 0:
                 assert alike(live, fetched(cache, tokens), end // BLOCK * BLOCK)
+
+
+@pytest.mark.parametrize("here", [True, False])
+@pytest.mark.parametrize("step", [256, 512])
+def test_a_branch_whose_twin_has_forgotten_its_window(here: bool, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a GPU's launch some targets are whole blocks, and others take rows over from the twin."""
+    monkeypatch.setattr("prefixcache.layers.encode.on_cpu", lambda: here)
+    first = list(range(768))
+    second = first[:28] + [9999] * (512 - 28)
+    with PrefixCache(ram="50MB", codec="turboquant") as cache:
+        other = [KVCache(), RotatingKVCache(300)]
+        for at in range(0, 768, step):
+            extend(other, some_rows(768), at, min(at + step, 768))
+        cache.store(first, other, model="m", write_back=True)
+        live = [KVCache(), RotatingKVCache(300)]
+        for at in range(0, 512, step):
+            extend(live, some_rows(768), at, at + step)
+        cache.store(second, live, model="m", write_back=True)
+        assert alike(live, fetched(cache, second))
+
+
+def test_what_is_kept_as_it_is_of_blocks_that_stood_is_put_back_too() -> None:
+    """Another cache stored them, of rows that are not quite these: whole layers, a ring's first tokens, and sinks."""
+    tokens = list(range(700))
+    with PrefixCache(ram="50MB", codec=TurboQuant(layers={0: None})) as cache:
+        for seed in (1, 2):
+            live = extend([KVCache(), RotatingKVCache(2000, 6)], some_rows(700, seed), 0, 700)
+            cache.store(tokens[:512], live, model="m", write_back=True)
+            back = fetched(cache, tokens[:512])
+            for own, other in zip(held(live), held(back), strict=True):
+                for part in PARTS:
+                    assert {t: b for t, b in own[part].items() if t < 512} == other[part]

@@ -79,7 +79,7 @@ class TieredPromptCache(LRUPromptCache):
         """
         super().__init__(1 << 62 if max_size is None else max_size, 1 << 62 if max_bytes is None else max_bytes)
         self.cache = cache
-        self.reading = ReadOrCompute(cache, longest_wait)
+        self.reading = ReadOrCompute(cache, longest_wait, whole_blocks)
         self.failed = 0  # inserts that could not be kept
         self._identify = identify or identity_of
         self._names: dict[Any, tuple[str, Stamp]] = {}

@@ -61,7 +61,7 @@ class ServedPromptCache(TieredPromptCache):
         )  # fmt: skip
         self.exact_prefill = exact_prefill
         self.found: Sequence[int] = ()  # what the last lookup has given the state of
-        self.before_turn = ReadOrCompute(cache)
+        self.before_turn = ReadOrCompute(cache, whole_blocks=not exact_prefill)
         self.before_turn.rates = self.reading.rates
         self._on_stored = on_stored
 

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FuturesTimeout
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -108,14 +108,16 @@ class Reading(NamedTuple):
 class ReadOrCompute:
     """Promotes what the SSD has for a prompt. Thread-safe.
 
-    `longest`: seconds that a wait takes at most, whatever it may save.
+    `longest`: seconds that a wait takes at most, whatever it may save. `whole_blocks`: as the hits to come are, see
+    `PrefixCache.fetch`.
     """
 
-    def __init__(self, cache: PrefixCache, longest: float = 30.0):
+    def __init__(self, cache: PrefixCache, longest: float = 30.0, whole_blocks: bool = False):
         if not longest >= 0:
             raise ValueError(f"longest={longest!r}: give seconds, 0 or more")
         self.cache = cache
         self.longest = longest
+        self.whole_blocks = whole_blocks
         self.rates = Rates()
         self.waited = 0  # promotions that were worth a wait
         self.late = 0  # of those that `wait` waited for, those that had not ended when it stopped to pay
@@ -128,20 +130,21 @@ class ReadOrCompute:
         it comes too, for the next request, but is not worth waiting for.
         """
         ids = as_tokens(tokens)
-        match = self.cache.match(ids, model=model, salt=salt)
-        more = min(match.ssd, len(ids) - leave) - match.ram
+        how: dict[str, Any] = {"model": model, "salt": salt, "leave": leave, "whole_blocks": self.whole_blocks}
+        match = self.cache.match(ids, **how)
+        more = match.ssd - match.ram
         if more <= 0:
             return None
-        nbytes = self.cache.unread(ids, model=model, salt=salt)
+        nbytes = self.cache.unread(ids, **how)
         worth = min(self.rates.computing(more), self.longest)
         started = time.monotonic()
-        future = self.cache.promote(ids, model=model, salt=salt)
+        future = self.cache.promote(ids, **how)
 
         def learn(done: Future[int]) -> None:
             seconds = time.monotonic() - started
             if not done.cancelled() and done.exception() is None:
                 with suppress(RuntimeError):  # the cache was closed
-                    self.rates.read(nbytes - self.cache.unread(ids, model=model, salt=salt), seconds)
+                    self.rates.read(nbytes - self.cache.unread(ids, **how), seconds)
 
         if not future.done():  # else another had begun to read it
             future.add_done_callback(learn)

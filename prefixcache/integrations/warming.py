@@ -351,7 +351,7 @@ class _Job:
         tokens, model, salt = sequence.tokens, self._model, sequence.salt
         match = self._cache.match(tokens, model=model, salt=salt)
         if match.ssd > match.ram:
-            self._cache.promote(tokens, model=model, salt=salt).result()
+            self._cache.promote(tokens, model=model, salt=salt, whole_blocks=True).result()
         prompt_cache, rest = self._cache.fetch(tokens, model=model, salt=salt, leave=0, whole_blocks=True)
         if prompt_cache is None:
             prompt_cache = [layer for net in self._nets for layer in make_prompt_cache(net)]

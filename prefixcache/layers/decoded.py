@@ -12,21 +12,23 @@ import numpy as np
 
 from prefixcache.codecs.interchange import on_cpu
 from prefixcache.codecs.pieces import Piece, decode
+from prefixcache.keys import BLOCK
 from prefixcache.layers import levels
 from prefixcache.layers.adapters import Leaf
 from prefixcache.layers.plan import Group, Member
 
 
 class Decoded:
-    """Decoded rows of whole blocks, by stream of a prompt cache; none of tokens before `since`."""
+    """Decoded rows of whole blocks, by stream of a prompt cache; none of blocks before that of token `since`."""
 
     def __init__(self, since: int):
         self.since = since
+        self._first = since - since % BLOCK
         self._rows: dict[tuple[int, str], list[tuple[int, mx.array]]] = {}
 
     def add(self, member: Member, first: int, rows: mx.array, raw: int = 0) -> None:
         """Rows (heads, tokens, width) of the tokens from `first` on; those before token `raw` are kept as they are."""
-        since = max(self.since, raw)
+        since = max(self._first, raw)
         if first + rows.shape[1] > since:
             skipped = max(since - first, 0)
             own = rows[:, skipped:] if skipped else rows
@@ -36,7 +38,7 @@ class Decoded:
         self, group: Group, member: Member, first: int, rows: slice, tensors: dict[str, np.ndarray], raw: int = 0
     ) -> None:
         """These rows of an image's tensors, which are of the tokens from `first` on."""
-        if first + rows.stop - rows.start <= max(self.since, raw):
+        if first + rows.stop - rows.start <= max(self._first, raw):
             return
         own = slice(member.head, member.head + member.heads)
         planes = tuple(tensors[name][rows, own] for name in group.names)

@@ -49,7 +49,7 @@ def evaluate(leaves: Iterable[Leaf]) -> None:
 def encode(section: Section, leaves: list[Leaf], targets: list[Target], back: Decoded | None = None) -> None:
     """Encode the targets' tokens of every stream in the section; `back` gets what a fetch would give of them.
 
-    On a GPU: one launch for each group of equal streams, and of targets with equally many tokens. On the CPU there is no
+    On a GPU: one launch for each group of equal streams, and of targets that are alike. On the CPU there is no
     launch to save, and every stretch of rows goes from the live cache to its place by itself. What a live cache has coded
     already is copied.
     """
@@ -60,7 +60,7 @@ def encode(section: Section, leaves: list[Leaf], targets: list[Target], back: De
         if not (here or raw or coded):
             for settled in (False, True):  # some have levels only once the others are done
                 some = [target for target in targets if target.settled is settled]
-                for numbers in _of_equal_length(some):
+                for numbers in _alike(some):
                     own = [some[i] for i in numbers]
                     known = [levels.read(group, target.tensors) for target in own] if settled else None
                     _launch(group, group.members, leaves, own, known, back)
@@ -75,17 +75,17 @@ def encode(section: Section, leaves: list[Leaf], targets: list[Target], back: De
             _encode_here(group, members, leaves, targets, wanted, back)
             continue
         for member in members:  # all stand next to each other in the tensor, some need not
-            for numbers in _of_equal_length(targets):
+            for numbers in _alike(targets):
                 own = [targets[i] for i in numbers]
                 _launch(group, (member,), leaves, own, [wanted[i] for i in numbers], back)
 
 
-def _of_equal_length(targets: list[Target]) -> list[list[int]]:
-    """The targets' numbers, by how many tokens they have."""
-    by_length: dict[int, list[int]] = {}
+def _alike(targets: list[Target]) -> list[list[int]]:
+    """The targets' numbers, by how many tokens they have and whether those are whole blocks'."""
+    by_kind: dict[tuple[int, bool], list[int]] = {}
     for i, target in enumerate(targets):
-        by_length.setdefault(target.last - target.first, []).append(i)
-    return list(by_length.values())
+        by_kind.setdefault((target.last - target.first, target.whole), []).append(i)
+    return list(by_kind.values())
 
 
 def encode_stored(
@@ -169,7 +169,7 @@ def _fresh_levels(group: Group, leaves: list[Leaf], targets: list[Target], here:
     plain = [member for member in group.members if leaves[member.leaf].codes is None]
     measured: dict[int, Levels] = {}
     ranges = [target._replace(first=_measured_from(target)) for target in targets]
-    for own in _of_equal_length(ranges) if plain else ():
+    for own in _alike(ranges) if plain else ():
         measured |= zip(own, _measure(group, plain, leaves, [ranges[i] for i in own], here), strict=True)
     found = []
     for i, target in enumerate(targets):
@@ -269,7 +269,7 @@ def _launch(
     wanted: list[Levels | None] | None,
     back: Decoded | None,
 ) -> None:
-    """Encode targets of equally many tokens, of members whose heads are next to each other: all of the group, or one.
+    """Encode targets that are alike, of members whose heads are next to each other: all of the group, or one.
 
     Where no levels are `wanted`, they are measured, of all of the group's heads.
     """
@@ -277,7 +277,7 @@ def _launch(
     first, count, heads = members[0].head, targets[0].last - targets[0].first, len(rows)
     firsts = [_measured_from(target) - target.first for target in targets] if wanted is None and group.root else []
     known = [whole.of(first, heads) for whole in wanted or () if whole is not None]
-    decoding = back is not None and all(target.whole for target in targets)
+    decoding = back is not None and targets[0].whole
     made = group.codec.encode_blocks(rows, len(targets), known, firsts, decoding)
 
     def copy(start: int, end: int) -> None:

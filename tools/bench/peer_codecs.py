@@ -19,6 +19,7 @@ if not __package__:
 from prefixcache.codecs import turboquant_c
 from prefixcache.codecs.packing import words_of
 from prefixcache.codecs.turboquant_format import form_of
+from prefixcache.keys import BLOCK
 from tools.bench import codecs, cpu_attention, quality, report
 from tools.bench.peer.contestants import MLX_VLM_CODEC, Answer, Task, ask
 from tools.bench.peers import compared, duration
@@ -51,7 +52,8 @@ def rates(scale: str) -> Iterator[Figure]:
             work, _ = works(rows, form, rows.levels)
             work()
             ours[f"{what}_s"] = [report.seconds(work) for _ in range(ROUNDS[scale])]
-    ours["a_token"] = 2 * HEADS * (4 * words_of(WIDTH, BITS) + 2)
+    levels = HEADS * WIDTH * (2 + 1 + 1) / BLOCK  # of keys mean and root, of values root
+    ours["a_token"] = 2 * HEADS * (4 * words_of(WIDTH, BITS) + 2) + levels
     theirs = [(MLX_VLM_CODEC, _asked("rates", bits=BITS, tokens=TOKENS[scale], rounds=ROUNDS[scale]))]
     for what in ("decode", "encode"):
 
