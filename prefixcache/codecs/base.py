@@ -129,7 +129,7 @@ class Codec(Protocol):
 
     @property
     def sink_tokens(self) -> int:
-        """How many of a prompt's first tokens stay as they are beside their codes, in layers that keep every token."""
+        """How many of a prompt's first tokens stay as they are beside their codes, in windows while they hold them."""
         ...
 
     def spec(self) -> dict[str, Any]: ...

@@ -141,8 +141,8 @@ class TurboQuant:
     """TurboQuant (arXiv 2504.19874, the variant for mean squared error): `key_bits` and `value_bits` a value.
 
     Bits are 1, 2, 3, 4 or 8. `levelling` (False: the paper's plain form) evens out each head's channels, and centres those of
-    keys, by the rows of each block. The first and last `fp16_layers` layers stay as they are, and of layers that keep every
-    token the first `sink_tokens` (at most 256), which most heads attend to whatever they say. `layers` says otherwise
+    keys, by the rows of each block. The first and last `fp16_layers` layers stay as they are, and a prompt's first
+    `sink_tokens` (at most 256), which most heads attend to whatever they say. `layers` says otherwise
     for single layers: {7: 8, -1: (8, 4), 0: None} is 8 bits for layer 7, 8 and 4 for keys and values of the last, the
     first as it is; a number that a model has no layer for changes nothing there. `seed` (0 to 2**63 - 1) chooses the
     rotation's signs.
