@@ -25,10 +25,11 @@ LEVELS = {
     "layers": 3, "ssd": 3,
     "stats": 4,
     "logs": 5, "tiers": 5,
-    "finding": 6, "pressure": 6, "promoting": 6, "storing": 6,
-    "cache": 7, "planning": 7,
-    "": 8,
-    "integrations": 9, "cli": 10,
+    "finding": 6, "pressure": 6, "storing": 6,
+    "promoting": 7,
+    "cache": 8, "planning": 8,
+    "": 9,
+    "integrations": 10, "cli": 11,
 }  # fmt: skip
 
 # Beside the levels: what these may import of the package at all.
