@@ -40,7 +40,10 @@ BODY = """
     UNROLL for (u32 e = 0; e < 8; e++) counts = counts && (bits_of(v[e]) & 0x7F800000u) != 0x7F800000u;
   }
   usual[member] = counts ? 1 : 0;
-  if (member == 0) changed = 0;
+  if (member == 0) {
+    changed = 0;
+    middle[0] = float_of(0x7F800000u);  // stays where sizes are no numbers: then no row is far
+  }
   barrier();
   u32 count = 0;
   for (u32 row = 0; row < THREADS; row++) count += usual[row];

@@ -367,9 +367,9 @@ class PrefixCache:
         room: int | None,
     ) -> ReadAhead | None:  # fmt: skip
         """What comes is decoded block by block. What will be hit is a guess until all is there; None where it can't help."""
+        raw, homes = ids.tobytes(), self._homes(model, salt)
         with self._tiers.lock:
-            homes = self._homes(model, salt)
-            best = self._deepest(ids.tobytes(), homes, SSD, len(ids) - leave, whole_blocks)
+            best = self._deepest(raw, homes, SSD, len(ids) - leave, whole_blocks)
         if best is None or best.depth <= 0 or not ReadAhead.serves(best.home.plan):
             return None
         depth, home, walk = best

@@ -235,22 +235,28 @@ def check_levels(width, dtype, centred, tokens, firsts, heads=2, unlike=0, strid
         np.testing.assert_allclose(mean[own], wanted.mean, rtol=0.01, atol=2e-3)
 
 
-@pytest.mark.parametrize(
-    ("width", "dtype", "centred", "tokens", "firsts", "unlike", "strided"),
-    [
-        (128, "float16", True, 256, (4, 0, 0), 0, False),
-        (128, "float16", False, 256, (0,), 9, True),
-        (64, "bfloat16", True, 200, (0, 136, 137), 5, True),
-        (80, "float32", True, 256, (4, 0), 3, False),
-        (112, "bfloat16", True, 70, (0, 7), 2, True),
-        (192, "float16", False, 256, (4,), 0, False),
-        (256, "bfloat16", True, 256, (0,), 4, True),
-        (96, "float16", True, 63, (0,), 0, False),
-        (128, "float16", True, 1, (0, 1), 0, False),
-    ],
-)
+LEVELS = [
+    (128, "float16", True, 256, (4, 0, 0), 0, False),
+    (128, "float16", False, 256, (0,), 9, True),
+    (64, "bfloat16", True, 200, (0, 136, 137), 5, True),
+    (80, "float32", True, 256, (4, 0), 3, False),
+    (112, "bfloat16", True, 70, (0, 7), 2, True),
+    (192, "float16", False, 256, (4,), 0, False),
+    (256, "bfloat16", True, 256, (0,), 4, True),
+    (96, "float16", True, 63, (0,), 0, False),
+    (128, "float16", True, 1, (0, 1), 0, False),
+]
+
+
+@pytest.mark.parametrize(("width", "dtype", "centred", "tokens", "firsts", "unlike", "strided"), LEVELS)
 def test_levels_are_those_that_numpy_measures(on_host, width, dtype, centred, tokens, firsts, unlike, strided):
     check_levels(width, dtype, centred, tokens, firsts, unlike=unlike, strided=strided)
+
+
+@pytest.mark.skipif(not turboquant_gpu.available(), reason="MLX has no GPU here")
+@pytest.mark.parametrize(("width", "dtype", "centred", "tokens", "firsts", "unlike", "strided"), LEVELS)
+def test_the_gpu_measures_what_numpy_measures(width, dtype, centred, tokens, firsts, unlike, strided):
+    check_levels(width, dtype, centred, tokens, firsts, heads=5, unlike=unlike, strided=strided)
 
 
 @pytest.mark.parametrize("value", [0.0, 5.0, np.inf, np.nan])
