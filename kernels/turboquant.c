@@ -1,4 +1,4 @@
-/* The entry points of TurboQuant's C kernel, called by prefixcache/codecs/turboquant_c.py through ctypes.
+/* The entry points of TurboQuant's C kernel, called by prefixcache/codecs/turboquant/c_rows.py through ctypes.
  *
  * Nothing is checked here: shapes, dtypes, strides and paths are, in Python, before a pointer comes in. Nothing is
  * allocated, and nothing is kept between calls, so that any number of threads may call at once.

@@ -1,6 +1,6 @@
 /* What the files of TurboQuant's C kernel share: the constants of a form, one call's arrays, the code paths.
  *
- * The structures are written by prefixcache/codecs/turboquant_c.py, turboquant_c_attention.py and measuring_c.py, which
+ * The structures are written by prefixcache/codecs/turboquant/c_rows.py, turboquant_c_attention.py and measuring_c.py, which
  * mirror them field by field.
  */
 #ifndef TURBOQUANT_H

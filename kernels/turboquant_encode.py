@@ -1,6 +1,6 @@
 """The encoder of TurboQuant rows on a GPU, one pass from floats to packed codes and scales.
 
-The format, and the order of every rounded operation, is that of prefixcache.codecs.turboquant_format.
+The format, and the order of every rounded operation, is that of prefixcache.codecs.turboquant.format.
 """
 
 from __future__ import annotations

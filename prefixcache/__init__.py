@@ -26,9 +26,9 @@ if TYPE_CHECKING:
         convert_prompt_cache,
         make_prompt_cache,
     )
+    from prefixcache.metrics.stats import Stats
     from prefixcache.settings import Settings
     from prefixcache.ssd import DirectoryError, DirectoryHeld
-    from prefixcache.stats import Stats
 
 __version__ = "0.1.0"
 
@@ -69,7 +69,7 @@ _HOMES = {
     "CacheError": "layers", "StoredLayer": "layers", "StoredPrompt": "layers", "allow": "layers",
     "Settings": "settings",
     "DirectoryError": "ssd", "DirectoryHeld": "ssd",
-    "Stats": "stats",
+    "Stats": "metrics.stats",
 }  # fmt: skip
 
 

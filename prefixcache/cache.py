@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from prefixcache.budget import Reservation
-from prefixcache.codecs import Codec, TurboQuant, codec_from_spec, turboquant_backends
-from prefixcache.finding import Deepest, boundary, deepest, hit
+from prefixcache.blocks.tree import RAM, SSD, Node, Slot, Walk
+from prefixcache.codecs import Codec, TurboQuant, codec_from_spec
+from prefixcache.codecs.turboquant import backends as turboquant_backends
 from prefixcache.image import Image
 from prefixcache.keys import BLOCK, TOKEN_BYTES, Tokens, as_model, as_salt, as_tokens, canonical, root_key
 from prefixcache.layers.adapters import allow
@@ -35,18 +35,19 @@ from prefixcache.layers.encode import evaluate
 from prefixcache.layers.plan import Plan, mask_of, read
 from prefixcache.layers.read_ahead import ReadAhead
 from prefixcache.layers.stored import Block, Held, StoredPrompt
-from prefixcache.logs import Summary
 from prefixcache.memory import give_back, machine_memory
-from prefixcache.pressure import Pressure
-from prefixcache.promoting import promote
-from prefixcache.recording import Recorder
+from prefixcache.metrics.logs import Summary
+from prefixcache.metrics.stats import Labelled, Stats
+from prefixcache.operations.store import Store
 from prefixcache.settings import Settings, parse_size
 from prefixcache.ssd import Namespace, Ssd
 from prefixcache.ssd.directory import refusal
-from prefixcache.stats import Labelled, Stats
-from prefixcache.storing import Store
-from prefixcache.tiers import QUEUE_SHARE, Home, Tiers
-from prefixcache.tree import RAM, SSD, Node, Slot, Walk
+from prefixcache.tiers.budget import Reservation
+from prefixcache.tiers.finding import Deepest, boundary, deepest, hit
+from prefixcache.tiers.memory_pressure import Pressure
+from prefixcache.tiers.promotion import promote
+from prefixcache.tiers.tiers import QUEUE_SHARE, Home, Tiers
+from prefixcache.trace.recording import Recorder
 
 log = logging.getLogger("prefixcache")
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from prefixcache.budget import Budget
+from prefixcache.blocks.tree import BLOCK_BYTES, RAM, SSD, Node, Slot, Space, Tree, Walk, Window
 from prefixcache.keys import BLOCK, TOKEN_BYTES, as_tokens, chain
-from prefixcache.tree import BLOCK_BYTES, RAM, SSD, Node, Slot, Space, Tree, Walk, Window
+from prefixcache.tiers.budget import Budget
 
 IMAGE = 1000
 ROOT = bytes(16)

@@ -615,7 +615,9 @@ def test_a_salt_is_written_nowhere(opened, tmp_path):
 
 
 def test_a_forced_collision_of_keys_is_a_miss_never_another_prompts_state(opened, monkeypatch):
-    from prefixcache import keys, storing, tree
+    from prefixcache import keys
+    from prefixcache.blocks import tree
+    from prefixcache.operations import store as storing
 
     def weak(parent, tokens):
         return keys.xxhash.xxh3_128_digest(parent + tokens)[:1] + bytes(15)
@@ -718,7 +720,7 @@ def test_nothing_is_reserved_or_pinned_after_an_encode_that_fails(opened, monkey
     def fail(*a):
         raise RuntimeError("no memory on the device")
 
-    monkeypatch.setattr("prefixcache.storing.encode", fail)
+    monkeypatch.setattr("prefixcache.operations.store.encode", fail)
     with pytest.raises(RuntimeError, match="device"):
         put(cache, LONG)
     monkeypatch.undo()

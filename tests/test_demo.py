@@ -12,9 +12,10 @@ import pytest
 from mlx_lm.utils import load
 from typer.testing import CliRunner
 
-from prefixcache.cli import app, demo
-from prefixcache.cli.demo_passes import unique
-from prefixcache.cli.demo_text import MARK, SYSTEM, Chat, facts, holds, question
+from prefixcache.cli import app
+from prefixcache.cli.demo import command as demo
+from prefixcache.cli.demo.passes import unique
+from prefixcache.cli.demo.text import MARK, SYSTEM, Chat, facts, holds, question
 
 CONVERSATIONS, TURNS = 2, 2
 
@@ -32,7 +33,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedP
     """
     keep, temporary = tmp_path_factory.mktemp("demo") / "kept", tmp_path_factory.mktemp("tmp")
     ended = subprocess.run(
-        [sys.executable, "-m", "prefixcache.cli.demo", "--json", "--keep", str(keep),
+        [sys.executable, "-m", "prefixcache.cli.demo.command", "--json", "--keep", str(keep),
          "--conversations", str(CONVERSATIONS), "--turns", str(TURNS)],
         capture_output=True, text=True, timeout=200,
         env={**os.environ, "PREFIXCACHE_RAM": "much", "PREFIXCACHE_SSD": "0", "TMPDIR": str(temporary)},
@@ -112,7 +113,7 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path, found: str) -> None
 
 def test_a_model_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "none such"}')
-    command = [sys.executable, "-m", "prefixcache.cli.demo", "--model", str(tmp_path)]
+    command = [sys.executable, "-m", "prefixcache.cli.demo.command", "--model", str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert ended.returncode == 2
     assert f"{tmp_path}: mlx-lm can't load it" in ended.stderr

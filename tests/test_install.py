@@ -21,7 +21,7 @@ import sys
 import numpy as np
 import prefixcache, prefixcache.cli, prefixcache.migrations
 from prefixcache.codecs import turboquant_c, turboquant_numpy
-from prefixcache.codecs.turboquant_format import form_of
+from prefixcache.codecs.turboquant.format import form_of
 
 assert prefixcache.__file__.startswith(sys.argv[1]), prefixcache.__file__
 assert prefixcache.migrations.__file__.startswith(sys.argv[1]), prefixcache.migrations.__file__

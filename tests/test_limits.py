@@ -10,7 +10,7 @@ import weakref
 import pytest
 
 from prefixcache import PrefixCache, memory
-from prefixcache.pressure import LEAST, Pressure
+from prefixcache.tiers.memory_pressure import LEAST, Pressure
 
 from . import states
 from .ssd.images import du, until
@@ -326,7 +326,7 @@ def test_it_never_falls_below_a_sixteenth_and_lets_no_file_go(opened, tmp_path):
 
 
 def test_its_thread_runs_while_the_cache_is_open(opened, monkeypatch):
-    monkeypatch.setattr("prefixcache.pressure.PERIOD", 0.01)
+    monkeypatch.setattr("prefixcache.tiers.memory_pressure.PERIOD", 0.01)
     monkeypatch.setattr("prefixcache.memory.psutil.virtual_memory", lambda: type("Found", (), {"available": 0})())
     cache = opened(ssd_dir=None, memory_reserve="1GB")
     put(cache, *range(8))
@@ -338,7 +338,7 @@ def test_its_thread_runs_while_the_cache_is_open(opened, monkeypatch):
 
 
 def test_a_cache_that_nobody_has_any_more_is_freed(opened, monkeypatch):
-    monkeypatch.setattr("prefixcache.pressure.PERIOD", 0.01)
+    monkeypatch.setattr("prefixcache.tiers.memory_pressure.PERIOD", 0.01)
     cache = PrefixCache(ram="2MB", codec="raw")
     put(cache, 1)
     tiers = weakref.ref(cache._tiers)

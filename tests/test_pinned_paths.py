@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from prefixcache import PrefixCache
-from prefixcache.finding import hit
-from prefixcache.storing import Store
+from prefixcache.operations.store import Store
+from prefixcache.tiers.finding import hit
 from tests import states
 
 PROMPT = [(7919 + i * 13) % 50_000 for i in range(256 * 7)]

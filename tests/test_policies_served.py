@@ -7,8 +7,8 @@ import random
 import pytest
 
 from prefixcache import PrefixCache
-from prefixcache.policies import POLICIES
-from prefixcache.tree import RAM
+from prefixcache.blocks.policies import POLICIES
+from prefixcache.blocks.tree import RAM
 from tests import states
 
 

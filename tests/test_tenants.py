@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from prefixcache import PrefixCache, keys
 from prefixcache.cli import app
-from prefixcache.integrations.prometheus import CacheCollector, render
+from prefixcache.metrics.prometheus import CacheCollector, render
 from prefixcache.ssd import reconcile
 
 from . import states

@@ -16,8 +16,8 @@ if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import prefixcache
-from prefixcache.cli.cache_options import default_text, flag_of, values_of, variable
-from prefixcache.integrations.mlx_lm import TieredPromptCache
+from prefixcache.cli.serve.cache_options import default_text, flag_of, values_of, variable
+from prefixcache.servers.mlx_lm import TieredPromptCache
 from prefixcache.settings import Settings
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "api.md"

@@ -1,8 +1,7 @@
 """The command line's frame: which commands there are, and when their modules are imported.
 
 Those of operators (`inspect`, `top`, `reconcile`, `prune`, `clear`, `export`, `import`) are light and always here. The
-commands in `LATER` need a model's libraries: module `prefixcache.cli.<name>`, function `<name>`, imported when the command
-is called or the help is asked for.
+commands in `LATER` need a model's libraries: their modules are imported when the command is called or the help is asked for.
 """
 
 from __future__ import annotations
@@ -11,33 +10,38 @@ import io
 import signal
 import sys
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from prefixcache.cli.back_end import refuse_without
-from prefixcache.cli.clear import clear
-from prefixcache.cli.export import export
-from prefixcache.cli.import_cache import import_cache
-from prefixcache.cli.inspect import inspect
-from prefixcache.cli.prune import prune
-from prefixcache.cli.reconcile import reconcile
+from prefixcache.cli.directory.clear import clear
+from prefixcache.cli.directory.export import export
+from prefixcache.cli.directory.import_cache import import_cache
+from prefixcache.cli.directory.inspect import inspect
+from prefixcache.cli.directory.prune import prune
+from prefixcache.cli.directory.reconcile import reconcile
 from prefixcache.cli.text import complain, mute
-from prefixcache.cli.top import top
+from prefixcache.cli.top.command import top
 
-LATER = ("demo", "evaluate", "plan", "serve", "warm")
+LATER = {  # by name, the module that has the function of that name
+    "demo": "prefixcache.cli.demo.command",
+    "evaluate": "prefixcache.cli.evaluate.command",
+    "plan": "prefixcache.cli.plan.command",
+    "serve": "prefixcache.cli.serve.command",
+    "warm": "prefixcache.cli.serve.warm",
+}
 
 
 class Commands(TyperGroup):
-    """The commands at hand, and those in `LATER` whose module is there."""
+    """The commands at hand, and those in `LATER`."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return [*super().list_commands(ctx), *(name for name in LATER if find_spec(f"prefixcache.cli.{name}"))]
+        return [*super().list_commands(ctx), *LATER]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in self.list_commands(ctx) or cmd_name not in LATER:
+        if cmd_name not in LATER:
             return super().get_command(ctx, cmd_name)
         try:
             return _load(cmd_name)
@@ -63,7 +67,7 @@ class Commands(TyperGroup):
             raise typer.Exit(2) from None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args[0] in LATER and args[0] in self.list_commands(ctx):
+        if args[0] in LATER:
             try:
                 _load(args[0])
             except Exception as error:
@@ -75,7 +79,7 @@ class Commands(TyperGroup):
 
 def _load(name: str) -> Any:
     one = typer.Typer(add_completion=False, rich_markup_mode="rich")
-    module = import_module(f"prefixcache.cli.{name}")
+    module = import_module(LATER[name])
     one.command(name, **getattr(module, "COMMAND", {}))(getattr(module, name))
     return typer.main.get_command(one)
 

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from .affine import Affine
-from .base import Codec, Plane, RowCodec, Stream
-from .choice import as_codec
-from .raw import Raw, RawRows
-from .turboquant import TurboQuant
+from prefixcache.codecs.affine import Affine
+from prefixcache.codecs.base import Codec, Plane, RowCodec, Stream
+from prefixcache.codecs.choice import as_codec
+from prefixcache.codecs.raw import Raw, RawRows
+from prefixcache.codecs.turboquant.codec import TurboQuant
 
 __all__ = [
     "Affine",

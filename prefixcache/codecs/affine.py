@@ -13,10 +13,19 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import numpy as np
 
-from .base import Blocks, Decoding, Encoding, Plane, RowCodec, Stream, encode_blocks
-from .interchange import FLOATS, Array, borrow, bring_in, check_capacity, check_rows, copy_out, element
-from .levelling import Levels
-from .raw import RawRows
+from prefixcache.codecs.base import Blocks, Decoding, Encoding, Plane, RowCodec, Stream, encode_blocks
+from prefixcache.codecs.interchange import (
+    FLOATS,
+    Array,
+    borrow,
+    bring_in,
+    check_capacity,
+    check_rows,
+    copy_out,
+    element,
+)
+from prefixcache.codecs.raw import RawRows
+from prefixcache.codecs.turboquant.levelling import Levels
 
 BIT_DEPTHS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (128, 64, 32)

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_ch
 
 import mlx.core as mx
 
-from .interchange import Array
+from prefixcache.codecs.interchange import Array
 
 if TYPE_CHECKING:
-    from .levelling import Levels  # which measures by way of these
+    from prefixcache.codecs.turboquant.levelling import Levels  # which measures by way of these
 
 
 class Plane(NamedTuple):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .affine import Affine
-from .base import Codec
-from .raw import Raw
-from .turboquant import TurboQuant
+from prefixcache.codecs.affine import Affine
+from prefixcache.codecs.base import Codec
+from prefixcache.codecs.raw import Raw
+from prefixcache.codecs.turboquant.codec import TurboQuant
 
 _REMEDY = (
     'write "raw", "affine", "affine:8", "affine:4:32", "turboquant", "turboquant:4", "turboquant:4:3" or '

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .packing import words_of
-from .turboquant_format import Form
+from prefixcache.codecs.packing import words_of
+from prefixcache.codecs.turboquant.format import Form
 
 
 class CodedRows(NamedTuple):

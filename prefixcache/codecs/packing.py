@@ -12,7 +12,7 @@ from functools import lru_cache
 import mlx.core as mx
 import numpy as np
 
-from .interchange import Array
+from prefixcache.codecs.interchange import Array
 
 
 def words_of(width: int, bits: int) -> int:

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from .base import Decoding, RowCodec
-from .interchange import Array, bring_in, element, on_cpu
-from .levelling import Levels
+from prefixcache.codecs.base import Decoding, RowCodec
+from prefixcache.codecs.interchange import Array, bring_in, element, on_cpu
+from prefixcache.codecs.turboquant.levelling import Levels
 
 
 class Piece(NamedTuple):

@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import numpy as np
 
-from .base import Blocks, Decoding, Encoding, Plane, RowCodec, Stream, encode_blocks
-from .interchange import Array, bring_in, check_capacity, check_rows, copy_out, element
-from .levelling import Levels
-from .turboquant_c import SHARE, WORTH_A_THREAD, share_out
+from prefixcache.codecs.base import Blocks, Decoding, Encoding, Plane, RowCodec, Stream, encode_blocks
+from prefixcache.codecs.interchange import Array, bring_in, check_capacity, check_rows, copy_out, element
+from prefixcache.codecs.threads import SHARE, WORTH_A_THREAD, share_out
+from prefixcache.codecs.turboquant.levelling import Levels
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,10 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from prefixcache.codecs.interchange import FLOATS, name_of
+from prefixcache.codecs.turboquant import gpu_rows as turboquant_gpu
 from prefixcache.kernels import raw_attention  # type: ignore[import-not-found]
 from prefixcache.kernels.raw_attention import Kind  # type: ignore[import-not-found]
-
-from . import turboquant_gpu
-from .interchange import FLOATS, name_of
 
 
 class RawRows(NamedTuple):

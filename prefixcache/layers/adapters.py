@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from prefixcache.blocks.tree import Window
 from prefixcache.codecs.interchange import Array, borrow, name_of
 from prefixcache.codecs.packing import words_of
 from prefixcache.keys import BLOCK
-from prefixcache.tree import Window
 
 if TYPE_CHECKING:
     from prefixcache.live.coded import Choice, Pair, Run

@@ -12,8 +12,8 @@ import numpy as np
 from prefixcache.codecs import RawRows
 from prefixcache.codecs.base import Decoding, Encoding, side_by_side
 from prefixcache.codecs.interchange import borrow, copy_out, element, name_of, on_cpu
-from prefixcache.codecs.levelling import Levels, measure, neutral
-from prefixcache.codecs.turboquant_c import WORTH_A_THREAD, share_out
+from prefixcache.codecs.threads import WORTH_A_THREAD, share_out
+from prefixcache.codecs.turboquant.levelling import Levels, measure, neutral
 from prefixcache.image import Spec
 from prefixcache.layers import levels
 from prefixcache.layers.adapters import CacheError, Leaf, LiveCodes

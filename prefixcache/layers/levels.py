@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from prefixcache.codecs.levelling import Levels
+from prefixcache.codecs.turboquant.levelling import Levels
 from prefixcache.layers.plan import Group, Member
 
 

@@ -15,9 +15,9 @@ import mlx.core as mx
 import numpy as np
 
 from prefixcache.codecs import RowCodec, TurboQuant
-from prefixcache.codecs.levelling import Levels
 from prefixcache.codecs.pieces import Piece
-from prefixcache.codecs.turboquant import LATENT_WIDTH, TurboQuantRows
+from prefixcache.codecs.turboquant.codec import LATENT_WIDTH, TurboQuantRows
+from prefixcache.codecs.turboquant.levelling import Levels
 from prefixcache.layers import levels
 from prefixcache.layers.adapters import PARTS, PLAIN_CACHE, CacheError, Leaf
 from prefixcache.layers.plan import Plan

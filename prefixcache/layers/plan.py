@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from prefixcache.blocks.tree import Window
 from prefixcache.codecs import Codec, RawRows, RowCodec, Stream
 from prefixcache.codecs.interchange import element
 from prefixcache.image import DTYPES, Image, Spec
 from prefixcache.keys import BLOCK, canonical, chain
 from prefixcache.layers.adapters import CacheError, Layout, Leaf, check_kept, find_class, read_leaf
-from prefixcache.tree import Window
 
 LIST = "mlx_lm.models.cache.CacheList"
 

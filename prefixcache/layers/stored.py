@@ -14,8 +14,8 @@ import mlx.core as mx
 import numpy as np
 
 from prefixcache.codecs.interchange import bring_in
-from prefixcache.codecs.levelling import Levels
 from prefixcache.codecs.pieces import Piece, decode
+from prefixcache.codecs.turboquant.levelling import Levels
 from prefixcache.image import Image
 from prefixcache.keys import BLOCK
 from prefixcache.layers import levels, live_codes

@@ -11,8 +11,8 @@ import mlx.core as mx
 
 from prefixcache.codecs import raw_attention_gpu
 from prefixcache.codecs.coded_rows import CodedRows
-from prefixcache.codecs.turboquant_live import attend as attend_to_part
-from prefixcache.codecs.turboquant_live import with_logits
+from prefixcache.codecs.turboquant.live import attend as attend_to_part
+from prefixcache.codecs.turboquant.live import with_logits
 from prefixcache.live.coded import Coded
 
 Mask = mx.array | str | None

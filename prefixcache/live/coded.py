@@ -20,12 +20,12 @@ import numpy as np
 
 from prefixcache.codecs.coded_rows import CodedRows
 from prefixcache.codecs.interchange import FLOATS, borrow, copy_out, element, name_of, on_cpu
-from prefixcache.codecs.levelling import Levels, measure
 from prefixcache.codecs.packing import words_of
 from prefixcache.codecs.raw_attention_gpu import RawRows
-from prefixcache.codecs.turboquant import LEAST_WIDTH, TurboQuant
-from prefixcache.codecs.turboquant_format import Form, form_of
-from prefixcache.codecs.turboquant_live import Encoder, LevelStack, decode, encode, encoder
+from prefixcache.codecs.turboquant.codec import LEAST_WIDTH, TurboQuant
+from prefixcache.codecs.turboquant.format import Form, form_of
+from prefixcache.codecs.turboquant.levelling import Levels, measure
+from prefixcache.codecs.turboquant.live import Encoder, LevelStack, decode, encode, encoder
 from prefixcache.memory import give_back
 
 STEP = 256  # rows by which a buffer grows

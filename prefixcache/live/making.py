@@ -15,7 +15,7 @@ from mlx_lm.models.cache import CacheList, KVCache
 from prefixcache.codecs import Affine, Codec, Raw, RawRows, RowCodec, Stream, TurboQuant, as_codec
 from prefixcache.codecs.affine import AffineRows
 from prefixcache.codecs.interchange import FLOATS, name_of
-from prefixcache.codecs.turboquant import TurboQuantRows
+from prefixcache.codecs.turboquant.codec import TurboQuantRows
 from prefixcache.live import families
 from prefixcache.live.coded import RECENT, Kind, SharedLevels
 from prefixcache.live.quantized import QuantizedKVCache

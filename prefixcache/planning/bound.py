@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from prefixcache.planning.trace import Request
+from prefixcache.trace.reading import Request
 
 NEVER = np.iinfo(np.int64).max
 

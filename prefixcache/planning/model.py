@@ -24,12 +24,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 
+from prefixcache.blocks.tree import Window
 from prefixcache.codecs import Codec, Raw
 from prefixcache.codecs.interchange import FLOATS, element, name_of
 from prefixcache.layers.adapters import CacheError, Layout, Leaf
 from prefixcache.layers.encode import State, describe_state
 from prefixcache.layers.plan import Plan, read
-from prefixcache.tree import Window
 
 PROMPT = 32_768  # tokens of the prompt that `describe` tells the bytes of
 _USUAL = "bfloat16"  # of a config that names no dtype
@@ -179,7 +179,7 @@ class ModelState:
         return found
 
     def snapshot(self, tokens: int = PROMPT) -> State:
-        """What a snapshot after so many tokens keeps, as `prefixcache.storing` describes it; its arrays are not evaluated."""
+        """What a snapshot after so many tokens keeps, as a store describes it; its arrays are not evaluated."""
         return self._constant or describe_state(self._plain, self.leaves(tokens))
 
     @cached_property

@@ -1,7 +1,7 @@
 """The cache at work on sizes: `simulate` runs a trace through the tiers, tree, store and promotion that serve requests.
 
 In the place of bytes stand their numbers: a store makes images that have a size and nothing else, and the SSD is an account
-(`simulated_ssd`). All that decides who stays and who leaves is the code of `prefixcache.tiers`, `tree`, `storing`,
+(`simulated_ssd`). All that decides who stays and who leaves is the code of `prefixcache.tiers.tiers`, `tree`, `storing`,
 `promoting` and `finding`, so a real run of the same requests, whose writer keeps up, hits and writes the same.
 
 The SSD's writer has its turn after each batch of blocks that a store encodes, after each promotion and each request.
@@ -15,23 +15,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from prefixcache.blocks.tree import RAM, SSD, Node, Walk
 from prefixcache.codecs import Codec
-from prefixcache.finding import deepest, hit
 from prefixcache.image import Blueprint, Image, Meta, Spec
 from prefixcache.keys import canonical, root_key
 from prefixcache.layers.plan import Plan
 from prefixcache.memory import collector_at_rest
+from prefixcache.operations.store import Job, Store
 from prefixcache.planning.model import ModelState, held_rows
 from prefixcache.planning.outcome import Outcome
 from prefixcache.planning.simulated_ssd import SimulatedImage, SimulatedSsd
 from prefixcache.planning.sizes import Sizes
-from prefixcache.planning.trace import Request
-from prefixcache.promoting import promote
 from prefixcache.settings import Settings
 from prefixcache.ssd import Namespace
-from prefixcache.storing import Job, Store
-from prefixcache.tiers import QUEUE_SHARE, Home, Tiers
-from prefixcache.tree import RAM, SSD, Node, Walk
+from prefixcache.tiers.finding import deepest, hit
+from prefixcache.tiers.promotion import promote
+from prefixcache.tiers.tiers import QUEUE_SHARE, Home, Tiers
+from prefixcache.trace.reading import Request
 
 EVERY = 64  # requests between two calls of `progress`
 MIXER = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / the golden ratio: odd, and products of near numbers stay apart

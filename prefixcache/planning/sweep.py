@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from prefixcache.planning.outcome import Outcome
-from prefixcache.planning.trace import Trace
+from prefixcache.trace.reading import Trace
 
 if TYPE_CHECKING:
     from prefixcache.codecs import Codec

@@ -7,8 +7,8 @@ import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-from prefixcache.histogram import Histogram
 from prefixcache.image import Image
+from prefixcache.metrics.histogram import Histogram
 from prefixcache.ssd.entries import Entry
 from prefixcache.ssd.errors import Corrupt, Unreadable
 from prefixcache.ssd.files import Damaged, read_image

@@ -13,9 +13,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
 
-from prefixcache.histogram import Observed
 from prefixcache.image import Image
 from prefixcache.keys import KEY_BYTES, TOKEN_BYTES
+from prefixcache.metrics.histogram import Observed
 from prefixcache.ssd.directory import tree_size
 from prefixcache.ssd.entries import BOUNDS, FOLDERS, Address, Entry, Namespace
 from prefixcache.ssd.errors import SsdError

@@ -19,7 +19,7 @@ from contextlib import suppress
 from itertools import islice
 from typing import TypeVar
 
-from prefixcache.histogram import Histogram
+from prefixcache.metrics.histogram import Histogram
 from prefixcache.ssd.directory import make_folder, sync_folder
 from prefixcache.ssd.entries import Address, Entry, Touch
 from prefixcache.ssd.files import remove_file, write_file

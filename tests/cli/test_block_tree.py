@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from prefixcache.cli.blocktree import block_tree, largest
+from prefixcache.cli.directory.blocktree import block_tree, largest
 from prefixcache.cli.text import age, many, safe, size
 from prefixcache.ssd import Edge
 

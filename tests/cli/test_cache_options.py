@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from prefixcache import Affine, Raw, Settings, TurboQuant
-from prefixcache.cli.cache_options import settings_from, with_settings
+from prefixcache.cli.serve.cache_options import settings_from, with_settings
 
 
 @pytest.fixture(autouse=True)

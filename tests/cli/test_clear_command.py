@@ -11,7 +11,7 @@ from directories import LONG, fingerprint, images, kv, tokens
 
 from prefixcache import PrefixCache
 
-module = importlib.import_module("prefixcache.cli.clear")
+module = importlib.import_module("prefixcache.cli.directory.clear")
 
 
 def log(root):

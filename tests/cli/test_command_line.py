@@ -51,14 +51,13 @@ def test_the_entry_point_is_the_app():
 
 @pytest.fixture
 def later(tmp_path, monkeypatch):
-    """Names a later command whose module has this text; none without text."""
+    """A later command whose module has this text."""
 
-    def give(text: str | None, name: str = "sometime") -> None:
-        monkeypatch.setattr(frame, "LATER", (name,))
+    def give(text: str, name: str = "sometime") -> None:
+        monkeypatch.setattr(frame, "LATER", {name: f"prefixcache.cli.{name}"})
         monkeypatch.setattr(prefixcache.cli, "__path__", [*prefixcache.cli.__path__, str(tmp_path)])
         monkeypatch.delitem(sys.modules, f"prefixcache.cli.{name}", raising=False)
-        if text is not None:
-            (tmp_path / f"{name}.py").write_text(text)
+        (tmp_path / f"{name}.py").write_text(text)
         importlib.invalidate_caches()
 
     yield give
@@ -86,13 +85,6 @@ def test_other_commands_do_not_import_a_later_one(call, later, tmp_path):
     later("raise SystemExit('imported')")
     assert call("inspect", tmp_path / "nowhere").exit_code == 2
     assert "prefixcache.cli.sometime" not in sys.modules
-
-
-def test_a_later_command_that_is_missing_is_unknown(call, later):
-    later(None)
-    assert call("--help").exit_code == 0
-    assert "sometime" not in call("--help").stdout
-    assert call("sometime").exit_code == 2
 
 
 def test_a_later_command_that_can_not_be_imported_says_why(call, later):

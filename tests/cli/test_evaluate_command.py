@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import BatchKVCache
 
-from prefixcache.cli import evaluate_plot, evaluating
-from prefixcache.cli.evaluate_measures import Rows
-from prefixcache.cli.evaluate_report import main_grid, markdown
-from prefixcache.cli.evaluate_text import NotMeasured, default_text
-from prefixcache.cli.evaluating import Job, Subject, measure
+from prefixcache.cli.evaluate import measuring as evaluating
+from prefixcache.cli.evaluate import plot as evaluate_plot
+from prefixcache.cli.evaluate.measures import Rows
+from prefixcache.cli.evaluate.measuring import Job, Subject, measure
+from prefixcache.cli.evaluate.report import main_grid, markdown
+from prefixcache.cli.evaluate.texts import NotMeasured, default_text
 from prefixcache.codecs import TurboQuant
 from tests.families import FAMILIES
 
@@ -176,7 +177,7 @@ def test_json_has_everything_and_its_shape_is_stable(call, tiny):
 
 
 def test_the_table_shows_every_codec_of_the_default_selection(call, tiny):
-    command = importlib.import_module("prefixcache.cli.evaluate")
+    command = importlib.import_module("prefixcache.cli.evaluate.command")
     assert {"affine:8", "affine:4", *(f"turboquant:{bits}" for bits in ("8", "4", "4:2", "3", "2"))} <= {
         *command.DEFAULT
     }

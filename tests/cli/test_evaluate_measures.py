@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from prefixcache.cli.evaluate_measures import agreement, compare, divergence, joined, mean_and_error, surprise
-from prefixcache.cli.evaluate_report import number, signed
-from prefixcache.cli.evaluate_text import (
+from prefixcache.cli.evaluate.measures import agreement, compare, divergence, joined, mean_and_error, surprise
+from prefixcache.cli.evaluate.report import number, signed
+from prefixcache.cli.evaluate.texts import (
     DIGITS,
     NotMeasured,
     cut,

@@ -14,7 +14,7 @@ from directories import COMMAND, LONG, SALT, fingerprint, images, spoil, tokens
 
 from prefixcache import PrefixCache
 
-module = importlib.import_module("prefixcache.cli.export")
+module = importlib.import_module("prefixcache.cli.directory.export")
 
 
 def report(done):

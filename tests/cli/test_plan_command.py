@@ -15,13 +15,19 @@ from typing import Any
 import pytest
 
 from prefixcache import PrefixCache
-from prefixcache.cli import evaluate_plot, plan_curves, plan_facts, plan_files, plan_html, plan_plot, plan_text
-from prefixcache.cli.plan_shapes import SHAPES
+from prefixcache.cli.evaluate import plot as evaluate_plot
+from prefixcache.cli.plan import curves as plan_curves
+from prefixcache.cli.plan import facts as plan_facts
+from prefixcache.cli.plan import files as plan_files
+from prefixcache.cli.plan import html as plan_html
+from prefixcache.cli.plan import plot as plan_plot
+from prefixcache.cli.plan import text as plan_text
+from prefixcache.cli.plan.shapes import SHAPES
 from prefixcache.codecs.choice import as_codec
 from prefixcache.planning.model import ModelState
 from prefixcache.planning.sizes import Sizes
 
-command = importlib.import_module("prefixcache.cli.plan")
+command = importlib.import_module("prefixcache.cli.plan.command")
 TINY = Path(__file__).parent.parent / "fixtures" / "tiny-llama"
 TOP = {"prefixcache", "model", "codecs", "macs", "trace", "codec", "assumed", "sizes"}
 SIZES = {

@@ -29,11 +29,11 @@ from typer.testing import CliRunner
 
 from prefixcache import PrefixCache
 from prefixcache.cli import app
-from prefixcache.cli.top_directory import Watched
-from prefixcache.cli.top_parts import Away, NotOurs, meter
-from prefixcache.cli.top_server import Server, address, facts, picture, read_page
-from prefixcache.histogram import Histogram
-from prefixcache.integrations.prometheus import CONTENT_TYPE, CacheCollector, render
+from prefixcache.cli.top.directory import Watched
+from prefixcache.cli.top.parts import Away, NotOurs, meter
+from prefixcache.cli.top.server import Server, address, facts, picture, read_page
+from prefixcache.metrics.histogram import Histogram
+from prefixcache.metrics.prometheus import CONTENT_TYPE, CacheCollector, render
 
 TOKENS = [TOKEN + i for i in range(1000)]
 QUICK = ("--interval", "0.1")

@@ -20,7 +20,7 @@ LINES = (
 # As nobody where it may change its user; what is imported late is imported before, for nobody may not read it.
 SCRIPT = """
 import json, os, sys
-import encodings.unicode_escape, rich.markdown, prefixcache.cli.top_directory
+import encodings.unicode_escape, rich.markdown, prefixcache.cli.top.directory
 from typer.testing import CliRunner
 from prefixcache.cli import app
 if not os.geteuid():

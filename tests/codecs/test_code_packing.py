@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from roundtrip import BITS
 
-from prefixcache.codecs.codebook import CODEBOOKS
 from prefixcache.codecs.packing import pack_columns, pack_mlx, unpack_centroids, unpack_mlx, words_of
+from prefixcache.codecs.turboquant.codebook import CODEBOOKS
 
 
 def packed_bit_by_bit(codes: np.ndarray, bits: int) -> np.ndarray:

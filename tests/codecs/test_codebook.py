@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from roundtrip import BITS
 
-from prefixcache.codecs.codebook import CODEBOOKS, Codebook
+from prefixcache.codecs.turboquant.codebook import CODEBOOKS, Codebook
 
 LLOYD_MAX = {1: 0.363380, 2: 0.117482, 3: 0.034548, 4: 0.009501}
 DISTORTION = {1: 0.363380, 2: 0.117482, 3: 0.034549, 4: 0.009506}

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from roundtrip import as_float64, rows_of
 
-from prefixcache.codecs import levelling
-from prefixcache.codecs.levelling import FLOOR, LEAST_ROWS, POWER, Levels, measure, neutral
-from prefixcache.codecs.turboquant import TurboQuantRows
+from prefixcache.codecs.turboquant import levelling
+from prefixcache.codecs.turboquant.codec import TurboQuantRows
+from prefixcache.codecs.turboquant.levelling import FLOOR, LEAST_ROWS, POWER, Levels, measure, neutral
 
 ERROR = {1: 0.45, 2: 0.13, 3: 0.040, 4: 0.0115, 8: 1.5e-4}  # relative squared error of a levelled row, with room
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from prefixcache.codecs import turboquant_c
-from prefixcache.codecs.levelling import measure
-from prefixcache.codecs.measuring_c import measure_rows, measure_rows_numpy
+from prefixcache.codecs.turboquant import c_rows as turboquant_c
+from prefixcache.codecs.turboquant.c_measure import measure_rows, measure_rows_numpy
+from prefixcache.codecs.turboquant.levelling import measure
 
 KINDS = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from roundtrip import rows_of
 
 from prefixcache.codecs import pieces
-from prefixcache.codecs.levelling import measure
 from prefixcache.codecs.pieces import Piece, decode
 from prefixcache.codecs.raw import RawRows
-from prefixcache.codecs.turboquant import TurboQuantRows
+from prefixcache.codecs.turboquant.codec import TurboQuantRows
+from prefixcache.codecs.turboquant.levelling import measure
 
 HEADS, WIDTH = 3, 64
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from roundtrip import ODD_WIDTHS, WIDTHS
 
-from prefixcache.codecs.rotation import Rotation, factors_of
+from prefixcache.codecs.turboquant.rotation import Rotation, factors_of
 
 
 def matrix_of(rotation: Rotation) -> np.ndarray:

@@ -22,7 +22,7 @@ from roundtrip import (
 )
 
 from prefixcache.codecs import Plane, RawRows, RowCodec, Stream, TurboQuant
-from prefixcache.codecs.turboquant import TurboQuantRows
+from prefixcache.codecs.turboquant.codec import TurboQuantRows
 
 LLOYD_MAX = {1: 0.3634, 2: 0.1175, 3: 0.0345, 4: 0.0095}
 

@@ -9,11 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from roundtrip import BITS, FLOATS, ODD_WIDTHS, WIDTHS, as_float64, bits_of, rows_of
 
-from prefixcache.codecs import turboquant, turboquant_backends, turboquant_mlx, turboquant_numpy
 from prefixcache.codecs.interchange import borrow, bring_in, element
-from prefixcache.codecs.levelling import Levels
 from prefixcache.codecs.packing import words_of
-from prefixcache.codecs.turboquant import TurboQuantRows
+from prefixcache.codecs.turboquant import backends as turboquant_backends
+from prefixcache.codecs.turboquant import codec as turboquant
+from prefixcache.codecs.turboquant import mlx_rows as turboquant_mlx
+from prefixcache.codecs.turboquant import numpy_rows as turboquant_numpy
+from prefixcache.codecs.turboquant.codec import TurboQuantRows
+from prefixcache.codecs.turboquant.levelling import Levels
 
 
 def assert_back_ends_agree(codec: TurboQuantRows, rows: mx.array, levels: Levels | None = None) -> None:

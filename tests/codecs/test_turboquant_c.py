@@ -12,12 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from roundtrip import BITS, FLOATS
 
-from prefixcache.codecs import turboquant_c, turboquant_numpy
 from prefixcache.codecs.base import Decoding, Encoding
 from prefixcache.codecs.interchange import Array, element
-from prefixcache.codecs.levelling import Levels
 from prefixcache.codecs.packing import words_of
-from prefixcache.codecs.turboquant_format import Form, form_of
+from prefixcache.codecs.threads import set_threads
+from prefixcache.codecs.threads import threads as most_threads
+from prefixcache.codecs.turboquant import c_rows as turboquant_c
+from prefixcache.codecs.turboquant import numpy_rows as turboquant_numpy
+from prefixcache.codecs.turboquant.format import Form, form_of
+from prefixcache.codecs.turboquant.levelling import Levels
 
 WIDTHS = (32, 48, 64, 72, 80, 96, 112, 120, 128, 160, 192, 224, 256, 512, 576, 1024)
 FORM = form_of(128, 4, 0)
@@ -28,9 +31,9 @@ pytestmark = pytest.mark.skipif(not turboquant_c.available(), reason=f"C kernel:
 
 @pytest.fixture(autouse=True)
 def _threads_as_they_were() -> Iterator[None]:
-    before = turboquant_c.threads()
+    before = most_threads()
     yield
-    turboquant_c.set_threads(before)
+    set_threads(before)
 
 
 def cast(values: Array, dtype: str) -> Array:
@@ -322,7 +325,7 @@ def assert_many_right(to_encode: list[Encoding], to_decode: list[Decoding]) -> N
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_many_pieces_by_several_threads(threads: int) -> None:
-    turboquant_c.set_threads(threads)
+    set_threads(threads)
     to_encode, to_decode, _ = many_pieces()
     turboquant_c.encode_all(to_encode, "float16", FORM)
     turboquant_c.decode_all(to_decode, "float16", FORM)
@@ -331,7 +334,7 @@ def test_many_pieces_by_several_threads(threads: int) -> None:
 
 
 def test_calls_from_many_threads_at_once() -> None:
-    turboquant_c.set_threads(3)
+    set_threads(3)
     works = [many_pieces() for _ in range(6)]
 
     def call(to_encode: list[Encoding], to_decode: list[Decoding]) -> None:
@@ -351,13 +354,13 @@ def test_calls_from_many_threads_at_once() -> None:
 def test_the_number_of_threads_is_checked() -> None:
     for wrong in (0, -1, True, 1.5):
         with pytest.raises(ValueError, match="threads="):
-            turboquant_c.set_threads(wrong)
+            set_threads(wrong)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_has_threads_of_its_own() -> None:
-    turboquant_c.set_threads(3)
+    set_threads(3)
     to_encode, to_decode, buffer = many_pieces()
     turboquant_c.encode_all(to_encode, "float16", FORM)
     turboquant_c.decode_all(to_decode, "float16", FORM)

@@ -13,12 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from roundtrip import BITS, FLOATS
 
-from prefixcache.codecs import turboquant_c, turboquant_c_attention
 from prefixcache.codecs.coded_rows import CodedRows
 from prefixcache.codecs.interchange import Array
 from prefixcache.codecs.packing import words_of
-from prefixcache.codecs.turboquant_c_attention import attend
-from prefixcache.codecs.turboquant_format import form_of
+from prefixcache.codecs.threads import set_threads
+from prefixcache.codecs.threads import threads as most_threads
+from prefixcache.codecs.turboquant import c_attention as turboquant_c_attention
+from prefixcache.codecs.turboquant import c_rows as turboquant_c
+from prefixcache.codecs.turboquant.c_attention import attend
+from prefixcache.codecs.turboquant.format import form_of
 
 WIDTHS = (32, 40, 64, 72, 80, 96, 112, 120, 128, 192, 256)
 WIDE = (320, 576)
@@ -33,9 +36,9 @@ every_path = pytest.mark.parametrize("path", turboquant_c.paths())
 
 @pytest.fixture(autouse=True)
 def _threads_as_they_were() -> Iterator[None]:
-    before = turboquant_c.threads()
+    before = most_threads()
     yield
-    turboquant_c.set_threads(before)
+    set_threads(before)
 
 
 def scales_of(values: Array) -> Array:
@@ -214,7 +217,7 @@ def test_values_far_apart_where_the_large_ones_do_not_count(path: str) -> None:
     with turboquant_c.forced(path):
         assert_right(rows, queries_of(rng, (1, 4, 2, 64)), 0.1, mask, False)
         for threads in (1, 3):
-            turboquant_c.set_threads(threads)
+            set_threads(threads)
             many = rows._replace(codes=mx.tile(rows.codes, (1, 1, 20, 1)), scales=mx.tile(rows.scales, (1, 1, 20, 1)))
             assert_right(many, queries_of(rng, (1, 4, 2, 64)), 0.1, mx.tile(mask, (1, 20)), False)
 
@@ -284,7 +287,7 @@ def test_the_result_does_not_depend_on_the_number_of_threads(path: str, length: 
     made = []
     with turboquant_c.forced(path):
         for threads in (1, 2, 7):
-            turboquant_c.set_threads(threads)
+            set_threads(threads)
             made.append([np.array(array).astype(np.float64) for array in attend(rows, queries, 0.3, None, True)])
     for out, lse in made[1:]:
         assert_close(out, made[0][0], 1e-5)

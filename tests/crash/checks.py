@@ -17,7 +17,7 @@ import numpy as np
 from prefixcache import PrefixCache
 from prefixcache.image import ImageError, verify
 from prefixcache.ssd import Entry, Ssd, reconcile
-from prefixcache.tiers import Tiers
+from prefixcache.tiers.tiers import Tiers
 from tests.crash.prompts import LEVELLED, PROMPTS, RAW
 from tests.ssd.images import du
 

@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from prefixcache import PrefixCache
+from prefixcache.blocks.tree import SSD
 from prefixcache.ssd import DirectoryError, Entry, Ssd, reconcile
-from prefixcache.tree import SSD
 from tests.crash.prompts import LEVELLED, PROMPTS, RAW
 from tests.crash.shim import Shim
 from tests.ssd.images import du

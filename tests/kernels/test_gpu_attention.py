@@ -8,10 +8,11 @@ import pytest
 from prefixcache.kernels import turboquant_attention, turboquant_encode, turboquant_encode_pair
 from prefixcache.kernels.dialects import DIALECTS
 
-from prefixcache.codecs import turboquant_gpu, turboquant_gpu_attention
 from prefixcache.codecs.coded_rows import CodedRows
-from prefixcache.codecs.levelling import Levels
-from prefixcache.codecs.turboquant_format import form_of
+from prefixcache.codecs.turboquant import gpu_attention as turboquant_gpu_attention
+from prefixcache.codecs.turboquant import gpu_rows as turboquant_gpu
+from prefixcache.codecs.turboquant.format import form_of
+from prefixcache.codecs.turboquant.levelling import Levels
 from tests.codecs import attention_oracle
 
 pytestmark = pytest.mark.skipif(host_gpu.COMPILER is None, reason="no C++ compiler")

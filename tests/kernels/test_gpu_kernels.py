@@ -7,11 +7,12 @@ import pytest
 from prefixcache.kernels import turboquant_decode, turboquant_encode, turboquant_measure
 from prefixcache.kernels.dialects import DIALECTS
 
-from prefixcache.codecs import turboquant_gpu, turboquant_numpy
 from prefixcache.codecs.interchange import borrow, copy_out
-from prefixcache.codecs.levelling import Levels, measure
 from prefixcache.codecs.packing import words_of
-from prefixcache.codecs.turboquant_format import form_of
+from prefixcache.codecs.turboquant import gpu_rows as turboquant_gpu
+from prefixcache.codecs.turboquant import numpy_rows as turboquant_numpy
+from prefixcache.codecs.turboquant.format import form_of
+from prefixcache.codecs.turboquant.levelling import Levels, measure
 
 pytestmark = pytest.mark.skipif(host_gpu.COMPILER is None, reason="no C++ compiler")
 

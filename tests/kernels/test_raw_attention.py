@@ -6,7 +6,8 @@ import pytest
 from prefixcache.kernels import raw_attention
 from prefixcache.kernels.dialects import DIALECTS
 
-from prefixcache.codecs import raw_attention_gpu, turboquant_gpu
+from prefixcache.codecs import raw_attention_gpu
+from prefixcache.codecs.turboquant import gpu_rows as turboquant_gpu
 from prefixcache.live import TurboQuantKVCache, attention
 
 pytestmark = pytest.mark.skipif(host_gpu.COMPILER is None, reason="no C++ compiler")

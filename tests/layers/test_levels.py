@@ -10,7 +10,7 @@ import pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from prefixcache import PrefixCache, TurboQuant
-from prefixcache.codecs.levelling import measure
+from prefixcache.codecs.turboquant.levelling import measure
 
 HEADS, WIDTH = 2, 64
 

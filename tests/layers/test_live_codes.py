@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from prefixcache import CacheError, PrefixCache, TurboQuant
-from prefixcache.codecs.turboquant import TurboQuantRows
+from prefixcache.codecs.turboquant.codec import TurboQuantRows
 from prefixcache.keys import BLOCK
 from prefixcache.layers.live_codes import same
 from prefixcache.layers.stored import MOST_LEVELS

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
-from prefixcache.codecs import turboquant_live
+from prefixcache.codecs.turboquant import live as turboquant_live
 from prefixcache.live import BatchTurboQuantKVCache, SharedLevels, TurboQuantKVCache, attention, coded, hook
 from tests.families import FAMILIES
 from tests.live.generating import alone, check_as_alone, drive, feed

@@ -24,7 +24,7 @@ RUN = """
 import importlib.util, json, os, sys, unittest
 import mlx_lm.models.cache, mlx_lm.server
 from prefixcache import PrefixCache
-from prefixcache.integrations.mlx_lm import TieredPromptCache
+from prefixcache.servers.mlx_lm import TieredPromptCache
 
 path = sys.argv[1]
 

@@ -13,8 +13,8 @@ import pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from prefixcache import Settings, model_identity
-from prefixcache.integrations import vllm_mlx
-from prefixcache.integrations.vllm_mlx import TieredPrefixCache
+from prefixcache.servers.vllm_mlx import install as vllm_mlx
+from prefixcache.servers.vllm_mlx.install import TieredPrefixCache
 from tests import states
 from tests.families import FAMILIES
 
@@ -370,7 +370,7 @@ def test_the_command_is_vllm_mlxs_own(tmp_path):
         path.write_text(text)
 
     def run(ram):
-        command = [sys.executable, "-m", "prefixcache.integrations.vllm_mlx", "serve", "x"]
+        command = [sys.executable, "-m", "prefixcache.servers.vllm_mlx", "serve", "x"]
         env = {"PYTHONPATH": str(tmp_path), "PREFIXCACHE_RAM": ram}
         return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, env=env)
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixcache.planning.bound import Bound, best_at, best_possible, endless
-from prefixcache.planning.trace import Request, Trace
+from prefixcache.trace.reading import Request, Trace
 
 TRACES = Path(__file__).parents[1] / "fixtures" / "traces"
 

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from prefixcache import Affine, PrefixCache, Raw, TurboQuant
+from prefixcache.blocks.tree import Window
 from prefixcache.codecs import as_codec
 from prefixcache.layers.encode import describe_state
 from prefixcache.layers.plan import read
 from prefixcache.planning import model as module
 from prefixcache.planning.model import Law, ModelError, ModelState, _probe, held_rows
 from prefixcache.planning.sizes import Sizes, describe
-from prefixcache.tree import Window
 from tests.families import BASE, FAMILIES, MLX_LM_0_31
 
 PROMPT = 263  # two blocks, the second short: its rows are kept as they are

@@ -10,7 +10,7 @@ from prefixcache.codecs.choice import as_codec
 from prefixcache.planning.model import ModelState
 from prefixcache.planning.simulator import Prompts, simulate, tokens_of
 from prefixcache.planning.sizes import Sizes
-from prefixcache.planning.trace import Request, Trace
+from prefixcache.trace.reading import Request, Trace
 from tests.planning.test_simulator import GB, PLAIN, by_turns, live_cache
 
 STATE, RAW = ModelState.of(PLAIN, name="tiny"), as_codec("raw")

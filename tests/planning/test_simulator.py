@@ -13,11 +13,11 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 from prefixcache import PrefixCache
 from prefixcache.codecs.choice import as_codec
 from prefixcache.layers.plan import read
+from prefixcache.operations.store import Store
 from prefixcache.planning.model import ModelState
 from prefixcache.planning.simulator import Simulation, simulate, tokens_of
 from prefixcache.planning.sizes import Sizes
-from prefixcache.planning.trace import Request, Trace
-from prefixcache.storing import Store
+from prefixcache.trace.reading import Request, Trace
 from tests.families import BASE, DELTA, MOE
 
 TRACES = Path(__file__).parents[1] / "fixtures" / "traces"

@@ -18,11 +18,14 @@ if not __package__:
 import mlx.core as mx
 import numpy as np
 
-from prefixcache.codecs import turboquant_c, turboquant_numpy
 from prefixcache.codecs.base import Decoding, Encoding
-from prefixcache.codecs.levelling import Levels, measure
 from prefixcache.codecs.packing import words_of
-from prefixcache.codecs.turboquant_format import Form, form_of
+from prefixcache.codecs.threads import set_threads
+from prefixcache.codecs.threads import threads as most_threads
+from prefixcache.codecs.turboquant import c_rows as turboquant_c
+from prefixcache.codecs.turboquant import numpy_rows as turboquant_numpy
+from prefixcache.codecs.turboquant.format import Form, form_of
+from prefixcache.codecs.turboquant.levelling import Levels, measure
 from tools.bench import report
 from tools.bench.report import Figure
 
@@ -185,12 +188,12 @@ def decoders(rows: Rows, form: Form, levels: Levels | None) -> Works:
 
 @contextlib.contextmanager
 def threads(number: int) -> Iterator[None]:
-    before = turboquant_c.threads()
-    turboquant_c.set_threads(number)
+    before = most_threads()
+    set_threads(number)
     try:
         yield
     finally:
-        turboquant_c.set_threads(before)
+        set_threads(before)
 
 
 FIGURES = {"decode-cpu": decode_cpu, "encode-cpu": encode_cpu}

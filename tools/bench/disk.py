@@ -20,8 +20,8 @@ if not __package__:
 import numpy as np
 
 from prefixcache import PrefixCache, Raw
+from prefixcache.blocks.tree import BLOCK
 from prefixcache.ssd import SsdStats, reconcile
-from prefixcache.tree import BLOCK
 from tools.bench import report
 from tools.bench.prompts import MODEL, Shape, draw, filled
 from tools.bench.report import Figure

@@ -121,8 +121,8 @@ def agreement(scale: str) -> Iterator[Figure]:
 
 
 def _answers(count: int, steps: int) -> Answers:
-    from prefixcache.cli.evaluate_text import default_text
-    from prefixcache.cli.evaluating import Reference, load
+    from prefixcache.cli.evaluate.measuring import Reference, load
+    from prefixcache.cli.evaluate.texts import default_text
 
     subject = load(str(MODEL))
     ids = list(subject.tokenizer.encode(default_text(), add_special_tokens=False))

@@ -22,7 +22,7 @@ import numpy as np
 import xxhash
 
 from prefixcache import PrefixCache, Raw
-from prefixcache.tree import BLOCK, BLOCK_BYTES, Space
+from prefixcache.blocks.tree import BLOCK, BLOCK_BYTES, Space
 from tools.bench import report
 from tools.bench.prompts import MODEL, Shape, draw, filled
 from tools.bench.report import Figure

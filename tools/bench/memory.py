@@ -19,9 +19,9 @@ if not __package__:
 import numpy as np
 
 from prefixcache import PrefixCache, Raw, TurboQuant
-from prefixcache.budget import Budget
+from prefixcache.blocks.tree import BLOCK_BYTES, NODE_BYTES, RAM, SLOT_BYTES, SSD, Node, Slot, Space, Tree
 from prefixcache.image import Image
-from prefixcache.tree import BLOCK_BYTES, NODE_BYTES, RAM, SLOT_BYTES, SSD, Node, Slot, Space, Tree
+from prefixcache.tiers.budget import Budget
 from tools.bench import report
 from tools.bench.prompts import MODEL, Shape, draw, filled
 from tools.bench.report import Figure

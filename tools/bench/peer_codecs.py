@@ -16,9 +16,9 @@ if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
-from prefixcache.codecs import turboquant_c
 from prefixcache.codecs.packing import words_of
-from prefixcache.codecs.turboquant_format import form_of
+from prefixcache.codecs.turboquant import c_rows as turboquant_c
+from prefixcache.codecs.turboquant.format import form_of
 from prefixcache.keys import BLOCK
 from tools.bench import codecs, cpu_attention, quality, report
 from tools.bench.peer.contestants import MLX_VLM_CODEC, Answer, Task, ask

@@ -14,10 +14,10 @@ import numpy as np
 from mlx_lm.models.cache import KVCache
 
 from prefixcache import PrefixCache, TurboQuant
-from prefixcache.codecs.levelling import Levels, measure
-from prefixcache.codecs.rotation import Rotation
-from prefixcache.codecs.turboquant import TurboQuantRows
-from prefixcache.codecs.turboquant_format import Form
+from prefixcache.codecs.turboquant.codec import TurboQuantRows
+from prefixcache.codecs.turboquant.format import Form
+from prefixcache.codecs.turboquant.levelling import Levels, measure
+from prefixcache.codecs.turboquant.rotation import Rotation
 from tools.bench.attention import TROUBLES, WIDTH, Array, Head, heads, kl
 from tools.bench.report import Figure
 
@@ -148,8 +148,8 @@ def _form(bits: int, *, heed_peak: bool = True, rounds: int = 0) -> Form:
 
 
 def _by(form: Form, rows: Array, levels: Levels | None) -> Array:
-    from prefixcache.codecs import turboquant_numpy
     from prefixcache.codecs.packing import words_of
+    from prefixcache.codecs.turboquant import numpy_rows as turboquant_numpy
 
     codes = np.empty((len(rows), 1, words_of(WIDTH, form.codebook.bits)), np.uint32)
     scales = np.empty((len(rows), 1), np.uint16)

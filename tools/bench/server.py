@@ -21,7 +21,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, LRUPromptCache
 
 from prefixcache import PrefixCache
-from prefixcache.integrations.mlx_lm import TieredPromptCache
+from prefixcache.servers.mlx_lm import TieredPromptCache
 from tools.bench import report, serving
 from tools.bench.report import Figure
 from tools.bench.serving import Reply, Server, Texts, Turn

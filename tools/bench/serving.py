@@ -85,7 +85,7 @@ class Texts:
     def __init__(self) -> None:
         from mlx_lm.utils import load_tokenizer
 
-        from prefixcache.cli.evaluate_text import default_text
+        from prefixcache.cli.evaluate.texts import default_text
 
         logging.getLogger("transformers").setLevel(
             logging.ERROR
@@ -334,10 +334,10 @@ def clocked(out: Path, ours: bool, arguments: list[str]) -> None:
     from mlx_lm.generate import GenerationBatch, PromptProcessingBatch
     from mlx_lm.models.cache import LRUPromptCache
 
-    from prefixcache import storing
     from prefixcache.cli import app
-    from prefixcache.integrations import mlx_lm_server
-    from prefixcache.integrations.mlx_lm_requests import ServedPromptCache
+    from prefixcache.operations import store as storing
+    from prefixcache.servers.mlx_lm import server as mlx_lm_server
+    from prefixcache.servers.mlx_lm.requests import ServedPromptCache
 
     spans: list[Span] = []
 

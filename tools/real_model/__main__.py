@@ -40,8 +40,8 @@ def main() -> int:
 
 def _check(folder: Path, codec: str | None) -> int:
     """Imports MLX, so only here."""
-    from prefixcache.cli.evaluate_report import markdown
-    from prefixcache.cli.evaluate_text import NotMeasured
+    from prefixcache.cli.evaluate.report import markdown
+    from prefixcache.cli.evaluate.texts import NotMeasured
     from tools.real_model import check
 
     try:

@@ -9,8 +9,8 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from prefixcache.cli.evaluate_text import default_text
-from prefixcache.cli.evaluating import Job, load, measure
+from prefixcache.cli.evaluate.measuring import Job, load, measure
+from prefixcache.cli.evaluate.texts import default_text
 
 CONTROL = "raw"
 JOB = Job(prefix=1024, tokens=256, windows=3, needles=0)

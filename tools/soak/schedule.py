@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import NamedTuple
 
-from prefixcache.policies import POLICIES
+from prefixcache.blocks.policies import POLICIES
 
 MB = 1 << 20
 

@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from prefixcache import PrefixCache, Raw, Settings
+from prefixcache.blocks.tree import RAM
 from prefixcache.memory import give_back
 from prefixcache.ssd.directory import tree_size
 from prefixcache.ssd.index import Index
-from prefixcache.tree import RAM
 from tools.soak import states
 from tools.soak.disk import Clock, Disk
 from tools.soak.prompts import Request, Tenant, Trace, digest

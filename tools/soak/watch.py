@@ -15,7 +15,7 @@ from typing import Any
 
 from prefixcache.ssd import Entry, Ssd, reader, store, writer
 from prefixcache.ssd.entries import Address
-from prefixcache.tiers import Tiers
+from prefixcache.tiers.tiers import Tiers
 
 Tell = Callable[..., None]
 

@@ -1,0 +1,1 @@
+"""`prefixcache demo`: what the cache does, shown and checked on this machine."""

@@ -1,0 +1,1 @@
+"""The commands of operators on a directory: inspect, reconcile, prune, clear."""

@@ -1,0 +1,1 @@
+"""`prefixcache evaluate`: what a codec does to a model's output."""

@@ -1,0 +1,390 @@
+"""The measurements of `prefixcache evaluate`: what a model says on restored caches, beside what it says on the live one.
+
+A text at a time: the live cache is filled, every codec's `PrefixCache` stores it, the live cache goes on as the
+reference, and then each codec's restored cache does. So one text's logits are held, whatever the number of codecs, and
+each codec has one cache for all texts, as on a server. `evaluate` is the screen; nothing here writes to it.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import platform
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
+
+from prefixcache import PrefixCache
+from prefixcache.cache import Stored
+from prefixcache.cli.evaluate.measures import Rows, compare, joined, mean_and_error, surprise
+from prefixcache.cli.evaluate.texts import Haystack, NotMeasured, Question, Window, cut, depths_of, haystacks
+from prefixcache.codecs import Codec, as_codec
+from prefixcache.keys import BLOCK
+from prefixcache.layers.adapters import CacheError
+from prefixcache.layers.plan import Plan
+
+PREFILL = 512  # tokens in one call of the model, as mlx-lm's servers do it
+CHUNK = 64  # the same where logits are looked at: 64 x 250,000 float32 logits are 64 MB
+ANSWER = 32  # tokens that an answer may have; some models say a sentence before the number
+MODEL = "evaluated"  # the name in each cache, which holds nothing else
+SPARE = 64 << 20
+NUMBER = re.compile(r"\d+")
+GROUPING = re.compile(r"(?<=\d),(?=\d)")
+
+Facts = dict[str, Any]
+Step = Callable[[str], None]
+
+
+class Subject(NamedTuple):
+    """A model, its tokenizer, and how many positions it knows (None: not said)."""
+
+    model: Any
+    tokenizer: Any
+    positions: int | None
+
+
+@dataclass(frozen=True)
+class Job:
+    """How much is measured. Lengths are in tokens; `prefix` is what is cached, `tokens` what is read after it."""
+
+    prefix: int = 2048
+    tokens: int = 256
+    windows: int = 8
+    needles: int = 8
+    depths: int = 5
+    seed: int = 0
+
+    @property
+    def haystack_depths(self) -> list[float]:
+        return depths_of(self.depths) if self.needles else []
+
+    def steps(self, codecs: int) -> int:
+        """How often `measure` calls its `step`."""
+        return (self.windows + self.needles) * (codecs + 1)
+
+
+def load(name: str, adapter: str | None = None, float32: bool = False) -> Subject:
+    """A model's folder, or its name on Hugging Face; with `float32` its weights are cast.
+
+    NotMeasured when mlx-lm can't load it.
+    """
+    folder = Path(name).expanduser()
+    if not folder.exists() and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
+        raise NotMeasured(f"{name}: no such folder; give a model's folder, or its name on Hugging Face (owner/name)")
+    adapter = str(Path(adapter).expanduser()) if adapter is not None else None
+    if adapter is not None and not Path(adapter).is_dir():
+        raise NotMeasured(f"--adapter {adapter}: no such folder; give the one that mlx_lm.lora wrote")
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # it would warn that the text is longer than the context
+    try:
+        model, tokenizer, config = mlx_lm.load(
+            str(folder) if folder.exists() else name, adapter_path=adapter, return_config=True
+        )
+    except Exception as error:  # what mlx-lm, transformers and the Hub raise has no common class
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise NotMeasured(f"{name}: mlx-lm can't load it: {reason}") from error
+    if float32:
+        model.set_dtype(mx.float32)
+    return Subject(model, tokenizer, _positions(config))
+
+
+def _positions(config: Facts) -> int | None:
+    for part in (config, config.get("text_config") or {}):
+        for key in ("max_position_embeddings", "n_positions"):
+            if isinstance(part.get(key), int):
+                return int(part[key])
+    return None
+
+
+def measure(subject: Subject, specs: Sequence[str], text: str, job: Job, step: Step = lambda what: None) -> Facts:
+    """Everything about every codec, as plain values that JSON can hold; `specs` as `as_codec` reads them.
+
+    `step` is told what was done, `job.steps(len(specs))` times. NotMeasured for a spec, a text, a model or a job that
+    can't be measured.
+    """
+    codecs = {spec: codec_of(spec) for spec in specs}
+    _check_positions(subject, job)
+    tokenizer = subject.tokenizer
+    ids = list(tokenizer.encode(text, add_special_tokens=False))
+    first, windows = cut(tokenizer, ids, job.prefix, job.tokens, job.windows)
+    hidden = haystacks(tokenizer, ids, job.prefix, job.needles, job.haystack_depths, job.seed)
+    reference = Reference(subject.model)
+    live = reference.fill(first)
+    ram = 4 * _nbytes(live) + SPARE  # two prompts are held at once; this is a limit, not what is taken
+    trials = [Trial(spec, codec, ram) for spec, codec in codecs.items()]
+    try:
+        for trial in trials:  # as on a server, other prompts are there already
+            trial.keep(first, live)
+        for number, window in enumerate(windows, 1):
+            _read(reference, trials, window, _labelled(step, f"text {number} of {job.windows}"))
+        for number, haystack in enumerate(hidden, 1):
+            _ask(subject, reference, trials, haystack, _labelled(step, f"needles {number} of {job.needles}"))
+        return _facts(job, reference, trials, len(ids))
+    finally:
+        for trial in trials:
+            trial.cache.close()
+
+
+def codec_of(spec: str) -> Codec:
+    """NotMeasured names the spec and what could be written."""
+    try:
+        codec = as_codec(spec)
+    except ValueError as error:
+        raise NotMeasured(str(error)) from None
+    assert codec is not None
+    return codec
+
+
+def _labelled(step: Step, label: str) -> Step:
+    return lambda what: step(f"{label}: {what}")
+
+
+def _check_positions(subject: Subject, job: Job) -> None:
+    after = max(job.tokens, 2 * ANSWER if job.needles else 0)
+    if subject.positions is not None and job.prefix + after > subject.positions:
+        raise NotMeasured(
+            f"--prefix {job.prefix} and {after} tokens after it: this model has {subject.positions} positions "
+            f"(max_position_embeddings); give --prefix {max(subject.positions - after, 1)} or less"
+        )
+
+
+# -- one text ---------------------------------------------------------------------------------------------------------
+
+
+class Reference:
+    """The model on its live cache, and what came of it."""
+
+    def __init__(self, model: Any):
+        self.model = model
+        self.nll: list[np.ndarray] = []  # of each window
+        self.right: list[list[bool]] = []  # of each haystack, by depth
+
+    def fill(self, prompt: list[int]) -> list[Any]:
+        """A prompt cache that has seen these tokens."""
+        prompt_cache = make_prompt_cache(self.model)
+        for at in range(0, len(prompt), PREFILL):
+            self.model(mx.array([prompt[at : at + PREFILL]]), cache=prompt_cache)
+            mx.eval([layer.state for layer in prompt_cache])
+            mx.clear_cache()
+        return prompt_cache
+
+    def go_on(self, prompt_cache: list[Any], inputs: list[int]) -> Iterator[mx.array]:
+        """Logits (rows, vocabulary) of what follows each input, some rows at a time."""
+        for at in range(0, len(inputs), CHUNK):
+            logits = self.model(mx.array([inputs[at : at + CHUNK]]), cache=prompt_cache)[0]
+            mx.eval(logits)
+            yield logits
+
+
+class Trial:
+    """One codec: its cache, and what came of it."""
+
+    def __init__(self, spec: str, codec: Codec, ram: int):
+        self.spec, self.codec = spec, codec
+        try:  # variables may name a server's directory, which is not for this
+            self.cache = PrefixCache(codec=codec, ram=ram, ssd_dir=None, ssd=0)
+        except ValueError as error:  # another variable is bad
+            raise NotMeasured(str(error)) from None
+        self.stored: list[Stored] = []  # of each window
+        self.windows: list[Rows] = []
+        self.identical = True  # logits that are the reference's bit for bit
+        self.right: list[list[bool]] = []
+        self.plan: Plan | None = None
+        self._last: list[int] = []
+
+    def keep(self, prompt: list[int], live: list[Any]) -> Stored:
+        """Store the prompt, and let the one before go: the namespace stays."""
+        try:
+            stored = self.cache.store(prompt, live, model=MODEL)
+        except CacheError as error:
+            raise NotMeasured(f"this model's prompt cache can't be stored: {error}") from error
+        if self._last != prompt:
+            if self._last:
+                self.cache.remove(self._last, model=MODEL)
+            self._last = prompt
+        held = self.cache.lookup(prompt, model=MODEL)
+        if held is None or held.tokens != len(prompt):
+            raise NotMeasured(
+                f"codec {self.spec}: of {len(prompt)} tokens that were stored {held.tokens if held else 0} can be "
+                "found: this model's state can't be restored there, so there is nothing to compare"
+            )
+        self.plan = held.plan
+        return stored
+
+    def restore(self) -> list[Any]:
+        """The prompt kept last, decoded: a new live cache."""
+        made, rest = self.cache.fetch(self._last, model=MODEL, leave=0)
+        assert made is not None
+        assert not rest
+        return made
+
+
+def _read(reference: Reference, trials: list[Trial], window: Window, step: Step) -> None:
+    """The tokens after a prompt, given one after the other: on the live cache, then on each restored one."""
+    live = reference.fill(window.prompt)
+    for trial in trials:
+        trial.stored.append(trial.keep(window.prompt, live))
+    wanted = list(reference.go_on(live, window.inputs))
+    targets = [window.targets[at : at + CHUNK] for at in range(0, len(window.targets), CHUNK)]
+    reference.nll.append(np.concatenate([surprise(*pair) for pair in zip(wanted, targets, strict=True)]))
+    del live
+    step("reference")
+    for trial in trials:
+        parts = []
+        got = reference.go_on(trial.restore(), window.inputs)
+        for before, after, of in zip(wanted, got, targets, strict=True):
+            parts.append(compare(before, after, of))
+            trial.identical = trial.identical and bool(mx.array_equal(before, after))
+        trial.windows.append(joined(parts))
+        mx.clear_cache()
+        step(trial.spec)
+
+
+def _ask(subject: Subject, reference: Reference, trials: list[Trial], haystack: Haystack, step: Step) -> None:
+    """Each question after a haystack, by itself: on a copy of the live cache, then on each restored one."""
+    live = reference.fill(haystack.cached)
+    for trial in trials:
+        trial.keep(haystack.cached, live)
+    told = [_is_told(subject, copy.deepcopy(live), question) for question in haystack.questions]
+    reference.right.append(told)
+    del live
+    step("reference")
+    for trial in trials:
+        trial.right.append([_is_told(subject, trial.restore(), question) for question in haystack.questions])
+        mx.clear_cache()
+        step(trial.spec)
+
+
+def _is_told(subject: Subject, prompt_cache: list[Any], question: Question) -> bool:
+    """Whether the first number in the greedy answer is the one that was hidden."""
+    said: list[int] = []
+    text = ""
+    for token, _ in generate_step(
+        mx.array(question.tokens), subject.model, max_tokens=ANSWER, prompt_cache=prompt_cache,
+        prefill_step_size=PREFILL,
+    ):  # fmt: skip
+        if token in subject.tokenizer.eos_token_ids:
+            break
+        said.append(token)
+        text = GROUPING.sub("", subject.tokenizer.decode(said))
+        found = NUMBER.search(text)
+        if found and found.end() < len(text.rstrip(",")):  # the number is over
+            break
+    found = NUMBER.search(text)
+    return found is not None and found[0] == question.number
+
+
+# -- what came of it --------------------------------------------------------------------------------------------------
+
+
+def _facts(job: Job, reference: Reference, trials: list[Trial], text_tokens: int) -> Facts:
+    nll = [float(window.mean()) for window in reference.nll]
+    return {
+        "job": {**asdict(job), "text_tokens": text_tokens, "prefill": PREFILL},
+        "versions": {
+            **{name: version(name) for name in ("prefixcache", "mlx", "mlx-lm")},
+            "python": platform.python_version(),
+            "device": str(mx.default_device()),
+        },
+        "depths": job.haystack_depths,
+        "reference": {
+            "perplexity": _finite(_exp(mean_and_error(nll)[0])),
+            "windows": [{"nll": _finite(value)} for value in nll],
+            **_recall(reference.right, job),
+        },
+        "codecs": [_of_codec(trial, nll, job) for trial in trials],
+    }
+
+
+def _of_codec(trial: Trial, reference_nll: list[float], job: Job) -> Facts:
+    """One codec's numbers. Errors are standard errors over the windows; of perplexity, to first order."""
+    nll = [float(rows.nll.mean()) for rows in trial.windows]
+    kl = [float(rows.kl.mean()) for rows in trial.windows]
+    same = [float(rows.same.mean()) for rows in trial.windows]
+    log_ratio, log_error = mean_and_error([a - b for a, b in zip(nll, reference_nll, strict=True)])
+    before, after = _exp(mean_and_error(reference_nll)[0]), _exp(mean_and_error(nll)[0])
+    ratio = _exp(log_ratio)
+    kl_mean, kl_error = mean_and_error(kl)
+    top1, top1_error = mean_and_error(same)
+    return {
+        "codec": trial.spec,
+        "name": str(trial.codec),
+        "spec": trial.codec.spec(),
+        "identical": trial.identical,
+        **_sizes(trial),
+        "perplexity": _finite(after),
+        "perplexity_difference": _finite(after - before),
+        "perplexity_difference_error": _finite(after * log_error) if log_error is not None else None,
+        "perplexity_ratio": _finite(ratio),
+        "perplexity_ratio_error": _finite(ratio * log_error) if log_error is not None else None,
+        "kl_mean": _finite(kl_mean),
+        "kl_error": _finite(kl_error),
+        "kl_p99": _finite(float(np.quantile(joined(trial.windows).kl, 0.99, method="higher"))),
+        "top1": top1,
+        "top1_error": top1_error,
+        "windows": [
+            {"nll": _finite(a), "kl": _finite(b), "top1": c} for a, b, c in zip(nll, kl, same, strict=True)
+        ],
+        **_recall(trial.right, job),
+    }  # fmt: skip
+
+
+def _sizes(trial: Trial) -> Facts:
+    """Bytes and bits. A payload is what one token of a whole block takes in every layer that keeps rows by token, levels
+    included; what is stored has headers, token ids and recurrent state beside it, and of windowed layers fewer rows.
+    """
+    assert trial.plan is not None
+    plan = trial.plan
+    payload = sum(spec.nbytes for section in (plan.rows, *plan.windowed) for spec in section.specs(BLOCK)) / BLOCK
+    values = sum(stream[2] * stream[3] for leaf in plan.leaves for stream in leaf.get("streams") or ())
+    live = plan.fp16_bytes(1)
+    tokens = sum(stored.new_tokens for stored in trial.stored)
+    return {
+        "bits_per_value": 8 * payload / values if values else None,
+        "values_per_token": values,
+        "live_bytes_per_token": live,
+        "payload_bytes_per_token": payload,
+        "stored_bytes_per_token": sum(s.new_bytes for s in trial.stored) / tokens if tokens else None,
+        "ratio": live / payload if payload else None,
+        "layers": len(plan.layers),
+        "raw_layers": list(trial.stored[-1].raw_layers),
+    }
+
+
+def _recall(right: list[list[bool]], job: Job) -> Facts:
+    """How many of the hidden numbers were told, in all and by depth; `asked` is 0 without needles."""
+    by_depth = [(depth, sum(told)) for depth, told in zip(job.haystack_depths, zip(*right, strict=True), strict=True)]
+    return {
+        "needles": {
+            "asked": len(right) * len(by_depth),
+            "right": sum(count for _, count in by_depth),
+            "by_depth": [{"depth": depth, "asked": len(right), "right": count} for depth, count in by_depth],
+        }
+    }
+
+
+def _nbytes(prompt_cache: list[Any]) -> int:
+    leaves = tree_flatten([layer.state for layer in prompt_cache])
+    return sum(leaf.nbytes for _, leaf in leaves if isinstance(leaf, mx.array))
+
+
+def _exp(nats: float) -> float:
+    try:
+        return math.exp(nats)
+    except OverflowError:
+        return math.inf
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no word for infinity or NaN, which a codec that breaks a model gives."""
+    return value if value is not None and math.isfinite(value) else None

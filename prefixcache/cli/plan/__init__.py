@@ -1,0 +1,1 @@
+"""`prefixcache plan`: how much RAM and SSD a server needs, before they are bought."""

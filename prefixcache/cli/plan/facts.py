@@ -1,0 +1,236 @@
+"""What `prefixcache plan` tells, as the object that `--json` prints: of a model, of a trace, of each size tried, advice.
+
+Numbers only: sizes in bytes, times in seconds, shares from 0 to 1. How they look is for `plan_text`, `plan_html` and
+`plan_curves` to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from prefixcache.cli.plan.text import settings_of
+from prefixcache.planning import advice
+from prefixcache.planning.advice import Prices, Rates
+from prefixcache.planning.bound import Bound
+from prefixcache.planning.model import ModelState
+from prefixcache.planning.outcome import Outcome
+from prefixcache.planning.sizes import Sizes
+from prefixcache.planning.sweep import Cell
+from prefixcache.settings import Settings, ram_auto
+from prefixcache.trace.reading import Summary, Trace
+
+PROMPTS = (8_192, 32_768, 131_072)  # tokens
+MACS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 512)  # GiB
+WEIGHT_BITS = 4.5  # of a weight quantised to 4 bits in groups of 64, scale and bias included
+TARGETS = (0.5, 0.75, 0.9, 0.95, 0.99)  # shares of what is possible for which the cheapest size is told
+RAM_SHARES = (256, 128, 64, 32, 16, 4, 1)  # parts of what is enough; small ones tell more, and cost less
+SSD_SHARES = (4, 1)
+
+Facts = dict[str, Any]
+
+
+class Assumed(NamedTuple):
+    """What the trace doesn't say. Rates in tokens or bytes a second, prices of a GB, `tbw` in bytes."""
+
+    prefill: float
+    ssd: tuple[float, ...]
+    decode: float
+    tbw: int
+    prices: Prices
+
+    def rates(self) -> list[Rates]:
+        """One for each SSD."""
+        return [Rates(self.prefill, ssd, self.decode) for ssd in self.ssd]
+
+    def as_dict(self) -> Facts:
+        return {
+            "prefill_rate": self.prefill, "ssd_rates": list(self.ssd), "decode_rate": self.decode, "tbw": self.tbw,
+            "ram_price": self.prices.ram, "ssd_price": self.prices.ssd,
+        }  # fmt: skip
+
+
+# -- the model --------------------------------------------------------------------------------------------------------
+
+
+def of_model(state: ModelState) -> Facts:
+    return {
+        "name": state.name, "model_type": state.model_type, "dtype": state.dtype, "parameters": state.parameters,
+        "weights_at_4_bits": _weights(state), "context": state.context,
+        "layers": [
+            {"kind": own.kind, "caches": own.caches, "window": own.window.size if own.window is not None else None}
+            for own in state.layers
+        ],
+    }  # fmt: skip
+
+
+def of_codec(name: str, sizes: Sizes) -> Facts:
+    """What a model's state takes with a codec. `windows` and `snapshot` are a boundary's, beside the tokens' own bytes."""
+    return {
+        "codec": name, "spec": sizes.codec.spec(), "live_bytes_per_token": sizes.raw_bytes_per_token,
+        "bytes_per_token": sizes.bytes_per_token, "ratio": sizes.ratio,
+        "ram_bytes_per_token": sizes.ram_bytes_per_token, "tokens_per_gb": int(1e9 / sizes.ram_bytes_per_token),
+        "windows_bytes": sizes.most_windows_bytes, "snapshot_bytes": sizes.snapshot_bytes(PROMPTS[0] - 256, 256),
+        "prompts": [{"tokens": tokens, "bytes": sizes.prompt_bytes(tokens)} for tokens in PROMPTS],
+        "raw_layers": list(sizes.plan.raw),
+    }  # fmt: skip
+
+
+def of_macs(state: ModelState, codecs: Sequence[tuple[str, Sizes]]) -> list[Facts]:
+    """What Macs could keep beside the model's weights at 4 bits. `gpu` is what macOS lets the GPU have, `auto` what the
+    setting `ram="auto"` takes of it; nothing where the weights leave no room for that.
+    """
+    rows = []
+    for memory in MACS:
+        gpu, weights = _gpu(memory), _weights(state)
+        room, auto = max(gpu - weights, 0), ram_auto(gpu, weights)
+        tokens = [{"codec": name, "tokens": int(room / sizes.ram_bytes_per_token)} for name, sizes in codecs]
+        rows.append(
+            {"memory": memory << 30, "gpu": gpu, "room": room, "auto": auto if auto <= room else 0, "tokens": tokens}
+        )
+    return rows
+
+
+def of_machine(state: ModelState, sizes: Sizes, ram: int, longest: int) -> Facts:
+    """The smallest Mac whose GPU may have the model's weights at 4 bits, a cache of `ram` bytes and one live prompt: of the
+    `longest` tokens, or of the model's context where that is less. `memory` and `gpu` are None where no Mac has so much.
+    """
+    tokens = min(longest, state.context or longest)
+    weights, live = _weights(state), sizes.live_bytes(tokens)
+    enough = next((memory for memory in MACS if _gpu(memory) >= weights + live + ram), None)
+    return {
+        "memory": enough << 30 if enough is not None else None, "gpu": _gpu(enough) if enough is not None else None,
+        "weights": weights, "live_tokens": tokens, "live": live, "ram": ram,
+    }  # fmt: skip
+
+
+def _gpu(memory: int) -> int:
+    """Bytes that macOS lets the GPU of a Mac with so many GiB have."""
+    return (memory << 30) * 3 // 4 if memory >= 36 else (memory << 30) * 2 // 3
+
+
+def _weights(state: ModelState) -> int:
+    return int(state.parameters * WEIGHT_BITS / 8)
+
+
+# -- the trace and the sizes to try -----------------------------------------------------------------------------------
+
+
+def of_trace(trace: Trace, found: Summary, prompts: np.ndarray, context: int | None) -> Facts:
+    """After a pass; `prompts` are the tokens of each, which the model's `context` may be too short for."""
+    return {
+        "file": str(trace.path), "block": trace.block, "limit": trace.limit, "requests": found.requests,
+        "stores": found.stores,
+        "tokens": found.tokens, "mean_tokens": found.mean_tokens, "longest": found.longest,
+        "beyond_context": int((prompts > context).sum()) if context is not None else 0, "ids": found.ids,
+        "blocks": found.blocks, "blocks_exact": found.exact, "seconds": found.seconds, "torn": trace.torn,
+        "backwards": trace.backwards,
+    }  # fmt: skip
+
+
+def step_up(nbytes: float) -> int:
+    """The next size that things are sold in: 1 or 1.5 times a power of two of GB, MB or kB."""
+    unit = next((unit for unit in (10**9, 10**6) if nbytes >= unit), 10**3)
+    power = 1
+    while power * unit * 1.5 < nbytes:
+        power *= 2
+    return int(power * unit if power * unit >= nbytes else power * unit * 1.5)
+
+
+def ram_ladder(most: int) -> list[int]:
+    """From a 256th of what is enough for `most` bytes up to that."""
+    return [max(step_up(most) // share, 1) for share in RAM_SHARES]
+
+
+def ssd_ladder(most: int) -> list[int]:
+    return [step_up(most) // share for share in SSD_SHARES]
+
+
+def grid(rams: Sequence[int], ssds: Sequence[int], policies: Sequence[str], admissions: Sequence[str]) -> list[Cell]:
+    """All of each with all of the others, but nothing at all. What the SSD is given makes no difference without one."""
+    cells = [Cell(*of) for of in product(rams, ssds, policies, admissions) if of[0] or of[1]]
+    return list(dict.fromkeys(c if c.ssd else c._replace(admission=admissions[0]) for c in cells))
+
+
+def capacities(cells: Sequence[Cell], bytes_per_token: float, block: int) -> list[int]:
+    """How many of a trace's blocks RAM and SSD of each size have room for."""
+    return [int((ram_taken(cell.ram) + cell.ssd) / (bytes_per_token * block)) for cell in cells]
+
+
+def ram_taken(ram: int) -> int:
+    """By a cache with this setting: with none, that for images in transit."""
+    return ram or int(Settings.model_fields["transit"].default)
+
+
+# -- what came of them ------------------------------------------------------------------------------------------------
+
+
+def of_outcomes(
+    outcomes: Sequence[Outcome], bounds: Sequence[Bound], endless: Outcome, bytes_per_token: float, assumed: Assumed
+) -> Facts:
+    """`bounds` are Belady's at the outcomes' sizes; `endless` is the run of a RAM that nothing leaves: what is possible with
+    this model.
+    """
+    possible = endless.ram_tokens + endless.ssd_tokens
+    hits = [o.ram_tokens + o.ssd_tokens for o in outcomes]
+    costs = [advice.cost(ram_taken(o.ram), o.ssd, assumed.prices) for o in outcomes]
+    front, chosen = advice.front(costs, hits), advice.knee(costs, hits)
+    rates = assumed.rates()
+    cells = [
+        {
+            "cost": cost,
+            "on_front": i in front,
+            "bound": bound.hit_rate,
+            **_of_cell(o, possible, bytes_per_token, assumed),
+        }
+        for i, (o, bound, cost) in enumerate(zip(outcomes, bounds, costs, strict=True))
+    ]
+    targets = [(share, advice.cheapest(costs, hits, share * possible)) for share in TARGETS]
+    nothing = np.zeros_like(endless.asked)
+    return {
+        "working_set": endless.ram_peak,
+        "possible": {
+            "hit_rate": endless.hit_rate, "hit_tokens": possible, "asked_tokens": endless.asked_tokens,
+            "prefill_seconds": advice.seconds_saved(endless.asked_tokens, assumed.prefill),
+            "prefill_seconds_saved": advice.seconds_saved(possible, assumed.prefill),
+            "ttft": _ttft(endless.asked, endless.hit, nothing, bytes_per_token, rates[0]),
+        },
+        "without": {"ttft": _ttft(endless.asked, nothing, nothing, bytes_per_token, rates[0])},
+        "reading_pays": [advice.reading_pays(bytes_per_token, of) for of in rates],
+        "cells": cells,
+        "front": front,
+        "cheapest": [{"of_possible": share, "cell": i} for share, i in targets] if possible else [],
+        "recommendation": None if chosen is None else {"cell": chosen, "says": _says(cells[chosen])},
+    }  # fmt: skip
+
+
+def _of_cell(outcome: Outcome, possible: int, bytes_per_token: float, assumed: Assumed) -> Facts:
+    o, asked = outcome, outcome.asked_tokens
+    hits = o.ram_tokens + o.ssd_tokens
+    worn = advice.wear(o.written_bytes, o.seconds, assumed.tbw)
+    return {
+        "ram": o.ram, "ssd": o.ssd, "policy": o.policy, "ssd_admission": o.admission, "hit_rate": o.hit_rate,
+        "ram_hit_rate": o.ram_tokens / asked if asked else 0.0, "ssd_hit_rate": o.ssd_tokens / asked if asked else 0.0,
+        "of_possible": min(hits / possible, 1.0) if possible else None, "hit_tokens": hits,
+        "prefill_seconds_saved": advice.seconds_saved(hits, assumed.prefill),
+        "ttft": [_ttft(o.asked, o.hit, o.read, bytes_per_token, rates) for rates in assumed.rates()],
+        "written_bytes_per_day": worn.bytes_per_day, "tbw_years": worn.years,
+        **{name: value for name, value in o._asdict().items() if name not in _TOLD},
+    }  # fmt: skip
+
+
+_TOLD = {"ram", "ssd", "policy", "admission", "asked", "hit", "read"}  # elsewhere, or too long
+
+
+def _ttft(asked: np.ndarray, hit: np.ndarray, read: np.ndarray, bytes_per_token: float, rates: Rates) -> Facts:
+    seconds = advice.times_to_first_token(asked, hit, read, bytes_per_token, rates)
+    found = advice.percentiles(seconds)
+    percentiles = found._asdict() if found is not None else dict.fromkeys(advice.Latency._fields)
+    return {"ssd_rate": rates.ssd, **percentiles, "mean": float(seconds.mean()) if seconds.size else None}
+
+
+def _says(cell: Facts) -> str:
+    return f"{settings_of(cell)}: {100 * cell['of_possible']:.0f} % of what is possible"

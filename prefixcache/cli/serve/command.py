@@ -1,0 +1,171 @@
+"""`prefixcache serve`: mlx_lm.server on a PrefixCache. This module is the command line; the work is `mlx_lm_server`'s.
+
+MLX and mlx-lm are imported when the command runs, so that asking for help and a wrong flag are quick.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from prefixcache.cli.back_end import refuse_without
+from prefixcache.cli.serve.cache_options import BITS, flag_of, settings_from, with_settings
+from prefixcache.cli.serve.warm import token_bar
+from prefixcache.cli.text import complain
+from prefixcache.ssd import DirectoryError
+
+if TYPE_CHECKING:
+    from prefixcache.servers.mlx_lm.requests import Generator
+    from prefixcache.servers.warming import Prompt
+
+log = logging.getLogger("prefixcache")
+
+OTHERS = "All flags of mlx_lm.server are taken too, such as --model, --host, --port; `mlx_lm.server --help` lists them."
+
+COMMAND = {
+    "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}, "epilog": OTHERS,
+}  # fmt: skip
+
+
+@with_settings
+def serve(
+    ctx: typer.Context,
+    warm: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="Store these prompts before the first request; see `prefixcache warm`."),
+    ] = None,
+    grace: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="What requests under way may still take at the end.")
+    ] = 5.0,
+    exact_prefill: Annotated[
+        bool,
+        typer.Option(
+            "--exact-prefill",
+            help="Compute prompts on exact rows, not on those that a hit will give: a first answer is then the uncompressed "
+            "model's, and the same asked again may be answered otherwise.",
+        ),
+    ] = False,
+    log_json: Annotated[
+        bool, typer.Option("--log-json", help="Log as JSON, one object a line, with nothing of a prompt.")
+    ] = False,
+    **flags: Any,
+) -> None:
+    """Run mlx_lm.server with a prefix cache that is bounded in bytes and survives restarts.
+
+    SIGTERM or Ctrl-C ends it and writes what is warm; a second one ends it at once. Metrics are at /metrics. A request's
+    "cache_salt" keeps its tenant's prompts apart.
+
+    Every setting of the cache is a flag, a variable (PREFIXCACHE_RAM is --ram) and a key of the TOML file that
+    PREFIXCACHE_CONFIG names (ram = "8GB"); a flag stands above a variable, a variable above the file.
+
+    Exit code: 0 ended, 2 it could not start or go on, 128 + the signal that ended it at once or before it was ready.
+    """
+    try:
+        _check(ctx.args, [flag_of(name) for name in ("codec", *BITS) if flags[name]], warm or [])
+        if not grace < float("inf"):
+            raise ValueError(f"--grace {grace}: not a number of seconds")
+        settings = settings_from(flags)
+        from prefixcache.servers.mlx_lm import server as mlx_lm_server
+        from prefixcache.servers.warming import read_prompts
+
+        prompts = [prompt for file in warm or [] for prompt in read_prompts(file)]
+        if log_json:
+            _log_as_json(ctx.args, mlx_lm_server.Handler)
+    except (ValueError, ImportError) as error:
+        refuse_without(error)
+        _end(error)
+    try:
+        mlx_lm_server.serve(
+            settings, ctx.args, before=partial(_warm, prompts), grace=grace, exact_prefill=exact_prefill
+        )
+    except mlx_lm_server.ServeFailed as error:
+        complain(" ".join(str(error).split()))
+        _leave(2)
+    except (mlx_lm_server.ServeError, DirectoryError, ValueError) as error:
+        _end(error)
+    _leave(0)
+
+
+def _log_as_json(flags: list[str], http: Any) -> None:
+    """All that is logged, each request of the HTTP handler `http` too, goes to standard error as JSON. mlx-lm sets a format
+    of its own only where there is none; then its --log-level is for us to set.
+    """
+    from prefixcache.metrics.logs import JsonFormatter, quotes_nothing
+
+    level = "INFO"
+    for flag, following in zip(flags, [*flags[1:], ""], strict=True):
+        name, given, value = flag.partition("=")
+        if name == "--log-level":
+            level = value if given else following
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter())
+    handler.addFilter(quotes_nothing)
+    logging.captureWarnings(True)
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(getattr(logging, level, logging.INFO))  # one that mlx-lm does not know is its to refuse
+    requests = logging.getLogger("prefixcache.http")
+
+    def tell(client: Any, text: str, *args: Any) -> None:
+        requests.info(text, *args, extra={"client": client.address_string()})
+
+    http.log_message = tell
+
+
+def _warm(prompts: list[Prompt], generator: Generator) -> None:
+    """Store the prompts, on the thread that generates, with a bar on a terminal."""
+    from prefixcache.servers.mlx_lm.server import ServeError
+    from prefixcache.servers.warming import BadPrompt, sequences_of, warm_sequences
+
+    if not prompts:
+        return
+    provider, prompt_cache = generator.model_provider, generator.prompts
+    try:
+        sequences = sequences_of(provider.tokenizer, prompts, provider.cli_args.chat_template_args)
+    except BadPrompt as error:
+        raise ServeError(f"--warm: {error}") from error
+    nets = provider.model if provider.draft_model is None else (provider.model, provider.draft_model)
+    log.info("warm-up: %d prompts of %d tokens in all", len(sequences), sum(len(one.tokens) for one in sequences))
+    with token_bar(sum(len(sequence.tokens) for sequence in sequences)) as show:
+        done = warm_sequences(
+            prompt_cache.cache, lambda: nets, sequences, model=prompt_cache.name_of(provider.model_key),
+            prefill_step_size=provider.cli_args.prefill_step_size,
+            progress=lambda step: show(f"warm-up: prompt {step.prompt} of {step.prompts}", step.done),
+        )  # fmt: skip
+    log.info("warm-up: %d prompts, %d of %d tokens computed", done.prompts, done.computed, done.tokens)
+    if done.unkept:
+        log.warning(
+            "warm-up: %d of %d prompts found no room: give more with --ssd and --ram", done.unkept, done.prompts
+        )
+
+
+def _check(flags: list[str], ours: list[str], warm: list[Path]) -> None:
+    """ValueError for flags that contradict each other or need another: mlx-lm's, and of ours those that choose a codec."""
+    given = {flag.partition("=")[0] for flag in flags if flag.startswith("-")}
+    if "--kv-bits" in given and ours:
+        raise ValueError(
+            f"--kv-bits with {ours[0]}: rows that mlx-lm has quantized are kept as they are; give one of them"
+        )
+    if warm and "--model" not in given:
+        raise ValueError("--warm without --model: there is no model to compute the prompts with; add --model")
+
+
+def _leave(code: int) -> None:
+    """End the process at once: all is written. MLX aborts many a Python that shuts down after a thread of its has used
+    mx.compile (ml-explore/mlx#4110).
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _end(error: Exception) -> None:
+    complain(" ".join(str(error).split()))
+    raise typer.Exit(2) from None

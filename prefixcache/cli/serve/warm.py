@@ -1,0 +1,299 @@
+"""`prefixcache warm`: prompts prefilled and stored ahead of the first user. This module is the screen, finds and loads the
+model, and ends in order; the work is `servers.warming`'s.
+
+MLX and mlx-lm are imported when the command runs, so that asking for help and a wrong flag are quick.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from prefixcache.cache import PrefixCache
+from prefixcache.cli.serve.cache_options import Flags, settings_from, with_settings
+from prefixcache.cli.text import complain, console, many
+from prefixcache.layers import CacheError
+from prefixcache.settings import Settings
+from prefixcache.ssd import DirectoryHeld, SsdError
+
+if TYPE_CHECKING:
+    from prefixcache.servers.warming import Prompt, Sequence, Step, Warmed
+
+# Nobody waits for an answer here, so what is stored may wait for the disk as long as that takes.
+PATIENT = {"spill": "wait", "spill_wait": 60.0, "close_timeout": 3600.0}
+
+
+class NotWarmed(Exception):
+    """It can't be done. The text is one line: what is wrong, and what to do."""
+
+
+class Stopped(BaseException):
+    """A signal, `args[0]`, asked for the end."""
+
+
+@with_settings
+def warm(
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="PROMPTS.JSONL",
+            help='A prompt on each line: {"messages": [...], "tools": [...]}, or {"prompt": "..."}; with '
+            '"cache_salt": "..." it is one tenant\'s.',
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="The model's folder, or its name on Hugging Face.")
+    ] = None,
+    adapter_path: Annotated[str | None, typer.Option(metavar="PATH", help="The folder of a LoRA adapter.")] = None,
+    chat_template: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="A chat template in the place of the model's own.")
+    ] = None,
+    chat_template_args: Annotated[
+        str, typer.Option(metavar="JSON", help="Arguments of the template, such as '{\"enable_thinking\": false}'.")
+    ] = "{}",
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
+    ] = False,
+    prefill_step_size: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens in one call of the model.")] = 2048,
+    **flags: Any,
+) -> None:
+    """Prefill and store prompts (system prompts, tool lists), so that not even the first user waits for them.
+
+    It needs --model, --ssd-dir and a file of prompts, such as {"messages": [{"role": "system", "content": "You are ..."}]} on
+    a line: `prefixcache warm --model MODEL --ssd-dir DIR prompts.jsonl`. Nobody else may have DIR open.
+
+    Give model, template and codec as the server has them that is to find the prompts. What is stored already costs nothing.
+    After Ctrl-C or SIGTERM what was computed stays stored, and the same command goes on from there.
+
+    Exit code: 0 all is stored, 1 not all of it found room, 2 it could not be done, 128 + the signal that ended it.
+    """
+    try:
+        settings = _patient(_settings(flags))
+        options = _json_object("--chat-template-args", chat_template_args)
+        config = {"trust_remote_code": trust_remote_code, **({"chat_template": chat_template} if chat_template else {})}
+        found = _read(prompts or [])
+        source = _find(model, adapter_path, config)
+        done, lost = _warm(settings, source, _tokenize(source, found, options), prefill_step_size)
+    except (NotWarmed, SsdError) as error:
+        complain(_one_line(error))
+        raise typer.Exit(2) from error
+    except Stopped as stopped:
+        number = signal.Signals(stopped.args[0])
+        complain(f"ended by {number.name}: what was computed is stored; the same command goes on from there")
+        raise typer.Exit(128 + number) from None
+    whole = f", {done.skipped:,} stored already" if done.skipped else ""
+    typer.echo(f"{many(done.prompts, 'prompt')}{whole}; {done.computed:,} of {many(done.tokens, 'token')} computed")
+    if lost:
+        complain(f"{lost} of {many(done.prompts, 'prompt')} found no room: give more with --ssd and --ram")
+        raise typer.Exit(1)
+
+
+# -- what is asked for ------------------------------------------------------------------------------------------------
+
+
+def _settings(flags: Flags) -> Settings:
+    try:
+        settings = settings_from(flags)
+    except ValueError as error:
+        raise NotWarmed(str(error)) from error
+    if settings.ssd_dir is None or settings.ssd == 0:
+        what = "--ssd-dir is missing" if settings.ssd_dir is None else "--ssd 0"
+        raise NotWarmed(f"{what}: without an SSD tier all would be lost at the end; add --ssd-dir DIR with an --ssd")
+    return settings
+
+
+def _patient(settings: Settings) -> Settings:
+    return settings.model_copy(update={n: value for n, value in PATIENT.items() if n not in settings.model_fields_set})
+
+
+def _json_object(flag: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise NotWarmed(f"{flag} {text}: not a JSON object; write one such as '{{\"enable_thinking\": false}}'")
+    return value
+
+
+def _read(files: list[Path]) -> list[Prompt]:
+    if not files:
+        raise NotWarmed("no prompts: name a file that has a prompt as JSON on each line")
+    from prefixcache.servers.warming import BadPrompt, read_prompts
+
+    try:
+        return [prompt for file in files for prompt in read_prompts(file)]
+    except BadPrompt as error:
+        raise NotWarmed(str(error)) from error
+
+
+# -- the model --------------------------------------------------------------------------------------------------------
+
+
+class Source(NamedTuple):
+    """A model's folder and its adapter's, its name in the cache, and how its tokenizer is to be made."""
+
+    folder: Path
+    adapter: str | None
+    name: str
+    tokenizer_config: dict[str, Any]
+
+    def load(self) -> Any:
+        """The weights. Their code comes along where that is trusted; mlx-lm 0.31 never asks."""
+        from inspect import signature
+
+        from mlx_lm.utils import load_adapters, load_model
+
+        trust = {"trust_remote_code": self.tokenizer_config["trust_remote_code"]}
+        try:
+            known = signature(load_model).parameters
+            model, _ = load_model(self.folder, **{name: value for name, value in trust.items() if name in known})
+            if self.adapter is not None:
+                model = load_adapters(model, self.adapter)
+                model.eval()
+        except Exception as error:  # what mlx-lm raises has no common class
+            raise NotWarmed(f"--model {self.folder}: mlx-lm can't load it: {_one_line(error)}") from error
+        return model
+
+
+def _find(model: str | None, adapter: str | None, config: dict[str, Any]) -> Source:
+    """The model's files, downloaded where need be, and its identity. Nothing is loaded yet."""
+    from prefixcache.identity import model_identity
+
+    if model is None:
+        raise NotWarmed("--model is missing: give a model's folder, or its name on Hugging Face (owner/name)")
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        folder = _download(model)
+    adapter = str(Path(adapter).expanduser()) if adapter is not None else None
+    try:
+        return Source(folder, adapter, model_identity(folder, adapter), config)
+    except (OSError, ValueError) as error:
+        raise NotWarmed(str(error)) from error
+
+
+def _download(name: str) -> Path:
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
+        raise NotWarmed(
+            f"--model {name}: no such folder; give a model's folder, or its name on Hugging Face (owner/name)"
+        )
+    from mlx_lm.utils import _download  # not public, but what `mlx_lm.load` does in every release
+
+    try:
+        return Path(_download(name))
+    except Exception as error:  # what the Hub raises has no common class
+        raise NotWarmed(
+            f"--model {name}: no such folder, and Hugging Face doesn't give it: {_one_line(error)}"
+        ) from error
+
+
+def _tokenize(source: Source, prompts: list[Prompt], options: dict[str, Any]) -> list[Sequence]:
+    from mlx_lm.utils import load_tokenizer
+
+    from prefixcache.servers.warming import BadPrompt, sequences_of
+
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # it would warn that a prompt is longer than the context
+    try:
+        tokenizer = load_tokenizer(source.folder, source.tokenizer_config)
+    except Exception as error:
+        raise NotWarmed(f"--model {source.folder}: mlx-lm can't load its tokenizer: {_one_line(error)}") from error
+    try:
+        return sequences_of(tokenizer, prompts, options)
+    except BadPrompt as error:
+        raise NotWarmed(str(error)) from error
+
+
+# -- the work ---------------------------------------------------------------------------------------------------------
+
+
+def _warm(settings: Settings, source: Source, sequences: list[Sequence], step_size: int) -> tuple[Warmed, int]:
+    """Warm them, and count those that the directory doesn't hold whole, as the next process will find it."""
+    from mlx_lm.generate import wired_limit
+
+    from prefixcache.servers.warming import unkept, warm_sequences
+
+    total = sum(len(sequence.tokens) for sequence in sequences)
+    with _ending() as check, token_bar(total) as show, ExitStack() as stack:
+
+        def load() -> Any:
+            show("loading the model", None)
+            model = source.load()
+            stack.enter_context(wired_limit(model))  # as mlx-lm does it: on a Mac the weights stay in memory
+            return model
+
+        def progress(step: Step) -> None:
+            show(f"prompt {step.prompt} of {step.prompts}", step.done)
+            check()
+
+        with _open(settings) as cache:
+            try:
+                done = warm_sequences(
+                    cache, load, sequences, model=source.name, prefill_step_size=step_size, progress=progress
+                )
+            except CacheError as error:
+                raise NotWarmed(f"--model {source.folder}: its prompt cache can't be kept: {error}") from error
+            show("writing", total)
+        if not done.computed:
+            return done, done.unkept
+        try:
+            with _open(settings) as cache:
+                return done, unkept(cache, sequences, model=source.name)
+        except DirectoryHeld:  # a server was quicker
+            return done, done.unkept
+
+
+def _open(settings: Settings) -> PrefixCache:
+    try:
+        return PrefixCache(settings)
+    except ValueError as error:
+        raise NotWarmed(str(error)) from error
+
+
+@contextmanager
+def _ending() -> Iterator[Callable[[], None]]:
+    """Gives a check that raises Stopped once SIGINT or SIGTERM came. A second signal ends the process at once."""
+    came: list[int] = []
+
+    def on(number: int, frame: Any) -> None:
+        came.append(number)
+        for one in before:
+            signal.signal(one, signal.SIG_DFL)
+
+    def check() -> None:
+        if came:
+            raise Stopped(came[0])
+
+    before = {one: signal.signal(one, on) for one in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield check
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+
+@contextmanager
+def token_bar(total: int) -> Iterator[Callable[[str, int | None], None]]:
+    """A function that is told what is done, and how many tokens are (None: as many as before); on a terminal it moves a
+    bar.
+    """
+    err = console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"),
+        TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
+        task = progress.add_task("", total=total)
+        yield lambda what, done: progress.update(task, description=what, completed=done)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,1 @@
+"""`prefixcache top`: a server, live in the terminal."""

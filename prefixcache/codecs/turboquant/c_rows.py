@@ -1,0 +1,374 @@
+"""TurboQuant in C, for the CPU: the codes and rows of `turboquant_numpy` bit for bit, at the speed of memory.
+
+The kernel is `kernels/turboquant.c`, built with the package where there is a C compiler, and called through ctypes, which
+lets other threads run meanwhile. Here every shape, dtype and stride is checked before a pointer goes there, and long work
+is shared out among threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import platform
+import struct
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from prefixcache.codecs.base import Decoding, Encoding
+from prefixcache.codecs.interchange import Array, element
+from prefixcache.codecs.packing import words_of
+from prefixcache.codecs.threads import SHARE, WORTH_A_THREAD, share_out
+from prefixcache.codecs.turboquant.format import Form
+from prefixcache.codecs.turboquant.rotation import table_of
+
+if TYPE_CHECKING:
+    from prefixcache.codecs.turboquant.levelling import Levels  # which measures by way of these
+
+LIBRARY = Path(str(files("prefixcache.kernels"))) / "_turboquant.so"
+PATHS = ("portable", "avx2", "avx512")  # in the order of the kernel's own numbers, slowest first
+SPOKEN = {
+    "portable": "NEON" if platform.machine() in ("arm64", "aarch64") else "portable",
+    "avx2": "AVX2",
+    "avx512": "AVX-512",
+}
+DTYPES = ("float16", "bfloat16", "float32")
+
+LEAST_WIDTH, MOST_WIDTH, WIDTH_STEP = 32, 1024, 8
+FACTORS = (2, 3, 5, 7)
+MOST_BORDERS = 7
+INT16_MAX = 32767
+
+ROWS_AT_ONCE = 64  # a multiple of what any path takes at once
+
+
+class _Form(ctypes.Structure):
+    """`struct form` of kernels/turboquant.h."""
+
+    _fields_ = [
+        ("width", ctypes.c_int32),
+        ("bits", ctypes.c_int32),
+        ("words", ctypes.c_int32),
+        ("rounds", ctypes.c_int32),
+        ("twos", ctypes.c_int32),
+        ("odd_factors", ctypes.c_int32),
+        ("odd_factor", ctypes.c_int32 * 8),
+        ("narrow", ctypes.c_int32),
+        ("first_narrow", ctypes.c_int32),
+        ("shift", ctypes.c_int32),
+        ("borders", ctypes.c_int32),
+        ("per_length", ctypes.c_float),
+        ("per_peak", ctypes.c_float),
+        ("seven", ctypes.c_float * 49),
+        ("border", ctypes.c_uint8 * (MOST_BORDERS + 1)),
+        ("magnitude", ctypes.c_uint8 * 16),
+        ("centroid", ctypes.c_int8 * 16),
+        ("flip", ctypes.c_uint32 * (2 * MOST_WIDTH)),
+    ]
+
+
+# `struct job` and `struct measuring` of kernels/turboquant.h: pointers and int64 alone
+_JOB, MEASURING = struct.Struct("=16q"), struct.Struct("=11q")
+
+
+# -- the library -------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1)
+def loaded() -> tuple[ctypes.CDLL | None, str]:
+    """The library, or None and why there is none."""
+    if not LIBRARY.exists():
+        return None, "not built"
+    if sys.byteorder != "little":
+        return None, "not for big-endian machines"
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+        sizes = [getattr(library, f"turboquant_size_of_{name}")() for name in ("form", "job", "measuring")]
+    except (OSError, AttributeError) as error:
+        return None, f"not loadable: {error}"
+    if sizes != [ctypes.sizeof(_Form), _JOB.size, MEASURING.size]:
+        return None, "built from other sources than these; install the package again"
+    for function in (library.turboquant_encode, library.turboquant_decode, library.turboquant_measure):
+        function.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int]
+        function.restype = None
+    return library, ""
+
+
+def available() -> bool:
+    """Whether the kernel was built and can be loaded here."""
+    return loaded()[0] is not None
+
+
+def describe() -> str:
+    """ "C, AVX2", "C, NEON", "C, portable", or why there is none: "not built"."""
+    library, reason = loaded()
+    return reason if library is None else f"C, {SPOKEN[PATHS[path_number()]]}"
+
+
+@lru_cache(maxsize=1)
+def paths() -> tuple[str, ...]:
+    """The code paths that this processor can run, slowest first; none where there is no kernel."""
+    library, _ = loaded()
+    found = 0 if library is None else library.turboquant_paths()
+    return tuple(path for i, path in enumerate(PATHS) if found >> i & 1)
+
+
+_forced: str | None = None
+
+
+@contextlib.contextmanager
+def forced(path: str) -> Iterator[None]:
+    """For tests and measurements: every call, of any thread, takes this one of `paths`."""
+    global _forced
+    if path not in paths():
+        raise ValueError(f"path={path!r}: not one that this processor can run; choose from {', '.join(paths())}")
+    before, _forced = _forced, path
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+def path_number() -> int:
+    """The kernel's number of the path that calls take."""
+    return PATHS.index(_forced or paths()[-1])
+
+
+# -- forms and levels as the kernel reads them ---------------------------------------------------------------------------
+
+
+def takes(form: Form) -> bool:
+    """Whether the kernel has rows of this form: widths of 32 to 1024 that 8 divides and no prime above 7."""
+    width, codebook = form.width, form.codebook
+    return (
+        LEAST_WIDTH <= width <= MOST_WIDTH
+        and width % WIDTH_STEP == 0
+        and set(form.rotation.factors) <= set(FACTORS)
+        and (codebook.bits == 8 or len(codebook.borders) == codebook.half - 1 <= MOST_BORDERS)
+    )
+
+
+class _Constants(NamedTuple):
+    address: int
+    words: int
+    kept: _Form
+    """What the address is of: it lives as long."""
+
+
+class _Leveller(NamedTuple):
+    """Where two float32 arrays (heads, width) are, and how far a head is from the next; `heads` 0: one for all heads."""
+
+    heads: int
+    mean: int
+    factor: int
+    of_head: int
+    kept: tuple[Array, ...]
+
+
+_NOT_LEVELLED = _Leveller(0, 0, 0, 0, ())
+
+
+@lru_cache(maxsize=64)
+def constants_of(form: Form) -> _Constants:
+    """`struct form` of a form. ValueError where `takes(form)` is False."""
+    if not takes(form):
+        raise ValueError(
+            f"width={form.width}: not one that the C kernel takes; ask takes(form), and use turboquant_numpy"
+        )
+    codebook, rotation = form.codebook, form.rotation
+    odd = [factor for factor in rotation.factors if factor != 2]
+    narrow = [
+        rotation.integral and form.longest * rotation.gain ** (turn + 1) <= INT16_MAX for turn in range(rotation.rounds)
+    ]
+    made = _Form(
+        width=form.width,
+        bits=codebook.bits,
+        words=words_of(form.width, codebook.bits),
+        rounds=rotation.rounds,
+        twos=rotation.factors.count(2),
+        odd_factors=len(odd),
+        odd_factor=tuple(odd),
+        narrow=narrow[-1],
+        first_narrow=narrow[0],
+        shift=codebook.shift,
+        per_length=float(form.per_length),
+        per_peak=float(form.per_peak),
+        seven=tuple(table_of(7).ravel().tolist()),
+    )
+    if codebook.bits < 8:
+        made.borders = len(codebook.borders)
+        made.border[: made.borders] = [int(2 * border) for border in codebook.borders]
+        made.magnitude[: codebook.half] = codebook.magnitudes
+        made.centroid[: 2 * codebook.half] = form.centroids.tolist()
+    flips = (rotation.signs < 0).astype(np.uint32) << np.uint32(31)
+    for turn in range(rotation.rounds):
+        made.flip[turn * MOST_WIDTH : turn * MOST_WIDTH + form.width] = flips[turn].tolist()
+    return _Constants(ctypes.addressof(made), made.words, made)
+
+
+@lru_cache(maxsize=64)
+def plain_spread(form: Form) -> _Leveller:
+    """For rows that aren't levelled."""
+    spread = np.ascontiguousarray(form.spread(None), np.float32)
+    return _Leveller(0, 0, address_of(spread), 0, (spread,))
+
+
+_levellers: WeakKeyDictionary[Levels, dict[Form | int, _Leveller]] = WeakKeyDictionary()  # gone with their levels
+
+
+def _encoding_levels(levels: Levels, width: int) -> _Leveller:
+    own = _levellers.setdefault(levels, {})
+    if width not in own:
+        own[width] = _leveller(levels, levels.weight, width)
+    return own[width]
+
+
+def _decoding_levels(levels: Levels, form: Form) -> _Leveller:
+    own = _levellers.setdefault(levels, {})
+    if form not in own:
+        own[form] = _leveller(levels, form.spread(levels), form.width)
+    return own[form]
+
+
+def _leveller(levels: Levels, factor: Array, width: int) -> _Leveller:
+    heads = len(levels.mean)
+    mean, factor = (np.ascontiguousarray(array, np.float32) for array in (levels.mean, factor))
+    for array in (mean, factor):
+        if array.shape != (heads, width):
+            raise ValueError(f"levels of shape {array.shape} for rows {width} wide; they take ({heads}, {width})")
+    return _Leveller(heads, address_of(mean), address_of(factor), 4 * width, (mean, factor))
+
+
+# -- calls -----------------------------------------------------------------------------------------------------------------
+
+
+def encode(rows: Array, dtype: str, form: Form, levels: Levels | None, codes: Array, scales: Array) -> None:
+    """(tokens, heads, width), bf16 as uint16 -> into codes uint32 (tokens, heads, words), scales uint16 (tokens, heads).
+
+    All three may be strided. ValueError for arrays of other shapes or dtypes, and where `takes(form)` is False.
+    """
+    encode_all([Encoding(rows, (codes, scales), levels)], dtype, form)
+
+
+def decode(codes: Array, scales: Array, dtype: str, form: Form, levels: Levels | None, rows: Array) -> None:
+    """Codes (tokens, heads, words), scales (tokens, heads), as `encode` gives -> into rows (heads, tokens, width).
+
+    All may be strided; bf16 rows are uint16. ValueError for arrays of other shapes or dtypes, and where `takes(form)` is
+    False.
+    """
+    decode_all([Decoding((codes, scales), rows, levels)], dtype, form)
+
+
+def encode_all(batch: Sequence[Encoding], dtype: str, form: Form) -> None:
+    """`encode` of each; in one call, because threads share out the whole of it."""
+    work = _Work("turboquant_encode")
+    for rows, (codes, scales), levels in batch:
+        leveller = _NOT_LEVELLED if levels is None else _encoding_levels(levels, form.width)
+        codes, scales = work.target(codes), work.target(scales)
+        work.add(form, leveller, dtype, work.source(rows), codes, scales, token_axis=0)
+    work.run()
+
+
+def decode_all(batch: Sequence[Decoding], dtype: str, form: Form) -> None:
+    """`decode` of each; in one call, because threads share out the whole of it."""
+    work = _Work("turboquant_decode")
+    for (codes, scales), rows, levels in batch:
+        leveller = plain_spread(form) if levels is None else _decoding_levels(levels, form)
+        rows = work.target(rows)
+        work.add(form, leveller, dtype, rows, work.source(codes), work.source(scales), token_axis=1)
+    work.run()
+
+
+class _Work:
+    """Pieces for one function of the library, checked. It keeps every array alive, even where the caller is interrupted."""
+
+    def __init__(self, function: str) -> None:
+        library, reason = loaded()
+        if library is None:
+            raise RuntimeError(f"TurboQuant's C kernel: {reason}; ask available(), and use turboquant_numpy")
+        self._function = getattr(library, function)
+        self._jobs: list[bytes] = []
+        self._rows = self._nbytes = 0
+        self._kept: list[Any] = []
+        self._copies: list[tuple[Array, Array]] = []
+
+    def source(self, array: Array) -> Array:
+        """`array`, or a copy of it whose last axis is contiguous."""
+        if array.ndim == 3 and array.strides[2] != array.itemsize:
+            return np.ascontiguousarray(array)
+        return array
+
+    def target(self, array: Array) -> Array:
+        """`array`, or an array whose last axis is contiguous, and which `run` will copy there."""
+        if not array.flags.writeable:
+            raise ValueError("an output is a read-only array; give one that can be written")
+        if array.ndim == 3 and array.strides[2] != array.itemsize:
+            made = np.empty(array.shape, array.dtype)
+            self._copies.append((array, made))
+            return made
+        return array
+
+    def add(
+        self, form: Form, levels: _Leveller, dtype: str, rows: Array, codes: Array, scales: Array, token_axis: int
+    ) -> None:
+        constants = constants_of(form)
+        tokens, heads = scales.shape if scales.ndim == 2 else (-1, -1)
+        shape = (tokens, heads, form.width) if token_axis == 0 else (heads, tokens, form.width)
+        _check("rows", rows, _dtype_of(dtype), shape)
+        _check("codes", codes, _UINT32, (tokens, heads, constants.words))
+        _check("scales", scales, _UINT16, (tokens, heads))
+        if levels.heads not in (0, heads):
+            raise ValueError(f"levels of {levels.heads} heads for rows of {heads}: take `Levels.of` those heads")
+        if tokens * heads == 0:
+            return
+        self._kept += (constants, levels, rows, codes, scales)
+        self._rows += tokens * heads
+        self._nbytes += rows.nbytes
+        self._jobs.append(
+            _JOB.pack(
+                constants.address,
+                address_of(rows), rows.strides[token_axis], rows.strides[1 - token_axis],
+                address_of(codes), codes.strides[0], codes.strides[1],
+                address_of(scales), scales.strides[0], scales.strides[1],
+                levels.mean, levels.factor, levels.of_head,
+                tokens, heads, DTYPES.index(dtype),
+            )
+        )  # fmt: skip
+
+    def run(self) -> None:
+        jobs, path = b"".join(self._jobs), path_number()
+        _share_out(self._rows, self._nbytes, lambda first, last: self._function(jobs, first, last, path))
+        for target, made in self._copies:
+            target[...] = made
+
+
+_UINT16, _UINT32 = np.dtype(np.uint16), np.dtype(np.uint32)
+
+
+def _dtype_of(name: str) -> np.dtype[Any]:
+    if name not in DTYPES:
+        raise ValueError(f"dtype={name!r}: not one of TurboQuant's rows; use one of {', '.join(DTYPES)}")
+    return element(name).numpy
+
+
+def _check(name: str, array: Array, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+    if array.shape != shape or array.dtype != dtype:
+        raise ValueError(f"{name} of shape {array.shape} and dtype {array.dtype}: these take {shape} of {dtype}")
+
+
+def address_of(array: Array) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def _share_out(rows: int, nbytes: int, work: Callable[[int, int], None]) -> None:
+    """`work` on all rows [first, last), in shares that each thread takes one after the other, where there is enough."""
+    share = -(-rows // max(1, nbytes // SHARE))
+    share = -(-share // ROWS_AT_ONCE) * ROWS_AT_ONCE
+    share_out(rows, share, nbytes // WORTH_A_THREAD, work)

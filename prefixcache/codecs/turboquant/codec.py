@@ -1,0 +1,256 @@
+"""The codec that most users want: rows levelled, rotated, quantised to 1 to 4 or 8 bits a value, a 16-bit scale a row.
+
+Here is what a user chooses, and which streams take it; the format is in `turboquant_format`, the arithmetic in the back
+ends, which agree bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from prefixcache.codecs.base import Blocks, Decoding, Encoding, Plane, RowCodec, Stream, encode_blocks, side_by_side
+from prefixcache.codecs.interchange import FLOATS, Array, borrow, bring_in, check_capacity, check_rows, element, on_cpu
+from prefixcache.codecs.packing import words_of
+from prefixcache.codecs.raw import RawRows
+from prefixcache.codecs.turboquant import backends as turboquant_backends
+from prefixcache.codecs.turboquant import gpu_rows as turboquant_gpu
+from prefixcache.codecs.turboquant.codebook import CODEBOOKS
+from prefixcache.codecs.turboquant.format import Form, form_of
+from prefixcache.codecs.turboquant.levelling import Kept, Levels, measure_composed
+
+# Below this the scale costs more than half a bit a value, and rotated values are no longer close to normal.
+LEAST_WIDTH = 32
+# K or V of one head, as wide as this and wider than the other: a compressed latent (MLA), not a head's rows.
+LATENT_WIDTH = 256
+SEEDS = 1 << 63
+MOST_SINKS = 256  # they stand in the first block
+
+
+@dataclass(frozen=True)
+class TurboQuantRows:
+    """Rows of `width` values (1 or more) of float16, bfloat16 or float32, at `bits` a value and 16 bits a row.
+
+    Planes: "codes" U32 (ceil(width * bits / 32),), a little-endian bit stream; "scale" BF16 (), uint16 in NumPy. Rows
+    are coded by themselves, so planes may be cut, joined and permuted by row. A decoded row has its length back, to
+    bf16's precision, its values cut to the dtype's finite range. A row that holds NaN or infinity comes back as NaN
+    throughout: what was lost stays visible. A row of an rms below about 1e-37 comes back as zeros.
+    """
+
+    width: int
+    dtype: str
+    bits: int
+    seed: int = 0
+    levelled: bool = False
+    centred: bool = False
+
+    def __post_init__(self) -> None:
+        _check_bits("bits", self.bits)
+        if self.width < 1:
+            raise ValueError(f"width={self.width}: rows of no values can't be rotated; use RawRows")
+        if self.dtype not in FLOATS:
+            raise ValueError(f"dtype={self.dtype!r}: can't be rotated; use RawRows, or one of {', '.join(FLOATS)}")
+
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        return (Plane("codes", "U32", (words_of(self.width, self.bits),)), Plane("scale", "BF16", ()))
+
+    @property
+    def form(self) -> Form:
+        return form_of(self.width, self.bits, self.seed)
+
+    def encode(self, rows: mx.array, levels: Levels | None = None) -> list[Array]:
+        """(tokens, heads, width) -> [codes uint32 (tokens, heads, words), scale uint16 (tokens, heads)]."""
+        check_rows(rows, self.width, self.dtype)
+        if rows.size and not on_cpu():
+            return list(turboquant_backends.device(self.form).encode(rows, self.form, levels))
+        tokens, heads, _ = rows.shape
+        codes = np.empty((tokens, heads, words_of(self.width, self.bits)), np.uint32)
+        scales = np.empty((tokens, heads), np.uint16)
+        self.encode_all([Encoding(borrow(rows), (codes, scales), levels)])
+        return [codes, scales]
+
+    def encode_all(self, batch: Sequence[Encoding]) -> None:
+        """Rows, bf16 as uint16 -> into codes uint32 (tokens, heads, words), scale uint16 (tokens, heads)."""
+        turboquant_backends.encode_all(batch, self.dtype, self.form)
+
+    def encode_blocks(
+        self, rows: mx.array, blocks: int, levels: Sequence[Levels], measured_from: Sequence[int], decoded: bool
+    ) -> Blocks:
+        sides = side_by_side(rows, blocks)
+        check_rows(sides, self.width, self.dtype)
+        there = rows.size > 0 and not on_cpu() and turboquant_backends.device(self.form) is turboquant_gpu
+        kept = known = None
+        if measured_from and there:
+            kept = turboquant_gpu.measure(sides, self.centred, measured_from)
+        elif measured_from:
+            kept = measure_composed(sides.astype(mx.float32), self.centred, measured_from)
+        elif levels:
+            known = Levels.interleaved(levels)
+        if not there:
+            if kept is not None:
+                known = Levels.from_kept(borrow(kept.mean) if self.centred else None, borrow(kept.root))
+            made = encode_blocks(self, rows, blocks, known, decoded)
+            return made._replace(kept=_by_block(kept, self.centred, blocks) if kept is not None else None)
+        to_code, to_decode = turboquant_gpu.from_kept(kept, self.form) if kept is not None else (known, known)
+        planes = turboquant_gpu.encode_arrays(sides, self.form, to_code)
+        apart = [plane.reshape(len(sides), -1, blocks, *plane.shape[2:]) for plane in planes]
+        apart = [mx.contiguous(mx.transpose(plane, (2, 0, 1, *range(3, plane.ndim)))) for plane in apart]
+        mx.async_eval(apart, *(kept or ()))
+        back = None
+        if decoded:
+            back = turboquant_gpu.decode_arrays(*planes, len(sides), self.dtype, self.form, to_decode)
+            back = back.reshape(rows.shape)
+            mx.async_eval(back)  # while the codes are copied out
+        own = _by_block(kept, self.centred, blocks) if kept is not None else None
+        return Blocks([borrow(plane) for plane in apart], own, back)
+
+    def decode(self, planes: Sequence[Array], capacity: int, levels: Levels | None = None) -> mx.array:
+        """[codes (tokens, heads, words), scale (tokens, heads)] -> (heads, capacity, width), zero from `tokens` on."""
+        codes, scales = planes
+        tokens, heads = scales.shape
+        check_capacity(tokens, capacity)
+        if heads * tokens == 0:
+            return mx.zeros((heads, capacity, self.width), element(self.dtype).mlx)
+        if not on_cpu():
+            back_end = turboquant_backends.device(self.form)
+            return back_end.decode(codes, scales, capacity, self.dtype, self.form, levels)
+        rows = np.empty((heads, capacity, self.width), element(self.dtype).numpy)
+        self.decode_all([Decoding((codes, scales), rows[:, :tokens], levels)])
+        rows[:, tokens:] = 0
+        return bring_in(rows, self.dtype)
+
+    def decode_all(self, batch: Sequence[Decoding]) -> None:
+        """Codes uint32 (tokens, heads, words), scale uint16 (tokens, heads) -> into rows, bf16 as uint16."""
+        turboquant_backends.decode_all(batch, self.dtype, self.form)
+
+
+def _by_block(kept: Kept, centred: bool, blocks: int) -> tuple[Array | None, Array]:
+    """(heads * blocks, width) on MLX's device -> (blocks, heads, width) on this side."""
+    shape = (-1, blocks, kept.root.shape[1])
+    mean = borrow(kept.mean).reshape(shape).swapaxes(0, 1) if centred else None
+    return mean, borrow(kept.root).reshape(shape).swapaxes(0, 1)
+
+
+@dataclass(frozen=True)
+class TurboQuant:
+    """TurboQuant (arXiv 2504.19874, the variant for mean squared error): `key_bits` and `value_bits` a value.
+
+    Bits are 1, 2, 3, 4 or 8. `levelling` (False: the paper's plain form) evens out each head's channels, and centres those of
+    keys, by the rows of each block. The first and last `fp16_layers` layers stay as they are, and a prompt's first
+    `sink_tokens` (at most 256), which most heads attend to whatever they say. `layers` says otherwise
+    for single layers: {7: 8, -1: (8, 4), 0: None} is 8 bits for layer 7, 8 and 4 for keys and values of the last, the
+    first as it is; a number that a model has no layer for changes nothing there. `seed` (0 to 2**63 - 1) chooses the
+    rotation's signs.
+
+    Kept raw as well: rows that are no floats, rows narrower than 32, and, unless `raw_latents` is False, the latents of
+    MLA models (one head, keys and values of different width, the wider 256 or more), because rotated and quantised latents
+    are known to give garbage. ValueError for a value that is none of these.
+    """
+
+    key_bits: int = 4
+    value_bits: int = 4
+    levelling: bool = True
+    fp16_layers: int = 0
+    sink_tokens: int = 4
+    layers: Mapping[int, int | tuple[int, int] | None] = field(default_factory=dict)
+    seed: int = 0
+    raw_latents: bool = True
+
+    def __post_init__(self) -> None:
+        _check_bits("key_bits", self.key_bits)
+        _check_bits("value_bits", self.value_bits)
+        if type(self.fp16_layers) is not int or self.fp16_layers < 0:
+            raise ValueError(
+                f"fp16_layers={self.fp16_layers!r}: give the number of layers at each end to leave, 0 or more"
+            )
+        if type(self.sink_tokens) is not int or not 0 <= self.sink_tokens <= MOST_SINKS:
+            raise ValueError(f"sink_tokens={self.sink_tokens!r}: give a number of tokens, 0 to {MOST_SINKS}")
+        if type(self.seed) is not int or not 0 <= self.seed < SEEDS:
+            raise ValueError(f"seed={self.seed!r}: not a seed; choose a whole number from 0 to 2**63 - 1")
+        for name in ("levelling", "raw_latents"):
+            if type(getattr(self, name)) is not bool:
+                raise ValueError(f"{name}={getattr(self, name)!r}: not a choice; write True or False")
+        object.__setattr__(self, "layers", dict(sorted(map(_override, _items(self.layers)))))
+
+    def __hash__(self) -> int:
+        return hash(json.dumps(self.spec()))
+
+    def spec(self) -> dict[str, Any]:
+        chosen = {field.name: getattr(self, field.name) for field in fields(self)}
+        chosen["layers"] = {str(i): None if bits is None else list(_pair(bits)) for i, bits in self.layers.items()}
+        return {"name": "turboquant", "version": 2, **chosen}
+
+    def row_codec(self, stream: Stream) -> RowCodec:
+        bits = self._bits(stream.layer, stream.layers)
+        if bits is None or stream.dtype not in FLOATS or stream.width < LEAST_WIDTH:
+            return RawRows(stream.width, stream.dtype)
+        if self.raw_latents and _is_latent(stream):
+            return RawRows(stream.width, stream.dtype)
+        # Of values the first tokens' are almost zero and much attended to: centred, they would be minus the mean, and err.
+        centred = self.levelling and stream.part == "keys"
+        own = bits[0] if stream.part == "keys" else bits[1]
+        return TurboQuantRows(stream.width, stream.dtype, own, self.seed, self.levelling, centred)
+
+    def _bits(self, layer: int, layers: int) -> tuple[int, int] | None:
+        """Of keys and values of a layer; None where it stays as it is."""
+        for index in (layer, layer - layers):
+            if index in self.layers:
+                bits = self.layers[index]
+                return None if bits is None else _pair(bits)
+        if min(layer, layers - 1 - layer) < self.fp16_layers:
+            return None
+        return self.key_bits, self.value_bits
+
+    def __str__(self) -> str:
+        said = [f"turboquant k{self.key_bits} v{self.value_bits}"]
+        said += ["plain"] * (not self.levelling)
+        said += [f"fp16 layers {self.fp16_layers}"] * (self.fp16_layers > 0)
+        said += [f"sinks {self.sink_tokens}"] * (self.sink_tokens != 4)
+        for layer, bits in self.layers.items():
+            said.append(f"layer {layer} raw" if bits is None else "layer {} k{} v{}".format(layer, *_pair(bits)))
+        said += [f"seed {self.seed}"] * (self.seed > 0)
+        said += ["with latents"] * (not self.raw_latents)
+        return " ".join(said)
+
+
+def _check_bits(name: str, bits: object) -> None:
+    if type(bits) is not int or bits not in CODEBOOKS:
+        raise ValueError(f"{name}={bits!r}: not a bit depth of TurboQuant; choose 1, 2, 3, 4 or 8")
+
+
+def _items(layers: object) -> Iterable[tuple[object, object]]:
+    if not isinstance(layers, Mapping):
+        raise ValueError(f"layers={layers!r}: give a dict such as {{0: 8, -1: None}}")
+    return layers.items()
+
+
+def _pair(bits: int | tuple[int, int]) -> tuple[int, int]:
+    return (bits, bits) if isinstance(bits, int) else bits
+
+
+def _override(item: tuple[object, object]) -> tuple[int, tuple[int, int] | None]:
+    """One of `layers`, checked; as a user writes it or as JSON has it."""
+    layer, bits = item
+    if isinstance(layer, str) and layer.removeprefix("-").isdecimal():
+        layer = int(layer)
+    if type(layer) is not int:
+        raise ValueError(f"layers={{{layer!r}: ...}}: not a layer; give its number, from the end if below 0")
+    if bits is None:
+        return layer, None
+    pair = tuple(bits) if isinstance(bits, (tuple, list)) else (bits, bits)
+    if len(pair) != 2:
+        raise ValueError(f"layers={{{layer}: {bits!r}}}: give bits, a pair of bits for keys and values, or None")
+    for one in pair:
+        _check_bits(f"layers[{layer}]", one)
+    return layer, pair
+
+
+def _is_latent(stream: Stream) -> bool:
+    widths = (stream.width, stream.other_width)
+    return stream.heads == 1 and widths[0] != widths[1] and max(widths) >= LATENT_WIDTH

@@ -1,0 +1,177 @@
+"""TurboQuant in kernels of its own, for MLX's GPUs: Metal's and CUDA's. The format is `turboquant_format`'s.
+
+The same codes, scales and rows as the NumPy back end, bit for bit, in one pass over memory. `kernels` has their text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import mlx.core as mx
+import numpy as np
+
+from prefixcache.codecs.interchange import Array, borrow, element, name_of
+from prefixcache.codecs.packing import words_of
+from prefixcache.codecs.turboquant.format import Form
+from prefixcache.codecs.turboquant.levelling import (
+    FAR,
+    FLOOR,
+    LEAST_ROWS,
+    MOST_STEPS,
+    POWER,
+    ROOTS,
+    STEPS,
+    Kept,
+    Levels,
+    measure_composed,
+)
+from prefixcache.kernels import (  # type: ignore[import-not-found]
+    turboquant_decode,
+    turboquant_encode,
+    turboquant_measure,
+    turboquant_rows,
+)
+from prefixcache.kernels.dialects import Dialect, dialect_here  # type: ignore[import-not-found]
+from prefixcache.kernels.turboquant_rows import Rows  # type: ignore[import-not-found]
+
+
+def available() -> bool:
+    """Whether MLX's default device is a GPU that kernels can be built for."""
+    return dialect_here() is not None
+
+
+def describe() -> str:
+    """ "Metal kernel", "CUDA kernel", or why there is none."""
+    dialect = dialect_here()
+    if dialect is not None:
+        return f"{dialect.name.title() if dialect.name == 'metal' else dialect.name.upper()} kernel"
+    if mx.default_device().type != mx.DeviceType.gpu:
+        return "no GPU kernel: MLX's default device is the CPU"
+    return "no GPU kernel: this MLX has neither Metal nor CUDA"
+
+
+def takes(form: Form) -> bool:
+    """Whether rows of this form have a kernel: widths of 32 to 256 whose odd part is 1, 3, 5 or 7, such as 64, 80, 96, 112,
+    128, 192 and 256. Others are left to composed operations."""
+    return turboquant_rows.takes(form.width, form.codebook.bits)
+
+
+def encode(rows: mx.array, form: Form, levels: Levels | None) -> tuple[Array, Array]:
+    """(tokens, heads, width) of a float dtype -> codes uint32 (tokens, heads, words), scales uint16 (tokens, heads).
+
+    Read-only views of MLX's memory: nobody else has these arrays, and the caller copies them to their place at once.
+    """
+    codes, scales = encode_arrays(rows, form, levels)
+    mx.eval(codes, scales)
+    return borrow(codes), borrow(scales)
+
+
+def encode_arrays(rows: mx.array, form: Form, levels: Levels | mx.array | None) -> tuple[mx.array, mx.array]:
+    """`encode`, lazy, as MLX arrays.
+
+    Rows may be a transposed or sliced view. One that begins inside a row is slow, and on Metal must be copied first
+    (`mx.contiguous`): loads there need their 16 bytes aligned.
+
+    Levels may be given as `for_encoding` makes them, where the same ones serve many calls.
+    """
+    tokens, heads, width = rows.shape
+    if tokens * heads == 0:
+        words = words_of(width, form.codebook.bits)
+        return mx.zeros((tokens, heads, words), mx.uint32), mx.zeros((tokens, heads), mx.uint16)
+    kind = _kind(form, name_of(rows.dtype), levels is not None)
+    own = for_encoding(levels) if isinstance(levels, Levels) else levels
+    return turboquant_encode.encode(_dialect(), kind, rows, own)
+
+
+def decode(codes: Array, scales: Array, capacity: int, dtype: str, form: Form, levels: Levels | None) -> mx.array:
+    """Codes (tokens, heads, words), scales (tokens, heads), as `encode` gives -> (heads, capacity, width), lazy."""
+    return decode_arrays(_brought(codes), _brought(scales), capacity, dtype, form, levels)
+
+
+def decode_arrays(
+    codes: mx.array, scales: mx.array, capacity: int, dtype: str, form: Form, levels: Levels | mx.array | None
+) -> mx.array:
+    """`decode` of MLX arrays, which may be transposed or sliced views. Rows from `tokens` on are zeros.
+
+    Levels may be given as `for_decoding` makes them, where the same ones serve many calls.
+    """
+    tokens, heads, _ = codes.shape
+    if tokens * heads == 0:
+        return mx.zeros((heads, capacity, form.width), element(dtype).mlx)
+    kind = _kind(form, dtype, levels is not None)
+    own = for_decoding(levels, form) if isinstance(levels, Levels) else levels
+    return turboquant_decode.decode(_dialect(), kind, codes, scales, capacity, own)
+
+
+def _brought(array: Array) -> mx.array:
+    return mx.array(np.ascontiguousarray(array))
+
+
+def for_encoding(levels: Levels) -> mx.array:
+    """float32 (2, heads, width) on the GPU: what the encoder subtracts and multiplies by."""
+    return _near(np.stack([levels.mean, levels.weight]))
+
+
+def for_decoding(levels: Levels, form: Form) -> mx.array:
+    """float32 (2, heads, width) on the GPU: what the decoder adds and multiplies by."""
+    return _near(np.stack([levels.mean, form.spread(levels)]))
+
+
+def measure(rows: mx.array, centred: bool, firsts: Sequence[int]) -> Kept:
+    """`levelling.measure_composed`, of rows of any float dtype as they lie: in one launch, without room of its own."""
+    tokens, _, width = rows.shape
+    if tokens > turboquant_measure.MOST_ROWS or width > turboquant_measure.MOST_WIDTH:
+        return measure_composed(rows.astype(mx.float32), centred, firsts)
+    kind = turboquant_measure.Kind(
+        width, name_of(rows.dtype), centred, LEAST_ROWS, FAR, FLOOR, STEPS * POWER, MOST_STEPS
+    )
+    mean, root = turboquant_measure.measure(_dialect(), kind, rows, mx.array(list(firsts), mx.int32))
+    return Kept(mean.astype(mx.bfloat16), root.astype(mx.uint8))
+
+
+def from_kept(kept: Kept, form: Form) -> tuple[mx.array, mx.array]:
+    """What `for_encoding` and `for_decoding` give, of levels that were measured on the GPU and haven't left it. Lazy."""
+    mean, root = kept.mean.astype(mx.float32), kept.root.astype(mx.uint32)
+    roots, weights = _roots()
+    gain = mx.array(form.spread(None))
+    return mx.stack([mean, mx.take(weights, root)]), mx.stack([mean, gain * mx.take(roots, root)])
+
+
+def _roots() -> tuple[mx.array, mx.array]:
+    return _near(ROOTS), _near(np.float32(1) / ROOTS)
+
+
+def _near(array: Array) -> mx.array:
+    """In the GPU's own memory, where MLX puts only what a GPU computed: every group of threads reads levels anew, and from
+    the host's memory that takes as long as all the rest."""
+    return mx.array(array) * 1
+
+
+def _dialect() -> Dialect:
+    dialect = dialect_here()
+    if dialect is None:
+        raise RuntimeError(f"{describe()}; ask `available` first")
+    return dialect
+
+
+@lru_cache(maxsize=64)
+def _kind(form: Form, dtype: str, levelled: bool) -> Rows:
+    """What a kernel is compiled for."""
+    codebook = form.codebook
+    signs = form.rotation.signs
+    flips = np.zeros((len(signs), -(-form.width // 32) * 32), np.uint8)
+    flips[:, : form.width] = signs < 0
+    return Rows(
+        width=form.width,
+        bits=codebook.bits,
+        rounds=form.rotation.rounds,
+        dtype=dtype,
+        levelled=levelled,
+        magnitudes=codebook.magnitudes,
+        shift=codebook.shift,
+        per_length=float(form.per_length),
+        per_peak=float(form.per_peak),
+        decode_gain=float(form.decode_gain),
+        flips=tuple(np.packbits(flips, axis=1, bitorder="little").view("<u4").reshape(-1).tolist()),
+    )

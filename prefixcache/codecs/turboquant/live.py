@@ -1,0 +1,179 @@
+"""What live caches ask of TurboQuant: MLX rows to codes that stay MLX arrays, back to rows, and attention on the codes.
+
+Which back end does it is decided here, as `turboquant_backends` does for images; all give the same codes. On the CPU the
+arrays are evaluated on the way, on a GPU everything stays lazy where there is a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+
+import mlx.core as mx
+import numpy as np
+
+from prefixcache.codecs.base import Decoding, Encoding
+from prefixcache.codecs.coded_rows import CodedRows
+from prefixcache.codecs.interchange import Array, borrow, bring_in, element, name_of, on_cpu
+from prefixcache.codecs.packing import words_of
+from prefixcache.codecs.turboquant import backends as turboquant_backends
+from prefixcache.codecs.turboquant import c_attention as turboquant_c_attention
+from prefixcache.codecs.turboquant import gpu_attention as turboquant_gpu_attention
+from prefixcache.codecs.turboquant import gpu_rows as turboquant_gpu
+from prefixcache.codecs.turboquant import mlx_rows as turboquant_mlx
+from prefixcache.codecs.turboquant.format import Form
+from prefixcache.codecs.turboquant.levelling import Levels
+
+Encoder = Callable[[mx.array, mx.array], tuple[mx.array, mx.array]]
+MOST_QUERIES = 16  # a sequence's queries at a time that the GPU's fused kernel is for; more are a prefill
+
+
+class LevelStack:
+    """The levels of each of B sequences' rows, or of all (one); None in it: rows of that sequence aren't levelled."""
+
+    def __init__(self, each: Sequence[Levels | None], form: Form, heads: int):
+        self.each = tuple(each)
+        self.form = form
+        self.levelled = any(levels is not None for levels in self.each)
+        self.heads = heads
+        self._slices: dict[tuple[int, int], LevelStack] = {}
+
+    def of(self, sequence: int) -> Levels | None:
+        return self.each[sequence if len(self.each) > 1 else 0]
+
+    def of_heads(self, first: int, heads: int) -> LevelStack:
+        """Those of some of the heads: the same object each time."""
+        if heads == self.heads:
+            return self
+        if (first, heads) not in self._slices:
+            own = [None if levels is None else levels.of(first, heads) for levels in self.each]
+            self._slices[first, heads] = LevelStack(own, self.form, heads)
+        return self._slices[first, heads]
+
+    @cached_property
+    def encoding(self) -> mx.array | None:
+        """float32 (2, B or 1, heads, width): mean, weight; None where nothing is levelled."""
+        pairs = [None if levels is None else (levels.mean, levels.weight) for levels in self.each]
+        return self._stacked(pairs, np.float32(1))
+
+    @cached_property
+    def decoding(self) -> mx.array | None:
+        """float32 (2, B or 1, heads, width): mean, spread, as `CodedRows` has them."""
+        spreads = [None if levels is None else (levels.mean, self.form.spread(levels)) for levels in self.each]
+        return self._stacked(spreads, self.form.spread(None))
+
+    def _stacked(self, pairs: Sequence[tuple[Array, Array] | None], plain: Array | np.float32) -> mx.array | None:
+        if not self.levelled:
+            return None
+        shape = (self.heads, self.form.width)
+        default = np.zeros(shape, np.float32), np.broadcast_to(plain, shape)
+        # Times one: on a GPU the product lies in its own memory (`turboquant_gpu`).
+        made = mx.array(np.stack([np.stack(pair or default) for pair in pairs], axis=1)) * 1
+        mx.eval(made)
+        return made
+
+
+def encode(
+    keys: mx.array, values: mx.array, key_levels: LevelStack, value_levels: LevelStack
+) -> tuple[mx.array, mx.array]:
+    """Keys (B, heads, L, key width), values (B, heads, L, value width) of one float dtype -> codes uint32 (B, heads, L,
+    key words + value words), scales uint16 (B, heads, L, 2), as `CodedRows` has them."""
+    forms = key_levels.form, value_levels.form
+    if not on_cpu() and turboquant_gpu.available() and all(map(turboquant_gpu.takes, forms)):
+        return turboquant_gpu_attention.encode_pair(keys, values, *forms, key_levels.encoding, value_levels.encoding)
+    batch, heads, tokens, _ = keys.shape
+    key_words = words_of(forms[0].width, forms[0].codebook.bits)
+    codes = np.zeros((batch, heads, tokens, key_words + words_of(forms[1].width, forms[1].codebook.bits)), np.uint32)
+    scales = np.zeros((batch, heads, tokens, 2), np.uint16)
+    planes = (codes[..., :key_words], scales[..., 0]), (codes[..., key_words:], scales[..., 1])
+    for rows, (own_codes, own_scales), stack in zip((keys, values), planes, (key_levels, value_levels), strict=True):
+        if not rows.size:
+            continue
+        targets = [(own_codes[b].swapaxes(0, 1), own_scales[b].swapaxes(0, 1)) for b in range(batch)]
+        if on_cpu():
+            borrowed = borrow(rows)
+            whole = [Encoding(borrowed[b].swapaxes(0, 1), targets[b], stack.of(b)) for b in range(batch)]
+            turboquant_backends.encode_all(whole, name_of(rows.dtype), stack.form)
+        else:
+            for b in range(batch):
+                made = turboquant_mlx.encode(mx.swapaxes(rows[b], 0, 1), stack.form, stack.of(b))
+                targets[b][0][...], targets[b][1][...] = made
+    return mx.array(codes), mx.array(scales)
+
+
+def encoder(key_levels: LevelStack, value_levels: LevelStack, dtype: mx.Dtype) -> Encoder:
+    """`encode` for many rows of one kind, with what can be found beforehand."""
+    form = key_levels.form
+    if not on_cpu() and turboquant_gpu.available() and turboquant_gpu.takes(form):
+        levels = [stack.encoding for stack in (key_levels, value_levels) if stack.encoding is not None]
+        if form is value_levels.form and len(levels) != 1:
+            return partial(turboquant_gpu_attention.encode_alike, form, dtype, levels)
+    return lambda keys, values: encode(keys, values, key_levels, value_levels)
+
+
+def decode(codes: mx.array, scales: mx.array, dtype: str, levels: LevelStack) -> mx.array:
+    """Codes uint32 (B, heads, T, words), scales uint16 (B, heads, T) of keys or of values, views as they lie -> rows
+    (B, heads, T, width) of `dtype`."""
+    form, (batch, heads, tokens, _) = levels.form, codes.shape
+    if codes.size == 0:
+        return mx.zeros((batch, heads, tokens, form.width), element(dtype).mlx)
+    if not on_cpu():
+        made = [_decoded_there(codes[b], scales[b], dtype, levels, b) for b in range(batch)]
+        return made[0][None] if batch == 1 else mx.stack(made)
+    rows = np.empty((batch, heads, tokens, form.width), element(dtype).numpy)
+    mx.eval(codes, scales)
+    own_codes, own_scales = borrow(codes), borrow(scales)
+    whole = [
+        Decoding((own_codes[b].swapaxes(0, 1), own_scales[b].swapaxes(0, 1)), rows[b], levels.of(b))
+        for b in range(batch)
+    ]
+    turboquant_backends.decode_all(whole, dtype, form)
+    return bring_in(rows, dtype)
+
+
+def _decoded_there(codes: mx.array, scales: mx.array, dtype: str, levels: LevelStack, sequence: int) -> mx.array:
+    """One sequence's, on a GPU."""
+    form = levels.form
+    codes, scales = mx.swapaxes(codes, 0, 1), mx.swapaxes(scales, 0, 1)
+    if turboquant_gpu.available() and turboquant_gpu.takes(form):
+        own = levels.decoding
+        if own is not None:
+            own = own[:, 0] if own.shape[1] == 1 else mx.contiguous(own[:, sequence])
+        return turboquant_gpu.decode_arrays(codes, scales, codes.shape[0], dtype, form, own)
+    mx.eval(codes, scales)
+    return turboquant_mlx.decode(borrow(codes), borrow(scales), codes.shape[0], dtype, form, levels.of(sequence))
+
+
+def attend(
+    rows: CodedRows,
+    queries: mx.array,
+    scale: float,
+    mask: mx.array | None,
+    causal: bool,
+    dtype: mx.Dtype | None = None,
+    logits: mx.array | None = None,
+) -> tuple[mx.array, mx.array] | None:
+    """Attention on codes, in one pass over them: out (B, query heads, L, value width) of `dtype` (None: float32), and
+    float32 (B, query heads, L) the logarithms of the sums of exponentials, -inf where nothing is attended to.
+
+    `logits` (query heads,): those of attention sinks, which count in `out` alone. None where no kernel does it here: then
+    decode, head by head.
+    """
+    if on_cpu():
+        if not turboquant_c_attention.takes(rows):
+            return None
+        out, total = turboquant_c_attention.attend(rows, queries, scale, mask, causal)
+        return with_logits(out, total, logits).astype(dtype or mx.float32), total
+    if queries.shape[2] <= MOST_QUERIES and turboquant_gpu_attention.takes(rows, queries):
+        done: tuple[mx.array, mx.array] = turboquant_gpu_attention.attend(
+            rows, queries, scale, mask, causal, dtype, logits
+        )
+        return done
+    return None
+
+
+def with_logits(out: mx.array, total: mx.array, logits: mx.array | None) -> mx.array:
+    """An output (B, query heads, L, width) whose sums of exponentials have these logarithms, with attention sinks."""
+    if logits is None:
+        return out
+    return out * mx.sigmoid(total - logits.astype(mx.float32)[:, None])[..., None]

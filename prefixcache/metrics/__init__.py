@@ -1,0 +1,1 @@
+"""What the cache counts, and how it tells: `stats()`, durations, Prometheus, logs for machines."""

@@ -1,0 +1,163 @@
+"""Logs for machines: `JsonFormatter` writes a record as one line of JSON, `Summary` logs what a cache did, as rates, every so
+many seconds. Neither ever has anything of a prompt; `quotes_nothing` keeps the lines of others out that would.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from datetime import datetime, timezone
+from typing import Any, Protocol
+
+from prefixcache.metrics.stats import Stats
+
+log = logging.getLogger("prefixcache")
+
+_OWN = {*vars(logging.makeLogRecord({})), "message", "asctime"}  # what any record has
+_BODIES = ("JSONDecodeError:", "Invalid Request Body:")  # mlx-lm's errors that quote a request
+_SERVER = "mlx_lm/server.py"
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line, ASCII: time (UTC), level, logger, message, what `extra` was given, and a traceback if there is
+    one. A value that JSON has no form for is its text.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        when = datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds")
+        line = {
+            "time": when.replace("+00:00", "Z"), "level": record.levelname, "logger": record.name,
+            "message": record.getMessage(),
+        }  # fmt: skip
+        for name, value in vars(record).items():
+            if name not in _OWN:
+                line[f"{name}_" if name in line else name] = value
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        if record.stack_info:
+            line["stack"] = self.formatStack(record.stack_info)
+        try:
+            return json.dumps(line, allow_nan=False, default=str)
+        except (TypeError, ValueError, RecursionError):  # NaN, a key that is no text, an object within itself
+            return json.dumps({str(name): _plain(value) for name, value in line.items()}, default=str)
+
+
+def _plain(value: Any) -> Any:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        return str(value)
+    return value
+
+
+def quotes_nothing(record: logging.LogRecord) -> bool:
+    """A filter: mlx-lm's errors without the request's body that they quote, and without its DEBUG lines, which quote all."""
+    if record.pathname.replace("\\", "/").endswith(_SERVER):
+        if record.levelno <= logging.DEBUG:
+            return False
+        for head in _BODIES:
+            if isinstance(record.msg, str) and record.msg.startswith(head):
+                record.msg, record.args = f"{head} the request's body is not as it must be", ()
+    return True
+
+
+class _HasStats(Protocol):
+    def stats(self) -> Stats: ...
+
+
+class Summary:
+    """One record a period: what a cache did since the one before, and what it holds. Level INFO of the logger "prefixcache";
+    the numbers are in `extra`, for `JsonFormatter`, with their units in their names.
+
+    `look` logs one, on any thread; `start` has a thread do it every so many seconds until `stop`, or until the cache is gone.
+    """
+
+    def __init__(self, cache: _HasStats, every: float, clock: Callable[[], float] = time.monotonic):
+        self._stop = stop = threading.Event()
+        self._cache = weakref.ref(cache, lambda gone: stop.set())
+        self._every = every
+        self._clock = clock
+        self._before = cache.stats()
+        self._at = clock()
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="prefixcache-summary", daemon=True).start()
+
+    def stop(self) -> None:
+        """Does not wait: whoever calls it may hold what the thread waits for."""
+        self._stop.set()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._every) and self._cache() is not None:
+            try:
+                self.look()
+            except Exception:
+                log.exception("log_every=%g: the cache could not be looked at", self._every)
+
+    def look(self) -> None:
+        cache = self._cache()
+        if cache is None:
+            return
+        now, stats = self._clock(), cache.stats()
+        fields = summed_up(self._before, stats, now - self._at)
+        self._before, self._at = stats, now
+        log.info("%s", in_words(fields), extra=fields)
+
+
+def summed_up(before: Stats, after: Stats, seconds: float) -> dict[str, Any]:
+    """What happened between two looks at a cache: rates a second, counts, and what is held now. A hit rate is None where
+    nothing was asked for; of a cache without an SSD its fields are missing.
+    """
+    old, new, rate = before.counters, after.counters, 1 / max(seconds, 1e-9)
+    asked = new.asked_tokens - old.asked_tokens
+    ram, ssd = new.ram_hit_tokens - old.ram_hit_tokens, new.ssd_hit_tokens - old.ssd_hit_tokens
+    fields: dict[str, Any] = {
+        "seconds": round(seconds, 3),
+        "fetches": new.fetches - old.fetches,
+        "stores": new.stores - old.stores,
+        "asked_tokens_per_second": round(asked * rate, 3),
+        "hit_rate": round((ram + ssd) / asked, 6) if asked else None,
+        "ram_hit_rate": round(ram / asked, 6) if asked else None,
+        "ssd_hit_rate": round(ssd / asked, 6) if asked else None,
+        "stored_bytes_per_second": round((new.stored_bytes - old.stored_bytes) * rate, 3),
+        "evicted": new.evicted - old.evicted,
+        "dropped": new.dropped - old.dropped,
+        "denied": new.denied - old.denied,
+        "errors": new.write_errors + new.corrupt - old.write_errors - old.corrupt,
+        "ram_held_bytes": after.ram_held,
+        "ram_limit_bytes": after.ram_limit,
+    }
+    if before.ssd is not None and after.ssd is not None:
+        fields |= {
+            "written_bytes_per_second": round((after.ssd.written_bytes - before.ssd.written_bytes) * rate, 3),
+            "read_bytes_per_second": round((after.ssd.read_bytes - before.ssd.read_bytes) * rate, 3),
+            "queued_bytes": after.ssd.queued_bytes,
+            "ssd_used_bytes": after.ssd.used,
+            "ssd_limit_bytes": after.ssd.limit,
+        }
+    return fields
+
+
+def in_words(fields: dict[str, Any]) -> str:
+    """`summed_up`, as a line to read."""
+    hits = "nothing asked for"
+    if fields["hit_rate"] is not None:
+        hits = (
+            f"{fields['asked_tokens_per_second']:,.0f} tokens/s asked for, {fields['hit_rate']:.1%} hit "
+            f"(RAM {fields['ram_hit_rate']:.1%}, SSD {fields['ssd_hit_rate']:.1%})"
+        )
+    said = [hits, f"{fields['stored_bytes_per_second'] / 1e6:,.2f} MB/s stored"]
+    if "ssd_used_bytes" in fields:
+        said.append(
+            f"{fields['written_bytes_per_second'] / 1e6:,.2f} MB/s written, "
+            f"{fields['read_bytes_per_second'] / 1e6:,.2f} read"
+        )
+    said.append(", ".join(f"{fields[name]:,} {name}" for name in ("dropped", "denied", "errors")))
+    said.append(f"RAM {fields['ram_held_bytes'] / 1e9:,.2f} of {fields['ram_limit_bytes'] / 1e9:,.2f} GB")
+    if "ssd_used_bytes" in fields:
+        said.append(f"SSD {fields['ssd_used_bytes'] / 1e9:,.2f} of {fields['ssd_limit_bytes'] / 1e9:,.2f} GB")
+    return "; ".join(said)

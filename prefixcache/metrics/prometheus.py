@@ -1,0 +1,212 @@
+"""What a PrefixCache counts, for Prometheus: `CacheCollector` reads `stats()` when it is scraped, and at no other time.
+
+Nothing is counted here and nothing is remembered, so between scrapes it costs nothing. A server registers the collector
+with prometheus-client, or answers /metrics with what `render` gives. The same names are in dashboards/grafana.json,
+`prefixcache top` and docs/operating.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from prometheus_client import CONTENT_TYPE_LATEST as CONTENT_TYPE
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+import prefixcache
+from prefixcache.metrics.histogram import Observed
+from prefixcache.metrics.stats import Counters, Stats
+
+if TYPE_CHECKING:
+    from prefixcache.cache import PrefixCache
+    from prefixcache.ssd import SsdStats
+
+__all__ = ["CONTENT_TYPE", "CacheCollector", "render"]
+
+# A number, or numbers by the value of the metric's one label. Summed over the label they mean something.
+Value = float | dict[str, float]
+
+
+NO_LABEL = "none"
+
+
+class Kind(NamedTuple):
+    """A metric: its name without "prefixcache_" and its unit's or kind's ending ("_total"; of histograms "_seconds"), what it
+    says, its value, and its label if it has one. A histogram's value is an `Observed` by the label's value.
+    """
+
+    name: str
+    text: str
+    value: Callable[[Any], Any]
+    label: str = ""
+
+
+def _fetched(c: Counters) -> Value:
+    return {"hit": c.hit_tokens, "miss": c.asked_tokens - c.hit_tokens}
+
+
+def _hit(c: Counters) -> Value:
+    return {"ram": c.ram_hit_tokens, "ssd": c.ssd_hit_tokens}
+
+
+def _stored(c: Counters) -> Value:
+    return {"new": c.stored_tokens, "shared": c.shared_tokens, "unkept": c.unkept_tokens}
+
+
+def _evicted(c: Counters) -> Value:
+    return {"ram": c.evicted, "ssd": c.ssd_evicted}
+
+
+def _ram(s: Stats) -> Value:
+    """What waits for the SSD is part of the images in `Stats`."""
+    images = {"images": s.ram_images - s.ram_queued, "queued": s.ram_queued}
+    return {**images, "nodes": s.ram_nodes, "reserved": s.ram_reserved}
+
+
+def _images(s: Stats) -> Value:
+    return {"ram": s.images_in_ram, "ssd": s.images_on_ssd}
+
+
+def _sequences(s: Stats) -> Value:
+    return {label or NO_LABEL: counted.sequences for label, counted in s.labels.items()}
+
+
+def _by_label(s: Stats) -> Value:
+    return {label or NO_LABEL: counted.ram_bytes for label, counted in s.labels.items()}
+
+
+EVENTS = (  # since the cache was opened, of `Counters`
+    Kind("fetches", "Prompts that were looked up.", lambda c: c.fetches),
+    Kind("fetch_tokens", "Tokens that were looked up, by whether RAM had them. Their sum over result is the denominator of "
+         "the hit rate; of a prompt that is all known, at least the last token is a miss.", _fetched, "result"),
+    Kind("hit_tokens", "Tokens that fetches gave: ssd those that a promotion had brought and no fetch had given since, ram "
+         "all others. Hit rate by tier: sum by (tier) (rate(prefixcache_hit_tokens_total[5m])) / ignoring (tier) "
+         "group_left () sum (rate(prefixcache_fetch_tokens_total[5m])).", _hit, "tier"),
+    Kind("promoted_tokens", "Tokens brought from SSD to RAM.", lambda c: c.promoted_tokens),
+    Kind("promoted_bytes", "Bytes brought from SSD to RAM.", lambda c: c.promoted_bytes),
+    Kind("stores", "Prompt caches that were given to be stored.", lambda c: c.stores),
+    Kind("store_tokens", "Their tokens: new, kept already (shared), or without room (unkept).", _stored, "result"),
+    Kind("stored_bytes", "Bytes of what was new, compressed.", lambda c: c.stored_bytes),
+    Kind("recoded_tokens", "Tokens that were coded again.", lambda c: c.recoded_tokens),
+    Kind("evicted_images", "Images that left a tier to make room.", _evicted, "tier"),
+    Kind("dropped_images", "Images that left RAM and that the SSD was to get and did not.", lambda c: c.dropped),
+    Kind("dropped_bytes", "Bytes of the dropped images.", lambda c: c.dropped_bytes),
+    Kind("declined_images", "Images that left RAM and that the SSD was not given at first sight.", lambda c: c.declined),
+    Kind("forgotten_images", "Images that left the SSD because RAM had no room to know of them.", lambda c: c.forgotten),
+    Kind("corrupt_images", "Files found damaged when they were read, and set aside.", lambda c: c.corrupt),
+    Kind("write_errors", "Images that could not be written to the SSD.", lambda c: c.write_errors),
+    Kind("denied_reservations", "Reservations of RAM that found no room.", lambda c: c.denied),
+    Kind("collisions", "Blocks that were not kept because another has their key.", lambda c: c.collisions),
+)  # fmt: skip
+
+STATE = (  # now, of `Stats`
+    Kind("ram_bytes", "RAM held, by what for. Images that wait for the SSD are queued.", _ram, "state"),
+    Kind("ram_limit_bytes", "The RAM budget; lower while the machine is short of memory.", lambda s: s.ram_limit),
+    Kind("ram_configured_bytes", "The RAM budget that was asked for.", lambda s: s.ram_configured),
+    Kind("ram_peak_bytes", "The most RAM that was held at once.", lambda s: s.ram_peak),
+    Kind("images", "Images by tier; many are in both.", _images, "tier"),
+    Kind("pinned_images", "Images that must not leave.", lambda s: s.pinned),
+    Kind("blocks", "Blocks of tokens that are known, in any tier.", lambda s: s.blocks),
+    Kind("sequences", "Stored prompts that no other goes on from, by the label of their store.", _sequences, "label"),
+    Kind("ram_image_bytes", "RAM held by images, by the label of their store.", _by_label, "label"),
+    Kind("namespaces", "Namespaces: models, codecs, layouts, tenants.", lambda s: s.namespaces),
+)
+
+SSD_EVENTS = (  # of `SsdStats`
+    Kind("ssd_written_files", "Files written.", lambda s: s.written_files),
+    Kind("ssd_written_bytes", "Bytes written.", lambda s: s.written_bytes),
+    Kind("ssd_read_files", "Files read.", lambda s: s.read_files),
+    Kind("ssd_read_bytes", "Bytes read.", lambda s: s.read_bytes),
+    Kind("ssd_refused_writes", "Writes that found queue or SSD full; most are tried again.", lambda s: s.dropped),
+    Kind("ssd_failed_batches", "Batches of writes that failed.", lambda s: s.errors),
+    Kind("ssd_unreadable_files", "Files that could not be read for now.", lambda s: s.unreadable),
+    Kind("ssd_quarantined_files", "Files set aside in quarantine/, at the opening too.", lambda s: s.quarantined),
+)
+
+DURATIONS = (  # since the cache was opened, of `Stats`, in seconds
+    Kind("store", "What a store took.", lambda s: {"": s.seconds["store"]}),
+    Kind("fetch", "What a fetch took, by whether RAM had anything of the prompt.",
+         lambda s: {"hit": s.seconds["fetch_hit"], "miss": s.seconds["fetch_miss"]}, "result"),
+    Kind("promote", "What a promotion took from its start to its last image.", lambda s: {"": s.seconds["promote"]}),
+)  # fmt: skip
+
+SSD_DURATIONS = (  # of `SsdStats`
+    Kind("ssd_spill", "From the queue to a file that is durable and indexed.", lambda s: {"": s.spill_seconds}),
+    Kind("ssd_read", "What it took to read and check a file.", lambda s: {"": s.read_seconds}),
+)
+
+SSD_STATE = (
+    Kind("ssd_used_bytes", "What is held against the SSD's limit.", lambda s: s.used),
+    Kind("ssd_limit_bytes", "What the directory may take.", lambda s: s.limit),
+    Kind("ssd_disk_bytes", "What the directory takes on the disk.", lambda s: s.disk),
+    Kind("ssd_reserve_bytes", "Room kept for the index to grow.", lambda s: s.reserve),
+    Kind("ssd_quarantine_bytes", "What the files take that were set aside.", lambda s: s.quarantine_bytes),
+    Kind("ssd_queued_files", "Files that wait to be written.", lambda s: s.queued_files),
+    Kind("ssd_queued_bytes", "Bytes that wait to be written.", lambda s: s.queued_bytes),
+    Kind("ssd_files", "Files of images.", lambda s: s.files),
+)
+
+
+class CacheCollector(Collector):
+    """A PrefixCache's numbers, read when they are asked for. One for each process: metrics don't say of which cache.
+
+    Counters begin with the opening of the cache and only go up. Of a cache that is closed meanwhile the last counts are
+    given, and RAM is empty.
+    """
+
+    def __init__(self, cache: PrefixCache):
+        self._cache = cache
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._cache.stats()
+        about = {"version": prefixcache.__version__, "codec": stats.codec}
+        kernels = {f"kernels_{where}": what for where, what in stats.kernels.items()}
+        yield InfoMetricFamily("prefixcache", "The cache that is at work.", {**about, **kernels})
+        yield from _metrics(CounterMetricFamily, EVENTS, stats.counters)
+        yield from _metrics(GaugeMetricFamily, STATE, stats)
+        yield from _histograms(DURATIONS, stats)
+        if stats.ssd is not None:
+            yield from _metrics(CounterMetricFamily, SSD_EVENTS, stats.ssd)
+            yield from _metrics(GaugeMetricFamily, SSD_STATE, stats.ssd)
+            yield from _histograms(SSD_DURATIONS, stats.ssd)
+
+
+def render(*collectors: Collector) -> bytes:
+    """The page that /metrics answers with; its content type is CONTENT_TYPE."""
+    registry = CollectorRegistry()
+    for collector in collectors:
+        registry.register(collector)
+    return generate_latest(registry)
+
+
+def _metrics(family: Any, kinds: tuple[Kind, ...], of: Counters | Stats | SsdStats) -> Iterator[Metric]:
+    for kind in kinds:
+        metric = family(f"prefixcache_{kind.name}", kind.text, labels=[kind.label] if kind.label else [])
+        value = kind.value(of)
+        for label, number in value.items() if isinstance(value, dict) else [("", value)]:
+            metric.add_metric([label] if kind.label else [], number)
+        yield metric
+
+
+def _histograms(kinds: tuple[Kind, ...], of: Stats | SsdStats) -> Iterator[Metric]:
+    for kind in kinds:
+        metric = HistogramMetricFamily(
+            f"prefixcache_{kind.name}_seconds", kind.text, labels=[kind.label] if kind.label else []
+        )
+        for label, observed in kind.value(of).items():
+            metric.add_metric([label] if kind.label else [], _buckets(observed), observed.total)
+        yield metric
+
+
+def _buckets(observed: Observed) -> list[tuple[str, float]]:
+    bounds = [*map(floatToGoString, observed.bounds), "+Inf"]
+    return list(zip(bounds, map(float, observed.counts), strict=True))

@@ -1,0 +1,162 @@
+"""Counters and durations, and the snapshot of them that `PrefixCache.stats()` gives. Tokens are counted in tokens, durations
+in seconds, all else in bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from prefixcache.metrics.histogram import Histogram, Observed
+
+if TYPE_CHECKING:
+    from prefixcache.blocks.tree import Slot
+    from prefixcache.ssd import SsdStats
+
+
+class Arrivals:
+    """Images that promotions brought and that no hit has used since: what a hit owes to the SSD. Called under the tiers'
+    lock.
+
+    A hit is the SSD's from the first token on that RAM alone would not have given, and once: the next is RAM's.
+    """
+
+    LEAST = 1024  # images, below which nothing is swept
+
+    def __init__(self) -> None:
+        self._first: dict[Slot, int] = {}  # the first token that RAM lacked for want of the image
+        self._sweep_at = self.LEAST
+
+    def came(self, slot: Slot, first: int) -> None:
+        """An image is in RAM now, without which a hit would have ended at token `first`."""
+        self._first[slot] = first
+        if len(self._first) >= self._sweep_at:  # those that left RAM unused; the same slot may come again
+            self._first = {one: begin for one, begin in self._first.items() if one.image is not None}
+            self._sweep_at = max(self.LEAST, 2 * len(self._first))
+
+    def left(self, slot: Slot) -> None:
+        """An image left RAM."""
+        self._first.pop(slot, None)
+
+    def owed(self, held: Iterable[Slot], depth: int) -> int:
+        """Of a hit of `depth` tokens, those that are the SSD's. `held`: the hit's images, tail first; of its rows the last
+        will do.
+        """
+        if not self._first:
+            return 0
+        first, below = depth, False
+        for slot in held:
+            first = min(first, self._first.pop(slot, depth))
+            node = slot.node.parent if slot.kind == "rows" and not below else None
+            below |= slot.kind == "rows"
+            while node is not None:
+                if node.rows is not None:
+                    first = min(first, self._first.pop(node.rows, depth))
+                node = node.parent
+        return depth - first
+
+
+class Durations:
+    """How long things took, in seconds, from call to return; a promotion from its first look to its last image."""
+
+    def __init__(self) -> None:
+        self.store, self.fetch_hit, self.fetch_miss, self.promote = (Histogram() for _ in range(4))
+
+    def read(self) -> dict[str, Observed]:
+        return {name: histogram.read() for name, histogram in vars(self).items()}
+
+
+@dataclass
+class Counters:
+    """What has happened since the cache was opened. Changed under the tiers' lock only.
+
+    `arrivals` and `durations` are what the counting itself needs: of a `copy` they are empty.
+    """
+
+    fetches: int = 0
+    asked_tokens: int = 0  # tokens that fetches asked for: the denominator of a hit rate
+    hit_tokens: int = 0  # of them, tokens that fetches gave from RAM
+    ram_hit_tokens: int = 0  # of those, tokens that RAM had by itself
+    ssd_hit_tokens: int = 0  # and tokens that a promotion had brought and no hit had used since
+    promoted_tokens: int = 0
+    promoted_bytes: int = 0
+    stores: int = 0
+    stored_tokens: int = 0  # new tokens that stores kept
+    stored_bytes: int = 0
+    shared_tokens: int = 0  # tokens that stores found kept already
+    unkept_tokens: int = 0  # tokens that stores found no room for
+    recoded_tokens: int = 0  # tokens coded again: their codes were on SSD only, or had other levels than their block
+    evicted: int = 0  # images that left RAM
+    dropped: int = 0  # of them, images that the SSD was to get and did not
+    dropped_bytes: int = 0
+    declined: int = 0  # images that the SSD was not given at first sight
+    forgotten: int = 0  # images that left the SSD because nodes filled the RAM
+    ssd_evicted: int = 0  # images that left the SSD to keep its limit
+    corrupt: int = 0  # images set aside on reading
+    write_errors: int = 0
+    denied: int = 0  # reservations of RAM that found no room
+    collisions: int = 0  # blocks not kept because another has their key
+
+    def __post_init__(self) -> None:
+        self.arrivals = Arrivals()
+        self.durations = Durations()
+
+    def count_tiers(self, held: Iterable[Slot], depth: int) -> None:
+        """A hit of `depth` tokens (`held` as in `Arrivals.owed`): how much of it is which tier's."""
+        owed = self.arrivals.owed(held, depth)
+        self.ssd_hit_tokens += owed
+        self.ram_hit_tokens += depth - owed
+
+    def copy(self, **changes: int) -> Counters:
+        return replace(self, **changes)
+
+
+class Labelled(NamedTuple):
+    """What stores under one label brought: sequences that no other goes on from, in any tier, and bytes in RAM."""
+
+    sequences: int
+    ram_bytes: int
+
+
+@dataclass(frozen=True)
+class Stats:
+    """The cache at one moment. `ram_held` = `ram_images` + `ram_nodes` + `ram_reserved`, and never exceeds
+    `ram_limit`.
+    """
+
+    ram_limit: int
+    ram_configured: int
+    """What was asked for; `ram_limit` is less while the machine is short of memory (setting `memory_reserve`)."""
+    ram_setting: str
+    ram_held: int
+    ram_images: int
+    ram_queued: int
+    ram_nodes: int
+    ram_reserved: int
+    ram_peak: int
+    namespaces: int
+    blocks: int
+    sequences: int
+    labels: dict[str, Labelled]
+    """By the word that `store` was given. "" is what came without one, or from an SSD after a restart."""
+    images_in_ram: int
+    images_on_ssd: int
+    pinned: int
+    codec: str
+    kernels: dict[str, str]
+    """What code runs TurboQuant here: "cpu", and "device" where MLX's default device is a GPU."""
+    counters: Counters
+    seconds: dict[str, Observed]
+    """How long each `store`, `fetch_hit`, `fetch_miss` and `promote` took; what files took is in `ssd`."""
+    ssd: SsdStats | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as plain JSON types."""
+        labels = {label: counted._asdict() for label, counted in self.labels.items()}
+        seconds = {name: observed.as_dict() for name, observed in self.seconds.items()}
+        ssd = None
+        if self.ssd is not None:
+            plain = self.ssd._asdict().items()
+            ssd = {name: value.as_dict() if isinstance(value, Observed) else value for name, value in plain}
+        return {**asdict(self), "labels": labels, "seconds": seconds, "ssd": ssd}

@@ -1,0 +1,1 @@
+"""What the public calls of `PrefixCache` do, one module each."""

@@ -1,0 +1,302 @@
+"""mlx-lm's prompt cache on a PrefixCache: `TieredPromptCache` stands where `mlx_lm.server` has its `LRUPromptCache`.
+
+It names models by their identity, promotes from the SSD as long as that is quicker than computing, and never raises into
+the thread that generates. The server around it is `mlx_lm_server`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+from mlx_lm.models.cache import LRUPromptCache
+
+from prefixcache.cache import PrefixCache
+from prefixcache.identity import model_identity, nameless
+from prefixcache.keys import as_tokens
+from prefixcache.layers import CacheError
+from prefixcache.servers.read_or_compute import ReadOrCompute
+from prefixcache.tiers.budget import Reservation
+
+log = logging.getLogger("prefixcache")
+
+RESTORED = "restored"  # the type of sequences that came from the SSD after a restart, which doesn't keep types
+ROOM = 2048  # tokens that a hit can grow by before its layers do: mlx_lm.server's step of a prefill
+
+
+Stamp = tuple[tuple[str, int, int], ...]  # name, bytes and time of change of files
+
+
+class SaltedToken(int):
+    """A token that carries the salt of its prompt. As the first of a prompt it goes where the prompt goes: into slices,
+    into what the batch has seen, back to `insert_cache`.
+    """
+
+    salt: bytes = b""
+
+    def __new__(cls, token: int, salt: bytes) -> SaltedToken:
+        made = super().__new__(cls, token)
+        made.salt = salt
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SaltedToken, (int(self), self.salt)
+
+
+class TieredPromptCache(LRUPromptCache):
+    """mlx-lm's prompt cache, bounded in bytes, on RAM and SSD: the interface of `LRUPromptCache`.
+
+    What a hit gives is the caller's own, and leaves at least one token to compute. Model keys are mlx_lm.server's
+    (model, adapter, draft model), each a folder or a repository's name; blocks belong to the weights found there, not to
+    the name. A prompt cache that a PrefixCache can't keep (a class of the server's own) is kept as it is and given as
+    `LRUPromptCache` gives it, by the same names and salts, its bytes reserved in the same budget. Nothing here raises on
+    the way of a request: what can't be kept is logged, what can't be read is a miss.
+
+    Thread-safe: calls take turns.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        max_size: int | None = None,
+        max_bytes: int | None = None,
+        *,
+        identify: Callable[[Any], str] | None = None,
+        longest_wait: float = 30.0,
+        salted_only: bool = False,
+        whole_blocks: bool = False,
+    ):
+        """`cache`: the caller's, who closes it. `max_size`: sequences in all, the coldest leave every tier; None: as many
+        as the bytes allow. `max_bytes`: of prompt caches in RAM; None: the cache's budget. `identify`: the name of a model
+        key's weights (default: `identity_of`). `longest_wait`: seconds that a lookup waits for the SSD at most; it waits as
+        long as that is quicker than computing. `salted_only`: leave prompts alone whose first token is no `SaltedToken`.
+        `whole_blocks`: see `PrefixCache.fetch` and `store`.
+        """
+        super().__init__(1 << 62 if max_size is None else max_size, 1 << 62 if max_bytes is None else max_bytes)
+        self.cache = cache
+        self.reading = ReadOrCompute(cache, longest_wait, whole_blocks)
+        self.failed = 0  # inserts that could not be kept
+        self._identify = identify or identity_of
+        self._names: dict[Any, tuple[str, Stamp]] = {}
+        self._last_model: Any = None
+        self._salted_only = salted_only
+        self._whole_blocks = whole_blocks
+        self._turn = threading.RLock()
+        self._live_room: list[Reservation] = []  # what objects kept as they are take of the budget
+
+    # -- LRUPromptCache's interface -----------------------------------------------------------------------------------
+
+    def fetch_nearest_cache(self, model: Any, tokens: Sequence[int]) -> tuple[list[Any] | None, Sequence[int]]:
+        """The deepest prompt cache for these tokens, and the tokens still to be computed; (None, tokens) on a miss."""
+        salt = self._salt(tokens)
+        if salt is None:
+            return None, tokens
+        try:
+            name, ids = self.name_of(model), as_tokens(tokens)
+            self.reading.wait(ids, model=name, salt=salt)  # others may insert meanwhile
+            with self._turn:
+                found, rest = self._fetch(name, salt, ids, tokens)
+                if super().__len__():
+                    live, left = super().fetch_nearest_cache((name, salt), list(tokens))
+                    if live is not None and (found is None or len(left) < len(rest)):
+                        return live, left
+                return found, rest
+        except Exception as error:
+            log.warning("a lookup failed, which is a miss: %s: %s", type(error).__name__, error)
+            return None, tokens
+
+    def insert_cache(
+        self, model: Any, tokens: Sequence[int], prompt_cache: list[Any], *, cache_type: str = "assistant"
+    ) -> None:
+        """Keep the prompt cache of these tokens. It is read here, and neither changed nor held (but see the class)."""
+        salt = self._salt(tokens)
+        if salt is None:
+            return
+        with self._turn:
+            try:
+                name = self.name_of(model)
+                try:
+                    if not len(tokens):
+                        raise CacheError("no tokens")
+                    ids = as_tokens(tokens)
+                    self.reading.ended(ids)
+                    self.cache.store(
+                        ids, prompt_cache, model=name, salt=salt, label=cache_type, whole_blocks=self._whole_blocks
+                    )
+                except CacheError as error:
+                    self._insert_live((name, salt), tokens, prompt_cache, cache_type, error)
+                self._keep_limits()
+            except Exception as error:
+                self._fail(error)
+
+    def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
+        """Let the coldest go: of sequences in every tier, of bytes from RAM (to the SSD, where there is one)."""
+        with self._turn:
+            try:
+                if n_sequences is not None:
+                    super().trim_to(n_sequences=n_sequences - self.cache.stats().sequences)  # live objects go first
+                    self.cache.keep(max(n_sequences - super().__len__(), 0))
+                if n_bytes is not None:
+                    super().trim_to(n_bytes=n_bytes)
+                    self._pay_for_live()
+                    self._trim_ram(n_bytes)
+                self._pay_for_live()
+            except Exception as error:
+                self._fail(error)
+
+    def __len__(self) -> int:
+        """Sequences that can be had, from RAM or SSD; one that another goes on from is not counted."""
+        return super().__len__() + self.cache.stats().sequences
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of RAM that hold prompt caches."""
+        return int(self._n_bytes) + self.cache.stats().ram_images
+
+    def stats_by_type(self) -> dict[str, dict[str, int]]:
+        """By cache type: sequences, and bytes in RAM. What the SSD brought after a restart is of type "restored"."""
+        by_type: dict[str, dict[str, int]] = super().stats_by_type()
+        for label, counted in self.cache.stats().labels.items():
+            own = by_type.setdefault(label or RESTORED, {"n_sequences": 0, "n_bytes": 0})
+            own["n_sequences"] += counted.sequences
+            own["n_bytes"] += counted.ram_bytes
+        return by_type
+
+    def _trim_ram(self, nbytes: int) -> None:
+        """Let images leave RAM until they and the live objects take no more than this."""
+        stats = self.cache.stats()
+        if stats.ram_images + self._n_bytes > nbytes:
+            beside = stats.ram_nodes + stats.ram_reserved
+            self.cache.trim_to(max(nbytes - self._n_bytes, 0) + beside, wait=0)
+
+    # -- names ----------------------------------------------------------------------------------------------------------
+
+    def name_of(self, model: Any) -> str:
+        """The name under which a model key's blocks are kept.
+
+        Weights are looked at again when their files have changed and another model was asked for in between: the server
+        loads one at a time, so it has loaded them anew. A server that knows better says so by `name_anew`.
+        """
+        with self._turn:
+            known = self._names.get(model)
+            if known is None or (model != self._last_model and known[1] != _stamp(model)):
+                stamp = _stamp(model)
+                known = self._names[model] = self._identify(model), stamp
+            self._last_model = model
+            return known[0]
+
+    def name_anew(self, model: Any) -> str:
+        """The weights of this key were just loaded: identify them, as long as the files are those."""
+        with self._turn:
+            self._names.pop(model, None)
+            return self.name_of(model)
+
+    def _salt(self, tokens: Sequence[int]) -> bytes | None:
+        """The salt that the prompt carries; None where it carries none and must."""
+        first = tokens[0] if len(tokens) else None
+        if isinstance(first, SaltedToken):
+            return first.salt
+        return None if self._salted_only else b""
+
+    # -- the PrefixCache --------------------------------------------------------------------------------------------------
+
+    def _fetch(
+        self, name: str, salt: bytes, ids: np.ndarray, tokens: Sequence[int]
+    ) -> tuple[list[Any] | None, Sequence[int]]:
+        # A batch copies what it is given, and room for a long rest after a short hit costs more than the hit.
+        room, leave = min(len(ids), ROOM), 1
+        while True:
+            prompt_cache, rest = self.cache.fetch(
+                ids, model=name, salt=salt, leave=leave, room=room, whole_blocks=self._whole_blocks
+            )
+            depth = len(ids) - len(rest)
+            if (whole := _outside_images(ids, depth)) == depth:
+                break
+            leave = len(ids) - whole
+        self.reading.began(ids, len(rest))
+        return prompt_cache, tokens[depth:]
+
+    def _keep_limits(self) -> None:
+        if self.max_size < 1 << 62 and len(self) > self.max_size:
+            self.trim_to(n_sequences=self.max_size)
+        if self.max_bytes < 1 << 62 and self.nbytes > self.max_bytes:
+            self.trim_to(n_bytes=self.max_bytes)
+
+    def _fail(self, error: Exception) -> None:
+        self.failed += 1
+        if self.failed in (1, 10, 100) or self.failed % 1000 == 0:
+            log.warning(
+                "%d prompt caches could not be kept; this one: %s: %s", self.failed, type(error).__name__, error
+            )
+
+    # -- what a PrefixCache can't keep ------------------------------------------------------------------------------------
+
+    def _insert_live(
+        self, key: tuple[str, bytes], tokens: Sequence[int], prompt_cache: list[Any], cache_type: str, error: CacheError
+    ) -> None:
+        """Keep the objects as they are, with their bytes reserved, the coldest of their kind leaving for them."""
+        nbytes = sum(layer.nbytes for layer in prompt_cache)
+        while not self._pay_for_live(nbytes):
+            if not super().__len__():
+                return self._fail(error)
+            super().trim_to(n_sequences=super().__len__() - 1)
+        super().insert_cache(key, list(tokens), prompt_cache, cache_type=cache_type)
+        self._pay_for_live()
+
+    def _pay_for_live(self, more: int = 0) -> bool:
+        """Reserve what the objects take, and `more`. False when the budget has no room."""
+        missing = self._n_bytes + more - sum(reservation.left for reservation in self._live_room)
+        if missing > 0:
+            reservation = self.cache.reserve(missing)
+            if reservation is None:
+                return False
+            self._live_room.append(reservation)
+            return True
+        for reservation in reversed(self._live_room):
+            missing += reservation.release(max(-missing, 0))
+        self._live_room = [reservation for reservation in self._live_room if reservation.left]
+        return True
+
+
+def _outside_images(ids: np.ndarray, depth: int) -> int:
+    """The last place at or before `depth` that is not inside an image. mlx-lm gives all patches of an image one negative
+    id, and an image that a hit has a part of it takes for one that was seen whole.
+    """
+    while 0 < depth < len(ids) and ids[depth] < 0 and ids[depth - 1] == ids[depth]:
+        depth -= 1
+    return depth
+
+
+def identity_of(model: Any) -> str:
+    """The identity of the weights behind mlx_lm.server's model key: (model, adapter, draft model), the last two may be
+    None or missing.
+
+    A key whose weights can't be found gets a name that is good once: its blocks meet no others.
+    """
+    path, adapter, draft = _parts(model)
+    try:
+        name = model_identity(path, adapter)
+        return name if draft is None else f"{name}|{model_identity(draft)}"
+    except (OSError, ValueError, TypeError) as error:
+        log.warning("no identity, so what is kept is of no use to another process: %s", error)
+        return nameless()
+
+
+def _parts(model: Any) -> tuple[Any, Any, Any]:
+    return (*model, None, None)[:3] if isinstance(model, tuple) and model else (model, None, None)
+
+
+def _stamp(model: Any) -> Stamp:
+    """The files behind a model key, as far as looking at their names and times tells; () for what is no folder."""
+    found: list[tuple[str, int, int]] = []
+    for part in _parts(model):
+        if isinstance(part, (str, os.PathLike)):
+            with suppress(OSError):
+                about = [(file.name, file.stat()) for file in os.scandir(os.fspath(part)) if file.is_file()]
+                found += [(name, stat.st_size, stat.st_mtime_ns) for name, stat in about]
+    return tuple(sorted(found))

@@ -1,0 +1,179 @@
+"""vllm-mlx on a PrefixCache: `install` puts `TieredPrefixCache` where its schedulers have their `MemoryAwarePrefixCache`,
+and learns from which weights each model was loaded.
+
+Neither vllm_mlx nor mlx_lm is imported before that. `python -m prefixcache.servers.vllm_mlx` is vllm-mlx's own command
+with it installed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from prefixcache.cache import PrefixCache
+from prefixcache.identity import model_identity, nameless
+from prefixcache.servers.vllm_mlx.prefix_cache import LONGEST_WAIT, TieredPrefixCache
+from prefixcache.settings import Settings
+from prefixcache.ssd import DirectoryError
+
+__all__ = ["TieredPrefixCache", "identity_of", "install", "main", "name_model", "uninstall"]
+
+log = logging.getLogger("prefixcache")
+
+
+# -- names ----------------------------------------------------------------------------------------------------------------
+
+NAME = "prefixcache_identity"  # the attribute of a model that says from which weights it was loaded
+
+
+def name_model(model: Any, path: str | Path, adapter: str | Path | None = None) -> str:
+    """Say from which files a model was loaded, and get its identity. Models that vllm-mlx loads itself after `install` are
+    named by that. Raises what `model_identity` raises.
+    """
+    return _name(model, model_identity(path, adapter))
+
+
+def identity_of(model: Any) -> str:
+    """The identity of a model's weights; where nobody said it, a name that is good in this process only."""
+    known = getattr(model, NAME, None)
+    if isinstance(known, str):
+        return known
+    log.warning(
+        "a model without identity, so what is kept of it is of no use to another process: load it with vllm-mlx after "
+        "install(), or call name_model(model, path)"
+    )
+    return _name(model, nameless())
+
+
+def _name(model: Any, name: str) -> str:
+    for part in (model, getattr(model, "language_model", None)):
+        try:
+            setattr(part, NAME, name)
+        except (AttributeError, TypeError):  # no object of a kind that takes attributes; its name is good once
+            continue
+    return name
+
+
+def _name_loaded(model: Any, path: Any, library: str = "") -> None:
+    try:
+        _name(model, model_identity(path) + library)
+    except (OSError, ValueError, TypeError) as error:
+        log.warning("no identity of a model that was loaded: %s", error)
+
+
+# -- installing -------------------------------------------------------------------------------------------------------------
+
+
+class _Replaced(NamedTuple):
+    owner: Any
+    name: str
+    before: Any
+    after: Any
+
+
+_replaced: list[_Replaced] = []
+_opened: list[PrefixCache] = []
+
+
+def install(cache: PrefixCache | Settings, *, salt: bytes = b"", longest_wait: float = LONGEST_WAIT) -> PrefixCache:
+    """Let vllm-mlx keep its prompts in `cache` from now on: call it before a model is loaded. Returns the PrefixCache.
+
+    Given `Settings`, one is opened, and closed by `uninstall` or at the end of the process. `salt` separates this server's
+    prompts from those of others in the same directory. Raises ImportError without vllm-mlx, or when the installed one has
+    no `MemoryAwarePrefixCache`.
+    """
+    uninstall()
+    scheduler = importlib.import_module("vllm_mlx.scheduler")
+    if not hasattr(scheduler, "MemoryAwarePrefixCache"):
+        raise ImportError("vllm_mlx.scheduler has no MemoryAwarePrefixCache: install vllm-mlx 0.6")
+    if isinstance(cache, Settings):
+        cache = PrefixCache(cache)
+        _opened.append(cache)
+        atexit.register(cache.close)
+    kept = cache
+
+    def build(model: Any, config: Any = None) -> TieredPrefixCache:
+        name = identity_of(model)
+        # --max-kv-size gives layers of another class, and the class that is replaced here isn't told of it: its caller is
+        # asked. Caches of two bounds must not meet.
+        caller = sys._getframe(1).f_locals.get("self")
+        bound = getattr(getattr(caller, "config", caller), "max_kv_size", None)
+        if isinstance(bound, int) and bound > 0:
+            name += f"|max_kv_size={bound}"
+        return TieredPrefixCache(model, config, cache=kept, model_name=name, salt=salt, longest_wait=longest_wait)
+
+    _replace(scheduler, "MemoryAwarePrefixCache", build)
+    tokenizer = importlib.import_module("vllm_mlx.utils.tokenizer")
+    loader = _naming(tokenizer.load_model_with_fallback)
+    for owner in (tokenizer, sys.modules["vllm_mlx.utils"]):  # the package hands it on
+        if hasattr(owner, "load_model_with_fallback"):
+            _replace(owner, "load_model_with_fallback", loader)
+    try:
+        multimodal = importlib.import_module("vllm_mlx.mllm_batch_generator")
+        mllm = importlib.import_module("vllm_mlx.models.mllm")
+    except ImportError as error:
+        log.info("without multimodal models: %s", error)
+    else:
+        _replace(multimodal, "MemoryAwarePrefixCache", build)
+        _replace(mllm.MLXMultimodalLM, "load", _naming_multimodal(mllm.MLXMultimodalLM.load))
+    return cache
+
+
+def uninstall() -> None:
+    """Give vllm-mlx its own cache back, for schedulers made from now on."""
+    while _replaced:
+        owner, name, before, after = _replaced.pop()
+        if vars(owner).get(name) is after:
+            setattr(owner, name, before)
+    while _opened:
+        cache = _opened.pop()
+        atexit.unregister(cache.close)
+        cache.close()
+
+
+def _replace(owner: Any, name: str, after: Any) -> None:
+    _replaced.append(_Replaced(owner, name, getattr(owner, name), after))
+    setattr(owner, name, after)
+
+
+def _naming(load: Callable[..., Any]) -> Callable[..., Any]:
+    """vllm-mlx's loader of text models, which then says from where the model is."""
+
+    @functools.wraps(load)
+    def loaded(model_name: str, *args: Any, **options: Any) -> Any:
+        model, tokenizer = load(model_name, *args, **options)
+        _name_loaded(model, model_name)
+        return model, tokenizer
+
+    return loaded
+
+
+def _naming_multimodal(load: Callable[..., Any]) -> Callable[..., Any]:
+    """The same of models that mlx-vlm loads. It has other code for a model than mlx-lm, so theirs never meet."""
+
+    @functools.wraps(load)
+    def loaded(self: Any) -> None:
+        before = self.model
+        load(self)
+        if self.model is not before:
+            _name_loaded(self.model, self.model_name, "|mlx-vlm")
+
+    return loaded
+
+
+def main() -> None:
+    """vllm-mlx's command, with a PrefixCache of the settings in `PREFIXCACHE_*` variables or the TOML file."""
+    try:
+        install(Settings())
+    except (ValueError, ImportError, DirectoryError) as error:
+        sys.exit(f"prefixcache: {error}")
+    try:
+        importlib.import_module("vllm_mlx.cli").main()
+    finally:
+        uninstall()

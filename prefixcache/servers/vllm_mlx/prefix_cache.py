@@ -1,0 +1,382 @@
+"""A model's prompts in a PrefixCache, by the interface of vllm-mlx's `MemoryAwarePrefixCache`.
+
+What vllm-mlx's schedulers call is here, and what they read of its private attributes. Who puts it in their place, and which
+weights a model has, is `vllm_mlx`'s.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+
+from prefixcache.cache import PrefixCache
+from prefixcache.keys import as_tokens
+from prefixcache.servers.auxiliary import Auxiliary, give, hold
+from prefixcache.servers.read_or_compute import ReadOrCompute
+from prefixcache.tiers.budget import Reservation
+
+log = logging.getLogger("prefixcache")
+
+MIB = 1 << 20  # vllm-mlx's megabyte
+LEAST = 128  # tokens of a prompt or a hit, where no configuration says otherwise
+LONGEST_WAIT = 5.0  # seconds that one lookup waits for the SSD; the requests under way stand still meanwhile
+LABEL = "vllm-mlx"
+
+
+class _Here(threading.local):
+    """What the last call on this thread found."""
+
+    kind: str | None = None
+    key: tuple[int, ...] | None = None
+    whole: bytes | None = None  # the prompt whose auxiliary data was handed out last
+
+
+class TieredPrefixCache:
+    """A model's prompts in a PrefixCache, by the interface of vllm-mlx 0.6's `MemoryAwarePrefixCache`.
+
+    Of `config` only `min_prefix_tokens` counts: the budget, the codec and the SSD are the PrefixCache's. What a hit gives
+    is the caller's own, and leaves at least one token to compute. Nothing here raises on the way of a request: what
+    can't be kept is refused, what can't be read is a miss.
+
+    Thread-safe: `_lock` guards the counters and the reservations. What the last `fetch` found is kept for each thread.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        config: Any = None,
+        *,
+        cache: PrefixCache,
+        model_name: str,
+        salt: bytes = b"",
+        longest_wait: float = LONGEST_WAIT,
+    ):
+        """`model` and `config`: as vllm-mlx gives them. `cache`: the caller's, who closes it. `model_name`: the identity of
+        the weights. `salt` separates these prompts from others of the same weights. `longest_wait`: seconds that a lookup
+        waits for the SSD at most; it waits as long as reading is quicker than computing.
+        """
+        self.cache = cache
+        self.model_name = model_name
+        self.reading = ReadOrCompute(cache, longest_wait)
+        self._salt = salt
+        self._least = getattr(config, "min_prefix_tokens", LEAST)
+        self._auxiliary = Auxiliary(cache)
+        self._here = _Here()
+        self._lock = threading.Lock()
+        self._set_aside: list[Reservation] = []
+        self._said: set[str] = set()
+        self._hits = self._misses = self._saved = self._rejections = self._evicted_before = 0
+        if getattr(config, "kv_quantize", False):
+            self._say("KV quantisation of vllm-mlx is not used: what is kept is coded by %s", cache.codec)
+
+    # -- finding ------------------------------------------------------------------------------------------------------
+
+    def fetch(self, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
+        """The deepest prompt cache for these tokens, from RAM or from the SSD, and the tokens still to be computed, at
+        least one; (None, tokens) on a miss.
+
+        A prompt whose auxiliary data this thread has just been given comes whole, with nothing left to compute, or not at
+        all: its caller goes on from the stored logits.
+        """
+        here = self._here
+        whole, here.whole, here.key = here.whole, None, None
+        here.kind, found, depth = "miss", None, 0
+        with self._quietly("a lookup"):
+            here.kind, found, depth = self._find(tokens, whole)
+        with self._lock:
+            self._hits += found is not None
+            self._misses += found is None
+            self._saved += depth
+        if found is None:
+            return None, tokens
+        here.key = tuple(tokens[:depth])
+        return found, tokens[depth:]
+
+    def _find(self, tokens: Sequence[int], whole: bytes | None) -> tuple[str, list[Any] | None, int]:
+        """The kind of match, the prompt cache, and how many tokens it has seen."""
+        if not len(tokens):
+            return "miss", None, 0
+        if len(tokens) < self._least:
+            return "miss_short_prefix", None, 0
+        ids = as_tokens(tokens)
+        leave = 0 if whole is not None and whole == ids.tobytes() else 1
+        least = min(self._least, len(ids) - 1) if leave else len(ids)
+        self.reading.wait(ids, model=self.model_name, salt=self._salt, leave=leave)
+        depth = self.cache.match(ids[: len(ids) - leave], model=self.model_name, salt=self._salt).ram
+        if depth < least:
+            self.reading.began(ids, len(ids))
+            return "miss_short_lcp" if leave and depth else "miss", None, 0
+        found, rest = self.cache.fetch(ids, model=self.model_name, salt=self._salt, leave=leave)
+        depth = len(ids) - len(rest)
+        self.reading.began(ids, len(rest))
+        if found is None or depth < least:  # it left RAM in between
+            return "miss", None, 0
+        return "exact" if depth == len(ids) else "prefix", found, depth
+
+    def clone_for_replay(self, cache: list[Any]) -> list[Any]:
+        """The same: what `fetch` and `Prepared.cache` give is the caller's own already."""
+        return cache
+
+    def fetch_exact_auxiliary(self, tokens: list[int]) -> dict[str, Any] | None:
+        """What was stored beside exactly these tokens, as new arrays; None where their whole state is not at hand."""
+        self._here.whole = None
+        with self._quietly("a lookup"):
+            ids = as_tokens(tokens)
+            kept = self._auxiliary.get(ids.tobytes())
+            if kept is None:
+                return None
+            self.reading.wait(ids, model=self.model_name, salt=self._salt, leave=0)
+            if self.cache.match(ids, model=self.model_name, salt=self._salt).ram == len(ids):
+                self._here.whole = ids.tobytes()
+                return kept
+        return None
+
+    @property
+    def _last_match_type(self) -> str | None:
+        """Of this thread's last `fetch`: "prefix", "exact", "miss", "miss_short_prefix" (the prompt is shorter than
+        `min_prefix_tokens`), "miss_short_lcp" (what is kept of it is). Blocks know no entries, so what theirs tells apart
+        as prefix, supersequence and longest common prefix is "prefix" here.
+        """
+        return self._here.kind
+
+    @property
+    def _last_matched_key(self) -> tuple[int, ...] | None:
+        return self._here.key
+
+    # -- storing ------------------------------------------------------------------------------------------------------
+
+    def store(self, tokens: list[int], cache: list[Any], evict_prefixes: bool = True) -> bool:
+        """Keep the state of these tokens. False when it is too short or can't be kept. `evict_prefixes` means nothing
+        here: a longer prompt shares the blocks of the shorter.
+        """
+        entry = self.prepare_store(tokens, cache)
+        return entry is not None and self.commit_prepared(entry, evict_prefixes)
+
+    def prepare_store(
+        self, tokens: list[int], cache: list[Any], auxiliary: dict[str, Any] | None = None
+    ) -> Prepared | None:
+        """Encode the state of these tokens now, since the caller goes on with the cache. None when it can't be kept.
+
+        The blocks can be found from here on, before `commit_prepared`. That is harmless: the state is evaluated before a
+        block is made of it, an evaluation that fails keeps nothing, and the state of these tokens stays right whatever
+        becomes of the request. Holding them back would cost a second copy of what is shared, or a second encoding.
+        The auxiliary data does wait for the commit.
+        """
+        if not len(tokens) or not cache or len(tokens) < self._least:
+            return None
+        try:
+            ids = as_tokens(tokens)
+            self.reading.ended(ids)
+            stored = self.cache.store(ids, cache, model=self.model_name, salt=self._salt, label=LABEL)
+            if not stored.tokens:
+                raise MemoryError("the budget has no room for its first block")
+            held = {name: hold(value) for name, value in (auxiliary or {}).items()}
+        except Exception as error:
+            self._reject(error)
+            return None
+        return Prepared(self, ids, stored.new_bytes, held)
+
+    def commit_prepared(
+        self,
+        entry: Prepared,
+        evict_prefixes: bool = True,
+        *,
+        commit_lock: AbstractContextManager[Any] | None = None,
+        commit_guard: Callable[[], bool] | None = None,
+    ) -> bool:
+        """Publish what `prepare_store` gave, unless `commit_guard`, asked under `commit_lock`, says no. Then the auxiliary
+        data is not kept, and the blocks are the budget's to forget.
+        """
+        try:
+            with commit_lock if commit_lock is not None else nullcontext():
+                if commit_guard is not None and not commit_guard():
+                    return False
+            if entry.held:
+                self._auxiliary.put(entry.ids.tobytes(), entry.held)
+            return True
+        except Exception as error:
+            self._reject(error)
+            return False
+
+    def _whole(self, ids: np.ndarray) -> list[Any] | None:
+        found, rest = self.cache.fetch(ids, model=self.model_name, salt=self._salt, leave=0)
+        return found if not len(rest) else None
+
+    # -- letting go ---------------------------------------------------------------------------------------------------
+
+    def remove(self, tokens: list[int], *, include_ssd: bool = False) -> bool:
+        """Forget this prompt, in every tier whatever `include_ssd` says, as far as no longer one goes on from it. False
+        when there was nothing to forget.
+        """
+        with self._quietly("forgetting a prompt"):
+            ids = as_tokens(tokens)
+            self._auxiliary.drop(ids.tobytes())
+            return self.cache.remove(ids, model=self.model_name, salt=self._salt) > 0
+        return False
+
+    def clear(self) -> None:
+        """Empty the RAM of the PrefixCache, for all its models. What the SSD has stays, as it does for vllm-mlx's own tier,
+        and what it was still to get is written.
+        """
+        self._auxiliary.clear()
+        with self._quietly("clearing"):
+            self.cache.trim_to(0)
+        self.reset_stats()
+
+    def try_reserve_memory(self, nbytes: int) -> bool:
+        """Set bytes of the RAM budget aside, the coldest leaving for them. False when the room can't be had."""
+        if nbytes <= 0:
+            return True
+        with self._quietly("a reservation"):
+            reservation = self.cache.reserve(nbytes)
+            if reservation is not None:
+                with self._lock:
+                    self._set_aside.append(reservation)
+                return True
+        return False
+
+    def release_reserved_memory(self, nbytes: int) -> None:
+        """Give back bytes that `try_reserve_memory` set aside, in one call or in several; never more than those."""
+        with self._lock:
+            for reservation in reversed(self._set_aside):
+                nbytes -= reservation.release(max(nbytes, 0))
+            self._set_aside = [reservation for reservation in self._set_aside if reservation.left]
+
+    # -- the SSD --------------------------------------------------------------------------------------------------------
+
+    def set_ssd_tier(self, ssd_tier: Any) -> None:
+        """vllm-mlx's own SSD tier is never used; the PrefixCache has one of its own (setting `ssd_dir`)."""
+        if ssd_tier is not None:
+            self._say("--ssd-cache-dir is not used: give the PrefixCache an ssd_dir")
+
+    def check_ssd(self, tokens: list[int]) -> dict[str, Any] | None:
+        """None: what the SSD has came with `fetch`, as far as waiting for it paid."""
+        return None
+
+    def save_to_disk(self, cache_dir: str) -> bool:
+        """Make what RAM holds durable, in the PrefixCache's own directory. False without one, or when it took too long."""
+        if self.cache.stats().ssd is None:
+            self._say("nothing is kept over a restart: the PrefixCache has no ssd_dir")
+            return False
+        with self._quietly("saving"):
+            if self.cache.flush():
+                return self.cache.stats().images_on_ssd > 0
+            self._say("not all of RAM was written within close_timeout=%s s", self.cache.settings.close_timeout)
+        return False
+
+    def load_from_disk(self, cache_dir: str) -> int:
+        """How many sequences the PrefixCache found in its directory; they are read when they are asked for."""
+        stats = self.cache.stats()
+        return stats.sequences if stats.images_on_ssd else 0
+
+    # -- counting -------------------------------------------------------------------------------------------------------
+
+    def get_stats(self) -> dict[str, Any]:
+        """The numbers that vllm-mlx shows. Hits, misses, rejections and saved tokens are this model's; evictions, entries
+        and memory are of the whole PrefixCache, whose `stats()` is under "prefixcache". An entry is a sequence that no
+        other goes on from, in any tier.
+        """
+        stats = self.cache.stats()
+        with self._lock:
+            asked = self._hits + self._misses
+            return {
+                "hits": self._hits,
+                "misses": self._misses,
+                "hit_rate": round(self._hits / asked, 4) if asked else 0.0,
+                "evictions": stats.counters.evicted - self._evicted_before,
+                "tokens_saved": self._saved,
+                "current_memory_mb": round(stats.ram_held / MIB, 2),
+                "max_memory_mb": round(stats.ram_limit / MIB, 2),
+                "memory_utilization": round(stats.ram_held / stats.ram_limit, 4),
+                "entry_count": stats.sequences,
+                "store_rejections": self._rejections,
+                "prefixcache": stats.as_dict(),
+            }
+
+    def reset_stats(self) -> None:
+        """Count from 0 again."""
+        evicted = self.cache.stats().counters.evicted
+        with self._lock:
+            self._hits = self._misses = self._saved = self._rejections = 0
+            self._evicted_before = evicted
+
+    @property
+    def memory_usage_mb(self) -> float:
+        return self._current_memory / MIB
+
+    @property
+    def memory_limit_mb(self) -> float:
+        return self._max_memory / MIB
+
+    @property
+    def _current_memory(self) -> int:
+        return self.cache.stats().ram_held
+
+    @property
+    def _max_memory(self) -> int:
+        return self.cache.stats().ram_limit
+
+    @property
+    def _entries(self) -> TieredPrefixCache:
+        """What vllm-mlx asks for its length: there are no entries, so the cache itself."""
+        return self
+
+    def __len__(self) -> int:
+        """Sequences of the PrefixCache that no other goes on from, in any tier."""
+        return self.cache.stats().sequences
+
+    def __contains__(self, tokens: Sequence[int]) -> bool:
+        """Whether the state of all these tokens is in RAM."""
+        return bool(len(tokens)) and self.cache.match(
+            as_tokens(tokens), model=self.model_name, salt=self._salt
+        ).ram == len(tokens)
+
+    def _reject(self, error: Exception) -> None:
+        with self._lock:
+            self._rejections += 1
+        self._say("a prompt cache was not kept: %s: %s", type(error).__name__, error)
+
+    @contextmanager
+    def _quietly(self, what: str) -> Iterator[None]:
+        """Nothing that fails here goes on to the thread that generates."""
+        try:
+            yield
+        except Exception as error:
+            self._say(f"{what} failed: %s: %s", type(error).__name__, error)
+
+    def _say(self, text: str, *values: Any) -> None:
+        """Warn, once for each kind of thing."""
+        with self._lock:
+            level = logging.DEBUG if text in self._said else logging.WARNING
+            self._said.add(text)
+        log.log(level, text, *values)
+
+
+class Prepared:
+    """What `prepare_store` gives: the tokens, the bytes that were added for them, and the auxiliary data until the commit.
+
+    `cache` is another copy of the state with each access, its reader's own; None when it has left RAM.
+    """
+
+    def __init__(self, owner: TieredPrefixCache, ids: np.ndarray, nbytes: int, held: dict[str, Any]):
+        self._owner = owner
+        self.ids = ids
+        self.memory_bytes = nbytes
+        self.held = held
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return tuple(self.ids.tolist())
+
+    @property
+    def cache(self) -> list[Any] | None:
+        return self._owner._whole(self.ids)
+
+    @property
+    def auxiliary(self) -> dict[str, Any] | None:
+        return give(self.held) if self.held else None

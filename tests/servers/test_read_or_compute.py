@@ -1,0 +1,117 @@
+"""When waiting for the SSD pays: rates that are learned, and a wait that ends."""
+
+from concurrent.futures import Future
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefixcache import PrefixCache
+from prefixcache.servers.read_or_compute import Rates, ReadOrCompute
+from tests import states
+from tests.servers.slow_disk import slow_disk
+
+LONG = list(range(1000))
+
+
+def test_before_anything_was_measured_rates_are_cautious_guesses():
+    rates = Rates()
+    assert 0 < rates.reading(0) < rates.reading(10**9) < 10
+    assert 0 < rates.computing(2000) < 10
+
+
+@given(
+    st.floats(1e-5, 1e-1),
+    st.floats(0, 1e-1),
+    st.lists(st.tuples(st.integers(64, 5000), st.integers(0, 500)), min_size=3),
+)
+def test_computing_is_told_apart_from_generating(prompt, generated, requests):
+    rates = Rates()
+    for p, g in requests:
+        rates.computed(p, g, p * prompt + g * generated)
+    ratios = {round(g / p, 3) for p, g in requests[-10:]}
+    if len(ratios) > 2:  # requests that are all alike can't tell
+        assert rates.computing(1000) == pytest.approx(1000 * prompt, rel=0.05, abs=1e-3)
+    else:
+        assert rates.computing(1000) >= 1000 * prompt * 0.99
+
+
+@given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(-5, 10**5), st.floats(-1, 1e4)), max_size=40))
+def test_no_measurement_makes_an_estimate_negative(measured):
+    rates = Rates()
+    for a, b, seconds in measured:
+        rates.computed(a, b, seconds)
+        rates.read(a, seconds)
+    assert rates.computing(100) >= 0
+    assert rates.reading(100) > 0
+
+
+def test_rates_follow_the_machine():
+    rates = Rates()
+    for _ in range(50):
+        rates.read(10**6, 0.01)
+    for _ in range(50):
+        rates.read(10**6, 1.0)
+    assert rates.reading(10**6) == pytest.approx(1.0, rel=0.1)
+
+
+@pytest.fixture
+def on_ssd(tmp_path):
+    """A cache whose SSD alone has LONG."""
+    with PrefixCache(ram="10MB", codec="raw", ssd_dir=tmp_path, ssd="50MB") as cache:
+        cache.store(LONG, states.sliceable(LONG), model="m")
+        cache.flush(10)
+        cache.trim_to(0)
+        assert cache.match(LONG, model="m") == (0, 1000)
+        assert cache.unread(LONG, model="m") > 1000 * states.WIDTH * 4
+        yield cache
+
+
+def test_what_the_ssd_has_is_waited_for(on_ssd):
+    reading = ReadOrCompute(on_ssd)
+    reading.wait(LONG, model="m")
+    assert on_ssd.match(LONG, model="m").ram == 1000
+    assert (reading.waited, reading.late, reading.passed) == (1, 0, 0)
+    assert on_ssd.unread(LONG, model="m") == 0
+    reading.wait(LONG, model="m")  # all of it is in RAM
+    assert reading.waited == 1
+
+
+def test_what_is_quicker_computed_is_not_waited_for_but_comes_for_the_next(on_ssd):
+    reading = ReadOrCompute(on_ssd)
+    for _ in range(20):
+        reading.rates.computed(10_000, 10, 0.001)
+    reading.wait(LONG, model="m")
+    assert (reading.waited, reading.passed) == (0, 1)
+    assert on_ssd.promote(LONG, model="m").result(10) == 1000
+
+
+def test_a_wait_is_never_longer_than_the_longest(on_ssd):
+    with slow_disk(on_ssd):
+        reading = ReadOrCompute(on_ssd, longest=0.1)
+        for _ in range(20):
+            reading.rates.computed(100, 1, 1000.0)
+        assert reading.rates.computing(1000) > 1000
+        reading.wait(LONG, model="m")
+        assert reading.late == 1
+
+
+def test_a_failed_read_is_a_shorter_hit(on_ssd, monkeypatch, caplog):
+    failed = Future()
+    failed.set_exception(OSError("the disk is gone"))
+    monkeypatch.setattr(on_ssd, "promote", lambda *args, **kw: failed)
+    ReadOrCompute(on_ssd).wait(LONG, model="m")
+    assert "the disk is gone" in caplog.text
+
+
+def test_salts_and_models_are_read_apart(on_ssd):
+    reading = ReadOrCompute(on_ssd)
+    assert reading.begin(LONG, model="m", salt=b"other") is None
+    assert reading.begin(LONG, model="n") is None
+    assert on_ssd.unread(LONG, model="n") == 0
+
+
+@pytest.mark.parametrize("longest", [-1, float("nan")])
+def test_a_bad_longest_wait_is_named(on_ssd, longest):
+    with pytest.raises(ValueError, match="longest="):
+        ReadOrCompute(on_ssd, longest)
