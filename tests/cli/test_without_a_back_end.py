@@ -61,11 +61,10 @@ print("all done")
 """
 
 
-def test_what_operators_run_needs_no_mlx(run, filled, tmp_path):
+def test_what_operators_run_needs_no_mlx(run, filled):
     lines = (
-        ("--version",), ("--help",), ("inspect", filled), ("top", filled, "--once", "--interval", 0.1),
-        ("reconcile", filled), ("export", filled, tmp_path / "all.tar", "--all"),
-        ("import", tmp_path / "new", tmp_path / "all.tar"), ("prune", filled, "--model", "chat"), ("clear", filled, "--yes"),
+        ("--version",), ("--help",), ("inspect", filled), ("reconcile", filled), ("prune", filled, "--model", "chat"),
+        ("clear", filled, "--yes"),
     )  # fmt: skip
     text = json.dumps([[str(arg) for arg in line] for line in lines])
     done = run(text, command=[sys.executable, "-c", EACH])
