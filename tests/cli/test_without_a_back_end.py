@@ -70,6 +70,9 @@ def test_what_operators_run_needs_no_mlx(run, filled):
     done = run(text, command=[sys.executable, "-c", EACH])
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("all done\n")
+    done = run("top", "http://127.0.0.1:1", "--once")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "refused" in done.stderr
 
 
 def test_another_import_that_fails_is_not_taken_for_a_missing_back_end(run, tmp_path):
