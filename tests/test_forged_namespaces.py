@@ -4,7 +4,6 @@ any case lock nobody out.
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from prefixcache import PrefixCache
-from prefixcache.ssd import export, import_archive, reconcile, survey
+from prefixcache.ssd import reconcile, survey
 from tests import states
 
 PROMPT = [n * 7 % 1000 for n in range(600)]
@@ -76,16 +75,6 @@ def put_beside(images: Path, into: Path) -> None:
             shutil.copyfile(path, into / "rows" / path.parent.name / path.name)
 
 
-def archive(folder: Path) -> io.BytesIO:
-    stream = io.BytesIO()
-    export(folder, stream)
-    return io.BytesIO(stream.getvalue())
-
-
-def taken(folder: Path, images: Path):
-    return import_archive(folder, archive(images), most=1 << 30, limit=1 << 28)
-
-
 def layouts(folder: Path) -> list[str]:
     return [space.layout for space in survey(folder).namespaces]
 
@@ -117,11 +106,9 @@ def check_whole(folder: Path, salt: bytes) -> None:
 
 @SALTS
 @pytest.mark.parametrize("model", ["m", "another"])
-@pytest.mark.parametrize("way", [put, lambda images, into: taken(into, images)], ids=["put in", "imported"])
-def test_a_forged_namespace_that_came_first_locks_nobody_out(made, victim, salt, model, way):
+def test_a_forged_namespace_that_came_first_locks_nobody_out(made, victim, salt, model):
     _, forged = made(salt, model)
-    way(forged, victim)
-    way(forged, victim)
+    put(forged, victim)
     check_serves(victim, salt)
 
 
@@ -149,12 +136,11 @@ def test_one_whose_layers_cannot_be_made_is_replaced_too(made, monkeypatch):
 
 
 @SALTS
-@pytest.mark.parametrize("way", [put_beside, lambda images, into: taken(into, images)], ids=["put in", "imported"])
-def test_a_forged_namespace_beside_a_right_row_is_refused(made, salt, way):
+def test_a_forged_namespace_beside_a_right_row_is_refused(made, salt):
     true, forged = made(salt)
     before = layouts(true)
     for _ in range(2):
-        way(forged, true)
+        put_beside(forged, true)
         check_whole(true, salt)
         assert layouts(true) == before
     check_serves(true, salt)
@@ -179,18 +165,6 @@ def test_of_two_that_come_at_once_the_proven_one_is_adopted(made, victim, forged
     check_serves(victim, b"")
 
 
-def test_of_two_archives_the_proven_one_is_taken_whichever_comes_first(made, tmp_path):
-    true, forged = made(b"")
-    for name, order in (("a", [forged, true, forged, true]), ("b", [true, forged])):
-        done = [taken(tmp_path / name, images) for images in order]
-        assert [("namespace" in one.counts) for one in done] == [
-            images is forged and true in order[:at] for at, images in enumerate(order)
-        ]
-        check_whole(tmp_path / name, b"")
-        assert layouts(tmp_path / name) == layouts(true)
-        assert reconcile(tmp_path / name, dry_run=True, deep=True).clean
-
-
 def test_a_layout_in_another_spelling_is_refused(made, victim, monkeypatch):
     """Else one namespace had many, and none of them could be compared."""
     with monkeypatch.context() as patch:
@@ -200,6 +174,6 @@ def test_a_layout_in_another_spelling_is_refused(made, victim, monkeypatch):
         with opened(victim.parent / "spelled") as cache:
             cache.store(PROMPT, states.sliceable(PROMPT), model="m")
             assert cache.flush(30)
-    assert taken(victim, victim.parent / "spelled").counts == {"invalid": 3}
     put(victim.parent / "spelled", victim)
+    assert reconcile(victim).counts == {"broken": 3}
     check_serves(victim, b"")

@@ -228,7 +228,7 @@ def test_a_file_of_an_earlier_format_is_never_believed_though_the_index_and_its_
         assert cache.promote(prompt(1, 300), model="dense").result(20) == 0
         assert cache.stats().counters.corrupt > 0
     report = reconcile(tmp_path / "copy", deep=True)
-    assert report.counts == {"broken": 2}
+    assert report.counts == {"older format": 2}
     assert {finding.reason for finding in report.findings} == {"format '1', this release reads '2'"}
 
 

@@ -120,8 +120,6 @@ def test_the_commands_and_their_options_exist() -> None:
         "reconcile",
         "prune",
         "clear",
-        "export",
-        "import",
     } == {command for command, _ in lines}
     for command, rest in lines:
         shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "240", "NO_COLOR": "1", "TERM": "dumb"})

@@ -174,7 +174,7 @@ def test_no_log_metric_error_or_report_has_anything_of_a_prompt(tmp_path, caplog
     index.execute("UPDATE image SET parent = zeroblob(16)")
     index.commit()
     index.close()
-    for command in (["inspect", "--tree"], ["inspect", "--json"], ["reconcile", "--deep", "--json"]):
+    for command in (["inspect"], ["inspect", "--json"], ["reconcile", "--deep", "--json"]):
         said.append(CliRunner().invoke(app, [command[0], str(tmp_path), *command[1:]]).output)
     with opened(tmp_path):
         said.append(caplog.text)

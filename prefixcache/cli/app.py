@@ -1,7 +1,7 @@
 """The command line's frame: which commands there are, and when their modules are imported.
 
-Those of operators (`inspect`, `top`, `reconcile`, `prune`, `clear`, `export`, `import`) are light and always here. The
-commands in `LATER` need a model's libraries: their modules are imported when the command is called or the help is asked for.
+Those on a directory (`inspect`, `reconcile`, `prune`, `clear`) are light and always here. The commands in `LATER` need more,
+such as a model's libraries: their modules are imported when the command is called or the help is asked for.
 """
 
 from __future__ import annotations
@@ -17,19 +17,17 @@ from typer.core import TyperGroup
 
 from prefixcache.cli.back_end import refuse_without
 from prefixcache.cli.directory.clear import clear
-from prefixcache.cli.directory.export import export
-from prefixcache.cli.directory.import_cache import import_cache
 from prefixcache.cli.directory.inspect import inspect
 from prefixcache.cli.directory.prune import prune
 from prefixcache.cli.directory.reconcile import reconcile
 from prefixcache.cli.text import complain, mute
-from prefixcache.cli.top.command import top
 
 LATER = {  # by name, the module that has the function of that name
     "demo": "prefixcache.cli.demo.command",
     "evaluate": "prefixcache.cli.evaluate.command",
     "plan": "prefixcache.cli.plan.command",
     "serve": "prefixcache.cli.serve.command",
+    "top": "prefixcache.cli.top.command",
     "warm": "prefixcache.cli.serve.warm",
 }
 
@@ -90,12 +88,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
 app.command()(inspect)
-app.command()(top)
 app.command()(reconcile)
 app.command()(prune)
 app.command()(clear)
-app.command()(export)
-app.command("import")(import_cache)
 
 
 def _version(wanted: bool) -> None:

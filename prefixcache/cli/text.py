@@ -8,14 +8,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 PIPE_WIDTH = 120  # columns where there is no terminal to ask and COLUMNS is not set
@@ -39,9 +36,9 @@ def complain(message: str) -> None:
     typer.echo(f"prefixcache: {safe(message)}", err=True)
 
 
-def print_json(value: dict[str, Any], *, err: bool = False) -> None:
-    """One object on stdout (`err`: stderr): ASCII, no colours, keys in the order that they were given."""
-    typer.echo(json.dumps(value, indent=2, ensure_ascii=True, allow_nan=False), err=err)
+def print_json(value: dict[str, Any]) -> None:
+    """One object on stdout: ASCII, no colours, keys in the order that they were given."""
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=True, allow_nan=False))
 
 
 def safe(text: str) -> str:
@@ -64,20 +61,6 @@ def size(nbytes: int) -> str:
             break
     digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
     return f"{value:,.{digits}f} {unit}"
-
-
-def by_namespace(last: str, rows: Sequence[tuple[str, str, int, int]], most: int) -> Table:
-    """Images and bytes (under the heading `last`) by namespace: of each model, root key, images, bytes."""
-    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    table.add_column("model, namespace", overflow="fold")
-    for heading in ("images", last):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for model, root, images, nbytes in rows[:most]:
-        name = Text.assemble(foreign(model, "bold"), foreign(f", {root[:8]}", "dim"))
-        table.add_row(name, f"{images:,}", size(nbytes))
-    if len(rows) > most:
-        table.add_row(foreign(f"... {many(len(rows) - most, 'namespace')} more: --json has all", "dim"))
-    return table
 
 
 def mute() -> None:

@@ -24,15 +24,11 @@ class Node:
     """
 
     __slots__ = (
-        "checksum", "disk", "hanging", "holders", "id", "key", "kind", "nbytes", "parent", "root", "start", "stays", "used",
-        "used_at",
+        "disk", "hanging", "holders", "id", "key", "kind", "parent", "root", "start", "stays", "used", "used_at",
     )  # fmt: skip
 
-    def __init__(self, row: tuple[int, int, bytes, bytes, bytes, int, int, str, int, int, float]):
-        (
-            self.id, kind, self.key, self.root, self.parent, self.start, self.nbytes, self.checksum, self.disk, self.used,
-            self.used_at,
-        ) = row  # fmt: skip
+    def __init__(self, row: tuple[int, int, bytes, bytes, bytes, int, int, int, float]):
+        self.id, kind, self.key, self.root, self.parent, self.start, self.disk, self.used, self.used_at = row
         self.kind = KINDS[kind]
         self.holders: list[Node] = []
         self.hanging = 0
@@ -87,8 +83,7 @@ def nodes(connection: sqlite3.Connection, roots: Iterable[bytes]) -> list[Node]:
     ids = dict(connection.execute("SELECT root, id FROM namespace"))
     for root in roots:
         for row in connection.execute(
-            "SELECT id, kind, key, ?, parent, start, nbytes, checksum, disk, used, used_at FROM image "
-            "WHERE namespace = ?",
+            "SELECT id, kind, key, ?, parent, start, disk, used, used_at FROM image WHERE namespace = ?",
             [root, ids[root]],
         ):
             node = Node(row)

@@ -2,7 +2,7 @@
 
 A root key follows from model, codec, layout and salt (`keys.root_key`). Without a salt anybody can compute it, so such a
 statement is proven or it isn't. With one only who knows the salt can: `PrefixCache` compares when it first computes a root.
-Used where files are taken in that this process did not write: adoption and import.
+Used where files are adopted that this process did not write.
 """
 
 from __future__ import annotations
@@ -29,10 +29,6 @@ class Claims:
 
     def __init__(self, known: Iterable[Namespace] = ()):
         self._known = {space.root: space for space in known}
-
-    def is_settled(self, root: bytes) -> bool:
-        """Whether what is believed of a root key is proven, so that nothing can overrule it."""
-        return root in self._known and is_proven(self._known[root])
 
     def hear(self, space: Namespace) -> Verdict:
         known = self._known.setdefault(space.root, space)

@@ -233,17 +233,18 @@ def _compare(run: _Pass, broken: str) -> Report:
     known = [address for address in here if address in run.rows]
     orphans = [address for address in here if address not in run.rows]
     for address, reason in _judge(run, known, here):
-        done += 1
-        if reason is not None:
+        if reason is not None:  # damaged, or another whole file that was copied over it: the file says itself
             if run.index:
                 with run.index.transaction():
                     run.index.remove([address])
-            run.set_aside("broken", directory.file(address), reason)
-        else:
-            disk = here[address].st_blocks * 512
-            if run.index and disk != run.rows[address].disk:
-                run.index.correct(address, disk)
-            run.counts(disk)
+            del run.rows[address]
+            orphans.append(address)
+            continue
+        done += 1
+        disk = here[address].st_blocks * 512
+        if run.index and disk != run.rows[address].disk:
+            run.index.correct(address, disk)
+        run.counts(disk)
         if run.progress:
             run.progress(done, total)
     for chunk in _chunks(orphans, _CHUNK):

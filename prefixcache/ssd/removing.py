@@ -25,7 +25,6 @@ from prefixcache.ssd.quarantine import Item, quarantined
 from prefixcache.ssd.store import Store
 
 _NO_LIMIT = 1 << 60
-_AUDIT_ROOM = 8192  # bytes: what the line in the audit log may take that follows
 
 
 # -- all of them -------------------------------------------------------------------------------------------------------
@@ -275,7 +274,7 @@ def _foresee(there: Directory, selection: Selection) -> Pruned:
             if selection.to_size is None:
                 left = list(leaving)
             else:
-                left = _until(iter(leaving), after - selection.to_size + _AUDIT_ROOM, each)
+                left = _until(iter(leaving), after - selection.to_size, each)
             after -= sum(node.disk + each for node in left)
             tally.add(left)
     after = max(after, 0)
@@ -317,7 +316,7 @@ class _Pruning:
             if selection.to_size is None:
                 part = list(order)
             else:
-                part = _until(order, self._du() - selection.to_size + _AUDIT_ROOM, each)
+                part = _until(order, self._du() - selection.to_size, each)
             if not part:
                 break
             self._remove(part, leaving.count)

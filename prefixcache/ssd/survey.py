@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from prefixcache.image import KINDS
@@ -22,22 +22,13 @@ class Count(NamedTuple):
     disk: int = 0
 
 
-class Edge(NamedTuple):
-    """A node of the tree and what it hangs on. `nbytes` is the file's length, `disk` the bytes that it really takes;
-    `used` is a recency tick, `used_at` a Unix time; `extra` is JSON, of a window the ranges that it has.
-    """
+class Span(NamedTuple):
+    """The tokens that an image is of; `extra` is JSON, of a window the ranges that it has."""
 
     kind: str
-    key: bytes
-    parent: bytes
     start: int
     length: int
-    nbytes: int
-    used: int
-    hits: int
-    disk: int = 0
-    used_at: float = 0.0
-    extra: str = "{}"
+    extra: str
 
 
 @dataclass(frozen=True)
@@ -85,34 +76,18 @@ class Survey:
     index_bytes: int
     disk: int
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        found = asdict(self)
-        found["namespaces"] = [
-            {
-                **asdict(space),
-                **{name: getattr(space, name)._asdict() for name in ("blocks", "windows", "snapshots")},
-                "nbytes": space.nbytes,
-                "disk": space.disk,
-            }
-            for space in self.namespaces
-        ]
-        found["quarantine"] = [item._asdict() for item in self.quarantine]
-        return found
-
-    def edges(self, root: str, kinds: Iterable[str] = KINDS) -> Iterator[Edge]:
-        """The tree of the namespace whose root key is `root` (hex), parents before children; read when asked for."""
+    def spans(self, root: str, kinds: Iterable[str] = KINDS) -> Iterator[Span]:
+        """Of the images of these kinds in the namespace whose root key is `root` (hex); read when asked for."""
         numbers = ", ".join(str(KINDS.index(kind)) for kind in kinds)
         directory = Directory(self.directory)
         with reading(directory.index, live=holder(directory) is not None) as connection:
             rows = connection.execute(
-                "SELECT kind, key, parent, start, length, nbytes, used, hits, disk, used_at, extra FROM image "
-                f"WHERE namespace = (SELECT id FROM namespace WHERE root = ?) AND kind IN ({numbers}) "
-                "ORDER BY start, kind",
+                "SELECT kind, start, length, extra FROM image "
+                f"WHERE namespace = (SELECT id FROM namespace WHERE root = ?) AND kind IN ({numbers})",
                 [bytes.fromhex(root)],
             )
             for kind, *rest in rows:
-                yield Edge(KINDS[kind], *rest)
+                yield Span(KINDS[kind], *rest)
 
 
 def survey(directory: str | os.PathLike[str]) -> Survey:

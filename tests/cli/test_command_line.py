@@ -15,7 +15,7 @@ import prefixcache.cli
 from prefixcache import PrefixCache
 
 frame = importlib.import_module("prefixcache.cli.app")
-OPERATORS = ("inspect", "reconcile", "prune", "clear", "export", "import")
+OPERATORS = ("inspect", "reconcile", "prune", "clear")
 
 
 def test_no_arguments_give_the_help(call):

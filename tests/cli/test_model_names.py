@@ -31,16 +31,14 @@ def shown(call, path, *options):
 def test_the_name_before_the_at_is_enough_where_one_model_has_it(call, models, name, model):
     assert shown(call, models, "--model", name) == [model]
     pruned = json.loads(call("prune", models, "--model", name, "--dry-run", "--json").stdout)
-    packed = json.loads(call("export", models, "--model", name, "--dry-run", "--json").stdout)
     assert {share["model"] for share in pruned["shares"]} == {model}
-    assert {space["model"] for space in packed["spaces"]} == {model}
 
 
 def test_without_a_model_all_are_shown(call, models):
     assert shown(call, models) == sorted((OLD, NEW, OTHER, PLAIN))
 
 
-@pytest.mark.parametrize("command", [("inspect",), ("prune", "--dry-run"), ("export", "--dry-run")])
+@pytest.mark.parametrize("command", [("inspect",), ("prune", "--dry-run")])
 @pytest.mark.parametrize(
     ("name", "told", "listed"),
     [

@@ -1,5 +1,5 @@
-"""`prefixcache top`: what it shows of a server is what the server's page says, of a directory what lies there; it goes on
-when they go away, and ends as it is told to.
+"""`prefixcache top`: what it shows of a server is what the server's page says; it goes on when the server goes away, and ends
+as it is told to.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import json
 import os
 import pty
 import select
-import shutil
 import signal
 import subprocess
 import threading
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from directories import COMMAND, ODD, SALT, TOKEN, kv
+from directories import COMMAND, TOKEN, kv
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -29,9 +28,8 @@ from typer.testing import CliRunner
 
 from prefixcache import PrefixCache
 from prefixcache.cli import app
-from prefixcache.cli.top.directory import Watched
-from prefixcache.cli.top.parts import Away, NotOurs, meter
-from prefixcache.cli.top.server import Server, address, facts, picture, read_page
+from prefixcache.cli.top.picture import meter, picture
+from prefixcache.cli.top.server import Away, NotOurs, Server, address, facts, read_page
 from prefixcache.metrics.histogram import Histogram
 from prefixcache.metrics.prometheus import CONTENT_TYPE, CacheCollector, render
 
@@ -104,9 +102,6 @@ def narrow_call(*args: Any) -> Any:
     return CliRunner().invoke(app, [str(arg) for arg in args], env={"COLUMNS": "80"})
 
 
-# -- a server ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def busy(cache: PrefixCache) -> Iterator[Served]:
     """A server whose cache is used between the first two looks at it."""
@@ -174,7 +169,10 @@ def test_an_address_may_leave_the_path_out(given, whole):
     assert address(given) == whole
 
 
-@pytest.mark.parametrize("given", ["ftp://host", "http://", "http://host:99999", "file:///etc/passwd", "http://[::1"])
+@pytest.mark.parametrize(
+    "given",
+    ["ftp://host", "http://", "http://host:99999", "file:///etc/passwd", "http://[::1", "host:80", "/srv/cache"],
+)
 def test_what_is_no_address_is_told(call, given):
     done = call("top", given, "--once")
     assert (done.exit_code, done.stdout) == (2, "")
@@ -249,12 +247,6 @@ def test_nobody_there_with_once_is_told(call):
     assert "refused" in done.stderr
 
 
-def test_a_limit_is_for_directories(call):
-    done = call("top", "http://127.0.0.1:1", "--limit", "5GB")
-    assert done.exit_code == 2
-    assert "--limit 5GB: a server says its limits" in done.stderr
-
-
 def test_a_server_that_was_ours_and_answers_otherwise_may_come_back(cache):
     pages = [render(CacheCollector(cache)), b"<html>", render(CacheCollector(cache))]
     with serving(lambda: pages.pop(0)) as served:
@@ -289,6 +281,19 @@ def test_a_server_without_an_ssd_is_shown_without_one(call):
     assert (seen["ssd"]["limit"], seen["per_second"]["written_bytes"], seen["hit_rate"]["ram"]) == (None, None, None)
 
 
+def test_for_a_directory_it_names_inspect(call, filled):
+    done = call("top", filled)
+    assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "run prefixcache inspect DIR, or watch prefixcache inspect DIR" in done.stderr
+
+
+@pytest.mark.parametrize("interval", ["nan", "0"])
+def test_a_bad_interval_is_told(call, interval):
+    done = call("top", "http://127.0.0.1:1", "--once", "--interval", interval)
+    assert done.exit_code == 2
+    assert "--interval" in done.stderr
+
+
 def test_what_a_server_calls_itself_cannot_write_to_the_terminal(cache, call):
     page = render(CacheCollector(cache)).replace(b'codec="raw"', 'codec="\x1b[31m\u202e[b]"'.encode())
     with serving(lambda: page) as served:
@@ -314,94 +319,6 @@ def test_a_meter_is_full_at_its_limit_and_never_longer():
     assert str(meter(500, 1000)).count("#") == 12
     assert str(meter(3000, 1000)) == "[" + "#" * 24 + "] 300%  3.00 kB of 1.00 kB"
     assert str(meter(500, None)) == str(meter(500, 0)) == "500 B"
-
-
-# -- a directory ------------------------------------------------------------------------------------------------------
-
-
-def test_a_directory_is_shown_by_model_what_was_used_last_first(filled, call):
-    done = narrow_call("top", filled, *QUICK, "--once", "--limit", "100MB")
-    assert (done.exit_code, done.stderr) == (0, "")
-    narrow(done.stdout)
-    seen = json.loads(call("top", filled, *QUICK, "--once", "--json", "--limit", "100MB").stdout)
-    told = json.loads(call("inspect", filled, "--json").stdout)
-    assert (seen["disk"], seen["limit"]) == (told["disk"], 100e6)
-    assert seen["images"] == {kind: told["totals"][kind]["images"] for kind in ("blocks", "windows", "snapshots")}
-    assert seen["tokens"] == told["totals"]["tokens"]
-    models = {space["model"] for space in told["namespaces"]}
-    assert {one["model"] for one in seen["models"]} == models
-    used = [one["last_used_at"] for one in seen["models"]]
-    assert used == sorted(used, reverse=True)
-    for one in seen["models"]:
-        assert one["disk"] == sum(s["disk"] for s in told["namespaces"] if s["model"] == one["model"])
-    assert seen["growth"] == {"disk": 0, "tokens": 0, "images": 0, "hits": 0}
-    assert seen["holder"] is None
-    assert "of 100 MB" in done.stdout
-    assert "nobody has it open" in done.stdout
-
-
-def test_a_directory_that_grows_is_seen_to_grow(cache, tmp_path):
-    watched = Watched(tmp_path / "ssd")
-    first = watched.look()
-    assert first["growth"] is None
-    assert first["holder"].startswith(f"pid {os.getpid()} ")
-    cache.store(TOKENS, kv(1000), model="m")
-    assert cache.flush(30)
-    second = watched.look()
-    assert round(second["growth"]["tokens"] * second["seconds"]) == 1000
-    assert round(second["growth"]["images"] * second["seconds"]) == 4
-    assert round(second["growth"]["disk"] * second["seconds"]) == second["disk"] - first["disk"] > 0
-    assert [one["model"] for one in second["models"]] == ["m"]
-
-
-@pytest.mark.parametrize("what", ["missing", "somebody else's", "a file"])
-def test_what_is_no_directory_of_ours_is_told(call, tmp_path, what):
-    path = tmp_path / "there"
-    if what == "somebody else's":
-        path.mkdir()
-        (path / "thesis.tex").write_text("x")
-    elif what == "a file":
-        path.write_text("x")
-    done = call("top", path, *QUICK)
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert "there" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-
-
-def test_a_directory_that_goes_away_may_come_back(filled, tmp_path):
-    watched = Watched(filled)
-    watched.look()
-    shutil.move(filled, tmp_path / "elsewhere")
-    with pytest.raises(Away):
-        watched.look()
-    shutil.move(tmp_path / "elsewhere", filled)
-    assert watched.look()["growth"]["images"] == 0
-    with pytest.raises(NotOurs):
-        Watched(tmp_path / "nowhere").look()
-
-
-def test_a_damaged_index_is_shown_as_such(filled, call):
-    (filled / "index.db").write_bytes(b"not a database" * 1000)
-    done = call("top", filled, *QUICK, "--once")
-    assert done.exit_code == 0
-    assert "can't be read" in done.stdout
-
-
-def test_no_token_no_salt_and_no_control_character_is_shown(filled, call):
-    for more in ((), ("--json",)):
-        said = call("top", filled, *QUICK, "--once", *more).stdout
-        assert str(TOKEN)[:6] not in said
-        assert SALT.decode() not in said
-        assert "\x1b" not in said
-        assert "\u202e" not in said
-    assert ODD in [one["model"] for one in json.loads(said)["models"]]
-
-
-@pytest.mark.parametrize("flags", [("--interval", "nan"), ("--interval", "0"), ("--limit", "20QB")])
-def test_bad_options_are_told(filled, call, flags):
-    done = call("top", filled, "--once", *flags)
-    assert done.exit_code == 2
-    assert flags[0] in done.stderr
 
 
 # -- live -------------------------------------------------------------------------------------------------------------
@@ -449,17 +366,18 @@ def in_terminal(fd: int, until: Callable[[str], bool]) -> str:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_in_a_terminal_of_80_columns_it_redraws_without_colour_and_leaves_the_cursor(filled, signum):
+def test_in_a_terminal_of_80_columns_it_redraws_without_colour_and_leaves_the_cursor(cache, signum):
     mine, its = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "NO_COLOR": "1", "COLUMNS": "80", "LINES": "24"}
     try:
-        environment = {**os.environ, "TERM": "xterm", "NO_COLOR": "1", "COLUMNS": "80", "LINES": "24"}
-        process = subprocess.Popen(
-            [*COMMAND, "top", str(filled), *QUICK], stdin=its, stdout=its, stderr=its, env=environment
-        )
-        said = in_terminal(mine, lambda said: said.count("on disk") >= 4)
-        process.send_signal(signum)
-        said += in_terminal(mine, lambda said: "\x1b[?25h" in said)
-        assert process.wait(60) == (0 if signum == signal.SIGINT else 143)
+        with serving(lambda: render(CacheCollector(cache))) as served:
+            process = subprocess.Popen(
+                [*COMMAND, "top", served.url, *QUICK], stdin=its, stdout=its, stderr=its, env=environment
+            )
+            said = in_terminal(mine, lambda said: said.count("hit rate") >= 4)
+            process.send_signal(signum)
+            said += in_terminal(mine, lambda said: "\x1b[?25h" in said)
+            assert process.wait(60) == (0 if signum == signal.SIGINT else 143)
     finally:
         os.close(its)
         os.close(mine)

@@ -132,7 +132,7 @@ def index(data: bytes) -> None:
     try:
         found = survey(root)
         for space in found.namespaces:
-            list(found.edges(space.root))
+            list(found.spans(space.root))
     except (DirectoryError, IndexBroken):
         pass
     try:

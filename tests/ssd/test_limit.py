@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from prefixcache.ssd import Ssd, queue
+from prefixcache.ssd import Selection, Ssd, clear, prune, queue, reconcile, survey
 
 from .images import SPACE, chain, du, make
 
@@ -101,3 +101,21 @@ def test_queued_bytes_never_pass_the_queue(opened, monkeypatch):
         assert ssd.stats().queued_bytes <= 60_000
     assert ssd.flush(10)
     assert ssd.stats().files == 60
+
+
+def test_a_file_that_an_earlier_release_left_counts_and_stays(opened, root):
+    """The audit log of releases before 0.1, or anything else that lies beside the images."""
+    opened().close()
+    (root / "audit.log").write_bytes(b"{}\n" * 5000)
+    ssd = opened()
+    stored = ssd.put(*chain(3))
+    ssd.check_integrity()
+    assert ssd.stats().disk == du(root)
+    ssd.close()
+    assert survey(root).disk == du(root)
+    assert reconcile(root).clean
+    assert prune(root, Selection(to_size=1)).images == len(stored)
+    assert clear(root).left == ()
+    assert (root / "audit.log").stat().st_size == 15_000
+    again = opened()
+    again.check_integrity()

@@ -387,7 +387,7 @@ class Judge:
         self.problem("second", "a second process opened the directory")
 
     def _inspect(self) -> None:
-        if self._by_command("inspect", "--json", "--tree") is not None:
+        if self._by_command("inspect", "--json") is not None:
             return
         found = survey(self.directory.root)
         if not found.holder or found.problem:

@@ -1,8 +1,7 @@
-"""`prefixcache reconcile`: index against files, what was found and done. The work is `prefixcache.ssd.reconcile`'s."""
+"""`prefixcache reconcile`: index against files, the findings and what was done. The work is `prefixcache.ssd.reconcile`'s."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,7 +11,6 @@ from rich.table import Table
 from rich.text import Text
 
 from prefixcache.cli.directory.argument import Dir
-from prefixcache.cli.directory.changing import note
 from prefixcache.cli.progress import bar
 from prefixcache.cli.text import complain, console, foreign, many, print_json, size
 from prefixcache.ssd import Report
@@ -28,15 +26,15 @@ def reconcile(
     deep: Annotated[bool, typer.Option("--deep", help="Read every file and check its checksum.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The report as one JSON object.")] = False,
 ) -> None:
-    """Compare the index of a directory with its files: adopt, repair, set aside.
+    """Compare the index of a directory with its files: adopt images that were copied into it, repair the index, quarantine
+    what is damaged.
 
     Without --dry-run nobody else may have the directory open. A dry run reads a live one too.
 
     Exit code: 0 index and files agree, 1 they do not (--dry-run) or did not (repaired), 2 it could not be done.
     """
-    report = _run(directory, dry_run, deep)
-    if report.findings and not dry_run:
-        note(directory, "reconcile", {"deep": deep}, report.summary(), report.counts)
+    with bar("checking" if dry_run else "reconciling") as show:
+        report = compare(directory, dry_run=dry_run, deep=deep, progress=show)
     if as_json:
         print_json(report.as_dict())
     elif not report.error:
@@ -44,14 +42,6 @@ def reconcile(
     if report.error:
         complain(report.error)
     raise typer.Exit(report.exit_code)
-
-
-def _run(directory: Path, dry_run: bool, deep: bool) -> Report:
-    try:
-        with bar("checking" if dry_run else "reconciling") as show:
-            return compare(directory, dry_run=dry_run, deep=deep, progress=show)
-    except OSError as error:
-        return Report(str(directory), dry_run, deep, error=str(error))
 
 
 def _show(out: Console, report: Report) -> None:

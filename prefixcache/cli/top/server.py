@@ -1,5 +1,5 @@
-"""What `prefixcache top URL` shows of a server: its /metrics, read twice, and what happened in between. A page of metrics has
-no token and no text of a prompt; names in it (a codec, an address) are shown with control characters escaped.
+"""What `prefixcache top` knows of a server: its /metrics, read twice, and what happened in between, as plain values. A page
+of metrics has no token and no text of a prompt. `picture` draws it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,8 @@ from urllib.parse import urlsplit, urlunsplit
 from urllib.request import Request, urlopen
 
 from prometheus_client.parser import text_string_to_metric_families
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 
-from prefixcache.cli.text import foreign, safe, size
-from prefixcache.cli.top.parts import Away, Facts, NotOurs, clock, meter, pairs, part_of
+from prefixcache.cli.text import safe, size
 from prefixcache.metrics.histogram import Observed
 
 TIMEOUT = 5.0  # seconds that a server may take to answer
@@ -41,13 +37,24 @@ RATES = {  # what is shown a second, and the counters that it is of: name withou
 }
 TROUBLE = {
     "dropped": "dropped_images", "denied": "denied_reservations", "not_written": "write_errors",
-    "set_aside": "ssd_quarantined_files", "unreadable": "ssd_unreadable_files",
+    "quarantined": "ssd_quarantined_files", "unreadable": "ssd_unreadable_files",
 }  # fmt: skip
 TIMES = {
     "fetch_hit": ("fetch_seconds", "hit"), "fetch_miss": ("fetch_seconds", "miss"), "store": ("store_seconds", ""),
     "promotion": ("promote_seconds", ""), "spill_of_a_file": ("ssd_spill_seconds", ""),
     "read_of_a_file": ("ssd_read_seconds", ""),
 }  # fmt: skip
+
+
+Facts = dict[str, Any]
+
+
+class Away(Exception):
+    """Nothing to be seen there for now. The text says why."""
+
+
+class NotOurs(Exception):
+    """What is there is none of prefixcache's. The text names it and says what to do."""
 
 
 class Page(NamedTuple):
@@ -64,7 +71,10 @@ class Page(NamedTuple):
 
 
 class Server:
-    """A server, looked at by its /metrics. ValueError for what is no address."""
+    """A server, looked at by its /metrics. ValueError for what is no address.
+
+    `look` raises Away when there is nothing to be seen for now, NotOurs when there never will be.
+    """
 
     def __init__(self, url: str):
         self.name = address(url)
@@ -81,12 +91,14 @@ class Server:
         self._before = now
         return seen
 
-    def picture(self, facts: Facts) -> RenderableType:
-        return picture(facts)
-
 
 def address(text: str) -> str:
     """The whole address of a server's metrics. ValueError for what is none."""
+    if "://" not in text:
+        raise ValueError(
+            f"{text!r}: not an address of a server, such as http://127.0.0.1:8080; for a cache's directory run "
+            "prefixcache inspect DIR, or watch prefixcache inspect DIR"
+        )
     try:
         parts = urlsplit(text)
         host, _ = parts.hostname, parts.port
@@ -217,100 +229,3 @@ def _observed(page: Page, name: str, label: str) -> Observed | None:
         return None
     bounds, counts = zip(*found, strict=True)
     return Observed(bounds[:-1], counts, page.get(f"{name}_sum", label) or 0.0)
-
-
-# -- the picture ------------------------------------------------------------------------------------------------------
-
-
-def picture(now: Facts) -> RenderableType:
-    """Fits in 80 columns."""
-    info, rates = now["info"], now["per_second"]
-    head = Text.assemble(("prefixcache ", "bold"), foreign(info.get("version", "?"), "bold"), "  ",
-                         foreign(now["source"]), "  ", foreign(info.get("codec", "")), "  ", clock(now["now"]))  # fmt: skip
-    table = pairs()
-    table.add_row("hit rate", _hits(now))
-    table.add_row("tokens/s", _listed(rates, "asked_tokens", "hit_tokens", "promoted_tokens", "stored_tokens"))
-    table.add_row("calls/s", _listed(rates, "fetches", "stores"))
-    table.add_row("RAM", _ram(now["ram"]))
-    if now["ssd"]["limit"] is not None:
-        table.add_row("SSD", _ssd(now["ssd"]))
-        moved = f"written {_bytes(rates['written_bytes'])}, read {_bytes(rates['read_bytes'])}"
-        table.add_row("disk", f"{moved}, {size(int(now['ssd']['queued'] or 0))} queued")
-    leaving = f"{_number(rates['evicted_ram'])} images/s from RAM"
-    if now["ssd"]["limit"] is not None:
-        leaving += f", {_number(rates['evicted_ssd'])}/s from SSD"
-    table.add_row("leaving", leaving)
-    table.add_row("trouble", _trouble(now))
-    latencies = _latencies(now["latency"])
-    return Group(head, table, latencies) if latencies.row_count else Group(head, table)
-
-
-def _hits(now: Facts) -> str:
-    def of(rates: dict[str, float | None]) -> str:
-        ram, ssd = rates["ram"], rates["ssd"]
-        if ram is None or ssd is None:
-            return "nothing asked for"
-        return f"{ram + ssd:.1%} (RAM {ram:.1%}, SSD {ssd:.1%})"
-
-    lately, always = of(now["hit_rate"]), of(now["hit_rate_since_start"])
-    return f"since its start {always}" if now["seconds"] is None else f"{lately}; since its start {always}"
-
-
-def _ram(ram: Facts) -> Text:
-    held = sum(int(ram[state] or 0) for state in ("images", "queued", "nodes", "reserved"))
-    rest = ", ".join(f"{name} {size(int(ram[name] or 0))}" for name in ("queued", "nodes", "reserved"))
-    short = ""
-    if (ram["limit"] or 0) < (ram["configured"] or 0):
-        short = f"\nshort of memory: of {size(int(ram['configured']))} configured"
-    return Text.assemble(meter(held, ram["limit"]), f"\n{rest}{short}")
-
-
-def _ssd(ssd: Facts) -> Text:
-    aside = f", quarantine {size(int(ssd['quarantine']))}" if ssd["quarantine"] else ""
-    return Text.assemble(meter(ssd["used"] or 0, ssd["limit"]), f"\non disk {size(int(ssd['disk'] or 0))}{aside}")
-
-
-def _trouble(now: Facts) -> Text:
-    said = Text("")
-    for name, number in now["trouble"].items():
-        if number:
-            more = now["trouble_meanwhile"][name] or 0
-            said.append(", " if said else "")
-            said.append(f"{number:,.0f} {_words(name)}" + (f" (+{more:,.0f})" if more else ""), "red" if more else "")
-    return said or Text("none since its start")
-
-
-def _latencies(latency: dict[str, Facts | None]) -> Table:
-    table = part_of("took", "calls", "p50", "p99", "of")
-    for name, one in latency.items():
-        if one is not None and one["count"]:
-            since = "this interval" if one["lately"] else "all its time"
-            table.add_row(
-                _words(name), f"{one['count']:,}", _seconds(one["p50"]), _seconds(one["p99"]), Text(since, "dim")
-            )
-    return table
-
-
-def _words(name: str) -> str:
-    return name.replace("_", " ")
-
-
-def _listed(rates: dict[str, float | None], *names: str) -> str:
-    return ", ".join(f"{_number(rates[name])} {name.partition('_')[0]}" for name in names)
-
-
-def _number(rate: float | None) -> str:
-    if rate is None:
-        return "-"
-    return f"{rate:,.0f}" if rate >= 99.95 or not rate else f"{rate:,.1f}"
-
-
-def _bytes(rate: float | None) -> str:
-    return "-" if rate is None else f"{size(int(rate))}/s"
-
-
-def _seconds(seconds: float) -> str:
-    for unit, length in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= length:
-            return f"{seconds / length:,.{1 if seconds / length < 99.95 else 0}f} {unit}"
-    return f"{seconds * 1e6:,.0f} us"

@@ -1,0 +1,131 @@
+"""The picture that `prefixcache top` draws of a server: 80 columns wide, made of what `server` knows. Names that a server
+gives itself (its codec, its address) are shown with control characters escaped.
+"""
+
+from __future__ import annotations
+
+import time
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from prefixcache.cli.text import foreign, size
+from prefixcache.cli.top.server import Facts
+
+BAR = 24  # columns of a meter
+
+
+def picture(now: Facts) -> RenderableType:
+    info, rates = now["info"], now["per_second"]
+    head = Text.assemble(("prefixcache ", "bold"), foreign(info.get("version", "?"), "bold"), "  ",
+                         foreign(now["source"]), "  ", foreign(info.get("codec", "")), "  ", clock(now["now"]))  # fmt: skip
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("hit rate", _hits(now))
+    table.add_row("tokens/s", _listed(rates, "asked_tokens", "hit_tokens", "promoted_tokens", "stored_tokens"))
+    table.add_row("calls/s", _listed(rates, "fetches", "stores"))
+    table.add_row("RAM", _ram(now["ram"]))
+    if now["ssd"]["limit"] is not None:
+        table.add_row("SSD", _ssd(now["ssd"]))
+        moved = f"written {_bytes(rates['written_bytes'])}, read {_bytes(rates['read_bytes'])}"
+        table.add_row("disk", f"{moved}, {size(int(now['ssd']['queued'] or 0))} queued")
+    evicted = f"{_number(rates['evicted_ram'])} images/s from RAM"
+    if now["ssd"]["limit"] is not None:
+        evicted += f", {_number(rates['evicted_ssd'])}/s from SSD"
+    table.add_row("evicted", evicted)
+    table.add_row("trouble", _trouble(now))
+    latencies = _latencies(now["latency"])
+    return Group(head, table, latencies) if latencies.row_count else Group(head, table)
+
+
+def _hits(now: Facts) -> str:
+    def of(rates: dict[str, float | None]) -> str:
+        ram, ssd = rates["ram"], rates["ssd"]
+        if ram is None or ssd is None:
+            return "nothing asked for"
+        return f"{ram + ssd:.1%} (RAM {ram:.1%}, SSD {ssd:.1%})"
+
+    lately, always = of(now["hit_rate"]), of(now["hit_rate_since_start"])
+    return f"since its start {always}" if now["seconds"] is None else f"{lately}; since its start {always}"
+
+
+def _ram(ram: Facts) -> Text:
+    held = sum(int(ram[state] or 0) for state in ("images", "queued", "nodes", "reserved"))
+    rest = ", ".join(f"{name} {size(int(ram[name] or 0))}" for name in ("queued", "nodes", "reserved"))
+    short = ""
+    if (ram["limit"] or 0) < (ram["configured"] or 0):
+        short = f"\nshort of memory: of {size(int(ram['configured']))} configured"
+    return Text.assemble(meter(held, ram["limit"]), f"\n{rest}{short}")
+
+
+def _ssd(ssd: Facts) -> Text:
+    aside = f", quarantine {size(int(ssd['quarantine']))}" if ssd["quarantine"] else ""
+    return Text.assemble(meter(ssd["used"] or 0, ssd["limit"]), f"\non disk {size(int(ssd['disk'] or 0))}{aside}")
+
+
+def _trouble(now: Facts) -> Text:
+    said = Text("")
+    for name, number in now["trouble"].items():
+        if number:
+            more = now["trouble_meanwhile"][name] or 0
+            said.append(", " if said else "")
+            said.append(f"{number:,.0f} {_words(name)}" + (f" (+{more:,.0f})" if more else ""), "red" if more else "")
+    return said or Text("none since its start")
+
+
+def _latencies(latency: dict[str, Facts | None]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    table.add_column("took", overflow="fold")
+    for heading in ("calls", "p50", "p99", "of"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, timed in latency.items():
+        if timed is not None and timed["count"]:
+            of = Text("this interval" if timed["lately"] else "all its time", "dim")
+            table.add_row(_words(name), f"{timed['count']:,}", _seconds(timed["p50"]), _seconds(timed["p99"]), of)
+    return table
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _listed(rates: dict[str, float | None], *names: str) -> str:
+    return ", ".join(f"{_number(rates[name])} {name.partition('_')[0]}" for name in names)
+
+
+def _number(rate: float | None) -> str:
+    if rate is None:
+        return "-"
+    return f"{rate:,.0f}" if rate >= 99.95 or not rate else f"{rate:,.1f}"
+
+
+def _bytes(rate: float | None) -> str:
+    return "-" if rate is None else f"{size(int(rate))}/s"
+
+
+def _seconds(seconds: float) -> str:
+    for unit, length in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= length:
+            return f"{seconds / length:,.{1 if seconds / length < 99.95 else 0}f} {unit}"
+    return f"{seconds * 1e6:,.0f} us"
+
+
+def clock(when: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(when))
+
+
+def meter(used: float, limit: float | None) -> Text:
+    """How much of a limit is used, as a bar and in numbers; without a limit the number alone."""
+    if not limit:
+        return Text(size(int(used)))
+    share = min(max(used / limit, 0.0), 1.0)
+    full = round(share * BAR)
+    return Text.assemble(
+        "[",
+        ("#" * full, "green"),
+        "." * (BAR - full),
+        f"] {used / limit:4.0%}  {size(int(used))} of {size(int(limit))}",
+    )

@@ -1,0 +1,30 @@
+"""How the commands write numbers, sizes, ages and foreign texts."""
+
+from __future__ import annotations
+
+import pytest
+
+from prefixcache.cli.text import age, many, safe, size
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (99_949, "99.9 kB"), (99_960, "100 kB"), (999_499, "999 kB"),
+     (999_500, "1.00 MB"), (8 * 10**9, "8.00 GB"), (1234 * 10**15, "1,234 PB")],
+)  # fmt: skip
+def test_sizes(nbytes, text):
+    assert size(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(-5, "0 s"), (59.9, "59 s"), (60, "1 min"), (7199, "1 h"), (90_000, "1 d"), (400 * 86400, "1 y")],
+)
+def test_ages(seconds, text):
+    assert age(1e9 - seconds, 1e9) == text
+    assert age(None, 1e9) == "-"
+
+
+def test_words():
+    assert [many(1, "branch"), many(2, "branch"), many(1234, "block")] == ["1 branch", "2 branches", "1,234 blocks"]
+    assert safe("a\x1b\n\u202e\udc80é漢") == "a\\x1b\\n\\u202e\\udc80é漢"
