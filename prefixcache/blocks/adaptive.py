@@ -112,6 +112,11 @@ class Adaptive:
                 others -= slot.nbytes
             yield slot
 
+    candidates = __iter__
+
+    def unblock(self, slot: Slot) -> None:
+        """Nothing is: a leaf is evicted in the place of a block that can't be."""
+
     def __reversed__(self) -> Iterator[Slot]:
         return reversed(list(self))
 
@@ -135,6 +140,8 @@ class Adaptive:
             self._once.move_to_end(slot)
         elif slot in self._demoted:
             self._put(slot, self._demoted.pop(slot))
+
+    touch_blocked = touch
 
     def used(self, slots: list[Slot], ended: bool) -> None:
         again = False

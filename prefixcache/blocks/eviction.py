@@ -15,7 +15,7 @@ NEARBY = 64  # children that are looked at for one that is evicted in a block's 
 def eviction_victim(graph: Graph, tier: int) -> Slot | None:
     """Who is evicted next: not pinned, not waiting for a write, and nothing in the tier depends on it."""
     order = graph.order[tier]
-    for slot in order:
+    for slot in order.candidates():
         if slot.is_in(tier) and not slot.pins and not slot.pending:
             if not graph.has_dependents(slot, tier):
                 return slot

@@ -205,6 +205,7 @@ class Graph:
         slot.tiers |= 1 << tier
         self.images[tier] += 1
         self._count(slot, tier, 1)
+        self._unblock(slot)
 
     def drop(self, slot: Slot, tier: int) -> None:
         """A slot's image is deleted from a tier. In no tier any more, the slot goes, and nodes that hold nothing with it."""
@@ -240,6 +241,7 @@ class Graph:
         if not slot.pending:
             self.budget.queue(-slot.nbytes)
             self.order[RAM].back(slot, used_since)
+        self._unblock(slot)
 
     def detach(self, slot: Slot) -> None:
         """A slot that waits for a write goes from sight at once; its bytes stay counted until `release`."""
@@ -277,7 +279,9 @@ class Graph:
     def unpin(self, pinned: Iterable[Slot]) -> None:
         for slot in pinned:
             slot.pins -= 1
-            self.pinned -= not slot.pins
+            if not slot.pins:
+                self.pinned -= 1
+                self._unblock(slot)
 
     def has_dependents(self, slot: Slot, tier: int) -> bool:
         """Whether something else in the tier is of no use without this slot."""
@@ -339,11 +343,17 @@ class Graph:
             node.boundaries[tier] += by
             node = node.parent
 
-    @staticmethod
-    def _count_dependent(slot: Slot, tier: int, by: int) -> None:
+    def _count_dependent(self, slot: Slot, tier: int, by: int) -> None:
         node = slot.node if slot.kind != Kind.ROWS else slot.node.parent
         if node is not None:
             node.dependents[tier] += by
+            if not node.dependents[tier] and node.rows is not None:
+                self._unblock(node.rows)
+
+    def _unblock(self, slot: Slot) -> None:
+        """It may have become one that can be evicted."""
+        for order in self.order:
+            order.unblock(slot)
 
     def _demote_unserved(self, slot: Slot, tier: int) -> None:
         """After a window or snapshot was deleted: rows that no boundary needs any more are evicted next, not last."""

@@ -38,9 +38,11 @@ def required_images(walk: Walk, boundary: int, tier: int) -> list[Slot]:
     required: list[Slot] = []
     if walk.tree.snapshots:
         required += [slot for end, slot in _snapshots(walk, tier, boundary) if end == boundary]
+    windows = bool(walk.tree.windows)
     for node in reversed(walk.nodes):
         if node.start < boundary:
-            required += windows_read(node, boundary, tier)
+            if windows:
+                required += windows_read(node, boundary, tier)
             if node.rows is not None:
                 required.append(node.rows)
     return required

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from heapq import heappop, heappush
+from itertools import chain
 from typing import NamedTuple, Protocol
 
 from prefixcache.blocks.adaptive import Adaptive, Duel
@@ -29,7 +31,10 @@ class Order(Protocol):
         """A new slot: for now among the most recent."""
 
     def touch(self, slot: Slot, /) -> None:
-        """It is the newest now. Any number of times by one request; `used` counts."""
+        """It is the newest now. Any number of times by one request; `used` counts. KeyError: call `touch_blocked`."""
+
+    def touch_blocked(self, slot: Slot, /) -> None:
+        """`touch` for one that was passed over as a candidate."""
 
     def used(self, slots: list[Slot], ended: bool, /) -> None:
         """A fetch used these, the tail first, or (`ended`) a request ended that used or brought them. Not all are here."""
@@ -57,6 +62,14 @@ class Order(Protocol):
         depends on, or is.
         """
 
+    def candidates(self) -> Iterator[Slot]:
+        """Who may be evicted, in the order of eviction. One that is passed over can't be: it isn't given again before
+        `unblock` is called for it.
+        """
+
+    def unblock(self, slot: Slot, /) -> None:
+        """It may be evicted now. It need not be here."""
+
     def check_integrity(self) -> None:
         """AssertionError when an invariant of the order does not hold."""
 
@@ -79,60 +92,106 @@ class Policy(NamedTuple):
 class Lru:
     """The least recently used first. A path is touched tail first, so that leaves are evicted first without asking.
 
-    `touch`, `remove` and `aside` are an OrderedDict's own methods, because a hit touches hundreds of slots. (In a subclass of
-    it each takes a third longer.)
+    The order is `_blocked`, then `_slots`. The blocked were passed over as `candidates`, or put first; each has a number that
+    grows along the order, and those that may be evicted now stand in the heap `_ready` by it. So the search for a victim
+    does not pass the same slots again and again: with children that wait for a write their parents, written before them,
+    are hundreds.
+
+    `touch` is an OrderedDict's own method, because a hit touches hundreds of slots; KeyError: `touch_blocked`.
     """
 
     leaf_first = False
 
     def __init__(self, fixed: int = 0) -> None:
         self._slots: OrderedDict[Slot, None] = OrderedDict()
+        self._blocked: OrderedDict[Slot, int] = OrderedDict()
+        self._ready: list[tuple[int, int, Slot]] = []  # with the slot's id, since slots have no order
+        self._first = self._last = 0  # numbers given so far, down and up
         self.touch = self._slots.move_to_end
-        self.remove = self.aside = self._slots.__delitem__
 
     def __iter__(self) -> Iterator[Slot]:
-        return iter(self._slots)
+        return chain(self._blocked, self._slots)
 
     def __reversed__(self) -> Iterator[Slot]:
-        return reversed(self._slots)
+        return chain(reversed(self._slots), reversed(self._blocked))
 
     def __len__(self) -> int:
-        return len(self._slots)
+        return len(self._slots) + len(self._blocked)
 
     def __contains__(self, slot: object) -> bool:
-        return slot in self._slots
+        return slot in self._slots or slot in self._blocked
 
     def add(self, slot: Slot) -> None:
+        self._slots[slot] = None
+
+    def touch_blocked(self, slot: Slot) -> None:
+        del self._blocked[slot]
         self._slots[slot] = None
 
     def used(self, slots: list[Slot], ended: bool) -> None:
         """When it was is all that counts, and `touch` has said it."""
 
+    def remove(self, slot: Slot) -> None:
+        if slot in self._slots:
+            del self._slots[slot]
+        else:
+            del self._blocked[slot]
+
+    aside = remove
+
     def back(self, slot: Slot, used: bool) -> None:
         self._slots[slot] = None
         if not used:  # it was among the least recent when its write began, and parents are written first
-            self._slots.move_to_end(slot, last=False)
+            self.demote(slot)
 
     def forget(self, slot: Slot) -> None:
         self._slots.pop(slot, None)
+        self._blocked.pop(slot, None)
 
     def demote(self, slot: Slot) -> None:
-        self._slots.move_to_end(slot, last=False)
+        self.remove(slot)
+        self._first -= 1
+        self._blocked[slot] = self._first
+        self._blocked.move_to_end(slot, last=False)
+        self.unblock(slot)
 
     def rebuild(self, least_recent_first: Iterable[Slot]) -> None:
-        self._slots.clear()
-        self._slots.update(dict.fromkeys(least_recent_first))
+        slots = list(least_recent_first)
+        for part in (self._slots, self._blocked, self._ready):
+            part.clear()
+        self._slots.update(dict.fromkeys(slots))
+
+    def candidates(self) -> Iterator[Slot]:
+        ready, blocked, slots = self._ready, self._blocked, self._slots
+        while ready:
+            number, _, slot = ready[0]
+            if blocked.get(slot) == number:
+                yield slot
+            heappop(ready)
+        while slots:
+            slot = next(iter(slots))
+            yield slot
+            del slots[slot]
+            self._last += 1
+            blocked[slot] = self._last
+
+    def unblock(self, slot: Slot) -> None:
+        if (number := self._blocked.get(slot)) is not None:
+            heappush(self._ready, (number, id(slot), slot))
 
     def less_recent(self, slot: Slot, wanted: Slot) -> Iterator[Slot]:
         """By ticks; of one prompt the later blocks come first."""
         limit = (min(slot.tick, wanted.tick), -slot.node.start)
-        for other in self._slots:
+        for other in self:
             if not other.evict_first and (other.tick, -other.node.start) >= limit:
                 return
             yield other
 
     def check_integrity(self) -> None:
-        """It has nothing beside the slots, and the graph knows which must stand here."""
+        numbers = list(self._blocked.values())
+        assert numbers == sorted(set(numbers))
+        assert not self._slots.keys() & self._blocked.keys()
+        assert all(self._first <= number <= self._last for number in numbers)
 
 
 POLICIES: dict[str, Policy] = {

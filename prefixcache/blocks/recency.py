@@ -39,18 +39,18 @@ class Recency:
         fetch used it.
         """
         self.clock += 1
-        ram, *below = (order.touch for order in self.orders)
         slots = list(slots)
+        clock, unflushed = self.clock, self.unflushed
         for slot in slots:
-            slot.tick = self.clock
+            slot.tick = clock
             slot.evict_first = False
-            slot.hits += hit
-            for touch in below:
-                touch(slot)
-            if slot.image is not None and not slot.pending:
-                ram(slot)
+            if hit:
+                slot.hits += 1
             if slot.tiers > 1:
-                self.unflushed[slot] = self.unflushed.get(slot, 0) + hit
+                unflushed[slot] = unflushed.get(slot, 0) + hit
+        for order in self.orders[1:]:
+            _touch(order, slots)
+        _touch(self.orders[RAM], [slot for slot in slots if slot.image is not None and not slot.pending])
         if hit:
             for order in self.orders:
                 order.used(slots, False)
@@ -77,3 +77,12 @@ class Recency:
         for order in self.orders:
             order.check_integrity()
         assert self.unflushed.keys() <= set().union(*present[1:])
+
+
+def _touch(order: Order, slots: list[Slot]) -> None:
+    touch = order.touch
+    for slot in slots:
+        try:
+            touch(slot)
+        except KeyError:
+            order.touch_blocked(slot)

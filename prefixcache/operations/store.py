@@ -8,7 +8,6 @@ that a live cache has coded, are copied as codes, never encoded again.
 from __future__ import annotations
 
 import time
-from itertools import takewhile
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -204,7 +203,8 @@ class Store:
         for w, window in enumerate(self._plan.windows):
             first = min([first, *(max(a, window.keep) for a, b in self._held(w) if b > window.keep)])
         path = self._prompt.walk(self._namespace).path[: first // BLOCK]
-        known = list(takewhile(lambda node: node.is_whole and node.rows is not None, path))
+        known = path[:-1] if path and not path[-1].is_whole else path
+        known = known[: next((i for i, node in enumerate(known) if node.rows is None), len(known))]
         if self._back is not None:
             since = self._back.since
             self._known_blocks += [node for node in known if node.end > since]

@@ -58,7 +58,6 @@ def promote(storage: Storage, prompt: Prompt, leave: int, whole_blocks: bool = F
             while end and sum(s.nbytes for s in required_images(walk, end, graph.last)) > fits:
                 end = boundary(namespace, walk, graph.last, max(end - BLOCK, 0), whole_blocks)
         pinned = graph.pin(required_images(walk, end, graph.last))
-        graph.recency.touch(pinned)  # or each eviction would first look at all that is here of it
         before = boundary(namespace, walk, RAM, limit, whole_blocks)
     try:
         _Promotion(storage, before).bring([slot for slot in reversed(pinned) if slot.image is None])
