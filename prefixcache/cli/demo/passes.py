@@ -1,6 +1,6 @@
 """The demo's work: the model, and the passes over the conversations, in processes of their own that `demo` starts.
 
-Standard input gives a `Job`, as JSON. Each line of standard output is one event, as JSON: progress, or a pass's result.
+Standard input gives a `Job`, standard output gets the results by name, both as JSON. Progress is on standard error.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
 from prefixcache import PrefixCache, Raw, Settings, TurboQuant
-from prefixcache.cli.demo.text import Chat, holds, question
+from prefixcache.cli.demo.text import TITLES, Chat, holds, question
 from prefixcache.cli.evaluate.measuring import load
-from prefixcache.cli.evaluate.texts import NotMeasured
-from prefixcache.cli.text import complain
+from prefixcache.cli.progress import bar
+from prefixcache.cli.text import Refused, complain
 from prefixcache.codecs import Codec
 from prefixcache.keys import TOKEN_BYTES
 
@@ -230,34 +230,40 @@ def files(directory: Path) -> dict[str, int]:
     return {"files": len(sizes), "bytes": sum(sizes)}
 
 
-def run(at: Workplace, name: str) -> Iterator[dict[str, Any]]:
-    """A pass: an event for each turn, then one with the result."""
-    turns: list[Turn] = []
-    result: dict[str, Any] = {}
+def run(at: Workplace, name: str) -> dict[str, Any]:
+    """A pass, and its result."""
     if name == "cold":
-        for turn in cold(at):
-            turns.append(turn)
-            yield {"pass": name, "done": len(turns)}
-        result |= {"answers": at.job.cold, "dtype": at.dtype}
-    else:
-        directory = Path(at.job.directory) / (name if name in CODECS else "raw")
-        with PrefixCache(settings(at, directory, CODECS.get(name, Raw()))) as cache:
-            for turn in ssd(at, cache, directory) if name == "ssd" else ram(at, cache, forced=name in CODECS):
-                turns.append(turn)
-                yield {"pass": name, "done": len(turns)}
-            stats = cache.stats()
-        kept = [
-            [*at.prompt(t.conversation, t.turn), *at.job.cold[t.conversation][t.turn]][: t.kept_tokens] for t in turns
-        ]
-        final = [sequence for turn, sequence in zip(turns, kept, strict=True) if turn.turn == turns[-1].turn]
-        result |= {
-            "ram_limit": stats.ram_limit, "ram_peak": stats.ram_peak, "ram_images": stats.ram_images,
-            "not_kept": stats.counters.unkept_tokens, "dropped": stats.counters.dropped, "ssd": files(directory),
-            "unique_tokens": unique(kept), "plain_bytes": unique(kept) * at.token_nbytes,
-            "whole_bytes": sum(map(len, final)) * at.token_nbytes,
-        }  # fmt: skip
+        turns = _shown(at, name, cold(at))
+        return {**_counted(turns), "answers": at.job.cold, "dtype": at.dtype}
+    directory = Path(at.job.directory) / (name if name in CODECS else "raw")
+    with PrefixCache(settings(at, directory, CODECS.get(name, Raw()))) as cache:
+        turns = _shown(at, name, ssd(at, cache, directory) if name == "ssd" else ram(at, cache, forced=name in CODECS))
+        stats = cache.stats()
+    kept = [[*at.prompt(t.conversation, t.turn), *at.job.cold[t.conversation][t.turn]][: t.kept_tokens] for t in turns]
+    final = [sequence for turn, sequence in zip(turns, kept, strict=True) if turn.turn == turns[-1].turn]
+    return {
+        **_counted(turns), "ram_limit": stats.ram_limit, "ram_peak": stats.ram_peak, "ram_images": stats.ram_images,
+        "not_kept": stats.counters.unkept_tokens, "dropped": stats.counters.dropped, "ssd": files(directory),
+        "unique_tokens": unique(kept), "plain_bytes": unique(kept) * at.token_nbytes,
+        "whole_bytes": sum(map(len, final)) * at.token_nbytes,
+    }  # fmt: skip
+
+
+def _shown(at: Workplace, name: str, turns: Iterator[Turn]) -> list[Turn]:
+    """All turns, with a bar on a terminal."""
+    of = at.job.conversations * {"cold": at.job.turns, "ssd": 1}.get(name, at.job.turns - 1)
+    done = []
+    with bar(TITLES[name]) as show:
+        for turn in turns:
+            done.append(turn)
+            if show is not None:
+                show(len(done), of)
+    return done
+
+
+def _counted(turns: list[Turn]) -> dict[str, Any]:
     hits = [turn for turn in turns if turn.reused_tokens]
-    result |= {
+    return {
         "hits": len(hits), "first": median(turn.first for turn in hits or turns),
         "store": median(turn.store for turn in turns),
         "prompt_tokens": sum(turn.prompt_tokens for turn in turns),
@@ -265,23 +271,21 @@ def run(at: Workplace, name: str) -> Iterator[dict[str, Any]]:
         "needles": sum(bool(turn.wanted) for turn in turns), "found": sum(turn.found for turn in turns),
         "turns": [turn._asdict() for turn in turns],
     }  # fmt: skip
-    yield {"pass": name, "result": result}
 
 
 def main() -> None:
-    """Do the job on standard input. What libraries print goes to standard error, so that events stay readable."""
-    events = os.fdopen(os.dup(1), "w")
+    """Do the job on standard input. What libraries print goes to standard error, so that the results stay readable."""
+    results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     at = Workplace(Job(**json.load(sys.stdin)))
-    for name in at.job.passes:
-        for event in run(at, name):
-            print(json.dumps(event), file=events, flush=True)
+    json.dump({name: run(at, name) for name in at.job.passes}, results)
+    results.close()
 
 
 if __name__ == "__main__":
     try:
         main()
-    except NotMeasured as error:  # the model can't be loaded
+    except Refused as error:  # the model can't be loaded
         complain(str(error))
         sys.exit(2)
     except KeyboardInterrupt:

@@ -22,15 +22,14 @@ class Rows(NamedTuple):
     same: np.ndarray
 
 
-def log_probabilities(logits: mx.array) -> mx.array:
-    """(rows, vocabulary) of any float dtype -> float32 log-probabilities."""
+def _log_probabilities(logits: mx.array) -> mx.array:
     logits = logits.astype(mx.float32)
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
 def surprise(logits: mx.array, targets: Sequence[int]) -> np.ndarray:
     """Negative log-likelihood of each row's target, in nats: float64 (rows,)."""
-    chosen = mx.take_along_axis(log_probabilities(logits), mx.array(list(targets))[:, None], axis=-1)[:, 0]
+    chosen = mx.take_along_axis(_log_probabilities(logits), mx.array(list(targets))[:, None], axis=-1)[:, 0]
     return -np.array(chosen).astype(np.float64)
 
 
@@ -40,19 +39,15 @@ def divergence(reference: mx.array, logits: mx.array) -> np.ndarray:
     Never below 0, though rounding alone would bring near-equal rows there. A token that the reference never gives
     (a logit of -inf) adds nothing.
     """
-    p, q = log_probabilities(reference), log_probabilities(logits)
+    p, q = _log_probabilities(reference), _log_probabilities(logits)
     terms = mx.where(p == -mx.inf, 0.0, mx.exp(p) * (p - q))
     nats = np.array(terms.sum(axis=-1)).astype(np.float64)
     return np.maximum(nats, 0.0)
 
 
-def agreement(reference: mx.array, logits: mx.array) -> np.ndarray:
-    """Whether both rows have their largest logit at the same token: bool (rows,)."""
-    return np.array(mx.argmax(reference, axis=-1) == mx.argmax(logits, axis=-1))
-
-
 def compare(reference: mx.array, logits: mx.array, targets: Sequence[int]) -> Rows:
-    return Rows(surprise(logits, targets), divergence(reference, logits), agreement(reference, logits))
+    same = np.array(mx.argmax(reference, axis=-1) == mx.argmax(logits, axis=-1))
+    return Rows(surprise(logits, targets), divergence(reference, logits), same)
 
 
 def joined(parts: Sequence[Rows]) -> Rows:
@@ -61,9 +56,7 @@ def joined(parts: Sequence[Rows]) -> Rows:
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
-    """The mean of independent values, and its standard error; None from fewer than two, or from values that aren't
-    finite.
-    """
+    """The mean of independent values, and its standard error; None from fewer than two, or where one isn't finite."""
     mean = sum(values) / len(values)
     if len(values) < 2 or not math.isfinite(mean):
         return mean, None
