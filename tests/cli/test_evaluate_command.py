@@ -17,8 +17,7 @@ from mlx_lm.models.cache import BatchKVCache
 
 from prefixcache.cli import output
 from prefixcache.cli.evaluate import measuring as evaluating
-from prefixcache.cli.evaluate.measures import Rows
-from prefixcache.cli.evaluate.measuring import Job, Subject, measure
+from prefixcache.cli.evaluate.measuring import Job, Rows, Subject, measure
 from prefixcache.cli.evaluate.report import as_markdown, family, main_grid
 from prefixcache.cli.evaluate.texts import default_text
 from prefixcache.cli.text import Refused

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from prefixcache.cli.evaluate.measures import compare, divergence, joined, mean_and_error, surprise
+from prefixcache.cli.evaluate.measuring import compare, divergence, joined, mean_and_error, surprise
 from prefixcache.cli.evaluate.report import number, signed
 from prefixcache.cli.evaluate.texts import (
     DIGITS,

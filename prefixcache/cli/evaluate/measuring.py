@@ -27,7 +27,6 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from prefixcache import PrefixCache
 from prefixcache.cache import Stored
-from prefixcache.cli.evaluate.measures import Rows, compare, joined, mean_and_error, surprise
 from prefixcache.cli.evaluate.texts import Haystack, Question, Window, cut, depths_of, haystacks
 from prefixcache.cli.text import Refused
 from prefixcache.codecs import Codec, as_codec
@@ -152,6 +151,59 @@ def _check_positions(subject: Subject, job: Job) -> None:
             f"--prefix {job.prefix} and {after} tokens after it: this model has {subject.positions} positions "
             f"(max_position_embeddings); give --prefix {max(subject.positions - after, 1)} or less"
         )
+
+
+# -- two outputs ------------------------------------------------------------------------------------------------------
+# Logits come in a few rows at a time. All arithmetic is float32, the sums over rows float64.
+
+
+class Rows(NamedTuple):
+    """One value a row of logits: nats of the target, nats of KL(reference || other), whether both choose one token."""
+
+    nll: np.ndarray
+    kl: np.ndarray
+    same: np.ndarray
+
+
+def _log_probabilities(logits: mx.array) -> mx.array:
+    logits = logits.astype(mx.float32)
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
+def surprise(logits: mx.array, targets: Sequence[int]) -> np.ndarray:
+    """Negative log-likelihood of each row's target, in nats: float64 (rows,)."""
+    chosen = mx.take_along_axis(_log_probabilities(logits), mx.array(list(targets))[:, None], axis=-1)[:, 0]
+    return -np.array(chosen).astype(np.float64)
+
+
+def divergence(reference: mx.array, logits: mx.array) -> np.ndarray:
+    """KL(reference || other) of each row's distributions, in nats: float64 (rows,).
+
+    Never below 0, though rounding alone would bring near-equal rows there. A token that the reference never gives
+    (a logit of -inf) adds nothing.
+    """
+    p, q = _log_probabilities(reference), _log_probabilities(logits)
+    terms = mx.where(p == -mx.inf, 0.0, mx.exp(p) * (p - q))
+    nats = np.array(terms.sum(axis=-1)).astype(np.float64)
+    return np.maximum(nats, 0.0)
+
+
+def compare(reference: mx.array, logits: mx.array, targets: Sequence[int]) -> Rows:
+    same = np.array(mx.argmax(reference, axis=-1) == mx.argmax(logits, axis=-1))
+    return Rows(surprise(logits, targets), divergence(reference, logits), same)
+
+
+def joined(parts: Sequence[Rows]) -> Rows:
+    """The rows of several calls as one."""
+    return Rows(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
+    """The mean of independent values, and its standard error; None from fewer than two, or where one isn't finite."""
+    mean = sum(values) / len(values)
+    if len(values) < 2 or not math.isfinite(mean):
+        return mean, None
+    return mean, float(np.std(values, ddof=1)) / math.sqrt(len(values))
 
 
 # -- one text ---------------------------------------------------------------------------------------------------------

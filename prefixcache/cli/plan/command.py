@@ -1,5 +1,5 @@
 """`prefixcache plan`: how much RAM and SSD a server needs, before they are bought. What is asked is read and checked here;
-the simulations are `prefixcache.planning`'s, and how the results look is `text`'s, `page`'s and `picture`'s.
+the simulations are `prefixcache.planning`'s, and how the results look is `text`'s and `report`'s.
 
 MLX and mlx-lm are imported when the command runs, so that asking for help stays quick.
 """
@@ -280,8 +280,7 @@ def _quiet_log() -> Iterator[None]:
 
 
 def _write(facts: Facts, html: Path | None, pictures: list[Path]) -> None:
-    from prefixcache.cli.plan.page import page
-    from prefixcache.cli.plan.picture import picture
+    from prefixcache.cli.plan.report import page, picture
 
     if html is not None:
         output.write("--html", html, page(facts).encode())

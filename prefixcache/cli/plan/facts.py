@@ -1,6 +1,6 @@
 """What `prefixcache plan` tells, as the object that `--json` prints: of a model, of a trace, of each size tried, advice.
 
-Numbers only: sizes in bytes, times in seconds, shares from 0 to 1. How they look is for `text`, `page` and `picture` to say.
+Numbers only: sizes in bytes, times in seconds, shares from 0 to 1. How they look is for `text` and `report` to say.
 """
 
 from __future__ import annotations
