@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from prefixcache.cli import app
 from prefixcache.cli.demo import command as demo
 from prefixcache.cli.demo.passes import unique
-from prefixcache.cli.demo.text import MARK, SYSTEM, Chat, facts, holds, question
+from prefixcache.cli.demo.text import LOSSY, MARK, SYSTEM, TITLES, Chat, facts, holds, question
 
 CONVERSATIONS, TURNS = 2, 2
 
@@ -57,7 +57,7 @@ def test_every_needle_is_found_cold_and_from_the_cache_whatever_the_codec(
     ran: tuple[subprocess.CompletedProcess[str], Path, Path],
 ) -> None:
     shown = json.loads(ran[0].stdout)
-    for name in demo.TITLES:
+    for name in TITLES:
         assert shown[name]["found"] == shown[name]["needles"] == shown[name]["count"]
     (first, last) = shown["conversation"]
     assert (first["from"], first["said"]) == ("ram", "7615")
@@ -67,7 +67,7 @@ def test_every_needle_is_found_cold_and_from_the_cache_whatever_the_codec(
 
 def test_the_numbers_fit_each_other(ran: tuple[subprocess.CompletedProcess[str], Path, Path], tokenizer: Any) -> None:
     shown = json.loads(ran[0].stdout)
-    ram, ssd, lossy = shown["ram"], shown["ssd"], [shown[name] for name in demo.LOSSY]
+    ram, ssd, lossy = shown["ram"], shown["ssd"], [shown[name] for name in LOSSY]
     shared = len(tokenizer.encode(SYSTEM))
     assert (ram["hits"], ssd["hits"]) == (1, CONVERSATIONS)
     assert ram["reused_tokens"] >= shared
@@ -154,7 +154,7 @@ def results() -> dict[str, Any]:
         },
         "ram": result([turn(c, 0, 0) for c in (0, 1)]),
         "ssd": result([turn(c, 1, 120) for c in (0, 1)]),
-        **{name: result([turn(c, 0, 0) for c in (0, 1)]) for name in demo.LOSSY},
+        **{name: result([turn(c, 0, 0) for c in (0, 1)]) for name in LOSSY},
     }
 
 

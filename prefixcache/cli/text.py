@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import typer
@@ -16,6 +17,21 @@ from rich.console import Console
 from rich.text import Text
 
 PIPE_WIDTH = 120  # columns where there is no terminal to ask and COLUMNS is not set
+
+
+class Refused(ValueError):
+    """It can't be done as asked. The text names the option or the file, the value and the remedy."""
+
+
+@contextmanager
+def refusing(also: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """What can't be done as asked is one line on stderr and the exit code 2."""
+    kinds: tuple[type[Exception], ...] = (Refused, OSError, *also)
+    try:
+        yield
+    except kinds as error:
+        complain(str(error))
+        raise typer.Exit(2) from error
 
 
 class _Console(Console):

@@ -31,7 +31,7 @@ from prefixcache.layers.adapters import CacheError, Layout, Leaf
 from prefixcache.layers.encode import State, describe_state
 from prefixcache.layers.plan import Plan, read
 
-PROMPT = 32_768  # tokens of the prompt that `describe` tells the bytes of
+PROMPT = 32_768  # tokens of a long prompt, deep in which sizes are taken
 _USUAL = "bfloat16"  # of a config that names no dtype
 _SHORT = (8, 37)  # tokens of the calls that every model gets
 _LONGER = (300, 1_111)  # and a model whose recurrent state is not the same after both

@@ -1,13 +1,13 @@
-"""Bytes of images that a model's state takes with a codec, and the table of them that people read.
+"""Bytes of images that a model's state takes with a codec.
 
 Sizes are those of the store's own blueprints, to the byte; what the state is comes from `model`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from prefixcache.blocks.graph import NODE_BYTES, SLOT_BYTES
 from prefixcache.blocks.masks import extra_of, held_mask
@@ -120,38 +120,3 @@ class Sizes:
         for leaf in self.state.leaves(tokens):
             rows += sum(last - first for first, last in leaf.held) * row_bytes(leaf.layout)
         return rows + sum(array.nbytes for array in self.state.snapshot(tokens).arrays)
-
-
-class CodecRow(NamedTuple):
-    """What a codec makes of a model's state. Bytes; `ratio` against a live cache; `prompt` of `PROMPT` tokens.
-
-    `windows` and `snapshot` are what each boundary takes beside the tokens' own bytes, at most. `raw_layers`: those whose
-    rows the codec leaves as they are.
-    """
-
-    codec: str
-    bytes_per_token: float
-    ratio: float | None
-    tokens_per_gb: int
-    windows: int
-    snapshot: int
-    prompt: int
-    raw_layers: tuple[int, ...]
-
-
-def describe(state: ModelState, codecs: Iterable[Codec]) -> list[CodecRow]:
-    """A table's rows, one for each codec; tokens per GB (10**9 bytes) of RAM with what the tree takes for them."""
-    return [_row(Sizes(state, codec)) for codec in codecs]
-
-
-def _row(sizes: Sizes) -> CodecRow:
-    return CodecRow(
-        str(sizes.codec),
-        sizes.bytes_per_token,
-        sizes.ratio,
-        int(1e9 / sizes.ram_bytes_per_token),
-        sizes.most_windows_bytes,
-        sizes.snapshot_bytes(PROMPT - BLOCK, BLOCK),
-        sizes.prompt_bytes(PROMPT),
-        tuple(sizes.plan.raw),
-    )

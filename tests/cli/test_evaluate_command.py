@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import BatchKVCache
 
+from prefixcache.cli import output
 from prefixcache.cli.evaluate import measuring as evaluating
-from prefixcache.cli.evaluate import plot as evaluate_plot
-from prefixcache.cli.evaluate.measures import Rows
-from prefixcache.cli.evaluate.measuring import Job, Subject, measure
-from prefixcache.cli.evaluate.report import main_grid, markdown
-from prefixcache.cli.evaluate.texts import NotMeasured, default_text
+from prefixcache.cli.evaluate.measuring import Job, Rows, Subject, measure
+from prefixcache.cli.evaluate.report import as_markdown, family, main_grid
+from prefixcache.cli.evaluate.texts import default_text
+from prefixcache.cli.text import Refused
 from prefixcache.codecs import TurboQuant
 from tests.families import FAMILIES
 
@@ -61,7 +61,7 @@ def by_name(facts: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def shown(facts: dict[str, Any]) -> str:
-    return markdown({"model": "m", "text": {"files": [], "python": "3"}, **facts})
+    return as_markdown({"model": "m", "text": {"files": [], "python": "3"}, **facts})
 
 
 @pytest.fixture
@@ -200,7 +200,7 @@ def test_weights_are_cast_to_float32_where_asked_for_and_it_is_told(call):
     assert raw["bits_per_value"] == 32
     assert raw["identical"]
     assert coded["bits_per_value"] == 4 + 16 / 64 + 0.0625  # codes, scales, and what levels take in a whole block
-    assert "The weights were cast to float32" in markdown(facts)
+    assert "The weights were cast to float32" in as_markdown(facts)
     assert not json.loads(call(*args, "--json").stdout)["float32"]
 
 
@@ -240,14 +240,13 @@ def test_the_picture_is_drawn_in_the_kinds_asked_for(call, tiny, tmp_path):
     svg = (tmp_path / "picture.svg").read_text()
     assert "bits a value" in svg
     assert "k4 v3" in svg
-    assert "live cache" in svg
 
 
 def test_codecs_on_one_line_are_of_one_kind():
-    assert evaluate_plot.family(TurboQuant(4, 4).spec()) == "turboquant"
-    assert evaluate_plot.family(TurboQuant(4, 3).spec()) == "turboquant, keys and values apart"
-    assert evaluate_plot.family(TurboQuant(4, 4, levelling=False).spec()) == "turboquant, plain"
-    assert evaluate_plot.family({"name": "affine", "bits": 4}) == "affine"
+    assert family(TurboQuant(4, 4).spec()) == "turboquant"
+    assert family(TurboQuant(4, 3).spec()) == "turboquant, keys and values apart"
+    assert family(TurboQuant(4, 4, levelling=False).spec()) == "turboquant, plain"
+    assert family({"name": "affine", "bits": 4}) == "affine"
 
 
 def test_an_infinite_divergence_is_null_and_shown_as_none(monkeypatch):
@@ -300,7 +299,7 @@ def test_a_model_that_is_not_there_or_is_none_is_refused(call, tmp_path):
 
 
 def test_without_matplotlib_the_remedy_is_told_before_anything_runs(call, monkeypatch):
-    monkeypatch.setattr(evaluate_plot, "find_spec", lambda name: None)
+    monkeypatch.setattr(output, "find_spec", lambda name: None)
     monkeypatch.setattr(evaluating, "load", lambda *args: pytest.fail("the model was loaded"))
     done = call("evaluate", "some/model", "--plot", "picture.png")
     assert done.exit_code == 2
@@ -309,13 +308,13 @@ def test_without_matplotlib_the_remedy_is_told_before_anything_runs(call, monkey
 
 def test_a_cache_that_can_not_be_stored_is_refused(monkeypatch):
     monkeypatch.setattr(evaluating.Reference, "fill", lambda self, prompt: [BatchKVCache([0])])
-    with pytest.raises(NotMeasured, match="this model's prompt cache can't be stored: layer 0"):
+    with pytest.raises(Refused, match="this model's prompt cache can't be stored: layer 0"):
         measure(subject("llama"), ["raw"], default_text(), Job(300, 20, 1, 0))
 
 
 def test_state_that_can_not_be_restored_is_refused(monkeypatch):
     monkeypatch.setattr(evaluating.PrefixCache, "lookup", lambda self, tokens, model: None)
-    with pytest.raises(NotMeasured, match="of 300 tokens that were stored 0 can be found"):
+    with pytest.raises(Refused, match="of 300 tokens that were stored 0 can be found"):
         measure(subject("llama"), ["raw"], default_text(), Job(300, 20, 1, 0))
 
 

@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from prefixcache.cli.evaluate.measures import agreement, compare, divergence, joined, mean_and_error, surprise
+from prefixcache.cli.evaluate.measuring import compare, divergence, joined, mean_and_error, surprise
 from prefixcache.cli.evaluate.report import number, signed
 from prefixcache.cli.evaluate.texts import (
     DIGITS,
-    NotMeasured,
     cut,
     default_text,
     depths_of,
@@ -24,6 +23,7 @@ from prefixcache.cli.evaluate.texts import (
     hide,
     read_texts,
 )
+from prefixcache.cli.text import Refused
 
 FINITE = st.floats(-30, 30, width=32)
 SHAPES = st.tuples(st.integers(1, 5), st.integers(2, 40))
@@ -66,7 +66,7 @@ def test_surprise_and_agreement_are_numpys(pair):
 def test_equal_logits_diverge_by_nothing(pair, dtype):
     logits = mx.array(pair[0]).astype(dtype)
     assert (divergence(logits, logits) == 0).all()
-    assert agreement(logits, logits).all()
+    assert compare(logits, logits, [0] * len(pair[0])).same.all()
 
 
 def test_a_constant_added_to_all_logits_changes_nothing_much():
@@ -143,7 +143,7 @@ def test_windows_lie_apart_and_begin_as_every_text_does():
 def test_the_least_text_is_enough_and_one_token_less_is_refused():
     needed = 4 * (50 - 1 + 20 + 1)
     cut(Bytes(), [7] * needed, 50, 20, 3)
-    with pytest.raises(NotMeasured, match=r"has 279 tokens.*need 280.*--text.*--windows"):
+    with pytest.raises(Refused, match=r"has 279 tokens.*need 280.*--text.*--windows"):
         cut(Bytes(), [7] * (needed - 1), 50, 20, 3)
 
 
@@ -168,7 +168,7 @@ def test_a_haystack_holds_each_number_and_ends_before_the_question(tokenizer):
 
 
 def test_no_room_for_the_numbers_is_refused():
-    with pytest.raises(NotMeasured, match=r"--prefix 60: no room for 5 numbers.*--needles 0"):
+    with pytest.raises(Refused, match=r"--prefix 60: no room for 5 numbers.*--needles 0"):
         haystacks(Bytes(), list(b"word " * 100), 60, 1, depths_of(5), seed=0)
 
 
@@ -192,10 +192,10 @@ def test_the_default_text_is_always_the_same_and_long():
 
 
 def test_a_text_that_can_not_be_read_is_named(tmp_path):
-    with pytest.raises(NotMeasured, match=r"nowhere\.txt: can't be read .*give a text file"):
+    with pytest.raises(Refused, match=r"nowhere\.txt: can't be read .*give a text file"):
         read_texts([tmp_path / "nowhere.txt"])
     (tmp_path / "odd").write_bytes(b"\xff\xfe\xfa")
-    with pytest.raises(NotMeasured, match=r"odd: not UTF-8; convert it"):
+    with pytest.raises(Refused, match=r"odd: not UTF-8; convert it"):
         read_texts([tmp_path / "odd"])
 
 

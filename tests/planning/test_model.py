@@ -17,7 +17,7 @@ from prefixcache.layers.encode import describe_state
 from prefixcache.layers.plan import read
 from prefixcache.planning import model as module
 from prefixcache.planning.model import Law, ModelError, ModelState, _probe, held_rows
-from prefixcache.planning.sizes import Sizes, describe
+from prefixcache.planning.sizes import Sizes
 from tests.families import BASE, FAMILIES, MLX_LM_0_31
 
 PROMPT = 263  # two blocks, the second short: its rows are kept as they are
@@ -275,25 +275,25 @@ def test_windows_and_snapshots_are_what_a_boundary_takes_beside_the_tokens():
     assert gemma.live_bytes(10_000) == 1024 * row + 10_000 * PER_TOKEN["Gemma-3-27B"]
 
 
-def test_a_table_has_a_row_for_each_codec():
+def test_sizes_are_those_of_each_codec():
     state = told("Llama-3.1-8B")
-    raw, four, three = describe(state, [Raw(), TurboQuant(), TurboQuant(3, 3)])
-    assert [row.codec for row in (raw, four, three)] == ["raw", "turboquant k4 v4", "turboquant k3 v3"]
+    raw, four, three = (Sizes(state, codec) for codec in (Raw(), TurboQuant(), TurboQuant(3, 3)))
     assert 131072 < raw.bytes_per_token < 131072 * 1.001
     assert four.bytes_per_token == pytest.approx(32 * 8 * 2 * (64 + 2) + 32 * 8 * 128 * 4 // 256 + 8, rel=0.001)
     assert (raw.ratio, four.ratio, three.ratio) == pytest.approx((1.0, 3.82, 5.02), rel=0.002)
-    assert four.tokens_per_gb == pytest.approx(1e9 / four.bytes_per_token, rel=0.002)
-    assert four.prompt == pytest.approx(32_768 * four.bytes_per_token, rel=0.002)
-    assert four.raw_layers == raw.raw_layers == ()
-    (latents,) = describe(told("DeepSeek-V3"), [TurboQuant()])
-    assert latents.raw_layers == tuple(range(61))
+    assert four.ram_bytes_per_token == pytest.approx(four.bytes_per_token, rel=0.002)
+    assert four.prompt_bytes(32_768) == pytest.approx(32_768 * four.bytes_per_token, rel=0.002)
+    assert not four.plan.raw
+    assert not raw.plan.raw
+    latents = Sizes(told("DeepSeek-V3"), TurboQuant())
+    assert tuple(latents.plan.raw) == tuple(range(61))
     assert latents.ratio == pytest.approx(1.0, rel=0.001)
 
 
 def test_a_model_without_rows_has_no_ratio():
-    (row,) = describe(told("mamba"), [TurboQuant()])
-    assert row.ratio is None
-    assert row.snapshot > 0
+    sizes = Sizes(told("mamba"), TurboQuant())
+    assert sizes.ratio is None
+    assert sizes.snapshot_bytes(32_512, 256) > 0
 
 
 def test_a_state_is_plain_data_that_another_process_can_have():

@@ -40,16 +40,16 @@ def main() -> int:
 
 def _check(folder: Path, codec: str | None) -> int:
     """Imports MLX, so only here."""
-    from prefixcache.cli.evaluate.report import markdown
-    from prefixcache.cli.evaluate.texts import NotMeasured
+    from prefixcache.cli.evaluate.report import as_markdown
+    from prefixcache.cli.text import Refused
     from tools.real_model import check
 
     try:
         facts = check.measured(folder, codec or check.CODEC)
-    except NotMeasured as error:
+    except Refused as error:
         print(f"real-model: {error}", file=sys.stderr)
         return 1
-    print(markdown(facts))
+    print(as_markdown(facts))
     found = check.failures(facts)
     for line in found:
         print(f"real-model: {line}", file=sys.stderr)

@@ -1,6 +1,6 @@
 """The demo's work: the model, and the passes over the conversations, in processes of their own that `demo` starts.
 
-Standard input gives a `Job`, as JSON. Each line of standard output is one event, as JSON: progress, or a pass's result.
+Standard input gives a `Job`, standard output gets the results by name, both as JSON. Progress is on standard error.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -22,10 +24,10 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
 from prefixcache import PrefixCache, Raw, Settings, TurboQuant
-from prefixcache.cli.demo.text import Chat, holds, question
+from prefixcache.cli.demo.text import TITLES, Chat, holds, question
 from prefixcache.cli.evaluate.measuring import load
-from prefixcache.cli.evaluate.texts import NotMeasured
-from prefixcache.cli.text import complain
+from prefixcache.cli.progress import bar
+from prefixcache.cli.text import Refused, complain
 from prefixcache.codecs import Codec
 from prefixcache.keys import TOKEN_BYTES
 
@@ -124,21 +126,17 @@ class Turn(NamedTuple):
     gaps: list[float]  # for each token, how far the best was ahead of the second best, in nats
 
 
-def take(
-    at: Workplace, cache: PrefixCache | None, conversation: int, turn: int, *, ssd: bool = False, forced: bool = False
-) -> Turn:
-    """One turn: find what is known of the prompt, generate from the rest, store the prompt with its answer.
+def take(at: Workplace, cache: PrefixCache | None, name: str, conversation: int, turn: int) -> Turn:
+    """One turn of a pass: find what is known of the prompt, generate from the rest, store the prompt with its answer.
 
-    Without a `cache` all of the prompt is computed. With `ssd`, what only the SSD has is brought to RAM first.
+    In the cold pass there is no cache. In the pass from SSD, RAM is empty before; lossy ones are given cold's answers.
     """
     prompt = at.prompt(conversation, turn)
-    given = at.job.cold[conversation][turn] if forced else None
+    given = at.job.cold[conversation][turn] if name in CODECS else None
     prompt_cache, rest = None, prompt
     started = time.perf_counter()
     if cache is not None:
-        if ssd:
-            cache.promote(prompt, model=at.name).result()
-        prompt_cache, rest = cache.fetch(prompt, model=at.name)
+        prompt_cache, rest = cache.fetch(prompt, model=at.name, promote=name == "ssd")
     if prompt_cache is None:
         prompt_cache = make_prompt_cache(at.model)
     first, tokens = 0.0, []
@@ -156,42 +154,13 @@ def take(
     )  # fmt: skip
 
 
-def cold(at: Workplace) -> Iterator[Turn]:
-    """Every turn with the whole prompt computed: the reference."""
-    for c in range(at.job.conversations):
-        at.job.cold.append([])
-        for t in range(at.job.turns):
-            turn = take(at, None, c, t)
-            at.job.cold[c].append(turn.answer)
-            yield turn
-
-
-def ram(at: Workplace, cache: PrefixCache, *, forced: bool = False) -> Iterator[Turn]:
-    """Every turn but the last, one conversation after the other. What RAM has is used, and nothing else."""
-    for c in range(at.job.conversations):
-        for t in range(at.job.turns - 1):
-            yield take(at, cache, c, t, forced=forced)
-
-
-def ssd(at: Workplace, cache: PrefixCache, directory: Path) -> Iterator[Turn]:
-    """The last turn of every conversation. RAM is emptied before each, so that all of it comes from the SSD."""
-    for c in range(at.job.conversations):
-        cache.flush()
-        cache.trim_to(0)
-        forget(directory)
-        yield take(at, cache, c, at.job.turns - 1, ssd=True)
-
-
-def forget(directory: Path) -> None:
-    """Ask the system to drop what it holds of these files in memory, where it can be asked: else a read is no read."""
-    if not hasattr(os, "posix_fadvise"):
-        return
-    for file in directory.rglob("*.safetensors"):
-        descriptor = os.open(file, os.O_RDONLY)
-        try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
+def empty(cache: PrefixCache, directory: Path) -> None:
+    """RAM, and what the system holds of the files in memory, where it can be asked: else a read is no read."""
+    cache.flush()
+    cache.trim_to(0)
+    for file in directory.rglob("*.safetensors") if hasattr(os, "posix_fadvise") else ():
+        with file.open("rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def unique(sequences: Iterable[list[int]]) -> int:
@@ -215,49 +184,34 @@ def budget(at: Workplace) -> int:
     return (system + max(sum(own) // 4, 2 * max(own))) * (at.token_nbytes + TOKEN_BYTES) * 11 // 10
 
 
-def settings(at: Workplace, directory: Path, codec: Codec) -> Settings:
-    """`spill="wait"`: a store may wait for the disk, so what a pass keeps does not hang on how fast the disk is."""
-    return Settings(ram=budget(at), ssd_dir=directory, ssd="1GB", codec=codec, spill="wait")
+def run(at: Workplace, name: str) -> dict[str, Any]:
+    """A pass, and its result. All turns but the last come from RAM, the last one from SSD; the cold pass has all of them.
 
-
-def files(directory: Path) -> dict[str, int]:
-    """The files of images, and of what decodes them, in a directory that nobody has open: how many, and their bytes."""
-    sizes = [
-        file.stat().st_size
-        for kind in ("rows", "windows", "snapshots", "stats")
-        for file in (directory / kind).rglob("*.safetensors")
-    ]
-    return {"files": len(sizes), "bytes": sum(sizes)}
-
-
-def run(at: Workplace, name: str) -> Iterator[dict[str, Any]]:
-    """A pass: an event for each turn, then one with the result."""
-    turns: list[Turn] = []
-    result: dict[str, Any] = {}
+    `spill="wait"`: a store may wait for the disk, so what a pass keeps does not hang on how fast the disk is.
+    """
+    last = at.job.turns - 1
+    wanted = list(product(range(at.job.conversations), {"cold": range(last + 1), "ssd": [last]}.get(name, range(last))))
+    directory = Path(at.job.directory) / (name if name in CODECS else "raw")
+    turns = []
     if name == "cold":
-        for turn in cold(at):
-            turns.append(turn)
-            yield {"pass": name, "done": len(turns)}
-        result |= {"answers": at.job.cold, "dtype": at.dtype}
-    else:
-        directory = Path(at.job.directory) / (name if name in CODECS else "raw")
-        with PrefixCache(settings(at, directory, CODECS.get(name, Raw()))) as cache:
-            for turn in ssd(at, cache, directory) if name == "ssd" else ram(at, cache, forced=name in CODECS):
-                turns.append(turn)
-                yield {"pass": name, "done": len(turns)}
-            stats = cache.stats()
-        kept = [
-            [*at.prompt(t.conversation, t.turn), *at.job.cold[t.conversation][t.turn]][: t.kept_tokens] for t in turns
-        ]
-        final = [sequence for turn, sequence in zip(turns, kept, strict=True) if turn.turn == turns[-1].turn]
-        result |= {
-            "ram_limit": stats.ram_limit, "ram_peak": stats.ram_peak, "ram_images": stats.ram_images,
-            "not_kept": stats.counters.unkept_tokens, "dropped": stats.counters.dropped, "ssd": files(directory),
-            "unique_tokens": unique(kept), "plain_bytes": unique(kept) * at.token_nbytes,
-            "whole_bytes": sum(map(len, final)) * at.token_nbytes,
-        }  # fmt: skip
+        at.job.cold = [[] for _ in range(at.job.conversations)]
+    with ExitStack() as stack:
+        show, cache = stack.enter_context(bar(TITLES[name])), None
+        if name != "cold":
+            codec = CODECS.get(name, Raw())
+            own = Settings(ram=budget(at), ssd_dir=directory, ssd="1GB", codec=codec, spill="wait")
+            cache = stack.enter_context(PrefixCache(own))
+        for conversation, turn in wanted:
+            if name == "ssd" and cache is not None:
+                empty(cache, directory)
+            turns.append(take(at, cache, name, conversation, turn))
+            if name == "cold":
+                at.job.cold[conversation].append(turns[-1].answer)
+            if show is not None:
+                show(len(turns), len(wanted))
+        stats = cache.stats() if cache is not None else None
     hits = [turn for turn in turns if turn.reused_tokens]
-    result |= {
+    result = {
         "hits": len(hits), "first": median(turn.first for turn in hits or turns),
         "store": median(turn.store for turn in turns),
         "prompt_tokens": sum(turn.prompt_tokens for turn in turns),
@@ -265,23 +219,33 @@ def run(at: Workplace, name: str) -> Iterator[dict[str, Any]]:
         "needles": sum(bool(turn.wanted) for turn in turns), "found": sum(turn.found for turn in turns),
         "turns": [turn._asdict() for turn in turns],
     }  # fmt: skip
-    yield {"pass": name, "result": result}
+    if stats is None:
+        return {**result, "answers": at.job.cold, "dtype": at.dtype}
+    kept = [[*at.prompt(t.conversation, t.turn), *at.job.cold[t.conversation][t.turn]][: t.kept_tokens] for t in turns]
+    final = [tokens for turn, tokens in zip(turns, kept, strict=True) if turn.turn == turns[-1].turn]
+    sizes = [file.stat().st_size for file in directory.rglob("*.safetensors")]
+    return {
+        **result, "ram_limit": stats.ram_limit, "ram_peak": stats.ram_peak, "ram_images": stats.ram_images,
+        "not_kept": stats.counters.unkept_tokens, "dropped": stats.counters.dropped,
+        "ssd": {"files": len(sizes), "bytes": sum(sizes)},
+        "unique_tokens": unique(kept), "plain_bytes": unique(kept) * at.token_nbytes,
+        "whole_bytes": sum(map(len, final)) * at.token_nbytes,
+    }  # fmt: skip
 
 
 def main() -> None:
-    """Do the job on standard input. What libraries print goes to standard error, so that events stay readable."""
-    events = os.fdopen(os.dup(1), "w")
+    """Do the job on standard input. What libraries print goes to standard error, so that the results stay readable."""
+    results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     at = Workplace(Job(**json.load(sys.stdin)))
-    for name in at.job.passes:
-        for event in run(at, name):
-            print(json.dumps(event), file=events, flush=True)
+    json.dump({name: run(at, name) for name in at.job.passes}, results)
+    results.close()
 
 
 if __name__ == "__main__":
     try:
         main()
-    except NotMeasured as error:  # the model can't be loaded
+    except Refused as error:  # the model can't be loaded
         complain(str(error))
         sys.exit(2)
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""What the demo's conversations say, as text and as tokens: one long system prompt that all share, and short questions.
+"""The demo's passes by name, and what its conversations say: one long system prompt that all share, and short questions.
 
 The questions are of forms that the repository's own tiny model was trained on; any other chat model understands them.
 """
@@ -8,6 +8,15 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+
+TITLES = {
+    "cold": "Raw: cold, every prompt computed whole",
+    "ram": "Raw: from RAM, as the conversations go",
+    "ssd": "Raw: a new process goes on from SSD",
+    "turboquant4": "TurboQuant, 4 bits: from RAM",
+    "turboquant3": "TurboQuant, 3 bits: from RAM",
+}
+EXACT, LOSSY = ("ram", "ssd"), ("turboquant4", "turboquant3")
 
 SYSTEM = """\
 You answer at the help desk of Rowkeeper, a Python library that reads, checks and writes tables. This is the handbook \

@@ -1,4 +1,4 @@
-"""`prefixcache evaluate`: what a codec does to a model's output. This module is the screen; the work is `evaluating`'s.
+"""`prefixcache evaluate`: what a codec does to a model's output. What is asked is read here; the work is `measuring`'s.
 
 MLX and mlx-lm are imported when the command runs, so that asking for help stays quick.
 """
@@ -6,29 +6,23 @@ MLX and mlx-lm are imported when the command runs, so that asking for help stays
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from prefixcache.cli.evaluate import plot as evaluate_plot
-from prefixcache.cli.evaluate.report import markdown, screen
-from prefixcache.cli.evaluate.texts import NAMES, NotMeasured, default_text, read_texts
-from prefixcache.cli.text import complain, console, print_json
-
-if TYPE_CHECKING:
-    from prefixcache.cli.evaluate.measuring import Job
+from prefixcache.cli import output
+from prefixcache.cli.evaluate.report import as_markdown, divergence, screen
+from prefixcache.cli.evaluate.texts import NAMES, default_text, read_texts
+from prefixcache.cli.progress import bar
+from prefixcache.cli.text import Refused, console, print_json, refusing
 
 CONTROL = "raw"
 DEFAULT = (
     "affine:8", "affine:4", "turboquant:8", "turboquant:4", "turboquant:4:3", "turboquant:4:2", "turboquant:3:4",
     "turboquant:3", "turboquant:2", "turboquant:4:plain", "turboquant:3:plain",
 )  # fmt: skip
-
-Facts = dict[str, Any]
 
 
 def evaluate(
@@ -51,7 +45,7 @@ def evaluate(
         bool, typer.Option("--float32", help="Cast the weights: a CPU multiplies float32 faster than half precision.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="All numbers as one JSON object.")] = False,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="The tables as Markdown.")] = False,
+    in_markdown: Annotated[bool, typer.Option("--markdown", help="The tables as Markdown.")] = False,
     plot: Annotated[
         Path | None, typer.Option(metavar="OUT", help="Draw it: OUT.png, OUT.svg, or both without a suffix.")
     ] = None,
@@ -62,63 +56,31 @@ def evaluate(
 
     Exit code: 0 measured, 2 it could not be.
     """
-    job = {
-        "prefix": prefix, "tokens": tokens, "windows": windows, "needles": needles, "depths": depths, "seed": seed,
-    }  # fmt: skip
-    specs = list(dict.fromkeys((CONTROL, *(codec or DEFAULT))))
-    try:
-        if as_json and as_markdown:
-            raise NotMeasured("--json and --markdown: both go to the same place; give one of them")
-        files = evaluate_plot.targets(plot) if plot is not None else []
-        facts = _measure(model, adapter, float32, specs, text or [], job, quiet=as_json)
-    except (NotMeasured, OSError) as error:
-        complain(str(error))
-        raise typer.Exit(2) from error
+    with refusing():
+        if as_json and in_markdown:
+            raise Refused("--json and --markdown: both go to the same place; give one of them")
+        pictures = output.pictures("--plot", plot) if plot is not None else []
+        from prefixcache.cli.evaluate.measuring import Job, codec_of, load, measure
+
+        specs = list(dict.fromkeys((CONTROL, *(codec or DEFAULT))))
+        for spec in specs:  # what can be refused early is refused before the model is loaded
+            codec_of(spec)
+        source = read_texts(text) if text else default_text()
+        job = Job(prefix, tokens, windows, needles, depths, seed)
+        with bar("evaluating") as show:
+            measured = measure(load(model, adapter, float32), specs, source, job, *([show] if show else []))
+    files, python = [str(file) for file in text or ()], None if text else platform.python_version()
+    asked = {"model": model, "adapter": adapter, "float32": float32, "text": {"files": files, "python": python}}
+    facts = {**asked, **measured}
     if as_json:
         print_json(facts)
-    elif as_markdown:
-        typer.echo(markdown(facts))
+    elif in_markdown:
+        typer.echo(as_markdown(facts))
     else:
         out = console()
         for part in screen(facts):
             out.print(part)
-    try:
-        if files:
-            evaluate_plot.draw(facts, files)
-    except OSError as error:  # after the numbers: they took minutes
-        complain(f"--plot {plot}: {error.strerror}")
-        raise typer.Exit(2) from error
-
-
-def _measure(
-    model: str,
-    adapter: str | None,
-    float32: bool,
-    specs: list[str],
-    files: list[Path],
-    job: dict[str, Any],
-    *,
-    quiet: bool,
-) -> Facts:
-    """What can be refused early is refused before the model is loaded."""
-    from prefixcache.cli.evaluate.measuring import Job, codec_of, load, measure
-
-    for spec in specs:
-        codec_of(spec)
-    text = read_texts(files) if files else default_text()
-    asked = Job(**job)
-    with _steps(asked, len(specs), quiet) as step:
-        step("loading", 0)
-        facts = measure(load(model, adapter, float32), specs, text, asked, step)
-    source = {"files": [str(file) for file in files], "python": None if files else platform.python_version()}
-    return {"model": model, "adapter": adapter, "float32": float32, "text": source, **facts}
-
-
-@contextmanager
-def _steps(job: Job, codecs: int, quiet: bool) -> Iterator[Callable[..., None]]:
-    """A function that is told what was done; on a terminal it moves a bar."""
-    err = console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=err, transient=True, disable=quiet or not err.is_terminal) as progress:
-        task = progress.add_task("", total=job.steps(codecs))
-        yield lambda what, done=1: progress.update(task, description=what, advance=done)
+    with refusing():  # after the numbers: they took minutes
+        output.write_pictures(
+            "--plot", pictures, partial(output.draw, Path(model).name, [partial(divergence, facts=facts)])
+        )

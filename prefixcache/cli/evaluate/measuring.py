@@ -2,7 +2,7 @@
 
 A text at a time: the live cache is filled, every codec's `PrefixCache` stores it, the live cache goes on as the
 reference, and then each codec's restored cache does. So one text's logits are held, whatever the number of codecs, and
-each codec has one cache for all texts, as on a server. `evaluate` is the screen; nothing here writes to it.
+each codec has one cache for all texts, as on a server. `command` is the screen; nothing here writes to it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from prefixcache import PrefixCache
 from prefixcache.cache import Stored
-from prefixcache.cli.evaluate.measures import Rows, compare, joined, mean_and_error, surprise
-from prefixcache.cli.evaluate.texts import Haystack, NotMeasured, Question, Window, cut, depths_of, haystacks
+from prefixcache.cli.evaluate.texts import Haystack, Question, Window, cut, depths_of, haystacks
+from prefixcache.cli.text import Refused
 from prefixcache.codecs import Codec, as_codec
 from prefixcache.keys import BLOCK
 from prefixcache.layers.adapters import CacheError
@@ -43,7 +43,7 @@ NUMBER = re.compile(r"\d+")
 GROUPING = re.compile(r"(?<=\d),(?=\d)")
 
 Facts = dict[str, Any]
-Step = Callable[[str], None]
+Progress = Callable[[int, int], None]  # what is done, of how much
 
 
 class Subject(NamedTuple):
@@ -69,22 +69,18 @@ class Job:
     def haystack_depths(self) -> list[float]:
         return depths_of(self.depths) if self.needles else []
 
-    def steps(self, codecs: int) -> int:
-        """How often `measure` calls its `step`."""
-        return (self.windows + self.needles) * (codecs + 1)
-
 
 def load(name: str, adapter: str | None = None, float32: bool = False) -> Subject:
     """A model's folder, or its name on Hugging Face; with `float32` its weights are cast.
 
-    NotMeasured when mlx-lm can't load it.
+    Refused when mlx-lm can't load it.
     """
     folder = Path(name).expanduser()
     if not folder.exists() and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
-        raise NotMeasured(f"{name}: no such folder; give a model's folder, or its name on Hugging Face (owner/name)")
+        raise Refused(f"{name}: no such folder; give a model's folder, or its name on Hugging Face (owner/name)")
     adapter = str(Path(adapter).expanduser()) if adapter is not None else None
     if adapter is not None and not Path(adapter).is_dir():
-        raise NotMeasured(f"--adapter {adapter}: no such folder; give the one that mlx_lm.lora wrote")
+        raise Refused(f"--adapter {adapter}: no such folder; give the one that mlx_lm.lora wrote")
     logging.getLogger("transformers").setLevel(logging.ERROR)  # it would warn that the text is longer than the context
     try:
         model, tokenizer, config = mlx_lm.load(
@@ -92,7 +88,7 @@ def load(name: str, adapter: str | None = None, float32: bool = False) -> Subjec
         )
     except Exception as error:  # what mlx-lm, transformers and the Hub raise has no common class
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise NotMeasured(f"{name}: mlx-lm can't load it: {reason}") from error
+        raise Refused(f"{name}: mlx-lm can't load it: {reason}") from error
     if float32:
         model.set_dtype(mx.float32)
     return Subject(model, tokenizer, _positions(config))
@@ -106,11 +102,12 @@ def _positions(config: Facts) -> int | None:
     return None
 
 
-def measure(subject: Subject, specs: Sequence[str], text: str, job: Job, step: Step = lambda what: None) -> Facts:
+def measure(
+    subject: Subject, specs: Sequence[str], text: str, job: Job, progress: Progress = lambda done, of: None
+) -> Facts:
     """Everything about every codec, as plain values that JSON can hold; `specs` as `as_codec` reads them.
 
-    `step` is told what was done, `job.steps(len(specs))` times. NotMeasured for a spec, a text, a model or a job that
-    can't be measured.
+    Refused for a spec, a text, a model or a job that can't be measured.
     """
     codecs = {spec: codec_of(spec) for spec in specs}
     _check_positions(subject, job)
@@ -126,9 +123,11 @@ def measure(subject: Subject, specs: Sequence[str], text: str, job: Job, step: S
         for trial in trials:  # as on a server, other prompts are there already
             trial.keep(first, live)
         for number, window in enumerate(windows, 1):
-            _read(reference, trials, window, _labelled(step, f"text {number} of {job.windows}"))
-        for number, haystack in enumerate(hidden, 1):
-            _ask(subject, reference, trials, haystack, _labelled(step, f"needles {number} of {job.needles}"))
+            _read(reference, trials, window)
+            progress(number, len(windows) + len(hidden))
+        for number, haystack in enumerate(hidden, len(windows) + 1):
+            _ask(subject, reference, trials, haystack)
+            progress(number, len(windows) + len(hidden))
         return _facts(job, reference, trials, len(ids))
     finally:
         for trial in trials:
@@ -136,26 +135,75 @@ def measure(subject: Subject, specs: Sequence[str], text: str, job: Job, step: S
 
 
 def codec_of(spec: str) -> Codec:
-    """NotMeasured names the spec and what could be written."""
+    """Refused names the spec and what could be written."""
     try:
         codec = as_codec(spec)
     except ValueError as error:
-        raise NotMeasured(str(error)) from None
+        raise Refused(str(error)) from None
     assert codec is not None
     return codec
-
-
-def _labelled(step: Step, label: str) -> Step:
-    return lambda what: step(f"{label}: {what}")
 
 
 def _check_positions(subject: Subject, job: Job) -> None:
     after = max(job.tokens, 2 * ANSWER if job.needles else 0)
     if subject.positions is not None and job.prefix + after > subject.positions:
-        raise NotMeasured(
+        raise Refused(
             f"--prefix {job.prefix} and {after} tokens after it: this model has {subject.positions} positions "
             f"(max_position_embeddings); give --prefix {max(subject.positions - after, 1)} or less"
         )
+
+
+# -- two outputs ------------------------------------------------------------------------------------------------------
+# Logits come in a few rows at a time. All arithmetic is float32, the sums over rows float64.
+
+
+class Rows(NamedTuple):
+    """One value a row of logits: nats of the target, nats of KL(reference || other), whether both choose one token."""
+
+    nll: np.ndarray
+    kl: np.ndarray
+    same: np.ndarray
+
+
+def _log_probabilities(logits: mx.array) -> mx.array:
+    logits = logits.astype(mx.float32)
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
+def surprise(logits: mx.array, targets: Sequence[int]) -> np.ndarray:
+    """Negative log-likelihood of each row's target, in nats: float64 (rows,)."""
+    chosen = mx.take_along_axis(_log_probabilities(logits), mx.array(list(targets))[:, None], axis=-1)[:, 0]
+    return -np.array(chosen).astype(np.float64)
+
+
+def divergence(reference: mx.array, logits: mx.array) -> np.ndarray:
+    """KL(reference || other) of each row's distributions, in nats: float64 (rows,).
+
+    Never below 0, though rounding alone would bring near-equal rows there. A token that the reference never gives
+    (a logit of -inf) adds nothing.
+    """
+    p, q = _log_probabilities(reference), _log_probabilities(logits)
+    terms = mx.where(p == -mx.inf, 0.0, mx.exp(p) * (p - q))
+    nats = np.array(terms.sum(axis=-1)).astype(np.float64)
+    return np.maximum(nats, 0.0)
+
+
+def compare(reference: mx.array, logits: mx.array, targets: Sequence[int]) -> Rows:
+    same = np.array(mx.argmax(reference, axis=-1) == mx.argmax(logits, axis=-1))
+    return Rows(surprise(logits, targets), divergence(reference, logits), same)
+
+
+def joined(parts: Sequence[Rows]) -> Rows:
+    """The rows of several calls as one."""
+    return Rows(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
+    """The mean of independent values, and its standard error; None from fewer than two, or where one isn't finite."""
+    mean = sum(values) / len(values)
+    if len(values) < 2 or not math.isfinite(mean):
+        return mean, None
+    return mean, float(np.std(values, ddof=1)) / math.sqrt(len(values))
 
 
 # -- one text ---------------------------------------------------------------------------------------------------------
@@ -194,7 +242,7 @@ class Trial:
         try:  # variables may name a server's directory, which is not for this
             self.cache = PrefixCache(codec=codec, ram=ram, ssd_dir=None, ssd=0)
         except ValueError as error:  # another variable is bad
-            raise NotMeasured(str(error)) from None
+            raise Refused(str(error)) from None
         self.stored: list[Stored] = []  # of each window
         self.windows: list[Rows] = []
         self.identical = True  # logits that are the reference's bit for bit
@@ -207,14 +255,14 @@ class Trial:
         try:
             stored = self.cache.store(prompt, live, model=MODEL)
         except CacheError as error:
-            raise NotMeasured(f"this model's prompt cache can't be stored: {error}") from error
+            raise Refused(f"this model's prompt cache can't be stored: {error}") from error
         if self._last != prompt:
             if self._last:
                 self.cache.remove(self._last, model=MODEL)
             self._last = prompt
         held = self.cache.lookup(prompt, model=MODEL)
         if held is None or held.tokens != len(prompt):
-            raise NotMeasured(
+            raise Refused(
                 f"codec {self.spec}: of {len(prompt)} tokens that were stored {held.tokens if held else 0} can be "
                 "found: this model's state can't be restored there, so there is nothing to compare"
             )
@@ -229,7 +277,7 @@ class Trial:
         return made
 
 
-def _read(reference: Reference, trials: list[Trial], window: Window, step: Step) -> None:
+def _read(reference: Reference, trials: list[Trial], window: Window) -> None:
     """The tokens after a prompt, given one after the other: on the live cache, then on each restored one."""
     live = reference.fill(window.prompt)
     for trial in trials:
@@ -238,7 +286,6 @@ def _read(reference: Reference, trials: list[Trial], window: Window, step: Step)
     targets = [window.targets[at : at + CHUNK] for at in range(0, len(window.targets), CHUNK)]
     reference.nll.append(np.concatenate([surprise(*pair) for pair in zip(wanted, targets, strict=True)]))
     del live
-    step("reference")
     for trial in trials:
         parts = []
         got = reference.go_on(trial.restore(), window.inputs)
@@ -247,10 +294,9 @@ def _read(reference: Reference, trials: list[Trial], window: Window, step: Step)
             trial.identical = trial.identical and bool(mx.array_equal(before, after))
         trial.windows.append(joined(parts))
         mx.clear_cache()
-        step(trial.spec)
 
 
-def _ask(subject: Subject, reference: Reference, trials: list[Trial], haystack: Haystack, step: Step) -> None:
+def _ask(subject: Subject, reference: Reference, trials: list[Trial], haystack: Haystack) -> None:
     """Each question after a haystack, by itself: on a copy of the live cache, then on each restored one."""
     live = reference.fill(haystack.cached)
     for trial in trials:
@@ -258,17 +304,15 @@ def _ask(subject: Subject, reference: Reference, trials: list[Trial], haystack: 
     told = [_is_told(subject, copy.deepcopy(live), question) for question in haystack.questions]
     reference.right.append(told)
     del live
-    step("reference")
     for trial in trials:
         trial.right.append([_is_told(subject, trial.restore(), question) for question in haystack.questions])
         mx.clear_cache()
-        step(trial.spec)
 
 
 def _is_told(subject: Subject, prompt_cache: list[Any], question: Question) -> bool:
     """Whether the first number in the greedy answer is the one that was hidden."""
     said: list[int] = []
-    text = ""
+    number = None
     for token, _ in generate_step(
         mx.array(question.tokens), subject.model, max_tokens=ANSWER, prompt_cache=prompt_cache,
         prefill_step_size=PREFILL,
@@ -277,11 +321,10 @@ def _is_told(subject: Subject, prompt_cache: list[Any], question: Question) -> b
             break
         said.append(token)
         text = GROUPING.sub("", subject.tokenizer.decode(said))
-        found = NUMBER.search(text)
-        if found and found.end() < len(text.rstrip(",")):  # the number is over
+        number = NUMBER.search(text)
+        if number and number.end() < len(text.rstrip(",")):  # the number is over
             break
-    found = NUMBER.search(text)
-    return found is not None and found[0] == question.number
+    return number is not None and number[0] == question.number
 
 
 # -- what came of it --------------------------------------------------------------------------------------------------
@@ -289,52 +332,38 @@ def _is_told(subject: Subject, prompt_cache: list[Any], question: Question) -> b
 
 def _facts(job: Job, reference: Reference, trials: list[Trial], text_tokens: int) -> Facts:
     nll = [float(window.mean()) for window in reference.nll]
+    versions = {name: version(name) for name in ("prefixcache", "mlx", "mlx-lm")}
     return {
         "job": {**asdict(job), "text_tokens": text_tokens, "prefill": PREFILL},
-        "versions": {
-            **{name: version(name) for name in ("prefixcache", "mlx", "mlx-lm")},
-            "python": platform.python_version(),
-            "device": str(mx.default_device()),
-        },
+        "versions": {**versions, "python": platform.python_version(), "device": str(mx.default_device())},
         "depths": job.haystack_depths,
         "reference": {
-            "perplexity": _finite(_exp(mean_and_error(nll)[0])),
-            "windows": [{"nll": _finite(value)} for value in nll],
+            "perplexity": _finite(_exp(mean_and_error(nll)[0])), "windows": [{"nll": _finite(value)} for value in nll],
             **_recall(reference.right, job),
         },
         "codecs": [_of_codec(trial, nll, job) for trial in trials],
-    }
+    }  # fmt: skip
 
 
 def _of_codec(trial: Trial, reference_nll: list[float], job: Job) -> Facts:
     """One codec's numbers. Errors are standard errors over the windows; of perplexity, to first order."""
-    nll = [float(rows.nll.mean()) for rows in trial.windows]
-    kl = [float(rows.kl.mean()) for rows in trial.windows]
-    same = [float(rows.same.mean()) for rows in trial.windows]
+    nll, kl, same = ([float(column.mean()) for column in columns] for columns in zip(*trial.windows, strict=True))
     log_ratio, log_error = mean_and_error([a - b for a, b in zip(nll, reference_nll, strict=True)])
     before, after = _exp(mean_and_error(reference_nll)[0]), _exp(mean_and_error(nll)[0])
-    ratio = _exp(log_ratio)
-    kl_mean, kl_error = mean_and_error(kl)
-    top1, top1_error = mean_and_error(same)
+    numbers = {
+        "perplexity": after, "perplexity_difference": after - before,
+        "perplexity_difference_error": None if log_error is None else after * log_error,
+        "perplexity_ratio": _exp(log_ratio),
+        "perplexity_ratio_error": None if log_error is None else _exp(log_ratio) * log_error,
+        **dict(zip(("kl_mean", "kl_error"), mean_and_error(kl), strict=True)),
+        "kl_p99": float(np.quantile(joined(trial.windows).kl, 0.99, method="higher")),
+        **dict(zip(("top1", "top1_error"), mean_and_error(same), strict=True)),
+    }  # fmt: skip
+    rows = zip(nll, kl, same, strict=True)
     return {
-        "codec": trial.spec,
-        "name": str(trial.codec),
-        "spec": trial.codec.spec(),
-        "identical": trial.identical,
-        **_sizes(trial),
-        "perplexity": _finite(after),
-        "perplexity_difference": _finite(after - before),
-        "perplexity_difference_error": _finite(after * log_error) if log_error is not None else None,
-        "perplexity_ratio": _finite(ratio),
-        "perplexity_ratio_error": _finite(ratio * log_error) if log_error is not None else None,
-        "kl_mean": _finite(kl_mean),
-        "kl_error": _finite(kl_error),
-        "kl_p99": _finite(float(np.quantile(joined(trial.windows).kl, 0.99, method="higher"))),
-        "top1": top1,
-        "top1_error": top1_error,
-        "windows": [
-            {"nll": _finite(a), "kl": _finite(b), "top1": c} for a, b, c in zip(nll, kl, same, strict=True)
-        ],
+        "codec": trial.spec, "name": str(trial.codec), "spec": trial.codec.spec(), "identical": trial.identical,
+        **_sizes(trial), **{name: _finite(value) for name, value in numbers.items()},
+        "windows": [{"nll": _finite(a), "kl": _finite(b), "top1": c} for a, b, c in rows],
         **_recall(trial.right, job),
     }  # fmt: skip
 
@@ -350,27 +379,23 @@ def _sizes(trial: Trial) -> Facts:
     live = plan.fp16_bytes(1)
     tokens = sum(stored.new_tokens for stored in trial.stored)
     return {
-        "bits_per_value": 8 * payload / values if values else None,
-        "values_per_token": values,
-        "live_bytes_per_token": live,
-        "payload_bytes_per_token": payload,
+        "bits_per_value": 8 * payload / values if values else None, "values_per_token": values,
+        "live_bytes_per_token": live, "payload_bytes_per_token": payload,
         "stored_bytes_per_token": sum(s.new_bytes for s in trial.stored) / tokens if tokens else None,
-        "ratio": live / payload if payload else None,
-        "layers": len(plan.layers),
+        "ratio": live / payload if payload else None, "layers": len(plan.layers),
         "raw_layers": list(trial.stored[-1].raw_layers),
-    }
+    }  # fmt: skip
 
 
 def _recall(right: list[list[bool]], job: Job) -> Facts:
     """How many of the hidden numbers were told, in all and by depth; `asked` is 0 without needles."""
-    by_depth = [(depth, sum(told)) for depth, told in zip(job.haystack_depths, zip(*right, strict=True), strict=True)]
+    counts = zip(job.haystack_depths, map(sum, zip(*right, strict=True)), strict=True)
+    by_depth = [{"depth": depth, "asked": len(right), "right": told} for depth, told in counts]
     return {
         "needles": {
-            "asked": len(right) * len(by_depth),
-            "right": sum(count for _, count in by_depth),
-            "by_depth": [{"depth": depth, "asked": len(right), "right": count} for depth, count in by_depth],
+            "asked": len(right) * len(by_depth), "right": sum(of["right"] for of in by_depth), "by_depth": by_depth,
         }
-    }
+    }  # fmt: skip
 
 
 def _nbytes(prompt_cache: list[Any]) -> int:

@@ -1,35 +1,24 @@
-"""How the results of `prefixcache evaluate` are written: a table for a screen, and Markdown tables for a document.
+"""How the results of `prefixcache evaluate` are written: tables and sentences, and the picture.
 
-Both are made of the same cells, from the facts that `--json` prints; nothing is computed here but what text needs.
+All are made from the facts that `--json` prints; nothing is computed here but what text needs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
-from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from prefixcache.cli.output import LOOKS
+from prefixcache.cli.tables import NONE, Grid, markdown, table
 from prefixcache.cli.text import foreign, many, safe, size
 
 LIVE = "live cache"
-NONE = "-"
 
 Facts = dict[str, Any]
-Column = tuple[str, Callable[[Facts], str], Callable[[Facts], str]]  # heading, of a codec, of the reference
-
-
-class Grid(NamedTuple):
-    """A table of text: the first column is to the left, the others to the right. Headings may have two lines."""
-
-    headings: list[str]
-    rows: list[list[str]]
-
-
-# -- cells ------------------------------------------------------------------------------------------------------------
 
 
 def number(value: float | None, error: float | None = None) -> str:
@@ -45,59 +34,34 @@ def number(value: float | None, error: float | None = None) -> str:
 
 
 def signed(value: float | None, error: float | None = None) -> str:
-    text = number(value, error)
-    return f"+{text}" if value is not None and value > 0 else text
+    return f"{'+' if value is not None and value > 0 else ''}{number(value, error)}"
 
 
-def share(value: float | None) -> str:
-    return NONE if value is None else f"{100 * value:.1f} %"
-
-
-def told(facts: Facts) -> str:
+def _told(facts: Facts) -> str:
     return f"{facts['needles']['right']}/{facts['needles']['asked']}"
-
-
-def _bits(facts: Facts) -> str:
-    return NONE if facts["bits_per_value"] is None else f"{facts['bits_per_value']:.2f}"
-
-
-def _live(facts: Facts) -> str:
-    """The live cache's bits a value; facts are the whole's here."""
-    first = facts["codecs"][0]
-    values = first["values_per_token"]
-    return f"{8 * first['live_bytes_per_token'] / values:.2f}" if values else NONE
-
-
-def _columns(facts: Facts) -> list[Column]:
-    columns: list[Column] = [
-        ("codec", lambda c: c["codec"], lambda _: LIVE),
-        ("bits\na value", _bits, _live),
-        (
-            "stored\na token",
-            lambda c: NONE if c["stored_bytes_per_token"] is None else size(round(c["stored_bytes_per_token"])),
-            lambda _: NONE,
-        ),
-        ("perplexity", lambda c: number(c["perplexity"]), lambda f: number(f["reference"]["perplexity"])),
-        (
-            "change",
-            lambda c: signed(c["perplexity_difference"], c["perplexity_difference_error"]),
-            lambda _: NONE,
-        ),
-        ("KL,\nnats", lambda c: number(c["kl_mean"], c["kl_error"]), lambda _: NONE),
-        ("KL,\n99 %", lambda c: number(c["kl_p99"]), lambda _: NONE),
-        ("same top\ntoken", lambda c: share(c["top1"]), lambda _: NONE),
-    ]
-    if facts["depths"]:
-        columns.append(("numbers\ntold", told, lambda f: told(f["reference"])))
-    return columns
 
 
 def main_grid(facts: Facts) -> Grid:
     """The live cache and every codec, one row each."""
-    columns = _columns(facts)
-    rows = [[of_reference(facts) for _, _, of_reference in columns]]
-    rows += [[of_codec(codec) for _, of_codec, _ in columns] for codec in facts["codecs"]]
-    return Grid([heading for heading, _, _ in columns], rows)
+    headings = ["codec", "bits\na value", "stored\na token", "perplexity", "change"]
+    headings += ["KL,\nnats", "KL,\n99 %", "same top\ntoken", *(["numbers\ntold"] if facts["depths"] else [])]
+    first = facts["codecs"][0]
+    live = 8 * first["live_bytes_per_token"] / first["values_per_token"] if first["values_per_token"] else None
+    rows = [[LIVE, _bits(live), NONE, number(facts["reference"]["perplexity"]), NONE, NONE, NONE, NONE]]
+    for c in facts["codecs"]:
+        stored = c["stored_bytes_per_token"]
+        rows.append([
+            c["codec"], _bits(c["bits_per_value"]), NONE if stored is None else size(round(stored)), number(c["perplexity"]),
+            signed(c["perplexity_difference"], c["perplexity_difference_error"]), number(c["kl_mean"], c["kl_error"]),
+            number(c["kl_p99"]), f"{100 * c['top1']:.1f} %",
+        ])  # fmt: skip
+    if facts["depths"]:
+        rows = [[*row, _told(of)] for row, of in zip(rows, (facts["reference"], *facts["codecs"]), strict=True)]
+    return Grid(headings, rows)
+
+
+def _bits(value: float | None) -> str:
+    return NONE if value is None else f"{value:.2f}"
 
 
 def depth_grid(facts: Facts) -> Grid:
@@ -109,15 +73,17 @@ def depth_grid(facts: Facts) -> Grid:
     return Grid(["numbers told, by depth", *(f"{depth:.0%}" for depth in facts["depths"])], rows)
 
 
-# -- sentences --------------------------------------------------------------------------------------------------------
+def grids(facts: Facts) -> list[Grid]:
+    return [main_grid(facts), depth_grid(facts)] if facts["depths"] else [main_grid(facts)]
 
 
 def notes(facts: Facts) -> list[str]:
     """What a reader of the numbers must know, a sentence or two each."""
-    job, versions = facts["job"], facts["versions"]
+    job, versions, text = facts["job"], facts["versions"], facts["text"]
+    source = ", ".join(map(safe, text["files"])) or f"pydoc_data.topics of Python {text['python']}"
     lines = [
         f"{many(job['windows'], 'text')}: {job['prefix']:,} tokens stored and restored, {job['tokens']:,} read after "
-        f"them. Text: {_source(facts['text'])}; other text gives other numbers.",
+        f"them. Text: {source}; other text gives other numbers.",
         "±: standard error over the texts. Bits a value: codes and scales. Stored a token: all of it, with headers, "
         "token ids and recurrent state.",
     ]
@@ -125,8 +91,18 @@ def notes(facts: Facts) -> list[str]:
         lines.append(
             f"Numbers: {len(facts['depths'])} hidden in {many(job['needles'], 'text')} each, and each asked for by itself."
         )
-    lines += [_control(codec) for codec in facts["codecs"] if codec["codec"] == "raw"]
-    lines += [_left_raw(codec) for codec in facts["codecs"] if codec["raw_layers"]]
+    for codec in facts["codecs"]:
+        if codec["codec"] == "raw" and codec["identical"]:
+            lines.append("Control: with raw, every logit is the live cache's bit for bit.")
+        elif codec["codec"] == "raw":
+            lines.append(
+                f"Control: with raw, logits differ from the live cache's (KL {number(codec['kl_mean'])} nats): on this "
+                "device the same rows don't always give the same sums. Smaller differences than this mean nothing."
+            )
+        if codec["raw_layers"]:
+            lines.append(
+                f"{codec['codec']}: keys or values of {_layers(codec['raw_layers'], codec['layers'])} are kept raw."
+            )
     if facts.get("float32"):
         lines.append("The weights were cast to float32, and with them the live cache.")
     lines.append(
@@ -136,62 +112,52 @@ def notes(facts: Facts) -> list[str]:
     return lines
 
 
-def _source(text: Facts) -> str:
-    if not text["files"]:
-        return f"pydoc_data.topics of Python {text['python']}"
-    return ", ".join(safe(name) for name in text["files"])
-
-
-def _control(raw: Facts) -> str:
-    if raw["identical"]:
-        return "Control: with raw, every logit is the live cache's bit for bit."
-    return (
-        f"Control: with raw, logits differ from the live cache's (KL {number(raw['kl_mean'])} nats): on this device the "
-        "same rows don't always give the same sums. Smaller differences than this mean nothing."
-    )
-
-
-def _left_raw(codec: Facts) -> str:
-    layers = codec["raw_layers"]
-    which = "every layer" if len(layers) == codec["layers"] else f"{many(len(layers), 'layer')} ({_listed(layers)})"
-    return f"{codec['codec']}: keys or values of {which} are kept raw."
-
-
-def _listed(layers: Sequence[int]) -> str:
-    few = ", ".join(map(str, layers[:8]))
-    return few if len(layers) <= 8 else f"{few}, ..."
-
-
-# -- on a screen, and in a document -----------------------------------------------------------------------------------
-
-
-def table(grid: Grid) -> Table:
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for i, heading in enumerate(grid.headings):
-        made.add_column(heading, justify="right" if i else "left", no_wrap=not i)
-    for row in grid.rows:
-        made.add_row(*(foreign(cell) for cell in row))
-    return made
+def _layers(raw: Sequence[int], of: int) -> str:
+    few = ", ".join(map(str, raw[:8])) + (", ..." if len(raw) > 8 else "")
+    return "every layer" if len(raw) == of else f"{many(len(raw), 'layer')} ({few})"
 
 
 def screen(facts: Facts) -> list[Table | Text]:
     """What is printed, from top to bottom."""
-    shown: list[Table | Text] = [table(main_grid(facts))]
-    if facts["depths"]:
-        shown.append(table(depth_grid(facts)))
-    return [*shown, *(foreign(line, "dim") for line in notes(facts))]
+    return [*map(table, grids(facts)), *(foreign(line, "dim") for line in notes(facts))]
 
 
-def markdown(facts: Facts) -> str:
+def as_markdown(facts: Facts) -> str:
     """The same as Markdown, without a heading."""
-    parts = [_markdown(main_grid(facts))]
-    if facts["depths"]:
-        parts.append(_markdown(depth_grid(facts)))
-    parts.append("\n".join(f"- {line}" for line in notes(facts)))
-    return "\n\n".join(parts)
+    return "\n\n".join([*map(markdown, grids(facts)), "\n".join(f"- {line}" for line in notes(facts))])
 
 
-def _markdown(grid: Grid) -> str:
-    rule = ["---", *("---:" for _ in grid.headings[1:])]
-    rows = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in (grid.headings, *grid.rows)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in (rows[0], rule, *rows[1:]))
+# -- the picture ------------------------------------------------------------------------------------------------------
+
+
+def family(spec: Facts) -> str:
+    """Codecs that one line joins."""
+    if spec["name"] != "turboquant":
+        return str(spec["name"])
+    if spec.get("levelling") is False:
+        return "turboquant, plain"
+    return "turboquant" if spec["key_bits"] == spec["value_bits"] else "turboquant, keys and values apart"
+
+
+def divergence(axes: Any, facts: Facts) -> None:
+    """KL against bits a value, for `output.draw`."""
+    shown = sorted(
+        (c for c in facts["codecs"] if c["kl_mean"] and c["bits_per_value"]), key=lambda c: c["bits_per_value"]
+    )
+    families = sorted({family(c["spec"]) for c in shown})
+    for i, name in enumerate(families):
+        codecs = [c for c in shown if family(c["spec"]) == name]
+        (colour, marker), apart = LOOKS[i % len(LOOKS)], name.endswith("apart")
+        axes.errorbar(
+            [c["bits_per_value"] for c in codecs], [c["kl_mean"] for c in codecs], [c["kl_error"] or 0 for c in codecs],
+            color=colour, marker=marker, linestyle="none" if apart else "-", label=name, capsize=2,
+        )  # fmt: skip
+        for c in codecs if apart else ():
+            label, at = f"k{c['spec']['key_bits']} v{c['spec']['value_bits']}", (c["bits_per_value"], c["kl_mean"])
+            axes.annotate(label, at, xytext=(5, 4), textcoords="offset points", fontsize=7)
+    if shown:
+        axes.set_yscale("log")  # where 0 has no place
+    axes.set(
+        xlabel="bits a value, scales included", ylabel="KL(live cache || codec), nats a token",
+        title="What a codec does to the next token",
+    )  # fmt: skip

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from prefixcache.cli.text import Refused
+
 NAMES = (
     "Anna", "Boris", "Carla", "David", "Elena", "Felix", "Greta", "Hugo", "Irene", "Jonas", "Karin", "Louis", "Maria",
     "Nadia", "Oscar", "Paula", "Robert", "Sofia", "Thomas", "Victor",
@@ -18,10 +20,6 @@ NAMES = (
 DIGITS = 5
 NEAR = 400  # characters within which a line's end is looked for
 OTHER = "Why?"  # a question that no needle answers: what a prompt shares with it doesn't depend on the question
-
-
-class NotMeasured(Exception):
-    """It can't be measured as asked. The text names the thing, the value and the remedy."""
 
 
 class Window(NamedTuple):
@@ -59,9 +57,9 @@ def read_texts(paths: Sequence[Path]) -> str:
         try:
             texts.append(path.read_text(encoding="utf-8"))
         except UnicodeDecodeError:
-            raise NotMeasured(f"--text {path}: not UTF-8; convert it, or give another text") from None
+            raise Refused(f"--text {path}: not UTF-8; convert it, or give another text") from None
         except OSError as error:
-            raise NotMeasured(f"--text {path}: can't be read ({error.strerror}); give a text file") from None
+            raise Refused(f"--text {path}: can't be read ({error.strerror}); give a text file") from None
     return "\n\n".join(texts)
 
 
@@ -74,11 +72,9 @@ def cut(tokenizer: Any, ids: list[int], prefix: int, tokens: int, windows: int) 
     length = prefix - len(opening) + tokens + 1
     needed = (windows + 1) * length
     if not ids:
-        raise NotMeasured(
-            "the tokenizer makes no tokens of the text: see that the model's folder has its tokenizer files"
-        )
+        raise Refused("the tokenizer makes no tokens of the text: see that the model's folder has its tokenizer files")
     if len(ids) < needed:
-        raise NotMeasured(
+        raise Refused(
             f"the text has {len(ids):,} tokens, and {windows} windows and the first prompt of {length:,} tokens each "
             f"need {needed:,}: give more text (--text), or smaller --windows, --prefix or --tokens"
         )
@@ -128,7 +124,7 @@ def _haystack(
             questions = [Question(p[cached:], n) for p, n in zip(prompts[:-1], numbers, strict=True)]
             return Haystack(prompts[0][:cached], questions)
         length -= cached - prefix
-    raise NotMeasured(
+    raise Refused(
         f"--prefix {prefix}: no room for {len(depths)} numbers in a prompt; give a longer --prefix, fewer --depths, or "
         "--needles 0"
     )

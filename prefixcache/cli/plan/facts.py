@@ -1,14 +1,13 @@
 """What `prefixcache plan` tells, as the object that `--json` prints: of a model, of a trace, of each size tried, advice.
 
-Numbers only: sizes in bytes, times in seconds, shares from 0 to 1. How they look is for `plan_text`, `plan_html` and
-`plan_curves` to say.
+Numbers only: sizes in bytes, times in seconds, shares from 0 to 1. How they look is for `text` and `report` to say.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,6 +22,9 @@ from prefixcache.planning.sweep import Cell
 from prefixcache.settings import Settings, ram_auto
 from prefixcache.trace.reading import Summary, Trace
 
+if TYPE_CHECKING:
+    from prefixcache.cli.plan.command import Assumed
+
 PROMPTS = (8_192, 32_768, 131_072)  # tokens
 MACS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 512)  # GiB
 WEIGHT_BITS = 4.5  # of a weight quantised to 4 bits in groups of 64, scale and bias included
@@ -33,37 +35,14 @@ SSD_SHARES = (4, 1)
 Facts = dict[str, Any]
 
 
-class Assumed(NamedTuple):
-    """What the trace doesn't say. Rates in tokens or bytes a second, prices of a GB, `tbw` in bytes."""
-
-    prefill: float
-    ssd: tuple[float, ...]
-    decode: float
-    tbw: int
-    prices: Prices
-
-    def rates(self) -> list[Rates]:
-        """One for each SSD."""
-        return [Rates(self.prefill, ssd, self.decode) for ssd in self.ssd]
-
-    def as_dict(self) -> Facts:
-        return {
-            "prefill_rate": self.prefill, "ssd_rates": list(self.ssd), "decode_rate": self.decode, "tbw": self.tbw,
-            "ram_price": self.prices.ram, "ssd_price": self.prices.ssd,
-        }  # fmt: skip
-
-
 # -- the model --------------------------------------------------------------------------------------------------------
 
 
 def of_model(state: ModelState) -> Facts:
     return {
-        "name": state.name, "model_type": state.model_type, "dtype": state.dtype, "parameters": state.parameters,
+        **{name: getattr(state, name) for name in ("name", "model_type", "dtype", "parameters")},
         "weights_at_4_bits": _weights(state), "context": state.context,
-        "layers": [
-            {"kind": own.kind, "caches": own.caches, "window": own.window.size if own.window is not None else None}
-            for own in state.layers
-        ],
+        "layers": [{**layer._asdict(), "window": layer.window and layer.window.size} for layer in state.layers],
     }  # fmt: skip
 
 
@@ -79,18 +58,15 @@ def of_codec(name: str, sizes: Sizes) -> Facts:
     }  # fmt: skip
 
 
-def of_macs(state: ModelState, codecs: Sequence[tuple[str, Sizes]]) -> list[Facts]:
+def of_macs(state: ModelState, codecs: dict[str, Sizes]) -> list[Facts]:
     """What Macs could keep beside the model's weights at 4 bits. `gpu` is what macOS lets the GPU have, `auto` what the
     setting `ram="auto"` takes of it; nothing where the weights leave no room for that.
     """
-    rows = []
-    for memory in MACS:
-        gpu, weights = _gpu(memory), _weights(state)
+    rows, weights = [], _weights(state)
+    for memory, gpu in ((memory << 30, _gpu(memory)) for memory in MACS):
         room, auto = max(gpu - weights, 0), ram_auto(gpu, weights)
-        tokens = [{"codec": name, "tokens": int(room / sizes.ram_bytes_per_token)} for name, sizes in codecs]
-        rows.append(
-            {"memory": memory << 30, "gpu": gpu, "room": room, "auto": auto if auto <= room else 0, "tokens": tokens}
-        )
+        tokens = [{"codec": name, "tokens": int(room / of.ram_bytes_per_token)} for name, of in codecs.items()]
+        rows.append({"memory": memory, "gpu": gpu, "room": room, "auto": auto if auto <= room else 0, "tokens": tokens})
     return rows
 
 
@@ -100,11 +76,8 @@ def of_machine(state: ModelState, sizes: Sizes, ram: int, longest: int) -> Facts
     """
     tokens = min(longest, state.context or longest)
     weights, live = _weights(state), sizes.live_bytes(tokens)
-    enough = next((memory for memory in MACS if _gpu(memory) >= weights + live + ram), None)
-    return {
-        "memory": enough << 30 if enough is not None else None, "gpu": _gpu(enough) if enough is not None else None,
-        "weights": weights, "live_tokens": tokens, "live": live, "ram": ram,
-    }  # fmt: skip
+    memory, gpu = next(((m << 30, _gpu(m)) for m in MACS if _gpu(m) >= weights + live + ram), (None, None))
+    return {"memory": memory, "gpu": gpu, "weights": weights, "live_tokens": tokens, "live": live, "ram": ram}
 
 
 def _gpu(memory: int) -> int:
@@ -119,14 +92,13 @@ def _weights(state: ModelState) -> int:
 # -- the trace and the sizes to try -----------------------------------------------------------------------------------
 
 
-def of_trace(trace: Trace, found: Summary, prompts: np.ndarray, context: int | None) -> Facts:
+def of_trace(trace: Trace, summary: Summary, prompts: np.ndarray, context: int | None) -> Facts:
     """After a pass; `prompts` are the tokens of each, which the model's `context` may be too short for."""
+    told = {name: getattr(summary, name) for name in ("requests", "stores", "tokens", "mean_tokens", "longest")}
     return {
-        "file": str(trace.path), "block": trace.block, "limit": trace.limit, "requests": found.requests,
-        "stores": found.stores,
-        "tokens": found.tokens, "mean_tokens": found.mean_tokens, "longest": found.longest,
-        "beyond_context": int((prompts > context).sum()) if context is not None else 0, "ids": found.ids,
-        "blocks": found.blocks, "blocks_exact": found.exact, "seconds": found.seconds, "torn": trace.torn,
+        "file": str(trace.path), "block": trace.block, "limit": trace.limit, **told,
+        "beyond_context": int((prompts > context).sum()) if context is not None else 0, "ids": summary.ids,
+        "blocks": summary.blocks, "blocks_exact": summary.exact, "seconds": summary.seconds, "torn": trace.torn,
         "backwards": trace.backwards,
     }  # fmt: skip
 
@@ -176,53 +148,53 @@ def of_outcomes(
     """
     possible = endless.ram_tokens + endless.ssd_tokens
     hits = [o.ram_tokens + o.ssd_tokens for o in outcomes]
-    costs = [advice.cost(ram_taken(o.ram), o.ssd, assumed.prices) for o in outcomes]
+    prices = Prices(assumed.ram_price, assumed.ssd_price)
+    costs = [advice.cost(ram_taken(o.ram), o.ssd, prices) for o in outcomes]
     front, chosen = advice.front(costs, hits), advice.knee(costs, hits)
-    rates = assumed.rates()
+    rates = [Rates(assumed.prefill_rate, ssd, assumed.decode_rate) for ssd in assumed.ssd_rates]
     cells = [
         {
             "cost": cost,
             "on_front": i in front,
             "bound": bound.hit_rate,
-            **_of_cell(o, possible, bytes_per_token, assumed),
+            **_cell(o, possible, bytes_per_token, assumed, rates),
         }
         for i, (o, bound, cost) in enumerate(zip(outcomes, bounds, costs, strict=True))
     ]
-    targets = [(share, advice.cheapest(costs, hits, share * possible)) for share in TARGETS]
+    targets = [{"of_possible": share, "cell": advice.cheapest(costs, hits, share * possible)} for share in TARGETS]
     nothing = np.zeros_like(endless.asked)
+    best = None
+    if chosen is not None:
+        of_possible = cells[chosen]["of_possible"]
+        says = f"{settings_of(cells[chosen])}: {100 * of_possible:.0f} % of what is possible"
+        best = {"cell": chosen, "says": says}
     return {
         "working_set": endless.ram_peak,
         "possible": {
             "hit_rate": endless.hit_rate, "hit_tokens": possible, "asked_tokens": endless.asked_tokens,
-            "prefill_seconds": advice.seconds_saved(endless.asked_tokens, assumed.prefill),
-            "prefill_seconds_saved": advice.seconds_saved(possible, assumed.prefill),
+            "prefill_seconds": advice.seconds_saved(endless.asked_tokens, assumed.prefill_rate),
+            "prefill_seconds_saved": advice.seconds_saved(possible, assumed.prefill_rate),
             "ttft": _ttft(endless.asked, endless.hit, nothing, bytes_per_token, rates[0]),
         },
         "without": {"ttft": _ttft(endless.asked, nothing, nothing, bytes_per_token, rates[0])},
-        "reading_pays": [advice.reading_pays(bytes_per_token, of) for of in rates],
-        "cells": cells,
-        "front": front,
-        "cheapest": [{"of_possible": share, "cell": i} for share, i in targets] if possible else [],
-        "recommendation": None if chosen is None else {"cell": chosen, "says": _says(cells[chosen])},
+        "reading_pays": [advice.reading_pays(bytes_per_token, of) for of in rates], "cells": cells, "front": front,
+        "cheapest": targets if possible else [], "recommendation": best,
     }  # fmt: skip
 
 
-def _of_cell(outcome: Outcome, possible: int, bytes_per_token: float, assumed: Assumed) -> Facts:
-    o, asked = outcome, outcome.asked_tokens
-    hits = o.ram_tokens + o.ssd_tokens
-    worn = advice.wear(o.written_bytes, o.seconds, assumed.tbw)
+def _cell(o: Outcome, possible: int, bytes_per_token: float, assumed: Assumed, rates: list[Rates]) -> Facts:
+    counts = o._asdict()
+    for name in ("ram", "ssd", "policy", "admission", "asked", "hit", "read"):  # told by another name, or too long
+        del counts[name]
+    hits, worn = o.ram_tokens + o.ssd_tokens, advice.wear(o.written_bytes, o.seconds, assumed.tbw)
     return {
         "ram": o.ram, "ssd": o.ssd, "policy": o.policy, "ssd_admission": o.admission, "hit_rate": o.hit_rate,
-        "ram_hit_rate": o.ram_tokens / asked if asked else 0.0, "ssd_hit_rate": o.ssd_tokens / asked if asked else 0.0,
+        "ram_hit_rate": o.ram_tokens / max(o.asked_tokens, 1), "ssd_hit_rate": o.ssd_tokens / max(o.asked_tokens, 1),
         "of_possible": min(hits / possible, 1.0) if possible else None, "hit_tokens": hits,
-        "prefill_seconds_saved": advice.seconds_saved(hits, assumed.prefill),
-        "ttft": [_ttft(o.asked, o.hit, o.read, bytes_per_token, rates) for rates in assumed.rates()],
-        "written_bytes_per_day": worn.bytes_per_day, "tbw_years": worn.years,
-        **{name: value for name, value in o._asdict().items() if name not in _TOLD},
+        "prefill_seconds_saved": advice.seconds_saved(hits, assumed.prefill_rate),
+        "ttft": [_ttft(o.asked, o.hit, o.read, bytes_per_token, of) for of in rates],
+        "written_bytes_per_day": worn.bytes_per_day, "tbw_years": worn.years, **counts,
     }  # fmt: skip
-
-
-_TOLD = {"ram", "ssd", "policy", "admission", "asked", "hit", "read"}  # elsewhere, or too long
 
 
 def _ttft(asked: np.ndarray, hit: np.ndarray, read: np.ndarray, bytes_per_token: float, rates: Rates) -> Facts:
@@ -230,7 +202,3 @@ def _ttft(asked: np.ndarray, hit: np.ndarray, read: np.ndarray, bytes_per_token:
     found = advice.percentiles(seconds)
     percentiles = found._asdict() if found is not None else dict.fromkeys(advice.Latency._fields)
     return {"ssd_rate": rates.ssd, **percentiles, "mean": float(seconds.mean()) if seconds.size else None}
-
-
-def _says(cell: Facts) -> str:
-    return f"{settings_of(cell)}: {100 * cell['of_possible']:.0f} % of what is possible"

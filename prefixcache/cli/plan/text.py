@@ -1,17 +1,16 @@
-"""How `prefixcache plan` writes its numbers: grids of text, sentences, and a terminal's screen made of them.
+"""How `prefixcache plan` writes its numbers: tables and sentences, for a terminal and for the HTML report.
 
-The grids are also the HTML report's tables. Nothing is computed here but what text needs.
+Nothing is computed here but what text needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
-from prefixcache.cli.evaluate.report import NONE, Grid, table
+from prefixcache.cli.tables import NONE, Grid, table
 from prefixcache.cli.text import foreign, many, safe, size
 
 CHOSEN = "*"  # beside the size that is recommended
@@ -55,79 +54,105 @@ def years(value: float | None, written: float | None) -> str:
 
 def sizes_of(cell: Facts) -> str:
     """ "24 GB RAM + 120 GB SSD"; policies where they are not the usual ones."""
-    parts = [f"{short(cell['ram'])} RAM"] if cell["ram"] else []
-    parts += [f"{short(cell['ssd'])} SSD"] if cell["ssd"] else []
-    named = [name for name, usual in ((cell["policy"], "lru"), (cell["ssd_admission"], "always")) if name != usual]
-    return " + ".join(parts) + (f" ({', '.join(named)})" if named else "")
+    parts = [f"{short(cell[tier])} {tier.upper()}" for tier in ("ram", "ssd") if cell[tier]]
+    unusual = ", ".join(_unusual(cell).values())
+    return " + ".join(parts) + (f" ({unusual})" if unusual else "")
 
 
 def settings_of(cell: Facts) -> str:
     """The same as settings are written: `ram="24GB", ssd="120GB"`."""
-    named = [f'ram="{_unspaced(cell["ram"])}"' if cell["ram"] else "ram=0"]
-    named += [f'ssd="{_unspaced(cell["ssd"])}"'] if cell["ssd"] else []
-    usual = (("policy", "lru"), ("ssd_admission", "always"))
-    named += [f'{name}="{cell[name]}"' for name, value in usual if cell[name] != value]
-    return ", ".join(named)
+    sizes = {tier: short(cell[tier]).replace(" ", "") for tier in ("ram", "ssd") if cell[tier]}
+    named = [f'{name}="{value}"' for name, value in {**sizes, **_unusual(cell)}.items()]
+    return ", ".join(named if cell["ram"] else ["ram=0", *named])
 
 
-def _unspaced(nbytes: int) -> str:
-    return short(nbytes).replace(" ", "")
+def _unusual(cell: Facts) -> dict[str, str]:
+    usual = {"policy": "lru", "ssd_admission": "always"}
+    return {name: cell[name] for name in usual if cell[name] != usual[name]}
+
+
+def chosen(facts: Facts) -> Facts | None:
+    """The cell that is recommended."""
+    best = facts["sizes"]["recommendation"]
+    return facts["sizes"]["cells"][best["cell"]] if best else None
+
+
+def _named(facts: Facts, cell: Facts) -> str:
+    return sizes_of(cell) + (f" {CHOSEN}" if cell is chosen(facts) else "")
 
 
 def _gib(nbytes: int) -> str:
     return f"{nbytes >> 30} GB"  # as memory is sold
 
 
-def _two_lines(codec: str) -> str:
-    name, _, rest = codec.partition(":")
-    return f"{name}\n{rest}" if rest else name
+def _size_or_none(nbytes: float | None) -> str:
+    return size(round(nbytes)) if nbytes else NONE
 
 
 # -- the model --------------------------------------------------------------------------------------------------------
 
 
-def codec_grid(facts: Facts) -> Grid:
-    """What a token and prompts take with each codec."""
-    codecs = facts["codecs"]
-    prompts = [f"{p['tokens'] // 1024}k\nprompt" for p in codecs[0]["prompts"]]
-    each = any(c["windows_bytes"] or c["snapshot_bytes"] for c in codecs)
-    rows = [
-        [
-            safe(c["codec"]), size(round(c["bytes_per_token"])), NONE if c["ratio"] is None else f"{c['ratio']:.2f} x",
-            count(c["tokens_per_gb"]), *(size(p["bytes"]) for p in c["prompts"]),
-            *([size(c["windows_bytes"] + c["snapshot_bytes"])] if each else []),
-        ]
-        for c in codecs
-    ]  # fmt: skip
-    return Grid(
-        ["codec", "bytes\na token", "smaller", "tokens\na GB", *prompts, *(["each\nboundary"] if each else [])], rows
-    )
-
-
-def mac_grid(facts: Facts) -> Grid:
-    """What Macs keep beside the weights."""
-    rows = [
-        [
-            _gib(mac["memory"]), size(mac["auto"]) if mac["auto"] else NONE, size(mac["room"]) if mac["room"] else NONE,
-            *(count(t["tokens"]) if t["tokens"] else NONE for t in mac["tokens"]),
-        ]
-        for mac in facts["macs"]
-    ]  # fmt: skip
-    names = [_two_lines(safe(c["codec"])) for c in facts["codecs"]]
-    return Grid(["Mac with", 'ram=\n"auto"', "room\nbeside\nweights", *names], rows)
-
-
 def model_line(facts: Facts) -> str:
     model = facts["model"]
     kinds = [
-        f"{own['caches']} {own['kind']}{' of ' + format(own['window'], ',') if own['window'] else ''}"
-        for own in model["layers"]
+        f"{layer['caches']} {layer['kind']}" + (f" of {layer['window']:,}" if layer["window"] else "")
+        for layer in model["layers"]
     ]
     return (
         f"{safe(model['name'])}: {model['parameters'] / 1e9:.3g} billion parameters, {size(model['weights_at_4_bits'])} at "
         f"4 bits; layer caches: {', '.join(kinds)}; {model['dtype']}, "
         f"{size(facts['codecs'][0]['live_bytes_per_token'])} a token in a live cache"
     )
+
+
+def codec_grid(facts: Facts) -> Grid:
+    """What a token and prompts take with each codec."""
+    prompts = [f"{p['tokens'] // 1024}k\nprompt" for p in facts["codecs"][0]["prompts"]]
+    rows = [
+        [
+            safe(c["codec"]), size(round(c["bytes_per_token"])), NONE if c["ratio"] is None else f"{c['ratio']:.2f} x",
+            count(c["tokens_per_gb"]), *(size(p["bytes"]) for p in c["prompts"]),
+            *([size(c["windows_bytes"] + c["snapshot_bytes"])] if _has_boundaries(facts) else []),
+        ]
+        for c in facts["codecs"]
+    ]  # fmt: skip
+    boundary = ["each\nboundary"] if _has_boundaries(facts) else []
+    return Grid(["codec", "bytes\na token", "smaller", "tokens\na GB", *prompts, *boundary], rows)
+
+
+def _has_boundaries(facts: Facts) -> bool:
+    return any(c["windows_bytes"] or c["snapshot_bytes"] for c in facts["codecs"])
+
+
+def mac_grid(facts: Facts) -> Grid:
+    """What Macs keep beside the weights."""
+    rows = [
+        [
+            _gib(mac["memory"]), _size_or_none(mac["auto"]), _size_or_none(mac["room"]),
+            *(count(t["tokens"]) if t["tokens"] else NONE for t in mac["tokens"]),
+        ]
+        for mac in facts["macs"]
+    ]  # fmt: skip
+    codecs = [safe(c["codec"]).replace(":", "\n", 1) for c in facts["codecs"]]
+    return Grid(["Mac with", 'ram=\n"auto"', "room\nbeside\nweights", *codecs], rows)
+
+
+def model_notes(facts: Facts) -> list[str]:
+    lines = [
+        "Bytes a token: of a long prompt's whole blocks, headers included. Tokens a GB (10^9 bytes): of RAM, with the tree's "
+        "share. Prompts: all images of one, stored once.",
+        "Room: of the memory that macOS lets the GPU have (2/3, from 36 GB on 3/4), what 4-bit weights leave; programs and "
+        'running requests need some of it. The setting ram="auto" takes a quarter of that memory, and less where the weights '
+        "leave less.",
+    ]
+    if _has_boundaries(facts):
+        lines.append(
+            "Each boundary: windows and snapshots, at most, that a prompt's end keeps beside its tokens' bytes."
+        )
+    for c in facts["codecs"]:
+        if c["raw_layers"]:
+            lines.append(f"{safe(c['codec'])}: keys or values of {many(len(c['raw_layers']), 'layer')} are kept raw.")
+    return lines
 
 
 # -- the trace --------------------------------------------------------------------------------------------------------
@@ -144,185 +169,102 @@ def trace_line(facts: Facts) -> str:
 
 def advice_lines(facts: Facts) -> list[str]:
     """The recommendation first, then what it is made of, and what stands against it."""
-    return [*_advised(facts), *_beyond(facts)]
+    lines, trace, context = _advised(facts), facts["trace"], facts["model"]["context"]
+    if trace["beyond_context"]:
+        lines.append(
+            f"{trace['beyond_context']:,} of {many(trace['requests'], 'prompt')} are longer than the model's context of "
+            f"{context:,} tokens (the longest has {trace['longest']:,}). A server computes them, and the model's answers to "
+            "them are not to be relied on. All numbers here count them: give the model that is to read them, or a trace "
+            "without them."
+        )
+    return lines
 
 
 def _advised(facts: Facts) -> list[str]:
-    sizes, assumed = facts["sizes"], facts["assumed"]
-    if not sizes["possible"]["hit_tokens"]:
+    sizes, assumed, cell = facts["sizes"], facts["assumed"], chosen(facts)
+    possible, without = sizes["possible"], sizes["without"]["ttft"]
+    if not possible["hit_tokens"]:
         if any(layer["kind"] == "snapshot" for layer in facts["model"]["layers"]):
             return [
                 "No prompt goes on from where one that was stored ended, and this model has state that can't be cut: nothing "
                 "is hit. Store what prompts share by itself (prefixcache warm)."
             ]
         return ["No prompt comes back: a prefix cache of any size saves nothing of this trace."]
-    if sizes["recommendation"] is None:
+    if cell is None:
         return [
-            f"None of these sizes keeps a prompt until it comes back; an endless cache hits "
-            f"{percent(sizes['possible']['hit_rate'])} of the tokens. Try more RAM."
+            "None of these sizes keeps a prompt until it comes back; an endless cache hits "
+            f"{percent(possible['hit_rate'])} of the tokens. Try more RAM."
         ]
-    cell = sizes["cells"][sizes["recommendation"]["cell"]]
-    possible, ttft, without = sizes["possible"], cell["ttft"][0], sizes["without"]["ttft"]
-    lines = [
-        f"{percent(cell['hit_rate'])} of the prompts' tokens are hits ({percent(possible['hit_rate'])} with an endless "
-        f"cache): {duration(cell['prefill_seconds_saved'])} of {duration(possible['prefill_seconds'])} prefill saved at "
-        f"{assumed['prefill_rate']:,.0f} tokens/s; time to first token {duration(ttft['p50'])} at the median and "
-        f"{duration(ttft['p99'])} at the 99th percentile (without a cache {duration(without['p50'])} and "
-        f"{duration(without['p99'])})."
-    ]
-    if cell["written_bytes_per_day"]:
-        lasts = years(cell["tbw_years"], cell["written_bytes_per_day"])
-        lines.append(
-            f"{size(round(cell['written_bytes_per_day']))} written a day: {short(assumed['tbw'])} last {lasts} years."
-        )
-    return [sizes["recommendation"]["says"], _machine(facts), *lines]
-
-
-def _machine(facts: Facts) -> str:
-    """What machine the advised setting is for."""
-    machine = facts["sizes"]["recommendation"]["machine"]
+    ttft, machine = cell["ttft"][0], sizes["recommendation"]["machine"]
     parts = (
         f"{size(machine['weights'])} of weights at 4 bits, {size(machine['live'])} for one live prompt of "
         f"{count(machine['live_tokens'])} tokens, {size(machine['ram'])} for this cache"
     )
     if machine["memory"] is None:
-        return f"No Mac has room for all of it: {parts}."
-    return f"It needs a Mac with {_gib(machine['memory'])}, whose GPU may have {size(machine['gpu'])}: {parts}."
-
-
-def _beyond(facts: Facts) -> list[str]:
-    """Prompts that the model is not made for."""
-    trace, context = facts["trace"], facts["model"]["context"]
-    if not trace["beyond_context"]:
-        return []
-    return [
-        f"{trace['beyond_context']:,} of {many(trace['requests'], 'prompt')} are longer than the model's context of "
-        f"{context:,} tokens (the longest has {trace['longest']:,}). A server computes them, and the model's answers to them "
-        "are not to be relied on. All numbers here count them: give the model that is to read them, or a trace without them."
+        needs = f"No Mac has room for all of it: {parts}."
+    else:
+        needs = f"It needs a Mac with {_gib(machine['memory'])}, whose GPU may have {size(machine['gpu'])}: {parts}."
+    lines = [
+        sizes["recommendation"]["says"],
+        needs,
+        f"{percent(cell['hit_rate'])} of the prompts' tokens are hits ({percent(possible['hit_rate'])} with an endless "
+        f"cache): {duration(cell['prefill_seconds_saved'])} of {duration(possible['prefill_seconds'])} prefill saved at "
+        f"{assumed['prefill_rate']:,.0f} tokens/s; time to first token {duration(ttft['p50'])} at the median and "
+        f"{duration(ttft['p99'])} at the 99th percentile (without a cache {duration(without['p50'])} and "
+        f"{duration(without['p99'])}).",
     ]
+    if written := cell["written_bytes_per_day"]:
+        lasts = years(cell["tbw_years"], written)
+        lines.append(f"{size(round(written))} written a day: {short(assumed['tbw'])} last {lasts} years.")
+    return lines
 
 
-def hit_grids(facts: Facts) -> list[tuple[str, Grid]]:
+def hit_grids(facts: Facts) -> list[Grid]:
     """Hit rates, RAM downwards and SSD to the right: one grid for each policy and admission."""
-    cells, chosen = facts["sizes"]["cells"], _chosen(facts)
+    cells, best = facts["sizes"]["cells"], chosen(facts)
     rams, ssds = (sorted({cell[name] for cell in cells}) for name in ("ram", "ssd"))
-    found = []
-    for policy, admission in dict.fromkeys(
-        (c["policy"], c["ssd_admission"]) for c in cells if c["ssd"] or len(ssds) == 1
-    ):
+    grids = []
+    pairs = ((c["policy"], c["ssd_admission"]) for c in cells if c["ssd"] or len(ssds) == 1)
+    for policy, admission in dict.fromkeys(pairs):
         at = {
-            (c["ram"], c["ssd"]): percent(c["hit_rate"]).removesuffix(" %") + (CHOSEN if c is chosen else "")
+            (c["ram"], c["ssd"]): f"{100 * c['hit_rate']:.1f}" + (CHOSEN if c is best else "")
             for c in cells
             if c["policy"] == policy and (c["ssd_admission"] == admission or not c["ssd"])
         }
         rows = [[short(ram), *(at.get((ram, ssd), NONE) for ssd in ssds)] for ram in rams]
-        heading = f"hit rate, % of tokens\n{policy}, {admission}"
-        found.append((heading, Grid([heading, *(f"{short(ssd)}\nSSD" if ssd else "no\nSSD" for ssd in ssds)], rows)))
-    return found
+        columns = (f"{short(ssd)}\nSSD" if ssd else "no\nSSD" for ssd in ssds)
+        grids.append(Grid([f"hit rate, % of tokens\n{policy}, {admission}", *columns], rows))
+    return grids
 
 
 def front_grid(facts: Facts) -> Grid:
     """What money buys: the sizes that no cheaper one equals."""
-    sizes = facts["sizes"]
     rows = [
         [
-            _size_cell(facts, cell), f"{cell['cost']:,.0f}", percent(cell["hit_rate"]), percent(cell["bound"]),
+            _named(facts, cell), f"{cell['cost']:,.0f}", percent(cell["hit_rate"]), percent(cell["bound"]),
             percent(cell["of_possible"]), duration(cell["prefill_seconds_saved"]),
         ]
-        for cell in (sizes["cells"][i] for i in sizes["front"])
+        for cell in (facts["sizes"]["cells"][i] for i in facts["sizes"]["front"])
     ]  # fmt: skip
     return Grid(["size", "cost", "hit\nrate", "Belady's\nbound", "of what is\npossible", "prefill\nsaved"], rows)
 
 
-def waiting_grid(facts: Facts, every: bool = False) -> Grid:
-    """Times to first token and wear: of the sizes on the front, or of `every` size."""
+def waiting_grid(facts: Facts) -> Grid:
+    """Times to first token and wear, of the sizes on the front."""
     sizes, assumed = facts["sizes"], facts["assumed"]
-    several = len(assumed["ssd_rates"]) > 1
-    shown = [cell for cell in sizes["cells"] if every or cell["on_front"]]
-    nothing = sizes["without"]["ttft"]
-    rows = [["no cache", *([NONE] if several else []), *_percentiles(nothing), NONE, NONE]]
-    for cell in shown:
+    rows = [["no cache", NONE, *_percentiles(sizes["without"]["ttft"]), NONE, NONE]]
+    for cell in (cell for cell in sizes["cells"] if cell["on_front"]):
+        written = cell["written_bytes_per_day"]
+        worn = [NONE if written is None else size(round(written)), years(cell["tbw_years"], written)]
         for i, ttft in enumerate(cell["ttft"] if cell["ssd"] else cell["ttft"][:1]):
-            worn = cell["written_bytes_per_day"]
-            rows.append([
-                _size_cell(facts, cell) if not i else "",
-                *([f"{short(ttft['ssd_rate'])}/s" if cell["ssd"] else NONE] if several else []), *_percentiles(ttft),
-                *(["", ""] if i else [NONE if worn is None else size(round(worn)), years(cell["tbw_years"], worn)]),
-            ])  # fmt: skip
-    return Grid(
-        ["time to\nfirst token", *(["SSD\nreads"] if several else []), "p50", "p90", "p99", "written\na day",
-         f"{short(assumed['tbw'])} last,\nyears"], rows,
-    )  # fmt: skip
-
-
-def all_grid(facts: Facts) -> Grid:
-    """Every size that was tried."""
-    rows = [
-        [
-            _size_cell(facts, cell), f"{cell['cost']:,.0f}", percent(cell["hit_rate"]), percent(cell["ram_hit_rate"]),
-            percent(cell["ssd_hit_rate"]), percent(cell["bound"]), percent(cell["of_possible"]),
-            duration(cell["prefill_seconds_saved"]), size(cell["read_bytes"]), size(cell["written_bytes"]),
-            f"{cell['dropped']:,}",
-        ]
-        for cell in facts["sizes"]["cells"]
-    ]  # fmt: skip
-    headings = [
-        "size",
-        "cost",
-        "hit rate",
-        "in RAM",
-        "from SSD",
-        "Belady's bound",
-        "of possible",
-        "prefill saved",
-        "read",
-    ]
-    return Grid([*headings, "written", "not taken by the SSD"], rows)
-
-
-def target_grid(facts: Facts) -> Grid:
-    """The cheapest size for a share of what is possible."""
-    sizes = facts["sizes"]
-    rows = []
-    for target in sizes["cheapest"]:
-        cell = sizes["cells"][target["cell"]] if target["cell"] is not None else None
-        told = [_size_cell(facts, cell), f"{cell['cost']:,.0f}"] if cell else ["none of these sizes", NONE]
-        rows.append([f"{100 * target['of_possible']:.0f} %", *told])
-    return Grid(["of what is\npossible", "the cheapest size", "cost"], rows)
-
-
-def _chosen(facts: Facts) -> Facts | None:
-    best = facts["sizes"]["recommendation"]
-    return facts["sizes"]["cells"][best["cell"]] if best else None
-
-
-def _size_cell(facts: Facts, cell: Facts) -> str:
-    return sizes_of(cell) + (f" {CHOSEN}" if cell is _chosen(facts) else "")
+            rate = f"{short(ttft['ssd_rate'])}/s" if cell["ssd"] else NONE
+            rows.append(["" if i else _named(facts, cell), rate, *_percentiles(ttft), *(["", ""] if i else worn)])
+    lasts = f"{short(assumed['tbw'])} last,\nyears"
+    return Grid(["time to\nfirst token", "SSD\nreads", "p50", "p90", "p99", "written\na day", lasts], rows)
 
 
 def _percentiles(ttft: Facts) -> list[str]:
     return [duration(ttft[name]) for name in ("p50", "p90", "p99")]
-
-
-# -- what a reader must know ------------------------------------------------------------------------------------------
-
-
-def model_notes(facts: Facts) -> list[str]:
-    lines = [
-        "Bytes a token: of a long prompt's whole blocks, headers included. Tokens a GB (10^9 bytes): of RAM, with the tree's "
-        "share. Prompts: all images of one, stored once.",
-        "Room: of the memory that macOS lets the GPU have (2/3, from 36 GB on 3/4), what 4-bit weights leave; programs and "
-        'running requests need some of it. The setting ram="auto" takes a quarter of that memory, and less where the weights '
-        "leave less.",
-    ]
-    if any(c["windows_bytes"] or c["snapshot_bytes"] for c in facts["codecs"]):
-        lines.append(
-            "Each boundary: windows and snapshots, at most, that a prompt's end keeps beside its tokens' bytes."
-        )
-    for c in facts["codecs"]:
-        if c["raw_layers"]:
-            lines.append(f"{safe(c['codec'])}: keys or values of {many(len(c['raw_layers']), 'layer')} are kept raw.")
-    return lines
 
 
 def trace_notes(facts: Facts) -> list[str]:
@@ -343,13 +285,12 @@ def trace_notes(facts: Facts) -> list[str]:
             lines.append(
                 f"At {short(rate)}/s a token is computed sooner than it is read: hits from such an SSD cost time."
             )
-    cells, best = sizes["cells"], sizes["recommendation"]
-    if best and len(cells) > 1 and best["cell"] == min(range(len(cells)), key=lambda i: cells[i]["cost"]):
+    cells, best = sizes["cells"], chosen(facts)
+    if best and len(cells) > 1 and best is min(cells, key=lambda cell: cell["cost"]):
         lines.append(
             "What is advised is the cheapest size that was tried: a smaller one may do. Try some with --ram and --ssd."
         )
-    dropped = sum(cell["dropped"] > 0 for cell in cells)
-    if dropped:
+    if dropped := sum(cell["dropped"] > 0 for cell in cells):
         lines.append(f"In {many(dropped, 'size')} of these RAM was too small to hand all of its images on to the SSD.")
     if trace["torn"]:
         lines.append("The trace ends within a line or its gzip stream; what was cut off is left out.")
@@ -358,6 +299,15 @@ def trace_notes(facts: Facts) -> list[str]:
     if trace["seconds"] <= 0:
         lines.append("The trace takes no time, so bytes a day can't be told.")
     return lines
+
+
+def trace_grids(facts: Facts) -> dict[str, list[Grid]]:
+    """The tables of a trace by their headings. Nothing but rates where nothing is hit."""
+    grids = {"Hit rate by size": hit_grids(facts)}
+    if chosen(facts):
+        grids["What money buys"] = [front_grid(facts)]
+        grids["Waiting and wear"] = [waiting_grid(facts)]
+    return grids
 
 
 # -- on a screen ------------------------------------------------------------------------------------------------------
@@ -369,14 +319,7 @@ def screen(facts: Facts) -> list[Table | Text]:
     if facts["trace"]:
         first, *rest = advice_lines(facts)
         shown += [foreign(first, "bold"), *map(foreign, rest), foreign(""), foreign(trace_line(facts), "dim")]
-        shown += [table(own) for _, own in hit_grids(facts)]
-        if facts["sizes"]["recommendation"]:
-            shown += map(table, (front_grid(facts), waiting_grid(facts), target_grid(facts)))
-        shown += _notes(trace_notes(facts))
-        shown.append(foreign(""))
-    shown += [foreign(model_line(facts)), table(codec_grid(facts)), table(mac_grid(facts)), *_notes(model_notes(facts))]
-    return shown
-
-
-def _notes(lines: Sequence[str]) -> list[Text]:
-    return [foreign(line, "dim") for line in lines]
+        shown += [table(grid) for grids in trace_grids(facts).values() for grid in grids]
+        shown += [*(foreign(line, "dim") for line in trace_notes(facts)), foreign("")]
+    shown += [foreign(model_line(facts)), table(codec_grid(facts)), table(mac_grid(facts))]
+    return [*shown, *(foreign(line, "dim") for line in model_notes(facts))]

@@ -1,0 +1,109 @@
+"""Files that `evaluate` and `plan` write when they are asked to: pictures, which matplotlib draws, and pages.
+
+A file is there whole or not at all, and replaces only an empty one or one of ours: those say MARK near their beginning.
+matplotlib comes with the extra "plan", is imported when something is drawn, and draws without a display.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from prefixcache.cli.text import Refused
+
+MARK = "Made by prefixcache"
+INSTALL = "pip install 'prefixcache[plan]'"
+KINDS = (".png", ".svg")
+
+# Okabe and Ito's colours, which the colour-blind can tell apart, and markers.
+LOOKS = (
+    ("#E69F00", "s"), ("#0072B2", "o"), ("#56B4E9", "D"), ("#D55E00", "^"), ("#009E73", "v"), ("#CC79A7", "P"),
+    ("#000000", "X"),
+)  # fmt: skip
+
+
+def can_draw() -> bool:
+    return find_spec("matplotlib") is not None
+
+
+def pictures(option: str, out: Path) -> list[Path]:
+    """The files to draw: `out`, or one of each kind where it has no suffix. Refused when they can't be made."""
+    if not can_draw():
+        raise Refused(f"{option} {out}: matplotlib is not installed; run {INSTALL}")
+    if out.suffix and out.suffix not in KINDS:
+        raise Refused(f"{option} {out}: can't draw {out.suffix}; give a name that ends in .png or .svg, or in neither")
+    files = [out] if out.suffix else [out.with_name(out.name + kind) for kind in KINDS]
+    for file in files:
+        check(option, file)
+    return files
+
+
+def check(option: str, path: Path) -> None:
+    """Refused unless `write` may put a file there."""
+    name = f"{option} {path}"
+    if not path.parent.is_dir():
+        raise Refused(f"{name}: no such folder; make {path.parent} first")
+    if not os.access(path.parent, os.W_OK):
+        raise Refused(f"{name}: nothing can be written to {path.parent}; give another folder")
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise Refused(f"{name}: is there and no plain file; give another name")
+    try:
+        head = path.open("rb").read(4096) if path.exists() else b""
+    except OSError as error:
+        raise Refused(f"{name}: can't be read ({error.strerror}); give another name") from None
+    if head and MARK.encode() not in head:
+        raise Refused(f"{name}: is there and not made by prefixcache; give another name, or delete it")
+
+
+def write(option: str, path: Path, content: bytes) -> None:
+    """Refused when the disk is full or takes no files."""
+    umask = os.umask(0)
+    os.umask(umask)
+    try:
+        number, half = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        try:
+            with open(number, "wb") as file:
+                file.write(content)
+            os.chmod(half, 0o666 & ~umask)
+            os.replace(half, path)
+        except BaseException:
+            os.unlink(half)
+            raise
+    except OSError as error:
+        raise Refused(f"{option} {path}: {error.strerror}") from error
+
+
+def write_pictures(option: str, files: Sequence[Path], make: Callable[[list[str]], list[bytes]]) -> None:
+    """`make` draws one picture, as the bytes of each kind."""
+    made = make([file.suffix for file in files]) if files else []
+    for file, content in zip(files, made, strict=True):
+        write(option, file, content)
+
+
+def draw(title: str, panels: Sequence[Callable[[Any], None]], kinds: Sequence[str]) -> list[bytes]:
+    """One picture of panels side by side, as the bytes of each kind. A panel is a function that draws on axes."""
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    made = []
+    with matplotlib.rc_context({"svg.hashsalt": "prefixcache", "svg.fonttype": "none", "font.size": 9}):
+        figure = Figure(figsize=(5.0 * len(panels), 4.2), layout="constrained")
+        FigureCanvasAgg(figure)
+        for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+            panel(axes)
+            axes.grid(True, which="major", alpha=0.3)
+            if len(axes.get_legend_handles_labels()[0]) > 1:
+                axes.legend(fontsize=7)
+        figure.suptitle(title, parse_math=False)
+        for kind in kinds:
+            buffer = io.BytesIO()
+            extra = {"Software": MARK} if kind == ".png" else {"Creator": MARK, "Date": None}  # the same each time
+            figure.savefig(buffer, format=kind[1:], dpi=110, metadata=extra)
+            made.append(buffer.getvalue())
+    return made
