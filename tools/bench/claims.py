@@ -56,5 +56,5 @@ def figures_of(cell: str) -> tuple[str, ...]:
         if cell.startswith(begins):
             return figures
     raise ValueError(
-        f"the row {cell[:60]!r} of docs/benchmarks.md is not in ROWS of tools/bench/claims.py: add it there"
+        f"{cell[:60]!r} is not in ROWS of tools/bench/claims.py: add the row of docs/benchmarks.md with its figure"
     )
