@@ -66,6 +66,20 @@ def test_pages_that_sources_name_are_there() -> None:
             assert (ROOT / page).is_file(), f"{name(source)} names {page}"
 
 
+def test_files_and_names_of_the_architecture_are_there() -> None:
+    page = re.sub(r"\s+", " ", FENCE.sub("", (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")))
+    places = (ROOT / "prefixcache", ROOT)
+    for path in set(re.findall(r"`([\w./]+(?:\.\w+|/))`", page)):
+        is_path = "/" in path or path.endswith(".py")
+        assert not is_path or any((place / path).exists() for place in places), path
+    for dotted, path in re.findall(r"`([\w.]+)` in `([\w/]+\.py)`", page):
+        source = (ROOT / "prefixcache" / path).read_text(encoding="utf-8")
+        for part in dotted.split("."):
+            assert re.search(
+                rf"^\s*(?:(?:async )?def|class) {part}\b|^\s*(?:self\.)?{part}\b[^=\n]* = ", source, re.M
+            ), f"{path} has no {part}"
+
+
 @cache
 def options(command: str) -> set[str]:
     shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "240", "NO_COLOR": "1", "TERM": "dumb"})
