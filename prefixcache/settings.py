@@ -96,7 +96,7 @@ class Settings(BaseSettings):
     readers: int = Field(4, ge=1, le=64, description="threads that read from the SSD")
     allow_classes: tuple[str, ...] = Field((), description="cache classes beyond mlx-lm's that may be restored by name")
 
-    policy: Literal["lru", "s3fifo", "adaptive"] = Field("lru", description="who leaves first, in RAM and on SSD")
+    policy: Literal["lru", "adaptive"] = Field("lru", description="who leaves first, in RAM and on SSD")
     ssd_admission: Literal["always", "second"] = Field(
         "always",
         description='what RAM evicts is written to the SSD "always", or from its "second" use on; at close all is',

@@ -10,6 +10,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from heapq import merge
+from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -54,9 +55,6 @@ class Order(Protocol):
     def rebuild(self, cold_first: Iterable[Slot], /) -> None:
         """Only these from now on, the least recently used first; used so often as their `hits` say."""
 
-    def leaving(self) -> Iterator[Slot]:
-        """Those who are to leave, the next one first. Others may be given a second chance now, so ask in earnest only."""
-
     def colder(self, slot: Slot, wanted: Slot, /) -> Iterator[Slot]:
         """Those that are colder than both, the coldest first: what may be deleted to make room for `slot`, which `wanted`
         hangs on, or is.
@@ -97,8 +95,6 @@ class Lru:
 
     def __iter__(self) -> Iterator[Slot]:
         return iter(self._slots)
-
-    leaving = __iter__
 
     def __reversed__(self) -> Iterator[Slot]:
         return reversed(self._slots)
@@ -194,35 +190,53 @@ class _Place(NamedTuple):
     state: int
 
 
-class _TwoQueues:
-    """What S3-FIFO and `Adaptive` share: `_once` for what came lately, `_again` for what was asked for again, and before
-    both what was demoted. A queue has a number a slot, whose meaning is the policy's.
+class Adaptive:
+    """LRU, or with a share of the bytes for what was asked for once: whichever would have hit more of late.
 
+    With a share, who was asked for once leaves first while such take more than it, else the least recently used of the
+    others. Who comes back soon after leaving was asked for again, and with a block all before it. The three are weighed in
+    shadows: keys only, of a sample of the blocks.
+
+    `_once` has what was asked for once, `_again` what was asked for again; what was demoted leaves before both.
     Invariants: a slot is in one of `_once`, `_again`, `_demoted` and `_aside`; `_once_bytes` and `_again_bytes` are the sums
     over the two queues.
     """
 
     leaf_first = True
     NEW = -2  # it came, and the request that brought it has not ended
+    FETCHED = -1  # as NEW, and a fetch has used it
+    SEEN = 0
+    TIMES = 4  # of three to eight times what is held, the best on the traces that there are
 
-    def __init__(self, times: int) -> None:
+    def __init__(self, fixed: int = 1 << 20) -> None:
         self._once: OrderedDict[Slot, int] = OrderedDict()
         self._again: OrderedDict[Slot, int] = OrderedDict()
         self._demoted: OrderedDict[Slot, _Place] = OrderedDict()
         self._aside: dict[Slot, _Place] = {}
         self._once_bytes = self._again_bytes = 0
-        self._ghosts = Ghosts(times)
+        self._ghosts = Ghosts(self.TIMES)
+        self._duel = Duel(fixed)
 
-    def _cold_first(self) -> Iterator[Slot]:
-        """Those of the queues, in the order of leaving."""
-        raise NotImplementedError
+    @property
+    def share(self) -> float | None:
+        """Of the bytes, for what was asked for once; None for LRU."""
+        return self._duel.best
 
     def __iter__(self) -> Iterator[Slot]:
         yield from self._demoted
-        yield from self._cold_first()
-
-    def leaving(self) -> Iterator[Slot]:
-        return iter(self)
+        if self.share is None:
+            yield from merge(self._once, self._again, key=_recency)
+            return
+        once, again = iter(self._once), iter(self._again)
+        lately, others = self._once_bytes, self._again_bytes
+        for _ in range(len(self._once) + len(self._again)):
+            if lately > self.share * (lately + others) or not others:
+                slot = next(once)
+                lately -= slot.nbytes
+            else:
+                slot = next(again)
+                others -= slot.nbytes
+            yield slot
 
     def __reversed__(self) -> Iterator[Slot]:
         return reversed(list(self))
@@ -241,11 +255,44 @@ class _TwoQueues:
         self._put(slot, _Place(self._ghosts.take(slot.key, self._held), self.NEW))
 
     def touch(self, slot: Slot) -> None:
-        if slot in self._demoted:
+        if slot in self._again:
+            self._again.move_to_end(slot)
+        elif slot in self._once:
+            self._once.move_to_end(slot)
+        elif slot in self._demoted:
             self._put(slot, self._demoted.pop(slot))
 
+    def used(self, slots: list[Slot], ended: bool) -> None:
+        again = False
+        for slot in slots:
+            state = self._once.get(slot)
+            if state is None:
+                if slot in self._again:
+                    again = True
+                    if ended:  # after those that follow it and were asked for again just now
+                        self._again.move_to_end(slot)
+                elif (place := self._aside.get(slot)) is not None:
+                    again = again or place.again or self._asked_again(place.state, ended)
+                    self._aside[slot] = _Place(again, self._after(ended))
+            elif again or self._asked_again(state, ended):
+                again = True
+                self._pull(slot)
+                self._put(slot, _Place(True, self.SEEN))
+            else:
+                self._once[slot] = self._after(ended)
+        if ended:
+            self._duel.request([slot.key for slot in slots], self._held)
+
+    def _asked_again(self, state: int, ended: bool) -> bool:
+        """A fetch and the end of the same request are one use."""
+        return state == self.SEEN or (state == self.FETCHED and not ended)
+
+    def _after(self, ended: bool) -> int:
+        return self.SEEN if ended else self.FETCHED
+
     def remove(self, slot: Slot) -> None:
-        self._gone(slot, self._pull(slot))
+        self._pull(slot)
+        self._ghosts.add(slot.key, self._held)
 
     def aside(self, slot: Slot) -> None:
         self._aside[slot] = self._pull(slot)
@@ -254,8 +301,8 @@ class _TwoQueues:
         self._put(slot, self._aside.pop(slot), first=not used)
 
     def forget(self, slot: Slot) -> None:
-        if (place := self._aside.pop(slot, None)) is not None:
-            self._gone(slot, place)
+        if self._aside.pop(slot, None) is not None:
+            self._ghosts.add(slot.key, self._held)
         elif slot in self:
             self.remove(slot)
 
@@ -268,16 +315,10 @@ class _TwoQueues:
             queue.clear()
         self._once_bytes = self._again_bytes = 0
         for slot in cold_first:
-            self._put(slot, _Place(slot.hits > 0, 0))
+            self._put(slot, _Place(slot.hits > 0, self.SEEN))
 
     def colder(self, slot: Slot, wanted: Slot) -> Iterator[Slot]:
-        for one in self:
-            if one is slot or one is wanted:
-                return
-            yield one
-
-    def _gone(self, slot: Slot, place: _Place) -> None:
-        self._ghosts.add(slot.key, self._held)
+        return takewhile(lambda other: other is not slot and other is not wanted, self)
 
     def _put(self, slot: Slot, place: _Place, first: bool = False) -> None:
         queue = self._again if place.again else self._once
@@ -298,12 +339,6 @@ class _TwoQueues:
             return _Place(True, self._again.pop(slot))
         return self._demoted.pop(slot)
 
-    def _promote(self, slot: Slot, state: int) -> None:
-        """From `_once` to `_again`."""
-        del self._once[slot]
-        self._once_bytes -= slot.nbytes
-        self._put(slot, _Place(True, state))
-
     def check_integrity(self) -> None:
         parts = (self._once, self._again, self._demoted, self._aside)
         assert len(set().union(*parts)) == sum(len(part) for part in parts), "a slot in two queues"
@@ -312,150 +347,6 @@ class _TwoQueues:
         order = list(self)
         assert len(order) == len(set(order)) == len(self)
         assert set(order) == set().union(self._once, self._again, self._demoted)
-
-
-class S3Fifo(_TwoQueues):
-    """S3-FIFO (Yang et al., SOSP 2023), with images' bytes in place of numbers: new ones go through a small queue of a tenth
-    of the bytes; who was used there, or comes back soon after leaving it, goes to the main one. There each use, up to three,
-    is one more round.
-
-    A slot's number is twice its uses since, plus 1 between a fetch and the end of its request.
-    """
-
-    FETCHED = -1  # as NEW, and a fetch has used it
-    MOST = 3
-
-    def __init__(self, fixed: int = 0) -> None:
-        super().__init__(1)
-
-    def used(self, slots: list[Slot], ended: bool) -> None:
-        for slot in slots:
-            for queue in (self._once, self._again):
-                if (state := queue.get(slot)) is not None:
-                    queue[slot] = self._next(state, ended)
-                    if ended and state < 0:  # a store brings parents first, and they must not leave first
-                        queue.move_to_end(slot)
-                    break
-            else:
-                for places in (self._demoted, self._aside):
-                    if (place := places.get(slot)) is not None:
-                        places[slot] = place._replace(state=self._next(place.state, ended))
-
-    @classmethod
-    def _next(cls, state: int, ended: bool) -> int:
-        """A fetch and the end of the same request are one use."""
-        if ended:
-            return 0 if state < 0 else min(state - 1 if state % 2 else state + 2, 2 * cls.MOST)
-        if state < 0:
-            return cls.FETCHED if state == cls.NEW else 3
-        return min(state + (2 if state % 2 else 3), 2 * cls.MOST + 1)
-
-    def leaving(self) -> Iterator[Slot]:
-        while not self._demoted and (self._once or self._again):
-            small = self._small()
-            queue = self._once if small else self._again
-            slot, state = next(iter(queue.items()))
-            if state < 2:
-                break
-            if small:
-                self._promote(slot, 0)
-            else:
-                queue[slot] = state - 2
-                queue.move_to_end(slot)
-        return iter(self)
-
-    def colder(self, slot: Slot, wanted: Slot) -> Iterator[Slot]:
-        self.leaving()  # else those to be found might be far behind others that get another round
-        return super().colder(slot, wanted)
-
-    def _small(self) -> bool:
-        """Whether the small queue is the one to shrink."""
-        return not self._again or (bool(self._once) and self._once_bytes * 10 > self._once_bytes + self._again_bytes)
-
-    def _cold_first(self) -> Iterator[Slot]:
-        small = (slot for slot, state in self._once.items() if state < 2)
-        main = (
-            slot for uses in range(self.MOST + 1) for slot, state in self._again.items() if max(state, 0) // 2 == uses
-        )
-        for queue in (small, main) if self._small() else (main, small):
-            yield from queue
-        yield from (slot for slot, state in self._once.items() if state >= 2)
-
-    def _gone(self, slot: Slot, place: _Place) -> None:
-        if not place.again:
-            super()._gone(slot, place)
-
-
-class Adaptive(_TwoQueues):
-    """LRU, or with a share of the bytes for what was asked for once: whichever would have hit more of late.
-
-    With a share, who was asked for once leaves first while such take more than it, else the least recently used of the
-    others. Who comes back soon after leaving was asked for again, and with a block all before it. The three are weighed in
-    shadows: keys only, of a sample of the blocks.
-    """
-
-    FETCHED = -1  # as NEW, and a fetch has used it
-    SEEN = 0
-    TIMES = 4  # of three to eight times what is held, the best on the traces that there are
-
-    def __init__(self, fixed: int = 1 << 20) -> None:
-        super().__init__(self.TIMES)
-        self._duel = Duel(fixed)
-
-    @property
-    def share(self) -> float | None:
-        """Of the bytes, for what was asked for once; None for LRU."""
-        return self._duel.best
-
-    def touch(self, slot: Slot) -> None:
-        if slot in self._again:
-            self._again.move_to_end(slot)
-        elif slot in self._once:
-            self._once.move_to_end(slot)
-        else:
-            super().touch(slot)
-
-    def used(self, slots: list[Slot], ended: bool) -> None:
-        again = False
-        for slot in slots:
-            state = self._once.get(slot)
-            if state is None:
-                if slot in self._again:
-                    again = True
-                    if ended:  # after those that follow it and were asked for again just now
-                        self._again.move_to_end(slot)
-                elif (place := self._aside.get(slot)) is not None:
-                    again = again or place.again or self._asked_again(place.state, ended)
-                    self._aside[slot] = _Place(again, self._after(ended))
-            elif again or self._asked_again(state, ended):
-                again = True
-                self._promote(slot, 0)
-            else:
-                self._once[slot] = self._after(ended)
-        if ended:
-            self._duel.request([slot.key for slot in slots], self._held)
-
-    def _asked_again(self, state: int, ended: bool) -> bool:
-        """A fetch and the end of the same request are one use."""
-        return state == self.SEEN or (state == self.FETCHED and not ended)
-
-    def _after(self, ended: bool) -> int:
-        return self.SEEN if ended else self.FETCHED
-
-    def _cold_first(self) -> Iterator[Slot]:
-        if self.share is None:
-            yield from merge(self._once, self._again, key=_recency)
-            return
-        once, again = iter(self._once), iter(self._again)
-        lately, others = self._once_bytes, self._again_bytes
-        for _ in range(len(self._once) + len(self._again)):
-            if lately > self.share * (lately + others) or not others:
-                slot = next(once)
-                lately -= slot.nbytes
-            else:
-                slot = next(again)
-                others -= slot.nbytes
-            yield slot
 
 
 _KINDS = {"snapshot": 0, "window": 1, "rows": 2}
@@ -577,6 +468,5 @@ class Doorkeeper:
 
 POLICIES: dict[str, Policy] = {
     "lru": Policy(Lru),
-    "s3fifo": Policy(S3Fifo, slot_bytes=128),
     "adaptive": Policy(Adaptive, slot_bytes=256, most_fixed=Duel.MOST * Duel.ENTRY),
 }

@@ -416,7 +416,7 @@ class Tree:
         SSD.
         """
         order = self.order[tier]
-        for slot in order.leaving():
+        for slot in order:
             if slot.within(tier) and not slot.pins and not slot.saving:
                 if not self.needed(slot, tier):
                     return slot

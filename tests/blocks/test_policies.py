@@ -22,7 +22,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from prefixcache.blocks.policies import POLICIES, Adaptive, Doorkeeper, Duel, Ghosts, Lru, Order, S3Fifo
+from prefixcache.blocks.policies import POLICIES, Adaptive, Doorkeeper, Duel, Ghosts, Lru, Order
 from prefixcache.blocks.tree import RAM, SLOT_BYTES, SSD, TIERS, Node, Slot, Tree, Window
 from prefixcache.tiers.budget import Budget
 from tests.planting import ROOT, Planting, blocks, runs
@@ -39,7 +39,7 @@ def decided(share: float | None) -> Adaptive:
     return decide(Adaptive(0), share)
 
 
-ORDERS = {"lru": Lru, "s3fifo": S3Fifo, "adaptive, lru": partial(decided, None), "adaptive, 0.4": partial(decided, 0.4)}
+SHARED = {"adaptive, lru": None, "adaptive, 0.4": 0.4}
 
 
 def slot(number: int, nbytes: int = 100) -> Slot:
@@ -59,14 +59,14 @@ class Card:
     again: bool = False
     new: bool = True
     fetched: bool = False
-    uses: int = 0
     where: str = "queue"  # or "demoted", "aside"
 
 
-class PlainOrder:
+class PlainShares:
     """Lists, and nothing remembered that can be computed. `cards` of both queues in one list, each queue in its order."""
 
-    def __init__(self) -> None:
+    def __init__(self, share: float | None) -> None:
+        self.share = share
         self.cards: list[Card] = []
         self.demoted: list[Card] = []  # the next to leave first
         self.left: list[bytes] = []  # keys, the last at the end; None where one came back
@@ -80,15 +80,12 @@ class PlainOrder:
     def queue(self, again: bool) -> list[Card]:
         return [card for card in self.cards if card.again == again and card.where == "queue"]
 
-    def bytes(self, again: bool) -> int:
-        return sum(card.slot.nbytes for card in self.queue(again))
-
     @property
     def held(self) -> int:
         return len(self.cards) + len(self.demoted)
 
     def add(self, slot: Slot) -> None:
-        recent = max(self.TIMES * self.held, 64 // self.TIMES * self.TIMES)
+        recent = max(4 * self.held, 64)
         again = slot.key in self.left[-recent + 1 :]
         if slot.key in self.left:
             self.left[self.left.index(slot.key)] = b""
@@ -100,7 +97,7 @@ class PlainOrder:
             self.demoted.remove(card)
             card.where = "queue"
             self.cards.append(card)
-        elif self.MOVES and card.where == "queue":
+        elif card.where == "queue":
             self.to_end(card)
 
     def to_end(self, card: Card) -> None:
@@ -110,10 +107,9 @@ class PlainOrder:
     def remove(self, slot: Slot) -> None:
         card = self.card(slot)
         (self.demoted if card.where == "demoted" else self.cards).remove(card)
-        if self.REMEMBERS_ALL or not card.again:
-            if slot.key in self.left:
-                self.left[self.left.index(slot.key)] = b""
-            self.left.append(slot.key)
+        if slot.key in self.left:
+            self.left[self.left.index(slot.key)] = b""
+        self.left.append(slot.key)
 
     def aside(self, slot: Slot) -> None:
         card = self.card(slot)
@@ -143,47 +139,6 @@ class PlainOrder:
         card.fetched = not ended
         return counts
 
-    def order(self) -> list[Slot]:
-        return [card.slot for card in (*self.demoted, *self.queues())]
-
-
-class PlainS3(PlainOrder):
-    TIMES, MOVES, REMEMBERS_ALL = 1, False, False
-
-    def used(self, slots: list[Slot], ended: bool) -> None:
-        for slot in slots:
-            if self.here(slot):
-                card = self.card(slot)
-                if card.new and ended and card.where == "queue":
-                    self.to_end(card)
-                card.uses = min(card.uses + self.second_use(card, ended), 3)
-
-    def small(self) -> bool:
-        small, main = self.bytes(False), self.bytes(True)
-        return not self.queue(True) or (bool(self.queue(False)) and small > (small + main) / 10)
-
-    def turn(self) -> None:
-        while not self.demoted and (queue := self.queue(not self.small())) and queue[0].uses:
-            if queue[0].again:
-                queue[0].uses -= 1
-            else:
-                queue[0].again, queue[0].uses, queue[0].new, queue[0].fetched = True, 0, False, False
-            self.to_end(queue[0])
-
-    def queues(self) -> list[Card]:
-        small = [card for card in self.queue(False) if not card.uses]
-        main = sorted(self.queue(True), key=lambda card: card.uses)
-        used = [card for card in self.queue(False) if card.uses]
-        return [*small, *main, *used] if self.small() else [*main, *small, *used]
-
-
-class PlainShares(PlainOrder):
-    TIMES, MOVES, REMEMBERS_ALL = 4, True, True
-
-    def __init__(self, share: float | None):
-        super().__init__()
-        self.share = share
-
     def used(self, slots: list[Slot], ended: bool) -> None:
         again = False
         for slot in slots:
@@ -196,22 +151,18 @@ class PlainShares(PlainOrder):
                 self.to_end(card)
             card.again = again
 
-    def turn(self) -> None:
-        pass
-
-    def queues(self) -> list[Card]:
-        once, others, order = self.queue(False), self.queue(True), []
+    def order(self) -> list[Slot]:
+        once, others, order = self.queue(False), self.queue(True), [card.slot for card in self.demoted]
         while once or others:
             if self.share is None:
                 first = bool(once) and (not others or once[0].slot.tick < others[0].slot.tick)
             else:
                 lately, rest = (sum(card.slot.nbytes for card in queue) for queue in (once, others))
                 first = not others or lately > self.share * (lately + rest)
-            order.append((once if first else others).pop(0))
+            order.append((once if first else others).pop(0).slot)
         return order
 
 
-PLAIN = {"s3fifo": PlainS3, "adaptive, lru": partial(PlainShares, None), "adaptive, 0.4": partial(PlainShares, 0.4)}
 numbers = st.integers(0, 15)
 
 
@@ -220,8 +171,8 @@ class OrderMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.order: Order = ORDERS[self.name]()
-        self.plain = PLAIN[self.name]()
+        self.order: Order = decided(SHARED[self.name])
+        self.plain = PlainShares(SHARED[self.name])
         self.slots = [slot(number, random.Random(number).choice([10, 50, 100])) for number in range(16)]
         self.clock = 0
 
@@ -269,8 +220,7 @@ class OrderMachine(RuleBasedStateMachine):
         one = self.drawn(data, "queue")
         if one is not None:
             if how == "leave":
-                one, how = next(self.order.leaving()), "remove"
-                self.plain.turn()
+                one, how = next(iter(self.order)), "remove"
                 assert one is self.plain.order()[0]
             for order in (self.order, self.plain):
                 getattr(order, how)(one)
@@ -295,7 +245,6 @@ class OrderMachine(RuleBasedStateMachine):
         one, other = self.drawn(data, "queue"), self.drawn(data, "queue")
         if one is not None:
             found = list(self.order.colder(one, other))
-            self.plain.turn()
             places = self.plain.order()
             assert found == places[: min(places.index(one), places.index(other))]
 
@@ -314,7 +263,7 @@ FEW = settings(
 )
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", SHARED)
 def test_an_order_is_the_plain_one(name):
     run_state_machine_as_test(type("Machine", (OrderMachine,), {"name": name}), settings=FEW)
 
@@ -485,7 +434,7 @@ def keep(planting: Planting, tokens: list[int]) -> None:
 
 def test_what_was_asked_for_twice_outlives_what_came_once():
     kept = {}
-    for policy in ("lru", "s3fifo", "adaptive, .05"):
+    for policy in ("lru", "adaptive, .05"):
         planting = small(policy, 20)
         for _ in range(2):
             for i in range(10):
@@ -494,7 +443,7 @@ def test_what_was_asked_for_twice_outlives_what_came_once():
             keep(planting, blocks(1000 + i))
         kept[policy] = sum(planting.reach(blocks(1, 100 + i)) == 512 for i in range(10))
         planting.tree.check_integrity()
-    assert kept == {"lru": 0, "s3fifo": 10, "adaptive, .05": 10}
+    assert kept == {"lru": 0, "adaptive, .05": 10}
 
 
 def test_who_comes_back_soon_after_leaving_was_asked_for_again():
@@ -510,16 +459,15 @@ def test_who_comes_back_soon_after_leaving_was_asked_for_again():
 
 
 def test_a_fetch_and_the_store_of_its_request_are_one_use():
-    planting = planted("s3fifo")
-    order = planting.tree.order[RAM]
-    uses = []
-    for _ in range(4):
-        ended(planting, blocks(1))  # a fetch, but for the first time, and a store
-        uses.append(order._once[planting.rows(blocks(1))])
-    assert uses == [0, 2, 4, 6]
-    planting.touch(blocks(1))
-    planting.touch(blocks(1))  # a second fetch: the first one's request stored nothing
-    assert order._once[planting.rows(blocks(1))] >> 1 == order.MOST
+    planting = planted("adaptive, .5")
+    order, prompt = planting.tree.order[RAM], blocks(1)
+    planting.store(prompt, touch=False)
+    slot = planting.rows(prompt)
+    planting.touch(prompt)  # a fetch while the request that brought it goes on, and both end
+    planting.tree.stored(planting.serving(prompt, SSD))
+    assert slot in order._once
+    ended(planting, prompt)
+    assert slot in order._again
 
 
 def test_a_leaf_leaves_in_the_place_of_a_colder_block_that_it_hangs_on():
@@ -539,19 +487,18 @@ def test_a_leaf_leaves_in_the_place_of_a_colder_block_that_it_hangs_on():
 
 
 def test_after_a_restart_what_was_hit_is_what_was_asked_for_again():
-    for policy in ("s3fifo", "adaptive, .05"):
-        planting = planted(policy)
-        for i in range(10):
-            planting.store(blocks(i), touch=i < 5)
-        planting.spill_all()
-        planting.tree.settle()
-        assert [slot.hits for slot in planting.tree.order[SSD]] == [0] * 5 + [1] * 5
-        planting.tree.check_integrity()
+    planting = planted("adaptive, .05")
+    for i in range(10):
+        planting.store(blocks(i), touch=i < 5)
+    planting.spill_all()
+    planting.tree.settle()
+    assert [slot.hits for slot in planting.tree.order[SSD]] == [0] * 5 + [1] * 5
+    planting.tree.check_integrity()
 
 
 def test_room_for_one_image_never_costs_a_hotter_one():
     """Else two that can't both stay would be written for ever, each in the other's place."""
-    for policy in ("s3fifo", "adaptive", *SHARES):
+    for policy in ("adaptive", *SHARES):
         planting = planted(policy)
         for i in range(30):
             ended(planting, blocks(1, 2, i % 7, i))
@@ -624,15 +571,13 @@ def bytes_of(make, slots: list[Slot], later: list[Slot]) -> int:
     return after - before
 
 
-@pytest.mark.parametrize("policy", ["s3fifo", "adaptive"])
-def test_a_slot_takes_no_more_than_is_reckoned(policy):
-    make = {"s3fifo": S3Fifo, "adaptive": partial(decided, 0.5)}[policy]
+def test_a_slot_takes_no_more_than_is_reckoned():
     for count in (900, 4400):
         slots, later = (
             [Slot("rows", Node(None, None, b"", b""), os.urandom(16), 1) for _ in range(count)] for _ in "12"
         )
-        more = len(TIERS) * (bytes_of(make, slots, later) - bytes_of(Lru, slots, later)) / count
-        assert more <= POLICIES[policy].slot_bytes
+        more = len(TIERS) * (bytes_of(partial(decided, 0.5), slots, later) - bytes_of(Lru, slots, later)) / count
+        assert more <= POLICIES["adaptive"].slot_bytes
 
 
 def test_what_adaptive_weighs_takes_no_more_than_is_reserved():

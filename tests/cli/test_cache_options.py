@@ -133,7 +133,7 @@ def test_a_directory_named_elsewhere_serves_the_flags(
         ({"codec": "best"}, "--codec='best': not a codec; write "),
         ({"codec": "turboquant:5"}, "--codec 'turboquant:5': key_bits=5: not a bit depth"),
         ({"readers": "100"}, "--readers '100': Input should be less than or equal to 64"),
-        ({"policy": "mru"}, "--policy 'mru': Input should be 'lru', 's3fifo' or 'adaptive'"),
+        ({"policy": "mru"}, "--policy 'mru': Input should be 'lru' or 'adaptive'"),
         ({"spill_queue": "much"}, "--spill-queue='much': not a size; write "),
         ({"log_every": "often", "readers": "x"}, "--readers 'x': Input should be a valid integer"),
     ],

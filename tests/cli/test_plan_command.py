@@ -249,14 +249,14 @@ def test_the_price_of_ram_moves_the_advice(planned):
 
 
 def test_policies_and_admissions_are_compared(call, trace, planned):
-    more = "--ram", "2MB", "--ssd", "0,8MB", "--policy", "lru,s3fifo", "--ssd-admission", "always,second"
+    more = "--ram", "2MB", "--ssd", "0,8MB", "--policy", "lru,adaptive", "--ssd-admission", "always,second"
     cells = planned(*more)["sizes"]["cells"]
     assert [(c["policy"], c["ssd"], c["ssd_admission"]) for c in cells] == [
-        ("lru", 0, "always"), ("s3fifo", 0, "always"), ("lru", 8_000_000, "always"), ("lru", 8_000_000, "second"),
-        ("s3fifo", 8_000_000, "always"), ("s3fifo", 8_000_000, "second"),
+        ("lru", 0, "always"), ("adaptive", 0, "always"), ("lru", 8_000_000, "always"), ("lru", 8_000_000, "second"),
+        ("adaptive", 8_000_000, "always"), ("adaptive", 8_000_000, "second"),
     ]  # fmt: skip
     done = call("plan", "--model", TINY, "--trace", trace, "--block", 256, *more)
-    assert "s3fifo, second" in done.stdout
+    assert "adaptive, second" in done.stdout
 
 
 def test_ram_0_is_an_ssd_alone(planned):
@@ -379,7 +379,7 @@ class Page(html.parser.HTMLParser):
 def test_the_report_is_one_page_that_needs_nothing(call, tmp_path):
     trace = chats(tmp_path / "<b>&quot;chats.jsonl")
     page = tmp_path / "page.html"
-    more = "--policy", "lru,s3fifo", "--html", page
+    more = "--policy", "lru,adaptive", "--html", page
     done = call("plan", "--model", TINY, "--trace", trace, "--block", 256, "--ram", "1MB,2MB,4MB", *more)
     assert done.exit_code == 0, done.output
     text = page.read_text()

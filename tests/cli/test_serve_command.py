@@ -78,7 +78,7 @@ def test_the_help_names_its_own_flags_and_leads_to_mlx_lms(call):
         (["--ram", "0"], "--ram 0 without --ssd-dir: "),
         (["--ram", "much"], "--ram='much': not a size"),
         (["--readers", 100], "--readers '100': Input should be less than or equal to 64"),
-        (["--policy", "mru"], "--policy 'mru': Input should be 'lru', 's3fifo' or 'adaptive'"),
+        (["--policy", "mru"], "--policy 'mru': Input should be 'lru' or 'adaptive'"),
         (["--nonsense"], "unrecognized arguments: --nonsense; see "),
         (["--max-tokens", "many"], "argument --max-tokens: invalid int value: 'many'; see "),
         (["--chat-template-args", "{"], "argument --chat-template-args: "),

@@ -3,7 +3,7 @@
 import pytest
 
 from prefixcache import PrefixCache
-from prefixcache.servers.vllm_mlx import install as vllm_mlx
+from prefixcache.servers.vllm_mlx import installation as vllm_mlx
 from tests.peers.vllm_mlx_wheel import imported
 
 

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, KVCache
 
 from prefixcache.servers.auxiliary import SHARE
-from prefixcache.servers.vllm_mlx import install as vllm_mlx
-from prefixcache.servers.vllm_mlx.install import TieredPrefixCache
+from prefixcache.servers.vllm_mlx import installation as vllm_mlx
+from prefixcache.servers.vllm_mlx.installation import TieredPrefixCache
 from prefixcache.servers.vllm_mlx.prefix_cache import LONGEST_WAIT, Prepared
 from tests import states
 from tests.peers.uses import uses
@@ -118,7 +118,7 @@ def test_the_numbers_that_vllm_mlx_shows_have_the_names_of_theirs(wheel, ours):
 
 
 def test_loading_the_module_loads_neither_vllm_mlx_nor_mlx_lm():
-    code = "import sys, prefixcache.servers.vllm_mlx.install; print({'vllm_mlx', 'mlx_lm'} & sys.modules.keys() or '')"
+    code = "import sys, prefixcache.servers.vllm_mlx.installation; print({'vllm_mlx', 'mlx_lm'} & sys.modules.keys() or '')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "\n"
 

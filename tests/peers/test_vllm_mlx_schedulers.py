@@ -13,8 +13,8 @@ import pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from prefixcache import Settings, model_identity
-from prefixcache.servers.vllm_mlx import install as vllm_mlx
-from prefixcache.servers.vllm_mlx.install import TieredPrefixCache
+from prefixcache.servers.vllm_mlx import installation as vllm_mlx
+from prefixcache.servers.vllm_mlx.installation import TieredPrefixCache
 from tests import states
 from tests.families import FAMILIES
 

@@ -148,7 +148,7 @@ def test_ram_and_an_ssd_with_room_for_all(served, codec):
     agree(served, requests("coding_agents", 30, 16), PLAIN, codec, ram, GB)
 
 
-@pytest.mark.parametrize("policy", ["lru", "s3fifo", "adaptive"])
+@pytest.mark.parametrize("policy", ["lru", "adaptive"])
 def test_an_ssd_that_is_too_small_under_each_policy(served, policy):
     """Blocks are whole and the limit is between two of them: the index's size is simulated to some kB, not to the byte."""
     image, ram = 69_632, 30 * 75_000

@@ -61,7 +61,7 @@ def test_equal_cells_run_once():
         ran.append(cell)
         return outcome(cell)
 
-    cells = [Cell(1), Cell(2), Cell(1), Cell(1, 0, "s3fifo"), Cell(1)]
+    cells = [Cell(1), Cell(2), Cell(1), Cell(1, 0, "adaptive"), Cell(1)]
     found = sweep(WORKLOAD, cells, processes=1, run=run)
     assert [(o.ram, o.policy) for o in found] == [(cell.ram, cell.policy) for cell in cells]
     assert sorted(ran) == sorted(set(cells))
@@ -74,7 +74,7 @@ def test_cells_that_can_not_differ_run_once_and_keep_their_names():
         ran.append(cell)
         return outcome(cell)
 
-    cells = [Cell(10), Cell(20, 5, "s3fifo"), Cell(3, 10), Cell(3, 0, "lru", "second"), Cell(3)]
+    cells = [Cell(10), Cell(20, 5, "adaptive"), Cell(3, 10), Cell(3, 0, "lru", "second"), Cell(3)]
     found = sweep(WORKLOAD, cells, most=10, processes=1, run=run)
     assert sorted(ran) == [Cell(3), Cell(3, 10), Cell(ENDLESS)]
     assert [(o.ram, o.ssd, o.policy, o.admission) for o in found] == [tuple(cell) for cell in cells]

@@ -1,6 +1,6 @@
 """vllm-mlx's own command, with a PrefixCache installed."""
 
-from prefixcache.servers.vllm_mlx.install import main
+from prefixcache.servers.vllm_mlx.installation import main
 
 if __name__ == "__main__":
     main()
