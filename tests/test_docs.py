@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from functools import cache
@@ -20,6 +21,7 @@ SOURCES = [
     for folder in ("prefixcache", "kernels", "migrations", "tools", "tests")
     for path in sorted((ROOT / folder).rglob("*.py"))
 ]
+PACKAGE = [path for path in SOURCES if path.is_relative_to(ROOT / "prefixcache")]
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^()\s]+)\)")
 MLX_LM_S = {"--model", "--adapter-path", "--draft-model", "--prefill-step-size"}  # of `prefixcache serve`
@@ -78,6 +80,26 @@ def test_files_and_names_of_the_architecture_are_there() -> None:
             assert re.search(
                 rf"^\s*(?:(?:async )?def|class) {part}\b|^\s*(?:self\.)?{part}\b[^=\n]* = ", source, re.M
             ), f"{path} has no {part}"
+
+
+def test_tests_that_pages_name_are_there() -> None:
+    for page in PAGES[2:]:
+        for test in re.findall(r"\btests/[\w/]+\.\w+\b", page.read_text(encoding="utf-8")):
+            assert (ROOT / test).is_file(), f"{name(page)} names {test}"
+
+
+def test_log_lines_that_operating_explains_are_in_the_sources() -> None:
+    page = (ROOT / "docs" / "operating.md").read_text(encoding="utf-8")
+    table = page.partition("## What the log lines mean")[2].partition("\n## ")[0]
+    nodes = (node for path in PACKAGE for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    lines = re.findall(r"^\| `(.*?)` \|", table, re.MULTILINE)
+    assert len(lines) > 10
+    for line in lines:
+        for part in re.split(r"\.\.\.|\bDIR\b|\d+|OSError: \[Errno .*directory|OSError: .*?;|[:;()x]", line):
+            assert len(part.strip()) < 8 or any(part.strip() in text for text in texts), (
+                f"nothing logs {part.strip()!r}"
+            )
 
 
 @cache
