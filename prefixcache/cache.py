@@ -1,8 +1,8 @@
-"""`PrefixCache`: the public calls. Each checks its arguments, finds the namespace and hands the work on.
+"""`PrefixCache`: the public calls. Each checks its arguments and hands the work on.
 
-The way of a prompt: tokens -> `keys` -> `tree` (how deep it is known) -> images in RAM -> `layers.stored` (a live
-prompt cache). The way of new tokens: `layers.plan` (read) -> `storing` (what is new, encode, publish) -> `tiers`
-(RAM, spill) -> `ssd` (files, index).
+The way of a prompt: tokens -> `tiers.prompt` (how deep it is known) -> `operations.fetch` (images in RAM) -> `layers.stored`
+(a live prompt cache). The way of new tokens: `layers.plan` (read) -> `operations.store` (what is new, encode, publish) ->
+`tiers.storage` (RAM, spill) -> `ssd` (files, index).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import concurrent.futures
-import json
 import logging
 import os
 import sqlite3
@@ -22,41 +21,44 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-import numpy as np
 
-from prefixcache.blocks.tree import RAM, SSD, Node, Slot, Walk
-from prefixcache.codecs import Codec, TurboQuant, codec_from_spec
+from prefixcache.blocks.lookup import required_images
+from prefixcache.blocks.node import RAM, Slot
+from prefixcache.codecs import Codec, TurboQuant
 from prefixcache.codecs.turboquant import backends as turboquant_backends
-from prefixcache.image import Image
-from prefixcache.keys import BLOCK, TOKEN_BYTES, Tokens, as_model, as_salt, as_tokens, canonical, root_key
+from prefixcache.keys import BLOCK, Tokens, as_model, as_salt, as_tokens
 from prefixcache.layers.adapters import allow
 from prefixcache.layers.decoded import Decoded
 from prefixcache.layers.encode import evaluate
-from prefixcache.layers.plan import Plan, mask_of, read
-from prefixcache.layers.read_ahead import ReadAhead
-from prefixcache.layers.stored import Block, Held, StoredPrompt
+from prefixcache.layers.plan import read
+from prefixcache.layers.stored import StoredPrompt
 from prefixcache.memory import give_back, machine_memory
 from prefixcache.metrics.logs import Summary
-from prefixcache.metrics.stats import Labelled, Stats
+from prefixcache.metrics.stats import Stats
+from prefixcache.operations.arguments import check_leave, number, seconds
+from prefixcache.operations.fetch import find, read_ahead
+from prefixcache.operations.remove import remove
+from prefixcache.operations.snapshot import snapshot
 from prefixcache.operations.store import Store
 from prefixcache.settings import Settings, parse_size
-from prefixcache.ssd import Namespace, Ssd
+from prefixcache.ssd import Ssd
 from prefixcache.ssd.directory import refusal
 from prefixcache.tiers.budget import Reservation
-from prefixcache.tiers.finding import Deepest, boundary, deepest, hit
 from prefixcache.tiers.memory_pressure import Pressure
+from prefixcache.tiers.namespaces import Namespaces
 from prefixcache.tiers.promotion import promote
-from prefixcache.tiers.tiers import QUEUE_SHARE, Home, Tiers
+from prefixcache.tiers.prompt import Prompt, boundary
+from prefixcache.tiers.storage import Storage
 from prefixcache.trace.recording import Recorder
 
 log = logging.getLogger("prefixcache")
 
-TELL = 60.0  # seconds after which a hit tells the index what was used
-NAMESPACES = 1024  # from so many on, those that hold nothing are forgotten when one is added
+QUEUE_SHARE = 4  # spill_queue="auto" is a 4th of the RAM budget
+RECENCY_FLUSH_INTERVAL = 60.0  # seconds after which a hit tells the index what was used
+RECENCY_FLUSH_SLOTS = 8192  # or so many that it has not heard of
 PROMOTERS = 4  # promotions at work at once; the reads of each go to the SSD's reader pool
 LONGEST = 1 << 24  # tokens that a fetch leaves room for
-YEAR = 365 * 86_400.0
-HURRY = 5.0  # seconds that an interrupted close() gives the SSD
+INTERRUPTED_CLOSE = 5.0  # seconds that an interrupted close() gives the SSD
 
 _open: set[PrefixCache] = set()  # those that have a directory, until they are closed
 
@@ -104,18 +106,14 @@ class PrefixCache:
             raise TypeError(f"settings and {', '.join(values)} were both given: pass one Settings, or its fields")
         self.settings = settings if settings is not None else Settings(**values)
         self.codec: Codec = self.settings.codec if self.settings.codec is not None else TurboQuant()
-        self._codec_text = canonical(self.codec.spec())
         allow(*self.settings.allow_classes)
         ram = self.settings.ram_bytes(usable_memory())
         self._recorder = Recorder(self.settings.trace) if self.settings.trace is not None else None
-        self._tiers = Tiers(self.settings, ram)
-        self._by_model: dict[str, dict[str, Plan]] = {}  # model -> layout -> plan
-        self._plans: dict[tuple[str, str], Plan] = {}  # codec, layout -> plan
-        self._roots: dict[tuple[str, str, bytes], bytes] = {}
-        self._sweep_at = NAMESPACES
+        self._storage = Storage(self.settings, ram)
+        self._namespaces = Namespaces(self._storage, self.codec)
         self._pins: dict[tuple[bytes, bytes], list[list[Slot]]] = {}
         self._kernels = turboquant_backends.describe()
-        self._told = time.monotonic()  # when the index last heard what was used
+        self._last_flush = time.monotonic()  # of what was used, to the index
         self._closed = False
         self._close_lock = threading.RLock()  # a signal's handler may close what is being closed
         self._pid = os.getpid()
@@ -129,7 +127,7 @@ class PrefixCache:
                 raise
         self._promoters = ThreadPoolExecutor(PROMOTERS, "prefixcache-promote")
         self._promoting: set[Future[int]] = set()
-        self._pressure = Pressure(self._tiers, self.settings.reserve_bytes(machine_memory()))
+        self._pressure = Pressure(self._storage, self.settings.reserve_bytes(machine_memory()))
         if self.settings.memory_reserve != 0:
             self._pressure.start()
         self._summary: Summary | None = None
@@ -143,95 +141,43 @@ class PrefixCache:
         directory = self.settings.ssd_dir
         assert directory is not None
         queue = self.settings.spill_queue if self.settings.spill_queue != "auto" else max(ram // QUEUE_SHARE, 1)
+        tier = self._storage.add_tier()
         self._ssd = Ssd(
             directory, limit=self.settings.ssd_bytes(directory), queue_bytes=queue, readers=self.settings.readers,
-            written=self._tiers.written, vanished=self._tiers.vanished,
+            written=tier.written, vanished=tier.recreated,
         )  # fmt: skip
         try:
-            self._tiers.open_ssd(self._ssd, filter(None, map(self._home_of, self._ssd.namespaces())))
+            tier.open(self._ssd, filter(None, map(self._namespaces.from_row, self._ssd.namespaces())))
         except BaseException as error:
             self._ssd.close(0)
             if isinstance(error, (OSError, sqlite3.Error)):
                 raise refusal(directory, error) from error
             raise
 
-    # -- namespaces ---------------------------------------------------------------------------------------------------
-
-    def _home_of(self, row: Namespace) -> Home | None:
-        """A namespace that the index names. None, with a warning, when this process can't make its caches."""
-        try:
-            return self._make_home(row)
-        except Exception as error:
-            log.warning("namespace %s of model %r is out of reach: %s", row.root.hex(), row.model, error)
-            return None
-
-    def _make_home(self, row: Namespace) -> Home:
-        plan = self._plan(row.model, row.codec, row.layout)
-        return Home(row, plan, self._tiers.tree.space(row.root, plan.windows, bool(plan.snapshots)))
-
-    def _plan(self, model: str, codec: str, layout: str) -> Plan:
-        plan = self._plans.get((codec, layout))  # one for all models and salts that share them
-        if plan is None:
-            plan = Plan(json.loads(layout), codec_from_spec(json.loads(codec)))
-            plan.check_classes()
-            self._plans[codec, layout] = plan
-        if codec == self._codec_text:
-            self._by_model.setdefault(model, {})[layout] = plan
-        return plan
-
-    def _homes(self, model: Any, salt: Any) -> list[Home]:
-        """The namespaces of a model and a salt that are known: one for each layout that its caches have had."""
-        model, salt = as_model(model), as_salt(salt)
-        with self._tiers.lock:
-            stated = [(model, self._codec_text, layout) for layout in self._by_model.get(model, ())]
-            known = [(one, self._tiers.homes.get(self._root(model, one[2], salt))) for one in stated]
-            return [home for one, home in known if home is not None and home.row.stated == one]
-
-    def _root(self, model: str, layout: str, salt: bytes) -> bytes:
-        known = self._roots.get((model, layout, salt))
-        if known is None:
-            known = root_key(model, self.codec.spec(), json.loads(layout), salt)
-            if len(self._roots) >= 1024:
-                self._roots.clear()
-            self._roots[model, layout, salt] = known
-        return known
-
-    def _record_root(self, model: str, salt: bytes) -> bytes:
-        """What a recording's ids begin from: the same for all layouts, so also before a namespace is known."""
-        with self._tiers.lock:
-            return self._root(model, "{}", as_salt(salt))
-
-    def _home_for(self, model: str, layout: dict[str, Any], salt: bytes) -> Home:
-        """The namespace of a layout, made when it isn't there."""
-        text = canonical(layout)
-        with self._tiers.lock:
-            root = self._root(model, text, salt)
-            row = Namespace(root, model, self._codec_text, text, time.time())
-            known = self._tiers.homes.get(root)
-            if known is not None and known.row.stated != row.stated:  # nobody else could tell, if there is a salt
-                log.warning("namespace %s was forged: it is not what model %r makes; deleted", root.hex(), model)
-                self._tiers.disown(known)
-            if root not in self._tiers.homes:
-                if len(self._tiers.homes) >= self._sweep_at:
-                    self._tiers.drop_empty()
-                    self._sweep_at = max(NAMESPACES, 2 * len(self._tiers.homes))
-                self._tiers.homes[root] = self._make_home(row)
-            return self._tiers.homes[root]
-
-    def _deepest(
-        self, raw: bytes, homes: list[Home], tier: int, limit: int, whole_blocks: bool = False
-    ) -> Deepest | None:
-        """The namespace that gives most of these tokens; call it under the lock."""
-        return deepest(self._tiers.tree, raw, homes, tier, limit, whole_blocks)
-
     # -- storing and finding ------------------------------------------------------------------------------------------
+
+    def prompt(self, tokens: Tokens, *, model: str, salt: bytes = b"") -> Prompt:
+        """A request's tokens, checked once: the calls below take it in the place of tokens, model and salt, and then walk the
+        graph of blocks once for all of them.
+
+        Raises TypeError or ValueError for bad tokens, model or salt.
+        """
+        model, salt, token_bytes = as_model(model), as_salt(salt), as_tokens(tokens).tobytes()
+        return Prompt(self._storage, lambda: self._namespaces.known(model, salt), token_bytes, tokens, model, salt)
+
+    def _prompt(self, tokens: Tokens | Prompt, model: str | None, salt: bytes) -> Prompt:
+        if not isinstance(tokens, Prompt):
+            return self.prompt(tokens, model=model, salt=salt)  # type: ignore[arg-type]
+        if model is not None or salt:
+            raise TypeError("a Prompt has its model and salt: pass them to PrefixCache.prompt alone")
+        return tokens
 
     def store(
         self,
-        tokens: Tokens,
+        tokens: Tokens | Prompt,
         prompt_cache: list[Any],
         *,
-        model: str,
+        model: str | None = None,
         salt: bytes = b"",
         label: str = "",
         write_back: bool = False,
@@ -259,55 +205,58 @@ class PrefixCache:
         """
         self._check_open()
         began = time.monotonic()
-        ids, model, salt = as_tokens(tokens), as_model(model), as_salt(salt)
-        since = _whole(since, "store: since", "tokens")
+        prompt = self._prompt(tokens, model, salt)
+        since = number(since, "store: since", "tokens")
         if not isinstance(label, str):
             raise TypeError(f"label={label!r}: give a word")
-        if not len(ids):
+        if not len(prompt):
             raise ValueError("tokens are empty: there is nothing to store")
         reading = read(prompt_cache)
-        limit = min(len(ids), reading.positions) if reading.positions is not None else len(ids)
+        limit = min(len(prompt), reading.positions) if reading.positions is not None else len(prompt)
         counted = any(leaf.positions for leaf in reading.leaves)
         if not counted and not any(mx.array in map(type, _flat(leaf.state)) for leaf in reading.leaves):
             return Stored(0, 0, 0, False, ())  # nothing has gone through this cache yet
-        home = self._home_for(model, reading.layout, salt)
-        if whole_blocks and not (home.plan.snapshots or home.plan.lossless):
+        namespace = self._namespaces.of_layout(prompt.model, reading.layout, prompt.salt)
+        plan = namespace.plan
+        if whole_blocks and not (plan.snapshots or plan.lossless):
             limit -= limit % BLOCK
             if not limit:
-                return Stored(0, 0, 0, False, tuple(home.plan.raw))
+                return Stored(0, 0, 0, False, tuple(plan.raw))
         agreed = reading.agreed and reading.positions in (None, limit)
         evaluate(reading.leaves)
-        raw = ids[:limit].tobytes()
         if self._recorder is not None and (state or not write_back):
-            self._recorder.store(self._record_root(model, salt), raw)
-        back = Decoded(since) if write_back and not home.plan.lossless else None
-        with_snapshot = bool(home.plan.snapshots) and agreed and state
-        store = Store(self._tiers, home, raw, reading.leaves, with_snapshot, sys.intern(label), back)
-        stored = Stored(*store.run(), tuple(home.plan.raw))
-        self._tiers.counters.durations.store.observe(time.monotonic() - began)
+            self._recorder.store(
+                self._namespaces.recorded_root(prompt.model, prompt.salt), prompt.token_bytes[: limit * 8]
+            )
+        back = Decoded(since) if write_back and not plan.lossless else None
+        with_snapshot = bool(plan.snapshots) and agreed and state
+        store = Store(self._storage, namespace, prompt, limit, reading.leaves, with_snapshot, sys.intern(label), back)
+        stored = Stored(*store.run(), tuple(plan.raw))
+        self._storage.counters.durations.store.observe(time.monotonic() - began)
         return stored
 
     def match(
-        self, tokens: Tokens, *, model: str, salt: bytes = b"", leave: int = 0, whole_blocks: bool = False
+        self,
+        tokens: Tokens | Prompt,
+        *,
+        model: str | None = None,
+        salt: bytes = b"",
+        leave: int = 0,
+        whole_blocks: bool = False,
     ) -> Match:
         """How deep a `fetch` with these arguments can hit `tokens`. No I/O, no MLX, nothing changes."""
         self._check_open()
-        _check_leave(leave)
-        raw, homes, tree = as_tokens(tokens).tobytes(), self._homes(model, salt), self._tiers.tree
-        limit, ram, ssd = len(raw) // TOKEN_BYTES - leave, 0, 0
-        with self._tiers.lock:
-            for home in homes if limit > 0 else ():
-                walk = tree.walk(home.space, raw)
-                ram = max(ram, boundary(tree, home, walk, RAM, limit, whole_blocks))
-                if self._ssd is not None:
-                    ssd = max(ssd, boundary(tree, home, walk, SSD, limit, whole_blocks))
-        return Match(ram, max(ram, ssd))
+        check_leave(leave)
+        prompt = self._prompt(tokens, model, salt)
+        with self._storage.lock:
+            ram, everywhere = (prompt.deepest(tier, leave, whole_blocks) for tier in (RAM, self._storage.graph.last))
+            return Match(ram.depth if ram else 0, everywhere.depth if everywhere else 0)
 
     def fetch(
         self,
-        tokens: Tokens,
+        tokens: Tokens | Prompt,
         *,
-        model: str,
+        model: str | None = None,
         salt: bytes = b"",
         leave: int = 1,
         compressed: bool = False,
@@ -335,229 +284,180 @@ class PrefixCache:
         as those have that a live cache stored; what plain caches stored has one in each block, and is decoded and coded anew.
         What such a cache holds can be stored again as it is.
         """
-        ids, counters = as_tokens(tokens), self._tiers.counters
-        _check_leave(leave)
-        room = room if room is None else _whole(room, "fetch: room", "tokens", LONGEST)
+        prompt, durations = self._prompt(tokens, model, salt), self._storage.counters.durations
+        check_leave(leave)
+        room = room if room is None else number(room, "fetch: room", "tokens", LONGEST)
         ahead = None
         if promote:
-            coming = self.promote(ids, model=model, salt=salt, leave=leave, whole_blocks=whole_blocks)
+            coming = self.promote(prompt, leave=leave, whole_blocks=whole_blocks)
             if not coming.done() and not compressed:
-                ahead = self._read_ahead(coming, ids, model, salt, leave, whole_blocks, room)
+                ahead = read_ahead(self._storage, coming, prompt, leave, whole_blocks, room)
             try:
                 coming.result()
             except concurrent.futures.CancelledError:
                 self._check_open()
                 raise
         began = time.monotonic()
-        found = self._find(ids, model, salt, leave, whole_blocks)
+        found = self._find(prompt, leave, whole_blocks)
         if found is None:
-            counters.durations.fetch_miss.observe(time.monotonic() - began)
-            return None, tokens
-        prompt, pinned = found
+            durations.fetch_miss.observe(time.monotonic() - began)
+            return None, prompt.given
+        stored, pinned = found
         try:
-            room = len(ids) - prompt.tokens if room is None else room
-            made = prompt.live(room) if compressed else prompt.dequantize(room, ahead)
+            room = len(prompt) - stored.tokens if room is None else room
+            made = stored.live(room) if compressed else stored.dequantize(room, ahead)
             mx.eval([_flat(vars(layer)) for layer in made])
         finally:
-            self._tiers.unpin(pinned)
-        counters.durations.fetch_hit.observe(time.monotonic() - began)
-        return made, tokens[prompt.tokens :]
+            self._storage.unpin(pinned)
+        durations.fetch_hit.observe(time.monotonic() - began)
+        return made, prompt.given[stored.tokens :]
 
-    def _read_ahead(
-        self, coming: Future[int], ids: np.ndarray, model: str, salt: bytes, leave: int, whole_blocks: bool,
-        room: int | None,
-    ) -> ReadAhead | None:  # fmt: skip
-        """What comes is decoded block by block. What will be hit is a guess until all is there; None where it can't help."""
-        raw, homes = ids.tobytes(), self._homes(model, salt)
-        with self._tiers.lock:
-            best = self._deepest(raw, homes, SSD, len(ids) - leave, whole_blocks)
-        if best is None or best.depth <= 0 or not ReadAhead.serves(best.home.plan):
-            return None
-        depth, home, walk = best
-        ahead = ReadAhead(home.plan, depth, len(ids) - depth if room is None else room)
-        for node in walk.nodes:
-            if node.start >= depth or (image := self._arrived(node, coming)) is None:
-                break
-            ahead.add(node.start, image)
-        return ahead
-
-    def _arrived(self, node: Node, coming: Future[int]) -> Image | None:
-        """A block's rows, once they are in RAM; None when they don't come."""
-        with self._tiers.lock:
-            while node.rows is not None and node.rows.image is None and not coming.done():
-                self._tiers.moved.wait(0.1)
-            return node.rows.image if node.rows is not None else None
-
-    def lookup(self, tokens: Tokens, *, model: str, salt: bytes = b"", leave: int = 0) -> StoredPrompt | None:
+    def lookup(
+        self, tokens: Tokens | Prompt, *, model: str | None = None, salt: bytes = b"", leave: int = 0
+    ) -> StoredPrompt | None:
         """What RAM has for `tokens`, still encoded: wrappers to copy, trim and dequantize later. None on a miss.
 
         It holds its images while it lives, and what the cache evicts meanwhile is then the holder's memory.
         """
-        found = self._find(as_tokens(tokens), model, salt, leave)
+        check_leave(leave)
+        found = self._find(self._prompt(tokens, model, salt), leave)
         if found is None:
             return None
-        self._tiers.unpin(found[1])
+        self._storage.unpin(found[1])
         return found[0]
 
-    def _find(
-        self, ids: np.ndarray, model: Any, salt: Any, leave: int, whole_blocks: bool = False
-    ) -> tuple[StoredPrompt, list[Slot]] | None:
+    def _find(self, prompt: Prompt, leave: int, whole_blocks: bool = False) -> tuple[StoredPrompt, list[Slot]] | None:
         self._check_open()
-        _check_leave(leave)
-        homes, raw, tree = self._homes(model, salt), ids.tobytes(), self._tiers.tree
         if self._recorder is not None:
-            self._recorder.fetch(self._record_root(model, salt), raw)
-        with self._tiers.lock:
-            found = hit(self._tiers, raw, homes, len(ids) - leave, len(ids), whole_blocks)
-            if found is None:
-                return None
-            depth, home, walk, pinned = found
-            blocks = [
-                Block(n.start, n.rows.image, tuple(
-                    Held(slot.image, tuple(mask & mask_of(0, shared) for mask in slot.mask))
-                    for slot, shared in tree.windows(n, depth, RAM).items()
-                ))
-                for n in walk.nodes
-                if n.start < depth and n.rows is not None
-            ]  # fmt: skip
-            state: Image | None = next((s.image for s in pinned if s.kind == "snapshot"), None)
-            if len(tree.touched) > 8192 or time.monotonic() > self._told + TELL:
-                self._told = time.monotonic()
-                self._tiers.persist_recency()
-        try:
-            return StoredPrompt(home.plan, depth, blocks, state), pinned
-        except BaseException:
-            self._tiers.unpin(pinned)
-            raise
+            self._recorder.fetch(self._namespaces.recorded_root(prompt.model, prompt.salt), prompt.token_bytes)
+        with self._storage.lock:
+            unflushed = len(self._storage.graph.recency.unflushed)
+            if unflushed > RECENCY_FLUSH_SLOTS or time.monotonic() > self._last_flush + RECENCY_FLUSH_INTERVAL:
+                self._last_flush = time.monotonic()
+                self._storage.spilling.flush_recency()
+        return find(self._storage, prompt, leave, whole_blocks)
 
     # -- SSD to RAM ---------------------------------------------------------------------------------------------------
 
     def promote(
-        self, tokens: Tokens, *, model: str, salt: bytes = b"", leave: int = 0, whole_blocks: bool = False
+        self,
+        tokens: Tokens | Prompt,
+        *,
+        model: str | None = None,
+        salt: bytes = b"",
+        leave: int = 0,
+        whole_blocks: bool = False,
     ) -> Future[int]:
         """Bring what the SSD has for `tokens` into RAM. Returns at once; the future's result is how many of them RAM has
         then.
 
         `leave` and `whole_blocks` are those of the `fetch` to come: a sliding window needs other rows where a hit ends
-        earlier. When not all of it fits, the leading part comes. A file that went bad is set aside, and the depth ends before
-        it.
+        earlier. When not all of it fits, the leading part comes. A file that went bad is quarantined, and the depth ends
+        before it.
         """
         self._check_open()
-        _check_leave(leave)
-        ids, tree = as_tokens(tokens), self._tiers.tree
-        raw, homes, limit = ids.tobytes(), self._homes(model, salt), max(len(ids) - leave, 0)
-        with self._tiers.lock:
-            best = self._deepest(raw, homes, SSD, limit, whole_blocks)
-            depth = best.depth if best is not None else 0
-            if (
-                best is None
-                or depth == 0
-                or self._ssd is None
-                or depth == boundary(tree, best.home, best.walk, RAM, limit, whole_blocks)
-            ):
+        check_leave(leave)
+        prompt = self._prompt(tokens, model, salt)
+        with self._storage.lock:
+            deepest = prompt.deepest(self._storage.graph.last, leave, whole_blocks)
+            depth = deepest.depth if deepest is not None else 0
+            limit = max(len(prompt) - leave, 0)
+            if not deepest or depth == boundary(deepest.namespace, deepest.walk, RAM, limit, whole_blocks):
                 done: Future[int] = Future()
                 done.set_result(depth)
                 return done
         try:
-            promoting = self._promoters.submit(promote, self._tiers, self._ssd, best.home, raw, limit, whole_blocks)
+            promoting = self._promoters.submit(promote, self._storage, prompt, leave, whole_blocks)
         except RuntimeError:
             self._check_open()  # closed meanwhile
             raise
+        promoting.add_done_callback(self._notify)
         self._promoting.add(promoting)
         promoting.add_done_callback(self._promoting.discard)
         return promoting
 
+    def _notify(self, promoting: Future[int]) -> None:
+        """A promotion has ended: whoever waits for its blocks is told."""
+        with self._storage.changed:
+            self._storage.changed.notify_all()
+
     async def promote_async(
-        self, tokens: Tokens, *, model: str, salt: bytes = b"", leave: int = 0, whole_blocks: bool = False
+        self,
+        tokens: Tokens | Prompt,
+        *,
+        model: str | None = None,
+        salt: bytes = b"",
+        leave: int = 0,
+        whole_blocks: bool = False,
     ) -> int:
         """`promote`, awaited. Cancelling the wait does not stop the reads that have begun."""
         coming = self.promote(tokens, model=model, salt=salt, leave=leave, whole_blocks=whole_blocks)
         return await asyncio.shield(asyncio.wrap_future(coming))
 
     def unread(
-        self, tokens: Tokens, *, model: str, salt: bytes = b"", leave: int = 0, whole_blocks: bool = False
+        self,
+        tokens: Tokens | Prompt,
+        *,
+        model: str | None = None,
+        salt: bytes = b"",
+        leave: int = 0,
+        whole_blocks: bool = False,
     ) -> int:
         """The bytes that `promote` would read for these tokens now. No I/O, no MLX, nothing changes."""
         self._check_open()
-        _check_leave(leave)
-        raw, homes = as_tokens(tokens).tobytes(), self._homes(model, salt)
-        with self._tiers.lock:
-            best = self._deepest(raw, homes, SSD, max(len(raw) // TOKEN_BYTES - leave, 0), whole_blocks)
-            if best is None:
+        check_leave(leave)
+        prompt, last = self._prompt(tokens, model, salt), self._storage.graph.last
+        with self._storage.lock:
+            deepest = prompt.deepest(last, leave, whole_blocks)
+            if deepest is None:
                 return 0
-            return sum(slot.nbytes for slot in self._tiers.tree.serving(best[2], best[0]) if slot.image is None)
+            required = required_images(deepest.walk, deepest.depth, last)
+            return sum(slot.nbytes for slot in required if slot.image is None)
 
-    # -- keeping and letting go ---------------------------------------------------------------------------------------
+    # -- pinned and deleted -------------------------------------------------------------------------------------------
 
-    def pin(self, tokens: Tokens, *, model: str, salt: bytes = b"") -> int:
-        """Keep what is stored of `tokens` from leaving the tier it is in. Returns how many tokens that are; counts."""
+    def pin(self, tokens: Tokens | Prompt, *, model: str | None = None, salt: bytes = b"") -> int:
+        """Keep what is stored of `tokens` in the tier it is in. Returns how many tokens that are; counts."""
         self._check_open()
-        raw, homes = as_tokens(tokens).tobytes(), self._homes(model, salt)
-        with self._tiers.lock:
-            best = self._deepest(raw, homes, SSD, len(raw) // TOKEN_BYTES)
-            if best is None or best[0] == 0:
+        prompt, graph = self._prompt(tokens, model, salt), self._storage.graph
+        with self._storage.lock:
+            deepest = prompt.deepest(graph.last)
+            if deepest is None or deepest.depth == 0:
                 return 0
-            depth, home, walk = best
-            held = self._tiers.tree.pin(self._tiers.tree.serving(walk, depth))
-            self._pins.setdefault((home.row.root, raw), []).append(held)
-            return depth
+            pinned = graph.pin(required_images(deepest.walk, deepest.depth, graph.last))
+            self._pins.setdefault((deepest.namespace.row.root, prompt.token_bytes), []).append(pinned)
+            return deepest.depth
 
-    def unpin(self, tokens: Tokens, *, model: str, salt: bytes = b"") -> bool:
+    def unpin(self, tokens: Tokens | Prompt, *, model: str | None = None, salt: bytes = b"") -> bool:
         """Undo one `pin` of the same tokens. False when there is none."""
         self._check_open()
-        raw, homes = as_tokens(tokens).tobytes(), self._homes(model, salt)
-        with self._tiers.lock:
-            for home in homes:
-                if held := self._pins.get((home.row.root, raw)):
-                    self._tiers.unpin(held.pop())
-                    if not held:
-                        del self._pins[home.row.root, raw]
+        prompt = self._prompt(tokens, model, salt)
+        with self._storage.lock:
+            for namespace in prompt.namespaces():
+                if pins := self._pins.get((namespace.row.root, prompt.token_bytes)):
+                    self._storage.unpin(pins.pop())
+                    if not pins:
+                        del self._pins[namespace.row.root, prompt.token_bytes]
                     return True
         return False
 
-    def remove(self, tokens: Tokens, *, model: str, salt: bytes = b"") -> int:
-        """Forget this prompt, in every tier: its blocks that no other stored prompt shares. Returns their bytes.
+    def remove(self, tokens: Tokens | Prompt, *, model: str | None = None, salt: bytes = b"") -> int:
+        """Delete this prompt, in every tier: its blocks that no other stored prompt shares. Returns their bytes.
 
         Blocks that a longer prompt goes on from stay, and so do those before them.
         """
         self._check_open()
-        raw, homes, freed = as_tokens(tokens).tobytes(), self._homes(model, salt), 0
-        with self._tiers.lock:
-            for home in homes:
-                walk = self._tiers.tree.walk(home.space, raw)
-                boundary = walk.depth
-                if boundary * TOKEN_BYTES != len(raw) or not walk.nodes:
-                    continue
-                freed += self._remove(walk, boundary)
-        return freed
-
-    def _remove(self, walk: Walk, boundary: int) -> int:
-        tree, freed = self._tiers.tree, 0
-        node = walk.nodes[-1]
-        own = [s for s in tree.serving(walk, boundary) if s.kind == "snapshot"]
-        if (
-            walk.partial is not None or node.kids
-        ):  # a longer prompt goes on from here: only the boundary's state is its own
-            return sum(self._tiers.discard(slot) for slot in own)
-        freed += sum(self._tiers.discard(slot) for slot in own)
-        while node.parent is not None and not node.kids and not node.snapshots:
-            parent = node.parent
-            if any(parent.snapshots_of(node.tokens)):
-                break  # a boundary that is stored needs its rows
-            for slot in (*node.windows, node.rows):
-                if slot is not None:
-                    freed += self._tiers.discard(slot)
-            node = parent
-        return freed
+        return remove(self._storage, self._prompt(tokens, model, salt))
 
     def clear(self) -> None:
-        """Forget everything, in RAM and on SSD, pins included."""
+        """Delete everything, in RAM and on SSD, pins included."""
         self._check_open()
-        with self._tiers.lock:
-            for held in (one for pins in self._pins.values() for one in pins):
-                self._tiers.unpin(held)
+        with self._storage.lock:
+            for pins in self._pins.values():
+                for pinned in pins:
+                    self._storage.unpin(pinned)
             self._pins.clear()
-            self._tiers.clear()
+            self._storage.clear()
         give_back()
 
     def trim_to(self, nbytes: int, *, wait: float | None = None) -> int:
@@ -565,11 +465,11 @@ class PrefixCache:
         more, when the SSD did not take what must leave within `wait` seconds (the setting `spill_wait`, if None).
         """
         self._check_open()
-        wait = _seconds(wait, "trim_to: wait")
-        limit, before = _whole(nbytes, "trim_to", "bytes"), self._tiers.budget.held().total
+        wait = seconds(wait, "trim_to: wait")
+        limit, before = number(nbytes, "trim_to", "bytes"), self._storage.budget.held().total
         if before <= limit:
             return before
-        held = self._tiers.trim(limit, self.settings.spill_wait if wait is None else wait)
+        held = self._storage.ram.trim(limit, self.settings.spill_wait if wait is None else wait)
         give_back()
         return held
 
@@ -583,7 +483,7 @@ class PrefixCache:
         Raises ValueError for what is no size, for 0, and for a tier that the cache was opened without.
         """
         self._check_open()
-        wait = _seconds(wait, "resize: wait")
+        wait = seconds(wait, "resize: wait")
         sizes = {name: parse_size(value, name) for name, value in (("ram", ram), ("ssd", ssd)) if value is not None}
         for name, nbytes in sizes.items():
             if not nbytes:
@@ -595,10 +495,10 @@ class PrefixCache:
         if "ram" in sizes:
             if self._ssd is not None and self.settings.spill_queue == "auto":
                 self._ssd.resize_queue(max(sizes["ram"] // QUEUE_SHARE, 1))
-            self._tiers.resize(sizes["ram"], self.settings.spill_wait if wait is None else wait, asked=True)
+            self._storage.ram.resize(sizes["ram"], self.settings.spill_wait if wait is None else wait, asked=True)
             give_back()
         if "ssd" in sizes:
-            self._tiers.resize_ssd(sizes["ssd"])
+            self._storage.lower[0].resize(sizes["ssd"])
 
     def keep(self, sequences: int) -> int:
         """Forget the coldest sequences, in every tier, until at most so many are left. Returns how many are.
@@ -606,7 +506,7 @@ class PrefixCache:
         A sequence is a stored prompt that no other stored prompt goes on from.
         """
         self._check_open()
-        return self._tiers.keep(_whole(sequences, "keep", "sequences"))
+        return self._storage.keep(number(sequences, "keep", "sequences"))
 
     def reserve(self, nbytes: int) -> Reservation | None:
         """Set RAM of the budget aside for something of the caller's, evicting the coldest for it; it counts as held until
@@ -614,56 +514,28 @@ class PrefixCache:
         """
         self._check_open()
         wait = self.settings.spill_wait if self.settings.spill == "wait" else 0.0
-        return self._tiers.reserve(_whole(nbytes, "reserve", "bytes"), wait)
+        return self._storage.ram.reserve(number(nbytes, "reserve", "bytes"), wait)
 
     # -- the cache itself ---------------------------------------------------------------------------------------------
 
     def stats(self) -> Stats:
         """Where everything is now, and what has happened since the cache was opened."""
         self._check_process()
-        tiers = self._tiers
-        with tiers.lock:
-            held = tiers.budget.held()
-            return Stats(
-                ram_limit=tiers.budget.bound,
-                ram_configured=tiers.full,
-                ram_setting=str(self.settings.ram),
-                ram_held=held.total,
-                ram_images=held.images,
-                ram_queued=held.queued,
-                ram_nodes=held.nodes,
-                ram_reserved=held.reserved,
-                ram_peak=tiers.budget.peak,
-                namespaces=len(tiers.homes),
-                blocks=tiers.tree.nodes,
-                sequences=tiers.tree.leaves.total(),
-                labels={
-                    label: Labelled(tiers.tree.leaves[label], tiers.tree.ram_by_label[label])
-                    for label in sorted({*+tiers.tree.leaves, *+tiers.tree.ram_by_label})
-                },
-                images_in_ram=len(tiers.tree.order[RAM]),
-                images_on_ssd=tiers.tree.on_ssd,
-                pinned=tiers.tree.pinned,
-                codec=str(self.codec),
-                kernels=self._kernels,
-                counters=tiers.counters.copy(denied=tiers.counters.denied + tiers.budget.denied),
-                seconds=tiers.counters.durations.read(),
-                ssd=self._ssd.stats() if self._ssd is not None else None,
-            )
+        return snapshot(self._storage, self._ssd, str(self.codec), self._kernels)
 
     def check_integrity(self) -> None:
-        """AssertionError when an invariant of the tree, the budget or the order of leaving does not hold."""
-        with self._tiers.lock:
-            self._tiers.tree.check_integrity()
+        """AssertionError when an invariant of the graph, the budget or the orders of eviction does not hold."""
+        with self._storage.lock:
+            self._storage.graph.check_integrity()
 
     def flush(self, timeout: float | None = None) -> bool:
         """Make what RAM holds durable, as far as the SSD's limit has room. False when that did not end within `timeout`
         seconds, or when the disk failed meanwhile.
         """
         self._check_open()
-        timeout = _seconds(timeout, "flush: timeout")
-        self._tiers.persist_recency()
-        return self._tiers.drain(timeout if timeout is not None else self.settings.close_timeout)
+        timeout = seconds(timeout, "flush: timeout")
+        self._storage.spilling.flush_recency()
+        return self._storage.spilling.drain(timeout if timeout is not None else self.settings.close_timeout)
 
     def close(self) -> None:
         """End it: write what RAM still holds (setting `spill_on_close`), let go of the directory. May be called
@@ -690,18 +562,18 @@ class PrefixCache:
                 whole = True
             finally:
                 if self._ssd is not None:
-                    self._ssd.close(_left(end) if whole else min(HURRY, _left(end)))
+                    self._ssd.close(_left(end) if whole else min(INTERRUPTED_CLOSE, _left(end)))
                 _open.discard(self)
-                with self._tiers.lock:
-                    self._tiers.counters.denied += self._tiers.budget.denied  # of a budget that ends here
-                    self._tiers.release()
+                with self._storage.lock:
+                    self._storage.counters.denied += self._storage.budget.denied  # of a budget that ends here
+                    self._storage.release()
                 if self._recorder is not None:
                     self._recorder.close()
                 give_back()
 
     def _write_out(self, timeout: float) -> None:
-        self._tiers.persist_recency()
-        if self.settings.spill_on_close and not self._tiers.drain(timeout):
+        self._storage.spilling.flush_recency()
+        if self.settings.spill_on_close and not self._storage.spilling.drain(timeout):
             log.warning("not all of RAM was written within close_timeout=%s s", self.settings.close_timeout)
 
     def __enter__(self) -> PrefixCache:
@@ -734,30 +606,8 @@ def _close_all() -> None:
             log.exception("ssd_dir=%r: not closed cleanly at the end of the program", str(cache.settings.ssd_dir))
 
 
-def _seconds(value: Any, what: str) -> float | None:
-    """A time to wait, None for the setting's. ValueError for what is none; a year at most, which threads can wait for."""
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
-        raise ValueError(f"{what}={value!r}: give seconds, 0 or more")
-    return float(min(value, YEAR))
-
-
-def _check_leave(leave: Any) -> None:
-    if isinstance(leave, bool) or not isinstance(leave, int) or leave < 0:
-        raise ValueError(f"leave={leave!r}: give the number of tokens to leave, 0 or more")
-
-
 def _left(end: float) -> float:
     return max(end - time.monotonic(), 0.0)
-
-
-def _whole(number: Any, call: str, what: str, most: int | None = None) -> int:
-    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-        raise ValueError(f"{call}({number!r}): give a number of {what}, 0 or more")
-    if most is not None and number > most:
-        raise ValueError(f"{call}({number if number < 1 << 63 else '...'}): give at most {most} {what}")
-    return number
 
 
 def usable_memory() -> int:

@@ -14,13 +14,26 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
+from enum import Enum
 from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 
 FORMAT = "2"
-KINDS = ("rows", "window", "snapshot")
+
+
+class Kind(str, Enum):
+    """What an image has: of a block its rows, or its window; or the state that can't be cut by token, at one boundary."""
+
+    ROWS = "rows"
+    WINDOW = "window"
+    SNAPSHOT = "snapshot"
+
+    __str__ = str.__str__
+
+
+KINDS = tuple(Kind)
 
 # safetensors' names, the element type that NumPy holds them in (bf16 and fp8 as their bits)
 DTYPES: dict[str, np.dtype[Any]] = {

@@ -1,4 +1,4 @@
-"""A tree to test on, and the ways of `storing` and `tiers` with it, without images, files or MLX.
+"""A graph to test on, and what stores and tiers do with it, without images, files or MLX.
 
 Blocks are real ones of 256 tokens. An image is any object; its size is `IMAGE` bytes.
 """
@@ -7,10 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from prefixcache.blocks.tree import BLOCK_BYTES, RAM, SSD, Node, Slot, Space, Tree, Walk, Window
+from prefixcache.blocks.eviction import eviction_victim
+from prefixcache.blocks.graph import Graph
+from prefixcache.blocks.lookup import hit_depth, required_images
+from prefixcache.blocks.node import BLOCK_BYTES, RAM, Node, Slot, Tree, Walk, Window
+from prefixcache.blocks.superseded import is_superseded, successions
 from prefixcache.keys import BLOCK, TOKEN_BYTES, as_tokens, chain
 from prefixcache.tiers.budget import Budget
 
+SSD = 1  # the tier below RAM
+TIERS = (RAM, SSD)
 IMAGE = 1000
 ROOT = bytes(16)
 
@@ -30,20 +36,20 @@ def blocks(*ids: int) -> list[int]:
 
 
 class Planting:
-    """A tree with one namespace. Nothing is evicted unless a test asks for it."""
+    """A graph with one namespace. Nothing is evicted unless a test asks for it."""
 
     def __init__(self, windows: tuple[Window, ...] = (), snapshots: bool = False, limit: int = 1 << 40):
         self.budget = Budget(limit)
-        self.tree = Tree(self.budget)
-        self.space: Space = self.tree.space(ROOT, windows, snapshots)
+        self.graph = Graph(self.budget)
+        self.tree: Tree = self.graph.tree(ROOT, windows, snapshots)
 
-    # -- what storing does --------------------------------------------------------------------------------------------
+    # -- what a store does   --------------------------------------------------------------------------------------------
 
     def store(
         self, tokens: Sequence[int], *, held: int = 0, snapshot: bool = True, touch: bool = True, settle: bool = True
     ) -> list[Slot]:
-        """Store a prompt as `storing` does; its window layers still hold the rows from `held` on. The new slots."""
-        data, made, grown, parent = raw(tokens), [], [], self.space.root
+        """Store a prompt; its window layers still hold the rows from `held` on. The new slots."""
+        data, made, grown, parent = raw(tokens), [], [], self.tree.root
         for at in range(0, len(data), BLOCK_BYTES):
             chunk = data[at : at + BLOCK_BYTES]
             node, source = self._known(parent, chunk)
@@ -53,7 +59,7 @@ class Planting:
             made += self._window(node, len(chunk) // TOKEN_BYTES, held, source)
             grown.append(node)
             parent = node
-        if self.space.snapshots and snapshot and data:
+        if self.tree.snapshots and snapshot and data:
             made += self.snapshot(tokens)
         if touch:
             self.touch(tokens, tier=SSD)
@@ -63,11 +69,11 @@ class Planting:
 
     def _known(self, parent: Node, chunk: bytes) -> tuple[Node | None, tuple[int, ...]]:
         """The block that has all of these tokens; else the window rows that a block in RAM has for the first of them."""
-        none = (0,) * len(self.space.windows)
-        exact = self.tree.child(parent, chunk)
+        none = (0,) * len(self.tree.windows)
+        exact = self.graph.child(parent, chunk)
         if exact is not None:
             return exact, none
-        nearest, shared = self.tree.nearest(parent, chunk)
+        nearest, shared = self.graph.nearest(parent, chunk)
         if nearest is None or nearest.rows is None or shared * TOKEN_BYTES == len(chunk):
             return nearest, none
         window = self._in_ram(nearest, bits(0, shared))
@@ -82,7 +88,7 @@ class Planting:
 
     def _window(self, node: Node, count: int, held: int, source: tuple[int, ...]) -> list[Slot]:
         mask = tuple(
-            bits(max(held, w.keep) - node.start, count) | m for w, m in zip(self.space.windows, source, strict=True)
+            bits(max(held, w.keep) - node.start, count) | m for w, m in zip(self.tree.windows, source, strict=True)
         )
         if not any(mask):
             return []
@@ -99,25 +105,25 @@ class Planting:
         """The state after `tokens`, on the last whole block before that boundary; nothing when it is there already."""
         data = raw(tokens)
         above = (len(tokens) - 1) // BLOCK * BLOCK_BYTES
-        parent = self.node(tokens[: above // TOKEN_BYTES]) if above else self.space.root
+        parent = self.node(tokens[: above // TOKEN_BYTES]) if above else self.tree.root
         assert parent is not None
         key = chain(parent.key, data[above:])
-        if ("snapshot", key) in self.tree.slots:
+        if ("snapshot", key) in self.graph.slots:
             return []
         return [self.enter(Slot("snapshot", parent, key, IMAGE, data[above:]))]
 
     def grow(self, parent: Node, chunk: bytes) -> Node:
         with self.reserve(1 << 16) as reservation:
-            node = self.tree.grow(parent, chunk, reservation)
+            node = self.graph.grow(parent, chunk, reservation)
         assert node is not None
         return node
 
     def enter(self, slot: Slot) -> Slot:
         """Attach a new slot; its image is in RAM."""
         with self.reserve(1 << 16) as reservation:
-            assert self.tree.attach(slot, reservation)
-            slot.tick = self.tree.clock
-            self.tree.enter(slot, RAM, image=object(), reservation=reservation)
+            assert self.graph.attach(slot, reservation)
+            slot.tick = self.graph.recency.clock
+            self.graph.place(slot, RAM, image=object(), reservation=reservation)
         return slot
 
     def reserve(self, nbytes: int):
@@ -127,71 +133,71 @@ class Planting:
 
     def drop_superseded(self, node: Node) -> None:
         """As `tiers` does, by the same rule."""
-        for slot, successor in list(self.tree.successions(node)):
-            if not slot.pins and slot.image is not None and self.tree.is_superseded(slot, successor, RAM):
-                self.tree.leave(slot, RAM)
-            if not slot.pins and slot.image is None and self.tree.is_superseded(slot, successor, SSD):
-                self.tree.leave(slot, SSD)
+        for slot, successor in list(successions(node)):
+            if not slot.pins and slot.image is not None and is_superseded(self.graph, slot, successor, RAM):
+                self.graph.drop(slot, RAM)
+            if not slot.pins and slot.image is None and is_superseded(self.graph, slot, successor, SSD):
+                self.graph.drop(slot, SSD)
 
-    # -- what tiers and promoting do ----------------------------------------------------------------------------------
+    # -- what tiers and promotions do ----------------------------------------------------------------------------------
 
     def spill(self, *slots: Slot) -> list[Slot]:
-        """Write images to the SSD, in each case what they hang on first."""
+        """Write images to the SSD, in each case what they depend on first."""
         written = []
         for slot in slots:
             chain_up = [slot]
             node: Node | None = slot.node if slot.kind != "rows" else slot.node.parent
             if slot.kind == "snapshot":
-                chain_up += [k.rows for k in slot.node.kids if k.rows and k.tokens.startswith(slot.suffix)][:1]
+                chain_up += [k.rows for k in slot.node.children if k.rows and k.tokens.startswith(slot.suffix)][:1]
             while node is not None and node.rows is not None:
                 chain_up.append(node.rows)
                 node = node.parent
             for one in reversed(chain_up):
                 if not one.disk:
-                    self.tree.enter(one, SSD, disk=4096)
+                    self.graph.place(one, SSD, disk=4096)
                     written.append(one)
         for slot in written:
             self.drop_superseded(slot.node)
         return written
 
     def spill_all(self) -> None:
-        self.spill(*list(self.tree.slots.values()))
+        self.spill(*list(self.graph.slots.values()))
 
     def evict(self, tier: int) -> Slot | None:
-        slot = self.tree.coldest(tier)
+        slot = eviction_victim(self.graph, tier)
         if slot is not None:
-            self.tree.leave(slot, tier)
+            self.graph.drop(slot, tier)
         return slot
 
     def empty_ram(self) -> None:
-        """Write everything, then let all that may leave RAM."""
+        """Write everything, then evict all that may be."""
         self.spill_all()
         while self.evict(RAM):
             pass
 
     def promote(self, tokens: Sequence[int]) -> list[Slot]:
         walk = self.walk(tokens)
-        brought = [s for s in reversed(self.tree.serving(walk, self.reach(tokens, SSD))) if s.image is None]
+        brought = [s for s in reversed(required_images(walk, self.reach(tokens, SSD), SSD)) if s.image is None]
         for slot in brought:
             with self.reserve(IMAGE) as reservation:
-                self.tree.enter(slot, RAM, image=object(), reservation=reservation)
+                self.graph.place(slot, RAM, image=object(), reservation=reservation)
         self.touch(tokens)
         return brought
 
     # -- what a cache asks --------------------------------------------------------------------------------------------
 
     def walk(self, tokens: Sequence[int]) -> Walk:
-        return self.tree.walk(self.space, raw(tokens))
+        return self.graph.walk(self.tree, raw(tokens))
 
     def reach(self, tokens: Sequence[int], tier: int = RAM, limit: int | None = None) -> int:
-        return self.tree.reach(self.walk(tokens), tier, len(tokens) if limit is None else limit)
+        return hit_depth(self.walk(tokens), tier, len(tokens) if limit is None else limit)
 
     def serving(self, tokens: Sequence[int], tier: int = RAM) -> list[Slot]:
-        return self.tree.serving(self.walk(tokens), self.reach(tokens, tier), tier)
+        return required_images(self.walk(tokens), self.reach(tokens, tier), tier)
 
     def touch(self, tokens: Sequence[int], tier: int = RAM) -> list[Slot]:
         serving = self.serving(tokens, tier)
-        self.tree.touch(serving, hit=True)
+        self.graph.recency.touch(serving, hit=True)
         return serving
 
     def node(self, tokens: Sequence[int]) -> Node | None:
@@ -212,10 +218,10 @@ def bits(first: int, last: int) -> int:
 
 
 def restarted(old: Planting, order: Iterable[Slot] | None = None) -> Planting:
-    """A new tree from what the SSD holds, entered parents first (or in `order`), as at open."""
-    new = Planting(old.space.windows, old.space.snapshots, old.budget.limit)
-    kept = [s for s in (old.tree.slots.values() if order is None else order) if s.disk]
-    made: dict[bytes, Node] = {old.space.root.key: new.space.root}
+    """A new graph from what the SSD holds, placed parents first (or in `order`), as at open."""
+    new = Planting(old.tree.windows, old.tree.snapshots, old.budget.limit)
+    kept = [s for s in (old.graph.slots.values() if order is None else order) if s.disk]
+    made: dict[bytes, Node] = {old.tree.root.key: new.tree.root}
     for slot in sorted(kept, key=lambda s: (s.kind != "rows", s.node.start if s.kind == "rows" else 0)):
         if slot.kind == "rows":
             assert slot.node.parent is not None
@@ -224,7 +230,7 @@ def restarted(old: Planting, order: Iterable[Slot] | None = None) -> Planting:
         again = Slot(slot.kind, node, slot.key, slot.nbytes, slot.suffix, slot.mask)
         again.tick, again.hits = slot.tick, slot.hits
         with new.reserve(1 << 16) as reservation:
-            assert new.tree.attach(again, reservation)
-        new.tree.enter(again, SSD, disk=slot.disk)
-    new.tree.settle()
+            assert new.graph.attach(again, reservation)
+        new.graph.place(again, SSD, disk=slot.disk)
+    new.graph.recency.sort_below_ram()
     return new

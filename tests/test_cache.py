@@ -262,7 +262,7 @@ def test_a_long_prompt_whose_first_file_vanished_is_stored_again_from_there(open
     put(cache, tokens)
     cache.flush(20)
     cache.trim_to(0, wait=10)
-    (first,) = next(iter(cache._tiers.tree.spaces.values())).root.kids
+    (first,) = next(iter(cache._storage.graph.trees.values())).root.children
     (tmp_path / "ssd" / "rows" / first.key.hex()[:2] / f"{first.key.hex()}.safetensors").unlink()
     assert cache.promote(tokens, model="m").result(20) == 0
     assert put(cache, tokens).tokens == len(tokens)
@@ -542,7 +542,7 @@ def test_remove_spares_the_shorter_boundaries_of_recurrent_state(opened, boundar
 
 
 def test_namespaces_of_salts_that_hold_nothing_are_dropped_when_there_are_many(opened, monkeypatch):
-    monkeypatch.setattr("prefixcache.cache.NAMESPACES", 20)
+    monkeypatch.setattr("prefixcache.tiers.namespaces.SWEEP_AT", 20)
     cache = opened(disk=False, ram="200KB")
     put(cache, LONG, salt=b"keep")
     held = cache.pin(LONG, model="m", salt=b"keep")
@@ -573,9 +573,9 @@ def test_removed_while_it_waits_for_the_ssd_and_stored_again(opened):
     cache = opened(spill="wait")
     for _ in range(20):
         put(cache, LONG)
-        with cache._tiers.lock:
-            for slot in list(cache._tiers.tree.order[0]):
-                cache._tiers.spill(slot)
+        with cache._storage.lock:
+            for slot in list(cache._storage.graph.order[0]):
+                cache._storage.next.spill(slot)
         cache.remove(LONG, model="m")
         cache.check_integrity()
         assert cache.match(LONG, model="m") == (0, 0)
@@ -616,14 +616,14 @@ def test_a_salt_is_written_nowhere(opened, tmp_path):
 
 def test_a_forced_collision_of_keys_is_a_miss_never_another_prompts_state(opened, monkeypatch):
     from prefixcache import keys
-    from prefixcache.blocks import tree
+    from prefixcache.blocks import graph
     from prefixcache.operations import store as storing
 
     def weak(parent, tokens):
         return keys.xxhash.xxh3_128_digest(parent + tokens)[:1] + bytes(15)
 
     monkeypatch.setattr(storing, "chain", weak)
-    monkeypatch.setattr(tree, "chain", weak)
+    monkeypatch.setattr(graph, "chain", weak)
     monkeypatch.setattr("prefixcache.ssd.entries.keys.chain", weak)
     cache = opened()
     prompts = [[i] * 700 for i in range(150)]
@@ -660,8 +660,8 @@ def test_many_threads_at_once(opened):
             else:
                 cache.pin(tokens, model="m")
                 cache.unpin(tokens, model="m")
-            held = cache._tiers.budget.held()
-            if held.total > cache._tiers.budget.limit:
+            held = cache._storage.budget.held()
+            if held.total > cache._storage.budget.limit:
                 over.append(held)
 
     with ThreadPoolExecutor(8) as pool:

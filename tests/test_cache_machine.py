@@ -32,7 +32,7 @@ class Watch(threading.Thread):
 
     def __init__(self, cache):
         super().__init__(daemon=True)
-        self.budget, self.over, self.stop = cache._tiers.budget, [], threading.Event()
+        self.budget, self.over, self.stop = cache._storage.budget, [], threading.Event()
 
     def run(self):
         while not self.stop.wait(0.0005):

@@ -28,7 +28,7 @@ def root_of(salt: bytes) -> bytes:
     """The root key of the victim's namespace."""
     with PrefixCache(ram="64MB", codec="raw") as cache:
         cache.store(PROMPT, states.sliceable(PROMPT), model="m", salt=salt)
-        return next(iter(cache._tiers.homes))
+        return next(iter(cache._storage.namespaces))
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def made(tmp_path, monkeypatch):
             assert cache.flush(30)
         with monkeypatch.context() as patch:
             root = root_of(salt)
-            patch.setattr("prefixcache.cache.root_key", lambda *identity: root)
+            patch.setattr("prefixcache.tiers.namespaces.root_key", lambda *identity: root)
             with opened(tmp_path / "forged") as cache:
                 cache.store(PROMPT, states.sliceable(PROMPT, 5), model=model)
                 branch = [*PROMPT[:300], 5]
@@ -139,7 +139,7 @@ def test_one_whose_layers_cannot_be_made_is_replaced_too(made, monkeypatch):
         patch.setattr("prefixcache.layers.plan.Plan.check_classes", lambda plan: 1 / 0)
         with opened(forged) as cache:
             assert cache.match(PROMPT, model="m", salt=b"secret").ssd == 0
-            assert not cache._tiers.homes
+            assert not cache._storage.namespaces
             patch.undo()
             assert cache.store(OTHER, states.sliceable(OTHER), model="m", salt=b"secret").tokens == len(OTHER)
             assert cache.flush(30)
@@ -195,8 +195,8 @@ def test_a_layout_in_another_spelling_is_refused(made, victim, monkeypatch):
     """Else one namespace had many, and none of them could be compared."""
     with monkeypatch.context() as patch:
         root = root_of(b"")
-        patch.setattr("prefixcache.cache.root_key", lambda *identity: root)
-        patch.setattr("prefixcache.cache.canonical", lambda value: json.dumps(value, sort_keys=True))
+        patch.setattr("prefixcache.tiers.namespaces.root_key", lambda *identity: root)
+        patch.setattr("prefixcache.tiers.namespaces.canonical", lambda value: json.dumps(value, sort_keys=True))
         with opened(victim.parent / "spelled") as cache:
             cache.store(PROMPT, states.sliceable(PROMPT), model="m")
             assert cache.flush(30)

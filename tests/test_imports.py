@@ -35,7 +35,7 @@ LEVELS = {
 ONLY = {
     "image": set(), "keys": set(), "memory": set(), "kernels": set(), "settings": set(), "identity": set(),
     "metrics": {""},
-    "blocks": {"keys"},
+    "blocks": {"keys", "image"},
     "trace": {"keys"},
     "ssd": {"keys", "image", "migrations", "metrics"},
     "codecs": {"kernels"},
@@ -92,7 +92,7 @@ MODULES = modules()
 
 def test_every_module_has_a_level():
     assert {name.split(".")[0] for name in MODULES} <= LEVELS.keys()
-    assert {"keys", "image", "tiers.budget", "blocks.tree", "settings", "cache", "ssd.tier"} <= MODULES.keys()
+    assert {"keys", "image", "tiers.budget", "blocks.graph", "settings", "cache", "ssd.tier"} <= MODULES.keys()
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))
@@ -187,16 +187,18 @@ def test_a_planner_runs_tree_and_budget_without_mlx():
     done = without_mlx("""
         from prefixcache.tiers.budget import Budget
         from prefixcache.keys import as_tokens
-        from prefixcache.blocks.tree import RAM, Slot, Tree
-        tree = Tree(Budget(1 << 20))
-        space = tree.space(bytes(16))
-        with tree.budget.reserve(1 << 16) as reservation:
-            node = tree.grow(space.root, as_tokens(range(256)).tobytes(), reservation)
+        from prefixcache.blocks.graph import Graph
+        from prefixcache.blocks.lookup import hit_depth
+        from prefixcache.blocks.node import RAM, Slot
+        graph = Graph(Budget(1 << 20))
+        tree = graph.tree(bytes(16))
+        with graph.budget.reserve(1 << 16) as reservation:
+            node = graph.grow(tree.root, as_tokens(range(256)).tobytes(), reservation)
             slot = Slot("rows", node, node.key, 1000)
-            tree.attach(slot, reservation)
-            tree.enter(slot, RAM, image="anything", reservation=reservation)
-        walk = tree.walk(space, as_tokens(range(300)).tobytes())
-        print(tree.reach(walk, RAM, 300))
+            graph.attach(slot, reservation)
+            graph.place(slot, RAM, image="anything", reservation=reservation)
+        walk = graph.walk(tree, as_tokens(range(300)).tobytes())
+        print(hit_depth(walk, RAM, 300))
     """)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "256\n"

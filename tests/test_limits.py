@@ -275,7 +275,7 @@ class Machine:
 
 def pressed(cache: PrefixCache, free: int, reserve: int) -> tuple[Pressure, Machine]:
     machine = Machine(cache, free)
-    return Pressure(cache._tiers, reserve, machine.available), machine
+    return Pressure(cache._storage, reserve, machine.available), machine
 
 
 @pytest.mark.parametrize("ssd", [True, False])
@@ -341,7 +341,7 @@ def test_a_cache_that_nobody_has_any_more_is_freed(opened, monkeypatch):
     monkeypatch.setattr("prefixcache.tiers.memory_pressure.PERIOD", 0.01)
     cache = PrefixCache(ram="2MB", codec="raw")
     put(cache, 1)
-    tiers = weakref.ref(cache._tiers)
+    tiers = weakref.ref(cache._storage)
     del cache
     gc.collect()
     assert tiers() is None

@@ -1,11 +1,10 @@
-"""A path is kept by the pins of its last block, its windows and its snapshot: nothing that they hang on leaves meanwhile."""
+"""A path is kept by the pins of its last block, its windows and its snapshot: nothing of it is evicted meanwhile."""
 
-import numpy as np
 import pytest
 
 from prefixcache import PrefixCache
 from prefixcache.operations.store import Store
-from prefixcache.tiers.finding import hit
+from prefixcache.tiers.prompt import hit
 from tests import states
 
 PROMPT = [(7919 + i * 13) % 50_000 for i in range(256 * 7)]
@@ -27,25 +26,25 @@ def put(cache: PrefixCache, blocks: int):
     return cache.store(tokens, states.sliceable(tokens), model="m")
 
 
-def by_a_lower_budget(tiers) -> None:
-    tiers.resize(26_000)
+def by_a_lower_budget(storage) -> None:
+    storage.ram.resize(26_000)
 
 
-def by_nodes_that_fill_the_budget(tiers) -> None:
-    tiers.budget.limit = 26_000
-    while tiers._forget_one():
+def by_nodes_that_fill_the_budget(storage) -> None:
+    storage.budget.limit = 26_000
+    while storage.ram._discard_for_nodes():
         pass
 
 
 @pytest.mark.parametrize("push", [by_a_lower_budget, by_nodes_that_fill_the_budget])
 def test_a_hit_keeps_what_its_images_hang_on(cache, push):
-    tiers, tokens = cache._tiers, PROMPT[: 6 * 256]
-    with tiers.lock:
-        found = hit(tiers, np.array(tokens, "<i8").tobytes(), cache._homes("m", b""), len(tokens), len(tokens))
-        push(tiers)
+    storage, tokens = cache._storage, PROMPT[: 6 * 256]
+    with storage.lock:
+        found = hit(storage, cache.prompt(tokens, model="m"), 0)
+        push(storage)
         assert found.depth == len(tokens)
         assert all(node.rows is not None and node.rows.image is not None for node in found.walk.nodes)
-        tiers.unpin(found.pinned)
+        storage.unpin(found.pinned)
 
 
 def test_a_store_keeps_what_it_goes_on_from(cache, monkeypatch):

@@ -7,8 +7,9 @@ import random
 import pytest
 
 from prefixcache import PrefixCache
+from prefixcache.blocks.node import RAM
 from prefixcache.blocks.policies import POLICIES
-from prefixcache.blocks.tree import RAM
+from prefixcache.tiers.lower import entry_of
 from tests import states
 
 
@@ -106,11 +107,11 @@ def test_the_ssd_is_given_what_it_has_something_hanging_on(opened):
     put(cache, 1)
     cache.flush(20)
     cache.trim_to(0)
-    tiers = cache._tiers
-    with tiers.lock:  # the first block's file went bad
-        first = next(s for s in tiers.tree.slots.values() if s.kind == "rows" and s.node.start == 0)
-        tiers.ssd.delete([tiers.entry_of(first)])
-        tiers.lost(first)
+    storage = cache._storage
+    with storage.lock:  # the first block's file went bad
+        first = next(s for s in storage.graph.slots.values() if s.kind == "rows" and s.node.start == 0)
+        storage.next.tier.delete([entry_of(first)])
+        storage.next.invalidate(first)
     put(cache, 1, *range(100, 140))
     assert cache.match(prompt(1), model="m").ssd >= 599
 
@@ -118,7 +119,7 @@ def test_the_ssd_is_given_what_it_has_something_hanging_on(opened):
 def test_a_store_and_a_fetch_tell_the_policy_what_was_asked_for(opened):
     cache = opened(policy="adaptive", ssd_dir=None, ssd_admission="always")
     put(cache, 1)
-    order = cache._tiers.tree.order[RAM]
+    order = cache._storage.graph.order[RAM]
     assert order._once
     assert set(order._once.values()) == {order.SEEN}  # not NEW: the request that brought them has ended
     assert sum(len(shadow._once) + len(shadow._again) for shadow in order._duel._shadows) > 0

@@ -153,7 +153,7 @@ def test_in_a_fork_the_cache_is_dead_and_says_so_even_if_its_locks_were_taken(tm
     let_go = threading.Event()
 
     def hold() -> None:
-        with cache._tiers.lock:
+        with cache._storage.lock:
             held.set()
             let_go.wait()
 
@@ -256,7 +256,7 @@ def test_an_interrupted_close_lets_go_of_the_directory(tmp_path, monkeypatch):
     def interrupted(timeout: float) -> bool:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cache._tiers, "drain", interrupted)
+    monkeypatch.setattr(cache._storage.spilling, "drain", interrupted)
     with pytest.raises(KeyboardInterrupt):
         cache.close()
     cache.close()
@@ -322,11 +322,11 @@ def test_a_signals_handler_may_close_what_is_being_closed(tmp_path):
     script = """
         signal.signal(signal.SIGALRM, lambda *_: cache.close())
         cache.store(LONG, states.sliceable(LONG), model='m')
-        drain = cache._tiers.drain
+        drain = cache._storage.spilling.drain
         def interrupted(timeout):
             signal.raise_signal(signal.SIGALRM)
             return drain(timeout)
-        cache._tiers.drain = interrupted
+        cache._storage.spilling.drain = interrupted
         cache.close()
         print('closed')
     """

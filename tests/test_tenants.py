@@ -111,14 +111,14 @@ def test_a_miss_takes_the_same_steps_whatever_other_tenants_hold(tmp_path, monke
     visited: list[int] = []
     with opened(tmp_path, ram="20MB") as cache:
         cache.store([1, 2, 3], states.sliceable([1, 2, 3]), model="m", salt=b"mine")
-        original = cache._tiers.tree.walk
+        original = cache._storage.graph.walk
 
         def walk(space, raw, known=()):
             found = original(space, raw, known)
             visited.append(len(found.nodes))
             return found
 
-        monkeypatch.setattr(cache._tiers.tree, "walk", walk)
+        monkeypatch.setattr(cache._storage.graph, "walk", walk)
         before = cache.match(tokens, model="m", salt=b"mine")
         steps = list(visited)
         for n in range(20):

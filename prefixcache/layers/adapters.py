@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from prefixcache.blocks.tree import Window
+from prefixcache.blocks.node import Window
 from prefixcache.codecs.interchange import Array, borrow, name_of
 from prefixcache.codecs.packing import words_of
 from prefixcache.keys import BLOCK

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from prefixcache.blocks.masks import mask_of, runs_of
 from prefixcache.codecs.interchange import bring_in
 from prefixcache.codecs.pieces import Piece, decode
 from prefixcache.codecs.turboquant.levelling import Levels
@@ -20,7 +21,7 @@ from prefixcache.image import Image
 from prefixcache.keys import BLOCK
 from prefixcache.layers import levels, live_codes
 from prefixcache.layers.adapters import PARTS, SNAPSHOT, Layout, adapter_of, blank, find_class
-from prefixcache.layers.plan import Group, Member, Plan, mask_of, runs_of
+from prefixcache.layers.plan import Group, Member, Plan
 
 if TYPE_CHECKING:
     from prefixcache.layers.read_ahead import ReadAhead

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from prefixcache.metrics.histogram import Histogram, Observed
 
 if TYPE_CHECKING:
-    from prefixcache.blocks.tree import Slot
+    from prefixcache.blocks.node import Slot
     from prefixcache.ssd import SsdStats
 
 

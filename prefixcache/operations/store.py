@@ -8,16 +8,19 @@ that a live cache has coded, are copied as codes, never encoded again.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from itertools import takewhile
 from typing import NamedTuple, cast
 
 import numpy as np
 
-from prefixcache.blocks.tree import BLOCK_BYTES, NODE_BYTES, RAM, SSD, Node, Slot
+from prefixcache.blocks.graph import NODE_BYTES
+from prefixcache.blocks.lookup import hit_depth, required_images
+from prefixcache.blocks.masks import extra_of, held_mask, mask_from, mask_of, runs_of, window_key
+from prefixcache.blocks.node import BLOCK_BYTES, RAM, Node, Slot
 from prefixcache.codecs import RawRows
 from prefixcache.codecs.interchange import name_of
 from prefixcache.codecs.threads import WORTH_A_THREAD, share_out
-from prefixcache.image import DTYPES, Blueprint, Draft, Image, Meta, Spec
+from prefixcache.image import DTYPES, Blueprint, Draft, Image, Kind, Meta, Spec
 from prefixcache.keys import BLOCK, TOKEN_BYTES, canonical, chain
 from prefixcache.layers import levels, live_codes
 from prefixcache.layers.adapters import Leaf
@@ -32,9 +35,11 @@ from prefixcache.layers.encode import (
     write_state,
 )
 from prefixcache.layers.live_codes import differing
-from prefixcache.layers.plan import Section, extra_of, held_mask, mask_from, mask_of, runs_of, window_key
+from prefixcache.layers.plan import Section
 from prefixcache.tiers.budget import Reservation
-from prefixcache.tiers.tiers import Home, Tiers
+from prefixcache.tiers.namespaces import Namespace
+from prefixcache.tiers.prompt import Prompt
+from prefixcache.tiers.storage import Storage
 
 BATCH = 16  # blocks planned, encoded and published at once
 
@@ -59,7 +64,7 @@ NOTHING = Source(0, None, None, ())
 class Job(NamedTuple):
     """One image to make. `start` and `tokens` are its block's; `known` its node when the block stands already."""
 
-    kind: str
+    kind: Kind
     parent: Node
     known: Node | None
     start: int
@@ -73,8 +78,8 @@ class Job(NamedTuple):
 
     def cost(self, slot_bytes: int) -> int:
         """RAM that the job takes, its place in the tree included, where a slot takes `slot_bytes`."""
-        node = NODE_BYTES + len(self.tokens) if self.kind == "rows" else 0  # a known one may have left by then
-        return self.blueprint.nbytes + slot_bytes + node + (len(self.tokens) if self.kind == "snapshot" else 0)
+        node = NODE_BYTES + len(self.tokens) if self.kind == Kind.ROWS else 0  # a known one may have left by then
+        return self.blueprint.nbytes + slot_bytes + node + (len(self.tokens) if self.kind == Kind.SNAPSHOT else 0)
 
 
 class GrownWindow(NamedTuple):
@@ -99,29 +104,29 @@ class Outcome(NamedTuple):
 
 
 class Store:
-    """One store of `limit` tokens (raw int64 bytes) of a live prompt cache whose leaves are evaluated."""
+    """One store of the first `limit` tokens of a prompt, from a live prompt cache whose leaves are evaluated."""
 
     def __init__(
         self,
-        tiers: Tiers,
-        home: Home,
-        raw: bytes,
+        storage: Storage,
+        namespace: Namespace,
+        prompt: Prompt,
+        limit: int,
         leaves: list[Leaf],
         with_snapshot: bool,
         label: str = "",
         back: Decoded | None = None,
     ):
         """`back` gets what a fetch would give of whole blocks, and puts it into the live cache batch by batch."""
-        self._tiers, self._home, self._plan, self._leaves = tiers, home, home.plan, leaves
-        self._raw = raw
+        self._storage, self._namespace, self._plan, self._leaves = storage, namespace, namespace.plan, leaves
+        self._prompt = prompt
         self._label = label
-        self._limit = len(raw) // TOKEN_BYTES
-        live_codes.check(home.plan, leaves)
-        self._state = describe_state(home.plan, leaves) if with_snapshot else None
+        self._limit = limit
+        live_codes.check(namespace.plan, leaves)
+        self._state = describe_state(namespace.plan, leaves) if with_snapshot else None
         self._pinned: list[Slot] = []
         self._known_blocks: list[Node] = []  # whole ones that stood already: decoded into the live cache
-        self._standing: Sequence[Node] = ()  # the blocks that were there before, the last one's rows pinned
-        wait = tiers.settings.spill_wait if tiers.settings.spill == "wait" else 0.0
+        wait = storage.settings.spill_wait if storage.settings.spill == "wait" else 0.0
         self._deadline = time.monotonic() + wait  # of all waiting of this store
         self._key_at: dict[int, bytes] = {}  # the key before the last block planned
         self._back = back
@@ -131,17 +136,17 @@ class Store:
     def run(self) -> Outcome:
         new_tokens, new_bytes, whole = 0, 0, False
         try:
-            with self._tiers.lock:
+            with self._storage.lock:
                 parent = self._skip_known()
             at = parent.end
             while not whole:
-                with self._tiers.lock:
+                with self._storage.lock:
                     jobs, parent, at, whole = self._next_jobs(parent, at)
                     jobs, kept, reservation = self._reserve(jobs)
                 if reservation is not None:
                     with reservation:
                         images = self._make(jobs)
-                        with self._tiers.lock:
+                        with self._storage.lock:
                             tokens, nbytes, last, published = self._publish(jobs, images, reservation)
                     new_tokens, new_bytes = new_tokens + tokens, new_bytes + nbytes
                     if self._back is not None:  # here, not at the end: decoded rows of a long prompt are large
@@ -198,17 +203,14 @@ class Store:
         first = self._limit
         for w, window in enumerate(self._plan.windows):
             first = min([first, *(max(a, window.keep) for a, b in self._held(w) if b > window.keep)])
-        tree = self._tiers.tree
-        path = tree.walk(self._home.space, self._raw, tree.standing(self._standing)).path[: first // BLOCK]
-        whole = len(path) - (len(path[-1].tokens) < BLOCK_BYTES if path else 0)
-        whole = next((i for i, node in enumerate(path) if node.rows is None), whole)
-        self._standing = path[:whole]
+        path = self._prompt.walk(self._namespace).path[: first // BLOCK]
+        known = list(takewhile(lambda node: node.is_whole and node.rows is not None, path))
         if self._back is not None:
             since = self._back.since
-            self._known_blocks += [node for node in self._standing if node.end > since]
+            self._known_blocks += [node for node in known if node.end > since]
             for node in self._known_blocks:
                 self._pin(node.rows, *node.windows)
-        parent = self._standing[-1] if whole else self._home.space.root
+        parent = known[-1] if known else self._namespace.tree.root
         if parent.parent is not None:
             self._key_at = {parent.start: parent.parent.key, parent.end: parent.key}
             self._pin(parent.rows)  # keeps those before it, too
@@ -220,7 +222,7 @@ class Store:
         expected: Node | None = parent  # None once blocks are new
         key = parent.key
         for _ in range(BATCH):
-            tokens = self._raw[at * TOKEN_BYTES : min(at + BLOCK, self._limit) * TOKEN_BYTES]
+            tokens = self._prompt.token_bytes[at * TOKEN_BYTES : min(at + BLOCK, self._limit) * TOKEN_BYTES]
             if not tokens:
                 break
             node, source = self._known(expected, tokens) if expected is not None else (None, NOTHING)
@@ -252,11 +254,11 @@ class Store:
         """The block that has all of these tokens; else the codes of the longest stretch of them that a block in RAM
         has.
         """
-        tree = self._tiers.tree
-        exact = tree.child(parent, tokens)
+        graph = self._storage.graph
+        exact = graph.child(parent, tokens)
         if exact is not None:
             return exact, NOTHING
-        nearest, shared = tree.nearest(parent, tokens)
+        nearest, shared = graph.nearest(parent, tokens)
         if nearest is None or nearest.rows is None:
             return None, NOTHING
         if shared * TOKEN_BYTES == len(tokens):
@@ -265,7 +267,7 @@ class Store:
         if nearest.rows.image is None:
             # A tail on SSD has its rows as they are; the live cache, too.
             if coded and len(nearest.tokens) == BLOCK_BYTES and not self._has_codes:
-                self._tiers.counters.recoded_tokens += shared
+                self._storage.counters.recoded_tokens += shared
             return None, NOTHING
         whole = len(nearest.tokens) == BLOCK_BYTES
         # What a live cache has coded of a tail stays codes when the tail grows.
@@ -289,8 +291,8 @@ class Store:
             source = self._own_codes_first(start, count, source)
         if not coded and source.rows is not None:
             coded = self._plan.is_coded(source.rows.tensors())
-        blueprint = self._blueprint("rows", own, key, start, self._plan.rows_specs(start, count, coded))
-        return Job("rows", parent, node, start, tokens, own, blueprint, source, coded)
+        blueprint = self._blueprint(Kind.ROWS, own, key, start, self._plan.rows_specs(start, count, coded))
+        return Job(Kind.ROWS, parent, node, start, tokens, own, blueprint, source, coded)
 
     def _own_codes_first(self, start: int, count: int, source: Source) -> Source:
         """A source whose levels are others than those of live codes is left aside: these go in as they are."""
@@ -335,10 +337,10 @@ class Store:
             return None
         own = window_key(block_key, mask)
         blueprint = self._blueprint(
-            "window", own, block_key, start, self._plan.window_specs(mask, start, coded), extra_of(mask)
+            Kind.WINDOW, own, block_key, start, self._plan.window_specs(mask, start, coded), extra_of(mask)
         )
         new = tuple(h & ~m for m, h in zip(before, held, strict=True))
-        return Job("window", parent, node, start, block_tokens, own, blueprint, source, coded, mask, new)
+        return Job(Kind.WINDOW, parent, node, start, block_tokens, own, blueprint, source, coded, mask, new)
 
     def _snapshot_job(self, parent: Node) -> list[Job]:
         """The state at the end, unless it is kept already. It hangs on the last whole block before the boundary."""
@@ -346,27 +348,27 @@ class Store:
         above = (self._limit - 1) // BLOCK * BLOCK
         while parent.end > above and parent.parent is not None:
             parent = parent.parent
-        key, suffix = self._key_at[above], self._raw[above * TOKEN_BYTES :]
+        key, suffix = self._key_at[above], self._prompt.token_bytes[above * TOKEN_BYTES : self._limit * TOKEN_BYTES]
         own = chain(key, suffix)
-        if (known := self._tiers.tree.slots.get(("snapshot", own))) is not None:
+        if (known := self._storage.graph.slots.get((Kind.SNAPSHOT, own))) is not None:
             self._pin(known)
             return []
         dtypes = [name_of(array.dtype) for array in self._state.arrays]
         extra = canonical({"state": self._state.described, "dtypes": dtypes})
         specs = [*self._state.specs(), Spec("tokens", "I64", (len(suffix) // TOKEN_BYTES,))]
-        blueprint = self._blueprint("snapshot", own, key, above, specs, extra)
-        return [Job("snapshot", parent, None, above, suffix, own, blueprint, NOTHING)]
+        blueprint = self._blueprint(Kind.SNAPSHOT, own, key, above, specs, extra)
+        return [Job(Kind.SNAPSHOT, parent, None, above, suffix, own, blueprint, NOTHING)]
 
     def _blueprint(
         self,
-        kind: str,
+        kind: Kind,
         key: bytes,
         parent: bytes,
         start: int,
         specs: list[Spec],
         extra: str = "{}",
     ) -> Blueprint:
-        row = self._home.row
+        row = self._namespace.row
         named = (key.hex(), parent.hex(), row.root.hex(), row.model, row.codec, row.layout)
         meta = Meta(kind, *named, start, extra=extra)
         return Blueprint(meta, specs)
@@ -380,14 +382,14 @@ class Store:
         return runs or ()
 
     def _pin(self, *slots: Slot | None) -> None:
-        self._pinned += self._tiers.tree.pin(slot for slot in slots if slot is not None)
+        self._pinned += self._storage.graph.pin(slot for slot in slots if slot is not None)
 
     def _reserve(self, jobs: list[Job]) -> tuple[list[Job], bool, Reservation | None]:
         """Room for the jobs, or for as many of the first of them as there is: those, whether it is all, and the room."""
-        first, slot_bytes = jobs, self._tiers.tree.slot_bytes
+        first, slot_bytes = jobs, self._storage.graph.slot_bytes
         while first:
             cost = sum(job.cost(slot_bytes) for job in first)
-            reservation = self._tiers.reserve(cost, self._deadline - time.monotonic())
+            reservation = self._storage.ram.reserve(cost, self._deadline - time.monotonic())
             if reservation is not None:
                 return first, len(first) == len(jobs), reservation
             # Half a batch, and less, before giving up: the leading blocks are the ones worth most.
@@ -404,16 +406,16 @@ class Store:
         targets: dict[int, tuple[Section, list[Target]]] = {id(section): (section, []) for section in sections}
         grown: list[GrownWindow] = []
         for job, draft in zip(jobs, drafts, strict=True):
-            if job.kind == "snapshot":
+            if job.kind == Kind.SNAPSHOT:
                 assert self._state is not None
                 write_state(self._state, draft.tensors)
-            if job.kind == "window":
+            if job.kind == Kind.WINDOW:
                 for w in range(len(plan.windows)):
                     for section, own in self._fill_window(job, draft, w, grown):
                         targets[id(section)][1].extend(own)
                 continue
             draft.tensors["tokens"][:] = np.frombuffer(job.tokens, "<i8")
-            if job.kind == "rows":
+            if job.kind == Kind.ROWS:
                 count = len(job.tokens) // TOKEN_BYTES
                 for section, tokens in plan.in_rows(job.start, count, job.coded):
                     self._fill_rows(job, draft, section, tokens, targets[id(section)][1])
@@ -427,14 +429,14 @@ class Store:
                     job.start + job.source.tokens, job.start + len(job.tokens) // TOKEN_BYTES, draft.tensors
                 )
                 for job, draft in zip(jobs, drafts, strict=True)
-                if job.kind == "rows"
+                if job.kind == Kind.ROWS
             )
-            with self._tiers.lock:
-                self._tiers.counters.recoded_tokens += recoded
+            with self._storage.lock:
+                self._storage.counters.recoded_tokens += recoded
         if self._back is not None:
             for job, draft in zip(jobs, drafts, strict=True):
                 # Of what was encoded just now the decoded rows are there already; known blocks are decoded at the end.
-                if job.kind == "window" and job.coded and job.source.window is not None and job.known is None:
+                if job.kind == Kind.WINDOW and job.coded and job.source.window is not None and job.known is None:
                     self._decode_window(self._back, job.start, draft.tensors, job.mask)
         images: list[Image | None] = [None] * len(drafts)
 
@@ -523,59 +525,60 @@ class Store:
         """New tokens, new bytes, the last whole block of the jobs (None when it stood already), and whether all went
         in.
         """
-        tree = self._tiers.tree
+        graph = self._storage.graph
         tokens = nbytes = 0
-        if self._tiers.homes.get(self._home.row.root) is not self._home:
+        if self._storage.namespaces.get(self._namespace.row.root) is not self._namespace:
             return tokens, nbytes, None, False  # the namespace held nothing and was dropped meanwhile
         made: dict[int, Node] = {}  # by end
         last: Node | None = None
         for job, image in zip(jobs, images, strict=True):
             node: Node | None = made.get(job.start, job.parent)
-            if job.kind == "window":
+            if job.kind == Kind.WINDOW:
                 node = made.get(job.start + len(job.tokens) // TOKEN_BYTES, job.known)
-            if node is None or not _stands(tree.slots, node):
+            if node is None or not graph.is_known(node):
                 return tokens, nbytes, last, False  # removed meanwhile
-            if job.kind == "rows":
+            if job.kind == Kind.ROWS:
                 assert node.end == job.start
-                node = tree.grow(node, job.tokens, reservation, job.key, self._label)
+                node = graph.grow(node, job.tokens, reservation, job.key, self._label)
                 if node is None:
-                    self._tiers.counters.collisions += 1
+                    self._storage.counters.collisions += 1
                     return tokens, nbytes, last, False
                 made[node.end] = node
                 last = node if len(job.tokens) == BLOCK_BYTES else last
             if self._enter(job, node, image, reservation):
                 nbytes += image.nbytes
-                if job.kind == "rows":
+                if job.kind == Kind.ROWS:
                     tokens += len(job.tokens) // TOKEN_BYTES - job.source.known
         return tokens, nbytes, last, True
 
     def _enter(self, job: Job, node: Node, image: Image, reservation: Reservation) -> bool:
         """Give the image its place in the tree. False when another thread was first."""
-        tiers = self._tiers
-        slot = Slot(job.kind, node, job.key, image.nbytes, job.tokens if job.kind == "snapshot" else b"", job.mask)
-        slot.checksum, slot.created, slot.tick = image.checksum, time.time(), tiers.tree.clock
-        if not tiers.tree.attach(slot, reservation):
+        storage, graph = self._storage, self._storage.graph
+        slot = Slot(job.kind, node, job.key, image.nbytes, job.tokens if job.kind == Kind.SNAPSHOT else b"", job.mask)
+        slot.checksum, slot.created, slot.tick = image.checksum, time.time(), graph.recency.clock
+        if not graph.attach(slot, reservation):
             return False
-        tiers.tree.enter(slot, RAM, image=image, reservation=reservation)
+        graph.place(slot, RAM, image=image, reservation=reservation)
         self._pin(slot)
-        tiers.drop_superseded(slot)
-        tiers.write_through([slot])
+        storage.drop_superseded(slot)
+        storage.spilling.write_through([slot])
         return True
 
     def _finish(self, new_tokens: int, new_bytes: int) -> int:
-        """Touch the path, let go of it, write ahead. Returns the depth that can be found now."""
-        tiers = self._tiers
-        with tiers.lock:
-            walk = tiers.tree.walk(self._home.space, self._raw, tiers.tree.standing(self._standing))
-            depth = tiers.tree.reach(walk, SSD, self._limit)
-            tiers.tree.stored(tiers.tree.serving(walk, depth))
-            tiers.unpin(self._pinned)
-            tiers.counters.stores += 1
-            tiers.counters.stored_tokens += new_tokens
-            tiers.counters.stored_bytes += new_bytes
-            tiers.counters.shared_tokens += max(depth - new_tokens, 0)
-            tiers.counters.unkept_tokens += self._limit - depth
-            tiers.spill_ahead(new_bytes)
+        """Touch the path, unpin it, write ahead. Returns the depth that can be hit now."""
+        storage = self._storage
+        with storage.lock:
+            graph, counters = storage.graph, storage.counters
+            walk = self._prompt.walk(self._namespace)
+            depth = hit_depth(walk, graph.last, self._limit)
+            graph.recency.request_ended(required_images(walk, depth, graph.last))
+            storage.unpin(self._pinned)
+            counters.stores += 1
+            counters.stored_tokens += new_tokens
+            counters.stored_bytes += new_bytes
+            counters.shared_tokens += max(depth - new_tokens, 0)
+            counters.unkept_tokens += self._limit - depth
+            storage.spilling.ahead(new_bytes)
         return depth
 
 
@@ -593,11 +596,6 @@ def _most_rows(node: Node, wanted: int) -> Slot | None:
     """Of a block's windows in RAM the one that has most rows of the `wanted` tokens (a bit each)."""
     here = (slot for slot in node.windows if slot.image is not None)
     return max(here, key=lambda slot: sum((m & wanted).bit_count() for m in slot.mask), default=None)
-
-
-def _stands(slots: dict[tuple[str, bytes], Slot], node: Node) -> bool:
-    """Whether a node is a root, or still in the tree with its rows."""
-    return node.parent is None or (node.rows is not None and slots.get(("rows", node.key)) is node.rows)
 
 
 def _intersect(a: tuple[tuple[int, int], ...], b: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:

@@ -24,7 +24,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 
-from prefixcache.blocks.tree import Window
+from prefixcache.blocks.node import Window
 from prefixcache.codecs import Codec, Raw
 from prefixcache.codecs.interchange import FLOATS, element, name_of
 from prefixcache.layers.adapters import CacheError, Layout, Leaf

@@ -1,6 +1,6 @@
 """The SSD of a simulation: the cache's own queue and ledger, and in place of the disk an account of sizes.
 
-It stands where `prefixcache.ssd.Ssd` stands. Nothing happens by itself: `settle` is the writer's turn, and whoever runs the
+It is a `Tier`, as `prefixcache.ssd.Ssd` is. Nothing happens by itself: `settle` is the writer's turn, and whoever runs the
 simulation says when that is. Reads answer at once.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+from prefixcache.image import Kind
 from prefixcache.ssd import Entry, Namespace
 from prefixcache.ssd.ledger import Ledger
 from prefixcache.ssd.queue import Queue
@@ -54,6 +55,8 @@ class Done:
 class SimulatedSsd:
     """`written` as `Ssd` has it, called by `settle`. `written_bytes` are of files alone, as in `SsdStats`."""
 
+    name = "ssd"
+
     def __init__(self, limit: int, queue_bytes: int, written: Callable[[Entry, Exception | None], None]):
         self._ledger = Ledger(limit, DISK_BLOCK)
         self._queue = Queue(self._ledger, queue_bytes)
@@ -84,6 +87,9 @@ class SimulatedSsd:
     def has_room(self, nbytes: int) -> bool:
         return self._queue.has_room(nbytes)
 
+    def resize(self, limit: int) -> None:
+        self._ledger.resize(limit)
+
     def footprint(self, nbytes: int) -> int:
         return self._ledger.footprint(nbytes)
 
@@ -98,7 +104,7 @@ class SimulatedSsd:
         self._busy = True
         self._queue.delete(entries)
 
-    def touch(self, uses: Iterable[tuple[str, bytes, int, int]]) -> None:
+    def touch(self, uses: Iterable[tuple[Kind, bytes, int, int]]) -> None:
         """Recency is for the next opening, and there is none."""
 
     def read(self, entry: Entry) -> Done:

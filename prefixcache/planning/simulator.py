@@ -1,8 +1,8 @@
-"""The cache at work on sizes: `simulate` runs a trace through the tiers, tree, store and promotion that serve requests.
+"""The cache at work on sizes: `simulate` runs a trace through the graph, the tiers, the stores that serve requests.
 
 In the place of bytes stand their numbers: a store makes images that have a size and nothing else, and the SSD is an account
-(`simulated_ssd`). All that decides who stays and who leaves is the code of `prefixcache.tiers.tiers`, `tree`, `storing`,
-`promoting` and `finding`, so a real run of the same requests, whose writer keeps up, hits and writes the same.
+(`simulated_ssd`). All that decides what is kept and what is evicted is the code of `prefixcache.blocks`, `prefixcache.tiers`
+and `operations.store`, so a real run of the same requests, whose writer keeps up, hits and writes the same.
 
 The SSD's writer has its turn after each batch of blocks that a store encodes, after each promotion and each request.
 """
@@ -10,14 +10,15 @@ The SSD's writer has its turn after each batch of blocks that a store encodes, a
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from prefixcache.blocks.tree import RAM, SSD, Node, Walk
+from prefixcache.blocks.lookup import hit_depth
+from prefixcache.blocks.node import RAM
 from prefixcache.codecs import Codec
-from prefixcache.image import Blueprint, Image, Meta, Spec
+from prefixcache.image import Blueprint, Image, Kind, Meta, Spec
 from prefixcache.keys import canonical, root_key
 from prefixcache.layers.plan import Plan
 from prefixcache.memory import collector_at_rest
@@ -27,12 +28,14 @@ from prefixcache.planning.outcome import Outcome
 from prefixcache.planning.simulated_ssd import SimulatedImage, SimulatedSsd
 from prefixcache.planning.sizes import Sizes
 from prefixcache.settings import Settings
-from prefixcache.ssd import Namespace
-from prefixcache.tiers.finding import deepest, hit
+from prefixcache.ssd.entries import NamespaceRow
+from prefixcache.tiers.namespaces import Namespace
 from prefixcache.tiers.promotion import promote
-from prefixcache.tiers.tiers import QUEUE_SHARE, Home, Tiers
+from prefixcache.tiers.prompt import Prompt, hit
+from prefixcache.tiers.storage import Storage
 from prefixcache.trace.reading import Request
 
+QUEUE_SHARE = 4  # as PrefixCache with spill_queue="auto"
 EVERY = 64  # requests between two calls of `progress`
 MIXER = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / the golden ratio: odd, and products of near numbers stay apart
 
@@ -81,7 +84,7 @@ class _Leaf(NamedTuple):
 class _Known(NamedTuple):
     """What all stores of a simulation share."""
 
-    home: Home
+    namespace: Namespace
     plan: SimulatedPlan
     sizes: Sizes
     blueprints: dict[Any, int]
@@ -90,19 +93,21 @@ class _Known(NamedTuple):
 class SimulatedStore(Store):
     """A store whose live cache is a number of tokens: of a window it holds what is left after the last decoded token."""
 
-    def __init__(self, tiers: Tiers, ssd: SimulatedSsd | None, known: _Known, raw: bytes, standing: Sequence[Node]):
-        super().__init__(tiers, known.home, raw, [_Leaf()] * len(known.plan.leaves), False)  # type: ignore[list-item]
+    def __init__(self, storage: Storage, ssd: SimulatedSsd | None, known: _Known, prompt: Prompt):
+        leaves: list[Any] = [_Leaf()] * len(known.plan.leaves)
+        super().__init__(storage, known.namespace, prompt, len(prompt), leaves, False)
         self._ssd = ssd
         self._shared = known
-        self._standing = standing  # as the request's own fetch walked it
         self._state = known.sizes.state.snapshot(self._limit) if known.plan.snapshots else None
 
-    def _blueprint(self, kind: str, key: bytes, parent: bytes, start: int, specs: list[Spec], extra: str = "{}") -> Any:
-        tensors = tuple(spec.shape for spec in specs) if kind == "snapshot" else id(specs)
+    def _blueprint(
+        self, kind: Kind, key: bytes, parent: bytes, start: int, specs: list[Spec], extra: str = "{}"
+    ) -> Any:
+        tensors = tuple(spec.shape for spec in specs) if kind == Kind.SNAPSHOT else id(specs)
         what = kind, tensors, len(str(start)), len(extra)
         nbytes = self._shared.blueprints.get(what)
         if nbytes is None:
-            row = self._home.row
+            row = self._namespace.row
             named = (key.hex(), parent.hex(), row.root.hex(), row.model, row.codec, row.layout)
             meta = Meta(kind, *named, start, extra=extra)
             nbytes = self._shared.blueprints[what] = Blueprint(meta, specs).nbytes
@@ -121,17 +126,16 @@ class SimulatedStore(Store):
 
 
 class _Turns:
-    """In the place of the tiers' condition: to wait is to let the writer work."""
+    """In the place of the storage's condition: to wait is to let the writer work."""
 
-    def __init__(self, ssd: SimulatedSsd | None):
+    def __init__(self, ssd: SimulatedSsd):
         self._ssd = ssd
 
     def notify_all(self) -> None:
         """Nobody waits."""
 
     def wait(self, timeout: float | None = None) -> bool:
-        if self._ssd is not None:
-            self._ssd.settle()
+        self._ssd.settle()
         return True
 
 
@@ -154,50 +158,51 @@ class Simulation:
         settings = Settings.model_construct(
             ram=ram, ssd_dir=None, ssd=ssd, codec=codec, policy=policy, ssd_admission=admission, spill=spill
         )
-        self.tiers = Tiers(settings, settings.ram_bytes(0))
+        self.storage = storage = Storage(settings, settings.ram_bytes(0))
         self.ssd: SimulatedSsd | None = None
         plan = SimulatedPlan(state.layout, codec)
         sizes = Sizes(state, codec)
         layout, spec = canonical(state.layout), canonical(codec.spec())
         root = root_key(sizes.model, codec.spec(), state.layout, b"")
-        home = Home(Namespace(root, sizes.model, spec, layout, 0.0), plan,
-                    self.tiers.tree.space(root, plan.windows, bool(plan.snapshots)))  # fmt: skip
-        self.tiers.homes[root] = home
+        row = NamespaceRow(root, sizes.model, spec, layout, 0.0)
+        namespace = Namespace(row, plan, storage.graph.tree(root, plan.windows, bool(plan.snapshots)))
+        storage.namespaces[root] = namespace
         if ssd:
-            queue = max(self.tiers.budget.limit // QUEUE_SHARE, 1)
-            self.ssd = SimulatedSsd(ssd, queue, self.tiers.written)
-            self.tiers.open_ssd(self.ssd, [home])  # type: ignore[arg-type]
-        self.tiers.moved = _Turns(self.ssd)  # type: ignore[assignment]
-        self._known = _Known(home, plan, sizes, {})
-        self._walked: Walk | None = None  # by the last fetch
+            tier = storage.add_tier()
+            self.ssd = SimulatedSsd(ssd, max(storage.budget.limit // QUEUE_SHARE, 1), tier.written)
+            tier.open(self.ssd, [namespace])
+            storage.changed = _Turns(self.ssd)  # type: ignore[assignment]
+        self._known = _Known(namespace, plan, sizes, {})
+        self._namespaces = [namespace]
 
-    def fetch(self, raw: bytes, leave: int = 1) -> int:
-        """Promote and look these tokens (raw int64 bytes) up; how many were hit."""
-        tiers, home, asked = self.tiers, self._known.home, len(raw) // 8
+    def prompt(self, token_bytes: bytes) -> Prompt:
+        """One request's tokens (raw int64 bytes), for `fetch` and `store`."""
+        return Prompt(self.storage, lambda: self._namespaces, token_bytes)
+
+    def fetch(self, prompt: Prompt, leave: int = 1) -> int:
+        """Promote and look up; how many tokens were hit."""
+        storage = self.storage
         if self.ssd is not None:
-            deep = deepest(tiers.tree, raw, [home], SSD, asked)
-            assert deep is not None
-            if deep.depth > tiers.tree.reach(deep.walk, RAM, asked):
-                promote(tiers, self.ssd, home, raw, asked)  # type: ignore[arg-type]
+            deepest = prompt.deepest(storage.graph.last)
+            assert deepest is not None
+            if deepest.depth > hit_depth(deepest.walk, RAM, len(prompt)):
+                promote(storage, prompt, 0)
                 self.ssd.settle()
-        found = hit(tiers, raw, [home], asked - leave, asked)
-        self._walked = found.walk if found is not None else None
+        found = hit(storage, prompt, leave)
         if found is None:
             return 0
-        tiers.unpin(found.pinned)
+        storage.unpin(found.pinned)
         return found.depth
 
-    def store(self, raw: bytes) -> None:
-        """Keep what is new of these tokens (raw int64 bytes)."""
-        walked, self._walked = self._walked, None
-        standing = walked.path if walked is not None and walked.raw is raw else ()
-        SimulatedStore(self.tiers, self.ssd, self._known, raw, standing).run()
+    def store(self, prompt: Prompt) -> None:
+        """Keep what is new of a prompt."""
+        SimulatedStore(self.storage, self.ssd, self._known, prompt).run()
         if self.ssd is not None:
             self.ssd.settle()
 
     def check_integrity(self) -> None:
-        """AssertionError when an invariant of the tree or of the budget does not hold."""
-        self.tiers.tree.check_integrity()
+        """AssertionError when an invariant of the graph or of the budget does not hold."""
+        self.storage.graph.check_integrity()
 
 
 def simulate(
@@ -225,18 +230,18 @@ def simulate(
     prompts = Prompts(block)
     with collector_at_rest():
         for number, request in enumerate(requests):
-            raw = prompts.raw(request)
+            prompt = run.prompt(prompts.raw(request))
             first, last = request.time if first is None else first, request.time
-            if request.call != "store" and raw:
+            if request.call != "store" and len(prompt):
                 before = run.ssd.read_bytes if run.ssd is not None else 0
-                given.append(run.fetch(raw, leave))
+                given.append(run.fetch(prompt, leave))
                 asked.append(request.tokens)
                 read.append(run.ssd.read_bytes - before if run.ssd is not None else 0)
-            if request.call != "fetch" and raw:
-                run.store(raw)
+            if request.call != "fetch" and len(prompt):
+                run.store(prompt)
             if progress is not None and number % EVERY == 0:
                 progress(number)
-    counters, ssd_side = run.tiers.counters, run.ssd
+    counters, ssd_side = run.storage.counters, run.ssd
     return Outcome(
         ram=ram, ssd=ssd, policy=policy, admission=admission, requests=len(asked), seconds=last - (first or 0.0),
         asked_tokens=sum(asked), ram_tokens=counters.ram_hit_tokens, ssd_tokens=counters.ssd_hit_tokens,
@@ -245,7 +250,7 @@ def simulate(
         read_files=ssd_side.read_files if ssd_side else 0, read_bytes=ssd_side.read_bytes if ssd_side else 0,
         evicted=counters.evicted, ssd_evicted=counters.ssd_evicted, dropped=counters.dropped,
         declined=counters.declined, unkept_tokens=counters.unkept_tokens,
-        ram_peak=run.tiers.budget.peak, ssd_peak=ssd_side.peak if ssd_side else 0,
+        ram_peak=run.storage.budget.peak, ssd_peak=ssd_side.peak if ssd_side else 0,
         asked=np.array(asked, np.int64), hit=np.array(given, np.int64), read=np.array(read, np.int64),
     )  # fmt: skip
 

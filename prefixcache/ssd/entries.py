@@ -6,12 +6,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from prefixcache import keys
+from prefixcache.image import Kind
 
-FOLDERS = {"rows": "rows", "window": "windows", "snapshot": "snapshots"}  # kind -> folder
+FOLDERS = {Kind.ROWS: "rows", Kind.WINDOW: "windows", Kind.SNAPSHOT: "snapshots"}  # kind -> folder
 TOKENS = "tokens"  # the tensor (I64, one dimension) that holds the tokens of a rows image or a snapshot
 
 Progress = Callable[[int, int], None]  # told how much is done, of how much
-Address = tuple[str, bytes]  # kind and key: what names one image
+Address = tuple[Kind, bytes]  # kind and key: what names one image
 
 # Numbers of an entry are at least 0 and below these: so sums of them fit in 64 bits.
 BOUNDS = {"start": 1 << 40, "nbytes": 1 << 40, "disk": 1 << 40, "used": 1 << 60, "hits": 1 << 40}
@@ -45,6 +46,9 @@ class Namespace(NamedTuple):
         return self.model, self.codec, self.layout
 
 
+NamespaceRow = Namespace
+
+
 class Entry(NamedTuple):
     """One image on the SSD.
 
@@ -53,7 +57,7 @@ class Entry(NamedTuple):
     newer; `created` and `used_at` are Unix times, 0.0 for now.
     """
 
-    kind: str
+    kind: Kind
     key: bytes
     namespace: bytes
     parent: bytes

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from prefixcache.image import Image
+from prefixcache.image import Image, Kind
 from prefixcache.ssd.entries import Address, Entry, Namespace, Touch
 from prefixcache.ssd.errors import Cancelled
 from prefixcache.ssd.ledger import Ledger
@@ -155,7 +155,7 @@ class Queue:
             self._remove(entry.address, Removal(0, gone=True))
             self._wake.notify()
 
-    def touch(self, uses: Iterable[tuple[str, bytes, int, int]]) -> None:
+    def touch(self, uses: Iterable[tuple[Kind, bytes, int, int]]) -> None:
         now = time.time()
         with self._lock:
             if not self._touches:

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
 
-from prefixcache.image import Image
+from prefixcache.image import Image, Kind
 from prefixcache.keys import KEY_BYTES, TOKEN_BYTES
 from prefixcache.metrics.histogram import Observed
 from prefixcache.ssd.directory import tree_size
@@ -72,6 +72,8 @@ class Ssd:
 
     Raises DirectoryHeld, NewerFormat or DirectoryError when the directory can't be had.
     """
+
+    name = "ssd"
 
     def __init__(
         self,
@@ -177,7 +179,7 @@ class Ssd:
         if self._pid == os.getpid():
             self._queue.delete(entries)
 
-    def touch(self, uses: Iterable[tuple[str, bytes, int, int]]) -> None:
+    def touch(self, uses: Iterable[tuple[Kind, bytes, int, int]]) -> None:
         """(kind, key, tick, hits): note that images were used now, and how many of the uses were hits since the last
         call. They reach the index with the next batch, at the latest by `flush`, `close`.
         """

@@ -10,7 +10,8 @@ import weakref
 from collections.abc import Callable
 
 from prefixcache.memory import available_memory, give_back
-from prefixcache.tiers.tiers import MIRROR_SHARE, Tiers
+from prefixcache.tiers.ram import GRAPH_SHARE
+from prefixcache.tiers.storage import Storage
 
 log = logging.getLogger("prefixcache")
 
@@ -21,10 +22,10 @@ EASE = 2  # and only while so many times the reserve are free
 
 
 class Pressure:
-    """`look` is one look, on any thread; `start` has a thread do it until `stop`, or until the tiers are gone."""
+    """`look` is one look, on any thread; `start` has a thread do it until `stop`, or until the storage is gone."""
 
-    def __init__(self, tiers: Tiers, reserve: int, available: Callable[[], int] = available_memory):
-        self._tiers = weakref.ref(tiers)
+    def __init__(self, storage: Storage, reserve: int, available: Callable[[], int] = available_memory):
+        self._storage = weakref.ref(storage)
         self._reserve = reserve
         self._available = available
         self._stop = threading.Event()
@@ -37,7 +38,7 @@ class Pressure:
         self._stop.set()
 
     def _run(self) -> None:
-        while not self._stop.wait(PERIOD) and self._tiers() is not None:
+        while not self._stop.wait(PERIOD) and self._storage() is not None:
             try:
                 self.look()
             except Exception:
@@ -47,21 +48,21 @@ class Pressure:
         """Lower the budget by what is missing, or raise it by a step. What leaves goes to the SSD, as far as its queue takes
         it.
         """
-        tiers = self._tiers()
-        if tiers is None:
+        storage = self._storage()
+        if storage is None:
             return
         missing = self._reserve - self._available()
-        with tiers.lock:
-            budget, full = tiers.budget, tiers.full
+        with storage.lock:
+            budget, full = storage.budget, storage.ram.configured
             before, held = budget.limit, budget.held()
             limit = before
             if missing > 0:
                 # Nodes are not let go for this: what is on the SSD would leave with them.
-                least = max(full // LEAST, MIRROR_SHARE * held.nodes if tiers.ssd is not None else 0)
+                least = max(full // LEAST, GRAPH_SHARE * held.nodes if storage.lower else 0)
                 limit = min(before, max(held.total - missing, least))
             elif before < full and -missing >= (EASE - 1) * self._reserve:
                 limit = min(full, before + max(full // STEPS, 1))
-            less = (limit != before or budget.room < 0) and tiers.resize(limit) < held.total
+            less = (limit != before or budget.room < 0) and storage.ram.resize(limit) < held.total
         if less:
             give_back()
         if before == full > limit:

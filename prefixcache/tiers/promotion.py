@@ -1,7 +1,7 @@
-"""From SSD to RAM: reserve, read, verify, publish, in this order, for every image of a path, the first block first.
+"""From a tier below into RAM: reserve, read, verify, publish, in this order, for every image of a path, the first block
+first.
 
-A promotion never evicts its own path, stops at what finds no room or went bad, and lets go of everything however it
-ends.
+A promotion never evicts its own path, stops at what finds no room or went bad, and unpins everything however it ends.
 """
 
 from __future__ import annotations
@@ -11,145 +11,167 @@ from collections import deque
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from prefixcache.blocks.tree import BLOCK, RAM, SSD, Slot
-from prefixcache.image import Image
-from prefixcache.keys import TOKEN_BYTES
-from prefixcache.ssd import Corrupt, Ssd
+from prefixcache.blocks.lookup import required_images
+from prefixcache.blocks.node import RAM, Slot
+from prefixcache.image import Image, Kind
+from prefixcache.keys import BLOCK, TOKEN_BYTES
+from prefixcache.ssd import Corrupt
 from prefixcache.tiers.budget import Reservation
-from prefixcache.tiers.finding import boundary
-from prefixcache.tiers.tiers import Home, Tiers
+from prefixcache.tiers.lower import LowerTier, entry_of
+from prefixcache.tiers.prompt import Prompt, boundary
+from prefixcache.tiers.storage import Storage
+from prefixcache.tiers.tier import Read
 
 PATIENCE = 10.0  # seconds that a promotion waits for RAM while the writer makes some free
 
 
 class Reading(NamedTuple):
-    """One image on its way. `reservation` is None when another promotion reads it."""
+    """One image on its way, read by this promotion into `reservation`."""
 
     slot: Slot
-    future: Future[Image]
-    reservation: Reservation | None
+    tier: LowerTier
+    image: Read
+    reservation: Reservation
 
 
-def promote(tiers: Tiers, ssd: Ssd, home: Home, raw: bytes, limit: int, whole_blocks: bool = False) -> int:
-    """Bring the deepest boundary of these tokens (raw int64 bytes) that fits into RAM; returns the depth there.
+class Awaited(NamedTuple):
+    """One image on its way, read by another promotion: `landed` says whether RAM has it then."""
 
-    `whole_blocks`: see `finding.boundary`.
+    slot: Slot
+    landed: Future[bool]
 
-    Blocks on reads: call it on a thread of its own.
+
+def promote(storage: Storage, prompt: Prompt, leave: int, whole_blocks: bool = False) -> int:
+    """Bring the deepest boundary of a prompt that fits into RAM; returns the depth there.
+
+    `leave`, `whole_blocks`: see `PrefixCache.promote`. Blocks on reads: call it on a thread of its own.
     """
-    tree, began = tiers.tree, time.monotonic()
-    with tiers.lock:
-        walk = tree.walk(home.space, raw)
-        end = boundary(tree, home, walk, SSD, limit, whole_blocks)
-        fits = _room(tiers)
-        if home.plan.windows or home.plan.snapshots:  # a part of such a boundary is none: take one that fits
-            while end and sum(s.nbytes for s in tree.serving(walk, end)) > fits:
-                end = boundary(tree, home, walk, SSD, max(end - BLOCK, 0), whole_blocks)
-        pinned = tree.pin(tree.serving(walk, end))
-        tree.touch(pinned)  # or each eviction would first look at all that is here of it
-        before = boundary(tree, home, walk, RAM, limit, whole_blocks)
+    graph, began = storage.graph, time.monotonic()
+    with storage.lock:
+        deepest = prompt.deepest(graph.last, leave, whole_blocks)
+        if deepest is None:
+            return 0
+        end, namespace, walk = deepest
+        limit = max(len(prompt) - leave, 0)
+        if namespace.plan.windows or namespace.plan.snapshots:  # a part of such a boundary is none: take one that fits
+            fits = _room(storage)
+            while end and sum(s.nbytes for s in required_images(walk, end, graph.last)) > fits:
+                end = boundary(namespace, walk, graph.last, max(end - BLOCK, 0), whole_blocks)
+        pinned = graph.pin(required_images(walk, end, graph.last))
+        graph.recency.touch(pinned)  # or each eviction would first look at all that is here of it
+        before = boundary(namespace, walk, RAM, limit, whole_blocks)
     try:
-        _bring(tiers, ssd, [slot for slot in reversed(pinned) if slot.image is None], before)
+        _Promotion(storage, before).bring([slot for slot in reversed(pinned) if slot.image is None])
     finally:
-        with tiers.lock:
-            tiers.unpin(pinned)  # tails that grew meanwhile leave
-            walk = tree.walk(home.space, raw, tree.standing(walk.path))
-            depth = boundary(tree, home, walk, RAM, limit, whole_blocks)
-            tree.touch(tree.serving(walk, depth, RAM))
-            tiers.counters.promoted_tokens += max(depth - before, 0)
-            tiers.spill_ahead(0)
-    tiers.counters.durations.promote.observe(time.monotonic() - began)
+        with storage.lock:
+            storage.unpin(pinned)  # superseded tails are deleted
+            walk = prompt.walk(namespace)
+            depth = boundary(namespace, walk, RAM, limit, whole_blocks)
+            graph.recency.touch(required_images(walk, depth, RAM))
+            storage.counters.promoted_tokens += max(depth - before, 0)
+            storage.spilling.ahead(0)
+            storage.changed.notify_all()
+    storage.counters.durations.promote.observe(time.monotonic() - began)
     return depth
 
 
-def _room(tiers: Tiers) -> int:
-    held = tiers.budget.held()
-    return tiers.budget.limit - held.nodes - held.reserved
+def _room(storage: Storage) -> int:
+    held = storage.budget.held()
+    return storage.budget.limit - held.nodes - held.reserved
 
 
-def _bring(tiers: Tiers, ssd: Ssd, slots: list[Slot], before: int) -> None:
-    """`before`: the depth that RAM had without them."""
-    waiting: deque[Reading] = deque()
-    whole = True
-    try:
-        for slot in slots:
-            reading = _begin(tiers, ssd, slot)
-            while reading is None and waiting:  # no room beside what is being read: finish that first
-                whole = _end(tiers, waiting.popleft(), whole, before)
-                reading = _begin(tiers, ssd, slot) if whole else None
-            if reading is None:
-                reading = _begin(tiers, ssd, slot, PATIENCE) if whole else None
-            if reading is None:
-                return
-            if reading.slot.image is None or reading.reservation is not None:
-                waiting.append(reading)
-            while waiting and waiting[0].future.done():
-                whole = _end(tiers, waiting.popleft(), whole, before)
-            if not whole:
-                return
-    finally:
-        while waiting:
-            whole = _end(tiers, waiting.popleft(), whole, before)
+class _Promotion:
+    """The reads of one promotion. `before`: the depth that RAM had without them."""
 
+    def __init__(self, storage: Storage, before: int):
+        self._storage = storage
+        self._before = before
+        self._waiting: deque[Reading | Awaited] = deque()
+        self._complete = True  # so far: what comes after one that did not land is of no use now
 
-def _begin(tiers: Tiers, ssd: Ssd, slot: Slot, wait: float = 0) -> Reading | None:
-    """Reserve and start to read. None when there is no room, or the image left the SSD meanwhile."""
-    with tiers.lock:
-        if slot.image is not None:
-            done: Future[Image] = Future()
-            done.set_result(slot.image)
-            return Reading(slot, done, None)
-        if slot.loading is not None:
-            return Reading(slot, slot.loading, None)
-        reservation = tiers.reserve(slot.nbytes, wait, drop=False)
-        if reservation is None or not slot.disk or slot.loading is not None or slot.image is not None:
+    def bring(self, slots: list[Slot]) -> None:
+        try:
+            for slot in slots:
+                if not self._bring(slot):
+                    return
+                while self._waiting and _is_done(self._waiting[0]):
+                    self._finish_first()
+                if not self._complete:
+                    return
+        finally:
+            while self._waiting:
+                self._finish_first()
+
+    def _bring(self, slot: Slot) -> bool:
+        """Begin to read an image; where there is no room beside what is being read, finish that first."""
+        while not self._begin(slot, 0):
+            if not self._waiting:
+                return self._begin(slot, PATIENCE)
+            self._finish_first()
+            if not self._complete:
+                return False
+        return True
+
+    def _begin(self, slot: Slot, wait: float) -> bool:
+        """Reserve and start to read. False when there is no room, or the image was deleted meanwhile."""
+        storage = self._storage
+        with storage.lock:
+            reservation = None
+            if slot.image is None and slot.reading is None:
+                reservation = storage.ram.reserve(slot.nbytes, wait, drop=False)  # may let go of the lock
+            tier = next(storage.tiers_of(slot), None)
+            if slot.image is None and slot.reading is None and reservation is not None and tier is not None:
+                slot.reading = Future()
+                self._waiting.append(Reading(slot, tier, tier.tier.read(entry_of(slot)), reservation))
+                return True
             if reservation is not None:
                 reservation.release()
-                return _begin(tiers, ssd, slot, wait) if slot.loading is not None or slot.image is not None else None
-            return None
-        slot.loading = ssd.read(tiers.entry_of(slot))
-        return Reading(slot, slot.loading, reservation)
+            if slot.image is None and slot.reading is not None:
+                self._waiting.append(Awaited(slot, slot.reading))
+            return slot.image is not None or slot.reading is not None
+
+    def _finish_first(self) -> None:
+        first = self._waiting.popleft()
+        landed = first.landed.result() if isinstance(first, Awaited) else self._finish(first)
+        self._complete = self._complete and landed
+
+    def _finish(self, reading: Reading) -> bool:
+        """Wait for a read and publish what it gave. False when it gave nothing."""
+        storage, slot = self._storage, reading.slot
+        image, error = None, None
+        try:
+            image = reading.image.result()
+        except Exception as failure:
+            error = failure
+        fits = image is not None and _fits(storage, slot, image)
+        with storage.lock, reading.reservation:
+            if isinstance(error, Corrupt):
+                if slot.is_in(reading.tier.number):
+                    reading.tier.invalidate(slot)
+            elif image is not None and not fits:  # the index has no checksum, and that of a file is no signature
+                storage.counters.corrupt += 1
+                storage.discard(slot)
+            elif image is not None and slot.is_in(reading.tier.number) and slot.image is None:
+                storage.graph.place(slot, RAM, image=image, reservation=reading.reservation)
+                storage.counters.promoted_bytes += slot.nbytes
+                first = slot.node.start if slot.kind == Kind.ROWS else 0
+                storage.counters.arrivals.came(slot, max(first, self._before))
+            landed, slot.reading = slot.reading, None
+            storage.changed.notify_all()
+            there = slot.image is not None
+        landed.set_result(there)
+        return there
 
 
-def _end(tiers: Tiers, reading: Reading, whole: bool, before: int) -> bool:
-    """Wait for a read; publish what it gave. False when it gave nothing: what comes after is of no use now."""
-    slot, future, reservation = reading
-    try:
-        image = future.result()
-    except Exception as error:
-        with tiers.lock:
-            if reservation is not None:
-                slot.loading = None
-                reservation.release()
-                if isinstance(error, Corrupt) and slot.disk:
-                    tiers.lost(slot)
-        return False
-    sound = reservation is None or _fits(tiers, slot, image)
-    with tiers.lock:
-        if reservation is None:
-            deadline = time.monotonic() + PATIENCE
-            while slot.loading is not None and time.monotonic() < deadline:
-                tiers.moved.wait(0.1)
-            return whole and slot.image is not None
-        slot.loading = None
-        with reservation:
-            if not sound:  # the index has no checksum, and that of a file is no signature
-                tiers.counters.corrupt += 1
-                tiers.discard(slot)
-            elif slot.disk and slot.image is None:
-                tiers.tree.enter(slot, RAM, image=image, reservation=reservation)
-                tiers.counters.promoted_bytes += slot.nbytes
-                first = slot.node.start if slot.kind == "rows" else 0
-                tiers.counters.arrivals.came(slot, max(first, before))
-        tiers.moved.notify_all()
-        return whole and slot.image is not None
+def _is_done(waiting: Reading | Awaited) -> bool:
+    return (waiting.landed if isinstance(waiting, Awaited) else waiting.image).done()
 
 
-def _fits(tiers: Tiers, slot: Slot, image: Image) -> bool:
+def _fits(storage: Storage, slot: Slot, image: Image) -> bool:
     """Whether it has the tensors that an image in this place must have."""
     node = slot.node
-    home = tiers.homes.get(node.space.root.key) if node.space is not None else None
-    if home is None:
+    namespace = storage.namespaces.get(node.tree.root.key) if node.tree is not None else None
+    if namespace is None:
         return False
-    start, tokens = (node.end, slot.suffix) if slot.kind == "snapshot" else (node.start, node.tokens)
-    return home.plan.fits(image, slot.kind, start, len(tokens) // TOKEN_BYTES, slot.mask)
+    start, tokens = (node.end, slot.suffix) if slot.kind == Kind.SNAPSHOT else (node.start, node.tokens)
+    return namespace.plan.fits(image, slot.kind, start, len(tokens) // TOKEN_BYTES, slot.mask)

@@ -22,10 +22,14 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from prefixcache.blocks.policies import POLICIES, Adaptive, Doorkeeper, Duel, Ghosts, Lru, Order
-from prefixcache.blocks.tree import RAM, SLOT_BYTES, SSD, TIERS, Node, Slot, Tree, Window
+from prefixcache.blocks.adaptive import Adaptive, Duel, Ghosts
+from prefixcache.blocks.eviction import eviction_victim
+from prefixcache.blocks.graph import SLOT_BYTES, Graph
+from prefixcache.blocks.node import RAM, Node, Slot, Window
+from prefixcache.blocks.policies import POLICIES, Lru, Order
+from prefixcache.tiers.admission import Doorkeeper
 from prefixcache.tiers.budget import Budget
-from tests.planting import ROOT, Planting, blocks, runs
+from tests.planting import ROOT, SSD, TIERS, Planting, blocks, runs
 
 
 def decide(order: Adaptive, share: float | None) -> Adaptive:
@@ -244,7 +248,7 @@ class OrderMachine(RuleBasedStateMachine):
     def colder(self, data) -> None:
         one, other = self.drawn(data, "queue"), self.drawn(data, "queue")
         if one is not None:
-            found = list(self.order.colder(one, other))
+            found = list(self.order.less_recent(one, other))
             places = self.plain.order()
             assert found == places[: min(places.index(one), places.index(other))]
 
@@ -276,9 +280,9 @@ SHARES = {"adaptive, .05": 0.05, "adaptive, .5": 0.5}
 
 def planted(policy: str, windows: tuple[Window, ...] = (), snapshots: bool = False) -> Planting:
     planting = Planting(windows, snapshots)
-    planting.tree = Tree(planting.budget, policy.split(",")[0])
-    planting.space = planting.tree.space(ROOT, windows, snapshots)
-    for order in planting.tree.order if policy in SHARES else ():
+    planting.graph = Graph(planting.budget, policy.split(",")[0])
+    planting.tree = planting.graph.tree(ROOT, windows, snapshots)
+    for order in planting.graph.order if policy in SHARES else ():
         decide(order, SHARES[policy])
     return planting
 
@@ -287,7 +291,7 @@ def ended(planting: Planting, tokens: list[int]) -> None:
     """A request of these tokens: a fetch of what is known, and the store of all."""
     planting.touch(tokens)
     planting.store(tokens, touch=False)
-    planting.tree.stored(planting.serving(tokens, SSD))
+    planting.graph.recency.request_ended(planting.serving(tokens, SSD))
 
 
 prompts = st.lists(st.tuples(st.integers(0, 2), st.sampled_from([1, 100, 256, 256, 300])), min_size=1, max_size=4).map(
@@ -303,7 +307,7 @@ class TreeMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.planting = planted(self.policy, self.windows, self.snapshots)
-        self.tree = self.planting.tree
+        self.graph = self.planting.graph
         self.pinned: list[list[Slot]] = []
         self.known: list[list[int]] = [[0]]
 
@@ -322,84 +326,84 @@ class TreeMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), count=st.integers(1, 4))
     def spill(self, data, count: int) -> None:
-        self.planting.spill(*[slot for slot in self.tree.order[RAM] if not slot.disk][:count])
+        self.planting.spill(*[slot for slot in self.graph.order[RAM] if not slot.disk][:count])
 
     @rule(count=st.integers(1, 3), leave=st.integers(0, 2), written=st.booleans(), tokens=prompts)
     def save(self, count: int, leave: int, written: bool, tokens: list[int]) -> None:
         """Images wait for the SSD while others leave and are used, and are written then or not."""
-        waiting = [(slot, slot.tick) for slot in list(self.tree.order[RAM])[:count]]
+        waiting = [(slot, slot.tick) for slot in list(self.graph.order[RAM])[:count]]
         for slot, _ in waiting:
-            self.tree.save(slot)
+            self.graph.begin_write(slot, SSD)
         self.evict(RAM, leave)
         self.planting.touch(tokens)
-        self.tree.check_integrity()
+        self.graph.check_integrity()
         for slot, tick in waiting:
-            self.tree.saved(slot, slot.tick != tick)
+            self.graph.write_finished(slot, SSD, slot.tick != tick)
             if written:
                 self.planting.spill(slot)
 
     @rule(tier=st.sampled_from(TIERS), count=st.sampled_from([1, 1, 2, 5]))
     def evict(self, tier: int, count: int) -> None:
         for _ in range(count):
-            slot = self.tree.coldest(tier)
+            slot = eviction_victim(self.graph, tier)
             if slot is None:
                 return
             assert not slot.pins
-            assert not slot.saving
-            assert slot.within(tier)
-            assert not self.tree.needed(slot, tier)
-            self.tree.leave(slot, tier)
+            assert not slot.pending
+            assert slot.is_in(tier)
+            assert not self.graph.has_dependents(slot, tier)
+            self.graph.drop(slot, tier)
 
     @rule(data=st.data())
     def make_room(self, data) -> None:
         """What makes room on the SSD for an image is colder than it."""
-        waiting = [slot for slot in self.tree.slots.values() if not slot.disk]
+        waiting = [slot for slot in self.graph.slots.values() if not slot.disk]
         if waiting:
             slot = data.draw(st.sampled_from(waiting))
-            colder = list(self.tree.colder(slot, slot))
-            places = {one: place for place, one in enumerate(self.tree.order[SSD])}
+            colder = list(self.graph.order[SSD].less_recent(slot, slot))
+            places = {one: place for place, one in enumerate(self.graph.order[SSD])}
             assert slot not in colder
             if self.policy != "lru":
                 assert all(places[one] < places[slot] for one in colder)
 
     @rule(data=st.data())
     def pin(self, data) -> None:
-        self.pinned.append(self.tree.pin(self.planting.serving(data.draw(st.sampled_from(self.known)), SSD)))
+        self.pinned.append(self.graph.pin(self.planting.serving(data.draw(st.sampled_from(self.known)), SSD)))
 
     @precondition(lambda self: self.pinned)
     @rule()
     def unpin(self) -> None:
-        self.tree.unpin(self.pinned.pop(0))
+        self.graph.unpin(self.pinned.pop(0))
 
     @rule(data=st.data(), tiers=st.sampled_from([(RAM,), (SSD,), (SSD, RAM)]))
     def lose(self, data, tiers: tuple[int, ...]) -> None:
         """A file went bad, or an image was removed."""
-        if self.tree.slots:
-            slot = data.draw(st.sampled_from(sorted(self.tree.slots.values(), key=lambda one: (one.kind, one.key))))
+        if self.graph.slots:
+            slot = data.draw(st.sampled_from(sorted(self.graph.slots.values(), key=lambda one: (one.kind, one.key))))
             if not slot.pins:
                 for tier in tiers:
-                    self.tree.leave(slot, tier)
+                    self.graph.drop(slot, tier)
 
     @rule()
     def settle(self) -> None:
-        self.tree.settle()
+        self.graph.recency.sort_below_ram()
 
     @invariant()
     def the_tree_is_sound(self) -> None:
-        self.tree.check_integrity()
+        self.graph.check_integrity()
 
     def teardown(self) -> None:
         for held in self.pinned:
-            self.tree.unpin(held)
+            self.graph.unpin(held)
         for tier in TIERS:
-            while (slot := self.tree.coldest(tier)) is not None:
-                self.tree.leave(slot, tier)
-        while (slot := self.tree.coldest(SSD)) is not None:  # kept by what hung on it in RAM
-            self.tree.leave(slot, SSD)
-        assert not self.tree.slots
-        assert not self.tree.nodes
-        assert [len(order) for order in self.tree.order] == [0, 0]
-        self.tree.check_integrity()
+            while (slot := eviction_victim(self.graph, tier)) is not None:
+                self.graph.drop(slot, tier)
+        while (slot := eviction_victim(self.graph, SSD)) is not None:  # kept by what hung on it in RAM
+            self.graph.drop(slot, SSD)
+        assert not self.graph.slots
+        assert not self.graph.nodes
+        assert [len(order) for order in self.graph.order] == [0, 0]
+        self.graph.check_integrity()
 
 
 SPACES = {
@@ -428,7 +432,7 @@ def small(policy: str, room: int) -> Planting:
 def keep(planting: Planting, tokens: list[int]) -> None:
     """A request, and room is made after it."""
     ended(planting, tokens)
-    while len(planting.tree.slots) > planting.room:
+    while len(planting.graph.slots) > planting.room:
         assert planting.evict(RAM) is not None
 
 
@@ -442,7 +446,7 @@ def test_what_was_asked_for_twice_outlives_what_came_once():
         for i in range(200):
             keep(planting, blocks(1000 + i))
         kept[policy] = sum(planting.reach(blocks(1, 100 + i)) == 512 for i in range(10))
-        planting.tree.check_integrity()
+        planting.graph.check_integrity()
     assert kept == {"lru": 0, "adaptive, .05": 10}
 
 
@@ -460,11 +464,11 @@ def test_who_comes_back_soon_after_leaving_was_asked_for_again():
 
 def test_a_fetch_and_the_store_of_its_request_are_one_use():
     planting = planted("adaptive, .5")
-    order, prompt = planting.tree.order[RAM], blocks(1)
+    order, prompt = planting.graph.order[RAM], blocks(1)
     planting.store(prompt, touch=False)
     slot = planting.rows(prompt)
     planting.touch(prompt)  # a fetch while the request that brought it goes on, and both end
-    planting.tree.stored(planting.serving(prompt, SSD))
+    planting.graph.recency.request_ended(planting.serving(prompt, SSD))
     assert slot in order._once
     ended(planting, prompt)
     assert slot in order._again
@@ -476,7 +480,7 @@ def test_a_leaf_leaves_in_the_place_of_a_colder_block_that_it_hangs_on():
         ended(planting, blocks(1, 2))
     ended(planting, blocks(9, 9))
     ended(planting, blocks(1, 2, 3, 4))
-    order, first = planting.tree.order[RAM], planting.rows(blocks(1))
+    order, first = planting.graph.order[RAM], planting.rows(blocks(1))
     for slot in list(order):
         if slot is not first:
             order.touch(slot)
@@ -491,9 +495,9 @@ def test_after_a_restart_what_was_hit_is_what_was_asked_for_again():
     for i in range(10):
         planting.store(blocks(i), touch=i < 5)
     planting.spill_all()
-    planting.tree.settle()
-    assert [slot.hits for slot in planting.tree.order[SSD]] == [0] * 5 + [1] * 5
-    planting.tree.check_integrity()
+    planting.graph.recency.sort_below_ram()
+    assert [slot.hits for slot in planting.graph.order[SSD]] == [0] * 5 + [1] * 5
+    planting.graph.check_integrity()
 
 
 def test_room_for_one_image_never_costs_a_hotter_one():
@@ -502,10 +506,13 @@ def test_room_for_one_image_never_costs_a_hotter_one():
         planting = planted(policy)
         for i in range(30):
             ended(planting, blocks(1, 2, i % 7, i))
-        slots = list(planting.tree.slots.values())
+        slots = list(planting.graph.slots.values())
         planting.spill_all()
         for slot in slots:
-            assert all(slot not in planting.tree.colder(one, one) for one in planting.tree.colder(slot, slot))
+            assert all(
+                slot not in planting.graph.order[SSD].less_recent(one, one)
+                for one in planting.graph.order[SSD].less_recent(slot, slot)
+            )
 
 
 # -- adaptive's judgement ---------------------------------------------------------------------------------------------
@@ -597,10 +604,10 @@ def test_what_adaptive_weighs_takes_no_more_than_is_reserved():
 def test_a_policy_is_paid_for_by_the_budget(limit):
     for name, policy in POLICIES.items():
         budget = Budget(limit)
-        tree = Tree(budget, name)
+        graph = Graph(budget, name)
         assert budget.held().total == 2 * policy.fixed(limit) <= limit // 16
-        assert tree.slot_bytes == SLOT_BYTES + policy.slot_bytes
-        tree.check_integrity()
+        assert graph.slot_bytes == SLOT_BYTES + policy.slot_bytes
+        graph.check_integrity()
 
 
 def test_ghosts_are_bounded_by_what_is_held():

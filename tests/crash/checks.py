@@ -17,7 +17,7 @@ import numpy as np
 from prefixcache import PrefixCache
 from prefixcache.image import ImageError, verify
 from prefixcache.ssd import Entry, Ssd, reconcile
-from prefixcache.tiers.tiers import Tiers
+from prefixcache.tiers.storage import Storage
 from tests.crash.prompts import LEVELLED, PROMPTS, RAW
 from tests.ssd.images import du
 
@@ -180,13 +180,13 @@ def stored_anew(cache: PrefixCache, name: str) -> None:
 def outgrown_at_opening(say: Callable[[str], None]) -> Iterator[set[str]]:
     """Addresses of shorter twins that an opening deletes beside their longer ones: the crash came in between."""
     gone: set[str] = set()
-    settle, delete = Tiers.drop_superseded, Ssd.delete
+    settle, delete = Storage.drop_superseded, Ssd.delete
     settling: list[bool] = []
 
-    def drop_superseded(tiers: Tiers, changed: Any) -> None:
+    def drop_superseded(storage: Storage, changed: Any) -> None:
         settling.append(True)
         try:
-            settle(tiers, changed)
+            settle(storage, changed)
         finally:
             settling.pop()
 
@@ -197,8 +197,8 @@ def outgrown_at_opening(say: Callable[[str], None]) -> Iterator[set[str]]:
             say(json.dumps(["outgrown", [[entry.kind, entry.key.hex()] for entry in entries]]))
         delete(ssd, entries)
 
-    Tiers.drop_superseded, Ssd.delete = drop_superseded, announced  # type: ignore[method-assign]
+    Storage.drop_superseded, Ssd.delete = drop_superseded, announced  # type: ignore[method-assign]
     try:
         yield gone
     finally:
-        Tiers.drop_superseded, Ssd.delete = settle, delete  # type: ignore[method-assign]
+        Storage.drop_superseded, Ssd.delete = settle, delete  # type: ignore[method-assign]

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from prefixcache import PrefixCache
-from prefixcache.blocks.tree import SSD
+from prefixcache.blocks.lookup import hit_depth, required_images
 from prefixcache.ssd import DirectoryError, Entry, Ssd, reconcile
 from tests.crash.prompts import LEVELLED, PROMPTS, RAW
 from tests.crash.shim import Shim
@@ -154,23 +154,23 @@ class Scenario:
 
     def have(self) -> None:
         """Say which images `flush` has made durable, and how deep each prompt can be had from them."""
-        tiers = self.cache._tiers
+        tiers = self.cache._storage
         self.cache.check_integrity()
         with tiers.lock:
             held = tiers.budget.held()
             if held.total > tiers.budget.limit:
                 raise Violation(f"RAM holds {held}, its limit is {tiers.budget.limit}")
-            images = [[*_address(slot), slot.checksum] for slot in tiers.tree.slots.values() if slot.disk]
+            images = [[*_address(slot), slot.checksum] for slot in tiers.graph.slots.values() if slot.disk]
             depths = {}
             for name in sorted(self.known):
                 kind, tokens = PROMPTS[name]
                 if kind.codec != self.codec:
                     continue
-                for home in self.cache._homes(kind.model, b""):
-                    raw = b"".join(token.to_bytes(8, "little") for token in tokens)
-                    walk = tiers.tree.walk(home.space, raw)
-                    depth = tiers.tree.reach(walk, SSD, len(tokens))
-                    serving = tiers.tree.serving(walk, depth) if depth else []
+                prompt, last = self.cache.prompt(tokens, model=kind.model), tiers.graph.last
+                for namespace in prompt.namespaces():
+                    walk = prompt.walk(namespace)
+                    depth = hit_depth(walk, last, len(tokens))
+                    serving = required_images(walk, depth, last) if depth else []
                     if serving and all(slot.disk for slot in serving):
                         depths[name] = [depth, [_address(slot) for slot in serving]]
         self.say("have", {"images": images, "prompts": depths})

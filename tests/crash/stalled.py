@@ -52,7 +52,7 @@ def stalled(root: str, shim: Shim, at: int) -> None:
         fetch("grown")
         if not cache.flush(PATIENCE):
             raise Violation(f"the writer does not resume: {cache.stats().ssd}")
-        tiers = cache._tiers
+        tiers = cache._storage
         with tiers.lock:
-            images = [[slot.kind, slot.key.hex(), slot.checksum] for slot in tiers.tree.slots.values() if slot.disk]
+            images = [[slot.kind, slot.key.hex(), slot.checksum] for slot in tiers.graph.slots.values() if slot.disk]
         shim.say(json.dumps(["have", {"images": images, "prompts": {}}]))

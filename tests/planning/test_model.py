@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from prefixcache import Affine, PrefixCache, Raw, TurboQuant
-from prefixcache.blocks.tree import Window
+from prefixcache.blocks.node import Window
 from prefixcache.codecs import as_codec
 from prefixcache.layers.encode import describe_state
 from prefixcache.layers.plan import read

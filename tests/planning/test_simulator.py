@@ -84,7 +84,7 @@ def by_turns(cache: PrefixCache, monkeypatch: pytest.MonkeyPatch) -> None:
         finally:
             condition._acquire_restore(held)
 
-    cache._tiers.moved.wait = MethodType(wait, cache._tiers.moved)
+    cache._storage.changed.wait = MethodType(wait, cache._storage.changed)
     monkeypatch.setattr(Store, "_make", lambda store, jobs: cache._ssd.flush() and make(store, jobs))
 
 
@@ -187,8 +187,8 @@ def blocks_hit(name: str, room: int) -> float:
     """The share of a trace's ids that an LRU cache of RAM hits in leading runs, with room for so many blocks."""
     state, codec = ModelState.of(PLAIN, name="tiny"), as_codec("raw")
     probe = Simulation(state, codec, ram=GB)
-    probe.store(tokens_of(Request(0.0, 64 * 256, 0, tuple(range(64))), 256))
-    ram = (room * 64 + 32) * probe.tiers.budget.held().total // 64 // 64
+    probe.store(probe.prompt(tokens_of(Request(0.0, 64 * 256, 0, tuple(range(64))), 256)))
+    ram = (room * 64 + 32) * probe.storage.budget.held().total // 64 // 64
     whole = (request._replace(tokens=256 * len(request.ids)) for request in Trace(TRACES / f"{name}.jsonl.gz"))
     outcome = simulate(whole, state, codec, ram=ram, leave=0, block=256)
     return float((outcome.hit // 256).sum() / (outcome.asked // 256).sum())
@@ -212,8 +212,9 @@ def test_ram_so_small_that_nothing_of_the_first_prompts_reaches_the_ssd_is_simul
     for ram in (20_000, 60_000, 250_000):
         run = Simulation(state, codec, ram=ram, ssd=13_000_000)
         for request in requests("coding_agents", 8, 16):
-            run.fetch(tokens_of(request, BLOCK))
-            run.store(tokens_of(request, BLOCK))
+            prompt = run.prompt(tokens_of(request, BLOCK))
+            run.fetch(prompt)
+            run.store(prompt)
             run.check_integrity()
 
 
@@ -232,9 +233,9 @@ def test_nothing_of_what_left_stays_behind():
     gc.disable()
     try:
         for request in requests("coding_agents", 60, 16):
-            raw = tokens_of(request, BLOCK)
-            one.fetch(raw)
-            one.store(raw)
+            prompt = one.prompt(tokens_of(request, BLOCK))
+            one.fetch(prompt)
+            one.store(prompt)
             one.check_integrity()
         assert gc.collect() < 1000
     finally:

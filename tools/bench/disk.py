@@ -20,7 +20,7 @@ if not __package__:
 import numpy as np
 
 from prefixcache import PrefixCache, Raw
-from prefixcache.blocks.tree import BLOCK
+from prefixcache.keys import BLOCK
 from prefixcache.ssd import SsdStats, reconcile
 from tools.bench import report
 from tools.bench.prompts import MODEL, Shape, draw, filled
@@ -200,9 +200,9 @@ def _ssd(cache: PrefixCache) -> SsdStats:
 
 def _store(cache: PrefixCache, prompt: np.ndarray, prompt_cache: list[Any]) -> list[np.ndarray]:
     """Store a prompt; the bytes of its images."""
-    known = set(cache._tiers.tree.slots)
+    known = set(cache._storage.graph.slots)
     cache.store(prompt, prompt_cache, model=MODEL)
-    return [slot.image.data for address, slot in cache._tiers.tree.slots.items() if address not in known]
+    return [slot.image.data for address, slot in cache._storage.graph.slots.items() if address not in known]
 
 
 def _write(job: tuple[Path, np.ndarray]) -> None:

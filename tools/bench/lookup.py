@@ -22,7 +22,7 @@ import numpy as np
 import xxhash
 
 from prefixcache import PrefixCache, Raw
-from prefixcache.blocks.tree import BLOCK, BLOCK_BYTES, Space
+from prefixcache.blocks.node import BLOCK, BLOCK_BYTES, Tree
 from tools.bench import report
 from tools.bench.prompts import MODEL, Shape, draw, filled
 from tools.bench.report import Figure
@@ -106,22 +106,22 @@ class _Watched(list[bytes]):
 
 def visited(cache: PrefixCache, tokens: np.ndarray, look: Callable[[], object]) -> tuple[int, int, float]:
     """Nodes that a lookup counts, nodes that it really looked at (bisection's too), and what it may: 130 + log2(siblings)."""
-    tree = cache._tiers.tree
-    (space,) = tree.spaces.values()
-    watched = _watch(space, tokens.tobytes())
-    before = tree.visits
+    graph = cache._storage.graph
+    (tree,) = graph.trees.values()
+    watched = _watch(tree, tokens.tobytes())
+    before = graph.visits
     look()
-    counted, seen = tree.visits - before, sum(len(w.seen) for w in watched)
+    counted, seen = graph.visits - before, sum(len(w.seen) for w in watched)
     return counted, seen, 130 + sum(math.log2(len(w)) for w in watched)
 
 
-def _watch(space: Space, raw: bytes) -> list[_Watched]:
+def _watch(tree: Tree, raw: bytes) -> list[_Watched]:
     """Watch the children of every node on the tokens' path. They stay watched: what comes later is slower."""
-    watched, node, at = [], space.root, 0
-    while node.kids:
-        node.kid_tokens = _Watched(list(node.kid_tokens))
-        watched.append(node.kid_tokens)
-        kid = next((kid for kid in node.kids if kid.tokens == raw[at : at + BLOCK_BYTES]), None)
+    watched, node, at = [], tree.root, 0
+    while node.children:
+        node.child_tokens = _Watched(list(node.child_tokens))
+        watched.append(node.child_tokens)
+        kid = next((kid for kid in node.children if kid.tokens == raw[at : at + BLOCK_BYTES]), None)
         if kid is None:
             break
         node, at = kid, at + BLOCK_BYTES

@@ -19,7 +19,8 @@ if not __package__:
 import numpy as np
 
 from prefixcache import PrefixCache, Raw, TurboQuant
-from prefixcache.blocks.tree import BLOCK_BYTES, NODE_BYTES, RAM, SLOT_BYTES, SSD, Node, Slot, Space, Tree
+from prefixcache.blocks.graph import NODE_BYTES, SLOT_BYTES, Graph
+from prefixcache.blocks.node import BLOCK_BYTES, RAM, Node, Slot, Tree
 from prefixcache.image import Image
 from prefixcache.tiers.budget import Budget
 from tools.bench import report
@@ -78,7 +79,7 @@ def hold(case: str, nbytes: int) -> dict[str, Any]:
 
 
 def nodes(scale: str) -> Iterator[Figure]:
-    """RAM of a node and of a slot beside their tokens, where each has a place in RAM and on SSD; what the tree reckons."""
+    """RAM of a node and of a slot beside their tokens, where each has a place in RAM and on SSD; what the graph reckons."""
     count = NODES[scale]
     by_rss = report.in_child("memory", "grow", count, False)
     traced = report.in_child("memory", "grow", count, True)
@@ -100,33 +101,32 @@ def grow(count: int, trace: bool) -> dict[str, float]:
         gc.collect()
         return tracemalloc.get_traced_memory()[0] if trace else report.rss()
 
-    tree = Tree(Budget(count * 100_000))
-    reservation = tree.budget.reserve(count * 90_000)
+    graph = Graph(Budget(count * 100_000))
+    reservation = graph.budget.reserve(count * 90_000)
     assert reservation is not None
     made: list[Node] = []
     before = taken()
-    space = tree.space(b"\0" * 16)
-    _chains(tree, space, count, reservation, made)
+    _chains(graph, graph.tree(b"\0" * 16), count, reservation, made)
     with_nodes = taken()
     kept = sys.getsizeof(made)
     for node in made:
         slot = Slot("rows", node, node.key, 0)
-        slot.checksum, slot.created, slot.tick = os.urandom(16).hex(), float(id(slot)), tree.clock
-        tree.attach(slot, reservation)
-        tree.enter(slot, RAM, image=Image(np.empty(0, np.uint8)), reservation=reservation)
-        tree.enter(slot, SSD, disk=int(node.start) + 100_000)
+        slot.checksum, slot.created, slot.tick = os.urandom(16).hex(), float(id(slot)), graph.recency.clock
+        graph.attach(slot, reservation)
+        graph.place(slot, RAM, image=Image(np.empty(0, np.uint8)), reservation=reservation)
+        graph.place(slot, 1, disk=int(node.start) + 100_000)
     with_slots = taken()
     if trace:
         tracemalloc.stop()
     return {"node": (with_nodes - before - kept) / count - BLOCK_BYTES, "slot": (with_slots - with_nodes) / count}
 
 
-def _chains(tree: Tree, space: Space, count: int, reservation: Any, made: list[Node]) -> None:
+def _chains(graph: Graph, tree: Tree, count: int, reservation: Any, made: list[Node]) -> None:
     """Prompts of 128 blocks, as a directory or a store makes them."""
-    node = space.root
+    node = tree.root
     for i in range(count):
-        node = space.root if i % 128 == 0 else node
-        grown = tree.grow(node, os.urandom(BLOCK_BYTES), reservation)
+        node = tree.root if i % 128 == 0 else node
+        grown = graph.grow(node, os.urandom(BLOCK_BYTES), reservation)
         assert grown is not None
         made.append(node := grown)
 

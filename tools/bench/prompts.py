@@ -91,5 +91,5 @@ def draw(seed: int) -> Callable[[int], np.ndarray]:
 
 def image_bytes(cache: PrefixCache, *kinds: str) -> int:
     """Bytes of the images of these kinds that the cache holds, each counted once, in whichever tier."""
-    with cache._tiers.lock:
-        return sum(slot.nbytes for slot in cache._tiers.tree.slots.values() if slot.kind in kinds)
+    with cache._storage.lock:
+        return sum(slot.nbytes for slot in cache._storage.graph.slots.values() if slot.kind in kinds)

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from prefixcache import PrefixCache, Raw, Settings
-from prefixcache.blocks.tree import RAM
+from prefixcache.blocks.node import RAM
 from prefixcache.memory import give_back
 from prefixcache.ssd.directory import tree_size
 from prefixcache.ssd.index import Index
@@ -326,17 +326,17 @@ class Server:
         self.pipe.tell("settled")
 
     def _pinned_on_ssd(self) -> int:
-        tiers = self.cache._tiers
+        tiers = self.cache._storage
         with tiers.lock:
-            return sum(slot.disk for slot in tiers.tree.slots.values() if slot.pins)
+            return sum(slot.disk for slot in tiers.graph.slots.values() if slot.pins)
 
     def _check_flushed(self) -> None:
         """A flush that succeeded has left nothing in RAM that the SSD has room for."""
-        tiers, ssd = self.cache._tiers, self.cache._ssd
+        tiers, ssd = self.cache._storage, self.cache._ssd
         assert ssd is not None
         with tiers.lock:
             room = ssd.limit - ssd.used
-            dirty = [slot for slot in tiers.tree.order[RAM] if not slot.disk and not slot.saving]
+            dirty = [slot for slot in tiers.graph.order[RAM] if not slot.disk and not slot.pending]
             fit = [slot for slot in dirty if ssd.footprint(slot.nbytes) <= room // 4]
             assert not fit, f"{len(fit)} of {len(dirty)} unwritten images fit into the {room} bytes left on SSD"
 

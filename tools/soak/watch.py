@@ -15,7 +15,7 @@ from typing import Any
 
 from prefixcache.ssd import Entry, Ssd, reader, store, writer
 from prefixcache.ssd.entries import Address
-from prefixcache.tiers.tiers import Tiers
+from prefixcache.tiers.lower import LowerTier
 
 Tell = Callable[..., None]
 
@@ -64,7 +64,7 @@ class Watch:
         Ssd.__init__, store.Store._open, store.mend = init, open_, mend_  # type: ignore[method-assign, assignment]
 
     def _watch_writes(self) -> None:
-        write, written, standing = Ssd.write, Tiers.written, writer.Writer._standing
+        write, written, standing = Ssd.write, LowerTier.written, writer.Writer._standing
 
         def write_(ssd: Ssd, entry: Entry, *rest: Any, **more: Any) -> bool:
             with self._lock:
@@ -77,7 +77,7 @@ class Watch:
                     self._written[entry.address].remove(mine)
             return accepted
 
-        def written_(tiers: Tiers, entry: Entry, error: Exception | None) -> None:
+        def written_(tier: LowerTier, entry: Entry, error: Exception | None) -> None:
             with self._lock:
                 order, at = self._written[entry.address].popleft()
                 overtaken = self._deleted.get(entry.address, 0) > order
@@ -88,7 +88,7 @@ class Watch:
                 self._standing.discard(entry.address)
                 if error is None and not overtaken:
                     self._tell("durable", entry.kind, entry.key.hex(), entry.checksum, at, stood)
-            written(tiers, entry, error)
+            written(tier, entry, error)
 
         def standing_(one: writer.Writer, *rest: Any) -> set[Address]:
             found = standing(one, *rest)
@@ -96,7 +96,7 @@ class Watch:
                 self._standing |= found
             return found
 
-        Ssd.write, Tiers.written = write_, written_  # type: ignore[method-assign]
+        Ssd.write, LowerTier.written = write_, written_  # type: ignore[method-assign]
         writer.Writer._standing = standing_  # type: ignore[method-assign]
 
     def _watch_deletions(self) -> None:

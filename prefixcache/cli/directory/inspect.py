@@ -177,8 +177,9 @@ def raw_bytes(space: NamespaceSurvey, edges: Callable[[str, tuple[str, ...]], It
     if not space.tokens:
         return 0
     try:
+        from prefixcache.blocks.masks import mask_from
         from prefixcache.codecs import Raw
-        from prefixcache.layers.plan import Plan, mask_from
+        from prefixcache.layers.plan import Plan
 
         layout = json.loads(space.layout)
         choices: tuple[list[Any] | None, ...] = (None, [])  # all layers, and those without a window

@@ -1,29 +1,22 @@
-"""The tree, rule by rule. `test_tree_model.py` runs it against a plain model."""
+"""The graph, rule by rule. `test_graph_model.py` runs it against a plain model."""
 
 from __future__ import annotations
 
 import pytest
 
-from prefixcache.blocks.tree import (
-    BLOCK_BYTES,
-    NODE_BYTES,
-    RAM,
-    SLOT_BYTES,
-    SSD,
-    Node,
-    Slot,
-    Tree,
-    Window,
-    common_tokens,
-)
+from prefixcache.blocks.eviction import eviction_victim
+from prefixcache.blocks.graph import NODE_BYTES, SLOT_BYTES, Graph
+from prefixcache.blocks.lookup import hit_depth, required_images
+from prefixcache.blocks.node import BLOCK_BYTES, RAM, Node, Slot, Window, common_tokens
+from prefixcache.blocks.superseded import successors, superseded_tails
 from prefixcache.keys import BLOCK, chain
 from prefixcache.tiers.budget import Budget
-from tests.planting import IMAGE, ROOT, Planting, blocks, raw, restarted, runs
+from tests.planting import IMAGE, ROOT, SSD, Planting, blocks, raw, restarted, runs
 
 
 def order(planting: Planting, tier: int) -> list[tuple[str, int]]:
     """Who leaves a tier next: kind and end, the coldest first."""
-    return [(slot.kind, slot.end) for slot in planting.tree.order[tier]]
+    return [(slot.kind, slot.end) for slot in planting.graph.order[tier]]
 
 
 def leaving(planting: Planting, tier: int) -> list[tuple[str, int]]:
@@ -31,7 +24,7 @@ def leaving(planting: Planting, tier: int) -> list[tuple[str, int]]:
     found = []
     while (slot := planting.evict(tier)) is not None:
         found.append((slot.kind, slot.end))
-        planting.tree.check_integrity()
+        planting.graph.check_integrity()
     return found
 
 
@@ -42,7 +35,7 @@ def test_an_empty_tree_knows_nothing():
     planting = Planting()
     assert planting.walk(blocks(1)).nodes == []
     assert planting.reach(blocks(1)) == planting.reach([]) == planting.reach([], SSD) == 0
-    assert planting.tree.coldest(RAM) is planting.tree.coldest(SSD) is None
+    assert eviction_victim(planting.graph, RAM) is eviction_victim(planting.graph, SSD) is None
 
 
 @pytest.mark.parametrize("length", [1, 255, 256, 257, 511, 512, 513, 700])
@@ -92,7 +85,7 @@ def test_ssd_depth_counts_ram_and_ssd_together():
     planting.store(blocks(1, 2, 3))
     first, second, third = (planting.rows(blocks(1, 2, 3)[:n]) for n in (256, 512, 768))
     planting.spill(second)
-    planting.tree.leave(second, RAM)
+    planting.graph.drop(second, RAM)
     assert planting.reach(blocks(1, 2, 3), RAM) == 256
     assert planting.reach(blocks(1, 2, 3), SSD) == 768
     assert first.disk
@@ -105,7 +98,7 @@ def test_twins_that_match_alike_are_told_apart_by_ram():
     planting.store(runs((1, 40), (3, 60)))
     planting.spill_all()
     for gone in (2, 3):
-        planting.tree.leave(planting.rows(runs((1, 40), (gone, 60))), RAM)
+        planting.graph.drop(planting.rows(runs((1, 40), (gone, 60))), RAM)
         assert planting.reach(runs((1, 40), (9, 9))) == 40
         planting.promote(runs((1, 40), (gone, 60)))
 
@@ -113,19 +106,19 @@ def test_twins_that_match_alike_are_told_apart_by_ram():
 def test_another_namespace_is_another_tree():
     planting = Planting()
     planting.store(blocks(1, 2))
-    other = planting.tree.space(b"other root key..")
-    assert planting.tree.reach(planting.tree.walk(other, raw(blocks(1, 2))), SSD, 512) == 0
-    assert planting.tree.space(ROOT) is planting.space
+    other = planting.graph.tree(b"other root key..")
+    assert hit_depth(planting.graph.walk(other, raw(blocks(1, 2))), SSD, 512) == 0
+    assert planting.graph.tree(ROOT) is planting.tree
 
 
 def test_a_walk_changes_nothing():
     planting = Planting()
     planting.store(runs((1, 600)))
-    before = order(planting, RAM), order(planting, SSD), planting.tree.clock
+    before = order(planting, RAM), order(planting, SSD), planting.graph.recency.clock
     for asked in (runs((1, 600)), runs((1, 300), (2, 9)), runs((5, 5))):
         planting.reach(asked)
         planting.serving(asked)
-    assert before == (order(planting, RAM), order(planting, SSD), planting.tree.clock)
+    assert before == (order(planting, RAM), order(planting, SSD), planting.graph.recency.clock)
 
 
 def test_a_long_prompt_among_ten_thousand_near_twins_costs_a_visit_a_block():
@@ -135,26 +128,26 @@ def test_a_long_prompt_among_ten_thousand_near_twins_costs_a_visit_a_block():
     trunk = planting.node(prompt[: 127 * BLOCK])
     with planting.reserve(1 << 30) as reservation:
         for i in range(10_000):
-            node = planting.tree.grow(trunk, raw([127] * 255 + [1000 + i]), reservation)
-            planting.tree.attach(Slot("rows", node, node.key, IMAGE), reservation)
+            node = planting.graph.grow(trunk, raw([127] * 255 + [1000 + i]), reservation)
+            planting.graph.attach(Slot("rows", node, node.key, IMAGE), reservation)
     deepest = [prompt, [*prompt[:-1], 5], [*prompt[:-1], 5000], [*prompt[:-1], 10**6], [*prompt, 1, 2, 3]]
     for asked in deepest:
-        planting.tree.visits = 0
+        planting.graph.visits = 0
         walk = planting.walk(asked)
         assert walk.depth >= 128 * BLOCK - 1
-        assert planting.tree.visits <= 130 + 14  # log2 of the siblings
+        assert planting.graph.visits <= 130 + 14  # log2 of the siblings
 
 
 def test_siblings_are_found_by_bisection_not_by_a_scan():
     planting = Planting()
     with planting.reserve(1 << 30) as reservation:
         for i in range(4096):
-            node = planting.tree.grow(planting.space.root, raw([7] * 255 + [i]), reservation)
-            planting.tree.attach(Slot("rows", node, node.key, IMAGE), reservation)
-    planting.tree.visits = 0
-    assert planting.tree.nearest(planting.space.root, raw([7] * 255 + [999]))[1] == 256
-    assert planting.tree.nearest(planting.space.root, raw([7] * 254 + [1, 1]))[1] == 254
-    assert planting.tree.visits <= 8
+            node = planting.graph.grow(planting.tree.root, raw([7] * 255 + [i]), reservation)
+            planting.graph.attach(Slot("rows", node, node.key, IMAGE), reservation)
+    planting.graph.visits = 0
+    assert planting.graph.nearest(planting.tree.root, raw([7] * 255 + [999]))[1] == 256
+    assert planting.graph.nearest(planting.tree.root, raw([7] * 254 + [1, 1]))[1] == 254
+    assert planting.graph.visits <= 8
 
 
 @pytest.mark.parametrize(
@@ -172,8 +165,8 @@ def test_a_lookup_ends_at_a_hollow_node_until_its_rows_are_stored_again():
     planting = Planting()
     prompt = blocks(1, 2, 3)
     planting.store(prompt)
-    planting.tree.leave(planting.rows(prompt[:512]), RAM)
-    planting.tree.check_integrity()
+    planting.graph.drop(planting.rows(prompt[:512]), RAM)
+    planting.graph.check_integrity()
     assert planting.node(prompt[:512]).rows is None
     assert planting.reach(prompt) == planting.reach(prompt, SSD) == 256
     assert planting.reach(prompt[:300]) == 256
@@ -184,11 +177,11 @@ def test_a_lookup_ends_at_a_hollow_node_until_its_rows_are_stored_again():
 def test_a_hollow_node_goes_with_the_last_that_hangs_on_it():
     planting = Planting()
     planting.store(blocks(1, 2, 3))
-    planting.tree.leave(planting.rows(blocks(1)), RAM)
-    planting.tree.leave(planting.rows(blocks(1, 2)), RAM)
-    assert planting.tree.nodes == 3
+    planting.graph.drop(planting.rows(blocks(1)), RAM)
+    planting.graph.drop(planting.rows(blocks(1, 2)), RAM)
+    assert planting.graph.nodes == 3
     assert leaving(planting, RAM) == [("rows", 768)]
-    assert planting.tree.nodes == 0
+    assert planting.graph.nodes == 0
     assert planting.budget.held().total == 0
 
 
@@ -196,7 +189,7 @@ def test_a_sibling_with_rows_is_nearer_than_a_hollow_one():
     planting = Planting()
     planting.store(runs((1, 100), (2, 156), (3, 10)))
     planting.store(runs((1, 90), (4, 20)))
-    planting.tree.leave(planting.rows(runs((1, 100), (2, 156))), RAM)
+    planting.graph.drop(planting.rows(runs((1, 100), (2, 156))), RAM)
     assert planting.reach(runs((1, 100), (2, 30))) == 90
 
 
@@ -216,7 +209,7 @@ def test_lru_lets_leaves_go_first_without_asking():
     planting.store(blocks(1, 2, 4))
     planting.store(blocks(5))
     planting.touch(blocks(1, 2, 3))
-    ends = [slot.end for slot in planting.tree.order[RAM]]
+    ends = [slot.end for slot in planting.graph.order[RAM]]
     assert ends == [768, 256, 768, 512, 256]
     assert [end for _, end in leaving(planting, RAM)] == ends
 
@@ -235,17 +228,17 @@ def test_a_hit_in_ram_touches_the_order_of_the_ssd_too():
     planting.store(blocks(1))
     planting.store(blocks(2))
     planting.spill_all()
-    planting.tree.touched.clear()
+    planting.graph.recency.unflushed.clear()
     planting.touch(blocks(1))
-    assert planting.tree.coldest(SSD) is planting.rows(blocks(2))
-    assert list(planting.tree.touched) == [planting.rows(blocks(1))]
+    assert eviction_victim(planting.graph, SSD) is planting.rows(blocks(2))
+    assert list(planting.graph.recency.unflushed) == [planting.rows(blocks(1))]
 
 
 def test_what_is_not_on_ssd_is_not_told_to_the_index():
     planting = Planting()
     planting.store(blocks(1))
     planting.touch(blocks(1))
-    assert not planting.tree.touched
+    assert not planting.graph.recency.unflushed
 
 
 def test_a_promotion_touches_its_whole_path_again():
@@ -253,7 +246,7 @@ def test_a_promotion_touches_its_whole_path_again():
     planting.store(blocks(1, 2, 3))
     planting.spill_all()
     for n in (768, 512):
-        planting.tree.leave(planting.rows(blocks(1, 2, 3)[:n]), RAM)
+        planting.graph.drop(planting.rows(blocks(1, 2, 3)[:n]), RAM)
     planting.store(blocks(9))
     planting.promote(blocks(1, 2, 3))
     assert order(planting, RAM) == [("rows", 256), ("rows", 768), ("rows", 512), ("rows", 256)]
@@ -266,7 +259,7 @@ def test_the_ssd_order_has_every_slot_and_gives_only_what_the_ssd_holds():
     planting.store(blocks(2))
     planting.spill(planting.rows(blocks(2)))
     assert order(planting, SSD) == [("rows", 256)] * 2
-    assert planting.tree.coldest(SSD) is planting.rows(blocks(2))
+    assert eviction_victim(planting.graph, SSD) is planting.rows(blocks(2))
 
 
 def test_an_image_that_reaches_the_ssd_late_has_its_place_in_the_order():
@@ -275,26 +268,26 @@ def test_an_image_that_reaches_the_ssd_late_has_its_place_in_the_order():
     planting.store(blocks(2))
     planting.spill(planting.rows(blocks(2)))
     planting.spill(planting.rows(blocks(1)))
-    assert planting.tree.coldest(SSD) is planting.rows(blocks(1))
+    assert eviction_victim(planting.graph, SSD) is planting.rows(blocks(1))
 
 
 def test_what_waits_for_the_ssd_does_not_leave():
     planting = Planting()
     planting.store(blocks(1))
     planting.store(blocks(2))
-    planting.rows(blocks(1)).saving = True
-    assert planting.tree.coldest(RAM) is planting.rows(blocks(2))
-    planting.rows(blocks(2)).saving = True
-    assert planting.tree.coldest(RAM) is None
+    planting.rows(blocks(1)).pending = True
+    assert eviction_victim(planting.graph, RAM) is planting.rows(blocks(2))
+    planting.rows(blocks(2)).pending = True
+    assert eviction_victim(planting.graph, RAM) is None
 
 
 def test_what_hangs_in_the_other_tier_keeps_nothing_from_leaving():
     planting = Planting()
     planting.store(blocks(1, 2))
     planting.spill_all()
-    planting.tree.leave(planting.rows(blocks(1, 2)), RAM)
-    assert planting.tree.coldest(RAM) is planting.rows(blocks(1))
-    assert planting.tree.coldest(SSD) is planting.rows(blocks(1, 2))
+    planting.graph.drop(planting.rows(blocks(1, 2)), RAM)
+    assert eviction_victim(planting.graph, RAM) is planting.rows(blocks(1))
+    assert eviction_victim(planting.graph, SSD) is planting.rows(blocks(1, 2))
 
 
 def test_the_last_image_of_a_block_stays_while_something_in_ram_hangs_on_it():
@@ -302,10 +295,10 @@ def test_the_last_image_of_a_block_stays_while_something_in_ram_hangs_on_it():
     planting.store(blocks(1))
     planting.empty_ram()
     planting.store(blocks(1, 2))  # its first block is on SSD only
-    assert planting.tree.coldest(SSD) is None
+    assert eviction_victim(planting.graph, SSD) is None
     assert planting.reach(blocks(1, 2), SSD) == 512
     planting.spill_all()
-    assert leaving(planting, SSD) == [("rows", 512), ("rows", 256)] or planting.tree.coldest(SSD) is None
+    assert leaving(planting, SSD) == [("rows", 512), ("rows", 256)] or eviction_victim(planting.graph, SSD) is None
 
 
 def test_an_image_that_leaves_its_last_tier_frees_all_it_cost():
@@ -317,18 +310,18 @@ def test_an_image_that_leaves_its_last_tier_frees_all_it_cost():
     planting.evict(RAM)
     assert planting.budget.held().images == 0
     assert planting.budget.held().nodes == held.nodes
-    assert planting.tree.disk == 4096
+    assert planting.graph.images[SSD] == 1
     planting.evict(SSD)
-    assert planting.budget.held().total == planting.tree.disk == planting.tree.nodes == 0
+    assert planting.budget.held().total == planting.graph.images[SSD] == planting.graph.nodes == 0
 
 
 def test_leaving_a_tier_twice_is_leaving_it_once():
     planting = Planting()
     slot = planting.store(blocks(1))[0]
-    planting.tree.leave(slot, SSD)
-    planting.tree.leave(slot, RAM)
-    planting.tree.leave(slot, RAM)
-    planting.tree.check_integrity()
+    planting.graph.drop(slot, SSD)
+    planting.graph.drop(slot, RAM)
+    planting.graph.drop(slot, RAM)
+    planting.graph.check_integrity()
 
 
 # -- pins -------------------------------------------------------------------------------------------------------------
@@ -338,10 +331,10 @@ def test_nothing_above_a_pinned_block_leaves():
     planting = Planting()
     planting.store(blocks(1, 2, 3))
     planting.spill_all()
-    held = planting.tree.pin([planting.rows(blocks(1, 2))])
+    held = planting.graph.pin([planting.rows(blocks(1, 2))])
     for tier in (RAM, SSD):
         assert leaving(planting, tier) == [("rows", 768)]
-    planting.tree.unpin(held)
+    planting.graph.unpin(held)
     assert leaving(planting, RAM) == leaving(planting, SSD) == [("rows", 512), ("rows", 256)]
 
 
@@ -349,11 +342,11 @@ def test_pins_count():
     planting = Planting()
     planting.store(blocks(1))
     slot = planting.rows(blocks(1))
-    first, second = planting.tree.pin([slot]), planting.tree.pin([slot])
-    planting.tree.unpin(first)
-    assert planting.tree.coldest(RAM) is None
-    planting.tree.unpin(second)
-    assert planting.tree.coldest(RAM) is slot
+    first, second = planting.graph.pin([slot]), planting.graph.pin([slot])
+    planting.graph.unpin(first)
+    assert eviction_victim(planting.graph, RAM) is None
+    planting.graph.unpin(second)
+    assert eviction_victim(planting.graph, RAM) is slot
 
 
 def test_a_pinned_prompt_with_a_snapshot_keeps_all_that_it_needs():
@@ -361,7 +354,7 @@ def test_a_pinned_prompt_with_a_snapshot_keeps_all_that_it_needs():
     planting.store(runs((1, 600)))
     planting.store(runs((1, 256), (2, 256)))
     planting.spill_all()
-    planting.tree.pin(planting.serving(runs((1, 600))))
+    planting.graph.pin(planting.serving(runs((1, 600))))
     for tier in (RAM, SSD):
         leaving(planting, tier)
         assert planting.reach(runs((1, 600)), tier) == 600
@@ -377,10 +370,10 @@ def test_after_a_restart_the_order_follows_the_ticks():
         planting.store(blocks(i))
     planting.touch(blocks(1))
     planting.spill_all()
-    again = restarted(planting, reversed(planting.tree.order[SSD]))
-    again.tree.check_integrity()
+    again = restarted(planting, reversed(planting.graph.order[SSD]))
+    again.graph.check_integrity()
     assert [again.evict(SSD).node.tokens[0] for _ in range(3)] == [2, 3, 1]
-    assert again.tree.clock == planting.tree.clock
+    assert again.graph.recency.clock == planting.graph.recency.clock
 
 
 def test_ties_after_a_restart_break_by_depth():
@@ -388,7 +381,7 @@ def test_ties_after_a_restart_break_by_depth():
     planting.store(runs((1, 700)))
     planting.spill_all()
     again = restarted(planting)
-    assert len({slot.tick for slot in again.tree.slots.values()}) == 1
+    assert len({slot.tick for slot in again.graph.slots.values()}) == 1
     assert order(again, SSD) == order(planting, SSD) == [
         ("snapshot", 700), ("window", 700), ("rows", 700), ("window", 512), ("rows", 512), ("window", 256), ("rows", 256)
     ]  # fmt: skip
@@ -398,7 +391,7 @@ def test_after_a_restart_a_snapshot_leaves_before_the_rows_that_its_boundary_nee
     planting = Planting(snapshots=True)
     planting.store(blocks(1, 2, 3), snapshot=False)
     planting.snapshot(blocks(1, 2, 3)[:300])
-    planting.tree.touch([*planting.tree.serving(planting.walk(blocks(1, 2, 3)[:300]), 300)])
+    planting.graph.recency.touch([*required_images(planting.walk(blocks(1, 2, 3)[:300]), 300, SSD)])
     planting.spill_all()
     again = restarted(planting)
     assert [kind for kind, end in order(again, SSD) if end in (300, 512)] == ["snapshot", "rows"]
@@ -478,11 +471,11 @@ def test_a_window_that_left_is_a_hole():
     planting = Planting(windows=(Window(256),))
     prompt = blocks(1, 2, 3, 4)
     planting.store(prompt)
-    planting.tree.leave(planting.node(blocks(1, 2)).windows[0], RAM)
+    planting.graph.drop(planting.node(blocks(1, 2)).windows[0], RAM)
     assert planting.reach(prompt) == 1024
     assert planting.reach(prompt[:767]) == 767  # needs rows 512 to 766
     assert planting.reach(prompt[:766]) == planting.reach(prompt[:600]) == planting.reach(prompt[:257]) == 256
-    planting.tree.check_integrity()
+    planting.graph.check_integrity()
 
 
 def test_two_windows_at_once_both_must_have_their_rows():
@@ -532,7 +525,7 @@ def test_windows_in_ram_alone_count_for_ram():
     planting = Planting(windows=(Window(256),))
     planting.store(blocks(1, 2))
     planting.spill_all()
-    planting.tree.leave(planting.node(blocks(1, 2)).windows[0], RAM)
+    planting.graph.drop(planting.node(blocks(1, 2)).windows[0], RAM)
     assert planting.reach(blocks(1, 2), RAM) == 256
     assert planting.reach(blocks(1, 2), SSD) == 512
 
@@ -555,7 +548,7 @@ def test_rows_that_no_boundary_needs_any_more_go_next():
     planting.store(blocks(1, 2, 3), held=668)
     planting.store(blocks(7))
     planting.touch(blocks(1, 2, 3))
-    planting.tree.leave(planting.node(blocks(1, 2, 3)).windows[0], RAM)
+    planting.graph.drop(planting.node(blocks(1, 2, 3)).windows[0], RAM)
     assert leaving(planting, RAM) == [("rows", 768), ("rows", 512), ("rows", 256), ("window", 256), ("rows", 256)]
 
 
@@ -565,9 +558,9 @@ def test_rows_that_another_boundary_needs_stay():
     planting.store(blocks(1, 2), held=412)
     planting.store(blocks(7))
     planting.touch(blocks(1, 2, 3))
-    planting.tree.leave(planting.node(blocks(1, 2, 3)).windows[0], RAM)
+    planting.graph.drop(planting.node(blocks(1, 2, 3)).windows[0], RAM)
     assert leaving(planting, RAM)[0] == ("rows", 768)
-    planting.tree.check_integrity()
+    planting.graph.check_integrity()
 
 
 def test_rows_up_to_a_whole_chunk_are_still_of_use_when_the_last_window_left():
@@ -575,7 +568,7 @@ def test_rows_up_to_a_whole_chunk_are_still_of_use_when_the_last_window_left():
     planting.store(blocks(1, 2, 3), held=512)
     planting.store(blocks(7), held=0)
     planting.touch(blocks(1, 2, 3))
-    planting.tree.leave(planting.node(blocks(1, 2, 3)).windows[0], RAM)
+    planting.graph.drop(planting.node(blocks(1, 2, 3)).windows[0], RAM)
     assert planting.reach(blocks(1, 2, 3)) == 512
     assert planting.evict(RAM).end == 768
     assert planting.evict(RAM).node.tokens == raw(blocks(7)), "512 tokens can be hit, and are the warmer"
@@ -587,7 +580,7 @@ def test_in_the_ssd_the_rows_that_served_a_lost_window_go_next_too():
     planting.store(blocks(7))
     planting.touch(blocks(1, 2))
     planting.empty_ram()
-    planting.tree.leave(planting.node(blocks(1, 2)).windows[0], SSD)
+    planting.graph.drop(planting.node(blocks(1, 2)).windows[0], SSD)
     assert leaving(planting, SSD)[:2] == [("rows", 512), ("rows", 256)]
 
 
@@ -612,7 +605,7 @@ def test_several_snapshots_hang_on_one_block():
         planting.store(prompt[:end])
     parent = planting.node(prompt[:256])
     assert sorted(slot.end for slot in parent.snapshots.values()) == [257, 300, 400, 500]
-    planting.tree.check_integrity()
+    planting.graph.check_integrity()
     for end in (257, 300, 400, 500):
         assert planting.reach(prompt[: end + 1][:500]) == end
 
@@ -630,7 +623,7 @@ def test_after_a_divergence_each_branch_has_its_own_snapshots():
 def test_a_snapshot_without_the_rows_before_it_is_not_hit():
     planting = Planting(snapshots=True)
     planting.store(blocks(1, 2))
-    planting.tree.leave(planting.rows(blocks(1)), RAM)
+    planting.graph.drop(planting.rows(blocks(1)), RAM)
     assert planting.reach(blocks(1, 2)) == 0
 
 
@@ -649,7 +642,7 @@ def test_a_snapshot_in_ram_alone_counts_for_ram():
     planting.store(blocks(1)[:200])
     planting.store(blocks(1, 2))
     planting.spill_all()
-    planting.tree.leave(next(iter(planting.node(blocks(1)).snapshots.values())), RAM)
+    planting.graph.drop(next(iter(planting.node(blocks(1)).snapshots.values())), RAM)
     assert planting.reach(blocks(1, 2), RAM) == 200
     assert planting.reach(blocks(1, 2), SSD) == 512
 
@@ -669,7 +662,7 @@ def test_rows_that_served_only_a_snapshot_that_left_go_next():
     planting.store(blocks(7))
     planting.touch(blocks(1))
     planting.touch(blocks(1, 2, 3)[:600])
-    planting.tree.leave(planting.serving(blocks(1, 2, 3)[:600])[0], RAM)
+    planting.graph.drop(planting.serving(blocks(1, 2, 3)[:600])[0], RAM)
     assert leaving(planting, RAM) == [
         ("rows", 600), ("rows", 512), ("snapshot", 256), ("rows", 256), ("snapshot", 256), ("rows", 256)
     ]  # fmt: skip
@@ -682,7 +675,7 @@ def test_a_block_that_a_snapshot_inside_it_needs_is_not_let_go_with_another():
     planting.store(blocks(7))
     planting.touch(runs((1, 300)))
     planting.touch(runs((1, 400)))
-    planting.tree.leave(planting.serving(runs((1, 400)))[0], RAM)
+    planting.graph.drop(planting.serving(runs((1, 400)))[0], RAM)
     assert planting.reach(runs((1, 400))) == 300
     assert planting.evict(RAM).node.tokens != planting.node(runs((1, 400))).tokens
 
@@ -693,25 +686,25 @@ def test_a_block_that_a_snapshot_inside_it_needs_is_not_let_go_with_another():
 def test_shorter_twins_are_the_siblings_that_are_a_prefix():
     planting = Planting()
     for tokens in ([1], [1, 1], [1, 1, 2], [1, 1, 3], [1, 2], [2], [1, 1, 3, 3]):
-        planting.grow(planting.space.root, raw(tokens))
-    node = planting.tree.child(planting.space.root, raw([1, 1, 3, 3]))
-    assert [twin.tokens for twin in planting.tree.outgrown(node)] == [raw([1, 1, 3]), raw([1, 1]), raw([1])]
-    assert planting.tree.longer(node) == []
+        planting.grow(planting.tree.root, raw(tokens))
+    node = planting.graph.child(planting.tree.root, raw([1, 1, 3, 3]))
+    assert [twin.tokens for twin in superseded_tails(node)] == [raw([1, 1, 3]), raw([1, 1]), raw([1])]
+    assert successors(node) == []
 
 
 def test_longer_twins_are_the_siblings_that_go_on():
     planting = Planting()
     for tokens in ([1], [1, 1], [1, 1, 2], [1, 1, 3], [1, 2], [2]):
-        planting.grow(planting.space.root, raw(tokens))
-    node = planting.tree.child(planting.space.root, raw([1, 1]))
-    assert [twin.tokens for twin in planting.tree.longer(node)] == [raw([1, 1, 2]), raw([1, 1, 3])]
+        planting.grow(planting.tree.root, raw(tokens))
+    node = planting.graph.child(planting.tree.root, raw([1, 1]))
+    assert [twin.tokens for twin in successors(node)] == [raw([1, 1, 2]), raw([1, 1, 3])]
 
 
 def test_a_whole_block_has_no_longer_twin():
     planting = Planting()
     planting.store(blocks(1, 2))
-    assert planting.tree.longer(planting.node(blocks(1))) == []
-    assert planting.tree.outgrown(planting.node(blocks(1, 2))) == []
+    assert successors(planting.node(blocks(1))) == []
+    assert superseded_tails(planting.node(blocks(1, 2))) == []
 
 
 def test_an_outgrown_tail_leaves_ram_at_once_and_the_ssd_when_its_heir_is_durable():
@@ -726,17 +719,17 @@ def test_an_outgrown_tail_leaves_ram_at_once_and_the_ssd_when_its_heir_is_durabl
     planting.spill(planting.rows(runs((1, 200))))
     planting.drop_superseded(planting.node(runs((1, 200))))
     assert not tail.disk
-    assert planting.tree.nodes == 1
-    planting.tree.check_integrity()
+    assert planting.graph.nodes == 1
+    planting.graph.check_integrity()
 
 
 def test_a_grown_tail_keeps_the_snapshots_that_its_shorter_twin_served():
     planting = Planting(snapshots=True)
     planting.store(runs((1, 300)))
     planting.store(runs((1, 400)))
-    assert planting.tree.nodes == 2
+    assert planting.graph.nodes == 2
     assert planting.reach(runs((1, 399))) == 300
-    planting.tree.check_integrity()
+    planting.graph.check_integrity()
 
 
 # -- places and prices ------------------------------------------------------------------------------------------------
@@ -746,16 +739,16 @@ def test_a_key_that_another_block_has_is_a_collision_and_nothing_grows():
     planting = Planting()
     planting.store(blocks(1))
     with planting.reserve(1 << 16) as reservation:
-        assert planting.tree.grow(planting.space.root, raw([5]), reservation, planting.node(blocks(1)).key) is None
-    assert planting.tree.nodes == 1
-    planting.tree.check_integrity()
+        assert planting.graph.grow(planting.tree.root, raw([5]), reservation, planting.node(blocks(1)).key) is None
+    assert planting.graph.nodes == 1
+    planting.graph.check_integrity()
 
 
 def test_growing_what_is_there_costs_nothing():
     planting = Planting()
     planting.store(blocks(1))
     with planting.reserve(0) as reservation:
-        node = planting.tree.grow(planting.space.root, raw(blocks(1)), reservation)
+        node = planting.graph.grow(planting.tree.root, raw(blocks(1)), reservation)
     assert node is planting.node(blocks(1))
 
 
@@ -764,65 +757,65 @@ def test_a_taken_place_is_not_given_twice(kind):
     planting = Planting(windows=(Window(100),), snapshots=True)
     planting.store(blocks(1))
     planting.store(blocks(1)[:100])
-    node = planting.node(blocks(1)) if kind != "snapshot" else planting.space.root
+    node = planting.node(blocks(1)) if kind != "snapshot" else planting.tree.root
     suffix = raw(blocks(1)) if kind == "snapshot" else b""
     mask = node.windows[0].mask if kind == "window" else ()
     with planting.reserve(1 << 16) as reservation:
-        assert not planting.tree.attach(Slot(kind, node, b"another key.....", IMAGE, suffix, mask), reservation)
-    planting.tree.check_integrity()
+        assert not planting.graph.attach(Slot(kind, node, b"another key.....", IMAGE, suffix, mask), reservation)
+    planting.graph.check_integrity()
 
 
 @pytest.mark.parametrize("kind", ["rows", "window", "snapshot"])
 def test_a_slot_that_cannot_be_paid_for_is_not_attached(kind):
     budget = Budget(1 << 20)
-    tree = Tree(budget)
-    root = tree.space(ROOT).root
+    graph = Graph(budget)
+    root = graph.tree(ROOT).root
     with budget.reserve(NODE_BYTES + 8) as reservation:
-        node = tree.grow(root, raw([1]), reservation)
+        node = graph.grow(root, raw([1]), reservation)
         suffix = raw([1]) if kind == "snapshot" else b""
         slot = Slot(kind, root if kind == "snapshot" else node, chain(ROOT, b"x"), IMAGE, suffix)
         with pytest.raises(ValueError, match="0 left"):
-            tree.attach(slot, reservation)
-    tree.prune(node)
-    tree.check_integrity()
-    assert not tree.slots
-    assert tree.nodes == budget.held().total == 0
+            graph.attach(slot, reservation)
+    graph.prune(node)
+    graph.check_integrity()
+    assert not graph.slots
+    assert graph.nodes == budget.held().total == 0
 
 
 def test_a_node_that_cannot_be_paid_for_does_not_grow():
     planting = Planting()
     with planting.reserve(NODE_BYTES) as reservation, pytest.raises(ValueError, match="spent"):
-        planting.tree.grow(planting.space.root, raw([1]), reservation)
-    assert planting.space.root.kids == []
-    planting.tree.check_integrity()
+        planting.graph.grow(planting.tree.root, raw([1]), reservation)
+    assert planting.tree.root.children == []
+    planting.graph.check_integrity()
 
 
 def test_a_parted_slot_is_out_of_sight_and_paid_for_until_the_writer_lets_go():
     planting = Planting()
     planting.store(blocks(1))
     slot = planting.rows(blocks(1))
-    planting.tree.save(slot)
-    planting.tree.part(slot)
-    planting.tree.check_integrity()
-    assert planting.reach(blocks(1), SSD) == planting.tree.nodes == 0
+    planting.graph.begin_write(slot, SSD)
+    planting.graph.detach(slot)
+    planting.graph.check_integrity()
+    assert planting.reach(blocks(1), SSD) == planting.graph.nodes == 0
     assert planting.budget.held().images == IMAGE
     planting.store(blocks(1))  # the same key anew, while the old one is still being written
-    planting.tree.check_integrity()
+    planting.graph.check_integrity()
     assert planting.budget.held().images == 2 * IMAGE
-    assert planting.tree.let_go("rows", slot.key) is slot
-    assert planting.tree.let_go("rows", slot.key) is None
+    assert planting.graph.release("rows", slot.key) is slot
+    assert planting.graph.release("rows", slot.key) is None
     assert planting.budget.held().images == IMAGE
     assert planting.reach(blocks(1)) == 256
-    planting.tree.check_integrity()
+    planting.graph.check_integrity()
 
 
 def test_pruning_what_holds_something_or_is_out_already_changes_nothing():
     planting = Planting()
     planting.store(blocks(1))
-    planting.tree.prune(planting.node(blocks(1)))
-    planting.tree.prune(planting.space.root)
-    planting.tree.prune(None)
-    stray = Node(planting.space, planting.space.root, raw([9]), chain(ROOT, raw([9])))
-    planting.tree.prune(stray)
-    planting.tree.check_integrity()
-    assert planting.tree.nodes == 1
+    planting.graph.prune(planting.node(blocks(1)))
+    planting.graph.prune(planting.tree.root)
+    planting.graph.prune(None)
+    stray = Node(planting.tree, planting.tree.root, raw([9]), chain(ROOT, raw([9])))
+    planting.graph.prune(stray)
+    planting.graph.check_integrity()
+    assert planting.graph.nodes == 1

@@ -21,9 +21,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from prefixcache.blocks.tree import BLOCK_BYTES, RAM, SSD, TIERS, Node, Slot, Window
+from prefixcache.blocks.eviction import eviction_victim
+from prefixcache.blocks.lookup import required_images
+from prefixcache.blocks.node import BLOCK_BYTES, RAM, Node, Slot, Window
 from prefixcache.keys import BLOCK, TOKEN_BYTES
-from tests.planting import Planting, raw, restarted, runs
+from tests.planting import SSD, TIERS, Planting, raw, restarted, runs
 
 SPACES = {
     "rows": ((), False),
@@ -129,14 +131,14 @@ class TreeMachine(RuleBasedStateMachine):
 
     # -- the model ----------------------------------------------------------------------------------------------------
 
-    def within(self, tier: int, union: bool = True) -> dict[Key, Kept]:
+    def is_in(self, tier: int, union: bool = True) -> dict[Key, Kept]:
         """What is in a tier; with `union` the SSD's includes what is in RAM."""
         wanted = {RAM, SSD} if tier == SSD and union else {tier}
         return {key: kept for key, kept in self.kept.items() if kept.tiers & wanted}
 
     def depths(self, tokens: bytes, tier: int) -> list[int]:
         """How many leading tokens each stored sequence of blocks, complete in the tier, shares with these."""
-        here = self.within(tier)
+        here = self.is_in(tier)
         found = [0]
         for kind, prefix in here:
             above = range(BLOCK_BYTES, len(prefix), BLOCK_BYTES)
@@ -151,7 +153,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     def boundaries(self, tokens: bytes, tier: int, depth: int) -> int:
         """The deepest boundary at or before `depth` that can be hit."""
-        here = self.within(tier)
+        here = self.is_in(tier)
         have = [0] * len(self.windows)
         for window in here.values():
             if window.kind == "window":
@@ -187,7 +189,7 @@ class TreeMachine(RuleBasedStateMachine):
     def boundary_served(self, row: Kept, tier: int) -> bool:
         """Whether the rows lie on the way to, or under, a window or snapshot of the tier."""
         whole = len(row.prefix) % BLOCK_BYTES == 0  # nothing hangs on a tail
-        for other in self.within(tier, union=False).values():
+        for other in self.is_in(tier, union=False).values():
             if other.kind == "rows":
                 continue
             if other.hangs_on == row.prefix or (whole and other.hangs_on.startswith(row.prefix)):
@@ -200,13 +202,13 @@ class TreeMachine(RuleBasedStateMachine):
         """An image leaves a tier; checks that only rows which lost their last boundary are moved, and to the front."""
         kept = self.kept[key_of(slot)]
         before = {k: self.boundary_served(k, tier) for k in self.order[tier] if k.kind == "rows"}
-        self.planting.tree.leave(slot, tier)
+        self.planting.graph.drop(slot, tier)
         self._forget(kept, tier)
         if kept.kind == "rows":
             return
         unserved = {k for k in before if tier in k.tiers and not self.boundary_served(k, tier)}
         lost = {k for k in unserved if before[k]}
-        now = [self.kept[key_of(s)] for s in self.planting.tree.order[tier]]
+        now = [self.kept[key_of(s)] for s in self.planting.graph.order[tier]]
         moved = _moved(self.order[tier], now)
         assert moved <= unserved, "rows that a boundary needs went to the front"
         chunks = [w.size for w in self.windows if w.chunked]
@@ -226,35 +228,35 @@ class TreeMachine(RuleBasedStateMachine):
 
     def learn(self, change) -> list[Slot]:
         """Run a change of several steps that the tree itself does; take over what left by it."""
-        tree = self.planting.tree
-        leave = tree.leave
+        graph = self.planting.graph
+        drop = graph.drop
 
         def watched(slot: Slot, tier: int) -> None:
-            if slot.within(tier):
-                tree.leave = leave
+            if slot.is_in(tier):
+                graph.drop = drop
                 try:
                     self.leave(slot, tier)
                 finally:
-                    tree.leave = watched
+                    graph.drop = watched
 
-        enter = tree.enter
+        place = graph.place
 
         def entered(slot: Slot, tier: int, **how) -> None:
-            enter(slot, tier, **how)
+            place(slot, tier, **how)
             self.entered([slot], tier)
 
-        touch = tree.touch
+        touch = graph.recency.touch
 
         def touched(slots, hit: bool = False) -> None:
             slots = list(slots)
             touch(slots, hit)
             self.touched(slots)
 
-        tree.leave, tree.enter, tree.touch = watched, entered, touched
+        graph.drop, graph.place, graph.recency.touch = watched, entered, touched
         try:
             return change()
         finally:
-            del tree.leave, tree.enter, tree.touch
+            del graph.drop, graph.place, graph.recency.touch
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -294,14 +296,14 @@ class TreeMachine(RuleBasedStateMachine):
 
     @rule(n=st.integers(1, 6))
     def spill(self, n: int) -> None:
-        dirty = [s for s in self.planting.tree.order[RAM] if not s.disk][:n]
+        dirty = [s for s in self.planting.graph.order[RAM] if not s.disk][:n]
         self.learn(lambda: self.planting.spill(*dirty))
 
     @rule(to_ssd=st.booleans())
     def flush(self, to_ssd: bool) -> None:
         """All is durable, and, where it goes `to_ssd`, no longer in RAM: what is stored next finds it on SSD only."""
         self.learn(self.planting.spill_all)
-        while to_ssd and (slot := self.planting.tree.coldest(RAM)) is not None:
+        while to_ssd and (slot := eviction_victim(self.planting.graph, RAM)) is not None:
             self.leave(slot, RAM)
         self.what_was_durable_is_had_as_deep()
         self.promised = {raw(tokens): (tokens, self.planting.reach(tokens, SSD)) for tokens in self.stored}
@@ -319,7 +321,7 @@ class TreeMachine(RuleBasedStateMachine):
         if tier == SSD:
             self.promised.clear()
         for _ in range(n):
-            slot = self.planting.tree.coldest(tier)
+            slot = eviction_victim(self.planting.graph, tier)
             assert slot is self.coldest(tier)
             if slot is None:
                 return
@@ -329,7 +331,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     def coldest(self, tier: int) -> Slot | None:
         for kept in self.order[tier]:
-            here = self.within(tier, union=RAM not in kept.tiers).values()
+            here = self.is_in(tier, union=RAM not in kept.tiers).values()
             hanging = any(k is not kept and k.hangs_on == kept.prefix for k in here)
             whole = len(kept.prefix) % BLOCK_BYTES == 0
             window = any(k.kind == "window" and k.prefix == kept.prefix for k in here)
@@ -351,12 +353,12 @@ class TreeMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def pin(self, data) -> None:
         tokens = data.draw(st.sampled_from(self.stored))
-        self.pinned.append(self.planting.tree.pin(self.planting.serving(tokens, SSD)))
+        self.pinned.append(self.planting.graph.pin(self.planting.serving(tokens, SSD)))
 
     @precondition(lambda self: self.pinned)
     @rule(data=st.data())
     def unpin(self, data) -> None:
-        self.planting.tree.unpin(self.pinned.pop(data.draw(st.integers(0, len(self.pinned) - 1))))
+        self.planting.graph.unpin(self.pinned.pop(data.draw(st.integers(0, len(self.pinned) - 1))))
 
     @precondition(lambda self: self.lossy and self.kept)
     @rule(data=st.data())
@@ -371,17 +373,17 @@ class TreeMachine(RuleBasedStateMachine):
     @rule()
     def restart(self) -> None:
         old = self.planting
-        if self.lossy and any(k.hangs_on and ("rows", k.hangs_on) not in self.within(SSD, False)
-                              for k in self.within(SSD, False).values()):  # fmt: skip
+        if self.lossy and any(k.hangs_on and ("rows", k.hangs_on) not in self.is_in(SSD, False)
+                              for k in self.is_in(SSD, False).values()):  # fmt: skip
             return  # tiers leave out what has nothing to hang on
-        self.planting = restarted(old, list(old.tree.order[SSD]))
+        self.planting = restarted(old, list(old.graph.order[SSD]))
         self.pinned.clear()
-        ticks = [slot.tick for slot in self.planting.tree.order[SSD]]
+        ticks = [slot.tick for slot in self.planting.graph.order[SSD]]
         assert ticks == sorted(ticks)
-        slots = {key_of(slot): slot for slot in self.planting.tree.slots.values()}
-        assert slots.keys() == self.within(SSD, union=False).keys()
+        slots = {key_of(slot): slot for slot in self.planting.graph.slots.values()}
+        assert slots.keys() == self.is_in(SSD, union=False).keys()
         self.kept = {key: Kept(key, slot, {SSD}, slot.mask) for key, slot in slots.items()}
-        self.order = [], [self.kept[key_of(slot)] for slot in self.planting.tree.order[SSD]]
+        self.order = [], [self.kept[key_of(slot)] for slot in self.planting.graph.order[SSD]]
         for i, one in enumerate(self.order[SSD]):
             for later in self.order[SSD][i + 1 :]:
                 if one.slot.tick == later.slot.tick:
@@ -391,21 +393,21 @@ class TreeMachine(RuleBasedStateMachine):
 
     def check_depths(self, tokens: list[int], limit: int) -> None:
         data, planting = raw(tokens), self.planting
-        planting.tree.visits = 0
+        planting.graph.visits = 0
         walk = planting.walk(tokens)
-        assert planting.tree.visits <= len(walk.path) + 1 + 4
+        assert planting.graph.visits <= len(walk.path) + 1 + 4
         path = [key_of(Slot("rows", node, b"", 0))[1] for node in walk.nodes]
         for tier in TIERS:
             ideal = max(self.depths(data, tier))
             rows = 0
-            here = self.within(tier)
+            here = self.is_in(tier)
             for node, prefix in zip(walk.nodes, path, strict=True):
                 if ("rows", prefix) not in here:
                     break
                 rows = min(node.end, walk.depth)
             assert rows <= ideal
             if not self.lossy:
-                siblings = walk.nodes[-1].parent.kids if walk.nodes else planting.space.root.kids
+                siblings = walk.nodes[-1].parent.children if walk.nodes else planting.tree.root.children
                 if tier == SSD or rows == walk.depth or (len(siblings) <= 2 and ideal == walk.depth):
                     assert rows == ideal
                 assert rows >= ideal // BLOCK * BLOCK
@@ -415,17 +417,17 @@ class TreeMachine(RuleBasedStateMachine):
 
     def check_serving(self, walk, path: list[bytes], boundary: int, tier: int) -> None:
         """It reads the rows of every block, and windows that have all that is needed, each of them some that no other has."""
-        serving = [key_of(slot) for slot in self.planting.tree.serving(walk, boundary, tier)]
+        serving = [key_of(slot) for slot in required_images(walk, boundary, tier)]
         wanted = {
             ("rows", p) for p in path if (len(p) - 1) // BLOCK_BYTES * BLOCK < boundary and ("rows", p) in self.kept
         }
         if boundary and self.snapshots:
-            wanted.add(("snapshot", walk.raw[: boundary * TOKEN_BYTES]))
+            wanted.add(("snapshot", walk.token_bytes[: boundary * TOKEN_BYTES]))
         windows = [self.kept[key] for key in serving if self.kept[key].kind == "window"]
         missing = [needed(w, boundary) for w in self.windows]
         for window in windows:
-            assert window.key in self.within(tier)
-            rows = self.window_rows(walk.raw, window)
+            assert window.key in self.is_in(tier)
+            rows = self.window_rows(walk.token_bytes, window)
             assert any(m & r for m, r in zip(missing, rows, strict=True)), "read for nothing"
             missing = [m & ~r for m, r in zip(missing, rows, strict=True)]
         assert not any(missing)
@@ -437,16 +439,16 @@ class TreeMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_tree_is_sound(self) -> None:
-        self.planting.tree.check_integrity()
+        self.planting.graph.check_integrity()
 
     @invariant()
     def the_tree_holds_what_the_model_holds(self) -> None:
-        tree = self.planting.tree
-        assert {key_of(slot) for slot in tree.slots.values()} == self.kept.keys()
+        graph = self.planting.graph
+        assert {key_of(slot) for slot in graph.slots.values()} == self.kept.keys()
         for kept in self.kept.values():
-            assert {tier for tier in TIERS if kept.slot.within(tier)} == kept.tiers
+            assert {tier for tier in TIERS if kept.slot.is_in(tier)} == kept.tiers
         for tier in TIERS:
-            assert [key_of(slot) for slot in tree.order[tier]] == [kept.key for kept in self.order[tier]]
+            assert [key_of(slot) for slot in graph.order[tier]] == [kept.key for kept in self.order[tier]]
 
     @invariant()
     def what_was_durable_is_had_as_deep(self) -> None:
@@ -460,7 +462,7 @@ class TreeMachine(RuleBasedStateMachine):
         if self.lossy:
             return
         for tier in TIERS:
-            here = self.within(tier, union=False)
+            here = self.is_in(tier, union=False)
             for kept in here.values():
                 # What is stored below blocks that are on SSD only stands alone in RAM until they are promoted.
                 assert not kept.hangs_on or ("rows", kept.hangs_on) in (self.kept if tier == RAM else here)

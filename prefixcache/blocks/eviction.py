@@ -1,0 +1,81 @@
+"""Who is evicted from a tier: the first of its order that nothing there depends on. The orders are `policies`'."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import islice
+
+from prefixcache.blocks.graph import Graph
+from prefixcache.blocks.node import Node, Slot
+from prefixcache.image import Kind
+
+NEARBY = 64  # children that are looked at for one that is evicted in a block's place
+
+
+def eviction_victim(graph: Graph, tier: int) -> Slot | None:
+    """Who is evicted next: not pinned, not waiting for a write, and nothing in the tier depends on it."""
+    order = graph.order[tier]
+    for slot in order:
+        if slot.is_in(tier) and not slot.pins and not slot.pending:
+            if not graph.has_dependents(slot, tier):
+                return slot
+            if order.leaf_first and (leaf := _leaf_below(graph, slot, tier)) is not None:
+                return leaf
+    return None
+
+
+def least_recent(graph: Graph, below_ram: bool = False) -> Slot | None:
+    """The least recent slot that nothing depends on in any tier; with `below_ram` of those that a tier below RAM has."""
+    for slot in graph.order[graph.last]:
+        if below_ram and slot.tiers < 2:
+            continue
+        if not slot.pins and not slot.pending and not any(graph.has_dependents(slot, tier) for tier in graph.tiers):
+            return slot
+    return None
+
+
+def victims_for(graph: Graph, tier: int, nbytes: int, slot: Slot, wanted: Slot) -> list[Slot]:
+    """Who may be evicted from a tier below RAM, one after the other, to free `nbytes` for `slot`, which `wanted` depends on,
+    or is: only what is less recent than both. Empty where all of it is not enough.
+    """
+    victims: list[Slot] = []
+    evicted: Counter[Node] = Counter()  # how many of a block's dependents
+    blocked: set[Slot] = set()  # less recent than what depends on them
+    for candidate in graph.order[tier].less_recent(slot, wanted):
+        if not candidate.is_in(tier) or candidate.pins or candidate.pending:
+            continue
+        victim: Slot | None = candidate
+        while victim is not None:
+            node = victim.node
+            if victim.kind == Kind.ROWS:
+                elsewhere = victim.tiers == 1 << tier and any(node.dependents[t] for t in graph.tiers if t != tier)
+                if node.dependents[tier] > evicted[node] or elsewhere:
+                    blocked.add(victim)
+                    break
+                assert node.parent is not None
+                node = node.parent
+            victims.append(victim)
+            evicted[node] += 1
+            nbytes -= victim.disk
+            if nbytes <= 0:
+                return victims
+            victim = node.rows if node.rows in blocked else None
+    return []
+
+
+def _leaf_below(graph: Graph, slot: Slot, tier: int) -> Slot | None:
+    """Of what depends on a block, and on that, the least recent that may be evicted. None when none is near."""
+    node = slot.node
+    while True:
+        boundaries = [s for s in (*node.windows, *node.snapshots.values()) if s.is_in(tier)]
+        if boundaries:
+            leaf = min(boundaries, key=lambda s: s.tick)
+            return None if leaf.pins or leaf.pending else leaf
+        children = (child.rows for child in islice(node.children, NEARBY))
+        rows = (s for s in children if s is not None and s.is_in(tier))
+        below = min(rows, key=lambda s: s.tick, default=None)
+        if below is None or below.pins or below.pending:
+            return None
+        if not graph.has_dependents(below, tier):
+            return below
+        node = below.node

@@ -1,0 +1,438 @@
+"""The one graph of blocks: which tokens are known, and in which tiers their images are.
+
+It knows keys, tokens, sizes and recency. It does no I/O and never looks into an image, so commands and the planner run it
+with anything in an image's place. It is not thread-safe: the cache calls it under its lock. How deep a prompt can be hit
+says `lookup`, who is evicted `eviction`, what a newer image makes superfluous `superseded`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from math import lcm
+from typing import TYPE_CHECKING, Any
+
+from prefixcache.blocks.node import BLOCK_BYTES, RAM, Node, Slot, Tree, Walk, Window, common_tokens
+from prefixcache.blocks.recency import Recency
+from prefixcache.image import Kind
+from prefixcache.keys import BLOCK, TOKEN_BYTES, chain
+
+if TYPE_CHECKING:
+    from prefixcache.tiers.budget import Budget, Reservation
+
+NODE_BYTES = 728  # of RAM a node, beside its tokens; measured by tools/bench/memory.py
+SLOT_BYTES = 888  # of RAM a slot, beside its image and its suffix; measured there too
+
+
+class Graph:
+    """All namespaces' trees of nodes, their slots, and which tier has which image.
+
+    Invariants, tested by `check_integrity`: `order[RAM]` holds exactly the slots in RAM that don't wait for a write, the
+    orders of the tiers below hold all slots (an image that arrives there late has its place already); a path is touched
+    tail first, so that a block is never less recent than what depends on it; the budget's images and nodes are the sums
+    over slots and nodes.
+    """
+
+    def __init__(self, budget: Budget, policy: str = "lru", tiers: int = 2):
+        """`tiers`: how many there are, RAM included."""
+        self.budget = budget
+        self.policy = policy
+        self.tiers = range(tiers)
+        self.last = tiers - 1  # with it, lookups take all tiers together
+        self.recency = Recency(policy, budget, tiers)
+        self.order = self.recency.orders
+        self.slot_bytes = SLOT_BYTES + self.recency.slot_bytes  # of RAM a slot, beside its image and its suffix
+        self.trees: dict[bytes, Tree] = {}
+        self.slots: dict[tuple[Kind, bytes], Slot] = {}
+        self.pending_delete: dict[tuple[Kind, bytes], list[Slot]] = {}
+        self.version = 0  # another one once a walk may find other nodes
+        self.walks = self.visits = 0  # walks from the root, and nodes that walks looked at, for tests of complexity
+        self.nodes = 0
+        self.images = [0] * tiers  # in each tier
+        self.pinned = 0  # slots
+        self.leaves: Counter[str] = Counter()  # nodes that no other goes on from, by label: the sequences that are kept
+        self.ram_by_label: Counter[str] = Counter()  # bytes of images
+
+    # -- trees and walks ----------------------------------------------------------------------------------------------
+
+    def tree(self, root_key: bytes, windows: tuple[Window, ...] = (), snapshots: bool = False) -> Tree:
+        """The tree of this root key, made when it isn't there."""
+        if root_key not in self.trees:
+            root = Node(None, None, b"", root_key, tiers=len(self.tiers))
+            root.tree = self.trees[root_key] = Tree(root, windows, snapshots)
+        return self.trees[root_key]
+
+    def walk(self, tree: Tree, token_bytes: bytes, known: Sequence[Node] = ()) -> Walk:
+        """Follow tokens (raw int64 bytes) as far as they are known, in whichever tier. Changes nothing.
+
+        `known`: whole blocks that these tokens begin with and that are there for sure, to go on from.
+        """
+        path = list(known)
+        node = path[-1] if path else tree.root
+        at, visits, goes_on = node.end * TOKEN_BYTES, 0, token_bytes.startswith
+        partial, shared = None, 0
+        while at < len(token_bytes) and (children := node.children):
+            visits += 1
+            first = node.child_tokens[0]
+            if len(children) == 1 and goes_on(first, at) and len(first) == BLOCK_BYTES:
+                node = children[0]  # as below, without a copy
+                path.append(node)
+                at += BLOCK_BYTES
+                continue
+            chunk = token_bytes[at : at + BLOCK_BYTES]
+            i = bisect_left(node.child_tokens, chunk)
+            if i < len(children) and node.child_tokens[i] == chunk and len(chunk) == BLOCK_BYTES:
+                node = children[i]
+                path.append(node)
+                at += len(chunk)
+                continue
+            partial, shared = self._nearest(node, chunk, i)
+            if partial is not None and shared * TOKEN_BYTES == len(partial.tokens):
+                path.append(partial)  # a whole tail; a tail has no children
+                partial, shared = None, 0
+            break
+        self.visits += visits
+        self.walks += not known
+        return Walk(tree, path, partial, shared, token_bytes, self.version)
+
+    def valid_prefix(self, path: Sequence[Node]) -> Sequence[Node]:
+        """The whole blocks of a path walked earlier, if the last of them is still in the graph, and so those before it."""
+        whole = path[:-1] if path and not path[-1].is_whole else path
+        return whole if whole and whole[-1].rows is not None and self.is_known(whole[-1]) else ()
+
+    def is_known(self, node: Node) -> bool:
+        """Whether a node is a root, or still in the graph with its rows."""
+        return node.parent is None or (node.rows is not None and self.slots.get((Kind.ROWS, node.key)) is node.rows)
+
+    def nearest(self, parent: Node, tokens: bytes) -> tuple[Node | None, int]:
+        """The child that shares most leading tokens with these, and how many; of equals one whose rows are in RAM."""
+        return self._nearest(parent, tokens, bisect_left(parent.child_tokens, tokens))
+
+    def _nearest(self, node: Node, chunk: bytes, place: int) -> tuple[Node | None, int]:
+        """The longest common prefix with a sorted list is with a neighbour of the chunk's place. One further on either side
+        shares no more, but may be an equal that is in RAM.
+        """
+        nearest, shared, in_ram = None, 0, False
+        for i in (place - 1, place, place - 2, place + 1):
+            if not 0 <= i < len(node.children):
+                continue
+            if in_ram and i not in (place - 1, place):
+                break
+            self.visits += 1
+            child, common = node.children[i], common_tokens(node.child_tokens[i], chunk)
+            if child.rows is None:
+                continue  # hollow
+            child_in_ram = child.rows.image is not None
+            if common and (common, child_in_ram) > (shared, in_ram):
+                nearest, shared, in_ram = child, common, child_in_ram
+        return nearest, shared
+
+    def child(self, parent: Node, tokens: bytes) -> Node | None:
+        """The child of exactly these tokens."""
+        i = bisect_left(parent.child_tokens, tokens)
+        return parent.children[i] if i < len(parent.children) and parent.child_tokens[i] == tokens else None
+
+    # -- nodes and slots ----------------------------------------------------------------------------------------------
+
+    def grow(
+        self, parent: Node, tokens: bytes, reservation: Reservation, key: bytes | None = None, label: str = ""
+    ) -> Node | None:
+        """The child of these tokens, made when it isn't there. None when another block has the same key (a collision)."""
+        i = bisect_left(parent.child_tokens, tokens)
+        if i < len(parent.children) and parent.child_tokens[i] == tokens:
+            return parent.children[i]
+        key = chain(parent.key, tokens) if key is None else key
+        if (Kind.ROWS, key) in self.slots:
+            return None
+        node = Node(parent.tree, parent, tokens, key, label, len(self.tiers))
+        reservation.spend(nodes=NODE_BYTES + len(tokens))
+        if not parent.children:
+            parent.children, parent.child_tokens = [], []
+            self.leaves[parent.label] -= parent.parent is not None
+        self.leaves[label] += 1
+        parent.children.insert(i, node)
+        parent.child_tokens.insert(i, tokens)
+        self.nodes += 1
+        self.version += 1
+        return node
+
+    def slot_cost(self, slot: Slot) -> int:
+        """Bytes of RAM that a slot takes, beside its image."""
+        return self.slot_bytes + len(slot.suffix)
+
+    def attach(self, slot: Slot, reservation: Reservation) -> bool:
+        """Give a new slot its place. False, and nothing done, when its key or its place is taken: that of a window by another
+        with the same rows.
+        """
+        node = slot.node
+        if slot.kind == Kind.SNAPSHOT:
+            taken = slot.suffix in node.snapshots
+        elif slot.kind == Kind.WINDOW:
+            taken = any(window.mask == slot.mask for window in node.windows)
+        else:
+            taken = node.rows is not None
+        if taken or (slot.kind, slot.key) in self.slots:
+            return False
+        reservation.spend(nodes=self.slot_cost(slot))
+        if slot.kind == Kind.SNAPSHOT:
+            if not node.snapshots:
+                node.snapshots, node.sizes = {}, {}
+            node.snapshots[slot.suffix] = slot
+            node.sizes[len(slot.suffix)] = node.sizes.get(len(slot.suffix), 0) + 1
+        elif slot.kind == Kind.WINDOW:
+            node.windows += (slot,)
+        else:
+            node.rows = slot
+            self.version += 1  # the node may have been hollow
+        self.slots[slot.kind, slot.key] = slot
+        self.recency.attach(slot)
+        return True
+
+    def place(
+        self, slot: Slot, tier: int, *, image: Any = None, reservation: Reservation | None = None, disk: int = 0
+    ) -> None:
+        """An attached slot's image is now in a tier: in RAM (paid from `reservation`), or in one below (`disk` bytes)."""
+        if tier == RAM:
+            assert reservation is not None
+            reservation.spend(images=slot.nbytes)
+            slot.image = image
+            self.ram_by_label[slot.node.label] += slot.nbytes
+            self.order[RAM].add(slot)
+            self.version += slot.kind == Kind.ROWS and not slot.node.is_whole  # of equal tails a walk takes one in RAM
+        else:
+            slot.disk = disk
+        slot.tiers |= 1 << tier
+        self.images[tier] += 1
+        self._count(slot, tier, 1)
+
+    def drop(self, slot: Slot, tier: int) -> None:
+        """A slot's image is deleted from a tier. In no tier any more, the slot goes, and nodes that hold nothing with it."""
+        if not slot.is_in(tier):
+            return
+        slot.tiers ^= 1 << tier
+        self.images[tier] -= 1
+        if tier == RAM:
+            self._free(slot)
+            self.order[RAM].remove(slot)
+        else:
+            slot.disk = 0
+            if not slot.tiers >> 1:
+                self.recency.unflushed.pop(slot, None)
+        self._count(slot, tier, -1)
+        if slot.kind != Kind.ROWS:
+            self._demote_unserved(slot, tier)
+        if not slot.tiers:
+            self._remove(slot)
+
+    def begin_write(self, slot: Slot, tier: int) -> None:
+        """A slot's image begins to wait for a tier: until `write_finished` it stays in RAM and stands in no order there."""
+        if not slot.pending:
+            self.order[RAM].aside(slot)
+            self.budget.queue(slot.nbytes)
+        slot.pending |= 1 << tier
+        self._count_dependent(slot, tier, 1)  # what it depends on must stay in that tier meanwhile
+
+    def write_finished(self, slot: Slot, tier: int, used_since: bool) -> None:
+        """A tier is done with a slot's image, well or not. `used_since`: it was used since the write began."""
+        slot.pending ^= 1 << tier
+        self._count_dependent(slot, tier, -1)
+        if not slot.pending:
+            self.budget.queue(-slot.nbytes)
+            self.order[RAM].back(slot, used_since)
+
+    def detach(self, slot: Slot) -> None:
+        """A slot that waits for a write goes from sight at once; its bytes stay counted until `release`."""
+        self.order[RAM].forget(slot)
+        self.recency.unflushed.pop(slot, None)
+        for tier in self.tiers:
+            if slot.is_in(tier):
+                self._count(slot, tier, -1)
+                self.images[tier] -= 1
+            if slot.pending >> tier & 1:
+                self._count_dependent(slot, tier, -1)
+        slot.tiers = 0
+        self.pending_delete.setdefault((slot.kind, slot.key), []).append(slot)
+        self._remove(slot)
+
+    def release(self, kind: Kind, key: bytes) -> Slot | None:
+        """The write of a detached slot has ended: its bytes are free. None when there is none of this address."""
+        waiting = self.pending_delete.get((kind, key))
+        if not waiting:
+            return None
+        slot = waiting.pop(0)
+        if not waiting:
+            del self.pending_delete[kind, key]
+        self._free(slot)
+        return slot
+
+    def pin(self, slots: Iterable[Slot]) -> list[Slot]:
+        """Keep slots in every tier that they are in, until `unpin` is called with what this returns."""
+        pinned = list(slots)
+        for slot in pinned:
+            self.pinned += not slot.pins
+            slot.pins += 1
+        return pinned
+
+    def unpin(self, pinned: Iterable[Slot]) -> None:
+        for slot in pinned:
+            slot.pins -= 1
+            self.pinned -= not slot.pins
+
+    def has_dependents(self, slot: Slot, tier: int) -> bool:
+        """Whether something else in the tier is of no use without this slot."""
+        if slot.kind != Kind.ROWS:
+            return False
+        if tier != RAM and slot.tiers == 1 << tier and any(slot.node.dependents):
+            return True  # the block's last image, and something in a faster tier depends on it
+        return slot.node.dependents[tier] > 0
+
+    def prune(self, node: Node | None) -> None:
+        """Take a node that holds nothing out of the graph, and those above that held only it."""
+        while node is not None and node.parent is not None:
+            if node.children or node.snapshots or node.rows is not None or node.windows:
+                return
+            parent = node.parent
+            i = bisect_left(parent.child_tokens, node.tokens)
+            if i == len(parent.children) or parent.children[i] is not node:
+                return  # out already
+            del parent.children[i], parent.child_tokens[i]
+            self.nodes -= 1
+            self.version += 1
+            self.leaves[node.label] -= 1
+            if not parent.children:
+                self.leaves[parent.label] += parent.parent is not None
+            self.budget.free_node(NODE_BYTES + len(node.tokens))
+            node = parent
+
+    # -- counts and order ---------------------------------------------------------------------------------------------
+
+    def _remove(self, slot: Slot) -> None:
+        node = slot.node
+        if slot.kind == Kind.SNAPSHOT:
+            if node.snapshots.pop(slot.suffix, None) is not None:
+                node.sizes[len(slot.suffix)] -= 1
+                if not node.sizes[len(slot.suffix)]:
+                    del node.sizes[len(slot.suffix)]
+        elif slot.kind == Kind.WINDOW:
+            node.windows = tuple(window for window in node.windows if window is not slot)
+        elif node.rows is slot:
+            node.rows = None
+            self.version += 1
+        if self.slots.get((slot.kind, slot.key)) is slot:
+            del self.slots[slot.kind, slot.key]
+            self.recency.remove(slot)
+            self.budget.free_node(self.slot_cost(slot))
+        self.prune(node)
+
+    def _free(self, slot: Slot) -> None:
+        """A slot's image is no longer in RAM."""
+        slot.image = None
+        self.ram_by_label[slot.node.label] -= slot.nbytes
+        self.budget.free_image(slot.nbytes)
+        self.version += slot.kind == Kind.ROWS and not slot.node.is_whole
+
+    def _count(self, slot: Slot, tier: int, by: int) -> None:
+        self._count_dependent(slot, tier, by)
+        node: Node | None = slot.node if slot.kind != Kind.ROWS else None
+        while node is not None:
+            node.boundaries[tier] += by
+            node = node.parent
+
+    @staticmethod
+    def _count_dependent(slot: Slot, tier: int, by: int) -> None:
+        node = slot.node if slot.kind != Kind.ROWS else slot.node.parent
+        if node is not None:
+            node.dependents[tier] += by
+
+    def _demote_unserved(self, slot: Slot, tier: int) -> None:
+        """After a window or snapshot was deleted: rows that no boundary needs any more are evicted next, not last."""
+        top, node = None, slot.node
+        whole = _whole_chunks(node)  # hit without a window's rows, so the blocks before it are still of use
+        while node.parent is not None and node.start >= whole and not _is_needed(node, tier):
+            top, node = node, node.parent
+        stack = [top] if top is not None else []
+        if slot.suffix:
+            stack += [k for k in slot.node.children if k.tokens.startswith(slot.suffix) and not _is_needed(k, tier)]
+        while stack:  # parents before children: who is moved last is evicted first
+            node = stack.pop()
+            if node.rows is not None and node.rows.is_in(tier) and node.rows in self.order[tier]:
+                self.order[tier].demote(node.rows)
+                node.rows.evict_first |= tier != RAM
+            stack.extend(node.children)
+
+    # -- integrity ----------------------------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """AssertionError when an invariant does not hold. Visits every node."""
+        nodes = slots = cost = 0
+        detached = [slot for waiting in self.pending_delete.values() for slot in waiting]
+        images = sum(slot.nbytes for slot in detached)
+        leaves, by_label = Counter[str](), Counter[str]()
+        for slot in detached:
+            by_label[slot.node.label] += slot.nbytes
+        present: list[set[Slot]] = [set() for _ in self.tiers]
+        stack = [tree.root for tree in self.trees.values()]
+        while stack:
+            node = stack.pop()
+            assert node.child_tokens == [child.tokens for child in node.children] == sorted(node.child_tokens)
+            assert len(set(node.child_tokens)) == len(node.children)
+            here = list(node.slots)
+            if node.parent is not None:
+                nodes += 1
+                cost += NODE_BYTES + len(node.tokens)
+                leaves[node.label] += not node.children
+                assert node.key == chain(node.parent.key, node.tokens)
+                assert 0 < len(node.tokens) <= BLOCK_BYTES
+                assert node.children or here, "a node that holds nothing"
+                assert node.parent.is_whole or node.parent.parent is None, "a tail with a child"
+            for slot in here:
+                slots += 1
+                cost += self.slot_cost(slot)
+                assert slot.node is node
+                assert self.slots[slot.kind, slot.key] is slot
+                assert slot.tiers, "a slot that holds nothing"
+                assert slot.is_in(RAM) == (slot.image is not None)
+                assert (slot.tiers > 1) == (slot.disk > 0)
+                assert slot.is_in(RAM) or not slot.pending
+                assert slot.pins >= 0
+                images += slot.nbytes if slot.image is not None else 0
+                by_label[node.label] += slot.nbytes if slot.image is not None else 0
+                for tier in self.tiers:
+                    if slot.is_in(tier):
+                        present[tier].add(slot)
+            below = [s for s in here if s.kind != Kind.ROWS] + [k.rows for k in node.children if k.rows is not None]
+            for tier in self.tiers:
+                pending = sum(s.pending >> tier & 1 for s in below)
+                assert node.dependents[tier] == sum(s.is_in(tier) for s in below) + pending
+                boundaries = sum(s.is_in(tier) for s in here if s.kind != Kind.ROWS)
+                assert node.boundaries[tier] == boundaries + sum(child.boundaries[tier] for child in node.children)
+            stack.extend(node.children)
+        assert nodes == self.nodes
+        assert slots == len(self.slots)
+        assert +leaves == +self.leaves, (leaves, self.leaves)
+        assert min(self.leaves.values(), default=0) >= 0, self.leaves
+        assert +by_label == +self.ram_by_label, (by_label, self.ram_by_label)
+        assert self.images == [len(there) for there in present]
+        self.recency.check_integrity(present, set(self.slots.values()))
+        self.budget.check_integrity()
+        held = self.budget.held()
+        assert held.images == images, (held, images)
+        assert held.nodes == cost, (held, cost)
+
+
+def _is_needed(node: Node, tier: int) -> bool:
+    """Whether a boundary that can be hit in `tier` needs this node's rows."""
+    if node.boundaries[tier]:
+        return True
+    assert node.parent is not None
+    return any(slot.is_in(tier) for slot in node.parent.snapshots_of(node.tokens))
+
+
+def _whole_chunks(node: Node) -> int:
+    """The last boundary at or before the node's end that needs rows only: where all windows are chunks that end there."""
+    tree = node.tree
+    if tree is None or tree.snapshots or not all(window.chunked for window in tree.windows):
+        return 0
+    step = lcm(BLOCK, *(window.size for window in tree.windows))
+    return node.end // step * step

@@ -1,0 +1,138 @@
+"""How deep a prompt can be hit, and which images a hit there reads. Nothing here changes the graph.
+
+`tier` always means that tier and the faster ones together: RAM alone, or with it what a promotion could bring.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+
+from prefixcache.blocks.node import Node, Slot, Walk, bits, common_tokens
+from prefixcache.image import Kind
+from prefixcache.keys import BLOCK, TOKEN_BYTES
+
+
+def hit_depth(walk: Walk, tier: int, limit: int) -> int:
+    """The deepest boundary <= `limit` that can be hit."""
+    depth, upto = 0, _upto(tier)
+    for node in walk.path:
+        rows = node.rows
+        if rows is None or not rows.tiers & upto:
+            break
+        depth = node.end
+    else:
+        if walk.partial is not None and walk.partial.rows is not None and walk.partial.rows.tiers & upto:
+            depth += walk.shared
+    depth = min(depth, limit)
+    if walk.tree.snapshots:
+        for boundary, _ in _snapshots(walk, tier, depth):
+            if _covered(walk, tier, boundary) == boundary:
+                return boundary
+        return 0
+    return _covered(walk, tier, depth)
+
+
+def required_images(walk: Walk, boundary: int, tier: int) -> list[Slot]:
+    """The images that a hit at `boundary` reads, tail first: the order to touch them in."""
+    required: list[Slot] = []
+    if walk.tree.snapshots:
+        required += [slot for end, slot in _snapshots(walk, tier, boundary) if end == boundary]
+    for node in reversed(walk.nodes):
+        if node.start < boundary:
+            required += windows_read(node, boundary, tier)
+            if node.rows is not None:
+                required.append(node.rows)
+    return required
+
+
+def windows_read(node: Node, boundary: int, tier: int) -> dict[Slot, int]:
+    """The window images that a hit at `boundary` reads for one of its blocks: how many of the block's first tokens each is
+    good for.
+    """
+    required: dict[Slot, int] = {}
+    for index, window in enumerate(node.tree.windows if node.tree is not None else ()):
+        missing = bits(window.first(boundary) - node.start, boundary - node.start)
+        for slot, shared in required.items():
+            missing &= ~(slot.mask[index] & bits(0, shared))
+        if missing:
+            required.update((slot, shared) for slot, shared, _ in _window_rows(node, tier, index, missing))
+    return required
+
+
+def pin_roots(required: Iterable[Slot]) -> list[Slot]:
+    """Of required images, tail first, those whose pins keep all of them: a block stays while something depends on it."""
+    roots, below = [], False
+    for slot in required:
+        if slot.kind != Kind.ROWS or not below:
+            roots.append(slot)
+        below |= slot.kind == Kind.ROWS
+    return roots
+
+
+def _upto(tier: int) -> int:
+    return (2 << tier) - 1
+
+
+def _snapshots(walk: Walk, tier: int, depth: int) -> Iterator[tuple[int, Slot]]:
+    """Stored boundaries of snapshots on the walk, at or before `depth`, deepest first."""
+    upto = _upto(tier)
+    for parent in reversed([walk.tree.root, *walk.path]):
+        if parent.snapshots and parent.end < depth:
+            first = parent.end * TOKEN_BYTES
+            for slot in parent.snapshots_of(walk.token_bytes[first : min(depth, parent.end + BLOCK) * TOKEN_BYTES]):
+                if slot.tiers & upto:
+                    yield slot.end, slot
+
+
+def _covered(walk: Walk, tier: int, boundary: int) -> int:
+    """The deepest boundary <= `boundary` at which every window has its rows."""
+    nodes = walk.nodes
+    moved = True
+    while moved and boundary > 0:
+        moved = False
+        for index, window in enumerate(walk.tree.windows):
+            hole = _first_hole(nodes, tier, index, window.first(boundary), boundary)
+            if hole < boundary:  # a boundary between the hole and here would need the hole's row, too
+                boundary, moved = hole, True
+    return boundary
+
+
+def _first_hole(nodes: list[Node], tier: int, index: int, low: int, high: int) -> int:
+    """The first token in [low, high) whose row of this window is missing, `high` when there is none."""
+    for i in range(low // BLOCK, -(-high // BLOCK)):  # every node on a path but the last is a whole block
+        node = nodes[i]
+        missing = bits(low - node.start, high - node.start)
+        for _, _, rows in _window_rows(node, tier, index, missing):
+            missing &= ~rows
+        if missing:
+            return node.start + (missing & -missing).bit_length() - 1
+    return high
+
+
+def _window_rows(node: Node, tier: int, index: int, needed: int) -> Iterator[tuple[Slot, int, int]]:
+    """Window images that have some of the rows `needed` of a block (a bit a token), until none is missing: the image, how
+    many of the block's tokens it is good for, and the rows that it adds.
+
+    A row depends on the tokens up to its own and on nothing after: so images of siblings that begin with the same tokens
+    are as good as the block's own. The block's come first, and those in RAM before the others.
+    """
+    upto = _upto(tier)
+    windows = node.windows if len(node.windows) < 2 else sorted(node.windows, key=lambda slot: slot.image is None)
+    for slot in windows:
+        if (rows := slot.mask[index] & needed) and slot.tiers & upto:
+            needed &= ~rows
+            yield slot, BLOCK, rows
+    if not needed or node.parent is None or len(node.parent.children) == 1:
+        return
+    prefix = node.tokens[: (needed & -needed).bit_length() * TOKEN_BYTES]
+    siblings, tokens = node.parent.children, node.parent.child_tokens
+    i = bisect_left(tokens, prefix)
+    while needed and i < len(siblings) and tokens[i].startswith(prefix):
+        for slot in siblings[i].windows if siblings[i] is not node else ():
+            if slot.mask[index] & needed and slot.tiers & upto:
+                shared = common_tokens(tokens[i], node.tokens)
+                if rows := slot.mask[index] & needed & bits(0, shared):
+                    needed &= ~rows
+                    yield slot, shared, rows
+        i += 1

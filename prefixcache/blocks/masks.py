@@ -1,0 +1,60 @@
+"""Which of a block's tokens a window image has: a mask with a bit a token, its form in a header, its part of the key."""
+
+from __future__ import annotations
+
+import json
+
+from prefixcache.keys import BLOCK, canonical, chain
+
+
+def mask_of(first: int, last: int) -> int:
+    """The bits of tokens `first` to `last` (not included) of a block."""
+    return (1 << last) - (1 << first) if last > first else 0
+
+
+def runs_of(mask: int) -> list[tuple[int, int]]:
+    """The runs of set bits, as (first, last not included)."""
+    runs, at = [], 0
+    while mask:
+        low = (mask & -mask).bit_length() - 1
+        at, mask = at + low, mask >> low
+        length = (~mask & (mask + 1)).bit_length() - 1
+        runs.append((at, at + length))
+        at, mask = at + length, mask >> length
+    return runs
+
+
+def held_mask(held: tuple[tuple[int, int], ...], start: int, keep: int, limit: int) -> int:
+    """Of the block that begins at `start`, the tokens in `held`, from token `keep` on and below `limit`."""
+    mask = 0
+    for a, b in held:
+        first, last = max(a, keep, start) - start, min(b, limit, start + BLOCK) - start
+        mask |= mask_of(first, last)
+    return mask
+
+
+def window_key(block: bytes, mask: tuple[int, ...]) -> bytes:
+    """The key of the window that has these rows of the block with this key."""
+    return chain(block, b"window" + canonical([f"{m:x}" for m in mask]).encode())
+
+
+def extra_of(mask: tuple[int, ...]) -> str:
+    """A window image's header field: the ranges of tokens that each window has, within the block."""
+    return canonical({"ranges": [[list(run) for run in runs_of(m)] for m in mask]})
+
+
+def mask_from(extra: str) -> tuple[int, ...]:
+    """The inverse of `extra_of`; ValueError when the text is none."""
+    try:
+        ranges = json.loads(extra)["ranges"]
+        masks = []
+        for runs in ranges:
+            mask = 0
+            for first, last in runs:
+                if not (type(first) is type(last) is int and 0 <= first < last <= BLOCK):
+                    raise ValueError("a window's range outside its block")
+                mask |= mask_of(first, last)
+            masks.append(mask)
+    except (KeyError, TypeError, RecursionError):
+        raise ValueError("a window without ranges") from None
+    return tuple(masks)

@@ -1,0 +1,183 @@
+"""What the graph of blocks is made of: trees, nodes, slots, and the walk of a prompt. `graph` keeps them consistent.
+
+A `Node` is a block's place, a `Slot` an image's. A node may be *hollow* (no tier has its rows, after a file went bad):
+lookups end there, and what is below waits for the rows to be stored again.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from prefixcache.image import Kind
+from prefixcache.keys import BLOCK, TOKEN_BYTES
+
+RAM = 0  # the fastest tier, whose images are at hand; the tiers below it are 1, 2, ... in order of speed
+BLOCK_BYTES = BLOCK * TOKEN_BYTES
+_NONE: list[Any] = []  # what a node without children or snapshots has; shared, and never changed
+_EMPTY: dict[Any, Any] = {}
+_EVICTION_RANK = {Kind.SNAPSHOT: 0, Kind.WINDOW: 1, Kind.ROWS: 2}  # of one block and one touch
+
+
+class Window(NamedTuple):
+    """What a windowed layer must have to go on at a boundary: rotating over `size` tokens, or chunks of `size`."""
+
+    size: int
+    keep: int = 0
+    chunked: bool = False
+
+    def first(self, boundary: int) -> int:
+        """The first token whose row is needed at `boundary`; the `keep` first tokens, kept elsewhere, not counted."""
+        if self.chunked:
+            start = boundary // self.size * self.size
+            return start - start % BLOCK
+        if boundary <= self.size:
+            return min(self.keep, boundary)
+        return boundary - self.size + self.keep + 1
+
+
+class Slot:
+    """One image's place, and what is known of the image. `tiers` says where it is: a bit a tier, RAM's the lowest."""
+
+    __slots__ = (
+        "checksum", "created", "disk", "evict_first", "hits", "image", "key", "kind", "mask", "nbytes", "node", "pending",
+        "pins", "reading", "suffix", "tick", "tiers",
+    )  # fmt: skip
+
+    def __init__(
+        self, kind: Kind, node: Node, key: bytes, nbytes: int, suffix: bytes = b"", mask: tuple[int, ...] = ()
+    ):
+        self.kind = kind
+        self.node = node  # of rows and windows their block, of a snapshot the block before its suffix
+        self.key = key
+        self.nbytes = nbytes
+        self.suffix = suffix  # of a snapshot: the tokens between its node's end and its boundary
+        self.mask = mask  # of a window: for each window of the tree, the tokens whose rows it has, a bit each
+        self.tiers = 0
+        self.image: Any = None  # while RAM has it
+        self.disk = 0  # bytes that its file takes
+        self.checksum = ""
+        self.pending = 0  # the tiers that it waits to be written to, a bit each
+        self.evict_first = (
+            False  # below RAM no boundary needs it any more: it is evicted before others, whatever its tick
+        )
+        self.reading: Any = None  # a Future, while it is read from a tier below
+        self.pins = 0
+        self.tick = 0
+        self.hits = 0
+        self.created = 0.0
+
+    @property
+    def end(self) -> int:
+        """The boundary that a snapshot serves; the end of the block otherwise."""
+        return self.node.end + len(self.suffix) // TOKEN_BYTES
+
+    @property
+    def end_of_block(self) -> int:
+        """The end of the block that it depends on: of a snapshot, the one that its suffix begins, were it whole."""
+        return self.node.end + BLOCK if self.kind == Kind.SNAPSHOT else self.node.start + BLOCK
+
+    def is_in(self, tier: int) -> bool:
+        return self.tiers >> tier & 1 == 1
+
+
+def rank(slot: Slot) -> tuple[int, int, int]:
+    """By what slots are sorted for eviction: by their last use; of one use the deeper first."""
+    return slot.tick, -slot.end_of_block, _EVICTION_RANK[slot.kind]
+
+
+class Node:
+    """A block's place in a tree: `tokens` (raw int64 bytes) after `start` others."""
+
+    __slots__ = ("boundaries", "child_tokens", "children", "dependents", "end", "key", "label", "parent", "rows", "sizes",
+                 "snapshots", "start", "tokens", "tree", "windows")  # fmt: skip
+
+    def __init__(
+        self, tree: Tree | None, parent: Node | None, tokens: bytes, key: bytes, label: str = "", tiers: int = 2
+    ):
+        self.tree = tree
+        self.parent = parent
+        self.tokens = tokens
+        self.key = key
+        self.label = label  # of the store that brought it; only counted by
+        self.start: int = parent.end if parent else 0
+        self.end: int = self.start + len(tokens) // TOKEN_BYTES
+        self.children: list[Node] = _NONE  # sorted by tokens
+        self.child_tokens: list[bytes] = _NONE
+        self.rows: Slot | None = None
+        self.windows: tuple[Slot, ...] = ()  # more than one while none has all of their rows
+        self.snapshots: dict[bytes, Slot] = _EMPTY  # by suffix
+        self.sizes: dict[int, int] = _EMPTY  # how many snapshots have a suffix of so many bytes
+        # By tier. No lists: the collector of cycles would visit them, and with 100k nodes that is most of its work.
+        # What is in the tier, or waits to be written to it, and depends on the node: children's rows, its windows, snapshots.
+        self.dependents = array("l", bytes(array("l").itemsize * tiers))
+        self.boundaries = array("l", bytes(array("l").itemsize * tiers))  # windows and snapshots in it, here and below
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has as many tokens as a block can have; else it is a tail."""
+        return len(self.tokens) == BLOCK_BYTES
+
+    @property
+    def slots(self) -> Iterator[Slot]:
+        """Its window and snapshot images, then its rows."""
+        yield from self.windows
+        yield from self.snapshots.values()
+        if self.rows is not None:
+            yield self.rows
+
+    def snapshots_of(self, tokens: bytes) -> Iterator[Slot]:
+        """The snapshots here whose suffix begins `tokens`, the longest first."""
+        for size in sorted(self.sizes, reverse=True):
+            if size <= len(tokens) and (slot := self.snapshots.get(tokens[:size])) is not None:
+                yield slot
+
+
+class Tree(NamedTuple):
+    """A namespace's blocks: their root (whose key is the root key) and what a boundary needs beside rows."""
+
+    root: Node
+    windows: tuple[Window, ...]
+    snapshots: bool
+
+
+class Walk(NamedTuple):
+    """How far a prompt's tokens (raw int64 bytes) are known: whole nodes, then `shared` tokens of `partial`.
+
+    Valid until the graph's `version` is another.
+    """
+
+    tree: Tree
+    path: list[Node]
+    partial: Node | None
+    shared: int
+    token_bytes: bytes
+    version: int
+
+    @property
+    def depth(self) -> int:
+        return (self.path[-1].end if self.path else 0) + self.shared
+
+    @property
+    def nodes(self) -> list[Node]:
+        return [*self.path, self.partial] if self.partial else self.path
+
+
+def common_tokens(a: bytes, b: bytes) -> int:
+    """The number of leading tokens that `a` and `b` share."""
+    if a[:TOKEN_BYTES] != b[:TOKEN_BYTES]:
+        return 0
+    n = min(len(a), len(b))
+    if a[:n] == b[:n]:
+        return n // TOKEN_BYTES
+    differ = np.frombuffer(a, "<i8", n // TOKEN_BYTES) != np.frombuffer(b, "<i8", n // TOKEN_BYTES)
+    return int(differ.argmax())
+
+
+def bits(first: int, last: int) -> int:
+    """Of a block's tokens, `first` to `last` (not included), a bit each."""
+    first, last = max(first, 0), min(last, BLOCK)
+    return (1 << last) - (1 << first) if last > first else 0

@@ -1,0 +1,79 @@
+"""When images were used: a clock, each tier's order of eviction by a policy, and what the index has not heard yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from prefixcache.blocks.node import RAM, Slot, rank
+from prefixcache.blocks.policies import POLICIES, Order
+
+if TYPE_CHECKING:
+    from prefixcache.tiers.budget import Budget
+
+
+class Recency:
+    """The orders of eviction, least recent first: RAM's of what RAM has, those below of all slots."""
+
+    def __init__(self, policy: str, budget: Budget, tiers: int):
+        rule = POLICIES[policy]
+        fixed = rule.fixed(budget.limit)
+        self._fixed = budget.reserve(tiers * fixed)  # held as long as the graph is
+        self.orders: tuple[Order, ...] = tuple(rule.make(fixed) for _ in range(tiers))
+        self.slot_bytes = rule.slot_bytes
+        self.clock = 0
+        self.unflushed: dict[
+            Slot, int
+        ] = {}  # below RAM, used since the index last heard of it -> hits among those uses
+
+    def attach(self, slot: Slot) -> None:
+        for order in self.orders[1:]:
+            order.add(slot)
+
+    def remove(self, slot: Slot) -> None:
+        for order in self.orders[1:]:
+            order.remove(slot)
+
+    def touch(self, slots: Iterable[Slot], hit: bool = False) -> None:
+        """Make a path the newest in each tier that it is in. `slots` tail first, as `required_images` gives them. `hit`: a
+        fetch used it.
+        """
+        self.clock += 1
+        ram, *below = (order.touch for order in self.orders)
+        slots = list(slots)
+        for slot in slots:
+            slot.tick = self.clock
+            slot.evict_first = False
+            slot.hits += hit
+            for touch in below:
+                touch(slot)
+            if slot.image is not None and not slot.pending:
+                ram(slot)
+            if slot.tiers > 1:
+                self.unflushed[slot] = self.unflushed.get(slot, 0) + hit
+        if hit:
+            for order in self.orders:
+                order.used(slots, False)
+
+    def request_ended(self, slots: Iterable[Slot]) -> None:
+        """A request ended that used or brought this path, `slots` tail first: it is the newest now."""
+        slots = list(slots)
+        self.touch(slots)
+        for order in self.orders:
+            order.used(slots, True)
+
+    def sort_below_ram(self) -> None:
+        """After slots were placed in any order: sort by their ticks, at equal ticks the deeper first."""
+        for order in self.orders[1:]:
+            least_recent_first = sorted(order, key=rank)
+            order.rebuild(least_recent_first)
+            self.clock = max([self.clock, *(slot.tick for slot in least_recent_first[-1:])])
+
+    def check_integrity(self, present: list[set[Slot]], slots: set[Slot]) -> None:
+        """AssertionError unless the orders have what they should, of what is `present` in each tier."""
+        assert set(self.orders[RAM]) == {slot for slot in present[RAM] if not slot.pending}
+        for order in self.orders[1:]:
+            assert set(order) == slots
+        for order in self.orders:
+            order.check_integrity()
+        assert self.unflushed.keys() <= set().union(*present[1:])

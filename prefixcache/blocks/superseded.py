@@ -1,0 +1,85 @@
+"""What a newer image makes superfluous: the rule, and which pairs of blocks it is asked of."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+
+from prefixcache.blocks.graph import Graph
+from prefixcache.blocks.node import Node, Slot, common_tokens
+from prefixcache.image import Kind
+from prefixcache.keys import TOKEN_BYTES
+
+NEARBY = 64  # siblings that are looked at for one that takes a tail's place
+
+
+def is_superseded(graph: Graph, slot: Slot, successor: Node, tier: int) -> bool:
+    """Whether all that `slot` is good for in `tier` can be had there from `successor`.
+
+    `successor` is the slot's own block, or a sibling whose tokens begin with all of that block's. It takes the place of
+
+    - a window, when its window images, together, have every row that this one has;
+    - rows of a superseded tail, when it has rows, and no image needs the tail's own block any more.
+
+    Only what is in the same tier counts: durable for what is durable. So no boundary that could be hit is lost, whether
+    the image that it was hit by was in RAM, below it only, or had rows that the successor's live cache no longer held.
+    """
+    if successor.rows is None or not successor.rows.is_in(tier):
+        return False
+    if slot.kind == Kind.ROWS:
+        return successor is not slot.node and not graph.has_dependents(slot, tier)
+    masks = [window.mask for window in successor.windows if window is not slot and window.is_in(tier)]
+    return slot.kind == Kind.WINDOW and bool(masks) and _has_all(slot.mask, *masks)
+
+
+def successions(node: Node) -> Iterator[tuple[Slot, Node]]:
+    """Slots that a block may have taken the place of, or given it to, windows before rows, and the successor of each: to
+    be judged by `is_superseded`.
+    """
+    pairs = [(node, node)] if len(node.windows) > 1 else []
+    if node.parent is not None and len(node.parent.children) > 1:
+        pairs += [(tail, node) for tail in superseded_tails(node)]
+        pairs += [(node, successor) for successor in successors(node)]
+    for older, successor in pairs:
+        for slot in (*older.windows, older.rows):
+            if slot is not None:
+                yield slot, successor
+
+
+def superseded_tails(node: Node) -> list[Node]:
+    """Siblings whose tokens are a proper prefix of `node`'s."""
+    parent, tails, tokens = node.parent, [], node.tokens
+    assert parent is not None
+    i = bisect_left(parent.child_tokens, tokens) - 1
+    while i >= 0:
+        shared = common_tokens(parent.child_tokens[i], tokens) * TOKEN_BYTES
+        if not shared:
+            break
+        if shared == len(parent.child_tokens[i]):
+            tails.append(parent.children[i])
+            i -= 1
+        else:
+            i = bisect_right(parent.child_tokens, tokens[:shared], 0, i) - 1
+    return tails
+
+
+def successors(node: Node) -> list[Node]:
+    """Siblings whose tokens go on where `node`'s, a tail's, end: the first `NEARBY` of them."""
+    parent, longer = node.parent, []
+    assert parent is not None
+    i = bisect_right(parent.child_tokens, node.tokens)
+    last = min(i + NEARBY, len(parent.children)) if not node.is_whole else i
+    while i < last and parent.child_tokens[i].startswith(node.tokens):
+        longer.append(parent.children[i])
+        i += 1
+    return longer
+
+
+def _has_all(mask: tuple[int, ...], *others: tuple[int, ...]) -> bool:
+    """Whether a window's rows are all among those of others, together."""
+    for index, rows in enumerate(mask):
+        for other in others:
+            rows &= ~other[index]
+        if rows:
+            return False
+    return True

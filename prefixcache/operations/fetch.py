@@ -1,0 +1,66 @@
+"""What a fetch does: pin what RAM has of a prompt, and decode blocks while the rest is still being read."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+from prefixcache.blocks.lookup import windows_read
+from prefixcache.blocks.masks import mask_of
+from prefixcache.blocks.node import RAM, Node, Slot
+from prefixcache.image import Image, Kind
+from prefixcache.layers.read_ahead import ReadAhead
+from prefixcache.layers.stored import Block, Held, StoredPrompt
+from prefixcache.tiers.prompt import Prompt, hit
+from prefixcache.tiers.storage import Storage
+
+
+def find(
+    storage: Storage, prompt: Prompt, leave: int, whole_blocks: bool = False
+) -> tuple[StoredPrompt, list[Slot]] | None:
+    """What RAM has of a prompt, still encoded, and the slots pinned for it, which the caller unpins. None on a miss."""
+    with storage.lock:
+        found = hit(storage, prompt, leave, whole_blocks)
+        if found is None:
+            return None
+        depth, namespace, walk, pinned = found
+        blocks = [
+            Block(node.start, node.rows.image, tuple(
+                Held(slot.image, tuple(mask & mask_of(0, shared) for mask in slot.mask))
+                for slot, shared in windows_read(node, depth, RAM).items()
+            ))
+            for node in walk.nodes
+            if node.start < depth and node.rows is not None
+        ]  # fmt: skip
+        state: Image | None = next((slot.image for slot in pinned if slot.kind == Kind.SNAPSHOT), None)
+    try:
+        return StoredPrompt(namespace.plan, depth, blocks, state), pinned
+    except BaseException:
+        storage.unpin(pinned)
+        raise
+
+
+def read_ahead(
+    storage: Storage, coming: Future[int], prompt: Prompt, leave: int, whole_blocks: bool, room: int | None
+) -> ReadAhead | None:
+    """Decode block by block what a promotion brings. What will be hit is a guess until all of it is there. None where that
+    can't help.
+    """
+    with storage.lock:
+        deepest = prompt.deepest(storage.graph.last, leave, whole_blocks)
+    if deepest is None or deepest.depth <= 0 or not ReadAhead.serves(deepest.namespace.plan):
+        return None
+    depth, namespace, walk = deepest
+    ahead = ReadAhead(namespace.plan, depth, len(prompt) - depth if room is None else room)
+    for node in walk.nodes:
+        if node.start >= depth or (image := _arrived(storage, node, coming)) is None:
+            break
+        ahead.add(node.start, image)
+    return ahead
+
+
+def _arrived(storage: Storage, node: Node, coming: Future[int]) -> Image | None:
+    """A block's rows, once they are in RAM; None when they don't come. Every read that ends is notified."""
+    with storage.changed:
+        while node.rows is not None and node.rows.image is None and not coming.done():
+            storage.changed.wait()
+        return node.rows.image if node.rows is not None else None

@@ -1,0 +1,40 @@
+"""`PrefixCache.stats()`: where everything is now, and what has happened since the cache was opened."""
+
+from __future__ import annotations
+
+from prefixcache.blocks.node import RAM
+from prefixcache.metrics.stats import Labelled, Stats
+from prefixcache.ssd import Ssd
+from prefixcache.tiers.storage import Storage
+
+
+def snapshot(storage: Storage, ssd: Ssd | None, codec: str, kernels: dict[str, str]) -> Stats:
+    with storage.lock:
+        budget, graph, counters = storage.budget, storage.graph, storage.counters
+        held = budget.held()
+        return Stats(
+            ram_limit=budget.bound,
+            ram_configured=storage.ram.configured,
+            ram_setting=str(storage.settings.ram),
+            ram_held=held.total,
+            ram_images=held.images,
+            ram_queued=held.queued,
+            ram_nodes=held.nodes,
+            ram_reserved=held.reserved,
+            ram_peak=budget.peak,
+            namespaces=len(storage.namespaces),
+            blocks=graph.nodes,
+            sequences=graph.leaves.total(),
+            labels={
+                label: Labelled(graph.leaves[label], graph.ram_by_label[label])
+                for label in sorted({*+graph.leaves, *+graph.ram_by_label})
+            },
+            images_in_ram=len(graph.order[RAM]),
+            images_on_ssd=sum(graph.images[RAM + 1 :]),
+            pinned=graph.pinned,
+            codec=codec,
+            kernels=kernels,
+            counters=counters.copy(denied=counters.denied + budget.denied),
+            seconds=counters.durations.read(),
+            ssd=ssd.stats() if ssd is not None else None,
+        )

@@ -1,0 +1,299 @@
+"""A tier below RAM and the graph: its index read into the graph, its room, what is written to it and deleted from it."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from prefixcache.blocks.eviction import eviction_victim, victims_for
+from prefixcache.blocks.graph import NODE_BYTES
+from prefixcache.blocks.masks import mask_from, window_key
+from prefixcache.blocks.node import Node, Slot
+from prefixcache.image import Image, Kind
+from prefixcache.memory import collector_at_rest
+from prefixcache.ssd import Address, Cancelled, Entry
+from prefixcache.tiers.budget import Reservation
+from prefixcache.tiers.ram import GRAPH_SHARE
+from prefixcache.tiers.tier import Tier
+
+if TYPE_CHECKING:
+    from prefixcache.tiers.namespaces import Namespace
+    from prefixcache.tiers.storage import Storage
+
+log = logging.getLogger("prefixcache")
+
+
+class LowerTier:
+    """Keeps a tier and the graph consistent: a slot is in tier `number` exactly when the tier has its image durably.
+
+    Called under the storage's lock, but for `written` and `recreated`, which take it on the tier's thread.
+    """
+
+    tier: Tier
+
+    def __init__(self, storage: Storage, number: int):
+        self._storage = storage
+        self.number = number
+        self.unindexed: deque[Entry] = deque()  # images that are there, not in the graph for want of RAM; oldest first
+
+    # -- opening ------------------------------------------------------------------------------------------------------
+
+    def open(self, tier: Tier, namespaces: Iterable[Namespace]) -> None:
+        """Read the tier's index into the graph: as many of the newest entries as the nodes' share of the budget holds.
+
+        The collector of cycles rests meanwhile: what is made here lives on, and visiting it again and again took half of
+        the time at 100k blocks.
+        """
+        self.tier = tier
+        with collector_at_rest():
+            self._load(namespaces)
+
+    def _load(self, namespaces: Iterable[Namespace]) -> None:
+        storage, graph, tier = self._storage, self._storage.graph, self.tier
+        for namespace in namespaces:
+            storage.namespaces[namespace.row.root] = namespace
+        entries = [entry for entry in tier.entries() if entry.namespace in storage.namespaces]
+        share = storage.budget.limit // GRAPH_SHARE
+        oldest = _oldest_within(entries, share, graph.slot_bytes)
+        reservation = storage.budget.reserve(share, pooled=True)
+        assert reservation is not None
+        with storage.lock, reservation:
+            for entry in entries:
+                if entry.used < oldest or not self._add(entry, reservation):
+                    self.unindexed.append(entry._replace(tokens=b"", extra=""))
+            graph.recency.sort_below_ram()
+            graph.recency.clock = max(graph.recency.clock, tier.max_tick())
+            for slot in list(graph.slots.values()):  # what a crash left beside its successor
+                storage.drop_superseded(slot)
+        storage.budget.peak = storage.budget.held().total
+        if self.unindexed:
+            self.unindexed = deque(sorted(self.unindexed, key=lambda e: (e.used, -e.start)))
+        self._enforce_limit()
+        if self.unindexed:
+            log.warning("%s: %d of %d images are not indexed: ram is too small, or their parents are gone",
+                        tier.name, len(self.unindexed), len(entries))  # fmt: skip
+
+    def _add(self, entry: Entry, reservation: Reservation) -> bool:
+        """Give the image of an entry its place in the graph. False when it has none."""
+        graph, namespace = self._storage.graph, self._storage.namespaces[entry.namespace]
+        if entry.parent == entry.namespace:
+            parent = namespace.tree.root
+        elif (Kind.ROWS, entry.parent) in graph.slots:
+            parent = graph.slots[Kind.ROWS, entry.parent].node
+        else:
+            return False
+        node: Node = parent
+        mask: tuple[int, ...] = ()
+        suffix = b""
+        try:
+            if entry.kind == Kind.ROWS:
+                grown = graph.grow(parent, entry.tokens, reservation, entry.key)
+                if grown is None:
+                    return False
+                node = grown
+            elif entry.kind == Kind.WINDOW:
+                mask = mask_from(entry.extra)
+                if len(mask) != len(namespace.plan.windows) or window_key(parent.key, mask) != entry.key:
+                    return False
+            else:
+                suffix = entry.tokens
+        except ValueError:
+            return False
+        slot = Slot(entry.kind, node, entry.key, entry.nbytes, suffix, mask)
+        slot.checksum, slot.tick, slot.hits, slot.created = entry.checksum, entry.used, entry.hits, entry.created
+        try:
+            if not graph.attach(slot, reservation):
+                return False
+        except ValueError:  # the reservation is spent
+            graph.prune(node)
+            return False
+        graph.place(slot, self.number, disk=entry.disk)
+        return True
+
+    # -- room ---------------------------------------------------------------------------------------------------------
+
+    def resize(self, nbytes: int) -> None:
+        """The limit becomes `nbytes`: the least recent images are deleted for it."""
+        with self._storage.lock:
+            self.tier.resize(nbytes)
+            self._enforce_limit()
+
+    def return_to_limit(self) -> None:
+        if self.tier.used > self.tier.limit:
+            self._make_room(0)
+
+    def _enforce_limit(self) -> None:
+        tier, before = self.tier, self.tier.used
+        with self._storage.lock:
+            fits, left = self._make_room(0), self._storage.graph.images[self.number]
+        if tier.used < before:
+            log.warning("%s: the limit is %d bytes, and it held %d: the least recent images were deleted",
+                        tier.name, tier.limit, before)  # fmt: skip
+        if not fits and left:
+            log.warning("%s: the limit is %d bytes, and it holds %d: images that are pinned or being written are deleted "
+                        "when they are not", tier.name, tier.limit, tier.used)  # fmt: skip
+        elif not fits:
+            log.warning("%s=%d is less than the %d bytes that the directory takes without an image: nothing will be "
+                        "kept there; give it more", tier.name, tier.limit, tier.used)  # fmt: skip
+
+    def _make_room(self, nbytes: int, slot: Slot | None = None, wanted: Slot | None = None) -> bool:
+        """Delete the least recent images for `nbytes`. For a `slot` to be written, which `wanted` depends on or is: only
+        what is less recent than both, and nothing that is indexed unless it makes enough.
+        """
+        tier, graph = self.tier, self._storage.graph
+        while (missing := tier.used + nbytes - tier.limit) > 0:
+            if self.unindexed:
+                entry = self.unindexed.popleft()
+                known = graph.slots.get(entry.address)
+                if known is None or not (
+                    known.is_in(self.number) or known.pending
+                ):  # else it was stored again meanwhile
+                    tier.delete([entry])
+                continue
+            if slot is None or wanted is None:
+                victim = eviction_victim(graph, self.number)
+                victims = [victim] if victim is not None else []
+            else:
+                victims = victims_for(graph, self.number, missing, slot, wanted)
+            if not victims:
+                return False
+            for victim in victims:
+                self.delete(victim)
+                self._storage.counters.ssd_evicted += 1
+        return True
+
+    # -- written and deleted ------------------------------------------------------------------------------------------
+
+    def spill(self, slot: Slot) -> bool:
+        """Queue an image, what it depends on first. False when the queue or the tier has no room for all."""
+        chain = self._with_parents(slot)
+        pinned = self._storage.graph.pin(chain)
+        try:
+            return all(self._has(required) or self._write(required, slot) for required in chain)
+        finally:
+            self._storage.graph.unpin(pinned)
+
+    def delete(self, slot: Slot) -> None:
+        """A slot's image is deleted from the tier, or its write is cancelled."""
+        self.tier.delete([entry_of(slot)])
+        self._storage.graph.drop(slot, self.number)
+
+    def delete_unindexed(self) -> None:
+        self.tier.delete(self.unindexed)
+        self.unindexed.clear()
+
+    def unindex(self, slot: Slot) -> None:
+        """An image leaves the graph for want of RAM: it stays in the tier, and is indexed again at the next opening."""
+        self.unindexed.append(entry_of(slot)._replace(tokens=b"", extra=""))
+        self._storage.graph.drop(slot, self.number)
+        self._storage.graph.drop(slot, 0)
+
+    def invalidate(self, slot: Slot) -> None:
+        """Its file went bad and was quarantined: it is no longer in the tier."""
+        self._storage.counters.corrupt += 1
+        self._storage.graph.drop(slot, self.number)
+
+    def written(self, entry: Entry, error: Exception | None) -> None:
+        """A write has ended, durable and indexed, or not. On the tier's thread."""
+        storage, graph = self._storage, self._storage.graph
+        with storage.lock:
+            detached = graph.release(entry.kind, entry.key)
+            if detached is not None:
+                storage.budget.queue(-detached.nbytes)
+                storage.changed.notify_all()
+                return
+            slot = graph.slots.get(entry.address)
+            if slot is None or not slot.pending >> self.number & 1:
+                return
+            used_since = slot.tick != entry.used
+            graph.write_finished(slot, self.number, used_since)
+            if error is None:
+                slot.checksum = entry.checksum
+                graph.place(slot, self.number, disk=entry.disk)
+                if used_since:
+                    graph.recency.unflushed.setdefault(slot, 0)
+                storage.drop_superseded(slot)
+                if storage.ssd_only:
+                    storage.spilling.drop_durable(slot)
+            elif not isinstance(error, Cancelled):
+                storage.counters.write_errors += 1
+                storage.spilling.write_through([slot])
+            storage.spilling.write_pending()
+            storage.return_to_limits()
+            storage.changed.notify_all()
+
+    def recreated(self, kept: set[Address]) -> None:
+        """The tier's directory was gone, and has only the `kept` images now: what RAM holds is to be written anew. On the
+        tier's thread.
+        """
+        storage, graph = self._storage, self._storage.graph
+        with storage.lock:
+            for slot in list(graph.slots.values()):
+                if slot.is_in(self.number) and (slot.kind, slot.key) not in kept:
+                    graph.drop(slot, self.number)
+            self.unindexed = deque(entry for entry in self.unindexed if entry.address in kept)
+            storage.spilling.write_through(graph.order[0])
+            storage.changed.notify_all()
+
+    def _has(self, slot: Slot) -> bool:
+        return (slot.tiers | slot.pending) >> self.number & 1 == 1
+
+    def _with_parents(self, slot: Slot) -> list[Slot]:
+        """The slot and the rows that it is of no use without, the first block first, from the last one that is there."""
+        chain = [slot]
+        node: Node | None = slot.node if slot.kind != Kind.ROWS else slot.node.parent
+        if slot.kind == Kind.SNAPSHOT:
+            children = (child for child in slot.node.children if child.tokens.startswith(slot.suffix))
+            chain += [child.rows for child in children if child.rows is not None][:1]
+        while node is not None and node.rows is not None:
+            chain.append(node.rows)
+            if self._has(node.rows):
+                break
+            node = node.parent
+        return chain[::-1]
+
+    def _write(self, slot: Slot, wanted: Slot) -> bool:
+        """Queue one image, for the sake of `wanted`, which may be another that depends on it."""
+        tier = self.tier
+        if slot.image is None or not tier.takes(slot.nbytes):
+            return False
+        if not self._make_room(tier.footprint(slot.nbytes), slot, wanted):
+            return False
+        entry = entry_of(slot)
+        if not tier.write(entry, self._storage.namespaces[entry.namespace].row, slot.image):
+            return False
+        self._storage.graph.begin_write(slot, self.number)
+        return True
+
+
+def entry_of(slot: Slot) -> Entry:
+    """What an index is to know of a slot."""
+    node, parent = slot.node, slot.node.parent
+    assert node.tree is not None
+    tokens, start, above = slot.suffix, node.end, node.key
+    if slot.kind == Kind.ROWS:
+        assert parent is not None
+        tokens, start, above = node.tokens, node.start, parent.key
+    elif slot.kind == Kind.WINDOW:
+        start = node.start
+    image: Image | None = slot.image
+    checksum = slot.checksum or (image.checksum if image is not None else "")
+    extra = "{}"
+    if slot.kind == Kind.WINDOW and image is not None:
+        extra = image.header()[0].extra
+    return Entry(slot.kind, slot.key, node.tree.root.key, above, start, tokens, slot.nbytes, checksum,
+                 slot.disk, slot.tick, slot.created, slot.hits, extra)  # fmt: skip
+
+
+def _oldest_within(entries: list[Entry], room: int, slot_bytes: int) -> int:
+    """The tick from which on the newest entries fit into `room` bytes of nodes."""
+    costs = [slot_bytes + len(e.tokens) + (NODE_BYTES if e.kind == Kind.ROWS else 0) for e in entries]
+    if sum(costs) <= room:
+        return 0
+    for used, cost in sorted(zip((e.used for e in entries), costs, strict=True), reverse=True):
+        room -= cost
+        if room < 0:
+            return used + 1
+    return 0

@@ -1,0 +1,103 @@
+"""Namespaces: what a root key stands for, where its streams stand in images, and its tree of blocks."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from typing import Any, NamedTuple
+
+from prefixcache.blocks.node import Tree
+from prefixcache.codecs import Codec, codec_from_spec
+from prefixcache.keys import as_model, as_salt, canonical, root_key
+from prefixcache.layers.plan import Plan
+from prefixcache.ssd.entries import NamespaceRow
+from prefixcache.tiers.storage import Storage
+
+log = logging.getLogger("prefixcache")
+
+SWEEP_AT = 1024  # from so many namespaces on, empty ones are forgotten when one is added
+ROOTS = 1024  # root keys that are remembered
+
+
+class Namespace(NamedTuple):
+    """What the index says of it, where its streams stand, and its blocks."""
+
+    row: NamespaceRow
+    plan: Plan
+    tree: Tree
+
+
+class Namespaces:
+    """The namespaces that are known, by model and salt. The storage's lock guards them."""
+
+    def __init__(self, storage: Storage, codec: Codec):
+        self._storage = storage
+        self._codec = codec
+        self._codec_text = canonical(codec.spec())
+        self._layouts: dict[str, set[str]] = {}  # of each model
+        self._plans: dict[
+            tuple[str, str], Plan
+        ] = {}  # by codec and layout; one for all models and salts that share them
+        self._roots: dict[tuple[str, str, bytes], bytes] = {}
+        self._sweep_at = SWEEP_AT
+
+    def from_row(self, row: NamespaceRow) -> Namespace | None:
+        """A namespace that an index names. None, with a warning, when this process can't make its caches."""
+        try:
+            return self._make(row)
+        except Exception as error:
+            log.warning("namespace %s of model %r cannot be loaded: %s", row.root.hex(), row.model, error)
+            return None
+
+    def known(self, model: Any, salt: Any) -> list[Namespace]:
+        """Those of a model and a salt: one for each layout that its caches have had."""
+        model, salt = as_model(model), as_salt(salt)
+        with self._storage.lock:
+            found = []
+            for layout in self._layouts.get(model, ()):
+                namespace = self._storage.namespaces.get(self._root(model, layout, salt))
+                if namespace is not None and namespace.row.stated == (model, self._codec_text, layout):
+                    found.append(namespace)
+            return found
+
+    def of_layout(self, model: str, layout: dict[str, Any], salt: bytes) -> Namespace:
+        """The namespace of a layout, made when it isn't there."""
+        text, storage = canonical(layout), self._storage
+        with storage.lock:
+            root = self._root(model, text, salt)
+            row = NamespaceRow(root, model, self._codec_text, text, time.time())
+            known = storage.namespaces.get(root)
+            if known is not None and known.row.stated != row.stated:  # nobody else could tell, if there is a salt
+                log.warning("namespace %s was forged: it is not what model %r makes; deleted", root.hex(), model)
+                storage.delete_namespace(known)
+            if root not in storage.namespaces:
+                if len(storage.namespaces) >= self._sweep_at:
+                    storage.forget_empty_namespaces()
+                    self._sweep_at = max(SWEEP_AT, 2 * len(storage.namespaces))
+                storage.namespaces[root] = self._make(row)
+            return storage.namespaces[root]
+
+    def recorded_root(self, model: str, salt: bytes) -> bytes:
+        """What a recording's ids begin from: the same for all layouts, so also before a namespace is known."""
+        with self._storage.lock:
+            return self._root(model, "{}", as_salt(salt))
+
+    def _make(self, row: NamespaceRow) -> Namespace:
+        plan = self._plans.get((row.codec, row.layout))
+        if plan is None:
+            plan = Plan(json.loads(row.layout), codec_from_spec(json.loads(row.codec)))
+            plan.check_classes()
+            self._plans[row.codec, row.layout] = plan
+        if row.codec == self._codec_text:
+            self._layouts.setdefault(row.model, set()).add(row.layout)
+        return Namespace(row, plan, self._storage.graph.tree(row.root, plan.windows, bool(plan.snapshots)))
+
+    def _root(self, model: str, layout: str, salt: bytes) -> bytes:
+        known = self._roots.get((model, layout, salt))
+        if known is None:
+            known = root_key(model, self._codec.spec(), json.loads(layout), salt)
+            if len(self._roots) >= ROOTS:
+                self._roots.clear()
+            self._roots[model, layout, salt] = known
+        return known

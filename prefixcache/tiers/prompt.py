@@ -1,0 +1,121 @@
+"""`Prompt`: one request's tokens, checked and resolved once, and how far each of its namespaces knows them.
+
+A prompt remembers its walks and takes them up where they were when the graph has changed. Nothing here runs MLX or reads a
+file: the planner asks in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from prefixcache.blocks.lookup import hit_depth, pin_roots, required_images
+from prefixcache.blocks.node import RAM, Node, Slot, Walk
+from prefixcache.keys import TOKEN_BYTES
+from prefixcache.tiers.namespaces import Namespace
+from prefixcache.tiers.storage import Storage
+
+
+class Deepest(NamedTuple):
+    """How many leading tokens a namespace gives, and the way there. Valid until the graph changes."""
+
+    depth: int
+    namespace: Namespace
+    walk: Walk
+
+
+class Hit(NamedTuple):
+    """A hit in RAM. What is `pinned` keeps all of its images there: who has taken them unpins it."""
+
+    depth: int
+    namespace: Namespace
+    walk: Walk
+    pinned: list[Slot]
+
+
+class Prompt:
+    """The tokens of one request, for one model and one tenant. `PrefixCache.prompt` makes it.
+
+    `match`, `promote`, `fetch`, `store` and the others take it in the place of tokens, model and salt: these are then checked
+    once, and the graph is walked once.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        namespaces: Callable[[], Sequence[Namespace]],
+        token_bytes: bytes,
+        given: Any = None,
+        model: str = "",
+        salt: bytes = b"",
+    ):
+        """`namespaces` gives those that may know the tokens (raw int64 bytes); `given` are the caller's own tokens."""
+        self._storage = storage
+        self.namespaces = namespaces
+        self.token_bytes = token_bytes
+        self.given = given
+        self.model = model
+        self.salt = salt
+        self._walks: dict[bytes, Walk] = {}  # by root key; the storage's lock guards them
+
+    def __len__(self) -> int:
+        return len(self.token_bytes) // TOKEN_BYTES
+
+    # What follows is called under the storage's lock.
+
+    def walk(self, namespace: Namespace) -> Walk:
+        """How far the namespace knows the tokens now."""
+        graph, known = self._storage.graph, self._walks.get(namespace.row.root)
+        prefix: Sequence[Node] = ()
+        if known is not None and known.tree is namespace.tree:
+            if known.version == graph.version:
+                return known
+            prefix = graph.valid_prefix(known.path)
+        walk = self._walks[namespace.row.root] = graph.walk(namespace.tree, self.token_bytes, prefix)
+        return walk
+
+    def deepest(self, tier: int, leave: int = 0, whole_blocks: bool = False) -> Deepest | None:
+        """The namespace that gives most of the tokens but the last `leave`; None where none is known."""
+        deepest: Deepest | None = None
+        for namespace in self.namespaces():
+            walk = self.walk(namespace)
+            depth = boundary(namespace, walk, tier, max(len(self) - leave, 0), whole_blocks)
+            if deepest is None or depth > deepest.depth:
+                deepest = Deepest(depth, namespace, walk)
+        return deepest
+
+
+def boundary(namespace: Namespace, walk: Walk, tier: int, limit: int, whole_blocks: bool) -> int:
+    """The deepest boundary, at most `limit`, that can be hit; with `whole_blocks` one where a whole block ends, or the
+    prompt itself in a tail that is its own, kept as it is: see `PrefixCache.fetch`.
+    """
+    depth = hit_depth(walk, tier, limit)
+    if not whole_blocks or namespace.plan.snapshots or namespace.plan.lossless:
+        return depth
+    while depth > 0:
+        node = next(node for node in walk.nodes if node.end >= depth)
+        if node.end == depth and (node.is_whole or (depth == limit and not _is_coded(namespace, node))):
+            break
+        depth = hit_depth(walk, tier, node.start)
+    return depth
+
+
+def hit(storage: Storage, prompt: Prompt, leave: int, whole_blocks: bool = False) -> Hit | None:
+    """What RAM has of a prompt is counted, becomes the newest, and is pinned. None on a miss."""
+    graph, counters = storage.graph, storage.counters
+    counters.fetches += 1
+    counters.asked_tokens += len(prompt)
+    deepest = prompt.deepest(RAM, leave, whole_blocks)
+    if deepest is None or deepest.depth <= 0:
+        return None
+    required = required_images(deepest.walk, deepest.depth, RAM)
+    graph.recency.touch(required, hit=True)
+    counters.hit_tokens += deepest.depth
+    counters.count_tiers(required, deepest.depth)
+    return Hit(*deepest, graph.pin(pin_roots(required)))
+
+
+def _is_coded(namespace: Namespace, tail: Node) -> bool:
+    """Of one below RAM it can't be seen here; live caches alone store coded ones."""
+    assert tail.rows is not None
+    return tail.rows.image is not None and namespace.plan.is_coded(tail.rows.image.tensors())

@@ -1,0 +1,177 @@
+"""Room in RAM: reserved before anything is made, by evicting what the policy names, first to the tier below."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from prefixcache.blocks.eviction import eviction_victim, least_recent
+from prefixcache.blocks.node import RAM, Slot
+from prefixcache.image import Kind
+from prefixcache.tiers.admission import Doorkeeper
+from prefixcache.tiers.budget import Reservation
+
+if TYPE_CHECKING:
+    from prefixcache.tiers.storage import Storage
+
+log = logging.getLogger("prefixcache")
+
+GRAPH_SHARE = 2  # the graph's nodes may take 1/2 of the budget
+DOORKEEPER_SHARE = 4096  # of the budget: for what the tier below was not given at first sight
+DOORKEEPER_MOST = 16 << 20  # and bytes of it
+
+
+class Ram:
+    """Keeps the budget: what is held never exceeds it. Called under the storage's lock, or takes it."""
+
+    def __init__(self, storage: Storage):
+        self._storage = storage
+        self.configured = storage.budget.limit  # what was asked for; memory pressure may lower the limit in force
+        self._doorkeeper: Doorkeeper | None = None
+        if storage.settings.ssd_admission == "second":
+            limit = storage.budget.limit
+            nbytes = min(max(limit // DOORKEEPER_SHARE, 1024), DOORKEEPER_MOST, limit // 16)
+            self._doorkeeper = Doorkeeper(nbytes)
+            self._doorkeeping = storage.budget.reserve(nbytes)  # for good
+
+    def reserve(self, nbytes: int, wait: float = 0, drop: bool = True) -> Reservation | None:
+        """Reserve RAM, evicting for it; for `wait` seconds nothing is evicted that the tier below does not have.
+
+        After that, if `drop`, images are evicted although the spill queue has no room for them. None when the room can't be
+        had: what is left is pinned, or being written.
+        """
+        storage, budget = self._storage, self._storage.budget
+        with storage.lock:
+            if nbytes <= budget.limit and (
+                self._in_time(lambda: self._make_room(nbytes, False), wait) or (drop and self._make_room(nbytes, True))
+            ):
+                return budget.reserve(nbytes)
+            storage.counters.denied += drop or wait > 0  # else only asked in passing, and again
+            return None
+
+    def trim(self, nbytes: int, wait: float) -> int:
+        """Evict until RAM holds at most `nbytes`. Nothing is lost for it: what the tier below has not taken in `wait` seconds
+        stays. Returns the bytes held.
+        """
+        budget = self._storage.budget
+
+        def done() -> bool:
+            while (held := budget.held()).total > nbytes:
+                enough = held.total - held.queued <= nbytes  # is being written, and more recent ones may stay
+                victim = None if enough else eviction_victim(self._storage.graph, RAM)
+                if victim is None or not self._evict(victim, False, asked=True):
+                    return False
+            return True
+
+        with self._storage.lock:
+            self._in_time(done, wait)
+            return budget.held().total
+
+    def resize(self, nbytes: int, wait: float = 0, asked: bool = False) -> int:
+        """The budget becomes `nbytes`, and images are evicted until it holds. What the tier below has not taken in `wait`
+        seconds is lost, but for what is being written by then. `asked`: it is what the user asked for now. Returns the bytes
+        held.
+        """
+        storage, budget = self._storage, self._storage.budget
+        with storage.lock:
+            self.configured = nbytes if asked else self.configured
+            budget.resize(nbytes)
+            while budget.held().nodes > nbytes // GRAPH_SHARE:
+                slot = least_recent(storage.graph, below_ram=True)
+                if slot is None:
+                    break
+                for tier in list(storage.tiers_of(slot)):
+                    tier.unindex(slot)
+            if not self._in_time(lambda: self._shrink(False), wait):
+                self._shrink(True)
+            return budget.held().total
+
+    def return_to_limit(self) -> None:
+        if self._storage.budget.room < 0:
+            self._shrink(False)
+
+    def admits(self, slot: Slot) -> bool:
+        """Whether the tier below is to be given an image: with admission "second", if its block was asked for again since it
+        came, or came before and was declined, or if that tier has what depends on it.
+        """
+        if self._doorkeeper is None or slot.hits > 0 or slot.node.key in self._doorkeeper:
+            return True
+        return slot.kind == Kind.ROWS and any(slot.node.dependents[RAM + 1 :])
+
+    def _in_time(self, done: Callable[[], bool], wait: float) -> bool:
+        """Try until `done`, or until `wait` seconds have passed, or no write is left that could help."""
+        deadline, idle = time.monotonic() + wait, 0
+        while not done():
+            left = deadline - time.monotonic()
+            idle = 0 if self._storage.budget.held().queued else idle + 1
+            if left <= 0 or idle > 3:
+                return False
+            self._storage.changed.wait(min(left, 0.05))
+        return True
+
+    def _make_room(self, nbytes: int, drop: bool) -> bool:
+        storage, budget = self._storage, self._storage.budget
+        while budget.room < nbytes:
+            if not drop and budget.room + budget.held().queued >= nbytes:
+                return False  # enough is being written
+            victim = eviction_victim(storage.graph, RAM)
+            if not (self._evict(victim, drop) if victim is not None else self._discard_for_nodes()):
+                return False
+        return True
+
+    def _shrink(self, drop: bool) -> bool:
+        storage, budget = self._storage, self._storage.budget
+        while (room := budget.room) < 0:
+            enough = room + budget.held().queued >= 0  # is being written, and more recent ones may stay
+            if enough:
+                return False
+            victim = eviction_victim(storage.graph, RAM)
+            if not (self._evict(victim, drop, asked=True) if victim is not None else self._discard_for_nodes()):
+                return False
+        return True
+
+    def _evict(self, slot: Slot, drop: bool, asked: bool = False) -> bool:
+        """Evict an image, or begin to. False when it would be lost and not `drop`. `asked`: for who asks for RAM to be given
+        back, and not for what comes in its place: the tier below gets all.
+        """
+        storage = self._storage
+        if storage.next is not None and not slot.is_in(storage.next.number):
+            if not (asked or self.admits(slot)):
+                self._decline(slot)
+            elif storage.next.spill(slot):
+                return True  # it stays until it is durable; the next one may go at once
+            elif not drop:
+                return False
+            else:
+                self._count_drop(slot)
+        storage.graph.drop(slot, RAM)
+        storage.counters.arrivals.left(slot)
+        storage.counters.evicted += 1
+        storage.changed.notify_all()
+        return True
+
+    def _decline(self, slot: Slot) -> None:
+        assert self._doorkeeper is not None
+        self._doorkeeper.add(slot.node.key)
+        self._storage.counters.declined += 1
+
+    def _count_drop(self, slot: Slot) -> None:
+        counters = self._storage.counters
+        counters.dropped += 1
+        counters.dropped_bytes += slot.nbytes
+        if counters.dropped in (1, 10, 100) or counters.dropped % 1000 == 0:
+            log.warning("spill queue full: %d images (%d bytes) dropped", counters.dropped, counters.dropped_bytes)
+
+    def _discard_for_nodes(self) -> bool:
+        """When nodes fill their share of the RAM: the least recent image is deleted, and its node."""
+        storage = self._storage
+        if storage.budget.held().nodes <= storage.budget.limit // GRAPH_SHARE:
+            return False
+        slot = least_recent(storage.graph, below_ram=True)
+        if slot is None:
+            return False
+        storage.counters.forgotten += 1
+        storage.discard(slot)
+        return True

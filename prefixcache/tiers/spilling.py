@@ -1,0 +1,120 @@
+"""What is written to the tier below RAM, and when: ahead of eviction, block by block, or all of it at the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from prefixcache.blocks.node import RAM, Slot
+from prefixcache.image import Kind
+
+if TYPE_CHECKING:
+    from prefixcache.tiers.storage import Storage
+
+AHEAD_SHARE = 4  # a quarter of a full RAM is written before it must be evicted
+AHEAD_STEP = 32  # and is looked at again when so much of the budget is new
+
+
+class Spilling:
+    """Called under the storage's lock, but for `drain` and `flush_recency`, which take it."""
+
+    def __init__(self, storage: Storage):
+        self._storage = storage
+        self._pending: dict[Slot, None] = {}  # with spill="through": what is still to be queued, oldest first
+        self._entered = 0  # bytes that entered RAM since the last spill ahead
+
+    def clear(self) -> None:
+        self._pending.clear()
+
+    def ahead(self, entered: int) -> None:
+        """Write the least recent quarter of a full RAM before it must be evicted, so that eviction costs nothing."""
+        storage, tier = self._storage, self._storage.next
+        if tier is None:
+            return
+        self._entered += entered
+        limit, everything = storage.budget.limit, storage.ssd_only
+        full = storage.budget.held().total >= limit - limit // AHEAD_SHARE and self._entered >= limit // AHEAD_STEP
+        if not (full or everything):
+            return
+        self._entered = 0
+        passed = storage.budget.held().queued
+        for slot in list(storage.graph.order[RAM]):
+            passed += slot.nbytes
+            if passed > limit // AHEAD_SHARE and not everything:
+                return
+            if slot.image is None or slot.is_in(tier.number) or slot.pending or not storage.ram.admits(slot):
+                continue
+            if not tier.spill(slot):
+                return
+
+    def write_through(self, slots: Iterable[Slot]) -> None:
+        """With spill="through": queue images of whole blocks, and snapshots, or as soon as there is room. Tails are written
+        when they are evicted or at the end: each turn of a conversation has another.
+        """
+        if self._storage.next is None or self._storage.settings.spill != "through":
+            return
+        self._pending.update((slot, None) for slot in slots if slot.kind == Kind.SNAPSHOT or slot.node.is_whole)
+        self.write_pending()
+
+    def write_pending(self) -> None:
+        tier = self._storage.next
+        while self._pending and tier is not None:
+            slot = next(iter(self._pending))
+            if self._is_dirty(slot) and not tier.spill(slot) and not tier.tier.has_room(slot.nbytes):
+                break  # goes on when a write has ended, or with the next store
+            del self._pending[slot]  # what the limit has no room for is tried again when RAM evicts it
+        if len(self._pending) > 2 * len(self._storage.graph.slots):  # of a disk that has failed for long
+            self._pending = {slot: None for slot in self._pending if self._is_dirty(slot)}
+
+    def drop_durable(self, slot: Slot) -> None:
+        """With no RAM to keep it: what is durable and of no more use is dropped, and then what it depended on."""
+        storage: Storage = self._storage
+        last: Slot | None = slot
+        while (
+            last is not None
+            and last.image is not None
+            and last.tiers > 1
+            and not last.pins
+            and not storage.graph.has_dependents(last, RAM)
+        ):
+            storage.graph.drop(last, RAM)
+            above = last.node if last.kind != Kind.ROWS else last.node.parent
+            last = above.rows if above is not None else None
+
+    def drain(self, timeout: float) -> bool:
+        """Write all that RAM holds and the tier below has room for, the newest first. False when not done in `timeout`
+        seconds.
+        """
+        storage, tier = self._storage, self._storage.next
+        deadline = time.monotonic() + timeout
+        if tier is None:
+            return True
+        with storage.lock:
+            failed = tier.tier.failed
+            given: set[Slot] = set()  # once each: what the tier then deletes makes room for others
+            while True:
+                dirty = [s for s in reversed(storage.graph.order[RAM]) if self._is_dirty(s) and s not in given]
+                for slot in dirty:  # what finds the queue full is tried again while the writer makes progress
+                    if tier.spill(slot):
+                        given.add(slot)
+                    elif storage.budget.held().queued:
+                        break
+                if not storage.budget.held().queued:
+                    break
+                if time.monotonic() > deadline:
+                    return False
+                storage.changed.wait(0.1)
+        return tier.tier.flush(max(deadline - time.monotonic(), 0.01), since=failed)
+
+    def flush_recency(self) -> None:
+        """Tell the indexes what was used since they last heard."""
+        with self._storage.lock:
+            recency = self._storage.graph.recency
+            for tier in self._storage.lower if recency.unflushed else ():
+                tier.tier.touch([(slot.kind, slot.key, slot.tick, hits) for slot, hits in recency.unflushed.items()])
+            recency.unflushed.clear()
+
+    def _is_dirty(self, slot: Slot) -> bool:
+        """Whether RAM alone has it, and it is not being written."""
+        return slot.tiers == 1 << RAM and not slot.pending

@@ -1,0 +1,75 @@
+"""What a place for images below RAM must be able to do: the protocol that the SSD and the planner's simulated one have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+from prefixcache.image import Image, Kind
+from prefixcache.ssd.entries import Entry, NamespaceRow
+
+
+class Read(Protocol):
+    """A read on its way, as a Future is."""
+
+    def done(self) -> bool: ...
+
+    def result(self, timeout: float | None = None) -> Image: ...
+
+
+class Tier(Protocol):
+    """An executor with exact accounting: what is written and deleted there is decided by `LowerTier`.
+
+    No call but `flush` and `close` waits. Whoever makes a tier gives it `written(entry, error)`, which it calls once for
+    each accepted write, with no lock of its own held: with None when the image is durable there, else with the error.
+    """
+
+    name: str
+    """As users know it: "ssd"."""
+
+    @property
+    def limit(self) -> int:
+        """Bytes that it may take."""
+
+    @property
+    def used(self) -> int:
+        """Bytes that it takes, with what is queued."""
+
+    def entries(self) -> Iterator[Entry]:
+        """What it holds at its opening, parents before children."""
+
+    def max_tick(self) -> int:
+        """The newest recency tick that it knows."""
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether its queue would take a write of so many bytes now."""
+
+    def takes(self, nbytes: int) -> bool:
+        """The same, and no is counted as a refusal."""
+
+    def footprint(self, nbytes: int) -> int:
+        """Bytes of its limit that an image of `nbytes` takes."""
+
+    def write(self, entry: Entry, namespace: NamespaceRow, image: Image) -> bool:
+        """Queue a write. False, and no callback, when it takes none now."""
+
+    def read(self, entry: Entry) -> Read:
+        """The image, checked. Its `result` raises `ssd.Corrupt` for one that is lost, else what kept it from being read."""
+
+    def delete(self, entries: Iterable[Entry]) -> None:
+        """Queue deletions. A write that still waits is cancelled."""
+
+    def touch(self, uses: Iterable[tuple[Kind, bytes, int, int]]) -> None:
+        """(kind, key, tick, hits) of images used since the last call."""
+
+    def resize(self, limit: int) -> None:
+        """A new limit. What must be deleted for it is for the caller to say."""
+
+    @property
+    def failed(self) -> int:
+        """Writes that failed so far."""
+
+    def flush(self, timeout: float | None = None, since: int | None = None) -> bool:
+        """Wait until all queued before is durable. False when not in time, or when a write failed since `failed` was
+        `since`.
+        """
