@@ -18,7 +18,8 @@ from tools.bench.serving import Span
 
 ROOT = report.ROOT
 NAMES = [name for group in BENCHES.values() for name in group]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+BENCHMARKS = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+EMBEDDING = (ROOT / "docs" / "embedding.md").read_text(encoding="utf-8")
 OFFLINE = "not installed: ERROR: no matching distribution"
 
 
@@ -137,25 +138,25 @@ def test_what_needs_a_gpu_is_a_row_that_says_so_where_there_is_none():
         assert row.met is None
 
 
-# -- what README claims ------------------------------------------------------------------------------------------------
+# -- what the pages claim ----------------------------------------------------------------------------------------------
 
 
-def test_every_row_of_readme_has_its_figure():
-    cells = claims.first_cells(README)
+def test_every_row_in_short_has_its_figure():
+    cells = claims.first_cells(BENCHMARKS)
     assert {figure for cell in cells for figure in claims.figures_of(cell)} <= set(NAMES)
     unused = [begins for begins in claims.ROWS if not any(cell.startswith(begins) for cell in cells)]
-    assert not unused, "README.md has no such row any more: take it out of tools/bench/claims.py"
+    assert not unused, "docs/benchmarks.md has no such row any more: take it out of tools/bench/claims.py"
 
 
 def test_every_sentence_with_a_number_is_still_there_and_has_its_figure():
     for words, names in claims.SENTENCES.items():
-        assert words in README, f"README.md no longer says {words!r}: change tools/bench/claims.py too"
+        assert words in EMBEDDING, f"docs/embedding.md no longer says {words!r}: change tools/bench/claims.py too"
         assert set(names) <= set(NAMES)
 
 
 def test_a_row_without_a_figure_is_an_error_that_names_it():
-    readme = "# x\n\n## Measured\n\n| | |\n|---|---|\n| faster than light | yes |\n\n## Next\n\n| not | this |\n"
-    assert claims.first_cells(readme) == ["faster than light"]
+    page = "# x\n\n## In short\n\n| | |\n|---|---|\n| faster than light | yes |\n\n## Next\n\n| not | this |\n"
+    assert claims.first_cells(page) == ["faster than light"]
     with pytest.raises(ValueError, match="'faster than light' is not in ROWS"):
         claims.figures_of("faster than light")
     with pytest.raises(ValueError, match="no table"):

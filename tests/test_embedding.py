@@ -162,17 +162,10 @@ def test_the_short_version_hits_a_prompt_that_is_asked_again_whatever_the_layers
     assert counters().counters.hit_tokens - hits == len(prompt) - 1
 
 
-def test_the_headings_that_others_link_to_are_there() -> None:
-    anchors = {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in re.findall(r"^## (.*)", PAGE, re.MULTILINE)}
-    readers = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
-    wanted = set(chain(*(re.findall(r"embedding\.md#([\w-]+)", r.read_text(encoding="utf-8")) for r in readers)))
-    assert {"the-codec", "live-compressed-caches"} <= wanted <= anchors
-
-
-def test_the_pages_that_it_links_to_are_there() -> None:
-    linked = re.findall(r"\]\(([\w./-]+\.md)", PAGE)
-    assert linked
-    assert all((ROOT / "docs" / name).is_file() for name in linked)
+def test_each_of_the_three_live_caches_is_made_and_the_last_has_the_prompt(page: Any) -> None:
+    assert len(page.tokens) > BLOCK
+    assert len(page.rest) == 1
+    assert {type(layer).__name__ for layer in page.live} == {"TurboQuantKVCache"}
 
 
 # -- answers ----------------------------------------------------------------------------------------------------------

@@ -31,8 +31,3 @@ def test_its_commands_exist() -> None:
     for command in {*re.findall(r"prefixcache ([a-z]+)", PAGE)} - {"wrote"}:
         assert f" {command} " in shown, command
     assert "--install-completion" in shown
-
-
-def test_the_pages_it_leads_to_are_there() -> None:
-    for page in re.findall(r"\]\(([a-z.]+\.md)\)", PAGE):
-        assert (ROOT / "docs" / page).is_file()

@@ -1,54 +1,80 @@
-"""README.md is kept true: its program runs as it stands, its table is the settings', its commands exist."""
+"""README.md is kept true: each of its fences runs here as it stands, on a tiny model and a directory of the test's own."""
 
 import random
 import re
+import shlex
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import mlx.core as mx
 import pytest
+import requests
 from typer.testing import CliRunner
 
-from prefixcache import Settings
+from prefixcache import PrefixCache
 from prefixcache.cli import app
 from prefixcache.keys import BLOCK
 from tests.families import FAMILIES
+from tests.serving import SECONDS, SERVE, starting
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).parent.parent
 MODEL = ROOT / "tests" / "fixtures" / "tiny-llama"
+TRACE = ROOT / "tests" / "fixtures" / "traces" / "coding_agents.jsonl.gz"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+FENCES = re.findall(r"^```(.*?)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+LINES = [
+    line.split(" # ")[0].strip() for language, text in FENCES if language == "console" for line in text.splitlines()
+]
 
 
-def blocks(language: str) -> list[str]:
-    fences = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
-    return [source for of, source in fences if of == language]
+def fence(language: str) -> str:
+    """The only fence of this language."""
+    (text,) = [text for of, text in FENCES if of == language]
+    return text
 
 
-def settings_table() -> str:
-    """The settings as README.md shows them."""
-    rows = ["| setting | default | what it is |", "|---|---|---|"]
-    for name, field in Settings.model_fields.items():
-        shown = {"codec": "TurboQuant()", "transit": f"{Settings.model_fields['transit'].default >> 20} MiB"}
-        default = shown.get(name, "none" if field.default in (None, ()) else field.default)
-        rows.append(f"| `{name}` | {default} | {field.description} |")
-    return "\n".join(rows)
+def lines(program: str) -> list[list[str]]:
+    """The words of each console line that begins with `program`."""
+    return [words for line in LINES if (words := shlex.split(line))[0] == program]
+
+
+def run(directory: Path, *arguments: str) -> str:
+    shown = CliRunner().invoke(app, [*arguments], env={"COLUMNS": "200", "NO_COLOR": "1", "HOME": str(directory)})
+    assert shown.exit_code == 0, shown.output
+    return shown.output
+
+
+def test_every_line_of_a_fence_is_one_that_this_file_runs() -> None:
+    assert [language for language, _ in FENCES] == ["console", "console", "console", "python", "text", "console"]
+    assert {shlex.split(line)[0] for line in LINES} == {"pip", "make", "prefixcache", "curl"}
+    commands = {words[1] for words in lines("prefixcache")}
+    assert commands == {"demo", "serve", "plan", "top", "inspect", "reconcile", "prune", "clear"}
+
+
+def test_it_is_short() -> None:
+    assert len(re.findall(r"\w[\w'./-]*", README)) < 1_200
+
+
+# -- python -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """What README.md's first program defines, its cache under a home of its own."""
+    """What the program defines, its cache under a home of its own."""
     monkeypatch.setenv("HOME", str(tmp_path))
     names: dict[str, Any] = {}
-    run(blocks("python")[0], names)
+    source = fence("python").replace("mlx-community/Qwen3-4B-4bit", str(MODEL))
+    exec(compile(source, "README.md", "exec"), names)
     yield names
     names["cache"].close()
-
-
-def run(source: str, names: dict[str, Any]) -> None:
-    exec(compile(source.replace("mlx-community/Qwen3-4B-4bit", str(MODEL)), "README.md", "exec"), names)
 
 
 def test_the_program_runs_as_it_stands_and_reuses_what_was_said(program: dict[str, Any], tmp_path: Path) -> None:
@@ -80,49 +106,70 @@ def test_a_prompt_that_is_asked_again_is_hit_and_answered_alike_whatever_the_lay
     assert counters().counters.hit_tokens == length - 1
 
 
-def test_each_of_the_three_live_caches_is_made_and_the_last_has_the_prompt(program: dict[str, Any]) -> None:
-    model, prompt = program["model"], program["tokenizer"].encode("How many books may I borrow? " * 60)
-    plain = program["make_prompt_cache"](model)
-    mx.eval(model(mx.array([prompt]), cache=plain))
-    program["cache"].store(prompt, plain, model=program["NAME"])
-    program |= {"prompt": prompt, "prompt_cache": plain}
-    run(blocks("python")[1], program)
-    assert len(prompt) > BLOCK
-    assert len(program["rest"]) == 1
-    assert {type(layer).__name__ for layer in program["live"]} == {"TurboQuantKVCache"}
+# -- console ----------------------------------------------------------------------------------------------------------
 
 
-def test_every_fence_is_one_that_a_test_runs_or_a_shell_s() -> None:
-    assert re.findall(r"^```(\w+)$", README, re.MULTILINE) == ["python", "python"]
-
-
-def test_the_table_is_that_of_the_settings() -> None:
-    assert settings_table() in README, f"put this into README.md:\n{settings_table()}"
+def test_pip_installs_extras_that_the_package_has() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"Python {project['requires-python'].removeprefix('>=')} or newer" in README
+    for _, verb, what in lines("pip"):
+        name, _, extra = what.rstrip("]").partition("[")
+        assert (verb, name) == ("install", project["name"])
+        assert extra in ("", *project["optional-dependencies"])
+    assert "cuda" in project["optional-dependencies"]
 
 
 def test_the_make_targets_exist() -> None:
-    targets = set(re.findall(r"^make (?:EXTRA=\w+ )?(\w+)", "\n".join(blocks("")), re.MULTILINE))
-    assert targets == {"demo", "test"}
-    for target in (*targets, "lint", "bench", "clean", "help"):
+    assert [words[1:] for words in lines("make")] == [["demo"], ["test"]]
+    for target in ("demo", "test", "lint", "bench", "clean", "help"):
         ran = subprocess.run(["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True)
         assert ran.returncode == 0, ran.stderr
 
 
-def test_the_commands_and_their_options_exist() -> None:
-    lines = re.findall(r"^(?:\w+=\S+ )?prefixcache (\w+)(.*)", "\n".join(blocks("")), re.MULTILINE)
-    assert {
-        "serve",
-        "warm",
-        "top",
-        "plan",
-        "evaluate",
-        "inspect",
-        "reconcile",
-        "prune",
-        "clear",
-    } == {command for command, _ in lines}
-    for command, rest in lines:
-        shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "240", "NO_COLOR": "1", "TERM": "dumb"})
-        assert shown.exit_code == 0
-        options = set(re.findall(r"(?<!\S)--[\w-]+", rest)) - ({"--model"} if command == "serve" else set())  # mlx-lm's
-        assert all(option in shown.output for option in options), (command, options)
+def test_the_server_starts_with_these_flags_and_answers_what_curl_asks(tmp_path: Path) -> None:
+    (command,) = [words for words in lines("prefixcache") if words[1] == "serve"]
+    (ask,) = lines("curl")
+    flags = [str(MODEL) if word.startswith("mlx-community/") else word for word in command[2:]]
+    flags = [str(tmp_path / "ssd") if word.startswith("~/") else word for word in flags]
+    with starting(SERVE, tmp_path / "log", *flags) as server:
+        url = ask[1].replace("http://127.0.0.1:8080", server.ready().url)
+        form = {"Content-Type": "application/x-www-form-urlencoded"}  # curl's, where nothing else is said
+        answer = requests.post(url, ask[ask.index("-d") + 1], headers=form, timeout=SECONDS).json()
+        assert answer["choices"][0]["message"]["content"]
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        server.end()
+
+
+def test_plan_runs_for_its_model_and_with_a_trace() -> None:
+    for _, _, *arguments in [words for words in lines("prefixcache") if words[1] == "plan"]:
+        traced = "--trace" in arguments
+        arguments = [str(TRACE) if word == "requests.jsonl" else word for word in arguments]
+        shown = run(ROOT, "plan", *arguments, *(["--first", "40"] if traced else []))
+        assert ("of what is possible" if traced else "Room") in shown
+
+
+def test_the_commands_of_a_directory_run_in_their_order(tmp_path: Path) -> None:
+    directory = tmp_path / "ssd"
+    PrefixCache(ram="8MB", ssd_dir=directory, ssd="1GB", codec="raw").close()
+    for _, command, *arguments in lines("prefixcache"):
+        if "DIR" in arguments:
+            run(tmp_path, command, *(str(directory) if word == "DIR" else word for word in arguments))
+
+
+def test_the_other_commands_take_their_options() -> None:
+    for _, command, *arguments in lines("prefixcache"):
+        shown = run(ROOT, command, "--help")
+        mlx_lm_s = {"--model"} if command == "serve" else set()
+        assert all(word in shown for word in arguments if word.startswith("--") and word not in mlx_lm_s), command
+
+
+# -- the picture ------------------------------------------------------------------------------------------------------
+
+
+def test_the_calls_of_the_picture_exist_and_its_lines_meet() -> None:
+    picture = fence("text")
+    assert {"store", "fetch", "promote"} <= set(re.findall(r"[|^] (\w+):", picture)) | {"spill"}
+    assert all(callable(getattr(PrefixCache, call)) for call in ("store", "fetch", "promote"))
+    boxes = [line for line in picture.splitlines() if line.startswith(("  +", "  |"))]
+    assert len({len(line) for line in boxes}) == 1
+    assert picture.isascii()

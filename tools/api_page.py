@@ -1,6 +1,6 @@
-"""docs/api.md, the page of the public API, made from the docstrings: `python -m tools.api_page` writes it.
+"""docs/api.md, the page of the public API, and the table of docs/settings.md: `python -m tools.api_page` writes them.
 
-What is on it is listed in `PAGE`; a test fails when the page is not what this script would write, or lacks a public name.
+What is on the page is listed in `PAGE`; a test fails when a page is not what this script would write, or lacks a public name.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import prefixcache
-from prefixcache.cli.serve.cache_options import default_text, flag_of, values_of, variable
+from prefixcache.cli.serve.cache_options import default_text, values_of
 from prefixcache.servers.mlx_lm import TieredPromptCache
 from prefixcache.settings import Settings
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
+SETTINGS = FILE.with_name("settings.md")
+BEGIN, END = "<!-- settings: python -m tools.api_page -->", "<!-- end of settings -->"
 WIDTH = 100  # of a signature's line
 
 HEAD = """# The public API
@@ -76,7 +78,7 @@ def _entry(name: str) -> Iterator[str]:
         yield from _text(what)
     elif what is Settings:
         yield from _text(what)
-        yield _settings_table()
+        yield "\nThe settings are in [settings.md](settings.md).\n"
         yield from _members(what)
     elif issubclass(what, Exception):
         yield from _text(what)
@@ -120,13 +122,21 @@ def _members(what: Any) -> Iterator[str]:
         yield from _text(call)
 
 
+def settings_page() -> str:
+    """docs/settings.md with its table made anew. Raises ValueError where the page lacks one of the marks."""
+    before, begun, rest = SETTINGS.read_text(encoding="utf-8").partition(BEGIN)
+    _, ended, after = rest.partition(END)
+    if not begun or not ended:
+        raise ValueError(f"{SETTINGS} lacks {END if begun else BEGIN}")
+    return f"{before}{BEGIN}\n{_settings_table()}{END}{after}"
+
+
 def _settings_table() -> str:
-    rows = ["\n| setting, flag, variable | value | default | what |\n|---|---|---|---|\n"]
+    rows = ["| setting | value | default | what it is |\n|---|---|---|---|\n"]
     for name, field in Settings.model_fields.items():
         value = (values_of(name, field) or "yes or no").replace("|", ", ")
         default = "" if field.default in (None, ()) else f"`{default_text(field.default)}`"
-        names = f"`{name}`, `{flag_of(name)}`, `{variable(name)}`"
-        rows.append(f"| {names} | {value} | {default} | {(field.description or '').replace('|', ', ')} |\n")
+        rows.append(f"| `{name}` | {value} | {default} | {(field.description or '').replace('|', ', ')} |\n")
     return "".join(rows)
 
 
@@ -167,5 +177,6 @@ def _plain(annotation: Any) -> str:
 
 
 if __name__ == "__main__":
-    FILE.write_text(page())
-    print(f"wrote {FILE}")
+    for file, text in ((FILE, page()), (SETTINGS, settings_page())):
+        file.write_text(text, encoding="utf-8")
+        print(f"wrote {file}")

@@ -1,4 +1,4 @@
-"""The picture of README.md: `python -m tools.bench.chart results.json docs/bench` makes docs/bench.svg and docs/bench.png.
+"""The picture of docs/comparison.md: `python -m tools.bench.chart results.json docs/bench` makes bench.svg and bench.png.
 
 It shows what `make bench` measured beside the peers, from the file that its `--json` wrote, and measures nothing itself.
 """

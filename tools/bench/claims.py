@@ -1,6 +1,6 @@
-"""What README.md claims with a number, and the figure of `make bench` that says so.
+"""What docs/benchmarks.md says in short and docs/embedding.md of live caches, and the figure of `make bench` behind each.
 
-`tests/test_bench.py` holds README.md to this: each row of its table "Measured" is here, by how its first cell begins, each
+`tests/test_bench.py` holds the pages to this: each row of the table "In short" is here, by how its first cell begins, each
 sentence is still there, and each figure exists. Whoever changes a row changes it here too.
 """
 
@@ -33,20 +33,20 @@ ROWS: dict[str, tuple[str, ...]] = {
     "`fetch` of 32k tokens x 8 layers x 8 heads of 128 on the CPU": ("live-fetch",),
 }
 
-# Words of a sentence outside the table -> the figures.
+# Words of a sentence of docs/embedding.md -> the figures.
 SENTENCES: dict[str, tuple[str, ...]] = {
     "at 32k tokens they take .26 of fp16's bytes": ("live-memory",),
     "99.2 % of 1200 places on tiny-llama": ("live-agreement",),
 }
 
 
-def first_cells(readme: str) -> list[str]:
-    """The first cells of the rows of the table "Measured". Raises ValueError where there is none."""
-    _, found, section = readme.partition("\n## Measured\n")
+def first_cells(page: str) -> list[str]:
+    """The first cells of the rows of the table "In short". Raises ValueError where there is none."""
+    _, found, section = page.partition("\n## In short\n")
     rows = re.findall(r"^\|(.*?)(?<!\\)\|", section.partition("\n## ")[0], re.MULTILINE)
     cells = [cell for row in rows if (cell := row.strip()) and not set(cell) <= set("-: ")]
     if not found or not cells:
-        raise ValueError("README.md has no table under ## Measured")
+        raise ValueError("docs/benchmarks.md has no table under ## In short")
     return cells
 
 
@@ -55,4 +55,6 @@ def figures_of(cell: str) -> tuple[str, ...]:
     for begins, figures in ROWS.items():
         if cell.startswith(begins):
             return figures
-    raise ValueError(f"README.md's row {cell[:60]!r} is not in ROWS of tools/bench/claims.py: add it with its figure")
+    raise ValueError(
+        f"{cell[:60]!r} is not in ROWS of tools/bench/claims.py: add the row of docs/benchmarks.md with its figure"
+    )
