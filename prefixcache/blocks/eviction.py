@@ -56,7 +56,7 @@ def victims_for(graph: Graph, tier: int, nbytes: int, slot: Slot, wanted: Slot) 
                 node = node.parent
             victims.append(victim)
             evicted[node] += 1
-            nbytes -= victim.disk
+            nbytes -= victim.disk or victim.nbytes
             if nbytes <= 0:
                 return victims
             victim = node.rows if node.rows in blocked else None

@@ -200,7 +200,7 @@ class Graph:
             self.ram_by_label[slot.node.label] += slot.nbytes
             self.order[RAM].add(slot)
             self.version += slot.kind == Kind.ROWS and not slot.node.is_whole  # of equal tails a walk takes one in RAM
-        else:
+        elif tier == RAM + 1:
             slot.disk = disk
         slot.tiers |= 1 << tier
         self.images[tier] += 1
@@ -217,8 +217,9 @@ class Graph:
             self._free(slot)
             self.order[RAM].remove(slot)
         else:
-            slot.disk = 0
-            if not slot.tiers >> 1:
+            if tier == RAM + 1:
+                slot.disk = 0
+            if slot.tiers < 2:
                 self.recency.unflushed.pop(slot, None)
         self._count(slot, tier, -1)
         if slot.kind != Kind.ROWS:
@@ -403,7 +404,7 @@ class Graph:
                 assert self.slots[slot.kind, slot.key] is slot
                 assert slot.tiers, "a slot that holds nothing"
                 assert slot.is_in(RAM) == (slot.image is not None)
-                assert (slot.tiers > 1) == (slot.disk > 0)
+                assert slot.is_in(RAM + 1) == (slot.disk > 0)
                 assert slot.is_in(RAM) or not slot.pending
                 assert slot.pins >= 0
                 images += slot.nbytes if slot.image is not None else 0

@@ -215,6 +215,7 @@ class LowerTier:
                 if used_since:
                     graph.recency.unflushed.setdefault(slot, 0)
                 storage.drop_superseded(slot)
+                storage.spilling.write_behind(slot, self)
                 if storage.ssd_only:
                     storage.spilling.drop_durable(slot)
             elif not isinstance(error, Cancelled):

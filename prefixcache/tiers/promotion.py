@@ -120,8 +120,13 @@ class _Promotion:
                 reservation = storage.ram.reserve(slot.nbytes, wait, drop=False)  # may let go of the lock
             tier = next(storage.tiers_of(slot), None)
             if slot.image is None and slot.reading is None and reservation is not None and tier is not None:
+                try:
+                    read = tier.tier.read(entry_of(slot))
+                except BaseException:
+                    reservation.release()
+                    raise
                 slot.reading = Future()
-                self._waiting.append(Reading(slot, tier, tier.tier.read(entry_of(slot)), reservation))
+                self._waiting.append(Reading(slot, tier, read, reservation))
                 return True
             if reservation is not None:
                 reservation.release()

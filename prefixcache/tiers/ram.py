@@ -137,7 +137,7 @@ class Ram:
         back, and not for what comes in its place: the tier below gets all.
         """
         storage = self._storage
-        if storage.next is not None and not slot.is_in(storage.next.number):
+        if storage.next is not None and slot.tiers == 1 << RAM:
             if not (asked or self.admits(slot)):
                 self._decline(slot)
             elif storage.next.spill(slot):

@@ -32,12 +32,13 @@ class Storage:
     inside it and never around it. `changed` is notified when an image was deleted from RAM, became durable, or came back.
     """
 
-    def __init__(self, settings: Settings, ram: int):
+    def __init__(self, settings: Settings, ram: int, tiers: int = 2):
+        """`tiers`: how many there are at most, RAM included."""
         self.settings = settings
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.budget = Budget(ram)
-        self.graph = Graph(self.budget, settings.policy)
+        self.graph = Graph(self.budget, settings.policy, tiers)
         self.namespaces: dict[bytes, Namespace] = {}  # by root key
         self.counters = Counters()
         self.ssd_only = settings.ram == 0  # nothing stays in RAM once it is durable
@@ -112,7 +113,7 @@ class Storage:
                 slot.image = None
             self.spilling.clear()
             self.budget = Budget(self.budget.limit)
-            self.graph = Graph(self.budget, self.graph.policy)
+            self.graph = Graph(self.budget, self.graph.policy, len(self.graph.tiers))
 
     # -- superseded images --------------------------------------------------------------------------------------------
 
