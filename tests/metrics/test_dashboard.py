@@ -18,7 +18,7 @@ from prefixcache import PrefixCache
 from prefixcache.metrics.prometheus import CacheCollector, render
 from tests import states
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FILE = ROOT / "dashboards" / "grafana.json"
 COLUMNS = 24
 SOURCE = {"type": "prometheus", "uid": "${DS_PROMETHEUS}"}

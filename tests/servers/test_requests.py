@@ -189,7 +189,7 @@ def stored(models: Path, opened: Callable[[], PrefixCache]) -> list[int]:
 def test_a_request_that_waits_for_the_disk_stops_no_other(models, opened, stored):
     cache = opened()
     with generating(cache, "--model", models / "llama") as generator, slow_disk(cache) as go:
-        generator.prompts.reading.rates.computed(10, 1, FOREVER)
+        generator.prompts.reading.rates.computed(100, FOREVER)
         waiting = Asked(generator, user(text(300, "stored")))
         wait_for(lambda: generator._aside, "request that waits aside")
         # Another tenant's: the first tokens of all prompts are the same, and the disk has them.
@@ -212,7 +212,7 @@ def test_a_request_waits_for_the_disk_no_longer_than_computing_takes(models, ope
 def test_a_request_that_has_its_model_loaded_waits_for_the_disk_too(models, opened, stored, seed):
     cache = opened()
     with generating(cache) as generator:
-        generator.prompts.reading.rates.computed(10, 1, FOREVER)
+        generator.prompts.reading.rates.computed(100, FOREVER)
         waiting = Asked(generator, user(text(300, "stored")), model=str(models / "llama"), seed=seed)
         assert (waiting.computed, waiting.tokens) == (1, stored)
 
@@ -221,7 +221,7 @@ def test_requests_that_waited_for_the_disk_together_compute_the_rest_once(models
     """They are woken together. Some tens of tokens are in RAM, then, and some hundred are new."""
     cache = opened()
     with generating(cache, "--model", models / "llama") as generator, slow_disk(cache) as go:
-        generator.prompts.reading.rates.computed(10, 1, FOREVER)
+        generator.prompts.reading.rates.computed(100, FOREVER)
         prompt = user(f"{text(300, 'stored')} {text(400, 'more')}")
         together = [Asked(generator, prompt) for _ in range(4)]
         wait_for(lambda: len(generator._aside) == 4, "requests that wait aside")
@@ -236,7 +236,7 @@ def test_a_promotion_that_fails_is_a_miss(models, opened, stored, tmp_path):
     for image in (tmp_path / "ssd").rglob("*.safetensors"):
         image.write_bytes(b"damaged")
     with generating(opened(), "--model", models / "llama") as generator:
-        generator.prompts.reading.rates.computed(10, 1, FOREVER)
+        generator.prompts.reading.rates.computed(100, FOREVER)
         asked = Asked(generator, user(text(300, "stored")))
         assert (asked.cached, asked.tokens) == (0, stored)
 
