@@ -38,7 +38,7 @@ log = logging.getLogger("prefixcache")
 
 FLUSH_SECONDS = 1.0
 FLUSH_BYTES = 1 << 20  # of tokens that wait to be written: then at once
-QUEUE_BYTES = 16 << 20  # of tokens that wait at most
+QUEUE_BYTES = 64 << 20  # of tokens that wait at most
 CLOSE_SECONDS = 10.0  # that `close` waits for the disk at most
 TAILS = 8192  # remembered, some 500 bytes each
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
