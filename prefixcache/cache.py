@@ -89,9 +89,8 @@ class PrefixCache:
     """The attention state of prompts seen, compressed in RAM under a hard budget, and on SSD.
 
     Thread-safe: any thread may call anything. MLX runs only in `store`, `fetch` and `StoredPrompt`, on the caller's
-    thread and stream. Nothing waits for the disk but `flush`, `close`, the future of `promote`, where it is asked for
-    `fetch` (`promote=True`) and `store` (the setting `spill="wait"`), and where `trace` records, the call whose turn it is
-    to write it, once a second.
+    thread and stream. Nothing waits for the disk but `flush`, `close`, the future of `promote`, and where it is asked for
+    `fetch` (`promote=True`) and `store` (the setting `spill="wait"`).
     """
 
     def __init__(self, settings: Settings | None = None, **values: Any):
