@@ -90,3 +90,17 @@ def test_the_model_and_salt_of_a_prompt_are_given_once(cache):
     with pytest.raises(TypeError, match="model of type NoneType"):
         cache.match(PROMPT)
     assert "tenant" not in repr(prompt)
+
+
+def test_a_prompt_continued_with_its_answer_goes_on_from_its_walk(cache):
+    prompt = cache.prompt(PROMPT, model="m")
+    assert cache.match(prompt).ssd == len(PROMPT)
+    before = counted(cache)
+    longer = prompt.continued(LONGER[len(PROMPT) :])
+    assert len(longer) == len(LONGER)
+    assert cache.match(longer).ssd == len(PROMPT)
+    assert cache.store(longer, states.sliceable(LONGER)).tokens == len(LONGER)
+    assert cache.fetch(longer, leave=0)[1].tolist() == []
+    assert cache.match(LONGER, model="m").ram == len(LONGER)
+    walks, visits = counted(cache)
+    assert (walks - before[0], visits - before[1] <= 2 * (len(LONGER) // 256 + 5)) == (1, True)
