@@ -100,7 +100,7 @@ def test_a_prompt_continued_with_its_answer_goes_on_from_its_walk(cache):
     assert len(longer) == len(LONGER)
     assert cache.match(longer).ssd == len(PROMPT)
     assert cache.store(longer, states.sliceable(LONGER)).tokens == len(LONGER)
-    assert cache.fetch(longer, leave=0)[1].tolist() == []
+    assert cache.fetch(longer, leave=0, promote=True)[1].tolist() == []
     assert cache.match(LONGER, model="m").ram == len(LONGER)
     walks, visits = counted(cache)
     assert (walks - before[0], visits - before[1] <= 2 * (len(LONGER) // 256 + 5)) == (1, True)
