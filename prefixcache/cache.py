@@ -29,7 +29,7 @@ from prefixcache.codecs import Codec, TurboQuant, codec_from_spec
 from prefixcache.codecs.turboquant import backends as turboquant_backends
 from prefixcache.image import Image
 from prefixcache.keys import BLOCK, TOKEN_BYTES, Tokens, as_model, as_salt, as_tokens, canonical, root_key
-from prefixcache.layers.adapters import allow
+from prefixcache.layers.classes import allow
 from prefixcache.layers.decoded import Decoded
 from prefixcache.layers.encode import evaluate
 from prefixcache.layers.plan import Plan, mask_of, read

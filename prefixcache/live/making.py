@@ -16,8 +16,9 @@ from prefixcache.codecs import Affine, Codec, Raw, RawRows, RowCodec, Stream, Tu
 from prefixcache.codecs.affine import AffineRows
 from prefixcache.codecs.interchange import FLOATS, name_of
 from prefixcache.codecs.turboquant.codec import TurboQuantRows
+from prefixcache.codecs.turboquant.coding import RECENT, Choice, Kind
 from prefixcache.live import families
-from prefixcache.live.coded import RECENT, Kind, SharedLevels
+from prefixcache.live.levels import SharedLevels
 from prefixcache.live.quantized import QuantizedKVCache
 from prefixcache.live.turboquant import TurboQuantKVCache
 
@@ -176,12 +177,9 @@ class _Making:
     def _check_coded(self, cache: Any, layer: int, rows: Kind | None) -> None:
         """ValueError for a layer that is coded already, and otherwise."""
         if isinstance(cache, TurboQuantKVCache):
-            said, wanted = str(cache.choice), None
+            said, same = str(cache.choice), True
             if rows is not None:
-                keys, values = self._row_codecs(layer, rows)
-                if isinstance(keys, TurboQuantRows) and isinstance(values, TurboQuantRows):
-                    wanted = (keys.bits, values.bits, keys.levelled, self._codec.sink_tokens, keys.seed)
-            same = rows is None or wanted == tuple(cache.choice[:5])
+                same = cache.choice.same_codes(Choice.of(*self._row_codecs(layer, rows), self._codec.sink_tokens))
         else:
             said = f"mx.quantize at {cache.bits} bits, groups of {cache.group_size}"
             same = isinstance(self._codec, Affine) and self._codec.bits == cache.bits

@@ -22,17 +22,11 @@ from prefixcache.keys import BLOCK, TOKEN_BYTES, canonical, chain
 from prefixcache.layers import levels, live_codes
 from prefixcache.layers.adapters import Leaf
 from prefixcache.layers.decoded import Decoded
-from prefixcache.layers.encode import (
-    Target,
-    copy_stored,
-    decode_stored,
-    describe_state,
-    encode,
-    encode_stored,
-    write_state,
-)
+from prefixcache.layers.encode import Target, encode
 from prefixcache.layers.live_codes import differing
 from prefixcache.layers.plan import Section, extra_of, held_mask, mask_from, mask_of, runs_of, window_key
+from prefixcache.layers.recode import copy_stored, decode_stored, encode_stored
+from prefixcache.layers.snapshots import describe_state, write_state
 from prefixcache.tiers.budget import Reservation
 from prefixcache.tiers.tiers import Home, Tiers
 
@@ -512,7 +506,7 @@ class Store:
             for name in group.names:
                 for into, out in pairs:
                     tensors[name][into] = source[name][out]
-            for name in filter(None, (group.mean, group.root)):
+            for name in group.level_names:
                 tensors[name][...] = source[name]
 
     # -- publishing, under the lock -----------------------------------------------------------------------------------

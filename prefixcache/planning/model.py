@@ -28,8 +28,8 @@ from prefixcache.blocks.tree import Window
 from prefixcache.codecs import Codec, Raw
 from prefixcache.codecs.interchange import FLOATS, element, name_of
 from prefixcache.layers.adapters import CacheError, Layout, Leaf
-from prefixcache.layers.encode import State, describe_state
 from prefixcache.layers.plan import Plan, read
+from prefixcache.layers.snapshots import State, describe_state
 
 PROMPT = 32_768  # tokens of the prompt that `describe` tells the bytes of
 _USUAL = "bfloat16"  # of a config that names no dtype

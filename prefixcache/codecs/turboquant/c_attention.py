@@ -1,6 +1,6 @@
 """Attention on coded rows in C, for the CPU: the decoded rows are never anywhere.
 
-The kernel is `kernels/turboquant_attend.h`, in the library of `turboquant_c`, whose code paths and threads it shares. Here
+The kernel is `kernels/turboquant_attend.h`, in the library of `c_rows`, whose code paths and threads it shares. Here
 every shape, dtype and stride is checked before a pointer goes there.
 """
 
@@ -18,13 +18,13 @@ import numpy as np
 from prefixcache.codecs import threads
 from prefixcache.codecs.coded_rows import CodedRows
 from prefixcache.codecs.interchange import Array, borrow, bring_in, name_of
-from prefixcache.codecs.turboquant import c_rows as turboquant_c
+from prefixcache.codecs.turboquant import c_rows
 from prefixcache.codecs.turboquant.c_rows import address_of, constants_of, path_number
 from prefixcache.codecs.turboquant.format import Form
 
 _ATTENTION = struct.Struct("=43qd")  # `struct attention` of kernels/turboquant.h: pointers and int64, then a double
 
-MASK_DTYPES = (*turboquant_c.DTYPES, "bool")
+MASK_DTYPES = (*c_rows.DTYPES, "bool")
 LONGEST_VECTOR = 64  # bytes; where the kernel's own arrays begin
 
 WORTH_A_THREAD = 100_000  # nanoseconds
@@ -37,7 +37,7 @@ LEAST_SPLIT = 512  # columns
 
 @lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL | None:
-    library, _ = turboquant_c.loaded()
+    library, _ = c_rows.loaded()
     try:
         if library is None or library.turboquant_size_of_attention() != _ATTENTION.size:
             return None
@@ -59,7 +59,7 @@ def available() -> bool:
 
 def takes(rows: CodedRows) -> bool:
     """Whether there is a kernel here, and it has rows of both forms."""
-    return available() and turboquant_c.takes(rows.keys) and turboquant_c.takes(rows.values)
+    return available() and c_rows.takes(rows.keys) and c_rows.takes(rows.values)
 
 
 # -- what a call is given ----------------------------------------------------------------------------------------------
@@ -82,8 +82,8 @@ def _sizes(rows: CodedRows, queries: mx.array) -> _Sizes:
     sequences, heads, tokens, _ = codes.shape
     if rows.scales.shape != (sequences, heads, tokens, 2) or rows.scales.dtype != mx.uint16:
         raise _misfit("scales", rows.scales, f"{(sequences, heads, tokens, 2)} of uint16")
-    if name_of(queries.dtype) not in turboquant_c.DTYPES:
-        raise _misfit("queries", queries, f"one of {', '.join(turboquant_c.DTYPES)}")
+    if name_of(queries.dtype) not in c_rows.DTYPES:
+        raise _misfit("queries", queries, f"one of {', '.join(c_rows.DTYPES)}")
     width = rows.keys.width
     if queries.ndim != 4 or queries.shape[0] != sequences or queries.shape[3] != width:
         raise _misfit("queries", queries, f"({sequences}, query heads, length, {width})")
@@ -110,7 +110,7 @@ def _levels(
 ) -> tuple[int, int, int, int]:
     """Where the mean and the spread are, and how far sequences and heads are apart."""
     if levels is None:
-        plain = turboquant_c.plain_spread(form)
+        plain = c_rows.plain_spread(form)
         kept.append(plain)
         return 0, plain.factor, 0, 0
     shape = (2, sizes.sequences, sizes.heads, form.width)
@@ -164,7 +164,7 @@ def attend(
     """
     library = _library()
     if library is None:
-        raise RuntimeError(f"TurboQuant's C kernel: {turboquant_c.describe()}, without attention; ask takes(rows)")
+        raise RuntimeError(f"TurboQuant's C kernel: {c_rows.describe()}, without attention; ask takes(rows)")
     sizes = _sizes(rows, queries)
     sequences, heads, group, length, tokens = sizes
     shape = (sequences, heads * group, length)
@@ -182,7 +182,7 @@ def attend(
         splits, tokens_of_split = _splits(library, sizes)
         job = (
             constants_of(rows.keys).address, constants_of(rows.values).address,
-            address_of(asked), *asked.strides[:3], turboquant_c.DTYPES.index(name_of(queries.dtype)),
+            address_of(asked), *asked.strides[:3], c_rows.DTYPES.index(name_of(queries.dtype)),
             address_of(codes), *codes.strides[:3],
             address_of(scales), *scales.strides[:3],
             *key_levels, *value_levels, *masked, first, last,

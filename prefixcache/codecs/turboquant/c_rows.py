@@ -1,4 +1,4 @@
-"""TurboQuant in C, for the CPU: the codes and rows of `turboquant_numpy` bit for bit, at the speed of memory.
+"""TurboQuant in C, for the CPU: the codes and rows of `numpy_rows` bit for bit, at the speed of memory.
 
 The kernel is `kernels/turboquant.c`, built with the package where there is a C compiler, and called through ctypes, which
 lets other threads run meanwhile. Here every shape, dtype and stride is checked before a pointer goes there, and long work
@@ -178,9 +178,7 @@ _NOT_LEVELLED = _Leveller(0, 0, 0, 0, ())
 def constants_of(form: Form) -> _Constants:
     """`struct form` of a form. ValueError where `takes(form)` is False."""
     if not takes(form):
-        raise ValueError(
-            f"width={form.width}: not one that the C kernel takes; ask takes(form), and use turboquant_numpy"
-        )
+        raise ValueError(f"width={form.width}: not one that the C kernel takes; ask takes(form), and use numpy_rows")
     codebook, rotation = form.codebook, form.rotation
     odd = [factor for factor in rotation.factors if factor != 2]
     narrow = [
@@ -291,7 +289,7 @@ class _Work:
     def __init__(self, function: str) -> None:
         library, reason = loaded()
         if library is None:
-            raise RuntimeError(f"TurboQuant's C kernel: {reason}; ask available(), and use turboquant_numpy")
+            raise RuntimeError(f"TurboQuant's C kernel: {reason}; ask available(), and use numpy_rows")
         self._function = getattr(library, function)
         self._jobs: list[bytes] = []
         self._rows = self._nbytes = 0

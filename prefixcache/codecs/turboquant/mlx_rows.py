@@ -1,4 +1,4 @@
-"""TurboQuant in composed MLX operations, for any device of MLX's. The format is `turboquant_format`'s.
+"""TurboQuant in composed MLX operations, for any device of MLX's. The format is `format`'s.
 
 It gives the codes of the NumPy back end bit for bit, and is what a fused kernel is compared with. Not fast: every step
 reads and writes the whole array in float32.

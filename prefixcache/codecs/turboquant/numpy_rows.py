@@ -1,4 +1,4 @@
-"""TurboQuant in NumPy, for machines where MLX itself runs on the CPU. The format is `turboquant_format`'s.
+"""TurboQuant in NumPy, for machines where MLX itself runs on the CPU. The format is `format`'s.
 
 Rows are worked on in chunks that stay in a core's cache, laid out with a row in each *column*, so that every step of
 the rotation is a long contiguous operation.

@@ -16,7 +16,7 @@ from mlx_lm.generate import BatchGenerator, generation_stream
 from mlx_lm.models.cache import CacheList, KVCache
 
 from prefixcache.keys import BLOCK, chunks
-from prefixcache.layers.adapters import read_leaf
+from prefixcache.layers.classes import read_leaf
 
 # Codes and stores the whole blocks of these tokens from one on, and puts them back; the last says whether to keep state, too.
 KeepBlocks = Callable[[Sequence[int], list[Any], int, bool], None]
