@@ -197,10 +197,10 @@ class Sliceable(Adapter):
         if cache.keys is None or cache.values is None:
             return {}
         if self.exact:
-            found: dict[str, mx.array] = {}
+            arrays: dict[str, mx.array] = {}
             for part in PARTS:
-                found |= {f"{part}.{i}": a for i, a in enumerate(getattr(cache, part)) if a is not None}
-            return found
+                arrays |= {f"{part}.{i}": a for i, a in enumerate(getattr(cache, part)) if a is not None}
+            return arrays
         return {"keys": cache.keys, "values": cache.values}
 
     def capacity(self, layout: Layout, boundary: int, room: int) -> int:
@@ -288,8 +288,8 @@ class Rotating(Adapter):
             return order[a:b] if b <= keep else order[a - first + keep : b - first + keep]
 
         known = max(first, getattr(cache, "_missing", -1) + 1)
-        held = ((0, keep), (known, offset)) if keep else ((known, offset),)
-        return Leaf(layout, offset, held, arrays, where)
+        ranges = ((0, keep), (known, offset)) if keep else ((known, offset),)
+        return Leaf(layout, offset, ranges, arrays, where)
 
     def capacity(self, layout: Layout, boundary: int, room: int) -> int:
         return min(boundary, layout["window"][0])

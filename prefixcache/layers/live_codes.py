@@ -44,8 +44,8 @@ def check(plan: Plan, leaves: Sequence[Leaf]) -> None:
         for part, rows in zip(PARTS, row_codecs, strict=True):
             heads = plan.places[i][part][1].heads
             for run in leaf.codes.runs:
-                own: Levels | None = getattr(run.levels, part)
-                if own is not None and not _can_be_kept(own, (heads, rows.width), rows.centred):
+                of_part: Levels | None = getattr(run.levels, part)
+                if of_part is not None and not _can_be_kept(of_part, (heads, rows.width), rows.centred):
                     raise CacheError(
                         f"layer {plan.layer_of[i]} (TurboQuantKVCache): the levels of its {part} are none that an image can "
                         f"keep of {heads} heads of {rows.width}; store what dequantize() gives"

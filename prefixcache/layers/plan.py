@@ -142,12 +142,14 @@ class Section(NamedTuple):
 class Plan:
     """Which tensors the images of one namespace have. Made of the layout and the codec alone; immutable.
 
-    rows image: `rows` for each token of a whole block, `tails` for each of one that is still to grow, which are the same
-    streams as they are; `kept[i]`, raw, for the tokens before windows[i].keep (a ring's first tokens stay with the rows,
-    or they would be the first to grow cold), and beside `rows` `sinks`, raw, for the codec's first `sink_tokens`. window
-    image: `windowed[i]`, or for an unfinished block `window_tails[i]`, for the tokens in its ranges, and beside
-    `windowed[i]` `window_sinks[i]`, raw, for those that are sinks. snapshot: the leaves in `snapshots`, each by itself. A
-    live cache that has only codes of a tail leaves them in `rows`.
+    A rows image has `rows` of each token of a whole block, and `tails`, the same streams as they are, of each token of a
+    block that is still to grow. A live cache that has only codes of a tail leaves them in `rows`. Beside them, as they are:
+    `kept[i]` of the tokens before windows[i].keep (a ring's first tokens stay with the rows, or they would be the first to
+    grow cold), and beside `rows` also `sinks`, of the codec's first `sink_tokens`.
+
+    A window image has, of the tokens in its ranges, `windowed[i]`, or of an unfinished block `window_tails[i]`; and beside
+    `windowed[i]`, as they are, `window_sinks[i]` of those tokens that are sinks. A snapshot has the leaves in `snapshots`,
+    each by itself.
     """
 
     def __init__(self, layout: Layout, codec: Codec):

@@ -50,7 +50,7 @@ class Block(NamedTuple):
 
     @property
     def images(self) -> list[Image]:
-        return [self.rows, *(held.image for held in self.windows)]
+        return [self.rows, *(window.image for window in self.windows)]
 
 
 class Run(NamedTuple):
@@ -88,7 +88,7 @@ class StoredPrompt:
 
     @cached_property
     def _windows(self) -> list[list[dict[str, np.ndarray]]]:
-        return [[held.image.tensors() for held in block.windows] for block in self._blocks]
+        return [[window.image.tensors() for window in block.windows] for block in self._blocks]
 
     @property
     def layers(self) -> list[StoredLayer]:
@@ -148,8 +148,8 @@ class StoredPrompt:
             for block in self._blocks:
                 first, last = max(window.first(boundary) - block.start, 0), min(boundary - block.start, BLOCK)
                 needed = mask_of(first, last)
-                for held in block.windows:
-                    needed &= ~held.mask[w]
+                for image in block.windows:
+                    needed &= ~image.mask[w]
                 if needed:
                     return False
         return True
@@ -298,15 +298,15 @@ class StoredPrompt:
         shift = low - (window.keep + 1 if full else 0 if window.chunked else low)
         for block, images in zip(self._blocks, self._windows, strict=True):
             missing = mask_of(max(low - block.start, 0), min(self.tokens - block.start, BLOCK))
-            for held, image in zip(block.windows, images, strict=True):
-                mask, sunk = held.mask[index], self.plan.sunk(block.start)
+            for window_image, tensors in zip(block.windows, images, strict=True):
+                mask, sunk = window_image.mask[index], self.plan.sunk(block.start)
                 for wanted in (mask & missing & sunk, mask & missing & ~sunk):
                     for first, last in runs_of(wanted):
                         before = mask & mask_of(0, first)
                         also = (before & sunk).bit_count() if wanted & sunk else None
                         at = block.start + first - shift
-                        runs.append(Run(image, before.bit_count(), last - first, at, also))
-                missing &= ~held.mask[index]
+                        runs.append(Run(tensors, before.bit_count(), last - first, at, also))
+                missing &= ~window_image.mask[index]
         return runs
 
     def _make_snapshot(self, leaf: int) -> Any:

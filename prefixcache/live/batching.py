@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import mlx.core as mx
 
@@ -60,7 +59,7 @@ def _with_sequences(layer: CodedLayer, batch: int) -> CodedLayer:
     if layer.pads:
         return layer.copy()
     alignment, recent = layer.alignment._replace(pads=(0,) * batch), layer.recent._replace(floors=(0,) * batch)
-    return replace(layer, alignment=alignment, recent=recent)
+    return layer.changed(alignment=alignment, recent=recent)
 
 
 def _ready(layers: list[CodedLayer]) -> list[CodedLayer]:
@@ -68,7 +67,7 @@ def _ready(layers: list[CodedLayer]) -> list[CodedLayer]:
     first = layers[0]
     kinds = [layer.kind._asdict() for layer in layers if layer.kind is not None]
     for layer in layers:
-        chosen, other = (own.choice._asdict() | {"attend": own.attends} for own in (first, layer))
+        chosen, other = (each.choice._asdict() | {"attend": each.attends} for each in (first, layer))
         check_alike(chosen, other, ALIKE)
     for kind in kinds:
         check_alike(kinds[0], kind, ALIKE)
@@ -89,8 +88,7 @@ def _batch_of(layers: list[CodedLayer], alignment: Alignment, shifts: Sequence[i
     waiting = first.waiting is not None
     ends = [end for layer in layers for end in layer.alignment.all_ends()]
     recent = RecentRows.listed([layer.recent for layer in layers], sizes)
-    return replace(
-        first,
+    return first.changed(
         alignment=alignment,
         sinks=FirstRows.listed([layer.sinks for layer in layers], sizes),
         recent=recent.renumbered(shifts, ends, alignment.rows),
@@ -118,8 +116,7 @@ def selected(layer: CodedLayer, indices: mx.array) -> CodedLayer:
     recent = layer.recent.selected(indices, old.all_ends())
     if spare:
         recent = recent.renumbered([-spare] * len(chosen), [old.end_of(b) for b in chosen], alignment.rows)
-    return replace(
-        layer,
+    return layer.changed(
         alignment=alignment,
         sinks=layer.sinks.selected(indices),
         recent=recent,
@@ -138,16 +135,15 @@ def sequence(layer: CodedLayer, b: int) -> CodedLayer:
         made = CodedLayer.empty(layer.choice, layer.attends, layer.shared, layer.number, [0])
         made.runs, made.waiting = runs, made.waiting if layer.waiting is not None else None
         return made
-    own = slice(pad, pad + count)
-    return replace(
-        layer,
+    rows = slice(pad, pad + count)
+    return layer.changed(
         alignment=Alignment(count, (0,)),
         sinks=layer.sinks.sequence(b),
         recent=layer.recent.sequence(b, pad, layer.alignment.end_of(b)),
         runs=runs,
-        waiting=layer.waiting.sequence(b, own) if layer.waiting is not None else None,
-        codes=layer.codes.sequence(b, own),
-        decoded=layer.decoded.sequence(b, own),
+        waiting=layer.waiting.sequence(b, rows) if layer.waiting is not None else None,
+        codes=layer.codes.sequence(b, rows),
+        decoded=layer.decoded.sequence(b, rows),
         _stacks=None,
     )
 
@@ -156,8 +152,7 @@ def turned_left(layer: CodedLayer, right: Sequence[int]) -> CodedLayer:
     """Where each sequence has so many rows of padding on its right: with them on its left."""
     old, shifts = layer.alignment, mx.array(list(right))
     pads = tuple(pad + more for pad, more in zip(old.pads, right, strict=True))
-    made = replace(
-        layer,
+    made = layer.changed(
         alignment=Alignment(old.rows, pads),
         recent=layer.recent.renumbered(right, old.all_ends(), old.rows),
         waiting=layer.waiting.rolled(shifts) if layer.waiting is not None else None,

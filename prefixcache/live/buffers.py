@@ -167,7 +167,7 @@ class FirstRows(NamedTuple):
     @staticmethod
     def listed(several: Sequence[FirstRows], batches: Sequence[int]) -> FirstRows:
         """Those of several batches of so many sequences, one behind the other."""
-        return FirstRows(several[0].size, _listed([own.arrays for own in several], batches))
+        return FirstRows(several[0].size, _listed([rows.arrays for rows in several], batches))
 
 
 class RecentRows(NamedTuple):
@@ -255,8 +255,8 @@ class RecentRows(NamedTuple):
     @staticmethod
     def listed(several: Sequence[RecentRows], batches: Sequence[int]) -> RecentRows:
         """Those of several batches of so many sequences, one behind the other."""
-        floors = tuple(floor for own in several for floor in own.floors)
-        return RecentRows(several[0].size, floors, _listed([own.arrays for own in several], batches))
+        floors = tuple(floor for rows in several for floor in rows.floors)
+        return RecentRows(several[0].size, floors, _listed([rows.arrays for rows in several], batches))
 
 
 class RowNumbers:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -108,7 +108,13 @@ class CodedLayer:
 
     def copy(self) -> CodedLayer:
         """The same rows. What becomes of one of the two never shows in the other."""
-        return replace(self, _stacks=self._stacks.copy() if self._stacks is not None else None)
+        return self.changed(_stacks=self._stacks.copy() if self._stacks is not None else None)
+
+    def changed(self, **parts: Any) -> CodedLayer:
+        """Another layer, the same but for these fields."""
+        made = CodedLayer.__new__(CodedLayer)
+        made.__dict__.update(self.__dict__, _numbers=RowNumbers(), _steps=None, **parts)
+        return made
 
     # -- what there is ------------------------------------------------------------------------------------------------
 
@@ -306,17 +312,30 @@ class CodedLayer:
         if self.codes.arrays is None:
             return []
         spans = [self._coded_spans(b) for b in range(self.batch)]
-        cut = max((own[-1][1] for own in spans if own), default=0)
+        if len(spans) == 1 and len(spans[0]) == 1:  # as most often
+            ((low, cut, levels),) = spans[0]
+            return [self._part(*self.codes.cut_out(slice(cut)), [levels], self._numbers.of([low], 0), None)]
+        cut = max((of_sequence[-1][1] for of_sequence in spans if of_sequence), default=0)
         codes, scales = self.codes.cut_out(slice(cut))
         made = []
         for behind in range(max(map(len, spans), default=0), 0, -1):
-            part = [own[-behind] if len(own) >= behind else None for own in spans]
+            part = [of_sequence[-behind] if len(of_sequence) >= behind else None for of_sequence in spans]
             some = next(span for span in part if span is not None)
-            keys, values = self._stacks_of([span[2] if span else some[2] for span in part])
             first = self._numbers.of([span[0] if span else cut for span in part], 0)
             last = self._numbers.of([span[1] if span else cut for span in part], cut)
-            made.append(CodedRows(codes, scales, keys.form, values.form, keys.decoding, values.decoding, first, last))
+            made.append(self._part(codes, scales, [span[2] if span else some[2] for span in part], first, last))
         return made
+
+    def _part(
+        self,
+        codes: mx.array,
+        scales: mx.array,
+        levels: list[LayerLevels],
+        first: mx.array | None,
+        last: mx.array | None,
+    ) -> CodedRows:
+        keys, values = self._stacks_of(levels)
+        return CodedRows(codes, scales, keys.form, values.form, keys.decoding, values.decoding, first, last)
 
     @property
     def has_uncoded(self) -> bool:
@@ -337,9 +356,7 @@ class CodedLayer:
                 end = self.alignment.end_of(b)
                 numbers += self.recent.numbers(max(self.recent.first(b, end), pad + most), end)
             listed.append(numbers)
-        if len(arrays) == 1:
-            return arrays[0], listed
-        return (mx.concatenate([own[0] for own in arrays], 2), mx.concatenate([own[1] for own in arrays], 2)), listed
+        return arrays[0] if len(arrays) == 1 else _joined(arrays, axis=2), listed
 
     def uncoded_for_kernel(self) -> UncodedRows | None:
         """The same, as the GPU's kernel reads it; None where it can't: no ring, or padding on the right."""

@@ -50,7 +50,7 @@ class LevelStacks:
 
     def of(self, levels: list[LayerLevels]) -> tuple[LevelStack, LevelStack]:
         """Of keys and of values; `levels` are those of each sequence, or one for all."""
-        if all(own is levels[0] for own in levels):
+        if all(of_sequence is levels[0] for of_sequence in levels):
             levels = levels[:1]
         key = tuple(map(id, levels))
         if key not in self._stacks:
@@ -58,8 +58,8 @@ class LevelStacks:
                 self._stacks.clear()
             keys, values = self._forms
             stacks = (
-                LevelStack([own.keys for own in levels], keys, self._heads),
-                LevelStack([own.values for own in levels], values, self._heads),
+                LevelStack([of_sequence.keys for of_sequence in levels], keys, self._heads),
+                LevelStack([of_sequence.values for of_sequence in levels], values, self._heads),
             )
             self._stacks[key] = levels, stacks
         return self._stacks[key][1]
@@ -80,6 +80,8 @@ def run_at(runs: Sequence[Run], token: int) -> Run:
 
 def spans_of(runs: Sequence[Run], pad: int, low: int, high: int) -> list[tuple[int, int, LayerLevels]]:
     """Rows `low` to `high` (not included) of a sequence behind `pad` rows of padding, cut where levels change."""
+    if len(runs) == 1 and low >= pad + runs[0].first:  # as most often
+        return [(low, high, runs[0].levels)] if low < high else []
     spans = []
     for run, after in zip(runs, (*runs[1:], None), strict=True):
         first, last = max(pad + run.first, low), high if after is None else min(pad + after.first, high)

@@ -342,6 +342,18 @@ def test_a_state_whose_arrays_do_not_fit_is_refused():
             TurboQuantKVCache.from_state(bad)
 
 
+@pytest.mark.parametrize("attend", ["codes", "buffer"])
+def test_a_row_that_comes_after_a_cut_below_the_sinks_is_a_sink_again(attend):
+    """Steps have a short way, which doesn't look for sinks."""
+    cache = TurboQuantKVCache(levelling=False, sink_tokens=4, recent_tokens=0, attend=attend)
+    added(cache, 300)
+    added(cache, 1)
+    cache.trim(300)
+    keys, values = rows(1), rows(1)
+    cache.update_and_fetch(keys, values)
+    assert all(mx.array_equal(own[:, :, 1:], new) for own, new in zip(meant(cache), (keys, values), strict=True))
+
+
 # -- batches -----------------------------------------------------------------------------------------------------------------
 
 

@@ -96,32 +96,32 @@ def _misfit(name: str, array: mx.array, wanted: str) -> ValueError:
     return ValueError(f"{name} of shape {tuple(array.shape)} and dtype {name_of(array.dtype)}: these take {wanted}")
 
 
-def _borrowed(array: mx.array, kept: list[Any]) -> Array:
-    """The array as it lies, or a copy of it whose last axis is contiguous; alive as long as `kept`."""
+def _borrowed(array: mx.array, alive: list[Any]) -> Array:
+    """The array as it lies, or a copy of it whose last axis is contiguous; alive as long as `alive`."""
     view = borrow(array)
     if view.size and view.shape[-1] > 1 and view.strides[-1] != view.itemsize:
         view = np.ascontiguousarray(view)
-    kept += (array, view)
+    alive += (array, view)
     return view
 
 
 def _levels(
-    name: str, levels: mx.array | None, form: Form, sizes: _Sizes, kept: list[Any]
+    name: str, levels: mx.array | None, form: Form, sizes: _Sizes, alive: list[Any]
 ) -> tuple[int, int, int, int]:
     """Where the mean and the spread are, and how far sequences and heads are apart."""
     if levels is None:
         plain = c_rows.plain_spread(form)
-        kept.append(plain)
+        alive.append(plain)
         return 0, plain.factor, 0, 0
     shape = (2, sizes.sequences, sizes.heads, form.width)
     if levels.shape not in (shape, (2, 1, *shape[2:])) or levels.dtype != mx.float32:
         raise _misfit(name, levels, f"{shape} of float32, or one sequence for all")
-    view = _borrowed(levels, kept)
+    view = _borrowed(levels, alive)
     of_sequence = view.strides[1] if levels.shape[1] > 1 else 0
     return address_of(view[0]), address_of(view[1]), of_sequence, view.strides[2]
 
 
-def _mask(mask: mx.array | None, shape: tuple[int, ...], kept: list[Any]) -> tuple[int, int, int, int, int, int]:
+def _mask(mask: mx.array | None, shape: tuple[int, ...], alive: list[Any]) -> tuple[int, int, int, int, int, int]:
     """Where the mask is, its strides over (sequences, query heads, length, tokens), the number of its dtype."""
     if mask is None:
         return 0, 0, 0, 0, 0, 0
@@ -132,19 +132,19 @@ def _mask(mask: mx.array | None, shape: tuple[int, ...], kept: list[Any]) -> tup
     if name not in MASK_DTYPES or not fits:
         raise _misfit("mask", mask, f"bool or floats that broadcast to {shape}")
     view = borrow(mask)
-    kept += (mask, view)
+    alive += (mask, view)
     strides = [0] * (4 - mask.ndim)
     strides += [stride if n > 1 else 0 for n, stride in zip(view.shape, view.strides, strict=True)]
     a, b, c, d = strides
     return address_of(view), a, b, c, d, MASK_DTYPES.index(name)
 
 
-def _bound(name: str, bound: mx.array | None, sequences: int, kept: list[Any]) -> int:
+def _bound(name: str, bound: mx.array | None, sequences: int, alive: list[Any]) -> int:
     if bound is None:
         return 0
     if bound.shape != (sequences,) or bound.dtype != mx.int32:
         raise _misfit(name, bound, f"({sequences},) of int32")
-    return address_of(_borrowed(bound, kept))
+    return address_of(_borrowed(bound, alive))
 
 
 # -- a call ------------------------------------------------------------------------------------------------------------
@@ -168,17 +168,17 @@ def attend(
     sizes = _sizes(rows, queries)
     sequences, heads, group, length, tokens = sizes
     shape = (sequences, heads * group, length)
-    kept: list[Any] = [rows]
-    key_levels = _levels("key_levels", rows.key_levels, rows.keys, sizes, kept)
-    value_levels = _levels("value_levels", rows.value_levels, rows.values, sizes, kept)
-    masked = _mask(mask, (*shape, tokens), kept)
-    first = _bound("first", rows.first, sequences, kept)
-    last = _bound("last", rows.last, sequences, kept)
+    alive: list[Any] = [rows]
+    key_levels = _levels("key_levels", rows.key_levels, rows.keys, sizes, alive)
+    value_levels = _levels("value_levels", rows.value_levels, rows.values, sizes, alive)
+    masked = _mask(mask, (*shape, tokens), alive)
+    first = _bound("first", rows.first, sequences, alive)
+    last = _bound("last", rows.last, sequences, alive)
 
     out = np.zeros((*shape, rows.values.width), np.float32)
     top, total = np.full(shape, -np.inf, np.float32), np.zeros(shape, np.float32)
     if out.size and tokens:
-        asked, codes, scales = (_borrowed(array, kept) for array in (queries, rows.codes, rows.scales))
+        asked, codes, scales = (_borrowed(array, alive) for array in (queries, rows.codes, rows.scales))
         splits, tokens_of_split = _splits(library, sizes)
         job = (
             constants_of(rows.keys).address, constants_of(rows.values).address,
@@ -232,7 +232,7 @@ def _run(library: ctypes.CDLL, job: tuple[int, ...], rest: tuple[Any, ...], size
 
 # -- memory that the kernel works in -----------------------------------------------------------------------------------
 
-_own = threading.local()
+_scratches = threading.local()
 
 
 def _aligned(nbytes: int) -> Array:
@@ -244,7 +244,7 @@ def _aligned(nbytes: int) -> Array:
 
 def _scratch(nbytes: int) -> int:
     """Where this thread may work: the same memory for each of its calls."""
-    memory: Array | None = getattr(_own, "memory", None)
+    memory: Array | None = getattr(_scratches, "memory", None)
     if memory is None or memory.nbytes < nbytes:
-        memory = _own.memory = _aligned(nbytes)
+        memory = _scratches.memory = _aligned(nbytes)
     return address_of(memory)

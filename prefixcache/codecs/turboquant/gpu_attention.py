@@ -145,8 +145,8 @@ def _encoded(rows: mx.array, form: Form, levels: mx.array | None) -> tuple[mx.ar
     """(B, heads, L, width) -> codes (B, heads, L, words), scales (B, heads, L)."""
     made = []
     for b in range(rows.shape[0]):
-        own = None if levels is None else mx.contiguous(levels[:, b if levels.shape[1] > 1 else 0])
-        made.append(gpu_rows.encode_arrays(mx.swapaxes(rows[b], 0, 1), form, own))
+        of_sequence = None if levels is None else mx.contiguous(levels[:, b if levels.shape[1] > 1 else 0])
+        made.append(gpu_rows.encode_arrays(mx.swapaxes(rows[b], 0, 1), form, of_sequence))
     codes, scales = (mx.stack(list(part)) for part in zip(*made, strict=True))
     return mx.swapaxes(codes, 1, 2), mx.swapaxes(scales, 1, 2)
 

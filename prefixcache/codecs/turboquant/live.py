@@ -42,8 +42,8 @@ class LevelStack:
         if heads == self.heads:
             return self
         if (first, heads) not in self._slices:
-            own = [None if levels is None else levels.of(first, heads) for levels in self.each]
-            self._slices[first, heads] = LevelStack(own, self.form, heads)
+            of_heads = [None if levels is None else levels.of(first, heads) for levels in self.each]
+            self._slices[first, heads] = LevelStack(of_heads, self.form, heads)
         return self._slices[first, heads]
 
     @cached_property
@@ -114,7 +114,7 @@ def decode(codes: mx.array, scales: mx.array, dtype: str, levels: LevelStack) ->
     if codes.size == 0:
         return mx.zeros((batch, heads, tokens, form.width), element(dtype).mlx)
     if not on_cpu():
-        made = [_decoded_there(codes[b], scales[b], dtype, levels, b) for b in range(batch)]
+        made = [_decoded_on_gpu(codes[b], scales[b], dtype, levels, b) for b in range(batch)]
         return made[0][None] if batch == 1 else mx.stack(made)
     rows = np.empty((batch, heads, tokens, form.width), element(dtype).numpy)
     mx.eval(codes, scales)
@@ -127,15 +127,16 @@ def decode(codes: mx.array, scales: mx.array, dtype: str, levels: LevelStack) ->
     return bring_in(rows, dtype)
 
 
-def _decoded_there(codes: mx.array, scales: mx.array, dtype: str, levels: LevelStack, sequence: int) -> mx.array:
+def _decoded_on_gpu(codes: mx.array, scales: mx.array, dtype: str, levels: LevelStack, sequence: int) -> mx.array:
     """One sequence's, on a GPU."""
     form = levels.form
     codes, scales = mx.swapaxes(codes, 0, 1), mx.swapaxes(scales, 0, 1)
     if gpu_rows.available() and gpu_rows.takes(form):
-        own = levels.decoding
-        if own is not None:
-            own = own[:, 0] if own.shape[1] == 1 else mx.contiguous(own[:, sequence])
-        return gpu_rows.decode_arrays(codes, scales, codes.shape[0], dtype, form, own)
+        mean_and_spread = levels.decoding
+        if mean_and_spread is not None:
+            one_for_all = mean_and_spread.shape[1] == 1
+            mean_and_spread = mean_and_spread[:, 0] if one_for_all else mx.contiguous(mean_and_spread[:, sequence])
+        return gpu_rows.decode_arrays(codes, scales, codes.shape[0], dtype, form, mean_and_spread)
     mx.eval(codes, scales)
     return mlx_rows.decode(borrow(codes), borrow(scales), codes.shape[0], dtype, form, levels.of(sequence))
 
