@@ -6,8 +6,9 @@ in one launch. `Host` and `Gpu` are these two ways, of one interface; `encode` t
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -55,32 +56,6 @@ class Target(NamedTuple):
         return min(max(self.first, self.sinks), self.last)
 
 
-class Way(Protocol):
-    """How rows of live layers come into tensors."""
-
-    def copy(self, group: Group, leaves: Sequence[Leaf], targets: Sequence[Target]) -> None:
-        """Rows as they are."""
-
-    def measure(
-        self, group: Group, members: Sequence[Member], leaves: Sequence[Leaf], targets: Sequence[Target]
-    ) -> list[Levels]:
-        """The levels of each target's rows, of these members' heads side by side."""
-
-    def encode(self, group: Group, leaves: Sequence[Leaf], targets: Sequence[Target], back: Decoded | None) -> None:
-        """All of a group's rows, with levels that are measured where they aren't settled."""
-
-    def encode_with(
-        self,
-        wanted: Sequence[Levels | None],
-        group: Group,
-        members: Sequence[Member],
-        leaves: Sequence[Leaf],
-        targets: Sequence[Target],
-        back: Decoded | None,
-    ) -> None:
-        """These members' rows, with the levels of all of the group's heads for each target."""
-
-
 def evaluate(leaves: Iterable[Leaf]) -> None:
     """Evaluate every array of live leaves, here and now: a lazy one can't be read on this side."""
     leaves = list(leaves)
@@ -101,63 +76,77 @@ def encode(section: Section, leaves: list[Leaf], targets: list[Target], back: De
 
     What a live cache has coded already is copied.
     """
-    way: Way = Host() if on_cpu() else Gpu()
+    way = Host(leaves, back) if on_cpu() else Gpu(leaves, back)
     for group in section.groups if targets else ():
         if isinstance(group.codec, RawRows):
-            way.copy(group, leaves, targets)
+            way.copy(group, targets)
         elif any(leaves[member.leaf].codes is not None for member in group.members):
-            _encode_beside_codes(way, group, leaves, targets, back)
+            way.encode_beside_codes(group, targets)
         else:
-            way.encode(group, leaves, targets, back)
+            way.encode(group, targets)
 
 
-# -- live codes among the rows -----------------------------------------------------------------------------------------
+class Way(ABC):
+    """How rows of live leaves come into tensors. `back` gets what a fetch would give of them."""
 
+    def __init__(self, leaves: Sequence[Leaf], back: Decoded | None):
+        self._leaves, self._back = leaves, back
 
-def _encode_beside_codes(
-    way: Way, group: Group, leaves: list[Leaf], targets: list[Target], back: Decoded | None
-) -> None:
-    """A group of which live caches have coded some members already."""
-    wanted = _settled_levels(way, group, leaves, targets)
-    plain = []
-    for member in group.members:
-        codes = leaves[member.leaf].codes
-        if codes is None:
-            plain.append(member)
-        else:
-            _copy_codes(group, member, codes, targets, wanted)
-    way.encode_with(wanted, group, plain, leaves, targets, back)
+    @abstractmethod
+    def copy(self, group: Group, targets: Sequence[Target]) -> None:
+        """Rows as they are."""
 
+    @abstractmethod
+    def encode(self, group: Group, targets: Sequence[Target]) -> None:
+        """All of a group's rows, with levels that are measured where they aren't settled."""
 
-def _settled_levels(way: Way, group: Group, leaves: Sequence[Leaf], targets: Sequence[Target]) -> list[Levels | None]:
-    """The levels of each target's rows, all heads of the group, which are in its tensors from here on."""
-    if not group.steps:
-        return [None] * len(targets)
-    fresh = [target for target in targets if not target.settled]
-    for target, measured in zip(fresh, _fresh_levels(way, group, leaves, fresh), strict=True):
-        levels.write(group, target.tensors, measured.packed())
-    return [levels.read(group, target.tensors) for target in targets]
+    @abstractmethod
+    def encode_with(
+        self, wanted: Sequence[Levels | None], group: Group, members: Sequence[Member], targets: Sequence[Target]
+    ) -> None:
+        """These members' rows, with the levels, of all of the group's heads, that are wanted for each target."""
 
+    @abstractmethod
+    def measure(self, group: Group, members: Sequence[Member], targets: Sequence[Target]) -> list[Levels]:
+        """The levels of each target's rows, of these members' heads side by side."""
 
-def _fresh_levels(way: Way, group: Group, leaves: Sequence[Leaf], targets: Sequence[Target]) -> list[Levels]:
-    """Of live codes those that they have, of all other rows by measuring them."""
-    if not targets:
-        return []
-    plain = [member for member in group.members if leaves[member.leaf].codes is None]
-    measured = way.measure(group, plain, leaves, targets) if plain else []
-    of_targets = []
-    for i, target in enumerate(targets):
-        at, parts = 0, []
+    def encode_beside_codes(self, group: Group, targets: Sequence[Target]) -> None:
+        """All of a group's rows, of which live caches have coded some members already."""
+        wanted, plain = self._settle_levels(group, targets), []
         for member in group.members:
-            codes = leaves[member.leaf].codes
-            if codes is not None:
-                coded_with: Levels | None = getattr(codes.levels_at(target.first), member.stream)
-                parts.append(coded_with or neutral(member.heads, group.codec.width))
+            codes = self._leaves[member.leaf].codes
+            if codes is None:
+                plain.append(member)
             else:
-                parts.append(measured[i].of(at, member.heads))
-                at += member.heads
-        of_targets.append(Levels.joined(parts))
-    return of_targets
+                _copy_codes(group, member, codes, targets, wanted)
+        self.encode_with(wanted, group, plain, targets)
+
+    def _settle_levels(self, group: Group, targets: Sequence[Target]) -> list[Levels | None]:
+        """The levels of each target's rows, all heads of the group, which are in its tensors from here on."""
+        if not group.steps:
+            return [None] * len(targets)
+        fresh = [target for target in targets if not target.settled]
+        for target, measured in zip(fresh, self._fresh_levels(group, fresh), strict=True):
+            levels.write(group, target.tensors, measured.packed())
+        return [levels.read(group, target.tensors) for target in targets]
+
+    def _fresh_levels(self, group: Group, targets: Sequence[Target]) -> list[Levels]:
+        """Of live codes those that they have, of all other rows by measuring them."""
+        plain = [member for member in group.members if self._leaves[member.leaf].codes is None]
+        measured = self.measure(group, plain, targets) if plain and targets else []
+        of_targets = []
+        for i, target in enumerate(targets):
+            at, parts = 0, []
+            for member in group.members:
+                codes = self._leaves[member.leaf].codes
+                if codes is not None:
+                    coded_with: Levels | None = getattr(codes.levels_at(target.first), member.stream)
+                    parts.append(coded_with or neutral(member.heads, group.codec.width))
+                else:
+                    parts.append(measured[i].of(at, member.heads))
+                    at += member.heads
+            of_targets.append(Levels.joined(parts))
+        return of_targets
 
 
 def _copy_codes(
@@ -178,126 +167,102 @@ def _copy_codes(
                 target.tensors[name][at : at + last - first, member.in_group] = plane
 
 
-# -- the two ways ------------------------------------------------------------------------------------------------------
-
-
-class Host:
+class Host(Way):
     """Where MLX's arrays are in the host's memory: each stretch of rows goes from where it lies to its place."""
 
-    def copy(self, group: Group, leaves: Sequence[Leaf], targets: Sequence[Target]) -> None:
-        self.encode_with([None] * len(targets), group, group.members, leaves, targets, None)
+    def copy(self, group: Group, targets: Sequence[Target]) -> None:
+        self.encode_with([None] * len(targets), group, group.members, targets)
 
-    def measure(
-        self, group: Group, members: Sequence[Member], leaves: Sequence[Leaf], targets: Sequence[Target]
-    ) -> list[Levels]:
-        measured = []
-        for target in targets:
-            parts = [_lying(leaves[m.leaf], m.stream, target.first_measured, target.last) for m in members]
-            measured.append(measure_levels(parts, group.codec.centred))
-        return measured
-
-    def encode(self, group: Group, leaves: Sequence[Leaf], targets: Sequence[Target], back: Decoded | None) -> None:
-        wanted = _settled_levels(self, group, leaves, targets)
-        self.encode_with(wanted, group, group.members, leaves, targets, back)
+    def encode(self, group: Group, targets: Sequence[Target]) -> None:
+        self.encode_with(self._settle_levels(group, targets), group, group.members, targets)
 
     def encode_with(
-        self,
-        wanted: Sequence[Levels | None],
-        group: Group,
-        members: Sequence[Member],
-        leaves: Sequence[Leaf],
-        targets: Sequence[Target],
-        back: Decoded | None,
+        self, wanted: Sequence[Levels | None], group: Group, members: Sequence[Member], targets: Sequence[Target]
     ) -> None:
         batch = []
         for member in members:
             for target, of_group in zip(targets, wanted, strict=True):
-                rows = _lying(leaves[member.leaf], member.stream, target.first, target.last)
+                rows = self._lying(member, target.first, target.last)
                 planes = tuple(target.tensors[name][target.rows, member.in_group] for name in group.names)
                 batch.append(Encoding(rows, planes, levels.of_member(of_group, member)))
         group.codec.encode_all(batch)
-        if back is not None:
-            for member in members:
-                for target in targets:
-                    if target.whole:
-                        back.decode_rows(group, member, target.first, target.rows, target.tensors, target.exact)
+        if self._back is None or isinstance(group.codec, RawRows):
+            return
+        for member in members:
+            for target in targets:
+                if target.whole:
+                    self._back.decode_rows(group, member, target.first, target.rows, target.tensors, target.exact)
+
+    def measure(self, group: Group, members: Sequence[Member], targets: Sequence[Target]) -> list[Levels]:
+        measured = []
+        for target in targets:
+            parts = [self._lying(member, target.first_measured, target.last) for member in members]
+            measured.append(measure_levels(parts, group.codec.centred))
+        return measured
+
+    def _lying(self, member: Member, first: int, last: int) -> np.ndarray:
+        """(tokens, heads, width), where the live cache has them."""
+        leaf = self._leaves[member.leaf]
+        (rows,) = borrow(leaf.arrays[member.stream])
+        lying: np.ndarray = rows[:, leaf.where(first, last)].swapaxes(0, 1)
+        return lying
 
 
-def _lying(leaf: Leaf, stream: str, first: int, last: int) -> np.ndarray:
-    """(tokens, heads, width), where the live cache has them."""
-    (rows,) = borrow(leaf.arrays[stream])
-    lying: np.ndarray = rows[:, leaf.where(first, last)].swapaxes(0, 1)
-    return lying
-
-
-class Gpu:
+class Gpu(Way):
     """Where MLX's arrays are on a GPU: one launch for each group, and for targets that are alike."""
 
-    def copy(self, group: Group, leaves: Sequence[Leaf], targets: Sequence[Target]) -> None:
+    def copy(self, group: Group, targets: Sequence[Target]) -> None:
         """A few rows, as a rule: the whole buffers don't come to the host."""
         batch = []
         for member in group.members:
-            at = 0
-            rows = copy_out(_gathered(leaves[member.leaf], member.stream, targets)).swapaxes(0, 1)
+            at, rows = 0, copy_out(self._gathered([member], targets)).swapaxes(0, 1)
             for target in targets:
                 planes = tuple(target.tensors[name][target.rows, member.in_group] for name in group.names)
                 batch.append(Encoding(rows[at : at + target.tokens], planes))
                 at += target.tokens
         group.codec.encode_all(batch)
 
-    def measure(
-        self, group: Group, members: Sequence[Member], leaves: Sequence[Leaf], targets: Sequence[Target]
-    ) -> list[Levels]:
-        measured: dict[int, Levels] = {}
-        ranges = [target._replace(first=target.first_measured) for target in targets]
-        for numbers in _alike(ranges):
-            some = [ranges[i] for i in numbers]
-            rows = mx.concatenate([_gathered(leaves[m.leaf], m.stream, some) for m in members])
-            whole = measure_levels(side_by_side(rows, len(some)).astype(mx.float32), group.codec.centred)
-            for at, i in enumerate(numbers):
-                measured[i] = Levels(whole.mean[at :: len(some)], whole.divisor[at :: len(some)])
-        return [measured[i] for i in range(len(targets))]
-
-    def encode(self, group: Group, leaves: Sequence[Leaf], targets: Sequence[Target], back: Decoded | None) -> None:
+    def encode(self, group: Group, targets: Sequence[Target]) -> None:
         for settled in (False, True):  # some have levels only once the others are done
             some = [target for target in targets if target.settled is settled]
             for numbers in _alike(some):
                 alike = [some[i] for i in numbers]
                 known = [levels.read(group, target.tensors) for target in alike] if settled else None
-                self._launch(known, group, group.members, leaves, alike, back)
+                self._launch(known, group, group.members, alike)
 
     def encode_with(
-        self,
-        wanted: Sequence[Levels | None],
-        group: Group,
-        members: Sequence[Member],
-        leaves: Sequence[Leaf],
-        targets: Sequence[Target],
-        back: Decoded | None,
+        self, wanted: Sequence[Levels | None], group: Group, members: Sequence[Member], targets: Sequence[Target]
     ) -> None:
         for member in members:  # one by one: not all of them need stand next to each other in the tensor
             for numbers in _alike(targets):
-                alike = [targets[i] for i in numbers]
-                self._launch([wanted[i] for i in numbers], group, (member,), leaves, alike, back)
+                self._launch([wanted[i] for i in numbers], group, (member,), [targets[i] for i in numbers])
+
+    def measure(self, group: Group, members: Sequence[Member], targets: Sequence[Target]) -> list[Levels]:
+        measured: dict[int, Levels] = {}
+        ranges = [target._replace(first=target.first_measured) for target in targets]
+        for numbers in _alike(ranges):
+            rows = self._gathered(members, [ranges[i] for i in numbers])
+            whole = measure_levels(side_by_side(rows, len(numbers)).astype(mx.float32), group.codec.centred)
+            for at, i in enumerate(numbers):
+                measured[i] = Levels(whole.mean[at :: len(numbers)], whole.divisor[at :: len(numbers)])
+        return [measured[i] for i in range(len(targets))]
 
     def _launch(
         self,
         wanted: Sequence[Levels | None] | None,
         group: Group,
         members: Sequence[Member],
-        leaves: Sequence[Leaf],
         targets: Sequence[Target],
-        back: Decoded | None,
     ) -> None:
         """Encode targets that are alike, of members whose heads are next to each other: all of the group, or one.
 
         Where no levels are `wanted`, they are measured, of all of the group's heads.
         """
-        rows = mx.concatenate([_gathered(leaves[m.leaf], m.stream, targets) for m in members])
+        rows = self._gathered(members, targets)
         first, heads = members[0].head, slice(members[0].head, members[0].head + len(rows))
         firsts = [t.first_measured - t.first for t in targets] if wanted is None and group.steps else []
         known = [whole.of(first, len(rows)) for whole in wanted or () if whole is not None]
-        decoding = back is not None and targets[0].whole
+        decoding = self._back is not None and targets[0].whole
         made = group.codec.encode_blocks(rows, len(targets), known, firsts, decoding)
 
         def copy(start: int, end: int) -> None:
@@ -309,13 +274,25 @@ class Gpu:
                     levels.write(group, target.tensors, made.levels.block(i))
 
         share_out(len(targets), 1, sum(plane.nbytes for plane in made.planes) // WORTH_A_THREAD, copy)
-        if back is not None and made.decoded is not None:
+        if self._back is not None and made.decoded is not None:
             at = 0
             for start, last in _stretches(targets):
                 for member in members:
                     decoded = made.decoded[member.head - first :][: member.heads, at : at + last - start]
-                    back.add(member, start, decoded, targets[0].exact)
+                    self._back.add(member, start, decoded, targets[0].exact)
                 at += last - start
+
+    def _gathered(self, members: Sequence[Member], targets: Sequence[Target]) -> mx.array:
+        """(all heads of these members, tokens of all targets, width)."""
+        of_members = []
+        for member in members:
+            leaf = self._leaves[member.leaf]
+            array, pieces = leaf.arrays[member.stream][0], []
+            for first, last in _stretches(targets):
+                where = leaf.where(first, last)
+                pieces.append(array[:, where] if isinstance(where, slice) else mx.take(array, mx.array(where), axis=1))
+            of_members.append(pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=1))
+        return mx.concatenate(of_members)
 
 
 def _alike(targets: Sequence[Target]) -> list[list[int]]:
@@ -324,16 +301,6 @@ def _alike(targets: Sequence[Target]) -> list[list[int]]:
     for i, target in enumerate(targets):
         by_kind.setdefault((target.tokens, target.whole), []).append(i)
     return list(by_kind.values())
-
-
-def _gathered(leaf: Leaf, stream: str, targets: Sequence[Target]) -> mx.array:
-    """(heads, tokens of all targets, width)."""
-    array = leaf.arrays[stream][0]
-    pieces = []
-    for first, last in _stretches(targets):
-        where = leaf.where(first, last)
-        pieces.append(array[:, where] if isinstance(where, slice) else mx.take(array, mx.array(where), axis=1))
-    return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=1)
 
 
 def _stretches(targets: Sequence[Target]) -> list[tuple[int, int]]:
