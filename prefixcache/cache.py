@@ -27,7 +27,7 @@ from prefixcache.blocks.node import RAM, Slot
 from prefixcache.codecs import Codec, TurboQuant
 from prefixcache.codecs.turboquant import backends as turboquant_backends
 from prefixcache.keys import BLOCK, Tokens, as_model, as_salt, as_tokens
-from prefixcache.layers.adapters import allow
+from prefixcache.layers.classes import allow
 from prefixcache.layers.decoded import Decoded
 from prefixcache.layers.encode import evaluate
 from prefixcache.layers.plan import read

@@ -7,7 +7,7 @@ from itertools import islice
 
 from prefixcache.blocks.graph import Graph
 from prefixcache.blocks.node import Node, Slot
-from prefixcache.image import Kind
+from prefixcache.image import ROWS
 
 NEARBY = 64  # children that are looked at for one that is evicted in a block's place
 
@@ -47,7 +47,7 @@ def victims_for(graph: Graph, tier: int, nbytes: int, slot: Slot, wanted: Slot) 
         victim: Slot | None = candidate
         while victim is not None:
             node = victim.node
-            if victim.kind == Kind.ROWS:
+            if victim.kind == ROWS:
                 elsewhere = victim.tiers == 1 << tier and any(node.dependents[t] for t in graph.tiers if t != tier)
                 if node.dependents[tier] > evicted[node] or elsewhere:
                     blocked.add(victim)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefixcache.blocks.node import BLOCK_BYTES, RAM, Node, Slot, Tree, Walk, Window, common_tokens
 from prefixcache.blocks.recency import Recency
-from prefixcache.image import Kind
+from prefixcache.image import ROWS, SNAPSHOT, WINDOW, Kind
 from prefixcache.keys import BLOCK, TOKEN_BYTES, chain
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class Graph:
 
     def is_known(self, node: Node) -> bool:
         """Whether a node is a root, or still in the graph with its rows."""
-        return node.parent is None or (node.rows is not None and self.slots.get((Kind.ROWS, node.key)) is node.rows)
+        return node.parent is None or (node.rows is not None and self.slots.get((ROWS, node.key)) is node.rows)
 
     def nearest(self, parent: Node, tokens: bytes) -> tuple[Node | None, int]:
         """The child that shares most leading tokens with these, and how many; of equals one whose rows are in RAM."""
@@ -143,7 +143,7 @@ class Graph:
         if i < len(parent.children) and parent.child_tokens[i] == tokens:
             return parent.children[i]
         key = chain(parent.key, tokens) if key is None else key
-        if (Kind.ROWS, key) in self.slots:
+        if (ROWS, key) in self.slots:
             return None
         node = Node(parent.tree, parent, tokens, key, label, len(self.tiers))
         reservation.spend(nodes=NODE_BYTES + len(tokens))
@@ -166,21 +166,21 @@ class Graph:
         with the same rows.
         """
         node = slot.node
-        if slot.kind == Kind.SNAPSHOT:
+        if slot.kind == SNAPSHOT:
             taken = slot.suffix in node.snapshots
-        elif slot.kind == Kind.WINDOW:
+        elif slot.kind == WINDOW:
             taken = any(window.mask == slot.mask for window in node.windows)
         else:
             taken = node.rows is not None
         if taken or (slot.kind, slot.key) in self.slots:
             return False
         reservation.spend(nodes=self.slot_cost(slot))
-        if slot.kind == Kind.SNAPSHOT:
+        if slot.kind == SNAPSHOT:
             if not node.snapshots:
                 node.snapshots, node.sizes = {}, {}
             node.snapshots[slot.suffix] = slot
             node.sizes[len(slot.suffix)] = node.sizes.get(len(slot.suffix), 0) + 1
-        elif slot.kind == Kind.WINDOW:
+        elif slot.kind == WINDOW:
             node.windows += (slot,)
         else:
             node.rows = slot
@@ -199,7 +199,7 @@ class Graph:
             slot.image = image
             self.ram_by_label[slot.node.label] += slot.nbytes
             self.order[RAM].add(slot)
-            self.version += slot.kind == Kind.ROWS and not slot.node.is_whole  # of equal tails a walk takes one in RAM
+            self.version += slot.kind == ROWS and not slot.node.is_whole  # of equal tails a walk takes one in RAM
         elif tier == RAM + 1:
             slot.disk = disk
         slot.tiers |= 1 << tier
@@ -222,7 +222,7 @@ class Graph:
             if slot.tiers < 2:
                 self.recency.unflushed.pop(slot, None)
         self._count(slot, tier, -1)
-        if slot.kind != Kind.ROWS:
+        if slot.kind != ROWS:
             self._demote_unserved(slot, tier)
         if not slot.tiers:
             self._remove(slot)
@@ -286,7 +286,7 @@ class Graph:
 
     def has_dependents(self, slot: Slot, tier: int) -> bool:
         """Whether something else in the tier is of no use without this slot."""
-        if slot.kind != Kind.ROWS:
+        if slot.kind != ROWS:
             return False
         if tier != RAM and slot.tiers == 1 << tier and any(slot.node.dependents):
             return True  # the block's last image, and something in a faster tier depends on it
@@ -314,12 +314,12 @@ class Graph:
 
     def _remove(self, slot: Slot) -> None:
         node = slot.node
-        if slot.kind == Kind.SNAPSHOT:
+        if slot.kind == SNAPSHOT:
             if node.snapshots.pop(slot.suffix, None) is not None:
                 node.sizes[len(slot.suffix)] -= 1
                 if not node.sizes[len(slot.suffix)]:
                     del node.sizes[len(slot.suffix)]
-        elif slot.kind == Kind.WINDOW:
+        elif slot.kind == WINDOW:
             node.windows = tuple(window for window in node.windows if window is not slot)
         elif node.rows is slot:
             node.rows = None
@@ -335,17 +335,17 @@ class Graph:
         slot.image = None
         self.ram_by_label[slot.node.label] -= slot.nbytes
         self.budget.free_image(slot.nbytes)
-        self.version += slot.kind == Kind.ROWS and not slot.node.is_whole
+        self.version += slot.kind == ROWS and not slot.node.is_whole
 
     def _count(self, slot: Slot, tier: int, by: int) -> None:
         self._count_dependent(slot, tier, by)
-        node: Node | None = slot.node if slot.kind != Kind.ROWS else None
+        node: Node | None = slot.node if slot.kind != ROWS else None
         while node is not None:
             node.boundaries[tier] += by
             node = node.parent
 
     def _count_dependent(self, slot: Slot, tier: int, by: int) -> None:
-        node = slot.node if slot.kind != Kind.ROWS else slot.node.parent
+        node = slot.node if slot.kind != ROWS else slot.node.parent
         if node is not None:
             node.dependents[tier] += by
             if not node.dependents[tier] and node.rows is not None:
@@ -412,11 +412,11 @@ class Graph:
                 for tier in self.tiers:
                     if slot.is_in(tier):
                         present[tier].add(slot)
-            below = [s for s in here if s.kind != Kind.ROWS] + [k.rows for k in node.children if k.rows is not None]
+            below = [s for s in here if s.kind != ROWS] + [k.rows for k in node.children if k.rows is not None]
             for tier in self.tiers:
                 pending = sum(s.pending >> tier & 1 for s in below)
                 assert node.dependents[tier] == sum(s.is_in(tier) for s in below) + pending
-                boundaries = sum(s.is_in(tier) for s in here if s.kind != Kind.ROWS)
+                boundaries = sum(s.is_in(tier) for s in here if s.kind != ROWS)
                 assert node.boundaries[tier] == boundaries + sum(child.boundaries[tier] for child in node.children)
             stack.extend(node.children)
         assert nodes == self.nodes

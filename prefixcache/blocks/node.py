@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from prefixcache.image import Kind
+from prefixcache.image import ROWS, SNAPSHOT, WINDOW, Kind
 from prefixcache.keys import BLOCK, TOKEN_BYTES
 
 RAM = 0  # the fastest tier, whose images are at hand; the tiers below it are 1, 2, ... in order of speed
 BLOCK_BYTES = BLOCK * TOKEN_BYTES
 _NONE: list[Any] = []  # what a node without children or snapshots has; shared, and never changed
 _EMPTY: dict[Any, Any] = {}
-_EVICTION_RANK = {Kind.SNAPSHOT: 0, Kind.WINDOW: 1, Kind.ROWS: 2}  # of one block and one touch
+_EVICTION_RANK = {SNAPSHOT: 0, WINDOW: 1, ROWS: 2}  # of one block and one touch
 
 
 class Window(NamedTuple):
@@ -78,7 +78,7 @@ class Slot:
     @property
     def end_of_block(self) -> int:
         """The end of the block that it depends on: of a snapshot, the one that its suffix begins, were it whole."""
-        return self.node.end + BLOCK if self.kind == Kind.SNAPSHOT else self.node.start + BLOCK
+        return self.node.end + BLOCK if self.kind == SNAPSHOT else self.node.start + BLOCK
 
     def is_in(self, tier: int) -> bool:
         return self.tiers >> tier & 1 == 1

@@ -11,7 +11,7 @@ from prefixcache.blocks.eviction import eviction_victim, victims_for
 from prefixcache.blocks.graph import NODE_BYTES
 from prefixcache.blocks.masks import mask_from, window_key
 from prefixcache.blocks.node import Node, Slot
-from prefixcache.image import Image, Kind
+from prefixcache.image import ROWS, SNAPSHOT, WINDOW, Image
 from prefixcache.memory import collector_at_rest
 from prefixcache.ssd import Address, Cancelled, Entry
 from prefixcache.tiers.budget import Reservation
@@ -80,20 +80,20 @@ class LowerTier:
         graph, namespace = self._storage.graph, self._storage.namespaces[entry.namespace]
         if entry.parent == entry.namespace:
             parent = namespace.tree.root
-        elif (Kind.ROWS, entry.parent) in graph.slots:
-            parent = graph.slots[Kind.ROWS, entry.parent].node
+        elif (ROWS, entry.parent) in graph.slots:
+            parent = graph.slots[ROWS, entry.parent].node
         else:
             return False
         node: Node = parent
         mask: tuple[int, ...] = ()
         suffix = b""
         try:
-            if entry.kind == Kind.ROWS:
+            if entry.kind == ROWS:
                 grown = graph.grow(parent, entry.tokens, reservation, entry.key)
                 if grown is None:
                     return False
                 node = grown
-            elif entry.kind == Kind.WINDOW:
+            elif entry.kind == WINDOW:
                 mask = mask_from(entry.extra)
                 if len(mask) != len(namespace.plan.windows) or window_key(parent.key, mask) != entry.key:
                     return False
@@ -244,8 +244,8 @@ class LowerTier:
     def _with_parents(self, slot: Slot) -> list[Slot]:
         """The slot and the rows that it is of no use without, the first block first, from the last one that is there."""
         chain = [slot]
-        node: Node | None = slot.node if slot.kind != Kind.ROWS else slot.node.parent
-        if slot.kind == Kind.SNAPSHOT:
+        node: Node | None = slot.node if slot.kind != ROWS else slot.node.parent
+        if slot.kind == SNAPSHOT:
             children = (child for child in slot.node.children if child.tokens.startswith(slot.suffix))
             chain += [child.rows for child in children if child.rows is not None][:1]
         while node is not None and node.rows is not None:
@@ -274,15 +274,15 @@ def entry_of(slot: Slot) -> Entry:
     node, parent = slot.node, slot.node.parent
     assert node.tree is not None
     tokens, start, above = slot.suffix, node.end, node.key
-    if slot.kind == Kind.ROWS:
+    if slot.kind == ROWS:
         assert parent is not None
         tokens, start, above = node.tokens, node.start, parent.key
-    elif slot.kind == Kind.WINDOW:
+    elif slot.kind == WINDOW:
         start = node.start
     image: Image | None = slot.image
     checksum = slot.checksum or (image.checksum if image is not None else "")
     extra = "{}"
-    if slot.kind == Kind.WINDOW and image is not None:
+    if slot.kind == WINDOW and image is not None:
         extra = image.header()[0].extra
     return Entry(slot.kind, slot.key, node.tree.root.key, above, start, tokens, slot.nbytes, checksum,
                  slot.disk, slot.tick, slot.created, slot.hits, extra)  # fmt: skip
@@ -290,7 +290,7 @@ def entry_of(slot: Slot) -> Entry:
 
 def _oldest_within(entries: list[Entry], room: int, slot_bytes: int) -> int:
     """The tick from which on the newest entries fit into `room` bytes of nodes."""
-    costs = [slot_bytes + len(e.tokens) + (NODE_BYTES if e.kind == Kind.ROWS else 0) for e in entries]
+    costs = [slot_bytes + len(e.tokens) + (NODE_BYTES if e.kind == ROWS else 0) for e in entries]
     if sum(costs) <= room:
         return 0
     for used, cost in sorted(zip((e.used for e in entries), costs, strict=True), reverse=True):

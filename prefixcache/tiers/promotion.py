@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from prefixcache.blocks.lookup import required_images
 from prefixcache.blocks.node import RAM, Slot
-from prefixcache.image import Image, Kind
+from prefixcache.image import ROWS, SNAPSHOT, Image
 from prefixcache.keys import BLOCK, TOKEN_BYTES
 from prefixcache.ssd import Corrupt
 from prefixcache.tiers.budget import Reservation
@@ -158,7 +158,7 @@ class _Promotion:
             elif image is not None and slot.is_in(reading.tier.number) and slot.image is None:
                 storage.graph.place(slot, RAM, image=image, reservation=reading.reservation)
                 storage.counters.promoted_bytes += slot.nbytes
-                first = slot.node.start if slot.kind == Kind.ROWS else 0
+                first = slot.node.start if slot.kind == ROWS else 0
                 storage.counters.arrivals.came(slot, max(first, self._before))
             landed, slot.reading = slot.reading, None
             storage.changed.notify_all()
@@ -177,5 +177,5 @@ def _fits(storage: Storage, slot: Slot, image: Image) -> bool:
     namespace = storage.namespaces.get(node.tree.root.key) if node.tree is not None else None
     if namespace is None:
         return False
-    start, tokens = (node.end, slot.suffix) if slot.kind == Kind.SNAPSHOT else (node.start, node.tokens)
+    start, tokens = (node.end, slot.suffix) if slot.kind == SNAPSHOT else (node.start, node.tokens)
     return namespace.plan.fits(image, slot.kind, start, len(tokens) // TOKEN_BYTES, slot.mask)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from prefixcache.blocks.eviction import eviction_victim, least_recent
 from prefixcache.blocks.node import RAM, Slot
-from prefixcache.image import Kind
+from prefixcache.image import ROWS
 from prefixcache.tiers.admission import Doorkeeper
 from prefixcache.tiers.budget import Reservation
 
@@ -98,7 +98,7 @@ class Ram:
         """
         if self._doorkeeper is None or slot.hits > 0 or slot.node.key in self._doorkeeper:
             return True
-        return slot.kind == Kind.ROWS and any(slot.node.dependents[RAM + 1 :])
+        return slot.kind == ROWS and any(slot.node.dependents[RAM + 1 :])
 
     def _in_time(self, done: Callable[[], bool], wait: float) -> bool:
         """Try until `done`, or until `wait` seconds have passed, or no write is left that could help."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from prefixcache.blocks.node import RAM, Slot
-from prefixcache.image import Kind
+from prefixcache.image import ROWS, SNAPSHOT
 
 if TYPE_CHECKING:
     from prefixcache.tiers.lower import LowerTier
@@ -55,7 +55,7 @@ class Spilling:
         """
         if self._storage.next is None or self._storage.settings.spill != "through":
             return
-        self._pending.update((slot, None) for slot in slots if slot.kind == Kind.SNAPSHOT or slot.node.is_whole)
+        self._pending.update((slot, None) for slot in slots if slot.kind == SNAPSHOT or slot.node.is_whole)
         self.write_pending()
 
     def write_pending(self) -> None:
@@ -87,7 +87,7 @@ class Spilling:
             and not storage.graph.has_dependents(last, RAM)
         ):
             storage.graph.drop(last, RAM)
-            above = last.node if last.kind != Kind.ROWS else last.node.parent
+            above = last.node if last.kind != ROWS else last.node.parent
             last = above.rows if above is not None else None
 
     def drain(self, timeout: float) -> bool:

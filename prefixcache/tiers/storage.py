@@ -15,7 +15,7 @@ from prefixcache.blocks.eviction import least_recent
 from prefixcache.blocks.graph import Graph
 from prefixcache.blocks.node import RAM, Node, Slot
 from prefixcache.blocks.superseded import is_superseded, successions
-from prefixcache.image import Kind
+from prefixcache.image import SNAPSHOT, WINDOW
 from prefixcache.metrics.stats import Counters
 from prefixcache.settings import Settings
 from prefixcache.tiers.budget import Budget
@@ -123,7 +123,7 @@ class Storage:
         `superseded.is_superseded` has the rule. Pinned images stay, and those that wait for a write, until they don't. An
         image that stays in RAM stays below it, too: it would only be written again.
         """
-        if changed.kind == Kind.SNAPSHOT:
+        if changed.kind == SNAPSHOT:
             return
         graph = self.graph
         for slot, successor in list(successions(changed.node)):
@@ -140,7 +140,7 @@ class Storage:
         with self.lock:
             self.graph.unpin(pinned)
             for slot in pinned:
-                if slot.kind == Kind.WINDOW or not slot.node.is_whole:  # nothing supersedes rows that are whole
+                if slot.kind == WINDOW or not slot.node.is_whole:  # nothing supersedes rows that are whole
                     self.drop_superseded(slot)
             self.return_to_limits()
             self.changed.notify_all()

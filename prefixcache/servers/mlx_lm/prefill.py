@@ -18,7 +18,7 @@ from mlx_lm.generate import BatchGenerator, generation_stream
 from mlx_lm.models.cache import CacheList, KVCache
 
 from prefixcache.keys import BLOCK, chunks
-from prefixcache.layers.adapters import read_leaf
+from prefixcache.layers.classes import read_leaf
 from prefixcache.servers.mlx_lm.tenant_cache import RequestCache, TenantPromptCache, TokenizedRequest
 
 # Codes and stores the whole blocks of these tokens from one on, and puts them back; the last says whether to keep state, too.
