@@ -205,7 +205,8 @@ class Graph:
         slot.tiers |= 1 << tier
         self.images[tier] += 1
         self._count(slot, tier, 1)
-        self._unblock(slot)
+        if slot.blocked:
+            self._unblock(slot)
 
     def drop(self, slot: Slot, tier: int) -> None:
         """A slot's image is deleted from a tier. In no tier any more, the slot goes, and nodes that hold nothing with it."""
@@ -242,7 +243,8 @@ class Graph:
         if not slot.pending:
             self.budget.queue(-slot.nbytes)
             self.order[RAM].back(slot, used_since)
-        self._unblock(slot)
+        if slot.blocked:
+            self._unblock(slot)
 
     def detach(self, slot: Slot) -> None:
         """A slot that waits for a write goes from sight at once; its bytes stay counted until `release`."""
@@ -282,7 +284,8 @@ class Graph:
             slot.pins -= 1
             if not slot.pins:
                 self.pinned -= 1
-                self._unblock(slot)
+                if slot.blocked:
+                    self._unblock(slot)
 
     def has_dependents(self, slot: Slot, tier: int) -> bool:
         """Whether something else in the tier is of no use without this slot."""
@@ -339,17 +342,19 @@ class Graph:
 
     def _count(self, slot: Slot, tier: int, by: int) -> None:
         self._count_dependent(slot, tier, by)
-        node: Node | None = slot.node if slot.kind != ROWS else None
-        while node is not None:
-            node.boundaries[tier] += by
-            node = node.parent
+        if slot.kind != ROWS:
+            node: Node | None = slot.node
+            while node is not None:
+                node.boundaries[tier] += by
+                node = node.parent
 
     def _count_dependent(self, slot: Slot, tier: int, by: int) -> None:
-        node = slot.node if slot.kind != ROWS else slot.node.parent
-        if node is not None:
-            node.dependents[tier] += by
-            if not node.dependents[tier] and node.rows is not None:
-                self._unblock(node.rows)
+        node = slot.node.parent if slot.kind == ROWS else slot.node
+        assert node is not None
+        dependents = node.dependents
+        dependents[tier] += by
+        if by < 0 and (rows := node.rows) is not None and rows.blocked and not dependents[tier]:
+            self._unblock(rows)
 
     def _unblock(self, slot: Slot) -> None:
         """It may have become one that can be evicted."""

@@ -43,8 +43,8 @@ class Slot:
     """One image's place, and what is known of the image. `tiers` says where it is: a bit a tier, RAM's the lowest."""
 
     __slots__ = (
-        "checksum", "created", "disk", "evict_first", "hits", "image", "key", "kind", "mask", "nbytes", "node", "pending",
-        "pins", "reading", "suffix", "tick", "tiers",
+        "blocked", "checksum", "created", "disk", "evict_first", "hits", "image", "key", "kind", "mask", "nbytes", "node",
+        "pending", "pins", "reading", "suffix", "tick", "tiers",
     )  # fmt: skip
 
     def __init__(
@@ -64,7 +64,8 @@ class Slot:
         self.evict_first = (
             False  # below RAM no boundary needs it any more: it is evicted before others, whatever its tick
         )
-        self.reading: Any = None  # a Future, while it is read from a tier below
+        self.reading: Any = None  # while a promotion reads it from a tier below
+        self.blocked = False  # an order has passed it over as one that can't be evicted
         self.pins = 0
         self.tick = 0
         self.hits = 0

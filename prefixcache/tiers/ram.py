@@ -44,6 +44,8 @@ class Ram:
         """
         storage, budget = self._storage, self._storage.budget
         with storage.lock:
+            if budget.room >= nbytes:
+                return budget.reserve(nbytes)
             if nbytes <= budget.limit and (
                 self._in_time(lambda: self._make_room(nbytes, False), wait) or (drop and self._make_room(nbytes, True))
             ):

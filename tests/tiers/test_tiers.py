@@ -145,16 +145,17 @@ class Served:
 
     def store(self, *ids: int) -> None:
         storage, graph, node = self.storage, self.storage.graph, self.namespace.tree.root
-        with storage.lock:
-            for at in range(len(ids)):
-                tokens = self.prompt(ids[at]).token_bytes
-                child = graph.child(node, tokens)
-                if child is None or child.rows is None:
-                    with storage.ram.reserve(IMAGE + 8192) as reservation:
-                        child = graph.grow(node, tokens, reservation)
-                        slot = Slot(Kind.ROWS, child, chain(node.key, tokens), IMAGE)
-                        graph.attach(slot, reservation)
-                        graph.place(slot, RAM, image=Stub(slot.key), reservation=reservation)
+        reservation = storage.ram.reserve(len(ids) * (IMAGE + 8192))  # first: it may evict
+        assert reservation is not None
+        with storage.lock, reservation:
+            for token in ids:
+                tokens = self.prompt(token).token_bytes
+                child = graph.grow(node, tokens, reservation)
+                assert child is not None
+                if child.rows is None:
+                    slot = Slot(Kind.ROWS, child, chain(node.key, tokens), IMAGE)
+                    graph.attach(slot, reservation)
+                    graph.place(slot, RAM, image=Stub(slot.key), reservation=reservation)
                 node = child
             walk = self.prompt(*ids).walk(self.namespace)
             graph.recency.request_ended([n.rows for n in reversed(walk.path)])
@@ -222,7 +223,7 @@ class TiersMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.served = Served(middle=6 * IMAGE, ram=60_000)
+        self.served = Served(middle=6 * IMAGE, ram=80_000)
 
     ids = st.lists(st.integers(0, 2), min_size=1, max_size=4)
 
