@@ -242,6 +242,27 @@ def test_a_promotion_that_fails_is_a_miss(models, opened, stored, tmp_path):
         assert (asked.cached, asked.tokens) == (0, stored)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+@pytest.mark.parametrize("seed", [None, 1])  # in a batch, or one by one
+@pytest.mark.parametrize("question", ["hello", text(700, "longer")])
+def test_a_request_that_comes_from_the_ssd_walks_the_graph_from_the_root_four_times_at_most(
+    models, opened, family, question, seed
+):
+    system = {"role": "system", "content": text(800, "walked")}
+    with opened() as cache, generating(cache, "--model", models / family) as generator:
+        Asked(generator, [system, *user("hello")]).answered()
+    cache = opened()
+    graph = cache._storage.graph
+    with generating(cache, "--model", models / family) as generator:
+        generator.prompts.reading.rates.computed(100, FOREVER)
+        before = graph.walks
+        asked = Asked(generator, [system, *user(question)], seed=seed).answered()
+    assert asked.cached >= 768
+    counters = cache.stats().counters
+    assert (counters.promoted_tokens >= 768, counters.stores >= 1) == (True, True)
+    assert graph.walks - before <= 4
+
+
 # -- waiting for each other -------------------------------------------------------------------------------------------
 
 
