@@ -35,7 +35,7 @@ FOREVER = 1000.0  # seconds a request: then reading is always worth it
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    for family in ("llama", "qwen3_next"):
+    for family in ("llama", "qwen3_next", "mamba"):
         save_model(folder / family, family)
     return folder
 
@@ -296,6 +296,17 @@ def test_chunks_without_recurrent_state_dont_end_the_waiting_of_others(models, o
     with generating(opened(), "--model", models / "qwen3_next", "--prefill-step-size", 256) as generator:
         Asked(generator, user(text(1200, "chunks"))).answered()
         assert generator.admission._in_vain_until == 0.0
+
+
+def test_a_model_that_counts_no_tokens_keeps_the_state_of_those_it_has_seen(models, opened):
+    prompt = user(text(800, "state"))
+    with generating(opened(), "--model", models / "mamba", "--prefill-step-size", 256) as generator:
+        first = Asked(generator, prompt).answered()
+        cache, name = generator.prompts.cache, generator.prompts.name_of(generator.model_provider.model_key)
+        asked = first.context.prompt
+        assert cache.match(asked, model=name).ram == len(asked) - 1
+        again = [Asked(generator, prompt, seed=seed) for seed in (None, 1)]
+        assert [(one.computed, one.tokens) for one in again] == [(1, first.tokens)] * 2
 
 
 @pytest.mark.parametrize("name", ["default_model", "path"])
