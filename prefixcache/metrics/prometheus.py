@@ -102,7 +102,7 @@ EVENTS = (  # since the cache was opened, of `Counters`
     Kind("dropped_bytes", "Bytes of the dropped images.", lambda c: c.dropped_bytes),
     Kind("declined_images", "Images that left RAM and that the SSD was not given at first sight.", lambda c: c.declined),
     Kind("forgotten_images", "Images that left the SSD because RAM had no room to know of them.", lambda c: c.forgotten),
-    Kind("corrupt_images", "Files found damaged when they were read, and set aside.", lambda c: c.corrupt),
+    Kind("corrupt_images", "Files found damaged when they were read, and quarantined.", lambda c: c.corrupt),
     Kind("write_errors", "Images that could not be written to the SSD.", lambda c: c.write_errors),
     Kind("denied_reservations", "Reservations of RAM that found no room.", lambda c: c.denied),
     Kind("collisions", "Blocks that were not kept because another has their key.", lambda c: c.collisions),
@@ -129,7 +129,7 @@ SSD_EVENTS = (  # of `SsdStats`
     Kind("ssd_refused_writes", "Writes that found queue or SSD full; most are tried again.", lambda s: s.dropped),
     Kind("ssd_failed_batches", "Batches of writes that failed.", lambda s: s.errors),
     Kind("ssd_unreadable_files", "Files that could not be read for now.", lambda s: s.unreadable),
-    Kind("ssd_quarantined_files", "Files set aside in quarantine/, at the opening too.", lambda s: s.quarantined),
+    Kind("ssd_quarantined_files", "Files moved to quarantine/, at the opening too.", lambda s: s.quarantined),
 )
 
 DURATIONS = (  # since the cache was opened, of `Stats`, in seconds
@@ -149,7 +149,7 @@ SSD_STATE = (
     Kind("ssd_limit_bytes", "What the directory may take.", lambda s: s.limit),
     Kind("ssd_disk_bytes", "What the directory takes on the disk.", lambda s: s.disk),
     Kind("ssd_reserve_bytes", "Room kept for the index to grow.", lambda s: s.reserve),
-    Kind("ssd_quarantine_bytes", "What the files take that were set aside.", lambda s: s.quarantine_bytes),
+    Kind("ssd_quarantine_bytes", "What the files in quarantine/ take.", lambda s: s.quarantine_bytes),
     Kind("ssd_queued_files", "Files that wait to be written.", lambda s: s.queued_files),
     Kind("ssd_queued_bytes", "Bytes that wait to be written.", lambda s: s.queued_bytes),
     Kind("ssd_files", "Files of images.", lambda s: s.files),

@@ -93,7 +93,7 @@ class Counters:
     declined: int = 0  # images that the SSD was not given at first sight
     forgotten: int = 0  # images that left the SSD because nodes filled the RAM
     ssd_evicted: int = 0  # images that left the SSD to keep its limit
-    corrupt: int = 0  # images set aside on reading
+    corrupt: int = 0  # images quarantined on reading
     write_errors: int = 0
     denied: int = 0  # reservations of RAM that found no room
     collisions: int = 0  # blocks not kept because another has their key

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from prefixcache import keys
+from prefixcache.image import SIZE_BOUND, START_BOUND, TOKENS  # noqa: F401
 
 FOLDERS = {"rows": "rows", "window": "windows", "snapshot": "snapshots"}  # kind -> folder
-TOKENS = "tokens"  # the tensor (I64, one dimension) that holds the tokens of a rows image or a snapshot
 
 Progress = Callable[[int, int], None]  # told how much is done, of how much
 Address = tuple[str, bytes]  # kind and key: what names one image
 
 # Numbers of an entry are at least 0 and below these: so sums of them fit in 64 bits.
-BOUNDS = {"start": 1 << 40, "nbytes": 1 << 40, "disk": 1 << 40, "used": 1 << 60, "hits": 1 << 40}
+BOUNDS = {"start": START_BOUND, "nbytes": SIZE_BOUND, "disk": SIZE_BOUND, "used": 1 << 60, "hits": 1 << 40}
 
 
 class Touch(NamedTuple):

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 from prefixcache.image import KINDS
 from prefixcache.ssd.directory import Directory, disk_at, holder, tree_size
 from prefixcache.ssd.errors import IndexBroken
-from prefixcache.ssd.index import check_rows, read_clean, reading, suffixes
+from prefixcache.ssd.index import read_clean, reading, suffixes
 from prefixcache.ssd.quarantine import Item, quarantined
+from prefixcache.ssd.rows import check_rows
 
 
 class Count(NamedTuple):
@@ -23,7 +24,7 @@ class Count(NamedTuple):
 
 
 class Edge(NamedTuple):
-    """A node of the tree and what it hangs on. `nbytes` is the file's length, `disk` the bytes that it really takes;
+    """A node of the tree and its parent. `nbytes` is the file's length, `disk` the bytes that it really takes;
     `used` is a recency tick, `used_at` a Unix time; `extra` is JSON, of a window the ranges that it has.
     """
 

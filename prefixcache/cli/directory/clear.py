@@ -23,7 +23,7 @@ def clear(
     yes: Annotated[bool, typer.Option("--yes", help="Don't ask.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
 ) -> None:
-    """Delete every image in a directory, what was set aside and what interrupted writes left.
+    """Delete every image in a directory, what is in quarantine and what interrupted writes left.
 
     The directory stays, with its audit.log. Nobody else may have it open; a dry run looks at a live one too.
 
@@ -54,7 +54,7 @@ def _ask(found: Cleared) -> None:
 
 def _what(found: Cleared) -> str:
     parts = [many(found.images, "image")]
-    parts += [many(found.quarantine, "item") + " set aside"] if found.quarantine else []
+    parts += [many(found.quarantine, "item") + " in quarantine"] if found.quarantine else []
     parts += [many(found.debris, "file") + " of interrupted writes"] if found.debris else []
     return f"{', '.join(parts)}, {size(found.freed)} on disk"
 

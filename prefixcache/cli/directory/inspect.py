@@ -329,7 +329,7 @@ def _against_raw(space: Facts) -> tuple[str, str]:
 
 def _quarantine(facts: Facts, limit: int | None) -> Table:
     items = facts["quarantine"]
-    table = _list("quarantine", "what was set aside, and why", "age", "on disk")
+    table = _list("quarantine", "what was quarantined, and why", "age", "on disk")
     for item in items[-limit:] if limit is not None else items:
         where = item["origin"] or f"quarantine/{item['name']}"
         what = Text.assemble(foreign(where), "\n", foreign(item["reason"] or "no reason was noted", "dim"))

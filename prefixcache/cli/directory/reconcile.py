@@ -28,7 +28,7 @@ def reconcile(
     deep: Annotated[bool, typer.Option("--deep", help="Read every file and check its checksum.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The report as one JSON object.")] = False,
 ) -> None:
-    """Compare the index of a directory with its files: adopt, repair, set aside.
+    """Compare the index of a directory with its files: adopt, repair, quarantine.
 
     Without --dry-run nobody else may have the directory open. A dry run reads a live one too.
 
