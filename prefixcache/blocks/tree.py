@@ -32,6 +32,7 @@ TIERS = (RAM, SSD)
 BLOCK_BYTES = BLOCK * TOKEN_BYTES
 _NONE: list[Any] = []  # what a node without children or snapshots has; shared, and never changed
 _EMPTY: dict[Any, Any] = {}
+_NOUGHT = array("l", (0, 0))  # copied: that is quicker than making one
 _LAST = ("snapshot", "window", "rows")  # of one block and one touch: who leaves first
 NODE_BYTES = 728  # of RAM a node, beside its tokens; measured by tools/bench/memory.py
 SLOT_BYTES = 888  # of RAM a slot, beside its image and its suffix; measured there too
@@ -117,8 +118,8 @@ class Node:
         self.sizes: dict[int, int] = _EMPTY  # how many snapshots have a suffix of so many bytes
         # By tier. No lists: the collector of cycles would visit them, and with 100k nodes that is most of its work.
         # What is there, or on its way to the SSD, that hangs on it: kids' rows, its own window and snapshots.
-        self.hanging = array("l", (0, 0))
-        self.live = array("l", (0, 0))  # windows and snapshots there, of this node and all below
+        self.hanging = _NOUGHT[:]
+        self.live = _NOUGHT[:]  # windows and snapshots there, of this node and all below
 
     @property
     def cost(self) -> int:
@@ -776,11 +777,46 @@ class Tree:
 
     # -- the SSD's index, read back -----------------------------------------------------------------------------------
 
+    def load_rows(
+        self, parent: Node, tokens: bytes, key: bytes, nbytes: int, disk: int, reservation: Reservation
+    ) -> Slot | None:
+        """Rows that the SSD has, and their block: `grow`, `attach` and `enter` in one; `settle` then makes the order.
+        None, and nothing done, when the block is there or its key is another's; ValueError when the reservation is spent.
+        """
+        i = bisect_left(parent.kid_tokens, tokens)
+        if ("rows", key) in self.slots or (i < len(parent.kids) and parent.kid_tokens[i] == tokens):
+            return None
+        reservation.spend(nodes=NODE_BYTES + len(tokens) + self.slot_bytes)
+        node = Node(parent.space, parent, tokens, key)
+        slot = self.slots["rows", key] = node.rows = Slot("rows", node, key, nbytes)
+        slot.disk = disk
+        if parent.kids:
+            parent.kids.insert(i, node)
+            parent.kid_tokens.insert(i, tokens)
+            self.leaves[""] += 1
+        else:
+            parent.kids, parent.kid_tokens = [node], [tokens]
+            if parent.parent is None:
+                self.leaves[""] += 1
+            elif parent.label:
+                self.leaves[parent.label] -= 1
+                self.leaves[""] += 1
+        parent.hanging[SSD] += 1
+        self.nodes += 1
+        self.disk += disk
+        self.on_ssd += 1
+        return slot
+
     def settle(self) -> None:
         """After slots were entered in any order: sort the SSD's order by their ticks, at equal ticks the deeper
         colder.
         """
-        cold_first = sorted(self.order[SSD], key=lambda s: (s.tick, -s.end_of_block, _LAST.index(s.kind)))
+        rank = {kind: number for number, kind in enumerate(_LAST)}
+        # Of a block the start, of a snapshot that of the block that its suffix begins.
+        cold_first = sorted(
+            self.slots.values(),
+            key=lambda s: (s.tick, -(s.node.end if s.kind == "snapshot" else s.node.start), rank[s.kind]),
+        )
         self.order[SSD].rebuild(cold_first)
         self.clock = max([self.clock, *(slot.tick for slot in cold_first[-1:])])
 

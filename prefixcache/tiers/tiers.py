@@ -89,8 +89,8 @@ class Tiers:
                     self._unlisted.append(entry._replace(tokens=b"", extra=""))
             self.tree.settle()
             self.tree.clock = max(self.tree.clock, ssd.max_tick())
-            for slot in list(self.tree.slots.values()):  # what a crash left beside its successor
-                self.drop_superseded(slot)
+            for slot in [slot for slot in self.tree.slots.values() if _may_be_superseded(slot.node)]:
+                self.drop_superseded(slot)  # what a crash left beside its successor
         self.budget.peak = self.budget.held().total
         if self._unlisted:
             self._unlisted = deque(sorted(self._unlisted, key=lambda e: (e.used, -e.start)))
@@ -122,31 +122,29 @@ class Tiers:
             parent = self.tree.slots["rows", entry.parent].node
         else:
             return False
-        node = parent
-        mask: tuple[int, ...] = ()
         try:
-            if entry.kind == "rows":
-                grown = self.tree.grow(parent, entry.tokens, reservation, entry.key)
-                if grown is None:
-                    return False
-                node = grown
-            elif entry.kind == "window":
-                mask = mask_from(entry.extra)
-                if len(mask) != len(home.plan.windows) or window_key(parent.key, mask) != entry.key:
-                    return False
-        except ValueError:
+            slot = self._load(entry, parent, home, reservation)
+        except ValueError:  # a window without ranges, or the reservation is spent
             return False
-        suffix = entry.tokens if entry.kind == "snapshot" else b""
-        slot = Slot(entry.kind, node, entry.key, entry.nbytes, suffix, mask)
+        if slot is None:
+            return False
         slot.checksum, slot.tick, slot.hits, slot.created = entry.checksum, entry.used, entry.hits, entry.created
-        try:
-            if not self.tree.attach(slot, reservation):
-                return False
-        except ValueError:  # the reservation is spent
-            self.tree.prune(node)
-            return False
-        self.tree.enter(slot, SSD, disk=entry.disk)
         return True
+
+    def _load(self, entry: Entry, parent: Node, home: Home, reservation: Reservation) -> Slot | None:
+        if entry.kind == "rows":
+            return self.tree.load_rows(parent, entry.tokens, entry.key, entry.nbytes, entry.disk, reservation)
+        mask: tuple[int, ...] = ()
+        if entry.kind == "window":
+            mask = mask_from(entry.extra)
+            if len(mask) != len(home.plan.windows) or window_key(parent.key, mask) != entry.key:
+                return None
+        suffix = entry.tokens if entry.kind == "snapshot" else b""
+        slot = Slot(entry.kind, parent, entry.key, entry.nbytes, suffix, mask)
+        if not self.tree.attach(slot, reservation):
+            return None
+        self.tree.enter(slot, SSD, disk=entry.disk)
+        return slot
 
     # -- room in RAM --------------------------------------------------------------------------------------------------
 
@@ -596,6 +594,10 @@ class Tiers:
             self._shrink(False)
         if self.ssd is not None and self.ssd.used > self.ssd.limit:
             self._room_on_ssd(0)
+
+
+def _may_be_superseded(node: Node) -> bool:
+    return len(node.windows) > 1 or (node.parent is not None and len(node.parent.kids) > 1)
 
 
 def _root_of(slot: Slot) -> Node:
