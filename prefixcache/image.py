@@ -1,9 +1,9 @@
 """Images: the bytes of a block's rows, a block's window or a snapshot, as one complete safetensors file.
 
 The same bytes stand in RAM, in a file and in whatever tier comes later. A `Blueprint` knows an image's size before a
-byte is taken, `draft()` gives arrays to fill, `seal()` makes the image immutable. `verify` is the only way from
-foreign bytes to an `Image`: it believes nothing. Layers fill and read tensors, tiers move bytes; neither I/O nor MLX
-is known here.
+byte is taken, `draft()` gives arrays to fill, `seal()` makes the image immutable. `parse_header` alone decides whether a
+header is valid; `verify` is the only way from foreign bytes to an `Image`: it believes nothing. Layers fill and read
+tensors, tiers move bytes; neither I/O nor MLX is known here.
 
 The checksum covers the whole file, its own 32 digits counted as zeros. It stands first in the header, so it is found
 without parsing, and the index keeps the same value.
@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -46,13 +47,32 @@ DTYPES: dict[str, np.dtype[Any]] = {
 OPENING = b'{"__metadata__":{"checksum":"'
 _CHECKSUM = slice(8 + len(OPENING), 8 + len(OPENING) + 32)
 _BLANK = b"0" * 32
-_HEADER_LIMIT = 4 << 20
+HEADER_LIMIT = 4 << 20
+TOKENS = "tokens"  # the tensor (I64, one dimension) that holds the tokens of a rows image or a snapshot
+START_BOUND, SIZE_BOUND = 1 << 40, 1 << 40  # a start and a dimension are below these
+_DIMENSIONS = 32  # what NumPy can shape
 _ALIGN = 8
-_FIELDS = ("format", "kind", "key", "parent", "namespace", "model", "codec", "layout", "start", "extra")
+_FIELDS = ("checksum", "format", "kind", "key", "parent", "namespace", "model", "codec", "layout", "start", "extra")
+_HEX = re.compile("[0-9a-f]{32}")
+# How a `Blueprint` begins a header, with what tells apart the images of one layout in groups.
+_IDENTITY = re.compile(
+    rb'\{"__metadata__":\{"checksum":"([0-9a-f]{32})","format":"' + FORMAT.encode() + rb'","kind":"([a-z]+)",'
+    rb'"key":"([0-9a-f]{32})","parent":"([0-9a-f]{32})","namespace":"([0-9a-f]{32})"'
+)
+_START = re.compile(rb'","start":"([0-9]{1,12})"')
+_KNOWN = 4096  # headers that `Headers` remembers
 
 
 class ImageError(Exception):
     """These bytes are not an image that may be believed. The text says why and names nothing of the prompt."""
+
+
+class WrongFormat(ImageError):
+    """The header says another format than this release reads: `said`, cut to 20 characters."""
+
+    def __init__(self, said: str):
+        self.said = said[:20]
+        super().__init__(f"format {self.said!r}, this release reads {FORMAT!r}")
 
 
 class Spec(NamedTuple):
@@ -83,6 +103,14 @@ class Meta(NamedTuple):
     layout: str
     start: int
     extra: str = "{}"
+
+
+class Header(NamedTuple):
+    """What a valid header says. `tokens`: first and last byte of the tokens, counted from the header's end; None without."""
+
+    meta: Meta
+    checksum: str
+    tokens: tuple[int, int] | None
 
 
 class Image:
@@ -133,8 +161,8 @@ class Blueprint:
             at += spec.nbytes
         header = json.dumps(table, separators=(",", ":"), ensure_ascii=True).encode()
         self._header = header + b" " * (-len(header) % _ALIGN)
-        if len(self._header) > _HEADER_LIMIT:
-            raise ValueError(f"a header of {len(self._header)} bytes: an image's is at most {_HEADER_LIMIT}")
+        if len(self._header) > HEADER_LIMIT:
+            raise ValueError(f"a header of {len(self._header)} bytes: an image's is at most {HEADER_LIMIT}")
         self.nbytes = 8 + len(self._header) + at
 
     def draft(self) -> Draft:
@@ -167,11 +195,21 @@ def verify(data: np.ndarray, checksum: str | None = None) -> Image:
 
     `checksum` is what the index says of the file; without it the file's own is the judge.
     """
+    examine(data, checksum)
+    return Image(data)
+
+
+def examine(
+    data: np.ndarray, checksum: str | None = None, parse: Callable[[bytes, int], Header] | None = None
+) -> Header:
+    """The header of foreign bytes that are whole and valid; ImageError for others. Arguments as in `verify`; `parse` is
+    `parse_header`, or that of a `Headers`.
+    """
     size = data.nbytes
     if size < _CHECKSUM.stop:
         raise ImageError(f"{size} bytes: too short for a header")
     end = 8 + int(data[:8].view("<u8")[0])
-    if end > min(size, _HEADER_LIMIT):
+    if end > min(size, HEADER_LIMIT):
         raise ImageError(f"the header claims {end - 8} bytes of {size}")
     if bytes(data[8 : 8 + len(OPENING)]) != OPENING:
         raise ImageError("not an image of prefixcache")
@@ -180,8 +218,7 @@ def verify(data: np.ndarray, checksum: str | None = None) -> Image:
         raise ImageError("the file is not the one that the index names")
     if _digest(data) != claimed:
         raise ImageError("the checksum does not match")
-    _check_header(bytes(data[8:end]), size - end)
-    return Image(data)
+    return (parse or parse_header)(bytes(data[8:end]), size - end)
 
 
 def is_whole(data: np.ndarray, rest: Iterable[np.ndarray] = ()) -> bool:
@@ -211,36 +248,80 @@ def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _check_header(header: bytes, room: int) -> None:
-    """ImageError unless a `Blueprint` could have written it for `room` bytes of tensors."""
+def parse_header(header: bytes, room: int) -> Header:
+    """What a header says; ImageError unless a `Blueprint` could have written it for `room` bytes of tensors."""
     try:
         table = json.loads(header, object_pairs_hook=_no_twins)
     except (ValueError, RecursionError):
         raise ImageError("the header is not JSON") from None
-    meta = table.pop("__metadata__", None) if isinstance(table, dict) else None
-    if not isinstance(meta, dict) or not all(isinstance(meta.get(name), str) for name in (*_FIELDS, *meta)):
+    fields = table.pop("__metadata__", None) if isinstance(table, dict) else None
+    said = fields.get("format") if isinstance(fields, dict) else None
+    if isinstance(said, str) and said != FORMAT:  # first: another format may have other fields
+        raise WrongFormat(said)
+    if not isinstance(fields, dict) or not all(isinstance(fields.get(name), str) for name in (*_FIELDS, *fields)):
         raise ImageError("the header lacks a field, or one is not text")
-    if meta["format"] != FORMAT:
-        raise ImageError(f"format {meta['format'][:20]!r}, this release reads {FORMAT!r}")
-    start = meta["start"]
-    if meta["kind"] not in KINDS or not (start.isascii() and start.isdecimal() and len(start) < 19):
+    if not all(_HEX.fullmatch(fields[name]) for name in ("checksum", "key", "parent", "namespace")):
+        raise ImageError("a key or the checksum is not 32 hex digits")
+    start = fields["start"]
+    if fields["kind"] not in KINDS or not (start.isascii() and start.isdecimal() and len(start) <= 12):
         raise ImageError("the header's kind or start is not valid")
-    at = 0
-    for entry in table.values():
-        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-            raise ImageError("a tensor's entry is not valid")
-        name, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-        dtype = DTYPES.get(name) if isinstance(name, str) else None
-        if dtype is None or not isinstance(shape, list) or not all(type(n) is int and 0 <= n < 2**40 for n in shape):
-            raise ImageError("a tensor's dtype or shape is not valid")
-        if len(shape) > 32 or math.prod(n or 1 for n in shape) >= 2**56:  # beyond what NumPy can shape
-            raise ImageError("a tensor's shape is not valid")
-        nbytes = dtype.itemsize * math.prod(shape)
-        if offsets != [at, at + nbytes] or not all(type(n) is int for n in offsets):
+    if int(start) >= START_BOUND:
+        raise ImageError("the header's kind or start is not valid")
+    try:
+        "".join(fields.values()).encode()
+    except UnicodeEncodeError:
+        raise ImageError("the header holds characters that UTF-8 can't") from None
+    at, tokens = 0, None
+    for name, entry in table.items():
+        nbytes = _tensor_bytes(entry)
+        if entry["data_offsets"] != [at, at + nbytes] or not all(type(n) is int for n in entry["data_offsets"]):
             raise ImageError("a tensor's offsets are not valid")
+        if name == TOKENS:
+            if entry["dtype"] != "I64" or len(entry["shape"]) != 1 or nbytes > HEADER_LIMIT:
+                raise ImageError("the tokens are not valid")
+            tokens = at, at + nbytes
         at += nbytes
     if at != room:
         raise ImageError(f"tensors of {at} bytes in room for {room}")
+    return Header(_meta(fields), fields["checksum"], tokens)
+
+
+def _tensor_bytes(entry: Any) -> int:
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise ImageError("a tensor's entry is not valid")
+    name, shape = entry["dtype"], entry["shape"]
+    dtype = DTYPES.get(name) if isinstance(name, str) else None
+    if dtype is None or not isinstance(shape, list) or not all(type(n) is int and 0 <= n < SIZE_BOUND for n in shape):
+        raise ImageError("a tensor's dtype or shape is not valid")
+    if len(shape) > _DIMENSIONS or math.prod(n or 1 for n in shape) >= 2**56:
+        raise ImageError("a tensor's shape is not valid")
+    return dtype.itemsize * math.prod(shape)
+
+
+class Headers:
+    """`parse_header` for very many images: a header that differs from a valid one in checksum, keys and start alone is
+    valid, too, and is not parsed again. Thread-safe: `_known` only grows, by whole members.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[bytes, bytes, bytes, int], Header] = {}
+
+    def parse(self, header: bytes, room: int) -> Header:
+        identity = _IDENTITY.match(header)
+        # A quote within a text is written \", so the first place where this stands is the field's.
+        start = _START.search(header, identity.end()) if identity else None
+        if identity is None or start is None or int(start[1]) >= START_BOUND:
+            return parse_header(header, room)
+        checksum, kind, key, parent, namespace = (part.decode() for part in identity.groups())
+        constant = identity[2], header[identity.end() : start.start()], header[start.end() :], room
+        known = self._known.get(constant)
+        if known is None:
+            known = parse_header(header, room)
+            if len(self._known) < _KNOWN:
+                self._known[constant] = known
+            return known
+        meta = known.meta._replace(kind=kind, key=key, parent=parent, namespace=namespace, start=int(start[1]))
+        return Header(meta, checksum, known.tokens)
 
 
 def _meta(fields: dict[str, str]) -> Meta:

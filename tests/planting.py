@@ -232,5 +232,5 @@ def restarted(old: Planting, order: Iterable[Slot] | None = None) -> Planting:
         with new.reserve(1 << 16) as reservation:
             assert new.graph.attach(again, reservation)
         new.graph.place(again, SSD, disk=slot.disk)
-    new.graph.recency.sort_below_ram()
+    new.graph.recency.sort_below_ram(new.graph.slots.values())
     return new

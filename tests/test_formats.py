@@ -1,5 +1,5 @@
-"""What earlier and later releases write: the one is brought forward, step by step, without images that aren't read any
-more; the other is refused untouched.
+"""What earlier and later versions write: an index of a schema that was never released is rebuilt from the files, images that
+aren't read any more are deleted, and what a newer release wrote is refused untouched.
 """
 
 from __future__ import annotations
@@ -26,11 +26,7 @@ from . import states
 from .ssd.images import fingerprint
 
 FIXTURES = Path(__file__).parent / "fixtures" / "directories"
-STEPS = ["m001_images", "m002_digests", "m003_levels_in_images"]
-LAST = {  # of a step, what it does when much of it is done
-    "m002_digests": "UPDATE namespace SET digest = ? WHERE id = ?",
-    "m003_levels_in_images": "DELETE FROM namespace",
-}
+STEPS = ["m001_images"]
 
 
 def prompt(seed: int, count: int) -> list[int]:
@@ -76,7 +72,7 @@ def check_all(root: Path) -> None:
             assert cache.stats().counters.corrupt == 0
             cache._ssd.check_integrity()
     assert reconcile(root, deep=True).clean
-    assert not list((root / "quarantine").iterdir())
+    assert not list((root / "quarantine").glob("*.safetensors"))
     assert not (root / "stats").exists()
 
 
@@ -93,26 +89,28 @@ def shape(index: Database) -> dict[str, str]:
 
 
 def undone(root: Path) -> dict[str, int]:
-    """What a look at a directory of an earlier release finds: its images, and its files of levels."""
-    found = {"older format": len(images(root)), "debris": len(list(root.glob("stats/*")))}
+    """What a look at a directory of an earlier version finds: its index, its images, and its files of levels."""
+    found = {"index": 1, "older format": len(images(root)), "debris": len(list(root.glob("stats/*")))}
     return {kind: count for kind, count in found.items() if count}
 
 
-def test_a_directory_of_an_earlier_release_opens_without_the_images_that_are_not_read_any_more(earlier, caplog):
-    assert steps(earlier) != STEPS
+def test_a_directory_of_an_earlier_version_opens_without_the_images_that_are_not_read_any_more(earlier, caplog):
+    assert len(shape(Database(earlier / "index.db"))) == len(shape(stepped()))
+    assert shape(Database(earlier / "index.db")) != shape(stepped())
     count = undone(earlier)["older format"]
     with caplog.at_level("WARNING"):
         check_all(earlier)
     (line,) = [record.getMessage() for record in caplog.records]
-    assert f"{count} x older format" in line
+    assert f"1 x index, {count} x older format" in line
     assert steps(earlier) == STEPS
 
 
-def test_a_directory_of_an_earlier_release_is_mended_and_cleared(earlier, tmp_path):
+def test_a_directory_of_an_earlier_version_is_mended_and_cleared(earlier, tmp_path):
     shutil.copytree(earlier, tmp_path / "copy")
     found = undone(earlier)
     report = reconcile(earlier, deep=True)
-    assert (report.counts, {finding.action for finding in report.findings}) == (found, {"deleted"})
+    assert report.counts == found
+    assert {f.action for f in report.findings} == {"deleted", "rebuilt from the files"}
     assert report.freed > 50_000
     check_all(earlier)
     assert clear(tmp_path / "copy").images == found["older format"]
@@ -120,76 +118,72 @@ def test_a_directory_of_an_earlier_release_is_mended_and_cleared(earlier, tmp_pa
     check_all(tmp_path / "copy")
 
 
-def test_a_directory_of_an_earlier_release_that_lost_its_index_is_brought_forward(earlier):
+def test_a_directory_of_an_earlier_version_that_lost_its_index_is_brought_forward(earlier):
     (earlier / "index.db").unlink()
     check_all(earlier)
 
 
-def test_looking_at_a_directory_of_an_earlier_release_changes_nothing(earlier):
+def test_looking_at_a_directory_of_an_earlier_version_changes_nothing(earlier):
     before = fingerprint(earlier)
     found = survey(earlier)
-    assert (found.problem, len(found.namespaces)) == ("", 5)
+    assert (found.problem, found.namespaces) == ("its tables are not those that this release writes", ())
     for deep in (False, True):
         assert reconcile(earlier, dry_run=True, deep=deep).counts == undone(earlier)
     assert fingerprint(earlier) == before
 
 
-def cut(monkeypatch, statement: str, happens: Callable[[], None]) -> None:
-    """What `happens` does comes in the place of an SQL statement."""
+def cut(monkeypatch, happens: Callable[[], None]) -> None:
+    """What `happens` does comes in the place of the schema's last statement."""
 
     class Connection(sqlite3.Connection):
         def execute(self, sql, *rest):
-            if sql == statement:
+            if sql.startswith("CREATE TABLE tokens"):
                 happens()
             return super().execute(sql, *rest)
 
     monkeypatch.setattr("prefixcache.ssd.index.sqlite3.connect", partial(sqlite3.connect, factory=Connection))
 
 
-def test_a_step_that_fails_half_way_changes_nothing_and_is_done_at_the_next_opening(earlier, monkeypatch):
+def test_a_step_that_fails_half_way_changes_nothing_and_is_done_at_the_next_opening(tmp_path, monkeypatch):
     def failing():
         raise sqlite3.OperationalError("database or disk is full")
 
-    for number in range(len(steps(earlier)), len(STEPS)):
-        with monkeypatch.context() as patch:
-            cut(patch, LAST[STEPS[number]], failing)
-            with pytest.raises(DirectoryError, match="disk is full: check the disk"):
-                open_on(earlier)
-        assert steps(earlier) == STEPS[:number]
-        stepped = Database(memory=True)
-        migrations.schema.apply(stepped, stop_before=STEPS[number])
-        index = Database(earlier / "index.db")
-        assert shape(index) == shape(stepped)
-        assert index["image"].count == len(images(earlier)) > 0
-        index.close()
-    check_all(earlier)
+    with monkeypatch.context() as patch:
+        cut(patch, failing)
+        with pytest.raises(DirectoryError, match="disk is full: check the disk"):
+            open_on(tmp_path / "new")
+    index = Database(tmp_path / "new" / "index.db")
+    assert not [name for name in shape(index) if "_sqlite_migrations" not in name]
+    index.close()
+    check_all(tmp_path / "new")
 
 
-def test_a_process_that_dies_half_way_through_a_step_leaves_what_the_next_brings_forward(earlier, monkeypatch):
-    for step in STEPS[len(steps(earlier)) :]:
-        pid = os.fork()
-        if not pid:
-            try:
-                cut(monkeypatch, LAST[step], lambda: os._exit(7))
-                open_on(earlier)
-            finally:
-                os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
-    check_all(earlier)
+def test_a_process_that_dies_half_way_through_a_step_leaves_what_the_next_brings_forward(tmp_path, monkeypatch):
+    pid = os.fork()
+    if not pid:
+        try:
+            cut(monkeypatch, lambda: os._exit(7))
+            open_on(tmp_path / "new")
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    check_all(tmp_path / "new")
 
 
-def test_every_step_leads_to_the_schema_of_a_new_directory(tmp_path):
+def stepped() -> Database:
+    index = Database(memory=True)
+    migrations.schema.apply(index)
+    return index
+
+
+def test_the_steps_lead_to_the_schema_of_a_new_directory_and_change_nothing_the_second_time(tmp_path):
     with open_on(tmp_path / "new"):
         pass
-    new = Database(tmp_path / "new" / "index.db")
-    stepped = Database(memory=True)
-    for step in STEPS[1:]:
-        migrations.schema.apply(stepped, stop_before=step)
-    migrations.schema.apply(stepped)
+    new, index = Database(tmp_path / "new" / "index.db"), stepped()
     assert [step.name for step in migrations.schema.applied(new)] == STEPS
-    assert shape(stepped) == shape(new)
-    migrations.schema.apply(stepped)
-    assert [step.name for step in migrations.schema.applied(stepped)] == STEPS
+    assert shape(index) == shape(new)
+    migrations.schema.apply(index)
+    assert [step.name for step in migrations.schema.applied(index)] == STEPS
 
 
 # -- other releases ---------------------------------------------------------------------------------------------------
@@ -290,9 +284,12 @@ def test_every_file_says_its_format(tmp_path):
 # -- an index that lies -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("salt", [b"", b"tenant"])
 @pytest.mark.parametrize("column", ["model", "codec", "layout", "root"])
-def test_a_namespace_that_is_not_what_its_digest_says_is_read_from_the_files_again(tmp_path, column):
-    root = filled(tmp_path / "ssd")
+def test_a_namespace_that_is_not_what_its_images_say_is_read_from_the_files_again(tmp_path, column, salt):
+    root, tokens = tmp_path / "ssd", prompt(1, 300)
+    with open_on(root) as cache:
+        cache.store(tokens, states.sliceable(tokens), model="dense", salt=salt)
     index = sqlite3.connect(root / "index.db")
     if column == "root":
         index.execute("UPDATE namespace SET root = zeroblob(16)")
@@ -300,13 +297,13 @@ def test_a_namespace_that_is_not_what_its_digest_says_is_read_from_the_files_aga
         index.execute(f"UPDATE namespace SET {column} = replace({column}, substr({column}, 5, 1), '7')")
     index.commit()
     index.close()
-    assert survey(root).problem == "a namespace is not what its digest says"
     shutil.copytree(root, tmp_path / "copy")
+    assert reconcile(tmp_path / "copy", dry_run=True).counts["index"] == 1
     assert reconcile(tmp_path / "copy").counts["index"] == 1
     for where in (root, tmp_path / "copy"):
         with open_on(where) as cache:
-            assert cache.promote(prompt(1, 300), model="dense").result(20) == 300
-            states.check(cache.fetch(prompt(1, 300), model="dense", leave=0)[0], prompt(1, 300))
+            assert cache.promote(tokens, model="dense", salt=salt).result(20) == 300
+            states.check(cache.fetch(tokens, model="dense", salt=salt, leave=0)[0], tokens)
 
 
 @pytest.mark.parametrize("disk", [0, 1 << 30])

@@ -19,8 +19,9 @@ texts = st.text(max_size=30)
 metas = st.builds(
     Meta,
     kind=st.sampled_from(["rows", "window", "snapshot"]),
-    **dict.fromkeys(("key", "parent", "namespace", "model", "codec", "layout", "extra"), texts),
-    start=st.integers(0, 2**40),
+    **dict.fromkeys(("key", "parent", "namespace"), st.binary(min_size=16, max_size=16).map(bytes.hex)),
+    **dict.fromkeys(("model", "codec", "layout", "extra"), texts),
+    start=st.integers(0, 2**40 - 1),
 )
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 specs = st.lists(

@@ -189,6 +189,32 @@ class Graph:
         self.recency.attach(slot)
         return True
 
+    def load_rows(
+        self, parent: Node, tokens: bytes, key: bytes, nbytes: int, tier: int, disk: int, reservation: Reservation
+    ) -> Slot | None:
+        """Rows that a tier below RAM has, and their block: `grow`, `attach` and `place` in one, for an opening; afterwards
+        `recency.sort_below_ram` makes the order. None, and nothing done, when the block is there or its key is another's.
+        """
+        i = bisect_left(parent.child_tokens, tokens)
+        if (ROWS, key) in self.slots or (i < len(parent.children) and parent.child_tokens[i] == tokens):
+            return None
+        reservation.spend(nodes=NODE_BYTES + len(tokens) + self.slot_bytes)
+        node = Node(parent.tree, parent, tokens, key, tiers=len(self.tiers))
+        slot = self.slots[ROWS, key] = node.rows = Slot(ROWS, node, key, nbytes)
+        slot.tiers = 1 << tier
+        slot.disk = disk if tier == RAM + 1 else 0
+        if not parent.children:
+            parent.children, parent.child_tokens = [], []
+            self.leaves[parent.label] -= parent.parent is not None
+        self.leaves[""] += 1
+        parent.children.insert(i, node)
+        parent.child_tokens.insert(i, tokens)
+        parent.dependents[tier] += 1
+        self.nodes += 1
+        self.images[tier] += 1
+        self.version += 1
+        return slot
+
     def place(
         self, slot: Slot, tier: int, *, image: Any = None, reservation: Reservation | None = None, disk: int = 0
     ) -> None:

@@ -19,6 +19,7 @@ RAM = 0  # the fastest tier, whose images are at hand; the tiers below it are 1,
 BLOCK_BYTES = BLOCK * TOKEN_BYTES
 _NONE: list[Any] = []  # what a node without children or snapshots has; shared, and never changed
 _EMPTY: dict[Any, Any] = {}
+_NOUGHT = array("l", [0] * 8)  # of as many tiers as there may be; a copy is quicker than a new one
 _EVICTION_RANK = {SNAPSHOT: 0, WINDOW: 1, ROWS: 2}  # of one block and one touch
 
 
@@ -76,18 +77,14 @@ class Slot:
         """The boundary that a snapshot serves; the end of the block otherwise."""
         return self.node.end + len(self.suffix) // TOKEN_BYTES
 
-    @property
-    def end_of_block(self) -> int:
-        """The end of the block that it depends on: of a snapshot, the one that its suffix begins, were it whole."""
-        return self.node.end + BLOCK if self.kind == SNAPSHOT else self.node.start + BLOCK
-
     def is_in(self, tier: int) -> bool:
         return self.tiers >> tier & 1 == 1
 
 
 def rank(slot: Slot) -> tuple[int, int, int]:
     """By what slots are sorted for eviction: by their last use; of one use the deeper first."""
-    return slot.tick, -slot.end_of_block, _EVICTION_RANK[slot.kind]
+    node, kind = slot.node, slot.kind
+    return slot.tick, -(node.end if kind == SNAPSHOT else node.start), _EVICTION_RANK[kind]
 
 
 class Node:
@@ -114,8 +111,8 @@ class Node:
         self.sizes: dict[int, int] = _EMPTY  # how many snapshots have a suffix of so many bytes
         # By tier. No lists: the collector of cycles would visit them, and with 100k nodes that is most of its work.
         # What is in the tier, or waits to be written to it, and depends on the node: children's rows, its windows, snapshots.
-        self.dependents = array("l", bytes(array("l").itemsize * tiers))
-        self.boundaries = array("l", bytes(array("l").itemsize * tiers))  # windows and snapshots in it, here and below
+        self.dependents = _NOUGHT[:tiers]
+        self.boundaries = _NOUGHT[:tiers]  # windows and snapshots in it, here and below
 
     @property
     def is_whole(self) -> bool:

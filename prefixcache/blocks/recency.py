@@ -62,12 +62,12 @@ class Recency:
         for order in self.orders:
             order.used(slots, True)
 
-    def sort_below_ram(self) -> None:
-        """After slots were placed in any order: sort by their ticks, at equal ticks the deeper first."""
+    def sort_below_ram(self, slots: Iterable[Slot]) -> None:
+        """After all of these were placed in any order: sort by their ticks, at equal ticks the deeper first."""
+        least_recent_first = sorted(slots, key=rank)
         for order in self.orders[1:]:
-            least_recent_first = sorted(order, key=rank)
             order.rebuild(least_recent_first)
-            self.clock = max([self.clock, *(slot.tick for slot in least_recent_first[-1:])])
+        self.clock = max([self.clock, *(slot.tick for slot in least_recent_first[-1:])])
 
     def check_integrity(self, present: list[set[Slot]], slots: set[Slot]) -> None:
         """AssertionError unless the orders have what they should, of what is `present` in each tier."""

@@ -32,6 +32,11 @@ def is_superseded(graph: Graph, slot: Slot, successor: Node, tier: int) -> bool:
     return slot.kind == WINDOW and bool(masks) and _has_all(slot.mask, *masks)
 
 
+def may_be_superseded(node: Node) -> bool:
+    """Whether an image of the block can have a successor, or be one."""
+    return len(node.windows) > 1 or (node.parent is not None and len(node.parent.children) > 1)
+
+
 def successions(node: Node) -> Iterator[tuple[Slot, Node]]:
     """Slots that a block may have taken the place of, or given it to, windows before rows, and the successor of each: to
     be judged by `is_superseded`.

@@ -155,4 +155,4 @@ class SimulatedSsd:
 
     def _measure(self) -> None:
         overhead = EMPTY + ROW * len(self._images) + FOLDER * len(self._folders)
-        self._ledger.measure(overhead, self._ledger.log_room)
+        self._ledger.measure(overhead, self._ledger.log_allowance)

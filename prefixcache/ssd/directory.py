@@ -179,7 +179,9 @@ class Directory:
 
     def names(self) -> dict[str, set[str]]:
         """By kind, what is in its folder: of an image the key as hex digits, of what is none its whole name."""
-        found = {kind: {i.name for i in scan(self.root / folder) if not _holds(i)} for folder, kind in _KINDS.items()}
+        found: dict[str, set[str]] = {
+            kind: {i.name for i in scan(self.root / folder) if not _holds(i)} for folder, kind in _KINDS.items()
+        }
         for folder in self.image_folders():
             kind = _KINDS[os.path.basename(os.path.dirname(folder))]
             found[kind].update(name.removesuffix(SUFFIX) for name in os.listdir(folder))

@@ -6,16 +6,15 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from prefixcache import keys
-from prefixcache.image import Kind
+from prefixcache.image import ROWS, SIZE_BOUND, SNAPSHOT, START_BOUND, TOKENS, WINDOW, Kind  # noqa: F401
 
-FOLDERS = {Kind.ROWS: "rows", Kind.WINDOW: "windows", Kind.SNAPSHOT: "snapshots"}  # kind -> folder
-TOKENS = "tokens"  # the tensor (I64, one dimension) that holds the tokens of a rows image or a snapshot
+FOLDERS = {ROWS: "rows", WINDOW: "windows", SNAPSHOT: "snapshots"}  # kind -> folder
 
 Progress = Callable[[int, int], None]  # told how much is done, of how much
 Address = tuple[Kind, bytes]  # kind and key: what names one image
 
 # Numbers of an entry are at least 0 and below these: so sums of them fit in 64 bits.
-BOUNDS = {"start": 1 << 40, "nbytes": 1 << 40, "disk": 1 << 40, "used": 1 << 60, "hits": 1 << 40}
+BOUNDS = {"start": START_BOUND, "nbytes": SIZE_BOUND, "disk": SIZE_BOUND, "used": 1 << 60, "hits": 1 << 40}
 
 
 class Touch(NamedTuple):

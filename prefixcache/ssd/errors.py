@@ -26,10 +26,10 @@ class IndexBroken(SsdError):
 
 
 class Corrupt(SsdError):
-    """The file of `entry` is not what the index says; it was set aside, and the entry is gone."""
+    """The file of `entry` is not what the index says; it was quarantined, and the entry is gone."""
 
     def __init__(self, entry: Entry, reason: str):
-        super().__init__(f"{entry.kind} {entry.key.hex()}: {reason}; set aside")
+        super().__init__(f"{entry.kind} {entry.key.hex()}: {reason}; quarantined")
         self.entry, self.reason = entry, reason
 
 
@@ -46,6 +46,6 @@ class Cancelled(SsdError):
 
 
 class LogHeld(SsdError):
-    """Somebody reads index.db in one transaction that does not end, so its log can't be cut, and the limit has no room for
-    a longer one: nothing can be written until he is done.
+    """Another program reads index.db in one transaction that does not end, so its log can't be cut, and has used up its
+    allowance: nothing is written until that program is done.
     """

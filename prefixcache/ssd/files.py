@@ -6,8 +6,6 @@ Blocking calls, each on one file; the writer, the readers and reconcile run them
 from __future__ import annotations
 
 import errno
-import json
-import math
 import os
 import re
 import stat
@@ -17,15 +15,24 @@ from typing import NamedTuple
 import numpy as np
 
 from prefixcache import keys
-from prefixcache.image import DTYPES, FORMAT, KINDS, Image, ImageError, Meta, is_whole, verify
+from prefixcache.image import (
+    FORMAT,
+    HEADER_LIMIT,
+    Header,
+    Image,
+    ImageError,
+    WrongFormat,
+    examine,
+    is_whole,
+    parse_header,
+)
 from prefixcache.ssd.directory import disk_of
-from prefixcache.ssd.entries import BOUNDS, TOKENS, Entry, Namespace
+from prefixcache.ssd.entries import BOUNDS, Entry, Namespace
 from prefixcache.ssd.errors import NewerFormat
 
 _STEP = 1 << 30  # macOS refuses reads and writes of 2 GiB and more
-_HEADER_LIMIT = 4 << 20
 _PIECE = 1 << 20
-_DIMENSIONS = 32
+_HOLE = 64  # a file this many times as large as what it takes on the disk is a hole, and not read
 _OLDER = frozenset(map(str, range(1, int(FORMAT))))  # formats that were, and aren't read
 
 
@@ -41,12 +48,21 @@ class OlderFormat(Damaged):
     """The file is of a format that an earlier release wrote and this one doesn't read: of no use to anybody here."""
 
 
+class Misindexed(Damaged):
+    """The file is the image, and whole by its own word: the size or the checksum in the index is wrong. `image`: what it
+    has, None where its size is not the one that memory was reserved for.
+    """
+
+    def __init__(self, reason: str, identity: tuple[int, int] | None, image: Image | None = None):
+        super().__init__(reason, identity)
+        self.image = image
+
+
 class Shallow(NamedTuple):
     """What a header says, its tensors unread but for the tokens."""
 
-    meta: Meta
+    header: Header
     tokens: bytes
-    checksum: str
     nbytes: int
     disk: int
     modified: float
@@ -76,23 +92,57 @@ def remove_file(path: str) -> None:
 
 
 def read_image(path: str, entry: Entry) -> Image:
-    """The image of `entry`: Damaged when the file is proved wrong, OSError when that could not be found out."""
+    """The image of `entry`: Misindexed when the index is proved wrong, Damaged when the file is, OSError when that could
+    not be found out.
+    """
     fd, found = _open(path)
-    here = (found.st_dev, found.st_ino)
+    identity = (found.st_dev, found.st_ino)
     try:
         if found.st_size != entry.nbytes:
-            raise Damaged(f"{found.st_size} bytes, the index says {entry.nbytes}", here)
-        data = _read(fd, entry.nbytes, here)
+            reason = f"{found.st_size} bytes, the index says {entry.nbytes}"
+            raise (Misindexed if _is_whole_image_of(path, entry) else Damaged)(reason, identity)
+        data = _read(fd, entry.nbytes, identity)
     finally:
         os.close(fd)
     try:
-        image = verify(data, entry.checksum)
+        header = examine(data)
     except ImageError as error:
-        raise Damaged(str(error), here) from None
-    meta = image.header()[0]
-    if (meta.kind, meta.key, meta.namespace) != (entry.kind, entry.key.hex(), entry.namespace.hex()):
-        raise Damaged("the file is another image's", here)
-    return image
+        raise Damaged(str(error), identity) from None
+    if not is_image_of(header, data, entry):
+        raise Damaged("the file is another image's", identity)
+    if header.checksum != entry.checksum:
+        raise Misindexed("its checksum is not the one in the index", identity, Image(data))
+    return Image(data)
+
+
+def is_image_of(header: Header, data: np.ndarray, entry: Entry) -> bool:
+    """Whether a file of these bytes, `header` first, is the image that the index means: of the same tokens, too, for they are
+    what prompts are compared with.
+    """
+    meta = header.meta
+    said = meta.kind, meta.key, meta.parent, meta.namespace, meta.start
+    if said != (entry.kind, entry.key.hex(), entry.parent.hex(), entry.namespace.hex(), entry.start):
+        return False
+    if entry.kind == "window":
+        return True
+    first, last = header.tokens or (0, 0)
+    end = 8 + int(data[:8].view("<u8")[0])
+    return bytes(data[end + first : end + last]) == entry.tokens
+
+
+def _is_whole_image_of(path: str, entry: Entry) -> bool:
+    """Whether the file is the image of `entry`, and whole by its own word. It is read in pieces: memory was reserved for the
+    size that the index says.
+    """
+    try:
+        said = from_header(read_header(path), 0)[0]
+        fd, found = _open(path)
+        try:
+            return said[:6] == entry[:6] and _is_whole(fd, found)
+        finally:
+            os.close(fd)
+    except (Damaged, ValueError, OSError, NewerFormat):
+        return False
 
 
 def _open(path: str) -> tuple[int, os.stat_result]:
@@ -111,13 +161,13 @@ def _open(path: str) -> tuple[int, os.stat_result]:
     return fd, found
 
 
-def _read(fd: int, nbytes: int, here: tuple[int, int]) -> np.ndarray:
+def _read(fd: int, nbytes: int, identity: tuple[int, int]) -> np.ndarray:
     data = np.empty(nbytes, np.uint8)
     view, at = data.data, 0
     while at < nbytes:
         n = os.readv(fd, [view[at : at + _STEP]])
         if not n:
-            raise Damaged(f"ends after {at} of {nbytes} bytes", here)
+            raise Damaged(f"ends after {at} of {nbytes} bytes", identity)
         at += n
     return data
 
@@ -127,88 +177,59 @@ def read_header(path: str) -> Shallow:
     and NewerFormat for what another release wrote.
     """
     fd, found = _open(path)
-    here = (found.st_dev, found.st_ino)
+    identity = (found.st_dev, found.st_ino)
     try:
         size = found.st_size
         if size < 8:
-            raise Damaged(f"{size} bytes: too short for a header", here)
-        length = int.from_bytes(bytes(_read(fd, 8, here)), "little")
-        if not 0 < length <= min(size - 8, _HEADER_LIMIT):
-            raise Damaged(f"the header claims {length} bytes of {size}", here)
-        header = bytes(_read(fd, length, here))
+            raise Damaged(f"{size} bytes: too short for a header", identity)
+        length = int.from_bytes(bytes(_read(fd, 8, identity)), "little")
+        if not 0 < length <= min(size - 8, HEADER_LIMIT):
+            raise Damaged(f"the header claims {length} bytes of {size}", identity)
+        end = 8 + length
         try:
-            return _parse(fd, header, size, found, here)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise Damaged("the header is not valid", here) from None
+            header = parse_header(bytes(_read(fd, length, identity)), size - end)
+        except WrongFormat as error:
+            _refuse_newer(fd, error.said, found)
+            raise (OlderFormat if error.said in _OLDER else Damaged)(str(error), identity) from None
+        except ImageError as error:
+            raise Damaged(str(error), identity) from None
+        first, last = header.tokens or (0, 0)
+        tokens = os.pread(fd, last - first, end + first)
+        return Shallow(header, tokens, size, disk_of(found), found.st_mtime)
     finally:
         os.close(fd)
 
 
-def _parse(fd: int, header: bytes, size: int, found: os.stat_result, here: tuple[int, int]) -> Shallow:
-    table = json.loads(header)
-    said = table.pop("__metadata__")
-    if said["format"] != FORMAT:
-        _refuse_newer(fd, said["format"], found)
-        kind = OlderFormat if said["format"] in _OLDER else Damaged
-        raise kind(f"format {said['format'][:20]!r}, this release reads {FORMAT!r}", here)
-    checksum = said["checksum"]
-    if said["kind"] not in KINDS or not re.fullmatch("[0-9a-f]{32}", checksum) or not said["start"].isdecimal():
-        raise Damaged("the header's kind, start or checksum is not valid", here)
-    end = 8 + len(header)
-    at, tokens = 0, b""
-    for name, tensor in table.items():
-        first, last = tensor["data_offsets"]
-        shape = tensor["shape"]
-        if len(shape) > _DIMENSIONS or not all(type(n) is int and 0 <= n < BOUNDS["nbytes"] for n in shape):
-            raise Damaged("a tensor's shape is not valid", here)  # the product of very many would take for ever
-        nbytes = DTYPES[tensor["dtype"]].itemsize * math.prod(shape)
-        if (first, last) != (at, at + nbytes):
-            raise Damaged("a tensor's offsets are not valid", here)
-        at = last
-        if name == TOKENS and end + last <= size:
-            if tensor["dtype"] != "I64" or nbytes > _HEADER_LIMIT:
-                raise Damaged("the tokens are not valid", here)
-            tokens = os.pread(fd, nbytes, end + first)
-    if end + at != size:
-        raise Damaged(f"{size} bytes, its header says {end + at}", here)
-    fields = {name: said[name] for name in Meta._fields if name != "start"}
-    if not all(isinstance(value, str) for value in fields.values()):
-        raise Damaged("the header lacks a field", here)
-    meta = Meta(**fields, start=int(said["start"]))
-    return Shallow(meta, tokens, checksum, size, disk_of(found), found.st_mtime)
-
-
-def _refuse_newer(fd: int, said: object, found: os.stat_result) -> None:
+def _refuse_newer(fd: int, said: str, found: os.stat_result) -> None:
     """NewerFormat for a whole file of a newer format; one that is not whole may say anything."""
-    if not (isinstance(said, str) and re.fullmatch("[0-9]{1,9}", said) and int(said) > int(FORMAT)):
-        return
-    os.lseek(fd, 0, os.SEEK_SET)
-    here, sizes = (found.st_dev, found.st_ino), range(found.st_size, 0, -_PIECE)
-    pieces = (_read(fd, min(left, _PIECE), here) for left in sizes)
-    if found.st_blocks * 512 * 64 > found.st_size and is_whole(next(pieces), pieces):  # not of a giant that is a hole
+    if re.fullmatch("[0-9]{1,9}", said) and int(said) > int(FORMAT) and _is_whole(fd, found):
         raise NewerFormat(
             f"an image in it is of format {said}, this release knows {FORMAT}: a newer release wrote it; upgrade "
             "prefixcache or name another directory"
         )
 
 
+def _is_whole(fd: int, found: os.stat_result) -> bool:
+    """Whether an open file's checksum is that of its bytes."""
+    if disk_of(found) * _HOLE <= found.st_size:
+        return False
+    os.lseek(fd, 0, os.SEEK_SET)
+    identity, sizes = (found.st_dev, found.st_ino), range(found.st_size, 0, -_PIECE)
+    pieces = (_read(fd, min(left, _PIECE), identity) for left in sizes)
+    return is_whole(next(pieces), pieces)
+
+
 def from_header(said: Shallow, used: int) -> tuple[Entry, Namespace]:
     """The entry and namespace that a file's own header describes. ValueError for what no image of ours would say."""
-    meta = said.meta
+    meta = said.header.meta
     key, parent, root = (bytes.fromhex(text) for text in (meta.key, meta.parent, meta.namespace))
-    if not len(key) == len(parent) == len(root) == keys.KEY_BYTES:
-        raise ValueError("a key in the header is not 32 hex digits")
     tokens = b"" if meta.kind == "window" else said.tokens
     if meta.kind != "window" and keys.chain(parent, tokens) != key:
         raise ValueError("the key is not the one of the tokens")
-    if meta.start >= BOUNDS["start"] or said.nbytes >= BOUNDS["nbytes"]:
-        raise ValueError("the start or the size is not valid")
-    try:
-        "".join((meta.model, meta.codec, meta.layout, meta.extra)).encode()
-    except UnicodeEncodeError:
-        raise ValueError("the header holds characters that UTF-8 can't") from None
+    if said.nbytes >= BOUNDS["nbytes"]:
+        raise ValueError("the size is not valid")
     entry = Entry(
-        meta.kind, key, root, parent, meta.start, tokens, said.nbytes, said.checksum, said.disk, used, said.modified,
+        Kind(meta.kind), key, root, parent, meta.start, tokens, said.nbytes, said.header.checksum, said.disk, used, said.modified,
         0, meta.extra, said.modified,
     )  # fmt: skip
     return entry, Namespace(root, meta.model, meta.codec, meta.layout, said.modified)

@@ -1,7 +1,7 @@
-"""index.db: what is on the SSD, as SQLite. Durable the moment a transaction has returned, believed only after a check.
+"""index.db: what is on the SSD, as SQLite. Durable the moment a transaction has returned; on doubt rebuilt from the files.
 
-One connection writes, on one thread at a time (the writer's, once it runs); reading connections are opened apart.
-Nothing here touches image files. Never `open()` index.db by other means while a connection has it: closing that
+One connection writes, on one thread at a time (the writer's, once it runs); reading connections are opened apart. `rows`
+reads. Nothing here touches image files. Never `open()` index.db by other means while a connection has it: closing that
 descriptor would drop SQLite's POSIX locks.
 """
 
@@ -16,61 +16,36 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
 from sqlite_utils import Database
 
 from prefixcache import keys
 from prefixcache.image import KINDS
-from prefixcache.migrations.index import namespace_digest, schema  # type: ignore[import-not-found]
+from prefixcache.migrations.index import UNRELEASED, schema  # type: ignore[import-not-found]
 from prefixcache.ssd.directory import disk_at, identity_at, require_plain
-from prefixcache.ssd.entries import BOUNDS, Address, Entry, Namespace, Touch
+from prefixcache.ssd.entries import Address, Entry, Namespace, Touch
 from prefixcache.ssd.errors import DirectoryError, IndexBroken, NewerFormat
+from prefixcache.ssd.rows import COLUMNS, NUMBER, check_rows, pack, read_addresses, read_entries, read_namespaces
+
+__all__ = ["Index", "check_rows", "connect", "read_namespaces", "reading", "suffixes"]
 
 FORMAT = 1  # of the meanings in the tables; a step of the schema that old releases could misread raises it
 PAGE = 4096
 # Pages that one row may dirty at worst: the image's, its tokens', the key index's, and their siblings when pages merge.
 ROW_PAGES = 8
 
-_NUMBER = {kind: number for number, kind in enumerate(KINDS)}
 _PATIENCE = 5  # seconds that a lock of SQLite's is waited for
-_CHUNK = 64  # rows at a time: few enough that their memory is used again, and not taken anew
 _FOREIGN_TEXT = "Could not decode to UTF-8"
 _NOT_OURS = (
     "no such table", "no such column", "already exists", "no column named", "is a view", "DROP VIEW", "duplicate column",
     _FOREIGN_TEXT,
 )  # fmt: skip
-_COLUMNS = (
-    "id, kind, key, namespace, parent, start, length, nbytes, checksum, disk, used, created, hits, extra, used_at"
-)
-# What a row is, as SQL. One that is not was not written by us: nothing in the index is believed then.
-_SOUND = " AND ".join((
-    f"typeof(kind) = 'integer' AND kind BETWEEN 0 AND {len(KINDS) - 1}",
-    *(f"typeof({name}) = 'blob' AND length({name}) = {keys.KEY_BYTES}" for name in ("key", "parent")),
-    *(
-        f"typeof({name}) = 'integer' AND {name} BETWEEN 0 AND {bound - 1}"
-        for name, bound in {**BOUNDS, "used": BOUNDS["used"] // 2, "length": 1 << 31}.items()  # ticks go on from the largest
-    ),
-    *(f"typeof({name}) = 'real' AND abs({name}) < 1e19" for name in ("created", "used_at")),
-    *(f"typeof({name}) = 'text'" for name in ("checksum", "extra")),
-    f"checksum GLOB '{'[0-9a-f]' * 32}'",
-    "namespace IN (SELECT id FROM namespace)",
-))  # fmt: skip
-_SOUND_TOKENS = "typeof(tokens) = 'blob' AND (length(tokens) = 4 * length OR length(tokens) = 8 * length)"
 
 
 class Row(NamedTuple):
-    """What a file must be for its row to be true."""
-
-    namespace: bytes
-    nbytes: int
-    checksum: str
-    disk: int
-
-
-class Found(NamedTuple):
     """What a row says that its image says, too, and the real bytes of the file."""
 
     namespace: bytes
@@ -94,7 +69,7 @@ def check_age(connection: sqlite3.Connection, path: Path) -> None:
         found = connection.execute(
             "SELECT CAST(name AS BLOB) FROM _sqlite_migrations WHERE migration_set = ?", [schema.name]
         )
-        newer = sorted({(name or b"").decode("utf-8", "replace") for (name,) in found} - known)
+        newer = sorted({(name or b"").decode("utf-8", "replace") for (name,) in found} - known - UNRELEASED)
         if newer:
             raise NewerFormat(
                 f"{str(path)!r} has the schema step {newer[0]!r}, which this release does not know: "
@@ -113,6 +88,28 @@ def check_age(connection: sqlite3.Connection, path: Path) -> None:
             )
 
 
+def check_tables(connection: sqlite3.Connection) -> None:
+    """IndexBroken unless it has the tables that the steps of the schema lead to, and nothing else."""
+    if _tables(connection) != _expected_tables():
+        raise IndexBroken("its tables are not those that this release writes")
+
+
+def _tables(connection: Any) -> dict[str, Any]:
+    """What is in a database, by name: an index or the columns of a table."""
+    listed = connection.execute(
+        "SELECT name, type FROM sqlite_master WHERE tbl_name != '_sqlite_migrations' AND name NOT LIKE 'sqlite%'"
+    ).fetchall()
+    columns = "SELECT name, type, pk FROM pragma_table_info(?)"
+    return {name: connection.execute(columns, [name]).fetchall() or kind for name, kind in listed}
+
+
+@lru_cache(1)
+def _expected_tables() -> dict[str, Any]:
+    database = Database(memory=True)
+    schema.apply(database)
+    return _tables(database.conn)
+
+
 class Index:
     """The writing connection. Not thread-safe: one thread at a time.
 
@@ -125,6 +122,7 @@ class Index:
         self.path = path
         # SQLite gives its log and shared memory the mode of the database: make that 0600 before SQLite makes it 0644.
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+        self.doubtful = False  # set by who met what proves that it is damaged
         self.recovered = disk_at(suffixes(path)[1]) > 0
         self.identity = identity_at(path)
         self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=_PATIENCE)
@@ -132,7 +130,7 @@ class Index:
             self._prepare()
         except BaseException as error:
             self._connection.close()
-            if isinstance(error, sqlite3.DatabaseError) and _proves_damage(error):
+            if isinstance(error, sqlite3.Error) and proves_damage(error):
                 raise IndexBroken(_said(error)) from None
             if isinstance(error, UnicodeDecodeError):
                 raise IndexBroken(_FOREIGN_TEXT) from None
@@ -154,11 +152,10 @@ class Index:
         run("PRAGMA wal_autocheckpoint = 0")  # the writer says when
         check_age(self._connection, self.path)
         schema.apply(Database(self._connection))
+        check_tables(self._connection)
         run("INSERT OR IGNORE INTO meta VALUES ('format', ?)", [str(FORMAT)])
         # The schema stands in the database itself, not in its log alone: `formats` looks there.
         self.checkpoint()
-        self.totals()
-        run("DELETE FROM namespace WHERE id NOT IN (SELECT namespace FROM image)")  # of releases that left them
         known = run("SELECT id, root, model, codec, layout FROM namespace")
         self._namespaces = {root: (int(number), stated) for number, root, *stated in known}
         self._images: Counter[int] = Counter()  # of each namespace
@@ -167,51 +164,43 @@ class Index:
     # What it says
 
     def check(self) -> None:
-        """IndexBroken unless every page is in order, and every row one of ours."""
-        check(self._connection)
+        """IndexBroken unless every page is in order."""
+        check_pages(self._connection)
 
-    def totals(self) -> tuple[int, int, int]:
-        """Number of images, their real bytes, the newest recency tick."""
-        row = self._connection.execute("SELECT count(*), total(disk), coalesce(max(used), 0) FROM image").fetchone()
-        return row[0], int(row[1]), row[2]
+    def entries(self) -> list[Entry]:
+        """Every image, parents before children; IndexBroken when a row is not one of ours."""
+        with _doubts():
+            return read_entries(self._connection)
 
     def logical_size(self) -> int:
         """Bytes of the database once its log is copied into it."""
         return int(self._connection.execute("PRAGMA page_count").fetchone()[0]) * PAGE
 
-    def find(self, addresses: Iterable[Address]) -> dict[Address, Found]:
+    def find(self, addresses: Iterable[Address]) -> dict[Address, Row]:
         """What is known of those that are indexed."""
-        found = {}
+        rows = {}
         for kind, key in addresses:
             row = self._connection.execute(
                 "SELECT root, parent, nbytes, checksum, extra, disk FROM image "
-                "JOIN namespace ON namespace.id = namespace WHERE key = ? AND kind = ?", [key, _NUMBER[kind]],
+                "JOIN namespace ON namespace.id = namespace WHERE key = ? AND kind = ?", [key, NUMBER[kind]],
             ).fetchone()  # fmt: skip
             if row:
-                found[kind, key] = Found(*row)
-        return found
+                rows[kind, key] = Row(*row)
+        return rows
 
-    def rows(self) -> dict[Address, Row]:
-        return read_rows(self._connection)
+    def addresses(self) -> set[Address]:
+        return read_addresses(self._connection)
 
     def namespaces(self) -> list[Namespace]:
         return read_namespaces(self._connection)
 
-    def forged(self, namespace: Namespace) -> list[Address]:
-        """The images under a row that says something else of this root key, which the caller knows the truth of."""
+    def stated_otherwise(self, namespace: Namespace) -> list[Address]:
+        """The images under a row that states something else of this root key, which the caller knows the truth of."""
         number, stated = self._namespaces.get(namespace.root, (0, []))
         if not number or tuple(stated) == namespace.stated:
             return []
-        found = self._connection.execute("SELECT kind, key FROM image WHERE namespace = ?", [number])
-        return [(KINDS[kind], key) for kind, key in found]
-
-    def names(self) -> dict[str, set[str]]:
-        """By kind, the keys of all images as hex digits."""
-        found: dict[str, set[str]] = {kind: set() for kind in KINDS}
-        for number, kind in enumerate(KINDS):
-            rows = self._connection.execute("SELECT lower(hex(key)) FROM image WHERE kind = ?", [number])
-            found[kind].update(name for (name,) in rows)
-        return found
+        rows = self._connection.execute("SELECT kind, key FROM image WHERE namespace = ?", [number])
+        return [(KINDS[kind], key) for kind, key in rows]
 
     @property
     def clean(self) -> bool:
@@ -241,34 +230,33 @@ class Index:
         number, stated = self._namespaces.get(namespace.root, (0, []))
         if not number:
             cursor = run(
-                "INSERT INTO namespace (root, model, codec, layout, created, digest) VALUES (?, ?, ?, ?, ?, ?)",
-                [*namespace[:4], namespace.created or time.time(), namespace_digest(*namespace[:4])],
+                "INSERT INTO namespace (root, model, codec, layout, created) VALUES (?, ?, ?, ?, ?)",
+                [*namespace[:4], namespace.created or time.time()],
             )
             number = int(cursor.lastrowid or 0)
-        elif tuple(stated) != namespace.stated:  # what came under the other was taken out before: see `forged`
-            run(
-                "UPDATE namespace SET model = ?, codec = ?, layout = ?, digest = ? WHERE id = ?",
-                [*namespace.stated, namespace_digest(*namespace[:4]), number],
-            )
+        elif (
+            tuple(stated) != namespace.stated
+        ):  # what came under the other was taken out before: see `stated_otherwise`
+            run("UPDATE namespace SET model = ?, codec = ?, layout = ? WHERE id = ?", [*namespace.stated, number])
         self._namespaces[namespace.root] = number, list(namespace.stated)
         length = len(entry.tokens) // keys.TOKEN_BYTES
         cursor = run(
-            f"INSERT INTO image ({_COLUMNS}) VALUES (NULL{', ?' * 14})",
+            f"INSERT INTO image ({COLUMNS}) VALUES (?{', ?' * 13})",
             [
-                _NUMBER[entry.kind], entry.key, number, entry.parent, entry.start, length, entry.nbytes,
+                NUMBER[entry.kind], entry.key, number, entry.parent, entry.start, length, entry.nbytes,
                 entry.checksum, entry.disk, entry.used, entry.created, entry.hits, entry.extra, entry.used_at,
             ],
         )  # fmt: skip
         if length:
-            run("INSERT OR REPLACE INTO tokens VALUES (?, ?)", [cursor.lastrowid, _pack(entry.tokens)])
+            run("INSERT OR REPLACE INTO tokens VALUES (?, ?)", [cursor.lastrowid, pack(entry.tokens)])
         self._images[number] += 1
 
     def remove(self, addresses: Iterable[Address]) -> None:
-        """Images leave, and with its last image a namespace."""
+        """Delete rows of images, and with its last image a namespace."""
         run = self._connection.execute
         emptied: set[int] = set()
         for kind, key in addresses:
-            at = [key, _NUMBER[kind]]
+            at = [key, NUMBER[kind]]
             row = run("SELECT id, namespace FROM image WHERE key = ? AND kind = ?", at).fetchone()
             if row is None:
                 continue
@@ -288,20 +276,13 @@ class Index:
         self._connection.executemany(
             "UPDATE image SET used = max(used, ?), hits = hits + ?, used_at = max(used_at, ?) "
             "WHERE key = ? AND kind = ?",
-            [(*touch, key, _NUMBER[kind]) for (kind, key), touch in touches.items()],
+            [(*touch, key, NUMBER[kind]) for (kind, key), touch in touches.items()],
         )
-
-    def odd_sizes(self, block: int) -> Iterator[tuple[Address, int, int]]:
-        """Sizes and real bytes of files that aren't whole blocks: of a file system that compresses, or wrong."""
-        for kind, key, nbytes, disk in self._connection.execute(
-            "SELECT kind, key, nbytes, disk FROM image WHERE disk != (nbytes + ? - 1) / ? * ?", [block] * 3
-        ).fetchall():
-            yield (KINDS[kind], key), nbytes, disk
 
     def correct(self, address: Address, disk: int) -> None:
         """The file takes `disk` bytes, whatever was noted."""
         self._connection.execute(
-            "UPDATE image SET disk = ? WHERE key = ? AND kind = ?", [disk, address[1], _NUMBER[address[0]]]
+            "UPDATE image SET disk = ? WHERE key = ? AND kind = ?", [disk, address[1], NUMBER[address[0]]]
         )
 
     def checkpoint(self) -> bool:
@@ -332,7 +313,10 @@ class Index:
         self._connection.close()
 
 
-def _proves_damage(error: sqlite3.DatabaseError) -> bool:
+def proves_damage(error: BaseException | None) -> bool:
+    """Whether an error says that the index is damaged, and not that it can't be had now."""
+    if not isinstance(error, sqlite3.DatabaseError):
+        return False
     # OperationalError is "can't now" (locked, I/O, no room), except where the tables are not ours.
     return not isinstance(error, sqlite3.OperationalError) or any(sign in str(error) for sign in _NOT_OURS)
 
@@ -361,6 +345,7 @@ def reading(path: Path, *, live: bool) -> Iterator[sqlite3.Connection]:
         try:
             connection = _connect(path, options)
             try:
+                check_tables(connection)
                 yield connection
             finally:
                 connection.close()
@@ -396,123 +381,25 @@ def connect(path: Path) -> sqlite3.Connection:
     return _connect(path, "mode=ro")
 
 
-def check(connection: sqlite3.Connection) -> None:
-    """IndexBroken unless every page is in order, and every row one of ours. Reads all of it."""
-    try:  # .3 s for 100 000 images; quick_check takes .15, and would not see a key that differs between table and index
+def check_pages(connection: sqlite3.Connection) -> None:
+    """IndexBroken unless every page is in order. Reads all of it."""
+    with _doubts():  # quick_check takes half as long, and would not see a key that differs between table and index
         verdict = connection.execute("PRAGMA integrity_check(1)").fetchone()[0]
-        if verdict != "ok":
-            raise IndexBroken(verdict)
-        check_rows(connection)
-        odd = "SELECT 1 FROM image LEFT JOIN tokens USING (id) WHERE length > 0 AND NOT coalesce({}, 0) LIMIT 1"
-        if connection.execute(odd.format(_SOUND_TOKENS)).fetchone():
-            raise IndexBroken("tokens of an image are missing or of a wrong size")
-    except sqlite3.DatabaseError as error:
-        raise IndexBroken(_said(error)) from None
+    if verdict != "ok":
+        raise IndexBroken(verdict)
 
 
-def check_rows(connection: sqlite3.Connection) -> None:
-    """IndexBroken unless every namespace and every image, its tokens aside, has values that a cache writes."""
-    columns = ("model", "codec", "layout")
-    texts = ", ".join(f"typeof({name}), CAST({name} AS BLOB)" for name in columns)
-    # An index that was made before there were digests is read by `inspect` as it is.
-    known = [name for _, name, *_ in connection.execute("PRAGMA table_info(namespace)")]
-    digest = "digest" if "digest" in known else "NULL"
-    for root, created, noted, *told in connection.execute(f"SELECT root, created, {digest}, {texts} FROM namespace"):
-        if not (isinstance(root, bytes) and len(root) == keys.KEY_BYTES and set(told[::2]) == {"text"}):
-            raise IndexBroken("a namespace has a value that no cache writes")
-        if not (isinstance(created, float) and abs(created) < 1e19 and all(map(_is_utf8, told[1::2]))):
-            raise IndexBroken("a namespace has a value that no cache writes")
-        if "digest" in known and noted != namespace_digest(root, *(text.decode() for text in told[1::2])):
-            raise IndexBroken("a namespace is not what its digest says")
-    if connection.execute(f"SELECT 1 FROM image WHERE NOT coalesce({_SOUND}, 0) LIMIT 1").fetchone():
-        raise IndexBroken("an image has a value that no cache writes")
-    for (extra,) in connection.execute("SELECT CAST(extra AS BLOB) FROM image WHERE extra GLOB '*[^ -~]*'"):
-        if not _is_utf8(extra):
-            raise IndexBroken("an image has a value that no cache writes")
-
-
-def _is_utf8(text: bytes | None) -> bool:
+@contextmanager
+def _doubts() -> Iterator[None]:
+    """What SQLite can't read is IndexBroken; a disk that fails is not."""
     try:
-        return (text or b"").decode() is not None
-    except UnicodeDecodeError:
-        return False
+        yield
+    except sqlite3.DatabaseError as error:
+        if proves_damage(error):
+            raise IndexBroken(_said(error)) from None
+        raise
 
 
 def read_clean(connection: sqlite3.Connection) -> bool:
     """Whether the last to have it open has closed it."""
     return connection.execute("SELECT 1 FROM meta WHERE name = 'clean' AND value = '1'").fetchone() is not None
-
-
-def read_rows(connection: sqlite3.Connection) -> dict[Address, Row]:
-    """None of an index that an earlier release left: what it wrote is not read, and leaves when the directory is opened."""
-    if any(name == "statistics" for _, name, *_ in connection.execute("PRAGMA table_info(image)")):
-        return {}
-    roots = dict(connection.execute("SELECT id, root FROM namespace"))
-    rows = connection.execute("SELECT kind, key, namespace, nbytes, checksum, disk FROM image")
-    return {(KINDS[kind], key): Row(roots[namespace], *rest) for kind, key, namespace, *rest in rows}
-
-
-def read_namespaces(connection: sqlite3.Connection) -> list[Namespace]:
-    rows = connection.execute("SELECT root, model, codec, layout, created FROM namespace ORDER BY id")
-    return [Namespace(*row) for row in rows]
-
-
-def read_entries(connection: sqlite3.Connection, refused: list[Entry] | None = None) -> Iterator[Entry]:
-    """Every entry, parents before children; those whose tokens do not give their key go to `refused` instead.
-
-    Rows come by id, because sorting them by `start` and then looking 100 000 tokens up costs twice as much. Parents are
-    nearly always written first; a child that comes earlier waits for its parent.
-    """
-    roots = dict(connection.execute("SELECT id, root FROM namespace"))
-    seen = set(roots.values())
-    early: dict[bytes, list[Entry]] = {}
-    for entry in _read_by_id(connection, roots):
-        if entry.kind != "window" and keys.chain(entry.parent, entry.tokens) != entry.key:
-            if refused is not None:
-                refused.append(entry)
-        elif entry.parent in seen:
-            yield entry
-            if entry.kind == "rows":
-                seen.add(entry.key)
-                if entry.key in early:
-                    yield from _released(entry.key, early, seen)
-        else:
-            early.setdefault(entry.parent, []).append(entry)
-    lost = [entry for waiting in early.values() for entry in waiting]  # what they hang on is not in the index
-    yield from sorted(lost, key=lambda entry: (entry.start, _NUMBER[entry.kind]))
-
-
-def _released(key: bytes, early: dict[bytes, list[Entry]], seen: set[bytes]) -> Iterator[Entry]:
-    """What has waited for the block of this key, and for those that waited."""
-    ready = [key]
-    while ready:
-        for entry in early.pop(ready.pop(), ()):
-            yield entry
-            if entry.kind == "rows":
-                seen.add(entry.key)
-                ready.append(entry.key)
-
-
-def _read_by_id(connection: sqlite3.Connection, roots: dict[int, bytes]) -> Iterator[Entry]:
-    cursor = connection.execute(f"SELECT {_COLUMNS}, tokens FROM image LEFT JOIN tokens USING (id) ORDER BY id")
-    while rows := cursor.fetchmany(_CHUNK):
-        # Narrow tokens are widened together: one conversion for a chunk.
-        packed = [row[-1] for row in rows if row[-1] is not None and len(row[-1]) == 4 * row[6]]
-        wide, at = np.frombuffer(b"".join(packed), "<i4").astype("<i8").tobytes(), 0
-        for _, kind, key, namespace, parent, start, length, *rest, tokens in rows:
-            if tokens is None:
-                tokens = b""
-            elif len(tokens) == 4 * length:
-                tokens, at = wide[at : at + 8 * length], at + 8 * length
-            nbytes, checksum, disk, used, created, hits, extra, used_at = rest
-            yield Entry(
-                KINDS[kind], key, roots[namespace], parent, start, tokens, nbytes, checksum, disk, used, created, hits,
-                extra, used_at,
-            )  # fmt: skip
-
-
-def _pack(tokens: bytes) -> bytes:
-    """int64 tokens as int32 where all fit: three blocks to a page of the index, not one."""
-    wide = np.frombuffer(tokens, "<i8")
-    narrow = wide.astype("<i4")
-    return narrow.tobytes() if np.array_equal(narrow, wide) else tokens

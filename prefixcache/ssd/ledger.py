@@ -1,7 +1,8 @@
 """What the directory holds, to the byte: the one place where the SSD's limit is decided.
 
 The real part is counted in `st_blocks`; the rest is what may still come: queued writes at the size that they will have,
-and the room that the index needs to work. So `used` is never below what the disk holds, and a write that fits, fits.
+and an allowance for the log of the index, which stays below it. So `used` is never below what the disk holds, and a write
+that fits, fits.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from prefixcache.ssd.index import PAGE, ROW_PAGES
 
 # For one file, besides its bytes: its row and tokens in the index (up to 3 kB), perhaps a new folder or a longer one.
 ROW_ROOM = 8192
-_LOG_ROOM = (64 << 10, 16 << 20)
+LOG_ALLOWANCE = (128 << 10, 32 << 20)  # of index.db-wal and index.db-shm: a 16th of the limit, within these
+SHARED_MEMORY = 64 << 10  # of it for index.db-shm, which SQLite grows by 32 kB for every 16 MB of log
+_MOST_ROWS = 256  # in one transaction
 
 
 class Holdings(NamedTuple):
@@ -24,7 +27,7 @@ class Holdings(NamedTuple):
     number: int
     files: int
     queued: int
-    leaving: int
+    deleting: int
     quarantine: int
     overhead: int
     reserve: int
@@ -35,29 +38,40 @@ class Holdings(NamedTuple):
 
     @property
     def total(self) -> int:
-        return self.real + self.queued + self.reserve - self.leaving
+        return self.real + self.queued + self.reserve - self.deleting
 
 
 class Ledger:
     """Thread-safe: `_lock`, a leaf (nothing is called while it is held), guards the counters.
 
-    files: of the index's rows. queued: of writes admitted and not yet done. leaving: of rows whose deletion is queued.
+    files: of the index's rows. queued: of writes admitted and not yet done. deleting: of rows whose deletion is queued.
     overhead: index, folders, LOCK, tmp/, as last measured. reserve: what the index may still grow by.
     """
 
     def __init__(self, limit: int, block: int):
         self.block = block
         self._lock = threading.Lock()
-        self._count = self.log_room = 0
-        self._files = self._queued = self._leaving = self._quarantine = self._overhead = self._reserve = 0
+        self._count = self.log_allowance = 0
+        self._files = self._queued = self._deleting = self._quarantine = self._overhead = self._reserve = 0
         self.resize(limit)
 
     def resize(self, limit: int) -> None:
-        # The log of the index is cut when it has reached half of its room; one transaction stays within the other half.
-        log_room = min(max(limit // 16, _LOG_ROOM[0]), _LOG_ROOM[1])
+        least, most = LOG_ALLOWANCE
+        allowance = min(max(limit // 16, least), most)
         with self._lock:
-            self.limit, self._reserve = limit, self._reserve + max(0, log_room - self.log_room)
-            self.log_room, self.rows = log_room, max(1, log_room // 2 // (ROW_PAGES * PAGE))
+            self.limit, self._reserve = limit, self._reserve + max(0, allowance - self.log_allowance)
+            self.log_allowance, self._log_room = allowance, allowance - SHARED_MEMORY
+            self.rows = max(1, min(self._log_room // 4 // (ROW_PAGES * PAGE), _MOST_ROWS))
+
+    @property
+    def log_at_rest(self) -> int:
+        """Bytes of log from which on it is cut: what one transaction of `rows` rows writes at worst."""
+        return self.rows * ROW_PAGES * PAGE
+
+    @property
+    def longest_log(self) -> int:
+        """Bytes of log beyond which no transaction may begin: with it, the log would pass its allowance."""
+        return self._log_room - self.log_at_rest
 
     def footprint(self, nbytes: int) -> int:
         """Real bytes to expect of a file of `nbytes`, its share of index and folders included."""
@@ -88,15 +102,15 @@ class Ledger:
                 self._files += disk
                 self._count += 1
 
-    def leave(self, disk: int) -> None:
+    def expect_deletion(self, disk: int) -> None:
         """A deletion of `disk` bytes is queued (> 0), or no more so (< 0)."""
         with self._lock:
-            self._leaving += disk
+            self._deleting += disk
 
     def dropped(self, disk: int | None, credit: int) -> None:
-        """A row of `disk` bytes is gone (None: there was none), for which `credit` bytes were noted as leaving."""
+        """A row of `disk` bytes is gone (None: there was none), for which `credit` bytes were expected."""
         with self._lock:
-            self._leaving -= credit
+            self._deleting -= credit
             if disk is not None:
                 self._files -= disk
                 self._count -= 1
@@ -105,15 +119,8 @@ class Ledger:
         with self._lock:
             self._quarantine += disk
 
-    def stretch(self, nbytes: int) -> bool:
-        """Reserve so much more for the log of the index, until the next `measure`; or False."""
-        with self._lock:
-            if self._held().total + nbytes > self.limit:
-                return False
-            self._reserve += nbytes
-            return True
-
     def measure(self, overhead: int, reserve: int) -> None:
+        """`reserve`: what is left of the log's allowance, and what the index will take when its log is copied into it."""
         with self._lock:
             self._overhead, self._reserve = overhead, reserve
 
@@ -124,5 +131,5 @@ class Ledger:
 
     def _held(self) -> Holdings:
         return Holdings(
-            self._count, self._files, self._queued, self._leaving, self._quarantine, self._overhead, self._reserve
+            self._count, self._files, self._queued, self._deleting, self._quarantine, self._overhead, self._reserve
         )

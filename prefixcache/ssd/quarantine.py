@@ -1,5 +1,5 @@
-"""quarantine/: what failed its check, each file beside a small JSON of the reason. The oldest leave when it grows too
-large.
+"""quarantine/: what failed its check, each file beside a small JSON of the reason. The oldest are deleted
+when it grows too large.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LARGEST_NOTE = 64 << 10
 
 
 class Item(NamedTuple):
-    """One thing set aside: its file's name in quarantine/, why, when (Unix time), its real bytes with the note's."""
+    """One item: its file's name in quarantine/, why, when (Unix time), its real bytes with the note's."""
 
     name: str
     reason: str
@@ -38,7 +38,7 @@ class Quarantine:
         self._directory = directory
         self._lock = threading.Lock()
         self._last = 0
-        self.taken = 0  # files set aside by this process
+        self.taken = 0  # files moved here by this process
         self.paths = threading.Lock()
 
     def take(self, path: str, reason: str, identity: tuple[int, int] | None = None) -> int | None:

@@ -121,6 +121,12 @@ class Queue:
             return True
 
     @property
+    def is_new(self) -> bool:
+        """Whether nothing was ever queued."""
+        with self._lock:
+            return not self._sequence
+
+    @property
     def waiting(self) -> bool:
         """Whether writes wait for their turn."""
         with self._lock:
@@ -135,7 +141,7 @@ class Queue:
                     self._cancel(waiting, "deleted before its turn")
                 self._remove(entry.address, Removal(self._credit(entry, waiting), gone=False))
                 self._touches.pop(entry.address, None)
-            # What leaves takes no room, and may make the room that the disk lacked.
+            # A deletion takes no room, and may make the room that the disk lacked.
             self._retry_at = min(self._retry_at, self._hurry_at)
             self._wake.notify()
 
@@ -171,9 +177,9 @@ class Queue:
             self._removals[address] = _both(older, removal)
         else:
             if self._working and address in self._working.removals:
-                removal = Removal(0, removal.gone)  # its bytes are leaving already
+                removal = Removal(0, removal.gone)  # its deletion is under way
             self._removals[address] = removal
-            self._ledger.leave(removal.credit)
+            self._ledger.expect_deletion(removal.credit)
 
     def _cancel(self, write: Write, why: str) -> None:
         self._queued -= write.image.nbytes
@@ -313,11 +319,11 @@ class Queue:
             self._writing = set()
             self._attempts += 1
             self._failed += batch.failed
-            leaving = bool(self._removals)  # that the batch had not
+            newer_removals = bool(self._removals)
             for address, removal in batch.removals.items():
                 newer = self._removals.pop(address, None)
                 if newer:
-                    self._ledger.leave(-newer.credit)
+                    self._ledger.expect_deletion(-newer.credit)
                     removal = _both(removal, newer)
                 self._removals[address] = removal
             for address, touch in batch.touches.items():
@@ -332,7 +338,7 @@ class Queue:
                 self._last_error = f"{type(error).__name__}: {error}"
                 self._stuck = True
                 self._hurry_at = time.monotonic() + (FIRST_DELAY if batch.probe else 0.0)
-                self._retry_at = self._hurry_at if leaving else time.monotonic() + self._delay
+                self._retry_at = self._hurry_at if newer_removals else time.monotonic() + self._delay
                 self._delay = min(self._delay * 2, LONGEST_DELAY)
                 stranded = list(self._waiting.values())
                 self._waiting.clear()

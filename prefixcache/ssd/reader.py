@@ -11,14 +11,14 @@ from prefixcache.image import Image
 from prefixcache.metrics.histogram import Histogram
 from prefixcache.ssd.entries import Entry
 from prefixcache.ssd.errors import Corrupt, Unreadable
-from prefixcache.ssd.files import Damaged, read_image
+from prefixcache.ssd.files import Damaged, Misindexed, read_image
 from prefixcache.ssd.queue import Queue
 from prefixcache.ssd.store import Store
 
 
 class Reader:
-    """`_lock` guards the counters and `_reading`. A file that is proved wrong is moved away here; its row goes by way of the
-    queue.
+    """`_lock` guards the counters and `_reading`. A file that is proved wrong is quarantined here; its row goes by way of the
+    queue. Where the row is what is wrong, the file stays.
     """
 
     def __init__(self, store: Store, queue: Queue, workers: int):
@@ -51,9 +51,13 @@ class Reader:
     def _read(self, entry: Entry) -> Image:
         path, began = self._store.directory.file(entry.address), time.monotonic()
         try:
-            image = read_image(path, entry)
+            image = self._image(path, entry)
         except Damaged as damage:
-            self._set_aside(path, entry, damage)
+            if isinstance(damage, Misindexed):
+                self._store.index.doubtful = True
+                self._queue.forget(entry)  # the writer opens the index again, and finds the file's size
+            else:
+                self._quarantine(path, entry, damage)
             with self._lock:
                 self.corrupt += 1
             raise Corrupt(entry, str(damage)) from None
@@ -67,9 +71,18 @@ class Reader:
             self.read_bytes += entry.nbytes
         return image
 
-    def _set_aside(self, path: str, entry: Entry, damage: Damaged) -> None:
+    @staticmethod
+    def _image(path: str, entry: Entry) -> Image:
         try:
-            moved = self._store.set_aside(path, str(damage), damage.identity)
+            return read_image(path, entry)
+        except Misindexed as wrong:
+            if wrong.image is None:
+                raise
+            return wrong.image
+
+    def _quarantine(self, path: str, entry: Entry, damage: Damaged) -> None:
+        try:
+            moved = self._store.move_away(path, str(damage), damage.identity)
         except OSError:  # a disk so broken that it can't rename: the row goes, and the next reconcile finds the file
             moved = True
         if moved or damage.identity is None:

@@ -1,7 +1,7 @@
 """The opened directory: its lock, its index, its ledger, its quarantine, and how they come to be.
 
-Opening refuses what a newer release wrote, rebuilds an index that is broken, and reconciles after a crash. From then on
-the writer's thread alone changes what is here; readers only set files aside.
+Opening refuses what a newer release wrote, and compares index and files after a crash or when they don't agree. From then on
+the writer's thread alone changes what is here; readers only quarantine files.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import numpy as np
 
@@ -28,24 +27,25 @@ from prefixcache.ssd.directory import (
     sync_folder,
     tree_size,
 )
-from prefixcache.ssd.entries import Address
-from prefixcache.ssd.errors import IndexBroken, LogHeld
+from prefixcache.ssd.entries import FOLDERS, Address, Entry
+from prefixcache.ssd.errors import LogHeld
 from prefixcache.ssd.files import remove_file
 from prefixcache.ssd.formats import refuse_newer
-from prefixcache.ssd.index import PAGE, Index, suffixes
+from prefixcache.ssd.index import PAGE, suffixes
 from prefixcache.ssd.ledger import Ledger
 from prefixcache.ssd.quarantine import Quarantine
-from prefixcache.ssd.reconcile import Report, mend
+from prefixcache.ssd.repair import mend, open_index
 
 log = logging.getLogger("prefixcache.ssd")
 
-QUARANTINE_SHARE = 20  # quarantine may hold a 20th of the limit; beyond that its oldest leave
-SHARED_MEMORY = 64 << 10  # index.db-shm, which SQLite grows by 32 kB for every 4096 pages of log
-STRETCH = 4  # times its room that the index's log may take while a reader keeps it from being cut
+QUARANTINE_SHARE = 20  # quarantine may hold a 20th of the limit; beyond that its oldest are deleted
 
 
 class Store:
-    """Not thread-safe but for `ledger`, `quarantine`, `set_aside`: its user is the writer's thread, or the opener."""
+    """Not thread-safe but for `ledger`, `quarantine`, `move_away`: its user is the writer's thread, or the opener.
+
+    `entries`: what the index had at the opening, until somebody takes it.
+    """
 
     probe = np.zeros(4096, np.uint8)
 
@@ -73,12 +73,13 @@ class Store:
         self.directory.furnish()
         for item in self.directory.links():
             self.quarantine.take(item.path, "a link: images are written into folders of the cache alone")
-        self.index, broken = open_index(self.directory, self.quarantine)
+        self.index, entries, broken = open_index(self.directory, self.quarantine)
         try:
-            if broken or self.index.recovered or not self.index.clean or not self._agree():
-                self.index, report = mended(self.directory, self.index, self.quarantine, broken=broken)
+            if broken or self.index.recovered or not self.index.clean or not self._agree(entries):
+                self.index, report = mend(self.directory, self.index, entries, self.quarantine, broken=broken)
                 if not report.clean:
                     log.warning("SSD %s: %s", self.directory.root, report.summary())
+                entries = self.index.entries()
             self.index.mark(clean=False)
             for item in self.directory.strays():
                 remove_file(item.path)
@@ -87,8 +88,10 @@ class Store:
                 with suppress(OSError):  # not empty
                     os.rmdir(folder)
             self._folders = self.directory.image_folders()
-            count, files, self.newest = self.index.totals()
-            self.ledger.begin(count, files, sum(item.disk for item in self.quarantine.items()))
+            self.entries: list[Entry] | None = entries
+            self.newest = max((entry.used for entry in entries), default=0)
+            disk = sum(entry.disk for entry in entries)
+            self.ledger.begin(len(entries), disk, sum(item.disk for item in self.quarantine.items()))
             self.maintain(idle=True)
             self.index.checkpoint()
             self.measure()
@@ -97,38 +100,44 @@ class Store:
             self.index.close()
             raise
 
-    def _agree(self) -> bool:
-        """Whether index and files agree in names and, where the index's sizes are odd, in sizes. Real sizes are corrected:
-        their sum is held against the limit.
+    def _agree(self, entries: list[Entry]) -> bool:
+        """Whether index and files agree in names. Bytes on the disk are looked up where they are not what the size lets
+        expect, and corrected, in `entries`, too: their sum is held against the limit.
         """
-        wrong: list[tuple[Address, int]] = []
-        for address, nbytes, disk in self.index.odd_sizes(self.ledger.block):
-            try:
-                found = os.stat(self.directory.file(address), follow_symlinks=False)
-            except OSError:
+        names: dict[str, set[str]] = {kind: set() for kind in FOLDERS}
+        for entry in entries:
+            names[entry.kind].add(entry.key.hex())
+        if sum(map(len, names.values())) != len(entries) or self.directory.names() != names:
+            return False
+        block = self.ledger.block
+        wrong: list[int] = []
+        for number, entry in enumerate(entries):
+            if entry.disk == -(-entry.nbytes // block) * block:
+                continue
+            found = os.stat(self.directory.file(entry.address), follow_symlinks=False)
+            if found.st_size != entry.nbytes:
                 return False
-            if found.st_size != nbytes:
-                return False
-            if disk_of(found) != disk:
-                wrong.append((address, disk_of(found)))
+            if disk_of(found) != entry.disk:
+                entries[number] = entry._replace(disk=disk_of(found))
+                wrong.append(number)
         for at in range(0, len(wrong), self.ledger.rows):
             with self.index.transaction():
-                for address, there in wrong[at : at + self.ledger.rows]:
-                    self.index.correct(address, there)
+                for number in wrong[at : at + self.ledger.rows]:
+                    self.index.correct(entries[number].address, entries[number].disk)
             self.index.checkpoint()
-        return self.directory.names() == self.index.names()
+        return True
 
     # Accounting
 
     def measure(self) -> None:
-        """Take the size of all that is neither an image nor set aside."""
+        """Take the size of all that is neither an image nor in quarantine. The log of the index counts with its allowance."""
         directory = self.directory
         database, log_file, shared = (disk_at(path) for path in suffixes(directory.index))
         overhead = directory.upper() + sum(self._folders.values()) + database + log_file + shared
         overhead += tree_size(directory.tmp) - disk_at(directory.tmp)
         overhead += sum(disk_at(path) for path in self._lingering)
-        growth = max(0, self.index.logical_size() - database) + max(0, SHARED_MEMORY - shared)
-        self.ledger.measure(overhead, growth + max(0, self.ledger.log_room - log_file))
+        growth = max(0, self.index.logical_size() - database)
+        self.ledger.measure(overhead, growth + max(0, self.ledger.log_allowance - log_file - shared))
 
     def note_folders(self, folders: list[str]) -> None:
         """These may have come, grown or gone."""
@@ -149,26 +158,19 @@ class Store:
             yield
 
     def require_log(self) -> None:
-        """LogHeld unless the log has room for one more transaction.
-
-        A log that can't be cut grows into room that is free; nothing leaves for it.
+        """LogHeld unless the log has room for one more transaction within its allowance: somebody reads it, and it can't be
+        cut.
         """
-        if self._cut_log():
-            return
-        self.measure()
-        size, half = disk_at(suffixes(self.directory.index)[1]), self.ledger.log_room // 2
-        if size + half > STRETCH * self.ledger.log_room or not self.ledger.stretch(half + SHARED_MEMORY // 2):
+        self._cut_log()
+        if disk_at(suffixes(self.directory.index)[1]) > self.ledger.longest_log:
             raise LogHeld(
                 f"{str(self.directory.index)!r}: another program reads it in a transaction that does not end, so its log "
                 "can't be cut: end that program; fuser names it"
             )
 
-    def _cut_log(self) -> bool:
-        """Cut the log once it has used half of its room; whether the other half is free then."""
-        log_file, half = suffixes(self.directory.index)[1], self.ledger.log_room // 2
-        if disk_at(log_file) > half:
+    def _cut_log(self) -> None:
+        if disk_at(suffixes(self.directory.index)[1]) > self.ledger.log_at_rest:
             self.index.checkpoint()
-        return disk_at(log_file) <= half
 
     def maintain(self, *, idle: bool = False) -> None:
         """Cut the index's log; retry what could not be deleted; keep quarantine small."""
@@ -184,11 +186,11 @@ class Store:
 
     def shrink_index(self) -> None:
         """Give the file system the pages of the index that deletions left free."""
-        self.index.shrink(max(1, self.ledger.log_room // 2 // PAGE))
+        self.index.shrink(self.ledger.log_at_rest // PAGE)
 
-    # Setting aside, by readers
+    # By readers
 
-    def set_aside(self, path: str, reason: str, identity: tuple[int, int] | None) -> bool:
+    def move_away(self, path: str, reason: str, identity: tuple[int, int] | None) -> bool:
         """Move a bad file to quarantine; False when it is not there any more."""
         moved = self.quarantine.take(path, reason, identity)
         if moved is None:
@@ -206,11 +208,12 @@ class Store:
             here is not None and here == self.index.identity and identity_at(self.directory.lock) == self._lock.identity
         )
 
-    def revive(self) -> set[Address] | None:
-        """After an error: make its folders where they are gone. If all of it vanished, begin it anew, and return the images
-        that it has now.
+    def reopen(self) -> set[Address] | None:
+        """After an error: make its folders where they are gone. If all of it vanished, or there is doubt about the index:
+        open the directory again, and return the images that it has now.
         """
-        if self.stands:
+        vanished = not self.stands
+        if not vanished and not self.index.doubtful:
             self.directory.furnish()
             self._folders = self.directory.image_folders()
             return None
@@ -222,8 +225,9 @@ class Store:
             self._lock.release()
             self._lock = Lock(self.directory)
         self._open()
-        log.warning("SSD %s: the directory vanished; it was begun anew", self.directory.root)
-        return set(self.index.rows())
+        what = "the directory vanished; it was recreated" if vanished else "the index was damaged; it was rebuilt"
+        log.warning("SSD %s: %s", self.directory.root, what)
+        return self.index.addresses()
 
     def close(self, *, clean: bool) -> None:
         """Let go; `clean`: nothing was left undone, so that the next opening need not look at the files."""
@@ -237,42 +241,3 @@ class Store:
         finally:
             self.index.close()
             self._lock.release()
-
-
-def open_index(directory: Directory, quarantine: Quarantine) -> tuple[Index, str]:
-    """The index, and why it is new: "" when it is not. One that is broken is set aside."""
-    missing = not directory.index.exists()
-    try:
-        index = Index(directory.index)
-        try:
-            index.check()
-        except BaseException:
-            index.close()
-            raise
-        return index, "missing" if missing else ""
-    except IndexBroken as error:
-        return _new_index(directory, quarantine, str(error)), str(error)
-
-
-def mended(
-    directory: Directory, index: Index, quarantine: Quarantine, *, broken: str, **more: Any
-) -> tuple[Index, Report]:
-    """`mend`, and the index that stands then: a new one where the old one contradicts itself."""
-    try:
-        return index, mend(directory, index, quarantine, broken=broken, **more)
-    except sqlite3.IntegrityError as error:
-        reason = str(error)
-    index.close()
-    index = _new_index(directory, quarantine, reason)
-    try:
-        return index, mend(directory, index, quarantine, broken=reason, **more)
-    except BaseException:
-        index.close()
-        raise
-
-
-def _new_index(directory: Directory, quarantine: Quarantine, reason: str) -> Index:
-    for path in suffixes(directory.index):
-        if path.exists():
-            quarantine.take(str(path), f"the index is broken: {reason}")
-    return Index(directory.index)

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from prefixcache.image import KINDS
+from prefixcache.image import KINDS, ROWS, SNAPSHOT, WINDOW
 from prefixcache.ssd.directory import Directory, disk_at, holder, tree_size
 from prefixcache.ssd.errors import IndexBroken
-from prefixcache.ssd.index import check_rows, read_clean, reading, suffixes
+from prefixcache.ssd.index import read_clean, reading, suffixes
 from prefixcache.ssd.quarantine import Item, quarantined
+from prefixcache.ssd.rows import check_rows
 
 
 class Count(NamedTuple):
@@ -126,8 +127,8 @@ def _namespaces(connection: Any) -> Iterator[NamespaceSurvey]:
         counts = {kind: Count(*kinds[kind][:3]) if kind in kinds else Count() for kind in KINDS}
         rows = list(kinds.values())
         yield NamespaceSurvey(
-            root.hex(), model, codec, layout, created, counts["rows"], counts["window"], counts["snapshot"],
-            tokens=kinds["rows"][3] if "rows" in kinds else 0,
+            root.hex(), model, codec, layout, created, counts[ROWS], counts[WINDOW], counts[SNAPSHOT],
+            tokens=kinds[ROWS][3] if ROWS in kinds else 0,
             oldest=min((row[4] for row in rows), default=0.0),
             newest=max((row[5] for row in rows), default=0.0),
             last_used=max((row[6] for row in rows), default=0),

@@ -1,4 +1,4 @@
-"""`Ssd`: the SSD tier as the cache sees it. An executor with exact accounting; what is written or leaves is not its
+"""`Ssd`: the SSD tier as the cache sees it. An executor with exact accounting; what is written or deleted is not its
 choice.
 """
 
@@ -19,9 +19,10 @@ from prefixcache.metrics.histogram import Observed
 from prefixcache.ssd.directory import tree_size
 from prefixcache.ssd.entries import BOUNDS, FOLDERS, Address, Entry, Namespace
 from prefixcache.ssd.errors import SsdError
-from prefixcache.ssd.index import connect, read_entries, read_namespaces
+from prefixcache.ssd.index import connect
 from prefixcache.ssd.queue import Queue
 from prefixcache.ssd.reader import Reader
+from prefixcache.ssd.rows import read_entries, read_namespaces
 from prefixcache.ssd.store import Store
 from prefixcache.ssd.writer import Writer
 
@@ -35,7 +36,7 @@ class SsdStats(NamedTuple):
 
     `used` is what the limit is held against; `disk` of it is on the disk, `reserve` is kept for the index's growth.
     `dropped` writes were refused (queue, limit, back-off); `errors` are failed attempts of the writer. `quarantined` files
-    were set aside, at the opening too. `spill_seconds`: from `write` to durable, a file; `read_seconds`: of an image.
+    were quarantined, at the opening too. `spill_seconds`: from `write` to durable, a file; `read_seconds`: of an image.
     """
 
     files: int
@@ -67,8 +68,8 @@ class Ssd:
     `written` is called on the writer's thread with no lock of this package held, once for each accepted write: with
     None after the row is committed (the entry then has its real `disk`), else with the error (`Cancelled` for one
     deleted before its turn). It must not call `flush` or `close`. `vanished` is called there when the directory was gone and
-    had to be begun anew, with the images that it has now. In a forked child the object is dead: it accepts
-    nothing and touches nothing.
+    was recreated, or its index was damaged and was rebuilt, with the images that it has now. In a forked child the object is
+    dead: it accepts nothing and touches nothing.
 
     Raises DirectoryHeld, NewerFormat or DirectoryError when the directory can't be had.
     """
@@ -111,14 +112,15 @@ class Ssd:
             connection.close()
 
     def entries(self) -> Iterator[Entry]:
-        """Every image, parents before children. One whose tokens in the index went bad is deleted instead."""
-        connection = connect(self._store.directory.index)
-        refused: list[Entry] = []
-        try:
-            yield from read_entries(connection, refused)
-        finally:
-            connection.close()
-        self.delete(refused)
+        """Every image, parents before children."""
+        entries, self._store.entries = self._store.entries, None
+        if entries is None or not self._queue.is_new:
+            connection = connect(self._store.directory.index)
+            try:
+                entries = read_entries(connection)
+            finally:
+                connection.close()
+        return iter(entries)
 
     def max_tick(self) -> int:
         """The newest recency tick that `write` or `touch` was given, or that was in the index; 0 at the very start."""
@@ -136,7 +138,7 @@ class Ssd:
         return self._store.ledger.limit
 
     def resize(self, limit: int) -> None:
-        """A new limit. Nothing is written beyond it from now on; what must leave is for the caller to delete."""
+        """A new limit. Nothing is written beyond it from now on; what is too much is for the caller to delete."""
         self._store.ledger.resize(limit)
 
     def resize_queue(self, queue_bytes: int) -> None:
@@ -189,10 +191,10 @@ class Ssd:
             self._queue.touch(uses)
 
     def read(self, entry: Entry) -> Future[Image]:
-        """The image, read and checked in the pool. The future raises Corrupt (set aside) or Unreadable (left there)."""
+        """The image, read and checked in the pool. The future raises Corrupt (quarantined) or Unreadable (left there)."""
         if self._pid != os.getpid() or self._closed:
             future: Future[Image] = Future()
-            future.set_exception(SsdError(f"ssd_dir={str(self.directory)!r} is closed; open it anew"))
+            future.set_exception(SsdError(f"ssd_dir={str(self.directory)!r} is closed; open it again"))
             return future
         return self._reader.read(entry)
 
@@ -231,7 +233,7 @@ class Ssd:
                 return
             log.warning("SSD %s: the disk does not answer: closed all the same; the directory stays in use until it does",
                         self.directory)  # fmt: skip
-            self._writer.leave(lambda: self._store.close(clean=False))
+            self._writer.detach(lambda: self._store.close(clean=False))
 
     def __enter__(self) -> Ssd:
         return self
@@ -259,7 +261,7 @@ class Ssd:
         """
         assert self._queue.drained, "not idle: flush first"
         held, directory = self._store.ledger.held(), self._store.directory
-        assert (held.queued, held.leaving) == (0, 0), held
+        assert (held.queued, held.deleting) == (0, 0), held
         assert held.real == tree_size(directory.root), (held, tree_size(directory.root))
         assert held.real <= held.total
         connection = connect(directory.index)

@@ -4,7 +4,7 @@ holds.
 Of a batch the deletions go first (rows, then files: what they free is free before a write begins), then the files of
 the writes (tmp, fsync, rename, fsync of the folders), then one transaction with their rows. So a row is never older
 than its file, and the disk never holds more than was admitted. Only where the index can't be written do deleted files
-leave before their rows. Which image is written or leaves is decided elsewhere.
+go before their rows. Which image is written or deleted is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from prefixcache.metrics.histogram import Histogram
 from prefixcache.ssd.directory import make_folder, sync_folder
 from prefixcache.ssd.entries import Address, Entry, Touch
 from prefixcache.ssd.files import remove_file, write_file
-from prefixcache.ssd.index import Found
+from prefixcache.ssd.index import Row, proves_damage
 from prefixcache.ssd.queue import Batch, Queue, Removal, Write
 from prefixcache.ssd.store import Store
 
@@ -55,7 +55,7 @@ class Writer:
         self._vanished = vanished
         self._unsynced: set[str] = set()
         self._told = "", 0.0  # the error that was logged last, and when
-        self._leaving = threading.Lock()  # guards the two below
+        self._ending = threading.Lock()  # guards the two below
         self._ended: Callable[[], None] | None = None
         self._over = False
         self.written_files = self.written_bytes = 0
@@ -71,9 +71,9 @@ class Writer:
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def leave(self, ended: Callable[[], None]) -> None:
+    def detach(self, ended: Callable[[], None]) -> None:
         """Don't wait any more: `ended` is called when the thread has ended, on it, or here when it has already."""
-        with self._leaving:
+        with self._ending:
             self._ended = ended
             late = self._over
         if late:
@@ -84,7 +84,7 @@ class Writer:
             self._work()
         finally:
             self._pool.shutdown(wait=False)
-            with self._leaving:
+            with self._ending:
                 self._over = True
                 ended = self._ended
             if ended is not None:
@@ -116,12 +116,12 @@ class Writer:
         """Do the batch; the error that stopped it or the first that one of its writes met."""
         error: Exception | None = None
         try:
-            if batch.probe or not self._store.stands:
-                there = self._store.revive()
+            if batch.probe or not self._store.stands or self._store.index.doubtful:
+                there = self._store.reopen()
                 if there is not None and self._vanished is not None:
                     self._vanished(there)
             self._drop(batch.removals)
-            if batch.probe:  # after what leaves: that needs no room
+            if batch.probe:  # after the deletions: they need no room
                 self._probe()
             self._spill(batch)
             self._touch(batch.touches)
@@ -131,6 +131,7 @@ class Writer:
             error = problem
         for write in batch.writes:
             error = error or write.error
+        self._store.index.doubtful |= proves_damage(error)
         try:
             self._store.measure()
         except Exception as problem:
@@ -167,19 +168,19 @@ class Writer:
         """Rows first, committed; then files: what a crash leaves then is a file, which the next opening takes in.
 
         Where the index can't be written, on a full disk or because somebody reads it and does not end, files go first: that
-        takes no room, and makes some. Takes out of `removals` what is done; rows that still can't leave stay there, and
+        takes no room, and makes some. Takes out of `removals` what is done; rows that still can't be deleted stay there, and
         the last error is raised.
         """
         directory, ledger, index = self._store.directory, self._store.ledger, self._store.index
         failed: Exception | None = None
         for chunk in _chunks(list(removals), ledger.rows):
             # A file that turned up where one had left before its row is newer, and so is its row.
-            leaving = [a for a in chunk if not (removals[a].gone and os.path.lexists(directory.file(a)))]
-            rows = index.find(leaving)
+            doomed = [a for a in chunk if not (removals[a].gone and os.path.lexists(directory.file(a)))]
+            rows = index.find(doomed)
             try:
                 self._drop_rows(rows)
             except Exception:
-                for address in filter(self._unlink, leaving):
+                for address in filter(self._unlink, doomed):
                     removals[address] = self._account(removals[address], rows.get(address))
                 try:
                     self._drop_rows(rows)
@@ -188,14 +189,14 @@ class Writer:
                     continue
             for address in chunk:
                 self._account(removals.pop(address), rows.get(address))
-            for address in leaving:
+            for address in doomed:
                 if not self._unlink(address):  # it has no row any more: the next reconcile finds it
                     self._store.linger(directory.file(address))
-            self._drop_folders({directory.folder(address) for address in leaving})
+            self._drop_folders({directory.folder(address) for address in doomed})
         if failed:
             raise failed
 
-    def _drop_rows(self, rows: Mapping[Address, Found]) -> None:
+    def _drop_rows(self, rows: Mapping[Address, Row]) -> None:
         if rows:
             with self._store.transaction():
                 self._store.index.remove(rows)
@@ -209,7 +210,7 @@ class Writer:
                 self._unsynced.add(os.path.dirname(folder))
                 self._store.note_folders([folder])
 
-    def _account(self, removal: Removal, row: Found | None) -> Removal:
+    def _account(self, removal: Removal, row: Row | None) -> Removal:
         """A file or its row has left, whichever was first; what is left of its removal."""
         self._store.ledger.dropped(row.disk if row is not None and removal.counted else None, removal.credit)
         return Removal(0, gone=True, counted=False)
@@ -260,19 +261,19 @@ class Writer:
             future.result()
 
     def _standing(self, batch: Batch) -> set[Address]:
-        """Those that are on the disk already, byte for byte. Other content under the same name leaves first, and what came in
-        under a false statement of a root key: the cache has just computed that, with its salt.
+        """Those that are on the disk already, byte for byte. Other content under the same name is deleted first, and what
+        came in under a false statement of a root key: the cache has just computed that, with its salt.
         """
         touches = batch.touches
         same: set[Address] = set()
         other: dict[Address, Removal] = {}
         spaces = {write.namespace.root: write.namespace for write in batch.writes}
-        forged = [address for space in spaces.values() for address in self._store.index.forged(space)]
-        if forged:
+        false = [address for space in spaces.values() for address in self._store.index.stated_otherwise(space)]
+        if false:
             log.warning(
-                "SSD %s: %d images of a namespace that was forged: deleted", self._store.directory.root, len(forged)
+                "SSD %s: %d images of a namespace that was forged: deleted", self._store.directory.root, len(false)
             )
-            self._drop({address: Removal(0, gone=False) for address in forged})
+            self._drop({address: Removal(0, gone=False) for address in false})
         rows = self._store.index.find(write.entry.address for write in batch.writes)
         for write in batch.writes:
             row = rows.get(write.entry.address)
@@ -294,7 +295,7 @@ class Writer:
         try:
             self._drop(other)
         finally:
-            batch.removals.update(other)  # rows that could not leave
+            batch.removals.update(other)  # rows that could not be deleted
         return same
 
     def _tmp(self, write: Write) -> str:

@@ -11,6 +11,7 @@ from prefixcache.blocks.eviction import eviction_victim, victims_for
 from prefixcache.blocks.graph import NODE_BYTES
 from prefixcache.blocks.masks import mask_from, window_key
 from prefixcache.blocks.node import Node, Slot
+from prefixcache.blocks.superseded import may_be_superseded
 from prefixcache.image import ROWS, SNAPSHOT, WINDOW, Image
 from prefixcache.memory import collector_at_rest
 from prefixcache.ssd import Address, Cancelled, Entry
@@ -63,10 +64,10 @@ class LowerTier:
             for entry in entries:
                 if entry.used < oldest or not self._add(entry, reservation):
                     self.unindexed.append(entry._replace(tokens=b"", extra=""))
-            graph.recency.sort_below_ram()
+            graph.recency.sort_below_ram(graph.slots.values())
             graph.recency.clock = max(graph.recency.clock, tier.max_tick())
-            for slot in list(graph.slots.values()):  # what a crash left beside its successor
-                storage.drop_superseded(slot)
+            for slot in [slot for slot in graph.slots.values() if may_be_superseded(slot.node)]:
+                storage.drop_superseded(slot)  # what a crash left beside its successor
         storage.budget.peak = storage.budget.held().total
         if self.unindexed:
             self.unindexed = deque(sorted(self.unindexed, key=lambda e: (e.used, -e.start)))
@@ -84,33 +85,30 @@ class LowerTier:
             parent = graph.slots[ROWS, entry.parent].node
         else:
             return False
-        node: Node = parent
-        mask: tuple[int, ...] = ()
-        suffix = b""
         try:
-            if entry.kind == ROWS:
-                grown = graph.grow(parent, entry.tokens, reservation, entry.key)
-                if grown is None:
-                    return False
-                node = grown
-            elif entry.kind == WINDOW:
-                mask = mask_from(entry.extra)
-                if len(mask) != len(namespace.plan.windows) or window_key(parent.key, mask) != entry.key:
-                    return False
-            else:
-                suffix = entry.tokens
-        except ValueError:
+            slot = self._load_slot(entry, parent, namespace, reservation)
+        except ValueError:  # a window without ranges, or the reservation is spent
             return False
-        slot = Slot(entry.kind, node, entry.key, entry.nbytes, suffix, mask)
+        if slot is None:
+            return False
         slot.checksum, slot.tick, slot.hits, slot.created = entry.checksum, entry.used, entry.hits, entry.created
-        try:
-            if not graph.attach(slot, reservation):
-                return False
-        except ValueError:  # the reservation is spent
-            graph.prune(node)
-            return False
-        graph.place(slot, self.number, disk=entry.disk)
         return True
+
+    def _load_slot(self, entry: Entry, parent: Node, namespace: Namespace, reservation: Reservation) -> Slot | None:
+        graph = self._storage.graph
+        if entry.kind == ROWS:
+            return graph.load_rows(parent, entry.tokens, entry.key, entry.nbytes, self.number, entry.disk, reservation)
+        mask: tuple[int, ...] = ()
+        if entry.kind == WINDOW:
+            mask = mask_from(entry.extra)
+            if len(mask) != len(namespace.plan.windows) or window_key(parent.key, mask) != entry.key:
+                return None
+        suffix = entry.tokens if entry.kind == SNAPSHOT else b""
+        slot = Slot(entry.kind, parent, entry.key, entry.nbytes, suffix, mask)
+        if not graph.attach(slot, reservation):
+            return None
+        graph.place(slot, self.number, disk=entry.disk)
+        return slot
 
     # -- room ---------------------------------------------------------------------------------------------------------
 

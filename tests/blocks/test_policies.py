@@ -386,7 +386,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     @rule()
     def settle(self) -> None:
-        self.graph.recency.sort_below_ram()
+        self.graph.recency.sort_below_ram(self.graph.slots.values())
 
     @invariant()
     def the_tree_is_sound(self) -> None:
@@ -495,7 +495,7 @@ def test_after_a_restart_what_was_hit_is_what_was_asked_for_again():
     for i in range(10):
         planting.store(blocks(i), touch=i < 5)
     planting.spill_all()
-    planting.graph.recency.sort_below_ram()
+    planting.graph.recency.sort_below_ram(planting.graph.slots.values())
     assert [slot.hits for slot in planting.graph.order[SSD]] == [0] * 5 + [1] * 5
     planting.graph.check_integrity()
 

@@ -66,7 +66,7 @@ def test_a_repair_gives_1_and_the_next_one_0(call, filled):
     assert done.exit_code == 1
     for path in expected:
         assert path.replace("\x1b", r"\x1b") in done.stdout
-    for word in ("deleted", "set aside", "forgotten", "adopted"):
+    for word in ("deleted", "quarantined", "forgotten", "adopted"):
         assert word in done.stdout
     assert "\x1b" not in done.stdout
     assert "…" not in done.stdout
@@ -183,7 +183,7 @@ def test_a_directory_of_somebody_else_gives_2_and_stays_as_it_is(call, tmp_path,
 
 
 def test_a_file_that_can_not_be_read_gives_2(call, filled, monkeypatch):
-    ours = importlib.import_module("prefixcache.ssd.reconcile")
+    ours = importlib.import_module("prefixcache.ssd.repair")
     victim, whole, read = images(filled)[0], ours.Checker.is_whole, ours.read_image
 
     def fails(path, entry):

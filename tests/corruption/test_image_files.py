@@ -10,7 +10,8 @@ import pytest
 
 from prefixcache.ssd.entries import Entry
 from prefixcache.ssd.files import Damaged, read_header, read_image
-from prefixcache.ssd.index import connect, read_entries
+from prefixcache.ssd.index import connect
+from prefixcache.ssd.rows import read_entries
 
 from .directories import CODED, PLAIN, STATE, WINDOW, copy, file_of, images, judge, reasons, rows_of, uncleanly
 
@@ -173,7 +174,7 @@ def test_another_models_image_of_the_same_size_under_this_name_is_set_aside(root
     shutil.copy(theirs, mine)
     verdict = judge(root)
     assert verdict.corrupt == 1
-    assert verdict.reasons == ["the file is not the one that the index names"]
+    assert verdict.reasons == ["the file is another image's"]
 
 
 @pytest.mark.parametrize("folder", ["windows", "snapshots"])

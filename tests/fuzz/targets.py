@@ -25,7 +25,7 @@ from prefixcache.ssd import Entry
 from prefixcache.ssd.directory import Directory, holder, lock_format
 from prefixcache.ssd.errors import DirectoryError, IndexBroken
 from prefixcache.ssd.files import Damaged, from_header, read_header, read_image
-from prefixcache.ssd.index import Index, read_entries, read_namespaces
+from prefixcache.ssd.index import Index
 from prefixcache.ssd.quarantine import quarantined
 from prefixcache.ssd.reconcile import reconcile
 from prefixcache.ssd.survey import survey
@@ -138,9 +138,8 @@ def index(data: bytes) -> None:
     try:
         with closing(Index(root / "index.db")) as opened:
             opened.check()
-            known = {space.root for space in read_namespaces(opened._connection)}
-            refused: list[Entry] = []
-            for entry in read_entries(opened._connection, refused):
+            known = {space.root for space in opened.namespaces()}
+            for entry in opened.entries():
                 assert entry.namespace in known
                 assert entry.kind == "window" or chain(entry.parent, entry.tokens) == entry.key
     except (DirectoryError, IndexBroken):

@@ -17,7 +17,8 @@ from prefixcache import image
 from prefixcache.image import DTYPES, Blueprint, ImageError, Meta, Spec, verify
 
 META = {
-    "checksum": "0" * 32, "format": image.FORMAT, "kind": "rows", "key": "k", "parent": "p", "namespace": "n", "model": "m",
+    "checksum": "0" * 32, "format": image.FORMAT, "kind": "rows", "key": "1" * 32, "parent": "2" * 32,
+    "namespace": "3" * 32, "model": "m",
     "codec": "{}", "layout": "{}", "start": "0", "extra": "{}",
 }  # fmt: skip
 BEYOND = 2**63
@@ -46,6 +47,22 @@ def entry(dtype="U8", shape=(4,), offsets=(0, 4), **more) -> dict:
 
 def without(field: str) -> str:
     return json.dumps({"__metadata__": {k: v for k, v in META.items() if k != field}}, separators=(",", ":"))
+
+
+def quickly(header: str | bytes, room: int, headers: image.Headers | None = None) -> None:
+    """What `Headers` says is what `parse_header` says, the first time and the second."""
+    header = header.encode("utf-8", "surrogatepass") if isinstance(header, str) else header
+    try:
+        expected = image.parse_header(header, room)
+    except ImageError as error:
+        expected = str(error)
+    headers = headers or image.Headers()
+    for _ in range(2):
+        try:
+            said = headers.parse(header, room)
+        except ImageError as error:
+            said = str(error)
+        assert said == expected
 
 
 def readable(data: np.ndarray, checksum: str | None = None) -> bool:
@@ -95,7 +112,11 @@ HEADERS = {
     "a huge offset": text(entry()).replace("[0,4]", "[0," + "9" * 4000 + "]"),
     "infinity": text(entry(shape=[float("inf")])),
     "not a number": text(entry(offsets=[0, float("nan")])),
-    "format of tomorrow": text({}, format="2"),
+    "format of tomorrow": text({}, format="3"),
+    **{f"{field} {v!r}": text({}, **{field: v}) for field in ("key", "parent", "namespace", "checksum")
+       for v in ("", "k", "a" * 31, "a" * 33, "A" * 32, "g" * 32, "a" * 31 + "\n")},
+    "tokens of another dtype": text({"tokens": entry("U8", [4], [0, 4])["t"]}),
+    "tokens of two dimensions": text({"tokens": entry("I64", [0, 4], [0, 0])["t"]}),
     "format with surrogates": text({}, format="\ud800" * 100),
     "unknown kind": text({}, kind="prompt"),
     "empty start": text({}, start=""),
@@ -132,6 +153,7 @@ HEADERS = {
 @pytest.mark.parametrize("header", HEADERS.values(), ids=[name[:60] for name in HEADERS])
 def test_a_hostile_header_is_an_image_error(header):
     body = b"" if "[0,0]" in (header if isinstance(header, str) else "") else b"1234"
+    quickly(header, len(body))
     with pytest.raises(ImageError) as caught:
         verify(forged(header, body))
     assert str(caught.value)
@@ -248,3 +270,20 @@ def test_stretches_replaced_and_sealed_anew_are_refused_or_readable(at, length, 
     readable(reseal(spliced))
     header = spliced[8:]  # with a length that fits, so that the header is reached
     readable(forged(header[: header.rfind(b"}") + 1], header[header.rfind(b"}") + 1 :]))
+
+
+@given(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 30), st.binary(max_size=30)), min_size=1, max_size=3))
+@example([(text({}).index('"start":"') + 9, 1, b"0099")])
+@example([(text({}).index('"start":"') + 9, 1, b"9" * 12)])
+@example([(text({}).index('"start":"') + 9, 1, b"9" * 13)])
+@example([(text({}).index('"key":"') + 7, 1, b"g")])
+@example([(text({}).index('"kind":"') + 8, 4, b"snapshot")])
+@example([(text({}).index('"m"') + 1, 1, b'\\",\\"start\\":\\"1')])
+def test_a_header_like_one_that_is_known_is_judged_as_if_it_were_parsed(changes):
+    data = base()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header, headers = data[8:end], image.Headers()
+    headers.parse(header, len(data) - end)
+    for at, length, new in changes:
+        header = header[:at] + new + header[at + length :]
+    quickly(header, len(data) - end, headers)

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import xxhash
 
+from prefixcache import image
 from prefixcache.image import Blueprint, Image, Spec, is_whole
-from prefixcache.ssd import checking, reconcile
+from prefixcache.ssd import reconcile
 from prefixcache.ssd.checking import Checker
 
 from .images import SPACE, Opened, chain, make, path_of
@@ -43,7 +44,8 @@ def test_any_flipped_bit_any_other_length_any_other_image_is_not(stored):
         assert not checker.is_whole(path, entry)
     Path(path).write_bytes(data)
     assert checker.is_whole(path, entry)
-    for changed in ({"key": bytes(16)}, {"kind": "window"}, {"namespace": bytes(16)}, {"checksum": "0" * 32}):
+    for changed in ({"key": bytes(16)}, {"kind": "window"}, {"namespace": bytes(16)}, {"checksum": "0" * 32},
+                    {"parent": bytes(16)}, {"start": 7}, {"tokens": bytes(2048)}):  # fmt: skip
         assert not checker.is_whole(path, entry._replace(**changed))
 
 
@@ -72,11 +74,11 @@ def test_a_header_is_parsed_once_for_all_that_are_like_it(quick, monkeypatch):
         pairs = [_plain(n) for n in range(5)]
         ssd.put(*pairs)
     parsed = []
-    verify = checking.verify
-    monkeypatch.setattr(checking, "verify", lambda *args: parsed.append(1) or verify(*args))
+    parse = image.parse_header
+    monkeypatch.setattr(image, "parse_header", lambda *args: parsed.append(1) or parse(*args))
     checker = Checker()
-    for entry, image in pairs:
-        assert checker.is_whole(str(path_of(quick / "ssd", entry)), entry._replace(nbytes=image.nbytes))
+    for entry, made in pairs:
+        assert checker.is_whole(str(path_of(quick / "ssd", entry)), entry._replace(nbytes=made.nbytes))
     assert len(parsed) == 1
 
 

@@ -7,6 +7,8 @@ import errno
 import os
 import shutil
 import sqlite3
+import subprocess
+import sys
 
 import pytest
 
@@ -158,7 +160,7 @@ def test_a_file_that_can_t_be_deleted_stays_in_the_account_until_it_can(ssd, roo
     ssd.check_integrity()
 
 
-def test_a_directory_that_vanished_is_begun_anew(ssd, root):
+def test_a_directory_that_vanished_is_recreated(ssd, root):
     stored = ssd.put(*chain(3))
     shutil.rmtree(root)
     for seed in (10, 11):
@@ -169,6 +171,30 @@ def test_a_directory_that_vanished_is_begun_anew(ssd, root):
     ssd.flush(10)
     ssd.check_integrity()
     assert ssd.stats().files == 2
+
+
+def test_an_index_that_sqlite_finds_damaged_is_rebuilt_from_the_files_while_it_runs(opened, root, monkeypatch, caplog):
+    there: list[set] = []
+    ssd = opened(vanished=there.append)
+    stored = ssd.put(*chain(5))
+    index = ssd._store.index._connection
+    (page,) = index.execute("SELECT rootpage FROM sqlite_master WHERE name = 'image_by_key'").fetchone()
+    ssd._store.index.checkpoint()
+    index.execute("PRAGMA shrink_memory")
+    # By another process: a descriptor of this one that is closed would drop SQLite's locks.
+    script = f"f = open({str(root / 'index.db')!r}, 'r+b'); f.seek({(page - 1) * 4096}); f.write(b'\\xff' * 4096)"
+    subprocess.run([sys.executable, "-c", script], check=True)
+    until(lambda: ssd.write(*pair(make(9))) and ssd.flush(5))
+    assert there == [{entry.address for entry in stored}]
+    assert "the index was damaged; it was rebuilt" in caplog.text
+    assert all(ssd.read(entry).result(10) for entry in stored)
+    ssd.check_integrity()
+    assert ssd.stats().files == 6
+
+
+def pair(made):
+    entry, image = made
+    return entry, SPACE, image
 
 
 def test_a_folder_that_vanished_is_made_again(ssd, root):

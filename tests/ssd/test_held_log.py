@@ -6,6 +6,7 @@ import contextlib
 import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -90,15 +91,27 @@ def test_the_limit_holds_while_an_index_is_read_without_an_end_and_writing_goes_
         assert "checkpoint" not in text or asked[at - 1] == "PRAGMA busy_timeout = 0"
 
 
-def test_a_log_that_can_t_be_cut_grows_into_room_that_is_free(opened, root):
+def test_a_log_that_can_t_be_cut_grows_within_its_allowance_and_is_cut_afterwards(opened, root):
     ssd = opened(limit=8 << 20)
+    allowance = ssd._store.ledger.log_allowance
     with held(root):
-        for entry, image in chain(60):
-            assert ssd.put((entry, image))
-        assert (root / "index.db-wal").stat().st_size > ssd._store.ledger.log_room
-        assert ssd._store.ledger.held().real == du(root)
+        stored = 0
+        for entry, image in chain(200):
+            if not (ssd.write(entry, SPACE, image) and ssd.flush(5)):
+                break
+            stored += 1
+            assert ssd._store.ledger.held().real == du(root)
+            assert sum(path.stat().st_blocks * 512 for path in root.glob("index.db-*")) <= allowance
+        assert "fuser" in ssd.stats().last_error
+        assert 10 < stored < 200
+        assert (root / "index.db-wal").stat().st_size > allowance / 2
+        before = time.monotonic()
+        for entry, image in chain(50, first=500):
+            ssd.write(entry, SPACE, image)
+        assert time.monotonic() - before < 1  # no write waits for the reader
+    until(lambda: ssd.flush(5))
     ssd.put(make(999))
-    assert (root / "index.db-wal").stat().st_size <= ssd._store.ledger.log_room
+    assert (root / "index.db-wal").stat().st_size <= ssd._store.ledger.log_at_rest
     ssd.check_integrity()
 
 
@@ -121,7 +134,7 @@ def test_a_log_that_has_no_room_to_grow_fails_the_writes_and_deletes_the_files_a
         assert not ssd.flush(5)
         until(lambda: not any(path_of(root, entry).exists() for entry in stored))
         assert du(root) < before
-        assert ssd._store.ledger.held().leaving == 0
+        assert ssd._store.ledger.held().deleting == 0
     until(lambda: ssd.flush(5))
     ssd.check_integrity()
     ssd.put(make(2000))

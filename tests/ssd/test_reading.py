@@ -10,7 +10,7 @@ import sqlite3
 
 import pytest
 
-from prefixcache.ssd import Corrupt, Unreadable
+from prefixcache.ssd import Corrupt, Unreadable, reconcile
 
 from .images import chain, make, path_of
 
@@ -59,12 +59,12 @@ def folder(path, entry, others):
 
 
 @pytest.mark.parametrize("damage", [flip, flip_header, truncate, empty, lengthen, swap, link, fifo, folder])
-def test_a_bad_file_is_set_aside_with_its_reason_and_refunded(opened, root, damage):
+def test_a_bad_file_is_quarantined_with_its_reason_and_refunded(opened, root, damage):
     ssd = opened()
     bad, *good = ssd.put(*chain(3))
     path = path_of(root, bad)
     damage(path, bad, [path_of(root, entry) for entry in good])
-    with pytest.raises(Corrupt, match="set aside") as raised:
+    with pytest.raises(Corrupt, match="quarantined") as raised:
         ssd.read(bad).result(10)
     assert raised.value.entry == bad
     assert not os.path.lexists(path)
@@ -82,18 +82,56 @@ def test_a_bad_file_is_set_aside_with_its_reason_and_refunded(opened, root, dama
     again.check_integrity()
 
 
-def test_tokens_that_went_bad_in_the_index_are_not_believed(opened, root):
+def test_tokens_that_went_bad_in_the_index_are_not_believed_and_nothing_is_lost(opened, root):
     ssd = opened()
-    bad, good = ssd.put(*chain(2))
+    stored = ssd.put(*chain(2))
     ssd.close()
-    index = sqlite3.connect(root / "index.db", isolation_level=None)
-    index.execute("UPDATE tokens SET tokens = zeroblob(1024) WHERE id = 1")
-    index.close()
+    change(root, "UPDATE tokens SET tokens = zeroblob(1024) WHERE id = 1")
     again = opened()
-    assert [entry.key for entry in again.entries()] == [good.key]
-    assert again.flush(10)
+    assert [(entry.key, entry.tokens) for entry in again.entries()] == [(entry.key, entry.tokens) for entry in stored]
     again.check_integrity()
-    assert not path_of(root, bad).exists()
+
+
+def change(root, statement, *values):
+    index = sqlite3.connect(root / "index.db", isolation_level=None)
+    index.execute(statement, values)
+    index.close()
+
+
+def test_a_row_that_is_wrong_about_a_files_size_costs_a_miss_and_is_mended(opened, root):
+    ssd = opened()
+    (stored,) = ssd.put(make(1))
+    ssd.close()
+    change(root, "UPDATE image SET nbytes = nbytes + 1")
+    again = opened()
+    (wrong,) = again.entries()
+    assert isinstance(again.read(wrong).exception(10), Corrupt)
+    assert again.flush(10)
+    (right,) = again.entries()
+    assert again.read(right).result(10).nbytes == stored.nbytes
+    again.check_integrity()
+
+
+@pytest.mark.parametrize(("field", "value"), [("checksum", "0" * 32), ("start", 512)])
+def test_a_row_that_is_wrong_about_a_whole_file_is_mended_by_reconcile(opened, root, field, value):
+    ssd = opened()
+    (stored,) = ssd.put(make(1))
+    ssd.close()
+    change(root, f"UPDATE image SET {field} = ?", value)
+    ssd = opened()
+    assert ssd.read(stored).result(10)
+    ssd.close()
+    assert reconcile(root, deep=True).counts == {"orphan": 1}
+    assert reconcile(root, deep=True).clean
+    (right,) = opened().entries()
+    assert (right.start, right.checksum) == (stored.start, stored.checksum)
+
+
+@pytest.mark.parametrize("wrong", [{"tokens": bytes(2048)}, {"parent": bytes(16)}, {"start": 512}])
+def test_an_image_of_other_tokens_is_never_given_though_the_key_is_right(ssd, wrong):
+    (stored,) = ssd.put(make(1))
+    with pytest.raises(Corrupt, match="another image's"):
+        ssd.read(stored._replace(**wrong)).result(10)
 
 
 def test_a_missing_file_is_corrupt_and_its_row_goes(ssd, root):
@@ -106,7 +144,7 @@ def test_a_missing_file_is_corrupt_and_its_row_goes(ssd, root):
     ssd.check_integrity()
 
 
-def test_what_was_set_aside_can_be_written_again(ssd, root):
+def test_what_was_quarantined_can_be_written_again(ssd, root):
     pair = make(1)
     (stored,) = ssd.put(pair)
     truncate(path_of(root, stored), stored, [])
@@ -119,7 +157,7 @@ def test_what_was_set_aside_can_be_written_again(ssd, root):
     assert ssd.stats().files == 1
 
 
-def test_a_reader_that_comes_late_does_not_set_the_new_file_aside(ssd, root):
+def test_a_reader_that_comes_late_does_not_quarantine_the_new_file(ssd, root):
     pair = make(1)
     (stored,) = ssd.put(pair)
     before = os.stat(path_of(root, stored))
@@ -131,7 +169,7 @@ def test_a_reader_that_comes_late_does_not_set_the_new_file_aside(ssd, root):
     (root / "tmp" / "spacer").unlink()
     os.close(kept)
     old = (before.st_dev, before.st_ino + 10**9)
-    assert not ssd._store.set_aside(str(path_of(root, stored)), "late", old)
+    assert not ssd._store.move_away(str(path_of(root, stored)), "late", old)
     ssd._queue.forget(stored)
     ssd.flush(10)
     assert ssd.holds(stored, pair[1])

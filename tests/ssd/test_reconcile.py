@@ -299,7 +299,7 @@ def test_only_a_deep_run_finds_a_flipped_bit(filled):
     assert reconcile(root, dry_run=True, deep=True).counts == {"broken": 1}
     report = reconcile(root, deep=True, progress=lambda done, total: seen.append((done, total)))
     assert report.counts == {"broken": 1}
-    assert report.set_aside == stored[5].disk
+    assert report.quarantined == stored[5].disk
     assert seen[-1] == (10, 10)
     assert len(survey(root).quarantine) == 1
     ssd = Opened(root)

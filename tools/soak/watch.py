@@ -57,9 +57,9 @@ class Watch:
                 self._tell("reopened")
 
         def mend_(*rest: Any, **more: Any) -> Any:
-            report = mend(*rest, **more)
+            index, report = mend(*rest, **more)
             self._tell("mended", report.counts)
-            return report
+            return index, report
 
         Ssd.__init__, store.Store._open, store.mend = init, open_, mend_  # type: ignore[method-assign, assignment]
 
@@ -116,10 +116,10 @@ class Watch:
         Ssd.delete = delete_  # type: ignore[method-assign]
 
     def _watch_damage(self) -> None:
-        set_aside = reader.Reader._set_aside
+        quarantine = reader.Reader._quarantine
 
-        def set_aside_(one: reader.Reader, path: str, entry: Entry, damage: Any) -> None:
+        def quarantine_(pool: reader.Reader, path: str, entry: Entry, damage: Any) -> None:
             self._tell("aside", time.monotonic(), entry.kind, entry.key.hex(), str(damage))
-            set_aside(one, path, entry, damage)
+            quarantine(pool, path, entry, damage)
 
-        reader.Reader._set_aside = set_aside_  # type: ignore[method-assign]
+        reader.Reader._quarantine = quarantine_  # type: ignore[method-assign]

@@ -1,0 +1,435 @@
+"""Index against files: adopt what is whole and has no row, drop rows without a file, quarantine what is broken. And the
+index opened, or recreated where there is doubt about it.
+
+It runs on a directory that its caller has locked: at an opening after a crash, and for `reconcile`. Shallow it reads headers
+of files that have no row; deep it reads everything and checks every checksum.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar
+
+from prefixcache.ssd.checking import Checker
+from prefixcache.ssd.claims import FALSE, Claims, Verdict, check_stated, is_proven
+from prefixcache.ssd.directory import Directory, disk_at, disk_of
+from prefixcache.ssd.entries import Address, Entry, Namespace, Progress
+from prefixcache.ssd.errors import IndexBroken, NewerFormat
+from prefixcache.ssd.files import Damaged, OlderFormat, from_header, read_header, read_image, remove_file
+from prefixcache.ssd.index import Index, suffixes
+from prefixcache.ssd.quarantine import Quarantine
+
+_READERS = 4
+_WITNESSES = 3  # files of a namespace that are opened to prove its row
+_AT_ONCE = 16  # items that a reader takes at a time
+_CHUNK = 256
+_IN_FLIGHT = 60.0  # seconds that a file of a live directory may be older than its row
+_LOG = 4 << 20  # bytes of the index's log after which it is cut
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Finding(NamedTuple):
+    """One thing that was not as it should be. `path` is relative to the directory; `nbytes` are real bytes concerned.
+
+    kind: "index", "debris", "lost file", "orphan", "older format", "broken", "stray", "unreadable".
+    """
+
+    kind: str
+    path: str
+    reason: str
+    action: str
+    nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `reconcile` found and did; `error` says why it could not."""
+
+    directory: str
+    dry_run: bool = False
+    deep: bool = False
+    images: int = 0
+    nbytes: int = 0
+    findings: tuple[Finding, ...] = ()
+    error: str = ""
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return dict(Counter(finding.kind for finding in self.findings))
+
+    @property
+    def freed(self) -> int:
+        """Real bytes of what was deleted."""
+        return self._sum("debris") + self._sum("older format")
+
+    @property
+    def adopted(self) -> int:
+        """Real bytes of whole files that had no row."""
+        return self._sum("orphan")
+
+    @property
+    def quarantined(self) -> int:
+        """Real bytes of what was quarantined."""
+        return self._sum("broken") + self._sum("stray")
+
+    @property
+    def clean(self) -> bool:
+        return not self.findings and not self.error
+
+    @property
+    def exit_code(self) -> int:
+        """0: index and files agree. 1: they did not. 2: it could not be done."""
+        if self.error or any(finding.kind == "unreadable" for finding in self.findings):
+            return 2
+        return 1 if self.findings else 0
+
+    def as_dict(self) -> dict[str, Any]:
+        sums = {
+            name: getattr(self, name) for name in ("counts", "freed", "adopted", "quarantined", "clean", "exit_code")
+        }
+        return {**asdict(self), "findings": [finding._asdict() for finding in self.findings], **sums}
+
+    def summary(self) -> str:
+        if self.error:
+            return self.error
+        parts = [f"{n} x {kind}" for kind, n in sorted(self.counts.items())]
+        return f"{self.images} images; " + (", ".join(parts) if parts else "nothing to repair")
+
+    def _sum(self, kind: str) -> int:
+        return sum(finding.nbytes for finding in self.findings if finding.kind == kind)
+
+
+def open_index(directory: Directory, quarantine: Quarantine) -> tuple[Index, list[Entry], str]:
+    """The index, what it has, and why it is a new one: "" when it is not. One that is broken is quarantined."""
+    missing = not directory.index.exists()
+    try:
+        index = Index(directory.index)
+        try:
+            entries = index.entries()
+            require_true(directory, index.namespaces(), entries)
+        except BaseException:
+            index.close()
+            raise
+        return index, entries, "missing" if missing else ""
+    except IndexBroken as error:
+        return _new_index(directory, quarantine, str(error)), [], str(error)
+
+
+def require_true(directory: Directory, spaces: Iterable[Namespace], entries: list[Entry]) -> None:
+    """IndexBroken when the file of an image says something else of its namespace than the namespace's row.
+
+    One of the first files is asked, where nothing else proves the row: of a salted namespace the root key can't be computed
+    again, and a layout with another number in it would be believed.
+    """
+    unproven = {space.root: space for space in spaces if not is_proven(space)}
+    asked = Counter[bytes]()
+    for entry in entries if unproven else ():
+        space = unproven.get(entry.namespace)
+        if space is None or asked[space.root] == _WITNESSES:
+            continue
+        try:
+            said, stated = from_header(read_header(directory.file(entry.address)), 0)
+        except (Damaged, ValueError, OSError, NewerFormat):
+            said = None
+        if said is None or said.address != entry.address:
+            asked[space.root] += 1  # a read will tell
+            continue
+        if stated[:4] != space[:4]:
+            raise IndexBroken("a namespace is not what its images say")
+        asked[space.root] = _WITNESSES
+
+
+def mend(
+    directory: Directory,
+    index: Index,
+    entries: list[Entry],
+    quarantine: Quarantine,
+    *,
+    broken: str = "",
+    deep: bool = False,
+    progress: Progress | None = None,
+) -> tuple[Index, Report]:
+    """Repair a directory that the caller has locked: the index that it has then, a new one when there is doubt about the old
+    one, and what was found. `broken`: why the index is new already. After an error the index is closed.
+    """
+    try:
+        try:
+            if not broken:
+                index.check()
+            directory.sync()  # before a row says that a file is durable
+            return index, compare(Pass(directory, entries, index, quarantine, deep, progress), broken)
+        except (IndexBroken, sqlite3.IntegrityError) as error:
+            index.close()
+            index = _new_index(directory, quarantine, str(error))
+            return index, compare(Pass(directory, [], index, quarantine, deep, progress), str(error))
+    except BaseException:
+        index.close()
+        raise
+
+
+def _new_index(directory: Directory, quarantine: Quarantine, reason: str) -> Index:
+    for path in suffixes(directory.index):
+        if path.exists():
+            quarantine.take(str(path), f"the index is broken: {reason}")
+    return Index(directory.index)
+
+
+class Pass:
+    """One run over a directory: what it knows and what it has found. Without `index` nothing is changed."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        entries: Iterable[Entry],
+        index: Index | None,
+        quarantine: Quarantine | None,
+        deep: bool,
+        progress: Progress | None,
+    ):
+        self.directory, self.index, self.quarantine = directory, index, quarantine
+        self.rows = {entry.address: entry for entry in entries}
+        self.deep, self.progress = deep, progress
+        self.findings: list[Finding] = []
+        self.images = self.nbytes = 0
+        self.claims = Claims(index.namespaces() if index else ())
+        self.adopted: dict[bytes, list[Address]] = {}  # by root key
+        self.addresses_now: Callable[[], set[Address]] | None = None  # of a live directory: what its index has by now
+        self.newest = max((entry.used for entry in self.rows.values()), default=0)
+
+    def found(self, kind: str, path: str, reason: str, action: str, nbytes: int = 0) -> None:
+        done = action if self.index else f"would be {action}"
+        self.findings.append(Finding(kind, self.directory.relative(path), reason, done, nbytes))
+
+    def move(self, kind: str, path: str, reason: str) -> None:
+        size = disk_at(path)
+        if self.quarantine:
+            self.quarantine.take(path, reason)
+        self.found(kind, path, reason, "quarantined", size)
+
+    def delete(self, kind: str, path: str, reason: str) -> None:
+        size = disk_at(path)
+        if self.index:
+            remove_file(path)
+        self.found(kind, path, reason, "deleted", size)
+
+    def counts(self, disk: int, images: int = 1) -> None:
+        self.images += images
+        self.nbytes += disk
+
+
+def compare(run: Pass, broken: str) -> Report:
+    directory = run.directory
+    for item in directory.strays() if run.addresses_now is None else ():
+        run.delete("debris", item.path, "left by a write that was interrupted, or by an older release")
+    here = _scan(run)
+    if broken and (here or broken != "missing"):  # no index and no files is a new directory
+        run.found("index", str(directory.index), broken, "rebuilt from the files")
+    if run.addresses_now:
+        _settle(run, here)
+    total, done = len(here), 0
+    _drop_lost(run, here)
+    _distrust(run, here)
+    known = [address for address in here if address in run.rows]
+    orphans = [address for address in here if address not in run.rows]
+    for address, agrees in _judge(run, known):
+        if not agrees:  # its row is dropped, and the file judged by its own word
+            if run.index:
+                with run.index.transaction():
+                    run.index.remove([address])
+            orphans.append(address)
+            continue
+        disk = disk_of(here[address])
+        if run.index and disk != run.rows[address].disk:
+            run.index.correct(address, disk)
+        run.counts(disk)
+        done += 1
+        if run.progress:
+            run.progress(done, total)
+    for chunk in _chunks(orphans, _CHUNK):
+        _adopt(run, chunk)
+        done += len(chunk)
+        if run.progress:
+            run.progress(done, total)
+    if run.index:
+        run.index.checkpoint()
+    return Report(str(directory.root), run.index is None, run.deep, run.images, run.nbytes, tuple(run.findings))
+
+
+def _scan(run: Pass) -> dict[Address, os.stat_result]:
+    """The image files; what can't be one is quarantined."""
+    here: dict[Address, os.stat_result] = {}
+    for address, item in run.directory.files():
+        if address is None:
+            run.move("stray", item.path, "no image has such a name")
+            continue
+        try:
+            here[address] = item.stat(follow_symlinks=False)
+        except FileNotFoundError:  # a live directory
+            continue
+    return here
+
+
+def _settle(run: Pass, here: dict[Address, os.stat_result]) -> None:
+    """Forget about what came or went while a live directory was read."""
+    assert run.addresses_now
+    rows = run.addresses_now()
+    now = time.time()
+    for address in here.keys() - run.rows.keys():
+        if address in rows or now - here[address].st_mtime < _IN_FLIGHT:
+            del here[address]
+    for address in run.rows.keys() - here.keys():
+        if address not in rows or os.path.lexists(run.directory.file(address)):
+            del run.rows[address]
+
+
+def _distrust(run: Pass, here: dict[Address, os.stat_result]) -> None:
+    """Forget rows that say another size than the file has: the file says itself whether it is whole."""
+    for chunk in _chunks([a for a in here if a in run.rows and run.rows[a].nbytes != here[a].st_size], _CHUNK):
+        if run.index:
+            with run.index.transaction():
+                run.index.remove(chunk)
+        for address in chunk:
+            del run.rows[address]
+
+
+def _drop_lost(run: Pass, here: dict[Address, os.stat_result]) -> None:
+    for chunk in _chunks([address for address in run.rows if address not in here], _CHUNK):
+        if run.index:
+            with run.index.transaction():
+                run.index.remove(chunk)
+            _cut_log(run)
+        for address in chunk:
+            run.found("lost file", run.directory.file(address), "the index has it, the disk does not", "forgotten")
+
+
+def _judge(run: Pass, known: list[Address]) -> Iterator[tuple[Address, bool]]:
+    """Of each image that has a row and a file of the size that the row says: whether the file is what the row says."""
+    checker = Checker()
+
+    def look(address: Address) -> tuple[Address, bool]:
+        entry, path = run.rows[address], run.directory.file(address)
+        if checker.is_whole(path, entry):
+            return address, True
+        try:
+            read_image(path, entry)
+        except Damaged as damage:
+            return address, run.addresses_now is not None and damage.identity is None  # it has just been deleted
+        except OSError as error:
+            run.found("unreadable", path, os.strerror(error.errno or 0), "left alone")
+        return address, True
+
+    if run.deep:
+        yield from _parallel(look, known)
+    else:
+        yield from ((address, True) for address in known)
+
+
+def _adopt(run: Pass, addresses: list[Address]) -> None:
+    """Take whole files in that have no row; quarantine others; delete what is of a format that isn't read any more."""
+    wanted: list[tuple[Entry, Namespace]] = []
+
+    def look(address: Address) -> tuple[Address, tuple[Entry, Namespace] | None, str, str]:
+        path = run.directory.file(address)
+        try:
+            said = read_header(path)
+            entry, namespace = from_header(said, run.newest)
+            if entry.address != address:
+                return address, None, "the file is another image's", "broken"
+            check_stated(namespace)
+            if run.deep:
+                read_image(path, entry)
+            return address, (entry, namespace), "", "orphan"
+        except OlderFormat as error:
+            return address, None, str(error), "older format"
+        except (Damaged, ValueError) as error:
+            return address, None, str(error), "broken"
+        except OSError as error:
+            return address, None, os.strerror(error.errno or 0), "unreadable"
+
+    for address, pair, reason, kind in _parallel(look, addresses):
+        path = run.directory.file(address)
+        if pair and (verdict := run.claims.hear(pair[1])) is Verdict.FALSE:
+            run.move("broken", path, FALSE)
+        elif pair:
+            if verdict is Verdict.OVERRULES:
+                for entry, namespace in wanted:
+                    if namespace.root == pair[1].root:
+                        run.move("broken", run.directory.file(entry.address), FALSE)
+                wanted = [(entry, namespace) for entry, namespace in wanted if namespace.root != pair[1].root]
+                _expel(run, pair[1])
+            wanted.append(pair)
+        elif kind == "older format":
+            run.delete(kind, path, reason)
+        elif kind == "broken":
+            run.move(kind, path, reason)
+        else:
+            run.found(kind, path, reason, "left alone")
+    if run.index and wanted:
+        with run.index.transaction():
+            for entry, namespace in wanted:
+                run.index.insert(entry, namespace)
+        _cut_log(run)
+    for entry, namespace in wanted:
+        run.adopted.setdefault(namespace.root, []).append(entry.address)
+        run.found("orphan", run.directory.file(entry.address), "whole, and not in the index", "adopted", entry.disk)
+        run.counts(entry.disk)
+
+
+def _expel(run: Pass, truth: Namespace) -> None:
+    """What a root key stands for is proven now, and the index has believed something else: images that say that, too, go."""
+    known = [address for address, row in run.rows.items() if row.namespace == truth.root]
+    for address in (*known, *run.adopted.pop(truth.root, ())):
+        path = run.directory.file(address)
+        try:
+            stated = from_header(read_header(path), 0)[1].stated
+        except (Damaged, ValueError, OSError):
+            continue  # whatever it is, a read will tell
+        if stated == truth.stated:
+            continue
+        if run.index:
+            with run.index.transaction():
+                run.index.remove([address])
+        run.rows.pop(address, None)
+        run.counts(-disk_at(path), images=-1)
+        run.move("broken", path, FALSE)
+
+
+def _cut_log(run: Pass) -> None:
+    if run.index and disk_at(suffixes(run.directory.index)[1]) > _LOG:
+        run.index.checkpoint()
+
+
+def _parallel(work: Callable[[T], R], items: list[T]) -> Iterator[R]:
+    """In order, with a bounded number of results ahead. A thread gets several items at once: small files are quicker read
+    than handed over.
+    """
+    if len(items) < 2:
+        yield from map(work, items)
+        return
+    ahead: deque[Future[list[R]]] = deque()
+    with ThreadPoolExecutor(_READERS) as pool:
+        try:
+            for part in _chunks(items, max(1, min(_AT_ONCE, len(items) // (4 * _READERS)))):
+                ahead.append(pool.submit(lambda part: list(map(work, part)), part))
+                if len(ahead) > 2 * _READERS:
+                    yield from ahead.popleft().result()
+            while ahead:
+                yield from ahead.popleft().result()
+        finally:  # whoever reads the results may have given up
+            for future in ahead:
+                future.cancel()
+
+
+def _chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    rest = iter(items)
+    while chunk := list(islice(rest, size)):
+        yield chunk

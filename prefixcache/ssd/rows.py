@@ -1,0 +1,168 @@
+"""The rows of the index as records, read in bulk. A row that a cache would not have written is doubt about the whole index:
+IndexBroken, and whoever opens the directory builds the index from the files. Nothing is written here.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Collection, Iterable, Iterator
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from prefixcache import keys
+from prefixcache.image import KINDS
+from prefixcache.memory import collector_at_rest
+from prefixcache.ssd.entries import BOUNDS, Address, Entry, Namespace
+from prefixcache.ssd.errors import IndexBroken
+
+NUMBER = {kind: number for number, kind in enumerate(KINDS)}
+COLUMNS = "kind, key, namespace, parent, start, length, nbytes, checksum, disk, used, created, hits, extra, used_at"
+_CHUNK = 512  # rows at a time
+_TIMES = 1e19  # Unix times are nearer to 0
+_NOT_A_ROW = "an image has a value that no cache writes"
+
+Columns = tuple[tuple[Any, ...], ...]
+
+
+def read_namespaces(connection: sqlite3.Connection) -> list[Namespace]:
+    return list(_read_namespaces(connection).values())
+
+
+def _read_namespaces(connection: sqlite3.Connection) -> dict[int, Namespace]:
+    """By the number that images name them with."""
+    spaces = {}
+    for number, *row in connection.execute("SELECT id, root, model, codec, layout, created FROM namespace ORDER BY id"):
+        space = spaces[number] = Namespace(*row)
+        key = isinstance(space.root, bytes) and len(space.root) == keys.KEY_BYTES
+        if not (key and _are(str, space.stated) and _are(float, row[-1:]) and abs(space.created) < _TIMES):
+            raise IndexBroken("a namespace has a value that no cache writes")
+    return spaces
+
+
+def check_rows(connection: sqlite3.Connection) -> None:
+    """IndexBroken unless every namespace and image has values that a cache writes. Tokens are not read."""
+    spaces = _read_namespaces(connection)
+    for columns in _chunks(connection, f"SELECT {COLUMNS} FROM image"):
+        _check(columns, spaces)
+
+
+def read_entries(connection: sqlite3.Connection) -> list[Entry]:
+    """Every image, parents before children where the index has the parent."""
+    spaces = _read_namespaces(connection)
+    roots = {number: space.root for number, space in spaces.items()}
+    query = f"SELECT {COLUMNS}, tokens FROM image LEFT JOIN tokens USING (id) ORDER BY id"
+    with collector_at_rest():
+        rows = chain.from_iterable(_entries(columns, roots) for columns in _chunks(connection, query))
+        entries = _parents_first(rows, roots.values())
+    if len({entry.namespace for entry in entries}) != len(roots):
+        raise IndexBroken("a namespace without an image")
+    return entries
+
+
+def read_addresses(connection: sqlite3.Connection) -> set[Address]:
+    return {(KINDS[kind], key) for kind, key in connection.execute("SELECT kind, key FROM image")}
+
+
+def _chunks(connection: sqlite3.Connection, query: str) -> Iterator[Columns]:
+    cursor = connection.execute(query)
+    while rows := cursor.fetchmany(_CHUNK):
+        yield tuple(zip(*rows, strict=True))
+
+
+def _entries(columns: Columns, roots: dict[int, bytes]) -> Iterator[Entry]:
+    """The entries of a chunk, each a row whose tokens give its key."""
+    *fields, packed = columns
+    _check(fields, roots)
+    kinds, own, spaces, parents, starts, lengths, *rest = fields
+    tokens = _unpack(packed, lengths)
+    names = [KINDS[kind] for kind in kinds]
+    window = KINDS.index("window")
+    for kind, key, parent, raw in zip(kinds, own, parents, tokens, strict=True):
+        if kind != window and keys.chain(parent, raw) != key:
+            raise IndexBroken("tokens of an image are not those of its key")
+    return map(Entry, names, own, [roots[number] for number in spaces], parents, starts, tokens, *rest)
+
+
+def _check(columns: Iterable[tuple[Any, ...]], spaces: Collection[int]) -> None:
+    kinds, own, namespaces, parents, starts, lengths, nbytes, checksums, disk, used, created, hits, extra, used_at = (
+        columns
+    )
+    numbers = {"start": starts, "nbytes": nbytes, "disk": disk, "used": used, "hits": hits}
+    sound = (
+        _are(int, kinds, namespaces, lengths, *numbers.values())
+        and _are(bytes, own, parents)
+        and _are(str, checksums, extra)
+        and _are(float, created, used_at)
+        and min(kinds) >= 0
+        and max(kinds) < len(KINDS)
+        and min(lengths) >= 0
+        and max(lengths) < 1 << 31
+        and {*map(len, own), *map(len, parents)} == {keys.KEY_BYTES}
+        and set(map(len, checksums)) == {2 * keys.KEY_BYTES}
+        and all(min(column) >= 0 and max(column) < BOUNDS[name] for name, column in numbers.items())
+        and max(used) < BOUNDS["used"] // 2  # ticks go on from the largest
+        and min(*created, *used_at) > -_TIMES
+        and max(*created, *used_at) < _TIMES
+        and set(namespaces) <= set(spaces)
+    )
+    if not sound:
+        raise IndexBroken(_NOT_A_ROW)
+
+
+def _are(kind: type, *columns: Iterable[Any]) -> bool:
+    return all(set(map(type, column)) == {kind} for column in columns)
+
+
+def _unpack(packed: Iterable[Any], lengths: tuple[int, ...]) -> list[bytes]:
+    """Tokens as raw int64; the index keeps them as int32 where they fit. Those are widened together."""
+    blobs = [b"" if blob is None else blob for blob in packed]
+    if not _are(bytes, blobs):
+        raise IndexBroken("tokens of an image are missing or of a wrong size")
+    sizes = list(map(len, blobs))
+    if sizes == [4 * length for length in lengths]:
+        narrow = blobs
+    else:
+        narrow = [blob for blob, size, length in zip(blobs, sizes, lengths, strict=True) if size == 4 * length]
+    wide, at = np.frombuffer(b"".join(narrow), "<i4").astype("<i8").tobytes(), 0
+    tokens = []
+    for blob, size, length in zip(blobs, sizes, lengths, strict=True):
+        if size == 4 * length:
+            tokens.append(wide[at : at + 8 * length])
+            at += 8 * length
+        elif size == 8 * length:
+            tokens.append(blob)
+        else:
+            raise IndexBroken("tokens of an image are missing or of a wrong size")
+    return tokens
+
+
+def pack(tokens: bytes) -> bytes:
+    """int64 tokens as int32 where all fit: three blocks to a page of the index, not one."""
+    wide = np.frombuffer(tokens, "<i8")
+    narrow = wide.astype("<i4")
+    return narrow.tobytes() if np.array_equal(narrow, wide) else tokens
+
+
+def _parents_first(entries: Iterable[Entry], roots: Iterable[bytes]) -> list[Entry]:
+    """Rows come by id, because sorting them by `start` and then looking 100 000 tokens up costs twice as much. Parents are
+    nearly always written first; a child that comes earlier waits for its parent.
+    """
+    seen, early, found = set(roots), dict[bytes, list[Entry]](), list[Entry]()
+    for entry in entries:
+        if entry.parent not in seen:
+            early.setdefault(entry.parent, []).append(entry)
+            continue
+        found.append(entry)
+        if entry.kind == "rows":
+            seen.add(entry.key)
+            ready = [entry.key] if entry.key in early else []
+            while ready:
+                for child in early.pop(ready.pop(), ()):
+                    found.append(child)
+                    if child.kind == "rows":
+                        seen.add(child.key)
+                        ready.append(child.key)
+    without = [entry for waiting in early.values() for entry in waiting]  # their parents are not in the index
+    return found + sorted(without, key=lambda entry: (entry.start, NUMBER[entry.kind]))
