@@ -21,6 +21,7 @@ from prefixcache.image import (
     Header,
     Image,
     ImageError,
+    Kind,
     WrongFormat,
     examine,
     is_whole,
@@ -229,7 +230,7 @@ def from_header(said: Shallow, used: int) -> tuple[Entry, Namespace]:
     if said.nbytes >= BOUNDS["nbytes"]:
         raise ValueError("the size is not valid")
     entry = Entry(
-        Kind(meta.kind), key, root, parent, meta.start, tokens, said.nbytes, said.header.checksum, said.disk, used, said.modified,
-        0, meta.extra, said.modified,
+        Kind(meta.kind), key, root, parent, meta.start, tokens, said.nbytes, said.header.checksum, said.disk, used,
+        said.modified, 0, meta.extra, said.modified,
     )  # fmt: skip
     return entry, Namespace(root, meta.model, meta.codec, meta.layout, said.modified)
