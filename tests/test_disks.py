@@ -137,7 +137,7 @@ def test_a_directory_on_a_read_only_file_system_can_be_looked_at_but_not_opened(
     assert "read-only" in reconcile(disk / "ssd").error
 
 
-def test_a_directory_that_vanishes_is_begun_anew_and_ram_is_written_to_it(opened, tmp_path):
+def test_a_directory_that_vanishes_is_recreated_and_ram_is_written_to_it(opened, tmp_path):
     cache = opened()
     put(cache, *range(5))
     assert cache.flush()
@@ -297,7 +297,7 @@ def test_a_flush_is_false_when_a_store_found_the_disk_failing_after_a_deletion_d
     assert again.promote(prompt(2), model="m").result(20) == fetched(again, 2) == 600
 
 
-def test_a_vanished_directory_that_can_t_be_begun_anew_at_once_is_later(opened, tmp_path, monkeypatch):
+def test_a_vanished_directory_that_can_t_be_recreated_at_once_is_later(opened, tmp_path, monkeypatch):
     cache = opened()
     put(cache, 1)
     assert cache.flush()
