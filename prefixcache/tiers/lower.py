@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from prefixcache.blocks.budget import Reservation
 from prefixcache.blocks.eviction import eviction_victim, victims_for
 from prefixcache.blocks.graph import NODE_BYTES
 from prefixcache.blocks.masks import mask_from, window_key
@@ -14,7 +15,6 @@ from prefixcache.blocks.node import Node, Slot
 from prefixcache.image import Image, Kind
 from prefixcache.memory import collector_at_rest
 from prefixcache.ssd import Address, Cancelled, Entry
-from prefixcache.tiers.budget import Reservation
 from prefixcache.tiers.ram import GRAPH_SHARE
 from prefixcache.tiers.tier import Tier
 

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 from mlx_lm.models.cache import LRUPromptCache
 
+from prefixcache.blocks.budget import Reservation
 from prefixcache.cache import PrefixCache
 from prefixcache.identity import model_identity, nameless
 from prefixcache.keys import as_tokens
 from prefixcache.layers import CacheError
 from prefixcache.servers.read_or_compute import ReadOrCompute
-from prefixcache.tiers.budget import Reservation
 
 log = logging.getLogger("prefixcache")
 

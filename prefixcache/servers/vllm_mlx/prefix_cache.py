@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from prefixcache.blocks.budget import Reservation
 from prefixcache.cache import PrefixCache
 from prefixcache.keys import as_tokens
 from prefixcache.servers.auxiliary import Auxiliary, give, hold
 from prefixcache.servers.read_or_compute import ReadOrCompute
-from prefixcache.tiers.budget import Reservation
 
 log = logging.getLogger("prefixcache")
 
