@@ -37,7 +37,7 @@ ONLY = {
     "metrics": {""},
     "blocks": {"keys", "image"},
     "trace": {"keys"},
-    "ssd": {"keys", "image", "migrations", "metrics"},
+    "ssd": {"keys", "image", "memory", "migrations", "metrics", "blocks"},
     "codecs": {"kernels"},
     "live": {"codecs", "memory"},
     "layers": {"keys", "image", "codecs", "blocks"},
@@ -46,7 +46,7 @@ ONLY = {
 # Looked up in a function, when one is to be checked, not when the module is loaded.
 LATE = {("settings", "codecs"), ("metrics", "")}
 
-WITHOUT_MLX = ["keys", "image", "blocks", "settings", "ssd", "identity", "trace", "metrics"]
+WITHOUT_MLX = ["keys", "image", "memory", "blocks", "settings", "ssd", "identity", "trace", "metrics"]
 
 
 def modules() -> dict[str, Path]:

@@ -7,6 +7,7 @@ lookups end there, and what is below waits for the rows to be stored again.
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from prefixcache.keys import BLOCK, TOKEN_BYTES
 
 RAM = 0  # the fastest tier, whose images are at hand; the tiers below it are 1, 2, ... in order of speed
 BLOCK_BYTES = BLOCK * TOKEN_BYTES
+_ZERO = bytes(array("l").itemsize)
 _NONE: list[Any] = []  # what a node without children or snapshots has; shared, and never changed
 _EMPTY: dict[Any, Any] = {}
 _EVICTION_RANK = {Kind.SNAPSHOT: 0, Kind.WINDOW: 1, Kind.ROWS: 2}  # of one block and one touch
@@ -113,8 +115,8 @@ class Node:
         self.sizes: dict[int, int] = _EMPTY  # how many snapshots have a suffix of so many bytes
         # By tier. No lists: the collector of cycles would visit them, and with 100k nodes that is most of its work.
         # What is in the tier, or waits to be written to it, and depends on the node: children's rows, its windows, snapshots.
-        self.dependents = array("l", bytes(array("l").itemsize * tiers))
-        self.boundaries = array("l", bytes(array("l").itemsize * tiers))  # windows and snapshots in it, here and below
+        self.dependents = array("l", _ZERO * tiers)
+        self.boundaries = array("l", _ZERO * tiers)  # windows and snapshots in it, here and below
 
     @property
     def is_whole(self) -> bool:
@@ -164,6 +166,30 @@ class Walk(NamedTuple):
     @property
     def nodes(self) -> list[Node]:
         return [*self.path, self.partial] if self.partial else self.path
+
+
+def dependencies(slot: Slot) -> Iterator[Slot]:
+    """The rows that an image is of no use without, whatever tier they are in: of a snapshot those that reach its boundary;
+    then its blocks, the last one first, up to one without rows.
+    """
+    node = slot.node.parent if slot.kind == Kind.ROWS else slot.node
+    if slot.kind == Kind.SNAPSHOT and (covering := covering_rows(slot)) is not None:
+        yield covering
+    while node is not None and node.rows is not None:
+        yield node.rows
+        node = node.parent
+
+
+def covering_rows(snapshot: Slot) -> Slot | None:
+    """The rows that go on from a snapshot's block up to its boundary; of several the most recent."""
+    node, covering = snapshot.node, None
+    for i in range(bisect_left(node.child_tokens, snapshot.suffix), len(node.children)):
+        if not node.child_tokens[i].startswith(snapshot.suffix):
+            break
+        rows = node.children[i].rows
+        if rows is not None and (covering is None or rows.tick > covering.tick):
+            covering = rows
+    return covering
 
 
 def common_tokens(a: bytes, b: bytes) -> int:

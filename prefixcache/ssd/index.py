@@ -266,18 +266,20 @@ class Index:
     def remove(self, addresses: Iterable[Address]) -> None:
         """Images leave, and with its last image a namespace."""
         run = self._connection.execute
+        images: list[tuple[int]] = []
         emptied: set[int] = set()
-        for kind, key in addresses:
+        for kind, key in dict.fromkeys(addresses):
             at = [key, _NUMBER[kind]]
             row = run("SELECT id, namespace FROM image WHERE key = ? AND kind = ?", at).fetchone()
             if row is None:
                 continue
             image, number = row
-            run("DELETE FROM tokens WHERE id = ?", [image])
-            run("DELETE FROM image WHERE id = ?", [image])
+            images.append((image,))
             self._images[number] -= 1
             if not self._images[number]:
                 emptied.add(number)
+        for table in ("tokens", "image"):
+            self._connection.executemany(f"DELETE FROM {table} WHERE id = ?", images)
         for number in emptied:
             run("DELETE FROM namespace WHERE id = ?", [number])
             del self._images[number]
@@ -516,3 +518,8 @@ def _pack(tokens: bytes) -> bytes:
     wide = np.frombuffer(tokens, "<i8")
     narrow = wide.astype("<i4")
     return narrow.tobytes() if np.array_equal(narrow, wide) else tokens
+
+
+def unpack(tokens: bytes, length: int) -> bytes:
+    """The inverse of `_pack`, of so many tokens."""
+    return np.frombuffer(tokens, "<i4").astype("<i8").tobytes() if len(tokens) == 4 * length else tokens

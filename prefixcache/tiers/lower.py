@@ -11,10 +11,11 @@ from prefixcache.blocks.budget import Reservation
 from prefixcache.blocks.eviction import eviction_victim, victims_for
 from prefixcache.blocks.graph import NODE_BYTES
 from prefixcache.blocks.masks import mask_from, window_key
-from prefixcache.blocks.node import Node, Slot
+from prefixcache.blocks.node import Slot, dependencies
 from prefixcache.image import Image, Kind
 from prefixcache.memory import collector_at_rest
 from prefixcache.ssd import Address, Cancelled, Entry
+from prefixcache.ssd.loading import parent_of, place_entry
 from prefixcache.tiers.ram import GRAPH_SHARE
 from prefixcache.tiers.tier import Tier
 
@@ -78,39 +79,18 @@ class LowerTier:
     def _add(self, entry: Entry, reservation: Reservation) -> bool:
         """Give the image of an entry its place in the graph. False when it has none."""
         graph, namespace = self._storage.graph, self._storage.namespaces[entry.namespace]
-        if entry.parent == entry.namespace:
-            parent = namespace.tree.root
-        elif (Kind.ROWS, entry.parent) in graph.slots:
-            parent = graph.slots[Kind.ROWS, entry.parent].node
-        else:
+        parent = parent_of(graph, entry)
+        if parent is None:
             return False
-        node: Node = parent
         mask: tuple[int, ...] = ()
-        suffix = b""
-        try:
-            if entry.kind == Kind.ROWS:
-                grown = graph.grow(parent, entry.tokens, reservation, entry.key)
-                if grown is None:
-                    return False
-                node = grown
-            elif entry.kind == Kind.WINDOW:
+        if entry.kind == Kind.WINDOW:
+            try:
                 mask = mask_from(entry.extra)
-                if len(mask) != len(namespace.plan.windows) or window_key(parent.key, mask) != entry.key:
-                    return False
-            else:
-                suffix = entry.tokens
-        except ValueError:
-            return False
-        slot = Slot(entry.kind, node, entry.key, entry.nbytes, suffix, mask)
-        slot.checksum, slot.tick, slot.hits, slot.created = entry.checksum, entry.used, entry.hits, entry.created
-        try:
-            if not graph.attach(slot, reservation):
+            except ValueError:
                 return False
-        except ValueError:  # the reservation is spent
-            graph.prune(node)
-            return False
-        graph.place(slot, self.number, disk=entry.disk)
-        return True
+            if len(mask) != len(namespace.plan.windows) or window_key(parent.key, mask) != entry.key:
+                return False
+        return place_entry(graph, entry, parent, self.number, reservation, mask) is not None
 
     # -- room ---------------------------------------------------------------------------------------------------------
 
@@ -241,17 +221,12 @@ class LowerTier:
         return (slot.tiers | slot.pending) >> self.number & 1 == 1
 
     def _with_parents(self, slot: Slot) -> list[Slot]:
-        """The slot and the rows that it is of no use without, the first block first, from the last one that is there."""
+        """The slot and the rows that it depends on, the first block first, from the last one that is there."""
         chain = [slot]
-        node: Node | None = slot.node if slot.kind != Kind.ROWS else slot.node.parent
-        if slot.kind == Kind.SNAPSHOT:
-            children = (child for child in slot.node.children if child.tokens.startswith(slot.suffix))
-            chain += [child.rows for child in children if child.rows is not None][:1]
-        while node is not None and node.rows is not None:
-            chain.append(node.rows)
-            if self._has(node.rows):
+        for rows in dependencies(slot):
+            chain.append(rows)
+            if self._has(rows):
                 break
-            node = node.parent
         return chain[::-1]
 
     def _write(self, slot: Slot, wanted: Slot) -> bool:
