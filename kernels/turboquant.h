@@ -1,6 +1,6 @@
 /* What the files of TurboQuant's C kernel share: the constants of a form, one call's arrays, the code paths.
  *
- * The structures are written by prefixcache/codecs/turboquant/c_rows.py, turboquant_c_attention.py and measuring_c.py, which
+ * The structures are written by prefixcache/codecs/turboquant/c_rows.py, c_attention.py and c_measure.py there, which
  * mirror them field by field.
  */
 #ifndef TURBOQUANT_H
@@ -19,7 +19,7 @@ enum {
 
 enum dtype { FLOAT16, BFLOAT16, FLOAT32 };
 
-/* The constants of rows of one width, bit depth and seed: `Form` of turboquant_format.py, as the kernel reads them. */
+/* The constants of rows of one width, bit depth and seed: `Form` of format.py there, as the kernel reads them. */
 struct form {
     int32_t width; /* a multiple of 8, from 32 to MAX_WIDTH */
     int32_t bits;

@@ -2,7 +2,7 @@
  *
  * A row lives in one lane of a vector and its values in one vector after another, the *columns*: so the rotation, the
  * sums and the comparisons are operations between columns, whatever the width, and no lane asks for another. Rows are
- * transposed where they come in and go out. The format, with each operation that rounds, is turboquant_format.py's.
+ * transposed where they come in and go out. The format, with each operation that rounds, is codecs/turboquant/format.py's.
  *
  * The last tile of a row overlaps the one before where the row is no multiple of it: the same values are computed twice.
  */

@@ -28,7 +28,7 @@ from prefixcache.blocks.node import RAM, Slot
 from prefixcache.codecs import Codec, TurboQuant
 from prefixcache.codecs.turboquant import backends as turboquant_backends
 from prefixcache.keys import BLOCK, Tokens, as_model, as_salt, as_tokens
-from prefixcache.layers.adapters import allow
+from prefixcache.layers.classes import allow
 from prefixcache.layers.decoded import Decoded
 from prefixcache.layers.encode import evaluate
 from prefixcache.layers.plan import read
@@ -89,9 +89,8 @@ class PrefixCache:
     """The attention state of prompts seen, compressed in RAM under a hard budget, and on SSD.
 
     Thread-safe: any thread may call anything. MLX runs only in `store`, `fetch` and `StoredPrompt`, on the caller's
-    thread and stream. Nothing waits for the disk but `flush`, `close`, the future of `promote`, where it is asked for
-    `fetch` (`promote=True`) and `store` (the setting `spill="wait"`), and where `trace` records, the call whose turn it is
-    to write it, once a second.
+    thread and stream. Nothing waits for the disk but `flush`, `close`, the future of `promote`, and where it is asked for
+    `fetch` (`promote=True`) and `store` (the setting `spill="wait"`).
     """
 
     def __init__(self, settings: Settings | None = None, **values: Any):

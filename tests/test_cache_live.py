@@ -61,9 +61,8 @@ def coded(caches: list[Any]) -> list[TurboQuantKVCache]:
 
 
 def bits(layer: TurboQuantKVCache, tokens: int) -> list[np.ndarray]:
-    held = layer._held
-    assert held.codes is not None
-    return [np.array(held.codes[:, :, :tokens]), np.array(held.scales[:, :, :tokens])]
+    codes, scales = layer._layer.codes.arrays
+    return [np.array(codes[:, :, :tokens]), np.array(scales[:, :, :tokens])]
 
 
 def same_bits(a: list[Any], b: list[Any], tokens: int) -> bool:
@@ -79,10 +78,11 @@ def by_codes_alone(layer: Any) -> Any:
         return made
     if not isinstance(layer, TurboQuantKVCache):
         return layer
-    held, kind = layer._held, layer.kind
+    coded, kind = layer._layer, layer.kind
     assert kind is not None
-    runs = [(run.first, run.levels) for run in held.runs[0]]
-    return TurboQuantKVCache.from_codes(held.choice, kind, runs, held.codes, held.scales, held.rows, held.raw)
+    return TurboQuantKVCache.from_codes(
+        coded.choice, kind, coded.runs[0], *coded.codes.arrays, coded.rows, coded.sinks.arrays
+    )
 
 
 def test_a_model_goes_on_from_a_compressed_hit_as_from_the_cache_that_was_stored(model: Any) -> None:

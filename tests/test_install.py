@@ -20,19 +20,19 @@ USE = """
 import sys
 import numpy as np
 import prefixcache, prefixcache.cli, prefixcache.migrations
-from prefixcache.codecs import turboquant_c, turboquant_numpy
+from prefixcache.codecs.turboquant import c_rows, numpy_rows
 from prefixcache.codecs.turboquant.format import form_of
 
 assert prefixcache.__file__.startswith(sys.argv[1]), prefixcache.__file__
 assert prefixcache.migrations.__file__.startswith(sys.argv[1]), prefixcache.migrations.__file__
-back_end = turboquant_c if turboquant_c.available() else turboquant_numpy
+back_end = c_rows if c_rows.available() else numpy_rows
 rows = np.random.default_rng(0).standard_normal((50, 2, 128)).astype(np.float16)
 codes, scales, back = np.zeros((50, 2, 16), np.uint32), np.zeros((50, 2), np.uint16), np.zeros((2, 50, 128), np.float16)
 form = form_of(128, 4, 0)
 back_end.encode(rows, "float16", form, None, codes, scales)
 back_end.decode(codes, scales, "float16", form, None, back)
 assert np.mean((rows.swapaxes(0, 1) - back).astype(float) ** 2) < 0.015
-print(back_end.__name__.rpartition(".")[2], turboquant_c.describe(), sep=": ")
+print(back_end.__name__.rpartition(".")[2], c_rows.describe(), sep=": ")
 """
 
 
@@ -70,7 +70,7 @@ def test_without_a_compiler_numpy_serves(source: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     install(source, site, CC="/nonexistent/cc")
     assert not list(site.rglob("*.so"))
-    assert use(site) == "turboquant_numpy: not built\n"
+    assert use(site) == "numpy_rows: not built\n"
 
 
 @pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc")), reason="no C compiler here")
@@ -90,4 +90,4 @@ def test_the_kernel_is_built_from_a_source_distribution(source: Path, tmp_path: 
 
     site = tmp_path / "site"
     install(tmp_path / name, site)
-    assert use(site).startswith("turboquant_c: C, ")
+    assert use(site).startswith("c_rows: C, ")

@@ -275,14 +275,14 @@ def test_live_caches_of_codes_are_left_alone() -> None:
     live = [TurboQuantKVCache(4, 4), KVCache()]
     extend(live, rows, 0, 700)
     codes, sinks, recent = (
-        np.array(array) for array in (live[0]._held.codes, live[0]._held.raw[0], live[0]._held.recent[0])
+        np.array(part.arrays[0]) for part in (live[0]._layer.codes, live[0]._layer.sinks, live[0]._layer.recent)
     )
     with PrefixCache(ram="50MB", codec="turboquant") as cache:
         before = held(live[1:])
         cache.store(tokens[:300], extend([KVCache(), KVCache()], some_rows(700, 1), 0, 300), model="m")
         cache.store(tokens, live, model="m", write_back=True)
-        kept = live[0]._held
-        now = kept.codes, kept.raw[0], kept.recent[0]
+        layer = live[0]._layer
+        now = [part.arrays[0] for part in (layer.codes, layer.sinks, layer.recent)]
         assert all(np.array_equal(a, b) for a, b in zip((codes, sinks, recent), now, strict=True))
         assert changed(before, live[1:]) == [set(range(512))]
 

@@ -7,7 +7,7 @@ from itertools import islice
 
 from prefixcache.blocks.graph import Graph
 from prefixcache.blocks.node import Node, Slot
-from prefixcache.image import Kind
+from prefixcache.image import ROWS
 
 NEARBY = 64  # children that are looked at for one that is evicted in a block's place
 
@@ -41,7 +41,7 @@ def victims_for(graph: Graph, tier: int, nbytes: int, slot: Slot, wanted: Slot) 
     victims: list[Slot] = []
     for victim in eviction_order(graph, tier, graph.order[tier].less_recent(slot, wanted)):
         victims.append(victim)
-        nbytes -= victim.disk
+        nbytes -= victim.disk or victim.nbytes
         if nbytes <= 0:
             return victims
     return []
@@ -59,7 +59,7 @@ def eviction_order(graph: Graph, tier: int, candidates: Iterable[Slot]) -> Itera
         victim: Slot | None = candidate
         while victim is not None:
             node = victim.node
-            if victim.kind == Kind.ROWS:
+            if victim.kind == ROWS:
                 here = node.dependents[tier]
                 elsewhere = victim.tiers == 1 << tier and sum(node.dependents) > here  # the block's last image
                 if here > evicted.get(node, 0) or elsewhere:

@@ -16,7 +16,7 @@ from typing import Any
 from prefixcache.blocks.budget import Budget, Reservation
 from prefixcache.blocks.node import BLOCK_BYTES, RAM, Node, Slot, Tree, Walk, Window, common_tokens
 from prefixcache.blocks.recency import Recency
-from prefixcache.image import Kind
+from prefixcache.image import ROWS, SNAPSHOT, WINDOW, Kind
 from prefixcache.keys import BLOCK, TOKEN_BYTES, chain
 
 NODE_BYTES = 728  # of RAM a node, beside its tokens; measured by tools/bench/memory.py
@@ -101,7 +101,7 @@ class Graph:
 
     def is_known(self, node: Node) -> bool:
         """Whether a node is a root, or still in the graph with its rows."""
-        return node.parent is None or (node.rows is not None and self.slots.get((Kind.ROWS, node.key)) is node.rows)
+        return node.parent is None or (node.rows is not None and self.slots.get((ROWS, node.key)) is node.rows)
 
     def nearest(self, parent: Node, tokens: bytes) -> tuple[Node | None, int]:
         """The child that shares most leading tokens with these, and how many; of equals one whose rows are in RAM."""
@@ -141,7 +141,7 @@ class Graph:
         if i < len(parent.children) and parent.child_tokens[i] == tokens:
             return parent.children[i]
         key = chain(parent.key, tokens) if key is None else key
-        if (Kind.ROWS, key) in self.slots:
+        if (ROWS, key) in self.slots:
             return None
         node = Node(parent.tree, parent, tokens, key, label, len(self.tiers))
         reservation.spend(nodes=NODE_BYTES + len(tokens))
@@ -164,21 +164,21 @@ class Graph:
         with the same rows.
         """
         node = slot.node
-        if slot.kind == Kind.SNAPSHOT:
+        if slot.kind == SNAPSHOT:
             taken = slot.suffix in node.snapshots
-        elif slot.kind == Kind.WINDOW:
+        elif slot.kind == WINDOW:
             taken = any(window.mask == slot.mask for window in node.windows)
         else:
             taken = node.rows is not None
         if taken or (slot.kind, slot.key) in self.slots:
             return False
         reservation.spend(nodes=self.slot_cost(slot))
-        if slot.kind == Kind.SNAPSHOT:
+        if slot.kind == SNAPSHOT:
             if not node.snapshots:
                 node.snapshots, node.sizes = {}, {}
             node.snapshots[slot.suffix] = slot
             node.sizes[len(slot.suffix)] = node.sizes.get(len(slot.suffix), 0) + 1
-        elif slot.kind == Kind.WINDOW:
+        elif slot.kind == WINDOW:
             node.windows += (slot,)
         else:
             node.rows = slot
@@ -197,13 +197,14 @@ class Graph:
             slot.image = image
             self.ram_by_label[slot.node.label] += slot.nbytes
             self.order[RAM].add(slot)
-            self.version += slot.kind == Kind.ROWS and not slot.node.is_whole  # of equal tails a walk takes one in RAM
-        else:
+            self.version += slot.kind == ROWS and not slot.node.is_whole  # of equal tails a walk takes one in RAM
+        elif tier == RAM + 1:
             slot.disk = disk
         slot.tiers |= 1 << tier
         self.images[tier] += 1
         self._count(slot, tier, 1)
-        self._unblock(slot)
+        if slot.blocked:
+            self._unblock(slot)
 
     def drop(self, slot: Slot, tier: int) -> None:
         """A slot's image is deleted from a tier. In no tier any more, the slot goes, and nodes that hold nothing with it."""
@@ -215,11 +216,12 @@ class Graph:
             self._free(slot)
             self.order[RAM].remove(slot)
         else:
-            slot.disk = 0
-            if not slot.tiers >> 1:
+            if tier == RAM + 1:
+                slot.disk = 0
+            if slot.tiers < 2:
                 self.recency.unflushed.pop(slot, None)
         self._count(slot, tier, -1)
-        if slot.kind != Kind.ROWS:
+        if slot.kind != ROWS:
             self._demote_unserved(slot, tier)
         if not slot.tiers:
             self._remove(slot)
@@ -239,7 +241,8 @@ class Graph:
         if not slot.pending:
             self.budget.queue(-slot.nbytes)
             self.order[RAM].back(slot, used_since)
-        self._unblock(slot)
+        if slot.blocked:
+            self._unblock(slot)
 
     def detach(self, slot: Slot) -> None:
         """A slot that waits for a write goes from sight at once; its bytes stay counted until `release`."""
@@ -279,11 +282,12 @@ class Graph:
             slot.pins -= 1
             if not slot.pins:
                 self.pinned -= 1
-                self._unblock(slot)
+                if slot.blocked:
+                    self._unblock(slot)
 
     def has_dependents(self, slot: Slot, tier: int) -> bool:
         """Whether something else in the tier is of no use without this slot."""
-        if slot.kind != Kind.ROWS:
+        if slot.kind != ROWS:
             return False
         if tier != RAM and slot.tiers == 1 << tier and any(slot.node.dependents):
             return True  # the block's last image, and something in a faster tier depends on it
@@ -311,12 +315,12 @@ class Graph:
 
     def _remove(self, slot: Slot) -> None:
         node = slot.node
-        if slot.kind == Kind.SNAPSHOT:
+        if slot.kind == SNAPSHOT:
             if node.snapshots.pop(slot.suffix, None) is not None:
                 node.sizes[len(slot.suffix)] -= 1
                 if not node.sizes[len(slot.suffix)]:
                     del node.sizes[len(slot.suffix)]
-        elif slot.kind == Kind.WINDOW:
+        elif slot.kind == WINDOW:
             node.windows = tuple(window for window in node.windows if window is not slot)
         elif node.rows is slot:
             node.rows = None
@@ -332,21 +336,23 @@ class Graph:
         slot.image = None
         self.ram_by_label[slot.node.label] -= slot.nbytes
         self.budget.free_image(slot.nbytes)
-        self.version += slot.kind == Kind.ROWS and not slot.node.is_whole
+        self.version += slot.kind == ROWS and not slot.node.is_whole
 
     def _count(self, slot: Slot, tier: int, by: int) -> None:
         self._count_dependent(slot, tier, by)
-        node: Node | None = slot.node if slot.kind != Kind.ROWS else None
-        while node is not None:
-            node.boundaries[tier] += by
-            node = node.parent
+        if slot.kind != ROWS:
+            node: Node | None = slot.node
+            while node is not None:
+                node.boundaries[tier] += by
+                node = node.parent
 
     def _count_dependent(self, slot: Slot, tier: int, by: int) -> None:
-        node = slot.node if slot.kind != Kind.ROWS else slot.node.parent
-        if node is not None:
-            node.dependents[tier] += by
-            if not node.dependents[tier] and node.rows is not None:
-                self._unblock(node.rows)
+        node = slot.node.parent if slot.kind == ROWS else slot.node
+        assert node is not None
+        dependents = node.dependents
+        dependents[tier] += by
+        if by < 0 and (rows := node.rows) is not None and rows.blocked and not dependents[tier]:
+            self._unblock(rows)
 
     def _unblock(self, slot: Slot) -> None:
         """It may have become one that can be evicted."""
@@ -401,7 +407,7 @@ class Graph:
                 assert self.slots[slot.kind, slot.key] is slot
                 assert slot.tiers, "a slot that holds nothing"
                 assert slot.is_in(RAM) == (slot.image is not None)
-                assert (slot.tiers > 1) == (slot.disk > 0)
+                assert slot.is_in(RAM + 1) == (slot.disk > 0)
                 assert slot.is_in(RAM) or not slot.pending
                 assert slot.pins >= 0
                 images += slot.nbytes if slot.image is not None else 0
@@ -409,11 +415,11 @@ class Graph:
                 for tier in self.tiers:
                     if slot.is_in(tier):
                         present[tier].add(slot)
-            below = [s for s in here if s.kind != Kind.ROWS] + [k.rows for k in node.children if k.rows is not None]
+            below = [s for s in here if s.kind != ROWS] + [k.rows for k in node.children if k.rows is not None]
             for tier in self.tiers:
                 pending = sum(s.pending >> tier & 1 for s in below)
                 assert node.dependents[tier] == sum(s.is_in(tier) for s in below) + pending
-                boundaries = sum(s.is_in(tier) for s in here if s.kind != Kind.ROWS)
+                boundaries = sum(s.is_in(tier) for s in here if s.kind != ROWS)
                 assert node.boundaries[tier] == boundaries + sum(child.boundaries[tier] for child in node.children)
             stack.extend(node.children)
         assert nodes == self.nodes

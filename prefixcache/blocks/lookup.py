@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 
 from prefixcache.blocks.node import Node, Slot, Walk, bits, common_tokens
-from prefixcache.image import Kind
+from prefixcache.image import ROWS
 from prefixcache.keys import BLOCK, TOKEN_BYTES
 
 
@@ -66,9 +66,9 @@ def pin_roots(required: Iterable[Slot]) -> list[Slot]:
     """Of required images, tail first, those whose pins keep all of them: a block stays while something depends on it."""
     roots, below = [], False
     for slot in required:
-        if slot.kind != Kind.ROWS or not below:
+        if slot.kind != ROWS or not below:
             roots.append(slot)
-        below |= slot.kind == Kind.ROWS
+        below |= slot.kind == ROWS
     return roots
 
 

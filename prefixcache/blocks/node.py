@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from prefixcache.image import Kind
+from prefixcache.image import ROWS, SNAPSHOT, WINDOW, Kind
 from prefixcache.keys import BLOCK, TOKEN_BYTES
 
 RAM = 0  # the fastest tier, whose images are at hand; the tiers below it are 1, 2, ... in order of speed
@@ -21,7 +21,7 @@ BLOCK_BYTES = BLOCK * TOKEN_BYTES
 _ZERO = bytes(array("l").itemsize)
 _NONE: list[Any] = []  # what a node without children or snapshots has; shared, and never changed
 _EMPTY: dict[Any, Any] = {}
-_EVICTION_RANK = {Kind.SNAPSHOT: 0, Kind.WINDOW: 1, Kind.ROWS: 2}  # of one block and one touch
+_EVICTION_RANK = {SNAPSHOT: 0, WINDOW: 1, ROWS: 2}  # of one block and one touch
 
 
 class Window(NamedTuple):
@@ -45,8 +45,8 @@ class Slot:
     """One image's place, and what is known of the image. `tiers` says where it is: a bit a tier, RAM's the lowest."""
 
     __slots__ = (
-        "checksum", "created", "disk", "evict_first", "hits", "image", "key", "kind", "mask", "nbytes", "node", "pending",
-        "pins", "reading", "suffix", "tick", "tiers",
+        "blocked", "checksum", "created", "disk", "evict_first", "hits", "image", "key", "kind", "mask", "nbytes", "node",
+        "pending", "pins", "reading", "suffix", "tick", "tiers",
     )  # fmt: skip
 
     def __init__(
@@ -60,13 +60,14 @@ class Slot:
         self.mask = mask  # of a window: for each window of the tree, the tokens whose rows it has, a bit each
         self.tiers = 0
         self.image: Any = None  # while RAM has it
-        self.disk = 0  # bytes that its file takes
+        self.disk = 0  # bytes that its file takes in the first tier below RAM; others keep their own account
         self.checksum = ""
         self.pending = 0  # the tiers that it waits to be written to, a bit each
         self.evict_first = (
             False  # below RAM no boundary needs it any more: it is evicted before others, whatever its tick
         )
-        self.reading: Any = None  # a Future, while it is read from a tier below
+        self.reading: Any = None  # while a promotion reads it from a tier below
+        self.blocked = False  # an order has passed it over as one that can't be evicted
         self.pins = 0
         self.tick = 0
         self.hits = 0
@@ -80,7 +81,7 @@ class Slot:
     @property
     def end_of_block(self) -> int:
         """The end of the block that it depends on: of a snapshot, the one that its suffix begins, were it whole."""
-        return self.node.end + BLOCK if self.kind == Kind.SNAPSHOT else self.node.start + BLOCK
+        return self.node.end + BLOCK if self.kind == SNAPSHOT else self.node.start + BLOCK
 
     def is_in(self, tier: int) -> bool:
         return self.tiers >> tier & 1 == 1
@@ -172,8 +173,8 @@ def dependencies(slot: Slot) -> Iterator[Slot]:
     """The rows that an image is of no use without, whatever tier they are in: of a snapshot those that reach its boundary;
     then its blocks, the last one first, up to one without rows.
     """
-    node = slot.node.parent if slot.kind == Kind.ROWS else slot.node
-    if slot.kind == Kind.SNAPSHOT and (covering := covering_rows(slot)) is not None:
+    node = slot.node.parent if slot.kind == ROWS else slot.node
+    if slot.kind == SNAPSHOT and (covering := covering_rows(slot)) is not None:
         yield covering
     while node is not None and node.rows is not None:
         yield node.rows

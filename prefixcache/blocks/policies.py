@@ -68,7 +68,7 @@ class Order(Protocol):
         """
 
     def unblock(self, slot: Slot, /) -> None:
-        """It may be evicted now. It need not be here."""
+        """It may be evicted now. It need not be here. Called for a slot that is `blocked`."""
 
     def check_integrity(self) -> None:
         """AssertionError when an invariant of the order does not hold."""
@@ -152,6 +152,7 @@ class Lru:
         self.remove(slot)
         self._first -= 1
         self._blocked[slot] = self._first
+        slot.blocked = True
         self._blocked.move_to_end(slot, last=False)
         self.unblock(slot)
 
@@ -174,6 +175,7 @@ class Lru:
             del slots[slot]
             self._last += 1
             blocked[slot] = self._last
+            slot.blocked = True
 
     def unblock(self, slot: Slot) -> None:
         if (number := self._blocked.get(slot)) is not None:

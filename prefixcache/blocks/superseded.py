@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from prefixcache.blocks.graph import Graph
 from prefixcache.blocks.node import Node, Slot, common_tokens
-from prefixcache.image import Kind
+from prefixcache.image import ROWS, WINDOW
 from prefixcache.keys import TOKEN_BYTES
 
 NEARBY = 64  # siblings that are looked at for one that takes a tail's place
@@ -26,10 +26,10 @@ def is_superseded(graph: Graph, slot: Slot, successor: Node, tier: int) -> bool:
     """
     if successor.rows is None or not successor.rows.is_in(tier):
         return False
-    if slot.kind == Kind.ROWS:
+    if slot.kind == ROWS:
         return successor is not slot.node and not graph.has_dependents(slot, tier)
     masks = [window.mask for window in successor.windows if window is not slot and window.is_in(tier)]
-    return slot.kind == Kind.WINDOW and bool(masks) and _has_all(slot.mask, *masks)
+    return slot.kind == WINDOW and bool(masks) and _has_all(slot.mask, *masks)
 
 
 def successions(node: Node) -> Iterator[tuple[Slot, Node]]:

@@ -15,7 +15,7 @@ import mlx.core as mx
 from prefixcache.codecs.interchange import Array
 
 if TYPE_CHECKING:
-    from prefixcache.codecs.turboquant.levelling import Levels  # which measures by way of these
+    from prefixcache.codecs.turboquant.levelling import Levels, PackedLevels  # which measures by way of these
 
 
 class Plane(NamedTuple):
@@ -59,13 +59,12 @@ class Decoding(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Blocks of a prompt, encoded: planes (blocks, tokens, heads, ...); where they were measured, their levels as they are
-    kept, mean (None where rows aren't centred) and root (blocks, heads, width); where it was asked for, what `decode` gives,
-    (heads, blocks * tokens, width).
+    """Blocks of a prompt, encoded: planes (blocks, tokens, heads, ...); levels (blocks, heads, width) where those were
+    measured; what `decode` gives, (heads, blocks * tokens, width), where it was asked for.
     """
 
     planes: list[Array]
-    kept: tuple[Array | None, Array] | None
+    levels: PackedLevels | None
     decoded: mx.array | None
 
 
@@ -149,6 +148,6 @@ def encode_blocks(codec: RowCodec, rows: mx.array, blocks: int, levels: Levels |
     """`RowCodec.encode_blocks` by the codec's other methods. `levels` are those of heads x blocks."""
     sides = side_by_side(rows, blocks)
     planes = codec.encode(sides, levels)
-    back = codec.decode(planes, len(sides), levels).reshape(rows.shape) if decoded else None
-    apart = [plane.reshape(len(sides), -1, blocks, *plane.shape[2:]) for plane in planes]
-    return Blocks([plane.transpose(2, 0, 1, *range(3, plane.ndim)) for plane in apart], None, back)
+    decoded_rows = codec.decode(planes, len(sides), levels).reshape(rows.shape) if decoded else None
+    by_block = [plane.reshape(len(sides), -1, blocks, *plane.shape[2:]) for plane in planes]
+    return Blocks([plane.transpose(2, 0, 1, *range(3, plane.ndim)) for plane in by_block], None, decoded_rows)

@@ -1,8 +1,9 @@
-"""A codec from what a user wrote: an object, its spec, or text such as "turboquant:4:3"."""
+"""A codec from what a user wrote, an object, its spec, or text such as "turboquant:4:3"; and from a file's header."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from prefixcache.codecs.affine import Affine
@@ -10,10 +11,33 @@ from prefixcache.codecs.base import Codec
 from prefixcache.codecs.raw import Raw
 from prefixcache.codecs.turboquant.codec import TurboQuant
 
+_CODECS: dict[str, type[Affine] | type[Raw] | type[TurboQuant]] = {
+    codec().spec()["name"]: codec for codec in (Affine, Raw, TurboQuant)
+}
 _REMEDY = (
     'write "raw", "affine", "affine:8", "affine:4:32", "turboquant", "turboquant:4", "turboquant:4:3" or '
     '"turboquant:4:3:plain", with fp16_layers=2, sink_tokens=4 or seed=1 after it, each once'
 )
+
+
+def codec_from_spec(spec: Mapping[str, Any]) -> Codec:
+    """The codec whose `spec()` this is.
+
+    ValueError names an unknown codec, another version of its format, a parameter too many or missing, or a bad value.
+    """
+    name, version = spec.get("name"), spec.get("version")
+    kind = _CODECS.get(name) if isinstance(name, str) else None
+    if kind is None:
+        raise ValueError(f"codec {name!r}: not known here; known are {', '.join(sorted(_CODECS))}")
+    ours = kind().spec()["version"]
+    if type(version) is not int or version != ours:
+        raise ValueError(f"codec {name!r} version {version!r}: this release reads version {ours} only")
+    chosen = {key: value for key, value in spec.items() if key not in ("name", "version")}
+    wanted = {field.name for field in fields(kind)}
+    if chosen.keys() != wanted:
+        odd = ", ".join(sorted(map(str, chosen.keys() ^ wanted)))
+        raise ValueError(f"codec {name!r}: its parameters are {', '.join(sorted(wanted)) or 'none'}; check {odd}")
+    return kind(**chosen)
 
 
 def as_codec(value: Any) -> Codec | None:
@@ -26,11 +50,9 @@ def as_codec(value: Any) -> Codec | None:
     if value is None or (not isinstance(value, type) and isinstance(value, Codec)):
         return value
     if isinstance(value, Mapping):
-        from prefixcache.codecs import codec_from_spec
-
-        usual = {codec.spec()["name"]: codec.spec() for codec in (Affine(), Raw(), TurboQuant())}
         name = value.get("name")
-        return codec_from_spec({**(usual.get(name, {}) if isinstance(name, str) else {}), **value})
+        usual = _CODECS[name]().spec() if isinstance(name, str) and name in _CODECS else {}
+        return codec_from_spec({**usual, **value})
     if not isinstance(value, str):
         raise TypeError(f"codec of type {type(value).__name__}: pass a codec such as TurboQuant(), or its name")
     name, *rest = value.strip().lower().split(":")

@@ -46,12 +46,12 @@ def decode(pieces: Sequence[Piece], heads: int, capacity: int, width: int, dtype
     pieces = sorted((piece for piece in pieces if piece.tokens), key=lambda piece: piece.at)
     end = 0
     for piece in pieces:
-        codec, own = piece.codec, piece.planes[0].shape[1]
+        codec, heads_there = piece.codec, piece.planes[0].shape[1]
         if piece.at < end or piece.end > capacity:
             raise ValueError(f"rows {piece.at} to {piece.end}: {end} of a capacity of {capacity} are taken; no room")
-        if (own, codec.width, codec.dtype) != (heads, width, dtype):
+        if (heads_there, codec.width, codec.dtype) != (heads, width, dtype):
             raise ValueError(
-                f"a piece of {own} heads of {codec.width} {codec.dtype} in a buffer of {heads} of {width} {dtype}"
+                f"a piece of {heads_there} heads of {codec.width} {codec.dtype} in a buffer of {heads} of {width} {dtype}"
             )
         end = piece.end
     if heads * capacity * width == 0:

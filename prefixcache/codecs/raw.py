@@ -45,8 +45,8 @@ class RawRows:
 
     def encode_all(self, batch: Sequence[Encoding]) -> None:
         """Copies."""
-        for rows, (kept,), _ in batch:
-            kept[...] = rows
+        for rows, (copied,), _ in batch:
+            copied[...] = rows
 
     def encode_blocks(
         self, rows: mx.array, blocks: int, levels: Sequence[Levels], measured_from: Sequence[int], decoded: bool
@@ -55,11 +55,11 @@ class RawRows:
 
     def decode(self, planes: Sequence[Array], capacity: int, levels: Levels | None = None) -> mx.array:
         """[(tokens, heads, width)] -> (heads, capacity, width) of `dtype`, zero from row `tokens` on."""
-        (kept,) = planes
-        tokens, heads, _ = kept.shape
+        (rows,) = planes
+        tokens, heads, _ = rows.shape
         check_capacity(tokens, capacity)
         buffer = np.empty((heads, capacity, self.width), element(self.dtype).numpy)
-        buffer[:, :tokens] = kept.swapaxes(0, 1)
+        buffer[:, :tokens] = rows.swapaxes(0, 1)
         buffer[:, tokens:] = 0
         return bring_in(buffer, self.dtype)
 
@@ -67,8 +67,8 @@ class RawRows:
         """Copies, shared out among threads: memory is waited for, and the next piece's can come meanwhile."""
 
         def copy(first: int, last: int) -> None:
-            for (kept,), rows, _ in batch[first:last]:
-                rows[...] = kept.swapaxes(0, 1)
+            for (source,), rows, _ in batch[first:last]:
+                rows[...] = source.swapaxes(0, 1)
 
         nbytes = sum(rows.nbytes for _, rows, _ in batch)
         share_out(len(batch), -(-len(batch) * SHARE // max(nbytes, 1)), nbytes // WORTH_A_THREAD, copy)

@@ -9,12 +9,12 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from prefixcache.codecs.interchange import FLOATS, name_of
-from prefixcache.codecs.turboquant import gpu_rows as turboquant_gpu
+from prefixcache.codecs.turboquant import gpu_rows
 from prefixcache.kernels import raw_attention  # type: ignore[import-not-found]
 from prefixcache.kernels.raw_attention import Kind  # type: ignore[import-not-found]
 
 
-class RawRows(NamedTuple):
+class UncodedRows(NamedTuple):
     """The rows of B sequences that are kept as they are, of `rows` that there are, padding included.
 
     `recent` keys and values (B, heads, ring, width): row r in place r % ring, contiguous; `sinks` the same of the first
@@ -29,12 +29,12 @@ class RawRows(NamedTuple):
     floors: mx.array | None
 
 
-def takes(raw: RawRows, queries: mx.array) -> bool:
+def takes(uncoded: UncodedRows, queries: mx.array) -> bool:
     """Whether the kernel is there and made for such rows and queries."""
-    keys, values = raw.recent
-    slots = keys.shape[2] + (raw.sinks[0].shape[2] if raw.sinks is not None else 0)
+    keys, values = uncoded.recent
+    slots = keys.shape[2] + (uncoded.sinks[0].shape[2] if uncoded.sinks is not None else 0)
     return (
-        turboquant_gpu.available()
+        gpu_rows.available()
         and name_of(queries.dtype) in FLOATS
         and slots <= raw_attention.MOST_ROWS
         and max(keys.shape[3], values.shape[3]) <= 256
@@ -57,7 +57,7 @@ def _nothing() -> mx.array:
 
 
 def attend(
-    raw: RawRows,
+    uncoded: UncodedRows,
     coded: tuple[mx.array, mx.array],
     queries: mx.array,
     scale: float,
@@ -67,15 +67,15 @@ def attend(
 ) -> mx.array:
     """What attention to all rows gives, (B, query heads, L, value width) of the queries' dtype, lazy.
 
-    `coded`: what attention to the codes gave, as `turboquant_gpu_attention.attend` does; `mask` is of all rows; `logits`
+    `coded`: what attention to the codes gave, as `gpu_attention.attend` does; `mask` is of all rows; `logits`
     (query heads,) those of attention sinks.
     """
-    keys, values = raw.recent
+    keys, values = uncoded.recent
     out, lse = coded
-    wanted = (*out.shape[:3], raw.rows)
+    wanted = (*out.shape[:3], uncoded.rows)
     if mask is not None and mask.shape != wanted:
         mask = mx.broadcast_to(mask, wanted)
-    sinks = raw.sinks[0].shape[2] if raw.sinks is not None else 0
+    sinks = uncoded.sinks[0].shape[2] if uncoded.sinks is not None else 0
     kind = _kind(
         (keys.shape[3], values.shape[3], sinks, keys.shape[2], scale, causal and queries.shape[2] > 1),
         (
@@ -84,11 +84,11 @@ def attend(
             mask.dtype if mask is not None else None,
             logits.dtype if logits is not None else None,
         ),
-        raw.pads is not None,
-        raw.floors is not None,
+        uncoded.pads is not None,
+        uncoded.floors is not None,
     )
-    room = mx.broadcast_to(_nothing(), (raw.rows,))  # a number reaches a kernel as a shape for nothing
-    given = (keys, values, *(raw.sinks or ()), raw.pads, raw.floors, mask, logits)
+    room = mx.broadcast_to(_nothing(), (uncoded.rows,))  # a number reaches a kernel as a shape for nothing
+    given = (keys, values, *(uncoded.sinks or ()), uncoded.pads, uncoded.floors, mask, logits)
     more = [array for array in given if array is not None]
-    result: mx.array = raw_attention.attend(turboquant_gpu._dialect(), kind, out, lse, queries, room, more)
+    result: mx.array = raw_attention.attend(gpu_rows._dialect(), kind, out, lse, queries, room, more)
     return result

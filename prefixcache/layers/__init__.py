@@ -2,7 +2,8 @@
 arrays.
 """
 
-from prefixcache.layers.adapters import CacheError, allow
+from prefixcache.layers.adapters import CacheError
+from prefixcache.layers.classes import allow
 from prefixcache.layers.plan import Plan, Reading, read
 from prefixcache.layers.stored import StoredLayer, StoredPrompt
 

@@ -8,7 +8,6 @@ business.
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
@@ -23,12 +22,11 @@ from prefixcache.codecs.packing import words_of
 from prefixcache.keys import BLOCK
 
 if TYPE_CHECKING:
-    from prefixcache.live.coded import Choice, Pair, Run
+    from prefixcache.codecs.turboquant.coding import Choice, LayerLevels, Run
 
-_CACHE = "mlx_lm.models.cache."
-PLAIN_CACHE = _CACHE + "KVCache"
+MLX_LM_CACHES = "mlx_lm.models.cache."
+PLAIN_CACHE = MLX_LM_CACHES + "KVCache"
 PARTS = ("keys", "values")
-TRUSTED = ("mlx_lm.models.", "mlx_vlm.models.", "prefixcache.live.")  # where layer caches are defined
 
 Layout = dict[str, Any]
 
@@ -54,14 +52,14 @@ class LiveCodes(NamedTuple):
     scales: mx.array
     runs: tuple[Run, ...]
 
-    def pair_at(self, token: int) -> Pair:
+    def levels_at(self, token: int) -> LayerLevels:
         """The levels that this token's key and value are coded with, or would be."""
         return next(run.levels for run in reversed(self.runs) if run.first <= token)
 
-    def stretches(self, first: int, last: int) -> Iterator[tuple[int, int, Pair]]:
+    def stretches(self, first: int, last: int) -> Iterator[tuple[int, int, LayerLevels]]:
         """Tokens `first` to `last` (not included), cut where levels change."""
         borders = [first, *(run.first for run in self.runs if first < run.first < last), last]
-        return ((low, high, self.pair_at(low)) for low, high in pairwise(borders) if low < high)
+        return ((low, high, self.levels_at(low)) for low, high in pairwise(borders) if low < high)
 
     def planes(self, stream: str) -> tuple[Array, Array]:
         """Codes (rows, heads, words) and scales (rows, heads) of "keys" or "values": read-only views."""
@@ -100,71 +98,13 @@ class Adapter:
         """Physical rows that a cache made for `boundary` has, when `room` more tokens are expected."""
         raise NotImplementedError
 
-    def make(self, layout: Layout, boundary: int, streams: dict[str, mx.array]) -> Any:
+    def make(self, cls: type, layout: Layout, boundary: int, streams: dict[str, mx.array]) -> Any:
         """A new object of the layout's class for this boundary; streams are (1, heads, capacity, width)."""
         raise NotImplementedError
 
 
 def class_path(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
-
-
-_allowed: dict[str, type] = {}
-
-
-def allow(*classes: type | str) -> None:
-    """Allow cache classes outside mlx-lm to be stored, and made again by name. A name is imported when first needed."""
-    for cls in classes:
-        path = cls if isinstance(cls, str) else class_path(cls)
-        if "." not in path or "<" in path:
-            raise ValueError(f"class {path!r}: only a class that can be imported by name can be allowed")
-        _allowed[path] = cls if isinstance(cls, type) else _import(path)
-
-
-def find_class(path: str) -> type:
-    """The class of this path: one that was allowed, or a layer cache that a trusted module defines. CacheError for any
-    other, and for one that is not there in this release of its package.
-
-    A path may come from a forged file: what a module merely imports, or defines for other ends, is never given.
-    """
-    if path in _allowed:
-        return _allowed[path]
-    name = path.rpartition(".")[2][:60]
-    if not path.startswith(TRUSTED):
-        raise CacheError(f"class {path[:200]!r} is not allowed; call prefixcache.allow({name})")
-    found = _import(path)
-    if class_path(found) != path or not _is_layer_cache(found):
-        raise CacheError(f"class {path[:200]!r} is no layer cache of that module; call prefixcache.allow({name})")
-    return found
-
-
-def _is_layer_cache(cls: type) -> bool:
-    """Whether a prompt cache can hold objects of this class: it has what mlx-lm asks of each layer's cache."""
-    asked = hasattr(cls, "state") and hasattr(cls, "is_trimmable")
-    return asked and class_path(cls) != _CACHE + "_BaseCache" and adapter_of(cls).makes
-
-
-def check_kept(path: str, at: str) -> None:
-    """CacheError when the layer at `at`, whose class has this path, could not be made again."""
-    try:
-        find_class(path)
-    except CacheError as error:
-        raise CacheError(f"{at}: {error}") from None
-
-
-def _import(path: str) -> type:
-    module, _, name = path.rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (Exception, SystemExit):  # a module of mlx-lm's ends the process where what it needs is missing
-        raise CacheError(f"class {path[:200]!r} can't be imported; install the release that stored it") from None
-    if not isinstance(found, type):
-        raise CacheError(f"{path[:200]!r} is not a class")
-    return found
-
-
-def _blank(layout: Layout) -> Any:
-    return blank(find_class(layout["class"]), layout["attrs"])
 
 
 def blank(cls: Any, attributes: dict[str, Any]) -> Any:
@@ -257,17 +197,17 @@ class Sliceable(Adapter):
         if cache.keys is None or cache.values is None:
             return {}
         if self.exact:
-            found: dict[str, mx.array] = {}
+            arrays: dict[str, mx.array] = {}
             for part in PARTS:
-                found |= {f"{part}.{i}": a for i, a in enumerate(getattr(cache, part)) if a is not None}
-            return found
+                arrays |= {f"{part}.{i}": a for i, a in enumerate(getattr(cache, part)) if a is not None}
+            return arrays
         return {"keys": cache.keys, "values": cache.values}
 
     def capacity(self, layout: Layout, boundary: int, room: int) -> int:
         return boundary if not self.spare else -(-(boundary + room + BLOCK) // BLOCK) * BLOCK
 
-    def make(self, layout: Layout, boundary: int, streams: dict[str, mx.array]) -> Any:
-        made = _blank(layout)
+    def make(self, cls: type, layout: Layout, boundary: int, streams: dict[str, mx.array]) -> Any:
+        made = blank(cls, layout["attrs"])
         made.keys = made.values = None
         made.offset = _offset(layout, boundary)
         for part in PARTS if streams else ():
@@ -288,23 +228,23 @@ class Compressed(Adapter):
     makes = False
 
     def read(self, cache: Any, at: str) -> Leaf:
-        held = cache._held
+        layer = cache._layer
         layout: Layout = {"class": PLAIN_CACHE, "kind": "sliceable", "attrs": {}, "streams": None}
-        if held.kind is None:
+        if layer.kind is None:
             return _unused(layout, 0)
-        if held.batch != 1:
-            raise _several(cache, at, held.batch)
-        heads, *widths, dtype = held.kind
+        if layer.batch != 1:
+            raise _several(cache, at, layer.batch)
+        heads, *widths, dtype = layer.kind
         layout["streams"] = [
             [part, part, heads, width, dtype, False] for part, width in zip(PARTS, widths, strict=True)
         ]
-        arrays = dict(zip(PARTS, held.raw, strict=True)) if held.raw is not None else {}
-        codes = None
-        if held.codes is not None:
-            codes = LiveCodes(
-                held.choice, words_of(held.kind.key_width, held.choice.key_bits), held.codes, held.scales, held.runs[0]
-            )
-        return Leaf(layout, held.rows, ((0, held.rows),), arrays, codes=codes)
+        uncoded, codes = layer.sinks.arrays if layer.waiting is None else layer.waiting.arrays, None
+        if layer.codes.arrays is not None:
+            key_words = words_of(layer.kind.key_width, layer.choice.key_bits)
+            words, scales = layer.codes.arrays
+            codes = LiveCodes(layer.choice, key_words, words, scales, layer.runs[0])
+        arrays = dict(zip(PARTS, uncoded, strict=True)) if uncoded is not None else {}
+        return Leaf(layout, layer.rows, ((0, layer.rows),), arrays, codes=codes)
 
 
 class Rotating(Adapter):
@@ -348,14 +288,14 @@ class Rotating(Adapter):
             return order[a:b] if b <= keep else order[a - first + keep : b - first + keep]
 
         known = max(first, getattr(cache, "_missing", -1) + 1)
-        held = ((0, keep), (known, offset)) if keep else ((known, offset),)
-        return Leaf(layout, offset, held, arrays, where)
+        ranges = ((0, keep), (known, offset)) if keep else ((known, offset),)
+        return Leaf(layout, offset, ranges, arrays, where)
 
     def capacity(self, layout: Layout, boundary: int, room: int) -> int:
         return min(boundary, layout["window"][0])
 
-    def make(self, layout: Layout, boundary: int, streams: dict[str, mx.array]) -> Any:
-        made = _blank(layout)
+    def make(self, cls: type, layout: Layout, boundary: int, streams: dict[str, mx.array]) -> Any:
+        made = blank(cls, layout["attrs"])
         made.keys, made.values = streams.get("keys"), streams.get("values")
         made.offset = _offset(layout, boundary)
         made._idx = made.keys.shape[2] if streams else made.offset
@@ -392,8 +332,8 @@ class Chunked(Adapter):
         # mlx-lm 0.31.3 takes the buffer's length for the number of its tokens when it drops a chunk: no spare blocks.
         return max(-(-(boundary - Window(*layout["window"]).first(boundary)) // BLOCK), 1) * BLOCK
 
-    def make(self, layout: Layout, boundary: int, streams: dict[str, mx.array]) -> Any:
-        made = _blank(layout)
+    def make(self, cls: type, layout: Layout, boundary: int, streams: dict[str, mx.array]) -> Any:
+        made = blank(cls, layout["attrs"])
         made.keys, made.values = streams.get("keys"), streams.get("values")
         made.offset = _offset(layout, boundary)
         made.start_position = Window(*layout["window"]).first(made.offset)
@@ -418,9 +358,6 @@ class Snapshot(Adapter):
         if isinstance(batch, int) and batch > 1:
             raise _several(cache, at, batch)
 
-    def make_from(self, layout: Layout, state: dict[str, Any]) -> Any:
-        return blank(find_class(layout["class"]), state)
-
 
 class Refused(Adapter):
     """Batches: several sequences in one object."""
@@ -437,33 +374,21 @@ SNAPSHOT = Snapshot()
 REGISTRY: dict[str, Adapter] = {
     PLAIN_CACHE: Sliceable(),
     "prefixcache.live.turboquant.TurboQuantKVCache": Compressed(),
-    _CACHE + "ConcatenateKVCache": Sliceable(spare=False),
-    _CACHE + "QuantizedKVCache": Sliceable(exact=True),
-    _CACHE + "RotatingKVCache": Rotating(),
-    _CACHE + "ChunkedKVCache": Chunked(),
-    _CACHE + "ArraysCache": SNAPSHOT,
-    _CACHE + "BatchKVCache": Refused(),
-    _CACHE + "BatchRotatingKVCache": Refused(),
+    MLX_LM_CACHES + "ConcatenateKVCache": Sliceable(spare=False),
+    MLX_LM_CACHES + "QuantizedKVCache": Sliceable(exact=True),
+    MLX_LM_CACHES + "RotatingKVCache": Rotating(),
+    MLX_LM_CACHES + "ChunkedKVCache": Chunked(),
+    MLX_LM_CACHES + "ArraysCache": SNAPSHOT,
+    MLX_LM_CACHES + "BatchKVCache": Refused(),
+    MLX_LM_CACHES + "BatchRotatingKVCache": Refused(),
 }
 _by_class: dict[type, Adapter] = {}
-
-
-def read_leaf(cache: Any, at: str) -> Leaf:
-    """Read one layer cache. A subclass that holds more beside its rows than its base is kept as a snapshot."""
-    try:
-        leaf = adapter_of(type(cache)).read(cache, at)
-    except NotPlain:
-        if class_path(type(cache)) in REGISTRY:
-            raise
-        leaf = SNAPSHOT.read(cache, at)
-    check_kept(leaf.layout["class"], at)
-    return leaf
 
 
 def adapter_of(cls: type) -> Adapter:
     """The adapter of a cache class: its own, else its nearest base's, else a snapshot's."""
     if cls not in _by_class:
         known = (REGISTRY[path] for path in map(class_path, cls.__mro__) if path in REGISTRY)
-        refused = REGISTRY[_CACHE + "BatchKVCache"]
+        refused = REGISTRY[MLX_LM_CACHES + "BatchKVCache"]
         _by_class[cls] = next(known, refused if cls.__name__.startswith("Batch") else SNAPSHOT)
     return _by_class[cls]

@@ -26,32 +26,31 @@ class Decoded:
         self._first = since - since % BLOCK
         self._rows: dict[tuple[int, str], list[tuple[int, mx.array]]] = {}
 
-    def add(self, member: Member, first: int, rows: mx.array, raw: int = 0) -> None:
-        """Rows (heads, tokens, width) of the tokens from `first` on; those before token `raw` are kept as they are."""
-        since = max(self._first, raw)
+    def add(self, member: Member, first: int, rows: mx.array, exact: int = 0) -> None:
+        """Rows (heads, tokens, width) of the tokens from `first` on; those before token `exact` are kept as they are."""
+        since = max(self._first, exact)
         if first + rows.shape[1] > since:
             skipped = max(since - first, 0)
-            own = rows[:, skipped:] if skipped else rows
-            self._rows.setdefault((member.leaf, member.stream), []).append((first + skipped, own))
+            rows = rows[:, skipped:] if skipped else rows
+            self._rows.setdefault((member.leaf, member.stream), []).append((first + skipped, rows))
 
     def decode_rows(
-        self, group: Group, member: Member, first: int, rows: slice, tensors: dict[str, np.ndarray], raw: int = 0
+        self, group: Group, member: Member, first: int, rows: slice, tensors: dict[str, np.ndarray], exact: int = 0
     ) -> None:
         """These rows of an image's tensors, which are of the tokens from `first` on."""
-        if first + rows.stop - rows.start <= max(self._first, raw):
+        if first + rows.stop - rows.start <= max(self._first, exact):
             return
-        own = slice(member.head, member.head + member.heads)
-        planes = tuple(tensors[name][rows, own] for name in group.names)
+        planes = tuple(tensors[name][rows, member.in_group] for name in group.names)
         piece = Piece(group.codec, planes, 0, levels.read(group, tensors, member))
         decoded = decode([piece], member.heads, piece.tokens, group.codec.width, group.codec.dtype)
-        self.add(member, first, decoded, raw)
+        self.add(member, first, decoded, exact)
 
     def apply(self, leaves: Sequence[Leaf]) -> None:
         """Put them into the live cache's buffers, in place of the rows that are there."""
         changed = []
         for (leaf, stream), pieces in self._rows.items():
             array, where = leaves[leaf].arrays[stream], leaves[leaf].where
-            for first, rows in _joined(sorted(pieces, key=lambda piece: piece[0])):
+            for first, rows in _adjacent_joined(sorted(pieces, key=lambda piece: piece[0])):
                 at = where(first, first + rows.shape[1])
                 array[:, :, at if isinstance(at, slice) else mx.array(at)] = rows[None]
             changed.append(array)
@@ -62,8 +61,8 @@ class Decoded:
             mx.async_eval(changed)  # nothing on this side waits for them
 
 
-def _joined(pieces: list[tuple[int, mx.array]]) -> list[tuple[int, mx.array]]:
-    """Pieces that follow each other as one: each update of a buffer costs."""
+def _adjacent_joined(pieces: list[tuple[int, mx.array]]) -> list[tuple[int, mx.array]]:
+    """Each run of pieces that follow each other as one piece: each update of a buffer costs."""
     runs: list[tuple[int, list[mx.array]]] = []
     end = -1
     for first, rows in pieces:

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import numpy as np
 
-from prefixcache.codecs.turboquant.levelling import Levels
+from prefixcache.codecs.turboquant.levelling import Levels, PackedLevels
 from prefixcache.layers.plan import Group, Member
 
 
 def read(group: Group, tensors: dict[str, np.ndarray], member: Member | None = None) -> Levels | None:
     """The levels of a group's heads, or of one member's, as an image has them; None where its codec levels no rows."""
-    if not group.root:
+    if not group.steps:
         return None
-    heads = slice(None) if member is None else slice(member.head, member.head + member.heads)
-    return Levels.from_kept(tensors[group.mean][heads] if group.mean else None, tensors[group.root][heads])
+    heads = slice(None) if member is None else member.in_group
+    mean = tensors[group.mean][heads] if group.mean else None
+    return Levels.unpacked(PackedLevels(mean, tensors[group.steps][heads]))
 
 
-def write(group: Group, tensors: dict[str, np.ndarray], levels: Levels) -> None:
-    put(group, tensors, *levels.kept)
-
-
-def put(group: Group, tensors: dict[str, np.ndarray], mean: np.ndarray | None, root: np.ndarray) -> None:
-    """Levels as they are kept."""
+def write(group: Group, tensors: dict[str, np.ndarray], packed: PackedLevels) -> None:
+    """Levels of all of a group's heads."""
     if group.mean:
-        tensors[group.mean][...] = mean
-    tensors[group.root][...] = root
+        tensors[group.mean][...] = packed.mean
+    tensors[group.steps][...] = packed.steps
 
 
 def of_member(levels: Levels | None, member: Member) -> Levels | None:

@@ -20,12 +20,31 @@ from prefixcache.codecs import Codec, RawRows, RowCodec, Stream
 from prefixcache.codecs.interchange import element
 from prefixcache.image import DTYPES, Image, Spec
 from prefixcache.keys import BLOCK, canonical
-from prefixcache.layers.adapters import CacheError, Layout, Leaf, check_kept, find_class, read_leaf
+from prefixcache.layers import snapshots
+from prefixcache.layers.adapters import CacheError, Layout, Leaf
+from prefixcache.layers.classes import check_kept, find_class, read_leaf
 
 LIST = "mlx_lm.models.cache.CacheList"
 
-# Of a leaf: each stream, the codec of its rows, and whether that is raw where the user's codec is not
-_Coding = list[tuple[list[Any], RowCodec, bool]]
+
+class Coding(NamedTuple):
+    """A stream of a leaf, and the codec of its rows. `left_raw`: that keeps them as they are where the user's codec is to
+    code."""
+
+    stream: str
+    heads: int
+    rows: RowCodec
+    left_raw: bool = False
+
+    @property
+    def is_coded(self) -> bool:
+        return not isinstance(self.rows, RawRows)
+
+    def as_it_is(self) -> Coding:
+        return Coding(self.stream, self.heads, RawRows(self.rows.width, self.rows.dtype))
+
+
+_Codings = list[list[Coding]]  # of each leaf
 
 
 class Reading(NamedTuple):
@@ -74,17 +93,22 @@ def _is_list(cls: type) -> bool:
 
 
 class Member(NamedTuple):
-    """One stream within its group's tensor: leaf and stream name, and the heads that are its own."""
+    """One stream within its group's tensors: leaf and stream name, and the heads that are its own."""
 
     leaf: int
     stream: str
     head: int
     heads: int
 
+    @property
+    def in_group(self) -> slice:
+        """Of the group's heads."""
+        return slice(self.head, self.head + self.heads)
+
 
 class Group(NamedTuple):
     """Streams that share a tensor per plane of their codec; `names[i]` is plane i's tensor. Where the codec levels rows,
-    `mean` and `root` name the tensors of their levels, one of each an image; `mean` is "" where rows aren't centred.
+    `mean` and `steps` name the tensors of their levels, one of each an image; `mean` is "" where rows aren't centred.
     """
 
     codec: RowCodec
@@ -92,16 +116,19 @@ class Group(NamedTuple):
     members: tuple[Member, ...]
     heads: int
     mean: str
-    root: str
+    steps: str
+
+    @property
+    def level_names(self) -> tuple[str, ...]:
+        """The tensors of its levels."""
+        return tuple(name for name in (self.mean, self.steps) if name)
 
     def specs(self, tokens: int) -> Iterator[Spec]:
         for name, plane in zip(self.names, self.codec.planes, strict=True):
             yield Spec(name, plane.dtype, (tokens, self.heads, *plane.shape))
-        sides = (self.heads, self.codec.width)
-        if self.mean and tokens:
-            yield Spec(self.mean, "BF16", sides)
-        if self.root and tokens:
-            yield Spec(self.root, "U8", sides)
+        for name, dtype in ((self.mean, "BF16"), (self.steps, "U8")):
+            if name and tokens:
+                yield Spec(name, dtype, (self.heads, self.codec.width))
 
 
 class Section(NamedTuple):
@@ -116,12 +143,14 @@ class Section(NamedTuple):
 class Plan:
     """Which tensors the images of one namespace have. Made of the layout and the codec alone; immutable.
 
-    rows image: `rows` for each token of a whole block, `tails` for each of one that is still to grow, which are the same
-    streams as they are; `kept[i]`, raw, for the tokens before windows[i].keep (a ring's first tokens stay with the rows,
-    or they would be the first to grow cold), and beside `rows` `sinks`, raw, for the codec's first `sink_tokens`. window
-    image: `windowed[i]`, or for an unfinished block `window_tails[i]`, for the tokens in its ranges, and beside
-    `windowed[i]` `window_sinks[i]`, raw, for those that are sinks. snapshot: the leaves in `snapshots`, each by itself. A
-    live cache that has only codes of a tail leaves them in `rows`.
+    A rows image has `rows` of each token of a whole block, and `tails`, the same streams as they are, of each token of a
+    block that is still to grow. A live cache that has only codes of a tail leaves them in `rows`. Beside them, as they are:
+    `kept[i]` of the tokens before windows[i].keep (a ring's first tokens stay with the rows, or they would be the first to
+    grow cold), and beside `rows` also `sinks`, of the codec's first `sink_tokens`.
+
+    A window image has, of the tokens in its ranges, `windowed[i]`, or of an unfinished block `window_tails[i]`; and beside
+    `windowed[i]`, as they are, `window_sinks[i]` of those tokens that are sinks. A snapshot has the leaves in `snapshots`,
+    each by itself.
     """
 
     def __init__(self, layout: Layout, codec: Codec):
@@ -130,58 +159,63 @@ class Plan:
         self.leaves: list[Layout] = []
         self.layer_of: list[int] = []
         for index, layer in enumerate(self.layers):
-            self._collect(layer, index)
-        windowed = [leaf for leaf in self.leaves if leaf.get("streams") and "window" in leaf]
-        self.windows = tuple(dict.fromkeys(Window(*leaf["window"]) for leaf in windowed))
+            for leaf in _leaves_of(layer):
+                self.leaves.append(leaf)
+                self.layer_of.append(index)
         self.snapshots = [i for i, leaf in enumerate(self.leaves) if leaf["kind"] == "snapshot"]
-        streams = [_streams(leaf, self.layer_of[i], len(self.layers), codec) for i, leaf in enumerate(self.leaves)]
-        self.raw = sorted({self.layer_of[i] for i, own in enumerate(streams) for _, row, forced in own if forced})
-        sliceable = [i for i, leaf in enumerate(self.leaves) if leaf["kind"] == "sliceable"]
-        by_window = [
-            [i for i, leaf in enumerate(self.leaves) if leaf.get("streams") and leaf.get("window") == list(window)]
-            for window in self.windows
+        codings = [
+            _codings(leaf, layer, len(self.layers), codec)
+            for leaf, layer in zip(self.leaves, self.layer_of, strict=True)
         ]
-        as_they_are: list[_Coding] = [
-            [(stream, RawRows(row.width, row.dtype), False) for stream, row, _ in own] for own in streams
-        ]
-        coded: list[_Coding] = [
-            [(stream, RawRows(row.width, row.dtype), False) for stream, row, _ in own if not isinstance(row, RawRows)]
-            for own in streams
-        ]
-        self.rows = _section("r", sliceable, streams)
+        self.raw = sorted(
+            {layer for layer, streams in zip(self.layer_of, codings, strict=True) if any(c.left_raw for c in streams)}
+        )
         # Where no row is coded, a tail's are no other than a block's.
-        self.lossless = all(isinstance(row, RawRows) for own in streams for _, row, _ in own)
-        self.tails = self.rows if self.lossless else _section("t", sliceable, as_they_are)
-        self.kept = [_section(f"k{w}.", leaves, as_they_are) for w, leaves in enumerate(by_window)]
-        self.windowed = [_section(f"w{w}.", leaves, streams) for w, leaves in enumerate(by_window)]
-        tails = [_section(f"v{w}.", leaves, as_they_are) for w, leaves in enumerate(by_window)]
-        self.window_tails = self.windowed if self.lossless else tails
+        self.lossless = not any(coding.is_coded for streams in codings for coding in streams)
+        as_they_are = [[coding.as_it_is() for coding in streams] for streams in codings]
         self.sink_tokens = codec.sink_tokens
-        self.sinks = _section("s.", sliceable if self.sink_tokens else [], coded)
-        self.window_sinks = [
-            _section(f"x{w}.", own if self.sink_tokens else [], coded) for w, own in enumerate(by_window)
+        sunk = [
+            [coding.as_it_is() for coding in streams if coding.is_coded and self.sink_tokens] for streams in codings
         ]
+        self._place_rows(codings, as_they_are, sunk)
+        self._place_windows(codings, as_they_are, sunk)
         # Where each stream stands: leaf -> stream -> (group, member), in `rows` or `windowed`; in `tails`, `kept` or
         # `window_tails`; in `sinks` or `window_sinks`.
-        self.places = self._placed(self.rows, *self.windowed)
-        self.tail_places = self._placed(self.tails, *self.window_tails)
-        self.sink_places = self._placed(self.sinks, *self.window_sinks)
+        self.places = self._places(self.rows, *self.windowed)
+        self.tail_places = self._places(self.tails, *self.window_tails)
+        self.sink_places = self._places(self.sinks, *self.window_sinks)
 
-    def _placed(self, *sections: Section) -> list[dict[str, tuple[int, Member]]]:
+    def _place_rows(self, codings: _Codings, as_they_are: _Codings, sunk: _Codings) -> None:
+        """The sections of layers that keep every token."""
+        leaves = [i for i, leaf in enumerate(self.leaves) if leaf["kind"] == "sliceable"]
+        self.rows = _section("r", leaves, codings)
+        self.tails = self.rows if self.lossless else _section("t", leaves, as_they_are)
+        self.sinks = _section("s.", leaves, sunk)
+
+    def _place_windows(self, codings: _Codings, as_they_are: _Codings, sunk: _Codings) -> None:
+        """The sections of layers with windows, by their window."""
+        by_window: dict[Window, list[int]] = {}
+        for i, leaf in enumerate(self.leaves):
+            if leaf.get("streams") and "window" in leaf:
+                by_window.setdefault(Window(*leaf["window"]), []).append(i)
+        self.windows = tuple(by_window)
+        leaves_of = list(by_window.values())
+
+        def sections(letter: str, codings: _Codings) -> list[Section]:
+            return [_section(f"{letter}{w}.", leaves, codings) for w, leaves in enumerate(leaves_of)]
+
+        self.kept = sections("k", as_they_are)
+        self.windowed = sections("w", codings)
+        self.window_tails = self.windowed if self.lossless else sections("v", as_they_are)
+        self.window_sinks = sections("x", sunk)
+
+    def _places(self, *sections: Section) -> list[dict[str, tuple[int, Member]]]:
         places: list[dict[str, tuple[int, Member]]] = [{} for _ in self.leaves]
         for section in sections:
             for g, group in enumerate(section.groups):
                 for member in group.members:
                     places[member.leaf][member.stream] = (g, member)
         return places
-
-    def _collect(self, layer: Layout, index: int) -> None:
-        if layer["kind"] == "list":
-            for child in layer["children"]:
-                self._collect(child, index)
-        else:
-            self.leaves.append(layer)
-            self.layer_of.append(index)
 
     def check_classes(self) -> None:
         """CacheError for a class that is not allowed here, or not in this release of its package."""
@@ -198,9 +232,9 @@ class Plan:
         `coded`: as a whole block's are; else as a tail's.
         """
         sinks = min(max(self.sink_tokens - start, 0), tokens) if coded else 0
-        own = [(section, self.kept_tokens(w, start, tokens)) for w, section in enumerate(self.kept)]
+        kept = [(section, self.kept_tokens(w, start, tokens)) for w, section in enumerate(self.kept)]
         rows = self.rows if coded else self.tails
-        return [(rows, tokens), *((s, n) for s, n in [*own, (self.sinks, sinks)] if s.groups and n)]
+        return [(rows, tokens), *((s, n) for s, n in [*kept, (self.sinks, sinks)] if s.groups and n)]
 
     def rows_specs(self, start: int, tokens: int, coded: bool) -> list[Spec]:
         specs = [spec for section, count in self.in_rows(start, tokens, coded) for spec in section.specs(count)]
@@ -232,7 +266,7 @@ class Plan:
         if meta.kind != kind or meta.start != start:
             return False
         if kind == "snapshot":
-            return self._is_state(meta.extra, tensors, tokens)
+            return snapshots.fits(meta.extra, tensors, len(self.snapshots), tokens)
         if kind == "window" and meta.extra != extra_of(mask):
             return False
         shapes = {name: (array.dtype, array.shape) for name, array in tensors.items()}
@@ -241,21 +275,6 @@ class Plan:
             if shapes == {spec.name: (DTYPES[spec.dtype], spec.shape) for spec in specs}:
                 return True
         return False
-
-    def _is_state(self, extra: str, tensors: dict[str, np.ndarray], tokens: int) -> bool:
-        """Whether a snapshot describes the state of each of this namespace's leaves, by arrays that are there."""
-        arrays = {name: array for name, array in tensors.items() if name != "tokens"}
-        if len(tensors) == len(arrays) or tensors["tokens"].shape != (tokens,):
-            return False
-        try:
-            described = json.loads(extra)
-            state, dtypes = described["state"], described["dtypes"]
-            if not (len(state) == len(self.snapshots) and len(dtypes) == len(arrays)):
-                return False
-            sound = all(_is_described(value, len(dtypes)) for leaf in state for value in leaf.values())
-            return sound and all(arrays[f"s{i}"].dtype == element(name).numpy for i, name in enumerate(dtypes))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            return False
 
     def fp16_bytes(self, tokens: int) -> int:
         """What the rows of `tokens` tokens of all sliceable and windowed layers would take as they are in a live
@@ -268,52 +287,48 @@ class Plan:
         return total
 
 
-def _is_described(value: Any, arrays: int) -> bool:
-    """Whether this is an attribute of a snapshot's state, as `encode` describes it, with so many arrays at hand."""
-    if not isinstance(value, list):
-        return value is None or isinstance(value, (bool, int, float, str))
-    kind, content = value
-    if kind == "array":
-        return type(content) is int and 0 <= content < arrays
-    if kind == "float":
-        return content in ("inf", "-inf", "nan")
-    items = content.values() if kind == "dict" else content
-    return kind in ("dict", "list", "tuple") and all(_is_described(item, arrays) for item in items)
-
-
 def _check_class(layer: Layout) -> None:
     find_class(layer["class"])
     for child in layer.get("children", ()):
         _check_class(child)
 
 
-def _streams(leaf: Layout, layer: int, layers: int, codec: Codec) -> _Coding:
-    """Each stream of a leaf, its row codec, and whether the codec left it raw."""
+def _leaves_of(layer: Layout) -> Iterator[Layout]:
+    """A layer's leaves, depth first."""
+    if layer["kind"] == "list":
+        for child in layer["children"]:
+            yield from _leaves_of(child)
+    else:
+        yield layer
+
+
+def _codings(leaf: Layout, layer: int, layers: int, codec: Codec) -> list[Coding]:
+    """How this codec codes each stream of a leaf."""
     streams = leaf.get("streams") or []
     widths = {part: width for _, part, _, width, _, _ in streams}
-    found: _Coding = []
-    for stream in streams:
-        _, part, heads, width, dtype, exact = stream
+    codings = []
+    for name, part, heads, width, dtype, exact in streams:
         if exact:
-            found.append((stream, RawRows(width, dtype), False))
+            codings.append(Coding(name, heads, RawRows(width, dtype)))
             continue
         other = widths.get("values" if part == "keys" else "keys", width)
-        row = codec.row_codec(Stream(layer, layers, part, heads, width, other, dtype))
-        found.append((stream, row, isinstance(row, RawRows) and codec.spec()["name"] != "raw"))
-    return found
+        rows = codec.row_codec(Stream(layer, layers, part, heads, width, other, dtype))
+        codings.append(Coding(name, heads, rows, isinstance(rows, RawRows) and codec.spec()["name"] != "raw"))
+    return codings
 
 
-def _section(prefix: str, leaves: list[int], streams: list[_Coding]) -> Section:
-    members: dict[RowCodec, list[Member]] = {}
+def _section(prefix: str, leaves: list[int], codings: _Codings) -> Section:
+    """Streams of these leaves that are coded alike are one group, in the order in which each codec comes first."""
+    by_codec: dict[RowCodec, list[Member]] = {}
     for leaf in leaves:
-        for (name, _, heads, _, _, _), row, _ in streams[leaf]:
-            own = members.setdefault(row, [])
-            head = own[-1].head + own[-1].heads if own else 0
-            own.append(Member(leaf, name, head, heads))
+        for coding in codings[leaf]:
+            members = by_codec.setdefault(coding.rows, [])
+            head = members[-1].in_group.stop if members else 0
+            members.append(Member(leaf, coding.stream, head, coding.heads))
     groups = []
-    for g, (row, own) in enumerate(members.items()):
-        names = tuple(f"{prefix}{g}.{plane.name}" for plane in row.planes)
-        mean = f"{prefix}{g}.mean" if row.levelled and row.centred else ""
-        root = f"{prefix}{g}.root" if row.levelled else ""
-        groups.append(Group(row, names, tuple(own), own[-1].head + own[-1].heads, mean, root))
+    for g, (rows, members) in enumerate(by_codec.items()):
+        names = tuple(f"{prefix}{g}.{plane.name}" for plane in rows.planes)
+        mean = f"{prefix}{g}.mean" if rows.levelled and rows.centred else ""
+        steps = f"{prefix}{g}.root" if rows.levelled else ""
+        groups.append(Group(rows, names, tuple(members), members[-1].in_group.stop, mean, steps))
     return Section(tuple(groups))

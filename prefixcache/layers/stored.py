@@ -14,18 +14,19 @@ import mlx.core as mx
 import numpy as np
 
 from prefixcache.blocks.masks import mask_of, runs_of
-from prefixcache.codecs.interchange import bring_in
 from prefixcache.codecs.pieces import Piece, decode
+from prefixcache.codecs.turboquant.coding import Choice
 from prefixcache.codecs.turboquant.levelling import Levels
 from prefixcache.image import Image
 from prefixcache.keys import BLOCK
 from prefixcache.layers import levels, live_codes
-from prefixcache.layers.adapters import PARTS, SNAPSHOT, Layout, adapter_of, blank, find_class
+from prefixcache.layers.adapters import PARTS, Layout, adapter_of, blank
+from prefixcache.layers.classes import find_class
 from prefixcache.layers.plan import Group, Member, Plan
+from prefixcache.layers.snapshots import array_numbers, revived
 
 if TYPE_CHECKING:
     from prefixcache.layers.read_ahead import ReadAhead
-    from prefixcache.live.coded import Choice
 
 
 MOST_LEVELS = 4  # in a live cache: each takes an attention of its own
@@ -50,7 +51,7 @@ class Block(NamedTuple):
 
     @property
     def images(self) -> list[Image]:
-        return [self.rows, *(held.image for held in self.windows)]
+        return [self.rows, *(window.image for window in self.windows)]
 
 
 class Run(NamedTuple):
@@ -88,7 +89,7 @@ class StoredPrompt:
 
     @cached_property
     def _windows(self) -> list[list[dict[str, np.ndarray]]]:
-        return [[held.image.tensors() for held in block.windows] for block in self._blocks]
+        return [[window.image.tensors() for window in block.windows] for block in self._blocks]
 
     @property
     def layers(self) -> list[StoredLayer]:
@@ -148,8 +149,8 @@ class StoredPrompt:
             for block in self._blocks:
                 first, last = max(window.first(boundary) - block.start, 0), min(boundary - block.start, BLOCK)
                 needed = mask_of(first, last)
-                for held in block.windows:
-                    needed &= ~held.mask[w]
+                for image in block.windows:
+                    needed &= ~image.mask[w]
                 if needed:
                     return False
         return True
@@ -168,8 +169,9 @@ class StoredPrompt:
         if layer["kind"] == "snapshot":
             return self._make_snapshot(leaf)
         if decoded is not None:
-            own = {stream: decoded[leaf, stream] for stream in self.plan.places[leaf]}
-            return adapter_of(find_class(layer["class"])).make(self.plan.leaves[leaf], self.tokens, own)
+            streams = {stream: decoded[leaf, stream] for stream in self.plan.places[leaf]}
+            cls = find_class(layer["class"])
+            return adapter_of(cls).make(cls, self.plan.leaves[leaf], self.tokens, streams)
         choice = live_codes.choice_of(self.plan, leaf) if live else None
         return self._make_rows(leaf, room) if choice is None else self._make_live(leaf, choice, room)
 
@@ -193,12 +195,18 @@ class StoredPrompt:
             pieces.append(_pieces(group, member, self._leading_runs(0, coded)))
             if choice.sink_tokens:
                 s, member = self.plan.sink_places[leaf][part]
-                own = _pieces(self.plan.sinks.groups[s], member, self._leading_runs(0, leading))
-                sinks.append(decode(own, member.heads, choice.sink_tokens, group.codec.width, group.codec.dtype)[None])
+                exact = _pieces(self.plan.sinks.groups[s], member, self._leading_runs(0, leading))
+                sinks.append(
+                    decode(exact, member.heads, choice.sink_tokens, group.codec.width, group.codec.dtype)[None]
+                )
             if coded < self.tokens:
                 t, member = self.plan.tail_places[leaf][part]
-                own = _pieces(self.plan.tails.groups[t], member, [run._replace(at=run.at - coded) for run in runs[-1:]])
-                tail.append(decode(own, member.heads, self.tokens - coded, group.codec.width, group.codec.dtype)[None])
+                exact = _pieces(
+                    self.plan.tails.groups[t], member, [run._replace(at=run.at - coded) for run in runs[-1:]]
+                )
+                tail.append(
+                    decode(exact, member.heads, self.tokens - coded, group.codec.width, group.codec.dtype)[None]
+                )
         mx.eval(sinks, tail)
         made = live_codes.live(self.plan, leaf, choice, live_codes.CodedLeaf(pieces, levelled, sinks), coded, capacity)
         if tail:
@@ -207,21 +215,21 @@ class StoredPrompt:
 
     def _levelled_runs(self, leaf: int, runs: list[Run]) -> list[tuple[int, Levels | None, Levels | None]]:
         """From which token on rows are coded with which levels of keys and values."""
-        found: list[tuple[int, Levels | None, Levels | None]] = []
+        levelled: list[tuple[int, Levels | None, Levels | None]] = []
         for run in runs:
             if self.plan.is_coded(run.tensors):
-                pair = []
+                both = []
                 for part in PARTS:
                     g, member = self.plan.places[leaf][part]
-                    pair.append(levels.read(self.plan.rows.groups[g], run.tensors, member))
-                if not found or not all(map(live_codes.same, found[-1][1:], pair)):
-                    found.append((run.at, pair[0], pair[1]))
-        return found
+                    both.append(levels.read(self.plan.rows.groups[g], run.tensors, member))
+                if not levelled or not all(map(live_codes.same, levelled[-1][1:], both)):
+                    levelled.append((run.at, both[0], both[1]))
+        return levelled
 
     def _make_rows(self, leaf: int, room: int) -> Any:
         layer = self.plan.leaves[leaf]
-        adapter = adapter_of(find_class(layer["class"]))
-        streams = {}
+        cls = find_class(layer["class"])
+        adapter, streams = adapter_of(cls), {}
         if layer["streams"]:
             window = self.plan.windows.index(tuple(layer["window"])) if "window" in layer else None
             capacity = adapter.capacity(layer, self.tokens, room)
@@ -233,9 +241,8 @@ class StoredPrompt:
                     group = self.plan.windowed[window].groups[g]
                     pieces = self._window_pieces(leaf, stream, window)
                 capacity = max(capacity, max((piece.end for piece in pieces), default=0))
-                own = group.codec
-                streams[stream] = decode(pieces, member.heads, capacity, own.width, own.dtype)[None]
-        return adapter.make(layer, self.tokens, streams)
+                streams[stream] = decode(pieces, member.heads, capacity, group.codec.width, group.codec.dtype)[None]
+        return adapter.make(cls, layer, self.tokens, streams)
 
     @property
     def blocks(self) -> list[Block]:
@@ -254,8 +261,8 @@ class StoredPrompt:
             if self.plan.is_coded(run.tensors):
                 pieces += _pieces(plan.rows.groups[g], member, [run])
             else:
-                t, own = plan.tail_places[leaf][stream]
-                pieces += _pieces(plan.tails.groups[t], own, [run])
+                t, of_tail = plan.tail_places[leaf][stream]
+                pieces += _pieces(plan.tails.groups[t], of_tail, [run])
         return pieces
 
     def _window_pieces(self, leaf: int, stream: str, window: int) -> list[Piece]:
@@ -292,15 +299,15 @@ class StoredPrompt:
         shift = low - (window.keep + 1 if full else 0 if window.chunked else low)
         for block, images in zip(self._blocks, self._windows, strict=True):
             missing = mask_of(max(low - block.start, 0), min(self.tokens - block.start, BLOCK))
-            for held, image in zip(block.windows, images, strict=True):
-                mask, sunk = held.mask[index], self.plan.sunk(block.start)
-                for own in (mask & missing & sunk, mask & missing & ~sunk):
-                    for first, last in runs_of(own):
+            for window_image, tensors in zip(block.windows, images, strict=True):
+                mask, sunk = window_image.mask[index], self.plan.sunk(block.start)
+                for wanted in (mask & missing & sunk, mask & missing & ~sunk):
+                    for first, last in runs_of(wanted):
                         before = mask & mask_of(0, first)
-                        also = (before & sunk).bit_count() if own & sunk else None
+                        also = (before & sunk).bit_count() if wanted & sunk else None
                         at = block.start + first - shift
-                        runs.append(Run(image, before.bit_count(), last - first, at, also))
-                missing &= ~held.mask[index]
+                        runs.append(Run(tensors, before.bit_count(), last - first, at, also))
+                missing &= ~window_image.mask[index]
         return runs
 
     def _make_snapshot(self, leaf: int) -> Any:
@@ -308,8 +315,8 @@ class StoredPrompt:
         meta, tensors = self._snapshot.header()
         described = json.loads(meta.extra)
         number = self.plan.snapshots.index(leaf)
-        state = {name: _revive(v, tensors, described["dtypes"]) for name, v in described["state"][number].items()}
-        return SNAPSHOT.make_from(self.plan.leaves[leaf], state)
+        state = {name: revived(v, tensors, described["dtypes"]) for name, v in described["state"][number].items()}
+        return blank(find_class(self.plan.leaves[leaf]["class"]), state)
 
 
 class StoredLayer:
@@ -336,29 +343,24 @@ class StoredLayer:
     @property
     def nbytes(self) -> int:
         """Bytes that this layer's rows take in the images, without headers; nothing is evaluated."""
-        prompt, total = self._prompt, 0
-        own = [i for i, layer in enumerate(prompt.plan.layer_of) if layer == self._index]
-        plan = prompt.plan
-        apart = (plan.tails,) if plan.tails is not plan.rows else ()
-        sections = [(section, prompt._rows) for section in (plan.rows, *apart, *plan.kept, plan.sinks)]
-        windows = [tensors for several in prompt._windows for tensors in several]
-        windowed = [
-            (section, windows)
-            for section in (*plan.windowed, *plan.window_sinks, *(plan.window_tails if apart else ()))
-        ]
-        for section, held in [*sections, *windowed]:
+        prompt, plan, total = self._prompt, self._prompt.plan, 0
+        leaves = [i for i, layer in enumerate(plan.layer_of) if layer == self._index]
+        apart = plan.tails is not plan.rows
+        rows = [plan.rows, *([plan.tails] if apart else []), *plan.kept, plan.sinks]
+        windows = [*plan.windowed, *plan.window_sinks, *(plan.window_tails if apart else ())]
+        window_images = [tensors for several in prompt._windows for tensors in several]
+        for section, images in [*((s, prompt._rows) for s in rows), *((s, window_images) for s in windows)]:
             for group in section.groups:
-                heads = sum(member.heads for member in group.members if member.leaf in own)
-                names = (*group.names, group.mean, group.root)
-                stored = sum(tensors[name].nbytes for tensors in held for name in names if name in tensors)
+                heads = sum(member.heads for member in group.members if member.leaf in leaves)
+                names = (*group.names, *group.level_names)
+                stored = sum(tensors[name].nbytes for tensors in images for name in names if name in tensors)
                 total += stored * heads // group.heads
-        if prompt._snapshot is not None and any(i in prompt.plan.snapshots for i in own):
+        if prompt._snapshot is not None:
             meta, tensors = prompt._snapshot.header()
             described = json.loads(meta.extra)["state"]
-            for i in own:
-                if i in prompt.plan.snapshots:
-                    numbers = _array_numbers(list(described[prompt.plan.snapshots.index(i)].values()))
-                    total += sum(tensors[f"s{n}"].nbytes for n in numbers)
+            for number, leaf in enumerate(plan.snapshots):
+                for value in described[number].values() if leaf in leaves else ():
+                    total += sum(tensors[f"s{n}"].nbytes for n in array_numbers(value))
         return total
 
     def copy(self) -> StoredLayer:
@@ -383,30 +385,8 @@ class StoredLayer:
 
 def _pieces(group: Group, member: Member, runs: list[Run]) -> list[Piece]:
     """One stream's rows of these runs, still coded."""
-    own, pieces = slice(member.head, member.head + member.heads), []
+    pieces = []
     for run in runs:
-        planes = tuple(run.tensors[name][run.first : run.first + run.rows, own] for name in group.names)
+        planes = tuple(run.tensors[name][run.first : run.first + run.rows, member.in_group] for name in group.names)
         pieces.append(Piece(group.codec, planes, run.at, levels.read(group, run.tensors, member)))
     return pieces
-
-
-def _revive(value: Any, tensors: dict[str, np.ndarray], dtypes: list[str]) -> Any:
-    if not isinstance(value, list):
-        return value
-    kind, content = value
-    if kind == "array":
-        return bring_in(tensors[f"s{content}"], dtypes[content])
-    if kind == "float":
-        return float(content)
-    if kind == "dict":
-        return {k: _revive(v, tensors, dtypes) for k, v in content.items()}
-    items = [_revive(v, tensors, dtypes) for v in content]
-    return tuple(items) if kind == "tuple" else items
-
-
-def _array_numbers(value: Any) -> list[int]:
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list) and len(value) == 2 and value[0] == "array":
-        return [value[1]]
-    return [n for v in value for n in _array_numbers(v)] if isinstance(value, list) else []

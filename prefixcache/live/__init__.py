@@ -7,11 +7,10 @@ the classes there by name, so that its `load_prompt_cache` finds what its `save_
 
 from mlx_lm.models import cache as _mlx_caches
 
-from prefixcache.live.batch import BatchTurboQuantKVCache
-from prefixcache.live.coded import SharedLevels
+from prefixcache.live.levels import SharedLevels
 from prefixcache.live.making import LivePromptCache, convert_prompt_cache, make_prompt_cache
 from prefixcache.live.quantized import BatchQuantizedKVCache, QuantizedKVCache
-from prefixcache.live.turboquant import TurboQuantKVCache
+from prefixcache.live.turboquant import BatchTurboQuantKVCache, TurboQuantKVCache
 
 __all__ = [
     "BatchQuantizedKVCache",

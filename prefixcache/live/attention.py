@@ -1,7 +1,7 @@
 """Attention of a model's queries to what a live cache holds: on the codes themselves where a kernel does it, else head by
 head on rows that are decoded for the moment.
 
-What is attended to are parts: the codes of each run of levels, and the rows that are kept as they are. Each gives
+What is attended to are parts: the codes of each run of levels, and the rows that are kept uncoded. Each gives
 its output and the logarithm of its sum of exponentials, and these are put together.
 """
 
@@ -13,38 +13,38 @@ from prefixcache.codecs import raw_attention_gpu
 from prefixcache.codecs.coded_rows import CodedRows
 from prefixcache.codecs.turboquant.live import attend as attend_to_part
 from prefixcache.codecs.turboquant.live import with_logits
-from prefixcache.live.coded import Coded
+from prefixcache.live.layer import CodedLayer
 
 Mask = mx.array | str | None
 
 
-def attend(held: Coded, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None) -> mx.array:
+def attend(layer: CodedLayer, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None) -> mx.array:
     """Queries (B, query heads, L, key width) -> (B, query heads, L, value width), of their dtype.
 
     `mask`: None, "causal" (the queries are the last L rows), or an array that broadcasts to (B, query heads, L, rows),
     of booleans (True: attend) or added to the scores. `sinks` (query heads,): logits of nothing, beside the keys'. A
     query that may attend to nothing gets zeros. ValueError for shapes that don't go together.
     """
-    _check(held, queries, mask, sinks)
-    if queries.size == 0 or held.rows == 0:
+    _check(layer, queries, mask, sinks)
+    if queries.size == 0 or layer.rows == 0:
         raise ValueError("attention of no queries, or to a cache that holds no rows")
     if isinstance(mask, mx.array) and mask.ndim == 0:
         mask = mask.reshape(1)
     causal, array = mask == "causal" if isinstance(mask, str) else False, None if isinstance(mask, str) else mask
-    parts, raw = held.parts(), held.has_raw
-    if len(parts) == 1 and not raw:
-        whole = _coded_part(parts[0], held.rows, queries, scale, array, causal, queries.dtype, sinks)
-        return _by_heads(held, queries, scale, mask, sinks) if whole is None else whole[0]
+    parts, uncoded = layer.parts(), layer.has_uncoded
+    if len(parts) == 1 and not uncoded:
+        whole = _coded_part(parts[0], layer.rows, queries, scale, array, causal, queries.dtype, sinks)
+        return _by_heads(layer, queries, scale, mask, sinks) if whole is None else whole[0]
     done = []
     for part in parts:
-        one = _coded_part(part, held.rows, queries, scale, array, causal)
-        if one is None:
-            return _by_heads(held, queries, scale, mask, sinks)
-        done.append(one)
-    if raw and done and (fused := held.raw_for_kernel()) is not None and raw_attention_gpu.takes(fused, queries):
-        return raw_attention_gpu.attend(fused, _together(done), queries, scale, array, causal, sinks)
-    if raw:
-        done.append(_raw_part(held, queries, scale, array, causal))
+        output = _coded_part(part, layer.rows, queries, scale, array, causal)
+        if output is None:
+            return _by_heads(layer, queries, scale, mask, sinks)
+        done.append(output)
+    if uncoded and done and (rows := layer.uncoded_for_kernel()) is not None and raw_attention_gpu.takes(rows, queries):
+        return raw_attention_gpu.attend(rows, _together(done), queries, scale, array, causal, sinks)
+    if uncoded:
+        done.append(_uncoded_part(layer, queries, scale, array, causal))
     if not done:
         raise ValueError("attention to a cache that holds no rows")
     out, total = _together(done)
@@ -68,11 +68,11 @@ def _coded_part(
     early = length - (rows - count)  # queries that don't see all of the part
     if not causal or early <= 0 or early == length:
         return attend_to_part(part, queries, scale, mask, causal and early == length, dtype, logits)
-    some = attend_to_part(part, queries[:, :, :early], scale, _of_queries(mask, 0, early), True, dtype, logits)
-    rest = attend_to_part(part, queries[:, :, early:], scale, _of_queries(mask, early, length), False, dtype, logits)
-    if some is None or rest is None:
+    before = attend_to_part(part, queries[:, :, :early], scale, _of_queries(mask, 0, early), True, dtype, logits)
+    after = attend_to_part(part, queries[:, :, early:], scale, _of_queries(mask, early, length), False, dtype, logits)
+    if before is None or after is None:
         return None
-    return mx.concatenate([some[0], rest[0]], axis=2), mx.concatenate([some[1], rest[1]], axis=2)
+    return mx.concatenate([before[0], after[0]], axis=2), mx.concatenate([before[1], after[1]], axis=2)
 
 
 def _of_queries(mask: mx.array | None, first: int, last: int) -> mx.array | None:
@@ -85,33 +85,33 @@ def plain(
     queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Mask, sinks: mx.array | None
 ) -> mx.array:
     """MLX's own attention, but zeros for a query that may attend to nothing."""
-    own = sinks.astype(queries.dtype) if sinks is not None else None
-    out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=own)
+    sinks = sinks.astype(queries.dtype) if sinks is not None else None
+    out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
     if isinstance(mask, mx.array):
         seen = mx.any(mask if mask.dtype == mx.bool_ else mask > -mx.inf, axis=-1, keepdims=True)
         out = mx.where(seen, out, mx.zeros((), out.dtype))
     return out
 
 
-def _check(held: Coded, queries: mx.array, mask: Mask, sinks: mx.array | None) -> None:
-    assert held.kind is not None
+def _check(layer: CodedLayer, queries: mx.array, mask: Mask, sinks: mx.array | None) -> None:
+    assert layer.kind is not None
     if sinks is not None and tuple(sinks.shape) != (queries.shape[1],):
         raise ValueError(f"sinks of shape {tuple(sinks.shape)} for {queries.shape[1]} query heads: give one for each")
     batch, heads, length, width = queries.shape
-    if batch != held.batch:
-        raise ValueError(f"queries of {batch} sequences for a cache of {held.batch}: batch sizes must match")
-    if heads % held.kind.heads or width != held.kind.key_width:
+    if batch != layer.batch:
+        raise ValueError(f"queries of {batch} sequences for a cache of {layer.batch}: batch sizes must match")
+    if heads % layer.kind.heads or width != layer.kind.key_width:
         raise ValueError(
-            f"{heads} query heads of {width} for {held.kind.heads} key heads of {held.kind.key_width}: the widths must be "
+            f"{heads} query heads of {width} for {layer.kind.heads} key heads of {layer.kind.key_width}: the widths must be "
             "equal, the query heads a multiple"
         )
     if isinstance(mask, str):
         if mask != "causal":
             raise ValueError(f'mask={mask!r}: give "causal", an array, or None')
     elif mask is not None:
-        wanted = (batch, heads, length, held.rows)
+        wanted = (batch, heads, length, layer.rows)
         padded = (1,) * (4 - mask.ndim) + tuple(mask.shape)
-        if len(padded) > 4 or any(own not in (1, full) for own, full in zip(padded, wanted, strict=True)):
+        if len(padded) > 4 or any(size not in (1, full) for size, full in zip(padded, wanted, strict=True)):
             raise ValueError(f"a mask of shape {tuple(mask.shape)} doesn't broadcast to {wanted}")
 
 
@@ -127,16 +127,16 @@ def _together(parts: list[tuple[mx.array, mx.array]]) -> tuple[mx.array, mx.arra
     nothing = shares == 0
     weights = weights / mx.where(nothing, 1.0, shares)
     out = mx.zeros_like(parts[0][0])
-    for i, (own, _) in enumerate(parts):
-        out = out + weights[i, ..., None] * own
+    for i, (part, _) in enumerate(parts):
+        out = out + weights[i, ..., None] * part
     return out, mx.where(nothing, -mx.inf, mx.log(shares) + most)
 
 
-def _raw_part(
-    held: Coded, queries: mx.array, scale: float, mask: mx.array | None, causal: bool
+def _uncoded_part(
+    layer: CodedLayer, queries: mx.array, scale: float, mask: mx.array | None, causal: bool
 ) -> tuple[mx.array, mx.array]:
-    """The part of the rows that are kept as they are."""
-    (keys, values), listed = held.raw_rows()
+    """The part of the rows that are kept uncoded."""
+    (keys, values), listed = layer.uncoded_rows()
     rows = mx.array(listed)[:, None, None]  # (B, 1, 1, n)
     batch, heads, count, _ = keys.shape
     length = queries.shape[2]
@@ -144,13 +144,13 @@ def _raw_part(
     scores = (grouped @ mx.swapaxes(keys.astype(mx.float32), -1, -2)).reshape(*queries.shape[:3], count) * scale
     if mask is not None:
         mask = mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
-        mask = mx.broadcast_to(mask, (batch, *mask.shape[1:3], held.rows))
+        mask = mx.broadcast_to(mask, (batch, *mask.shape[1:3], layer.rows))
         at = mx.broadcast_to(mx.maximum(rows, 0), (*mask.shape[:3], count))
-        own = mx.take_along_axis(mask, at, axis=-1)
-        scores = mx.where(own, scores, -mx.inf) if own.dtype == mx.bool_ else scores + own.astype(mx.float32)
+        mask = mx.take_along_axis(mask, at, axis=-1)
+        scores = mx.where(mask, scores, -mx.inf) if mask.dtype == mx.bool_ else scores + mask.astype(mx.float32)
     allowed = rows >= 0
     if causal:
-        allowed = allowed & (rows <= held.rows - length + mx.arange(length)[:, None])
+        allowed = allowed & (rows <= layer.rows - length + mx.arange(length)[:, None])
     scores = mx.where(allowed, scores, -mx.inf)
     total = mx.logsumexp(scores, axis=-1)
     weights = mx.exp(scores - mx.where(total == -mx.inf, 0.0, total)[..., None])
@@ -158,31 +158,28 @@ def _raw_part(
     return out.reshape(*queries.shape[:3], values.shape[3]), total
 
 
-def _by_heads(held: Coded, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None) -> mx.array:
+def _by_heads(layer: CodedLayer, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None) -> mx.array:
     """MLX's own attention, on one key head's rows at a time: no more than those is ever decoded at once."""
-    assert held.kind is not None
-    group, length = queries.shape[1] // held.kind.heads, queries.shape[2]
-    if any(held.pads):  # rows that count for nobody
-        mask = _with_pads(held, length, mask)
+    assert layer.kind is not None
+    group, length = queries.shape[1] // layer.kind.heads, queries.shape[2]
+    if any(layer.pads):  # rows that count for nobody
+        mask = _with_pads(layer, length, mask)
     made = []
-    for head in range(held.kind.heads):
-        keys, values = held.decoded_heads(head, 1)
-        own = slice(head * group, (head + 1) * group)
-        one = mask[:, own] if isinstance(mask, mx.array) and mask.ndim == 4 and mask.shape[1] > 1 else mask
-        made.append(
-            plain(
-                queries[:, own], keys.astype(queries.dtype), values.astype(queries.dtype), scale, one,
-                sinks[own] if sinks is not None else None,
-            )
-        )  # fmt: skip
+    for head in range(layer.kind.heads):
+        keys, values = layer.decoded_heads(head, 1)
+        asking = slice(head * group, (head + 1) * group)
+        own_mask = mask[:, asking] if isinstance(mask, mx.array) and mask.ndim == 4 and mask.shape[1] > 1 else mask
+        own_sinks = sinks[asking] if sinks is not None else None
+        asked = queries[:, asking]
+        made.append(plain(asked, keys.astype(asked.dtype), values.astype(asked.dtype), scale, own_mask, own_sinks))
     return mx.concatenate(made, axis=1)
 
 
-def _with_pads(held: Coded, length: int, mask: Mask) -> mx.array:
-    column = mx.arange(held.rows)
-    seen = column >= mx.array(held.pads)[:, None, None, None]
+def _with_pads(layer: CodedLayer, length: int, mask: Mask) -> mx.array:
+    column = mx.arange(layer.rows)
+    seen = column >= mx.array(layer.pads)[:, None, None, None]
     if isinstance(mask, str):
-        return seen & (column <= held.rows - length + mx.arange(length)[:, None])
+        return seen & (column <= layer.rows - length + mx.arange(length)[:, None])
     if mask is None:
         return seen
     return seen & mask if mask.dtype == mx.bool_ else mx.where(seen, mask, mx.array(-mx.inf, mask.dtype))

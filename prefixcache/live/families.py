@@ -68,16 +68,16 @@ WITHOUT_ATTENTION = frozenset({"mamba", "mamba2", "rwkv7"})
 
 def check(model: nn.Module) -> None:
     """ValueError that names the family, why, and what to do, unless attention can read codes in every layer."""
-    own = type(model).__module__
-    found = False
+    module_of_model, attends = type(model).__module__, False
     for layer in model.modules():
         for module in attention_modules(type(layer)):
-            found = True
+            attends = True
             if (why := refusal(module, layer)) is not None:
-                raise ValueError(_message(own, module, why))
-    family = own.removeprefix(MODELS)
-    if not found and not (own.startswith(MODELS) and family in WITHOUT_ATTENTION):
-        raise ValueError(_message(own, own, EXCLUDED.get(family, "no layer that updates a cache was found in it")))
+                raise ValueError(_message(module_of_model, module, why))
+    family = module_of_model.removeprefix(MODELS)
+    if not attends and not (module_of_model.startswith(MODELS) and family in WITHOUT_ATTENTION):
+        why = EXCLUDED.get(family, "no layer that updates a cache was found in it")
+        raise ValueError(_message(module_of_model, module_of_model, why))
 
 
 def refusal(module: str, layer: nn.Module) -> str | None:
@@ -111,7 +111,7 @@ def _updates(code: CodeType) -> bool:
     )
 
 
-def _message(own: str, module: str, why: str) -> str:
-    family, attention = own.removeprefix(MODELS), module.removeprefix(MODELS)
+def _message(module_of_model: str, module: str, why: str) -> str:
+    family, attention = module_of_model.removeprefix(MODELS), module.removeprefix(MODELS)
     named = f"{family!r}" if family == attention else f"{family!r} (the attention of {attention!r})"
     return f'models of {named} can\'t attend to codes: {why}. Make their caches with attend="buffer"'

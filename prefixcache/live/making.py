@@ -16,8 +16,9 @@ from prefixcache.codecs import Affine, Codec, Raw, RawRows, RowCodec, Stream, Tu
 from prefixcache.codecs.affine import AffineRows
 from prefixcache.codecs.interchange import FLOATS, name_of
 from prefixcache.codecs.turboquant.codec import TurboQuantRows
+from prefixcache.codecs.turboquant.coding import RECENT, Choice, Kind
 from prefixcache.live import families
-from prefixcache.live.coded import RECENT, Kind, SharedLevels
+from prefixcache.live.levels import SharedLevels
 from prefixcache.live.quantized import QuantizedKVCache
 from prefixcache.live.turboquant import TurboQuantKVCache
 
@@ -107,10 +108,10 @@ def check_layers(prompt_cache: Sequence[Any], model: Any) -> None:
             "model has changed; compute the prompt again"
         )
     for layer, (cache, expected) in enumerate(zip(prompt_cache, sketched, strict=True)):
-        for own, wanted in zip(_rows_in(cache), expected, strict=False):
-            if own is not None and wanted is not None and own[:3] != wanted[:3]:
+        for there, wanted in zip(_rows_in(cache), expected, strict=False):
+            if there is not None and wanted is not None and there[:3] != wanted[:3]:
                 raise ValueError(
-                    f"layer {layer} holds {own}, the model makes {wanted}: it is of another model, or the model has "
+                    f"layer {layer} holds {there}, the model makes {wanted}: it is of another model, or the model has "
                     "changed; compute the prompt again"
                 )
 
@@ -131,8 +132,8 @@ class _Making:
     def all(self, caches: Sequence[Any], rows: list[list[Kind | None]] | None, into: list[Any] | None = None) -> Any:
         made = into if into is not None else [None] * len(caches)
         for layer, cache in enumerate(caches):
-            own = self._layer(cache, layer, iter(rows[layer]) if rows is not None else None)
-            made[layer] = self._kept(cache) if own is cache and into is None else own
+            converted = self._layer(cache, layer, iter(rows[layer]) if rows is not None else None)
+            made[layer] = self._not_shared(cache) if converted is cache and into is None else converted
         if not self._coded:
             reasons = "; ".join(f"{why} ({_spoken(on)})" for why, on in _grouped(self._left).items())
             raise ValueError(f"no layer can be coded by {self._codec}: {reasons or 'there are none'}")
@@ -140,33 +141,34 @@ class _Making:
         return LivePromptCache(made, tuple(sorted(self._coded)), left)
 
     @staticmethod
-    def _kept(cache: Any) -> Any:
+    def _not_shared(cache: Any) -> Any:
         """What stays as it is may still not be shared: the model writes into it."""
         return copy.deepcopy(cache)
 
     def _layer(self, cache: Any, layer: int, rows: Any) -> Any:
         if isinstance(cache, CacheList):
             children = [self._layer(child, layer, rows) for child in cache.caches]
-            if all(own is child for own, child in zip(children, cache.caches, strict=True)):
+            both = list(zip(cache.caches, children, strict=True))
+            if all(converted is child for child, converted in both):
                 return cache
             made = copy.copy(cache)
             made.caches = type(cache.caches)(
-                self._kept(child) if own is child else own for own, child in zip(children, cache.caches, strict=True)
+                self._not_shared(child) if converted is child else converted for child, converted in both
             )
             return made
-        own = next(rows) if rows is not None else next(iter(_rows_in(cache)))
+        kind = next(rows) if rows is not None else next(iter(_rows_in(cache)))
         number, self._number = self._number, self._number + 1
         if isinstance(cache, (TurboQuantKVCache, QuantizedKVCache)):
-            self._check_coded(cache, layer, own)
+            self._check_coded(cache, layer, kind)
             self._coded.add(layer)
             return cache
         if type(cache) is not KVCache:
             self._left[layer] = f"{type(cache).__name__} is no plain KVCache"
             return cache
-        if own is None:
+        if kind is None:
             self._left[layer] = "it holds no rows"
             return cache
-        coder = self._coder(layer, own)
+        coder = self._coder(layer, kind)
         if isinstance(coder, str):
             self._left[layer] = coder
             return cache
@@ -176,12 +178,9 @@ class _Making:
     def _check_coded(self, cache: Any, layer: int, rows: Kind | None) -> None:
         """ValueError for a layer that is coded already, and otherwise."""
         if isinstance(cache, TurboQuantKVCache):
-            said, wanted = str(cache.choice), None
+            said, same = str(cache.choice), True
             if rows is not None:
-                keys, values = self._row_codecs(layer, rows)
-                if isinstance(keys, TurboQuantRows) and isinstance(values, TurboQuantRows):
-                    wanted = (keys.bits, values.bits, keys.levelled, self._codec.sink_tokens, keys.seed)
-            same = rows is None or wanted == tuple(cache.choice[:5])
+                same = cache.choice.same_codes(Choice.of(*self._row_codecs(layer, rows), self._codec.sink_tokens))
         else:
             said = f"mx.quantize at {cache.bits} bits, groups of {cache.group_size}"
             same = isinstance(self._codec, Affine) and self._codec.bits == cache.bits
@@ -190,8 +189,8 @@ class _Making:
 
     def _row_codecs(self, layer: int, rows: Kind) -> tuple[RowCodec, RowCodec]:
         keys, values = (
-            self._codec.row_codec(Stream(layer, self._layers, part, rows.heads, own, other, rows.dtype))
-            for part, own, other in _parts(rows)
+            self._codec.row_codec(Stream(layer, self._layers, part, rows.heads, width, other, rows.dtype))
+            for part, width, other in _parts(rows)
         )
         return keys, values
 

@@ -77,8 +77,8 @@ def attention(
         scores = multiply(rows, *(a[:, :, :seen] for a in keys), transpose=True)
         scores = scores.reshape(*grouped, end - start, seen).astype(mx.float32)
         if causal:
-            own = mx.arange(total - length + start, seen)
-            scores = mx.where(own[:, None] >= mx.arange(seen), scores, -mx.inf)
+            rows_of_queries = mx.arange(total - length + start, seen)
+            scores = mx.where(rows_of_queries[:, None] >= mx.arange(seen), scores, -mx.inf)
         elif allowed is not None:
             part = allowed if allowed.shape[3] == 1 else allowed[:, :, :, start:end]
             scores = mx.where(part, scores, -mx.inf) if part.dtype == mx.bool_ else scores + part.astype(mx.float32)
@@ -103,21 +103,21 @@ def _by_group(mask: mx.array, kv_heads: int) -> mx.array:
     return mask.reshape(batch, *((1, 1) if heads == 1 else (kv_heads, heads // kv_heads)), *rest)
 
 
-def _appended(held: Arrays | None, used: int, new: Sequence[mx.array], step: int) -> Arrays:
-    """`held` (B, H, T, w) with `new` (B, H, L, w) at row `used`, in room for a multiple of `step` rows more.
+def _appended(arrays: Arrays | None, used: int, new: Sequence[mx.array], step: int) -> Arrays:
+    """`arrays` (B, H, T, w) with `new` (B, H, L, w) at row `used`, in room for a multiple of `step` rows more.
 
-    Where there is room, the arrays of `held` themselves change.
+    Where there is room, the arrays themselves change.
     """
     end = used + new[0].shape[2]
-    if held is None or end > held[0].shape[2]:
+    if arrays is None or end > arrays[0].shape[2]:
         room = -(-new[0].shape[2] // step) * step
-        grown = [mx.zeros((*a.shape[:2], room, a.shape[3]), a.dtype) for a in (new if held is None else held)]
-        if held is not None:
-            grown = [mx.concatenate([a[:, :, :used], more], axis=2) for a, more in zip(held, grown, strict=True)]
-        held = tuple(grown)
-    for array, rows in zip(held, new, strict=True):
+        grown = [mx.zeros((*a.shape[:2], room, a.shape[3]), a.dtype) for a in (new if arrays is None else arrays)]
+        if arrays is not None:
+            grown = [mx.concatenate([a[:, :, :used], more], axis=2) for a, more in zip(arrays, grown, strict=True)]
+        arrays = tuple(grown)
+    for array, rows in zip(arrays, new, strict=True):
         array[:, :, used:end] = rows
-    return held
+    return arrays
 
 
 class _Quantized:
@@ -347,8 +347,8 @@ class BatchQuantizedKVCache(_Quantized, mlx_lm_cache._BaseCache):
             if cache.keys is not None and cache.keys[0].shape[0] != 1:
                 raise ValueError(f"merge() of a cache of {cache.keys[0].shape[0]} sequences: give it one of each")
         traits = [_traits(cache) for cache in caches]
-        for one in traits:
-            ragged.check_alike(max(traits, key=len), one, ALIKE)
+        for traits_of_one in traits:
+            ragged.check_alike(max(traits, key=len), traits_of_one, ALIKE)
         longest = max(cache.offset for cache in caches)
         made = cls([longest - cache.offset for cache in caches], caches[0].group_size, caches[0].bits)
         if longest > 0:

@@ -32,8 +32,8 @@ def joined(first: Arrays, first_used: int, second: Arrays, second_used: int) -> 
     used = max(first_used, second_used)
     capacity = max(used, first[0].shape[2], second[0].shape[2])
 
-    def justified(array: mx.array, own: int) -> mx.array:
-        return mx.pad(array[:, :, :own], [(0, 0), (0, 0), (used - own, capacity - used), (0, 0)])
+    def justified(array: mx.array, rows: int) -> mx.array:
+        return mx.pad(array[:, :, :rows], [(0, 0), (0, 0), (used - rows, capacity - used), (0, 0)])
 
     return tuple(
         mx.concatenate([justified(a, first_used), justified(b, second_used)])
@@ -84,9 +84,9 @@ def chosen(indices: Sequence[int] | mx.array, sequences: int) -> mx.array:
 
 def check_numbers(given: Sequence[Sequence[int] | None], sequences: int) -> None:
     """ValueError where one of them is not a number for each sequence."""
-    for own in given:
-        if own is not None and len(own) != sequences:
-            raise ValueError(f"{len(own)} numbers for a batch of {sequences}: give one for each sequence")
+    for numbers_given in given:
+        if numbers_given is not None and len(numbers_given) != sequences:
+            raise ValueError(f"{len(numbers_given)} numbers for a batch of {sequences}: give one for each sequence")
 
 
 def numbers(array: mx.array) -> list[int]:

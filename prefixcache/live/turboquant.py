@@ -1,121 +1,23 @@
-"""`TurboQuantKVCache`: mlx-lm's cache protocol on codes, for one sequence, or several of equal length; and what it has in
-common with a batch."""
+"""`TurboQuantKVCache` and `BatchTurboQuantKVCache`: mlx-lm's cache protocol on codes, of one sequence or several of equal
+length, and of sequences of any lengths, left-padded. Rows and codes are `live.layer`'s.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import mlx.core as mx
+from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import KVCache, create_attention_mask
 
-from prefixcache.codecs.interchange import element
-from prefixcache.live import hook
-from prefixcache.live.attention import attend, plain
-from prefixcache.live.coded import RECENT, Choice, Coded, Kind, Pair, SharedLevels, check_choice, put
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-    from prefixcache.live.batch import BatchTurboQuantKVCache
-
-
-class LiveCache:
-    """What caches of codes have in common, for one sequence or many: the parts of mlx-lm's protocol that don't tell."""
-
-    _held: Coded
-
-    def keys_and_values(self) -> tuple[Any, Any]:
-        """What stands for all keys and values that are held, as `update_and_fetch` returns it."""
-        held, kind = self._held, self._held.known_kind()
-        if held.waiting or held.attends == "buffer":
-            return held.decoded_heads(0, kind.heads)
-        shape, dtype = (held.batch, kind.heads, held.rows), element(kind.dtype).mlx
-        return hook.Codes(self, (*shape, kind.key_width), dtype), hook.Codes(self, (*shape, kind.value_width), dtype)
-
-    def attend_to_codes(
-        self, queries: mx.array, keys: Any, values: Any, *, scale: float, mask: Any, sinks: mx.array | None = None
-    ) -> mx.array:
-        """What the hook calls with what `update_and_fetch` returned: see `attention.attend`. On arrays it is MLX's own."""
-        if isinstance(keys, mx.array):
-            return plain(queries, keys, values, scale, mask, sinks)
-        return attend(self._held, queries, scale, mask, sinks)
-
-    @property
-    def bits(self) -> int:
-        """Bits of keys, where codes are what is fetched: mlx-lm's own function, while it isn't hooked, then takes its
-        quantised way, and what it meets says what to do."""
-        if self._held.waiting or self._held.attends == "buffer":
-            raise AttributeError("bits")
-        return self._held.choice.key_bits
-
-    @property
-    def group_size(self) -> int:
-        """Beside `bits`."""
-        return self._held.known_kind().key_width
-
-    def size(self) -> int:
-        """Rows held: of a batch, padding included."""
-        return self._held.rows
-
-    def empty(self) -> bool:
-        return self._held.kind is None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of codes and scales, the buffers' room to grow included, of rows kept as they are, of levels, and of the
-        decoded copy where there is one. Nothing is evaluated."""
-        return self._held.held_bytes
-
-    def is_trimmable(self) -> bool:
-        return True
-
-    @property
-    def meta_state(self) -> str:
-        """Nothing: `state` says all."""
-        return ""
-
-    @meta_state.setter
-    def meta_state(self, value: Any) -> None:
-        if value:
-            raise ValueError(f"meta_state={value!r}: a {type(self).__name__} has none")
-
-    @classmethod
-    def from_state(cls, state: Sequence[mx.array], meta_state: Any = "") -> Self:
-        """The cache whose `state` this was, its codec included. ValueError for any other state."""
-        made = cls.__new__(cls)
-        made.state, made.meta_state = state, meta_state  # type: ignore[attr-defined]
-        hook_for(made._held)
-        return made
-
-    def copy(self) -> Self:
-        """Another cache of the same rows. It costs nothing until one of the two changes, which the other never shows."""
-        made = type(self).__new__(type(self))
-        made.__dict__.update(self.__dict__)
-        made._held = Coded.__new__(Coded)
-        made._held.take_over(self._held)
-        return made
-
-    def __copy__(self) -> Self:
-        return self.copy()
-
-    def __deepcopy__(self, memo: Any) -> Self:
-        return self.copy()
-
-    @property
-    def choice(self) -> Choice:
-        """How rows are coded: bits, levelling, sink_tokens, seed, recent_tokens."""
-        return self._held.choice
-
-    @property
-    def attends(self) -> str:
-        """ "codes" or "buffer"."""
-        return self._held.attends
-
-    @property
-    def kind(self) -> Kind | None:
-        """Heads, widths and dtype of the rows; None before the first."""
-        return self._held.kind
+from prefixcache.codecs.turboquant.coding import RECENT, Choice, Kind, LayerLevels, Run
+from prefixcache.live import batching
+from prefixcache.live.layer import NO_ROWS, CodedLayer
+from prefixcache.live.levels import SharedLevels
+from prefixcache.live.protocol import LiveCache, hook_for
+from prefixcache.live.ragged import check_numbers, chosen, numbers
+from prefixcache.live.state import described, restored
 
 
 class TurboQuantKVCache(LiveCache):
@@ -143,9 +45,9 @@ class TurboQuantKVCache(LiveCache):
         levels: SharedLevels | None = None,
         layer: int = 0,
     ):
-        choice = check_choice(Choice(key_bits, value_bits, levelling, sink_tokens, seed, recent_tokens))
-        self._held = Coded(choice, attend, levels, layer, None)
-        hook_for(self._held)
+        choice = Choice(key_bits, value_bits, levelling, sink_tokens, seed, recent_tokens).check()
+        self._layer = CodedLayer.empty(choice, attend, levels, layer)
+        hook_for(self._layer)
 
     # -- mlx-lm's protocol --------------------------------------------------------------------------------------------
 
@@ -155,51 +57,48 @@ class TurboQuantKVCache(LiveCache):
 
         ValueError for rows of other heads, widths, dtype or batch size than those that are held.
         """
-        self._held.append(keys, values)
+        self._layer.append(keys, values)
         return self.keys_and_values()
 
     @property
     def offset(self) -> int:
         """Tokens held."""
-        return self._held.rows
+        return self._layer.rows
 
     def trim(self, n: int) -> int:
         """Forget the last `n` tokens. ValueError where fewer are held."""
-        self._held.cut(n)
+        self._layer.cut(n)
         return n
 
     def make_mask(self, *args: Any, **kwargs: Any) -> Any:
-        return create_attention_mask(*args, offset=self._held.rows, **kwargs)
+        return create_attention_mask(*args, offset=self._layer.rows, **kwargs)
 
     @property
     def state(self) -> list[mx.array]:
         """All of it as arrays, the first of which says what the others are: to evaluate, to save, for `from_state`."""
-        return self._held.described()
+        return described(self._layer)
 
     @state.setter
     def state(self, state: Sequence[mx.array]) -> None:
-        held = Coded.__new__(Coded)
-        held.restore(state)
-        if any(held.pads):
+        layer, _ = restored(state)
+        if any(layer.pads):
             raise ValueError("the state of a batch; use BatchTurboQuantKVCache.from_state")
-        self._held = held
+        self._layer = layer
 
     @classmethod
     def merge(cls, caches: Sequence[TurboQuantKVCache]) -> BatchTurboQuantKVCache:
         """One batch of caches of one sequence each, any of them empty."""
-        from prefixcache.live.batch import BatchTurboQuantKVCache
-
         return BatchTurboQuantKVCache.merge(caches)
 
     # -- beyond the protocol ------------------------------------------------------------------------------------------
 
     def dequantize(self) -> KVCache:
         """A plain cache of the original dtype, with the rows that attention means."""
-        made, held = KVCache(), self._held
-        if held.kind is not None:
-            keys, values = held.decoded_heads(0, held.kind.heads)
-            made.keys, made.values = put(None, keys, 0), put(None, values, 0)
-            made.offset = held.rows
+        made, layer = KVCache(), self._layer
+        if layer.kind is not None:
+            rows = NO_ROWS.put(*layer.decoded_heads(0, layer.kind.heads), 0)
+            made.keys, made.values = rows.arrays or (None, None)
+            made.offset = layer.rows
         return made
 
     @classmethod
@@ -225,35 +124,186 @@ class TurboQuantKVCache(LiveCache):
             attend=attend, levels=levels, layer=layer,
         )  # fmt: skip
         if cache.keys is not None:
-            made._held.append(cache.keys[..., : cache.offset, :], cache.values[..., : cache.offset, :])
-            mx.eval(made._held.arrays())
+            made._layer.append(cache.keys[..., : cache.offset, :], cache.values[..., : cache.offset, :])
+            mx.eval(made._layer.arrays())
         return made
 
     @classmethod
     def from_codes(
-        cls, choice: Choice, kind: Kind, runs: Sequence[tuple[int, Pair]], codes: mx.array, scales: mx.array, rows: int,
-        sinks: tuple[mx.array, mx.array] | None = None, attend: Literal["codes", "buffer"] = "codes",
-    ) -> TurboQuantKVCache:  # fmt: skip
-        """Codes that are there already, as `Coded` holds them, `rows` in use; `runs`: from which token on which levels.
+        cls,
+        choice: Choice,
+        kind: Kind,
+        runs: Sequence[tuple[int, LayerLevels]],
+        codes: mx.array,
+        scales: mx.array,
+        rows: int,
+        sinks: tuple[mx.array, mx.array] | None = None,
+        attend: Literal["codes", "buffer"] = "codes",
+    ) -> TurboQuantKVCache:
+        """Codes that are there already: uint32 (B, heads, T, words of a key, then of its value) and scales uint16
+        (B, heads, T, 2), `rows` in use; `runs`: from which token on which levels.
 
         `sinks`: keys and values (B, heads, choice.sink_tokens, width) as they are, where the choice keeps some.
         """
-        from prefixcache.live.coded import Run
-
         made = cls.__new__(cls)
-        held = made._held = Coded(choice, attend, None, 0, codes.shape[0])
-        held.kind, held.rows, held.waiting, held.floors = kind, rows, False, [rows] * codes.shape[0]
-        held.codes, held.scales, held.raw = codes, scales, sinks
-        held.runs = [tuple(Run(first, pair) for first, pair in runs)] * codes.shape[0]
-        held.show_all()
-        hook_for(held)
+        levels = [Run(first, of_run) for first, of_run in runs]
+        made._layer = CodedLayer.of_codes(choice, attend, kind, levels, (codes, scales), rows, sinks)
+        hook_for(made._layer)
         return made
 
     def __repr__(self) -> str:
-        return f"TurboQuantKVCache({self._held.choice}, {self._held.rows} tokens, attend={self.attends!r})"
+        return f"TurboQuantKVCache({self._layer.choice}, {self._layer.rows} tokens, attend={self.attends!r})"
 
 
-def hook_for(held: Coded) -> None:
-    """Codes need the hook."""
-    if held.attends == "codes":
-        hook.install()
+class BatchTurboQuantKVCache(LiveCache):
+    """Codes of B sequences, token t of sequence b in row `left_padding[b] + t`; see `TurboQuantKVCache`.
+
+    What mlx-lm's BatchKVCache is to KVCache: made by `merge`, or empty with the left padding of what is to come. Rows
+    wait as they are until the batch has 256; sequences that join a batch whose levels are known are coded with these.
+    """
+
+    def __init__(
+        self,
+        left_padding: Sequence[int],
+        key_bits: int = 4,
+        value_bits: int = 4,
+        *,
+        levelling: bool = True,
+        sink_tokens: int = 4,
+        seed: int = 0,
+        recent_tokens: int = RECENT,
+        attend: Literal["codes", "buffer"] = "codes",
+        levels: SharedLevels | None = None,
+        layer: int = 0,
+    ):
+        pads = [int(n) for n in left_padding]
+        if min(pads, default=0) < 0:
+            raise ValueError(f"left_padding={pads}: give numbers of rows, 0 or more")
+        choice = Choice(key_bits, value_bits, levelling, sink_tokens, seed, recent_tokens).check()
+        self._adopt(CodedLayer.empty(choice, attend, levels, layer, pads))
+        hook_for(self._layer)
+
+    def _adopt(self, layer: CodedLayer, right: Sequence[int] | None = None) -> None:
+        """Be this layer's cache. `right`: each sequence's padding on the right, until `finalize`."""
+        self._layer = layer
+        self._right = list(right) if right is not None else None
+        self._place()
+
+    def _place(self) -> None:
+        """Padding and offsets as arrays, for masks and positions."""
+        self.left_padding = mx.array(self._layer.pads, dtype=mx.int32)
+        self.offset = self._layer.rows - self.left_padding
+
+    # -- mlx-lm's protocol --------------------------------------------------------------------------------------------
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        """Rows (B, heads, L, width) of one float dtype; see `TurboQuantKVCache.update_and_fetch`."""
+        if keys.shape[0] != self._layer.batch:
+            raise ValueError(
+                f"rows of {keys.shape[0]} sequences for a cache of {self._layer.batch}: batch sizes must match"
+            )
+        self._layer.append(keys, values)
+        self.offset = self.offset + keys.shape[2]
+        return self.keys_and_values()
+
+    @property
+    def _idx(self) -> int:
+        return self._layer.rows
+
+    def trim(self, n: int) -> int:
+        """Forget the last `n` rows of every sequence. ValueError where one has fewer."""
+        tokens = [self._layer.alignment.tokens_of(b) for b in range(self._layer.batch)]
+        if tokens and n > min(tokens):
+            raise ValueError(f"trim({n}): sequence {tokens.index(min(tokens))} has {min(tokens)} tokens")
+        self._layer.cut(n)
+        self.offset = self.offset - n
+        return n
+
+    def make_mask(self, N: int, return_array: bool = False, **kwargs: Any) -> mx.array:
+        return create_causal_mask(N, offset=self._layer.rows, left_padding=self.left_padding, **kwargs)
+
+    def prepare(
+        self,
+        *,
+        left_padding: Sequence[int] | None = None,
+        lengths: Sequence[int] | None = None,
+        right_padding: Sequence[int] | None = None,
+    ) -> None:
+        """Announce padding of what comes: on the left of an empty batch, or on the right, until `finalize`.
+
+        `lengths`: tokens to come of each sequence; with them levels can be measured before the last of the padding.
+        """
+        layer = self._layer
+        check_numbers((left_padding, lengths, right_padding), layer.batch)
+        if left_padding is not None:
+            if layer.kind is not None:
+                raise ValueError("left padding can be added to an empty batch only")
+            pads = tuple(pad + int(more) for pad, more in zip(layer.pads, left_padding, strict=True))
+            layer.alignment = layer.alignment._replace(pads=pads)
+            self._place()
+        if right_padding is not None and max(right_padding, default=0) > 0:
+            self._right = [int(n) for n in right_padding]
+            ends = tuple(layer.rows + int(n) for n in lengths) if lengths is not None else None
+            layer.alignment = layer.alignment._replace(ends=ends)
+
+    def finalize(self) -> None:
+        """Turn padding on the right into padding on the left."""
+        if self._right is not None:
+            self._adopt(batching.turned_left(self._layer, self._right))
+
+    def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
+        """Keep these sequences, in this order. IndexError for one that isn't there."""
+        indices = chosen(batch_indices, self._layer.batch)
+        right = [self._right[i] for i in numbers(indices)] if self._right is not None and indices.size else None
+        self._adopt(batching.selected(self._layer, indices), right)
+
+    def extend(self, other: BatchTurboQuantKVCache) -> None:
+        """The sequences of another batch behind those of this one; the other stays as it is.
+
+        ValueError for another choice of codec, other widths, heads or dtype.
+        """
+        if not isinstance(other, BatchTurboQuantKVCache):
+            raise TypeError(f"extend({type(other).__name__}): give a BatchTurboQuantKVCache")
+        if self._right is not None or other._right is not None:
+            raise ValueError("a batch with padding on the right: finalize() it first")
+        self._adopt(batching.joined(self._layer, other._layer))
+
+    def extract(self, idx: int) -> TurboQuantKVCache:
+        """One sequence, by itself."""
+        chosen([idx], self._layer.batch)
+        cache = TurboQuantKVCache.__new__(TurboQuantKVCache)
+        cache._layer = batching.sequence(self._layer, idx)
+        return cache
+
+    @classmethod
+    def merge(cls, caches: Sequence[TurboQuantKVCache]) -> BatchTurboQuantKVCache:
+        """One batch of caches of one sequence each, any of them empty; they stay as they are.
+
+        ValueError for none, for a cache of several sequences, another choice of codec, other widths, heads or dtype.
+        """
+        if not caches:
+            raise ValueError("merge([]): give one cache or more")
+        for cache in caches:
+            if not isinstance(cache, TurboQuantKVCache):
+                raise TypeError(f"{type(cache).__name__} and TurboQuantKVCache in one batch: convert all, or none")
+            if cache._layer.batch > 1:
+                raise ValueError(f"a cache of {cache._layer.batch} sequences can't be merged: one sequence each")
+        made = cls.__new__(cls)
+        made._adopt(batching.merged([cache._layer for cache in caches]))
+        hook_for(made._layer)
+        return made
+
+    @property
+    def state(self) -> list[mx.array]:
+        """All of it as arrays, the first of which says what the others are."""
+        return described(self._layer, right=self._right)
+
+    @state.setter
+    def state(self, state: Sequence[mx.array]) -> None:
+        layer, header = restored(state)
+        self._adopt(layer, header.get("right"))
+
+    def __repr__(self) -> str:
+        layer = self._layer
+        batch = f"{layer.batch} sequences, {layer.rows} rows"
+        return f"BatchTurboQuantKVCache({layer.choice}, {batch}, attend={layer.attends!r})"

@@ -87,13 +87,13 @@ class Counters:
     shared_tokens: int = 0  # tokens that stores found kept already
     unkept_tokens: int = 0  # tokens that stores found no room for
     recoded_tokens: int = 0  # tokens coded again: their codes were on SSD only, or had other levels than their block
-    evicted: int = 0  # images that left RAM
+    evicted: int = 0  # images evicted from RAM
     dropped: int = 0  # of them, images that the SSD was to get and did not
     dropped_bytes: int = 0
     declined: int = 0  # images that the SSD was not given at first sight
     forgotten: int = 0  # images that left the SSD because nodes filled the RAM
-    ssd_evicted: int = 0  # images that left the SSD to keep its limit
-    corrupt: int = 0  # images set aside on reading
+    ssd_evicted: int = 0  # images evicted from the SSD to keep its limit
+    corrupt: int = 0  # images quarantined on reading
     write_errors: int = 0
     denied: int = 0  # reservations of RAM that found no room
     collisions: int = 0  # blocks not kept because another has their key

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from prefixcache.blocks.lookup import windows_read
 from prefixcache.blocks.masks import mask_of
 from prefixcache.blocks.node import RAM, Node, Slot
-from prefixcache.image import Image, Kind
+from prefixcache.image import SNAPSHOT, Image
 from prefixcache.layers.read_ahead import ReadAhead
 from prefixcache.layers.stored import Block, Held, StoredPrompt
 from prefixcache.tiers.prompt import Prompt, hit
@@ -31,7 +31,7 @@ def find(
             for node in walk.nodes
             if node.start < depth and node.rows is not None
         ]  # fmt: skip
-        state: Image | None = next((slot.image for slot in pinned if slot.kind == Kind.SNAPSHOT), None)
+        state: Image | None = next((slot.image for slot in pinned if slot.kind == SNAPSHOT), None)
     try:
         return StoredPrompt(namespace.plan, depth, blocks, state), pinned
     except BaseException:

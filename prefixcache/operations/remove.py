@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prefixcache.blocks.lookup import required_images
 from prefixcache.blocks.node import Node
-from prefixcache.image import Kind
+from prefixcache.image import SNAPSHOT
 from prefixcache.tiers.prompt import Prompt
 from prefixcache.tiers.storage import Storage
 
@@ -18,7 +18,7 @@ def remove(storage: Storage, prompt: Prompt) -> int:
             if walk.depth != len(prompt) or not walk.nodes:
                 continue
             for slot in required_images(walk, walk.depth, storage.graph.last):
-                if slot.kind == Kind.SNAPSHOT:  # the state of this boundary is the prompt's alone
+                if slot.kind == SNAPSHOT:  # the state of this boundary is the prompt's alone
                     freed += storage.discard(slot)
             if walk.partial is None:
                 freed += _remove_blocks(storage, walk.nodes[-1])

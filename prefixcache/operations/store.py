@@ -20,22 +20,16 @@ from prefixcache.blocks.node import BLOCK_BYTES, RAM, Node, Slot
 from prefixcache.codecs import RawRows
 from prefixcache.codecs.interchange import name_of
 from prefixcache.codecs.threads import WORTH_A_THREAD, share_out
-from prefixcache.image import DTYPES, Blueprint, Draft, Image, Kind, Meta, Spec
+from prefixcache.image import DTYPES, ROWS, SNAPSHOT, WINDOW, Blueprint, Draft, Image, Kind, Meta, Spec
 from prefixcache.keys import BLOCK, TOKEN_BYTES, canonical, chain
 from prefixcache.layers import levels, live_codes
 from prefixcache.layers.adapters import Leaf
 from prefixcache.layers.decoded import Decoded
-from prefixcache.layers.encode import (
-    Target,
-    copy_stored,
-    decode_stored,
-    describe_state,
-    encode,
-    encode_stored,
-    write_state,
-)
+from prefixcache.layers.encode import Target, encode
 from prefixcache.layers.live_codes import differing
 from prefixcache.layers.plan import Section
+from prefixcache.layers.recode import copy_stored, decode_stored, encode_stored
+from prefixcache.layers.snapshots import describe_state, write_state
 from prefixcache.tiers.namespaces import Namespace
 from prefixcache.tiers.prompt import Prompt
 from prefixcache.tiers.storage import Storage
@@ -77,8 +71,8 @@ class Job(NamedTuple):
 
     def cost(self, slot_bytes: int) -> int:
         """RAM that the job takes, its place in the tree included, where a slot takes `slot_bytes`."""
-        node = NODE_BYTES + len(self.tokens) if self.kind == Kind.ROWS else 0  # a known one may have left by then
-        return self.blueprint.nbytes + slot_bytes + node + (len(self.tokens) if self.kind == Kind.SNAPSHOT else 0)
+        node = NODE_BYTES + len(self.tokens) if self.kind == ROWS else 0  # a known one may have left by then
+        return self.blueprint.nbytes + slot_bytes + node + (len(self.tokens) if self.kind == SNAPSHOT else 0)
 
 
 class GrownWindow(NamedTuple):
@@ -291,8 +285,8 @@ class Store:
             source = self._own_codes_first(start, count, source)
         if not coded and source.rows is not None:
             coded = self._plan.is_coded(source.rows.tensors())
-        blueprint = self._blueprint(Kind.ROWS, own, key, start, self._plan.rows_specs(start, count, coded))
-        return Job(Kind.ROWS, parent, node, start, tokens, own, blueprint, source, coded)
+        blueprint = self._blueprint(ROWS, own, key, start, self._plan.rows_specs(start, count, coded))
+        return Job(ROWS, parent, node, start, tokens, own, blueprint, source, coded)
 
     def _own_codes_first(self, start: int, count: int, source: Source) -> Source:
         """A source whose levels are others than those of live codes is left aside: these go in as they are."""
@@ -337,10 +331,10 @@ class Store:
             return None
         own = window_key(block_key, mask)
         blueprint = self._blueprint(
-            Kind.WINDOW, own, block_key, start, self._plan.window_specs(mask, start, coded), extra_of(mask)
+            WINDOW, own, block_key, start, self._plan.window_specs(mask, start, coded), extra_of(mask)
         )
         new = tuple(h & ~m for m, h in zip(before, held, strict=True))
-        return Job(Kind.WINDOW, parent, node, start, block_tokens, own, blueprint, source, coded, mask, new)
+        return Job(WINDOW, parent, node, start, block_tokens, own, blueprint, source, coded, mask, new)
 
     def _snapshot_job(self, parent: Node) -> list[Job]:
         """The state at the end, unless it is kept already. It hangs on the last whole block before the boundary."""
@@ -350,14 +344,14 @@ class Store:
             parent = parent.parent
         key, suffix = self._key_at[above], self._prompt.token_bytes[above * TOKEN_BYTES : self._limit * TOKEN_BYTES]
         own = chain(key, suffix)
-        if (known := self._storage.graph.slots.get((Kind.SNAPSHOT, own))) is not None:
+        if (known := self._storage.graph.slots.get((SNAPSHOT, own))) is not None:
             self._pin(known)
             return []
         dtypes = [name_of(array.dtype) for array in self._state.arrays]
         extra = canonical({"state": self._state.described, "dtypes": dtypes})
         specs = [*self._state.specs(), Spec("tokens", "I64", (len(suffix) // TOKEN_BYTES,))]
-        blueprint = self._blueprint(Kind.SNAPSHOT, own, key, above, specs, extra)
-        return [Job(Kind.SNAPSHOT, parent, None, above, suffix, own, blueprint, NOTHING)]
+        blueprint = self._blueprint(SNAPSHOT, own, key, above, specs, extra)
+        return [Job(SNAPSHOT, parent, None, above, suffix, own, blueprint, NOTHING)]
 
     def _blueprint(
         self,
@@ -406,16 +400,16 @@ class Store:
         targets: dict[int, tuple[Section, list[Target]]] = {id(section): (section, []) for section in sections}
         grown: list[GrownWindow] = []
         for job, draft in zip(jobs, drafts, strict=True):
-            if job.kind == Kind.SNAPSHOT:
+            if job.kind == SNAPSHOT:
                 assert self._state is not None
                 write_state(self._state, draft.tensors)
-            if job.kind == Kind.WINDOW:
+            if job.kind == WINDOW:
                 for w in range(len(plan.windows)):
                     for section, own in self._fill_window(job, draft, w, grown):
                         targets[id(section)][1].extend(own)
                 continue
             draft.tensors["tokens"][:] = np.frombuffer(job.tokens, "<i8")
-            if job.kind == Kind.ROWS:
+            if job.kind == ROWS:
                 count = len(job.tokens) // TOKEN_BYTES
                 for section, tokens in plan.in_rows(job.start, count, job.coded):
                     self._fill_rows(job, draft, section, tokens, targets[id(section)][1])
@@ -429,14 +423,14 @@ class Store:
                     job.start + job.source.tokens, job.start + len(job.tokens) // TOKEN_BYTES, draft.tensors
                 )
                 for job, draft in zip(jobs, drafts, strict=True)
-                if job.kind == Kind.ROWS
+                if job.kind == ROWS
             )
             with self._storage.lock:
                 self._storage.counters.recoded_tokens += recoded
         if self._back is not None:
             for job, draft in zip(jobs, drafts, strict=True):
                 # Of what was encoded just now the decoded rows are there already; known blocks are decoded at the end.
-                if job.kind == Kind.WINDOW and job.coded and job.source.window is not None and job.known is None:
+                if job.kind == WINDOW and job.coded and job.source.window is not None and job.known is None:
                     self._decode_window(self._back, job.start, draft.tensors, job.mask)
         images: list[Image | None] = [None] * len(drafts)
 
@@ -514,7 +508,7 @@ class Store:
             for name in group.names:
                 for into, out in pairs:
                     tensors[name][into] = source[name][out]
-            for name in filter(None, (group.mean, group.root)):
+            for name in group.level_names:
                 tensors[name][...] = source[name]
 
     # -- publishing, under the lock -----------------------------------------------------------------------------------
@@ -533,11 +527,11 @@ class Store:
         last: Node | None = None
         for job, image in zip(jobs, images, strict=True):
             node: Node | None = made.get(job.start, job.parent)
-            if job.kind == Kind.WINDOW:
+            if job.kind == WINDOW:
                 node = made.get(job.start + len(job.tokens) // TOKEN_BYTES, job.known)
             if node is None or not graph.is_known(node):
                 return tokens, nbytes, last, False  # removed meanwhile
-            if job.kind == Kind.ROWS:
+            if job.kind == ROWS:
                 assert node.end == job.start
                 node = graph.grow(node, job.tokens, reservation, job.key, self._label)
                 if node is None:
@@ -547,14 +541,14 @@ class Store:
                 last = node if len(job.tokens) == BLOCK_BYTES else last
             if self._enter(job, node, image, reservation):
                 nbytes += image.nbytes
-                if job.kind == Kind.ROWS:
+                if job.kind == ROWS:
                     tokens += len(job.tokens) // TOKEN_BYTES - job.source.known
         return tokens, nbytes, last, True
 
     def _enter(self, job: Job, node: Node, image: Image, reservation: Reservation) -> bool:
         """Give the image its place in the tree. False when another thread was first."""
         storage, graph = self._storage, self._storage.graph
-        slot = Slot(job.kind, node, job.key, image.nbytes, job.tokens if job.kind == Kind.SNAPSHOT else b"", job.mask)
+        slot = Slot(job.kind, node, job.key, image.nbytes, job.tokens if job.kind == SNAPSHOT else b"", job.mask)
         slot.checksum, slot.created, slot.tick = image.checksum, time.time(), graph.recency.clock
         if not graph.attach(slot, reservation):
             return False

@@ -18,7 +18,7 @@ import numpy as np
 from prefixcache.blocks.lookup import hit_depth
 from prefixcache.blocks.node import RAM
 from prefixcache.codecs import Codec
-from prefixcache.image import Blueprint, Image, Kind, Meta, Spec
+from prefixcache.image import SNAPSHOT, Blueprint, Image, Kind, Meta, Spec
 from prefixcache.keys import canonical, root_key
 from prefixcache.layers.plan import Plan
 from prefixcache.memory import collector_at_rest
@@ -103,7 +103,7 @@ class SimulatedStore(Store):
     def _blueprint(
         self, kind: Kind, key: bytes, parent: bytes, start: int, specs: list[Spec], extra: str = "{}"
     ) -> Any:
-        tensors = tuple(spec.shape for spec in specs) if kind == Kind.SNAPSHOT else id(specs)
+        tensors = tuple(spec.shape for spec in specs) if kind == SNAPSHOT else id(specs)
         what = kind, tensors, len(str(start)), len(extra)
         nbytes = self._shared.blueprints.get(what)
         if nbytes is None:

@@ -35,7 +35,7 @@ def give(held: dict[str, Any]) -> dict[str, Any]:
 
 
 class Auxiliary:
-    """Arrays by exact tokens, in RAM only, within a share of the PrefixCache's budget: the coldest leave.
+    """Arrays by exact tokens, in RAM only, within a share of the PrefixCache's budget; the least recently used are dropped.
 
     Thread-safe: `_lock` guards the entries; each has the bytes reserved that it takes.
     """

@@ -1,7 +1,7 @@
-"""Whether a server should wait for the SSD: reading what it has of a prompt, or computing it again, from measured rates.
+"""Whether a server should wait for the SSD or compute a prompt again, by measured rates.
 
-`Rates` learns both from what happens in use. `ReadOrCompute` asks it before a prefill, starts the promotion, and says how
-long waiting pays; the servers wait so long, or let the request wait aside while others are served.
+`Rates` learns from use how fast the SSD reads and the model computes. `ReadOrCompute` asks it before a prefill, starts the
+promotion, and says how long waiting for it pays. The servers wait, or serve others meanwhile.
 """
 
 from __future__ import annotations
@@ -23,79 +23,66 @@ from prefixcache.keys import Tokens, as_tokens
 
 log = logging.getLogger("prefixcache")
 
-FORGET = 0.9  # what one more observation leaves of the weight of those before
-ASSUMED_LATENCY = 0.002  # seconds that a promotion takes beside its bytes, before anything was read
-ASSUMED_READING = 500e6  # bytes a second: a slow SSD
-UNDER_WAY = 256  # requests whose time is taken at once
-ASSUMED_COMPUTING = 1 / 667  # seconds a token, before anything was computed: 30 s for 20,000
-LEAST = 64  # tokens of a prompt that must be computed to tell what one costs
+DECAY = 0.9  # what one more measurement leaves of the weight of those before
+READ_LATENCY = 0.002  # seconds of a promotion beside its bytes
+ASSUMED_BYTES = 500e6  # read a second, before anything was read: a slow SSD
+ASSUMED_TOKENS = 667.0  # computed a second, before anything was computed: 30 s for 20,000
+DECODE_TOKENS = 16  # tokens of a prefill that take about as long as one generated token
+MIN_TOKENS = 64  # of a prompt: fewer computed ones say nothing about the speed
+MAX_REQUESTS = 256  # whose time is taken at once
+
+
+class MovingAverage:
+    """So much a second: decayed amounts over decayed seconds, so long measurements count more than short ones."""
+
+    def __init__(self, assumed: float):
+        self._assumed = assumed
+        self._amount = self._seconds = 0.0
+
+    def add(self, amount: float, seconds: float) -> None:
+        self._amount = DECAY * self._amount + amount
+        self._seconds = DECAY * self._seconds + seconds
+
+    def per_second(self) -> float:
+        return self._amount / self._seconds if self._seconds else self._assumed
 
 
 class Rates:
-    """What reading a byte and computing a token cost here. Thread-safe; `_lock` guards the sums.
-
-    Both are fitted by least squares: what requests took to so much for a token of the prompt and so much for one that was
-    generated, what promotions took to so much each and so much a byte. Both forget, so that they follow the machine's load.
-    """
+    """Tokens computed and bytes read per second, here. Thread-safe: `_lock` guards both averages."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._reads: tuple[float, ...] = (
-            0.0,
-        ) * 5  # over promotions: how many, and sums of b, b*b, s, b*s: bytes, seconds
-        self._sums: tuple[float, ...] = (
-            0.0,
-        ) * 5  # of p*p, p*g, g*g, p*s, g*s over requests: prompt tokens, generated, seconds
+        self._tokens = MovingAverage(ASSUMED_TOKENS)
+        self._bytes = MovingAverage(ASSUMED_BYTES)
 
     def read(self, nbytes: int, seconds: float) -> None:
         """A promotion read so many bytes in so many seconds."""
         if nbytes > 0 and seconds > 0:
-            b = float(nbytes)
-            now = (1.0, b, b * b, seconds, b * seconds)
             with self._lock:
-                self._reads = tuple(FORGET * old + new for old, new in zip(self._reads, now, strict=True))
+                self._bytes.add(nbytes, seconds)
 
-    def computed(self, prompt: int, generated: int, seconds: float) -> None:
-        """A request computed `prompt` tokens of its prompt and generated `generated` in so many seconds."""
-        if prompt >= LEAST and generated >= 0 and seconds > 0:
-            p, g = float(prompt), float(generated)
-            now = (p * p, p * g, g * g, p * seconds, g * seconds)
+    def computed(self, tokens: int, seconds: float, generated: int = 0) -> None:
+        """A request computed so many tokens of its prompt, and generated so many, in so many seconds."""
+        if tokens >= MIN_TOKENS and generated >= 0 and seconds > 0:
             with self._lock:
-                self._sums = tuple(FORGET * old + new for old, new in zip(self._sums, now, strict=True))
+                self._tokens.add(tokens + DECODE_TOKENS * generated, seconds)
 
     def reading(self, nbytes: int) -> float:
         """Seconds that reading so many bytes will take."""
         with self._lock:
-            n, b, bb, s, bs = self._reads
-        if not n:
-            return ASSUMED_LATENCY + nbytes / ASSUMED_READING
-        determinant = n * bb - b * b
-        if determinant > 0.01 * n * bb:
-            each = max((n * bs - b * s) / determinant, 0.0)
-        else:  # all of a size: what is not the bytes' is the promotion's
-            each = min(1 / ASSUMED_READING, s / b)
-        latency = (s - each * b) / n
-        return latency + nbytes * each if latency > 0 else nbytes * bs / bb
+            return READ_LATENCY + nbytes / self._bytes.per_second()
 
     def computing(self, tokens: int) -> float:
         """Seconds that a prefill of so many tokens will take."""
         with self._lock:
-            pp, pg, gg, ps, gs = self._sums
-        if not pp:
-            return tokens * ASSUMED_COMPUTING
-        determinant = pp * gg - pg * pg
-        alone = ps / pp  # as if generating cost nothing: too much, never too little
-        if determinant <= 1e-9 * pp * gg:
-            return tokens * alone
-        fitted = (ps * gg - gs * pg) / determinant
-        return tokens * min(max(fitted, 0.0), alone)
+            return tokens / self._tokens.per_second()
 
 
-class _Began(NamedTuple):
-    """A request that was looked up: how much of its prompt is computed, and since when."""
+class _Request(NamedTuple):
+    """A request that was looked up: the tokens of its prompt that it has to compute, and since when."""
 
     computed: int
-    at: float
+    started: float
 
 
 class Reading(NamedTuple):
@@ -123,7 +110,7 @@ class ReadOrCompute:
         self.late = 0  # of those that `wait` waited for, those that had not ended when it stopped to pay
         self.passed = 0  # promotions not waited for: computing is quicker
         self._lock = threading.Lock()
-        self._under_way: OrderedDict[tuple[int, int], _Began] = OrderedDict()  # by prompt: its length and its hash
+        self._requests: OrderedDict[tuple[int, int], _Request] = OrderedDict()  # by prompt: its length and its hash
 
     def begin(self, tokens: Tokens, *, model: str, salt: bytes = b"", leave: int = 1) -> Reading | None:
         """Start to bring in what the SSD has beyond RAM. None where there is nothing, or where computing is quicker: then
@@ -168,20 +155,24 @@ class ReadOrCompute:
     def began(self, ids: np.ndarray, computed: int) -> None:
         """A request begins whose prompt is `ids`, of which the last `computed` tokens are to be computed."""
         with self._lock:
-            self._under_way[len(ids), _hash(ids)] = _Began(computed, time.monotonic())
-            while len(self._under_way) > UNDER_WAY:
-                self._under_way.popitem(last=False)
+            self._requests[_prompt_key(ids)] = _Request(computed, time.monotonic())
+            while len(self._requests) > MAX_REQUESTS:
+                self._requests.popitem(last=False)
 
     def ended(self, ids: np.ndarray) -> None:
-        """The state of these tokens is being stored: learn from how long the request took whose prompt they go on from."""
+        """The state of these tokens is being stored: learn from how long their request has taken. They are its prompt
+        without the last token, when its prefill has ended, or its prompt and the answer.
+        """
         now = time.monotonic()
         with self._lock:
-            for length, digest in reversed(self._under_way):
-                if length <= len(ids) and _hash(ids[:length]) == digest:
-                    began = self._under_way.pop((length, digest))
-                    self.rates.computed(began.computed, len(ids) - length, now - began.at)
+            for length, digest in reversed(self._requests):
+                if length - 1 <= len(ids) and _prompt_key(ids[:length], length) == (length, digest):
+                    request = self._requests.pop((length, digest))
+                    self.rates.computed(request.computed, now - request.started, max(len(ids) - length, 0))
                     return
 
 
-def _hash(ids: np.ndarray) -> int:
-    return xxhash.xxh3_64_intdigest(ids.tobytes())
+def _prompt_key(ids: np.ndarray, length: int | None = None) -> tuple[int, int]:
+    """The length of a prompt and the hash of all its tokens but the last."""
+    length = len(ids) if length is None else length
+    return length, xxhash.xxh3_64_intdigest(ids[: length - 1].tobytes())

@@ -1,5 +1,5 @@
 """One line of the log for each request that is served: what it asked for, whence its tokens came, how long it took. It has
-numbers only, nothing of a prompt or an answer. `mlx_lm_server` begins and writes it, `mlx_lm_requests` fills it in.
+numbers only, nothing of a prompt or an answer. `mlx_lm.http_server` begins and writes it, `mlx_lm.requests` fills it in.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class RequestLog:
         self._begun = self._first = self._last = 0.0
 
     def wait_for_ssd(self) -> None:
-        """The request is set aside until the SSD has answered."""
+        """The request is deferred until the SSD has answered."""
         self._waits_since = time.monotonic()
 
     def go_on(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prefixcache.blocks.budget import Reservation
 from prefixcache.blocks.graph import Graph
 from prefixcache.blocks.node import Node, Slot
-from prefixcache.image import Kind
+from prefixcache.image import ROWS, SNAPSHOT
 from prefixcache.ssd.entries import Entry
 
 
@@ -13,7 +13,7 @@ def parent_of(graph: Graph, entry: Entry) -> Node | None:
     """The block that an entry depends on: of rows the one before, of a window its own. None when the graph lacks it."""
     if entry.parent == entry.namespace:
         return graph.tree(entry.namespace).root
-    rows = graph.slots.get((Kind.ROWS, entry.parent))
+    rows = graph.slots.get((ROWS, entry.parent))
     return rows.node if rows is not None else None
 
 
@@ -24,9 +24,9 @@ def place_entry(
     key, its place or the reservation is taken.
     """
     node: Node = parent
-    suffix = entry.tokens if entry.kind == Kind.SNAPSHOT else b""
+    suffix = entry.tokens if entry.kind == SNAPSHOT else b""
     try:
-        if entry.kind == Kind.ROWS:
+        if entry.kind == ROWS:
             grown = graph.grow(parent, entry.tokens, reservation, entry.key)
             if grown is None:
                 return None

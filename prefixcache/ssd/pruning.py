@@ -19,7 +19,7 @@ from prefixcache.blocks.budget import Budget
 from prefixcache.blocks.eviction import eviction_order
 from prefixcache.blocks.graph import Graph
 from prefixcache.blocks.node import Slot, covering_rows, dependencies
-from prefixcache.image import KINDS, Kind
+from prefixcache.image import KINDS, SNAPSHOT, WINDOW
 from prefixcache.keys import chain
 from prefixcache.memory import collector_at_rest
 from prefixcache.ssd.directory import Directory, disk_at, holder, remove_empty_folders, tree_size
@@ -82,8 +82,11 @@ def prune(
     there = Directory(directory)
     there.require()
     refuse_newer(there)
-    if dry_run:
-        return _foresee(there, selection)
+    with collector_at_rest():
+        return _foresee(there, selection) if dry_run else _prune(there, selection, progress)
+
+
+def _prune(there: Directory, selection: Selection, progress: Progress | None) -> Pruned:
     store = Store(there.root, _NO_LIMIT)
     clean = False
     try:
@@ -122,7 +125,7 @@ class _Images:
         recent: set[Slot] = set()
         reservation = graph.budget.reserve(_NO_LIMIT, pooled=True)
         assert reservation is not None
-        with collector_at_rest(), reservation:
+        with reservation:
             for root in roots:
                 self._namespaces[root] = root
                 for entry in _entries(connection, root):
@@ -130,13 +133,13 @@ class _Images:
                     if parent is None:  # the index lacks it: the entries that depend on it are a tree of their own
                         parent = graph.tree(entry.parent).root
                         self._namespaces[entry.parent] = root
-                    mask = (int.from_bytes(entry.key, "little"),) if entry.kind == Kind.WINDOW else ()
+                    mask = (int.from_bytes(entry.key, "little"),) if entry.kind == WINDOW else ()
                     slot = place_entry(graph, entry, parent, _TIER, reservation, mask)
                     assert slot is not None
                     if used_before is not None and entry.used_at >= used_before:
                         recent.add(slot)
             for slot in graph.slots.values():
-                if slot.kind == Kind.SNAPSHOT and (rows := covering_rows(slot)) is not None:
+                if slot.kind == SNAPSHOT and (rows := covering_rows(slot)) is not None:
                     rows.tick = max(rows.tick, slot.tick)  # as every block, not less recent than what depends on it
             graph.recency.sort_below_ram()
         required = _required(recent)
@@ -169,19 +172,19 @@ def _entries(connection: sqlite3.Connection, root: bytes) -> Iterator[Entry]:
     Tokens take nearly all of the memory, and are of use here beside a snapshot only, whose suffix is compared with them.
     Elsewhere, and where they don't give the key, the key stands in their place: it is another one for each sibling.
     """
-    for kind, key, parent, start, length, nbytes, disk, used, used_at, packed in connection.execute(
-        "SELECT kind, key, parent, start, length, nbytes, disk, used, used_at, tokens FROM image LEFT JOIN tokens ON "
-        "tokens.id = image.id AND parent IN (SELECT parent FROM image WHERE namespace = :space AND kind = :snapshot) "
-        "WHERE namespace = :space ORDER BY start, kind",
-        {
-            "space": connection.execute("SELECT id FROM namespace WHERE root = ?", [root]).fetchone()[0],
-            "snapshot": KINDS.index(Kind.SNAPSHOT),
-        },
-    ):
-        tokens = unpack(packed, length) if packed is not None else key
-        if packed is not None and chain(parent, tokens) != key:
-            tokens = key
-        yield Entry(KINDS[kind], key, root, parent, start, tokens, nbytes, "", disk, used, used_at=used_at)
+    (number,) = connection.execute("SELECT id FROM namespace WHERE root = ?", [root]).fetchone()
+    rows = connection.execute(
+        "SELECT kind, key, parent, start, length, nbytes, disk, used, used_at, "
+        "CASE WHEN parent IN (SELECT parent FROM image WHERE namespace = ?1 AND kind = ?2) "
+        "THEN (SELECT tokens FROM tokens WHERE tokens.id = image.id) END "
+        "FROM image WHERE namespace = ?1 ORDER BY start, kind",
+        [number, KINDS.index(SNAPSHOT)],
+    )
+    for kind, key, parent, start, length, nbytes, disk, used, used_at, packed in rows:
+        tokens = key
+        if packed is not None and chain(parent, unpacked := unpack(packed, length)) == key:
+            tokens = unpacked
+        yield Entry(KINDS[kind], key, root, parent, start, tokens, nbytes, "", disk, used, 0.0, 0, "", used_at)
 
 
 def _until(victims: Iterator[Victim], excess: int, each: int) -> list[Victim]:

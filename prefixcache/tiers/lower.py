@@ -12,7 +12,7 @@ from prefixcache.blocks.eviction import eviction_victim, victims_for
 from prefixcache.blocks.graph import NODE_BYTES
 from prefixcache.blocks.masks import mask_from, window_key
 from prefixcache.blocks.node import Slot, dependencies
-from prefixcache.image import Image, Kind
+from prefixcache.image import ROWS, WINDOW, Image
 from prefixcache.memory import collector_at_rest
 from prefixcache.ssd import Address, Cancelled, Entry
 from prefixcache.ssd.loading import parent_of, place_entry
@@ -83,7 +83,7 @@ class LowerTier:
         if parent is None:
             return False
         mask: tuple[int, ...] = ()
-        if entry.kind == Kind.WINDOW:
+        if entry.kind == WINDOW:
             try:
                 mask = mask_from(entry.extra)
             except ValueError:
@@ -195,6 +195,7 @@ class LowerTier:
                 if used_since:
                     graph.recency.unflushed.setdefault(slot, 0)
                 storage.drop_superseded(slot)
+                storage.spilling.write_behind(slot, self)
                 if storage.ssd_only:
                     storage.spilling.drop_durable(slot)
             elif not isinstance(error, Cancelled):
@@ -248,15 +249,15 @@ def entry_of(slot: Slot) -> Entry:
     node, parent = slot.node, slot.node.parent
     assert node.tree is not None
     tokens, start, above = slot.suffix, node.end, node.key
-    if slot.kind == Kind.ROWS:
+    if slot.kind == ROWS:
         assert parent is not None
         tokens, start, above = node.tokens, node.start, parent.key
-    elif slot.kind == Kind.WINDOW:
+    elif slot.kind == WINDOW:
         start = node.start
     image: Image | None = slot.image
     checksum = slot.checksum or (image.checksum if image is not None else "")
     extra = "{}"
-    if slot.kind == Kind.WINDOW and image is not None:
+    if slot.kind == WINDOW and image is not None:
         extra = image.header()[0].extra
     return Entry(slot.kind, slot.key, node.tree.root.key, above, start, tokens, slot.nbytes, checksum,
                  slot.disk, slot.tick, slot.created, slot.hits, extra)  # fmt: skip
@@ -264,7 +265,7 @@ def entry_of(slot: Slot) -> Entry:
 
 def _oldest_within(entries: list[Entry], room: int, slot_bytes: int) -> int:
     """The tick from which on the newest entries fit into `room` bytes of nodes."""
-    costs = [slot_bytes + len(e.tokens) + (NODE_BYTES if e.kind == Kind.ROWS else 0) for e in entries]
+    costs = [slot_bytes + len(e.tokens) + (NODE_BYTES if e.kind == ROWS else 0) for e in entries]
     if sum(costs) <= room:
         return 0
     for used, cost in sorted(zip((e.used for e in entries), costs, strict=True), reverse=True):

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from concurrent.futures import Future
 from typing import NamedTuple
 
 from prefixcache.blocks.budget import Reservation
 from prefixcache.blocks.lookup import required_images
 from prefixcache.blocks.node import RAM, Slot
-from prefixcache.image import Image, Kind
+from prefixcache.image import ROWS, SNAPSHOT, Image
 from prefixcache.keys import BLOCK, TOKEN_BYTES
 from prefixcache.ssd import Corrupt
 from prefixcache.tiers.lower import LowerTier, entry_of
@@ -26,19 +25,12 @@ PATIENCE = 10.0  # seconds that a promotion waits for RAM while the writer makes
 
 
 class Reading(NamedTuple):
-    """One image on its way, read by this promotion into `reservation`."""
+    """One image on its way. `reservation` is None in a promotion that waits for another's reading of it."""
 
     slot: Slot
     tier: LowerTier
     image: Read
-    reservation: Reservation
-
-
-class Awaited(NamedTuple):
-    """One image on its way, read by another promotion: `landed` says whether RAM has it then."""
-
-    slot: Slot
-    landed: Future[bool]
+    reservation: Reservation | None
 
 
 def promote(storage: Storage, prompt: Prompt, leave: int, whole_blocks: bool = False) -> int:
@@ -85,7 +77,7 @@ class _Promotion:
     def __init__(self, storage: Storage, before: int):
         self._storage = storage
         self._before = before
-        self._waiting: deque[Reading | Awaited] = deque()
+        self._waiting: deque[Reading] = deque()
         self._complete = True  # so far: what comes after one that did not land is of no use now
 
     def bring(self, slots: list[Slot]) -> None:
@@ -93,7 +85,7 @@ class _Promotion:
             for slot in slots:
                 if not self._bring(slot):
                     return
-                while self._waiting and _is_done(self._waiting[0]):
+                while self._waiting and self._waiting[0].image.done():
                     self._finish_first()
                 if not self._complete:
                     return
@@ -118,52 +110,64 @@ class _Promotion:
             reservation = None
             if slot.image is None and slot.reading is None:
                 reservation = storage.ram.reserve(slot.nbytes, wait, drop=False)  # may let go of the lock
-            tier = next(storage.tiers_of(slot), None)
-            if slot.image is None and slot.reading is None and reservation is not None and tier is not None:
-                slot.reading = Future()
-                self._waiting.append(Reading(slot, tier, tier.tier.read(entry_of(slot)), reservation))
+            if slot.image is not None or slot.reading is not None:
+                if reservation is not None:
+                    reservation.release()
+                if slot.image is None:
+                    self._waiting.append(slot.reading._replace(reservation=None))
                 return True
-            if reservation is not None:
+            tier = next(storage.tiers_of(slot), None)
+            if reservation is None:
+                return False
+            if tier is None:
                 reservation.release()
-            if slot.image is None and slot.reading is not None:
-                self._waiting.append(Awaited(slot, slot.reading))
-            return slot.image is not None or slot.reading is not None
+                return False
+            try:
+                image = tier.tier.read(entry_of(slot))
+            except BaseException:
+                reservation.release()
+                raise
+            slot.reading = Reading(slot, tier, image, reservation)
+            self._waiting.append(slot.reading)
+            return True
 
     def _finish_first(self) -> None:
-        first = self._waiting.popleft()
-        landed = first.landed.result() if isinstance(first, Awaited) else self._finish(first)
+        reading = self._waiting.popleft()
+        landed = self._await(reading) if reading.reservation is None else self._finish(reading, reading.reservation)
         self._complete = self._complete and landed
 
-    def _finish(self, reading: Reading) -> bool:
+    def _await(self, reading: Reading) -> bool:
+        """Wait until another promotion has published a reading, or given it up."""
+        slot, changed = reading.slot, self._storage.changed
+        with changed:
+            while slot.reading is not None and slot.reading.image is reading.image:
+                changed.wait()
+            return slot.image is not None
+
+    def _finish(self, reading: Reading, reservation: Reservation) -> bool:
         """Wait for a read and publish what it gave. False when it gave nothing."""
-        storage, slot = self._storage, reading.slot
+        storage, slot, number = self._storage, reading.slot, reading.tier.number
         image, error = None, None
         try:
             image = reading.image.result()
         except Exception as failure:
             error = failure
         fits = image is not None and _fits(storage, slot, image)
-        with storage.lock, reading.reservation:
+        with storage.lock, reservation:
+            slot.reading = None
             if isinstance(error, Corrupt):
-                if slot.is_in(reading.tier.number):
+                if slot.is_in(number):
                     reading.tier.invalidate(slot)
             elif image is not None and not fits:  # the index has no checksum, and that of a file is no signature
                 storage.counters.corrupt += 1
                 storage.discard(slot)
-            elif image is not None and slot.is_in(reading.tier.number) and slot.image is None:
-                storage.graph.place(slot, RAM, image=image, reservation=reading.reservation)
+            elif image is not None and slot.is_in(number) and slot.image is None:
+                storage.graph.place(slot, RAM, image=image, reservation=reservation)
                 storage.counters.promoted_bytes += slot.nbytes
-                first = slot.node.start if slot.kind == Kind.ROWS else 0
+                first = slot.node.start if slot.kind == ROWS else 0
                 storage.counters.arrivals.came(slot, max(first, self._before))
-            landed, slot.reading = slot.reading, None
             storage.changed.notify_all()
-            there = slot.image is not None
-        landed.set_result(there)
-        return there
-
-
-def _is_done(waiting: Reading | Awaited) -> bool:
-    return (waiting.landed if isinstance(waiting, Awaited) else waiting.image).done()
+            return slot.image is not None
 
 
 def _fits(storage: Storage, slot: Slot, image: Image) -> bool:
@@ -172,5 +176,5 @@ def _fits(storage: Storage, slot: Slot, image: Image) -> bool:
     namespace = storage.namespaces.get(node.tree.root.key) if node.tree is not None else None
     if namespace is None:
         return False
-    start, tokens = (node.end, slot.suffix) if slot.kind == Kind.SNAPSHOT else (node.start, node.tokens)
+    start, tokens = (node.end, slot.suffix) if slot.kind == SNAPSHOT else (node.start, node.tokens)
     return namespace.plan.fits(image, slot.kind, start, len(tokens) // TOKEN_BYTES, slot.mask)

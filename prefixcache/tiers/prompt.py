@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from prefixcache.blocks.lookup import hit_depth, pin_roots, required_images
 from prefixcache.blocks.node import RAM, Node, Slot, Walk
-from prefixcache.keys import TOKEN_BYTES
+from prefixcache.keys import TOKEN_BYTES, as_tokens
 from prefixcache.tiers.namespaces import Namespace
 from prefixcache.tiers.storage import Storage
 
@@ -60,6 +62,16 @@ class Prompt:
 
     def __len__(self) -> int:
         return len(self.token_bytes) // TOKEN_BYTES
+
+    def continued(self, tokens: Any) -> Prompt:
+        """The prompt and what comes after it, such as its answer: goes on from this one's walks. Errors as of `prompt`."""
+        tokens = as_tokens(tokens)
+        longer = Prompt(
+            self._storage, self.namespaces, self.token_bytes + tokens.tobytes(), None, self.model, self.salt
+        )
+        longer.given = np.frombuffer(longer.token_bytes, "<i8")
+        longer._walks = {root: walk._replace(version=-1) for root, walk in list(self._walks.items())}
+        return longer
 
     # What follows is called under the storage's lock.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from prefixcache.blocks.budget import Reservation
 from prefixcache.blocks.eviction import eviction_victim, least_recent
 from prefixcache.blocks.node import RAM, Slot
-from prefixcache.image import Kind
+from prefixcache.image import ROWS
 from prefixcache.tiers.admission import Doorkeeper
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ class Ram:
         """
         storage, budget = self._storage, self._storage.budget
         with storage.lock:
+            if budget.room >= nbytes:
+                return budget.reserve(nbytes)
             if nbytes <= budget.limit and (
                 self._in_time(lambda: self._make_room(nbytes, False), wait) or (drop and self._make_room(nbytes, True))
             ):
@@ -98,7 +100,7 @@ class Ram:
         """
         if self._doorkeeper is None or slot.hits > 0 or slot.node.key in self._doorkeeper:
             return True
-        return slot.kind == Kind.ROWS and any(slot.node.dependents[RAM + 1 :])
+        return slot.kind == ROWS and any(slot.node.dependents[RAM + 1 :])
 
     def _in_time(self, done: Callable[[], bool], wait: float) -> bool:
         """Try until `done`, or until `wait` seconds have passed, or no write is left that could help."""
@@ -137,7 +139,7 @@ class Ram:
         back, and not for what comes in its place: the tier below gets all.
         """
         storage = self._storage
-        if storage.next is not None and not slot.is_in(storage.next.number):
+        if storage.next is not None and slot.tiers == 1 << RAM:
             if not (asked or self.admits(slot)):
                 self._decline(slot)
             elif storage.next.spill(slot):

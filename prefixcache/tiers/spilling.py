@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from prefixcache.blocks.node import RAM, Slot
-from prefixcache.image import Kind
+from prefixcache.image import ROWS, SNAPSHOT
 
 if TYPE_CHECKING:
+    from prefixcache.tiers.lower import LowerTier
     from prefixcache.tiers.storage import Storage
 
 AHEAD_SHARE = 4  # a quarter of a full RAM is written before it must be evicted
@@ -43,7 +44,7 @@ class Spilling:
             passed += slot.nbytes
             if passed > limit // AHEAD_SHARE and not everything:
                 return
-            if slot.image is None or slot.is_in(tier.number) or slot.pending or not storage.ram.admits(slot):
+            if not self._is_dirty(slot) or not storage.ram.admits(slot):
                 continue
             if not tier.spill(slot):
                 return
@@ -54,7 +55,7 @@ class Spilling:
         """
         if self._storage.next is None or self._storage.settings.spill != "through":
             return
-        self._pending.update((slot, None) for slot in slots if slot.kind == Kind.SNAPSHOT or slot.node.is_whole)
+        self._pending.update((slot, None) for slot in slots if slot.kind == SNAPSHOT or slot.node.is_whole)
         self.write_pending()
 
     def write_pending(self) -> None:
@@ -67,6 +68,12 @@ class Spilling:
         if len(self._pending) > 2 * len(self._storage.graph.slots):  # of a disk that has failed for long
             self._pending = {slot: None for slot in self._pending if self._is_dirty(slot)}
 
+    def write_behind(self, slot: Slot, tier: LowerTier) -> None:
+        """What is durable in a tier goes on to the one below it."""
+        below = self._storage.lower[tier.number :]
+        if below and slot.image is not None and not slot.is_in(below[0].number):
+            below[0].spill(slot)
+
     def drop_durable(self, slot: Slot) -> None:
         """With no RAM to keep it: what is durable and of no more use is dropped, and then what it depended on."""
         storage: Storage = self._storage
@@ -76,10 +83,11 @@ class Spilling:
             and last.image is not None
             and last.tiers > 1
             and not last.pins
+            and not last.pending
             and not storage.graph.has_dependents(last, RAM)
         ):
             storage.graph.drop(last, RAM)
-            above = last.node if last.kind != Kind.ROWS else last.node.parent
+            above = last.node if last.kind != ROWS else last.node.parent
             last = above.rows if above is not None else None
 
     def drain(self, timeout: float) -> bool:

@@ -16,7 +16,7 @@ from prefixcache.blocks.eviction import least_recent
 from prefixcache.blocks.graph import Graph
 from prefixcache.blocks.node import RAM, Node, Slot
 from prefixcache.blocks.superseded import is_superseded, successions
-from prefixcache.image import Kind
+from prefixcache.image import SNAPSHOT, WINDOW
 from prefixcache.metrics.stats import Counters
 from prefixcache.settings import Settings
 from prefixcache.tiers.lower import LowerTier
@@ -32,12 +32,13 @@ class Storage:
     inside it and never around it. `changed` is notified when an image was deleted from RAM, became durable, or came back.
     """
 
-    def __init__(self, settings: Settings, ram: int):
+    def __init__(self, settings: Settings, ram: int, tiers: int = 2):
+        """`tiers`: how many there are at most, RAM included."""
         self.settings = settings
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.budget = Budget(ram)
-        self.graph = Graph(self.budget, settings.policy)
+        self.graph = Graph(self.budget, settings.policy, tiers)
         self.namespaces: dict[bytes, Namespace] = {}  # by root key
         self.counters = Counters()
         self.ssd_only = settings.ram == 0  # nothing stays in RAM once it is durable
@@ -112,7 +113,7 @@ class Storage:
                 slot.image = None
             self.spilling.clear()
             self.budget = Budget(self.budget.limit)
-            self.graph = Graph(self.budget, self.graph.policy)
+            self.graph = Graph(self.budget, self.graph.policy, len(self.graph.tiers))
 
     # -- superseded images --------------------------------------------------------------------------------------------
 
@@ -122,7 +123,7 @@ class Storage:
         `superseded.is_superseded` has the rule. Pinned images stay, and those that wait for a write, until they don't. An
         image that stays in RAM stays below it, too: it would only be written again.
         """
-        if changed.kind == Kind.SNAPSHOT:
+        if changed.kind == SNAPSHOT:
             return
         graph = self.graph
         for slot, successor in list(successions(changed.node)):
@@ -139,7 +140,7 @@ class Storage:
         with self.lock:
             self.graph.unpin(pinned)
             for slot in pinned:
-                if slot.kind == Kind.WINDOW or not slot.node.is_whole:  # nothing supersedes rows that are whole
+                if slot.kind == WINDOW or not slot.node.is_whole:  # nothing supersedes rows that are whole
                     self.drop_superseded(slot)
             self.return_to_limits()
             self.changed.notify_all()

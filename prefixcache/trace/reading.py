@@ -1,36 +1,45 @@
-"""Traces of requests: who asked for which blocks, and when. Reads Mooncake's JSONL and the server's own recordings, plain
-or gzip.
+"""Reads traces: who asked for which blocks, and when. Mooncake's JSONL and the server's own recordings, plain or gzip.
 
-A `Trace` is read anew from its file on each pass, a line at a time, so it may be larger than RAM; what a line says is checked
-here and nowhere else. What a cache makes of the requests is for `simulator` and `bound` to say.
+A `Trace` is read anew from its file on each pass, a line at a time, so it may be larger than RAM. What a line may say is
+`format`'s; that the lines agree with each other is checked here. What a cache makes of the requests is for `simulator` and
+`bound` to say.
 """
 
 from __future__ import annotations
 
 import gzip
-import json
 import logging
 import stat
 import zlib
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
+from prefixcache.trace.format import (
+    LINE_BYTES,
+    MAX,
+    MOONCAKE_BLOCK,
+    REQUEST,
+    STORE,
+    WHAT,
+    Grown,
+    Line,
+    LineError,
+    NotJson,
+    decode,
+    short,
+)
+
 log = logging.getLogger("prefixcache")
 
-MOONCAKE_BLOCK = 512  # tokens an id in Mooncake's published traces
-CALLS = ("request", "fetch", "store")
-LINE_BYTES = 1 << 26  # a longer line is no request
 CHUNK = 1 << 20  # bytes read at once
 SAMPLE = 100  # requests that tell the block size
 PLACES = 1 << 22  # of the table in which contradictions are looked for: 64 MiB of address space, used as ids come
 EXACT = 1 << 22  # distinct blocks that `summary` counts exactly
 ROOT = -1  # the parent of a prompt's first block; ids are never negative
-
-_FORMAT = "a trace has one JSON object a line with timestamp, input_length, output_length and hash_ids, plain or gzip"
 
 
 class TraceError(ValueError):
@@ -52,8 +61,8 @@ class Request(NamedTuple):
     tokens: int
     output: int
     ids: tuple[int, ...]
-    call: str = "request"
-    grown: tuple[tuple[int, int, int], ...] = ()
+    call: str = REQUEST
+    grown: tuple[Grown, ...] = ()
 
 
 class Trace:
@@ -77,7 +86,7 @@ class Trace:
         first = list(islice(self._lines(), SAMPLE))
         if not first:
             raise self._empty()
-        self.block: int = self._given or first[0].block or _found_block(self.path, first)
+        self.block: int = self._given or first[0][1].block or _block_of(self.path, first)
 
     def __repr__(self) -> str:
         return f"Trace({str(self.path)!r}, block={self.block})"
@@ -86,42 +95,43 @@ class Trace:
         self.torn, self.backwards = False, 0
         parents = _Parents(self.path)
         start = now = None
-        for line in islice(self._lines(), self.limit):
-            self._check_length(line)
-            parents.check(line.number, line.array)
+        for number, line in islice(self._lines(), self.limit):
+            self._check_length(number, line)
+            parents.check(number, np.array(line.ids, np.int64))
             if start is None or now is None:
                 start = now = line.time
             self.backwards += line.time < now
             now = max(now, line.time)
-            yield Request((now - start) / 1000, line.tokens, line.output, tuple(line.ids), line.call, line.grown)
+            yield Request((now - start) / 1000, line.tokens, line.output, tuple(line.ids), line.call, tuple(line.grown))
         if start is None:
             raise self._empty()
 
-    def _check_length(self, line: _Line) -> None:
+    def _check_length(self, number: int, line: Line) -> None:
         if self._given is None and line.block not in (None, self.block):
             said = f"block_size is {line.block}, but {self.block} before; make a trace of each, or give one size with --block"
-            raise _wrong(self.path, line.number, said)
+            raise _wrong(self.path, number, said)
         least, most = line.tokens // self.block, -(-line.tokens // self.block)
         if not least <= len(line.ids) <= most:
             said = f"hash_ids has {_ids_of(line)}, which is not one for each {self.block} tokens and at most one for a tail"
-            raise _wrong(self.path, line.number, f"{said}; give the tokens that an id stands for with --block")
+            raise _wrong(self.path, number, f"{said}; give the tokens that an id stands for with --block")
         longest = max((tokens for _, _, tokens in line.grown), default=0)
         if longest >= self.block:
-            said = f"grown has a tail of {_short(longest)} tokens, but an id stands for {self.block}"
-            raise _wrong(self.path, line.number, f"{said}; write fewer than that, or leave grown out")
+            said = f"grown has a tail of {short(longest)} tokens, but an id stands for {self.block}"
+            raise _wrong(self.path, number, f"{said}; write fewer than that, or leave grown out")
 
-    def _lines(self) -> Iterator[_Line]:
+    def _lines(self) -> Iterator[tuple[int, Line]]:
+        """The lines that are requests, and their numbers."""
         for number, (text, whole) in enumerate(_split(self.path), 1):
             if whole and not text.strip():
                 continue
             try:
-                fields = json.loads(text.decode("utf-8-sig" if number == 1 else "utf-8"))
-            except (ValueError, RecursionError):  # of the encoding, of JSON, of too many digits
+                yield number, decode(text, "utf-8-sig" if number == 1 else "utf-8")
+            except NotJson as error:
                 if whole:
-                    raise _wrong(self.path, number, f"not JSON; {_FORMAT}") from None
+                    raise _wrong(self.path, number, str(error)) from None
                 self._cut(number)
-                continue
-            yield _line(self.path, number, fields)
+            except LineError as error:
+                raise _wrong(self.path, number, str(error)) from None
 
     def _cut(self, number: int) -> None:
         self.torn = True
@@ -131,7 +141,7 @@ class Trace:
 
     def _empty(self) -> TraceError:
         torn = " (it is cut off)" if self.torn else ""
-        return TraceError(f"{self.path}: no request in it{torn}; {_FORMAT}")
+        return TraceError(f"{self.path}: no request in it{torn}; {WHAT}")
 
 
 class Summary(NamedTuple):
@@ -168,7 +178,7 @@ def summary(trace: Iterable[Request]) -> Summary:
     for request in trace:
         seconds = request.time  # of a trace it begins at 0
         distinct.add(request.ids)
-        if request.call == "store":
+        if request.call == STORE:
             stores += 1
             continue
         requests += 1
@@ -255,115 +265,21 @@ def _named(parent: int) -> str:
     return "nothing (a prompt's first block)" if parent == ROOT else f"id {parent}"
 
 
-class _Line(NamedTuple):
-    """What a line says: `time` in milliseconds, `array` the ids once more, as int64, `block` its own block_size, if any."""
-
-    number: int
-    time: float
-    tokens: int
-    output: int
-    ids: list[int]
-    array: np.ndarray
-    call: str
-    block: int | None
-    grown: tuple[tuple[int, int, int], ...]
-
-
-def _line(path: Path, number: int, fields: Any) -> _Line:
-    if not isinstance(fields, dict):
-        raise _wrong(path, number, f"a JSON {_kind(fields)}, not an object; {_FORMAT}")
-    for name in ("timestamp", "input_length", "output_length", "hash_ids"):
-        if name not in fields:
-            raise _wrong(path, number, f"{name} is missing; {_FORMAT}")
-    tokens, output = (_count(path, number, fields, name) for name in ("input_length", "output_length"))
-    block = _count(path, number, fields, "block_size") if "block_size" in fields else None
-    if block == 0:
-        raise _wrong(path, number, "block_size is 0; write the tokens that an id stands for")
-    call = fields.get("call", "request")
-    if call not in CALLS:
-        raise _wrong(path, number, f"call is none of {', '.join(CALLS)}; leave it out of a trace of whole requests")
-    array = _ids(path, number, fields["hash_ids"])
-    grown = _grown(path, number, fields["grown"], len(array)) if "grown" in fields else ()
-    time = _time(path, number, fields["timestamp"])
-    return _Line(number, time, tokens, output, fields["hash_ids"], array, call, block, grown)
-
-
-def _time(path: Path, number: int, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise _wrong(path, number, f"timestamp is a {_kind(value)}; write milliseconds")
-    if not 0 <= value < 2**63:  # refuses a NaN too
-        said = _short(value) if isinstance(value, int) else value
-        raise _wrong(path, number, f"timestamp is {said}; write milliseconds, from 0 to 2**63 - 1")
-    return value
-
-
-def _count(path: Path, number: int, fields: dict[str, Any], name: str) -> int:
-    value = fields[name]
-    if type(value) is not int:
-        raise _wrong(path, number, f"{name} is a {_kind(value)}; write a whole number of tokens")
-    if not 0 <= value < 2**63:
-        raise _wrong(path, number, f"{name} is {_short(value)}; write a number of tokens, from 0 to 2**63 - 1")
-    return value
-
-
-def _ids(path: Path, number: int, value: Any) -> np.ndarray:
-    if not isinstance(value, list):
-        raise _wrong(path, number, f"hash_ids is a {_kind(value)}; write a list of whole numbers")
-    if set(map(type, value)) - {int}:
-        kinds = sorted({_kind(one) for one in value if type(one) is not int})
-        raise _wrong(path, number, f"hash_ids holds a {kinds[0]}; write a list of whole numbers")
-    try:
-        array = np.array(value, np.int64)
-        fits = not array.size or int(array.min()) >= 0
-    except OverflowError:
-        fits = False
-    if not fits:
-        bad = _short(next(one for one in value if not 0 <= one < 2**63))
-        raise _wrong(path, number, f"hash_ids holds {bad}; write ids from 0 to 2**63 - 1, such as 63 bits of a hash")
-    return array
-
-
-def _grown(path: Path, number: int, value: Any, ids: int) -> tuple[tuple[int, int, int], ...]:
-    form = "write [[index in hash_ids, id of the tail, tokens of the tail], ...], or leave it out"
-    if not isinstance(value, list):
-        raise _wrong(path, number, f"grown is a {_kind(value)}; {form}")
-    for one in value:
-        if not isinstance(one, list) or len(one) != 3 or set(map(type, one)) != {int}:
-            raise _wrong(path, number, f"grown holds something else than lists of three whole numbers; {form}")
-        index, tail, tokens = one
-        if not 0 <= index < ids:
-            raise _wrong(path, number, f"grown has index {_short(index)}, but hash_ids has {ids} ids; {form}")
-        if not 0 <= tail < 2**63:
-            raise _wrong(path, number, f"grown holds id {_short(tail)}; write ids from 0 to 2**63 - 1")
-        if tokens < 1:
-            raise _wrong(path, number, f"grown has a tail of {_short(tokens)} tokens; write one token or more")
-    return tuple((index, tail, tokens) for index, tail, tokens in value)
-
-
-def _ids_of(line: _Line) -> str:
+def _ids_of(line: Line) -> str:
     return f"{len(line.ids)} ids for an input_length of {line.tokens}"
 
 
-def _short(value: int) -> str:
-    return str(value) if value.bit_length() < 128 else f"a number of {value.bit_length()} bits"
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "object", list: "list", str: "string", bool: "true or false", int: "number", float: "fraction"}
-    return names.get(type(value), "null")
-
-
-def _found_block(path: Path, lines: list[_Line]) -> int:
+def _block_of(path: Path, lines: list[tuple[int, Line]]) -> int:
     """Tokens an id, from lengths and numbers of ids: 512 (Mooncake's), the only power of two, or the only number at all."""
-    least, most = 1, 2**63
-    for line in lines:
+    least, most = 1, MAX
+    for number, line in lines:
         count = len(line.ids)
         least = max(least, line.tokens // (count + 1) + 1)
         if count > 1:
             most = min(most, (line.tokens - 1) // (count - 1))
         if least > most:
             said = f"hash_ids has {_ids_of(line)}, which no number of tokens an id fits that fits the lines before"
-            raise _wrong(path, line.number, f"{said}; give it with --block, or mend the line")
+            raise _wrong(path, number, f"{said}; give it with --block, or mend the line")
     if least <= MOONCAKE_BLOCK <= most:
         return MOONCAKE_BLOCK
     powers = [1 << bits for bits in range(64) if least <= 1 << bits <= most]
@@ -395,7 +311,7 @@ def _split(path: Path) -> Iterator[tuple[bytes, bool]]:
             number += len(lines)
             yield from ((line, True) for line in lines)
             if len(rest) > LINE_BYTES:
-                raise _wrong(path, number, f"longer than {LINE_BYTES >> 20} MiB; {_FORMAT}")
+                raise _wrong(path, number, f"longer than {LINE_BYTES >> 20} MiB; {WHAT}")
     if rest.strip():
         yield rest, False
 
@@ -409,7 +325,7 @@ def _opened(path: Path) -> BinaryIO:
             head = file.read(4096)
         packed = head.startswith(b"\x1f\x8b")
         if not packed and b"\0" in head and not head.lstrip().startswith(b"{"):  # a crash may leave NULs at the end
-            raise TraceError(f"{path}: a binary file; {_FORMAT}")
+            raise TraceError(f"{path}: a binary file; {WHAT}")
         return gzip.open(path) if packed else path.open("rb")  # type: ignore[return-value]
     except (OSError, ValueError) as error:
         if isinstance(error, TraceError):

@@ -1,71 +1,83 @@
 """What the setting `trace` (PREFIXCACHE_TRACE) writes on a live server: which blocks were asked for and when, for a planner.
 
 There is no text, no token and no model's name in it: a block's id is a hash of its key under a secret that stays beside the
-file. `cache` calls a `Recorder`; `planning.trace` reads what it wrote.
+file. `cache` calls a `Recorder`, which hashes and writes on a thread of its own; `format` says what a line is, `reading`
+reads it.
 """
 
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import logging
 import os
-import re
 import secrets
 import stat
 import threading
 import time
 import weakref
-from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from prefixcache.keys import BLOCK, TOKEN_BYTES, chain
+from prefixcache.keys import BLOCK, TOKEN_BYTES
+from prefixcache.trace.format import (
+    FETCH,
+    HEAD_BYTES,
+    SECRET_BYTES,
+    STORE,
+    Line,
+    begins_recording,
+    block_ids,
+    block_keys,
+    encode,
+)
+from prefixcache.trace.tails import Tails
 
 log = logging.getLogger("prefixcache")
 
-SECRET_BYTES = 32
-ID_BITS = 53  # what every reader of JSON keeps exactly
 FLUSH_SECONDS = 1.0
-FLUSH_BYTES = 1 << 20
+FLUSH_BYTES = 1 << 20  # of tokens that wait to be written: then at once
+QUEUE_BYTES = 64 << 20  # of tokens that wait at most
+CLOSE_SECONDS = 10.0  # that `close` waits for the disk at most
 TAILS = 8192  # remembered, some 500 bytes each
-_TIME = b'{"timestamp": '  # how each line begins, and how it goes on behind the number
-_CALLS = [b', "call": "%s", "block_size": %d, ' % (call, BLOCK) for call in (b"fetch", b"store")]
-_HEAD_BYTES = 80  # as many as the beginning of a line ever takes
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 _open: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
 
+class _Call(NamedTuple):
+    call: str
+    time: int  # milliseconds
+    root: bytes
+    token_bytes: bytes
+    keys: Sequence[bytes]
+
+
 class Recorder:
     """Appends one JSON line a call to a file that it alone writes to.
 
-    `path` gets Mooncake's fields (`timestamp` in milliseconds since 1970, `output_length` 0: it isn't known here), `call` and
-    `block_size`; `path`.secret gets the secret, so that ids go on after a restart. Both are the owner's alone (0600). The
-    file grows for as long as the server runs, some 20 bytes a block. ValueError when it can't be written, is another
-    recorder's, or holds something else.
+    `path` gets the lines; `path`.secret gets the secret, so that ids go on after a restart. Both are the owner's alone
+    (0600). The file grows for as long as the server runs, some 20 bytes a block. ValueError when it can't be written, is
+    another recorder's, or holds something else.
 
-    A tail that has grown has a new id, so a line says of a block that begins with a tail seen before (one of the `TAILS` last
-    ones, not over a restart): `"grown": [[its index in hash_ids, the tail's id, the tail's tokens], ...]`, the longest tail
-    where there are several. It is said when the block is new, and may be said again.
+    A line names the tails that its blocks have grown from, of the last `TAILS` ones, not over a restart; the longest where
+    there are several. It is said when the block is new, and may be said again.
 
-    Thread-safe: `_lock` guards the lines that wait, the last time written and the tails; `_writing`, taken before it, the
-    descriptor and the order in the file. A call hashes in its own thread and leaves its line in memory. Once a second, or
-    when a megabyte waits, a call also writes all that waits, in its own thread, to the disk that `path` is on; others go on
-    meanwhile, until the next megabyte waits. A call never raises: what can't be written ends the recording with one
-    warning, and `failed` says why. A forked child records nothing.
+    Thread-safe: `_changed` guards the calls that wait and `_closing`. A call is put in memory, and never waits or raises.
+    A thread writes what waits once a second, or when a megabyte of tokens waits. What can't be written, or not as fast as it
+    comes, ends the recording with one warning, and `failed` says why. A forked child records nothing.
     """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.failed: str | None = None
-        self._lock = threading.Lock()
-        self._writing = threading.Lock()
-        self._tails = Tails(TAILS)
-        self._waiting: list[bytes] = []
+        self._changed = threading.Condition()  # an RLock: a signal's handler may close what it interrupts
+        self._calls: list[_Call] = []
         self._nbytes = 0
         self._last = 0  # milliseconds
-        self._due = time.monotonic() + FLUSH_SECONDS
+        self._closing = False
+        self._tails = Tails(TAILS)
         self._fd = -1
         try:
             self._fd = _opened(self.path)
@@ -73,179 +85,98 @@ class Recorder:
             self._secret = _secret(self.path.with_name(self.path.name + ".secret"))
             _end_line(self._fd)
         except OSError as error:
-            self.close()
+            self._let_go()
             raise _refused(Path(error.filename or self.path), error.strerror or str(error)) from None
         except BaseException:
-            self.close()
+            self._let_go()
             raise
+        self._writer = threading.Thread(target=self._run, name="prefixcache-trace", daemon=True)
         _open.add(self)
+        self._writer.start()
 
-    def fetch(self, root: bytes, raw: bytes) -> None:
-        """A prompt was looked up: `raw` are its tokens (little-endian int64), `root` what its blocks' keys are chained from.
+    def fetch(self, root: bytes, token_bytes: bytes, keys: Sequence[bytes] = ()) -> None:
+        """A prompt was looked up: its tokens (little-endian int64), and what its blocks' keys are chained from.
 
         Any 16 bytes that stand for the namespace will do for `root`, the same ones for what is fetched and what is stored.
         A namespace that isn't there yet has no root key, so a hash of model and salt serves better: ids then agree between a
-        model's first fetch, its later ones and its different layouts.
+        model's first fetch, its later ones and its different layouts. `keys`: those of its first blocks, chained from `root`,
+        where the caller has them; the others are made here.
         """
-        self._record("fetch", root, raw)
+        self._record(FETCH, root, token_bytes, keys)
 
-    def store(self, root: bytes, raw: bytes) -> None:
-        """A prompt cache of these tokens was stored; `root` and `raw` as in `fetch`."""
-        self._record("store", root, raw)
+    def store(self, root: bytes, token_bytes: bytes, keys: Sequence[bytes] = ()) -> None:
+        """A prompt cache of these tokens was stored; arguments as for `fetch`."""
+        self._record(STORE, root, token_bytes, keys)
 
     def close(self) -> None:
         """Write what waits and let go of the file; later calls do nothing."""
-        with self._writing:
-            self._flush()
-            self._let_go()
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._writer.join(CLOSE_SECONDS)
 
-    def _record(self, call: str, root: bytes, raw: bytes) -> None:
-        if self._fd < 0:
-            return
-        try:
-            keys = block_keys(root, raw)
-            ids = block_ids(self._secret, keys)
-            with self._lock:
-                self._append(call, raw, ids, self._tails.seen([root, *keys], ids, raw))
-                full = self._nbytes >= FLUSH_BYTES
-                due = full or time.monotonic() >= self._due
-            if due and self._writing.acquire(blocking=full):
-                try:
-                    self._flush()
-                finally:
-                    self._writing.release()
-        except Exception as error:  # a request must not fail for the sake of its record
-            with self._writing:
-                self._fail(str(error) or type(error).__name__)
+    def _record(self, call: str, root: bytes, token_bytes: bytes, keys: Sequence[bytes]) -> None:
+        with self._changed:
+            if self._closing:
+                return
+            try:
+                self._nbytes += len(token_bytes)
+                if self._nbytes > QUEUE_BYTES:
+                    raise OSError(f"the disk is too slow: {self._nbytes >> 20} MiB of tokens wait to be recorded")
+                self._last = max(self._last, time.time_ns() // 1_000_000)
+                self._calls.append(_Call(call, self._last, root, token_bytes, keys))
+                if len(self._calls) == 1 or self._nbytes >= FLUSH_BYTES:
+                    self._changed.notify()
+            except Exception as error:  # a request must not fail for the sake of its record
+                self._fail(error)
 
-    def _append(self, call: str, raw: bytes, ids: list[int], grown: list[Grown]) -> None:
-        self._last = max(self._last, time.time_ns() // 1_000_000)
-        fields = {
-            "timestamp": self._last, "call": call, "block_size": BLOCK, "input_length": len(raw) // TOKEN_BYTES,
-            "output_length": 0, "hash_ids": ids,
-        }  # fmt: skip
-        line = json.dumps(fields | {"grown": grown} if grown else fields)
-        self._waiting.append(line.encode() + b"\n")
-        self._nbytes += len(line) + 1
+    def _run(self) -> None:
+        closing = False
+        while not closing:
+            with self._changed:
+                self._changed.wait_for(lambda: self._calls or self._closing)
+                self._changed.wait_for(lambda: self._nbytes >= FLUSH_BYTES or self._closing, FLUSH_SECONDS)
+                calls, self._calls, self._nbytes = self._calls, [], 0
+                closing = self._closing
+            try:
+                self._write(calls)
+            except Exception as error:
+                self._fail(error)
+                break
+        self._let_go()
 
-    def _flush(self) -> None:
-        with self._lock:
-            lines, self._waiting, self._nbytes = self._waiting, [], 0
-            self._due = time.monotonic() + FLUSH_SECONDS
-        if self._fd < 0 or not lines:
-            return
-        try:
+    def _write(self, calls: list[_Call]) -> None:
+        lines = [encode(self._line(call)) for call in calls]
+        if lines:
             if not os.path.samestat(os.stat(self.path, follow_symlinks=False), os.fstat(self._fd)):
                 raise FileNotFoundError("another file has its name now")
             _write(self._fd, b"".join(lines))
-        except OSError as error:
-            self._fail(error.strerror or str(error))
 
-    def _fail(self, reason: str) -> None:
-        if self.failed is None and self._fd >= 0:
-            self.failed = reason
-            log.warning("trace=%r: recording has stopped (%s); restart to record again", str(self.path), reason)
-        self._let_go()
+    def _line(self, call: _Call) -> Line:
+        keys = block_keys(call.root, call.token_bytes, call.keys)
+        ids = block_ids(self._secret, keys)
+        grown = self._tails.seen([call.root, *keys], ids, call.token_bytes)
+        return Line(call.time, len(call.token_bytes) // TOKEN_BYTES, 0, ids, call.call, BLOCK, grown)
+
+    def _fail(self, error: Exception) -> None:
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        with self._changed:
+            if self.failed is None:
+                self.failed = reason
+                log.warning("trace=%r: recording has stopped (%s); restart to record again", str(self.path), reason)
+            self._closing, self._calls, self._nbytes = True, [], 0
+            self._changed.notify()
 
     def _let_go(self) -> None:
         fd, self._fd = self._fd, -1
-        with self._lock:
-            self._waiting, self._nbytes = [], 0
-            self._tails = Tails(TAILS)
         _open.discard(self)
         if fd >= 0:
             os.close(fd)
 
     def _after_fork(self) -> None:
-        self._lock, self._writing = threading.Lock(), threading.Lock()  # another thread may have held them
+        self._changed = threading.Condition()  # another thread may have held it
+        self._closing, self._calls = True, []
         self._let_go()
-
-
-Grown = tuple[
-    int, int, int
-]  # a block's index in its prompt, the id of the tail that it begins with, that tail's tokens
-
-
-class Tails:
-    """The tails seen last, `most` of them, of prompts looked up as well as stored. Not thread-safe.
-
-    A tail that was looked up is remembered because the store that follows goes on from it, and a prompt that is asked again,
-    or edited behind it, then shares its tokens with what was stored.
-    """
-
-    def __init__(self, most: int):
-        self._most = most
-        self._known: OrderedDict[bytes, tuple[bytes, int, bytes, int]] = OrderedDict()  # key -> parent, tokens, end, id
-        self._ends: dict[bytes, dict[int, Counter[bytes]]] = {}  # parent -> tokens -> last token of so many tails
-        self._told: OrderedDict[int, None] = OrderedDict()  # ids that were compared with the tails at their parent
-
-    def seen(self, keys: list[bytes], ids: list[int], raw: bytes) -> list[Grown]:
-        """The blocks of a prompt that go on from a tail; its own tail is remembered. `keys` begin with the root."""
-        grown: list[Grown] = []
-        for index, one in enumerate(ids):
-            parent = keys[index]
-            if parent in self._ends and one not in self._told:
-                start = index * BLOCK * TOKEN_BYTES
-                tail = self._longest(parent, raw[start : start + BLOCK * TOKEN_BYTES])
-                if tail is not None:
-                    grown.append((index, *tail))
-                self._told[one] = None
-                if len(self._told) > self._most:
-                    self._told.popitem(last=False)
-        tokens = len(raw) // TOKEN_BYTES % BLOCK
-        if tokens:
-            self._remember(keys[-1], keys[-2], tokens, raw[-TOKEN_BYTES:], ids[-1])
-        return grown
-
-    def _longest(self, parent: bytes, block: bytes) -> tuple[int, int] | None:
-        ends = self._ends[parent]
-        for tokens in sorted(ends, reverse=True):
-            size = tokens * TOKEN_BYTES
-            if size < len(block) and block[size - TOKEN_BYTES : size] in ends[tokens]:  # else not worth a hash
-                key = chain(parent, block[:size])
-                if key in self._known:
-                    self._known.move_to_end(key)
-                    return self._known[key][3], tokens
-        return None
-
-    def _remember(self, key: bytes, parent: bytes, tokens: int, end: bytes, one: int) -> None:
-        if key in self._known:
-            self._known.move_to_end(key)
-            return
-        self._known[key] = parent, tokens, end, one
-        self._ends.setdefault(parent, {}).setdefault(tokens, Counter())[end] += 1
-        if len(self._known) > self._most:
-            self._forget(*self._known.popitem(last=False)[1])
-
-    def _forget(self, parent: bytes, tokens: int, end: bytes, one: int) -> None:
-        ends = self._ends[parent]
-        ends[tokens][end] -= 1
-        if not ends[tokens][end]:
-            del ends[tokens][end]
-        if not ends[tokens]:
-            del ends[tokens]
-        if not ends:
-            del self._ends[parent]
-
-
-def block_keys(root: bytes, raw: bytes) -> list[bytes]:
-    """The chained key of each 256 tokens, and one of a tail."""
-    keys, key = [], root
-    for at in range(0, len(raw), BLOCK * TOKEN_BYTES):
-        key = chain(key, raw[at : at + BLOCK * TOKEN_BYTES])
-        keys.append(key)
-    return keys
-
-
-def block_ids(secret: bytes, keys: list[bytes]) -> list[int]:
-    """One id for each key: 0 to 2**53 - 1."""
-    ids = []
-    keyed = hashlib.blake2b(digest_size=8, key=secret)
-    for key in keys:
-        hashed = keyed.copy()  # two thirds of the time of a new one
-        hashed.update(key)
-        ids.append(int.from_bytes(hashed.digest(), "little") >> (64 - ID_BITS))
-    return ids
 
 
 def _opened(path: Path) -> int:
@@ -267,12 +198,7 @@ def _opened(path: Path) -> int:
 
 def _require_recording(path: Path, fd: int) -> None:
     """Lines are cut and added here: only ever in a file that is a recording, or all of it what a crash left of one."""
-    head = os.pread(fd, _HEAD_BYTES, 0)
-    begun = re.match(re.escape(_TIME) + rb"\d{1,19}", head)
-    rest = head[begun.end() :] if begun else b""
-    if not (
-        any(rest.startswith(call) or call.startswith(rest) for call in _CALLS) if begun else _TIME.startswith(head)
-    ):
+    if not begins_recording(os.pread(fd, HEAD_BYTES, 0)):
         raise _refused(path, "it holds something else than a recording")
 
 

@@ -20,7 +20,7 @@ from mlx_lm.models import llama
 from mlx_lm.utils import load_tokenizer
 
 from prefixcache import PrefixCache, model_identity
-from prefixcache.servers.warming import Prompt, tokens_of
+from prefixcache.servers.warm_prompts import Prompt, tokens_of
 
 MODEL = Path(__file__).parents[1] / "fixtures" / "tiny-llama"
 SYSTEM = {"role": "system", "content": "You answer in one word. The secret number of Oscar is 7615."}

@@ -11,7 +11,15 @@ from roundtrip import as_float64, rows_of
 
 from prefixcache.codecs.turboquant import levelling
 from prefixcache.codecs.turboquant.codec import TurboQuantRows
-from prefixcache.codecs.turboquant.levelling import FLOOR, LEAST_ROWS, POWER, Levels, measure, neutral
+from prefixcache.codecs.turboquant.levelling import (
+    FLOOR,
+    LEAST_ROWS,
+    POWER,
+    Levels,
+    PackedLevels,
+    measure_levels,
+    neutral,
+)
 
 ERROR = {1: 0.45, 2: 0.13, 3: 0.040, 4: 0.0115, 8: 1.5e-4}  # relative squared error of a levelled row, with room
 
@@ -46,12 +54,12 @@ def test_levels_are_those_of_float64_as_far_as_they_can_be_kept(
     rows = rng.standard_normal((300, heads, width)) * np.exp(unequal * rng.standard_normal(width))
     rows = (np.ldexp(rows, scale) + np.ldexp(8.0 * centred, scale)).astype(np.float32)
     rows[rng.integers(0, 300, bad), 0, 0] = rng.choice([np.nan, np.inf, -np.inf], bad)
-    levels = measure(rows, centred)
+    levels = measure_levels(rows, centred)
     mean, root = judged(rows, centred)
     assert np.allclose(levels.mean, mean, rtol=BF16, atol=np.ldexp(1.0, scale - 10))
-    assert (np.maximum(levels.root / root, root / levels.root) < 1.001 * STEP).all()
-    assert (levels.root >= 1).all()
-    assert np.allclose(levels.weight * levels.root, 1, rtol=1e-6)
+    assert (np.maximum(levels.divisor / root, root / levels.divisor) < 1.001 * STEP).all()
+    assert (levels.divisor >= 1).all()
+    assert np.allclose(levels.weight * levels.divisor, 1, rtol=1e-6)
     assert centred or not levels.mean.any()
 
 
@@ -69,8 +77,8 @@ def test_the_gpu_s_way_of_measuring_gives_what_the_cpu_s_gives(
     rows = np.ldexp(rows + rng.standard_normal(width), scale).astype(np.float32)
     rows[rng.integers(0, tokens, far), 0] *= np.float32(1e4)
     rows[rng.integers(0, tokens, bad), heads - 1, 0] = rng.choice([np.nan, np.inf, -np.inf], bad)
-    here = levelling._measure_here([rows], centred)
-    there = [np.array(found) for found in levelling._composed(mx.array(rows), centred)]
+    here = levelling._centres_and_spreads([rows], centred)
+    there = [np.array(found) for found in levelling._centres_and_spreads_lazily(mx.array(rows), centred)]
     known = np.isfinite(here[0])
     assert np.array_equal(known, np.isfinite(there[0]))
     for a, b in zip(here, there, strict=True):
@@ -80,7 +88,10 @@ def test_the_gpu_s_way_of_measuring_gives_what_the_cpu_s_gives(
 def test_a_head_without_rows_enough_that_are_finite_is_none_to_the_gpu_too() -> None:
     rows = np.random.default_rng(0).standard_normal((LEAST_ROWS + 3, 2, 8)).astype(np.float32)
     rows[:4, 1, 5] = np.nan
-    for measured in (levelling._measure_here([rows], True), levelling._composed(mx.array(rows), True)):
+    for measured in (
+        levelling._centres_and_spreads([rows], True),
+        levelling._centres_and_spreads_lazily(mx.array(rows), True),
+    ):
         assert np.isfinite(np.array(measured[0])).all(axis=1).tolist() == [True, False]
 
 
@@ -96,52 +107,52 @@ def test_the_gpu_measures_blocks_side_by_side_each_from_its_own_row_on(
     rng = np.random.default_rng(seed)
     rows = (rng.standard_normal((tokens, blocks * heads, 64)) * np.exp(rng.standard_normal(64))).astype(np.float32)
     firsts = data.draw(st.lists(st.integers(0, tokens), min_size=blocks, max_size=blocks))
-    kept = levelling.measure_composed(mx.array(rows), centred, firsts)
-    root = np.array(kept.root).astype(int)
-    mean = np.array(kept.mean.astype(mx.float32))
+    measured = levelling.measure_levels_lazily(mx.array(rows), centred, firsts)
+    steps = np.array(measured.steps).astype(int)
+    mean = np.array(measured.mean.astype(mx.float32))
     for i, first in enumerate(firsts):
         own = slice(i, None, blocks)
-        wanted = measure(rows[first:, own], centred)
-        assert np.abs(root[own] - wanted.kept[1]).max() <= 1
+        wanted = measure_levels(rows[first:, own], centred)
+        assert np.abs(steps[own] - wanted.packed().steps).max() <= 1
         assert np.allclose(mean[own], wanted.mean, rtol=0.01, atol=1e-3)
 
 
 def is_neutral(levels: Levels, head: int = 0) -> bool:
-    return not levels.mean[head].any() and bool((levels.root[head] == 1).all())
+    return not levels.mean[head].any() and bool((levels.divisor[head] == 1).all())
 
 
 def test_too_few_rows_or_none_that_is_finite_give_levels_that_change_nothing() -> None:
     rows = np.random.default_rng(0).standard_normal((LEAST_ROWS, 2, 8)).astype(np.float32)
-    assert not is_neutral(measure(rows, True))
-    assert all(is_neutral(measure(rows[1:], True), head) for head in (0, 1))
-    assert all(is_neutral(measure(rows[:0], True), head) for head in (0, 1))
+    assert not is_neutral(measure_levels(rows, True))
+    assert all(is_neutral(measure_levels(rows[1:], True), head) for head in (0, 1))
+    assert all(is_neutral(measure_levels(rows[:0], True), head) for head in (0, 1))
     rows[0, 0] = np.nan  # that head has too few; the other does not notice
-    assert is_neutral(measure(rows, True))
-    assert not is_neutral(measure(rows, True), 1)
-    assert is_neutral(measure(np.full((400, 1, 8), np.inf, np.float32), True))
-    assert is_neutral(measure(np.full((400, 1, 8), 3e38, np.float32), True))  # their sum is not finite
+    assert is_neutral(measure_levels(rows, True))
+    assert not is_neutral(measure_levels(rows, True), 1)
+    assert is_neutral(measure_levels(np.full((400, 1, 8), np.inf, np.float32), True))
+    assert is_neutral(measure_levels(np.full((400, 1, 8), 3e38, np.float32), True))  # their sum is not finite
 
 
 @pytest.mark.parametrize("value", [0.0, 5.0, -(2.0**-100)])
 def test_channels_that_never_move_are_left_at_their_mean(value: float) -> None:
     rows = np.full((LEAST_ROWS, 2, 64), value, np.float32)
-    levels = measure(rows, True)
-    assert (levels.root == 1).all()
+    levels = measure_levels(rows, True)
+    assert (levels.divisor == 1).all()
     assert np.allclose(levels.mean, value)
     rows[:, :, 3] = np.random.default_rng(0).standard_normal((LEAST_ROWS, 2))
-    assert np.isfinite(measure(rows, True).root).all()
+    assert np.isfinite(measure_levels(rows, True).divisor).all()
 
 
 @pytest.mark.parametrize("factor", [5.0, 30.0, 1e3, 1e30])
 @pytest.mark.parametrize("few", [1, 4])
 def test_rows_far_larger_than_the_others_do_not_count(factor: float, few: int) -> None:
     rows = np.random.default_rng(0).standard_normal((4 * LEAST_ROWS, 2, 64)).astype(np.float32)
-    calm = measure(rows, True)
+    calm = measure_levels(rows, True)
     rows[:few, 0] *= np.float32(factor)
-    moved = measure(rows, True)
-    assert np.abs(moved.root / calm.root - 1).max() < 0.1
+    moved = measure_levels(rows, True)
+    assert np.abs(moved.divisor / calm.divisor - 1).max() < 0.1
     assert np.abs(moved.mean - calm.mean).max() < 0.1
-    assert np.array_equal(moved.root[1], calm.root[1])
+    assert np.array_equal(moved.divisor[1], calm.divisor[1])
 
 
 # --- as they are kept
@@ -155,19 +166,19 @@ def test_measured_levels_come_back_to_the_bit_from_the_numbers_that_they_are_kep
 ) -> None:
     rng = np.random.default_rng(seed)
     rows = np.ldexp(rng.standard_normal((100, heads, width)) ** 3 + rng.standard_normal(width), size).astype(np.float32)
-    levels = measure(rows, centred)
-    mean, root = levels.kept
-    assert (mean.dtype, root.dtype) == (np.uint16, np.uint8)
-    back = Levels.from_kept(mean if centred else None, root)
+    levels = measure_levels(rows, centred)
+    mean, steps = levels.packed()
+    assert (mean.dtype, steps.dtype) == (np.uint16, np.uint8)
+    back = Levels.unpacked(PackedLevels(mean if centred else None, steps))
     assert back.mean.tobytes() == levels.mean.tobytes()
-    assert back.root.tobytes() == levels.root.tobytes()
+    assert back.divisor.tobytes() == levels.divisor.tobytes()
 
 
-def test_a_kept_root_is_a_number_of_sixteenths_of_a_factor_of_two() -> None:
-    root = np.array([[0, 16, 40, 255]], np.uint8)
-    levels = Levels.from_kept(None, root)
-    assert np.allclose(levels.root, [[1, 2, 2**2.5, 2 ** (255 / 16)]])
-    assert np.array_equal(levels.kept[1], root)
+def test_a_packed_divisor_is_a_number_of_sixteenths_of_a_factor_of_two() -> None:
+    steps = np.array([[0, 16, 40, 255]], np.uint8)
+    levels = Levels.unpacked(PackedLevels(None, steps))
+    assert np.allclose(levels.divisor, [[1, 2, 2**2.5, 2 ** (255 / 16)]])
+    assert np.array_equal(levels.packed().steps, steps)
 
 
 def test_levels_of_several_heads_are_joined_and_taken_apart() -> None:
@@ -178,7 +189,7 @@ def test_levels_of_several_heads_are_joined_and_taken_apart() -> None:
     for part in parts:
         own = joined.of(first, len(part.mean))
         assert np.array_equal(own.mean, part.mean)
-        assert np.array_equal(own.root, part.root)
+        assert np.array_equal(own.divisor, part.divisor)
         first += len(part.mean)
     assert Levels.joined(parts[:1]) is parts[0]
     assert is_neutral(neutral(3, 8), 2)
@@ -205,13 +216,13 @@ def there_and_back(rows: mx.array, bits: int, levels: Levels) -> np.ndarray:
 @pytest.mark.parametrize(("dtype", "size"), [("float16", 1.0), ("bfloat16", 1e30), ("bfloat16", 1e-30)])
 def test_levelled_rows_of_any_size_and_width_keep_their_error(bits: int, width: int, dtype: str, size: float) -> None:
     levels = some_levels(width, size)
-    values = np.random.default_rng(1).standard_normal((200, 1, width)) * levels.root.astype(np.float64) ** 2 * size
+    values = np.random.default_rng(1).standard_normal((200, 1, width)) * levels.divisor.astype(np.float64) ** 2 * size
     rows = rows_of(values + levels.mean, dtype)
     x, back = as_float64(rows), there_and_back(rows, bits, levels)
-    wrong = np.sum(((back - x) / levels.root) ** 2, -1)
-    right = np.sum(((x - levels.mean) / levels.root) ** 2, -1)
+    wrong = np.sum(((back - x) / levels.divisor) ** 2, -1)
+    right = np.sum(((x - levels.mean) / levels.divisor) ** 2, -1)
     rounding = (2.0**-8 if dtype == "bfloat16" else 2.0**-11) ** 2 / 3
-    floor = rounding * np.sum((np.abs(x) / levels.root) ** 2, -1)  # what the dtype itself can't hold
+    floor = rounding * np.sum((np.abs(x) / levels.divisor) ** 2, -1)  # what the dtype itself can't hold
     assert np.mean(wrong / (ERROR[bits] * right + floor)) < 1.05
 
 
@@ -220,7 +231,7 @@ def test_levelled_rows_of_any_size_and_width_keep_their_error(bits: int, width: 
 def test_a_row_at_the_mean_comes_back_as_the_mean(dtype: str, bits: int) -> None:
     levels = some_levels(64)
     at_mean = as_float64(mx.array(levels.mean).astype(getattr(mx, dtype)))
-    exact = Levels(at_mean.astype(np.float32), levels.root)
+    exact = Levels(at_mean.astype(np.float32), levels.divisor)
     rows = rows_of(np.broadcast_to(at_mean[:, None], (3, 1, 64)), dtype)
     assert np.array_equal(there_and_back(rows, bits, exact), np.broadcast_to(at_mean[:, None], (3, 1, 64)))
 
@@ -228,8 +239,8 @@ def test_a_row_at_the_mean_comes_back_as_the_mean(dtype: str, bits: int) -> None
 def test_rows_of_zeros_come_back_near_zero() -> None:
     levels = some_levels(128)
     rows = mx.zeros((4, 1, 128), mx.float16)
-    weighted = np.square(levels.mean / levels.root).sum()
-    assert np.square(there_and_back(rows, 4, levels) / levels.root).sum(-1).max() < 0.02 * weighted
+    weighted = np.square(levels.mean / levels.divisor).sum()
+    assert np.square(there_and_back(rows, 4, levels) / levels.divisor).sum(-1).max() < 0.02 * weighted
 
 
 def test_rows_that_are_not_finite_come_back_as_nan_and_their_neighbours_do_not_notice() -> None:

@@ -13,7 +13,7 @@ from prefixcache.codecs import pieces
 from prefixcache.codecs.pieces import Piece, decode
 from prefixcache.codecs.raw import RawRows
 from prefixcache.codecs.turboquant.codec import TurboQuantRows
-from prefixcache.codecs.turboquant.levelling import measure
+from prefixcache.codecs.turboquant.levelling import measure_levels
 
 HEADS, WIDTH = 3, 64
 
@@ -33,7 +33,7 @@ def test_launches_give_what_the_cpu_gives_piece_by_piece(
     for kind, tokens, gap in kinds:
         rows = rows_of(rng.standard_normal((tokens, HEADS, WIDTH)) + 5 * rng.standard_normal(WIDTH), dtype)
         codec = RawRows(WIDTH, dtype) if kind == "raw" else TurboQuantRows(WIDTH, dtype, 4, 0, kind == "levelled", True)
-        levels = measure(rows.astype(mx.float32), True) if kind == "levelled" else None
+        levels = measure_levels(rows.astype(mx.float32), True) if kind == "levelled" else None
         at += gap
         made.append(Piece(codec, tuple(codec.encode(rows, levels)), at, levels))
         at += tokens
@@ -52,7 +52,7 @@ def test_blocks_that_follow_each_other_are_one_launch(monkeypatch: pytest.Monkey
     codec, made, launches = TurboQuantRows(WIDTH, "float16", 4, 0, True, True), [], []
     for i in range(5):
         rows = rows_of(np.random.default_rng(i).standard_normal((256 if i < 4 else 100, HEADS, WIDTH)), "float16")
-        levels = measure(rows.astype(mx.float32), True)
+        levels = measure_levels(rows.astype(mx.float32), True)
         made.append(Piece(codec, tuple(codec.encode(rows, levels)), 256 * i, levels))
     call = TurboQuantRows.decode
     monkeypatch.setattr(TurboQuantRows, "decode", lambda *args: launches.append(1) or call(*args))

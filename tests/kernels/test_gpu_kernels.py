@@ -12,7 +12,7 @@ from prefixcache.codecs.packing import words_of
 from prefixcache.codecs.turboquant import gpu_rows as turboquant_gpu
 from prefixcache.codecs.turboquant import numpy_rows as turboquant_numpy
 from prefixcache.codecs.turboquant.format import form_of
-from prefixcache.codecs.turboquant.levelling import Levels, measure
+from prefixcache.codecs.turboquant.levelling import Levels, measure_levels
 
 pytestmark = pytest.mark.skipif(host_gpu.COMPILER is None, reason="no C++ compiler")
 
@@ -226,13 +226,13 @@ def check_levels(width, dtype, centred, tokens, firsts, heads=2, unlike=0, strid
     if strided:
         rows = mx.swapaxes(mx.contiguous(mx.swapaxes(rows, 0, 1)), 0, 1)
     mx.eval(rows)
-    kept = turboquant_gpu.measure(rows, centred, firsts)
-    root, mean = copy_out(kept.root).astype(int), copy_out(kept.mean.astype(mx.float32))
+    measured = turboquant_gpu.measure_levels(rows, centred, firsts)
+    steps, mean = copy_out(measured.steps).astype(int), copy_out(measured.mean.astype(mx.float32))
     for i, first in enumerate(firsts):
         own = slice(i, None, len(firsts))
-        wanted = measure(copy_out(rows.astype(mx.float32))[first:, own], centred)
-        assert np.abs(root[own] - wanted.kept[1]).max() <= 1
-        assert (root[own] != wanted.kept[1]).mean() < 0.02
+        wanted = measure_levels(copy_out(rows.astype(mx.float32))[first:, own], centred)
+        assert np.abs(steps[own] - wanted.packed().steps).max() <= 1
+        assert (steps[own] != wanted.packed().steps).mean() < 0.02
         np.testing.assert_allclose(mean[own], wanted.mean, rtol=0.01, atol=2e-3)
 
 
@@ -262,15 +262,15 @@ def test_the_gpu_measures_what_numpy_measures(width, dtype, centred, tokens, fir
 
 @pytest.mark.parametrize("value", [0.0, 5.0, np.inf, np.nan])
 def test_levels_of_rows_that_never_move_or_are_no_numbers_change_nothing(on_host, value):
-    kept = turboquant_gpu.measure(mx.full((100, 2, 128), value, mx.float16), True, [0])
-    assert not copy_out(kept.root).any()
-    assert np.all(copy_out(kept.mean.astype(mx.float32)) == (value if np.isfinite(value) else 0))
+    measured = turboquant_gpu.measure_levels(mx.full((100, 2, 128), value, mx.float16), True, [0])
+    assert not copy_out(measured.steps).any()
+    assert np.all(copy_out(measured.mean.astype(mx.float32)) == (value if np.isfinite(value) else 0))
 
 
 def test_levels_of_rows_whose_sums_are_not_finite_change_nothing(on_host):
-    kept = turboquant_gpu.measure(mx.full((100, 2, 128), 3e38, mx.float32), True, [0])
-    assert not copy_out(kept.root).any()
-    assert not copy_out(kept.mean.astype(mx.float32)).any()
+    measured = turboquant_gpu.measure_levels(mx.full((100, 2, 128), 3e38, mx.float32), True, [0])
+    assert not copy_out(measured.steps).any()
+    assert not copy_out(measured.mean.astype(mx.float32)).any()
 
 
 def test_more_rows_than_a_group_has_threads_are_measured_too(on_host):

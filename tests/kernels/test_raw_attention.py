@@ -54,11 +54,11 @@ def test_it_gives_what_composed_operations_give(
     cache = batch_of(lengths, width, dtype, sinks, recent, cut)
     batch = len(lengths)
     cache.update_and_fetch(*(mx.random.normal((batch, 2, length, width)).astype(dtype) for _ in range(2)))
-    held = cache._held
+    layer = cache._layer
     queries = mx.random.normal((batch, 4, length, width)).astype(dtype)
     mask = None
     if masked in ("bool", "additive"):
-        mask = mx.random.uniform(shape=(batch, 1, length, held.rows)) < 0.6
+        mask = mx.random.uniform(shape=(batch, 1, length, layer.rows)) < 0.6
         if masked == "additive":
             mask = mx.where(mask, mx.random.normal(mask.shape), -mx.inf)
     logits = mx.random.normal((4,)) if with_logits else None
@@ -67,9 +67,9 @@ def test_it_gives_what_composed_operations_give(
     lse = mx.random.normal((batch, 4, length)) * 2
     if batch > 1:
         out[-1], lse[-1] = 0.0, -mx.inf
-    raw = held.raw_for_kernel()
-    got = raw_attention_gpu.attend(raw, (out, lse), queries, 0.125, mask, masked == "causal", logits)
-    part = attention._raw_part(held, queries, 0.125, mask, masked == "causal")
+    uncoded = layer.uncoded_for_kernel()
+    got = raw_attention_gpu.attend(uncoded, (out, lse), queries, 0.125, mask, masked == "causal", logits)
+    part = attention._uncoded_part(layer, queries, 0.125, mask, masked == "causal")
     whole, total = attention._together([(out, lse), part])
     wanted = attention.with_logits(whole, total, logits)
     assert got.dtype == dtype

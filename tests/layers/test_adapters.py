@@ -17,7 +17,7 @@ from mlx_lm.models.cache import (
 
 from prefixcache import CacheError, PrefixCache, Raw, TurboQuant, allow
 from prefixcache.layers import Plan, read
-from prefixcache.layers.adapters import _allowed
+from prefixcache.layers.classes import _allowed
 
 TOKENS = list(range(600))
 

@@ -10,7 +10,7 @@ import pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from prefixcache import PrefixCache, TurboQuant
-from prefixcache.codecs.turboquant.levelling import measure
+from prefixcache.codecs.turboquant.levelling import measure_levels
 
 HEADS, WIDTH = 2, 64
 
@@ -141,11 +141,11 @@ def test_an_image_of_a_block_has_its_levels_and_one_of_a_tail_has_its_rows() -> 
         whole, tail = rows_tensors(cache, tokens)
         (home,) = cache._storage.namespaces.values()
         keys, values = home.plan.rows.groups
-        assert (keys.mean, keys.root, values.mean, values.root) == ("r0.mean", "r0.root", "", "r1.root")
+        assert (keys.mean, keys.steps, values.mean, values.steps) == ("r0.mean", "r0.root", "", "r1.root")
         for group in (keys, values):
-            assert (whole[group.root].dtype, whole[group.root].shape) == (np.uint8, (2 * HEADS, WIDTH))
+            assert (whole[group.steps].dtype, whole[group.steps].shape) == (np.uint8, (2 * HEADS, WIDTH))
         assert (whole[keys.mean].dtype, whole[keys.mean].shape) == (np.uint16, (2 * HEADS, WIDTH))
-        assert all(whole[group.root].max() > 16 for group in (keys, values))
+        assert all(whole[group.steps].max() > 16 for group in (keys, values))
         assert set(tail) == {"t0.rows", "tokens"}
         assert tail["t0.rows"].dtype == np.float16
         for a, b in zip(live, fetched(cache, tokens), strict=True):
@@ -162,9 +162,9 @@ def test_levels_are_those_of_the_block_s_rows_but_for_the_sinks() -> None:
         for start, tensors in zip((0, 256), rows_tensors(cache, tokens), strict=False):
             # keys and values have rows of other codecs: those of keys are centred
             keys = np.concatenate([np.array(layer.keys[0, :, max(start, 4) : start + 256]) for layer in live])
-            mean, root = measure(keys.swapaxes(0, 1).astype(np.float32), True).kept
+            mean, steps = measure_levels(keys.swapaxes(0, 1).astype(np.float32), True).packed()
             assert np.array_equal(tensors["r0.mean"], mean)
-            assert np.array_equal(tensors["r0.root"], root)
+            assert np.array_equal(tensors["r0.root"], steps)
         back = fetched(cache, tokens)
         assert all(mx.array_equal(a.keys[..., :4, :], b.keys[..., :4, :]) for a, b in zip(live, back, strict=True))
 

@@ -15,12 +15,12 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from prefixcache import CacheError, PrefixCache, TurboQuant
 from prefixcache.codecs.turboquant.codec import TurboQuantRows
+from prefixcache.codecs.turboquant.coding import Run
 from prefixcache.keys import BLOCK
 from prefixcache.layers.live_codes import same
 from prefixcache.layers.stored import MOST_LEVELS
-from prefixcache.live.batch import BatchTurboQuantKVCache
-from prefixcache.live.coded import Run, SharedLevels
-from prefixcache.live.turboquant import TurboQuantKVCache
+from prefixcache.live.levels import SharedLevels
+from prefixcache.live.turboquant import BatchTurboQuantKVCache, TurboQuantKVCache
 from tests.layers.test_levels import error, skewed
 
 BLOCK_BYTES = 8 * BLOCK
@@ -54,9 +54,8 @@ def first_rows(plain: list[Any], tokens: int) -> list[KVCache]:
 
 def bits(layer: TurboQuantKVCache) -> tuple[np.ndarray, np.ndarray]:
     """Codes and scales that are in use."""
-    held = layer._held
-    assert held.codes is not None
-    return np.array(held.codes[:, :, : held.rows]), np.array(held.scales[:, :, : held.rows])
+    codes, scales = layer._layer.codes.arrays
+    return np.array(codes[:, :, : layer.offset]), np.array(scales[:, :, : layer.offset])
 
 
 def same_bits(a: list[Any], b: list[Any], tokens: int | None = None) -> bool:
@@ -67,7 +66,7 @@ def same_bits(a: list[Any], b: list[Any], tokens: int | None = None) -> bool:
 
 def starts(live: list[Any]) -> list[list[int]]:
     """Of each layer, from which tokens on rows have levels of their own."""
-    return [[run.first for run in layer._held.runs[0]] for layer in live]
+    return [[run.first for run in layer._layer.runs[0]] for layer in live]
 
 
 def stored_bits(cache: PrefixCache, tokens: list[int], leaf: int) -> tuple[np.ndarray, np.ndarray]:
@@ -144,7 +143,7 @@ def test_what_is_stored_of_a_live_cache_is_its_own_bits_and_so_is_what_comes_bac
         assert [layer.offset for layer in back] == [700, 700]
         for a, b in zip(live, back, strict=True):
             assert (a.choice, a.kind) == (b.choice, b.kind)
-            assert b._held.codes.shape[2] == 1024
+            assert b._layer.codes.codes.shape[2] == 1024
         assert cache.store(LONG, back, model="m").new_tokens == 0
         cache.check_integrity()
 
@@ -217,7 +216,7 @@ def test_wrappers_give_live_caches_too(cache: PrefixCache) -> None:
     one = entry.layers[1]
     assert one.trim(100) == 100
     assert same_bits([_trimmed(live[1], 600)], [one.live(room=1000)])
-    assert one.live(room=1000)._held.codes.shape[2] == 2048
+    assert one.live(room=1000)._layer.codes.codes.shape[2] == 2048
     assert same_bits(live, entry.live())
     assert entry.trim(700) == 700
     assert [layer.offset for layer in entry.live()] == [0, 0]
@@ -259,7 +258,9 @@ def test_cycles_of_store_fetch_and_append_give_the_codes_of_one_pass(steps: list
         assert same_bits(whole, back)
         if sinks:
             for a, b in zip(whole, back, strict=True):
-                assert all(mx.array_equal(x, y) for x, y in zip(a._held.raw, b._held.raw, strict=True))
+                assert all(
+                    mx.array_equal(x, y) for x, y in zip(a._layer.sinks.arrays, b._layer.sinks.arrays, strict=True)
+                )
         assert cache.stats().counters.recoded_tokens == 0
 
 
@@ -290,7 +291,7 @@ def test_a_live_cache_that_grows_is_stored_and_fetched_without_coding_twice(data
             assert all(now[key] == image for key, image in written.items())
             written = now
             back = fetched(cache, tokens)
-            if not any(layer._held.waiting for layer in live):
+            if not any(layer._layer.waiting is not None for layer in live):
                 assert same_bits(live, back)
             if data.draw(st.booleans(), label="go on with the hit"):
                 live = back
@@ -307,11 +308,13 @@ def test_sinks_come_back_as_they_are_also_of_a_prompt_shorter_than_them() -> Non
         for depth in (4, 9, 300):
             back = fetched(cache, LONG[:depth])
             for a, b in zip(plain, back, strict=True):
-                for own, raw in zip((a.keys, a.values), b._held.raw, strict=True):
+                for own, raw in zip((a.keys, a.values), b._layer.sinks.arrays, strict=True):
                     assert raw.shape == (1, 2, 9, 64)
                     assert mx.array_equal(raw[:, :, : min(depth, 9)], own[:, :, : min(depth, 9)])
             append(back, cut(plain, depth, 400))
-            assert all(mx.array_equal(b._held.raw[0], a.keys[:, :, :9]) for a, b in zip(plain, back, strict=True))
+            assert all(
+                mx.array_equal(b._layer.sinks.arrays[0], a.keys[:, :, :9]) for a, b in zip(plain, back, strict=True)
+            )
             cache.store([*LONG[:depth], *range(5000, 5400 - depth)], back, model="m")
             cache.check_integrity()
 
@@ -325,7 +328,7 @@ def test_levels_that_a_live_cache_measured_are_those_of_all_its_blocks(cache: Pr
     back = fetched(cache, LONG)
     assert starts(back) == [[0]] * 2
     for a, b in zip(live, back, strict=True):
-        assert all(map(same, a._held.runs[0][0].levels, b._held.runs[0][0].levels))
+        assert all(map(same, a._layer.runs[0][0].levels, b._layer.runs[0][0].levels))
     cache.store(list(range(2000, 2600)), skewed(600, 1), model="m")
     assert same_bits(live, fetched(cache, LONG))
 
@@ -352,7 +355,7 @@ def test_a_tail_that_a_plain_cache_stored_waits_in_a_live_one_until_it_is_long_e
     plain = skewed(700)
     cache.store(LONG[:100], first_rows(plain, 100), model="m")
     live = fetched(cache, LONG[:100])
-    assert all(layer._held.waiting for layer in live)
+    assert all(layer._layer.waiting is not None for layer in live)
     assert all(mx.array_equal(a.dequantize().keys[..., :100, :], b.keys[..., :100, :])
                for a, b in zip(live, plain, strict=True))  # fmt: skip
     assert cache.store(LONG[:100], live, model="m").new_tokens == 0
@@ -445,7 +448,7 @@ def test_levels_may_change_within_a_block(cache: PrefixCache) -> None:
     live = coded(skewed(700))
     other = coded(skewed(700, 5))
     for a, b in zip(live, other, strict=True):
-        a._held.runs = [(Run(0, a._held.runs[0][0].levels), Run(300, b._held.runs[0][0].levels))]
+        a._layer.runs = ((Run(0, a._layer.runs[0][0].levels), Run(300, b._layer.runs[0][0].levels)),)
     cache.store(LONG, live, model="m")
     assert cache.stats().counters.recoded_tokens == 212
     back = fetched(cache, LONG)
@@ -453,16 +456,18 @@ def test_levels_may_change_within_a_block(cache: PrefixCache) -> None:
     ends = [[x[:, :, 512:] for x in bits(layer)] for layer in (*live, *back)]
     assert all(np.array_equal(x, y) for a, b in zip(ends[:2], ends[2:], strict=True) for x, y in zip(a, b, strict=True))
     for a, b in zip(live, back, strict=True):
-        x, y = (layer._decoded_sequence(0, slice(0, 2))[0] for layer in (_coded_only(a), _coded_only(b)))
+        x, y = (layer.decoded_sequence(0, slice(0, 2))[0] for layer in (_coded_only(a), _coded_only(b)))
         assert mx.abs(x - y).mean() < 0.2 * mx.abs(x - x.mean(2, keepdims=True)).mean()
 
 
 def _coded_only(layer: TurboQuantKVCache) -> Any:
     """What a live cache holds, without the last rows that it keeps as they are."""
-    held, kind = layer._held, layer.kind
+    coded, kind = layer._layer, layer.kind
     assert kind is not None
-    runs = [(run.first, run.levels) for run in held.runs[0]]
-    return TurboQuantKVCache.from_codes(held.choice, kind, runs, held.codes, held.scales, held.rows, held.raw)._held
+    codes = coded.codes.arrays
+    return TurboQuantKVCache.from_codes(
+        coded.choice, kind, coded.runs[0], *codes, coded.rows, coded.sinks.arrays
+    )._layer
 
 
 def test_what_one_tenant_s_hit_gave_is_stored_as_it_is_for_another_one() -> None:
@@ -572,10 +577,10 @@ def test_several_sequences_in_one_cache_are_refused(cache: PrefixCache) -> None:
 
 def test_levels_that_are_none_are_refused(cache: PrefixCache) -> None:
     live = coded(skewed(700))
-    pair = live[1]._held.runs[0][0].levels
-    root = pair.values.root.copy()
-    root[0, 0] = 0.5
-    live[1]._held.runs = [(Run(0, pair._replace(values=type(pair.values)(pair.values.mean, root))),)]
+    pair = live[1]._layer.runs[0][0].levels
+    divisor = pair.values.divisor.copy()
+    divisor[0, 0] = 0.5
+    live[1]._layer.runs = ((Run(0, pair._replace(values=type(pair.values)(pair.values.mean, divisor))),),)
     with pytest.raises(CacheError, match=r"layer 1 .*the levels of its values"):
         cache.store(LONG, live, model="m")
 

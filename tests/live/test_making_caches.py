@@ -110,8 +110,8 @@ def test_levels_are_shared_between_layers_of_their_own():
     model(mx.array([TOKENS]), cache=first)
     second = make_prompt_cache(model, TurboQuant(), levels=shared)
     model(mx.array([[1, 2, 3]]), cache=second)
-    own = [cache._held.runs[0][0].levels for cache in second]
-    assert own == [cache._held.runs[0][0].levels for cache in first]
+    own = [cache._layer.runs[0][0].levels for cache in second]
+    assert own == [cache._layer.runs[0][0].levels for cache in first]
     assert len({id(pair) for pair in own}) == len(own)
 
 

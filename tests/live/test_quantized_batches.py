@@ -11,7 +11,8 @@ from mlx_lm.models import base, phi
 from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.cache import BatchKVCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
-from prefixcache.layers.adapters import adapter_of, class_path, find_class, read_leaf
+from prefixcache.layers.adapters import adapter_of, class_path
+from prefixcache.layers.classes import find_class, read_leaf
 from prefixcache.live import hook, quantized
 from prefixcache.live.quantized import BatchQuantizedKVCache, QuantizedKVCache, attention
 from tests.families import FAMILIES, MLX_LM_0_31
@@ -285,7 +286,7 @@ def test_the_store_keeps_and_makes_a_single_cache_by_its_class():
     assert find_class(leaf.layout["class"]) is QuantizedKVCache
     assert class_path(QuantizedKVCache) == leaf.layout["class"] == "prefixcache.live.quantized.QuantizedKVCache"
     streams = {name: array[:, :, :256] for name, array in leaf.arrays.items()}
-    made = adapter_of(QuantizedKVCache).make(leaf.layout, 256, streams)
+    made = adapter_of(QuantizedKVCache).make(QuantizedKVCache, leaf.layout, 256, streams)
     cache.trim(44)
     assert_same_rows(made, cache)
 

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from prefixcache.codecs.turboquant import live as turboquant_live
-from prefixcache.live import BatchTurboQuantKVCache, SharedLevels, TurboQuantKVCache, attention, coded, hook
+from prefixcache.live import BatchTurboQuantKVCache, SharedLevels, TurboQuantKVCache, attention, hook
+from prefixcache.live import layer as live_layer
+from prefixcache.live import levels as live_levels
 from tests.families import FAMILIES
 from tests.live.generating import alone, check_as_alone, drive, feed
 
@@ -122,7 +124,7 @@ def test_a_step_encodes_its_new_row_and_nothing_else(monkeypatch):
     added(cache, 600)
     encoded = []
     encode = turboquant_live.encode
-    for module in (coded, turboquant_live):
+    for module in (live_layer, turboquant_live):
         monkeypatch.setattr(module, "encode", lambda keys, *rest: encoded.append(keys.shape[2]) or encode(keys, *rest))
     for _ in range(5):
         added(cache, 1)
@@ -135,11 +137,11 @@ def test_no_decoded_copy_of_the_past_is_ever_held_or_made(monkeypatch):
     queries, keys, values = added(cache, 2000)
     assert isinstance(keys, hook.Codes)
     assert isinstance(values, hook.Codes)
-    held = cache._held
-    assert all(array.dtype in (mx.uint32, mx.uint16) or array.shape[2] <= 128 for array in held.arrays())
-    if turboquant_live.attend(held.parts()[0], queries[:, :, -1:], 1.0, None, False) is None:
+    layer = cache._layer
+    assert all(array.dtype in (mx.uint32, mx.uint16) or array.shape[2] <= 128 for array in layer.arrays())
+    if turboquant_live.attend(layer.parts()[0], queries[:, :, -1:], 1.0, None, False) is None:
         pytest.skip("no kernel here: head by head is decoded for the moment")
-    monkeypatch.setattr(coded, "decode", None)
+    monkeypatch.setattr(live_layer, "decode", None)
     queries, keys, values = added(cache, 1)
     mx.eval(cache.attend_to_codes(queries, keys, values, scale=0.125, mask=None))
 
@@ -148,7 +150,7 @@ def test_what_is_kept_as_it_is_keeps_nothing_else_alive():
     cache = TurboQuantKVCache(levelling=False, sink_tokens=4, recent_tokens=16)
     added(cache, 500)
     mx.eval(cache.state)
-    for array in (*cache._held.raw, *cache._held.recent):
+    for array in (*cache._layer.sinks.arrays, *cache._layer.recent.arrays):
         assert np.asarray(array).flags.c_contiguous  # a view of the 500 rows is not
 
 
@@ -156,8 +158,8 @@ def test_bytes_are_those_of_the_buffers_and_are_a_quarter_of_fp16():
     cache = TurboQuantKVCache()
     cache.update_and_fetch(rows(32768, heads=1, width=128), rows(32768, heads=1, width=128))
     assert cache.nbytes <= 0.27 * 32768 * 2 * 128 * 2
-    held = cache._held
-    buffers = sum(array.nbytes for array in (held.codes, held.scales, *held.recent))
+    layer = cache._layer
+    buffers = sum(array.nbytes for array in (*layer.codes.arrays, *layer.recent.arrays))
     assert buffers <= cache.nbytes <= buffers + 10_000  # levels
 
 
@@ -225,15 +227,17 @@ def test_the_original_dtype_comes_back_and_the_original_stays():
 
 def test_levels_that_are_shared_are_measured_once(monkeypatch):
     measured = []
-    measure = coded.measure
-    monkeypatch.setattr(coded, "measure", lambda own, centred: measured.append(len(own)) or measure(own, centred))
+    measure = live_levels.measure_levels
+    monkeypatch.setattr(
+        live_levels, "measure_levels", lambda own, centred: measured.append(len(own)) or measure(own, centred)
+    )
     shared = SharedLevels()
     for _ in range(3):
         added(TurboQuantKVCache(levels=shared, layer=2), 300)
     assert len(measured) == 2  # keys and values
     short = TurboQuantKVCache(levels=shared, layer=2)
     added(short, 5)  # no need to wait for 256
-    assert not short._held.waiting
+    assert short._layer.waiting is None
 
 
 @pytest.mark.parametrize(
@@ -336,6 +340,18 @@ def test_a_state_whose_arrays_do_not_fit_is_refused():
     ):
         with pytest.raises(ValueError, match="no state of a live TurboQuant cache"):
             TurboQuantKVCache.from_state(bad)
+
+
+@pytest.mark.parametrize("attend", ["codes", "buffer"])
+def test_a_row_that_comes_after_a_cut_below_the_sinks_is_a_sink_again(attend):
+    """Steps have a short way, which doesn't look for sinks."""
+    cache = TurboQuantKVCache(levelling=False, sink_tokens=4, recent_tokens=0, attend=attend)
+    added(cache, 300)
+    added(cache, 1)
+    cache.trim(300)
+    keys, values = rows(1), rows(1)
+    cache.update_and_fetch(keys, values)
+    assert all(mx.array_equal(own[:, :, 1:], new) for own, new in zip(meant(cache), (keys, values), strict=True))
 
 
 # -- batches -----------------------------------------------------------------------------------------------------------------
@@ -490,7 +506,7 @@ def test_a_batch_that_begins_empty_measures_its_levels_together():
     batch = TurboQuantKVCache.merge([TurboQuantKVCache() for _ in range(3)])
     batch.prepare(lengths=[150, 100, 40], right_padding=[0, 50, 110])
     batch.update_and_fetch(rows(150, 3), rows(150, 3))
-    assert not batch._held.waiting  # 290 rows that aren't padding
+    assert batch._layer.waiting is None  # 290 rows that aren't padding
     batch.finalize()
     assert batch.offset.tolist() == [150, 100, 40]
     assert batch.left_padding.tolist() == [0, 50, 110]
@@ -603,4 +619,6 @@ def words_that_differ(one, other):
     rows = min(one.offset, other.offset)
     if not rows:
         return 0.0
-    return float(np.mean(np.array(one._held.codes[:, :, :rows]) != np.array(other._held.codes[:, :, :rows])))
+    return float(
+        np.mean(np.array(one._layer.codes.codes[:, :, :rows]) != np.array(other._layer.codes.codes[:, :, :rows]))
+    )

@@ -29,9 +29,6 @@ PROMPT = list(range(1000, 1700))
 class Model:
     """A model object, as far as names go."""
 
-    class Args:
-        max_kv_size = 0
-
 
 def test_install_builds_ours_in_both_schedulers_and_uninstall_theirs_again(wheel, opened, install):
     theirs = wheel.memory_cache.MemoryAwarePrefixCache
@@ -39,6 +36,7 @@ def test_install_builds_ours_in_both_schedulers_and_uninstall_theirs_again(wheel
         wheel.tokenizer.load_model_with_fallback,
         vars(sys.modules["vllm_mlx.models.mllm"].MLXMultimodalLM)["load"],
     )
+    constructors = [wheel.scheduler.Scheduler.__init__, wheel.multimodal.MLLMBatchGenerator.__init__]
     first, second = opened(), opened()
     assert install(first) is first
     install(second)
@@ -50,6 +48,7 @@ def test_install_builds_ours_in_both_schedulers_and_uninstall_theirs_again(wheel
     vllm_mlx.uninstall()
     vllm_mlx.uninstall()
     assert wheel.scheduler.MemoryAwarePrefixCache is wheel.multimodal.MemoryAwarePrefixCache is theirs
+    assert [wheel.scheduler.Scheduler.__init__, wheel.multimodal.MLLMBatchGenerator.__init__] == constructors
     assert wheel.tokenizer.load_model_with_fallback is loader
     assert vars(sys.modules["vllm_mlx.models.mllm"].MLXMultimodalLM)["load"] is load
 
@@ -106,25 +105,17 @@ def test_a_model_whose_files_are_gone_is_loaded_all_the_same(wheel, opened, inst
 
 
 def test_models_salts_and_bounds_never_meet(wheel, opened, install):
-    cache, model = opened(), Model()
+    cache, model = opened(), FAMILIES["llama"].build()
     vllm_mlx.name_model(model, TINY)
-
-    class Caller:
-        def __init__(self, size):
-            self.config = Model.Args()
-            self.config.max_kv_size = size
-
-        def build(self):
-            return wheel.scheduler.MemoryAwarePrefixCache(model=model)
-
     made = []
     for salt in (b"", b"x"):
         install(cache, salt=salt)
-        made += [Caller(size).build() for size in (0, 512, 1024)]
+        made += [Ran(wheel, model, max_kv_size=size).cache for size in (0, 512, 1024)]
     for mine in made:
         assert mine.fetch(PROMPT) == (None, PROMPT)
         assert mine.store(PROMPT, states.sliceable(PROMPT))
     assert [len(mine.fetch(PROMPT)[1]) for mine in made] == [1] * 6
+    assert Ran(wheel, model, max_kv_size=512).cache.model_name == made[1].model_name
 
 
 def test_another_release_of_vllm_mlx_is_named_as_the_error(wheel, opened, install, monkeypatch):
@@ -360,7 +351,7 @@ def test_an_aborted_prefill_leaves_the_generator_and_the_cache_in_order(wheel, o
 
 def test_the_command_is_vllm_mlxs_own(tmp_path):
     own = {
-        "__init__": "", "scheduler": "MemoryAwarePrefixCache = None",
+        "__init__": "", "scheduler": "MemoryAwarePrefixCache = None\nclass Scheduler: pass",
         "utils/__init__": "", "utils/tokenizer": "load_model_with_fallback = None",
         "cli": "import sys, vllm_mlx.scheduler as s\ndef main(): print(s.MemoryAwarePrefixCache, sys.argv[1:])",
     }  # fmt: skip

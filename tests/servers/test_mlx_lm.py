@@ -1,6 +1,5 @@
 """`TieredPromptCache` where mlx_lm.server has its `LRUPromptCache`: the same calls, at least the same hits."""
 
-import pickle
 import shutil
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache, LRUPromptCache
 
 from prefixcache import PrefixCache
-from prefixcache.servers.mlx_lm.prompt_cache import SaltedToken, TieredPromptCache, identity_of
+from prefixcache.servers.mlx_lm.prompt_cache import TieredPromptCache, identity_of
 from tests import states
 from tests.servers.slow_disk import slow_disk
 
@@ -60,9 +59,9 @@ def insert(prompts, tokens, make=states.sliceable, **kw):
     prompts.insert_cache(KEY, tokens, make(tokens), **kw)
 
 
-def fetched(prompts, tokens, key=KEY):
+def fetched(prompts, tokens, key=KEY, **kw):
     """The depth of a hit, checked row by row."""
-    made, rest = prompts.fetch_nearest_cache(key, tokens)
+    made, rest = prompts.fetch_nearest_cache(key, tokens, **kw)
     depth = len(tokens) - len(rest)
     assert list(rest) == list(tokens[depth:])
     if made is not None:
@@ -152,30 +151,11 @@ def test_windows_and_recurrent_state_come_back_as_themselves(opened, make):
 
 def test_salts_never_meet(opened):
     prompts = opened()
-    mine, yours = [SaltedToken(LONG[0], b"me"), *LONG[1:]], [SaltedToken(LONG[0], b"you"), *LONG[1:]]
-    insert(prompts, mine)
-    assert fetched(prompts, yours) == 0
+    insert(prompts, LONG, salt=b"me")
+    assert fetched(prompts, LONG, salt=b"you") == 0
     assert fetched(prompts, LONG) == 0
-    assert fetched(prompts, mine) == 999
-    assert fetched(prompts, [*mine[:500], 4]) == 500
-
-
-def test_a_salted_token_goes_where_the_prompt_goes():
-    prompt = [SaltedToken(5, b"me"), 6, 7]
-    for other in (prompt[:2], [*prompt, 8], [*prompt], list(prompt), pickle.loads(pickle.dumps(prompt))):
-        assert other[0].salt == b"me"
-    assert mx.array(prompt).tolist() == [5, 6, 7]
-    assert repr(prompt[0]) == "5"
-
-
-def test_salted_only_keeps_and_finds_nothing_without_one(opened):
-    prompts = opened(salted_only=True)
-    insert(prompts, LONG)
-    assert len(prompts) == 0
-    salted = [SaltedToken(LONG[0], b""), *LONG[1:]]
-    insert(prompts, salted)
-    assert fetched(prompts, salted) == 999
-    assert fetched(prompts, LONG) == 0
+    assert fetched(prompts, LONG, salt=b"me") == 999
+    assert fetched(prompts, [*LONG[:500], 4], salt=b"me") == 500
 
 
 def test_a_class_of_the_servers_own_is_kept_alive_and_paid_for(opened):
@@ -222,11 +202,11 @@ def test_a_hit_never_ends_inside_an_image(opened):
 def test_what_is_kept_as_it_is_has_the_names_and_salts_of_the_rest(opened):
     prompts = opened()
     own = [OfTheServersOwn()]
-    prompts.insert_cache(KEY, [SaltedToken(1, b"me"), 2, 3], own)
-    assert prompts.fetch_nearest_cache(KEY, [SaltedToken(1, b"you"), 2, 3, 4])[0] is None
+    prompts.insert_cache(KEY, [1, 2, 3], own, salt=b"me")
+    assert prompts.fetch_nearest_cache(KEY, [1, 2, 3, 4], salt=b"you")[0] is None
     assert prompts.fetch_nearest_cache(KEY, [1, 2, 3, 4])[0] is None
-    assert prompts.fetch_nearest_cache(("other", None, None), [SaltedToken(1, b"me"), 2, 3, 4])[0] is None
-    assert prompts.fetch_nearest_cache(KEY, [SaltedToken(1, b"me"), 2, 3, 4])[0] is not None
+    assert prompts.fetch_nearest_cache(("other", None, None), [1, 2, 3, 4], salt=b"me")[0] is None
+    assert prompts.fetch_nearest_cache(KEY, [1, 2, 3, 4], salt=b"me")[0] is not None
 
 
 def test_trim_to_counts_prompt_caches_and_not_what_stands_beside_them(opened):

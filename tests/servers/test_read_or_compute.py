@@ -2,12 +2,14 @@
 
 from concurrent.futures import Future
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixcache import PrefixCache
-from prefixcache.servers.read_or_compute import Rates, ReadOrCompute
+from prefixcache.servers import read_or_compute
+from prefixcache.servers.read_or_compute import DECODE_TOKENS, Rates, ReadOrCompute
 from tests import states
 from tests.servers.slow_disk import slow_disk
 
@@ -22,25 +24,32 @@ def test_before_anything_was_measured_rates_are_cautious_guesses():
 
 @given(
     st.floats(1e-5, 1e-1),
-    st.floats(0, 1e-1),
-    st.lists(st.tuples(st.integers(64, 5000), st.integers(0, 500)), min_size=3),
+    st.lists(st.tuples(st.integers(64, 5000), st.integers(0, 500)), min_size=1),
 )
-def test_computing_is_told_apart_from_generating(prompt, generated, requests):
+def test_the_time_of_an_answer_is_not_taken_for_its_prompts(each, requests):
     rates = Rates()
-    for p, g in requests:
-        rates.computed(p, g, p * prompt + g * generated)
-    ratios = {round(g / p, 3) for p, g in requests[-10:]}
-    if len(ratios) > 2:  # requests that are all alike can't tell
-        assert rates.computing(1000) == pytest.approx(1000 * prompt, rel=0.05, abs=1e-3)
-    else:
-        assert rates.computing(1000) >= 1000 * prompt * 0.99
+    for computed, generated in requests:
+        rates.computed(computed, each * (computed + DECODE_TOKENS * generated), generated)
+    assert rates.computing(1000) == pytest.approx(1000 * each)
+
+
+def test_a_few_tokens_and_a_few_bytes_say_little_of_many():
+    rates = Rates()
+    for _ in range(5):
+        rates.read(10**9, 1.0)
+        rates.computed(10_000, 10.0)
+    for _ in range(5):
+        rates.read(1000, 0.001)
+        rates.computed(10, 10.0)
+    assert rates.reading(10**9) == pytest.approx(1.0, rel=0.1)
+    assert rates.computing(10_000) == pytest.approx(10.0)
 
 
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(-5, 10**5), st.floats(-1, 1e4)), max_size=40))
 def test_no_measurement_makes_an_estimate_negative(measured):
     rates = Rates()
     for a, b, seconds in measured:
-        rates.computed(a, b, seconds)
+        rates.computed(a, seconds, b)
         rates.read(a, seconds)
     assert rates.computing(100) >= 0
     assert rates.reading(100) > 0
@@ -53,6 +62,24 @@ def test_rates_follow_the_machine():
     for _ in range(50):
         rates.read(10**6, 1.0)
     assert rates.reading(10**6) == pytest.approx(1.0, rel=0.1)
+
+
+def test_a_request_teaches_once_at_the_end_of_its_prefill_or_of_its_answer(monkeypatch):
+    now, reading, prompt = [0.0], ReadOrCompute(None), np.arange(1000)
+    monkeypatch.setattr(read_or_compute.time, "monotonic", lambda: now[0])
+    reading.began(prompt, 500)
+    now[0] = 1.0
+    reading.ended(prompt[:256])  # an earlier boundary
+    now[0] = 2.0
+    reading.ended(prompt[:-1])
+    assert reading.rates.computing(500) == pytest.approx(2.0)
+    now[0] = 100.0
+    reading.ended(np.arange(1100))
+    assert reading.rates.computing(500) == pytest.approx(2.0)
+    reading.began(prompt, 500)
+    now[0] = 110.0
+    reading.ended(np.arange(1000 + 1000 // DECODE_TOKENS))
+    assert 2.0 < reading.rates.computing(500) < 5.0
 
 
 @pytest.fixture
@@ -80,7 +107,7 @@ def test_what_the_ssd_has_is_waited_for(on_ssd):
 def test_what_is_quicker_computed_is_not_waited_for_but_comes_for_the_next(on_ssd):
     reading = ReadOrCompute(on_ssd)
     for _ in range(20):
-        reading.rates.computed(10_000, 10, 0.001)
+        reading.rates.computed(10_000, 0.001)
     reading.wait(LONG, model="m")
     assert (reading.waited, reading.passed) == (0, 1)
     assert on_ssd.promote(LONG, model="m").result(10) == 1000
@@ -90,7 +117,7 @@ def test_a_wait_is_never_longer_than_the_longest(on_ssd):
     with slow_disk(on_ssd):
         reading = ReadOrCompute(on_ssd, longest=0.1)
         for _ in range(20):
-            reading.rates.computed(100, 1, 1000.0)
+            reading.rates.computed(100, 1000.0)
         assert reading.rates.computing(1000) > 1000
         reading.wait(LONG, model="m")
         assert reading.late == 1

@@ -17,11 +17,13 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm import server as upstream
+from mlx_lm.models.cache import make_prompt_cache
 
 from prefixcache import PrefixCache
-from prefixcache.servers.mlx_lm.prompt_cache import SaltedToken
-from prefixcache.servers.mlx_lm.requests import Answers, Ended, Generator, TimeBudget
-from prefixcache.servers.mlx_lm.server import _read
+from prefixcache.servers.mlx_lm.answers import Answers, Ended
+from prefixcache.servers.mlx_lm.arguments import read_flags
+from prefixcache.servers.mlx_lm.provider import Provider
+from prefixcache.servers.mlx_lm.requests import Generator, TimeBudget
 from tests.families import MLX_LM_0_31
 from tests.servers.slow_disk import slow_disk
 from tests.serving import SECONDS, Message, save_model, text, wait_for
@@ -42,8 +44,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def generating(
     cache: PrefixCache, *flags: Any, before: Callable[[Generator], None] = lambda generator: None
 ) -> Iterator[Generator]:
-    _, _, provider = _read([str(flag) for flag in flags])
-    generator = Generator(provider, cache, before)
+    generator = Generator(Provider(read_flags([str(flag) for flag in flags])), cache, before)
     try:
         assert generator.ready.wait(SECONDS)
         yield generator
@@ -189,9 +190,9 @@ def stored(models: Path, opened: Callable[[], PrefixCache]) -> list[int]:
 def test_a_request_that_waits_for_the_disk_stops_no_other(models, opened, stored):
     cache = opened()
     with generating(cache, "--model", models / "llama") as generator, slow_disk(cache) as go:
-        generator.prompts.reading.rates.computed(10, 1, FOREVER)
+        generator.prompts.reading.rates.computed(100, FOREVER)
         waiting = Asked(generator, user(text(300, "stored")))
-        wait_for(lambda: generator._aside, "request that waits aside")
+        wait_for(lambda: generator._deferred, "deferred request")
         # Another tenant's: the first tokens of all prompts are the same, and the disk has them.
         others = [Asked(generator, user(text(50, f"other {i}")), salt="other") for i in range(3)]
         assert all(len(other.answered().tokens) == 6 for other in others)
@@ -212,7 +213,7 @@ def test_a_request_waits_for_the_disk_no_longer_than_computing_takes(models, ope
 def test_a_request_that_has_its_model_loaded_waits_for_the_disk_too(models, opened, stored, seed):
     cache = opened()
     with generating(cache) as generator:
-        generator.prompts.reading.rates.computed(10, 1, FOREVER)
+        generator.prompts.reading.rates.computed(100, FOREVER)
         waiting = Asked(generator, user(text(300, "stored")), model=str(models / "llama"), seed=seed)
         assert (waiting.computed, waiting.tokens) == (1, stored)
 
@@ -221,10 +222,10 @@ def test_requests_that_waited_for_the_disk_together_compute_the_rest_once(models
     """They are woken together. Some tens of tokens are in RAM, then, and some hundred are new."""
     cache = opened()
     with generating(cache, "--model", models / "llama") as generator, slow_disk(cache) as go:
-        generator.prompts.reading.rates.computed(10, 1, FOREVER)
+        generator.prompts.reading.rates.computed(100, FOREVER)
         prompt = user(f"{text(300, 'stored')} {text(400, 'more')}")
         together = [Asked(generator, prompt) for _ in range(4)]
-        wait_for(lambda: len(generator._aside) == 4, "requests that wait aside")
+        wait_for(lambda: len(generator._deferred) == 4, "deferred requests")
         go.set()
         computed = sorted(asked.computed for asked in together)
         assert computed[:3] == [1, 1, 1]
@@ -236,7 +237,7 @@ def test_a_promotion_that_fails_is_a_miss(models, opened, stored, tmp_path):
     for image in (tmp_path / "ssd").rglob("*.safetensors"):
         image.write_bytes(b"damaged")
     with generating(opened(), "--model", models / "llama") as generator:
-        generator.prompts.reading.rates.computed(10, 1, FOREVER)
+        generator.prompts.reading.rates.computed(100, FOREVER)
         asked = Asked(generator, user(text(300, "stored")))
         assert (asked.cached, asked.tokens) == (0, stored)
 
@@ -251,7 +252,7 @@ def test_of_two_that_wait_for_a_third_which_is_cancelled_one_computes(models, op
         third = Asked(generator, prompt)
         assert third.begun.wait(SECONDS)
         two = [Asked(generator, prompt, max_tokens=3) for _ in range(2)]
-        wait_for(lambda: len(generator._aside) == 2, "two requests that wait")
+        wait_for(lambda: len(generator._deferred) == 2, "two requests that wait")
         assert not third.tokens
         third.context.stop()
         computed = sorted(asked.computed for asked in two)
@@ -268,6 +269,12 @@ def test_a_request_waits_for_nobody_with_another_salt_or_model(models, opened):
         assert [one.cached for one in asked] == [0, 0, 0]
         assert generator.admission.waited == 0
         assert Asked(generator, prompt, model=str(models / "qwen3_next")).cached == 0
+
+
+def test_chunks_without_recurrent_state_dont_end_the_waiting_of_others(models, opened):
+    with generating(opened(), "--model", models / "qwen3_next", "--prefill-step-size", 256) as generator:
+        Asked(generator, user(text(1200, "chunks"))).answered()
+        assert generator.admission._in_vain_until == 0.0
 
 
 @pytest.mark.parametrize("name", ["default_model", "path"])
@@ -341,8 +348,7 @@ def test_a_failure_before_the_first_request_is_kept(models, opened):
     def fail(generator: Generator) -> None:
         raise ValueError("not today")
 
-    _, _, provider = _read(["--model", str(models / "llama")])
-    generator = Generator(provider, opened(), fail)
+    generator = Generator(Provider(read_flags(["--model", str(models / "llama")])), opened(), fail)
     assert generator.ready.wait(SECONDS)
     assert str(generator.failure) == "not today"
     generator.join()
@@ -372,15 +378,21 @@ def test_rows_that_were_quantized_are_not_given_to_a_server_that_does_not(models
         with generating(cache, *flags, *more) as generator:
             asked = [Asked(generator, prompt, max_tokens=2) for _ in range(2)]
             assert min(one.computed for one in asked) == 1
-            layouts = {
-                type(layer).__name__ for layer in generator.prompts.fetch_nearest_cache(*key(generator, asked))[0]
-            }
+            name = generator.prompts.name_of(generator.model_provider.model_key)
+            layers, _ = cache.fetch(asked[0].context.prompt, model=name)
+            layouts = {type(layer).__name__ for layer in layers}
             assert layouts == {"QuantizedKVCache" if bits else "KVCache"}
 
 
-def key(generator: Generator, asked: list[Asked]) -> tuple[Any, list[int]]:
-    prompt = asked[0].context.prompt
-    return generator.model_provider.model_key, [SaltedToken(prompt[0], b""), *prompt[1:]]
+def test_what_belongs_to_no_request_is_neither_kept_nor_found(models, opened):
+    prompt = user(text(300, "whose"))
+    with generating(opened(), "--model", models / "llama") as generator:
+        tokens = Asked(generator, prompt, salt="mine").answered().context.prompt
+        prompts, key = generator.prompts, generator.model_provider.model_key
+        assert prompts.request is None
+        stored = len(prompts)
+        prompts.insert_cache(key, tokens[:-20], make_prompt_cache(generator.model_provider.model))
+        assert (prompts.fetch_nearest_cache(key, tokens), len(prompts)) == ((None, tokens), stored)
 
 
 # -- images -----------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ import pytest
 import requests
 
 from prefixcache import PrefixCache
-from prefixcache.servers.mlx_lm.server import downloaded
+from prefixcache.servers.mlx_lm.http_server import downloaded
 from tests.families import MLX_LM_0_31
 from tests.serving import (
     SECONDS,

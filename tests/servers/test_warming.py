@@ -22,18 +22,8 @@ from mlx_lm.server import CompletionRequest, ResponseGenerator
 from mlx_lm.utils import load, load_tokenizer
 
 from prefixcache import PrefixCache
-from prefixcache.servers.warming import (
-    BadPrompt,
-    Prompt,
-    Sequence,
-    Step,
-    Warmed,
-    _partings,
-    read_prompts,
-    tokens_of,
-    warm,
-    warm_sequences,
-)
+from prefixcache.servers.warm_prompts import BadPrompt, Prompt, Sequence, read_prompts, sequences_of, tokens_of
+from prefixcache.servers.warming import Step, Warmed, branch_points, warm_sequences
 from tests.families import FAMILIES, greedy
 
 TINY = str(Path(__file__).parent.parent / "fixtures" / "tiny-llama")
@@ -48,6 +38,11 @@ RICH = (
     "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% if enable_thinking %}<think>\n{% endif %}{% endif %}"
 )
+
+
+def warm(cache: PrefixCache, tokenizer: Any, load_model: Any, prompts: list[Prompt], **more: Any) -> Warmed:
+    sequences = sequences_of(tokenizer, prompts, more.pop("chat_template_args", None))
+    return warm_sequences(cache, load_model, sequences, **more)
 
 
 @pytest.fixture(scope="module")
@@ -393,7 +388,7 @@ def test_where_sequences_part_is_found_for_every_pair(wanted: list[tuple[list[in
                 pairs = list(zip(one, other, strict=False))
                 expected[i].add(256 * next((n for n, (a, b) in enumerate(pairs) if a != b), len(pairs)))
         expected[i] = {depth for depth in expected[i] if 0 < depth < len(made[i].tokens)}
-    assert _partings(made) == [sorted(found) for found in expected]
+    assert branch_points(made) == [sorted(found) for found in expected]
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import logging
 import multiprocessing
@@ -11,6 +12,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from itertools import pairwise
 
 import numpy as np
@@ -19,9 +21,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixcache.keys import BLOCK, chain
+from prefixcache.trace import format as trace_format
 from prefixcache.trace import recording
+from prefixcache.trace.format import block_ids, block_keys
 from prefixcache.trace.reading import Trace
-from prefixcache.trace.recording import Recorder, Tails, block_ids, block_keys
+from prefixcache.trace.recording import Recorder
+from prefixcache.trace.tails import Tails
 
 ROOT = bytes(range(16))
 
@@ -96,8 +101,7 @@ def test_an_id_is_a_keyed_hash_of_the_chained_key(path):
     ids = block_ids(secret, block_keys(ROOT, tokens))
     keys = [chain(ROOT, tokens[:2048]), chain(chain(ROOT, tokens[:2048]), tokens[2048:])]
     assert ids == [
-        int.from_bytes(recording.hashlib.blake2b(key, digest_size=8, key=secret).digest(), "little") >> 11
-        for key in keys
+        int.from_bytes(hashlib.blake2b(key, digest_size=8, key=secret).digest(), "little") >> 11 for key in keys
     ]
     assert all(0 <= one < 2**53 for one in ids)
     assert not set(block_ids(b"x" * 32, keys)) & set(ids)
@@ -235,11 +239,11 @@ def test_the_memory_of_tails_is_bounded():
         tokens = raw((at % 7, 256 * (at % 3)), (at % 11, 10 + at % 13))
         keys = block_keys(ROOT, tokens)
         tails.seen([ROOT, *keys], block_ids(bytes(32), keys), tokens)
-        counted = [sum(ends.values()) for lengths in tails._ends.values() for ends in lengths.values()]
-        assert sum(counted) == len(tails._known) <= 5
+        counted = [sum(lasts.values()) for lengths in tails._lasts.values() for lasts in lengths.values()]
+        assert sum(counted) == len(tails._tails) <= 5
         assert all(counted)
-        assert all(tails._ends.values())
-        assert len(tails._told) <= 5
+        assert all(tails._lasts.values())
+        assert len(tails._compared) <= 5
 
 
 # ---------------------------------------------------------------- what can't be recorded into
@@ -309,56 +313,84 @@ def test_a_refused_recorder_holds_nothing(path):
 # ---------------------------------------------------------------- on the request's way
 
 
-def test_lines_wait_for_a_second_or_a_megabyte(path, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(recording.time, "monotonic", lambda: now[0])
+def test_lines_wait_for_a_second_or_a_megabyte_of_tokens(path, monkeypatch):
+    monkeypatch.setattr(recording, "FLUSH_SECONDS", 0.5)
     recorder = Recorder(path)
-    recorder.fetch(ROOT, raw((1, 256)))
-    now[0] = 0.9
-    recorder.fetch(ROOT, raw((1, 256)))
-    assert not path.read_bytes()
-    now[0] = 1.0
-    recorder.fetch(ROOT, raw((1, 256)))
-    assert len(lines(path)) == 3
-    monkeypatch.setattr(recording, "FLUSH_BYTES", 300)
-    for _ in range(2):
+    began = time.monotonic()
+    for _ in range(3):
         recorder.fetch(ROOT, raw((1, 256)))
-    assert len(lines(path)) == 3
+    wait_for(lambda: len(lines(path)) == 3)
+    assert time.monotonic() - began >= 0.5
+    monkeypatch.setattr(recording, "FLUSH_SECONDS", 1000)
     recorder.fetch(ROOT, raw((1, 256)))
-    assert len(lines(path)) == 6
+    time.sleep(0.1)
+    assert len(lines(path)) == 3
+    recorder.fetch(ROOT, raw((1, recording.FLUSH_BYTES // 8)))
+    wait_for(lambda: len(lines(path)) == 5)
     recorder.store(ROOT, raw((1, 256)))
     recorder.close()
-    assert len(lines(path)) == 7
+    assert len(lines(path)) == 6
 
 
-def test_others_record_while_one_writes_until_a_megabyte_waits(path, monkeypatch):
-    recorder = Recorder(path)
-    monkeypatch.setattr(recording, "FLUSH_BYTES", 1000)
-    real, began, go_on = os.write, threading.Event(), threading.Event()
+def wait_for(what) -> None:
+    until = time.monotonic() + 60
+    while not what():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def stuck_disk(path, monkeypatch):
+    """Writes wait for the event."""
+    recorded(path)  # its secret is there
+    real, go_on = os.write, threading.Event()
 
     def slow(fd, data):
-        began.set()
         assert go_on.wait(60)
         return real(fd, data)
 
     monkeypatch.setattr(recording.os, "write", slow)
-    monkeypatch.setattr(recorder, "_due", 0.0)
-    writer = threading.Thread(target=recorder.fetch, args=(ROOT, raw((1, 256))))
-    writer.start()
-    assert began.wait(60)
-    monkeypatch.setattr(recorder, "_due", 0.0)
-    for token in range(2, 6):
-        recorder.fetch(ROOT, raw((token, 256)))
-    waits = threading.Thread(target=recorder.store, args=(ROOT, raw((1, 256 * 50))))
-    waits.start()
-    waits.join(0.1)
-    assert waits.is_alive()
-    assert not path.read_bytes()
+    monkeypatch.setattr(recording, "FLUSH_BYTES", 1)
+    yield go_on
     go_on.set()
-    writer.join(60)
-    waits.join(60)
-    assert [one["call"] for one in lines(path)] == ["fetch"] * 5 + ["store"]
+
+
+def test_no_call_waits_for_the_disk(path, stuck_disk):
+    recorder = Recorder(path)
+    for token in range(6):
+        recorder.fetch(ROOT, raw((token, 256)))
+    recorder.store(ROOT, raw((1, 256 * 50)))
+    assert not path.read_bytes()
+    stuck_disk.set()
     recorder.close()
+    assert [entry["call"] for entry in lines(path)] == ["fetch"] * 6 + ["store"]
+
+
+def test_a_disk_that_does_not_answer_ends_the_recording_before_memory_is_full(path, stuck_disk, monkeypatch, caplog):
+    monkeypatch.setattr(recording, "CLOSE_SECONDS", 0.1)
+    recorder = Recorder(path)
+    tokens = raw((1, 1 << 17))
+    with caplog.at_level(logging.WARNING, "prefixcache"):
+        for _ in range(2 + recording.QUEUE_BYTES // len(tokens) * 2):
+            recorder.fetch(ROOT, tokens)
+        recorder.close()
+    assert "too slow" in recorder.failed
+    assert len(caplog.records) == 1
+    assert not recorder._calls
+
+
+def test_keys_that_the_caller_has_are_not_hashed_again(path, monkeypatch):
+    tokens = raw((1, 256), (2, 256), (3, 30))
+    keys = block_keys(ROOT, tokens)
+    recorder = Recorder(path)
+    for known in ((), keys[:1], keys):
+        recorder.fetch(ROOT, tokens, known)
+    recorder.close()
+    assert len({tuple(entry["hash_ids"]) for entry in lines(path)}) == 1
+    hashed = []
+    monkeypatch.setattr(trace_format, "chain", lambda key, block: hashed.append(key) or chain(key, block))
+    assert block_keys(ROOT, tokens, keys[:2]) == keys
+    assert hashed == [keys[1]]
 
 
 def test_times_never_go_back(path, monkeypatch):
@@ -434,6 +466,7 @@ def test_a_file_that_is_gone_ends_the_recording_with_one_warning(tmp_path, monke
     with caplog.at_level(logging.WARNING, "prefixcache"):
         for _ in range(2):
             recorder.store(ROOT, raw((1, 256)))
+        recorder.close()
     assert recorder.failed == ("another file has its name now" if loss == "replaced" else "No such file or directory")
     assert len(caplog.records) == 1
 
@@ -479,7 +512,7 @@ def test_a_forked_child_records_nothing_and_the_parent_goes_on(path):
     recorder.store(ROOT, raw((1, 256)))
     context = multiprocessing.get_context("fork")
     told = context.Queue()
-    with recorder._writing, recorder._lock:  # as another thread may hold them
+    with recorder._changed:  # as another thread may hold it
         child = context.Process(target=_child, args=(recorder, told))
         child.start()
     assert told.get(timeout=60) is None

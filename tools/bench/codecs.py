@@ -25,7 +25,7 @@ from prefixcache.codecs.threads import threads as most_threads
 from prefixcache.codecs.turboquant import c_rows as turboquant_c
 from prefixcache.codecs.turboquant import numpy_rows as turboquant_numpy
 from prefixcache.codecs.turboquant.format import Form, form_of
-from prefixcache.codecs.turboquant.levelling import Levels, measure
+from prefixcache.codecs.turboquant.levelling import Levels, measure_levels
 from tools.bench import report
 from tools.bench.report import Figure
 
@@ -55,7 +55,7 @@ def drawn(scale: str) -> Rows:
     offset, spread = rng.standard_normal((2, HEADS, 1, WIDTH))
     one = rng.standard_normal((HEADS, PIECES_A_STREAM * PIECE, WIDTH)) * (1 + spread**2) + 4 * offset
     stream = one.astype(np.float16)
-    levels = measure(stream.swapaxes(0, 1).astype(np.float32), True)
+    levels = measure_levels(stream.swapaxes(0, 1).astype(np.float32), True)
     return Rows([stream.copy() for _ in range(STREAMS[scale])], levels)
 
 

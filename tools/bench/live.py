@@ -19,8 +19,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from prefixcache import PrefixCache, TurboQuant
+from prefixcache.codecs.turboquant.coding import RECENT
 from prefixcache.live import TurboQuantKVCache, convert_prompt_cache, hook
-from prefixcache.live.coded import RECENT
 from tools.bench import report
 from tools.bench.report import Figure
 

@@ -16,7 +16,7 @@ from mlx_lm.models.cache import KVCache
 from prefixcache import PrefixCache, TurboQuant
 from prefixcache.codecs.turboquant.codec import TurboQuantRows
 from prefixcache.codecs.turboquant.format import Form
-from prefixcache.codecs.turboquant.levelling import Levels, measure
+from prefixcache.codecs.turboquant.levelling import Levels, measure_levels
 from prefixcache.codecs.turboquant.rotation import Rotation
 from tools.bench.attention import TROUBLES, WIDTH, Array, Head, heads, kl
 from tools.bench.report import Figure
@@ -42,7 +42,7 @@ def coded(rows: np.ndarray, bits: int, levels: Levels | None = None, seed: int =
 
 def levels_of(rows: np.ndarray) -> Levels:
     """Of keys that are coded together: here all, in a cache a block's 256."""
-    return measure(rows.astype(np.float32)[:, None], True)
+    return measure_levels(rows.astype(np.float32)[:, None], True)
 
 
 def affine(rows: np.ndarray, bits: int) -> Array:
@@ -168,7 +168,7 @@ def _root(power: float) -> Codec:
 
     def codec(head: Head, bits: int) -> Array:
         levels = levels_of(head.earlier)
-        return coded(head.keys, bits, Levels(levels.mean, (levels.root**2) ** np.float32(power)))
+        return coded(head.keys, bits, Levels(levels.mean, (levels.divisor**2) ** np.float32(power)))
 
     return codec
 
@@ -176,10 +176,10 @@ def _root(power: float) -> Codec:
 def _least_squares(head: Head, bits: int) -> Array:
     """The scale of least error in place of the exact length."""
     levels = levels_of(head.earlier)
-    x = (head.keys.astype(np.float64) - levels.mean) / levels.root
-    y = (levelled(head, bits) - levels.mean) / levels.root
+    x = (head.keys.astype(np.float64) - levels.mean) / levels.divisor
+    y = (levelled(head, bits) - levels.mean) / levels.divisor
     factor = (x * y).sum(1, keepdims=True) / np.maximum((y * y).sum(1, keepdims=True), 1e-30)
-    return y * factor * levels.root + levels.mean
+    return y * factor * levels.divisor + levels.mean
 
 
 def _per_block(head: Head, bits: int) -> Array:
@@ -196,21 +196,21 @@ def _by_queries(head: Head, bits: int) -> Array:
     """Roots from the queries' second moments w, too: root**2 = spread / sqrt(w)."""
     levels = levels_of(head.earlier)
     weight = np.sqrt(np.mean(head.queries**2, 0))
-    root = levels.root / np.sqrt(weight).astype(np.float32)
+    root = levels.divisor / np.sqrt(weight).astype(np.float32)
     return coded(head.keys, bits, Levels(levels.mean, root / root.min()))
 
 
 def _searched(head: Head, bits: int) -> Array:
     """The best of five grids for each row, found by trying all: what heeding the peak is a cheap stand-in for."""
     levels = levels_of(head.earlier)
-    x = (head.keys.astype(np.float64) - levels.mean) / levels.root
+    x = (head.keys.astype(np.float64) - levels.mean) / levels.divisor
     tries = []
     for factor in (0.8, 0.9, 1.0, 1.1, 1.2):
         plain = _form(bits, heed_peak=False)
         tries.append(_by(dataclasses.replace(plain, per_length=np.float32(plain.per_length * factor)), x, None))
     cosines = [(x * y).sum(1) / np.linalg.norm(y, axis=1) for y in tries]
     best = np.argmax(cosines, axis=0)
-    return np.stack(tries)[best, np.arange(len(x))] * levels.root + levels.mean
+    return np.stack(tries)[best, np.arange(len(x))] * levels.divisor + levels.mean
 
 
 VARIANTS: dict[str, Codec] = {

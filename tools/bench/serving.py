@@ -337,7 +337,7 @@ def clocked(out: Path, ours: bool, arguments: list[str]) -> None:
     from prefixcache.cli import app
     from prefixcache.operations import store as storing
     from prefixcache.servers.mlx_lm import server as mlx_lm_server
-    from prefixcache.servers.mlx_lm.requests import ServedPromptCache
+    from prefixcache.servers.mlx_lm.tenant_cache import TenantPromptCache
 
     spans: list[Span] = []
 
@@ -353,7 +353,7 @@ def clocked(out: Path, ours: bool, arguments: list[str]) -> None:
 
         setattr(owner, name, timed)
 
-    prompt_cache = ServedPromptCache if ours else LRUPromptCache
+    prompt_cache = TenantPromptCache if ours else LRUPromptCache
     watch(GenerationBatch, "next", "step", len)
     watch(PromptProcessingBatch, "prompt", "prefill", lambda batch, prompts: sum(map(len, prompts)))
     watch(PromptProcessingBatch, "generate", "prefill", lambda batch, prompts: len(prompts))

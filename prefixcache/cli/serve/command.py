@@ -1,4 +1,4 @@
-"""`prefixcache serve`: mlx_lm.server on a PrefixCache. This module is the command line; the work is `mlx_lm_server`'s.
+"""`prefixcache serve`: mlx_lm.server on a PrefixCache. This module is the command line; `servers.mlx_lm` does the work.
 
 MLX and mlx-lm are imported when the command runs, so that asking for help and a wrong flag are quick.
 """
@@ -22,7 +22,7 @@ from prefixcache.ssd import DirectoryError
 
 if TYPE_CHECKING:
     from prefixcache.servers.mlx_lm.requests import Generator
-    from prefixcache.servers.warming import Prompt
+    from prefixcache.servers.warm_prompts import Prompt
 
 log = logging.getLogger("prefixcache")
 
@@ -58,8 +58,8 @@ def serve(
 ) -> None:
     """Run mlx_lm.server with a prefix cache that is bounded in bytes and survives restarts.
 
-    SIGTERM or Ctrl-C ends it and writes what is warm; a second one ends it at once. Metrics are at /metrics. A request's
-    "cache_salt" keeps its tenant's prompts apart.
+    SIGTERM or Ctrl-C ends it and writes what is in RAM to the SSD; a second one ends it at once. Metrics are at /metrics. A
+    request's "cache_salt" keeps its tenant's prompts apart.
 
     Every setting of the cache is a flag, a variable (PREFIXCACHE_RAM is --ram) and a key of the TOML file that
     PREFIXCACHE_CONFIG names (ram = "8GB"); a flag stands above a variable, a variable above the file.
@@ -72,17 +72,20 @@ def serve(
             raise ValueError(f"--grace {grace}: not a number of seconds")
         settings = settings_from(flags)
         from prefixcache.servers.mlx_lm import server as mlx_lm_server
-        from prefixcache.servers.warming import read_prompts
+        from prefixcache.servers.warm_prompts import read_prompts
 
         prompts = [prompt for file in warm or [] for prompt in read_prompts(file)]
-        if log_json:
-            _log_as_json(ctx.args, mlx_lm_server.Handler)
     except (ValueError, ImportError) as error:
         refuse_without(error)
         _end(error)
     try:
         mlx_lm_server.serve(
-            settings, ctx.args, before=partial(_warm, prompts), grace=grace, exact_prefill=exact_prefill
+            settings,
+            ctx.args,
+            before=partial(_warm, prompts),
+            grace=grace,
+            exact_prefill=exact_prefill,
+            log_json=log_json,
         )
     except mlx_lm_server.ServeFailed as error:
         complain(" ".join(str(error).split()))
@@ -92,36 +95,11 @@ def serve(
     _leave(0)
 
 
-def _log_as_json(flags: list[str], http: Any) -> None:
-    """All that is logged, each request of the HTTP handler `http` too, goes to standard error as JSON. mlx-lm sets a format
-    of its own only where there is none; then its --log-level is for us to set.
-    """
-    from prefixcache.metrics.logs import JsonFormatter, quotes_nothing
-
-    level = "INFO"
-    for flag, following in zip(flags, [*flags[1:], ""], strict=True):
-        name, given, value = flag.partition("=")
-        if name == "--log-level":
-            level = value if given else following
-    handler = logging.StreamHandler()
-    handler.setFormatter(JsonFormatter())
-    handler.addFilter(quotes_nothing)
-    logging.captureWarnings(True)
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
-    root.setLevel(getattr(logging, level, logging.INFO))  # one that mlx-lm does not know is its to refuse
-    requests = logging.getLogger("prefixcache.http")
-
-    def tell(client: Any, text: str, *args: Any) -> None:
-        requests.info(text, *args, extra={"client": client.address_string()})
-
-    http.log_message = tell
-
-
 def _warm(prompts: list[Prompt], generator: Generator) -> None:
     """Store the prompts, on the thread that generates, with a bar on a terminal."""
-    from prefixcache.servers.mlx_lm.server import ServeError
-    from prefixcache.servers.warming import BadPrompt, sequences_of, warm_sequences
+    from prefixcache.servers.mlx_lm.errors import ServeError
+    from prefixcache.servers.warm_prompts import BadPrompt, sequences_of
+    from prefixcache.servers.warming import warm_sequences
 
     if not prompts:
         return

@@ -26,7 +26,8 @@ from prefixcache.settings import Settings
 from prefixcache.ssd import DirectoryHeld, SsdError
 
 if TYPE_CHECKING:
-    from prefixcache.servers.warming import Prompt, Sequence, Step, Warmed
+    from prefixcache.servers.warm_prompts import Prompt, Sequence
+    from prefixcache.servers.warming import Step, Warmed
 
 # Nobody waits for an answer here, so what is stored may wait for the disk as long as that takes.
 PATIENT = {"spill": "wait", "spill_wait": 60.0, "close_timeout": 3600.0}
@@ -128,7 +129,7 @@ def _json_object(flag: str, text: str) -> dict[str, Any]:
 def _read(files: list[Path]) -> list[Prompt]:
     if not files:
         raise NotWarmed("no prompts: name a file that has a prompt as JSON on each line")
-    from prefixcache.servers.warming import BadPrompt, read_prompts
+    from prefixcache.servers.warm_prompts import BadPrompt, read_prompts
 
     try:
         return [prompt for file in files for prompt in read_prompts(file)]
@@ -199,7 +200,7 @@ def _download(name: str) -> Path:
 def _tokenize(source: Source, prompts: list[Prompt], options: dict[str, Any]) -> list[Sequence]:
     from mlx_lm.utils import load_tokenizer
 
-    from prefixcache.servers.warming import BadPrompt, sequences_of
+    from prefixcache.servers.warm_prompts import BadPrompt, sequences_of
 
     logging.getLogger("transformers").setLevel(logging.ERROR)  # it would warn that a prompt is longer than the context
     try:

@@ -1,6 +1,6 @@
 """Attention on coded rows in C, for the CPU: the decoded rows are never anywhere.
 
-The kernel is `kernels/turboquant_attend.h`, in the library of `turboquant_c`, whose code paths and threads it shares. Here
+The kernel is `kernels/turboquant_attend.h`, in the library of `c_rows`, whose code paths and threads it shares. Here
 every shape, dtype and stride is checked before a pointer goes there.
 """
 
@@ -18,13 +18,13 @@ import numpy as np
 from prefixcache.codecs import threads
 from prefixcache.codecs.coded_rows import CodedRows
 from prefixcache.codecs.interchange import Array, borrow, bring_in, name_of
-from prefixcache.codecs.turboquant import c_rows as turboquant_c
+from prefixcache.codecs.turboquant import c_rows
 from prefixcache.codecs.turboquant.c_rows import address_of, constants_of, path_number
 from prefixcache.codecs.turboquant.format import Form
 
 _ATTENTION = struct.Struct("=43qd")  # `struct attention` of kernels/turboquant.h: pointers and int64, then a double
 
-MASK_DTYPES = (*turboquant_c.DTYPES, "bool")
+MASK_DTYPES = (*c_rows.DTYPES, "bool")
 LONGEST_VECTOR = 64  # bytes; where the kernel's own arrays begin
 
 WORTH_A_THREAD = 100_000  # nanoseconds
@@ -37,7 +37,7 @@ LEAST_SPLIT = 512  # columns
 
 @lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL | None:
-    library, _ = turboquant_c.loaded()
+    library, _ = c_rows.loaded()
     try:
         if library is None or library.turboquant_size_of_attention() != _ATTENTION.size:
             return None
@@ -59,7 +59,7 @@ def available() -> bool:
 
 def takes(rows: CodedRows) -> bool:
     """Whether there is a kernel here, and it has rows of both forms."""
-    return available() and turboquant_c.takes(rows.keys) and turboquant_c.takes(rows.values)
+    return available() and c_rows.takes(rows.keys) and c_rows.takes(rows.values)
 
 
 # -- what a call is given ----------------------------------------------------------------------------------------------
@@ -82,8 +82,8 @@ def _sizes(rows: CodedRows, queries: mx.array) -> _Sizes:
     sequences, heads, tokens, _ = codes.shape
     if rows.scales.shape != (sequences, heads, tokens, 2) or rows.scales.dtype != mx.uint16:
         raise _misfit("scales", rows.scales, f"{(sequences, heads, tokens, 2)} of uint16")
-    if name_of(queries.dtype) not in turboquant_c.DTYPES:
-        raise _misfit("queries", queries, f"one of {', '.join(turboquant_c.DTYPES)}")
+    if name_of(queries.dtype) not in c_rows.DTYPES:
+        raise _misfit("queries", queries, f"one of {', '.join(c_rows.DTYPES)}")
     width = rows.keys.width
     if queries.ndim != 4 or queries.shape[0] != sequences or queries.shape[3] != width:
         raise _misfit("queries", queries, f"({sequences}, query heads, length, {width})")
@@ -96,32 +96,32 @@ def _misfit(name: str, array: mx.array, wanted: str) -> ValueError:
     return ValueError(f"{name} of shape {tuple(array.shape)} and dtype {name_of(array.dtype)}: these take {wanted}")
 
 
-def _borrowed(array: mx.array, kept: list[Any]) -> Array:
-    """The array as it lies, or a copy of it whose last axis is contiguous; alive as long as `kept`."""
+def _borrowed(array: mx.array, alive: list[Any]) -> Array:
+    """The array as it lies, or a copy of it whose last axis is contiguous; alive as long as `alive`."""
     view = borrow(array)
     if view.size and view.shape[-1] > 1 and view.strides[-1] != view.itemsize:
         view = np.ascontiguousarray(view)
-    kept += (array, view)
+    alive += (array, view)
     return view
 
 
 def _levels(
-    name: str, levels: mx.array | None, form: Form, sizes: _Sizes, kept: list[Any]
+    name: str, levels: mx.array | None, form: Form, sizes: _Sizes, alive: list[Any]
 ) -> tuple[int, int, int, int]:
     """Where the mean and the spread are, and how far sequences and heads are apart."""
     if levels is None:
-        plain = turboquant_c.plain_spread(form)
-        kept.append(plain)
+        plain = c_rows.plain_spread(form)
+        alive.append(plain)
         return 0, plain.factor, 0, 0
     shape = (2, sizes.sequences, sizes.heads, form.width)
     if levels.shape not in (shape, (2, 1, *shape[2:])) or levels.dtype != mx.float32:
         raise _misfit(name, levels, f"{shape} of float32, or one sequence for all")
-    view = _borrowed(levels, kept)
+    view = _borrowed(levels, alive)
     of_sequence = view.strides[1] if levels.shape[1] > 1 else 0
     return address_of(view[0]), address_of(view[1]), of_sequence, view.strides[2]
 
 
-def _mask(mask: mx.array | None, shape: tuple[int, ...], kept: list[Any]) -> tuple[int, int, int, int, int, int]:
+def _mask(mask: mx.array | None, shape: tuple[int, ...], alive: list[Any]) -> tuple[int, int, int, int, int, int]:
     """Where the mask is, its strides over (sequences, query heads, length, tokens), the number of its dtype."""
     if mask is None:
         return 0, 0, 0, 0, 0, 0
@@ -132,19 +132,19 @@ def _mask(mask: mx.array | None, shape: tuple[int, ...], kept: list[Any]) -> tup
     if name not in MASK_DTYPES or not fits:
         raise _misfit("mask", mask, f"bool or floats that broadcast to {shape}")
     view = borrow(mask)
-    kept += (mask, view)
+    alive += (mask, view)
     strides = [0] * (4 - mask.ndim)
     strides += [stride if n > 1 else 0 for n, stride in zip(view.shape, view.strides, strict=True)]
     a, b, c, d = strides
     return address_of(view), a, b, c, d, MASK_DTYPES.index(name)
 
 
-def _bound(name: str, bound: mx.array | None, sequences: int, kept: list[Any]) -> int:
+def _bound(name: str, bound: mx.array | None, sequences: int, alive: list[Any]) -> int:
     if bound is None:
         return 0
     if bound.shape != (sequences,) or bound.dtype != mx.int32:
         raise _misfit(name, bound, f"({sequences},) of int32")
-    return address_of(_borrowed(bound, kept))
+    return address_of(_borrowed(bound, alive))
 
 
 # -- a call ------------------------------------------------------------------------------------------------------------
@@ -164,25 +164,25 @@ def attend(
     """
     library = _library()
     if library is None:
-        raise RuntimeError(f"TurboQuant's C kernel: {turboquant_c.describe()}, without attention; ask takes(rows)")
+        raise RuntimeError(f"TurboQuant's C kernel: {c_rows.describe()}, without attention; ask takes(rows)")
     sizes = _sizes(rows, queries)
     sequences, heads, group, length, tokens = sizes
     shape = (sequences, heads * group, length)
-    kept: list[Any] = [rows]
-    key_levels = _levels("key_levels", rows.key_levels, rows.keys, sizes, kept)
-    value_levels = _levels("value_levels", rows.value_levels, rows.values, sizes, kept)
-    masked = _mask(mask, (*shape, tokens), kept)
-    first = _bound("first", rows.first, sequences, kept)
-    last = _bound("last", rows.last, sequences, kept)
+    alive: list[Any] = [rows]
+    key_levels = _levels("key_levels", rows.key_levels, rows.keys, sizes, alive)
+    value_levels = _levels("value_levels", rows.value_levels, rows.values, sizes, alive)
+    masked = _mask(mask, (*shape, tokens), alive)
+    first = _bound("first", rows.first, sequences, alive)
+    last = _bound("last", rows.last, sequences, alive)
 
     out = np.zeros((*shape, rows.values.width), np.float32)
     top, total = np.full(shape, -np.inf, np.float32), np.zeros(shape, np.float32)
     if out.size and tokens:
-        asked, codes, scales = (_borrowed(array, kept) for array in (queries, rows.codes, rows.scales))
+        asked, codes, scales = (_borrowed(array, alive) for array in (queries, rows.codes, rows.scales))
         splits, tokens_of_split = _splits(library, sizes)
         job = (
             constants_of(rows.keys).address, constants_of(rows.values).address,
-            address_of(asked), *asked.strides[:3], turboquant_c.DTYPES.index(name_of(queries.dtype)),
+            address_of(asked), *asked.strides[:3], c_rows.DTYPES.index(name_of(queries.dtype)),
             address_of(codes), *codes.strides[:3],
             address_of(scales), *scales.strides[:3],
             *key_levels, *value_levels, *masked, first, last,
@@ -232,7 +232,7 @@ def _run(library: ctypes.CDLL, job: tuple[int, ...], rest: tuple[Any, ...], size
 
 # -- memory that the kernel works in -----------------------------------------------------------------------------------
 
-_own = threading.local()
+_scratches = threading.local()
 
 
 def _aligned(nbytes: int) -> Array:
@@ -244,7 +244,7 @@ def _aligned(nbytes: int) -> Array:
 
 def _scratch(nbytes: int) -> int:
     """Where this thread may work: the same memory for each of its calls."""
-    memory: Array | None = getattr(_own, "memory", None)
+    memory: Array | None = getattr(_scratches, "memory", None)
     if memory is None or memory.nbytes < nbytes:
-        memory = _own.memory = _aligned(nbytes)
+        memory = _scratches.memory = _aligned(nbytes)
     return address_of(memory)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from prefixcache.codecs.interchange import Array
+from prefixcache.codecs.interchange import Array, as_float32
 from prefixcache.codecs.threads import SHARE, WORTH_A_THREAD, share_out
 from prefixcache.codecs.turboquant.c_rows import (
     DTYPES,
@@ -24,7 +24,7 @@ _NUMBERS = {np.dtype(np.float16): 0, np.dtype(np.uint16): 1, np.dtype(np.float32
 assert len(_NUMBERS) == len(DTYPES)
 
 
-def measure_rows(parts: Sequence[Array], centred: bool) -> tuple[Array, Array, Array]:
+def channel_statistics(parts: Sequence[Array], centred: bool) -> tuple[Array, Array, Array]:
     """Parts (tokens, heads, width) side by side -> by head and channel the mean, 0 where rows aren't `centred`, and the mean
     absolute deviation, (all heads, width); by row its mean squared deviation, each channel's in spreads (where one is 0: in
     ones), (all heads, tokens).
@@ -38,7 +38,7 @@ def measure_rows(parts: Sequence[Array], centred: bool) -> tuple[Array, Array, A
     tokens, _, width = parts[0].shape
     library, _ = loaded()
     if library is None or width % TILE or not all(rows.size and rows.strides[2] == rows.itemsize for rows in parts):
-        return measure_rows_numpy(parts, centred)
+        return channel_statistics_numpy(parts, centred)
     heads = sum(rows.shape[1] for rows in parts)
     mean, spread = np.empty((2, heads, width), np.float32)
     size = np.empty((heads, tokens), np.float32)
@@ -57,12 +57,10 @@ def measure_rows(parts: Sequence[Array], centred: bool) -> tuple[Array, Array, A
     return mean, spread, size
 
 
-def measure_rows_numpy(parts: Sequence[Array], centred: bool) -> tuple[Array, Array, Array]:
+def channel_statistics_numpy(parts: Sequence[Array], centred: bool) -> tuple[Array, Array, Array]:
     """The same without a compiler; sizes differ in their last bits."""
     rows = np.concatenate(parts, axis=1)
-    if rows.dtype == np.uint16:
-        rows = (rows.astype(np.uint32) << 16).view(np.float32)
-    rows = rows.astype(np.float32, copy=False)
+    rows = as_float32(rows, "bfloat16" if rows.dtype == np.uint16 else rows.dtype.name)
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         mean = rows.mean(0) if centred else np.zeros(rows.shape[1:], np.float32)
         apart = rows - mean

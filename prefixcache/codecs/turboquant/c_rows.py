@@ -1,4 +1,4 @@
-"""TurboQuant in C, for the CPU: the codes and rows of `turboquant_numpy` bit for bit, at the speed of memory.
+"""TurboQuant in C, for the CPU: the codes and rows of `numpy_rows` bit for bit, at the speed of memory.
 
 The kernel is `kernels/turboquant.c`, built with the package where there is a C compiler, and called through ctypes, which
 lets other threads run meanwhile. Here every shape, dtype and stride is checked before a pointer goes there, and long work
@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from prefixcache.codecs.base import Decoding, Encoding
-from prefixcache.codecs.interchange import Array, element
+from prefixcache.codecs.interchange import FLOATS, Array, element
 from prefixcache.codecs.packing import words_of
 from prefixcache.codecs.threads import SHARE, WORTH_A_THREAD, share_out
 from prefixcache.codecs.turboquant.format import Form
@@ -38,7 +38,7 @@ SPOKEN = {
     "avx2": "AVX2",
     "avx512": "AVX-512",
 }
-DTYPES = ("float16", "bfloat16", "float32")
+DTYPES = FLOATS  # in the order of the kernel's own numbers
 
 LEAST_WIDTH, MOST_WIDTH, WIDTH_STEP = 32, 1024, 8
 FACTORS = (2, 3, 5, 7)
@@ -115,8 +115,8 @@ def describe() -> str:
 def paths() -> tuple[str, ...]:
     """The code paths that this processor can run, slowest first; none where there is no kernel."""
     library, _ = loaded()
-    found = 0 if library is None else library.turboquant_paths()
-    return tuple(path for i, path in enumerate(PATHS) if found >> i & 1)
+    runnable = 0 if library is None else library.turboquant_paths()
+    return tuple(path for i, path in enumerate(PATHS) if runnable >> i & 1)
 
 
 _forced: str | None = None
@@ -157,7 +157,7 @@ def takes(form: Form) -> bool:
 class _Constants(NamedTuple):
     address: int
     words: int
-    kept: _Form
+    struct: _Form
     """What the address is of: it lives as long."""
 
 
@@ -168,7 +168,7 @@ class _Leveller(NamedTuple):
     mean: int
     factor: int
     of_head: int
-    kept: tuple[Array, ...]
+    arrays: tuple[Array, ...]
 
 
 _NOT_LEVELLED = _Leveller(0, 0, 0, 0, ())
@@ -178,9 +178,7 @@ _NOT_LEVELLED = _Leveller(0, 0, 0, 0, ())
 def constants_of(form: Form) -> _Constants:
     """`struct form` of a form. ValueError where `takes(form)` is False."""
     if not takes(form):
-        raise ValueError(
-            f"width={form.width}: not one that the C kernel takes; ask takes(form), and use turboquant_numpy"
-        )
+        raise ValueError(f"width={form.width}: not one that the C kernel takes; ask takes(form), and use numpy_rows")
     codebook, rotation = form.codebook, form.rotation
     odd = [factor for factor in rotation.factors if factor != 2]
     narrow = [
@@ -223,17 +221,17 @@ _levellers: WeakKeyDictionary[Levels, dict[Form | int, _Leveller]] = WeakKeyDict
 
 
 def _encoding_levels(levels: Levels, width: int) -> _Leveller:
-    own = _levellers.setdefault(levels, {})
-    if width not in own:
-        own[width] = _leveller(levels, levels.weight, width)
-    return own[width]
+    levellers = _levellers.setdefault(levels, {})
+    if width not in levellers:
+        levellers[width] = _leveller(levels, levels.weight, width)
+    return levellers[width]
 
 
 def _decoding_levels(levels: Levels, form: Form) -> _Leveller:
-    own = _levellers.setdefault(levels, {})
-    if form not in own:
-        own[form] = _leveller(levels, form.spread(levels), form.width)
-    return own[form]
+    levellers = _levellers.setdefault(levels, {})
+    if form not in levellers:
+        levellers[form] = _leveller(levels, form.spread(levels), form.width)
+    return levellers[form]
 
 
 def _leveller(levels: Levels, factor: Array, width: int) -> _Leveller:
@@ -291,11 +289,11 @@ class _Work:
     def __init__(self, function: str) -> None:
         library, reason = loaded()
         if library is None:
-            raise RuntimeError(f"TurboQuant's C kernel: {reason}; ask available(), and use turboquant_numpy")
+            raise RuntimeError(f"TurboQuant's C kernel: {reason}; ask available(), and use numpy_rows")
         self._function = getattr(library, function)
         self._jobs: list[bytes] = []
         self._rows = self._nbytes = 0
-        self._kept: list[Any] = []
+        self._alive: list[Any] = []
         self._copies: list[tuple[Array, Array]] = []
 
     def source(self, array: Array) -> Array:
@@ -327,7 +325,7 @@ class _Work:
             raise ValueError(f"levels of {levels.heads} heads for rows of {heads}: take `Levels.of` those heads")
         if tokens * heads == 0:
             return
-        self._kept += (constants, levels, rows, codes, scales)
+        self._alive += (constants, levels, rows, codes, scales)
         self._rows += tokens * heads
         self._nbytes += rows.nbytes
         self._jobs.append(

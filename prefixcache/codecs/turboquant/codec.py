@@ -1,6 +1,6 @@
 """The codec that most users want: rows levelled, rotated, quantised to 1 to 4 or 8 bits a value, a 16-bit scale a row.
 
-Here is what a user chooses, and which streams take it; the format is in `turboquant_format`, the arithmetic in the back
+Here is what a user chooses, and which streams take it; the format is in `format`, the arithmetic in the back
 ends, which agree bit for bit.
 """
 
@@ -18,11 +18,10 @@ from prefixcache.codecs.base import Blocks, Decoding, Encoding, Plane, RowCodec,
 from prefixcache.codecs.interchange import FLOATS, Array, borrow, bring_in, check_capacity, check_rows, element, on_cpu
 from prefixcache.codecs.packing import words_of
 from prefixcache.codecs.raw import RawRows
-from prefixcache.codecs.turboquant import backends as turboquant_backends
-from prefixcache.codecs.turboquant import gpu_rows as turboquant_gpu
+from prefixcache.codecs.turboquant import backends, gpu_rows
 from prefixcache.codecs.turboquant.codebook import CODEBOOKS
 from prefixcache.codecs.turboquant.format import Form, form_of
-from prefixcache.codecs.turboquant.levelling import Kept, Levels, measure_composed
+from prefixcache.codecs.turboquant.levelling import LazyLevels, Levels, PackedLevels, measure_levels_lazily
 
 # Below this the scale costs more than half a bit a value, and rotated values are no longer close to normal.
 LEAST_WIDTH = 32
@@ -68,7 +67,7 @@ class TurboQuantRows:
         """(tokens, heads, width) -> [codes uint32 (tokens, heads, words), scale uint16 (tokens, heads)]."""
         check_rows(rows, self.width, self.dtype)
         if rows.size and not on_cpu():
-            return list(turboquant_backends.device(self.form).encode(rows, self.form, levels))
+            return list(backends.device(self.form).encode(rows, self.form, levels))
         tokens, heads, _ = rows.shape
         codes = np.empty((tokens, heads, words_of(self.width, self.bits)), np.uint32)
         scales = np.empty((tokens, heads), np.uint16)
@@ -77,38 +76,46 @@ class TurboQuantRows:
 
     def encode_all(self, batch: Sequence[Encoding]) -> None:
         """Rows, bf16 as uint16 -> into codes uint32 (tokens, heads, words), scale uint16 (tokens, heads)."""
-        turboquant_backends.encode_all(batch, self.dtype, self.form)
+        backends.encode_all(batch, self.dtype, self.form)
 
     def encode_blocks(
         self, rows: mx.array, blocks: int, levels: Sequence[Levels], measured_from: Sequence[int], decoded: bool
     ) -> Blocks:
         sides = side_by_side(rows, blocks)
         check_rows(sides, self.width, self.dtype)
-        there = rows.size > 0 and not on_cpu() and turboquant_backends.device(self.form) is turboquant_gpu
-        kept = known = None
-        if measured_from and there:
-            kept = turboquant_gpu.measure(sides, self.centred, measured_from)
+        by_kernel = rows.size > 0 and not on_cpu() and backends.device(self.form) is gpu_rows
+        measured = None
+        if measured_from and by_kernel:
+            measured = gpu_rows.measure_levels(sides, self.centred, measured_from)
         elif measured_from:
-            kept = measure_composed(sides.astype(mx.float32), self.centred, measured_from)
-        elif levels:
-            known = Levels.interleaved(levels)
-        if not there:
-            if kept is not None:
-                known = Levels.from_kept(borrow(kept.mean) if self.centred else None, borrow(kept.root))
-            made = encode_blocks(self, rows, blocks, known, decoded)
-            return made._replace(kept=_by_block(kept, self.centred, blocks) if kept is not None else None)
-        to_code, to_decode = turboquant_gpu.from_kept(kept, self.form) if kept is not None else (known, known)
-        planes = turboquant_gpu.encode_arrays(sides, self.form, to_code)
-        apart = [plane.reshape(len(sides), -1, blocks, *plane.shape[2:]) for plane in planes]
-        apart = [mx.contiguous(mx.transpose(plane, (2, 0, 1, *range(3, plane.ndim)))) for plane in apart]
-        mx.async_eval(apart, *(kept or ()))
+            measured = measure_levels_lazily(sides.astype(mx.float32), self.centred, measured_from)
+        if by_kernel:
+            planes, back = self._encode_in_kernels(sides, blocks, levels, measured, decoded)
+        else:
+            known = Levels.interleaved(levels) if levels else None
+            if measured is not None:
+                known = Levels.unpacked(measured.packed(self.centred))
+            planes, _, back = encode_blocks(self, rows, blocks, known, decoded)
+        packed = _by_block(measured.packed(self.centred), blocks) if measured is not None else None
+        return Blocks(planes, packed, back.reshape(rows.shape) if back is not None else None)
+
+    def _encode_in_kernels(
+        self, sides: mx.array, blocks: int, levels: Sequence[Levels], measured: LazyLevels | None, decoded: bool
+    ) -> tuple[list[Array], mx.array | None]:
+        """Planes and decoded rows of blocks side by side. Nothing waits for the GPU but the copy of the codes."""
+        to_encode: mx.array | Levels | None = Levels.interleaved(levels) if levels else None
+        to_decode = to_encode
+        if measured is not None:
+            to_encode, to_decode = gpu_rows.for_both(measured, self.form)
+        planes = gpu_rows.encode_arrays(sides, self.form, to_encode)
+        by_block = [plane.reshape(len(sides), -1, blocks, *plane.shape[2:]) for plane in planes]
+        by_block = [mx.contiguous(mx.transpose(plane, (2, 0, 1, *range(3, plane.ndim)))) for plane in by_block]
+        mx.async_eval(by_block, *(measured or ()))
         back = None
         if decoded:
-            back = turboquant_gpu.decode_arrays(*planes, len(sides), self.dtype, self.form, to_decode)
-            back = back.reshape(rows.shape)
+            back = gpu_rows.decode_arrays(*planes, len(sides), self.dtype, self.form, to_decode)
             mx.async_eval(back)  # while the codes are copied out
-        own = _by_block(kept, self.centred, blocks) if kept is not None else None
-        return Blocks([borrow(plane) for plane in apart], own, back)
+        return [borrow(plane) for plane in by_block], back
 
     def decode(self, planes: Sequence[Array], capacity: int, levels: Levels | None = None) -> mx.array:
         """[codes (tokens, heads, words), scale (tokens, heads)] -> (heads, capacity, width), zero from `tokens` on."""
@@ -118,7 +125,7 @@ class TurboQuantRows:
         if heads * tokens == 0:
             return mx.zeros((heads, capacity, self.width), element(self.dtype).mlx)
         if not on_cpu():
-            back_end = turboquant_backends.device(self.form)
+            back_end = backends.device(self.form)
             return back_end.decode(codes, scales, capacity, self.dtype, self.form, levels)
         rows = np.empty((heads, capacity, self.width), element(self.dtype).numpy)
         self.decode_all([Decoding((codes, scales), rows[:, :tokens], levels)])
@@ -127,14 +134,14 @@ class TurboQuantRows:
 
     def decode_all(self, batch: Sequence[Decoding]) -> None:
         """Codes uint32 (tokens, heads, words), scale uint16 (tokens, heads) -> into rows, bf16 as uint16."""
-        turboquant_backends.decode_all(batch, self.dtype, self.form)
+        backends.decode_all(batch, self.dtype, self.form)
 
 
-def _by_block(kept: Kept, centred: bool, blocks: int) -> tuple[Array | None, Array]:
-    """(heads * blocks, width) on MLX's device -> (blocks, heads, width) on this side."""
-    shape = (-1, blocks, kept.root.shape[1])
-    mean = borrow(kept.mean).reshape(shape).swapaxes(0, 1) if centred else None
-    return mean, borrow(kept.root).reshape(shape).swapaxes(0, 1)
+def _by_block(levels: PackedLevels, blocks: int) -> PackedLevels:
+    """(heads * blocks, width) -> (blocks, heads, width)."""
+    shape = (-1, blocks, levels.steps.shape[1])
+    mean = levels.mean.reshape(shape).swapaxes(0, 1) if levels.mean is not None else None
+    return PackedLevels(mean, levels.steps.reshape(shape).swapaxes(0, 1))
 
 
 @dataclass(frozen=True)
@@ -190,12 +197,12 @@ class TurboQuant:
         bits = self._bits(stream.layer, stream.layers)
         if bits is None or stream.dtype not in FLOATS or stream.width < LEAST_WIDTH:
             return RawRows(stream.width, stream.dtype)
-        if self.raw_latents and _is_latent(stream):
+        if self.raw_latents and is_latent(stream.heads, stream.width, stream.other_width):
             return RawRows(stream.width, stream.dtype)
         # Of values the first tokens' are almost zero and much attended to: centred, they would be minus the mean, and err.
         centred = self.levelling and stream.part == "keys"
-        own = bits[0] if stream.part == "keys" else bits[1]
-        return TurboQuantRows(stream.width, stream.dtype, own, self.seed, self.levelling, centred)
+        bits_of_part = bits[0] if stream.part == "keys" else bits[1]
+        return TurboQuantRows(stream.width, stream.dtype, bits_of_part, self.seed, self.levelling, centred)
 
     def _bits(self, layer: int, layers: int) -> tuple[int, int] | None:
         """Of keys and values of a layer; None where it stays as it is."""
@@ -246,11 +253,11 @@ def _override(item: tuple[object, object]) -> tuple[int, tuple[int, int] | None]
     pair = tuple(bits) if isinstance(bits, (tuple, list)) else (bits, bits)
     if len(pair) != 2:
         raise ValueError(f"layers={{{layer}: {bits!r}}}: give bits, a pair of bits for keys and values, or None")
-    for one in pair:
-        _check_bits(f"layers[{layer}]", one)
+    for bits_of_part in pair:
+        _check_bits(f"layers[{layer}]", bits_of_part)
     return layer, pair
 
 
-def _is_latent(stream: Stream) -> bool:
-    widths = (stream.width, stream.other_width)
-    return stream.heads == 1 and widths[0] != widths[1] and max(widths) >= LATENT_WIDTH
+def is_latent(heads: int, width: int, other_width: int) -> bool:
+    """Whether rows are the compressed latents of an MLA model: one head, keys and values of different width, one wide."""
+    return heads == 1 and width != other_width and max(width, other_width) >= LATENT_WIDTH

@@ -23,8 +23,8 @@ Encoding a row x of d values:
    This scale makes the decoded row as long as the row was (as levelled).
 
 Decoding: y = T D_2 T c for two rounds, T c for one (exact up to 2**24, for widths whose T is made of integers), then
-value = (y * spread) * scale + mean, rounded three times, where spread = D_1 * `decode_gain` * root, rounded once. That is
-cut to the dtype's finite range, then rounded to nearest even. Without levels root is 1 and mean +0. So a row of scale 0
+value = (y * spread) * scale + mean, rounded three times, where spread = D_1 * `decode_gain` * divisor, rounded once. That is
+cut to the dtype's finite range, then rounded to nearest even. Without levels divisor is 1 and mean +0. So a row of scale 0
 decodes to the mean, or +0, and a row of scale NaN to NaN.
 
 Source: TurboQuant, arXiv 2504.19874, the variant for mean squared error.
@@ -70,7 +70,7 @@ class Form:
     def spread(self, levels: Levels | None) -> Array:
         """float32 (heads, width), or (1, width) for rows that aren't levelled: what the decoder multiplies y by."""
         gain = self.rotation.signs[0] * self.decode_gain
-        return gain[None] if levels is None else gain * levels.root
+        return gain[None] if levels is None else gain * levels.divisor
 
     @property
     def longest(self) -> float:

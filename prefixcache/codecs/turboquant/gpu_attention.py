@@ -13,7 +13,7 @@ import mlx.core as mx
 from prefixcache.codecs.coded_rows import CodedRows
 from prefixcache.codecs.interchange import FLOATS, name_of
 from prefixcache.codecs.packing import words_of
-from prefixcache.codecs.turboquant import gpu_rows as turboquant_gpu
+from prefixcache.codecs.turboquant import gpu_rows
 from prefixcache.codecs.turboquant.format import Form
 from prefixcache.kernels import turboquant_attention  # type: ignore[import-not-found]
 from prefixcache.kernels.turboquant_attention import Attention, Kind  # type: ignore[import-not-found]
@@ -23,14 +23,14 @@ WIDTHS = range(64, 257)
 
 
 def takes(rows: CodedRows, queries: mx.array) -> bool:
-    """Whether the kernels are there and made for such rows and queries: widths of 64 to 256 that `turboquant_gpu` takes,
+    """Whether the kernels are there and made for such rows and queries: widths of 64 to 256 that `gpu_rows` takes,
     at most 64 query rows (queries a head of keys, times their length) for each head of keys."""
-    if not turboquant_gpu.available() or name_of(queries.dtype) not in FLOATS:
+    if not gpu_rows.available() or name_of(queries.dtype) not in FLOATS:
         return False
     heads, query_heads, length = rows.codes.shape[1], queries.shape[1], queries.shape[2]
     forms = (rows.keys, rows.values)
     return (
-        all(form.width in WIDTHS and turboquant_gpu.takes(form) for form in forms)
+        all(form.width in WIDTHS and gpu_rows.takes(form) for form in forms)
         and query_heads % heads == 0
         and 0 < query_heads // heads * length <= turboquant_attention.MOST_ROWS
     )
@@ -96,8 +96,8 @@ def _kernels(
 ) -> Attention:
     key_levels, value_levels, first, last = there
     kind = Kind(
-        keys=turboquant_gpu._kind(keys, name_of(queries), key_levels),
-        values=turboquant_gpu._kind(values, name_of(result), value_levels),
+        keys=gpu_rows._kind(keys, name_of(queries), key_levels),
+        values=gpu_rows._kind(values, name_of(result), value_levels),
         tiles=turboquant_attention.tiles_for(keys.width, values.width, many),
         scale=scale,
         causal=causal,
@@ -106,7 +106,7 @@ def _kernels(
         last=last,
         sinks=name_of(sinks) if sinks is not None else "",
     )
-    return Attention(turboquant_gpu._dialect(), kind)
+    return Attention(gpu_rows._dialect(), kind)
 
 
 def encode_pair(
@@ -118,7 +118,7 @@ def encode_pair(
     value_levels: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
     """Keys (B, heads, L, key width), values (B, heads, L, value width) of one float dtype -> codes uint32 (B, heads, L,
-    key words + value words), scales uint16 (B, heads, L, 2), lazy: of each part what `turboquant_gpu.encode_arrays` gives.
+    key words + value words), scales uint16 (B, heads, L, 2), lazy: of each part what `gpu_rows.encode_arrays` gives.
 
     Levels float32 (2, B or 1, heads, width): mean, weight. One launch where both parts have the same form and both are
     levelled or neither is; each part by itself, then joined, where not.
@@ -145,12 +145,12 @@ def _encoded(rows: mx.array, form: Form, levels: mx.array | None) -> tuple[mx.ar
     """(B, heads, L, width) -> codes (B, heads, L, words), scales (B, heads, L)."""
     made = []
     for b in range(rows.shape[0]):
-        own = None if levels is None else mx.contiguous(levels[:, b if levels.shape[1] > 1 else 0])
-        made.append(turboquant_gpu.encode_arrays(mx.swapaxes(rows[b], 0, 1), form, own))
+        of_sequence = None if levels is None else mx.contiguous(levels[:, b if levels.shape[1] > 1 else 0])
+        made.append(gpu_rows.encode_arrays(mx.swapaxes(rows[b], 0, 1), form, of_sequence))
     codes, scales = (mx.stack(list(part)) for part in zip(*made, strict=True))
     return mx.swapaxes(codes, 1, 2), mx.swapaxes(scales, 1, 2)
 
 
 @lru_cache(maxsize=64)
 def _pair_encoder(form: Form, dtype: mx.Dtype, levelled: bool) -> PairEncoder:
-    return PairEncoder(turboquant_gpu._dialect(), turboquant_gpu._kind(form, name_of(dtype), levelled))
+    return PairEncoder(gpu_rows._dialect(), gpu_rows._kind(form, name_of(dtype), levelled))

@@ -1,4 +1,4 @@
-"""TurboQuant in kernels of its own, for MLX's GPUs: Metal's and CUDA's. The format is `turboquant_format`'s.
+"""TurboQuant in kernels of its own, for MLX's GPUs: Metal's and CUDA's. The format is `format`'s.
 
 The same codes, scales and rows as the NumPy back end, bit for bit, in one pass over memory. `kernels` has their text.
 """
@@ -15,16 +15,16 @@ from prefixcache.codecs.interchange import Array, borrow, element, name_of
 from prefixcache.codecs.packing import words_of
 from prefixcache.codecs.turboquant.format import Form
 from prefixcache.codecs.turboquant.levelling import (
+    DIVISORS,
     FAR,
     FLOOR,
     LEAST_ROWS,
     MOST_STEPS,
     POWER,
-    ROOTS,
     STEPS,
-    Kept,
+    LazyLevels,
     Levels,
-    measure_composed,
+    measure_levels_lazily,
 )
 from prefixcache.kernels import (  # type: ignore[import-not-found]
     turboquant_decode,
@@ -80,13 +80,14 @@ def encode_arrays(rows: mx.array, form: Form, levels: Levels | mx.array | None) 
         words = words_of(width, form.codebook.bits)
         return mx.zeros((tokens, heads, words), mx.uint32), mx.zeros((tokens, heads), mx.uint16)
     kind = _kind(form, name_of(rows.dtype), levels is not None)
-    own = for_encoding(levels) if isinstance(levels, Levels) else levels
-    return turboquant_encode.encode(_dialect(), kind, rows, own)
+    if isinstance(levels, Levels):
+        levels = for_encoding(levels)
+    return turboquant_encode.encode(_dialect(), kind, rows, levels)
 
 
 def decode(codes: Array, scales: Array, capacity: int, dtype: str, form: Form, levels: Levels | None) -> mx.array:
     """Codes (tokens, heads, words), scales (tokens, heads), as `encode` gives -> (heads, capacity, width), lazy."""
-    return decode_arrays(_brought(codes), _brought(scales), capacity, dtype, form, levels)
+    return decode_arrays(_as_mlx(codes), _as_mlx(scales), capacity, dtype, form, levels)
 
 
 def decode_arrays(
@@ -100,49 +101,46 @@ def decode_arrays(
     if tokens * heads == 0:
         return mx.zeros((heads, capacity, form.width), element(dtype).mlx)
     kind = _kind(form, dtype, levels is not None)
-    own = for_decoding(levels, form) if isinstance(levels, Levels) else levels
-    return turboquant_decode.decode(_dialect(), kind, codes, scales, capacity, own)
+    if isinstance(levels, Levels):
+        levels = for_decoding(levels, form)
+    return turboquant_decode.decode(_dialect(), kind, codes, scales, capacity, levels)
 
 
-def _brought(array: Array) -> mx.array:
+def _as_mlx(array: Array) -> mx.array:
     return mx.array(np.ascontiguousarray(array))
 
 
 def for_encoding(levels: Levels) -> mx.array:
     """float32 (2, heads, width) on the GPU: what the encoder subtracts and multiplies by."""
-    return _near(np.stack([levels.mean, levels.weight]))
+    return _in_gpu_memory(np.stack([levels.mean, levels.weight]))
 
 
 def for_decoding(levels: Levels, form: Form) -> mx.array:
     """float32 (2, heads, width) on the GPU: what the decoder adds and multiplies by."""
-    return _near(np.stack([levels.mean, form.spread(levels)]))
+    return _in_gpu_memory(np.stack([levels.mean, form.spread(levels)]))
 
 
-def measure(rows: mx.array, centred: bool, firsts: Sequence[int]) -> Kept:
-    """`levelling.measure_composed`, of rows of any float dtype as they lie: in one launch, without room of its own."""
+def measure_levels(rows: mx.array, centred: bool, firsts: Sequence[int]) -> LazyLevels:
+    """`levelling.measure_levels_lazily`, of rows of any float dtype as they lie: in one launch, without room of its own."""
     tokens, _, width = rows.shape
     if tokens > turboquant_measure.MOST_ROWS or width > turboquant_measure.MOST_WIDTH:
-        return measure_composed(rows.astype(mx.float32), centred, firsts)
+        return measure_levels_lazily(rows.astype(mx.float32), centred, firsts)
     kind = turboquant_measure.Kind(
         width, name_of(rows.dtype), centred, LEAST_ROWS, FAR, FLOOR, STEPS * POWER, MOST_STEPS
     )
-    mean, root = turboquant_measure.measure(_dialect(), kind, rows, mx.array(list(firsts), mx.int32))
-    return Kept(mean.astype(mx.bfloat16), root.astype(mx.uint8))
+    mean, steps = turboquant_measure.measure(_dialect(), kind, rows, mx.array(list(firsts), mx.int32))
+    return LazyLevels(mean.astype(mx.bfloat16), steps.astype(mx.uint8))
 
 
-def from_kept(kept: Kept, form: Form) -> tuple[mx.array, mx.array]:
+def for_both(levels: LazyLevels, form: Form) -> tuple[mx.array, mx.array]:
     """What `for_encoding` and `for_decoding` give, of levels that were measured on the GPU and haven't left it. Lazy."""
-    mean, root = kept.mean.astype(mx.float32), kept.root.astype(mx.uint32)
-    roots, weights = _roots()
+    mean, steps = levels.mean.astype(mx.float32), levels.steps.astype(mx.uint32)
+    divisors, weights = _in_gpu_memory(DIVISORS), _in_gpu_memory(np.float32(1) / DIVISORS)
     gain = mx.array(form.spread(None))
-    return mx.stack([mean, mx.take(weights, root)]), mx.stack([mean, gain * mx.take(roots, root)])
+    return mx.stack([mean, mx.take(weights, steps)]), mx.stack([mean, gain * mx.take(divisors, steps)])
 
 
-def _roots() -> tuple[mx.array, mx.array]:
-    return _near(ROOTS), _near(np.float32(1) / ROOTS)
-
-
-def _near(array: Array) -> mx.array:
+def _in_gpu_memory(array: Array) -> mx.array:
     """In the GPU's own memory, where MLX puts only what a GPU computed: every group of threads reads levels anew, and from
     the host's memory that takes as long as all the rest."""
     return mx.array(array) * 1

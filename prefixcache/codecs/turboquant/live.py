@@ -1,6 +1,6 @@
 """What live caches ask of TurboQuant: MLX rows to codes that stay MLX arrays, back to rows, and attention on the codes.
 
-Which back end does it is decided here, as `turboquant_backends` does for images; all give the same codes. On the CPU the
+Which back end does it is decided here, as `backends` does for images; all give the same codes. On the CPU the
 arrays are evaluated on the way, on a GPU everything stays lazy where there is a kernel.
 """
 
@@ -16,11 +16,7 @@ from prefixcache.codecs.base import Decoding, Encoding
 from prefixcache.codecs.coded_rows import CodedRows
 from prefixcache.codecs.interchange import Array, borrow, bring_in, element, name_of, on_cpu
 from prefixcache.codecs.packing import words_of
-from prefixcache.codecs.turboquant import backends as turboquant_backends
-from prefixcache.codecs.turboquant import c_attention as turboquant_c_attention
-from prefixcache.codecs.turboquant import gpu_attention as turboquant_gpu_attention
-from prefixcache.codecs.turboquant import gpu_rows as turboquant_gpu
-from prefixcache.codecs.turboquant import mlx_rows as turboquant_mlx
+from prefixcache.codecs.turboquant import backends, c_attention, gpu_attention, gpu_rows, mlx_rows
 from prefixcache.codecs.turboquant.format import Form
 from prefixcache.codecs.turboquant.levelling import Levels
 
@@ -46,8 +42,8 @@ class LevelStack:
         if heads == self.heads:
             return self
         if (first, heads) not in self._slices:
-            own = [None if levels is None else levels.of(first, heads) for levels in self.each]
-            self._slices[first, heads] = LevelStack(own, self.form, heads)
+            of_heads = [None if levels is None else levels.of(first, heads) for levels in self.each]
+            self._slices[first, heads] = LevelStack(of_heads, self.form, heads)
         return self._slices[first, heads]
 
     @cached_property
@@ -67,7 +63,7 @@ class LevelStack:
             return None
         shape = (self.heads, self.form.width)
         default = np.zeros(shape, np.float32), np.broadcast_to(plain, shape)
-        # Times one: on a GPU the product lies in its own memory (`turboquant_gpu`).
+        # Times one: on a GPU the product lies in its own memory (`gpu_rows`).
         made = mx.array(np.stack([np.stack(pair or default) for pair in pairs], axis=1)) * 1
         mx.eval(made)
         return made
@@ -79,8 +75,8 @@ def encode(
     """Keys (B, heads, L, key width), values (B, heads, L, value width) of one float dtype -> codes uint32 (B, heads, L,
     key words + value words), scales uint16 (B, heads, L, 2), as `CodedRows` has them."""
     forms = key_levels.form, value_levels.form
-    if not on_cpu() and turboquant_gpu.available() and all(map(turboquant_gpu.takes, forms)):
-        return turboquant_gpu_attention.encode_pair(keys, values, *forms, key_levels.encoding, value_levels.encoding)
+    if not on_cpu() and gpu_rows.available() and all(map(gpu_rows.takes, forms)):
+        return gpu_attention.encode_pair(keys, values, *forms, key_levels.encoding, value_levels.encoding)
     batch, heads, tokens, _ = keys.shape
     key_words = words_of(forms[0].width, forms[0].codebook.bits)
     codes = np.zeros((batch, heads, tokens, key_words + words_of(forms[1].width, forms[1].codebook.bits)), np.uint32)
@@ -93,10 +89,10 @@ def encode(
         if on_cpu():
             borrowed = borrow(rows)
             whole = [Encoding(borrowed[b].swapaxes(0, 1), targets[b], stack.of(b)) for b in range(batch)]
-            turboquant_backends.encode_all(whole, name_of(rows.dtype), stack.form)
+            backends.encode_all(whole, name_of(rows.dtype), stack.form)
         else:
             for b in range(batch):
-                made = turboquant_mlx.encode(mx.swapaxes(rows[b], 0, 1), stack.form, stack.of(b))
+                made = mlx_rows.encode(mx.swapaxes(rows[b], 0, 1), stack.form, stack.of(b))
                 targets[b][0][...], targets[b][1][...] = made
     return mx.array(codes), mx.array(scales)
 
@@ -104,10 +100,10 @@ def encode(
 def encoder(key_levels: LevelStack, value_levels: LevelStack, dtype: mx.Dtype) -> Encoder:
     """`encode` for many rows of one kind, with what can be found beforehand."""
     form = key_levels.form
-    if not on_cpu() and turboquant_gpu.available() and turboquant_gpu.takes(form):
+    if not on_cpu() and gpu_rows.available() and gpu_rows.takes(form):
         levels = [stack.encoding for stack in (key_levels, value_levels) if stack.encoding is not None]
         if form is value_levels.form and len(levels) != 1:
-            return partial(turboquant_gpu_attention.encode_alike, form, dtype, levels)
+            return partial(gpu_attention.encode_alike, form, dtype, levels)
     return lambda keys, values: encode(keys, values, key_levels, value_levels)
 
 
@@ -118,7 +114,7 @@ def decode(codes: mx.array, scales: mx.array, dtype: str, levels: LevelStack) ->
     if codes.size == 0:
         return mx.zeros((batch, heads, tokens, form.width), element(dtype).mlx)
     if not on_cpu():
-        made = [_decoded_there(codes[b], scales[b], dtype, levels, b) for b in range(batch)]
+        made = [_decoded_on_gpu(codes[b], scales[b], dtype, levels, b) for b in range(batch)]
         return made[0][None] if batch == 1 else mx.stack(made)
     rows = np.empty((batch, heads, tokens, form.width), element(dtype).numpy)
     mx.eval(codes, scales)
@@ -127,21 +123,22 @@ def decode(codes: mx.array, scales: mx.array, dtype: str, levels: LevelStack) ->
         Decoding((own_codes[b].swapaxes(0, 1), own_scales[b].swapaxes(0, 1)), rows[b], levels.of(b))
         for b in range(batch)
     ]
-    turboquant_backends.decode_all(whole, dtype, form)
+    backends.decode_all(whole, dtype, form)
     return bring_in(rows, dtype)
 
 
-def _decoded_there(codes: mx.array, scales: mx.array, dtype: str, levels: LevelStack, sequence: int) -> mx.array:
+def _decoded_on_gpu(codes: mx.array, scales: mx.array, dtype: str, levels: LevelStack, sequence: int) -> mx.array:
     """One sequence's, on a GPU."""
     form = levels.form
     codes, scales = mx.swapaxes(codes, 0, 1), mx.swapaxes(scales, 0, 1)
-    if turboquant_gpu.available() and turboquant_gpu.takes(form):
-        own = levels.decoding
-        if own is not None:
-            own = own[:, 0] if own.shape[1] == 1 else mx.contiguous(own[:, sequence])
-        return turboquant_gpu.decode_arrays(codes, scales, codes.shape[0], dtype, form, own)
+    if gpu_rows.available() and gpu_rows.takes(form):
+        mean_and_spread = levels.decoding
+        if mean_and_spread is not None:
+            one_for_all = mean_and_spread.shape[1] == 1
+            mean_and_spread = mean_and_spread[:, 0] if one_for_all else mx.contiguous(mean_and_spread[:, sequence])
+        return gpu_rows.decode_arrays(codes, scales, codes.shape[0], dtype, form, mean_and_spread)
     mx.eval(codes, scales)
-    return turboquant_mlx.decode(borrow(codes), borrow(scales), codes.shape[0], dtype, form, levels.of(sequence))
+    return mlx_rows.decode(borrow(codes), borrow(scales), codes.shape[0], dtype, form, levels.of(sequence))
 
 
 def attend(
@@ -160,14 +157,12 @@ def attend(
     decode, head by head.
     """
     if on_cpu():
-        if not turboquant_c_attention.takes(rows):
+        if not c_attention.takes(rows):
             return None
-        out, total = turboquant_c_attention.attend(rows, queries, scale, mask, causal)
+        out, total = c_attention.attend(rows, queries, scale, mask, causal)
         return with_logits(out, total, logits).astype(dtype or mx.float32), total
-    if queries.shape[2] <= MOST_QUERIES and turboquant_gpu_attention.takes(rows, queries):
-        done: tuple[mx.array, mx.array] = turboquant_gpu_attention.attend(
-            rows, queries, scale, mask, causal, dtype, logits
-        )
+    if queries.shape[2] <= MOST_QUERIES and gpu_attention.takes(rows, queries):
+        done: tuple[mx.array, mx.array] = gpu_attention.attend(rows, queries, scale, mask, causal, dtype, logits)
         return done
     return None
 

@@ -1,4 +1,4 @@
-"""TurboQuant in composed MLX operations, for any device of MLX's. The format is `turboquant_format`'s.
+"""TurboQuant in composed MLX operations, for any device of MLX's. The format is `format`'s.
 
 It gives the codes of the NumPy back end bit for bit, and is what a fused kernel is compared with. Not fast: every step
 reads and writes the whole array in float32.
@@ -51,9 +51,9 @@ def encode(rows: mx.array, form: Form, levels: Levels | None) -> tuple[Array, Ar
     scales = mx.where(top == 0, 0, mx.where(top == 255, NAN_SCALE, scales))
     codes = mx.where(alive & (scales != 0), codes, 0).astype(mx.uint32)
     words = pack_mlx(codes, codebook.bits).reshape(tokens, heads, -1)
-    kept = scales.astype(mx.uint16).reshape(tokens, heads)
-    mx.eval(words, kept)
-    return copy_out(words), copy_out(kept)
+    scales = scales.astype(mx.uint16).reshape(tokens, heads)
+    mx.eval(words, scales)
+    return copy_out(words), copy_out(scales)
 
 
 def _folded(squares: mx.array) -> mx.array:

@@ -1,4 +1,4 @@
-"""TurboQuant in NumPy, for machines where MLX itself runs on the CPU. The format is `turboquant_format`'s.
+"""TurboQuant in NumPy, for machines where MLX itself runs on the CPU. The format is `format`'s.
 
 Rows are worked on in chunks that stay in a core's cache, laid out with a row in each *column*, so that every step of
 the rotation is a long contiguous operation.
@@ -32,9 +32,9 @@ def encode(rows: Array, dtype: str, form: Form, levels: Levels | None, codes: Ar
                 by_head = x.reshape(width, -1, heads)
                 by_head -= levels.mean.T[:, None]
                 by_head *= levels.weight.T[:, None]
-            packed, kept = _encode_columns(x, form)
+            packed, scales_of_part = _encode_columns(x, form)
             codes[part] = np.ascontiguousarray(packed.T).view(np.uint32).reshape(-1, heads, codes.shape[2])
-            scales[part] = kept.reshape(-1, heads)
+            scales[part] = scales_of_part.reshape(-1, heads)
 
 
 def _columns(rows: Array, dtype: str) -> Array:
@@ -133,14 +133,16 @@ def decode(codes: Array, scales: Array, dtype: str, form: Form, levels: Levels |
     with np.errstate(all="ignore"):
         for first in range(0, heads, head_step):
             some = slice(first, first + head_step)
-            own = spread[some if levels is not None else slice(None)].T[:, :, None]
+            factor = spread[some if levels is not None else slice(None)].T[:, :, None]
             mean = levels.mean[some].T[:, :, None] if levels is not None else np.float32(0)
             for start in range(0, tokens, token_step):
                 part = slice(start, start + token_step)
-                kept = scales[part, some].T
-                y = _unmixed(codes[part, some].swapaxes(0, 1).reshape(kept.size, -1), form).reshape(width, *kept.shape)
-                values = np.multiply(y, own, dtype=np.float32)
-                values *= (kept.astype(np.uint32) << np.uint32(16)).view(np.float32)
+                scale = scales[part, some].T
+                y = _unmixed(codes[part, some].swapaxes(0, 1).reshape(scale.size, -1), form).reshape(
+                    width, *scale.shape
+                )
+                values = np.multiply(y, factor, dtype=np.float32)
+                values *= (scale.astype(np.uint32) << np.uint32(16)).view(np.float32)
                 values += mean
                 rows[some, part] = _cast(values, dtype).transpose(1, 2, 0)
 

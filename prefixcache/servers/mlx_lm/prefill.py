@@ -1,14 +1,16 @@
-"""Prefill under mlx_lm.server whose whole blocks become what is stored: an answer is made on what a hit will give.
+"""Prefill under mlx_lm.server, with requests that are told apart and whole blocks that become what is stored.
 
-A prompt is computed in pieces that end where a block ends. After each, the rows of its blocks are coded, stored, and put
-back decoded into the cache that the model goes on with; so are those of an answer, when they fill a block. At its end the
-prompt is stored with its tail, for who asks just that again. `Blockwise` does it in mlx-lm's batches, `stream` for requests
-that mlx-lm serves by themselves.
+`RequestBatches` are mlx-lm's batches whose prompt caches say whose they are. In `Blockwise`, and in `stream` for requests
+that mlx-lm serves by themselves, an answer is made on what a hit will give: a prompt is computed in pieces that end where a
+block ends. After each, the rows of its blocks are coded, stored, and put back decoded into the cache that the model goes on
+with; so are those of an answer, when they fill a block. At its end the prompt is stored with its tail, for who asks that
+again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
@@ -16,10 +18,47 @@ from mlx_lm.generate import BatchGenerator, generation_stream
 from mlx_lm.models.cache import CacheList, KVCache
 
 from prefixcache.keys import BLOCK, chunks
-from prefixcache.layers.adapters import read_leaf
+from prefixcache.layers.classes import read_leaf
+from prefixcache.servers.mlx_lm.tenant_cache import RequestCache, TenantPromptCache, TokenizedRequest
 
 # Codes and stores the whole blocks of these tokens from one on, and puts them back; the last says whether to keep state, too.
 KeepBlocks = Callable[[Sequence[int], list[Any], int, bool], None]
+
+
+class RequestBatches(BatchGenerator):
+    """mlx-lm's batches, whose prompt caches say whose they are."""
+
+    def __init__(self, *args: Any, prompts: TenantPromptCache, **options: Any):
+        super().__init__(*args, **options)
+        self._prompts = prompts
+        self._requests: dict[int, TokenizedRequest | None] = {}  # by uid
+
+    def insert_segments(self, *args: Any, **options: Any) -> Any:
+        uids = super().insert_segments(*args, **options)
+        request, self._prompts.request = self._prompts.request, None
+        self._requests.update(dict.fromkeys(uids, request))
+        return uids
+
+    def extract_cache(self, uids: Any) -> Any:
+        extracted = super().extract_cache(uids)
+        return {uid: (RequestCache(found[0], self._requests.get(uid)), found[1]) for uid, found in extracted.items()}
+
+    def _next(self) -> Any:
+        prompt_responses, generated = super()._next()
+        for response in generated:
+            if response.finish_reason is not None:
+                response.prompt_cache = RequestCache(response.prompt_cache, self._requests.get(response.uid))
+                self._forget(response.uid)
+        return prompt_responses, generated
+
+    def remove(self, uids: Any, *args: Any, **options: Any) -> Any:
+        removed = super().remove(uids, *args, **options)
+        for uid in uids:
+            self._forget(uid)
+        return removed
+
+    def _forget(self, uid: int) -> None:
+        self._requests.pop(uid, None)
 
 
 def pieces_of(segments: Sequence[list[int]], at: int, step: int) -> list[list[int]]:
@@ -31,28 +70,24 @@ def pieces_of(segments: Sequence[list[int]], at: int, step: int) -> list[list[in
     return pieces
 
 
-class Blockwise(BatchGenerator):
-    """mlx-lm's batches, in which whole blocks are what is stored."""
+class Blockwise(RequestBatches):
+    """Batches in which whole blocks are what is stored."""
 
-    def __init__(self, *args: Any, keep_blocks: KeepBlocks, **options: Any):
+    def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        self._keep_blocks = keep_blocks
         self._kept: dict[int, int] = {}  # by uid: the tokens whose blocks are kept, or came from the cache
         self._ends: dict[int, set[int]] = {}  # by uid: the tokens computed where the caller's segments end
 
     def insert_segments(self, segments: Any, *args: Any, all_tokens: Any = None, **options: Any) -> Any:
         known = all_tokens or [[] for _ in segments]
         cut = [
-            pieces_of([*filter(None, own)], len(tokens), self.prefill_step_size)
-            for own, tokens in zip(segments, known, strict=True)
+            pieces_of([*filter(None, parts)], len(tokens), self.prefill_step_size)
+            for parts, tokens in zip(segments, known, strict=True)
         ]
         uids = super().insert_segments(cut, *args, all_tokens=known, **options)
-        for uid, own, tokens in zip(uids, segments, known, strict=True):
-            ends, total = set(), 0
-            for segment in filter(None, own):
-                total += len(segment)
-                ends.add(total)
-            self._ends[uid] = {*ends, total - 1}
+        for uid, parts, tokens in zip(uids, segments, known, strict=True):
+            ends = [*accumulate(len(segment) for segment in parts if segment)]
+            self._ends[uid] = {*ends, ends[-1] - 1}
             self._kept[uid] = len(tokens) // BLOCK * BLOCK
         return uids
 
@@ -65,18 +100,14 @@ class Blockwise(BatchGenerator):
                 response.end_of_segment = response.end_of_segment and done in ends
                 self._keep(self._prompt_batch, response.uid, total - done)
         for response in generated:
-            if response.finish_reason is not None:
-                self._kept.pop(response.uid, None)
-                self._ends.pop(response.uid, None)
-            else:
+            if response.finish_reason is None:
                 self._keep(self._generation_batch, response.uid, 0)
         return prompt_responses, generated
 
-    def remove(self, uids: Any, *args: Any, **options: Any) -> Any:
-        for uid in uids:
-            self._kept.pop(uid, None)
-            self._ends.pop(uid, None)
-        return super().remove(uids, *args, **options)
+    def _forget(self, uid: int) -> None:
+        super()._forget(uid)
+        self._kept.pop(uid, None)
+        self._ends.pop(uid, None)
 
     def _keep(self, batch: Any, uid: int, to_come: int) -> None:
         """Keep the blocks of a sequence that have become whole."""
@@ -87,9 +118,10 @@ class Blockwise(BatchGenerator):
         whole = len(tokens) // BLOCK * BLOCK
         if whole > since or to_come == 1:
             layers = [_one_of(layer, i) for layer in batch.prompt_cache]
-            self._keep_blocks(tokens if to_come == 1 else tokens[:whole], layers, since, to_come <= BLOCK)
-            for layer, own in zip(batch.prompt_cache, layers, strict=True):
-                _put_back(layer, i, own, since, whole)
+            ready = tokens if to_come == 1 else tokens[:whole]
+            self._prompts.keep_blocks(self._requests[uid], ready, layers, since, to_come <= BLOCK)
+            for layer, single in zip(batch.prompt_cache, layers, strict=True):
+                _put_back(layer, i, single, since, whole)
             self._kept[uid] = whole
 
 
@@ -105,20 +137,20 @@ def _one_of(batched: Any, i: int) -> Any:
     return batched.extract(i)
 
 
-def _put_back(batched: Any, i: int, own: Any, since: int, end: int) -> None:
-    """The rows of tokens `since` to `end` of a sequence's own layer cache, where a batch has them."""
-    if isinstance(own, CacheList):
-        for layer, child in zip(batched.caches, own.caches, strict=True):
+def _put_back(batched: Any, i: int, single: Any, since: int, end: int) -> None:
+    """The rows of tokens `since` to `end` of a single sequence's layer cache, where a batch has them."""
+    if isinstance(single, CacheList):
+        for layer, child in zip(batched.caches, single.caches, strict=True):
             _put_back(layer, i, child, since, end)
-    elif type(batched).__name__ in ("BatchKVCache", "BatchRotatingKVCache") and own.keys is not batched.keys:
-        leaf, behind = read_leaf(own, "batch"), batched._idx - int(batched.offset[i].item())
+    elif type(batched).__name__ in ("BatchKVCache", "BatchRotatingKVCache") and single.keys is not batched.keys:
+        leaf, behind = read_leaf(single, "batch"), batched._idx - int(batched.offset[i].item())
         for first, last in leaf.held:
             low, high = max(first, since), min(last, end)
             if low < high:
                 where, to = leaf.where(low, high), slice(behind + low, behind + high)
                 at = where if isinstance(where, slice) else mx.array(where)
-                batched.keys[i : i + 1, :, to] = own.keys[:, :, at]
-                batched.values[i : i + 1, :, to] = own.values[:, :, at]
+                batched.keys[i : i + 1, :, to] = single.keys[:, :, at]
+                batched.values[i : i + 1, :, to] = single.values[:, :, at]
 
 
 def stream(
@@ -156,7 +188,7 @@ def stream(
             tokens += piece
             done += len(piece)
             kept = _keep_single(keep_blocks, tokens, layers, kept, len(prompt) - done)
-    options["prompt_progress_callback"] = lambda own, total: progress(done + own, len(prompt))
+    options["prompt_progress_callback"] = lambda computed, total: progress(done + computed, len(prompt))
     tokens.append(prompt[-1])
     for response in generate(model=model, tokenizer=tokenizer, prompt=list(prompt[-1:]), **options):
         kept = _keep_single(keep_blocks, tokens, layers, kept, 0)

@@ -1,7 +1,7 @@
 """mlx-lm's prompt cache on a PrefixCache: `TieredPromptCache` stands where `mlx_lm.server` has its `LRUPromptCache`.
 
 It names models by their identity, promotes from the SSD as long as that is quicker than computing, and never raises into
-the thread that generates. The server around it is `mlx_lm_server`.
+the thread that generates. `prefixcache serve` uses the subclass in `tenant_cache`.
 """
 
 from __future__ import annotations
@@ -32,22 +32,6 @@ ROOM = 2048  # tokens that a hit can grow by before its layers do: mlx_lm.server
 Stamp = tuple[tuple[str, int, int], ...]  # name, bytes and time of change of files
 
 
-class SaltedToken(int):
-    """A token that carries the salt of its prompt. As the first of a prompt it goes where the prompt goes: into slices,
-    into what the batch has seen, back to `insert_cache`.
-    """
-
-    salt: bytes = b""
-
-    def __new__(cls, token: int, salt: bytes) -> SaltedToken:
-        made = super().__new__(cls, token)
-        made.salt = salt
-        return made
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return SaltedToken, (int(self), self.salt)
-
-
 class TieredPromptCache(LRUPromptCache):
     """mlx-lm's prompt cache, bounded in bytes, on RAM and SSD: the interface of `LRUPromptCache`.
 
@@ -68,14 +52,12 @@ class TieredPromptCache(LRUPromptCache):
         *,
         identify: Callable[[Any], str] | None = None,
         longest_wait: float = 30.0,
-        salted_only: bool = False,
         whole_blocks: bool = False,
     ):
-        """`cache`: the caller's, who closes it. `max_size`: sequences in all, the coldest leave every tier; None: as many
-        as the bytes allow. `max_bytes`: of prompt caches in RAM; None: the cache's budget. `identify`: the name of a model
-        key's weights (default: `identity_of`). `longest_wait`: seconds that a lookup waits for the SSD at most; it waits as
-        long as that is quicker than computing. `salted_only`: leave prompts alone whose first token is no `SaltedToken`.
-        `whole_blocks`: see `PrefixCache.fetch` and `store`.
+        """`cache`: the caller's, who closes it. `max_size`: sequences in all tiers, beyond which the least recently used are
+        deleted; None: as many as the bytes allow. `max_bytes`: of prompt caches in RAM; None: the cache's budget. `identify`:
+        the name of a model key's weights (default: `identity_of`). `longest_wait`: seconds that a lookup waits for the SSD at
+        most; it waits as long as that is quicker than computing. `whole_blocks`: see `PrefixCache.fetch` and `store`.
         """
         super().__init__(1 << 62 if max_size is None else max_size, 1 << 62 if max_bytes is None else max_bytes)
         self.cache = cache
@@ -84,39 +66,43 @@ class TieredPromptCache(LRUPromptCache):
         self._identify = identify or identity_of
         self._names: dict[Any, tuple[str, Stamp]] = {}
         self._last_model: Any = None
-        self._salted_only = salted_only
         self._whole_blocks = whole_blocks
         self._turn = threading.RLock()
         self._live_room: list[Reservation] = []  # what objects kept as they are take of the budget
 
     # -- LRUPromptCache's interface -----------------------------------------------------------------------------------
 
-    def fetch_nearest_cache(self, model: Any, tokens: Sequence[int]) -> tuple[list[Any] | None, Sequence[int]]:
+    def fetch_nearest_cache(
+        self, model: Any, tokens: Sequence[int], *, salt: bytes = b""
+    ) -> tuple[list[Any] | None, Sequence[int]]:
         """The deepest prompt cache for these tokens, and the tokens still to be computed; (None, tokens) on a miss."""
-        salt = self._salt(tokens)
-        if salt is None:
-            return None, tokens
         try:
             name, ids = self.name_of(model), as_tokens(tokens)
-            self.reading.wait(ids, model=name, salt=salt)  # others may insert meanwhile
+            self._wait_for_ssd(ids, name, salt)  # others may insert meanwhile
             with self._turn:
-                found, rest = self._fetch(name, salt, ids, tokens)
+                prompt_cache, rest = self._fetch(name, salt, ids, tokens)
                 if super().__len__():
-                    live, left = super().fetch_nearest_cache((name, salt), list(tokens))
-                    if live is not None and (found is None or len(left) < len(rest)):
-                        return live, left
-                return found, rest
+                    live, live_rest = super().fetch_nearest_cache((name, salt), list(tokens))
+                    if live is not None and (prompt_cache is None or len(live_rest) < len(rest)):
+                        return live, live_rest
+                return prompt_cache, rest
         except Exception as error:
             log.warning("a lookup failed, which is a miss: %s: %s", type(error).__name__, error)
             return None, tokens
 
     def insert_cache(
-        self, model: Any, tokens: Sequence[int], prompt_cache: list[Any], *, cache_type: str = "assistant"
-    ) -> None:
-        """Keep the prompt cache of these tokens. It is read here, and neither changed nor held (but see the class)."""
-        salt = self._salt(tokens)
-        if salt is None:
-            return
+        self,
+        model: Any,
+        tokens: Sequence[int],
+        prompt_cache: list[Any],
+        *,
+        cache_type: str = "assistant",
+        salt: bytes = b"",
+    ) -> int:
+        """Keep the prompt cache of these tokens. It is read here, and neither changed nor held (but see the class). Returns
+        how many of the tokens a PrefixCache can give now.
+        """
+        kept = 0
         with self._turn:
             try:
                 name = self.name_of(model)
@@ -125,17 +111,18 @@ class TieredPromptCache(LRUPromptCache):
                         raise CacheError("no tokens")
                     ids = as_tokens(tokens)
                     self.reading.ended(ids)
-                    self.cache.store(
+                    kept = self.cache.store(
                         ids, prompt_cache, model=name, salt=salt, label=cache_type, whole_blocks=self._whole_blocks
-                    )
+                    ).tokens
                 except CacheError as error:
                     self._insert_live((name, salt), tokens, prompt_cache, cache_type, error)
                 self._keep_limits()
             except Exception as error:
                 self._fail(error)
+        return kept
 
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
-        """Let the coldest go: of sequences in every tier, of bytes from RAM (to the SSD, where there is one)."""
+        """Delete the least recently used sequences from every tier; evict bytes from RAM (to the SSD, where there is one)."""
         with self._turn:
             try:
                 if n_sequences is not None:
@@ -162,13 +149,13 @@ class TieredPromptCache(LRUPromptCache):
         """By cache type: sequences, and bytes in RAM. What the SSD brought after a restart is of type "restored"."""
         by_type: dict[str, dict[str, int]] = super().stats_by_type()
         for label, counted in self.cache.stats().labels.items():
-            own = by_type.setdefault(label or RESTORED, {"n_sequences": 0, "n_bytes": 0})
-            own["n_sequences"] += counted.sequences
-            own["n_bytes"] += counted.ram_bytes
+            of_type = by_type.setdefault(label or RESTORED, {"n_sequences": 0, "n_bytes": 0})
+            of_type["n_sequences"] += counted.sequences
+            of_type["n_bytes"] += counted.ram_bytes
         return by_type
 
     def _trim_ram(self, nbytes: int) -> None:
-        """Let images leave RAM until they and the live objects take no more than this."""
+        """Evict images from RAM until they and the live objects take no more than this."""
         stats = self.cache.stats()
         if stats.ram_images + self._n_bytes > nbytes:
             beside = stats.ram_nodes + stats.ram_reserved
@@ -196,14 +183,10 @@ class TieredPromptCache(LRUPromptCache):
             self._names.pop(model, None)
             return self.name_of(model)
 
-    def _salt(self, tokens: Sequence[int]) -> bytes | None:
-        """The salt that the prompt carries; None where it carries none and must."""
-        first = tokens[0] if len(tokens) else None
-        if isinstance(first, SaltedToken):
-            return first.salt
-        return None if self._salted_only else b""
-
     # -- the PrefixCache --------------------------------------------------------------------------------------------------
+
+    def _wait_for_ssd(self, ids: np.ndarray, name: str, salt: bytes) -> None:
+        self.reading.wait(ids, model=name, salt=salt)
 
     def _fetch(
         self, name: str, salt: bytes, ids: np.ndarray, tokens: Sequence[int]
@@ -239,7 +222,7 @@ class TieredPromptCache(LRUPromptCache):
     def _insert_live(
         self, key: tuple[str, bytes], tokens: Sequence[int], prompt_cache: list[Any], cache_type: str, error: CacheError
     ) -> None:
-        """Keep the objects as they are, with their bytes reserved, the coldest of their kind leaving for them."""
+        """Keep the objects as they are, with their bytes reserved; older ones are dropped for them."""
         nbytes = sum(layer.nbytes for layer in prompt_cache)
         while not self._pay_for_live(nbytes):
             if not super().__len__():
@@ -293,10 +276,10 @@ def _parts(model: Any) -> tuple[Any, Any, Any]:
 
 def _stamp(model: Any) -> Stamp:
     """The files behind a model key, as far as looking at their names and times tells; () for what is no folder."""
-    found: list[tuple[str, int, int]] = []
+    files: list[tuple[str, int, int]] = []
     for part in _parts(model):
         if isinstance(part, (str, os.PathLike)):
             with suppress(OSError):
                 about = [(file.name, file.stat()) for file in os.scandir(os.fspath(part)) if file.is_file()]
-                found += [(name, stat.st_size, stat.st_mtime_ns) for name, stat in about]
-    return tuple(sorted(found))
+                files += [(name, stat.st_size, stat.st_mtime_ns) for name, stat in about]
+    return tuple(sorted(files))

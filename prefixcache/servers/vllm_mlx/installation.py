@@ -100,15 +100,10 @@ def install(cache: PrefixCache | Settings, *, salt: bytes = b"", longest_wait: f
 
     def build(model: Any, config: Any = None) -> TieredPrefixCache:
         name = identity_of(model)
-        # --max-kv-size gives layers of another class, and the class that is replaced here isn't told of it: its caller is
-        # asked. Caches of two bounds must not meet.
-        caller = sys._getframe(1).f_locals.get("self")
-        bound = getattr(getattr(caller, "config", caller), "max_kv_size", None)
-        if isinstance(bound, int) and bound > 0:
-            name += f"|max_kv_size={bound}"
         return TieredPrefixCache(model, config, cache=kept, model_name=name, salt=salt, longest_wait=longest_wait)
 
     _replace(scheduler, "MemoryAwarePrefixCache", build)
+    _replace(scheduler.Scheduler, "__init__", _bounding(scheduler.Scheduler.__init__))
     tokenizer = importlib.import_module("vllm_mlx.utils.tokenizer")
     loader = _naming(tokenizer.load_model_with_fallback)
     for owner in (tokenizer, sys.modules["vllm_mlx.utils"]):  # the package hands it on
@@ -121,6 +116,8 @@ def install(cache: PrefixCache | Settings, *, salt: bytes = b"", longest_wait: f
         log.info("without multimodal models: %s", error)
     else:
         _replace(multimodal, "MemoryAwarePrefixCache", build)
+        generator = multimodal.MLLMBatchGenerator
+        _replace(generator, "__init__", _bounding(generator.__init__))
         _replace(mllm.MLXMultimodalLM, "load", _naming_multimodal(mllm.MLXMultimodalLM.load))
     return cache
 
@@ -140,6 +137,22 @@ def uninstall() -> None:
 def _replace(owner: Any, name: str, after: Any) -> None:
     _replaced.append(_Replaced(owner, name, getattr(owner, name), after))
     setattr(owner, name, after)
+
+
+def _bounding(init: Callable[..., None]) -> Callable[..., None]:
+    """The constructor of a scheduler, which then tells its cache of --max-kv-size: that gives layers of another class, and
+    vllm-mlx doesn't tell the cache.
+    """
+
+    @functools.wraps(init)
+    def made(self: Any, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        bound = getattr(getattr(self, "config", self), "max_kv_size", None)
+        for cache in (getattr(self, "memory_aware_cache", None), getattr(self, "prefix_cache", None)):
+            if isinstance(cache, TieredPrefixCache) and isinstance(bound, int) and bound > 0:
+                cache.model_name += f"|max_kv_size={bound}"
+
+    return made
 
 
 def _naming(load: Callable[..., Any]) -> Callable[..., Any]:

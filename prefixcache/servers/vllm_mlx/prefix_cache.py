@@ -68,7 +68,7 @@ class TieredPrefixCache:
         self._auxiliary = Auxiliary(cache)
         self._here = _Here()
         self._lock = threading.Lock()
-        self._set_aside: list[Reservation] = []
+        self._reserved: list[Reservation] = []
         self._said: set[str] = set()
         self._hits = self._misses = self._saved = self._rejections = self._evicted_before = 0
         if getattr(config, "kv_quantize", False):
@@ -229,23 +229,23 @@ class TieredPrefixCache:
         self.reset_stats()
 
     def try_reserve_memory(self, nbytes: int) -> bool:
-        """Set bytes of the RAM budget aside, the coldest leaving for them. False when the room can't be had."""
+        """Reserve bytes of the RAM budget, evicting for them. False when the room can't be had."""
         if nbytes <= 0:
             return True
         with self._quietly("a reservation"):
             reservation = self.cache.reserve(nbytes)
             if reservation is not None:
                 with self._lock:
-                    self._set_aside.append(reservation)
+                    self._reserved.append(reservation)
                 return True
         return False
 
     def release_reserved_memory(self, nbytes: int) -> None:
-        """Give back bytes that `try_reserve_memory` set aside, in one call or in several; never more than those."""
+        """Give back bytes that `try_reserve_memory` reserved, in one call or in several; never more than those."""
         with self._lock:
-            for reservation in reversed(self._set_aside):
+            for reservation in reversed(self._reserved):
                 nbytes -= reservation.release(max(nbytes, 0))
-            self._set_aside = [reservation for reservation in self._set_aside if reservation.left]
+            self._reserved = [reservation for reservation in self._reserved if reservation.left]
 
     # -- the SSD --------------------------------------------------------------------------------------------------------
 

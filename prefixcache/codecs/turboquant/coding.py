@@ -1,0 +1,101 @@
+"""How the rows of one layer are coded, in plain data that live caches and the store share. No rows are here.
+
+`Choice` is what the user chose, `Kind` what rows a layer has, `LayerLevels` what both its parts were levelled by and `Run`
+from which token on.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from prefixcache.codecs.base import RowCodec
+from prefixcache.codecs.interchange import FLOATS
+from prefixcache.codecs.turboquant.codec import LEAST_WIDTH, TurboQuant, TurboQuantRows
+from prefixcache.codecs.turboquant.format import Form, form_of
+from prefixcache.codecs.turboquant.levelling import Levels
+
+RECENT = 64  # last rows that attention sees uncoded: most of what codes cost is lost on the nearest rows
+MOST_RECENT = 4096
+
+
+class Kind(NamedTuple):
+    """What rows a layer has."""
+
+    heads: int
+    key_width: int
+    value_width: int
+    dtype: str
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        return self.key_width, self.value_width
+
+    def check(self) -> None:
+        """ValueError for rows that TurboQuant doesn't take."""
+        if self.dtype not in FLOATS:
+            raise ValueError(f"rows of {self.dtype}: TurboQuant takes {', '.join(FLOATS)}; keep this layer as it is")
+        for part, width in zip(("keys", "values"), self.widths, strict=True):
+            if width < LEAST_WIDTH:
+                raise ValueError(
+                    f"{part} {width} wide: TurboQuant takes {LEAST_WIDTH} or more; keep this layer as it is"
+                )
+
+    def __str__(self) -> str:
+        widths = self.key_width if self.key_width == self.value_width else f"{self.key_width} and {self.value_width}"
+        return f"{self.heads} heads of {widths} {self.dtype}"
+
+
+class Choice(NamedTuple):
+    """How rows are coded, and which of them stay uncoded beside their codes."""
+
+    key_bits: int = 4
+    value_bits: int = 4
+    levelling: bool = True
+    sink_tokens: int = 4
+    seed: int = 0
+    recent_tokens: int = RECENT
+
+    @classmethod
+    def of(cls, keys: RowCodec, values: RowCodec, sink_tokens: int) -> Choice | None:
+        """What gives the codes that these row codecs give; None where one of them is not TurboQuant's."""
+        if not isinstance(keys, TurboQuantRows) or not isinstance(values, TurboQuantRows):
+            return None
+        return cls(keys.bits, values.bits, keys.levelled, sink_tokens, keys.seed)
+
+    def same_codes(self, other: Choice | None) -> bool:
+        """Whether both give the same codes: all but `recent_tokens` decides that."""
+        return other is not None and self._replace(recent_tokens=0) == other._replace(recent_tokens=0)
+
+    def forms(self, kind: Kind) -> tuple[Form, Form]:
+        """Those of keys and of values."""
+        return form_of(kind.key_width, self.key_bits, self.seed), form_of(kind.value_width, self.value_bits, self.seed)
+
+    def check(self) -> Choice:
+        """ValueError for bits and numbers that TurboQuant doesn't take."""
+        self._codec()
+        if type(self.recent_tokens) is not int or not 0 <= self.recent_tokens <= MOST_RECENT:
+            raise ValueError(f"recent_tokens={self.recent_tokens!r}: give a number of tokens, 0 to {MOST_RECENT}")
+        return self
+
+    def _codec(self) -> TurboQuant:
+        return TurboQuant(self.key_bits, self.value_bits, self.levelling, sink_tokens=self.sink_tokens, seed=self.seed)
+
+    def __str__(self) -> str:
+        return str(self._codec())
+
+
+class LayerLevels(NamedTuple):
+    """The levels of a layer's keys and of its values; None where a part isn't levelled."""
+
+    keys: Levels | None
+    values: Levels | None
+
+
+PLAIN = LayerLevels(None, None)
+
+
+class Run(NamedTuple):
+    """From token `first` of a sequence on, up to the next run, rows are coded with `levels`."""
+
+    first: int
+    levels: LayerLevels

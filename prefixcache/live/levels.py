@@ -1,0 +1,110 @@
+"""Levels of live rows: measured from rows that wait, shared by caches, found by row. The arithmetic is `codecs`'s."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from prefixcache.codecs.interchange import copy_out
+from prefixcache.codecs.turboquant.coding import Choice, Kind, LayerLevels, Run
+from prefixcache.codecs.turboquant.levelling import measure_levels
+from prefixcache.codecs.turboquant.live import LevelStack
+
+LEAST_MEASURED = 256  # rows to measure levels from, which are then for all that comes
+MOST_MEASURED = 1024  # rows to measure levels from: the caller waits for it
+MOST_STACKS = 8
+
+
+class SharedLevels:
+    """Levels of a model's layers, measured once by whichever cache first sees 256 rows, and used by all that share this.
+
+    One for each tenant: levels are means and spreads of the text that they were measured on.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_layer: dict[int, LayerLevels] = {}
+
+    def get(self, layer: int) -> LayerLevels | None:
+        return self._by_layer.get(layer)
+
+    def settle(self, layer: int, measured: LayerLevels) -> LayerLevels:
+        """The layer's levels: those that came first."""
+        with self._lock:
+            return self._by_layer.setdefault(layer, measured)
+
+
+class LevelStacks:
+    """Levels of several sequences side by side, as encoders and decoders take them: each combination is stacked once.
+
+    It keeps the levels that a stack was made of, so that their ids stay theirs. At most `MOST_STACKS` are kept.
+    """
+
+    def __init__(self, choice: Choice, kind: Kind):
+        self._heads = kind.heads
+        self._forms = choice.forms(kind)
+        self._stacks: dict[tuple[int, ...], tuple[list[LayerLevels], tuple[LevelStack, LevelStack]]] = {}
+
+    def of(self, levels: list[LayerLevels]) -> tuple[LevelStack, LevelStack]:
+        """Of keys and of values; `levels` are those of each sequence, or one for all."""
+        if all(of_sequence is levels[0] for of_sequence in levels):
+            levels = levels[:1]
+        key = tuple(map(id, levels))
+        if key not in self._stacks:
+            if len(self._stacks) >= MOST_STACKS:
+                self._stacks.clear()
+            keys, values = self._forms
+            stacks = (
+                LevelStack([of_sequence.keys for of_sequence in levels], keys, self._heads),
+                LevelStack([of_sequence.values for of_sequence in levels], values, self._heads),
+            )
+            self._stacks[key] = levels, stacks
+        return self._stacks[key][1]
+
+    def copy(self) -> LevelStacks:
+        made = LevelStacks.__new__(LevelStacks)
+        made._heads, made._forms, made._stacks = self._heads, self._forms, dict(self._stacks)
+        return made
+
+
+# -- runs ----------------------------------------------------------------------------------------------------------------
+
+
+def run_at(runs: Sequence[Run], token: int) -> Run:
+    """The run of a token; of padding before the first token, the first run."""
+    return next((run for run in reversed(runs) if run.first <= token), runs[0])
+
+
+def spans_of(runs: Sequence[Run], pad: int, low: int, high: int) -> list[tuple[int, int, LayerLevels]]:
+    """Rows `low` to `high` (not included) of a sequence behind `pad` rows of padding, cut where levels change."""
+    if len(runs) == 1 and low >= pad + runs[0].first:  # as most often
+        return [(low, high, runs[0].levels)] if low < high else []
+    spans = []
+    for run, after in zip(runs, (*runs[1:], None), strict=True):
+        first, last = max(pad + run.first, low), high if after is None else min(pad + after.first, high)
+        if first < last:
+            spans.append((first, last, run.levels))
+    return spans
+
+
+# -- measuring -----------------------------------------------------------------------------------------------------------
+
+
+def measured_from(rows: tuple[mx.array, mx.array], ranges: Sequence[tuple[int, int]]) -> LayerLevels:
+    """Levels of keys and values (B, heads, T, width): of rows evenly drawn from the `ranges` (first, last not included)
+    of the sequences."""
+    count = sum(last - first for first, last in ranges)
+    drawn = np.linspace(0, count - 1, min(count, MOST_MEASURED)).astype(np.int64)
+    at, drawn_of = 0, []
+    for first, last in ranges:
+        drawn_of.append(mx.array(drawn[(drawn >= at) & (drawn < at + last - first)] - at + first))
+        at += last - first
+    measured = []
+    for part, centred in zip(rows, (True, False), strict=True):
+        samples = [mx.take(part[b], chosen, axis=1) for b, chosen in enumerate(drawn_of) if chosen.size]
+        sample = copy_out(mx.swapaxes(mx.concatenate(samples, axis=1), 0, 1).astype(mx.float32))
+        measured.append(measure_levels(sample, centred))
+    return LayerLevels(*measured)

@@ -1,0 +1,120 @@
+"""What mlx-lm asks of every cache of codes, of one sequence or of many. What differs is in `live.turboquant`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+from prefixcache.codecs.interchange import element
+from prefixcache.codecs.turboquant.coding import Choice, Kind
+from prefixcache.live import hook
+from prefixcache.live.attention import attend, plain
+from prefixcache.live.layer import CodedLayer
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class LiveCache:
+    """The parts of mlx-lm's protocol that are the same for one sequence and for many."""
+
+    _layer: CodedLayer
+
+    def keys_and_values(self) -> tuple[Any, Any]:
+        """What stands for all keys and values of this cache, as `update_and_fetch` returns it."""
+        layer, kind = self._layer, self._layer.known_kind()
+        if layer.waiting is not None or layer.attends == "buffer":
+            return layer.decoded_heads(0, kind.heads)
+        shape, dtype = (layer.batch, kind.heads, layer.rows), element(kind.dtype).mlx
+        return hook.Codes(self, (*shape, kind.key_width), dtype), hook.Codes(self, (*shape, kind.value_width), dtype)
+
+    def attend_to_codes(
+        self, queries: mx.array, keys: Any, values: Any, *, scale: float, mask: Any, sinks: mx.array | None = None
+    ) -> mx.array:
+        """What the hook calls, with what `update_and_fetch` returned: see `attention.attend`. On arrays it is MLX's own."""
+        if isinstance(keys, mx.array):
+            return plain(queries, keys, values, scale, mask, sinks)
+        return attend(self._layer, queries, scale, mask, sinks)
+
+    @property
+    def bits(self) -> int:
+        """Bits of keys, where codes are what is fetched: mlx-lm's own function, while it isn't hooked, then takes its
+        quantised way, and what it meets says what to do."""
+        if self._layer.waiting is not None or self._layer.attends == "buffer":
+            raise AttributeError("bits")
+        return self._layer.choice.key_bits
+
+    @property
+    def group_size(self) -> int:
+        """Beside `bits`."""
+        return self._layer.known_kind().key_width
+
+    def size(self) -> int:
+        """Rows held: of a batch, padding included."""
+        return self._layer.rows
+
+    def empty(self) -> bool:
+        return self._layer.kind is None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales, the buffers' room to grow included, of rows kept as they are, of levels, and of the
+        decoded copy where there is one. Nothing is evaluated."""
+        return self._layer.nbytes
+
+    def is_trimmable(self) -> bool:
+        return True
+
+    @property
+    def meta_state(self) -> str:
+        """Nothing: `state` says all."""
+        return ""
+
+    @meta_state.setter
+    def meta_state(self, value: Any) -> None:
+        if value:
+            raise ValueError(f"meta_state={value!r}: a {type(self).__name__} has none")
+
+    @classmethod
+    def from_state(cls, state: Sequence[mx.array], meta_state: Any = "") -> Self:
+        """The cache whose `state` this was, its codec included. ValueError for any other state."""
+        made = cls.__new__(cls)
+        made.state, made.meta_state = state, meta_state  # type: ignore[attr-defined]
+        hook_for(made._layer)
+        return made
+
+    def copy(self) -> Self:
+        """Another cache of the same rows. It costs nothing until one of the two changes, which the other never shows."""
+        made = type(self).__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        made._layer = self._layer.copy()
+        return made
+
+    def __copy__(self) -> Self:
+        return self.copy()
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self.copy()
+
+    @property
+    def choice(self) -> Choice:
+        """How rows are coded: bits, levelling, sink_tokens, seed, recent_tokens."""
+        return self._layer.choice
+
+    @property
+    def attends(self) -> str:
+        """ "codes" or "buffer"."""
+        return self._layer.attends
+
+    @property
+    def kind(self) -> Kind | None:
+        """Heads, widths and dtype of the rows; None before the first."""
+        return self._layer.kind
+
+
+def hook_for(layer: CodedLayer) -> None:
+    """Attention to codes needs the hook."""
+    if layer.attends == "codes":
+        hook.install()

@@ -1,0 +1,107 @@
+"""A coded layer as arrays alone, as mlx-lm saves and loads a cache's state, and such a layer back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from prefixcache.codecs.interchange import borrow, copy_out, element
+from prefixcache.codecs.packing import words_of
+from prefixcache.codecs.turboquant.coding import Choice, Kind, LayerLevels, Run
+from prefixcache.codecs.turboquant.levelling import Levels
+from prefixcache.live.buffers import Alignment, CodeBuffer, FirstRows, RecentRows, RowBuffer, Two
+from prefixcache.live.layer import CodedLayer
+
+VERSION = 1
+
+
+def described(layer: CodedLayer, **more: Any) -> list[mx.array]:
+    """All of a layer as a list of arrays; the first is JSON (uint8), so that it can be saved like any other state."""
+    in_use, alignment = layer.levels_in_use(), layer.alignment
+    numbers = {id(levels): i for i, levels in enumerate(in_use)}
+    uncoded = layer.waiting.arrays if layer.waiting is not None else layer.sinks.arrays
+    buffers = [layer.codes.arrays, uncoded, layer.recent.arrays]
+    header = {
+        "version": VERSION, "choice": list(layer.choice), "attends": layer.attends, "kind": layer.kind,
+        "rows": alignment.rows, "pads": alignment.pads, "floors": layer.recent.floors, "ends": alignment.ends,
+        "waiting": layer.waiting is not None,
+        "runs": [[[run.first, numbers[id(run.levels)]] for run in runs] for runs in layer.runs],
+        "levels": [[part is not None for part in levels] for levels in in_use],
+        "held": [arrays is not None for arrays in buffers],
+        **more,
+    }  # fmt: skip
+    text = mx.array(np.frombuffer(json.dumps(header).encode(), np.uint8))
+    rows = [array for arrays in buffers for array in arrays or ()]
+    parts = [part for levels in in_use for part in levels if part is not None]
+    return [text, *rows, *(mx.array(array) for part in parts for array in (part.mean, part.divisor))]
+
+
+def restored(state: Sequence[mx.array]) -> tuple[CodedLayer, dict[str, Any]]:
+    """The inverse of `described`, and all that its header says. ValueError for what is no such state."""
+    try:
+        arrays = iter(state)
+        header: dict[str, Any] = json.loads(bytes(borrow(next(arrays)).tobytes()))
+        if header["version"] != VERSION:
+            raise ValueError(f"its version is {header['version']}, this release reads {VERSION}")
+        layer = CodedLayer.empty(Choice(*header["choice"]), header["attends"])
+        layer.kind = Kind(*header["kind"]) if header["kind"] is not None else None
+        ends = tuple(header["ends"]) if header["ends"] is not None else None
+        layer.alignment = Alignment(header["rows"], tuple(header["pads"]), ends)
+        codes, uncoded, recent = (
+            (next(arrays), next(arrays)) if is_there else None for is_there in _three(header["held"])
+        )
+        layer.codes = CodeBuffer(codes)
+        layer.waiting = RowBuffer(uncoded) if header["waiting"] else None
+        layer.sinks = FirstRows(layer.choice.sink_tokens, None if header["waiting"] else uncoded)
+        layer.recent = RecentRows(layer.choice.recent_tokens, tuple(header["floors"]), recent)
+        levels = [
+            LayerLevels(*(Levels(copy_out(next(arrays)), copy_out(next(arrays))) if there else None for there in parts))
+            for parts in header["levels"]
+        ]
+        layer.runs = tuple(tuple(Run(first, levels[i]) for first, i in runs) for runs in header["runs"])
+        _check(layer)
+    except (StopIteration, RuntimeError, KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+        raise ValueError(f"no state of a live TurboQuant cache: {error or type(error).__name__}") from None
+    layer.decode_all()
+    return layer, header
+
+
+def _three(flags: Sequence[bool]) -> tuple[bool, bool, bool]:
+    first, second, third = flags
+    return first, second, third
+
+
+def _check(layer: CodedLayer) -> None:
+    """ValueError where arrays and what the header says of them don't go together."""
+    layer.choice.check()
+    runs = 0 if layer.waiting is not None else layer.batch
+    fits = len(layer.recent.floors) == layer.batch and len(layer.runs) == runs and layer.rows >= 0
+    if not (fits and (layer.kind is None or _arrays_fit(layer, layer.kind))):
+        raise ValueError("its arrays are not those that it names")
+
+
+def _arrays_fit(layer: CodedLayer, kind: Kind) -> bool:
+    rows, dtype, some = layer.rows, element(kind.dtype).mlx, False
+    words = sum(words_of(form.width, form.codebook.bits) for form in layer.choice.forms(kind))
+    widths: list[tuple[tuple[int, ...], mx.Dtype]] = [((width,), dtype) for width in kind.widths]
+    wanted: list[tuple[Two | None, list[tuple[tuple[int, ...], mx.Dtype]], int]] = [
+        (layer.codes.arrays, [((words,), mx.uint32), ((2,), mx.uint16)], rows),
+        (layer.waiting.arrays if layer.waiting is not None else None, widths, rows),
+        (layer.sinks.arrays, widths, layer.sinks.size),
+        (layer.recent.arrays, widths, layer.recent.size),
+    ]
+    for arrays, kinds, least in wanted:
+        for array, (last, kept_as) in zip(arrays or (), kinds, strict=False):
+            some = True
+            fits = array.shape[:2] == (layer.batch, kind.heads) and array.shape[3:] == last
+            if not fits or array.dtype != kept_as or array.shape[2] < least:
+                return False
+    for levels in layer.levels_in_use():
+        for part, width in zip(levels, kind.widths, strict=True):
+            if part is not None and not part.mean.shape == part.divisor.shape == (kind.heads, width):
+                return False
+    return rows == 0 or some

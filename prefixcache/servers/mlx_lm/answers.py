@@ -1,0 +1,55 @@
+"""The queue on which mlx-lm's loop answers a request, watched: whether the answer is still wanted, and how it ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx_lm.server as upstream
+
+from prefixcache.servers.request_log import RequestLog
+
+
+class Ended(Exception):
+    """The server ends before a request is answered."""
+
+    def __init__(self) -> None:
+        super().__init__("the server ends; ask again when it is back")
+
+
+class Answers:
+    """What mlx-lm's loop puts goes on to the client's queue, until the client is gone or the server ends."""
+
+    def __init__(self, queue: Any, request_log: RequestLog | None = None):
+        self._queue = queue
+        self._log = request_log or RequestLog()
+        self._context: Any = None
+        self._over = False
+        self._cut = False
+        self.alone = False  # served by itself, in one call that only an exception can end
+
+    def put(self, answer: Any) -> None:
+        if isinstance(answer, upstream.GenerationContext):
+            self._context = answer
+        if self._cut:
+            self.stop()
+            if self.alone and isinstance(answer, tuple):
+                raise Ended  # in the middle of its prefill
+            return
+        if answer is None or isinstance(answer, Exception):
+            self._over = True
+        self._log.saw(answer)
+        self._queue.put(answer)
+
+    def wanted(self) -> bool:
+        """Neither answered, nor given up by the client."""
+        return not self._over and not (self._context is not None and self._context._should_stop)
+
+    def stop(self) -> None:
+        """The server ends: if the answer is not whole, `Ended` is its last word, and no more than one token, or one step of
+        the prefill, is still computed.
+        """
+        if not self._over:
+            self._over = self._cut = True
+            self._queue.put(Ended())
+        if self._context is not None:
+            self._context.stop()

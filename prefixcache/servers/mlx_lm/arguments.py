@@ -1,0 +1,70 @@
+"""mlx_lm.server's own command line, read from a list of flags, and checked before anything is loaded or downloaded."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NoReturn
+
+import mlx_lm.server as upstream
+
+from prefixcache.servers.mlx_lm.errors import ServeError
+
+
+class Flags(argparse.ArgumentParser):
+    """Flags in full, so that ours and mlx-lm's are told apart. One that is bad is told in one line."""
+
+    def __init__(self, description: str | None = None):
+        super().__init__(prog="prefixcache serve", description=description, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        raise ServeError(f"{message}; see `prefixcache serve --help` and `mlx_lm.server --help`")
+
+
+class _Parsed(Exception):
+    """Ends mlx-lm's `main` where it has made its parser."""
+
+
+def read_flags(flags: Sequence[str]) -> argparse.Namespace:
+    """What mlx_lm.server's command line makes of these flags. ServeError for those that it doesn't take."""
+    parsed: list[argparse.Namespace] = []
+
+    class Parser(Flags):
+        def parse_args(self) -> NoReturn:  # type: ignore[override]
+            parsed.append(super().parse_args(flags))
+            raise _Parsed
+
+    # mlx-lm makes its parser within `main` and offers it nowhere else: `main` runs that far with ours in argparse's place.
+    # A list of its flags of our own would lack the next release's.
+    before = upstream.argparse
+    upstream.argparse = SimpleNamespace(ArgumentParser=Parser)
+    try:
+        upstream.main()
+    except _Parsed:
+        return parsed[0]
+    finally:
+        upstream.argparse = before
+    raise ServeError("this release of mlx-lm reads its flags another way; install mlx-lm 0.31.3 or 0.32")
+
+
+def check_model(args: argparse.Namespace) -> None:
+    """A folder that isn't there is named before anything is loaded or downloaded."""
+    for flag, value in (
+        ("--model", args.model),
+        ("--draft-model", args.draft_model),
+        ("--adapter-path", args.adapter_path),
+    ):
+        if value is None:
+            continue
+        if not value:
+            raise ServeError(f"{flag} is empty: give a folder, or leave it out")
+        folder = Path(value).expanduser()
+        local = flag == "--adapter-path" or value.count("/") != 1 or value.startswith(("/", ".", "~"))
+        if local and not folder.is_dir():
+            others = "" if flag == "--adapter-path" else " or a Hugging Face name"
+            raise ServeError(f"{flag} {value}: no such folder; give one{others}")
+        config = "adapter_config.json" if flag == "--adapter-path" else "config.json"
+        if folder.is_dir() and not (folder / config).is_file():
+            raise ServeError(f"{flag} {value}: the folder has no {config}; give the folder that has it")

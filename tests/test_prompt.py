@@ -1,0 +1,106 @@
+"""`PrefixCache.prompt`: a request's tokens, checked once, that walk the graph of blocks once."""
+
+from __future__ import annotations
+
+import pytest
+
+from prefixcache import PrefixCache
+from tests import states
+
+PROMPT = [(7919 + i * 13) % 50_000 for i in range(256 * 9 + 100)]
+LONGER = [*PROMPT, *range(400)]
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """Its SSD has the prompt, and its RAM nothing."""
+    with PrefixCache(ram="8MB", ssd_dir=tmp_path, ssd="40MB", codec="raw", memory_reserve=0) as opened:
+        opened.store(PROMPT, states.sliceable(PROMPT), model="m")
+        opened.store([1] * 600, states.sliceable([1] * 600), model="m")
+        assert opened.flush(20)
+        opened.trim_to(0)
+        assert opened.match(PROMPT, model="m") == (0, len(PROMPT))
+        yield opened
+        opened.check_integrity()
+
+
+def counted(cache: PrefixCache) -> tuple[int, int]:
+    graph = cache._storage.graph
+    return graph.walks, graph.visits
+
+
+def test_a_request_from_the_ssd_walks_the_graph_four_times(cache):
+    before = counted(cache)
+    assert cache.match(LONGER, model="m").ssd == len(PROMPT)
+    assert cache.promote(LONGER, model="m").result() == len(PROMPT)
+    _, rest = cache.fetch(LONGER, model="m")
+    assert len(rest) == 400
+    assert cache.store(LONGER, states.sliceable(LONGER), model="m").tokens == len(LONGER)
+    walks, visits = counted(cache)
+    assert walks - before[0] <= 4
+    assert visits - before[1] <= 4 * (len(LONGER) // 256 + 5)
+
+
+def test_with_a_prompt_it_walks_once_and_goes_on_from_there(cache):
+    before = counted(cache)
+    prompt = cache.prompt(LONGER, model="m")
+    assert cache.match(prompt).ssd == cache.promote(prompt).result() == cache.match(prompt).ram == len(PROMPT)
+    restored, rest = cache.fetch(prompt)
+    assert (len(rest), rest) == (400, LONGER[len(PROMPT) :])
+    assert restored is not None
+    assert cache.store(prompt, states.sliceable(LONGER), model=None).tokens == len(LONGER)
+    assert cache.match(prompt).ram == len(LONGER)
+    walks, visits = counted(cache)
+    assert walks - before[0] == 1
+    assert visits - before[1] <= 2 * (len(LONGER) // 256 + 5)
+
+
+def test_a_prompt_sees_what_others_change(cache):
+    prompt = cache.prompt(PROMPT, model="m")
+    assert cache.match(prompt).ssd == len(PROMPT)
+    cache.remove(PROMPT, model="m")
+    assert cache.match(prompt) == (0, 0)
+    assert cache.fetch(prompt) == (None, PROMPT)
+    cache.store(PROMPT[:600], states.sliceable(PROMPT[:600]), model="m")
+    assert cache.match(prompt).ram == 600
+    cache.clear()
+    assert cache.match(prompt) == (0, 0)
+    cache.store(prompt, states.sliceable(PROMPT))
+    assert cache.match(prompt).ram == len(PROMPT)
+    assert cache.pin(prompt) == len(PROMPT)
+    assert cache.unpin(PROMPT, model="m")
+    assert cache.lookup(prompt).tokens == len(PROMPT)
+    assert cache.remove(prompt) > 0
+
+
+def test_a_prompt_made_before_its_namespace_is_known_finds_it(tmp_path):
+    with PrefixCache(ram="8MB", codec="raw", memory_reserve=0) as cache:
+        prompt = cache.prompt(PROMPT, model="m", salt=b"tenant")
+        assert cache.match(prompt) == (0, 0)
+        cache.store(PROMPT, states.sliceable(PROMPT), model="m", salt=b"tenant")
+        assert cache.match(prompt).ram == len(PROMPT)
+        assert cache.match(PROMPT, model="m") == (0, 0)
+
+
+def test_the_model_and_salt_of_a_prompt_are_given_once(cache):
+    prompt = cache.prompt(PROMPT, model="m", salt=b"tenant")
+    for wrong in ({"model": "m"}, {"salt": b"tenant"}):
+        with pytest.raises(TypeError, match="a Prompt has its model and salt"):
+            cache.match(prompt, **wrong)
+    with pytest.raises(TypeError, match="model of type NoneType"):
+        cache.match(PROMPT)
+    assert "tenant" not in repr(prompt)
+
+
+def test_a_prompt_continued_with_its_answer_goes_on_from_its_walk(cache):
+    prompt = cache.prompt(PROMPT, model="m")
+    assert cache.match(prompt).ssd == len(PROMPT)
+    before = counted(cache)
+    longer = prompt.continued(LONGER[len(PROMPT) :])
+    assert len(longer) == len(LONGER)
+    assert cache.match(longer).ssd == len(PROMPT)
+    assert cache.store(longer, states.sliceable(LONGER)).tokens == len(LONGER)
+    assert cache.fetch(longer, leave=0, promote=True)[1].tolist() == []
+    assert cache.match(LONGER, model="m").ram == len(LONGER)
+    walks, visits = counted(cache)
+    assert (walks - before[0], visits - before[1] <= 2 * (len(LONGER) // 256 + 5)) == (1, True)
