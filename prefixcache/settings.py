@@ -71,35 +71,37 @@ class Settings(BaseSettings):
 
     ram: AutoSize = Field(
         "auto",
-        description='RAM budget, hard. "auto": a quarter of the memory; under serve no more than the weights and an eighth '
-        "leave. 0: SSD only",
+        description='hard RAM budget. "auto": a quarter of the memory; under serve at most 7/8 of it less the weights. '
+        "0: SSD only",
     )
     ssd_dir: Path | None = Field(None, description="directory of the SSD tier; none: RAM only")
-    ssd: AutoSize = Field("auto", description='what the directory may take. "auto": half of what is free. 0: RAM only')
+    ssd: AutoSize = Field(
+        "auto", description='limit of the directory on disk. "auto": half of the free space. 0: RAM only'
+    )
     codec: Any = Field(None, description='a codec, its spec, or text such as "turboquant:4:3", "affine:4", "raw"')
 
     memory_reserve: AutoSize = Field(
-        "auto", description='the cache shrinks while the machine has less memory free. "auto": a 64th of it. 0: never'
+        "auto", description='evict from RAM while the machine has less memory free. "auto": a 64th of it. 0: never'
     )
     transit: Size = Field(256 << 20, description="with ram=0: RAM for images on their way to and from the SSD")
     spill: Literal["drop", "wait", "through"] = Field(
         "drop",
-        description='when the spill queue is full: "drop" the coldest or "wait"; "through": drop, but write each block as '
-        "soon as it is whole",
+        description='when the spill queue is full: "drop" what is evicted, or "wait" for room; "through": drop, but write '
+        "each block as soon as it is whole",
     )
     spill_wait: float = Field(2.0, ge=0, le=60, description='spill="wait": the longest that one store waits')
     spill_queue: AutoSize = Field(
         "auto", description='bytes that may wait for the SSD. "auto": a quarter of the budget'
     )
-    spill_on_close: bool = Field(True, description="close() writes what RAM still holds, so that a restart is warm")
+    spill_on_close: bool = Field(True, description="close() flushes RAM to the SSD, so that a restart is warm")
     close_timeout: float = Field(120.0, gt=0, le=86_400, description="the longest that close() waits for the SSD")
     readers: int = Field(4, ge=1, le=64, description="threads that read from the SSD")
     allow_classes: tuple[str, ...] = Field((), description="cache classes beyond mlx-lm's that may be restored by name")
 
-    policy: Literal["lru", "adaptive"] = Field("lru", description="who leaves first, in RAM and on SSD")
+    policy: Literal["lru", "adaptive"] = Field("lru", description="eviction policy, in RAM and on SSD")
     ssd_admission: Literal["always", "second"] = Field(
         "always",
-        description='what RAM evicts is written to the SSD "always", or from its "second" use on; at close all is',
+        description='what RAM evicts is written to the SSD "always", or from its "second" use on; close() writes all',
     )
     trace: Path | None = Field(None, description="record who asks for what, for `prefixcache plan`: no text, no tokens")
     log_every: float = Field(0.0, ge=0, le=86_400, description="log a line of rates every so many seconds. 0: never")

@@ -104,3 +104,21 @@ def test_a_prompt_continued_with_its_answer_goes_on_from_its_walk(cache):
     assert cache.match(LONGER, model="m").ram == len(LONGER)
     walks, visits = counted(cache)
     assert (walks - before[0], visits - before[1] <= 2 * (len(LONGER) // 256 + 5)) == (1, True)
+
+
+@pytest.mark.parametrize("count", [0, 100, 512, 700, len(PROMPT), len(PROMPT) + 9])
+def test_the_first_tokens_of_a_prompt_go_on_from_its_walk(cache, count):
+    prompt = cache.prompt(PROMPT, model="m")
+    assert cache.match(prompt).ssd == len(PROMPT)
+    before = cache._storage.graph.walks
+    first = prompt.first(count)
+    known = min(count, len(PROMPT))
+    assert (len(first), cache.match(first).ssd) == (known, known)
+    assert cache._storage.graph.walks - before == (count < 256)
+    assert cache.match(prompt).ssd == len(PROMPT)
+
+
+def test_the_first_tokens_of_a_prompt_are_stored_where_the_layers_have_seen_more(cache):
+    prompt = cache.prompt([5] * 900, model="m")
+    assert cache.store(prompt.first(512), states.sliceable([5] * 700)).tokens == 512
+    assert cache.match(prompt).ram == 512

@@ -47,6 +47,11 @@ class Budget:
         with self._lock:
             return self.limit - self._images - self._nodes - self._reserved
 
+    @property
+    def queued(self) -> int:
+        """Bytes of images that wait for a tier below."""
+        return self._queued
+
     def reserve(self, nbytes: int, *, pooled: bool = False) -> Reservation | None:
         """Set `nbytes` aside, all or nothing: None when they don't fit. `pooled`: to be spent in very many parts."""
         with self._lock:
@@ -112,6 +117,13 @@ class Reservation:
             raise ValueError(f"{images + nodes} bytes spent of a reservation with {self.left} left")
         self.left -= images + nodes
         self._budget._spend(images, nodes, 0)
+
+    def split(self, nbytes: int) -> Reservation:
+        """A reservation of its own for so many of the bytes that are left. ValueError when there are fewer."""
+        if nbytes > self.left:
+            raise ValueError(f"{nbytes} bytes split off a reservation with {self.left} left")
+        self.left -= nbytes
+        return Reservation(self._budget, nbytes)
 
     def release(self, nbytes: int | None = None) -> int:
         """Give back what is left, or so much of it. Returns how much that was."""

@@ -299,8 +299,8 @@ class Prompts:
 
 def tokens_of(request: Request, block: int) -> bytes:
     """Tokens (raw int64 bytes) that stand for a request's ids: each id has `block` of its own, and the last may be cut."""
-    own = _first_tokens(request.ids, block)[:, None] + np.arange(block)
-    return own.astype("<i8", copy=False).reshape(-1)[: request.tokens].tobytes()
+    tokens = np.add(_first_tokens(request.ids, block)[:, None], np.arange(block), dtype="<i8")
+    return tokens.reshape(-1)[: request.tokens].tobytes()
 
 
 def _first_tokens(ids: Iterable[int], block: int) -> np.ndarray:

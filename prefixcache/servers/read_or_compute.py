@@ -15,11 +15,11 @@ from concurrent.futures import TimeoutError as FuturesTimeout
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-import numpy as np
 import xxhash
 
 from prefixcache.cache import PrefixCache
-from prefixcache.keys import Tokens, as_tokens
+from prefixcache.keys import TOKEN_BYTES
+from prefixcache.tiers.prompt import Prompt
 
 log = logging.getLogger("prefixcache")
 
@@ -112,26 +112,25 @@ class ReadOrCompute:
         self._lock = threading.Lock()
         self._requests: OrderedDict[tuple[int, int], _Request] = OrderedDict()  # by prompt: its length and its hash
 
-    def begin(self, tokens: Tokens, *, model: str, salt: bytes = b"", leave: int = 1) -> Reading | None:
+    def begin(self, prompt: Prompt, leave: int = 1) -> Reading | None:
         """Start to bring in what the SSD has beyond RAM. None where there is nothing, or where computing is quicker: then
         it comes too, for the next request, but is not worth waiting for.
         """
-        ids = as_tokens(tokens)
-        how: dict[str, Any] = {"model": model, "salt": salt, "leave": leave, "whole_blocks": self.whole_blocks}
-        match = self.cache.match(ids, **how)
+        how: dict[str, Any] = {"leave": leave, "whole_blocks": self.whole_blocks}
+        match = self.cache.match(prompt, **how)
         more = match.ssd - match.ram
         if more <= 0:
             return None
-        nbytes = self.cache.unread(ids, **how)
+        nbytes = self.cache.unread(prompt, **how)
         worth = min(self.rates.computing(more), self.longest)
         started = time.monotonic()
-        future = self.cache.promote(ids, **how)
+        future = self.cache.promote(prompt, **how)
 
         def learn(done: Future[int]) -> None:
             seconds = time.monotonic() - started
             if not done.cancelled() and done.exception() is None:
                 with suppress(RuntimeError):  # the cache was closed
-                    self.rates.read(nbytes - self.cache.unread(ids, **how), seconds)
+                    self.rates.read(nbytes - self.cache.unread(prompt, **how), seconds)
 
         if not future.done():  # else another had begun to read it
             future.add_done_callback(learn)
@@ -141,10 +140,10 @@ class ReadOrCompute:
         self.waited += 1
         return Reading(future, worth)
 
-    def wait(self, tokens: Tokens, *, model: str, salt: bytes = b"", leave: int = 1) -> None:
+    def wait(self, prompt: Prompt, leave: int = 1) -> None:
         """`begin`, and wait for it as long as that pays. What comes later comes for the next request."""
         try:
-            reading = self.begin(tokens, model=model, salt=salt, leave=leave)
+            reading = self.begin(prompt, leave)
             if reading is not None:
                 reading.depth.result(reading.worth)
         except FuturesTimeout:
@@ -152,27 +151,26 @@ class ReadOrCompute:
         except Exception as error:  # the request goes on without what could not be read
             log.warning("a promotion failed: %s", error)
 
-    def began(self, ids: np.ndarray, computed: int) -> None:
-        """A request begins whose prompt is `ids`, of which the last `computed` tokens are to be computed."""
+    def began(self, prompt: Prompt, computed: int) -> None:
+        """A request begins, of whose prompt the last `computed` tokens are to be computed."""
         with self._lock:
-            self._requests[_prompt_key(ids)] = _Request(computed, time.monotonic())
+            self._requests[_prompt_key(prompt, len(prompt))] = _Request(computed, time.monotonic())
             while len(self._requests) > MAX_REQUESTS:
                 self._requests.popitem(last=False)
 
-    def ended(self, ids: np.ndarray) -> None:
+    def ended(self, stored: Prompt) -> None:
         """The state of these tokens is being stored: learn from how long their request has taken. They are its prompt
         without the last token, when its prefill has ended, or its prompt and the answer.
         """
         now = time.monotonic()
         with self._lock:
             for length, digest in reversed(self._requests):
-                if length - 1 <= len(ids) and _prompt_key(ids[:length], length) == (length, digest):
+                if length - 1 <= len(stored) and _prompt_key(stored, length) == (length, digest):
                     request = self._requests.pop((length, digest))
-                    self.rates.computed(request.computed, now - request.started, max(len(ids) - length, 0))
+                    self.rates.computed(request.computed, now - request.started, max(len(stored) - length, 0))
                     return
 
 
-def _prompt_key(ids: np.ndarray, length: int | None = None) -> tuple[int, int]:
-    """The length of a prompt and the hash of all its tokens but the last."""
-    length = len(ids) if length is None else length
-    return length, xxhash.xxh3_64_intdigest(ids[: length - 1].tobytes())
+def _prompt_key(tokens: Prompt, length: int) -> tuple[int, int]:
+    """For the first `length` of these tokens: how many, and the hash of all but the last."""
+    return length, xxhash.xxh3_64_intdigest(memoryview(tokens.token_bytes)[: max(length - 1, 0) * TOKEN_BYTES])

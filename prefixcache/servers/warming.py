@@ -17,6 +17,7 @@ from prefixcache.keys import BLOCK, chunks
 from prefixcache.layers.encode import evaluate
 from prefixcache.layers.plan import read
 from prefixcache.servers.warm_prompts import Sequence, common_prefix
+from prefixcache.tiers.prompt import Prompt
 
 LABEL = "system"  # mlx_lm.server's word for what conversations open with, see `PrefixCache.store`
 MIN_SHARED = BLOCK  # tokens that prompts must share before the place where they branch is worth a state of its own
@@ -72,12 +73,11 @@ def warm_sequences(
 
 def unkept(cache: PrefixCache, sequences: Iterable[Sequence], *, model: str) -> int:
     """How many of these sequences are not whole in the cache. No I/O, no MLX."""
-    return sum(not _is_stored(cache, sequence, model) for sequence in sequences)
+    return sum(not _is_stored(cache, cache.prompt(s.tokens, model=model, salt=s.salt)) for s in sequences)
 
 
-def _is_stored(cache: PrefixCache, sequence: Sequence, model: str) -> bool:
-    tokens = sequence.tokens
-    return not tokens or cache.match(tokens, model=model, salt=sequence.salt).ssd >= len(tokens)
+def _is_stored(cache: PrefixCache, prompt: Prompt) -> bool:
+    return cache.match(prompt).ssd >= len(prompt)
 
 
 class _Job:
@@ -102,13 +102,14 @@ class _Job:
     def warm(self, number: int, sequence: Sequence, points: list[int]) -> None:
         """Compute what is missing of a sequence, and store it at its end, and where others branch off if need be."""
         tokens, before = sequence.tokens, self.done
-        if _is_stored(self._cache, sequence, self._model):
+        prompt = self._cache.prompt(tokens, model=self._model, salt=sequence.salt)
+        if _is_stored(self._cache, prompt):
             self.skipped += 1
             self._tell(number, before + len(tokens))
             return
         if not self._nets:
             self._load()
-        prompt_cache, depth = self._begin(sequence)
+        prompt_cache, depth = self._begin(prompt)
         self._tell(number, before + depth)
         boundaries = [*points, len(tokens)] if _needs_boundaries(prompt_cache) else [len(tokens)]
         for boundary in boundaries:
@@ -116,31 +117,27 @@ class _Job:
                 self._compute(tokens[first:last], prompt_cache)
                 since, whole = (at // BLOCK * BLOCK for at in (first, last))
                 if whole > since:  # as under serve: what is computed on is what is stored
-                    self._store(sequence, whole, prompt_cache, since)
+                    self._store(prompt.first(whole), prompt_cache, since)
                 depth = last
                 try:
                     self._tell(number, before + depth)
                 except BaseException:  # the one who waits wants no more: what was computed is kept
-                    self._store(sequence, depth, prompt_cache)
+                    self._store(prompt.first(depth), prompt_cache)
                     raise
             if depth == boundary:
-                self._store(sequence, depth, prompt_cache)
+                self._store(prompt.first(depth), prompt_cache)
 
     def _load(self) -> None:
         nets = self._load_model()
         self._nets = nets if isinstance(nets, tuple) else (nets,)
         self._layers = [len(make_prompt_cache(net)) for net in self._nets]
 
-    def _begin(self, sequence: Sequence) -> tuple[list[Any], int]:
-        """The deepest prompt cache that RAM or SSD has for a sequence, an empty one otherwise; and its tokens."""
-        tokens, model, salt = sequence.tokens, self._model, sequence.salt
-        match = self._cache.match(tokens, model=model, salt=salt)
-        if match.ssd > match.ram:
-            self._cache.promote(tokens, model=model, salt=salt, whole_blocks=True).result()
-        prompt_cache, rest = self._cache.fetch(tokens, model=model, salt=salt, leave=0, whole_blocks=True)
+    def _begin(self, prompt: Prompt) -> tuple[list[Any], int]:
+        """The deepest prompt cache that RAM or SSD has for a prompt, an empty one otherwise; and its tokens."""
+        prompt_cache, rest = self._cache.fetch(prompt, leave=0, whole_blocks=True, promote=True)
         if prompt_cache is None:
             prompt_cache = [layer for net in self._nets for layer in make_prompt_cache(net)]
-        return prompt_cache, len(tokens) - len(rest)
+        return prompt_cache, len(prompt) - len(rest)
 
     def _compute(self, tokens: list[int], prompt_cache: list[Any]) -> None:
         """One chunk. Its logits are of no use, and as nothing asks for them they are never computed."""
@@ -152,13 +149,10 @@ class _Job:
         mx.clear_cache()
         self.computed += len(tokens)
 
-    def _store(self, sequence: Sequence, depth: int, prompt_cache: list[Any], since: int | None = None) -> None:
+    def _store(self, computed: Prompt, prompt_cache: list[Any], since: int | None = None) -> None:
         """What was computed; of the blocks from token `since` on, which have just become whole, the rows are written back."""
-        tokens, chunk = sequence.tokens[:depth], since is not None
-        self._cache.store(
-            tokens, prompt_cache, model=self._model, salt=sequence.salt, label=LABEL, write_back=chunk, since=since or 0,
-            state=not chunk,
-        )  # fmt: skip
+        chunk = since is not None
+        self._cache.store(computed, prompt_cache, label=LABEL, write_back=chunk, since=since or 0, state=not chunk)
 
     def _tell(self, number: int, done: int) -> None:
         self.done = done

@@ -21,6 +21,7 @@ from prefixcache.tiers.prompt import Prompt, boundary
 from prefixcache.tiers.storage import Storage
 from prefixcache.tiers.tier import Read
 
+BATCH = 16  # images that RAM is reserved for at once
 PATIENCE = 10.0  # seconds that a promotion waits for RAM while the writer makes some free
 
 
@@ -81,55 +82,60 @@ class _Promotion:
         self._complete = True  # so far: what comes after one that did not land is of no use now
 
     def bring(self, slots: list[Slot]) -> None:
+        first = 0
         try:
-            for slot in slots:
-                if not self._bring(slot):
+            while first < len(slots) and self._complete:
+                begun = self._begin(slots[first : first + BATCH])
+                if not begun:
                     return
+                first += begun
                 while self._waiting and self._waiting[0].image.done():
                     self._finish_first()
-                if not self._complete:
-                    return
         finally:
             while self._waiting:
                 self._finish_first()
 
-    def _bring(self, slot: Slot) -> bool:
-        """Begin to read an image; where there is no room beside what is being read, finish that first."""
-        while not self._begin(slot, 0):
-            if not self._waiting:
-                return self._begin(slot, PATIENCE)
-            self._finish_first()
-            if not self._complete:
-                return False
-        return True
+    def _begin(self, slots: list[Slot]) -> int:
+        """Begin to read the first of these: how many. Where there is no room beside what is being read, that is finished
+        first; then fewer are begun.
+        """
+        while self._complete:
+            if self._read(slots, 0):
+                return len(slots)
+            if self._waiting:
+                self._finish_first()
+            elif len(slots) > 1:
+                slots = slots[: len(slots) // 2]
+            else:
+                return int(self._read(slots, PATIENCE))
+        return 0
 
-    def _begin(self, slot: Slot, wait: float) -> bool:
-        """Reserve and start to read. False when there is no room, or the image was deleted meanwhile."""
+    def _read(self, slots: list[Slot], wait: float) -> bool:
+        """Reserve for slots and start to read them. False, and nothing is read, when there is no room."""
         storage = self._storage
         with storage.lock:
-            reservation = None
-            if slot.image is None and slot.reading is None:
-                reservation = storage.ram.reserve(slot.nbytes, wait, drop=False)  # may let go of the lock
-            if slot.image is not None or slot.reading is not None:
-                if reservation is not None:
-                    reservation.release()
-                if slot.image is None:
-                    self._waiting.append(slot.reading._replace(reservation=None))
-                return True
-            tier = next(storage.tiers_of(slot), None)
+            missing = sum(slot.nbytes for slot in slots if slot.image is None and slot.reading is None)
+            reservation = storage.ram.reserve(missing, wait, drop=False)  # may let go of the lock
             if reservation is None:
                 return False
-            if tier is None:
-                reservation.release()
-                return False
-            try:
-                image = tier.tier.read(entry_of(slot))
-            except BaseException:
-                reservation.release()
-                raise
-            slot.reading = Reading(slot, tier, image, reservation)
-            self._waiting.append(slot.reading)
+            with reservation:
+                for slot in slots:
+                    if slot.image is None and slot.reading is not None:
+                        self._waiting.append(slot.reading._replace(reservation=None))
+                    elif slot.image is None and not self._read_one(slot, reservation):
+                        self._complete = False
+                        break
             return True
+
+    def _read_one(self, slot: Slot, reservation: Reservation) -> bool:
+        """Start to read an image. False when no tier has it any more."""
+        tier = next(self._storage.tiers_of(slot), None)
+        if tier is None or reservation.left < slot.nbytes:
+            return False
+        image = tier.tier.read(entry_of(slot))
+        slot.reading = Reading(slot, tier, image, reservation.split(slot.nbytes))
+        self._waiting.append(slot.reading)
+        return True
 
     def _finish_first(self) -> None:
         reading = self._waiting.popleft()

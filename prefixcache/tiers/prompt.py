@@ -65,13 +65,20 @@ class Prompt:
 
     def continued(self, tokens: Any) -> Prompt:
         """The prompt and what comes after it, such as its answer: goes on from this one's walks. Errors as of `prompt`."""
-        tokens = as_tokens(tokens)
-        longer = Prompt(
-            self._storage, self.namespaces, self.token_bytes + tokens.tobytes(), None, self.model, self.salt
-        )
-        longer.given = np.frombuffer(longer.token_bytes, "<i8")
-        longer._walks = {root: walk._replace(version=-1) for root, walk in list(self._walks.items())}
-        return longer
+        return self._resumed(self.token_bytes + as_tokens(tokens).tobytes())
+
+    def first(self, count: int) -> Prompt:
+        """The first `count` tokens, such as those that are computed so far: goes on from this one's walks."""
+        return self._resumed(self.token_bytes[: count * TOKEN_BYTES])
+
+    def _resumed(self, token_bytes: bytes) -> Prompt:
+        """A prompt whose tokens begin with these, or these with them."""
+        given = np.frombuffer(token_bytes, "<i8")
+        resumed = Prompt(self._storage, self.namespaces, token_bytes, given, self.model, self.salt)
+        for root, walk in list(self._walks.items()):
+            path = [node for node in walk.path if node.end <= len(resumed)]
+            resumed._walks[root] = walk._replace(path=path, version=-1)
+        return resumed
 
     # What follows is called under the storage's lock.
 

@@ -115,8 +115,8 @@ class Ram:
 
     def _make_room(self, nbytes: int, drop: bool) -> bool:
         storage, budget = self._storage, self._storage.budget
-        while budget.room < nbytes:
-            if not drop and budget.room + budget.held().queued >= nbytes:
+        while (missing := nbytes - budget.room) > 0:
+            if not drop and budget.queued >= missing:
                 return False  # enough is being written
             victim = eviction_victim(storage.graph, RAM)
             if not (self._evict(victim, drop) if victim is not None else self._discard_for_nodes()):

@@ -2,7 +2,6 @@
 
 from concurrent.futures import Future
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +13,12 @@ from tests import states
 from tests.servers.slow_disk import slow_disk
 
 LONG = list(range(1000))
+
+
+@pytest.fixture
+def cache():
+    with PrefixCache(ram="1MB", codec="raw", memory_reserve=0) as opened:
+        yield opened
 
 
 def test_before_anything_was_measured_rates_are_cautious_guesses():
@@ -64,21 +69,22 @@ def test_rates_follow_the_machine():
     assert rates.reading(10**6) == pytest.approx(1.0, rel=0.1)
 
 
-def test_a_request_teaches_once_at_the_end_of_its_prefill_or_of_its_answer(monkeypatch):
-    now, reading, prompt = [0.0], ReadOrCompute(None), np.arange(1000)
+def test_a_request_teaches_once_at_the_end_of_its_prefill_or_of_its_answer(cache, monkeypatch):
+    now, reading = [0.0], ReadOrCompute(cache)
+    prompt, answered = (cache.prompt(range(n), model="m") for n in (1000, 1100))
     monkeypatch.setattr(read_or_compute.time, "monotonic", lambda: now[0])
     reading.began(prompt, 500)
     now[0] = 1.0
-    reading.ended(prompt[:256])  # an earlier boundary
+    reading.ended(prompt.first(256))  # an earlier boundary
     now[0] = 2.0
-    reading.ended(prompt[:-1])
+    reading.ended(prompt.first(999))
     assert reading.rates.computing(500) == pytest.approx(2.0)
     now[0] = 100.0
-    reading.ended(np.arange(1100))
+    reading.ended(answered)
     assert reading.rates.computing(500) == pytest.approx(2.0)
     reading.began(prompt, 500)
     now[0] = 110.0
-    reading.ended(np.arange(1000 + 1000 // DECODE_TOKENS))
+    reading.ended(answered.first(1000 + 1000 // DECODE_TOKENS))
     assert 2.0 < reading.rates.computing(500) < 5.0
 
 
@@ -96,11 +102,11 @@ def on_ssd(tmp_path):
 
 def test_what_the_ssd_has_is_waited_for(on_ssd):
     reading = ReadOrCompute(on_ssd)
-    reading.wait(LONG, model="m")
+    reading.wait(on_ssd.prompt(LONG, model="m"))
     assert on_ssd.match(LONG, model="m").ram == 1000
     assert (reading.waited, reading.late, reading.passed) == (1, 0, 0)
     assert on_ssd.unread(LONG, model="m") == 0
-    reading.wait(LONG, model="m")  # all of it is in RAM
+    reading.wait(on_ssd.prompt(LONG, model="m"))  # all of it is in RAM
     assert reading.waited == 1
 
 
@@ -108,7 +114,7 @@ def test_what_is_quicker_computed_is_not_waited_for_but_comes_for_the_next(on_ss
     reading = ReadOrCompute(on_ssd)
     for _ in range(20):
         reading.rates.computed(10_000, 0.001)
-    reading.wait(LONG, model="m")
+    reading.wait(on_ssd.prompt(LONG, model="m"))
     assert (reading.waited, reading.passed) == (0, 1)
     assert on_ssd.promote(LONG, model="m").result(10) == 1000
 
@@ -119,7 +125,7 @@ def test_a_wait_is_never_longer_than_the_longest(on_ssd):
         for _ in range(20):
             reading.rates.computed(100, 1000.0)
         assert reading.rates.computing(1000) > 1000
-        reading.wait(LONG, model="m")
+        reading.wait(on_ssd.prompt(LONG, model="m"))
         assert reading.late == 1
 
 
@@ -127,14 +133,14 @@ def test_a_failed_read_is_a_shorter_hit(on_ssd, monkeypatch, caplog):
     failed = Future()
     failed.set_exception(OSError("the disk is gone"))
     monkeypatch.setattr(on_ssd, "promote", lambda *args, **kw: failed)
-    ReadOrCompute(on_ssd).wait(LONG, model="m")
+    ReadOrCompute(on_ssd).wait(on_ssd.prompt(LONG, model="m"))
     assert "the disk is gone" in caplog.text
 
 
 def test_salts_and_models_are_read_apart(on_ssd):
     reading = ReadOrCompute(on_ssd)
-    assert reading.begin(LONG, model="m", salt=b"other") is None
-    assert reading.begin(LONG, model="n") is None
+    assert reading.begin(on_ssd.prompt(LONG, model="m", salt=b"other")) is None
+    assert reading.begin(on_ssd.prompt(LONG, model="n")) is None
     assert on_ssd.unread(LONG, model="n") == 0
 
 

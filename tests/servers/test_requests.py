@@ -35,7 +35,7 @@ FOREVER = 1000.0  # seconds a request: then reading is always worth it
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    for family in ("llama", "qwen3_next"):
+    for family in ("llama", "qwen3_next", "mamba"):
         save_model(folder / family, family)
     return folder
 
@@ -242,6 +242,27 @@ def test_a_promotion_that_fails_is_a_miss(models, opened, stored, tmp_path):
         assert (asked.cached, asked.tokens) == (0, stored)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+@pytest.mark.parametrize("seed", [None, 1])  # in a batch, or one by one
+@pytest.mark.parametrize("question", ["hello", text(700, "longer")])
+def test_a_request_that_comes_from_the_ssd_walks_the_graph_from_the_root_four_times_at_most(
+    models, opened, family, question, seed
+):
+    system = {"role": "system", "content": text(800, "walked")}
+    with opened() as cache, generating(cache, "--model", models / family) as generator:
+        Asked(generator, [system, *user("hello")]).answered()
+    cache = opened()
+    graph = cache._storage.graph
+    with generating(cache, "--model", models / family) as generator:
+        generator.prompts.reading.rates.computed(100, FOREVER)
+        before = graph.walks
+        asked = Asked(generator, [system, *user(question)], seed=seed).answered()
+    assert asked.cached >= 768
+    counters = cache.stats().counters
+    assert (counters.promoted_tokens >= 768, counters.stores >= 1) == (True, True)
+    assert graph.walks - before <= 4
+
+
 # -- waiting for each other -------------------------------------------------------------------------------------------
 
 
@@ -275,6 +296,17 @@ def test_chunks_without_recurrent_state_dont_end_the_waiting_of_others(models, o
     with generating(opened(), "--model", models / "qwen3_next", "--prefill-step-size", 256) as generator:
         Asked(generator, user(text(1200, "chunks"))).answered()
         assert generator.admission._in_vain_until == 0.0
+
+
+def test_a_model_that_counts_no_tokens_keeps_the_state_of_those_it_has_seen(models, opened):
+    prompt = user(text(800, "state"))
+    with generating(opened(), "--model", models / "mamba", "--prefill-step-size", 256) as generator:
+        first = Asked(generator, prompt).answered()
+        cache, name = generator.prompts.cache, generator.prompts.name_of(generator.model_provider.model_key)
+        asked = first.context.prompt
+        assert cache.match(asked, model=name).ram == len(asked) - 1
+        again = [Asked(generator, prompt, seed=seed) for seed in (None, 1)]
+        assert [(one.computed, one.tokens) for one in again] == [(1, first.tokens)] * 2
 
 
 @pytest.mark.parametrize("name", ["default_model", "path"])

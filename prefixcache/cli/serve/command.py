@@ -41,14 +41,14 @@ def serve(
         typer.Option(metavar="FILE", help="Store these prompts before the first request; see `prefixcache warm`."),
     ] = None,
     grace: Annotated[
-        float, typer.Option(min=0, metavar="SECONDS", help="What requests under way may still take at the end.")
+        float, typer.Option(min=0, metavar="SECONDS", help="How long requests under way may go on at the end.")
     ] = 5.0,
     exact_prefill: Annotated[
         bool,
         typer.Option(
             "--exact-prefill",
-            help="Compute prompts on exact rows, not on those that a hit will give: a first answer is then the uncompressed "
-            "model's, and the same asked again may be answered otherwise.",
+            help="Compute prompts on exact rows, not on the decoded ones that a hit gives: the first answer is the "
+            "uncompressed model's, and a repeated request may get another.",
         ),
     ] = False,
     log_json: Annotated[
@@ -58,11 +58,11 @@ def serve(
 ) -> None:
     """Run mlx_lm.server with a prefix cache that is bounded in bytes and survives restarts.
 
-    SIGTERM or Ctrl-C ends it and writes what is in RAM to the SSD; a second one ends it at once. Metrics are at /metrics. A
-    request's "cache_salt" keeps its tenant's prompts apart.
+    SIGTERM or Ctrl-C ends it and flushes RAM to the SSD; a second one ends it at once. Metrics are at /metrics. A request's
+    "cache_salt" keeps its tenant's prompts apart.
 
     Every setting of the cache is a flag, a variable (PREFIXCACHE_RAM is --ram) and a key of the TOML file that
-    PREFIXCACHE_CONFIG names (ram = "8GB"); a flag stands above a variable, a variable above the file.
+    PREFIXCACHE_CONFIG names (ram = "8GB"); a flag overrides a variable, a variable overrides the file.
 
     Exit code: 0 ended, 2 it could not start or go on, 128 + the signal that ended it at once or before it was ready.
     """
@@ -109,8 +109,9 @@ def _warm(prompts: list[Prompt], generator: Generator) -> None:
     except BadPrompt as error:
         raise ServeError(f"--warm: {error}") from error
     nets = provider.model if provider.draft_model is None else (provider.model, provider.draft_model)
-    log.info("warm-up: %d prompts of %d tokens in all", len(sequences), sum(len(one.tokens) for one in sequences))
-    with token_bar(sum(len(sequence.tokens) for sequence in sequences)) as show:
+    total = sum(len(sequence.tokens) for sequence in sequences)
+    log.info("warm-up: %d prompts of %d tokens in all", len(sequences), total)
+    with token_bar(total) as show:
         done = warm_sequences(
             prompt_cache.cache, lambda: nets, sequences, model=prompt_cache.name_of(provider.model_key),
             prefill_step_size=provider.cli_args.prefill_step_size,

@@ -13,15 +13,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
 from mlx_lm.models.cache import LRUPromptCache
 
 from prefixcache.blocks.budget import Reservation
 from prefixcache.cache import PrefixCache
 from prefixcache.identity import model_identity, nameless
-from prefixcache.keys import as_tokens
 from prefixcache.layers import CacheError
 from prefixcache.servers.read_or_compute import ReadOrCompute
+from prefixcache.tiers.prompt import Prompt
 
 log = logging.getLogger("prefixcache")
 
@@ -73,49 +72,51 @@ class TieredPromptCache(LRUPromptCache):
     # -- LRUPromptCache's interface -----------------------------------------------------------------------------------
 
     def fetch_nearest_cache(
-        self, model: Any, tokens: Sequence[int], *, salt: bytes = b""
+        self, model: Any, tokens: Sequence[int] | Prompt, *, salt: bytes = b""
     ) -> tuple[list[Any] | None, Sequence[int]]:
-        """The deepest prompt cache for these tokens, and the tokens still to be computed; (None, tokens) on a miss."""
+        """The deepest prompt cache for these tokens, and the tokens still to be computed; (None, tokens) on a miss. A
+        `Prompt` stands for its model, tokens and salt.
+        """
         try:
-            name, ids = self.name_of(model), as_tokens(tokens)
-            self._wait_for_ssd(ids, name, salt)  # others may insert meanwhile
+            prompt = self._prompt(model, tokens, salt)
+            self._wait_for_ssd(prompt)  # others may insert meanwhile
             with self._turn:
-                prompt_cache, rest = self._fetch(name, salt, ids, tokens)
+                prompt_cache, rest = self._fetch(prompt)
                 if super().__len__():
-                    live, live_rest = super().fetch_nearest_cache((name, salt), list(tokens))
+                    key = prompt.model, prompt.salt
+                    live, live_rest = super().fetch_nearest_cache(key, list(prompt.given))
                     if live is not None and (prompt_cache is None or len(live_rest) < len(rest)):
                         return live, live_rest
                 return prompt_cache, rest
         except Exception as error:
             log.warning("a lookup failed, which is a miss: %s: %s", type(error).__name__, error)
-            return None, tokens
+            return None, tokens.given if isinstance(tokens, Prompt) else tokens
 
     def insert_cache(
         self,
         model: Any,
-        tokens: Sequence[int],
+        tokens: Sequence[int] | Prompt,
         prompt_cache: list[Any],
         *,
         cache_type: str = "assistant",
         salt: bytes = b"",
     ) -> int:
         """Keep the prompt cache of these tokens. It is read here, and neither changed nor held (but see the class). Returns
-        how many of the tokens a PrefixCache can give now.
+        how many of the tokens a PrefixCache can give now. A `Prompt` stands for its model, tokens and salt.
         """
         kept = 0
         with self._turn:
             try:
-                name = self.name_of(model)
+                prompt = self._prompt(model, tokens, salt)
                 try:
-                    if not len(tokens):
+                    if not len(prompt):
                         raise CacheError("no tokens")
-                    ids = as_tokens(tokens)
-                    self.reading.ended(ids)
+                    self.reading.ended(prompt)
                     kept = self.cache.store(
-                        ids, prompt_cache, model=name, salt=salt, label=cache_type, whole_blocks=self._whole_blocks
+                        prompt, prompt_cache, label=cache_type, whole_blocks=self._whole_blocks
                     ).tokens
                 except CacheError as error:
-                    self._insert_live((name, salt), tokens, prompt_cache, cache_type, error)
+                    self._insert_live(prompt, prompt_cache, cache_type, error)
                 self._keep_limits()
             except Exception as error:
                 self._fail(error)
@@ -185,24 +186,23 @@ class TieredPromptCache(LRUPromptCache):
 
     # -- the PrefixCache --------------------------------------------------------------------------------------------------
 
-    def _wait_for_ssd(self, ids: np.ndarray, name: str, salt: bytes) -> None:
-        self.reading.wait(ids, model=name, salt=salt)
+    def _prompt(self, model: Any, tokens: Sequence[int] | Prompt, salt: bytes) -> Prompt:
+        return tokens if isinstance(tokens, Prompt) else self.cache.prompt(tokens, model=self.name_of(model), salt=salt)
 
-    def _fetch(
-        self, name: str, salt: bytes, ids: np.ndarray, tokens: Sequence[int]
-    ) -> tuple[list[Any] | None, Sequence[int]]:
+    def _wait_for_ssd(self, prompt: Prompt) -> None:
+        self.reading.wait(prompt)
+
+    def _fetch(self, prompt: Prompt) -> tuple[list[Any] | None, Sequence[int]]:
         # A batch copies what it is given, and room for a long rest after a short hit costs more than the hit.
-        room, leave = min(len(ids), ROOM), 1
+        room, leave = min(len(prompt), ROOM), 1
         while True:
-            prompt_cache, rest = self.cache.fetch(
-                ids, model=name, salt=salt, leave=leave, room=room, whole_blocks=self._whole_blocks
-            )
-            depth = len(ids) - len(rest)
-            if (whole := _outside_images(ids, depth)) == depth:
+            prompt_cache, rest = self.cache.fetch(prompt, leave=leave, room=room, whole_blocks=self._whole_blocks)
+            depth = len(prompt) - len(rest)
+            if (whole := _outside_images(prompt.given, depth)) == depth:
                 break
-            leave = len(ids) - whole
-        self.reading.began(ids, len(rest))
-        return prompt_cache, tokens[depth:]
+            leave = len(prompt) - whole
+        self.reading.began(prompt, len(rest))
+        return prompt_cache, rest
 
     def _keep_limits(self) -> None:
         if self.max_size < 1 << 62 and len(self) > self.max_size:
@@ -219,16 +219,15 @@ class TieredPromptCache(LRUPromptCache):
 
     # -- what a PrefixCache can't keep ------------------------------------------------------------------------------------
 
-    def _insert_live(
-        self, key: tuple[str, bytes], tokens: Sequence[int], prompt_cache: list[Any], cache_type: str, error: CacheError
-    ) -> None:
+    def _insert_live(self, prompt: Prompt, prompt_cache: list[Any], cache_type: str, error: CacheError) -> None:
         """Keep the objects as they are, with their bytes reserved; older ones are dropped for them."""
         nbytes = sum(layer.nbytes for layer in prompt_cache)
         while not self._pay_for_live(nbytes):
             if not super().__len__():
                 return self._fail(error)
             super().trim_to(n_sequences=super().__len__() - 1)
-        super().insert_cache(key, list(tokens), prompt_cache, cache_type=cache_type)
+        key = prompt.model, prompt.salt
+        super().insert_cache(key, list(prompt.given), prompt_cache, cache_type=cache_type)
         self._pay_for_live()
 
     def _pay_for_live(self, more: int = 0) -> bool:
@@ -246,11 +245,11 @@ class TieredPromptCache(LRUPromptCache):
         return True
 
 
-def _outside_images(ids: np.ndarray, depth: int) -> int:
+def _outside_images(tokens: Sequence[int], depth: int) -> int:
     """The last place at or before `depth` that is not inside an image. mlx-lm gives all patches of an image one negative
     id, and an image that a hit has a part of it takes for one that was seen whole.
     """
-    while 0 < depth < len(ids) and ids[depth] < 0 and ids[depth - 1] == ids[depth]:
+    while 0 < depth < len(tokens) and tokens[depth] < 0 and tokens[depth - 1] == tokens[depth]:
         depth -= 1
     return depth
 

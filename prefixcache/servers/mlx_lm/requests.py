@@ -25,7 +25,7 @@ from mlx_lm.generate import BatchGenerator, stream_generate
 
 from prefixcache.cache import PrefixCache, usable_memory
 from prefixcache.keys import as_tokens
-from prefixcache.servers.admission import Admission, Computing, Space
+from prefixcache.servers.admission import Admission, Computing
 from prefixcache.servers.mlx_lm.answers import Answers, Ended
 from prefixcache.servers.mlx_lm.prefill import Blockwise, RequestBatches
 from prefixcache.servers.mlx_lm.prefill import stream as blockwise_stream
@@ -34,6 +34,7 @@ from prefixcache.servers.mlx_lm.tenant_cache import TenantPromptCache, Tokenized
 from prefixcache.servers.read_or_compute import Reading
 from prefixcache.servers.request_log import Found, RequestLog
 from prefixcache.settings import ram_auto
+from prefixcache.tiers.prompt import Prompt
 
 log = logging.getLogger("prefixcache")
 
@@ -198,18 +199,19 @@ class Generator(upstream.ResponseGenerator):
         """What a request waits for, as a function that says whether it is over. None: it waits for nothing, and is under
         way from here on.
         """
-        ids, (name, salt) = tokenized.ids, tokenized.space
-        request_log, match = _log_of(request), self.prompts.cache.match(ids, model=name, salt=salt)
+        prompt, request_log = tokenized.prompt, _log_of(request)
+        match = self.prompts.cache.match(prompt)
         if request_log.found is None:
             request_log.found = Found(*match)
-            reading = self.prompts.reading.begin(ids, model=name, salt=salt)
+            reading = self.prompts.reading.begin(prompt)
             if reading is not None:
                 request_log.wait_for_ssd()
                 return self._read(reading)
         request_log.go_on()
-        awaited = self.admission.wait_for(ids, tokenized.space, match.ram, sliceable=self.model_provider.sliceable)
+        ids, space = prompt.given, (prompt.model, prompt.salt)
+        awaited = self.admission.wait_for(ids, space, match.ram, sliceable=self.model_provider.sliceable)
         if awaited is None:
-            self.admission.enter(Computing(ids, tokenized.space, tokenized.boundaries, answers.wanted, match.ram))
+            self.admission.enter(Computing(ids, space, tokenized.boundaries, answers.wanted, match.ram))
             return None
         return awaited.over
 
@@ -218,9 +220,10 @@ class Generator(upstream.ResponseGenerator):
         reading.depth.add_done_callback(lambda done: self.requests.put((WAKE, None, None)))
         return lambda: reading.depth.done() or time.monotonic() >= until
 
-    def _stored(self, ids: np.ndarray, space: Space, kept: int, state: bool) -> None:
+    def _stored(self, stored: Prompt, kept: int, state: bool) -> None:
         """Tokens were stored. Without recurrent state, how many are kept says nothing of a model that needs it."""
-        self.admission.stored(ids, space, kept if state or self.model_provider.sliceable else None)
+        space = stored.model, stored.salt
+        self.admission.stored(stored.given, space, kept if state or self.model_provider.sliceable else None)
 
     # -- their tokens -------------------------------------------------------------------------------------------------
 
@@ -240,8 +243,9 @@ class Generator(upstream.ResponseGenerator):
         ids = as_tokens(_cached_tokens(tokenized))
         ends = np.cumsum([len(segment) for segment in tokenized[1]])
         boundaries = tuple(int(end) for end in sorted({*ends[:-1], len(ids) - 1}))
-        space = self.prompts.name_of(self.model_provider.model_key), getattr(request, "cache_salt", "").encode()
-        return TokenizedRequest(tokenizer, tokenized, ids, space, boundaries)
+        name, salt = self.prompts.name_of(self.model_provider.model_key), getattr(request, "cache_salt", "").encode()
+        prompt = self.prompts.cache.prompt(ids, model=name, salt=salt)
+        return TokenizedRequest(tokenizer, tokenized, prompt, boundaries)
 
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
         """What mlx-lm's gives, taken from before the request's turn if it can be. The loop looks this request up next.
@@ -254,11 +258,11 @@ class Generator(upstream.ResponseGenerator):
         request.tokenized = None
         if known is None or known.tokenizer is not tokenizer:
             known = self._read_tokens(tokenizer, request, args)
-            request_log, (name, salt) = _log_of(request), known.space
+            request_log = _log_of(request)
             if request_log.found is None:
-                request_log.found = Found(*self.prompts.cache.match(known.ids, model=name, salt=salt))
+                request_log.found = Found(*self.prompts.cache.match(known.prompt))
                 request_log.wait_for_ssd()
-                self.prompts.reading.wait(known.ids, model=name, salt=salt)
+                self.prompts.reading.wait(known.prompt)
                 request_log.go_on()
         self.prompts.request = known
         return known.tokenized

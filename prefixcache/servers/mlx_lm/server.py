@@ -71,7 +71,7 @@ def serve(
     """Run mlx_lm.server with these flags of its own until a signal ends it. Call it on the main thread.
 
     `before`: called on the thread that generates when the model is there, before the first request is taken. `grace`:
-    seconds that requests under way may still take at the end. `exact_prefill`: prompts are computed on exact rows, not on
+    seconds that requests under way may go on at the end. `exact_prefill`: prompts are computed on exact rows, not on
     those that a hit will give. `log_json`: all that is logged goes to standard error as JSON. Raises ServeError,
     ValueError or `ssd.DirectoryError` when it can't start.
     """

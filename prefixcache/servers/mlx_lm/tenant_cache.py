@@ -16,22 +16,21 @@ import numpy as np
 from prefixcache.cache import PrefixCache
 from prefixcache.keys import as_tokens
 from prefixcache.layers import CacheError
-from prefixcache.servers.admission import Space
 from prefixcache.servers.mlx_lm.prompt_cache import TieredPromptCache, identity_of
+from prefixcache.tiers.prompt import Prompt
 
 log = logging.getLogger("prefixcache")
 
 
 class TokenizedRequest(NamedTuple):
-    """A request's tokens as the cache has them, and what mlx-lm's `_tokenize` gave.
+    """A request's prompt as the cache has it, and what mlx-lm's `_tokenize` gave.
 
-    `ids`: (n,) int64, empty for a prompt that can't be kept. `boundaries`: ascending, where its state will be stored.
+    `prompt`: empty where it can't be kept. `boundaries`: ascending, where its state will be stored.
     """
 
     tokenizer: Any
     tokenized: Any
-    ids: np.ndarray
-    space: Space
+    prompt: Prompt
     boundaries: tuple[int, ...]
 
 
@@ -53,7 +52,7 @@ class TenantPromptCache(TieredPromptCache):
     def __init__(
         self,
         cache: PrefixCache,
-        on_stored: Callable[[np.ndarray, Space, int, bool], None],
+        on_stored: Callable[[Prompt, int, bool], None],
         name_suffix: str = "",
         exact_prefill: bool = False,
     ):
@@ -71,39 +70,47 @@ class TenantPromptCache(TieredPromptCache):
         self, model: Any, tokens: Sequence[int]
     ) -> tuple[list[Any] | None, Sequence[int]]:
         prompt_cache, rest = None, tokens
-        if self.request is not None and len(self.request.ids):
-            prompt_cache, rest = super().fetch_nearest_cache(model, tokens, salt=self.request.space[1])
+        if self.request is not None and len(self.request.prompt):
+            prompt_cache, rest = super().fetch_nearest_cache(model, self.request.prompt)
         if not len(rest):  # mlx-lm's batches need a token to go on from
             prompt_cache, rest = None, tokens
-        self.hit = tokens[: len(tokens) - len(rest)]
-        return prompt_cache, rest
+        depth = len(tokens) - len(rest)
+        self.hit = tokens[:depth]
+        return prompt_cache, tokens[depth:]
 
     def insert_cache(  # type: ignore[override]
         self, model: Any, tokens: Sequence[int], prompt_cache: list[Any], *, cache_type: str = "assistant"
     ) -> None:
         request = prompt_cache.request if isinstance(prompt_cache, RequestCache) else self.request
-        if request is None or not len(request.ids):
+        if request is None or not len(request.prompt):
             return
-        kept = super().insert_cache(model, tokens, list(prompt_cache), cache_type=cache_type, salt=request.space[1])
-        self._on_stored(as_tokens(tokens), request.space, kept, True)
+        stored = self._seen(request, tokens)
+        kept = super().insert_cache(model, stored, list(prompt_cache), cache_type=cache_type)
+        self._on_stored(stored, kept, True)
 
     def keep_blocks(
         self, request: TokenizedRequest | None, tokens: Sequence[int], layers: list[Any], since: int, state: bool
     ) -> None:
         """Keep whole blocks in the middle of a prefill; from token `since` on their rows become what a hit will give."""
-        if request is None or not len(request.ids):
+        if request is None or not len(request.prompt):
             return
         with self._turn:
             try:
-                ids, (name, salt) = as_tokens(tokens), request.space
-                stored = self.cache.store(
-                    ids, layers, model=name, salt=salt, label="user", write_back=True, since=since, state=state
-                )
-                self._on_stored(ids, request.space, stored.tokens, state)
+                seen = self._seen(request, tokens)
+                stored = self.cache.store(seen, layers, label="user", write_back=True, since=since, state=state)
+                self._on_stored(seen, stored.tokens, state)
             except CacheError as error:
                 log.debug("blocks stay as they are computed: %s", error)
             except Exception as error:
                 self._fail(error)
 
-    def _wait_for_ssd(self, ids: np.ndarray, name: str, salt: bytes) -> None:
+    def _seen(self, request: TokenizedRequest, tokens: Sequence[int]) -> Prompt:
+        """The tokens that a request's layers have seen: the beginning of its prompt, or all of it and an answer."""
+        prompt, ids = request.prompt, as_tokens(tokens)
+        common = min(len(ids), len(prompt))
+        if not np.array_equal(ids[:common], prompt.given[:common]):
+            return self.cache.prompt(ids, model=prompt.model, salt=prompt.salt)
+        return prompt.continued(ids[common:]) if len(ids) > common else prompt.first(common)
+
+    def _wait_for_ssd(self, prompt: Prompt) -> None:
         """Requests wait before their turn."""

@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import numpy as np
-
 from prefixcache.blocks.budget import Reservation
 from prefixcache.cache import PrefixCache
 from prefixcache.keys import as_tokens
 from prefixcache.servers.auxiliary import Auxiliary, give, hold
 from prefixcache.servers.read_or_compute import ReadOrCompute
+from prefixcache.tiers.prompt import Prompt
 
 log = logging.getLogger("prefixcache")
 
@@ -103,20 +102,23 @@ class TieredPrefixCache:
             return "miss", None, 0
         if len(tokens) < self._least:
             return "miss_short_prefix", None, 0
-        ids = as_tokens(tokens)
-        leave = 0 if whole is not None and whole == ids.tobytes() else 1
-        least = min(self._least, len(ids) - 1) if leave else len(ids)
-        self.reading.wait(ids, model=self.model_name, salt=self._salt, leave=leave)
-        depth = self.cache.match(ids[: len(ids) - leave], model=self.model_name, salt=self._salt).ram
+        prompt = self._prompt(tokens)
+        leave = 0 if whole == prompt.token_bytes else 1
+        least = min(self._least, len(prompt) - 1) if leave else len(prompt)
+        self.reading.wait(prompt, leave)
+        depth = self.cache.match(prompt, leave=leave).ram
         if depth < least:
-            self.reading.began(ids, len(ids))
+            self.reading.began(prompt, len(prompt))
             return "miss_short_lcp" if leave and depth else "miss", None, 0
-        found, rest = self.cache.fetch(ids, model=self.model_name, salt=self._salt, leave=leave)
-        depth = len(ids) - len(rest)
-        self.reading.began(ids, len(rest))
+        found, rest = self.cache.fetch(prompt, leave=leave)
+        depth = len(prompt) - len(rest)
+        self.reading.began(prompt, len(rest))
         if found is None or depth < least:  # it left RAM in between
             return "miss", None, 0
-        return "exact" if depth == len(ids) else "prefix", found, depth
+        return "exact" if depth == len(prompt) else "prefix", found, depth
+
+    def _prompt(self, tokens: Sequence[int]) -> Prompt:
+        return self.cache.prompt(as_tokens(tokens), model=self.model_name, salt=self._salt)
 
     def clone_for_replay(self, cache: list[Any]) -> list[Any]:
         """The same: what `fetch` and `Prepared.cache` give is the caller's own already."""
@@ -126,13 +128,13 @@ class TieredPrefixCache:
         """What was stored beside exactly these tokens, as new arrays; None where their whole state is not at hand."""
         self._here.whole = None
         with self._quietly("a lookup"):
-            ids = as_tokens(tokens)
-            kept = self._auxiliary.get(ids.tobytes())
+            prompt = self._prompt(tokens)
+            kept = self._auxiliary.get(prompt.token_bytes)
             if kept is None:
                 return None
-            self.reading.wait(ids, model=self.model_name, salt=self._salt, leave=0)
-            if self.cache.match(ids, model=self.model_name, salt=self._salt).ram == len(ids):
-                self._here.whole = ids.tobytes()
+            self.reading.wait(prompt, leave=0)
+            if self.cache.match(prompt).ram == len(prompt):
+                self._here.whole = prompt.token_bytes
                 return kept
         return None
 
@@ -170,16 +172,16 @@ class TieredPrefixCache:
         if not len(tokens) or not cache or len(tokens) < self._least:
             return None
         try:
-            ids = as_tokens(tokens)
-            self.reading.ended(ids)
-            stored = self.cache.store(ids, cache, model=self.model_name, salt=self._salt, label=LABEL)
+            prompt = self._prompt(tokens)
+            self.reading.ended(prompt)
+            stored = self.cache.store(prompt, cache, label=LABEL)
             if not stored.tokens:
                 raise MemoryError("the budget has no room for its first block")
             held = {name: hold(value) for name, value in (auxiliary or {}).items()}
         except Exception as error:
             self._reject(error)
             return None
-        return Prepared(self, ids, stored.new_bytes, held)
+        return Prepared(self, prompt, stored.new_bytes, held)
 
     def commit_prepared(
         self,
@@ -197,14 +199,14 @@ class TieredPrefixCache:
                 if commit_guard is not None and not commit_guard():
                     return False
             if entry.held:
-                self._auxiliary.put(entry.ids.tobytes(), entry.held)
+                self._auxiliary.put(entry.prompt.token_bytes, entry.held)
             return True
         except Exception as error:
             self._reject(error)
             return False
 
-    def _whole(self, ids: np.ndarray) -> list[Any] | None:
-        found, rest = self.cache.fetch(ids, model=self.model_name, salt=self._salt, leave=0)
+    def _whole(self, prompt: Prompt) -> list[Any] | None:
+        found, rest = self.cache.fetch(prompt, leave=0)
         return found if not len(rest) else None
 
     # -- letting go ---------------------------------------------------------------------------------------------------
@@ -214,9 +216,9 @@ class TieredPrefixCache:
         when there was nothing to forget.
         """
         with self._quietly("forgetting a prompt"):
-            ids = as_tokens(tokens)
-            self._auxiliary.drop(ids.tobytes())
-            return self.cache.remove(ids, model=self.model_name, salt=self._salt) > 0
+            prompt = self._prompt(tokens)
+            self._auxiliary.drop(prompt.token_bytes)
+            return self.cache.remove(prompt) > 0
         return False
 
     def clear(self) -> None:
@@ -332,9 +334,7 @@ class TieredPrefixCache:
 
     def __contains__(self, tokens: Sequence[int]) -> bool:
         """Whether the state of all these tokens is in RAM."""
-        return bool(len(tokens)) and self.cache.match(
-            as_tokens(tokens), model=self.model_name, salt=self._salt
-        ).ram == len(tokens)
+        return bool(len(tokens)) and self.cache.match(self._prompt(tokens)).ram == len(tokens)
 
     def _reject(self, error: Exception) -> None:
         with self._lock:
@@ -363,19 +363,19 @@ class Prepared:
     `cache` is another copy of the state with each access, its reader's own; None when it has left RAM.
     """
 
-    def __init__(self, owner: TieredPrefixCache, ids: np.ndarray, nbytes: int, held: dict[str, Any]):
+    def __init__(self, owner: TieredPrefixCache, prompt: Prompt, nbytes: int, held: dict[str, Any]):
         self._owner = owner
-        self.ids = ids
+        self.prompt = prompt
         self.memory_bytes = nbytes
         self.held = held
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        return tuple(self.ids.tolist())
+        return tuple(self.prompt.given.tolist())
 
     @property
     def cache(self) -> list[Any] | None:
-        return self._owner._whole(self.ids)
+        return self._owner._whole(self.prompt)
 
     @property
     def auxiliary(self) -> dict[str, Any] | None:
