@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from prefixcache.blocks.budget import Reservation
 from prefixcache.blocks.lookup import required_images
 from prefixcache.blocks.node import RAM, Slot
 from prefixcache.codecs import Codec, TurboQuant
@@ -43,7 +44,6 @@ from prefixcache.operations.store import Store
 from prefixcache.settings import Settings, parse_size
 from prefixcache.ssd import Ssd
 from prefixcache.ssd.directory import refusal
-from prefixcache.tiers.budget import Reservation
 from prefixcache.tiers.memory_pressure import Pressure
 from prefixcache.tiers.namespaces import Namespaces
 from prefixcache.tiers.promotion import promote

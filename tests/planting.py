@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from prefixcache.blocks.budget import Budget
 from prefixcache.blocks.eviction import eviction_victim
 from prefixcache.blocks.graph import Graph
 from prefixcache.blocks.lookup import hit_depth, required_images
 from prefixcache.blocks.node import BLOCK_BYTES, RAM, Node, Slot, Tree, Walk, Window
 from prefixcache.blocks.superseded import is_superseded, successions
 from prefixcache.keys import BLOCK, TOKEN_BYTES, as_tokens, chain
-from prefixcache.tiers.budget import Budget
 
 SSD = 1  # the tier below RAM
 TIERS = (RAM, SSD)

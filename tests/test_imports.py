@@ -37,7 +37,7 @@ ONLY = {
     "metrics": {""},
     "blocks": {"keys", "image"},
     "trace": {"keys"},
-    "ssd": {"keys", "image", "memory", "migrations", "metrics"},
+    "ssd": {"keys", "image", "memory", "migrations", "metrics", "blocks"},
     "codecs": {"kernels"},
     "live": {"codecs", "memory"},
     "layers": {"keys", "image", "codecs", "blocks"},
@@ -92,7 +92,7 @@ MODULES = modules()
 
 def test_every_module_has_a_level():
     assert {name.split(".")[0] for name in MODULES} <= LEVELS.keys()
-    assert {"keys", "image", "tiers.budget", "blocks.graph", "settings", "cache", "ssd.tier"} <= MODULES.keys()
+    assert {"keys", "image", "blocks.budget", "blocks.graph", "settings", "cache", "ssd.tier"} <= MODULES.keys()
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))
@@ -185,7 +185,7 @@ def test_settings_without_a_codec_are_made_without_mlx():
 
 def test_a_planner_runs_tree_and_budget_without_mlx():
     done = without_mlx("""
-        from prefixcache.tiers.budget import Budget
+        from prefixcache.blocks.budget import Budget
         from prefixcache.keys import as_tokens
         from prefixcache.blocks.graph import Graph
         from prefixcache.blocks.lookup import hit_depth

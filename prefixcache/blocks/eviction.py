@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from prefixcache.blocks.graph import Graph
@@ -39,28 +39,37 @@ def victims_for(graph: Graph, tier: int, nbytes: int, slot: Slot, wanted: Slot) 
     or is: only what is less recent than both. Empty where all of it is not enough.
     """
     victims: list[Slot] = []
-    evicted: Counter[Node] = Counter()  # how many of a block's dependents
+    for victim in eviction_order(graph, tier, graph.order[tier].less_recent(slot, wanted)):
+        victims.append(victim)
+        nbytes -= victim.disk or victim.nbytes
+        if nbytes <= 0:
+            return victims
+    return []
+
+
+def eviction_order(graph: Graph, tier: int, candidates: Iterable[Slot]) -> Iterator[Slot]:
+    """Those of `candidates`, slots in the order of eviction, that can be evicted from a tier below RAM one after the other.
+    Evicts none: the graph must not change meanwhile.
+    """
+    evicted: dict[Node, int] = {}  # how many of a block's dependents
     blocked: set[Slot] = set()  # less recent than what depends on them
-    for candidate in graph.order[tier].less_recent(slot, wanted):
+    for candidate in candidates:
         if not candidate.is_in(tier) or candidate.pins or candidate.pending:
             continue
         victim: Slot | None = candidate
         while victim is not None:
             node = victim.node
             if victim.kind == ROWS:
-                elsewhere = victim.tiers == 1 << tier and any(node.dependents[t] for t in graph.tiers if t != tier)
-                if node.dependents[tier] > evicted[node] or elsewhere:
+                here = node.dependents[tier]
+                elsewhere = victim.tiers == 1 << tier and sum(node.dependents) > here  # the block's last image
+                if here > evicted.get(node, 0) or elsewhere:
                     blocked.add(victim)
                     break
                 assert node.parent is not None
                 node = node.parent
-            victims.append(victim)
-            evicted[node] += 1
-            nbytes -= victim.disk or victim.nbytes
-            if nbytes <= 0:
-                return victims
+            yield victim
+            evicted[node] = evicted.get(node, 0) + 1
             victim = node.rows if node.rows in blocked else None
-    return []
 
 
 def _leaf_below(graph: Graph, slot: Slot, tier: int) -> Slot | None:

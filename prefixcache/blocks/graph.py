@@ -11,15 +11,13 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from math import lcm
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from prefixcache.blocks.budget import Budget, Reservation
 from prefixcache.blocks.node import BLOCK_BYTES, RAM, Node, Slot, Tree, Walk, Window, common_tokens
 from prefixcache.blocks.recency import Recency
 from prefixcache.image import ROWS, SNAPSHOT, WINDOW, Kind
 from prefixcache.keys import BLOCK, TOKEN_BYTES, chain
-
-if TYPE_CHECKING:
-    from prefixcache.tiers.budget import Budget, Reservation
 
 NODE_BYTES = 728  # of RAM a node, beside its tokens; measured by tools/bench/memory.py
 SLOT_BYTES = 888  # of RAM a slot, beside its image and its suffix; measured there too

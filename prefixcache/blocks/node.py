@@ -7,6 +7,7 @@ lookups end there, and what is below waits for the rows to be stored again.
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -162,6 +163,30 @@ class Walk(NamedTuple):
     @property
     def nodes(self) -> list[Node]:
         return [*self.path, self.partial] if self.partial else self.path
+
+
+def dependencies(slot: Slot) -> Iterator[Slot]:
+    """The rows that an image is of no use without, whatever tier they are in: of a snapshot those that reach its boundary;
+    then its blocks, the last one first, up to one without rows.
+    """
+    node = slot.node.parent if slot.kind == ROWS else slot.node
+    if slot.kind == SNAPSHOT and (covering := covering_rows(slot)) is not None:
+        yield covering
+    while node is not None and node.rows is not None:
+        yield node.rows
+        node = node.parent
+
+
+def covering_rows(snapshot: Slot) -> Slot | None:
+    """The rows that go on from a snapshot's block up to its boundary; of several the most recent."""
+    node, covering = snapshot.node, None
+    for i in range(bisect_left(node.child_tokens, snapshot.suffix), len(node.children)):
+        if not node.child_tokens[i].startswith(snapshot.suffix):
+            break
+        rows = node.children[i].rows
+        if rows is not None and (covering is None or rows.tick > covering.tick):
+            covering = rows
+    return covering
 
 
 def common_tokens(a: bytes, b: bytes) -> int:

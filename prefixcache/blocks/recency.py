@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
+from prefixcache.blocks.budget import Budget
 from prefixcache.blocks.node import RAM, Slot, rank
 from prefixcache.blocks.policies import POLICIES, Order
-
-if TYPE_CHECKING:
-    from prefixcache.tiers.budget import Budget
 
 
 class Recency:

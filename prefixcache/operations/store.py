@@ -12,6 +12,7 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
+from prefixcache.blocks.budget import Reservation
 from prefixcache.blocks.graph import NODE_BYTES
 from prefixcache.blocks.lookup import hit_depth, required_images
 from prefixcache.blocks.masks import extra_of, held_mask, mask_from, mask_of, runs_of, window_key
@@ -29,7 +30,6 @@ from prefixcache.layers.live_codes import differing
 from prefixcache.layers.plan import Section
 from prefixcache.layers.recode import copy_stored, decode_stored, encode_stored
 from prefixcache.layers.snapshots import describe_state, write_state
-from prefixcache.tiers.budget import Reservation
 from prefixcache.tiers.namespaces import Namespace
 from prefixcache.tiers.prompt import Prompt
 from prefixcache.tiers.storage import Storage

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from prefixcache.blocks.budget import Reservation
 from prefixcache.cache import PrefixCache
 from prefixcache.codecs.interchange import bring_in, copy_out, name_of
-from prefixcache.tiers.budget import Reservation
 
 SHARE = 32  # of the RAM budget, one part in so many at most
 COST = 1024  # bytes of an entry, beside its tokens and its arrays

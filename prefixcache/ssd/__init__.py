@@ -2,7 +2,7 @@
 `prune` and `clear` are for the admin command. No MLX here.
 """
 
-from prefixcache.ssd.choosing import NoSuchNamespace
+from prefixcache.ssd.clearing import Cleared, clear
 from prefixcache.ssd.entries import Address, Entry, Namespace
 from prefixcache.ssd.errors import (
     Cancelled,
@@ -14,8 +14,9 @@ from prefixcache.ssd.errors import (
     SsdError,
     Unreadable,
 )
+from prefixcache.ssd.pruning import Pruned, prune
 from prefixcache.ssd.reconcile import Finding, Report, reconcile
-from prefixcache.ssd.removing import Cleared, Pruned, Selection, clear, prune
+from prefixcache.ssd.selection import NoSuchNamespace, Selection
 from prefixcache.ssd.survey import Count, NamespaceSurvey, Span, Survey, survey
 from prefixcache.ssd.tier import Ssd, SsdStats
 

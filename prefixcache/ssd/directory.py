@@ -15,7 +15,7 @@ import sqlite3
 import stat
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -415,6 +415,20 @@ def sync_folder(path: str | os.PathLike[str]) -> None:
         os.close(fd)
 
 
+def remove_empty_folders(folders: Iterable[str]) -> None:
+    """Two-digit folders that are empty go; those that stay, and the ones above, are made durable."""
+    above = set()
+    for folder in folders:
+        with suppress(OSError):  # not empty
+            os.rmdir(folder)
+            above.add(os.path.dirname(folder))
+            continue
+        with suppress(FileNotFoundError):
+            sync_folder(folder)
+    for folder in above:
+        sync_folder(folder)
+
+
 def disk_of(found: os.stat_result) -> int:
     """Bytes really taken, as `du` counts them."""
     return found.st_blocks * 512
@@ -444,8 +458,9 @@ def tree_size(path: str | os.PathLike[str]) -> int:
         for item in scan(path):
             if item.is_dir(follow_symlinks=False):
                 total += tree_size(item.path)
-            else:
-                total += disk_at(item.path)
+                continue
+            with suppress(FileNotFoundError):
+                total += disk_of(item.stat(follow_symlinks=False))
     return total
 
 

@@ -254,18 +254,20 @@ class Index:
     def remove(self, addresses: Iterable[Address]) -> None:
         """Delete rows of images, and with its last image a namespace."""
         run = self._connection.execute
+        images: list[tuple[int]] = []
         emptied: set[int] = set()
-        for kind, key in addresses:
+        for kind, key in dict.fromkeys(addresses):
             at = [key, NUMBER[kind]]
             row = run("SELECT id, namespace FROM image WHERE key = ? AND kind = ?", at).fetchone()
             if row is None:
                 continue
             image, number = row
-            run("DELETE FROM tokens WHERE id = ?", [image])
-            run("DELETE FROM image WHERE id = ?", [image])
+            images.append((image,))
             self._images[number] -= 1
             if not self._images[number]:
                 emptied.add(number)
+        for table in ("tokens", "image"):
+            self._connection.executemany(f"DELETE FROM {table} WHERE id = ?", images)
         for number in emptied:
             run("DELETE FROM namespace WHERE id = ?", [number])
             del self._images[number]

@@ -7,15 +7,16 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from prefixcache.blocks.budget import Reservation
 from prefixcache.blocks.eviction import eviction_victim, victims_for
 from prefixcache.blocks.graph import NODE_BYTES
 from prefixcache.blocks.masks import mask_from, window_key
-from prefixcache.blocks.node import Node, Slot
+from prefixcache.blocks.node import Slot, dependencies
 from prefixcache.blocks.superseded import may_be_superseded
-from prefixcache.image import ROWS, SNAPSHOT, WINDOW, Image
+from prefixcache.image import ROWS, WINDOW, Image
 from prefixcache.memory import collector_at_rest
 from prefixcache.ssd import Address, Cancelled, Entry
-from prefixcache.tiers.budget import Reservation
+from prefixcache.ssd.loading import parent_of, place_entry
 from prefixcache.tiers.ram import GRAPH_SHARE
 from prefixcache.tiers.tier import Tier
 
@@ -79,36 +80,18 @@ class LowerTier:
     def _add(self, entry: Entry, reservation: Reservation) -> bool:
         """Give the image of an entry its place in the graph. False when it has none."""
         graph, namespace = self._storage.graph, self._storage.namespaces[entry.namespace]
-        if entry.parent == entry.namespace:
-            parent = namespace.tree.root
-        elif (ROWS, entry.parent) in graph.slots:
-            parent = graph.slots[ROWS, entry.parent].node
-        else:
+        parent = parent_of(graph, entry)
+        if parent is None:
             return False
-        try:
-            slot = self._load_slot(entry, parent, namespace, reservation)
-        except ValueError:  # a window without ranges, or the reservation is spent
-            return False
-        if slot is None:
-            return False
-        slot.checksum, slot.tick, slot.hits, slot.created = entry.checksum, entry.used, entry.hits, entry.created
-        return True
-
-    def _load_slot(self, entry: Entry, parent: Node, namespace: Namespace, reservation: Reservation) -> Slot | None:
-        graph = self._storage.graph
-        if entry.kind == ROWS:
-            return graph.load_rows(parent, entry.tokens, entry.key, entry.nbytes, self.number, entry.disk, reservation)
         mask: tuple[int, ...] = ()
         if entry.kind == WINDOW:
-            mask = mask_from(entry.extra)
+            try:
+                mask = mask_from(entry.extra)
+            except ValueError:
+                return False
             if len(mask) != len(namespace.plan.windows) or window_key(parent.key, mask) != entry.key:
-                return None
-        suffix = entry.tokens if entry.kind == SNAPSHOT else b""
-        slot = Slot(entry.kind, parent, entry.key, entry.nbytes, suffix, mask)
-        if not graph.attach(slot, reservation):
-            return None
-        graph.place(slot, self.number, disk=entry.disk)
-        return slot
+                return False
+        return place_entry(graph, entry, parent, self.number, reservation, mask) is not None
 
     # -- room ---------------------------------------------------------------------------------------------------------
 
@@ -240,17 +223,12 @@ class LowerTier:
         return (slot.tiers | slot.pending) >> self.number & 1 == 1
 
     def _with_parents(self, slot: Slot) -> list[Slot]:
-        """The slot and the rows that it is of no use without, the first block first, from the last one that is there."""
+        """The slot and the rows that it depends on, the first block first, from the last one that is there."""
         chain = [slot]
-        node: Node | None = slot.node if slot.kind != ROWS else slot.node.parent
-        if slot.kind == SNAPSHOT:
-            children = (child for child in slot.node.children if child.tokens.startswith(slot.suffix))
-            chain += [child.rows for child in children if child.rows is not None][:1]
-        while node is not None and node.rows is not None:
-            chain.append(node.rows)
-            if self._has(node.rows):
+        for rows in dependencies(slot):
+            chain.append(rows)
+            if self._has(rows):
                 break
-            node = node.parent
         return chain[::-1]
 
     def _write(self, slot: Slot, wanted: Slot) -> bool:

@@ -10,12 +10,12 @@ import time
 from collections import deque
 from typing import NamedTuple
 
+from prefixcache.blocks.budget import Reservation
 from prefixcache.blocks.lookup import required_images
 from prefixcache.blocks.node import RAM, Slot
 from prefixcache.image import ROWS, SNAPSHOT, Image
 from prefixcache.keys import BLOCK, TOKEN_BYTES
 from prefixcache.ssd import Corrupt
-from prefixcache.tiers.budget import Reservation
 from prefixcache.tiers.lower import LowerTier, entry_of
 from prefixcache.tiers.prompt import Prompt, boundary
 from prefixcache.tiers.storage import Storage

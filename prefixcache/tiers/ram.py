@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from prefixcache.blocks.budget import Reservation
 from prefixcache.blocks.eviction import eviction_victim, least_recent
 from prefixcache.blocks.node import RAM, Slot
 from prefixcache.image import ROWS
 from prefixcache.tiers.admission import Doorkeeper
-from prefixcache.tiers.budget import Reservation
 
 if TYPE_CHECKING:
     from prefixcache.tiers.storage import Storage

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from prefixcache.blocks.budget import Budget
 from prefixcache.blocks.eviction import least_recent
 from prefixcache.blocks.graph import Graph
 from prefixcache.blocks.node import RAM, Node, Slot
@@ -18,7 +19,6 @@ from prefixcache.blocks.superseded import is_superseded, successions
 from prefixcache.image import SNAPSHOT, WINDOW
 from prefixcache.metrics.stats import Counters
 from prefixcache.settings import Settings
-from prefixcache.tiers.budget import Budget
 from prefixcache.tiers.lower import LowerTier
 from prefixcache.tiers.ram import Ram
 from prefixcache.tiers.spilling import Spilling

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from prefixcache.blocks.budget import Budget
 from prefixcache.blocks.eviction import eviction_victim
 from prefixcache.blocks.graph import NODE_BYTES, SLOT_BYTES, Graph
 from prefixcache.blocks.lookup import hit_depth, required_images
 from prefixcache.blocks.node import BLOCK_BYTES, RAM, Node, Slot, Window, common_tokens
 from prefixcache.blocks.superseded import successors, superseded_tails
 from prefixcache.keys import BLOCK, chain
-from prefixcache.tiers.budget import Budget
 from tests.planting import IMAGE, ROOT, SSD, Planting, blocks, raw, restarted, runs
 
 

@@ -23,12 +23,12 @@ from hypothesis.stateful import (
 )
 
 from prefixcache.blocks.adaptive import Adaptive, Duel, Ghosts
+from prefixcache.blocks.budget import Budget
 from prefixcache.blocks.eviction import eviction_victim
 from prefixcache.blocks.graph import SLOT_BYTES, Graph
 from prefixcache.blocks.node import RAM, Node, Slot, Window
 from prefixcache.blocks.policies import POLICIES, Lru, Order
 from prefixcache.tiers.admission import Doorkeeper
-from prefixcache.tiers.budget import Budget
 from tests.planting import ROOT, SSD, TIERS, Planting, blocks, runs
 
 

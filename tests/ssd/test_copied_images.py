@@ -17,7 +17,7 @@ from prefixcache.image import Blueprint, Image, Spec
 from prefixcache.ssd import Corrupt, DirectoryError, Entry, Namespace, reconcile, survey
 
 from .images import LAYOUT, ROOT, SPACE, Opened, chain, du, make, path_of
-from .test_removing import OTHER, snapshot
+from .test_pruning import OTHER, snapshot
 
 Pair = tuple[Entry, Image]
 

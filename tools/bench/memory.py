@@ -19,10 +19,10 @@ if not __package__:
 import numpy as np
 
 from prefixcache import PrefixCache, Raw, TurboQuant
+from prefixcache.blocks.budget import Budget
 from prefixcache.blocks.graph import NODE_BYTES, SLOT_BYTES, Graph
 from prefixcache.blocks.node import BLOCK_BYTES, RAM, Node, Slot, Tree
 from prefixcache.image import Image
-from prefixcache.tiers.budget import Budget
 from tools.bench import report
 from tools.bench.prompts import MODEL, Shape, draw, filled
 from tools.bench.report import Figure

@@ -1,4 +1,4 @@
-"""`prefixcache clear`: every image of a directory is deleted. The work is `prefixcache.ssd.removing`'s."""
+"""`prefixcache clear`: every image of a directory is deleted. The work is `prefixcache.ssd.clearing`'s."""
 
 from __future__ import annotations
 

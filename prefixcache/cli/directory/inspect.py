@@ -20,7 +20,7 @@ from prefixcache.cli.directory.argument import errors_told
 from prefixcache.cli.directory.facts import KINDS, Facts, describe
 from prefixcache.cli.text import age, complain, console, foreign, many, print_json, size
 from prefixcache.ssd import Survey, survey
-from prefixcache.ssd.choosing import model_meant
+from prefixcache.ssd.selection import model_meant
 
 ROWS = 200  # of a table, without --all
 

@@ -1,4 +1,4 @@
-"""`prefixcache prune`: the images of a selection are deleted. The work is `prefixcache.ssd.removing`'s."""
+"""`prefixcache prune`: the images of a selection are deleted. The work is `prefixcache.ssd.pruning`'s."""
 
 from __future__ import annotations
 

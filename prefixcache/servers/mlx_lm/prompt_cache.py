@@ -15,11 +15,11 @@ from typing import Any
 
 from mlx_lm.models.cache import LRUPromptCache
 
+from prefixcache.blocks.budget import Reservation
 from prefixcache.cache import PrefixCache
 from prefixcache.identity import model_identity, nameless
 from prefixcache.layers import CacheError
 from prefixcache.servers.read_or_compute import ReadOrCompute
-from prefixcache.tiers.budget import Reservation
 from prefixcache.tiers.prompt import Prompt
 
 log = logging.getLogger("prefixcache")

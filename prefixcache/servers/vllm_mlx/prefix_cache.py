@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+from prefixcache.blocks.budget import Reservation
 from prefixcache.cache import PrefixCache
 from prefixcache.keys import as_tokens
 from prefixcache.servers.auxiliary import Auxiliary, give, hold
 from prefixcache.servers.read_or_compute import ReadOrCompute
-from prefixcache.tiers.budget import Reservation
 from prefixcache.tiers.prompt import Prompt
 
 log = logging.getLogger("prefixcache")

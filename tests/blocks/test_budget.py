@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from prefixcache.tiers.budget import Budget, Held
+from prefixcache.blocks.budget import Budget, Held
 
 LIMIT = 1000
 

@@ -1,7 +1,7 @@
-"""The RAM budget: every byte that the cache is about to use is reserved here first.
+"""The RAM budget: every byte that the cache is about to use is reserved here first. The graph of blocks keeps its account.
 
-`Budget` counts four things that add up to what is held: images (of which some are queued for the SSD), nodes of the
-tree, and reservations. It decides nothing: who must leave to make room is the tree's order and the cache's policy.
+`Budget` counts four things that add up to what is held: images (of which some are queued for a tier below), nodes and
+slots of the graph, and reservations. It decides nothing: who is evicted to make room says `eviction`.
 """
 
 from __future__ import annotations

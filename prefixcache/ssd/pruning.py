@@ -1,0 +1,325 @@
+"""`prune`: the images of a selection are deleted from a directory that no cache has open.
+
+The selected namespaces' entries become a graph of blocks (`blocks`), what is to stay is pinned there, and the images are
+evicted as a cache evicts them: the least recent first, nothing before what depends on it. A dry run is the same without
+deleting files. A kill at any moment leaves a directory that opens and has all that was to stay: rows of the index are
+deleted before their files, in transactions of a bounded size.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import Any, NamedTuple
+
+from prefixcache.blocks.budget import Budget
+from prefixcache.blocks.eviction import eviction_order
+from prefixcache.blocks.graph import Graph
+from prefixcache.blocks.node import Slot, covering_rows, dependencies
+from prefixcache.image import KINDS, SNAPSHOT, WINDOW
+from prefixcache.keys import chain
+from prefixcache.memory import collector_at_rest
+from prefixcache.ssd.directory import Directory, disk_at, holder, remove_empty_folders, tree_size
+from prefixcache.ssd.entries import Address, Entry, Namespace, Progress
+from prefixcache.ssd.files import remove_file
+from prefixcache.ssd.formats import refuse_newer
+from prefixcache.ssd.index import check_rows, connect, reading, suffixes
+from prefixcache.ssd.loading import parent_of, place_entry
+from prefixcache.ssd.quarantine import Item, quarantined
+from prefixcache.ssd.rows import unpack
+from prefixcache.ssd.selection import NoSuchNamespace, Selection, selected_namespaces
+from prefixcache.ssd.store import Store
+
+_NO_LIMIT = 1 << 60
+_TIER = 1  # of the graph: what the directory has
+
+
+class Share(NamedTuple):
+    """What was deleted of one namespace: images and real bytes."""
+
+    root: str
+    model: str
+    images: int
+    disk: int
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """What `prune` deleted, or would. `disk` are the real bytes of the images; `held` images were selected and stay, because
+    others depend on them; `before` and `after` are the directory's real bytes, `reached`: small enough.
+    """
+
+    directory: str
+    dry_run: bool
+    images: int
+    disk: int
+    held: int
+    shares: tuple[Share, ...]
+    quarantine: int
+    quarantine_disk: int
+    before: int
+    after: int
+    reached: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "shares": [share._asdict() for share in self.shares]}
+
+
+def prune(
+    directory: str | os.PathLike[str],
+    selection: Selection,
+    *,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+) -> Pruned:
+    """Delete the images of a selection, but for those that others depend on which stay.
+
+    Raises DirectoryError when it is not a cache's, is held or newer, NoSuchNamespace, IndexBroken (a dry run only: else the
+    index is rebuilt first), OSError for what can't be deleted.
+    """
+    there = Directory(directory)
+    there.require()
+    refuse_newer(there)
+    with collector_at_rest():
+        return _foresee(there, selection) if dry_run else _prune(there, selection, progress)
+
+
+def _prune(there: Directory, selection: Selection, progress: Progress | None) -> Pruned:
+    store = Store(there.root, _NO_LIMIT)
+    clean = False
+    try:
+        pruned = _Pruning(store, selection, progress).run()
+        clean = True
+    except NoSuchNamespace:
+        clean = True
+        raise
+    finally:
+        store.close(clean=clean)
+    after = tree_size(there.root)
+    reached = selection.to_size is None or after <= selection.to_size
+    return Pruned(**{**vars(pruned), "after": after, "reached": reached})
+
+
+# -- who is evicted ---------------------------------------------------------------------------------------------------
+
+
+class Victim(NamedTuple):
+    """An image that is to be deleted, and its real bytes."""
+
+    address: Address
+    namespace: bytes
+    disk: int
+
+
+class _Images:
+    """The images of the selected namespaces as a graph: pinned what was used since `used_before`, and what that depends on.
+
+    `held`: how many of them were not used since; `count`: how many can be evicted.
+    """
+
+    def __init__(self, connection: sqlite3.Connection, roots: Iterable[bytes], used_before: float | None):
+        self._graph = graph = Graph(Budget(_NO_LIMIT))
+        self._namespaces: dict[bytes, bytes] = {}  # of each tree, by its root key
+        recent: set[Slot] = set()
+        reservation = graph.budget.reserve(_NO_LIMIT, pooled=True)
+        assert reservation is not None
+        with reservation:
+            for root in roots:
+                self._namespaces[root] = root
+                for entry in _entries(connection, root):
+                    parent = parent_of(graph, entry)
+                    if parent is None:  # the index lacks it: the entries that depend on it are a tree of their own
+                        parent = graph.tree(entry.parent).root
+                        self._namespaces[entry.parent] = root
+                    mask = (int.from_bytes(entry.key, "little"),) if entry.kind == WINDOW else ()
+                    slot = place_entry(graph, entry, parent, _TIER, reservation, mask)
+                    assert slot is not None
+                    if used_before is not None and entry.used_at >= used_before:
+                        recent.add(slot)
+            for slot in graph.slots.values():
+                if slot.kind == SNAPSHOT and (rows := covering_rows(slot)) is not None:
+                    rows.tick = max(rows.tick, slot.tick)  # as every block, not less recent than what depends on it
+            graph.recency.sort_below_ram(graph.slots.values())
+        required = _required(recent)
+        graph.pin(recent | required)
+        self.held = len(required - recent)
+        self.count = len(graph.slots) - len(recent | required)
+
+    def evict(self) -> Iterator[Victim]:
+        """One after the other, the least recent first, until all that is left is pinned."""
+        for slot in eviction_order(self._graph, _TIER, self._graph.order[_TIER]):
+            tree = slot.node.tree
+            assert tree is not None
+            yield Victim((slot.kind, slot.key), self._namespaces[tree.root.key], slot.disk)
+
+
+def _required(slots: Iterable[Slot]) -> set[Slot]:
+    """What these depend on."""
+    required: set[Slot] = set()
+    for slot in slots:
+        for rows in dependencies(slot):
+            if rows in required:
+                break
+            required.add(rows)
+    return required
+
+
+def _entries(connection: sqlite3.Connection, root: bytes) -> Iterator[Entry]:
+    """A namespace's entries, parents first, without what only a reader of files needs.
+
+    Tokens take nearly all of the memory, and are of use here beside a snapshot only, whose suffix is compared with them.
+    Elsewhere, and where they don't give the key, the key stands in their place: it is another one for each sibling.
+    """
+    (number,) = connection.execute("SELECT id FROM namespace WHERE root = ?", [root]).fetchone()
+    rows = connection.execute(
+        "SELECT kind, key, parent, start, length, nbytes, disk, used, used_at, "
+        "CASE WHEN parent IN (SELECT parent FROM image WHERE namespace = ?1 AND kind = ?2) "
+        "THEN (SELECT tokens FROM tokens WHERE tokens.id = image.id) END "
+        "FROM image WHERE namespace = ?1 ORDER BY start, kind",
+        [number, KINDS.index(SNAPSHOT)],
+    )
+    for kind, key, parent, start, length, nbytes, disk, used, used_at, packed in rows:
+        tokens = key
+        if packed is not None and chain(parent, unpacked := unpack(packed, length)) == key:
+            tokens = unpacked
+        yield Entry(KINDS[kind], key, root, parent, start, tokens, nbytes, "", disk, used, 0.0, 0, "", used_at)
+
+
+def _until(victims: Iterator[Victim], excess: int, each: int) -> list[Victim]:
+    """The next ones, until `excess` bytes are free; `each` is what an image takes beside its file."""
+    evicted: list[Victim] = []
+    while excess > 0 and (victim := next(victims, None)) is not None:
+        evicted.append(victim)
+        excess -= victim.disk + each
+    return evicted
+
+
+class _Tally:
+    """What was deleted so far, by namespace."""
+
+    def __init__(self, namespaces: dict[bytes, Namespace]):
+        self._namespaces = namespaces
+        self._sums: dict[bytes, list[int]] = {}
+
+    def add(self, victims: Iterable[Victim]) -> None:
+        for victim in victims:
+            sums = self._sums.setdefault(victim.namespace, [0, 0])
+            sums[0] += 1
+            sums[1] += victim.disk
+
+    @property
+    def images(self) -> int:
+        return sum(images for images, _ in self._sums.values())
+
+    @property
+    def disk(self) -> int:
+        return sum(disk for _, disk in self._sums.values())
+
+    @property
+    def shares(self) -> tuple[Share, ...]:
+        return tuple(Share(root.hex(), self._namespaces[root].model, *sums) for root, sums in self._sums.items())
+
+
+# -- runs -------------------------------------------------------------------------------------------------------------
+
+
+def _foresee(there: Directory, selection: Selection) -> Pruned:
+    """What `prune` would do; the bytes of index and folders that become free are a guess."""
+    before = tree_size(there.root)
+    bad = _quarantined(there, selection)
+    after = before - sum(item.disk for item in bad)
+    held = 0
+    with reading(there.index, live=holder(there) is not None) as connection:
+        check_rows(connection)
+        namespaces = selected_namespaces(connection, selection)
+        tally = _Tally(namespaces)
+        if selection.of_images:
+            images = _Images(connection, namespaces, selection.used_before)
+            held, each = images.held, _index_share(connection, there)
+            if selection.to_size is None:
+                victims = list(images.evict())
+            else:
+                victims = _until(images.evict(), after - selection.to_size, each)
+            tally.add(victims)
+            after -= tally.disk + len(victims) * each
+    after = max(after, 0)
+    return Pruned(
+        str(there.root), True, tally.images, tally.disk, held, tally.shares, len(bad),
+        sum(item.disk for item in bad), before, after, selection.to_size is None or after <= selection.to_size,
+    )  # fmt: skip
+
+
+def _quarantined(there: Directory, selection: Selection) -> list[Item]:
+    """What is to go of what was quarantined: all of it, or what was quarantined before the time that was given."""
+    before = selection.used_before
+    items = quarantined(there) if selection.quarantine else []
+    return [item for item in items if before is None or item.when < before]
+
+
+def _index_share(connection: sqlite3.Connection, there: Directory) -> int:
+    """Bytes of the index for one image."""
+    count = connection.execute("SELECT count(*) FROM image").fetchone()[0]
+    return disk_at(there.index) // max(count, 1)
+
+
+class _Pruning:
+    """One run over an opened directory."""
+
+    def __init__(self, store: Store, selection: Selection, progress: Progress | None):
+        self._store, self._selection, self._progress = store, selection, progress
+        self._there = store.directory
+
+    def run(self) -> Pruned:
+        there, selection = self._there, self._selection
+        connection = connect(there.index)
+        try:
+            namespaces = selected_namespaces(connection, selection)
+            images = _Images(connection, namespaces if selection.of_images else (), selection.used_before)
+            each = _index_share(connection, there)
+        finally:
+            connection.close()
+        before = self._disk()
+        bad = _quarantined(there, selection)
+        self._store.quarantine.prune(sum(item.disk for item in bad))
+        self._tally, self._count = _Tally(namespaces), images.count
+        victims = images.evict()
+        while True:
+            if selection.to_size is None:
+                part = list(victims)
+            else:
+                part = _until(victims, self._disk() - selection.to_size, each)
+            if not part:
+                break
+            self._delete(part)
+        tally = self._tally
+        return Pruned(
+            str(there.root), False, tally.images, tally.disk, images.held, tally.shares,
+            len(bad), sum(item.disk for item in bad), before, 0, True,
+        )  # fmt: skip
+
+    def _delete(self, victims: list[Victim]) -> None:
+        """Rows, then files, then folders that are empty."""
+        store, folders, done = self._store, set(), self._tally.images
+        rest = iter(victims)
+        while chunk := list(islice(rest, store.ledger.rows)):
+            with store.index.transaction():
+                store.index.remove([victim.address for victim in chunk])
+            for victim in chunk:
+                path = self._there.file(victim.address)
+                remove_file(path)
+                folders.add(path.rpartition("/")[0])
+                done += 1
+            self._tally.add(chunk)
+            store.maintain()
+            if self._progress:
+                self._progress(done, self._count)
+        remove_empty_folders(folders)
+        store.shrink_index()
+        store.index.checkpoint()
+
+    def _disk(self) -> int:
+        """Real bytes without those that the index has while it is open only."""
+        return tree_size(self._there.root) - sum(disk_at(path) for path in suffixes(self._there.index)[1:])

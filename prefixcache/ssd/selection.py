@@ -1,0 +1,72 @@
+"""Which images an operator means: by model, by namespace, by last use. Reads the namespaces of an index, no image."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from prefixcache.ssd.entries import Namespace
+from prefixcache.ssd.errors import SsdError
+from prefixcache.ssd.index import read_namespaces
+
+_FEW = 20  # names in an error
+
+
+class NoSuchNamespace(SsdError):
+    """Nothing in the index is of the model or namespace that was named, or more than one namespace is."""
+
+
+class Selection(NamedTuple):
+    """Which images: of a model, of a namespace (the beginning of its root key, in hex), last used before a Unix time, the
+    least recently used until the directory takes `to_size` real bytes; what is None is not asked. `quarantine`: what was
+    quarantined, too.
+    """
+
+    model: str | None = None
+    namespace: str | None = None
+    used_before: float | None = None
+    to_size: int | None = None
+    quarantine: bool = False
+
+    @property
+    def of_images(self) -> bool:
+        return any(part is not None for part in self[:4])
+
+
+def selected_namespaces(connection: sqlite3.Connection, selection: Selection) -> dict[bytes, Namespace]:
+    """Those that the selection means, by root key; all where it names none. NoSuchNamespace where there is none of it."""
+    namespaces = read_namespaces(connection)
+    if selection.model is not None:
+        model = model_meant(selection.model, [namespace.model for namespace in namespaces])
+        namespaces = [namespace for namespace in namespaces if namespace.model == model]
+    root = selection.namespace
+    if root is not None:
+        namespaces = [space for space in namespaces if root and space.root.hex().startswith(root.lower())]
+        if len(namespaces) != 1:
+            which = "no namespace" if not namespaces else f"{len(namespaces)} namespaces"
+            raise NoSuchNamespace(
+                f"--namespace {root!r}: {which} of that beginning; prefixcache inspect --json lists their root keys"
+            )
+    return {namespace.root: namespace for namespace in namespaces}
+
+
+def model_meant(name: str, models: Iterable[str]) -> str:
+    """The one of `models` that `name` means: itself, or the one of `name@hash`, which is how `model_identity` calls it.
+    NoSuchNamespace, which lists them, where there is none or there are several.
+    """
+    known = sorted(set(models))
+    if name in known:
+        return name
+    found = [model for model in known if model.partition("@")[0] == name]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise NoSuchNamespace(f"--model {name!r}: {len(found)} models have that name; give one whole: {_listed(found)}")
+    there = f"there are {_listed(known)}" if known else "there is none of any"
+    raise NoSuchNamespace(f"--model {name!r}: nothing is of that model; {there}")
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _FEW} more, which prefixcache inspect lists" if len(names) > _FEW else ""
+    return ", ".join(map(repr, names[:_FEW])) + more
