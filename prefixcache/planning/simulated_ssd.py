@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from prefixcache.image import Kind
-from prefixcache.ssd import Entry, Namespace
+from prefixcache.ssd import Entry, NamespaceRow
 from prefixcache.ssd.ledger import Ledger
 from prefixcache.ssd.queue import Queue
 
@@ -93,7 +93,7 @@ class SimulatedSsd:
     def footprint(self, nbytes: int) -> int:
         return self._ledger.footprint(nbytes)
 
-    def write(self, entry: Entry, namespace: Namespace, image: Any) -> bool:
+    def write(self, entry: Entry, namespace: NamespaceRow, image: Any) -> bool:
         if not self._queue.write(entry, namespace, image):
             return False
         self._busy = True

@@ -3,7 +3,7 @@
 """
 
 from prefixcache.ssd.clearing import Cleared, clear
-from prefixcache.ssd.entries import Address, Entry, Namespace
+from prefixcache.ssd.entries import Address, Entry, NamespaceRow
 from prefixcache.ssd.errors import (
     Cancelled,
     Corrupt,
@@ -31,7 +31,7 @@ __all__ = [
     "Entry",
     "Finding",
     "IndexBroken",
-    "Namespace",
+    "NamespaceRow",
     "NamespaceSurvey",
     "NewerFormat",
     "NoSuchNamespace",

@@ -13,7 +13,7 @@ from enum import Enum
 from functools import lru_cache
 
 from prefixcache import keys
-from prefixcache.ssd.entries import Namespace
+from prefixcache.ssd.entries import NamespaceRow
 
 FALSE = "the model, codec or layout is not that of the namespace which has this root key"
 
@@ -27,10 +27,10 @@ class Verdict(Enum):
 class Claims:
     """By root key, the statement that is believed: a proven one, else the first that was heard. Not thread-safe."""
 
-    def __init__(self, known: Iterable[Namespace] = ()):
+    def __init__(self, known: Iterable[NamespaceRow] = ()):
         self._known = {space.root: space for space in known}
 
-    def hear(self, space: Namespace) -> Verdict:
+    def hear(self, space: NamespaceRow) -> Verdict:
         known = self._known.setdefault(space.root, space)
         if known.stated == space.stated:
             return Verdict.BELIEVED
@@ -40,7 +40,7 @@ class Claims:
         return Verdict.OVERRULES
 
 
-def check_stated(space: Namespace) -> None:
+def check_stated(space: NamespaceRow) -> None:
     """ValueError unless model, codec and layout are in the one form that a cache writes: else one namespace had many."""
     keys.as_model(space.model)
     for name, text in (("codec", space.codec), ("layout", space.layout)):
@@ -53,7 +53,7 @@ def check_stated(space: Namespace) -> None:
             raise ValueError(f"the {name} is no JSON object as a cache writes it")
 
 
-def is_proven(space: Namespace) -> bool:
+def is_proven(space: NamespaceRow) -> bool:
     """Whether the root key is that of the model, codec and layout without a salt."""
     return _is_root(space.root, *space.stated)
 

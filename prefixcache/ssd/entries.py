@@ -30,7 +30,7 @@ class Touch(NamedTuple):
         return Touch(max(self.tick, other.tick), self.hits + other.hits, max(self.at, other.at))
 
 
-class Namespace(NamedTuple):
+class NamespaceRow(NamedTuple):
     """What a root key stands for. `codec` and `layout` are JSON; `created` is Unix time."""
 
     root: bytes
@@ -43,9 +43,6 @@ class Namespace(NamedTuple):
     def stated(self) -> tuple[str, str, str]:
         """What its root key follows from, but for the salt."""
         return self.model, self.codec, self.layout
-
-
-NamespaceRow = Namespace
 
 
 class Entry(NamedTuple):

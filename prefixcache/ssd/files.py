@@ -28,7 +28,7 @@ from prefixcache.image import (
     parse_header,
 )
 from prefixcache.ssd.directory import disk_of
-from prefixcache.ssd.entries import BOUNDS, Entry, Namespace
+from prefixcache.ssd.entries import BOUNDS, Entry, NamespaceRow
 from prefixcache.ssd.errors import NewerFormat
 
 _STEP = 1 << 30  # macOS refuses reads and writes of 2 GiB and more
@@ -220,7 +220,7 @@ def _is_whole(fd: int, found: os.stat_result) -> bool:
     return is_whole(next(pieces), pieces)
 
 
-def from_header(said: Shallow, used: int) -> tuple[Entry, Namespace]:
+def from_header(said: Shallow, used: int) -> tuple[Entry, NamespaceRow]:
     """The entry and namespace that a file's own header describes. ValueError for what no image of ours would say."""
     meta = said.header.meta
     key, parent, root = (bytes.fromhex(text) for text in (meta.key, meta.parent, meta.namespace))
@@ -233,4 +233,4 @@ def from_header(said: Shallow, used: int) -> tuple[Entry, Namespace]:
         Kind(meta.kind), key, root, parent, meta.start, tokens, said.nbytes, said.header.checksum, said.disk, used,
         said.modified, 0, meta.extra, said.modified,
     )  # fmt: skip
-    return entry, Namespace(root, meta.model, meta.codec, meta.layout, said.modified)
+    return entry, NamespaceRow(root, meta.model, meta.codec, meta.layout, said.modified)

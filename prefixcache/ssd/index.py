@@ -26,7 +26,7 @@ from prefixcache import keys
 from prefixcache.image import KINDS
 from prefixcache.migrations.index import UNRELEASED, schema  # type: ignore[import-not-found]
 from prefixcache.ssd.directory import disk_at, identity_at, require_plain
-from prefixcache.ssd.entries import Address, Entry, Namespace, Touch
+from prefixcache.ssd.entries import Address, Entry, NamespaceRow, Touch
 from prefixcache.ssd.errors import DirectoryError, IndexBroken, NewerFormat
 from prefixcache.ssd.rows import COLUMNS, NUMBER, check_rows, pack, read_addresses, read_entries, read_namespaces
 
@@ -191,10 +191,10 @@ class Index:
     def addresses(self) -> set[Address]:
         return read_addresses(self._connection)
 
-    def namespaces(self) -> list[Namespace]:
+    def namespaces(self) -> list[NamespaceRow]:
         return read_namespaces(self._connection)
 
-    def stated_otherwise(self, namespace: Namespace) -> list[Address]:
+    def stated_otherwise(self, namespace: NamespaceRow) -> list[Address]:
         """The images under a row that states something else of this root key, which the caller knows the truth of."""
         number, stated = self._namespaces.get(namespace.root, (0, []))
         if not number or tuple(stated) == namespace.stated:
@@ -225,7 +225,7 @@ class Index:
                 self._connection.execute("ROLLBACK")
             raise
 
-    def insert(self, entry: Entry, namespace: Namespace) -> None:
+    def insert(self, entry: Entry, namespace: NamespaceRow) -> None:
         run = self._connection.execute
         number, stated = self._namespaces.get(namespace.root, (0, []))
         if not number:

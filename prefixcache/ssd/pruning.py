@@ -23,7 +23,7 @@ from prefixcache.image import KINDS, SNAPSHOT, WINDOW
 from prefixcache.keys import chain
 from prefixcache.memory import collector_at_rest
 from prefixcache.ssd.directory import Directory, disk_at, holder, remove_empty_folders, tree_size
-from prefixcache.ssd.entries import Address, Entry, Namespace, Progress
+from prefixcache.ssd.entries import Address, Entry, NamespaceRow, Progress
 from prefixcache.ssd.files import remove_file
 from prefixcache.ssd.formats import refuse_newer
 from prefixcache.ssd.index import check_rows, connect, reading, suffixes
@@ -200,7 +200,7 @@ def _until(victims: Iterator[Victim], excess: int, each: int) -> list[Victim]:
 class _Tally:
     """What was deleted so far, by namespace."""
 
-    def __init__(self, namespaces: dict[bytes, Namespace]):
+    def __init__(self, namespaces: dict[bytes, NamespaceRow]):
         self._namespaces = namespaces
         self._sums: dict[bytes, list[int]] = {}
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from prefixcache.image import Image, Kind
-from prefixcache.ssd.entries import Address, Entry, Namespace, Touch
+from prefixcache.ssd.entries import Address, Entry, NamespaceRow, Touch
 from prefixcache.ssd.errors import Cancelled
 from prefixcache.ssd.ledger import Ledger
 
@@ -28,7 +28,7 @@ class Write:
 
     __slots__ = ("done", "entry", "error", "image", "namespace", "queued_at", "sequence")
 
-    def __init__(self, entry: Entry, namespace: Namespace, image: Image, sequence: int):
+    def __init__(self, entry: Entry, namespace: NamespaceRow, image: Image, sequence: int):
         self.entry, self.namespace, self.image, self.sequence = entry, namespace, image, sequence
         self.error: Exception | None = None
         self.done = False
@@ -105,7 +105,7 @@ class Queue:
 
     # The request path
 
-    def write(self, entry: Entry, namespace: Namespace, image: Image) -> bool:
+    def write(self, entry: Entry, namespace: NamespaceRow, image: Image) -> bool:
         with self._lock:
             if not self._has_room(image.nbytes) or not self._ledger.admit(image.nbytes):
                 self._dropped += 1

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 from prefixcache.ssd.checking import Checker
 from prefixcache.ssd.claims import FALSE, Claims, Verdict, check_stated, is_proven
 from prefixcache.ssd.directory import Directory, disk_at, disk_of
-from prefixcache.ssd.entries import Address, Entry, Namespace, Progress
+from prefixcache.ssd.entries import Address, Entry, NamespaceRow, Progress
 from prefixcache.ssd.errors import IndexBroken, NewerFormat
 from prefixcache.ssd.files import Damaged, OlderFormat, from_header, read_header, read_image, remove_file
 from prefixcache.ssd.index import Index, suffixes
@@ -124,7 +124,7 @@ def open_index(directory: Directory, quarantine: Quarantine) -> tuple[Index, lis
         return _new_index(directory, quarantine, str(error)), [], str(error)
 
 
-def require_true(directory: Directory, spaces: Iterable[Namespace], entries: list[Entry]) -> None:
+def require_true(directory: Directory, spaces: Iterable[NamespaceRow], entries: list[Entry]) -> None:
     """IndexBroken when the file of an image says something else of its namespace than the namespace's row.
 
     One of the first files is asked, where nothing else proves the row: of a salted namespace the root key can't be computed
@@ -335,9 +335,9 @@ def _judge(run: Pass, known: list[Address]) -> Iterator[tuple[Address, bool]]:
 
 def _adopt(run: Pass, addresses: list[Address]) -> None:
     """Take whole files in that have no row; quarantine others; delete what is of a format that isn't read any more."""
-    wanted: list[tuple[Entry, Namespace]] = []
+    wanted: list[tuple[Entry, NamespaceRow]] = []
 
-    def look(address: Address) -> tuple[Address, tuple[Entry, Namespace] | None, str, str]:
+    def look(address: Address) -> tuple[Address, tuple[Entry, NamespaceRow] | None, str, str]:
         path = run.directory.file(address)
         try:
             said = read_header(path)
@@ -384,7 +384,7 @@ def _adopt(run: Pass, addresses: list[Address]) -> None:
         run.counts(entry.disk)
 
 
-def _expel(run: Pass, truth: Namespace) -> None:
+def _expel(run: Pass, truth: NamespaceRow) -> None:
     """What a root key stands for is proven now, and the index has believed something else: images that say that, too, go."""
     known = [address for address, row in run.rows.items() if row.namespace == truth.root]
     for address in (*known, *run.adopted.pop(truth.root, ())):

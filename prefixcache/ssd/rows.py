@@ -14,7 +14,7 @@ import numpy as np
 from prefixcache import keys
 from prefixcache.image import KINDS
 from prefixcache.memory import collector_at_rest
-from prefixcache.ssd.entries import BOUNDS, Address, Entry, Namespace
+from prefixcache.ssd.entries import BOUNDS, Address, Entry, NamespaceRow
 from prefixcache.ssd.errors import IndexBroken
 
 NUMBER = {kind: number for number, kind in enumerate(KINDS)}
@@ -26,15 +26,15 @@ _NOT_A_ROW = "an image has a value that no cache writes"
 Columns = tuple[tuple[Any, ...], ...]
 
 
-def read_namespaces(connection: sqlite3.Connection) -> list[Namespace]:
+def read_namespaces(connection: sqlite3.Connection) -> list[NamespaceRow]:
     return list(_read_namespaces(connection).values())
 
 
-def _read_namespaces(connection: sqlite3.Connection) -> dict[int, Namespace]:
+def _read_namespaces(connection: sqlite3.Connection) -> dict[int, NamespaceRow]:
     """By the number that images name them with."""
     spaces = {}
     for number, *row in connection.execute("SELECT id, root, model, codec, layout, created FROM namespace ORDER BY id"):
-        space = spaces[number] = Namespace(*row)
+        space = spaces[number] = NamespaceRow(*row)
         key = isinstance(space.root, bytes) and len(space.root) == keys.KEY_BYTES
         if not (key and _are(str, space.stated) and _are(float, row[-1:]) and abs(space.created) < _TIMES):
             raise IndexBroken("a namespace has a value that no cache writes")

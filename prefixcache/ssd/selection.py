@@ -6,7 +6,7 @@ import sqlite3
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from prefixcache.ssd.entries import Namespace
+from prefixcache.ssd.entries import NamespaceRow
 from prefixcache.ssd.errors import SsdError
 from prefixcache.ssd.index import read_namespaces
 
@@ -34,7 +34,7 @@ class Selection(NamedTuple):
         return any(part is not None for part in self[:4])
 
 
-def selected_namespaces(connection: sqlite3.Connection, selection: Selection) -> dict[bytes, Namespace]:
+def selected_namespaces(connection: sqlite3.Connection, selection: Selection) -> dict[bytes, NamespaceRow]:
     """Those that the selection means, by root key; all where it names none. NoSuchNamespace where there is none of it."""
     namespaces = read_namespaces(connection)
     if selection.model is not None:

@@ -17,7 +17,7 @@ from prefixcache.image import Image, Kind
 from prefixcache.keys import KEY_BYTES, TOKEN_BYTES
 from prefixcache.metrics.histogram import Observed
 from prefixcache.ssd.directory import tree_size
-from prefixcache.ssd.entries import BOUNDS, FOLDERS, Address, Entry, Namespace
+from prefixcache.ssd.entries import BOUNDS, FOLDERS, Address, Entry, NamespaceRow
 from prefixcache.ssd.errors import SsdError
 from prefixcache.ssd.index import connect
 from prefixcache.ssd.queue import Queue
@@ -104,7 +104,7 @@ class Ssd:
 
     # What was there at the opening
 
-    def namespaces(self) -> list[Namespace]:
+    def namespaces(self) -> list[NamespaceRow]:
         connection = connect(self._store.directory.index)
         try:
             return read_namespaces(connection)
@@ -157,7 +157,7 @@ class Ssd:
         """Room to expect of a file of `nbytes`: its blocks, and its share of index and folders."""
         return self._store.ledger.footprint(nbytes)
 
-    def write(self, entry: Entry, namespace: Namespace, image: Image) -> bool:
+    def write(self, entry: Entry, namespace: NamespaceRow, image: Image) -> bool:
         """Queue a write. False, and no callback: the queue is full, the limit is reached, or the disk failed lately."""
         sizes = [len(key) for key in (entry.key, entry.parent, entry.namespace)]
         if entry.kind not in FOLDERS or sizes != [KEY_BYTES] * 3 or len(entry.tokens) % TOKEN_BYTES:

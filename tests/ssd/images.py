@@ -13,16 +13,16 @@ import numpy as np
 
 from prefixcache import keys
 from prefixcache.image import Blueprint, Image, Meta, Spec
-from prefixcache.ssd import Entry, Namespace, Ssd
+from prefixcache.ssd import Entry, NamespaceRow, Ssd
 
 MODEL, CODEC, LAYOUT = "tiny", '{"name":"raw"}', '{"layers":2}'
 ROOT = keys.root_key(MODEL, {"name": "raw"}, {"layers": 2}, b"")
-SPACE = Namespace(ROOT, MODEL, CODEC, LAYOUT, 1.7e9)
+SPACE = NamespaceRow(ROOT, MODEL, CODEC, LAYOUT, 1.7e9)
 
 
 def make(
     seed: int, *, kind: str = "rows", parent: bytes = ROOT, start: int = 0, size: int = 5000, count: int = 256,
-    space: Namespace = SPACE, used: int = 0,
+    space: NamespaceRow = SPACE, used: int = 0,
 ) -> tuple[Entry, Image]:  # fmt: skip
     """An entry and its image, the same for the same arguments."""
     rng = np.random.default_rng(seed)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from prefixcache.image import Blueprint, Image, Spec
-from prefixcache.ssd import Corrupt, DirectoryError, Entry, Namespace, reconcile, survey
+from prefixcache.ssd import Corrupt, DirectoryError, Entry, NamespaceRow, reconcile, survey
 
 from .images import LAYOUT, ROOT, SPACE, Opened, chain, du, make, path_of
 from .test_pruning import OTHER, snapshot
@@ -321,7 +321,7 @@ def test_whatever_happens_while_it_is_copied_a_second_pass_brings_all(source, ro
 
 def test_images_that_state_another_layout_are_quarantined(root, quick):
     """Of two statements of one root key, the one that the key proves is believed, whichever comes first."""
-    liar = Namespace(ROOT, "tiny", SPACE.codec, LAYOUT.replace("2", "3"), 0.0)
+    liar = NamespaceRow(ROOT, "tiny", SPACE.codec, LAYOUT.replace("2", "3"), 0.0)
     entry, image = make(500, space=liar)
     filled(root, chain(2))
     place(path_of(root, entry)).write_bytes(image.data)

@@ -17,7 +17,7 @@ from prefixcache.ssd import (
     DirectoryError,
     DirectoryHeld,
     Entry,
-    Namespace,
+    NamespaceRow,
     NoSuchNamespace,
     Selection,
     clear,
@@ -29,7 +29,7 @@ from .images import CODEC, LAYOUT, ROOT, SPACE, Opened, chain, du, fingerprint, 
 from .test_durability import Steps
 
 DAY = 86400.0
-OTHER = Namespace(keys.root_key("other", {"name": "raw"}, {"layers": 2}, b"x"), "other", CODEC, LAYOUT, 1.7e9)
+OTHER = NamespaceRow(keys.root_key("other", {"name": "raw"}, {"layers": 2}, b"x"), "other", CODEC, LAYOUT, 1.7e9)
 
 
 def snapshot(parent: Entry, rows: Entry, seed: int, count: int = 9):

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from prefixcache.ssd import DirectoryError, Namespace, survey
+from prefixcache.ssd import DirectoryError, NamespaceRow, survey
 
 from .images import CODEC, LAYOUT, MODEL, ROOT, SPACE, chain, du, fingerprint, make, path_of
 
@@ -66,7 +66,7 @@ def test_spans_are_those_of_the_kinds_asked_for(ssd, root):
 
 
 def test_namespaces_are_told_apart(ssd, root):
-    other = Namespace(b"o" * 16, "other", "{}", "{}", 1.7e9)
+    other = NamespaceRow(b"o" * 16, "other", "{}", "{}", 1.7e9)
     ssd.put(*PAIRS)
     entry, image = make(5, space=other, parent=other.root)
     ssd.write(entry, other, image)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from prefixcache import keys
-from prefixcache.ssd import Cancelled, Namespace, SsdError
+from prefixcache.ssd import Cancelled, NamespaceRow, SsdError
 
 from .images import ROOT, SPACE, chain, gate, hold, make, path_of, until
 
@@ -78,7 +78,7 @@ def test_token_ids_beyond_32_bits_and_negative_ones_survive(opened):
 
 
 def test_namespaces_are_kept_apart(ssd):
-    other = Namespace(b"o" * 16, "other", "{}", "{}", 1.7e9)
+    other = NamespaceRow(b"o" * 16, "other", "{}", "{}", 1.7e9)
     first, second = make(1), make(1, space=other, parent=other.root)
     assert ssd.write(first[0], SPACE, first[1])
     assert ssd.write(second[0], other, second[1])
