@@ -11,7 +11,7 @@ from prefixcache.blocks.budget import Budget
 from prefixcache.blocks.eviction import eviction_victim
 from prefixcache.blocks.graph import Graph
 from prefixcache.blocks.lookup import hit_depth, required_images
-from prefixcache.blocks.node import BLOCK_BYTES, RAM, Node, Slot, Tree, Walk, Window
+from prefixcache.blocks.node import BLOCK_BYTES, RAM, Node, Slot, Tree, Walk, Window, dependencies
 from prefixcache.blocks.superseded import is_superseded, successions
 from prefixcache.keys import BLOCK, TOKEN_BYTES, as_tokens, chain
 
@@ -145,14 +145,7 @@ class Planting:
         """Write images to the SSD, in each case what they depend on first."""
         written = []
         for slot in slots:
-            chain_up = [slot]
-            node: Node | None = slot.node if slot.kind != "rows" else slot.node.parent
-            if slot.kind == "snapshot":
-                chain_up += [k.rows for k in slot.node.children if k.rows and k.tokens.startswith(slot.suffix)][:1]
-            while node is not None and node.rows is not None:
-                chain_up.append(node.rows)
-                node = node.parent
-            for one in reversed(chain_up):
+            for one in reversed([slot, *dependencies(slot)]):
                 if not one.disk:
                     self.graph.place(one, SSD, disk=4096)
                     written.append(one)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from prefixcache.blocks.budget import Budget
-from prefixcache.blocks.eviction import eviction_victim
+from prefixcache.blocks.eviction import eviction_order, eviction_victim
 from prefixcache.blocks.graph import NODE_BYTES, SLOT_BYTES, Graph
 from prefixcache.blocks.lookup import hit_depth, required_images
-from prefixcache.blocks.node import BLOCK_BYTES, RAM, Node, Slot, Window, common_tokens
+from prefixcache.blocks.node import BLOCK_BYTES, RAM, Node, Slot, Window, common_tokens, covering_rows, dependencies
 from prefixcache.blocks.superseded import successors, superseded_tails
 from prefixcache.keys import BLOCK, chain
 from tests.planting import IMAGE, ROOT, SSD, Planting, blocks, raw, restarted, runs
@@ -322,6 +324,24 @@ def test_leaving_a_tier_twice_is_leaving_it_once():
     planting.graph.drop(slot, RAM)
     planting.graph.drop(slot, RAM)
     planting.graph.check_integrity()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_eviction_order_says_beforehand_who_is_evicted_one_after_the_other(seed):
+    chance, planting = random.Random(seed), Planting()
+    prompts = [blocks(*(chance.randrange(3) for _ in range(chance.randrange(1, 6)))) for _ in range(12)]
+    for tokens in prompts:
+        planting.store(tokens + [9] * chance.choice([0, 40]))
+    planting.empty_ram()
+    graph = planting.graph
+    slots = list(graph.slots.values())
+    for slot in chance.sample(slots, len(slots) // 3):
+        slot.tick = chance.randrange(20)  # less recent than what depends on it, too
+    graph.recency.sort_below_ram()
+    graph.pin(chance.sample(slots, seed))
+    foreseen = list(eviction_order(graph, SSD, graph.order[SSD]))
+    assert len(foreseen) >= len(slots) // 4
+    assert foreseen == list(iter(lambda: planting.evict(SSD), None))
 
 
 # -- pins -------------------------------------------------------------------------------------------------------------
@@ -678,6 +698,20 @@ def test_a_block_that_a_snapshot_inside_it_needs_is_not_let_go_with_another():
     planting.graph.drop(planting.serving(runs((1, 400)))[0], RAM)
     assert planting.reach(runs((1, 400))) == 300
     assert planting.evict(RAM).node.tokens != planting.node(runs((1, 400))).tokens
+
+
+def test_a_snapshot_depends_on_the_most_recent_rows_that_reach_its_boundary_and_on_its_blocks():
+    planting = Planting(snapshots=True)
+    planting.store(blocks(1, 2) + [3] * 40)
+    (snapshot,) = planting.node(blocks(1, 2)).snapshots.values()
+    tail = planting.rows(blocks(1, 2) + [3] * 40)
+    above = [planting.rows(blocks(1, 2)), planting.rows(blocks(1))]
+    assert list(dependencies(snapshot)) == [tail, *above]
+    assert list(dependencies(tail)) == above
+    planting.store(blocks(1, 2) + [3] * 30 + [4] * 9, snapshot=False)
+    assert covering_rows(snapshot) is tail
+    planting.store(blocks(1, 2) + [3] * 40 + [5], snapshot=False, settle=False)
+    assert covering_rows(snapshot) is planting.rows(blocks(1, 2) + [3] * 40 + [5])
 
 
 # -- twins ------------------------------------------------------------------------------------------------------------

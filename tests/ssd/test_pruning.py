@@ -214,6 +214,34 @@ def test_to_a_size_the_coldest_leave_and_no_more_than_need_be(root):
         assert entry.parent == ROOT or ("rows", entry.parent) in left
 
 
+def test_to_a_size_nothing_is_deleted_before_what_depends_on_it(root):
+    needed, other = chain(2, used=1, size=50_000), chain(2, first=10, used=3, size=50_000)
+    state = snapshot(*(entry for entry, _ in needed), 60)
+    with Opened(root) as ssd:
+        ssd.put(*needed, (state[0]._replace(used=5), state[1]), *other)
+    prune(root, Selection(to_size=du(root) - 90_000))
+    assert held(root).keys() == {entry.address for entry, _ in (*needed, state)}
+    prune(root, Selection(to_size=du(root) - 1000))
+    assert held(root).keys() == {entry.address for entry, _ in needed}
+    prune(root, Selection(to_size=du(root) - 30_000))
+    assert held(root).keys() == {needed[0][0].address}
+
+
+def test_images_whose_block_is_gone_are_deleted_like_others(root, stored):
+    gone, *below = stored[2:6]
+    connection = sqlite3.connect(root / "index.db", isolation_level=None)
+    connection.execute("DELETE FROM image WHERE key = ?", [gone.key])
+    connection.close()
+    path_of(root, gone).unlink()
+    aged(root, {below[0].key: 9, below[2].key: 9, stored[6].key: 9})
+    done = prune(root, days(7))
+    assert (done.images, done.held) == (2, 1)
+    assert [(share.model, share.images) for share in done.shares] == [("tiny", 2)]
+    assert held(root).keys() == {entry.address for entry in stored} - {e.address for e in (gone, below[2], stored[6])}
+    prune(root, Selection(model="tiny"))
+    assert held(root).keys() == {entry.address for entry in stored[8:]}
+
+
 def test_a_size_that_can_not_be_reached_is_told(root, stored):
     done = prune(root, Selection(to_size=10_000, model="other"))
     assert not done.reached
