@@ -458,9 +458,8 @@ def tree_size(path: str | os.PathLike[str]) -> int:
         for item in scan(path):
             if item.is_dir(follow_symlinks=False):
                 total += tree_size(item.path)
-                continue
-            with suppress(FileNotFoundError):
-                total += disk_of(item.stat(follow_symlinks=False))
+            else:
+                total += disk_at(item.path)
     return total
 
 

@@ -23,10 +23,10 @@ from prefixcache.image import KINDS, SNAPSHOT, WINDOW
 from prefixcache.keys import chain
 from prefixcache.memory import collector_at_rest
 from prefixcache.ssd.directory import Directory, disk_at, holder, remove_empty_folders, tree_size
-from prefixcache.ssd.entries import Address, Entry, NamespaceRow, Progress
+from prefixcache.ssd.entries import Entry, NamespaceRow, Progress
 from prefixcache.ssd.files import remove_file
 from prefixcache.ssd.formats import refuse_newer
-from prefixcache.ssd.index import check_rows, connect, reading, suffixes
+from prefixcache.ssd.index import check_rows, read_namespaces, reading, suffixes
 from prefixcache.ssd.loading import parent_of, place_entry
 from prefixcache.ssd.quarantine import Item, quarantined
 from prefixcache.ssd.rows import unpack
@@ -106,39 +106,29 @@ def _prune(there: Directory, selection: Selection, progress: Progress | None) ->
 # -- who is evicted ---------------------------------------------------------------------------------------------------
 
 
-class Victim(NamedTuple):
-    """An image that is to be deleted, and its real bytes."""
-
-    address: Address
-    namespace: bytes
-    disk: int
-
-
 class _Images:
     """The images of the selected namespaces as a graph: pinned what was used since `used_before`, and what that depends on.
 
     `held`: how many of them were not used since; `count`: how many can be evicted.
     """
 
-    def __init__(self, connection: sqlite3.Connection, roots: Iterable[bytes], used_before: float | None):
+    def __init__(self, entries: Iterable[Entry], used_before: float | None):
         self._graph = graph = Graph(Budget(_NO_LIMIT))
-        self._namespaces: dict[bytes, bytes] = {}  # of each tree, by its root key
+        self._namespaces: dict[bytes, bytes] = {}  # of trees whose root key is another one
         recent: set[Slot] = set()
         reservation = graph.budget.reserve(_NO_LIMIT, pooled=True)
         assert reservation is not None
         with reservation:
-            for root in roots:
-                self._namespaces[root] = root
-                for entry in _entries(connection, root):
-                    parent = parent_of(graph, entry)
-                    if parent is None:  # the index lacks it: the entries that depend on it are a tree of their own
-                        parent = graph.tree(entry.parent).root
-                        self._namespaces[entry.parent] = root
-                    mask = (int.from_bytes(entry.key, "little"),) if entry.kind == WINDOW else ()
-                    slot = place_entry(graph, entry, parent, _TIER, reservation, mask)
-                    assert slot is not None
-                    if used_before is not None and entry.used_at >= used_before:
-                        recent.add(slot)
+            for entry in entries:
+                parent = parent_of(graph, entry)
+                if parent is None:  # the index lacks it: the entries that depend on it are a tree of their own
+                    parent = graph.tree(entry.parent).root
+                    self._namespaces[entry.parent] = entry.namespace
+                mask = (int.from_bytes(entry.key, "little"),) if entry.kind == WINDOW else ()
+                slot = place_entry(graph, entry, parent, _TIER, reservation, mask)
+                assert slot is not None
+                if used_before is not None and entry.used_at >= used_before:
+                    recent.add(slot)
             for slot in graph.slots.values():
                 if slot.kind == SNAPSHOT and (rows := covering_rows(slot)) is not None:
                     rows.tick = max(rows.tick, slot.tick)  # as every block, not less recent than what depends on it
@@ -148,12 +138,15 @@ class _Images:
         self.held = len(required - recent)
         self.count = len(graph.slots) - len(recent | required)
 
-    def evict(self) -> Iterator[Victim]:
+    def evict(self) -> Iterator[Slot]:
         """One after the other, the least recent first, until all that is left is pinned."""
-        for slot in eviction_order(self._graph, _TIER, self._graph.order[_TIER]):
-            tree = slot.node.tree
-            assert tree is not None
-            yield Victim((slot.kind, slot.key), self._namespaces[tree.root.key], slot.disk)
+        return eviction_order(self._graph, _TIER, self._graph.order[_TIER])
+
+    def namespace(self, slot: Slot) -> bytes:
+        """The root key of a slot's namespace."""
+        assert slot.node.tree is not None
+        root = slot.node.tree.root.key
+        return self._namespaces.get(root, root)
 
 
 def _required(slots: Iterable[Slot]) -> set[Slot]:
@@ -168,7 +161,7 @@ def _required(slots: Iterable[Slot]) -> set[Slot]:
 
 
 def _entries(connection: sqlite3.Connection, root: bytes) -> Iterator[Entry]:
-    """A namespace's entries, parents first, without what only a reader of files needs.
+    """A namespace's entries for a dry run: parents first, without what only a reader of files needs.
 
     Tokens take nearly all of the memory, and are of use here beside a snapshot only, whose suffix is compared with them.
     Elsewhere, and where they don't give the key, the key stands in their place: it is another one for each sibling.
@@ -188,12 +181,12 @@ def _entries(connection: sqlite3.Connection, root: bytes) -> Iterator[Entry]:
         yield Entry(KINDS[kind], key, root, parent, start, tokens, nbytes, "", disk, used, 0.0, 0, "", used_at)
 
 
-def _until(victims: Iterator[Victim], excess: int, each: int) -> list[Victim]:
+def _until(slots: Iterator[Slot], excess: int, each: int) -> list[Slot]:
     """The next ones, until `excess` bytes are free; `each` is what an image takes beside its file."""
-    evicted: list[Victim] = []
-    while excess > 0 and (victim := next(victims, None)) is not None:
-        evicted.append(victim)
-        excess -= victim.disk + each
+    evicted: list[Slot] = []
+    while excess > 0 and (slot := next(slots, None)) is not None:
+        evicted.append(slot)
+        excess -= slot.disk + each
     return evicted
 
 
@@ -204,11 +197,10 @@ class _Tally:
         self._namespaces = namespaces
         self._sums: dict[bytes, list[int]] = {}
 
-    def add(self, victims: Iterable[Victim]) -> None:
-        for victim in victims:
-            sums = self._sums.setdefault(victim.namespace, [0, 0])
-            sums[0] += 1
-            sums[1] += victim.disk
+    def add(self, namespace: bytes, disk: int) -> None:
+        sums = self._sums.setdefault(namespace, [0, 0])
+        sums[0] += 1
+        sums[1] += disk
 
     @property
     def images(self) -> int:
@@ -234,17 +226,19 @@ def _foresee(there: Directory, selection: Selection) -> Pruned:
     held = 0
     with reading(there.index, live=holder(there) is not None) as connection:
         check_rows(connection)
-        namespaces = selected_namespaces(connection, selection)
+        namespaces = selected_namespaces(read_namespaces(connection), selection)
         tally = _Tally(namespaces)
         if selection.of_images:
-            images = _Images(connection, namespaces, selection.used_before)
-            held, each = images.held, _index_share(connection, there)
-            if selection.to_size is None:
-                victims = list(images.evict())
-            else:
-                victims = _until(images.evict(), after - selection.to_size, each)
-            tally.add(victims)
-            after -= tally.disk + len(victims) * each
+            entries = (entry for root in namespaces for entry in _entries(connection, root))
+            images = _Images(entries, selection.used_before)
+            (count,) = connection.execute("SELECT count(*) FROM image").fetchone()
+            held, each = images.held, _index_share(there, count)
+            slots: Iterable[Slot] = images.evict()
+            if selection.to_size is not None:
+                slots = _until(images.evict(), after - selection.to_size, each)
+            for slot in slots:
+                tally.add(images.namespace(slot), slot.disk)
+            after -= tally.disk + tally.images * each
     after = max(after, 0)
     return Pruned(
         str(there.root), True, tally.images, tally.disk, held, tally.shares, len(bad),
@@ -259,9 +253,8 @@ def _quarantined(there: Directory, selection: Selection) -> list[Item]:
     return [item for item in items if before is None or item.when < before]
 
 
-def _index_share(connection: sqlite3.Connection, there: Directory) -> int:
-    """Bytes of the index for one image."""
-    count = connection.execute("SELECT count(*) FROM image").fetchone()[0]
+def _index_share(there: Directory, count: int) -> int:
+    """Bytes of the index for one of so many images."""
     return disk_at(there.index) // max(count, 1)
 
 
@@ -274,48 +267,47 @@ class _Pruning:
 
     def run(self) -> Pruned:
         there, selection = self._there, self._selection
-        connection = connect(there.index)
-        try:
-            namespaces = selected_namespaces(connection, selection)
-            images = _Images(connection, namespaces if selection.of_images else (), selection.used_before)
-            each = _index_share(connection, there)
-        finally:
-            connection.close()
+        entries, self._store.entries = self._store.entries or [], None
+        each = _index_share(there, len(entries))
+        namespaces = selected_namespaces(self._store.index.namespaces(), selection)
+        selected = namespaces if selection.of_images else {}
+        images = _Images((entry for entry in entries if entry.namespace in selected), selection.used_before)
+        del entries  # with all tokens
         before = self._disk()
         bad = _quarantined(there, selection)
         self._store.quarantine.prune(sum(item.disk for item in bad))
-        self._tally, self._count = _Tally(namespaces), images.count
-        victims = images.evict()
+        tally, slots = _Tally(namespaces), images.evict()
         while True:
             if selection.to_size is None:
-                part = list(victims)
+                part = list(slots)
             else:
-                part = _until(victims, self._disk() - selection.to_size, each)
+                part = _until(slots, self._disk() - selection.to_size, each)
             if not part:
                 break
-            self._delete(part)
-        tally = self._tally
+            self._delete(part, tally.images, images.count)
+            for slot in part:
+                tally.add(images.namespace(slot), slot.disk)
         return Pruned(
             str(there.root), False, tally.images, tally.disk, images.held, tally.shares,
             len(bad), sum(item.disk for item in bad), before, 0, True,
         )  # fmt: skip
 
-    def _delete(self, victims: list[Victim]) -> None:
-        """Rows, then files, then folders that are empty."""
-        store, folders, done = self._store, set(), self._tally.images
-        rest = iter(victims)
+    def _delete(self, slots: list[Slot], done: int, count: int) -> None:
+        """Rows, then files, then folders that are empty. `done` of `count` images were deleted before."""
+        store, folders = self._store, set()
+        rest = iter(slots)
         while chunk := list(islice(rest, store.ledger.rows)):
+            addresses = [(slot.kind, slot.key) for slot in chunk]
             with store.index.transaction():
-                store.index.remove([victim.address for victim in chunk])
-            for victim in chunk:
-                path = self._there.file(victim.address)
+                store.index.remove(addresses)
+            for address in addresses:
+                path = self._there.file(address)
                 remove_file(path)
                 folders.add(path.rpartition("/")[0])
-                done += 1
-            self._tally.add(chunk)
             store.maintain()
+            done += len(chunk)
             if self._progress:
-                self._progress(done, self._count)
+                self._progress(done, count)
         remove_empty_folders(folders)
         store.shrink_index()
         store.index.checkpoint()

@@ -1,14 +1,12 @@
-"""Which images an operator means: by model, by namespace, by last use. Reads the namespaces of an index, no image."""
+"""Which images an operator means: by model, by namespace, by last use. No I/O here."""
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from prefixcache.ssd.entries import NamespaceRow
 from prefixcache.ssd.errors import SsdError
-from prefixcache.ssd.index import read_namespaces
 
 _FEW = 20  # names in an error
 
@@ -34,9 +32,8 @@ class Selection(NamedTuple):
         return any(part is not None for part in self[:4])
 
 
-def selected_namespaces(connection: sqlite3.Connection, selection: Selection) -> dict[bytes, NamespaceRow]:
+def selected_namespaces(namespaces: list[NamespaceRow], selection: Selection) -> dict[bytes, NamespaceRow]:
     """Those that the selection means, by root key; all where it names none. NoSuchNamespace where there is none of it."""
-    namespaces = read_namespaces(connection)
     if selection.model is not None:
         model = model_meant(selection.model, [namespace.model for namespace in namespaces])
         namespaces = [namespace for namespace in namespaces if namespace.model == model]

@@ -337,7 +337,7 @@ def test_the_eviction_order_says_beforehand_who_is_evicted_one_after_the_other(s
     slots = list(graph.slots.values())
     for slot in chance.sample(slots, len(slots) // 3):
         slot.tick = chance.randrange(20)  # less recent than what depends on it, too
-    graph.recency.sort_below_ram()
+    graph.recency.sort_below_ram(slots)
     graph.pin(chance.sample(slots, seed))
     foreseen = list(eviction_order(graph, SSD, graph.order[SSD]))
     assert len(foreseen) >= len(slots) // 4
