@@ -20,21 +20,6 @@ from tests import states
 LONG = list(range(1000))
 
 
-@pytest.fixture
-def opened(tmp_path):
-    """A function that opens a cache with Raw; all are closed at the end."""
-    caches = []
-
-    def open_one(disk=True, **values):
-        where = {"ssd_dir": tmp_path / "ssd", "ssd": "50MB"} if disk else {}
-        caches.append(PrefixCache(**{"ram": "10MB", "codec": "raw", **(where | values)}))
-        return caches[-1]
-
-    yield open_one
-    for cache in caches:
-        cache.close()
-
-
 def put(cache, tokens, make=states.sliceable, **kw):
     return cache.store(tokens, make(tokens), model="m", **kw)
 
@@ -632,6 +617,7 @@ def test_a_forced_collision_of_keys_is_a_miss_never_another_prompts_state(opened
     for prompt in prompts:
         got(cache, prompt)
     assert cache.stats().counters.collisions > 0
+    cache.close()  # before keys are what they were
 
 
 # -- threads and ends ---------------------------------------------------------------------------------------------------

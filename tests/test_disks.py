@@ -28,18 +28,7 @@ def impatient(monkeypatch):
     monkeypatch.setattr(queue, "LONGEST_DELAY", 0.1)
 
 
-@pytest.fixture
-def opened(tmp_path):
-    caches: list[PrefixCache] = []
-
-    def open_it(root: Path = tmp_path / "ssd", **values) -> PrefixCache:
-        values = {"ram": "20MB", "ssd": "20MB", "codec": "raw", "close_timeout": 5, **values}
-        caches.append(PrefixCache(ssd_dir=root, **values))
-        return caches[-1]
-
-    yield open_it
-    for cache in caches:
-        cache.close()
+CACHE = {"ram": "20MB", "ssd": "20MB", "close_timeout": 5}
 
 
 def prompt(seed: int) -> list[int]:
@@ -85,7 +74,7 @@ def mount(*arguments) -> int:
 
 
 def test_a_disk_that_is_full_costs_no_answer_and_is_used_again_when_there_is_room(opened, disk):
-    cache = opened(disk / "ssd")
+    cache = opened(ssd_dir=disk / "ssd")
     put(cache, *range(30))  # 1.3 MB
     assert not cache.flush()
     stats = cache.stats()
@@ -96,14 +85,14 @@ def test_a_disk_that_is_full_costs_no_answer_and_is_used_again_when_there_is_roo
     put(cache, 50)
     settled(cache, disk / "ssd")
     cache.close()
-    again = opened(disk / "ssd")
+    again = opened(ssd_dir=disk / "ssd")
     for seed in (*range(30), 50):
         assert again.promote(prompt(seed), model="m").result(20) == fetched(again, seed) == 600
     assert again.stats().counters.corrupt == 0
 
 
 def test_a_full_disk_while_ram_must_let_go_loses_only_what_was_cold(opened, disk):
-    cache = opened(disk / "ssd", ram="600KB")
+    cache = opened(ssd_dir=disk / "ssd", ram="600KB")
     for seed in range(40):
         put(cache, seed)
         assert fetched(cache, seed) > 0
@@ -115,24 +104,24 @@ def test_a_full_disk_while_ram_must_let_go_loses_only_what_was_cold(opened, disk
 
 
 def test_a_closing_on_a_full_disk_ends_and_the_next_opening_finds_what_was_durable(opened, disk):
-    cache = opened(disk / "ssd")
+    cache = opened(ssd_dir=disk / "ssd")
     put(cache, 1)
     assert cache.flush()
     put(cache, *range(10, 50))
     cache.close()
     mount("-o", "remount,size=30m", disk)
-    again = opened(disk / "ssd")
+    again = opened(ssd_dir=disk / "ssd")
     again._ssd.check_integrity()
     assert again.promote(prompt(1), model="m").result(20) == fetched(again, 1) == 600
 
 
 def test_a_directory_on_a_read_only_file_system_can_be_looked_at_but_not_opened(opened, disk):
-    cache = opened(disk / "ssd")
+    cache = opened(ssd_dir=disk / "ssd")
     put(cache, 1)
     cache.close()
     assert not mount("-o", "remount,ro", disk)
     with pytest.raises(DirectoryError, match="read-only"):
-        opened(disk / "ssd")
+        opened(ssd_dir=disk / "ssd")
     assert reconcile(disk / "ssd", dry_run=True, deep=True).clean
     assert "read-only" in reconcile(disk / "ssd").error
 
@@ -317,7 +306,7 @@ def test_a_vanished_directory_that_can_t_be_recreated_at_once_is_later(opened, t
 
 
 def test_a_disk_that_was_unmounted_is_waited_for_and_nothing_is_written_under_it(opened, disk):
-    cache = opened(disk / "ssd")
+    cache = opened(ssd_dir=disk / "ssd")
     put(cache, 1)
     assert cache.flush()
     subprocess.run(["umount", "--lazy", disk], check=True)
@@ -421,7 +410,7 @@ def fill(disk: Path) -> Path:
 @pytest.mark.parametrize("order", ["resize", "keep", "clear"])
 def test_on_a_full_disk_what_is_to_leave_leaves(opened, disk, order):
     mount("-o", "remount,size=3m", disk)
-    cache = opened(disk / "ssd")
+    cache = opened(ssd_dir=disk / "ssd")
     put(cache, *range(20))
     assert cache.flush()
     before = du(disk / "ssd")
@@ -442,14 +431,14 @@ def test_on_a_full_disk_what_is_to_leave_leaves(opened, disk, order):
         assert du(disk / "ssd") <= before // 2
     ballast.unlink()
     cache.close()
-    again = opened(disk / "ssd", **({"ssd": before // 2} if order == "resize" else {}))
+    again = opened(ssd_dir=disk / "ssd", **({"ssd": before // 2} if order == "resize" else {}))
     again._ssd.check_integrity()
     assert again.promote(prompt(60), model="m").result(20) == 600
 
 
 def test_a_prompt_that_is_removed_on_a_full_disk_makes_room_for_another(opened, disk):
     mount("-o", "remount,size=3m", disk)
-    cache = opened(disk / "ssd")
+    cache = opened(ssd_dir=disk / "ssd")
     put(cache, *range(20))
     assert cache.flush()
     fill(disk)

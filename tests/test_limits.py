@@ -15,26 +15,7 @@ from prefixcache.tiers.memory_pressure import LEAST, Pressure
 from . import states
 from .ssd.images import du, until
 
-
-@pytest.fixture
-def opened(tmp_path):
-    caches: list[PrefixCache] = []
-
-    def open_it(**values) -> PrefixCache:
-        values = {
-            "ram": "2MB",
-            "ssd_dir": tmp_path / "ssd",
-            "ssd": "20MB",
-            "codec": "raw",
-            "memory_reserve": 0,
-            **values,
-        }
-        caches.append(PrefixCache(**values))
-        return caches[-1]
-
-    yield open_it
-    for cache in caches:
-        cache.close()
+CACHE = {"ram": "2MB", "ssd": "20MB", "memory_reserve": 0}
 
 
 def prompt(seed: int, count: int = 600) -> list[int]:

@@ -12,19 +12,7 @@ from prefixcache.blocks.policies import POLICIES
 from prefixcache.tiers.lower import entry_of
 from tests import states
 
-
-@pytest.fixture
-def opened(tmp_path):
-    caches = []
-
-    def open_one(**values) -> PrefixCache:
-        defaults = {"ram": "1MB", "ssd_dir": tmp_path / "ssd", "ssd": "50MB", "codec": "raw", "ssd_admission": "second"}
-        caches.append(PrefixCache(**(defaults | values)))
-        return caches[-1]
-
-    yield open_one
-    for cache in caches:
-        cache.close()
+CACHE = {"ram": "1MB", "ssd_admission": "second"}
 
 
 def prompt(seed: int) -> list[int]:

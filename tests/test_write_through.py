@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +23,7 @@ from .ssd.images import until
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Callable[..., PrefixCache]]:
-    caches: list[PrefixCache] = []
-
-    def open_it(**values: Any) -> PrefixCache:
-        values = {"ram": "40MB", "ssd": "40MB", "codec": "raw", "spill": "through", "memory_reserve": 0, **values}
-        caches.append(PrefixCache(ssd_dir=tmp_path / "ssd", **values))
-        return caches[-1]
-
-    yield open_it
-    for cache in caches:
-        cache.close()
+CACHE = {"ram": "40MB", "ssd": "40MB", "spill": "through", "memory_reserve": 0}
 
 
 def prompt(seed: int, count: int) -> list[int]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -58,21 +58,6 @@ SSD_STATE = {
     "quarantine_bytes": "quarantine_bytes", "queued_files": "queued_files", "queued_bytes": "queued_bytes",
     "files": "files",
 }  # fmt: skip
-
-
-@pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Callable[..., PrefixCache]]:
-    caches = []
-
-    def open_one(**values: Any) -> PrefixCache:
-        caches.append(
-            PrefixCache(**{"ram": "10MB", "codec": "raw", "ssd_dir": tmp_path / "ssd", "ssd": "50MB"} | values)
-        )
-        return caches[-1]
-
-    yield open_one
-    for cache in caches:
-        cache.close()
 
 
 def scraped(*collectors: Any) -> tuple[Samples, dict[str, str]]:

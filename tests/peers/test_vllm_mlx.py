@@ -26,6 +26,8 @@ from prefixcache.servers.vllm_mlx.prefix_cache import LONGEST_WAIT, Prepared
 from tests import states
 from tests.peers.uses import uses
 
+CACHE = {"ram": "50MB", "ssd": "100MB", "disk": False}
+
 ROOT = Path(__file__).parents[2]
 PROMPT = list(range(1000, 1700))
 FIRST = {"scheduler.py": ("memory_aware_cache",), "mllm_batch_generator.py": ("prefix_cache",),

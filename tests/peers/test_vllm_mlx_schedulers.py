@@ -18,6 +18,8 @@ from prefixcache.servers.vllm_mlx.installation import TieredPrefixCache
 from tests import states
 from tests.families import FAMILIES
 
+CACHE = {"ram": "50MB", "ssd": "100MB", "disk": False}
+
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "tests" / "fixtures" / "tiny-llama"
 PROMPT = list(range(1000, 1700))

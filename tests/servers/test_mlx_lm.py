@@ -38,21 +38,19 @@ class OfMlxLmsKind(KVCache):
     """A subclass that nobody has allowed."""
 
 
-@pytest.fixture
-def opened(tmp_path):
-    caches = []
+CACHE = {"disk": False}
+OF_A_CACHE = ("ram", "codec", "disk")
 
-    def open_one(disk=False, **values):
-        where = {"ssd_dir": tmp_path / "ssd", "ssd": "50MB"} if disk else {}
-        given = {name: values.pop(name) for name in ("ram", "codec") if name in values}
-        cache = PrefixCache(**{"ram": "10MB", "codec": "raw", **where, **given})
-        caches.append(cache)
+
+@pytest.fixture
+def prompts_opened(opened):
+    """Prompt caches on caches of their own."""
+
+    def open_prompts(**values):
+        cache = opened(**{name: values.pop(name) for name in OF_A_CACHE if name in values})
         return TieredPromptCache(cache, **{"identify": str, **values})
 
-    yield open_one
-    for cache in caches:
-        cache.check_integrity()
-        cache.close()
+    return open_prompts
 
 
 def insert(prompts, tokens, make=states.sliceable, **kw):
@@ -69,8 +67,8 @@ def fetched(prompts, tokens, key=KEY, **kw):
     return depth
 
 
-def test_it_is_an_lru_prompt_cache_and_a_hit_leaves_one_token(opened):
-    prompts = opened()
+def test_it_is_an_lru_prompt_cache_and_a_hit_leaves_one_token(prompts_opened):
+    prompts = prompts_opened()
     assert isinstance(prompts, LRUPromptCache)
     assert prompts.fetch_nearest_cache(KEY, LONG) == (None, LONG)
     insert(prompts, LONG)
@@ -80,8 +78,8 @@ def test_it_is_an_lru_prompt_cache_and_a_hit_leaves_one_token(opened):
     assert fetched(prompts, LONG, key=("other", None, None)) == 0
 
 
-def test_hits_are_the_callers_own(opened):
-    prompts = opened()
+def test_hits_are_the_callers_own(prompts_opened):
+    prompts = prompts_opened()
     insert(prompts, LONG)
     made, _ = prompts.fetch_nearest_cache(KEY, LONG)
     for layer in made:
@@ -90,8 +88,8 @@ def test_hits_are_the_callers_own(opened):
     assert fetched(prompts, LONG) == 999
 
 
-def test_sequences_and_bytes_are_counted_by_type(opened):
-    prompts = opened()
+def test_sequences_and_bytes_are_counted_by_type(prompts_opened):
+    prompts = prompts_opened()
     insert(prompts, LONG[:512], cache_type="system")
     assert prompts.stats_by_type()["system"]["n_sequences"] == len(prompts) == 1
     for i in range(3):
@@ -103,18 +101,18 @@ def test_sequences_and_bytes_are_counted_by_type(opened):
     assert sum(counted["n_bytes"] for counted in by_type.values()) == prompts.nbytes > 0
 
 
-def test_what_the_ssd_brought_is_of_type_restored(opened):
-    prompts = opened(disk=True)
+def test_what_the_ssd_brought_is_of_type_restored(prompts_opened):
+    prompts = prompts_opened(disk=True)
     insert(prompts, LONG)
     prompts.cache.close()
-    prompts = opened(disk=True)
+    prompts = prompts_opened(disk=True)
     assert prompts.stats_by_type()["restored"]["n_sequences"] == len(prompts) == 1
     assert fetched(prompts, LONG) == 999  # read, within the wait
     assert prompts.reading.waited == 1
 
 
-def test_trim_to_bytes_empties_ram_and_to_sequences_every_tier(opened):
-    prompts = opened(disk=True)
+def test_trim_to_bytes_empties_ram_and_to_sequences_every_tier(prompts_opened):
+    prompts = prompts_opened(disk=True)
     for i in range(5):
         insert(prompts, [9000 + i, *LONG[:600]])
     assert prompts.cache.flush(10)
@@ -128,20 +126,20 @@ def test_trim_to_bytes_empties_ram_and_to_sequences_every_tier(opened):
     assert (prompts.nbytes, len(prompts)) == (0, 0)
 
 
-def test_max_size_counts_sequences_and_max_bytes_ram(opened):
-    prompts = opened(max_size=2)
+def test_max_size_counts_sequences_and_max_bytes_ram(prompts_opened):
+    prompts = prompts_opened(max_size=2)
     for i in range(4):
         insert(prompts, [9000 + i, *LONG[:300]])
     assert len(prompts) == 2
-    prompts = opened(max_bytes=100_000)
+    prompts = prompts_opened(max_bytes=100_000)
     for i in range(4):
         insert(prompts, [9000 + i, *LONG[:300]])
     assert 0 < prompts.nbytes <= 100_000
 
 
 @pytest.mark.parametrize("make", [states.windowed, states.hybrid])
-def test_windows_and_recurrent_state_come_back_as_themselves(opened, make):
-    prompts = opened()
+def test_windows_and_recurrent_state_come_back_as_themselves(prompts_opened, make):
+    prompts = prompts_opened()
     insert(prompts, LONG, make)
     made, rest = prompts.fetch_nearest_cache(KEY, [*LONG, 5])
     assert [type(layer) for layer in made] == [type(layer) for layer in make([1])]
@@ -149,8 +147,8 @@ def test_windows_and_recurrent_state_come_back_as_themselves(opened, make):
     states.check(made, LONG)
 
 
-def test_salts_never_meet(opened):
-    prompts = opened()
+def test_salts_never_meet(prompts_opened):
+    prompts = prompts_opened()
     insert(prompts, LONG, salt=b"me")
     assert fetched(prompts, LONG, salt=b"you") == 0
     assert fetched(prompts, LONG) == 0
@@ -158,8 +156,8 @@ def test_salts_never_meet(opened):
     assert fetched(prompts, [*LONG[:500], 4], salt=b"me") == 500
 
 
-def test_a_class_of_the_servers_own_is_kept_alive_and_paid_for(opened):
-    prompts = opened(ram="1MB")
+def test_a_class_of_the_servers_own_is_kept_alive_and_paid_for(prompts_opened):
+    prompts = prompts_opened(ram="1MB")
     insert(prompts, LONG[:100])
     prompts.insert_cache(KEY, [1, 2, 3], [OfTheServersOwn(nbytes=600_000)])
     assert prompts.cache.stats().ram_reserved == 600_000
@@ -174,8 +172,8 @@ def test_a_class_of_the_servers_own_is_kept_alive_and_paid_for(opened):
     assert prompts.cache.stats().ram_held == prompts.nbytes == 0
 
 
-def test_a_subclass_that_is_not_allowed_is_kept_alive_too(opened):
-    prompts = opened()
+def test_a_subclass_that_is_not_allowed_is_kept_alive_too(prompts_opened):
+    prompts = prompts_opened()
     own = OfMlxLmsKind()
     own.update_and_fetch(mx.ones((1, 1, 3, 4)), mx.ones((1, 1, 3, 4)))
     prompts.insert_cache(KEY, [1, 2, 3], [own])
@@ -184,8 +182,8 @@ def test_a_subclass_that_is_not_allowed_is_kept_alive_too(opened):
     assert (type(made[0]), made[0].offset, rest) == (OfMlxLmsKind, 3, [4])
 
 
-def test_a_hit_never_ends_inside_an_image(opened):
-    prompts = opened()
+def test_a_hit_never_ends_inside_an_image(prompts_opened):
+    prompts = prompts_opened()
     image, other = [-77] * 300, [-78] * 300
     seen = [1, 2, 3, *image, 4, *LONG[:100], *other, 5]
     insert(prompts, seen[:200])  # as when the tail was evicted
@@ -199,8 +197,8 @@ def test_a_hit_never_ends_inside_an_image(opened):
     assert fetched(prompts, [*image, 5]) == 300
 
 
-def test_what_is_kept_as_it_is_has_the_names_and_salts_of_the_rest(opened):
-    prompts = opened()
+def test_what_is_kept_as_it_is_has_the_names_and_salts_of_the_rest(prompts_opened):
+    prompts = prompts_opened()
     own = [OfTheServersOwn()]
     prompts.insert_cache(KEY, [1, 2, 3], own, salt=b"me")
     assert prompts.fetch_nearest_cache(KEY, [1, 2, 3, 4], salt=b"you")[0] is None
@@ -209,8 +207,8 @@ def test_what_is_kept_as_it_is_has_the_names_and_salts_of_the_rest(opened):
     assert prompts.fetch_nearest_cache(KEY, [1, 2, 3, 4], salt=b"me")[0] is not None
 
 
-def test_trim_to_counts_prompt_caches_and_not_what_stands_beside_them(opened):
-    prompts = opened()
+def test_trim_to_counts_prompt_caches_and_not_what_stands_beside_them(prompts_opened):
+    prompts = prompts_opened()
     for i in range(4):
         insert(prompts, [9000 + i, *LONG[:600]])
     prompts.insert_cache(KEY, [1, 2, 3], [OfTheServersOwn(nbytes=10_000)])
@@ -221,9 +219,11 @@ def test_trim_to_counts_prompt_caches_and_not_what_stands_beside_them(opened):
     assert held - 60_000 < prompts.nbytes < held
 
 
-def test_weights_are_looked_at_again_when_their_files_changed_and_not_each_time_models_take_turns(opened, tmp_path):
+def test_weights_are_looked_at_again_when_their_files_changed_and_not_each_time_models_take_turns(
+    prompts_opened, tmp_path
+):
     looked = []
-    prompts = opened(identify=lambda key: looked.append(key) or f"{key}{len(looked)}")
+    prompts = prompts_opened(identify=lambda key: looked.append(key) or f"{key}{len(looked)}")
     one, two = (str(tmp_path / "one"), None, None), (str(tmp_path / "two"), None, None)
     for key in (one, two):
         Path(key[0]).mkdir()
@@ -236,8 +236,8 @@ def test_weights_are_looked_at_again_when_their_files_changed_and_not_each_time_
     assert len(looked) == 4
 
 
-def test_nothing_raises_into_the_thread_that_generates(opened, caplog):
-    prompts = opened()
+def test_nothing_raises_into_the_thread_that_generates(prompts_opened, caplog):
+    prompts = prompts_opened()
     prompts.insert_cache(KEY, ["no token"], states.sliceable([1]))
     prompts.insert_cache(KEY, [1], [object()])
     prompts.insert_cache(KEY, [1], None)
@@ -250,8 +250,8 @@ def test_nothing_raises_into_the_thread_that_generates(opened, caplog):
     assert "999" not in caplog.text  # no tokens in logs
 
 
-def test_a_name_follows_the_weights(tmp_path, opened):
-    prompts = opened(identify=identity_of)
+def test_a_name_follows_the_weights(tmp_path, prompts_opened):
+    prompts = prompts_opened(identify=identity_of)
     model = tmp_path / "model"
     shutil.copytree(TINY, model)
     key, other = (str(model), None, None), (str(TINY), None, None)
@@ -279,11 +279,11 @@ def test_an_adapter_and_a_draft_model_are_part_of_the_name(tmp_path):
     assert identity_of((str(TINY), None)) == identity_of(str(TINY)) == plain
 
 
-def test_a_lookup_waits_for_the_ssd_no_longer_than_computing_would_take(opened):
-    prompts = opened(disk=True)
+def test_a_lookup_waits_for_the_ssd_no_longer_than_computing_would_take(prompts_opened):
+    prompts = prompts_opened(disk=True)
     insert(prompts, LONG)
     prompts.cache.close()
-    prompts = opened(disk=True)
+    prompts = prompts_opened(disk=True)
     with slow_disk(prompts.cache) as go:
         assert fetched(prompts, LONG) == 0
         assert prompts.reading.late == 1
@@ -313,8 +313,8 @@ def test_hits_are_as_deep_as_mlx_lms_own_with_no_limit(steps):
         cache.check_integrity()
 
 
-def test_draft_models_layers_go_with_the_models(opened):
-    prompts = opened()
+def test_draft_models_layers_go_with_the_models(prompts_opened):
+    prompts = prompts_opened()
     both = [*states.sliceable(LONG), *states.sliceable(LONG, 1)]
     prompts.insert_cache(KEY, LONG, both)
     made, _ = prompts.fetch_nearest_cache(KEY, [*LONG, 1])

@@ -54,18 +54,7 @@ def generating(
         generator.stop_and_join()
 
 
-@pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Callable[[], PrefixCache]]:
-    caches: list[PrefixCache] = []
-
-    def open_one() -> PrefixCache:
-        caches.append(PrefixCache(ram="100MB", codec="raw", ssd_dir=tmp_path / "ssd", ssd="200MB"))
-        return caches[-1]
-
-    yield open_one
-    for cache in caches:
-        cache.check_integrity()
-        cache.close()
+CACHE = {"ram": "100MB", "ssd": "200MB"}
 
 
 def user(content: Any) -> list[Message]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,19 +65,7 @@ def llama() -> Any:
     return FAMILIES["llama"].build()
 
 
-@pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Callable[..., PrefixCache]]:
-    caches = []
-
-    def open_one(**values: Any) -> PrefixCache:
-        caches.append(
-            PrefixCache(**{"ram": "50MB", "codec": "raw", "ssd_dir": tmp_path / "ssd", "ssd": "100MB"} | values)
-        )
-        return caches[-1]
-
-    yield open_one
-    for cache in caches:
-        cache.close()
+CACHE = {"ram": "50MB", "ssd": "100MB"}
 
 
 def requested(

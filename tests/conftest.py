@@ -1,0 +1,44 @@
+"""What all tests share: caches that are opened for a test and closed after it, and signals as a terminal gives them."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefixcache import PrefixCache
+
+# Where a shell starts the tests in the background, they and what they start would ignore SIGINT, which some of them send.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+DEFAULTS = {"ram": "10MB", "ssd": "50MB", "codec": "raw"}
+
+
+@pytest.fixture
+def opened(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., PrefixCache]]:
+    """Opens caches, on one directory for all of a test (`disk=False`: without). A module's `CACHE` has its own defaults.
+
+    At the end each that is open is checked and closed.
+    """
+    caches: list[PrefixCache] = []
+    defaults = {**DEFAULTS, **getattr(request.module, "CACHE", {})}
+
+    def open_cache(**values: Any) -> PrefixCache:
+        values = {"disk": True, "ssd_dir": tmp_path / "ssd", **defaults, **values}
+        if not values.pop("disk"):
+            del values["ssd_dir"], values["ssd"]
+        caches.append(PrefixCache(**values))
+        return caches[-1]
+
+    yield open_cache
+    with ExitStack() as closing:
+        for cache in caches:
+            closing.callback(cache.close)
+        for cache in caches:
+            if not cache._closed:
+                cache.check_integrity()
