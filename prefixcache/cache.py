@@ -1,8 +1,8 @@
 """`PrefixCache`: the public calls. Each checks its arguments and hands the work on.
 
 The way of a prompt: tokens -> `tiers.prompt` (how deep it is known) -> `operations.fetch` (images in RAM) -> `layers.stored`
-(a live prompt cache). The way of new tokens: `layers.plan` (read) -> `operations.store` (what is new, encode, publish) ->
-`tiers.storage` (RAM, spill) -> `ssd` (files, index).
+(a live prompt cache). The way of new tokens: `layers.image_layout` (read) -> `operations.store` (what is new, encode,
+publish) -> `tiers.storage` (RAM, spill) -> `ssd` (files, index).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from prefixcache.keys import BLOCK, Tokens, as_model, as_salt, as_tokens
 from prefixcache.layers.classes import allow
 from prefixcache.layers.decoded import Decoded
 from prefixcache.layers.encode import evaluate
-from prefixcache.layers.plan import read
+from prefixcache.layers.image_layout import read
 from prefixcache.layers.stored import StoredPrompt
 from prefixcache.memory import give_back, machine_memory
 from prefixcache.metrics.logs import Summary

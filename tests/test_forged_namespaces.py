@@ -123,7 +123,7 @@ def test_one_that_the_index_has_already_is_replaced_at_its_first_use(made, salt)
 def test_one_whose_layers_cannot_be_made_is_replaced_too(made, monkeypatch):
     _, forged = made(b"secret")
     with monkeypatch.context() as patch:
-        patch.setattr("prefixcache.layers.plan.Plan.check_classes", lambda plan: 1 / 0)
+        patch.setattr("prefixcache.layers.image_layout.Plan.check_classes", lambda plan: 1 / 0)
         with opened(forged) as cache:
             assert cache.match(PROMPT, model="m", salt=b"secret").ssd == 0
             assert not cache._storage.namespaces

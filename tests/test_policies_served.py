@@ -9,7 +9,7 @@ import pytest
 from prefixcache import PrefixCache
 from prefixcache.blocks.node import RAM
 from prefixcache.blocks.policies import POLICIES
-from prefixcache.tiers.lower import entry_of
+from prefixcache.tiers.lower_tier import entry_of
 from tests import states
 
 CACHE = {"ram": "1MB", "ssd_admission": "second"}

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache,
 
 from prefixcache import PrefixCache, TurboQuant
 from prefixcache.keys import BLOCK, TOKEN_BYTES
-from prefixcache.layers.plan import read
+from prefixcache.layers.image_layout import read
 from prefixcache.live.turboquant import TurboQuantKVCache
 
 HEADS, WIDTH, SINKS = 2, 64, 4

@@ -2,7 +2,7 @@
 
 Adapters read and set attributes, never `state`: its meaning differs between mlx-lm's releases. What is constant of an
 object (its class, its constructor's attributes, the streams of rows that it holds) goes into the *layout*, JSON that
-is part of the namespace; what grows with the tokens goes into images. Where the streams' bytes go is `plan`'s
+is part of the namespace; what grows with the tokens goes into images. Where the streams' bytes go is `image_layout`'s
 business.
 """
 

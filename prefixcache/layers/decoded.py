@@ -15,7 +15,7 @@ from prefixcache.codecs.pieces import Piece, decode
 from prefixcache.keys import BLOCK
 from prefixcache.layers import levels
 from prefixcache.layers.adapters import Leaf
-from prefixcache.layers.plan import Group, Member
+from prefixcache.layers.image_layout import Group, Member
 
 
 class Decoded:

@@ -21,8 +21,8 @@ from prefixcache.codecs.turboquant.levelling import Levels, measure_levels, neut
 from prefixcache.layers import levels
 from prefixcache.layers.adapters import Leaf, LiveCodes
 from prefixcache.layers.decoded import Decoded
+from prefixcache.layers.image_layout import Group, Member, Section
 from prefixcache.layers.live_codes import same
-from prefixcache.layers.plan import Group, Member, Section
 
 
 class Target(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from prefixcache.codecs.turboquant.levelling import Levels, PackedLevels
-from prefixcache.layers.plan import Group, Member
+from prefixcache.layers.image_layout import Group, Member
 
 
 def read(group: Group, tensors: dict[str, np.ndarray], member: Member | None = None) -> Levels | None:

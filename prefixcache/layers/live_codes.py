@@ -20,7 +20,7 @@ from prefixcache.codecs.turboquant.coding import Choice, Kind, LayerLevels
 from prefixcache.codecs.turboquant.levelling import Levels
 from prefixcache.layers import levels
 from prefixcache.layers.adapters import PARTS, PLAIN_CACHE, CacheError, Leaf
-from prefixcache.layers.plan import Plan
+from prefixcache.layers.image_layout import Plan
 
 if TYPE_CHECKING:
     from prefixcache.live.turboquant import TurboQuantKVCache

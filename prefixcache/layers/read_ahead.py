@@ -14,7 +14,7 @@ from prefixcache.codecs.interchange import element, on_cpu, writable
 from prefixcache.image import Image
 from prefixcache.layers.adapters import adapter_of
 from prefixcache.layers.classes import find_class
-from prefixcache.layers.plan import Plan
+from prefixcache.layers.image_layout import Plan
 from prefixcache.layers.stored import Block, StoredPrompt
 
 

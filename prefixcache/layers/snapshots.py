@@ -19,7 +19,7 @@ from prefixcache.image import Spec
 from prefixcache.layers.adapters import CacheError, Leaf
 
 if TYPE_CHECKING:
-    from prefixcache.layers.plan import Plan  # which asks here whether a snapshot fits
+    from prefixcache.layers.image_layout import Plan  # which asks here whether a snapshot fits
 
 
 class State(NamedTuple):

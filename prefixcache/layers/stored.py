@@ -22,7 +22,7 @@ from prefixcache.keys import BLOCK
 from prefixcache.layers import levels, live_codes
 from prefixcache.layers.adapters import PARTS, Layout, adapter_of, blank
 from prefixcache.layers.classes import find_class
-from prefixcache.layers.plan import Group, Member, Plan
+from prefixcache.layers.image_layout import Group, Member, Plan
 from prefixcache.layers.snapshots import array_numbers, revived
 
 if TYPE_CHECKING:

@@ -26,8 +26,8 @@ from prefixcache.layers import levels, live_codes
 from prefixcache.layers.adapters import Leaf
 from prefixcache.layers.decoded import Decoded
 from prefixcache.layers.encode import Target, encode
+from prefixcache.layers.image_layout import Section
 from prefixcache.layers.live_codes import differing
-from prefixcache.layers.plan import Section
 from prefixcache.layers.recode import copy_stored, decode_stored, encode_stored
 from prefixcache.layers.snapshots import describe_state, write_state
 from prefixcache.tiers.namespaces import Namespace

@@ -28,7 +28,7 @@ from prefixcache.blocks.node import Window
 from prefixcache.codecs import Codec, Raw
 from prefixcache.codecs.interchange import FLOATS, element, name_of
 from prefixcache.layers.adapters import CacheError, Layout, Leaf
-from prefixcache.layers.plan import Plan, read
+from prefixcache.layers.image_layout import Plan, read
 from prefixcache.layers.snapshots import State, describe_state
 
 PROMPT = 32_768  # tokens of a long prompt, deep in which sizes are taken

@@ -20,7 +20,7 @@ from prefixcache.blocks.node import RAM
 from prefixcache.codecs import Codec
 from prefixcache.image import SNAPSHOT, Blueprint, Image, Kind, Meta, Spec
 from prefixcache.keys import canonical, root_key
-from prefixcache.layers.plan import Plan
+from prefixcache.layers.image_layout import Plan
 from prefixcache.memory import collector_at_rest
 from prefixcache.operations.store import Job, Store
 from prefixcache.planning.model import ModelState, held_rows

@@ -15,7 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from prefixcache.cache import PrefixCache
 from prefixcache.keys import BLOCK, chunks
 from prefixcache.layers.encode import evaluate
-from prefixcache.layers.plan import read
+from prefixcache.layers.image_layout import read
 from prefixcache.servers.warm_prompts import Sequence, common_prefix
 from prefixcache.tiers.prompt import Prompt
 

@@ -22,9 +22,9 @@ from prefixcache.ssd.directory import (
 )
 from prefixcache.ssd.entries import Progress
 from prefixcache.ssd.files import remove_file
-from prefixcache.ssd.formats import refuse_newer
 from prefixcache.ssd.index import Index, suffixes
 from prefixcache.ssd.quarantine import quarantined
+from prefixcache.ssd.versions import refuse_newer
 
 
 @dataclass(frozen=True)

@@ -25,13 +25,13 @@ from prefixcache.memory import collector_at_rest
 from prefixcache.ssd.directory import Directory, disk_at, holder, remove_empty_folders, tree_size
 from prefixcache.ssd.entries import Entry, NamespaceRow, Progress
 from prefixcache.ssd.files import remove_file
-from prefixcache.ssd.formats import refuse_newer
 from prefixcache.ssd.index import check_rows, read_namespaces, reading, suffixes
 from prefixcache.ssd.loading import parent_of, place_entry
 from prefixcache.ssd.quarantine import Item, quarantined
 from prefixcache.ssd.rows import unpack
 from prefixcache.ssd.selection import NoSuchNamespace, Selection, selected_namespaces
 from prefixcache.ssd.store import Store
+from prefixcache.ssd.versions import refuse_newer
 
 _NO_LIMIT = 1 << 60
 _TIER = 1  # of the graph: what the directory has

@@ -11,11 +11,11 @@ from prefixcache.ssd.claims import Claims
 from prefixcache.ssd.directory import Directory, Lock, holder, refusal
 from prefixcache.ssd.entries import Progress
 from prefixcache.ssd.errors import DirectoryError, IndexBroken
-from prefixcache.ssd.formats import refuse_newer
 from prefixcache.ssd.index import check_pages, reading
 from prefixcache.ssd.quarantine import Quarantine
 from prefixcache.ssd.repair import Finding, Pass, Report, compare, mend, open_index, require_true
 from prefixcache.ssd.rows import read_addresses, read_entries, read_namespaces
+from prefixcache.ssd.versions import refuse_newer
 
 __all__ = ["Finding", "Report", "reconcile"]
 

@@ -30,11 +30,11 @@ from prefixcache.ssd.directory import (
 from prefixcache.ssd.entries import FOLDERS, Address, Entry
 from prefixcache.ssd.errors import LogHeld
 from prefixcache.ssd.files import remove_file
-from prefixcache.ssd.formats import refuse_newer
 from prefixcache.ssd.index import PAGE, suffixes
 from prefixcache.ssd.ledger import Ledger
 from prefixcache.ssd.quarantine import Quarantine
 from prefixcache.ssd.repair import mend, open_index
+from prefixcache.ssd.versions import refuse_newer
 
 log = logging.getLogger("prefixcache.ssd")
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from prefixcache.blocks.node import Tree
 from prefixcache.codecs import Codec, codec_from_spec
 from prefixcache.keys import as_model, as_salt, canonical, root_key
-from prefixcache.layers.plan import Plan
+from prefixcache.layers.image_layout import Plan
 from prefixcache.ssd.entries import NamespaceRow
 from prefixcache.tiers.storage import Storage
 

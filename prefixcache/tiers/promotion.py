@@ -16,7 +16,7 @@ from prefixcache.blocks.node import RAM, Slot
 from prefixcache.image import ROWS, SNAPSHOT, Image
 from prefixcache.keys import BLOCK, TOKEN_BYTES
 from prefixcache.ssd import Corrupt
-from prefixcache.tiers.lower import LowerTier, entry_of
+from prefixcache.tiers.lower_tier import LowerTier, entry_of
 from prefixcache.tiers.prompt import Prompt, boundary
 from prefixcache.tiers.storage import Storage
 from prefixcache.tiers.tier import Read

@@ -10,7 +10,7 @@ from prefixcache.blocks.node import RAM, Slot
 from prefixcache.image import ROWS, SNAPSHOT
 
 if TYPE_CHECKING:
-    from prefixcache.tiers.lower import LowerTier
+    from prefixcache.tiers.lower_tier import LowerTier
     from prefixcache.tiers.storage import Storage
 
 AHEAD_SHARE = 4  # a quarter of a full RAM is written before it must be evicted

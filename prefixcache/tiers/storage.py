@@ -1,7 +1,7 @@
 """`Storage`: the graph, the RAM budget and the tiers below, under one lock; what is deleted from all of them at once.
 
-Which image RAM evicts is `ram`'s, what a tier below is given `spilling`'s, its room and its index `lower`'s, what comes back
-`promotion`'s. What an image means is not known here, and nothing here runs MLX. Nothing on the request path waits for a
+Which image RAM evicts is `ram`'s, what a tier below is given `spilling`'s, its room and its index `lower_tier`'s, what comes
+back `promotion`'s. What an image means is not known here, and nothing here runs MLX. Nothing on the request path waits for a
 tier, unless the setting `spill="wait"` says so, and then no longer than `spill_wait`.
 """
 
@@ -19,7 +19,7 @@ from prefixcache.blocks.superseded import is_superseded, successions
 from prefixcache.image import SNAPSHOT, WINDOW
 from prefixcache.metrics.stats import Counters
 from prefixcache.settings import Settings
-from prefixcache.tiers.lower import LowerTier
+from prefixcache.tiers.lower_tier import LowerTier
 from prefixcache.tiers.ram import Ram
 from prefixcache.tiers.spilling import Spilling
 
@@ -113,7 +113,9 @@ class Storage:
                 slot.image = None
             self.spilling.clear()
             self.budget = Budget(self.budget.limit)
+            version = self.graph.version
             self.graph = Graph(self.budget, self.graph.policy, len(self.graph.tiers))
+            self.graph.version = version + 1  # a prompt's walk is of the old one
 
     # -- superseded images --------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from prefixcache import PrefixCache
 from prefixcache.codecs.choice import as_codec
-from prefixcache.layers.plan import read
+from prefixcache.layers.image_layout import read
 from prefixcache.operations.store import Store
 from prefixcache.planning.model import ModelState
 from prefixcache.planning.simulator import Simulation, simulate, tokens_of

@@ -15,7 +15,7 @@ from prefixcache.keys import BLOCK, as_tokens, chain
 from prefixcache.settings import Settings
 from prefixcache.ssd import Corrupt
 from prefixcache.ssd.entries import Entry, NamespaceRow
-from prefixcache.tiers.lower import LowerTier
+from prefixcache.tiers.lower_tier import LowerTier
 from prefixcache.tiers.namespaces import Namespace
 from prefixcache.tiers.promotion import promote
 from prefixcache.tiers.prompt import Prompt, hit

@@ -15,7 +15,7 @@ from typing import Any
 
 from prefixcache.ssd import Entry, Ssd, reader, store, writer
 from prefixcache.ssd.entries import Address
-from prefixcache.tiers.lower import LowerTier
+from prefixcache.tiers.lower_tier import LowerTier
 
 Tell = Callable[..., None]
 

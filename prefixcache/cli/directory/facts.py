@@ -91,7 +91,7 @@ def _raw_bytes(whole: Survey, space: NamespaceSurvey) -> int | None:
     try:
         from prefixcache.blocks.masks import mask_from
         from prefixcache.codecs import Raw
-        from prefixcache.layers.plan import Plan
+        from prefixcache.layers.image_layout import Plan
 
         layout = json.loads(space.layout)
         choices: tuple[list[Any] | None, ...] = (None, [])  # all layers, and those without a window

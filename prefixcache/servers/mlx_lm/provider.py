@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 
 from prefixcache.layers import CacheError
-from prefixcache.layers.plan import read
+from prefixcache.layers.image_layout import read
 
 
 class Provider(upstream.ModelProvider):
