@@ -169,6 +169,8 @@ class PrefixCache:
             return self.prompt(tokens, model=model, salt=salt)  # type: ignore[arg-type]
         if model is not None or salt:
             raise TypeError("a Prompt has its model and salt: pass them to PrefixCache.prompt alone")
+        if not tokens.is_of(self._storage):
+            raise ValueError("this Prompt is of another PrefixCache: make one with this cache's prompt()")
         return tokens
 
     def store(
@@ -309,7 +311,7 @@ class PrefixCache:
         finally:
             self._storage.unpin(pinned)
         durations.fetch_hit.observe(time.monotonic() - began)
-        return made, prompt.given[stored.tokens :]
+        return made, prompt.given[stored.tokens : len(prompt)]
 
     def lookup(
         self, tokens: Tokens | Prompt, *, model: str | None = None, salt: bytes = b"", leave: int = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prefixcache import PrefixCache
+from prefixcache.tiers.prompt import hit
 from tests import states
 
 PROMPT = [(7919 + i * 13) % 50_000 for i in range(256 * 9 + 100)]
@@ -122,3 +123,40 @@ def test_the_first_tokens_of_a_prompt_are_stored_where_the_layers_have_seen_more
     prompt = cache.prompt([5] * 900, model="m")
     assert cache.store(prompt.first(512), states.sliceable([5] * 700)).tokens == 512
     assert cache.match(prompt).ram == 512
+
+
+def test_a_prompt_of_another_cache_is_refused(cache):
+    with PrefixCache(ram="8MB", codec="raw", memory_reserve=0) as other:
+        prompt = other.prompt(PROMPT, model="m")
+        with pytest.raises(ValueError, match="of another PrefixCache"):
+            cache.match(prompt)
+
+
+def test_tokens_appended_later_are_not_of_the_prompt(cache):
+    tokens = list(PROMPT)
+    prompt = cache.prompt(tokens, model="m")
+    tokens.append(7)
+    assert cache.fetch(prompt, promote=True)[1] == PROMPT[-1:]
+
+
+def test_of_equal_siblings_the_one_that_came_to_ram_is_hit(cache):
+    first, second = ([*range(100), *([i] * 156)] for i in (1, 2))
+    for tokens in (first, second):
+        cache.store(tokens, states.sliceable(tokens), model="m")
+    assert cache.flush(20)
+    cache.trim_to(0)
+    prompt = cache.prompt([*range(100), *([3] * 100)], model="m")
+    assert cache.match(prompt) == (0, 100)
+    for tokens in (second, first):
+        cache.trim_to(0)
+        assert cache.promote(tokens, model="m").result() == 256
+        assert cache.match(prompt).ram == 100
+
+
+def test_a_lookup_that_a_close_overtakes_is_a_miss(cache):
+    cache.promote(PROMPT, model="m").result()
+    prompt = cache.prompt(PROMPT, model="m")
+    assert cache.match(prompt).ram == len(PROMPT)
+    storage = cache._storage
+    cache.close()
+    assert hit(storage, prompt, 0) is None

@@ -117,6 +117,9 @@ class Adaptive:
     def unblock(self, slot: Slot) -> None:
         """Nothing is: a leaf is evicted in the place of a block that can't be."""
 
+    def waiting(self) -> Iterator[Slot]:
+        return iter(())
+
     def __reversed__(self) -> Iterator[Slot]:
         return reversed(list(self))
 

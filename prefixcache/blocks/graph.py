@@ -223,7 +223,7 @@ class Graph:
             slot.image = image
             self.ram_by_label[slot.node.label] += slot.nbytes
             self.order[RAM].add(slot)
-            self.version += slot.kind == ROWS and not slot.node.is_whole  # of equal tails a walk takes one in RAM
+            self.version += _has_siblings(slot)  # of equal ones a walk takes one in RAM
         elif tier == RAM + 1:
             slot.disk = disk
         slot.tiers |= 1 << tier
@@ -362,7 +362,7 @@ class Graph:
         slot.image = None
         self.ram_by_label[slot.node.label] -= slot.nbytes
         self.budget.free_image(slot.nbytes)
-        self.version += slot.kind == ROWS and not slot.node.is_whole
+        self.version += _has_siblings(slot)
 
     def _count(self, slot: Slot, tier: int, by: int) -> None:
         self._count_dependent(slot, tier, by)
@@ -455,10 +455,19 @@ class Graph:
         assert +by_label == +self.ram_by_label, (by_label, self.ram_by_label)
         assert self.images == [len(there) for there in present]
         self.recency.check_integrity(present, set(self.slots.values()))
+        for tier, order in zip(self.tiers, self.order, strict=True):
+            for slot in order.waiting():
+                free = slot.is_in(tier) and not slot.pins and not slot.pending
+                assert not free or self.has_dependents(slot, tier), "a slot that can be evicted is no candidate"
         self.budget.check_integrity()
         held = self.budget.held()
         assert held.images == images, (held, images)
         assert held.nodes == cost, (held, cost)
+
+
+def _has_siblings(slot: Slot) -> bool:
+    parent = slot.node.parent
+    return slot.kind == ROWS and parent is not None and len(parent.children) > 1
 
 
 def _is_needed(node: Node, tier: int) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import chain
 from typing import NamedTuple, Protocol
 
@@ -70,6 +70,9 @@ class Order(Protocol):
     def unblock(self, slot: Slot, /) -> None:
         """It may be evicted now. It need not be here. Called for a slot that is `blocked`."""
 
+    def waiting(self) -> Iterator[Slot]:
+        """Those that are not given as candidates before they are unblocked."""
+
     def check_integrity(self) -> None:
         """AssertionError when an invariant of the order does not hold."""
 
@@ -106,6 +109,7 @@ class Lru:
         self._slots: OrderedDict[Slot, None] = OrderedDict()
         self._blocked: OrderedDict[Slot, int] = OrderedDict()
         self._ready: list[tuple[int, int, Slot]] = []  # with the slot's id, since slots have no order
+        self._numbers: set[int] = set()  # of those in the heap
         self._first = self._last = 0  # numbers given so far, down and up
         self.touch = self._slots.move_to_end
 
@@ -125,7 +129,7 @@ class Lru:
         self._slots[slot] = None
 
     def touch_blocked(self, slot: Slot) -> None:
-        del self._blocked[slot]
+        self.remove(slot)
         self._slots[slot] = None
 
     def used(self, slots: list[Slot], ended: bool) -> None:
@@ -136,6 +140,8 @@ class Lru:
             del self._slots[slot]
         else:
             del self._blocked[slot]
+        if len(self._ready) > 2 * len(self._blocked) + 64:
+            self._drop_stale()
 
     aside = remove
 
@@ -145,8 +151,8 @@ class Lru:
             self.demote(slot)
 
     def forget(self, slot: Slot) -> None:
-        self._slots.pop(slot, None)
-        self._blocked.pop(slot, None)
+        if slot in self:
+            self.remove(slot)
 
     def demote(self, slot: Slot) -> None:
         self.remove(slot)
@@ -158,17 +164,18 @@ class Lru:
 
     def rebuild(self, least_recent_first: Iterable[Slot]) -> None:
         slots = list(least_recent_first)
-        for part in (self._slots, self._blocked, self._ready):
+        for part in (self._slots, self._blocked, self._ready, self._numbers):
             part.clear()
         self._slots.update(dict.fromkeys(slots))
 
     def candidates(self) -> Iterator[Slot]:
-        ready, blocked, slots = self._ready, self._blocked, self._slots
-        while ready:
-            number, _, slot = ready[0]
+        blocked, slots = self._blocked, self._slots
+        while self._ready:
+            number, _, slot = self._ready[0]
             if blocked.get(slot) == number:
                 yield slot
-            heappop(ready)
+            heappop(self._ready)
+            self._numbers.discard(number)
         while slots:
             slot = next(iter(slots))
             yield slot
@@ -178,8 +185,22 @@ class Lru:
             slot.blocked = True
 
     def unblock(self, slot: Slot) -> None:
-        if (number := self._blocked.get(slot)) is not None:
-            heappush(self._ready, (number, id(slot), slot))
+        number = self._blocked.get(slot)
+        if number is None or number in self._numbers:
+            return
+        heappush(self._ready, (number, id(slot), slot))
+        self._numbers.add(number)
+        if len(self._ready) > 2 * len(self._blocked) + 64:
+            self._drop_stale()
+
+    def _drop_stale(self) -> None:
+        """Of slots that are no longer blocked, or deleted."""
+        self._ready = [entry for entry in self._ready if self._blocked.get(entry[2]) == entry[0]]
+        self._numbers = {number for number, _, _ in self._ready}
+        heapify(self._ready)
+
+    def waiting(self) -> Iterator[Slot]:
+        return (slot for slot, number in self._blocked.items() if number not in self._numbers)
 
     def less_recent(self, slot: Slot, wanted: Slot) -> Iterator[Slot]:
         """By ticks; of one prompt the later blocks come first."""
@@ -194,6 +215,8 @@ class Lru:
         assert numbers == sorted(set(numbers))
         assert not self._slots.keys() & self._blocked.keys()
         assert all(self._first <= number <= self._last for number in numbers)
+        assert self._numbers == {number for number, _, _ in self._ready}
+        assert len(self._ready) <= 2 * len(self._blocked) + 65
 
 
 POLICIES: dict[str, Policy] = {

@@ -154,11 +154,12 @@ class _Promotion:
         """Wait for a read and publish what it gave. False when it gave nothing."""
         storage, slot, number = self._storage, reading.slot, reading.tier.number
         image, error = None, None
+        fits = False
         try:
             image = reading.image.result()
+            fits = _fits(storage, slot, image)
         except Exception as failure:
-            error = failure
-        fits = image is not None and _fits(storage, slot, image)
+            image, error = None, failure
         with storage.lock, reservation:
             slot.reading = None
             if isinstance(error, Corrupt):

@@ -80,6 +80,9 @@ class Prompt:
             resumed._walks[root] = walk._replace(path=path, version=-1)
         return resumed
 
+    def is_of(self, storage: Storage) -> bool:
+        return self._storage is storage
+
     # What follows is called under the storage's lock.
 
     def walk(self, namespace: Namespace) -> Walk:

@@ -109,8 +109,9 @@ class Storage:
     def release(self) -> None:
         """RAM is given back; the tiers below keep what they have."""
         with self.lock:
-            for slot in list(self.graph.order[RAM]):
-                slot.image = None
+            for slot in list(self.graph.slots.values()):
+                slot.image, slot.tiers = None, 0  # whoever is still at work finds nothing
+            self.namespaces.clear()
             self.spilling.clear()
             self.budget = Budget(self.budget.limit)
             version = self.graph.version
