@@ -38,6 +38,7 @@ from prefixcache.metrics.logs import Summary
 from prefixcache.metrics.stats import Stats
 from prefixcache.operations.arguments import check_leave, number, seconds
 from prefixcache.operations.fetch import find, read_ahead
+from prefixcache.operations.namespaces import Namespaces
 from prefixcache.operations.remove import remove
 from prefixcache.operations.snapshot import snapshot
 from prefixcache.operations.store import Store
@@ -45,7 +46,6 @@ from prefixcache.settings import Settings, parse_size
 from prefixcache.ssd import Ssd
 from prefixcache.ssd.directory import refusal
 from prefixcache.tiers.memory_pressure import Pressure
-from prefixcache.tiers.namespaces import Namespaces
 from prefixcache.tiers.promotion import promote
 from prefixcache.tiers.prompt import Prompt, boundary
 from prefixcache.tiers.storage import Storage
@@ -162,6 +162,7 @@ class PrefixCache:
         Raises TypeError or ValueError for bad tokens, model or salt.
         """
         model, salt, token_bytes = as_model(model), as_salt(salt), as_tokens(tokens).tobytes()
+        self._namespaces.derive_roots(model, salt)
         return Prompt(self._storage, lambda: self._namespaces.known(model, salt), token_bytes, tokens, model, salt)
 
     def _prompt(self, tokens: Tokens | Prompt, model: str | None, salt: bytes) -> Prompt:

@@ -527,7 +527,7 @@ def test_remove_spares_the_shorter_boundaries_of_recurrent_state(opened, boundar
 
 
 def test_namespaces_of_salts_that_hold_nothing_are_dropped_when_there_are_many(opened, monkeypatch):
-    monkeypatch.setattr("prefixcache.tiers.namespaces.SWEEP_AT", 20)
+    monkeypatch.setattr("prefixcache.operations.namespaces.SWEEP_AT", 20)
     cache = opened(disk=False, ram="200KB")
     put(cache, LONG, salt=b"keep")
     held = cache.pin(LONG, model="m", salt=b"keep")

@@ -21,8 +21,7 @@ LEVELS = {
     "identity": 0, "image": 0, "kernels": 0, "keys": 0, "memory": 0, "metrics": 0, "migrations": 0, "settings": 0,
     "blocks": 1, "codecs": 1, "trace": 1,
     "live": 2, "ssd": 2,
-    "layers": 3,
-    "tiers": 4,
+    "layers": 3, "tiers": 3,
     "operations": 5,
     "cache": 6, "planning": 6,
     "": 7,
@@ -40,13 +39,14 @@ ONLY = {
     "ssd": {"keys", "image", "memory", "migrations", "metrics", "blocks"},
     "codecs": {"kernels"},
     "live": {"codecs", "memory"},
+    "tiers": {"blocks", "image", "keys", "memory", "metrics", "settings", "ssd"},
     "layers": {"keys", "image", "codecs", "blocks"},
 }  # fmt: skip
 
 # Looked up in a function, when one is to be checked, not when the module is loaded.
 LATE = {("settings", "codecs"), ("metrics", "")}
 
-WITHOUT_MLX = ["keys", "image", "memory", "blocks", "settings", "ssd", "identity", "trace", "metrics"]
+WITHOUT_MLX = ["keys", "image", "memory", "blocks", "settings", "ssd", "identity", "trace", "metrics", "tiers"]
 
 
 def modules() -> dict[str, Path]:

@@ -182,17 +182,19 @@ def test_a_compressed_fetch_waits_too(tmp_path, taken):
         assert not taken
 
 
-def test_where_a_file_went_bad_the_hit_ends(tmp_path, taken):
+@pytest.mark.parametrize("block", range(4))
+def test_where_a_file_went_bad_the_hit_ends(tmp_path, block):
+    """Whether what was decoded ahead is of use depends on which came first, the bad file or the decoding."""
     with cold(tmp_path / "ssd", "raw", states.sliceable, LONG) as cache:
-        files = sorted((tmp_path / "ssd" / "rows").rglob("*.safetensors"), key=lambda f: f.stat().st_mtime_ns)
-        raw = bytearray(files[2].read_bytes())
-        raw[len(raw) // 2] ^= 4
-        files[2].write_bytes(raw)
+        path = sorted((tmp_path / "ssd" / "rows").rglob("*.safetensors"))[block]  # in any order: each goes bad once
+        stored = bytearray(path.read_bytes())
+        stored[len(stored) // 2] ^= 4
+        path.write_bytes(stored)
         made, rest = cache.fetch(LONG, model="m", promote=True)
-        assert len(rest) > 1
+        assert len(rest) in (1000, 744, 488, 232)
+        assert (made is None) == (len(rest) == 1000)
         if made is not None:
             states.check(made, LONG[: 1000 - len(rest)])
-        assert taken in ([None], [])
         assert cache.stats().counters.corrupt == 1
         cache.check_integrity()
 

@@ -180,11 +180,13 @@ class Host(Way):
         self, wanted: Sequence[Levels | None], group: Group, members: Sequence[Member], targets: Sequence[Target]
     ) -> None:
         batch = []
+        names, places = group.names, [target.rows for target in targets]
         for member in members:
-            for target, of_group in zip(targets, wanted, strict=True):
-                rows = self._lying(member, target.first, target.last)
-                planes = tuple(target.tensors[name][target.rows, member.in_group] for name in group.names)
-                batch.append(Encoding(rows, planes, levels.of_member(of_group, member)))
+            rows, where, heads = self._rows_of(member), self._leaves[member.leaf].where, member.in_group
+            for target, into, of_group in zip(targets, places, wanted, strict=True):
+                planes = tuple(target.tensors[name][into, heads] for name in names)
+                lying = rows[:, where(target.first, target.last)].swapaxes(0, 1)
+                batch.append(Encoding(lying, planes, levels.of_member(of_group, member)))
         group.codec.encode_all(batch)
         if self._back is None or isinstance(group.codec, RawRows):
             return
@@ -194,18 +196,17 @@ class Host(Way):
                     self._back.decode_rows(group, member, target.first, target.rows, target.tensors, target.exact)
 
     def measure(self, group: Group, members: Sequence[Member], targets: Sequence[Target]) -> list[Levels]:
+        lying = [(self._rows_of(member), self._leaves[member.leaf].where) for member in members]
         measured = []
         for target in targets:
-            parts = [self._lying(member, target.first_measured, target.last) for member in members]
+            parts = [rows[:, where(target.first_measured, target.last)].swapaxes(0, 1) for rows, where in lying]
             measured.append(measure_levels(parts, group.codec.centred))
         return measured
 
-    def _lying(self, member: Member, first: int, last: int) -> np.ndarray:
-        """(tokens, heads, width), where the live cache has them."""
-        leaf = self._leaves[member.leaf]
-        (rows,) = borrow(leaf.arrays[member.stream])
-        lying: np.ndarray = rows[:, leaf.where(first, last)].swapaxes(0, 1)
-        return lying
+    def _rows_of(self, member: Member) -> np.ndarray:
+        """(heads, buffer, width), where the live cache has them."""
+        (rows,) = borrow(self._leaves[member.leaf].arrays[member.stream])
+        return rows
 
 
 class Gpu(Way):

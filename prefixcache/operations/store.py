@@ -30,7 +30,7 @@ from prefixcache.layers.image_layout import Section
 from prefixcache.layers.live_codes import differing
 from prefixcache.layers.recode import copy_stored, decode_stored, encode_stored
 from prefixcache.layers.snapshots import describe_state, write_state
-from prefixcache.tiers.namespaces import Namespace
+from prefixcache.tiers.namespace import Namespace
 from prefixcache.tiers.prompt import Prompt
 from prefixcache.tiers.storage import Storage
 

@@ -29,7 +29,7 @@ from prefixcache.planning.simulated_ssd import SimulatedImage, SimulatedSsd
 from prefixcache.planning.sizes import Sizes
 from prefixcache.settings import Settings
 from prefixcache.ssd.entries import NamespaceRow
-from prefixcache.tiers.namespaces import Namespace
+from prefixcache.tiers.namespace import Namespace
 from prefixcache.tiers.promotion import promote
 from prefixcache.tiers.prompt import Prompt, hit
 from prefixcache.tiers.storage import Storage

@@ -1,4 +1,4 @@
-"""The records that the SSD tier and the cache's tree exchange: plain data, no I/O."""
+"""The records that the SSD tier and the graph of blocks exchange: plain data, no I/O."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from prefixcache import keys
-from prefixcache.image import ROWS, SIZE_BOUND, SNAPSHOT, START_BOUND, TOKENS, WINDOW, Kind  # noqa: F401
+from prefixcache.image import ROWS, SIZE_BOUND, SNAPSHOT, START_BOUND, WINDOW, Kind
 
 FOLDERS = {ROWS: "rows", WINDOW: "windows", SNAPSHOT: "snapshots"}  # kind -> folder
 

@@ -21,7 +21,7 @@ from prefixcache.tiers.ram import GRAPH_SHARE
 from prefixcache.tiers.tier import Tier
 
 if TYPE_CHECKING:
-    from prefixcache.tiers.namespaces import Namespace
+    from prefixcache.tiers.namespace import Namespace
     from prefixcache.tiers.storage import Storage
 
 log = logging.getLogger("prefixcache")

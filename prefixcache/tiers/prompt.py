@@ -14,7 +14,7 @@ import numpy as np
 from prefixcache.blocks.lookup import hit_depth, pin_roots, required_images
 from prefixcache.blocks.node import RAM, Node, Slot, Walk
 from prefixcache.keys import TOKEN_BYTES, as_tokens
-from prefixcache.tiers.namespaces import Namespace
+from prefixcache.tiers.namespace import Namespace
 from prefixcache.tiers.storage import Storage
 
 

@@ -24,7 +24,7 @@ from prefixcache.tiers.ram import Ram
 from prefixcache.tiers.spilling import Spilling
 
 if TYPE_CHECKING:
-    from prefixcache.tiers.namespaces import Namespace
+    from prefixcache.tiers.namespace import Namespace
 
 
 class Storage:

@@ -16,7 +16,7 @@ from prefixcache.settings import Settings
 from prefixcache.ssd import Corrupt
 from prefixcache.ssd.entries import Entry, NamespaceRow
 from prefixcache.tiers.lower_tier import LowerTier
-from prefixcache.tiers.namespaces import Namespace
+from prefixcache.tiers.namespace import Namespace
 from prefixcache.tiers.promotion import promote
 from prefixcache.tiers.prompt import Prompt, hit
 from prefixcache.tiers.storage import Storage
@@ -216,6 +216,25 @@ def test_what_one_tier_lost_is_read_from_the_next():
     assert promote(served.storage, served.prompt(1, 2), 0) >= BLOCK
     assert promote(served.storage, served.prompt(1, 2), 0) == 2 * BLOCK
     assert served.tiers[1].reads
+
+
+def test_a_promotion_whose_check_raises_ends_and_so_do_those_that_wait_for_it(monkeypatch):
+    served = Served()
+    served.store(1, 2)
+    assert served.storage.spilling.drain(5)
+    served.storage.ram.trim(0, 0)
+    before = served.storage.budget.held()
+
+    def broken(*_args):
+        raise MemoryError
+
+    monkeypatch.setattr(Plan, "fits", broken)
+    assert promote(served.storage, served.prompt(1, 2), 0) == 0
+    assert served.storage.budget.held() == before
+    assert all(slot.reading is None for slot in served.storage.graph.slots.values())
+    monkeypatch.undo()
+    assert promote(served.storage, served.prompt(1, 2), 0) == 2 * BLOCK
+    served.check()
 
 
 class TiersMachine(RuleBasedStateMachine):

@@ -1,17 +1,17 @@
-"""Namespaces: what a root key stands for, where its streams stand in images, and its tree of blocks."""
+"""Which namespaces a model and a salt have: found by their root keys, made for a layout that is new."""
 
 from __future__ import annotations
 
 import json
 import logging
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
-from prefixcache.blocks.node import Tree
 from prefixcache.codecs import Codec, codec_from_spec
-from prefixcache.keys import as_model, as_salt, canonical, root_key
+from prefixcache.keys import canonical, root_key
 from prefixcache.layers.image_layout import Plan
 from prefixcache.ssd.entries import NamespaceRow
+from prefixcache.tiers.namespace import Namespace
 from prefixcache.tiers.storage import Storage
 
 log = logging.getLogger("prefixcache")
@@ -20,16 +20,10 @@ SWEEP_AT = 1024  # from so many namespaces on, empty ones are forgotten when one
 ROOTS = 1024  # root keys that are remembered
 
 
-class Namespace(NamedTuple):
-    """What the index says of it, where its streams stand, and its blocks."""
-
-    row: NamespaceRow
-    plan: Plan
-    tree: Tree
-
-
 class Namespaces:
-    """The namespaces that are known, by model and salt. The storage's lock guards them."""
+    """The namespaces that are known, by model and salt. The storage's lock guards all but the root keys, which any
+    thread may derive.
+    """
 
     def __init__(self, storage: Storage, codec: Codec):
         self._storage = storage
@@ -50,9 +44,13 @@ class Namespaces:
             log.warning("namespace %s of model %r cannot be loaded: %s", row.root.hex(), row.model, error)
             return None
 
-    def known(self, model: Any, salt: Any) -> list[Namespace]:
+    def derive_roots(self, model: str, salt: bytes) -> None:
+        """Derive the root keys that `known` looks up, before it is called under the lock."""
+        for layout in tuple(self._layouts.get(model, ())):
+            self._root(model, layout, salt)
+
+    def known(self, model: str, salt: bytes) -> list[Namespace]:
         """Those of a model and a salt: one for each layout that its caches have had."""
-        model, salt = as_model(model), as_salt(salt)
         with self._storage.lock:
             found = []
             for layout in self._layouts.get(model, ()):
@@ -80,8 +78,7 @@ class Namespaces:
 
     def recorded_root(self, model: str, salt: bytes) -> bytes:
         """What a recording's ids begin from: the same for all layouts, so also before a namespace is known."""
-        with self._storage.lock:
-            return self._root(model, "{}", as_salt(salt))
+        return self._root(model, "{}", salt)
 
     def _make(self, row: NamespaceRow) -> Namespace:
         plan = self._plans.get((row.codec, row.layout))
