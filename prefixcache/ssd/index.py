@@ -325,7 +325,8 @@ def proves_damage(error: BaseException | None) -> bool:
 
 @contextmanager
 def reading(path: Path, *, live: bool) -> Iterator[sqlite3.Connection]:
-    """A connection that writes nothing into the directory; IndexBroken for what is no index.
+    """A connection that writes nothing into the directory; IndexBroken for what is no index. It sees one state of the index,
+    and while it is open the log can't be cut.
 
     `live`: somebody has the directory open, and SQLite shares his log. Else a log that a crash left is read in a copy,
     because reading it in place would make files.
@@ -347,6 +348,7 @@ def reading(path: Path, *, live: bool) -> Iterator[sqlite3.Connection]:
         try:
             connection = _connect(path, options)
             try:
+                connection.execute("BEGIN")
                 check_tables(connection)
                 yield connection
             finally:

@@ -9,7 +9,7 @@ import sqlite3
 
 from prefixcache.ssd.claims import Claims
 from prefixcache.ssd.directory import Directory, Lock, holder, refusal
-from prefixcache.ssd.entries import Progress
+from prefixcache.ssd.entries import Address, Progress
 from prefixcache.ssd.errors import DirectoryError, IndexBroken
 from prefixcache.ssd.index import check_pages, reading
 from prefixcache.ssd.quarantine import Quarantine
@@ -59,18 +59,24 @@ def _repair(directory: Directory, lock: Lock, deep: bool, progress: Progress | N
         index.close()
 
 
+def _addresses(directory: Directory) -> set[Address]:
+    """What the index of a live directory has now."""
+    with reading(directory.index, live=True) as connection:
+        return read_addresses(connection)
+
+
 def _look(directory: Directory, deep: bool, progress: Progress | None) -> Report:
     live = holder(directory) is not None
     try:
         with reading(directory.index, live=live) as connection:
             check_pages(connection)
             entries, spaces = read_entries(connection), read_namespaces(connection)
-            require_true(directory, spaces, entries)
-            run = Pass(directory, entries, None, None, deep, progress)
-            run.claims = Claims(spaces)
-            if live:
-                run.addresses_now = lambda: read_addresses(connection)
-            return compare(run, "")
+        require_true(directory, spaces, entries)
+        run = Pass(directory, entries, None, None, deep, progress)
+        run.claims = Claims(spaces)
+        if live:
+            run.addresses_now = lambda: _addresses(directory)
+        return compare(run, "")
     except IndexBroken as error:
         run = Pass(directory, [], None, None, deep, progress)
         if live:

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from prefixcache.ssd import DirectoryError, NamespaceRow, survey
+from prefixcache.ssd import DirectoryError, NamespaceRow, Selection, prune, reconcile, rows, survey
 
 from .images import CODEC, LAYOUT, MODEL, ROOT, SPACE, chain, du, fingerprint, make, path_of
 
@@ -45,6 +45,36 @@ def test_a_live_and_a_dead_directory_show_the_same(ssd, root):
     assert dead.holder == ""
     assert dead.clean
     assert dead.namespaces == live.namespaces
+
+
+def surveyed(root):
+    return survey(root).problem == ""
+
+
+def reconciled(root):
+    return reconcile(root, dry_run=True, deep=True).clean
+
+
+def pruned(root):
+    return prune(root, Selection(to_size=0), dry_run=True).images == len(PAIRS)
+
+
+@pytest.mark.parametrize("look", [surveyed, reconciled, pruned])
+def test_what_a_server_writes_meanwhile_is_no_damage(ssd, root, monkeypatch, look):
+    ssd.put(*PAIRS)
+    read_namespaces, numbers = rows._read_namespaces, iter(range(1, 9))
+
+    def read_and_write(connection):
+        namespaces = read_namespaces(connection)
+        number = next(numbers)
+        space = SPACE._replace(root=bytes([number]) * len(ROOT), model=f"model {number}")
+        entry, image = make(100 + number, parent=space.root, space=space)
+        assert ssd.write(entry, space, image)
+        assert ssd.flush(10)
+        return namespaces
+
+    monkeypatch.setattr(rows, "_read_namespaces", read_and_write)
+    assert look(root)
 
 
 def test_another_process_sees_a_live_directory(ssd, root):
