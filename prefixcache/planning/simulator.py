@@ -10,7 +10,7 @@ The SSD's writer has its turn after each batch of blocks that a store encodes, a
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ from prefixcache.blocks.lookup import hit_depth
 from prefixcache.blocks.node import RAM
 from prefixcache.codecs import Codec
 from prefixcache.image import SNAPSHOT, Blueprint, Image, Kind, Meta, Spec
-from prefixcache.keys import canonical, root_key
+from prefixcache.keys import TOKEN_BYTES, canonical, root_key
 from prefixcache.layers.image_layout import Plan
 from prefixcache.memory import collector_at_rest
 from prefixcache.operations.store import Job, Store
@@ -230,7 +230,7 @@ def simulate(
     prompts = Prompts(block)
     with collector_at_rest():
         for number, request in enumerate(requests):
-            prompt = run.prompt(prompts.raw(request))
+            prompt = run.prompt(prompts.token_bytes(request))
             first, last = request.time if first is None else first, request.time
             if request.call != "store" and len(prompt):
                 before = run.ssd.read_bytes if run.ssd is not None else 0
@@ -268,45 +268,56 @@ class Prompts:
         # id -> the ids whose tokens it has, and up to which position
         self._grown: dict[int, list[tuple[int, int]]] = {}
 
-    def raw(self, request: Request) -> bytes:
-        """The request's tokens as raw int64 bytes."""
+    def token_bytes(self, request: Request) -> bytes:
+        """The request's tokens (raw int64 bytes)."""
         if request.call != "request" or request.grown:
             self._settle(request)
         grown = self._grown
-        if not any(one in grown for one in request.ids):
+        if grown.keys().isdisjoint(request.ids):
             return tokens_of(request, self._block)
         owners: list[int] = []
         counts: list[int] = []
-        for one in request.ids:
+        for block_id in request.ids:
             start = 0
-            for owner, end in grown.get(one, ((one, self._block),)):
+            for owner, end in grown.get(block_id, ((block_id, self._block),)):
                 owners.append(owner)
                 counts.append(end - start)
                 start = end
-        own = np.repeat(_first_tokens(owners, self._block), counts) + np.tile(np.arange(self._block), len(request.ids))
-        return own.astype("<i8", copy=False)[: request.tokens].tobytes()
+        return _joined(owners, counts, request.tokens)
 
     def _settle(self, request: Request) -> None:
         for index, tail, tokens in request.grown:
-            one = request.ids[index]
-            if one not in self._settled:
-                self._settled.update((one, tail))
+            block_id = request.ids[index]
+            if block_id not in self._settled:
+                self._settled.update((block_id, tail))
                 parts = [part for part in self._grown.get(tail, ()) if part[1] < tokens]
                 last = next((owner for owner, end in self._grown.get(tail, ()) if end >= tokens), tail)
-                self._grown[one] = [*parts, (last, tokens), (one, self._block)]
+                self._grown[block_id] = [*parts, (last, tokens), (block_id, self._block)]
         self._settled.update(request.ids)
 
 
 def tokens_of(request: Request, block: int) -> bytes:
     """Tokens (raw int64 bytes) that stand for a request's ids: each id has `block` of its own, and the last may be cut."""
-    tokens = np.add(_first_tokens(request.ids, block)[:, None], np.arange(block), dtype="<i8")
-    return tokens.reshape(-1)[: request.tokens].tobytes()
+    return _joined(request.ids, [block] * len(request.ids), request.tokens)
 
 
-def _first_tokens(ids: Iterable[int], block: int) -> np.ndarray:
-    """The first of each id's tokens: as many upper bits of the mixed ids as leave room for `block` tokens below 2**63.
+def _joined(owners: Sequence[int], counts: Sequence[int], limit: int) -> bytes:
+    """For each owner so many tokens, a marker and then zeros; at most `limit` in all."""
+    markers = _markers(owners)
+    zeros = bytes(max(counts, default=0) * TOKEN_BYTES)
+    pieces = []
+    for at, count in enumerate(counts):
+        count = min(count, limit)
+        if not count:
+            break
+        limit -= count
+        pieces += markers[at * TOKEN_BYTES : (at + 1) * TOKEN_BYTES], zeros[: (count - 1) * TOKEN_BYTES]
+    return b"".join(pieces)
 
-    With blocks of 256, ids below 2**53 never meet; of others, one pair in 2**55.
+
+def _markers(ids: Sequence[int]) -> bytes:
+    """A token for each id (raw int64 bytes): the upper bits of the mixed id, odd, so that none is the zero that others have
+    in its place. Ids below 2**53 never share one; of others, one pair in 2**62.
     """
     mixed = np.array(ids, np.uint64) * MIXER
-    return (mixed >> np.uint64(1 + (block - 1).bit_length())).astype(np.int64) * block
+    return (mixed >> np.uint64(1) | np.uint64(1)).astype("<i8").tobytes()
