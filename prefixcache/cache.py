@@ -108,7 +108,8 @@ class PrefixCache:
         allow(*self.settings.allow_classes)
         ram = self.settings.ram_bytes(usable_memory())
         self._recorder = Recorder(self.settings.trace) if self.settings.trace is not None else None
-        self._storage = Storage(self.settings, ram)
+        has_ssd = self.settings.ssd_dir is not None and self.settings.ssd != 0
+        self._storage = Storage(self.settings, ram, tiers=1 + has_ssd)
         self._namespaces = Namespaces(self._storage, self.codec)
         self._pins: dict[tuple[bytes, bytes], list[list[Slot]]] = {}
         self._kernels = turboquant_backends.describe()
@@ -117,7 +118,7 @@ class PrefixCache:
         self._close_lock = threading.RLock()  # a signal's handler may close what is being closed
         self._pid = os.getpid()
         self._ssd: Ssd | None = None
-        if self.settings.ssd_dir is not None and self.settings.ssd != 0:
+        if has_ssd:
             try:
                 self._open_ssd(ram)
             except BaseException:

@@ -136,15 +136,14 @@ class Adaptive:
     def add(self, slot: Slot) -> None:
         self._put(slot, _Place(self._ghosts.take(slot.key, self._held), self.NEW))
 
-    def touch(self, slot: Slot) -> None:
-        if slot in self._again:
-            self._again.move_to_end(slot)
-        elif slot in self._once:
-            self._once.move_to_end(slot)
-        elif slot in self._demoted:
-            self._put(slot, self._demoted.pop(slot))
-
-    touch_blocked = touch
+    def touch(self, slots: Iterable[Slot]) -> None:
+        for slot in slots:
+            if slot in self._again:
+                self._again.move_to_end(slot)
+            elif slot in self._once:
+                self._once.move_to_end(slot)
+            elif slot in self._demoted:
+                self._put(slot, self._demoted.pop(slot))
 
     def used(self, slots: list[Slot], ended: bool) -> None:
         again = False

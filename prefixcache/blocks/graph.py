@@ -68,29 +68,29 @@ class Graph:
         """
         path = list(known)
         node = path[-1] if path else tree.root
-        at, visits, goes_on = node.end * TOKEN_BYTES, 0, token_bytes.startswith
+        at, end, goes_on = node.end * TOKEN_BYTES, len(token_bytes), token_bytes.startswith
         partial, shared = None, 0
-        while at < len(token_bytes) and (children := node.children):
-            visits += 1
-            first = node.child_tokens[0]
-            if len(children) == 1 and goes_on(first, at) and len(first) == BLOCK_BYTES:
-                node = children[0]  # as below, without a copy
-                path.append(node)
-                at += BLOCK_BYTES
-                continue
+        while at < end and (children := node.children):
+            if len(children) == 1:  # as below, without a copy
+                child = children[0]
+                if goes_on(child.tokens, at) and len(child.tokens) == BLOCK_BYTES:
+                    path.append(child)
+                    node = child
+                    at += BLOCK_BYTES
+                    continue
             chunk = token_bytes[at : at + BLOCK_BYTES]
             i = bisect_left(node.child_tokens, chunk)
             if i < len(children) and node.child_tokens[i] == chunk and len(chunk) == BLOCK_BYTES:
                 node = children[i]
                 path.append(node)
-                at += len(chunk)
+                at += BLOCK_BYTES
                 continue
             partial, shared = self._nearest(node, chunk, i)
             if partial is not None and shared * TOKEN_BYTES == len(partial.tokens):
                 path.append(partial)  # a whole tail; a tail has no children
                 partial, shared = None, 0
             break
-        self.visits += visits
+        self.visits += len(path) - len(known)
         self.walks += not known
         return Walk(tree, path, partial, shared, token_bytes, self.version)
 

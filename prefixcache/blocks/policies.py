@@ -30,11 +30,10 @@ class Order(Protocol):
     def add(self, slot: Slot, /) -> None:
         """A new slot: for now among the most recent."""
 
-    def touch(self, slot: Slot, /) -> None:
-        """It is the newest now. Any number of times by one request; `used` counts. KeyError: call `touch_blocked`."""
-
-    def touch_blocked(self, slot: Slot, /) -> None:
-        """`touch` for one that was passed over as a candidate."""
+    def touch(self, slots: Iterable[Slot], /) -> None:
+        """Those of these that are here become the newest, one after the other. Any number of times by one request; `used`
+        counts.
+        """
 
     def used(self, slots: list[Slot], ended: bool, /) -> None:
         """A fetch used these, the tail first, or (`ended`) a request ended that used or brought them. Not all are here."""
@@ -99,8 +98,6 @@ class Lru:
     grows along the order, and those that may be evicted now stand in the heap `_ready` by it. So the search for a victim
     does not pass the same slots again and again: with children that wait for a write their parents, written before them,
     are hundreds.
-
-    `touch` is an OrderedDict's own method, because a hit touches hundreds of slots; KeyError: `touch_blocked`.
     """
 
     leaf_first = False
@@ -111,7 +108,6 @@ class Lru:
         self._ready: list[tuple[int, int, Slot]] = []  # with the slot's id, since slots have no order
         self._numbers: set[int] = set()  # of those in the heap
         self._first = self._last = 0  # numbers given so far, down and up
-        self.touch = self._slots.move_to_end
 
     def __iter__(self) -> Iterator[Slot]:
         return chain(self._blocked, self._slots)
@@ -128,9 +124,15 @@ class Lru:
     def add(self, slot: Slot) -> None:
         self._slots[slot] = None
 
-    def touch_blocked(self, slot: Slot) -> None:
-        self.remove(slot)
-        self._slots[slot] = None
+    def touch(self, slots: Iterable[Slot]) -> None:
+        move_to_end = self._slots.move_to_end
+        for slot in slots:
+            try:
+                move_to_end(slot)
+            except KeyError:
+                if slot in self._blocked:
+                    self.remove(slot)
+                    self._slots[slot] = None
 
     def used(self, slots: list[Slot], ended: bool) -> None:
         """When it was is all that counts, and `touch` has said it."""

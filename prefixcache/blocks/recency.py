@@ -45,11 +45,9 @@ class Recency:
                 slot.hits += 1
             if slot.tiers > 1:
                 unflushed[slot] = unflushed.get(slot, 0) + hit
-        for order in self.orders[1:]:
-            _touch(order, slots)
-        _touch(self.orders[RAM], [slot for slot in slots if slot.image is not None and not slot.pending])
-        if hit:
-            for order in self.orders:
+        for order in self.orders:
+            order.touch(slots)
+            if hit:
                 order.used(slots, False)
 
     def request_ended(self, slots: Iterable[Slot]) -> None:
@@ -74,12 +72,3 @@ class Recency:
         for order in self.orders:
             order.check_integrity()
         assert self.unflushed.keys() <= set().union(*present[1:])
-
-
-def _touch(order: Order, slots: list[Slot]) -> None:
-    touch = order.touch
-    for slot in slots:
-        try:
-            touch(slot)
-        except KeyError:
-            order.touch_blocked(slot)

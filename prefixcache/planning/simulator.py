@@ -158,7 +158,7 @@ class Simulation:
         settings = Settings.model_construct(
             ram=ram, ssd_dir=None, ssd=ssd, codec=codec, policy=policy, ssd_admission=admission, spill=spill
         )
-        self.storage = storage = Storage(settings, settings.ram_bytes(0))
+        self.storage = storage = Storage(settings, settings.ram_bytes(0), tiers=2 if ssd else 1)
         self.ssd: SimulatedSsd | None = None
         plan = SimulatedPlan(state.layout, codec)
         sizes = Sizes(state, codec)

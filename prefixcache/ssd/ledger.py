@@ -83,13 +83,14 @@ class Ledger:
 
     @property
     def used(self) -> int:
-        return self.held().total
+        with self._lock:
+            return self._total()
 
     def admit(self, nbytes: int) -> bool:
         """Reserve for a file of `nbytes`, or False."""
         room = self.footprint(nbytes)
         with self._lock:
-            if self._held().total + room > self.limit:
+            if self._total() + room > self.limit:
                 return False
             self._queued += room
             return True
@@ -128,6 +129,10 @@ class Ledger:
         """What an opening found."""
         with self._lock:
             self._count, self._files, self._quarantine = count, files, quarantine
+
+    def _total(self) -> int:
+        """As `Holdings` has it."""
+        return self._files + self._quarantine + self._overhead + self._queued + self._reserve - self._deleting
 
     def _held(self) -> Holdings:
         return Holdings(

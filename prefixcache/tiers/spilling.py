@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from prefixcache.blocks.node import RAM, Slot
@@ -39,15 +39,18 @@ class Spilling:
         if not (full or everything):
             return
         self._entered = 0
-        passed = storage.budget.held().queued
-        for slot in list(storage.graph.order[RAM]):
+        for slot in list(self._least_recent(None if everything else limit // AHEAD_SHARE)):
+            if self._is_dirty(slot) and storage.ram.admits(slot) and not tier.spill(slot):
+                return
+
+    def _least_recent(self, nbytes: int | None) -> Iterator[Slot]:
+        """Of the least recent `nbytes` of RAM, with those that wait for a write, the slots that don't wait; None: of all."""
+        passed = self._storage.budget.held().queued
+        for slot in self._storage.graph.order[RAM]:
             passed += slot.nbytes
-            if passed > limit // AHEAD_SHARE and not everything:
+            if nbytes is not None and passed > nbytes:
                 return
-            if not self._is_dirty(slot) or not storage.ram.admits(slot):
-                continue
-            if not tier.spill(slot):
-                return
+            yield slot
 
     def write_through(self, slots: Iterable[Slot]) -> None:
         """With spill="through": queue images of whole blocks, and snapshots, or as soon as there is room. Tails are written

@@ -32,7 +32,7 @@ class Storage:
     inside it and never around it. `changed` is notified when an image was deleted from RAM, became durable, or came back.
     """
 
-    def __init__(self, settings: Settings, ram: int, tiers: int = 2):
+    def __init__(self, settings: Settings, ram: int, tiers: int):
         """`tiers`: how many there are at most, RAM included."""
         self.settings = settings
         self.lock = threading.RLock()

@@ -211,11 +211,11 @@ class OrderMachine(RuleBasedStateMachine):
             self.use_once([self.slots[number] for number in some], last)
 
     def use_once(self, slots: list[Slot], ended: bool) -> None:
-        for one in slots:
-            self.tick(one)
-            if self.plain.here(one) and self.plain.card(one).where != "aside":
-                for order in (self.order, self.plain):
-                    order.touch(one)
+        for slot in slots:
+            self.tick(slot)
+            if self.plain.here(slot) and self.plain.card(slot).where != "aside":
+                self.plain.touch(slot)
+        self.order.touch(slots)
         for order in (self.order, self.plain):
             order.used(slots, ended)
 
@@ -481,9 +481,7 @@ def test_a_leaf_leaves_in_the_place_of_a_colder_block_that_it_hangs_on():
     ended(planting, blocks(9, 9))
     ended(planting, blocks(1, 2, 3, 4))
     order, first = planting.graph.order[RAM], planting.rows(blocks(1))
-    for slot in list(order):
-        if slot is not first:
-            order.touch(slot)
+    order.touch([slot for slot in order if slot is not first])
     order.demote(first)
     left = [planting.evict(RAM) for _ in range(6)]
     assert [slot.end for slot in left[:4]] == [1024, 768, 512, 256]
