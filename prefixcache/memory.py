@@ -61,11 +61,16 @@ def give_back() -> None:
 
 @contextmanager
 def collector_at_rest() -> Iterator[None]:
-    """Python's collector of cycles rests within the block: where much is made that lives on, it visits it again and again."""
+    """Python's collector of cycles rests within the block: where much is made that lives on, it visits it again and again.
+    At the end what was made counts as old at once; else the next object that is made would have all of it visited.
+    """
     collecting = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
+        if collecting and not gc.get_freeze_count():  # else `unfreeze` would undo what the program froze itself
+            gc.freeze()
+            gc.unfreeze()
         if collecting:
             gc.enable()

@@ -165,10 +165,10 @@ class Lru:
         self.unblock(slot)
 
     def rebuild(self, least_recent_first: Iterable[Slot]) -> None:
-        slots = list(least_recent_first)
-        for part in (self._slots, self._blocked, self._ready, self._numbers):
+        slots = OrderedDict.fromkeys(least_recent_first)
+        for part in (self._blocked, self._ready, self._numbers):
             part.clear()
-        self._slots.update(dict.fromkeys(slots))
+        self._slots = slots
 
     def candidates(self) -> Iterator[Slot]:
         blocked, slots = self._blocked, self._slots
