@@ -38,6 +38,7 @@ from prefixcache.metrics.logs import Summary
 from prefixcache.metrics.stats import Stats
 from prefixcache.operations.arguments import check_leave, number, seconds
 from prefixcache.operations.fetch import find, read_ahead
+from prefixcache.operations.making import LiveMaker
 from prefixcache.operations.namespaces import Namespaces
 from prefixcache.operations.remove import remove
 from prefixcache.operations.snapshot import snapshot
@@ -233,7 +234,8 @@ class PrefixCache:
             )
         back = Decoded(since) if write_back and not plan.lossless else None
         with_snapshot = bool(plan.snapshots) and agreed and state
-        store = Store(self._storage, namespace, prompt, limit, reading.leaves, with_snapshot, sys.intern(label), back)
+        maker = LiveMaker(namespace, reading.leaves, limit, with_snapshot, back)
+        store = Store(self._storage, namespace, prompt, limit, maker, sys.intern(label))
         stored = Stored(*store.run(), tuple(plan.raw))
         self._storage.counters.durations.store.observe(time.monotonic() - began)
         return stored

@@ -3,7 +3,7 @@
 import pytest
 
 from prefixcache import PrefixCache
-from prefixcache.operations.store import Store
+from prefixcache.operations.making import LiveMaker
 from prefixcache.tiers.prompt import hit
 from tests import states
 
@@ -48,12 +48,12 @@ def test_a_hit_keeps_what_its_images_hang_on(cache, push):
 
 
 def test_a_store_keeps_what_it_goes_on_from(cache, monkeypatch):
-    make = Store._make
+    make = LiveMaker.make
 
     def under_pressure(store, jobs):
         cache.resize(ram=26_000, wait=0)
         cache.resize(ram="4MB")
         return make(store, jobs)
 
-    monkeypatch.setattr(Store, "_make", under_pressure)
+    monkeypatch.setattr(LiveMaker, "make", under_pressure)
     assert put(cache, 7).tokens == cache.match(PROMPT, model="m").ram == 7 * 256

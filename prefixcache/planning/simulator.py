@@ -16,13 +16,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from prefixcache.blocks.lookup import hit_depth
-from prefixcache.blocks.node import RAM
+from prefixcache.blocks.node import RAM, Node
 from prefixcache.codecs import Codec
-from prefixcache.image import SNAPSHOT, Blueprint, Image, Kind, Meta, Spec
+from prefixcache.image import SNAPSHOT, Blueprint, Kind, Meta, Spec
 from prefixcache.keys import TOKEN_BYTES, canonical, root_key
 from prefixcache.layers.image_layout import Plan
+from prefixcache.layers.snapshots import State
 from prefixcache.memory import collector_at_rest
-from prefixcache.operations.store import Job, Store
+from prefixcache.operations.jobs import Job
+from prefixcache.operations.store import Store
 from prefixcache.planning.model import ModelState, held_rows
 from prefixcache.planning.outcome import Outcome
 from prefixcache.planning.simulated_ssd import SimulatedImage, SimulatedSsd
@@ -75,54 +77,56 @@ class _Size(NamedTuple):
     extra: str
 
 
-class _Leaf(NamedTuple):
-    """In the place of a live layer's cache: it has coded nothing."""
+class SizeMaker:
+    """A `Maker` of sizes, for prompts of a model: of a window it has what a live cache holds after the last token."""
 
-    codes: None = None
+    has_codes = False
+    since: int | None = None
+    recoded = 0
 
+    def __init__(self, namespace: Namespace, sizes: Sizes, ssd: SimulatedSsd | None):
+        self._namespace, self._plan, self._sizes, self._ssd = namespace, namespace.plan, sizes, ssd
+        self._blueprints: dict[Any, int] = {}
+        self._limit = 0
+        self.state: State | None = None
 
-class _Known(NamedTuple):
-    """What all stores of a simulation share."""
+    def begin(self, limit: int) -> SizeMaker:
+        """For a store of so many tokens."""
+        self._limit = limit
+        self.state = self._sizes.state.snapshot(limit) if self._plan.snapshots else None
+        return self
 
-    namespace: Namespace
-    plan: SimulatedPlan
-    sizes: Sizes
-    blueprints: dict[Any, int]
+    def held(self, window: int) -> tuple[tuple[int, int], ...]:
+        return held_rows(self._plan.windows[window], self._limit)
 
+    def coded_otherwise(self, first: int, last: int, tensors: dict[str, np.ndarray]) -> int:
+        return 0
 
-class SimulatedStore(Store):
-    """A store whose live cache is a number of tokens: of a window it holds what is left after the last decoded token."""
-
-    def __init__(self, storage: Storage, ssd: SimulatedSsd | None, known: _Known, prompt: Prompt):
-        leaves: list[Any] = [_Leaf()] * len(known.plan.leaves)
-        super().__init__(storage, known.namespace, prompt, len(prompt), leaves, False)
-        self._ssd = ssd
-        self._shared = known
-        self._state = known.sizes.state.snapshot(self._limit) if known.plan.snapshots else None
-
-    def _blueprint(
-        self, kind: Kind, key: bytes, parent: bytes, start: int, specs: list[Spec], extra: str = "{}"
-    ) -> Any:
+    def blueprint(self, kind: Kind, key: bytes, parent: bytes, start: int, specs: list[Spec], extra: str = "{}") -> Any:
         tensors = tuple(spec.shape for spec in specs) if kind == SNAPSHOT else id(specs)
         what = kind, tensors, len(str(start)), len(extra)
-        nbytes = self._shared.blueprints.get(what)
+        nbytes = self._blueprints.get(what)
         if nbytes is None:
             row = self._namespace.row
             named = (key.hex(), parent.hex(), row.root.hex(), row.model, row.codec, row.layout)
             meta = Meta(kind, *named, start, extra=extra)
-            nbytes = self._shared.blueprints[what] = Blueprint(meta, specs).nbytes
+            nbytes = self._blueprints[what] = Blueprint(meta, specs).nbytes
         return _Size(nbytes, extra)
 
-    def _held(self, window: int) -> tuple[tuple[int, int], ...]:
-        return held_rows(self._plan.windows[window], self._limit)
-
-    def _make(self, jobs: list[Job]) -> list[Image]:
+    def make(self, jobs: list[Job]) -> list[Any]:
         if self._ssd is not None:
             self._ssd.settle()
         made = []
         for job in jobs:
-            made.append(SimulatedImage(job.blueprint.nbytes, "", job.blueprint.extra))  # type: ignore[attr-defined]
-        return made  # type: ignore[return-value]
+            size: Any = job.blueprint
+            made.append(SimulatedImage(size.nbytes, "", size.extra))
+        return made
+
+    def put_back(self) -> None:
+        """Nothing is decoded."""
+
+    def decode_known(self, nodes: Sequence[Node]) -> None:
+        """Nothing is decoded."""
 
 
 class _Turns:
@@ -172,12 +176,12 @@ class Simulation:
             self.ssd = SimulatedSsd(ssd, max(storage.budget.limit // QUEUE_SHARE, 1), tier.written)
             tier.open(self.ssd, [namespace])
             storage.changed = _Turns(self.ssd)  # type: ignore[assignment]
-        self._known = _Known(namespace, plan, sizes, {})
-        self._namespaces = [namespace]
+        self._namespace = namespace
+        self._maker = SizeMaker(namespace, sizes, self.ssd)
 
     def prompt(self, token_bytes: bytes) -> Prompt:
         """One request's tokens (raw int64 bytes), for `fetch` and `store`."""
-        return Prompt(self.storage, lambda: self._namespaces, token_bytes)
+        return Prompt(self.storage, lambda: [self._namespace], token_bytes)
 
     def fetch(self, prompt: Prompt, leave: int = 1) -> int:
         """Promote and look up; how many tokens were hit."""
@@ -196,7 +200,7 @@ class Simulation:
 
     def store(self, prompt: Prompt) -> None:
         """Keep what is new of a prompt."""
-        SimulatedStore(self.storage, self.ssd, self._known, prompt).run()
+        Store(self.storage, self._namespace, prompt, len(prompt), self._maker.begin(len(prompt))).run()
         if self.ssd is not None:
             self.ssd.settle()
 
@@ -305,7 +309,7 @@ def _joined(owners: Sequence[int], counts: Sequence[int], limit: int) -> bytes:
     """For each owner so many tokens, a marker and then zeros; at most `limit` in all."""
     markers = _markers(owners)
     zeros = bytes(max(counts, default=0) * TOKEN_BYTES)
-    pieces = []
+    pieces: list[bytes] = []
     for at, count in enumerate(counts):
         count = min(count, limit)
         if not count:

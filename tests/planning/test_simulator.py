@@ -13,7 +13,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 from prefixcache import PrefixCache
 from prefixcache.codecs.choice import as_codec
 from prefixcache.layers.image_layout import read
-from prefixcache.operations.store import Store
+from prefixcache.operations.making import LiveMaker
 from prefixcache.planning.model import ModelState
 from prefixcache.planning.simulator import Simulation, simulate, tokens_of
 from prefixcache.planning.sizes import Sizes
@@ -68,7 +68,7 @@ def by_turns(cache: PrefixCache, monkeypatch: pytest.MonkeyPatch) -> None:
     """
     queue, due = cache._ssd._queue, cache._ssd._queue._due
     queue._due = lambda: (queue._hurry > 0 or queue._closing) and due()
-    make, read = Store._make, cache._ssd.read
+    make, read = LiveMaker.make, cache._ssd.read
 
     def read_now(entry):
         reading = read(entry)
@@ -85,7 +85,7 @@ def by_turns(cache: PrefixCache, monkeypatch: pytest.MonkeyPatch) -> None:
             condition._acquire_restore(held)
 
     cache._storage.changed.wait = MethodType(wait, cache._storage.changed)
-    monkeypatch.setattr(Store, "_make", lambda store, jobs: cache._ssd.flush() and make(store, jobs))
+    monkeypatch.setattr(LiveMaker, "make", lambda maker, jobs: cache._ssd.flush() and make(maker, jobs))
 
 
 @pytest.fixture
