@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from prefixcache.cache import PrefixCache
+from prefixcache.cli.progress import bar
 from prefixcache.cli.serve.cache_options import Flags, settings_from, with_settings
-from prefixcache.cli.text import complain, console, many
+from prefixcache.cli.text import complain, many
 from prefixcache.layers import CacheError
 from prefixcache.settings import Settings
 from prefixcache.ssd import DirectoryHeld, SsdError
@@ -223,16 +223,16 @@ def _warm(settings: Settings, source: Source, sequences: list[Sequence], step_si
     from prefixcache.servers.warming import unkept, warm_sequences
 
     total = sum(len(sequence.tokens) for sequence in sequences)
-    with _ending() as check, token_bar(total) as show, ExitStack() as stack:
+    with _ending() as check, bar("", total, "tokens") as show, ExitStack() as stack:
 
         def load() -> Any:
-            show("loading the model", None)
+            show(None, what="loading the model")
             model = source.load()
             stack.enter_context(wired_limit(model))  # as mlx-lm does it: on a Mac the weights stay in memory
             return model
 
         def progress(step: Step) -> None:
-            show(f"prompt {step.prompt} of {step.prompts}", step.done)
+            show(step.done, what=f"prompt {step.prompt} of {step.prompts}")
             check()
 
         with _open(settings) as cache:
@@ -242,7 +242,7 @@ def _warm(settings: Settings, source: Source, sequences: list[Sequence], step_si
                 )
             except CacheError as error:
                 raise NotWarmed(f"--model {source.folder}: its prompt cache can't be kept: {error}") from error
-            show("writing", total)
+            show(total, what="writing")
         if not done.computed:
             return done, done.unkept
         try:
@@ -279,21 +279,6 @@ def _ending() -> Iterator[Callable[[], None]]:
     finally:
         for one, handler in before.items():
             signal.signal(one, handler)
-
-
-@contextmanager
-def token_bar(total: int) -> Iterator[Callable[[str, int | None], None]]:
-    """A function that is told what is done, and how many tokens are (None: as many as before); on a terminal it moves a
-    bar.
-    """
-    err = console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"),
-        TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
-        task = progress.add_task("", total=total)
-        yield lambda what, done: progress.update(task, description=what, completed=done)
 
 
 def _one_line(error: Exception) -> str:
