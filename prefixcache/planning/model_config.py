@@ -107,7 +107,7 @@ def context_length(config: Config) -> int | None:
     """The longest prompt a model is made for: its positions, or those that its RoPE is scaled up to."""
     lengths: list[Any] = []
     for level in _levels(config):
-        lengths.append(level.get("max_position_embeddings"))
+        lengths += [level.get("max_position_embeddings"), level.get("n_positions")]
         scaling = level.get("rope_scaling")
         if isinstance(scaling, dict):
             factor, unscaled = scaling.get("factor"), scaling.get("original_max_position_embeddings")
