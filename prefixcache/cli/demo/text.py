@@ -54,7 +54,7 @@ NAMES = ("Hanna", "Oscar", "Tara", "Kofi", "Wanda", "Yusuf", "Paula", "Simon", "
 OPEN = ("Why do I get a `LockedError`?", "Describe `Table`.", "Why do I get a `HeaderError`?")
 
 # What a conversation asks after its first question; each begins at another place of the list.
-KINDS = ("repeat", "own", "fact", "own", "repeat", "fact", "open", "own")
+KINDS = ("repeat", "name", "fact", "name", "repeat", "fact", "open", "name")
 
 MARK = "@the answer@"  # stands for an answer where a template is rendered to see what follows one
 
@@ -68,19 +68,18 @@ class Question(NamedTuple):
 
 def facts() -> list[Question]:
     """A question for each number in the system prompt."""
-    found = re.findall(r"The ([\w ]+?) of ([\w ]+) is (\d+)\.", SYSTEM)
-    return [Question(f"What is the {what} of {whose}?", number) for what, whose, number in found]
+    numbers = re.findall(r"The ([\w ]+?) of ([\w ]+) is (\d+)\.", SYSTEM)
+    return [Question(f"What is the {what} of {whose}?", number) for what, whose, number in numbers]
 
 
 def question(conversation: int, turn: int) -> Question:
     """What the user of a conversation says in a turn, both counted from 0. No two conversations begin alike."""
-    known = facts()
-    fact = known[(conversation + 4 * turn) % len(known)]
-    name, number = NAMES[conversation % len(NAMES)], own_number(conversation)
+    fact = facts()[(conversation + 4 * turn) % len(facts())]
+    name, number = NAMES[conversation % len(NAMES)], _number_of(conversation)
     if turn == 0:
         return Question(f"The secret number of {name} is {number}. {fact.text}", fact.wanted)
     kind = KINDS[(conversation + 3 * (turn - 1)) % len(KINDS)]
-    if kind == "own":
+    if kind == "name":
         return Question(f"What is the secret number of {name}?", number)
     if kind == "repeat":
         line = f"{name} {number} archive 48213 garden 15298"
@@ -90,7 +89,7 @@ def question(conversation: int, turn: int) -> Question:
     return fact
 
 
-def own_number(conversation: int) -> str:
+def _number_of(conversation: int) -> str:
     """A number of five digits that no other conversation tells: the step has no divisor in common with the range."""
     return str(10007 + conversation * 27919 % 89989)
 
