@@ -21,12 +21,12 @@ class Grid(NamedTuple):
 
 
 def table(grid: Grid) -> Table:
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    columns = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for i, heading in enumerate(grid.headings):
-        made.add_column(heading, justify="right" if i else "left", no_wrap=not i)
+        columns.add_column(heading, justify="right" if i else "left", no_wrap=not i)
     for row in grid.rows:
-        made.add_row(*(foreign(cell) for cell in row))
-    return made
+        columns.add_row(*(foreign(cell) for cell in row))
+    return columns
 
 
 def markdown(grid: Grid) -> str:

@@ -70,12 +70,12 @@ def demo(
         raise typer.Exit(1)
 
 
-def _model(asked: Path | None) -> Path:
+def _model(path: Path | None) -> Path:
     """The model's folder. What is inside it is mlx-lm's to judge, in the process that loads it."""
-    folder = asked or OWN_MODEL
+    folder = path or OWN_MODEL
     if (folder / "config.json").is_file():
         return folder.resolve()
-    if asked is None:
+    if path is None:
         raise Refused("the demo's own model is only in the repository: give another one's folder with --model PATH")
     problem = "no config.json in it, so it is no model's" if folder.is_dir() else "no such folder"
     raise Refused(f"--model {folder}: {problem}; give the folder of a model that mlx-lm can load")
@@ -147,16 +147,18 @@ def _by_place(result: Result) -> dict[tuple[int, int], Turn]:
 
 def _difference(turn: Turn, cold: Turn, dtype: str) -> str:
     """How an answer differs from the cold one, "" when it doesn't, or only from a token on that rounding may decide."""
-    got, wanted = turn["answer"], cold["answer"]
-    if got == wanted:
+    answer, expected = turn["answer"], cold["answer"]
+    if answer == expected:
         return ""
-    at = next((i for i, (token, other) in enumerate(zip(got, wanted, strict=False)) if token != other), None)
+    at = next((i for i, (token, other) in enumerate(zip(answer, expected, strict=False)) if token != other), None)
     if at is None:
-        return f"has {len(got)} tokens, the cold one {len(wanted)}"
+        return f"has {len(answer)} tokens, the cold one {len(expected)}"
     lead = cold["gaps"][at]
     if lead < ROUNDING.get(dtype, 0.0):
         return ""
-    return f"differs from the cold one at token {at + 1}: {got[at]}, not {wanted[at]}, which led by {lead:.3g} nats"
+    return (
+        f"differs from the cold one at token {at + 1}: {answer[at]}, not {expected[at]}, which led by {lead:.3g} nats"
+    )
 
 
 # -- the facts --------------------------------------------------------------------------------------------------------
@@ -236,7 +238,7 @@ def _cells(result: Result, dtype: str) -> dict[str, str]:
         "  of them with a hit": f"{result['hits']}",
         "needles found": f"{result['found']} of {result['needles']}",
         "tokens of all prompts": f"{result['prompt_tokens']:,}",
-        "  of them reused": f"{reused:,} ({reused / result['prompt_tokens']:.1%})",
+        "  of them reused": f"{reused:,} ({reused / result['prompt_tokens']:.1%})" if reused else "0",
         "time to first token, median of those with a hit": _time(result["first"]),
     }
     if "sooner" in result:

@@ -107,11 +107,11 @@ class Chat:
 
     def opening(self, conversation: int) -> list[int]:
         """The first prompt of a conversation."""
-        return self._encode(self._render(_said(conversation, 0)))
+        return self._encode(self._render(_messages(conversation, 0)))
 
     def following(self, conversation: int, turn: int, answer: Sequence[int]) -> list[int]:
         """What stands between the answer of the turn before and the answer of this one."""
-        tail = self._encode(self._render(_said(conversation, turn)).rpartition(MARK)[2])
+        tail = self._encode(self._render(_messages(conversation, turn)).rpartition(MARK)[2])
         ended = answer and answer[-1] in self.ends and answer[-1] == tail[0]
         return tail[1:] if ended else tail
 
@@ -138,7 +138,7 @@ class Chat:
         return text
 
 
-def _said(conversation: int, turn: int) -> list[dict[str, str]]:
+def _messages(conversation: int, turn: int) -> list[dict[str, str]]:
     """The messages before the answer of a turn, with `MARK` for the answers."""
     messages = [{"role": "system", "content": SYSTEM.strip()}]
     for t in range(turn + 1):
