@@ -217,7 +217,7 @@ def _show(screen: Console, facts: dict[str, Any], keep: Path | None) -> None:
     dtype = facts["cold"]["dtype"]
     headings = ["Codec Raw: what is kept is kept bit for bit", "cold", "from RAM", "from SSD,\nrestarted"]
     screen.print(_table(headings, [facts[name] for name in ("cold", *EXACT)], dtype))
-    headings = ["Codec TurboQuant, lossy: the answers of the RAM pass again", "4 bits", "3 bits"]
+    headings = ["Codec TurboQuant, lossy: the RAM pass again, given cold's answers", "4 bits", "3 bits"]
     screen.print(_table(headings, [facts[name] for name in LOSSY], dtype))
     screen.print("These are too few tokens to judge a codec by: prefixcache evaluate measures it.")
     if keep is not None:

@@ -79,35 +79,49 @@ class Model:
             tokens += answer + self.chat.following(conversation, t + 1, answer)
         return tokens
 
-    def generate(self, prompt_cache: list[Any], rest: list[int]) -> Iterator[tuple[int, float]]:
-        """The greedy tokens after `rest` to the end of the answer, each with its lead on the second best, in nats."""
-        for token, logprobs in generate_step(
-            mx.array(rest), self.net, max_tokens=ANSWER, prompt_cache=prompt_cache, prefill_step_size=PREFILL
-        ):
-            second, best = np.partition(np.array(logprobs.astype(mx.float32)), -2)[-2:]
+    def generate(
+        self, prompt_cache: list[Any], rest: list[int], given: list[int] | None = None
+    ) -> Iterator[tuple[int, float]]:
+        """The greedy tokens after `rest` to the end of the answer, each with its lead on the second best, in nats.
+
+        With `given` the model reads those tokens as its answer, and what it would have said each time is yielded.
+        """
+        forced = iter(given or ())
+
+        def sampler(logprobs: mx.array) -> mx.array:
+            return mx.array([next(forced, 0)]) if given is not None else mx.argmax(logprobs, axis=-1)
+
+        for _, logprobs in generate_step(
+            mx.array(rest), self.net, max_tokens=ANSWER if given is None else len(given), sampler=sampler,
+            prompt_cache=prompt_cache, prefill_step_size=PREFILL,
+        ):  # fmt: skip
+            row = np.array(logprobs.astype(mx.float32))
+            second, best = np.partition(row, -2)[-2:]
+            token = int(row.argmax())
             yield token, float(best - second)
-            if token in self.chat.ends:
+            if given is None and token in self.chat.ends:
                 return
 
 
-def take(model: Model, cache: PrefixCache | None, conversation: int, turn: int, *, promote: bool) -> Turn:
+def take(model: Model, cache: PrefixCache | None, name: str, conversation: int, turn: int) -> Turn:
     """One turn of a pass: fetch what is known of the prompt, generate from the rest, store the prompt with its answer. In the
-    cold pass there is no cache.
+    cold pass there is no cache. Lossy passes are given cold's answers, so that all passes store the same tokens.
     """
     prompt = model.prompt(conversation, turn)
+    given = model.job.cold[conversation][turn] if name in CODECS else None
     prompt_cache, rest = None, prompt
     started = time.perf_counter()
     if cache is not None:
-        prompt_cache, rest = cache.fetch(prompt, model=model.name, promote=promote)
+        prompt_cache, rest = cache.fetch(prompt, model=model.name, promote=name == "ssd")
     if prompt_cache is None:
         prompt_cache = make_prompt_cache(model.net)
     first, answer, gaps = 0.0, [], []
-    for token, gap in model.generate(prompt_cache, rest):
+    for token, gap in model.generate(prompt_cache, rest, given):
         first = first or time.perf_counter() - started
         answer.append(token)
         gaps.append(gap)
     started = time.perf_counter()
-    stored = cache.store(prompt + answer, prompt_cache, model=model.name).tokens if cache is not None else 0
+    stored = cache.store(prompt + (given or answer), prompt_cache, model=model.name).tokens if cache is not None else 0
     store = time.perf_counter() - started
     asked, said = question(conversation, turn), model.chat.text(answer)
     return {
@@ -157,7 +171,7 @@ def run_cold(model: Model) -> dict[str, Any]:
     turns: list[Turn] = []
     with bar(TITLES["cold"], len(places)) as show:
         for conversation, turn in places:
-            turns.append(take(model, None, conversation, turn, promote=False))
+            turns.append(take(model, None, "cold", conversation, turn))
             model.job.cold[conversation].append(turns[-1]["answer"])
             show(len(turns))
     return {"turns": turns, "dtype": model.dtype}
@@ -178,10 +192,12 @@ def run(model: Model, name: str) -> dict[str, Any]:
         for conversation, turn in places:
             if name == "ssd":
                 empty(cache, directory)
-            turns.append(take(model, cache, conversation, turn, promote=name == "ssd"))
+            turns.append(take(model, cache, name, conversation, turn))
             show(len(turns))
         stats = cache.stats()
-    kept = [(model.prompt(t["conversation"], t["turn"]) + t["answer"])[: t["kept_tokens"]] for t in turns]
+    cold = model.job.cold
+    sequences = [model.prompt(c, t) + cold[c][t] for c, t in places]
+    kept = [tokens[: turn["kept_tokens"]] for tokens, turn in zip(sequences, turns, strict=True)]
     whole = [len(tokens) for t, tokens in zip(turns, kept, strict=True) if t["turn"] == places[-1][1]]
     sizes = [file.stat().st_size for file in directory.rglob("*.safetensors")]
     return {
