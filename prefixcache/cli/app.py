@@ -33,7 +33,7 @@ LATER = {  # by name, the module that has the function of that name
 
 
 class Commands(TyperGroup):
-    """The commands at hand, and those in `LATER`."""
+    """The commands that are imported here, and those in `LATER`."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [*super().list_commands(ctx), *LATER]
@@ -47,7 +47,7 @@ class Commands(TyperGroup):
             return None
 
     def invoke(self, ctx: Any) -> Any:
-        """A standard output that is full or closed is no reason for a traceback, nor for a code that means something else."""
+        """A standard output that is full or closed gives no traceback, and an exit code of its own."""
         try:
             try:
                 return super().invoke(ctx)
@@ -76,10 +76,10 @@ class Commands(TyperGroup):
 
 
 def _load(name: str) -> Any:
-    one = typer.Typer(add_completion=False, rich_markup_mode="rich")
+    group = typer.Typer(add_completion=False, rich_markup_mode="rich")
     module = import_module(LATER[name])
-    one.command(name, **getattr(module, "COMMAND", {}))(getattr(module, name))
-    return typer.main.get_command(one)
+    group.command(name, **getattr(module, "COMMAND", {}))(getattr(module, name))
+    return typer.main.get_command(group)
 
 
 app = typer.Typer(
@@ -93,8 +93,8 @@ app.command()(prune)
 app.command()(clear)
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(is_asked: bool) -> None:
+    if is_asked:
         from prefixcache import __version__
 
         typer.echo(f"prefixcache {__version__}")

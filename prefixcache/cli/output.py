@@ -1,14 +1,13 @@
 """Files that `evaluate` and `plan` write when they are asked to: pictures, which matplotlib draws, and pages.
 
-A file is there whole or not at all, and replaces only an empty one or one of ours: those say MARK near their beginning.
-matplotlib comes with the extra "plan", is imported when something is drawn, and draws without a display.
+A file is written whole or not at all, and replaces only an empty file or one that has MARK near its beginning. matplotlib
+comes with the extra "plan", is imported when something is drawn, and draws without a display.
 """
 
 from __future__ import annotations
 
 import io
 import os
-import tempfile
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,8 +30,10 @@ def can_draw() -> bool:
     return find_spec("matplotlib") is not None
 
 
-def pictures(option: str, out: Path) -> list[Path]:
+def pictures(option: str, out: Path | None) -> list[Path]:
     """The files to draw: `out`, or one of each kind where it has no suffix. Refused when they can't be made."""
+    if out is None:
+        return []
     if not can_draw():
         raise Refused(f"{option} {out}: matplotlib is not installed; run {INSTALL}")
     if out.suffix and out.suffix not in KINDS:
@@ -62,48 +63,30 @@ def check(option: str, path: Path) -> None:
 
 def write(option: str, path: Path, content: bytes) -> None:
     """Refused when the disk is full or takes no files."""
-    umask = os.umask(0)
-    os.umask(umask)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        number, half = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        try:
-            with open(number, "wb") as file:
-                file.write(content)
-            os.chmod(half, 0o666 & ~umask)
-            os.replace(half, path)
-        except BaseException:
-            os.unlink(half)
-            raise
+        unfinished.write_bytes(content)
+        os.replace(unfinished, path)
     except OSError as error:
         raise Refused(f"{option} {path}: {error.strerror}") from error
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
-def write_pictures(option: str, files: Sequence[Path], make: Callable[[list[str]], list[bytes]]) -> None:
-    """`make` draws one picture, as the bytes of each kind."""
-    made = make([file.suffix for file in files]) if files else []
-    for file, content in zip(files, made, strict=True):
-        write(option, file, content)
-
-
-def draw(title: str, panels: Sequence[Callable[[Any], None]], kinds: Sequence[str]) -> list[bytes]:
-    """One picture of panels side by side, as the bytes of each kind. A panel is a function that draws on axes."""
+def draw(title: str, panels: Sequence[Callable[[Any], None]], kind: str) -> bytes:
+    """A picture of panels side by side; `kind` is a file's suffix. A panel is a function that draws on axes."""
     import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    made = []
     with matplotlib.rc_context({"svg.hashsalt": "prefixcache", "svg.fonttype": "none", "font.size": 9}):
         figure = Figure(figsize=(5.0 * len(panels), 4.2), layout="constrained")
-        FigureCanvasAgg(figure)
         for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
             panel(axes)
             axes.grid(True, which="major", alpha=0.3)
             if len(axes.get_legend_handles_labels()[0]) > 1:
                 axes.legend(fontsize=7)
         figure.suptitle(title, parse_math=False)
-        for kind in kinds:
-            buffer = io.BytesIO()
-            extra = {"Software": MARK} if kind == ".png" else {"Creator": MARK, "Date": None}  # the same each time
-            figure.savefig(buffer, format=kind[1:], dpi=110, metadata=extra)
-            made.append(buffer.getvalue())
-    return made
+        image = io.BytesIO()
+        metadata = {"Software": MARK} if kind == ".png" else {"Creator": MARK, "Date": None}  # the same each time
+        figure.savefig(image, format=kind[1:], dpi=110, metadata=metadata)
+    return image.getvalue()

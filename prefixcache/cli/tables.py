@@ -1,34 +1,50 @@
-"""Tables of text, on a terminal and in Markdown: what `evaluate` and `plan` write their numbers in."""
+"""Tables of text, on a terminal, in Markdown and in HTML: what `evaluate`, `plan` and `demo` write their numbers in."""
 
 from __future__ import annotations
 
+from html import escape
 from typing import NamedTuple
 
 from rich import box
 from rich.table import Table
 
-from prefixcache.cli.text import foreign
+from prefixcache.cli.text import foreign, safe
 
 NONE = "-"
 
 
 class Grid(NamedTuple):
-    """A table of text: the first column is to the left, the others to the right. Headings may have two lines."""
+    """A table of text: the first column is to the left, the others to the right. Headings may have several lines."""
 
     headings: list[str]
     rows: list[list[str]]
 
 
 def table(grid: Grid) -> Table:
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    columns = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for i, heading in enumerate(grid.headings):
-        made.add_column(heading, justify="right" if i else "left", no_wrap=not i)
+        columns.add_column(heading, justify="right" if i else "left", no_wrap=not i)
     for row in grid.rows:
-        made.add_row(*(foreign(cell) for cell in row))
-    return made
+        columns.add_row(*(foreign(cell) for cell in row))
+    return columns
 
 
 def markdown(grid: Grid) -> str:
     rule = ["---", *("---:" for _ in grid.headings[1:])]
     rows = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in (grid.headings, *grid.rows)]
     return "\n".join(f"| {' | '.join(row)} |" for row in (rows[0], rule, *rows[1:]))
+
+
+def html_table(grid: Grid) -> str:
+    head = elements("th", grid.headings)
+    rows = "".join(f"<tr>{elements('td', row)}</tr>" for row in grid.rows)
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+
+
+def elements(tag: str, texts: list[str]) -> str:
+    """One HTML element for each text, escaped."""
+    return "".join(f"<{tag}>{'<br>'.join(map(html_text, text.splitlines()))}</{tag}>" for text in texts)
+
+
+def html_text(text: str) -> str:
+    return escape(safe(text))

@@ -20,12 +20,12 @@ PIPE_WIDTH = 120  # columns where there is no terminal to ask and COLUMNS is not
 
 
 class Refused(ValueError):
-    """It can't be done as asked. The text names the option or the file, the value and the remedy."""
+    """The command can't do what was asked. The text names the option or the file, the value and the remedy."""
 
 
 @contextmanager
 def refusing(also: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """What can't be done as asked is one line on stderr and the exit code 2."""
+    """`Refused`, an OSError and `also` become one line on stderr and the exit code 2."""
     kinds: tuple[type[Exception], ...] = (Refused, OSError, *also)
     try:
         yield
@@ -36,12 +36,12 @@ def refusing(also: tuple[type[Exception], ...] = ()) -> Iterator[None]:
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Rich would end with 1, which means something else."""
+        """Rich would exit with 1, which has another meaning here."""
         raise BrokenPipeError
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console of the stream as it is now. No markup, no emoji, no highlighting: what is printed is what was meant."""
+    """A console of the stream as it is now. No markup, no emoji, no highlighting: texts are printed as they are."""
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() or os.environ.get("COLUMNS") else PIPE_WIDTH
     return _Console(file=stream, width=width, markup=False, emoji=False, highlight=False)
@@ -80,7 +80,7 @@ def size(nbytes: int) -> str:
 
 
 def mute() -> None:
-    """What standard output still has to write goes nowhere: the interpreter would complain of it at its end."""
+    """Discard what standard output still has to write; else the interpreter would complain at its end."""
     with open(os.devnull, "wb") as nowhere, suppress(OSError, ValueError):
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
@@ -96,7 +96,7 @@ def age(when: float | None, now: float) -> str:
     return f"{int(seconds)} s"
 
 
-def many(number: int, what: str) -> str:
+def many(number: int, noun: str) -> str:
     """ "1 block", "1,234 blocks"; "1 branch", "2 branches"."""
-    plural = f"{what}es" if what.endswith(("s", "x", "ch")) else f"{what}s"
-    return f"{number:,} {what if number == 1 else plural}"
+    plural = f"{noun}es" if noun.endswith(("s", "x", "ch")) else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"

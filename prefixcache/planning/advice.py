@@ -24,7 +24,7 @@ class Rates(NamedTuple):
 
 
 class Latency(NamedTuple):
-    """Percentiles of the time to the first token, seconds."""
+    """Percentiles of the time to first token, seconds."""
 
     p50: float
     p90: float
@@ -39,8 +39,8 @@ class Prices(NamedTuple):
 
 
 class Wear(NamedTuple):
-    """What a workload writes: bytes a day, and the years until the SSD's rated bytes are written. None: can't be told (a
-    trace of no length), or never (nothing is written).
+    """What a workload writes: bytes a day, None for a trace of no length; and the years until the SSD's rated bytes are
+    written, None also where nothing is written.
     """
 
     bytes_per_day: float | None
@@ -65,11 +65,6 @@ def percentiles(seconds: np.ndarray) -> Latency | None:
     return Latency(*(float(value) for value in np.percentile(seconds, (50, 90, 99)))) if seconds.size else None
 
 
-def seconds_saved(hit_tokens: int, prefill: float) -> float:
-    """Seconds of prefill that hits took the place of."""
-    return hit_tokens / prefill
-
-
 def reading_pays(bytes_per_token: float, rates: Rates) -> bool:
     """Whether a token comes from the SSD, decoded, sooner than it is computed."""
     return bytes_per_token / rates.ssd + bytes_per_token / rates.decode < 1 / rates.prefill
@@ -82,8 +77,8 @@ def wear(written: int, seconds: float, tbw: float) -> Wear:
     """Of `written` bytes in `seconds` of a trace, on an SSD that is rated for `tbw` bytes."""
     if seconds <= 0:
         return Wear(None, None)
-    a_day = written * DAY / seconds
-    return Wear(a_day, tbw / a_day / YEAR if a_day else None)
+    per_day = written * DAY / seconds
+    return Wear(per_day, tbw / per_day / YEAR if per_day else None)
 
 
 # -- money ------------------------------------------------------------------------------------------------------------
@@ -107,17 +102,19 @@ def front(costs: Sequence[float], values: Sequence[float]) -> list[int]:
 
 
 def knee(costs: Sequence[float], values: Sequence[float]) -> int | None:
-    """The index on the Pareto front up to which more money is well spent: the greatest of value / best's value - `FRUGAL` x
-    cost / best's cost, the best being the front's last. So a dearer one is chosen while each part of its price brings at
-    least half of what money brings on the average up to the best, and what is chosen has at least half of the best's value.
-    With a FRUGAL of 1 it were Kneedle's knee (Satopaa, Albrecht, Irwin, Raghavan: Finding a "Kneedle" in a Haystack, ICDCS
-    Workshops 2011), which can never be the last. Of equals the cheapest; None when nothing gives anything.
+    """The index on the Pareto front up to which more money is well spent; of equals the cheapest, None when nothing gives
+    anything.
+
+    It has the greatest value / last value - `FRUGAL` x cost / last cost, where the last is the front's dearest. So a dearer
+    one is chosen while each part of its price brings at least half of what money brings on the average up to the last, and
+    what is chosen has at least half of the last's value. With a FRUGAL of 1 it is Kneedle's knee (Satopaa, Albrecht, Irwin,
+    Raghavan: Finding a "Kneedle" in a Haystack, ICDCS Workshops 2011), which can never be the last.
     """
-    on = front(costs, values)
-    if not on:
+    indices = front(costs, values)
+    if not indices:
         return None
-    most, best = costs[on[-1]], values[on[-1]]
-    return max(on, key=lambda i: values[i] / best - (FRUGAL * costs[i] / most if most else 0.0))
+    last_cost, last_value = costs[indices[-1]], values[indices[-1]]
+    return max(indices, key=lambda i: values[i] / last_value - (FRUGAL * costs[i] / last_cost if last_cost else 0.0))
 
 
 def cheapest(costs: Sequence[float], values: Sequence[float], least: float) -> int | None:

@@ -1,6 +1,6 @@
-"""What no policy can beat: the hits of a cache that knows the future (Belady's bound), and of one that never evicts.
+"""What no policy can beat: Belady's bound, the hits of a cache that knows the future.
 
-Both count whole ids of a trace. What a real policy gets is `simulator`'s to say, with bytes, tails and tiers.
+It counts whole ids of a trace. What a real policy gets is `simulator`'s to say, with bytes, tails and tiers.
 """
 
 from __future__ import annotations
@@ -29,13 +29,9 @@ class Bound(NamedTuple):
         return self.hit / self.asked if self.asked else 0.0
 
 
-def best_possible(requests: Iterable[Request], capacity: int) -> Bound:
-    """The most blocks that a cache with room for `capacity` of them can have when they are asked for; see `best_at`."""
-    return best_at(requests, [capacity])[0]
-
-
 def best_at(requests: Iterable[Request], capacities: Sequence[int]) -> list[Bound]:
-    """The bound at each capacity: bytes of RAM and SSD together over the bytes of an id's tokens.
+    """The most blocks that a cache can have when they are asked for, at each capacity: bytes of RAM and SSD together over the
+    bytes of an id's tokens.
 
     Belady's rule ("A study of replacement algorithms", 1966) with leave to keep nothing: of all blocks those stay that are
     asked for soonest, of one prompt the first. A prompt that has a block has its parent, too, so a parent never waits longer
@@ -48,23 +44,7 @@ def best_at(requests: Iterable[Request], capacities: Sequence[int]) -> list[Boun
         if capacity < 0:
             raise ValueError(f"capacity={capacity}: give a number of blocks, 0 or more")
     reuse = _reuse(requests)
-    return [Bound(capacity, _kept(reuse, capacity), reuse.asked) for capacity in capacities]
-
-
-def endless(requests: Iterable[Request], block: int) -> int:
-    """Tokens that a cache that keeps all would hit: a prompt's leading ids that were stored before, of `block` tokens each.
-
-    One pass; holds each distinct id once.
-    """
-    stored: set[int] = set()
-    hit = 0
-    for request in requests:
-        if request.call != "store":
-            run = next((at for at, one in enumerate(request.ids) if one not in stored), len(request.ids))
-            hit += min(run * block, request.tokens)
-        if request.call != "fetch":
-            stored.update(request.ids)
-    return hit
+    return [Bound(capacity, _hits(reuse, capacity), reuse.asked) for capacity in capacities]
 
 
 class _Reuse(NamedTuple):
@@ -111,31 +91,31 @@ def _next_use(ids: np.ndarray, since: np.ndarray, stores: np.ndarray) -> np.ndar
     if not stores.all():
         stored = np.minimum.reduceat(np.where(stores[when], when, NEVER), first) if len(first) else when
         until[np.repeat(stored, np.diff(first, append=len(ids))) > when] = NEVER
-    found = np.empty_like(until)
-    found[order] = until
-    return found
+    next_use = np.empty_like(until)
+    next_use[order] = until
+    return next_use
 
 
-def _kept(reuse: _Reuse, capacity: int) -> int:
-    """Blocks that are there when their request comes, of a cache that gives up what is needed last."""
+def _hits(reuse: _Reuse, capacity: int) -> int:
+    """Blocks that are there when their request comes, of a cache that evicts what is needed last."""
     waiting = [0] * reuse.requests  # blocks kept for each request to come
     latest: list[int] = []  # a heap of those requests, negated; what has passed sinks to its end
-    held = hit = at = 0
+    size = hits = at = 0
     for now in range(reuse.requests):
-        hit += waiting[now]
-        held -= waiting[now]
+        hits += waiting[now]
+        size -= waiting[now]
         while at < len(reuse.since) and reuse.since[at] == now:
             until, blocks = reuse.until[at], reuse.blocks[at]
             if not waiting[until]:
                 heapq.heappush(latest, -until)
             waiting[until] += blocks
-            held += blocks
+            size += blocks
             at += 1
-        while held > capacity:
+        while size > capacity:
             last = -latest[0]
-            dropped = min(waiting[last], held - capacity)
-            waiting[last] -= dropped
-            held -= dropped
+            evicted = min(waiting[last], size - capacity)
+            waiting[last] -= evicted
+            size -= evicted
             if not waiting[last]:
                 heapq.heappop(latest)
-    return hit
+    return hits

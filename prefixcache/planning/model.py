@@ -1,50 +1,48 @@
-"""What a model's prompt cache is, known from its config.json alone: `ModelState`. What it takes, `sizes` says.
+"""What a model's prompt cache is, known from its config.json alone: `ModelState`. `model_config` reads the config and builds
+mlx-lm's model of it; how many bytes the state takes, `sizes` says.
 
-MLX is lazy. mlx-lm's own model of the config is built and called on a few tokens, and nothing of it is evaluated: the
-caches' shapes and dtypes stand in the graph, so that a model of 600B parameters takes no memory and part of a second.
+MLX is lazy. The model is called on a few tokens, and nothing of it is evaluated: the caches' shapes and dtypes stand in the
+graph, so a model of 600B parameters takes no memory and part of a second.
 """
 
 from __future__ import annotations
 
-import difflib
-import json
-import os
-import pkgutil
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from copy import deepcopy
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
+from mlx.utils import tree_flatten, tree_unflatten
 
 from prefixcache.blocks.node import Window
 from prefixcache.codecs import Codec, Raw
-from prefixcache.codecs.interchange import FLOATS, element, name_of
+from prefixcache.codecs.interchange import element, name_of
 from prefixcache.layers.adapters import CacheError, Layout, Leaf
 from prefixcache.layers.image_layout import Plan, read
 from prefixcache.layers.snapshots import State, describe_state
+from prefixcache.planning.model_config import (
+    ModelError,
+    activation_dtype,
+    build_model,
+    config_file,
+    context_length,
+    model_name,
+    model_type,
+    read_config,
+    refusal,
+)
 
 PROMPT = 32_768  # tokens of a long prompt, deep in which sizes are taken
-_USUAL = "bfloat16"  # of a config that names no dtype
 _SHORT = (8, 37)  # tokens of the calls that every model gets
 _LONGER = (300, 1_111)  # and a model whose recurrent state is not the same after both
 _LONGEST = (1, 300, 4_999, 65_521)  # and a model whose state grows; primes, so that a law shows
 _RATIOS = 255  # tokens for which state may keep one row: those that the primes tell apart
-_NO_CONTEXT = 1e12  # tokens: a config that names more, or infinitely many, has no limit
-_LAYERS = 2_000  # a config of more is no model's
 _FIXED = "ArraysCache"  # of recurrent layers: as large after one token as after many
-_GIVE = "give a model's folder, or its config.json"
-
-
-class ModelError(ValueError):
-    """A config that no state can be told from; says what is wrong with it and what to do."""
 
 
 class Law(NamedTuple):
@@ -107,20 +105,20 @@ class ModelState:
         draws from MLX's random state. ModelError for a file that is missing or is no config, for a family that mlx-lm
         doesn't know, and for a config that its class refuses.
         """
-        file = _file(path)
+        file = config_file(path)
         try:
-            return cls.of(_config(file), _name(file), dtype)
+            return cls.of(read_config(file), model_name(file), dtype)
         except ModelError as error:
             raise ModelError(f"{file}: {error}") from error.__cause__
 
     @classmethod
     def of(cls, config: dict[str, Any], name: str | None = None, dtype: str | None = None) -> ModelState:
         """Of a config's fields; see `read`."""
-        kind = _model_type(config)
-        dtype = _dtype(config, dtype)
-        model = _build(config, dtype)
+        family = model_type(config)
+        dtype = activation_dtype(config, dtype)
+        model = build_model(config, dtype)
         parameters = sum(array.size for _, array in tree_flatten(model.parameters()))
-        _stand_in(model)
+        _replace_modules(model)
         try:
             probes = _probes(model, _SHORT)
             if not _is_fixed(probes[0].layout):
@@ -128,31 +126,33 @@ class ModelState:
             elif probes[0].states != probes[1].states:
                 probes += _probes(model, _LONGER)
         except CacheError as error:
-            raise ModelError(f"model_type={kind!r}: its prompt cache can't be kept: {error}") from error
+            raise ModelError(f"model_type={family!r}: its prompt cache can't be kept: {error}") from error
         except (Exception, SystemExit) as error:
-            raise _refusal(config, error, _classes(config)[1]) from error
+            raise refusal(config, error) from error
         first = probes[0]
         if any(probe.layout != first.layout for probe in probes):
-            raise ModelError(f"model_type={kind!r}: the layout of its prompt cache changes with the prompt's length")
+            raise ModelError(f"model_type={family!r}: the layout of its prompt cache changes with the prompt's length")
         lengths = [probe.tokens for probe in probes]
         states = tuple(
-            _common(lengths, [probe.states[i] for probe in probes], f"model_type={kind!r}: state {i}")
+            _generalized(lengths, [probe.states[i] for probe in probes], f"model_type={family!r}: state {i}")
             for i in range(len(first.states))
         )
-        return cls(name or kind, kind, dtype, parameters, first.layout, states, first.counted, _context(config))
+        return cls(
+            name or family, family, dtype, parameters, first.layout, states, first.counted, context_length(config)
+        )
 
     def plan(self, codec: Codec) -> Plan:
         """Which tensors the images have with this codec."""
         return Plan(self.layout, codec)
 
     @cached_property
-    def _plain(self) -> Plan:
+    def _raw_plan(self) -> Plan:
         return Plan(self.layout, Raw())
 
     @property
     def layers(self) -> list[LayerKind]:
         """The layer caches by kind, the most frequent first."""
-        counts = Counter(map(_kind, self._plain.leaves))
+        counts = Counter(map(_kind_of, self._raw_plan.leaves))
         return [LayerKind(kind, count, window) for (kind, window), count in counts.most_common()]
 
     @property
@@ -164,48 +164,41 @@ class ModelState:
         """Whether the state that can't be cut grows with the prompt."""
         return any(_has_law(state) for state in self.states)
 
-    def leaves(self, tokens: int, last: int = 1) -> list[Leaf]:
-        """What `prefixcache.layers` reads of a live cache after so many tokens, the `last` of them in one call of the model.
+    def leaves(self, tokens: int) -> list[Leaf]:
+        """What `prefixcache.layers` reads of a live cache after so many tokens, the last of which was generated.
 
         No leaf has rows; the state that a snapshot keeps is arrays that are not evaluated.
         """
-        states, found = iter(self.states), []
-        for layout, counted in zip(self._plain.leaves, self.counted, strict=True):
-            held: tuple[tuple[int, int], ...] = ()
+        states, leaves = iter(self.states), []
+        for layout, is_counted in zip(self._raw_plan.leaves, self.counted, strict=True):
+            runs: tuple[tuple[int, int], ...] = ()
             if layout.get("streams"):
-                held = held_rows(Window(*layout["window"]), tokens, last) if "window" in layout else ((0, tokens),)
-            state = _at(next(states), tokens) if layout["kind"] == "snapshot" else {}
-            found.append(Leaf(layout, tokens if counted else None, held, state=state))
-        return found
+                runs = held_rows(Window(*layout["window"]), tokens) if "window" in layout else ((0, tokens),)
+            state = _state_after(next(states), tokens) if layout["kind"] == "snapshot" else {}
+            leaves.append(Leaf(layout, tokens if is_counted else None, runs, state=state))
+        return leaves
 
     def snapshot(self, tokens: int = PROMPT) -> State:
         """What a snapshot after so many tokens keeps, as a store describes it; its arrays are not evaluated."""
-        return self._constant or describe_state(self._plain, self.leaves(tokens))
+        return self._fixed_snapshot or describe_state(self._raw_plan, self.leaves(tokens))
 
     @cached_property
-    def _constant(self) -> State | None:
-        return None if self.grows else describe_state(self._plain, self.leaves(PROMPT))
+    def _fixed_snapshot(self) -> State | None:
+        return None if self.grows else describe_state(self._raw_plan, self.leaves(PROMPT))
 
     def __getstate__(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
-    @property
-    def state(self) -> State:
-        """The same where it doesn't grow."""
-        return self.snapshot()
 
+def held_rows(window: Window, tokens: int) -> tuple[tuple[int, int], ...]:
+    """The runs of tokens whose rows mlx-lm's cache of this window holds, when the last of `tokens` was generated.
 
-def held_rows(window: Window, tokens: int, last: int = 1) -> tuple[tuple[int, int], ...]:
-    """The runs of tokens whose rows mlx-lm's cache of this window holds, when the `last` of `tokens` came in one call.
-
-    After a generation `last` is 1; after a prefill it is the length of its last piece, and more is held. A chunked cache of
-    mlx-lm 0.31 may hold less.
+    A chunked cache of mlx-lm 0.31 may hold less.
     """
-    last = min(last, tokens)
     if window.chunked:
-        return ((max(tokens - last - window.size, 0), tokens),)
-    first = tokens - last - (window.size - 1 - window.keep) if last > 1 else tokens - window.size + window.keep
-    if last == tokens or first <= window.keep:
+        return ((max(tokens - 1 - window.size, 0), tokens),)
+    first = tokens - window.size + window.keep
+    if first <= window.keep:
         return ((0, tokens),)
     return ((0, window.keep), (first, tokens)) if window.keep else ((first, tokens),)
 
@@ -216,7 +209,7 @@ def row_bytes(leaf: Layout) -> int:
     return sum(heads * width * element(dtype).numpy.itemsize for _, _, heads, width, dtype, _ in streams)
 
 
-def _kind(leaf: Layout) -> tuple[str, Window | None]:
+def _kind_of(leaf: Layout) -> tuple[str, Window | None]:
     if leaf["kind"] == "snapshot":
         return "snapshot", None
     if not leaf["streams"]:
@@ -224,168 +217,10 @@ def _kind(leaf: Layout) -> tuple[str, Window | None]:
     return leaf["kind"], Window(*leaf["window"]) if "window" in leaf else None
 
 
-# -- the config ---------------------------------------------------------------------------------------------------------
-
-
-def _file(path: str | Path) -> Path:
-    if not isinstance(path, (str, Path)):
-        raise TypeError(f"path of type {type(path).__name__}: {_GIVE}")
-    given = Path(path).expanduser()
-    file = given / "config.json" if given.is_dir() else given
-    if not file.is_file():
-        what = (
-            "the folder has no config.json" if given.is_dir() else "no such file; models of a hub must be there in full"
-        )
-        raise ModelError(f"{str(path)!r}: {what}; {_GIVE}")
-    return file
-
-
-def _name(file: Path) -> str:
-    """The folder's name, of a hub's snapshot the repository's; the file's own where that is no config.json."""
-    if file.name != "config.json":
-        return file.stem
-    folder = Path(os.path.abspath(file)).parent
-    if folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--"):
-        folder = Path(folder.parent.parent.name.split("--", 2)[-1])
-    return folder.name or "model"
-
-
-def _config(file: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(file.read_text("utf-8"), object_hook=_number)
-    except OSError as error:
-        raise ModelError(f"can't be read ({error.strerror}); {_GIVE}") from error
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"not JSON ({error}); copy or download it again") from None
-    if not isinstance(config, dict):
-        raise ModelError(f"holds a JSON {type(config).__name__}, not an object; {_GIVE}")
-    return config
-
-
-def _number(value: dict[str, Any]) -> Any:
-    """What transformers writes for numbers that JSON doesn't have."""
-    return float(str(value["__float__"])) if value.keys() == {"__float__"} else value
-
-
-def _model_type(config: dict[str, Any]) -> str:
-    kind = config.get("model_type")
-    if not isinstance(kind, str) or not kind:
-        raise ModelError(f"model_type={kind!r}: not a family's name, so this is no model's config; {_GIVE}")
-    if config.get("model_file") is not None:
-        raise ModelError(
-            f"model_file={config['model_file']!r}: the model is code of its own, which is not run here; "
-            "remove the field if mlx-lm has such a model"
-        )
-    return kind
-
-
-def _dtype(config: dict[str, Any], chosen: str | None) -> str:
-    names = ("dtype", "torch_dtype")
-    named = [place[name] for place in _places(config) for name in names if place.get(name) is not None]
-    dtype = chosen if chosen is not None else named[0] if named else _USUAL
-    found = str(dtype).rpartition(".")[2]  # "torch.bfloat16" as well
-    if found not in FLOATS:
-        raise ModelError(f"dtype={dtype!r}: no dtype of activations; choose one: {', '.join(FLOATS)}")
-    return found
-
-
-def _context(config: dict[str, Any]) -> int | None:
-    """The longest prompt a model is made for: its positions, or those that its RoPE is scaled up to."""
-    found: list[Any] = []
-    for place in _places(config):
-        found.append(place.get("max_position_embeddings"))
-        scaling = place.get("rope_scaling")
-        if isinstance(scaling, dict):
-            factor, before = scaling.get("factor"), scaling.get("original_max_position_embeddings")
-            if isinstance(factor, (int, float)) and isinstance(before, int):
-                found.append(factor * before)
-    lengths = [int(n) for n in found if isinstance(n, (int, float)) and 0 < n < _NO_CONTEXT]
-    return max(lengths, default=None)
-
-
-def _build(config: dict[str, Any], dtype: str) -> nn.Module:
-    """mlx-lm's model of a config, its weights neither loaded nor made."""
-    model_class, arguments = _classes(config)
-    for place in _places(config):
-        depth = place.get("num_hidden_layers")
-        if isinstance(depth, (int, float)) and depth > _LAYERS:
-            raise ModelError(f"num_hidden_layers={depth}: more than any model has; check the config")
-    try:
-        model = model_class(arguments.from_dict(deepcopy(config)))
-    except (Exception, SystemExit) as error:
-        raise _refusal(config, error, arguments) from error
-    cast = getattr(model, "cast_predicate", lambda name: True)
-    target = element(dtype).mlx
-
-    def to_dtype(name: str, weight: mx.array) -> mx.array:
-        return weight.astype(target) if cast(name) and mx.issubdtype(weight.dtype, mx.floating) else weight
-
-    model.update(tree_map_with_path(to_dtype, model.parameters()))
-    model.eval()
-    return model
-
-
-def _places(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """The config, and that of its text model where it has one of its own."""
-    text = config.get("text_config")
-    return [config, text] if isinstance(text, dict) else [config]
-
-
-def _classes(config: dict[str, Any]) -> tuple[Any, Any]:
-    """mlx-lm's classes of the config's model and of its arguments."""
-    from mlx_lm.utils import _get_classes  # only when asked: it takes seconds
-
-    kind = config["model_type"]
-    try:
-        return _get_classes(config)
-    except SystemExit:
-        raise ModelError(f"model_type={kind!r}: mlx-lm needs another package for it, which is not installed") from None
-    except Exception as error:
-        missing = getattr(error.__cause__, "name", None) or ""
-        if isinstance(error.__cause__, ImportError) and not missing.startswith("mlx_lm.models."):
-            raise ModelError(f"model_type={kind!r}: mlx-lm can't import its model: {error.__cause__}") from error
-        import mlx_lm.models
-
-        known = [module.name for module in pkgutil.iter_modules(mlx_lm.models.__path__)]
-        near = difflib.get_close_matches(kind, known, 3)
-        raise ModelError(
-            f"model_type={kind!r}: mlx-lm {version('mlx-lm')} has no such model"
-            + (f" (it has {', '.join(near)})" if near else "")
-            + "; upgrade mlx-lm, or give the config of a model that it serves"
-        ) from None
-
-
-_TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool, int), "str": (str,)}
-
-
-def _refusal(config: dict[str, Any], error: BaseException, arguments: Any) -> ModelError:
-    """Why a model can't be made or called, with the fields that look wrong."""
-    kind, wrong = config["model_type"], []
-    for field in fields(arguments) if is_dataclass(arguments) else ():
-        needed = field.default is MISSING and field.default_factory is MISSING
-        value = config.get(field.name)
-        types = _TYPES.get(field.type if isinstance(field.type, str) else getattr(field.type, "__name__", ""))
-        if needed and field.name not in config:
-            wrong.append(f"{field.name} is missing")
-        elif types is not None and not isinstance(value, types) and (value is not None or needed):
-            wrong.append(f"{field.name}={value!r}")
-    for place in _places(config):
-        wrong += [
-            f"{name}={value!r}"
-            for name, value in place.items()
-            if name.startswith(("num_", "hidden_", "head_")) and type(value) is int and value <= 0
-        ]
-    named = f"check {', '.join(dict.fromkeys(wrong))}" if wrong else "check its fields"
-    said = str(error).split("\n")[0][:200]
-    if said.startswith("[eval]"):
-        return ModelError(f"model_type={kind!r}: its cache depends on the weights' values, which are not read here")
-    return ModelError(f"model_type={kind!r}: mlx-lm refuses the config ({type(error).__name__}: {said}); {named}")
-
-
 # -- calling the model --------------------------------------------------------------------------------------------------
 
 
-class _Through(nn.Module):
+class _Identity(nn.Module):
     """In the place of a module that gives as many values a token as it takes, of the same dtype."""
 
     def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
@@ -403,16 +238,16 @@ class _Linear(nn.Module):
         return mx.zeros((*x.shape[:-1], self._out), x.dtype)
 
 
-# Modules of mlx-lm's that look at values, or need a GPU, to give what no cache's shape depends on.
-_STAND_INS: dict[str, Callable[[Any], nn.Module]] = {
-    "mlx_lm.models.dbrx.SparseMoeBlock": lambda module: _Through(),
+# Modules of mlx-lm's that look at values, or need a GPU, to give what no cache's shape depends on; and what replaces them.
+_REPLACEMENTS: dict[str, Callable[[Any], nn.Module]] = {
+    "mlx_lm.models.dbrx.SparseMoeBlock": lambda module: _Identity(),
     "mlx_lm.models.bitlinear_layers.BitLinear": lambda module: _Linear(module.out_features),
 }
 
 
-def _stand_in(model: nn.Module) -> None:
+def _replace_modules(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        make = _STAND_INS.get(f"{type(module).__module__}.{type(module).__qualname__}")
+        make = _REPLACEMENTS.get(f"{type(module).__module__}.{type(module).__qualname__}")
         if make is not None:
             model.update_modules(tree_unflatten([(name, make(module))]))
 
@@ -426,26 +261,26 @@ class _Probe(NamedTuple):
     counted: tuple[bool, ...]
 
 
-class _Done(Exception):
-    """What was to be seen has been seen."""
+class _Traced(Exception):
+    """Ends a trace: all prompt caches have been read."""
 
 
 def _probes(model: Any, lengths: Sequence[int]) -> list[_Probe]:
     """The prompt cache after prompts of these lengths. Nothing is evaluated: MLX refuses to while it traces a function."""
     from mlx_lm.models.cache import make_prompt_cache
 
-    found: list[_Probe] = []
+    probes: list[_Probe] = []
 
     def trace(*prompts: mx.array) -> None:
         for prompt in prompts:
             prompt_cache = make_prompt_cache(model)
             model(prompt, cache=prompt_cache)
-            found.append(_probe(prompt.shape[1], prompt_cache))
-        raise _Done
+            probes.append(_probe(prompt.shape[1], prompt_cache))
+        raise _Traced
 
-    with suppress(_Done):
+    with suppress(_Traced):
         mx.compile(trace)(*[mx.zeros((1, n), mx.int32) for n in lengths])
-    return found
+    return probes
 
 
 def _probe(tokens: int, prompt_cache: list[Any]) -> _Probe:
@@ -460,7 +295,7 @@ def _shapes(value: Any) -> Any:
     if isinstance(value, mx.array):
         return Shape(tuple(value.shape), name_of(value.dtype))
     if isinstance(value, dict):
-        return {key: _shapes(own) for key, own in value.items()}
+        return {key: _shapes(item) for key, item in value.items()}
     return type(value)(map(_shapes, value)) if type(value) in (list, tuple) else value
 
 
@@ -472,44 +307,46 @@ def _is_fixed(layout: Layout) -> bool:
     return all(plan.leaves[i]["class"].endswith(f".{_FIXED}") for i in plan.snapshots)
 
 
-def _common(lengths: list[int], values: list[Any], at: str) -> Any:
-    """What several probes say, as one: numbers that change with the prompt's length become laws."""
+def _generalized(lengths: list[int], values: list[Any], where: str) -> Any:
+    """What several probes say, for any length: numbers that change with the prompt's length become laws."""
     first = values[0]
     if all(type(value) is type(first) and value == first for value in values):
         return first
-    shapes = [value for value in values if isinstance(value, Shape)]
-    if shapes and all(isinstance(value, Shape) or value is None for value in values):
-        return _shape(lengths, values, shapes, at)
+    if all(isinstance(value, Shape) or value is None for value in values):
+        return _shape(lengths, values, where)
     if all(type(value) is int for value in values):
-        return _law(lengths, values, at)
+        return _law(lengths, values, where)
     if isinstance(first, dict) and all(isinstance(value, dict) and value.keys() == first.keys() for value in values):
-        return {key: _common(lengths, [value[key] for value in values], f"{at}.{key}") for key in first}
+        return {key: _generalized(lengths, [value[key] for value in values], f"{where}.{key}") for key in first}
     if type(first) in (list, tuple) and all(type(v) is type(first) and len(v) == len(first) for v in values):
-        return type(first)(_common(lengths, list(own), f"{at}[{i}]") for i, own in enumerate(zip(*values, strict=True)))
-    raise ModelError(f"{at} changes with the prompt's length in a way that is not known here")
+        columns = enumerate(zip(*values, strict=True))
+        return type(first)(_generalized(lengths, list(column), f"{where}[{i}]") for i, column in columns)
+    raise ModelError(f"{where} changes with the prompt's length in a way that is not known here")
 
 
-def _shape(lengths: list[int], values: list[Any], shapes: list[Shape], at: str) -> Shape:
-    sides = []
+def _shape(lengths: list[int], values: list[Shape | None], where: str) -> Shape:
+    shapes = [value for value in values if value is not None]
     if len({(len(shape.sides), shape.dtype) for shape in shapes}) > 1:
-        raise ModelError(f"{at}: its dtype changes with the prompt's length")
-    there = [n for n, value in zip(lengths, values, strict=True) if value is not None]
-    for own in zip(*(shape.sides for shape in shapes), strict=True):
-        sides.append(own[0] if len(set(own)) == 1 else _law(there, list(own), at))
-    shape = Shape(tuple(sides), shapes[0].dtype, len(there) < len(lengths))
+        raise ModelError(f"{where}: its dtype changes with the prompt's length")
+    present = [n for n, value in zip(lengths, values, strict=True) if value is not None]
+    sides = [
+        side[0] if len(set(side)) == 1 else _law(present, side, where)
+        for side in zip(*(shape.sides for shape in shapes), strict=True)
+    ]
+    shape = Shape(tuple(sides), shapes[0].dtype, len(present) < len(lengths))
     if any((shape.at(n) is None) != (value is None) for n, value in zip(lengths, values, strict=True)):
-        raise ModelError(f"{at} is there after some prompts and not after others, which is not known here")
+        raise ModelError(f"{where} is there after some prompts and not after others, which is not known here")
     return shape
 
 
-def _law(lengths: list[int], values: Sequence[Any], at: str) -> Law:
+def _law(lengths: list[int], values: Sequence[Any], where: str) -> Law:
     pairs = list(zip(lengths, values, strict=True))
     laws = [Law("n // by", 1), Law("min(n, by)", max(values))]
     laws += [Law(kind, by) for by in range(2, _RATIOS + 1) for kind in ("n // by", "n % by")]
     for law in laws:
         if all(law.at(n) == value for n, value in pairs):
             return law
-    raise ModelError(f"{at}: {values} after {lengths} tokens follows no law that is known here")
+    raise ModelError(f"{where}: {values} after {lengths} tokens follows no law that is known here")
 
 
 def _has_law(value: Any) -> bool:
@@ -522,10 +359,10 @@ def _has_law(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and any(map(_has_law, value))
 
 
-def _at(value: Any, tokens: int) -> Any:
-    """State after so many tokens."""
+def _state_after(value: Any, tokens: int) -> Any:
+    """The state with its laws' numbers and arrays of its shapes."""
     if isinstance(value, (Law, Shape)):
         return value.at(tokens)
     if isinstance(value, dict):
-        return {key: _at(own, tokens) for key, own in value.items()}
-    return type(value)(_at(own, tokens) for own in value) if type(value) in (list, tuple) else value
+        return {key: _state_after(item, tokens) for key, item in value.items()}
+    return type(value)(_state_after(item, tokens) for item in value) if type(value) in (list, tuple) else value

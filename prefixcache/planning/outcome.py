@@ -42,6 +42,10 @@ class Outcome(NamedTuple):
     read: np.ndarray
 
     @property
+    def hit_tokens(self) -> int:
+        return self.ram_tokens + self.ssd_tokens
+
+    @property
     def hit_rate(self) -> float:
         """Hits of both tiers over tokens asked for; 0 of a trace that asks for none."""
-        return (self.ram_tokens + self.ssd_tokens) / self.asked_tokens if self.asked_tokens else 0.0
+        return self.hit_tokens / self.asked_tokens if self.asked_tokens else 0.0

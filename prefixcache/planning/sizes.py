@@ -29,18 +29,19 @@ class Sizes:
         self.state, self.codec, self.plan = state, codec, state.plan(codec)
         self.model = model if model is not None else f"{state.name}@{'0' * 24}"
         self._codec, self._layout = canonical(codec.spec()), canonical(state.layout)
-        self._known: dict[Any, int] = {}
+        self._nbytes: dict[Any, int] = {}
 
     def rows_bytes(self, start: int, tokens: int = BLOCK) -> int:
         """Of the rows image of the block at token `start`: coded if it is whole, else as it is."""
         coded = tokens == BLOCK
         counts = tuple(count for _, count in self.plan.in_rows(start, tokens, coded))
-        return self._of("rows", start, (counts, coded), lambda: (self.plan.rows_specs(start, tokens, coded), "{}"))
+        shape = (counts, coded)
+        return self._image_bytes("rows", start, shape, lambda: (self.plan.rows_specs(start, tokens, coded), "{}"))
 
     def window_bytes(self, start: int, mask: tuple[int, ...], coded: bool = True) -> int:
         """Of the window image with these of the block's tokens, one bit each, for each window of `plan.windows`."""
-        sunk = tuple(own & self.plan.sunk(start) for own in mask)
-        return self._of(
+        sunk = tuple(tokens & self.plan.sunk(start) for tokens in mask)
+        return self._image_bytes(
             "window", start, (mask, sunk, coded), lambda: (self.plan.window_specs(mask, start, coded), extra_of(mask))
         )
 
@@ -49,22 +50,23 @@ class Sizes:
         if not self.state.has_snapshots:
             return 0
         end = start + suffix_tokens
-        what = (suffix_tokens, end if self.state.grows else None)
-        return self._of("snapshot", start, what, lambda: self._described(end, suffix_tokens))
+        shape = (suffix_tokens, end if self.state.grows else None)
+        return self._image_bytes("snapshot", start, shape, lambda: self._snapshot_specs(end, suffix_tokens))
 
-    def _described(self, end: int, suffix_tokens: int) -> tuple[list[Spec], str]:
+    def _snapshot_specs(self, end: int, suffix_tokens: int) -> tuple[list[Spec], str]:
         state = self.state.snapshot(end)
         extra = canonical({"state": state.described, "dtypes": [name_of(array.dtype) for array in state.arrays]})
         return [*state.specs(), Spec("tokens", "I64", (suffix_tokens,))], extra
 
-    def _of(self, kind: str, start: int, what: Any, make: Callable[[], tuple[list[Spec], str]]) -> int:
-        known = kind, len(str(start)), what
-        if known not in self._known:
+    def _image_bytes(self, kind: str, start: int, shape: Any, make: Callable[[], tuple[list[Spec], str]]) -> int:
+        """Computed once for all images of a kind that have this shape and as many digits in `start`: a header has both."""
+        image = kind, len(str(start)), shape
+        if image not in self._nbytes:
             specs, extra = make()
             key = "0" * 2 * KEY_BYTES
             meta = Meta(kind, key, key, key, self.model, self._codec, self._layout, start, extra=extra)
-            self._known[known] = Blueprint(meta, specs).nbytes
-        return self._known[known]
+            self._nbytes[image] = Blueprint(meta, specs).nbytes
+        return self._nbytes[image]
 
     @property
     def raw_bytes_per_token(self) -> int:
@@ -86,14 +88,12 @@ class Sizes:
         """How many times smaller than in a live cache; None where no layer keeps every token."""
         return self.raw_bytes_per_token / self.bytes_per_token if self.raw_bytes_per_token else None
 
-    def windows_bytes(self, tokens: int, last: int = 1, first: int = 0) -> int:
-        """Of all window images, from the block at token `first` on, of a prompt that is stored once, the `last` of its tokens
-        having come in one call.
-        """
-        held = [(held_rows(window, tokens, last), window.keep) for window in self.plan.windows]
+    def windows_bytes(self, tokens: int, first: int = 0) -> int:
+        """Of all window images, from the block at token `first` on, of a prompt that is stored once after a generation."""
+        windows = [(held_rows(window, tokens), window.keep) for window in self.plan.windows]
         total = 0
-        for start in range(first, tokens, BLOCK) if held else ():
-            mask = tuple(held_mask(runs, start, keep, tokens) for runs, keep in held)
+        for start in range(first, tokens, BLOCK) if windows else ():
+            mask = tuple(held_mask(runs, start, keep, tokens) for runs, keep in windows)
             total += self.window_bytes(start, mask, tokens - start >= BLOCK) if any(mask) else 0
         return total
 
@@ -110,9 +110,9 @@ class Sizes:
 
     def prompt_bytes(self, tokens: int) -> int:
         """Of all images of one prompt, stored once after a generation."""
-        above = (tokens - 1) // BLOCK * BLOCK
+        last_block = (tokens - 1) // BLOCK * BLOCK
         rows = sum(self.rows_bytes(start, min(BLOCK, tokens - start)) for start in range(0, tokens, BLOCK))
-        return rows + self.windows_bytes(tokens) + self.snapshot_bytes(above, tokens - above)
+        return rows + self.windows_bytes(tokens) + self.snapshot_bytes(last_block, tokens - last_block)
 
     def live_bytes(self, tokens: int) -> int:
         """Of the same prompt in a live cache of mlx-lm's after a generation, without the room that it grows into."""

@@ -1,7 +1,7 @@
 """Many sizes, side by side: a grid of `Cell`s, each simulated by a process that streams the trace by itself.
 
-Nothing is shared between the processes but how far they are, so a grid takes as long as its cells on the cores there are, and
-the memory of as many simulated caches. They end with the process that began them, however that ends.
+The processes share nothing but their progress, so each core takes the memory of one simulated cache. They end with the
+process that started them, however that ends.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from prefixcache.codecs import Codec
     from prefixcache.planning.model import ModelState
 
-LOOK = 0.1  # seconds between two looks at how far the processes are
-ENDLESS = 1 << 50  # bytes of a RAM that nothing ever leaves
+POLL_INTERVAL = 0.1  # seconds between two reads of the processes' progress
+ENDLESS = 1 << 50  # bytes of a RAM that never evicts
 
 
 class Cell(NamedTuple):
-    """One size to try: bytes of RAM and SSD (0: none), who leaves first, what the SSD is given; as in `Settings`."""
+    """One size to try: bytes of RAM and SSD (0: none), eviction policy and SSD admission; as in `Settings`."""
 
     ram: int
     ssd: int = 0
@@ -39,8 +39,8 @@ class Cell(NamedTuple):
 
 
 class Workload(NamedTuple):
-    """What every cell is tried on. `limit`: only so many of the trace's requests; `requests`: how many there are, for the
-    progress; 0: not known.
+    """What every cell is tried on. `limit`: only so many of the trace's requests. `requests`: how many there are, for the
+    progress; 0 where that is not known.
     """
 
     trace: Path
@@ -56,33 +56,38 @@ class CellFailed(RuntimeError):
     """A cell could not be simulated. The text names it."""
 
 
-Telling = Callable[[int], None]  # how many requests of a cell are done
-Run = Callable[[Workload, Cell, Telling], Outcome]
+CellProgress = Callable[[int], None]  # is told how many requests of a cell are done
+Progress = Callable[[int, int], None]  # is told what is done of all runs, and of how much
+Report = Callable[[Sequence[int], int], None]  # is told the requests done in each run, and the runs that ended
+Run = Callable[[Workload, Cell, CellProgress], Outcome]
 
 
-def simulated(workload: Workload, cell: Cell, tell: Telling) -> Outcome:
+def simulated(workload: Workload, cell: Cell, progress: CellProgress) -> Outcome:
     """One cell, in this process. ValueError of a trace that can't be read or a codec that is none."""
     from prefixcache.planning.simulator import simulate  # the cache with all that it stands on
 
     requests = Trace(workload.trace, workload.block, limit=workload.limit)
     return simulate(
         requests, workload.state, workload.codec, ram=cell.ram, ssd=cell.ssd, policy=cell.policy,
-        admission=cell.admission, leave=workload.leave, block=requests.block, progress=tell,
+        admission=cell.admission, leave=workload.leave, block=requests.block, progress=progress,
     )  # fmt: skip
 
 
-def enough(endless: Outcome) -> int:
-    """Bytes of a RAM that nothing leaves, by the run of an endless one: its peak and half as much, because what fills three
+def sufficient_ram(endless: Outcome) -> int:
+    """Bytes of a RAM that never evicts, by the run of an endless one: its peak and half as much, because what fills three
     quarters of a RAM begins to be written ahead.
     """
     return endless.ram_peak * 3 // 2
 
 
-def stands_for(cell: Cell, most: int) -> Cell:
-    """The cell that has the same outcome, where nothing leaves a RAM of `most` bytes: with more than that nothing changes and
-    nothing is written, and what an SSD is given makes no difference without one. (Only the peak of RAM differs, by what a
-    policy or an admission remembers.) Cells that have one in common need one run.
+def equivalent_cell(cell: Cell, most: int | None) -> Cell:
+    """The cell to run for this one: cells whose outcomes can't differ have it in common.
+
+    More RAM than `most`, which never evicts, changes nothing and writes nothing; without an SSD its admission changes
+    nothing. (Only the peak of RAM differs, by what a policy or an admission remembers.) With None every cell is run.
     """
+    if most is None:
+        return cell
     if cell.ram >= most:
         return Cell(ENDLESS)
     return cell if cell.ssd else cell._replace(admission="always")
@@ -90,10 +95,10 @@ def stands_for(cell: Cell, most: int) -> Cell:
 
 def sweep(
     workload: Workload, cells: Sequence[Cell], *, most: int | None = None, known: Mapping[Cell, Outcome] | None = None,
-    processes: int | None = None, progress: Callable[[int, int], None] | None = None, run: Run = simulated,
+    processes: int | None = None, progress: Progress | None = None, run: Run = simulated,
 ) -> list[Outcome]:  # fmt: skip
-    """The outcomes of `cells`, in their order. Cells that are equal, or can't differ where nothing leaves a RAM of `most`
-    bytes, run once; those in `known` don't run again.
+    """The outcomes of `cells`, in their order. Cells that are equal, or can't differ where a RAM of `most` bytes never
+    evicts, run once; those in `known` don't run again.
 
     `processes`: one a core unless told; with 1 all is done in this process. `progress(done, total)` is called several times
     a second, in requests (of all runs), or in runs where the workload doesn't say how many requests there are. `run` is for
@@ -103,14 +108,21 @@ def sweep(
     `simulated` says, CellFailed (with the cell's name) for everything else; either ends all processes, and so do Ctrl-C
     and the end of this process.
     """
-    found = dict(known or {})
-    runs = [cell for cell in dict.fromkeys(_run_of(cell, most) for cell in cells) if cell not in found]
+    outcomes = dict(known or {})
+    runs = [cell for cell in dict.fromkeys(equivalent_cell(cell, most) for cell in cells) if cell not in outcomes]
     runs.sort(key=lambda cell: (cell.ssd == 0, -cell.ssd, cell.ram))  # the longest first
-    tell = _progress(workload.requests, len(runs), progress)
+
+    def report(done_by_run: Sequence[int], ended: int) -> None:
+        if progress is not None and workload.requests:
+            total = workload.requests * len(runs)
+            progress(min(sum(done_by_run), total), total)
+        elif progress is not None:
+            progress(ended, len(runs))
+
     count = min(processes or cores(), len(runs))
-    outcomes = _here(workload, runs, tell, run) if count <= 1 else _in_processes(workload, runs, count, tell, run)
-    found.update(zip(runs, outcomes, strict=True))
-    return [found[_run_of(cell, most)]._replace(**cell._asdict()) for cell in cells]
+    results = _run_here(workload, runs, report, run) if count <= 1 else _run_in_pool(workload, runs, count, report, run)
+    outcomes.update(zip(runs, results, strict=True))
+    return [outcomes[equivalent_cell(cell, most)]._replace(**cell._asdict()) for cell in cells]
 
 
 def cores() -> int:
@@ -120,69 +132,48 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def _run_of(cell: Cell, most: int | None) -> Cell:
-    return cell if most is None else stands_for(cell, most)
-
-
-def _progress(
-    requests: int, runs: int, progress: Callable[[int, int], None] | None
-) -> Callable[[Sequence[int], int], None]:
-    """Tells of the requests done in each run and of the runs that ended, in one pair of numbers."""
-
-    def tell(within: Sequence[int], ended: int) -> None:
-        if progress is not None:
-            done = min(sum(within), requests * runs) if requests else ended
-            progress(done, requests * runs if requests else runs)
-
-    return tell
-
-
-def _here(workload: Workload, runs: list[Cell], tell: Callable[[Sequence[int], int], None], run: Run) -> list[Outcome]:
+def _run_here(workload: Workload, runs: list[Cell], report: Report, run: Run) -> list[Outcome]:
+    done = [0] * len(runs)
     outcomes: list[Outcome] = []
-    for cell in runs:
-        before = len(outcomes) * workload.requests
+    for i, cell in enumerate(runs):
 
-        def within(done: int, before: int = before) -> None:
-            tell([before + done], len(outcomes))
+        def progress(requests: int, i: int = i) -> None:
+            done[i] = requests
+            report(done, len(outcomes))
 
-        outcomes.append(_named(workload, cell, within, run))
-        tell([len(outcomes) * workload.requests], len(outcomes))
+        outcomes.append(_run_cell(workload, cell, progress, run))
+        progress(workload.requests)
     return outcomes
 
 
-def _named(workload: Workload, cell: Cell, tell: Telling, run: Run) -> Outcome:
-    """Runs a cell; what goes wrong in it names it, except where the trace or the model is what is wrong."""
+def _run_cell(workload: Workload, cell: Cell, progress: CellProgress, run: Run) -> Outcome:
+    """An error names the cell, except where the trace or the model is what is wrong."""
     try:
-        return run(workload, cell, tell)
+        return run(workload, cell, progress)
     except ValueError:
         raise
     except Exception as error:
-        raise CellFailed(f"{_name(cell)}: {type(error).__name__}: {error}") from error
-
-
-def _name(cell: Cell) -> str:
-    return f"ram={cell.ram}, ssd={cell.ssd}, policy={cell.policy}, ssd_admission={cell.admission}"
+        name = f"ram={cell.ram}, ssd={cell.ssd}, policy={cell.policy}, ssd_admission={cell.admission}"
+        raise CellFailed(f"{name}: {type(error).__name__}: {error}") from error
 
 
 # -- processes --------------------------------------------------------------------------------------------------------
 
 
-def _in_processes(
-    workload: Workload, runs: list[Cell], count: int, tell: Callable[[Sequence[int], int], None], run: Run
-) -> list[Outcome]:
+def _run_in_pool(workload: Workload, runs: list[Cell], count: int, report: Report, run: Run) -> list[Outcome]:
     context = multiprocessing.get_context("spawn")
-    within: Any = context.RawArray("Q", len(runs))
-    theirs, ours = context.Pipe(duplex=False)  # at the end of which, however it comes, they end
-    pool = ProcessPoolExecutor(count, context, initializer=_begin, initargs=(theirs, within))
+    done: Any = context.RawArray("Q", len(runs))  # requests, written by the processes
+    theirs, ours = context.Pipe(duplex=False)  # they end when our end is closed, however that comes
+    pool = ProcessPoolExecutor(count, context, initializer=_start_process, initargs=(theirs, done))
     try:
-        futures = _submitted(pool, [(i, workload, cell, run) for i, cell in enumerate(runs)])
+        futures = _submit(pool, [(i, workload, cell, run) for i, cell in enumerate(runs)])
         waiting: set[Future[Outcome]] = set(futures)
         while waiting:
-            ended, waiting = wait(waiting, timeout=LOOK, return_when=FIRST_EXCEPTION)
+            ended, waiting = wait(waiting, timeout=POLL_INTERVAL, return_when=FIRST_EXCEPTION)
             for future in ended:
-                within[futures.index(future)] = workload.requests
+                done[futures.index(future)] = workload.requests
                 future.result()
-            tell(within, len(runs) - len(waiting))
+            report(done, len(runs) - len(waiting))
         pool.shutdown()
         return [future.result() for future in futures]
     except BrokenProcessPool as error:
@@ -195,21 +186,21 @@ def _in_processes(
         theirs.close()
 
 
-def _submitted(pool: ProcessPoolExecutor, jobs: list[tuple[int, Workload, Cell, Run]]) -> list[Future[Outcome]]:
-    """Ctrl-C is for the first process alone: those that are spawned here never see it, not even while they begin."""
+def _submit(pool: ProcessPoolExecutor, jobs: list[tuple[int, Workload, Cell, Run]]) -> list[Future[Outcome]]:
+    """Ctrl-C is for the first process alone: those that are spawned here never see it, not even while they start."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        return [pool.submit(_work, *job) for job in jobs]
+        return [pool.submit(_run_in_process, *job) for job in jobs]
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-_within: Any = None  # in a process of the pool: how far each run is
+_done: Any = None  # in a process of the pool: the requests done in each run
 
 
-def _begin(end: Connection, within: Any) -> None:
-    global _within
-    _within = within
+def _start_process(end: Connection, done: Any) -> None:
+    global _done
+    _done = done
     logging.getLogger("prefixcache").setLevel(logging.ERROR)  # each would say the same, and outcomes count it
     threading.Thread(target=_end_with, args=(end,), daemon=True).start()
 
@@ -221,8 +212,8 @@ def _end_with(end: Connection) -> None:
         os._exit(1)
 
 
-def _work(index: int, workload: Workload, cell: Cell, run: Run) -> Outcome:
-    def tell(done: int) -> None:
-        _within[index] = done
+def _run_in_process(index: int, workload: Workload, cell: Cell, run: Run) -> Outcome:
+    def progress(requests: int) -> None:
+        _done[index] = requests
 
-    return _named(workload, cell, tell, run)
+    return _run_cell(workload, cell, progress, run)

@@ -548,7 +548,7 @@ def test_a_servers_variables_change_nothing(planned, monkeypatch, tmp_path):
 
 def test_the_usual_codec_is_the_settings():
     with PrefixCache(ram="1MB") as cache:
-        assert cache.codec.spec() == as_codec(command.USUAL).spec()
+        assert cache.codec.spec() == as_codec(command.DEFAULT_CODEC).spec()
 
 
 def test_targets_are_checked_for_both_kinds(tmp_path):

@@ -67,10 +67,6 @@ def test_reading_pays_while_a_token_comes_sooner_than_it_is_computed():
     assert not advice.reading_pays(40_000, RATES._replace(prefill=60_000))
 
 
-def test_prefill_saved_is_that_of_the_hits():
-    assert advice.seconds_saved(90_000, 500.0) == 180
-
-
 # -- wear -------------------------------------------------------------------------------------------------------------
 
 

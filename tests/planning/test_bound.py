@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection, Iterable
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefixcache.planning.bound import Bound, best_at, best_possible, endless
+from prefixcache.planning.bound import Bound, best_at
 from prefixcache.trace.reading import Request, Trace
 
 TRACES = Path(__file__).parents[1] / "fixtures" / "traces"
@@ -40,7 +41,23 @@ def traces(draw, most: int, calls: tuple[str, ...] = ("request",)) -> list[Reque
     return requests
 
 
-def run(ids: tuple[int, ...], held: frozenset[int] | OrderedDict[int, None]) -> int:
+def best_possible(requests: list[Request], capacity: int) -> Bound:
+    return best_at(requests, [capacity])[0]
+
+
+def endless(requests: Iterable[Request], block: int) -> int:
+    """Tokens that a cache that keeps all would hit: a prompt's leading ids that were stored before."""
+    stored: set[int] = set()
+    hit = 0
+    for request in requests:
+        if request.call != "store":
+            hit += min(run(request.ids, stored) * block, request.tokens)
+        if request.call != "fetch":
+            stored.update(request.ids)
+    return hit
+
+
+def run(ids: tuple[int, ...], held: Collection[int]) -> int:
     """How many of the first ids are held, up to the first that isn't."""
     return next((at for at, one in enumerate(ids) if one not in held), len(ids))
 

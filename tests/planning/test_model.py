@@ -17,6 +17,7 @@ from prefixcache.layers.image_layout import read
 from prefixcache.layers.snapshots import describe_state
 from prefixcache.planning import model as module
 from prefixcache.planning.model import Law, ModelError, ModelState, _probe, held_rows
+from prefixcache.planning.model_config import context_length
 from prefixcache.planning.sizes import Sizes
 from tests.families import BASE, FAMILIES, MLX_LM_0_31
 
@@ -225,18 +226,18 @@ def test_a_block_that_is_not_whole_takes_what_its_rows_take():
     st.lists(st.one_of(st.just(1), st.integers(1, 60)), min_size=1, max_size=12),
 )  # fmt: skip
 @settings(max_examples=40, deadline=None)
-def test_rows_held_are_those_of_mlx_lms_windows_after_any_pieces(size, keep, chunked, pieces):
+def test_rows_held_are_those_of_mlx_lms_windows_after_any_pieces_and_a_generated_token(size, keep, chunked, pieces):
     chunked = chunked and not MLX_LM_0_31
     window = Window(size, 0 if chunked else min(keep, size - 1), chunked)
     live = ChunkedKVCache(size) if chunked else RotatingKVCache(size, window.keep)
-    for piece in pieces:
+    for piece in (*pieces, 1):
         rows = mx.zeros((1, 1, piece, 1))
         if chunked:
             live.maybe_trim_front()
         live.update_and_fetch(rows, rows)
     (leaf,) = read([live]).leaves
-    tokens, last = sum(pieces), pieces[-1]
-    told = {t for first, end in held_rows(window, tokens, last) for t in range(first, end)}
+    tokens = sum(pieces) + 1
+    told = {t for first, end in held_rows(window, tokens) for t in range(first, end)}
     held = {t for first, end in leaf.held for t in range(first, end)}
     assert held == told
 
@@ -394,7 +395,7 @@ def test_a_model_that_looks_at_its_values_is_told_as_it_really_is():
 
 
 def test_a_model_that_looks_at_its_values_and_is_not_known_for_it_is_refused_before_it_does(monkeypatch):
-    monkeypatch.setattr(module, "_STAND_INS", {})
+    monkeypatch.setattr(module, "_REPLACEMENTS", {})
     with pytest.raises(ModelError, match="model_type='dbrx': its cache depends on the weights' values"):
         ModelState.of(DBRX)
 
@@ -491,7 +492,7 @@ def test_a_dtype_that_is_none_is_named():
     ],
 )  # fmt: skip
 def test_the_context_is_what_the_config_says_the_model_is_made_for(fields, context):
-    assert module._context(fields) == context
+    assert context_length(fields) == context
 
 
 def test_the_context_travels_with_the_state():

@@ -17,7 +17,7 @@ import pytest
 from prefixcache.codecs.choice import as_codec
 from prefixcache.planning.model import ModelState
 from prefixcache.planning.outcome import Outcome
-from prefixcache.planning.sweep import ENDLESS, Cell, CellFailed, Workload, enough, stands_for, sweep
+from prefixcache.planning.sweep import ENDLESS, Cell, CellFailed, Workload, equivalent_cell, sufficient_ram, sweep
 from tests.planning.stand_ins import WORKLOAD, at_once, killed, outcome, refusing, wrong
 
 TESTS = Path(__file__).parent.parent
@@ -92,10 +92,10 @@ def test_more_than_enough_changes_nothing(workload):
     (endless,) = sweep(workload, [Cell(ENDLESS)], processes=1)
     assert endless.hit_rate > 0.5
     assert endless.ram_peak < 100 << 20
-    most = enough(endless)
+    most = sufficient_ram(endless)
     for cell in (Cell(most), Cell(most, 10 << 20), Cell(2 * most, most, "lru", "second")):
         (found,) = sweep(workload, [cell], processes=1)
-        assert stands_for(cell, most) == Cell(ENDLESS)
+        assert equivalent_cell(cell, most) == Cell(ENDLESS)
         assert numbers(found) == numbers(endless)
 
 

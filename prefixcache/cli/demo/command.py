@@ -30,7 +30,8 @@ OWN_MODEL = Path(__file__).parents[3] / "tests" / "fixtures" / "tiny-llama"  # o
 # hundred tokens here is that close, so every difference counts.
 ROUNDING = {"float16": 1 / 16, "bfloat16": 1 / 2}
 
-Result = dict[str, Any]
+Result = dict[str, Any]  # of a pass
+Turn = dict[str, Any]
 
 
 def demo(
@@ -49,7 +50,7 @@ def demo(
     Ends with 1 when an answer from the cache differs from the cold one, or is wrong with the repository's own model, and
     with 2 when the demo could not run.
     """
-    import mlx.core  # noqa: F401 - here, or each of the processes that do the work would fail by itself
+    import mlx.core  # noqa: F401 - fails here, or else in each of the processes that do the work
 
     with refusing():
         folder = _model(model)
@@ -58,7 +59,7 @@ def demo(
             if not as_json:
                 _introduce(console(), job)
             results = _work(job)
-    problems, facts = check(results, sure=model is None), summary(results)
+    problems, facts = check(results, sure=model is None), describe(results)
     if as_json:
         print_json({**facts, "job": job, "problems": problems})
     else:
@@ -69,15 +70,15 @@ def demo(
         raise typer.Exit(1)
 
 
-def _model(asked: Path | None) -> Path:
+def _model(path: Path | None) -> Path:
     """The model's folder. What is inside it is mlx-lm's to judge, in the process that loads it."""
-    folder = asked or OWN_MODEL
+    folder = path or OWN_MODEL
     if (folder / "config.json").is_file():
         return folder.resolve()
-    if asked is None:
+    if path is None:
         raise Refused("the demo's own model is only in the repository: give another one's folder with --model PATH")
-    wrong = "no config.json in it, so it is no model's" if folder.is_dir() else "no such folder"
-    raise Refused(f"--model {folder}: {wrong}; give the folder of a model that mlx-lm can load")
+    problem = "no config.json in it, so it is no model's" if folder.is_dir() else "no such folder"
+    raise Refused(f"--model {folder}: {problem}; give the folder of a model that mlx-lm can load")
 
 
 @contextmanager
@@ -95,13 +96,16 @@ def _folder(keep: Path | None) -> Iterator[Path]:
 def _work(job: dict[str, Any]) -> dict[str, Result]:
     """All passes. The first process ends before the second begins: between them there is nothing but the files."""
     results = _process({**job, "passes": ["cold", "ram"]})
-    return results | _process({**job, "passes": ["ssd", *LOSSY], "cold": results["cold"]["answers"]})
+    cold: list[list[list[int]]] = [[] for _ in range(job["conversations"])]
+    for turn in results["cold"]["turns"]:
+        cold[turn["conversation"]].append(turn["answer"])
+    return results | _process({**job, "passes": ["ssd", *LOSSY], "cold": cold})
 
 
 def _process(job: dict[str, Any]) -> dict[str, Result]:
     """Run some passes in a process of their own. What the environment sets for the cache is not for the demo."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFIXCACHE_")}
-    environment["MLX_ENABLE_TF32"] = "0"  # CUDA would round float32 to 11 bits: answers would hang on how work is cut
+    environment["MLX_ENABLE_TF32"] = "0"  # CUDA would round float32 to 11 bits: answers would depend on how work is cut
     command = [sys.executable, "-m", "prefixcache.cli.demo.passes"]
     ended = subprocess.run(
         command, input=json.dumps(job), stdout=subprocess.PIPE, encoding="utf-8", env=environment, check=False
@@ -121,13 +125,14 @@ def check(results: dict[str, Result], *, sure: bool) -> list[str]:
     `sure`: the model is known to find the numbers. Another model may miss one, cold too, and the cache is not to blame.
     """
     problems = []
+    cold = _by_place(results["cold"])
     for name in EXACT:
-        for turn in results[name]["turns"]:
-            where = f"{TITLES[name]!r}: conversation {turn['conversation'] + 1}, answer {turn['turn'] + 1}"
-            if difference := _difference(turn, _cold(results, turn), results["cold"]["dtype"]):
+        for (conversation, number), turn in _by_place(results[name]).items():
+            where = f"{TITLES[name]!r}: conversation {conversation + 1}, answer {number + 1}"
+            if difference := _difference(turn, cold[conversation, number], results["cold"]["dtype"]):
                 problems.append(f"{where} {difference}")
             # A later answer must have found the prompt before it, or the comparison would prove nothing.
-            least = _cold(results, turn, before=1)["prompt_tokens"] if turn["turn"] else 0
+            least = cold[conversation, number - 1]["prompt_tokens"] if number else 0
             if turn["reused_tokens"] < least:
                 problems.append(f"{where} found {turn['reused_tokens']} tokens, where {least} at least had been stored")
             if sure and turn["wanted"] and not turn["found"]:
@@ -135,51 +140,51 @@ def check(results: dict[str, Result], *, sure: bool) -> list[str]:
     return problems
 
 
-def _difference(turn: dict[str, Any], cold: dict[str, Any], dtype: str) -> str:
+def _by_place(result: Result) -> dict[tuple[int, int], Turn]:
+    """The turns of a pass by conversation and number, both from 0."""
+    return {(turn["conversation"], turn["turn"]): turn for turn in result["turns"]}
+
+
+def _difference(turn: Turn, cold: Turn, dtype: str) -> str:
     """How an answer differs from the cold one, "" when it doesn't, or only from a token on that rounding may decide."""
-    got, wanted = turn["answer"], cold["answer"]
-    if got == wanted:
+    answer, expected = turn["answer"], cold["answer"]
+    if answer == expected:
         return ""
-    at = next((i for i, (token, other) in enumerate(zip(got, wanted, strict=False)) if token != other), None)
+    at = next((i for i, (token, other) in enumerate(zip(answer, expected, strict=False)) if token != other), None)
     if at is None:
-        return f"has {len(got)} tokens, the cold one {len(wanted)}"
+        return f"has {len(answer)} tokens, the cold one {len(expected)}"
     lead = cold["gaps"][at]
     if lead < ROUNDING.get(dtype, 0.0):
         return ""
-    return f"differs from the cold one at token {at + 1}: {got[at]}, not {wanted[at]}, which led by {lead:.3g} nats"
+    return (
+        f"differs from the cold one at token {at + 1}: {answer[at]}, not {expected[at]}, which led by {lead:.3g} nats"
+    )
 
 
-def _cold(results: dict[str, Result], turn: dict[str, Any], before: int = 0) -> dict[str, Any]:
-    """The cold pass's turn for a turn of another pass, or one `before` it."""
-    each = len(results["cold"]["answers"][0])
-    found: dict[str, Any] = results["cold"]["turns"][turn["conversation"] * each + turn["turn"] - before]
-    return found
+# -- the facts --------------------------------------------------------------------------------------------------------
 
 
-# -- what came of it --------------------------------------------------------------------------------------------------
-
-
-def summary(results: dict[str, Result]) -> dict[str, Any]:
+def describe(results: dict[str, Result]) -> dict[str, Any]:
     """The numbers of all passes, and one conversation, without the other answers. `sooner`: how many times sooner the first
     token came than in the cold pass, medians over the same answers.
     """
+    cold = _by_place(results["cold"])
     facts: dict[str, Any] = {}
     for name, result in results.items():
         turns = result["turns"]
-        told = facts[name] = {key: value for key, value in result.items() if key not in ("turns", "answers")}
-        told["count"] = len(turns)
-        if name == "cold":
-            continue
-        hits = [turn for turn in turns if turn["reused_tokens"]] or turns
-        cold = median(_cold(results, turn)["first"] for turn in hits)
-        told["sooner"] = cold / median(turn["first"] for turn in hits)
-        answers = [(turn["answer"], _cold(results, turn)["answer"]) for turn in turns]
-        if name in EXACT:
-            told["equal"] = sum(answer == other for answer, other in answers)
-        else:  # the pass was given cold's answer as it went
-            same = [token == of for pair in answers for token, of in zip(*pair, strict=True)]
-            told |= {"agreeing_tokens": sum(same), "tokens": len(same)}
-            told["smaller"] = results["ram"]["ssd"]["bytes"] / result["ssd"]["bytes"]
+        hits = [turn for turn in turns if turn["reused_tokens"]]
+        timed = hits or turns
+        facts[name] = {
+            "hits": len(hits), "first": median(turn["first"] for turn in timed),
+            "store": median(turn["store"] for turn in turns), "needles": sum(bool(turn["wanted"]) for turn in turns),
+            **{key: sum(turn[key] for turn in turns) for key in ("prompt_tokens", "reused_tokens", "found")},
+            **{key: value for key, value in result.items() if key != "turns"}, "count": len(turns),
+        }  # fmt: skip
+        if name != "cold":
+            same = [cold[place] for place, turn in _by_place(result).items() if turn in timed]
+            facts[name]["sooner"] = median(turn["first"] for turn in same) / facts[name]["first"]
+            equal = (turn["answer"] == cold[place]["answer"] for place, turn in _by_place(result).items())
+            facts[name]["equal"] = sum(equal)
     shown = ("question", "said", "wanted", "found", "prompt_tokens", "reused_tokens")
     facts["conversation"] = [  # the second one, the first to begin with a hit
         {"from": name, **{key: turn[key] for key in shown}}
@@ -188,6 +193,9 @@ def summary(results: dict[str, Result]) -> dict[str, Any]:
         if turn["conversation"] == 1
     ]
     return facts
+
+
+# -- on the screen ----------------------------------------------------------------------------------------------------
 
 
 def _introduce(screen: Console, job: dict[str, Any]) -> None:
@@ -206,66 +214,46 @@ def _show(screen: Console, facts: dict[str, Any], keep: Path | None) -> None:
         screen.print(
             f"         ({turn['reused_tokens']} of {turn['prompt_tokens']} tokens from {turn['from'].upper()})"
         )
-    screen.print(_exact(facts), _lossy(facts), sep="\n")
+    dtype = facts["cold"]["dtype"]
+    headings = ["Codec Raw: what is kept is kept bit for bit", "cold", "from RAM", "from SSD,\nrestarted"]
+    screen.print(_table(headings, [facts[name] for name in ("cold", *EXACT)], dtype))
+    headings = ["Codec TurboQuant, lossy: the RAM pass again, given cold's answers", "4 bits", "3 bits"]
+    screen.print(_table(headings, [facts[name] for name in LOSSY], dtype))
     screen.print("These are too few tokens to judge a codec by: prefixcache evaluate measures it.")
     if keep is not None:
         screen.print(f"\nThe files are still there: prefixcache inspect {safe(str(keep / 'raw'))}", soft_wrap=True)
 
 
-def _exact(facts: dict[str, Any]) -> Table:
-    cold, passes, dtype = facts["cold"], [facts[name] for name in EXACT], facts["cold"]["dtype"]
-    rows = [
-        ["answers", f"{cold['count']}", *(f"{r['count']}" for r in passes)],
-        ["  of them with a hit", "0", *(f"{r['hits']}" for r in passes)],
-        ["time to first token, median of those with a hit", *(_time(r["first"]) for r in (cold, *passes))],
-        ["  how much sooner than cold, same answers", "", *(f"{r['sooner']:.1f} x" for r in passes)],
-        ["tokens of all prompts", *(f"{r['prompt_tokens']:,}" for r in (cold, *passes))],
-        ["  of them reused", "0", *(_part(r["reused_tokens"], r["prompt_tokens"]) for r in passes)],
-        ["time to store an answer, median", "", *(_time(r["store"]) for r in passes)],
-        ["RAM at most, of its budget", "", *(f"{size(r['ram_peak'])} of {size(r['ram_limit'])}" for r in passes)],
-        ["images in RAM at the end", "", *(size(r["ram_images"]) for r in passes)],
-        ["files on SSD at the end", "", *map(_files, passes)],
-        [f"unique tokens of these answers, plain {dtype}", "", *(size(r["plain_bytes"]) for r in passes)],
-        [f"the conversations, each kept whole, plain {dtype}", "", *(size(r["whole_bytes"]) for r in passes)],
-        ["answers equal to cold, token for token", "", *(f"{r['equal']} of {r['count']}" for r in passes)],
-        ["needles found", *map(_needles, (cold, *passes))],
-    ]
-    return table(
-        Grid(["Codec Raw: what is kept is kept bit for bit", "cold", "from RAM", "from SSD,\nrestarted"], rows)
-    )
+def _table(headings: list[str], passes: list[Result], dtype: str) -> Table:
+    """A column for each pass; the cold one leaves out what it takes a cache to have."""
+    columns = [_cells(result, dtype) for result in passes]
+    return table(Grid(headings, [[label, *(column.get(label, "") for column in columns)] for label in columns[-1]]))
 
 
-def _lossy(facts: dict[str, Any]) -> Table:
-    passes, dtype = [facts[name] for name in LOSSY], facts["cold"]["dtype"]
-    half = " (float16: half of it)" if dtype == "float32" else ""
-    agreeing = (f"{r['agreeing_tokens']} of {r['tokens']}" for r in passes)
-    rows = [
-        ["time to first token, median of those with a hit", *(_time(r["first"]) for r in passes)],
-        ["  how much sooner than cold, same answers", *(f"{r['sooner']:.1f} x" for r in passes)],
-        ["time to store an answer, median", *(_time(r["store"]) for r in passes)],
-        ["files on SSD at the end", *map(_files, passes)],
-        [f"  times smaller than Raw's, which are {dtype}{half}", *(f"{r['smaller']:.2f}" for r in passes)],
-        ["tokens that are cold's, given cold's answer so far", *agreeing],
-        ["needles found, given cold's answer so far", *map(_needles, passes)],
-    ]
-    return table(Grid(["Codec TurboQuant, lossy: the answers of the RAM pass again", "4 bits", "3 bits"], rows))
-
-
-def _files(result: Result) -> str:
-    return f"{size(result['ssd']['bytes'])} in {result['ssd']['files']}"
-
-
-def _needles(result: Result) -> str:
-    return f"{result['found']} of {result['needles']}"
-
-
-def _part(number: int, of: int) -> str:
-    return f"{number:,} ({number / of:.1%})"
+def _cells(result: Result, dtype: str) -> dict[str, str]:
+    """A pass's numbers by the label of their row."""
+    reused = result["reused_tokens"]
+    cells = {
+        "answers": f"{result['count']}",
+        "  of them with a hit": f"{result['hits']}",
+        "needles found": f"{result['found']} of {result['needles']}",
+        "tokens of all prompts": f"{result['prompt_tokens']:,}",
+        "  of them reused": f"{reused:,} ({reused / result['prompt_tokens']:.1%})" if reused else "0",
+        "time to first token, median of those with a hit": _time(result["first"]),
+    }
+    if "sooner" in result:
+        cells |= {
+            "  how much sooner than cold, same answers": f"{result['sooner']:.1f} x",
+            "answers equal to cold, token for token": f"{result['equal']} of {result['count']}",
+            "time to store an answer, median": _time(result["store"]),
+            "RAM at most, of its budget": f"{size(result['ram_peak'])} of {size(result['ram_limit'])}",
+            "images in RAM at the end": size(result["ram_images"]),
+            "files on SSD at the end": f"{size(result['ssd']['bytes'])} in {result['ssd']['files']}",
+            f"unique tokens of these answers, plain {dtype}": size(result["plain_bytes"]),
+            f"the conversations, each kept whole, plain {dtype}": size(result["whole_bytes"]),
+        }
+    return cells
 
 
 def _time(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.{0 if seconds >= 0.01 else 1}f} ms"
-
-
-if __name__ == "__main__":
-    typer.run(demo)

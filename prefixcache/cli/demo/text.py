@@ -54,7 +54,7 @@ NAMES = ("Hanna", "Oscar", "Tara", "Kofi", "Wanda", "Yusuf", "Paula", "Simon", "
 OPEN = ("Why do I get a `LockedError`?", "Describe `Table`.", "Why do I get a `HeaderError`?")
 
 # What a conversation asks after its first question; each begins at another place of the list.
-KINDS = ("repeat", "own", "fact", "own", "repeat", "fact", "open", "own")
+KINDS = ("repeat", "name", "fact", "name", "repeat", "fact", "open", "name")
 
 MARK = "@the answer@"  # stands for an answer where a template is rendered to see what follows one
 
@@ -68,19 +68,18 @@ class Question(NamedTuple):
 
 def facts() -> list[Question]:
     """A question for each number in the system prompt."""
-    found = re.findall(r"The ([\w ]+?) of ([\w ]+) is (\d+)\.", SYSTEM)
-    return [Question(f"What is the {what} of {whose}?", number) for what, whose, number in found]
+    numbers = re.findall(r"The ([\w ]+?) of ([\w ]+) is (\d+)\.", SYSTEM)
+    return [Question(f"What is the {what} of {whose}?", number) for what, whose, number in numbers]
 
 
 def question(conversation: int, turn: int) -> Question:
     """What the user of a conversation says in a turn, both counted from 0. No two conversations begin alike."""
-    known = facts()
-    fact = known[(conversation + 4 * turn) % len(known)]
-    name, number = NAMES[conversation % len(NAMES)], own_number(conversation)
+    fact = facts()[(conversation + 4 * turn) % len(facts())]
+    name, number = NAMES[conversation % len(NAMES)], _number_of(conversation)
     if turn == 0:
         return Question(f"The secret number of {name} is {number}. {fact.text}", fact.wanted)
     kind = KINDS[(conversation + 3 * (turn - 1)) % len(KINDS)]
-    if kind == "own":
+    if kind == "name":
         return Question(f"What is the secret number of {name}?", number)
     if kind == "repeat":
         line = f"{name} {number} archive 48213 garden 15298"
@@ -90,7 +89,7 @@ def question(conversation: int, turn: int) -> Question:
     return fact
 
 
-def own_number(conversation: int) -> str:
+def _number_of(conversation: int) -> str:
     """A number of five digits that no other conversation tells: the step has no divisor in common with the range."""
     return str(10007 + conversation * 27919 % 89989)
 
@@ -108,11 +107,11 @@ class Chat:
 
     def opening(self, conversation: int) -> list[int]:
         """The first prompt of a conversation."""
-        return self._encode(self._render(_said(conversation, 0)))
+        return self._encode(self._render(_messages(conversation, 0)))
 
     def following(self, conversation: int, turn: int, answer: Sequence[int]) -> list[int]:
         """What stands between the answer of the turn before and the answer of this one."""
-        tail = self._encode(self._render(_said(conversation, turn)).rpartition(MARK)[2])
+        tail = self._encode(self._render(_messages(conversation, turn)).rpartition(MARK)[2])
         ended = answer and answer[-1] in self.ends and answer[-1] == tail[0]
         return tail[1:] if ended else tail
 
@@ -139,7 +138,7 @@ class Chat:
         return text
 
 
-def _said(conversation: int, turn: int) -> list[dict[str, str]]:
+def _messages(conversation: int, turn: int) -> list[dict[str, str]]:
     """The messages before the answer of a turn, with `MARK` for the answers."""
     messages = [{"role": "system", "content": SYSTEM.strip()}]
     for t in range(turn + 1):

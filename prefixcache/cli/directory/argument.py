@@ -14,13 +14,13 @@ from prefixcache.cli.text import complain, print_json
 from prefixcache.ssd import IndexBroken, SsdError
 from prefixcache.ssd.directory import refusal
 
-# readable=False: that it can't be read is ours to say, in the words of every other refusal.
+# readable=False: the commands say themselves that it can't be read, in the words of every other refusal.
 Dir = Annotated[Path, typer.Argument(metavar="DIR", readable=False, help="The cache's directory (ssd_dir).")]
 
 
 @contextmanager
 def errors_told(directory: Path, *, as_json: bool) -> Iterator[None]:
-    """An error of the block is told in one line on stderr (and as an object, with `as_json`), and the exit code is 2."""
+    """An error within becomes one line on stderr (with `as_json` also an object on stdout) and the exit code 2."""
     try:
         yield
     except (SsdError, OSError, sqlite3.Error) as error:

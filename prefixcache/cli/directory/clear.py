@@ -30,7 +30,7 @@ def clear(
     """
     with errors_told(directory, as_json=as_json):
         if not (dry_run or yes):
-            _ask(delete_all(directory, dry_run=True))
+            _confirm(delete_all(directory, dry_run=True))
         with bar("deleting") as show:
             cleared = delete_all(directory, dry_run=dry_run, progress=show)
     if as_json:
@@ -40,16 +40,16 @@ def clear(
     raise typer.Exit(1 if cleared.left else 0)
 
 
-def _ask(foreseen: Cleared) -> None:
+def _confirm(foreseen: Cleared) -> None:
     if not sys.stdin.isatty():
         complain(f"clear deletes all of {foreseen.directory}: add --yes where there is no terminal to ask")
         raise typer.Exit(2)
-    if not typer.confirm(f"{safe(foreseen.directory)}: delete {_what(foreseen)}?", err=True):
+    if not typer.confirm(f"{safe(foreseen.directory)}: delete {_contents(foreseen)}?", err=True):
         complain("nothing was deleted")
         raise typer.Exit(1)
 
 
-def _what(cleared: Cleared) -> str:
+def _contents(cleared: Cleared) -> str:
     parts = [many(cleared.images, "image")]
     parts += [many(cleared.quarantine, "quarantined file")] if cleared.quarantine else []
     parts += [many(cleared.debris, "file") + " of interrupted writes"] if cleared.debris else []
@@ -59,7 +59,7 @@ def _what(cleared: Cleared) -> str:
 def _show(cleared: Cleared) -> None:
     out = console()
     did = "would delete" if cleared.dry_run else "deleted"
-    out.print(foreign(f"{cleared.directory}: {did} {_what(cleared)}"), soft_wrap=True)
+    out.print(foreign(f"{cleared.directory}: {did} {_contents(cleared)}"), soft_wrap=True)
     for name in cleared.left[:FEW]:
         out.print(foreign(f"left alone, no image has such a name: {name}", "yellow"), soft_wrap=True)
     if len(cleared.left) > FEW:

@@ -1,5 +1,5 @@
-"""What `prefixcache inspect` knows of a directory, as one plain object: sizes, ages and uses by namespace. No tokens, no
-salts; nothing is drawn here.
+"""The facts of `prefixcache inspect`, one plain object: sizes, ages and uses by namespace, without tokens and salts.
+Nothing is drawn here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Facts = dict[str, Any]
 def describe(whole: Survey, now: float) -> Facts:
     """All that is known, as plain values. Times are Unix seconds, None where there is none; sizes are bytes."""
     spaces = [_namespace(whole, space) for space in sorted(whole.namespaces, key=lambda space: -space.last_used)]
-    raws = [space["raw_nbytes"] for space in spaces]
+    raw_nbytes = [space["raw_nbytes"] for space in spaces]
 
     def total(name: str) -> int:
         return sum(space[name] for space in spaces)
@@ -33,7 +33,7 @@ def describe(whole: Survey, now: float) -> Facts:
         },
         "nbytes": total("nbytes"),
         "disk": total("disk"),
-        "raw_nbytes": sum(raws) if None not in raws else None,
+        "raw_nbytes": sum(raw_nbytes) if None not in raw_nbytes else None,
         "ratio": None,
         "oldest": min(known("oldest"), default=None),
         "newest": max(known("newest"), default=None),
@@ -60,7 +60,7 @@ def describe(whole: Survey, now: float) -> Facts:
 
 
 def _namespace(whole: Survey, space: NamespaceSurvey) -> Facts:
-    raw = _raw_bytes(whole, space)
+    raw_nbytes = _raw_nbytes(whole, space)
     return {
         "root": space.root,
         "model": space.model,
@@ -72,8 +72,8 @@ def _namespace(whole: Survey, space: NamespaceSurvey) -> Facts:
         **{kind: getattr(space, kind)._asdict() for kind in KINDS},
         "nbytes": space.nbytes,
         "disk": space.disk,
-        "raw_nbytes": raw,
-        "ratio": _ratio(raw, space.blocks.nbytes + space.windows.nbytes),
+        "raw_nbytes": raw_nbytes,
+        "ratio": _ratio(raw_nbytes, space.blocks.nbytes + space.windows.nbytes),
         "oldest": space.oldest or None,
         "newest": space.newest or None,
         "last_used": space.last_used_at or None,
@@ -82,9 +82,9 @@ def _namespace(whole: Survey, space: NamespaceSurvey) -> Facts:
     }
 
 
-def _raw_bytes(whole: Survey, space: NamespaceSurvey) -> int | None:
-    """What the rows in a namespace's blocks and windows take as they are in a live cache. Of a windowed layer only the rows
-    that are kept count. None for a layout or a window's ranges that can't be understood here.
+def _raw_nbytes(whole: Survey, space: NamespaceSurvey) -> int | None:
+    """Bytes of the rows in a namespace's blocks and windows as a live cache has them. Of a windowed layer only the rows that
+    are kept count. None for a layout or a window's ranges that can't be understood here.
     """
     if not space.tokens:
         return 0
@@ -94,23 +94,24 @@ def _raw_bytes(whole: Survey, space: NamespaceSurvey) -> int | None:
         from prefixcache.layers.image_layout import Plan
 
         layout = json.loads(space.layout)
-        choices: tuple[list[Any] | None, ...] = (None, [])  # all layers, and those without a window
+        windows: tuple[list[Any] | None, ...] = (None, [])  # all layers, and those without a window
         plan, sliceable = (
-            Plan({**layout, "kinds": [_with_window(kind, of) for kind in layout["kinds"]]}, Raw()) for of in choices
+            Plan({**layout, "kinds": [_with_window(kind, window) for kind in layout["kinds"]]}, Raw())
+            for window in windows
         )
         total = sliceable.fp16_bytes(space.tokens)
-        each = []  # bytes of a token's rows, by window
+        row_nbytes = []  # of a token, by window
         for window in plan.windows:
             only = {**layout, "kinds": [_with_window(kind, list(window)) for kind in layout["kinds"]]}
-            each.append(Plan(only, Raw()).fp16_bytes(1) - sliceable.fp16_bytes(1))
+            row_nbytes.append(Plan(only, Raw()).fp16_bytes(1) - sliceable.fp16_bytes(1))
         kinds = ("window", "rows") if any(window.keep for window in plan.windows) else ("window",)
-        for span in whole.spans(space.root, kinds) if each else ():
+        for span in whole.spans(space.root, kinds) if row_nbytes else ():
             if span.kind == "window":
                 masks = mask_from(span.extra)
-                total += sum(mask.bit_count() * size for mask, size in zip(masks, each, strict=True))
+                total += sum(mask.bit_count() * size for mask, size in zip(masks, row_nbytes, strict=True))
             else:
-                kept = [plan.kept_tokens(w, span.start, span.length) for w in range(len(each))]
-                total += sum(tokens * size for tokens, size in zip(kept, each, strict=True))
+                kept = [plan.kept_tokens(w, span.start, span.length) for w in range(len(row_nbytes))]
+                total += sum(tokens * size for tokens, size in zip(kept, row_nbytes, strict=True))
     except IndexBroken:
         raise
     except Exception:  # a layout of another release, or a library that isn't here
@@ -126,8 +127,8 @@ def _with_window(kind: Facts, window: list[Any] | None) -> Facts:
     return {**kind, "streams": []} if other else kind
 
 
-def _ratio(raw: int | None, nbytes: int) -> float | None:
-    return round(raw / nbytes, 4) if raw and nbytes else None
+def _ratio(raw_nbytes: int | None, nbytes: int) -> float | None:
+    return round(raw_nbytes / nbytes, 4) if raw_nbytes and nbytes else None
 
 
 def _codec_name(text: str) -> str:

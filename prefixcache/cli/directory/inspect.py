@@ -62,28 +62,31 @@ def inspect(
 
 
 def _of_model(whole: Survey, name: str | None) -> Survey:
-    """The same with this model's namespaces only."""
+    """The survey with this model's namespaces only."""
     if name is None:
         return whole
-    meant = model_meant(name, [space.model for space in whole.namespaces])
-    return replace(whole, namespaces=tuple(space for space in whole.namespaces if space.model == meant))
+    model = model_meant(name, [space.model for space in whole.namespaces])
+    return replace(whole, namespaces=tuple(space for space in whole.namespaces if space.model == model))
 
 
 def _show_kernels(as_json: bool) -> None:
-    from prefixcache.codecs.turboquant.backends import describe as paths  # needs MLX, which the rest does not
+    from prefixcache.codecs.turboquant.backends import describe as code_paths  # needs MLX, which the rest does not
 
     if as_json:
-        print_json({"kernels": paths()})
+        print_json({"kernels": code_paths()})
     else:
-        for where, what in paths().items():
-            console().print(f"TurboQuant, {where}: {what}")
+        for device, code in code_paths().items():
+            console().print(f"TurboQuant, {device}: {code}")
 
 
 def _show(out: Console, facts: Facts, limit: int | None) -> None:
     out.print(_summary(facts))
     if facts["namespaces"]:
         out.print(_namespaces(facts, limit))
-        out.print("In the order of last use, and used: its age. raw: in a live cache. hits: of images.", style="dim")
+        out.print(
+            "In the order of last use. used: age of the last use. raw: size in a live cache. hits: of images.",
+            style="dim",
+        )
     if facts["quarantine"]:
         out.print(_quarantine(facts, limit))
     if facts["tmp"]:
@@ -109,11 +112,11 @@ def _summary(facts: Facts) -> Table:
     table.add_row("on disk", f"{size(facts['disk'])}: {', '.join(filter(None, parts))}, the rest {rest}")
     if not facts["problem"]:
         images = sum(totals[kind]["images"] for kind in KINDS)
-        what = (
+        content = (
             f"{many(totals['tokens'], 'token')} in {many(totals['blocks']['images'], 'block')}, "
             f"{many(images, 'image')} in {many(totals['namespaces'], 'namespace')}"
         )
-        table.add_row("content", what if images else "nothing yet")
+        table.add_row("content", content if images else "nothing yet")
     return table
 
 
@@ -135,13 +138,13 @@ def _namespaces(facts: Facts, limit: int | None) -> Table:
         ("tokens\nblocks", f"{totals['tokens']:,}", f"{totals['blocks']['images']:,}"),
         ("windows\nsnapshots", f"{totals['windows']['images']:,}", f"{totals['snapshots']['images']:,}"),
         ("bytes\non disk", size(totals["nbytes"]), size(totals["disk"])),
-        ("raw\nratio", *_against_raw(totals)),
+        ("raw\nratio", *_raw_and_ratio(totals)),
         ("newest\noldest", age(totals["newest"], now), age(totals["oldest"], now)),
         ("used\nhits", age(totals["last_used"], now), f"{totals['hits']:,}"),
     ):
         table.add_column(heading, justify="right", no_wrap=True, footer=Text(f"{top}\n{bottom}"))
     for space in spaces[:limit]:
-        raw, ratio = _against_raw(space)
+        raw_size, ratio = _raw_and_ratio(space)
         table.add_row(
             Text.assemble(
                 foreign(space["model"], "bold"), "\n", foreign(f"{space['codec_name']}, {space['root'][:8]}", "dim")
@@ -149,7 +152,7 @@ def _namespaces(facts: Facts, limit: int | None) -> Table:
             f"{space['tokens']:,}\n{space['blocks']['images']:,}",
             f"{space['windows']['images']:,}\n{space['snapshots']['images']:,}",
             f"{size(space['nbytes'])}\n{size(space['disk'])}",
-            f"{raw}\n{ratio}",
+            f"{raw_size}\n{ratio}",
             f"{age(space['newest'], now)}\n{age(space['oldest'], now)}",
             f"{age(space['last_used'], now)}\n{space['hits']:,}",
         )
@@ -158,9 +161,9 @@ def _namespaces(facts: Facts, limit: int | None) -> Table:
     return table
 
 
-def _against_raw(space: Facts) -> tuple[str, str]:
-    raw, ratio = space["raw_nbytes"], space["ratio"]
-    return (size(raw) if raw is not None else "?"), (f"{ratio:.2f}x" if ratio else "-")
+def _raw_and_ratio(space: Facts) -> tuple[str, str]:
+    nbytes, ratio = space["raw_nbytes"], space["ratio"]
+    return (size(nbytes) if nbytes is not None else "?"), (f"{ratio:.2f}x" if ratio else "-")
 
 
 def _quarantine(facts: Facts, limit: int | None) -> Table:
@@ -168,8 +171,8 @@ def _quarantine(facts: Facts, limit: int | None) -> Table:
     table = _list("quarantine", "files that failed a check, and why", "age", "on disk")
     for item in items[-limit:] if limit is not None else items:
         where = item["origin"] or f"quarantine/{item['name']}"
-        what = Text.assemble(foreign(where), "\n", foreign(item["reason"] or "no reason was noted", "dim"))
-        table.add_row(what, age(item["when"], facts["now"]), size(item["disk"]))
+        entry = Text.assemble(foreign(where), "\n", foreign(item["reason"] or "no reason was noted", "dim"))
+        table.add_row(entry, age(item["when"], facts["now"]), size(item["disk"]))
     if limit is not None and len(items) > limit:
         table.add_row(foreign(f"... {len(items) - limit:,} more, older: --all", "dim"))
     return table

@@ -66,10 +66,10 @@ def _findings(report: Report) -> Table:
     table.add_column("where, why: action", overflow="fold")
     table.add_column("on disk", justify="right", no_wrap=True)
     for finding in report.findings[:ROWS]:
-        what = Text.assemble(
+        description = Text.assemble(
             foreign(finding.path), "\n", foreign(f"{finding.reason}: ", "dim"), foreign(finding.action)
         )
-        table.add_row(foreign(finding.kind, "bold"), what, _size(finding.nbytes))
+        table.add_row(foreign(finding.kind, "bold"), description, _size(finding.nbytes))
     if len(report.findings) > ROWS:
         table.add_row("...", foreign(f"{len(report.findings) - ROWS:,} more: --json has all", "dim"))
     return table

@@ -1,4 +1,4 @@
-"""`prefixcache evaluate`: what a codec does to a model's output. What is asked is read here; the work is `measuring`'s.
+"""`prefixcache evaluate`: what a codec does to a model's output. This module reads the options; `measuring` does the work.
 
 MLX and mlx-lm are imported when the command runs, so that asking for help stays quick.
 """
@@ -38,7 +38,9 @@ def evaluate(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens that are read after them.")] = 256,
     windows: Annotated[int, typer.Option(min=1, help="Places in the text where that is done.")] = 8,
     needles: Annotated[int, typer.Option(min=0, help="Texts in which numbers are hidden; 0: none.")] = 8,
-    depths: Annotated[int, typer.Option(min=1, max=len(NAMES), help="Numbers in each, from beginning to end.")] = 5,
+    depths: Annotated[
+        int, typer.Option(min=1, max=len(NAMES), help="Numbers hidden in each, from beginning to end.")
+    ] = 5,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the hidden numbers.")] = 0,
     adapter: Annotated[str | None, typer.Option(metavar="PATH", help="The folder of a LoRA adapter.")] = None,
     float32: Annotated[
@@ -59,7 +61,7 @@ def evaluate(
     with refusing():
         if as_json and in_markdown:
             raise Refused("--json and --markdown: both go to the same place; give one of them")
-        pictures = output.pictures("--plot", plot) if plot is not None else []
+        pictures = output.pictures("--plot", plot)
         from prefixcache.cli.evaluate.measuring import Job, codec_of, load, measure
 
         specs = list(dict.fromkeys((CONTROL, *(codec or DEFAULT))))
@@ -68,19 +70,16 @@ def evaluate(
         source = read_texts(text) if text else default_text()
         job = Job(prefix, tokens, windows, needles, depths, seed)
         with bar("evaluating") as show:
-            measured = measure(load(model, adapter, float32), specs, source, job, *([show] if show else []))
-    files, python = [str(file) for file in text or ()], None if text else platform.python_version()
-    asked = {"model": model, "adapter": adapter, "float32": float32, "text": {"files": files, "python": python}}
-    facts = {**asked, **measured}
+            measured = measure(load(model, adapter, float32), specs, source, job, show)
+    text_facts = {"files": [str(file) for file in text or ()], "python": None if text else platform.python_version()}
+    facts = {"model": model, "adapter": adapter, "float32": float32, "text": text_facts, **measured}
     if as_json:
         print_json(facts)
     elif in_markdown:
         typer.echo(as_markdown(facts))
     else:
-        out = console()
-        for part in screen(facts):
-            out.print(part)
+        console().print(*screen(facts), sep="\n")
     with refusing():  # after the numbers: they took minutes
-        output.write_pictures(
-            "--plot", pictures, partial(output.draw, Path(model).name, [partial(divergence, facts=facts)])
-        )
+        for file in pictures:
+            picture = output.draw(Path(model).name, [partial(divergence, facts=facts)], file.suffix)
+            output.write("--plot", file, picture)

@@ -1,8 +1,8 @@
 """The measurements of `prefixcache evaluate`: what a model says on restored caches, beside what it says on the live one.
 
 A text at a time: the live cache is filled, every codec's `PrefixCache` stores it, the live cache goes on as the
-reference, and then each codec's restored cache does. So one text's logits are held, whatever the number of codecs, and
-each codec has one cache for all texts, as on a server. `command` is the screen; nothing here writes to it.
+reference, and then each codec's restored cache does. So only one text's logits are in memory, whatever the number of codecs,
+and each codec has one cache for all texts, as on a server. Nothing here writes to the screen.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from prefixcache.codecs import Codec, as_codec
 from prefixcache.keys import BLOCK
 from prefixcache.layers.adapters import CacheError
 from prefixcache.layers.image_layout import Plan
+from prefixcache.planning.model_config import context_length
 
 PREFILL = 512  # tokens in one call of the model, as mlx-lm's servers do it
 CHUNK = 64  # the same where logits are looked at: 64 x 250,000 float32 logits are 64 MB
@@ -47,7 +48,7 @@ Progress = Callable[[int, int], None]  # what is done, of how much
 
 
 class Subject(NamedTuple):
-    """A model, its tokenizer, and how many positions it knows (None: not said)."""
+    """A model, its tokenizer, and the longest prompt that it is made for, in tokens (None: its config doesn't say)."""
 
     model: Any
     tokenizer: Any
@@ -91,15 +92,7 @@ def load(name: str, adapter: str | None = None, float32: bool = False) -> Subjec
         raise Refused(f"{name}: mlx-lm can't load it: {reason}") from error
     if float32:
         model.set_dtype(mx.float32)
-    return Subject(model, tokenizer, _positions(config))
-
-
-def _positions(config: Facts) -> int | None:
-    for part in (config, config.get("text_config") or {}):
-        for key in ("max_position_embeddings", "n_positions"):
-            if isinstance(part.get(key), int):
-                return int(part[key])
-    return None
+    return Subject(model, tokenizer, context_length(config))
 
 
 def measure(
@@ -111,23 +104,23 @@ def measure(
     """
     codecs = {spec: codec_of(spec) for spec in specs}
     _check_positions(subject, job)
-    tokenizer = subject.tokenizer
-    ids = list(tokenizer.encode(text, add_special_tokens=False))
-    first, windows = cut(tokenizer, ids, job.prefix, job.tokens, job.windows)
-    hidden = haystacks(tokenizer, ids, job.prefix, job.needles, job.haystack_depths, job.seed)
+    ids = list(subject.tokenizer.encode(text, add_special_tokens=False))
+    first, windows = cut(subject.tokenizer, ids, job.prefix, job.tokens, job.windows)
+    with_numbers = haystacks(subject.tokenizer, ids, job.prefix, job.needles, job.haystack_depths, job.seed)
+    total = len(windows) + len(with_numbers)
     reference = Reference(subject.model)
     live = reference.fill(first)
-    ram = 4 * _nbytes(live) + SPARE  # two prompts are held at once; this is a limit, not what is taken
+    ram = 4 * _nbytes(live) + SPARE  # two prompts are stored at once; this is a limit, not what is taken
     trials = [Trial(spec, codec, ram) for spec, codec in codecs.items()]
     try:
         for trial in trials:  # as on a server, other prompts are there already
             trial.keep(first, live)
-        for number, window in enumerate(windows, 1):
-            _read(reference, trials, window)
-            progress(number, len(windows) + len(hidden))
-        for number, haystack in enumerate(hidden, len(windows) + 1):
+        for done, window in enumerate(windows):
+            progress(done, total)
+            _read_on(reference, trials, window)
+        for done, haystack in enumerate(with_numbers, len(windows)):
+            progress(done, total)
             _ask(subject, reference, trials, haystack)
-            progress(number, len(windows) + len(hidden))
         return _facts(job, reference, trials, len(ids))
     finally:
         for trial in trials:
@@ -260,37 +253,37 @@ class Trial:
             if self._last:
                 self.cache.remove(self._last, model=MODEL)
             self._last = prompt
-        held = self.cache.lookup(prompt, model=MODEL)
-        if held is None or held.tokens != len(prompt):
+        entry = self.cache.lookup(prompt, model=MODEL)
+        if entry is None or entry.tokens != len(prompt):
             raise Refused(
-                f"codec {self.spec}: of {len(prompt)} tokens that were stored {held.tokens if held else 0} can be "
+                f"codec {self.spec}: of {len(prompt)} tokens that were stored {entry.tokens if entry else 0} can be "
                 "found: this model's state can't be restored there, so there is nothing to compare"
             )
-        self.plan = held.plan
+        self.plan = entry.plan
         return stored
 
     def restore(self) -> list[Any]:
         """The prompt kept last, decoded: a new live cache."""
-        made, rest = self.cache.fetch(self._last, model=MODEL, leave=0)
-        assert made is not None
+        prompt_cache, rest = self.cache.fetch(self._last, model=MODEL, leave=0)
+        assert prompt_cache is not None
         assert not rest
-        return made
+        return prompt_cache
 
 
-def _read(reference: Reference, trials: list[Trial], window: Window) -> None:
+def _read_on(reference: Reference, trials: list[Trial], window: Window) -> None:
     """The tokens after a prompt, given one after the other: on the live cache, then on each restored one."""
     live = reference.fill(window.prompt)
     for trial in trials:
         trial.stored.append(trial.keep(window.prompt, live))
-    wanted = list(reference.go_on(live, window.inputs))
+    expected = list(reference.go_on(live, window.inputs))
     targets = [window.targets[at : at + CHUNK] for at in range(0, len(window.targets), CHUNK)]
-    reference.nll.append(np.concatenate([surprise(*pair) for pair in zip(wanted, targets, strict=True)]))
+    reference.nll.append(np.concatenate([surprise(*pair) for pair in zip(expected, targets, strict=True)]))
     del live
     for trial in trials:
         parts = []
-        got = reference.go_on(trial.restore(), window.inputs)
-        for before, after, of in zip(wanted, got, targets, strict=True):
-            parts.append(compare(before, after, of))
+        logits = reference.go_on(trial.restore(), window.inputs)
+        for before, after, chunk in zip(expected, logits, targets, strict=True):
+            parts.append(compare(before, after, chunk))
             trial.identical = trial.identical and bool(mx.array_equal(before, after))
         trial.windows.append(joined(parts))
         mx.clear_cache()
@@ -301,17 +294,16 @@ def _ask(subject: Subject, reference: Reference, trials: list[Trial], haystack: 
     live = reference.fill(haystack.cached)
     for trial in trials:
         trial.keep(haystack.cached, live)
-    told = [_is_told(subject, copy.deepcopy(live), question) for question in haystack.questions]
-    reference.right.append(told)
+    reference.right.append([_answers(subject, copy.deepcopy(live), question) for question in haystack.questions])
     del live
     for trial in trials:
-        trial.right.append([_is_told(subject, trial.restore(), question) for question in haystack.questions])
+        trial.right.append([_answers(subject, trial.restore(), question) for question in haystack.questions])
         mx.clear_cache()
 
 
-def _is_told(subject: Subject, prompt_cache: list[Any], question: Question) -> bool:
+def _answers(subject: Subject, prompt_cache: list[Any], question: Question) -> bool:
     """Whether the first number in the greedy answer is the one that was hidden."""
-    said: list[int] = []
+    answer: list[int] = []
     number = None
     for token, _ in generate_step(
         mx.array(question.tokens), subject.model, max_tokens=ANSWER, prompt_cache=prompt_cache,
@@ -319,15 +311,15 @@ def _is_told(subject: Subject, prompt_cache: list[Any], question: Question) -> b
     ):  # fmt: skip
         if token in subject.tokenizer.eos_token_ids:
             break
-        said.append(token)
-        text = GROUPING.sub("", subject.tokenizer.decode(said))
+        answer.append(token)
+        text = GROUPING.sub("", subject.tokenizer.decode(answer))
         number = NUMBER.search(text)
         if number and number.end() < len(text.rstrip(",")):  # the number is over
             break
     return number is not None and number[0] == question.number
 
 
-# -- what came of it --------------------------------------------------------------------------------------------------
+# -- the facts --------------------------------------------------------------------------------------------------------
 
 
 def _facts(job: Job, reference: Reference, trials: list[Trial], text_tokens: int) -> Facts:
@@ -341,29 +333,31 @@ def _facts(job: Job, reference: Reference, trials: list[Trial], text_tokens: int
             "perplexity": _finite(_exp(mean_and_error(nll)[0])), "windows": [{"nll": _finite(value)} for value in nll],
             **_recall(reference.right, job),
         },
-        "codecs": [_of_codec(trial, nll, job) for trial in trials],
+        "codecs": [_codec_facts(trial, nll, job) for trial in trials],
     }  # fmt: skip
 
 
-def _of_codec(trial: Trial, reference_nll: list[float], job: Job) -> Facts:
+def _codec_facts(trial: Trial, reference_nll: list[float], job: Job) -> Facts:
     """One codec's numbers. Errors are standard errors over the windows; of perplexity, to first order."""
     nll, kl, same = ([float(column.mean()) for column in columns] for columns in zip(*trial.windows, strict=True))
-    log_ratio, log_error = mean_and_error([a - b for a, b in zip(nll, reference_nll, strict=True)])
     before, after = _exp(mean_and_error(reference_nll)[0]), _exp(mean_and_error(nll)[0])
+    log_ratio, log_error = mean_and_error([a - b for a, b in zip(nll, reference_nll, strict=True)])
+    kl_mean, kl_error = mean_and_error(kl)
+    top1, top1_error = mean_and_error(same)
     numbers = {
         "perplexity": after, "perplexity_difference": after - before,
         "perplexity_difference_error": None if log_error is None else after * log_error,
         "perplexity_ratio": _exp(log_ratio),
         "perplexity_ratio_error": None if log_error is None else _exp(log_ratio) * log_error,
-        **dict(zip(("kl_mean", "kl_error"), mean_and_error(kl), strict=True)),
+        "kl_mean": kl_mean, "kl_error": kl_error,
         "kl_p99": float(np.quantile(joined(trial.windows).kl, 0.99, method="higher")),
-        **dict(zip(("top1", "top1_error"), mean_and_error(same), strict=True)),
+        "top1": top1, "top1_error": top1_error,
     }  # fmt: skip
-    rows = zip(nll, kl, same, strict=True)
+    windows = zip(nll, kl, same, strict=True)
     return {
         "codec": trial.spec, "name": str(trial.codec), "spec": trial.codec.spec(), "identical": trial.identical,
         **_sizes(trial), **{name: _finite(value) for name, value in numbers.items()},
-        "windows": [{"nll": _finite(a), "kl": _finite(b), "top1": c} for a, b, c in rows],
+        "windows": [{"nll": _finite(a), "kl": _finite(b), "top1": c} for a, b, c in windows],
         **_recall(trial.right, job),
     }  # fmt: skip
 
@@ -389,13 +383,12 @@ def _sizes(trial: Trial) -> Facts:
 
 def _recall(right: list[list[bool]], job: Job) -> Facts:
     """How many of the hidden numbers were told, in all and by depth; `asked` is 0 without needles."""
-    counts = zip(job.haystack_depths, map(sum, zip(*right, strict=True)), strict=True)
-    by_depth = [{"depth": depth, "asked": len(right), "right": told} for depth, told in counts]
-    return {
-        "needles": {
-            "asked": len(right) * len(by_depth), "right": sum(of["right"] for of in by_depth), "by_depth": by_depth,
-        }
-    }  # fmt: skip
+    by_depth = [
+        {"depth": depth, "asked": len(right), "right": sum(column)}
+        for depth, column in zip(job.haystack_depths, zip(*right, strict=True), strict=True)
+    ]
+    told = sum(row["right"] for row in by_depth)
+    return {"needles": {"asked": len(right) * len(by_depth), "right": told, "by_depth": by_depth}}
 
 
 def _nbytes(prompt_cache: list[Any]) -> int:
@@ -411,5 +404,5 @@ def _exp(nats: float) -> float:
 
 
 def _finite(value: float | None) -> float | None:
-    """JSON has no word for infinity or NaN, which a codec that breaks a model gives."""
+    """None for infinity and NaN, which a codec that breaks a model gives and JSON doesn't have."""
     return value if value is not None and math.isfinite(value) else None

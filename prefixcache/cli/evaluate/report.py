@@ -6,7 +6,7 @@ All are made from the facts that `--json` prints; nothing is computed here but w
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from itertools import cycle
 from typing import Any
 
 from rich.table import Table
@@ -37,14 +37,10 @@ def signed(value: float | None, error: float | None = None) -> str:
     return f"{'+' if value is not None and value > 0 else ''}{number(value, error)}"
 
 
-def _told(facts: Facts) -> str:
-    return f"{facts['needles']['right']}/{facts['needles']['asked']}"
-
-
 def main_grid(facts: Facts) -> Grid:
     """The live cache and every codec, one row each."""
     headings = ["codec", "bits\na value", "stored\na token", "perplexity", "change"]
-    headings += ["KL,\nnats", "KL,\n99 %", "same top\ntoken", *(["numbers\ntold"] if facts["depths"] else [])]
+    headings += ["KL,\nnats", "KL,\n99 %", "same top\ntoken"]
     first = facts["codecs"][0]
     live = 8 * first["live_bytes_per_token"] / first["values_per_token"] if first["values_per_token"] else None
     rows = [[LIVE, _bits(live), NONE, number(facts["reference"]["perplexity"]), NONE, NONE, NONE, NONE]]
@@ -56,7 +52,9 @@ def main_grid(facts: Facts) -> Grid:
             number(c["kl_p99"]), f"{100 * c['top1']:.1f} %",
         ])  # fmt: skip
     if facts["depths"]:
-        rows = [[*row, _told(of)] for row, of in zip(rows, (facts["reference"], *facts["codecs"]), strict=True)]
+        headings.append("numbers\ntold")
+        for row, needles in zip(rows, _needles(facts).values(), strict=True):
+            row.append(_share(needles))
     return Grid(headings, rows)
 
 
@@ -64,12 +62,18 @@ def _bits(value: float | None) -> str:
     return NONE if value is None else f"{value:.2f}"
 
 
+def _needles(facts: Facts) -> dict[str, Facts]:
+    """How many of the hidden numbers were told, by the live cache and by each codec."""
+    return {LIVE: facts["reference"]["needles"], **{c["codec"]: c["needles"] for c in facts["codecs"]}}
+
+
+def _share(needles: Facts) -> str:
+    return f"{needles['right']}/{needles['asked']}"
+
+
 def depth_grid(facts: Facts) -> Grid:
     """How many of the hidden numbers were told, by depth."""
-    rows = [
-        [name, *(f"{at['right']}/{at['asked']}" for at in of["needles"]["by_depth"])]
-        for name, of in ((LIVE, facts["reference"]), *((c["codec"], c) for c in facts["codecs"]))
-    ]
+    rows = [[name, *map(_share, needles["by_depth"])] for name, needles in _needles(facts).items()]
     return Grid(["numbers told, by depth", *(f"{depth:.0%}" for depth in facts["depths"])], rows)
 
 
@@ -99,10 +103,11 @@ def notes(facts: Facts) -> list[str]:
                 f"Control: with raw, logits differ from the live cache's (KL {number(codec['kl_mean'])} nats): on this "
                 "device the same rows don't always give the same sums. Smaller differences than this mean nothing."
             )
-        if codec["raw_layers"]:
-            lines.append(
-                f"{codec['codec']}: keys or values of {_layers(codec['raw_layers'], codec['layers'])} are kept raw."
-            )
+        if raw := codec["raw_layers"]:
+            layers = f"{many(len(raw), 'layer')} ({', '.join(map(str, raw[:8]))}{', ...' if len(raw) > 8 else ''})"
+            if len(raw) == codec["layers"]:
+                layers = "every layer"
+            lines.append(f"{codec['codec']}: keys or values of {layers} are kept raw.")
     if facts.get("float32"):
         lines.append("The weights were cast to float32, and with them the live cache.")
     lines.append(
@@ -110,11 +115,6 @@ def notes(facts: Facts) -> list[str]:
         f"mlx-lm {versions['mlx-lm']}, seed {job['seed']}."
     )
     return lines
-
-
-def _layers(raw: Sequence[int], of: int) -> str:
-    few = ", ".join(map(str, raw[:8])) + (", ..." if len(raw) > 8 else "")
-    return "every layer" if len(raw) == of else f"{many(len(raw), 'layer')} ({few})"
 
 
 def screen(facts: Facts) -> list[Table | Text]:
@@ -141,21 +141,21 @@ def family(spec: Facts) -> str:
 
 def divergence(axes: Any, facts: Facts) -> None:
     """KL against bits a value, for `output.draw`."""
-    shown = sorted(
+    codecs = sorted(
         (c for c in facts["codecs"] if c["kl_mean"] and c["bits_per_value"]), key=lambda c: c["bits_per_value"]
     )
-    families = sorted({family(c["spec"]) for c in shown})
-    for i, name in enumerate(families):
-        codecs = [c for c in shown if family(c["spec"]) == name]
-        (colour, marker), apart = LOOKS[i % len(LOOKS)], name.endswith("apart")
+    names = sorted({family(c["spec"]) for c in codecs})
+    for name, (colour, marker) in zip(names, cycle(LOOKS), strict=False):
+        line = [c for c in codecs if family(c["spec"]) == name]
+        apart = name.endswith("apart")
         axes.errorbar(
-            [c["bits_per_value"] for c in codecs], [c["kl_mean"] for c in codecs], [c["kl_error"] or 0 for c in codecs],
+            [c["bits_per_value"] for c in line], [c["kl_mean"] for c in line], [c["kl_error"] or 0 for c in line],
             color=colour, marker=marker, linestyle="none" if apart else "-", label=name, capsize=2,
         )  # fmt: skip
-        for c in codecs if apart else ():
+        for c in line if apart else ():
             label, at = f"k{c['spec']['key_bits']} v{c['spec']['value_bits']}", (c["bits_per_value"], c["kl_mean"])
             axes.annotate(label, at, xytext=(5, 4), textcoords="offset points", fontsize=7)
-    if shown:
+    if codecs:
         axes.set_yscale("log")  # where 0 has no place
     axes.set(
         xlabel="bits a value, scales included", ylabel="KL(live cache || codec), nats a token",

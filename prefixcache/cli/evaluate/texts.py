@@ -1,7 +1,7 @@
 """What `prefixcache evaluate` reads: windows of a text, and haystacks, which are texts with numbers hidden in them.
 
-The default text is `pydoc_data.topics`, the Python reference that every interpreter carries for `help()`. All of it is
-tokens when it leaves here; no model and no cache is known.
+The default text is `pydoc_data.topics`, the Python reference that every interpreter carries for `help()`. What leaves here
+is tokens; no model and no cache is known.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def cut(tokenizer: Any, ids: list[int], prefix: int, tokens: int, windows: int) 
 
     Each begins with the token that the tokenizer puts at the beginning of a text, if it has one.
     """
-    opening = _opening(tokenizer)
+    opening = _first_token(tokenizer)
     length = prefix - len(opening) + tokens + 1
     needed = (windows + 1) * length
     if not ids:
@@ -83,7 +83,7 @@ def cut(tokenizer: Any, ids: list[int], prefix: int, tokens: int, windows: int) 
     return pieces[0][:prefix], [Window(p[:prefix], p[prefix:-1], p[prefix + 1 :]) for p in pieces[1:]]
 
 
-def _opening(tokenizer: Any) -> list[int]:
+def _first_token(tokenizer: Any) -> list[int]:
     first = getattr(tokenizer, "bos_token_id", None)
     return [first] if first is not None and tokenizer.encode("a")[:1] == [first] else []
 
@@ -98,13 +98,13 @@ def haystacks(
 ) -> list[Haystack]:
     """`count` prompts of at most `prefix` cached tokens: text from `count` places, a number hidden at each depth."""
     chance = random.Random(seed)
-    made = []
+    prompts = []
     for i in range(count):
         start = (2 * i + 1) * max(len(ids) - prefix, 0) // (2 * count)
         names = chance.sample(NAMES, len(depths))
         numbers = [str(chance.randrange(10 ** (DIGITS - 1), 10**DIGITS)) for _ in depths]
-        made.append(_haystack(tokenizer, ids[start : start + prefix], prefix, names, numbers, depths))
-    return made
+        prompts.append(_haystack(tokenizer, ids[start : start + prefix], prefix, names, numbers, depths))
+    return prompts
 
 
 def _haystack(
@@ -114,15 +114,15 @@ def _haystack(
     only when the prompt is made.
     """
     needles = [f"The secret number of {name} is {number}." for name, number in zip(names, numbers, strict=True)]
-    asked = [f"What is the secret number of {name}?" for name in names]
+    questions = [f"What is the secret number of {name}?" for name in names]
     length = len(ids)
     while length > 0:
         text = hide(tokenizer.decode(ids[:length]), needles, depths)
-        prompts = [_prompt(tokenizer, text, question) for question in (*asked, OTHER)]
-        cached = _shared(prompts)
+        prompts = [_prompt(tokenizer, text, question) for question in (*questions, OTHER)]
+        cached = _shared_length(prompts)
         if cached <= prefix:
-            questions = [Question(p[cached:], n) for p, n in zip(prompts[:-1], numbers, strict=True)]
-            return Haystack(prompts[0][:cached], questions)
+            answers = zip(prompts[:-1], numbers, strict=True)
+            return Haystack(prompts[0][:cached], [Question(prompt[cached:], number) for prompt, number in answers])
         length -= cached - prefix
     raise Refused(
         f"--prefix {prefix}: no room for {len(depths)} numbers in a prompt; give a longer --prefix, fewer --depths, or "
@@ -138,8 +138,8 @@ def hide(text: str, needles: Sequence[str], depths: Sequence[float]) -> str:
         if place == 0:
             text = f"{needle}\n{text}"
             continue
-        found = [text.find(mark, place, place + NEAR) for mark in "\n "]
-        place = next((at for at in found if at >= 0), place)
+        ends = [text.find(mark, place, place + NEAR) for mark in "\n "]
+        place = next((end for end in ends if end >= 0), place)
         text = f"{text[:place]}\n{needle}\n{text[place:].removeprefix(chr(10))}"
     return text
 
@@ -151,6 +151,6 @@ def _prompt(tokenizer: Any, text: str, question: str) -> list[int]:
     return list(tokenizer.encode(f"{text}\n\nQuestion: {question}\nAnswer:"))
 
 
-def _shared(prompts: Sequence[list[int]]) -> int:
+def _shared_length(prompts: Sequence[list[int]]) -> int:
     """How many leading tokens all have. They differ before their ends, or the question would make no difference."""
     return next(i for i, column in enumerate(zip(*prompts, strict=False)) if len(set(column)) > 1)

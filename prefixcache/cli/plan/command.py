@@ -1,5 +1,5 @@
-"""`prefixcache plan`: how much RAM and SSD a server needs, before they are bought. What is asked is read and checked here;
-the simulations are `prefixcache.planning`'s, and how the results look is `text`'s and `report`'s.
+"""`prefixcache plan`: how much RAM and SSD a server needs, before they are bought. This module checks the options and starts
+the simulations of `prefixcache.planning`; `facts` makes the JSON object of their results, `text` and `report` show it.
 
 MLX and mlx-lm are imported when the command runs, so that asking for help stays quick.
 """
@@ -10,7 +10,6 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args
 
@@ -28,13 +27,14 @@ if TYPE_CHECKING:
     from prefixcache.planning.sizes import Sizes
 
 CODECS = ("raw", "affine:4", "turboquant:4", "turboquant:4:3", "turboquant:3")
-USUAL = "turboquant:4"  # as `Settings` has it
-LEAST, MOST = 1e-6, 1e12  # of a rate or a price
-WORTH = 500_000  # ids to simulate, in all, from which processes of their own are worth their beginning
+DEFAULT_CODEC = "turboquant:4"  # as `Settings` has it
+SMALLEST, LARGEST = 1e-6, 1e12  # of a rate or a price
+PARALLEL_IDS = 500_000  # ids to simulate, in all, from which processes of their own are worth their start
 POLICIES, ADMISSIONS = (get_args(Settings.model_fields[name].annotation) for name in ("policy", "ssd_admission"))
+SHAPE_NAMES = ", ".join(sorted(SHAPES))
 
 Facts = dict[str, Any]
-Texts = list[str] | None  # of an option that may be given again, or with commas
+Values = list[str] | None  # of an option that may be given again, or with commas
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class Assumed:
     ssd_price: float
 
 
-class _Wanted(NamedTuple):
-    """What is to be simulated; empty sizes: a ladder that the trace's own bytes give."""
+class Simulation(NamedTuple):
+    """What is to be simulated; where no sizes are given, the trace's own bytes give some."""
 
     trace: Path
     block: int | None
-    first: int | None
+    limit: int | None
     rams: list[int]
     ssds: list[int]
     policies: list[str]
@@ -66,8 +66,8 @@ def plan(
         str | None,
         typer.Option(
             metavar="MODEL",
-            help="What serve takes, the model's folder or its name on Hugging Face if it was downloaded; or a config.json, "
-            f"or one of {', '.join(sorted(SHAPES))}.",
+            help="The model's folder, its name on Hugging Face if it was downloaded, a config.json, or one of "
+            f"{SHAPE_NAMES}.",
         ),
     ] = None,
     trace: Annotated[
@@ -75,208 +75,211 @@ def plan(
         typer.Option(metavar="FILE", help="Requests: Mooncake's JSONL or a server's recording, plain or gzip."),
     ] = None,
     codec: Annotated[
-        Texts,
-        typer.Option(metavar="SPEC", help=f"Such as turboquant:4:3; several. With a trace the first, else {USUAL}."),
+        Values,
+        typer.Option(
+            metavar="SPEC", help=f"Such as turboquant:4:3. A trace is run with the first, else {DEFAULT_CODEC}."
+        ),
     ] = None,
     ram: Annotated[
-        Texts,
-        typer.Option(metavar="SIZES", help="RAM, such as 8GB,16GB; 0: SSD only. Else from a 256th of all up to it."),
+        Values,
+        typer.Option(
+            metavar="SIZES",
+            help="Such as 8GB,16GB; 0: SSD only. Else from a 256th of all state up to all.",
+        ),
     ] = None,
     ssd: Annotated[
-        Texts, typer.Option(metavar="SIZES", help="SSD, such as 0,100GB. Else none, a quarter of all, all.")
+        Values,
+        typer.Option(metavar="SIZES", help="Such as 0,100GB. Else 0, a quarter of all state, and all."),
     ] = None,
-    policy: Annotated[Texts, typer.Option(metavar="NAMES", help=f"Of eviction: {', '.join(POLICIES)}.")] = None,
+    policy: Annotated[Values, typer.Option(metavar="NAMES", help=f"Eviction policies: {', '.join(POLICIES)}.")] = None,
     ssd_admission: Annotated[
-        Texts, typer.Option(metavar="NAMES", help=f"What the SSD is given: {', '.join(ADMISSIONS)}.")
+        Values, typer.Option(metavar="NAMES", help=f"When an image is written to the SSD: {', '.join(ADMISSIONS)}.")
     ] = None,
     block: Annotated[int | None, typer.Option(min=1, help="Tokens that an id of the trace stands for.")] = None,
     first: Annotated[int | None, typer.Option(min=1, metavar="N", help="Only the trace's first N requests.")] = None,
     prefill_rate: Annotated[float, typer.Option(metavar="TOKENS", help="Tokens that the model reads a second.")] = 1000,
     ssd_rate: Annotated[
-        Texts, typer.Option(metavar="SIZES", help="That the SSD reads a second, such as 1GB,3GB. Else 3GB.")
+        Values, typer.Option(metavar="SIZES", help="Bytes that the SSD reads a second, such as 1GB,3GB. Else 3GB.")
     ] = None,
-    decode_rate: Annotated[str, typer.Option(metavar="SIZE", help="Of images that are decoded a second.")] = "10GB",
-    tbw: Annotated[str, typer.Option(metavar="SIZE", help="That the SSD may be written, by its maker.")] = "600TB",
-    ram_price: Annotated[float, typer.Option(help="Of a GB of RAM. Only the ratio of the two prices matters.")] = 25.0,
-    ssd_price: Annotated[float, typer.Option(help="Of a GB of SSD.")] = 0.4,
+    decode_rate: Annotated[
+        str, typer.Option(metavar="SIZE", help="Bytes of images that are decoded a second.")
+    ] = "10GB",
+    tbw: Annotated[str, typer.Option(metavar="SIZE", help="Bytes that the SSD is rated to be written.")] = "600TB",
+    ram_price: Annotated[
+        float, typer.Option(help="Price of a GB of RAM; only the ratio of the two prices matters.")
+    ] = 25.0,
+    ssd_price: Annotated[float, typer.Option(help="Price of a GB of SSD.")] = 0.4,
     as_json: Annotated[bool, typer.Option("--json", help="All numbers as one JSON object.")] = False,
     plot: Annotated[
         Path | None, typer.Option(metavar="OUT", help="Draw it: OUT.png, OUT.svg, or both without a suffix.")
     ] = None,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a report: one page, complete.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a report, one HTML page.")] = None,
 ) -> None:
     """Tell how much RAM and SSD a server needs, before they are bought.
 
-    Of a model alone: what tokens and prompts take with each codec, and how many
-    a Mac could keep. With a trace: what each size of RAM and SSD would hit, by
-    the cache's own code on sizes in place of bytes; the prefill and the waiting
-    that it saves, what it writes, and which size pays. Prices, rates and the
-    SSD's rated writes are examples until you give your own.
+    Of a model alone: what tokens and prompts take with each codec, and how many a
+    Mac could keep. With a trace, the cache's own code runs on sizes in place of
+    bytes: what each size of RAM and SSD would hit, save and write, and which pays.
+    Prices, rates and the SSD's rated writes are examples until you give your own.
 
-    Files are written whole or not at all; one that is there is replaced only if
-    this command wrote it. docs/planning.md says how to read the numbers.
+    A file that is there is replaced only if prefixcache wrote it.
+    docs/planning.md says how to read the numbers.
 
     Exit code: 0 planned, 2 it could not be, 130 stopped by Ctrl-C.
     """
     try:
         with refusing((ValueError, RuntimeError)):
-            pictures = output.pictures("--plot", plot) if plot is not None else []
+            pictures = output.pictures("--plot", plot)
             if html is not None:
                 output.check("--html", html)
             if model is None:
-                raise Refused(f"--model is missing: give a model's folder, its name on Hugging Face, or {_shapes()}")
+                raise Refused(
+                    f"--model is missing: give a model's folder, its name on Hugging Face, or one of {SHAPE_NAMES}"
+                )
             assumed = Assumed(
                 _positive("--prefill-rate", prefill_rate),
                 sorted({_rate("--ssd-rate", text) for text in _listed(ssd_rate) or ["3GB"]}),
                 _rate("--decode-rate", decode_rate), _rate("--tbw", tbw, "no SSD could be written at all"),
                 _positive("--ram-price", ram_price, or_zero=True), _positive("--ssd-price", ssd_price, or_zero=True),
             )  # fmt: skip
-            wanted = None if trace is None else _Wanted(
+            simulation = None if trace is None else Simulation(
                 trace, block, first, _sizes("--ram", ram), _sizes("--ssd", ssd),
                 _names("--policy", policy, POLICIES), _names("--ssd-admission", ssd_admission, ADMISSIONS),
             )  # fmt: skip
-            if wanted and wanted.rams == wanted.ssds == [0]:
+            if simulation and simulation.rams == simulation.ssds == [0]:
                 raise Refused("--ram 0 with --ssd 0: nothing could be kept; give at least one of them a size")
             with _quiet_log():
-                facts = _plan(model, _listed(codec), wanted, assumed)
+                facts = _plan(model, _listed(codec), simulation, assumed)
     except KeyboardInterrupt:
         complain("plan: stopped by SIGINT")
         raise typer.Exit(130) from None
     if as_json:
         print_json(facts)
     else:
-        out = console()
-        for part in screen(facts):
-            out.print(part)
+        console().print(*screen(facts), sep="\n")
     with refusing():  # after the numbers: they took minutes
         _write(facts, html, pictures)
 
 
-# -- what was asked ---------------------------------------------------------------------------------------------------
+# -- the options ------------------------------------------------------------------------------------------------------
 
 
-def _shapes() -> str:
-    return f"one of {', '.join(sorted(SHAPES))}"
+def _listed(values: Values) -> list[str]:
+    """The values of an option that is given again, or with commas, each once."""
+    return list(dict.fromkeys(part.strip() for text in values or () for part in text.split(",")))
 
 
-def _listed(given: Texts) -> list[str]:
-    """Options that are given again, or with commas, each once."""
-    return list(dict.fromkeys(part.strip() for text in given or () for part in text.split(",")))
+def _sizes(option: str, values: Values) -> list[int]:
+    return sorted({parse_size(text, option) for text in _listed(values)})
 
 
-def _sizes(option: str, given: Texts) -> list[int]:
-    return sorted({parse_size(text, option) for text in _listed(given)})
-
-
-def _names(option: str, given: Texts, known: Sequence[str]) -> list[str]:
-    for name in _listed(given):
+def _names(option: str, values: Values, known: Sequence[str]) -> list[str]:
+    for name in _listed(values):
         if name not in known:
             raise Refused(f"{option} {name!r}: none of those there are; write {', '.join(known)}")
-    return _listed(given) or [known[0]]
+    return _listed(values) or [known[0]]
 
 
-def _rate(option: str, text: str, what: str = "nothing would ever arrive") -> int:
+def _rate(option: str, text: str, problem: str = "nothing would ever arrive") -> int:
     nbytes = parse_size(text.removesuffix("/s"), option)
     if not nbytes:
-        raise Refused(f"{option} {text}: {what}; give a size, such as 2GB")
+        raise Refused(f"{option} {text}: {problem}; give a size, such as 2GB")
     return nbytes
 
 
 def _positive(option: str, value: float, *, or_zero: bool = False) -> float:
-    if not (LEAST <= value <= MOST or (value == 0 and or_zero)):  # refuses a NaN too
+    if not (SMALLEST <= value <= LARGEST or (value == 0 and or_zero)):  # refuses a NaN too
         zero = "0, or " if or_zero else ""
-        raise Refused(f"{option} {value:g}: not possible; give {zero}a number from {LEAST:g} to {MOST:g}")
+        raise Refused(f"{option} {value:g}: not possible; give {zero}a number from {SMALLEST:g} to {LARGEST:g}")
     return value
 
 
 def _model(name: str) -> ModelState:
+    """The model of a path, of a known shape, or of a Hugging Face name that was downloaded; the network is not asked."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
     from prefixcache.planning.model import ModelState
 
     if name and Path(name).expanduser().exists():
         return ModelState.read(name)
     if name.lower() in SHAPES:
         return ModelState.of(SHAPES[name.lower()], name.lower())
-    return ModelState.read(_in_the_hubs_cache(name))
-
-
-def _in_the_hubs_cache(name: str) -> str:
-    """The config.json of a Hugging Face name that was downloaded before; the network is not asked."""
-    from huggingface_hub import constants, try_to_load_from_cache
-
     try:
-        found = try_to_load_from_cache(name, "config.json", cache_dir=constants.HF_HUB_CACHE)
-    except ValueError:  # none of their names
-        found = None
-    if not isinstance(found, str):
+        config = try_to_load_from_cache(name, "config.json", cache_dir=constants.HF_HUB_CACHE)
+    except ValueError:  # no valid repository's name
+        config = None
+    if not isinstance(config, str):
         raise Refused(
             f"--model {name!r}: no such file or folder, and the Hugging Face cache in {constants.HF_HUB_CACHE} has no such "
-            f"model; give a config.json, a folder that has one, the name of a model that was downloaded, or {_shapes()}"
+            "model; give a config.json, a folder that has one, the name of a model that was downloaded, or one of "
+            f"{SHAPE_NAMES}"
         )
-    return found
+    return ModelState.read(config)
 
 
 # -- the work ---------------------------------------------------------------------------------------------------------
 
 
-def _plan(model: str, names: list[str], wanted: _Wanted | None, assumed: Assumed) -> Facts:
+def _plan(model: str, specs: list[str], simulation: Simulation | None, assumed: Assumed) -> Facts:
     from prefixcache import __version__
-    from prefixcache.cli.plan import facts as plan_facts
+    from prefixcache.cli.plan.facts import codec_facts, mac_facts, model_facts
     from prefixcache.codecs.choice import as_codec
     from prefixcache.planning.sizes import Sizes
 
-    codecs = {name: codec for name in names or CODECS if (codec := as_codec(name)) is not None}
+    codecs = {spec: codec for spec in specs or CODECS if (codec := as_codec(spec)) is not None}
     state = _model(model)
-    sizes = {name: Sizes(state, codec) for name, codec in codecs.items()}
+    sizes = {spec: Sizes(state, codec) for spec, codec in codecs.items()}
     facts: Facts = {
-        "prefixcache": __version__, "model": plan_facts.of_model(state),
-        "codecs": [plan_facts.of_codec(*named) for named in sizes.items()], "macs": plan_facts.of_macs(state, sizes),
+        "prefixcache": __version__, "model": model_facts(state),
+        "codecs": [codec_facts(spec, of) for spec, of in sizes.items()], "macs": mac_facts(state, sizes),
         "trace": None, "codec": None, "assumed": asdict(assumed), "sizes": None,
     }  # fmt: skip
-    if wanted is not None:
-        facts["codec"] = names[0] if names else USUAL
-        facts["trace"], facts["sizes"] = _simulate(state, sizes[facts["codec"]], wanted, assumed)
+    if simulation is not None:
+        spec = specs[0] if specs else DEFAULT_CODEC
+        facts["codec"] = spec
+        facts["trace"], facts["sizes"] = _simulate(state, sizes[spec], simulation, assumed)
     return facts
 
 
-def _simulate(state: ModelState, sizes: Sizes, wanted: _Wanted, assumed: Assumed) -> tuple[Facts, Facts]:
-    """An endless cache first: its bytes are the ladder's top, and its hits are what is possible."""
-    from prefixcache.cli.plan import facts as plan_facts
+def _simulate(state: ModelState, sizes: Sizes, simulation: Simulation, assumed: Assumed) -> tuple[Facts, Facts]:
+    """Facts of the trace and of the sizes. An endless cache is simulated first: its bytes are the largest size that is worth
+    a try, and its hits are what is possible.
+    """
+    from prefixcache.cli.plan.facts import capacities, grid, outcome_facts, ram_ladder, ssd_ladder, trace_facts
     from prefixcache.planning.bound import best_at
-    from prefixcache.planning.sweep import ENDLESS, Cell, Workload, enough, sweep
+    from prefixcache.planning.sweep import ENDLESS, Cell, Workload, sufficient_ram, sweep
     from prefixcache.trace.reading import Trace, summary
 
-    requests = Trace(wanted.trace, wanted.block, limit=wanted.first)
-    known = summary(requests)
-    lines = known.requests + known.stores
-    workload = Workload(wanted.trace, state, sizes.codec, requests.block, wanted.first, requests=lines)
+    trace = Trace(simulation.trace, simulation.block, limit=simulation.limit)
+    totals = summary(trace)
+    lines = totals.requests + totals.stores
+    workload = Workload(simulation.trace, state, sizes.codec, trace.block, simulation.limit, requests=lines)
     with bar("an endless cache") as show:
         (endless,) = sweep(workload, [Cell(ENDLESS)], processes=1, progress=show)
-    most = enough(endless)
-    rams = wanted.rams or plan_facts.ram_ladder(most)[:: 2 if wanted.ssds else 1]
-    ssds = wanted.ssds or [0, *plan_facts.ssd_ladder(most)]
-    cells = plan_facts.grid(rams, ssds, wanted.policies, wanted.admissions)
-    processes = 1 if known.ids * len(cells) < WORTH else None
+    most = sufficient_ram(endless)
+    rams = simulation.rams or ram_ladder(most)[:: 2 if simulation.ssds else 1]
+    ssds = simulation.ssds or [0, *ssd_ladder(most)]
+    cells = grid(rams, ssds, simulation.policies, simulation.admissions)
+    processes = 1 if totals.ids * len(cells) < PARALLEL_IDS else None
     with bar("sizes") as show:
         outcomes = sweep(workload, cells, known={Cell(ENDLESS): endless}, most=most, processes=processes, progress=show)
-    bounds = best_at(requests, plan_facts.capacities(cells, sizes.bytes_per_token, requests.block))
-    told = plan_facts.of_trace(requests, known, endless.asked, state.context)
-    facts = plan_facts.of_outcomes(outcomes, bounds, endless, sizes.bytes_per_token, assumed)
-    if (best := facts["recommendation"]) is not None:
-        ram = plan_facts.ram_taken(facts["cells"][best["cell"]]["ram"])
-        best["machine"] = plan_facts.of_machine(state, sizes, ram, known.longest)
-    return told, facts
+    bounds = best_at(trace, capacities(cells, sizes.bytes_per_token, trace.block))
+    return (
+        trace_facts(trace, totals, endless.asked, state.context),
+        outcome_facts(outcomes, bounds, endless, state, sizes, totals.longest, assumed),
+    )
 
 
 @contextmanager
 def _quiet_log() -> Iterator[None]:
     """What the log says of simulated tiers is told in the notes, once."""
     log = logging.getLogger("prefixcache")
-    before = log.level
+    level = log.level
     log.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        log.setLevel(before)
+        log.setLevel(level)
 
 
 def _write(facts: Facts, html: Path | None, pictures: list[Path]) -> None:
@@ -284,4 +287,5 @@ def _write(facts: Facts, html: Path | None, pictures: list[Path]) -> None:
 
     if html is not None:
         output.write("--html", html, page(facts).encode())
-    output.write_pictures("--plot", pictures, partial(picture, facts))
+    for file in pictures:
+        output.write("--plot", file, picture(facts, file.suffix))

@@ -1,6 +1,6 @@
-"""What `prefixcache plan` tells, as the object that `--json` prints: of a model, of a trace, of each size tried, advice.
+"""The facts of `prefixcache plan`, the object that `--json` prints: of a model, of a trace, of each size tried, the advice.
 
-Numbers only: sizes in bytes, times in seconds, shares from 0 to 1. How they look is for `text` and `report` to say.
+Numbers only: sizes in bytes, times in seconds, shares from 0 to 1. How they look, `text` and `report` say.
 """
 
 from __future__ import annotations
@@ -26,10 +26,13 @@ if TYPE_CHECKING:
     from prefixcache.cli.plan.command import Assumed
 
 PROMPTS = (8_192, 32_768, 131_072)  # tokens
-MACS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 512)  # GiB
+MEMORIES = tuple(gib << 30 for gib in (16, 24, 32, 48, 64, 96, 128, 192, 256, 512))
+MACS = {
+    memory: memory * 3 // 4 if memory >= 36 << 30 else memory * 2 // 3 for memory in MEMORIES
+}  # what the GPU may have
 WEIGHT_BITS = 4.5  # of a weight quantised to 4 bits in groups of 64, scale and bias included
 TARGETS = (0.5, 0.75, 0.9, 0.95, 0.99)  # shares of what is possible for which the cheapest size is told
-RAM_SHARES = (256, 128, 64, 32, 16, 4, 1)  # parts of what is enough; small ones tell more, and cost less
+RAM_SHARES = (256, 128, 64, 32, 16, 4, 1)  # parts of what is sufficient; small ones tell more, and cost less
 SSD_SHARES = (4, 1)
 
 Facts = dict[str, Any]
@@ -38,15 +41,15 @@ Facts = dict[str, Any]
 # -- the model --------------------------------------------------------------------------------------------------------
 
 
-def of_model(state: ModelState) -> Facts:
+def model_facts(state: ModelState) -> Facts:
     return {
-        **{name: getattr(state, name) for name in ("name", "model_type", "dtype", "parameters")},
+        "name": state.name, "model_type": state.model_type, "dtype": state.dtype, "parameters": state.parameters,
         "weights_at_4_bits": _weights(state), "context": state.context,
         "layers": [{**layer._asdict(), "window": layer.window and layer.window.size} for layer in state.layers],
     }  # fmt: skip
 
 
-def of_codec(name: str, sizes: Sizes) -> Facts:
+def codec_facts(name: str, sizes: Sizes) -> Facts:
     """What a model's state takes with a codec. `windows` and `snapshot` are a boundary's, beside the tokens' own bytes."""
     return {
         "codec": name, "spec": sizes.codec.spec(), "live_bytes_per_token": sizes.raw_bytes_per_token,
@@ -58,31 +61,26 @@ def of_codec(name: str, sizes: Sizes) -> Facts:
     }  # fmt: skip
 
 
-def of_macs(state: ModelState, codecs: dict[str, Sizes]) -> list[Facts]:
-    """What Macs could keep beside the model's weights at 4 bits. `gpu` is what macOS lets the GPU have, `auto` what the
-    setting `ram="auto"` takes of it; nothing where the weights leave no room for that.
+def mac_facts(state: ModelState, codecs: dict[str, Sizes]) -> list[Facts]:
+    """What Macs could keep beside the model's weights at 4 bits. `auto` is what the setting `ram="auto"` takes, 0 where the
+    weights leave no room for that.
     """
-    rows, weights = [], _weights(state)
-    for memory, gpu in ((memory << 30, _gpu(memory)) for memory in MACS):
+    macs, weights = [], _weights(state)
+    for memory, gpu in MACS.items():
         room, auto = max(gpu - weights, 0), ram_auto(gpu, weights)
         tokens = [{"codec": name, "tokens": int(room / of.ram_bytes_per_token)} for name, of in codecs.items()]
-        rows.append({"memory": memory, "gpu": gpu, "room": room, "auto": auto if auto <= room else 0, "tokens": tokens})
-    return rows
+        macs.append({"memory": memory, "gpu": gpu, "room": room, "auto": auto if auto <= room else 0, "tokens": tokens})
+    return macs
 
 
-def of_machine(state: ModelState, sizes: Sizes, ram: int, longest: int) -> Facts:
-    """The smallest Mac whose GPU may have the model's weights at 4 bits, a cache of `ram` bytes and one live prompt: of the
-    `longest` tokens, or of the model's context where that is less. `memory` and `gpu` are None where no Mac has so much.
+def _machine_facts(state: ModelState, sizes: Sizes, ram: int, longest: int) -> Facts:
+    """The smallest Mac whose GPU has room for the model's weights at 4 bits, a cache of `ram` bytes and one live prompt: of
+    the `longest` tokens, or of the model's context where that is less. `memory` and `gpu` are None where no Mac has.
     """
     tokens = min(longest, state.context or longest)
     weights, live = _weights(state), sizes.live_bytes(tokens)
-    memory, gpu = next(((m << 30, _gpu(m)) for m in MACS if _gpu(m) >= weights + live + ram), (None, None))
+    memory, gpu = next((mac for mac in MACS.items() if mac[1] >= weights + live + ram), (None, None))
     return {"memory": memory, "gpu": gpu, "weights": weights, "live_tokens": tokens, "live": live, "ram": ram}
-
-
-def _gpu(memory: int) -> int:
-    """Bytes that macOS lets the GPU of a Mac with so many GiB have."""
-    return (memory << 30) * 3 // 4 if memory >= 36 else (memory << 30) * 2 // 3
 
 
 def _weights(state: ModelState) -> int:
@@ -92,13 +90,13 @@ def _weights(state: ModelState) -> int:
 # -- the trace and the sizes to try -----------------------------------------------------------------------------------
 
 
-def of_trace(trace: Trace, summary: Summary, prompts: np.ndarray, context: int | None) -> Facts:
+def trace_facts(trace: Trace, totals: Summary, prompts: np.ndarray, context: int | None) -> Facts:
     """After a pass; `prompts` are the tokens of each, which the model's `context` may be too short for."""
-    told = {name: getattr(summary, name) for name in ("requests", "stores", "tokens", "mean_tokens", "longest")}
     return {
-        "file": str(trace.path), "block": trace.block, "limit": trace.limit, **told,
-        "beyond_context": int((prompts > context).sum()) if context is not None else 0, "ids": summary.ids,
-        "blocks": summary.blocks, "blocks_exact": summary.exact, "seconds": summary.seconds, "torn": trace.torn,
+        "file": str(trace.path), "block": trace.block, "limit": trace.limit, "requests": totals.requests,
+        "stores": totals.stores, "tokens": totals.tokens, "mean_tokens": totals.mean_tokens, "longest": totals.longest,
+        "beyond_context": int((prompts > context).sum()) if context is not None else 0, "ids": totals.ids,
+        "blocks": totals.blocks, "blocks_exact": totals.exact, "seconds": totals.seconds, "torn": trace.torn,
         "backwards": trace.backwards,
     }  # fmt: skip
 
@@ -113,7 +111,7 @@ def step_up(nbytes: float) -> int:
 
 
 def ram_ladder(most: int) -> list[int]:
-    """From a 256th of what is enough for `most` bytes up to that."""
+    """From a 256th of `most` bytes, rounded up, to all of them."""
     return [max(step_up(most) // share, 1) for share in RAM_SHARES]
 
 
@@ -122,83 +120,79 @@ def ssd_ladder(most: int) -> list[int]:
 
 
 def grid(rams: Sequence[int], ssds: Sequence[int], policies: Sequence[str], admissions: Sequence[str]) -> list[Cell]:
-    """All of each with all of the others, but nothing at all. What the SSD is given makes no difference without one."""
-    cells = [Cell(*of) for of in product(rams, ssds, policies, admissions) if of[0] or of[1]]
+    """Each with each, without the cell that has neither RAM nor SSD. Without an SSD all admissions are one."""
+    cells = [Cell(*sizes) for sizes in product(rams, ssds, policies, admissions) if sizes[0] or sizes[1]]
     return list(dict.fromkeys(c if c.ssd else c._replace(admission=admissions[0]) for c in cells))
 
 
 def capacities(cells: Sequence[Cell], bytes_per_token: float, block: int) -> list[int]:
     """How many of a trace's blocks RAM and SSD of each size have room for."""
-    return [int((ram_taken(cell.ram) + cell.ssd) / (bytes_per_token * block)) for cell in cells]
+    return [int((_ram_taken(cell.ram) + cell.ssd) / (bytes_per_token * block)) for cell in cells]
 
 
-def ram_taken(ram: int) -> int:
+def _ram_taken(ram: int) -> int:
     """By a cache with this setting: with none, that for images in transit."""
     return ram or int(Settings.model_fields["transit"].default)
 
 
-# -- what came of them ------------------------------------------------------------------------------------------------
+# -- the outcomes -----------------------------------------------------------------------------------------------------
 
 
-def of_outcomes(
-    outcomes: Sequence[Outcome], bounds: Sequence[Bound], endless: Outcome, bytes_per_token: float, assumed: Assumed
-) -> Facts:
-    """`bounds` are Belady's at the outcomes' sizes; `endless` is the run of a RAM that nothing leaves: what is possible with
-    this model.
+def outcome_facts(
+    outcomes: Sequence[Outcome], bounds: Sequence[Bound], endless: Outcome, state: ModelState, sizes: Sizes,
+    longest: int, assumed: Assumed,
+) -> Facts:  # fmt: skip
+    """`bounds` are Belady's at the outcomes' sizes; `endless` is the run of a RAM that never evicts: what is possible with
+    this model. `longest` is the longest prompt's tokens.
     """
-    possible = endless.ram_tokens + endless.ssd_tokens
-    hits = [o.ram_tokens + o.ssd_tokens for o in outcomes]
+    per_token, prefill = sizes.bytes_per_token, assumed.prefill_rate
+    rates = [Rates(prefill, ssd, assumed.decode_rate) for ssd in assumed.ssd_rates]
     prices = Prices(assumed.ram_price, assumed.ssd_price)
-    costs = [advice.cost(ram_taken(o.ram), o.ssd, prices) for o in outcomes]
+    costs = [advice.cost(_ram_taken(o.ram), o.ssd, prices) for o in outcomes]
+    hits, possible = [o.hit_tokens for o in outcomes], endless.hit_tokens
     front, chosen = advice.front(costs, hits), advice.knee(costs, hits)
-    rates = [Rates(assumed.prefill_rate, ssd, assumed.decode_rate) for ssd in assumed.ssd_rates]
     cells = [
-        {
-            "cost": cost,
-            "on_front": i in front,
-            "bound": bound.hit_rate,
-            **_cell(o, possible, bytes_per_token, assumed, rates),
-        }
+        {"cost": cost, "on_front": i in front, "bound": bound.hit_rate, **_cell(o, possible, per_token, assumed, rates)}
         for i, (o, bound, cost) in enumerate(zip(outcomes, bounds, costs, strict=True))
     ]
+    recommendation = None
+    if chosen is not None:
+        cell = cells[chosen]
+        says = f"{settings_of(cell)}: {100 * cell['of_possible']:.0f} % of what is possible"
+        machine = _machine_facts(state, sizes, _ram_taken(cell["ram"]), longest)
+        recommendation = {"cell": chosen, "says": says, "machine": machine}
     targets = [{"of_possible": share, "cell": advice.cheapest(costs, hits, share * possible)} for share in TARGETS]
     nothing = np.zeros_like(endless.asked)
-    best = None
-    if chosen is not None:
-        of_possible = cells[chosen]["of_possible"]
-        says = f"{settings_of(cells[chosen])}: {100 * of_possible:.0f} % of what is possible"
-        best = {"cell": chosen, "says": says}
     return {
         "working_set": endless.ram_peak,
         "possible": {
             "hit_rate": endless.hit_rate, "hit_tokens": possible, "asked_tokens": endless.asked_tokens,
-            "prefill_seconds": advice.seconds_saved(endless.asked_tokens, assumed.prefill_rate),
-            "prefill_seconds_saved": advice.seconds_saved(possible, assumed.prefill_rate),
-            "ttft": _ttft(endless.asked, endless.hit, nothing, bytes_per_token, rates[0]),
+            "prefill_seconds": endless.asked_tokens / prefill, "prefill_seconds_saved": possible / prefill,
+            "ttft": _ttft(endless.asked, endless.hit, nothing, per_token, rates[0]),
         },
-        "without": {"ttft": _ttft(endless.asked, nothing, nothing, bytes_per_token, rates[0])},
-        "reading_pays": [advice.reading_pays(bytes_per_token, of) for of in rates], "cells": cells, "front": front,
-        "cheapest": targets if possible else [], "recommendation": best,
+        "without": {"ttft": _ttft(endless.asked, nothing, nothing, per_token, rates[0])},
+        "reading_pays": [advice.reading_pays(per_token, of) for of in rates], "cells": cells, "front": front,
+        "cheapest": targets if possible else [], "recommendation": recommendation,
     }  # fmt: skip
 
 
-def _cell(o: Outcome, possible: int, bytes_per_token: float, assumed: Assumed, rates: list[Rates]) -> Facts:
+def _cell(o: Outcome, possible: int, per_token: float, assumed: Assumed, rates: list[Rates]) -> Facts:
     counts = o._asdict()
     for name in ("ram", "ssd", "policy", "admission", "asked", "hit", "read"):  # told by another name, or too long
         del counts[name]
-    hits, worn = o.ram_tokens + o.ssd_tokens, advice.wear(o.written_bytes, o.seconds, assumed.tbw)
+    worn = advice.wear(o.written_bytes, o.seconds, assumed.tbw)
     return {
         "ram": o.ram, "ssd": o.ssd, "policy": o.policy, "ssd_admission": o.admission, "hit_rate": o.hit_rate,
         "ram_hit_rate": o.ram_tokens / max(o.asked_tokens, 1), "ssd_hit_rate": o.ssd_tokens / max(o.asked_tokens, 1),
-        "of_possible": min(hits / possible, 1.0) if possible else None, "hit_tokens": hits,
-        "prefill_seconds_saved": advice.seconds_saved(hits, assumed.prefill_rate),
-        "ttft": [_ttft(o.asked, o.hit, o.read, bytes_per_token, of) for of in rates],
+        "of_possible": min(o.hit_tokens / possible, 1.0) if possible else None, "hit_tokens": o.hit_tokens,
+        "prefill_seconds_saved": o.hit_tokens / assumed.prefill_rate,
+        "ttft": [_ttft(o.asked, o.hit, o.read, per_token, of) for of in rates],
         "written_bytes_per_day": worn.bytes_per_day, "tbw_years": worn.years, **counts,
     }  # fmt: skip
 
 
-def _ttft(asked: np.ndarray, hit: np.ndarray, read: np.ndarray, bytes_per_token: float, rates: Rates) -> Facts:
-    seconds = advice.times_to_first_token(asked, hit, read, bytes_per_token, rates)
-    found = advice.percentiles(seconds)
-    percentiles = found._asdict() if found is not None else dict.fromkeys(advice.Latency._fields)
+def _ttft(asked: np.ndarray, hit: np.ndarray, read: np.ndarray, per_token: float, rates: Rates) -> Facts:
+    seconds = advice.times_to_first_token(asked, hit, read, per_token, rates)
+    latency = advice.percentiles(seconds)
+    percentiles = latency._asdict() if latency is not None else dict.fromkeys(advice.Latency._fields)
     return {"ssd_rate": rates.ssd, **percentiles, "mean": float(seconds.mean()) if seconds.size else None}

@@ -4,30 +4,24 @@ alone what prompts take. The page needs nothing from outside and no script, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from functools import partial
-from html import escape
 from itertools import cycle, groupby
 from pathlib import Path
 from typing import Any
 
 from prefixcache.cli.output import INSTALL, LOOKS, MARK, can_draw, draw
 from prefixcache.cli.plan.text import (
-    CHOSEN,
+    DEFAULTS,
     advice_lines,
     chosen,
-    codec_grid,
-    mac_grid,
-    model_line,
-    model_notes,
+    front,
+    sections,
     short,
     sizes_of,
-    trace_grids,
     trace_line,
-    trace_notes,
 )
-from prefixcache.cli.tables import Grid
-from prefixcache.cli.text import safe
+from prefixcache.cli.tables import elements, html_table, html_text
 
 STYLE = """
 :root { color-scheme: light dark; --page: #fff; --ink: #1b1f24; --quiet: #59636e; --line: #d5dae0; --card: #f5f7f9; }
@@ -43,7 +37,6 @@ h1 { font-size: 1.2rem; } h2 { font-size: 1.05rem; margin: 2rem 0 .5rem; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .4rem 0 1rem; }
 th, td { padding: .25rem .7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
 th { vertical-align: bottom; font-weight: 600; } th:first-child, td:first-child { text-align: left; padding-left: 0; }
-tr.chosen td { font-weight: 600; background: var(--card); }
 """.strip()
 
 Facts = dict[str, Any]
@@ -51,26 +44,19 @@ Facts = dict[str, Any]
 
 def page(facts: Facts) -> str:
     """The whole document. Everything that came from outside is escaped."""
-    title = _text(
-        f"prefixcache plan: {facts['model']['name']}" + (f", {facts['trace']['file']}" if facts["trace"] else "")
-    )
+    trace = f", {facts['trace']['file']}" if facts["trace"] else ""
+    title = html_text(f"prefixcache plan: {facts['model']['name']}{trace}")
     parts = [f"<h1>{title}</h1>"]
     if facts["trace"]:
-        parts += [
-            f'<div class="advice">{_each("p", advice_lines(facts))}</div>',
-            f'<p class="quiet">{_text(trace_line(facts))}</p>', _picture(facts),
-        ]  # fmt: skip
-        for heading, grids in trace_grids(facts).items():
-            parts += [f"<h2>{heading}</h2>", *map(_table, grids)]
-        parts += ["<h2>What this assumes</h2>", f"<ul>{_each('li', trace_notes(facts))}</ul>"]
-    else:
-        parts.append(_picture(facts))
-    parts += [
-        "<h2>What the model's state takes</h2>", f"<p>{_text(model_line(facts))}</p>", _table(codec_grid(facts)),
-        "<h2>What a Mac could keep</h2>", _table(mac_grid(facts)), f"<ul>{_each('li', model_notes(facts))}</ul>",
-        f"<footer>prefixcache {_text(facts['prefixcache'])}; the same numbers, and all of them, with --json</footer>",
-    ]  # fmt: skip
-    body = "\n".join(parts)
+        parts.append(f'<div class="advice">{elements("p", advice_lines(facts))}</div>')
+        parts.append(f'<p class="quiet">{html_text(trace_line(facts))}</p>')
+    parts.append(_inline_picture(facts))
+    for section in sections(facts):
+        parts += [f"<h2>{section.heading}</h2>", elements("p", section.lines), *map(html_table, section.grids)]
+        parts += [f"<ul>{elements('li', section.notes)}</ul>"] if section.notes else []
+    version = html_text(facts["prefixcache"])
+    parts.append(f"<footer>prefixcache {version}; the same numbers, and all of them, with --json</footer>")
+    body = "\n".join(filter(None, parts))
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="generator" content="{MARK}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -78,42 +64,27 @@ def page(facts: Facts) -> str:
     )
 
 
-def _picture(facts: Facts) -> str:
+def _inline_picture(facts: Facts) -> str:
     if not can_draw():
         return f'<p class="quiet">There are pictures, too, where matplotlib is: {INSTALL}</p>'
-    svg = picture(facts, [".svg"])[0].decode()
+    svg = picture(facts, ".svg").decode()
     return svg[svg.index("<svg") :]  # without the head of a file of its own
-
-
-def _text(text: str) -> str:
-    return escape(safe(text))
-
-
-def _each(tag: str, lines: Iterable[str]) -> str:
-    return "".join(f"<{tag}>{_text(line)}</{tag}>" for line in lines)
-
-
-def _table(grid: Grid) -> str:
-    head = "".join(f"<th>{'<br>'.join(map(_text, heading.splitlines()))}</th>" for heading in grid.headings)
-    rows = [
-        f"<tr{' class=chosen' if row[0].endswith(f' {CHOSEN}') else ''}>{_each('td', row)}</tr>" for row in grid.rows
-    ]
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
 
 
 # -- the picture ------------------------------------------------------------------------------------------------------
 
 
-def picture(facts: Facts, kinds: Sequence[str]) -> list[bytes]:
-    """One picture, as the bytes of each kind."""
+def picture(facts: Facts, kind: str) -> bytes:
+    """The bytes of a file with this suffix."""
     panels: list[Callable[..., None]] = [_hits, _money, _waiting] if facts["trace"] else [_prompts]
     title = facts["model"]["name"] + (f" and {Path(facts['trace']['file']).name}" if facts["trace"] else "")
-    return draw(title, [partial(panel, facts=facts) for panel in panels], kinds)
+    return draw(title, [partial(panel, facts=facts) for panel in panels], kind)
 
 
-def _plot(axes: Any, curves: dict[str, tuple[list[float], list[float]]]) -> None:
-    for (label, (xs, ys)), (colour, marker) in zip(curves.items(), cycle(LOOKS), strict=False):
-        axes.plot(xs, ys, color=colour, marker=marker, markersize=5, label=label)
+def _plot(axes: Any, curves: dict[str, list[tuple[float, float]]]) -> None:
+    """Each curve's points, by its label."""
+    for (label, points), (colour, marker) in zip(curves.items(), cycle(LOOKS), strict=False):
+        axes.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=5, label=label)
 
 
 def _star(axes: Any, cell: Facts, x: float, y: float) -> None:
@@ -122,24 +93,22 @@ def _star(axes: Any, cell: Facts, x: float, y: float) -> None:
 
 
 def _prompts(axes: Any, facts: Facts) -> None:
-    tokens = [p["tokens"] for p in facts["codecs"][0]["prompts"]]
-    _plot(axes, {c["codec"]: (tokens, [p["bytes"] / 1e9 for p in c["prompts"]]) for c in facts["codecs"]})
+    _plot(axes, {c["codec"]: [(p["tokens"], p["bytes"] / 1e9) for p in c["prompts"]] for c in facts["codecs"]})
     axes.set(title="What a prompt takes", xlabel="tokens", ylabel="GB", xscale="log", yscale="log")
+    tokens = [prompt["tokens"] for prompt in facts["codecs"][0]["prompts"]]
     axes.set_xticks(tokens, [f"{n:,}" for n in tokens])
 
 
 def _hits(axes: Any, facts: Facts) -> None:
-    def kind(c: Facts) -> tuple[str, str, int]:
-        return c["policy"], c["ssd_admission"], c["ssd"]
+    def curve(cell: Facts) -> tuple[str, str, int]:
+        return cell["policy"], cell["ssd_admission"], cell["ssd"]
 
-    cells = sorted((c for c in facts["sizes"]["cells"] if c["ram"]), key=lambda c: (*kind(c), c["ram"]))
+    cells = sorted((c for c in facts["sizes"]["cells"] if c["ram"]), key=lambda c: (*curve(c), c["ram"]))
     curves = {}
-    for (policy, admission, ssd), group in groupby(cells, kind):
-        name = f"{short(ssd)} SSD" if ssd else "no SSD"
-        name += f", {policy}" if policy != "lru" else ""
-        name += f", {admission}" if admission != "always" else ""
-        line = list(group)
-        curves[name] = [c["ram"] for c in line], [100 * c["hit_rate"] for c in line]
+    for (policy, admission, ssd), group in groupby(cells, curve):
+        policies = [name for name in (policy, admission) if name not in DEFAULTS.values()]
+        points = [(c["ram"], 100 * c["hit_rate"]) for c in group]
+        curves[", ".join([f"{short(ssd)} SSD" if ssd else "no SSD", *policies])] = points
     _plot(axes, curves)
     axes.axhline(100 * facts["sizes"]["possible"]["hit_rate"], color="#000000", linestyle="--", label="endless")
     axes.set(title="Tokens that need no prefill", xlabel="RAM", ylabel="hit rate, % of tokens", ylim=(0, 102))
@@ -153,18 +122,15 @@ def _hits(axes: Any, facts: Facts) -> None:
 
 
 def _money(axes: Any, facts: Facts) -> None:
-    front = [facts["sizes"]["cells"][i] for i in facts["sizes"]["front"]]
-    values = [0, *(c["cost"] for c in front)], [0, *(100 * c["of_possible"] for c in front)]
-    _plot(axes, {"the most for its cost": values})
+    points = [(cell["cost"], 100 * cell["of_possible"]) for cell in front(facts)]
+    _plot(axes, {"the most for its cost": [(0.0, 0.0), *points]})
     axes.set(title="What money buys", xlabel="cost", ylabel="% of what is possible", ylim=(0, 102))
     if cell := chosen(facts):
         _star(axes, cell, cell["cost"], 100 * cell["of_possible"])
 
 
 def _waiting(axes: Any, facts: Facts) -> None:
-    front = [facts["sizes"]["cells"][i] for i in facts["sizes"]["front"]]
-    ttfts = [facts["sizes"]["without"]["ttft"], *(c["ttft"][0] for c in front)]
-    costs = [0, *(c["cost"] for c in front)]
+    ttfts = [(0.0, facts["sizes"]["without"]["ttft"]), *((cell["cost"], cell["ttft"][0]) for cell in front(facts))]
     names = {"p50": "median", "p90": "90th percentile", "p99": "99th percentile"}
-    _plot(axes, {label: (costs, [ttft[p] for ttft in ttfts]) for p, label in names.items()})
+    _plot(axes, {label: [(cost, ttft[p]) for cost, ttft in ttfts] for p, label in names.items()})
     axes.set(title="Time to first token", xlabel="cost", ylabel="seconds", yscale="log")

@@ -1,24 +1,62 @@
-"""How `prefixcache plan` writes its numbers: tables and sentences, for a terminal and for the HTML report.
+"""How `prefixcache plan` writes its facts: sentences, tables and notes, for a terminal and for the HTML page.
 
 Nothing is computed here but what text needs.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.table import Table
 from rich.text import Text
 
 from prefixcache.cli.tables import NONE, Grid, table
-from prefixcache.cli.text import foreign, many, safe, size
+from prefixcache.cli.text import foreign, many, size
 
 CHOSEN = "*"  # beside the size that is recommended
+DEFAULTS = {"policy": "lru", "ssd_admission": "always"}  # left out where a size is named
 
 Facts = dict[str, Any]
 
 
-# -- cells ------------------------------------------------------------------------------------------------------------
+class Section(NamedTuple):
+    """A part of what is told: sentences, tables, and notes on them. The heading is for the page alone."""
+
+    heading: str
+    lines: list[str] = []
+    grids: list[Grid] = []
+    notes: list[str] = []
+
+
+def sections(facts: Facts) -> list[Section]:
+    """All but the advice, from top to bottom."""
+    parts = []
+    if facts["trace"]:
+        parts.append(Section("Hit rate by size", grids=_hit_grids(facts)))
+        if chosen(facts):
+            parts.append(Section("What money buys", grids=[_front_grid(facts)]))
+            parts.append(Section("Waiting and wear", grids=[_waiting_grid(facts)]))
+        parts.append(Section("What this assumes", notes=_trace_notes(facts)))
+    parts.append(Section("What the model's state takes", [_model_line(facts)], [_codec_grid(facts)]))
+    parts.append(Section("What a Mac could keep", grids=[_mac_grid(facts)], notes=_model_notes(facts)))
+    return parts
+
+
+def screen(facts: Facts) -> list[Table | Text]:
+    """What is printed, from top to bottom: the advice, what leads to it, the model."""
+    parts: list[Table | Text] = []
+    if facts["trace"]:
+        first, *rest = advice_lines(facts)
+        parts += [foreign(first, "bold"), *map(foreign, rest), foreign(""), foreign(trace_line(facts), "dim")]
+    for section in sections(facts):
+        if section.lines and parts:
+            parts.append(foreign(""))
+        parts += [*map(foreign, section.lines), *map(table, section.grids)]
+        parts += [foreign(note, "dim") for note in section.notes]
+    return parts
+
+
+# -- numbers ----------------------------------------------------------------------------------------------------------
 
 
 def short(nbytes: int) -> str:
@@ -53,22 +91,21 @@ def years(value: float | None, written: float | None) -> str:
 
 
 def sizes_of(cell: Facts) -> str:
-    """ "24 GB RAM + 120 GB SSD"; policies where they are not the usual ones."""
-    parts = [f"{short(cell[tier])} {tier.upper()}" for tier in ("ram", "ssd") if cell[tier]]
-    unusual = ", ".join(_unusual(cell).values())
-    return " + ".join(parts) + (f" ({unusual})" if unusual else "")
+    """ "24 GB RAM + 120 GB SSD"; policies where they are not the defaults."""
+    sizes = " + ".join(f"{short(cell[tier])} {tier.upper()}" for tier in ("ram", "ssd") if cell[tier])
+    policies = ", ".join(_policies(cell).values())
+    return f"{sizes} ({policies})" if policies else sizes
 
 
 def settings_of(cell: Facts) -> str:
     """The same as settings are written: `ram="24GB", ssd="120GB"`."""
     sizes = {tier: short(cell[tier]).replace(" ", "") for tier in ("ram", "ssd") if cell[tier]}
-    named = [f'{name}="{value}"' for name, value in {**sizes, **_unusual(cell)}.items()]
-    return ", ".join(named if cell["ram"] else ["ram=0", *named])
+    settings = [f'{name}="{value}"' for name, value in {**sizes, **_policies(cell)}.items()]
+    return ", ".join(settings if cell["ram"] else ["ram=0", *settings])
 
 
-def _unusual(cell: Facts) -> dict[str, str]:
-    usual = {"policy": "lru", "ssd_admission": "always"}
-    return {name: cell[name] for name in usual if cell[name] != usual[name]}
+def _policies(cell: Facts) -> dict[str, str]:
+    return {name: cell[name] for name, default in DEFAULTS.items() if cell[name] != default}
 
 
 def chosen(facts: Facts) -> Facts | None:
@@ -77,68 +114,69 @@ def chosen(facts: Facts) -> Facts | None:
     return facts["sizes"]["cells"][best["cell"]] if best else None
 
 
-def _named(facts: Facts, cell: Facts) -> str:
+def front(facts: Facts) -> list[Facts]:
+    """The cells that no cheaper one equals, cheapest first."""
+    return [facts["sizes"]["cells"][i] for i in facts["sizes"]["front"]]
+
+
+def _marked(facts: Facts, cell: Facts) -> str:
     return sizes_of(cell) + (f" {CHOSEN}" if cell is chosen(facts) else "")
 
 
-def _gib(nbytes: int) -> str:
+def _memory(nbytes: int) -> str:
     return f"{nbytes >> 30} GB"  # as memory is sold
-
-
-def _size_or_none(nbytes: float | None) -> str:
-    return size(round(nbytes)) if nbytes else NONE
 
 
 # -- the model --------------------------------------------------------------------------------------------------------
 
 
-def model_line(facts: Facts) -> str:
+def _model_line(facts: Facts) -> str:
     model = facts["model"]
     kinds = [
         f"{layer['caches']} {layer['kind']}" + (f" of {layer['window']:,}" if layer["window"] else "")
         for layer in model["layers"]
     ]
     return (
-        f"{safe(model['name'])}: {model['parameters'] / 1e9:.3g} billion parameters, {size(model['weights_at_4_bits'])} at "
+        f"{model['name']}: {model['parameters'] / 1e9:.3g} billion parameters, {size(model['weights_at_4_bits'])} at "
         f"4 bits; layer caches: {', '.join(kinds)}; {model['dtype']}, "
         f"{size(facts['codecs'][0]['live_bytes_per_token'])} a token in a live cache"
     )
 
 
-def codec_grid(facts: Facts) -> Grid:
+def _codec_grid(facts: Facts) -> Grid:
     """What a token and prompts take with each codec."""
-    prompts = [f"{p['tokens'] // 1024}k\nprompt" for p in facts["codecs"][0]["prompts"]]
-    rows = [
-        [
-            safe(c["codec"]), size(round(c["bytes_per_token"])), NONE if c["ratio"] is None else f"{c['ratio']:.2f} x",
-            count(c["tokens_per_gb"]), *(size(p["bytes"]) for p in c["prompts"]),
-            *([size(c["windows_bytes"] + c["snapshot_bytes"])] if _has_boundaries(facts) else []),
-        ]
-        for c in facts["codecs"]
-    ]  # fmt: skip
-    boundary = ["each\nboundary"] if _has_boundaries(facts) else []
-    return Grid(["codec", "bytes\na token", "smaller", "tokens\na GB", *prompts, *boundary], rows)
+    headings = ["codec", "bytes\na token", "smaller", "tokens\na GB"]
+    headings += [f"{prompt['tokens'] // 1024}k\nprompt" for prompt in facts["codecs"][0]["prompts"]]
+    rows = []
+    for codec in facts["codecs"]:
+        smaller = NONE if codec["ratio"] is None else f"{codec['ratio']:.2f} x"
+        row = [codec["codec"], size(round(codec["bytes_per_token"])), smaller, count(codec["tokens_per_gb"])]
+        rows.append(row + [size(prompt["bytes"]) for prompt in codec["prompts"]])
+    if _has_boundaries(facts):
+        headings.append("each\nboundary")
+        for row, codec in zip(rows, facts["codecs"], strict=True):
+            row.append(size(codec["windows_bytes"] + codec["snapshot_bytes"]))
+    return Grid(headings, rows)
 
 
 def _has_boundaries(facts: Facts) -> bool:
-    return any(c["windows_bytes"] or c["snapshot_bytes"] for c in facts["codecs"])
+    return any(codec["windows_bytes"] or codec["snapshot_bytes"] for codec in facts["codecs"])
 
 
-def mac_grid(facts: Facts) -> Grid:
+def _mac_grid(facts: Facts) -> Grid:
     """What Macs keep beside the weights."""
-    rows = [
-        [
-            _gib(mac["memory"]), _size_or_none(mac["auto"]), _size_or_none(mac["room"]),
-            *(count(t["tokens"]) if t["tokens"] else NONE for t in mac["tokens"]),
-        ]
-        for mac in facts["macs"]
-    ]  # fmt: skip
-    codecs = [safe(c["codec"]).replace(":", "\n", 1) for c in facts["codecs"]]
-    return Grid(["Mac with", 'ram=\n"auto"', "room\nbeside\nweights", *codecs], rows)
+    headings = ["Mac with", 'ram=\n"auto"', "room\nbeside\nweights"]
+    headings += [codec["codec"].replace(":", "\n", 1) for codec in facts["codecs"]]
+    rows = []
+    for mac in facts["macs"]:
+        room = [size(mac[name]) if mac[name] else NONE for name in ("auto", "room")]
+        tokens = [count(codec["tokens"]) if codec["tokens"] else NONE for codec in mac["tokens"]]
+        rows.append([_memory(mac["memory"]), *room, *tokens])
+    return Grid(headings, rows)
 
 
-def model_notes(facts: Facts) -> list[str]:
-    lines = [
+def _model_notes(facts: Facts) -> list[str]:
+    notes = [
         "Bytes a token: of a long prompt's whole blocks, headers included. Tokens a GB (10^9 bytes): of RAM, with the tree's "
         "share. Prompts: all images of one, stored once.",
         "Room: of the memory that macOS lets the GPU have (2/3, from 36 GB on 3/4), what 4-bit weights leave; programs and "
@@ -146,13 +184,13 @@ def model_notes(facts: Facts) -> list[str]:
         "leave less.",
     ]
     if _has_boundaries(facts):
-        lines.append(
+        notes.append(
             "Each boundary: windows and snapshots, at most, that a prompt's end keeps beside its tokens' bytes."
         )
-    for c in facts["codecs"]:
-        if c["raw_layers"]:
-            lines.append(f"{safe(c['codec'])}: keys or values of {many(len(c['raw_layers']), 'layer')} are kept raw.")
-    return lines
+    for codec in facts["codecs"]:
+        if codec["raw_layers"]:
+            notes.append(f"{codec['codec']}: keys or values of {many(len(codec['raw_layers']), 'layer')} are kept raw.")
+    return notes
 
 
 # -- the trace --------------------------------------------------------------------------------------------------------
@@ -161,26 +199,25 @@ def model_notes(facts: Facts) -> list[str]:
 def trace_line(facts: Facts) -> str:
     trace, sizes = facts["trace"], facts["sizes"]
     return (
-        f"{safe(trace['file'])}: {many(trace['requests'], 'request')} in {duration(trace['seconds'])}, "
+        f"{trace['file']}: {many(trace['requests'], 'request')} in {duration(trace['seconds'])}, "
         f"{count(trace['tokens'])} tokens of prompts ({count(round(trace['mean_tokens']))} each, the longest "
-        f"{count(trace['longest'])}); all of its state with {safe(facts['codec'])} takes {size(sizes['working_set'])}"
+        f"{count(trace['longest'])}); all of its state with {facts['codec']} takes {size(sizes['working_set'])}"
     )
 
 
 def advice_lines(facts: Facts) -> list[str]:
     """The recommendation first, then what it is made of, and what stands against it."""
-    lines, trace, context = _advised(facts), facts["trace"], facts["model"]["context"]
+    lines, trace, context = _recommendation(facts), facts["trace"], facts["model"]["context"]
     if trace["beyond_context"]:
         lines.append(
             f"{trace['beyond_context']:,} of {many(trace['requests'], 'prompt')} are longer than the model's context of "
-            f"{context:,} tokens (the longest has {trace['longest']:,}). A server computes them, and the model's answers to "
-            "them are not to be relied on. All numbers here count them: give the model that is to read them, or a trace "
-            "without them."
+            f"{context:,} tokens (the longest has {trace['longest']:,}). All numbers here count them, but the model's "
+            "answers to them are not to be relied on: give the model that is to read them, or a trace without them."
         )
     return lines
 
 
-def _advised(facts: Facts) -> list[str]:
+def _recommendation(facts: Facts) -> list[str]:
     sizes, assumed, cell = facts["sizes"], facts["assumed"], chosen(facts)
     possible, without = sizes["possible"], sizes["without"]["ttft"]
     if not possible["hit_tokens"]:
@@ -196,17 +233,13 @@ def _advised(facts: Facts) -> list[str]:
             f"{percent(possible['hit_rate'])} of the tokens. Try more RAM."
         ]
     ttft, machine = cell["ttft"][0], sizes["recommendation"]["machine"]
-    parts = (
-        f"{size(machine['weights'])} of weights at 4 bits, {size(machine['live'])} for one live prompt of "
-        f"{count(machine['live_tokens'])} tokens, {size(machine['ram'])} for this cache"
-    )
-    if machine["memory"] is None:
-        needs = f"No Mac has room for all of it: {parts}."
-    else:
-        needs = f"It needs a Mac with {_gib(machine['memory'])}, whose GPU may have {size(machine['gpu'])}: {parts}."
+    needs = "No Mac has room for all of it"
+    if machine["memory"] is not None:
+        needs = f"It needs a Mac with {_memory(machine['memory'])}, whose GPU may have {size(machine['gpu'])}"
     lines = [
         sizes["recommendation"]["says"],
-        needs,
+        f"{needs}: {size(machine['weights'])} of weights at 4 bits, {size(machine['live'])} for one live prompt of "
+        f"{count(machine['live_tokens'])} tokens, {size(machine['ram'])} for this cache.",
         f"{percent(cell['hit_rate'])} of the prompts' tokens are hits ({percent(possible['hit_rate'])} with an endless "
         f"cache): {duration(cell['prefill_seconds_saved'])} of {duration(possible['prefill_seconds'])} prefill saved at "
         f"{assumed['prefill_rate']:,.0f} tokens/s; time to first token {duration(ttft['p50'])} at the median and "
@@ -219,59 +252,61 @@ def _advised(facts: Facts) -> list[str]:
     return lines
 
 
-def hit_grids(facts: Facts) -> list[Grid]:
+def _hit_grids(facts: Facts) -> list[Grid]:
     """Hit rates, RAM downwards and SSD to the right: one grid for each policy and admission."""
     cells, best = facts["sizes"]["cells"], chosen(facts)
-    rams, ssds = (sorted({cell[name] for cell in cells}) for name in ("ram", "ssd"))
+    rams, ssds = (sorted({cell[tier] for cell in cells}) for tier in ("ram", "ssd"))
+    pairs = dict.fromkeys((c["policy"], c["ssd_admission"]) for c in cells if c["ssd"] or len(ssds) == 1)
     grids = []
-    pairs = ((c["policy"], c["ssd_admission"]) for c in cells if c["ssd"] or len(ssds) == 1)
-    for policy, admission in dict.fromkeys(pairs):
-        at = {
+    for policy, admission in pairs:
+        rates = {
             (c["ram"], c["ssd"]): f"{100 * c['hit_rate']:.1f}" + (CHOSEN if c is best else "")
             for c in cells
             if c["policy"] == policy and (c["ssd_admission"] == admission or not c["ssd"])
         }
-        rows = [[short(ram), *(at.get((ram, ssd), NONE) for ssd in ssds)] for ram in rams]
+        rows = [[short(ram), *(rates.get((ram, ssd), NONE) for ssd in ssds)] for ram in rams]
         columns = (f"{short(ssd)}\nSSD" if ssd else "no\nSSD" for ssd in ssds)
         grids.append(Grid([f"hit rate, % of tokens\n{policy}, {admission}", *columns], rows))
     return grids
 
 
-def front_grid(facts: Facts) -> Grid:
+def _front_grid(facts: Facts) -> Grid:
     """What money buys: the sizes that no cheaper one equals."""
-    rows = [
-        [
-            _named(facts, cell), f"{cell['cost']:,.0f}", percent(cell["hit_rate"]), percent(cell["bound"]),
-            percent(cell["of_possible"]), duration(cell["prefill_seconds_saved"]),
-        ]
-        for cell in (facts["sizes"]["cells"][i] for i in facts["sizes"]["front"])
-    ]  # fmt: skip
-    return Grid(["size", "cost", "hit\nrate", "Belady's\nbound", "of what is\npossible", "prefill\nsaved"], rows)
+    headings = ["size", "cost", "hit\nrate", "Belady's\nbound", "of what is\npossible", "prefill\nsaved"]
+    rows = []
+    for cell in front(facts):
+        shares = [percent(cell[name]) for name in ("hit_rate", "bound", "of_possible")]
+        rows.append([_marked(facts, cell), f"{cell['cost']:,.0f}", *shares, duration(cell["prefill_seconds_saved"])])
+    return Grid(headings, rows)
 
 
-def waiting_grid(facts: Facts) -> Grid:
-    """Times to first token and wear, of the sizes on the front."""
-    sizes, assumed = facts["sizes"], facts["assumed"]
+def _waiting_grid(facts: Facts) -> Grid:
+    """Times to first token and wear, of the sizes on the front, in the order that they were tried."""
+    sizes, tbw = facts["sizes"], short(facts["assumed"]["tbw"])
     rows = [["no cache", NONE, *_percentiles(sizes["without"]["ttft"]), NONE, NONE]]
-    for cell in (cell for cell in sizes["cells"] if cell["on_front"]):
+    for cell in sizes["cells"]:
+        if not cell["on_front"]:
+            continue
         written = cell["written_bytes_per_day"]
-        worn = [NONE if written is None else size(round(written)), years(cell["tbw_years"], written)]
-        for i, ttft in enumerate(cell["ttft"] if cell["ssd"] else cell["ttft"][:1]):
+        name = _marked(facts, cell)
+        wear = [NONE if written is None else size(round(written)), years(cell["tbw_years"], written)]
+        for ttft in cell["ttft"] if cell["ssd"] else cell["ttft"][:1]:
             rate = f"{short(ttft['ssd_rate'])}/s" if cell["ssd"] else NONE
-            rows.append(["" if i else _named(facts, cell), rate, *_percentiles(ttft), *(["", ""] if i else worn)])
-    lasts = f"{short(assumed['tbw'])} last,\nyears"
-    return Grid(["time to\nfirst token", "SSD\nreads", "p50", "p90", "p99", "written\na day", lasts], rows)
+            rows.append([name, rate, *_percentiles(ttft), *wear])
+            name, wear = "", ["", ""]
+    headings = ["time to\nfirst token", "SSD\nreads", "p50", "p90", "p99", "written\na day", f"{tbw} last,\nyears"]
+    return Grid(headings, rows)
 
 
 def _percentiles(ttft: Facts) -> list[str]:
     return [duration(ttft[name]) for name in ("p50", "p90", "p99")]
 
 
-def trace_notes(facts: Facts) -> list[str]:
+def _trace_notes(facts: Facts) -> list[str]:
     """What the numbers assume."""
     assumed, sizes, trace = facts["assumed"], facts["sizes"], facts["trace"]
     ssds = ", ".join(f"{short(rate)}/s" for rate in assumed["ssd_rates"])
-    lines = [
+    notes = [
         f"{CHOSEN} What is advised: of the sizes that no cheaper one equals, the one up to which more money brings at least "
         f"half of the hits that it brings on the average. Cost: {assumed['ram_price']:g} a GB of RAM, "
         f"{assumed['ssd_price']:g} a GB of SSD; only their ratio matters.",
@@ -282,44 +317,20 @@ def trace_notes(facts: Facts) -> list[str]:
     ]
     for rate, pays in zip(assumed["ssd_rates"], sizes["reading_pays"], strict=True):
         if not pays:
-            lines.append(
+            notes.append(
                 f"At {short(rate)}/s a token is computed sooner than it is read: hits from such an SSD cost time."
             )
     cells, best = sizes["cells"], chosen(facts)
     if best and len(cells) > 1 and best is min(cells, key=lambda cell: cell["cost"]):
-        lines.append(
+        notes.append(
             "What is advised is the cheapest size that was tried: a smaller one may do. Try some with --ram and --ssd."
         )
     if dropped := sum(cell["dropped"] > 0 for cell in cells):
-        lines.append(f"In {many(dropped, 'size')} of these RAM was too small to hand all of its images on to the SSD.")
+        notes.append(f"In {many(dropped, 'size')} of these RAM was too small to hand all of its images on to the SSD.")
     if trace["torn"]:
-        lines.append("The trace ends within a line or its gzip stream; what was cut off is left out.")
+        notes.append("The trace ends within a line or its gzip stream; what was cut off is left out.")
     if trace["backwards"]:
-        lines.append(f"{many(trace['backwards'], 'timestamp')} went back; they count as the time before.")
+        notes.append(f"{many(trace['backwards'], 'timestamp')} went back; they count as the time before.")
     if trace["seconds"] <= 0:
-        lines.append("The trace takes no time, so bytes a day can't be told.")
-    return lines
-
-
-def trace_grids(facts: Facts) -> dict[str, list[Grid]]:
-    """The tables of a trace by their headings. Nothing but rates where nothing is hit."""
-    grids = {"Hit rate by size": hit_grids(facts)}
-    if chosen(facts):
-        grids["What money buys"] = [front_grid(facts)]
-        grids["Waiting and wear"] = [waiting_grid(facts)]
-    return grids
-
-
-# -- on a screen ------------------------------------------------------------------------------------------------------
-
-
-def screen(facts: Facts) -> list[Table | Text]:
-    """What is printed, from top to bottom: the advice, what leads to it, the model."""
-    shown: list[Table | Text] = []
-    if facts["trace"]:
-        first, *rest = advice_lines(facts)
-        shown += [foreign(first, "bold"), *map(foreign, rest), foreign(""), foreign(trace_line(facts), "dim")]
-        shown += [table(grid) for grids in trace_grids(facts).values() for grid in grids]
-        shown += [*(foreign(line, "dim") for line in trace_notes(facts)), foreign("")]
-    shown += [foreign(model_line(facts)), table(codec_grid(facts)), table(mac_grid(facts))]
-    return [*shown, *(foreign(line, "dim") for line in model_notes(facts))]
+        notes.append("The trace takes no time, so bytes a day can't be told.")
+    return notes

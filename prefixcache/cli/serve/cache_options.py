@@ -1,6 +1,6 @@
-"""The flags by which `prefixcache serve` and `prefixcache warm` are told how their cache is to be, and the `Settings` that
-they mean: one flag for each field of `Settings`, made from the fields, and --key-bits and --value-bits. What no flag says is
-left to `PREFIXCACHE_*` variables, the TOML file and the defaults.
+"""The flags of `prefixcache serve` and `prefixcache warm` for their cache, and the `Settings` that they mean: one flag for
+each field of `Settings`, made from the fields, and --key-bits and --value-bits. What no flag says is left to `PREFIXCACHE_*`
+variables, the TOML file and the defaults.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ BITS = {"key_bits": "TurboQuant's bits for keys: 1, 2, 3, 4 or 8.", "value_bits"
 def with_settings(command: Command) -> Command:
     """The command with flags for all settings in the place of its `**` parameter, which gets what was given."""
     signature = inspect.signature(command, eval_str=True)
-    own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
-    command.__signature__ = signature.replace(parameters=[*own, *_flags()])  # type: ignore[attr-defined]
+    parameters = [
+        parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD
+    ]
+    command.__signature__ = signature.replace(parameters=[*parameters, *_flags()])  # type: ignore[attr-defined]
     return command
 
 
@@ -134,18 +136,18 @@ def _settings(given: dict[str, Any]) -> Settings:
     try:
         return Settings(**given)
     except ValidationError as error:
-        found = error.errors(include_url=False, include_input=False)
-        raise ValueError("; ".join(_said(one, given) for one in found)) from None
+        problems = error.errors(include_url=False, include_input=False)
+        raise ValueError("; ".join(_message(problem, given) for problem in problems)) from None
 
 
-def _said(error: Any, given: dict[str, Any]) -> str:
-    """One of pydantic's findings, with the flag's name where a flag gave the value. Those of `Settings` itself name the
+def _message(problem: Any, given: dict[str, Any]) -> str:
+    """One of pydantic's errors, with the flag's name where a flag gave the value. Those of `Settings` itself name the
     setting already.
     """
-    name, own = ".".join(map(str, error["loc"][:1])), error["type"] == "value_error"
-    text = str(error["ctx"]["error"]) if own else error["msg"]
+    name, is_ours = ".".join(map(str, problem["loc"][:1])), problem["type"] == "value_error"
+    text = str(problem["ctx"]["error"]) if is_ours else problem["msg"]
     if name not in given:
-        return text if own else f"{name}: {text}"
+        return text if is_ours else f"{name}: {text}"
     return (
         f"{flag_of(name)}{text[len(name) :]}"
         if text.startswith(f"{name}=")

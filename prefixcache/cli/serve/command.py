@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from prefixcache.cli.back_end import refuse_without
+from prefixcache.cli.progress import bar
 from prefixcache.cli.serve.cache_options import BITS, flag_of, settings_from, with_settings
-from prefixcache.cli.serve.warm import token_bar
 from prefixcache.cli.text import complain
 from prefixcache.ssd import DirectoryError
 
@@ -111,11 +111,11 @@ def _warm(prompts: list[Prompt], generator: Generator) -> None:
     nets = provider.model if provider.draft_model is None else (provider.model, provider.draft_model)
     total = sum(len(sequence.tokens) for sequence in sequences)
     log.info("warm-up: %d prompts of %d tokens in all", len(sequences), total)
-    with token_bar(total) as show:
+    with bar("warm-up", total, "tokens") as show:
         done = warm_sequences(
             prompt_cache.cache, lambda: nets, sequences, model=prompt_cache.name_of(provider.model_key),
             prefill_step_size=provider.cli_args.prefill_step_size,
-            progress=lambda step: show(f"warm-up: prompt {step.prompt} of {step.prompts}", step.done),
+            progress=lambda step: show(step.done, what=f"warm-up: prompt {step.prompt} of {step.prompts}"),
         )  # fmt: skip
     log.info("warm-up: %d prompts, %d of %d tokens computed", done.prompts, done.computed, done.tokens)
     if done.unkept:

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from prefixcache.cache import PrefixCache
+from prefixcache.cli.progress import bar
 from prefixcache.cli.serve.cache_options import Flags, settings_from, with_settings
-from prefixcache.cli.text import complain, console, many
+from prefixcache.cli.text import complain, many
 from prefixcache.layers import CacheError
 from prefixcache.settings import Settings
 from prefixcache.ssd import DirectoryHeld, SsdError
@@ -81,9 +81,9 @@ def warm(
         settings = _patient(_settings(flags))
         options = _json_object("--chat-template-args", chat_template_args)
         config = {"trust_remote_code": trust_remote_code, **({"chat_template": chat_template} if chat_template else {})}
-        found = _read(prompts or [])
+        requests = _read(prompts or [])
         source = _find(model, adapter_path, config)
-        done, lost = _warm(settings, source, _tokenize(source, found, options), prefill_step_size)
+        done, lost = _warm(settings, source, _tokenize(source, requests, options), prefill_step_size)
     except (NotWarmed, SsdError) as error:
         complain(_one_line(error))
         raise typer.Exit(2) from error
@@ -107,8 +107,8 @@ def _settings(flags: Flags) -> Settings:
     except ValueError as error:
         raise NotWarmed(str(error)) from error
     if settings.ssd_dir is None or settings.ssd == 0:
-        what = "--ssd-dir is missing" if settings.ssd_dir is None else "--ssd 0"
-        raise NotWarmed(f"{what}: without an SSD tier all would be lost at the end; add --ssd-dir DIR with an --ssd")
+        problem = "--ssd-dir is missing" if settings.ssd_dir is None else "--ssd 0"
+        raise NotWarmed(f"{problem}: without an SSD tier all would be lost at the end; add --ssd-dir DIR with an --ssd")
     return settings
 
 
@@ -154,10 +154,10 @@ class Source(NamedTuple):
 
         from mlx_lm.utils import load_adapters, load_model
 
-        trust = {"trust_remote_code": self.tokenizer_config["trust_remote_code"]}
+        options = {"trust_remote_code": self.tokenizer_config["trust_remote_code"]}
         try:
             known = signature(load_model).parameters
-            model, _ = load_model(self.folder, **{name: value for name, value in trust.items() if name in known})
+            model, _ = load_model(self.folder, **{name: value for name, value in options.items() if name in known})
             if self.adapter is not None:
                 model = load_adapters(model, self.adapter)
                 model.eval()
@@ -223,16 +223,16 @@ def _warm(settings: Settings, source: Source, sequences: list[Sequence], step_si
     from prefixcache.servers.warming import unkept, warm_sequences
 
     total = sum(len(sequence.tokens) for sequence in sequences)
-    with _ending() as check, token_bar(total) as show, ExitStack() as stack:
+    with _ending() as check, bar("", total, "tokens") as show, ExitStack() as stack:
 
         def load() -> Any:
-            show("loading the model", None)
+            show(None, what="loading the model")
             model = source.load()
             stack.enter_context(wired_limit(model))  # as mlx-lm does it: on a Mac the weights stay in memory
             return model
 
         def progress(step: Step) -> None:
-            show(f"prompt {step.prompt} of {step.prompts}", step.done)
+            show(step.done, what=f"prompt {step.prompt} of {step.prompts}")
             check()
 
         with _open(settings) as cache:
@@ -242,7 +242,7 @@ def _warm(settings: Settings, source: Source, sequences: list[Sequence], step_si
                 )
             except CacheError as error:
                 raise NotWarmed(f"--model {source.folder}: its prompt cache can't be kept: {error}") from error
-            show("writing", total)
+            show(total, what="writing")
         if not done.computed:
             return done, done.unkept
         try:
@@ -262,38 +262,23 @@ def _open(settings: Settings) -> PrefixCache:
 @contextmanager
 def _ending() -> Iterator[Callable[[], None]]:
     """Gives a check that raises Stopped once SIGINT or SIGTERM came. A second signal ends the process at once."""
-    came: list[int] = []
+    received: list[int] = []
 
     def on(number: int, frame: Any) -> None:
-        came.append(number)
-        for one in before:
-            signal.signal(one, signal.SIG_DFL)
+        received.append(number)
+        for signum in before:
+            signal.signal(signum, signal.SIG_DFL)
 
     def check() -> None:
-        if came:
-            raise Stopped(came[0])
+        if received:
+            raise Stopped(received[0])
 
-    before = {one: signal.signal(one, on) for one in (signal.SIGINT, signal.SIGTERM)}
+    before = {signum: signal.signal(signum, on) for signum in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield check
     finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
-
-
-@contextmanager
-def token_bar(total: int) -> Iterator[Callable[[str, int | None], None]]:
-    """A function that is told what is done, and how many tokens are (None: as many as before); on a terminal it moves a
-    bar.
-    """
-    err = console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"),
-        TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
-        task = progress.add_task("", total=total)
-        yield lambda what, done: progress.update(task, description=what, completed=done)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 def _one_line(error: Exception) -> str:

@@ -1,6 +1,4 @@
-"""`prefixcache top`: a server, live in the terminal. This module looks again and again, `server` reads what there is to
-see, `picture` draws it.
-"""
+"""`prefixcache top`: a server, live in the terminal. This module repeats; `server` reads the metrics, `picture` draws."""
 
 from __future__ import annotations
 

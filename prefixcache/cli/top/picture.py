@@ -42,38 +42,38 @@ def picture(now: Facts) -> RenderableType:
 
 
 def _hits(now: Facts) -> str:
-    def of(rates: dict[str, float | None]) -> str:
+    def describe(rates: dict[str, float | None]) -> str:
         ram, ssd = rates["ram"], rates["ssd"]
         if ram is None or ssd is None:
             return "nothing asked for"
         return f"{ram + ssd:.1%} (RAM {ram:.1%}, SSD {ssd:.1%})"
 
-    lately, always = of(now["hit_rate"]), of(now["hit_rate_since_start"])
-    return f"since its start {always}" if now["seconds"] is None else f"{lately}; since its start {always}"
+    since_start = f"since its start {describe(now['hit_rate_since_start'])}"
+    return since_start if now["seconds"] is None else f"{describe(now['hit_rate'])}; {since_start}"
 
 
 def _ram(ram: Facts) -> Text:
-    held = sum(int(ram[state] or 0) for state in ("images", "queued", "nodes", "reserved"))
+    used = sum(int(ram[state] or 0) for state in ("images", "queued", "nodes", "reserved"))
     rest = ", ".join(f"{name} {size(int(ram[name] or 0))}" for name in ("queued", "nodes", "reserved"))
     short = ""
     if (ram["limit"] or 0) < (ram["configured"] or 0):
         short = f"\nshort of memory: of {size(int(ram['configured']))} configured"
-    return Text.assemble(meter(held, ram["limit"]), f"\n{rest}{short}")
+    return Text.assemble(meter(used, ram["limit"]), f"\n{rest}{short}")
 
 
 def _ssd(ssd: Facts) -> Text:
-    aside = f", quarantine {size(int(ssd['quarantine']))}" if ssd["quarantine"] else ""
-    return Text.assemble(meter(ssd["used"] or 0, ssd["limit"]), f"\non disk {size(int(ssd['disk'] or 0))}{aside}")
+    quarantine = f", quarantine {size(int(ssd['quarantine']))}" if ssd["quarantine"] else ""
+    return Text.assemble(meter(ssd["used"] or 0, ssd["limit"]), f"\non disk {size(int(ssd['disk'] or 0))}{quarantine}")
 
 
 def _trouble(now: Facts) -> Text:
-    said = Text("")
+    text = Text("")
     for name, number in now["trouble"].items():
         if number:
             more = now["trouble_meanwhile"][name] or 0
-            said.append(", " if said else "")
-            said.append(f"{number:,.0f} {_words(name)}" + (f" (+{more:,.0f})" if more else ""), "red" if more else "")
-    return said or Text("none since its start")
+            text.append(", " if text else "")
+            text.append(f"{number:,.0f} {_words(name)}" + (f" (+{more:,.0f})" if more else ""), "red" if more else "")
+    return text or Text("none since its start")
 
 
 def _latencies(latency: dict[str, Facts | None]) -> Table:
@@ -83,8 +83,8 @@ def _latencies(latency: dict[str, Facts | None]) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for name, timed in latency.items():
         if timed is not None and timed["count"]:
-            of = Text("this interval" if timed["lately"] else "all its time", "dim")
-            table.add_row(_words(name), f"{timed['count']:,}", _seconds(timed["p50"]), _seconds(timed["p99"]), of)
+            period = Text("this interval" if timed["lately"] else "all its time", "dim")
+            table.add_row(_words(name), f"{timed['count']:,}", _seconds(timed["p50"]), _seconds(timed["p99"]), period)
     return table
 
 

@@ -50,11 +50,11 @@ Facts = dict[str, Any]
 
 
 class Away(Exception):
-    """Nothing to be seen there for now. The text says why."""
+    """Nobody answers there for now. The text says why."""
 
 
 class NotOurs(Exception):
-    """What is there is none of prefixcache's. The text names it and says what to do."""
+    """The page there is not prefixcache's. The text names it and says what to do."""
 
 
 class Page(NamedTuple):
@@ -73,7 +73,7 @@ class Page(NamedTuple):
 class Server:
     """A server, looked at by its /metrics. ValueError for what is no address.
 
-    `look` raises Away when there is nothing to be seen for now, NotOurs when there never will be.
+    `look` raises Away when nobody answers for now, NotOurs when the page is another's.
     """
 
     def __init__(self, url: str):
@@ -87,9 +87,9 @@ class Server:
             if self._before is None:
                 raise
             raise Away(str(error)) from None  # something else answers there meanwhile
-        seen = facts(self.name, self._before, now)
+        current = facts(self.name, self._before, now)
         self._before = now
-        return seen
+        return current
 
 
 def address(text: str) -> str:
@@ -157,7 +157,7 @@ def read_page(url: str, body: bytes, at: float) -> Page:
 
 def facts(url: str, before: Page | None, now: Page) -> Facts:
     """All that is shown, as plain values. What happened is of the time between two pages: None with no page before, or when
-    the server was begun anew meanwhile.
+    the server was restarted meanwhile.
     """
     if before is not None and any(
         now.samples.get(key, 0) < value for key, value in before.samples.items() if key[0].endswith("_total")
@@ -167,7 +167,7 @@ def facts(url: str, before: Page | None, now: Page) -> Facts:
     asked = RATES["asked_tokens"]
     return {
         "source": url, "up": True, "error": None, "now": time.time(), "seconds": seconds, "info": now.info,
-        "per_second": {name: _rate(before, now, of, seconds) for name, of in RATES.items()},
+        "per_second": {name: _rate(before, now, counters, seconds) for name, counters in RATES.items()},
         "hit_rate": {tier: _share(before, now, (("hit_tokens", tier),), asked) for tier in ("ram", "ssd")},
         "hit_rate_since_start": {tier: _share(None, now, (("hit_tokens", tier),), asked) for tier in ("ram", "ssd")},
         "ram": {
@@ -176,33 +176,33 @@ def facts(url: str, before: Page | None, now: Page) -> Facts:
         },
         "ssd": {name: now.get(f"ssd_{name}_bytes") for name in ("used", "limit", "disk", "queued", "quarantine")},
         "images": {tier: now.get("images", tier) for tier in ("ram", "ssd")},
-        "trouble": {name: now.get(f"{of}_total") for name, of in TROUBLE.items()},
-        "trouble_meanwhile": {name: _grown(before, now, ((of, ""),)) for name, of in TROUBLE.items()},
-        "latency": {name: _latency(before, now, *of) for name, of in TIMES.items()},
+        "trouble": {name: now.get(f"{counter}_total") for name, counter in TROUBLE.items()},
+        "trouble_meanwhile": {name: _growth(before, now, ((counter, ""),)) for name, counter in TROUBLE.items()},
+        "latency": {name: _latency(before, now, *histogram) for name, histogram in TIMES.items()},
     }  # fmt: skip
 
 
-def _sum(page: Page | None, of: Iterable[tuple[str, str]]) -> float | None:
-    """None when the server has none of them."""
-    found = [page.get(f"{name}_total", label) for name, label in of] if page is not None else []
-    there = [value for value in found if value is not None]
-    return sum(there) if there else None
+def _sum(page: Page | None, counters: Iterable[tuple[str, str]]) -> float | None:
+    """Of these counters; None when the server has none of them."""
+    values = [page.get(f"{name}_total", label) for name, label in counters] if page is not None else []
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
 
 
-def _grown(before: Page | None, now: Page, of: tuple[tuple[str, str], ...]) -> float | None:
-    old, new = _sum(before, of), _sum(now, of)
+def _growth(before: Page | None, now: Page, counters: tuple[tuple[str, str], ...]) -> float | None:
+    old, new = _sum(before, counters), _sum(now, counters)
     return new - old if old is not None and new is not None else None
 
 
-def _rate(before: Page | None, now: Page, of: tuple[tuple[str, str], ...], seconds: float | None) -> float | None:
-    grown = _grown(before, now, of)
-    return grown / seconds if grown is not None and seconds else None
+def _rate(before: Page | None, now: Page, counters: tuple[tuple[str, str], ...], seconds: float | None) -> float | None:
+    growth = _growth(before, now, counters)
+    return growth / seconds if growth is not None and seconds else None
 
 
 def _share(before: Page | None, now: Page, part: Any, whole: Any) -> float | None:
     """Of what was asked for between the pages, or in all with no page before. None where nothing was."""
-    parts = [_grown(before, now, of) if before is not None else _sum(now, of) for of in (part, whole)]
-    return parts[0] / parts[1] if parts[0] is not None and parts[1] else None
+    hit, total = (_growth(before, now, c) if before is not None else _sum(now, c) for c in (part, whole))
+    return hit / total if hit is not None and total else None
 
 
 def _latency(before: Page | None, now: Page, name: str, label: str) -> Facts | None:
@@ -220,12 +220,12 @@ def _latency(before: Page | None, now: Page, name: str, label: str) -> Facts | N
 
 def _observed(page: Page, name: str, label: str) -> Observed | None:
     head = f"{label}|" if label else ""
-    found = sorted(
+    buckets = sorted(
         (float(key[1].removeprefix(head)), int(value))
         for key, value in page.samples.items()
         if key[0] == f"prefixcache_{name}_bucket" and key[1].startswith(head)
     )
-    if len(found) < 2 or found[-1][0] != math.inf:
+    if len(buckets) < 2 or buckets[-1][0] != math.inf:
         return None
-    bounds, counts = zip(*found, strict=True)
+    bounds, counts = zip(*buckets, strict=True)
     return Observed(bounds[:-1], counts, page.get(f"{name}_sum", label) or 0.0)

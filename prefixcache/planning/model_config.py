@@ -1,0 +1,199 @@
+"""A model's config.json: its file, the fields that a plan needs, and mlx-lm's model of it, whose weights are neither loaded
+nor made. What the prompt cache of that model is, `model` finds out.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import pkgutil
+from copy import deepcopy
+from dataclasses import MISSING, fields, is_dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_map_with_path
+
+from prefixcache.codecs.interchange import FLOATS, element
+
+_DEFAULT_DTYPE = "bfloat16"  # of a config that names none
+_MAX_CONTEXT = 1e12  # tokens: a config that names more, or infinitely many, has no limit
+_MAX_LAYERS = 2_000  # a config of more is no model's
+_GIVE = "give a model's folder, or its config.json"
+_TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool, int), "str": (str,)}
+
+Config = dict[str, Any]
+
+
+class ModelError(ValueError):
+    """A config that no state can be told from; says what is wrong with it and what to do."""
+
+
+# -- the file -----------------------------------------------------------------------------------------------------------
+
+
+def config_file(path: str | Path) -> Path:
+    """The config.json that a path means: itself, or the one in this folder."""
+    if not isinstance(path, (str, Path)):
+        raise TypeError(f"path of type {type(path).__name__}: {_GIVE}")
+    given = Path(path).expanduser()
+    file = given / "config.json" if given.is_dir() else given
+    if not file.is_file():
+        missing = "the folder has no config.json"
+        if not given.is_dir():
+            missing = "no such file; models of a hub must be there in full"
+        raise ModelError(f"{str(path)!r}: {missing}; {_GIVE}")
+    return file
+
+
+def model_name(file: Path) -> str:
+    """The folder's name, of a hub's snapshot the repository's; the file's own where that is no config.json."""
+    if file.name != "config.json":
+        return file.stem
+    folder = Path(os.path.abspath(file)).parent
+    if folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--"):
+        folder = Path(folder.parent.parent.name.split("--", 2)[-1])
+    return folder.name or "model"
+
+
+def read_config(file: Path) -> Config:
+    try:
+        config = json.loads(file.read_text("utf-8"), object_hook=_number)
+    except OSError as error:
+        raise ModelError(f"can't be read ({error.strerror}); {_GIVE}") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"not JSON ({error}); copy or download it again") from None
+    if not isinstance(config, dict):
+        raise ModelError(f"holds a JSON {type(config).__name__}, not an object; {_GIVE}")
+    return config
+
+
+def _number(value: Config) -> Any:
+    """What transformers writes for numbers that JSON doesn't have."""
+    return float(str(value["__float__"])) if value.keys() == {"__float__"} else value
+
+
+# -- its fields ---------------------------------------------------------------------------------------------------------
+
+
+def model_type(config: Config) -> str:
+    family = config.get("model_type")
+    if not isinstance(family, str) or not family:
+        raise ModelError(f"model_type={family!r}: not a family's name, so this is no model's config; {_GIVE}")
+    if config.get("model_file") is not None:
+        raise ModelError(
+            f"model_file={config['model_file']!r}: the model is code of its own, which is not run here; "
+            "remove the field if mlx-lm has such a model"
+        )
+    return family
+
+
+def activation_dtype(config: Config, chosen: str | None) -> str:
+    """The `chosen` dtype, else the config's."""
+    keys = ("dtype", "torch_dtype")
+    named = [level[key] for level in _levels(config) for key in keys if level.get(key) is not None]
+    dtype = chosen if chosen is not None else named[0] if named else _DEFAULT_DTYPE
+    name = str(dtype).rpartition(".")[2]  # "torch.bfloat16" as well
+    if name not in FLOATS:
+        raise ModelError(f"dtype={dtype!r}: no dtype of activations; choose one: {', '.join(FLOATS)}")
+    return name
+
+
+def context_length(config: Config) -> int | None:
+    """The longest prompt a model is made for: its positions, or those that its RoPE is scaled up to."""
+    lengths: list[Any] = []
+    for level in _levels(config):
+        lengths += [level.get("max_position_embeddings"), level.get("n_positions")]
+        scaling = level.get("rope_scaling")
+        if isinstance(scaling, dict):
+            factor, unscaled = scaling.get("factor"), scaling.get("original_max_position_embeddings")
+            if isinstance(factor, (int, float)) and isinstance(unscaled, int):
+                lengths.append(factor * unscaled)
+    limits = [int(n) for n in lengths if isinstance(n, (int, float)) and 0 < n < _MAX_CONTEXT]
+    return max(limits, default=None)
+
+
+def _levels(config: Config) -> list[Config]:
+    """The config, and that of its text model where it has one of its own."""
+    text = config.get("text_config")
+    return [config, text] if isinstance(text, dict) else [config]
+
+
+# -- its model ----------------------------------------------------------------------------------------------------------
+
+
+def build_model(config: Config, dtype: str) -> nn.Module:
+    """mlx-lm's model of a config. Its weights are lazy arrays of this dtype that are never evaluated."""
+    model_class, arguments_class = _classes(config)
+    for level in _levels(config):
+        depth = level.get("num_hidden_layers")
+        if isinstance(depth, (int, float)) and depth > _MAX_LAYERS:
+            raise ModelError(f"num_hidden_layers={depth}: more than any model has; check the config")
+    try:
+        model: nn.Module = model_class(arguments_class.from_dict(deepcopy(config)))
+    except (Exception, SystemExit) as error:
+        raise refusal(config, error) from error
+    is_cast = getattr(model, "cast_predicate", lambda name: True)
+    target = element(dtype).mlx
+
+    def to_dtype(name: str, weight: mx.array) -> mx.array:
+        return weight.astype(target) if is_cast(name) and mx.issubdtype(weight.dtype, mx.floating) else weight
+
+    model.update(tree_map_with_path(to_dtype, model.parameters()))
+    model.eval()
+    return model
+
+
+def _classes(config: Config) -> tuple[Any, Any]:
+    """mlx-lm's classes of the config's model and of its arguments."""
+    from mlx_lm.utils import _get_classes  # only when asked: it takes seconds
+
+    family = config["model_type"]
+    try:
+        return _get_classes(config)
+    except SystemExit:
+        raise ModelError(
+            f"model_type={family!r}: mlx-lm needs another package for it, which is not installed"
+        ) from None
+    except Exception as error:
+        missing = getattr(error.__cause__, "name", None) or ""
+        if isinstance(error.__cause__, ImportError) and not missing.startswith("mlx_lm.models."):
+            raise ModelError(f"model_type={family!r}: mlx-lm can't import its model: {error.__cause__}") from error
+        import mlx_lm.models
+
+        known = [module.name for module in pkgutil.iter_modules(mlx_lm.models.__path__)]
+        similar = difflib.get_close_matches(family, known, 3)
+        raise ModelError(
+            f"model_type={family!r}: mlx-lm {version('mlx-lm')} has no such model"
+            + (f" (it has {', '.join(similar)})" if similar else "")
+            + "; upgrade mlx-lm, or give the config of a model that it serves"
+        ) from None
+
+
+def refusal(config: Config, error: BaseException) -> ModelError:
+    """Why a model can't be made or called, with the fields that look wrong."""
+    family, arguments_class = config["model_type"], _classes(config)[1]
+    message = str(error).split("\n")[0][:200]
+    if message.startswith("[eval]"):
+        return ModelError(f"model_type={family!r}: its cache depends on the weights' values, which are not read here")
+    suspects = []
+    for field in fields(arguments_class) if is_dataclass(arguments_class) else ():
+        is_needed = field.default is MISSING and field.default_factory is MISSING
+        value = config.get(field.name)
+        types = _TYPES.get(field.type if isinstance(field.type, str) else getattr(field.type, "__name__", ""))
+        if is_needed and field.name not in config:
+            suspects.append(f"{field.name} is missing")
+        elif types is not None and not isinstance(value, types) and (value is not None or is_needed):
+            suspects.append(f"{field.name}={value!r}")
+    for level in _levels(config):
+        for name, value in level.items():
+            if name.startswith(("num_", "hidden_", "head_")) and type(value) is int and value <= 0:
+                suspects.append(f"{name}={value!r}")
+    check = ", ".join(dict.fromkeys(suspects)) or "its fields"
+    return ModelError(
+        f"model_type={family!r}: mlx-lm refuses the config ({type(error).__name__}: {message}); check {check}"
+    )
