@@ -18,7 +18,7 @@ from prefixcache import PrefixCache
 from prefixcache.cli import app
 from prefixcache.keys import BLOCK
 from tests.families import FAMILIES
-from tests.serving import SECONDS, SERVE, starting
+from tests.serving import SECONDS, serve, starting
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -131,7 +131,7 @@ def test_the_server_starts_with_these_flags_and_answers_what_curl_asks(tmp_path:
     (ask,) = lines("curl")
     flags = [str(MODEL) if word.startswith("mlx-community/") else word for word in command[2:]]
     flags = [str(tmp_path / "ssd") if word.startswith("~/") else word for word in flags]
-    with starting(SERVE, tmp_path / "log", *flags) as server:
+    with starting(serve, tmp_path / "log", *flags, anew=True) as server:
         url = ask[1].replace("http://127.0.0.1:8080", server.ready().url)
         form = {"Content-Type": "application/x-www-form-urlencoded"}  # curl's, where nothing else is said
         answer = requests.post(url, ask[ask.index("-d") + 1], headers=form, timeout=SECONDS).json()
