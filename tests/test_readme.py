@@ -79,9 +79,9 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[st
 
 def test_the_program_runs_as_it_stands_and_reuses_what_was_said(program: dict[str, Any], tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "How many books may I borrow at a time? " * 24}]
-    first = program["answer"](messages, max_tokens=8)
+    first = program["answer"](messages, max_tokens=4)
     messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "And films?"}]
-    program["answer"](messages, max_tokens=8)
+    program["answer"](messages, max_tokens=4)
     asked = len(program["tokenizer"].apply_chat_template(messages[:1], add_generation_prompt=True))
     assert program["cache"].stats().counters.hit_tokens >= asked // BLOCK * BLOCK > 0
     program["cache"].close()
@@ -89,7 +89,7 @@ def test_the_program_runs_as_it_stands_and_reuses_what_was_said(program: dict[st
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next"])
-@pytest.mark.parametrize("length", [100, 600, 1581])
+@pytest.mark.parametrize("length", [100, 1100])
 def test_a_prompt_that_is_asked_again_is_hit_and_answered_alike_whatever_the_layers(
     program: dict[str, Any], family: str, length: int
 ) -> None:
@@ -100,9 +100,9 @@ def test_a_prompt_that_is_asked_again_is_hit_and_answered_alike_whatever_the_lay
         apply_chat_template=lambda messages, **_: messages, eos_token_ids=(), decode=list
     )
     counters = program["cache"].stats
-    said = program["answer"](prompt, max_tokens=60)
+    said = program["answer"](prompt, max_tokens=40)
     assert counters().counters.hit_tokens == 0
-    assert program["answer"](prompt, max_tokens=60) == said
+    assert program["answer"](prompt, max_tokens=40) == said
     assert counters().counters.hit_tokens == length - 1
 
 
