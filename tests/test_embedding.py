@@ -32,6 +32,7 @@ from prefixcache import CacheError, PrefixCache
 from prefixcache.keys import BLOCK
 from tests.families import FAMILIES
 from tests.forked import BLAS
+from tests.serving import save_model
 
 ROOT = Path(__file__).parent.parent
 MODEL = ROOT / "tests" / "fixtures" / "tiny-llama"
@@ -58,9 +59,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 def planted(home: Path) -> Path:
-    """A folder where the page's PATH is the tiny model."""
-    (home / "models").mkdir()
-    (home / "models" / "Qwen3-4B-4bit").symlink_to(MODEL)
+    """A folder where the page's PATH is a model that computes little."""
+    save_model(home / "models" / "Qwen3-4B-4bit")
     return home
 
 

@@ -18,7 +18,7 @@ from prefixcache import PrefixCache
 from prefixcache.cli import app
 from prefixcache.keys import BLOCK
 from tests.families import FAMILIES
-from tests.serving import SECONDS, serve, starting
+from tests.serving import SECONDS, save_model, serve, starting
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -26,7 +26,6 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).parent.parent
-MODEL = ROOT / "tests" / "fixtures" / "tiny-llama"
 TRACE = ROOT / "tests" / "fixtures" / "traces" / "coding_agents.jsonl.gz"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FENCES = re.findall(r"^```(.*?)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
@@ -52,6 +51,11 @@ def run(directory: Path, *arguments: str) -> str:
     return shown.output
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("models") / "model")
+
+
 def test_every_line_of_a_fence_is_one_that_this_file_runs() -> None:
     assert [language for language, _ in FENCES] == ["console", "console", "console", "python", "text", "console"]
     assert {shlex.split(line)[0] for line in LINES} == {"pip", "make", "prefixcache", "curl"}
@@ -67,11 +71,11 @@ def test_it_is_short() -> None:
 
 
 @pytest.fixture
-def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+def program(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """What the program defines, its cache under a home of its own."""
     monkeypatch.setenv("HOME", str(tmp_path))
     names: dict[str, Any] = {}
-    source = fence("python").replace("mlx-community/Qwen3-4B-4bit", str(MODEL))
+    source = fence("python").replace("mlx-community/Qwen3-4B-4bit", str(model))
     exec(compile(source, "README.md", "exec"), names)
     yield names
     names["cache"].close()
@@ -126,10 +130,10 @@ def test_the_make_targets_exist() -> None:
         assert ran.returncode == 0, ran.stderr
 
 
-def test_the_server_starts_with_these_flags_and_answers_what_curl_asks(tmp_path: Path) -> None:
+def test_the_server_starts_with_these_flags_and_answers_what_curl_asks(model: Path, tmp_path: Path) -> None:
     (command,) = [words for words in lines("prefixcache") if words[1] == "serve"]
     (ask,) = lines("curl")
-    flags = [str(MODEL) if word.startswith("mlx-community/") else word for word in command[2:]]
+    flags = [str(model) if word.startswith("mlx-community/") else word for word in command[2:]]
     flags = [str(tmp_path / "ssd") if word.startswith("~/") else word for word in flags]
     with starting(serve, tmp_path / "log", *flags, anew=True) as server:
         url = ask[1].replace("http://127.0.0.1:8080", server.ready().url)
