@@ -70,10 +70,10 @@ def begin(main: Main, arguments: Sequence[Any], out: Path, err: Path, *, anew: b
     words, environment = [*map(str, arguments)], {**os.environ, **OFFLINE, **BLAS}
     if FORKS and not anew:
         return Forked(main, words, out, err, environment)
-    program = f"import sys; from {main.__module__} import {main.__qualname__} as main; main(sys.argv[1:])"
+    imported = f"import sys; sys.path[:] = {sys.path!r}; from {main.__module__} import {main.__qualname__} as main"
     with out.open("ab") as to, err.open("ab") as errors:
         return subprocess.Popen(
-            [sys.executable, "-c", program, *words],
+            [sys.executable, "-c", f"{imported}; main(sys.argv[1:])", *words],
             stdin=subprocess.DEVNULL, stdout=to, stderr=errors, cwd=ROOT, env=environment,
         )  # fmt: skip
 

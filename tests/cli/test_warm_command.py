@@ -101,7 +101,7 @@ def test_what_was_warmed_the_next_process_finds_and_a_second_run_computes_nothin
 
 
 def test_a_directory_that_another_process_holds_is_named_with_that_process(
-    live: tuple[Path, subprocess.Popen[str]], prompts: Callable[..., Path]
+    live: tuple[Path, Any], prompts: Callable[..., Path]
 ) -> None:
     path, holder = live
     done = run("--model", MODEL, "--ssd-dir", path, *SMALL, prompts(CHAT))
