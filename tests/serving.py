@@ -1,16 +1,13 @@
 """Servers for tests, in processes of their own, asked over HTTP: `prefixcache serve`, and mlx_lm.server without any prompt
-cache, whose answers are the right ones. Also what they need: models small enough to be computed here, and adapters. Run as
-a module, this file is that plain server.
+cache, whose answers are the right ones. Also what they need: models small enough to be computed here, and adapters.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,11 +27,10 @@ from mlx_lm.utils import load, load_tokenizer
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.families import FAMILIES
+from tests.forked import Main, begin
 
 TINY = Path(__file__).parent / "fixtures" / "tiny-llama"
 VOCABULARY = 3072  # of its tokenizer
-SERVE = [sys.executable, "-c", "from prefixcache.cli import app; app()", "serve"]
-PLAIN = [sys.executable, "-m", "tests.serving"]
 SECONDS = 60  # that a server may take to start, to answer, to end
 TROUBLE = re.compile(r"Traceback|Error|ERROR|WARNING|died|failed")
 EXPECTED = re.compile(r"not recommended for production|Future(Warning)?")  # upstream's, whatever is asked
@@ -115,17 +111,20 @@ def save_adapter(folder: Path, model: Path, seed: int = 1) -> Path:
 # -- servers ----------------------------------------------------------------------------------------------------------
 
 
+def serve(flags: list[str]) -> None:
+    """`prefixcache serve`."""
+    from prefixcache.cli import app
+
+    app(["serve", *flags], prog_name="prefixcache")
+
+
 class Server:
     """A process that serves, or will, and what it logs."""
 
-    def __init__(self, command: Sequence[str], log: Path):
+    def __init__(self, main: Main, arguments: Sequence[Any], log: Path, *, anew: bool = False):
         self.log = log
-        here = Path(__file__).parents[1]
-        alone = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(log.parent / "hub")}  # no network, no models of the user's
-        with log.open("wb") as to:
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=to, stderr=to, cwd=here, env={**os.environ, **alone}
-            )
+        log.write_bytes(b"")
+        self.process = begin(main, arguments, log, log, anew=anew)
         self.url = ""
 
     def ready(self) -> Server:
@@ -181,9 +180,9 @@ def wait_for(found: Callable[[], Any], what: str, log: Path | None = None) -> An
 
 
 @contextmanager
-def starting(command: Sequence[str], log: Path, *flags: Any) -> Iterator[Server]:
+def starting(main: Main, log: Path, *flags: Any, anew: bool = False) -> Iterator[Server]:
     """A server that starts; at the end of the block it is killed, if it still runs."""
-    server = Server([*command, "--port", "0", *map(str, flags)], log)
+    server = Server(main, ["--port", 0, *flags], log, anew=anew)
     try:
         yield server
     finally:
@@ -194,7 +193,7 @@ def starting(command: Sequence[str], log: Path, *flags: Any) -> Iterator[Server]
 @contextmanager
 def serving(log: Path, *flags: Any, limits: Sequence[str] = ("--ram", "200MB", "--codec", "raw")) -> Iterator[Server]:
     """`prefixcache serve`, rows kept as they are; at the end of the block it must end in order, and without trouble."""
-    with starting([*SERVE, *limits], log, *flags) as server:
+    with starting(serve, log, *limits, *flags) as server:
         yield server.ready()
         if server.process.poll() is None:
             assert server.end() == 0, server.said()
@@ -202,15 +201,14 @@ def serving(log: Path, *flags: Any, limits: Sequence[str] = ("--ram", "200MB", "
 
 
 @contextmanager
-def serving_plainly(log: Path, *flags: Any, cache: str = "nothing") -> Iterator[Server]:
-    """mlx_lm.server whose prompt cache keeps nothing and finds nothing; or with its `cache="own"`."""
-    with starting([*PLAIN, cache], log, *flags) as server:
+def serving_plainly(log: Path, *flags: Any, main: Main | None = None) -> Iterator[Server]:
+    """mlx_lm.server whose prompt cache keeps nothing and finds nothing; or with its own (`main=upstream_serve`)."""
+    with starting(main or plain_serve, log, *flags) as server:
         yield server.ready()
 
 
-def main() -> None:
-    """Run mlx_lm.server; the first argument says with which prompt cache."""
-    from mlx_lm import server
+def plain_serve(flags: list[str]) -> None:
+    """mlx_lm.server without a prompt cache."""
     from mlx_lm.models.cache import LRUPromptCache
 
     class Nothing(LRUPromptCache):  # type: ignore[misc]
@@ -220,6 +218,19 @@ def main() -> None:
         def insert_cache(self, *args: Any, **kwargs: Any) -> None:
             pass
 
+    _serve_with(Nothing(), flags)
+
+
+def upstream_serve(flags: list[str]) -> None:
+    """mlx_lm.server with its own prompt cache."""
+    from mlx_lm.models.cache import LRUPromptCache
+
+    _serve_with(LRUPromptCache(), flags)
+
+
+def _serve_with(cache: Any, flags: list[str]) -> None:
+    from mlx_lm import server
+
     class Http(server.ThreadingHTTPServer):
         daemon_threads = True
         request_queue_size = 128
@@ -228,12 +239,11 @@ def main() -> None:
             print(f"serving at http://127.0.0.1:{self.server_port}", flush=True)
             super().serve_forever(poll_interval)
 
-    cache = {"nothing": Nothing, "own": LRUPromptCache}[sys.argv.pop(1)]()
-
     def run(host: str, port: int, provider: Any) -> None:
         server._run_http_server(host, port, server.ResponseGenerator(provider, cache), Http)
 
     server.run = run
+    sys.argv = ["mlx_lm.server", *flags]
     server.main()
 
 
@@ -309,7 +319,3 @@ def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
 def text(n: int, of: str = "rule") -> str:
     """About `n` tokens that no other `of` has."""
     return " ".join(f"The {of} {i} is {i * 7919 % 1000:03d}." for i in range(max(n // 12, 1)))
-
-
-if __name__ == "__main__":
-    main()

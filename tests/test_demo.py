@@ -16,6 +16,7 @@ from prefixcache.cli import app
 from prefixcache.cli.demo import command as demo
 from prefixcache.cli.demo.passes import unique
 from prefixcache.cli.demo.text import LOSSY, MARK, SYSTEM, TITLES, Chat, facts, holds, question
+from tests.forked import BLAS
 
 CONVERSATIONS, TURNS = 2, 2
 
@@ -36,7 +37,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedP
         [sys.executable, "-m", "prefixcache", "demo", "--json", "--keep", str(keep),
          "--conversations", str(CONVERSATIONS), "--turns", str(TURNS)],
         capture_output=True, text=True, timeout=200,
-        env={**os.environ, "PREFIXCACHE_RAM": "much", "PREFIXCACHE_SSD": "0", "TMPDIR": str(temporary)},
+        env={**os.environ, "PREFIXCACHE_RAM": "much", "PREFIXCACHE_SSD": "0", "TMPDIR": str(temporary), **BLAS},
     )  # fmt: skip
     return ended, keep, temporary
 

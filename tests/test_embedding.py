@@ -31,6 +31,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from prefixcache import CacheError, PrefixCache
 from prefixcache.keys import BLOCK
 from tests.families import FAMILIES
+from tests.forked import BLAS
+from tests.serving import save_model
 
 ROOT = Path(__file__).parent.parent
 MODEL = ROOT / "tests" / "fixtures" / "tiny-llama"
@@ -57,9 +59,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 def planted(home: Path) -> Path:
-    """A folder where the page's PATH is the tiny model."""
-    (home / "models").mkdir()
-    (home / "models" / "Qwen3-4B-4bit").symlink_to(MODEL)
+    """A folder where the page's PATH is a model that computes little."""
+    save_model(home / "models" / "Qwen3-4B-4bit")
     return home
 
 
@@ -131,7 +132,7 @@ def test_the_page_is_a_program_that_ends_by_itself(tmp_path: Path) -> None:
     program = "\n\n".join(BLOCKS)
     ended = subprocess.run(
         [sys.executable, "-c", program], cwd=planted(tmp_path), capture_output=True, text=True, timeout=200,
-        env={**os.environ, "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "HOME": str(tmp_path), "PYTHONPATH": str(ROOT), **BLAS},
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     assert re.search(r" (stop|length) 0$", ended.stdout.strip())

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import directories
 import pytest
-from directories import LIVE, fill
+from directories import fill
 from typer.testing import CliRunner
 
 from prefixcache import PrefixCache
 from prefixcache.cli import app
+from tests import forked
+from tests.serving import SECONDS, wait_for
 
 
 @pytest.fixture(scope="session")
@@ -29,16 +31,19 @@ def filled(original: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def live(tmp_path: Path) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
-    """A directory that another process has open until its standard input ends (a crash) or has a line (a close)."""
-    path = tmp_path / "live"
-    script = LIVE.format(here=str(Path(__file__).parent), path=str(path))
-    with subprocess.Popen([sys.executable, "-c", script], stdin=-1, stdout=-1, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
+def live(tmp_path: Path) -> Iterator[tuple[Path, Any]]:
+    """A directory that another process has open until it is killed (a crash), or the test ends."""
+    path, out, err = tmp_path / "live", tmp_path / "live.out", tmp_path / "live.err"
+    process = forked.begin(directories.live, [path], out, err)
+    try:
+        wait_for(lambda: out.exists() and out.read_text() == "ready\n", "open directory", err)
         yield path, process
         if process.poll() is None:
-            process.communicate("\n", timeout=60)
+            process.send_signal(signal.SIGUSR1)
+            assert process.wait(SECONDS) == 0, err.read_text()
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.fixture

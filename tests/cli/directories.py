@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,20 +20,15 @@ ODD = "evil\x1b[31m[bold red]/model[/]\n:smile:\u202e"
 
 COMMAND = [sys.executable, "-c", "from prefixcache.cli import app; app()"]
 
-LIVE = """
-import sys
-sys.path.insert(0, {here!r})
-from directories import TOKEN, kv
-from prefixcache import PrefixCache
-cache = PrefixCache(ram="20MB", ssd_dir={path!r}, ssd="100MB")
-cache.store([TOKEN + i for i in range(1000)], kv(1000), model="live")
-cache.flush()
-print("ready", flush=True)
-if not sys.stdin.readline():
-    import os
-    os._exit(1)
-cache.close()
-"""
+
+def live(arguments: list[str]) -> None:
+    """A process that has a directory open until SIGUSR1 asks it to close."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    with PrefixCache(ram="20MB", ssd_dir=arguments[0], ssd="100MB") as cache:
+        cache.store([TOKEN + i for i in range(1000)], kv(1000), model="live")
+        cache.flush()
+        print("ready", flush=True)
+        signal.sigwait([signal.SIGUSR1])
 
 
 def kv(n: int, layers: int = 2, heads: int = 2, width: int = 32) -> list[Any]:
@@ -76,7 +71,7 @@ def fill(path: Path) -> Path:
     return path
 
 
-def crash(process: subprocess.Popen[str]) -> None:
+def crash(process: Any) -> None:
     process.kill()
     process.wait()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,9 +12,8 @@ from mlx_lm import server as upstream
 
 from prefixcache import PrefixCache, Settings
 from tests.families import MLX_LM_0_31
-from tests.serving import SERVE, save_adapter, save_model, starting, text
-
-SECONDS = 60
+from tests.forked import run
+from tests.serving import save_adapter, save_model, serve, starting, text
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +31,7 @@ def bound() -> Iterator[int]:
 
 def refused(*flags: object) -> str:
     """The one line that a process says which can't serve."""
-    command = [*SERVE, "--port", "0", "--ram", "100MB", *map(str, flags)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, stdin=subprocess.DEVNULL)
+    done = run(serve, "--port", 0, "--ram", "100MB", *flags)
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     lines = done.stderr.splitlines()
     assert len(lines) == 1, done.stderr
@@ -145,7 +142,7 @@ def test_prompts_to_warm_that_the_template_refuses_are_told(model, tmp_path):
 
 def test_a_directory_that_another_server_has_is_told(model, tmp_path):
     ssd = tmp_path / "ssd"
-    with starting(SERVE, tmp_path / "log", "--model", model, "--ram", "100MB", "--ssd-dir", ssd) as server:
+    with starting(serve, tmp_path / "log", "--model", model, "--ram", "100MB", "--ssd-dir", ssd) as server:
         server.ready()
         told = refused("--model", model, "--ssd-dir", ssd)
         assert str(ssd) in told

@@ -7,20 +7,21 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from directories import COMMAND
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from mlx_lm.utils import load_tokenizer
 
 from prefixcache import PrefixCache, model_identity
+from prefixcache.cli import app
 from prefixcache.servers.warm_prompts import Prompt, tokens_of
+from tests import forked
+from tests.serving import wait_for
 
 MODEL = Path(__file__).parents[1] / "fixtures" / "tiny-llama"
 SYSTEM = {"role": "system", "content": "You answer in one word. The secret number of Oscar is 7615."}
@@ -58,16 +59,19 @@ def prompts(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-def arguments(*more: Any) -> list[str]:
-    return [*COMMAND, "warm", *map(str, more)]
+@pytest.fixture(autouse=True)
+def unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the environment says of the cache is not for these commands."""
+    for name in [name for name in os.environ if name.startswith("PREFIXCACHE_")]:
+        monkeypatch.delenv(name)
 
 
-def environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith("PREFIXCACHE_")}
+def warm(arguments: list[str]) -> None:
+    app(["warm", *arguments], prog_name="prefixcache")
 
 
 def run(*more: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(arguments(*more), capture_output=True, text=True, timeout=200, env=environment())
+    return forked.run(warm, *more)
 
 
 def kept(directory: Path, wanted: list[int], salt: bytes = b"", model: Path = MODEL) -> int:
@@ -97,7 +101,7 @@ def test_what_was_warmed_the_next_process_finds_and_a_second_run_computes_nothin
 
 
 def test_a_directory_that_another_process_holds_is_named_with_that_process(
-    live: tuple[Path, subprocess.Popen[str]], prompts: Callable[..., Path]
+    live: tuple[Path, Any], prompts: Callable[..., Path]
 ) -> None:
     path, holder = live
     done = run("--model", MODEL, "--ssd-dir", path, *SMALL, prompts(CHAT))
@@ -113,17 +117,19 @@ def test_a_signal_ends_it_and_what_was_computed_stays(
     """With so little RAM the first images are written early: then it is at work."""
     lines = [{"prompt": f"{i} " + "The tide came in over the flat sand. " * 60} for i in range(150)]
     options = ("--ssd-dir", tmp_path / "ssd", "--ram", "4MB", "--ssd", "50MB", "--codec", "raw")
-    command = arguments("--model", quick, *options, "--prefill-step-size", 8, prompts(*lines))
-    with subprocess.Popen(command, stdout=-1, stderr=-1, text=True, env=environment()) as process:
-        until = time.monotonic() + 120
-        while not any((tmp_path / "ssd").glob("rows/*/*.safetensors")):
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < until
-            time.sleep(0.05)
+    command = ("--model", quick, *options, "--prefill-step-size", 8, prompts(*lines))
+    out, err = tmp_path / "out", tmp_path / "err"
+    process = forked.begin(warm, command, out, err)
+    try:
+        wait_for(
+            lambda: process.poll() is not None or any((tmp_path / "ssd").glob("rows/*/*.safetensors")), "file", err
+        )
         process.send_signal(number)
-        out, err = process.communicate(timeout=120)
-    assert (process.returncode, out) == (128 + number, "")
-    assert err == (
+        assert process.wait(120) == 128 + number
+    finally:
+        process.kill()
+    assert out.read_text() == ""
+    assert err.read_text() == (
         f"prefixcache: ended by {number.name}: what was computed is stored; the same command goes on from there\n"
     )
     first = tokens_of(tokenizer, Prompt("", text=lines[0]["prompt"]))
@@ -145,10 +151,8 @@ def test_prompts_that_find_no_room_are_told(
 
 
 @pytest.fixture
-def refused(call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., str]:
+def refused(call: Callable[..., Any], tmp_path: Path) -> Callable[..., str]:
     """The one line that the command ends with. It must leave no directory behind."""
-    for name in [name for name in os.environ if name.startswith("PREFIXCACHE_")]:
-        monkeypatch.delenv(name)
 
     def one(*more: Any) -> str:
         done = call("warm", *more)
@@ -228,17 +232,11 @@ def test_the_chat_template_and_its_arguments_are_the_callers(
     assert kept(tmp_path / "ssd", request) >= len(tokenizer.encode(f"Monday: {SYSTEM['content']}")) - 1
 
 
-def test_the_help_tells_the_exit_codes(call: Callable[..., Any]) -> None:
+def test_the_help_tells_what_it_needs_and_the_exit_codes(call: Callable[..., Any]) -> None:
     done = call("warm", "--help")
-    assert done.exit_code == 0
-    assert "Exit code: 0" in done.stdout
-    assert "prefixcache warm [OPTIONS]" in done.stdout
-
-
-def test_the_help_says_what_it_needs():
-    done = subprocess.run(
-        [*COMMAND, "warm", "--help"], capture_output=True, text=True, env={**os.environ, "COLUMNS": "200"}
-    )
     said = " ".join(done.stdout.split())
+    assert done.exit_code == 0
+    assert "prefixcache warm [OPTIONS]" in said
     assert "It needs --model, --ssd-dir and a file of prompts" in said
     assert "prefixcache warm --model MODEL --ssd-dir DIR prompts.jsonl" in said
+    assert "Exit code: 0" in said

@@ -8,6 +8,7 @@ import base64
 import copy
 import io
 import queue
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -169,11 +170,20 @@ def test_answers_that_were_stopped_or_failed_are_not_wanted():
 # -- waiting for the disk ---------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def original(models: Path) -> tuple[Path, list[int]]:
+    """A directory with a prompt of about 300 tokens, and what answers it."""
+    directory, flags = models / "original", ("--model", models / "llama")
+    with PrefixCache(ssd_dir=directory, codec="raw", **CACHE) as cache, generating(cache, *flags) as generator:
+        tokens = Asked(generator, user(text(300, "stored"))).answered().tokens
+    return directory, tokens
+
+
 @pytest.fixture
-def stored(models: Path, opened: Callable[[], PrefixCache]) -> list[int]:
-    """A prompt that the directory has, of about 300 tokens; and what answers it."""
-    with opened() as cache, generating(cache, "--model", models / "llama") as generator:
-        return Asked(generator, user(text(300, "stored"))).answered().tokens
+def stored(original: tuple[Path, list[int]], tmp_path: Path) -> list[int]:
+    """The test's directory has that prompt; what answers it."""
+    shutil.copytree(original[0], tmp_path / "ssd")
+    return original[1]
 
 
 def test_a_request_that_waits_for_the_disk_stops_no_other(models, opened, stored):
@@ -231,24 +241,37 @@ def test_a_promotion_that_fails_is_a_miss(models, opened, stored, tmp_path):
         assert (asked.cached, asked.tokens) == (0, stored)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+SYSTEM = {"role": "system", "content": text(300, "walked")}
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3_next"])
+def walked(models: Path, request: pytest.FixtureRequest) -> tuple[Path, Path]:
+    """A model, and a directory that has a chat of it."""
+    model, directory = models / request.param, models / f"walked {request.param}"
+    with (
+        PrefixCache(ssd_dir=directory, codec="raw", **CACHE) as cache,
+        generating(cache, "--model", model) as generator,
+    ):
+        Asked(generator, [SYSTEM, *user("hello")]).answered()
+    return model, directory
+
+
 @pytest.mark.parametrize("seed", [None, 1])  # in a batch, or one by one
-@pytest.mark.parametrize("question", ["hello", text(700, "longer")])
+@pytest.mark.parametrize("question", ["hello", text(300, "longer")])
 def test_a_request_that_comes_from_the_ssd_walks_the_graph_from_the_root_four_times_at_most(
-    models, opened, family, question, seed
+    walked, opened, tmp_path, question, seed
 ):
-    system = {"role": "system", "content": text(800, "walked")}
-    with opened() as cache, generating(cache, "--model", models / family) as generator:
-        Asked(generator, [system, *user("hello")]).answered()
+    model, directory = walked
+    shutil.copytree(directory, tmp_path / "ssd")
     cache = opened()
     graph = cache._storage.graph
-    with generating(cache, "--model", models / family) as generator:
+    with generating(cache, "--model", model) as generator:
         generator.prompts.reading.rates.computed(100, FOREVER)
         before = graph.walks
-        asked = Asked(generator, [system, *user(question)], seed=seed).answered()
-    assert asked.cached >= 768
+        asked = Asked(generator, [SYSTEM, *user(question)], seed=seed).answered()
+    assert asked.cached >= 256
     counters = cache.stats().counters
-    assert (counters.promoted_tokens >= 768, counters.stores >= 1) == (True, True)
+    assert (counters.promoted_tokens >= 256, counters.stores >= 1) == (True, True)
     assert graph.walks - before <= 4
 
 
@@ -273,7 +296,7 @@ def test_of_two_that_wait_for_a_third_which_is_cancelled_one_computes(models, op
 
 
 def test_a_request_waits_for_nobody_with_another_salt_or_model(models, opened):
-    prompt = user(text(600, "apart"))
+    prompt = user(text(300, "apart"))
     with generating(opened(), "--model", models / "llama", "--prefill-step-size", 8) as generator:
         asked = [Asked(generator, prompt, salt=salt) for salt in ("", "one", "two")]
         assert [one.cached for one in asked] == [0, 0, 0]
@@ -283,12 +306,12 @@ def test_a_request_waits_for_nobody_with_another_salt_or_model(models, opened):
 
 def test_chunks_without_recurrent_state_dont_end_the_waiting_of_others(models, opened):
     with generating(opened(), "--model", models / "qwen3_next", "--prefill-step-size", 256) as generator:
-        Asked(generator, user(text(1200, "chunks"))).answered()
+        Asked(generator, user(text(600, "chunks"))).answered()
         assert generator.admission._in_vain_until == 0.0
 
 
 def test_a_model_that_counts_no_tokens_keeps_the_state_of_those_it_has_seen(models, opened):
-    prompt = user(text(800, "state"))
+    prompt = user(text(400, "state"))
     with generating(opened(), "--model", models / "mamba", "--prefill-step-size", 256) as generator:
         first = Asked(generator, prompt).answered()
         cache, name = generator.prompts.cache, generator.prompts.name_of(generator.model_provider.model_key)
@@ -301,7 +324,7 @@ def test_a_model_that_counts_no_tokens_keeps_the_state_of_those_it_has_seen(mode
 @pytest.mark.parametrize("name", ["default_model", "path"])
 def test_however_the_loaded_model_is_named_requests_wait_for_each_other(models, opened, name):
     model = str(models / "llama") if name == "path" else name
-    prompt = user(text(600, "named"))
+    prompt = user(text(300, "named"))
     with generating(opened(), "--model", models / "llama", "--prefill-step-size", 8) as generator:
         asked = [Asked(generator, prompt, model=model) for _ in range(3)]
         assert sorted(one.computed for one in asked)[:2] == [1, 1]

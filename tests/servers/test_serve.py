@@ -26,7 +26,6 @@ from prefixcache.servers.mlx_lm.http_server import downloaded
 from tests.families import MLX_LM_0_31
 from tests.serving import (
     SECONDS,
-    SERVE,
     Message,
     Server,
     ask,
@@ -35,6 +34,7 @@ from tests.serving import (
     complete,
     save_adapter,
     save_model,
+    serve,
     serving,
     serving_plainly,
     starting,
@@ -344,7 +344,7 @@ def sequences(ssd: Path) -> int:
 @pytest.fixture
 def ending(models: Path, tmp_path: Path) -> Any:
     def start(*flags: Any) -> Any:
-        return starting([*SERVE, *LIMITS], tmp_path / "log", "--ssd-dir", tmp_path / "ssd", *flags)
+        return starting(serve, tmp_path / "log", *LIMITS, "--ssd-dir", tmp_path / "ssd", *flags)
 
     return start
 

@@ -26,6 +26,7 @@ from tests.serving import (
     serving,
     serving_plainly,
     text,
+    upstream_serve,
 )
 
 SYSTEM = text(280)
@@ -264,7 +265,7 @@ def test_rows_that_mlx_lm_quantized_are_hit_as_by_its_own_prompt_cache(tmp_path)
     ]
     asked = questions(1, "quantized")
     with (
-        serving_plainly(tmp_path / "own.log", *flags, cache="own") as own,
+        serving_plainly(tmp_path / "own.log", *flags, main=upstream_serve) as own,
         serving(tmp_path / "served.log", *flags, limits=["--ram", "200MB"]) as served,
     ):
         kept, ours = (chat(server, SYSTEM, asked, logprobs=True) for server in (own, served))

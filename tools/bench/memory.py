@@ -36,15 +36,15 @@ CASES: dict[str, tuple[Any, Shape, int]] = {
 }
 # Of TurboQuant less, because encoding is slow and not what is measured.
 CODED = {"full": 300_000_000, "quick": 100_000_000, "tiny": 2_000_000}
-NODES = {"full": 100_000, "quick": 20_000, "tiny": 2_000}
+NODES = {"full": 100_000, "quick": 20_000, "tiny": 500}
 GROWTH, REMAINS = 1.05, 50_000_000
 
 
 def resident(scale: str) -> Iterator[Figure]:
     """Growth of the process over what `stats()` accounts for, and what is left of it after `clear()`."""
-    for name, (codec, _, _) in CASES.items():
+    for name, (codec, _, tokens) in CASES.items():
         nbytes = CODED[scale] if isinstance(codec, TurboQuant) else HELD[scale]
-        found = report.in_child("memory", "hold", name, nbytes)
+        found = report.in_child("memory", "hold", name, nbytes, tokens // 8 if scale == "tiny" else tokens)
         growth, remains = found["growth"] / found["held"], found["remains"]
         yield Figure(
             f"RAM ({name}): growth of RSS over bytes accounted", f"{growth:.3f}", f"<= {GROWTH}",
@@ -57,9 +57,9 @@ def resident(scale: str) -> Iterator[Figure]:
         )  # fmt: skip
 
 
-def hold(case: str, nbytes: int) -> dict[str, Any]:
-    """In a process of its own: hold so many bytes, then none."""
-    codec, shape, count = CASES[case]
+def hold(case: str, nbytes: int, count: int) -> dict[str, Any]:
+    """In a process of its own: hold so many bytes of prompts of `count` tokens, then none."""
+    codec, shape, _ = CASES[case]
     tokens, prompt_cache = draw(31), filled(shape, count)
     cache = PrefixCache(ram="4GB", codec=codec)
     cache.store(tokens(count), prompt_cache, model=MODEL)
