@@ -16,7 +16,7 @@ import sqlite3
 import sys
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -40,6 +40,7 @@ from prefixcache.operations.arguments import check_leave, number, seconds
 from prefixcache.operations.fetch import find, read_ahead
 from prefixcache.operations.making import LiveMaker
 from prefixcache.operations.namespaces import Namespaces
+from prefixcache.operations.pins import Pins
 from prefixcache.operations.remove import remove
 from prefixcache.operations.snapshot import snapshot
 from prefixcache.operations.store import Store
@@ -47,7 +48,7 @@ from prefixcache.settings import Settings, parse_size
 from prefixcache.ssd import Ssd
 from prefixcache.ssd.directory import refusal
 from prefixcache.tiers.memory_pressure import Pressure
-from prefixcache.tiers.promotion import promote
+from prefixcache.tiers.promotion import Promoter
 from prefixcache.tiers.prompt import Prompt, boundary
 from prefixcache.tiers.storage import Storage
 from prefixcache.trace.recording import Recorder
@@ -57,7 +58,6 @@ log = logging.getLogger("prefixcache")
 QUEUE_SHARE = 4  # spill_queue="auto" is a 4th of the RAM budget
 RECENCY_FLUSH_INTERVAL = 60.0  # seconds after which a hit tells the index what was used
 RECENCY_FLUSH_SLOTS = 8192  # or so many that it has not heard of
-PROMOTERS = 4  # promotions at work at once; the reads of each go to the SSD's reader pool
 LONGEST = 1 << 24  # tokens that a fetch leaves room for
 INTERRUPTED_CLOSE = 5.0  # seconds that an interrupted close() gives the SSD
 
@@ -112,7 +112,7 @@ class PrefixCache:
         has_ssd = self.settings.ssd_dir is not None and self.settings.ssd != 0
         self._storage = Storage(self.settings, ram, tiers=1 + has_ssd)
         self._namespaces = Namespaces(self._storage, self.codec)
-        self._pins: dict[tuple[bytes, bytes], list[list[Slot]]] = {}
+        self._pins = Pins(self._storage)
         self._kernels = turboquant_backends.describe()
         self._last_flush = time.monotonic()  # of what was used, to the index
         self._closed = False
@@ -126,8 +126,7 @@ class PrefixCache:
                 if self._recorder is not None:
                     self._recorder.close()
                 raise
-        self._promoters = ThreadPoolExecutor(PROMOTERS, "prefixcache-promote")
-        self._promoting: set[Future[int]] = set()
+        self._promoter = Promoter(self._storage)
         self._pressure = Pressure(self._storage, self.settings.reserve_bytes(machine_memory()))
         if self.settings.memory_reserve != 0:
             self._pressure.start()
@@ -372,19 +371,10 @@ class PrefixCache:
                 done.set_result(depth)
                 return done
         try:
-            promoting = self._promoters.submit(promote, self._storage, prompt, leave, whole_blocks)
+            return self._promoter.submit(prompt, leave, whole_blocks)
         except RuntimeError:
             self._check_open()  # closed meanwhile
             raise
-        promoting.add_done_callback(self._notify)
-        self._promoting.add(promoting)
-        promoting.add_done_callback(self._promoting.discard)
-        return promoting
-
-    def _notify(self, promoting: Future[int]) -> None:
-        """A promotion has ended: whoever waits for its blocks is told."""
-        with self._storage.changed:
-            self._storage.changed.notify_all()
 
     async def promote_async(
         self,
@@ -424,27 +414,12 @@ class PrefixCache:
     def pin(self, tokens: Tokens | Prompt, *, model: str | None = None, salt: bytes = b"") -> int:
         """Keep what is stored of `tokens` in the tier it is in. Returns how many tokens that are; counts."""
         self._check_open()
-        prompt, graph = self._prompt(tokens, model, salt), self._storage.graph
-        with self._storage.lock:
-            deepest = prompt.deepest(graph.last)
-            if deepest is None or deepest.depth == 0:
-                return 0
-            pinned = graph.pin(required_images(deepest.walk, deepest.depth, graph.last))
-            self._pins.setdefault((deepest.namespace.row.root, prompt.token_bytes), []).append(pinned)
-            return deepest.depth
+        return self._pins.add(self._prompt(tokens, model, salt))
 
     def unpin(self, tokens: Tokens | Prompt, *, model: str | None = None, salt: bytes = b"") -> bool:
         """Undo one `pin` of the same tokens. False when there is none."""
         self._check_open()
-        prompt = self._prompt(tokens, model, salt)
-        with self._storage.lock:
-            for namespace in prompt.namespaces():
-                if pins := self._pins.get((namespace.row.root, prompt.token_bytes)):
-                    self._storage.unpin(pins.pop())
-                    if not pins:
-                        del self._pins[namespace.row.root, prompt.token_bytes]
-                    return True
-        return False
+        return self._pins.remove(self._prompt(tokens, model, salt))
 
     def remove(self, tokens: Tokens | Prompt, *, model: str | None = None, salt: bytes = b"") -> int:
         """Delete this prompt, in every tier: its blocks that no other stored prompt shares. Returns their bytes.
@@ -458,9 +433,6 @@ class PrefixCache:
         """Delete everything, in RAM and on SSD, pins included."""
         self._check_open()
         with self._storage.lock:
-            for pins in self._pins.values():
-                for pinned in pins:
-                    self._storage.unpin(pinned)
             self._pins.clear()
             self._storage.clear()
         give_back()
@@ -560,8 +532,7 @@ class PrefixCache:
                 self._pressure.stop()
                 if self._summary is not None:
                     self._summary.stop()
-                self._promoters.shutdown(wait=False, cancel_futures=True)
-                concurrent.futures.wait(list(self._promoting), _left(end))
+                self._promoter.close(_left(end))
                 if self._ssd is not None:
                     self._write_out(_left(end))
                 whole = True

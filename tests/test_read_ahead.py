@@ -151,13 +151,13 @@ def test_a_window_s_rows_come_for_the_boundary_that_is_hit(tmp_path, parts):
 
 def test_closed_meanwhile_is_said(tmp_path):
     cache = cold(tmp_path / "ssd", "raw", states.sliceable, LONG)
-    real, errors = cache._promoters.submit, []
+    real, errors = cache._promoter._threads.submit, []
 
     def submit(*given):
         coming = real(threading.Event().wait, 1)  # until then nothing else begins
         return coming if not given else real(*given)
 
-    cache._promoters.submit = submit
+    cache._promoter._threads.submit = submit
 
     def ask():
         try:

@@ -1,5 +1,6 @@
-"""What a store has to make: a `Job` for each image, and the `Source` whose codes it takes over. Plain data, which `store` plans
-and `making` reads.
+"""What a store has to make: a `Job` for each image, and the `Source` whose codes it takes over.
+
+Plain data: `store` plans it, `making` reads it.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 from prefixcache.blocks.budget import Reservation
@@ -22,6 +23,7 @@ from prefixcache.tiers.storage import Storage
 from prefixcache.tiers.tier import Read
 
 BATCH = 16  # images that RAM is reserved for at once
+PROMOTERS = 4  # promotions at work at once; the reads of each go to the tier
 PATIENCE = 10.0  # seconds that a promotion waits for RAM while the writer makes some free
 
 
@@ -65,6 +67,33 @@ def promote(storage: Storage, prompt: Prompt, leave: int, whole_blocks: bool = F
             storage.changed.notify_all()
     storage.counters.durations.promote.observe(time.monotonic() - began)
     return depth
+
+
+class Promoter:
+    """Promotions on threads of their own."""
+
+    def __init__(self, storage: Storage):
+        self._storage = storage
+        self._threads = ThreadPoolExecutor(PROMOTERS, "prefixcache-promote")
+        self._running: set[Future[int]] = set()
+
+    def submit(self, prompt: Prompt, leave: int, whole_blocks: bool) -> Future[int]:
+        """Begin one: its result is the depth in RAM. RuntimeError when closed."""
+        promoting = self._threads.submit(promote, self._storage, prompt, leave, whole_blocks)
+        promoting.add_done_callback(self._notify)
+        self._running.add(promoting)
+        promoting.add_done_callback(self._running.discard)
+        return promoting
+
+    def close(self, timeout: float) -> None:
+        """Cancel what has not begun; wait so many seconds for what has."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        wait(list(self._running), timeout)
+
+    def _notify(self, promoting: Future[int]) -> None:
+        """A promotion has ended: whoever waits for its blocks is told."""
+        with self._storage.changed:
+            self._storage.changed.notify_all()
 
 
 def _room(storage: Storage) -> int:
