@@ -4,6 +4,7 @@ Row i of every layer is made of a rolling hash of tokens 0 to i: a row that belo
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
@@ -14,10 +15,15 @@ WIDTH = 8
 
 
 def rolling(tokens: Sequence[int]) -> np.ndarray:
-    """A hash of each prefix, below 2**20 so that float32 holds it."""
+    """A hash of each prefix, below 2**20 so that float32 holds it. Not to be written to."""
+    return _rolling(tuple(map(int, tokens)))
+
+
+@lru_cache(256)  # made for the state, and again for each check of it
+def _rolling(tokens: tuple[int, ...]) -> np.ndarray:
     hashes, h = np.empty(len(tokens), np.float32), 1
     for i, token in enumerate(tokens):
-        h = (h * 31 + int(token) + 7) % 1048573
+        h = (h * 31 + token + 7) % 1048573
         hashes[i] = h
     return hashes
 

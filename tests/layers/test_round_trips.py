@@ -34,7 +34,7 @@ def model(family):
 
 @pytest.fixture(scope="module")
 def prefilled(model):
-    """The prompt's caches after 200 tokens and after all, fed in two pieces so that windows have turned over: to be copied."""
+    """The prompt's caches after 200 tokens and after all, fed in two pieces so that windows have turned over."""
     prompt, cache = tokens(PROMPT, 1), make_prompt_cache(model)
     feed(model, cache, prompt[:200])
     early = copy.deepcopy(cache)

@@ -8,8 +8,9 @@ import random
 import pytest
 
 from prefixcache.ssd import Selection, Ssd, clear, prune, queue, reconcile, survey
+from tools.faults.evidence import du
 
-from .images import SPACE, chain, du, make
+from .images import SPACE, chain, make
 
 
 @pytest.mark.parametrize(("limit", "size"), [(1 << 20, 3000), (3 << 20, 30_000), (12 << 20, 200_000)])

@@ -16,8 +16,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from prefixcache.ssd import Cancelled, Corrupt, Entry, reconcile
 from prefixcache.ssd.index import connect
+from tools.faults.evidence import du
 
-from .images import SPACE, Opened, du, make, path_of, until
+from .images import SPACE, Opened, make, path_of, until
 
 OTHERS = [SPACE._replace(root=bytes([n]) * 16) for n in (1, 2)]
 POOL = [
