@@ -3,13 +3,15 @@
 Row i of every layer is made of a rolling hash of tokens 0 to i: a row that belongs to another prefix is never equal.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
+
+from prefixcache import PrefixCache, Stored
 
 WIDTH = 8
 
@@ -128,3 +130,17 @@ def check(prompt_cache: list[Any], tokens: Sequence[int]) -> None:
         else:
             assert cache[0].item() == rolling(tokens)[-1]
             assert cache[1].item() == n
+
+
+def put(cache: PrefixCache, tokens: Sequence[int], make: Callable[..., Any] = sliceable, **more: Any) -> Stored:
+    """Store their state."""
+    return cache.store(tokens, make(tokens), model="m", **more)
+
+
+def got(cache: PrefixCache, tokens: Sequence[int], **more: Any) -> int:
+    """What a fetch gives, checked; the depth."""
+    made, rest = cache.fetch(tokens, model="m", **more)
+    depth = len(tokens) - len(rest)
+    if made is not None:
+        check(made, tokens[:depth])
+    return depth
