@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,8 +22,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # A test's files are real ones; but tens of thousands of fsyncs wait for a disk whose own durability nothing here proves.
 MEMORY = Path("/dev/shm")
-if MEMORY.is_dir() and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 2 << 30:
-    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+if sys.platform == "linux" and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 2 << 30:
+    if not os.statvfs(MEMORY).f_flag & os.ST_NOEXEC:  # some tests build programs and run them
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 DEFAULTS = {"ram": "10MB", "ssd": "50MB", "codec": "raw"}
 

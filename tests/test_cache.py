@@ -258,6 +258,15 @@ def test_namespaces_of_salts_that_hold_nothing_are_dropped_when_there_are_many(o
     assert got(cache, LONG, salt=b"0") == 999
 
 
+def test_trim_to_nothing_does_not_wait_for_what_nodes_hold(opened, monkeypatch):
+    cache = opened()
+    put(cache, LONG)
+    assert cache.flush(10)
+    monkeypatch.setattr(cache._storage.changed, "wait", lambda seconds: pytest.fail("it waits"))
+    assert 0 < cache.trim_to(0, wait=30) == cache.stats().ram_held
+    assert cache.match(LONG, model="m") == (0, len(LONG))
+
+
 def test_trim_to_without_a_wait_lets_the_coldest_be_written_and_the_hot_stay(opened):
     cache = opened()
     hot = [7, *LONG[:500]]
