@@ -5,6 +5,7 @@ deleted by itself.
 from __future__ import annotations
 
 import os
+import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -20,12 +21,13 @@ from prefixcache.tiers.storage import Storage
 
 
 def du(root: str | os.PathLike[str]) -> int:
-    """Real bytes, as `du -s` counts them; a file that is renamed meanwhile counts once."""
-    sizes: dict[tuple[int, int], int] = {}
+    """Real bytes, as the cache's account has them: every name of a file with several; what is renamed meanwhile once."""
+    sizes: dict[object, int] = {}
     for path in _all(os.fspath(root)):
         with suppress(FileNotFoundError):
             status = os.lstat(path)
-            sizes[status.st_dev, status.st_ino] = status.st_blocks * 512
+            several = stat.S_ISREG(status.st_mode) and status.st_nlink > 1
+            sizes[path if several else (status.st_dev, status.st_ino)] = status.st_blocks * 512
     return sum(sizes.values())
 
 
