@@ -263,7 +263,7 @@ def parse_header(header: bytes, room: int) -> Header:
     if not all(_HEX.fullmatch(fields[name]) for name in ("checksum", "key", "parent", "namespace")):
         raise ImageError("a key or the checksum is not 32 hex digits")
     start = fields["start"]
-    if fields["kind"] not in KINDS or not (start.isascii() and start.isdecimal() and len(start) <= 12):
+    if fields["kind"] not in KINDS or not (start.isascii() and start.isdecimal() and len(start) <= 13):
         raise ImageError("the header's kind or start is not valid")
     if int(start) >= START_BOUND:
         raise ImageError("the header's kind or start is not valid")

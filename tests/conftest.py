@@ -1,8 +1,12 @@
-"""What all tests share: caches that are opened for a test and closed after it, and signals as a terminal gives them."""
+"""What all tests share: caches that are opened for a test and closed after it, signals as a terminal gives them, and
+temporary folders in memory where the system has some for that."""
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,6 +19,12 @@ from prefixcache import PrefixCache
 # Where a shell starts the tests in the background, they and what they start would ignore SIGINT, which some of them send.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# A test's files are real ones; but tens of thousands of fsyncs wait for a disk whose own durability nothing here proves.
+MEMORY = Path("/dev/shm")
+if sys.platform == "linux" and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 2 << 30:
+    if not os.statvfs(MEMORY).f_flag & os.ST_NOEXEC:  # some tests build programs and run them
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 DEFAULTS = {"ram": "10MB", "ssd": "50MB", "codec": "raw"}
 

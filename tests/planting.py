@@ -227,3 +227,17 @@ def restarted(old: Planting, order: Iterable[Slot] | None = None) -> Planting:
         new.graph.place(again, SSD, disk=slot.disk)
     new.graph.recency.sort_below_ram(new.graph.slots.values())
     return new
+
+
+def order(planting: Planting, tier: int) -> list[tuple[str, int]]:
+    """Who leaves a tier next: kind and end, the coldest first."""
+    return [(slot.kind, slot.end) for slot in planting.graph.order[tier]]
+
+
+def leaving(planting: Planting, tier: int) -> list[tuple[str, int]]:
+    """All that leave a tier, in their order."""
+    found = []
+    while (slot := planting.evict(tier)) is not None:
+        found.append((slot.kind, slot.end))
+        planting.graph.check_integrity()
+    return found

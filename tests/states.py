@@ -3,21 +3,29 @@
 Row i of every layer is made of a rolling hash of tokens 0 to i: a row that belongs to another prefix is never equal.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
 
+from prefixcache import PrefixCache, Stored
+
 WIDTH = 8
 
 
 def rolling(tokens: Sequence[int]) -> np.ndarray:
-    """A hash of each prefix, below 2**20 so that float32 holds it."""
+    """A hash of each prefix, below 2**20 so that float32 holds it. Not to be written to."""
+    return _rolling(tuple(map(int, tokens)))
+
+
+@lru_cache(256)  # made for the state, and again for each check of it
+def _rolling(tokens: tuple[int, ...]) -> np.ndarray:
     hashes, h = np.empty(len(tokens), np.float32), 1
     for i, token in enumerate(tokens):
-        h = (h * 31 + int(token) + 7) % 1048573
+        h = (h * 31 + token + 7) % 1048573
         hashes[i] = h
     return hashes
 
@@ -122,3 +130,17 @@ def check(prompt_cache: list[Any], tokens: Sequence[int]) -> None:
         else:
             assert cache[0].item() == rolling(tokens)[-1]
             assert cache[1].item() == n
+
+
+def put(cache: PrefixCache, tokens: Sequence[int], make: Callable[..., Any] = sliceable, **more: Any) -> Stored:
+    """Store their state."""
+    return cache.store(tokens, make(tokens), model="m", **more)
+
+
+def got(cache: PrefixCache, tokens: Sequence[int], **more: Any) -> int:
+    """What a fetch gives, checked; the depth."""
+    made, rest = cache.fetch(tokens, model="m", **more)
+    depth = len(tokens) - len(rest)
+    if made is not None:
+        check(made, tokens[:depth])
+    return depth

@@ -17,9 +17,10 @@ import pytest
 from prefixcache import DirectoryError, DirectoryHeld, PrefixCache
 from prefixcache.ssd import queue, reconcile
 from prefixcache.ssd.directory import Directory, holder
+from tools.faults.evidence import du
 
 from . import states
-from .ssd.images import du, until
+from .ssd.images import until
 
 
 @pytest.fixture(autouse=True)

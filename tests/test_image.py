@@ -69,6 +69,11 @@ def test_what_was_sealed_is_what_verify_gives(meta, chosen, seed):
             assert tensors[spec.name].tobytes() == bytes_of(spec, seed + i)
 
 
+def test_the_last_start_that_is_written_is_read():
+    meta = META._replace(start=2**40 - 1)
+    assert verify(foreign(sealed(meta, []))).header()[0] == meta
+
+
 @given(metas, specs)
 def test_every_tensor_starts_at_a_multiple_of_its_element(meta, chosen):
     image = sealed(meta, chosen)

@@ -11,9 +11,10 @@ import pytest
 
 from prefixcache import PrefixCache, memory
 from prefixcache.tiers.memory_pressure import LEAST, Pressure
+from tools.faults.evidence import du
 
 from . import states
-from .ssd.images import du, until
+from .ssd.images import until
 
 CACHE = {"ram": "2MB", "ssd": "20MB", "memory_reserve": 0}
 

@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 from prefixcache import DirectoryHeld, PrefixCache
 from prefixcache.cli import app
 from prefixcache.ssd import reconcile
+from tools.faults.evidence import du
 
 from . import states
-from .ssd.images import du
 
 ROOT = Path(__file__).parent.parent
 LONG = list(range(1000))

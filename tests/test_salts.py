@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from prefixcache import PrefixCache
+from tools.faults.evidence import du
 
 from . import states
-from .ssd.images import du
 
 LIMIT = 1_300_000
 SESSIONS = 140

@@ -60,7 +60,7 @@ class Ram:
         budget = self._storage.budget
 
         def done() -> bool:
-            while (held := budget.held()).total > nbytes:
+            while (held := budget.held()).total > max(nbytes, held.nodes):  # nodes alone: nothing to wait for
                 enough = held.total - held.queued <= nbytes  # is being written, and more recent ones may stay
                 victim = None if enough else eviction_victim(self._storage.graph, RAM)
                 if victim is None or not self._evict(victim, False, asked=True):

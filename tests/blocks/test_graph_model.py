@@ -7,6 +7,7 @@ its end, and for each tier a list of those keys, the coldest first. Depths are f
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import groupby
 
 import pytest
@@ -68,19 +69,25 @@ class Kept:
 
 
 def key_of(slot: Slot) -> Key:
-    parts: list[bytes] = [slot.suffix]
-    node: Node | None = slot.node
-    while node is not None:
-        parts.append(node.tokens)
-        node = node.parent
-    return f"{slot.kind} {slot.mask}" if slot.kind == "window" else slot.kind, b"".join(reversed(parts))
+    kind = f"{slot.kind} {slot.mask}" if slot.kind == "window" else slot.kind
+    return kind, prefix_of(slot.node) + slot.suffix
+
+
+@lru_cache(1000)
+def prefix_of(node: Node) -> bytes:
+    return b"" if node.parent is None else prefix_of(node.parent) + node.tokens
 
 
 def common(a: bytes, b: bytes) -> int:
-    n = 0
-    while n < min(len(a), len(b)) and a[n : n + TOKEN_BYTES] == b[n : n + TOKEN_BYTES]:
-        n += TOKEN_BYTES
-    return n // TOKEN_BYTES
+    """Tokens that both begin with."""
+    low, high = 0, min(len(a), len(b)) // TOKEN_BYTES
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[: middle * TOKEN_BYTES] == b[: middle * TOKEN_BYTES]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def ones(first: int, last: int) -> int:

@@ -18,7 +18,7 @@ from prefixcache import PrefixCache
 from prefixcache.ssd.directory import Directory
 from prefixcache.ssd.quarantine import quarantined
 from tests import states
-from tests.ssd.images import du
+from tools.faults.evidence import du
 
 PROMPT = [9_000_000_000 + 7 * i for i in range(600)]  # int64 in the index
 SHORT = [5000 + i for i in range(300)]  # int32

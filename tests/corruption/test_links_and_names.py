@@ -19,7 +19,7 @@ from prefixcache import DirectoryError
 from prefixcache.ssd.directory import Directory
 from prefixcache.ssd.quarantine import quarantined
 from prefixcache.ssd.survey import survey
-from tests.ssd.images import du
+from tools.faults.evidence import du
 
 from .directories import EXACT, PLAIN, depth, file_of, judge, opened, reasons, rows_of, store, uncleanly
 

@@ -12,9 +12,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from tests.crash import matrix, shim
+from tests.crash import matrix
 from tests.crash.matrix import MODES, Lab, Outcome, Tally
-from tests.crash.power import VARIANTS
+from tools.faults import shim
+from tools.faults.power import VARIANTS
 
 Run = Callable[[Lab], Iterable[Outcome]]
 

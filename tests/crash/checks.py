@@ -12,14 +12,11 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import numpy as np
-
 from prefixcache import PrefixCache
-from prefixcache.image import ImageError, verify
-from prefixcache.ssd import Entry, Ssd, reconcile
-from prefixcache.tiers.storage import Storage
+from prefixcache.ssd import Entry, reconcile
+from prefixcache.ssd.directory import Directory
 from tests.crash.prompts import LEVELLED, PROMPTS, RAW
-from tests.ssd.images import du
+from tools.faults.evidence import before_deletion, du, image_fault
 
 
 class Wrong(AssertionError):
@@ -34,7 +31,6 @@ class Debris(AssertionError):
     """Index, ledger and files do not agree after an opening, or something was left lying about."""
 
 
-FOLDERS = {"rows": "rows", "window": "windows", "snapshot": "snapshots"}
 WAIT = 30.0
 
 
@@ -128,14 +124,11 @@ def held_to(cache: PrefixCache, root: str, missing: dict[str, str], outgrown: se
             raise Lost(f"{address} was promised and is not in the index")
         if here[address].checksum != checksum:
             raise Wrong(f"{address} is another image than was promised")
+    directory = Directory(root)
     for address, entry in here.items():
-        kind, key = address.split()
-        data = np.fromfile(os.path.join(root, FOLDERS[kind], key[:2], f"{key}.safetensors"), np.uint8)
-        try:
-            verify(data, entry.checksum)
-        except ImageError as error:
-            raise Wrong(f"{address}: {error}") from error
-        nbytes += data.nbytes
+        if fault := image_fault(directory, entry.address, entry.checksum):
+            raise Wrong(f"{address}: {fault}")
+        nbytes += entry.nbytes
     return nbytes
 
 
@@ -180,25 +173,14 @@ def stored_anew(cache: PrefixCache, name: str) -> None:
 def outgrown_at_opening(say: Callable[[str], None]) -> Iterator[set[str]]:
     """Addresses of shorter twins that an opening deletes beside their longer ones: the crash came in between."""
     gone: set[str] = set()
-    settle, delete = Storage.drop_superseded, Ssd.delete
-    settling: list[bool] = []
 
-    def drop_superseded(storage: Storage, changed: Any) -> None:
-        settling.append(True)
-        try:
-            settle(storage, changed)
-        finally:
-            settling.pop()
-
-    def announced(ssd: Ssd, entries: Iterable[Entry]) -> None:
-        entries = list(entries)
-        if settling:
+    def announce(entries: list[Entry], superseded: bool) -> None:
+        if superseded:
             gone.update(f"{entry.kind} {entry.key.hex()}" for entry in entries)
             say(json.dumps(["outgrown", [[entry.kind, entry.key.hex()] for entry in entries]]))
-        delete(ssd, entries)
 
-    Storage.drop_superseded, Ssd.delete = drop_superseded, announced  # type: ignore[method-assign]
+    undo = before_deletion(announce)
     try:
         yield gone
     finally:
-        Storage.drop_superseded, Ssd.delete = settle, delete  # type: ignore[method-assign]
+        undo()

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.crash import power, shim
 from tests.crash.checks import promised
+from tools.faults import power, shim
 
 CHAIN = 5  # rounds of random kills on one directory
 

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
-from collections.abc import Iterable
 from typing import Any
 
 from prefixcache import PrefixCache
 from prefixcache.blocks.lookup import hit_depth, required_images
-from prefixcache.ssd import DirectoryError, Entry, Ssd, reconcile
+from prefixcache.ssd import DirectoryError, Entry, reconcile
 from tests.crash.prompts import LEVELLED, PROMPTS, RAW
-from tests.crash.shim import Shim
-from tests.ssd.images import du
+from tools.faults.evidence import before_deletion, du
+from tools.faults.shim import Shim
 
 RAM_BYTES, SSD_BYTES = 130_000, 480_000
 PATIENCE = 20.0  # seconds after which a cache that has not resumed never will
@@ -41,16 +39,11 @@ class Scenario:
 
     def _announce_deletions(self) -> None:
         """Say which images leave before their deletion is queued. This is a child: the class is its own."""
-        delete = Ssd.delete
 
-        def announced(ssd: Ssd, entries: Iterable[Entry]) -> None:
-            entries = list(entries)
-            # A successor of these is durable: what they were good for can still be had.
-            word = "outgrown" if sys._getframe(1).f_code.co_name == "drop_superseded" else "leaving"
-            self.say(word, [[entry.kind, entry.key.hex()] for entry in entries])
-            delete(ssd, entries)
+        def announce(entries: list[Entry], superseded: bool) -> None:
+            self.say("outgrown" if superseded else "leaving", [[entry.kind, entry.key.hex()] for entry in entries])
 
-        Ssd.delete = announced  # type: ignore[method-assign]
+        before_deletion(announce)
 
     def say(self, word: str, what: Any = None) -> None:
         self.shim.say(json.dumps([word, what], separators=(",", ":")))

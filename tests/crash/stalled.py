@@ -7,7 +7,7 @@ import json
 from prefixcache import PrefixCache
 from tests.crash.prompts import PROMPTS, RAW
 from tests.crash.scenario import PATIENCE, Violation
-from tests.crash.shim import EVERY, STALL, Shim
+from tools.faults.shim import EVERY, STALL, Shim
 
 
 def stalled(root: str, shim: Shim, at: int) -> None:

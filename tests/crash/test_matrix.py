@@ -11,9 +11,10 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from tests.crash import matrix, power, shim
+from tests.crash import matrix
 from tests.crash.checks import promised
 from tests.crash.matrix import MODES, Lab, Outcome
+from tools.faults import power, shim
 
 pytestmark = pytest.mark.skipif(bool(shim.unavailable()), reason=shim.unavailable() or "can be had")
 

@@ -29,8 +29,8 @@ from prefixcache.ssd import queue, reconcile
 from tests.crash.checks import check
 from tests.crash.prompts import LEVELLED
 from tests.crash.scenario import Scenario
-from tests.crash.shim import CHANGES, COUNT, Shim
 from tests.crash.stalled import stalled
+from tools.faults.shim import CHANGES, COUNT, Shim
 
 LIMIT = 60.0  # seconds after which a child hangs
 

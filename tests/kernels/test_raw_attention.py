@@ -33,20 +33,27 @@ def batch_of(lengths, width, dtype, sinks, recent, cut=0):
     return TurboQuantKVCache.merge(singles) if len(singles) > 1 else singles[0]
 
 
+SHAPES = [  # lengths, width, dtype, sinks, recent, cut
+    ((50,), 64, mx.float16, 0, 16, 0),
+    ((50,), 64, mx.float32, 4, 16, 0),
+    ((10,), 128, mx.bfloat16, 4, 16, 0),  # fewer than the ring has places for
+    ((50,), 80, mx.float16, 4, 8, 5),
+    ((50, 3, 0, 17), 64, mx.float16, 2, 16, 0),
+    ((50, 20), 64, mx.float16, 0, 16, 9),
+]
+MASKS = ("", "bool", "additive", "causal")
+
+# Every shape under every mask; over them, lengths and logits take turns so that each meets each.
+CASES = [
+    (*shape, (1, 3)[(s + m) % 2], mask, (s + m // 2) % 2 == 1)
+    for s, shape in enumerate(SHAPES)
+    for m, mask in enumerate(MASKS)
+]
+
+
 @pytest.mark.parametrize(
-    ("lengths", "width", "dtype", "sinks", "recent", "cut"),
-    [
-        ((50,), 64, mx.float16, 0, 16, 0),
-        ((50,), 64, mx.float32, 4, 16, 0),
-        ((10,), 128, mx.bfloat16, 4, 16, 0),  # fewer than the ring has places for
-        ((50,), 80, mx.float16, 4, 8, 5),
-        ((50, 3, 0, 17), 64, mx.float16, 2, 16, 0),
-        ((50, 20), 64, mx.float16, 0, 16, 9),
-    ],
+    ("lengths", "width", "dtype", "sinks", "recent", "cut", "length", "masked", "with_logits"), CASES
 )
-@pytest.mark.parametrize("length", [1, 3])
-@pytest.mark.parametrize("masked", ["", "bool", "additive", "causal"])
-@pytest.mark.parametrize("with_logits", [False, True])
 def test_it_gives_what_composed_operations_give(
     on_host, lengths, width, dtype, sinks, recent, cut, length, masked, with_logits
 ):

@@ -112,7 +112,12 @@ def check_as_alone(model: nn.Module, make_cache: MakeCache, result: Result, near
     A token may be another one than alone only where the two are nearer than twice `near`.
     """
     logprobs, cache = alone(model, make_cache, result)
+    check_logprobs(result, logprobs, near)
+    return cache
+
+
+def check_logprobs(result: Result, logprobs: list[mx.array], near: float = 1e-3) -> None:
+    """`check_as_alone`, where the run alone has been made."""
     for own, got, token in zip(logprobs, result.logprobs, result.tokens, strict=True):
         assert mx.max(mx.abs(own - got)).item() <= near
         assert (mx.max(own) - own[token]).item() <= 2 * near
-    return cache

@@ -172,7 +172,7 @@ def test_a_prefill_in_pieces_of_queries_is_one_at_once(batch, mask, monkeypatch)
 
 
 def test_a_long_prefill_holds_no_more_scores_than_it_says(monkeypatch):
-    length, heads = 1024, 16
+    length, heads = 512, 16
     queries = normal(9, 1, heads, length, WIDTH)
     triples = [mx.quantize(a, group_size=GROUP, bits=4) for a in rows(1, 1, HEADS, length)]
     mx.eval(queries, triples)
@@ -633,8 +633,7 @@ def llama():
     return FAMILIES["llama"].build()
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("seed", "bits"), [(0, 4), (1, 8), (2, 4), (3, 8)])
 def test_requests_that_join_finish_and_are_cancelled_get_what_they_would_get_alone(llama, seed, bits):
     def make_cache() -> list[QuantizedKVCache]:
         return [QuantizedKVCache(32, bits) for _ in llama.layers]

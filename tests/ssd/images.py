@@ -81,18 +81,6 @@ class Opened(Ssd):
         return bool((self.read(entry).result(30).data == image.data).all())
 
 
-def du(root: Path) -> int:
-    """Real bytes of a directory, as `du -s` counts them."""
-    total = os.lstat(root).st_blocks * 512
-    for folder, folders, files in os.walk(root):
-        for name in (*folders, *files):
-            try:
-                total += os.lstat(os.path.join(folder, name)).st_blocks * 512
-            except FileNotFoundError:
-                continue
-    return total
-
-
 def fingerprint(root: Path) -> dict[str, tuple[int, int, str]]:
     """Names, modes, times and contents below `root`. Not while this very process has its index open."""
     found = {}

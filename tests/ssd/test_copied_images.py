@@ -15,8 +15,9 @@ import pytest
 
 from prefixcache.image import Blueprint, Image, Spec
 from prefixcache.ssd import Corrupt, DirectoryError, Entry, NamespaceRow, reconcile, survey
+from tools.faults.evidence import du
 
-from .images import LAYOUT, ROOT, SPACE, Opened, chain, du, make, path_of
+from .images import LAYOUT, ROOT, SPACE, Opened, chain, make, path_of
 from .test_pruning import OTHER, snapshot
 
 Pair = tuple[Entry, Image]

@@ -13,8 +13,9 @@ import pytest
 
 from prefixcache.ssd import queue, reconcile
 from prefixcache.ssd.index import Index
+from tools.faults.evidence import du
 
-from .images import SPACE, Opened, chain, du, hold, make
+from .images import SPACE, Opened, chain, hold, make
 
 # Every call that changes the disk, by the name under which the package calls it.
 CALLS = ("open", "write", "fsync", "rename", "unlink", "mkdir", "ftruncate")

@@ -15,9 +15,10 @@ import pytest
 from prefixcache import PrefixCache
 from prefixcache.ssd import queue
 from prefixcache.ssd.errors import LogHeld
+from tools.faults.evidence import du
 
 from .. import states
-from .images import SPACE, chain, du, make, path_of, until
+from .images import SPACE, chain, make, path_of, until
 
 READER = """
 import sqlite3, sys

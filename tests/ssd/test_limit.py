@@ -8,8 +8,9 @@ import random
 import pytest
 
 from prefixcache.ssd import Selection, Ssd, clear, prune, queue, reconcile, survey
+from tools.faults.evidence import du
 
-from .images import SPACE, chain, du, make
+from .images import SPACE, chain, make
 
 
 @pytest.mark.parametrize(("limit", "size"), [(1 << 20, 3000), (3 << 20, 30_000), (12 << 20, 200_000)])
@@ -49,7 +50,8 @@ def test_the_disk_never_holds_more_than_the_limit(opened, root, monkeypatch, lim
     assert ssd.flush(30)
     assert evicted > 20
     assert max(peaks) <= limit
-    assert max(peaks) > limit * 0.7  # and the room is used
+    free = 0 if os.lstat(root).st_blocks else 4096 * sum(1 for _ in os.walk(root))  # folders cost nothing in memory
+    assert max(peaks) + free > limit * 0.7  # and the room is used
     ssd.check_integrity()
     assert ssd._store.ledger.held().real == du(root) <= ssd.used <= limit
 

@@ -24,8 +24,9 @@ from prefixcache.ssd import (
     prune,
     reconcile,
 )
+from tools.faults.evidence import du
 
-from .images import CODEC, LAYOUT, ROOT, SPACE, Opened, chain, du, fingerprint, make, path_of
+from .images import CODEC, LAYOUT, ROOT, SPACE, Opened, chain, fingerprint, make, path_of
 from .test_durability import Steps
 
 DAY = 86400.0

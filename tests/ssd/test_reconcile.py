@@ -15,8 +15,9 @@ import pytest
 from prefixcache.ssd import Corrupt, Entry, reconcile, survey
 from prefixcache.ssd.files import Damaged, from_header, read_header
 from prefixcache.ssd.index import Index
+from tools.faults.evidence import du
 
-from .images import CODEC, LAYOUT, MODEL, ROOT, SPACE, Opened, chain, du, fingerprint, make, path_of
+from .images import CODEC, LAYOUT, MODEL, ROOT, SPACE, Opened, chain, fingerprint, make, path_of
 
 
 @pytest.fixture

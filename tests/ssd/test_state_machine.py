@@ -14,10 +14,11 @@ from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from prefixcache.ssd import Cancelled, Corrupt, Entry, reconcile
+from prefixcache.ssd import Cancelled, Corrupt, Entry, queue, reconcile
 from prefixcache.ssd.index import connect
+from tools.faults.evidence import du
 
-from .images import SPACE, Opened, du, make, path_of, until
+from .images import SPACE, Opened, make, path_of, until
 
 OTHERS = [SPACE._replace(root=bytes([n]) * 16) for n in (1, 2)]
 POOL = [
@@ -35,6 +36,8 @@ class Tier(RuleBasedStateMachine):
         super().__init__()
         self.folder = tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
         self.root = Path(self.folder) / "ssd"
+        self.impatient = patch.multiple(queue, FIRST_DELAY=0.005, LONGEST_DELAY=0.05)  # after a write that failed
+        self.impatient.start()
         self.model: dict[int, Entry] = {}
         self.ticks: dict[int, tuple[int, int]] = {}
         self.clock = 0
@@ -173,6 +176,7 @@ class Tier(RuleBasedStateMachine):
         self.settle()
         self.ssd.check_integrity()
         self.ssd.close()
+        self.impatient.stop()
         shutil.rmtree(self.folder)
 
 

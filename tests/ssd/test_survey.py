@@ -10,8 +10,9 @@ import time
 import pytest
 
 from prefixcache.ssd import DirectoryError, NamespaceRow, Selection, prune, reconcile, rows, survey
+from tools.faults.evidence import du
 
-from .images import CODEC, LAYOUT, MODEL, ROOT, SPACE, chain, du, fingerprint, make, path_of
+from .images import CODEC, LAYOUT, MODEL, ROOT, SPACE, chain, fingerprint, make, path_of
 
 PAIRS = [*chain(7), make(70, kind="window"), make(71, kind="snapshot", count=9)]
 

@@ -23,7 +23,8 @@ from typing import Any
 
 from prefixcache.ssd import DirectoryHeld, Ssd, reconcile, survey
 from prefixcache.ssd.directory import Directory
-from tools.soak import tamper
+from tools.faults import tamper
+from tools.faults.evidence import du
 from tools.soak.prompts import SALT_TEXT, TOKEN_TEXT, Trace, digest, prefixes, rows
 from tools.soak.report import Outcome, Sample
 from tools.soak.schedule import FILES, Fault, Plan, plan
@@ -441,7 +442,7 @@ class Judge:
     def _check_size(self) -> None:
         """A walk while files come and go is no snapshot: more than the limit counts when it is seen again and again."""
         for _ in range(5):
-            held = tamper.du(self.directory.root)
+            held = du(self.directory.root)
             if held <= self._limit:
                 return
             time.sleep(0.05)
@@ -450,7 +451,7 @@ class Judge:
     def _check_dead(self) -> None:
         """The server is dead: this is what it leaves."""
         if self.directory.root.exists():
-            held = tamper.du(self.directory.root)
+            held = du(self.directory.root)
             if self._life >= 0 and self._settled and held > self._limit:
                 self.problem("limit", f"dead, the directory takes {held} bytes of {self._limit}")
         self._check_files()

@@ -29,8 +29,8 @@ from prefixcache.blocks.node import RAM
 from prefixcache.memory import give_back
 from prefixcache.ssd.directory import tree_size
 from prefixcache.ssd.index import Index
+from tools.faults.disk import Clock, Disk
 from tools.soak import states
-from tools.soak.disk import Clock, Disk
 from tools.soak.prompts import Request, Tenant, Trace, digest
 from tools.soak.watch import Watch
 

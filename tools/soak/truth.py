@@ -11,10 +11,9 @@ import time
 from collections import Counter
 from typing import Any
 
-from prefixcache.image import ImageError, verify
 from prefixcache.ssd.directory import Directory
 from prefixcache.ssd.entries import Address
-from tools.soak import tamper
+from tools.faults.evidence import image_fault
 
 
 class Truth:
@@ -98,8 +97,7 @@ class Truth:
         if self.vanished:
             self.reopened()
         for address, checksum in list(self.durable.items()):
-            fault = self._fault(address, checksum)
-            if fault:
+            if fault := image_fault(self.directory, address, checksum):
                 self._lose(address, fault)
                 del self.durable[address]
         self.checked += len(self.durable)
@@ -107,17 +105,6 @@ class Truth:
     def mended(self) -> None:
         """Every file has been read and judged: what was bad is gone."""
         self.damaged.clear()
-
-    def _fault(self, address: Address, checksum: str) -> str:
-        try:
-            data = tamper.read(self.directory.file(address))
-            image = verify(data, checksum)
-        except FileNotFoundError:
-            return "the file is missing"
-        except ImageError as error:
-            return str(error)
-        said = image.header()[0]
-        return "" if (said.kind, said.key) == (address[0], address[1].hex()) else "another image is in its place"
 
     def _lose(self, address: Address, why: str) -> None:
         self.lost.append(f"{address[0]} {address[1].hex()}: {why}")

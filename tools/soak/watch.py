@@ -10,12 +10,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from prefixcache.ssd import Entry, Ssd, reader, store, writer
 from prefixcache.ssd.entries import Address
 from prefixcache.tiers.lower_tier import LowerTier
+from tools.faults.evidence import before_deletion
 
 Tell = Callable[..., None]
 
@@ -100,10 +101,7 @@ class Watch:
         writer.Writer._standing = standing_  # type: ignore[method-assign]
 
     def _watch_deletions(self) -> None:
-        delete = Ssd.delete
-
-        def delete_(ssd: Ssd, entries: Iterable[Entry]) -> None:
-            entries = list(entries)
+        def tell(entries: list[Entry], superseded: bool) -> None:
             with self._lock:
                 for entry in entries:
                     self._clock += 1
@@ -111,9 +109,8 @@ class Watch:
                         self._deleted[entry.address] = self._clock
                 for at in range(0, len(entries), FEW):
                     self._tell("leaving", time.monotonic(), [[e.kind, e.key.hex()] for e in entries[at : at + FEW]])
-            delete(ssd, entries)
 
-        Ssd.delete = delete_  # type: ignore[method-assign]
+        before_deletion(tell)
 
     def _watch_damage(self) -> None:
         quarantine = reader.Reader._quarantine

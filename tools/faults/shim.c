@@ -1,6 +1,6 @@
 /* A disk that dies on command. Loaded with LD_PRELOAD, it stands between the process and glibc's file calls and counts
  * those that concern paths below one folder. The Nth of them can kill the process, be torn, fail or stand still; all of
- * them can be written to a journal, from which tests.crash.power works out what a power cut would have left.
+ * them can be written to a journal, from which tools.faults.power works out what a power cut would have left.
  * Linux and glibc only. Nothing is counted before shim_arm().
  */
 #define _GNU_SOURCE
@@ -20,7 +20,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-/* Kinds of calls: bits, so that a mask picks some. tests.crash.shim has the same table. */
+/* Kinds of calls: bits, so that a mask picks some. tools.faults.shim has the same table. */
 enum { LOOK = 1, MAKE = 2, WRITE = 4, SYNC = 8, RENAME = 16, UNLINK = 32, FOLDER = 64, CUT = 128, READ = 256 };
 
 enum { COUNT, KILL_BEFORE, KILL_AFTER, TORN, FAIL_ONCE, FAIL_FROM, SHORT, STALL };

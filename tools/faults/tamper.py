@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
-
-import numpy as np
 
 from prefixcache.ssd.directory import Directory
 from prefixcache.ssd.entries import Address
@@ -100,24 +97,3 @@ def leave_debris(directory: Directory, chance: random.Random) -> None:
     """What a crashed writer leaves."""
     with suppress(FileNotFoundError):
         (directory.tmp / f"{chance.randrange(1000)}.safetensors").write_bytes(b"torn")
-
-
-def du(root: Path) -> int:
-    """Real bytes, as `du -s` counts them; a file that is renamed meanwhile counts once."""
-    sizes: dict[tuple[int, int], int] = {}
-    for path in _all(str(root)):
-        with suppress(FileNotFoundError):
-            found = os.lstat(path)
-            sizes[found.st_dev, found.st_ino] = found.st_blocks * 512
-    return sum(sizes.values())
-
-
-def _all(root: str) -> Iterator[str]:
-    yield root
-    for folder, folders, files in os.walk(root):
-        for name in (*folders, *files):
-            yield os.path.join(folder, name)
-
-
-def read(path: str) -> np.ndarray:
-    return np.fromfile(path, np.uint8)
