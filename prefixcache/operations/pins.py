@@ -1,4 +1,4 @@
-"""What callers keep with `PrefixCache.pin` until `unpin`. A pin is of the tokens that it was given; pinned twice, kept twice."""
+"""What callers keep with `PrefixCache.pin` until `unpin`. A pin is of the tokens that it was given for."""
 
 from __future__ import annotations
 

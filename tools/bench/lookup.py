@@ -92,12 +92,12 @@ def match(scale: str) -> Iterator[Figure]:
     yield visits
 
 
-class _Watched(list[bytes]):
-    """A node's list of its children's tokens that remembers which of them were looked at."""
+class _Watched(list[Any]):
+    """A node's list of its children, or of their tokens, that remembers which of them were looked at."""
 
-    def __init__(self, tokens: list[bytes]):
-        super().__init__(tokens)
-        self.seen: set[int] = set()
+    def __init__(self, items: list[Any], seen: set[int]):
+        super().__init__(items)
+        self.seen = seen
 
     def __getitem__(self, index: Any) -> Any:
         self.seen.add(index)
@@ -119,12 +119,14 @@ def _watch(tree: Tree, raw: bytes) -> list[_Watched]:
     """Watch the children of every node on the tokens' path. They stay watched: what comes later is slower."""
     watched, node, at = [], tree.root, 0
     while node.children:
-        node.child_tokens = _Watched(list(node.child_tokens))
-        watched.append(node.child_tokens)
-        kid = next((kid for kid in node.children if kid.tokens == raw[at : at + BLOCK_BYTES]), None)
-        if kid is None:
+        seen: set[int] = set()
+        children = _Watched(list(node.children), seen)
+        node.children, node.child_tokens = children, _Watched(list(node.child_tokens), seen)
+        watched.append(children)
+        child = next((child for child in children if child.tokens == raw[at : at + BLOCK_BYTES]), None)
+        if child is None:
             break
-        node, at = kid, at + BLOCK_BYTES
+        node, at = child, at + BLOCK_BYTES
     return watched
 
 
