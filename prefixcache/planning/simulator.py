@@ -308,7 +308,7 @@ def tokens_of(request: Request, block: int) -> bytes:
 def _joined(owners: Sequence[int], counts: Sequence[int], limit: int) -> bytes:
     """For each owner so many tokens, a marker and then zeros; at most `limit` in all."""
     markers = _markers(owners)
-    zeros = bytes(max(counts, default=0) * TOKEN_BYTES)
+    zeros = bytes((max(counts, default=1) - 1) * TOKEN_BYTES)  # a slice of all of it is no copy
     pieces: list[bytes] = []
     for at, count in enumerate(counts):
         count = min(count, limit)

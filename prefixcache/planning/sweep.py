@@ -11,15 +11,16 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from functools import lru_cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from prefixcache.planning.outcome import Outcome
-from prefixcache.trace.reading import Trace
+from prefixcache.trace.reading import Request, Trace
 
 if TYPE_CHECKING:
     from prefixcache.codecs import Codec
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 POLL_INTERVAL = 0.1  # seconds between two reads of the processes' progress
 ENDLESS = 1 << 50  # bytes of a RAM that never evicts
+FEW = 4_000_000  # ids of a trace that is kept in memory: 150 MB a process
 
 
 class Cell(NamedTuple):
@@ -40,7 +42,8 @@ class Cell(NamedTuple):
 
 class Workload(NamedTuple):
     """What every cell is tried on. `limit`: only so many of the trace's requests. `requests`: how many there are, for the
-    progress; 0 where that is not known.
+    progress; 0 where that is not known. `ids`: how many ids they have; where these are few, a process reads the trace once
+    for all of its cells.
     """
 
     trace: Path
@@ -50,6 +53,7 @@ class Workload(NamedTuple):
     limit: int | None = None
     leave: int = 1
     requests: int = 0
+    ids: int | None = None
 
 
 class CellFailed(RuntimeError):
@@ -66,11 +70,23 @@ def simulated(workload: Workload, cell: Cell, progress: CellProgress) -> Outcome
     """One cell, in this process. ValueError of a trace that can't be read or a codec that is none."""
     from prefixcache.planning.simulator import simulate  # the cache with all that it stands on
 
-    requests = Trace(workload.trace, workload.block, limit=workload.limit)
+    few = workload.ids is not None and workload.ids <= FEW
+    block, requests = (_read if few else _trace)(workload.trace, workload.block, workload.limit)
     return simulate(
         requests, workload.state, workload.codec, ram=cell.ram, ssd=cell.ssd, policy=cell.policy,
-        admission=cell.admission, leave=workload.leave, block=requests.block, progress=progress,
+        admission=cell.admission, leave=workload.leave, block=block, progress=progress,
     )  # fmt: skip
+
+
+def _trace(path: Path, block: int | None, limit: int | None) -> tuple[int, Iterable[Request]]:
+    trace = Trace(path, block, limit=limit)
+    return trace.block, trace
+
+
+@lru_cache(maxsize=1)
+def _read(path: Path, block: int | None, limit: int | None) -> tuple[int, Iterable[Request]]:
+    block, requests = _trace(path, block, limit)
+    return block, tuple(requests)
 
 
 def sufficient_ram(endless: Outcome) -> int:

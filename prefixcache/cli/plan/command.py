@@ -253,7 +253,9 @@ def _simulate(state: ModelState, sizes: Sizes, simulation: Simulation, assumed: 
     trace = Trace(simulation.trace, simulation.block, limit=simulation.limit)
     totals = summary(trace)
     lines = totals.requests + totals.stores
-    workload = Workload(simulation.trace, state, sizes.codec, trace.block, simulation.limit, requests=lines)
+    workload = Workload(
+        simulation.trace, state, sizes.codec, trace.block, simulation.limit, requests=lines, ids=totals.ids
+    )
     with bar("an endless cache") as show:
         (endless,) = sweep(workload, [Cell(ENDLESS)], processes=1, progress=show)
     most = sufficient_ram(endless)
