@@ -251,9 +251,10 @@ class PrefixCache:
         """How deep a `fetch` with these arguments can hit `tokens`. No I/O, no MLX, nothing changes."""
         self._check_open()
         check_leave(leave)
-        prompt = self._prompt(tokens, model, salt)
+        prompt, last = self._prompt(tokens, model, salt), self._storage.graph.last
         with self._storage.lock:
-            ram, everywhere = (prompt.deepest(tier, leave, whole_blocks) for tier in (RAM, self._storage.graph.last))
+            ram = prompt.deepest(RAM, leave, whole_blocks)
+            everywhere = prompt.deepest(last, leave, whole_blocks) if last != RAM else ram
             return Match(ram.depth if ram else 0, everywhere.depth if everywhere else 0)
 
     def fetch(

@@ -15,15 +15,15 @@ from prefixcache.keys import BLOCK, TOKEN_BYTES
 
 def hit_depth(walk: Walk, tier: int, limit: int) -> int:
     """The deepest boundary <= `limit` that can be hit."""
-    depth, upto = 0, _upto(tier)
+    upto, last = _upto(tier), walk.tree.root
     for node in walk.path:
         rows = node.rows
         if rows is None or not rows.tiers & upto:
             break
-        depth = node.end
-    else:
-        if walk.partial is not None and walk.partial.rows is not None and walk.partial.rows.tiers & upto:
-            depth += walk.shared
+        last = node
+    depth, partial = last.end, walk.partial
+    if partial is not None and partial.parent is last and partial.rows is not None and partial.rows.tiers & upto:
+        depth += walk.shared
     depth = min(depth, limit)
     if walk.tree.snapshots:
         for boundary, _ in _snapshots(walk, tier, depth):
