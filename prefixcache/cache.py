@@ -36,13 +36,13 @@ from prefixcache.layers.stored import StoredPrompt
 from prefixcache.memory import give_back, machine_memory
 from prefixcache.metrics.logs import Summary
 from prefixcache.metrics.stats import Stats
-from prefixcache.operations.arguments import check_leave, number, seconds
 from prefixcache.operations.fetch import find, read_ahead
-from prefixcache.operations.making import LiveMaker
+from prefixcache.operations.image_maker import LiveMaker
 from prefixcache.operations.namespaces import Namespaces
+from prefixcache.operations.numbers import check_leave, number, seconds
 from prefixcache.operations.pins import Pins
 from prefixcache.operations.remove import remove
-from prefixcache.operations.snapshot import snapshot
+from prefixcache.operations.stats import collect_stats
 from prefixcache.operations.store import Store
 from prefixcache.settings import Settings, parse_size
 from prefixcache.ssd import Ssd
@@ -144,7 +144,7 @@ class PrefixCache:
         tier = self._storage.add_tier()
         self._ssd = Ssd(
             directory, limit=self.settings.ssd_bytes(directory), queue_bytes=queue, readers=self.settings.readers,
-            written=tier.written, vanished=tier.recreated,
+            written=tier.written, recreated=tier.recreated,
         )  # fmt: skip
         try:
             tier.open(self._ssd, filter(None, map(self._namespaces.from_row, self._ssd.namespaces())))
@@ -499,7 +499,7 @@ class PrefixCache:
     def stats(self) -> Stats:
         """Where everything is now, and what has happened since the cache was opened."""
         self._check_process()
-        return snapshot(self._storage, self._ssd, str(self.codec), self._kernels)
+        return collect_stats(self._storage, self._ssd, str(self.codec), self._kernels)
 
     def check_integrity(self) -> None:
         """AssertionError when an invariant of the graph, the budget or the orders of eviction does not hold."""

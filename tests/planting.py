@@ -231,7 +231,7 @@ def restarted(old: Planting, order: Iterable[Slot] | None = None) -> Planting:
 
 def order(planting: Planting, tier: int) -> list[tuple[str, int]]:
     """Who leaves a tier next: kind and end, the coldest first."""
-    return [(slot.kind, slot.end) for slot in planting.graph.order[tier]]
+    return [(slot.kind, slot.end) for slot in planting.graph.orders[tier]]
 
 
 def leaving(planting: Planting, tier: int) -> list[tuple[str, int]]:

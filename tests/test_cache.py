@@ -284,8 +284,8 @@ def test_removed_while_it_waits_for_the_ssd_and_stored_again(opened):
     for _ in range(20):
         put(cache, LONG)
         with cache._storage.lock:
-            for slot in list(cache._storage.graph.order[0]):
-                cache._storage.next.spill(slot)
+            for slot in list(cache._storage.graph.orders[0]):
+                cache._storage.spill_tier.spill(slot)
         cache.remove(LONG, model="m")
         cache.check_integrity()
         assert cache.match(LONG, model="m") == (0, 0)

@@ -18,7 +18,7 @@ import pytest
 from prefixcache.migrations import index as migrations
 from sqlite_utils import Database
 
-from prefixcache import PrefixCache, image
+from prefixcache import PrefixCache, image_format
 from prefixcache.ssd import DirectoryError, NewerFormat, clear, reconcile, survey
 from prefixcache.ssd.entries import FOLDERS
 
@@ -204,9 +204,9 @@ def of_format(said: bytes, file: Path, *, whole: bool) -> str:
     """The file says another format; its checksum."""
     data = np.frombuffer(bytearray(file.read_bytes().replace(b'"format":"2"', b'"format":"%s"' % said)), np.uint8)
     if whole:
-        data[image._CHECKSUM] = np.frombuffer(image._digest(data).encode(), np.uint8)
+        data[image_format._CHECKSUM] = np.frombuffer(image_format._digest(data).encode(), np.uint8)
     file.write_bytes(data.tobytes())
-    return image.Image(data).checksum
+    return image_format.Image(data).checksum
 
 
 def test_a_file_of_an_earlier_format_is_never_believed_though_the_index_and_its_checksum_say_so(tmp_path):

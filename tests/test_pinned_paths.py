@@ -3,8 +3,8 @@
 import pytest
 
 from prefixcache import PrefixCache
-from prefixcache.operations.making import LiveMaker
-from prefixcache.tiers.prompt import hit
+from prefixcache.operations.image_maker import LiveMaker
+from prefixcache.tiers.prompt import take_hit
 from tests import states
 
 PROMPT = [(7919 + i * 13) % 50_000 for i in range(256 * 7)]
@@ -40,7 +40,7 @@ def by_nodes_that_fill_the_budget(storage) -> None:
 def test_a_hit_keeps_what_its_images_hang_on(cache, push):
     storage, tokens = cache._storage, PROMPT[: 6 * 256]
     with storage.lock:
-        found = hit(storage, cache.prompt(tokens, model="m"), 0)
+        found = take_hit(storage, cache.prompt(tokens, model="m"), 0)
         push(storage)
         assert found.depth == len(tokens)
         assert all(node.rows is not None and node.rows.image is not None for node in found.walk.nodes)

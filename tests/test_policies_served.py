@@ -98,8 +98,8 @@ def test_the_ssd_is_given_what_it_has_something_hanging_on(opened):
     storage = cache._storage
     with storage.lock:  # the first block's file went bad
         first = next(s for s in storage.graph.slots.values() if s.kind == "rows" and s.node.start == 0)
-        storage.next.tier.delete([entry_of(first)])
-        storage.next.invalidate(first)
+        storage.spill_tier.tier.delete([entry_of(first)])
+        storage.spill_tier.invalidate(first)
     put(cache, 1, *range(100, 140))
     assert cache.match(prompt(1), model="m").ssd >= 599
 
@@ -107,7 +107,7 @@ def test_the_ssd_is_given_what_it_has_something_hanging_on(opened):
 def test_a_store_and_a_fetch_tell_the_policy_what_was_asked_for(opened):
     cache = opened(policy="adaptive", ssd_dir=None, ssd_admission="always")
     put(cache, 1)
-    order = cache._storage.graph.order[RAM]
+    order = cache._storage.graph.orders[RAM]
     assert order._once
     assert set(order._once.values()) == {order.SEEN}  # not NEW: the request that brought them has ended
     assert sum(len(shadow._once) + len(shadow._again) for shadow in order._duel._shadows) > 0

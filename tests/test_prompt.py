@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prefixcache import PrefixCache
-from prefixcache.tiers.prompt import hit
+from prefixcache.tiers.prompt import take_hit
 from tests import states
 
 PROMPT = [(7919 + i * 13) % 50_000 for i in range(256 * 9 + 100)]
@@ -159,4 +159,4 @@ def test_a_lookup_that_a_close_overtakes_is_a_miss(cache):
     assert cache.match(prompt).ram == len(PROMPT)
     storage = cache._storage
     cache.close()
-    assert hit(storage, prompt, 0) is None
+    assert take_hit(storage, prompt, 0) is None

@@ -326,7 +326,7 @@ def test_a_prompt_that_ends_within_a_block_that_stands_keeps_its_tail_as_it_was_
 
 def images(cache: PrefixCache) -> dict[tuple[str, bytes], bytes]:
     """Of whole blocks: their rows' and windows' images."""
-    slots = [slot for slot in cache._storage.graph.order[0] if slot.kind != "snapshot"]
+    slots = [slot for slot in cache._storage.graph.orders[0] if slot.kind != "snapshot"]
     return {
         (slot.kind, slot.key): bytes(slot.image.data) for slot in slots if len(slot.node.tokens) == BLOCK * TOKEN_BYTES
     }

@@ -13,26 +13,26 @@ from prefixcache.blocks.node import Slot, rank
 
 
 class Ghosts:
-    """Keys evicted not long ago: of the last `times` x `held`, nearly all. Eight bytes each.
+    """The ghost list: keys evicted lately, nearly all of the last `times` x `held`.
 
-    A table with one place a key, half a key and the number of its eviction in each; a later key takes the place.
+    A direct-mapped table of 64-bit words, each half a key and the number of its eviction; a collision overwrites.
     """
 
-    __slots__ = ("_left", "_table", "_times")
+    __slots__ = ("_evictions", "_table", "_times")
 
     LEAST = 64  # places
 
     def __init__(self, times: int):
         self._times = times
-        self._left = 0  # keys so far
+        self._evictions = 0  # so far; the next one's number
         self._table = array("Q", bytes(8 * self.LEAST))
 
     def add(self, key: bytes, held: int) -> None:
         """A key is evicted, and `held` stay."""
         self._fit(self._times * held)
-        self._left += 1
+        self._evictions += 1
         word = int.from_bytes(key[:8], "little")
-        self._table[word % len(self._table)] = word >> 32 << 32 | self._left & 0xFFFFFFFF
+        self._table[word % len(self._table)] = word >> 32 << 32 | self._evictions & 0xFFFFFFFF
 
     def take(self, key: bytes, held: int) -> bool:
         """Whether a key was evicted not long ago. It is forgotten then."""
@@ -42,13 +42,13 @@ class Ghosts:
         if not found or found >> 32 != word >> 32:
             return False
         self._table[place] = 0
-        return (self._left - found) & 0xFFFFFFFF < self._times * max(held, self.LEAST // self._times)
+        return (self._evictions - found) & 0xFFFFFFFF < self._times * max(held, self.LEAST // self._times)
 
-    def _fit(self, wanted: int) -> None:
+    def _fit(self, places: int) -> None:
         size = len(self._table)
-        if wanted > size:
+        if places > size:
             self._table += self._table  # one of each two is never asked for, and overwritten in time
-        elif size > self.LEAST and wanted * 4 <= size:
+        elif size > self.LEAST and places * 4 <= size:
             low, high = self._table[: size // 2], self._table[size // 2 :]
             self._table = array("Q", (h or l for l, h in zip(low, high, strict=True)))  # noqa: E741
 
@@ -80,7 +80,7 @@ class Adaptive:
     NEW = -2  # it came, and the request that brought it has not ended
     FETCHED = -1  # as NEW, and a fetch has used it
     SEEN = 0
-    TIMES = 4  # of three to eight times what is held, the best on the traces that there are
+    TIMES = 4  # measured on two traces: the best of 3 to 8
 
     def __init__(self, fixed: int = 1 << 20) -> None:
         self._once: OrderedDict[Slot, int] = OrderedDict()
@@ -102,14 +102,14 @@ class Adaptive:
             yield from merge(self._once, self._again, key=rank)
             return
         once, again = iter(self._once), iter(self._again)
-        lately, others = self._once_bytes, self._again_bytes
+        once_bytes, again_bytes = self._once_bytes, self._again_bytes
         for _ in range(len(self._once) + len(self._again)):
-            if lately > self.share * (lately + others) or not others:
+            if once_bytes > self.share * (once_bytes + again_bytes) or not again_bytes:
                 slot = next(once)
-                lately -= slot.nbytes
+                once_bytes -= slot.nbytes
             else:
                 slot = next(again)
-                others -= slot.nbytes
+                again_bytes -= slot.nbytes
             yield slot
 
     candidates = __iter__
@@ -200,8 +200,8 @@ class Adaptive:
         for slot in least_recent_first:
             self._put(slot, _Place(slot.hits > 0, self.SEEN))
 
-    def less_recent(self, slot: Slot, wanted: Slot) -> Iterator[Slot]:
-        return takewhile(lambda other: other is not slot and other is not wanted, self)
+    def less_recent(self, slot: Slot, spilled: Slot) -> Iterator[Slot]:
+        return takewhile(lambda other: other is not slot and other is not spilled, self)
 
     def _put(self, slot: Slot, place: _Place, first: bool = False) -> None:
         queue = self._again if place.again else self._once

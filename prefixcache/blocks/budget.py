@@ -1,7 +1,7 @@
 """The RAM budget: every byte that the cache is about to use is reserved here first. The graph of blocks keeps its account.
 
-`Budget` counts four things that add up to what is held: images (of which some are queued for a tier below), nodes and
-slots of the graph, and reservations. It decides nothing: who is evicted to make room says `eviction`.
+`Budget` counts three things that add up to what is held: images, nodes and slots of the graph, and reservations; and of the
+images those that are queued for a tier below. Who is evicted to make room is `eviction`'s.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Held(NamedTuple):
-    """Bytes held now. `queued` is the part of `images` that waits for the SSD; `total` never exceeds the limit."""
+    """Bytes held now. `queued` is the part of `images` that waits for the SSD; `total` never exceeds `Budget.bound`."""
 
     images: int
     queued: int
@@ -25,9 +25,9 @@ class Held(NamedTuple):
 
 
 class Budget:
-    """A hard limit in bytes. Thread-safe: `_lock` guards the four counters; their sum never passes `bound`.
+    """A hard limit in bytes. Thread-safe: `_lock` guards the counters; images, nodes and reservations never exceed `bound`.
 
-    `bound` is `limit`, but while a limit that was lowered is more than what is held: it then falls with that.
+    `bound` equals `limit`, except after `limit` was lowered below what is held: then it is what is held, and falls with it.
     """
 
     def __init__(self, limit: int):

@@ -7,14 +7,14 @@ from itertools import islice
 
 from prefixcache.blocks.graph import Graph
 from prefixcache.blocks.node import Node, Slot
-from prefixcache.image import ROWS
+from prefixcache.image_format import ROWS
 
 NEARBY = 64  # children that are looked at for one that is evicted in a block's place
 
 
 def eviction_victim(graph: Graph, tier: int) -> Slot | None:
     """Who is evicted next: not pinned, not waiting for a write, and nothing in the tier depends on it."""
-    order = graph.order[tier]
+    order = graph.orders[tier]
     for slot in order.candidates():
         if slot.is_in(tier) and not slot.pins and not slot.pending:
             if not graph.has_dependents(slot, tier):
@@ -24,22 +24,22 @@ def eviction_victim(graph: Graph, tier: int) -> Slot | None:
     return None
 
 
-def least_recent(graph: Graph, below_ram: bool = False) -> Slot | None:
-    """The least recent slot that nothing depends on in any tier; with `below_ram` of those that a tier below RAM has."""
-    for slot in graph.order[graph.last]:
-        if below_ram and slot.tiers < 2:
+def least_recent_leaf(graph: Graph, only_below_ram: bool = False) -> Slot | None:
+    """The least recent slot that nothing depends on in any tier; with `only_below_ram` of those that a tier below RAM has."""
+    for slot in graph.orders[graph.last]:
+        if only_below_ram and slot.tiers < 2:
             continue
         if not slot.pins and not slot.pending and not any(graph.has_dependents(slot, tier) for tier in graph.tiers):
             return slot
     return None
 
 
-def victims_for(graph: Graph, tier: int, nbytes: int, slot: Slot, wanted: Slot) -> list[Slot]:
-    """Who may be evicted from a tier below RAM, one after the other, to free `nbytes` for `slot`, which `wanted` depends on,
+def victims_for(graph: Graph, tier: int, nbytes: int, slot: Slot, spilled: Slot) -> list[Slot]:
+    """Who may be evicted from a tier below RAM, one after the other, to free `nbytes` for `slot`, which `spilled` depends on,
     or is: only what is less recent than both. Empty where all of it is not enough.
     """
     victims: list[Slot] = []
-    for victim in eviction_order(graph, tier, graph.order[tier].less_recent(slot, wanted)):
+    for victim in eviction_order(graph, tier, graph.orders[tier].less_recent(slot, spilled)):
         victims.append(victim)
         nbytes -= victim.disk or victim.nbytes
         if nbytes <= 0:
@@ -52,7 +52,7 @@ def eviction_order(graph: Graph, tier: int, candidates: Iterable[Slot]) -> Itera
     Evicts none: the graph must not change meanwhile.
     """
     evicted: dict[Node, int] = {}  # how many of a block's dependents
-    blocked: set[Slot] = set()  # less recent than what depends on them
+    deferred: set[Slot] = set()  # less recent than what depends on them
     for candidate in candidates:
         if not candidate.is_in(tier) or candidate.pins or candidate.pending:
             continue
@@ -63,13 +63,13 @@ def eviction_order(graph: Graph, tier: int, candidates: Iterable[Slot]) -> Itera
                 here = node.dependents[tier]
                 elsewhere = victim.tiers == 1 << tier and sum(node.dependents) > here  # the block's last image
                 if here > evicted.get(node, 0) or elsewhere:
-                    blocked.add(victim)
+                    deferred.add(victim)
                     break
                 assert node.parent is not None
                 node = node.parent
             yield victim
             evicted[node] = evicted.get(node, 0) + 1
-            victim = node.rows if node.rows in blocked else None
+            victim = node.rows if node.rows in deferred else None
 
 
 def _leaf_below(graph: Graph, slot: Slot, tier: int) -> Slot | None:

@@ -16,7 +16,7 @@ from typing import Any
 from prefixcache.blocks.budget import Budget, Reservation
 from prefixcache.blocks.node import BLOCK_BYTES, RAM, Node, Slot, Tree, Walk, Window, common_tokens
 from prefixcache.blocks.recency import Recency
-from prefixcache.image import ROWS, SNAPSHOT, WINDOW, Kind
+from prefixcache.image_format import ROWS, SNAPSHOT, WINDOW, Kind
 from prefixcache.keys import BLOCK, TOKEN_BYTES, chain
 
 NODE_BYTES = 728  # of RAM a node, beside its tokens; measured by tools/bench/memory.py
@@ -26,7 +26,7 @@ SLOT_BYTES = 888  # of RAM a slot, beside its image and its suffix; measured the
 class Graph:
     """All namespaces' trees of nodes, their slots, and which tier has which image.
 
-    Invariants, tested by `check_integrity`: `order[RAM]` holds exactly the slots in RAM that don't wait for a write, the
+    Invariants, tested by `check_integrity`: `orders[RAM]` holds exactly the slots in RAM that don't wait for a write, the
     orders of the tiers below hold all slots (an image that arrives there late has its place already); a path is touched
     tail first, so that a block is never less recent than what depends on it; the budget's images and nodes are the sums
     over slots and nodes.
@@ -39,12 +39,12 @@ class Graph:
         self.tiers = range(tiers)
         self.last = tiers - 1  # with it, lookups take all tiers together
         self.recency = Recency(policy, budget, tiers)
-        self.order = self.recency.orders
+        self.orders = self.recency.orders
         self.slot_bytes = SLOT_BYTES + self.recency.slot_bytes  # of RAM a slot, beside its image and its suffix
         self.trees: dict[bytes, Tree] = {}
         self.slots: dict[tuple[Kind, bytes], Slot] = {}
         self.pending_delete: dict[tuple[Kind, bytes], list[Slot]] = {}
-        self.version = 0  # another one once a walk may find other nodes
+        self.version = 0  # grows when a walk could come out differently
         self.walks = self.visits = 0  # walks from the root, and nodes that walks looked at, for tests of complexity
         self.nodes = 0
         self.images = [0] * tiers  # in each tier
@@ -222,14 +222,14 @@ class Graph:
             reservation.spend(images=slot.nbytes)
             slot.image = image
             self.ram_by_label[slot.node.label] += slot.nbytes
-            self.order[RAM].add(slot)
+            self.orders[RAM].add(slot)
             self.version += _has_siblings(slot)  # of equal ones a walk takes one in RAM
         elif tier == RAM + 1:
             slot.disk = disk
         slot.tiers |= 1 << tier
         self.images[tier] += 1
         self._count(slot, tier, 1)
-        if slot.blocked:
+        if slot.maybe_blocked:
             self._unblock(slot)
 
     def drop(self, slot: Slot, tier: int) -> None:
@@ -240,7 +240,7 @@ class Graph:
         self.images[tier] -= 1
         if tier == RAM:
             self._free(slot)
-            self.order[RAM].remove(slot)
+            self.orders[RAM].remove(slot)
         else:
             if tier == RAM + 1:
                 slot.disk = 0
@@ -255,7 +255,7 @@ class Graph:
     def begin_write(self, slot: Slot, tier: int) -> None:
         """A slot's image begins to wait for a tier: until `write_finished` it stays in RAM and stands in no order there."""
         if not slot.pending:
-            self.order[RAM].aside(slot)
+            self.orders[RAM].aside(slot)
             self.budget.queue(slot.nbytes)
         slot.pending |= 1 << tier
         self._count_dependent(slot, tier, 1)  # what it depends on must stay in that tier meanwhile
@@ -266,13 +266,13 @@ class Graph:
         self._count_dependent(slot, tier, -1)
         if not slot.pending:
             self.budget.queue(-slot.nbytes)
-            self.order[RAM].back(slot, used_since)
-        if slot.blocked:
+            self.orders[RAM].back(slot, used_since)
+        if slot.maybe_blocked:
             self._unblock(slot)
 
     def detach(self, slot: Slot) -> None:
         """A slot that waits for a write goes from sight at once; its bytes stay counted until `release`."""
-        self.order[RAM].forget(slot)
+        self.orders[RAM].forget(slot)
         self.recency.unflushed.pop(slot, None)
         for tier in self.tiers:
             if slot.is_in(tier):
@@ -308,7 +308,7 @@ class Graph:
             slot.pins -= 1
             if not slot.pins:
                 self.pinned -= 1
-                if slot.blocked:
+                if slot.maybe_blocked:
                     self._unblock(slot)
 
     def has_dependents(self, slot: Slot, tier: int) -> bool:
@@ -377,12 +377,12 @@ class Graph:
         assert node is not None
         dependents = node.dependents
         dependents[tier] += by
-        if by < 0 and (rows := node.rows) is not None and rows.blocked and not dependents[tier]:
+        if by < 0 and (rows := node.rows) is not None and rows.maybe_blocked and not dependents[tier]:
             self._unblock(rows)
 
     def _unblock(self, slot: Slot) -> None:
         """It may have become one that can be evicted."""
-        for order in self.order:
+        for order in self.orders:
             order.unblock(slot)
 
     def _demote_unserved(self, slot: Slot, tier: int) -> None:
@@ -396,8 +396,8 @@ class Graph:
             stack += [k for k in slot.node.children if k.tokens.startswith(slot.suffix) and not _is_needed(k, tier)]
         while stack:  # parents before children: who is moved last is evicted first
             node = stack.pop()
-            if node.rows is not None and node.rows.is_in(tier) and node.rows in self.order[tier]:
-                self.order[tier].demote(node.rows)
+            if node.rows is not None and node.rows.is_in(tier) and node.rows in self.orders[tier]:
+                self.orders[tier].demote(node.rows)
                 node.rows.evict_first |= tier != RAM
             stack.extend(node.children)
 
@@ -455,7 +455,7 @@ class Graph:
         assert +by_label == +self.ram_by_label, (by_label, self.ram_by_label)
         assert self.images == [len(there) for there in present]
         self.recency.check_integrity(present, set(self.slots.values()))
-        for tier, order in zip(self.tiers, self.order, strict=True):
+        for tier, order in zip(self.tiers, self.orders, strict=True):
             for slot in order.waiting():
                 free = slot.is_in(tier) and not slot.pins and not slot.pending
                 assert not free or self.has_dependents(slot, tier), "a slot that can be evicted is no candidate"

@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 
 from prefixcache.blocks.node import Node, Slot, Walk, bits, common_tokens
-from prefixcache.image import ROWS
+from prefixcache.image_format import ROWS
 from prefixcache.keys import BLOCK, TOKEN_BYTES
 
 
@@ -62,7 +62,7 @@ def windows_read(node: Node, boundary: int, tier: int) -> dict[Slot, int]:
     return required
 
 
-def pin_roots(required: Iterable[Slot]) -> list[Slot]:
+def pin_leaves(required: Iterable[Slot]) -> list[Slot]:
     """Of required images, tail first, those whose pins keep all of them: a block stays while something depends on it."""
     roots, below = [], False
     for slot in required:

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from prefixcache.image import ROWS, SNAPSHOT, WINDOW, Kind
+from prefixcache.image_format import ROWS, SNAPSHOT, WINDOW, Kind
 from prefixcache.keys import BLOCK, TOKEN_BYTES
 
 RAM = 0  # the fastest tier, whose images are at hand; the tiers below it are 1, 2, ... in order of speed
 BLOCK_BYTES = BLOCK * TOKEN_BYTES
 _NONE: list[Any] = []  # what a node without children or snapshots has; shared, and never changed
 _EMPTY: dict[Any, Any] = {}
-_NOUGHT = array("l", [0] * 8)  # of as many tiers as there may be; a copy is quicker than a new one
+_ZEROS = array("l", [0] * 8)  # of as many tiers as there may be; a copy is quicker than a new one
 _EVICTION_RANK = {SNAPSHOT: 0, WINDOW: 1, ROWS: 2}  # of one block and one touch
 
 
@@ -45,8 +45,24 @@ class Slot:
     """One image's place, and what is known of the image. `tiers` says where it is: a bit a tier, RAM's the lowest."""
 
     __slots__ = (
-        "blocked", "checksum", "created", "disk", "evict_first", "hits", "image", "key", "kind", "mask", "nbytes", "node",
-        "pending", "pins", "reading", "suffix", "tick", "tiers",
+        "checksum",
+        "created",
+        "disk",
+        "evict_first",
+        "hits",
+        "image",
+        "key",
+        "kind",
+        "mask",
+        "maybe_blocked",
+        "nbytes",
+        "node",
+        "pending",
+        "pins",
+        "reading",
+        "suffix",
+        "tick",
+        "tiers",
     )  # fmt: skip
 
     def __init__(
@@ -63,11 +79,9 @@ class Slot:
         self.disk = 0  # bytes that its file takes in the first tier below RAM; others keep their own account
         self.checksum = ""
         self.pending = 0  # the tiers that it waits to be written to, a bit each
-        self.evict_first = (
-            False  # below RAM no boundary needs it any more: it is evicted before others, whatever its tick
-        )
+        self.evict_first = False  # below RAM no boundary needs it: it is evicted before others, whatever its tick
         self.reading: Any = None  # while a promotion reads it from a tier below
-        self.blocked = False  # an order has passed it over as one that can't be evicted
+        self.maybe_blocked = False  # an order has passed it over as one that can't be evicted
         self.pins = 0
         self.tick = 0
         self.hits = 0
@@ -101,7 +115,7 @@ class Node:
         self.parent = parent
         self.tokens = tokens
         self.key = key
-        self.label = label  # of the store that brought it; only counted by
+        self.label = label  # of the store that brought it; for statistics
         self.start: int = parent.end if parent else 0
         self.end: int = self.start + len(tokens) // TOKEN_BYTES
         self.children: list[Node] = _NONE  # sorted by tokens
@@ -112,8 +126,8 @@ class Node:
         self.sizes: dict[int, int] = _EMPTY  # how many snapshots have a suffix of so many bytes
         # By tier. No lists: the collector of cycles would visit them, and with 100k nodes that is most of its work.
         # What is in the tier, or waits to be written to it, and depends on the node: children's rows, its windows, snapshots.
-        self.dependents = _NOUGHT[:tiers]
-        self.boundaries = _NOUGHT[:tiers]  # windows and snapshots in it, here and below
+        self.dependents = _ZEROS[:tiers]
+        self.boundaries = _ZEROS[:tiers]  # windows and snapshots in it, here and below
 
     @property
     def is_whole(self) -> bool:

@@ -56,8 +56,8 @@ class Order(Protocol):
     def rebuild(self, least_recent_first: Iterable[Slot], /) -> None:
         """Only these from now on, the least recently used first; used so often as their `hits` say."""
 
-    def less_recent(self, slot: Slot, wanted: Slot, /) -> Iterator[Slot]:
-        """Those that come before both, in the order of eviction: what may be evicted to make room for `slot`, which `wanted`
+    def less_recent(self, slot: Slot, spilled: Slot, /) -> Iterator[Slot]:
+        """Those that come before both, in the order of eviction: what may be evicted to make room for `slot`, which `spilled`
         depends on, or is.
         """
 
@@ -107,7 +107,7 @@ class Lru:
         self._blocked: OrderedDict[Slot, int] = OrderedDict()
         self._ready: list[tuple[int, int, Slot]] = []  # with the slot's id, since slots have no order
         self._numbers: set[int] = set()  # of those in the heap
-        self._first = self._last = 0  # numbers given so far, down and up
+        self._lowest = self._highest = 0  # numbers given so far, down and up
 
     def __iter__(self) -> Iterator[Slot]:
         return chain(self._blocked, self._slots)
@@ -158,9 +158,9 @@ class Lru:
 
     def demote(self, slot: Slot) -> None:
         self.remove(slot)
-        self._first -= 1
-        self._blocked[slot] = self._first
-        slot.blocked = True
+        self._lowest -= 1
+        self._blocked[slot] = self._lowest
+        slot.maybe_blocked = True
         self._blocked.move_to_end(slot, last=False)
         self.unblock(slot)
 
@@ -182,9 +182,9 @@ class Lru:
             slot = next(iter(slots))
             yield slot
             del slots[slot]
-            self._last += 1
-            blocked[slot] = self._last
-            slot.blocked = True
+            self._highest += 1
+            blocked[slot] = self._highest
+            slot.maybe_blocked = True
 
     def unblock(self, slot: Slot) -> None:
         number = self._blocked.get(slot)
@@ -204,9 +204,9 @@ class Lru:
     def waiting(self) -> Iterator[Slot]:
         return (slot for slot, number in self._blocked.items() if number not in self._numbers)
 
-    def less_recent(self, slot: Slot, wanted: Slot) -> Iterator[Slot]:
+    def less_recent(self, slot: Slot, spilled: Slot) -> Iterator[Slot]:
         """By ticks; of one prompt the later blocks come first."""
-        limit = (min(slot.tick, wanted.tick), -slot.node.start)
+        limit = (min(slot.tick, spilled.tick), -slot.node.start)
         for other in self:
             if not other.evict_first and (other.tick, -other.node.start) >= limit:
                 return
@@ -216,7 +216,7 @@ class Lru:
         numbers = list(self._blocked.values())
         assert numbers == sorted(set(numbers))
         assert not self._slots.keys() & self._blocked.keys()
-        assert all(self._first <= number <= self._last for number in numbers)
+        assert all(self._lowest <= number <= self._highest for number in numbers)
         assert self._numbers == {number for number, _, _ in self._ready}
         assert len(self._ready) <= 2 * len(self._blocked) + 65
 

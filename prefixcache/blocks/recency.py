@@ -19,9 +19,8 @@ class Recency:
         self.orders: tuple[Order, ...] = tuple(rule.make(fixed) for _ in range(tiers))
         self.slot_bytes = rule.slot_bytes
         self.clock = 0
-        self.unflushed: dict[
-            Slot, int
-        ] = {}  # below RAM, used since the index last heard of it -> hits among those uses
+        # Below RAM and used since the index last heard of it: the hits among these uses.
+        self.unflushed: dict[Slot, int] = {}
 
     def attach(self, slot: Slot) -> None:
         for order in self.orders[1:]:

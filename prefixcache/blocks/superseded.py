@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from prefixcache.blocks.graph import Graph
 from prefixcache.blocks.node import Node, Slot, common_tokens
-from prefixcache.image import ROWS, WINDOW
+from prefixcache.image_format import ROWS, WINDOW
 from prefixcache.keys import TOKEN_BYTES
 
 NEARBY = 64  # siblings that are looked at for one that takes a tail's place

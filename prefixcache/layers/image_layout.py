@@ -18,7 +18,7 @@ from prefixcache.blocks.masks import extra_of, mask_of
 from prefixcache.blocks.node import Window
 from prefixcache.codecs import Codec, RawRows, RowCodec, Stream
 from prefixcache.codecs.interchange import element
-from prefixcache.image import DTYPES, Image, Spec
+from prefixcache.image_format import DTYPES, Image, Spec
 from prefixcache.keys import BLOCK, canonical
 from prefixcache.layers import snapshots
 from prefixcache.layers.adapters import CacheError, Layout, Leaf

@@ -11,7 +11,7 @@ import numpy as np
 
 from prefixcache.codecs.base import Decoding, RowCodec
 from prefixcache.codecs.interchange import element, on_cpu, writable
-from prefixcache.image import Image
+from prefixcache.image_format import Image
 from prefixcache.layers.adapters import adapter_of
 from prefixcache.layers.classes import find_class
 from prefixcache.layers.image_layout import Plan

@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from prefixcache.codecs.interchange import borrow, bring_in, element, name_of
-from prefixcache.image import Spec
+from prefixcache.image_format import Spec
 from prefixcache.layers.adapters import CacheError, Leaf
 
 if TYPE_CHECKING:

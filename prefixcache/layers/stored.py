@@ -17,7 +17,7 @@ from prefixcache.blocks.masks import mask_of, runs_of
 from prefixcache.codecs.pieces import Piece, decode
 from prefixcache.codecs.turboquant.coding import Choice
 from prefixcache.codecs.turboquant.levelling import Levels
-from prefixcache.image import Image
+from prefixcache.image_format import Image
 from prefixcache.keys import BLOCK
 from prefixcache.layers import levels, live_codes
 from prefixcache.layers.adapters import PARTS, Layout, adapter_of, blank

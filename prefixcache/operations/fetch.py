@@ -7,10 +7,10 @@ from concurrent.futures import Future
 from prefixcache.blocks.lookup import windows_read
 from prefixcache.blocks.masks import mask_of
 from prefixcache.blocks.node import RAM, Node, Slot
-from prefixcache.image import SNAPSHOT, Image
+from prefixcache.image_format import SNAPSHOT, Image
 from prefixcache.layers.read_ahead import ReadAhead
 from prefixcache.layers.stored import Block, Held, StoredPrompt
-from prefixcache.tiers.prompt import Prompt, hit
+from prefixcache.tiers.prompt import Prompt, take_hit
 from prefixcache.tiers.storage import Storage
 
 
@@ -19,7 +19,7 @@ def find(
 ) -> tuple[StoredPrompt, list[Slot]] | None:
     """What RAM has of a prompt, still encoded, and the slots pinned for it, which the caller unpins. None on a miss."""
     with storage.lock:
-        found = hit(storage, prompt, leave, whole_blocks)
+        found = take_hit(storage, prompt, leave, whole_blocks)
         if found is None:
             return None
         depth, namespace, walk, pinned = found

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from prefixcache.blocks.graph import NODE_BYTES
 from prefixcache.blocks.node import Node
-from prefixcache.image import ROWS, SNAPSHOT, Blueprint, Image, Kind
+from prefixcache.image_format import ROWS, SNAPSHOT, Blueprint, Image, Kind
 
 
 class Source(NamedTuple):

@@ -30,9 +30,7 @@ class Namespaces:
         self._codec = codec
         self._codec_text = canonical(codec.spec())
         self._layouts: dict[str, set[str]] = {}  # of each model
-        self._plans: dict[
-            tuple[str, str], Plan
-        ] = {}  # by codec and layout; one for all models and salts that share them
+        self._plans: dict[tuple[str, str], Plan] = {}  # by codec and layout: models and salts share them
         self._roots: dict[tuple[str, str, bytes], bytes] = {}
         self._sweep_at = SWEEP_AT
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prefixcache.blocks.lookup import required_images
 from prefixcache.blocks.node import Node
-from prefixcache.image import SNAPSHOT
+from prefixcache.image_format import SNAPSHOT
 from prefixcache.tiers.prompt import Prompt
 from prefixcache.tiers.storage import Storage
 

@@ -15,10 +15,10 @@ from prefixcache.blocks.lookup import hit_depth, required_images
 from prefixcache.blocks.masks import extra_of, held_mask, mask_of, window_key
 from prefixcache.blocks.node import BLOCK_BYTES, RAM, Node, Slot
 from prefixcache.codecs.interchange import name_of
-from prefixcache.image import ROWS, SNAPSHOT, WINDOW, Image, Spec
+from prefixcache.image_format import ROWS, SNAPSHOT, WINDOW, Image, Spec
 from prefixcache.keys import BLOCK, TOKEN_BYTES, canonical, chain
+from prefixcache.operations.image_maker import BATCH, Maker
 from prefixcache.operations.jobs import NOTHING, Job, Source
-from prefixcache.operations.making import BATCH, Maker
 from prefixcache.tiers.namespace import Namespace
 from prefixcache.tiers.prompt import Prompt
 from prefixcache.tiers.storage import Storage
@@ -170,14 +170,14 @@ class Store:
     def _rows_job(self, parent: Node, node: Node | None, start: int, tokens: bytes, key: bytes, source: Source) -> Job:
         own, count, coded = chain(key, tokens), len(tokens) // TOKEN_BYTES, self._is_coded(tokens)
         if self._maker.has_codes and source.rows is not None:
-            source = self._own_codes_first(start, count, source)
+            source = self._unless_coded_otherwise(start, count, source)
         if not coded and source.rows is not None:
             coded = self._plan.is_coded(source.rows.tensors())
         blueprint = self._maker.blueprint(ROWS, own, key, start, self._plan.rows_specs(start, count, coded))
         return Job(ROWS, parent, node, start, tokens, own, blueprint, source, coded)
 
-    def _own_codes_first(self, start: int, count: int, source: Source) -> Source:
-        """A source whose levels are others than those of live codes is left aside: these go in as they are."""
+    def _unless_coded_otherwise(self, start: int, count: int, source: Source) -> Source:
+        """The source, unless live codes have other levels than it: then the live codes are copied instead."""
         assert source.rows is not None
         if self._maker.coded_otherwise(start + source.tokens, start + count, source.rows.tensors()):
             return source._replace(tokens=0, rows=None, known=0)
@@ -250,8 +250,6 @@ class Store:
             # Half a batch, and less, before giving up: the leading blocks are the ones worth most.
             first = first[: len(first) // 2]
         return [], not jobs, None
-
-    # -- encoding, outside the lock -----------------------------------------------------------------------------------
 
     # -- publishing, under the lock -----------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from prefixcache.image import Kind
+from prefixcache.image_format import Kind
 from prefixcache.ssd import Entry, NamespaceRow
 from prefixcache.ssd.ledger import Ledger
 from prefixcache.ssd.queue import Queue

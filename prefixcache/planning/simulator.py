@@ -18,7 +18,7 @@ import numpy as np
 from prefixcache.blocks.lookup import hit_depth
 from prefixcache.blocks.node import RAM, Node
 from prefixcache.codecs import Codec
-from prefixcache.image import SNAPSHOT, Blueprint, Kind, Meta, Spec
+from prefixcache.image_format import SNAPSHOT, Blueprint, Kind, Meta, Spec
 from prefixcache.keys import TOKEN_BYTES, canonical, root_key
 from prefixcache.layers.image_layout import Plan
 from prefixcache.layers.snapshots import State
@@ -33,7 +33,7 @@ from prefixcache.settings import Settings
 from prefixcache.ssd.entries import NamespaceRow
 from prefixcache.tiers.namespace import Namespace
 from prefixcache.tiers.promotion import promote
-from prefixcache.tiers.prompt import Prompt, hit
+from prefixcache.tiers.prompt import Prompt, take_hit
 from prefixcache.tiers.storage import Storage
 from prefixcache.trace.reading import Request
 
@@ -192,7 +192,7 @@ class Simulation:
             if deepest.depth > hit_depth(deepest.walk, RAM, len(prompt)):
                 promote(storage, prompt, 0)
                 self.ssd.settle()
-        found = hit(storage, prompt, leave)
+        found = take_hit(storage, prompt, leave)
         if found is None:
             return 0
         storage.unpin(found.pinned)

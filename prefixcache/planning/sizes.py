@@ -13,7 +13,7 @@ from prefixcache.blocks.graph import NODE_BYTES, SLOT_BYTES
 from prefixcache.blocks.masks import extra_of, held_mask
 from prefixcache.codecs import Codec
 from prefixcache.codecs.interchange import name_of
-from prefixcache.image import Blueprint, Meta, Spec
+from prefixcache.image_format import Blueprint, Meta, Spec
 from prefixcache.keys import BLOCK, KEY_BYTES, canonical
 from prefixcache.planning.model import PROMPT, ModelState, held_rows, row_bytes
 

@@ -10,7 +10,7 @@ import threading
 
 import numpy as np
 
-from prefixcache.image import Headers, ImageError, examine
+from prefixcache.image_format import Headers, ImageError, examine
 from prefixcache.ssd.entries import Entry
 from prefixcache.ssd.files import is_image_of
 

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from prefixcache.image import FORMAT
+from prefixcache.image_format import FORMAT
 from prefixcache.ssd.entries import FOLDERS, Address
 from prefixcache.ssd.errors import DirectoryError, DirectoryHeld
 

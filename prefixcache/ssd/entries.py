@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from prefixcache import keys
-from prefixcache.image import ROWS, SIZE_BOUND, SNAPSHOT, START_BOUND, WINDOW, Kind
+from prefixcache.image_format import ROWS, SIZE_BOUND, SNAPSHOT, START_BOUND, WINDOW, Kind
 
 FOLDERS = {ROWS: "rows", WINDOW: "windows", SNAPSHOT: "snapshots"}  # kind -> folder
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from prefixcache import keys
-from prefixcache.image import (
+from prefixcache.image_format import (
     FORMAT,
     HEADER_LIMIT,
     Header,

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from sqlite_utils import Database
 
 from prefixcache import keys
-from prefixcache.image import KINDS
+from prefixcache.image_format import KINDS
 from prefixcache.migrations.index import UNRELEASED, schema  # type: ignore[import-not-found]
 from prefixcache.ssd.directory import disk_at, identity_at, require_plain
 from prefixcache.ssd.entries import Address, Entry, NamespaceRow, Touch

@@ -1,11 +1,12 @@
-"""The entries of an index get their places in the graph of blocks. What a tier does without a place is its own."""
+"""The entries of an index get their places in the graph of blocks. What becomes of an entry that gets none is
+the caller's decision."""
 
 from __future__ import annotations
 
 from prefixcache.blocks.budget import Reservation
 from prefixcache.blocks.graph import Graph
 from prefixcache.blocks.node import Node, Slot
-from prefixcache.image import ROWS, SNAPSHOT
+from prefixcache.image_format import ROWS, SNAPSHOT
 from prefixcache.ssd.entries import Entry
 
 

@@ -19,7 +19,7 @@ from prefixcache.blocks.budget import Budget
 from prefixcache.blocks.eviction import eviction_order
 from prefixcache.blocks.graph import Graph
 from prefixcache.blocks.node import Slot, covering_rows, dependencies
-from prefixcache.image import KINDS, SNAPSHOT, WINDOW
+from prefixcache.image_format import KINDS, SNAPSHOT, WINDOW
 from prefixcache.keys import chain
 from prefixcache.memory import collector_at_rest
 from prefixcache.ssd.directory import Directory, disk_at, holder, remove_empty_folders, tree_size
@@ -140,7 +140,7 @@ class _Images:
 
     def evict(self) -> Iterator[Slot]:
         """One after the other, the least recent first, until all that is left is pinned."""
-        return eviction_order(self._graph, _TIER, self._graph.order[_TIER])
+        return eviction_order(self._graph, _TIER, self._graph.orders[_TIER])
 
     def namespace(self, slot: Slot) -> bytes:
         """The root key of a slot's namespace."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from prefixcache.image import Image, Kind
+from prefixcache.image_format import Image, Kind
 from prefixcache.ssd.entries import Address, Entry, NamespaceRow, Touch
 from prefixcache.ssd.errors import Cancelled
 from prefixcache.ssd.ledger import Ledger
@@ -96,9 +96,7 @@ class Queue:
         self._stuck = False  # the last attempt failed
         self._delay = FIRST_DELAY
         self._retry_at = 0.0
-        self._hurry_at = (
-            0.0  # from when on a flush tries again: at once after the first failure, then ten times a second
-        )
+        self._hurry_at = 0.0  # when a flush tries again: at once after the first failure, then ten times a second
         self._failed = self._failed_at_flush = 0
         self._dropped = self._errors = 0
         self._last_error = ""

@@ -7,7 +7,7 @@ import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-from prefixcache.image import Image
+from prefixcache.image_format import Image
 from prefixcache.metrics.histogram import Histogram
 from prefixcache.ssd.entries import Entry
 from prefixcache.ssd.errors import Corrupt, Unreadable

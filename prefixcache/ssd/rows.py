@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from prefixcache import keys
-from prefixcache.image import KINDS
+from prefixcache.image_format import KINDS
 from prefixcache.memory import collector_at_rest
 from prefixcache.ssd.entries import BOUNDS, Address, Entry, NamespaceRow
 from prefixcache.ssd.errors import IndexBroken

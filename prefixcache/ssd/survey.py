@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from prefixcache.image import KINDS, ROWS, SNAPSHOT, WINDOW
+from prefixcache.image_format import KINDS, ROWS, SNAPSHOT, WINDOW
 from prefixcache.ssd.directory import Directory, disk_at, holder, tree_size
 from prefixcache.ssd.errors import IndexBroken
 from prefixcache.ssd.index import read_clean, reading, suffixes

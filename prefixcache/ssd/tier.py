@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
 
-from prefixcache.image import Image, Kind
+from prefixcache.image_format import Image, Kind
 from prefixcache.keys import KEY_BYTES, TOKEN_BYTES
 from prefixcache.metrics.histogram import Observed
 from prefixcache.ssd.directory import tree_size
@@ -67,7 +67,7 @@ class Ssd:
     `write`, `delete`, `touch`, `read` and the properties never touch the disk; `flush` and `close` wait for it.
     `written` is called on the writer's thread with no lock of this package held, once for each accepted write: with
     None after the row is committed (the entry then has its real `disk`), else with the error (`Cancelled` for one
-    deleted before its turn). It must not call `flush` or `close`. `vanished` is called there when the directory was gone and
+    deleted before its turn). It must not call `flush` or `close`. `recreated` is called there when the directory was gone and
     was recreated, or its index was damaged and was rebuilt, with the images that it has now. In a forked child the object is
     dead: it accepts nothing and touches nothing.
 
@@ -84,13 +84,15 @@ class Ssd:
         queue_bytes: int,
         readers: int = 4,
         written: Callable[[Entry, Exception | None], None],
-        vanished: Callable[[set[Address]], None] | None = None,
+        recreated: Callable[[set[Address]], None] | None = None,
     ):
         if readers < 1 or queue_bytes < 0:
-            raise ValueError(f"readers={readers}, queue_bytes={queue_bytes}: give at least 1 reader and 0 bytes")
+            raise ValueError(
+                f"readers={readers}, queue_bytes={queue_bytes}: give readers=1 or more, queue_bytes=0 or more"
+            )
         self._store = Store(directory, limit)
         self._queue = Queue(self._store.ledger, queue_bytes)
-        self._writer = Writer(self._store, self._queue, written, vanished)
+        self._writer = Writer(self._store, self._queue, written, recreated)
         self._reader = Reader(self._store, self._queue, readers)
         self._closing = threading.Lock()  # held by the one close() that does it
         self._closed = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 from itertools import islice
 
-from prefixcache.image import FORMAT
+from prefixcache.image_format import FORMAT
 from prefixcache.ssd.directory import Directory, lock_format, require_plain
 from prefixcache.ssd.errors import IndexBroken, NewerFormat
 from prefixcache.ssd.files import Damaged, read_header

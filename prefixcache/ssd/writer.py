@@ -47,12 +47,12 @@ class Writer:
         store: Store,
         queue: Queue,
         written: Callable[[Entry, Exception | None], None],
-        vanished: Callable[[set[Address]], None] | None,
+        recreated: Callable[[set[Address]], None] | None,
     ):
         self._store = store
         self._queue = queue
         self._written = written
-        self._vanished = vanished
+        self._recreated = recreated
         self._unsynced: set[str] = set()
         self._told = "", 0.0  # the error that was logged last, and when
         self._ending = threading.Lock()  # guards the two below
@@ -118,8 +118,8 @@ class Writer:
         try:
             if batch.probe or not self._store.stands or self._store.index.doubtful:
                 there = self._store.reopen()
-                if there is not None and self._vanished is not None:
-                    self._vanished(there)
+                if there is not None and self._recreated is not None:
+                    self._recreated(there)
             self._drop(batch.removals)
             if batch.probe:  # after the deletions: they need no room
                 self._probe()
@@ -229,7 +229,7 @@ class Writer:
 
     def _spill(self, batch: Batch) -> None:
         """Files, folders, rows: in this order. Each write ends with `disk` or with `error`."""
-        standing = self._standing(batch)
+        standing = self._skip_durable(batch)
         fresh = [write for write in batch.writes if write.entry.address not in standing]
         self._each(self._write_file, fresh)
         placed = [write for write in fresh if write.error is None and self._place(write)]
@@ -260,7 +260,7 @@ class Writer:
         for future in futures:
             future.result()
 
-    def _standing(self, batch: Batch) -> set[Address]:
+    def _skip_durable(self, batch: Batch) -> set[Address]:
         """Those that are on the disk already, byte for byte. Other content under the same name is deleted first, and what
         came in under a false statement of a root key: the cache has just computed that, with its salt.
         """

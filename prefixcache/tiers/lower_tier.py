@@ -13,7 +13,7 @@ from prefixcache.blocks.graph import NODE_BYTES
 from prefixcache.blocks.masks import mask_from, window_key
 from prefixcache.blocks.node import Slot, dependencies
 from prefixcache.blocks.superseded import may_be_superseded
-from prefixcache.image import ROWS, WINDOW, Image
+from prefixcache.image_format import ROWS, WINDOW, Image
 from prefixcache.memory import collector_at_rest
 from prefixcache.ssd import Address, Cancelled, Entry
 from prefixcache.ssd.loading import parent_of, place_entry
@@ -119,8 +119,8 @@ class LowerTier:
             log.warning("%s=%d is less than the %d bytes that the directory takes without an image: nothing will be "
                         "kept there; give it more", tier.name, tier.limit, tier.used)  # fmt: skip
 
-    def _make_room(self, nbytes: int, slot: Slot | None = None, wanted: Slot | None = None) -> bool:
-        """Delete the least recent images for `nbytes`. For a `slot` to be written, which `wanted` depends on or is: only
+    def _make_room(self, nbytes: int, slot: Slot | None = None, spilled: Slot | None = None) -> bool:
+        """Delete the least recent images for `nbytes`. For a `slot` to be written, which `spilled` depends on or is: only
         what is less recent than both, and nothing that is indexed unless it makes enough.
         """
         tier, graph = self.tier, self._storage.graph
@@ -133,11 +133,11 @@ class LowerTier:
                 ):  # else it was stored again meanwhile
                     tier.delete([entry])
                 continue
-            if slot is None or wanted is None:
+            if slot is None or spilled is None:
                 victim = eviction_victim(graph, self.number)
                 victims = [victim] if victim is not None else []
             else:
-                victims = victims_for(graph, self.number, missing, slot, wanted)
+                victims = victims_for(graph, self.number, missing, slot, spilled)
             if not victims:
                 return False
             for victim in victims:
@@ -196,13 +196,13 @@ class LowerTier:
                 if used_since:
                     graph.recency.unflushed.setdefault(slot, 0)
                 storage.drop_superseded(slot)
-                storage.spilling.write_behind(slot, self)
+                storage.spilling.spill_onward(slot, self)
                 if storage.ssd_only:
                     storage.spilling.drop_durable(slot)
             elif not isinstance(error, Cancelled):
                 storage.counters.write_errors += 1
                 storage.spilling.write_through([slot])
-            storage.spilling.write_pending()
+            storage.spilling.drain_backlog()
             storage.return_to_limits()
             storage.changed.notify_all()
 
@@ -216,7 +216,7 @@ class LowerTier:
                 if slot.is_in(self.number) and (slot.kind, slot.key) not in kept:
                     graph.drop(slot, self.number)
             self.unindexed = deque(entry for entry in self.unindexed if entry.address in kept)
-            storage.spilling.write_through(graph.order[0])
+            storage.spilling.write_through(graph.orders[0])
             storage.changed.notify_all()
 
     def _has(self, slot: Slot) -> bool:
@@ -231,12 +231,12 @@ class LowerTier:
                 break
         return chain[::-1]
 
-    def _write(self, slot: Slot, wanted: Slot) -> bool:
-        """Queue one image, for the sake of `wanted`, which may be another that depends on it."""
+    def _write(self, slot: Slot, spilled: Slot) -> bool:
+        """Queue one image, for the sake of `spilled`, which may be another that depends on it."""
         tier = self.tier
         if slot.image is None or not tier.takes(slot.nbytes):
             return False
-        if not self._make_room(tier.footprint(slot.nbytes), slot, wanted):
+        if not self._make_room(tier.footprint(slot.nbytes), slot, spilled):
             return False
         entry = entry_of(slot)
         if not tier.write(entry, self._storage.namespaces[entry.namespace].row, slot.image):

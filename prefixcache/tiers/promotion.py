@@ -14,7 +14,7 @@ from typing import NamedTuple
 from prefixcache.blocks.budget import Reservation
 from prefixcache.blocks.lookup import required_images
 from prefixcache.blocks.node import RAM, Slot
-from prefixcache.image import ROWS, SNAPSHOT, Image
+from prefixcache.image_format import ROWS, SNAPSHOT, Image
 from prefixcache.keys import BLOCK, TOKEN_BYTES
 from prefixcache.ssd import Corrupt
 from prefixcache.tiers.lower_tier import LowerTier, entry_of
@@ -32,7 +32,7 @@ class Reading(NamedTuple):
 
     slot: Slot
     tier: LowerTier
-    image: Read
+    future: Read
     reservation: Reservation | None
 
 
@@ -48,7 +48,7 @@ def promote(storage: Storage, prompt: Prompt, leave: int, whole_blocks: bool = F
             return 0
         end, namespace, walk = deepest
         limit = max(len(prompt) - leave, 0)
-        if namespace.plan.windows or namespace.plan.snapshots:  # a part of such a boundary is none: take one that fits
+        if namespace.plan.windows or namespace.plan.snapshots:  # a part of what a boundary needs is no hit
             fits = _room(storage)
             while end and sum(s.nbytes for s in required_images(walk, end, graph.last)) > fits:
                 end = boundary(namespace, walk, graph.last, max(end - BLOCK, 0), whole_blocks)
@@ -118,7 +118,7 @@ class _Promotion:
                 if not begun:
                     return
                 first += begun
-                while self._waiting and self._waiting[0].image.done():
+                while self._waiting and self._waiting[0].future.done():
                     self._finish_first()
         finally:
             while self._waiting:
@@ -175,7 +175,7 @@ class _Promotion:
         """Wait until another promotion has published a reading, or given it up."""
         slot, changed = reading.slot, self._storage.changed
         with changed:
-            while slot.reading is not None and slot.reading.image is reading.image:
+            while slot.reading is not None and slot.reading.future is reading.future:
                 changed.wait()
             return slot.image is not None
 
@@ -185,7 +185,7 @@ class _Promotion:
         image, error = None, None
         fits = False
         try:
-            image = reading.image.result()
+            image = reading.future.result()
             fits = _fits(storage, slot, image)
         except Exception as failure:
             image, error = None, failure

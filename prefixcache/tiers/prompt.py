@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from prefixcache.blocks.lookup import hit_depth, pin_roots, required_images
+from prefixcache.blocks.lookup import hit_depth, pin_leaves, required_images
 from prefixcache.blocks.node import RAM, Node, Slot, Walk
 from prefixcache.keys import TOKEN_BYTES, as_tokens
 from prefixcache.tiers.namespace import Namespace
@@ -122,7 +122,7 @@ def boundary(namespace: Namespace, walk: Walk, tier: int, limit: int, whole_bloc
     return depth
 
 
-def hit(storage: Storage, prompt: Prompt, leave: int, whole_blocks: bool = False) -> Hit | None:
+def take_hit(storage: Storage, prompt: Prompt, leave: int, whole_blocks: bool = False) -> Hit | None:
     """What RAM has of a prompt is counted, becomes the newest, and is pinned. None on a miss."""
     graph, counters = storage.graph, storage.counters
     counters.fetches += 1
@@ -134,10 +134,10 @@ def hit(storage: Storage, prompt: Prompt, leave: int, whole_blocks: bool = False
     graph.recency.touch(required, hit=True)
     counters.hit_tokens += deepest.depth
     counters.count_tiers(required, deepest.depth)
-    return Hit(*deepest, graph.pin(pin_roots(required)))
+    return Hit(*deepest, graph.pin(pin_leaves(required)))
 
 
 def _is_coded(namespace: Namespace, tail: Node) -> bool:
-    """Of one below RAM it can't be seen here; live caches alone store coded ones."""
+    """Only live caches store coded tails. False for one below RAM, which can't be told without reading it."""
     assert tail.rows is not None
     return tail.rows.image is not None and namespace.plan.is_coded(tail.rows.image.tensors())

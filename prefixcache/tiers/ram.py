@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from prefixcache.blocks.budget import Reservation
-from prefixcache.blocks.eviction import eviction_victim, least_recent
+from prefixcache.blocks.eviction import eviction_victim, least_recent_leaf
 from prefixcache.blocks.node import RAM, Slot
-from prefixcache.image import ROWS
+from prefixcache.image_format import ROWS
 from prefixcache.tiers.admission import Doorkeeper
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ DOORKEEPER_MOST = 16 << 20  # and bytes of it
 
 
 class Ram:
-    """Keeps the budget: what is held never exceeds it. Called under the storage's lock, or takes it."""
+    """Evicts images from RAM, so that what is held stays within the budget. Called under the storage's lock, or takes it."""
 
     def __init__(self, storage: Storage):
         self._storage = storage
@@ -61,8 +61,8 @@ class Ram:
 
         def done() -> bool:
             while (held := budget.held()).total > max(nbytes, held.nodes):  # nodes alone: nothing to wait for
-                enough = held.total - held.queued <= nbytes  # is being written, and more recent ones may stay
-                victim = None if enough else eviction_victim(self._storage.graph, RAM)
+                writes_are_enough = held.total - held.queued <= nbytes
+                victim = None if writes_are_enough else eviction_victim(self._storage.graph, RAM)
                 if victim is None or not self._evict(victim, False, asked=True):
                     return False
             return True
@@ -81,7 +81,7 @@ class Ram:
             self.configured = nbytes if asked else self.configured
             budget.resize(nbytes)
             while budget.held().nodes > nbytes // GRAPH_SHARE:
-                slot = least_recent(storage.graph, below_ram=True)
+                slot = least_recent_leaf(storage.graph, only_below_ram=True)
                 if slot is None:
                     break
                 for tier in list(storage.tiers_of(slot)):
@@ -126,8 +126,7 @@ class Ram:
     def _shrink(self, drop: bool) -> bool:
         storage, budget = self._storage, self._storage.budget
         while (room := budget.room) < 0:
-            enough = room + budget.held().queued >= 0  # is being written, and more recent ones may stay
-            if enough:
+            if room + budget.held().queued >= 0:  # enough is being written
                 return False
             victim = eviction_victim(storage.graph, RAM)
             if not (self._evict(victim, drop, asked=True) if victim is not None else self._discard_for_nodes()):
@@ -139,10 +138,10 @@ class Ram:
         back, and not for what comes in its place: the tier below gets all.
         """
         storage = self._storage
-        if storage.next is not None and slot.tiers == 1 << RAM:
+        if storage.spill_tier is not None and slot.tiers == 1 << RAM:
             if not (asked or self.admits(slot)):
                 self._decline(slot)
-            elif storage.next.spill(slot):
+            elif storage.spill_tier.spill(slot):
                 return True  # it stays until it is durable; the next one may go at once
             elif not drop:
                 return False
@@ -171,7 +170,7 @@ class Ram:
         storage = self._storage
         if storage.budget.held().nodes <= storage.budget.limit // GRAPH_SHARE:
             return False
-        slot = least_recent(storage.graph, below_ram=True)
+        slot = least_recent_leaf(storage.graph, only_below_ram=True)
         if slot is None:
             return False
         storage.counters.forgotten += 1

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from prefixcache.blocks.node import RAM, Slot
-from prefixcache.image import ROWS, SNAPSHOT
+from prefixcache.image_format import ROWS, SNAPSHOT
 
 if TYPE_CHECKING:
     from prefixcache.tiers.lower_tier import LowerTier
@@ -22,15 +22,15 @@ class Spilling:
 
     def __init__(self, storage: Storage):
         self._storage = storage
-        self._pending: dict[Slot, None] = {}  # with spill="through": what is still to be queued, oldest first
+        self._backlog: dict[Slot, None] = {}  # with spill="through": what is still to be queued, oldest first
         self._entered = 0  # bytes that entered RAM since the last spill ahead
 
     def clear(self) -> None:
-        self._pending.clear()
+        self._backlog.clear()
 
     def ahead(self, entered: int) -> None:
         """Write the least recent quarter of a full RAM before it must be evicted, so that eviction costs nothing."""
-        storage, tier = self._storage, self._storage.next
+        storage, tier = self._storage, self._storage.spill_tier
         if tier is None:
             return
         self._entered += entered
@@ -46,7 +46,7 @@ class Spilling:
     def _least_recent(self, nbytes: int | None) -> Iterator[Slot]:
         """Of the least recent `nbytes` of RAM, with those that wait for a write, the slots that don't wait; None: of all."""
         passed = self._storage.budget.held().queued
-        for slot in self._storage.graph.order[RAM]:
+        for slot in self._storage.graph.orders[RAM]:
             passed += slot.nbytes
             if nbytes is not None and passed > nbytes:
                 return
@@ -56,22 +56,22 @@ class Spilling:
         """With spill="through": queue images of whole blocks, and snapshots, or as soon as there is room. Tails are written
         when they are evicted or at the end: each turn of a conversation has another.
         """
-        if self._storage.next is None or self._storage.settings.spill != "through":
+        if self._storage.spill_tier is None or self._storage.settings.spill != "through":
             return
-        self._pending.update((slot, None) for slot in slots if slot.kind == SNAPSHOT or slot.node.is_whole)
-        self.write_pending()
+        self._backlog.update((slot, None) for slot in slots if slot.kind == SNAPSHOT or slot.node.is_whole)
+        self.drain_backlog()
 
-    def write_pending(self) -> None:
-        tier = self._storage.next
-        while self._pending and tier is not None:
-            slot = next(iter(self._pending))
+    def drain_backlog(self) -> None:
+        tier = self._storage.spill_tier
+        while self._backlog and tier is not None:
+            slot = next(iter(self._backlog))
             if self._is_dirty(slot) and not tier.spill(slot) and not tier.tier.has_room(slot.nbytes):
                 break  # goes on when a write has ended, or with the next store
-            del self._pending[slot]  # what the limit has no room for is tried again when RAM evicts it
-        if len(self._pending) > 2 * len(self._storage.graph.slots):  # of a disk that has failed for long
-            self._pending = {slot: None for slot in self._pending if self._is_dirty(slot)}
+            del self._backlog[slot]  # what the limit has no room for is tried again when RAM evicts it
+        if len(self._backlog) > 2 * len(self._storage.graph.slots):  # of a disk that has failed for long
+            self._backlog = {slot: None for slot in self._backlog if self._is_dirty(slot)}
 
-    def write_behind(self, slot: Slot, tier: LowerTier) -> None:
+    def spill_onward(self, slot: Slot, tier: LowerTier) -> None:
         """What is durable in a tier goes on to the one below it."""
         below = self._storage.lower[tier.number :]
         if below and slot.image is not None and not slot.is_in(below[0].number):
@@ -97,7 +97,7 @@ class Spilling:
         """Write all that RAM holds and the tier below has room for, the newest first. False when not done in `timeout`
         seconds.
         """
-        storage, tier = self._storage, self._storage.next
+        storage, tier = self._storage, self._storage.spill_tier
         deadline = time.monotonic() + timeout
         if tier is None:
             return True
@@ -105,7 +105,7 @@ class Spilling:
             failed = tier.tier.failed
             given: set[Slot] = set()  # once each: what the tier then deletes makes room for others
             while True:
-                dirty = [s for s in reversed(storage.graph.order[RAM]) if self._is_dirty(s) and s not in given]
+                dirty = [s for s in reversed(storage.graph.orders[RAM]) if self._is_dirty(s) and s not in given]
                 for slot in dirty:  # what finds the queue full is tried again while the writer makes progress
                     if tier.spill(slot):
                         given.add(slot)

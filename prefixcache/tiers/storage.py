@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from prefixcache.blocks.budget import Budget
-from prefixcache.blocks.eviction import least_recent
+from prefixcache.blocks.eviction import least_recent_leaf
 from prefixcache.blocks.graph import Graph
 from prefixcache.blocks.node import RAM, Node, Slot
 from prefixcache.blocks.superseded import is_superseded, successions
-from prefixcache.image import SNAPSHOT, WINDOW
+from prefixcache.image_format import SNAPSHOT, WINDOW
 from prefixcache.metrics.stats import Counters
 from prefixcache.settings import Settings
 from prefixcache.tiers.lower_tier import LowerTier
@@ -47,7 +47,7 @@ class Storage:
         self.spilling = Spilling(self)
 
     @property
-    def next(self) -> LowerTier | None:
+    def spill_tier(self) -> LowerTier | None:
         """The tier that RAM spills to."""
         return self.lower[0] if self.lower else None
 
@@ -86,7 +86,9 @@ class Storage:
     def keep(self, sequences: int) -> int:
         """Delete the least recent images until no more than so many sequences are left. Returns how many are."""
         with self.lock:
-            while (kept := self.graph.leaves.total()) > sequences and (slot := least_recent(self.graph)) is not None:
+            while (kept := self.graph.leaves.total()) > sequences and (
+                slot := least_recent_leaf(self.graph)
+            ) is not None:
                 self.discard(slot)
             return kept
 
@@ -116,12 +118,12 @@ class Storage:
             self.budget = Budget(self.budget.limit)
             version = self.graph.version
             self.graph = Graph(self.budget, self.graph.policy, len(self.graph.tiers))
-            self.graph.version = version + 1  # a prompt's walk is of the old one
+            self.graph.version = version + 1  # what prompts walked was the old graph
 
     # -- superseded images --------------------------------------------------------------------------------------------
 
     def drop_superseded(self, changed: Slot) -> None:
-        """An image came into a tier, or is no longer pinned: what it supersedes there is deleted, or it is for its successor.
+        """An image came into a tier, or is no longer pinned: delete what it supersedes there, or itself if it is superseded.
 
         `superseded.is_superseded` has the rule. Pinned images stay, and those that wait for a write, until they don't. An
         image that stays in RAM stays below it, too: it would only be written again.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
-from prefixcache.image import Image, Kind
+from prefixcache.image_format import Image, Kind
 from prefixcache.ssd.entries import Entry, NamespaceRow
 
 

@@ -28,7 +28,7 @@ def test_lru_lets_leaves_go_first_without_asking():
     planting.store(blocks(1, 2, 4))
     planting.store(blocks(5))
     planting.touch(blocks(1, 2, 3))
-    ends = [slot.end for slot in planting.graph.order[RAM]]
+    ends = [slot.end for slot in planting.graph.orders[RAM]]
     assert ends == [768, 256, 768, 512, 256]
     assert [end for _, end in leaving(planting, RAM)] == ends
 
@@ -156,7 +156,7 @@ def test_the_eviction_order_says_beforehand_who_is_evicted_one_after_the_other(s
         slot.tick = chance.randrange(20)  # less recent than what depends on it, too
     graph.recency.sort_below_ram(slots)
     graph.pin(chance.sample(slots, seed))
-    foreseen = list(eviction_order(graph, SSD, graph.order[SSD]))
+    foreseen = list(eviction_order(graph, SSD, graph.orders[SSD]))
     assert len(foreseen) >= len(slots) // 4
     assert foreseen == list(iter(lambda: planting.evict(SSD), None))
 
@@ -207,7 +207,7 @@ def test_after_a_restart_the_order_follows_the_ticks():
         planting.store(blocks(i))
     planting.touch(blocks(1))
     planting.spill_all()
-    again = restarted(planting, reversed(planting.graph.order[SSD]))
+    again = restarted(planting, reversed(planting.graph.orders[SSD]))
     again.graph.check_integrity()
     assert [again.evict(SSD).node.tokens[0] for _ in range(3)] == [2, 3, 1]
     assert again.graph.recency.clock == planting.graph.recency.clock

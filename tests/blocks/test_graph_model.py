@@ -215,7 +215,7 @@ class TreeMachine(RuleBasedStateMachine):
             return
         unserved = {k for k in before if tier in k.tiers and not self.boundary_served(k, tier)}
         lost = {k for k in unserved if before[k]}
-        now = [self.kept[key_of(s)] for s in self.planting.graph.order[tier]]
+        now = [self.kept[key_of(s)] for s in self.planting.graph.orders[tier]]
         moved = _moved(self.order[tier], now)
         assert moved <= unserved, "rows that a boundary needs went to the front"
         chunks = [w.size for w in self.windows if w.chunked]
@@ -303,7 +303,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     @rule(n=st.integers(1, 6))
     def spill(self, n: int) -> None:
-        dirty = [s for s in self.planting.graph.order[RAM] if not s.disk][:n]
+        dirty = [s for s in self.planting.graph.orders[RAM] if not s.disk][:n]
         self.learn(lambda: self.planting.spill(*dirty))
 
     @rule(to_ssd=st.booleans())
@@ -383,14 +383,14 @@ class TreeMachine(RuleBasedStateMachine):
         if self.lossy and any(k.hangs_on and ("rows", k.hangs_on) not in self.is_in(SSD, False)
                               for k in self.is_in(SSD, False).values()):  # fmt: skip
             return  # tiers leave out what has nothing to hang on
-        self.planting = restarted(old, list(old.graph.order[SSD]))
+        self.planting = restarted(old, list(old.graph.orders[SSD]))
         self.pinned.clear()
-        ticks = [slot.tick for slot in self.planting.graph.order[SSD]]
+        ticks = [slot.tick for slot in self.planting.graph.orders[SSD]]
         assert ticks == sorted(ticks)
         slots = {key_of(slot): slot for slot in self.planting.graph.slots.values()}
         assert slots.keys() == self.is_in(SSD, union=False).keys()
         self.kept = {key: Kept(key, slot, {SSD}, slot.mask) for key, slot in slots.items()}
-        self.order = [], [self.kept[key_of(slot)] for slot in self.planting.graph.order[SSD]]
+        self.order = [], [self.kept[key_of(slot)] for slot in self.planting.graph.orders[SSD]]
         for i, one in enumerate(self.order[SSD]):
             for later in self.order[SSD][i + 1 :]:
                 if one.slot.tick == later.slot.tick:
@@ -455,7 +455,7 @@ class TreeMachine(RuleBasedStateMachine):
         for kept in self.kept.values():
             assert {tier for tier in TIERS if kept.slot.is_in(tier)} == kept.tiers
         for tier in TIERS:
-            assert [key_of(slot) for slot in graph.order[tier]] == [kept.key for kept in self.order[tier]]
+            assert [key_of(slot) for slot in graph.orders[tier]] == [kept.key for kept in self.order[tier]]
 
     @invariant()
     def what_was_durable_is_had_as_deep(self) -> None:

@@ -282,7 +282,7 @@ def planted(policy: str, windows: tuple[Window, ...] = (), snapshots: bool = Fal
     planting = Planting(windows, snapshots)
     planting.graph = Graph(planting.budget, policy.split(",")[0])
     planting.tree = planting.graph.tree(ROOT, windows, snapshots)
-    for order in planting.graph.order if policy in SHARES else ():
+    for order in planting.graph.orders if policy in SHARES else ():
         decide(order, SHARES[policy])
     return planting
 
@@ -326,12 +326,12 @@ class TreeMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), count=st.integers(1, 4))
     def spill(self, data, count: int) -> None:
-        self.planting.spill(*[slot for slot in self.graph.order[RAM] if not slot.disk][:count])
+        self.planting.spill(*[slot for slot in self.graph.orders[RAM] if not slot.disk][:count])
 
     @rule(count=st.integers(1, 3), leave=st.integers(0, 2), written=st.booleans(), tokens=prompts)
     def save(self, count: int, leave: int, written: bool, tokens: list[int]) -> None:
         """Images wait for the SSD while others leave and are used, and are written then or not."""
-        waiting = [(slot, slot.tick) for slot in list(self.graph.order[RAM])[:count]]
+        waiting = [(slot, slot.tick) for slot in list(self.graph.orders[RAM])[:count]]
         for slot, _ in waiting:
             self.graph.begin_write(slot, SSD)
         self.evict(RAM, leave)
@@ -360,8 +360,8 @@ class TreeMachine(RuleBasedStateMachine):
         waiting = [slot for slot in self.graph.slots.values() if not slot.disk]
         if waiting:
             slot = data.draw(st.sampled_from(waiting))
-            colder = list(self.graph.order[SSD].less_recent(slot, slot))
-            places = {one: place for place, one in enumerate(self.graph.order[SSD])}
+            colder = list(self.graph.orders[SSD].less_recent(slot, slot))
+            places = {one: place for place, one in enumerate(self.graph.orders[SSD])}
             assert slot not in colder
             if self.policy != "lru":
                 assert all(places[one] < places[slot] for one in colder)
@@ -402,7 +402,7 @@ class TreeMachine(RuleBasedStateMachine):
             self.graph.drop(slot, SSD)
         assert not self.graph.slots
         assert not self.graph.nodes
-        assert [len(order) for order in self.graph.order] == [0, 0]
+        assert [len(order) for order in self.graph.orders] == [0, 0]
         self.graph.check_integrity()
 
 
@@ -464,7 +464,7 @@ def test_who_comes_back_soon_after_leaving_was_asked_for_again():
 
 def test_a_fetch_and_the_store_of_its_request_are_one_use():
     planting = planted("adaptive, .5")
-    order, prompt = planting.graph.order[RAM], blocks(1)
+    order, prompt = planting.graph.orders[RAM], blocks(1)
     planting.store(prompt, touch=False)
     slot = planting.rows(prompt)
     planting.touch(prompt)  # a fetch while the request that brought it goes on, and both end
@@ -480,7 +480,7 @@ def test_a_leaf_leaves_in_the_place_of_a_colder_block_that_it_hangs_on():
         ended(planting, blocks(1, 2))
     ended(planting, blocks(9, 9))
     ended(planting, blocks(1, 2, 3, 4))
-    order, first = planting.graph.order[RAM], planting.rows(blocks(1))
+    order, first = planting.graph.orders[RAM], planting.rows(blocks(1))
     order.touch([slot for slot in order if slot is not first])
     order.demote(first)
     left = [planting.evict(RAM) for _ in range(6)]
@@ -494,7 +494,7 @@ def test_after_a_restart_what_was_hit_is_what_was_asked_for_again():
         planting.store(blocks(i), touch=i < 5)
     planting.spill_all()
     planting.graph.recency.sort_below_ram(planting.graph.slots.values())
-    assert [slot.hits for slot in planting.graph.order[SSD]] == [0] * 5 + [1] * 5
+    assert [slot.hits for slot in planting.graph.orders[SSD]] == [0] * 5 + [1] * 5
     planting.graph.check_integrity()
 
 
@@ -508,8 +508,8 @@ def test_room_for_one_image_never_costs_a_hotter_one():
         planting.spill_all()
         for slot in slots:
             assert all(
-                slot not in planting.graph.order[SSD].less_recent(one, one)
-                for one in planting.graph.order[SSD].less_recent(slot, slot)
+                slot not in planting.graph.orders[SSD].less_recent(one, one)
+                for one in planting.graph.orders[SSD].less_recent(slot, slot)
             )
 
 

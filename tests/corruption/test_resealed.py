@@ -13,7 +13,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from prefixcache.image import FORMAT, Blueprint, Image, Spec
+from prefixcache.image_format import FORMAT, Blueprint, Image, Spec
 from prefixcache.ssd import NewerFormat
 from prefixcache.ssd.files import Damaged, read_header
 

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from prefixcache import image as images
+from prefixcache import image_format as images
 from prefixcache.blocks.masks import mask_from
-from prefixcache.image import Blueprint, ImageError, Meta, Spec, verify
+from prefixcache.image_format import Blueprint, ImageError, Meta, Spec, verify
 from prefixcache.keys import chain
 from prefixcache.ssd import Entry
 from prefixcache.ssd.directory import Directory, holder, lock_format

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from prefixcache import image
-from prefixcache.image import DTYPES, Blueprint, ImageError, Meta, Spec, verify
+from prefixcache import image_format
+from prefixcache.image_format import DTYPES, Blueprint, ImageError, Meta, Spec, verify
 
 META = {
-    "checksum": "0" * 32, "format": image.FORMAT, "kind": "rows", "key": "1" * 32, "parent": "2" * 32,
+    "checksum": "0" * 32, "format": image_format.FORMAT, "kind": "rows", "key": "1" * 32, "parent": "2" * 32,
     "namespace": "3" * 32, "model": "m",
     "codec": "{}", "layout": "{}", "start": "0", "extra": "{}",
 }  # fmt: skip
@@ -27,8 +27,8 @@ BEYOND = 2**63
 def reseal(data: bytes) -> np.ndarray:
     """The bytes with the checksum that they ought to have, where there is a place for one."""
     array = np.frombuffer(bytearray(data), np.uint8)
-    if array.nbytes >= image._CHECKSUM.stop:
-        array[image._CHECKSUM] = np.frombuffer(image._digest(array).encode(), np.uint8)
+    if array.nbytes >= image_format._CHECKSUM.stop:
+        array[image_format._CHECKSUM] = np.frombuffer(image_format._digest(array).encode(), np.uint8)
     return array
 
 
@@ -49,14 +49,14 @@ def without(field: str) -> str:
     return json.dumps({"__metadata__": {k: v for k, v in META.items() if k != field}}, separators=(",", ":"))
 
 
-def quickly(header: str | bytes, room: int, headers: image.Headers | None = None) -> None:
+def quickly(header: str | bytes, room: int, headers: image_format.Headers | None = None) -> None:
     """What `Headers` says is what `parse_header` says, the first time and the second."""
     header = header.encode("utf-8", "surrogatepass") if isinstance(header, str) else header
     try:
-        expected = image.parse_header(header, room)
+        expected = image_format.parse_header(header, room)
     except ImageError as error:
         expected = str(error)
-    headers = headers or image.Headers()
+    headers = headers or image_format.Headers()
     for _ in range(2):
         try:
             said = headers.parse(header, room)
@@ -213,7 +213,7 @@ def test_random_bytes_are_an_image_error(data):
 @example(b"")
 def test_random_bytes_behind_the_opening_are_an_image_error(rest):
     assume(rest.strip() != b"}")  # the header whole
-    assert not readable(forged(image.OPENING + b"0" * 32 + rest))
+    assert not readable(forged(image_format.OPENING + b"0" * 32 + rest))
     assert not readable(forged(text({}).encode()[:-1] + rest))
 
 
@@ -282,7 +282,7 @@ def test_stretches_replaced_and_sealed_anew_are_refused_or_readable(at, length, 
 def test_a_header_like_one_that_is_known_is_judged_as_if_it_were_parsed(changes):
     data = base()
     end = 8 + int.from_bytes(data[:8], "little")
-    header, headers = data[8:end], image.Headers()
+    header, headers = data[8:end], image_format.Headers()
     headers.parse(header, len(data) - end)
     for at, length, new in changes:
         header = header[:at] + new + header[at + length :]

@@ -171,13 +171,13 @@ def test_levels_are_those_of_the_block_s_rows_but_for_the_sinks() -> None:
 
 @pytest.mark.parametrize("harm", ["mean", "root", "shape"])
 def test_an_image_without_its_levels_does_not_fit(harm: str) -> None:
-    from prefixcache.image import Blueprint, Spec
+    from prefixcache.image_format import Blueprint, Spec
 
     tokens = list(range(256))
     with PrefixCache(ram="50MB", codec=TurboQuant()) as cache:
         cache.store(tokens, skewed(256), model="m")
         (home,) = cache._storage.namespaces.values()
-        (slot,) = cache._storage.graph.order[0]
+        (slot,) = cache._storage.graph.orders[0]
         meta, _ = slot.image.header()
         assert home.plan.fits(slot.image, "rows", 0, 256)
         specs = home.plan.rows_specs(0, 256, True)
@@ -190,12 +190,12 @@ def test_an_image_without_its_levels_does_not_fit(harm: str) -> None:
 
 def test_a_whole_block_kept_as_a_tail_is_does_not_fit() -> None:
     """Nor a tail with the rows of a whole block."""
-    from prefixcache.image import Blueprint
+    from prefixcache.image_format import Blueprint
 
     with PrefixCache(ram="50MB", codec=TurboQuant()) as cache:
         cache.store(list(range(300)), skewed(300), model="m")
         (home,) = cache._storage.namespaces.values()
-        meta, _ = next(slot for slot in cache._storage.graph.order[0] if slot.node.start == 0).image.header()
+        meta, _ = next(slot for slot in cache._storage.graph.orders[0] if slot.node.start == 0).image.header()
 
         def fits(tokens: int, coded: bool) -> bool:
             image = Blueprint(meta, home.plan.rows_specs(0, tokens, coded)).draft().seal()
@@ -284,14 +284,14 @@ def test_five_turns_of_store_and_fetch_leave_the_codes_as_they_were() -> None:
     tokens, live = list(range(777)), skewed(777)
     with PrefixCache(ram="50MB", codec=TurboQuant(3, 3)) as cache:
         cache.store(tokens, live, model="m")
-        codes = [bytes(slot.image.data) for slot in cache._storage.graph.order[0]]
+        codes = [bytes(slot.image.data) for slot in cache._storage.graph.orders[0]]
         first = fetched(cache, tokens)
         for turn in range(5):
             back = fetched(cache, tokens)
             assert all(np.array_equal(np.array(a.keys), np.array(b.keys)) for a, b in zip(first, back, strict=True))
             stored = cache.store(tokens, back, model="m")
             assert (stored.new_tokens, stored.new_bytes) == (0, 0), turn
-        assert sorted(bytes(slot.image.data) for slot in cache._storage.graph.order[0]) == sorted(codes)
+        assert sorted(bytes(slot.image.data) for slot in cache._storage.graph.orders[0]) == sorted(codes)
 
 
 def _cut(layer: KVCache, tokens: int) -> KVCache:

@@ -266,7 +266,7 @@ def test_cycles_of_store_fetch_and_append_give_the_codes_of_one_pass(steps: list
 
 def images_by_block(cache: PrefixCache) -> dict[bytes, bytes]:
     """Of whole blocks: the bytes of their rows images."""
-    nodes = {slot.node for slot in cache._storage.graph.order[0] if slot.kind == "rows"}
+    nodes = {slot.node for slot in cache._storage.graph.orders[0] if slot.kind == "rows"}
     return {node.key: bytes(node.rows.image.data) for node in nodes if len(node.tokens) == BLOCK_BYTES}
 
 

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 from prefixcache import PrefixCache
 from prefixcache.codecs.choice import as_codec
 from prefixcache.layers.image_layout import read
-from prefixcache.operations.making import LiveMaker
+from prefixcache.operations.image_maker import LiveMaker
 from prefixcache.planning.model import ModelState
 from prefixcache.planning.simulator import Simulation, simulate, tokens_of
 from prefixcache.planning.sizes import Sizes

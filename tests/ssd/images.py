@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from prefixcache import keys
-from prefixcache.image import Blueprint, Image, Meta, Spec
+from prefixcache.image_format import Blueprint, Image, Meta, Spec
 from prefixcache.ssd import Entry, NamespaceRow, Ssd
 
 MODEL, CODEC, LAYOUT = "tiny", '{"name":"raw"}', '{"layers":2}'

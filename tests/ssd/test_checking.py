@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import xxhash
 
-from prefixcache import image
-from prefixcache.image import Blueprint, Image, Spec, is_whole
+from prefixcache import image_format
+from prefixcache.image_format import Blueprint, Image, Spec, is_whole
 from prefixcache.ssd import reconcile
 from prefixcache.ssd.checking import Checker
 
@@ -74,8 +74,8 @@ def test_a_header_is_parsed_once_for_all_that_are_like_it(quick, monkeypatch):
         pairs = [_plain(n) for n in range(5)]
         ssd.put(*pairs)
     parsed = []
-    parse = image.parse_header
-    monkeypatch.setattr(image, "parse_header", lambda *args: parsed.append(1) or parse(*args))
+    parse = image_format.parse_header
+    monkeypatch.setattr(image_format, "parse_header", lambda *args: parsed.append(1) or parse(*args))
     checker = Checker()
     for entry, made in pairs:
         assert checker.is_whole(str(path_of(quick / "ssd", entry)), entry._replace(nbytes=made.nbytes))

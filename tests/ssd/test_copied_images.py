@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from prefixcache.image import Blueprint, Image, Spec
+from prefixcache.image_format import Blueprint, Image, Spec
 from prefixcache.ssd import Corrupt, DirectoryError, Entry, NamespaceRow, reconcile, survey
 from tools.faults.evidence import du
 

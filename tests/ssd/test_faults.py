@@ -175,7 +175,7 @@ def test_a_directory_that_vanished_is_recreated(ssd, root):
 
 def test_an_index_that_sqlite_finds_damaged_is_rebuilt_from_the_files_while_it_runs(opened, root, monkeypatch, caplog):
     there: list[set] = []
-    ssd = opened(vanished=there.append)
+    ssd = opened(recreated=there.append)
     stored = ssd.put(*chain(5))
     index = ssd._store.index._connection
     (page,) = index.execute("SELECT rootpage FROM sqlite_master WHERE name = 'image_by_key'").fetchone()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from prefixcache import keys
-from prefixcache.image import Blueprint, Meta, Spec
+from prefixcache.image_format import Blueprint, Meta, Spec
 from prefixcache.ssd import (
     DirectoryError,
     DirectoryHeld,

@@ -62,7 +62,7 @@ def test_blocks_that_were_written_before_their_parents_come_after_them(ssd):
 def test_token_ids_beyond_32_bits_and_negative_ones_survive(opened):
     import numpy as np
 
-    from prefixcache.image import Blueprint, Meta, Spec
+    from prefixcache.image_format import Blueprint, Meta, Spec
     from prefixcache.ssd import Entry
 
     tokens = np.array([-(2**63), -1, 0, 2**31, 2**63 - 1], "<i8")

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from prefixcache.blocks.lookup import hit_depth
 from prefixcache.blocks.node import RAM, Slot
-from prefixcache.image import Kind
+from prefixcache.image_format import Kind
 from prefixcache.keys import BLOCK, as_tokens, chain
 from prefixcache.settings import Settings
 from prefixcache.ssd import Corrupt
@@ -18,7 +18,7 @@ from prefixcache.ssd.entries import Entry, NamespaceRow
 from prefixcache.tiers.lower_tier import LowerTier
 from prefixcache.tiers.namespace import Namespace
 from prefixcache.tiers.promotion import promote
-from prefixcache.tiers.prompt import Prompt, hit
+from prefixcache.tiers.prompt import Prompt, take_hit
 from prefixcache.tiers.storage import Storage
 from prefixcache.tiers.tier import Tier
 
@@ -252,7 +252,7 @@ class TiersMachine(RuleBasedStateMachine):
 
     @rule(ids=ids)
     def fetch(self, ids):
-        found = hit(self.served.storage, self.served.prompt(*ids), 0)
+        found = take_hit(self.served.storage, self.served.prompt(*ids), 0)
         if found is not None:
             assert all(node.rows.image is not None for node in found.walk.nodes if node.start < found.depth)
             self.served.storage.unpin(found.pinned)

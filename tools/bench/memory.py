@@ -22,7 +22,7 @@ from prefixcache import PrefixCache, Raw, TurboQuant
 from prefixcache.blocks.budget import Budget
 from prefixcache.blocks.graph import NODE_BYTES, SLOT_BYTES, Graph
 from prefixcache.blocks.node import BLOCK_BYTES, RAM, Node, Slot, Tree
-from prefixcache.image import Image
+from prefixcache.image_format import Image
 from tools.bench import report
 from tools.bench.prompts import MODEL, Shape, draw, filled
 from tools.bench.report import Figure

@@ -335,7 +335,7 @@ def clocked(out: Path, ours: bool, arguments: list[str]) -> None:
     from mlx_lm.models.cache import LRUPromptCache
 
     from prefixcache.cli import app
-    from prefixcache.operations import making
+    from prefixcache.operations import image_maker
     from prefixcache.servers.mlx_lm import server as mlx_lm_server
     from prefixcache.servers.mlx_lm.tenant_cache import TenantPromptCache
 
@@ -359,7 +359,7 @@ def clocked(out: Path, ours: bool, arguments: list[str]) -> None:
     watch(PromptProcessingBatch, "generate", "prefill", lambda batch, prompts: len(prompts))
     watch(prompt_cache, "fetch_nearest_cache", "fetch", lambda prompts, model, tokens: len(tokens))
     watch(prompt_cache, "insert_cache", "store", lambda prompts, model, tokens, caches: len(tokens))
-    watch(making, "encode", "encode", lambda section, leaves, targets, back: len(targets))
+    watch(image_maker, "encode", "encode", lambda section, leaves, targets, back: len(targets))
 
     def written(run: Callable[..., Any]) -> Callable[..., Any]:
         def runs(*args: Any, **kwargs: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from prefixcache.image import ImageError, verify
+from prefixcache.image_format import ImageError, verify
 from prefixcache.ssd import Entry, Ssd
 from prefixcache.ssd.directory import Directory
 from prefixcache.ssd.entries import Address

@@ -336,7 +336,7 @@ class Server:
         assert ssd is not None
         with tiers.lock:
             room = ssd.limit - ssd.used
-            dirty = [slot for slot in tiers.graph.order[RAM] if not slot.disk and not slot.pending]
+            dirty = [slot for slot in tiers.graph.orders[RAM] if not slot.disk and not slot.pending]
             fit = [slot for slot in dirty if ssd.footprint(slot.nbytes) <= room // 4]
             assert not fit, f"{len(fit)} of {len(dirty)} unwritten images fit into the {room} bytes left on SSD"
 

@@ -25,7 +25,7 @@ from mlx_lm.generate import BatchGenerator, stream_generate
 
 from prefixcache.cache import PrefixCache, usable_memory
 from prefixcache.keys import as_tokens
-from prefixcache.servers.admission import Admission, Computing
+from prefixcache.servers.in_flight import Admission, Computing
 from prefixcache.servers.mlx_lm.answers import Answers, Ended
 from prefixcache.servers.mlx_lm.prefill import Blockwise, RequestBatches
 from prefixcache.servers.mlx_lm.prefill import stream as blockwise_stream

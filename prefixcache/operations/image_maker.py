@@ -14,7 +14,7 @@ from prefixcache.blocks.masks import held_mask, mask_from, mask_of, runs_of
 from prefixcache.blocks.node import BLOCK_BYTES, Node
 from prefixcache.codecs import RawRows
 from prefixcache.codecs.threads import WORTH_A_THREAD, share_out
-from prefixcache.image import DTYPES, ROWS, SNAPSHOT, WINDOW, Blueprint, Draft, Image, Kind, Meta, Spec
+from prefixcache.image_format import DTYPES, ROWS, SNAPSHOT, WINDOW, Blueprint, Draft, Image, Kind, Meta, Spec
 from prefixcache.keys import BLOCK, TOKEN_BYTES
 from prefixcache.layers import levels, live_codes
 from prefixcache.layers.adapters import Leaf
@@ -63,8 +63,9 @@ class Maker(Protocol):
 
 
 class GrownWindow(NamedTuple):
-    """A window of a block that is whole now, some of whose rows were a tail's: `rows`, as they are, of
-    `plan.window_tails[window]`, to be coded into `tensors`; the first `sinks` say nothing of the levels."""
+    """The window image of a block that was a tail and is full now. `rows` are its rows as they are, in the layout of
+    `plan.window_tails[window]`: to be coded into `tensors`, and the first `sinks` of them left out when levels are measured.
+    """
 
     window: int
     sinks: int

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from prefixcache.image import DTYPES, Blueprint, Image, ImageError, Meta, Spec, verify
+from prefixcache.image_format import DTYPES, Blueprint, Image, ImageError, Meta, Spec, verify
 
 META = Meta("rows", "ab" * 16, "cd" * 16, "ef" * 16, "qwen3-8b", '{"name":"raw"}', '{"layers":[0]}', 512, '{"x":1}')
 

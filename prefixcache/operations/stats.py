@@ -8,7 +8,7 @@ from prefixcache.ssd import Ssd
 from prefixcache.tiers.storage import Storage
 
 
-def snapshot(storage: Storage, ssd: Ssd | None, codec: str, kernels: dict[str, str]) -> Stats:
+def collect_stats(storage: Storage, ssd: Ssd | None, codec: str, kernels: dict[str, str]) -> Stats:
     with storage.lock:
         budget, graph, counters = storage.budget, storage.graph, storage.counters
         held = budget.held()
@@ -29,7 +29,7 @@ def snapshot(storage: Storage, ssd: Ssd | None, codec: str, kernels: dict[str, s
                 label: Labelled(graph.leaves[label], graph.ram_by_label[label])
                 for label in sorted({*+graph.leaves, *+graph.ram_by_label})
             },
-            images_in_ram=len(graph.order[RAM]),
+            images_in_ram=len(graph.orders[RAM]),
             images_on_ssd=sum(graph.images[RAM + 1 :]),
             pinned=graph.pinned,
             codec=codec,

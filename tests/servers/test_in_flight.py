@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixcache.servers.admission import LEAST, Admission, Computing, common_prefix
+from prefixcache.servers.in_flight import LEAST, Admission, Computing, common_prefix
 
 SPACE = ("model", b"")
 SYSTEM = np.arange(3000)
