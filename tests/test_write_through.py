@@ -38,7 +38,7 @@ def written(cache: PrefixCache) -> None:
     """Wait until nothing is on its way to the SSD, as `stats()` tells it, and without asking for anything."""
     until(
         lambda: (
-            (s := cache.stats()).ram_queued == 0 and s.ssd.queued_bytes == 0 and not cache._storage.spilling._pending
+            (s := cache.stats()).ram_queued == 0 and s.ssd.queued_bytes == 0 and not cache._storage.spilling._backlog
         )
     )
 
@@ -160,7 +160,7 @@ def test_images_that_left_a_failing_disk_s_queue_are_not_remembered_for_ever(ope
     cache._ssd._queue._delay = 60.0
     for seed in range(40):
         put(cache, prompt(seed, 512))
-    assert len(cache._storage.spilling._pending) <= 2 * len(cache._storage.graph.slots) + 1
+    assert len(cache._storage.spilling._backlog) <= 2 * len(cache._storage.graph.slots) + 1
     cache.check_integrity()
     monkeypatch.undo()
 
@@ -196,4 +196,4 @@ def test_without_an_ssd_it_changes_nothing():
     with PrefixCache(ram="1MB", codec="raw", spill="through") as cache:
         put(cache, prompt(1, 512))
         assert cache.match(prompt(1, 512), model="m").ram == 512
-        assert not cache._storage.spilling._pending
+        assert not cache._storage.spilling._backlog

@@ -65,7 +65,7 @@ class Watch:
         Ssd.__init__, store.Store._open, store.mend = init, open_, mend_  # type: ignore[method-assign, assignment]
 
     def _watch_writes(self) -> None:
-        write, written, standing = Ssd.write, LowerTier.written, writer.Writer._standing
+        write, written, standing = Ssd.write, LowerTier.written, writer.Writer._skip_durable
 
         def write_(ssd: Ssd, entry: Entry, *rest: Any, **more: Any) -> bool:
             with self._lock:
@@ -98,7 +98,7 @@ class Watch:
             return found
 
         Ssd.write, LowerTier.written = write_, written_  # type: ignore[method-assign]
-        writer.Writer._standing = standing_  # type: ignore[method-assign]
+        writer.Writer._skip_durable = standing_  # type: ignore[method-assign]
 
     def _watch_deletions(self) -> None:
         def tell(entries: list[Entry], superseded: bool) -> None:
