@@ -52,3 +52,6 @@ def opened(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[
         for cache in caches:
             if not cache._closed:
                 cache.check_integrity()
+    for cache in caches:  # a writer that a test kept from ending in time would go on, and log, in the next one
+        if cache._ssd is not None:
+            cache._ssd._writer._thread.join(60)
