@@ -24,7 +24,7 @@ class Ghosts:
 
     def __init__(self, times: int):
         self._times = times
-        self._evictions = 0  # so far; the next one's number
+        self._evictions = 0  # so far: the number of the latest
         self._table = array("Q", bytes(8 * self.LEAST))
 
     def add(self, key: bytes, held: int) -> None:

@@ -45,24 +45,8 @@ class Slot:
     """One image's place, and what is known of the image. `tiers` says where it is: a bit a tier, RAM's the lowest."""
 
     __slots__ = (
-        "checksum",
-        "created",
-        "disk",
-        "evict_first",
-        "hits",
-        "image",
-        "key",
-        "kind",
-        "mask",
-        "maybe_blocked",
-        "nbytes",
-        "node",
-        "pending",
-        "pins",
-        "reading",
-        "suffix",
-        "tick",
-        "tiers",
+        "checksum", "created", "disk", "evict_first", "hits", "image", "key", "kind", "mask", "maybe_blocked",
+        "nbytes", "node", "pending", "pins", "reading", "suffix", "tick", "tiers",
     )  # fmt: skip
 
     def __init__(

@@ -87,9 +87,8 @@ class LiveMaker:
         """`limit`: the tokens to store. `back` gets what a fetch would give of whole blocks. CacheError for codes of another
         codec.
         """
-        self._namespace, self._plan, self._leaves, self._limit, self._back = (
-            namespace, namespace.plan, leaves, limit, back
-        )  # fmt: skip
+        self._namespace, self._plan = namespace, namespace.plan
+        self._leaves, self._limit, self._back = leaves, limit, back
         live_codes.check(namespace.plan, leaves)
         self.state = describe_state(namespace.plan, leaves) if with_snapshot else None
         self.has_codes = any(leaf.codes is not None for leaf in leaves)

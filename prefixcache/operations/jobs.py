@@ -1,6 +1,6 @@
 """What a store has to make: a `Job` for each image, and the `Source` whose codes it takes over.
 
-Plain data: `store` plans it, `making` reads it.
+Plain data: `store` plans it, `image_maker` reads it.
 """
 
 from __future__ import annotations

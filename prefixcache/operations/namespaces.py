@@ -60,8 +60,8 @@ class Namespaces:
     def of_layout(self, model: str, layout: dict[str, Any], salt: bytes) -> Namespace:
         """The namespace of a layout, made when it isn't there."""
         text, storage = canonical(layout), self._storage
+        root = self._root(model, text, salt)
         with storage.lock:
-            root = self._root(model, text, salt)
             row = NamespaceRow(root, model, self._codec_text, text, time.time())
             known = storage.namespaces.get(root)
             if known is not None and known.row.stated != row.stated:  # nobody else could tell, if there is a salt

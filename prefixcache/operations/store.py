@@ -1,8 +1,8 @@
 """What a store adds: which blocks of a prompt are new, and whose codes their rows are taken over from.
 
 The work goes in batches of blocks, each in three steps: planned under the lock (what is missing, RAM reserved, sources
-pinned), made outside it on the caller's thread (`making`), published under it. Rows that any known block has already, and
-rows that a live cache has coded, are copied as codes, never encoded again.
+pinned), made outside it on the caller's thread (`image_maker`), published under it. Rows that any known block has already,
+and rows that a live cache has coded, are copied as codes, never encoded again.
 """
 
 from __future__ import annotations

@@ -70,23 +70,35 @@ def simulated(workload: Workload, cell: Cell, progress: CellProgress) -> Outcome
     """One cell, in this process. ValueError of a trace that can't be read or a codec that is none."""
     from prefixcache.planning.simulator import simulate  # the cache with all that it stands on
 
-    few = workload.ids is not None and workload.ids <= FEW
-    block, requests = (_read if few else _trace)(workload.trace, workload.block, workload.limit)
+    trace = workload.trace, workload.block, workload.limit
+    if workload.ids is not None and workload.ids <= FEW:
+        block, requests = _read(*trace, _version(workload.trace))
+    else:
+        block, requests = _stream(*trace)
     return simulate(
         requests, workload.state, workload.codec, ram=cell.ram, ssd=cell.ssd, policy=cell.policy,
         admission=cell.admission, leave=workload.leave, block=block, progress=progress,
     )  # fmt: skip
 
 
-def _trace(path: Path, block: int | None, limit: int | None) -> tuple[int, Iterable[Request]]:
+def _stream(path: Path, block: int | None, limit: int | None) -> tuple[int, Iterable[Request]]:
     trace = Trace(path, block, limit=limit)
     return trace.block, trace
 
 
 @lru_cache(maxsize=1)
-def _read(path: Path, block: int | None, limit: int | None) -> tuple[int, Iterable[Request]]:
-    block, requests = _trace(path, block, limit)
+def _read(path: Path, block: int | None, limit: int | None, _version: Any) -> tuple[int, Iterable[Request]]:
+    block, requests = _stream(path, block, limit)
     return block, tuple(requests)
+
+
+def _version(path: Path) -> tuple[int, int] | None:
+    """Another one when the file has changed; None where it can't be looked at, which `Trace` tells."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size
 
 
 def sufficient_ram(endless: Outcome) -> int:

@@ -83,14 +83,13 @@ class Ledger:
 
     @property
     def used(self) -> int:
-        with self._lock:
-            return self._total()
+        return self.held().total
 
     def admit(self, nbytes: int) -> bool:
         """Reserve for a file of `nbytes`, or False."""
         room = self.footprint(nbytes)
         with self._lock:
-            if self._total() + room > self.limit:
+            if self._held().total + room > self.limit:
                 return False
             self._queued += room
             return True
@@ -129,10 +128,6 @@ class Ledger:
         """What an opening found."""
         with self._lock:
             self._count, self._files, self._quarantine = count, files, quarantine
-
-    def _total(self) -> int:
-        """As `Holdings` has it."""
-        return self._files + self._quarantine + self._overhead + self._queued + self._reserve - self._deleting
 
     def _held(self) -> Holdings:
         return Holdings(

@@ -18,6 +18,7 @@ from prefixcache.codecs.choice import as_codec
 from prefixcache.planning.model import ModelState
 from prefixcache.planning.outcome import Outcome
 from prefixcache.planning.sweep import ENDLESS, Cell, CellFailed, Workload, equivalent_cell, sufficient_ram, sweep
+from prefixcache.trace.reading import Trace, TraceError
 from tests.planning.stand_ins import WORKLOAD, at_once, killed, outcome, refusing, wrong
 
 TESTS = Path(__file__).parent.parent
@@ -112,6 +113,25 @@ def test_processes_simulate_what_one_does_in_the_order_of_the_cells(workload):
     assert alone[0].hit_rate < alone[1].hit_rate
     assert told == sorted(told)
     assert told[-1] == (60, 60)
+
+
+def test_a_short_trace_is_read_once_for_all_cells_and_again_when_it_has_changed(tmp_path, workload, monkeypatch):
+    trace = chats(tmp_path / "chats.jsonl")
+    passes = []
+    read = Trace.__iter__
+    monkeypatch.setattr(Trace, "__iter__", lambda trace: passes.append(trace) or read(trace))
+    cells = [Cell(1_000_000), Cell(2_000_000), Cell(4_000_000)]
+    streamed = sweep(workload._replace(trace=trace), cells, processes=1)
+    assert len(passes) == 3
+    kept = workload._replace(trace=trace, ids=90)
+    assert [*map(numbers, sweep(kept, cells, processes=1))] == [*map(numbers, streamed)]
+    assert len(passes) == 4
+    trace.write_text("\n".join(trace.read_text().splitlines()[:20]))
+    assert sweep(kept, cells, processes=1)[0].requests == 20
+    assert len(passes) == 5
+    trace.unlink()
+    with pytest.raises(TraceError, match="No such file"):
+        sweep(kept, cells[:1], processes=1)
 
 
 def test_progress_is_in_requests_or_in_runs():
