@@ -87,6 +87,7 @@ def test_the_kernel_is_built_from_a_source_distribution(source: Path, tmp_path: 
         assert LIBRARY in wheel.namelist()
         assert not [name for name in wheel.namelist() if name.endswith((".c", ".h", ".o"))]
         assert "prefixcache/py.typed" in wheel.namelist()
+        assert "prefixcache/calibration/corpus/german.txt" in wheel.namelist()
 
     site = tmp_path / "site"
     install(tmp_path / name, site)
