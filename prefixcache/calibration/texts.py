@@ -1,0 +1,185 @@
+"""The text that a model reads while it is calibrated, and the windows cut from it.
+
+The default is of many kinds, since a basis that was calibrated on English prose alone is worse on code and on other
+languages: the files of `corpus/`, Python of the standard library, and prose about installed packages. `pydoc_data.topics`
+is not in it: `prefixcache evaluate` measures on that text. No model is known here; a tokenizer is a function.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import distributions
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import NamedTuple
+
+CORPUS = Path(__file__).with_name("corpus")
+
+# Of many fields and styles, each a module or a package in Python 3.10 to 3.14; what one version lacks is left out.
+MODULES = (
+    "_pydatetime", "argparse", "ast", "asyncio.base_events", "asyncio.tasks", "bisect", "calendar", "collections",
+    "configparser", "contextlib", "csv", "dataclasses", "datetime", "difflib", "email.message", "enum", "fractions",
+    "functools", "graphlib", "heapq", "html.parser", "http.client", "ipaddress", "json.decoder", "json.encoder",
+    "logging.handlers", "multiprocessing.pool", "pathlib", "pickle", "queue", "random", "selectors", "shlex", "shutil",
+    "smtplib", "statistics", "string", "subprocess", "tempfile", "textwrap", "threading", "traceback", "unittest.case",
+    "urllib.parse", "uuid", "weakref", "xml.etree.ElementTree", "zipfile",
+)  # fmt: skip
+
+# What this package depends on, directly or not. Any other installed project comes after these, if more is needed.
+PROJECTS = (
+    "annotated-types", "fsspec", "huggingface-hub", "idna", "markdown-it-py", "mlx", "mlx-lm", "numpy", "psutil", "pydantic",
+    "pydantic-core", "python-dateutil", "python-dotenv", "regex", "rich", "sentencepiece", "sqlite-fts4", "sqlite-utils",
+    "tabulate", "tokenizers", "tqdm", "transformers", "typer", "xxhash",
+)  # fmt: skip
+SHORTEST = 2_000  # characters of a description: a shorter one is little but badges and links
+LONGEST = 20_000  # characters that are taken of one: what follows is most often a change log
+ENOUGH = 275_000  # characters of descriptions
+
+NUMPY = ("numpy", "numpy.fft", "numpy.linalg", "numpy.random")
+
+WEIGHTS = {"corpus": 2, "code": 1, "prose": 1}  # the shares of the windows; a kind not named here counts 1
+
+
+class Text(NamedTuple):
+    """A text, where it is from, and its kind: windows are shared out over kinds first, then over the texts of a kind."""
+
+    name: str
+    text: str
+    kind: str = "given"
+
+
+def default_texts() -> list[Text]:
+    """The corpus, then code, then prose. The same on every call; a module or package that isn't installed is left out."""
+    return [*_corpus(), *_code(), *_descriptions(), *_docstrings()]
+
+
+def read_texts(paths: Sequence[Path]) -> list[Text]:
+    """One text for each file. Raises ValueError for a file that can't be read or isn't UTF-8."""
+    texts = []
+    for path in paths:
+        try:
+            texts.append(Text(str(path), path.read_text(encoding="utf-8")))
+        except UnicodeDecodeError:
+            raise ValueError(f"--text {path}: not UTF-8; convert it, or give another text") from None
+        except OSError as error:
+            raise ValueError(f"--text {path}: can't be read ({error.strerror}); give a text file") from None
+    return texts
+
+
+def windows(
+    texts: Sequence[Text], encode: Callable[[str], list[int]], count: int, length: int, opening: Sequence[int] = ()
+) -> list[list[int]]:
+    """`count` windows of `length` tokens, each of which begins with the tokens of `opening`. No token of a text is in two.
+
+    `encode` makes a text's tokens and adds none of its own. Kinds take turns by their WEIGHTS, so that the first few
+    windows are a mix already; a kind whose text is used up leaves its turns to the others. Raises ValueError where there
+    is too little text.
+    """
+    size = length - len(opening)
+    if count < 1 or size < 1:
+        raise ValueError(
+            f"{count} windows of {length} tokens, {len(opening)} of which open it: ask for at least one window, and for "
+            "longer ones than that"
+        )
+    tokens: dict[str, list[list[int]]] = {}
+    for text in texts:
+        tokens.setdefault(text.kind, []).append(encode(text.text))
+    pieces = {kind: _pieces(of_kind, size) for kind, of_kind in tokens.items()}
+    room = {kind: sum(map(len, of_kind)) for kind, of_kind in pieces.items()}
+    if sum(room.values()) < count:
+        there = sum(len(ids) for of_kind in tokens.values() for ids in of_kind)
+        raise ValueError(
+            f"{count} windows of {length:,} tokens need {count * size:,} tokens of text; the text has {there:,}, which "
+            f"makes {sum(room.values())} windows: ask for fewer or shorter windows, or give more text"
+        )
+    turns = _turns(room, count)
+    chosen = {kind: iter(_spread(of_kind, turns.count(kind))) for kind, of_kind in pieces.items()}
+    return [[*opening, *next(chosen[kind])] for kind in turns]
+
+
+# -- where the default text is from ---------------------------------------------------------------------------------------
+
+
+def _corpus() -> Iterator[Text]:
+    for path in sorted(CORPUS.glob("*.txt")):
+        yield Text(path.stem, path.read_text(encoding="utf-8"), "corpus")
+
+
+def _code() -> Iterator[Text]:
+    """From the interpreter's files: nothing is imported."""
+    library = Path(sysconfig.get_path("stdlib"))
+    for name in MODULES:
+        path = library.joinpath(*name.split("."))
+        for file in (path.with_suffix(".py"), path / "__init__.py"):
+            if file.is_file():
+                yield Text(name, file.read_text(encoding="utf-8"), "code")
+                break
+
+
+def _descriptions() -> Iterator[Text]:
+    """What installed projects say about themselves, in Markdown and reStructuredText."""
+    found: dict[str, str] = {}
+    for distribution in distributions():
+        metadata = distribution.metadata
+        if metadata and "Name" in metadata and "Description" in metadata:  # a broken install has no metadata
+            name = re.sub(r"[-_.]+", "-", metadata["Name"]).lower()
+            found.setdefault(name, metadata["Description"])
+    found = {name: text for name, text in found.items() if len(text) > SHORTEST}
+    there = 0
+    for name in sorted(found, key=lambda name: (name not in PROJECTS, name)):
+        if there < ENOUGH:
+            yield Text(name, found[name][:LONGEST], "prose")
+            there += len(found[name][:LONGEST])
+
+
+def _docstrings() -> Iterator[Text]:
+    """NumPy's: explanations with formulas and examples. A docstring of two names is taken once."""
+    for name in NUMPY:
+        module = importlib.import_module(name)
+        documents = (getattr(getattr(module, public, None), "__doc__", None) for public in sorted(module.__all__))
+        text = "\n\n".join(dict.fromkeys(document for document in documents if document))
+        if text:
+            yield Text(f"docstrings of {name}", text, "prose")
+
+
+# -- which windows ----------------------------------------------------------------------------------------------------------
+
+
+def _pieces(texts: list[list[int]], size: int) -> list[list[list[int]]]:
+    """Each text cut into pieces of `size` tokens; at the end, as one more text, what is left of all, joined and cut."""
+
+    def cut(ids: list[int]) -> list[list[int]]:
+        return [ids[i : i + size] for i in range(0, len(ids) - size + 1, size)]
+
+    rest = chain.from_iterable(ids[len(ids) // size * size :] for ids in texts)
+    return [cut(ids) for ids in texts] + [cut(list(rest))]
+
+
+def _turns(room: dict[str, int], count: int) -> list[str]:
+    """The kinds of `count` windows: the next is always of the kind that is furthest behind its share and has some left."""
+    given = dict.fromkeys(room, 0)
+    turns = []
+    for _ in range(count):
+        open_kinds = [kind for kind in room if given[kind] < room[kind]]
+        turns.append(min(open_kinds, key=lambda kind: (given[kind] + 0.5) / WEIGHTS.get(kind, 1)))
+        given[turns[-1]] += 1
+    return turns
+
+
+def _spread(texts: list[list[list[int]]], count: int) -> list[list[int]]:
+    """`count` pieces: equally many of each text that has so many, evenly spaced in it. The first of each text come first."""
+    given = [0] * len(texts)
+    while sum(given) < count:
+        open_texts = [i for i, pieces in enumerate(texts) if given[i] < len(pieces)]
+        for i in _evenly(open_texts, min(count - sum(given), len(open_texts))):
+            given[i] += 1
+    rounds = zip_longest(*(_evenly(pieces, number) for pieces, number in zip(texts, given, strict=True)))
+    return [piece for pieces in rounds for piece in pieces if piece is not None]
+
+
+def _evenly(items: list, count: int) -> list:
+    """Of each of `count` equal parts the item in the middle."""
+    return [items[(2 * i + 1) * len(items) // (2 * count)] for i in range(count)]
