@@ -1,0 +1,43 @@
+"""What a model's cache holds of a text, as NumPy rows: keys with RoPE undone, and values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+
+from prefixcache.calibration.layers import Layer
+from prefixcache.codecs.interchange import Array, as_float32, borrow
+
+PREFILL = 512  # tokens in one call of the model, as mlx-lm's servers do it
+
+
+def prefilled(model: nn.Module, tokens: Sequence[int]) -> list[Any]:
+    """A fresh prompt cache that holds `tokens`."""
+    prompt_cache = make_prompt_cache(model)
+    for start in range(0, len(tokens), PREFILL):
+        model(mx.array(list(tokens[start : start + PREFILL]))[None], cache=prompt_cache)
+        mx.eval([cache.state for cache in prompt_cache])
+        mx.clear_cache()
+    return prompt_cache
+
+
+def joined_rows(prompt_cache: Sequence[Any], layers: Sequence[Layer], first: int) -> Array:
+    """Tokens from `first` on: float32 (tokens, channels), for each layer its keys with RoPE undone, then its values."""
+    tokens = prompt_cache[layers[0].index].offset - first
+    rows = np.empty((tokens, sum(layer.channels for layer in layers)), np.float32)
+    start = 0
+    for layer in layers:
+        cache = prompt_cache[layer.index]
+        for array, width, keys in ((cache.keys, layer.key_width, True), (cache.values, layer.value_width, False)):
+            heads = as_float32(borrow(array)[0, :, first : first + tokens], layer.dtype)
+            part = rows[:, start : start + layer.heads * width].reshape(tokens, layer.heads, width)
+            np.copyto(part, heads.swapaxes(0, 1))
+            if keys:
+                layer.rotation.undo(part, first, part)
+            start += layer.heads * width
+    return rows
