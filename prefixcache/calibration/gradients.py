@@ -16,9 +16,9 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import KVCache
 
-from prefixcache.calibration.layers import Layer
 from prefixcache.calibration.rows import prefilled
 from prefixcache.codecs.interchange import Array, element
+from prefixcache.codecs.transform.layer import Layer
 
 # What the likelihood is multiplied by, so that float16 doesn't round small gradients to 0; the next where it overflows.
 LOSS_SCALES = (2.0**12, 2.0**8, 2.0**4, 1.0)

@@ -8,7 +8,7 @@ whatever its position is, so what enters each layer is the same, and only RoPE i
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,6 +24,7 @@ from mlx_lm.models.cache import (
 )
 
 from prefixcache.codecs.interchange import FLOATS, Array, as_float32, copy_out, name_of
+from prefixcache.codecs.transform.layer import Layer
 from prefixcache.codecs.transform.rotation import NO_ROTATION, Rotation
 from prefixcache.codecs.turboquant.codec import is_latent
 
@@ -41,22 +42,6 @@ REFUSED_CACHES: dict[type, str] = {
     QuantizedKVCache: "a quantised cache",
     CacheList: "several caches in one",
 }
-
-
-class Layer(NamedTuple):
-    """A layer that can be transformed. `index` counts the prompt cache's list, `dtype` is its rows' ("bfloat16")."""
-
-    index: int  # type: ignore[assignment]  # not tuple's method
-    heads: int
-    key_width: int
-    value_width: int
-    dtype: str
-    rotation: Rotation
-
-    @property
-    def channels(self) -> int:
-        """Values of a token: its keys of all heads, and its values."""
-        return self.heads * (self.key_width + self.value_width)
 
 
 def eligible_layers(model: nn.Module) -> tuple[list[Layer], dict[int, str]]:

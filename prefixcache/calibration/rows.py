@@ -10,8 +10,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from prefixcache.calibration.layers import Layer
 from prefixcache.codecs.interchange import Array, as_float32, borrow
+from prefixcache.codecs.transform.layer import Layer
 
 PREFILL = 512  # tokens in one call of the model, as mlx-lm's servers do it
 

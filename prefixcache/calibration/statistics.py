@@ -19,9 +19,9 @@ import numpy as np
 
 from prefixcache.calibration.checkpoint import Checkpoint
 from prefixcache.calibration.gradients import Gradients, NoGradient
-from prefixcache.calibration.layers import Layer
 from prefixcache.calibration.rows import joined_rows, prefilled
 from prefixcache.codecs.interchange import Array
+from prefixcache.codecs.transform.layer import Layer
 from prefixcache.codecs.transform.rotation import Rotation
 
 log = logging.getLogger("prefixcache")

@@ -15,9 +15,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from prefixcache.calibration import checkpoint as checkpoint_module
 from prefixcache.calibration import statistics
 from prefixcache.calibration.gradients import Gradients
-from prefixcache.calibration.layers import Layer, eligible_layers
+from prefixcache.calibration.layers import eligible_layers
 from prefixcache.calibration.statistics import Statistics, collect
 from prefixcache.codecs.interchange import as_float32, copy_out
+from prefixcache.codecs.transform.layer import Layer
 from tests.families import BASE, FAMILIES, _build
 
 SINKS = 4

@@ -12,7 +12,6 @@ import numpy as np
 from prefixcache.codecs.interchange import Array
 from prefixcache.codecs.transform.tables import (
     ESCAPE,
-    ESCAPE_BITS,
     GAINS,
     PRECISION,
     TOTAL,

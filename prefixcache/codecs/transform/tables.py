@@ -126,11 +126,11 @@ def first_guess() -> Tables:
 
 def fit(groups: Iterable[tuple[Array, Array]], rounds: int = 2) -> Tables:
     """Tables for groups of rows: values in steps float32 (rows, components), classes int32 (components,)."""
-    groups = [(values, quantised(values), classes) for values, classes in groups]
+    quantised_groups = [(values, quantised(values), classes) for values, classes in groups]
     tables = first_guess()
     for _ in range(rounds):  # each row is counted where the round before would have it
         counts, sums, seen = np.zeros((CLASSES, SYMBOLS)), np.zeros((CLASSES, FITTED)), np.zeros((CLASSES, FITTED))
-        for values, steps, classes in groups:
+        for values, steps, classes in quantised_groups:
             of_rows, magnitudes = shifted(classes, gains_of(steps, classes, tables)), np.abs(steps)
             np.add.at(counts, (of_rows, symbol_of(magnitudes)), 1)
             for number in range(FITTED):

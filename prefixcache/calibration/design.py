@@ -1,0 +1,206 @@
+"""From a calibration's statistics to a basis: which layers are joined, the vectors of each group, steps and tables.
+
+A group's covariance is brought into the metric that the Fisher information gives; its eigenvectors are the basis's, and
+one step serves all components of all groups, which shares bits out as reverse water-filling does. The step is such that
+quality 4 errs as 4 bits of TurboQuant do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from prefixcache.calibration.statistics import GroupStatistics, Statistics
+from prefixcache.codecs.base import Decoding, Encoding
+from prefixcache.codecs.interchange import Array
+from prefixcache.codecs.transform import basis as bases
+from prefixcache.codecs.transform.basis import QUALITIES, LayerGroup, finer
+from prefixcache.codecs.transform.layer import Layer
+from prefixcache.codecs.transform.tables import (
+    COST,
+    DEAD_ZONE,
+    Tables,
+    class_of,
+    fit,
+    gains_of,
+    quantised,
+    shifted,
+    symbol_of,
+)
+from prefixcache.codecs.turboquant.codec import TurboQuantRows
+from prefixcache.codecs.turboquant.levelling import measure_levels
+
+CHANNELS = 2048  # of a group, at most: layers are joined while they have fewer
+SHRINK = 0.1  # of a block's mean diagonal, added to it: few draws say little of directions that matter little
+FINEST = bases.MOST_QUALITY
+REFERENCE_BITS = 4
+# Of the error in the metric that 4 bits of TurboQuant have. By KL of the next token it is equal: the metric knows nothing of
+# errors that tokens share, and those of left-out components are shared.
+SHARE = 0.27
+_ROWS = 1024  # of a sample, for steps and tables
+_ROWS_MOST = 4095  # words of a row
+
+
+class Calibrated(NamedTuple):
+    """A basis's bytes, and bytes of a token at quality 4, of as many of fp16."""
+
+    data: bytes
+    coded: float
+    fp16: int
+
+
+def grouped(layers: Sequence[Layer], channels: int = CHANNELS) -> tuple[list[list[Layer]], dict[int, str]]:
+    """Neighbours of one dtype, joined up to so many channels; and why a layer is in no group."""
+    groups: list[list[Layer]] = []
+    refused = {}
+    for layer in layers:
+        if layer.channels > bases.MOST_CHANNELS:
+            refused[layer.index] = f"{layer.channels} channels, more than {bases.MOST_CHANNELS}"
+            continue
+        last = groups[-1] if groups else []
+        alike = bool(last) and last[0].dtype == layer.dtype
+        if alike and sum(other.channels for other in last) + layer.channels <= channels:
+            last.append(layer)
+        else:
+            groups.append([layer])
+    return groups, refused
+
+
+def design(statistics: Statistics, model: str, texts: str, sinks: int) -> Calibrated:
+    """The basis of `model`, an identity as `model_identity` gives it, whose statistics these are."""
+    drafts = [_draft(group, statistics) for group in statistics.groups]
+    step = _step(drafts, statistics)
+    drafts = [draft.scaled(1 / step) for draft in drafts]
+    tables = fit((draft.values(), class_of(draft.spreads)) for draft in drafts)
+    groups = [draft.group(tables) for draft in drafts]
+    data = bases.made(model, groups, tables, sinks=sinks, metric=statistics.metric, texts=texts)
+    coded = sum(2 * (1 + group.row_words(4.0)) for group in groups)
+    return Calibrated(data, coded, sum(2 * group.channels for group in groups))
+
+
+class _Draft(NamedTuple):
+    """A group on its way. `factors` by stream, in the order of the channels; `sample` float32 rows without their mean."""
+
+    layers: tuple[Layer, ...]
+    mean: Array
+    factors: list[Array]
+    vectors: Array
+    spreads: Array
+    sample: Array
+
+    def scaled(self, factor: float) -> _Draft:
+        return self._replace(factors=[part * factor for part in self.factors], spreads=self.spreads * factor)
+
+    def in_metric(self, rows: Array) -> Array:
+        """Rows float32 (rows, channels) in the metric."""
+        made, at = np.empty_like(rows), 0
+        for factor in self.factors:
+            heads, width, _ = factor.shape
+            part = slice(at, at + heads * width)
+            blocks = rows[:, part].reshape(len(rows), heads, width).swapaxes(0, 1)
+            made[:, part] = np.matmul(blocks, factor.astype(np.float32)).swapaxes(0, 1).reshape(len(rows), -1)
+            at = part.stop
+        return made
+
+    def values(self) -> Array:
+        """The sample's along the vectors."""
+        return self.in_metric(self.sample) @ self.vectors.astype(np.float32)
+
+    def group(self, tables: Tables) -> LayerGroup:
+        kept = int((self.spreads * finer(FINEST) >= bases.NEVER).sum())
+        spreads = np.minimum.accumulate(self.spreads[:kept].astype(np.float32))
+        values = self.values()[:, :kept]
+        words = [_row_words(values * finer(quality), spreads * finer(quality), tables) for quality in QUALITIES]
+        parts = [factor.astype(np.float32) for factor in self.factors]
+        pairs = tuple(zip(parts[::2], parts[1::2], strict=True))
+        vectors = self.vectors[:, :kept].astype(np.float16)
+        return LayerGroup(
+            self.layers, self.mean.astype(np.float32), pairs, vectors, spreads, np.array(words, np.float32)
+        )
+
+
+def _draft(group: GroupStatistics, statistics: Statistics) -> _Draft:
+    factors = [np.linalg.cholesky(block) for block in _metric(group.layers, statistics)]
+    mean, at = group.mean, 0
+    covariance = group.covariance.astype(np.float64)
+    for factor in factors:
+        for head in factor:
+            part = slice(at, at + len(head))
+            covariance[part] = head.T @ covariance[part]
+            covariance[:, part] = covariance[:, part] @ head
+            at = part.stop
+    variances, vectors = np.linalg.eigh((covariance + covariance.T) / 2)
+    order = slice(None, None, -1)
+    spreads = np.sqrt(np.maximum(variances[order], 1e-30))
+    vectors = vectors[:, order]
+    vectors = vectors * np.where(vectors[np.abs(vectors).argmax(axis=0), np.arange(len(mean))] < 0, -1, 1)
+    rows = np.linspace(0, len(group.sample) - 1, min(_ROWS, len(group.sample))).astype(int)
+    sample = group.sample[rows].astype(np.float32) - mean.astype(np.float32)
+    return _Draft(group.layers, mean, factors, vectors, spreads, sample)
+
+
+def _metric(layers: Sequence[Layer], statistics: Statistics) -> Iterator[Array]:
+    """By stream, (heads, width, width), positive definite."""
+    for layer in layers:
+        for part in ("keys", "values"):
+            blocks = statistics.blocks[layer.index, part]
+            width = blocks.shape[1]
+            diagonal = np.trace(blocks, axis1=1, axis2=2) / width
+            least = max(float(diagonal.max()), 1e-30) * 1e-6
+            yield blocks + (SHRINK * np.maximum(diagonal, least))[:, None, None] * np.eye(width)
+
+
+def _step(drafts: Sequence[_Draft], statistics: Statistics) -> float:
+    """The step at which the samples err as much as they should."""
+    wanted = SHARE * sum(_reference_error(draft) for draft in drafts)
+    values = [draft.values() for draft in drafts]
+    low, high = 1e-12, float(max(draft.spreads[0] for draft in drafts))
+    for _ in range(40):  # to a part in 10**4 of the range's logarithm
+        step = float(np.sqrt(low * high))
+        error = sum(_error(of_group, step) for of_group in values)
+        low, high = (step, high) if error < wanted else (low, step)
+    return step
+
+
+def _error(values: Array, step: float) -> float:
+    """Of a token, in the metric."""
+    magnitudes = np.abs(values) / np.float32(step)
+    return float(np.square((magnitudes - np.floor(magnitudes + DEAD_ZONE)) * step).sum(axis=1).mean())
+
+
+def _reference_error(draft: _Draft) -> float:
+    """What TurboQuant's codes of the sample err by."""
+    rows = draft.sample + draft.mean.astype(np.float32)
+    errors, at = np.empty_like(rows), 0
+    for i, factor in enumerate(draft.factors):
+        heads, width, _ = factor.shape
+        part, layer = slice(at, at + heads * width), draft.layers[i // 2]
+        stream = rows[:, part].reshape(-1, heads, width).copy()
+        turned = layer.rotation.redo(stream, 0) if i % 2 == 0 else stream
+        back = _turboquant(turned, centred=i % 2 == 0)
+        back = layer.rotation.undo(back, 0) if i % 2 == 0 else back
+        errors[:, part] = (back - stream).reshape(len(rows), -1)
+        at = part.stop
+    return float(np.square(draft.in_metric(errors)).sum(axis=1).mean())
+
+
+def _turboquant(rows: Array, centred: bool) -> Array:
+    """Float32 rows (tokens, heads, width), coded and decoded."""
+    codec = TurboQuantRows(rows.shape[2], "float32", REFERENCE_BITS, 0, True, centred)
+    levels = measure_levels(rows, centred)
+    codes = np.empty((*rows.shape[:2], *codec.planes[0].shape), np.uint32)
+    scales, decoded = np.empty(rows.shape[:2], np.uint16), np.empty(rows.swapaxes(0, 1).shape, np.float32)
+    codec.encode_all([Encoding(rows, (codes, scales), levels)])
+    codec.decode_all([Decoding((codes, scales), decoded, levels)])
+    return decoded.swapaxes(0, 1)
+
+
+def _row_words(values: Array, spreads: Array, tables: Tables) -> float:
+    """The mean length of coded rows, in 16-bit words: what the tables say, and the coder's two last ones."""
+    kept = spreads >= bases.NEVER
+    steps, classes = quantised(values[:, kept].astype(np.float32)), class_of(spreads[kept])
+    of_rows = shifted(classes, gains_of(steps, classes, tables))
+    costs = tables.costs[of_rows, symbol_of(np.abs(steps))].sum(axis=1) / COST
+    return float(np.minimum(costs / 16 + 1.5, _ROWS_MOST).mean())

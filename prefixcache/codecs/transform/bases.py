@@ -1,0 +1,114 @@
+"""Where bases are: files in one folder, found by model or by hash, read once a process.
+
+A file is called after its model and its content, so nobody's is ever overwritten. What a basis is, `basis` says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import tempfile
+import threading
+from pathlib import Path
+
+from prefixcache.codecs.transform.basis import SUFFIX, Basis, BasisError, is_hash, model_of, read
+
+log = logging.getLogger("prefixcache")
+
+_loaded: dict[str, Basis] = {}  # by hash, for all caches of the process
+_lock = threading.Lock()
+
+
+class Bases:
+    """The bases in a folder, which need not be there."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def of_model(self, model: str) -> Basis | None:
+        """The basis of a model, by its identity; of several the file that was written last. None where there is none."""
+        wanted = _weights(model)
+        for path in self._files():
+            try:
+                if _weights(model_of(path)) == wanted:
+                    basis = self._read(path)
+                    if _weights(basis.model) == wanted:
+                        return basis
+            except (BasisError, OSError) as error:
+                log.warning("basis %s is left out: %s", path, error)
+        return None
+
+    def of_hash(self, digest: str) -> Basis:
+        """The basis of this hash. BasisError where it isn't here, or is damaged."""
+        if not is_hash(digest):
+            raise BasisError(f"basis {digest!r}: not 32 hex digits")
+        with _lock:
+            if digest in _loaded:
+                return _loaded[digest]
+        for path in self._files():
+            if path.name.endswith(f"{digest}{SUFFIX}"):
+                try:
+                    return self._read(path)
+                except OSError as error:
+                    raise BasisError(f"basis {path}: {error.strerror}") from None
+        raise BasisError(f"basis {digest} is not in {self.folder}: bring its file there, or calibrate the model")
+
+    def save(self, data: bytes) -> Path:
+        """Write a basis's bytes to its file, durably, unless it is there already. BasisError for bytes that are none."""
+        basis = Basis(data)
+        path = self.folder / f"{_name(basis.model)}-{basis.hash}{SUFFIX}"
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.suppress(BasisError, OSError):
+            if read(path).hash == basis.hash:
+                os.utime(path)
+                return path
+        number, temporary = tempfile.mkstemp(dir=self.folder, prefix=".writing-")
+        try:
+            with os.fdopen(number, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+        _sync(self.folder)
+        return path
+
+    def _files(self) -> list[Path]:
+        """Newest first."""
+        dated = []
+        for path in self.folder.glob(f"*{SUFFIX}"):
+            with contextlib.suppress(OSError):
+                dated.append((-path.stat().st_mtime_ns, path))
+        return [path for _, path in sorted(dated)]
+
+    def _read(self, path: Path) -> Basis:
+        """A basis whose name is its content's."""
+        digest = path.name.removesuffix(SUFFIX)[-32:]
+        with _lock:
+            if (known := _loaded.get(digest)) is not None:
+                return known
+            basis = read(path)
+            if basis.hash != digest:
+                raise BasisError(f"{path}: its content is not what its name says; delete it and calibrate again")
+            return _loaded.setdefault(digest, basis)
+
+
+def _weights(model: str) -> str:
+    """Of an identity, what says which weights they are: the name before it is for the reader."""
+    return model.rpartition("@")[2]
+
+
+def _name(model: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", model.rpartition("@")[0] or model)[:64].strip("-.") or "model"
+
+
+def _sync(folder: Path) -> None:
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)

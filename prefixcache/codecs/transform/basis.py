@@ -1,0 +1,287 @@
+"""A basis: what a calibration learned of one model, in one file that is named by its content.
+
+For each group of layers it has the mean of a token's channels, a metric in which errors count, and the directions in which
+tokens differ, widest first; and the entropy coder's tables for all of them. A file is believed only when all of it is
+consistent. `calibration.design` makes bases, `coding` uses them, `bases` finds their files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from prefixcache.codecs.interchange import FLOATS, Array
+from prefixcache.codecs.transform.layer import Layer
+from prefixcache.codecs.transform.rotation import Rotation
+from prefixcache.codecs.transform.tables import Tables, class_of
+
+FORMAT = "1"
+SUFFIX = ".safetensors"
+MOST_CHANNELS = 8192
+LEAST_QUALITY, MOST_QUALITY = 1.0, 6.0
+QUALITIES = np.arange(LEAST_QUALITY, MOST_QUALITY + 0.5, 0.5)  # for which a basis says how long rows are
+NEVER = 2.0**-3  # a component that spreads over fewer steps is left out: one value in 10**5 would not be zero
+_KEY = b"prefixcache.basis.1"
+_HASH = re.compile("[0-9a-f]{32}")
+_FIELDS = {"format", "model", "layers", "groups", "sinks", "metric", "texts"}
+_LARGEST = 1 << 36  # bytes of a file
+
+
+class BasisError(ValueError):
+    """A file that is no basis, or not the one that was asked for. The text says why."""
+
+
+@dataclass(frozen=True, eq=False)
+class LayerGroup:
+    """Layers whose channels are joined: of each its keys, RoPE undone, head by head, then its values.
+
+    `mean` float32 (channels,). `factors`: for each layer those of keys and of values, float32 (heads, width, width), lower
+    triangular: (x - mean) times them is in the metric, in steps at quality 4. `vectors` float16 (channels, components) are
+    orthonormal there, `spreads` float32 (components,) the standard deviations along them, falling. `words` float32 (11,):
+    the mean length of a coded row, in 16-bit words, at qualities 1, 1.5 ... 6.
+    """
+
+    layers: tuple[Layer, ...]
+    mean: Array
+    factors: tuple[tuple[Array, Array], ...]
+    vectors: Array
+    spreads: Array
+    words: Array
+
+    @property
+    def channels(self) -> int:
+        return len(self.mean)
+
+    def components(self, quality: float) -> int:
+        """How many components have a chance to be other than zero."""
+        return int((self.spreads * np.float32(finer(quality)) >= NEVER).sum())
+
+    def classes(self, quality: float) -> Array:
+        """The class of each of those: int32 (components,)."""
+        return class_of(self.spreads[: self.components(quality)] * np.float32(finer(quality)))
+
+    def row_words(self, quality: float) -> float:
+        """How many 16-bit words a row has, on average."""
+        return float(np.interp(quality, QUALITIES, self.words))
+
+    @cached_property
+    def inverses(self) -> tuple[tuple[Array, Array], ...]:
+        """The inverses of `factors`, float32."""
+        return tuple((_inverse(keys), _inverse(values)) for keys, values in self.factors)
+
+
+def finer(quality: float) -> float:
+    """How many steps there are to one of quality 4."""
+    return float(2.0 ** (quality - 4.0))
+
+
+class Basis:
+    """The basis of one model. Immutable; `hash` is its name: 32 hex digits of its bytes."""
+
+    def __init__(self, data: bytes):
+        """The bytes of a file. BasisError for others than a basis."""
+        self.hash = hashlib.blake2b(data, digest_size=16, key=_KEY).hexdigest()
+        fields, tensors = _parsed(data)
+        try:
+            self.model = str(fields["model"])
+            self.metric = str(fields["metric"])
+            self.texts = str(fields["texts"])
+            self.sinks = int(fields["sinks"])
+            layers = _layers(json.loads(fields["layers"]), tensors)
+            self.tables = Tables(_taken(tensors, "frequencies"), _taken(tensors, "points"))
+            self.groups = tuple(
+                _group(g, tuple(layers[index] for index in indices), tensors)
+                for g, indices in enumerate(json.loads(fields["groups"]))
+            )
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            IndexError,
+            OverflowError,
+            np.linalg.LinAlgError,
+        ) as error:
+            raise BasisError(f"not a basis: {str(error) or type(error).__name__}") from None
+        if tensors:
+            raise BasisError(f"not a basis: it has a tensor {min(tensors)!r} that none has")
+        placed = [layer.index for group in self.groups for layer in group.layers]
+        if len(placed) != len(set(placed)) or set(placed) != layers.keys() or not 0 <= self.sinks <= 256:
+            raise BasisError("not a basis: its layers are not in one group each")
+        self.nbytes = sum(array.nbytes for group in self.groups for array in (group.vectors, group.mean, group.spreads))
+        self.nbytes += 2 * sum(part.nbytes for group in self.groups for pair in group.factors for part in pair)
+        self.nbytes += self.tables.symbols.nbytes + self.tables.costs.nbytes
+
+    def place_of(self, layer: int) -> tuple[int, Layer] | None:
+        """The number of the group that a layer is in, and what it says of it."""
+        return self._places.get(layer)
+
+    @cached_property
+    def _places(self) -> dict[int, tuple[int, Layer]]:
+        return {layer.index: (g, layer) for g, group in enumerate(self.groups) for layer in group.layers}
+
+
+def read(path: Path) -> Basis:
+    """The basis in a file. BasisError for a file that is none, OSError for one that can't be read."""
+    with open(path, "rb") as file:
+        if os.fstat(file.fileno()).st_size > _LARGEST:
+            raise BasisError(f"{path}: larger than any basis")
+        return Basis(file.read())
+
+
+def model_of(path: Path) -> str:
+    """The model that a file says it is of: its header is read alone, and proves nothing. BasisError, OSError."""
+    try:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= 1 << 26:
+                raise ValueError("no header")
+            return str(json.loads(file.read(length))["__metadata__"]["model"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise BasisError(f"{path}: not a basis ({error})") from None
+
+
+def made(model: str, groups: Sequence[LayerGroup], tables: Tables, *, sinks: int, metric: str, texts: str) -> bytes:
+    """The bytes of a basis: the same for the same."""
+    layers = [layer for group in groups for layer in group.layers]
+    described = [
+        {
+            "index": layer.index, "heads": layer.heads, "key_width": layer.key_width, "value_width": layer.value_width,
+            "dtype": layer.dtype, "interleaved": layer.rotation.interleaved, "scale": layer.rotation.scale,
+        }
+        for layer in layers
+    ]  # fmt: skip
+    fields = {
+        "format": FORMAT, "model": model, "layers": json.dumps(described), "sinks": str(sinks), "metric": metric,
+        "groups": json.dumps([[layer.index for layer in group.layers] for group in groups]), "texts": texts,
+    }  # fmt: skip
+    tensors = {"frequencies": tables.frequencies, "points": tables.points}
+    for g, group in enumerate(groups):
+        tensors |= {f"g{g}.{name}": getattr(group, name) for name in ("mean", "vectors", "spreads", "words")}
+        for layer, (keys, values) in zip(group.layers, group.factors, strict=True):
+            tensors[f"l{layer.index}.frequencies"] = np.asarray(layer.rotation.frequencies, np.float64)
+            tensors[f"l{layer.index}.keys"], tensors[f"l{layer.index}.values"] = keys, values
+    whole = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+    data: bytes = safetensors.numpy.save(whole, fields)
+    return _ordered(data)
+
+
+def _ordered(data: bytes) -> bytes:
+    """The same file with the fields of its metadata in the order of their names: safetensors has them in any."""
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    ordered = {"__metadata__": dict(sorted(header.pop("__metadata__").items())), **header}
+    text = json.dumps(ordered, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + data[8 + length :]
+
+
+# -- what is believed --------------------------------------------------------------------------------------------------
+
+
+def _parsed(data: bytes) -> tuple[dict[str, str], dict[str, Array]]:
+    """Metadata and tensors of a safetensors file of this format."""
+    try:
+        tensors: dict[str, Array] = safetensors.numpy.load(data)
+        length = int.from_bytes(data[:8], "little")
+        fields = json.loads(data[8 : 8 + length]).get("__metadata__")
+    except Exception as error:  # of safetensors' own classes
+        raise BasisError(f"not a basis: {error}") from None
+    if not isinstance(fields, dict) or fields.keys() != _FIELDS:
+        raise BasisError("not a basis: its header says other things")
+    if fields["format"] != FORMAT:
+        raise BasisError(f"a basis of format {fields['format'][:20]!r}: this release reads {FORMAT!r}")
+    return fields, tensors
+
+
+def _layers(described: Any, tensors: dict[str, Array]) -> dict[int, Layer]:
+    layers = {}
+    for said in described:
+        index, *sizes = (said[name] for name in ("index", "heads", "key_width", "value_width"))
+        if not all(type(n) is int and 0 < n <= MOST_CHANNELS for n in sizes) or type(index) is not int:
+            raise ValueError(f"layer {index!r} has heads and widths {sizes!r}")
+        heads, key_width, value_width = sizes
+        if said["dtype"] not in FLOATS or type(said["interleaved"]) is not bool or index < 0:
+            raise ValueError(f"layer {index}: {said['dtype']!r} or how it rotates is none of ours")
+        scale, frequencies = float(said["scale"]), _taken(tensors, f"l{index}.frequencies")
+        if frequencies.dtype != np.float64 or frequencies.ndim != 1 or 2 * len(frequencies) > key_width:
+            raise ValueError(f"layer {index}: its frequencies are none")
+        if not (np.isfinite(frequencies).all() and 2.0**-20 < scale < 2.0**20):
+            raise ValueError(f"layer {index}: its rotation has no finite numbers")
+        rotation = Rotation(frequencies, said["interleaved"], scale)
+        layers[index] = Layer(index, heads, key_width, value_width, said["dtype"], rotation)
+    return layers
+
+
+def _group(g: int, layers: tuple[Layer, ...], tensors: dict[str, Array]) -> LayerGroup:
+    channels = sum(layer.channels for layer in layers)
+    mean, spreads, words = (_taken(tensors, f"g{g}.{name}") for name in ("mean", "spreads", "words"))
+    vectors = _taken(tensors, f"g{g}.vectors")
+    components = len(spreads)
+    _check_shape("mean", mean, np.float32, (channels,))
+    _check_shape("spreads", spreads, np.float32, (components,))
+    _check_shape("words", words, np.float32, QUALITIES.shape)
+    _check_shape("vectors", vectors, np.float16, (channels, components))
+    if not 0 < channels <= MOST_CHANNELS or len({layer.dtype for layer in layers}) != 1:
+        raise ValueError(f"group {g}: its layers can't be joined")
+    if (spreads <= 0).any() or (np.diff(spreads) > 0).any() or (words < 0).any() or (words > 4 * channels).any():
+        raise ValueError(f"group {g}: its spreads don't fall, or its rows have no length")
+    factors = []
+    for layer in layers:
+        pair = []
+        for part, width in (("keys", layer.key_width), ("values", layer.value_width)):
+            factor = _taken(tensors, f"l{layer.index}.{part}")
+            _check_shape(part, factor, np.float32, (layer.heads, width, width))
+            diagonal = np.diagonal(factor, axis1=1, axis2=2)
+            if np.triu(factor, 1).any() or (diagonal <= 0).any():
+                raise ValueError(f"layer {layer.index}: the metric of its {part} is none")
+            pair.append(factor)
+        factors.append((pair[0], pair[1]))
+    group = LayerGroup(layers, mean, tuple(factors), vectors, spreads, words)
+    for keys, values in group.inverses:
+        if not (np.isfinite(keys).all() and np.isfinite(values).all()):
+            raise ValueError(f"group {g}: its metric can't be undone")
+    return group
+
+
+def _taken(tensors: dict[str, Array], name: str) -> Array:
+    """A tensor, which is there no more."""
+    if name not in tensors:
+        raise ValueError(f"it has no tensor {name!r}")
+    array = tensors.pop(name)
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        raise ValueError(f"{name} has values that are not finite")
+    array.flags.writeable = False
+    return array
+
+
+def _check_shape(name: str, array: Array, dtype: Any, shape: tuple[int, ...]) -> None:
+    if (array.dtype, array.shape) != (np.dtype(dtype), shape):
+        raise ValueError(f"{name} of {array.dtype} {array.shape}, not {np.dtype(dtype)} {shape}")
+
+
+def _inverse(factor: Array) -> Array:
+    return np.linalg.inv(factor.astype(np.float64)).astype(np.float32)
+
+
+def is_hash(text: object) -> bool:
+    return isinstance(text, str) and _HASH.fullmatch(text) is not None
+
+
+def summary(basis: Basis) -> Mapping[str, Any]:
+    """What a person wants to know of it."""
+    return {
+        "model": basis.model, "hash": basis.hash, "metric": basis.metric, "texts": basis.texts,
+        "layers": sum(len(group.layers) for group in basis.groups), "groups": len(basis.groups), "bytes": basis.nbytes,
+    }  # fmt: skip

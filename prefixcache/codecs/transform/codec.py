@@ -1,0 +1,128 @@
+"""The codec that a calibration makes possible: a token's keys and values of neighbouring layers, coded together.
+
+`Transform` is what a user chooses. For a model with a basis it becomes a `Calibrated`, whose layers that the basis knows
+are coded by it; all others, and all models without a basis, stay with TurboQuant.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from prefixcache.codecs.base import Codec, RowCodec, Stream
+from prefixcache.codecs.transform.bases import Bases
+from prefixcache.codecs.transform.basis import LEAST_QUALITY, MOST_QUALITY, Basis
+from prefixcache.codecs.transform.coding import GroupCoder
+from prefixcache.codecs.turboquant.codec import TurboQuant
+
+log = logging.getLogger("prefixcache")
+
+QUALITY = 4.0
+VERSION = 1
+_warned: set[str] = set()
+
+
+class Place(NamedTuple):
+    """Where a stream's channels are: its group, and the number of the stream in it."""
+
+    group: int
+    stream: int
+
+
+@dataclass(frozen=True)
+class Transform:
+    """Transform coding (after KVTC, arXiv 2511.01815) for models that `prefixcache calibrate` has a basis of.
+
+    `quality` 4 errs as much as 4 bits of TurboQuant, at about a third of the bytes; one less doubles the error's amplitude
+    (1 to 6, fractions too). `basis_dir` is the folder of bases. What a basis doesn't cover is coded by `otherwise`.
+    ValueError for a quality out of range.
+    """
+
+    quality: float = QUALITY
+    otherwise: TurboQuant = field(default_factory=TurboQuant)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.quality, bool) or not isinstance(self.quality, (int, float)):
+            raise ValueError(f"quality={self.quality!r}: give a number from 1 to 6, as 4 or 3.5")
+        if not LEAST_QUALITY <= self.quality <= MOST_QUALITY:
+            raise ValueError(
+                f"quality={self.quality!r}: out of range; 4 is about TurboQuant's 4 bits, 1 to 6 are possible"
+            )
+        object.__setattr__(self, "quality", float(self.quality))
+
+    @property
+    def sink_tokens(self) -> int:
+        return self.otherwise.sink_tokens
+
+    def spec(self) -> dict[str, Any]:
+        return {"name": "transform", "version": VERSION, "quality": self.quality, "otherwise": self.otherwise.spec()}
+
+    def row_codec(self, stream: Stream) -> RowCodec:
+        return self.otherwise.row_codec(stream)
+
+    def for_model(self, model: str, bases: Bases) -> Codec:
+        """The codec of one model, by its identity: calibrated, or what it is coded by otherwise."""
+        basis = bases.of_model(model)
+        if basis is not None:
+            return Calibrated(self.quality, self.otherwise, basis)
+        if model not in _warned:
+            _warned.add(model)
+            log.warning(
+                "no basis of model %r in %s: it is coded by %s; run `prefixcache calibrate` with the model once",
+                model, bases.folder, self.otherwise,
+            )  # fmt: skip
+        return self.otherwise
+
+    def __str__(self) -> str:
+        return f"transform quality {self.quality:g}"
+
+
+@dataclass(frozen=True, eq=False)
+class Calibrated:
+    """Transform coding with a model's basis."""
+
+    quality: float
+    otherwise: TurboQuant
+    basis: Basis
+
+    @property
+    def sink_tokens(self) -> int:
+        return self.otherwise.sink_tokens
+
+    def spec(self) -> dict[str, Any]:
+        return {
+            "name": "transform", "version": VERSION, "quality": self.quality, "otherwise": self.otherwise.spec(),
+            "basis": self.basis.hash,
+        }  # fmt: skip
+
+    def row_codec(self, stream: Stream) -> RowCodec:
+        """Of a stream that the basis doesn't cover."""
+        return self.otherwise.row_codec(stream)
+
+    def place_of(self, stream: Stream) -> Place | None:
+        """Where a stream of a layer that keeps every token is coded; None where the basis doesn't know such a one."""
+        found = self.basis.place_of(stream.layer)
+        if found is None:
+            return None
+        group, layer = found
+        keys = stream.part == "keys"
+        width = layer.key_width if keys else layer.value_width
+        if (stream.heads, stream.width, stream.dtype) != (layer.heads, width, layer.dtype):
+            return None
+        number = 2 * self.basis.groups[group].layers.index(layer) + (not keys)
+        return Place(group, number)
+
+    @cached_property
+    def coders(self) -> tuple[GroupCoder, ...]:
+        """By group."""
+        return tuple(GroupCoder(group, self.basis.tables, self.quality) for group in self.basis.groups)
+
+    def __str__(self) -> str:
+        return f"transform quality {self.quality:g} basis {self.basis.hash[:8]}"
+
+
+def default_folder() -> Path:
+    return Path("~/.cache/prefixcache-bases").expanduser()

@@ -1,0 +1,247 @@
+"""Rows of a group of layers, joined and transformed: to codes and back, in NumPy and BLAS.
+
+A token's channels are centred, brought into the metric and along the basis's vectors, and rounded to whole steps, which
+`backends` packs. What a block's rows lose on average is kept beside them, 4 bits a channel: an error that all of a
+block's tokens share would add up in attention. Every product is of 256 rows, filled up with zeros, so that a row's values
+don't depend on which others are decoded with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from prefixcache.codecs.interchange import Array, as_float32, element
+from prefixcache.codecs.transform import backends
+from prefixcache.codecs.transform.basis import LayerGroup, finer
+from prefixcache.codecs.transform.entropy import AS_IT_IS, Damaged, gain_of, words_of
+from prefixcache.codecs.transform.tables import MOST, Tables
+
+ROWS = 256  # of a product
+OFFSET_BITS = 4
+_MOST_OFFSET = 7  # in steps of a head's own
+_MEASURED = 64  # from fewer rows an offset is taken for smaller than it looks
+
+
+class Codes(NamedTuple):
+    """Coded rows of one block. `heads` uint16 (tokens,) and `words` uint16 as in `entropy`; a row that is kept as it is has
+    its bits there. `offsets` uint8 (channels / 2,), two to a byte, in steps of `offset_steps`, bf16 as uint16 (heads of all
+    streams,): what the decoded rows of the block lack on average.
+    """
+
+    heads: Array
+    words: Array
+    offsets: Array
+    offset_steps: Array
+
+
+class GroupCoder:
+    """Codes rows of one group of layers, at one quality. Immutable, but for the buffers that a call has of its own."""
+
+    def __init__(self, group: LayerGroup, tables: Tables, quality: float):
+        self.group, self.tables, self.quality = group, tables, quality
+        self.dtype = group.layers[0].dtype
+        self.classes = group.classes(quality)
+        self._finer = np.float32(finer(quality))
+        self._vectors = group.vectors[:, : len(self.classes)]
+        # The streams of a row, in the order of their channels: heads and width.
+        self.streams = [
+            (layer.heads, width) for layer in group.layers for width in (layer.key_width, layer.value_width)
+        ]
+        self._ends = np.cumsum([heads * width for heads, width in self.streams])
+
+    @property
+    def heads(self) -> int:
+        """Of all streams together: each has an offset's step of its own."""
+        return sum(heads for heads, _ in self.streams)
+
+    @property
+    def raw_words(self) -> int:
+        """The 16-bit words of a row that is kept as it is."""
+        return self.group.channels * element(self.dtype).numpy.itemsize // 2
+
+    def row_words(self, heads: Array) -> Array:
+        """How many words each row has, by its head: int64."""
+        return np.where(gain_of(heads) == AS_IT_IS, self.raw_words, words_of(heads))
+
+    def encode(self, streams: Sequence[Array], first: int, skip: int = 0, settled: Codes | None = None) -> Codes:
+        """Rows (tokens, heads, width) of each stream, bf16 as uint16, of tokens `first` and on -> codes.
+
+        The first `skip` rows, which are kept elsewhere, have none, and come back as the mean. `settled`: codes of rows of
+        the same block, whose offsets stand.
+        """
+        tokens = len(streams[0])
+        rows = self._joined(streams, first)
+        coded = np.logical_and.reduce(np.isfinite(rows), axis=1)
+        coded[:skip] = False
+        coded_rows = rows[coded]
+        values = self._forward(coded_rows)
+        far = ~np.logical_and.reduce(np.abs(values) <= MOST, axis=1)  # too long for codes
+        values[far] = 0
+        heads = np.zeros(tokens, np.uint16)
+        heads[coded], words, decoded = backends.encode(values, self.classes, self.tables)
+        lost = np.zeros(tokens, bool)
+        lost[skip:] = ~coded[skip:]
+        lost[np.flatnonzero(coded)[far]] = True
+        lost |= gain_of(heads) == AS_IT_IS
+        if lost.any():
+            heads, words = self._with_rows_as_they_are(heads, words, streams, lost)
+        if settled is not None:
+            return Codes(heads, words, settled.offsets, settled.offset_steps)
+        fine = ~lost[coded]
+        return Codes(heads, words, *self._offsets(coded_rows[fine], decoded[fine]))
+
+    def decode(self, codes: Codes, first: int) -> list[Array]:
+        """Codes of tokens `first` and on -> rows (tokens, heads, width) of each stream, bf16 as uint16.
+
+        Damaged for codes that no encoder wrote.
+        """
+        tokens = len(codes.heads)
+        counts = self.row_words(codes.heads)
+        ends = np.cumsum(counts)
+        if len(counts) and ends[-1] > len(codes.words):
+            raise Damaged("the rows' heads claim more words than there are")
+        values = backends.decode(codes.heads, codes.words, ends - counts, self.classes, self.tables)
+        rows = self._backward(values)
+        rows += self._read_offsets(codes)
+        streams = self._apart(rows, first)
+        for row in np.flatnonzero(gain_of(codes.heads) == AS_IT_IS):
+            whole = codes.words[ends[row] - counts[row] : ends[row]].view(element(self.dtype).numpy)
+            for stream, bits in zip(streams, np.split(whole, self._ends[:-1]), strict=True):
+                stream[row] = bits.reshape(stream.shape[1:])
+        assert all(len(stream) == tokens for stream in streams)
+        return streams
+
+    # -- the way there and back -----------------------------------------------------------------------------------------
+
+    def _joined(self, streams: Sequence[Array], first: int) -> Array:
+        """Streams as channels float32 (tokens, channels), keys without RoPE."""
+        rows = np.empty((len(streams[0]), self.group.channels), np.float32)
+        for i, (there, stream) in enumerate(zip(self._by_stream(rows), streams, strict=True)):
+            there[...] = as_float32(stream, self.dtype)
+            if i % 2 == 0:
+                with np.errstate(invalid="ignore", over="ignore"):
+                    self.group.layers[i // 2].rotation.undo(there, first, out=there)
+        return rows
+
+    def _apart(self, rows: Array, first: int) -> list[Array]:
+        """Channels as streams of the layers' dtype, keys with RoPE."""
+        streams = []
+        for i, there in enumerate(self._by_stream(rows)):
+            if i % 2 == 0:
+                self.group.layers[i // 2].rotation.redo(there, first, out=there)
+            streams.append(_cast(there, self.dtype))
+        return streams
+
+    def _by_stream(self, rows: Array) -> Iterator[Array]:
+        """Views (tokens, heads, width) of channels."""
+        for (heads, width), end in zip(self.streams, self._ends, strict=True):
+            yield rows[:, end - heads * width : end].reshape(len(rows), heads, width)
+
+    def _forward(self, rows: Array) -> Array:
+        """Channels -> values along the vectors, in steps."""
+        vectors = self._vectors.astype(np.float32) * self._finer
+        values = np.empty((len(rows), len(self.classes)), np.float32)
+        for part, padded in _padded(rows - self.group.mean):
+            measured = np.empty_like(padded)
+            for there, block, factor in zip(
+                self._by_stream(measured), self._by_stream(padded), self._factors(inverse=False), strict=True
+            ):
+                there[...] = np.matmul(block.swapaxes(0, 1), factor).swapaxes(0, 1)
+            values[part] = (measured @ vectors)[: part.stop - part.start]
+        return values
+
+    def _backward(self, values: Array) -> Array:
+        """Values in steps -> channels, the mean added."""
+        vectors = np.ascontiguousarray(self._vectors.T, np.float32) / self._finer
+        rows = np.empty((len(values), self.group.channels), np.float32)
+        for part, padded in _padded(values):
+            measured, block = padded @ vectors, np.empty((ROWS, self.group.channels), np.float32)
+            for there, source, inverse in zip(
+                self._by_stream(block), self._by_stream(measured), self._factors(inverse=True), strict=True
+            ):
+                there[...] = np.matmul(source.swapaxes(0, 1), inverse).swapaxes(0, 1)
+            rows[part] = block[: part.stop - part.start]
+        rows += self.group.mean
+        return rows
+
+    def _factors(self, inverse: bool) -> Iterator[Array]:
+        for pair in self.group.inverses if inverse else self.group.factors:
+            yield from pair
+
+    # -- offsets ----------------------------------------------------------------------------------------------------------
+
+    def _offsets(self, rows: Array, decoded: Array) -> tuple[Array, Array]:
+        """What decoded values of these rows lack on average, by channel."""
+        lacking = np.zeros((1, self.group.channels), np.float32)
+        if len(rows):
+            mean = decoded.mean(axis=0, dtype=np.float64)[None].astype(np.float32)
+            lacking = rows.mean(axis=0, dtype=np.float64)[None].astype(np.float32) - self._backward(mean)
+            lacking *= np.float32(min(1, len(rows) / _MEASURED))
+        steps, numbers = [], []
+        for of_stream in self._by_stream(lacking):
+            largest = np.abs(of_stream[0]).max(axis=1)
+            bits = ((largest / _MOST_OFFSET).view(np.uint32) + 0xFFFF) >> 16  # bf16, rounded up
+            step = _bf16(bits.astype(np.uint16))
+            steps.append(bits.astype(np.uint16))
+            whole = np.rint(of_stream[0] / np.where(step > 0, step, 1)[:, None])
+            numbers.append(np.clip(whole, -_MOST_OFFSET, _MOST_OFFSET).astype(np.int8).ravel())
+        nibbles = (np.concatenate(numbers) + 8).astype(np.uint8)
+        if len(nibbles) % 2:
+            nibbles = np.append(nibbles, np.uint8(8))
+        return nibbles[::2] | nibbles[1::2] << 4, np.concatenate(steps)
+
+    def _read_offsets(self, codes: Codes) -> Array:
+        """Float32 (channels,)."""
+        nibbles = np.stack([codes.offsets & 15, codes.offsets >> 4], axis=1).ravel()[: self.group.channels]
+        steps = _bf16(codes.offset_steps)
+        if not np.isfinite(steps).all():
+            raise Damaged("a block's offsets are not finite")
+        widths = np.concatenate([np.full(heads, width) for heads, width in self.streams])
+        return (nibbles.astype(np.float32) - 8) * np.repeat(steps, widths)
+
+    def _with_rows_as_they_are(
+        self, heads: Array, words: Array, streams: Sequence[Array], lost: Array
+    ) -> tuple[Array, Array]:
+        """The codes, but of `lost` rows their own bits."""
+        counts = words_of(heads) * (gain_of(heads) != AS_IT_IS)
+        ends = np.cumsum(counts)
+        parts = []
+        for row, (count, end) in enumerate(zip(counts, ends, strict=True)):
+            if lost[row]:
+                bits = [np.ascontiguousarray(stream[row]).ravel().view(np.uint16) for stream in streams]
+                parts.append(np.concatenate(bits))
+            else:
+                parts.append(words[end - count : end])
+        return np.where(lost, np.uint16(0xFFFF), heads), np.concatenate(parts)
+
+
+def _padded(rows: Array) -> Iterator[tuple[slice, Array]]:
+    """Stretches of 256 rows, the last one filled up with zeros, and where they are."""
+    for start in range(0, len(rows), ROWS):
+        part = slice(start, min(start + ROWS, len(rows)))
+        if part.stop - start == ROWS:
+            yield part, rows[part]
+        else:
+            padded = np.zeros((ROWS, rows.shape[1]), np.float32)
+            padded[: part.stop - start] = rows[part]
+            yield part, padded
+
+
+def _bf16(bits: Array) -> Array:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def _cast(values: Array, dtype: str) -> Array:
+    """Float32 as bits of `dtype`, cut to its finite range, rounded to even."""
+    if dtype == "float32":
+        return values
+    if dtype == "float16":
+        most = np.float32(65504)
+        return np.clip(values, -most, most).astype(np.float16)
+    bits = values.view(np.uint32)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    largest = (bits & 0x80000000) >> 16 | 0x7F7F  # of its sign
+    return np.where((rounded & 0x7F80) == 0x7F80, largest, rounded).astype(np.uint16)
