@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from prefixcache.cache import Match, PrefixCache, Stored
-    from prefixcache.codecs import Affine, Raw, TurboQuant
+    from prefixcache.codecs import Affine, Raw, Transform, TurboQuant
     from prefixcache.identity import model_identity
     from prefixcache.keys import chunks
     from prefixcache.layers import CacheError, StoredLayer, StoredPrompt, allow
@@ -50,6 +50,7 @@ __all__ = [
     "Stored",
     "StoredLayer",
     "StoredPrompt",
+    "Transform",
     "TurboQuant",
     "TurboQuantKVCache",
     "allow",
@@ -63,7 +64,7 @@ __all__ = [
 # Where each name is, if not in `live`.
 _HOMES = {
     "Match": "cache", "PrefixCache": "cache", "Stored": "cache",
-    "Affine": "codecs", "Raw": "codecs", "TurboQuant": "codecs",
+    "Affine": "codecs", "Raw": "codecs", "Transform": "codecs", "TurboQuant": "codecs",
     "model_identity": "identity",
     "chunks": "keys",
     "CacheError": "layers", "StoredLayer": "layers", "StoredPrompt": "layers", "allow": "layers",

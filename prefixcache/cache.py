@@ -26,6 +26,7 @@ from prefixcache.blocks.budget import Reservation
 from prefixcache.blocks.lookup import required_images
 from prefixcache.blocks.node import RAM, Slot
 from prefixcache.codecs import Codec, TurboQuant
+from prefixcache.codecs.transform.bases import Bases
 from prefixcache.codecs.turboquant import backends as turboquant_backends
 from prefixcache.keys import BLOCK, Tokens, as_model, as_salt, as_tokens
 from prefixcache.layers.classes import allow
@@ -111,7 +112,7 @@ class PrefixCache:
         self._recorder = Recorder(self.settings.trace) if self.settings.trace is not None else None
         has_ssd = self.settings.ssd_dir is not None and self.settings.ssd != 0
         self._storage = Storage(self.settings, ram, tiers=1 + has_ssd)
-        self._namespaces = Namespaces(self._storage, self.codec)
+        self._namespaces = Namespaces(self._storage, self.codec, Bases(self.settings.basis_dir.expanduser()))
         self._pins = Pins(self._storage)
         self._kernels = turboquant_backends.describe()
         self._last_flush = time.monotonic()  # of what was used, to the index

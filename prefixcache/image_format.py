@@ -151,6 +151,7 @@ class Blueprint:
     """An image before its bytes: `nbytes` is exact, so that the room can be reserved first."""
 
     def __init__(self, meta: Meta, specs: list[Spec]):
+        self.meta = meta
         # Wide elements first: every tensor then starts at a multiple of its element's size.
         self._specs = sorted(specs, key=lambda spec: -DTYPES[spec.dtype].itemsize)
         described = {"checksum": _BLANK.decode(), "format": FORMAT, **meta._asdict(), "start": str(meta.start)}

@@ -78,7 +78,13 @@ class Settings(BaseSettings):
     ssd: AutoSize = Field(
         "auto", description='limit of the directory on disk. "auto": half of the free space. 0: RAM only'
     )
-    codec: Any = Field(None, description='a codec, its spec, or text such as "turboquant:4:3", "affine:4", "raw"')
+    codec: Any = Field(
+        None, description='a codec, its spec, or text such as "turboquant:4:3", "transform:4", "affine:4", "raw"'
+    )
+    basis_dir: Path = Field(
+        Path("~/.cache/prefixcache-bases"),
+        description="where `prefixcache calibrate` leaves what codec transform needs",
+    )
 
     memory_reserve: AutoSize = Field(
         "auto", description='evict from RAM while the machine has less memory free. "auto": a 64th of it. 0: never'

@@ -1,6 +1,6 @@
 """Codecs: how rows of attention state become bytes and come back.
 
-`Raw`, `Affine` and `TurboQuant` are what a user chooses from; `as_codec` reads a choice from a setting,
+`Raw`, `Affine`, `TurboQuant` and `Transform` are what a user chooses from; `as_codec` reads a choice from a setting,
 `codec_from_spec` from a file's header. Called by `prefixcache.layers`; nothing here knows blocks, images or files.
 """
 
@@ -10,6 +10,7 @@ from prefixcache.codecs.affine import Affine
 from prefixcache.codecs.base import Codec, Plane, RowCodec, Stream
 from prefixcache.codecs.choice import as_codec, codec_from_spec
 from prefixcache.codecs.raw import Raw, RawRows
+from prefixcache.codecs.transform.codec import Transform
 from prefixcache.codecs.turboquant.codec import TurboQuant
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "RawRows",
     "RowCodec",
     "Stream",
+    "Transform",
     "TurboQuant",
     "as_codec",
     "codec_from_spec",

@@ -9,23 +9,28 @@ from typing import Any
 from prefixcache.codecs.affine import Affine
 from prefixcache.codecs.base import Codec
 from prefixcache.codecs.raw import Raw
+from prefixcache.codecs.transform.bases import Bases
+from prefixcache.codecs.transform.codec import Calibrated, Transform
 from prefixcache.codecs.turboquant.codec import TurboQuant
 
 _CODECS: dict[str, type[Affine] | type[Raw] | type[TurboQuant]] = {
     codec().spec()["name"]: codec for codec in (Affine, Raw, TurboQuant)
 }
 _REMEDY = (
-    'write "raw", "affine", "affine:8", "affine:4:32", "turboquant", "turboquant:4", "turboquant:4:3" or '
-    '"turboquant:4:3:plain", with fp16_layers=2, sink_tokens=4 or seed=1 after it, each once'
+    'write "raw", "affine", "affine:8", "affine:4:32", "transform", "transform:3.5", "turboquant", "turboquant:4", '
+    '"turboquant:4:3" or "turboquant:4:3:plain", with fp16_layers=2, sink_tokens=4 or seed=1 after it, each once'
 )
 
 
-def codec_from_spec(spec: Mapping[str, Any]) -> Codec:
-    """The codec whose `spec()` this is.
+def codec_from_spec(spec: Mapping[str, Any], bases: Bases | None = None) -> Codec:
+    """The codec whose `spec()` this is. That of a calibrated model needs `bases`, to find its basis in.
 
-    ValueError names an unknown codec, another version of its format, a parameter too many or missing, or a bad value.
+    ValueError names an unknown codec, another version of its format, a parameter too many or missing, a bad value, or a basis
+    that isn't there.
     """
     name, version = spec.get("name"), spec.get("version")
+    if name == "transform":
+        return _transform(spec, bases)
     kind = _CODECS.get(name) if isinstance(name, str) else None
     if kind is None:
         raise ValueError(f"codec {name!r}: not known here; known are {', '.join(sorted(_CODECS))}")
@@ -40,22 +45,54 @@ def codec_from_spec(spec: Mapping[str, Any]) -> Codec:
     return kind(**chosen)
 
 
+def _transform(spec: Mapping[str, Any], bases: Bases | None) -> Codec:
+    ours = Transform().spec()
+    if type(spec.get("version")) is not int or spec["version"] != ours["version"]:
+        raise ValueError(f"codec 'transform' version {spec.get('version')!r}: this release reads version 1 only")
+    odd = (spec.keys() ^ ours.keys()) - {"basis"}
+    if odd or not isinstance(spec["otherwise"], Mapping):
+        raise ValueError(f"codec 'transform': its parameters are quality and otherwise; check {', '.join(sorted(odd))}")
+    otherwise = codec_from_spec(spec["otherwise"])
+    if not isinstance(otherwise, TurboQuant):
+        raise ValueError(f"codec 'transform': what isn't transformed is coded by turboquant, not {otherwise}")
+    chosen = Transform(spec["quality"], otherwise)
+    if "basis" not in spec:
+        return chosen
+    if bases is None:
+        raise ValueError(f"codec 'transform': basis {spec['basis']!r} was not looked for")
+    return Calibrated(chosen.quality, otherwise, bases.of_hash(spec["basis"]))
+
+
+def said_of_spec(spec: Mapping[str, Any]) -> str:
+    """What a person calls the codec of this spec, whose basis need not be here. ValueError as of `codec_from_spec`."""
+    basis = spec.get("basis")
+    chosen = codec_from_spec({key: value for key, value in spec.items() if key != "basis"})
+    return f"{chosen} basis {str(basis)[:8]}" if basis is not None else str(chosen)
+
+
 def as_codec(value: Any) -> Codec | None:
     """The codec that `value` means; None for None.
 
-    Text is a name and numbers: raw; affine:bits:group_size; turboquant:key_bits:value_bits (one number is for both), then
-    any of plain (no levelling), fp16_layers=N, sink_tokens=N, seed=N. Of a spec (a table in TOML), fields that are left out
-    have their defaults. TypeError and ValueError name the value and the remedy.
+    Text is a name and numbers: raw; affine:bits:group_size; transform:quality; turboquant:key_bits:value_bits (one number is
+    for both), then any of plain (no levelling), fp16_layers=N, sink_tokens=N, seed=N. Of a spec (a table in TOML), fields
+    that are left out have their defaults. TypeError and ValueError name the value and the remedy.
     """
     if value is None or (not isinstance(value, type) and isinstance(value, Codec)):
         return value
     if isinstance(value, Mapping):
         name = value.get("name")
+        if name == "transform":
+            return codec_from_spec({**Transform().spec(), **value})
         usual = _CODECS[name]().spec() if isinstance(name, str) and name in _CODECS else {}
         return codec_from_spec({**usual, **value})
     if not isinstance(value, str):
         raise TypeError(f"codec of type {type(value).__name__}: pass a codec such as TurboQuant(), or its name")
     name, *rest = value.strip().lower().split(":")
+    if name == "transform" and len(rest) <= 1:
+        try:
+            return Transform(float(rest[0])) if rest else Transform()
+        except ValueError as error:
+            raise ValueError(f"codec={value!r}: {error}") from None
     numbers = [int(text) for text in rest if _is_number(text)]
     try:
         options = [_option(text) for text in rest if not _is_number(text)]

@@ -2,14 +2,14 @@
 
 A prompt cache is read into a *layout* (JSON, the same for all caches of a model) and its live leaves. A `Plan`, made
 of a layout and a codec, says which tensors a rows image, a window image and a snapshot have. Streams of equal codec,
-width and dtype share a tensor, token-major: (tokens, heads of all their layers, ...). `encode` and `decode` follow
-it.
+width and dtype share a tensor, token-major: (tokens, heads of all their layers, ...); layers that a calibration joined
+have tensors of their own. `encode`, `joined` and `stored` follow it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,10 +18,12 @@ from prefixcache.blocks.masks import extra_of, mask_of
 from prefixcache.blocks.node import Window
 from prefixcache.codecs import Codec, RawRows, RowCodec, Stream
 from prefixcache.codecs.interchange import element
+from prefixcache.codecs.transform.codec import Calibrated
+from prefixcache.codecs.transform.coding import GroupCoder
 from prefixcache.image_format import DTYPES, Image, Spec
 from prefixcache.keys import BLOCK, canonical
 from prefixcache.layers import snapshots
-from prefixcache.layers.adapters import CacheError, Layout, Leaf
+from prefixcache.layers.adapters import PLAIN_CACHE, CacheError, Layout, Leaf
 from prefixcache.layers.classes import check_kept, find_class, read_leaf
 
 LIST = "mlx_lm.models.cache.CacheList"
@@ -140,11 +142,38 @@ class Section(NamedTuple):
         return [spec for group in self.groups for spec in group.specs(tokens)]
 
 
+class Joined(NamedTuple):
+    """Streams of several layers that are transformed together: (leaf, stream) in the order of the coder's, and their tensors,
+    those of `codecs.transform.coding.Codes`. The second one's length is known once rows are coded.
+    """
+
+    coder: GroupCoder
+    streams: tuple[tuple[int, str], ...]
+    names: tuple[str, str, str, str]
+
+    def specs(self, tokens: int, words: int | None = None) -> list[Spec]:
+        """Of so many rows with so many words in all; without, with as many as are expected."""
+        coder = self.coder
+        if words is None:
+            words = round(tokens * coder.group.row_words(coder.quality))
+        shapes = (tokens,), (words,), (-(-coder.group.channels // 2),), (coder.heads,)
+        dtypes = "U16", "U16", "U8", "BF16"
+        return [Spec(*spec) for spec in zip(self.names, dtypes, shapes, strict=True)]
+
+    def words_in(self, tensors: dict[str, np.ndarray], tokens: int) -> int:
+        """The words that an image's heads claim; -1 where it has no such heads."""
+        heads = tensors.get(self.names[0])
+        if heads is None or (heads.dtype, heads.shape) != (np.dtype("<u2"), (tokens,)):
+            return -1
+        return int(self.coder.row_words(heads).sum())
+
+
 class Plan:
     """Which tensors the images of one namespace have. Made of the layout and the codec alone; immutable.
 
     A rows image has `rows` of each token of a whole block, and `tails`, the same streams as they are, of each token of a
-    block that is still to grow. A live cache that has only codes of a tail leaves them in `rows`. Beside them, as they are:
+    block that is still to grow. A live cache that has only codes of a tail leaves them in `rows`. What is in `joined`, by
+    group of layers, is not in `rows`. Beside them, as they are:
     `kept[i]` of the tokens before windows[i].keep (a ring's first tokens stay with the rows, or they would be the first to
     grow cold), and beside `rows` also `sinks`, of the codec's first `sink_tokens`.
 
@@ -170,12 +199,26 @@ class Plan:
         self.raw = sorted(
             {layer for layer, streams in zip(self.layer_of, codings, strict=True) if any(c.left_raw for c in streams)}
         )
+        self.row_codecs = [
+            {c.stream: c.rows for c in streams} for streams in codings
+        ]  # by leaf; of joined ones, otherwise
+        self.joined = _joined(self.leaves, self.layer_of, len(self.layers), codec)
+        # Where a joined stream stands: (leaf, stream) -> its group, and its number there.
+        self.joined_places = {at: (j, n) for j, joined in enumerate(self.joined) for n, at in enumerate(joined.streams)}
         # Where no row is coded, a tail's are no other than a block's.
-        self.lossless = not any(coding.is_coded for streams in codings for coding in streams)
+        self.lossless = not self.joined and not any(c.is_coded for streams in codings for c in streams)
         as_they_are = [[coding.as_it_is() for coding in streams] for streams in codings]
         self.sink_tokens = codec.sink_tokens
         sunk = [
-            [coding.as_it_is() for coding in streams if coding.is_coded and self.sink_tokens] for streams in codings
+            [
+                c.as_it_is()
+                for c in streams
+                if self.sink_tokens and (c.is_coded or (leaf, c.stream) in self.joined_places)
+            ]
+            for leaf, streams in enumerate(codings)
+        ]
+        codings = [
+            [c for c in streams if (leaf, c.stream) not in self.joined_places] for leaf, streams in enumerate(codings)
         ]
         self._place_rows(codings, as_they_are, sunk)
         self._place_windows(codings, as_they_are, sunk)
@@ -236,13 +279,17 @@ class Plan:
         rows = self.rows if coded else self.tails
         return [(rows, tokens), *((s, n) for s, n in [*kept, (self.sinks, sinks)] if s.groups and n)]
 
-    def rows_specs(self, start: int, tokens: int, coded: bool) -> list[Spec]:
+    def rows_specs(self, start: int, tokens: int, coded: bool, words: Sequence[int | None] | None = None) -> list[Spec]:
+        """`words`: of each joined group; without, as many as are expected."""
         specs = [spec for section, count in self.in_rows(start, tokens, coded) for spec in section.specs(count)]
+        for joined, count in zip(self.joined, words or [None] * len(self.joined), strict=True) if coded else ():
+            specs += joined.specs(tokens, count)
         return [*specs, Spec("tokens", "I64", (tokens,))]
 
     def is_coded(self, tensors: dict[str, np.ndarray]) -> bool:
         """Whether a rows image has its rows as a whole block's has them."""
-        return all(name in tensors for group in self.rows.groups for name in group.names)
+        names = [*(group.names for group in self.rows.groups), *(joined.names for joined in self.joined)]
+        return all(name in tensors for of_group in names for name in of_group)
 
     def sunk(self, start: int) -> int:
         """Of the block that begins at `start` the tokens, as a mask, that are kept as they are beside their codes."""
@@ -271,7 +318,11 @@ class Plan:
             return False
         shapes = {name: (array.dtype, array.shape) for name, array in tensors.items()}
         for coded in (True,) if tokens == BLOCK else (False, True):
-            specs = self.rows_specs(start, tokens, coded) if kind == "rows" else self.window_specs(mask, start, coded)
+            if kind == "rows":
+                words = [joined.words_in(tensors, tokens) for joined in self.joined]
+                specs = self.rows_specs(start, tokens, coded, words)
+            else:
+                specs = self.window_specs(mask, start, coded)
             if shapes == {spec.name: (DTYPES[spec.dtype], spec.shape) for spec in specs}:
                 return True
         return False
@@ -332,3 +383,26 @@ def _section(prefix: str, leaves: list[int], codings: _Codings) -> Section:
         steps = f"{prefix}{g}.root" if rows.levelled else ""
         groups.append(Group(rows, names, tuple(members), members[-1].in_group.stop, mean, steps))
     return Section(tuple(groups))
+
+
+def _joined(leaves: Sequence[Layout], layer_of: Sequence[int], layers: int, codec: Codec) -> tuple[Joined, ...]:
+    """The groups of a calibration whose layers are all here, as they were there: plain caches of so many heads."""
+    if not isinstance(codec, Calibrated):
+        return ()
+    streams: dict[tuple[int, int], tuple[int, str, str]] = {}  # (group, number) -> (leaf, stream, dtype)
+    for leaf, (layout, layer) in enumerate(zip(leaves, layer_of, strict=True)):
+        if layout["class"] != PLAIN_CACHE or layer_of.count(layer) > 1:
+            continue
+        for name, part, heads, width, dtype, exact in layout["streams"] or ():
+            place = codec.place_of(Stream(layer, layers, part, heads, width, width, dtype))
+            if place is not None and not exact:
+                streams[place] = leaf, name, dtype
+    joined = []
+    for g, group in enumerate(codec.basis.groups):
+        members = [streams.get((g, number)) for number in range(2 * len(group.layers))]
+        there = [member for member in members if member is not None]
+        if len(there) == len(members) and len({dtype for _, _, dtype in there}) == 1:
+            names = (f"z{g}.heads", f"z{g}.words", f"z{g}.offsets", f"z{g}.offset_steps")
+            coder = codec.coder(g, there[0][2])
+            joined.append(Joined(coder, tuple((leaf, name) for leaf, name, _ in there), names))
+    return tuple(joined)

@@ -34,6 +34,11 @@ def check(plan: Plan, leaves: Sequence[Leaf]) -> None:
     for i, leaf in enumerate(leaves):
         if leaf.codes is None:
             continue
+        if (i, PARTS[0]) in plan.joined_places:
+            raise CacheError(
+                f"layer {plan.layer_of[i]} (TurboQuantKVCache): its rows are coded already, and a transform would code them "
+                "twice; store what dequantize() gives, or open the PrefixCache with codec turboquant"
+            )
         row_codecs = row_codecs_of(plan, i)
         choice = leaf.codes.choice
         if not choice.same_codes(Choice.of(*row_codecs, plan.sink_tokens)):
@@ -62,8 +67,8 @@ def _can_be_kept(of_part: Levels, shape: tuple[int, int], centred: bool) -> bool
 
 
 def row_codecs_of(plan: Plan, leaf: int) -> tuple[RowCodec, RowCodec]:
-    """Of a sliceable leaf's keys and values."""
-    keys, values = (plan.rows.groups[plan.places[leaf][part][0]].codec for part in PARTS)
+    """Of a sliceable leaf's keys and values: of a transformed layer, what codes it in a live cache."""
+    keys, values = (plan.row_codecs[leaf][part] for part in PARTS)
     return keys, values
 
 

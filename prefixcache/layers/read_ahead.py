@@ -33,8 +33,8 @@ class ReadAhead:
         self._rows: dict[tuple[int, str], np.ndarray] = {}
         for leaf, layer in enumerate(plan.leaves):
             capacity = adapter_of(find_class(layer["class"])).capacity(layer, tokens, room) if layer["streams"] else 0
-            for stream, (g, member) in plan.places[leaf].items():
-                codec = plan.rows.groups[g].codec
+            for stream, (t, member) in plan.tail_places[leaf].items():
+                codec = plan.tails.groups[t].codec
                 made, rows = writable((1, member.heads, max(capacity, tokens), codec.width), codec.dtype)
                 self._arrays[leaf, stream], self._rows[leaf, stream] = made, rows[0]
 
@@ -65,6 +65,6 @@ class ReadAhead:
         self._rows.clear()
         plan = self._plan
         return {
-            (leaf, stream): made.view(element(plan.rows.groups[plan.places[leaf][stream][0]].codec.dtype).mlx)
+            (leaf, stream): made.view(element(plan.tails.groups[plan.tail_places[leaf][stream][0]].codec.dtype).mlx)
             for (leaf, stream), made in self._arrays.items()
         }

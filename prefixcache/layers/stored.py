@@ -23,6 +23,7 @@ from prefixcache.layers import levels, live_codes
 from prefixcache.layers.adapters import PARTS, Layout, adapter_of, blank
 from prefixcache.layers.classes import find_class
 from prefixcache.layers.image_layout import Group, Member, Plan
+from prefixcache.layers.joined import decode_joined
 from prefixcache.layers.snapshots import array_numbers, revived
 
 if TYPE_CHECKING:
@@ -82,6 +83,8 @@ class StoredPrompt:
         self.tokens = tokens
         self._blocks = blocks
         self._snapshot = snapshot
+        # Of one group of transformed layers: its number, the first token, and of each block where and what its rows are.
+        self._decoded_group: tuple[int, int, list[tuple[int, list[np.ndarray]]]] | None = None
 
     @cached_property
     def _rows(self) -> list[dict[str, np.ndarray]]:
@@ -106,6 +109,7 @@ class StoredPrompt:
         """Another holder of the same bytes: trimming one does not show in the other."""
         made = object.__new__(StoredPrompt)
         made.__dict__.update(self.__dict__)
+        made._decoded_group = None
         return made
 
     def is_trimmable(self) -> bool:
@@ -122,6 +126,7 @@ class StoredPrompt:
         if n and not self._holds(self.tokens - n):
             raise ValueError(f"trim({n}): {self.tokens - n} tokens is no boundary that this state can be cut to")
         self.tokens -= n
+        self._decoded_group = None
         return n
 
     def dequantize(self, room: int = 0, ahead: ReadAhead | None = None) -> list[Any]:
@@ -131,7 +136,9 @@ class StoredPrompt:
         """
         if ahead is not None and (decoded := ahead.take(self)) is not None:
             return [self._make_layer(i, room, False, decoded) for i in range(len(self.plan.layers))]
-        return [layer.dequantize(room) for layer in self.layers]
+        made = [layer.dequantize(room) for layer in self.layers]
+        self._decoded_group = None
+        return made
 
     def live(self, room: int = 0) -> list[Any]:
         """The same, but layers of KVCache whose rows are TurboQuant's codes come as `TurboQuantKVCache`, which takes these
@@ -169,14 +176,18 @@ class StoredPrompt:
         if layer["kind"] == "snapshot":
             return self._make_snapshot(leaf)
         if decoded is not None:
-            streams = {stream: decoded[leaf, stream] for stream in self.plan.places[leaf]}
+            streams = {stream: decoded[leaf, stream] for stream in self.plan.tail_places[leaf]}
             cls = find_class(layer["class"])
             return adapter_of(cls).make(cls, self.plan.leaves[leaf], self.tokens, streams)
         choice = live_codes.choice_of(self.plan, leaf) if live else None
         return self._make_rows(leaf, room) if choice is None else self._make_live(leaf, choice, room)
 
     def _make_live(self, leaf: int, choice: Choice, room: int) -> Any:
-        """Of a plain KVCache's codes, a live cache that has them; its rows coded anew where their levels are many."""
+        """Of a plain KVCache's codes, a live cache that has them; its rows coded anew where their levels are many, or where
+        they are transformed.
+        """
+        if (leaf, PARTS[0]) in self.plan.joined_places:
+            return live_codes.waiting(self._make_rows(leaf, room), choice)
         coded, runs = 0, self._leading_runs(0, self.tokens)
         for run in runs:
             if not self.plan.is_coded(run.tensors):
@@ -233,15 +244,12 @@ class StoredPrompt:
         if layer["streams"]:
             window = self.plan.windows.index(tuple(layer["window"])) if "window" in layer else None
             capacity = adapter.capacity(layer, self.tokens, room)
-            for stream, (g, member) in self.plan.places[leaf].items():
-                if window is None:
-                    group = self.plan.rows.groups[g]
-                    pieces = self.pieces_of(leaf, stream)
-                else:
-                    group = self.plan.windowed[window].groups[g]
-                    pieces = self._window_pieces(leaf, stream, window)
+            tails = self.plan.tails if window is None else self.plan.window_tails[window]
+            for stream, (t, member) in self.plan.tail_places[leaf].items():
+                pieces = self.pieces_of(leaf, stream) if window is None else self._window_pieces(leaf, stream, window)
                 capacity = max(capacity, max((piece.end for piece in pieces), default=0))
-                streams[stream] = decode(pieces, member.heads, capacity, group.codec.width, group.codec.dtype)[None]
+                as_they_are = tails.groups[t].codec
+                streams[stream] = decode(pieces, member.heads, capacity, as_they_are.width, as_they_are.dtype)[None]
         return adapter.make(cls, layer, self.tokens, streams)
 
     @property
@@ -251,19 +259,37 @@ class StoredPrompt:
     def pieces_of(self, leaf: int, stream: str) -> list[Piece]:
         """The rows of a layer that keeps every token: sinks, then codes, then those of the tail as they are."""
         plan, sinks = self.plan, 0
-        g, member = plan.places[leaf][stream]
         pieces: list[Piece] = []
         runs = self._leading_runs(0, self.tokens)
         if (sunk := plan.sink_places[leaf].get(stream)) is not None and runs and self.plan.is_coded(runs[0].tensors):
             sinks = min(plan.sink_tokens, self.tokens)
             pieces = _pieces(plan.sinks.groups[sunk[0]], sunk[1], self._leading_runs(0, sinks))
+        if (leaf, stream) in plan.joined_places:
+            pieces += self._joined_pieces(leaf, stream, sinks)
         for run in self._leading_runs(sinks, self.tokens):
-            if self.plan.is_coded(run.tensors):
-                pieces += _pieces(plan.rows.groups[g], member, [run])
+            if plan.is_coded(run.tensors):
+                if (leaf, stream) not in plan.joined_places:
+                    g, member = plan.places[leaf][stream]
+                    pieces += _pieces(plan.rows.groups[g], member, [run])
             else:
                 t, of_tail = plan.tail_places[leaf][stream]
                 pieces += _pieces(plan.tails.groups[t], of_tail, [run])
         return pieces
+
+    def _joined_pieces(self, leaf: int, stream: str, first: int) -> list[Piece]:
+        """The rows, from token `first` on, of a stream that is transformed with others: all of those are decoded at once, and
+        kept until another group is asked for.
+        """
+        j, number = self.plan.joined_places[leaf, stream]
+        if self._decoded_group is None or self._decoded_group[:2] != (j, first):
+            blocks = []
+            for run in self._leading_runs(first, self.tokens):
+                if self.plan.is_coded(run.tensors):
+                    rows = decode_joined(self.plan.joined[j], run.tensors, run.at - run.first, run.first + run.rows)
+                    blocks.append((run.at, [of_stream[run.first :] for of_stream in rows]))
+            self._decoded_group = j, first, blocks
+        codec = self.plan.tails.groups[self.plan.tail_places[leaf][stream][0]].codec
+        return [Piece(codec, (streams[number],), at) for at, streams in self._decoded_group[2]]
 
     def _window_pieces(self, leaf: int, stream: str, window: int) -> list[Piece]:
         plan = self.plan
@@ -355,6 +381,10 @@ class StoredLayer:
                 names = (*group.names, *group.level_names)
                 stored = sum(tensors[name].nbytes for tensors in images for name in names if name in tensors)
                 total += stored * heads // group.heads
+        for joined in plan.joined:
+            share = sum(leaf in leaves for leaf, _ in joined.streams)
+            stored = sum(tensors[name].nbytes for tensors in prompt._rows for name in joined.names if name in tensors)
+            total += stored * share // len(joined.streams)
         if prompt._snapshot is not None:
             meta, tensors = prompt._snapshot.header()
             described = json.loads(meta.extra)["state"]

@@ -13,14 +13,17 @@ import numpy as np
 from prefixcache.blocks.masks import held_mask, mask_from, mask_of, runs_of
 from prefixcache.blocks.node import BLOCK_BYTES, Node
 from prefixcache.codecs import RawRows
+from prefixcache.codecs.interchange import bring_in
 from prefixcache.codecs.threads import WORTH_A_THREAD, share_out
+from prefixcache.codecs.transform.coding import Codes
 from prefixcache.image_format import DTYPES, ROWS, SNAPSHOT, WINDOW, Blueprint, Draft, Image, Kind, Meta, Spec
 from prefixcache.keys import BLOCK, TOKEN_BYTES
 from prefixcache.layers import levels, live_codes
 from prefixcache.layers.adapters import Leaf
 from prefixcache.layers.decoded import Decoded
 from prefixcache.layers.encode import Target, encode
-from prefixcache.layers.image_layout import Section
+from prefixcache.layers.image_layout import Joined, Section
+from prefixcache.layers.joined import decode_joined, encode_joined, write_joined
 from prefixcache.layers.recode import copy_stored, decode_stored, encode_stored
 from prefixcache.layers.snapshots import State, describe_state, write_state
 from prefixcache.operations.jobs import Job
@@ -51,6 +54,9 @@ class Maker(Protocol):
         self, kind: Kind, key: bytes, parent: bytes, start: int, specs: list[Spec], extra: str = "{}"
     ) -> Blueprint:
         """What an image is to be like: its size is known then."""
+
+    def encoded(self, jobs: list[Job]) -> list[Job]:
+        """The jobs with blueprints of the right size: how long some codes are is known once they are made."""
 
     def make(self, jobs: list[Job]) -> list[Image]:
         """The images of these jobs, in their order."""
@@ -94,6 +100,7 @@ class LiveMaker:
         self.has_codes = any(leaf.codes is not None for leaf in leaves)
         self.since = back.since if back is not None else None
         self.recoded = 0
+        self._codes: dict[bytes, list[Codes]] = {}  # of joined layers, by image; from `encoded` to `make`
 
     def put_back(self) -> None:
         if self._back is not None:
@@ -117,6 +124,16 @@ class LiveMaker:
         """All that the rows image of a whole block has."""
         for section, count in self._plan.in_rows(start, BLOCK, coded=True):
             self._decode(back, section, start, tensors, slice(0, count))
+        if start + BLOCK > back.since:
+            for joined in self._plan.joined:
+                self._add(back, joined, start, decode_joined(joined, tensors, start, BLOCK))
+
+    def _add(self, back: Decoded, joined: Joined, start: int, rows: list[np.ndarray]) -> None:
+        """Rows (tokens, heads, width) of each of the joined streams."""
+        for (leaf, stream), of_stream in zip(joined.streams, rows, strict=True):
+            _, member = self._plan.tail_places[leaf][stream]
+            decoded = bring_in(of_stream.swapaxes(0, 1), joined.coder.dtype)
+            back.add(member, start, decoded, self._plan.sink_tokens)
 
     def _decode_window(self, back: Decoded, start: int, tensors: dict[str, np.ndarray], mask: tuple[int, ...]) -> None:
         plan, sunk = self._plan, self._plan.sunk(start)
@@ -160,6 +177,23 @@ class LiveMaker:
                 runs = leaf.held if runs is None else _intersect(runs, leaf.held)
         return runs or ()
 
+    def encoded(self, jobs: list[Job]) -> list[Job]:
+        self._codes.clear()
+        return [self._encoded(job) for job in jobs] if self._plan.joined else jobs
+
+    def _encoded(self, job: Job) -> Job:
+        if job.kind != ROWS or not job.coded:
+            return job
+        plan, count = self._plan, len(job.tokens) // TOKEN_BYTES
+        known = (job.source.rows.tensors(), min(job.source.tokens, count)) if job.source.rows is not None else None
+        self._codes[job.key] = codes = [
+            encode_joined(joined, self._leaves, job.start, job.start + count, plan.sink_tokens, known)
+            for joined in plan.joined
+        ]
+        meta = job.blueprint.meta
+        specs = plan.rows_specs(job.start, count, True, [len(of_group.words) for of_group in codes])
+        return job._replace(blueprint=Blueprint(meta, specs))
+
     def make(self, jobs: list[Job]) -> list[Image]:
         drafts = [job.blueprint.draft() for job in jobs]
         plan = self._plan
@@ -181,6 +215,10 @@ class LiveMaker:
                 count = len(job.tokens) // TOKEN_BYTES
                 for section, tokens in plan.in_rows(job.start, count, job.coded):
                     self._fill_rows(job, draft, section, tokens, targets[id(section)][1])
+                for joined, codes in zip(plan.joined, self._codes.pop(job.key, ()), strict=job.coded):
+                    write_joined(joined, codes, draft.tensors)
+                    if self._back is not None and count == BLOCK and job.start + BLOCK > self._back.since:
+                        self._add(self._back, joined, job.start, joined.coder.decode(codes, job.start))
         for section, own in targets.values():
             encode(section, self._leaves, own, self._back)
         for w, sinks, rows, tensors in grown:

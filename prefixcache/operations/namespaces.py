@@ -7,7 +7,10 @@ import logging
 import time
 from typing import Any
 
+from prefixcache.blocks.budget import Reservation
 from prefixcache.codecs import Codec, codec_from_spec
+from prefixcache.codecs.transform.bases import Bases
+from prefixcache.codecs.transform.codec import Calibrated, Transform
 from prefixcache.keys import canonical, root_key
 from prefixcache.layers.image_layout import Plan
 from prefixcache.ssd.entries import NamespaceRow
@@ -25,10 +28,11 @@ class Namespaces:
     thread may derive.
     """
 
-    def __init__(self, storage: Storage, codec: Codec):
+    def __init__(self, storage: Storage, codec: Codec, bases: Bases):
         self._storage = storage
-        self._codec = codec
-        self._codec_text = canonical(codec.spec())
+        self._codec, self._bases = codec, bases
+        self._codecs: dict[str, tuple[Codec, str]] = {}  # of models, with the text of their specs
+        self._reserved: dict[str, Reservation] = {}  # RAM of the bases in use, by their hashes
         self._layouts: dict[str, set[str]] = {}  # of each model
         self._plans: dict[tuple[str, str], Plan] = {}  # by codec and layout: models and salts share them
         self._roots: dict[tuple[str, str, bytes], bytes] = {}
@@ -44,16 +48,18 @@ class Namespaces:
 
     def derive_roots(self, model: str, salt: bytes) -> None:
         """Derive the root keys that `known` looks up, before it is called under the lock."""
+        self._codec_of(model)
         for layout in tuple(self._layouts.get(model, ())):
             self._root(model, layout, salt)
 
     def known(self, model: str, salt: bytes) -> list[Namespace]:
         """Those of a model and a salt: one for each layout that its caches have had."""
+        _, codec_text = self._codec_of(model)
         with self._storage.lock:
             found = []
             for layout in self._layouts.get(model, ()):
                 namespace = self._storage.namespaces.get(self._root(model, layout, salt))
-                if namespace is not None and namespace.row.stated == (model, self._codec_text, layout):
+                if namespace is not None and namespace.row.stated == (model, codec_text, layout):
                     found.append(namespace)
             return found
 
@@ -61,8 +67,9 @@ class Namespaces:
         """The namespace of a layout, made when it isn't there."""
         text, storage = canonical(layout), self._storage
         root = self._root(model, text, salt)
+        _, codec_text = self._codec_of(model)
         with storage.lock:
-            row = NamespaceRow(root, model, self._codec_text, text, time.time())
+            row = NamespaceRow(root, model, codec_text, text, time.time())
             known = storage.namespaces.get(root)
             if known is not None and known.row.stated != row.stated:  # nobody else could tell, if there is a salt
                 log.warning("namespace %s was forged: it is not what model %r makes; deleted", root.hex(), model)
@@ -81,18 +88,46 @@ class Namespaces:
     def _make(self, row: NamespaceRow) -> Namespace:
         plan = self._plans.get((row.codec, row.layout))
         if plan is None:
-            plan = Plan(json.loads(row.layout), codec_from_spec(json.loads(row.codec)))
+            codec, codec_text = self._codec_of(row.model)
+            codec = codec if codec_text == row.codec else codec_from_spec(json.loads(row.codec), self._bases)
+            plan = Plan(json.loads(row.layout), codec)
             plan.check_classes()
             self._plans[row.codec, row.layout] = plan
-        if row.codec == self._codec_text:
+        if row.codec == self._codec_of(row.model)[1]:
             self._layouts.setdefault(row.model, set()).add(row.layout)
         return Namespace(row, plan, self._storage.graph.tree(row.root, plan.windows, bool(plan.snapshots)))
 
     def _root(self, model: str, layout: str, salt: bytes) -> bytes:
         known = self._roots.get((model, layout, salt))
         if known is None:
-            known = root_key(model, self._codec.spec(), json.loads(layout), salt)
+            known = root_key(model, self._codec_of(model)[0].spec(), json.loads(layout), salt)
             if len(self._roots) >= ROOTS:
                 self._roots.clear()
             self._roots[model, layout, salt] = known
         return known
+
+    def _codec_of(self, model: str) -> tuple[Codec, str]:
+        """What codes a model's rows, and its spec's text. The first call for a model may read its basis."""
+        known = self._codecs.get(model)
+        if known is None:
+            codec = self._codec
+            if isinstance(codec, Transform):
+                codec = self._within_budget(codec.for_model(model, self._bases), model)
+            known = self._codecs[model] = codec, canonical(codec.spec())
+        return known
+
+    def _within_budget(self, codec: Codec, model: str) -> Codec:
+        """The codec, once RAM has room for its basis; without it what codes the rows otherwise."""
+        if not isinstance(codec, Calibrated):
+            return codec
+        nbytes = codec.basis.nbytes
+        with self._storage.lock:
+            room = self._reserved.get(codec.basis.hash) or self._storage.ram.reserve(nbytes, 0)
+        if room is None:
+            log.warning(
+                "the basis of model %r takes %d bytes of RAM, and there are not so many: its rows are coded by %s",
+                model, nbytes, codec.otherwise,
+            )  # fmt: skip
+            return codec.otherwise
+        self._reserved[codec.basis.hash] = room
+        return codec

@@ -1,8 +1,9 @@
 """What a store adds: which blocks of a prompt are new, and whose codes their rows are taken over from.
 
-The work goes in batches of blocks, each in three steps: planned under the lock (what is missing, RAM reserved, sources
-pinned), made outside it on the caller's thread (`image_maker`), published under it. Rows that any known block has already,
-and rows that a live cache has coded, are copied as codes, never encoded again.
+The work goes in batches of blocks, each in steps: planned under the lock (what is missing, sources pinned); sized outside
+it, where codes differ in length; RAM reserved under it; made outside it on the caller's thread (`image_maker`); published
+under it. Rows that any known block has already, and rows that a live cache has coded, are copied as codes, never encoded
+again.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ class Store:
             while not whole:
                 with self._storage.lock:
                     jobs, parent, at, whole = self._next_jobs(parent, at)
+                jobs = self._maker.encoded(jobs)
+                with self._storage.lock:
                     jobs, kept, reservation = self._reserve(jobs)
                 if reservation is not None:
                     with reservation:

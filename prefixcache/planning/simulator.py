@@ -51,7 +51,7 @@ class SimulatedPlan(Plan):
         self._window_specs: dict[tuple[Any, ...], list[Spec]] = {}
         self._plain = max([self.sink_tokens, *(window.keep for window in self.windows)])
 
-    def rows_specs(self, start: int, tokens: int, coded: bool) -> list[Spec]:
+    def rows_specs(self, start: int, tokens: int, coded: bool, words: Sequence[int | None] | None = None) -> list[Spec]:
         at = min(start, self._plain), tokens, coded  # from there on all blocks have the same tensors
         if at not in self._rows_specs:
             self._rows_specs[at] = super().rows_specs(start, tokens, coded)
@@ -112,6 +112,9 @@ class SizeMaker:
             meta = Meta(kind, *named, start, extra=extra)
             nbytes = self._blueprints[what] = Blueprint(meta, specs).nbytes
         return _Size(nbytes, extra)
+
+    def encoded(self, jobs: list[Job]) -> list[Job]:
+        return jobs
 
     def make(self, jobs: list[Job]) -> list[Any]:
         if self._ssd is not None:

@@ -233,7 +233,7 @@ def _group(g: int, layers: tuple[Layer, ...], tensors: dict[str, Array]) -> Laye
     _check_shape("spreads", spreads, np.float32, (components,))
     _check_shape("words", words, np.float32, QUALITIES.shape)
     _check_shape("vectors", vectors, np.float16, (channels, components))
-    if not 0 < channels <= MOST_CHANNELS or len({layer.dtype for layer in layers}) != 1:
+    if not 0 < channels <= MOST_CHANNELS:
         raise ValueError(f"group {g}: its layers can't be joined")
     if (spreads <= 0).any() or (np.diff(spreads) > 0).any() or (words < 0).any() or (words > 4 * channels).any():
         raise ValueError(f"group {g}: its spreads don't fall, or its rows have no length")

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from prefixcache.codecs.base import Codec, RowCodec, Stream
+from prefixcache.codecs.interchange import FLOATS
 from prefixcache.codecs.transform.bases import Bases
 from prefixcache.codecs.transform.basis import LEAST_QUALITY, MOST_QUALITY, Basis
 from prefixcache.codecs.transform.coding import GroupCoder
@@ -37,7 +36,7 @@ class Transform:
     """Transform coding (after KVTC, arXiv 2511.01815) for models that `prefixcache calibrate` has a basis of.
 
     `quality` 4 errs as much as 4 bits of TurboQuant, at about a third of the bytes; one less doubles the error's amplitude
-    (1 to 6, fractions too). `basis_dir` is the folder of bases. What a basis doesn't cover is coded by `otherwise`.
+    (1 to 6, fractions too). What a basis doesn't cover is coded by `otherwise`.
     ValueError for a quality out of range.
     """
 
@@ -110,19 +109,14 @@ class Calibrated:
         group, layer = found
         keys = stream.part == "keys"
         width = layer.key_width if keys else layer.value_width
-        if (stream.heads, stream.width, stream.dtype) != (layer.heads, width, layer.dtype):
+        if (stream.heads, stream.width) != (layer.heads, width) or stream.dtype not in FLOATS:
             return None
         number = 2 * self.basis.groups[group].layers.index(layer) + (not keys)
         return Place(group, number)
 
-    @cached_property
-    def coders(self) -> tuple[GroupCoder, ...]:
-        """By group."""
-        return tuple(GroupCoder(group, self.basis.tables, self.quality) for group in self.basis.groups)
+    def coder(self, group: int, dtype: str) -> GroupCoder:
+        """Of a group's rows, which are of this dtype."""
+        return GroupCoder(self.basis.groups[group], self.basis.tables, self.quality, dtype)
 
     def __str__(self) -> str:
         return f"transform quality {self.quality:g} basis {self.basis.hash[:8]}"
-
-
-def default_folder() -> Path:
-    return Path("~/.cache/prefixcache-bases").expanduser()

@@ -38,11 +38,10 @@ class Codes(NamedTuple):
 
 
 class GroupCoder:
-    """Codes rows of one group of layers, at one quality. Immutable, but for the buffers that a call has of its own."""
+    """Codes rows of `dtype` of one group of layers, at one quality. Immutable."""
 
-    def __init__(self, group: LayerGroup, tables: Tables, quality: float):
-        self.group, self.tables, self.quality = group, tables, quality
-        self.dtype = group.layers[0].dtype
+    def __init__(self, group: LayerGroup, tables: Tables, quality: float, dtype: str):
+        self.group, self.tables, self.quality, self.dtype = group, tables, quality, dtype
         self.classes = group.classes(quality)
         self._finer = np.float32(finer(quality))
         self._vectors = group.vectors[:, : len(self.classes)]
