@@ -31,7 +31,7 @@ help:
 	@echo
 	@echo "PYTHON=python3.12   another Python;   EXTRA=cuda   MLX for NVIDIA GPUs (make clean before a change of EXTRA)"
 
-$(STAMP): pyproject.toml setup.py $(wildcard kernels/turboquant*.[ch])
+$(STAMP): pyproject.toml setup.py $(wildcard kernels/*.[ch])
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 	  || { echo "$(PYTHON) is missing or older than 3.10: write make PYTHON=/path/to/python3.10-or-newer"; exit 1; }
 	$(PYTHON) -m venv $(VENV)

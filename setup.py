@@ -1,6 +1,8 @@
-"""Builds the C kernel of TurboQuant, where there is a compiler for it. All else about the package is in pyproject.toml.
+"""Builds the C kernels of TurboQuant and of transform coding, where there is a compiler for them.
 
-The library holds no Python module: ctypes loads it, so one build serves every version of Python on the machine.
+All else about the package is in pyproject.toml.
+
+The libraries hold no Python module: ctypes loads them, so one build serves every version of Python on the machine.
 """
 
 from __future__ import annotations
@@ -10,22 +12,19 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-LIBRARY = Extension(
+# Without contraction: a product fused with a sum rounds once instead of twice, and codes would differ. These come after
+# the flags of the environment, so that its -ffast-math counts for nothing.
+FLAGS = ["-std=gnu11", "-O3", "-g0", "-fno-fast-math", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi"]
+
+TURBOQUANT = Extension(
     "prefixcache.kernels._turboquant",
     sources=[f"kernels/turboquant{part}.c" for part in ("", "_portable", "_avx2", "_avx512")],
     depends=[f"kernels/turboquant{part}.h" for part in ("", "_vectors", "_mix", "_rows", "_attend", "_measure")],
-    # Without contraction: a product fused with a sum rounds once instead of twice, and codes would differ. These come after
-    # the flags of the environment, so that its -ffast-math counts for nothing.
-    extra_compile_args=[
-        "-std=gnu11",
-        "-O3",
-        "-g0",
-        "-fno-fast-math",
-        "-ffp-contract=off",
-        "-fno-math-errno",
-        "-Wno-psabi",
-    ],
+    extra_compile_args=FLAGS,
     optional=True,
+)
+TRANSFORM = Extension(
+    "prefixcache.kernels._transform", sources=["kernels/transform.c"], extra_compile_args=FLAGS, optional=True
 )
 
 
@@ -34,7 +33,7 @@ class BuildLibrary(build_ext):
         return str(Path(*fullname.split(".")).with_suffix(".so"))
 
     def get_export_symbols(self, ext: Extension) -> list[str]:
-        return []  # not PyInit__turboquant
+        return []  # no PyInit_
 
 
-setup(ext_modules=[LIBRARY], cmdclass={"build_ext": BuildLibrary})
+setup(ext_modules=[TURBOQUANT, TRANSFORM], cmdclass={"build_ext": BuildLibrary})

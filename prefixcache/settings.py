@@ -60,6 +60,8 @@ def ram_auto(memory: int, weights: int = 0) -> int:
     return max(min(memory // 4, memory - memory // 8 - weights), memory // 64)
 
 
+BASIS_DIR = Path("~/.cache/prefixcache-bases")  # one for all servers of a user: a basis is of a model, not of a cache
+
 Size = Annotated[int, BeforeValidator(_size)]
 AutoSize = Annotated[int | Literal["auto"], BeforeValidator(_auto_size)]
 

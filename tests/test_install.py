@@ -14,13 +14,16 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "prefixcache"
-LIBRARY = "prefixcache/kernels/_turboquant.so"
+LIBRARIES = {"prefixcache/kernels/_turboquant.so", "prefixcache/kernels/_transform.so"}
 
 # Codes and decodes rows, and prints which back end did.
 USE = """
 import sys
 import numpy as np
 import prefixcache, prefixcache.cli, prefixcache.migrations
+from prefixcache.codecs.transform import backends as entropy_back_ends
+from prefixcache.codecs.transform.entropy import words_of
+from prefixcache.codecs.transform.tables import first_guess
 from prefixcache.codecs.turboquant import c_rows, numpy_rows
 from prefixcache.codecs.turboquant.format import form_of
 
@@ -34,6 +37,13 @@ back_end.encode(rows, "float16", form, None, codes, scales)
 back_end.decode(codes, scales, "float16", form, None, back)
 assert np.mean((rows.swapaxes(0, 1) - back).astype(float) ** 2) < 0.015
 print(back_end.__name__.rpartition(".")[2], c_rows.describe(), sep=": ")
+
+steps = np.random.default_rng(0).integers(-9, 9, (5, 30)).astype(np.float32)
+classes, tables = np.full(30, 30, np.int32), first_guess()
+heads, words, decoded = entropy_back_ends.encode(steps, classes, tables)
+counts = words_of(heads)
+assert (entropy_back_ends.decode(heads, words, counts.cumsum() - counts, classes, tables) == steps).all()
+print("entropy:", entropy_back_ends.describe())
 """
 
 
@@ -71,11 +81,11 @@ def test_without_a_compiler_numpy_serves(source: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     install(source, site, CC="/nonexistent/cc")
     assert not list(site.rglob("*.so"))
-    assert use(site) == "numpy_rows: not built\n"
+    assert use(site) == "numpy_rows: not built\nentropy: NumPy (C kernel: not built)\n"
 
 
 @pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc")), reason="no C compiler here")
-def test_the_kernel_is_built_from_a_source_distribution(source: Path, tmp_path: Path) -> None:
+def test_the_kernels_are_built_from_a_source_distribution(source: Path, tmp_path: Path) -> None:
     build = "import sys; from setuptools import build_meta; print(build_meta.build_{}(sys.argv[1]))"
     name = python("-c", build.format("sdist"), tmp_path, cwd=source).splitlines()[-1]
     with tarfile.open(tmp_path / name) as archive:
@@ -85,7 +95,7 @@ def test_the_kernel_is_built_from_a_source_distribution(source: Path, tmp_path: 
     name = python("-c", build.format("wheel"), tmp_path, cwd=unpacked).splitlines()[-1]
     assert "none-any" not in name
     with zipfile.ZipFile(tmp_path / name) as wheel:
-        assert LIBRARY in wheel.namelist()
+        assert set(wheel.namelist()) >= LIBRARIES
         assert not [name for name in wheel.namelist() if name.endswith((".c", ".h", ".o"))]
         assert "prefixcache/py.typed" in wheel.namelist()
         corpus = {f"prefixcache/calibration/corpus/{path.name}" for path in (PACKAGE / "calibration/corpus").iterdir()}
@@ -93,4 +103,6 @@ def test_the_kernel_is_built_from_a_source_distribution(source: Path, tmp_path: 
 
     site = tmp_path / "site"
     install(tmp_path / name, site)
-    assert use(site).startswith("c_rows: C, ")
+    said = use(site)
+    assert said.startswith("c_rows: C, ")
+    assert said.endswith("entropy: C\n")

@@ -19,6 +19,8 @@ import numpy as np
 
 from prefixcache import image_format as images
 from prefixcache.blocks.masks import mask_from
+from prefixcache.codecs.transform import backends, entropy
+from prefixcache.codecs.transform.tables import class_of, first_guess
 from prefixcache.image_format import Blueprint, ImageError, Meta, Spec, verify
 from prefixcache.keys import chain
 from prefixcache.ssd import Entry
@@ -190,11 +192,35 @@ def ranges(data: bytes) -> None:
     assert all(0 <= mask < 1 << 256 for mask in masks)
 
 
+def words(data: bytes) -> None:
+    """Coded rows: 4 heads, where their words are, and the words; C and NumPy judge them alike."""
+    tables, classes = first_guess(), class_of(np.geomspace(20, 0.2, 12))
+    data = data.ljust(16, b"\0")
+    heads, first = np.frombuffer(data, "<u2", 4), np.frombuffer(data, "<i2", 4, 8).astype(np.int64)
+    content = np.frombuffer(data[16 : len(data) & ~1], "<u2")
+
+    def judged(decode: Callable[..., np.ndarray]) -> bytes:
+        try:
+            return decode(heads, content, first, classes, tables).tobytes()
+        except entropy.Damaged:
+            return b"damaged"
+
+    assert judged(backends.decode) == judged(entropy.unpack)
+
+
+def sound_words() -> bytes:
+    values = np.random.default_rng(0).laplace(size=(4, 12)) * np.geomspace(20, 0.2, 12)
+    heads, content, _ = backends.encode(values.astype(np.float32), class_of(np.geomspace(20, 0.2, 12)), first_guess())
+    counts = entropy.words_of(heads)
+    return heads.tobytes() + (counts.cumsum() - counts).astype("<i2").tobytes() + content.tobytes()
+
+
 TARGETS: dict[str, tuple[Callable[[bytes], None], Callable[[], list[bytes]]]] = {
     "image": (image, lambda: [sound_image(kind) for kind in ("rows", "window", "snapshot")]),
     "header": (header, lambda: [sound_image(kind) for kind in ("rows", "window", "snapshot")]),
     "index": (edited_index, lambda: [b"\x64\x00\x01\x0d\x05", b"\x00\x10\x01\x0d\x05", b"\x12\x00\x01\x02\x02"]),
     "note": (note, lambda: [NOTE]),
     "lock": (lock, lambda: [LOCK_TEXT]),
+    "words": (words, lambda: [sound_words()]),
     "ranges": (ranges, lambda: [b'{"ranges":[[[0,2],[4,256]]]}']),
 }

@@ -46,6 +46,10 @@ def evaluate(
     float32: Annotated[
         bool, typer.Option("--float32", help="Cast the weights: a CPU multiplies float32 faster than half precision.")
     ] = False,
+    basis_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", envvar="PREFIXCACHE_BASIS_DIR", help="Where the basis of codec transform is."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="All numbers as one JSON object.")] = False,
     in_markdown: Annotated[bool, typer.Option("--markdown", help="The tables as Markdown.")] = False,
     plot: Annotated[
@@ -70,7 +74,7 @@ def evaluate(
         source = read_texts(text) if text else default_text()
         job = Job(prefix, tokens, windows, needles, depths, seed)
         with bar("evaluating") as show:
-            measured = measure(load(model, adapter, float32), specs, source, job, show)
+            measured = measure(load(model, adapter, float32), specs, source, job, show, basis_dir)
     text_facts = {"files": [str(file) for file in text or ()], "python": None if text else platform.python_version()}
     facts = {"model": model, "adapter": adapter, "float32": float32, "text": text_facts, **measured}
     if as_json:

@@ -25,7 +25,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
-from prefixcache import PrefixCache
+from prefixcache import PrefixCache, model_identity
 from prefixcache.cache import Stored
 from prefixcache.cli.evaluate.texts import Haystack, Question, Window, cut, depths_of, haystacks
 from prefixcache.cli.text import Refused
@@ -34,11 +34,11 @@ from prefixcache.keys import BLOCK
 from prefixcache.layers.adapters import CacheError
 from prefixcache.layers.image_layout import Plan
 from prefixcache.planning.model_config import context_length
+from prefixcache.settings import BASIS_DIR
 
 PREFILL = 512  # tokens in one call of the model, as mlx-lm's servers do it
 CHUNK = 64  # the same where logits are looked at: 64 x 250,000 float32 logits are 64 MB
 ANSWER = 32  # tokens that an answer may have; some models say a sentence before the number
-MODEL = "evaluated"  # the name in each cache, which holds nothing else
 SPARE = 64 << 20
 NUMBER = re.compile(r"\d+")
 GROUPING = re.compile(r"(?<=\d),(?=\d)")
@@ -48,11 +48,14 @@ Progress = Callable[[int, int], None]  # what is done, of how much
 
 
 class Subject(NamedTuple):
-    """A model, its tokenizer, and the longest prompt that it is made for, in tokens (None: its config doesn't say)."""
+    """A model, its tokenizer, the longest prompt that it is made for, in tokens (None: its config doesn't say), and its
+    identity, by which a basis is found.
+    """
 
     model: Any
     tokenizer: Any
     positions: int | None
+    identity: str = "evaluated"
 
 
 @dataclass(frozen=True)
@@ -92,13 +95,23 @@ def load(name: str, adapter: str | None = None, float32: bool = False) -> Subjec
         raise Refused(f"{name}: mlx-lm can't load it: {reason}") from error
     if float32:
         model.set_dtype(mx.float32)
-    return Subject(model, tokenizer, context_length(config))
+    try:
+        identity = model_identity(str(folder) if folder.exists() else name, adapter)
+    except (OSError, ValueError) as error:
+        raise Refused(str(error)) from None
+    return Subject(model, tokenizer, context_length(config), identity)
 
 
 def measure(
-    subject: Subject, specs: Sequence[str], text: str, job: Job, progress: Progress = lambda done, of: None
+    subject: Subject,
+    specs: Sequence[str],
+    text: str,
+    job: Job,
+    progress: Progress = lambda done, of: None,
+    basis_dir: Path | None = None,
 ) -> Facts:
-    """Everything about every codec, as plain values that JSON can hold; `specs` as `as_codec` reads them.
+    """Everything about every codec, as plain values that JSON can hold; `specs` as `as_codec` reads them. Bases are looked for
+    in `basis_dir`, or where all look.
 
     Refused for a spec, a text, a model or a job that can't be measured.
     """
@@ -111,7 +124,7 @@ def measure(
     reference = Reference(subject.model)
     live = reference.fill(first)
     ram = 4 * _nbytes(live) + SPARE  # two prompts are stored at once; this is a limit, not what is taken
-    trials = [Trial(spec, codec, ram) for spec, codec in codecs.items()]
+    trials = [Trial(spec, codec, ram, subject.identity, basis_dir or BASIS_DIR) for spec, codec in codecs.items()]
     try:
         for trial in trials:  # as on a server, other prompts are there already
             trial.keep(first, live)
@@ -230,10 +243,11 @@ class Reference:
 class Trial:
     """One codec: its cache, and what came of it."""
 
-    def __init__(self, spec: str, codec: Codec, ram: int):
+    def __init__(self, spec: str, codec: Codec, ram: int, model: str, basis_dir: Path):
         self.spec, self.codec = spec, codec
+        self._model = model
         try:  # variables may name a server's directory, which is not for this
-            self.cache = PrefixCache(codec=codec, ram=ram, ssd_dir=None, ssd=0)
+            self.cache = PrefixCache(codec=codec, ram=ram, ssd_dir=None, ssd=0, basis_dir=basis_dir)
         except ValueError as error:  # another variable is bad
             raise Refused(str(error)) from None
         self.stored: list[Stored] = []  # of each window
@@ -246,14 +260,14 @@ class Trial:
     def keep(self, prompt: list[int], live: list[Any]) -> Stored:
         """Store the prompt, and let the one before go: the namespace stays."""
         try:
-            stored = self.cache.store(prompt, live, model=MODEL)
+            stored = self.cache.store(prompt, live, model=self._model)
         except CacheError as error:
             raise Refused(f"this model's prompt cache can't be stored: {error}") from error
         if self._last != prompt:
             if self._last:
-                self.cache.remove(self._last, model=MODEL)
+                self.cache.remove(self._last, model=self._model)
             self._last = prompt
-        entry = self.cache.lookup(prompt, model=MODEL)
+        entry = self.cache.lookup(prompt, model=self._model)
         if entry is None or entry.tokens != len(prompt):
             raise Refused(
                 f"codec {self.spec}: of {len(prompt)} tokens that were stored {entry.tokens if entry else 0} can be "
@@ -264,7 +278,7 @@ class Trial:
 
     def restore(self) -> list[Any]:
         """The prompt kept last, decoded: a new live cache."""
-        prompt_cache, rest = self.cache.fetch(self._last, model=MODEL, leave=0)
+        prompt_cache, rest = self.cache.fetch(self._last, model=self._model, leave=0)
         assert prompt_cache is not None
         assert not rest
         return prompt_cache
@@ -368,7 +382,9 @@ def _sizes(trial: Trial) -> Facts:
     """
     assert trial.plan is not None
     plan = trial.plan
-    payload = sum(spec.nbytes for section in (plan.rows, *plan.windowed) for spec in section.specs(BLOCK)) / BLOCK
+    specs = [spec for section in (plan.rows, *plan.windowed) for spec in section.specs(BLOCK)]
+    specs += [spec for joined in plan.joined for spec in joined.specs(BLOCK)]  # as many bytes as are expected
+    payload = sum(spec.nbytes for spec in specs) / BLOCK
     values = sum(stream[2] * stream[3] for leaf in plan.leaves for stream in leaf.get("streams") or ())
     live = plan.fp16_bytes(1)
     tokens = sum(stored.new_tokens for stored in trial.stored)

@@ -11,7 +11,9 @@ import numpy as np
 
 from prefixcache.codecs.interchange import Array
 from prefixcache.codecs.transform.tables import (
+    CLASSES,
     ESCAPE,
+    FITTED,
     GAINS,
     PRECISION,
     TOTAL,
@@ -27,6 +29,11 @@ LEAST = 1 << 16  # a state is at least this between two words
 WORD_BITS = 16
 MOST_WORDS = (1 << 12) - 1  # of one row
 AS_IT_IS = 15  # the gain of a row that isn't coded
+
+
+MISPLACED = "a row's words are not where its head has them"
+TOO_FEW = "a row has too few words"
+TOO_MANY = "a row's words don't end with its last component"
 
 
 class Damaged(ValueError):
@@ -53,8 +60,8 @@ def pack(steps: Array, classes: Array, tables: Tables) -> tuple[Array, list[Arra
     symbols = np.where(tables.frequencies[of_rows, symbols] > 0, symbols, ESCAPE)
     frequencies = tables.frequencies[of_rows, symbols].astype(np.uint64)
     starts = tables.starts[of_rows, symbols].astype(np.uint64)
-    open_bits = np.where(magnitudes > 0, extra_bits(symbols) + 1, 0).astype(np.uint64)  # the sign is the lowest
-    open_value = ((magnitudes - least_magnitude(symbols)) * 2 + (steps < 0)).astype(np.uint64) * (magnitudes > 0)
+    open_bits = np.where(symbols > 0, extra_bits(symbols) + 1, 0).astype(np.uint64)  # the sign is the lowest
+    open_value = ((magnitudes - least_magnitude(symbols)) * 2 + (steps < 0)).astype(np.uint64)
     state = np.full(rows, LEAST, np.uint64)
     written, counts = np.zeros((rows, 2 * components + 2), np.uint16), np.zeros(rows, np.int64)
 
@@ -73,18 +80,31 @@ def pack(steps: Array, classes: Array, tables: Tables) -> tuple[Array, list[Arra
     for shift in (0, WORD_BITS):
         written[np.arange(rows), counts] = state >> np.uint64(shift) & np.uint64(LEAST - 1)
         counts += 1
-    fits, zero = counts <= MOST_WORDS, ~steps.any(axis=1)
+    zero = ~steps.any(axis=1)
+    fits = zero | (counts <= MOST_WORDS)
     counts[zero | ~fits] = 0
     gains = np.where(fits, np.where(zero, GAINS // 2, gains), AS_IT_IS)
     heads = np.where(fits, gains << PRECISION | counts, 0xFFFF).astype(np.uint16)
     return heads, [written[row, :count][::-1] for row, count in enumerate(counts)]
 
 
+def decoded(steps: Array, heads: Array, classes: Array, tables: Tables) -> Array:
+    """What `unpack` gives for rows that `pack` gave these heads: float32 (rows, components)."""
+    gains, magnitudes = gain_of(heads), np.abs(steps)
+    values = magnitudes.astype(np.float32)
+    rows, components = np.nonzero((magnitudes > 0) & (magnitudes <= FITTED))
+    of_rows = np.clip(classes[components] + gains[rows].astype(np.int32) - GAINS // 2, 0, CLASSES - 1)
+    values[rows, components] = tables.points[of_rows, magnitudes[rows, components] - 1]
+    np.negative(values, out=values, where=steps < 0)
+    values[gains == AS_IT_IS] = 0
+    return values
+
+
 def unpack(heads: Array, words: Array, first: Array, classes: Array, tables: Tables) -> Array:
     """Heads uint16 (rows,), words uint16, each row's from `first` (int64 (rows,)) on -> values in steps, float32
     (rows, components); zeros of rows that are kept as they are.
 
-    Damaged, for words that no encoder wrote.
+    Damaged for words that no encoder wrote, where that shows: other words are other values.
     """
     rows, components = len(heads), len(classes)
     gains, counts = gain_of(heads), words_of(heads)
@@ -92,9 +112,10 @@ def unpack(heads: Array, words: Array, first: Array, classes: Array, tables: Tab
     values = np.zeros((rows, components), np.float32)
     if not len(coded):
         return values
-    at, end = first[coded], first[coded] + counts[coded]
-    if (counts[coded] < 2).any() or at.min() < 0 or end.max() > len(words):
-        raise Damaged("a row's words are not where its head has them")
+    at, counts = first[coded], counts[coded]
+    if (counts < 2).any() or (at < 0).any() or (at > len(words) - counts).any():
+        raise Damaged(MISPLACED)
+    end = at + counts
     of_rows = shifted(classes, gains[coded])
     state = words[at].astype(np.uint64) << np.uint64(WORD_BITS) | words[at + 1]
     at = at + 2
@@ -102,7 +123,7 @@ def unpack(heads: Array, words: Array, first: Array, classes: Array, tables: Tab
     def refill() -> None:
         low = np.flatnonzero(state < LEAST)
         if (at[low] >= end[low]).any():
-            raise Damaged("a row has too few words")
+            raise Damaged(TOO_FEW)
         state[low] = state[low] << np.uint64(WORD_BITS) | words[at[low]]
         at[low] += 1
 
@@ -123,5 +144,5 @@ def unpack(heads: Array, words: Array, first: Array, classes: Array, tables: Tab
         decoded = np.where(fitted, tables.points[of_row, np.where(fitted, magnitudes - 1, 0)], magnitudes)
         values[coded, i] = np.where(open_value & 1, -decoded, decoded)
     if (state != LEAST).any() or (at != end).any():
-        raise Damaged("a row's words don't end with its last component")
+        raise Damaged(TOO_MANY)
     return values

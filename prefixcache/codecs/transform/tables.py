@@ -65,7 +65,7 @@ class Tables:
         bits = PRECISION - np.log2(np.where(seen, self.frequencies, 1)) + extra_bits(np.arange(SYMBOLS))
         escaped = PRECISION - np.log2(self.frequencies[:, ESCAPE:]) + ESCAPE_BITS
         bits = np.where(seen, bits, escaped)
-        bits[:, 1:] += 1
+        bits += ~seen | (np.arange(SYMBOLS) > 0)  # the sign; the escape has one even of 0
         return np.rint(bits * COST).astype(np.int32)
 
 
@@ -101,8 +101,9 @@ def shifted(classes: Array, gains: Array) -> Array:
 
 
 def quantised(values: Array) -> Array:
-    """Values in steps, finite -> whole steps, int32, of at most `MOST`."""
-    magnitudes = np.minimum(np.floor(np.abs(values) + np.float32(DEAD_ZONE)), MOST).astype(np.int32)
+    """Values in steps, float32 -> whole steps, int32, of at most `MOST`; what is no number is 0."""
+    magnitudes = np.floor(np.abs(values) + np.float32(DEAD_ZONE))
+    magnitudes = np.minimum(np.where(np.isnan(magnitudes), 0, magnitudes), MOST).astype(np.int32)
     return np.where(values < 0, -magnitudes, magnitudes)
 
 
@@ -126,11 +127,11 @@ def first_guess() -> Tables:
 
 def fit(groups: Iterable[tuple[Array, Array]], rounds: int = 2) -> Tables:
     """Tables for groups of rows: values in steps float32 (rows, components), classes int32 (components,)."""
-    quantised_groups = [(values, quantised(values), classes) for values, classes in groups]
+    stepped = [(values, quantised(values), classes) for values, classes in groups]
     tables = first_guess()
     for _ in range(rounds):  # each row is counted where the round before would have it
         counts, sums, seen = np.zeros((CLASSES, SYMBOLS)), np.zeros((CLASSES, FITTED)), np.zeros((CLASSES, FITTED))
-        for values, steps, classes in quantised_groups:
+        for values, steps, classes in stepped:
             of_rows, magnitudes = shifted(classes, gains_of(steps, classes, tables)), np.abs(steps)
             np.add.at(counts, (of_rows, symbol_of(magnitudes)), 1)
             for number in range(FITTED):

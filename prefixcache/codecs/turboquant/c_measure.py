@@ -9,15 +9,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from prefixcache.codecs.c_library import address_of
 from prefixcache.codecs.interchange import Array, as_float32
 from prefixcache.codecs.threads import SHARE, WORTH_A_THREAD, share_out
-from prefixcache.codecs.turboquant.c_rows import (
-    DTYPES,
-    MEASURING,
-    address_of,
-    loaded,
-    path_number,
-)
+from prefixcache.codecs.turboquant.c_rows import DTYPES, MEASURING, loaded, path_number
 
 TILE = 16  # channels that the kernel takes at a time
 _NUMBERS = {np.dtype(np.float16): 0, np.dtype(np.uint16): 1, np.dtype(np.float32): 2}  # in the order of DTYPES

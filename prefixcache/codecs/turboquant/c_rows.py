@@ -11,17 +11,15 @@ import contextlib
 import ctypes
 import platform
 import struct
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from importlib.resources import files
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from prefixcache.codecs.base import Decoding, Encoding
+from prefixcache.codecs.c_library import address_of, load
 from prefixcache.codecs.interchange import FLOATS, Array, element
 from prefixcache.codecs.packing import words_of
 from prefixcache.codecs.threads import SHARE, WORTH_A_THREAD, share_out
@@ -31,7 +29,6 @@ from prefixcache.codecs.turboquant.rotation import table_of
 if TYPE_CHECKING:
     from prefixcache.codecs.turboquant.levelling import Levels  # which measures by way of these
 
-LIBRARY = Path(str(files("prefixcache.kernels"))) / "_turboquant.so"
 PATHS = ("portable", "avx2", "avx512")  # in the order of the kernel's own numbers, slowest first
 SPOKEN = {
     "portable": "NEON" if platform.machine() in ("arm64", "aarch64") else "portable",
@@ -83,17 +80,10 @@ _JOB, MEASURING = struct.Struct("=16q"), struct.Struct("=11q")
 @lru_cache(maxsize=1)
 def loaded() -> tuple[ctypes.CDLL | None, str]:
     """The library, or None and why there is none."""
-    if not LIBRARY.exists():
-        return None, "not built"
-    if sys.byteorder != "little":
-        return None, "not for big-endian machines"
-    try:
-        library = ctypes.CDLL(str(LIBRARY))
-        sizes = [getattr(library, f"turboquant_size_of_{name}")() for name in ("form", "job", "measuring")]
-    except (OSError, AttributeError) as error:
-        return None, f"not loadable: {error}"
-    if sizes != [ctypes.sizeof(_Form), _JOB.size, MEASURING.size]:
-        return None, "built from other sources than these; install the package again"
+    sizes = (("form", ctypes.sizeof(_Form)), ("job", _JOB.size), ("measuring", MEASURING.size))
+    library, reason = load("_turboquant", [(f"turboquant_size_of_{name}", size) for name, size in sizes])
+    if library is None:
+        return None, reason
     for function in (library.turboquant_encode, library.turboquant_decode, library.turboquant_measure):
         function.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int]
         function.restype = None
@@ -358,11 +348,6 @@ def _dtype_of(name: str) -> np.dtype[Any]:
 def _check(name: str, array: Array, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
     if array.shape != shape or array.dtype != dtype:
         raise ValueError(f"{name} of shape {array.shape} and dtype {array.dtype}: these take {shape} of {dtype}")
-
-
-def address_of(array: Array) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address
 
 
 def _share_out(rows: int, nbytes: int, work: Callable[[int, int], None]) -> None:
