@@ -54,7 +54,8 @@ class Model:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.net, tokenizer, _ = load(job.model)
+        loaded = load(job.model)
+        self.net, tokenizer = loaded.model, loaded.tokenizer
         if mx.default_device() == mx.Device(mx.cpu):  # there float16 is the slower one
             self.net.set_dtype(mx.float32)
         self.chat = Chat(tokenizer)

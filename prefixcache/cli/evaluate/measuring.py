@@ -110,8 +110,8 @@ def measure(
     progress: Progress = lambda done, of: None,
     basis_dir: Path | None = None,
 ) -> Facts:
-    """Everything about every codec, as plain values that JSON can hold; `specs` as `as_codec` reads them. Bases are looked for
-    in `basis_dir`, or where all look.
+    """Everything about every codec, as plain values that JSON can hold; `specs` as `as_codec` reads them. Bases are looked
+    for in `basis_dir`, or where all look.
 
     Refused for a spec, a text, a model or a job that can't be measured.
     """
