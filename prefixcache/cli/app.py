@@ -23,6 +23,7 @@ from prefixcache.cli.directory.reconcile import reconcile
 from prefixcache.cli.text import complain, mute
 
 LATER = {  # by name, the module that has the function of that name
+    "calibrate": "prefixcache.cli.calibrate.command",
     "demo": "prefixcache.cli.demo.command",
     "evaluate": "prefixcache.cli.evaluate.command",
     "plan": "prefixcache.cli.plan.command",

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import re
+import stat
 import tempfile
 import threading
 from pathlib import Path
@@ -47,13 +48,17 @@ class Bases:
         with _lock:
             if digest in _loaded:
                 return _loaded[digest]
-        for path in self._files():
-            if path.name.endswith(f"{digest}{SUFFIX}"):
-                try:
-                    return self._read(path)
-                except OSError as error:
-                    raise BasisError(f"basis {path}: {error.strerror}") from None
-        raise BasisError(f"basis {digest} is not in {self.folder}: bring its file there, or calibrate the model")
+        path = self.path_of(digest)
+        if path is None:
+            raise BasisError(f"basis {digest} is not in {self.folder}: bring its file there, or calibrate the model")
+        try:
+            return self._read(path)
+        except OSError as error:
+            raise BasisError(f"basis {path}: {error.strerror}") from None
+
+    def path_of(self, digest: str) -> Path | None:
+        """The file that is called after this hash; None where there is none."""
+        return next((path for path in self._files() if path.name.endswith(f"{digest}{SUFFIX}")), None)
 
     def save(self, data: bytes) -> Path:
         """Write a basis's bytes to its file, durably, unless it is there already. BasisError for bytes that are none."""
@@ -78,11 +83,13 @@ class Bases:
         return path
 
     def _files(self) -> list[Path]:
-        """Newest first."""
+        """Newest first. A pipe would wait for its writer: only plain files count."""
         dated = []
         for path in self.folder.glob(f"*{SUFFIX}"):
             with contextlib.suppress(OSError):
-                dated.append((-path.stat().st_mtime_ns, path))
+                status = path.stat()
+                if stat.S_ISREG(status.st_mode):
+                    dated.append((-status.st_mtime_ns, path))
         return [path for _, path in sorted(dated)]
 
     def _read(self, path: Path) -> Basis:
@@ -98,12 +105,14 @@ class Bases:
 
 
 def _weights(model: str) -> str:
-    """Of an identity, what says which weights they are: the name before it is for the reader."""
-    return model.rpartition("@")[2]
+    """Of an identity, what says which weights they are: the name before it is for the reader, and a draft model that a
+    server names behind it has layers after all of the model's.
+    """
+    return (model.partition("@")[2] or model).partition("|")[0]
 
 
 def _name(model: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", model.rpartition("@")[0] or model)[:64].strip("-.") or "model"
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", model.partition("@")[0])[:64].strip("-.") or "model"
 
 
 def _sync(folder: Path) -> None:

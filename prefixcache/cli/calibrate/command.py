@@ -1,0 +1,85 @@
+"""`prefixcache calibrate`: makes the basis that `--codec transform` needs. This module reads the options and ends in order;
+`making` does the work, `report` says what came of it.
+
+MLX and mlx-lm are imported when the command runs, so that asking for help stays quick.
+"""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from prefixcache.cli.progress import bar
+from prefixcache.cli.text import Refused, complain, console, print_json, refusing
+
+
+def calibrate(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model's folder, or its name on Hugging Face.")],
+    adapter_path: Annotated[str | None, typer.Option(metavar="PATH", help="The folder of a LoRA adapter.")] = None,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="Read this text; may be given again. Without it: a mix of many kinds."),
+    ] = None,
+    windows: Annotated[int, typer.Option(min=1, help="Pieces of text that the model reads.")] = 64,
+    tokens: Annotated[int, typer.Option(min=16, help="Tokens of each.")] = 2048,
+    draws: Annotated[
+        int, typer.Option(min=1, help="Gradients that weigh errors, in all; each is one pass forth and back.")
+    ] = 96,
+    basis_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            envvar="PREFIXCACHE_BASIS_DIR",
+            help="The folder of bases, if not ~/.cache/prefixcache-bases.",
+        ),
+    ] = None,
+    float32: Annotated[
+        bool, typer.Option("--float32", help="Cast the weights: a CPU multiplies float32 faster than half precision.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="What came of it as one JSON object.")] = False,
+) -> None:
+    """Learn once what a model's keys and values are like, so that `--codec transform` can code them.
+
+    The model reads texts. What comes of it, the basis, is a file that servers of this model find by themselves.
+
+    After Ctrl-C the same command goes on where it was. The same command again gives the same basis.
+
+    Exit code: 0 the basis is there, 2 it could not be made, 130 ended by Ctrl-C.
+    """
+    with refusing():
+        from prefixcache.cli.calibrate.making import Job, Resumable, make
+        from prefixcache.cli.calibrate.report import facts, screen
+        from prefixcache.codecs.transform.codec import default_folder
+
+        folder = (basis_dir or default_folder()).expanduser()
+        _check(folder, adapter_path)
+        job = Job(model, adapter_path, tuple(text or ()), windows, tokens, draws, float32)
+        try:
+            with bar("loading the model") as show:
+                made = make(job, folder, lambda done, of, what: show(done, of, what))
+        except KeyboardInterrupt as stopped:
+            goes_on = "goes on where it was" if isinstance(stopped, Resumable) else "begins anew: nothing was kept yet"
+            complain(f"ended by SIGINT: the same command {goes_on}")
+            raise typer.Exit(128 + signal.SIGINT) from None
+    if as_json:
+        print_json(facts(made))
+    else:
+        console().print(*screen(made, model, adapter_path, basis_dir), sep="\n", soft_wrap=True)
+
+
+def _check(folder: Path, adapter: str | None) -> None:
+    """Refused where the basis couldn't be written, or there is no adapter: the model takes a while to load."""
+    if adapter is not None and not Path(adapter).expanduser().is_dir():
+        raise Refused(f"--adapter-path {adapter}: no such folder; give the one that mlx_lm.lora wrote")
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise Refused(
+            f"--basis-dir {folder}: can't be written to ({error.strerror}); give a folder that can be"
+        ) from None

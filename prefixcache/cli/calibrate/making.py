@@ -1,0 +1,193 @@
+"""A calibration from a model's name to a basis in its folder; where such a basis is there already, it is found again.
+
+Statistics are gathered with a checkpoint beside the basis, which goes when the basis is written. Nothing here writes to
+the screen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import wired_limit
+
+from prefixcache.calibration.design import design, grouped
+from prefixcache.calibration.layers import eligible_layers
+from prefixcache.calibration.statistics import FISHER_PHASE, PREFILL_PHASE, SINKS, Statistics, collect
+from prefixcache.calibration.texts import default_texts, read_texts, windows
+from prefixcache.cli.evaluate.measuring import Subject, load
+from prefixcache.cli.text import Refused
+from prefixcache.codecs.transform.bases import Bases
+from prefixcache.codecs.transform.basis import Basis, BasisError
+from prefixcache.codecs.transform.layer import Layer
+from prefixcache.identity import model_identity
+
+VERSION = 1  # of how a basis is made: another one is not found again
+DRAWS = 6  # of a window, where there are windows enough: then its prefix is prefilled less often
+PHASES = {PREFILL_PHASE: "reading", FISHER_PHASE: "drawing"}
+
+Progress = Callable[[int | None, int | None, str], None]  # what is done, of how much, and what it is
+
+
+class Job(NamedTuple):
+    """What is asked for. `texts` are files, none for the default; `draws` counts those of all windows together."""
+
+    model: str
+    adapter: str | None = None
+    texts: tuple[Path, ...] = ()
+    windows: int = 64
+    tokens: int = 2048
+    draws: int = 96
+    float32: bool = False
+
+    @property
+    def fisher_windows(self) -> int:
+        """Windows in which gradients are drawn: evenly many in each, and `draws` at least in all."""
+        return min(self.windows, -(-self.draws // DRAWS))
+
+    @property
+    def draws_each(self) -> int:
+        return -(-self.draws // self.fisher_windows)
+
+
+class Made(NamedTuple):
+    """A basis, its file, whether it was there already, and why the layers are not in it that aren't, by index."""
+
+    basis: Basis
+    path: Path
+    was_there: bool
+    left_out: dict[int, str]
+
+
+class Resumable(KeyboardInterrupt):
+    """Ended by the user, with a checkpoint from which the same call goes on."""
+
+
+def make(job: Job, folder: Path, progress: Progress = lambda done, of, what: None) -> Made:
+    """The basis of a model, in a file of `folder`, which is there.
+
+    Refused for a model, a text or a job that gives none; Resumable when it is interrupted. The same job gives the same file.
+    """
+    subject = load(job.model, job.adapter)
+    try:
+        identity = model_identity(job.model, job.adapter)
+    except (OSError, ValueError) as error:
+        raise Refused(str(error)) from error
+    progress(None, None, "cutting the text")
+    read = _windows(job, subject)
+    progress(None, None, "finding RoPE")
+    groups, dtypes, left_out = _groups(job, subject.model)
+    texts = _described(job, read)
+    bases = Bases(folder)
+    basis = bases.of_model(identity)
+    if basis is not None and basis.texts == texts:
+        path = bases.path_of(basis.hash)
+        if path is not None:
+            return Made(basis, path, True, left_out)
+    checkpoint = folder / f".calibrating-{_hash(identity, texts)}.npz"
+    try:
+        with wired_limit(subject.model):  # as mlx-lm does it: on a Mac the weights stay in memory
+            statistics = collect(
+                subject.model, groups, read, lambda phase, done, of: progress(done, of, PHASES[phase]),
+                fisher_windows=job.fisher_windows, draws=job.draws_each, identity=identity, checkpoint=checkpoint,
+            )  # fmt: skip
+        progress(None, None, "designing the basis")
+        path = bases.save(design(_as_served(statistics, dtypes), identity, texts, SINKS).data)
+    except KeyboardInterrupt:
+        if checkpoint.exists():
+            raise Resumable from None
+        raise
+    except BasisError as error:
+        raise Refused(f"{job.model}: what it says of these texts makes no basis ({error}); give other texts") from error
+    checkpoint.unlink(missing_ok=True)
+    return Made(bases.of_hash(path.stem[-32:]), path, False, left_out)
+
+
+def _windows(job: Job, subject: Subject) -> list[list[int]]:
+    if subject.positions is not None and job.tokens > subject.positions:
+        raise Refused(
+            f"--tokens {job.tokens:,}: the model is made for {subject.positions:,}; give --tokens {subject.positions}"
+        )
+    tokenizer = subject.tokenizer
+    try:
+        texts = read_texts(job.texts) if job.texts else default_texts()
+        return windows(
+            texts, lambda text: list(tokenizer.encode(text, add_special_tokens=False)), job.windows, job.tokens,
+            opening(tokenizer),
+        )  # fmt: skip
+    except ValueError as error:
+        raise Refused(str(error)) from error
+
+
+def opening(tokenizer: Any) -> list[int]:
+    """The tokens that the tokenizer puts before a text."""
+    whole, bare = list(tokenizer.encode("a")), list(tokenizer.encode("a", add_special_tokens=False))
+    places = [i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare]
+    return whole[: places[0]] if bare and places else []
+
+
+def _groups(job: Job, model: nn.Module) -> tuple[list[list[Layer]], dict[int, str], dict[int, str]]:
+    """Groups of layers as `model` has them now, cast where the job says so; the dtypes that they are served with; and why
+    other layers are in no group. Refused where all are others.
+    """
+    layers, left_out = eligible_layers(model)
+    dtypes = {layer.index: layer.dtype for layer in layers}
+    if job.float32:
+        model.set_dtype(mx.float32)
+        layers = [layer for layer in eligible_layers(model)[0] if layer.index in dtypes]
+    groups, too_wide = grouped(layers)
+    left_out = dict(sorted({**left_out, **too_wide}.items()))
+    if not groups:
+        raise Refused(
+            f"{job.model}: no layer can be transformed ({reasons(left_out)}); serve it with --codec turboquant"
+        )
+    return groups, dtypes, left_out
+
+
+def _as_served(statistics: Statistics, dtypes: dict[int, str]) -> Statistics:
+    """The statistics of layers whose rows have these dtypes, whatever they had while they were read."""
+
+    def served(layers: Sequence[Layer]) -> tuple[Layer, ...]:
+        return tuple(layer._replace(dtype=dtypes[layer.index]) for layer in layers)
+
+    groups = tuple(group._replace(layers=served(group.layers)) for group in statistics.groups)
+    return replace(statistics, layers=served(statistics.layers), groups=groups)
+
+
+def _described(job: Job, read: Sequence[Sequence[int]]) -> str:
+    """What a basis says of the text that it is made of, for a person, and the hash of all that it depends on."""
+    source = "given text" if job.texts else "default text"
+    draws = job.fisher_windows * job.draws_each
+    asked = (VERSION, SINKS, job.fisher_windows, job.draws_each, job.float32, read)
+    return (
+        f"{source}, {job.windows} windows of {job.tokens} tokens, {draws} draws{', float32' * job.float32}, "
+        f"request {_hash(json.dumps(asked))}"
+    )
+
+
+def _hash(*texts: str) -> str:
+    return hashlib.blake2b("\0".join(texts).encode(), digest_size=8).hexdigest()
+
+
+def reasons(left_out: dict[int, str]) -> str:
+    """ "layers 0-2, 4: sliding window; layer 3: recurrent state"."""
+    by_reason: dict[str, list[int]] = {}
+    for index, reason in left_out.items():
+        by_reason.setdefault(reason, []).append(index)
+    return "; ".join(f"layer{'s' * (len(of) > 1)} {_ranges(of)}: {reason}" for reason, of in by_reason.items())
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -1,0 +1,275 @@
+"""`prefixcache calibrate`: the same request gives the same file, interrupted or not; what gives no basis is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+from prefixcache import model_identity
+from prefixcache.calibration import checkpoint, statistics, texts
+from prefixcache.cli.calibrate.making import Job, _ranges, make, opening
+from prefixcache.cli.calibrate.report import coded_bytes, fp16_bytes
+from prefixcache.cli.evaluate.measuring import load
+from prefixcache.codecs.transform import bases, basis
+from prefixcache.codecs.transform.codec import Transform
+from tests.serving import save_model
+
+TINY = Path(__file__).parents[1] / "fixtures" / "tiny-llama"
+TEXT = texts.CORPUS / "english_dialogue.txt"
+SIZE = ("--windows", 4, "--tokens", 96, "--draws", 3)
+SMALL = ("--text", TEXT, *SIZE)
+JOB = Job(str(TINY), texts=(TEXT,), windows=4, tokens=96, draws=3)
+
+
+@pytest.fixture(autouse=True)
+def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test has bases of its own, and no variable of the user's."""
+    monkeypatch.setattr(bases, "_loaded", {})
+    monkeypatch.delenv("PREFIXCACHE_BASIS_DIR", raising=False)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The basis of the small request."""
+    return make(JOB, tmp_path_factory.mktemp("bases")).path
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of random weights with fewer channels, whose bases are made in no time."""
+    return save_model(tmp_path_factory.mktemp("models") / "small")
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def interrupt_after(monkeypatch: pytest.MonkeyPatch, name: str, calls: int) -> list[int]:
+    """A method of the statistics raises SIGINT when it was called so often; every window makes a checkpoint."""
+    monkeypatch.setattr(checkpoint, "INTERVAL", 0)
+    monkeypatch.setattr(checkpoint, "SHARE", 0)
+    method, seen = getattr(statistics._Gathered, name), []
+
+    def counted(*arguments: Any) -> Any:
+        seen.append(1)
+        if len(seen) == calls + 1:
+            signal.raise_signal(signal.SIGINT)
+        return method(*arguments)
+
+    monkeypatch.setattr(statistics._Gathered, name, counted)
+    return seen
+
+
+# -- what comes of it ---------------------------------------------------------------------------------------------------
+
+
+def test_the_basis_of_a_model_is_found_by_its_identity_and_the_folder_holds_nothing_else(call, tmp_path, made):
+    done = call("calibrate", TINY, *SMALL, "--basis-dir", tmp_path)
+    assert done.exit_code == 0, done.output
+    assert files(tmp_path) == [made.name]
+    assert (tmp_path / made.name).read_bytes() == made.read_bytes()
+    identity = model_identity(TINY)
+    codec = Transform().for_model(identity, bases.Bases(tmp_path))
+    assert codec.spec()["basis"] == made.stem[-32:]
+    assert [layer.index for group in codec.basis.groups for layer in group.layers] == list(range(6))
+    assert {layer.dtype for group in codec.basis.groups for layer in group.layers} == {"float16"}
+    assert codec.basis.model == identity
+
+
+def test_the_screen_says_what_is_transformed_and_what_to_write_next(call, tmp_path, made):
+    shutil.copy(made, tmp_path)
+    done = call("calibrate", TINY, *SMALL, "--basis-dir", tmp_path)
+    assert f"{tmp_path / made.name} (was there)" in done.stdout
+    assert "transformed: 6 of 6 layers, in 1 group" in done.stdout
+    assert "3.07 kB in fp16" in done.stdout
+    assert "times smaller" in done.stdout
+    assert f"prefixcache serve --model {TINY} --codec transform --basis-dir {tmp_path}" in done.stdout
+
+
+def test_json_has_all_of_it(call, tmp_path, small):
+    done = call("calibrate", small, *SMALL, "--basis-dir", tmp_path, "--json")
+    said = json.loads(done.stdout)
+    found = basis.read(Path(said["file"]))
+    assert (said["hash"], said["model"], said["metric"]) == (found.hash, found.model, "fisher")
+    assert (said["groups"], said["left_out"], said["was_there"]) == ([[0, 1, 2, 3]], {}, False)
+    assert said["token_bytes"]["fp16"] == fp16_bytes(found) == 2 * sum(group.channels for group in found.groups)
+    assert said["token_bytes"]["coded"] == coded_bytes(found) > 0
+    assert said["token_bytes"]["ratio"] == fp16_bytes(found) / coded_bytes(found)
+    assert said["ram_bytes"] == found.nbytes
+
+
+def test_the_variable_names_the_folder(call, tmp_path, small, monkeypatch):
+    monkeypatch.setenv("PREFIXCACHE_BASIS_DIR", str(tmp_path / "not" / "there" / "yet"))
+    assert call("calibrate", small, *SMALL).exit_code == 0
+    assert len(files(tmp_path / "not" / "there" / "yet")) == 1
+
+
+def test_a_basis_of_the_same_request_is_found_again_and_nothing_is_read(call, tmp_path, made, monkeypatch):
+    shutil.copy(made, tmp_path)
+    monkeypatch.setattr(statistics, "prefilled", None)
+    done = call("calibrate", TINY, *SMALL, "--basis-dir", tmp_path, "--json")
+    assert (done.exit_code, files(tmp_path)) == (0, [made.name])
+    assert json.loads(done.stdout)["was_there"]
+
+
+def test_another_request_gives_another_basis_and_the_one_that_was_asked_for_last_is_taken(tmp_path, small):
+    job, identity = JOB._replace(model=str(small)), model_identity(small)
+    first = make(job, tmp_path)
+    other = make(job._replace(draws=2), tmp_path)
+    assert first.path != other.path
+    assert bases.Bases(tmp_path).of_model(identity).hash == other.basis.hash
+    again = make(job, tmp_path)
+    assert again.path == first.path
+    assert bases.Bases(tmp_path).of_model(identity).hash == first.basis.hash
+    assert len(files(tmp_path)) == 2
+
+
+def test_a_cast_models_basis_is_for_the_model_as_it_is_served(tmp_path, made):
+    cast = make(JOB._replace(float32=True), tmp_path).basis
+    served = basis.read(made)
+    assert cast.hash != served.hash
+    assert [group.layers for group in cast.groups] == [group.layers for group in served.groups]
+    mine, theirs = cast.groups[0], served.groups[0]
+    assert np.abs(mine.mean - theirs.mean).max() < 0.05 * np.abs(theirs.mean).max()
+
+
+def test_an_adapters_basis_is_its_own(call, tmp_path):
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    shape = {"rank": 2, "scale": 10.0, "dropout": 0.0, "keys": ["self_attn.k_proj"]}
+    (adapter / "adapter_config.json").write_text(
+        json.dumps({"fine_tune_type": "lora", "num_layers": 2, "lora_parameters": shape})
+    )
+    mx.random.seed(0)
+    model = load(str(TINY)).model
+    linear_to_lora_layers(model, 2, shape)
+    weights = {name: mx.random.normal(w.shape) for name, w in tree_flatten(model.parameters()) if "lora" in name}
+    assert weights
+    mx.save_safetensors(str(adapter / "adapters.safetensors"), weights)
+    done = call("calibrate", TINY, *SMALL, "--basis-dir", tmp_path / "bases", "--adapter-path", adapter)
+    assert done.exit_code == 0, done.output
+    assert f"--adapter-path {adapter} --codec transform" in done.stdout
+    found = bases.Bases(tmp_path / "bases")
+    assert found.of_model(model_identity(TINY)) is None
+    assert found.of_model(model_identity(TINY, adapter)) is not None
+
+
+def test_layers_that_are_left_out_are_told_with_the_reason(call, tmp_path):
+    model = save_model(tmp_path / "model", "gemma3_text")
+    done = call("calibrate", model, *SMALL, "--basis-dir", tmp_path / "bases")
+    assert done.exit_code == 0, done.output
+    assert "transformed: 1 of 4 layers, in 1 group" in done.stdout
+    assert "layers 0-1, 3: sliding window" in done.stdout
+
+
+def test_without_a_text_it_reads_a_mix_of_many_kinds(call, tmp_path, small):
+    done = call("calibrate", small, *SIZE, "--basis-dir", tmp_path, "--json")
+    assert json.loads(done.stdout)["texts"].startswith("default text, 4 windows of 96 tokens, 3 draws, request ")
+
+
+# -- interrupted --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "calls"), [("read", 2), ("differentiate", 1)])
+def test_an_interrupted_calibration_goes_on_where_it_was_and_gives_the_same_file(
+    call, tmp_path, small, monkeypatch, name, calls
+):
+    args = ("calibrate", small, "--text", TEXT, "--windows", 4, "--tokens", 96, "--draws", 7, "--basis-dir")
+    assert call(*args, tmp_path / "whole").exit_code == 0
+    bases._loaded.clear()
+    with monkeypatch.context() as patched:
+        interrupt_after(patched, name, calls)
+        ended = call(*args, tmp_path / "cut")
+    assert (ended.exit_code, ended.stdout) == (130, "")
+    assert ended.stderr == "prefixcache: ended by SIGINT: the same command goes on where it was\n"
+    (kept,) = files(tmp_path / "cut")
+    assert kept.startswith(".calibrating-")
+    with monkeypatch.context() as patched:
+        seen = interrupt_after(patched, name, 100)
+        done = call(*args, tmp_path / "cut")
+    assert done.exit_code == 0, done.output
+    assert len(seen) == {"read": 4, "differentiate": 2}[name] - calls
+    (file,) = files(tmp_path / "cut")
+    assert files(tmp_path / "whole") == [file]
+    assert (tmp_path / "cut" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+
+
+def test_interrupted_before_anything_was_kept_it_says_so(call, tmp_path, monkeypatch):
+    interrupt_after(monkeypatch, "read", 0)
+    ended = call("calibrate", TINY, *SMALL, "--basis-dir", tmp_path)
+    assert ended.exit_code == 130
+    assert "begins anew" in ended.stderr
+    assert files(tmp_path) == []
+
+
+# -- refused ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_without_eligible_layers_is_refused_with_the_reasons(call, tmp_path):
+    model = save_model(tmp_path / "model", "mamba")
+    done = call("calibrate", model, *SMALL, "--basis-dir", tmp_path / "bases")
+    assert done.exit_code == 2
+    assert "no layer can be transformed (layers 0-3: recurrent state)" in done.stderr
+    assert files(tmp_path / "bases") == []
+
+
+def test_a_text_that_is_too_short_is_refused_with_what_it_has(call, tmp_path):
+    text = tmp_path / "short.txt"
+    text.write_text("It was a dark and stormy night. " * 20)
+    done = call("calibrate", TINY, *SIZE, "--basis-dir", tmp_path / "bases", "--text", text)
+    assert done.exit_code == 2
+    assert "4 windows of 96 tokens need 380 tokens of text; the text has" in done.stderr
+    assert "ask for fewer or shorter windows, or give more text" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        ((TINY, "--text", "/nowhere/text"), "--text /nowhere/text: can't be read (No such file or directory)"),
+        ((TINY, "--tokens", 5000), "--tokens 5,000: the model is made for 4,096; give --tokens 4096"),
+        ((TINY, "--adapter-path", "/nowhere"), "--adapter-path /nowhere: no such folder"),
+        (("/nowhere",), "/nowhere: no such folder"),
+        ((TINY, "--windows", 0), "--windows"),
+        ((TINY, "--basis-dir", __file__), "can't be written to (File exists); give a folder that can be"),
+        ((TINY, "--basis-dir", "/proc/bases"), "--basis-dir /proc/bases: can't be written to"),
+    ],
+)
+def test_what_can_not_be_calibrated_is_refused_with_the_remedy(call, tmp_path, args, told):
+    given = () if "--basis-dir" in args else ("--basis-dir", tmp_path)
+    done = call("calibrate", *args, *given)
+    assert done.exit_code == 2
+    assert told in done.stderr
+
+
+# -- parts --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("windows", "draws", "shared"),
+    [(64, 96, (16, 6)), (64, 1, (1, 1)), (8, 96, (8, 12)), (64, 10, (2, 5)), (2, 13, (2, 7))],
+)
+def test_draws_are_shared_out_over_windows_evenly(windows, draws, shared):
+    job = Job("", windows=windows, draws=draws)
+    assert (job.fisher_windows, job.draws_each) == shared
+
+
+def test_the_opening_is_what_the_tokenizer_adds_before_a_text():
+    class Opens:
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            return [7, 8, *text.encode(), 9] if add_special_tokens else list(text.encode())
+
+    assert opening(Opens()) == [7, 8]
+    assert opening(load(str(TINY)).tokenizer) == [0]
+
+
+def test_ranges_of_layers():
+    assert _ranges([4, 0, 2, 1, 7, 8]) == "0-2, 4, 7-8"
