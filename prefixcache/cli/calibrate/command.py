@@ -53,9 +53,9 @@ def calibrate(
     with refusing():
         from prefixcache.cli.calibrate.making import Job, Resumable, make
         from prefixcache.cli.calibrate.report import facts, screen
-        from prefixcache.codecs.transform.codec import default_folder
+        from prefixcache.settings import BASIS_DIR
 
-        folder = (basis_dir or default_folder()).expanduser()
+        folder = (basis_dir or BASIS_DIR).expanduser()
         _check(folder, adapter_path)
         job = Job(model, adapter_path, tuple(text or ()), windows, tokens, draws, float32)
         try:
