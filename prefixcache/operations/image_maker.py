@@ -178,21 +178,23 @@ class LiveMaker:
         return runs or ()
 
     def encoded(self, jobs: list[Job]) -> list[Job]:
-        self._codes.clear()
-        return [self._encoded(job) for job in jobs] if self._plan.joined else jobs
+        plan = self._plan
+        self._codes = {job.key: [] for job in jobs if job.kind == ROWS and job.coded} if plan.joined else {}
+        for joined in plan.joined:  # a group's blocks one after the other: its vectors are at hand then
+            for job in jobs:
+                if job.key in self._codes:
+                    self._codes[job.key].append(self._encoded(joined, job))
+        return [self._sized(job) if job.key in self._codes else job for job in jobs]
 
-    def _encoded(self, job: Job) -> Job:
-        if job.kind != ROWS or not job.coded:
-            return job
-        plan, count = self._plan, len(job.tokens) // TOKEN_BYTES
-        known = (job.source.rows.tensors(), min(job.source.tokens, count)) if job.source.rows is not None else None
-        self._codes[job.key] = codes = [
-            encode_joined(joined, self._leaves, job.start, job.start + count, plan.sink_tokens, known)
-            for joined in plan.joined
-        ]
-        meta = job.blueprint.meta
-        specs = plan.rows_specs(job.start, count, True, [len(of_group.words) for of_group in codes])
-        return job._replace(blueprint=Blueprint(meta, specs))
+    def _encoded(self, joined: Joined, job: Job) -> Codes:
+        count, source = len(job.tokens) // TOKEN_BYTES, job.source.rows
+        known = (source.tensors(), min(job.source.tokens, count)) if source is not None else None
+        return encode_joined(joined, self._leaves, job.start, job.start + count, self._plan.sink_tokens, known)
+
+    def _sized(self, job: Job) -> Job:
+        words = [len(codes.words) for codes in self._codes[job.key]]
+        specs = self._plan.rows_specs(job.start, len(job.tokens) // TOKEN_BYTES, True, words)
+        return job._replace(blueprint=Blueprint(job.blueprint.meta, specs))
 
     def make(self, jobs: list[Job]) -> list[Image]:
         drafts = [job.blueprint.draft() for job in jobs]

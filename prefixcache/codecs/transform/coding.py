@@ -9,6 +9,7 @@ don't depend on which others are decoded with it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -141,7 +142,7 @@ class GroupCoder:
 
     def _forward(self, rows: Array) -> Array:
         """Channels -> values along the vectors, in steps."""
-        vectors = self._vectors.astype(np.float32) * self._finer
+        vectors, _ = _widened(self)
         values = np.empty((len(rows), len(self.classes)), np.float32)
         for part, padded in _padded(rows - self.group.mean):
             measured = np.empty_like(padded)
@@ -154,15 +155,19 @@ class GroupCoder:
 
     def _backward(self, values: Array) -> Array:
         """Values in steps -> channels, the mean added."""
-        vectors = np.ascontiguousarray(self._vectors.T, np.float32) / self._finer
         rows = np.empty((len(values), self.group.channels), np.float32)
         for part, padded in _padded(values):
-            measured, block = padded @ vectors, np.empty((ROWS, self.group.channels), np.float32)
-            for there, source, inverse in zip(
-                self._by_stream(block), self._by_stream(measured), self._factors(inverse=True), strict=True
-            ):
-                there[...] = np.matmul(source.swapaxes(0, 1), inverse).swapaxes(0, 1)
-            rows[part] = block[: part.stop - part.start]
+            rows[part] = self._product_back(padded)[: part.stop - part.start]
+        return rows
+
+    def _product_back(self, values: Array) -> Array:
+        _, vectors = _widened(self)
+        measured = values @ vectors
+        rows = np.empty_like(measured)
+        for there, source, inverse in zip(
+            self._by_stream(rows), self._by_stream(measured), self._factors(inverse=True), strict=True
+        ):
+            there[...] = np.matmul(source.swapaxes(0, 1), inverse).swapaxes(0, 1)
         rows += self.group.mean
         return rows
 
@@ -177,7 +182,7 @@ class GroupCoder:
         lacking = np.zeros((1, self.group.channels), np.float32)
         if len(rows):
             mean = decoded.mean(axis=0, dtype=np.float64)[None].astype(np.float32)
-            lacking = rows.mean(axis=0, dtype=np.float64)[None].astype(np.float32) - self._backward(mean)
+            lacking = rows.mean(axis=0, dtype=np.float64)[None].astype(np.float32) - self._product_back(mean)
             lacking *= np.float32(min(1, len(rows) / _MEASURED))
         steps, numbers = [], []
         for of_stream in self._by_stream(lacking):
@@ -215,6 +220,13 @@ class GroupCoder:
             else:
                 parts.append(words[end - count : end])
         return np.where(lost, np.uint16(0xFFFF), heads), np.concatenate(parts)
+
+
+@lru_cache(maxsize=1)
+def _widened(coder: GroupCoder) -> tuple[Array, Array]:
+    """The vectors in float32, for the way there and back: kept of one group, since its blocks come one after the other."""
+    there = coder._vectors.astype(np.float32)
+    return there * coder._finer, np.ascontiguousarray(there.T) / coder._finer
 
 
 def _padded(rows: Array) -> Iterator[tuple[slice, Array]]:
