@@ -31,7 +31,8 @@ class Namespaces:
     def __init__(self, storage: Storage, codec: Codec, bases: Bases):
         self._storage = storage
         self._codec, self._bases = codec, bases
-        self._codecs: dict[str, tuple[Codec, str]] = {}  # of models, with the text of their specs
+        self._usual = codec, canonical(codec.spec())
+        self._codecs: dict[str, tuple[Codec, str]] = {}  # of models, where it differs, with the text of their specs
         self._reserved: dict[str, Reservation] = {}  # RAM of the bases in use, by their hashes
         self._layouts: dict[str, set[str]] = {}  # of each model
         self._plans: dict[tuple[str, str], Plan] = {}  # by codec and layout: models and salts share them
@@ -108,11 +109,13 @@ class Namespaces:
 
     def _codec_of(self, model: str) -> tuple[Codec, str]:
         """What codes a model's rows, and its spec's text. The first call for a model may read its basis."""
+        if not isinstance(self._codec, Transform):
+            return self._usual
         known = self._codecs.get(model)
         if known is None:
-            codec = self._codec
-            if isinstance(codec, Transform):
-                codec = self._within_budget(codec.for_model(model, self._bases), model)
+            codec = self._within_budget(self._codec.for_model(model, self._bases), model)
+            if len(self._codecs) >= ROOTS:
+                self._codecs.clear()
             known = self._codecs[model] = codec, canonical(codec.spec())
         return known
 
