@@ -77,7 +77,8 @@ class GroupCoder:
         coded = np.logical_and.reduce(np.isfinite(rows), axis=1)
         coded[:skip] = False
         coded_rows = rows[coded]
-        values = self._forward(coded_rows)
+        with np.errstate(invalid="ignore", over="ignore"):  # what overflows is too long for codes
+            values = self._forward(coded_rows)
         far = ~np.logical_and.reduce(np.abs(values) <= MOST, axis=1)  # too long for codes
         values[far] = 0
         heads = np.zeros(tokens, np.uint16)
@@ -199,6 +200,10 @@ class GroupCoder:
 
     def _read_offsets(self, codes: Codes) -> Array:
         """Float32 (channels,)."""
+        if (len(codes.offsets), len(codes.offset_steps)) != ((self.group.channels + 1) // 2, self.heads):
+            raise Damaged(
+                f"a block has {len(codes.offsets)} bytes of offsets and {len(codes.offset_steps)} steps of them"
+            )
         nibbles = np.stack([codes.offsets & 15, codes.offsets >> 4], axis=1).ravel()[: self.group.channels]
         steps = _bf16(codes.offset_steps)
         if not np.isfinite(steps).all():
