@@ -64,7 +64,7 @@ def of_header(change: Callable[[dict[str, Any]], Any], data: bytes = VALID[HEADE
 def usable(basis: Basis) -> None:
     """Rows can be coded with it, whatever its numbers are: to values, or refused as damaged."""
     for group in basis.groups:
-        coder = GroupCoder(group, basis.tables, 4.0)
+        coder = GroupCoder(group, basis.tables, 4.0, group.layers[0].dtype)
         streams = [np.ones((3, heads, width), np.float16) for heads, width in coder.streams]
         with np.errstate(all="ignore"), contextlib.suppress(Damaged):
             coder.decode(coder.encode(streams, 0), 0)
@@ -221,10 +221,6 @@ def twice(fields: Fields, tensors: Tensors) -> None:
     fields["layers"] = json.dumps([*layers, layers[0]])
 
 
-def mixed(fields: Fields, tensors: Tensors) -> None:
-    said(1, dtype="float32")(fields, tensors)
-
-
 FORGED: dict[str, tuple[Callable[[Fields, Tensors], Any], str]] = {
     "a NaN in the mean": (put("g0.mean", value=np.nan), "g0.mean has values that are not finite"),
     "an infinite vector": (put("g1.vectors", value=np.inf), "g1.vectors has values that are not finite"),
@@ -280,7 +276,6 @@ FORGED: dict[str, tuple[Callable[[Fields, Tensors], Any], str]] = {
     "huge widths": (said(0, heads=8192, key_width=8192, value_width=8192), "mean of float32"),
     "wider than any": (said(0, key_width=1 << 40), "layer 0 has heads and widths"),
     "an unknown dtype": (said(0, dtype="float64"), "'float64'"),
-    "layers of two dtypes in a group": (mixed, "its layers can't be joined"),
     "more pairs than values": (said(0, key_width=4, value_width=9), "its frequencies are none"),
     "a rotation of no length": (said(0, scale=0.0), "no finite numbers"),
     "a rotation that isn't finite": (said(0, scale=float("inf")), "no finite numbers"),
@@ -531,7 +526,7 @@ def test_rows_are_coded_by_what_was_read(tmp_path):
     bases.save(VALID)
     basis = bases.of_model(MODEL)
     for group in basis.groups:
-        coder = GroupCoder(group, basis.tables, 4.0)
+        coder = GroupCoder(group, basis.tables, 4.0, group.layers[0].dtype)
         rows = rows_of(group, 40)
         back = coder.decode(coder.encode(rows, 0), 0)
         assert all(np.abs(a.astype(np.float32) - b).max() < 1 for a, b in zip(rows, back, strict=True))

@@ -35,7 +35,7 @@ def group(kind: str = "several", dtype: str = "float16") -> LayerGroup:
 
 
 def coder_of(kind: str = "several", dtype: str = "float16", quality: float = 4.0) -> GroupCoder:
-    return GroupCoder(group(kind, dtype), TABLES, quality)
+    return GroupCoder(group(kind, dtype), TABLES, quality, dtype)
 
 
 def part(streams: list[np.ndarray], rows: slice) -> list[np.ndarray]:
@@ -81,7 +81,7 @@ def error(coder: GroupCoder, streams: list[np.ndarray], first: int = 0) -> float
 def test_the_error_falls_by_four_with_each_quality(kind):
     wide = group_of([of._replace(dtype="float32") for of in KINDS[kind]], widest=400, narrowest=30)
     rows = rows_of(wide, 300)
-    errors = [error(GroupCoder(wide, TABLES, quality), rows) for quality in (2, 3, 4, 5)]
+    errors = [error(GroupCoder(wide, TABLES, quality, wide.layers[0].dtype), rows) for quality in (2, 3, 4, 5)]
     ratios = np.divide(errors[:-1], errors[1:])
     assert (ratios > 3.5).all()
     assert (ratios < 4.5).all()
@@ -90,7 +90,9 @@ def test_the_error_falls_by_four_with_each_quality(kind):
 
 def test_between_two_qualities_the_error_is_between_theirs():
     wide = group_of(KINDS["several"], widest=400, narrowest=30)
-    errors = [error(GroupCoder(wide, TABLES, quality), rows_of(wide, 100)) for quality in (3, 3.5, 4)]
+    errors = [
+        error(GroupCoder(wide, TABLES, quality, wide.layers[0].dtype), rows_of(wide, 100)) for quality in (3, 3.5, 4)
+    ]
     assert errors[0] > errors[1] > errors[2]
 
 
@@ -110,7 +112,7 @@ def test_rows_take_the_words_that_their_heads_say_and_fewer_at_lower_quality(dty
 
 def test_an_offset_is_what_the_rows_of_a_block_lack_on_average():
     coarse = group_of(KINDS["several"], widest=40, narrowest=0.02)
-    coder = GroupCoder(coarse, TABLES, 3.0)
+    coder = GroupCoder(coarse, TABLES, 3.0, coarse.layers[0].dtype)
     rows = [stream + np.float16(0.04) for stream in rows_of(coarse, 256)]
     codes = coder.encode(rows, 0)
     without = codes._replace(offset_steps=np.zeros_like(codes.offset_steps))
@@ -255,7 +257,7 @@ def test_no_rows_are_no_codes():
 def test_what_decodes_beyond_the_range_is_cut_to_the_largest_finite_number(dtype):
     huge = group("one layer", dtype)
     huge = replace(huge, mean=np.full_like(huge.mean, 3.4e38))
-    coder = GroupCoder(huge, TABLES, 4.0)
+    coder = GroupCoder(huge, TABLES, 4.0, huge.layers[0].dtype)
     codes = Codes(np.zeros(2, np.uint16), np.zeros(0, np.uint16), np.full(13, 0x88, np.uint8), np.zeros(4, np.uint16))
     most = {"float32": np.float32(3.4e38), "float16": 65504, "bfloat16": np.float32(2.0**128 - 2.0**120)}[dtype]
     with np.errstate(over="ignore"):

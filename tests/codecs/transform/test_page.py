@@ -97,7 +97,7 @@ def decoded(group: LayerGroup, tables: Tables, quality: float, codes: Codes, fir
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_a_decoder_written_from_the_page_gives_the_same_rows(quality, dtype):
     group = group_of([layer(0, dtype), layer(3, dtype, INTERLEAVED, heads=1)], widest=3000, narrowest=0.05)
-    coder, first = GroupCoder(group, first_guess(), quality), 250
+    coder, first = GroupCoder(group, first_guess(), quality, group.layers[0].dtype), 250
     rows = rows_of(group, 12, first)
     rows[2][4] = of_dtype(np.full(rows[2].shape[1:], np.nan), dtype)
     codes = coder.encode(rows, first, skip=2)
