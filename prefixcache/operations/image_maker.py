@@ -5,6 +5,7 @@ What is new, and what becomes of the images, is `store`'s. Nothing here needs th
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, cast
 
@@ -16,6 +17,7 @@ from prefixcache.codecs import RawRows
 from prefixcache.codecs.interchange import bring_in
 from prefixcache.codecs.threads import WORTH_A_THREAD, share_out
 from prefixcache.codecs.transform.coding import Codes
+from prefixcache.codecs.transform.entropy import Damaged
 from prefixcache.image_format import DTYPES, ROWS, SNAPSHOT, WINDOW, Blueprint, Draft, Image, Kind, Meta, Spec
 from prefixcache.keys import BLOCK, TOKEN_BYTES
 from prefixcache.layers import levels, live_codes
@@ -126,7 +128,8 @@ class LiveMaker:
             self._decode(back, section, start, tensors, slice(0, count))
         if start + BLOCK > back.since:
             for joined in self._plan.joined:
-                self._add(back, joined, start, decode_joined(joined, tensors, start, BLOCK))
+                with contextlib.suppress(Damaged):  # the live cache keeps its own rows; a fetch deletes the image
+                    self._add(back, joined, start, decode_joined(joined, tensors, start, BLOCK))
 
     def _add(self, back: Decoded, joined: Joined, start: int, rows: list[np.ndarray]) -> None:
         """Rows (tokens, heads, width) of each of the joined streams."""

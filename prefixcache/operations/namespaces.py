@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from typing import Any
 
@@ -21,11 +22,17 @@ log = logging.getLogger("prefixcache")
 
 SWEEP_AT = 1024  # from so many namespaces on, empty ones are forgotten when one is added
 ROOTS = 1024  # root keys that are remembered
+BASES_SHARE = (
+    4  # of the RAM, that all bases in use may take: half of it is the graph's, and the rest has to hold images
+)
 
 
 class Namespaces:
     """The namespaces that are known, by model and salt. The storage's lock guards all but the root keys, which any
-    thread may derive.
+    thread may derive, and the models' codecs, which have `_codecs_lock`: a basis is read without the storage's lock.
+
+    What an index names has a plan without a basis at first, which is enough to place its images. The plan that codes rows
+    comes when the model is asked for: a directory may have many models, and bases are large.
     """
 
     def __init__(self, storage: Storage, codec: Codec, bases: Bases):
@@ -33,6 +40,7 @@ class Namespaces:
         self._codec, self._bases = codec, bases
         self._usual = codec, canonical(codec.spec())
         self._codecs: dict[str, tuple[Codec, str]] = {}  # of models, where it differs, with the text of their specs
+        self._codecs_lock = threading.Lock()
         self._reserved: dict[str, Reservation] = {}  # RAM of the bases in use, by their hashes
         self._layouts: dict[str, set[str]] = {}  # of each model
         self._plans: dict[tuple[str, str], Plan] = {}  # by codec and layout: models and salts share them
@@ -42,7 +50,8 @@ class Namespaces:
     def from_row(self, row: NamespaceRow) -> Namespace | None:
         """A namespace that an index names. None, with a warning, when this process can't make its caches."""
         try:
-            return self._make(row)
+            spec = {key: value for key, value in json.loads(row.codec).items() if key != "basis"}
+            return self._make(row, self._plan_of(codec_from_spec(spec), canonical(spec), row.layout))
         except Exception as error:
             log.warning("namespace %s of model %r cannot be loaded: %s", row.root.hex(), row.model, error)
             return None
@@ -55,20 +64,20 @@ class Namespaces:
 
     def known(self, model: str, salt: bytes) -> list[Namespace]:
         """Those of a model and a salt: one for each layout that its caches have had."""
-        _, codec_text = self._codec_of(model)
+        codec, codec_text = self._codec_of(model)
         with self._storage.lock:
             found = []
             for layout in self._layouts.get(model, ()):
                 namespace = self._storage.namespaces.get(self._root(model, layout, salt))
                 if namespace is not None and namespace.row.stated == (model, codec_text, layout):
-                    found.append(namespace)
+                    found.append(self._planned(namespace, codec))
             return found
 
     def of_layout(self, model: str, layout: dict[str, Any], salt: bytes) -> Namespace:
         """The namespace of a layout, made when it isn't there."""
         text, storage = canonical(layout), self._storage
         root = self._root(model, text, salt)
-        _, codec_text = self._codec_of(model)
+        codec, codec_text = self._codec_of(model)
         with storage.lock:
             row = NamespaceRow(root, model, codec_text, text, time.time())
             known = storage.namespaces.get(root)
@@ -79,24 +88,32 @@ class Namespaces:
                 if len(storage.namespaces) >= self._sweep_at:
                     storage.forget_empty_namespaces()
                     self._sweep_at = max(SWEEP_AT, 2 * len(storage.namespaces))
-                storage.namespaces[root] = self._make(row)
-            return storage.namespaces[root]
+                storage.namespaces[root] = self._make(row, self._plan_of(codec, codec_text, text))
+            return self._planned(storage.namespaces[root], codec)
 
     def recorded_root(self, model: str, salt: bytes) -> bytes:
         """What a recording's ids begin from: the same for all layouts, so also before a namespace is known."""
         return self._root(model, "{}", salt)
 
-    def _make(self, row: NamespaceRow) -> Namespace:
-        plan = self._plans.get((row.codec, row.layout))
-        if plan is None:
-            codec, codec_text = self._codec_of(row.model)
-            codec = codec if codec_text == row.codec else codec_from_spec(json.loads(row.codec), self._bases)
-            plan = Plan(json.loads(row.layout), codec)
-            plan.check_classes()
-            self._plans[row.codec, row.layout] = plan
-        if row.codec == self._codec_of(row.model)[1]:
-            self._layouts.setdefault(row.model, set()).add(row.layout)
+    def _make(self, row: NamespaceRow, plan: Plan) -> Namespace:
+        self._layouts.setdefault(row.model, set()).add(row.layout)
         return Namespace(row, plan, self._storage.graph.tree(row.root, plan.windows, bool(plan.snapshots)))
+
+    def _planned(self, namespace: Namespace, codec: Codec) -> Namespace:
+        """The namespace with the plan that codes its rows."""
+        row = namespace.row
+        plan = self._plan_of(codec, row.codec, row.layout)
+        if namespace.plan is not plan:
+            self._storage.namespaces[row.root] = namespace = namespace._replace(plan=plan)
+        return namespace
+
+    def _plan_of(self, codec: Codec, codec_text: str, layout: str) -> Plan:
+        plan = self._plans.get((codec_text, layout))
+        if plan is None:
+            plan = Plan(json.loads(layout), codec)
+            plan.check_classes()
+            self._plans[codec_text, layout] = plan
+        return plan
 
     def _root(self, model: str, layout: str, salt: bytes) -> bytes:
         known = self._roots.get((model, layout, salt))
@@ -108,28 +125,33 @@ class Namespaces:
         return known
 
     def _codec_of(self, model: str) -> tuple[Codec, str]:
-        """What codes a model's rows, and its spec's text. The first call for a model may read its basis."""
+        """What codes a model's rows, and its spec's text. The first call for a model may read its basis: `derive_roots` makes
+        it before the storage's lock is taken.
+        """
         if not isinstance(self._codec, Transform):
             return self._usual
         known = self._codecs.get(model)
         if known is None:
-            codec = self._within_budget(self._codec.for_model(model, self._bases), model)
-            if len(self._codecs) >= ROOTS:
-                self._codecs.clear()
-            known = self._codecs[model] = codec, canonical(codec.spec())
+            with self._codecs_lock:
+                if model not in self._codecs:
+                    codec = self._within_budget(self._codec.for_model(model, self._bases), model)
+                    self._codecs[model] = codec, canonical(codec.spec())
+                known = self._codecs[model]
         return known
 
     def _within_budget(self, codec: Codec, model: str) -> Codec:
         """The codec, once RAM has room for its basis; without it what codes the rows otherwise."""
-        if not isinstance(codec, Calibrated):
+        if not isinstance(codec, Calibrated) or codec.basis.hash in self._reserved:
             return codec
-        nbytes = codec.basis.nbytes
-        with self._storage.lock:
-            room = self._reserved.get(codec.basis.hash) or self._storage.ram.reserve(nbytes, 0)
+        nbytes, ram = codec.basis.nbytes, self._storage.ram
+        taken = nbytes + sum(reservation.left for reservation in self._reserved.values())
+        room = ram.reserve(nbytes, 0) if taken <= ram.configured // BASES_SHARE else None
         if room is None:
             log.warning(
-                "the basis of model %r takes %d bytes of RAM, and there are not so many: its rows are coded by %s",
-                model, nbytes, codec.otherwise,
+                "the basis of model %r takes %d bytes of RAM, and bases have 1/%d of %d bytes, with images in the rest: its "
+                "rows are coded by %s; give %s",
+                model, nbytes, BASES_SHARE, ram.configured, codec.otherwise,
+                "more transit" if self._storage.ssd_only else "more ram",
             )  # fmt: skip
             return codec.otherwise
         self._reserved[codec.basis.hash] = room

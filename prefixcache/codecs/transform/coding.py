@@ -77,9 +77,11 @@ class GroupCoder:
         coded = np.logical_and.reduce(np.isfinite(rows), axis=1)
         coded[:skip] = False
         coded_rows = rows[coded]
-        with np.errstate(invalid="ignore", over="ignore"):  # what overflows is too long for codes
-            values = self._forward(coded_rows)
-        far = ~np.logical_and.reduce(np.abs(values) <= MOST, axis=1)  # too long for codes
+        with np.errstate(over="ignore", invalid="ignore"):  # of rows that are far off
+            values, left_out = self._forward(coded_rows)
+            reached = np.einsum("ij,ij->i", values, values)
+        # Too long for codes, or not along the vectors: a row unlike all that the calibration saw.
+        far = ~(np.logical_and.reduce(np.abs(values) <= MOST, axis=1) & (left_out <= self._most_left_out(reached)))
         values[far] = 0
         heads = np.zeros(tokens, np.uint16)
         heads[coded], words, decoded = backends.encode(values, self.classes, self.tables)
@@ -91,7 +93,7 @@ class GroupCoder:
             heads, words = self._with_rows_as_they_are(heads, words, streams, lost)
         if settled is not None:
             return Codes(heads, words, settled.offsets, settled.offset_steps)
-        fine = ~lost[coded]
+        fine = ~lost[coded] & (left_out <= self._most_left_out(0))
         return Codes(heads, words, *self._offsets(coded_rows[fine], decoded[fine]))
 
     def decode(self, codes: Codes, first: int) -> list[Array]:
@@ -105,9 +107,10 @@ class GroupCoder:
         if len(counts) and ends[-1] > len(codes.words):
             raise Damaged("the rows' heads claim more words than there are")
         values = backends.decode(codes.heads, codes.words, ends - counts, self.classes, self.tables)
-        rows = self._backward(values)
-        rows += self._read_offsets(codes)
-        streams = self._apart(rows, first)
+        with np.errstate(over="ignore", invalid="ignore"):  # of what no encoder wrote
+            rows = self._backward(values)
+            rows += self._read_offsets(codes)
+            streams = self._apart(rows, first)
         for row in np.flatnonzero(gain_of(codes.heads) == AS_IT_IS):
             whole = codes.words[ends[row] - counts[row] : ends[row]].view(element(self.dtype).numpy)
             for stream, bits in zip(streams, np.split(whole, self._ends[:-1]), strict=True):
@@ -141,10 +144,16 @@ class GroupCoder:
         for (heads, width), end in zip(self.streams, self._ends, strict=True):
             yield rows[:, end - heads * width : end].reshape(len(rows), heads, width)
 
-    def _forward(self, rows: Array) -> Array:
-        """Channels -> values along the vectors, in steps."""
+    def _most_left_out(self, reached: Array | float) -> Array | float:
+        """The square of what a row may lose to the vectors that are left out, in steps: 64 times what these spread over at
+        most, and what the rounding of vectors to float16 makes of the others.
+        """
+        return self.group.channels + 1e-3 * reached
+
+    def _forward(self, rows: Array) -> tuple[Array, Array]:
+        """Channels -> values along the vectors, in steps, and by row the square of what is not along them."""
         vectors, _ = _widened(self)
-        values = np.empty((len(rows), len(self.classes)), np.float32)
+        values, left_out = np.empty((len(rows), len(self.classes)), np.float32), np.empty(len(rows), np.float32)
         for part, padded in _padded(rows - self.group.mean):
             measured = np.empty_like(padded)
             for there, block, factor in zip(
@@ -152,7 +161,9 @@ class GroupCoder:
             ):
                 there[...] = np.matmul(block.swapaxes(0, 1), factor).swapaxes(0, 1)
             values[part] = (measured @ vectors)[: part.stop - part.start]
-        return values
+            whole = np.einsum("ij,ij->i", measured, measured)[: part.stop - part.start] * self._finer**2
+            left_out[part] = whole - np.einsum("ij,ij->i", values[part], values[part])
+        return values, left_out
 
     def _backward(self, values: Array) -> Array:
         """Values in steps -> channels, the mean added."""
