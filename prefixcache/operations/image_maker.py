@@ -182,12 +182,12 @@ class LiveMaker:
 
     def encoded(self, jobs: list[Job]) -> list[Job]:
         plan = self._plan
-        self._codes = {job.key: [] for job in jobs if job.kind == ROWS and job.coded} if plan.joined else {}
+        coded = [job for job in jobs if plan.joined and job.kind == ROWS and job.coded]
+        self._codes = {job.key: [] for job in coded}
         for joined in plan.joined:  # a group's blocks one after the other: its vectors are at hand then
-            for job in jobs:
-                if job.key in self._codes:
-                    self._codes[job.key].append(self._encoded(joined, job))
-        return [self._sized(job) if job.key in self._codes else job for job in jobs]
+            for job in coded:
+                self._codes[job.key].append(self._encoded(joined, job))
+        return [self._sized(job) if job.kind == ROWS and job.key in self._codes else job for job in jobs]
 
     def _encoded(self, joined: Joined, job: Job) -> Codes:
         count, source = len(job.tokens) // TOKEN_BYTES, job.source.rows
