@@ -17,7 +17,6 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from prefixcache import model_identity
 from prefixcache.calibration import checkpoint, statistics, texts
 from prefixcache.cli.calibrate.making import Job, _ranges, make, opening
-from prefixcache.cli.calibrate.report import coded_bytes, fp16_bytes
 from prefixcache.cli.evaluate.measuring import load
 from prefixcache.codecs.transform import bases, basis
 from prefixcache.codecs.transform.codec import Transform
@@ -101,9 +100,9 @@ def test_json_has_all_of_it(call, tmp_path, small):
     found = basis.read(Path(said["file"]))
     assert (said["hash"], said["model"], said["metric"]) == (found.hash, found.model, "fisher")
     assert (said["groups"], said["left_out"], said["was_there"]) == ([[0, 1, 2, 3]], {}, False)
-    assert said["token_bytes"]["fp16"] == fp16_bytes(found) == 2 * sum(group.channels for group in found.groups)
-    assert said["token_bytes"]["coded"] == coded_bytes(found) > 0
-    assert said["token_bytes"]["ratio"] == fp16_bytes(found) / coded_bytes(found)
+    assert said["token_bytes"]["fp16"] == found.fp16_bytes == 2 * sum(group.channels for group in found.groups)
+    assert said["token_bytes"]["coded"] == found.coded_bytes(4) > 0
+    assert said["token_bytes"]["ratio"] == found.fp16_bytes / found.coded_bytes(4)
     assert said["ram_bytes"] == found.nbytes
 
 
