@@ -46,7 +46,7 @@ class Part(NamedTuple):
 PAGE = (
     Part("The cache", ("PrefixCache", "Stored", "Match", "Stats", "model_identity", "chunks")),
     Part("Settings", ("Settings",)),
-    Part("Codecs", ("TurboQuant", "Affine", "Raw")),
+    Part("Codecs", ("TurboQuant", "Transform", "Affine", "Raw")),
     Part("What `lookup` gives", ("StoredPrompt", "StoredLayer", "allow")),
     Part(
         "Live caches",

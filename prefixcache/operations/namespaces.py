@@ -85,6 +85,10 @@ class Namespaces:
         """What a recording's ids begin from: the same for all layouts, so also before a namespace is known."""
         return self._root(model, "{}", salt)
 
+    def codec_of(self, model: str) -> Codec:
+        """What codes a model's rows."""
+        return self._codec_of(model)[0]
+
     def _make(self, row: NamespaceRow) -> Namespace:
         plan = self._plans.get((row.codec, row.layout))
         if plan is None:

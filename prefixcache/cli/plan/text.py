@@ -211,7 +211,7 @@ def _transform_notes(codec: Facts) -> list[str]:
             f"{name}: an estimate, as there is no basis of this model: as many bits a value as SmolLM2-135M's rows have. "
             "prefixcache calibrate MODEL makes one, with the model's own numbers."
         ]
-    return [f"{name}: by basis {transform['basis'][:8]}, which takes {size(transform['basis_bytes'])} of RAM beside."]
+    return [f"{name}: by basis {transform['basis'][:8]}, which takes {size(transform['basis_bytes'])} of the RAM."]
 
 
 def _transform_lines(facts: Facts) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from prefixcache.codecs.base import Codec, RowCodec, Stream
@@ -73,13 +74,17 @@ class Transform:
         basis = bases.of_model(model)
         if basis is not None:
             return Calibrated(self.quality, self.otherwise, basis)
+        self.warn_of_no_basis(model, bases.folder)
+        return self.otherwise
+
+    def warn_of_no_basis(self, model: str, folder: Path, command: str = "prefixcache calibrate MODEL") -> None:
+        """Say what to run, once in a process for each model."""
         if model not in _warned:
             _warned.add(model)
             log.warning(
-                "no basis of model %r in %s: it is coded by %s; run `prefixcache calibrate` with the model once",
-                model, bases.folder, self.otherwise,
+                "no basis of model %s in %s: its rows are coded by %s until you run `%s` and start again",
+                model, folder, self.otherwise, command,
             )  # fmt: skip
-        return self.otherwise
 
     def __str__(self) -> str:
         return f"transform quality {self.quality:g}"
