@@ -507,6 +507,13 @@ class PrefixCache:
         self._check_process()
         return collect_stats(self._storage, self._ssd, str(self.codec), self._kernels)
 
+    def codec_of(self, model: str) -> Codec:
+        """What codes the rows of this model, an identity. Of codec `Transform`: its `Calibrated` form with the model's basis,
+        which is looked for once and reserved in RAM; TurboQuant, with a warning, where there is none or no room for it.
+        """
+        self._check_open()
+        return self._namespaces.codec_of(model)
+
     def check_integrity(self) -> None:
         """AssertionError when an invariant of the graph, the budget or the orders of eviction does not hold."""
         with self._storage.lock:

@@ -84,8 +84,7 @@ class Settings(BaseSettings):
         None, description='a codec, its spec, or text such as "turboquant:4:3", "transform:4", "affine:4", "raw"'
     )
     basis_dir: Path = Field(
-        Path("~/.cache/prefixcache-bases"),
-        description="where `prefixcache calibrate` leaves what codec transform needs",
+        BASIS_DIR, description="folder where `prefixcache calibrate` leaves what codec transform needs"
     )
 
     memory_reserve: AutoSize = Field(
@@ -154,7 +153,7 @@ class Settings(BaseSettings):
         taken = {name for name in cls.model_fields if f"PREFIXCACHE_{name.upper()}" in variables}
         return cls(**{**{name: value for name, value in source.items() if name not in taken}, **values})
 
-    @field_validator("ssd_dir", "trace")
+    @field_validator("ssd_dir", "basis_dir", "trace")
     @classmethod
     def _expand(cls, value: Path | None, info: ValidationInfo) -> Path | None:
         try:
@@ -162,13 +161,16 @@ class Settings(BaseSettings):
         except RuntimeError:  # no such user
             raise ValueError(f"{info.field_name}={str(value)!r}: no such home; write the whole path") from None
 
-    @field_validator("ssd_dir", "trace", mode="before")
+    @field_validator("ssd_dir", "basis_dir", "trace", mode="before")
     @classmethod
     def _not_empty(cls, value: Any, info: ValidationInfo) -> Any:
         if value == "":  # pathlib takes it for the current directory
-            without = "a directory; write its path, or leave it out for RAM only"
-            other = "a file; write its path, or leave it out to record nothing"
-            raise ValueError(f"{info.field_name}='': not {without if info.field_name == 'ssd_dir' else other}")
+            wanted = {
+                "ssd_dir": "a directory; write its path, or leave it out for RAM only",
+                "basis_dir": "a folder; write its path, or leave it out for the usual one",
+                "trace": "a file; write its path, or leave it out to record nothing",
+            }
+            raise ValueError(f"{info.field_name}='': not {wanted[info.field_name or '']}")
         return value
 
     @field_validator("codec", mode="before")

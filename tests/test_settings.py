@@ -262,6 +262,7 @@ def test_a_codec_of_another_type_is_a_value_error_too(bad):
         ({"allow_classes": "a.B"}, ["allow_classes", "valid tuple", "'a.B'"]),
         ({"ssd_dir": 3}, ["ssd_dir", "path", "3"]),
         ({"ssd_dir": ""}, ["ssd_dir=''", "write its path", "leave it out for RAM only"]),
+        ({"basis_dir": ""}, ["basis_dir=''", "write its path", "leave it out for the usual one"]),
         ({"ssd_dir": "~no-such-user-here/x"}, ["ssd_dir='~no-such-user-here/x'", "write the whole path"]),
         ({"ram": 0}, ["ram=0 with no SSD", "give ram a size, or ssd_dir and ssd"]),
         ({"ram": "0GB"}, ["ram=0 with no SSD"]),

@@ -32,7 +32,6 @@ from prefixcache.codecs.transform.tables import (
 from prefixcache.codecs.turboquant.codec import TurboQuantRows
 from prefixcache.codecs.turboquant.levelling import measure_levels
 
-CHANNELS = 2048  # of a group, at most: layers are joined while they have fewer
 SHRINK = 0.1  # of a block's mean diagonal, added to it: few draws say little of directions that matter little
 FINEST = bases.MOST_QUALITY
 REFERENCE_BITS = 4
@@ -48,23 +47,6 @@ class Calibrated(NamedTuple):
     data: bytes
     coded: float
     fp16: int
-
-
-def grouped(layers: Sequence[Layer], channels: int = CHANNELS) -> tuple[list[list[Layer]], dict[int, str]]:
-    """Neighbours of one dtype, joined up to so many channels; and why a layer is in no group."""
-    groups: list[list[Layer]] = []
-    refused = {}
-    for layer in layers:
-        if layer.channels > bases.MOST_CHANNELS:
-            refused[layer.index] = f"{layer.channels} channels, more than {bases.MOST_CHANNELS}"
-            continue
-        last = groups[-1] if groups else []
-        alike = bool(last) and last[0].dtype == layer.dtype
-        if alike and sum(other.channels for other in last) + layer.channels <= channels:
-            last.append(layer)
-        else:
-            groups.append([layer])
-    return groups, refused
 
 
 def design(statistics: Statistics, model: str, texts: str, sinks: int) -> Calibrated:

@@ -95,6 +95,10 @@ class Namespaces:
         """What a recording's ids begin from: the same for all layouts, so also before a namespace is known."""
         return self._root(model, "{}", salt)
 
+    def codec_of(self, model: str) -> Codec:
+        """What codes a model's rows."""
+        return self._codec_of(model)[0]
+
     def _make(self, row: NamespaceRow, plan: Plan) -> Namespace:
         self._layouts.setdefault(row.model, set()).add(row.layout)
         return Namespace(row, plan, self._storage.graph.tree(row.root, plan.windows, bool(plan.snapshots)))

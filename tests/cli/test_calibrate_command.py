@@ -17,8 +17,8 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from prefixcache import model_identity
 from prefixcache.calibration import checkpoint, statistics, texts
 from prefixcache.cli.calibrate.making import Job, _ranges, make, opening
-from prefixcache.cli.calibrate.report import coded_bytes, fp16_bytes
 from prefixcache.cli.evaluate.measuring import load
+from prefixcache.cli.text import size
 from prefixcache.codecs.transform import bases, basis
 from prefixcache.codecs.transform.codec import Transform
 from tests.serving import save_model
@@ -101,9 +101,9 @@ def test_json_has_all_of_it(call, tmp_path, small):
     found = basis.read(Path(said["file"]))
     assert (said["hash"], said["model"], said["metric"]) == (found.hash, found.model, "fisher")
     assert (said["groups"], said["left_out"], said["was_there"]) == ([[0, 1, 2, 3]], {}, False)
-    assert said["token_bytes"]["fp16"] == fp16_bytes(found) == 2 * sum(group.channels for group in found.groups)
-    assert said["token_bytes"]["coded"] == coded_bytes(found) > 0
-    assert said["token_bytes"]["ratio"] == fp16_bytes(found) / coded_bytes(found)
+    assert said["token_bytes"]["fp16"] == found.fp16_bytes == 2 * sum(group.channels for group in found.groups)
+    assert said["token_bytes"]["coded"] == found.coded_bytes(4) > 0
+    assert said["token_bytes"]["ratio"] == found.fp16_bytes / found.coded_bytes(4)
     assert said["ram_bytes"] == found.nbytes
 
 
@@ -174,6 +174,53 @@ def test_layers_that_are_left_out_are_told_with_the_reason(call, tmp_path):
 def test_without_a_text_it_reads_a_mix_of_many_kinds(call, tmp_path, small):
     done = call("calibrate", small, *SIZE, "--basis-dir", tmp_path, "--json")
     assert json.loads(done.stdout)["texts"].startswith("default text, 4 windows of 96 tokens, 3 draws, request ")
+
+
+# -- what is there ------------------------------------------------------------------------------------------------------
+
+
+def test_the_list_has_each_basis_with_its_numbers(call, tmp_path, made, small):
+    shutil.copy(made, tmp_path)
+    other = make(JOB._replace(model=str(small)), tmp_path).path
+    (tmp_path / ".calibrating-0.npz").write_bytes(b"")
+    done = call("calibrate", "--list", "--basis-dir", tmp_path)
+    assert done.exit_code == 0, done.output
+    for path in (made, other):
+        found = basis.read(path)
+        shown = " ".join(next(line for line in done.stdout.splitlines() if found.hash[:8] in line).split())
+        ratio = found.fp16_bytes / found.coded_bytes(4)
+        name, ram = found.model.partition("@")[0], size(found.nbytes)
+        assert shown.startswith(f"{name} {found.hash[:8]} {found.layers} in 1 {ram} {ratio:.1f} x fisher ")
+    listed = json.loads(call("calibrate", "--list", "--basis-dir", tmp_path, "--json").stdout)
+    assert {found["basis"]["hash"] for found in listed["bases"]} == {made.stem[-32:], other.stem[-32:]}
+    assert [found["error"] for found in listed["bases"]] == [None, None]
+    assert all(found["written"] <= listed["now"] for found in listed["bases"])
+
+
+def test_the_list_names_damaged_files_with_the_reason(call, tmp_path, made):
+    (tmp_path / made.name).write_bytes(made.read_bytes()[:-9])
+    renamed = tmp_path / f"other-{'0' * 32}.safetensors"
+    shutil.copy(made, renamed)
+    done = call("calibrate", "--list", "--basis-dir", tmp_path)
+    assert done.exit_code == 1
+    said = " ".join(done.stdout.split())
+    assert f"{made.name}: not a basis:" in said
+    assert f"{renamed.name}: its content is not what its name says; delete it and calibrate again" in said
+
+
+def test_the_list_of_an_empty_folder_says_how_to_make_one(call, tmp_path):
+    for folder in (tmp_path, tmp_path / "not there"):
+        done = call("calibrate", "--list", "--basis-dir", folder)
+        assert done.exit_code == 0
+        assert "no basis; prefixcache calibrate MODEL makes one" in " ".join(done.stdout.split())
+    assert not (tmp_path / "not there").exists()
+
+
+@pytest.mark.parametrize("given", [(), (TINY, "--list")])
+def test_a_model_and_the_list_are_one_or_the_other(call, tmp_path, given):
+    done = call("calibrate", *given, "--basis-dir", tmp_path)
+    assert done.exit_code == 2
+    assert "give either MODEL, a model's folder or name, or --list" in done.stderr
 
 
 # -- interrupted --------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from prefixcache import PrefixCache
 from prefixcache.cli import app
+from prefixcache.codecs.transform.backends import describe as entropy_coder
 
 NAMESPACE = {
     "root", "model", "codec", "codec_name", "layout", "created", "tokens", "blocks", "windows", "snapshots", "nbytes",
@@ -325,12 +326,15 @@ def test_an_ascii_terminal_is_enough(filled):
     assert "3,280" in done.stdout.decode("ascii")
 
 
-def test_kernels_says_which_code_runs_turboquant_here() -> None:
+def test_kernels_says_which_code_runs_the_codecs_here() -> None:
     shown = CliRunner().invoke(app, ["inspect", "--kernels"])
     assert shown.exit_code == 0, shown.output
     assert shown.output.startswith("TurboQuant, cpu: ")
     as_json = CliRunner().invoke(app, ["inspect", "--kernels", "--json"])
     assert set(json.loads(as_json.output)["kernels"]) >= {"cpu"}
+    coder = entropy_coder()
+    assert f"transform, entropy coder, cpu: {coder}" in shown.output
+    assert json.loads(as_json.output)["entropy_coder"] == coder
 
 
 @pytest.mark.parametrize("given", [[], ["--kernels", "somewhere"]])

@@ -21,8 +21,11 @@ from prefixcache.cli.plan import text as plan_text
 from prefixcache.cli.plan.shapes import SHAPES
 from prefixcache.cli.text import Refused
 from prefixcache.codecs.choice import as_codec
+from prefixcache.codecs.transform.basis import read
 from prefixcache.planning.model import ModelState
 from prefixcache.planning.sizes import Sizes
+from tests.calibrated import calibrate
+from tests.serving import save_model
 
 command = importlib.import_module("prefixcache.cli.plan.command")
 TINY = Path(__file__).parent.parent / "fixtures" / "tiny-llama"
@@ -140,6 +143,114 @@ def test_a_hybrid_model_tells_what_each_boundary_takes(call):
     assert "12 windowed of 128" in done.stdout
     assert "boundary" in done.stdout
     assert "boundary" not in call("plan", "--model", TINY).stdout
+
+
+# -- with a calibration -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def basis(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model's, alone in its folder."""
+    return calibrate(TINY, tmp_path_factory.mktemp("bases"))
+
+
+@pytest.fixture(autouse=True)
+def no_bases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's own are not for these tests."""
+    monkeypatch.setenv("PREFIXCACHE_BASIS_DIR", str(tmp_path / "no bases"))
+
+
+def of_codecs(call: Any, *options: object) -> dict[str, dict[str, Any]]:
+    done = call("plan", *options, "--json")
+    assert done.exit_code == 0, done.output
+    return {codec["codec"]: codec for codec in json.loads(done.stdout)["codecs"]}
+
+
+@pytest.mark.parametrize("name", ["qwen3-8b", "llama-3.3-70b"])
+def test_without_a_basis_a_transformed_models_sizes_are_estimated_and_marked(call, name):
+    told = of_codecs(call, "--model", name, "--codec", "turboquant:4,transform,transform:3,transform:3.25,raw")
+    assert told["raw"]["transform"] is told["turboquant:4"]["transform"] is None
+    said = told["transform"]["transform"]
+    assert (said["estimate"], said["basis"], said["basis_bytes"]) == (True, None, 0)
+    assert said["layers"] == ModelState.of(SHAPES[name]).layers[0].caches
+    assert told["transform"]["spec"]["basis"] is None
+    for spec, bits in {"transform": 1.34, "transform:3": 0.83}.items():
+        assert told[spec]["ratio"] == pytest.approx(16 / bits, rel=0.04)
+    between = [told[spec]["bytes_per_token"] for spec in ("transform:3", "transform:3.25", "transform")]
+    assert between == sorted(between)
+    done = call("plan", "--model", name)
+    assert re.search(
+        r"transform:4 keeps 3\.\d times as many tokens in a GB as turboquant:4 \(an estimate\)", done.stdout
+    )
+    assert "transform:4: an estimate, as there is no basis of this model" in done.stdout
+
+
+def test_only_layers_that_keep_every_token_are_estimated_as_transformed(call):
+    told = of_codecs(call, "--model", "gpt-oss-20b", "--codec", "turboquant:4,transform:4")
+    assert told["transform:4"]["transform"]["layers"] == 12
+    assert told["transform:4"]["windows_bytes"] == pytest.approx(told["turboquant:4"]["windows_bytes"], rel=0.01)
+    assert told["transform:4"]["bytes_per_token"] < told["turboquant:4"]["bytes_per_token"] / 2.8
+
+
+def test_a_model_that_no_calibration_could_take_has_turboquants_sizes(call, tmp_path):
+    model = save_model(tmp_path / "model", "mamba")
+    told = of_codecs(call, "--model", model, "--codec", "turboquant:4,transform:4")
+    assert told["transform:4"]["transform"] == {"layers": 0, "estimate": False, "basis": None, "basis_bytes": 0}
+    assert told["transform:4"]["bytes_per_token"] == told["turboquant:4"]["bytes_per_token"]
+    done = call("plan", "--model", model)
+    assert "no layer of this model can be transformed, so the sizes are turboquant:4's" in done.stdout
+    assert "times as many tokens" not in done.stdout
+
+
+@pytest.mark.parametrize("where", ["file", "folder", "variable"])
+def test_with_a_basis_the_sizes_are_what_it_expects(call, basis, where, monkeypatch):
+    options: tuple[object, ...] = {"file": ("--basis", basis), "folder": ("--basis-dir", basis.parent)}.get(where, ())
+    if where == "variable":
+        monkeypatch.setenv("PREFIXCACHE_BASIS_DIR", str(basis.parent))
+    told = of_codecs(call, "--model", TINY, "--codec", "transform:4,transform:3,raw", *options)
+    read_back = read(basis)
+    for spec, quality in {"transform:4": 4, "transform:3": 3}.items():
+        assert told[spec]["transform"] == {
+            "layers": 6, "estimate": False, "basis": read_back.hash, "basis_bytes": read_back.nbytes,
+        }  # fmt: skip
+        headers = 40  # bytes a token of a block: those of a small model's, and its tokens
+        assert 0 < told[spec]["bytes_per_token"] - read_back.coded_bytes(quality) < headers
+    done = call("plan", "--model", TINY, *options)
+    assert f"transform:4: by basis {read_back.hash[:8]}, which takes" in done.stdout
+    assert "estimate" not in done.stdout
+
+
+def test_a_config_alone_has_no_basis_in_the_folder(call, basis, tmp_path):
+    told = of_codecs(call, "--model", TINY / "config.json", "--codec", "transform", "--basis-dir", basis.parent)
+    assert told["transform"]["transform"]["estimate"]
+
+
+def test_a_trace_is_run_with_a_transformed_model(planned, basis):
+    turboquant, estimated = planned("--codec", "turboquant:4"), planned("--codec", "transform")
+    calibrated = planned("--codec", "transform", "--basis", basis)
+    for facts in (estimated, calibrated):
+        assert facts["sizes"]["possible"]["hit_rate"] == turboquant["sizes"]["possible"]["hit_rate"]
+        assert facts["sizes"]["working_set"] < turboquant["sizes"]["working_set"]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--codec", "raw", "--basis", "/nowhere"), "--basis /nowhere: no codec needs one; add --codec transform"),
+        (("--basis", "/nowhere"), "--basis /nowhere: can't be read (No such file or directory)"),
+        (("--basis", TINY / "config.json"), "not a basis"),
+    ],
+)
+def test_a_basis_that_is_none_is_refused(call, options, told):
+    done = call("plan", "--model", TINY, *options)
+    assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
+    assert told in done.stderr
+
+
+def test_a_basis_of_another_model_is_refused_by_its_name(call, basis):
+    done = call("plan", "--model", "qwen3-8b", "--basis", basis)
+    assert done.exit_code == 2
+    assert f"--basis {basis}: of {read(basis).model}, whose layers this model doesn't have" in done.stderr
 
 
 # -- of a trace -------------------------------------------------------------------------------------------------------

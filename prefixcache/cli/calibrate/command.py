@@ -15,10 +15,14 @@ import typer
 
 from prefixcache.cli.progress import bar
 from prefixcache.cli.text import Refused, complain, console, print_json, refusing
+from prefixcache.settings import BASIS_DIR
 
 
 def calibrate(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model's folder, or its name on Hugging Face.")],
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="A model's folder, or its name on Hugging Face.", show_default=False),
+    ] = None,
     adapter_path: Annotated[str | None, typer.Option(metavar="PATH", help="The folder of a LoRA adapter.")] = None,
     text: Annotated[
         list[Path] | None,
@@ -40,6 +44,9 @@ def calibrate(
     float32: Annotated[
         bool, typer.Option("--float32", help="Cast the weights: a CPU multiplies float32 faster than half precision.")
     ] = False,
+    list_bases: Annotated[
+        bool, typer.Option("--list", help="Show the bases that are there, in place of MODEL.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="What came of it as one JSON object.")] = False,
 ) -> None:
     """Learn once what a model's keys and values are like, so that `--codec transform` can code them.
@@ -48,12 +55,17 @@ def calibrate(
 
     After Ctrl-C the same command goes on where it was. The same command again gives the same basis.
 
-    Exit code: 0 the basis is there, 2 it could not be made, 130 ended by Ctrl-C.
+    Exit code: 0 the basis is there, 2 it could not be made, 130 ended by Ctrl-C. Of --list: 0 shown, 1 a file is damaged.
     """
+    if (model is None) != list_bases:
+        complain("give either MODEL, a model's folder or name, or --list")
+        raise typer.Exit(2)
+    if model is None:
+        _list((basis_dir or BASIS_DIR).expanduser(), as_json=as_json)
+        return
     with refusing():
         from prefixcache.cli.calibrate.making import Job, Resumable, make
         from prefixcache.cli.calibrate.report import facts, screen
-        from prefixcache.settings import BASIS_DIR
 
         folder = (basis_dir or BASIS_DIR).expanduser()
         _check(folder, adapter_path)
@@ -69,6 +81,17 @@ def calibrate(
         print_json(facts(made))
     else:
         console().print(*screen(made, model, adapter_path, basis_dir), sep="\n", soft_wrap=True)
+
+
+def _list(folder: Path, *, as_json: bool) -> None:
+    from prefixcache.cli.calibrate.bases import facts_of, screen_of
+
+    listed = facts_of(folder)
+    if as_json:
+        print_json(listed)
+    else:
+        console().print(*screen_of(listed), sep="\n")
+    raise typer.Exit(1 if any(found["error"] for found in listed["bases"]) else 0)
 
 
 def _check(folder: Path, adapter: str | None) -> None:

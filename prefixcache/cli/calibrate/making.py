@@ -17,7 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import wired_limit
 
-from prefixcache.calibration.design import design, grouped
+from prefixcache.calibration.design import design
 from prefixcache.calibration.layers import eligible_layers
 from prefixcache.calibration.statistics import FISHER_PHASE, PREFILL_PHASE, SINKS, Statistics, collect
 from prefixcache.calibration.texts import default_texts, read_texts, windows
@@ -25,7 +25,7 @@ from prefixcache.cli.evaluate.measuring import Subject, load
 from prefixcache.cli.text import Refused
 from prefixcache.codecs.transform.bases import Bases
 from prefixcache.codecs.transform.basis import Basis, BasisError
-from prefixcache.codecs.transform.layer import Layer
+from prefixcache.codecs.transform.layer import Layer, grouped
 from prefixcache.identity import model_identity
 
 VERSION = 1  # of how a basis is made: another one is not found again

@@ -11,7 +11,6 @@ from rich.text import Text
 from prefixcache.calibration.statistics import FISHER
 from prefixcache.cli.calibrate.making import Made, reasons
 from prefixcache.cli.text import foreign, many, size
-from prefixcache.codecs.transform.basis import Basis
 from prefixcache.codecs.transform.codec import QUALITY
 
 METRICS = {FISHER: "by gradients of what the model says next"}
@@ -19,7 +18,7 @@ WITHOUT_GRADIENT = "by each layer's spread, since the model has no gradient"
 
 
 def facts(made: Made) -> dict[str, Any]:
-    basis, coded, fp16 = made.basis, coded_bytes(made.basis), fp16_bytes(made.basis)
+    basis, coded, fp16 = made.basis, made.basis.coded_bytes(QUALITY), made.basis.fp16_bytes
     return {
         "file": str(made.path), "hash": basis.hash, "model": basis.model, "was_there": made.was_there,
         "metric": basis.metric, "texts": basis.texts, "sinks": basis.sinks, "ram_bytes": basis.nbytes,
@@ -31,8 +30,8 @@ def facts(made: Made) -> dict[str, Any]:
 
 def screen(made: Made, model: str, adapter: str | None, basis_dir: Path | None) -> list[Text]:
     """`model`, `adapter` and `basis_dir` as they were given: a server wants the same."""
-    basis, coded, fp16 = made.basis, coded_bytes(made.basis), fp16_bytes(made.basis)
-    inside = sum(len(group.layers) for group in basis.groups)
+    basis, coded, fp16 = made.basis, made.basis.coded_bytes(QUALITY), made.basis.fp16_bytes
+    inside = basis.layers
     layers, groups = many(inside + len(made.left_out), "layer"), many(len(basis.groups), "group")
     lines = [f"{made.path}{' (was there)' * made.was_there}", f"transformed: {inside} of {layers}, in {groups}"]
     if made.left_out:
@@ -46,12 +45,3 @@ def screen(made: Made, model: str, adapter: str | None, basis_dir: Path | None) 
     words = ["prefixcache", "serve", "--model", model, *(["--adapter-path", adapter] if adapter else [])]
     words += ["--codec", "transform", *(["--basis-dir", str(basis_dir)] if basis_dir else [])]
     return [foreign(line) for line in (*lines, f"next: {shlex.join(words)}")]
-
-
-def coded_bytes(basis: Basis) -> float:
-    """Of a token in the transformed layers, on average: heads and words."""
-    return sum(2 * (1 + group.row_words(QUALITY)) for group in basis.groups)
-
-
-def fp16_bytes(basis: Basis) -> int:
-    return sum(2 * group.channels for group in basis.groups)

@@ -36,7 +36,7 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Everything as one JSON object.")] = False,
     everything: Annotated[bool, typer.Option("--all", help=f"Show all, not the first {ROWS} lines of each.")] = False,
     kernels: Annotated[
-        bool, typer.Option("--kernels", help="Which code runs TurboQuant on this machine, in place of DIR.")
+        bool, typer.Option("--kernels", help="Which code runs the codecs on this machine, in place of DIR.")
     ] = False,
 ) -> None:
     """Show what is in a directory, by model: tokens, sizes, age, last use, hits.
@@ -70,13 +70,16 @@ def _of_model(whole: Survey, name: str | None) -> Survey:
 
 
 def _show_kernels(as_json: bool) -> None:
-    from prefixcache.codecs.turboquant.backends import describe as code_paths  # needs MLX, which the rest does not
+    # They need MLX, which the rest does not.
+    from prefixcache.codecs.transform.backends import describe as entropy_coder
+    from prefixcache.codecs.turboquant.backends import describe as code_paths
 
     if as_json:
-        print_json({"kernels": code_paths()})
-    else:
-        for device, code in code_paths().items():
-            console().print(f"TurboQuant, {device}: {code}")
+        print_json({"kernels": code_paths(), "entropy_coder": entropy_coder()})
+        return
+    for device, code in code_paths().items():
+        console().print(f"TurboQuant, {device}: {code}")
+    console().print(f"transform, entropy coder, cpu: {entropy_coder()}")
 
 
 def _show(out: Console, facts: Facts, limit: int | None) -> None:

@@ -20,13 +20,13 @@ from prefixcache.cli.plan.shapes import SHAPES
 from prefixcache.cli.plan.text import screen
 from prefixcache.cli.progress import bar
 from prefixcache.cli.text import Refused, complain, console, print_json, refusing
-from prefixcache.settings import Settings, parse_size
+from prefixcache.settings import BASIS_DIR, Settings, parse_size
 
 if TYPE_CHECKING:
     from prefixcache.planning.model import ModelState
     from prefixcache.planning.sizes import Sizes
 
-CODECS = ("raw", "affine:4", "turboquant:4", "turboquant:4:3", "turboquant:3")
+CODECS = ("raw", "affine:4", "turboquant:4", "turboquant:4:3", "turboquant:3", "transform:4")
 DEFAULT_CODEC = "turboquant:4"  # as `Settings` has it
 SMALLEST, LARGEST = 1e-6, 1e12  # of a rate or a price
 PARALLEL_IDS = 500_000  # ids to simulate, in all, from which processes of their own are worth their start
@@ -95,6 +95,13 @@ def plan(
     ssd_admission: Annotated[
         Values, typer.Option(metavar="NAMES", help=f"When an image is written to the SSD: {', '.join(ADMISSIONS)}.")
     ] = None,
+    basis: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The model's basis, for codec transform; else it is looked for.")
+    ] = None,
+    basis_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", envvar="PREFIXCACHE_BASIS_DIR", help="Where it is looked for, by the weights."),
+    ] = None,
     block: Annotated[int | None, typer.Option(min=1, help="Tokens that an id of the trace stands for.")] = None,
     first: Annotated[int | None, typer.Option(min=1, metavar="N", help="Only the trace's first N requests.")] = None,
     prefill_rate: Annotated[float, typer.Option(metavar="TOKENS", help="Tokens that the model reads a second.")] = 1000,
@@ -149,7 +156,7 @@ def plan(
             if simulation and simulation.rams == simulation.ssds == [0]:
                 raise Refused("--ram 0 with --ssd 0: nothing could be kept; give at least one of them a size")
             with _quiet_log():
-                facts = _plan(model, _listed(codec), simulation, assumed)
+                facts = _plan(model, _listed(codec), simulation, assumed, basis, basis_dir or BASIS_DIR)
     except KeyboardInterrupt:
         complain("plan: stopped by SIGINT")
         raise typer.Exit(130) from None
@@ -220,15 +227,17 @@ def _model(name: str) -> ModelState:
 # -- the work ---------------------------------------------------------------------------------------------------------
 
 
-def _plan(model: str, specs: list[str], simulation: Simulation | None, assumed: Assumed) -> Facts:
+def _plan(
+    model: str, specs: list[str], simulation: Simulation | None, assumed: Assumed, basis: Path | None, basis_dir: Path
+) -> Facts:
     from prefixcache import __version__
+    from prefixcache.cli.plan.bases import Where, sizes_of
     from prefixcache.cli.plan.facts import codec_facts, mac_facts, model_facts
     from prefixcache.codecs.choice import as_codec
-    from prefixcache.planning.sizes import Sizes
 
     codecs = {spec: codec for spec in specs or CODECS if (codec := as_codec(spec)) is not None}
     state = _model(model)
-    sizes = {spec: Sizes(state, codec) for spec, codec in codecs.items()}
+    sizes = sizes_of(codecs, model, state, Where(basis, basis_dir))
     facts: Facts = {
         "prefixcache": __version__, "model": model_facts(state),
         "codecs": [codec_facts(spec, of) for spec, of in sizes.items()], "macs": mac_facts(state, sizes),

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from prefixcache.cli.plan.text import settings_of
+from prefixcache.codecs.choice import as_codec
+from prefixcache.codecs.transform.codec import Calibrated, Transform
 from prefixcache.planning import advice
 from prefixcache.planning.advice import Prices, Rates
 from prefixcache.planning.bound import Bound
@@ -19,6 +21,7 @@ from prefixcache.planning.model import ModelState
 from prefixcache.planning.outcome import Outcome
 from prefixcache.planning.sizes import Sizes
 from prefixcache.planning.sweep import Cell
+from prefixcache.planning.typical_basis import TypicalBasis
 from prefixcache.settings import Settings, ram_auto
 from prefixcache.trace.reading import Summary, Trace
 
@@ -50,15 +53,35 @@ def model_facts(state: ModelState) -> Facts:
 
 
 def codec_facts(name: str, sizes: Sizes) -> Facts:
-    """What a model's state takes with a codec. `windows` and `snapshot` are a boundary's, beside the tokens' own bytes."""
+    """What a model's state takes with a codec. `windows` and `snapshot` are a boundary's, beside the tokens' own bytes.
+
+    `transform`: None of another codec; else how many layers are transformed, and by which basis, which takes so many bytes of
+    RAM; without one the sizes are an estimate.
+    """
     return {
-        "codec": name, "spec": sizes.codec.spec(), "live_bytes_per_token": sizes.raw_bytes_per_token,
+        "codec": name, "spec": sizes.codec.spec() | ({"basis": None} if _is_estimate(sizes) else {}),
+        "transform": _transform_facts(name, sizes), "live_bytes_per_token": sizes.raw_bytes_per_token,
         "bytes_per_token": sizes.bytes_per_token, "ratio": sizes.ratio,
         "ram_bytes_per_token": sizes.ram_bytes_per_token, "tokens_per_gb": int(1e9 / sizes.ram_bytes_per_token),
         "windows_bytes": sizes.most_windows_bytes, "snapshot_bytes": sizes.snapshot_bytes(PROMPTS[0] - 256, 256),
         "prompts": [{"tokens": tokens, "bytes": sizes.prompt_bytes(tokens)} for tokens in PROMPTS],
         "raw_layers": list(sizes.plan.raw),
     }  # fmt: skip
+
+
+def _transform_facts(name: str, sizes: Sizes) -> Facts | None:
+    if not isinstance(as_codec(name), Transform):
+        return None
+    layers = sum(len(joined.coder.group.layers) for joined in sizes.plan.joined)
+    basis = sizes.codec.basis if isinstance(sizes.codec, Calibrated) and not _is_estimate(sizes) else None
+    return {
+        "layers": layers, "estimate": _is_estimate(sizes), "basis": basis and basis.hash,
+        "basis_bytes": basis.nbytes if basis else 0,
+    }  # fmt: skip
+
+
+def _is_estimate(sizes: Sizes) -> bool:
+    return isinstance(sizes.codec, Calibrated) and isinstance(sizes.codec.basis, TypicalBasis)
 
 
 def mac_facts(state: ModelState, codecs: dict[str, Sizes]) -> list[Facts]:

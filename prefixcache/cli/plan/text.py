@@ -14,6 +14,7 @@ from prefixcache.cli.tables import NONE, Grid, table
 from prefixcache.cli.text import foreign, many, size
 
 CHOSEN = "*"  # beside the size that is recommended
+TURBOQUANT = "turboquant:4"  # what transform is compared with
 DEFAULTS = {"policy": "lru", "ssd_admission": "always"}  # left out where a size is named
 
 Facts = dict[str, Any]
@@ -37,7 +38,8 @@ def sections(facts: Facts) -> list[Section]:
             parts.append(Section("What money buys", grids=[_front_grid(facts)]))
             parts.append(Section("Waiting and wear", grids=[_waiting_grid(facts)]))
         parts.append(Section("What this assumes", notes=_trace_notes(facts)))
-    parts.append(Section("What the model's state takes", [_model_line(facts)], [_codec_grid(facts)]))
+    lines = [_model_line(facts), *_transform_lines(facts)]
+    parts.append(Section("What the model's state takes", lines, [_codec_grid(facts)]))
     parts.append(Section("What a Mac could keep", grids=[_mac_grid(facts)], notes=_model_notes(facts)))
     return parts
 
@@ -166,13 +168,20 @@ def _has_boundaries(facts: Facts) -> bool:
 def _mac_grid(facts: Facts) -> Grid:
     """What Macs keep beside the weights."""
     headings = ["Mac with", 'ram=\n"auto"', "room\nbeside\nweights"]
-    headings += [codec["codec"].replace(":", "\n", 1) for codec in facts["codecs"]]
+    headings += [_narrow(codec["codec"]) for codec in facts["codecs"]]
     rows = []
     for mac in facts["macs"]:
         room = [size(mac[name]) if mac[name] else NONE for name in ("auto", "room")]
         tokens = [count(codec["tokens"]) if codec["tokens"] else NONE for codec in mac["tokens"]]
         rows.append([_memory(mac["memory"]), *room, *tokens])
     return Grid(headings, rows)
+
+
+def _narrow(codec: str) -> str:
+    """A codec's name in lines, so that all columns fit in 80."""
+    name, _, numbers = codec.partition(":")
+    name = name.replace("turboquant", "turbo-\nquant").replace("transform", "trans-\nform")
+    return f"{name}\n{numbers}" if numbers else name
 
 
 def _model_notes(facts: Facts) -> list[str]:
@@ -190,7 +199,30 @@ def _model_notes(facts: Facts) -> list[str]:
     for codec in facts["codecs"]:
         if codec["raw_layers"]:
             notes.append(f"{codec['codec']}: keys or values of {many(len(codec['raw_layers']), 'layer')} are kept raw.")
-    return notes
+    return notes + [note for codec in facts["codecs"] if codec["transform"] for note in _transform_notes(codec)]
+
+
+def _transform_notes(codec: Facts) -> list[str]:
+    name, transform = codec["codec"], codec["transform"]
+    if not transform["layers"]:
+        return [f"{name}: no layer of this model can be transformed, so the sizes are {TURBOQUANT}'s."]
+    if transform["estimate"]:
+        return [
+            f"{name}: an estimate, as there is no basis of this model: as many bits a value as SmolLM2-135M's rows have. "
+            "prefixcache calibrate MODEL makes one, with the model's own numbers."
+        ]
+    return [f"{name}: by basis {transform['basis'][:8]}, which takes {size(transform['basis_bytes'])} of the RAM."]
+
+
+def _transform_lines(facts: Facts) -> list[str]:
+    """How many more tokens fit than with TurboQuant, where both are compared."""
+    tokens = {codec["codec"]: codec["tokens_per_gb"] for codec in facts["codecs"]}
+    return [
+        f"{codec['codec']} keeps {codec['tokens_per_gb'] / tokens[TURBOQUANT]:.1f} times as many tokens in a GB as "
+        f"{TURBOQUANT}{' (an estimate)' * codec['transform']['estimate']}"
+        for codec in facts["codecs"]
+        if TURBOQUANT in tokens and codec["transform"] and codec["transform"]["layers"]
+    ]
 
 
 # -- the trace --------------------------------------------------------------------------------------------------------

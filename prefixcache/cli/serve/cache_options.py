@@ -65,7 +65,7 @@ def values_of(name: str, field: FieldInfo) -> str | None:
     """What a flag's value looks like, in a word; None for a flag that takes none."""
     if any(isinstance(of, BeforeValidator) for of in field.metadata):
         return "SIZE"
-    if Path in get_args(field.annotation):
+    if field.annotation is Path or Path in get_args(field.annotation):
         return "DIR" if name.endswith("_dir") else "FILE"
     if field.annotation is bool:
         return None

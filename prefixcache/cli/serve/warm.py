@@ -141,8 +141,9 @@ def _read(files: list[Path]) -> list[Prompt]:
 
 
 class Source(NamedTuple):
-    """A model's folder and its adapter's, its name in the cache, and how its tokenizer is to be made."""
+    """A model as it was given, its folder and its adapter's, its name in the cache, and how its tokenizer is to be made."""
 
+    model: str
     folder: Path
     adapter: str | None
     name: str
@@ -177,7 +178,7 @@ def _find(model: str | None, adapter: str | None, config: dict[str, Any]) -> Sou
         folder = _download(model)
     adapter = str(Path(adapter).expanduser()) if adapter is not None else None
     try:
-        return Source(folder, adapter, model_identity(folder, adapter), config)
+        return Source(model, folder, adapter, model_identity(folder, adapter), config)
     except (OSError, ValueError) as error:
         raise NotWarmed(str(error)) from error
 
@@ -220,6 +221,7 @@ def _warm(settings: Settings, source: Source, sequences: list[Sequence], step_si
     """Warm them, and count those that the directory doesn't hold whole, as the next process will find it."""
     from mlx_lm.generate import wired_limit
 
+    from prefixcache.servers.calibrated import calibration_of
     from prefixcache.servers.warming import unkept, warm_sequences
 
     total = sum(len(sequence.tokens) for sequence in sequences)
@@ -236,6 +238,7 @@ def _warm(settings: Settings, source: Source, sequences: list[Sequence], step_si
             check()
 
         with _open(settings) as cache:
+            calibration_of(cache, source.name, source.model, source.adapter)
             try:
                 done = warm_sequences(
                     cache, load, sequences, model=source.name, prefill_step_size=step_size, progress=progress

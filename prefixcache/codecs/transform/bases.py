@@ -31,7 +31,7 @@ class Bases:
     def of_model(self, model: str) -> Basis | None:
         """The basis of a model, by its identity; of several the file that was written last. None where there is none."""
         wanted = _weights(model)
-        for path in self._files():
+        for path in self.files():
             try:
                 if _weights(model_of(path)) == wanted:
                     basis = self._read(path)
@@ -58,7 +58,17 @@ class Bases:
 
     def path_of(self, digest: str) -> Path | None:
         """The file that is called after this hash; None where there is none."""
-        return next((path for path in self._files() if path.name.endswith(f"{digest}{SUFFIX}")), None)
+        return next((path for path in self.files() if path.name.endswith(f"{digest}{SUFFIX}")), None)
+
+    def files(self) -> list[Path]:
+        """Newest first. A pipe would wait for its writer: only plain files count."""
+        dated = []
+        for path in self.folder.glob(f"*{SUFFIX}"):
+            with contextlib.suppress(OSError):
+                status = path.stat()
+                if stat.S_ISREG(status.st_mode):
+                    dated.append((-status.st_mtime_ns, path))
+        return [path for _, path in sorted(dated)]
 
     def save(self, data: bytes) -> Path:
         """Write a basis's bytes to its file, durably, unless it is there already. BasisError for bytes that are none."""
@@ -81,16 +91,6 @@ class Bases:
             raise
         _sync(self.folder)
         return path
-
-    def _files(self) -> list[Path]:
-        """Newest first. A pipe would wait for its writer: only plain files count."""
-        dated = []
-        for path in self.folder.glob(f"*{SUFFIX}"):
-            with contextlib.suppress(OSError):
-                status = path.stat()
-                if stat.S_ISREG(status.st_mode):
-                    dated.append((-status.st_mtime_ns, path))
-        return [path for _, path in sorted(dated)]
 
     def _read(self, path: Path) -> Basis:
         """A basis whose name is its content's."""

@@ -22,13 +22,12 @@ import safetensors
 import safetensors.numpy
 
 from prefixcache.codecs.interchange import FLOATS, Array
-from prefixcache.codecs.transform.layer import Layer
+from prefixcache.codecs.transform.layer import MOST_CHANNELS, Layer
 from prefixcache.codecs.transform.rotation import Rotation
 from prefixcache.codecs.transform.tables import Tables, class_of
 
 FORMAT = "1"
 SUFFIX = ".safetensors"
-MOST_CHANNELS = 8192
 LEAST_QUALITY, MOST_QUALITY = 1.0, 6.0
 QUALITIES = np.arange(LEAST_QUALITY, MOST_QUALITY + 0.5, 0.5)  # for which a basis says how long rows are
 NEVER = 2.0**-3  # a component that spreads over fewer steps is left out: one value in 10**5 would not be zero
@@ -123,6 +122,20 @@ class Basis:
         self.nbytes = sum(array.nbytes for group in self.groups for array in (group.vectors, group.mean, group.spreads))
         self.nbytes += 2 * sum(part.nbytes for group in self.groups for pair in group.factors for part in pair)
         self.nbytes += self.tables.symbols.nbytes + self.tables.costs.nbytes
+
+    @property
+    def layers(self) -> int:
+        """How many layers are transformed."""
+        return len(self._places)
+
+    def coded_bytes(self, quality: float) -> float:
+        """What a token takes in the transformed layers, on average: heads and words."""
+        return sum(2 * (1 + group.row_words(quality)) for group in self.groups)
+
+    @property
+    def fp16_bytes(self) -> int:
+        """What a token takes there in fp16."""
+        return sum(2 * group.channels for group in self.groups)
 
     def place_of(self, layer: int) -> tuple[int, Layer] | None:
         """The number of the group that a layer is in, and what it says of it."""
@@ -292,5 +305,5 @@ def summary(basis: Basis) -> Mapping[str, Any]:
     """What a person wants to know of it."""
     return {
         "model": basis.model, "hash": basis.hash, "metric": basis.metric, "texts": basis.texts,
-        "layers": sum(len(group.layers) for group in basis.groups), "groups": len(basis.groups), "bytes": basis.nbytes,
+        "layers": basis.layers, "groups": len(basis.groups), "bytes": basis.nbytes,
     }  # fmt: skip

@@ -1,10 +1,14 @@
-"""A layer whose keys and values are transformed: what a calibration finds and a basis says of it."""
+"""A layer whose keys and values are transformed: what a calibration finds and a basis says of it. And which are joined."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from prefixcache.codecs.transform.rotation import Rotation
+
+CHANNELS = 2048  # of a group, at most: layers are joined while they have fewer
+MOST_CHANNELS = 8192  # of a layer that is a group by itself
 
 
 class Layer(NamedTuple):
@@ -21,3 +25,20 @@ class Layer(NamedTuple):
     def channels(self) -> int:
         """Values of a token: its keys of all heads, and its values."""
         return self.heads * (self.key_width + self.value_width)
+
+
+def grouped(layers: Sequence[Layer], channels: int = CHANNELS) -> tuple[list[list[Layer]], dict[int, str]]:
+    """Neighbours of one dtype, joined up to so many channels; and why a layer is in no group."""
+    groups: list[list[Layer]] = []
+    refused = {}
+    for layer in layers:
+        if layer.channels > MOST_CHANNELS:
+            refused[layer.index] = f"{layer.channels} channels, more than {MOST_CHANNELS}"
+            continue
+        last = groups[-1] if groups else []
+        alike = bool(last) and last[0].dtype == layer.dtype
+        if alike and sum(other.channels for other in last) + layer.channels <= channels:
+            last.append(layer)
+        else:
+            groups.append([layer])
+    return groups, refused

@@ -25,6 +25,7 @@ from mlx_lm.generate import BatchGenerator, stream_generate
 
 from prefixcache.cache import PrefixCache, usable_memory
 from prefixcache.keys import as_tokens
+from prefixcache.servers.calibrated import calibration_of
 from prefixcache.servers.in_flight import Admission, Computing
 from prefixcache.servers.mlx_lm.answers import Answers, Ended
 from prefixcache.servers.mlx_lm.prefill import Blockwise, RequestBatches
@@ -132,9 +133,12 @@ class Generator(upstream.ResponseGenerator):
         if cache.settings.ram == "auto":
             cache.resize(ram=ram_auto(usable_memory(), weights))
         stats = cache.stats()
+        calibration = calibration_of(cache, name, *map(str, filter(None, model_key[:2])))
         self.model = (
             f"model {model_key[0]}: {name}, {weights / 1e9:.2f} GB of weights; "
             f"RAM budget {stats.ram_limit / 1e9:.2f} GB (ram={stats.ram_setting})"
+            + f"; {calibration}"
+            * bool(calibration)
         )
         if self.ready.is_set():
             log.info("%s", self.model)

@@ -1,0 +1,63 @@
+"""What `prefixcache calibrate --list` says of the folder of bases: each file that is one, and of others why they are none."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from prefixcache.cli.tables import Grid, table
+from prefixcache.cli.text import age, foreign, size
+from prefixcache.codecs.transform.bases import Bases
+from prefixcache.codecs.transform.basis import SUFFIX, BasisError, read, summary
+from prefixcache.codecs.transform.codec import QUALITY
+
+Facts = dict[str, Any]
+
+
+def facts_of(folder: Path) -> Facts:
+    """The files, newest first: a server takes a model's first. `error` is None of a basis, and the reason of others."""
+    return {"folder": str(folder), "now": time.time(), "bases": list(map(_facts, Bases(folder).files()))}
+
+
+def _facts(path: Path) -> Facts:
+    found: Facts = {"file": path.name, "written": None, "error": None, "basis": None}
+    try:
+        found["written"] = path.stat().st_mtime
+        basis = read(path)
+        if not path.name.endswith(f"{basis.hash}{SUFFIX}"):
+            raise BasisError("its content is not what its name says; delete it and calibrate again")
+        ratio = basis.fp16_bytes / basis.coded_bytes(QUALITY)
+        found["basis"] = {**summary(basis), "quality": QUALITY, "ratio": ratio}
+    except BasisError as error:
+        found["error"] = str(error)
+    except OSError as error:
+        found["error"] = f"can't be read ({error.strerror})"
+    return found
+
+
+def screen_of(facts: Facts) -> list[Table | Text]:
+    files = facts["bases"]
+    if not files:
+        return [foreign(f"{facts['folder']}: no basis; prefixcache calibrate MODEL makes one")]
+    parts: list[Table | Text] = [foreign(facts["folder"])]
+    rows = [_row(found, facts["now"]) for found in files if found["basis"]]
+    if rows:
+        headings = ["model", "hash", "layers in\ngroups", "RAM", "smaller", "metric", "age"]
+        parts.append(table(Grid(headings, rows)))
+        parts.append(
+            foreign(f"smaller: a transformed token than in fp16, at quality {QUALITY:g}, as calibrated.", "dim")
+        )
+    return parts + [foreign(f"{found['file']}: {found['error']}", "red") for found in files if found["error"]]
+
+
+def _row(found: Facts, now: float) -> list[str]:
+    basis = found["basis"]
+    return [
+        basis["model"].partition("@")[0], basis["hash"][:8], f"{basis['layers']} in {basis['groups']}",
+        size(basis["bytes"]), f"{basis['ratio']:.1f} x", basis["metric"],
+        age(found["written"], now),
+    ]  # fmt: skip

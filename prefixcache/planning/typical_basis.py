@@ -1,0 +1,62 @@
+"""In the place of a model's basis that isn't here: groups of its plain layers, whose rows are as long as is typical.
+
+It says sizes and codes nothing. `sizes` and the simulator take the codec that it makes like any other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from prefixcache.codecs import Codec
+from prefixcache.codecs.transform.basis import QUALITIES, Basis, LayerGroup
+from prefixcache.codecs.transform.codec import TYPICAL_BITS, Calibrated, Transform
+from prefixcache.codecs.transform.layer import Layer, grouped
+from prefixcache.codecs.transform.rotation import NO_ROTATION
+from prefixcache.codecs.transform.tables import first_guess
+from prefixcache.codecs.turboquant.codec import is_latent
+from prefixcache.layers.adapters import PLAIN_CACHE
+from prefixcache.layers.image_layout import Plan
+
+HASH = "0" * 32  # no file's
+
+
+class TypicalBasis(Basis):
+    """The basis that a model with these layers could have. `nbytes` is 0: nobody holds it in RAM."""
+
+    def __init__(self, layers: list[Layer]):
+        groups, _ = grouped(layers)
+        self.hash, self.model, self.metric, self.texts, self.sinks = HASH, "", "", "", 0
+        self.tables, self.nbytes = first_guess(), 0
+        self.groups = tuple(map(_group, groups))
+
+
+def typical(codec: Codec, plan: Plan) -> Codec:
+    """A `Transform` as it is for a model with a basis, whose layers a plan has; another codec as it is, and a `Transform`
+    where no layer could be transformed.
+    """
+    if not isinstance(codec, Transform):
+        return codec
+    basis = TypicalBasis(_plain_layers(plan))
+    return Calibrated(codec.quality, codec.otherwise, basis) if basis.groups else codec.otherwise
+
+
+def _plain_layers(plan: Plan) -> list[Layer]:
+    """Those that a calibration may take: plain caches of keys and values, no latents."""
+    caches, layers = Counter(plan.layer_of), []
+    for leaf, index in zip(plan.leaves, plan.layer_of, strict=True):
+        if leaf["class"] != PLAIN_CACHE or caches[index] > 1 or not leaf["streams"]:
+            continue
+        (_, _, heads, key_width, dtype, _), (_, _, value_heads, value_width, value_dtype, _) = leaf["streams"]
+        if (heads, dtype) == (value_heads, value_dtype) and not is_latent(heads, key_width, value_width):
+            layers.append(Layer(index, heads, key_width, value_width, dtype, NO_ROTATION))
+    return layers
+
+
+def _group(layers: list[Layer]) -> LayerGroup:
+    channels = sum(layer.channels for layer in layers)
+    bits = np.interp(QUALITIES, list(TYPICAL_BITS), list(TYPICAL_BITS.values()))
+    words = np.maximum(bits * channels / 16 - 1, 0).astype(np.float32)  # without the head
+    none = np.zeros(0, np.float32)
+    return LayerGroup(tuple(layers), np.zeros(channels, np.float32), (), np.zeros((channels, 0)), none, words)

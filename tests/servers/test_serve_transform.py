@@ -1,0 +1,147 @@
+"""`prefixcache serve --codec transform` and `warm` as processes: with a basis of the model, and without one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefixcache import model_identity
+from prefixcache.cli import app
+from prefixcache.codecs.transform import bases
+from prefixcache.codecs.transform.basis import read
+from tests import forked
+from tests.calibrated import calibrate
+from tests.families import MLX_LM_0_31
+from tests.serving import TINY, Server, ask, chat, save_adapter, save_model, serve, serving, starting, text
+
+LIMITS = ("--ram", "200MB", "--codec", "transform")
+SYSTEM, QUESTIONS = text(600, "transform"), [text(20, f"question {turn}") for turn in range(2)]
+
+
+@pytest.fixture(scope="module")
+def basis(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of tiny-llama, alone in its folder."""
+    return calibrate(TINY, tmp_path_factory.mktemp("bases"))
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PREFIXCACHE_BASIS_DIR", raising=False)
+    monkeypatch.setattr(bases, "_loaded", {})
+
+
+def model_line(server: Server) -> str:
+    """What the log says at the start of the model."""
+    (line,) = [line for line in server.said().splitlines() if " - model " in line]
+    return line
+
+
+def warnings_of(said: str) -> list[str]:
+    return [line for line in said.splitlines() if "no basis of model" in line]
+
+
+def images(directory: Path) -> int:
+    """Bytes of the images of rows."""
+    return sum(file.stat().st_size for file in (directory / "rows").rglob("*.safetensors"))
+
+
+def test_answers_are_the_same_from_ram_and_after_a_restart_from_ssd(basis, tmp_path):
+    flags = ["--model", TINY, "--basis-dir", basis.parent, "--ssd-dir", tmp_path / "ssd"]
+    with serving(tmp_path / "first.log", *flags, limits=LIMITS) as first:
+        cold = chat(first, SYSTEM, QUESTIONS)
+        again = chat(first, SYSTEM, QUESTIONS)
+        said = model_line(first)
+    found = read(basis)
+    ratio = found.fp16_bytes / found.coded_bytes(4)
+    assert f"codec transform quality 4 basis {found.hash[:8]}: 6 layers transformed, {ratio:.1f} times smaller" in said
+    assert cold[0].cached == 0
+    assert cold[1].cached >= 256
+    assert [answer.text for answer in again] == [answer.text for answer in cold]
+    assert again[0].cached >= 512  # its tail has grown into the second turn's block
+    assert again[1].computed == 1
+    with serving(tmp_path / "second.log", *flags, limits=LIMITS) as second:
+        restarted = chat(second, SYSTEM, QUESTIONS)
+    assert [answer.text for answer in restarted] == [answer.text for answer in cold]
+    assert restarted[0].cached >= 512
+    assert restarted[1].computed == 1
+
+
+def test_what_is_stored_is_smaller_than_with_turboquant(basis, tmp_path):
+    stored = {}
+    for codec in ("transform:3", "turboquant:4"):
+        directory = tmp_path / codec.replace(":", "-")
+        flags = ["--model", TINY, "--basis-dir", basis.parent, "--ssd-dir", directory]
+        with serving(tmp_path / "log", *flags, limits=("--ram", "200MB", "--codec", codec)) as server:
+            assert ask(server, [{"role": "user", "content": text(1200, "stored")}]).prompt > 1024
+        stored[codec] = images(directory)
+    assert 0 < stored["transform:3"] < 0.8 * stored["turboquant:4"]
+
+
+@pytest.mark.parametrize("with_adapter", [False, True])
+def test_without_a_basis_one_line_says_what_to_run_and_rows_are_turboquants(tmp_path, with_adapter):
+    model, folder = save_model(tmp_path / "a model"), tmp_path / "bases"
+    adapter = save_adapter(tmp_path / "adapter", model) if with_adapter else None
+    more = ["--adapter-path", adapter] if adapter else []
+    with starting(serve, tmp_path / "log", *LIMITS, "--model", model, "--basis-dir", folder, *more) as server:
+        server.ready()
+        prompt = [{"role": "user", "content": text(300, "without")}]
+        first = ask(server, prompt)
+        assert ask(server, prompt) == first._replace(cached=first.prompt - 1)
+        line, said = model_line(server), server.said()
+        assert server.end() == 0
+    (warning,) = warnings_of(said)
+    adapted = f" --adapter-path {adapter}" if adapter else ""
+    assert f"no basis of model {model_identity(model, adapter)} in {folder}" in warning
+    assert f"run `prefixcache calibrate '{model}'{adapted} --basis-dir {folder}` and start again" in warning
+    assert "coded by turboquant k4 v4" in warning
+    assert "codec turboquant k4 v4" in line
+
+
+@pytest.mark.skipif(MLX_LM_0_31, reason="its server forgets the adapter of the command line")
+def test_an_adapters_basis_is_used_with_it_and_not_without(tmp_path):
+    model = save_model(tmp_path / "model")
+    adapter = save_adapter(tmp_path / "adapter", model)
+    found = calibrate(model, tmp_path / "bases", adapter)
+    flags = ["--model", model, "--basis-dir", found.parent]
+    with serving(tmp_path / "with.log", *flags, "--adapter-path", adapter, limits=LIMITS) as server:
+        assert f"basis {found.stem[-32:][:8]}" in model_line(server)
+    with starting(serve, tmp_path / "without.log", *LIMITS, *flags) as server:
+        assert len(warnings_of(server.ready().said())) == 1
+
+
+def test_a_basis_that_ram_has_no_room_for_is_left_and_said(basis, tmp_path):
+    flags = ["--ram", "150kB", "--codec", "transform", "--model", TINY, "--basis-dir", basis.parent]
+    with starting(serve, tmp_path / "log", *flags) as server:
+        server.ready()
+        assert "and there are not so many: its rows are coded by" in server.said()
+        assert "codec turboquant k4 v4" in model_line(server)
+        assert warnings_of(server.said()) == []
+        assert server.end() == 0
+
+
+def warm(arguments: list[str]) -> None:
+    app(["warm", *arguments], prog_name="prefixcache")
+
+
+def test_what_was_warmed_with_a_basis_a_server_hits(basis, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    system: dict[str, Any] = {"role": "system", "content": SYSTEM}
+    prompts.write_text(json.dumps({"messages": [system]}))
+    flags = ["--model", TINY, "--basis-dir", basis.parent, "--ssd-dir", tmp_path / "ssd", *LIMITS]
+    done = forked.run(warm, *flags, "--ssd", "200MB", prompts)
+    assert (done.returncode, done.stderr) == (0, "")
+    with serving(tmp_path / "log", *flags, limits=()) as server:
+        assert ask(server, [system, {"role": "user", "content": "Begin."}]).cached >= 512
+
+
+def test_warm_without_a_basis_says_what_to_run(tmp_path):
+    model, prompts = save_model(tmp_path / "model"), tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": text(300)}))
+    flags = ["--model", model, "--basis-dir", tmp_path / "bases", "--ssd-dir", tmp_path / "ssd", *LIMITS]
+    done = forked.run(warm, *flags, "--ssd", "200MB", prompts)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert f"run `prefixcache calibrate {model} --basis-dir {tmp_path / 'bases'}` and start again" in line
