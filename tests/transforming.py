@@ -88,5 +88,7 @@ def prompt(count: int, seed: int) -> list[int]:
 def uneven_basis(identity: str, layers: int = 2) -> bytes:
     """A basis of what `states.uneven` makes: one head of 32 values a layer, float32, all in one group."""
     tokens = prompt(2000, 3)
-    rows = [tuple(states.uneven_rows(tokens, at)[0, 0] for at in (layer, layer + 7)) for layer in range(layers)]
+    rows = [
+        tuple(states.uneven_rows(tokens, at)[0].swapaxes(0, 1) for at in (layer, layer + 7)) for layer in range(layers)
+    ]
     return basis_of(identity, [rows])
