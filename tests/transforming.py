@@ -12,17 +12,15 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from prefixcache.calibration.design import design, grouped
 from prefixcache.calibration.layers import eligible_layers
-from prefixcache.calibration.statistics import GroupStatistics, Statistics, collect
+from prefixcache.calibration.statistics import collect
 from prefixcache.codecs.transform.bases import Bases
-from prefixcache.codecs.transform.layer import Layer
-from prefixcache.codecs.transform.rotation import NO_ROTATION
 from tests import states
 from tests.families import BASE, FAMILIES, WIDE, _build
+from tools.soak.bases import basis_of
 
 SINKS = 4
 VOCABULARY = 128
@@ -88,16 +86,9 @@ def prompt(count: int, seed: int) -> list[int]:
 
 @cache
 def uneven_basis(identity: str, layers: int = 2) -> bytes:
-    """A basis of what `states.uneven` makes: one head of 32 values a layer, float32, no RoPE."""
+    """A basis of what `states.uneven` makes: one head of 32 values a layer, float32, all in one group."""
     tokens = prompt(2000, 3)
-    parts, described = [], []
-    for index in range(layers):
-        parts += [states.uneven_rows(tokens, index)[0, 0], states.uneven_rows(tokens, index + 7)[0, 0]]
-        described.append(Layer(index, 1, 32, 32, "float32", NO_ROTATION))
-    rows = np.concatenate(parts, axis=1).astype(np.float64)
-    group = GroupStatistics(
-        tuple(described), rows.mean(axis=0), np.cov(rows.T, bias=True).astype(np.float32), rows.astype(np.float16)
-    )
-    blocks = {(layer.index, part): np.eye(32)[None] for layer in described for part in ("keys", "values")}
-    statistics = Statistics(len(tokens), tuple(described), (group,), "spread", blocks)
-    return design(statistics, identity, "rolling hashes", SINKS).data
+    rows = [
+        tuple(states.uneven_rows(tokens, at)[0].swapaxes(0, 1) for at in (layer, layer + 7)) for layer in range(layers)
+    ]
+    return basis_of(identity, [rows])

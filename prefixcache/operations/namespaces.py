@@ -11,6 +11,7 @@ from typing import Any
 from prefixcache.blocks.budget import Reservation
 from prefixcache.codecs import Codec, codec_from_spec
 from prefixcache.codecs.transform.bases import Bases
+from prefixcache.codecs.transform.basis import Basis
 from prefixcache.codecs.transform.codec import Calibrated, Transform
 from prefixcache.keys import canonical, root_key
 from prefixcache.layers.image_layout import Plan
@@ -147,16 +148,21 @@ class Namespaces:
         """The codec, once RAM has room for its basis; without it what codes the rows otherwise."""
         if not isinstance(codec, Calibrated) or codec.basis.hash in self._reserved:
             return codec
-        nbytes, ram = codec.basis.nbytes, self._storage.ram
-        taken = nbytes + sum(reservation.left for reservation in self._reserved.values())
-        room = ram.reserve(nbytes, 0) if taken <= ram.configured // BASES_SHARE else None
+        room = reserve_basis(self._storage, codec.basis, sum(reserved.left for reserved in self._reserved.values()))
         if room is None:
             log.warning(
-                "the basis of model %r takes %d bytes of RAM, and bases have 1/%d of %d bytes, with images in the rest: its "
-                "rows are coded by %s; give %s",
-                model, nbytes, BASES_SHARE, ram.configured, codec.otherwise,
+                "the basis of model %r takes %d bytes of RAM, and all bases in use may take 1/%d of its %d bytes: the "
+                "model's rows are coded by %s; give %s",
+                model, codec.basis.nbytes, BASES_SHARE, self._storage.ram.configured, codec.otherwise,
                 "more transit" if self._storage.ssd_only else "more ram",
             )  # fmt: skip
             return codec.otherwise
         self._reserved[codec.basis.hash] = room
         return codec
+
+
+def reserve_basis(storage: Storage, basis: Basis, taken: int) -> Reservation | None:
+    """RAM for a basis, beside the `taken` bytes of others; None where it would take more than a basis's share."""
+    if taken + basis.nbytes > storage.ram.configured // BASES_SHARE:
+        return None
+    return storage.ram.reserve(basis.nbytes)
