@@ -57,10 +57,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_line_of_a_fence_is_one_that_this_file_runs() -> None:
-    assert [language for language, _ in FENCES] == ["console", "console", "console", "python", "text", "console"]
+    assert [language for language, _ in FENCES] == [
+        "console",
+        "console",
+        "console",
+        "python",
+        "text",
+        "console",
+        "console",
+    ]
     assert {shlex.split(line)[0] for line in LINES} == {"pip", "make", "prefixcache", "curl"}
     commands = {words[1] for words in lines("prefixcache")}
-    assert commands == {"demo", "serve", "plan", "top", "inspect", "reconcile", "prune", "clear"}
+    assert commands == {"demo", "serve", "calibrate", "plan", "top", "inspect", "reconcile", "prune", "clear"}
 
 
 def test_it_is_short() -> None:
@@ -131,7 +139,7 @@ def test_the_make_targets_exist() -> None:
 
 
 def test_the_server_starts_with_these_flags_and_answers_what_curl_asks(model: Path, tmp_path: Path) -> None:
-    (command,) = [words for words in lines("prefixcache") if words[1] == "serve"]
+    command = next(words for words in lines("prefixcache") if words[1] == "serve")
     (ask,) = lines("curl")
     flags = [str(model) if word.startswith("mlx-community/") else word for word in command[2:]]
     flags = [str(tmp_path / "ssd") if word.startswith("~/") else word for word in flags]
@@ -141,6 +149,29 @@ def test_the_server_starts_with_these_flags_and_answers_what_curl_asks(model: Pa
         answer = requests.post(url, ask[ask.index("-d") + 1], headers=form, timeout=SECONDS).json()
         assert answer["choices"][0]["message"]["content"]
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        server.end()
+
+
+def test_a_model_that_is_calibrated_as_it_says_is_served_with_its_basis(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (calibrate,) = [words for words in lines("prefixcache") if words[1] == "calibrate"]
+    _, command = [words for words in lines("prefixcache") if words[1] == "serve"]
+    named = {"mlx-community/Qwen3-8B-4bit": str(model), "~/.cache/prefixcache": str(tmp_path / "ssd")}
+    run(
+        tmp_path,
+        "calibrate",
+        *(named.get(word, word) for word in calibrate[2:]),
+        "--windows",
+        "4",
+        "--tokens",
+        "96",
+        "--draws",
+        "3",
+    )
+    with starting(serve, tmp_path / "log", *(named.get(word, word) for word in command[2:]), anew=True) as server:
+        assert re.search(r"codec transform quality 4 basis [0-9a-f]{8}: 4 layers transformed", server.ready().said())
         server.end()
 
 
