@@ -58,5 +58,7 @@ def failures(facts: Facts, bound: float = KL_BOUND) -> list[str]:
             found.append(f"{name}: KL {kl} nats, and {limit} is the bound (in tools/real_model/check.py)")
     stored = {codec["codec"]: codec["stored_bytes_per_token"] for codec in facts["codecs"]}
     if TRANSFORM in stored and stored[CODEC] < SMALLER * stored[TRANSFORM]:
-        found.append(f"{TRANSFORM}: {stored[TRANSFORM]:.0f} bytes a token are less than {SMALLER} times below {CODEC}'s")
+        found.append(
+            f"{TRANSFORM}: {stored[TRANSFORM]:.0f} bytes a token are less than {SMALLER} times below {CODEC}'s"
+        )
     return found
