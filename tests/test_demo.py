@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from prefixcache.cli import app
 from prefixcache.cli.demo import command as demo
 from prefixcache.cli.demo.passes import unique
-from prefixcache.cli.demo.text import LOSSY, MARK, SYSTEM, TITLES, Chat, facts, holds, question
+from prefixcache.cli.demo.text import CALIBRATED, LOSSY, MARK, SYSTEM, TITLES, Chat, facts, holds, question
 from tests.forked import BLAS
 
 CONVERSATIONS, TURNS = 2, 2
@@ -68,7 +68,7 @@ def test_every_needle_is_found_cold_and_from_the_cache_whatever_the_codec(
 
 def test_the_numbers_fit_each_other(ran: tuple[subprocess.CompletedProcess[str], Path, Path], tokenizer: Any) -> None:
     shown = json.loads(ran[0].stdout)
-    ram, ssd, lossy = shown["ram"], shown["ssd"], [shown[name] for name in LOSSY]
+    ram, ssd, lossy = shown["ram"], shown["ssd"], [shown[name] for name in (*LOSSY, CALIBRATED)]
     shared = len(tokenizer.encode(SYSTEM))
     assert (ram["hits"], ssd["hits"]) == (1, CONVERSATIONS)
     assert ram["reused_tokens"] >= shared
@@ -155,6 +155,15 @@ def results() -> dict[str, Any]:
         "ssd": result([turn(c, 1, 120) for c in (0, 1)]),
         **{name: result([turn(c, 0, 0) for c in (0, 1)]) for name in LOSSY},
     }
+
+
+def test_codec_transform_is_shown_beside_turboquant_with_the_files_and_answers_of_both() -> None:
+    shown = demo.describe(results() | {CALIBRATED: results()[LOSSY[0]]})
+    shown[CALIBRATED]["ssd"], shown[CALIBRATED]["equal"] = {"files": 1, "bytes": 5}, 1
+    said = demo._calibrated(shown)
+    assert "the same pass: 5 B of files, 1 of 2 answers equal to cold" in said
+    assert "(TurboQuant, 4 bits: 9 B of files, 2 of 2 answers equal to cold)" in said
+    assert "says nothing of real models" in said
 
 
 def test_passes_that_agree_are_no_problem() -> None:

@@ -21,8 +21,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
-from prefixcache import PrefixCache, Raw, Settings, TurboQuant
-from prefixcache.cli.demo.text import TITLES, Chat, holds, question
+from prefixcache import PrefixCache, Raw, Settings, Transform, TurboQuant, model_identity
+from prefixcache.cli.calibrate import making
+from prefixcache.cli.demo.text import CALIBRATED, TITLES, Chat, holds, question
 from prefixcache.cli.evaluate.measuring import load
 from prefixcache.cli.progress import bar
 from prefixcache.cli.text import Refused, complain
@@ -32,7 +33,10 @@ from prefixcache.keys import TOKEN_BYTES
 ANSWER = 32  # tokens that an answer may have
 PREFILL = 512  # mlx-lm's prefill_step_size: on a CPU it halves the work of attention, so the cold pass is at its best
 PROBE = 256  # tokens with which the size of a token's state is measured: caches grow by this many, so none is spare
-CODECS: dict[str, Codec] = {"turboquant4": TurboQuant(), "turboquant3": TurboQuant(3, 3)}  # the other passes use Raw
+CODECS: dict[str, Codec] = {  # the other passes use Raw
+    "turboquant4": TurboQuant(), "turboquant3": TurboQuant(3, 3), CALIBRATED: Transform(4),
+}  # fmt: skip
+CALIBRATION = (8, 256, 6)  # windows, tokens, draws: seconds; a model of use wants the command's own numbers
 
 Turn = dict[str, Any]
 
@@ -59,7 +63,7 @@ class Model:
         if mx.default_device() == mx.Device(mx.cpu):  # there float16 is the slower one
             self.net.set_dtype(mx.float32)
         self.chat = Chat(tokenizer)
-        self.name = Path(job.model).name
+        self.name = model_identity(job.model)  # by which a basis is found
         self._warm_up()
 
     def _warm_up(self) -> None:
@@ -178,6 +182,18 @@ def run_cold(model: Model) -> dict[str, Any]:
     return {"turns": turns, "dtype": model.dtype}
 
 
+def bases(job: Job) -> Path:
+    return Path(job.directory) / "bases"
+
+
+def calibrate(job: Job) -> None:
+    with bar("calibrating the model") as show:
+        bases(job).mkdir()
+        making.make(
+            making.Job(job.model, None, (), *CALIBRATION), bases(job), lambda done, of, what: show(done, of, what)
+        )
+
+
 def run(model: Model, name: str) -> dict[str, Any]:
     """A pass through a cache: all turns but the last come from RAM, the last one from SSD.
 
@@ -187,7 +203,9 @@ def run(model: Model, name: str) -> dict[str, Any]:
     places = list(product(range(model.job.conversations), [last] if name == "ssd" else range(last)))
     directory = Path(model.job.directory) / (name if name in CODECS else "raw")
     codec = CODECS.get(name, Raw())
-    settings = Settings(ram=budget(model), ssd_dir=directory, ssd="1GB", codec=codec, spill="wait")
+    settings = Settings(
+        ram=budget(model), ssd_dir=directory, ssd="1GB", codec=codec, basis_dir=bases(model.job), spill="wait"
+    )
     turns: list[Turn] = []
     with bar(TITLES[name], len(places)) as show, PrefixCache(settings) as cache:
         for conversation, turn in places:
@@ -214,6 +232,8 @@ def main() -> None:
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     model = Model(Job(**json.load(sys.stdin)))
+    if CALIBRATED in model.job.passes:
+        calibrate(model.job)
     json.dump({name: run_cold(model) if name == "cold" else run(model, name) for name in model.job.passes}, results)
     results.close()
 

@@ -15,8 +15,10 @@ TITLES = {
     "ssd": "Raw: a new process goes on from SSD",
     "turboquant4": "TurboQuant, 4 bits: from RAM",
     "turboquant3": "TurboQuant, 3 bits: from RAM",
+    "transform4": "Transform, quality 4: from RAM",
 }
 EXACT, LOSSY = ("ram", "ssd"), ("turboquant4", "turboquant3")
+CALIBRATED = "transform4"  # lossy, too, and with the repository's own model only: another may take long to calibrate
 
 SYSTEM = """\
 You answer at the help desk of Rowkeeper, a Python library that reads, checks and writes tables. This is the handbook \
