@@ -23,8 +23,8 @@ CALIBRATION = {"windows": 8, "tokens": 1024, "draws": 16}  # an eighth of the us
 # Nats, the mean over the texts. Measured .0021; single texts go from .0016 to .0028, so that 3 of them have a standard
 # error of .0003, and other versions of Python bring other texts. Without levelling it is .0040, without sinks .0116.
 KL_BOUND = 0.003
-# Measured .0062, standard error .0006, at a quarter of turboquant:4's bytes: of so few draws the metric is half noise. With the
-# whole calibration it is .0031 on four kinds of text.
+# Measured .0062, standard error .0006, at a quarter of turboquant:4's bytes: of so few draws the metric is half noise. With
+# the whole calibration it is .0031 on four kinds of text.
 TRANSFORM_KL_BOUND = 0.009
 SMALLER = 2.2  # times, than turboquant:4's
 
