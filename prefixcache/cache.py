@@ -33,11 +33,11 @@ from prefixcache.layers.classes import allow
 from prefixcache.layers.decoded import Decoded
 from prefixcache.layers.encode import evaluate
 from prefixcache.layers.image_layout import read
-from prefixcache.layers.stored import StoredPrompt
+from prefixcache.layers.stored import DamagedBlock, StoredPrompt
 from prefixcache.memory import give_back, machine_memory
 from prefixcache.metrics.logs import Summary
 from prefixcache.metrics.stats import Stats
-from prefixcache.operations.fetch import find, read_ahead
+from prefixcache.operations.fetch import discard_damaged, find, read_ahead
 from prefixcache.operations.image_maker import LiveMaker
 from prefixcache.operations.namespaces import Namespaces
 from prefixcache.operations.numbers import check_leave, number, seconds
@@ -305,18 +305,23 @@ class PrefixCache:
                 raise
         began = time.monotonic()
         found = self._find(prompt, leave, whole_blocks)
-        if found is None:
-            durations.fetch_miss.observe(time.monotonic() - began)
-            return None, prompt.given
-        stored, pinned = found
-        try:
-            room = len(prompt) - stored.tokens if room is None else room
-            made = stored.live(room) if compressed else stored.dequantize(room, ahead)
-            mx.eval([_flat(vars(layer)) for layer in made])
-        finally:
-            self._storage.unpin(pinned)
-        durations.fetch_hit.observe(time.monotonic() - began)
-        return made, prompt.given[stored.tokens : len(prompt)]
+        while found is not None:
+            stored, pinned = found
+            try:
+                spare = len(prompt) - stored.tokens if room is None else room
+                made = stored.live(spare) if compressed else stored.dequantize(spare, ahead)
+                mx.eval([_flat(vars(layer)) for layer in made])
+            except DamagedBlock as damage:
+                discard_damaged(self._storage, prompt, stored, damage)
+                ahead = None
+            else:
+                durations.fetch_hit.observe(time.monotonic() - began)
+                return made, prompt.given[stored.tokens : len(prompt)]
+            finally:
+                self._storage.unpin(pinned)
+            found = find(self._storage, prompt, leave, whole_blocks)
+        durations.fetch_miss.observe(time.monotonic() - began)
+        return None, prompt.given
 
     def lookup(
         self, tokens: Tokens | Prompt, *, model: str | None = None, salt: bytes = b"", leave: int = 0

@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from prefixcache import PrefixCache
+from prefixcache.codecs.transform.bases import Bases
+from prefixcache.operations import namespaces
 from tests import states
+from tests.transforming import uneven_basis
 
 RUNS = st.lists(
     st.tuples(st.integers(0, 2), st.sampled_from([1, 30, 100, 155, 156, 157, 256, 300])), min_size=1, max_size=5
@@ -246,8 +249,39 @@ class LevelledMachine(CacheMachine):
     codec = "turboquant:8:sink_tokens=3"
 
 
+class TransformMachine(LevelledMachine):
+    """Whole blocks are coded across layers, each in as many bytes as it takes. The basis may take more of a small RAM."""
+
+    codec = "transform:6"
+
+    @initialize(
+        ram=st.sampled_from([450_000, 700_000, 5_000_000]),
+        tier=st.sampled_from(["both", "ram only", "ssd only"]),
+        spill=st.sampled_from(["drop", "wait"]),
+        close=st.booleans(),
+    )
+    def open(self, ram, tier, spill, close):
+        self.bases = Path(tempfile.mkdtemp())
+        Bases(self.bases).save(uneven_basis("m"))
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(namespaces, "BASES_SHARE", 1)
+        super().open(ram, tier, spill, close)
+
+    def _open(self):
+        self.options["basis_dir"] = self.bases
+        super()._open()
+        self.cache.match([1], model="m")  # its basis is read
+        assert self.cache.stats().ram_reserved > 300_000
+
+    def teardown(self):
+        super().teardown()
+        self.patch.undo()
+        shutil.rmtree(self.bases)
+
+
 MACHINES = [
-    CacheMachine, WindowMachine, NarrowMachine, KeepMachine, ChunkedMachine, HybridMachine, LevelledMachine
+    CacheMachine, WindowMachine, NarrowMachine, KeepMachine, ChunkedMachine, HybridMachine, LevelledMachine,
+    TransformMachine,
 ]  # fmt: skip
 
 

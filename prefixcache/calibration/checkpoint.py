@@ -57,7 +57,7 @@ class Checkpoint:
         started = time.monotonic()
         unfinished = self._path.with_name(self._path.name + ".tmp")
         try:
-            with open(unfinished, "wb") as file:
+            with open(unfinished, "wb", opener=_private) as file:
                 np.savez(file, allow_pickle=False, **{**arrays, REQUEST: np.array(self._request)})
                 file.flush()
                 os.fsync(file.fileno())
@@ -66,3 +66,7 @@ class Checkpoint:
             unfinished.unlink(missing_ok=True)
         ended = time.monotonic()
         self._due = ended + max(INTERVAL, SHARE * (ended - started))
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)  # the rows of a text that may be somebody's own

@@ -39,7 +39,6 @@ REFERENCE_BITS = 4
 # errors that tokens share, and those of left-out components are shared.
 SHARE = 0.27
 _ROWS = 1024  # of a sample, for steps and tables
-_ROWS_MOST = 4095  # words of a row
 
 
 class Calibrated(NamedTuple):
@@ -185,4 +184,4 @@ def _row_words(values: Array, spreads: Array, tables: Tables) -> float:
     steps, classes = quantised(values[:, kept].astype(np.float32)), class_of(spreads[kept])
     of_rows = shifted(classes, gains_of(steps, classes, tables))
     costs = tables.costs[of_rows, symbol_of(np.abs(steps))].sum(axis=1) / COST
-    return float(np.minimum(costs / 16 + 1.5, _ROWS_MOST).mean())
+    return float(np.where(steps.any(axis=1), costs / 16 + 1.5, 0).mean())

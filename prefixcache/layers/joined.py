@@ -8,6 +8,7 @@ import numpy as np
 
 from prefixcache.codecs.interchange import borrow, copy_out, on_cpu
 from prefixcache.codecs.transform.coding import Codes
+from prefixcache.codecs.transform.entropy import Damaged
 from prefixcache.layers.adapters import Leaf
 from prefixcache.layers.image_layout import Joined
 
@@ -20,12 +21,16 @@ def encode_joined(
     """Codes of tokens `first` to `last` (not included), a block's; those before token `sinks` are kept elsewhere.
 
     `known`: the tensors of another block's image, and how many of its first tokens are this one's, too: their codes are
-    taken over.
+    taken over, unless they can't be decoded.
     """
     taken, copied = None, 0
     if known is not None:
         tensors, copied = known
         taken = _leading(joined, tensors, copied)
+        try:
+            joined.coder.decode(taken, first)
+        except Damaged:
+            taken, copied = None, 0
     if copied < last - first:
         rows = [_rows_of(leaves[leaf], stream, first + copied, last) for leaf, stream in joined.streams]
         skip = min(max(sinks - first - copied, 0), last - first - copied)
@@ -40,7 +45,9 @@ def encode_joined(
 
 
 def decode_joined(joined: Joined, tensors: Tensors, start: int, count: int) -> list[np.ndarray]:
-    """The first `count` rows of a block that begins at token `start`: (count, heads, width) of each stream."""
+    """The first `count` rows of a block that begins at token `start`: (count, heads, width) of each stream. Damaged for codes
+    that no encoder wrote.
+    """
     return joined.coder.decode(_leading(joined, tensors, count), start)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from prefixcache.blocks.masks import mask_of, runs_of
 from prefixcache.codecs.pieces import Piece, decode
+from prefixcache.codecs.transform.entropy import Damaged
 from prefixcache.codecs.turboquant.coding import Choice
 from prefixcache.codecs.turboquant.levelling import Levels
 from prefixcache.image_format import Image
@@ -34,6 +35,16 @@ MOST_LEVELS = 4  # in a live cache: each takes an attention of its own
 
 
 Streams = dict[tuple[int, str], mx.array]  # buffers by leaf and stream
+
+
+class DamagedBlock(ValueError):
+    """The rows of the block that begins at token `start` are codes that no encoder wrote. Its checksum is right: whoever
+    wrote it sealed it.
+    """
+
+    def __init__(self, start: int, reason: Damaged):
+        super().__init__(f"the block at token {start} is damaged: {reason}")
+        self.start = start
 
 
 class Held(NamedTuple):
@@ -132,7 +143,7 @@ class StoredPrompt:
     def dequantize(self, room: int = 0, ahead: ReadAhead | None = None) -> list[Any]:
         """A live prompt cache of the classes that were stored, with room for `room` more tokens before it must grow.
 
-        What is decoded already is taken from `ahead`.
+        What is decoded already is taken from `ahead`. DamagedBlock for a file that somebody forged: a `fetch` deletes it.
         """
         if ahead is not None and (decoded := ahead.take(self)) is not None:
             return [self._make_layer(i, room, False, decoded) for i in range(len(self.plan.layers))]
@@ -285,7 +296,11 @@ class StoredPrompt:
             blocks = []
             for run in self._leading_runs(first, self.tokens):
                 if self.plan.is_coded(run.tensors):
-                    rows = decode_joined(self.plan.joined[j], run.tensors, run.at - run.first, run.first + run.rows)
+                    start = run.at - run.first
+                    try:
+                        rows = decode_joined(self.plan.joined[j], run.tensors, start, run.first + run.rows)
+                    except Damaged as reason:
+                        raise DamagedBlock(start, reason) from None
                     blocks.append((run.at, [of_stream[run.first :] for of_stream in rows]))
             self._decoded_group = j, first, blocks
         codec = self.plan.tails.groups[self.plan.tail_places[leaf][stream][0]].codec

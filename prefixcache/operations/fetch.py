@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from concurrent.futures import Future
 
 from prefixcache.blocks.lookup import windows_read
@@ -9,9 +10,11 @@ from prefixcache.blocks.masks import mask_of
 from prefixcache.blocks.node import RAM, Node, Slot
 from prefixcache.image_format import SNAPSHOT, Image
 from prefixcache.layers.read_ahead import ReadAhead
-from prefixcache.layers.stored import Block, Held, StoredPrompt
+from prefixcache.layers.stored import Block, DamagedBlock, Held, StoredPrompt
 from prefixcache.tiers.prompt import Prompt, take_hit
 from prefixcache.tiers.storage import Storage
+
+log = logging.getLogger("prefixcache")
 
 
 def find(
@@ -54,8 +57,23 @@ def read_ahead(
     for node in walk.nodes:
         if node.start >= depth or (image := _arrived(storage, node, coming)) is None:
             break
-        ahead.add(node.start, image)
+        try:
+            ahead.add(node.start, image)
+        except DamagedBlock:
+            return None  # the fetch finds it again
     return ahead
+
+
+def discard_damaged(storage: Storage, prompt: Prompt, stored: StoredPrompt, damage: DamagedBlock) -> None:
+    """Delete a block's rows from every tier, when they can't be decoded: what is left of the prompt ends before it."""
+    damaged = next(block.rows for block in stored.blocks if block.start == damage.start)
+    with storage.lock:
+        for namespace in prompt.namespaces():
+            for node in prompt.walk(namespace).nodes:
+                if node.rows is not None and node.rows.image is damaged:
+                    log.warning("%s; it is deleted", damage)
+                    storage.counters.corrupt += 1
+                    storage.discard(node.rows)
 
 
 def _arrived(storage: Storage, node: Node, coming: Future[int]) -> Image | None:

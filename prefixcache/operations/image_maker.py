@@ -5,6 +5,7 @@ What is new, and what becomes of the images, is `store`'s. Nothing here needs th
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, cast
 
@@ -16,6 +17,7 @@ from prefixcache.codecs import RawRows
 from prefixcache.codecs.interchange import bring_in
 from prefixcache.codecs.threads import WORTH_A_THREAD, share_out
 from prefixcache.codecs.transform.coding import Codes
+from prefixcache.codecs.transform.entropy import Damaged
 from prefixcache.image_format import DTYPES, ROWS, SNAPSHOT, WINDOW, Blueprint, Draft, Image, Kind, Meta, Spec
 from prefixcache.keys import BLOCK, TOKEN_BYTES
 from prefixcache.layers import levels, live_codes
@@ -126,7 +128,8 @@ class LiveMaker:
             self._decode(back, section, start, tensors, slice(0, count))
         if start + BLOCK > back.since:
             for joined in self._plan.joined:
-                self._add(back, joined, start, decode_joined(joined, tensors, start, BLOCK))
+                with contextlib.suppress(Damaged):  # the live cache keeps its own rows; a fetch deletes the image
+                    self._add(back, joined, start, decode_joined(joined, tensors, start, BLOCK))
 
     def _add(self, back: Decoded, joined: Joined, start: int, rows: list[np.ndarray]) -> None:
         """Rows (tokens, heads, width) of each of the joined streams."""
@@ -178,21 +181,23 @@ class LiveMaker:
         return runs or ()
 
     def encoded(self, jobs: list[Job]) -> list[Job]:
-        self._codes.clear()
-        return [self._encoded(job) for job in jobs] if self._plan.joined else jobs
+        plan = self._plan
+        coded = [job for job in jobs if plan.joined and job.kind == ROWS and job.coded]
+        self._codes = {job.key: [] for job in coded}
+        for joined in plan.joined:  # a group's blocks one after the other: its vectors are at hand then
+            for job in coded:
+                self._codes[job.key].append(self._encoded(joined, job))
+        return [self._sized(job) if job.kind == ROWS and job.key in self._codes else job for job in jobs]
 
-    def _encoded(self, job: Job) -> Job:
-        if job.kind != ROWS or not job.coded:
-            return job
-        plan, count = self._plan, len(job.tokens) // TOKEN_BYTES
-        known = (job.source.rows.tensors(), min(job.source.tokens, count)) if job.source.rows is not None else None
-        self._codes[job.key] = codes = [
-            encode_joined(joined, self._leaves, job.start, job.start + count, plan.sink_tokens, known)
-            for joined in plan.joined
-        ]
-        meta = job.blueprint.meta
-        specs = plan.rows_specs(job.start, count, True, [len(of_group.words) for of_group in codes])
-        return job._replace(blueprint=Blueprint(meta, specs))
+    def _encoded(self, joined: Joined, job: Job) -> Codes:
+        count, source = len(job.tokens) // TOKEN_BYTES, job.source.rows
+        known = (source.tensors(), min(job.source.tokens, count)) if source is not None else None
+        return encode_joined(joined, self._leaves, job.start, job.start + count, self._plan.sink_tokens, known)
+
+    def _sized(self, job: Job) -> Job:
+        words = [len(codes.words) for codes in self._codes[job.key]]
+        specs = self._plan.rows_specs(job.start, len(job.tokens) // TOKEN_BYTES, True, words)
+        return job._replace(blueprint=Blueprint(job.blueprint.meta, specs))
 
     def make(self, jobs: list[Job]) -> list[Image]:
         drafts = [job.blueprint.draft() for job in jobs]

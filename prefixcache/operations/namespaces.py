@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from typing import Any
 
 from prefixcache.blocks.budget import Reservation
 from prefixcache.codecs import Codec, codec_from_spec
 from prefixcache.codecs.transform.bases import Bases
+from prefixcache.codecs.transform.basis import Basis
 from prefixcache.codecs.transform.codec import Calibrated, Transform
 from prefixcache.keys import canonical, root_key
 from prefixcache.layers.image_layout import Plan
@@ -21,17 +23,25 @@ log = logging.getLogger("prefixcache")
 
 SWEEP_AT = 1024  # from so many namespaces on, empty ones are forgotten when one is added
 ROOTS = 1024  # root keys that are remembered
+BASES_SHARE = (
+    4  # of the RAM, that all bases in use may take: half of it is the graph's, and the rest has to hold images
+)
 
 
 class Namespaces:
     """The namespaces that are known, by model and salt. The storage's lock guards all but the root keys, which any
-    thread may derive.
+    thread may derive, and the models' codecs, which have `_codecs_lock`: a basis is read without the storage's lock.
+
+    What an index names has a plan without a basis at first, which is enough to place its images. The plan that codes rows
+    comes when the model is asked for: a directory may have many models, and bases are large.
     """
 
     def __init__(self, storage: Storage, codec: Codec, bases: Bases):
         self._storage = storage
         self._codec, self._bases = codec, bases
-        self._codecs: dict[str, tuple[Codec, str]] = {}  # of models, with the text of their specs
+        self._usual = codec, canonical(codec.spec())
+        self._codecs: dict[str, tuple[Codec, str]] = {}  # of models, where it differs, with the text of their specs
+        self._codecs_lock = threading.Lock()
         self._reserved: dict[str, Reservation] = {}  # RAM of the bases in use, by their hashes
         self._layouts: dict[str, set[str]] = {}  # of each model
         self._plans: dict[tuple[str, str], Plan] = {}  # by codec and layout: models and salts share them
@@ -41,7 +51,8 @@ class Namespaces:
     def from_row(self, row: NamespaceRow) -> Namespace | None:
         """A namespace that an index names. None, with a warning, when this process can't make its caches."""
         try:
-            return self._make(row)
+            spec = {key: value for key, value in json.loads(row.codec).items() if key != "basis"}
+            return self._make(row, self._plan_of(codec_from_spec(spec), canonical(spec), row.layout))
         except Exception as error:
             log.warning("namespace %s of model %r cannot be loaded: %s", row.root.hex(), row.model, error)
             return None
@@ -54,20 +65,20 @@ class Namespaces:
 
     def known(self, model: str, salt: bytes) -> list[Namespace]:
         """Those of a model and a salt: one for each layout that its caches have had."""
-        _, codec_text = self._codec_of(model)
+        codec, codec_text = self._codec_of(model)
         with self._storage.lock:
             found = []
             for layout in self._layouts.get(model, ()):
                 namespace = self._storage.namespaces.get(self._root(model, layout, salt))
                 if namespace is not None and namespace.row.stated == (model, codec_text, layout):
-                    found.append(namespace)
+                    found.append(self._planned(namespace, codec))
             return found
 
     def of_layout(self, model: str, layout: dict[str, Any], salt: bytes) -> Namespace:
         """The namespace of a layout, made when it isn't there."""
         text, storage = canonical(layout), self._storage
         root = self._root(model, text, salt)
-        _, codec_text = self._codec_of(model)
+        codec, codec_text = self._codec_of(model)
         with storage.lock:
             row = NamespaceRow(root, model, codec_text, text, time.time())
             known = storage.namespaces.get(root)
@@ -78,8 +89,8 @@ class Namespaces:
                 if len(storage.namespaces) >= self._sweep_at:
                     storage.forget_empty_namespaces()
                     self._sweep_at = max(SWEEP_AT, 2 * len(storage.namespaces))
-                storage.namespaces[root] = self._make(row)
-            return storage.namespaces[root]
+                storage.namespaces[root] = self._make(row, self._plan_of(codec, codec_text, text))
+            return self._planned(storage.namespaces[root], codec)
 
     def recorded_root(self, model: str, salt: bytes) -> bytes:
         """What a recording's ids begin from: the same for all layouts, so also before a namespace is known."""
@@ -89,17 +100,25 @@ class Namespaces:
         """What codes a model's rows."""
         return self._codec_of(model)[0]
 
-    def _make(self, row: NamespaceRow) -> Namespace:
-        plan = self._plans.get((row.codec, row.layout))
-        if plan is None:
-            codec, codec_text = self._codec_of(row.model)
-            codec = codec if codec_text == row.codec else codec_from_spec(json.loads(row.codec), self._bases)
-            plan = Plan(json.loads(row.layout), codec)
-            plan.check_classes()
-            self._plans[row.codec, row.layout] = plan
-        if row.codec == self._codec_of(row.model)[1]:
-            self._layouts.setdefault(row.model, set()).add(row.layout)
+    def _make(self, row: NamespaceRow, plan: Plan) -> Namespace:
+        self._layouts.setdefault(row.model, set()).add(row.layout)
         return Namespace(row, plan, self._storage.graph.tree(row.root, plan.windows, bool(plan.snapshots)))
+
+    def _planned(self, namespace: Namespace, codec: Codec) -> Namespace:
+        """The namespace with the plan that codes its rows."""
+        row = namespace.row
+        plan = self._plan_of(codec, row.codec, row.layout)
+        if namespace.plan is not plan:
+            self._storage.namespaces[row.root] = namespace = namespace._replace(plan=plan)
+        return namespace
+
+    def _plan_of(self, codec: Codec, codec_text: str, layout: str) -> Plan:
+        plan = self._plans.get((codec_text, layout))
+        if plan is None:
+            plan = Plan(json.loads(layout), codec)
+            plan.check_classes()
+            self._plans[codec_text, layout] = plan
+        return plan
 
     def _root(self, model: str, layout: str, salt: bytes) -> bytes:
         known = self._roots.get((model, layout, salt))
@@ -111,27 +130,39 @@ class Namespaces:
         return known
 
     def _codec_of(self, model: str) -> tuple[Codec, str]:
-        """What codes a model's rows, and its spec's text. The first call for a model may read its basis."""
+        """What codes a model's rows, and its spec's text. The first call for a model may read its basis: `derive_roots` makes
+        it before the storage's lock is taken.
+        """
+        if not isinstance(self._codec, Transform):
+            return self._usual
         known = self._codecs.get(model)
         if known is None:
-            codec = self._codec
-            if isinstance(codec, Transform):
-                codec = self._within_budget(codec.for_model(model, self._bases), model)
-            known = self._codecs[model] = codec, canonical(codec.spec())
+            with self._codecs_lock:
+                if model not in self._codecs:
+                    codec = self._within_budget(self._codec.for_model(model, self._bases), model)
+                    self._codecs[model] = codec, canonical(codec.spec())
+                known = self._codecs[model]
         return known
 
     def _within_budget(self, codec: Codec, model: str) -> Codec:
         """The codec, once RAM has room for its basis; without it what codes the rows otherwise."""
-        if not isinstance(codec, Calibrated):
+        if not isinstance(codec, Calibrated) or codec.basis.hash in self._reserved:
             return codec
-        nbytes = codec.basis.nbytes
-        with self._storage.lock:
-            room = self._reserved.get(codec.basis.hash) or self._storage.ram.reserve(nbytes, 0)
+        room = reserve_basis(self._storage, codec.basis, sum(reserved.left for reserved in self._reserved.values()))
         if room is None:
             log.warning(
-                "the basis of model %r takes %d bytes of RAM, and there are not so many: its rows are coded by %s",
-                model, nbytes, codec.otherwise,
+                "the basis of model %r takes %d bytes of RAM, and all bases in use may take 1/%d of its %d bytes: the "
+                "model's rows are coded by %s; give %s",
+                model, codec.basis.nbytes, BASES_SHARE, self._storage.ram.configured, codec.otherwise,
+                "more transit" if self._storage.ssd_only else "more ram",
             )  # fmt: skip
             return codec.otherwise
         self._reserved[codec.basis.hash] = room
         return codec
+
+
+def reserve_basis(storage: Storage, basis: Basis, taken: int) -> Reservation | None:
+    """RAM for a basis, beside the `taken` bytes of others; None where it would take more than a basis's share."""
+    if taken + basis.nbytes > storage.ram.configured // BASES_SHARE:
+        return None
+    return storage.ram.reserve(basis.nbytes)

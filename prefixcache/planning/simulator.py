@@ -18,12 +18,14 @@ import numpy as np
 from prefixcache.blocks.lookup import hit_depth
 from prefixcache.blocks.node import RAM, Node
 from prefixcache.codecs import Codec
+from prefixcache.codecs.transform.codec import Calibrated
 from prefixcache.image_format import SNAPSHOT, Blueprint, Kind, Meta, Spec
 from prefixcache.keys import TOKEN_BYTES, canonical, root_key
 from prefixcache.layers.image_layout import Plan
 from prefixcache.layers.snapshots import State
 from prefixcache.memory import collector_at_rest
 from prefixcache.operations.jobs import Job
+from prefixcache.operations.namespaces import reserve_basis
 from prefixcache.operations.store import Store
 from prefixcache.planning.model import ModelState, held_rows
 from prefixcache.planning.outcome import Outcome
@@ -167,6 +169,8 @@ class Simulation:
         )
         self.storage = storage = Storage(settings, settings.ram_bytes(0), tiers=2 if ssd else 1)
         self.ssd: SimulatedSsd | None = None
+        if isinstance(codec, Calibrated) and reserve_basis(storage, codec.basis, 0) is None:
+            codec = codec.otherwise
         plan = SimulatedPlan(state.layout, codec)
         sizes = Sizes(state, codec)
         layout, spec = canonical(state.layout), canonical(codec.spec())

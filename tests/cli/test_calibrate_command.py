@@ -240,6 +240,7 @@ def test_an_interrupted_calibration_goes_on_where_it_was_and_gives_the_same_file
     assert ended.stderr == "prefixcache: ended by SIGINT: the same command goes on where it was\n"
     (kept,) = files(tmp_path / "cut")
     assert kept.startswith(".calibrating-")
+    assert (tmp_path / "cut" / kept).stat().st_mode & 0o777 == 0o600
     with monkeypatch.context() as patched:
         seen = interrupt_after(patched, name, 100)
         done = call(*args, tmp_path / "cut")

@@ -97,6 +97,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, help="as many of the runs as fit into this time, picked by chance")
     parser.add_argument("--power", action="store_true", help="power cuts, too")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once (1)")
+    parser.add_argument("--codec", default="", help='of the session with coded rows, as "transform:6" (turboquant:8)')
     parser.add_argument("--only", action="append", choices=names, metavar="MODE", help="this mode; may be repeated")
     chosen = parser.parse_args(arguments)
     if reason := shim.unavailable():
@@ -104,7 +105,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     tallies = {name: Tally(name) for name in names}
     began = time.monotonic()
-    labs = [Lab() for _ in range(max(1, chosen.jobs))]
+    labs = [Lab(chosen.codec) for _ in range(max(1, chosen.jobs))]
     try:
         runs = plan(labs[0], chosen)
         end = None

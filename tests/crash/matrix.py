@@ -21,7 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from prefixcache.codecs.transform.bases import Bases
 from tests.crash.checks import promised
+from tests.transforming import uneven_basis
 from tools.faults import power, shim
 
 CHAIN = 5  # rounds of random kills on one directory
@@ -102,9 +104,14 @@ HEADER = (
 class Lab:
     """A folder in memory, and the process with the shim that forks one child a run. Use it as a context."""
 
-    def __init__(self) -> None:
+    def __init__(self, codec: str = "") -> None:
+        """`codec`: of the scenario's session with coded rows, "" for TurboQuant."""
         self.folder = Path(tempfile.mkdtemp(prefix="prefixcache-crash-", dir="/dev/shm"))
         environment = {**os.environ, "LD_PRELOAD": str(shim.build(self.folder)), "OPENBLAS_NUM_THREADS": "1"}
+        if codec:
+            bases = Bases(self.folder / "bases")
+            bases.save(uneven_basis("coded", 1))
+            environment |= {"CRASH_CODEC": codec, "PREFIXCACHE_BASIS_DIR": str(bases.folder)}
         self._zygote = subprocess.Popen(
             [sys.executable, "-m", "tests.crash.zygote"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             cwd=Path(__file__).parents[2], env=environment,

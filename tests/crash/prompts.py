@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from tests import states
 
-RAW, LEVELLED = "raw", "turboquant:8:sink_tokens=3"
+RAW, LEVELLED = "raw", os.environ.get("CRASH_CODEC", "turboquant:8:sink_tokens=3")
+IS_TRANSFORM = LEVELLED.startswith("transform")  # its basis is where PREFIXCACHE_BASIS_DIR says
 
 
 class Kind(NamedTuple):

@@ -14,11 +14,12 @@ from typing import Any
 from prefixcache import PrefixCache
 from prefixcache.blocks.lookup import hit_depth, required_images
 from prefixcache.ssd import DirectoryError, Entry, reconcile
-from tests.crash.prompts import LEVELLED, PROMPTS, RAW
+from tests.crash.prompts import IS_TRANSFORM, LEVELLED, PROMPTS, RAW
 from tools.faults.evidence import before_deletion, du
 from tools.faults.shim import Shim
 
 RAM_BYTES, SSD_BYTES = 130_000, 480_000
+BASIS_RAM = 1_500_000  # a basis takes a quarter of the RAM at most
 PATIENCE = 20.0  # seconds after which a cache that has not resumed never will
 
 
@@ -100,8 +101,9 @@ class Scenario:
         self.cache.check_integrity()
 
     def _opened(self, codec: str) -> PrefixCache:
+        ram = RAM_BYTES + BASIS_RAM * (IS_TRANSFORM and codec == LEVELLED)
         return PrefixCache(
-            ram=RAM_BYTES, ssd_dir=self.root, ssd=SSD_BYTES, codec=codec, spill="wait", spill_wait=1, close_timeout=20
+            ram=ram, ssd_dir=self.root, ssd=SSD_BYTES, codec=codec, spill="wait", spill_wait=1, close_timeout=20
         )
 
     def store(self, *names: str) -> None:

@@ -82,6 +82,19 @@ def test_what_a_killed_process_left_unsynced_is_durable_before_it_is_acknowledge
     sound(matrix.killed_then_cut(lab, at) for at in (1, 2, 3, 133, 136, 140))
 
 
+def test_transformed_rows_are_as_safe_as_others():
+    with Lab("transform:6") as lab:
+        total = lab.calls()
+        for salt, name in enumerate(("killed before", "killed after", "I/O error, once")):
+            sound(matrix.met(lab, name, at) for at in spread(total - 20, 3, salt))
+        journal = matrix.recorded(lab)[0]
+        cuts = matrix.PowerCuts(journal)
+        outcomes = sound(cuts.cut(lab, moment, "dropped", SEED) for moment in spread(journal.length, 4))
+        assert sum(one.fetched for one in outcomes) > 0
+        trees = [power.tree_after(journal, moment, power.EVERYTHING) for moment in spread(journal.length, 8)]
+        assert any(b'"z0.heads"' in content for tree in trees for content in tree.values() if content)
+
+
 def test_the_journal_knows_what_the_directory_holds(lab):
     path = lab.folder / "whole"
     with lab.room() as room:

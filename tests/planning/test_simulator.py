@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
-from prefixcache import PrefixCache
+from prefixcache import PrefixCache, TurboQuant
 from prefixcache.codecs.choice import as_codec
+from prefixcache.codecs.transform.bases import Bases
+from prefixcache.codecs.transform.basis import Basis
+from prefixcache.codecs.transform.codec import Calibrated
 from prefixcache.layers.image_layout import read
 from prefixcache.operations.image_maker import LiveMaker
 from prefixcache.planning.model import ModelState
@@ -19,6 +22,7 @@ from prefixcache.planning.simulator import Simulation, simulate, tokens_of
 from prefixcache.planning.sizes import Sizes
 from prefixcache.trace.reading import Request, Trace
 from tests.families import BASE, DELTA, MOE
+from tools.soak.bases import basis_of
 
 TRACES = Path(__file__).parents[1] / "fixtures" / "traces"
 BLOCK = 512  # tokens an id
@@ -178,6 +182,54 @@ def test_sliding_windows(served):
 def test_state_that_cannot_be_cut(served):
     asked = requests("coding_agents", 16, 16, whole=True)
     agree(served, [request for request in asked for _ in range(2)], HYBRID, "raw", 4_000_000, GB)
+
+
+# -- codes of unequal lengths ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def calibrated(tmp_path_factory):
+    """The codec of a model whose rows are like those of `live_cache`, and the folder of its basis."""
+    rows = np.random.default_rng(0).normal(size=(2, 3000, HEADS, WIDTH)).astype(np.float32)
+    state = ModelState.of(PLAIN, name="tiny")
+    data = basis_of(Sizes(state, as_codec("raw")).model, [[(rows[0], rows[1])]], "bfloat16")
+    folder = tmp_path_factory.mktemp("bases")
+    Bases(folder).save(data)
+    return Calibrated(4.0, TurboQuant(), Basis(data)), folder
+
+
+@pytest.mark.parametrize("ssd", [0, GB])
+def test_transformed_blocks_are_of_the_size_that_the_basis_expects(served, calibrated, ssd):
+    """With room for all the same is hit; bytes are what a block takes on average."""
+    codec, folder = calibrated
+    asked, state = requests("coding_agents", 20, 16), ModelState.of(PLAIN, name="tiny")
+    hits, stats = served(asked, state, "transform:4", 40_000_000, ssd, basis_dir=folder)
+    outcome = simulate(asked, state, codec, ram=40_000_000, ssd=ssd, block=BLOCK)
+    assert outcome.hit.tolist() == hits
+    assert outcome.stored_tokens == stats.counters.stored_tokens
+    assert outcome.stored_bytes == pytest.approx(stats.counters.stored_bytes, rel=0.01)
+    assert outcome.ram_peak == pytest.approx(stats.ram_peak, rel=0.01)
+    if stats.ssd is not None:
+        assert outcome.written_files == stats.ssd.written_files
+        assert outcome.written_bytes == pytest.approx(stats.ssd.written_bytes, rel=0.01)
+
+
+def test_eviction_of_transformed_blocks_is_simulated_but_for_a_few(served, calibrated):
+    codec, folder = calibrated
+    asked, state = requests("coding_agents", 30, 16), ModelState.of(PLAIN, name="tiny")
+    hits, stats = served(asked, state, "transform:4", 1_330_000, 0, basis_dir=folder)
+    outcome = simulate(asked, state, codec, ram=1_330_000, block=BLOCK)
+    assert stats.ram_reserved == codec.basis.nbytes
+    assert stats.counters.evicted > 50
+    assert outcome.evicted == pytest.approx(stats.counters.evicted, rel=0.1)
+    assert outcome.hit.sum() == pytest.approx(sum(hits), rel=0.05)
+
+
+def test_a_ram_without_room_for_the_basis_is_simulated_with_turboquant(calibrated):
+    codec, _ = calibrated
+    asked, state = requests("coding_agents", 4, 16), ModelState.of(PLAIN, name="tiny")
+    one, other = (simulate(asked, state, each, ram=1_000_000, block=BLOCK) for each in (codec, codec.otherwise))
+    assert one.stored_bytes == other.stored_bytes
 
 
 # -- what is known of the trace, and what is refused --------------------------------------------------------------------

@@ -24,6 +24,12 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--directory", type=Path, help="where to work; kept afterwards. None: a temporary one")
     parser.add_argument("--json", type=Path, help="write the outcome there, too")
     parser.add_argument("--plant", choices=("answer", "file", "log"), default="", help="a fault that must be found")
+    parser.add_argument(
+        "--codec",
+        choices=("raw", "transform:5"),
+        default="raw",
+        help="transform:5: rows are near, not exact",
+    )
     parser.add_argument("--stop", action="store_true", help="end at the first violation")
     options = parser.parse_args(words)
     if not TRACE.exists():
@@ -43,12 +49,16 @@ def main(words: list[str] | None = None) -> int:
         run=options.tokens,
         plant=options.plant,
         stop=options.stop,
+        codec=options.codec,
     )
     outcome = judge.run()
     print(outcome.table())
     if options.json:
         options.json.write_text(json.dumps(outcome.as_dict(), indent=1) + "\n")
-    again = f"--seed {seed} --minutes {seconds / 60:g} --threads {options.threads} --tokens {options.tokens}"
+    again = (
+        f"--seed {seed} --minutes {seconds / 60:g} --threads {options.threads} --tokens {options.tokens} "
+        f"--codec {options.codec}"
+    )
     if outcome.exit_code:
         print(f"VIOLATIONS. To run it again: python -m tools.soak {again}; the log is {judge.log}")
     elif options.directory is None:

@@ -117,6 +117,7 @@ class Judge:
         run: int = 24,
         plant: str = "",
         stop: bool = False,
+        codec: str = "raw",
     ):
         self.seed, self.seconds, self.threads, self.where = seed, seconds, threads, where
         self.directory = Directory(where / "cache")
@@ -124,7 +125,12 @@ class Judge:
         self.trace = Trace(run=run)
         self.truth = Truth(self.directory)
         self.outcome = Outcome(seed)
-        self.plant, self.stop = plant, stop
+        self.plant, self.stop, self.codec = plant, stop, codec
+        self._bases = where / "bases"
+        if codec != "raw":
+            from tools.soak.bases import save_bases  # calibration takes a while to import
+
+            save_bases(self._bases)
         self._starter = Starter(self.log)
         self._calls = as_calls(self.truth)
         self._chance = random.Random(f"{seed}:files")
@@ -189,7 +195,7 @@ class Judge:
         self._pid = self._starter.start(Orders(
             now.life, self.seed, str(self.directory.root), now.ram, now.ssd, now.spill, now.policy,
             now.admission, now.threads, self._first,
-            self.trace.run, self.plant,
+            self.trace.run, self.plant, self.codec, str(self._bases),
         ))  # fmt: skip
         self.outcome.lives += 1
         while not self._ready and self._status is None:

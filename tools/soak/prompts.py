@@ -88,9 +88,9 @@ def prefixes(tokens: np.ndarray, tenant: Tenant) -> np.ndarray:
 
 
 def rows(hashes: np.ndarray, stream: int) -> np.ndarray:
-    """(positions, WIDTH) float32: the rows of one stream of keys or values, of 23 random bits each."""
+    """(positions, WIDTH) float32: the rows of one stream of keys or values, of 23 random bits each, below 1024."""
     channel = _mix(np.arange(stream * WIDTH, (stream + 1) * WIDTH, dtype=np.uint64))
-    return (_mix(hashes[:, None] ^ channel) >> np.uint64(41)).astype(np.float32)
+    return (_mix(hashes[:, None] ^ channel) >> np.uint64(41)).astype(np.float32) / np.float32(1 << 13)
 
 
 def digest(keys: np.ndarray) -> str:

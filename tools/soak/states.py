@@ -13,6 +13,7 @@ from tools.soak.prompts import Tenant, prefixes, rows
 WINDOW = 300
 SINKS = 4
 CHUNK = 256  # tokens of one step of prefill
+OFF = 100.0  # what coded rows may be off by, on average of their values: rows of another prefix are off by 341
 
 
 def empty(tenant: Tenant) -> list[Any]:
@@ -37,8 +38,8 @@ def prefill(cache: list[Any], tenant: Tenant, tokens: np.ndarray, start: int) ->
             layer.update_and_fetch(*(mx.array(rows(new, 2 * number + part)[None, None]) for part in (0, 1)))
 
 
-def faults(cache: list[Any], tenant: Tenant, tokens: np.ndarray) -> list[str]:
-    """What of a prompt cache is not the state after exactly `tokens`."""
+def faults(cache: list[Any], tenant: Tenant, tokens: np.ndarray, exact: bool = True) -> list[str]:
+    """What of a prompt cache is not the state after exactly `tokens`. Where the codec is not `exact`, rows are near it."""
     made = empty(tenant)
     if list(map(type, cache)) != list(map(type, made)):
         return [f"layers of {[type(layer).__name__ for layer in cache]}, wanted {tenant.kind}"]
@@ -46,7 +47,7 @@ def faults(cache: list[Any], tenant: Tenant, tokens: np.ndarray) -> list[str]:
     return [
         f"layer {number} ({type(layer).__name__}): {fault}"
         for number, layer in enumerate(cache)
-        if (fault := _fault(layer, number, hashes))
+        if (fault := _fault(layer, number, hashes, exact))
     ]
 
 
@@ -54,7 +55,7 @@ def first_keys(cache: list[Any], count: int) -> np.ndarray:
     return np.array(cache[0].keys[0, 0, :count])
 
 
-def _fault(layer: Any, number: int, hashes: np.ndarray) -> str:
+def _fault(layer: Any, number: int, hashes: np.ndarray, exact: bool) -> str:
     count = len(hashes)
     if isinstance(layer, ArraysCache):
         same = np.array_equal(np.array(layer[0]), rows(hashes[-1:], 9)) and layer[1].item() == count
@@ -70,7 +71,11 @@ def _fault(layer: Any, number: int, hashes: np.ndarray) -> str:
                 held = layer.max_size - 1 - layer.keep
                 got = np.concatenate([got[: layer.keep], got[layer.keep + 1 : layer.max_size]])
                 want = np.concatenate([want[: layer.keep], want[count - held :]])
-        if not np.array_equal(got[: len(want)], want):
-            wrong = int((got[: len(want)] != want).any(-1).sum()) if len(got) >= len(want) else -1
+        if len(got) < len(want):
+            return f"{len(got)} rows of {('keys', 'values')[part]}, wanted {len(want)}"
+        off = np.abs(got[: len(want)] - want)
+        bad = off.max(-1) > 0 if exact else ~(off.mean(-1) < OFF)
+        if bad.any():
+            wrong = int(bad.sum())
             return f"{wrong} of {len(want)} rows of {('keys', 'values')[part]} are others"
     return ""

@@ -71,11 +71,9 @@ class Truth:
             self.acknowledged += 1
 
     def leaving(self, when: float, images: list[list[str]]) -> None:
+        """Damaged ones stay so: a kill may come before their files are deleted, and the next opening finds them again."""
         for kind, key in images:
-            address = _address(kind, key)
-            self.durable.pop(address, None)
-            if when > self.damaged.get(address, when):
-                del self.damaged[address]
+            self.durable.pop(_address(kind, key), None)
 
     def aside(self, when: float, kind: str, key: str, reason: str) -> None:
         """A reader found the file of an image bad."""

@@ -101,7 +101,7 @@ class Basis:
             self.tables = Tables(_taken(tensors, "frequencies"), _taken(tensors, "points"))
             self.groups = tuple(
                 _group(g, tuple(layers[index] for index in indices), tensors)
-                for g, indices in enumerate(json.loads(fields["groups"]))
+                for g, indices in enumerate(_group_indices(json.loads(fields["groups"])))
             )
         except (
             ValueError,
@@ -110,6 +110,7 @@ class Basis:
             AttributeError,
             IndexError,
             OverflowError,
+            RecursionError,
             np.linalg.LinAlgError,
         ) as error:
             raise BasisError(f"not a basis: {str(error) or type(error).__name__}") from None
@@ -237,6 +238,13 @@ def _layers(described: Any, tensors: dict[str, Array]) -> dict[int, Layer]:
     return layers
 
 
+def _group_indices(said: Any) -> list[list[int]]:
+    lists = isinstance(said, list) and all(isinstance(group, list) for group in said)
+    if not lists or not all(type(index) is int for group in said for index in group):
+        raise ValueError("its groups are not lists of whole numbers")
+    return list(said)
+
+
 def _group(g: int, layers: tuple[Layer, ...], tensors: dict[str, Array]) -> LayerGroup:
     channels = sum(layer.channels for layer in layers)
     mean, spreads, words = (_taken(tensors, f"g{g}.{name}") for name in ("mean", "spreads", "words"))
@@ -285,7 +293,8 @@ def _check_shape(name: str, array: Array, dtype: Any, shape: tuple[int, ...]) ->
 
 
 def _inverse(factor: Array) -> Array:
-    return np.linalg.inv(factor.astype(np.float64)).astype(np.float32)
+    with np.errstate(over="ignore"):  # what isn't finite is refused
+        return np.linalg.inv(factor.astype(np.float64)).astype(np.float32)
 
 
 def is_hash(text: object) -> bool:

@@ -9,6 +9,7 @@ don't depend on which others are decoded with it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -76,8 +77,11 @@ class GroupCoder:
         coded = np.logical_and.reduce(np.isfinite(rows), axis=1)
         coded[:skip] = False
         coded_rows = rows[coded]
-        values = self._forward(coded_rows)
-        far = ~np.logical_and.reduce(np.abs(values) <= MOST, axis=1)  # too long for codes
+        with np.errstate(over="ignore", invalid="ignore"):  # of rows that are far off
+            values, left_out = self._forward(coded_rows)
+            reached = np.einsum("ij,ij->i", values, values)
+        # Too long for codes, or not along the vectors: a row unlike all that the calibration saw.
+        far = ~(np.logical_and.reduce(np.abs(values) <= MOST, axis=1) & (left_out <= self._most_left_out(reached)))
         values[far] = 0
         heads = np.zeros(tokens, np.uint16)
         heads[coded], words, decoded = backends.encode(values, self.classes, self.tables)
@@ -89,7 +93,7 @@ class GroupCoder:
             heads, words = self._with_rows_as_they_are(heads, words, streams, lost)
         if settled is not None:
             return Codes(heads, words, settled.offsets, settled.offset_steps)
-        fine = ~lost[coded]
+        fine = ~lost[coded] & (left_out <= self._most_left_out(0))
         return Codes(heads, words, *self._offsets(coded_rows[fine], decoded[fine]))
 
     def decode(self, codes: Codes, first: int) -> list[Array]:
@@ -103,9 +107,10 @@ class GroupCoder:
         if len(counts) and ends[-1] > len(codes.words):
             raise Damaged("the rows' heads claim more words than there are")
         values = backends.decode(codes.heads, codes.words, ends - counts, self.classes, self.tables)
-        rows = self._backward(values)
-        rows += self._read_offsets(codes)
-        streams = self._apart(rows, first)
+        with np.errstate(over="ignore", invalid="ignore"):  # of what no encoder wrote
+            rows = self._backward(values)
+            rows += self._read_offsets(codes)
+            streams = self._apart(rows, first)
         for row in np.flatnonzero(gain_of(codes.heads) == AS_IT_IS):
             whole = codes.words[ends[row] - counts[row] : ends[row]].view(element(self.dtype).numpy)
             for stream, bits in zip(streams, np.split(whole, self._ends[:-1]), strict=True):
@@ -139,10 +144,16 @@ class GroupCoder:
         for (heads, width), end in zip(self.streams, self._ends, strict=True):
             yield rows[:, end - heads * width : end].reshape(len(rows), heads, width)
 
-    def _forward(self, rows: Array) -> Array:
-        """Channels -> values along the vectors, in steps."""
-        vectors = self._vectors.astype(np.float32) * self._finer
-        values = np.empty((len(rows), len(self.classes)), np.float32)
+    def _most_left_out(self, reached: Array | float) -> Array | float:
+        """The square of what a row may lose to the vectors that are left out, in steps: 64 times what these spread over at
+        most, and what the rounding of vectors to float16 makes of the others.
+        """
+        return self.group.channels + 1e-3 * reached
+
+    def _forward(self, rows: Array) -> tuple[Array, Array]:
+        """Channels -> values along the vectors, in steps, and by row the square of what is not along them."""
+        vectors, _ = _widened(self)
+        values, left_out = np.empty((len(rows), len(self.classes)), np.float32), np.empty(len(rows), np.float32)
         for part, padded in _padded(rows - self.group.mean):
             measured = np.empty_like(padded)
             for there, block, factor in zip(
@@ -150,19 +161,25 @@ class GroupCoder:
             ):
                 there[...] = np.matmul(block.swapaxes(0, 1), factor).swapaxes(0, 1)
             values[part] = (measured @ vectors)[: part.stop - part.start]
-        return values
+            whole = np.einsum("ij,ij->i", measured, measured)[: part.stop - part.start] * self._finer**2
+            left_out[part] = whole - np.einsum("ij,ij->i", values[part], values[part])
+        return values, left_out
 
     def _backward(self, values: Array) -> Array:
         """Values in steps -> channels, the mean added."""
-        vectors = np.ascontiguousarray(self._vectors.T, np.float32) / self._finer
         rows = np.empty((len(values), self.group.channels), np.float32)
         for part, padded in _padded(values):
-            measured, block = padded @ vectors, np.empty((ROWS, self.group.channels), np.float32)
-            for there, source, inverse in zip(
-                self._by_stream(block), self._by_stream(measured), self._factors(inverse=True), strict=True
-            ):
-                there[...] = np.matmul(source.swapaxes(0, 1), inverse).swapaxes(0, 1)
-            rows[part] = block[: part.stop - part.start]
+            rows[part] = self._product_back(padded)[: part.stop - part.start]
+        return rows
+
+    def _product_back(self, values: Array) -> Array:
+        _, vectors = _widened(self)
+        measured = values @ vectors
+        rows = np.empty_like(measured)
+        for there, source, inverse in zip(
+            self._by_stream(rows), self._by_stream(measured), self._factors(inverse=True), strict=True
+        ):
+            there[...] = np.matmul(source.swapaxes(0, 1), inverse).swapaxes(0, 1)
         rows += self.group.mean
         return rows
 
@@ -177,7 +194,7 @@ class GroupCoder:
         lacking = np.zeros((1, self.group.channels), np.float32)
         if len(rows):
             mean = decoded.mean(axis=0, dtype=np.float64)[None].astype(np.float32)
-            lacking = rows.mean(axis=0, dtype=np.float64)[None].astype(np.float32) - self._backward(mean)
+            lacking = rows.mean(axis=0, dtype=np.float64)[None].astype(np.float32) - self._product_back(mean)
             lacking *= np.float32(min(1, len(rows) / _MEASURED))
         steps, numbers = [], []
         for of_stream in self._by_stream(lacking):
@@ -194,6 +211,10 @@ class GroupCoder:
 
     def _read_offsets(self, codes: Codes) -> Array:
         """Float32 (channels,)."""
+        if (len(codes.offsets), len(codes.offset_steps)) != ((self.group.channels + 1) // 2, self.heads):
+            raise Damaged(
+                f"a block has {len(codes.offsets)} bytes of offsets and {len(codes.offset_steps)} steps of them"
+            )
         nibbles = np.stack([codes.offsets & 15, codes.offsets >> 4], axis=1).ravel()[: self.group.channels]
         steps = _bf16(codes.offset_steps)
         if not np.isfinite(steps).all():
@@ -215,6 +236,13 @@ class GroupCoder:
             else:
                 parts.append(words[end - count : end])
         return np.where(lost, np.uint16(0xFFFF), heads), np.concatenate(parts)
+
+
+@lru_cache(maxsize=1)
+def _widened(coder: GroupCoder) -> tuple[Array, Array]:
+    """The vectors in float32, for the way there and back: kept of one group, since its blocks come one after the other."""
+    there = coder._vectors.astype(np.float32)
+    return there * coder._finer, np.ascontiguousarray(there.T) / coder._finer
 
 
 def _padded(rows: Array) -> Iterator[tuple[slice, Array]]:

@@ -1,0 +1,45 @@
+"""Bases for rows that no model made, such as those of tokens' hashes, of which a soak knows what they must be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from prefixcache.calibration.design import design
+from prefixcache.calibration.statistics import SINKS, SPREAD, GroupStatistics, Statistics
+from prefixcache.codecs.transform.bases import Bases
+from prefixcache.codecs.transform.layer import Layer
+from prefixcache.codecs.transform.rotation import NO_ROTATION
+from tools.soak.prompts import WIDTH
+
+MODELS = ("soak-a", "soak-b")
+
+
+def basis_of(identity: str, groups: Sequence[Sequence[tuple[np.ndarray, np.ndarray]]], dtype: str = "float32") -> bytes:
+    """The basis of layers whose keys and values, of this dtype and without RoPE, are like these: (rows, heads, width) of
+    magnitudes below 65504. The layers are numbered from 0 on, group by group.
+    """
+    layers: list[Layer] = []
+    made, blocks = [], {}
+    for group in groups:
+        joined = np.concatenate([part.reshape(len(part), -1) for pair in group for part in pair], axis=1)
+        joined = joined.astype(np.float64)
+        first = len(layers)
+        for keys, values in group:
+            layers.append(Layer(len(layers), keys.shape[1], keys.shape[2], values.shape[2], dtype, NO_ROTATION))
+            for part, (_, heads, width) in (("keys", keys.shape), ("values", values.shape)):
+                blocks[layers[-1].index, part] = np.tile(np.eye(width), (heads, 1, 1))
+        covariance = np.cov(joined.T, bias=True).astype(np.float32)
+        made.append(GroupStatistics(tuple(layers[first:]), joined.mean(axis=0), covariance, joined.astype(np.float16)))
+    statistics = Statistics(len(made[0].sample), tuple(layers), tuple(made), SPREAD, blocks)
+    return design(statistics, identity, "rows that no model made", SINKS).data
+
+
+def save_bases(folder: Path) -> None:
+    """Those of the soak's models: each layer is a group, for not all kinds of prompt caches have two of whole rows."""
+    for number, model in enumerate(MODELS):
+        chance = np.random.default_rng(number)
+        rows = chance.integers(0, 1 << 10, (4, 3000, 1, WIDTH)).astype(np.float32)
+        Bases(folder).save(basis_of(model, [[(rows[0], rows[1])], [(rows[2], rows[3])]]))
