@@ -225,6 +225,25 @@ def test_a_prompt_that_shares_tokens_takes_their_codes_over(calibrated, name, sh
     assert same(rows(plain(fetched(cache, model, other)), shared), want)
 
 
+@pytest.mark.parametrize("shared", [100, 256, 300])
+def test_what_was_stored_first_changes_nothing_for_a_prompt_that_is_computed(calibrated, shared):
+    """As a server asks: a hit ends with a whole block, and what is computed is coded by itself."""
+    other = TOKENS[:shared] + prompt(500, 9)
+    found = []
+    for first in ([], TOKENS):
+        model, cache = calibrated("llama-bf16", disk=False)
+        if first:
+            cache.store(first, model.prefill(first), model=model.identity, write_back=True)
+        live, rest = cache.fetch(other, model=model.identity, whole_blocks=True)
+        begun = len(other) - len(rest)
+        assert begun == (shared // 256 * 256 if first else 0)
+        for at in range(begun, len(other), 256):
+            live = model.prefill(other[at : at + 256], live)
+            cache.store(other[: at + 256], live, model=model.identity, write_back=True, since=at)
+        found.append(rows(fetched(cache, model, other), len(other)))
+    assert same(*found)
+
+
 @pytest.mark.parametrize("name", ["llama float16", "llama-bf16", "qwen2", "qwen3_next"])
 @pytest.mark.parametrize("depth", [600, 700])
 def test_what_was_fetched_is_stored_without_a_change_however_often(calibrated, name, depth):
