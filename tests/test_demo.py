@@ -83,6 +83,7 @@ def test_the_numbers_fit_each_other(ran: tuple[subprocess.CompletedProcess[str],
         assert each["equal"] == each["count"]  # of answers as short as these
     # Chats as short as these are half tails, which are kept as they are.
     assert ram["ssd"]["bytes"] > 3 * lossy[0]["ssd"]["bytes"] > 3 * lossy[1]["ssd"]["bytes"]
+    assert shown[CALIBRATED]["ssd"]["bytes"] < lossy[0]["ssd"]["bytes"]
     assert shown["cold"]["first"] > max(ram["first"], ssd["first"])
 
 

@@ -23,13 +23,14 @@ HASH = "0" * 32  # no file's
 
 
 class TypicalBasis(Basis):
-    """The basis that a model with these layers could have. `nbytes` is 0: nobody holds it in RAM."""
+    """The basis that a model with these layers could have. `nbytes` is what it would take with all of its vectors."""
 
     def __init__(self, layers: list[Layer]):
         groups, _ = grouped(layers)
         self.hash, self.model, self.metric, self.texts, self.sinks = HASH, "", "", "", 0
-        self.tables, self.nbytes = first_guess(), 0
+        self.tables = first_guess()
         self.groups = tuple(map(_group, groups))
+        self.nbytes = sum(map(_nbytes, self.groups))
 
 
 def typical(codec: Codec, plan: Plan) -> Codec:
@@ -60,3 +61,9 @@ def _group(layers: list[Layer]) -> LayerGroup:
     words = np.maximum(bits * channels / 16 - 1, 0).astype(np.float32)  # without the head
     none = np.zeros(0, np.float32)
     return LayerGroup(tuple(layers), np.zeros(channels, np.float32), (), np.zeros((channels, 0)), none, words)
+
+
+def _nbytes(group: LayerGroup) -> int:
+    """Vectors in fp16; factors and their inverses, means and spreads in float32."""
+    factors = sum(layer.heads * (layer.key_width**2 + layer.value_width**2) for layer in group.layers)
+    return 2 * group.channels**2 + 4 * (2 * factors + 2 * group.channels)

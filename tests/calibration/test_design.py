@@ -10,7 +10,7 @@ from prefixcache.calibration.statistics import GroupStatistics, Statistics
 from prefixcache.codecs.interchange import Array
 from prefixcache.codecs.transform.basis import QUALITIES, Basis, LayerGroup
 from prefixcache.codecs.transform.coding import GroupCoder
-from prefixcache.codecs.transform.layer import Layer
+from prefixcache.codecs.transform.layer import Layer, grouped
 from prefixcache.codecs.transform.rotation import Rotation
 
 HEADS, KEYS, VALUES = 2, 32, 48
@@ -51,7 +51,7 @@ def made() -> design.Calibrated:
 
 def test_neighbours_are_joined_until_a_group_has_channels_enough():
     layers = [layer(0), layer(1), layer(5), layer(6, dtype="float16"), layer(7, heads=200)]
-    groups, refused = design.grouped(layers, channels=2 * layer(0).channels)
+    groups, refused = grouped(layers, channels=2 * layer(0).channels)
     assert [[one.index for one in group] for group in groups] == [[0, 1], [5], [6]]
     assert refused.keys() == {7}
     assert "16000 channels" in refused[7]

@@ -171,7 +171,9 @@ def test_without_a_basis_a_transformed_models_sizes_are_estimated_and_marked(cal
     told = of_codecs(call, "--model", name, "--codec", "turboquant:4,transform,transform:3,transform:3.25,raw")
     assert told["raw"]["transform"] is told["turboquant:4"]["transform"] is None
     said = told["transform"]["transform"]
-    assert (said["estimate"], said["basis"], said["basis_bytes"]) == (True, None, 0)
+    assert (said["estimate"], said["basis"]) == (True, None)
+    groups = said["layers"]  # of 2,048 channels each
+    assert groups * 2 * 2048**2 < said["basis_bytes"] < groups * 2 * 2048**2 * 1.4
     assert said["layers"] == ModelState.of(SHAPES[name]).layers[0].caches
     assert told["transform"]["spec"]["basis"] is None
     for spec, bits in {"transform": 1.34, "transform:3": 0.83}.items():

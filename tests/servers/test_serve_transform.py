@@ -116,7 +116,10 @@ def test_a_basis_that_ram_has_no_room_for_is_left_and_said(basis, tmp_path):
     flags = ["--ram", "150kB", "--codec", "transform", "--model", TINY, "--basis-dir", basis.parent]
     with starting(serve, tmp_path / "log", *flags) as server:
         server.ready()
-        assert "and there are not so many: its rows are coded by" in server.said()
+        assert (
+            f"takes {read(basis).nbytes} bytes of RAM, and all bases in use may take 1/4 of its 150000 bytes"
+            in server.said()
+        )
         assert "codec turboquant k4 v4" in model_line(server)
         assert warnings_of(server.said()) == []
         assert server.end() == 0

@@ -37,6 +37,7 @@ CODECS: dict[str, Codec] = {  # the other passes use Raw
     "turboquant4": TurboQuant(), "turboquant3": TurboQuant(3, 3), CALIBRATED: Transform(4),
 }  # fmt: skip
 CALIBRATION = (8, 256, 6)  # windows, tokens, draws: seconds; a model of use wants the command's own numbers
+CALIBRATED_RAM = "64MB"  # a basis may take a quarter of it
 
 Turn = dict[str, Any]
 
@@ -203,9 +204,8 @@ def run(model: Model, name: str) -> dict[str, Any]:
     places = list(product(range(model.job.conversations), [last] if name == "ssd" else range(last)))
     directory = Path(model.job.directory) / (name if name in CODECS else "raw")
     codec = CODECS.get(name, Raw())
-    settings = Settings(
-        ram=budget(model), ssd_dir=directory, ssd="1GB", codec=codec, basis_dir=bases(model.job), spill="wait"
-    )
+    ram = budget(model) if name != CALIBRATED else CALIBRATED_RAM
+    settings = Settings(ram=ram, ssd_dir=directory, ssd="1GB", codec=codec, basis_dir=bases(model.job), spill="wait")
     turns: list[Turn] = []
     with bar(TITLES[name], len(places)) as show, PrefixCache(settings) as cache:
         for conversation, turn in places:

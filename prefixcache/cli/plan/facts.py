@@ -56,7 +56,7 @@ def codec_facts(name: str, sizes: Sizes) -> Facts:
     """What a model's state takes with a codec. `windows` and `snapshot` are a boundary's, beside the tokens' own bytes.
 
     `transform`: None of another codec; else how many layers are transformed, and by which basis, which takes so many bytes of
-    RAM; without one the sizes are an estimate.
+    RAM; without one all of it is an estimate.
     """
     return {
         "codec": name, "spec": sizes.codec.spec() | ({"basis": None} if _is_estimate(sizes) else {}),
@@ -73,9 +73,10 @@ def _transform_facts(name: str, sizes: Sizes) -> Facts | None:
     if not isinstance(as_codec(name), Transform):
         return None
     layers = sum(len(joined.coder.group.layers) for joined in sizes.plan.joined)
-    basis = sizes.codec.basis if isinstance(sizes.codec, Calibrated) and not _is_estimate(sizes) else None
+    basis = sizes.codec.basis if isinstance(sizes.codec, Calibrated) else None
+    digest = basis.hash if basis and not _is_estimate(sizes) else None
     return {
-        "layers": layers, "estimate": _is_estimate(sizes), "basis": basis and basis.hash,
+        "layers": layers, "estimate": _is_estimate(sizes), "basis": digest,
         "basis_bytes": basis.nbytes if basis else 0,
     }  # fmt: skip
 

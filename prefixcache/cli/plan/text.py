@@ -204,14 +204,15 @@ def _model_notes(facts: Facts) -> list[str]:
 
 def _transform_notes(codec: Facts) -> list[str]:
     name, transform = codec["codec"], codec["transform"]
+    taken = f"{size(transform['basis_bytes'])} of the RAM, and bases may take a quarter of it"
     if not transform["layers"]:
         return [f"{name}: no layer of this model can be transformed, so the sizes are {TURBOQUANT}'s."]
     if transform["estimate"]:
         return [
             f"{name}: an estimate, as there is no basis of this model: as many bits a value as SmolLM2-135M's rows have. "
-            "prefixcache calibrate MODEL makes one, with the model's own numbers."
+            f"prefixcache calibrate MODEL makes one, with the model's own numbers; it takes about {taken}."
         ]
-    return [f"{name}: by basis {transform['basis'][:8]}, which takes {size(transform['basis_bytes'])} of the RAM."]
+    return [f"{name}: by basis {transform['basis'][:8]}, which takes {taken}."]
 
 
 def _transform_lines(facts: Facts) -> list[str]:
