@@ -343,10 +343,20 @@ def test_the_check_fails_above_the_bound_and_where_raw_is_not_exact():
 
 def test_the_check_evaluates_a_folder_in_small(monkeypatch):
     monkeypatch.setattr(check, "JOB", check.Job(prefix=300, tokens=32, windows=1, needles=0))
+    monkeypatch.setattr(check, "CALIBRATION", {"windows": 4, "tokens": 128, "draws": 4})
     found = check.measured(ROOT / "tests/fixtures/tiny-qwen2")
-    assert [codec["codec"] for codec in found["codecs"]] == ["raw", check.CODEC]
+    assert [codec["codec"] for codec in found["codecs"]] == ["raw", check.CODEC, check.TRANSFORM]
     assert found["float32"]
-    assert check.failures(found, bound=0.1) == []
+    assert [line for line in check.failures(found, bound=0.1) if not line.startswith(check.TRANSFORM)] == []
+
+
+def test_the_check_fails_where_a_transform_is_worse_than_its_bounds():
+    found = facts(0.001)
+    worse = {"codec": check.TRANSFORM, "kl_mean": 0.02, "identical": False, "stored_bytes_per_token": 4000}
+    found["codecs"] = [{**codec, "stored_bytes_per_token": 6400} for codec in found["codecs"]] + [worse]
+    far, large = check.failures(found)
+    assert far.startswith(f"transform:4: KL 0.02 nats, and {check.TRANSFORM_KL_BOUND} is the bound (TRANSFORM_KL_BOUND")
+    assert large == "transform:4: 4000 bytes a token are less than 2.2 times below turboquant:4's"
 
 
 def test_the_commands_exit_code_is_the_checks(monkeypatch, tmp_path, capsys):

@@ -55,10 +55,10 @@ def failures(facts: Facts, bound: float = KL_BOUND) -> list[str]:
             found.append(
                 f"{name}: logits differ from the live cache's (KL {kl} nats): rows don't come back as they were"
             )
-        limit = TRANSFORM_KL_BOUND if name == TRANSFORM else bound
+        limit, where = (TRANSFORM_KL_BOUND, "TRANSFORM_KL_BOUND") if name == TRANSFORM else (bound, "KL_BOUND")
         if name != CONTROL and (kl is None or kl > limit):
-            found.append(f"{name}: KL {kl} nats, and {limit} is the bound (in tools/real_model/check.py)")
-    stored = {codec["codec"]: codec["stored_bytes_per_token"] for codec in facts["codecs"]}
+            found.append(f"{name}: KL {kl} nats, and {limit} is the bound ({where} in tools/real_model/check.py)")
+    stored = {codec["codec"]: codec.get("stored_bytes_per_token") for codec in facts["codecs"]}
     if TRANSFORM in stored and stored[CODEC] < SMALLER * stored[TRANSFORM]:
         found.append(
             f"{TRANSFORM}: {stored[TRANSFORM]:.0f} bytes a token are less than {SMALLER} times below {CODEC}'s"
