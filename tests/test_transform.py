@@ -313,8 +313,8 @@ def test_a_model_without_a_basis_is_coded_by_turboquant_and_that_is_said_once(op
         stored(transformed, model, TOKENS)
         stored(transformed, model, TOKENS, salt=b"other")
     assert [message for message in caplog.messages if "prefixcache calibrate" in message] == [
-        f"no basis of model {model.identity!r} in {tmp_path / 'none'}: it is coded by turboquant k4 v4; run "
-        "`prefixcache calibrate` with the model once"
+        f"no basis of model {model.identity} in {tmp_path / 'none'}: its rows are coded by turboquant k4 v4 until you run "
+        "`prefixcache calibrate MODEL` and start again"
     ]
     stored(turboquant, model, TOKENS)
     one, other = fetched(transformed, model, TOKENS), fetched(turboquant, model, TOKENS)

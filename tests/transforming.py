@@ -14,10 +14,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from prefixcache.calibration.design import design, grouped
+from prefixcache.calibration.design import design
 from prefixcache.calibration.layers import eligible_layers
 from prefixcache.calibration.statistics import collect
 from prefixcache.codecs.transform.bases import Bases
+from prefixcache.codecs.transform.layer import grouped
 from tests import states
 from tests.families import BASE, FAMILIES, WIDE, _build
 from tools.soak.bases import basis_of
