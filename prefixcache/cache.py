@@ -112,7 +112,7 @@ class PrefixCache:
         self._recorder = Recorder(self.settings.trace) if self.settings.trace is not None else None
         has_ssd = self.settings.ssd_dir is not None and self.settings.ssd != 0
         self._storage = Storage(self.settings, ram, tiers=1 + has_ssd)
-        self._namespaces = Namespaces(self._storage, self.codec, Bases(self.settings.basis_dir.expanduser()))
+        self._namespaces = Namespaces(self._storage, self.codec, Bases(self.settings.basis_dir))
         self._pins = Pins(self._storage)
         self._kernels = turboquant_backends.describe()
         self._last_flush = time.monotonic()  # of what was used, to the index
@@ -288,7 +288,8 @@ class PrefixCache:
         With `compressed`, layers of KVCache whose rows are TurboQuant's codes come as `TurboQuantKVCache`, and a model whose
         attention is mlx-lm's own goes on from them. It takes the codes as they are where they have at most 4 sets of levels,
         as those have that a live cache stored; what plain caches stored has one in each block, and is decoded and coded anew.
-        What such a cache holds can be stored again as it is.
+        What such a cache holds can be stored again as it is, but not of transformed layers: their rows were decoded and
+        coded by TurboQuant, so store what its `dequantize()` gives.
         """
         prompt, durations = self._prompt(tokens, model, salt), self._storage.counters.durations
         check_leave(leave)

@@ -60,7 +60,7 @@ def tiny(family: str, channels: int = 256, left_over: int = 0) -> Tiny:
     windows = [prompt(200, seed) for seed in (1, 2)]
     statistics = collect(model, groups, windows, fisher_windows=1, draws=2)
     identity = f"{family}@{channels}-{left_over}-{family}"
-    basis = design(statistics, identity, "random tokens", SINKS).data
+    basis = design(statistics, identity, "random tokens", SINKS)
     return Tiny(model, identity, basis, [[layer.index for layer in group] for group in groups])
 
 

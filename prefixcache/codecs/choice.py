@@ -9,8 +9,8 @@ from typing import Any
 from prefixcache.codecs.affine import Affine
 from prefixcache.codecs.base import Codec
 from prefixcache.codecs.raw import Raw
-from prefixcache.codecs.transform.bases import Bases
-from prefixcache.codecs.transform.codec import Calibrated, Transform
+from prefixcache.codecs.transform.basis import is_hash
+from prefixcache.codecs.transform.codec import Transform
 from prefixcache.codecs.turboquant.codec import TurboQuant
 
 _CODECS: dict[str, type[Affine] | type[Raw] | type[TurboQuant]] = {
@@ -22,15 +22,14 @@ _REMEDY = (
 )
 
 
-def codec_from_spec(spec: Mapping[str, Any], bases: Bases | None = None) -> Codec:
-    """The codec whose `spec()` this is. That of a calibrated model needs `bases`, to find its basis in.
+def codec_from_spec(spec: Mapping[str, Any]) -> Codec:
+    """The codec whose `spec()` this is; of a calibrated model's, the `Transform` that it came of, since its basis is a file.
 
-    ValueError names an unknown codec, another version of its format, a parameter too many or missing, a bad value, or a basis
-    that isn't there.
+    ValueError names an unknown codec, another version of its format, a parameter too many or missing, or a bad value.
     """
     name, version = spec.get("name"), spec.get("version")
     if name == "transform":
-        return _transform(spec, bases)
+        return _transform(spec)
     kind = _CODECS.get(name) if isinstance(name, str) else None
     if kind is None:
         raise ValueError(f"codec {name!r}: not known here; known are {', '.join(sorted(_CODECS))}")
@@ -45,7 +44,7 @@ def codec_from_spec(spec: Mapping[str, Any], bases: Bases | None = None) -> Code
     return kind(**chosen)
 
 
-def _transform(spec: Mapping[str, Any], bases: Bases | None) -> Codec:
+def _transform(spec: Mapping[str, Any]) -> Codec:
     ours = Transform().spec()
     if type(spec.get("version")) is not int or spec["version"] != ours["version"]:
         raise ValueError(f"codec 'transform' version {spec.get('version')!r}: this release reads version 1 only")
@@ -55,19 +54,15 @@ def _transform(spec: Mapping[str, Any], bases: Bases | None) -> Codec:
     otherwise = codec_from_spec(spec["otherwise"])
     if not isinstance(otherwise, TurboQuant):
         raise ValueError(f"codec 'transform': what isn't transformed is coded by turboquant, not {otherwise}")
-    chosen = Transform(spec["quality"], otherwise)
-    if "basis" not in spec:
-        return chosen
-    if bases is None:
-        raise ValueError(f"codec 'transform': basis {spec['basis']!r} was not looked for")
-    return Calibrated(chosen.quality, otherwise, bases.of_hash(spec["basis"]))
+    if "basis" in spec and not is_hash(spec["basis"]):
+        raise ValueError(f"codec 'transform': basis {spec['basis']!r} is not named by 32 hex digits")
+    return Transform(spec["quality"], otherwise)
 
 
 def said_of_spec(spec: Mapping[str, Any]) -> str:
     """What a person calls the codec of this spec, whose basis need not be here. ValueError as of `codec_from_spec`."""
-    basis = spec.get("basis")
-    chosen = codec_from_spec({key: value for key, value in spec.items() if key != "basis"})
-    return f"{chosen} basis {str(basis)[:8]}" if basis is not None else str(chosen)
+    chosen = codec_from_spec(spec)
+    return f"{chosen} basis {spec['basis'][:8]}" if "basis" in spec else str(chosen)
 
 
 def as_codec(value: Any) -> Codec | None:

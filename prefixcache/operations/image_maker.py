@@ -220,10 +220,7 @@ class LiveMaker:
                 count = len(job.tokens) // TOKEN_BYTES
                 for section, tokens in plan.in_rows(job.start, count, job.coded):
                     self._fill_rows(job, draft, section, tokens, targets[id(section)][1])
-                for joined, codes in zip(plan.joined, self._codes.pop(job.key, ()), strict=job.coded):
-                    write_joined(joined, codes, draft.tensors)
-                    if self._back is not None and count == BLOCK and job.start + BLOCK > self._back.since:
-                        self._add(self._back, joined, job.start, joined.coder.decode(codes, job.start))
+        self._write_joined(jobs, drafts)
         for section, own in targets.values():
             encode(section, self._leaves, own, self._back)
         for w, sinks, rows, tensors in grown:
@@ -248,6 +245,18 @@ class LiveMaker:
 
         share_out(len(drafts), 1, sum(job.blueprint.nbytes for job in jobs) // WORTH_A_THREAD, seal)
         return cast(list[Image], images)
+
+    def _write_joined(self, jobs: list[Job], drafts: list[Draft]) -> None:
+        """What `encoded` made, a group's blocks one after the other; and what a fetch would give of whole ones."""
+        back = self._back
+        for j, joined in enumerate(self._plan.joined):
+            for job, draft in zip(jobs, drafts, strict=True):
+                if job.kind == ROWS and job.key in self._codes:
+                    codes = self._codes[job.key][j]
+                    write_joined(joined, codes, draft.tensors)
+                    if back is not None and len(job.tokens) == BLOCK_BYTES and job.start + BLOCK > back.since:
+                        self._add(back, joined, job.start, joined.coder.decode(codes, job.start))
+        self._codes.clear()
 
     def _fill_rows(self, job: Job, draft: Draft, section: Section, count: int, targets: list[Target]) -> None:
         """Codes from the source, and a target for what is to be encoded."""

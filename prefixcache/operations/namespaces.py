@@ -51,8 +51,8 @@ class Namespaces:
     def from_row(self, row: NamespaceRow) -> Namespace | None:
         """A namespace that an index names. None, with a warning, when this process can't make its caches."""
         try:
-            spec = {key: value for key, value in json.loads(row.codec).items() if key != "basis"}
-            return self._make(row, self._plan_of(codec_from_spec(spec), canonical(spec), row.layout))
+            codec = codec_from_spec(json.loads(row.codec))
+            return self._make(row, self._plan_of(codec, canonical(codec.spec()), row.layout))
         except Exception as error:
             log.warning("namespace %s of model %r cannot be loaded: %s", row.root.hex(), row.model, error)
             return None

@@ -22,6 +22,7 @@ from prefixcache.cli.evaluate.report import as_markdown, family, main_grid
 from prefixcache.cli.evaluate.texts import default_text
 from prefixcache.cli.text import Refused
 from prefixcache.codecs import TurboQuant
+from tests.calibrated import calibrate
 from tests.families import FAMILIES
 
 ROOT = Path(__file__).parent.parent.parent
@@ -346,3 +347,28 @@ def test_the_trained_model_tells_the_numbers_from_a_restored_cache(call):
     assert found["turboquant:4"]["needles"]["right"] >= facts["reference"]["needles"]["right"] - 1
     assert found["turboquant:4"]["perplexity_ratio"] < 1.1
     assert found["turboquant:4"]["top1"] > 0.9
+
+
+def test_a_transform_is_not_measured_without_a_basis_and_with_one_it_is(call, tmp_path):
+    model = ROOT / "tests/fixtures/tiny-llama"
+    wanted = (
+        "evaluate",
+        model,
+        *SMALL,
+        "--windows",
+        1,
+        "--needles",
+        0,
+        "--codec",
+        "transform",
+        "--basis-dir",
+        tmp_path,
+    )
+    refused = call(*wanted)
+    assert refused.exit_code == 2
+    assert "codec transform: no basis of this model in " in refused.output
+    calibrate(model, tmp_path)
+    done = call(*wanted, "--json")
+    assert done.exit_code == 0, done.output
+    found = {codec["codec"]: codec for codec in json.loads(done.stdout)["codecs"]}
+    assert found["transform"]["stored_bytes_per_token"] < found["raw"]["stored_bytes_per_token"]

@@ -34,7 +34,7 @@ def basis_of(identity: str, groups: Sequence[Sequence[tuple[np.ndarray, np.ndarr
         covariance = np.cov(joined.T, bias=True).astype(np.float32)
         made.append(GroupStatistics(tuple(layers[first:]), joined.mean(axis=0), covariance, joined.astype(np.float16)))
     statistics = Statistics(len(made[0].sample), tuple(layers), tuple(made), SPREAD, blocks)
-    return design(statistics, identity, "rows that no model made", SINKS).data
+    return design(statistics, identity, "rows that no model made", SINKS)
 
 
 def save_bases(folder: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,14 +18,13 @@ from mlx_lm.generate import wired_limit
 
 from prefixcache.calibration.design import design
 from prefixcache.calibration.layers import eligible_layers
-from prefixcache.calibration.statistics import FISHER_PHASE, PREFILL_PHASE, SINKS, Statistics, collect
+from prefixcache.calibration.statistics import FISHER_PHASE, PREFILL_PHASE, SINKS, collect
 from prefixcache.calibration.texts import default_texts, read_texts, windows
 from prefixcache.cli.evaluate.measuring import Subject, load
 from prefixcache.cli.text import Refused
 from prefixcache.codecs.transform.bases import Bases
 from prefixcache.codecs.transform.basis import Basis, BasisError
 from prefixcache.codecs.transform.layer import Layer, grouped
-from prefixcache.identity import model_identity
 
 VERSION = 1  # of how a basis is made: another one is not found again
 DRAWS = 6  # of a window, where there are windows enough: then its prefix is prefilled less often
@@ -75,14 +73,11 @@ def make(job: Job, folder: Path, progress: Progress = lambda done, of, what: Non
     Refused for a model, a text or a job that gives none; Resumable when it is interrupted. The same job gives the same file.
     """
     subject = load(job.model, job.adapter)
-    try:
-        identity = model_identity(job.model, job.adapter)
-    except (OSError, ValueError) as error:
-        raise Refused(str(error)) from error
+    identity = subject.identity
     progress(None, None, "cutting the text")
     read = _windows(job, subject)
     progress(None, None, "finding RoPE")
-    groups, dtypes, left_out = _groups(job, subject.model)
+    groups, left_out = _groups(job, subject.model)
     texts = _described(job, read)
     bases = Bases(folder)
     basis = bases.of_model(identity)
@@ -98,7 +93,7 @@ def make(job: Job, folder: Path, progress: Progress = lambda done, of, what: Non
                 fisher_windows=job.fisher_windows, draws=job.draws_each, identity=identity, checkpoint=checkpoint,
             )  # fmt: skip
         progress(None, None, "designing the basis")
-        path = bases.save(design(_as_served(statistics, dtypes), identity, texts, SINKS).data)
+        path = bases.save(design(statistics, identity, texts, SINKS))
     except KeyboardInterrupt:
         if checkpoint.exists():
             raise Resumable from None
@@ -132,32 +127,23 @@ def opening(tokenizer: Any) -> list[int]:
     return whole[: places[0]] if bare and places else []
 
 
-def _groups(job: Job, model: nn.Module) -> tuple[list[list[Layer]], dict[int, str], dict[int, str]]:
-    """Groups of layers as `model` has them now, cast where the job says so; the dtypes that they are served with; and why
-    other layers are in no group. Refused where all are others.
+def _groups(job: Job, model: nn.Module) -> tuple[list[list[Layer]], dict[int, str]]:
+    """Groups of layers, of the model cast where the job says so; and why other layers are in no group. Refused where all are
+    others. What is joined is by the dtypes that the model is served with.
     """
     layers, left_out = eligible_layers(model)
-    dtypes = {layer.index: layer.dtype for layer in layers}
+    groups, too_wide = grouped(layers)
     if job.float32:
         model.set_dtype(mx.float32)
-        layers = [layer for layer in eligible_layers(model)[0] if layer.index in dtypes]
-    groups, too_wide = grouped(layers)
+        cast = {layer.index: layer for layer in eligible_layers(model)[0]}
+        groups = [[cast[layer.index] for layer in group if layer.index in cast] for group in groups]
+        groups = [group for group in groups if group]
     left_out = dict(sorted({**left_out, **too_wide}.items()))
     if not groups:
         raise Refused(
             f"{job.model}: no layer can be transformed ({reasons(left_out)}); serve it with --codec turboquant"
         )
-    return groups, dtypes, left_out
-
-
-def _as_served(statistics: Statistics, dtypes: dict[int, str]) -> Statistics:
-    """The statistics of layers whose rows have these dtypes, whatever they had while they were read."""
-
-    def served(layers: Sequence[Layer]) -> tuple[Layer, ...]:
-        return tuple(layer._replace(dtype=dtypes[layer.index]) for layer in layers)
-
-    groups = tuple(group._replace(layers=served(group.layers)) for group in statistics.groups)
-    return replace(statistics, layers=served(statistics.layers), groups=groups)
+    return groups, left_out
 
 
 def _described(job: Job, read: Sequence[Sequence[int]]) -> str:

@@ -12,7 +12,7 @@ import logging
 import math
 import platform
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -29,10 +29,12 @@ from prefixcache import PrefixCache, model_identity
 from prefixcache.cache import Stored
 from prefixcache.cli.evaluate.texts import Haystack, Question, Window, cut, depths_of, haystacks
 from prefixcache.cli.text import Refused
-from prefixcache.codecs import Codec, as_codec
+from prefixcache.codecs import Codec, Transform, as_codec
+from prefixcache.codecs.transform.bases import Bases
 from prefixcache.keys import BLOCK
 from prefixcache.layers.adapters import CacheError
 from prefixcache.layers.image_layout import Plan
+from prefixcache.operations.namespaces import BASES_SHARE
 from prefixcache.planning.model_config import context_length
 from prefixcache.settings import BASIS_DIR
 
@@ -116,6 +118,8 @@ def measure(
     Refused for a spec, a text, a model or a job that can't be measured.
     """
     codecs = {spec: codec_of(spec) for spec in specs}
+    folder = (basis_dir or BASIS_DIR).expanduser()
+    for_basis = BASES_SHARE * _basis_bytes(codecs, subject.identity, folder)
     _check_positions(subject, job)
     ids = list(subject.tokenizer.encode(text, add_special_tokens=False))
     first, windows = cut(subject.tokenizer, ids, job.prefix, job.tokens, job.windows)
@@ -123,8 +127,8 @@ def measure(
     total = len(windows) + len(with_numbers)
     reference = Reference(subject.model)
     live = reference.fill(first)
-    ram = 4 * _nbytes(live) + SPARE  # two prompts are stored at once; this is a limit, not what is taken
-    trials = [Trial(spec, codec, ram, subject.identity, basis_dir or BASIS_DIR) for spec, codec in codecs.items()]
+    ram = 4 * _nbytes(live) + SPARE + for_basis  # two prompts are stored at once; this is a limit, not what is taken
+    trials = [Trial(spec, codec, ram, subject.identity, folder) for spec, codec in codecs.items()]
     try:
         for trial in trials:  # as on a server, other prompts are there already
             trial.keep(first, live)
@@ -138,6 +142,17 @@ def measure(
     finally:
         for trial in trials:
             trial.cache.close()
+
+
+def _basis_bytes(codecs: Mapping[str, Codec], model: str, folder: Path) -> int:
+    """RAM of the model's basis, where one of the codecs needs it. Refused without: TurboQuant would be measured."""
+    spec = next((spec for spec, codec in codecs.items() if isinstance(codec, Transform)), None)
+    if spec is None:
+        return 0
+    basis = Bases(folder).of_model(model)
+    if basis is None:
+        raise Refused(f"codec {spec}: no basis of this model in {folder}; run `prefixcache calibrate` with it first")
+    return basis.nbytes
 
 
 def codec_of(spec: str) -> Codec:

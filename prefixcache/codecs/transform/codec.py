@@ -42,9 +42,9 @@ class Place(NamedTuple):
 class Transform:
     """Transform coding (after KVTC, arXiv 2511.01815) for models that `prefixcache calibrate` has a basis of.
 
-    `quality` 4 errs as much as 4 bits of TurboQuant, at about a third of the bytes; one less doubles the error's amplitude
-    (1 to 6, fractions too). What a basis doesn't cover is coded by `otherwise`.
-    ValueError for a quality out of range.
+    `quality` 4 errs about as much as 4 bits of TurboQuant, at about a third of the bytes; one less doubles the error's
+    amplitude (1 to 6, fractions too). What a basis doesn't cover is coded by `otherwise`. ValueError for a quality out of
+    range.
     """
 
     quality: float = QUALITY

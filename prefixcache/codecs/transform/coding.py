@@ -152,7 +152,7 @@ class GroupCoder:
 
     def _forward(self, rows: Array) -> tuple[Array, Array]:
         """Channels -> values along the vectors, in steps, and by row the square of what is not along them."""
-        vectors, _ = _widened(self)
+        vectors = _widened(self)
         values, left_out = np.empty((len(rows), len(self.classes)), np.float32), np.empty(len(rows), np.float32)
         for part, padded in _padded(rows - self.group.mean):
             measured = np.empty_like(padded)
@@ -160,8 +160,9 @@ class GroupCoder:
                 self._by_stream(measured), self._by_stream(padded), self._factors(inverse=False), strict=True
             ):
                 there[...] = np.matmul(block.swapaxes(0, 1), factor).swapaxes(0, 1)
+            measured *= self._finer
             values[part] = (measured @ vectors)[: part.stop - part.start]
-            whole = np.einsum("ij,ij->i", measured, measured)[: part.stop - part.start] * self._finer**2
+            whole = np.einsum("ij,ij->i", measured, measured)[: part.stop - part.start]
             left_out[part] = whole - np.einsum("ij,ij->i", values[part], values[part])
         return values, left_out
 
@@ -173,8 +174,7 @@ class GroupCoder:
         return rows
 
     def _product_back(self, values: Array) -> Array:
-        _, vectors = _widened(self)
-        measured = values @ vectors
+        measured = (values / self._finer) @ _widened(self).T
         rows = np.empty_like(measured)
         for there, source, inverse in zip(
             self._by_stream(rows), self._by_stream(measured), self._factors(inverse=True), strict=True
@@ -239,10 +239,9 @@ class GroupCoder:
 
 
 @lru_cache(maxsize=1)
-def _widened(coder: GroupCoder) -> tuple[Array, Array]:
-    """The vectors in float32, for the way there and back: kept of one group, since its blocks come one after the other."""
-    there = coder._vectors.astype(np.float32)
-    return there * coder._finer, np.ascontiguousarray(there.T) / coder._finer
+def _widened(coder: GroupCoder) -> Array:
+    """The vectors in float32: kept of one group, since its blocks come one after the other."""
+    return coder._vectors.astype(np.float32)
 
 
 def _padded(rows: Array) -> Iterator[tuple[slice, Array]]:
