@@ -33,7 +33,8 @@ from prefixcache.layers.classes import allow
 from prefixcache.layers.decoded import Decoded
 from prefixcache.layers.encode import evaluate
 from prefixcache.layers.image_layout import read
-from prefixcache.layers.stored import DamagedBlock, StoredPrompt
+from prefixcache.layers.joined import DamagedBlock
+from prefixcache.layers.stored import StoredPrompt
 from prefixcache.memory import give_back, machine_memory
 from prefixcache.metrics.logs import Summary
 from prefixcache.metrics.stats import Stats

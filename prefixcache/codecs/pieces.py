@@ -21,17 +21,22 @@ class Piece(NamedTuple):
     """Coded rows, and the buffer's row that the first one goes to.
 
     `planes`: for each plane of `codec` (tokens, heads, *plane.shape); they may be views of an image. `levels` are those
-    that the rows were encoded with.
+    that the rows were encoded with. `rows`, in place of planes: (heads, tokens, width), decoded on a GPU already.
     """
 
     codec: RowCodec
     planes: tuple[Array, ...]
     at: int
     levels: Levels | None = None
+    rows: mx.array | None = None
 
     @property
     def tokens(self) -> int:
-        return len(self.planes[0])
+        return len(self.planes[0]) if self.rows is None else self.rows.shape[1]
+
+    @property
+    def heads(self) -> int:
+        return int(self.planes[0].shape[1]) if self.rows is None else self.rows.shape[0]
 
     @property
     def end(self) -> int:
@@ -46,7 +51,7 @@ def decode(pieces: Sequence[Piece], heads: int, capacity: int, width: int, dtype
     pieces = sorted((piece for piece in pieces if piece.tokens), key=lambda piece: piece.at)
     end = 0
     for piece in pieces:
-        codec, heads_there = piece.codec, piece.planes[0].shape[1]
+        codec, heads_there = piece.codec, piece.heads
         if piece.at < end or piece.end > capacity:
             raise ValueError(f"rows {piece.at} to {piece.end}: {end} of a capacity of {capacity} are taken; no room")
         if (heads_there, codec.width, codec.dtype) != (heads, width, dtype):
@@ -56,7 +61,8 @@ def decode(pieces: Sequence[Piece], heads: int, capacity: int, width: int, dtype
         end = piece.end
     if heads * capacity * width == 0:
         return mx.zeros((heads, capacity, width), element(dtype).mlx)
-    make = _on_the_cpu if on_cpu() else _launched
+    launched = not on_cpu() or any(piece.rows is not None for piece in pieces)
+    make = _launched if launched else _on_the_cpu
     return make(pieces, heads, capacity, width, dtype)
 
 
@@ -83,7 +89,8 @@ def _launched(pieces: list[Piece], heads: int, capacity: int, width: int, dtype:
     for run in runs:
         if run[0].at > end:
             parts.append(mx.zeros((heads, run[0].at - end, width), element(dtype).mlx))
-        rows = (run[-1].end if run is not runs[-1] or run[0].levels is not None else capacity) - run[0].at
+        fills = run is runs[-1] and run[0].levels is None and run[0].rows is None  # zeros behind the rows, at once
+        rows = (capacity if fills else run[-1].end) - run[0].at
         parts.append(_decode_run(run, heads, rows, width))
         end = run[0].at + rows
     if not parts:
@@ -98,6 +105,8 @@ def _launched(pieces: list[Piece], heads: int, capacity: int, width: int, dtype:
 
 def _decode_run(run: list[Piece], heads: int, rows: int, width: int) -> mx.array:
     """Pieces that follow each other -> (heads, rows, width). To a kernel, pieces with levels of their own are more heads."""
+    if run[0].rows is not None:
+        return run[0].rows
     codec, levels = run[0].codec, [piece.levels for piece in run if piece.levels is not None]
     if not levels:
         joined = [np.concatenate([piece.planes[p] for piece in run]) for p in range(len(run[0].planes))]
@@ -116,6 +125,7 @@ def _runs(pieces: list[Piece]) -> list[list[Piece]]:
     for piece in pieces:
         last = runs[-1][-1] if runs else None
         alike = last is not None and (last.codec, last.end) == (piece.codec, piece.at)
+        alike = alike and piece.rows is None and last is not None and last.rows is None
         if alike and last is not None and piece.levels is not None:
             alike = last.levels is not None and last.tokens == piece.tokens
         if alike and last is not None and (last.levels is None) == (piece.levels is None):

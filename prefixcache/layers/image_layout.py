@@ -165,7 +165,7 @@ class Joined(NamedTuple):
         heads = tensors.get(self.names[0])
         if heads is None or (heads.dtype, heads.shape) != (np.dtype("<u2"), (tokens,)):
             return -1
-        return int(self.coder.row_words(heads).sum())
+        return self.coder.words_of(heads)
 
 
 class Plan:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import mlx.core as mx
 import numpy as np
 
-from prefixcache.codecs.interchange import borrow, copy_out, on_cpu
-from prefixcache.codecs.transform.coding import Codes
+from prefixcache.codecs.base import RowCodec
+from prefixcache.codecs.interchange import borrow, bring_in, copy_out, on_cpu
+from prefixcache.codecs.pieces import Piece
+from prefixcache.codecs.transform import gpu_coding
+from prefixcache.codecs.transform.coding import CLAIMED, Codes
 from prefixcache.codecs.transform.entropy import Damaged
 from prefixcache.layers.adapters import Leaf
 from prefixcache.layers.image_layout import Joined
@@ -15,52 +20,174 @@ from prefixcache.layers.image_layout import Joined
 Tensors = dict[str, np.ndarray]
 
 
-def encode_joined(
-    joined: Joined, leaves: Sequence[Leaf], first: int, last: int, sinks: int, known: tuple[Tensors, int] | None = None
-) -> Codes:
-    """Codes of tokens `first` to `last` (not included), a block's; those before token `sinks` are kept elsewhere.
+class DamagedBlock(ValueError):
+    """The rows of the block that begins at token `start` are codes that no encoder wrote. Its checksum is right: whoever
+    wrote it sealed it.
+    """
+
+    def __init__(self, start: int, reason: str):
+        super().__init__(f"the block at token {start} is damaged: {reason}")
+        self.start = start
+
+
+class Wanted(NamedTuple):
+    """Codes of tokens `first` to `last` (not included), a block's.
 
     `known`: the tensors of another block's image, and how many of its first tokens are this one's, too: their codes are
     taken over, unless they can't be decoded.
     """
+
+    first: int
+    last: int
+    known: tuple[Tensors, int] | None = None
+
+
+class Part(NamedTuple):
+    """What is still to be coded of what is wanted: rows `first` to `last`, behind codes `taken` over."""
+
+    first: int
+    last: int
+    skip: int
+    taken: Codes | None
+
+
+def encode_joined(joined: Joined, leaves: Sequence[Leaf], wanted: Sequence[Wanted], sinks: int) -> list[Codes]:
+    """The codes of blocks; tokens before token `sinks` are kept elsewhere."""
+    parts = [_part(joined, each, sinks) for each in wanted]
+    coded = [part for part in parts if part.first < part.last]
+    made = iter((_encode_on_gpu if gpu_coding.available() else _encode)(joined, leaves, coded) if coded else ())
+    return [_behind(part.taken, next(made) if part.first < part.last else None) for part in parts]
+
+
+def _part(joined: Joined, wanted: Wanted, sinks: int) -> Part:
     taken, copied = None, 0
-    if known is not None:
-        tensors, copied = known
-        taken = _leading(joined, tensors, copied)
+    if wanted.known is not None:
+        tensors, copied = wanted.known
+        taken = codes_of(joined, tensors, copied)
         try:
-            joined.coder.decode(taken, first)
+            joined.coder.decode(taken, wanted.first)
         except Damaged:
             taken, copied = None, 0
-    if copied < last - first:
-        rows = [_rows_of(leaves[leaf], stream, first + copied, last) for leaf, stream in joined.streams]
-        skip = min(max(sinks - first - copied, 0), last - first - copied)
-        made = joined.coder.encode(rows, first + copied, skip, taken)
-        if taken is None:
-            return made
-        taken = taken._replace(
-            heads=np.concatenate([taken.heads, made.heads]), words=np.concatenate([taken.words, made.words])
-        )
-    assert taken is not None
-    return taken
+    first = wanted.first + copied
+    return Part(first, wanted.last, min(max(sinks - first, 0), wanted.last - first), taken)
 
 
-def decode_joined(joined: Joined, tensors: Tensors, start: int, count: int) -> list[np.ndarray]:
-    """The first `count` rows of a block that begins at token `start`: (count, heads, width) of each stream. Damaged for codes
-    that no encoder wrote.
+def _behind(taken: Codes | None, made: Codes | None) -> Codes:
+    if taken is None or made is None:
+        return taken or made  # type: ignore[return-value]
+    return taken._replace(
+        heads=np.concatenate([taken.heads, made.heads]), words=np.concatenate([taken.words, made.words])
+    )
+
+
+def _encode(joined: Joined, leaves: Sequence[Leaf], parts: Sequence[Part]) -> list[Codes]:
+    made = []
+    for part in parts:
+        rows = [_rows_of(leaves[leaf], stream, part.first, part.last) for leaf, stream in joined.streams]
+        made.append(joined.coder.encode(rows, part.first, part.skip, part.taken))
+    return made
+
+
+def _encode_on_gpu(joined: Joined, leaves: Sequence[Leaf], parts: Sequence[Part]) -> list[Codes]:
+    runs = merged([(part.first, part.last) for part in parts])
+    streams = []
+    for leaf, stream in joined.streams:
+        there = [leaves[leaf].arrays[stream][0][:, leaves[leaf].where(*run)] for run in runs]
+        streams.append(there[0] if len(there) == 1 else mx.concatenate(there, axis=1))
+    return gpu_coding.of(joined.coder).encode(streams, [gpu_coding.Rows(*part) for part in parts])
+
+
+def merged(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Runs in their order, those that follow each other as one."""
+    made: list[tuple[int, int]] = []
+    for first, last in runs:
+        if made and made[-1][1] == first:
+            made[-1] = made[-1][0], last
+        else:
+            made.append((first, last))
+    return made
+
+
+class Stretch(NamedTuple):
+    """Decoded rows of tokens from `first` on, of each joined stream: on the CPU (tokens, heads, width), bf16 as uint16; on a
+    GPU (heads, tokens, width), `on_gpu`.
     """
-    return joined.coder.decode(_leading(joined, tensors, count), start)
+
+    first: int
+    on_cpu: Sequence[np.ndarray] = ()
+    on_gpu: Sequence[mx.array] = ()
+
+    def since(self, token: int) -> Stretch:
+        """Without the rows of tokens before `token`."""
+        skipped = max(token - self.first, 0)
+        on_cpu, on_gpu = [stream[skipped:] for stream in self.on_cpu], [stream[:, skipped:] for stream in self.on_gpu]
+        return Stretch(token, on_cpu, on_gpu) if skipped else self
+
+    def piece(self, number: int, codec: RowCodec) -> Piece:
+        """The rows of one stream, for a buffer; `codec` keeps rows as they are."""
+        if self.on_gpu:
+            return Piece(codec, (), self.first, rows=self.on_gpu[number])
+        return Piece(codec, (self.on_cpu[number],), self.first)
+
+    def rows(self, number: int, dtype: str) -> mx.array:
+        """(heads, tokens, width) of one stream."""
+        return self.on_gpu[number] if self.on_gpu else bring_in(self.on_cpu[number].swapaxes(0, 1), dtype)
+
+
+class Decoded(NamedTuple):
+    """Decoded rows of blocks, in their order. `wrong`: what `check` looks at, of each row; None: nothing is."""
+
+    stretches: list[Stretch]
+    blocks: list[tuple[int, int]]
+    wrong: mx.array | None = None
+
+    def check(self) -> None:
+        """DamagedBlock for codes that no encoder wrote. Waits for the GPU."""
+        if self.wrong is None:
+            return
+        at, wrong = 0, borrow(self.wrong)
+        for start, count in self.blocks:
+            reason = gpu_coding.reason_of(wrong[at : at + count])
+            if reason is not None:
+                raise DamagedBlock(start, reason)
+            at += count
+
+
+def decode_joined(joined: Joined, blocks: Sequence[tuple[int, Codes]]) -> Decoded:
+    """The rows of blocks, each of which begins at a token. DamagedBlock for codes that no encoder wrote; on a GPU those are
+    seen when `Decoded.check` is called.
+    """
+    counts = [(start, len(codes.heads)) for start, codes in blocks]
+    if not gpu_coding.available() or not blocks:
+        return Decoded([Stretch(start, _decoded(joined, start, codes)) for start, codes in blocks], counts)
+    for start, codes in blocks:
+        if joined.coder.words_of(codes.heads) > len(codes.words):
+            raise DamagedBlock(start, CLAIMED)
+    streams, wrong = gpu_coding.of(joined.coder).decode(blocks)
+    stretches, at = [], 0
+    for first, last in merged([(start, start + count) for start, count in counts]):
+        stretches.append(Stretch(first, on_gpu=[stream[:, at : at + last - first] for stream in streams]))
+        at += last - first
+    return Decoded(stretches, counts, wrong)
+
+
+def _decoded(joined: Joined, start: int, codes: Codes) -> list[np.ndarray]:
+    try:
+        return joined.coder.decode(codes, start)
+    except Damaged as reason:
+        raise DamagedBlock(start, str(reason)) from None
+
+
+def codes_of(joined: Joined, tensors: Tensors, count: int) -> Codes:
+    """The codes of the first `count` rows in an image's tensors."""
+    heads, words, offsets, offset_steps = (tensors[name] for name in joined.names)
+    heads = heads[:count]
+    return Codes(heads, words[: joined.coder.words_of(heads)], offsets, offset_steps)
 
 
 def write_joined(joined: Joined, codes: Codes, tensors: Tensors) -> None:
     for name, values in zip(joined.names, codes, strict=True):
         tensors[name][...] = values
-
-
-def _leading(joined: Joined, tensors: Tensors, count: int) -> Codes:
-    """The codes of an image's first rows."""
-    heads, words, offsets, offset_steps = (tensors[name] for name in joined.names)
-    heads = heads[:count]
-    return Codes(heads, words[: int(joined.coder.row_words(heads).sum())], offsets, offset_steps)
 
 
 def _rows_of(leaf: Leaf, stream: str, first: int, last: int) -> np.ndarray:

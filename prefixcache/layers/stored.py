@@ -15,7 +15,6 @@ import numpy as np
 
 from prefixcache.blocks.masks import mask_of, runs_of
 from prefixcache.codecs.pieces import Piece, decode
-from prefixcache.codecs.transform.entropy import Damaged
 from prefixcache.codecs.turboquant.coding import Choice
 from prefixcache.codecs.turboquant.levelling import Levels
 from prefixcache.image_format import Image
@@ -24,7 +23,7 @@ from prefixcache.layers import levels, live_codes
 from prefixcache.layers.adapters import PARTS, Layout, adapter_of, blank
 from prefixcache.layers.classes import find_class
 from prefixcache.layers.image_layout import Group, Member, Plan
-from prefixcache.layers.joined import decode_joined
+from prefixcache.layers.joined import Decoded, codes_of, decode_joined
 from prefixcache.layers.snapshots import array_numbers, revived
 
 if TYPE_CHECKING:
@@ -35,16 +34,6 @@ MOST_LEVELS = 4  # in a live cache: each takes an attention of its own
 
 
 Streams = dict[tuple[int, str], mx.array]  # buffers by leaf and stream
-
-
-class DamagedBlock(ValueError):
-    """The rows of the block that begins at token `start` are codes that no encoder wrote. Its checksum is right: whoever
-    wrote it sealed it.
-    """
-
-    def __init__(self, start: int, reason: Damaged):
-        super().__init__(f"the block at token {start} is damaged: {reason}")
-        self.start = start
 
 
 class Held(NamedTuple):
@@ -94,8 +83,9 @@ class StoredPrompt:
         self.tokens = tokens
         self._blocks = blocks
         self._snapshot = snapshot
-        # Of one group of transformed layers: its number, the first token, and of each block where and what its rows are.
-        self._decoded_group: tuple[int, int, list[tuple[int, list[np.ndarray]]]] | None = None
+        # Rows of one group of transformed layers, and its number.
+        self._decoded_group: tuple[int, Decoded] | None = None
+        self._unchecked: list[Decoded] = []
 
     @cached_property
     def _rows(self) -> list[dict[str, np.ndarray]]:
@@ -120,7 +110,7 @@ class StoredPrompt:
         """Another holder of the same bytes: trimming one does not show in the other."""
         made = object.__new__(StoredPrompt)
         made.__dict__.update(self.__dict__)
-        made._decoded_group = None
+        made._decoded_group, made._unchecked = None, []
         return made
 
     def is_trimmable(self) -> bool:
@@ -147,9 +137,7 @@ class StoredPrompt:
         """
         if ahead is not None and (decoded := ahead.take(self)) is not None:
             return [self._make_layer(i, room, False, decoded) for i in range(len(self.plan.layers))]
-        made = [layer.dequantize(room) for layer in self.layers]
-        self._decoded_group = None
-        return made
+        return self._checked([self._make_layer(i, room, False) for i in range(len(self.plan.layers))])
 
     def live(self, room: int = 0) -> list[Any]:
         """The same, but layers of KVCache whose rows are TurboQuant's codes come as `TurboQuantKVCache`, which takes these
@@ -158,7 +146,15 @@ class StoredPrompt:
         Codes are taken where they have few levels, as those have that a live cache stored. Rows that a plain cache stored
         have levels of each block, which no kernel reads: they are coded anew with levels of the whole, and so is a tail.
         """
-        return [layer.live(room) for layer in self.layers]
+        return self._checked([self._make_layer(i, room, True) for i in range(len(self.plan.layers))])
+
+    def _checked(self, made: list[Any]) -> list[Any]:
+        """What was made of these blocks, once it is known that none of them is damaged."""
+        for decoded in self._unchecked:
+            decoded.check()
+        self._unchecked.clear()
+        self._decoded_group = None
+        return made
 
     def _holds(self, boundary: int) -> bool:
         if self.plan.snapshots:
@@ -292,19 +288,15 @@ class StoredPrompt:
         kept until another group is asked for.
         """
         j, number = self.plan.joined_places[leaf, stream]
-        if self._decoded_group is None or self._decoded_group[:2] != (j, first):
-            blocks = []
-            for run in self._leading_runs(first, self.tokens):
+        if self._decoded_group is None or self._decoded_group[0] != j:
+            joined, coded = self.plan.joined[j], []
+            for run in self._leading_runs(0, self.tokens):
                 if self.plan.is_coded(run.tensors):
-                    start = run.at - run.first
-                    try:
-                        rows = decode_joined(self.plan.joined[j], run.tensors, start, run.first + run.rows)
-                    except Damaged as reason:
-                        raise DamagedBlock(start, reason) from None
-                    blocks.append((run.at, [of_stream[run.first :] for of_stream in rows]))
-            self._decoded_group = j, first, blocks
+                    coded.append((run.at, codes_of(joined, run.tensors, run.rows)))
+            self._decoded_group = j, decode_joined(joined, coded)
+            self._unchecked.append(self._decoded_group[1])
         codec = self.plan.tails.groups[self.plan.tail_places[leaf][stream][0]].codec
-        return [Piece(codec, (streams[number],), at) for at, streams in self._decoded_group[2]]
+        return [stretch.since(first).piece(number, codec) for stretch in self._decoded_group[1].stretches]
 
     def _window_pieces(self, leaf: int, stream: str, window: int) -> list[Piece]:
         plan = self.plan
@@ -421,11 +413,11 @@ class StoredLayer:
 
     def dequantize(self, room: int = 0) -> Any:
         """A live layer cache of the class that was stored."""
-        return self._prompt._make_layer(self._index, room, False)
+        return self._prompt._checked([self._prompt._make_layer(self._index, room, False)])[0]
 
     def live(self, room: int = 0) -> Any:
         """A live layer cache that takes TurboQuant's codes as they are, where it can: see `StoredPrompt.live`."""
-        return self._prompt._make_layer(self._index, room, True)
+        return self._prompt._checked([self._prompt._make_layer(self._index, room, True)])[0]
 
 
 def _pieces(group: Group, member: Member, runs: list[Run]) -> list[Piece]:

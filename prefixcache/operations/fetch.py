@@ -9,8 +9,9 @@ from prefixcache.blocks.lookup import windows_read
 from prefixcache.blocks.masks import mask_of
 from prefixcache.blocks.node import RAM, Node, Slot
 from prefixcache.image_format import SNAPSHOT, Image
+from prefixcache.layers.joined import DamagedBlock
 from prefixcache.layers.read_ahead import ReadAhead
-from prefixcache.layers.stored import Block, DamagedBlock, Held, StoredPrompt
+from prefixcache.layers.stored import Block, Held, StoredPrompt
 from prefixcache.tiers.prompt import Prompt, take_hit
 from prefixcache.tiers.storage import Storage
 

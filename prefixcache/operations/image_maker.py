@@ -14,10 +14,8 @@ import numpy as np
 from prefixcache.blocks.masks import held_mask, mask_from, mask_of, runs_of
 from prefixcache.blocks.node import BLOCK_BYTES, Node
 from prefixcache.codecs import RawRows
-from prefixcache.codecs.interchange import bring_in
 from prefixcache.codecs.threads import WORTH_A_THREAD, share_out
 from prefixcache.codecs.transform.coding import Codes
-from prefixcache.codecs.transform.entropy import Damaged
 from prefixcache.image_format import DTYPES, ROWS, SNAPSHOT, WINDOW, Blueprint, Draft, Image, Kind, Meta, Spec
 from prefixcache.keys import BLOCK, TOKEN_BYTES
 from prefixcache.layers import levels, live_codes
@@ -25,7 +23,7 @@ from prefixcache.layers.adapters import Leaf
 from prefixcache.layers.decoded import Decoded
 from prefixcache.layers.encode import Target, encode
 from prefixcache.layers.image_layout import Joined, Section
-from prefixcache.layers.joined import decode_joined, encode_joined, write_joined
+from prefixcache.layers.joined import DamagedBlock, Wanted, codes_of, decode_joined, encode_joined, write_joined
 from prefixcache.layers.recode import copy_stored, decode_stored, encode_stored
 from prefixcache.layers.snapshots import State, describe_state, write_state
 from prefixcache.operations.jobs import Job
@@ -112,31 +110,35 @@ class LiveMaker:
         back = self._back
         if back is None:
             return
-        for at, node in enumerate(nodes):  # others computed them, or this cache did before it was asked for
-            if at % BATCH == 0:
-                self.put_back()
-            if node.rows is not None and node.rows.image is not None:
-                self._decode_rows(back, node.start, node.rows.image.tensors())
-            for window in node.windows:
-                if window.image is not None:
-                    self._decode_window(back, node.start, window.image.tensors(), window.mask)
-        self.put_back()
+        for at in range(0, len(nodes), BATCH):  # others computed them, or this cache did before it was asked for
+            rows = []
+            for node in nodes[at : at + BATCH]:
+                if node.rows is not None and node.rows.image is not None:
+                    rows.append((node.start, node.rows.image.tensors()))
+                    self._decode_rows(back, *rows[-1])
+                for window in node.windows:
+                    if window.image is not None:
+                        self._decode_window(back, node.start, window.image.tensors(), window.mask)
+            for joined in self._plan.joined:
+                coded = [(start, codes_of(joined, tensors, BLOCK)) for start, tensors in rows]
+                self._decode_joined(back, joined, coded)
+            self.put_back()
 
     def _decode_rows(self, back: Decoded, start: int, tensors: dict[str, np.ndarray]) -> None:
         """All that the rows image of a whole block has."""
         for section, count in self._plan.in_rows(start, BLOCK, coded=True):
             self._decode(back, section, start, tensors, slice(0, count))
-        if start + BLOCK > back.since:
-            for joined in self._plan.joined:
-                with contextlib.suppress(Damaged):  # the live cache keeps its own rows; a fetch deletes the image
-                    self._add(back, joined, start, decode_joined(joined, tensors, start, BLOCK))
 
-    def _add(self, back: Decoded, joined: Joined, start: int, rows: list[np.ndarray]) -> None:
-        """Rows (tokens, heads, width) of each of the joined streams."""
-        for (leaf, stream), of_stream in zip(joined.streams, rows, strict=True):
-            _, member = self._plan.tail_places[leaf][stream]
-            decoded = bring_in(of_stream.swapaxes(0, 1), joined.coder.dtype)
-            back.add(member, start, decoded, self._plan.sink_tokens)
+    def _decode_joined(self, back: Decoded, joined: Joined, blocks: list[tuple[int, Codes]]) -> None:
+        """Whole blocks of one group of transformed layers."""
+        blocks = [(start, codes) for start, codes in blocks if start + BLOCK > back.since]
+        with contextlib.suppress(DamagedBlock):  # the live cache keeps its own rows; a fetch deletes the image
+            decoded = decode_joined(joined, blocks)
+            decoded.check()
+            for stretch in decoded.stretches:
+                for number, (leaf, stream) in enumerate(joined.streams):
+                    _, member = self._plan.tail_places[leaf][stream]
+                    back.add(member, stretch.first, stretch.rows(number, joined.coder.dtype), self._plan.sink_tokens)
 
     def _decode_window(self, back: Decoded, start: int, tensors: dict[str, np.ndarray], mask: tuple[int, ...]) -> None:
         plan, sunk = self._plan, self._plan.sunk(start)
@@ -184,15 +186,17 @@ class LiveMaker:
         plan = self._plan
         coded = [job for job in jobs if plan.joined and job.kind == ROWS and job.coded]
         self._codes = {job.key: [] for job in coded}
+        wanted = [self._wanted(job) for job in coded]
         for joined in plan.joined:  # a group's blocks one after the other: its vectors are at hand then
-            for job in coded:
-                self._codes[job.key].append(self._encoded(joined, job))
+            made = encode_joined(joined, self._leaves, wanted, plan.sink_tokens)
+            for job, codes in zip(coded, made, strict=True):
+                self._codes[job.key].append(codes)
         return [self._sized(job) if job.kind == ROWS and job.key in self._codes else job for job in jobs]
 
-    def _encoded(self, joined: Joined, job: Job) -> Codes:
+    def _wanted(self, job: Job) -> Wanted:
         count, source = len(job.tokens) // TOKEN_BYTES, job.source.rows
         known = (source.tensors(), min(job.source.tokens, count)) if source is not None else None
-        return encode_joined(joined, self._leaves, job.start, job.start + count, self._plan.sink_tokens, known)
+        return Wanted(job.start, job.start + count, known)
 
     def _sized(self, job: Job) -> Job:
         words = [len(codes.words) for codes in self._codes[job.key]]
@@ -248,14 +252,16 @@ class LiveMaker:
 
     def _write_joined(self, jobs: list[Job], drafts: list[Draft]) -> None:
         """What `encoded` made, a group's blocks one after the other; and what a fetch would give of whole ones."""
-        back = self._back
         for j, joined in enumerate(self._plan.joined):
+            whole = []
             for job, draft in zip(jobs, drafts, strict=True):
                 if job.kind == ROWS and job.key in self._codes:
                     codes = self._codes[job.key][j]
                     write_joined(joined, codes, draft.tensors)
-                    if back is not None and len(job.tokens) == BLOCK_BYTES and job.start + BLOCK > back.since:
-                        self._add(back, joined, job.start, joined.coder.decode(codes, job.start))
+                    if len(job.tokens) == BLOCK_BYTES:
+                        whole.append((job.start, codes))
+            if self._back is not None:
+                self._decode_joined(self._back, joined, whole)
         self._codes.clear()
 
     def _fill_rows(self, job: Job, draft: Draft, section: Section, count: int, targets: list[Target]) -> None:

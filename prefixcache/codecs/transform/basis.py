@@ -15,13 +15,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import mlx.core as mx
 import numpy as np
 import safetensors
 import safetensors.numpy
 
-from prefixcache.codecs.interchange import FLOATS, Array
+from prefixcache.codecs.interchange import FLOATS, Array, borrow
 from prefixcache.codecs.transform.layer import MOST_CHANNELS, Layer
 from prefixcache.codecs.transform.rotation import Rotation
 from prefixcache.codecs.transform.tables import Tables, class_of
@@ -39,6 +40,15 @@ _LARGEST = 1 << 36  # bytes of a file
 
 class BasisError(ValueError):
     """A file that is no basis, or not the one that was asked for. The text says why."""
+
+
+class OnGpu(NamedTuple):
+    """What products on a GPU take of a group: `factors` and `inverses` by stream, layer after layer."""
+
+    mean: mx.array
+    factors: list[mx.array]
+    inverses: list[mx.array]
+    vectors: mx.array
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +83,18 @@ class LayerGroup:
     def row_words(self, quality: float) -> float:
         """How many 16-bit words a row has, on average."""
         return float(np.interp(quality, QUALITIES, self.words))
+
+    @cached_property
+    def on_gpu(self) -> OnGpu:
+        """The same in the GPU's memory, where `vectors` are then a view of it: they are in memory once."""
+        there = mx.array(self.vectors)
+        factors, inverses = (
+            [mx.array(part) for pair in pairs for part in pair] for pairs in (self.factors, self.inverses)
+        )
+        made = OnGpu(mx.array(self.mean), factors, inverses, there)
+        mx.eval(made)
+        object.__setattr__(self, "vectors", borrow(there))
+        return made
 
     @cached_property
     def inverses(self) -> tuple[tuple[Array, Array], ...]:

@@ -23,13 +23,13 @@ from prefixcache.codecs.transform import entropy
 from prefixcache.codecs.transform.tables import (
     CLASSES,
     DIRECT,
-    ESCAPE,
-    FITTED,
-    GAINS,
     SYMBOLS,
     Tables,
+    codes_of,
     extra_bits,
     least_magnitude,
+    points_of,
+    shifted_classes,
 )
 
 MOST_COMPONENTS = 1 << 16  # what a row costs fits int32
@@ -110,10 +110,9 @@ _prepared: WeakKeyDictionary[Tables, _Prepared] = WeakKeyDictionary()
 
 def _prepare(tables: Tables) -> _Prepared:
     if tables not in _prepared:
-        shifted = np.clip(np.arange(CLASSES + _GAIN_LANES - 1) - GAINS // 2, 0, CLASSES - 1)
+        shifted = shifted_classes()
         costs = tables.costs[shifted].T
-        points = np.tile(np.arange(DIRECT, dtype=np.float32), (CLASSES, 1))
-        points[:, 1 : FITTED + 1] = tables.points
+        points = points_of(tables)
         _prepared[tables] = _Prepared(
             codes=_codes(tables)[shifted],
             costs=np.ascontiguousarray(costs - costs[0], np.int32),
@@ -126,14 +125,10 @@ def _prepare(tables: Tables) -> _Prepared:
 
 
 def _codes(tables: Tables) -> Array:
-    symbols = np.where(tables.frequencies > 0, np.arange(SYMBOLS), ESCAPE)
-    codes = np.empty((CLASSES, SYMBOLS), _CODE)
-    frequencies = np.take_along_axis(tables.frequencies, symbols, axis=1)
-    codes["reciprocal"] = -(-(1 << _RECIPROCAL_BITS) // frequencies.astype(np.int64))
-    codes["frequency"] = frequencies
-    codes["start"] = np.take_along_axis(tables.starts, symbols, axis=1)
-    codes["least"] = least_magnitude(symbols)
-    codes["open_bits"] = np.where(symbols > 0, extra_bits(symbols) + 1, 0)
+    codes, plain = np.empty((CLASSES, SYMBOLS), _CODE), codes_of(tables)
+    for name, numbers in plain._asdict().items():
+        codes[name] = numbers
+    codes["reciprocal"] = -(-(1 << _RECIPROCAL_BITS) // plain.frequency.astype(np.int64))
     return codes
 
 

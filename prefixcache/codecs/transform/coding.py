@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from prefixcache.codecs.transform.tables import MOST, Tables
 ROWS = 256  # of a product
 OFFSET_BITS = 4
 _MOST_OFFSET = 7  # in steps of a head's own
+CLAIMED = "the rows' heads claim more words than there are"
 _MEASURED = 64  # from fewer rows an offset is taken for smaller than it looks
 
 
@@ -44,7 +45,7 @@ class GroupCoder:
     def __init__(self, group: LayerGroup, tables: Tables, quality: float, dtype: str):
         self.group, self.tables, self.quality, self.dtype = group, tables, quality, dtype
         self.classes = group.classes(quality)
-        self._finer = np.float32(finer(quality))
+        self.finer = np.float32(finer(quality))
         self._vectors = group.vectors[:, : len(self.classes)]
         # The streams of a row, in the order of their channels: heads and width.
         self.streams = [
@@ -66,6 +67,10 @@ class GroupCoder:
         """How many words each row has, by its head: int64."""
         return np.where(gain_of(heads) == AS_IT_IS, self.raw_words, words_of(heads))
 
+    def words_of(self, heads: Array) -> int:
+        """How many words rows with these heads have together."""
+        return int(self.row_words(heads).sum())
+
     def encode(self, streams: Sequence[Array], first: int, skip: int = 0, settled: Codes | None = None) -> Codes:
         """Rows (tokens, heads, width) of each stream, bf16 as uint16, of tokens `first` and on -> codes.
 
@@ -81,7 +86,7 @@ class GroupCoder:
             values, left_out = self._forward(coded_rows)
             reached = np.einsum("ij,ij->i", values, values)
         # Too long for codes, or not along the vectors: a row unlike all that the calibration saw.
-        far = ~(np.logical_and.reduce(np.abs(values) <= MOST, axis=1) & (left_out <= self._most_left_out(reached)))
+        far = ~(np.logical_and.reduce(np.abs(values) <= MOST, axis=1) & (left_out <= self.most_left_out(reached)))
         values[far] = 0
         heads = np.zeros(tokens, np.uint16)
         heads[coded], words, decoded = backends.encode(values, self.classes, self.tables)
@@ -93,7 +98,7 @@ class GroupCoder:
             heads, words = self._with_rows_as_they_are(heads, words, streams, lost)
         if settled is not None:
             return Codes(heads, words, settled.offsets, settled.offset_steps)
-        fine = ~lost[coded] & (left_out <= self._most_left_out(0))
+        fine = ~lost[coded] & (left_out <= self.most_left_out(0))
         return Codes(heads, words, *self._offsets(coded_rows[fine], decoded[fine]))
 
     def decode(self, codes: Codes, first: int) -> list[Array]:
@@ -105,11 +110,11 @@ class GroupCoder:
         counts = self.row_words(codes.heads)
         ends = np.cumsum(counts)
         if len(counts) and ends[-1] > len(codes.words):
-            raise Damaged("the rows' heads claim more words than there are")
+            raise Damaged(CLAIMED)
         values = backends.decode(codes.heads, codes.words, ends - counts, self.classes, self.tables)
         with np.errstate(over="ignore", invalid="ignore"):  # of what no encoder wrote
             rows = self._backward(values)
-            rows += self._read_offsets(codes)
+            rows += self.read_offsets(codes)
             streams = self._apart(rows, first)
         for row in np.flatnonzero(gain_of(codes.heads) == AS_IT_IS):
             whole = codes.words[ends[row] - counts[row] : ends[row]].view(element(self.dtype).numpy)
@@ -144,7 +149,7 @@ class GroupCoder:
         for (heads, width), end in zip(self.streams, self._ends, strict=True):
             yield rows[:, end - heads * width : end].reshape(len(rows), heads, width)
 
-    def _most_left_out(self, reached: Array | float) -> Array | float:
+    def most_left_out(self, reached: Any) -> Any:
         """The square of what a row may lose to the vectors that are left out, in steps: 64 times what these spread over at
         most, and what the rounding of vectors to float16 makes of the others.
         """
@@ -160,7 +165,7 @@ class GroupCoder:
                 self._by_stream(measured), self._by_stream(padded), self._factors(inverse=False), strict=True
             ):
                 there[...] = np.matmul(block.swapaxes(0, 1), factor).swapaxes(0, 1)
-            measured *= self._finer
+            measured *= self.finer
             values[part] = (measured @ vectors)[: part.stop - part.start]
             whole = np.einsum("ij,ij->i", measured, measured)[: part.stop - part.start]
             left_out[part] = whole - np.einsum("ij,ij->i", values[part], values[part])
@@ -174,7 +179,7 @@ class GroupCoder:
         return rows
 
     def _product_back(self, values: Array) -> Array:
-        measured = (values / self._finer) @ _widened(self).T
+        measured = (values / self.finer) @ _widened(self).T
         rows = np.empty_like(measured)
         for there, source, inverse in zip(
             self._by_stream(rows), self._by_stream(measured), self._factors(inverse=True), strict=True
@@ -191,25 +196,13 @@ class GroupCoder:
 
     def _offsets(self, rows: Array, decoded: Array) -> tuple[Array, Array]:
         """What decoded values of these rows lack on average, by channel."""
-        lacking = np.zeros((1, self.group.channels), np.float32)
+        lacking = np.zeros(self.group.channels, np.float32)
         if len(rows):
             mean = decoded.mean(axis=0, dtype=np.float64)[None].astype(np.float32)
-            lacking = rows.mean(axis=0, dtype=np.float64)[None].astype(np.float32) - self._product_back(mean)
-            lacking *= np.float32(min(1, len(rows) / _MEASURED))
-        steps, numbers = [], []
-        for of_stream in self._by_stream(lacking):
-            largest = np.abs(of_stream[0]).max(axis=1)
-            bits = ((largest / _MOST_OFFSET).view(np.uint32) + 0xFFFF) >> 16  # bf16, rounded up
-            step = _bf16(bits.astype(np.uint16))
-            steps.append(bits.astype(np.uint16))
-            whole = np.rint(of_stream[0] / np.where(step > 0, step, 1)[:, None])
-            numbers.append(np.clip(whole, -_MOST_OFFSET, _MOST_OFFSET).astype(np.int8).ravel())
-        nibbles = (np.concatenate(numbers) + 8).astype(np.uint8)
-        if len(nibbles) % 2:
-            nibbles = np.append(nibbles, np.uint8(8))
-        return nibbles[::2] | nibbles[1::2] << 4, np.concatenate(steps)
+            lacking = rows.mean(axis=0, dtype=np.float64).astype(np.float32) - self._product_back(mean)[0]
+        return quantised_offsets(lacking, len(rows), self.streams)
 
-    def _read_offsets(self, codes: Codes) -> Array:
+    def read_offsets(self, codes: Codes) -> Array:
         """Float32 (channels,)."""
         if (len(codes.offsets), len(codes.offset_steps)) != ((self.group.channels + 1) // 2, self.heads):
             raise Damaged(
@@ -236,6 +229,25 @@ class GroupCoder:
             else:
                 parts.append(words[end - count : end])
         return np.where(lost, np.uint16(0xFFFF), heads), np.concatenate(parts)
+
+
+def quantised_offsets(lacking: Array, rows: int, streams: Sequence[tuple[int, int]]) -> tuple[Array, Array]:
+    """`Codes.offsets` and `offset_steps` of what so many rows lack on average, float32 (channels,)."""
+    lacking = lacking * np.float32(min(1, rows / _MEASURED))
+    steps, numbers, at = [], [], 0
+    for heads, width in streams:
+        of_stream = lacking[at : at + heads * width].reshape(heads, width)
+        at += heads * width
+        largest = np.abs(of_stream).max(axis=1)
+        bits = ((largest / _MOST_OFFSET).view(np.uint32) + 0xFFFF) >> 16  # bf16, rounded up
+        step = _bf16(bits.astype(np.uint16))
+        steps.append(bits.astype(np.uint16))
+        whole = np.rint(of_stream / np.where(step > 0, step, 1)[:, None])
+        numbers.append(np.clip(whole, -_MOST_OFFSET, _MOST_OFFSET).astype(np.int8).ravel())
+    nibbles = (np.concatenate(numbers) + 8).astype(np.uint8)
+    if len(nibbles) % 2:
+        nibbles = np.append(nibbles, np.uint8(8))
+    return nibbles[::2] | nibbles[1::2] << 4, np.concatenate(steps)
 
 
 @lru_cache(maxsize=1)

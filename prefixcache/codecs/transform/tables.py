@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -98,6 +99,35 @@ def class_of(spread: Array) -> Array:
 def shifted(classes: Array, gains: Array) -> Array:
     """The classes (rows, components) of rows with these gains, numbers 0 to 14 of which 7 shifts none."""
     return np.clip(classes + (gains.astype(np.int32)[:, None] - GAINS // 2), 0, CLASSES - 1)
+
+
+class Codes(NamedTuple):
+    """How each class codes each symbol, (61, 57) each: one that it has no slots for as the escape. `least` is the magnitude
+    whose extra bits are all zero, `open_bits` counts these and the sign.
+    """
+
+    frequency: Array
+    start: Array
+    least: Array
+    open_bits: Array
+
+
+def codes_of(tables: Tables) -> Codes:
+    symbols = np.where(tables.frequencies > 0, np.arange(SYMBOLS), ESCAPE)
+    frequency, start = (np.take_along_axis(each, symbols, axis=1) for each in (tables.frequencies, tables.starts))
+    return Codes(frequency, start, least_magnitude(symbols), np.where(symbols > 0, extra_bits(symbols) + 1, 0))
+
+
+def points_of(tables: Tables) -> Array:
+    """What each class decodes small magnitudes to, whose symbol they are: float32 (61, 8)."""
+    points = np.tile(np.arange(DIRECT, dtype=np.float32), (CLASSES, 1))
+    points[:, 1 : FITTED + 1] = tables.points
+    return points
+
+
+def shifted_classes() -> Array:
+    """The class of each class number and gain, at their sum: int64 (76,); one more than there are gains is reached."""
+    return np.clip(np.arange(CLASSES + GAINS) - GAINS // 2, 0, CLASSES - 1)
 
 
 def quantised(values: Array) -> Array:
