@@ -1,0 +1,141 @@
+"""A cache whose transformed rows are coded on a GPU, its kernels run on the host: stored, fetched, grown and written back."""
+
+import host_gpu
+import mlx.core as mx
+import numpy as np
+import pytest
+from prefixcache.kernels import transform_entropy
+from prefixcache.kernels.dialects import DIALECTS
+
+from prefixcache.codecs.transform import bases as bases_module
+from prefixcache.codecs.transform import gpu_coding, gpu_entropy
+from prefixcache.layers.read_ahead import ReadAhead
+from tests.corruption.test_transformed import changed
+from tests.transforming import SINKS, prompt, tiny
+
+pytestmark = pytest.mark.skipif(host_gpu.COMPILER is None, reason="no C++ compiler")
+
+TOKENS = prompt(700, 0)
+NEAR = {"float16": 2**-9, "bfloat16": 2**-6, "float32": 1e-5}  # two units in the last place of what is between 1 and 2
+
+
+@pytest.fixture
+def on_host(programs, monkeypatch):
+    monkeypatch.setattr(transform_entropy, "build", host_gpu.builder(programs))
+    monkeypatch.setattr(gpu_entropy, "dialect_here", lambda: DIALECTS["cuda"])
+    monkeypatch.setattr(bases_module, "_loaded", {})
+    monkeypatch.setattr(ReadAhead, "serves", lambda plan: False)  # it is for CPUs
+    caches = (transform_entropy._kernel, gpu_entropy._tried)
+    for cached in caches:
+        cached.cache_clear()
+    yield
+    for cached in caches:
+        cached.cache_clear()
+
+
+@pytest.fixture(params=["llama-bf16", "qwen2"])
+def served(request, on_host, opened, tmp_path):
+    model = tiny(request.param)
+    assert gpu_coding.available()
+    return model, opened(basis_dir=model.saved(tmp_path), ram="40MB", codec="transform:4")
+
+
+def rows(prompt_cache, count):
+    """Of the plain layers, float32."""
+    found = []
+    for layer in prompt_cache:
+        if type(layer).__name__ == "KVCache":
+            found += [np.array(array[:, :, :count].astype(mx.float32)) for array in (layer.keys, layer.values)]
+    assert found
+    return found
+
+
+def near(model, one, other):
+    tolerance = NEAR[str(model.prefill(TOKENS[:8])[-1].keys.dtype).rpartition(".")[2]]
+    return all(np.abs(a - b).max() <= tolerance * max(1, np.abs(b).max()) for a, b in zip(one, other, strict=True))
+
+
+def fetched(cache, model, tokens, depth=None):
+    made, rest = cache.fetch(tokens, model=model.identity, leave=0, promote=True)
+    assert len(tokens) - len(rest) == (len(tokens) if depth is None else depth)
+    cache.check_integrity()
+    return made
+
+
+def test_what_the_gpu_stored_is_what_the_cpu_reads(served, monkeypatch):
+    model, cache = served
+    live = model.prefill(TOKENS)
+    cache.store(TOKENS, live, model=model.identity)
+    found = rows(fetched(cache, model, TOKENS), len(TOKENS))
+    for mine, theirs in zip(found, rows(live, len(TOKENS)), strict=True):
+        assert np.array_equal(mine[:, :, :SINKS], theirs[:, :, :SINKS])
+        assert np.array_equal(mine[:, :, 512:], theirs[:, :, 512:])
+        assert 0 < np.abs(mine - theirs).mean() < 0.3 * np.abs(theirs).mean()
+    assert cache.flush(30)
+    cache.trim_to(0)
+    monkeypatch.setattr(gpu_coding, "available", lambda: False)
+    assert near(model, rows(fetched(cache, model, TOKENS), len(TOKENS)), found)
+
+
+@pytest.mark.parametrize("depth", [3, 255, 300, 513])
+def test_a_hit_at_any_depth_gives_the_same_rows(served, depth):
+    model, cache = served
+    cache.store(TOKENS, model.prefill(TOKENS), model=model.identity)
+    want = [stream[:, :, :depth] for stream in rows(fetched(cache, model, TOKENS), depth)]
+    assert near(model, rows(fetched(cache, model, [*TOKENS[:depth], 127_000], depth), depth), want)
+    single = [layer.dequantize() for layer in cache.lookup(TOKENS, model=model.identity).layers]
+    assert near(model, [stream[:, :, :depth] for stream in rows(single, depth)], want)
+
+
+def test_a_prompt_that_shares_half_a_block_takes_over_its_codes(served):
+    model, cache = served
+    other = [*TOKENS[:100], *prompt(600, 5)]
+    cache.store(TOKENS, model.prefill(TOKENS), model=model.identity)
+    want = rows(fetched(cache, model, TOKENS), 100)
+    cache.store(other, model.prefill(other), model=model.identity)
+    assert near(model, rows(fetched(cache, model, other), 100), want)
+
+
+def test_write_back_leaves_in_the_live_cache_what_a_fetch_gives(served):
+    model, cache = served
+    live = model.prefill(TOKENS)
+    cache.store(TOKENS, live, model=model.identity, write_back=True)
+    assert near(model, rows(live, len(TOKENS)), rows(fetched(cache, model, TOKENS), len(TOKENS)))
+    again = model.prefill(TOKENS)
+    cache.store(TOKENS, again, model=model.identity, write_back=True)
+    assert near(model, rows(again, len(TOKENS)), rows(live, len(TOKENS)))
+
+
+def test_codes_that_no_encoder_wrote_are_a_miss(on_host, tmp_path):
+    model = tiny("llama-bf16")
+    model.saved(tmp_path / "bases")
+    from tests.corruption.test_transformed import opened
+
+    with opened(tmp_path / "ssd") as cache:
+        cache.store(TOKENS, model.prefill(TOKENS), model=model.identity)
+
+    def noise(tensors):
+        tensors["z0.words"] = np.random.default_rng(0).integers(0, 1 << 16, len(tensors["z0.words"])).astype(np.uint16)
+
+    changed(tmp_path / "ssd", model, 1, noise)
+    with opened(tmp_path / "ssd") as cache:
+        made, rest = cache.fetch(TOKENS, model=model.identity, leave=0, promote=True)
+        assert made is not None
+        assert len(rest) == len(TOKENS) - 256
+        cache.check_integrity()
+
+
+def test_kernels_that_err_are_not_used(on_host, monkeypatch, caplog):
+    honest = transform_entropy.unpack
+    monkeypatch.setattr(transform_entropy, "unpack", lambda *given: (honest(*given)[0] + 1, honest(*given)[1]))
+    assert not gpu_entropy.available()
+    assert "other codes on this GPU" in caplog.text
+    assert gpu_entropy.describe() == "no GPU kernel: it errs here"
+    gpu_entropy._tried.cache_clear()
+    monkeypatch.setattr(transform_entropy, "build", lambda *_: failing)
+    transform_entropy._kernel.cache_clear()
+    assert gpu_entropy.describe() == "no GPU kernel: it doesn't compile here"
+
+
+def failing(**_):
+    raise RuntimeError("error: expected ';'")
