@@ -79,6 +79,24 @@ def test_blocks_are_coded_together_as_the_cpu_does_one_by_one(dtype):
         at += count
 
 
+def test_a_quality_at_which_nothing_is_coded_gives_the_means():
+    narrow = group_of([layer(0)], widest=0.6, narrowest=0.5)
+    coder = GroupCoder(narrow, first_guess(), 1.0, "float16")
+    assert not len(coder.classes)
+    rows = rows_of(narrow, 300)
+    made = gpu_coding.GpuCoder(coder).encode(on_gpu(coder, rows), [gpu_coding.Rows(0, 256), gpu_coding.Rows(256, 300)])
+    expected = [
+        coder.encode([stream[:256] for stream in rows], 0),
+        coder.encode([stream[256:] for stream in rows], 256),
+    ]
+    for mine, theirs in zip(made, expected, strict=True):
+        assert np.array_equal(mine.heads, theirs.heads)
+        assert not len(mine.words)
+    back, wrong = gpu_coding.GpuCoder(coder).decode([(0, made[0])])
+    assert gpu_coding.reason_of(copy_out(wrong)) is None
+    near(coder, back, coder.decode(made[0], 0))
+
+
 def test_claims_of_more_words_and_words_that_none_wrote_are_damage():
     coder = coder_of("float16")
     gpu = gpu_coding.GpuCoder(coder)

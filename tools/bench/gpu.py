@@ -39,7 +39,7 @@ ENCODED = 1000.0
 Work = Callable[[int], Any]
 
 
-def _timed(work: Work, calls: int) -> Callable[[int], float]:
+def timed(work: Work, calls: int) -> Callable[[int], float]:
     """Seconds a call, of calls that follow each other as fast as the GPU takes them."""
 
     def once(_: int) -> float:
@@ -93,10 +93,10 @@ def _of_bits(bits: int, rows: list[mx.array], scale: str) -> Iterator[Figure]:
         works[f"decode {name}"] = lambda i, name=name, back=back: turboquant_gpu.decode_arrays(
             *coded[name][i], tokens, "float16", form, back
         )
-    timed = [_timed(work, calls) for work in works.values()]
-    for once in timed:
+    clocks = [timed(work, calls) for work in works.values()]
+    for once in clocks:
         once(0)  # compiles, and takes memory
-    found = dict(zip(works, report.in_turns(ROUNDS[scale], *timed), strict=True))
+    found = dict(zip(works, report.in_turns(ROUNDS[scale], *clocks), strict=True))
 
     size = rows[0].nbytes / 1e9
     traffic = size + sum(array.nbytes for array in coded["plain"][0]) / 1e9

@@ -86,20 +86,26 @@ class LayerGroup:
 
     @cached_property
     def on_gpu(self) -> OnGpu:
-        """The same in the GPU's memory, where `vectors` are then a view of it: they are in memory once."""
-        there = mx.array(self.vectors)
+        """The same in the GPU's memory, of which the host's arrays are views from then on: they are in memory once."""
         factors, inverses = (
             [mx.array(part) for pair in pairs for part in pair] for pairs in (self.factors, self.inverses)
         )
-        made = OnGpu(mx.array(self.mean), factors, inverses, there)
+        made = OnGpu(mx.array(self.mean), factors, inverses, mx.array(self.vectors))
         mx.eval(made)
-        object.__setattr__(self, "vectors", borrow(there))
+        views = {"vectors": borrow(made.vectors), "factors": _pairs(factors), "inverses": _pairs(inverses)}
+        for name, view in views.items():
+            object.__setattr__(self, name, view)
         return made
 
     @cached_property
     def inverses(self) -> tuple[tuple[Array, Array], ...]:
         """The inverses of `factors`, float32."""
         return tuple((_inverse(keys), _inverse(values)) for keys, values in self.factors)
+
+
+def _pairs(parts: Sequence[mx.array]) -> tuple[tuple[Array, Array], ...]:
+    views = [borrow(part) for part in parts]
+    return tuple(zip(views[::2], views[1::2], strict=True))
 
 
 def finer(quality: float) -> float:

@@ -70,7 +70,6 @@ class GpuCoder:
         coder, on_gpu = self._coder, self._coder.group.on_gpu
         finer = float(coder.finer)
         counts = [block.last - block.first for block in blocks]
-        tokens = sum(counts)
         runs = [(block.first, block.last) for block in blocks]
         centred = [self._centred(i, stream, runs) for i, stream in enumerate(streams)]
         measured = mx.concatenate(
@@ -78,7 +77,7 @@ class GpuCoder:
         )
         values = self._vectors.T @ measured.T
         whole, reached = mx.square(measured).sum(axis=1), mx.square(values).sum(axis=0)
-        within = mx.abs(values).max(axis=0) <= MOST if len(values) else mx.ones((tokens,), mx.bool_)
+        within = (mx.abs(values) <= MOST).all(axis=0)
         left_out = whole - reached
         # A row that isn't finite, or too long for codes, or not along the vectors: the comparisons are false of NaN.
         good = within & (left_out <= coder.most_left_out(reached))
@@ -123,8 +122,7 @@ class GpuCoder:
         """What decoded values of each block's fine rows lack on average, float32 (blocks, channels), and how many rows are
         fine.
         """
-        of_block = np.repeat(np.eye(len(counts), dtype=np.float32), counts, axis=1)
-        shares = mx.array(of_block) * fine
+        shares = (mx.arange(len(counts))[:, None] == _block_of_each(counts)) * fine.astype(mx.float32)
         seen = shares.sum(axis=1)
         shares = shares / mx.maximum(seen, 1)[:, None]
         means = [_as_channels(shares @ mx.where(fine[:, None], x, 0)) for x in centred]
@@ -176,12 +174,12 @@ class GpuCoder:
         coder = self._coder
         values, wrong = gpu_entropy.unpack(batch.heads, batch.words, batch.first, coder.classes, coder.tables)
         rows = self._back(values.T @ self._vectors.T)
-        counts = [last - first for first, last in batch.runs]
+        block = _block_of_each([last - first for first, last in batch.runs])
         streams = []
         for i, of_stream in enumerate(rows):
             heads, width = coder.streams[i]
             added = mx.swapaxes(batch.beside[:, self._channels[i]].reshape(-1, heads, width), 0, 1)
-            of_stream = of_stream + _spread(added, counts)
+            of_stream = of_stream + mx.take(added, block, axis=1)
             if i % 2 == 0:
                 of_stream = _turned(of_stream, coder.group.layers[i // 2].rotation, batch.runs, forth=True)
             of_stream = _cast(of_stream, coder.dtype)
@@ -238,12 +236,9 @@ def _as_channels(rows: mx.array) -> mx.array:
     return mx.swapaxes(rows, 0, 1).reshape(count, heads * width)
 
 
-def _spread(of_blocks: mx.array, counts: Sequence[int]) -> mx.array:
-    """(heads, blocks, width) -> (heads, tokens, width), the same for each of a block's tokens."""
-    return mx.concatenate(
-        [mx.broadcast_to(of_blocks[:, b : b + 1], (of_blocks.shape[0], n, of_blocks.shape[2])) for b, n in enumerate(counts)],
-        axis=1,
-    )  # fmt: skip
+def _block_of_each(counts: Sequence[int]) -> mx.array:
+    """The number of each token's block, of blocks of so many."""
+    return mx.array(np.repeat(np.arange(len(counts), dtype=np.int32), counts))
 
 
 def _cast(rows: mx.array, dtype: str) -> mx.array:

@@ -20,6 +20,7 @@ from prefixcache.codecs.transform.tables import (
     CLASSES,
     DEAD_ZONE,
     GAINS,
+    PRECISION,
     SYMBOLS,
     TOTAL,
     Tables,
@@ -127,6 +128,9 @@ def pack(values: mx.array, wanted: mx.array, classes: Array, tables: Tables) -> 
     (rows,) -> heads uint16 (rows,), what `unpack` gives, and the words, for `gathered`. Lazy.
     """
     prepared, components = _prepare(tables), len(classes)
+    if not components:
+        heads = mx.where(wanted == CODED, GAINS // 2 << PRECISION, mx.where(wanted == AS_IT_IS, 0xFFFF, 0))
+        return heads.astype(mx.uint16), values, mx.zeros((len(wanted), 1), mx.uint16)
     room = min(2 * components + 2, entropy.MOST_WORDS + 1)
     zeros = prepared.cost_of_0[classes[:, None] + np.arange(GAINS)].sum(axis=0, dtype=np.int32)
     heads, decoded, scratch = kernels.pack(
