@@ -355,7 +355,9 @@ def test_the_check_fails_where_a_transform_is_worse_than_its_bounds():
     worse = {"codec": check.TRANSFORM, "kl_mean": 0.02, "identical": False, "stored_bytes_per_token": 4000}
     found["codecs"] = [{**codec, "stored_bytes_per_token": 6400} for codec in found["codecs"]] + [worse]
     far, large = check.failures(found)
-    assert far.startswith(f"transform:4: KL 0.02 nats, and {check.TRANSFORM_KL_BOUND} is the bound (TRANSFORM_KL_BOUND")
+    assert far.startswith(
+        f"transform:4: KL 0.02 nats, and {check.TRANSFORM_KL_RATIO * 0.001:.4g} is the bound (TRANSFORM_KL_RATIO"
+    )
     assert large == "transform:4: 4000 bytes a token are less than 2.2 times below turboquant:4's"
 
 

@@ -58,7 +58,7 @@ def tiny(family: str, channels: int = 256, left_over: int = 0) -> Tiny:
     layers, _ = eligible_layers(model)
     groups, _ = grouped(layers[: len(layers) - left_over], channels)
     windows = [prompt(200, seed) for seed in (1, 2)]
-    statistics = collect(model, groups, windows, fisher_windows=1, draws=2)
+    statistics = collect(model, groups, windows, [prompt(200, 3)], fisher_windows=1, draws=2)
     identity = f"{family}@{channels}-{left_over}-{family}"
     basis = design(statistics, identity, "random tokens", SINKS)
     return Tiny(model, identity, basis, [[layer.index for layer in group] for group in groups])

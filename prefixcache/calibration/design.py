@@ -1,14 +1,14 @@
 """From a calibration's statistics to a basis: which layers are joined, the vectors of each group, steps and tables.
 
 A group's covariance is brought into the metric that the Fisher information gives; its eigenvectors are the basis's, and
-one step serves all components of all groups, which shares bits out as reverse water-filling does. The step is such that
-quality 4 errs about as 4 bits of TurboQuant do.
+one step serves all components of all groups, which shares bits out as reverse water-filling does. The step is a guess at
+where quality 4 errs as 4 bits of TurboQuant do, until somebody who has the model measures that, and designs with another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from prefixcache.calibration.statistics import GroupStatistics, Statistics
 from prefixcache.codecs.base import Decoding, Encoding
 from prefixcache.codecs.interchange import Array
 from prefixcache.codecs.transform import basis as bases
-from prefixcache.codecs.transform.basis import QUALITIES, LayerGroup, finer
+from prefixcache.codecs.transform.basis import QUALITIES, LayerGroup, Measured, finer
 from prefixcache.codecs.transform.layer import Layer
 from prefixcache.codecs.transform.tables import (
     COST,
@@ -34,21 +34,45 @@ from prefixcache.codecs.turboquant.levelling import measure_levels
 
 SHRINK = 0.1  # of a block's mean diagonal, added to it: few draws say little of directions that matter little
 FINEST = bases.MOST_QUALITY
-REFERENCE_BITS = 4
-# Of the error in the metric that 4 bits of TurboQuant have. By KL of the next token that is about equal, .97 to 1.2 times it
-# in two calibrations of SmolLM2: the metric knows nothing of errors that tokens share, as those of left-out components are.
+REFERENCE_BITS, REFERENCE_QUALITY = 4, 4.0
+# Of the error in the metric that 4 bits of TurboQuant have: the first guess. The metric knows nothing of errors that tokens
+# share, as those of left-out components are, and of few draws it is noise; so KL of the next token is what decides.
 SHARE = 0.27
 _ROWS = 1024  # of a sample, for steps and tables
 
 
 def design(statistics: Statistics, model: str, texts: str, sinks: int) -> bytes:
-    """The bytes of the basis of `model`, an identity as `model_identity` gives it, whose statistics these are."""
-    drafts = [_draft(group, statistics) for group in statistics.groups]
-    step = _step(drafts)
-    drafts = [draft.scaled(1 / step) for draft in drafts]
-    tables = fit((draft.values(), class_of(draft.spreads)) for draft in drafts)
-    groups = [draft.group(tables) for draft in drafts]
-    return bases.made(model, groups, tables, sinks=sinks, metric=statistics.metric, texts=texts)
+    """The bytes of the basis, by the first guess of its step, of `model`, an identity as `model_identity` gives it, whose
+    statistics these are.
+    """
+    return Design(statistics, model, texts, sinks).at(REFERENCE_QUALITY).data()
+
+
+class Designed(NamedTuple):
+    """All of a basis but for what is measured of it."""
+
+    groups: list[LayerGroup]
+    tables: Tables
+    fields: Mapping[str, Any]
+
+    def data(self, measured: Measured | None = None) -> bytes:
+        return bases.made(groups=self.groups, tables=self.tables, measured=measured, **self.fields)
+
+
+class Design:
+    """A basis of which only the step is open."""
+
+    def __init__(self, statistics: Statistics, model: str, texts: str, sinks: int):
+        drafts = [_draft(group, statistics) for group in statistics.groups]
+        step = _first_step(drafts)
+        self._drafts = [draft.scaled(1 / step) for draft in drafts]
+        self._fields = {"model": model, "sinks": sinks, "metric": statistics.metric, "texts": texts}
+
+    def at(self, quality: float) -> Designed:
+        """The basis whose quality 4 has the step of `quality` by the first guess."""
+        drafts = [draft.scaled(finer(quality)) for draft in self._drafts]
+        tables = fit((draft.values(), class_of(draft.spreads)) for draft in drafts)
+        return Designed([draft.group(tables) for draft in drafts], tables, self._fields)
 
 
 class _Draft(NamedTuple):
@@ -123,7 +147,7 @@ def _metric(layers: Sequence[Layer], statistics: Statistics) -> Iterator[Array]:
             yield blocks + (SHRINK * np.maximum(diagonal, least))[:, None, None] * np.eye(width)
 
 
-def _step(drafts: Sequence[_Draft]) -> float:
+def _first_step(drafts: Sequence[_Draft]) -> float:
     """The step at which the samples err as much as they should."""
     wanted = SHARE * sum(_reference_error(draft) for draft in drafts)
     values = [draft.values() for draft in drafts]

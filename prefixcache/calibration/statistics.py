@@ -1,7 +1,8 @@
 """Statistics of a model's keys, with RoPE undone, and values, and how much what it says next depends on each of them.
 
-`collect` reads windows of tokens twice: all of them for means, covariances and a sample of rows, then some for the Fisher
-information of the next token's likelihood. What is made of the statistics is `design`'s business.
+`collect` reads windows of tokens twice: all of them for means and covariances, then some for the Fisher information of the
+next token's likelihood. Of windows that are held back from both it keeps a sample of rows. What is made of the statistics is
+`design`'s business.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ FISHER_WINDOWS = 12
 DRAWS = 4
 PREFIX = 1024  # tokens that are stored while gradients are taken,
 CONTINUATION = 64  # and tokens that the model reads after them
-VERSION = 1  # of what a checkpoint holds
+VERSION = 2  # of what a checkpoint holds
 
 PREFILL_PHASE, FISHER_PHASE = "prefill", "fisher"
 FISHER, SPREAD = "fisher", "spread"
@@ -46,7 +47,8 @@ class GroupStatistics(NamedTuple):
     """Of the layers whose channels are joined: each layer's keys with RoPE undone, head by head, then its values.
 
     `mean` float64 (channels,); `covariance` float32 (channels, channels), the second moment about the mean;
-    `sample` float16 (rows, channels), every n-th token of all windows: about 4,000, or all.
+    `sample` float16 (rows, channels), every n-th token of the windows held back, which are in neither of the other two: about
+    4,000, or all.
     """
 
     layers: tuple[Layer, ...]
@@ -57,7 +59,7 @@ class GroupStatistics(NamedTuple):
 
 @dataclass(frozen=True)
 class Statistics:
-    """What `collect` gathers of `tokens` tokens.
+    """What `collect` gathers of `tokens` tokens, those held back not counted.
 
     `blocks[layer.index, part]` weighs an error of a stored key (part "keys", RoPE undone) or value (part "values"):
     float64 (heads, width, width), symmetric. With `metric` "fisher" it is the mean of g g', g being the gradient of the
@@ -76,6 +78,7 @@ def collect(
     model: nn.Module,
     groups: Sequence[Sequence[Layer]],
     windows: Sequence[Sequence[int]],
+    held_back: Sequence[Sequence[int]],
     progress: Progress = lambda phase, done, of: None,
     *,
     sinks: int = SINKS,
@@ -87,30 +90,35 @@ def collect(
     """Statistics of `windows` of token ids, each a text of its own, without their first `sinks` tokens.
 
     `groups` are lists of `eligible_layers`' layers, a layer in one group at most; other layers are left out. Gradients are
-    taken in `fisher_windows` of the windows, `draws` times each.
+    taken in `fisher_windows` of the windows, `draws` times each. Of windows `held_back` only the sample is taken: what is
+    expected of unseen text can be measured on them.
 
     The same call gives the same bits on one machine. With `checkpoint`, a file, an interrupted call goes on where it was
-    when the same is asked for again: the same `identity`, which says what the model is, windows, layers and counts. The
+    when the same is asked for again: the same `identity`, which says what the model is, windows, layers, counts. The
     file stays when all is done. ValueError for what can't be collected; OSError where the file can't be written.
     """
-    windows = [[int(token) for token in window] for window in windows]
-    _check(groups, windows, sinks)
-    gathered = _Gathered(groups, windows, sinks)
-    file = Checkpoint(checkpoint, _hash_of(groups, identity, sinks, fisher_windows, draws, windows))
+    windows, held_back = ([list(map(int, window)) for window in given] for given in (windows, held_back))
+    _check(groups, windows, held_back, sinks)
+    gathered = _Gathered(groups, held_back, sinks)
+    file = Checkpoint(checkpoint, _hash_of(groups, identity, sinks, fisher_windows, draws, windows, held_back))
     if (saved := file.load()) is not None:
         gathered.restore(saved)
 
-    for done in range(gathered.windows_read, len(windows)):
-        gathered.read(model, windows[done])
-        if file.due or done + 1 == len(windows):
+    count = len(windows) + len(held_back)
+    for done in range(gathered.windows_read, count):
+        if done < len(windows):
+            gathered.read(model, windows[done])
+        else:
+            gathered.read_sample(model, held_back[done - len(windows)])
+        if file.due or done + 1 == count:
             file.save(gathered.arrays())
-        progress(PREFILL_PHASE, done + 1, len(windows))
+        progress(PREFILL_PHASE, done + 1, count)
 
     chosen = _evenly(len(windows), fisher_windows)
     for done in range(gathered.windows_differentiated, len(chosen)):
         drawn = gathered.differentiate(model, windows[chosen[done]], range(done * draws, (done + 1) * draws))
-        for count in drawn:
-            progress(FISHER_PHASE, done * draws + count, len(chosen) * draws)
+        for number in drawn:
+            progress(FISHER_PHASE, done * draws + number, len(chosen) * draws)
         if gathered.metric == SPREAD:
             break
         if file.due or done + 1 == len(chosen):
@@ -118,15 +126,17 @@ def collect(
     return gathered.statistics()
 
 
-def _check(groups: Sequence[Sequence[Layer]], windows: Sequence[Sequence[int]], sinks: int) -> None:
+def _check(
+    groups: Sequence[Sequence[Layer]], windows: Sequence[Sequence[int]], held_back: Sequence[Sequence[int]], sinks: int
+) -> None:
     indices = [[layer.index for layer in group] for group in groups]
     joined = [index for group in indices for index in group]
     if not indices or not all(indices) or len(joined) != len(set(joined)):
         raise ValueError(f"groups of layers {indices}: give lists of one layer or more, each layer in one list")
-    if not windows:
-        raise ValueError("no windows of tokens; give a text that is long enough for one")
+    if not windows or not held_back:
+        raise ValueError("no windows of tokens, or none held back; give a text that is long enough for one of each")
     least = 2 * (sinks + 1)
-    for number, window in enumerate(windows):
+    for number, window in enumerate((*windows, *held_back)):
         if len(window) < least:
             raise ValueError(f"window {number} has {len(window)} tokens; give windows of {least} or more")
 
@@ -181,13 +191,14 @@ class _Moments:
 class _Gathered:
     """All that is gathered so far: whole windows, whenever a checkpoint is made of it."""
 
-    def __init__(self, groups: Sequence[Sequence[Layer]], windows: Sequence[Sequence[int]], sinks: int):
+    def __init__(self, groups: Sequence[Sequence[Layer]], held_back: Sequence[Sequence[int]], sinks: int):
         self._groups = tuple(tuple(group) for group in groups)
         self._layers = tuple(sorted((layer for group in groups for layer in group), key=lambda layer: layer.index))
         self._sinks = sinks
-        self._stride = max(1, round(sum(len(window) - sinks for window in windows) / SAMPLE_ROWS))
+        self._stride = max(1, round(sum(len(window) - sinks for window in held_back) / SAMPLE_ROWS))
         self._moments = [_Moments(sum(layer.channels for layer in group)) for group in groups]
-        self._samples: list[list[Array]] = [[] for _ in groups]
+        self._samples = [[np.empty((0, len(moments.total)), np.float16)] for moments in self._moments]
+        self._sampled = 0  # rows that the samples were taken of
         self._blocks = {
             (layer.index, part): np.zeros((layer.heads, width, width))
             for layer in self._layers
@@ -200,12 +211,17 @@ class _Gathered:
 
     def read(self, model: nn.Module, window: Sequence[int]) -> None:
         prompt_cache = prefilled(model, window)
-        first = -self._moments[0].count % self._stride
-        for group, moments, sample in zip(self._groups, self._moments, self._samples, strict=True):
-            rows = joined_rows(prompt_cache, group, self._sinks)
-            limit = np.finfo(np.float16).max
-            sample.append(rows[first :: self._stride].clip(-limit, limit).astype(np.float16))
-            moments.add(rows)
+        for group, moments in zip(self._groups, self._moments, strict=True):
+            moments.add(joined_rows(prompt_cache, group, self._sinks))
+        self.windows_read += 1
+
+    def read_sample(self, model: nn.Module, window: Sequence[int]) -> None:
+        prompt_cache = prefilled(model, window)
+        first, limit = -self._sampled % self._stride, np.finfo(np.float16).max
+        for group, sample in zip(self._groups, self._samples, strict=True):
+            rows = joined_rows(prompt_cache, group, self._sinks)[first :: self._stride]
+            sample.append(rows.clip(-limit, limit).astype(np.float16))
+        self._sampled += len(window) - self._sinks
         self.windows_read += 1
 
     def differentiate(self, model: nn.Module, window: Sequence[int], seeds: Sequence[int]) -> Iterator[int]:
@@ -243,7 +259,13 @@ class _Gathered:
     # -- as a checkpoint keeps it
 
     def arrays(self) -> dict[str, Array]:
-        counts = (self.windows_read, self.windows_differentiated, self._gradients, self._moments[0].count)
+        counts = (
+            self.windows_read,
+            self.windows_differentiated,
+            self._gradients,
+            self._moments[0].count,
+            self._sampled,
+        )
         arrays: dict[str, Array] = {"counts": np.array(counts, np.int64)}
         for number, (moments, sample) in enumerate(zip(self._moments, self._samples, strict=True)):
             arrays[f"shift {number}"], arrays[f"total {number}"] = moments.shift, moments.total
@@ -251,7 +273,8 @@ class _Gathered:
         return arrays | {f"{part} {index}": block for (index, part), block in self._blocks.items()}
 
     def restore(self, arrays: Mapping[str, Array]) -> None:
-        self.windows_read, self.windows_differentiated, self._gradients, count = arrays["counts"].tolist()
+        counts = arrays["counts"].tolist()
+        self.windows_read, self.windows_differentiated, self._gradients, count, self._sampled = counts
         for number, moments in enumerate(self._moments):
             moments.count = count
             moments.shift, moments.total = arrays[f"shift {number}"], arrays[f"total {number}"]

@@ -69,14 +69,27 @@ def read_texts(paths: Sequence[Path]) -> list[Text]:
     return texts
 
 
+class Windows(NamedTuple):
+    """Tokens: the windows that a model is calibrated on, and those that it must not be."""
+
+    read: list[list[int]]
+    held_back: list[list[int]]
+
+
 def windows(
-    texts: Sequence[Text], encode: Callable[[str], list[int]], count: int, length: int, opening: Sequence[int] = ()
-) -> list[list[int]]:
-    """`count` windows of `length` tokens, each of which begins with the tokens of `opening`. No token of a text is in two.
+    texts: Sequence[Text],
+    encode: Callable[[str], list[int]],
+    count: int,
+    length: int,
+    opening: Sequence[int] = (),
+    held_back: int = 0,
+) -> Windows:
+    """`count` windows of `length` tokens, each of which begins with the tokens of `opening`, and `held_back` others, fewer
+    where the text ends, but one at least. No token of a text is in two.
 
     `encode` makes a text's tokens and adds none of its own. Kinds take turns by their WEIGHTS, so that the first few
-    windows are a mix already; a kind whose text is used up leaves its turns to the others. Raises ValueError where there
-    is too little text.
+    windows are a mix already; a kind whose text is used up leaves its turns to the others. The windows held back are as
+    mixed, and evenly spaced among those of their kind. Raises ValueError where there is too little text.
     """
     size = length - len(opening)
     if count < 1 or size < 1:
@@ -89,15 +102,19 @@ def windows(
         tokens.setdefault(text.kind, []).append(encode(text.text))
     pieces = {kind: _pieces(of_kind, size) for kind, of_kind in tokens.items()}
     room = {kind: sum(map(len, of_kind)) for kind, of_kind in pieces.items()}
-    if sum(room.values()) < count:
+    least = count + min(held_back, 1)
+    if sum(room.values()) < least:
         there = sum(len(ids) for of_kind in tokens.values() for ids in of_kind)
         raise ValueError(
-            f"{count} windows of {length:,} tokens need {count * size:,} tokens of text; the text has {there:,}, which "
-            f"makes {sum(room.values())} windows: ask for fewer or shorter windows, or give more text"
+            f"{count} windows of {length:,} tokens{' and one to hold back' * (least > count)} need {least * size:,} tokens "
+            f"of text; the text has {there:,}, which makes {sum(room.values())} windows: ask for fewer or shorter windows, "
+            "or give more text"
         )
-    turns = _turns(room, count)
+    turns = _turns(room, min(count + held_back, sum(room.values())))
+    apart = _spread_over_kinds(turns, len(turns) - count)
     chosen = {kind: iter(_spread(of_kind, turns.count(kind))) for kind, of_kind in pieces.items()}
-    return [[*opening, *next(chosen[kind])] for kind in turns]
+    cut = [[*opening, *next(chosen[kind])] for kind in turns]
+    return Windows([w for i, w in enumerate(cut) if i not in apart], [w for i, w in enumerate(cut) if i in apart])
 
 
 # -- where the default text is from ---------------------------------------------------------------------------------------
@@ -167,6 +184,15 @@ def _turns(room: dict[str, int], count: int) -> list[str]:
         turns.append(min(open_kinds, key=lambda kind: (given[kind] + 0.5) / WEIGHTS.get(kind, 1)))
         given[turns[-1]] += 1
     return turns
+
+
+def _spread_over_kinds(turns: list[str], count: int) -> set[int]:
+    """The places of `count` turns, of the kinds of the first ones, evenly spaced among those of each kind."""
+    chosen: set[int] = set()
+    for kind in dict.fromkeys(turns[:count]):
+        places = [place for place, of_kind in enumerate(turns) if of_kind == kind]
+        chosen.update(_evenly(places, turns[:count].count(kind)))
+    return chosen
 
 
 def _spread(texts: list[list[list[int]]], count: int) -> list[list[int]]:

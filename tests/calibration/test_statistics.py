@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -27,6 +28,9 @@ SINKS = 4
 def windows_of(*lengths: int, seed: int = 0) -> list[list[int]]:
     rng = random.Random(seed)
     return [rng.choices(range(128), k=length) for length in lengths]
+
+
+WINDOWS, HELD_BACK = windows_of(90, 40, 120, 60), windows_of(50, 30, seed=1)
 
 
 @cache
@@ -64,7 +68,7 @@ def test_mean_and_covariance_are_those_of_the_rows(name):
     model, layers = tiny(name)
     groups = [layers[:1], layers[1:]] if len(layers) > 1 else [layers]
     windows = windows_of(700, 90, 300)
-    gathered = collect(model, groups, windows, fisher_windows=1, draws=1)
+    gathered = collect(model, groups, windows, HELD_BACK, fisher_windows=1, draws=1)
     assert gathered.tokens == sum(len(window) - SINKS for window in windows)
     for group, found in zip(groups, gathered.groups, strict=True):
         rows = np.concatenate([rows_at_once(model, group, window) for window in windows])
@@ -76,21 +80,31 @@ def test_mean_and_covariance_are_those_of_the_rows(name):
         assert np.array_equal(found.covariance, found.covariance.T)
 
 
-def test_a_sample_is_every_nth_row_of_all_windows(monkeypatch):
+def test_a_sample_is_every_nth_row_of_the_windows_held_back(monkeypatch):
     monkeypatch.setattr(statistics, "SAMPLE_ROWS", 30)
     model, layers = tiny("llama")
-    windows = windows_of(60, 45, 80, 25)
-    gathered = collect(model, [layers], windows, fisher_windows=1, draws=1)
-    rows = np.concatenate([rows_at_once(model, layers, window) for window in windows])
+    held_back = windows_of(60, 45, 80, 25)
+    gathered = collect(model, [layers], WINDOWS, held_back, fisher_windows=1, draws=1)
+    rows = np.concatenate([rows_at_once(model, layers, window) for window in held_back])
     stride = round(len(rows) / 30)
     assert gathered.groups[0].sample.dtype == np.float16
     np.testing.assert_allclose(gathered.groups[0].sample, rows[::stride], rtol=2e-3, atol=2e-3)
 
 
-def test_all_rows_are_the_sample_of_a_short_text():
+def test_all_rows_are_the_sample_of_few():
     model, layers = tiny("llama")
-    gathered = collect(model, [layers], windows_of(60, 45), fisher_windows=1, draws=1)
-    assert len(gathered.groups[0].sample) == gathered.tokens == 97
+    gathered = collect(model, [layers], WINDOWS, windows_of(60, 45), fisher_windows=1, draws=1)
+    assert len(gathered.groups[0].sample) == 97
+
+
+def test_windows_held_back_are_in_nothing_but_the_sample():
+    model, layers = tiny("llama")
+    one, other = (
+        collect(model, [layers], WINDOWS, windows_of(60, 45, seed=seed), fisher_windows=4, draws=1) for seed in (1, 2)
+    )
+    assert not np.array_equal(one.groups[0].sample, other.groups[0].sample)
+    assert same(one, replace(other, groups=(other.groups[0]._replace(sample=one.groups[0].sample),)))
+    assert one.tokens == sum(len(window) - SINKS for window in WINDOWS)
 
 
 # -- the Fisher metric ------------------------------------------------------------------------------------------------
@@ -115,7 +129,7 @@ def test_the_fisher_metric_is_that_of_finite_differences(name, at):
         model, _ = tiny(name)
     layer = eligible_layers(model)[0][at]
     window, prefix, head, step = windows_of(18)[0], 9, 1, 2e-2
-    gathered = collect(model, [[layer]], [window], draws=1)
+    gathered = collect(model, [[layer]], [window], HELD_BACK, draws=1)
 
     def filled() -> list[Any]:
         prompt_cache = make_prompt_cache(model)
@@ -147,7 +161,7 @@ def test_the_fisher_metric_is_that_of_finite_differences(name, at):
 def test_the_fisher_metric_is_the_mean_over_windows_and_draws():
     model, layers = tiny("llama")
     windows = windows_of(40, 30, 60)
-    gathered = collect(model, [layers[1:2]], windows, fisher_windows=2, draws=3)
+    gathered = collect(model, [layers[1:2]], windows, HELD_BACK, fisher_windows=2, draws=3)
     expected, count = np.zeros((2, 32, 32)), 0
     for number, window in enumerate((windows[0], windows[2])):
         gradients = Gradients(model, layers[1:2], window, len(window) // 2)
@@ -179,7 +193,7 @@ def calm(dtype: mx.Dtype, likelihood: float = 1.0) -> nn.Module:
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 def test_half_precision_gives_nearly_the_metric_of_float32(dtype, likelihood):
     found, expected = (
-        collect(model, [eligible_layers(model)[0]], windows_of(120, 120), draws=2)
+        collect(model, [eligible_layers(model)[0]], windows_of(120, 120), HELD_BACK, draws=2)
         for model in (calm(dtype, likelihood), calm(mx.float32, likelihood))
     )
     assert relative(found, expected) < (0.03 if dtype == mx.float16 else 0.2)
@@ -193,7 +207,7 @@ def test_quantised_weights_give_the_metric_of_what_they_stand_for():
         if isinstance(mine, (nn.Linear, nn.Embedding)):
             mine.weight = mx.dequantize(theirs.weight, theirs.scales, theirs.biases, group_size=32, bits=4)
     layers = eligible_layers(plain)[0]
-    found, expected = (collect(model, [layers], windows_of(120), draws=2) for model in (quantised, plain))
+    found, expected = (collect(model, [layers], windows_of(120), HELD_BACK, draws=2) for model in (quantised, plain))
     assert relative(found, expected) < 1e-2
 
 
@@ -208,7 +222,7 @@ def test_quantised_weights_give_the_metric_of_what_they_stand_for():
 )  # fmt: skip
 def test_families_are_differentiated(name):
     model, layers = tiny(name)
-    gathered = collect(model, [layers], windows_of(150), draws=1)
+    gathered = collect(model, [layers], windows_of(150), HELD_BACK, draws=1)
     assert gathered.metric == "fisher"
     assert np.isfinite(gathered.groups[0].covariance).all()
     for layer in layers:
@@ -233,7 +247,7 @@ def test_without_a_gradient_errors_are_weighed_by_the_spread_of_keys_and_values(
     model = FAMILIES["llama"].build()
     layers = eligible_layers(model)[0]
     model.lm_head = Undifferentiable(model.lm_head)
-    gathered = collect(model, [layers[:1], layers[1:]], windows_of(100))
+    gathered = collect(model, [layers[:1], layers[1:]], windows_of(100), HELD_BACK)
     assert gathered.metric == "spread"
     assert "no gradient of this model" in caplog.text
     rows = rows_at_once(model, layers, windows_of(100)[0])
@@ -244,12 +258,16 @@ def test_without_a_gradient_errors_are_weighed_by_the_spread_of_keys_and_values(
 
 # -- again, interrupted, refused --------------------------------------------------------------------------------------
 
-WINDOWS = windows_of(90, 40, 120, 60)
-
 
 def asked(path: Any = None, progress: Any = lambda *_: None, **changes: Any) -> Statistics:
     model, layers = tiny("qwen3_5-bf16" if changes.pop("hybrid", False) else "llama")
-    arguments: dict[str, Any] = {"windows": WINDOWS, "fisher_windows": 3, "draws": 2, "checkpoint": path} | changes
+    arguments: dict[str, Any] = {
+        "windows": WINDOWS,
+        "held_back": HELD_BACK,
+        "fisher_windows": 3,
+        "draws": 2,
+        "checkpoint": path,
+    } | changes
     return collect(model, [layers[:3], layers[3:]] if len(layers) > 1 else [layers], progress=progress, **arguments)
 
 
@@ -261,7 +279,7 @@ def test_the_same_call_gives_the_same_bits(hybrid):
 def test_progress_counts_windows_and_draws():
     calls: list[tuple[str, int, int]] = []
     asked(progress=lambda *call: calls.append(call))
-    assert calls == [("prefill", i, 4) for i in range(1, 5)] + [("fisher", i, 6) for i in range(1, 7)]
+    assert calls == [("prefill", i, 6) for i in range(1, 7)] + [("fisher", i, 6) for i in range(1, 7)]
 
 
 class Interruption(Exception):
@@ -280,13 +298,13 @@ def test_an_interrupted_calibration_goes_on_and_ends_with_the_same_bits(tmp_path
             stops.remove((phase, done))
             raise Interruption
 
-    stops = {("prefill", 2), ("prefill", 4), ("fisher", 3), ("fisher", 4)}
-    for _ in range(4):
+    stops = {("prefill", 2), ("prefill", 4), ("prefill", 5), ("fisher", 3), ("fisher", 4)}
+    for _ in range(5):
         with pytest.raises(Interruption):
             asked(path, interrupted_at)
     found = asked(path, interrupted_at)
     assert same(found, asked())
-    expected = 4 + 6 + 1 + 2 if interval == 0 else 4 + 2 + 6 + 3 + 4  # all, and what was read anew
+    expected = 6 + 6 + 1 + 2 if interval == 0 else 6 + 2 + 4 + 5 + 6 + 3 + 4  # all, and what was read anew
     assert len(calls) == expected
     assert [file.name for file in tmp_path.iterdir()] == ["calibration.npz"]
 
@@ -299,7 +317,14 @@ def test_what_is_complete_is_not_read_again(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change", [{"identity": "another"}, {"windows": windows_of(90, 40, 120, 61)}, {"draws": 1}, {"sinks": 3}]
+    "change",
+    [
+        {"identity": "another"},
+        {"windows": windows_of(90, 40, 120, 61)},
+        {"held_back": HELD_BACK[:1]},
+        {"draws": 1},
+        {"sinks": 3},
+    ],
 )
 def test_a_checkpoint_of_something_else_is_ignored(tmp_path, caplog, change):
     caplog.set_level("INFO", "prefixcache")
@@ -324,8 +349,10 @@ def test_groups_and_windows_that_cannot_be_collected_are_refused():
     model, layers = tiny("llama")
     for groups in ([], [[]], [layers[:2], layers[1:]]):
         with pytest.raises(ValueError, match="give lists of one layer or more"):
-            collect(model, groups, WINDOWS)
+            collect(model, groups, WINDOWS, HELD_BACK)
     with pytest.raises(ValueError, match="no windows of tokens"):
-        collect(model, [layers], [])
+        collect(model, [layers], [], HELD_BACK)
+    with pytest.raises(ValueError, match="or none held back"):
+        collect(model, [layers], WINDOWS, [])
     with pytest.raises(ValueError, match="window 1 has 9 tokens; give windows of 10 or more"):
-        collect(model, [layers], windows_of(40, 9))
+        collect(model, [layers], windows_of(40, 9), HELD_BACK)

@@ -163,58 +163,77 @@ def test_a_file_that_is_not_utf8_or_not_there_is_named_with_a_remedy(tmp_path):
     count=st.integers(1, 20),
     length=st.integers(1, 12),
     opening=st.sampled_from([[], [-1], [-1, -2]]),
+    most=st.integers(0, 5),
 )
-def test_no_token_is_in_two_windows_and_all_windows_have_their_length(lengths, count, length, opening):
+def test_no_token_is_in_two_windows_and_all_windows_have_their_length(lengths, count, length, opening, most):
     made: list[Text] = []
     for kind, of_kind in lengths.items():
         made += numbered(of_kind, kind, 1000_000 * len(made))
     size = length - len(opening)
     try:
-        cut = windows(made, numbers, count, length, opening)
+        cut, held_back = windows(made, numbers, count, length, opening, most)
     except ValueError:
         spare = len(lengths) * max(size - 1, 0)  # of each kind, fewer tokens than a window has may be left
-        assert size < 1 or sum(map(sum, lengths.values())) < count * size + spare
+        assert size < 1 or sum(map(sum, lengths.values())) < (count + min(most, 1)) * size + spare
         return
     assert len(cut) == count
-    assert all(len(window) == length and window[: len(opening)] == opening for window in cut)
-    read = [token for window in cut for token in window[len(opening) :]]
+    assert min(most, 1) <= len(held_back) <= most
+    assert all(len(window) == length and window[: len(opening)] == opening for window in cut + held_back)
+    read = [token for window in cut + held_back for token in window[len(opening) :]]
     assert len(read) == len(set(read))
-    assert cut == windows(made, numbers, count, length, opening)
+    assert (cut, held_back) == windows(made, numbers, count, length, opening, most)
 
 
 def test_half_of_the_windows_are_of_the_corpus_and_the_rest_is_code_and_prose():
     made = numbered([500] * 4) + numbered([4000], "code", 10_000) + numbered([900] * 5, "prose", 20_000)
-    kinds = [window[0] // 10_000 for window in windows(made, numbers, 32, 50)]
+    kinds = [window[0] // 10_000 for window in windows(made, numbers, 32, 50).read]
     assert Counter(kinds) == {0: 16, 1: 8, 2: 8}
     assert Counter(kinds[:8]) == {0: 4, 1: 2, 2: 2}
 
 
 def test_what_the_corpus_has_too_little_of_comes_from_code_and_prose():
     made = numbered([100]) + numbered([4000], "code", 10_000) + numbered([4000], "prose", 20_000)
-    kinds = [window[0] // 10_000 for window in windows(made, numbers, 32, 50)]
+    kinds = [window[0] // 10_000 for window in windows(made, numbers, 32, 50).read]
     assert Counter(kinds) == {0: 2, 1: 15, 2: 15}
 
 
 def test_texts_of_a_kind_have_equally_many_windows_while_they_are_long_enough():
-    cut = windows(numbered([1000, 100, 1000, 1000]), numbers, 14, 50)
+    cut = windows(numbered([1000, 100, 1000, 1000]), numbers, 14, 50).read
     texts = [0 if w[0] < 1000 else 1 if w[0] < 1100 else 2 if w[0] < 2100 else 3 for w in cut]
     assert Counter(texts) == {0: 4, 1: 2, 2: 4, 3: 4}
     assert texts[:4] == [0, 1, 2, 3]
 
 
 def test_a_few_windows_are_of_texts_evenly_spaced():
-    assert [w[0] // 100 for w in windows(numbered([100] * 9), numbers, 3, 100)] == [1, 4, 7]
+    assert [w[0] // 100 for w in windows(numbered([100] * 9), numbers, 3, 100).read] == [1, 4, 7]
 
 
 def test_windows_are_evenly_spaced_in_a_long_text():
-    starts = [window[0] for window in windows(numbered([10_000]), numbers, 4, 100)]
+    starts = [window[0] for window in windows(numbered([10_000]), numbers, 4, 100).read]
     assert starts == [1200, 3700, 6200, 8700]
 
 
+def test_windows_held_back_are_of_all_kinds_and_evenly_spaced():
+    made = numbered([5000]) + numbered([9000], "code", 10_000) + numbered([9000], "prose", 20_000)
+    read, held_back = windows(made, numbers, 60, 50, held_back=4)
+    starts = sorted(window[0] for window in read + held_back)
+    kinds = [[start for start in starts if start // 10_000 == kind] for kind in range(3)]
+    places = [(window[0] // 10_000, kinds[window[0] // 10_000].index(window[0])) for window in held_back]
+    assert list(map(len, kinds)) == [32, 16, 16]
+    assert sorted(places) == [(0, 8), (0, 24), (1, 8), (2, 8)]
+
+
+def test_as_many_are_held_back_as_the_text_has_and_one_at_least():
+    read, held_back = windows(numbered([100]), numbers, 7, 10, held_back=4)
+    assert (len(read), len(held_back)) == (7, 3)
+    with pytest.raises(ValueError, match="10 windows of 10 tokens and one to hold back need 110 tokens of text"):
+        windows(numbered([100]), numbers, 10, 10, held_back=4)
+
+
 def test_texts_shorter_than_a_window_are_joined():
-    (window,) = windows(numbered([7, 7, 7]), numbers, 1, 20)
+    (window,) = windows(numbered([7, 7, 7]), numbers, 1, 20).read
     assert window == list(range(20))
-    assert windows(numbered([25, 5]), numbers, 3, 10) == [[*range(10)], [*range(20, 30)], [*range(10, 20)]]
+    assert windows(numbered([25, 5]), numbers, 3, 10).read == [[*range(10)], [*range(20, 30)], [*range(10, 20)]]
 
 
 def test_too_little_text_is_refused_with_the_numbers_and_the_remedy():
@@ -241,7 +260,7 @@ def test_the_default_text_makes_the_windows_of_a_calibration(defaults, model):
 
     few = [text for text in defaults if text.kind == "corpus"] + [t for t in defaults if t.kind != "corpus"][::12]
     opening = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    cut = windows(few, encode, 24, 256, opening)
+    cut = windows(few, encode, 24, 256, opening).read
     assert [len(window) for window in cut] == [256] * 24
     assert all(window[: len(opening)] == opening for window in cut)
     assert sum(any(ord(sign) > 0x2FF for sign in tokenizer.decode(window)) for window in cut) >= 5  # not Latin
@@ -249,5 +268,5 @@ def test_the_default_text_makes_the_windows_of_a_calibration(defaults, model):
 
 def test_every_file_of_the_corpus_is_read(defaults):
     corpus = [text.text.encode() for text in defaults if text.kind == "corpus"]
-    cut = [bytes(window) for window in windows(defaults, utf8, 60, 1024)]
+    cut = [bytes(window) for window in windows(defaults, utf8, 60, 1024).read]
     assert all(sum(window in text for window in cut) == 2 for text in corpus)

@@ -278,7 +278,7 @@ def test_a_text_that_is_too_short_is_refused_with_what_it_has(call, tmp_path):
     text.write_text("It was a dark and stormy night. " * 20)
     done = call("calibrate", TINY, *SIZE, "--basis-dir", tmp_path / "bases", "--text", text)
     assert done.exit_code == 2
-    assert "4 windows of 96 tokens need 380 tokens of text; the text has" in done.stderr
+    assert "4 windows of 96 tokens and one to hold back need 475 tokens of text; the text has" in done.stderr
     assert "ask for fewer or shorter windows, or give more text" in done.stderr
 
 

@@ -17,9 +17,11 @@ from mlx_lm.models.cache import BatchKVCache
 
 from prefixcache.cli import output
 from prefixcache.cli.evaluate import measuring as evaluating
-from prefixcache.cli.evaluate.measuring import Job, Rows, Subject, measure
+from prefixcache.cli.evaluate import trials
+from prefixcache.cli.evaluate.measuring import Job, Subject, measure
 from prefixcache.cli.evaluate.report import as_markdown, family, main_grid
 from prefixcache.cli.evaluate.texts import default_text
+from prefixcache.cli.evaluate.trials import Rows
 from prefixcache.cli.text import Refused
 from prefixcache.codecs import TurboQuant
 from tests.calibrated import calibrate
@@ -132,14 +134,14 @@ def test_a_model_without_rows_has_no_bits_and_is_restored_exactly():
 
 def test_all_windows_of_a_codec_are_new_to_one_cache(monkeypatch):
     stored = []
-    keep = evaluating.Trial.keep
+    keep = trials.Trial.keep
 
     def noting(self, prompt, live):
         done = keep(self, prompt, live)
         stored.append((tuple(prompt), done.new_tokens, self.cache.stats().namespaces))
         return done
 
-    monkeypatch.setattr(evaluating.Trial, "keep", noting)
+    monkeypatch.setattr(trials.Trial, "keep", noting)
     facts = measure(subject("llama"), ["turboquant:4"], default_text(), Job(300, 20, 3, 0))
     assert len(facts["codecs"][0]["windows"]) == 3
     assert len({prompt for prompt, _, _ in stored}) == 4  # each was new to the one cache that the codec has
@@ -256,7 +258,7 @@ def test_an_infinite_divergence_is_null_and_shown_as_none(monkeypatch):
         infinite = np.full(len(targets), np.inf)
         return Rows(infinite, infinite, np.zeros(len(targets), bool))
 
-    monkeypatch.setattr(evaluating, "compare", broken)
+    monkeypatch.setattr(trials, "compare", broken)
     facts = measure(subject("llama"), ["raw"], default_text(), Job(300, 20, 2, 0))
     json.dumps(facts, allow_nan=False)
     assert facts["codecs"][0]["kl_mean"] is None
@@ -309,13 +311,13 @@ def test_without_matplotlib_the_remedy_is_told_before_anything_runs(call, monkey
 
 
 def test_a_cache_that_can_not_be_stored_is_refused(monkeypatch):
-    monkeypatch.setattr(evaluating.Reference, "fill", lambda self, prompt: [BatchKVCache([0])])
+    monkeypatch.setattr(trials.Reference, "fill", lambda self, prompt: [BatchKVCache([0])])
     with pytest.raises(Refused, match="this model's prompt cache can't be stored: layer 0"):
         measure(subject("llama"), ["raw"], default_text(), Job(300, 20, 1, 0))
 
 
 def test_state_that_can_not_be_restored_is_refused(monkeypatch):
-    monkeypatch.setattr(evaluating.PrefixCache, "lookup", lambda self, tokens, model: None)
+    monkeypatch.setattr(trials.PrefixCache, "lookup", lambda self, tokens, model: None)
     with pytest.raises(Refused, match="of 300 tokens that were stored 0 can be found"):
         measure(subject("llama"), ["raw"], default_text(), Job(300, 20, 1, 0))
 

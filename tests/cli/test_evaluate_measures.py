@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from prefixcache.cli.evaluate.measuring import compare, divergence, joined, mean_and_error, surprise
 from prefixcache.cli.evaluate.report import number, signed
 from prefixcache.cli.evaluate.texts import (
     DIGITS,
@@ -23,6 +22,7 @@ from prefixcache.cli.evaluate.texts import (
     hide,
     read_texts,
 )
+from prefixcache.cli.evaluate.trials import compare, divergence, joined, mean_and_error, surprise
 from prefixcache.cli.text import Refused
 
 FINITE = st.floats(-30, 30, width=32)

@@ -121,8 +121,9 @@ def agreement(scale: str) -> Iterator[Figure]:
 
 
 def _answers(count: int, steps: int) -> Answers:
-    from prefixcache.cli.evaluate.measuring import Reference, load
+    from prefixcache.cli.evaluate.measuring import load
     from prefixcache.cli.evaluate.texts import default_text
+    from prefixcache.cli.evaluate.trials import Reference
 
     subject = load(str(MODEL))
     ids = list(subject.tokenizer.encode(default_text(), add_special_tokens=False))

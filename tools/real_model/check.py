@@ -23,9 +23,9 @@ CALIBRATION = {"windows": 8, "tokens": 1024, "draws": 16}  # an eighth of the us
 # Nats, the mean over the texts. Measured .0021; single texts go from .0016 to .0028, so that 3 of them have a standard
 # error of .0003, and other versions of Python bring other texts. Without levelling it is .0040, without sinks .0116.
 KL_BOUND = 0.003
-# Measured .0062, standard error .0006, at a quarter of turboquant:4's bytes: of so few draws the metric is half noise. With
-# the whole calibration it is .0031 on four kinds of text.
-TRANSFORM_KL_BOUND = 0.009
+# Times turboquant:4's KL in the same run. Quality 4 has the same KL on the windows that the calibration holds back, which are
+# of other kinds than this text.
+TRANSFORM_KL_RATIO = 1.5
 SMALLER = 2.2  # times, than turboquant:4's
 
 Facts = dict[str, Any]
@@ -49,15 +49,18 @@ def measured(folder: Path, codec: str = CODEC) -> Facts:
 def failures(facts: Facts, bound: float = KL_BOUND) -> list[str]:
     """What is worse than it may be, a sentence each."""
     found = []
+    divergences = {codec["codec"]: codec["kl_mean"] for codec in facts["codecs"]}
     for codec in facts["codecs"]:
         name, kl = codec["codec"], codec["kl_mean"]
         if name == CONTROL and not codec["identical"]:
             found.append(
                 f"{name}: logits differ from the live cache's (KL {kl} nats): rows don't come back as they were"
             )
-        limit, where = (TRANSFORM_KL_BOUND, "TRANSFORM_KL_BOUND") if name == TRANSFORM else (bound, "KL_BOUND")
+        limit, where = bound, "KL_BOUND"
+        if name == TRANSFORM:
+            limit, where = TRANSFORM_KL_RATIO * (divergences[CODEC] or 0), "TRANSFORM_KL_RATIO"
         if name != CONTROL and (kl is None or kl > limit):
-            found.append(f"{name}: KL {kl} nats, and {limit} is the bound ({where} in tools/real_model/check.py)")
+            found.append(f"{name}: KL {kl} nats, and {limit:.4g} is the bound ({where} in tools/real_model/check.py)")
     stored = {codec["codec"]: codec.get("stored_bytes_per_token") for codec in facts["codecs"]}
     if TRANSFORM in stored and stored[CODEC] < SMALLER * stored[TRANSFORM]:
         found.append(

@@ -9,6 +9,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from prefixcache.cli.evaluate.report import number
 from prefixcache.cli.tables import Grid, table
 from prefixcache.cli.text import age, foreign, size
 from prefixcache.codecs.transform.bases import Bases
@@ -46,18 +47,33 @@ def screen_of(facts: Facts) -> list[Table | Text]:
     parts: list[Table | Text] = [foreign(facts["folder"])]
     rows = [_row(found, facts["now"]) for found in files if found["basis"]]
     if rows:
-        headings = ["model", "hash", "layers in\ngroups", "RAM", "smaller", "metric", "age"]
+        headings = [
+            "model",
+            "hash",
+            "layers in\ngroups",
+            "RAM",
+            "smaller",
+            "KL,\nnats",
+            "KL of\nturboquant:4",
+            "metric",
+            "age",
+        ]
         parts.append(table(Grid(headings, rows)))
         parts.append(
-            foreign(f"smaller: a transformed token than in fp16, at quality {QUALITY:g}, as calibrated.", "dim")
+            foreign(
+                f"At quality {QUALITY:g}, on text that the basis had not seen. Smaller: a transformed token than in fp16.",
+                "dim",
+            )
         )
     return parts + [foreign(f"{found['file']}: {found['error']}", "red") for found in files if found["error"]]
 
 
 def _row(found: Facts, now: float) -> list[str]:
     basis = found["basis"]
+    measured = basis["measured"]
     return [
         basis["model"].partition("@")[0], basis["hash"][:8], f"{basis['layers']} in {basis['groups']}",
-        size(basis["bytes"]), f"{basis['ratio']:.1f} x", basis["metric"],
+        size(basis["bytes"]), f"{basis['ratio']:.1f} x",
+        *map(number, (measured["kl"], measured["reference_kl"]) if measured else (None, None)), basis["metric"],
         age(found["written"], now),
     ]  # fmt: skip

@@ -16,18 +16,20 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import wired_limit
 
-from prefixcache.calibration.design import design
+from prefixcache.calibration.design import Design
 from prefixcache.calibration.layers import eligible_layers
 from prefixcache.calibration.statistics import FISHER_PHASE, PREFILL_PHASE, SINKS, collect
-from prefixcache.calibration.texts import default_texts, read_texts, windows
+from prefixcache.calibration.texts import Windows, default_texts, read_texts, windows
+from prefixcache.cli.calibrate.anchor import anchored, texts_of
 from prefixcache.cli.evaluate.measuring import Subject, load
 from prefixcache.cli.text import Refused
 from prefixcache.codecs.transform.bases import Bases
 from prefixcache.codecs.transform.basis import Basis, BasisError
 from prefixcache.codecs.transform.layer import Layer, grouped
 
-VERSION = 1  # of how a basis is made: another one is not found again
+VERSION = 2  # of how a basis is made: another one is not found again
 DRAWS = 6  # of a window, where there are windows enough: then its prefix is prefilled less often
+HELD_BACK = 4  # windows beside those that a basis is made of, or as many as those
 PHASES = {PREFILL_PHASE: "reading", FISHER_PHASE: "drawing"}
 
 Progress = Callable[[int | None, int | None, str], None]  # what is done, of how much, and what it is
@@ -89,11 +91,16 @@ def make(job: Job, folder: Path, progress: Progress = lambda done, of, what: Non
     try:
         with wired_limit(subject.model):  # as mlx-lm does it: on a Mac the weights stay in memory
             statistics = collect(
-                subject.model, groups, read, lambda phase, done, of: progress(done, of, PHASES[phase]),
+                subject.model, groups, *read, lambda phase, done, of: progress(done, of, PHASES[phase]),
                 fisher_windows=job.fisher_windows, draws=job.draws_each, identity=identity, checkpoint=checkpoint,
             )  # fmt: skip
-        progress(None, None, "designing the basis")
-        path = bases.save(design(statistics, identity, texts, SINKS))
+            progress(None, None, "designing the basis")
+            design = Design(statistics, identity, texts, SINKS)
+            unseen = texts_of(read.held_back, read.read[0])
+            data = anchored(
+                design, subject, unseen, checkpoint.with_suffix(""), lambda done, of: progress(done, of, "measuring")
+            )
+        path = bases.save(data)
     except KeyboardInterrupt:
         if checkpoint.exists():
             raise Resumable from None
@@ -104,7 +111,7 @@ def make(job: Job, folder: Path, progress: Progress = lambda done, of, what: Non
     return Made(bases.of_hash(path.stem[-32:]), path, False, left_out)
 
 
-def _windows(job: Job, subject: Subject) -> list[list[int]]:
+def _windows(job: Job, subject: Subject) -> Windows:
     if subject.positions is not None and job.tokens > subject.positions:
         raise Refused(
             f"--tokens {job.tokens:,}: the model is made for {subject.positions:,}; give --tokens {subject.positions}"
@@ -114,7 +121,7 @@ def _windows(job: Job, subject: Subject) -> list[list[int]]:
         texts = read_texts(job.texts) if job.texts else default_texts()
         return windows(
             texts, lambda text: list(tokenizer.encode(text, add_special_tokens=False)), job.windows, job.tokens,
-            opening(tokenizer),
+            opening(tokenizer), min(job.windows, HELD_BACK),
         )  # fmt: skip
     except ValueError as error:
         raise Refused(str(error)) from error
@@ -146,7 +153,7 @@ def _groups(job: Job, model: nn.Module) -> tuple[list[list[Layer]], dict[int, st
     return groups, left_out
 
 
-def _described(job: Job, read: Sequence[Sequence[int]]) -> str:
+def _described(job: Job, read: Windows) -> str:
     """What a basis says of the text that it is made of, for a person, and the hash of all that it depends on."""
     source = "given text" if job.texts else "default text"
     draws = job.fisher_windows * job.draws_each

@@ -9,12 +9,38 @@ from typing import Any
 from rich.text import Text
 
 from prefixcache.calibration.statistics import FISHER
+from prefixcache.cli.calibrate.anchor import LONG_ENOUGH
 from prefixcache.cli.calibrate.making import Made, reasons
+from prefixcache.cli.evaluate.report import number
 from prefixcache.cli.text import foreign, many, size
+from prefixcache.codecs.transform.basis import GUESSED, MATCHED, NEAREST, Basis
 from prefixcache.codecs.transform.codec import QUALITY
 
 METRICS = {FISHER: "by gradients of what the model says next"}
 WITHOUT_GRADIENT = "by each layer's spread, since the model has no gradient"
+
+
+def divergence(basis: Basis) -> str:
+    """What was measured of quality 4."""
+    if basis.measured is None:
+        return f"KL not measured at quality {QUALITY:g}"
+    kl, reference = number(basis.measured.kl), number(basis.measured.reference_kl)
+    return f"KL {kl} nats at quality {QUALITY:g} (turboquant:4: {reference})"
+
+
+def doubt(basis: Basis) -> str:
+    """Why quality 4 need not have the KL of turboquant:4; nothing where it has."""
+    if basis.measured is None:
+        return (
+            f"quality {QUALITY:g} is a guess: KL takes windows of some {LONG_ENOUGH} tokens (--tokens), and a prompt "
+            "cache that can be restored"
+        )
+    return {
+        MATCHED: "",
+        NEAREST: f"quality {QUALITY:g} was brought as near to turboquant:4 as it may be: the guess was far off; more --draws "
+        "make a better one",
+        GUESSED: f"quality {QUALITY:g} is a guess: KL there is next to nothing, or doesn't fall as quality rises",
+    }[basis.measured.anchor]
 
 
 def facts(made: Made) -> dict[str, Any]:
@@ -25,6 +51,7 @@ def facts(made: Made) -> dict[str, Any]:
         "groups": [[layer.index for layer in group.layers] for group in basis.groups],
         "left_out": {str(index): reason for index, reason in made.left_out.items()},
         "quality": QUALITY, "token_bytes": {"fp16": fp16, "coded": coded, "ratio": fp16 / coded},
+        "measured": basis.measured and basis.measured._asdict(),
     }  # fmt: skip
 
 
@@ -36,9 +63,11 @@ def screen(made: Made, model: str, adapter: str | None, basis_dir: Path | None) 
     lines = [f"{made.path}{' (was there)' * made.was_there}", f"transformed: {inside} of {layers}, in {groups}"]
     if made.left_out:
         lines.append(f"left to TurboQuant, or as they are: {reasons(made.left_out)}")
-    small = f"{size(fp16)} in fp16, {size(round(coded))} coded at quality {QUALITY:g}: {fp16 / coded:.1f} times smaller"
+    small = f"{size(fp16)} in fp16, {size(round(coded))} coded at quality {QUALITY:g}"
     lines += [
         f"a token in the transformed layers: {small}",
+        f"on text it had not seen: {divergence(basis)}, {fp16 / coded:.1f} times smaller than fp16",
+        *(line for line in (doubt(basis),) if line),
         f"errors are weighed {METRICS.get(basis.metric, WITHOUT_GRADIENT)}",
         f"the basis takes {size(basis.nbytes)} of RAM",
     ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -31,10 +32,13 @@ FORMAT = "1"
 SUFFIX = ".safetensors"
 LEAST_QUALITY, MOST_QUALITY = 1.0, 6.0
 QUALITIES = np.arange(LEAST_QUALITY, MOST_QUALITY + 0.5, 0.5)  # for which a basis says how long rows are
+# How the step of quality 4 was found: as the one at which KL is TurboQuant's; as the nearest to it that is allowed; or by the
+# metric alone, since KL didn't show where it is.
+MATCHED, NEAREST, GUESSED = ANCHORS = ("matched", "nearest", "guessed")
 NEVER = 2.0**-3  # a component that spreads over fewer steps is left out: one value in 10**5 would not be zero
 _KEY = b"prefixcache.basis.1"
 _HASH = re.compile("[0-9a-f]{32}")
-_FIELDS = {"format", "model", "layers", "groups", "sinks", "metric", "texts"}
+_FIELDS = {"format", "model", "layers", "groups", "sinks", "metric", "texts", "measured"}
 _LARGEST = 1 << 36  # bytes of a file
 
 
@@ -49,6 +53,19 @@ class OnGpu(NamedTuple):
     factors: list[mx.array]
     inverses: list[mx.array]
     vectors: mx.array
+
+
+class Measured(NamedTuple):
+    """How far what the model says on a restored prompt was from what it says on the live one, on text that it wasn't
+    calibrated on: mean KL of the next token, in nats, at quality 4 (`kl`) and with turboquant:4 (`reference_kl`), over
+    `tokens` tokens in `windows` windows. `anchor`, one of ANCHORS, is how the step of quality 4 was found.
+    """
+
+    kl: float
+    reference_kl: float
+    windows: int
+    tokens: int
+    anchor: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,6 +142,7 @@ class Basis:
             self.metric = str(fields["metric"])
             self.texts = str(fields["texts"])
             self.sinks = int(fields["sinks"])
+            self.measured = _measured(json.loads(fields["measured"]))
             layers = _layers(json.loads(fields["layers"]), tensors)
             self.tables = Tables(_taken(tensors, "frequencies"), _taken(tensors, "points"))
             self.groups = tuple(
@@ -194,7 +212,16 @@ def model_of(path: Path) -> str:
         raise BasisError(f"{path}: not a basis ({error})") from None
 
 
-def made(model: str, groups: Sequence[LayerGroup], tables: Tables, *, sinks: int, metric: str, texts: str) -> bytes:
+def made(
+    model: str,
+    groups: Sequence[LayerGroup],
+    tables: Tables,
+    *,
+    sinks: int,
+    metric: str,
+    texts: str,
+    measured: Measured | None = None,
+) -> bytes:
     """The bytes of a basis: the same for the same."""
     layers = [layer for group in groups for layer in group.layers]
     described = [
@@ -207,6 +234,7 @@ def made(model: str, groups: Sequence[LayerGroup], tables: Tables, *, sinks: int
     fields = {
         "format": FORMAT, "model": model, "layers": json.dumps(described), "sinks": str(sinks), "metric": metric,
         "groups": json.dumps([[layer.index for layer in group.layers] for group in groups]), "texts": texts,
+        "measured": json.dumps(measured and measured._asdict()),
     }  # fmt: skip
     tensors = {"frequencies": tables.frequencies, "points": tables.points}
     for g, group in enumerate(groups):
@@ -245,6 +273,18 @@ def _parsed(data: bytes) -> tuple[dict[str, str], dict[str, Array]]:
     if fields["format"] != FORMAT:
         raise BasisError(f"a basis of format {fields['format'][:20]!r}: this release reads {FORMAT!r}")
     return fields, tensors
+
+
+def _measured(said: Any) -> Measured | None:
+    if said is None:
+        return None
+    measured = Measured(**said)
+    divergences, counts = (measured.kl, measured.reference_kl), (measured.windows, measured.tokens)
+    if not all(type(kl) is float and 0 <= kl < math.inf for kl in divergences):
+        raise ValueError("what was measured is no KL")
+    if not all(type(count) is int and 0 < count < 1 << 31 for count in counts) or measured.anchor not in ANCHORS:
+        raise ValueError("what was measured is of no number of tokens, or anchored in no way")
+    return measured
 
 
 def _layers(described: Any, tensors: dict[str, Array]) -> dict[int, Layer]:
@@ -334,4 +374,5 @@ def summary(basis: Basis) -> Mapping[str, Any]:
     return {
         "model": basis.model, "hash": basis.hash, "metric": basis.metric, "texts": basis.texts,
         "layers": basis.layers, "groups": len(basis.groups), "bytes": basis.nbytes,
+        "measured": basis.measured and basis.measured._asdict(),
     }  # fmt: skip

@@ -21,13 +21,14 @@ from synthetic_basis import INTERLEAVED, MODEL, ROPE, WEIGHTS, bytes_of, group_o
 
 from prefixcache.codecs.transform import bases as bases_module
 from prefixcache.codecs.transform.bases import Bases
-from prefixcache.codecs.transform.basis import Basis, BasisError, made, model_of, read, summary
+from prefixcache.codecs.transform.basis import ANCHORS, Basis, BasisError, Measured, made, model_of, read, summary
 from prefixcache.codecs.transform.coding import GroupCoder
 from prefixcache.codecs.transform.entropy import Damaged
 from prefixcache.codecs.transform.rotation import NO_ROTATION
 from prefixcache.codecs.transform.tables import first_guess
 
 VALID = bytes_of()
+MEASURED = Measured(0.0021, 0.0022, 4, 1020, "matched")
 HEADER = 8 + int.from_bytes(VALID[:8], "little")
 
 Fields = dict[str, str]
@@ -97,6 +98,15 @@ def test_all_that_was_written_comes_back():
     assert basis.place_of(5) == (1, groups[1].layers[0])
     assert basis.place_of(2) is None
     assert summary(basis)["layers"] == 3
+
+
+@pytest.mark.parametrize("anchor", ANCHORS)
+def test_what_was_measured_comes_back(anchor):
+    said = MEASURED._replace(anchor=anchor)
+    basis = Basis(made(MODEL, [group_of([layer(0)])], first_guess(), sinks=4, metric="fisher", texts="", measured=said))
+    assert basis.measured == said
+    assert summary(basis)["measured"] == said._asdict()
+    assert Basis(VALID).measured is summary(Basis(VALID))["measured"] is None
 
 
 def test_the_same_gives_the_same_bytes_and_the_name_is_theirs():
@@ -198,6 +208,11 @@ def field(name: str, value: str) -> Callable[[Fields, Tensors], None]:
     return lambda fields, tensors: fields.update({name: value})
 
 
+def measured(**values: Any) -> Callable[[Fields, Tensors], None]:
+    """Something else was measured."""
+    return lambda fields, tensors: fields.update(measured=json.dumps(MEASURED._asdict() | values))
+
+
 def swap(one: str, other: str) -> Callable[[Fields, Tensors], None]:
     def change(fields: Fields, tensors: Tensors) -> None:
         tensors[one], tensors[other] = tensors[other], tensors[one]
@@ -277,6 +292,22 @@ FORGED: dict[str, tuple[Callable[[Fields, Tensors], Any], str]] = {
     "wider than any": (said(0, key_width=1 << 40), "layer 0 has heads and widths"),
     "an unknown dtype": (said(0, dtype="float64"), "'float64'"),
     "more pairs than values": (said(0, key_width=4, value_width=9), "its frequencies are none"),
+    "no measurement": (field("measured", ""), "not a basis"),
+    "a measurement that is a list": (field("measured", "[1, 1, 1, 1]"), "not a basis"),
+    "a measurement that is a truth": (field("measured", "false"), "not a basis"),
+    "a measurement nested without end": (field("measured", "[" * 100_000), "not a basis"),
+    "a measurement of something else": (measured(more=1), "not a basis"),
+    "a measurement of less": (lambda f, t: f.update(measured='{"kl": 0.1}'), "not a basis"),
+    "negative KL": (measured(kl=-1e-3), "what was measured is no KL"),
+    "a NaN as KL": (measured(kl=float("nan")), "what was measured is no KL"),
+    "infinite KL": (measured(reference_kl=float("inf")), "what was measured is no KL"),
+    "a text as KL": (measured(reference_kl="1"), "what was measured is no KL"),
+    "a truth as KL": (measured(kl=True), "what was measured is no KL"),
+    "no windows": (measured(windows=0), "of no number of tokens"),
+    "half a token": (measured(tokens=0.5), "of no number of tokens"),
+    "endless tokens": (measured(tokens=1 << 40), "of no number of tokens"),
+    "an unknown anchor": (measured(anchor="x" * 5000), "anchored in no way"),
+    "an anchor that is a list": (measured(anchor=["matched"]), "anchored in no way"),
     "a rotation of no length": (said(0, scale=0.0), "no finite numbers"),
     "a rotation that isn't finite": (said(0, scale=float("inf")), "no finite numbers"),
     "a rotation that says nothing": (said(0, interleaved=None), "how it rotates is none of ours"),
