@@ -53,6 +53,10 @@ def figures(name):
         "decode-cpu",
         "encode-cpu",
         "server-divergent",
+        "transform-cpu",
+        "transform-fetch",
+        "transform-lengths",
+        "transform-basis",
     ],
 )
 def test_a_bench_runs(name, tmp_path):

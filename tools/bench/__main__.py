@@ -23,6 +23,8 @@ from tools.bench import (
     server,
     server_load,
     sharing,
+    transform_models,
+    transforms,
 )
 
 BENCHES = {
@@ -34,6 +36,7 @@ BENCHES = {
     "memory": memory.FIGURES,
     "gpu": gpu.FIGURES,
     "codecs": codecs.FIGURES,
+    "transforms": transforms.FIGURES | transform_models.FIGURES,
     "quality": quality.FIGURES,
     "attending": cpu_attention.FIGURES | gpu_attention.FIGURES,
     "live": live.FIGURES | gpu_live.FIGURES | prefill.FIGURES,
