@@ -29,7 +29,7 @@ from prefixcache.codecs.transform.layer import Layer, grouped
 
 VERSION = 2  # of how a basis is made: another one is not found again
 DRAWS = 6  # of a window, where there are windows enough: then its prefix is prefilled less often
-HELD_BACK = 4  # windows beside those that a basis is made of, or as many as those
+HELD_BACK = 8  # windows beside those that a basis is made of, or as many as those
 PHASES = {PREFILL_PHASE: "reading", FISHER_PHASE: "drawing"}
 
 Progress = Callable[[int | None, int | None, str], None]  # what is done, of how much, and what it is
