@@ -12,7 +12,7 @@ from prefixcache.codecs.base import RowCodec
 from prefixcache.codecs.interchange import borrow, bring_in, copy_out, on_cpu
 from prefixcache.codecs.pieces import Piece
 from prefixcache.codecs.transform import gpu_coding
-from prefixcache.codecs.transform.coding import CLAIMED, Codes
+from prefixcache.codecs.transform.coding import Codes
 from prefixcache.codecs.transform.entropy import Damaged
 from prefixcache.layers.adapters import Leaf
 from prefixcache.layers.image_layout import Joined
@@ -94,7 +94,7 @@ def _encode_on_gpu(joined: Joined, leaves: Sequence[Leaf], parts: Sequence[Part]
     for leaf, stream in joined.streams:
         there = [leaves[leaf].arrays[stream][0][:, leaves[leaf].where(*run)] for run in runs]
         streams.append(there[0] if len(there) == 1 else mx.concatenate(there, axis=1))
-    return gpu_coding.of(joined.coder).encode(streams, [gpu_coding.Rows(*part) for part in parts])
+    return gpu_coding.GpuCoder(joined.coder).encode(streams, [gpu_coding.Rows(*part) for part in parts])
 
 
 def merged(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -160,10 +160,10 @@ def decode_joined(joined: Joined, blocks: Sequence[tuple[int, Codes]]) -> Decode
     counts = [(start, len(codes.heads)) for start, codes in blocks]
     if not gpu_coding.available() or not blocks:
         return Decoded([Stretch(start, _decoded(joined, start, codes)) for start, codes in blocks], counts)
-    for start, codes in blocks:
-        if joined.coder.words_of(codes.heads) > len(codes.words):
-            raise DamagedBlock(start, CLAIMED)
-    streams, wrong = gpu_coding.of(joined.coder).decode(blocks)
+    try:
+        streams, wrong = gpu_coding.GpuCoder(joined.coder).decode(blocks)
+    except Damaged as damage:
+        raise DamagedBlock(blocks[damage.block][0], str(damage)) from None
     stretches, at = [], 0
     for first, last in merged([(start, start + count) for start, count in counts]):
         stretches.append(Stretch(first, on_gpu=[stream[:, at : at + last - first] for stream in streams]))

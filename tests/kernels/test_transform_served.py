@@ -11,6 +11,7 @@ from prefixcache.codecs.transform import bases as bases_module
 from prefixcache.codecs.transform import gpu_coding, gpu_entropy
 from prefixcache.layers.read_ahead import ReadAhead
 from tests.corruption.test_transformed import changed
+from tests.corruption.test_transformed import opened as opened_in
 from tests.transforming import SINKS, prompt, tiny
 
 pytestmark = pytest.mark.skipif(host_gpu.COMPILER is None, reason="no C++ compiler")
@@ -106,19 +107,22 @@ def test_write_back_leaves_in_the_live_cache_what_a_fetch_gives(served):
     assert near(model, rows(again, len(TOKENS)), rows(live, len(TOKENS)))
 
 
-def test_codes_that_no_encoder_wrote_are_a_miss(on_host, tmp_path):
+def noise(tensors):
+    tensors["z0.words"] = np.random.default_rng(0).integers(0, 1 << 16, len(tensors["z0.words"])).astype(np.uint16)
+
+
+def infinity(tensors):
+    tensors["z1.offset_steps"][3] = 0x7F80
+
+
+@pytest.mark.parametrize("change", [noise, infinity])
+def test_codes_that_no_encoder_wrote_are_a_miss(on_host, tmp_path, change):
     model = tiny("llama-bf16")
     model.saved(tmp_path / "bases")
-    from tests.corruption.test_transformed import opened
-
-    with opened(tmp_path / "ssd") as cache:
+    with opened_in(tmp_path / "ssd") as cache:
         cache.store(TOKENS, model.prefill(TOKENS), model=model.identity)
-
-    def noise(tensors):
-        tensors["z0.words"] = np.random.default_rng(0).integers(0, 1 << 16, len(tensors["z0.words"])).astype(np.uint16)
-
-    changed(tmp_path / "ssd", model, 1, noise)
-    with opened(tmp_path / "ssd") as cache:
+    changed(tmp_path / "ssd", model, 1, change)
+    with opened_in(tmp_path / "ssd") as cache:
         made, rest = cache.fetch(TOKENS, model=model.identity, leave=0, promote=True)
         assert made is not None
         assert len(rest) == len(TOKENS) - 256

@@ -66,7 +66,7 @@ def _prefill(tokens: int, scale: str) -> float:
 def _of_groups(joined: int, tokens: int, prefill: float, scale: str) -> Iterator[Figure]:
     of = transform_rows.group(0, joined)
     coder = GroupCoder(of, transform_rows.tables(joined), QUALITY, transform_rows.DTYPE)
-    gpu = gpu_coding.of(coder)
+    gpu = gpu_coding.GpuCoder(coder)
     streams = [mx.array(np.ascontiguousarray(s.swapaxes(0, 1))) for s in transform_rows.rows(of, tokens, 1)]
     blocks = [gpu_coding.Rows(first, first + BLOCK) for first in range(0, tokens, BLOCK)]
     codes = gpu.encode(streams, blocks)
@@ -74,7 +74,7 @@ def _of_groups(joined: int, tokens: int, prefill: float, scale: str) -> Iterator
     batch = gpu.brought_in(pairs)
     vectors = of.on_gpu.vectors[:, : len(coder.classes)].astype(mx.float32)
     values = mx.random.normal((len(coder.classes), tokens))
-    mx.eval(batch.heads, batch.first, batch.words, batch.beside, vectors, values)
+    mx.eval(batch.heads, batch.first, batch.words, batch.offsets, batch.offset_steps, vectors, values)
     works = {
         "product": lambda _: values.T @ vectors.T,
         "decode": lambda _: gpu.decode_batch(batch),

@@ -59,6 +59,11 @@ class GroupCoder:
         return sum(heads for heads, _ in self.streams)
 
     @property
+    def widths(self) -> Array:
+        """How many channels each head has: int64 (heads,)."""
+        return np.concatenate([np.full(heads, width) for heads, width in self.streams])
+
+    @property
     def raw_words(self) -> int:
         """The 16-bit words of a row that is kept as it is."""
         return self.group.channels * element(self.dtype).numpy.itemsize // 2
@@ -114,7 +119,7 @@ class GroupCoder:
         values = backends.decode(codes.heads, codes.words, ends - counts, self.classes, self.tables)
         with np.errstate(over="ignore", invalid="ignore"):  # of what no encoder wrote
             rows = self._backward(values)
-            rows += self.read_offsets(codes)
+            rows += self._read_offsets(codes)
             streams = self._apart(rows, first)
         for row in np.flatnonzero(gain_of(codes.heads) == AS_IT_IS):
             whole = codes.words[ends[row] - counts[row] : ends[row]].view(element(self.dtype).numpy)
@@ -202,18 +207,20 @@ class GroupCoder:
             lacking = rows.mean(axis=0, dtype=np.float64).astype(np.float32) - self._product_back(mean)[0]
         return quantised_offsets(lacking, len(rows), self.streams)
 
-    def read_offsets(self, codes: Codes) -> Array:
-        """Float32 (channels,)."""
+    def check(self, codes: Codes) -> None:
+        """Damaged where offsets are not as an encoder writes them."""
         if (len(codes.offsets), len(codes.offset_steps)) != ((self.group.channels + 1) // 2, self.heads):
             raise Damaged(
                 f"a block has {len(codes.offsets)} bytes of offsets and {len(codes.offset_steps)} steps of them"
             )
-        nibbles = np.stack([codes.offsets & 15, codes.offsets >> 4], axis=1).ravel()[: self.group.channels]
-        steps = _bf16(codes.offset_steps)
-        if not np.isfinite(steps).all():
+        if (codes.offset_steps & 0x7F80 == 0x7F80).any():
             raise Damaged("a block's offsets are not finite")
-        widths = np.concatenate([np.full(heads, width) for heads, width in self.streams])
-        return (nibbles.astype(np.float32) - 8) * np.repeat(steps, widths)
+
+    def _read_offsets(self, codes: Codes) -> Array:
+        """Float32 (channels,)."""
+        self.check(codes)
+        nibbles = np.stack([codes.offsets & 15, codes.offsets >> 4], axis=1).ravel()[: self.group.channels]
+        return (nibbles.astype(np.float32) - 8) * np.repeat(_bf16(codes.offset_steps), self.widths)
 
     def _with_rows_as_they_are(
         self, heads: Array, words: Array, streams: Sequence[Array], lost: Array

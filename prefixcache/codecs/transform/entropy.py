@@ -37,7 +37,11 @@ TOO_MANY = "a row's words don't end with its last component"
 
 
 class Damaged(ValueError):
-    """Words that no encoder wrote."""
+    """Words that no encoder wrote; where several blocks are looked at, in the `block`-th."""
+
+    def __init__(self, reason: str, block: int = 0):
+        super().__init__(reason)
+        self.block = block
 
 
 def words_of(heads: Array) -> Array:

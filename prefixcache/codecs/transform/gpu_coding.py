@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 import numpy as np
@@ -37,21 +36,22 @@ class Rows(NamedTuple):
 
 class Batch(NamedTuple):
     """Codes of several blocks, of the tokens of `runs`, in the GPU's memory: heads uint16 (rows,), the first word of each row
-    uint32 (rows,), words uint16, what is added to each block's rows float32 (blocks, channels). Rows `kept` as they are have
-    their `bits` here.
+    uint32 (rows,), words uint16, and of each block `Codes.offsets` and `offset_steps`. Rows `kept` as they are have their
+    `bits` here.
     """
 
     runs: tuple[tuple[int, int], ...]
     heads: mx.array
     first: mx.array
     words: mx.array
-    beside: mx.array
+    offsets: mx.array
+    offset_steps: mx.array
     kept: Array
     bits: Array
 
 
 class GpuCoder:
-    """Does what a `GroupCoder` does, for many blocks at once. Immutable."""
+    """Does what a `GroupCoder` does, for many blocks at once. Immutable; what is large is the group's, so it is made at once."""
 
     def __init__(self, coder: GroupCoder):
         self._coder = coder
@@ -141,7 +141,7 @@ class GpuCoder:
 
     def decode(self, blocks: Sequence[tuple[int, Codes]]) -> tuple[list[mx.array], mx.array]:
         """Codes of blocks, each from a token on -> rows (heads, tokens, width) of each stream, the blocks' one after the
-        other, and what is wrong with each row, for `check`. Lazy. Damaged where heads alone tell.
+        other, and what is wrong with each row, for `reason_of`. Lazy. Damaged where more than words is.
         """
         return self.decode_batch(self.brought_in(blocks))
 
@@ -153,10 +153,14 @@ class GpuCoder:
         ends = np.cumsum(row_words)
         counts = [len(codes.heads) for _, codes in blocks]
         lengths = np.diff(np.append(0, ends)[np.cumsum([0, *counts])])
-        if any(length > len(codes.words) for (_, codes), length in zip(blocks, lengths, strict=True)):
-            raise Damaged(CLAIMED)
+        for number, ((_, codes), length) in enumerate(zip(blocks, lengths, strict=True)):
+            try:
+                coder.check(codes)
+            except Damaged as damage:
+                raise Damaged(str(damage), number) from None
+            if length > len(codes.words):
+                raise Damaged(CLAIMED, number)
         words = np.concatenate([codes.words[:length] for (_, codes), length in zip(blocks, lengths, strict=True)])
-        beside = np.stack([coder.read_offsets(codes) for _, codes in blocks]) + coder.group.mean
         kept = np.flatnonzero(gain_of(heads) == AS_IT_IS)
         bits = [words[ends[row] - coder.raw_words : ends[row]] for row in kept]
         return Batch(
@@ -164,7 +168,8 @@ class GpuCoder:
             mx.array(heads),
             mx.array((ends - row_words).astype(np.uint32)),
             mx.array(words if len(words) else np.zeros(1, np.uint16)),
-            mx.array(beside),
+            mx.array(np.stack([codes.offsets for _, codes in blocks])),
+            mx.array(np.stack([codes.offset_steps for _, codes in blocks])),
             kept,
             np.stack(bits).view(element(coder.dtype).numpy) if bits else np.empty(0),
         )
@@ -175,10 +180,11 @@ class GpuCoder:
         values, wrong = gpu_entropy.unpack(batch.heads, batch.words, batch.first, coder.classes, coder.tables)
         rows = self._back(values.T @ self._vectors.T)
         block = _block_of_each([last - first for first, last in batch.runs])
+        beside = self._beside(batch)
         streams = []
         for i, of_stream in enumerate(rows):
             heads, width = coder.streams[i]
-            added = mx.swapaxes(batch.beside[:, self._channels[i]].reshape(-1, heads, width), 0, 1)
+            added = mx.swapaxes(beside[:, self._channels[i]].reshape(-1, heads, width), 0, 1)
             of_stream = of_stream + mx.take(added, block, axis=1)
             if i % 2 == 0:
                 of_stream = _turned(of_stream, coder.group.layers[i // 2].rotation, batch.runs, forth=True)
@@ -188,6 +194,15 @@ class GpuCoder:
                 of_stream[:, mx.array(batch.kept)] = bring_in(np.ascontiguousarray(whole), coder.dtype)
             streams.append(of_stream)
         return streams, wrong
+
+    def _beside(self, batch: Batch) -> mx.array:
+        """What is added to the rows of each block, mean and offsets: float32 (blocks, channels)."""
+        group = self._coder.group
+        nibbles = mx.stack([batch.offsets & 15, batch.offsets >> 4], axis=2)
+        numbers = nibbles.reshape(len(batch.offsets), -1)[:, : group.channels].astype(mx.float32) - 8
+        steps = batch.offset_steps.view(mx.bfloat16).astype(mx.float32)
+        head = _block_of_each(self._coder.widths.tolist())
+        return numbers * mx.take(steps, head, axis=1) + group.on_gpu.mean
 
     def _back(self, measured: mx.array) -> list[mx.array]:
         """Channels in the metric, in steps, float32 (rows, channels) -> each stream's (heads, rows, width), without mean."""
@@ -201,16 +216,6 @@ class GpuCoder:
 def available() -> bool:
     """Whether rows are coded on a GPU here."""
     return gpu_entropy.available()
-
-
-_coders: WeakKeyDictionary[GroupCoder, GpuCoder] = WeakKeyDictionary()
-
-
-def of(coder: GroupCoder) -> GpuCoder:
-    """The one that does the same work on the GPU."""
-    if coder not in _coders:
-        _coders[coder] = GpuCoder(coder)
-    return _coders[coder]
 
 
 def reason_of(wrong: Array) -> str | None:
@@ -237,7 +242,7 @@ def _as_channels(rows: mx.array) -> mx.array:
 
 
 def _block_of_each(counts: Sequence[int]) -> mx.array:
-    """The number of each token's block, of blocks of so many."""
+    """The number of each token's block, of blocks of so many; or of each channel's head."""
     return mx.array(np.repeat(np.arange(len(counts), dtype=np.int32), counts))
 
 
