@@ -51,7 +51,7 @@ class Batch(NamedTuple):
 
 
 class GpuCoder:
-    """Does what a `GroupCoder` does, for many blocks at once. Immutable; what is large is the group's, so it is made at once."""
+    """Does what a `GroupCoder` does, for many blocks at once. Immutable, and light: what is large is the group's."""
 
     def __init__(self, coder: GroupCoder):
         self._coder = coder
