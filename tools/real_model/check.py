@@ -23,9 +23,9 @@ CALIBRATION = {"windows": 8, "tokens": 1024, "draws": 16}  # an eighth of the us
 # Nats, the mean over the texts. Measured .0021; single texts go from .0016 to .0028, so that 3 of them have a standard
 # error of .0003, and other versions of Python bring other texts. Without levelling it is .0040, without sinks .0116.
 KL_BOUND = 0.003
-# Times turboquant:4's KL in the same run. Quality 4 has the same KL on the windows that the calibration holds back, which are
-# of other kinds than this text.
-TRANSFORM_KL_RATIO = 1.5
+# Times turboquant:4's KL in the same run. They are equal on the windows that the calibration holds back, which are of other
+# kinds than this text: by the first guess of a step it was 2.95 times here and 2.54 times there, so some 1.2 are expected.
+TRANSFORM_KL_RATIO = 2.0
 SMALLER = 2.2  # times, than turboquant:4's
 
 Facts = dict[str, Any]
