@@ -1,4 +1,4 @@
-"""Where bases are: files in one folder, found by model or by hash, read once a process.
+"""Where bases are: files in one folder, found by model or by hash, in memory once.
 
 A file is called after its model and its content, so nobody's is ever overwritten. What a basis is, `basis` says.
 """
@@ -13,12 +13,14 @@ import stat
 import tempfile
 import threading
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from prefixcache.codecs.transform.basis import SUFFIX, Basis, BasisError, is_hash, model_of, read
 
 log = logging.getLogger("prefixcache")
 
-_loaded: dict[str, Basis] = {}  # by hash, for all caches of the process
+# By hash, for all caches of the process, as long as one of them uses it.
+_loaded: WeakValueDictionary[str, Basis] = WeakValueDictionary()
 _lock = threading.Lock()
 
 
