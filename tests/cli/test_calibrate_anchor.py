@@ -182,7 +182,7 @@ def test_kl_that_does_not_fall_or_is_no_number_says_no_quality(around):
 
 @pytest.mark.parametrize(
     ("length", "cut"),
-    [(257, None), (258, (256, 1)), (320, (256, 63)), (512, (256, 255)), (1024, (768, 255)), (2100, (1792, 256))],
+    [(257, None), (258, (256, 1)), (320, (256, 63)), (512, (256, 128)), (1024, (768, 128)), (2100, (1792, 128))],
 )  # fmt: skip
 def test_whole_blocks_of_a_window_are_stored_and_what_follows_is_read(length, cut):
     unseen = texts_of([range(length)], [0])
