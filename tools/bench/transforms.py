@@ -257,12 +257,12 @@ def basis_size(scale: str) -> Iterator[Figure]:
         (held, in_file), (held_of_two, in_file_of_two) = (_size(groups, joined) for groups in (1, 2))
         more = MODEL_LAYERS // joined - 1
         held, in_file = held + more * (held_of_two - held), in_file + more * (in_file_of_two - in_file)
-        widened = 4 * transform_rows.group(0, joined).vectors.size
+        widened = 4 * joined * CHANNELS * transform_rows.group(0, joined).components(QUALITY)
         yield Figure(
             f"the basis of a model of Llama 3 8B's shape, groups of {joined * CHANNELS:,} channels",
             f"{held / 1e6:.0f} MB of RAM, {in_file / 1e6:.0f} MB in the file",
             "",
-            f"while rows are coded, {widened / 1e6:.0f} MB more: one group's vectors in float32",
+            f"while rows are coded by {OURS}, {widened / 1e6:.0f} MB more: one group's vectors in float32",
             None,
             {"ram": held, "file": in_file, "widened": widened},
         )
