@@ -22,6 +22,8 @@ ROWS: dict[str, tuple[str, ...]] = {
     "opening a directory of 100,000 blocks": ("opening",),
     "`reconcile --deep`, every checksum, over a plain cold read": ("verify",),
     "TurboQuant on the CPU, 2 threads, AVX-512": ("decode-cpu", "encode-cpu"),
+    "`transform:4` on one thread of the CPU": ("transform-cpu",),
+    "reading under this rate, `transform:4`": ("transform-fetch",),
     "on an NVIDIA H200: decoding and encoding, GB/s": ("kernels",),
     "growth of the process over what `stats()` accounts": ("resident",),
     "live caches at 4 bits, 32 layers x 8 heads x 32k tokens": ("live-memory",),

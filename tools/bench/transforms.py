@@ -11,7 +11,8 @@ import contextlib
 import os
 import statistics
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +39,7 @@ OURS, OTHER = f"transform:{QUALITY:g}", f"turboquant:{BITS}"
 MODEL = "bench@transform"
 MODEL_LAYERS = 32  # Llama 3 8B's
 JOINED = {"full": (1, 2, 4), "quick": (1, 2, 4), "tiny": (1,)}  # layers of a group
-CODED = {"full": 16, "quick": 8, "tiny": 1}  # blocks of one layer: 1 MB of float16 each
+CODED = {"full": 8, "quick": 8, "tiny": 1}  # blocks of one layer: 1 MB of float16 each
 ROUNDS = {"full": 5, "quick": 3, "tiny": 1}
 # Where BLAS, which NumPy has of its own, reads how many threads it may have: before it is loaded.
 BLAS = ("OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
@@ -100,12 +101,20 @@ def times(joined: int, threads: int, blocks: int, rounds: int) -> dict[str, Any]
         }
         for work in works.values():
             work()
-        found = report.in_turns(rounds, *(lambda _, work=work: report.seconds(work) for work in works.values()))
+        clock = report.seconds if threads > 1 else _own_seconds
+        found = report.in_turns(rounds, *(lambda _, work=work: clock(work) for work in works.values()))
     coded = sum(own.heads.nbytes + own.words.nbytes + own.offsets.nbytes + own.offset_steps.nbytes for own in codes)
     return {
         "bytes": turboquant.nbytes, "coded": coded, "channels": of.channels, "components": len(coder.classes),
         "seconds": dict(zip(works, found, strict=True)),
     }  # fmt: skip
+
+
+def _own_seconds(work: Callable[[], Any]) -> float:
+    """What this process alone took of a CPU: what else runs there makes one thread's time no longer."""
+    begin = time.process_time()
+    work()
+    return time.process_time() - begin
 
 
 @contextlib.contextmanager
@@ -132,16 +141,8 @@ class Prompt(NamedTuple):
     tokens: int
 
 
-PROMPTS = {"full": Prompt(8, 4096), "quick": Prompt(4, 4096), "tiny": Prompt(1, 512)}
-
-
-class Fetched(NamedTuple):
-    """Of a prompt: seconds from RAM, and from the SSD, of each round; seconds of its store; bytes of its images' files."""
-
-    ram: list[float]
-    ssd: list[float]
-    stored: float
-    nbytes: int
+PROMPTS = {"full": Prompt(4, 4096), "quick": Prompt(4, 4096), "tiny": Prompt(1, 512)}
+FETCHES = {"full": 3, "quick": 3, "tiny": 1}
 
 
 def fetch(scale: str) -> Iterator[Figure]:
@@ -149,35 +150,45 @@ def fetch(scale: str) -> Iterator[Figure]:
     the rate of reading under which the smaller image is the faster one to fetch.
     """
     prompt = PROMPTS[scale]
-    with report.scratch() as folder:
-        ours, other = _fetched(folder, prompt, ROUNDS[scale])
+    for threads in sorted({1, most_threads()}):
+        with report.scratch() as folder, _blas_threads(threads):
+            found = report.in_child("transforms", "fetched", str(folder), *prompt, FETCHES[scale])
+        yield from _fetch_figures(
+            prompt, f"{threads} thread{'s' * (threads > 1)} for products", found[OURS], found[OTHER]
+        )
+
+
+def _fetch_figures(prompt: Prompt, threads: str, ours: dict[str, Any], other: dict[str, Any]) -> Iterator[Figure]:
+    raw = {OURS: ours, OTHER: other}
     shape = f"{prompt.tokens:,} tokens x {prompt.layers} of Llama 3 8B's layers"
-    for where, one, two in (("RAM", ours.ram, other.ram), ("the SSD", ours.ssd, other.ssd)):
+    for where, name in (("RAM", "ram"), ("the SSD", "ssd")):
+        one, two = ours[name], other[name]
         yield Figure(
-            f"a prompt's state of {shape}, from {where}: {OURS}", f"{statistics.median(one) * 1e3:.0f} ms", "", "", None,
-            {"ours": ours._asdict(), "other": other._asdict()},
-            (Beside(OTHER, f"{statistics.median(two) * 1e3:.0f} ms", f"{report.median_ratio(two, one):.2g} x"),),
+            f"a prompt's state of {shape}, from {where}, {threads}: {OURS}",
+            f"{statistics.median(one):.2f} s", "", "", None, raw,
+            (Beside(OTHER, f"{statistics.median(two):.2f} s", f"{report.median_ratio(two, one):.2g} x"),),
         )  # fmt: skip
-    saved = (other.nbytes - ours.nbytes) / prompt.tokens
-    added = statistics.median(a - b for a, b in zip(ours.ram, other.ram, strict=True)) / prompt.tokens
-    cold = statistics.median(b - a for a, b in zip(other.ram, other.ssd, strict=True))
+    saved = (other["nbytes"] - ours["nbytes"]) / prompt.tokens
+    added = statistics.median(a - b for a, b in zip(ours["ram"], other["ram"], strict=True)) / prompt.tokens
+    cold = statistics.median(other["ssd"]) - statistics.median(other["ram"])
     yield Figure(
-        f"the rate of an SSD or a network under which {OURS} is fetched sooner than {OTHER}",
+        f"the rate of an SSD or a network under which {OURS} is fetched sooner than {OTHER}, {threads}",
         f"{saved / added / 1e6:.3g} MB/s" if added > 0 else "any",
         "",
-        f"bytes saved / time added, a token of {shape}: {saved / 1e3:.1f} kB / {added * 1e6:.0f} us; this SSD, cold, gave "
-        f"{OTHER} {other.nbytes / cold / 1e6:.0f} MB/s",
+        f"bytes saved / time added, a token of {shape}: {saved / 1e3:.1f} kB / {added * 1e6:.0f} us"
+        + (f"; this SSD, cold, gave {OTHER} {other['nbytes'] / cold / 1e6:.0f} MB/s" if cold > 0 else ""),
         None,
-        {"saved": saved, "added": added, "ours": ours._asdict(), "other": other._asdict()},
+        raw,
     )
 
 
-def _fetched(folder: Path, prompt: Prompt, rounds: int) -> tuple[Fetched, Fetched]:
-    """By transform coding, and by TurboQuant."""
-    data = transform_rows.basis_bytes(MODEL, prompt.layers, 1)
+def fetched(place: str, layers: int, count: int, rounds: int) -> dict[str, dict[str, Any]]:
+    """By codec: seconds from RAM ("ram") and from the SSD ("ssd") of each round, those of the store, bytes of the files."""
+    folder = Path(place)
+    data = transform_rows.basis_bytes(MODEL, layers, 1)
     Bases(folder / "bases").save(data)
-    live = transform_rows.prompt_cache(Basis(data).groups, prompt.tokens)
-    tokens = draw(21)(prompt.tokens)
+    live = transform_rows.prompt_cache(Basis(data).groups, count)
+    tokens = draw(21)(count)
 
     def opened(codec: Transform | TurboQuant) -> PrefixCache:
         ssd_dir = folder / type(codec).__name__
@@ -206,8 +217,11 @@ def _fetched(folder: Path, prompt: Prompt, rounds: int) -> tuple[Fetched, Fetche
         ssd = report.in_turns(rounds, *(lambda _, case=case: from_ssd(*case) for case in cases))
         ram = report.in_turns(rounds, *(lambda _, case=case: from_ram(case[0]) for case in cases))
     nbytes = [sum(file.stat().st_size for file in own) for own in files]
-    one, two = (Fetched(*facts) for facts in zip(ram, ssd, stored, nbytes, strict=True))
-    return one, two
+    facts = zip(ram, ssd, stored, nbytes, strict=True)
+    return {
+        name: dict(zip(("ram", "ssd", "stored", "nbytes"), of, strict=True))
+        for name, of in zip((OURS, OTHER), facts, strict=True)
+    }
 
 
 LENGTHS = {"full": (255, 300, 511, 1024, 4096), "quick": (255, 300, 511, 1024, 4096), "tiny": (300,)}
@@ -243,12 +257,12 @@ def basis_size(scale: str) -> Iterator[Figure]:
         (held, in_file), (held_of_two, in_file_of_two) = (_size(groups, joined) for groups in (1, 2))
         more = MODEL_LAYERS // joined - 1
         held, in_file = held + more * (held_of_two - held), in_file + more * (in_file_of_two - in_file)
-        widened = 4 * transform_rows.group(0, joined).vectors.size
+        widened = 4 * joined * CHANNELS * transform_rows.group(0, joined).components(QUALITY)
         yield Figure(
             f"the basis of a model of Llama 3 8B's shape, groups of {joined * CHANNELS:,} channels",
             f"{held / 1e6:.0f} MB of RAM, {in_file / 1e6:.0f} MB in the file",
             "",
-            f"while rows are coded, {widened / 1e6:.0f} MB more: one group's vectors in float32",
+            f"while rows are coded by {OURS}, {widened / 1e6:.0f} MB more: one group's vectors in float32",
             None,
             {"ram": held, "file": in_file, "widened": widened},
         )

@@ -157,7 +157,6 @@ class Basis:
             IndexError,
             OverflowError,
             RecursionError,
-            np.linalg.LinAlgError,
         ) as error:
             raise BasisError(f"not a basis: {str(error) or type(error).__name__}") from None
         if tensors:
@@ -361,8 +360,15 @@ def _check_shape(name: str, array: Array, dtype: Any, shape: tuple[int, ...]) ->
 
 
 def _inverse(factor: Array) -> Array:
-    with np.errstate(over="ignore"):  # what isn't finite is refused
-        return np.linalg.inv(factor.astype(np.float64)).astype(np.float32)
+    """Of lower triangular blocks (heads, width, width), by rows: LAPACK's threads wait for each other on so small ones."""
+    lower = factor.astype(np.float64)
+    inverse = np.zeros_like(lower)
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # what isn't finite is refused
+        for i in range(lower.shape[1]):
+            pivot = lower[:, i, i, None]
+            inverse[:, i, :i] = -np.einsum("hk,hkj->hj", lower[:, i, :i], inverse[:, :i, :i]) / pivot
+            inverse[:, i, i] = 1 / pivot[:, 0]
+        return inverse.astype(np.float32)
 
 
 def is_hash(text: object) -> bool:
