@@ -104,7 +104,7 @@ class _Draft(NamedTuple):
         return self.in_metric(self.sample) @ self.vectors.astype(np.float32)
 
     def group(self, tables: Tables) -> LayerGroup:
-        kept = int((self.spreads * finer(FINEST) >= bases.NEVER).sum())
+        kept = int((self.spreads * finer(FINEST) >= bases.LEAST_SPREAD).sum())
         spreads = np.minimum.accumulate(self.spreads[:kept].astype(np.float32))
         values = self.values()[:, :kept]
         words = [_row_words(values * finer(quality), spreads * finer(quality), tables) for quality in QUALITIES]
@@ -194,7 +194,7 @@ def _turboquant(rows: Array, centred: bool) -> Array:
 
 def _row_words(values: Array, spreads: Array, tables: Tables) -> float:
     """The mean length of coded rows, in 16-bit words: what the tables say, and the coder's two last ones."""
-    kept = spreads >= bases.NEVER
+    kept = spreads >= bases.LEAST_SPREAD
     steps, classes = quantised(values[:, kept].astype(np.float32)), class_of(spreads[kept])
     of_rows = shifted(classes, gains_of(steps, classes, tables))
     costs = tables.costs[of_rows, symbol_of(np.abs(steps))].sum(axis=1) / COST

@@ -116,7 +116,7 @@ def _words(layers: int) -> np.ndarray:
     means = []
     for quality in QUALITIES:
         spreads = _spreads(layers) * np.float32(finer(quality))
-        spreads = spreads[spreads >= basis.NEVER]
+        spreads = spreads[spreads >= basis.LEAST_SPREAD]
         _, words, _ = backends.encode(values(spreads, SAMPLE, 1), class_of(spreads), tables(layers))
         means.append(len(words) / SAMPLE)
     return np.array(means, np.float32)

@@ -35,7 +35,7 @@ QUALITIES = np.arange(LEAST_QUALITY, MOST_QUALITY + 0.5, 0.5)  # for which a bas
 # How the step of quality 4 was found: as the one at which KL is TurboQuant's; as the nearest to it that is allowed; or by the
 # metric alone, since KL didn't show where it is.
 MATCHED, NEAREST, GUESSED = ANCHORS = ("matched", "nearest", "guessed")
-NEVER = 2.0**-3  # a component that spreads over fewer steps is left out: one value in 10**5 would not be zero
+LEAST_SPREAD = 2.0**-2  # in steps: of a component that spreads less, 1 value in 50 at most isn't coded as 0; it is left out
 _KEY = b"prefixcache.basis.1"
 _HASH = re.compile("[0-9a-f]{32}")
 _FIELDS = {"format", "model", "layers", "groups", "sinks", "metric", "texts", "measured"}
@@ -91,7 +91,7 @@ class LayerGroup:
 
     def components(self, quality: float) -> int:
         """How many components have a chance to be other than zero."""
-        return int((self.spreads * np.float32(finer(quality)) >= NEVER).sum())
+        return int((self.spreads * np.float32(finer(quality)) >= LEAST_SPREAD).sum())
 
     def classes(self, quality: float) -> Array:
         """The class of each of those: int32 (components,)."""

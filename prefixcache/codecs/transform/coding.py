@@ -16,7 +16,7 @@ import numpy as np
 
 from prefixcache.codecs.interchange import Array, as_float32, element
 from prefixcache.codecs.transform import backends
-from prefixcache.codecs.transform.basis import LayerGroup, finer
+from prefixcache.codecs.transform.basis import LEAST_SPREAD, LayerGroup, finer
 from prefixcache.codecs.transform.entropy import AS_IT_IS, Damaged, gain_of, words_of
 from prefixcache.codecs.transform.tables import MOST, Tables
 
@@ -158,7 +158,7 @@ class GroupCoder:
         """The square of what a row may lose to the vectors that are left out, in steps: 64 times what these spread over at
         most, and what the rounding of vectors to float16 makes of the others.
         """
-        return self.group.channels + 1e-3 * reached
+        return 64 * LEAST_SPREAD**2 * self.group.channels + 1e-3 * reached
 
     def _forward(self, rows: Array) -> tuple[Array, Array]:
         """Channels -> values along the vectors, in steps, and by row the square of what is not along them."""

@@ -62,7 +62,7 @@ def turned(key: np.ndarray, rotation: Rotation, token: int) -> np.ndarray:
 def decoded(group: LayerGroup, tables: Tables, quality: float, codes: Codes, first: int) -> list[np.ndarray]:
     """Float64 rows (tokens, heads, width) of each stream; rows that are as they were are left at 0."""
     finer, words = np.float32(2.0 ** (quality - 4)), codes.words.tolist()
-    components = sum(1 for spread in group.spreads if spread * finer >= 1 / 8)
+    components = sum(1 for spread in group.spreads if spread * finer >= 1 / 4)
     classes = [int(min(max(round(4 * float(np.log2(spread * finer))) + 20, 0), 60)) for spread in group.spreads]
     shapes = [(of.heads, width) for of in group.layers for width in (of.key_width, of.value_width)]
     streams = [np.zeros((len(codes.heads), *shape)) for shape in shapes]
