@@ -1,7 +1,8 @@
 """The entropy coder of transform coding on a GPU, a thread a row: that of prefixcache.codecs.transform.entropy, bit for bit.
 
-Values lie component by component, (components, rows): then neighbouring threads read and write neighbours. Heads and words
-are anyone's: no word is read but between the first and the last of its row.
+Several groups of layers are coded at once: a row takes as long as its components are many, however many rows there are.
+Values are half precision, as bits, and lie component by component, (groups, components, rows): then neighbouring threads
+read and write neighbours. Heads and words are anyone's: no word is read but between the first and the last of its row.
 """
 
 from __future__ import annotations
@@ -12,9 +13,8 @@ import mlx.core as mx
 
 from .dialects import SIMD_WIDTH, Dialect, Kernel, Source, build
 
-THREADS = 64  # few, so that few rows are spread over many cores: a row takes as long as its components are many
+THREADS = 64  # few, so that few rows are spread over many cores
 SOUND, MISPLACED, TOO_FEW, TOO_MANY = range(4)  # what is wrong with a row's words
-SKIPPED, CODED, AS_IT_IS = range(3)  # what becomes of a row: a head of 0, codes, or a head that says it isn't coded
 
 CONSTANTS = """
 #define TOTAL 4096u
@@ -25,16 +25,24 @@ CONSTANTS = """
 #define SHIFTED 76u
 #define LEAST 65536u
 #define MOST_WORDS 4095u
+#define MOST 32767.0f
+FUNCTION u32 half_of(const float x) { return half_pair(x, 0.0f) & 0xFFFFu; }
 """
 
-UNPACK = """
-  const u32 rows = heads_shape[0], components = classes_shape[0];
-  const u32 row = group * THREADS + member;
-  if (row >= rows) return;
+PLACE = """
+  const u32 rows = u32(PLACED_shape[1]), most = u32(classes_shape[1]), in_group = (rows + THREADS - 1) / THREADS;
+  const u32 part = group / in_group, own = group % in_group * THREADS + member;
+  if (own >= rows) return;
+  const u32 row = part * rows + own, components = counts[part];
+  const u64 place = u64(part) * most * rows + own;
+  const u32 own_classes = part * most;
+"""
+
+UNPACK = PLACE.replace("PLACED", "heads") + """
   const u32 gain = heads[row] >> 12, count = heads[row] & MOST_WORDS, begin = first[row];
   const bool misplaced = count == 1 || count > u32(words_shape[0]) || begin > u32(words_shape[0]) - count;
   if (gain == GAINS || count == 0 || misplaced) {
-    for (u32 i = 0; i < components; i++) values[u64(i) * rows + row] = 0.0f;
+    for (u32 i = 0; i < most; i++) values[place + u64(i) * rows] = 0;
     wrong[row] = gain == GAINS || count == 0 ? SOUND : MISPLACED;
     return;
   }
@@ -42,7 +50,7 @@ UNPACK = """
   u32 state = u32(words[begin]) << 16 | words[begin + 1], at = begin + 2;
   u32 next = words[at < last ? at : last];
   for (u32 i = 0; i < components; i++) {
-    const u32 shifted = classes[i] + gain;
+    const u32 shifted = classes[own_classes + i] + gain;
     const u32 entry = slots[shifted * TOTAL + (state & (TOTAL - 1))], symbol = entry >> 24;
     state = ((entry & 4095u) + 1) * (state >> 12) + (entry >> 12 & 4095u);
     if (state < LEAST) {
@@ -50,7 +58,7 @@ UNPACK = """
       at++;
       next = words[at < last ? at : last];
     }
-    float value = 0.0f;
+    u32 value = 0;
     if (symbol) {
       const u32 octave = (symbol - DIRECT) >> 2;
       const u32 open = symbol < DIRECT ? 1 : symbol == ESCAPE ? 16 : octave + 2;
@@ -63,11 +71,11 @@ UNPACK = """
       }
       u32 size = symbol < DIRECT ? symbol : symbol == ESCAPE ? 0 : (4 + ((symbol - DIRECT) & 3)) << (octave + 1);
       size += bits >> 1;
-      value = size < DIRECT ? points[shifted * DIRECT + size] : float(size);
-      value = float_of(bits_of(value) | bits << 31);
+      value = (size < DIRECT ? points[shifted * DIRECT + size] : half_of(float(size))) | (bits & 1) << 15;
     }
-    values[u64(i) * rows + row] = value;
+    values[place + u64(i) * rows] = u16(value);
   }
+  for (u32 i = components; i < most; i++) values[place + u64(i) * rows] = 0;
   wrong[row] = at > last + 1 ? TOO_FEW : at <= last || state != LEAST ? TOO_MANY : SOUND;
 """
 
@@ -75,30 +83,39 @@ PACKING = """
 // A value -> its magnitude in whole steps; what is no number is 0.
 FUNCTION u32 size_of(const float value) {
   if ((bits_of(value) & 0x7FFFFFFFu) > 0x7F800000u) return 0;
-  return u32(least(plus(magnitude(value), float_of(DEAD_ZONE)), 32767.0f));
+  return u32(least(plus(magnitude(value), float_of(DEAD_ZONE)), MOST));
 }
 FUNCTION u32 symbol_of(const u32 size) { return size < DIRECT ? size : (bits_of(float(size)) >> 21) - 512; }
 """
 
-PACK = """
-  const u32 rows = values_shape[1], components = values_shape[0], room = ROOM;
-  const u32 row = group * THREADS + member;
-  if (row >= rows) return;
+PACK = PLACE.replace("PLACED", "lengths") + """
+  const u32 room = ROOM;
   int cost[GAINS];
-  UNROLL for (u32 gain = 0; gain < GAINS; gain++) cost[gain] = cost_of_zeros[gain];
+  UNROLL for (u32 gain = 0; gain < GAINS; gain++) cost[gain] = cost_of_zeros[part * GAINS + gain];
   u32 used = 0;
+  float reached = 0.0f;
+  bool within = true;
   for (u32 i = 0; i < components; i++) {
-    const u32 size = size_of(values[u64(i) * rows + row]);
+    const float value = low_half(u32(values[place + u64(i) * rows]));
+    reached = plus(reached, times(value, value));
+    within = within && magnitude(value) <= MOST;
+    const u32 size = size_of(value);
     if (size) {
       used = i + 1;
-      const u32 at = symbol_of(size) * SHIFTED + classes[i];
+      const u32 at = symbol_of(size) * SHIFTED + classes[own_classes + i];
       UNROLL for (u32 gain = 0; gain < GAINS; gain++) cost[gain] += costs[at + gain];
     }
   }
-  const bool coded = wanted[row] == CODED;
+  // A row that isn't finite, or too long for codes, or not along the vectors: the comparisons are false of NaN.
+  const float left_out = minus(lengths[row], reached), limit = limits[part];
+  const bool good = within && left_out <= plus(limit, times(float_of(SHARE), reached)), coded = good && !skipped[own];
+  for (u32 i = coded ? components : 0; i < most; i++) decoded[place + u64(i) * rows] = 0;
   if (!coded || !used) {
-    for (u32 i = 0; i < components; i++) decoded[u64(i) * rows + row] = 0.0f;
-    heads[row] = u16(coded ? GAINS / 2 << 12 : wanted[row] == AS_IT_IS ? 0xFFFFu : 0u);
+    if (coded) {
+      for (u32 i = 0; i < components; i++) decoded[place + u64(i) * rows] = 0;
+    }
+    heads[row] = u16(coded ? GAINS / 2 << 12 : skipped[own] ? 0u : 0xFFFFu);
+    fine[row] = coded && left_out <= limit ? ONE : 0;
     return;
   }
   u32 best = 0;
@@ -113,8 +130,8 @@ PACK = """
   const u64 end = u64(row + 1) * room;
 #define EMIT(word) { count++; if (count <= room) scratch[end - count] = u16(word); }
   for (u32 i = components; i-- > 0;) {
-    const float value = values[u64(i) * rows + row];
-    const u32 size = size_of(value), symbol = symbol_of(size), shifted = classes[i] + best;
+    const float value = low_half(u32(values[place + u64(i) * rows]));
+    const u32 size = size_of(value), symbol = symbol_of(size), shifted = classes[own_classes + i] + best;
     const u32 sign = size && value < 0.0f ? 1 : 0;
     const u32 slots = codes[2 * (shifted * SYMBOLS + symbol)], open_part = codes[2 * (shifted * SYMBOLS + symbol) + 1];
     const u32 frequency = slots & 0xFFFFu, open = open_part >> 16;
@@ -131,17 +148,19 @@ PACK = """
     }
     const u32 quotient = state / frequency;
     state = (quotient << 12) + (state - quotient * frequency) + (slots >> 16);
-    const float point = size < DIRECT ? points[shifted * DIRECT + size] : float(size);
-    decoded[u64(i) * rows + row] = float_of(bits_of(point) | sign << 31);
+    const u32 point = size < DIRECT ? points[shifted * DIRECT + size] : half_of(float(size));
+    decoded[place + u64(i) * rows] = u16(point | sign << 15);
   }
   EMIT(state & 0xFFFFu)
   EMIT(state >> 16)
   if (count > MOST_WORDS) {
-    for (u32 i = 0; i < components; i++) decoded[u64(i) * rows + row] = 0.0f;
+    for (u32 i = 0; i < components; i++) decoded[place + u64(i) * rows] = 0;
     heads[row] = u16(0xFFFFu);
+    fine[row] = 0;
     return;
   }
   heads[row] = u16(best << 12 | count);
+  fine[row] = left_out <= limit ? ONE : 0;
 """
 
 GATHER = """
@@ -155,34 +174,41 @@ GATHER = """
 
 
 def unpacker() -> Source:
-    """Inputs: heads uint16 (rows,), first uint32 (rows,), words uint16, classes uint32 (components,), slots uint32 (76, 4096)
-    and points float32 (76, 8). Outputs: values float32 (components, rows), and what is wrong, uint32 (rows,).
+    """Inputs: heads uint16 (groups, rows), first uint32 (groups, rows), words uint16, classes uint32 (groups, most) and of
+    each group how many there are, counts uint32 (groups,), slots uint32 (76, 4096), points uint16 (76, 8). Outputs: values
+    uint16 (groups, most, rows), and what is wrong, uint32 (groups, rows).
     """
     return Source(
         "transform_unpack",
-        ("heads", "first", "words", "classes", "slots", "points"),
+        ("heads", "first", "words", "classes", "counts", "slots", "points"),
         ("values", "wrong"),
         CONSTANTS + _defines(THREADS=THREADS, SOUND=SOUND, MISPLACED=MISPLACED, TOO_FEW=TOO_FEW, TOO_MANY=TOO_MANY),
         UNPACK,
     )
 
 
-def packer(room: int, dead_zone: int) -> Source:
-    """Inputs: values float32 (components, rows), wanted uint32 (rows,), classes uint32 (components,), costs int32 (57, 76),
-    cost_of_zeros int32 (15,), codes uint32 (76, 57, 2), points float32 (76, 8). Outputs: heads uint16 (rows,), decoded
-    float32 (components, rows), and scratch uint16 (rows, room), the words of each row at its end. `dead_zone` as bits.
+def packer(room: int, dead_zone: int, share: int) -> Source:
+    """Inputs: values uint16 (groups, most, rows), the squares of rows' lengths float32 (groups, rows), skipped uint32
+    (rows,), limits float32 (groups,) of what a row loses to vectors that are left out, `share` of what it doesn't lose added;
+    classes and counts as for `unpacker`, costs int32 (57, 76), cost_of_zeros int32 (groups, 15), codes uint32 (76, 57, 2),
+    points uint16 (76, 8). Outputs: heads uint16 (groups, rows), which rows lose no more than the limit, half precision, decoded
+    uint16 (groups, most, rows), and scratch uint16 (groups * rows, room), the words of each row at its end. `dead_zone` and
+    `share` as bits.
     """
+    defines = _defines(THREADS=THREADS, ROOM=room, DEAD_ZONE=dead_zone, SHARE=share, ONE=0x3C00)
     return Source(
         "transform_pack",
-        ("values", "wanted", "classes", "costs", "cost_of_zeros", "codes", "points"),
-        ("heads", "decoded", "scratch"),
-        CONSTANTS + _defines(THREADS=THREADS, ROOM=room, DEAD_ZONE=dead_zone, CODED=CODED, AS_IT_IS=AS_IT_IS) + PACKING,
+        (
+            "values", "lengths", "skipped", "limits", "classes", "counts", "costs", "cost_of_zeros", "codes", "points",
+        ),
+        ("heads", "fine", "decoded", "scratch"),
+        CONSTANTS + defines + PACKING,
         PACK,
-    )
+    )  # fmt: skip
 
 
 def gatherer() -> Source:
-    """Inputs: heads and scratch as `packer` gives them, first uint32 (rows,). Output: words uint16."""
+    """Inputs: heads uint16 (rows,), scratch as `packer` gives it, first uint32 (rows,). Output: words uint16."""
     return Source(
         "transform_gather",
         ("heads", "scratch", "first"),
@@ -201,36 +227,30 @@ def _kernel(dialect: Dialect, source: Source) -> Kernel:
     return build(dialect, source)
 
 
-def unpack(
-    dialect: Dialect,
-    heads: mx.array,
-    first: mx.array,
-    words: mx.array,
-    classes: mx.array,
-    slots: mx.array,
-    points: mx.array,
-) -> tuple[mx.array, mx.array]:
-    """Inputs and outputs of `unpacker`, one row at least."""
-    rows = heads.shape[0]
+def unpack(dialect: Dialect, inputs: list[mx.array]) -> tuple[mx.array, mx.array]:
+    """Inputs and outputs of `unpacker`, one group and row at least."""
+    groups, rows = inputs[0].shape
     values, wrong = _kernel(dialect, unpacker())(
-        inputs=[heads, first, words, classes, slots, points],
-        output_shapes=[(classes.shape[0], rows), (rows,)],
-        output_dtypes=[mx.float32, mx.uint32],
-        **_launch(-(-rows // THREADS)),
+        inputs=inputs,
+        output_shapes=[(groups, inputs[3].shape[1], rows), (groups, rows)],
+        output_dtypes=[mx.uint16, mx.uint32],
+        **_launch(groups * -(-rows // THREADS)),
     )
     return values, wrong
 
 
-def pack(dialect: Dialect, inputs: list[mx.array], room: int, dead_zone: int) -> tuple[mx.array, mx.array, mx.array]:
-    """Inputs and outputs of `packer`."""
-    components, rows = inputs[0].shape
-    heads, decoded, scratch = _kernel(dialect, packer(room, dead_zone))(
+def pack(
+    dialect: Dialect, inputs: list[mx.array], room: int, dead_zone: int, share: int
+) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    """Inputs and outputs of `packer`, one group and row at least."""
+    groups, most, rows = inputs[0].shape
+    heads, fine, decoded, scratch = _kernel(dialect, packer(room, dead_zone, share))(
         inputs=inputs,
-        output_shapes=[(rows,), (components, rows), (rows, room)],
-        output_dtypes=[mx.uint16, mx.float32, mx.uint16],
-        **_launch(-(-rows // THREADS)),
+        output_shapes=[(groups, rows), (groups, rows), (groups, most, rows), (groups * rows, room)],
+        output_dtypes=[mx.uint16] * 4,
+        **_launch(groups * -(-rows // THREADS)),
     )
-    return heads, decoded, scratch
+    return heads, fine, decoded, scratch
 
 
 def gather(dialect: Dialect, heads: mx.array, scratch: mx.array, first: mx.array, count: int) -> mx.array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -51,12 +51,18 @@ class Part(NamedTuple):
     taken: Codes | None
 
 
-def encode_joined(joined: Joined, leaves: Sequence[Leaf], wanted: Sequence[Wanted], sinks: int) -> list[Codes]:
-    """The codes of blocks; tokens before token `sinks` are kept elsewhere."""
-    parts = [_part(joined, each, sinks) for each in wanted]
-    coded = [part for part in parts if part.first < part.last]
-    made = iter((_encode_on_gpu if gpu_coding.available() else _encode)(joined, leaves, coded) if coded else ())
-    return [_behind(part.taken, next(made) if part.first < part.last else None) for part in parts]
+def encode_joined(
+    groups: Sequence[Joined], leaves: Sequence[Leaf], wanted: Sequence[Wanted], sinks: int
+) -> list[list[Codes]]:
+    """The codes of groups of layers, of each the blocks'; tokens before token `sinks` are kept elsewhere."""
+    parts = [[_part(joined, each, sinks) for each in wanted] for joined in groups]
+    coded = [[part for part in of_group if part.first < part.last] for of_group in parts]
+    made = []
+    encode = _encode_on_gpu if gpu_coding.available() else _encode
+    for of_group, codes in zip(parts, encode(groups, leaves, coded), strict=True):
+        new = iter(codes)
+        made.append([_behind(part.taken, next(new) if part.first < part.last else None) for part in of_group])
+    return made
 
 
 def _part(joined: Joined, wanted: Wanted, sinks: int) -> Part:
@@ -80,21 +86,51 @@ def _behind(taken: Codes | None, made: Codes | None) -> Codes:
     )
 
 
-def _encode(joined: Joined, leaves: Sequence[Leaf], parts: Sequence[Part]) -> list[Codes]:
-    made = []
-    for part in parts:
-        rows = [_rows_of(leaves[leaf], stream, part.first, part.last) for leaf, stream in joined.streams]
-        made.append(joined.coder.encode(rows, part.first, part.skip, part.taken))
-    return made
+def _encode(
+    groups: Sequence[Joined], leaves: Sequence[Leaf], parts: Sequence[Sequence[Part]]
+) -> Iterator[list[Codes]]:
+    for joined, of_group in zip(groups, parts, strict=True):
+        made = []
+        for part in of_group:
+            rows = [_rows_of(leaves[leaf], stream, part.first, part.last) for leaf, stream in joined.streams]
+            made.append(joined.coder.encode(rows, part.first, part.skip, part.taken))
+        yield made
 
 
-def _encode_on_gpu(joined: Joined, leaves: Sequence[Leaf], parts: Sequence[Part]) -> list[Codes]:
-    runs = merged([(part.first, part.last) for part in parts])
+def _encode_on_gpu(
+    groups: Sequence[Joined], leaves: Sequence[Leaf], parts: Sequence[Sequence[Part]]
+) -> Iterator[list[Codes]]:
+    """Groups of which the same rows are to be coded together, as many as there is room for."""
+    at = 0
+    while at < len(groups):
+        blocks = [gpu_coding.Rows(part.first, part.last, part.skip) for part in parts[at]]
+        alike = at + 1
+        while alike < len(groups) and [part[:3] for part in parts[alike]] == blocks:
+            alike += 1
+        if not blocks:
+            yield from ([] for _ in range(at, alike))
+            at = alike
+            continue
+        coders = [joined.coder for joined in groups[at:alike]]
+        end = at + gpu_coding.at_once(coders, sum(block.last - block.first for block in blocks))
+        runs = merged([(block.first, block.last) for block in blocks])
+        yield from gpu_coding.encode(
+            [
+                gpu_coding.Rowed(joined.coder, _streams_of(joined, leaves, runs), [part.taken for part in of_group])
+                for joined, of_group in zip(groups[at:end], parts[at:end], strict=True)
+            ],
+            blocks,
+        )
+        at = end
+
+
+def _streams_of(joined: Joined, leaves: Sequence[Leaf], runs: Sequence[tuple[int, int]]) -> list[mx.array]:
+    """Rows (heads, tokens, width) of each joined stream, of the tokens of runs."""
     streams = []
     for leaf, stream in joined.streams:
         there = [leaves[leaf].arrays[stream][0][:, leaves[leaf].where(*run)] for run in runs]
         streams.append(there[0] if len(there) == 1 else mx.concatenate(there, axis=1))
-    return gpu_coding.GpuCoder(joined.coder).encode(streams, [gpu_coding.Rows(*part) for part in parts])
+    return streams
 
 
 def merged(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -153,22 +189,45 @@ class Decoded(NamedTuple):
             at += count
 
 
-def decode_joined(joined: Joined, blocks: Sequence[tuple[int, Codes]]) -> Decoded:
-    """The rows of blocks, each of which begins at a token. DamagedBlock for codes that no encoder wrote; on a GPU those are
-    seen when `Decoded.check` is called.
+class Coded(NamedTuple):
+    """Codes of a group of layers, of blocks, each from a token on."""
+
+    joined: Joined
+    blocks: Sequence[tuple[int, Codes]]
+
+
+def decode_joined(groups: Sequence[Coded]) -> Iterator[Decoded]:
+    """The rows of groups' blocks, which are the same ones. DamagedBlock for codes that no encoder wrote; on a GPU those are
+    seen when `Decoded.check` is called. There groups are decoded together, as many as there is room for.
     """
-    counts = [(start, len(codes.heads)) for start, codes in blocks]
-    if not gpu_coding.available() or not blocks:
-        return Decoded([Stretch(start, _decoded(joined, start, codes)) for start, codes in blocks], counts)
-    try:
-        streams, wrong = gpu_coding.GpuCoder(joined.coder).decode(blocks)
-    except Damaged as damage:
-        raise DamagedBlock(blocks[damage.block][0], str(damage)) from None
+    if not gpu_coding.available() or not any(blocks for _, blocks in groups):
+        for joined, blocks in groups:
+            stretches = [Stretch(start, _decoded(joined, start, codes)) for start, codes in blocks]
+            yield Decoded(stretches, [(start, len(codes.heads)) for start, codes in blocks])
+        return
+    counts = [(start, len(codes.heads)) for start, codes in groups[0].blocks]
+    at, tokens = 0, sum(count for _, count in counts)
+    while at < len(groups):
+        end = at + gpu_coding.at_once([joined.coder for joined, _ in groups[at:]], tokens)
+        try:
+            restored = gpu_coding.decode(
+                [gpu_coding.Coded(joined.coder, [codes for _, codes in blocks]) for joined, blocks in groups[at:end]],
+                [start for start, _ in counts],
+            )
+        except Damaged as damage:
+            raise DamagedBlock(counts[damage.block][0], str(damage)) from None
+        mx.async_eval(restored)  # together: groups wait for each other no more than they must
+        for streams, wrong in restored:
+            yield Decoded(_stretches(streams, counts), counts, wrong)
+        at = end
+
+
+def _stretches(streams: Sequence[mx.array], counts: Sequence[tuple[int, int]]) -> list[Stretch]:
     stretches, at = [], 0
     for first, last in merged([(start, start + count) for start, count in counts]):
         stretches.append(Stretch(first, on_gpu=[stream[:, at : at + last - first] for stream in streams]))
         at += last - first
-    return Decoded(stretches, counts, wrong)
+    return stretches
 
 
 def _decoded(joined: Joined, start: int, codes: Codes) -> list[np.ndarray]:

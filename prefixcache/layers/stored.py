@@ -7,6 +7,7 @@ never change them; `copy()` is cheap. Decoding runs on the caller's thread and s
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,7 +24,7 @@ from prefixcache.layers import levels, live_codes
 from prefixcache.layers.adapters import PARTS, Layout, adapter_of, blank
 from prefixcache.layers.classes import find_class
 from prefixcache.layers.image_layout import Group, Member, Plan
-from prefixcache.layers.joined import Decoded, codes_of, decode_joined
+from prefixcache.layers.joined import Coded, Decoded, codes_of, decode_joined
 from prefixcache.layers.snapshots import array_numbers, revived
 
 if TYPE_CHECKING:
@@ -83,8 +84,9 @@ class StoredPrompt:
         self.tokens = tokens
         self._blocks = blocks
         self._snapshot = snapshot
-        # Rows of one group of transformed layers, and its number.
+        # Rows of one group of transformed layers, and its number; and the groups that will be asked for next.
         self._decoded_group: tuple[int, Decoded] | None = None
+        self._next_groups: Iterator[tuple[int, Decoded]] = iter(())
         self._unchecked: list[Decoded] = []
 
     @cached_property
@@ -110,7 +112,7 @@ class StoredPrompt:
         """Another holder of the same bytes: trimming one does not show in the other."""
         made = object.__new__(StoredPrompt)
         made.__dict__.update(self.__dict__)
-        made._decoded_group, made._unchecked = None, []
+        made._decoded_group, made._next_groups, made._unchecked = None, iter(()), []
         return made
 
     def is_trimmable(self) -> bool:
@@ -127,7 +129,7 @@ class StoredPrompt:
         if n and not self._holds(self.tokens - n):
             raise ValueError(f"trim({n}): {self.tokens - n} tokens is no boundary that this state can be cut to")
         self.tokens -= n
-        self._decoded_group = None
+        self._decoded_group, self._next_groups = None, iter(())
         return n
 
     def dequantize(self, room: int = 0, ahead: ReadAhead | None = None) -> list[Any]:
@@ -137,7 +139,7 @@ class StoredPrompt:
         """
         if ahead is not None and (decoded := ahead.take(self)) is not None:
             return [self._make_layer(i, room, False, decoded) for i in range(len(self.plan.layers))]
-        return self._checked([self._make_layer(i, room, False) for i in range(len(self.plan.layers))])
+        return self._made(room, live=False)
 
     def live(self, room: int = 0) -> list[Any]:
         """The same, but layers of KVCache whose rows are TurboQuant's codes come as `TurboQuantKVCache`, which takes these
@@ -146,14 +148,18 @@ class StoredPrompt:
         Codes are taken where they have few levels, as those have that a live cache stored. Rows that a plain cache stored
         have levels of each block, which no kernel reads: they are coded anew with levels of the whole, and so is a tail.
         """
-        return self._checked([self._make_layer(i, room, True) for i in range(len(self.plan.layers))])
+        return self._made(room, live=True)
+
+    def _made(self, room: int, *, live: bool) -> list[Any]:
+        self._next_groups = self._groups(range(len(self.plan.joined)))
+        return self._checked([self._make_layer(i, room, live) for i in range(len(self.plan.layers))])
 
     def _checked(self, made: list[Any]) -> list[Any]:
         """What was made of these blocks, once it is known that none of them is damaged."""
         for decoded in self._unchecked:
             decoded.check()
         self._unchecked.clear()
-        self._decoded_group = None
+        self._decoded_group, self._next_groups = None, iter(())
         return made
 
     def _holds(self, boundary: int) -> bool:
@@ -289,14 +295,20 @@ class StoredPrompt:
         """
         j, number = self.plan.joined_places[leaf, stream]
         if self._decoded_group is None or self._decoded_group[0] != j:
-            joined, coded = self.plan.joined[j], []
-            for run in self._leading_runs(0, self.tokens):
-                if self.plan.is_coded(run.tensors):
-                    coded.append((run.at, codes_of(joined, run.tensors, run.rows)))
-            self._decoded_group = j, decode_joined(joined, coded)
-            self._unchecked.append(self._decoded_group[1])
+            found = next(self._next_groups, None)
+            if found is None or found[0] != j:
+                found = next(self._groups(range(j, j + 1)))
+            self._decoded_group = found
+            self._unchecked.append(found[1])
         codec = self.plan.tails.groups[self.plan.tail_places[leaf][stream][0]].codec
         return [stretch.since(first).piece(number, codec) for stretch in self._decoded_group[1].stretches]
+
+    def _groups(self, numbers: range) -> Iterator[tuple[int, Decoded]]:
+        """These groups of transformed layers, by number."""
+        runs = [run for run in self._leading_runs(0, self.tokens) if self.plan.is_coded(run.tensors)]
+        groups = [self.plan.joined[j] for j in numbers]
+        coded = [Coded(of, [(run.at, codes_of(of, run.tensors, run.rows)) for run in runs]) for of in groups]
+        yield from zip(numbers, decode_joined(coded), strict=True)
 
     def _window_pieces(self, leaf: int, stream: str, window: int) -> list[Piece]:
         plan = self.plan

@@ -23,7 +23,7 @@ from prefixcache.layers.adapters import Leaf
 from prefixcache.layers.decoded import Decoded
 from prefixcache.layers.encode import Target, encode
 from prefixcache.layers.image_layout import Joined, Section
-from prefixcache.layers.joined import DamagedBlock, Wanted, codes_of, decode_joined, encode_joined, write_joined
+from prefixcache.layers.joined import Coded, DamagedBlock, Wanted, codes_of, decode_joined, encode_joined, write_joined
 from prefixcache.layers.recode import copy_stored, decode_stored, encode_stored
 from prefixcache.layers.snapshots import State, describe_state, write_state
 from prefixcache.operations.jobs import Job
@@ -119,9 +119,9 @@ class LiveMaker:
                 for window in node.windows:
                     if window.image is not None:
                         self._decode_window(back, node.start, window.image.tensors(), window.mask)
-            for joined in self._plan.joined:
-                coded = [(start, codes_of(joined, tensors, BLOCK)) for start, tensors in rows]
-                self._decode_joined(back, joined, coded)
+            self._decode_joined(
+                back, [[(start, codes_of(joined, tensors, BLOCK)) for start, tensors in rows] for joined in self._plan.joined]
+            )
             self.put_back()
 
     def _decode_rows(self, back: Decoded, start: int, tensors: dict[str, np.ndarray]) -> None:
@@ -129,16 +129,21 @@ class LiveMaker:
         for section, count in self._plan.in_rows(start, BLOCK, coded=True):
             self._decode(back, section, start, tensors, slice(0, count))
 
-    def _decode_joined(self, back: Decoded, joined: Joined, blocks: list[tuple[int, Codes]]) -> None:
-        """Whole blocks of one group of transformed layers."""
-        blocks = [(start, codes) for start, codes in blocks if start + BLOCK > back.since]
+    def _decode_joined(self, back: Decoded, groups: Sequence[Sequence[tuple[int, Codes]]]) -> None:
+        """Whole blocks of each group of transformed layers, each from a token on."""
+        coded = [
+            Coded(joined, [(start, codes) for start, codes in blocks if start + BLOCK > back.since])
+            for joined, blocks in zip(self._plan.joined, groups, strict=True)
+        ]
+        if not coded:
+            return
         with contextlib.suppress(DamagedBlock):  # the live cache keeps its own rows; a fetch deletes the image
-            decoded = decode_joined(joined, blocks)
-            decoded.check()
-            for stretch in decoded.stretches:
-                for number, (leaf, stream) in enumerate(joined.streams):
-                    _, member = self._plan.tail_places[leaf][stream]
-                    back.add(member, stretch.first, stretch.rows(number, joined.coder.dtype), self._plan.sink_tokens)
+            for joined, decoded in zip(self._plan.joined, decode_joined(coded), strict=True):
+                decoded.check()
+                for stretch in decoded.stretches:
+                    for number, (leaf, stream) in enumerate(joined.streams):
+                        _, member = self._plan.tail_places[leaf][stream]
+                        back.add(member, stretch.first, stretch.rows(number, joined.coder.dtype), self._plan.sink_tokens)
 
     def _decode_window(self, back: Decoded, start: int, tensors: dict[str, np.ndarray], mask: tuple[int, ...]) -> None:
         plan, sunk = self._plan, self._plan.sunk(start)
@@ -187,8 +192,7 @@ class LiveMaker:
         coded = [job for job in jobs if plan.joined and job.kind == ROWS and job.coded]
         self._codes = {job.key: [] for job in coded}
         wanted = [self._wanted(job) for job in coded]
-        for joined in plan.joined:  # a group's blocks one after the other: its vectors are at hand then
-            made = encode_joined(joined, self._leaves, wanted, plan.sink_tokens)
+        for made in encode_joined(plan.joined, self._leaves, wanted, plan.sink_tokens):
             for job, codes in zip(coded, made, strict=True):
                 self._codes[job.key].append(codes)
         return [self._sized(job) if job.kind == ROWS and job.key in self._codes else job for job in jobs]
@@ -251,17 +255,15 @@ class LiveMaker:
         return cast(list[Image], images)
 
     def _write_joined(self, jobs: list[Job], drafts: list[Draft]) -> None:
-        """What `encoded` made, a group's blocks one after the other; and what a fetch would give of whole ones."""
-        for j, joined in enumerate(self._plan.joined):
-            whole = []
-            for job, draft in zip(jobs, drafts, strict=True):
-                if job.kind == ROWS and job.key in self._codes:
-                    codes = self._codes[job.key][j]
-                    write_joined(joined, codes, draft.tensors)
-                    if len(job.tokens) == BLOCK_BYTES:
-                        whole.append((job.start, codes))
-            if self._back is not None:
-                self._decode_joined(self._back, joined, whole)
+        """What `encoded` made; and what a fetch would give of whole blocks."""
+        whole: list[list[tuple[int, Codes]]] = [[] for _ in self._plan.joined]
+        for job, draft in zip(jobs, drafts, strict=True):
+            for j, codes in enumerate(self._codes.get(job.key, ()) if job.kind == ROWS else ()):
+                write_joined(self._plan.joined[j], codes, draft.tensors)
+                if len(job.tokens) == BLOCK_BYTES:
+                    whole[j].append((job.start, codes))
+        if self._back is not None:
+            self._decode_joined(self._back, whole)
         self._codes.clear()
 
     def _fill_rows(self, job: Job, draft: Draft, section: Section, count: int, targets: list[Target]) -> None:

@@ -40,6 +40,7 @@ METAL_TYPES = {
     "float32": "float",
     "uint32": "uint32_t",
     "uint16": "uint16_t",
+    "uint8": "uint8_t",
     "int32": "int32_t",
     "bool": "bool",
 }
@@ -49,6 +50,7 @@ CUDA_TYPES = {
     "float32": "float",
     "uint32": "uint32_t",
     "uint16": "uint16_t",
+    "uint8": "uint8_t",
     "int32": "int32_t",
     "bool": "bool",
 }

@@ -8,7 +8,8 @@ from prefixcache.kernels import transform_entropy
 from prefixcache.kernels.dialects import DIALECTS
 
 from prefixcache.codecs.transform import entropy, gpu_entropy
-from prefixcache.codecs.transform.tables import CLASSES, MOST, fit, quantised
+from prefixcache.codecs.transform.gpu_entropy import Classes
+from prefixcache.codecs.transform.tables import CLASSES, fit, quantised
 
 pytestmark = pytest.mark.skipif(host_gpu.COMPILER is None, reason="no C++ compiler")
 
@@ -44,54 +45,103 @@ def values_of(classes, rows, seed=0):
     values *= 2.0 ** random.uniform(-2, 2, (rows, 1))
     values[0] = 0
     values[1, 3], values[1, 5], values[1, 7] = np.nan, np.inf, -np.inf
-    values[2] = MOST
+    values[2] = 32752
     values[3] = 0.4
     values[4, -1] = -3000
     values[5] = np.where(np.arange(len(classes)) % 2, 7.58, -7.57)
-    return values.astype(np.float32)
+    return values.astype(np.float16).astype(np.float32)
+
+
+def packed(values, classes, tables, skipped=(), lengths=None, limit=1e9):
+    """Of one group."""
+    rows, several = len(values), Classes.of([classes])
+    skips = np.zeros(rows, np.uint32)
+    skips[list(skipped)] = 1
+    lengths = np.nan_to_num(values**2, posinf=0).sum(axis=1) if lengths is None else lengths
+    return gpu_entropy.pack(
+        several.padded(mx.array(values.T.astype(np.float16))[None]), mx.array(lengths.astype(np.float32))[None],
+        mx.array(skips), mx.array(np.float32([limit])), several, tables,
+    )  # fmt: skip
 
 
 def unpacked(heads, words, first, classes, tables):
-    return gpu_entropy.unpack(mx.array(heads), mx.array(words), mx.array(first.astype(np.uint32)), classes, tables)
+    places = mx.array(first.astype(np.uint32))[None]
+    values, wrong = gpu_entropy.unpack(mx.array(heads)[None], mx.array(words), places, Classes.of([classes]), tables)
+    return values[0, : len(classes)], wrong[0]
 
 
 @pytest.mark.usefixtures("on_host")
 def test_rows_are_packed_and_unpacked_as_numpy_does(tables, classes):
     values = values_of(classes, 70)
-    wanted = np.full(70, gpu_entropy.CODED, np.uint32)
-    wanted[10], wanted[11] = gpu_entropy.SKIPPED, gpu_entropy.AS_IT_IS
+    lengths = (values**2).sum(axis=1)
+    loud = int(np.argmax((lengths > 6e5) & (lengths < 6e6) & (np.arange(70) > 13)))
+    lengths[12] += 49
+    lengths[13] = 1.1 * lengths[13] + 60
+    lengths[loud] += 600
     steps = quantised(values)
     heads, parts = entropy.pack(steps, classes, tables)
-    heads[10], heads[11] = 0, 0xFFFF
-    parts[10] = parts[11] = parts[0][:0]
+    kept = [1, 13]  # what isn't finite, and what the vectors don't reach
+    heads[10], heads[kept] = 0, 0xFFFF
+    for row in (10, *kept):
+        parts[row] = parts[0][:0]
     expected = entropy.decoded(steps, heads, classes, tables)
     expected[10] = 0
 
-    found, decoded, scratch = gpu_entropy.pack(mx.array(values.T), mx.array(wanted), classes, tables)
-    assert np.array_equal(np.array(found), heads)
-    assert np.array_equal(np.array(decoded).T, expected)
+    found = packed(values, classes, tables, [10], lengths, 50)
+    assert np.array_equal(np.array(found.heads[0]), heads)
+    assert np.array_equal(np.array(found.decoded[0, : len(classes)]).T, expected.astype(np.float16))
+    fine = np.ones(70)
+    fine[[*kept, 10, loud]] = 0
+    exact = lengths < 6e6  # squares of longer ones round to more than the limit
+    assert np.array_equal(np.array(found.fine[0])[exact], fine[exact])
     words = np.concatenate(parts)
-    assert np.array_equal(np.array(gpu_entropy.gathered(heads, scratch)), words)
+    assert np.array_equal(np.array(gpu_entropy.gathered(heads, found.scratch)), words)
 
     counts = np.where(entropy.gain_of(heads) == entropy.AS_IT_IS, 0, entropy.words_of(heads))
     back, wrong = unpacked(heads, words, np.cumsum(counts) - counts, classes, tables)
     assert not np.array(wrong).any()
-    assert np.array_equal(np.array(back).T, expected)
+    assert np.array_equal(np.array(back).T, expected.astype(np.float16))
+
+
+@pytest.mark.usefixtures("on_host")
+def test_groups_of_more_and_of_fewer_components_are_coded_at_once(tables, classes):
+    of_groups = [classes, classes[:5], classes[:0], classes[:33]]
+    several = Classes.of(of_groups)
+    values = [values_of(classes, 70, seed)[:, : len(own)] for seed, own in enumerate(of_groups)]
+    for of_group in values:
+        of_group[1] = 1
+    lying = [several.padded(mx.array(of_group.T.astype(np.float16))[None]) for of_group in values]
+    lengths = np.stack([(of_group**2).sum(axis=1) for of_group in values])
+    found = gpu_entropy.pack(
+        mx.concatenate(lying), mx.array(lengths), mx.zeros((70,), mx.uint32), mx.full((4,), 1e9), several, tables
+    )
+    expected = [entropy.pack(quantised(of), own, tables) for of, own in zip(values, of_groups, strict=True)]
+    heads = np.stack([of_group for of_group, _ in expected])
+    assert np.array_equal(np.array(found.heads), heads)
+    words = np.concatenate([word for _, parts in expected for word in parts])
+    assert np.array_equal(np.array(gpu_entropy.gathered(heads.ravel(), found.scratch)), words)
+    counts = entropy.words_of(heads)
+    first = (np.cumsum(counts).reshape(counts.shape) - counts).astype(np.uint32)
+    back, wrong = gpu_entropy.unpack(mx.array(heads), mx.array(words), mx.array(first), several, tables)
+    assert not np.array(wrong).any()
+    assert np.array_equal(np.array(back), np.array(found.decoded))
+    for g, own in enumerate(of_groups):
+        there = entropy.decoded(quantised(values[g]), heads[g], own, tables).astype(np.float16)
+        assert np.array_equal(np.array(back[g, : len(own)]).T, there)
+        assert not np.array(back[g, len(own) :]).any()
 
 
 @pytest.mark.usefixtures("on_host")
 def test_a_row_that_takes_too_many_words_is_kept_as_it_is(tables):
     classes = np.full(2600, 30, np.int32)
-    values = np.full((3, 2600), MOST, np.float32)
+    values = np.full((3, 2600), 32752, np.float32)  # the largest of half precision that has a code
     values[1] = 1
-    heads, decoded, scratch = gpu_entropy.pack(
-        mx.array(values.T), mx.array(np.full(3, gpu_entropy.CODED, np.uint32)), classes, tables
-    )
+    found = packed(values, classes, tables)
     expected, parts = entropy.pack(quantised(values), classes, tables)
     assert expected[0] == expected[2] == 0xFFFF
-    assert np.array_equal(np.array(heads), expected)
-    assert np.array_equal(np.array(gpu_entropy.gathered(expected, scratch)), parts[1])
-    assert not np.array(decoded)[:, [0, 2]].any()
+    assert np.array_equal(np.array(found.heads[0]), expected)
+    assert np.array_equal(np.array(gpu_entropy.gathered(expected, found.scratch)), parts[1])
+    assert not np.array(found.decoded)[0][:, [0, 2]].any()
 
 
 @pytest.mark.usefixtures("on_host")

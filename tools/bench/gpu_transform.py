@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -19,19 +21,18 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from prefixcache.codecs.transform import backends, gpu_coding
-from prefixcache.codecs.transform.coding import GroupCoder
+from prefixcache.codecs.transform import backends, gpu_coding, gpu_entropy
+from prefixcache.codecs.transform.coding import Codes, GroupCoder
 from prefixcache.keys import BLOCK, chunks
 from tools.bench import report, transform_rows
-from tools.bench.gpu import timed
 from tools.bench.gpu_live import model_of
 from tools.bench.report import Figure
 
 QUALITY = 4.0
 LAYERS = 32  # of the model
 JOINED = (1, 2, 4)  # layers of a group
+DISTINCT = 2  # groups, which are taken in turn
 TOKENS = {"full": 4096, "quick": 4096, "tiny": 256}
-CALLS = {"full": 8, "quick": 4, "tiny": 1}  # groups one after the other, as a prompt's
 ROUNDS = {"full": 9, "quick": 5, "tiny": 1}
 STEP = 2048
 DECODED, OF_PREFILL, SOONER = 60.0, 0.1, 30.0
@@ -64,33 +65,62 @@ def _prefill(tokens: int, scale: str) -> float:
 
 
 def _of_groups(joined: int, tokens: int, prefill: float, scale: str) -> Iterator[Figure]:
-    of = transform_rows.group(0, joined)
-    coder = GroupCoder(of, transform_rows.tables(joined), QUALITY, transform_rows.DTYPE)
-    gpu = gpu_coding.GpuCoder(coder)
-    streams = [mx.array(np.ascontiguousarray(s.swapaxes(0, 1))) for s in transform_rows.rows(of, tokens, 1)]
+    layers = LAYERS if scale != "tiny" else 2 * joined
+    found = [transform_rows.group(number, joined) for number in range(DISTINCT)]
+    of, tables = found[0], transform_rows.tables(joined)
+    coders = [GroupCoder(group, tables, QUALITY, transform_rows.DTYPE) for group in found]
+    streams = [
+        [mx.array(np.ascontiguousarray(s.swapaxes(0, 1))) for s in transform_rows.rows(group, tokens, number)]
+        for number, group in enumerate(found)
+    ]
+    mx.eval(streams)
     blocks = [gpu_coding.Rows(first, first + BLOCK) for first in range(0, tokens, BLOCK)]
-    codes = gpu.encode(streams, blocks)
-    pairs = [(block.first, own) for block, own in zip(blocks, codes, strict=True)]
-    batch = gpu.brought_in(pairs)
-    vectors = of.on_gpu.vectors[:, : len(coder.classes)].astype(mx.float32)
-    values = mx.random.normal((len(coder.classes), tokens))
-    mx.eval(batch.heads, batch.first, batch.words, batch.offsets, batch.offset_steps, vectors, values)
-    works = {
-        "product": lambda _: values.T @ vectors.T,
-        "decode": lambda _: gpu.decode_batch(batch),
-        "decode from the host": lambda _: gpu.decode(pairs),
-        "encode": lambda _: mx.array([len(own.words) for own in gpu.encode(streams, blocks)]),
+    of_model = [number % DISTINCT for number in range(layers // joined)]
+    rowed = [gpu_coding.Rowed(coders[i], streams[i], [None] * len(blocks)) for i in of_model]
+    step = gpu_coding.at_once([coders[i] for i in of_model], tokens)
+    together = [slice(at, at + step) for at in range(0, len(of_model), step)]
+
+    def encode() -> list[list[Codes]]:
+        return [codes for part in together for codes in gpu_coding.encode(rowed[part], blocks)]
+
+    coded = [gpu_coding.Coded(coders[i], codes) for i, codes in zip(of_model, encode(), strict=True)]
+    firsts = [block.first for block in blocks]
+    batches = [gpu_coding.brought_in(coded[part], firsts) for part in together]
+    count = gpu_entropy.padded(len(coders[0].classes))
+    vectors = [group.on_gpu.vectors[:count] for group in found]
+    values = mx.random.normal((count, tokens)).astype(mx.float16)
+    mx.eval(
+        vectors, values, [(batch.heads, batch.first, batch.words, batch.offsets, batch.offset_steps) for batch in batches]
+    )
+
+    def timed(work: Callable[[], Iterable[Any]]) -> Callable[[int], float]:
+        def once(_: int) -> float:
+            mx.synchronize()
+            begin = time.perf_counter()
+            kept = []
+            for made in work():
+                mx.async_eval(made)
+                kept.append(made)
+            mx.synchronize()
+            return time.perf_counter() - begin
+
+        return once
+
+    works: dict[str, Callable[[], Iterable[Any]]] = {
+        "product": lambda: (values.T @ vectors[i] for i in of_model),
+        "decode": lambda: (gpu_coding.decode_batch(batch) for batch in batches),
+        "decode from the host": lambda: (gpu_coding.decode(coded[part], firsts) for part in together),
+        "encode": lambda: (mx.array(len(encode())) for _ in range(1)),
     }
-    clocks = [timed(work, CALLS[scale]) for work in works.values()]
+    clocks = [timed(work) for work in works.values()]
     for once in clocks:
         once(0)
-    found = dict(zip(works, report.in_turns(ROUNDS[scale], *clocks), strict=True))
-    took = {name: statistics.median(times) for name, times in found.items()}
-    nbytes = tokens * of.channels * 2
-    rate = {name: nbytes / seconds / 1e9 for name, seconds in took.items()}
-    whole = {name: seconds * LAYERS / joined for name, seconds in took.items()}
+    turns = dict(zip(works, report.in_turns(ROUNDS[scale], *clocks), strict=True))
+    whole = {name: statistics.median(times) for name, times in turns.items()}
+    nbytes = tokens * of.channels * 2 * len(of_model)
+    rate = {name: nbytes / seconds / 1e9 for name, seconds in whole.items()}
     shape = f"{of.channels:,} channels ({joined} of Llama 3 8B's layers), {tokens:,} tokens ({backends.describe()})"
-    raw = {"joined": joined, "components": len(coder.classes), "rate": rate, "prefill": prefill, "whole": whole}
+    raw = {"joined": joined, "components": len(coders[0].classes), "rate": rate, "prefill": prefill, "whole": whole}
     yield Figure(
         f"transform decode: {shape}", f"{rate['decode']:.0f} GB/s of fp16", f">= {DECODED:.0f} on an H200",
         f"the product alone {rate['product']:.0f}, from codes of the host {rate['decode from the host']:.0f} GB/s",

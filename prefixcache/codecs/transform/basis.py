@@ -38,10 +38,16 @@ MATCHED, NEAREST, GUESSED = ANCHORS = ("matched", "nearest", "guessed")
 LEAST_SPREAD = (
     2.0**-2
 )  # in steps: of a component that spreads less, 1 value in 50 at most isn't coded as 0; it is left out
+LEFT_OUT_SHARE = 1e-3  # of a row's square along the vectors: what their rounding to float16 may make of it
 _KEY = b"prefixcache.basis.1"
 _HASH = re.compile("[0-9a-f]{32}")
 _FIELDS = {"format", "model", "layers", "groups", "sinks", "metric", "texts", "measured"}
 _LARGEST = 1 << 36  # bytes of a file
+
+
+ALIGNED = 16  # components on a GPU are a multiple of these
+# A row's product with the inverses can't leave the range of half precision then, whatever 8,192 values of 32,767 say.
+MARGIN = 64.0
 
 
 class BasisError(ValueError):
@@ -49,12 +55,16 @@ class BasisError(ValueError):
 
 
 class OnGpu(NamedTuple):
-    """What products on a GPU take of a group: `factors` and `inverses` by stream, layer after layer."""
+    """What products on a GPU take of a group, in half precision: `vectors` float16 (components, channels), rows of zeros behind
+    them up to a multiple of 16. Channels are divided by `scale`, float32 (channels,), powers of two: `factors` and `inverses`
+    are of channels so scaled, float16 (heads, width, width), for each run of heads of one width.
+    """
 
+    vectors: mx.array
     mean: mx.array
+    scale: mx.array
     factors: list[mx.array]
     inverses: list[mx.array]
-    vectors: mx.array
 
 
 class Measured(NamedTuple):
@@ -105,26 +115,37 @@ class LayerGroup:
 
     @cached_property
     def on_gpu(self) -> OnGpu:
-        """The same in the GPU's memory, of which the host's arrays are views from then on: they are in memory once."""
-        factors, inverses = (
-            [mx.array(part) for pair in pairs for part in pair] for pairs in (self.factors, self.inverses)
-        )
-        made = OnGpu(mx.array(self.mean), factors, inverses, mx.array(self.vectors))
+        """The same in the GPU's memory. The host's vectors are a view of those from then on: they are in memory once."""
+        components = self.vectors.shape[1]
+        vectors = np.zeros((-(-components // ALIGNED) * ALIGNED, self.channels), np.float16)
+        vectors[:components] = self.vectors.T
+        scales, factors, inverses = [], [], []
+        for forth, back in zip(self._by_width(self.factors), self._by_width(self.inverses), strict=True):
+            _, exponents = np.frexp(np.sqrt(np.einsum("hij,hij->hj", back, back)))
+            scale = np.ldexp(np.float32(1), exponents)
+            scales.append(scale.ravel())
+            factors.append(mx.array((forth * scale[:, :, None]).astype(np.float16)))
+            inverses.append(mx.array((back / scale[:, None] / MARGIN).astype(np.float16)))
+        made = OnGpu(mx.array(vectors), mx.array(self.mean), mx.array(np.concatenate(scales)), factors, inverses)
         mx.eval(made)
-        views = {"vectors": borrow(made.vectors), "factors": _pairs(factors), "inverses": _pairs(inverses)}
-        for name, view in views.items():
-            object.__setattr__(self, name, view)
+        object.__setattr__(self, "vectors", borrow(made.vectors)[:components].T)
         return made
+
+    @staticmethod
+    def _by_width(parts: tuple[tuple[Array, Array], ...]) -> list[Array]:
+        """(heads, width, width) of layers' keys and values, neighbours of one width joined."""
+        runs: list[list[Array]] = []
+        for part in (part for pair in parts for part in pair):
+            if runs and runs[-1][0].shape[1] == part.shape[1]:
+                runs[-1].append(part)
+            else:
+                runs.append([part])
+        return [np.concatenate(run) for run in runs]
 
     @cached_property
     def inverses(self) -> tuple[tuple[Array, Array], ...]:
         """The inverses of `factors`, float32."""
         return tuple((_inverse(keys), _inverse(values)) for keys, values in self.factors)
-
-
-def _pairs(parts: Sequence[mx.array]) -> tuple[tuple[Array, Array], ...]:
-    views = [borrow(part) for part in parts]
-    return tuple(zip(views[::2], views[1::2], strict=True))
 
 
 def finer(quality: float) -> float:
@@ -167,7 +188,7 @@ class Basis:
         if len(placed) != len(set(placed)) or set(placed) != layers.keys() or not 0 <= self.sinks <= 256:
             raise BasisError("not a basis: its layers are not in one group each")
         self.nbytes = sum(array.nbytes for group in self.groups for array in (group.vectors, group.mean, group.spreads))
-        self.nbytes += 2 * sum(part.nbytes for group in self.groups for pair in group.factors for part in pair)
+        self.nbytes += 3 * sum(part.nbytes for group in self.groups for pair in group.factors for part in pair)
         self.nbytes += self.tables.symbols.nbytes + self.tables.costs.nbytes
 
     @property

@@ -16,7 +16,7 @@ import numpy as np
 
 from prefixcache.codecs.interchange import Array, as_float32, element
 from prefixcache.codecs.transform import backends
-from prefixcache.codecs.transform.basis import LEAST_SPREAD, LayerGroup, finer
+from prefixcache.codecs.transform.basis import LEAST_SPREAD, LEFT_OUT_SHARE, LayerGroup, finer
 from prefixcache.codecs.transform.entropy import AS_IT_IS, Damaged, gain_of, words_of
 from prefixcache.codecs.transform.tables import MOST, Tables
 
@@ -46,12 +46,16 @@ class GroupCoder:
         self.group, self.tables, self.quality, self.dtype = group, tables, quality, dtype
         self.classes = group.classes(quality)
         self.finer = np.float32(finer(quality))
-        self._vectors = group.vectors[:, : len(self.classes)]
         # The streams of a row, in the order of their channels: heads and width.
         self.streams = [
             (layer.heads, width) for layer in group.layers for width in (layer.key_width, layer.value_width)
         ]
         self._ends = np.cumsum([heads * width for heads, width in self.streams])
+
+    @property
+    def vectors(self) -> Array:
+        """Those that are coded along: float16 (channels, components)."""
+        return self.group.vectors[:, : len(self.classes)]
 
     @property
     def heads(self) -> int:
@@ -158,7 +162,7 @@ class GroupCoder:
         """The square of what a row may lose to the vectors that are left out, in steps: 64 times what these spread over at
         most, and what the rounding of vectors to float16 makes of the others.
         """
-        return 64 * LEAST_SPREAD**2 * self.group.channels + 1e-3 * reached
+        return 64 * LEAST_SPREAD**2 * self.group.channels + LEFT_OUT_SHARE * reached
 
     def _forward(self, rows: Array) -> tuple[Array, Array]:
         """Channels -> values along the vectors, in steps, and by row the square of what is not along them."""
@@ -205,7 +209,8 @@ class GroupCoder:
         if len(rows):
             mean = decoded.mean(axis=0, dtype=np.float64)[None].astype(np.float32)
             lacking = rows.mean(axis=0, dtype=np.float64).astype(np.float32) - self._product_back(mean)[0]
-        return quantised_offsets(lacking, len(rows), self.streams)
+        offsets, steps = quantised_offsets(lacking[None], np.array([len(rows)]), self.streams)
+        return offsets[0], steps[0]
 
     def check(self, codes: Codes) -> None:
         """Damaged where offsets are not as an encoder writes them."""
@@ -238,29 +243,31 @@ class GroupCoder:
         return np.where(lost, np.uint16(0xFFFF), heads), np.concatenate(parts)
 
 
-def quantised_offsets(lacking: Array, rows: int, streams: Sequence[tuple[int, int]]) -> tuple[Array, Array]:
-    """`Codes.offsets` and `offset_steps` of what so many rows lack on average, float32 (channels,)."""
-    lacking = lacking * np.float32(min(1, rows / _MEASURED))
+def quantised_offsets(lacking: Array, rows: Array, streams: Sequence[tuple[int, int]]) -> tuple[Array, Array]:
+    """`Codes.offsets` and `offset_steps` of blocks that lack this on average, float32 (blocks, channels), each of so many
+    rows, (blocks,).
+    """
+    lacking = lacking * np.minimum(1, rows / _MEASURED).astype(np.float32)[:, None]
     steps, numbers, at = [], [], 0
     for heads, width in streams:
-        of_stream = lacking[at : at + heads * width].reshape(heads, width)
+        of_stream = lacking[:, at : at + heads * width].reshape(-1, heads, width)
         at += heads * width
-        largest = np.abs(of_stream).max(axis=1)
+        largest = np.abs(of_stream).max(axis=2)
         bits = ((largest / _MOST_OFFSET).view(np.uint32) + 0xFFFF) >> 16  # bf16, rounded up
         step = _bf16(bits.astype(np.uint16))
         steps.append(bits.astype(np.uint16))
-        whole = np.rint(of_stream / np.where(step > 0, step, 1)[:, None])
-        numbers.append(np.clip(whole, -_MOST_OFFSET, _MOST_OFFSET).astype(np.int8).ravel())
-    nibbles = (np.concatenate(numbers) + 8).astype(np.uint8)
-    if len(nibbles) % 2:
-        nibbles = np.append(nibbles, np.uint8(8))
-    return nibbles[::2] | nibbles[1::2] << 4, np.concatenate(steps)
+        whole = np.rint(of_stream / np.where(step > 0, step, 1)[:, :, None])
+        numbers.append(np.clip(whole, -_MOST_OFFSET, _MOST_OFFSET).astype(np.int8).reshape(len(rows), -1))
+    nibbles = (np.concatenate(numbers, axis=1) + 8).astype(np.uint8)
+    if nibbles.shape[1] % 2:
+        nibbles = np.pad(nibbles, [(0, 0), (0, 1)], constant_values=8)
+    return nibbles[:, ::2] | nibbles[:, 1::2] << 4, np.concatenate(steps, axis=1)
 
 
 @lru_cache(maxsize=1)
 def _widened(coder: GroupCoder) -> Array:
     """The vectors in float32: kept of one group, since its blocks come one after the other."""
-    return coder._vectors.astype(np.float32)
+    return coder.vectors.astype(np.float32)
 
 
 def _padded(rows: Array) -> Iterator[tuple[slice, Array]]:

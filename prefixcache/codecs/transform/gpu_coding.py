@@ -1,7 +1,9 @@
-"""Rows of a group of layers, joined and transformed, on MLX's GPUs: the products are MLX's, the entropy coder a kernel.
+"""Rows of groups of layers, joined and transformed, on MLX's GPUs: the products are MLX's, what stands around them and the
+entropy coder are kernels.
 
-The same format as `coding`, whose values these are but for the rounding of products: 10 bits of each factor where the GPU
-multiplies float32 so. Many blocks are coded at once: a row takes as long as it has components, however many there are.
+The same format as `coding`, whose values these are but for the rounding of products: factors and what comes of them are half
+precision, as rows are. Many blocks and several groups are coded at once: a row takes as long as it has components, however
+many rows there are.
 """
 
 from __future__ import annotations
@@ -15,202 +17,66 @@ import numpy as np
 
 from prefixcache.codecs.interchange import Array, bring_in, copy_out, element
 from prefixcache.codecs.transform import gpu_entropy
+from prefixcache.codecs.transform.basis import MARGIN
 from prefixcache.codecs.transform.coding import CLAIMED, Codes, GroupCoder, quantised_offsets
-from prefixcache.codecs.transform.entropy import AS_IT_IS, Damaged, gain_of
-from prefixcache.codecs.transform.rotation import Rotation
-from prefixcache.codecs.transform.tables import MOST
+from prefixcache.codecs.transform.entropy import AS_IT_IS, MOST_WORDS, Damaged, gain_of
+from prefixcache.codecs.transform.gpu_entropy import Classes, padded
+from prefixcache.codecs.transform.rotation import NO_ROTATION, Rotation
+from prefixcache.kernels import transform_rows as kernels  # type: ignore[import-not-found]
+from prefixcache.memory import machine_memory
 
 _WITHIN = 256  # tokens over which the phases of a rotation are kept
+_SHARE, _ROOM = 1 / 16, 2 << 30  # groups that are coded at once take that much of the memory, and bytes, at most
 
 
 class Rows(NamedTuple):
     """Rows of one block that are to be coded: those of tokens `first` to `last` (not included). The first `skip` have no
-    codes; `settled`: codes of rows of the same block, whose offsets stand.
+    codes.
     """
 
     first: int
     last: int
     skip: int = 0
-    settled: Codes | None = None
+
+
+class Rowed(NamedTuple):
+    """A group's rows (heads, tokens, width) by stream, those of blocks one after the other; and of each block codes of other
+    rows of the same, whose offsets stand, or None.
+    """
+
+    coder: GroupCoder
+    streams: Sequence[mx.array]
+    settled: Sequence[Codes | None]
+
+
+class Coded(NamedTuple):
+    """A group's codes, block by block."""
+
+    coder: GroupCoder
+    blocks: Sequence[Codes]
 
 
 class Batch(NamedTuple):
-    """Codes of several blocks, of the tokens of `runs`, in the GPU's memory: heads uint16 (rows,), the first word of each row
-    uint32 (rows,), words uint16, and of each block `Codes.offsets` and `offset_steps`. Rows `kept` as they are have their
-    `bits` here.
+    """Codes of several groups, of the tokens of `runs`, in the GPU's memory: heads uint16 (groups, rows), the first word of
+    each row uint32 (groups, rows), words uint16, and of each group and block `Codes.offsets` and `offset_steps`. Of rows that
+    are kept as they are, by group, the numbers and bits are here.
     """
 
+    coders: tuple[GroupCoder, ...]
     runs: tuple[tuple[int, int], ...]
     heads: mx.array
     first: mx.array
     words: mx.array
-    offsets: mx.array
-    offset_steps: mx.array
-    kept: Array
-    bits: Array
+    offsets: Sequence[mx.array]
+    offset_steps: Sequence[mx.array]
+    kept: Sequence[tuple[Array, Array]]
 
 
-class GpuCoder:
-    """Does what a `GroupCoder` does, for many blocks at once. Immutable, and light: what is large is the group's."""
+class Restored(NamedTuple):
+    """Rows (heads, tokens, width) of each stream of a group, and what is wrong with each token's, for `reason_of`. Lazy."""
 
-    def __init__(self, coder: GroupCoder):
-        self._coder = coder
-        ends = np.cumsum([heads * width for heads, width in coder.streams])
-        self._channels = [slice(end - h * w, end) for end, (h, w) in zip(ends.tolist(), coder.streams, strict=True)]
-
-    @property
-    def _vectors(self) -> mx.array:
-        """Float32 (channels, components): each call makes them anew, since all groups' are four times as large as a basis."""
-        return self._coder.group.on_gpu.vectors[:, : len(self._coder.classes)].astype(mx.float32)
-
-    # -- to codes
-
-    def encode(self, streams: Sequence[mx.array], blocks: Sequence[Rows]) -> list[Codes]:
-        """Rows (heads, tokens, width) of each stream, those of the blocks one after the other -> the blocks' codes."""
-        coder, on_gpu = self._coder, self._coder.group.on_gpu
-        finer = float(coder.finer)
-        counts = [block.last - block.first for block in blocks]
-        runs = [(block.first, block.last) for block in blocks]
-        centred = [self._centred(i, stream, runs) for i, stream in enumerate(streams)]
-        measured = mx.concatenate(
-            [_as_channels(x @ (factor * finer)) for x, factor in zip(centred, on_gpu.factors, strict=True)], axis=1
-        )
-        values = self._vectors.T @ measured.T
-        whole, reached = mx.square(measured).sum(axis=1), mx.square(values).sum(axis=0)
-        within = (mx.abs(values) <= MOST).all(axis=0)
-        left_out = whole - reached
-        # A row that isn't finite, or too long for codes, or not along the vectors: the comparisons are false of NaN.
-        good = within & (left_out <= coder.most_left_out(reached))
-        skipped = np.concatenate([np.arange(n) < block.skip for n, block in zip(counts, blocks, strict=True)])
-        wanted = mx.where(good, gpu_entropy.CODED, gpu_entropy.AS_IT_IS)
-        wanted = mx.where(mx.array(skipped), gpu_entropy.SKIPPED, wanted).astype(mx.uint32)
-        heads, decoded, scratch = gpu_entropy.pack(values, wanted, coder.classes, coder.tables)
-        fine = (wanted == gpu_entropy.CODED) & (left_out <= coder.most_left_out(0)) & (heads != 0xFFFF)
-        lacking, seen = self._lacking(centred, decoded, fine, counts)
-        mx.eval(heads, lacking, seen, scratch)
-        all_heads, all_lacking, all_seen = copy_out(heads), np.array(lacking), np.array(seen)
-        words = copy_out(gpu_entropy.gathered(all_heads, scratch))
-        kept = np.flatnonzero(all_heads == 0xFFFF)
-        as_they_are = self._bits(streams, kept)
-        made, at, word = [], 0, 0
-        for number, (block, count) in enumerate(zip(blocks, counts, strict=True)):
-            own = all_heads[at : at + count]
-            length = int(np.where(own == 0xFFFF, 0, own & 0xFFF).sum())
-            own_words = words[word : word + length]
-            whole_rows = as_they_are[np.searchsorted(kept, at) : np.searchsorted(kept, at + count)]
-            if len(whole_rows):
-                own_words = _with_rows(own, own_words, whole_rows)
-            if block.settled is not None:
-                offsets, steps = block.settled.offsets, block.settled.offset_steps
-            else:
-                offsets, steps = quantised_offsets(all_lacking[number], int(all_seen[number]), coder.streams)
-            made.append(Codes(own, own_words, offsets, steps))
-            at, word = at + count, word + length
-        return made
-
-    def _centred(self, i: int, stream: mx.array, runs: Sequence[tuple[int, int]]) -> mx.array:
-        """Rows of stream i without RoPE and mean: float32 (heads, tokens, width)."""
-        heads, width = self._coder.streams[i]
-        rows = stream.astype(mx.float32)
-        if i % 2 == 0:
-            rows = _turned(rows, self._coder.group.layers[i // 2].rotation, runs, forth=False)
-        return rows - self._coder.group.on_gpu.mean[self._channels[i]].reshape(heads, 1, width)
-
-    def _lacking(
-        self, centred: Sequence[mx.array], decoded: mx.array, fine: mx.array, counts: Sequence[int]
-    ) -> tuple[mx.array, mx.array]:
-        """What decoded values of each block's fine rows lack on average, float32 (blocks, channels), and how many rows are
-        fine.
-        """
-        shares = (mx.arange(len(counts))[:, None] == _block_of_each(counts)) * fine.astype(mx.float32)
-        seen = shares.sum(axis=1)
-        shares = shares / mx.maximum(seen, 1)[:, None]
-        means = [_as_channels(shares @ mx.where(fine[:, None], x, 0)) for x in centred]
-        back = self._back((shares @ decoded.T) @ self._vectors.T)
-        return mx.concatenate(means, axis=1) - mx.concatenate([_as_channels(x) for x in back], axis=1), seen
-
-    def _bits(self, streams: Sequence[mx.array], rows: Array) -> Array:
-        """Uint16 (rows, halves of a row): the bits of these rows, stream after stream."""
-        if not len(rows):
-            return np.empty((0, 0), np.uint16)
-        at = mx.array(rows.astype(np.int32))
-        parts = [copy_out(mx.swapaxes(mx.take(stream, at, axis=1), 0, 1)) for stream in streams]
-        return np.concatenate([part.reshape(len(rows), -1).view(np.uint16) for part in parts], axis=1)
-
-    # -- and back
-
-    def decode(self, blocks: Sequence[tuple[int, Codes]]) -> tuple[list[mx.array], mx.array]:
-        """Codes of blocks, each from a token on -> rows (heads, tokens, width) of each stream, the blocks' one after the
-        other, and what is wrong with each row, for `reason_of`. Lazy. Damaged where more than words is.
-        """
-        return self.decode_batch(self.brought_in(blocks))
-
-    def brought_in(self, blocks: Sequence[tuple[int, Codes]]) -> Batch:
-        """What `decode` takes, in the GPU's memory."""
-        coder = self._coder
-        heads = np.concatenate([codes.heads for _, codes in blocks])
-        row_words = coder.row_words(heads)
-        ends = np.cumsum(row_words)
-        counts = [len(codes.heads) for _, codes in blocks]
-        lengths = np.diff(np.append(0, ends)[np.cumsum([0, *counts])])
-        for number, ((_, codes), length) in enumerate(zip(blocks, lengths, strict=True)):
-            try:
-                coder.check(codes)
-            except Damaged as damage:
-                raise Damaged(str(damage), number) from None
-            if length > len(codes.words):
-                raise Damaged(CLAIMED, number)
-        words = np.concatenate([codes.words[:length] for (_, codes), length in zip(blocks, lengths, strict=True)])
-        kept = np.flatnonzero(gain_of(heads) == AS_IT_IS)
-        bits = [words[ends[row] - coder.raw_words : ends[row]] for row in kept]
-        return Batch(
-            tuple((first, first + count) for (first, _), count in zip(blocks, counts, strict=True)),
-            mx.array(heads),
-            mx.array((ends - row_words).astype(np.uint32)),
-            mx.array(words if len(words) else np.zeros(1, np.uint16)),
-            mx.array(np.stack([codes.offsets for _, codes in blocks])),
-            mx.array(np.stack([codes.offset_steps for _, codes in blocks])),
-            kept,
-            np.stack(bits).view(element(coder.dtype).numpy) if bits else np.empty(0),
-        )
-
-    def decode_batch(self, batch: Batch) -> tuple[list[mx.array], mx.array]:
-        """`decode` of what is there already."""
-        coder = self._coder
-        values, wrong = gpu_entropy.unpack(batch.heads, batch.words, batch.first, coder.classes, coder.tables)
-        rows = self._back(values.T @ self._vectors.T)
-        block = _block_of_each([last - first for first, last in batch.runs])
-        beside = self._beside(batch)
-        streams = []
-        for i, of_stream in enumerate(rows):
-            heads, width = coder.streams[i]
-            added = mx.swapaxes(beside[:, self._channels[i]].reshape(-1, heads, width), 0, 1)
-            of_stream = of_stream + mx.take(added, block, axis=1)
-            if i % 2 == 0:
-                of_stream = _turned(of_stream, coder.group.layers[i // 2].rotation, batch.runs, forth=True)
-            of_stream = _cast(of_stream, coder.dtype)
-            if len(batch.kept):  # rows that are kept as they are
-                whole = batch.bits[:, self._channels[i]].reshape(len(batch.kept), heads, width).swapaxes(0, 1)
-                of_stream[:, mx.array(batch.kept)] = bring_in(np.ascontiguousarray(whole), coder.dtype)
-            streams.append(of_stream)
-        return streams, wrong
-
-    def _beside(self, batch: Batch) -> mx.array:
-        """What is added to the rows of each block, mean and offsets: float32 (blocks, channels)."""
-        group = self._coder.group
-        nibbles = mx.stack([batch.offsets & 15, batch.offsets >> 4], axis=2)
-        numbers = nibbles.reshape(len(batch.offsets), -1)[:, : group.channels].astype(mx.float32) - 8
-        steps = batch.offset_steps.view(mx.bfloat16).astype(mx.float32)
-        head = _block_of_each(self._coder.widths.tolist())
-        return numbers * mx.take(steps, head, axis=1) + group.on_gpu.mean
-
-    def _back(self, measured: mx.array) -> list[mx.array]:
-        """Channels in the metric, in steps, float32 (rows, channels) -> each stream's (heads, rows, width), without mean."""
-        streams, finer = [], float(self._coder.finer)
-        for i, (heads, width) in enumerate(self._coder.streams):
-            of_stream = measured[:, self._channels[i]].reshape(-1, heads, width)
-            streams.append(mx.swapaxes(of_stream, 0, 1) @ (self._coder.group.on_gpu.inverses[i] / finer))
-        return streams
+    streams: list[mx.array]
+    wrong: mx.array
 
 
 def available() -> bool:
@@ -218,9 +84,150 @@ def available() -> bool:
     return gpu_entropy.available()
 
 
-def reason_of(wrong: Array) -> str | None:
-    """What is wrong with a block, of whose rows `GpuCoder.decode` says this; None: nothing."""
-    return gpu_entropy.reason_of(int(wrong.max(initial=0)))
+def at_once(coders: Sequence[GroupCoder], tokens: int) -> int:
+    """How many of these groups, from the first on, are best coded together, for so many tokens."""
+    room, count = min(_ROOM, machine_memory() * _SHARE), 0
+    for coder in coders:
+        room -= tokens * (8 * coder.group.channels + 8 * padded(len(coder.classes)))
+        if room < 0 or coder.tables is not coders[0].tables:
+            break
+        count += 1
+    return max(1, count)
+
+
+# -- to codes -------------------------------------------------------------------------------------------------------------
+
+
+def encode(groups: Sequence[Rowed], blocks: Sequence[Rows]) -> list[list[Codes]]:
+    """The codes of groups, all of which have rows of these blocks: of each group and block."""
+    coders = [group.coder for group in groups]
+    runs = tuple((block.first, block.last) for block in blocks)
+    skipped = np.concatenate([np.arange(block.last - block.first) < block.skip for block in blocks])
+    measured = [_measured(coder, group.streams, runs) for coder, group in zip(coders, groups, strict=True)]
+    classes = Classes.of([coder.classes for coder in coders])
+    values = [
+        coder.group.on_gpu.vectors[: len(coder.classes)] @ of_group
+        for coder, of_group in zip(coders, measured, strict=True)
+    ]
+    packed = gpu_entropy.pack(
+        mx.concatenate([classes.padded(of_group[None]) for of_group in values]),
+        mx.stack([mx.square(of_group.astype(mx.float32)).sum(axis=0) for of_group in measured]),
+        mx.array(skipped.astype(np.uint32)),
+        mx.array(np.array([coder.most_left_out(0) for coder in coders], np.float32)),
+        classes,
+        coders[0].tables,
+    )
+    lacking, seen = [], None
+    if any(settled is None for group in groups for settled in group.settled):
+        means = _Means(packed.fine, runs)
+        seen = means.seen
+        lacking = [
+            _lacking(coder, means, g, measured[g], packed.decoded[g, : len(coder.classes)])
+            for g, coder in enumerate(coders)
+        ]
+    mx.eval(packed.heads, packed.scratch, lacking, [] if seen is None else seen)
+    heads = copy_out(packed.heads)
+    words = copy_out(gpu_entropy.gathered(heads.ravel(), packed.scratch))
+    counts = np.where(gain_of(heads) == AS_IT_IS, 0, heads & MOST_WORDS).astype(np.int64)
+    row_ends = np.cumsum(counts).reshape(counts.shape)
+    ends = np.cumsum([last - first for first, last in runs])
+    made = []
+    for g, group in enumerate(groups):
+        offsets, steps = None, None
+        if seen is not None:
+            offsets, steps = quantised_offsets(np.array(lacking[g]).T, np.array(seen[g]), group.coder.streams)
+        kept = np.flatnonzero(heads[g] == 0xFFFF)
+        as_they_are = _bits(group.streams, kept)
+        last_word = row_ends[g, 0] - counts[g, 0]
+        of_group = []
+        for number, (end, settled) in enumerate(zip(ends, group.settled, strict=True)):
+            own = slice(0 if not number else int(ends[number - 1]), int(end))
+            own_words = words[last_word : row_ends[g, own.stop - 1]]
+            last_word = row_ends[g, own.stop - 1]
+            whole_rows = as_they_are[np.searchsorted(kept, own.start) : np.searchsorted(kept, own.stop)]
+            if len(whole_rows):
+                own_words = _with_rows(heads[g, own], own_words, whole_rows)
+            if settled is None:
+                assert offsets is not None
+                assert steps is not None
+                of_group.append(Codes(heads[g, own], own_words, offsets[number], steps[number]))
+            else:
+                of_group.append(Codes(heads[g, own], own_words, settled.offsets, settled.offset_steps))
+        made.append(of_group)
+    return made
+
+
+def _measured(coder: GroupCoder, streams: Sequence[mx.array], runs: tuple[tuple[int, int], ...]) -> mx.array:
+    """Rows in the metric, in steps, float16 (channels, tokens): not finite where they are too far off."""
+    on_gpu = coder.group.on_gpu
+    scale = float(coder.finer) / on_gpu.scale
+    centred, at = [], 0
+    for i, (stream, (heads, width)) in enumerate(zip(streams, coder.streams, strict=True)):
+        own = slice(at, at + heads * width)
+        at = own.stop
+        form, phases = _form(coder, i, runs, forth=False)
+        bits = stream.view(mx.uint32 if coder.dtype == "float32" else mx.uint16)
+        of_stream = kernels.centre(gpu_entropy.dialect_here(), form, [bits, on_gpu.mean[own], scale[own], *phases])
+        centred.append(of_stream.view(mx.float16))
+    return _by_head(coder, centred, [mx.swapaxes(factor, 1, 2) for factor in on_gpu.factors])
+
+
+def _by_head(coder: GroupCoder, rows: Sequence[mx.array], factors: Sequence[mx.array]) -> mx.array:
+    """Rows (heads, tokens, width) of each stream times each head's factor, turned: (channels, tokens)."""
+    made, at = [], 0
+    for factor in factors:
+        run = []
+        while sum(len(part) for part in run) < len(factor):
+            run.append(rows[at])
+            at += 1
+        joined = run[0] if len(run) == 1 else mx.concatenate(run)
+        made.append((factor @ mx.swapaxes(joined, 1, 2)).reshape(-1, joined.shape[1]))
+    assert at == len(coder.streams)
+    return made[0] if len(made) == 1 else mx.concatenate(made)
+
+
+class _Means:
+    """Means over the fine rows of each block: of which a group's are (groups, rows), float16, 1 or 0."""
+
+    def __init__(self, fine: mx.array, runs: Sequence[tuple[int, int]]):
+        here = mx.arange(len(runs))[:, None] == _block_of_each(tuple(runs))
+        shares = here[None] * fine[:, None].astype(mx.float32)
+        self.fine = fine
+        self.seen = shares.sum(axis=2)
+        self.shares = mx.swapaxes(shares / mx.maximum(self.seen, 1)[:, :, None], 1, 2).astype(mx.float16)
+
+    def of(self, group: int, values: mx.array) -> mx.array:
+        """Values float16 (n, rows) -> (n, blocks)."""
+        return mx.where(self.fine[group] > 0, values, 0).astype(mx.float16) @ self.shares[group]
+
+
+def _lacking(coder: GroupCoder, means: _Means, group: int, measured: mx.array, decoded: mx.array) -> mx.array:
+    """What decoded values of each block's fine rows lack on average, float32 (channels, blocks)."""
+    on_gpu = coder.group.on_gpu
+    missing = means.of(group, measured)
+    if len(coder.classes):
+        missing = missing - on_gpu.vectors[: len(coder.classes)].T @ means.of(group, decoded)
+    back, at = [], 0
+    for inverse in on_gpu.inverses:
+        heads, width, _ = inverse.shape
+        of_heads = missing[at : at + heads * width].reshape(heads, width, -1)
+        back.append((mx.swapaxes(inverse, 1, 2) @ of_heads).reshape(heads * width, -1))
+        at += heads * width
+    return mx.concatenate(back).astype(mx.float32) * _unscaled(coder)[:, None]
+
+
+def _unscaled(coder: GroupCoder) -> mx.array:
+    """What a product with the inverses is to be multiplied by, float32 (channels,)."""
+    return coder.group.on_gpu.scale * (MARGIN / float(coder.finer))
+
+
+def _bits(streams: Sequence[mx.array], rows: Array) -> Array:
+    """Uint16 (rows, halves of a row): the bits of these rows, stream after stream."""
+    if not len(rows):
+        return np.empty((0, 0), np.uint16)
+    at = mx.array(rows.astype(np.int32))
+    parts = [copy_out(mx.swapaxes(mx.take(stream, at, axis=1), 0, 1)) for stream in streams]
+    return np.concatenate([part.reshape(len(rows), -1).view(np.uint16) for part in parts], axis=1)
 
 
 def _with_rows(heads: Array, words: Array, whole_rows: Array) -> Array:
@@ -230,55 +237,144 @@ def _with_rows(heads: Array, words: Array, whole_rows: Array) -> Array:
         if head == 0xFFFF:
             parts.append(next(whole))
         else:
-            parts.append(words[at : at + (head & 0xFFF)])
-            at += head & 0xFFF
+            parts.append(words[at : at + (head & MOST_WORDS)])
+            at += head & MOST_WORDS
     return np.concatenate(parts)
 
 
-def _as_channels(rows: mx.array) -> mx.array:
-    """(heads, rows, width) -> (rows, heads * width)."""
-    heads, count, width = rows.shape
-    return mx.swapaxes(rows, 0, 1).reshape(count, heads * width)
+# -- and back -------------------------------------------------------------------------------------------------------------
 
 
-def _block_of_each(counts: Sequence[int]) -> mx.array:
-    """The number of each token's block, of blocks of so many; or of each channel's head."""
-    return mx.array(np.repeat(np.arange(len(counts), dtype=np.int32), counts))
+def decode(groups: Sequence[Coded], firsts: Sequence[int]) -> list[Restored]:
+    """Codes of groups, each of the same blocks, which begin at these tokens -> their rows, the blocks' one after the other.
+    Damaged where more than words is.
+    """
+    return decode_batch(brought_in(groups, firsts))
 
 
-def _cast(rows: mx.array, dtype: str) -> mx.array:
-    """Float32 as `dtype`, cut to its finite range."""
-    if dtype == "float32":
-        return rows
-    most = 65504.0 if dtype == "float16" else float.fromhex("0x1.fep127")
-    return mx.clip(rows, -most, most).astype(element(dtype).mlx)
+def brought_in(groups: Sequence[Coded], firsts: Sequence[int]) -> Batch:
+    """What `decode` takes, in the GPU's memory."""
+    counts = [len(codes.heads) for codes in groups[0].blocks]
+    heads = np.stack([np.concatenate([codes.heads for codes in group.blocks]) for group in groups])
+    row_words = np.stack([group.coder.row_words(own) for group, own in zip(groups, heads, strict=True)])
+    ends = np.cumsum(row_words).reshape(row_words.shape)
+    edges = np.cumsum([0, *counts])
+    words, kept = [], []
+    for group, own, of_rows in zip(groups, heads, row_words, strict=True):
+        for number, codes in enumerate(group.blocks):
+            try:
+                group.coder.check(codes)
+            except Damaged as damage:
+                raise Damaged(str(damage), number) from None
+            length = int(of_rows[edges[number] : edges[number + 1]].sum())
+            if length > len(codes.words):
+                raise Damaged(CLAIMED, number)
+            words.append(codes.words[:length])
+        kept.append(np.flatnonzero(gain_of(own) == AS_IT_IS))
+    joined = np.concatenate(words)
+    bits = []
+    for g, (group, rows) in enumerate(zip(groups, kept, strict=True)):
+        parts = [joined[ends[g, row] - group.coder.raw_words : ends[g, row]] for row in rows]
+        bits.append(np.stack(parts).view(element(group.coder.dtype).numpy) if parts else np.empty(0))
+    return Batch(
+        tuple(group.coder for group in groups),
+        tuple((first, first + count) for first, count in zip(firsts, counts, strict=True)),
+        mx.array(heads),
+        mx.array((ends - row_words).astype(np.uint32)),
+        mx.array(joined if len(joined) else np.zeros(1, np.uint16)),
+        _parts([np.stack([codes.offsets for codes in group.blocks]) for group in groups]),
+        _parts([np.stack([codes.offset_steps for codes in group.blocks]) for group in groups]),
+        list(zip(kept, bits, strict=True)),
+    )
 
 
-# -- RoPE ---------------------------------------------------------------------------------------------------------------
+def _parts(arrays: Sequence[Array]) -> list[mx.array]:
+    """Arrays in the GPU's memory, brought there together."""
+    whole = mx.array(np.concatenate([array.ravel() for array in arrays]))
+    ends = np.cumsum([array.size for array in arrays]).tolist()
+    return [whole[end - array.size : end].reshape(array.shape) for array, end in zip(arrays, ends, strict=True)]
 
 
-def _turned(rows: mx.array, rotation: Rotation, runs: Sequence[tuple[int, int]], forth: bool) -> mx.array:
-    """Float32 (heads, tokens, width), of the tokens of these runs, as RoPE turns them, or back."""
-    pairs = len(rotation.frequencies)
-    if not pairs:
-        return rows
-    cos, sin = _phases(np.asarray(rotation.frequencies, np.float64).tobytes(), tuple(runs))
+def decode_batch(batch: Batch) -> list[Restored]:
+    """`decode` of what is there already."""
+    coders = batch.coders
+    classes = Classes.of([coder.classes for coder in coders])
+    values, wrong = gpu_entropy.unpack(batch.heads, batch.words, batch.first, classes, coders[0].tables)
+    made = []
+    for g, coder in enumerate(coders):
+        count = min(padded(len(coder.classes)), len(coder.group.on_gpu.vectors))
+        products = mx.swapaxes(values[g, :count], 0, 1) @ _decoding(coder, count)
+        made.append(Restored(_restored(coder, products, batch, g), wrong[g]))
+    return made
+
+
+def _decoding(coder: GroupCoder, count: int) -> mx.array:
+    """From components to channels, float16 (count, channels): the first vectors times the inverses."""
+    vectors, made, at = coder.group.on_gpu.vectors[:count], [], 0
+    for inverse in coder.group.on_gpu.inverses:
+        heads, width, _ = inverse.shape
+        of_heads = mx.swapaxes(vectors[:, at : at + heads * width].reshape(count, heads, width), 0, 1)
+        made.append(mx.swapaxes(of_heads @ inverse, 0, 1).reshape(count, heads * width))
+        at += heads * width
+    return made[0] if len(made) == 1 else mx.concatenate(made, axis=1)
+
+
+def _restored(coder: GroupCoder, products: mx.array, batch: Batch, group: int) -> list[mx.array]:
+    """Rows of each stream: products with what was scaled, centred and turned back as it was."""
+    scale, mean, blocks = _unscaled(coder), coder.group.on_gpu.mean, _block_of_each(batch.runs)
+    offsets, steps, (kept, bits) = batch.offsets[group], batch.offset_steps[group], batch.kept[group]
+    streams, at, head = [], 0, 0
+    for i, (heads, width) in enumerate(coder.streams):
+        own = slice(at, at + heads * width)
+        form, phases = _form(coder, i, batch.runs, forth=True, odd=at % 2 == 1)
+        restored = kernels.restore(
+            gpu_entropy.dialect_here(), form,
+            [
+                products.view(mx.uint16)[:, own], mean[own], scale[own], blocks, offsets[:, at // 2 :],
+                steps[:, head : head + heads], *phases,
+            ],
+        )  # fmt: skip
+        stream = restored.view(element(coder.dtype).mlx)
+        if len(kept):
+            whole = bits[:, own].reshape(len(kept), heads, width).swapaxes(0, 1)
+            stream[:, mx.array(kept)] = bring_in(np.ascontiguousarray(whole), coder.dtype)
+        streams.append(stream)
+        at, head = own.stop, head + heads
+    return streams
+
+
+def reason_of(wrong: Array) -> str | None:
+    """What is wrong with a block, of whose rows `Restored` says this; None: nothing."""
+    return gpu_entropy.reason_of(int(wrong.max(initial=0)))
+
+
+# -- where rows are -------------------------------------------------------------------------------------------------------
+
+
+def _form(
+    coder: GroupCoder, stream: int, runs: tuple[tuple[int, int], ...], *, forth: bool, odd: bool = False
+) -> tuple[kernels.Form, tuple[mx.array, mx.array]]:
+    """What a kernel is made for, and the cosines and sines of the rows' phases."""
+    rotation = NO_ROTATION if stream % 2 else coder.group.layers[stream // 2].rotation
+    pairs, (heads, width) = len(rotation.frequencies), coder.streams[stream]
     length = rotation.scale if forth else 1 / rotation.scale
-    c, s = cos * length, sin * (length if forth else -length)
-    if rotation.interleaved:
-        heads, tokens, _ = rows.shape
-        turning = rows[..., : 2 * pairs].reshape(heads, tokens, pairs, 2)
-        a, b = turning[..., 0], turning[..., 1]
-        turned = mx.stack([a * c - b * s, a * s + b * c], axis=-1).reshape(heads, tokens, 2 * pairs)
-        return mx.concatenate([turned, rows[..., 2 * pairs :]], axis=2)
-    a, b = rows[..., :pairs], rows[..., pairs : 2 * pairs]
-    return mx.concatenate([a * c - b * s, a * s + b * c, rows[..., 2 * pairs :]], axis=2)
+    form = kernels.Form(heads, width, coder.dtype, pairs, rotation.interleaved, length, odd)
+    return form, _phases(rotation, runs)
 
 
-@lru_cache(maxsize=4)  # the layers of a model share a rotation as a rule
-def _phases(frequencies: bytes, runs: tuple[tuple[int, int], ...]) -> tuple[mx.array, mx.array]:
+@lru_cache(maxsize=8)
+def _block_of_each(runs: tuple[tuple[int, int], ...]) -> mx.array:
+    """The number of each token's block: uint32 (tokens,)."""
+    counts = [last - first for first, last in runs]
+    return mx.array(np.repeat(np.arange(len(counts), dtype=np.uint32), counts))
+
+
+@lru_cache(maxsize=8)  # the layers of a model share a rotation as a rule
+def _phases(rotation: Rotation, runs: tuple[tuple[int, int], ...]) -> tuple[mx.array, mx.array]:
     """Cosines and sines, float32 (tokens, pairs). Phases are float64's: of each 256th token, and between them added."""
-    radians = np.frombuffer(frequencies, np.float64)
+    radians = np.asarray(rotation.frequencies, np.float64)
+    if not len(radians):
+        return mx.zeros((1, 1)), mx.zeros((1, 1))
     within = np.arange(_WITHIN)[:, None] * radians
     starts = np.array([start for first, last in runs for start in range(first, last, _WITHIN)])
     firsts = starts[:, None] * radians

@@ -1,12 +1,13 @@
-"""The entropy coder in kernels of its own, for MLX's GPUs: heads, words and values of `entropy` bit for bit.
+"""The entropy coder in kernels of its own, for MLX's GPUs: heads and words of `entropy` bit for bit, values in half precision.
 
-Values lie component by component, (components, rows), and nothing leaves the GPU but what the caller asks for. `kernels` has
-the text.
+Groups of layers are coded together, their values component by component, (groups, components, rows), and nothing leaves the
+GPU but what the caller asks for. `kernels` has the text.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -16,6 +17,7 @@ import numpy as np
 
 from prefixcache.codecs.interchange import Array
 from prefixcache.codecs.transform import entropy
+from prefixcache.codecs.transform.basis import ALIGNED, LEFT_OUT_SHARE
 from prefixcache.codecs.transform.tables import (
     CLASSES,
     DEAD_ZONE,
@@ -36,7 +38,6 @@ from prefixcache.kernels.dialects import SIMD_WIDTH, Dialect, dialect_here  # ty
 log = logging.getLogger("prefixcache")
 
 NAMES = {"metal": "Metal", "cuda": "CUDA"}
-SKIPPED, CODED, AS_IT_IS = kernels.SKIPPED, kernels.CODED, kernels.AS_IT_IS
 _WRONG = {
     kernels.MISPLACED: entropy.MISPLACED,
     kernels.TOO_FEW: entropy.TOO_FEW,
@@ -78,17 +79,19 @@ def _tried(dialect: Dialect) -> str | None:
     chance, tables = np.random.default_rng(0), first_guess()
     classes = np.arange(CLASSES, dtype=np.int32)[::-1].copy()
     values = chance.laplace(size=(2 * SIMD_WIDTH + 1, CLASSES)) * 2.0 ** ((classes - 20) / 4)
-    values = values.astype(np.float32)
+    values = values.astype(np.float16).astype(np.float32)
     expected, parts = entropy.pack(quantised(values), classes, tables)
-    there = entropy.decoded(quantised(values), expected, classes, tables)
+    there = entropy.decoded(quantised(values), expected, classes, tables).astype(np.float16)
     words = np.concatenate(parts)
     counts = entropy.words_of(expected)
     try:
-        wanted = mx.full((len(values),), CODED, mx.uint32)
-        heads, decoded, scratch = pack(mx.array(np.ascontiguousarray(values.T)), wanted, classes, tables)
-        first = mx.array((np.cumsum(counts) - counts).astype(np.uint32))
-        back, wrong = unpack(mx.array(expected), mx.array(words), first, classes, tables)
-        pairs = [(heads, expected), (decoded.T, there), (gathered(expected, scratch), words), (back.T, there)]
+        several = Classes.of([classes])
+        lying = mx.array(np.ascontiguousarray(values.T).astype(np.float16))[None]
+        packed = pack(several.padded(lying), mx.array((values**2).sum(axis=1))[None], *_all(len(values)), several, tables)
+        first = mx.array((np.cumsum(counts) - counts).astype(np.uint32))[None]
+        back, wrong = unpack(mx.array(expected)[None], mx.array(words), first, several, tables)
+        pairs = [(packed.heads[0], expected), (gathered(expected, packed.scratch), words)]
+        pairs += [(of[0, :CLASSES].T, there) for of in (packed.decoded, back)]
         right = all(np.array_equal(np.array(mine), theirs) for mine, theirs in pairs) and not np.array(wrong).any()
     except (RuntimeError, ValueError) as error:  # of the device's compiler
         log.warning("transform coding stays on the CPU: its kernels don't compile on this GPU (%s)", error)
@@ -97,6 +100,11 @@ def _tried(dialect: Dialect) -> str | None:
         return None
     log.warning("transform coding stays on the CPU: its kernels give other codes on this GPU than NumPy does")
     return "no GPU kernel: it errs here"
+
+
+def _all(rows: int) -> tuple[mx.array, mx.array]:
+    """No row is skipped, and none loses anything."""
+    return mx.zeros((rows,), mx.uint32), mx.full((1,), 1e9)
 
 
 def _prepare(tables: Tables) -> _Prepared:
@@ -111,7 +119,7 @@ def _prepare(tables: Tables) -> _Prepared:
             slots=mx.array(slots[shifted]),
             codes=mx.array(np.stack(both, axis=-1)[shifted]),
             costs=mx.array(np.ascontiguousarray(costs - costs[0], np.int32)),
-            points=mx.array(points_of(tables)[shifted]),
+            points=mx.array(points_of(tables)[shifted].astype(np.float16)).view(mx.uint16),
             cost_of_0=np.ascontiguousarray(costs[0]),
         )
     return _prepared[tables]
@@ -123,30 +131,80 @@ def _packed(low: Array, high: Array, bits: int) -> Array:
     return packed
 
 
-def pack(values: mx.array, wanted: mx.array, classes: Array, tables: Tables) -> tuple[mx.array, mx.array, mx.array]:
-    """Values in steps, float32 (components, rows), and of each row whether it is SKIPPED, CODED or kept AS_IT_IS, uint32
-    (rows,) -> heads uint16 (rows,), what `unpack` gives, and the words, for `gathered`. Lazy.
+class Classes(NamedTuple):
+    """The classes of several groups' components, uint32 (groups, most), behind each group's zeros, and how many it has."""
+
+    numbers: mx.array
+    counts: mx.array
+    of_groups: Sequence[Array]
+
+    @classmethod
+    def of(cls, of_groups: Sequence[Array]) -> Classes:
+        """Of int32 (components,) of each group."""
+        counts = [len(classes) for classes in of_groups]
+        numbers = np.zeros((len(counts), padded(max(counts))), np.uint32)
+        for row, classes in zip(numbers, of_groups, strict=True):
+            row[: len(classes)] = classes
+        return cls(mx.array(numbers), mx.array(np.array(counts, np.uint32)), of_groups)
+
+    @property
+    def most(self) -> int:
+        return self.numbers.shape[1]
+
+    def padded(self, values: mx.array) -> mx.array:
+        """Values (groups, components, rows) of as many components as there are classes at most."""
+        behind = self.most - values.shape[1]
+        return mx.pad(values, [(0, 0), (0, behind), (0, 0)]) if behind else values
+
+
+def padded(components: int) -> int:
+    """How many values there are of so many components, one at least."""
+    return max(1, -(-components // ALIGNED)) * ALIGNED
+
+
+class Packed(NamedTuple):
+    """Coded rows: heads uint16 (groups, rows), which of them are `fine`, float16, what `unpack` gives, and words for
+    `gathered`.
     """
-    prepared, components = _prepare(tables), len(classes)
-    if not components:
-        heads = mx.where(wanted == CODED, GAINS // 2 << PRECISION, mx.where(wanted == AS_IT_IS, 0xFFFF, 0))
-        return heads.astype(mx.uint16), values, mx.zeros((len(wanted), 1), mx.uint16)
-    room = min(2 * components + 2, entropy.MOST_WORDS + 1)
-    zeros = prepared.cost_of_0[classes[:, None] + np.arange(GAINS)].sum(axis=0, dtype=np.int32)
-    heads, decoded, scratch = kernels.pack(
+
+    heads: mx.array
+    fine: mx.array
+    decoded: mx.array
+    scratch: mx.array
+
+
+def pack(
+    values: mx.array, lengths: mx.array, skipped: mx.array, limits: mx.array, classes: Classes, tables: Tables
+) -> Packed:
+    """Values in steps, float16 (groups, most, rows), the squares of rows' lengths in steps, float32 (groups, rows), and which
+    rows are skipped, uint32 (rows,), their heads being 0. What a row loses to vectors that are left out is more than what
+    `coding.most_left_out` allows, with `limits`, float32 (groups,), where that loses nothing: it is kept as it is. A row is fine
+    if it is less than the limit. Lazy.
+    """
+    prepared = _prepare(tables)
+    room = min(2 * classes.most + 2, entropy.MOST_WORDS + 1)
+    zeros = [
+        prepared.cost_of_0[own[:, None] + np.arange(GAINS)].sum(axis=0, dtype=np.int32) for own in classes.of_groups
+    ]
+    heads, fine, decoded, scratch = kernels.pack(
         dialect_here(),
         [
-            mx.contiguous(values), wanted, mx.array(classes.astype(np.uint32)), prepared.costs, mx.array(zeros),
-            prepared.codes, prepared.points,
+            mx.contiguous(values).view(mx.uint16), lengths, skipped, limits, classes.numbers, classes.counts, prepared.costs,
+            mx.array(np.stack(zeros)), prepared.codes, prepared.points,
         ],
         room,
-        int(np.float32(DEAD_ZONE).view(np.uint32)),
+        _bits(DEAD_ZONE),
+        _bits(LEFT_OUT_SHARE),
     )  # fmt: skip
-    return heads, decoded, scratch
+    return Packed(heads, fine.view(mx.float16), decoded.view(mx.float16), scratch)
+
+
+def _bits(number: float) -> int:
+    return int(np.float32(number).view(np.uint32))
 
 
 def gathered(heads: Array, scratch: mx.array) -> mx.array:
-    """The words of all rows, in their order: uint16. Lazy."""
+    """The words of all rows, heads uint16 (rows,), in their order: uint16. Lazy."""
     counts = np.where(entropy.gain_of(heads) == entropy.AS_IT_IS, 0, entropy.words_of(heads))
     ends = np.cumsum(counts)
     if not len(heads) or not ends[-1]:
@@ -157,18 +215,17 @@ def gathered(heads: Array, scratch: mx.array) -> mx.array:
 
 
 def unpack(
-    heads: mx.array, words: mx.array, first: mx.array, classes: Array, tables: Tables
+    heads: mx.array, words: mx.array, first: mx.array, classes: Classes, tables: Tables
 ) -> tuple[mx.array, mx.array]:
-    """Heads uint16 (rows,), words uint16, one at least, each row's from `first` (uint32 (rows,)) on -> values in steps,
-    float32 (components, rows), and what is wrong with each row, for `reason_of`. Lazy. Zeros of rows that are kept as they
-    are.
+    """Heads uint16 (groups, rows), words uint16, one at least, each row's from `first` (uint32 (groups, rows)) on -> values in
+    steps, float16 (groups, most, rows), and what is wrong with each row, for `reason_of`. Lazy. Zeros of rows that are kept as
+    they are.
     """
-    (rows,), components = heads.shape, len(classes)
-    if not rows or not components:
-        return mx.zeros((components, rows), mx.float32), mx.zeros((rows,), mx.uint32)
-    prepared, classes_there = _prepare(tables), mx.array(classes.astype(np.uint32))
-    values, wrong = kernels.unpack(dialect_here(), heads, first, words, classes_there, prepared.slots, prepared.points)
-    return values, wrong
+    prepared = _prepare(tables)
+    values, wrong = kernels.unpack(
+        dialect_here(), [heads, first, words, classes.numbers, classes.counts, prepared.slots, prepared.points]
+    )
+    return values.view(mx.float16), wrong
 
 
 def reason_of(wrong: int) -> str | None:
