@@ -22,7 +22,7 @@ CONSTANTS = """
 #define SYMBOLS 57u
 #define ESCAPE 56u
 #define GAINS 15u
-#define SHIFTED 76u
+#define CLASSES 61u
 #define LEAST 65536u
 #define MOST_WORDS 4095u
 #define MOST 32767.0f
@@ -38,7 +38,9 @@ PLACE = """
   const u32 own_classes = part * most;
 """
 
-UNPACK = PLACE.replace("PLACED", "heads") + """
+UNPACK = (
+    PLACE.replace("PLACED", "heads")
+    + """
   const u32 gain = heads[row] >> 12, count = heads[row] & MOST_WORDS, begin = first[row];
   const bool misplaced = count == 1 || count > u32(words_shape[0]) || begin > u32(words_shape[0]) - count;
   if (gain == GAINS || count == 0 || misplaced) {
@@ -78,6 +80,7 @@ UNPACK = PLACE.replace("PLACED", "heads") + """
   for (u32 i = components; i < most; i++) values[place + u64(i) * rows] = 0;
   wrong[row] = at > last + 1 ? TOO_FEW : at <= last || state != LEAST ? TOO_MANY : SOUND;
 """
+)
 
 PACKING = """
 // A value -> its magnitude in whole steps; what is no number is 0.
@@ -88,7 +91,9 @@ FUNCTION u32 size_of(const float value) {
 FUNCTION u32 symbol_of(const u32 size) { return size < DIRECT ? size : (bits_of(float(size)) >> 21) - 512; }
 """
 
-PACK = PLACE.replace("PLACED", "lengths") + """
+PACK = (
+    PLACE.replace("PLACED", "lengths")
+    + """
   const u32 room = ROOM;
   int cost[GAINS];
   UNROLL for (u32 gain = 0; gain < GAINS; gain++) cost[gain] = cost_of_zeros[part * GAINS + gain];
@@ -102,8 +107,13 @@ PACK = PLACE.replace("PLACED", "lengths") + """
     const u32 size = size_of(value);
     if (size) {
       used = i + 1;
-      const u32 at = symbol_of(size) * SHIFTED + classes[own_classes + i];
-      UNROLL for (u32 gain = 0; gain < GAINS; gain++) cost[gain] += costs[at + gain];
+      const u32 at = (symbol_of(size) * CLASSES + classes[own_classes + i]) * 8;
+      u32 pairs[8];
+      load_four(costs + at, pairs);
+      load_four(costs + at + 4, pairs + 4);
+      UNROLL for (u32 gain = 0; gain < GAINS; gain++) {
+        cost[gain] += int(gain & 1 ? pairs[gain / 2] : pairs[gain / 2] << 16) >> 16;
+      }
     }
   }
   // A row that isn't finite, or too long for codes, or not along the vectors: the comparisons are false of NaN.
@@ -115,7 +125,7 @@ PACK = PLACE.replace("PLACED", "lengths") + """
       for (u32 i = 0; i < components; i++) decoded[place + u64(i) * rows] = 0;
     }
     heads[row] = u16(coded ? GAINS / 2 << 12 : skipped[own] ? 0u : 0xFFFFu);
-    fine[row] = coded && left_out <= limit ? ONE : 0;
+    fine[row] = coded && left_out <= limit ? 1 : 0;
     return;
   }
   u32 best = 0;
@@ -133,21 +143,22 @@ PACK = PLACE.replace("PLACED", "lengths") + """
     const float value = low_half(u32(values[place + u64(i) * rows]));
     const u32 size = size_of(value), symbol = symbol_of(size), shifted = classes[own_classes + i] + best;
     const u32 sign = size && value < 0.0f ? 1 : 0;
-    const u32 slots = codes[2 * (shifted * SYMBOLS + symbol)], open_part = codes[2 * (shifted * SYMBOLS + symbol) + 1];
-    const u32 frequency = slots & 0xFFFFu, open = open_part >> 16;
+    u32 code[2];
+    load_two(codes + 2 * (shifted * SYMBOLS + symbol), code);
+    const u32 frequency = code[0] & 0xFFFFu, open = code[1] >> 16;
     if (open) {
       if (state >> (32 - open)) {
         EMIT(state & 0xFFFFu)
         state >>= 16;
       }
-      state = state << open | (2 * size + sign - 2 * (open_part & 0xFFFFu));
+      state = state << open | (2 * size + sign - 2 * (code[1] & 0xFFFFu));
     }
     if (state >> 20 >= frequency) {
       EMIT(state & 0xFFFFu)
       state >>= 16;
     }
     const u32 quotient = state / frequency;
-    state = (quotient << 12) + (state - quotient * frequency) + (slots >> 16);
+    state = (quotient << 12) + (state - quotient * frequency) + (code[0] >> 16);
     const u32 point = size < DIRECT ? points[shifted * DIRECT + size] : half_of(float(size));
     decoded[place + u64(i) * rows] = u16(point | sign << 15);
   }
@@ -160,15 +171,16 @@ PACK = PLACE.replace("PLACED", "lengths") + """
     return;
   }
   heads[row] = u16(best << 12 | count);
-  fine[row] = left_out <= limit ? ONE : 0;
+  fine[row] = left_out <= limit ? 1 : 0;
 """
+)
 
 GATHER = """
   const u32 row = group * (THREADS / WIDTH) + member / WIDTH, room = scratch_shape[1];
   if (row >= u32(heads_shape[0])) return;
   const u32 head = heads[row], count = head >> 12 == GAINS ? 0 : head & MOST_WORDS;
   for (u32 i = member % WIDTH; i < count; i += WIDTH) {
-    words[u64(first[row]) + i] = scratch[u64(row + 1) * room - count + i];
+    words[u64(ends[row]) - count + i] = scratch[u64(row + 1) * room - count + i];
   }
 """
 
@@ -190,12 +202,12 @@ def unpacker() -> Source:
 def packer(room: int, dead_zone: int, share: int) -> Source:
     """Inputs: values uint16 (groups, most, rows), the squares of rows' lengths float32 (groups, rows), skipped uint32
     (rows,), limits float32 (groups,) of what a row loses to vectors that are left out, `share` of what it doesn't lose added;
-    classes and counts as for `unpacker`, costs int32 (57, 76), cost_of_zeros int32 (groups, 15), codes uint32 (76, 57, 2),
-    points uint16 (76, 8). Outputs: heads uint16 (groups, rows), which rows lose no more than the limit, half precision, decoded
+    classes and counts as for `unpacker`, costs of gains int16, two to a uint32 (57, 61, 8), cost_of_zeros int32 (groups, 15), codes uint32 (76, 57, 2),
+    points uint16 (76, 8). Outputs: heads uint16 (groups, rows), which rows lose no more than the limit, uint16 (groups, rows), decoded
     uint16 (groups, most, rows), and scratch uint16 (groups * rows, room), the words of each row at its end. `dead_zone` and
     `share` as bits.
     """
-    defines = _defines(THREADS=THREADS, ROOM=room, DEAD_ZONE=dead_zone, SHARE=share, ONE=0x3C00)
+    defines = _defines(THREADS=THREADS, ROOM=room, DEAD_ZONE=dead_zone, SHARE=share)
     return Source(
         "transform_pack",
         (
@@ -208,10 +220,10 @@ def packer(room: int, dead_zone: int, share: int) -> Source:
 
 
 def gatherer() -> Source:
-    """Inputs: heads uint16 (rows,), scratch as `packer` gives it, first uint32 (rows,). Output: words uint16."""
+    """Inputs: heads uint16 (rows,), scratch as `packer` gives it, where each row's words end, uint32 (rows,). Output: words uint16."""
     return Source(
         "transform_gather",
-        ("heads", "scratch", "first"),
+        ("heads", "scratch", "ends"),
         ("words",),
         CONSTANTS + _defines(THREADS=THREADS, WIDTH=SIMD_WIDTH),
         GATHER,
@@ -253,10 +265,10 @@ def pack(
     return heads, fine, decoded, scratch
 
 
-def gather(dialect: Dialect, heads: mx.array, scratch: mx.array, first: mx.array, count: int) -> mx.array:
+def gather(dialect: Dialect, heads: mx.array, scratch: mx.array, ends: mx.array, count: int) -> mx.array:
     """Inputs and output of `gatherer`: `count` words, one at least."""
     (words,) = _kernel(dialect, gatherer())(
-        inputs=[heads, scratch, first],
+        inputs=[heads, scratch, ends],
         output_shapes=[(count,)],
         output_dtypes=[mx.uint16],
         **_launch(-(-heads.shape[0] // (THREADS // SIMD_WIDTH))),

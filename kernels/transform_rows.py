@@ -1,30 +1,36 @@
 """What stands on a GPU around the products of transform coding, a kernel each way: rows of a stream to centred ones without
 RoPE, and from products to rows with it.
 
-A thread has a pair of values that RoPE turns together, or two neighbours. Centred rows and products are half precision, as
-bits, of channels that were each divided by a scale of its own.
+A thread has a pair of values that RoPE turns together, or two neighbours, of some tokens one after the other. Centred rows
+and products are half precision, as bits, of channels that were each divided by a scale of its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
 import mlx.core as mx
+import numpy as np
 
-from .dialects import Dialect, Kernel, Source, build
+from .dialects import SIMD_WIDTH, Dialect, Kernel, Source, build
 
 THREADS = 256
+TOKENS = 8  # of a thread: what is of a channel is read once for them
 DTYPES = ("float16", "bfloat16", "float32")
 MOST = {"float16": "65504.0f", "bfloat16": "float_of(0x7F7F0000u)", "float32": "float_of(0x7F7FFFFFu)"}
 
 PLACE = """
-  const u32 at = group * THREADS + member, pair = at % HALF, token = at / HALF % tokens, head = at / HALF / tokens;
+  const u32 parts = (tokens + TOKENS - 1) / TOKENS;
+  const u32 at = group * THREADS + member, pair = at % HALF, part = at / HALF % parts, head = at / HALF / parts;
   if (head >= HEADS) return;
   const bool turns = pair < PAIRS;
   const u32 one = turns && !INTERLEAVED ? pair : 2 * pair, other = turns && !INTERLEAVED ? pair + PAIRS : one + 1;
-  const u32 begin = head * WIDTH;
-  const u64 row = (u64(head) * tokens + token) * WIDTH;
+  const bool both = other < WIDTH;
+  const u32 a_channel = places[0] + head * WIDTH + one, b_channel = places[0] + head * WIDTH + (both ? other : one);
+  const float a_mean = mean[a_channel], b_mean = mean[b_channel], a_scale = scale[a_channel], b_scale = scale[b_channel];
+  const u32 last = part * TOKENS + TOKENS < tokens ? part * TOKENS + TOKENS : tokens;
 """
 
 LOADS = {
@@ -38,48 +44,95 @@ STORES = {
     "float32": "FUNCTION u32 stored(const float x) { return bits_of(x); }",
 }
 
-CENTRE = """
+CENTRE = (
+    """
   const u32 tokens = u32(rows_shape[1]);
-""" + PLACE + """
-  const u64 source = u64(head) * u64(rows_strides[0]) + u64(token) * u64(rows_strides[1]);
+"""
+    + PLACE
+    + """
   const u64 step = u64(rows_strides[2]);
-  float a = loaded(rows[source + one * step]), b = other < WIDTH ? loaded(rows[source + other * step]) : 0.0f;
-  if (turns) {
-    const float c = times(cosines[token * PAIRS + pair], LENGTH), s = times(sines[token * PAIRS + pair], LENGTH);
-    const float turned = plus(times(a, c), times(b, s));
-    b = minus(times(b, c), times(a, s));
-    a = turned;
+  for (u32 token = part * TOKENS; token < last; token++) {
+    const u64 source = u64(head) * u64(rows_strides[0]) + u64(token) * u64(rows_strides[1]);
+    float a = loaded(rows[source + one * step]), b = both ? loaded(rows[source + other * step]) : 0.0f;
+    if (turns) {
+      const float c = times(cosines[token * PAIRS + pair], LENGTH), s = times(sines[token * PAIRS + pair], LENGTH);
+      const float turned = plus(times(a, c), times(b, s));
+      b = minus(times(b, c), times(a, s));
+      a = turned;
+    }
+    const u64 row = (u64(head) * tokens + token) * WIDTH;
+    centred[row + one] = u16(half_pair(times(over(minus(a, a_mean), a_scale), FACTOR), 0.0f));
+    if (both) centred[row + other] = u16(half_pair(times(over(minus(b, b_mean), b_scale), FACTOR), 0.0f));
   }
-  centred[row + one] = u16(half_pair(times(minus(a, mean[begin + one]), scale[begin + one]), 0.0f));
-  if (other < WIDTH) {
-    centred[row + other] = u16(half_pair(times(minus(b, mean[begin + other]), scale[begin + other]), 0.0f));
+"""
+)
+
+RESTORE = (
+    """
+  const u32 tokens = u32(products_shape[1]);
+"""
+    + PLACE
+    + """
+#define NIBBLE(i) float(int(offsets[u64(block) * u64(offsets_strides[0]) + (i) / 2] >> 4 * ((i) & 1) & 15) - 8)
+  u32 block = 0xFFFFFFFFu;
+  float a_added = 0.0f, b_added = 0.0f;
+  for (u32 token = part * TOKENS; token < last; token++) {
+    if (blocks[token] != block) {
+      block = blocks[token];
+      const float step = float_of(u32(steps[block * u32(steps_strides[0]) + places[1] + head]) << 16);
+      a_added = plus(a_mean, times(NIBBLE(a_channel), step));
+      b_added = plus(b_mean, times(NIBBLE(b_channel), step));
+    }
+    const u64 source = (u64(places[2] + head) * tokens + token) * WIDTH;
+    float a = plus(times(low_half(u32(products[source + one])), times(a_scale, FACTOR)), a_added);
+    float b = plus(times(low_half(u32(products[source + (both ? other : one)])), times(b_scale, FACTOR)), b_added);
+    if (turns) {
+      const float c = times(cosines[token * PAIRS + pair], LENGTH), s = times(sines[token * PAIRS + pair], LENGTH);
+      const float turned = minus(times(a, c), times(b, s));
+      b = plus(times(a, s), times(b, c));
+      a = turned;
+    }
+    const u64 row = (u64(head) * tokens + token) * WIDTH;
+    restored[row + one] = stored(least(greatest(a, -MOST), MOST));
+    if (both) restored[row + other] = stored(least(greatest(b, -MOST), MOST));
   }
+"""
+)
+
+# Squares of rows' lengths, of CHANNELS channels each: a thread a row of them.
+LENGTHS = """
+  const u32 channels = u32(values_shape[0]), rows = u32(values_shape[1]), in_part = (rows + THREADS - 1) / THREADS;
+  const u32 part = group / in_part, row = group % in_part * THREADS + member;
+  if (row >= rows) return;
+  const u32 first = part * CHANNELS, last = first + CHANNELS < channels ? first + CHANNELS : channels;
+  float sum = 0.0f;
+  for (u32 i = first; i < last; i++) {
+    const float value = low_half(u32(values[u64(i) * rows + row]));
+    sum = plus(sum, times(value, value));
+  }
+  squares[part * rows + row] = sum;
 """
 
-RESTORE = """
-  const u32 tokens = u32(products_shape[0]);
-""" + PLACE + """
-  const u32 block = blocks[token];
-  const u64 source = u64(token) * u64(products_strides[0]) + begin, of_block = u64(block) * u64(offsets_strides[0]);
-  const float step = float_of(u32(steps[block * u32(steps_strides[0]) + head]) << 16);
-#define NIBBLE(i) (offsets[of_block + (i) / 2] >> 4 * ((i) & 1) & 15)
-#define CHANNEL(i) plus(plus(times(low_half(u32(products[source + i])), scale[begin + i]), mean[begin + i]), \\
-  times(float(int(NIBBLE(begin + i + ODD)) - 8), step))
-  float a = CHANNEL(one), b = other < WIDTH ? CHANNEL(other) : 0.0f;
-  if (turns) {
-    const float c = times(cosines[token * PAIRS + pair], LENGTH), s = times(sines[token * PAIRS + pair], LENGTH);
-    const float turned = minus(times(a, c), times(b, s));
-    b = plus(times(a, s), times(b, c));
-    a = turned;
+# Sums of the rows of each block that are fine, by channel: a simdgroup a channel and block.
+SUMS = """
+  const u32 channels = u32(values_shape[0]), rows = u32(values_shape[1]), blocks = u32(edges_shape[0]) - 1;
+  const u32 at = group * (THREADS / SIMD_WIDTH) + member / SIMD_WIDTH, lane = member % SIMD_WIDTH;
+  const bool inside = at < channels * blocks;
+  const u32 channel = inside ? at / blocks : 0, block = inside ? at % blocks : 0;
+  float sum = 0.0f;
+  for (u32 i = edges[block] + lane; i < edges[block + 1]; i += SIMD_WIDTH) {
+    const float value = low_half(u32(values[u64(channel) * rows + i]));
+    if (fine[i]) sum = plus(sum, value);
   }
-  restored[row + one] = stored(least(greatest(a, -MOST), MOST));
-  if (other < WIDTH) restored[row + other] = stored(least(greatest(b, -MOST), MOST));
+  for (u32 mask = SIMD_WIDTH / 2; mask > 0; mask /= 2) sum = plus(sum, swapped(sum, mask));
+  if (inside && lane == 0) sums[at] = sum;
 """
+CHANNELS = 128
 
 
 class Form(NamedTuple):
     """What a kernel is made for: a stream's heads and their width and dtype, and how many `pairs` of a head turn, which
-    neighbours where `interleaved`, to be `length` times as long. `odd`: whether its first channel is an odd one.
+    neighbours where `interleaved`, to be `length` times as long. Products, or what becomes one, are multiplied by `factor`.
     """
 
     heads: int
@@ -88,39 +141,57 @@ class Form(NamedTuple):
     pairs: int
     interleaved: bool
     length: float
-    odd: bool = False
+    factor: float
 
     def functions(self) -> str:
         numbers = {
-            "THREADS": THREADS, "HEADS": self.heads, "WIDTH": self.width, "HALF": -(-self.width // 2),
-            "PAIRS": self.pairs, "INTERLEAVED": int(self.interleaved), "ODD": int(self.odd),
+            "THREADS": THREADS, "TOKENS": TOKENS, "HEADS": self.heads, "WIDTH": self.width, "HALF": -(-self.width // 2),
+            "PAIRS": self.pairs, "INTERLEAVED": int(self.interleaved),
         }  # fmt: skip
         lines = [f"#define {name} {number}u" for name, number in numbers.items()]
-        lines.append(f"#define LENGTH float_of({mx.array(self.length, mx.float32).view(mx.uint32).item()}u)")
+        for name, number in (("LENGTH", self.length), ("FACTOR", self.factor)):
+            lines.append(f"#define {name} float_of({int(np.float32(number).view(np.uint32))}u)")
         lines += [f"#define MOST {MOST[self.dtype]}", LOADS[self.dtype], STORES[self.dtype]]
         return "\n" + "\n".join(lines) + "\n"
 
 
 def centrer(form: Form) -> Source:
-    """Inputs: the bits of rows (heads, tokens, width); of each channel mean and scale, float32;
-    cosines and sines float32 (tokens, pairs). Output: (row - mean) * scale, uint16 (heads, tokens, width).
+    """Inputs: the bits of rows (heads, tokens, width); of each channel mean and scale, float32; cosines and sines float32
+    (tokens, pairs); the stream's first channel, in uint32. Output: (row - mean) / scale * factor, uint16 (heads, tokens, width).
     """
-    inputs = ("rows", "mean", "scale", "cosines", "sines")
+    inputs = ("rows", "mean", "scale", "cosines", "sines", "places")
     return Source("transform_centre", inputs, ("centred",), form.functions(), CENTRE)
 
 
 def restorer(form: Form) -> Source:
-    """Inputs: products uint16 (tokens, heads * width), of each channel mean and scale, float32; of each token its block,
-    uint32 (tokens,); of each block offsets, uint8, two to a byte, and steps of them, bf16 as uint16 (blocks, heads); cosines and
-    sines float32 (tokens, pairs). Output: the bits of rows (heads, tokens, width).
+    """Inputs: products uint16 (heads, tokens, width), of each channel mean and scale, float32; of each token its block, uint32
+    (tokens,); of each block offsets of channels, uint8, two to a byte, and of heads steps of them, bf16 as uint16; cosines and
+    sines float32 (tokens, pairs); the stream's first channel and head, and where that is among products, uint32 (3,).
+    Output: the bits of rows (heads, tokens, width).
     """
-    inputs = ("products", "mean", "scale", "blocks", "offsets", "steps", "cosines", "sines")
+    inputs = ("products", "mean", "scale", "blocks", "offsets", "steps", "cosines", "sines", "places")
     return Source("transform_restore", inputs, ("restored",), form.functions(), RESTORE)
 
 
+def measurer() -> Source:
+    """Input: values uint16 (channels, rows). Output: the squares of lengths, float32 (channels / 128, rows)."""
+    return Source("transform_lengths", ("values",), ("squares",), _defines(CHANNELS=CHANNELS), LENGTHS)
+
+
+def adder() -> Source:
+    """Inputs: values uint16 (channels, rows), which rows are fine, uint16 (rows,), the first row of each block and the end of
+    the last, uint32 (blocks + 1,). Output: sums of the fine ones, float32 (channels, blocks).
+    """
+    return Source("transform_sums", ("values", "fine", "edges"), ("sums",), _defines(SIMD_WIDTH=SIMD_WIDTH), SUMS)
+
+
+def _defines(**numbers: int) -> str:
+    return "".join(f"#define {name} {number}u\n" for name, number in {"THREADS": THREADS, **numbers}.items())
+
+
 @lru_cache(maxsize=256)
-def _kernel(dialect: Dialect, make: object, form: Form) -> Kernel:
-    return build(dialect, make(form))  # type: ignore[operator]
+def _kernel(dialect: Dialect, make: Callable[..., Source], *form: Form) -> Kernel:
+    return build(dialect, make(*form))
 
 
 def centre(dialect: Dialect, form: Form, inputs: list[mx.array]) -> mx.array:
@@ -131,16 +202,31 @@ def centre(dialect: Dialect, form: Form, inputs: list[mx.array]) -> mx.array:
 def restore(dialect: Dialect, form: Form, inputs: list[mx.array]) -> mx.array:
     """Inputs and output of `restorer`, one token at least."""
     dtype = mx.uint32 if form.dtype == "float32" else mx.uint16
-    return _launched(_kernel(dialect, restorer, form), form, inputs, inputs[0].shape[0], dtype)
+    return _launched(_kernel(dialect, restorer, form), form, inputs, inputs[0].shape[1], dtype)
+
+
+def lengths(dialect: Dialect, values: mx.array) -> mx.array:
+    """Input and output of `measurer`."""
+    channels, rows = values.shape
+    parts = -(-channels // CHANNELS)
+    groups = parts * -(-rows // THREADS)
+    return _made(_kernel(dialect, measurer), [values], (parts, rows), mx.float32, groups * THREADS)
+
+
+def sums(dialect: Dialect, values: mx.array, fine: mx.array, edges: mx.array) -> mx.array:
+    """Inputs and output of `adder`."""
+    shape = len(values), len(edges) - 1
+    return _made(_kernel(dialect, adder), [values, fine, edges], shape, mx.float32, shape[0] * shape[1] * SIMD_WIDTH)
 
 
 def _launched(kernel: Kernel, form: Form, inputs: list[mx.array], tokens: int, dtype: mx.Dtype) -> mx.array:
-    threads = form.heads * tokens * -(-form.width // 2)
+    threads = form.heads * -(-tokens // TOKENS) * -(-form.width // 2)
+    return _made(kernel, inputs, (form.heads, tokens, form.width), dtype, threads)
+
+
+def _made(kernel: Kernel, inputs: list[mx.array], shape: tuple[int, ...], dtype: mx.Dtype, threads: int) -> mx.array:
+    grid = -(-threads // THREADS) * THREADS
     (made,) = kernel(
-        inputs=inputs,
-        output_shapes=[(form.heads, tokens, form.width)],
-        output_dtypes=[dtype],
-        grid=(-(-threads // THREADS) * THREADS, 1, 1),
-        threadgroup=(THREADS, 1, 1),
+        inputs=inputs, output_shapes=[shape], output_dtypes=[dtype], grid=(grid, 1, 1), threadgroup=(THREADS, 1, 1)
     )
     return made

@@ -86,9 +86,7 @@ def _behind(taken: Codes | None, made: Codes | None) -> Codes:
     )
 
 
-def _encode(
-    groups: Sequence[Joined], leaves: Sequence[Leaf], parts: Sequence[Sequence[Part]]
-) -> Iterator[list[Codes]]:
+def _encode(groups: Sequence[Joined], leaves: Sequence[Leaf], parts: Sequence[Sequence[Part]]) -> Iterator[list[Codes]]:
     for joined, of_group in zip(groups, parts, strict=True):
         made = []
         for part in of_group:

@@ -22,7 +22,7 @@ from prefixcache.layers import levels, live_codes
 from prefixcache.layers.adapters import Leaf
 from prefixcache.layers.decoded import Decoded
 from prefixcache.layers.encode import Target, encode
-from prefixcache.layers.image_layout import Joined, Section
+from prefixcache.layers.image_layout import Section
 from prefixcache.layers.joined import Coded, DamagedBlock, Wanted, codes_of, decode_joined, encode_joined, write_joined
 from prefixcache.layers.recode import copy_stored, decode_stored, encode_stored
 from prefixcache.layers.snapshots import State, describe_state, write_state
@@ -120,7 +120,11 @@ class LiveMaker:
                     if window.image is not None:
                         self._decode_window(back, node.start, window.image.tensors(), window.mask)
             self._decode_joined(
-                back, [[(start, codes_of(joined, tensors, BLOCK)) for start, tensors in rows] for joined in self._plan.joined]
+                back,
+                [
+                    [(start, codes_of(joined, tensors, BLOCK)) for start, tensors in rows]
+                    for joined in self._plan.joined
+                ],
             )
             self.put_back()
 
@@ -143,7 +147,9 @@ class LiveMaker:
                 for stretch in decoded.stretches:
                     for number, (leaf, stream) in enumerate(joined.streams):
                         _, member = self._plan.tail_places[leaf][stream]
-                        back.add(member, stretch.first, stretch.rows(number, joined.coder.dtype), self._plan.sink_tokens)
+                        back.add(
+                            member, stretch.first, stretch.rows(number, joined.coder.dtype), self._plan.sink_tokens
+                        )
 
     def _decode_window(self, back: Decoded, start: int, tensors: dict[str, np.ndarray], mask: tuple[int, ...]) -> None:
         plan, sunk = self._plan, self._plan.sunk(start)

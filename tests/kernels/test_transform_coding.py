@@ -57,7 +57,9 @@ def near(coder, mine, theirs):
     makes of its largest.
     """
     theirs = [floats(bring_in(np.ascontiguousarray(other.swapaxes(0, 1)), coder.dtype)) for other in theirs]
-    pairs = [[np.nan_to_num(x, posinf=0, neginf=0) for x in pair] for pair in zip(map(floats, mine), theirs, strict=True)]
+    pairs = [
+        [np.nan_to_num(x, posinf=0, neginf=0) for x in pair] for pair in zip(map(floats, mine), theirs, strict=True)
+    ]
     largest = np.max([np.abs(other).max(axis=(0, 2)) for _, other in pairs], axis=0)
     for one, other in pairs:
         assert (np.abs(one - other).max(axis=(0, 2)) <= NEAR[coder.dtype] * np.maximum(1, largest)).all()

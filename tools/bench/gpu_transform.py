@@ -90,7 +90,9 @@ def _of_groups(joined: int, tokens: int, prefill: float, scale: str) -> Iterator
     vectors = [group.on_gpu.vectors[:count] for group in found]
     values = mx.random.normal((count, tokens)).astype(mx.float16)
     mx.eval(
-        vectors, values, [(batch.heads, batch.first, batch.words, batch.offsets, batch.offset_steps) for batch in batches]
+        vectors,
+        values,
+        [(batch.heads, batch.first, batch.words, batch.offsets, batch.offset_steps) for batch in batches],
     )
 
     def timed(work: Callable[[], Iterable[Any]]) -> Callable[[int], float]:

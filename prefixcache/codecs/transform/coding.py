@@ -22,9 +22,9 @@ from prefixcache.codecs.transform.tables import MOST, Tables
 
 ROWS = 256  # of a product
 OFFSET_BITS = 4
-_MOST_OFFSET = 7  # in steps of a head's own
+MOST_OFFSET = 7  # in steps of a head's own
 CLAIMED = "the rows' heads claim more words than there are"
-_MEASURED = 64  # from fewer rows an offset is taken for smaller than it looks
+OFFSET_ROWS = 64  # from fewer rows an offset is taken for smaller than it looks
 
 
 class Codes(NamedTuple):
@@ -209,8 +209,7 @@ class GroupCoder:
         if len(rows):
             mean = decoded.mean(axis=0, dtype=np.float64)[None].astype(np.float32)
             lacking = rows.mean(axis=0, dtype=np.float64).astype(np.float32) - self._product_back(mean)[0]
-        offsets, steps = quantised_offsets(lacking[None], np.array([len(rows)]), self.streams)
-        return offsets[0], steps[0]
+        return _quantised(lacking * np.float32(min(1, len(rows) / OFFSET_ROWS)), self.streams)
 
     def check(self, codes: Codes) -> None:
         """Damaged where offsets are not as an encoder writes them."""
@@ -243,25 +242,22 @@ class GroupCoder:
         return np.where(lost, np.uint16(0xFFFF), heads), np.concatenate(parts)
 
 
-def quantised_offsets(lacking: Array, rows: Array, streams: Sequence[tuple[int, int]]) -> tuple[Array, Array]:
-    """`Codes.offsets` and `offset_steps` of blocks that lack this on average, float32 (blocks, channels), each of so many
-    rows, (blocks,).
-    """
-    lacking = lacking * np.minimum(1, rows / _MEASURED).astype(np.float32)[:, None]
+def _quantised(lacking: Array, streams: Sequence[tuple[int, int]]) -> tuple[Array, Array]:
+    """`Codes.offsets` and `offset_steps` of rows that lack this on average, float32 (channels,)."""
     steps, numbers, at = [], [], 0
     for heads, width in streams:
-        of_stream = lacking[:, at : at + heads * width].reshape(-1, heads, width)
+        of_stream = lacking[at : at + heads * width].reshape(heads, width)
         at += heads * width
-        largest = np.abs(of_stream).max(axis=2)
-        bits = ((largest / _MOST_OFFSET).view(np.uint32) + 0xFFFF) >> 16  # bf16, rounded up
+        largest = np.abs(of_stream).max(axis=1)
+        bits = ((largest / MOST_OFFSET).view(np.uint32) + 0xFFFF) >> 16  # bf16, rounded up
         step = _bf16(bits.astype(np.uint16))
         steps.append(bits.astype(np.uint16))
-        whole = np.rint(of_stream / np.where(step > 0, step, 1)[:, :, None])
-        numbers.append(np.clip(whole, -_MOST_OFFSET, _MOST_OFFSET).astype(np.int8).reshape(len(rows), -1))
-    nibbles = (np.concatenate(numbers, axis=1) + 8).astype(np.uint8)
-    if nibbles.shape[1] % 2:
-        nibbles = np.pad(nibbles, [(0, 0), (0, 1)], constant_values=8)
-    return nibbles[:, ::2] | nibbles[:, 1::2] << 4, np.concatenate(steps, axis=1)
+        whole = np.rint(of_stream / np.where(step > 0, step, 1)[:, None])
+        numbers.append(np.clip(whole, -MOST_OFFSET, MOST_OFFSET).astype(np.int8).ravel())
+    nibbles = (np.concatenate(numbers) + 8).astype(np.uint8)
+    if len(nibbles) % 2:
+        nibbles = np.append(nibbles, np.uint8(8))
+    return nibbles[::2] | nibbles[1::2] << 4, np.concatenate(steps)
 
 
 @lru_cache(maxsize=1)

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate, groupby
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 import numpy as np
 
-from prefixcache.codecs.interchange import Array, bring_in, copy_out, element
+from prefixcache.codecs.interchange import Array, borrow, bring_in, copy_out, element
+from prefixcache.codecs.threads import share_out
 from prefixcache.codecs.transform import gpu_entropy
 from prefixcache.codecs.transform.basis import MARGIN
-from prefixcache.codecs.transform.coding import CLAIMED, Codes, GroupCoder, quantised_offsets
+from prefixcache.codecs.transform.coding import CLAIMED, MOST_OFFSET, OFFSET_ROWS, Codes, GroupCoder
 from prefixcache.codecs.transform.entropy import AS_IT_IS, MOST_WORDS, Damaged, gain_of
 from prefixcache.codecs.transform.gpu_entropy import Classes, padded
 from prefixcache.codecs.transform.rotation import NO_ROTATION, Rotation
@@ -26,7 +29,9 @@ from prefixcache.kernels import transform_rows as kernels  # type: ignore[import
 from prefixcache.memory import machine_memory
 
 _WITHIN = 256  # tokens over which the phases of a rotation are kept
-_SHARE, _ROOM = 1 / 16, 2 << 30  # groups that are coded at once take that much of the memory, and bytes, at most
+_PART = 256.0  # sums are as large as that many rows'
+_WORTH_A_THREAD = 1 << 20  # bytes
+_SHARE, _ROOM = 1 / 16, 4 << 30  # groups that are coded at once take that much of the memory, and bytes, at most
 
 
 class Rows(NamedTuple):
@@ -72,6 +77,20 @@ class Batch(NamedTuple):
     kept: Sequence[tuple[Array, Array]]
 
 
+class _OfCoder(NamedTuple):
+    """What products and kernels take of a coder. Streams of one width that follow each other are a run: `vectors` (components,
+    channels), and of each run `by_head` (heads, components, width), `factors` and `inverses` (heads, width, width), the former
+    turned; of each stream its first channel and head, and that among its run's, `places` uint32 (3,), and its run.
+    """
+
+    vectors: mx.array
+    by_head: list[mx.array]
+    factors: list[mx.array]
+    inverses: list[mx.array]
+    places: list[mx.array]
+    runs: list[int]
+
+
 class Restored(NamedTuple):
     """Rows (heads, tokens, width) of each stream of a group, and what is wrong with each token's, for `reason_of`. Lazy."""
 
@@ -105,120 +124,121 @@ def encode(groups: Sequence[Rowed], blocks: Sequence[Rows]) -> list[list[Codes]]
     skipped = np.concatenate([np.arange(block.last - block.first) < block.skip for block in blocks])
     measured = [_measured(coder, group.streams, runs) for coder, group in zip(coders, groups, strict=True)]
     classes = Classes.of([coder.classes for coder in coders])
-    values = [
-        coder.group.on_gpu.vectors[: len(coder.classes)] @ of_group
-        for coder, of_group in zip(coders, measured, strict=True)
+    values = [_of(coder).vectors @ of_group for coder, of_group in zip(coders, measured, strict=True)]
+    lengths = [
+        kernels.lengths(gpu_entropy.dialect_here(), of_group.view(mx.uint16)).sum(axis=0) for of_group in measured
     ]
     packed = gpu_entropy.pack(
         mx.concatenate([classes.padded(of_group[None]) for of_group in values]),
-        mx.stack([mx.square(of_group.astype(mx.float32)).sum(axis=0) for of_group in measured]),
+        mx.stack(lengths),
         mx.array(skipped.astype(np.uint32)),
         mx.array(np.array([coder.most_left_out(0) for coder in coders], np.float32)),
         classes,
         coders[0].tables,
     )
-    lacking, seen = [], None
-    if any(settled is None for group in groups for settled in group.settled):
-        means = _Means(packed.fine, runs)
-        seen = means.seen
-        lacking = [
-            _lacking(coder, means, g, measured[g], packed.decoded[g, : len(coder.classes)])
-            for g, coder in enumerate(coders)
-        ]
-    mx.eval(packed.heads, packed.scratch, lacking, [] if seen is None else seen)
-    heads = copy_out(packed.heads)
-    words = copy_out(gpu_entropy.gathered(heads.ravel(), packed.scratch))
-    counts = np.where(gain_of(heads) == AS_IT_IS, 0, heads & MOST_WORDS).astype(np.int64)
-    row_ends = np.cumsum(counts).reshape(counts.shape)
-    ends = np.cumsum([last - first for first, last in runs])
+    offsets = _offsets(coders, measured, packed, runs)
+    mx.eval(packed.heads, packed.ends, packed.scratch, offsets)
+    words = gpu_entropy.gathered(packed)
+    mx.async_eval(words)
+    heads, ends = copy_out(packed.heads), copy_out(packed.ends).astype(np.int64)
+    beside = [of_group for run in offsets for of_group in zip(*(copy_out(part) for part in run), strict=True)]
+    all_words = borrow(words)
+    edges = _edges(runs)
     made = []
-    for g, group in enumerate(groups):
-        offsets, steps = None, None
-        if seen is not None:
-            offsets, steps = quantised_offsets(np.array(lacking[g]).T, np.array(seen[g]), group.coder.streams)
+    for g, (_, streams, settled) in enumerate(groups):
         kept = np.flatnonzero(heads[g] == 0xFFFF)
-        as_they_are = _bits(group.streams, kept)
-        last_word = row_ends[g, 0] - counts[g, 0]
+        as_they_are = _bits(streams, kept)
+        begin = int(ends[g - 1, -1]) if g else 0
         of_group = []
-        for number, (end, settled) in enumerate(zip(ends, group.settled, strict=True)):
-            own = slice(0 if not number else int(ends[number - 1]), int(end))
-            own_words = words[last_word : row_ends[g, own.stop - 1]]
-            last_word = row_ends[g, own.stop - 1]
-            whole_rows = as_they_are[np.searchsorted(kept, own.start) : np.searchsorted(kept, own.stop)]
-            if len(whole_rows):
+        for number, known in enumerate(settled):
+            own = slice(edges[number], edges[number + 1])
+            end = int(ends[g, own.stop - 1])
+            own_words, begin = all_words[begin:end], end
+            if len(kept):
+                whole_rows = as_they_are[np.searchsorted(kept, own.start) : np.searchsorted(kept, own.stop)]
                 own_words = _with_rows(heads[g, own], own_words, whole_rows)
-            if settled is None:
-                assert offsets is not None
-                assert steps is not None
-                of_group.append(Codes(heads[g, own], own_words, offsets[number], steps[number]))
+            if known is None:
+                numbers, steps = (part[:, number] for part in beside[g])
             else:
-                of_group.append(Codes(heads[g, own], own_words, settled.offsets, settled.offset_steps))
+                numbers, steps = known.offsets, known.offset_steps
+            of_group.append(Codes(heads[g, own], own_words, numbers, steps))
         made.append(of_group)
     return made
 
 
 def _measured(coder: GroupCoder, streams: Sequence[mx.array], runs: tuple[tuple[int, int], ...]) -> mx.array:
     """Rows in the metric, in steps, float16 (channels, tokens): not finite where they are too far off."""
-    on_gpu = coder.group.on_gpu
-    scale = float(coder.finer) / on_gpu.scale
-    centred, at = [], 0
-    for i, (stream, (heads, width)) in enumerate(zip(streams, coder.streams, strict=True)):
-        own = slice(at, at + heads * width)
-        at = own.stop
+    on_gpu, of, dialect = coder.group.on_gpu, _of(coder), gpu_entropy.dialect_here()
+    centred: list[list[mx.array]] = [[] for _ in of.factors]
+    for i, stream in enumerate(streams):
         form, phases = _form(coder, i, runs, forth=False)
         bits = stream.view(mx.uint32 if coder.dtype == "float32" else mx.uint16)
-        of_stream = kernels.centre(gpu_entropy.dialect_here(), form, [bits, on_gpu.mean[own], scale[own], *phases])
-        centred.append(of_stream.view(mx.float16))
-    return _by_head(coder, centred, [mx.swapaxes(factor, 1, 2) for factor in on_gpu.factors])
+        made = kernels.centre(dialect, form, [bits, on_gpu.mean, on_gpu.scale, *phases, of.places[i]])
+        centred[of.runs[i]].append(made.view(mx.float16))
+    measured = []
+    for factor, parts in zip(of.factors, centred, strict=True):
+        rows = parts[0] if len(parts) == 1 else mx.concatenate(parts)
+        measured.append((factor @ mx.swapaxes(rows, 1, 2)).reshape(-1, rows.shape[1]))
+    return measured[0] if len(measured) == 1 else mx.concatenate(measured)
 
 
-def _by_head(coder: GroupCoder, rows: Sequence[mx.array], factors: Sequence[mx.array]) -> mx.array:
-    """Rows (heads, tokens, width) of each stream times each head's factor, turned: (channels, tokens)."""
+def _offsets(
+    coders: Sequence[GroupCoder],
+    measured: Sequence[mx.array],
+    packed: gpu_entropy.Packed,
+    runs: tuple[tuple[int, int], ...],
+) -> list[tuple[mx.array, mx.array]]:
+    """What decoded values of each block's fine rows lack on average, as it is stored: for each run of groups of the same streams
+    uint8 (groups, channels / 2, blocks) and bf16 as uint16 (groups, heads, blocks). Lazy.
+    """
+    dialect, edges = gpu_entropy.dialect_here(), mx.array(np.array(_edges(runs), np.uint32))
+    here = mx.arange(len(runs))[:, None] == _block_of_each(runs)
+    seen = (here[None] * packed.fine[:, None]).sum(axis=2).astype(mx.float32)
+    missing = []
+    for g, (coder, of_group) in enumerate(zip(coders, measured, strict=True)):
+        sums = kernels.sums(dialect, of_group.view(mx.uint16), packed.fine[g], edges)
+        if count := len(coder.classes):  # means, for products of half precision
+            decoded = kernels.sums(dialect, packed.decoded[g, :count].view(mx.uint16), packed.fine[g], edges)
+            sums = sums - (_of(coder).vectors.T @ (decoded / _PART).astype(mx.float16)).astype(mx.float32) * _PART
+        missing.append(sums)
     made, at = [], 0
-    for factor in factors:
-        run = []
-        while sum(len(part) for part in run) < len(factor):
-            run.append(rows[at])
-            at += 1
-        joined = run[0] if len(run) == 1 else mx.concatenate(run)
-        made.append((factor @ mx.swapaxes(joined, 1, 2)).reshape(-1, joined.shape[1]))
-    assert at == len(coder.streams)
-    return made[0] if len(made) == 1 else mx.concatenate(made)
+    for _, alike in groupby(coders, lambda coder: (coder.streams, coder.quality)):
+        several = list(alike)
+        own = slice(at, at + len(several))
+        means = mx.stack(missing[own]) / mx.maximum(seen[own], OFFSET_ROWS)[:, None]
+        offsets, steps = _quantised(several, means)
+        made.append((offsets, steps))
+        at = own.stop
+    return made
 
 
-class _Means:
-    """Means over the fine rows of each block: of which a group's are (groups, rows), float16, 1 or 0."""
-
-    def __init__(self, fine: mx.array, runs: Sequence[tuple[int, int]]):
-        here = mx.arange(len(runs))[:, None] == _block_of_each(tuple(runs))
-        shares = here[None] * fine[:, None].astype(mx.float32)
-        self.fine = fine
-        self.seen = shares.sum(axis=2)
-        self.shares = mx.swapaxes(shares / mx.maximum(self.seen, 1)[:, :, None], 1, 2).astype(mx.float16)
-
-    def of(self, group: int, values: mx.array) -> mx.array:
-        """Values float16 (n, rows) -> (n, blocks)."""
-        return mx.where(self.fine[group] > 0, values, 0).astype(mx.float16) @ self.shares[group]
-
-
-def _lacking(coder: GroupCoder, means: _Means, group: int, measured: mx.array, decoded: mx.array) -> mx.array:
-    """What decoded values of each block's fine rows lack on average, float32 (channels, blocks)."""
-    on_gpu = coder.group.on_gpu
-    missing = means.of(group, measured)
-    if len(coder.classes):
-        missing = missing - on_gpu.vectors[: len(coder.classes)].T @ means.of(group, decoded)
-    back, at = [], 0
-    for inverse in on_gpu.inverses:
-        heads, width, _ = inverse.shape
-        of_heads = missing[at : at + heads * width].reshape(heads, width, -1)
-        back.append((mx.swapaxes(inverse, 1, 2) @ of_heads).reshape(heads * width, -1))
-        at += heads * width
-    return mx.concatenate(back).astype(mx.float32) * _unscaled(coder)[:, None]
+def _quantised(coders: Sequence[GroupCoder], missing: mx.array) -> tuple[mx.array, mx.array]:
+    """What is missing in the metric of groups of the same streams, float32 (groups, channels, blocks), as offsets and their
+    steps."""
+    groups, _, blocks = missing.shape
+    scale = mx.stack([coder.group.on_gpu.scale for coder in coders]) * _factor(coders[0])
+    numbers, steps, at = [], [], 0
+    for run, first in enumerate(coders[0].group.on_gpu.inverses):
+        heads, width, _ = first.shape
+        own = slice(at, at + heads * width)
+        at = own.stop
+        inverses = mx.stack([coder.group.on_gpu.inverses[run] for coder in coders])
+        back = mx.swapaxes(inverses, 2, 3) @ missing[:, own].astype(mx.float16).reshape(groups, heads, width, blocks)
+        lacking = back.astype(mx.float32) * scale[:, own].reshape(groups, heads, width, 1)
+        bits = ((mx.abs(lacking).max(axis=2) / MOST_OFFSET).view(mx.uint32) + 0xFFFF) >> 16  # bf16, rounded up
+        step = (bits << 16).view(mx.float32)
+        whole = mx.round(lacking / mx.where(step > 0, step, 1)[:, :, None])
+        numbers.append((mx.clip(whole, -MOST_OFFSET, MOST_OFFSET) + 8).astype(mx.uint8).reshape(groups, -1, blocks))
+        steps.append(bits.astype(mx.uint16))
+    nibbles = mx.concatenate(numbers, axis=1)
+    if nibbles.shape[1] % 2:
+        nibbles = mx.concatenate([nibbles, mx.full((groups, 1, blocks), 8, mx.uint8)], axis=1)
+    return nibbles[:, ::2] | nibbles[:, 1::2] << 4, mx.concatenate(steps, axis=1)
 
 
-def _unscaled(coder: GroupCoder) -> mx.array:
-    """What a product with the inverses is to be multiplied by, float32 (channels,)."""
-    return coder.group.on_gpu.scale * (MARGIN / float(coder.finer))
+def _factor(coder: GroupCoder) -> float:
+    """What a product with the inverses is to be multiplied by, beside the scale."""
+    return MARGIN / float(coder.finer)
 
 
 def _bits(streams: Sequence[mx.array], rows: Array) -> Array:
@@ -258,34 +278,56 @@ def brought_in(groups: Sequence[Coded], firsts: Sequence[int]) -> Batch:
     heads = np.stack([np.concatenate([codes.heads for codes in group.blocks]) for group in groups])
     row_words = np.stack([group.coder.row_words(own) for group, own in zip(groups, heads, strict=True)])
     ends = np.cumsum(row_words).reshape(row_words.shape)
-    edges = np.cumsum([0, *counts])
-    words, kept = [], []
-    for group, own, of_rows in zip(groups, heads, row_words, strict=True):
-        for number, codes in enumerate(group.blocks):
-            try:
-                group.coder.check(codes)
-            except Damaged as damage:
-                raise Damaged(str(damage), number) from None
-            length = int(of_rows[edges[number] : edges[number + 1]].sum())
-            if length > len(codes.words):
-                raise Damaged(CLAIMED, number)
-            words.append(codes.words[:length])
-        kept.append(np.flatnonzero(gain_of(own) == AS_IT_IS))
-    joined = np.concatenate(words)
-    bits = []
-    for g, (group, rows) in enumerate(zip(groups, kept, strict=True)):
-        parts = [joined[ends[g, row] - group.coder.raw_words : ends[g, row]] for row in rows]
-        bits.append(np.stack(parts).view(element(group.coder.dtype).numpy) if parts else np.empty(0))
+    lengths = np.add.reduceat(row_words, np.cumsum([0, *counts[:-1]]), axis=1)
+    for group, of_blocks in zip(groups, lengths.tolist(), strict=True):
+        _check(group, of_blocks)
+    words = _joined(
+        [codes.words[:length] for group, own in zip(groups, lengths.tolist(), strict=True)
+         for codes, length in zip(group.blocks, own, strict=True)]
+    )  # fmt: skip
+    kept = []
+    for group, own, of_group in zip(groups, heads, ends, strict=True):
+        rows = np.flatnonzero(gain_of(own) == AS_IT_IS)
+        bits = [words[of_group[row] - group.coder.raw_words : of_group[row]] for row in rows]
+        kept.append((rows, np.stack(bits).view(element(group.coder.dtype).numpy) if bits else np.empty(0)))
     return Batch(
         tuple(group.coder for group in groups),
         tuple((first, first + count) for first, count in zip(firsts, counts, strict=True)),
         mx.array(heads),
         mx.array((ends - row_words).astype(np.uint32)),
-        mx.array(joined if len(joined) else np.zeros(1, np.uint16)),
+        mx.array(words),
         _parts([np.stack([codes.offsets for codes in group.blocks]) for group in groups]),
         _parts([np.stack([codes.offset_steps for codes in group.blocks]) for group in groups]),
-        list(zip(kept, bits, strict=True)),
+        kept,
     )
+
+
+def _check(group: Coded, lengths: Sequence[int]) -> None:
+    """Damaged for blocks that claim more words than they have, or whose offsets no encoder wrote."""
+    steps = np.concatenate([codes.offset_steps for codes in group.blocks])
+    suspect = bool((steps & 0x7F80 == 0x7F80).any())
+    shape = -(-group.coder.group.channels // 2), group.coder.heads
+    for number, (codes, length) in enumerate(zip(group.blocks, lengths, strict=True)):
+        if suspect or (len(codes.offsets), len(codes.offset_steps)) != shape:
+            try:
+                group.coder.check(codes)
+            except Damaged as damage:
+                raise Damaged(str(damage), number) from None
+        if length > len(codes.words):
+            raise Damaged(CLAIMED, number)
+
+
+def _joined(parts: Sequence[Array]) -> Array:
+    """Words one after the other, one at least."""
+    edges = [0, *accumulate(len(part) for part in parts)]
+    words = np.empty(max(1, edges[-1]), np.uint16)
+
+    def copy(first: int, last: int) -> None:
+        for number in range(first, last):
+            words[edges[number] : edges[number + 1]] = parts[number]
+
+    share_out(len(parts), 8, words.nbytes // _WORTH_A_THREAD, copy)
+    return words
 
 
 def _parts(arrays: Sequence[Array]) -> list[mx.array]:
@@ -302,45 +344,36 @@ def decode_batch(batch: Batch) -> list[Restored]:
     values, wrong = gpu_entropy.unpack(batch.heads, batch.words, batch.first, classes, coders[0].tables)
     made = []
     for g, coder in enumerate(coders):
-        count = min(padded(len(coder.classes)), len(coder.group.on_gpu.vectors))
-        products = mx.swapaxes(values[g, :count], 0, 1) @ _decoding(coder, count)
+        of = _of(coder)
+        turned = mx.swapaxes(values[g : g + 1, : of.by_head[0].shape[1]], 1, 2)
+        products = [(turned @ (vectors @ inverse)).view(mx.uint16) for vectors, inverse in zip(of.by_head, of.inverses)]
         made.append(Restored(_restored(coder, products, batch, g), wrong[g]))
     return made
 
 
-def _decoding(coder: GroupCoder, count: int) -> mx.array:
-    """From components to channels, float16 (count, channels): the first vectors times the inverses."""
-    vectors, made, at = coder.group.on_gpu.vectors[:count], [], 0
-    for inverse in coder.group.on_gpu.inverses:
-        heads, width, _ = inverse.shape
-        of_heads = mx.swapaxes(vectors[:, at : at + heads * width].reshape(count, heads, width), 0, 1)
-        made.append(mx.swapaxes(of_heads @ inverse, 0, 1).reshape(count, heads * width))
-        at += heads * width
-    return made[0] if len(made) == 1 else mx.concatenate(made, axis=1)
-
-
-def _restored(coder: GroupCoder, products: mx.array, batch: Batch, group: int) -> list[mx.array]:
+def _restored(coder: GroupCoder, products: Sequence[mx.array], batch: Batch, group: int) -> list[mx.array]:
     """Rows of each stream: products with what was scaled, centred and turned back as it was."""
-    scale, mean, blocks = _unscaled(coder), coder.group.on_gpu.mean, _block_of_each(batch.runs)
-    offsets, steps, (kept, bits) = batch.offsets[group], batch.offset_steps[group], batch.kept[group]
-    streams, at, head = [], 0, 0
+    on_gpu, of, dialect = coder.group.on_gpu, _of(coder), gpu_entropy.dialect_here()
+    beside = _block_of_each(batch.runs), batch.offsets[group], batch.offset_steps[group]
+    kept, bits = batch.kept[group]
+    streams, at = [], 0
     for i, (heads, width) in enumerate(coder.streams):
-        own = slice(at, at + heads * width)
-        form, phases = _form(coder, i, batch.runs, forth=True, odd=at % 2 == 1)
+        form, phases = _form(coder, i, batch.runs, forth=True)
         restored = kernels.restore(
-            gpu_entropy.dialect_here(), form,
-            [
-                products.view(mx.uint16)[:, own], mean[own], scale[own], blocks, offsets[:, at // 2 :],
-                steps[:, head : head + heads], *phases,
-            ],
-        )  # fmt: skip
+            dialect, form, [products[of.runs[i]], on_gpu.mean, on_gpu.scale, *beside, *phases, of.places[i]]
+        )
         stream = restored.view(element(coder.dtype).mlx)
         if len(kept):
-            whole = bits[:, own].reshape(len(kept), heads, width).swapaxes(0, 1)
+            whole = bits[:, at : at + heads * width].reshape(len(kept), heads, width).swapaxes(0, 1)
             stream[:, mx.array(kept)] = bring_in(np.ascontiguousarray(whole), coder.dtype)
         streams.append(stream)
-        at, head = own.stop, head + heads
+        at += heads * width
     return streams
+
+
+def _edges(runs: Sequence[tuple[int, int]]) -> list[int]:
+    """Where each block's rows begin, and where the last one's end."""
+    return [0, *accumulate(last - first for first, last in runs)]
 
 
 def reason_of(wrong: Array) -> str | None:
@@ -352,14 +385,39 @@ def reason_of(wrong: Array) -> str | None:
 
 
 def _form(
-    coder: GroupCoder, stream: int, runs: tuple[tuple[int, int], ...], *, forth: bool, odd: bool = False
+    coder: GroupCoder, stream: int, runs: tuple[tuple[int, int], ...], *, forth: bool
 ) -> tuple[kernels.Form, tuple[mx.array, mx.array]]:
     """What a kernel is made for, and the cosines and sines of the rows' phases."""
     rotation = NO_ROTATION if stream % 2 else coder.group.layers[stream // 2].rotation
     pairs, (heads, width) = len(rotation.frequencies), coder.streams[stream]
-    length = rotation.scale if forth else 1 / rotation.scale
-    form = kernels.Form(heads, width, coder.dtype, pairs, rotation.interleaved, length, odd)
-    return form, _phases(rotation, runs)
+    length, factor = (rotation.scale, _factor(coder)) if forth else (1 / rotation.scale, float(coder.finer))
+    return kernels.Form(heads, width, coder.dtype, pairs, rotation.interleaved, length, factor), _phases(rotation, runs)
+
+
+_of_coders: WeakKeyDictionary[GroupCoder, _OfCoder] = WeakKeyDictionary()
+
+
+def _of(coder: GroupCoder) -> _OfCoder:
+    if coder not in _of_coders:
+        on_gpu, by_head, at = coder.group.on_gpu, [], 0
+        count = min(padded(len(coder.classes)), len(on_gpu.vectors))
+        for inverse in on_gpu.inverses:
+            heads, width, _ = inverse.shape
+            of_run = on_gpu.vectors[:count, at : at + heads * width].reshape(count, heads, width)
+            by_head.append(mx.swapaxes(of_run, 0, 1))
+            at += heads * width
+        places, runs, channel, head = [], [], 0, 0
+        for run, (_, streams) in enumerate(groupby(coder.streams, lambda stream: stream[1])):
+            before = head
+            for heads, width in streams:
+                runs.append(run)
+                places.append(mx.array(np.array([channel, head, head - before], np.uint32)))
+                channel, head = channel + heads * width, head + heads
+        turned = [mx.swapaxes(factor, 1, 2) for factor in on_gpu.factors]
+        _of_coders[coder] = _OfCoder(
+            on_gpu.vectors[: len(coder.classes)], by_head, turned, on_gpu.inverses, places, runs
+        )
+    return _of_coders[coder]
 
 
 @lru_cache(maxsize=8)

@@ -22,7 +22,6 @@ from prefixcache.codecs.transform.tables import (
     CLASSES,
     DEAD_ZONE,
     GAINS,
-    PRECISION,
     SYMBOLS,
     TOTAL,
     Tables,
@@ -87,10 +86,12 @@ def _tried(dialect: Dialect) -> str | None:
     try:
         several = Classes.of([classes])
         lying = mx.array(np.ascontiguousarray(values.T).astype(np.float16))[None]
-        packed = pack(several.padded(lying), mx.array((values**2).sum(axis=1))[None], *_all(len(values)), several, tables)
+        packed = pack(
+            several.padded(lying), mx.array((values**2).sum(axis=1))[None], *_all(len(values)), several, tables
+        )
         first = mx.array((np.cumsum(counts) - counts).astype(np.uint32))[None]
         back, wrong = unpack(mx.array(expected)[None], mx.array(words), first, several, tables)
-        pairs = [(packed.heads[0], expected), (gathered(expected, packed.scratch), words)]
+        pairs = [(packed.heads[0], expected), (gathered(packed), words)]
         pairs += [(of[0, :CLASSES].T, there) for of in (packed.decoded, back)]
         right = all(np.array_equal(np.array(mine), theirs) for mine, theirs in pairs) and not np.array(wrong).any()
     except (RuntimeError, ValueError) as error:  # of the device's compiler
@@ -114,13 +115,16 @@ def _prepare(tables: Tables) -> _Prepared:
         frequency, start = (np.take_along_axis(each, at, axis=1) for each in (tables.frequencies, tables.starts))
         slots = _packed(frequency - 1, np.arange(TOTAL) - start, 12) | symbols.astype(np.uint32) << 24
         both = _packed(codes.frequency, codes.start, 16), _packed(codes.least, codes.open_bits, 16)
-        costs = tables.costs[shifted].T
+        of_zeros = tables.costs[shifted, 0]
+        of_gains = np.arange(CLASSES)[:, None] + np.arange(GAINS)
+        costs = np.zeros((SYMBOLS, CLASSES, GAINS + 1), np.int16)
+        costs[:, :, :GAINS] = np.moveaxis((tables.costs[shifted] - of_zeros[:, None])[of_gains], 2, 0)
         _prepared[tables] = _Prepared(
             slots=mx.array(slots[shifted]),
             codes=mx.array(np.stack(both, axis=-1)[shifted]),
-            costs=mx.array(np.ascontiguousarray(costs - costs[0], np.int32)),
+            costs=mx.array(costs.view(np.uint32)),
             points=mx.array(points_of(tables)[shifted].astype(np.float16)).view(mx.uint16),
-            cost_of_0=np.ascontiguousarray(costs[0]),
+            cost_of_0=of_zeros,
         )
     return _prepared[tables]
 
@@ -163,14 +167,15 @@ def padded(components: int) -> int:
 
 
 class Packed(NamedTuple):
-    """Coded rows: heads uint16 (groups, rows), which of them are `fine`, float16, what `unpack` gives, and words for
-    `gathered`.
+    """Coded rows: heads uint16 (groups, rows), which of them are `fine`, uint16 1 or 0, what `unpack` gives, words for
+    `gathered`, and where each row's end, uint32 (groups, rows), group after group.
     """
 
     heads: mx.array
     fine: mx.array
     decoded: mx.array
     scratch: mx.array
+    ends: mx.array
 
 
 def pack(
@@ -196,21 +201,23 @@ def pack(
         _bits(DEAD_ZONE),
         _bits(LEFT_OUT_SHARE),
     )  # fmt: skip
-    return Packed(heads, fine.view(mx.float16), decoded.view(mx.float16), scratch)
+    counts = mx.where(heads == 0xFFFF, 0, heads & entropy.MOST_WORDS).astype(mx.uint32)
+    ends = mx.cumsum(counts.reshape(-1)).reshape(heads.shape)
+    return Packed(heads, fine, decoded.view(mx.float16), scratch, ends)
 
 
 def _bits(number: float) -> int:
     return int(np.float32(number).view(np.uint32))
 
 
-def gathered(heads: Array, scratch: mx.array) -> mx.array:
-    """The words of all rows, heads uint16 (rows,), in their order: uint16. Lazy."""
-    counts = np.where(entropy.gain_of(heads) == entropy.AS_IT_IS, 0, entropy.words_of(heads))
-    ends = np.cumsum(counts)
-    if not len(heads) or not ends[-1]:
+def gathered(packed: Packed) -> mx.array:
+    """The words of all rows, in their order: uint16. Waits for `ends`."""
+    count = int(packed.ends[-1, -1].item())  # type: ignore[arg-type]
+    if not count:
         return mx.zeros((0,), mx.uint16)
-    first = mx.array((ends - counts).astype(np.uint32))
-    words: mx.array = kernels.gather(dialect_here(), mx.array(heads), scratch, first, int(ends[-1]))
+    words: mx.array = kernels.gather(
+        dialect_here(), packed.heads.reshape(-1), packed.scratch, packed.ends.reshape(-1), count
+    )
     return words
 
 
