@@ -201,11 +201,11 @@ def unpacker() -> Source:
 
 def packer(room: int, dead_zone: int, share: int) -> Source:
     """Inputs: values uint16 (groups, most, rows), the squares of rows' lengths float32 (groups, rows), skipped uint32
-    (rows,), limits float32 (groups,) of what a row loses to vectors that are left out, `share` of what it doesn't lose added;
-    classes and counts as for `unpacker`, costs of gains int16, two to a uint32 (57, 61, 8), cost_of_zeros int32 (groups, 15), codes uint32 (76, 57, 2),
-    points uint16 (76, 8). Outputs: heads uint16 (groups, rows), which rows lose no more than the limit, uint16 (groups, rows), decoded
-    uint16 (groups, most, rows), and scratch uint16 (groups * rows, room), the words of each row at its end. `dead_zone` and
-    `share` as bits.
+    (rows,), and the most that a row may lose to vectors that are left out, beside a `share` of the rest, limits float32
+    (groups,); classes and counts as for `unpacker`, costs of gains int16, two to a uint32 (57, 61, 8), cost_of_zeros int32
+    (groups, 15), codes uint32 (76, 57, 2), points uint16 (76, 8). Outputs: heads uint16 (groups, rows); fine uint16 (groups,
+    rows), 1 of rows that lose no more than the limit; decoded uint16 (groups, most, rows); and scratch uint16 (groups * rows,
+    room), the words of each row at its end. `dead_zone` and `share` as bits.
     """
     defines = _defines(THREADS=THREADS, ROOM=room, DEAD_ZONE=dead_zone, SHARE=share)
     return Source(
@@ -220,7 +220,9 @@ def packer(room: int, dead_zone: int, share: int) -> Source:
 
 
 def gatherer() -> Source:
-    """Inputs: heads uint16 (rows,), scratch as `packer` gives it, where each row's words end, uint32 (rows,). Output: words uint16."""
+    """Inputs: heads uint16 (rows,), scratch as `packer` gives it, where each row's words end uint32 (rows,). Output: words
+    uint16.
+    """
     return Source(
         "transform_gather",
         ("heads", "scratch", "ends"),

@@ -157,17 +157,17 @@ class Form(NamedTuple):
 
 def centrer(form: Form) -> Source:
     """Inputs: the bits of rows (heads, tokens, width); of each channel mean and scale, float32; cosines and sines float32
-    (tokens, pairs); the stream's first channel, in uint32. Output: (row - mean) / scale * factor, uint16 (heads, tokens, width).
+    (tokens, pairs); the stream's first channel, in uint32. Output: (row - mean) / scale * factor, uint16, of the same shape.
     """
     inputs = ("rows", "mean", "scale", "cosines", "sines", "places")
     return Source("transform_centre", inputs, ("centred",), form.functions(), CENTRE)
 
 
 def restorer(form: Form) -> Source:
-    """Inputs: products uint16 (heads, tokens, width), of each channel mean and scale, float32; of each token its block, uint32
-    (tokens,); of each block offsets of channels, uint8, two to a byte, and of heads steps of them, bf16 as uint16; cosines and
-    sines float32 (tokens, pairs); the stream's first channel and head, and where that is among products, uint32 (3,).
-    Output: the bits of rows (heads, tokens, width).
+    """Inputs: products uint16 (heads, tokens, width), of each channel mean and scale, float32; of each token its block,
+    uint32 (tokens,); of each block offsets of channels, uint8, two to a byte, and of heads steps of them, bf16 as uint16;
+    cosines and sines float32 (tokens, pairs); the stream's first channel and head, and where that is among products, uint32
+    (3,). Output: the bits of rows (heads, tokens, width).
     """
     inputs = ("products", "mean", "scale", "blocks", "offsets", "steps", "cosines", "sines", "places")
     return Source("transform_restore", inputs, ("restored",), form.functions(), RESTORE)

@@ -53,8 +53,8 @@ def floats(array):
 
 
 def near(coder, mine, theirs):
-    """MLX arrays (heads, tokens, width) and NumPy's (tokens, heads, width): a token's, of all streams, within what half precision
-    makes of its largest.
+    """MLX arrays (heads, tokens, width) and NumPy's (tokens, heads, width): a token's, of all streams, within what half
+    precision makes of its largest.
     """
     theirs = [floats(bring_in(np.ascontiguousarray(other.swapaxes(0, 1)), coder.dtype)) for other in theirs]
     pairs = [

@@ -27,7 +27,7 @@ def on_host(programs, monkeypatch):
     monkeypatch.setattr(gpu_entropy, "dialect_here", lambda: DIALECTS["cuda"])
     monkeypatch.setattr(bases_module, "_loaded", {})
     monkeypatch.setattr(ReadAhead, "serves", lambda plan: False)  # it is for CPUs
-    caches = (transform_entropy._kernel, transform_rows._kernel, gpu_entropy._tried)
+    caches = (transform_entropy._kernel, transform_rows._kernel, gpu_coding._tried)
     for cached in caches:
         cached.cache_clear()
     yield
@@ -130,16 +130,34 @@ def test_codes_that_no_encoder_wrote_are_a_miss(on_host, tmp_path, change):
         cache.check_integrity()
 
 
-def test_kernels_that_err_are_not_used(on_host, monkeypatch, caplog):
-    honest = transform_entropy.unpack
-    monkeypatch.setattr(transform_entropy, "unpack", lambda *given: (honest(*given)[0] ^ 1, honest(*given)[1]))
-    assert not gpu_entropy.available()
+def other_words(honest):
+    return lambda *given: (honest(*given)[0] ^ 1, honest(*given)[1])
+
+
+def other_rows(honest):
+    return lambda *given: honest(*given) ^ 0x400
+
+
+@pytest.mark.parametrize(
+    ("kernels", "name", "erring"),
+    [
+        (transform_entropy, "unpack", other_words),
+        (transform_rows, "restore", other_rows),
+        (transform_rows, "centre", other_rows),
+    ],
+)
+def test_kernels_that_err_are_not_used(on_host, monkeypatch, caplog, kernels, name, erring):
+    monkeypatch.setattr(kernels, name, erring(getattr(kernels, name)))
+    assert not gpu_coding.available()
     assert "other codes on this GPU" in caplog.text
-    assert gpu_entropy.describe() == "no GPU kernel: it errs here"
-    gpu_entropy._tried.cache_clear()
-    monkeypatch.setattr(transform_entropy, "build", lambda *_: failing)
-    transform_entropy._kernel.cache_clear()
-    assert gpu_entropy.describe() == "no GPU kernel: it doesn't compile here"
+    assert gpu_coding.describe() == "no GPU kernels: they err here"
+
+
+@pytest.mark.parametrize("kernels", [transform_entropy, transform_rows])
+def test_kernels_that_do_not_compile_are_not_used(on_host, monkeypatch, caplog, kernels):
+    monkeypatch.setattr(kernels, "build", lambda *_: failing)
+    assert gpu_coding.describe() == "no GPU kernels: they don't compile here"
+    assert "expected ';'" in caplog.text
 
 
 def failing(**_):

@@ -21,7 +21,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from prefixcache.codecs.transform import backends, gpu_coding, gpu_entropy
+from prefixcache.codecs.transform import gpu_coding, gpu_entropy
 from prefixcache.codecs.transform.coding import Codes, GroupCoder
 from prefixcache.keys import BLOCK, chunks
 from tools.bench import report, transform_rows
@@ -41,7 +41,7 @@ DECODED, OF_PREFILL, SOONER = 60.0, 0.1, 30.0
 def rows(scale: str) -> Iterator[Figure]:
     """Groups of one, two and four layers: their rates, and what all of a model's layers take beside its prefill."""
     if not gpu_coding.available():
-        yield report.needs_a_gpu("codec transform on a GPU: decoding and encoding", backends.describe())
+        yield report.needs_a_gpu("codec transform on a GPU: decoding and encoding", gpu_coding.describe())
         return
     tokens = TOKENS[scale]
     prefill = _prefill(tokens, scale)
@@ -121,7 +121,7 @@ def _of_groups(joined: int, tokens: int, prefill: float, scale: str) -> Iterator
     whole = {name: statistics.median(times) for name, times in turns.items()}
     nbytes = tokens * of.channels * 2 * len(of_model)
     rate = {name: nbytes / seconds / 1e9 for name, seconds in whole.items()}
-    shape = f"{of.channels:,} channels ({joined} of Llama 3 8B's layers), {tokens:,} tokens ({backends.describe()})"
+    shape = f"{of.channels:,} channels ({joined} of Llama 3 8B's layers), {tokens:,} tokens ({gpu_coding.describe()})"
     raw = {"joined": joined, "components": len(coders[0].classes), "rate": rate, "prefill": prefill, "whole": whole}
     yield Figure(
         f"transform decode: {shape}", f"{rate['decode']:.0f} GB/s of fp16", f">= {DECODED:.0f} on an H200",

@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 
 from prefixcache.codecs.interchange import Array
-from prefixcache.codecs.transform import c_entropy, entropy, gpu_entropy
+from prefixcache.codecs.transform import c_entropy, entropy
 from prefixcache.codecs.transform.tables import Tables, quantised
 
 
@@ -48,7 +48,5 @@ def _in_c(classes: Array) -> bool:
 
 
 def describe() -> str:
-    """What runs here, for people: "CUDA kernel", "C", or "NumPy (C kernel: not built)"."""
-    if gpu_entropy.available():
-        return gpu_entropy.describe()
+    """What runs on this CPU, for people: "C", or "NumPy (C kernel: not built)"."""
     return "C" if c_entropy.available() else f"NumPy (C kernel: {c_entropy.describe()})"

@@ -45,9 +45,10 @@ _FIELDS = {"format", "model", "layers", "groups", "sinks", "metric", "texts", "m
 _LARGEST = 1 << 36  # bytes of a file
 
 
-ALIGNED = 16  # components on a GPU are a multiple of these
-# A row's product with the inverses can't leave the range of half precision then, whatever 8,192 values of 32,767 say.
-MARGIN = 64.0
+ALIGNED = 16  # components on a GPU are a multiple of these: products are quick then
+MARGIN = (
+    64.0  # a row's product with the inverses can't leave half precision's range, whatever 8,192 values of 32,767 say
+)
 
 
 class BasisError(ValueError):
@@ -55,9 +56,9 @@ class BasisError(ValueError):
 
 
 class OnGpu(NamedTuple):
-    """What products on a GPU take of a group, in half precision: `vectors` float16 (components, channels), rows of zeros behind
-    them up to a multiple of 16. Channels are divided by `scale`, float32 (channels,), powers of two: `factors` and `inverses`
-    are of channels so scaled, float16 (heads, width, width), for each run of heads of one width.
+    """What products on a GPU take of a group, in half precision: `vectors` float16 (components, channels), zeros behind them
+    up to a multiple of 16. Channels are divided by `scale`, float32 (channels,), powers of two: `factors` and `inverses` are of
+    such, float16 (heads, width, width), for each run of heads of one width; products with the latter are 64 times too small.
     """
 
     vectors: mx.array

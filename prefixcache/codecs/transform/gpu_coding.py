@@ -8,6 +8,7 @@ many rows there are.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, groupby
@@ -20,14 +21,20 @@ import numpy as np
 from prefixcache.codecs.interchange import Array, borrow, bring_in, copy_out, element
 from prefixcache.codecs.threads import share_out
 from prefixcache.codecs.transform import gpu_entropy
-from prefixcache.codecs.transform.basis import MARGIN
+from prefixcache.codecs.transform.basis import MARGIN, QUALITIES, LayerGroup
 from prefixcache.codecs.transform.coding import CLAIMED, MOST_OFFSET, OFFSET_ROWS, Codes, GroupCoder
 from prefixcache.codecs.transform.entropy import AS_IT_IS, MOST_WORDS, Damaged, gain_of
 from prefixcache.codecs.transform.gpu_entropy import Classes, padded
+from prefixcache.codecs.transform.layer import Layer
 from prefixcache.codecs.transform.rotation import NO_ROTATION, Rotation
+from prefixcache.codecs.transform.tables import first_guess
 from prefixcache.kernels import transform_rows as kernels  # type: ignore[import-not-found]
+from prefixcache.kernels.dialects import Dialect  # type: ignore[import-not-found]
 from prefixcache.memory import machine_memory
 
+log = logging.getLogger("prefixcache")
+
+_NAMES = {"metal": "Metal", "cuda": "CUDA"}
 _WITHIN = 256  # tokens over which the phases of a rotation are kept
 _PART = 256.0  # sums are as large as that many rows'
 _WORTH_A_THREAD = 1 << 20  # bytes
@@ -78,9 +85,9 @@ class Batch(NamedTuple):
 
 
 class _OfCoder(NamedTuple):
-    """What products and kernels take of a coder. Streams of one width that follow each other are a run: `vectors` (components,
-    channels), and of each run `by_head` (heads, components, width), `factors` and `inverses` (heads, width, width), the former
-    turned; of each stream its first channel and head, and that among its run's, `places` uint32 (3,), and its run.
+    """What products and kernels take of a coder: `vectors` (components, channels); of each run of streams of one width
+    `by_head` (heads, components, width), and `factors`, turned, and `inverses` (heads, width, width); of each stream the
+    number of its run, and in uint32 (3,) its first channel and head, and that among its run's.
     """
 
     vectors: mx.array
@@ -99,8 +106,52 @@ class Restored(NamedTuple):
 
 
 def available() -> bool:
-    """Whether rows are coded on a GPU here."""
-    return gpu_entropy.available()
+    """Whether rows are coded on MLX's default device: a GPU whose compiler and arithmetic give what NumPy gives."""
+    return _refused() is None
+
+
+def describe() -> str:
+    """ "Metal kernels", "CUDA kernels", or why there are none."""
+    return _refused() or f"{_NAMES[gpu_entropy.dialect_here().name]} kernels"
+
+
+def _refused() -> str | None:
+    dialect = gpu_entropy.dialect_here()
+    return "no GPU kernels: MLX's default device has none" if dialect is None else _tried(dialect)
+
+
+@lru_cache(maxsize=1)
+def _tried(dialect: Dialect) -> str | None:
+    """What is wrong with the kernels on this device, by a few rows: then those are coded on the CPU."""
+    try:
+        if gpu_entropy.right() and _right():
+            return None
+    except (RuntimeError, ValueError) as error:  # of the device's compiler
+        log.warning("transform coding stays on the CPU: its kernels don't compile on this GPU (%s)", error)
+        return "no GPU kernels: they don't compile here"
+    log.warning("transform coding stays on the CPU: its kernels give other codes on this GPU than NumPy does")
+    return "no GPU kernels: they err here"
+
+
+def _right() -> bool:
+    """Whether rows are coded here as on the CPU, but for how products round: some of two blocks, of one layer."""
+    chance = np.random.default_rng(0)
+    layer = Layer(0, 2, 8, 8, "float16", Rotation(np.array([0.9, 0.09, 0.009])))
+    factors = np.tile(
+        np.tril(chance.normal(size=(8, 8)), -1).astype(np.float32) + 4 * np.eye(8, dtype=np.float32), (2, 1, 1)
+    )
+    mean, spreads = (chance.normal(size=32).astype(np.float32), np.geomspace(20, 0.5, 32).astype(np.float32))
+    vectors = np.linalg.qr(chance.normal(size=(32, 32)))[0].astype(np.float16)
+    group = LayerGroup((layer,), mean, ((factors, factors),), vectors, spreads, np.zeros(len(QUALITIES), np.float32))
+    coder = GroupCoder(group, first_guess(), 4.0, layer.dtype)
+    rows = chance.normal(scale=2, size=(2, 2, 90, 8)).astype(np.float16)
+    streams = [bring_in(stream, layer.dtype) for stream in rows]
+    ((one, other),) = encode([Rowed(coder, streams, [None, None])], [Rows(5, 70), Rows(70, 95)])
+    ((here, wrong),) = decode([Coded(coder, [one, other])], [5, 70])
+    parts = zip(coder.decode(one, 5), coder.decode(other, 70), strict=True)
+    there = np.stack([np.concatenate(part).swapaxes(0, 1) for part in parts]).astype(np.float32)
+    apart = np.abs(np.stack([copy_out(stream) for stream in here]) - there).max()
+    return bool(apart < 0.05 and (there - rows).std() < 0.3 and not copy_out(wrong).any())  # a step is a quarter
 
 
 def at_once(coders: Sequence[GroupCoder], tokens: int) -> int:
@@ -188,8 +239,8 @@ def _offsets(
     packed: gpu_entropy.Packed,
     runs: tuple[tuple[int, int], ...],
 ) -> list[tuple[mx.array, mx.array]]:
-    """What decoded values of each block's fine rows lack on average, as it is stored: for each run of groups of the same streams
-    uint8 (groups, channels / 2, blocks) and bf16 as uint16 (groups, heads, blocks). Lazy.
+    """What decoded values of each block's fine rows lack on average, as it is stored: for each run of groups of the same
+    streams uint8 (groups, channels / 2, blocks) and bf16 as uint16 (groups, heads, blocks). Lazy.
     """
     dialect, edges = gpu_entropy.dialect_here(), mx.array(np.array(_edges(runs), np.uint32))
     here = mx.arange(len(runs))[:, None] == _block_of_each(runs)
@@ -346,7 +397,10 @@ def decode_batch(batch: Batch) -> list[Restored]:
     for g, coder in enumerate(coders):
         of = _of(coder)
         turned = mx.swapaxes(values[g : g + 1, : of.by_head[0].shape[1]], 1, 2)
-        products = [(turned @ (vectors @ inverse)).view(mx.uint16) for vectors, inverse in zip(of.by_head, of.inverses)]
+        products = [
+            (turned @ (vectors @ inverse)).view(mx.uint16)
+            for vectors, inverse in zip(of.by_head, of.inverses, strict=True)
+        ]
         made.append(Restored(_restored(coder, products, batch, g), wrong[g]))
     return made
 

@@ -1,4 +1,4 @@
-"""The entropy coder in kernels of its own, for MLX's GPUs: heads and words of `entropy` bit for bit, values in half precision.
+"""The entropy coder in kernels, for MLX's GPUs: heads and words of `entropy` bit for bit, values in half precision.
 
 Groups of layers are coded together, their values component by component, (groups, components, rows), and nothing leaves the
 GPU but what the caller asks for. `kernels` has the text.
@@ -6,9 +6,7 @@ GPU but what the caller asks for. `kernels` has the text.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -32,11 +30,8 @@ from prefixcache.codecs.transform.tables import (
     shifted_classes,
 )
 from prefixcache.kernels import transform_entropy as kernels  # type: ignore[import-not-found]
-from prefixcache.kernels.dialects import SIMD_WIDTH, Dialect, dialect_here  # type: ignore[import-not-found]
+from prefixcache.kernels.dialects import SIMD_WIDTH, dialect_here  # type: ignore[import-not-found]
 
-log = logging.getLogger("prefixcache")
-
-NAMES = {"metal": "Metal", "cuda": "CUDA"}
 _WRONG = {
     kernels.MISPLACED: entropy.MISPLACED,
     kernels.TOO_FEW: entropy.TOO_FEW,
@@ -57,24 +52,8 @@ class _Prepared(NamedTuple):
 _prepared: WeakKeyDictionary[Tables, _Prepared] = WeakKeyDictionary()
 
 
-def available() -> bool:
-    """Whether MLX's default device is a GPU whose compiler and arithmetic give what NumPy gives."""
-    return _refused() is None
-
-
-def describe() -> str:
-    """ "Metal kernel", "CUDA kernel", or why there is none."""
-    return _refused() or f"{NAMES[dialect_here().name]} kernel"
-
-
-def _refused() -> str | None:
-    dialect = dialect_here()
-    return "no GPU kernel: MLX's default device has none" if dialect is None else _tried(dialect)
-
-
-@lru_cache(maxsize=1)
-def _tried(dialect: Dialect) -> str | None:
-    """What is wrong with the kernels on this device, by a few rows: then those are coded on the CPU."""
+def right() -> bool:
+    """Whether the kernels give on this device what NumPy gives, of a few rows. RuntimeError where they don't compile."""
     chance, tables = np.random.default_rng(0), first_guess()
     classes = np.arange(CLASSES, dtype=np.int32)[::-1].copy()
     values = chance.laplace(size=(2 * SIMD_WIDTH + 1, CLASSES)) * 2.0 ** ((classes - 20) / 4)
@@ -83,24 +62,14 @@ def _tried(dialect: Dialect) -> str | None:
     there = entropy.decoded(quantised(values), expected, classes, tables).astype(np.float16)
     words = np.concatenate(parts)
     counts = entropy.words_of(expected)
-    try:
-        several = Classes.of([classes])
-        lying = mx.array(np.ascontiguousarray(values.T).astype(np.float16))[None]
-        packed = pack(
-            several.padded(lying), mx.array((values**2).sum(axis=1))[None], *_all(len(values)), several, tables
-        )
-        first = mx.array((np.cumsum(counts) - counts).astype(np.uint32))[None]
-        back, wrong = unpack(mx.array(expected)[None], mx.array(words), first, several, tables)
-        pairs = [(packed.heads[0], expected), (gathered(packed), words)]
-        pairs += [(of[0, :CLASSES].T, there) for of in (packed.decoded, back)]
-        right = all(np.array_equal(np.array(mine), theirs) for mine, theirs in pairs) and not np.array(wrong).any()
-    except (RuntimeError, ValueError) as error:  # of the device's compiler
-        log.warning("transform coding stays on the CPU: its kernels don't compile on this GPU (%s)", error)
-        return "no GPU kernel: it doesn't compile here"
-    if right:
-        return None
-    log.warning("transform coding stays on the CPU: its kernels give other codes on this GPU than NumPy does")
-    return "no GPU kernel: it errs here"
+    several = Classes.of([classes])
+    lying = mx.array(np.ascontiguousarray(values.T).astype(np.float16))[None]
+    packed = pack(several.padded(lying), mx.array((values**2).sum(axis=1))[None], *_all(len(values)), several, tables)
+    first = mx.array((np.cumsum(counts) - counts).astype(np.uint32))[None]
+    back, wrong = unpack(mx.array(expected)[None], mx.array(words), first, several, tables)
+    pairs = [(packed.heads[0], expected), (gathered(packed), words)]
+    pairs += [(of[0, :CLASSES].T, there) for of in (packed.decoded, back)]
+    return all(np.array_equal(np.array(mine), theirs) for mine, theirs in pairs) and not np.array(wrong).any()
 
 
 def _all(rows: int) -> tuple[mx.array, mx.array]:
@@ -182,9 +151,9 @@ def pack(
     values: mx.array, lengths: mx.array, skipped: mx.array, limits: mx.array, classes: Classes, tables: Tables
 ) -> Packed:
     """Values in steps, float16 (groups, most, rows), the squares of rows' lengths in steps, float32 (groups, rows), and which
-    rows are skipped, uint32 (rows,), their heads being 0. What a row loses to vectors that are left out is more than what
-    `coding.most_left_out` allows, with `limits`, float32 (groups,), where that loses nothing: it is kept as it is. A row is fine
-    if it is less than the limit. Lazy.
+    rows are skipped, uint32 (rows,), whose heads are 0. A row is `fine` that loses no more than its group's limit, float32
+    (groups,), to vectors that are left out, and kept as it is where it loses more than that and LEFT_OUT_SHARE of the rest.
+    Lazy.
     """
     prepared = _prepare(tables)
     room = min(2 * classes.most + 2, entropy.MOST_WORDS + 1)
@@ -224,9 +193,9 @@ def gathered(packed: Packed) -> mx.array:
 def unpack(
     heads: mx.array, words: mx.array, first: mx.array, classes: Classes, tables: Tables
 ) -> tuple[mx.array, mx.array]:
-    """Heads uint16 (groups, rows), words uint16, one at least, each row's from `first` (uint32 (groups, rows)) on -> values in
-    steps, float16 (groups, most, rows), and what is wrong with each row, for `reason_of`. Lazy. Zeros of rows that are kept as
-    they are.
+    """Heads uint16 (groups, rows), words uint16, one at least, each row's from `first`, uint32 (groups, rows), on -> values
+    in steps, float16 (groups, most, rows), zeros of rows that are kept as they are; and what is wrong with each row, for
+    `reason_of`. Lazy.
     """
     prepared = _prepare(tables)
     values, wrong = kernels.unpack(
