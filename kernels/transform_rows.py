@@ -17,7 +17,7 @@ import numpy as np
 from .dialects import SIMD_WIDTH, Dialect, Kernel, Source, build
 
 THREADS = 256
-TOKENS = 8  # of a thread: what is of a channel is read once for them
+TOKENS = 16  # of a thread: what is of a channel is read once for them
 DTYPES = ("float16", "bfloat16", "float32")
 MOST = {"float16": "65504.0f", "bfloat16": "float_of(0x7F7F0000u)", "float32": "float_of(0x7F7FFFFFu)"}
 

@@ -72,14 +72,16 @@ def _of_model(whole: Survey, name: str | None) -> Survey:
 def _show_kernels(as_json: bool) -> None:
     # They need MLX, which the rest does not.
     from prefixcache.codecs.transform.backends import describe as entropy_coder
+    from prefixcache.codecs.transform.gpu_coding import describe as gpu_transform
     from prefixcache.codecs.turboquant.backends import describe as code_paths
 
     if as_json:
-        print_json({"kernels": code_paths(), "entropy_coder": entropy_coder()})
+        print_json({"kernels": code_paths(), "entropy_coder": entropy_coder(), "transform_gpu": gpu_transform()})
         return
     for device, code in code_paths().items():
         console().print(f"TurboQuant, {device}: {code}")
     console().print(f"transform, entropy coder, cpu: {entropy_coder()}")
+    console().print(f"transform, gpu: {gpu_transform()}")
 
 
 def _show(out: Console, facts: Facts, limit: int | None) -> None:
