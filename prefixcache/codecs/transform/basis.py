@@ -56,9 +56,10 @@ class BasisError(ValueError):
 
 
 class OnGpu(NamedTuple):
-    """What products on a GPU take of a group, in half precision: `vectors` float16 (components, channels), zeros behind them
-    up to a multiple of 16. Channels are divided by `scale`, float32 (channels,), powers of two: `factors` and `inverses` are of
-    such, float16 (heads, width, width), for each run of heads of one width; products with the latter are 64 times too small.
+    """What products on a GPU take of a group, in half precision: `vectors` float16 (components, channels), and zeros behind
+    them up to a multiple of 16 components. Channels are divided by `scale`, float32 (channels,), powers of two: `factors` and
+    `inverses` are of such, float16 (heads, width, width), for each run of heads of one width; products with the latter are
+    64 times too small.
     """
 
     vectors: mx.array

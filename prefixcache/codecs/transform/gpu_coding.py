@@ -30,7 +30,6 @@ from prefixcache.codecs.transform.rotation import NO_ROTATION, Rotation
 from prefixcache.codecs.transform.tables import first_guess
 from prefixcache.kernels import transform_rows as kernels  # type: ignore[import-not-found]
 from prefixcache.kernels.dialects import Dialect  # type: ignore[import-not-found]
-from prefixcache.memory import machine_memory
 
 log = logging.getLogger("prefixcache")
 
@@ -38,7 +37,7 @@ _NAMES = {"metal": "Metal", "cuda": "CUDA"}
 _WITHIN = 256  # tokens over which the phases of a rotation are kept
 _PART = 256.0  # sums are as large as that many rows'
 _WORTH_A_THREAD = 1 << 20  # bytes
-_SHARE, _ROOM = 1 / 16, 4 << 30  # groups that are coded at once take that much of the memory, and bytes, at most
+_SHARE, _ROOM = 1 / 16, 4 << 30  # of the GPU's memory, and bytes, that groups take at most which are coded at once
 
 
 class Rows(NamedTuple):
@@ -156,13 +155,19 @@ def _right() -> bool:
 
 def at_once(coders: Sequence[GroupCoder], tokens: int) -> int:
     """How many of these groups, from the first on, are best coded together, for so many tokens."""
-    room, count = min(_ROOM, machine_memory() * _SHARE), 0
+    room, count = min(_ROOM, _memory() * _SHARE), 0
     for coder in coders:
         room -= tokens * (8 * coder.group.channels + 8 * padded(len(coder.classes)))
         if room < 0 or coder.tables is not coders[0].tables:
             break
         count += 1
     return max(1, count)
+
+
+def _memory() -> int:
+    """Bytes of the GPU's, by Metal's name or CUDA's."""
+    info = mx.device_info()
+    return int(info.get("memory_size") or info.get("total_memory") or 16 << 30)
 
 
 # -- to codes -------------------------------------------------------------------------------------------------------------
