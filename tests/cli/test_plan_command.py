@@ -268,6 +268,15 @@ def test_json_has_everything_and_its_shape_is_stable(planned):
     assert facts["assumed"]["tbw"] == 600 * 10**12
 
 
+def test_images_of_transform_are_decoded_slower_unless_a_rate_is_given(planned):
+    sizes = ("--ram", "4MB", "--ssd", "0")
+    rates = [
+        planned(*sizes, *more)["assumed"]["decode_rate"]
+        for more in ((), ("--codec", "transform:3"), ("--codec", "transform", "--decode-rate", "3MB"))
+    ]
+    assert rates == [10 * 10**9, 10**9, 3 * 10**6]
+
+
 def test_more_hits_more_and_an_endless_cache_most(planned):
     facts = planned()
     sizes, cells = facts["sizes"], facts["sizes"]["cells"]

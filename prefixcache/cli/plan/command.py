@@ -109,8 +109,12 @@ def plan(
         Values, typer.Option(metavar="SIZES", help="Bytes that the SSD reads a second, such as 1GB,3GB. Else 3GB.")
     ] = None,
     decode_rate: Annotated[
-        str, typer.Option(metavar="SIZE", help="Bytes of images that are decoded a second.")
-    ] = "10GB",
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Bytes of images that are decoded a second. Else 10GB, of codec transform 1GB.",
+        ),
+    ] = None,
     tbw: Annotated[str, typer.Option(metavar="SIZE", help="Bytes that the SSD is rated to be written.")] = "600TB",
     ram_price: Annotated[
         float, typer.Option(help="Price of a GB of RAM; only the ratio of the two prices matters.")
@@ -143,10 +147,12 @@ def plan(
                 raise Refused(
                     f"--model is missing: give a model's folder, its name on Hugging Face, or one of {SHAPE_NAMES}"
                 )
+            codecs = _listed(codec)
             assumed = Assumed(
                 _positive("--prefill-rate", prefill_rate),
                 sorted({_rate("--ssd-rate", text) for text in _listed(ssd_rate) or ["3GB"]}),
-                _rate("--decode-rate", decode_rate), _rate("--tbw", tbw, "no SSD could be written at all"),
+                _rate("--decode-rate", _decoding(codecs) if decode_rate is None else decode_rate),
+                _rate("--tbw", tbw, "no SSD could be written at all"),
                 _positive("--ram-price", ram_price, or_zero=True), _positive("--ssd-price", ssd_price, or_zero=True),
             )  # fmt: skip
             simulation = None if trace is None else Simulation(
@@ -156,7 +162,7 @@ def plan(
             if simulation and simulation.rams == simulation.ssds == [0]:
                 raise Refused("--ram 0 with --ssd 0: nothing could be kept; give at least one of them a size")
             with _quiet_log():
-                facts = _plan(model, _listed(codec), simulation, assumed, basis, basis_dir or BASIS_DIR)
+                facts = _plan(model, codecs, simulation, assumed, basis, basis_dir or BASIS_DIR)
     except KeyboardInterrupt:
         complain("plan: stopped by SIGINT")
         raise typer.Exit(130) from None
@@ -192,6 +198,11 @@ def _rate(option: str, text: str, problem: str = "nothing would ever arrive") ->
     if not nbytes:
         raise Refused(f"{option} {text}: {problem}; give a size, such as 2GB")
     return nbytes
+
+
+def _decoding(codecs: Sequence[str]) -> str:
+    """The rate of the codec that a trace is run with."""
+    return "1GB" if (codecs or [DEFAULT_CODEC])[0].partition(":")[0] == "transform" else "10GB"
 
 
 def _positive(option: str, value: float, *, or_zero: bool = False) -> float:
