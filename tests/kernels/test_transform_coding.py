@@ -100,6 +100,39 @@ def test_blocks_are_coded_together_as_the_cpu_does_one_by_one(dtype):
         at += count
 
 
+def test_groups_coded_together_are_what_they_are_alone():
+    tables = first_guess()
+    groups = [
+        group_of([layer(0), layer(1, rotation=INTERLEAVED, heads=1)]),
+        group_of([layer(2, "bfloat16", NO_ROTATION, heads=3)], seed=1),
+        group_of([layer(3)], widest=0.6, narrowest=0.5, seed=2),
+        group_of([layer(4, "float32", heads=1)], widest=200, seed=3),
+        group_of([layer(5, "float32", heads=1)], seed=4),
+    ]
+    blocks = [gpu_coding.Rows(1, 9, skip=2), gpu_coding.Rows(300, 301), gpu_coding.Rows(302, 400)]
+    rowed = []
+    for group in groups:
+        coder = GroupCoder(group, tables, 1.0 if group is groups[2] else 4.0, group.layers[0].dtype)
+        parts = [rows_of(group, block.last - block.first, block.first, block.first) for block in blocks]
+        rows = [np.concatenate(stream) for stream in zip(*parts, strict=True)]
+        rows[0][20] = 30000 if coder.dtype != "bfloat16" else 0x7F00
+        settled = [None, None, coder.encode([stream[9:20] for stream in rows], 302) if group is groups[3] else None]
+        rowed.append(gpu_coding.Rowed(coder, on_gpu(coder, rows), settled))
+    together = gpu_coding.encode(rowed, blocks)
+    for one, codes in zip(rowed, together, strict=True):
+        for mine, theirs in zip(codes, gpu_coding.encode([one], blocks)[0], strict=True):
+            assert all(np.array_equal(x, y) for x, y in zip(mine, theirs, strict=True))
+    assert any((codes.heads == 0xFFFF).any() for of_group in together for codes in of_group)
+    coded = [gpu_coding.Coded(one.coder, codes) for one, codes in zip(rowed, together, strict=True)]
+    firsts = [block.first for block in blocks]
+    for of_group, back in zip(coded, gpu_coding.decode(coded, firsts), strict=True):
+        assert gpu_coding.reason_of(copy_out(back.wrong)) is None
+        ((alone, _),) = gpu_coding.decode([of_group], firsts)
+        assert all(np.array_equal(floats(x), floats(y)) for x, y in zip(back.streams, alone, strict=True))
+        there = [of_group.coder.decode(codes, first) for codes, first in zip(of_group.blocks, firsts, strict=True)]
+        near(of_group.coder, back.streams, [np.concatenate(stream) for stream in zip(*there, strict=True)])
+
+
 def test_a_quality_at_which_nothing_is_coded_gives_the_means():
     narrow = group_of([layer(0)], widest=0.6, narrowest=0.5)
     coder = GroupCoder(narrow, first_guess(), 1.0, "float16")
