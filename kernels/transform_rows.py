@@ -1,5 +1,5 @@
-"""What stands on a GPU around the products of transform coding, a kernel each way: rows of a stream to centred ones without
-RoPE, and from products to rows with it.
+"""What stands on a GPU around the products of transform coding: kernels from rows of a stream to centred ones without RoPE,
+from products to rows with it, and for sums over channels and over rows.
 
 A thread has a pair of values that RoPE turns together, or two neighbours, of some tokens one after the other. Centred rows
 and products are half precision, as bits, of channels that were each divided by a scale of its own.
@@ -99,7 +99,7 @@ RESTORE = (
 """
 )
 
-# Squares of rows' lengths, of CHANNELS channels each: a thread a row of them.
+# Sums of the squares of CHANNELS neighbouring channels: a thread a row of them.
 LENGTHS = """
   const u32 channels = u32(values_shape[0]), rows = u32(values_shape[1]), in_part = (rows + THREADS - 1) / THREADS;
   const u32 part = group / in_part, row = group % in_part * THREADS + member;
@@ -122,7 +122,7 @@ SUMS = """
   float sum = 0.0f;
   for (u32 i = edges[block] + lane; i < edges[block + 1]; i += SIMD_WIDTH) {
     const float value = low_half(u32(values[u64(channel) * rows + i]));
-    if (fine[i]) sum = plus(sum, value);
+    if (fine[number[0] * rows + i]) sum = plus(sum, value);
   }
   for (u32 mask = SIMD_WIDTH / 2; mask > 0; mask /= 2) sum = plus(sum, swapped(sum, mask));
   if (inside && lane == 0) sums[at] = sum;
@@ -157,7 +157,8 @@ class Form(NamedTuple):
 
 def centrer(form: Form) -> Source:
     """Inputs: the bits of rows (heads, tokens, width); of each channel mean and scale, float32; cosines and sines float32
-    (tokens, pairs); the stream's first channel, in uint32. Output: (row - mean) / scale * factor, uint16, of the same shape.
+    (tokens, pairs); `places` as for `restorer`, of which it takes the first. Output: (row - mean) / scale * factor, uint16,
+    of the same shape.
     """
     inputs = ("rows", "mean", "scale", "cosines", "sines", "places")
     return Source("transform_centre", inputs, ("centred",), form.functions(), CENTRE)
@@ -166,23 +167,28 @@ def centrer(form: Form) -> Source:
 def restorer(form: Form) -> Source:
     """Inputs: products uint16 (heads, tokens, width), of each channel mean and scale, float32; of each token its block,
     uint32 (tokens,); of each block offsets of channels, uint8, two to a byte, and of heads steps of them, bf16 as uint16;
-    cosines and sines float32 (tokens, pairs); the stream's first channel and head, and where that is among products, uint32
-    (3,). Output: the bits of rows (heads, tokens, width).
+    cosines and sines float32 (tokens, pairs); `places`, the stream's first channel and head, and where that is among
+    products, uint32 (3,). Output: the bits of rows (heads, tokens, width).
     """
     inputs = ("products", "mean", "scale", "blocks", "offsets", "steps", "cosines", "sines", "places")
     return Source("transform_restore", inputs, ("restored",), form.functions(), RESTORE)
 
 
 def measurer() -> Source:
-    """Input: values uint16 (channels, rows). Output: the squares of lengths, float32 (channels / 128, rows)."""
+    """Input: values uint16 (channels, rows). Output: sums of their squares, float32 (parts, rows), a part for each 128
+    channels, the last for fewer.
+    """
     return Source("transform_lengths", ("values",), ("squares",), _defines(CHANNELS=CHANNELS), LENGTHS)
 
 
 def adder() -> Source:
-    """Inputs: values uint16 (channels, rows), which rows are fine, uint16 (rows,), the first row of each block and the end of
-    the last, uint32 (blocks + 1,). Output: sums of the fine ones, float32 (channels, blocks).
+    """Inputs: values uint16 (channels, rows), which rows are fine, uint16 (groups, rows), the first row of each block and the
+    end of the last, uint32 (blocks + 1,), and the number of the group, uint32 (1,). Output: sums of the fine ones, float32
+    (channels, blocks).
     """
-    return Source("transform_sums", ("values", "fine", "edges"), ("sums",), _defines(SIMD_WIDTH=SIMD_WIDTH), SUMS)
+    return Source(
+        "transform_sums", ("values", "fine", "edges", "number"), ("sums",), _defines(SIMD_WIDTH=SIMD_WIDTH), SUMS
+    )
 
 
 def _defines(**numbers: int) -> str:
@@ -213,10 +219,12 @@ def lengths(dialect: Dialect, values: mx.array) -> mx.array:
     return _made(_kernel(dialect, measurer), [values], (parts, rows), mx.float32, groups * THREADS)
 
 
-def sums(dialect: Dialect, values: mx.array, fine: mx.array, edges: mx.array) -> mx.array:
+def sums(dialect: Dialect, values: mx.array, fine: mx.array, edges: mx.array, number: mx.array) -> mx.array:
     """Inputs and output of `adder`."""
     shape = len(values), len(edges) - 1
-    return _made(_kernel(dialect, adder), [values, fine, edges], shape, mx.float32, shape[0] * shape[1] * SIMD_WIDTH)
+    return _made(
+        _kernel(dialect, adder), [values, fine, edges, number], shape, mx.float32, shape[0] * shape[1] * SIMD_WIDTH
+    )
 
 
 def _launched(kernel: Kernel, form: Form, inputs: list[mx.array], tokens: int, dtype: mx.Dtype) -> mx.array:

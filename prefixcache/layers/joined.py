@@ -43,7 +43,9 @@ class Wanted(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What is still to be coded of what is wanted: rows `first` to `last`, behind codes `taken` over."""
+    """What is still to be coded of what is wanted: rows `first` to `last`. `taken`: the codes of those before, of another
+    image.
+    """
 
     first: int
     last: int
@@ -54,7 +56,7 @@ class Part(NamedTuple):
 def encode_joined(
     groups: Sequence[Joined], leaves: Sequence[Leaf], wanted: Sequence[Wanted], sinks: int
 ) -> list[list[Codes]]:
-    """The codes of groups of layers, of each the blocks'; tokens before token `sinks` are kept elsewhere."""
+    """For each group of layers the codes of each block; tokens before token `sinks` are kept elsewhere."""
     parts = [[_part(joined, each, sinks) for each in wanted] for joined in groups]
     coded = [[part for part in of_group if part.first < part.last] for of_group in parts]
     made = []
@@ -71,8 +73,9 @@ def _part(joined: Joined, wanted: Wanted, sinks: int) -> Part:
         tensors, copied = wanted.known
         taken = codes_of(joined, tensors, copied)
         try:
-            joined.coder.decode(taken, wanted.first)
-        except Damaged:
+            for decoded in decode_joined([Coded(joined, [(wanted.first, taken)])]):
+                decoded.check()
+        except DamagedBlock:
             taken, copied = None, 0
     first = wanted.first + copied
     return Part(first, wanted.last, min(max(sinks - first, 0), wanted.last - first), taken)
@@ -101,6 +104,10 @@ def _encode_on_gpu(
     """Groups of which the same rows are to be coded together, as many as there is room for."""
     at = 0
     while at < len(groups):
+        if not gpu_coding.takes(groups[at].coder):
+            yield from _encode(groups[at : at + 1], leaves, parts[at : at + 1])
+            at += 1
+            continue
         blocks = [gpu_coding.Rows(part.first, part.last, part.skip) for part in parts[at]]
         alike = at + 1
         while alike < len(groups) and [part[:3] for part in parts[alike]] == blocks:
@@ -198,14 +205,14 @@ def decode_joined(groups: Sequence[Coded]) -> Iterator[Decoded]:
     """The rows of groups' blocks, which are the same ones. DamagedBlock for codes that no encoder wrote; on a GPU those are
     seen when `Decoded.check` is called. There groups are decoded together, as many as there is room for.
     """
-    if not gpu_coding.available() or not any(blocks for _, blocks in groups):
-        for joined, blocks in groups:
-            stretches = [Stretch(start, _decoded(joined, start, codes)) for start, codes in blocks]
-            yield Decoded(stretches, [(start, len(codes.heads)) for start, codes in blocks])
-        return
     counts = [(start, len(codes.heads)) for start, codes in groups[0].blocks]
-    at, tokens = 0, sum(count for _, count in counts)
+    at, tokens, on_gpu = 0, sum(count for _, count in counts), gpu_coding.available()
     while at < len(groups):
+        if not on_gpu or not tokens or not gpu_coding.takes(groups[at].joined.coder):
+            joined, blocks = groups[at]
+            yield Decoded([Stretch(start, _decoded(joined, start, codes)) for start, codes in blocks], counts)
+            at += 1
+            continue
         end = at + gpu_coding.at_once([joined.coder for joined, _ in groups[at:]], tokens)
         try:
             restored = gpu_coding.decode(
@@ -215,8 +222,11 @@ def decode_joined(groups: Sequence[Coded]) -> Iterator[Decoded]:
         except Damaged as damage:
             raise DamagedBlock(counts[damage.block][0], str(damage)) from None
         mx.async_eval(restored)  # together: groups wait for each other no more than they must
-        for streams, wrong in restored:
+        restored.reverse()
+        while restored:  # no rows are kept here that the caller has done with
+            streams, wrong = restored.pop()
             yield Decoded(_stretches(streams, counts), counts, wrong)
+            del streams
         at = end
 
 

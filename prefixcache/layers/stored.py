@@ -7,7 +7,7 @@ never change them; `copy()` is cheap. Decoding runs on the caller's thread and s
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -129,7 +129,6 @@ class StoredPrompt:
         if n and not self._holds(self.tokens - n):
             raise ValueError(f"trim({n}): {self.tokens - n} tokens is no boundary that this state can be cut to")
         self.tokens -= n
-        self._decoded_group, self._next_groups = None, iter(())
         return n
 
     def dequantize(self, room: int = 0, ahead: ReadAhead | None = None) -> list[Any]:
@@ -139,7 +138,7 @@ class StoredPrompt:
         """
         if ahead is not None and (decoded := ahead.take(self)) is not None:
             return [self._make_layer(i, room, False, decoded) for i in range(len(self.plan.layers))]
-        return self._made(room, live=False)
+        return self._made(range(len(self.plan.layers)), room, live=False)
 
     def live(self, room: int = 0) -> list[Any]:
         """The same, but layers of KVCache whose rows are TurboQuant's codes come as `TurboQuantKVCache`, which takes these
@@ -148,19 +147,19 @@ class StoredPrompt:
         Codes are taken where they have few levels, as those have that a live cache stored. Rows that a plain cache stored
         have levels of each block, which no kernel reads: they are coded anew with levels of the whole, and so is a tail.
         """
-        return self._made(room, live=True)
+        return self._made(range(len(self.plan.layers)), room, live=True)
 
-    def _made(self, room: int, *, live: bool) -> list[Any]:
-        self._next_groups = self._groups(range(len(self.plan.joined)))
-        return self._checked([self._make_layer(i, room, live) for i in range(len(self.plan.layers))])
-
-    def _checked(self, made: list[Any]) -> list[Any]:
-        """What was made of these blocks, once it is known that none of them is damaged."""
-        for decoded in self._unchecked:
-            decoded.check()
-        self._unchecked.clear()
-        self._decoded_group, self._next_groups = None, iter(())
-        return made
+    def _made(self, layers: Sequence[int], room: int, *, live: bool) -> list[Any]:
+        """These layers, once it is known that none of their blocks is damaged."""
+        if len(layers) > 1:
+            self._next_groups = self._groups(range(len(self.plan.joined)))
+        try:
+            made = [self._make_layer(i, room, live) for i in layers]
+            for decoded in self._unchecked:
+                decoded.check()
+            return made
+        finally:
+            self._decoded_group, self._next_groups, self._unchecked = None, iter(()), []
 
     def _holds(self, boundary: int) -> bool:
         if self.plan.snapshots:
@@ -291,7 +290,7 @@ class StoredPrompt:
 
     def _joined_pieces(self, leaf: int, stream: str, first: int) -> list[Piece]:
         """The rows, from token `first` on, of a stream that is transformed with others: all of those are decoded at once, and
-        kept until another group is asked for.
+        kept until another group is asked for, or the call ends.
         """
         j, number = self.plan.joined_places[leaf, stream]
         if self._decoded_group is None or self._decoded_group[0] != j:
@@ -299,7 +298,7 @@ class StoredPrompt:
             if found is None or found[0] != j:
                 found = next(self._groups(range(j, j + 1)))
             self._decoded_group = found
-            self._unchecked.append(found[1])
+            self._unchecked.append(found[1]._replace(stretches=[]))
         codec = self.plan.tails.groups[self.plan.tail_places[leaf][stream][0]].codec
         return [stretch.since(first).piece(number, codec) for stretch in self._decoded_group[1].stretches]
 
@@ -425,11 +424,11 @@ class StoredLayer:
 
     def dequantize(self, room: int = 0) -> Any:
         """A live layer cache of the class that was stored."""
-        return self._prompt._checked([self._prompt._make_layer(self._index, room, False)])[0]
+        return self._prompt._made([self._index], room, live=False)[0]
 
     def live(self, room: int = 0) -> Any:
         """A live layer cache that takes TurboQuant's codes as they are, where it can: see `StoredPrompt.live`."""
-        return self._prompt._checked([self._prompt._make_layer(self._index, room, True)])[0]
+        return self._prompt._made([self._index], room, live=True)[0]
 
 
 def _pieces(group: Group, member: Member, runs: list[Run]) -> list[Piece]:

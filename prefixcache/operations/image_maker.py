@@ -142,8 +142,10 @@ class LiveMaker:
         if not coded:
             return
         with contextlib.suppress(DamagedBlock):  # the live cache keeps its own rows; a fetch deletes the image
-            for joined, decoded in zip(self._plan.joined, decode_joined(coded), strict=True):
+            of_groups = list(decode_joined(coded))
+            for decoded in of_groups:
                 decoded.check()
+            for joined, decoded in zip(self._plan.joined, of_groups, strict=True):
                 for stretch in decoded.stretches:
                     for number, (leaf, stream) in enumerate(joined.streams):
                         _, member = self._plan.tail_places[leaf][stream]

@@ -1,6 +1,8 @@
 """Rows of joined layers on a GPU, its kernels run on the host: what the CPU's coder gives, but for how products round."""
 
+import dataclasses
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import host_gpu
@@ -131,6 +133,45 @@ def test_groups_coded_together_are_what_they_are_alone():
         assert all(np.array_equal(floats(x), floats(y)) for x, y in zip(back.streams, alone, strict=True))
         there = [of_group.coder.decode(codes, first) for codes, first in zip(of_group.blocks, firsts, strict=True)]
         near(of_group.coder, back.streams, [np.concatenate(stream) for stream in zip(*there, strict=True)])
+
+
+def test_one_thread_encodes_and_another_decodes():
+    """What is kept for all threads is evaluated: MLX evaluates an array only on the thread that made it."""
+    coder = coder_of("float16")
+    rows = rows_of(coder.group, 40)
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        rowed = one.submit(on_gpu, coder, rows).result()
+        work = [gpu_coding.Rowed(coder, rowed, [None])], [gpu_coding.Rows(0, 40)]
+        (codes,) = one.submit(gpu_coding.encode, *work).result()
+
+        def decoded():
+            ((back, _),) = gpu_coding.decode([gpu_coding.Coded(coder, codes)], [0])
+            mx.eval(back)
+            return back
+
+        near(coder, other.submit(decoded).result(), coder.decode(codes[0], 0))
+        near(coder, one.submit(decoded).result(), coder.decode(codes[0], 0))
+
+
+def test_a_metric_that_half_precision_is_too_coarse_for_stays_on_the_cpu():
+    group = group_of([layer(0)])
+    assert gpu_coding.takes(GroupCoder(group, first_guess(), 4.0, "float16"))
+    ((keys, values),) = group.factors
+    steep = keys.copy()
+    steep[0, 7, 0] = 8000
+    group = dataclasses.replace(group, factors=((steep, values),))
+    assert not gpu_coding.takes(GroupCoder(group, first_guess(), 4.0, "float16"))
+
+
+def test_groups_that_are_coded_at_once_are_padded_to_the_largest(monkeypatch):
+    monkeypatch.setattr(gpu_coding, "_memory", lambda: 16 * 1000 * 12 * 3 * 80)
+    tables = first_guess()
+    large, small = (GroupCoder(group_of([layer(0, heads=heads)]), tables, 4.0, "float16") for heads in (5, 1))
+    assert (len(large.classes), len(small.classes)) == (65, 13)
+    assert gpu_coding.at_once([small] * 9, 1000) == 9
+    assert gpu_coding.at_once([large, *[small] * 9], 1000) == 2
+    assert gpu_coding.at_once([large], 10**9) == 1
+    assert gpu_coding.at_once([small, GroupCoder(group_of([layer(0)]), first_guess(), 4.0, "float16")], 1) == 1
 
 
 def test_a_quality_at_which_nothing_is_coded_gives_the_means():

@@ -9,6 +9,7 @@ from prefixcache.kernels.dialects import DIALECTS
 
 from prefixcache.codecs.transform import bases as bases_module
 from prefixcache.codecs.transform import gpu_coding, gpu_entropy
+from prefixcache.layers.joined import DamagedBlock
 from prefixcache.layers.read_ahead import ReadAhead
 from tests.corruption.test_transformed import changed
 from tests.corruption.test_transformed import opened as opened_in
@@ -128,6 +129,28 @@ def test_codes_that_no_encoder_wrote_are_a_miss(on_host, tmp_path, change):
         assert made is not None
         assert len(rest) == len(TOKENS) - 256
         cache.check_integrity()
+
+
+def test_a_prompt_that_is_cut_before_a_damaged_block_can_be_had(on_host, tmp_path):
+    model = tiny("llama-bf16")
+    model.saved(tmp_path / "bases")
+    with opened_in(tmp_path / "ssd") as cache:
+        live = model.prefill(TOKENS)
+        cache.store(TOKENS, live, model=model.identity)
+    changed(tmp_path / "ssd", model, 1, noise)
+    with opened_in(tmp_path / "ssd") as cache:
+        assert cache.promote(TOKENS, model=model.identity).result(30) == len(TOKENS)
+        prompt = cache.lookup(TOKENS, model=model.identity)
+        for _ in range(2):
+            with pytest.raises(DamagedBlock, match="token 256 is damaged"):
+                prompt.dequantize()
+            with pytest.raises(DamagedBlock, match="token 256 is damaged"):
+                prompt.layers[0].dequantize()
+        prompt.trim(prompt.tokens - 256)
+        found = rows(prompt.dequantize(), 256)
+        assert near(model, [stream[:, :, :SINKS] for stream in found], [s[:, :, :SINKS] for s in rows(live, 256)])
+        single = [layer.dequantize() for layer in prompt.layers]
+        assert near(model, rows(single, 256), found)
 
 
 def other_words(honest):

@@ -45,10 +45,9 @@ _FIELDS = {"format", "model", "layers", "groups", "sinks", "metric", "texts", "m
 _LARGEST = 1 << 36  # bytes of a file
 
 
-ALIGNED = 16  # components on a GPU are a multiple of these: products are quick then
-MARGIN = (
-    64.0  # a row's product with the inverses can't leave half precision's range, whatever 8,192 values of 32,767 say
-)
+ALIGNED = 16  # components on a GPU are filled up to a multiple of this: products are quick then
+MARGIN = 64.0  # 8,192 values of 32,767 along orthonormal vectors stay in half precision's range, divided by it
+LARGEST_FACTOR = 64.0  # with which half precision will do; SmolLM2-135M-Instruct has 5 to 9
 
 
 class BasisError(ValueError):
@@ -119,19 +118,43 @@ class LayerGroup:
     def on_gpu(self) -> OnGpu:
         """The same in the GPU's memory. The host's vectors are a view of those from then on: they are in memory once."""
         components = self.vectors.shape[1]
-        vectors = np.zeros((-(-components // ALIGNED) * ALIGNED, self.channels), np.float16)
+        vectors = np.zeros((max(1, -(-components // ALIGNED)) * ALIGNED, self.channels), np.float16)
         vectors[:components] = self.vectors.T
-        scales, factors, inverses = [], [], []
-        for forth, back in zip(self._by_width(self.factors), self._by_width(self.inverses), strict=True):
-            _, exponents = np.frexp(np.sqrt(np.einsum("hij,hij->hj", back, back)))
-            scale = np.ldexp(np.float32(1), exponents)
-            scales.append(scale.ravel())
-            factors.append(mx.array((forth * scale[:, :, None]).astype(np.float16)))
-            inverses.append(mx.array((back / scale[:, None] / MARGIN).astype(np.float16)))
-        made = OnGpu(mx.array(vectors), mx.array(self.mean), mx.array(np.concatenate(scales)), factors, inverses)
+        scales = [scale.astype(np.float32) for scale in self._scales]
+        factors = [
+            mx.array((forth * scale[:, :, None]).astype(np.float16))
+            for forth, scale in zip(self._by_width(self.factors), scales, strict=True)
+        ]
+        inverses = [
+            mx.array((back / scale[:, None] / MARGIN).astype(np.float16))
+            for back, scale in zip(self._by_width(self.inverses), scales, strict=True)
+        ]
+        scale = mx.array(np.concatenate([scale.ravel() for scale in scales]))
+        made = OnGpu(mx.array(vectors), mx.array(self.mean), scale, factors, inverses)
         mx.eval(made)
         object.__setattr__(self, "vectors", borrow(made.vectors)[:components].T)
         return made
+
+    @cached_property
+    def half_precision_will_do(self) -> bool:
+        """Whether what float16 makes of scaled factors is small beside a step. Not so where a head's metric is
+        ill-conditioned.
+        """
+        largest = [
+            np.abs(forth * scale[:, :, None]).max()
+            for forth, scale in zip(self._by_width(self.factors), self._scales, strict=True)
+        ]
+        return bool(max(largest) <= LARGEST_FACTOR)
+
+    @property
+    def _scales(self) -> list[Array]:
+        """Powers of two that are as long as the inverse's column of each channel: float64 (heads, width) of each run."""
+        scales = []
+        for back in self._by_width(self.inverses):
+            wide = back.astype(np.float64)
+            _, exponents = np.frexp(np.sqrt(np.einsum("hij,hij->hj", wide, wide)))
+            scales.append(np.ldexp(1.0, exponents))
+        return scales
 
     @staticmethod
     def _by_width(parts: tuple[tuple[Array, Array], ...]) -> list[Array]:

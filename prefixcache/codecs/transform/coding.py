@@ -29,8 +29,8 @@ OFFSET_ROWS = 64  # from fewer rows an offset is taken for smaller than it looks
 
 class Codes(NamedTuple):
     """Coded rows of one block. `heads` uint16 (tokens,) and `words` uint16 as in `entropy`; a row that is kept as it is has
-    its bits there. `offsets` uint8 (channels / 2,), two to a byte, in steps of `offset_steps`, bf16 as uint16 (heads of all
-    streams,): what the decoded rows of the block lack on average.
+    its bits there. `offsets` uint8 ((channels + 1) // 2,), two to a byte, in steps of `offset_steps`, bf16 as uint16 (heads
+    of all streams,): what the decoded rows of the block lack on average.
     """
 
     heads: Array

@@ -18,13 +18,13 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 import numpy as np
 
-from prefixcache.codecs.interchange import Array, borrow, bring_in, copy_out, element
+from prefixcache.codecs.interchange import Array, as_float32, borrow, bring_in, copy_out, element
 from prefixcache.codecs.threads import share_out
 from prefixcache.codecs.transform import gpu_entropy
 from prefixcache.codecs.transform.basis import MARGIN, QUALITIES, LayerGroup
 from prefixcache.codecs.transform.coding import CLAIMED, MOST_OFFSET, OFFSET_ROWS, Codes, GroupCoder
 from prefixcache.codecs.transform.entropy import AS_IT_IS, MOST_WORDS, Damaged, gain_of
-from prefixcache.codecs.transform.gpu_entropy import Classes, padded
+from prefixcache.codecs.transform.gpu_entropy import Classes, padded_count
 from prefixcache.codecs.transform.layer import Layer
 from prefixcache.codecs.transform.rotation import NO_ROTATION, Rotation
 from prefixcache.codecs.transform.tables import first_guess
@@ -35,7 +35,7 @@ log = logging.getLogger("prefixcache")
 
 _NAMES = {"metal": "Metal", "cuda": "CUDA"}
 _WITHIN = 256  # tokens over which the phases of a rotation are kept
-_PART = 256.0  # sums are as large as that many rows'
+_PART = 256.0  # a block's sums are divided by this, so that they fit half precision
 _WORTH_A_THREAD = 1 << 20  # bytes
 _SHARE, _ROOM = 1 / 16, 4 << 30  # of the GPU's memory, and bytes, that groups take at most which are coded at once
 
@@ -83,9 +83,9 @@ class Batch(NamedTuple):
     kept: Sequence[tuple[Array, Array]]
 
 
-class _OfCoder(NamedTuple):
+class _Operands(NamedTuple):
     """What products and kernels take of a coder: `vectors` (components, channels); of each run of streams of one width
-    `by_head` (heads, components, width), and `factors`, turned, and `inverses` (heads, width, width); of each stream the
+    `by_head` (heads, components, width), and `factors`, transposed, and `inverses` (heads, width, width); of each stream the
     number of its run, and in uint32 (3,) its first channel and head, and that among its run's.
     """
 
@@ -133,35 +133,64 @@ def _tried(dialect: Dialect) -> str | None:
 
 
 def _right() -> bool:
-    """Whether rows are coded here as on the CPU, but for how products round: some of two blocks, of one layer."""
-    chance = np.random.default_rng(0)
-    layer = Layer(0, 2, 8, 8, "float16", Rotation(np.array([0.9, 0.09, 0.009])))
-    factors = np.tile(
-        np.tril(chance.normal(size=(8, 8)), -1).astype(np.float32) + 4 * np.eye(8, dtype=np.float32), (2, 1, 1)
-    )
-    mean, spreads = (chance.normal(size=32).astype(np.float32), np.geomspace(20, 0.5, 32).astype(np.float32))
-    vectors = np.linalg.qr(chance.normal(size=(32, 32)))[0].astype(np.float16)
-    group = LayerGroup((layer,), mean, ((factors, factors),), vectors, spreads, np.zeros(len(QUALITIES), np.float32))
-    coder = GroupCoder(group, first_guess(), 4.0, layer.dtype)
-    rows = chance.normal(scale=2, size=(2, 2, 90, 8)).astype(np.float16)
-    streams = [bring_in(stream, layer.dtype) for stream in rows]
-    ((one, other),) = encode([Rowed(coder, streams, [None, None])], [Rows(5, 70), Rows(70, 95)])
-    ((here, wrong),) = decode([Coded(coder, [one, other])], [5, 70])
-    parts = zip(coder.decode(one, 5), coder.decode(other, 70), strict=True)
-    there = np.stack([np.concatenate(part).swapaxes(0, 1) for part in parts]).astype(np.float32)
-    apart = np.abs(np.stack([copy_out(stream) for stream in here]) - there).max()
-    return bool(apart < 0.05 and (there - rows).std() < 0.3 and not copy_out(wrong).any())  # a step is a quarter
+    """Whether rows are coded here as on the CPU, but for how products round: some of two blocks, of two layers that are not
+    alike, each a group.
+    """
+    chance, tables = np.random.default_rng(0), first_guess()
+    layers = [
+        Layer(0, 2, 8, 8, "float16", Rotation(np.array([0.9, 0.09, 0.009]))),
+        Layer(1, 1, 6, 5, "bfloat16", Rotation(np.array([0.7, 0.07]), True, 1.25)),
+    ]
+    rowed, rows = [], []
+    for layer in layers:
+        count, widths = layer.channels, (layer.key_width, layer.value_width)
+        keys, values = (
+            (np.tril(chance.normal(size=(layer.heads, width, width)), -1) + 4 * np.eye(width)).astype(np.float32)
+            for width in widths
+        )
+        vectors = np.linalg.qr(chance.normal(size=(count, count)))[0].astype(np.float16)
+        spreads, mean = np.geomspace(20, 0.5, count).astype(np.float32), chance.normal(size=count).astype(np.float32)
+        group = LayerGroup((layer,), mean, ((keys, values),), vectors, spreads, np.zeros(len(QUALITIES), np.float32))
+        drawn = [chance.normal(scale=2, size=(layer.heads, 90, width)).astype(np.float32) for width in widths]
+        drawn[0][0, 20, 1] = np.inf  # a row that is kept as it is
+        streams = [mx.array(stream).astype(element(layer.dtype).mlx) for stream in drawn]
+        rowed.append(Rowed(GroupCoder(group, tables, 4.0, layer.dtype), streams, [None, None]))
+        rows.append([np.array(stream.astype(mx.float32)) for stream in streams])
+    made = encode(rowed, [Rows(5, 70), Rows(70, 95)])
+    restored = decode([Coded(one.coder, codes) for one, codes in zip(rowed, made, strict=True)], [5, 70])
+    coded = np.arange(90) != 20
+    for one, codes, originals, (here, wrong) in zip(rowed, made, rows, restored, strict=True):
+        blocks = [one.coder.decode(block, first) for block, first in zip(codes, (5, 70), strict=True)]
+        for i, (original, stream) in enumerate(zip(originals, here, strict=True)):
+            there = as_float32(np.concatenate([block[i] for block in blocks]).swapaxes(0, 1), one.coder.dtype)
+            found = np.array(stream.astype(mx.float32))
+            apart, lost = found[:, coded] - there[:, coded], there[:, coded] - original[:, coded]  # a step is a quarter
+            if np.abs(apart).max() > 0.1 or lost.std() > 0.3 or not np.array_equal(found[:, 20], original[:, 20]):
+                return False
+        if copy_out(wrong).any():
+            return False
+    return True
+
+
+def takes(coder: GroupCoder) -> bool:
+    """Whether half precision will do for this group; else it is coded on the CPU."""
+    return coder.group.half_precision_will_do
 
 
 def at_once(coders: Sequence[GroupCoder], tokens: int) -> int:
-    """How many of these groups, from the first on, are best coded together, for so many tokens."""
-    room, count = min(_ROOM, _memory() * _SHARE), 0
-    for coder in coders:
-        room -= tokens * (8 * coder.group.channels + 8 * padded(len(coder.classes)))
-        if room < 0 or coder.tables is not coders[0].tables:
-            break
-        count += 1
-    return max(1, count)
+    """How many of these groups, from the first on, are best coded together, for so many tokens: one at least."""
+    room, most, channels = min(_ROOM, _memory() * _SHARE), 0, 0
+    for count, coder in enumerate(coders):
+        most = max(most, padded_count(len(coder.classes)))
+        channels += coder.group.channels
+        # Values three times and words, all of as many components as the group with most; rows twice, in two forms.
+        if count and (
+            tokens * (12 * (count + 1) * most + 8 * channels) > room
+            or coder.tables is not coders[0].tables
+            or not takes(coder)
+        ):
+            return count
+    return len(coders)
 
 
 def _memory() -> int:
@@ -180,7 +209,10 @@ def encode(groups: Sequence[Rowed], blocks: Sequence[Rows]) -> list[list[Codes]]
     skipped = np.concatenate([np.arange(block.last - block.first) < block.skip for block in blocks])
     measured = [_measured(coder, group.streams, runs) for coder, group in zip(coders, groups, strict=True)]
     classes = Classes.of([coder.classes for coder in coders])
-    values = [_of(coder).vectors @ of_group for coder, of_group in zip(coders, measured, strict=True)]
+    values = [
+        _operands(coder).vectors @ of_group if len(coder.classes) else mx.zeros((1, of_group.shape[1]), mx.float16)
+        for coder, of_group in zip(coders, measured, strict=True)
+    ]
     lengths = [
         kernels.lengths(gpu_entropy.dialect_here(), of_group.view(mx.uint16)).sum(axis=0) for of_group in measured
     ]
@@ -224,10 +256,10 @@ def encode(groups: Sequence[Rowed], blocks: Sequence[Rows]) -> list[list[Codes]]
 
 def _measured(coder: GroupCoder, streams: Sequence[mx.array], runs: tuple[tuple[int, int], ...]) -> mx.array:
     """Rows in the metric, in steps, float16 (channels, tokens): not finite where they are too far off."""
-    on_gpu, of, dialect = coder.group.on_gpu, _of(coder), gpu_entropy.dialect_here()
+    on_gpu, of, dialect = coder.group.on_gpu, _operands(coder), gpu_entropy.dialect_here()
     centred: list[list[mx.array]] = [[] for _ in of.factors]
     for i, stream in enumerate(streams):
-        form, phases = _form(coder, i, runs, forth=False)
+        form, phases = _form(coder, i, runs, decoding=False)
         bits = stream.view(mx.uint32 if coder.dtype == "float32" else mx.uint16)
         made = kernels.centre(dialect, form, [bits, on_gpu.mean, on_gpu.scale, *phases, of.places[i]])
         centred[of.runs[i]].append(made.view(mx.float16))
@@ -245,17 +277,18 @@ def _offsets(
     runs: tuple[tuple[int, int], ...],
 ) -> list[tuple[mx.array, mx.array]]:
     """What decoded values of each block's fine rows lack on average, as it is stored: for each run of groups of the same
-    streams uint8 (groups, channels / 2, blocks) and bf16 as uint16 (groups, heads, blocks). Lazy.
+    streams uint8 (groups, (channels + 1) // 2, blocks) and bf16 as uint16 (groups, heads, blocks). Lazy.
     """
     dialect, edges = gpu_entropy.dialect_here(), mx.array(np.array(_edges(runs), np.uint32))
+    groups = [mx.array(np.array([g], np.uint32)) for g in range(len(coders))]
     here = mx.arange(len(runs))[:, None] == _block_of_each(runs)
     seen = (here[None] * packed.fine[:, None]).sum(axis=2).astype(mx.float32)
     missing = []
     for g, (coder, of_group) in enumerate(zip(coders, measured, strict=True)):
-        sums = kernels.sums(dialect, of_group.view(mx.uint16), packed.fine[g], edges)
+        sums = kernels.sums(dialect, of_group.view(mx.uint16), packed.fine, edges, groups[g])
         if count := len(coder.classes):  # means, for products of half precision
-            decoded = kernels.sums(dialect, packed.decoded[g, :count].view(mx.uint16), packed.fine[g], edges)
-            sums = sums - (_of(coder).vectors.T @ (decoded / _PART).astype(mx.float16)).astype(mx.float32) * _PART
+            decoded = kernels.sums(dialect, packed.decoded[g, :count].view(mx.uint16), packed.fine, edges, groups[g])
+            sums = sums - (_operands(coder).vectors.T @ (decoded / _PART).astype(mx.float16)).astype(mx.float32) * _PART
         missing.append(sums)
     made, at = [], 0
     for _, alike in groupby(coders, lambda coder: (coder.streams, coder.quality)):
@@ -293,7 +326,7 @@ def _quantised(coders: Sequence[GroupCoder], missing: mx.array) -> tuple[mx.arra
 
 
 def _factor(coder: GroupCoder) -> float:
-    """What a product with the inverses is to be multiplied by, beside the scale."""
+    """Undoes the inverses' margin, and goes from steps to the metric."""
     return MARGIN / float(coder.finer)
 
 
@@ -394,13 +427,13 @@ def _parts(arrays: Sequence[Array]) -> list[mx.array]:
 
 
 def decode_batch(batch: Batch) -> list[Restored]:
-    """`decode` of what is there already."""
+    """`decode` of a batch in the GPU's memory."""
     coders = batch.coders
     classes = Classes.of([coder.classes for coder in coders])
     values, wrong = gpu_entropy.unpack(batch.heads, batch.words, batch.first, classes, coders[0].tables)
     made = []
     for g, coder in enumerate(coders):
-        of = _of(coder)
+        of = _operands(coder)
         turned = mx.swapaxes(values[g : g + 1, : of.by_head[0].shape[1]], 1, 2)
         products = [
             (turned @ (vectors @ inverse)).view(mx.uint16)
@@ -412,12 +445,12 @@ def decode_batch(batch: Batch) -> list[Restored]:
 
 def _restored(coder: GroupCoder, products: Sequence[mx.array], batch: Batch, group: int) -> list[mx.array]:
     """Rows of each stream: products with what was scaled, centred and turned back as it was."""
-    on_gpu, of, dialect = coder.group.on_gpu, _of(coder), gpu_entropy.dialect_here()
+    on_gpu, of, dialect = coder.group.on_gpu, _operands(coder), gpu_entropy.dialect_here()
     beside = _block_of_each(batch.runs), batch.offsets[group], batch.offset_steps[group]
     kept, bits = batch.kept[group]
     streams, at = [], 0
     for i, (heads, width) in enumerate(coder.streams):
-        form, phases = _form(coder, i, batch.runs, forth=True)
+        form, phases = _form(coder, i, batch.runs, decoding=True)
         restored = kernels.restore(
             dialect, form, [products[of.runs[i]], on_gpu.mean, on_gpu.scale, *beside, *phases, of.places[i]]
         )
@@ -444,22 +477,23 @@ def reason_of(wrong: Array) -> str | None:
 
 
 def _form(
-    coder: GroupCoder, stream: int, runs: tuple[tuple[int, int], ...], *, forth: bool
+    coder: GroupCoder, stream: int, runs: tuple[tuple[int, int], ...], *, decoding: bool
 ) -> tuple[kernels.Form, tuple[mx.array, mx.array]]:
     """What a kernel is made for, and the cosines and sines of the rows' phases."""
     rotation = NO_ROTATION if stream % 2 else coder.group.layers[stream // 2].rotation
     pairs, (heads, width) = len(rotation.frequencies), coder.streams[stream]
-    length, factor = (rotation.scale, _factor(coder)) if forth else (1 / rotation.scale, float(coder.finer))
-    return kernels.Form(heads, width, coder.dtype, pairs, rotation.interleaved, length, factor), _phases(rotation, runs)
+    length, factor = (rotation.scale, _factor(coder)) if decoding else (1 / rotation.scale, float(coder.finer))
+    phases = _phases(rotation, runs) if pairs else _no_phases()
+    return kernels.Form(heads, width, coder.dtype, pairs, rotation.interleaved, length, factor), phases
 
 
-_of_coders: WeakKeyDictionary[GroupCoder, _OfCoder] = WeakKeyDictionary()
+_all_operands: WeakKeyDictionary[GroupCoder, _Operands] = WeakKeyDictionary()
 
 
-def _of(coder: GroupCoder) -> _OfCoder:
-    if coder not in _of_coders:
+def _operands(coder: GroupCoder) -> _Operands:
+    if coder not in _all_operands:
         on_gpu, by_head, at = coder.group.on_gpu, [], 0
-        count = min(padded(len(coder.classes)), len(on_gpu.vectors))
+        count = min(padded_count(len(coder.classes)), len(on_gpu.vectors))
         for inverse in on_gpu.inverses:
             heads, width, _ = inverse.shape
             of_run = on_gpu.vectors[:count, at : at + heads * width].reshape(count, heads, width)
@@ -473,10 +507,10 @@ def _of(coder: GroupCoder) -> _OfCoder:
                 places.append(mx.array(np.array([channel, head, head - before], np.uint32)))
                 channel, head = channel + heads * width, head + heads
         turned = [mx.swapaxes(factor, 1, 2) for factor in on_gpu.factors]
-        _of_coders[coder] = _OfCoder(
-            on_gpu.vectors[: len(coder.classes)], by_head, turned, on_gpu.inverses, places, runs
-        )
-    return _of_coders[coder]
+        made = _Operands(on_gpu.vectors[: len(coder.classes)], by_head, turned, on_gpu.inverses, places, runs)
+        mx.eval(made[:-1])  # MLX evaluates an array only on the thread that made it, and these are for all
+        _all_operands[coder] = made
+    return _all_operands[coder]
 
 
 @lru_cache(maxsize=8)
@@ -486,12 +520,17 @@ def _block_of_each(runs: tuple[tuple[int, int], ...]) -> mx.array:
     return mx.array(np.repeat(np.arange(len(counts), dtype=np.uint32), counts))
 
 
-@lru_cache(maxsize=8)  # the layers of a model share a rotation as a rule
+@lru_cache(maxsize=1)
+def _no_phases() -> tuple[mx.array, mx.array]:
+    none = mx.zeros((1, 1))
+    mx.eval(none)
+    return none, none
+
+
+@lru_cache(maxsize=2)  # the layers of a model share a rotation, or two, as a rule; a long prompt's phases are large
 def _phases(rotation: Rotation, runs: tuple[tuple[int, int], ...]) -> tuple[mx.array, mx.array]:
     """Cosines and sines, float32 (tokens, pairs). Phases are float64's: of each 256th token, and between them added."""
     radians = np.asarray(rotation.frequencies, np.float64)
-    if not len(radians):
-        return mx.zeros((1, 1)), mx.zeros((1, 1))
     within = np.arange(_WITHIN)[:, None] * radians
     starts = np.array([start for first, last in runs for start in range(first, last, _WITHIN)])
     firsts = starts[:, None] * radians

@@ -40,7 +40,7 @@ _WRONG = {
 
 
 class _Prepared(NamedTuple):
-    """As the kernels take them; index 7 of an axis of 76 is class 0."""
+    """As the kernels take them. Axes of 76 are indexed by class + gain; gain 7 shifts by none."""
 
     slots: mx.array
     codes: mx.array
@@ -64,7 +64,9 @@ def right() -> bool:
     counts = entropy.words_of(expected)
     several = Classes.of([classes])
     lying = mx.array(np.ascontiguousarray(values.T).astype(np.float16))[None]
-    packed = pack(several.padded(lying), mx.array((values**2).sum(axis=1))[None], *_all(len(values)), several, tables)
+    packed = pack(
+        several.padded(lying), mx.array((values**2).sum(axis=1))[None], *_no_limits(len(values)), several, tables
+    )
     first = mx.array((np.cumsum(counts) - counts).astype(np.uint32))[None]
     back, wrong = unpack(mx.array(expected)[None], mx.array(words), first, several, tables)
     pairs = [(packed.heads[0], expected), (gathered(packed), words)]
@@ -72,8 +74,8 @@ def right() -> bool:
     return all(np.array_equal(np.array(mine), theirs) for mine, theirs in pairs) and not np.array(wrong).any()
 
 
-def _all(rows: int) -> tuple[mx.array, mx.array]:
-    """No row is skipped, and none loses anything."""
+def _no_limits(rows: int) -> tuple[mx.array, mx.array]:
+    """No row is skipped, and any may lose what it likes."""
     return mx.zeros((rows,), mx.uint32), mx.full((1,), 1e9)
 
 
@@ -88,13 +90,15 @@ def _prepare(tables: Tables) -> _Prepared:
         of_gains = np.arange(CLASSES)[:, None] + np.arange(GAINS)
         costs = np.zeros((SYMBOLS, CLASSES, GAINS + 1), np.int16)
         costs[:, :, :GAINS] = np.moveaxis((tables.costs[shifted] - of_zeros[:, None])[of_gains], 2, 0)
-        _prepared[tables] = _Prepared(
+        prepared = _Prepared(
             slots=mx.array(slots[shifted]),
             codes=mx.array(np.stack(both, axis=-1)[shifted]),
             costs=mx.array(costs.view(np.uint32)),
             points=mx.array(points_of(tables)[shifted].astype(np.float16)).view(mx.uint16),
             cost_of_0=of_zeros,
         )
+        mx.eval(prepared[:-1])  # MLX evaluates an array only on the thread that made it, and these are for all
+        _prepared[tables] = prepared
     return _prepared[tables]
 
 
@@ -115,7 +119,7 @@ class Classes(NamedTuple):
     def of(cls, of_groups: Sequence[Array]) -> Classes:
         """Of int32 (components,) of each group."""
         counts = [len(classes) for classes in of_groups]
-        numbers = np.zeros((len(counts), padded(max(counts))), np.uint32)
+        numbers = np.zeros((len(counts), padded_count(max(counts))), np.uint32)
         for row, classes in zip(numbers, of_groups, strict=True):
             row[: len(classes)] = classes
         return cls(mx.array(numbers), mx.array(np.array(counts, np.uint32)), of_groups)
@@ -130,14 +134,14 @@ class Classes(NamedTuple):
         return mx.pad(values, [(0, 0), (0, behind), (0, 0)]) if behind else values
 
 
-def padded(components: int) -> int:
+def padded_count(components: int) -> int:
     """How many values there are of so many components, one at least."""
     return max(1, -(-components // ALIGNED)) * ALIGNED
 
 
 class Packed(NamedTuple):
     """Coded rows: heads uint16 (groups, rows), which of them are `fine`, uint16 1 or 0, what `unpack` gives, words for
-    `gathered`, and where each row's end, uint32 (groups, rows), group after group.
+    `gathered`, and where each row's words end, counted over all groups, uint32 (groups, rows).
     """
 
     heads: mx.array
@@ -151,9 +155,9 @@ def pack(
     values: mx.array, lengths: mx.array, skipped: mx.array, limits: mx.array, classes: Classes, tables: Tables
 ) -> Packed:
     """Values in steps, float16 (groups, most, rows), the squares of rows' lengths in steps, float32 (groups, rows), and which
-    rows are skipped, uint32 (rows,), whose heads are 0. A row is `fine` that loses no more than its group's limit, float32
-    (groups,), to vectors that are left out, and kept as it is where it loses more than that and LEFT_OUT_SHARE of the rest.
-    Lazy.
+    rows are skipped, uint32 (rows,), whose heads are 0. A row is kept as it is if it loses more to vectors that are left out
+    than its group's limit, float32 (groups,), and LEFT_OUT_SHARE of its square along the others; it is `fine` if it loses no
+    more than the limit. Lazy.
     """
     prepared = _prepare(tables)
     room = min(2 * classes.most + 2, entropy.MOST_WORDS + 1)

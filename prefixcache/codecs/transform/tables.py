@@ -126,7 +126,7 @@ def points_of(tables: Tables) -> Array:
 
 
 def shifted_classes() -> Array:
-    """The class of each class number and gain, at their sum: int64 (76,); one more than there are gains is reached."""
+    """The class of a component of class c in a row of gain g, at index c + g: int64 (76,), of which 75 are used."""
     return np.clip(np.arange(CLASSES + GAINS) - GAINS // 2, 0, CLASSES - 1)
 
 
