@@ -23,7 +23,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from prefixcache.codecs.interchange import FLOATS, Array, borrow
+from prefixcache.codecs.interchange import FLOATS, Array, borrow, on_cpu
 from prefixcache.codecs.transform.layer import MOST_CHANNELS, Layer
 from prefixcache.codecs.transform.rotation import Rotation
 from prefixcache.codecs.transform.tables import Tables, class_of
@@ -213,7 +213,9 @@ class Basis:
         if len(placed) != len(set(placed)) or set(placed) != layers.keys() or not 0 <= self.sinks <= 256:
             raise BasisError("not a basis: its layers are not in one group each")
         self.nbytes = sum(array.nbytes for group in self.groups for array in (group.vectors, group.mean, group.spreads))
-        self.nbytes += 3 * sum(part.nbytes for group in self.groups for pair in group.factors for part in pair)
+        # Factors and their inverses; on a GPU both once more, in half precision.
+        copies = 2 if on_cpu() else 3
+        self.nbytes += copies * sum(part.nbytes for group in self.groups for pair in group.factors for part in pair)
         self.nbytes += self.tables.symbols.nbytes + self.tables.costs.nbytes
 
     @property
