@@ -73,7 +73,7 @@ def _part(joined: Joined, wanted: Wanted, sinks: int) -> Part:
         tensors, copied = wanted.known
         taken = codes_of(joined, tensors, copied)
         try:
-            for decoded in decode_joined([Coded(joined, [(wanted.first, taken)])]):
+            for decoded in decode_joined([CodedBlocks(joined, [(wanted.first, taken)])]):
                 decoded.check()
         except DamagedBlock:
             taken, copied = None, 0
@@ -121,7 +121,7 @@ def _encode_on_gpu(
         runs = merged([(block.first, block.last) for block in blocks])
         yield from gpu_coding.encode(
             [
-                gpu_coding.Rowed(joined.coder, _streams_of(joined, leaves, runs), [part.taken for part in of_group])
+                gpu_coding.GroupRows(joined.coder, _streams_of(joined, leaves, runs), [part.taken for part in of_group])
                 for joined, of_group in zip(groups[at:end], parts[at:end], strict=True)
             ],
             blocks,
@@ -175,7 +175,7 @@ class Stretch(NamedTuple):
         return self.on_gpu[number] if self.on_gpu else bring_in(self.on_cpu[number].swapaxes(0, 1), dtype)
 
 
-class Decoded(NamedTuple):
+class DecodedGroup(NamedTuple):
     """Decoded rows of blocks, in their order. `wrong`: what `check` looks at, of each row; None: nothing is."""
 
     stretches: list[Stretch]
@@ -194,29 +194,32 @@ class Decoded(NamedTuple):
             at += count
 
 
-class Coded(NamedTuple):
+class CodedBlocks(NamedTuple):
     """Codes of a group of layers, of blocks, each from a token on."""
 
     joined: Joined
     blocks: Sequence[tuple[int, Codes]]
 
 
-def decode_joined(groups: Sequence[Coded]) -> Iterator[Decoded]:
+def decode_joined(groups: Sequence[CodedBlocks]) -> Iterator[DecodedGroup]:
     """The rows of groups' blocks, which are the same ones. DamagedBlock for codes that no encoder wrote; on a GPU those are
-    seen when `Decoded.check` is called. There groups are decoded together, as many as there is room for.
+    seen when `DecodedGroup.check` is called. There groups are decoded together, as many as there is room for.
     """
     counts = [(start, len(codes.heads)) for start, codes in groups[0].blocks]
     at, tokens, on_gpu = 0, sum(count for _, count in counts), gpu_coding.available()
     while at < len(groups):
         if not on_gpu or not tokens or not gpu_coding.takes(groups[at].joined.coder):
             joined, blocks = groups[at]
-            yield Decoded([Stretch(start, _decoded(joined, start, codes)) for start, codes in blocks], counts)
+            yield DecodedGroup([Stretch(start, _decoded(joined, start, codes)) for start, codes in blocks], counts)
             at += 1
             continue
         end = at + gpu_coding.at_once([joined.coder for joined, _ in groups[at:]], tokens)
         try:
             restored = gpu_coding.decode(
-                [gpu_coding.Coded(joined.coder, [codes for _, codes in blocks]) for joined, blocks in groups[at:end]],
+                [
+                    gpu_coding.GroupCodes(joined.coder, [codes for _, codes in blocks])
+                    for joined, blocks in groups[at:end]
+                ],
                 [start for start, _ in counts],
             )
         except Damaged as damage:
@@ -225,7 +228,7 @@ def decode_joined(groups: Sequence[Coded]) -> Iterator[Decoded]:
         restored.reverse()
         while restored:  # no rows are kept here that the caller has done with
             streams, wrong = restored.pop()
-            yield Decoded(_stretches(streams, counts), counts, wrong)
+            yield DecodedGroup(_stretches(streams, counts), counts, wrong)
             del streams
         at = end
 

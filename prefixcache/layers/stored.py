@@ -24,7 +24,7 @@ from prefixcache.layers import levels, live_codes
 from prefixcache.layers.adapters import PARTS, Layout, adapter_of, blank
 from prefixcache.layers.classes import find_class
 from prefixcache.layers.image_layout import Group, Member, Plan
-from prefixcache.layers.joined import Coded, Decoded, codes_of, decode_joined
+from prefixcache.layers.joined import CodedBlocks, DecodedGroup, codes_of, decode_joined
 from prefixcache.layers.snapshots import array_numbers, revived
 
 if TYPE_CHECKING:
@@ -85,9 +85,9 @@ class StoredPrompt:
         self._blocks = blocks
         self._snapshot = snapshot
         # Rows of one group of transformed layers, and its number; and the groups that will be asked for next.
-        self._decoded_group: tuple[int, Decoded] | None = None
-        self._next_groups: Iterator[tuple[int, Decoded]] = iter(())
-        self._unchecked: list[Decoded] = []
+        self._decoded_group: tuple[int, DecodedGroup] | None = None
+        self._next_groups: Iterator[tuple[int, DecodedGroup]] = iter(())
+        self._unchecked: list[DecodedGroup] = []
 
     @cached_property
     def _rows(self) -> list[dict[str, np.ndarray]]:
@@ -302,11 +302,11 @@ class StoredPrompt:
         codec = self.plan.tails.groups[self.plan.tail_places[leaf][stream][0]].codec
         return [stretch.since(first).piece(number, codec) for stretch in self._decoded_group[1].stretches]
 
-    def _groups(self, numbers: range) -> Iterator[tuple[int, Decoded]]:
+    def _groups(self, numbers: range) -> Iterator[tuple[int, DecodedGroup]]:
         """These groups of transformed layers, by number."""
         runs = [run for run in self._leading_runs(0, self.tokens) if self.plan.is_coded(run.tensors)]
         groups = [self.plan.joined[j] for j in numbers]
-        coded = [Coded(of, [(run.at, codes_of(of, run.tensors, run.rows)) for run in runs]) for of in groups]
+        coded = [CodedBlocks(of, [(run.at, codes_of(of, run.tensors, run.rows)) for run in runs]) for of in groups]
         yield from zip(numbers, decode_joined(coded), strict=True)
 
     def _window_pieces(self, leaf: int, stream: str, window: int) -> list[Piece]:

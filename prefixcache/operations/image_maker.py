@@ -23,7 +23,15 @@ from prefixcache.layers.adapters import Leaf
 from prefixcache.layers.decoded import Decoded
 from prefixcache.layers.encode import Target, encode
 from prefixcache.layers.image_layout import Section
-from prefixcache.layers.joined import Coded, DamagedBlock, Wanted, codes_of, decode_joined, encode_joined, write_joined
+from prefixcache.layers.joined import (
+    CodedBlocks,
+    DamagedBlock,
+    Wanted,
+    codes_of,
+    decode_joined,
+    encode_joined,
+    write_joined,
+)
 from prefixcache.layers.recode import copy_stored, decode_stored, encode_stored
 from prefixcache.layers.snapshots import State, describe_state, write_state
 from prefixcache.operations.jobs import Job
@@ -136,7 +144,7 @@ class LiveMaker:
     def _decode_joined(self, back: Decoded, groups: Sequence[Sequence[tuple[int, Codes]]]) -> None:
         """Whole blocks of each group of transformed layers, each from a token on."""
         coded = [
-            Coded(joined, [(start, codes) for start, codes in blocks if start + BLOCK > back.since])
+            CodedBlocks(joined, [(start, codes) for start, codes in blocks if start + BLOCK > back.since])
             for joined, blocks in zip(self._plan.joined, groups, strict=True)
         ]
         if not coded:

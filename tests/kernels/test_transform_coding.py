@@ -84,8 +84,8 @@ def test_blocks_are_coded_together_as_the_cpu_does_one_by_one(dtype):
     rows[1][LOUD] *= 1 if dtype == "bfloat16" else 400
     settled = [None, None, coder.encode([stream[:20] for stream in rows], 250)]
     blocks = [gpu_coding.Rows(250, 256, skip=4), gpu_coding.Rows(256, 300), gpu_coding.Rows(300, 340)]
-    (made,) = gpu_coding.encode([gpu_coding.Rowed(coder, on_gpu(coder, rows), settled)], blocks)
-    ((back, wrong),) = gpu_coding.decode([gpu_coding.Coded(coder, made)], [block.first for block in blocks])
+    (made,) = gpu_coding.encode([gpu_coding.GroupRows(coder, on_gpu(coder, rows), settled)], blocks)
+    ((back, wrong),) = gpu_coding.decode([gpu_coding.GroupCodes(coder, made)], [block.first for block in blocks])
     assert gpu_coding.reason_of(copy_out(wrong)) is None
     at = 0
     for block, codes, offsets in zip(blocks, made, settled, strict=True):
@@ -119,13 +119,13 @@ def test_groups_coded_together_are_what_they_are_alone():
         rows = [np.concatenate(stream) for stream in zip(*parts, strict=True)]
         rows[0][20] = 30000 if coder.dtype != "bfloat16" else 0x7F00
         settled = [None, None, coder.encode([stream[9:20] for stream in rows], 302) if group is groups[3] else None]
-        rowed.append(gpu_coding.Rowed(coder, on_gpu(coder, rows), settled))
+        rowed.append(gpu_coding.GroupRows(coder, on_gpu(coder, rows), settled))
     together = gpu_coding.encode(rowed, blocks)
     for one, codes in zip(rowed, together, strict=True):
         for mine, theirs in zip(codes, gpu_coding.encode([one], blocks)[0], strict=True):
             assert all(np.array_equal(x, y) for x, y in zip(mine, theirs, strict=True))
     assert any((codes.heads == 0xFFFF).any() for of_group in together for codes in of_group)
-    coded = [gpu_coding.Coded(one.coder, codes) for one, codes in zip(rowed, together, strict=True)]
+    coded = [gpu_coding.GroupCodes(one.coder, codes) for one, codes in zip(rowed, together, strict=True)]
     firsts = [block.first for block in blocks]
     for of_group, back in zip(coded, gpu_coding.decode(coded, firsts), strict=True):
         assert gpu_coding.reason_of(copy_out(back.wrong)) is None
@@ -141,11 +141,11 @@ def test_one_thread_encodes_and_another_decodes():
     rows = rows_of(coder.group, 40)
     with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
         rowed = one.submit(on_gpu, coder, rows).result()
-        work = [gpu_coding.Rowed(coder, rowed, [None])], [gpu_coding.Rows(0, 40)]
+        work = [gpu_coding.GroupRows(coder, rowed, [None])], [gpu_coding.Rows(0, 40)]
         (codes,) = one.submit(gpu_coding.encode, *work).result()
 
         def decoded():
-            ((back, _),) = gpu_coding.decode([gpu_coding.Coded(coder, codes)], [0])
+            ((back, _),) = gpu_coding.decode([gpu_coding.GroupCodes(coder, codes)], [0])
             mx.eval(back)
             return back
 
@@ -179,7 +179,7 @@ def test_a_quality_at_which_nothing_is_coded_gives_the_means():
     coder = GroupCoder(narrow, first_guess(), 1.0, "float16")
     assert not len(coder.classes)
     rows = rows_of(narrow, 300)
-    rowed = gpu_coding.Rowed(coder, on_gpu(coder, rows), [None, None])
+    rowed = gpu_coding.GroupRows(coder, on_gpu(coder, rows), [None, None])
     (made,) = gpu_coding.encode([rowed], [gpu_coding.Rows(0, 256), gpu_coding.Rows(256, 300)])
     expected = [
         coder.encode([stream[:256] for stream in rows], 0),
@@ -188,7 +188,7 @@ def test_a_quality_at_which_nothing_is_coded_gives_the_means():
     for mine, theirs in zip(made, expected, strict=True):
         assert np.array_equal(mine.heads, theirs.heads)
         assert not len(mine.words)
-    ((back, wrong),) = gpu_coding.decode([gpu_coding.Coded(coder, made[:1])], [0])
+    ((back, wrong),) = gpu_coding.decode([gpu_coding.GroupCodes(coder, made[:1])], [0])
     assert gpu_coding.reason_of(copy_out(wrong)) is None
     near(coder, back, coder.decode(made[0], 0))
 
@@ -197,9 +197,9 @@ def test_claims_of_more_words_and_words_that_none_wrote_are_damage():
     coder = coder_of("float16")
     codes = coder.encode(rows_of(coder.group, 12), 0)
     with pytest.raises(Damaged, match="claim more words"):
-        gpu_coding.decode([gpu_coding.Coded(coder, [codes._replace(words=codes.words[:-1])])], [0])
+        gpu_coding.decode([gpu_coding.GroupCodes(coder, [codes._replace(words=codes.words[:-1])])], [0])
     noise = np.random.default_rng(0).integers(0, 1 << 16, len(codes.words)).astype(np.uint16)
     blocks = [codes, codes._replace(words=noise)]
-    ((_, wrong),) = gpu_coding.decode([gpu_coding.Coded(coder, blocks)], [0, 256])
+    ((_, wrong),) = gpu_coding.decode([gpu_coding.GroupCodes(coder, blocks)], [0, 256])
     assert gpu_coding.reason_of(copy_out(wrong[:12])) is None
     assert gpu_coding.reason_of(copy_out(wrong[12:]))

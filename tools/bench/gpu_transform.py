@@ -76,14 +76,14 @@ def _of_groups(joined: int, tokens: int, prefill: float, scale: str) -> Iterator
     mx.eval(streams)
     blocks = [gpu_coding.Rows(first, first + BLOCK) for first in range(0, tokens, BLOCK)]
     of_model = [number % DISTINCT for number in range(layers // joined)]
-    rowed = [gpu_coding.Rowed(coders[i], streams[i], [None] * len(blocks)) for i in of_model]
+    rowed = [gpu_coding.GroupRows(coders[i], streams[i], [None] * len(blocks)) for i in of_model]
     step = gpu_coding.at_once([coders[i] for i in of_model], tokens)
     together = [slice(at, at + step) for at in range(0, len(of_model), step)]
 
     def encode() -> list[list[Codes]]:
         return [codes for part in together for codes in gpu_coding.encode(rowed[part], blocks)]
 
-    coded = [gpu_coding.Coded(coders[i], codes) for i, codes in zip(of_model, encode(), strict=True)]
+    coded = [gpu_coding.GroupCodes(coders[i], codes) for i, codes in zip(of_model, encode(), strict=True)]
     firsts = [block.first for block in blocks]
     batches = [gpu_coding.brought_in(coded[part], firsts) for part in together]
     count = gpu_entropy.padded_count(len(coders[0].classes))

@@ -50,7 +50,7 @@ class Rows(NamedTuple):
     skip: int = 0
 
 
-class Rowed(NamedTuple):
+class GroupRows(NamedTuple):
     """A group's rows (heads, tokens, width) by stream, those of blocks one after the other; and of each block codes of other
     rows of the same, whose offsets stand, or None.
     """
@@ -60,7 +60,7 @@ class Rowed(NamedTuple):
     settled: Sequence[Codes | None]
 
 
-class Coded(NamedTuple):
+class GroupCodes(NamedTuple):
     """A group's codes, block by block."""
 
     coder: GroupCoder
@@ -141,7 +141,7 @@ def _right() -> bool:
         Layer(0, 2, 8, 8, "float16", Rotation(np.array([0.9, 0.09, 0.009]))),
         Layer(1, 1, 6, 5, "bfloat16", Rotation(np.array([0.7, 0.07]), True, 1.25)),
     ]
-    rowed, rows = [], []
+    given, rows = [], []
     for layer in layers:
         count, widths = layer.channels, (layer.key_width, layer.value_width)
         keys, values = (
@@ -154,12 +154,12 @@ def _right() -> bool:
         drawn = [chance.normal(scale=2, size=(layer.heads, 90, width)).astype(np.float32) for width in widths]
         drawn[0][0, 20, 1] = np.inf  # a row that is kept as it is
         streams = [mx.array(stream).astype(element(layer.dtype).mlx) for stream in drawn]
-        rowed.append(Rowed(GroupCoder(group, tables, 4.0, layer.dtype), streams, [None, None]))
+        given.append(GroupRows(GroupCoder(group, tables, 4.0, layer.dtype), streams, [None, None]))
         rows.append([np.array(stream.astype(mx.float32)) for stream in streams])
-    made = encode(rowed, [Rows(5, 70), Rows(70, 95)])
-    restored = decode([Coded(one.coder, codes) for one, codes in zip(rowed, made, strict=True)], [5, 70])
+    made = encode(given, [Rows(5, 70), Rows(70, 95)])
+    restored = decode([GroupCodes(one.coder, codes) for one, codes in zip(given, made, strict=True)], [5, 70])
     coded = np.arange(90) != 20
-    for one, codes, originals, (here, wrong) in zip(rowed, made, rows, restored, strict=True):
+    for one, codes, originals, (here, wrong) in zip(given, made, rows, restored, strict=True):
         blocks = [one.coder.decode(block, first) for block, first in zip(codes, (5, 70), strict=True)]
         for i, (original, stream) in enumerate(zip(originals, here, strict=True)):
             there = as_float32(np.concatenate([block[i] for block in blocks]).swapaxes(0, 1), one.coder.dtype)
@@ -202,7 +202,7 @@ def _memory() -> int:
 # -- to codes -------------------------------------------------------------------------------------------------------------
 
 
-def encode(groups: Sequence[Rowed], blocks: Sequence[Rows]) -> list[list[Codes]]:
+def encode(groups: Sequence[GroupRows], blocks: Sequence[Rows]) -> list[list[Codes]]:
     """The codes of groups, all of which have rows of these blocks: of each group and block."""
     coders = [group.coder for group in groups]
     runs = tuple((block.first, block.last) for block in blocks)
@@ -229,24 +229,26 @@ def encode(groups: Sequence[Rowed], blocks: Sequence[Rows]) -> list[list[Codes]]
     words = gpu_entropy.gathered(packed)
     mx.async_eval(words)
     heads, ends = copy_out(packed.heads), copy_out(packed.ends).astype(np.int64)
-    beside = [of_group for run in offsets for of_group in zip(*(copy_out(part) for part in run), strict=True)]
+    offsets_of_groups = [
+        of_group for run in offsets for of_group in zip(*(copy_out(part) for part in run), strict=True)
+    ]
     all_words = borrow(words)
     edges = _edges(runs)
     made = []
     for g, (_, streams, settled) in enumerate(groups):
         kept = np.flatnonzero(heads[g] == 0xFFFF)
         as_they_are = _bits(streams, kept)
-        begin = int(ends[g - 1, -1]) if g else 0
+        word = int(ends[g - 1, -1]) if g else 0
         of_group = []
         for number, known in enumerate(settled):
             own = slice(edges[number], edges[number + 1])
             end = int(ends[g, own.stop - 1])
-            own_words, begin = all_words[begin:end], end
+            own_words, word = all_words[word:end], end
             if len(kept):
                 whole_rows = as_they_are[np.searchsorted(kept, own.start) : np.searchsorted(kept, own.stop)]
                 own_words = _with_rows(heads[g, own], own_words, whole_rows)
             if known is None:
-                numbers, steps = (part[:, number] for part in beside[g])
+                numbers, steps = (part[:, number] for part in offsets_of_groups[g])
             else:
                 numbers, steps = known.offsets, known.offset_steps
             of_group.append(Codes(heads[g, own], own_words, numbers, steps))
@@ -354,14 +356,14 @@ def _with_rows(heads: Array, words: Array, whole_rows: Array) -> Array:
 # -- and back -------------------------------------------------------------------------------------------------------------
 
 
-def decode(groups: Sequence[Coded], firsts: Sequence[int]) -> list[Restored]:
+def decode(groups: Sequence[GroupCodes], firsts: Sequence[int]) -> list[Restored]:
     """Codes of groups, each of the same blocks, which begin at these tokens -> their rows, the blocks' one after the other.
     Damaged where more than words is.
     """
     return decode_batch(brought_in(groups, firsts))
 
 
-def brought_in(groups: Sequence[Coded], firsts: Sequence[int]) -> Batch:
+def brought_in(groups: Sequence[GroupCodes], firsts: Sequence[int]) -> Batch:
     """What `decode` takes, in the GPU's memory."""
     counts = [len(codes.heads) for codes in groups[0].blocks]
     heads = np.stack([np.concatenate([codes.heads for codes in group.blocks]) for group in groups])
@@ -391,7 +393,7 @@ def brought_in(groups: Sequence[Coded], firsts: Sequence[int]) -> Batch:
     )
 
 
-def _check(group: Coded, lengths: Sequence[int]) -> None:
+def _check(group: GroupCodes, lengths: Sequence[int]) -> None:
     """Damaged for blocks that claim more words than they have, or whose offsets no encoder wrote."""
     steps = np.concatenate([codes.offset_steps for codes in group.blocks])
     suspect = bool((steps & 0x7F80 == 0x7F80).any())
