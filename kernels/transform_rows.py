@@ -18,7 +18,6 @@ from .dialects import SIMD_WIDTH, Dialect, Kernel, Source, build
 
 THREADS = 256
 TOKENS = 16  # of a thread: what is of a channel is read once for them
-DTYPES = ("float16", "bfloat16", "float32")
 MOST = {"float16": "65504.0f", "bfloat16": "float_of(0x7F7F0000u)", "float32": "float_of(0x7F7FFFFFu)"}
 
 PLACE = """
@@ -31,6 +30,16 @@ PLACE = """
   const u32 a_channel = places[0] + head * WIDTH + one, b_channel = places[0] + head * WIDTH + (both ? other : one);
   const float a_mean = mean[a_channel], b_mean = mean[b_channel], a_scale = scale[a_channel], b_scale = scale[b_channel];
   const u32 last = part * TOKENS + TOKENS < tokens ? part * TOKENS + TOKENS : tokens;
+"""
+
+# RoPE, or its inverse where SINE is negative.
+TURN = """
+    if (turns) {
+      const float c = times(cosines[token * PAIRS + pair], COSINE), s = times(sines[token * PAIRS + pair], SINE);
+      const float turned = minus(times(a, c), times(b, s));
+      b = plus(times(a, s), times(b, c));
+      a = turned;
+    }
 """
 
 LOADS = {
@@ -54,13 +63,9 @@ CENTRE = (
   for (u32 token = part * TOKENS; token < last; token++) {
     const u64 source = u64(head) * u64(rows_strides[0]) + u64(token) * u64(rows_strides[1]);
     float a = loaded(rows[source + one * step]), b = both ? loaded(rows[source + other * step]) : 0.0f;
-    if (turns) {
-      const float c = times(cosines[token * PAIRS + pair], LENGTH), s = times(sines[token * PAIRS + pair], LENGTH);
-      const float turned = plus(times(a, c), times(b, s));
-      b = minus(times(b, c), times(a, s));
-      a = turned;
-    }
-    const u64 row = (u64(head) * tokens + token) * WIDTH;
+"""
+    + TURN
+    + """    const u64 row = (u64(head) * tokens + token) * WIDTH;
     centred[row + one] = u16(half_pair(times(over(minus(a, a_mean), a_scale), FACTOR), 0.0f));
     if (both) centred[row + other] = u16(half_pair(times(over(minus(b, b_mean), b_scale), FACTOR), 0.0f));
   }
@@ -86,13 +91,9 @@ RESTORE = (
     const u64 source = (u64(places[2] + head) * tokens + token) * WIDTH;
     float a = plus(times(low_half(u32(products[source + one])), times(a_scale, FACTOR)), a_added);
     float b = plus(times(low_half(u32(products[source + (both ? other : one)])), times(b_scale, FACTOR)), b_added);
-    if (turns) {
-      const float c = times(cosines[token * PAIRS + pair], LENGTH), s = times(sines[token * PAIRS + pair], LENGTH);
-      const float turned = minus(times(a, c), times(b, s));
-      b = plus(times(a, s), times(b, c));
-      a = turned;
-    }
-    const u64 row = (u64(head) * tokens + token) * WIDTH;
+"""
+    + TURN
+    + """    const u64 row = (u64(head) * tokens + token) * WIDTH;
     restored[row + one] = stored(least(greatest(a, -MOST), MOST));
     if (both) restored[row + other] = stored(least(greatest(b, -MOST), MOST));
   }
@@ -132,7 +133,8 @@ CHANNELS = 128
 
 class Form(NamedTuple):
     """What a kernel is made for: a stream's heads and their width and dtype, and how many `pairs` of a head turn, which
-    neighbours where `interleaved`, to be `length` times as long. Products, or what becomes one, are multiplied by `factor`.
+    neighbours where `interleaved`: their cosines and sines are multiplied by `cosine` and `sine`. Products, or what becomes
+    one, are multiplied by `factor`.
     """
 
     heads: int
@@ -140,7 +142,8 @@ class Form(NamedTuple):
     dtype: str
     pairs: int
     interleaved: bool
-    length: float
+    cosine: float
+    sine: float
     factor: float
 
     def functions(self) -> str:
@@ -149,7 +152,7 @@ class Form(NamedTuple):
             "PAIRS": self.pairs, "INTERLEAVED": int(self.interleaved),
         }  # fmt: skip
         lines = [f"#define {name} {number}u" for name, number in numbers.items()]
-        for name, number in (("LENGTH", self.length), ("FACTOR", self.factor)):
+        for name, number in (("COSINE", self.cosine), ("SINE", self.sine), ("FACTOR", self.factor)):
             lines.append(f"#define {name} float_of({int(np.float32(number).view(np.uint32))}u)")
         lines += [f"#define MOST {MOST[self.dtype]}", LOADS[self.dtype], STORES[self.dtype]]
         return "\n" + "\n".join(lines) + "\n"

@@ -150,16 +150,17 @@ class LiveMaker:
         if not coded:
             return
         with contextlib.suppress(DamagedBlock):  # the live cache keeps its own rows; a fetch deletes the image
-            of_groups = list(decode_joined(coded))
-            for decoded in of_groups:
-                decoded.check()
-            for joined, decoded in zip(self._plan.joined, of_groups, strict=True):
+            rows, unchecked = [], []
+            for joined, decoded in zip(self._plan.joined, decode_joined(coded), strict=True):
                 for stretch in decoded.stretches:
                     for number, (leaf, stream) in enumerate(joined.streams):
                         _, member = self._plan.tail_places[leaf][stream]
-                        back.add(
-                            member, stretch.first, stretch.rows(number, joined.coder.dtype), self._plan.sink_tokens
-                        )
+                        rows.append((member, stretch.first, stretch.rows(number, joined.coder.dtype)))
+                unchecked.append(decoded._replace(stretches=[]))
+            for decoded in unchecked:  # of all groups, before any is put back
+                decoded.check()
+            for member, first, of_stream in rows:
+                back.add(member, first, of_stream, self._plan.sink_tokens)
 
     def _decode_window(self, back: Decoded, start: int, tensors: dict[str, np.ndarray], mask: tuple[int, ...]) -> None:
         plan, sunk = self._plan, self._plan.sunk(start)

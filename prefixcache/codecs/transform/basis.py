@@ -35,9 +35,8 @@ QUALITIES = np.arange(LEAST_QUALITY, MOST_QUALITY + 0.5, 0.5)  # for which a bas
 # How the step of quality 4 was found: as the one at which KL is TurboQuant's; as the nearest to it that is allowed; or by the
 # metric alone, since KL didn't show where it is.
 MATCHED, NEAREST, GUESSED = ANCHORS = ("matched", "nearest", "guessed")
-LEAST_SPREAD = (
-    2.0**-2
-)  # in steps: of a component that spreads less, 1 value in 50 at most isn't coded as 0; it is left out
+# In steps: of a component that spreads less, 1 value in 50 at most isn't coded as 0; it is left out.
+LEAST_SPREAD = 2.0**-2
 LEFT_OUT_SHARE = 1e-3  # of a row's square along the vectors: what their rounding to float16 may make of it
 _KEY = b"prefixcache.basis.1"
 _HASH = re.compile("[0-9a-f]{32}")

@@ -21,7 +21,6 @@ from prefixcache.codecs.transform.entropy import AS_IT_IS, Damaged, gain_of, wor
 from prefixcache.codecs.transform.tables import MOST, Tables
 
 ROWS = 256  # of a product
-OFFSET_BITS = 4
 MOST_OFFSET = 7  # in steps of a head's own
 CLAIMED = "the rows' heads claim more words than there are"
 OFFSET_ROWS = 64  # from fewer rows an offset is taken for smaller than it looks

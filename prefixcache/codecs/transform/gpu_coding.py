@@ -484,9 +484,10 @@ def _form(
     """What a kernel is made for, and the cosines and sines of the rows' phases."""
     rotation = NO_ROTATION if stream % 2 else coder.group.layers[stream // 2].rotation
     pairs, (heads, width) = len(rotation.frequencies), coder.streams[stream]
-    length, factor = (rotation.scale, _factor(coder)) if decoding else (1 / rotation.scale, float(coder.finer))
+    turning = (rotation.scale, rotation.scale) if decoding else (1 / rotation.scale, -1 / rotation.scale)
+    factor = _factor(coder) if decoding else float(coder.finer)
     phases = _phases(rotation, runs) if pairs else _no_phases()
-    return kernels.Form(heads, width, coder.dtype, pairs, rotation.interleaved, length, factor), phases
+    return kernels.Form(heads, width, coder.dtype, pairs, rotation.interleaved, *turning, factor), phases
 
 
 _all_operands: WeakKeyDictionary[GroupCoder, _Operands] = WeakKeyDictionary()
