@@ -46,12 +46,16 @@ from prefixcache.operations.pins import Pins
 from prefixcache.operations.remove import remove
 from prefixcache.operations.stats import collect_stats
 from prefixcache.operations.store import Store
+from prefixcache.remote.client import Client
+from prefixcache.remote.sealing import FleetKey, KeySeal, NoSeal
+from prefixcache.remote.url import check_url, open_engine
 from prefixcache.settings import Settings, parse_size
 from prefixcache.ssd import Ssd
 from prefixcache.ssd.directory import refusal
 from prefixcache.tiers.memory_pressure import Pressure
-from prefixcache.tiers.promotion import Promoter
+from prefixcache.tiers.promotion import Promoter, last_of
 from prefixcache.tiers.prompt import Prompt, boundary
+from prefixcache.tiers.remote_tier import RemoteTier
 from prefixcache.tiers.storage import Storage
 from prefixcache.trace.recording import Recorder
 
@@ -61,6 +65,8 @@ QUEUE_SHARE = 4  # spill_queue="auto" is a 4th of the RAM budget
 RECENCY_FLUSH_INTERVAL = 60.0  # seconds after which a hit tells the index what was used
 RECENCY_FLUSH_SLOTS = 8192  # or so many that it has not heard of
 LONGEST = 1 << 24  # tokens that a fetch leaves room for
+CONNECT_TIMEOUT = 1.0  # seconds for a connection to the remote tier's engine; less where remote_timeout is
+LAST_UPLOADS = 5.0  # seconds that close() gives to what waits for the remote tier
 INTERRUPTED_CLOSE = 5.0  # seconds that an interrupted close() gives the SSD
 
 _open: set[PrefixCache] = set()  # those that have a directory, until they are closed
@@ -121,13 +127,18 @@ class PrefixCache:
         self._close_lock = threading.RLock()  # a signal's handler may close what is being closed
         self._pid = os.getpid()
         self._ssd: Ssd | None = None
-        if has_ssd:
-            try:
+        try:
+            client = self._remote_client()
+            if has_ssd:
                 self._open_ssd(ram)
-            except BaseException:
-                if self._recorder is not None:
-                    self._recorder.close()
-                raise
+        except BaseException:
+            if self._recorder is not None:
+                self._recorder.close()
+            raise
+        if client is not None:
+            self._storage.remote = RemoteTier(
+                self._storage, client, self._namespaces, self.settings.remote_admission, self.settings.remote_timeout
+            )
         self._promoter = Promoter(self._storage)
         self._pressure = Pressure(self._storage, self.settings.reserve_bytes(machine_memory()))
         if self.settings.memory_reserve != 0:
@@ -136,7 +147,7 @@ class PrefixCache:
         if self.settings.log_every:
             self._summary = Summary(self, self.settings.log_every)
             self._summary.start()
-        if self._ssd is not None:
+        if self._ssd is not None or client is not None:
             _open.add(self)
 
     def _open_ssd(self, ram: int) -> None:
@@ -155,6 +166,20 @@ class PrefixCache:
             if isinstance(error, (OSError, sqlite3.Error)):
                 raise refusal(directory, error) from error
             raise
+
+    def _remote_client(self) -> Client | None:
+        """The remote tier's engine, which is not asked yet. ValueError for a bad URL or key file."""
+        settings = self.settings
+        if settings.remote is None:
+            return None
+        check_url(settings.remote, settings.remote_key_file is not None)
+        seal = KeySeal(FleetKey.read(settings.remote_key_file)) if settings.remote_key_file is not None else NoSeal()
+        timeout = settings.remote_timeout
+        connecting = min(CONNECT_TIMEOUT, timeout)
+        engine = open_engine(
+            settings.remote, timeout=timeout, connect_timeout=connecting, ca_file=settings.remote_ca_file
+        )
+        return Client(engine, seal)
 
     # -- storing and finding ------------------------------------------------------------------------------------------
 
@@ -360,17 +385,39 @@ class PrefixCache:
         salt: bytes = b"",
         leave: int = 0,
         whole_blocks: bool = False,
+        prefill_rate: float | None = None,
     ) -> Future[int]:
-        """Bring what the SSD has for `tokens` into RAM. Returns at once; the future's result is how many of them RAM has
-        then.
+        """Bring what the SSD and the remote tier have for `tokens` into RAM. Returns at once; the future's result is how many
+        of them RAM has then.
 
         `leave` and `whole_blocks` are those of the `fetch` to come: a sliding window needs other rows where a hit ends
         earlier. When not all of it fits, the leading part comes. A file that went bad is quarantined, and the depth ends
-        before it.
+        before it. The remote tier may take the setting `remote_timeout`, or with `prefill_rate`, the tokens that are computed
+        a second here, no longer than computing what it has would take.
+        """
+        prompt = self._prompt(tokens, model, salt)
+        how: dict[str, Any] = {"leave": leave, "whole_blocks": whole_blocks}
+        remote = self.promote_remote(prompt, prefill_rate=prefill_rate, **how)
+        local = self.promote_local(prompt, **how)
+        return local if remote is None else last_of(local, remote, lambda: self.match(prompt, **how).ram)
+
+    def promote_remote(
+        self, prompt: Prompt, *, leave: int = 0, whole_blocks: bool = False, prefill_rate: float | None = None
+    ) -> Future[int] | None:
+        """Of `promote`, what the remote tier has. None where there is nothing to ask it for: the prompt is known here, it was
+        missing there just now, or the engine doesn't answer.
         """
         self._check_open()
         check_leave(leave)
-        prompt = self._prompt(tokens, model, salt)
+        if prefill_rate is not None and not prefill_rate > 0:
+            raise ValueError(f"prefill_rate={prefill_rate!r}: give tokens a second, more than 0")
+        remote = self._storage.remote
+        return remote.bring(prompt, leave, whole_blocks, prefill_rate) if remote is not None else None
+
+    def promote_local(self, prompt: Prompt, *, leave: int = 0, whole_blocks: bool = False) -> Future[int]:
+        """Of `promote`, what the SSD has."""
+        self._check_open()
+        check_leave(leave)
         with self._storage.lock:
             deepest = prompt.deepest(self._storage.graph.last, leave, whole_blocks)
             depth = deepest.depth if deepest is not None else 0
@@ -393,9 +440,12 @@ class PrefixCache:
         salt: bytes = b"",
         leave: int = 0,
         whole_blocks: bool = False,
+        prefill_rate: float | None = None,
     ) -> int:
         """`promote`, awaited. Cancelling the wait does not stop the reads that have begun."""
-        coming = self.promote(tokens, model=model, salt=salt, leave=leave, whole_blocks=whole_blocks)
+        coming = self.promote(
+            tokens, model=model, salt=salt, leave=leave, whole_blocks=whole_blocks, prefill_rate=prefill_rate
+        )
         return await asyncio.shield(asyncio.wrap_future(coming))
 
     def unread(
@@ -551,6 +601,8 @@ class PrefixCache:
                 self._promoter.close(_left(end))
                 if self._ssd is not None:
                     self._write_out(_left(end))
+                if self._storage.remote is not None:
+                    self._storage.remote.close(min(LAST_UPLOADS, _left(end)))
                 whole = True
             finally:
                 if self._ssd is not None:

@@ -105,6 +105,24 @@ class Settings(BaseSettings):
     readers: int = Field(4, ge=1, le=64, description="threads that read from the SSD")
     allow_classes: tuple[str, ...] = Field((), description="cache classes beyond mlx-lm's that may be restored by name")
 
+    remote: str | None = Field(
+        None,
+        description="engine that machines share their prompts in: s3://BUCKET/PREFIX, valkey://HOST:PORT, file:///FOLDER",
+    )
+    remote_key_file: Path | None = Field(
+        None, description="file with the 64 hex digits that seal what is shared; the same on all machines"
+    )
+    remote_ca_file: Path | None = Field(
+        None, description="certificates (PEM) of who may sign the engine's, beside the usual ones"
+    )
+    remote_admission: Literal["second", "always", "never"] = Field(
+        "second",
+        description='images go to the engine from their "second" use on, "always" as they are stored, or "never"',
+    )
+    remote_timeout: float = Field(
+        5.0, gt=0, le=600, description="the longest that one call of the engine, or the reading of one prompt, takes"
+    )
+
     policy: Literal["lru", "adaptive"] = Field("lru", description="eviction policy, in RAM and on SSD")
     ssd_admission: Literal["always", "second"] = Field(
         "always",
@@ -153,7 +171,7 @@ class Settings(BaseSettings):
         taken = {name for name in cls.model_fields if f"PREFIXCACHE_{name.upper()}" in variables}
         return cls(**{**{name: value for name, value in source.items() if name not in taken}, **values})
 
-    @field_validator("ssd_dir", "basis_dir", "trace")
+    @field_validator("ssd_dir", "basis_dir", "trace", "remote_key_file", "remote_ca_file")
     @classmethod
     def _expand(cls, value: Path | None, info: ValidationInfo) -> Path | None:
         try:
@@ -161,7 +179,7 @@ class Settings(BaseSettings):
         except RuntimeError:  # no such user
             raise ValueError(f"{info.field_name}={str(value)!r}: no such home; write the whole path") from None
 
-    @field_validator("ssd_dir", "basis_dir", "trace", mode="before")
+    @field_validator("ssd_dir", "basis_dir", "trace", "remote_key_file", "remote_ca_file", mode="before")
     @classmethod
     def _not_empty(cls, value: Any, info: ValidationInfo) -> Any:
         if value == "":  # pathlib takes it for the current directory
@@ -169,6 +187,8 @@ class Settings(BaseSettings):
                 "ssd_dir": "a directory; write its path, or leave it out for RAM only",
                 "basis_dir": "a folder; write its path, or leave it out for the usual one",
                 "trace": "a file; write its path, or leave it out to record nothing",
+                "remote_key_file": "a file; write its path, or leave it out",
+                "remote_ca_file": "a file; write its path, or leave it out for the usual certificates",
             }
             raise ValueError(f"{info.field_name}='': not {wanted[info.field_name or '']}")
         return value

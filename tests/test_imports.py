@@ -20,7 +20,7 @@ ROOT = PACKAGE.parent
 LEVELS = {
     "identity": 0, "image_format": 0, "kernels": 0, "keys": 0, "memory": 0, "metrics": 0, "migrations": 0, "settings": 0,
     "blocks": 1, "codecs": 1, "trace": 1,
-    "calibration": 2, "live": 2, "ssd": 2,
+    "calibration": 2, "live": 2, "remote": 2, "ssd": 2,
     "layers": 3, "tiers": 3,
     "operations": 5,
     "cache": 6, "planning": 6,
@@ -37,17 +37,30 @@ ONLY = {
     "blocks": {"keys", "image_format"},
     "trace": {"keys"},
     "ssd": {"keys", "image_format", "memory", "migrations", "metrics", "blocks"},
+    "remote": {"keys", "image_format", "metrics"},
     "codecs": {"kernels"},
     "calibration": {"codecs"},
     "live": {"codecs", "memory"},
-    "tiers": {"blocks", "image_format", "keys", "memory", "metrics", "settings", "ssd"},
+    "tiers": {"blocks", "image_format", "keys", "memory", "metrics", "remote", "settings", "ssd"},
     "layers": {"keys", "image_format", "codecs", "blocks"},
 }  # fmt: skip
 
 # Looked up in a function, when one is to be checked, not when the module is loaded.
 LATE = {("settings", "codecs"), ("metrics", "")}
 
-WITHOUT_MLX = ["keys", "image_format", "memory", "blocks", "settings", "ssd", "identity", "trace", "metrics", "tiers"]
+WITHOUT_MLX = [
+    "keys",
+    "image_format",
+    "memory",
+    "blocks",
+    "settings",
+    "ssd",
+    "identity",
+    "trace",
+    "metrics",
+    "remote",
+    "tiers",
+]
 
 
 def modules() -> dict[str, Path]:

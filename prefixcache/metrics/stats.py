@@ -12,6 +12,7 @@ from prefixcache.metrics.histogram import Histogram, Observed
 
 if TYPE_CHECKING:
     from prefixcache.blocks.node import Slot
+    from prefixcache.remote.stats import RemoteStats
     from prefixcache.ssd import SsdStats
 
 
@@ -79,6 +80,8 @@ class Counters:
     hit_tokens: int = 0  # of them, tokens that fetches gave from RAM
     ram_hit_tokens: int = 0  # of those, tokens that RAM had by itself
     ssd_hit_tokens: int = 0  # and tokens that a promotion had brought and no hit had used since
+    remote_hit_tokens: int = 0  # and of tokens that the remote tier had brought
+    brought_images: int = 0  # images that the remote tier brought
     promoted_tokens: int = 0
     promoted_bytes: int = 0
     stores: int = 0
@@ -99,14 +102,22 @@ class Counters:
     collisions: int = 0  # blocks not kept because another has their key
 
     def __post_init__(self) -> None:
-        self.arrivals = Arrivals()
+        self.arrivals, self.arrivals_remote = Arrivals(), Arrivals()
         self.durations = Durations()
 
     def count_tiers(self, held: Iterable[Slot], depth: int) -> None:
         """A hit of `depth` tokens (`held` as in `Arrivals.owed`): how much of it is which tier's."""
-        owed = self.arrivals.owed(held, depth)
+        held = list(held)
+        remote = self.arrivals_remote.owed(held, depth)
+        owed = max(self.arrivals.owed(held, depth) - remote, 0)
+        self.remote_hit_tokens += remote
         self.ssd_hit_tokens += owed
-        self.ram_hit_tokens += depth - owed
+        self.ram_hit_tokens += depth - owed - remote
+
+    def brought(self, slot: Slot, first: int) -> None:
+        """The remote tier brought an image, without which a hit would have ended at token `first`, or at its block's."""
+        self.brought_images += 1
+        self.arrivals_remote.came(slot, max(first, slot.node.start if slot.kind == "rows" else 0))
 
     def copy(self, **changes: int) -> Counters:
         return replace(self, **changes)
@@ -150,13 +161,17 @@ class Stats:
     seconds: dict[str, Observed]
     """How long each `store`, `fetch_hit`, `fetch_miss` and `promote` took; what files took is in `ssd`."""
     ssd: SsdStats | None
+    remote: RemoteStats | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The same as plain JSON types."""
         labels = {label: counted._asdict() for label, counted in self.labels.items()}
         seconds = {name: observed.as_dict() for name, observed in self.seconds.items()}
-        ssd = None
-        if self.ssd is not None:
-            plain = self.ssd._asdict().items()
-            ssd = {name: value.as_dict() if isinstance(value, Observed) else value for name, value in plain}
-        return {**asdict(self), "labels": labels, "seconds": seconds, "ssd": ssd}
+        tiers = {"ssd": _plain(self.ssd), "remote": _plain(self.remote)}
+        return {**asdict(self), "labels": labels, "seconds": seconds, **tiers}
+
+
+def _plain(stats: SsdStats | RemoteStats | None) -> dict[str, Any] | None:
+    if stats is None:
+        return None
+    return {name: value.as_dict() if isinstance(value, Observed) else value for name, value in stats._asdict().items()}

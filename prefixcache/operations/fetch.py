@@ -74,6 +74,8 @@ def discard_damaged(storage: Storage, prompt: Prompt, stored: StoredPrompt, dama
                 if node.rows is not None and node.rows.image is damaged:
                     log.warning("%s; it is deleted", damage)
                     storage.counters.corrupt += 1
+                    if storage.remote is not None:
+                        storage.remote.refuse(node.rows)
                     storage.discard(node.rows)
 
 

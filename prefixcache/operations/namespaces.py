@@ -6,6 +6,7 @@ import json
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from prefixcache.blocks.budget import Reservation
@@ -91,6 +92,26 @@ class Namespaces:
                     self._sweep_at = max(SWEEP_AT, 2 * len(storage.namespaces))
                 storage.namespaces[root] = self._make(row, self._plan_of(codec, codec_text, text))
             return self._planned(storage.namespaces[root], codec)
+
+    def stated(self, model: str) -> tuple[str, str]:
+        """What of a namespace follows from its model: the model and its codec, as JSON."""
+        return model, self._codec_of(model)[1]
+
+    def layouts_of(self, model: str) -> Sequence[str]:
+        """The layouts (JSON) that the model's caches have had here, under any salt."""
+        return tuple(self._layouts.get(model, ()))
+
+    def learn(self, model: str, layout: str, salt: bytes) -> None:
+        """A layout (JSON) that another machine has stored this model's caches with. ValueError for one that can't be made
+        here.
+        """
+        try:
+            told = json.loads(layout)
+            if canonical(told) != layout:
+                raise ValueError("it is not as a cache writes it")
+            self.of_layout(model, told, salt)
+        except Exception as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from error
 
     def recorded_root(self, model: str, salt: bytes) -> bytes:
         """What a recording's ids begin from: the same for all layouts, so also before a namespace is known."""

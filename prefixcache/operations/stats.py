@@ -37,4 +37,5 @@ def collect_stats(storage: Storage, ssd: Ssd | None, codec: str, kernels: dict[s
             counters=counters.copy(denied=counters.denied + budget.denied),
             seconds=counters.durations.read(),
             ssd=ssd.stats() if ssd is not None else None,
+            remote=storage.remote.stats() if storage.remote is not None else None,
         )

@@ -299,6 +299,8 @@ class Store:
         self._pin(slot)
         storage.drop_superseded(slot)
         storage.spilling.write_through([slot])
+        if storage.remote is not None:
+            storage.remote.offer_stored(slot)
         return True
 
     def _finish(self, new_tokens: int, new_bytes: int) -> int:

@@ -19,32 +19,17 @@ import xxhash
 
 from prefixcache.cache import PrefixCache
 from prefixcache.keys import TOKEN_BYTES
+from prefixcache.metrics.moving_average import MovingAverage
 from prefixcache.tiers.prompt import Prompt
 
 log = logging.getLogger("prefixcache")
 
-DECAY = 0.9  # what one more measurement leaves of the weight of those before
 READ_LATENCY = 0.002  # seconds of a promotion beside its bytes
 ASSUMED_BYTES = 500e6  # read a second, before anything was read: a slow SSD
 ASSUMED_TOKENS = 667.0  # computed a second, before anything was computed: 30 s for 20,000
 DECODE_TOKENS = 16  # tokens of a prefill that take about as long as one generated token
 MIN_TOKENS = 64  # of a prompt: fewer computed ones say nothing about the speed
 MAX_REQUESTS = 256  # whose time is taken at once
-
-
-class MovingAverage:
-    """So much a second: decayed amounts over decayed seconds, so long measurements count more than short ones."""
-
-    def __init__(self, assumed: float):
-        self._assumed = assumed
-        self._amount = self._seconds = 0.0
-
-    def add(self, amount: float, seconds: float) -> None:
-        self._amount = DECAY * self._amount + amount
-        self._seconds = DECAY * self._seconds + seconds
-
-    def per_second(self) -> float:
-        return self._amount / self._seconds if self._seconds else self._assumed
 
 
 class Rates:

@@ -197,6 +197,8 @@ class LowerTier:
                     graph.recency.unflushed.setdefault(slot, 0)
                 storage.drop_superseded(slot)
                 storage.spilling.spill_onward(slot, self)
+                if storage.remote is not None:
+                    storage.remote.offer_written(slot)
                 if storage.ssd_only:
                     storage.spilling.drop_durable(slot)
             elif not isinstance(error, Cancelled):

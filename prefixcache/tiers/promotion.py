@@ -6,8 +6,10 @@ A promotion never evicts its own path, stops at what finds no room or went bad, 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
@@ -94,6 +96,27 @@ class Promoter:
         """A promotion has ended: whoever waits for its blocks is told."""
         with self._storage.changed:
             self._storage.changed.notify_all()
+
+
+def last_of(local: Future[int], remote: Future[int], depth: Callable[[], int]) -> Future[int]:
+    """A future of the `depth` in RAM when both have ended; `local`'s error if it has one."""
+    both: Future[int] = Future()
+    left, lock = [local, remote], threading.Lock()
+
+    def ended(future: Future[int]) -> None:
+        with lock:
+            left.remove(future)
+            if left:
+                return
+        try:
+            local.result()
+            both.set_result(depth())
+        except BaseException as error:
+            both.set_exception(error)
+
+    for future in (local, remote):
+        future.add_done_callback(ended)
+    return both
 
 
 def _room(storage: Storage) -> int:

@@ -134,6 +134,8 @@ def take_hit(storage: Storage, prompt: Prompt, leave: int, whole_blocks: bool = 
     graph.recency.touch(required, hit=True)
     counters.hit_tokens += deepest.depth
     counters.count_tiers(required, deepest.depth)
+    if storage.remote is not None:
+        storage.remote.offer_used(deepest.walk, deepest.depth, required)
     return Hit(*deepest, graph.pin(pin_leaves(required)))
 
 

@@ -149,6 +149,7 @@ class Ram:
                 self._count_drop(slot)
         storage.graph.drop(slot, RAM)
         storage.counters.arrivals.left(slot)
+        storage.counters.arrivals_remote.left(slot)
         storage.counters.evicted += 1
         storage.changed.notify_all()
         return True

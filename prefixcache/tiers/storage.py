@@ -25,6 +25,7 @@ from prefixcache.tiers.spilling import Spilling
 
 if TYPE_CHECKING:
     from prefixcache.tiers.namespace import Namespace
+    from prefixcache.tiers.remote_tier import RemoteTier
 
 
 class Storage:
@@ -45,6 +46,7 @@ class Storage:
         self.ram = Ram(self)
         self.lower: list[LowerTier] = []  # the tiers below RAM, in order of speed
         self.spilling = Spilling(self)
+        self.remote: RemoteTier | None = None  # what other machines share; no slot is taken for being there
 
     @property
     def spill_tier(self) -> LowerTier | None:

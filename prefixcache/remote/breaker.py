@@ -1,0 +1,63 @@
+"""A circuit breaker: after failures in a row an engine is left alone, but for a probe now and then."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+log = logging.getLogger("prefixcache")
+
+FAILURES = 2  # in a row, after which it opens
+FIRST_DELAY, LONGEST_DELAY = 1.0, 60.0  # seconds until the first probe; between two at most
+
+
+class Breaker:
+    """Thread-safe: `_lock` guards all. While it is `closed` calls go through. When it has opened, none should be made but
+    probes, of which `takes_probe` gives out one at a time; the first that succeeds closes it. Each change is logged once.
+    """
+
+    def __init__(self, what: str, clock: Callable[[], float] = time.monotonic):
+        """`what` it guards, for the log."""
+        self._what, self._clock = what, clock
+        self._lock = threading.Lock()
+        self._failures = 0
+        self._delay = FIRST_DELAY
+        self._probe_at: float | None = None  # None while it is closed
+        self.reason = ""  # of the last failure
+
+    @property
+    def closed(self) -> bool:
+        return self._probe_at is None
+
+    def takes_probe(self) -> bool:
+        """Whether the caller is to probe now. The next probe is due after a longer delay."""
+        with self._lock:
+            if self._probe_at is None or self._clock() < self._probe_at:
+                return False
+            self._delay = min(2 * self._delay, LONGEST_DELAY)
+            self._probe_at = self._clock() + self._delay
+            return True
+
+    def probe_in(self) -> float | None:
+        """Seconds until a probe is due; None while it is closed."""
+        with self._lock:
+            return None if self._probe_at is None else max(self._probe_at - self._clock(), 0.0)
+
+    def succeeded(self) -> None:
+        with self._lock:
+            self._failures, self._delay = 0, FIRST_DELAY
+            if self._probe_at is None:
+                return
+            self._probe_at = None
+        log.info("%s: works again", self._what)
+
+    def failed(self, reason: str) -> None:
+        with self._lock:
+            self.reason = reason
+            self._failures += 1
+            if self._failures < FAILURES or self._probe_at is not None:
+                return
+            self._probe_at = self._clock() + self._delay
+        log.warning("%s: %s; going on without it until it works again", self._what, reason)

@@ -1,0 +1,241 @@
+"""`Client`: an engine as the cache uses it. Calls run on threads of the client, so that whoever waits can stop waiting; the
+engine is left alone while it fails, and how quick it is is learnt from use.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FuturesTimeout
+from typing import Any, TypeVar
+
+import numpy as np
+
+from prefixcache.metrics.moving_average import MovingAverage
+from prefixcache.remote.breaker import Breaker
+from prefixcache.remote.engine import Engine, EngineError
+from prefixcache.remote.sealing import NotSealed, Seal
+from prefixcache.remote.stats import RemoteCounters, RemoteStats
+
+log = logging.getLogger("prefixcache")
+
+READERS = 8  # images that are read at once
+ASSUMED_BYTES = 100e6  # read a second, before anything was read: 1 GbE
+ASSUMED_ROUND_TRIP = 0.01  # seconds, before anything was asked
+PASSED_SECONDS = (
+    0.02  # of the assumed rate, that a read which was passed over counts as: a bad rate is tried again some day
+)
+MISSING_FOR = 5.0  # seconds that a name which was missing is taken for missing
+REFUSED_FOR = 600.0  # seconds that an image which was refused is
+REMEMBERED = 4096  # names of either kind
+PROBE = "v1/probe"  # a name that nobody has
+
+Result = TypeVar("Result")
+
+
+class Late(EngineError):
+    """Whoever waited for the engine has stopped; the call goes on until the engine's own timeout."""
+
+
+class Client:
+    """Thread-safe: `_lock` guards the averages, the names that are remembered and the count of late calls.
+
+    Its engine may be asked while it is `ready`: it doesn't fail, and no call is late. Writing may fail by itself, where the
+    engine is full.
+    """
+
+    def __init__(self, engine: Engine, seal: Seal):
+        self.engine, self.seal = engine, seal
+        self.counters = RemoteCounters()
+        self.reading = Breaker(f"remote {engine.label}, reading")
+        self.writing = Breaker(f"remote {engine.label}, writing")
+        self._lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(2 * READERS, "prefixcache-remote")
+        self._rate = MovingAverage(ASSUMED_BYTES)
+        self._trips = MovingAverage(1 / ASSUMED_ROUND_TRIP)
+        self._late = 0
+        self._missing: dict[str, float] = {}  # until when
+        self._refused: dict[str, float] = {}
+
+    @property
+    def ready(self) -> bool:
+        return self.reading.closed and not self._late
+
+    @property
+    def takes_writes(self) -> bool:
+        """Whether it takes images: it is asked first whether it has them."""
+        return self.writing.closed and self.reading.closed
+
+    def expected(self, nbytes: int) -> float:
+        """Seconds that reading so many bytes will take; of none, that an answer will."""
+        with self._lock:
+            return 1 / self._trips.per_second() + nbytes / self._rate.per_second()
+
+    def has_read(self, nbytes: int, seconds: float) -> None:
+        """So many bytes came in so many seconds, all images of a prompt together."""
+        with self._lock:
+            self._rate.add(nbytes, seconds)
+
+    def passed_over(self) -> None:
+        """A read was not worth it at the rates known here."""
+        self.counters.add(passed=1)
+        with self._lock:
+            self._rate.add(PASSED_SECONDS * ASSUMED_BYTES, PASSED_SECONDS)
+
+    # -- asking and reading: raise EngineError ------------------------------------------------------------------------
+
+    def sizes(self, names: Sequence[str], patience: float) -> list[int | None]:
+        """The bytes under each name; None of those that are missing, or are taken for missing. Late after `patience`
+        seconds.
+        """
+        asked = [name for name in names if not self.is_missing(name)]
+        if not asked:
+            return [None] * len(names)
+        found = dict(zip(asked, self._wait(self.submit(self._sizes, asked), patience), strict=True))
+        return [found.get(name) for name in names]
+
+    def _sizes(self, names: Sequence[str]) -> list[int | None]:
+        began = time.monotonic()
+        found = self.engine.sizes(names)
+        seconds = time.monotonic() - began
+        self.counters.add(asks=1)
+        self.counters.ask_seconds.observe(seconds)
+        with self._lock:
+            self._trips.add(1, seconds)
+        return found
+
+    def names_under(self, folders: Sequence[str], patience: float) -> list[list[str]]:
+        """The last parts of the names in each of a few folders."""
+        asking = [self.submit(self.engine.names_under, folder) for folder in folders]
+        self.counters.add(asks=len(folders))
+        return [[name.rpartition("/")[2] for name in self._wait(future, patience)] for future in asking]
+
+    def read(self, name: str, size: int | None, room: Callable[[int], bool]) -> np.ndarray | None:
+        """The unsealed bytes under a name, on this thread. None where there are none, `room` (as for `Engine.get`) refuses
+        them, or what is there was not sealed under this name.
+        """
+        began = time.monotonic()
+        sealed = self.engine.get(name, size, room)
+        if sealed is None:
+            return None
+        try:
+            data = self.seal.unseal(name, sealed)
+        except NotSealed:
+            self.refuse(name, "it was not sealed under this key and name")
+            return None
+        self.counters.add(read_images=1, read_bytes=len(sealed))
+        self.counters.read_seconds.observe(time.monotonic() - began)
+        return data
+
+    def submit(self, call: Callable[..., Result], *arguments: object) -> Future[Result]:
+        """A call of the engine on a thread of the client: its outcome counts for `reading`."""
+        return self._threads.submit(self._guarded, self.reading, call, *arguments)
+
+    def _wait(self, future: Future[Result], patience: float) -> Result:
+        """The call's result. Late when it has none in time: until it ends, the engine is not `ready`."""
+        try:
+            return future.result(patience)
+        except FuturesTimeout:
+            self.give_up(future)
+            raise Late(f"no answer within {patience:.2g} s") from None
+
+    def give_up(self, future: Future[Result]) -> None:
+        """Nobody waits for a call any more, since it took too long."""
+        if not future.cancel():
+            with self._lock:
+                self._late += 1
+            future.add_done_callback(self._ended)
+
+    def _ended(self, future: Future[Result]) -> None:
+        with self._lock:
+            self._late -= 1
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    def write(self, name: str, data: np.ndarray, listed: bool = False) -> None:
+        """Seal bytes and put them under a name, on this thread. EngineError, and `writing` hears of it."""
+        began = time.monotonic()
+        self._guarded(self.writing, self.engine.put, name, self.seal.seal(name, data).data, listed)
+        self.counters.add(written_images=1, written_bytes=data.nbytes + self.seal.overhead)
+        self.counters.write_seconds.observe(time.monotonic() - began)
+        with self._lock:
+            self._missing.pop(name, None)
+
+    def probe(self) -> None:
+        """Look whether an engine that failed works again, if it is time for it."""
+        for breaker in (self.reading, self.writing):
+            if breaker.takes_probe():
+                try:
+                    self._sizes([PROBE])
+                    if breaker is self.writing:
+                        self.engine.put(PROBE, b"probe")
+                except EngineError as error:
+                    breaker.failed(str(error))
+                else:
+                    breaker.succeeded()
+
+    def probe_in(self) -> float | None:
+        """Seconds until `probe` has something to do; None while nothing fails."""
+        due = [wait for breaker in (self.reading, self.writing) if (wait := breaker.probe_in()) is not None]
+        return min(due) if due else None
+
+    def _guarded(self, breaker: Breaker, call: Callable[..., Result], *arguments: object) -> Result:
+        try:
+            result = call(*arguments)
+        except EngineError as error:
+            self.counters.failed(str(error))
+            breaker.failed(str(error))
+            raise
+        breaker.succeeded()
+        return result
+
+    # -- names --------------------------------------------------------------------------------------------------------
+
+    def is_missing(self, name: str) -> bool:
+        """Whether a name was missing or refused just now."""
+        now = time.monotonic()
+        with self._lock:
+            return self._missing.get(name, 0.0) > now or self._refused.get(name, 0.0) > now
+
+    def note_missing(self, name: str) -> None:
+        with self._lock:
+            _remember(self._missing, name, time.monotonic() + MISSING_FOR)
+
+    def refuse(self, name: str, reason: str) -> None:
+        """What is under a name is not to be believed: it is taken for missing for a while. The first is logged."""
+        self.counters.add(refused=1)
+        with self._lock:
+            _remember(self._refused, name, time.monotonic() + REFUSED_FOR)
+        if self.counters.refused == 1:
+            log.warning(
+                "remote %s: an image was refused: %s; others that are will be counted only", self.engine.label, reason
+            )
+
+    # -- the client itself --------------------------------------------------------------------------------------------
+
+    def stats(self, queued: int) -> RemoteStats:
+        counters = self.counters
+        with counters.lock:
+            counts: dict[str, Any] = {
+                name: value for name, value in vars(counters).items() if isinstance(value, (int, str))
+            }
+        return RemoteStats(
+            engine=self.engine.label, reading=self.reading.closed, writing=self.writing.closed, queued=queued, **counts,
+            ask_seconds=counters.ask_seconds.read(), read_seconds=counters.read_seconds.read(),
+            write_seconds=counters.write_seconds.read(),
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Nothing more is begun. What an engine that hangs is doing ends with its timeout."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.engine.close()
+
+
+def _remember(names: dict[str, float], name: str, until: float) -> None:
+    names.pop(name, None)
+    names[name] = until
+    while len(names) > REMEMBERED:
+        del names[next(iter(names))]

@@ -1,0 +1,170 @@
+"""The names of images in an engine, and the seal on their bytes: AES-256-GCM under the key that a fleet's machines share.
+
+A sealed image is a nonce (12 bytes, random), the encrypted image, and a tag (16 bytes), with its name as associated data: an
+image under another's name is no image. Names follow from root key and image key alone, so every machine makes the same. With
+a key they are keyed hashes, and tell nothing about prompts even to who guesses one. Whoever has the key can read and write.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from prefixcache.image_format import SNAPSHOT, Kind
+from prefixcache.keys import canonical
+
+log = logging.getLogger("prefixcache")
+
+KEY_BYTES = 32
+NONCE, TAG = 12, 16  # bytes
+OVERHEAD = NONCE + TAG
+VERSION = "v1"  # of names and seals
+_REMEDY = "make one with `openssl rand -hex 32 > fleet.key`, and give every machine the same"
+
+
+class NotSealed(Exception):
+    """Bytes that were not sealed under this key and this name."""
+
+
+class FleetKey:
+    """The secret of a fleet, and what is derived from it."""
+
+    def __init__(self, secret: bytes):
+        if len(secret) != KEY_BYTES:
+            raise ValueError(f"a fleet key of {len(secret)} bytes: give {KEY_BYTES}")
+        self._secret = secret
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str], setting: str = "remote_key_file") -> FleetKey:
+        """From a file of 64 hex digits, or of 32 bytes. ValueError names the setting, the file and the remedy."""
+        file = Path(path)
+        try:
+            content = file.read_bytes()
+        except OSError as error:
+            raise ValueError(f"{setting}={str(file)!r}: {os.strerror(error.errno or 0)}; {_REMEDY}") from None
+        text = content.strip()
+        if len(content) != KEY_BYTES and not re.fullmatch(rb"[0-9a-fA-F]{64}", text):
+            raise ValueError(
+                f"{setting}={str(file)!r}: {len(content)} bytes that are no key of 64 hex digits; {_REMEDY}"
+            )
+        if file.stat().st_mode & 0o077:
+            log.warning("%s=%r: others may read it; run chmod 600 on it", setting, str(file))
+        return cls(content if len(content) == KEY_BYTES else bytes.fromhex(text.decode()))
+
+    def derive(self, person: bytes) -> bytes:
+        """A key for one purpose, which tells nothing about the others. `person`: at most 16 bytes."""
+        return hashlib.blake2b(key=self._secret, digest_size=KEY_BYTES, person=person).digest()
+
+
+class Seal(Protocol):
+    """How images are named and sealed."""
+
+    overhead: int
+    """Bytes that a sealed image has more."""
+
+    is_secret: bool
+    """Whether nobody without the key can read what is sealed, or seal."""
+
+    def opaque(self, *parts: bytes) -> str:
+        """The name of these parts: 32 hex digits."""
+
+    def seal(self, name: str, data: np.ndarray) -> np.ndarray:
+        """The bytes (uint8) to keep under a name."""
+
+    def unseal(self, name: str, sealed: bytes | memoryview) -> np.ndarray:
+        """The bytes (uint8, the caller's own) that were sealed. NotSealed for what another key has sealed, what was sealed
+        for another name, and anything else.
+        """
+
+
+class KeySeal:
+    """Names and seals under a fleet's key."""
+
+    overhead, is_secret = OVERHEAD, True
+
+    def __init__(self, key: FleetKey):
+        """ValueError where the package `cryptography` is missing."""
+        try:
+            from cryptography.exceptions import InvalidTag
+            from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+        except ImportError:
+            raise ValueError(
+                'remote_key_file needs the package cryptography: pip install "prefixcache[s3]" or "prefixcache[valkey]"'
+            ) from None
+        self._invalid: type[Exception] = InvalidTag
+        self._cipher = AESGCM(key.derive(b"prefixcache.seal"))
+        self._naming = key.derive(b"prefixcache.name")
+
+    def opaque(self, *parts: bytes) -> str:
+        return hashlib.blake2b(b"".join(parts), key=self._naming, digest_size=16).hexdigest()
+
+    def seal(self, name: str, data: np.ndarray) -> np.ndarray:
+        sealed, nonce = np.empty(data.nbytes + OVERHEAD, np.uint8), os.urandom(NONCE)
+        sealed[:NONCE] = np.frombuffer(nonce, np.uint8)
+        self._cipher.encrypt_into(nonce, data.data, name.encode(), sealed[NONCE:].data)
+        return sealed
+
+    def unseal(self, name: str, sealed: bytes | memoryview) -> np.ndarray:
+        view = memoryview(sealed)
+        if len(view) < OVERHEAD:
+            raise NotSealed
+        data = np.empty(len(view) - OVERHEAD, np.uint8)
+        try:
+            self._cipher.decrypt_into(view[:NONCE], view[NONCE:], name.encode(), data.data)
+        except self._invalid:
+            raise NotSealed from None
+        return data
+
+
+class NoSeal:
+    """Images as they are, under their own keys: where only its users can reach the engine."""
+
+    overhead, is_secret = 0, False
+
+    def opaque(self, *parts: bytes) -> str:
+        return parts[0].hex() if len(parts) == 1 else hashlib.blake2b(b"".join(parts), digest_size=16).hexdigest()
+
+    def seal(self, name: str, data: np.ndarray) -> np.ndarray:
+        return data
+
+    def unseal(self, name: str, sealed: bytes | memoryview) -> np.ndarray:
+        return np.frombuffer(sealed, np.uint8).copy()
+
+
+def image_name(seal: Seal, root: bytes, kind: Kind, key: bytes, parent: bytes) -> str:
+    """Where an image is kept: `v1/<root>/<kind>/<key>`. Snapshots of one block stand together, below its key: a prompt
+    doesn't tell where they end, so they are looked for by their block.
+    """
+    last = seal.opaque(key)
+    return (
+        f"{snapshot_folder(seal, root, parent)}/{last}" if kind == SNAPSHOT else f"{_folder(seal, root, kind)}/{last}"
+    )
+
+
+def snapshot_folder(seal: Seal, root: bytes, block: bytes) -> str:
+    """Where the snapshots behind a block are kept."""
+    return f"{_folder(seal, root, SNAPSHOT)}/{seal.opaque(block)}"
+
+
+def layouts_folder(seal: Seal, model: str, codec: str) -> str:
+    """Where the layouts of a model with a codec (JSON) are kept."""
+    return f"{VERSION}/layouts/{seal.opaque(_digest(canonical([model, codec])))}"
+
+
+def layout_id(seal: Seal, layout: str) -> str:
+    """The last part of the name of a layout (JSON)."""
+    return seal.opaque(_digest(layout))
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def _folder(seal: Seal, root: bytes, kind: Kind) -> str:
+    return f"{VERSION}/{seal.opaque(root)}/{kind}"

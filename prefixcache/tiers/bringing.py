@@ -1,0 +1,232 @@
+"""One prompt's images from a remote tier into RAM: asked for, reserved, read, checked, and placed, the first block first.
+
+It stops at the first image that is missing, is not what its name says, finds no room or is late; what has landed by then
+stays.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FuturesTimeout
+
+from prefixcache.blocks.budget import Reservation
+from prefixcache.blocks.graph import NODE_BYTES
+from prefixcache.blocks.node import RAM, Node, Slot
+from prefixcache.image_format import ROWS, SNAPSHOT, Image, ImageError, examine
+from prefixcache.keys import BLOCK, TOKEN_BYTES
+from prefixcache.remote.client import READERS, Client
+from prefixcache.remote.engine import EngineError
+from prefixcache.remote.sealing import image_name, snapshot_folder
+from prefixcache.ssd.entries import Entry
+from prefixcache.ssd.files import is_image_of
+from prefixcache.tiers.namespace import Namespace
+from prefixcache.tiers.remote_search import Gap, Wanted, search
+from prefixcache.tiers.storage import Storage
+
+LEAST_PATIENCE = 0.1  # seconds that an answer is waited for at least
+PATIENCE = 4  # times as long as it is expected to take, after which nothing is waited for
+ASKING_SHARE = 10  # of what computing takes, the part that one question may take
+
+
+class _Read:
+    """An image on its way, and the RAM reserved for it once its size is known."""
+
+    def __init__(self, wanted: Wanted):
+        self.wanted = wanted
+        self.reservation: Reservation | None = None
+        self.future: Future[Image | None]
+
+    def release(self, done: Future[Image | None] | None = None) -> None:
+        if self.reservation is not None:
+            self.reservation.release()
+
+
+class Bringing:
+    """Runs on a thread of its own; takes the storage's lock where it needs it. It is the `Asking` of its own search."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        client: Client,
+        namespace: Namespace,
+        gap: Gap,
+        timeout: float,
+        prefill_rate: float | None,
+    ):
+        """`timeout`: seconds that it may take. `prefill_rate`: tokens computed a second; None: it may take all of the
+        time.
+        """
+        self._storage, self._client, self._namespace, self._gap = storage, client, namespace, gap
+        self._began = time.monotonic()
+        self._rate = prefill_rate
+        self._seconds = min(timeout, (gap.limit - gap.boundary) / prefill_rate) if prefill_rate else timeout
+        self._pinned: list[Slot] = []
+        self.at_once = client.engine.names_at_once
+
+    def run(self) -> None:
+        """EngineError where the engine could not be asked."""
+        boundary, wanted = search(self._gap, self)
+        if not wanted:
+            self._client.note_missing(gap_name(self._client, self._gap))
+            return
+        if not self._is_worth_it(boundary, wanted):
+            return self._client.passed_over()
+        with self._storage.lock:
+            self._pin_known()
+        try:
+            self._read_all(wanted)
+        finally:
+            self._storage.unpin(self._pinned)
+
+    # -- asking -------------------------------------------------------------------------------------------------------
+
+    def sizes(self, wanted: Sequence[Wanted]) -> list[int | None]:
+        return self._client.sizes([self._name(one) for one in wanted], self._patience_of_asking())
+
+    def snapshots(self, parents: Sequence[bytes]) -> list[set[str]]:
+        folders = [snapshot_folder(self._client.seal, self._gap.root, parent) for parent in parents]
+        return [set(names) for names in self._client.names_under(folders, self._patience_of_asking())]
+
+    def snapshot_id(self, key: bytes) -> str:
+        return self._client.seal.opaque(key)
+
+    def _patience_of_asking(self) -> float:
+        expected = PATIENCE * self._client.expected(0)
+        return max(LEAST_PATIENCE, min(expected, self._seconds / ASKING_SHARE))
+
+    def _name(self, wanted: Wanted) -> str:
+        return image_name(self._client.seal, self._gap.root, wanted.kind, wanted.key, wanted.parent)
+
+    def _is_worth_it(self, boundary: int, wanted: Sequence[Wanted]) -> bool:
+        """Whether reading is quicker than computing, and what is no hit in parts has room as a whole."""
+        known = [one.size for one in wanted if one.size is not None]
+        nbytes = sum(known) * len(wanted) // max(len(known), 1)
+        if self._gap.windows or self._gap.snapshots:
+            held = self._storage.budget.held()
+            if nbytes > self._storage.budget.limit - held.nodes - held.reserved:
+                return False
+        seconds = time.monotonic() - self._began + self._client.expected(nbytes)
+        return self._rate is None or seconds < (boundary - self._gap.boundary) / self._rate
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def _pin_known(self) -> None:
+        graph = self._storage.graph
+        known = (graph.slots.get((ROWS, key)) for key in self._gap.keys[: self._gap.known])
+        self._pinned += graph.pin(slot for slot in known if slot is not None)
+
+    def _read_all(self, wanted: Sequence[Wanted]) -> None:
+        waiting, reads, began, nbytes = deque(wanted), deque[_Read](), time.monotonic(), 0
+        try:
+            while waiting or reads:
+                while waiting and len(reads) < READERS:
+                    reads.append(self._begin(waiting.popleft()))
+                image = self._await(reads[0], sum(read.wanted.size or 0 for read in reads))
+                if image is None or not self._land(reads[0], image):
+                    break
+                nbytes += image.nbytes
+                reads.popleft()
+        finally:
+            for read in reads:
+                if not read.future.done():
+                    read.future.cancel()
+                read.future.add_done_callback(read.release)
+            if nbytes:
+                self._client.has_read(nbytes, time.monotonic() - began)
+
+    def _begin(self, wanted: Wanted) -> _Read:
+        read = _Read(wanted)
+        read.future = self._client.submit(self._read, read)
+        return read
+
+    def _read(self, read: _Read) -> Image | None:
+        """Read and check an image, on a thread of the client."""
+        wanted, storage = read.wanted, self._storage
+
+        def room(nbytes: int) -> bool:  # for the bytes as they come, and for the image
+            beside = NODE_BYTES + storage.graph.slot_bytes + 2 * BLOCK * TOKEN_BYTES
+            read.reservation = storage.ram.reserve(2 * nbytes + beside, drop=False)
+            return read.reservation is not None
+
+        name = self._name(wanted)
+        data = self._client.read(name, wanted.size, room)
+        if data is None:
+            return None
+        image, row = Image(data), self._namespace.row
+        tokens = BLOCK if wanted.kind not in (ROWS, SNAPSHOT) else len(wanted.tokens) // TOKEN_BYTES
+        try:
+            header = examine(data)
+        except ImageError as error:
+            self._client.refuse(name, str(error))
+            return None
+        entry = Entry(
+            wanted.kind, wanted.key, row.root, wanted.parent, wanted.start, wanted.tokens, data.nbytes, header.checksum
+        )
+        said = header.meta.model, header.meta.codec, header.meta.layout
+        fits = is_image_of(header, data, entry) and said == row.stated
+        if not fits or not self._namespace.plan.fits(image, wanted.kind, wanted.start, tokens, wanted.mask):
+            self._client.refuse(name, "it is not the image that its name says")
+            return None
+        return image
+
+    def _await(self, read: _Read, under_way: int) -> Image | None:
+        """The image, if it comes before computing would be quicker, and about as soon as it should."""
+        patience = LEAST_PATIENCE + PATIENCE * self._client.expected(under_way)
+        left = self._began + self._seconds - time.monotonic()
+        try:
+            return read.future.result(max(min(patience, left), 0.0))
+        except FuturesTimeout:
+            self._client.counters.add(late=1)
+            if patience < left:
+                self._client.give_up(read.future)
+            return None
+        except EngineError:
+            return None
+
+    # -- landing ------------------------------------------------------------------------------------------------------
+
+    def _land(self, read: _Read, image: Image) -> bool:
+        """Place an image that was read. False where its place is gone."""
+        storage, wanted = self._storage, read.wanted
+        assert read.reservation is not None
+        with storage.lock, read.reservation as reservation:
+            known = storage.namespaces.get(self._namespace.row.root)
+            if known is None or known.tree is not self._namespace.tree:
+                return False  # it held nothing, and was dropped meanwhile
+            node = self._node(wanted, reservation)
+            if node is None:
+                return False
+            suffix = wanted.tokens if wanted.kind == SNAPSHOT else b""
+            slot = Slot(wanted.kind, node, wanted.key, image.nbytes, suffix, wanted.mask)
+            slot.checksum, slot.created, slot.tick = image.checksum, time.time(), storage.graph.recency.clock
+            slot.in_remote = True
+            if not storage.graph.attach(slot, reservation):
+                return True  # it was stored meanwhile
+            storage.graph.place(slot, RAM, image=image, reservation=reservation)
+            self._pinned += storage.graph.pin([slot])
+            storage.counters.brought(slot, self._gap.boundary)
+            storage.drop_superseded(slot)
+            storage.spilling.write_through([slot])
+            storage.changed.notify_all()
+            return True
+
+    def _node(self, wanted: Wanted, reservation: Reservation) -> Node | None:
+        """The node that the image belongs to; None where the one before it is gone, or its key is another block's."""
+        graph = self._storage.graph
+        if wanted.parent == self._namespace.row.root:
+            above: Node | None = self._namespace.tree.root
+        else:
+            rows = graph.slots.get((ROWS, wanted.parent))
+            above = rows.node if rows is not None else None
+        if above is None or wanted.kind != ROWS:
+            return above
+        return graph.grow(above, wanted.tokens, reservation, wanted.key)
+
+
+def gap_name(client: Client, gap: Gap) -> str:
+    """The name that stands for a gap: if it is missing, nothing of the gap is there."""
+    first = gap.rows(min(gap.known, len(gap.keys) - 1))
+    return image_name(client.seal, gap.root, first.kind, first.key, first.parent)

@@ -1,0 +1,217 @@
+"""The remote tier in the graph of blocks: which images leave for it, and where those of other machines land.
+
+It is no `LowerTier`. What is there is not known here: other machines write, and the engine evicts. So no slot is ever taken
+for being there, lookups know RAM and SSD only, and nothing is deleted from it. A promotion asks it for what is missing here,
+and what comes lands in RAM, as an image from the SSD does, after the same checks.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+from prefixcache.blocks.lookup import required_images
+from prefixcache.blocks.node import RAM, Slot, Walk
+from prefixcache.keys import BLOCK, TOKEN_BYTES, chain
+from prefixcache.remote.client import Client
+from prefixcache.remote.engine import EngineError
+from prefixcache.remote.sealing import image_name, layout_id, layouts_folder
+from prefixcache.remote.stats import RemoteStats
+from prefixcache.tiers.bringing import Bringing, gap_name
+from prefixcache.tiers.namespace import Namespace
+from prefixcache.tiers.prompt import Prompt, boundary
+from prefixcache.tiers.remote_search import Gap, whole_mask
+from prefixcache.tiers.storage import Storage
+from prefixcache.tiers.uploads import Uploads, parent_key
+
+log = logging.getLogger("prefixcache")
+
+BRINGERS = 4  # prompts that are brought at once
+LEARN_AGAIN = 30.0  # seconds after which a model's layouts are asked for again
+LAYOUTS = 8  # of a model, that are learnt
+LAYOUT_BYTES = 4 << 20
+
+
+class Layouts(Protocol):
+    """How the layouts of models are told and learnt: a machine that has not stored anything of a model has no namespace
+    yet.
+    """
+
+    def stated(self, model: str) -> tuple[str, str]:
+        """A model, and its codec as JSON."""
+
+    def layouts_of(self, model: str) -> Sequence[str]:
+        """The layouts (JSON) of this model that are known here."""
+
+    def learn(self, model: str, layout: str, salt: bytes) -> None:
+        """A layout (JSON) of this model that another machine has. ValueError for one that can't be made here."""
+
+
+class RemoteTier:
+    """Called on any thread; takes the storage's lock where it needs it. `offer_*` and `has_none_for` are called under it."""
+
+    def __init__(self, storage: Storage, client: Client, layouts: Layouts, admission: str, timeout: float):
+        """`admission`: "second", "always" or "never". `timeout`: seconds that a prompt may take at most."""
+        self._storage, self._client, self._layouts = storage, client, layouts
+        self._admission, self._timeout = admission, timeout
+        self._threads = ThreadPoolExecutor(BRINGERS, "prefixcache-remote-prompt")
+        self._learnt: dict[tuple[str, str], float] = {}  # by what is stated: when a model's layouts were last asked for
+        self._uploads = Uploads(storage, client)
+
+    # -- up -----------------------------------------------------------------------------------------------------------
+
+    def offer_stored(self, slot: Slot) -> None:
+        """An image was stored here."""
+        if self._admission == "always":
+            self._offer(slot)
+
+    def offer_used(self, walk: Walk, depth: int, required: Sequence[Slot]) -> None:
+        """A hit at `depth` used the `required` images, tail first. Where another machine's hit will end with a block, it
+        needs that boundary's windows.
+        """
+        if self._admission == "never":
+            return
+        if walk.tree.windows and depth % BLOCK:
+            required = [*required_images(walk, depth - depth % BLOCK, RAM), *required]
+        for slot in reversed(required):
+            if not slot.in_remote:
+                self._offer(slot)
+
+    def offer_written(self, slot: Slot) -> None:
+        """An image is durable in the tier below RAM."""
+        if self._admission == "always" or (self._admission == "second" and slot.hits > 0):
+            self._offer(slot)
+
+    def _offer(self, slot: Slot) -> None:
+        """What is worth sending is worth keeping: it is written to the SSD first, where there is one."""
+        below = self._storage.spill_tier
+        if slot.in_remote or not self._uploads.takes(slot):
+            return
+        if below is None or slot.tiers > 1 << RAM:
+            self._uploads.add(slot)
+        elif not slot.pending:
+            below.spill(slot)  # `offer_written` hears of it
+
+    # -- down ---------------------------------------------------------------------------------------------------------
+
+    def missing_tokens(self, prompt: Prompt, leave: int) -> int:
+        """The tokens of whole blocks that `bring` would ask for; 0 where there is nothing to ask, or nobody to be asked."""
+        if not self._client.ready or (prompt.salt and not self._client.seal.is_secret):
+            return 0
+        limit = max(len(prompt) - leave, 0)
+        with self._storage.lock:
+            gaps = [self._gap(prompt, namespace, limit) for namespace in self._namespaces(prompt)]
+        if not gaps:
+            asked = self._learnt.get(self._layouts.stated(prompt.model), float("-inf"))
+            return limit // BLOCK * BLOCK if time.monotonic() > asked + LEARN_AGAIN else 0
+        return max(map(self._missing, gaps))
+
+    def bring(self, prompt: Prompt, leave: int, whole_blocks: bool, prefill_rate: float | None) -> Future[int] | None:
+        """Begin to bring what other machines have of a prompt: the depth in RAM when it ends. None where there is nothing to
+        ask. `prefill_rate`: tokens that are computed a second: more time than that saves is not spent.
+        """
+        if not self.missing_tokens(prompt, leave):
+            return None
+        try:
+            return self._threads.submit(self._bring, prompt, leave, whole_blocks, prefill_rate)
+        except RuntimeError:  # closed
+            return None
+
+    def _bring(self, prompt: Prompt, leave: int, whole_blocks: bool, prefill_rate: float | None) -> int:
+        limit = max(len(prompt) - leave, 0)
+        try:
+            for namespace in self._namespaces(prompt) or self._learn(prompt):
+                with self._storage.lock:
+                    gap = self._gap(prompt, namespace, limit)
+                if self._missing(gap):
+                    bringing = Bringing(self._storage, self._client, namespace, gap, self._timeout, prefill_rate)
+                    bringing.run()
+        except EngineError:
+            pass  # it is counted; the request goes on without
+        with self._storage.lock:
+            deepest = prompt.deepest(RAM, leave, whole_blocks)
+            if deepest is None:
+                return 0
+            self._storage.graph.recency.touch(required_images(deepest.walk, deepest.depth, RAM))
+            return deepest.depth
+
+    def _missing(self, gap: Gap) -> int:
+        """Tokens of a gap that are worth asking for."""
+        if gap.limit - gap.boundary < BLOCK:
+            return 0
+        first = gap.known if not (gap.windows or gap.snapshots) else gap.boundary // BLOCK
+        if first >= len(gap.keys) or self._client.is_missing(gap_name(self._client, gap)):
+            return 0
+        return (len(gap.keys) - first) * BLOCK
+
+    def _gap(self, prompt: Prompt, namespace: Namespace, limit: int) -> Gap:
+        walk, graph = prompt.walk(namespace), self._storage.graph
+        nodes = []
+        for node in walk.path[: limit // BLOCK]:
+            if node.rows is None or not node.is_whole:
+                break
+            nodes.append(node)
+        keys = [node.key for node in nodes]
+        tokens, step = prompt.token_bytes[: limit * TOKEN_BYTES], BLOCK * TOKEN_BYTES
+        for block in range(len(keys), limit // BLOCK):
+            keys.append(chain(keys[-1] if keys else namespace.row.root, tokens[block * step : (block + 1) * step]))
+        windows = namespace.tree.windows
+
+        def has_window(block: int) -> bool:
+            if block >= len(nodes):
+                return False
+            rows = [0] * len(windows)
+            for slot in nodes[block].windows:
+                rows = [a | b for a, b in zip(rows, slot.mask, strict=True)]
+            return all(
+                wanted & ~here == 0 for wanted, here in zip(whole_mask(windows, block * BLOCK), rows, strict=True)
+            )
+
+        here = boundary(namespace, walk, graph.last, limit, False)
+        return Gap(namespace.row.root, tokens, keys, len(nodes), here, windows, namespace.tree.snapshots, has_window)
+
+    def _namespaces(self, prompt: Prompt) -> Sequence[Namespace]:
+        """The prompt's namespaces; for a new tenant they are made, where the model's layouts are known."""
+        known = prompt.namespaces()
+        layouts = () if known else self._layouts.layouts_of(prompt.model)
+        for layout in layouts:
+            self._layouts.learn(prompt.model, layout, prompt.salt)
+        return prompt.namespaces() if layouts else known
+
+    def _learn(self, prompt: Prompt) -> Sequence[Namespace]:
+        """The namespaces of layouts that other machines have told."""
+        stated, client = self._layouts.stated(prompt.model), self._client
+        self._learnt[stated] = time.monotonic()
+        folder = layouts_folder(client.seal, *stated)
+        (names,) = client.names_under([folder], self._timeout)
+        for last in names[:LAYOUTS]:
+            told = client.submit(client.read, f"{folder}/{last}", None, lambda nbytes: nbytes <= LAYOUT_BYTES).result()
+            try:
+                layout = bytes(told).decode() if told is not None else ""
+                if layout and layout_id(client.seal, layout) == last:
+                    self._layouts.learn(prompt.model, layout, prompt.salt)
+            except ValueError as error:
+                log.warning(
+                    "remote %s: a layout of model %r can't be made here: %s", client.engine.label, prompt.model, error
+                )
+        return prompt.namespaces()
+
+    # -- the tier itself ----------------------------------------------------------------------------------------------
+
+    def refuse(self, slot: Slot) -> None:
+        """What landed here can't be decoded: it is not brought again for a while."""
+        if slot.in_remote and slot.node.tree is not None:
+            name = image_name(self._client.seal, slot.node.tree.root.key, slot.kind, slot.key, parent_key(slot))
+            self._client.refuse(name, "it can't be decoded")
+
+    def stats(self) -> RemoteStats:
+        return self._client.stats(self._uploads.queued)
+
+    def close(self, timeout: float) -> None:
+        """Send what waits, for at most so many seconds while the engine takes it; then end."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._uploads.close(timeout)
+        self._client.close()

@@ -1,0 +1,185 @@
+"""What leaves for the remote tier: a queue of addresses, and the threads that send images behind everything else.
+
+The queue holds no image. When its turn comes, an image is pinned where it stands in RAM, and RAM is reserved for its sealed
+form; what has left RAM by then is dropped: its next use offers it again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from prefixcache.blocks.node import Slot
+from prefixcache.image_format import ROWS, SNAPSHOT, WINDOW
+from prefixcache.keys import root_key
+from prefixcache.remote.client import Client
+from prefixcache.remote.engine import EngineError
+from prefixcache.remote.sealing import image_name, layout_id, layouts_folder
+from prefixcache.ssd.entries import Address, NamespaceRow
+from prefixcache.tiers.remote_search import whole_mask
+
+if TYPE_CHECKING:
+    from prefixcache.tiers.storage import Storage
+
+log = logging.getLogger("prefixcache")
+
+UPLOADERS = 2  # threads that send
+BATCH = 8  # images that the engine is asked about at once
+QUEUED = 8192  # addresses that may wait
+ASKING = 30.0  # seconds; an engine's own timeout is less
+
+
+class Uploads:
+    """`_wake`'s lock guards the queue; it nests in the storage's."""
+
+    def __init__(self, storage: Storage, client: Client):
+        self._storage, self._client = storage, client
+        self._wake = threading.Condition()
+        self._waiting: dict[Address, None] = {}  # in order
+        self._sending = 0
+        self._closing = False
+        self._salted: dict[bytes, bool] = {}  # by root key
+        self._threads = [
+            threading.Thread(target=self._run, args=(n == 0,), name="prefixcache-remote-upload", daemon=True)
+            for n in range(UPLOADERS)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def queued(self) -> int:
+        """Images that wait or are being sent."""
+        with self._wake:
+            return len(self._waiting) + self._sending
+
+    def takes(self, slot: Slot) -> bool:
+        """Whether an image is one that others can look for, and may leave. Called under the storage's lock."""
+        node = slot.node
+        if node.tree is None or self._may_not_leave(node.tree.root.key):
+            return False
+        if slot.kind == WINDOW:
+            return node.is_whole and slot.mask == whole_mask(node.tree.windows, node.start)
+        if slot.kind == ROWS and not node.is_whole:  # of use where a snapshot ends with it
+            return node.parent is not None and node.tokens in node.parent.snapshots
+        return True
+
+    def add(self, slot: Slot) -> None:
+        """Queue an image. Dropped where the queue is full."""
+        address = slot.kind, slot.key
+        with self._wake:
+            if address in self._waiting:
+                return
+            if len(self._waiting) >= QUEUED or self._closing:
+                self._client.counters.add(dropped=1)
+                return
+            self._waiting[address] = None
+            self._wake.notify()
+
+    def close(self, timeout: float) -> None:
+        """Send what waits, for at most so many seconds while the engine takes it."""
+        end = time.monotonic() + timeout
+        with self._wake:
+            while (self._waiting or self._sending) and self._client.takes_writes and time.monotonic() < end:
+                self._wake.wait(0.05)
+            self._closing = True
+            self._waiting.clear()
+            self._wake.notify_all()
+        for thread in self._threads:
+            thread.join(max(end - time.monotonic(), 0.1))
+
+    def _may_not_leave(self, root: bytes) -> bool:
+        """Whether a namespace has a salt, and there is no key to seal its images with."""
+        if self._client.seal.is_secret:
+            return False
+        salted = self._salted.get(root)
+        if salted is None:
+            row = self._storage.namespaces[root].row
+            plain = root_key(row.model, json.loads(row.codec), json.loads(row.layout), b"")
+            salted = self._salted[root] = plain != root
+        return salted
+
+    # -- the threads --------------------------------------------------------------------------------------------------
+
+    def _run(self, probes: bool) -> None:
+        """Until it is closed: send what waits. One thread also looks whether an engine that failed works again."""
+        while (batch := self._next(probes)) is not None:
+            try:
+                if batch:
+                    self._send(batch)
+                elif probes:
+                    self._client.probe()
+            except EngineError:  # counted; the batch is offered again when it is used
+                self._client.counters.add(dropped=len(batch))
+            except Exception:
+                log.exception("remote %s: %d images were not sent", self._client.engine.label, len(batch))
+            finally:
+                with self._wake:
+                    self._sending -= len(batch)
+                    self._wake.notify_all()
+
+    def _next(self, probes: bool) -> list[Address] | None:
+        """The next batch; none when it is time for a probe; None at the end."""
+        with self._wake:
+            while not self._closing:
+                due = self._client.probe_in() if probes else None
+                if due is not None and due <= 0:
+                    return []
+                if self._waiting and self._client.takes_writes:
+                    batch = list(self._waiting)[:BATCH]
+                    for address in batch:
+                        del self._waiting[address]
+                    self._sending += len(batch)
+                    return batch
+                self._wake.wait(min(due, 1.0) if due is not None else 1.0)
+            return None
+
+    def _send(self, batch: list[Address]) -> None:
+        """Send what the engine doesn't have, and the layouts of its namespaces before it."""
+        client, seal = self._client, self._client.seal
+        with self._storage.lock:
+            slots = [slot for address in batch if (slot := self._storage.graph.slots.get(address)) is not None]
+            slots = self._storage.graph.pin(slot for slot in slots if slot.image is not None)
+            rows = {slot: self._storage.namespaces[slot.node.tree.root.key].row for slot in slots if slot.node.tree}
+        client.counters.add(dropped=len(batch) - len(slots))
+        try:
+            layouts = {self._layout_name(row): row.layout for row in rows.values()}
+            names = [image_name(seal, rows[slot].root, slot.kind, slot.key, parent_key(slot)) for slot in slots]
+            sizes = client.sizes([*layouts, *names], ASKING)
+            for (name, layout), size in zip(layouts.items(), sizes, strict=False):
+                if size is None:
+                    client.write(name, np.frombuffer(layout.encode(), np.uint8), listed=True)
+            for slot, name, size in zip(slots, names, sizes[len(layouts) :], strict=True):
+                if size is not None:
+                    client.counters.add(known=1)
+                elif not self._put(slot, name):
+                    continue
+                slot.in_remote = True
+        finally:
+            self._storage.unpin(slots)
+
+    def _put(self, slot: Slot, name: str) -> bool:
+        """Send one image, with RAM for its sealed form. False when there is none."""
+        image = slot.image
+        reservation = self._storage.ram.reserve(slot.nbytes + self._client.seal.overhead, drop=False)
+        if reservation is None or image is None:
+            self._client.counters.add(dropped=1)
+            return False
+        with reservation:
+            self._client.write(name, image.data, listed=slot.kind == SNAPSHOT)
+        return True
+
+    def _layout_name(self, row: NamespaceRow) -> str:
+        folder = layouts_folder(self._client.seal, row.model, row.codec)
+        return f"{folder}/{layout_id(self._client.seal, row.layout)}"
+
+
+def parent_key(slot: Slot) -> bytes:
+    """The key of the block that an image depends on; of a window its own block's."""
+    above = slot.node.parent if slot.kind == ROWS else slot.node
+    assert above is not None
+    return above.key
