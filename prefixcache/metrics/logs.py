@@ -110,17 +110,19 @@ class Summary:
 
 def summed_up(before: Stats, after: Stats, seconds: float) -> dict[str, Any]:
     """What happened between two looks at a cache: rates a second, counts, and what is held now. A hit rate is None where
-    nothing was asked for; of a cache without an SSD its fields are missing.
+    nothing was asked for; of a cache without an SSD or remote tier their
+    fields are missing.
     """
     old, new, rate = before.counters, after.counters, 1 / max(seconds, 1e-9)
     asked = new.asked_tokens - old.asked_tokens
     ram, ssd = new.ram_hit_tokens - old.ram_hit_tokens, new.ssd_hit_tokens - old.ssd_hit_tokens
+    remote = new.remote_hit_tokens - old.remote_hit_tokens
     fields: dict[str, Any] = {
         "seconds": round(seconds, 3),
         "fetches": new.fetches - old.fetches,
         "stores": new.stores - old.stores,
         "asked_tokens_per_second": round(asked * rate, 3),
-        "hit_rate": round((ram + ssd) / asked, 6) if asked else None,
+        "hit_rate": round((ram + ssd + remote) / asked, 6) if asked else None,
         "ram_hit_rate": round(ram / asked, 6) if asked else None,
         "ssd_hit_rate": round(ssd / asked, 6) if asked else None,
         "stored_bytes_per_second": round((new.stored_bytes - old.stored_bytes) * rate, 3),
@@ -139,6 +141,16 @@ def summed_up(before: Stats, after: Stats, seconds: float) -> dict[str, Any]:
             "ssd_used_bytes": after.ssd.used,
             "ssd_limit_bytes": after.ssd.limit,
         }
+    if before.remote is not None and after.remote is not None:
+        fields |= {
+            "remote_hit_rate": round(remote / asked, 6) if asked else None,
+            "remote_written_bytes_per_second": round(
+                (after.remote.written_bytes - before.remote.written_bytes) * rate, 3
+            ),
+            "remote_read_bytes_per_second": round((after.remote.read_bytes - before.remote.read_bytes) * rate, 3),
+            "remote_errors": after.remote.errors - before.remote.errors,
+            "remote_queued_images": after.remote.queued,
+        }
     return fields
 
 
@@ -146,15 +158,21 @@ def in_words(fields: dict[str, Any]) -> str:
     """`summed_up`, as a line to read."""
     hits = "nothing asked for"
     if fields["hit_rate"] is not None:
+        remote = f", remote {fields['remote_hit_rate']:.1%}" if "remote_hit_rate" in fields else ""
         hits = (
             f"{fields['asked_tokens_per_second']:,.0f} tokens/s asked for, {fields['hit_rate']:.1%} hit "
-            f"(RAM {fields['ram_hit_rate']:.1%}, SSD {fields['ssd_hit_rate']:.1%})"
+            f"(RAM {fields['ram_hit_rate']:.1%}, SSD {fields['ssd_hit_rate']:.1%}{remote})"
         )
     said = [hits, f"{fields['stored_bytes_per_second'] / 1e6:,.2f} MB/s stored"]
     if "ssd_used_bytes" in fields:
         said.append(
             f"{fields['written_bytes_per_second'] / 1e6:,.2f} MB/s written, "
             f"{fields['read_bytes_per_second'] / 1e6:,.2f} read"
+        )
+    if "remote_errors" in fields:
+        said.append(
+            f"remote: {fields['remote_written_bytes_per_second'] / 1e6:,.2f} MB/s sent, "
+            f"{fields['remote_read_bytes_per_second'] / 1e6:,.2f} read, {fields['remote_errors']:,} errors"
         )
     said.append(", ".join(f"{fields[name]:,} {name}" for name in ("dropped", "denied", "errors")))
     said.append(f"RAM {fields['ram_held_bytes'] / 1e9:,.2f} of {fields['ram_limit_bytes'] / 1e9:,.2f} GB")

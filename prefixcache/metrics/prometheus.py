@@ -28,6 +28,7 @@ from prefixcache.metrics.stats import Counters, Stats
 
 if TYPE_CHECKING:
     from prefixcache.cache import PrefixCache
+    from prefixcache.remote.stats import RemoteStats
     from prefixcache.ssd import SsdStats
 
 __all__ = ["CONTENT_TYPE", "CacheCollector", "render"]
@@ -55,7 +56,7 @@ def _fetched(c: Counters) -> Value:
 
 
 def _hit(c: Counters) -> Value:
-    return {"ram": c.ram_hit_tokens, "ssd": c.ssd_hit_tokens}
+    return {"ram": c.ram_hit_tokens, "ssd": c.ssd_hit_tokens, "remote": c.remote_hit_tokens}
 
 
 def _stored(c: Counters) -> Value:
@@ -88,11 +89,12 @@ EVENTS = (  # since the cache was opened, of `Counters`
     Kind("fetches", "Prompts that were looked up.", lambda c: c.fetches),
     Kind("fetch_tokens", "Tokens that were looked up, by whether RAM had them. Their sum over result is the denominator of "
          "the hit rate; of a prompt that is all known, at least the last token is a miss.", _fetched, "result"),
-    Kind("hit_tokens", "Tokens that fetches gave: ssd those that a promotion had brought and no fetch had given since, ram "
-         "all others. Hit rate by tier: sum by (tier) (rate(prefixcache_hit_tokens_total[5m])) / ignoring (tier) "
-         "group_left () sum (rate(prefixcache_fetch_tokens_total[5m])).", _hit, "tier"),
+    Kind("hit_tokens", "Tokens that fetches gave: ssd and remote those that a promotion had brought from there and no fetch "
+         "had given since, ram all others. Hit rate by tier: sum by (tier) (rate(prefixcache_hit_tokens_total[5m])) / ignoring "
+         "(tier) group_left () sum (rate(prefixcache_fetch_tokens_total[5m])).", _hit, "tier"),
     Kind("promoted_tokens", "Tokens brought from SSD to RAM.", lambda c: c.promoted_tokens),
     Kind("promoted_bytes", "Bytes brought from SSD to RAM.", lambda c: c.promoted_bytes),
+    Kind("brought_images", "Images brought from the remote tier to RAM.", lambda c: c.brought_images),
     Kind("stores", "Prompt caches that were given to be stored.", lambda c: c.stores),
     Kind("store_tokens", "Their tokens: new, kept already (shared), or without room (unkept).", _stored, "result"),
     Kind("stored_bytes", "Bytes of what was new, compressed.", lambda c: c.stored_bytes),
@@ -155,6 +157,37 @@ SSD_STATE = (
     Kind("ssd_files", "Files of images.", lambda s: s.files),
 )
 
+REMOTE_EVENTS = (  # of `RemoteStats`
+    Kind("remote_asks", "Round trips in which the engine was asked what it has.", lambda s: s.asks),
+    Kind("remote_read_images", "Images read.", lambda s: s.read_images),
+    Kind("remote_read_bytes", "Bytes read.", lambda s: s.read_bytes),
+    Kind("remote_written_images", "Images sent.", lambda s: s.written_images),
+    Kind("remote_written_bytes", "Bytes sent.", lambda s: s.written_bytes),
+    Kind("remote_known_images", "Images that were not sent because the engine had them.", lambda s: s.known),
+    Kind("remote_dropped_images", "Images that were to be sent and were not.", lambda s: s.dropped),
+    Kind("remote_refused_images", "Images that were not what their names say: another key's, damaged, forged.",
+         lambda s: s.refused),
+    Kind("remote_late_reads", "Reads that were given up because they took too long.", lambda s: s.late),
+    Kind("remote_passed_reads", "Prompts that were not read because computing them is quicker.", lambda s: s.passed),
+    Kind("remote_errors", "Calls of the engine that failed.", lambda s: s.errors),
+)  # fmt: skip
+
+REMOTE_DURATIONS = (  # of `RemoteStats`
+    Kind("remote_ask", "What it took to ask the engine what it has.", lambda s: {"": s.ask_seconds}),
+    Kind("remote_read", "What it took to read and unseal an image.", lambda s: {"": s.read_seconds}),
+    Kind("remote_write", "What it took to seal and send an image.", lambda s: {"": s.write_seconds}),
+)
+
+REMOTE_STATE = (
+    Kind(
+        "remote_up",
+        "1 while the engine answers; 0 while it is left alone because it failed.",
+        lambda s: float(s.reading),
+    ),
+    Kind("remote_writable", "1 while the engine takes images.", lambda s: float(s.writing)),
+    Kind("remote_queued_images", "Images that wait to be sent.", lambda s: s.queued),
+)
+
 
 class CacheCollector(Collector):
     """A PrefixCache's numbers, read when they are asked for. One for each process: metrics don't say of which cache.
@@ -178,6 +211,10 @@ class CacheCollector(Collector):
             yield from _metrics(CounterMetricFamily, SSD_EVENTS, stats.ssd)
             yield from _metrics(GaugeMetricFamily, SSD_STATE, stats.ssd)
             yield from _histograms(SSD_DURATIONS, stats.ssd)
+        if stats.remote is not None:
+            yield from _metrics(CounterMetricFamily, REMOTE_EVENTS, stats.remote)
+            yield from _metrics(GaugeMetricFamily, REMOTE_STATE, stats.remote)
+            yield from _histograms(REMOTE_DURATIONS, stats.remote)
 
 
 def render(*collectors: Collector) -> bytes:
@@ -188,7 +225,7 @@ def render(*collectors: Collector) -> bytes:
     return generate_latest(registry)
 
 
-def _metrics(family: Any, kinds: tuple[Kind, ...], of: Counters | Stats | SsdStats) -> Iterator[Metric]:
+def _metrics(family: Any, kinds: tuple[Kind, ...], of: Counters | Stats | SsdStats | RemoteStats) -> Iterator[Metric]:
     for kind in kinds:
         metric = family(f"prefixcache_{kind.name}", kind.text, labels=[kind.label] if kind.label else [])
         value = kind.value(of)
@@ -197,7 +234,7 @@ def _metrics(family: Any, kinds: tuple[Kind, ...], of: Counters | Stats | SsdSta
         yield metric
 
 
-def _histograms(kinds: tuple[Kind, ...], of: Stats | SsdStats) -> Iterator[Metric]:
+def _histograms(kinds: tuple[Kind, ...], of: Stats | SsdStats | RemoteStats) -> Iterator[Metric]:
     for kind in kinds:
         metric = HistogramMetricFamily(
             f"prefixcache_{kind.name}_seconds", kind.text, labels=[kind.label] if kind.label else []

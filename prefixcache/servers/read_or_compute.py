@@ -1,4 +1,4 @@
-"""Whether a server should wait for the SSD or compute a prompt again, by measured rates.
+"""Whether a server should wait for the SSD and the remote tier, or compute a prompt again, by measured rates.
 
 `Rates` learns from use how fast the SSD reads and the model computes. `ReadOrCompute` asks it before a prefill, starts the
 promotion, and says how long waiting for it pays. The servers wait, or serve others meanwhile.
@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FuturesTimeout
 from contextlib import suppress
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from prefixcache.cache import PrefixCache
+from prefixcache.cache import Match, PrefixCache
 from prefixcache.keys import TOKEN_BYTES
 from prefixcache.metrics.moving_average import MovingAverage
 from prefixcache.tiers.prompt import Prompt
@@ -59,8 +60,12 @@ class Rates:
 
     def computing(self, tokens: int) -> float:
         """Seconds that a prefill of so many tokens will take."""
+        return tokens / self.prefill_rate()
+
+    def prefill_rate(self) -> float:
+        """Tokens computed a second."""
         with self._lock:
-            return tokens / self._tokens.per_second()
+            return self._tokens.per_second()
 
 
 class _Request(NamedTuple):
@@ -71,14 +76,28 @@ class _Request(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """A promotion under way. `depth`: its future, the tokens that RAM has then; `worth`: seconds that waiting pays."""
+    """Promotions of one prompt under way, from the SSD or the remote tier or both; `worth`: seconds that waiting pays."""
 
-    depth: Future[int]
+    promotions: tuple[Future[int], ...]
     worth: float
+
+    def done(self) -> bool:
+        return all(promotion.done() for promotion in self.promotions)
+
+    def add_done_callback(self, call: Callable[[Future[int]], None]) -> None:
+        """Call it whenever one of them has ended."""
+        for promotion in self.promotions:
+            promotion.add_done_callback(call)
+
+    def wait(self) -> None:
+        """As long as that pays. The error of one that failed; TimeoutError when one had not ended."""
+        until = time.monotonic() + self.worth
+        for promotion in self.promotions:
+            promotion.result(max(until - time.monotonic(), 0.0))
 
 
 class ReadOrCompute:
-    """Promotes what the SSD has for a prompt. Thread-safe.
+    """Promotes what the SSD and the remote tier have for a prompt. Thread-safe.
 
     `longest`: seconds that a wait takes at most, whatever it may save. `whole_blocks`: as the hits to come are, see
     `PrefixCache.fetch`.
@@ -98,18 +117,27 @@ class ReadOrCompute:
         self._requests: OrderedDict[tuple[int, int], _Request] = OrderedDict()  # by prompt: its length and its hash
 
     def begin(self, prompt: Prompt, leave: int = 1) -> Reading | None:
-        """Start to bring in what the SSD has beyond RAM. None where there is nothing, or where computing is quicker: then
-        it comes too, for the next request, but is not worth waiting for.
+        """Start to bring in what SSD and remote tier have beyond RAM. None where there is nothing, or where computing is
+        quicker: then what the SSD has comes too, for the next request, but is not worth waiting for.
         """
         how: dict[str, Any] = {"leave": leave, "whole_blocks": self.whole_blocks}
         match = self.cache.match(prompt, **how)
+        remote = self.cache.promote_remote(prompt, prefill_rate=self.rates.prefill_rate(), **how)
+        local = self._begin_local(prompt, match, how)
+        if remote is None:
+            return local
+        missing = self.rates.computing(len(prompt) - leave - match.ssd)
+        return Reading((remote, *(local.promotions if local else ())), min(missing, self.longest))
+
+    def _begin_local(self, prompt: Prompt, match: Match, how: dict[str, Any]) -> Reading | None:
+        """The same of the SSD alone."""
         more = match.ssd - match.ram
         if more <= 0:
             return None
         nbytes = self.cache.unread(prompt, **how)
         worth = min(self.rates.computing(more), self.longest)
         started = time.monotonic()
-        future = self.cache.promote(prompt, **how)
+        future = self.cache.promote_local(prompt, **how)
 
         def learn(done: Future[int]) -> None:
             seconds = time.monotonic() - started
@@ -123,14 +151,14 @@ class ReadOrCompute:
             self.passed += 1
             return None
         self.waited += 1
-        return Reading(future, worth)
+        return Reading((future,), worth)
 
     def wait(self, prompt: Prompt, leave: int = 1) -> None:
         """`begin`, and wait for it as long as that pays. What comes later comes for the next request."""
         try:
             reading = self.begin(prompt, leave)
             if reading is not None:
-                reading.depth.result(reading.worth)
+                reading.wait()
         except FuturesTimeout:
             self.late += 1
         except Exception as error:  # the request goes on without what could not be read

@@ -13,10 +13,13 @@ CUT, REFUSED, GONE, FAILED = "cut", "refused", "client gone", "failed"  # how it
 
 
 class Found(NamedTuple):
-    """Tokens of a prompt that could be had when it came: from RAM, from RAM and SSD."""
+    """Tokens of a prompt that could be had when it came: from RAM, from RAM and SSD; and with the remote tier, which is known
+    when it has answered.
+    """
 
     ram: int
     ssd: int
+    remote: int = 0
 
 
 class RequestLog:
@@ -36,13 +39,15 @@ class RequestLog:
         self._begun = self._first = self._last = 0.0
 
     def wait_for_ssd(self) -> None:
-        """The request is deferred until the SSD has answered."""
+        """The request is deferred until the SSD, and the remote tier, have answered."""
         self._waits_since = time.monotonic()
 
-    def go_on(self) -> None:
-        """It waits for the SSD no longer."""
+    def go_on(self, ram: int) -> None:
+        """It waits for them no longer; RAM has so many of its tokens now."""
         if self._waits_since is not None:
             self.ssd_wait, self._waits_since = time.monotonic() - self._waits_since, None
+            if self.found is not None:
+                self.found = self.found._replace(remote=ram)
 
     def saw(self, answer: Any) -> None:
         """What was put on the queue on which it is answered."""
@@ -64,9 +69,10 @@ class RequestLog:
         prompt, cached = len(self._context.prompt), max(self._context.prompt_cache_count, 0)
         found = self.found or Found(0, 0)
         from_ssd = max(min(cached, found.ssd) - found.ram, 0)
+        from_remote = max(min(cached, found.remote) - found.ssd, 0)
         fields |= {
-            "prompt_tokens": prompt, "ram_tokens": cached - from_ssd, "ssd_tokens": from_ssd,
-            "computed_tokens": prompt - cached, "generated_tokens": self.generated,
+            "prompt_tokens": prompt, "ram_tokens": cached - from_ssd - from_remote, "ssd_tokens": from_ssd,
+            "remote_tokens": from_remote, "computed_tokens": prompt - cached, "generated_tokens": self.generated,
             "ssd_wait_seconds": _ms(self.ssd_wait),
         }  # fmt: skip
         if self._first:
@@ -83,13 +89,15 @@ def in_words(fields: dict[str, Any]) -> str:
     if "prompt_tokens" not in fields:
         return f"{fields['end']} before it began; {whole}"
     times = f"{fields['ssd_wait_seconds']:.3f} s for the SSD, "
+    remote = f"{fields['remote_tokens']:,} from remote, " if fields["remote_tokens"] else ""
     if "prefill_seconds" in fields:
         times += (
             f"{fields['prefill_seconds']:.3f} s prefill, {fields['first_token_seconds']:.3f} s to the first token, "
         )
     return (
         f"{fields['prompt_tokens']:,} tokens asked, {fields['ram_tokens']:,} from RAM, {fields['ssd_tokens']:,} from SSD, "
-        f"{fields['computed_tokens']:,} computed; {fields['generated_tokens']:,} generated ({fields['end']}); {times}{whole}"
+        f"{remote}{fields['computed_tokens']:,} computed; {fields['generated_tokens']:,} generated "
+        f"({fields['end']}); {times}{whole}"
     )
 
 

@@ -33,12 +33,13 @@ EVENTS = {
     "stored_bytes": "stored_bytes", "recoded_tokens": "recoded_tokens", "dropped_images": "dropped",
     "dropped_bytes": "dropped_bytes", "forgotten_images": "forgotten", "corrupt_images": "corrupt",
     "write_errors": "write_errors", "collisions": "collisions", "denied_reservations": "denied",
-    "declined_images": "declined",
+    "declined_images": "declined", "brought_images": "brought_images",
 }  # fmt: skip
 LABELLED = {
     ("fetch_tokens", "hit"): "hit_tokens", ("store_tokens", "new"): "stored_tokens",
     ("hit_tokens", "ram"): "ram_hit_tokens", ("hit_tokens", "ssd"): "ssd_hit_tokens",
-    ("store_tokens", "shared"): "shared_tokens", ("store_tokens", "unkept"): "unkept_tokens",
+    ("hit_tokens", "remote"): "remote_hit_tokens", ("store_tokens", "shared"): "shared_tokens",
+    ("store_tokens", "unkept"): "unkept_tokens",
     ("evicted_images", "ram"): "evicted", ("evicted_images", "ssd"): "ssd_evicted",
 }  # fmt: skip
 STATE = {

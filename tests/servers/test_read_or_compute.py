@@ -132,7 +132,7 @@ def test_a_wait_is_never_longer_than_the_longest(on_ssd):
 def test_a_failed_read_is_a_shorter_hit(on_ssd, monkeypatch, caplog):
     failed = Future()
     failed.set_exception(OSError("the disk is gone"))
-    monkeypatch.setattr(on_ssd, "promote", lambda *args, **kw: failed)
+    monkeypatch.setattr(on_ssd, "promote_local", lambda *args, **kw: failed)
     ReadOrCompute(on_ssd).wait(on_ssd.prompt(LONG, model="m"))
     assert "the disk is gone" in caplog.text
 

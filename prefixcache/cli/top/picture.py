@@ -32,6 +32,8 @@ def picture(now: Facts) -> RenderableType:
         table.add_row("SSD", _ssd(now["ssd"]))
         moved = f"written {_bytes(rates['written_bytes'])}, read {_bytes(rates['read_bytes'])}"
         table.add_row("disk", f"{moved}, {size(int(now['ssd']['queued'] or 0))} queued")
+    if now["remote"]["up"] is not None:
+        table.add_row("remote", _remote(now["remote"], rates))
     evicted = f"{_number(rates['evicted_ram'])} images/s from RAM"
     if now["ssd"]["limit"] is not None:
         evicted += f", {_number(rates['evicted_ssd'])}/s from SSD"
@@ -43,10 +45,11 @@ def picture(now: Facts) -> RenderableType:
 
 def _hits(now: Facts) -> str:
     def describe(rates: dict[str, float | None]) -> str:
-        ram, ssd = rates["ram"], rates["ssd"]
+        ram, ssd, remote = rates["ram"], rates["ssd"], rates["remote"] or 0.0
         if ram is None or ssd is None:
             return "nothing asked for"
-        return f"{ram + ssd:.1%} (RAM {ram:.1%}, SSD {ssd:.1%})"
+        far = f", remote {remote:.1%}" if now["remote"]["up"] is not None else ""
+        return f"{ram + ssd + remote:.1%} (RAM {ram:.1%}, SSD {ssd:.1%}{far})"
 
     since_start = f"since its start {describe(now['hit_rate_since_start'])}"
     return since_start if now["seconds"] is None else f"{describe(now['hit_rate'])}; {since_start}"
@@ -64,6 +67,16 @@ def _ram(ram: Facts) -> Text:
 def _ssd(ssd: Facts) -> Text:
     quarantine = f", quarantine {size(int(ssd['quarantine']))}" if ssd["quarantine"] else ""
     return Text.assemble(meter(ssd["used"] or 0, ssd["limit"]), f"\non disk {size(int(ssd['disk'] or 0))}{quarantine}")
+
+
+def _remote(remote: Facts, rates: Facts) -> Text:
+    moved = f"sent {_bytes(rates['sent_bytes'])}, read {_bytes(rates['brought_bytes'])}"
+    text = Text(f"{moved}, {int(remote['queued_images'] or 0)} images queued")
+    if not remote["up"]:
+        text.append("; left alone: it fails", "red")
+    elif not remote["writable"]:
+        text.append("; takes no images", "red")
+    return text
 
 
 def _trouble(now: Facts) -> Text:

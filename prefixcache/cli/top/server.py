@@ -24,7 +24,7 @@ LARGEST_VALUE = 1e18  # of a sample: beyond it, below 0 or NaN is none of ours
 KNOWN_BY = "prefixcache_fetches_total", ""
 RATES = {  # what is shown a second, and the counters that it is of: name without "prefixcache_" and "_total", label's value
     "asked_tokens": (("fetch_tokens", "hit"), ("fetch_tokens", "miss")),
-    "hit_tokens": (("hit_tokens", "ram"), ("hit_tokens", "ssd")),
+    "hit_tokens": (("hit_tokens", "ram"), ("hit_tokens", "ssd"), ("hit_tokens", "remote")),
     "promoted_tokens": (("promoted_tokens", ""),),
     "stored_tokens": (("store_tokens", "new"),),
     "fetches": (("fetches", ""),),
@@ -32,12 +32,16 @@ RATES = {  # what is shown a second, and the counters that it is of: name withou
     "stored_bytes": (("stored_bytes", ""),),
     "written_bytes": (("ssd_written_bytes", ""),),
     "read_bytes": (("ssd_read_bytes", ""),),
+    "sent_bytes": (("remote_written_bytes", ""),),
+    "brought_bytes": (("remote_read_bytes", ""),),
     "evicted_ram": (("evicted_images", "ram"),),
     "evicted_ssd": (("evicted_images", "ssd"),),
 }
+TIERS = "ram", "ssd", "remote"
 TROUBLE = {
     "dropped": "dropped_images", "denied": "denied_reservations", "not_written": "write_errors",
     "quarantined": "ssd_quarantined_files", "unreadable": "ssd_unreadable_files",
+    "refused_from_remote": "remote_refused_images", "remote_errors": "remote_errors",
 }  # fmt: skip
 TIMES = {
     "fetch_hit": ("fetch_seconds", "hit"), "fetch_miss": ("fetch_seconds", "miss"), "store": ("store_seconds", ""),
@@ -168,13 +172,14 @@ def facts(url: str, before: Page | None, now: Page) -> Facts:
     return {
         "source": url, "up": True, "error": None, "now": time.time(), "seconds": seconds, "info": now.info,
         "per_second": {name: _rate(before, now, counters, seconds) for name, counters in RATES.items()},
-        "hit_rate": {tier: _share(before, now, (("hit_tokens", tier),), asked) for tier in ("ram", "ssd")},
-        "hit_rate_since_start": {tier: _share(None, now, (("hit_tokens", tier),), asked) for tier in ("ram", "ssd")},
+        "hit_rate": {tier: _share(before, now, (("hit_tokens", tier),), asked) for tier in TIERS},
+        "hit_rate_since_start": {tier: _share(None, now, (("hit_tokens", tier),), asked) for tier in TIERS},
         "ram": {
             **{state: now.get("ram_bytes", state) for state in ("images", "queued", "nodes", "reserved")},
             "limit": now.get("ram_limit_bytes"), "configured": now.get("ram_configured_bytes"),
         },
         "ssd": {name: now.get(f"ssd_{name}_bytes") for name in ("used", "limit", "disk", "queued", "quarantine")},
+        "remote": {name: now.get(f"remote_{name}") for name in ("up", "writable", "queued_images")},
         "images": {tier: now.get("images", tier) for tier in ("ram", "ssd")},
         "trouble": {name: now.get(f"{counter}_total") for name, counter in TROUBLE.items()},
         "trouble_meanwhile": {name: _growth(before, now, ((counter, ""),)) for name, counter in TROUBLE.items()},

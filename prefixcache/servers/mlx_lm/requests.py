@@ -211,7 +211,7 @@ class Generator(upstream.ResponseGenerator):
             if reading is not None:
                 request_log.wait_for_ssd()
                 return self._read(reading)
-        request_log.go_on()
+        request_log.go_on(match.ram)
         ids, space = prompt.given, (prompt.model, prompt.salt)
         awaited = self.admission.wait_for(ids, space, match.ram, sliceable=self.model_provider.sliceable)
         if awaited is None:
@@ -221,8 +221,8 @@ class Generator(upstream.ResponseGenerator):
 
     def _read(self, reading: Reading) -> Callable[[], bool]:
         until = time.monotonic() + reading.worth
-        reading.depth.add_done_callback(lambda done: self.requests.put((WAKE, None, None)))
-        return lambda: reading.depth.done() or time.monotonic() >= until
+        reading.add_done_callback(lambda done: self.requests.put((WAKE, None, None)))
+        return lambda: reading.done() or time.monotonic() >= until
 
     def _stored(self, stored: Prompt, kept: int, state: bool) -> None:
         """Tokens were stored. Without recurrent state, how many are kept says nothing of a model that needs it."""
@@ -267,7 +267,7 @@ class Generator(upstream.ResponseGenerator):
                 request_log.found = Found(*self.prompts.cache.match(known.prompt))
                 request_log.wait_for_ssd()
                 self.prompts.reading.wait(known.prompt)
-                request_log.go_on()
+                request_log.go_on(self.prompts.cache.match(known.prompt).ram)
         self.prompts.request = known
         return known.tokenized
 
