@@ -107,6 +107,7 @@ class Settings(BaseSettings):
 
     remote: str | None = Field(
         None,
+        repr=False,
         description="engine that machines share their prompts in: s3://BUCKET/PREFIX, valkey://HOST:PORT, file:///FOLDER",
     )
     remote_key_file: Path | None = Field(

@@ -90,8 +90,8 @@ EVENTS = (  # since the cache was opened, of `Counters`
     Kind("fetch_tokens", "Tokens that were looked up, by whether RAM had them. Their sum over result is the denominator of "
          "the hit rate; of a prompt that is all known, at least the last token is a miss.", _fetched, "result"),
     Kind("hit_tokens", "Tokens that fetches gave: ssd and remote those that a promotion had brought from there and no fetch "
-         "had given since, ram all others. Hit rate by tier: sum by (tier) (rate(prefixcache_hit_tokens_total[5m])) / ignoring "
-         "(tier) group_left () sum (rate(prefixcache_fetch_tokens_total[5m])).", _hit, "tier"),
+         "had given since, ram all others. Hit rate by tier: sum by (tier) (rate(prefixcache_hit_tokens_total[5m])) / "
+         "ignoring (tier) group_left () sum (rate(prefixcache_fetch_tokens_total[5m])).", _hit, "tier"),
     Kind("promoted_tokens", "Tokens brought from SSD to RAM.", lambda c: c.promoted_tokens),
     Kind("promoted_bytes", "Bytes brought from SSD to RAM.", lambda c: c.promoted_bytes),
     Kind("brought_images", "Images brought from the remote tier to RAM.", lambda c: c.brought_images),

@@ -32,6 +32,8 @@ MISSING_FOR = 5.0  # seconds that a name which was missing is taken for missing
 REFUSED_FOR = 600.0  # seconds that an image which was refused is
 REMEMBERED = 4096  # names of either kind
 PROBE = "v1/probe"  # a name that nobody has
+KEY_CHECK = "v1/key"  # what stands here tells which key the images are sealed with
+KEY_TEXT = np.frombuffer(b"prefixcache", np.uint8)
 
 Result = TypeVar("Result")
 
@@ -152,6 +154,30 @@ class Client:
     def _ended(self, future: Future[Result]) -> None:
         with self._lock:
             self._late -= 1
+
+    def has_our_key(self) -> bool | None:
+        """Whether images there are sealed as here, with this key or without one; None where nobody has told. On this
+        thread.
+        """
+        told = self._guarded(self.reading, self.engine.get, KEY_CHECK, None, lambda nbytes: nbytes <= 1024)
+        if told is None:
+            return None
+        try:
+            return bytes(self.seal.unseal(KEY_CHECK, told)) == bytes(KEY_TEXT)
+        except NotSealed:
+            return False
+
+    def tell_key(self) -> None:
+        """Note with which key images are sealed, where nobody has; warn where another has. On this thread."""
+        ours = self.has_our_key()
+        if ours is None:
+            self.write(KEY_CHECK, KEY_TEXT)
+        elif not ours:
+            log.warning(
+                "remote %s: its images are sealed with another key, or without one, and can't be hit here; give all machines "
+                "the same remote_key_file",
+                self.engine.label,
+            )
 
     # -- writing ------------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import json
 import logging
 import threading
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -106,7 +107,12 @@ class Uploads:
     # -- the threads --------------------------------------------------------------------------------------------------
 
     def _run(self, probes: bool) -> None:
-        """Until it is closed: send what waits. One thread also looks whether an engine that failed works again."""
+        """Until it is closed: send what waits. One thread also looks at the engine's key first, and later whether an engine
+        that failed works again.
+        """
+        if probes:
+            with suppress(EngineError):
+                self._client.tell_key()
         while (batch := self._next(probes)) is not None:
             try:
                 if batch:

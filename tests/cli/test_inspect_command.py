@@ -341,4 +341,4 @@ def test_kernels_says_which_code_runs_the_codecs_here() -> None:
 def test_a_directory_and_kernels_are_one_or_the_other(given: list[str]) -> None:
     shown = CliRunner().invoke(app, ["inspect", *given])
     assert shown.exit_code == 2
-    assert "give either DIR" in shown.output
+    assert "give DIR" in shown.output

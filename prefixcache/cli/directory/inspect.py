@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +19,9 @@ from rich.text import Text
 
 from prefixcache.cli.directory.argument import errors_told
 from prefixcache.cli.directory.facts import KINDS, Facts, describe
-from prefixcache.cli.text import age, complain, console, foreign, many, print_json, size
-from prefixcache.ssd import Survey, survey
+from prefixcache.cli.directory.remote import describe_remote, show_remote
+from prefixcache.cli.text import age, complain, console, foreign, many, print_json, refusing, size
+from prefixcache.ssd import SsdError, Survey, survey
 from prefixcache.ssd.selection import model_meant
 
 ROWS = 200  # of a table, without --all
@@ -38,6 +40,16 @@ def inspect(
     kernels: Annotated[
         bool, typer.Option("--kernels", help="Which code runs the codecs on this machine, in place of DIR.")
     ] = False,
+    remote: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="A remote tier's engine: whether it answers; with DIR, how much of it is there."
+        ),
+    ] = None,
+    remote_key_file: Annotated[Path | None, typer.Option(metavar="FILE", help="Its key, as of the servers.")] = None,
+    remote_ca_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Its certificates, as of the servers.")
+    ] = None,
 ) -> None:
     """Show what is in a directory, by model: tokens, sizes, age, last use, hits.
 
@@ -46,8 +58,16 @@ def inspect(
     Exit code: 0 shown, 1 the index could not be read (what could be is shown), 2 nothing could be: no such
     directory, not one of prefixcache's, not readable, written by a newer release.
     """
-    if (directory is None) != kernels:
-        complain("give either DIR, the cache's directory (ssd_dir), or --kernels")
+    if remote is not None and not kernels:
+        with refusing((SsdError, sqlite3.Error)):
+            told = describe_remote(remote, remote_key_file, remote_ca_file, directory)
+        if as_json:
+            print_json(told)
+        else:
+            show_remote(console(), told)
+        return
+    if (directory is None) != kernels or remote is not None:
+        complain("give DIR, the cache's directory (ssd_dir), --kernels, or --remote URL")
         raise typer.Exit(2)
     if directory is None:
         _show_kernels(as_json)

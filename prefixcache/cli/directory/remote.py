@@ -1,0 +1,82 @@
+"""`prefixcache inspect --remote URL`: whether an engine answers, how soon, by which rules it evicts, and whether its images
+are sealed with our key; with DIR, how much of the directory it has. Reads only.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from prefixcache.cli.text import Refused, foreign, many
+from prefixcache.remote.client import Client
+from prefixcache.remote.engine import EngineError
+from prefixcache.remote.sealing import FleetKey, KeySeal, NoSeal, image_name
+from prefixcache.remote.url import check_url, open_engine
+from prefixcache.ssd.directory import Directory, holder
+from prefixcache.ssd.index import reading
+from prefixcache.ssd.rows import read_entries
+
+Facts = dict[str, Any]
+
+TIMEOUT = 5.0  # seconds of a call
+QUESTIONS = 5  # of which the median is shown
+NEWEST = 2000  # images of a directory, the last used, that are looked for
+KEYS = {True: "ours", False: "another, or none", None: "not told yet"}
+
+
+def describe_remote(url: str, key_file: Path | None, ca_file: Path | None, directory: Path | None) -> Facts:
+    """All that is shown, as plain values. `Refused` for a bad URL or key, and for an engine that does not answer."""
+    try:
+        check_url(url, key_file is not None)
+        seal = KeySeal(FleetKey.read(key_file, "--remote-key-file")) if key_file is not None else NoSeal()
+        engine = open_engine(url, timeout=TIMEOUT, connect_timeout=TIMEOUT, ca_file=ca_file)
+    except (ValueError, ImportError) as error:
+        raise Refused(str(error)) from error
+    client = Client(engine, seal)
+    try:
+        about, times = engine.about(), []
+        for _ in range(QUESTIONS):
+            began = time.monotonic()
+            key = client.has_our_key()
+            times.append(time.monotonic() - began)
+        facts: Facts = {"remote": engine.label, **about, "answer_seconds": statistics.median(times), "key": KEYS[key]}
+        if directory is not None:
+            asked, there = _of_directory(client, directory)
+            facts |= {"directory": str(directory), "asked_images": asked, "images_there": there}
+        return facts
+    except EngineError as error:
+        raise Refused(f"{engine.label}: {error}; check the URL, the credentials and whether it runs") from error
+    finally:
+        client.close()
+
+
+def _of_directory(client: Client, directory: Path) -> tuple[int, int]:
+    """Of the images of a directory that were used last: how many were looked for, and how many of them are there."""
+    there = Directory(directory)
+    there.require()
+    with reading(there.index, live=holder(there) is not None) as connection:
+        entries = sorted(read_entries(connection), key=lambda entry: -entry.used)[:NEWEST]
+    names = [image_name(client.seal, one.namespace, one.kind, one.key, one.parent) for one in entries]
+    return len(names), sum(size is not None for size in client.engine.sizes(names)) if names else 0
+
+
+def show_remote(out: Console, facts: Facts) -> None:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in facts.items():
+        if name == "answer_seconds":
+            table.add_row("answers in", f"{value * 1000:.1f} ms")
+        elif name == "asked_images":
+            shared = f"{facts['images_there']:,} of the {many(value, 'image')} used last are there"
+            table.add_row("shared", shared)
+        elif name != "images_there":
+            table.add_row(name, foreign(str(value)))
+    out.print(table)
+    if "noeviction" in facts.get("policy", ""):
+        out.print("It evicts nothing: once full it takes no image. Set maxmemory, and maxmemory-policy allkeys-lru.")
