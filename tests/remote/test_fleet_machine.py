@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 
 from prefixcache import PrefixCache
 from tests import states
-from tests.remote.conftest import sent
+from tests.remote.fleet import sent
 from tests.remote.dict_engine import DictEngine
 
 KINDS = {"dense": states.sliceable, "window": states.windowed, "recurrent": states.hybrid}

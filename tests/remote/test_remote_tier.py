@@ -9,7 +9,7 @@ import pytest
 
 from prefixcache import PrefixCache
 from tests import states
-from tests.remote.conftest import brought, sent
+from tests.remote.fleet import brought, sent
 from tests.states import got, put
 
 LONG = list(range(1000))
