@@ -20,7 +20,7 @@ ROOT = PACKAGE.parent
 LEVELS = {
     "identity": 0, "image_format": 0, "kernels": 0, "keys": 0, "memory": 0, "metrics": 0, "migrations": 0, "settings": 0,
     "blocks": 1, "codecs": 1, "trace": 1,
-    "calibration": 2, "live": 2, "ssd": 2,
+    "calibration": 2, "live": 2, "remote": 2, "ssd": 2,
     "layers": 3, "tiers": 3,
     "operations": 5,
     "cache": 6, "planning": 6,
@@ -38,6 +38,7 @@ ONLY = {
     "trace": {"keys"},
     "ssd": {"keys", "image_format", "memory", "migrations", "metrics", "blocks"},
     "codecs": {"kernels"},
+    "remote": {"keys", "image_format", "memory", "metrics", "ssd"},
     "calibration": {"codecs"},
     "live": {"codecs", "memory"},
     "tiers": {"blocks", "image_format", "keys", "memory", "metrics", "settings", "ssd"},
@@ -47,7 +48,9 @@ ONLY = {
 # Looked up in a function, when one is to be checked, not when the module is loaded.
 LATE = {("settings", "codecs"), ("metrics", "")}
 
-WITHOUT_MLX = ["keys", "image_format", "memory", "blocks", "settings", "ssd", "identity", "trace", "metrics", "tiers"]
+WITHOUT_MLX = [
+    "keys", "image_format", "memory", "blocks", "settings", "ssd", "identity", "trace", "metrics", "tiers", "remote",
+]  # fmt: skip
 
 
 def modules() -> dict[str, Path]:

@@ -26,6 +26,7 @@ from prefixcache.remote.engine import EngineError, EngineFull
 _LISTED = 1000  # names of a folder at most; a page of S3
 _PAGES = 10  # of a listing at most: names in deeper folders are listed too, and left out here
 _NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist")
+_LOST = re.compile(r"IncompleteMessage|IncompleteBody|UnexpectedEof|kind: Interrupted|kind: Decode")
 _FULL = {"507", "QuotaExceeded", "XMinioStorageFull", "InsufficientCapacity"}
 _FULL_OS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -72,7 +73,9 @@ class ObjectStore:
                 make: Any = from_url  # its overloads don't take settings by name
                 self._store = make(url, client_options=options, retry_config={"max_retries": 0}, **config)
         except Exception as error:
-            raise ValueError(f"{label}: {_reason(error)}; check the URL and the environment of the store") from None
+            raise ValueError(
+                f"remote={label}: {_reason(error)}; check the URL and what the environment says of the store"
+            ) from None
         self._pool = ThreadPoolExecutor(self.names_at_once, thread_name_prefix="prefixcache-heads")
 
     def sizes(self, names: Sequence[str]) -> list[int | None]:
@@ -149,7 +152,7 @@ class ObjectStore:
                 os.mkdir(folder, 0o700)
             except FileExistsError:
                 if not os.path.isdir(folder):
-                    raise
+                    raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from None
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -195,12 +198,12 @@ def _reason(error: Exception) -> str:
     if "dns error" in text:
         return "its host name can't be resolved"
     number = _os_error(error)
+    if number in (errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED) or _LOST.search(text):
+        return "the connection was lost"
     if number is not None:
         return os.strerror(number).lower()
     if "kind: Connect" in text:
         return "can't be connected to"
-    if re.search(r"IncompleteMessage|IncompleteBody|UnexpectedEof|kind: Interrupted|kind: Decode", text):
-        return "the connection was lost"
     return f"failed ({type(error).__name__})"
 
 

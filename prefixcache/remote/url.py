@@ -97,9 +97,12 @@ def redacted(url: str) -> str:
         path = "/".join(part for part in parts.path.split("/") if part)
         host = parts.netloc.rpartition("@")[2]
     except ValueError:
-        return f"{url.partition('://')[0]}://..." if url.partition("://")[0].isalnum() else "(not a URL)"
-    if not parts.scheme or misplaced or (not host and parts.scheme != "file"):
-        return f"{parts.scheme or '(no scheme)'}://..."
+        scheme = url.partition("://")[0]
+        return f"{scheme}://..." if scheme.isalnum() else "(not a URL)"
+    if not parts.scheme:
+        return "(not a URL)"
+    if misplaced or (not host and parts.scheme != "file"):
+        return f"{parts.scheme}://..."
     return f"{parts.scheme}://{host}" + (f"/{path}" if path else "")
 
 
