@@ -49,18 +49,8 @@ ONLY = {
 LATE = {("settings", "codecs"), ("metrics", "")}
 
 WITHOUT_MLX = [
-    "keys",
-    "image_format",
-    "memory",
-    "blocks",
-    "settings",
-    "ssd",
-    "identity",
-    "trace",
-    "metrics",
-    "remote",
-    "tiers",
-]
+    "keys", "image_format", "memory", "blocks", "settings", "ssd", "identity", "trace", "metrics", "tiers", "remote",
+]  # fmt: skip
 
 
 def modules() -> dict[str, Path]:

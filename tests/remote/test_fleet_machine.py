@@ -22,8 +22,8 @@ from hypothesis.stateful import (
 
 from prefixcache import PrefixCache
 from tests import states
-from tests.remote.fleet import sent
 from tests.remote.dict_engine import DictEngine
+from tests.remote.fleet import sent
 
 KINDS = {"dense": states.sliceable, "window": states.windowed, "recurrent": states.hybrid}
 PROMPTS = st.tuples(

@@ -3,16 +3,53 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from prefixcache import PrefixCache
+from prefixcache.remote.engine import EngineFull
 from tests import states
+from tests.remote.dict_engine import DictEngine
 from tests.remote.fleet import brought, sent
 from tests.states import got, put
 
 LONG = list(range(1000))
+Machine = Callable[..., PrefixCache]
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> DictEngine:
+    """What every machine's remote URL leads to."""
+    engine = DictEngine()
+    monkeypatch.setattr("prefixcache.cache.open_engine", lambda url, **options: engine)
+    return engine
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    file = tmp_path / "fleet.key"
+    file.write_text("5a" * 32)
+    file.chmod(0o600)
+    return file
+
+
+@pytest.fixture
+def machine(engine: DictEngine, key_file: Path) -> Iterator[Machine]:
+    """Makes a machine: its settings are `values`."""
+    made = []
+
+    def make(**values: Any) -> PrefixCache:
+        given = {"ram": 50_000_000, "codec": "raw", "remote": "valkey://localhost", "remote_key_file": key_file}
+        made.append(PrefixCache(**{**given, **values}))
+        return made[-1]
+
+    yield make
+    for cache in made:
+        cache.close()
 
 
 def shared(cache: PrefixCache, tokens, make=states.sliceable, **more) -> int:
@@ -347,8 +384,6 @@ def test_a_full_engine_stops_writing_and_not_reading(machine, engine):
 
     def full(call):
         if call == "put":
-            from prefixcache.remote.engine import EngineFull
-
             raise EngineFull("no room")
 
     engine.at = full

@@ -1,0 +1,221 @@
+"""An engine on an object store, or on a folder that is used like one: S3, Google Cloud Storage, Azure and file://, by
+obstore.
+
+One request a call, no second try. obstore's errors quote URLs, names and the answers of servers: `_reason` keeps none of it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import obstore
+from obstore.store import from_url
+
+from prefixcache.remote.engine import EngineError, EngineFull
+
+_LISTED = 1000  # names of a folder at most; a page of S3
+_PAGES = 10  # of a listing at most: names in deeper folders are listed too, and left out here
+_NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist")
+_LOST = re.compile(r"IncompleteMessage|IncompleteBody|UnexpectedEof|kind: Interrupted|kind: Decode")
+_FULL = {"507", "QuotaExceeded", "XMinioStorageFull", "InsufficientCapacity"}
+_FULL_OS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class ObjectStore:
+    """Names are objects behind the URL's prefix. An empty object counts as none.
+
+    `sizes` are HEADs, eight at once; object stores do not evict by use, so nothing becomes the most recently used. `listed`
+    has no meaning here: `names_under` lists.
+    """
+
+    names_at_once = 8
+
+    def __init__(
+        self,
+        label: str,
+        url: str,
+        *,
+        timeout: float,
+        connect_timeout: float,
+        ca_file: Path | None = None,
+        **config: str | bool,
+    ):
+        """`url` as obstore takes it, `config` more of its settings. ValueError where these make no store."""
+        self.label = label
+        self.kind = url.partition(":")[0]
+        self._timeout = timeout
+        self._closed = False
+        self._folder: str | None = None
+        options: dict[str, Any] = {
+            "timeout": timedelta(seconds=timeout),  # from the connection to the last byte of the body
+            "connect_timeout": timedelta(seconds=connect_timeout),
+            "allow_http": str(config.get("endpoint")).startswith("http://"),
+            "allow_invalid_certificates": False,  # whatever the environment says
+        }
+        if ca_file is not None:
+            options["root_certificate"] = ca_file.read_bytes()
+        try:
+            if self.kind == "file":
+                self._folder = url.removeprefix("file://")
+                self._make_folder(self._folder)
+                self._store: Any = obstore.store.LocalStore(self._folder)
+            else:
+                make: Any = from_url  # its overloads don't take settings by name
+                self._store = make(url, client_options=options, retry_config={"max_retries": 0}, **config)
+        except Exception as error:
+            raise ValueError(
+                f"remote={label}: {_reason(error)}; check the URL and what the environment says of the store"
+            ) from None
+        self._pool = ThreadPoolExecutor(self.names_at_once, thread_name_prefix="prefixcache-heads")
+
+    def sizes(self, names: Sequence[str]) -> list[int | None]:
+        deadline = time.monotonic() + self._timeout
+        with self._errors():
+            if len(names) == 1:
+                return [self._size(names[0])]
+            asked = [self._pool.submit(self._size, name) for name in names]
+            try:
+                return [future.result(max(0.0, deadline - time.monotonic())) for future in asked]
+            finally:
+                for future in asked:
+                    future.cancel()
+
+    def get(self, name: str, size: int | None, room: Callable[[int], bool]) -> bytes | memoryview | None:
+        with self._errors():
+            try:
+                found = obstore.get(self._store, name)
+            except FileNotFoundError as error:
+                if _NO_BUCKET.search(str(error)):
+                    raise
+                return None
+            nbytes: int = found.meta["size"]
+        if not nbytes or not room(nbytes):
+            return None
+        with self._errors():
+            data = memoryview(found.bytes())
+        if len(data) != nbytes:
+            raise EngineError("the answer was cut short")
+        return data
+
+    def put(self, name: str, data: bytes | memoryview, listed: bool = False) -> None:
+        with self._errors():
+            if self._folder is not None:
+                self._make_folder(os.path.dirname(os.path.join(self._folder, name)))
+            # Not in parts: these are several requests, each with a timeout, and what is cut off stays in the bucket.
+            obstore.put(self._store, name, memoryview(data).cast("B"), use_multipart=False)
+
+    def names_under(self, folder: str) -> list[str]:
+        names: list[str] = []
+        with self._errors():
+            if self._folder is not None:
+                pages = iter([obstore.list_with_delimiter(self._store, folder)["objects"]])
+            else:
+                pages = iter(obstore.list(self._store, folder, chunk_size=_LISTED))
+            deadline = time.monotonic() + self._timeout
+            for _, page in zip(range(_PAGES), pages, strict=False):
+                paths = (found["path"] for found in page if found["size"])
+                names += [path for path in paths if path.rpartition("/")[0] == folder]
+                if len(names) >= _LISTED or time.monotonic() > deadline:
+                    break
+        return names[:_LISTED]
+
+    def about(self) -> dict[str, str]:
+        return {"engine": self.kind}
+
+    def close(self) -> None:
+        """No more calls are taken. Those under way end by their timeout at the latest: obstore can't cancel one."""
+        self._closed = True
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _size(self, name: str) -> int | None:
+        try:
+            nbytes: int = obstore.head(self._store, name)["size"]
+        except FileNotFoundError:
+            return None
+        return nbytes or None
+
+    def _make_folder(self, folder: str) -> None:
+        """With the parents; what is made here is the owner's alone, whatever the umask."""
+        if not os.path.isdir(folder):
+            self._make_folder(os.path.dirname(folder))
+            try:
+                os.mkdir(folder, 0o700)
+            except FileExistsError:
+                if not os.path.isdir(folder):
+                    raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from None
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        if self._closed:
+            raise EngineError("closed")
+        try:
+            yield
+        except FutureTimeout:
+            raise EngineError("timed out") from None
+        except Exception as error:
+            if self._closed:
+                raise EngineError("closed") from None
+            raise _engine_error(error) from None
+
+
+def _engine_error(error: Exception) -> EngineError:
+    number = _os_error(error)
+    if number in _FULL_OS:
+        return EngineFull(os.strerror(number))
+    status, code = _refusal(str(error))
+    if status in _FULL or code in _FULL:
+        return EngineFull(f"no room: {code or f'HTTP {status}'}")
+    return EngineError(_reason(error))
+
+
+def _reason(error: Exception) -> str:
+    """The class of the problem. Of obstore's text only numbers and words that it or the store has from a fixed list."""
+    text = str(error)
+    if _NO_BUCKET.search(text):
+        return "no such bucket"
+    status, code = _refusal(text)
+    if status is not None:
+        said = f"HTTP {status}" + (f", {code}" if code else "")
+        if status == "404" or isinstance(error, FileNotFoundError):
+            return f"no such bucket or path ({said})"
+        return f"refused: access denied ({said})" if status in ("401", "403") else said
+    if "169.254.169.254" in text or "169.254.170.2" in text:
+        return "no credentials in the environment, and none from the machine's role"
+    if "InvalidCertificate" in text or "UnknownIssuer" in text:
+        return "its TLS certificate is not trusted"
+    if "kind: Timeout" in text or "TimedOut" in text:
+        return "timed out"
+    if "dns error" in text:
+        return "its host name can't be resolved"
+    number = _os_error(error)
+    if number in (errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED) or _LOST.search(text):
+        return "the connection was lost"
+    if number is not None:
+        return os.strerror(number).lower()
+    if "kind: Connect" in text:
+        return "can't be connected to"
+    return f"failed ({type(error).__name__})"
+
+
+def _refusal(text: str) -> tuple[str | None, str | None]:
+    """HTTP's status and the store's word for it, where there are some."""
+    status = re.search(r"\bstatus: (\d{3})\b", text) or re.search(r"status code: (\d{3})\b", text)
+    code = re.search(r"<Code>([A-Za-z]{3,40})</Code>", text)
+    return status and status[1], code and code[1]
+
+
+def _os_error(error: Exception) -> int | None:
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    found = re.search(r"Os \{\s*code: (\d+)", str(error)) or re.search(r"\(os error (\d+)\)", str(error))
+    return int(found[1]) if found else None

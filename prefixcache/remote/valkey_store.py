@@ -1,0 +1,345 @@
+"""An engine on Valkey, or on a Redis that speaks the same: images are strings, and the server evicts by its own policy.
+
+The connections are valkey-py's; its pool and its client are not used. A call has one deadline for all it does: connecting,
+sending, and every read.
+"""
+
+from __future__ import annotations
+
+import re
+import select
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from valkey import exceptions
+from valkey.connection import Connection, PythonRespSerializer
+
+from prefixcache.remote.engine import EngineError, EngineFull
+
+_LISTED = 1000
+_READ = 1 << 18  # bytes that a read takes at most
+_PIECE = 1 << 20  # bytes that are handed to TLS at once
+# What the server's errors begin with; the rest of their text may hold names and users.
+_REASONS = {
+    "MISCONF": "refused: MISCONF, it can't save its data to its disk",
+    "READONLY": "refused: READONLY, it is a replica",
+    "MASTERDOWN": "refused: MASTERDOWN, it is a replica without a primary",
+    "CLUSTERDOWN": "refused: CLUSTERDOWN",
+    "MOVED": "refused: MOVED, it is part of a cluster; name a server or proxy that takes all names",
+    "WRONGTYPE": "refused: WRONGTYPE, something else is stored under the name",
+}
+
+Command = tuple[Any, ...]
+
+
+class ValkeyStore:
+    """Names are keys behind a prefix. An empty value counts as none, as STRLEN does.
+
+    Thread-safe: a connection serves one call at a time, and `_lock` guards the two collections of them. A connection goes
+    back to `_idle` only when every answer of its call was read. Any other end closes it, so no call reads another's answer.
+    """
+
+    names_at_once = 1 << 16
+
+    def __init__(
+        self,
+        label: str,
+        host: str,
+        port: int,
+        *,
+        timeout: float,
+        connect_timeout: float,
+        tls: bool,
+        prefix: str = "",
+        database: int = 0,
+        username: str | None = None,
+        password: str | None = None,
+        ca_file: Path | None = None,
+    ):
+        """`prefix`: of all keys. `ca_file`: whom to trust instead of the system's authorities."""
+        self.label = label
+        self._prefix = f"{prefix}/" if prefix else ""
+        self._timeout = timeout
+        context = ssl.create_default_context(cafile=ca_file) if tls else None
+        self._options: dict[str, Any] = {
+            "host": host,
+            "port": port,
+            "db": database,
+            "username": username,
+            "password": password,
+            "connect_timeout": connect_timeout,
+            "socket_read_size": _READ,
+            "lib_name": None,  # two round trips more, and an error where the server is old
+            "lib_version": None,
+            "tls": context,
+        }
+        self._lock = threading.Lock()
+        self._idle: list[_Connection] = []
+        self._used: set[_Connection] = set()
+        self._closed = False
+
+    def sizes(self, names: Sequence[str]) -> list[int | None]:
+        """STRLEN counts as a use for LRU and LFU alike, except while the server forks to save."""
+        deadline = time.monotonic() + self._timeout
+        found: list[int | None] = []
+        for start in range(0, len(names), self.names_at_once):
+            asked = names[start : start + self.names_at_once]
+            found += [size or None for size in self._call([("STRLEN", self._key(name)) for name in asked], deadline)]
+        return found
+
+    def get(self, name: str, size: int | None, room: Callable[[int], bool]) -> bytes | memoryview | None:
+        """None also when the value is no longer of the size that `room` agreed to."""
+        deadline = time.monotonic() + self._timeout
+        key = self._key(name)
+        if size is None:
+            (size,) = self._call([("STRLEN", key)], deadline)
+        if not size or not room(size):
+            return None
+        # STRLEN tells a whole value from the beginning of a longer one.
+        data: bytes
+        data, now = self._call([("GETRANGE", key, 0, size - 1), ("STRLEN", key)], deadline)
+        return data if len(data) == size == now else None
+
+    def put(self, name: str, data: bytes | memoryview, listed: bool = False) -> None:
+        key = self._key(name)
+        commands: list[Command] = [("SET", key, memoryview(data).cast("B"))]
+        if listed:
+            commands.append(("SADD", self._list_of(name.rpartition("/")[0]), key))
+        self._call(commands, time.monotonic() + self._timeout)
+
+    def names_under(self, folder: str) -> list[str]:
+        """1000 by chance where there are more. Those that were evicted are taken off the list."""
+        deadline = time.monotonic() + self._timeout
+        listed = self._list_of(folder)
+        (members,) = self._call([("SRANDMEMBER", listed, _LISTED)], deadline)
+        if not members:
+            return []
+        sizes = self._call([("STRLEN", member) for member in members], deadline)
+        gone = [member for member, size in zip(members, sizes, strict=True) if not size]
+        if gone:
+            self._call([("SREM", listed, *gone)], deadline)
+        there = (member for member, size in zip(members, sizes, strict=True) if size)
+        return [member.decode("utf-8", "replace").removeprefix(self._prefix) for member in there]
+
+    def about(self) -> dict[str, str]:
+        sections = self._call([("INFO", "server"), ("INFO", "memory")], time.monotonic() + self._timeout)
+        lines = b"".join(sections).decode("utf-8", "replace").splitlines()
+        told = dict(line.split(":", 1) for line in lines if ":" in line)
+        if "valkey_version" in told:
+            engine = f"Valkey {told['valkey_version']}"
+        else:
+            engine = f"Redis {told.get('redis_version', 'of an unknown version')}"
+        return {"engine": engine, "policy": told.get("maxmemory_policy", ""), "limit": told.get("maxmemory", "")}
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            connections = [*self._idle, *self._used]
+            self._idle.clear()
+        for connection in connections:
+            connection.break_off()
+
+    def _key(self, name: str) -> str:
+        return self._prefix + name
+
+    def _list_of(self, folder: str) -> str:
+        """The key of a folder's set; no name ends so."""
+        return f"{self._prefix}{folder}/"
+
+    def _call(self, commands: Sequence[Command], deadline: float) -> list[Any]:
+        """The answers, all commands in one round trip. EngineError for the first that is an error."""
+        connection = self._take()
+        try:
+            answers = connection.ask(commands, deadline)
+        except BaseException as error:
+            with self._lock:
+                self._used.discard(connection)
+                idle, self._idle = self._idle, []  # of the same age or older: a restart of the server cut them all
+                closed = self._closed
+            for broken in (connection, *idle):
+                broken.disconnect()
+            if not isinstance(error, (exceptions.ValkeyError, OSError, ValueError, AttributeError)):
+                raise
+            raise EngineError("closed" if closed else _why_lost(error)) from None
+        with self._lock:
+            self._used.discard(connection)
+            closed = self._closed
+            if not closed:
+                self._idle.append(connection)
+        if closed:
+            connection.disconnect()
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise _refusal(answer)
+        return answers
+
+    def _take(self) -> _Connection:
+        """The connection that was used last and still is one, or a new one, not connected yet."""
+        while True:
+            with self._lock:
+                if self._closed:
+                    raise EngineError("closed")
+                connection = self._idle.pop() if self._idle else _Connection(**self._options)
+                self._used.add(connection)
+            if connection.is_quiet():
+                return connection
+            connection.disconnect()
+            with self._lock:
+                self._used.discard(connection)
+
+
+class _Connection(Connection):
+    """valkey-py's, with one deadline for all that a call waits for; valkey-py has one for each read only.
+
+    It sends with the packer in Python, which does not copy the image as libvalkey's does.
+    """
+
+    def __init__(self, tls: ssl.SSLContext | None, connect_timeout: float, **options: Any):
+        super().__init__(**options)
+        self._tls, self._connect_timeout = tls, connect_timeout
+        self._deadline = 0.0
+        self._command_packer = PythonRespSerializer(self._buffer_cutoff, self.encoder.encode)
+
+    def ask(self, commands: Sequence[Command], deadline: float) -> list[Any]:
+        """An answer for each; where the server answers with an error, that. Raises when the connection is of no more use."""
+        self._deadline = deadline
+        self.connect()
+        self.send_packed_command(self.pack_commands(commands), check_health=False)
+        return [self._answer() for _ in commands]
+
+    def is_quiet(self) -> bool:
+        """Whether it may be used: not connected yet, or open with nothing to read. An end of the stream can be read, too."""
+        if self._sock is None:
+            return True
+        poll = select.poll()
+        poll.register(self._sock.fileno(), select.POLLIN)
+        return not poll.poll(0)
+
+    def break_off(self) -> None:
+        """From any thread: a call that waits on this connection fails at once."""
+        sock = self._sock
+        if sock is not None:
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def _answer(self) -> Any:
+        try:
+            return self.read_response()
+        except exceptions.ConnectionError:  # LOADING is one of them
+            raise
+        except exceptions.ResponseError as error:
+            return error
+
+    def _connect(self) -> Any:
+        error: OSError = OSError("no address")
+        for family, kind, protocol, _, address in _addresses(self.host, self.port, self._deadline):
+            sock = socket.socket(family, kind, protocol)
+            try:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                sock.settimeout(min(self._connect_timeout, _left(self._deadline)))
+                sock.connect(address)
+                if self._tls is not None:
+                    sock = self._tls.wrap_socket(sock, server_hostname=self.host)
+                return _Socket(sock, self)
+            except OSError as failed:
+                sock.close()
+                error = failed
+        raise error
+
+
+class _Socket:
+    """A socket that waits until its connection's deadline, whatever came before. As much of a socket as valkey-py uses."""
+
+    def __init__(self, sock: socket.socket, connection: _Connection):
+        self._sock, self._connection = sock, connection
+        self.fileno, self.shutdown, self.close = sock.fileno, sock.shutdown, sock.close
+
+    def recv(self, size: int) -> bytes:
+        self._sock.settimeout(_left(self._connection._deadline))
+        return self._sock.recv(size)
+
+    def recv_into(self, buffer: bytearray) -> int:
+        self._sock.settimeout(_left(self._connection._deadline))
+        return self._sock.recv_into(buffer)
+
+    def sendall(self, data: bytes | memoryview) -> None:
+        rest = memoryview(data)
+        while rest:
+            self._sock.settimeout(_left(self._connection._deadline))
+            rest = rest[self._sock.send(rest[:_PIECE]) :]
+
+    def settimeout(self, timeout: float | None) -> None:
+        """valkey-py's wishes are not followed: the deadline holds."""
+
+
+def _left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left
+
+
+def _addresses(host: str, port: int, deadline: float) -> list[Any]:
+    """getaddrinfo, which waits as long as the system's resolver likes, until the deadline."""
+    found: list[Any] = []
+
+    def look_up() -> None:
+        try:
+            found.extend(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        except OSError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=look_up, name="prefixcache-resolver", daemon=True)
+    thread.start()
+    thread.join(_left(deadline))
+    if not found:
+        raise TimeoutError
+    if isinstance(found[0], OSError):
+        raise found[0]
+    return found
+
+
+def _why_lost(error: BaseException) -> str:
+    """The text of an EngineError for what a connection ended with."""
+    if isinstance(error, exceptions.BusyLoadingError):
+        return "refused: LOADING, it still loads its data"
+    if isinstance(error, (exceptions.AuthenticationError, exceptions.NoPermissionError)):
+        return "refused: access denied"
+    if isinstance(error, (exceptions.TimeoutError, TimeoutError)):
+        return "timed out"
+    text = str(error)
+    if "max number of clients" in text:
+        return "refused: it has as many clients as it takes"
+    if "CERTIFICATE_VERIFY_FAILED" in text:
+        return "its TLS certificate is not trusted"
+    if "SSL" in text:
+        return "TLS failed"
+    if isinstance(error, exceptions.ResponseError):
+        return str(_refusal(error))
+    if "Name or service" in text or "nodename" in text or "resolution" in text or "No address" in text:
+        return "its host name can't be resolved"
+    if "refused" in text:
+        return "connection refused"
+    return "the connection was lost"
+
+
+def _refusal(error: Exception) -> EngineError:
+    """What an error that the server answered is here."""
+    if isinstance(error, exceptions.OutOfMemoryError):
+        return EngineFull("OOM command not allowed")
+    if isinstance(error, (exceptions.AuthenticationError, exceptions.NoPermissionError)):
+        return EngineError("refused: access denied")
+    if isinstance(error, exceptions.ReadOnlyError):
+        return EngineError(_REASONS["READONLY"])
+    text = str(error)
+    if text.startswith("DB index"):
+        return EngineError("refused: it has no database of this number")
+    code = re.match(r"[A-Z]{3,20}\b", text)
+    return EngineError(_REASONS.get(code[0], f"refused: {code[0]}") if code else "refused")
