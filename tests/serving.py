@@ -4,6 +4,7 @@ cache, whose answers are the right ones. Also what they need: models small enoug
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shutil
@@ -148,6 +149,12 @@ class Server:
     @cached_property
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=SECONDS)
+
+    def as_tenant(self, api_key: str) -> Server:
+        """The same server, asked with this API key."""
+        tenant = copy.copy(self)
+        tenant.client = self.client.with_options(api_key=api_key)
+        return tenant
 
     def metrics(self) -> dict[str, float]:
         """What /metrics says: name{label's value} -> value."""
