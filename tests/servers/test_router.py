@@ -13,11 +13,13 @@ from typing import Any
 
 import openai
 import pytest
+import requests
 
 from tests.peers.sglang_router import Router, routing
-from tests.serving import TINY, Answer, Message, Server, ask, at_once, chat, complete, serving, text
+from tests.serving import SECONDS, TINY, Answer, Message, Server, ask, at_once, chat, complete, serving, text
 
 FLAGS = ("--model", TINY, "--salt-from", "authorization", "--require-salt")
+OPEN = "--disable-circuit-breaker"  # which takes refusals for failures of the server, and then sends it nothing for a minute
 ROUTING_KEY = "X-SMG-Routing-Key"
 
 
@@ -35,14 +37,14 @@ def servers(folder: Path) -> Iterator[list[Server]]:
 @pytest.fixture(scope="module")
 def by_prompt(servers: list[Server], folder: Path) -> Iterator[Router]:
     """The router as it is by default: a prompt goes where the longest beginning of it went."""
-    with routing(servers, folder / "by_prompt.log", "--policy", "cache_aware") as router:
+    with routing(servers, folder / "by_prompt.log", "--policy", "cache_aware", OPEN) as router:
         yield router
 
 
 @pytest.fixture(scope="module")
 def by_header(servers: list[Server], folder: Path) -> Iterator[Router]:
     """A request goes where those with the same routing key went."""
-    with routing(servers, folder / "by_header.log", "--policy", "manual") as router:
+    with routing(servers, folder / "by_header.log", "--policy", "manual", OPEN) as router:
         yield router
 
 
@@ -72,25 +74,25 @@ def assert_hits(answers: list[Answer]) -> None:
 
 def test_turns_of_a_chat_go_to_one_server_and_hit(by_prompt, servers):
     for n in range(2):
-        answers, requests = asked(servers, partial(chat, by_prompt.as_tenant("sk-a"), *turns(f"chat {n}")))
-        assert sorted(requests) == [0, 3]
+        answers, counts = asked(servers, partial(chat, by_prompt.as_tenant("sk-a"), *turns(f"chat {n}")))
+        assert sorted(counts) == [0, 3]
         assert_hits(answers)
 
 
 def test_chats_at_once_are_spread_and_their_turns_hit(by_prompt, servers):
     calls = [partial(chat, by_prompt.as_tenant("sk-a"), *turns(f"together {n}"), max_tokens=24) for n in range(4)]
-    chats, requests = asked(servers, lambda: at_once(calls))
+    chats, counts = asked(servers, lambda: at_once(calls))
     for answers in chats:
         assert_hits(answers)
-    assert min(requests) > 0
-    assert sum(requests) == 12
+    assert min(counts) > 0
+    assert sum(counts) == 12
 
 
 def test_a_routing_key_keeps_a_chat_on_one_server(by_header, servers):
     for n in range(3):
         tenant = by_header.as_tenant("sk-a", **{ROUTING_KEY: f"chat {n}"})
-        answers, requests = asked(servers, partial(chat, tenant, *turns("routed")))
-        assert sorted(requests) == [0, 3]
+        answers, counts = asked(servers, partial(chat, tenant, *turns("routed")))
+        assert sorted(counts) == [0, 3]
         assert_hits(answers)
 
 
@@ -102,10 +104,10 @@ def test_api_keys_share_nothing_though_the_router_drops_cache_salt(by_prompt, se
     places = []
     for key in ("sk-one", "sk-two"):
         for salt, is_hit in (("a", False), ("b", True)):  # dropped: to the server they are one
-            answer, requests = asked(servers, partial(ask, by_prompt.as_tenant(key), prompt, cache_salt=salt))
+            answer, counts = asked(servers, partial(ask, by_prompt.as_tenant(key), prompt, cache_salt=salt))
             assert (answer.computed == 1) == is_hit
             assert is_hit or answer.cached < 30
-            places.append(requests)
+            places.append(counts)
     assert places == [places[0]] * 4  # on one server all of it
     server = servers[places[0].index(1)]
     assert ask(server.as_tenant("sk-one"), prompt, cache_salt="b").cached < 30
@@ -135,6 +137,15 @@ def test_a_request_without_an_api_key_is_refused_once_and_told_what_to_send(by_p
                 extra_headers={"Authorization": openai.Omit()},
             )
     assert refusals() == before + 2  # the router doesn't try it again
+
+
+def test_refusals_close_no_server_to_those_who_have_a_key(by_prompt):
+    """With the router's circuit breaker, ten refusals in a row close a server to all."""
+    prompt = {"model": "default_model", "messages": user("hello")}
+    for _ in range(25):
+        answer = requests.post(f"{by_prompt.url}/v1/chat/completions", json=prompt, timeout=SECONDS)
+        assert answer.status_code == 401
+    assert ask(by_prompt.as_tenant("sk-good"), user("hello")).generated
 
 
 # -- answers ----------------------------------------------------------------------------------------------------------
