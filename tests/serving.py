@@ -4,6 +4,7 @@ cache, whose answers are the right ones. Also what they need: models small enoug
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shutil
@@ -118,14 +119,29 @@ def serve(flags: list[str]) -> None:
     app(["serve", *flags], prog_name="prefixcache")
 
 
-class Server:
+class Endpoint:
+    """Where requests are sent to."""
+
+    url = ""
+
+    @cached_property
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=SECONDS)
+
+    def as_tenant(self, api_key: str, **headers: str) -> Any:
+        """The same, asked with this API key and these headers."""
+        tenant = copy.copy(self)
+        tenant.client = self.client.with_options(api_key=api_key, default_headers=headers)
+        return tenant
+
+
+class Server(Endpoint):
     """A process that serves, or will, and what it logs."""
 
     def __init__(self, main: Main, arguments: Sequence[Any], log: Path, *, anew: bool = False):
         self.log = log
         log.write_bytes(b"")
         self.process = begin(main, arguments, log, log, anew=anew)
-        self.url = ""
 
     def ready(self) -> Server:
         """Wait until it takes requests."""
@@ -144,10 +160,6 @@ class Server:
         """Lines of its log that tell of trouble."""
         lines = self.said().splitlines()
         return [line for line in lines if TROUBLE.search(line) and not EXPECTED.search(line)]
-
-    @cached_property
-    def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=SECONDS)
 
     def metrics(self) -> dict[str, float]:
         """What /metrics says: name{label's value} -> value."""
@@ -265,7 +277,7 @@ class Answer(NamedTuple):
         return self.prompt - self.cached
 
 
-def ask(server: Server, messages: list[Message], *, stream: bool = False, **more: Any) -> Answer:
+def ask(server: Endpoint, messages: list[Message], *, stream: bool = False, **more: Any) -> Answer:
     """One greedy request; `more` goes into its body."""
     create = partial(server.client.chat.completions.create, messages=messages, **_body(more))
     if not stream:
@@ -282,7 +294,7 @@ def ask(server: Server, messages: list[Message], *, stream: bool = False, **more
     return _answer(text, finish, usage)
 
 
-def complete(server: Server, prompt: str, **more: Any) -> Answer:
+def complete(server: Endpoint, prompt: str, **more: Any) -> Answer:
     """One greedy request for a text that goes on."""
     given = server.client.completions.create(prompt=prompt, **_body(more))
     return _answer(given.choices[0].text, given.choices[0].finish_reason, given.usage)
@@ -300,7 +312,7 @@ def _answer(text: str | None, finish: str, usage: Any, logprobs: Sequence[float]
     return Answer(text or "", finish, usage.prompt_tokens, cached, usage.completion_tokens, tuple(logprobs))
 
 
-def chat(server: Server, system: str, questions: Sequence[str], **more: Any) -> list[Answer]:
+def chat(server: Endpoint, system: str, questions: Sequence[str], **more: Any) -> list[Answer]:
     """Ask one question after the other, each with all that was said before."""
     messages, answers = [{"role": "system", "content": system}], []
     for question in questions:

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from prefixcache import PrefixCache, keys
 from prefixcache.cli import app
 from prefixcache.metrics.prometheus import CacheCollector, render
+from prefixcache.servers.salts import salt_of
 from prefixcache.ssd import reconcile
 
 from . import states
@@ -140,10 +141,10 @@ def spoken(tokens: list[int]) -> list[str]:
     return found
 
 
-def test_no_log_metric_error_or_report_has_anything_of_a_prompt(tmp_path, caplog):
+@pytest.mark.parametrize("salt", [b"tenant-of-great-fame", salt_of("sk-of-great-fame", "")], ids=["salt", "API key"])
+def test_no_log_metric_error_or_report_has_anything_of_a_prompt(tmp_path, caplog, salt):
     caplog.set_level(logging.DEBUG)
     tokens = [SECRET + 17 * i for i in range(600)]
-    salt = b"tenant-of-great-fame"
     said: list[str] = []
 
     def tried(call) -> None:
@@ -165,7 +166,7 @@ def test_no_log_metric_error_or_report_has_anything_of_a_prompt(tmp_path, caplog
         tried(lambda: cache.store([*tokens, 0.5], states.sliceable(tokens), model="m", salt=salt))
         tried(lambda: cache.fetch([tokens], model="m", salt=salt))
         tried(lambda: cache.fetch(tokens, model="", salt=salt))
-        tried(lambda: cache.fetch(tokens, model="m", salt=salt.decode()))
+        tried(lambda: cache.fetch(tokens, model="m", salt=salt.decode("latin-1")))
         tried(lambda: cache.fetch(tokens, model="m", salt=salt, leave=-1))
         cache.store(tokens, states.sliceable(tokens), model="m", salt=salt)
         tried(lambda: cache.lookup(tokens, model="m", salt=salt))
@@ -182,7 +183,7 @@ def test_no_log_metric_error_or_report_has_anything_of_a_prompt(tmp_path, caplog
     assert (tmp_path / "quarantine").exists()
     assert "set aside" in caplog.text or any("checksum" in text for text in said)
     for text in said:
-        for secret in [*spoken(tokens), salt.decode(), salt.hex()]:
+        for secret in [*spoken(tokens), salt.decode("latin-1"), repr(salt)[2:-1], salt[1:].hex(), "of-great-fame"]:
             assert secret not in text, text[:500]
 
 

@@ -53,7 +53,17 @@ def test_the_help_names_its_own_flags_and_leads_to_mlx_lms(call):
     done = call("serve", "--help")
     assert done.exit_code == 0
     said = " ".join(done.stdout.split())
-    for flag in ("--ram", "--ssd-dir", "--ssd", "--codec", "--key-bits", "--value-bits", "--warm", "--grace"):
+    for flag in (
+        "--ram",
+        "--ssd-dir",
+        "--ssd",
+        "--codec",
+        "--key-bits",
+        "--value-bits",
+        "--warm",
+        "--grace",
+        "--salt-from",
+    ):
         assert flag in said
     for name in Settings.model_fields:
         assert f"--{name.replace('_', '-')} " in said
@@ -76,6 +86,7 @@ def test_the_help_names_its_own_flags_and_leads_to_mlx_lms(call):
         (["--ram", "much"], "--ram='much': not a size"),
         (["--readers", 100], "--readers '100': Input should be less than or equal to 64"),
         (["--policy", "mru"], "--policy 'mru': Input should be 'lru' or 'adaptive'"),
+        (["--salt-from", "cookie"], "--salt-from cookie: salts are made of one header only; write authorization"),
         (["--nonsense"], "unrecognized arguments: --nonsense; see "),
         (["--max-tokens", "many"], "argument --max-tokens: invalid int value: 'many'; see "),
         (["--chat-template-args", "{"], "argument --chat-template-args: "),

@@ -24,10 +24,12 @@ from typer.testing import CliRunner
 from prefixcache import PrefixCache
 from prefixcache.cli import app
 from prefixcache.metrics.logs import JsonFormatter, Summary, in_words, quotes_nothing, summed_up
+from prefixcache.servers.salts import salt_of
 from tests import states
 from tests.serving import TINY, chat, save_model, serve, starting, text
 
 LONG = list(range(1000))
+API_KEY = "sk-of-great-fame"
 FIELDS = {
     "seconds", "fetches", "stores", "asked_tokens_per_second", "hit_rate", "ram_hit_rate", "ssd_hit_rate",
     "stored_bytes_per_second", "evicted", "dropped", "denied", "errors", "ram_held_bytes", "ram_limit_bytes",
@@ -253,10 +255,13 @@ def test_nothing_of_a_served_conversation_is_in_logs_metrics_and_top(tmp_path, m
     monkeypatch.setenv("PREFIXCACHE_LOG_EVERY", "0.1")
     model, asked = save_model(tmp_path / "model"), [f"Xylograph {turn} quokkas?" for turn in range(2)]
     flags = ["--model", model, "--ssd-dir", tmp_path / "ssd", "--ssd", "100MB", "--log-level", "DEBUG", "--log-json"]
+    flags += ["--salt-from", "authorization", "--require-salt"]
     with starting(serve, tmp_path / "log", "--ram", "20MB", "--codec", "raw", *flags) as server:
         server.ready()
         server.url = server.url.rstrip('"}')
-        answers = chat(server, text(280, "brontide"), asked, cache_salt="tenantsecret")
+        answers = chat(server.as_tenant(API_KEY), text(280, "brontide"), asked, cache_salt="tenantsecret")
+        for headers in ({}, {"Authorization": f"Basic {API_KEY}"}, {"Authorization": "Bearer " + API_KEY * 10_000}):
+            requests.post(f"{server.url}/v1/completions", json={"prompt": 7}, headers=headers, timeout=60)
         for body in ("{Xylograph", '["Xylograph"]', '{"messages": "Xylograph"}'):
             requests.post(f"{server.url}/v1/chat/completions", data=body, timeout=60)
         page = requests.get(f"{server.url}/metrics", timeout=60).text
@@ -273,7 +278,9 @@ def test_nothing_of_a_served_conversation_is_in_logs_metrics_and_top(tmp_path, m
     assert answers[1].cached
     assert 'prefixcache_fetch_tokens_total{result="hit"}' in page
     ids = load_tokenizer(str(TINY)).encode(" ".join([text(280, "brontide"), *asked]))
-    secrets = ["brontide", "Xylograph", "quokkas", "tenantsecret", *(answer.text for answer in answers), *spoken(ids)]
+    salts = [salt_of(token, salt) for token in (API_KEY, f"basic {API_KEY}") for salt in ("tenantsecret", "")]
+    secrets = [API_KEY, *(secret for salt in salts for secret in (salt[1:].hex(), repr(salt[1:])[2:-1]))]
+    secrets += ["brontide", "Xylograph", "quokkas", "tenantsecret", *(answer.text for answer in answers), *spoken(ids)]
     for said in (server.said(), page, *seen):
         assert said
         said = re.sub(r"\d+\.\d+", "", said)  # 0.19000000000000003 seconds are no token's bytes in hexadecimal

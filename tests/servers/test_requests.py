@@ -70,7 +70,7 @@ class Asked(threading.Thread):
     ):
         super().__init__(daemon=True)
         self.request = upstream.CompletionRequest("chat", "", messages, None, None)
-        self.request.cache_salt = salt
+        self.request.salt = salt.encode()
         self._args = arguments(max_tokens=max_tokens, **more)
         self._generator = generator
         self.begun = threading.Event()

@@ -155,7 +155,7 @@ def ask_raw(server: Server, body: dict[str, Any]) -> requests.Response:
     """A body as it is, half surrogates and all."""
     given = requests.post(f"{server.url}/v1/chat/completions", data=json.dumps(body), timeout=SECONDS)
     if given.status_code == 400:
-        raise openai.BadRequestError(given.json()["error"], response=given, body=None)  # type: ignore[arg-type]
+        raise openai.BadRequestError(given.json()["error"]["message"], response=given, body=None)  # type: ignore[arg-type]
     return given
 
 

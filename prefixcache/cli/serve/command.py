@@ -22,6 +22,7 @@ from prefixcache.ssd import DirectoryError
 
 if TYPE_CHECKING:
     from prefixcache.servers.mlx_lm.requests import Generator
+    from prefixcache.servers.salts import Salts
     from prefixcache.servers.warm_prompts import Prompt
 
 log = logging.getLogger("prefixcache")
@@ -54,12 +55,22 @@ def serve(
     log_json: Annotated[
         bool, typer.Option("--log-json", help="Log as JSON, one object a line, with nothing of a prompt.")
     ] = False,
+    salt_from: Annotated[
+        str | None,
+        typer.Option(
+            metavar="authorization",
+            help="Make each request's salt from the API key in its Authorization header, so that each key is a tenant.",
+        ),
+    ] = None,
+    require_salt: Annotated[
+        bool, typer.Option("--require-salt", help="Refuse requests that have no salt, which would share their prompts.")
+    ] = False,
     **flags: Any,
 ) -> None:
     """Run mlx_lm.server with a prefix cache that is bounded in bytes and survives restarts.
 
     SIGTERM or Ctrl-C ends it and flushes RAM to the SSD; a second one ends it at once. Metrics are at /metrics. A request's
-    "cache_salt" keeps its tenant's prompts apart.
+    "cache_salt" keeps its tenant's prompts apart, and so does its API key with --salt-from authorization.
 
     Every setting of the cache is a flag, a variable (PREFIXCACHE_RAM is --ram) and a key of the TOML file that
     PREFIXCACHE_CONFIG names (ram = "8GB"); a flag overrides a variable, a variable overrides the file.
@@ -70,10 +81,14 @@ def serve(
         _check(ctx.args, [flag_of(name) for name in ("codec", *BITS) if flags[name]], warm or [])
         if not grace < float("inf"):
             raise ValueError(f"--grace {grace}: not a number of seconds")
+        if salt_from not in (None, "authorization"):
+            raise ValueError(f"--salt-from {salt_from}: salts are made of one header only; write authorization")
         settings = settings_from(flags)
         from prefixcache.servers.mlx_lm import server as mlx_lm_server
+        from prefixcache.servers.salts import Salts
         from prefixcache.servers.warm_prompts import read_prompts
 
+        salts = Salts(from_authorization=salt_from is not None, required=require_salt)
         prompts = [prompt for file in warm or [] for prompt in read_prompts(file)]
     except (ValueError, ImportError) as error:
         refuse_without(error)
@@ -82,10 +97,11 @@ def serve(
         mlx_lm_server.serve(
             settings,
             ctx.args,
-            before=partial(_warm, prompts),
+            before=partial(_warm, prompts, salts),
             grace=grace,
             exact_prefill=exact_prefill,
             log_json=log_json,
+            salts=salts,
         )
     except mlx_lm_server.ServeFailed as error:
         complain(" ".join(str(error).split()))
@@ -95,12 +111,13 @@ def serve(
     _leave(0)
 
 
-def _warm(prompts: list[Prompt], generator: Generator) -> None:
-    """Store the prompts, on the thread that generates, with a bar on a terminal."""
+def _warm(prompts: list[Prompt], salts: Salts, generator: Generator) -> None:
+    """Store the prompts, on the thread that generates, with a bar on a terminal; but those that no request could hit."""
     from prefixcache.servers.mlx_lm.errors import ServeError
     from prefixcache.servers.warm_prompts import BadPrompt, sequences_of
     from prefixcache.servers.warming import warm_sequences
 
+    prompts = _of_use(prompts, salts)
     if not prompts:
         return
     provider, prompt_cache = generator.model_provider, generator.prompts
@@ -122,6 +139,19 @@ def _warm(prompts: list[Prompt], generator: Generator) -> None:
         log.warning(
             "warm-up: %d of %d prompts found no room: give more with --ssd and --ram", done.unkept, done.prompts
         )
+
+
+def _of_use(prompts: list[Prompt], salts: Salts) -> list[Prompt]:
+    """Those of the prompts that a request may hit."""
+    hit = [prompt for prompt in prompts if prompt.salt or not salts.required]
+    if len(hit) < len(prompts):
+        log.warning(
+            '--warm with --require-salt: %d of %d prompts are left out, since no request could hit them; add "cache_salt"',
+            len(prompts) - len(hit), len(prompts),
+        )  # fmt: skip
+    if hit and salts.from_authorization:
+        log.warning("--warm with --salt-from: requests with an API key hit none of these prompts")
+    return hit
 
 
 def _check(flags: list[str], ours: list[str], warm: list[Path]) -> None:

@@ -1,4 +1,4 @@
-"""What is between a request and its client: mlx_lm.server's paths, /metrics, and `cache_salt` in a request's body."""
+"""What is between a request and its client: mlx_lm.server's paths, /metrics, and whose a request's prompts are."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from prefixcache.servers import request_log
 from prefixcache.servers.mlx_lm.answers import Ended
 from prefixcache.servers.mlx_lm.errors import ServeError
 from prefixcache.servers.request_log import RequestLog
+from prefixcache.servers.salts import BY_CACHE_SALT, NoSalt, Salts
 
 log = logging.getLogger("prefixcache")
 http_log = logging.getLogger("prefixcache.http")
@@ -28,13 +29,20 @@ LISTED = {"config.json", "model.safetensors.index.json", "tokenizer_config.json"
 
 
 class Handler(upstream.APIHandler):
-    """mlx-lm's paths, /metrics, and `cache_salt` in the body of a request: one tenant's salt, as in vLLM.
+    """mlx-lm's paths, /metrics, and a salt for each tenant's prompts: `cache_salt` in the body, as in vLLM, or the API key.
 
     `collectors`: of the metrics. `log_json`: requests are logged, not printed as `BaseHTTPRequestHandler` does it.
     """
 
-    def __init__(self, *args: Any, collectors: tuple[Any, ...] = (), log_json: bool = False, **options: Any):
-        self._collectors, self._log_json = collectors, log_json
+    def __init__(
+        self,
+        *args: Any,
+        collectors: tuple[Any, ...] = (),
+        log_json: bool = False,
+        salts: Salts = BY_CACHE_SALT,
+        **options: Any,
+    ):
+        self._collectors, self._log_json, self._salts = collectors, log_json, salts
         super().__init__(*args, **options)  # this answers the request
 
     def do_GET(self) -> None:
@@ -73,7 +81,10 @@ class Handler(upstream.APIHandler):
         wrong = _wrong(self.body)
         if wrong:
             return self._refuse(400, wrong)
-        request.cache_salt = self.body.get("cache_salt") or ""
+        try:
+            request.salt = self._salts.of(self.headers.get_all("Authorization", []), self.body.get("cache_salt") or "")
+        except NoSalt as error:
+            return self._refuse(error.status, str(error))
         request.request_log = RequestLog()
         self.server.replying.add(self)
         end = request_log.FAILED
@@ -109,8 +120,7 @@ class Handler(upstream.APIHandler):
         if not self.stream:
             self._headers_buffer: list[bytes] = []  # the status 200, which was not sent yet
             return self._refuse(503, error)
-        told = {"error": {"message": error, "type": "server_error", "code": 503}}
-        self.wfile.write(f"data: {json.dumps(told)}\n\n".encode())
+        self.wfile.write(f"data: {_told(503, error)}\n\n".encode())
 
     def _set_completion_headers(self, status_code: int = 200) -> None:
         if isinstance(sys.exc_info()[1], Ended):  # mlx-lm says 404, whatever a request failed of
@@ -119,8 +129,16 @@ class Handler(upstream.APIHandler):
 
     def _refuse(self, status: int, error: str) -> None:
         self._set_completion_headers(status)
+        if status == 401:
+            self.send_header("WWW-Authenticate", "Bearer")
         self.end_headers()
-        self.wfile.write(json.dumps({"error": error}).encode())
+        self.wfile.write(_told(status, error).encode())
+
+
+def _told(status: int, error: str) -> str:
+    """An error as the openai client shows it."""
+    kind = "server_error" if status >= 500 else "authentication_error" if status == 401 else "invalid_request_error"
+    return json.dumps({"error": {"message": error, "type": kind, "code": status}})
 
 
 def downloaded(folder: Path | None = None) -> list[str]:

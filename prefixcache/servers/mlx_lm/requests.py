@@ -247,7 +247,7 @@ class Generator(upstream.ResponseGenerator):
         ids = as_tokens(_cached_tokens(tokenized))
         ends = np.cumsum([len(segment) for segment in tokenized[1]])
         boundaries = tuple(int(end) for end in sorted({*ends[:-1], len(ids) - 1}))
-        name, salt = self.prompts.name_of(self.model_provider.model_key), getattr(request, "cache_salt", "").encode()
+        name, salt = self.prompts.name_of(self.model_provider.model_key), getattr(request, "salt", b"")
         prompt = self.prompts.cache.prompt(ids, model=name, salt=salt)
         return TokenizedRequest(tokenizer, tokenized, prompt, boundaries)
 

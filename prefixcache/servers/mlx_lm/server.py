@@ -29,6 +29,7 @@ from prefixcache.servers.mlx_lm.errors import ServeError, ServeFailed
 from prefixcache.servers.mlx_lm.http_server import Handler, Server
 from prefixcache.servers.mlx_lm.provider import Provider
 from prefixcache.servers.mlx_lm.requests import Generator
+from prefixcache.servers.salts import BY_CACHE_SALT, Salts
 from prefixcache.settings import Settings
 
 log = logging.getLogger("prefixcache")
@@ -67,13 +68,14 @@ def serve(
     grace: float = 5.0,
     exact_prefill: bool = False,
     log_json: bool = False,
+    salts: Salts = BY_CACHE_SALT,
 ) -> None:
     """Run mlx_lm.server with these flags of its own until a signal ends it. Call it on the main thread.
 
     `before`: called on the thread that generates when the model is there, before the first request is taken. `grace`:
     seconds that requests under way may go on at the end. `exact_prefill`: prompts are computed on exact rows, not on
-    those that a hit will give. `log_json`: all that is logged goes to standard error as JSON. Raises ServeError,
-    ValueError or `ssd.DirectoryError` when it can't start.
+    those that a hit will give. `log_json`: all that is logged goes to standard error as JSON. `salts`: whose a request's
+    prompts are. Raises ServeError, ValueError or `ssd.DirectoryError` when it can't start.
     """
     args = read_flags(flags)
     start_logging(args.log_level, log_json)
@@ -92,7 +94,7 @@ def serve(
                 opened = cache.stats()
                 generator = Generator(provider, cache, before, exact_prefill)
                 try:
-                    _run(server, generator, ending, grace, opened, log_json)
+                    _run(server, generator, ending, grace, opened, log_json, salts)
                 finally:
                     _end(server, generator, ending)
                 log.info("flushing RAM: %.2f GB", cache.stats().ram_images / 1e9)
@@ -117,7 +119,15 @@ def start_logging(level: str, as_json: bool) -> None:
         handler.addFilter(lambda record: record.levelno <= logging.DEBUG or quotes_nothing(record))
 
 
-def _run(server: Server, generator: Generator, ending: Ending, grace: float, opened: Stats, log_json: bool) -> None:
+def _run(
+    server: Server,
+    generator: Generator,
+    ending: Ending,
+    grace: float,
+    opened: Stats,
+    log_json: bool,
+    salts: Salts,
+) -> None:
     """Answer requests until the end is asked for, then let those under way end."""
     while not generator.ready.wait(POLL):
         if ending.asked.is_set():
@@ -128,7 +138,7 @@ def _run(server: Server, generator: Generator, ending: Ending, grace: float, ope
         raise ServeFailed(f"the model can't be loaded: {_one_line(generator.failure)}")
     _tell(generator, opened)
     server.RequestHandlerClass = partial(
-        Handler, generator, collectors=(CacheCollector(generator.prompts.cache),), log_json=log_json,
+        Handler, generator, collectors=(CacheCollector(generator.prompts.cache),), log_json=log_json, salts=salts,
         system_fingerprint=upstream.get_system_fingerprint(),
     )  # fmt: skip
     thread = threading.Thread(target=server.serve_forever, args=(POLL,), name="prefixcache-http", daemon=True)

@@ -1,0 +1,85 @@
+"""Whose a request's prompts are: its salt, made of its API key and its `cache_salt`, and the rule that it must have one.
+
+The API key is the credentials of its `Authorization` header. It is hashed and nowhere checked, kept or logged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+PERSON = b"prefixcache.key"  # sets these hashes apart from all others; another one makes every stored prompt a miss
+HASHED = b"\xff"  # what a salt with a key begins with: no `cache_salt` does, in UTF-8
+
+SPACE = " \t\r\n"  # of a header; other whitespace may be a byte of a key
+
+CACHE_SALT = 'send "cache_salt": "..." in the body'
+API_KEY = "send the header `Authorization: Bearer KEY`"
+
+
+class NoSalt(ValueError):
+    """A request whose salt can't be told, or that lacks the one it must have. `status`: HTTP's for it."""
+
+    def __init__(self, status: int, text: str):
+        super().__init__(text)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Salts:
+    """What a server makes salts of.
+
+    `from_authorization`: each API key has a space of its own. `required`: a request without a salt is refused. `key`: of the
+    hash; servers that share prompts need the same.
+    """
+
+    from_authorization: bool = False
+    required: bool = False
+    key: bytes = field(default=b"", repr=False)
+
+    def of(self, authorization: Sequence[str], cache_salt: str) -> bytes:
+        """The salt of a request with these values of `Authorization` headers. NoSalt where there is none to be had."""
+        token = _only(authorization) if self.from_authorization else None
+        salt = salt_of(token, cache_salt, self.key)
+        if not salt and self.required:
+            if self.from_authorization:
+                raise NoSalt(401, f"the request has no API key, and this server needs one: {API_KEY}, or {CACHE_SALT}")
+            raise NoSalt(400, f"the request has no cache_salt, and this server needs one: {CACHE_SALT}")
+        return salt
+
+
+BY_CACHE_SALT = Salts()  # and without one a request is served, too
+
+
+def salt_of(token: str | None, cache_salt: str, key: bytes = b"") -> bytes:
+    """The salt of prompts: of `cache_salt` its UTF-8 bytes; with a token a hash of both, keyed with at most 64 bytes.
+
+    The same on every machine and after a restart. Whoever lacks the token gets its salt with no `cache_salt`.
+    """
+    own = cache_salt.encode()
+    if token is None:
+        return own
+    secret = token.encode()
+    parts = len(secret).to_bytes(8, "little") + secret + own
+    return HASHED + hashlib.blake2b(parts, digest_size=32, key=key, person=PERSON).digest()
+
+
+def token_of(authorization: str) -> str | None:
+    """What an `Authorization` header names its sender by; None for nothing.
+
+    Of `Bearer KEY` that is KEY, and so it is of KEY alone. Of any other scheme, such as Basic, it is the scheme, in lower
+    case, with its credentials. The header is text as HTTP has it: a character a byte, and whitespace is ASCII's.
+    """
+    scheme, *others = re.split(f"[{SPACE}]+", authorization.strip(SPACE), maxsplit=1)
+    credentials = "".join(others)
+    if scheme.lower() == "bearer":
+        return credentials or None
+    return f"{scheme.lower()} {credentials}" if credentials else scheme or None
+
+
+def _only(authorization: Sequence[str]) -> str | None:
+    if len(authorization) > 1:
+        raise NoSalt(400, f"{len(authorization)} Authorization headers: whose request is it? Send one")
+    return token_of(authorization[0]) if authorization else None
