@@ -18,6 +18,8 @@ from prefixcache.cli.back_end import refuse_without
 from prefixcache.cli.progress import bar
 from prefixcache.cli.serve.cache_options import BITS, flag_of, settings_from, with_settings
 from prefixcache.cli.text import complain
+from prefixcache.remote.sealing import FleetKey
+from prefixcache.settings import Settings
 from prefixcache.ssd import DirectoryError
 
 if TYPE_CHECKING:
@@ -88,7 +90,7 @@ def serve(
         from prefixcache.servers.salts import Salts
         from prefixcache.servers.warm_prompts import read_prompts
 
-        salts = Salts(from_authorization=salt_from is not None, required=require_salt)
+        salts = Salts(from_authorization=salt_from is not None, required=require_salt, key=_salt_key(settings))
         prompts = [prompt for file in warm or [] for prompt in read_prompts(file)]
     except (ValueError, ImportError) as error:
         refuse_without(error)
@@ -109,6 +111,12 @@ def serve(
     except (mlx_lm_server.ServeError, DirectoryError, ValueError) as error:
         _end(error)
     _leave(0)
+
+
+def _salt_key(settings: Settings) -> bytes:
+    """What keys the hashes of API keys: of a fleet, a key of its own."""
+    file = settings.remote_key_file
+    return FleetKey.read(file).derive(b"prefixcache.salt") if file is not None else b""
 
 
 def _warm(prompts: list[Prompt], salts: Salts, generator: Generator) -> None:
