@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from prefixcache.ssd import DirectoryHeld, Ssd, reconcile, survey
 from prefixcache.ssd.directory import Directory
@@ -37,6 +37,16 @@ ENDING = 180.0  # seconds after which a server that was asked to end is taken fo
 LOOK = 1.0  # seconds between two looks at the directory's size
 SEEN = 8  # problems of one kind that are told in full
 FORK = sys.platform == "linux"
+
+
+class Member(NamedTuple):
+    """A machine of a fleet: number `number` of `machines`, whose judges are in `judges`."""
+
+    url: str
+    key: Path
+    number: int
+    machines: int
+    judges: list[Judge]
 
 
 class Starter:
@@ -104,7 +114,7 @@ class Starter:
 
 class Judge:
     """`run`: tokens that a block of the trace becomes; `plant`: a fault that must be found; `stop`: at the first
-    violation.
+    violation; `member`: of a fleet, where there is a remote tier.
     """
 
     def __init__(
@@ -118,7 +128,10 @@ class Judge:
         plant: str = "",
         stop: bool = False,
         codec: str = "raw",
+        member: Member | None = None,
     ):
+        self.member, self.interrupted = member, False
+        self._name = f"machine {member.number}, " if member is not None else ""
         self.seed, self.seconds, self.threads, self.where = seed, seconds, threads, where
         self.directory = Directory(where / "cache")
         self.log = where / "server.log"
@@ -134,7 +147,8 @@ class Judge:
         self._starter = Starter(self.log)
         self._calls = as_calls(self.truth)
         self._chance = random.Random(f"{seed}:files")
-        self._first = 0  # the next request
+        self._first = member.number if member is not None else 0  # the next request
+        self._remote: dict[str, int] = {}
         self._exact = True  # rows and files agree but for what the cache itself does
         self._read_log = 0
         self._said: Counter[str] = Counter()
@@ -150,8 +164,9 @@ class Judge:
         life = 0
         try:
             while (left := self.seconds - (time.monotonic() - began)) > 0 and not self._stopped:
-                now = plan(self.seed, life, seconds=self.seconds, threads=self.threads)
-                print(now, flush=True)
+                fleet = self.member is not None
+                now = plan(self.seed, life, seconds=self.seconds, threads=self.threads, remote=fleet)
+                print(f"{self._name}{now}", flush=True)
                 self._live(now, min(now.seconds, left))
                 life += 1
         except KeyboardInterrupt:
@@ -165,13 +180,13 @@ class Judge:
 
     @property
     def _stopped(self) -> bool:
-        return self.stop and bool(self.outcome.problems)
+        return self.interrupted or (self.stop and bool(self.outcome.problems))
 
     def problem(self, kind: str, text: str) -> None:
-        self.outcome.problems.append(f"{kind}: {text}")
+        self.outcome.problems.append(f"{self._name}{kind}: {text}")
         self._said[kind] += 1
         if self._said[kind] <= SEEN:
-            print(f"  ! life {self._life}: {kind}: {text}", flush=True)
+            print(f"  ! {self._name}life {self._life}: {kind}: {text}", flush=True)
 
     def _last_look(self) -> None:
         """Nobody is left: what must be there is there, and what reconcile leaves is clean."""
@@ -190,12 +205,13 @@ class Judge:
         self._ready = self._settled = False
         self._status = None
         self._samples: list[Sample] = []
+        self._catch_up()
         self._limit, self._heard = now.ssd, time.monotonic()
         self._ended = ""
         self._pid = self._starter.start(Orders(
             now.life, self.seed, str(self.directory.root), now.ram, now.ssd, now.spill, now.policy,
             now.admission, now.threads, self._first,
-            self.trace.run, self.plant, self.codec, str(self._bases),
+            self.trace.run, self.plant, self.codec, str(self._bases), *self._fleet_orders(now),
         ))  # fmt: skip
         self.outcome.lives += 1
         while not self._ready and self._status is None:
@@ -219,7 +235,19 @@ class Judge:
             self._hear(0.05)
         self._end(now)
         self.outcome.end_life(now.long, self._samples)
+        self.outcome.remote.update(self._remote)
+        self._remote = {}
         self._check_dead()
+
+    def _fleet_orders(self, now: Plan) -> tuple[Any, ...]:
+        member = self.member
+        return () if member is None else (member.url, str(member.key), now.remote, member.machines)
+
+    def _catch_up(self) -> None:
+        """With the machine that is ahead: all are at about the same requests."""
+        if self.member is not None:
+            ahead = max(judge._first for judge in self.member.judges)
+            self._first = ahead + (self.member.number - ahead) % self.member.machines
 
     def _hear(self, wait: float) -> None:
         """Deal with all that has been told; wait for it at most so long."""
@@ -249,7 +277,7 @@ class Judge:
         elif what == "done":
             number, asked, hit, total = values
             outcome.count(asked, hit, total)
-            self._first = max(self._first, number + 1)
+            self._first = max(self._first, number + (self.member.machines if self.member is not None else 1))
         elif what == "answer":
             self._check_answer(*values)
         elif what == "wrong":
@@ -260,6 +288,9 @@ class Judge:
         elif what == "sample":
             number, resident, files, threads = values
             self._samples.append(Sample(number, resident, files, threads))
+        elif what == "remote":
+            self._remote, waited = values
+            outcome.waited = max(outcome.waited, waited)
         elif what == "ready":
             self._ready = True
         elif what == "settled":
@@ -367,6 +398,8 @@ class Judge:
             tamper.leave_debris(self.directory, self._chance)
         elif kind == "reconcile":
             self._reconcile()
+        elif kind == "emptied":
+            self._move()
 
     def _damage(self, fault: Fault) -> None:
         done = tamper.damage(self.directory, fault.kind, int(fault.size), self._chance, self.truth.mark)

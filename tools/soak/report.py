@@ -33,7 +33,13 @@ class Slopes(NamedTuple):
 
 @dataclass
 class Outcome:
+    """With a remote tier: `machines`, `engine`, counts of what `remote` did, and how long, in seconds, a request `waited` for
+    it at most.
+    """
+
     seed: int
+    machines: int = 1
+    engine: str = ""
     lives: int = 0
     requests: int = 0
     tokens: int = 0
@@ -43,6 +49,7 @@ class Outcome:
     rechecked: int = 0
     lost_told: int = 0
     seconds: float = 0.0
+    waited: float = 0.0
     acknowledged: int = 0
     checked: int = 0
     lost: int = 0
@@ -50,6 +57,7 @@ class Outcome:
     injected: Counter[str] = field(default_factory=Counter)
     met: Counter[str] = field(default_factory=Counter)
     checks: Counter[str] = field(default_factory=Counter)
+    remote: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
     series: list[list[Sample]] = field(default_factory=list)
 
@@ -66,6 +74,17 @@ class Outcome:
     def finish(self, truth: Truth, seconds: float) -> None:
         self.seconds, self.lost = seconds, len(truth.lost)
         self.acknowledged, self.checked, self.met = truth.acknowledged, truth.checked, truth.met
+
+    def add(self, other: Outcome) -> None:
+        """What one machine came to, to that of all."""
+        for name, value in vars(other).items():
+            if isinstance(value, Counter):
+                getattr(self, name).update(value)
+            elif isinstance(value, list):
+                getattr(self, name).extend(value)
+            elif isinstance(value, int) and name not in ("seed", "machines"):
+                setattr(self, name, getattr(self, name) + value)
+        self.waited = max(self.waited, other.waited)
 
     @property
     def exit_code(self) -> int:
@@ -94,6 +113,7 @@ class Outcome:
             "images_checked": self.checked, "wrong_answers": self.wrong, "images_lost": self.lost,
             "problems": self.problems, "slopes": slopes._asdict() if slopes else None,
             "series": self.series, "exit_code": self.exit_code,
+            "machines": self.machines, "engine": self.engine, "remote": dict(self.remote), "waited": self.waited,
         }  # fmt: skip
 
     def table(self) -> str:
@@ -116,6 +136,12 @@ class Outcome:
             ("bytes lost", "0" if not self.lost else f"{self.lost} images"),
             ("other violations", f"{len(self.problems) - self.wrong - self.lost}"),
         ]
+        if self.engine:
+            lines += [
+                ("remote tier", f"{self.machines} machines, {self.engine}"),
+                *((f"  {what}", f"{n:,}") for what, n in sorted(self.remote.items())),
+                ("  longest wait", f"{self.waited:.2f} s"),
+            ]
         slopes = self.slopes
         if slopes:
             over = f"per 1000 requests, over {slopes.requests:,}"

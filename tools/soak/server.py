@@ -16,6 +16,7 @@ import resource
 import signal
 import sys
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -38,6 +39,8 @@ SAMPLE = 50  # requests between two looks at memory, descriptors and threads
 RECHECK = 10  # every so many requests the judge checks the answer, too
 FLUSHES = 6  # of 20 seconds each: so long the writer may take to be done once the disk works again
 PATIENCE = 120.0  # seconds that a promotion may take
+REMOTE_TIMEOUT = 2.0  # seconds
+STALLED = 20.0  # seconds that a request waits for the remote tier at most: clients wait for each other, too
 PINS = 3  # that one client holds at once
 
 
@@ -58,6 +61,10 @@ class Orders(NamedTuple):
     plant: str = ""  # a fault of the soak's own that the judge must find: "answer" or "log"
     codec: str = "raw"
     bases: str = ""  # the folder of the models' bases, for codec transform
+    remote: str = ""  # the URL of a fleet's engine
+    key: str = ""
+    remote_admission: str = "second"
+    machines: int = 1  # each takes every so-many-th request
 
     @property
     def exact(self) -> bool:
@@ -94,6 +101,7 @@ class Server:
         self._gate = threading.Condition()
         self._busy, self._held = 0, False
         self._next = orders.first
+        self._waited = 0.0  # the longest that a request did for the remote tier, in seconds
         self._exact = True  # nothing was done to the directory behind the cache's back
         self._clients: list[threading.Thread] = []
 
@@ -104,9 +112,15 @@ class Server:
         Watch(self.pipe.tell).install()
         signal.signal(signal.SIGTERM, self._terminated)
         o = self.orders
+        remote: dict[str, Any] = {}
+        if o.remote:
+            remote = {
+                "remote": o.remote, "remote_key_file": o.key, "remote_admission": o.remote_admission,
+                "remote_timeout": REMOTE_TIMEOUT,
+            }  # fmt: skip
         self.cache = PrefixCache(Settings(
             ram=o.ram, transit=8 << 20, ssd_dir=o.directory, ssd=o.ssd, codec=o.codec, spill=o.spill, spill_wait=0.2,
-            policy=o.policy, ssd_admission=o.admission, close_timeout=20.0, basis_dir=o.bases or o.directory,
+            policy=o.policy, ssd_admission=o.admission, close_timeout=20.0, basis_dir=o.bases or o.directory, **remote,
         ))  # fmt: skip
         self.pipe.tell("ready")
         if not self.cache.flush(60):
@@ -148,7 +162,7 @@ class Server:
             if self.stop.is_set():
                 number = -1
             else:
-                number, self._next = self._next, self._next + 1
+                number, self._next = self._next, self._next + self.orders.machines
                 self._busy += 1
         try:
             yield self.trace.request(number) if number >= 0 else None
@@ -162,6 +176,8 @@ class Server:
         cache, tenant, prompt = self.cache, request.tenant, request.prompt
         who: dict[str, Any] = {"model": tenant.model, "salt": tenant.salt}
         match = cache.match(prompt, **who)
+        if self.orders.remote:
+            self._promote_remote(prompt, who, chance)
         if match.ssd > match.ram and chance.random() < 0.9:
             cache.promote(prompt, **who).result(PATIENCE)
         state, rest = cache.fetch(prompt, **who)
@@ -183,6 +199,20 @@ class Server:
         self._strangers(request)
         self._now_and_then(request, chance, pins, who)
         self._count(request, len(prompt) - len(rest))
+
+    def _promote_remote(self, prompt: Any, who: dict[str, Any], chance: random.Random) -> None:
+        """What other machines have, now and then only while that is quicker than a prefill of some tokens a second."""
+        began = time.monotonic()
+        asked = self.cache.promote_remote(
+            self.cache.prompt(prompt, **who), prefill_rate=chance.choice((None, None, 1000.0, 50_000.0))
+        )
+        if asked is None:
+            return
+        asked.result(PATIENCE)
+        waited = time.monotonic() - began
+        self._waited = max(self._waited, waited)
+        if waited > STALLED:
+            self.pipe.tell("problem", "stall", f"a request waited {waited:.1f} s for the remote tier")
 
     def _check(self, request: Request, state: list[Any], depth: int, rest: Any) -> None:
         known = request.prompt[:depth]
@@ -238,6 +268,13 @@ class Server:
         if self.orders.plant == "log" and request.number % 50 == 9:
             logging.getLogger("prefixcache").warning("planted: %s", list(map(int, request.prompt[:2])))
         stats = self.cache.stats()
+        if stats.remote is not None:
+            told = stats.remote
+            counts = {
+                "images read": told.read_images, "images written": told.written_images, "images refused": told.refused,
+                "calls failed": told.errors, "reads late": told.late, "hit tokens": stats.counters.remote_hit_tokens,
+            }  # fmt: skip
+            self.pipe.tell("remote", counts, round(self._waited, 3))
         if stats.ram_held > stats.ram_limit:
             self.pipe.tell("problem", "budget", f"{stats.ram_held} bytes held of {stats.ram_limit}")
 
@@ -245,13 +282,13 @@ class Server:
         """Look at what the process holds, again and again, while nobody is served: prompts at work would hide the rest."""
         due = self.orders.first
         while True:
-            due += SAMPLE
+            due += SAMPLE * self.orders.machines
             with self._gate:
                 self._gate.wait_for(lambda due=due: self._next >= due or self.stop.is_set())
             if self.stop.is_set():
                 return
             with self._still():
-                self.pipe.tell("sample", self._next, *_resources())
+                self.pipe.tell("sample", self._next // self.orders.machines, *_resources())
 
     # -- orders -------------------------------------------------------------------------------------------------------
 
