@@ -115,19 +115,8 @@ class ObjectStore:
             obstore.put(self._store, name, memoryview(data).cast("B"), use_multipart=False)
 
     def names_under(self, folder: str) -> list[str]:
-        names: list[str] = []
         with self._errors():
-            if self._folder is not None:
-                pages = iter([obstore.list_with_delimiter(self._store, folder)["objects"]])
-            else:
-                pages = iter(obstore.list(self._store, folder, chunk_size=_LISTED))
-            deadline = time.monotonic() + self._timeout
-            for _, page in zip(range(_PAGES), pages, strict=False):
-                paths = (found["path"] for found in page if found["size"])
-                names += [path for path in paths if path.rpartition("/")[0] == folder]
-                if len(names) >= _LISTED or time.monotonic() > deadline:
-                    break
-        return names[:_LISTED]
+            return self._pool.submit(self._list, folder).result(self._timeout)
 
     def about(self) -> dict[str, str]:
         return {"engine": self.kind}
@@ -136,6 +125,20 @@ class ObjectStore:
         """No more calls are taken. Those under way end by their timeout at the latest: obstore can't cancel one."""
         self._closed = True
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _list(self, folder: str) -> list[str]:
+        """Several requests where there are several pages, so the pool runs it: there is a time for all of them."""
+        if self._folder is not None:
+            pages = iter([obstore.list_with_delimiter(self._store, folder)["objects"]])
+        else:
+            pages = iter(obstore.list(self._store, folder, chunk_size=_LISTED))
+        names: list[str] = []
+        for _, page in zip(range(_PAGES), pages, strict=False):
+            paths = (found["path"] for found in page if found["size"])
+            names += [path for path in paths if path.rpartition("/")[0] == folder]
+            if len(names) >= _LISTED:
+                break
+        return names[:_LISTED]
 
     def _size(self, name: str) -> int | None:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -432,6 +433,49 @@ def test_what_the_server_will_not_do_has_a_reason(resp_server, open_it):
         whole._call([("SADD", "set", "member")], time.monotonic() + 5)
         with pytest.raises(EngineError, match=r"^refused: WRONGTYPE, something else is stored under the name$"):
             value(whole, "set")
+
+
+@contextmanager
+def liar(answer: bytes) -> Iterator[int]:
+    """A port where every connection gets `answer` again and again. No real server does that."""
+
+    def serve() -> None:
+        with suppress(OSError):
+            while True:
+                client, _ = listener.accept()
+                with suppress(OSError), client:
+                    client.recv(1 << 16)
+                    while True:
+                        client.sendall(answer)
+
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(5)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"HTTP/1.1 200 OK\r\n", b"$8000000000\r\n" + bytes(1 << 16), b"*1000000\r\n" + b":1\r\n" * 10_000, b":" * 99],
+)
+def test_a_server_that_answers_nonsense_is_left_early(answer, open_it):
+    with liar(answer) as port:
+        engine = open_it(f"valkey://{LOOPBACK}:{port}")
+        with fails_within(1) as failure:
+            value(engine, "a", 1000)
+        assert str(failure.value) == "it answered what no server of this kind does"
+
+
+@pytest.mark.parametrize("answer", [b":7\r\n", b"+OK\r\n", b"$-1\r\n", b"*2\r\n:1\r\n:2\r\n", b"$3\r\nabc\r\n"])
+def test_an_answer_to_something_else_is_no_value(answer, open_it):
+    with liar(answer) as port:
+        engine = open_it(f"valkey://{LOOPBACK}:{port}")
+        assert value(engine, "a", 1000) is None
+        assert engine.sizes(["a"]) in ([7], [None])
+        assert engine.names_under("a") == []
+        assert engine.about()["engine"] == "Redis of an unknown version"
 
 
 def test_a_call_under_way_ends_when_the_engine_is_closed(servers, open_it):
