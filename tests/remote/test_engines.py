@@ -625,6 +625,20 @@ def test_a_reset_costs_the_calls_under_way_and_no_more(remote_place, open_it):
         assert value(engine, "a") == b"3"
 
 
+@pytest.mark.parametrize("kind", ["valkey", "redis"])
+def test_connections_that_a_router_forgot_cost_one_call(kind, servers, open_it, tmp_path):
+    with proxy(servers(kind).port) as network:
+        engine = open_it(Place(kind, servers(kind), tmp_path / "engine").url(network.port), timeout=0.5)
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(lambda number: engine.put(f"a{number}", bytes(1 << 20)), range(8)))
+        assert network.connections > 1
+        network.abandon()
+        with fails_within(0.5):
+            engine.put("a", b"1")
+        for number in range(8):
+            engine.put(f"b{number}", b"1")
+
+
 def test_there_is_no_second_try(remote_place, open_it):
     with proxy(remote_place.server.port) as network:
         engine = open_it(remote_place.url(network.port))
