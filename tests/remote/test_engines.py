@@ -443,16 +443,20 @@ def liar(answer: bytes) -> Iterator[int]:
         with suppress(OSError):
             while True:
                 client, _ = listener.accept()
+                clients.append(client)
                 with suppress(OSError), client:
                     client.recv(1 << 16)
                     while True:
                         client.sendall(answer)
 
+    clients: list[socket.socket] = []
     with socket.create_server((LOOPBACK, 0)) as listener:
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         yield listener.getsockname()[1]
-        listener.shutdown(socket.SHUT_RDWR)
+        for sock in (listener, *clients):
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
         thread.join(5)
 
 
