@@ -249,6 +249,7 @@ def test_a_folder_that_takes_no_more_is_full_and_keeps_what_it_has(tmp_path):
         ("status: 507,", EngineFull),
         ("status: 403,\n body: <Code>QuotaExceeded</Code>", EngineFull),
         ("Unable to copy data to file: No space left on device (os error 28)", EngineFull),
+        ("GET http://169.254.169.254/latest/api/token: status: 404,", EngineError),
         ("status: 503,\n body: <Code>SlowDown</Code>", EngineError),
     ],
 )
