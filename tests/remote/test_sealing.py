@@ -76,7 +76,7 @@ def test_what_is_no_key_is_refused_with_a_remedy(tmp_path, content):
     (tmp_path / "key").write_bytes(content)
     with pytest.raises(ValueError, match=r"remote_key_file=.*key.*openssl rand -hex 32"):
         FleetKey.read(tmp_path / "key")
-    with pytest.raises(ValueError, match="No such file.*openssl"):
+    with pytest.raises(ValueError, match=r"No such file.*openssl"):
         FleetKey.read(tmp_path / "none")
 
 
