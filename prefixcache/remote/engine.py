@@ -1,7 +1,7 @@
 """What an engine must be able to do to keep a fleet's images: the protocol that object stores and Valkey have.
 
-An engine keeps bytes under names. It evicts by its own rules, so any name may be gone at any time. Nothing here knows what the
-bytes are.
+An engine keeps bytes under names. It evicts by its own rules, so any name may be gone at any time. Nothing here knows what
+the bytes are.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ class Engine(Protocol):
         """The names that were put `listed` and are `folder`, a `/` and one part more. 1000 of them at most."""
 
     def about(self) -> dict[str, str]:
-        """What an operator should know, by the engine's own terms: its kind and version, and how it evicts, as far as it tells."""
+        """What an operator should know, by the engine's own terms: its kind and version, and how it evicts, as far as it
+        tells.
+        """
 
     def close(self) -> None:
         """Let go of connections. Calls under way end with EngineError."""
