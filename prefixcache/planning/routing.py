@@ -11,10 +11,10 @@ from hashlib import blake2b
 from itertools import pairwise
 from random import Random
 
-from prefixcache.trace.format import FETCH, STORE
+from prefixcache.trace.format import FETCH, REQUEST, STORE
 from prefixcache.trace.reading import Request
 
-ROUTINGS = STICKY, RANDOM = ("sticky", "random")
+STICKY, RANDOM = ("sticky", "random")
 COMMON = 16  # different blocks after one from which on it is common to sessions, as a system prompt's blocks are
 SEED = 0
 NOWHERE = -1  # the session of a prompt without ids; those are never negative
@@ -24,15 +24,17 @@ def machines_of(requests: Iterable[Request], machines: int, routing: str) -> lis
     """The machine of each request, 0 to `machines` - 1, always the same. `requests` are read more than once.
 
     "sticky": the one that a hash of the session chooses. "random": any, but a recording's store goes where the fetch of its
-    prompt went.
+    prompt went. ValueError for another routing.
     """
+    if routing not in (STICKY, RANDOM):
+        raise ValueError(f"routing={routing!r}: write {STICKY!r} or {RANDOM!r}")
     if routing == STICKY:
         return [_hashed(session) % machines for session in sessions(requests)]
     chance, first = Random(SEED), _Blocks(requests).first
     fetched: dict[int, int] = {}  # a recording's ids, and who was asked for them last
     chosen = []
     for request in requests:
-        ids = [first.get(block, block) for block in request.ids] if request.call != "request" else []
+        ids = [first.get(block, block) for block in request.ids] if request.call != REQUEST else []
         known = (fetched[block] for block in reversed(ids) if block in fetched)
         machine = next(known, None) if request.call == STORE else None
         chosen.append(chance.randrange(machines) if machine is None else machine)
