@@ -30,7 +30,7 @@ from prefixcache.planning.simulator import EVERY, Prompts, Simulation
 from prefixcache.planning.sweep import Fleet
 from prefixcache.ssd.entries import Entry
 from prefixcache.tiers.lower_tier import LowerTier
-from prefixcache.tiers.promotion import promote
+from prefixcache.tiers.promotion import PATIENCE, promote
 from prefixcache.tiers.prompt import Deepest, Hit, Prompt
 from prefixcache.tiers.storage import Storage
 from prefixcache.trace.reading import Request
@@ -245,7 +245,8 @@ class Machine(Simulation):
         """Places in the graph for images that are found; none where RAM has no room for them."""
         graph, slots = self.storage.graph, []
         each = NODE_BYTES + BLOCK_BYTES + graph.slot_bytes
-        reservation = self.storage.ram.reserve(sum(each + len(image.tokens) for image, _ in found))
+        nbytes = sum(each + len(image.tokens) for image, _ in found)
+        reservation = self.storage.ram.reserve(nbytes, PATIENCE, drop=False)
         if reservation is None:
             return []
         nodes = {node.key: node for node in _above(parent)}
