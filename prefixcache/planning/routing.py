@@ -15,7 +15,7 @@ from prefixcache.trace.format import FETCH, REQUEST, STORE
 from prefixcache.trace.reading import Request
 
 STICKY, RANDOM = ("sticky", "random")
-COMMON = 16  # different blocks after one from which on it is common to sessions, as a system prompt's blocks are
+COMMON = 4  # different blocks after one, from which on it is common to sessions, as those of a system prompt are
 SEED = 0
 NOWHERE = -1  # the session of a prompt without ids; those are never negative
 
