@@ -9,7 +9,7 @@ no request waits for it.
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -143,12 +143,12 @@ class Machine(Simulation):
     makes_storage = _Storage
 
     def __init__(self, state: ModelState, codec: Codec, fleet: Fleet, remote: SimulatedRemote):
-        super().__init__(
-            state, codec, ram=fleet.ram, ssd=fleet.ssd, policy=fleet.policy, admission=fleet.admission
-        )  # the defaults else, as `sweep` has them
+        super().__init__(state, codec, ram=fleet.ram, ssd=fleet.ssd, policy=fleet.policy, admission=fleet.admission)
         self._fleet, self._remote = fleet, remote
         self.storage.remote.tier = remote  # type: ignore[assignment]
-        self._there: set[Name] = set()  # images that the remote has, as far as this machine knows
+        # Images that the remote has, as far as this machine knows, by the key of their node: a block that is found missing
+        # takes what depends on it along.
+        self._there: defaultdict[bytes, set[Name]] = defaultdict(set)
         self.trips = self.remote_tokens = 0
 
     def promote(self, prompt: Prompt) -> None:
@@ -181,10 +181,10 @@ class Machine(Simulation):
         only what a snapshot needs.
         """
         for slot in slots:
-            name = slot.kind, slot.key
-            if name in self._there or not (slot.node.is_whole or self.namespace.tree.snapshots):
+            name, there = (slot.kind, slot.key), self._there[slot.node.key]
+            if name in there or not (slot.node.is_whole or self.namespace.tree.snapshots):
                 continue
-            self._there.add(name)
+            there.add(name)
             if self._remote.ask(name) is None:
                 self._remote.send(_image_of(slot))
 
@@ -195,7 +195,8 @@ class Machine(Simulation):
         storage, graph, fleet = self.storage, self.storage.graph, self._fleet
         found = self._found(prompt, local)
         slots: list[Slot] = []
-        pinned = graph.pin(required_images(local.walk, local.depth, graph.last))
+        path = [node.rows for node in _whole(local) if node.rows is not None]
+        pinned = graph.pin([*required_images(local.walk, local.depth, graph.last), *path])
         try:
             slots = self._list(found, self._last_block(local))
             walk = prompt.walk(self.namespace)
@@ -210,8 +211,8 @@ class Machine(Simulation):
             for slot in reversed(slots):
                 graph.drop(slot, graph.last)
         landed = [slot for slot in slots if slot.image is not None]
-        self._there.update((slot.kind, slot.key) for slot in landed)
         for slot in landed:
+            self._there[slot.node.key].add((slot.kind, slot.key))
             storage.drop_superseded(slot)
         storage.spilling.ahead(sum(slot.nbytes for slot in landed))
         self.settle()
@@ -225,7 +226,9 @@ class Machine(Simulation):
             blocks.append(token_bytes[at : at + BLOCK_BYTES])
             keys.append(chain(keys[-1], blocks[-1]))
         rows = [self._remote.ask((ROWS, key)) for key in reversed(keys[1:])][::-1]
-        self._there.difference_update((ROWS, key) for key, image in zip(keys[1:], rows, strict=True) if image is None)
+        for key, image in zip(keys[1:], rows, strict=True):
+            if image is None:
+                self._there.pop(key, None)
         leading = next((i for i, image in enumerate(rows) if image is None), len(rows))
         found = [(image, tokens) for image, tokens in zip(rows[:leading], blocks, strict=False) if image is not None]
         if not tree.windows and not tree.snapshots:

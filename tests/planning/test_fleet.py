@@ -114,6 +114,17 @@ def test_nothing_is_sent_twice_to_a_remote_that_keeps_all(admission, routing):
     assert outcome.remote_evicted == 0
 
 
+def test_what_a_lookup_finds_missing_is_sent_again():
+    sizes = Sizes(STATE, RAW)
+    fleet = Served("always", ram=30 * 75_000, limit=4 * sizes.rows_bytes(9999))
+    fleet.serve(0, 1, 2)
+    fleet.serve(1, 5, 6, 7, 8)  # the remote has no room for both
+    fleet.serve(0, *range(100, 140))  # nor the machine
+    sent = fleet.remote.sent_images
+    assert fleet.serve(0, 1, 2) == 0
+    assert fleet.remote.sent_images == sent + 2
+
+
 # -- down -------------------------------------------------------------------------------------------------------------
 
 
@@ -198,6 +209,24 @@ def test_windows_and_snapshots_come_with_their_rows(config, admission):
     fleet.serve(0, *first, tokens=tokens)
     assert fleet.fetch(0, *first, 5) == fleet.fetch(1, *first, 5) == tokens
     assert fleet.machines[1].remote_tokens == tokens
+
+
+@pytest.mark.parametrize("config", [PLAIN, SLIDING, HYBRID], ids=["plain", "windows", "snapshots"])
+@pytest.mark.parametrize(("ram", "ssd"), [(300_000, 0), (2_500_000, 0), (1_500_000, 6_000_000), (0, GB)])
+def test_what_lands_where_room_is_short_leaves_every_machine_whole(config, ram, ssd):
+    state, remote = ModelState.of(config, name="tiny"), SimulatedRemote(3_000_000)
+    asked = [request for request in AGENTS[:20] for _ in range(2)]
+    for policy, admission in (("lru", "always"), ("adaptive", "second")):
+        fleet = Fleet(ram, ssd, policy, admission, remote_admission="always", link=AT_ONCE)
+        machines, prompts = [Machine(state, RAW, fleet, remote) for _ in range(3)], Prompts(IDS)
+        for machine, request in zip(machines_of(asked, 3, "random"), asked, strict=True):
+            served, prompt = machines[machine], machines[machine].prompt(prompts.token_bytes(request))
+            for serve in (served.fetch, served.store):
+                serve(prompt)
+                served.check_integrity()
+        assert not any(slot.is_in(m.storage.remote.number) for m in machines for slot in m.storage.graph.slots.values())
+        assert not any(m.storage.graph.pinned for m in machines)
+    assert remote.read_bytes > 0 or ram == 300_000
 
 
 # -- a whole trace ----------------------------------------------------------------------------------------------------
