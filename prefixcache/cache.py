@@ -168,17 +168,20 @@ class PrefixCache:
             raise
 
     def _remote_client(self) -> Client | None:
-        """The remote tier's engine, which is not asked yet. ValueError for a bad URL or key file."""
+        """The remote tier's engine, which is not asked yet. ValueError for a bad URL or key file, or a missing package."""
         settings = self.settings
         if settings.remote is None:
             return None
-        check_url(settings.remote, settings.remote_key_file is not None)
-        seal = KeySeal(FleetKey.read(settings.remote_key_file)) if settings.remote_key_file is not None else NoSeal()
-        timeout = settings.remote_timeout
+        key_file, timeout = settings.remote_key_file, settings.remote_timeout
+        check_url(settings.remote, key_file is not None)
+        seal = KeySeal(FleetKey.read(key_file)) if key_file is not None else NoSeal()
         connecting = min(CONNECT_TIMEOUT, timeout)
-        engine = open_engine(
-            settings.remote, timeout=timeout, connect_timeout=connecting, ca_file=settings.remote_ca_file
-        )
+        try:
+            engine = open_engine(
+                settings.remote, timeout=timeout, connect_timeout=connecting, ca_file=settings.remote_ca_file
+            )
+        except ImportError as error:
+            raise ValueError(str(error)) from error
         return Client(engine, seal)
 
     # -- storing and finding ------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from prefixcache.remote.stats import RemoteCounters, RemoteStats
 log = logging.getLogger("prefixcache")
 
 READERS = 8  # images that are read at once
+ASKERS = 8  # questions
 ASSUMED_BYTES = 100e6  # read a second, before anything was read: 1 GbE
 ASSUMED_ROUND_TRIP = 0.01  # seconds, before anything was asked
 PASSED_SECONDS = (
@@ -55,7 +56,8 @@ class Client:
         self.reading = Breaker(f"remote {engine.label}, reading")
         self.writing = Breaker(f"remote {engine.label}, writing")
         self._lock = threading.Lock()
-        self._threads = ThreadPoolExecutor(2 * READERS, "prefixcache-remote")
+        self._askers = ThreadPoolExecutor(ASKERS, "prefixcache-remote-ask")  # questions don't wait behind images
+        self._readers = ThreadPoolExecutor(READERS, "prefixcache-remote-read")
         self._rate = MovingAverage(ASSUMED_BYTES)
         self._trips = MovingAverage(1 / ASSUMED_ROUND_TRIP)
         self._late = 0
@@ -96,7 +98,7 @@ class Client:
         asked = [name for name in names if not self.is_missing(name)]
         if not asked:
             return [None] * len(names)
-        found = dict(zip(asked, self._wait(self.submit(self._sizes, asked), patience), strict=True))
+        found = dict(zip(asked, self.wait(self._ask(self._sizes, asked), patience), strict=True))
         return [found.get(name) for name in names]
 
     def _sizes(self, names: Sequence[str]) -> list[int | None]:
@@ -105,15 +107,22 @@ class Client:
         seconds = time.monotonic() - began
         self.counters.add(asks=1)
         self.counters.ask_seconds.observe(seconds)
+        self._learn_trip(seconds)
+        return found
+
+    def _learn_trip(self, seconds: float) -> None:
         with self._lock:
             self._trips.add(1, seconds)
-        return found
 
     def names_under(self, folders: Sequence[str], patience: float) -> list[list[str]]:
         """The last parts of the names in each of a few folders."""
-        asking = [self.submit(self.engine.names_under, folder) for folder in folders]
+        asking = [self._ask(self.engine.names_under, folder) for folder in folders]
         self.counters.add(asks=len(folders))
-        return [[name.rpartition("/")[2] for name in self._wait(future, patience)] for future in asking]
+        return [[name.rpartition("/")[2] for name in self.wait(future, patience)] for future in asking]
+
+    def begin_read(self, call: Callable[..., Result], *arguments: object) -> Future[Result]:
+        """A call that reads an image, by way of `read`, on a thread of the client."""
+        return self._readers.submit(self._guarded, self.reading, call, *arguments)
 
     def read(self, name: str, size: int | None, room: Callable[[int], bool]) -> np.ndarray | None:
         """The unsealed bytes under a name, on this thread. None where there are none, `room` (as for `Engine.get`) refuses
@@ -132,11 +141,10 @@ class Client:
         self.counters.read_seconds.observe(time.monotonic() - began)
         return data
 
-    def submit(self, call: Callable[..., Result], *arguments: object) -> Future[Result]:
-        """A call of the engine on a thread of the client: its outcome counts for `reading`."""
-        return self._threads.submit(self._guarded, self.reading, call, *arguments)
+    def _ask(self, call: Callable[..., Result], *arguments: object) -> Future[Result]:
+        return self._askers.submit(self._guarded, self.reading, call, *arguments)
 
-    def _wait(self, future: Future[Result], patience: float) -> Result:
+    def wait(self, future: Future[Result], patience: float) -> Result:
         """The call's result. Late when it has none in time: until it ends, the engine is not `ready`."""
         try:
             return future.result(patience)
@@ -159,7 +167,9 @@ class Client:
         """Whether images there are sealed as here, with this key or without one; None where nobody has told. On this
         thread.
         """
+        began = time.monotonic()
         told = self._guarded(self.reading, self.engine.get, KEY_CHECK, None, lambda nbytes: nbytes <= 1024)
+        self._learn_trip(time.monotonic() - began)
         if told is None:
             return None
         try:
@@ -167,12 +177,14 @@ class Client:
         except NotSealed:
             return False
 
-    def tell_key(self) -> None:
-        """Note with which key images are sealed, where nobody has; warn where another has. On this thread."""
+    def compare_keys(self, writes: bool) -> None:
+        """Warn where images are sealed with another key; note ours where nobody has told, if the client `writes`. On this
+        thread.
+        """
         ours = self.has_our_key()
-        if ours is None:
+        if ours is None and writes:
             self.write(KEY_CHECK, KEY_TEXT)
-        elif not ours:
+        elif ours is False:
             log.warning(
                 "remote %s: its images are sealed with another key, or without one, and can't be hit here; give all machines "
                 "the same remote_key_file",
@@ -191,7 +203,7 @@ class Client:
             self._missing.pop(name, None)
 
     def probe(self) -> None:
-        """Look whether an engine that failed works again, if it is time for it."""
+        """Look whether an engine that failed works again, if it is time for it. On this thread."""
         for breaker in (self.reading, self.writing):
             if breaker.takes_probe():
                 try:
@@ -256,7 +268,8 @@ class Client:
 
     def close(self) -> None:
         """Nothing more is begun. What an engine that hangs is doing ends with its timeout."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._askers, self._readers):
+            threads.shutdown(wait=False, cancel_futures=True)
         self.engine.close()
 
 

@@ -26,6 +26,7 @@ from prefixcache.remote.engine import EngineError, EngineFull
 _LISTED = 1000  # names of a folder at most; a page of S3
 _PAGES = 10  # of a listing at most: names in deeper folders are listed too, and left out here
 _NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist")
+_ROLE = re.compile(r"http://(169\.254\.(169\.254|170\.2)|metadata(\.google\.internal)?)/")
 _LOST = re.compile(r"IncompleteMessage|IncompleteBody|UnexpectedEof|kind: Interrupted|kind: Decode")
 _FULL = {"507", "QuotaExceeded", "XMinioStorageFull", "InsufficientCapacity"}
 _FULL_OS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -115,19 +116,8 @@ class ObjectStore:
             obstore.put(self._store, name, memoryview(data).cast("B"), use_multipart=False)
 
     def names_under(self, folder: str) -> list[str]:
-        names: list[str] = []
         with self._errors():
-            if self._folder is not None:
-                pages = iter([obstore.list_with_delimiter(self._store, folder)["objects"]])
-            else:
-                pages = iter(obstore.list(self._store, folder, chunk_size=_LISTED))
-            deadline = time.monotonic() + self._timeout
-            for _, page in zip(range(_PAGES), pages, strict=False):
-                paths = (found["path"] for found in page if found["size"])
-                names += [path for path in paths if path.rpartition("/")[0] == folder]
-                if len(names) >= _LISTED or time.monotonic() > deadline:
-                    break
-        return names[:_LISTED]
+            return self._pool.submit(self._list, folder).result(self._timeout)
 
     def about(self) -> dict[str, str]:
         return {"engine": self.kind}
@@ -136,6 +126,20 @@ class ObjectStore:
         """No more calls are taken. Those under way end by their timeout at the latest: obstore can't cancel one."""
         self._closed = True
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _list(self, folder: str) -> list[str]:
+        """Several requests where there are several pages, so the pool runs it: there is a time for all of them."""
+        if self._folder is not None:
+            pages = iter([obstore.list_with_delimiter(self._store, folder)["objects"]])
+        else:
+            pages = iter(obstore.list(self._store, folder, chunk_size=_LISTED))
+        names: list[str] = []
+        for _, page in zip(range(_PAGES), pages, strict=False):
+            paths = (found["path"] for found in page if found["size"])
+            names += [path for path in paths if path.rpartition("/")[0] == folder]
+            if len(names) >= _LISTED:
+                break
+        return names[:_LISTED]
 
     def _size(self, name: str) -> int | None:
         try:
@@ -183,14 +187,16 @@ def _reason(error: Exception) -> str:
     text = str(error)
     if _NO_BUCKET.search(text):
         return "no such bucket"
+    if _ROLE.search(text):
+        return "no credentials in the environment, and the machine has no role that gives some"
+    if "Account must be specified" in text:
+        return "no account in the environment (AZURE_STORAGE_ACCOUNT_NAME)"
     status, code = _refusal(text)
     if status is not None:
         said = f"HTTP {status}" + (f", {code}" if code else "")
         if status == "404" or isinstance(error, FileNotFoundError):
             return f"no such bucket or path ({said})"
         return f"refused: access denied ({said})" if status in ("401", "403") else said
-    if "169.254.169.254" in text or "169.254.170.2" in text:
-        return "no credentials in the environment, and none from the machine's role"
     if "InvalidCertificate" in text or "UnknownIssuer" in text:
         return "its TLS certificate is not trusted"
     if "kind: Timeout" in text or "TimedOut" in text:

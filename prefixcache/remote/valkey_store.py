@@ -24,7 +24,8 @@ from prefixcache.remote.engine import EngineError, EngineFull
 
 _LISTED = 1000
 _READ = 1 << 18  # bytes that a read takes at most
-_PIECE = 1 << 20  # bytes that are handed to TLS at once
+_PIECE = 1 << 20  # bytes that are sent at once
+_SLACK = 1 << 20  # bytes that the answers of a call may have beside the value
 # What the server's errors begin with; the rest of their text may hold names and users.
 _REASONS = {
     "MISCONF": "refused: MISCONF, it can't save its data to its disk",
@@ -90,7 +91,7 @@ class ValkeyStore:
         found: list[int | None] = []
         for start in range(0, len(names), self.names_at_once):
             asked = names[start : start + self.names_at_once]
-            found += [size or None for size in self._call([("STRLEN", self._key(name)) for name in asked], deadline)]
+            found += self._lengths([self._key(name) for name in asked], deadline)
         return found
 
     def get(self, name: str, size: int | None, room: Callable[[int], bool]) -> bytes | memoryview | None:
@@ -98,13 +99,12 @@ class ValkeyStore:
         deadline = time.monotonic() + self._timeout
         key = self._key(name)
         if size is None:
-            (size,) = self._call([("STRLEN", key)], deadline)
+            (size,) = self._lengths([key], deadline)
         if not size or not room(size):
             return None
         # STRLEN tells a whole value from the beginning of a longer one.
-        data: bytes
-        data, now = self._call([("GETRANGE", key, 0, size - 1), ("STRLEN", key)], deadline)
-        return data if len(data) == size == now else None
+        data, now = self._call([("GETRANGE", key, 0, size - 1), ("STRLEN", key)], deadline, size)
+        return data if isinstance(data, bytes) and len(data) == size == now else None
 
     def put(self, name: str, data: bytes | memoryview, listed: bool = False) -> None:
         key = self._key(name)
@@ -117,10 +117,9 @@ class ValkeyStore:
         """1000 by chance where there are more. Those that were evicted are taken off the list."""
         deadline = time.monotonic() + self._timeout
         listed = self._list_of(folder)
-        (members,) = self._call([("SRANDMEMBER", listed, _LISTED)], deadline)
-        if not members:
-            return []
-        sizes = self._call([("STRLEN", member) for member in members], deadline)
+        (answer,) = self._call([("SRANDMEMBER", listed, _LISTED)], deadline)
+        members = [member for member in answer if isinstance(member, bytes)] if isinstance(answer, list) else []
+        sizes = self._lengths(members, deadline)
         gone = [member for member, size in zip(members, sizes, strict=True) if not size]
         if gone:
             self._call([("SREM", listed, *gone)], deadline)
@@ -129,7 +128,8 @@ class ValkeyStore:
 
     def about(self) -> dict[str, str]:
         sections = self._call([("INFO", "server"), ("INFO", "memory")], time.monotonic() + self._timeout)
-        lines = b"".join(sections).decode("utf-8", "replace").splitlines()
+        text = b"\n".join(section for section in sections if isinstance(section, bytes))
+        lines = text.decode("utf-8", "replace").splitlines()
         told = dict(line.split(":", 1) for line in lines if ":" in line)
         if "valkey_version" in told:
             engine = f"Valkey {told['valkey_version']}"
@@ -152,11 +152,17 @@ class ValkeyStore:
         """The key of a folder's set; no name ends so."""
         return f"{self._prefix}{folder}/"
 
-    def _call(self, commands: Sequence[Command], deadline: float) -> list[Any]:
-        """The answers, all commands in one round trip. EngineError for the first that is an error."""
+    def _lengths(self, keys: Sequence[str | bytes], deadline: float) -> list[int | None]:
+        sizes = self._call([("STRLEN", key) for key in keys], deadline, 32 * len(keys)) if keys else []
+        return [size if isinstance(size, int) and size > 0 else None for size in sizes]
+
+    def _call(self, commands: Sequence[Command], deadline: float, limit: int = 0) -> list[Any]:
+        """The answers, all commands in one round trip. EngineError for the first that is an error, and for answers of many
+        more bytes than `limit`.
+        """
         connection = self._take()
         try:
-            answers = connection.ask(commands, deadline)
+            answers = connection.ask(commands, deadline, limit + _SLACK)
         except BaseException as error:
             with self._lock:
                 self._used.discard(connection)
@@ -203,12 +209,14 @@ class _Connection(Connection):
     def __init__(self, tls: ssl.SSLContext | None, connect_timeout: float, **options: Any):
         super().__init__(**options)
         self._tls, self._connect_timeout = tls, connect_timeout
-        self._deadline = 0.0
+        self._deadline, self._allowed = 0.0, 0
         self._command_packer = PythonRespSerializer(self._buffer_cutoff, self.encoder.encode)
 
-    def ask(self, commands: Sequence[Command], deadline: float) -> list[Any]:
-        """An answer for each; where the server answers with an error, that. Raises when the connection is of no more use."""
-        self._deadline = deadline
+    def ask(self, commands: Sequence[Command], deadline: float, limit: int) -> list[Any]:
+        """An answer for each; where the server answers with an error, that. Raises when the connection is of no more use, and
+        when more than `limit` bytes come.
+        """
+        self._deadline, self._allowed = deadline, limit
         self.connect()
         self.send_packed_command(self.pack_commands(commands), check_health=False)
         return [self._answer() for _ in commands]
@@ -255,7 +263,9 @@ class _Connection(Connection):
 
 
 class _Socket:
-    """A socket that waits until its connection's deadline, whatever came before. As much of a socket as valkey-py uses."""
+    """A socket that waits until its connection's deadline, whatever came before, and reads no more than that allows. As much
+    of a socket as valkey-py uses.
+    """
 
     def __init__(self, sock: socket.socket, connection: _Connection):
         self._sock, self._connection = sock, connection
@@ -263,17 +273,26 @@ class _Socket:
 
     def recv(self, size: int) -> bytes:
         self._sock.settimeout(_left(self._connection._deadline))
-        return self._sock.recv(size)
+        data = self._sock.recv(size)
+        self._count(len(data))
+        return data
 
     def recv_into(self, buffer: bytearray) -> int:
         self._sock.settimeout(_left(self._connection._deadline))
-        return self._sock.recv_into(buffer)
+        size = self._sock.recv_into(buffer)
+        self._count(size)
+        return size
 
     def sendall(self, data: bytes | memoryview) -> None:
         rest = memoryview(data)
         while rest:
             self._sock.settimeout(_left(self._connection._deadline))
             rest = rest[self._sock.send(rest[:_PIECE]) :]
+
+    def _count(self, size: int) -> None:
+        self._connection._allowed -= size
+        if self._connection._allowed < 0:
+            raise exceptions.InvalidResponse
 
     def settimeout(self, timeout: float | None) -> None:
         """valkey-py's wishes are not followed: the deadline holds."""
@@ -314,6 +333,8 @@ def _why_lost(error: BaseException) -> str:
         return "refused: access denied"
     if isinstance(error, (exceptions.TimeoutError, TimeoutError)):
         return "timed out"
+    if isinstance(error, exceptions.InvalidResponse):
+        return "it answered what no server of this kind does"
     text = str(error)
     if "max number of clients" in text:
         return "refused: it has as many clients as it takes"

@@ -64,6 +64,7 @@ class Bringing:
         self._rate = prefill_rate
         self._seconds = min(timeout, (gap.limit - gap.boundary) / prefill_rate) if prefill_rate else timeout
         self._pinned: list[Slot] = []
+        self._usual = 0  # bytes of an image, where the engine hasn't said
         self.at_once = client.engine.names_at_once
 
     def run(self) -> None:
@@ -94,8 +95,7 @@ class Bringing:
         return self._client.seal.opaque(key)
 
     def _patience_of_asking(self) -> float:
-        expected = PATIENCE * self._client.expected(0)
-        return max(LEAST_PATIENCE, min(expected, self._seconds / ASKING_SHARE))
+        return patience_of_asking(self._client, self._seconds)
 
     def _name(self, wanted: Wanted) -> str:
         return image_name(self._client.seal, self._gap.root, wanted.kind, wanted.key, wanted.parent)
@@ -103,7 +103,8 @@ class Bringing:
     def _is_worth_it(self, boundary: int, wanted: Sequence[Wanted]) -> bool:
         """Whether reading is quicker than computing, and what is no hit in parts has room as a whole."""
         known = [one.size for one in wanted if one.size is not None]
-        nbytes = sum(known) * len(wanted) // max(len(known), 1)
+        self._usual = sum(known) // max(len(known), 1)
+        nbytes = self._usual * len(wanted)
         if self._gap.windows or self._gap.snapshots:
             held = self._storage.budget.held()
             if nbytes > self._storage.budget.limit - held.nodes - held.reserved:
@@ -124,7 +125,7 @@ class Bringing:
             while waiting or reads:
                 while waiting and len(reads) < READERS:
                     reads.append(self._begin(waiting.popleft()))
-                image = self._await(reads[0], sum(read.wanted.size or 0 for read in reads))
+                image = self._await(reads[0], sum(read.wanted.size or self._usual for read in reads))
                 if image is None or not self._land(reads[0], image):
                     break
                 nbytes += image.nbytes
@@ -139,7 +140,7 @@ class Bringing:
 
     def _begin(self, wanted: Wanted) -> _Read:
         read = _Read(wanted)
-        read.future = self._client.submit(self._read, read)
+        read.future = self._client.begin_read(self._read, read)
         return read
 
     def _read(self, read: _Read) -> Image | None:
@@ -224,6 +225,11 @@ class Bringing:
         if above is None or wanted.kind != ROWS:
             return above
         return graph.grow(above, wanted.tokens, reservation, wanted.key)
+
+
+def patience_of_asking(client: Client, seconds: float) -> float:
+    """Seconds that an answer is waited for, when so many can be gained."""
+    return max(LEAST_PATIENCE, min(PATIENCE * client.expected(0), seconds / ASKING_SHARE))
 
 
 def gap_name(client: Client, gap: Gap) -> str:

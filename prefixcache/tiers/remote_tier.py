@@ -8,6 +8,7 @@ and what comes lands in RAM, as an image from the SSD does, after the same check
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,7 +21,7 @@ from prefixcache.remote.client import Client
 from prefixcache.remote.engine import EngineError
 from prefixcache.remote.sealing import image_name, layout_id, layouts_folder
 from prefixcache.remote.stats import RemoteStats
-from prefixcache.tiers.bringing import Bringing, gap_name
+from prefixcache.tiers.bringing import Bringing, gap_name, patience_of_asking
 from prefixcache.tiers.namespace import Namespace
 from prefixcache.tiers.prompt import Prompt, boundary
 from prefixcache.tiers.remote_search import Gap, whole_mask
@@ -58,8 +59,9 @@ class RemoteTier:
         self._storage, self._client, self._layouts = storage, client, layouts
         self._admission, self._timeout = admission, timeout
         self._threads = ThreadPoolExecutor(BRINGERS, "prefixcache-remote-prompt")
-        self._learnt: dict[tuple[str, str], float] = {}  # by what is stated: when a model's layouts were last asked for
-        self._uploads = Uploads(storage, client)
+        self._bringing: dict[str, threading.Event] = {}  # by the gap's name; the storage's lock guards it
+        self._learnt: dict[tuple[str, str], float] = {}  # by what is stated: when layouts were last asked for
+        self._uploads = Uploads(storage, client, admission != "never")
 
     # -- up -----------------------------------------------------------------------------------------------------------
 
@@ -123,12 +125,9 @@ class RemoteTier:
     def _bring(self, prompt: Prompt, leave: int, whole_blocks: bool, prefill_rate: float | None) -> int:
         limit = max(len(prompt) - leave, 0)
         try:
-            for namespace in self._namespaces(prompt) or self._learn(prompt):
-                with self._storage.lock:
-                    gap = self._gap(prompt, namespace, limit)
-                if self._missing(gap):
-                    bringing = Bringing(self._storage, self._client, namespace, gap, self._timeout, prefill_rate)
-                    bringing.run()
+            seconds = min(self._timeout, limit / prefill_rate) if prefill_rate else self._timeout
+            for namespace in self._namespaces(prompt) or self._learn(prompt, seconds):
+                self._bring_of(prompt, namespace, limit, prefill_rate)
         except EngineError:
             pass  # it is counted; the request goes on without
         with self._storage.lock:
@@ -137,6 +136,29 @@ class RemoteTier:
                 return 0
             self._storage.graph.recency.touch(required_images(deepest.walk, deepest.depth, RAM))
             return deepest.depth
+
+    def _bring_of(self, prompt: Prompt, namespace: Namespace, limit: int, prefill_rate: float | None) -> None:
+        """Bring what one namespace lacks. What another thread is bringing is waited for, and not read twice."""
+        until = time.monotonic() + self._timeout
+        while self._client.ready:
+            with self._storage.lock:
+                gap = self._gap(prompt, namespace, limit)
+                if not self._missing(gap):
+                    return
+                name = gap_name(self._client, gap)
+                other = self._bringing.get(name)
+                if other is None:
+                    ended = self._bringing[name] = threading.Event()
+            if other is not None:
+                if not other.wait(max(until - time.monotonic(), 0.0)):
+                    return
+                continue
+            try:
+                return Bringing(self._storage, self._client, namespace, gap, self._timeout, prefill_rate).run()
+            finally:
+                with self._storage.lock:
+                    del self._bringing[name]
+                ended.set()
 
     def _missing(self, gap: Gap) -> int:
         """Tokens of a gap that are worth asking for."""
@@ -181,14 +203,18 @@ class RemoteTier:
             self._layouts.learn(prompt.model, layout, prompt.salt)
         return prompt.namespaces() if layouts else known
 
-    def _learn(self, prompt: Prompt) -> Sequence[Namespace]:
-        """The namespaces of layouts that other machines have told."""
+    def _learn(self, prompt: Prompt, seconds: float) -> Sequence[Namespace]:
+        """The namespaces of layouts that other machines have told; `seconds` can be gained by it."""
         stated, client = self._layouts.stated(prompt.model), self._client
         self._learnt[stated] = time.monotonic()
         folder = layouts_folder(client.seal, *stated)
-        (names,) = client.names_under([folder], self._timeout)
+        patience = patience_of_asking(client, seconds)
+        (names,) = client.names_under([folder], patience)
         for last in names[:LAYOUTS]:
-            told = client.submit(client.read, f"{folder}/{last}", None, lambda nbytes: nbytes <= LAYOUT_BYTES).result()
+            told = client.wait(
+                client.begin_read(client.read, f"{folder}/{last}", None, lambda nbytes: nbytes <= LAYOUT_BYTES),
+                patience,
+            )
             try:
                 layout = bytes(told).decode() if told is not None else ""
                 if layout and layout_id(client.seal, layout) == last:

@@ -38,8 +38,9 @@ ASKING = 30.0  # seconds; an engine's own timeout is less
 class Uploads:
     """`_wake`'s lock guards the queue; it nests in the storage's."""
 
-    def __init__(self, storage: Storage, client: Client):
-        self._storage, self._client = storage, client
+    def __init__(self, storage: Storage, client: Client, writes: bool):
+        """`writes`: whether anything may be sent at all."""
+        self._storage, self._client, self._writes = storage, client, writes
         self._wake = threading.Condition()
         self._waiting: dict[Address, None] = {}  # in order
         self._sending = 0
@@ -112,7 +113,7 @@ class Uploads:
         """
         if probes:
             with suppress(EngineError):
-                self._client.tell_key()
+                self._client.compare_keys(self._writes)
         while (batch := self._next(probes)) is not None:
             try:
                 if batch:

@@ -39,7 +39,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, d
     """What a page has: names of samples -> the metric's type, and its labels with their values."""
     found: dict[str, tuple[str, dict[str, set[str]]]] = {}
     folder = tmp_path_factory.mktemp("dashboard") / "ssd"
-    with PrefixCache(ram="10MB", codec="raw", ssd_dir=folder, ssd="50MB") as cache:
+    engine = f"file://{folder.parent / 'engine'}"
+    with PrefixCache(ram="10MB", codec="raw", ssd_dir=folder, ssd="50MB", remote=engine) as cache:
         tokens = list(range(300))
         cache.store(tokens, states.sliceable(tokens), model="m")
         page = render(CacheCollector(cache)).decode()
@@ -162,6 +163,7 @@ def test_what_operators_must_see_is_there(board):
         "ssd_spill_seconds_bucket", "promote_seconds_bucket", "ssd_read_seconds_bucket", "store_seconds_bucket",
         "fetch_seconds_bucket", "ssd_written_bytes_total", "dropped_images_total", "ssd_quarantined_files_total",
         "denied_reservations_total", "write_errors_total", "evicted_images_total", "ssd_queued_bytes",
+        "remote_up", "remote_refused_images_total", "remote_written_bytes_total", "remote_read_bytes_total",
     ):  # fmt: skip
         assert f"prefixcache_{metric}" in asked, metric
 

@@ -21,8 +21,10 @@ from prefixcache import PrefixCache
 from prefixcache.metrics.histogram import Histogram, Observed
 from prefixcache.metrics.prometheus import CONTENT_TYPE, CacheCollector, render
 from prefixcache.metrics.stats import Counters, Stats
+from prefixcache.remote.stats import RemoteStats
 from prefixcache.ssd import SsdStats
 from tests import states
+from tests.remote.fleet import sent
 
 LONG = list(range(1000))
 Samples = dict[tuple[str, str], float]  # by name and the value of the label, "" for none
@@ -59,6 +61,14 @@ SSD_STATE = {
     "quarantine_bytes": "quarantine_bytes", "queued_files": "queued_files", "queued_bytes": "queued_bytes",
     "files": "files",
 }  # fmt: skip
+
+REMOTE_EVENTS = {
+    "asks": "asks", "read_images": "read_images", "read_bytes": "read_bytes", "written_images": "written_images",
+    "written_bytes": "written_bytes", "known_images": "known", "dropped_images": "dropped", "refused_images": "refused",
+    "late_reads": "late", "passed_reads": "passed", "errors": "errors",
+}  # fmt: skip
+REMOTE_STATE = {"up": "reading", "writable": "writing", "queued_images": "queued"}
+REMOTE_SECONDS = {"remote_ask": "ask_seconds", "remote_read": "read_seconds", "remote_write": "write_seconds"}
 
 
 def scraped(*collectors: Any) -> tuple[Samples, dict[str, str]]:
@@ -137,6 +147,9 @@ def expected(stats: Stats) -> Samples:
     if ssd is not None:
         found |= {(f"prefixcache_ssd_{name}_total", ""): getattr(ssd, field) for name, field in SSD_EVENTS.items()}
         found |= {(f"prefixcache_ssd_{name}", ""): getattr(ssd, field) for name, field in SSD_STATE.items()}
+    if (remote := stats.remote) is not None:
+        found |= {(f"prefixcache_remote_{n}_total", ""): getattr(remote, field) for n, field in REMOTE_EVENTS.items()}
+        found |= {(f"prefixcache_remote_{n}", ""): float(getattr(remote, field)) for n, field in REMOTE_STATE.items()}
     return found
 
 
@@ -152,6 +165,28 @@ def test_the_page_says_what_stats_says_after_stores_fetches_promotions_and_damag
     for name in ("promoted_tokens", "evicted_images", "corrupt_images", "ssd_read_files", "ssd_written_files"):
         assert any(value for (metric, _), value in samples.items() if metric == f"prefixcache_{name}_total"), name
     assert samples["prefixcache_pinned_images", ""] > 0
+
+
+def test_the_page_says_what_stats_says_of_a_remote_tier(opened: Callable[..., PrefixCache], tmp_path: Path) -> None:
+    engine = f"file://{tmp_path / 'engine'}"
+    cache, other = opened(remote=engine), opened(remote=engine, ssd_dir=None)
+    cache.store(LONG, states.sliceable(LONG), model="m")
+    cache.fetch(LONG, model="m")
+    assert cache.flush(20)
+    sent(cache)
+    assert other.promote(LONG, model="m").result(20) == 768
+    other.fetch(LONG, model="m")
+    sent(other)
+    for one in (cache, other):
+        samples, _ = scraped(CacheCollector(one))
+        assert samples == expected(one.stats())
+        seconds, remote = timed(one), one.stats().remote
+        assert remote is not None
+        assert {name: seconds[name] for name in REMOTE_SECONDS} == {
+            name: getattr(remote, field) for name, field in REMOTE_SECONDS.items()
+        }
+    assert samples["prefixcache_hit_tokens_total", "remote"] == 768
+    assert samples["prefixcache_remote_up", ""] == 1
 
 
 def test_labels_add_up(opened: Callable[..., PrefixCache]) -> None:
@@ -183,10 +218,12 @@ def test_no_field_of_stats_is_forgotten() -> None:
     counters = {*EVENTS.values(), *LABELLED.values(), "asked_tokens"}
     assert counters == {field.name for field in fields(Counters)}
     shown = {"ram_images", "ram_queued", "ram_nodes", "ram_reserved", "images_in_ram", "images_on_ssd", "labels"}
-    summed, told = {"ram_held", "sequences"}, {"ram_setting", "codec", "kernels", "counters", "ssd"}
+    summed, told = {"ram_held", "sequences"}, {"ram_setting", "codec", "kernels", "counters", "ssd", "remote"}
     assert {*STATE.values(), *shown, *summed, *told, "seconds"} == {field.name for field in fields(Stats)}
     ssd = {*SSD_EVENTS.values(), *SSD_STATE.values(), *SSD_SECONDS.values()}
     assert {*ssd, "corrupt", "last_error"} == set(SsdStats._fields)
+    remote = {*REMOTE_EVENTS.values(), *REMOTE_STATE.values(), *REMOTE_SECONDS.values()}
+    assert {*remote, "engine", "last_error"} == set(RemoteStats._fields)
 
 
 def test_counters_only_go_up_and_are_counters(opened: Callable[..., PrefixCache]) -> None:

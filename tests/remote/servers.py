@@ -10,6 +10,7 @@ be had on this machine, the test is skipped and says what is missing. Start one 
         server.kill()        # SIGKILL
         server.start()       # the same port; Valkey and Moto begin empty, SeaweedFS with its files
         network.cut()        # every connection is reset
+        network.abandon()    # every connection is dead, and nobody says so
         network.stall = True # accepts and reads, and passes nothing on
 """
 
@@ -284,6 +285,8 @@ class Proxy:
         self._lock = threading.Lock()  # guards _open
         self._open: set[socket.socket] = set()
         self._chance = random.Random(0)
+        self._generation = 0
+        self._closed = False
         self._listener = socket.create_server((LOOPBACK, 0), backlog=128)
         self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
@@ -295,8 +298,13 @@ class Proxy:
         for sock in sockets:
             self._reset(sock)
 
+    def abandon(self) -> None:
+        """The connections there are stay open and pass nothing on any more, as when a router forgot them; new ones work."""
+        self._generation += 1
+
     def close(self) -> None:
         """Take no more connections and reset those there are."""
+        self._closed = True
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -345,12 +353,12 @@ class Proxy:
     def _write(
         self, source: socket.socket, sink: socket.socket, pieces: queue.Queue[tuple[float, bytes]], back: bool
     ) -> None:
-        passed = 0
+        passed, generation = 0, self._generation
         try:
             while True:
                 due, data = pieces.get()
                 time.sleep(max(0, due - time.monotonic()))
-                while self.stall:
+                while (self.stall or generation < self._generation) and not self._closed:
                     time.sleep(0.01)
                 if not data:
                     sink.shutdown(socket.SHUT_WR)

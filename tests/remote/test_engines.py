@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -248,6 +249,7 @@ def test_a_folder_that_takes_no_more_is_full_and_keeps_what_it_has(tmp_path):
         ("status: 507,", EngineFull),
         ("status: 403,\n body: <Code>QuotaExceeded</Code>", EngineFull),
         ("Unable to copy data to file: No space left on device (os error 28)", EngineFull),
+        ("GET http://169.254.169.254/latest/api/token: status: 404,", EngineError),
         ("status: 503,\n body: <Code>SlowDown</Code>", EngineError),
     ],
 )
@@ -434,6 +436,53 @@ def test_what_the_server_will_not_do_has_a_reason(resp_server, open_it):
             value(whole, "set")
 
 
+@contextmanager
+def liar(answer: bytes) -> Iterator[int]:
+    """A port where every connection gets `answer` again and again. No real server does that."""
+
+    def serve() -> None:
+        with suppress(OSError):
+            while True:
+                client, _ = listener.accept()
+                clients.append(client)
+                with suppress(OSError), client:
+                    client.recv(1 << 16)
+                    while True:
+                        client.sendall(answer)
+
+    clients: list[socket.socket] = []
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield listener.getsockname()[1]
+        for sock in (listener, *clients):
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        thread.join(5)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"HTTP/1.1 200 OK\r\n", b"$8000000000\r\n" + bytes(1 << 16), b"*1000000\r\n" + b":1\r\n" * 10_000, b":" * 99],
+)
+def test_a_server_that_answers_nonsense_is_left_early(answer, open_it):
+    with liar(answer) as port:
+        engine = open_it(f"valkey://{LOOPBACK}:{port}")
+        with fails_within(1) as failure:
+            value(engine, "a", 1000)
+        assert str(failure.value) == "it answered what no server of this kind does"
+
+
+@pytest.mark.parametrize("answer", [b":7\r\n", b"+OK\r\n", b"$-1\r\n", b"*2\r\n:1\r\n:2\r\n", b"$3\r\nabc\r\n"])
+def test_an_answer_to_something_else_is_no_value(answer, open_it):
+    with liar(answer) as port:
+        engine = open_it(f"valkey://{LOOPBACK}:{port}")
+        assert value(engine, "a", 1000) is None
+        assert engine.sizes(["a"]) in ([7], [None])
+        assert engine.names_under("a") == []
+        assert engine.about()["engine"] == "Redis of an unknown version"
+
+
 def test_a_call_under_way_ends_when_the_engine_is_closed(servers, open_it):
     with proxy(servers("valkey").port) as network:
         engine = open_it(f"valkey://{LOOPBACK}:{network.port}", timeout=20)
@@ -579,6 +628,20 @@ def test_a_reset_costs_the_calls_under_way_and_no_more(remote_place, open_it):
         network.stall = False
         engine.put("a", b"3")
         assert value(engine, "a") == b"3"
+
+
+@pytest.mark.parametrize("kind", ["valkey", "redis"])
+def test_connections_that_a_router_forgot_cost_one_call(kind, servers, open_it, tmp_path):
+    with proxy(servers(kind).port) as network:
+        engine = open_it(Place(kind, servers(kind), tmp_path / "engine").url(network.port), timeout=0.5)
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(lambda number: engine.put(f"a{number}", bytes(1 << 20)), range(8)))
+        assert network.connections > 1
+        network.abandon()
+        with fails_within(0.5):
+            engine.put("a", b"1")
+        for number in range(8):
+            engine.put(f"b{number}", b"1")
 
 
 def test_there_is_no_second_try(remote_place, open_it):

@@ -184,6 +184,16 @@ def test_only_what_is_missing_here_is_read(machine, engine):
     assert other.stats().remote.read_images == 1  # its layout was known, and two blocks
 
 
+def test_requests_at_once_read_each_image_once(machine, engine):
+    shared(machine(), LONG)
+    other = machine()
+    put(other, [5] * 300)
+    before, many = engine.calls["get"], 12
+    coming = [other.promote([*LONG, *[n] * 300], model="m") for n in range(many)]
+    assert [one.result(20) for one in coming] == [768] * many
+    assert engine.calls["get"] - before == 3
+
+
 def test_fetch_promote_waits_for_it(machine):
     shared(machine(), LONG)
     assert got(machine(), LONG, promote=True) == 768

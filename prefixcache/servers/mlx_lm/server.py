@@ -169,6 +169,10 @@ def _tell(generator: Generator, opened: Stats) -> None:
     else:
         directory, used, limit = generator.prompts.cache.settings.ssd_dir, opened.ssd.used / 1e9, opened.ssd.limit / 1e9
         log.info("SSD %s: %d images found; %.2f of %.2f GB used", directory, opened.images_on_ssd, used, limit)
+    if opened.remote is not None:
+        settings = generator.prompts.cache.settings
+        sealed = "sealed" if settings.remote_key_file is not None else "not sealed"
+        log.info("remote %s: images are %s; admission %s", opened.remote.engine, sealed, settings.remote_admission)
 
 
 def _end(server: Server, generator: Generator, ending: Ending) -> None:

@@ -1,0 +1,88 @@
+"""Seals and names: what a key opens, and what nobody else can."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefixcache.image_format import KINDS, SNAPSHOT
+from prefixcache.remote.sealing import OVERHEAD, FleetKey, KeySeal, NoSeal, NotSealed, image_name, snapshot_folder
+
+OURS, THEIRS = KeySeal(FleetKey(b"o" * 32)), KeySeal(FleetKey(b"t" * 32))
+IMAGE = np.arange(1000, dtype=np.uint8)
+
+
+@given(data=st.binary(max_size=300), name=st.text("abc/0-", min_size=1, max_size=40))
+def test_what_was_sealed_is_unsealed(data, name):
+    image = np.frombuffer(data, np.uint8)
+    for seal in (OURS, NoSeal()):
+        sealed = seal.seal(name, image)
+        assert sealed.nbytes == len(data) + seal.overhead
+        unsealed = seal.unseal(name, sealed.tobytes())
+        assert unsealed.tobytes() == data
+        assert unsealed.flags.owndata
+
+
+@given(at=st.integers(0, 1000 + OVERHEAD - 1), bit=st.integers(0, 7))
+def test_every_bit_counts(at, bit):
+    sealed = OURS.seal("v1/a", IMAGE)
+    sealed[at] ^= 1 << bit
+    with pytest.raises(NotSealed):
+        OURS.unseal("v1/a", sealed.tobytes())
+
+
+def test_the_name_the_key_and_the_length_count():
+    sealed = OURS.seal("v1/a", IMAGE).tobytes()
+    for seal, name, data in (
+        (OURS, "v1/b", sealed),
+        (THEIRS, "v1/a", sealed),
+        (OURS, "v1/a", sealed[:-1]),
+        (OURS, "v1/a", sealed + b"0"),
+        (OURS, "v1/a", sealed[:OVERHEAD]),
+        (OURS, "v1/a", b""),
+        (OURS, "v1/a", IMAGE.tobytes()),
+    ):
+        with pytest.raises(NotSealed):
+            seal.unseal(name, data)
+
+
+def test_one_image_is_never_sealed_twice_to_the_same_bytes():
+    assert OURS.seal("v1/a", IMAGE).tobytes() != OURS.seal("v1/a", IMAGE).tobytes()
+
+
+def test_names_follow_from_the_keys_and_differ_between_fleets():
+    root, key, parent = b"r" * 16, b"k" * 16, b"p" * 16
+    names = [image_name(seal, root, kind, key, parent) for seal in (OURS, THEIRS, NoSeal()) for kind in KINDS]
+    assert len(set(names)) == len(names)
+    assert names == [image_name(seal, root, kind, key, parent) for seal in (OURS, THEIRS, NoSeal()) for kind in KINDS]
+    assert f"v1/{root.hex()}/rows/{key.hex()}" in names
+    assert image_name(OURS, root, SNAPSHOT, key, parent).startswith(snapshot_folder(OURS, root, parent) + "/")
+
+
+@pytest.mark.parametrize("content", ["5a" * 32, "5A" * 32 + "\n", b"\xff" * 32])
+def test_a_key_is_64_hex_digits_or_32_bytes(tmp_path, content):
+    file = tmp_path / "key"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    file.chmod(0o600)
+    key = FleetKey.read(file)
+    assert len(key.derive(b"one")) == 32
+    assert key.derive(b"one") != key.derive(b"two")
+
+
+@pytest.mark.parametrize("content", [b"", b"5a" * 31, b"zz" * 32, b"\xff" * 33])
+def test_what_is_no_key_is_refused_with_a_remedy(tmp_path, content):
+    (tmp_path / "key").write_bytes(content)
+    with pytest.raises(ValueError, match=r"remote_key_file=.*key.*openssl rand -hex 32"):
+        FleetKey.read(tmp_path / "key")
+    with pytest.raises(ValueError, match=r"No such file.*openssl"):
+        FleetKey.read(tmp_path / "none")
+
+
+def test_a_key_that_others_may_read_is_warned_of(tmp_path, caplog):
+    (tmp_path / "key").write_text("5a" * 32)
+    (tmp_path / "key").chmod(0o644)
+    FleetKey.read(tmp_path / "key")
+    assert "chmod 600" in caplog.text
+    assert "5a5a" not in caplog.text
