@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FuturesTimeout
 from typing import Any, TypeVar
 
@@ -122,7 +122,7 @@ class Client:
 
     def begin_read(self, call: Callable[..., Result], *arguments: object) -> Future[Result]:
         """A call that reads an image, by way of `read`, on a thread of the client."""
-        return self._readers.submit(self._guarded, self.reading, call, *arguments)
+        return self._submit(self._readers, call, arguments)
 
     def read(self, name: str, size: int | None, room: Callable[[int], bool]) -> np.ndarray | None:
         """The unsealed bytes under a name, on this thread. None where there are none, `room` (as for `Engine.get`) refuses
@@ -142,12 +142,22 @@ class Client:
         return data
 
     def _ask(self, call: Callable[..., Result], *arguments: object) -> Future[Result]:
-        return self._askers.submit(self._guarded, self.reading, call, *arguments)
+        return self._submit(self._askers, call, arguments)
+
+    def _submit(
+        self, threads: ThreadPoolExecutor, call: Callable[..., Result], arguments: tuple[object, ...]
+    ) -> Future[Result]:
+        try:
+            return threads.submit(self._guarded, self.reading, call, *arguments)
+        except RuntimeError:  # whoever is still at work when the cache is closed
+            raise EngineError("closed") from None
 
     def wait(self, future: Future[Result], patience: float) -> Result:
         """The call's result. Late when it has none in time: until it ends, the engine is not `ready`."""
         try:
             return future.result(patience)
+        except CancelledError:
+            raise EngineError("closed") from None
         except FuturesTimeout:
             self.give_up(future)
             raise Late(f"no answer within {patience:.2g} s") from None

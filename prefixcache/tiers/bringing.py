@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FuturesTimeout
 
 from prefixcache.blocks.budget import Reservation
@@ -184,7 +184,7 @@ class Bringing:
             if patience < left:
                 self._client.give_up(read.future)
             return None
-        except EngineError:
+        except (EngineError, CancelledError):
             return None
 
     # -- landing ------------------------------------------------------------------------------------------------------

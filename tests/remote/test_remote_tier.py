@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from prefixcache import PrefixCache
-from prefixcache.remote.engine import EngineFull
+from prefixcache.remote.client import Client
+from prefixcache.remote.engine import EngineError, EngineFull
+from prefixcache.remote.sealing import NoSeal
 from tests import states
 from tests.remote.dict_engine import DictEngine
 from tests.remote.fleet import brought, sent
@@ -402,6 +404,14 @@ def test_a_full_engine_stops_writing_and_not_reading(machine, engine):
     shared(cache, [*[4] * 900])
     assert not cache.stats().remote.writing
     assert brought(cache, LONG) == 768
+
+
+def test_whoever_is_at_work_when_a_client_is_closed_gets_the_engines_error(engine):
+    client = Client(engine, NoSeal())
+    client.close()
+    for call in (lambda: client.sizes(["v1/name"], 1), lambda: client.begin_read(client.read, "v1/name", None, bool)):
+        with pytest.raises(EngineError, match="closed"):
+            call()
 
 
 def test_closing_sends_what_waits(machine, engine):
