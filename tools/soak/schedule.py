@@ -124,8 +124,8 @@ def engine_plan(seed: int, seconds: float, kinds: tuple[str, ...]) -> tuple[Faul
     """What is done to the engine of a remote tier in a soak of `seconds`; `at` counts from its beginning."""
     chance = random.Random(f"engine {seed}")
     faults: list[Fault] = []
-    at = 4.0
-    while at < seconds - 4:
+    at = 2.0
+    while at < seconds - 2:
         kind = chance.choice(kinds)
         lasts = round(chance.uniform(0.5, 6.0), 1) if kind in ("kill", "stall") else 0.0
         share = round(chance.uniform(0.05, 0.5), 2) if kind in OBJECTS else 0.0
