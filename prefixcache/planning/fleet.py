@@ -128,12 +128,12 @@ class _Storage(Storage):
 
     def __init__(self, settings: Any, ram: int, tiers: int):
         super().__init__(settings, ram, tiers + 1)
-        self.remote = LowerTier(self, tiers)
+        self.elsewhere = LowerTier(self, tiers)
 
     def tiers_of(self, slot: Slot) -> Iterator[LowerTier]:
         yield from super().tiers_of(slot)
-        if slot.is_in(self.remote.number):
-            yield self.remote
+        if slot.is_in(self.elsewhere.number):
+            yield self.elsewhere
 
 
 class Machine(Simulation):
@@ -145,7 +145,7 @@ class Machine(Simulation):
     def __init__(self, state: ModelState, codec: Codec, fleet: Fleet, remote: SimulatedRemote):
         super().__init__(state, codec, ram=fleet.ram, ssd=fleet.ssd, policy=fleet.policy, admission=fleet.admission)
         self._fleet, self._remote = fleet, remote
-        self.storage.remote.tier = remote  # type: ignore[assignment]
+        self.storage.elsewhere.tier = remote  # type: ignore[assignment]
         # Images that the remote has, as far as this machine knows, by the key of their node: a block that is found missing
         # takes what depends on it along.
         self._there: defaultdict[bytes, set[Name]] = defaultdict(set)

@@ -224,7 +224,9 @@ def test_what_lands_where_room_is_short_leaves_every_machine_whole(config, ram, 
             for serve in (served.fetch, served.store):
                 serve(prompt)
                 served.check_integrity()
-        assert not any(slot.is_in(m.storage.remote.number) for m in machines for slot in m.storage.graph.slots.values())
+        assert not any(
+            slot.is_in(m.storage.elsewhere.number) for m in machines for slot in m.storage.graph.slots.values()
+        )
         assert not any(m.storage.graph.pinned for m in machines)
     assert remote.read_bytes > 0 or ram == 300_000
 

@@ -1,0 +1,74 @@
+"""`prefixcache inspect --remote URL`: what it tells of an engine, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from prefixcache import PrefixCache
+from prefixcache.cli import app
+from tests.remote.fleet import sent
+from tests.remote.servers import free_port, valkey_server
+from tests.states import got, put
+
+LONG = list(range(1000))
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    file = tmp_path / "fleet.key"
+    file.write_text("5a" * 32)
+    file.chmod(0o600)
+    return file
+
+
+def inspect(*arguments: object) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["inspect", *map(str, arguments)])
+    return done.exit_code, done.output
+
+
+def test_an_engine_tells_whether_it_answers_and_has_our_images(tmp_path, key_file):
+    url = f"file://{tmp_path / 'nas'}"
+    flags = "--remote", url, "--remote-key-file", key_file
+    code, said = inspect(*flags, "--json")
+    assert (code, json.loads(said)["key"]) == (0, "not told yet")
+    with PrefixCache(
+        ram="10MB", codec="raw", ssd_dir=tmp_path / "ssd", ssd="50MB", remote=url, remote_key_file=key_file
+    ) as cache:
+        put(cache, LONG)
+        got(cache, LONG)
+        cache.flush(10)
+        sent(cache)
+    code, said = inspect(tmp_path / "ssd", *flags, "--json")
+    facts = json.loads(said)
+    assert (code, facts["key"], facts["remote"]) == (0, "ours", url)
+    assert (facts["asked_images"], facts["images_there"]) == (4, 3)  # the tail stays here
+    code, said = inspect(tmp_path / "ssd", *flags)
+    assert "3 of the 4 images used last are there" in said
+    other = tmp_path / "other.key"
+    other.write_text("7b" * 32)
+    other.chmod(0o600)
+    code, said = inspect("--remote", url, "--remote-key-file", other)
+    assert (code, "another, or none" in said) == (0, True)
+
+
+def test_an_engine_that_evicts_nothing_is_told_of(key_file):
+    with valkey_server(maxmemory=64 << 20, policy="noeviction") as server:
+        code, said = inspect("--remote", f"valkey://127.0.0.1:{server.port}", "--remote-key-file", key_file)
+    assert code == 0
+    assert "maxmemory-policy allkeys-lru" in said
+    assert "Valkey" in said
+
+
+def test_an_engine_that_does_not_answer_is_one_line_and_the_exit_code_2(key_file):
+    url = f"valkey://127.0.0.1:{free_port()}"
+    code, said = inspect("--remote", url, "--remote-key-file", key_file)
+    assert code == 2
+    assert "connection refused; check the URL" in said
+    for wrong in (("--remote", "ftp://x"), ("--remote", "s3://bucket"), ("--remote", url, "--kernels")):
+        code, said = inspect(*wrong)
+        assert code == 2
+        assert len(said.strip().splitlines()) == 1
