@@ -40,7 +40,7 @@ def test_a_wrong_answer_ends_it_with_exit_code_1(tmp_path, capsys):
 
 def test_machines_that_share_an_engine_hit_what_others_stored(tmp_path):
     out = tmp_path / "outcome.json"
-    code = main(["--remote", "--directory", str(tmp_path), "--json", str(out), "--seed", "5", "--minutes", "0.13"])
+    code = main(["--remote", "--directory", str(tmp_path), "--json", str(out), "--seed", "5", "--minutes", "0.1"])
     if not out.exists():
         pytest.skip("there is no Valkey on this machine")
     outcome = json.loads(out.read_text())
