@@ -402,7 +402,11 @@ class PrefixCache:
         how: dict[str, Any] = {"leave": leave, "whole_blocks": whole_blocks}
         remote = self.promote_remote(prompt, prefill_rate=prefill_rate, **how)
         local = self.promote_local(prompt, **how)
-        return local if remote is None else last_of(local, remote, lambda: self.match(prompt, **how).ram)
+        if remote is None:
+            return local
+        both = last_of(local, remote, lambda: self.match(prompt, **how).ram)
+        both.add_done_callback(self._promoter.notify)
+        return both
 
     def promote_remote(
         self, prompt: Prompt, *, leave: int = 0, whole_blocks: bool = False, prefill_rate: float | None = None
@@ -608,6 +612,8 @@ class PrefixCache:
                     self._storage.remote.close(min(LAST_UPLOADS, _left(end)))
                 whole = True
             finally:
+                if self._storage.remote is not None and not whole:
+                    self._storage.remote.close(0.0)
                 if self._ssd is not None:
                     self._ssd.close(_left(end) if whole else min(INTERRUPTED_CLOSE, _left(end)))
                 _open.discard(self)

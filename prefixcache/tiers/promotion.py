@@ -82,7 +82,7 @@ class Promoter:
     def submit(self, prompt: Prompt, leave: int, whole_blocks: bool) -> Future[int]:
         """Begin one: its result is the depth in RAM. RuntimeError when closed."""
         promoting = self._threads.submit(promote, self._storage, prompt, leave, whole_blocks)
-        promoting.add_done_callback(self._notify)
+        promoting.add_done_callback(self.notify)
         self._running.add(promoting)
         promoting.add_done_callback(self._running.discard)
         return promoting
@@ -92,7 +92,7 @@ class Promoter:
         self._threads.shutdown(wait=False, cancel_futures=True)
         wait(list(self._running), timeout)
 
-    def _notify(self, promoting: Future[int]) -> None:
+    def notify(self, promoting: Future[int]) -> None:
         """A promotion has ended: whoever waits for its blocks is told."""
         with self._storage.changed:
             self._storage.changed.notify_all()
