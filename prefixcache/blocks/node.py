@@ -45,8 +45,8 @@ class Slot:
     """One image's place, and what is known of the image. `tiers` says where it is: a bit a tier, RAM's the lowest."""
 
     __slots__ = (
-        "checksum", "created", "disk", "evict_first", "hits", "image", "in_remote", "key", "kind", "mask",
-        "maybe_blocked", "nbytes", "node", "pending", "pins", "reading", "suffix", "tick", "tiers",
+        "checksum", "created", "disk", "evict_first", "hits", "image", "key", "kind", "mask", "maybe_blocked",
+        "nbytes", "node", "pending", "pins", "reading", "remote_at", "suffix", "tick", "tiers",
     )  # fmt: skip
 
     def __init__(
@@ -60,7 +60,7 @@ class Slot:
         self.mask = mask  # of a window: for each window of the tree, the tokens whose rows it has, a bit each
         self.tiers = 0
         self.image: Any = None  # while RAM has it
-        self.in_remote = False  # whether the remote tier has had it, as far as this process knows
+        self.remote_at = 0.0  # when the remote tier was known to have it, by time.monotonic(); 0: never
         self.disk = 0  # bytes that its file takes in the first tier below RAM; others keep their own account
         self.checksum = ""
         self.pending = 0  # the tiers that it waits to be written to, a bit each

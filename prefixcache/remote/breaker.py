@@ -16,6 +16,8 @@ FIRST_DELAY, LONGEST_DELAY = 1.0, 60.0  # seconds until the first probe; between
 class Breaker:
     """Thread-safe: `_lock` guards all. While it is `closed` calls go through. When it has opened, none should be made but
     probes, of which `takes_probe` gives out one at a time; the first that succeeds closes it. Each change is logged once.
+
+    A probe is small, and may succeed where nothing else does: only a call that does resets the delays.
     """
 
     def __init__(self, what: str, clock: Callable[[], float] = time.monotonic):
@@ -26,6 +28,7 @@ class Breaker:
         self._delay = FIRST_DELAY
         self._probe_at: float | None = None  # None while it is closed
         self.reason = ""  # of the last failure
+        self.closed_at = 0.0  # when it closed last, by `clock`; 0: it has always been closed
 
     @property
     def closed(self) -> bool:
@@ -45,12 +48,14 @@ class Breaker:
         with self._lock:
             return None if self._probe_at is None else max(self._probe_at - self._clock(), 0.0)
 
-    def succeeded(self) -> None:
+    def succeeded(self, probe: bool = False) -> None:
         with self._lock:
-            self._failures, self._delay = 0, FIRST_DELAY
+            self._failures = 0
+            if not probe:
+                self._delay = FIRST_DELAY
             if self._probe_at is None:
                 return
-            self._probe_at = None
+            self._probe_at, self.closed_at = None, self._clock()
         log.info("%s: works again", self._what)
 
     def failed(self, reason: str) -> None:

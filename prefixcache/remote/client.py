@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FuturesTimeout
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from prefixcache.remote.breaker import Breaker
 from prefixcache.remote.engine import Engine, EngineError
 from prefixcache.remote.sealing import NotSealed, Seal
 from prefixcache.remote.stats import RemoteCounters, RemoteStats
+from prefixcache.remote.threads import DaemonThreads
 
 log = logging.getLogger("prefixcache")
 
@@ -56,13 +57,16 @@ class Client:
         self.reading = Breaker(f"remote {engine.label}, reading")
         self.writing = Breaker(f"remote {engine.label}, writing")
         self._lock = threading.Lock()
-        self._askers = ThreadPoolExecutor(ASKERS, "prefixcache-remote-ask")  # questions don't wait behind images
-        self._readers = ThreadPoolExecutor(READERS, "prefixcache-remote-read")
+        self._askers = DaemonThreads(ASKERS, "prefixcache-remote-ask")  # questions don't wait behind images
+        self._readers = DaemonThreads(READERS, "prefixcache-remote-read")
         self._rate = MovingAverage(ASSUMED_BYTES)
         self._trips = MovingAverage(1 / ASSUMED_ROUND_TRIP)
         self._late = 0
         self._missing: dict[str, float] = {}  # until when
         self._refused: dict[str, float] = {}
+        self._lost_at = 0.0
+        self._put_bytes = 0  # of the last image that was written
+        self._closed = False
 
     @property
     def ready(self) -> bool:
@@ -72,6 +76,15 @@ class Client:
     def takes_writes(self) -> bool:
         """Whether it takes images: it is asked first whether it has them."""
         return self.writing.closed and self.reading.closed
+
+    @property
+    def believed_since(self) -> float:
+        """What the engine had before this time, by time.monotonic(), it may have lost: it failed since, or was emptied."""
+        return max(self.reading.closed_at, self._lost_at)
+
+    def has_lost(self, since: float) -> None:
+        """Something that the engine had is gone."""
+        self._lost_at = since
 
     def expected(self, nbytes: int) -> float:
         """Seconds that reading so many bytes will take; of none, that an answer will."""
@@ -118,7 +131,9 @@ class Client:
         """The last parts of the names in each of a few folders."""
         asking = [self._ask(self.engine.names_under, folder) for folder in folders]
         self.counters.add(asks=len(folders))
-        return [[name.rpartition("/")[2] for name in self.wait(future, patience)] for future in asking]
+        until = time.monotonic() + patience
+        found = [self.wait(future, max(until - time.monotonic(), 0.0)) for future in asking]
+        return [[name.rpartition("/")[2] for name in names] for names in found]
 
     def begin_read(self, call: Callable[..., Result], *arguments: object) -> Future[Result]:
         """A call that reads an image, by way of `read`, on a thread of the client."""
@@ -145,7 +160,7 @@ class Client:
         return self._submit(self._askers, call, arguments)
 
     def _submit(
-        self, threads: ThreadPoolExecutor, call: Callable[..., Result], arguments: tuple[object, ...]
+        self, threads: DaemonThreads, call: Callable[..., Result], arguments: tuple[object, ...]
     ) -> Future[Result]:
         try:
             return threads.submit(self._guarded, self.reading, call, *arguments)
@@ -206,6 +221,7 @@ class Client:
     def write(self, name: str, data: np.ndarray, listed: bool = False) -> None:
         """Seal bytes and put them under a name, on this thread. EngineError, and `writing` hears of it."""
         began = time.monotonic()
+        self._put_bytes = data.nbytes + self.seal.overhead
         self._guarded(self.writing, self.engine.put, name, self.seal.seal(name, data).data, listed)
         self.counters.add(written_images=1, written_bytes=data.nbytes + self.seal.overhead)
         self.counters.write_seconds.observe(time.monotonic() - began)
@@ -219,11 +235,13 @@ class Client:
                 try:
                     self._sizes([PROBE])
                     if breaker is self.writing:
+                        # As large as what failed: a full engine still takes what is small.
+                        self.engine.put(PROBE, np.zeros(self._put_bytes, np.uint8).data)
                         self.engine.put(PROBE, b"probe")
                 except EngineError as error:
                     breaker.failed(str(error))
                 else:
-                    breaker.succeeded()
+                    breaker.succeeded(probe=True)
 
     def probe_in(self) -> float | None:
         """Seconds until `probe` has something to do; None while nothing fails."""
@@ -234,8 +252,9 @@ class Client:
         try:
             result = call(*arguments)
         except EngineError as error:
-            self.counters.failed(str(error))
-            breaker.failed(str(error))
+            if not self._closed:
+                self.counters.failed(str(error))
+                breaker.failed(str(error))
             raise
         breaker.succeeded()
         return result
@@ -277,9 +296,10 @@ class Client:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Nothing more is begun. What an engine that hangs is doing ends with its timeout."""
+        """Nothing more is begun. What an engine that hangs is doing ends with its timeout, and says nothing of the engine."""
+        self._closed = True
         for threads in (self._askers, self._readers):
-            threads.shutdown(wait=False, cancel_futures=True)
+            threads.close()
         self.engine.close()
 
 

@@ -11,7 +11,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
 from datetime import timedelta
@@ -22,6 +21,7 @@ import obstore
 from obstore.store import from_url
 
 from prefixcache.remote.engine import EngineError, EngineFull
+from prefixcache.remote.threads import DaemonThreads
 
 _LISTED = 1000  # names of a folder at most; a page of S3
 _PAGES = 10  # of a listing at most: names in deeper folders are listed too, and left out here
@@ -77,14 +77,14 @@ class ObjectStore:
             raise ValueError(
                 f"remote={label}: {_reason(error)}; check the URL and what the environment says of the store"
             ) from None
-        self._pool = ThreadPoolExecutor(self.names_at_once, thread_name_prefix="prefixcache-heads")
+        self._heads = DaemonThreads(self.names_at_once, "prefixcache-heads")
 
     def sizes(self, names: Sequence[str]) -> list[int | None]:
         deadline = time.monotonic() + self._timeout
         with self._errors():
             if len(names) == 1:
                 return [self._size(names[0])]
-            asked = [self._pool.submit(self._size, name) for name in names]
+            asked = [self._heads.submit(self._size, name) for name in names]
             try:
                 return [future.result(max(0.0, deadline - time.monotonic())) for future in asked]
             finally:
@@ -125,7 +125,7 @@ class ObjectStore:
     def close(self) -> None:
         """No more calls are taken. Those under way end by their timeout at the latest: obstore can't cancel one."""
         self._closed = True
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._heads.close()
 
     def _list(self, folder: str) -> list[str]:
         """Several requests where there are several pages, so the pool runs it: there is a time for all of them."""

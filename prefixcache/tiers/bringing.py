@@ -53,16 +53,15 @@ class Bringing:
         client: Client,
         namespace: Namespace,
         gap: Gap,
-        timeout: float,
+        began: float,
+        until: float,
         prefill_rate: float | None,
     ):
-        """`timeout`: seconds that it may take. `prefill_rate`: tokens computed a second; None: it may take all of the
-        time.
+        """`began`, `until`: when it was asked for, and when it ends at the latest, by time.monotonic(). `prefill_rate`:
+        tokens computed a second; None: it may take all of the time.
         """
         self._storage, self._client, self._namespace, self._gap = storage, client, namespace, gap
-        self._began = time.monotonic()
-        self._rate = prefill_rate
-        self._seconds = min(timeout, (gap.limit - gap.boundary) / prefill_rate) if prefill_rate else timeout
+        self._began, self._until, self._rate = began, max(until, began + LEAST_PATIENCE), prefill_rate
         self._pinned: list[Slot] = []
         self._usual = 0  # bytes of an image, where the engine hasn't said
         self.at_once = client.engine.names_at_once
@@ -95,7 +94,10 @@ class Bringing:
         return self._client.seal.opaque(key)
 
     def _patience_of_asking(self) -> float:
-        return patience_of_asking(self._client, self._seconds)
+        return min(patience_of_asking(self._client, self._until - self._began), self._left())
+
+    def _left(self) -> float:
+        return max(self._until - time.monotonic(), 0.0)
 
     def _name(self, wanted: Wanted) -> str:
         return image_name(self._client.seal, self._gap.root, wanted.kind, wanted.key, wanted.parent)
@@ -125,7 +127,7 @@ class Bringing:
             while waiting or reads:
                 while waiting and len(reads) < READERS:
                     reads.append(self._begin(waiting.popleft()))
-                image = self._await(reads[0], sum(read.wanted.size or self._usual for read in reads))
+                image = self._await(reads[0], sum(read.wanted.size or self._usual for read in reads), began)
                 if image is None or not self._land(reads[0], image):
                     break
                 nbytes += image.nbytes
@@ -173,19 +175,25 @@ class Bringing:
             return None
         return image
 
-    def _await(self, read: _Read, under_way: int) -> Image | None:
-        """The image, if it comes before computing would be quicker, and about as soon as it should."""
+    def _await(self, read: _Read, under_way: int, began: float) -> Image | None:
+        """The image, if it comes before computing would be quicker, and about as soon as it should. `began`: the reading of
+        what is `under_way` with it, in bytes.
+        """
         patience = LEAST_PATIENCE + PATIENCE * self._client.expected(under_way)
-        left = self._began + self._seconds - time.monotonic()
         try:
-            return read.future.result(max(min(patience, left), 0.0))
+            return read.future.result(min(patience, self._left()))
         except FuturesTimeout:
             self._client.counters.add(late=1)
-            if patience < left:
-                self._client.give_up(read.future)
+            self._client.give_up(read.future)
+            read.future.add_done_callback(lambda late: self._came_late(late, under_way, began))
             return None
         except (EngineError, CancelledError):
             return None
+
+    def _came_late(self, late: Future[Image | None], nbytes: int, began: float) -> None:
+        """How slow it was is learnt, or the next prompt would wait as long."""
+        if not late.cancelled() and late.exception() is None:
+            self._client.has_read(nbytes, time.monotonic() - began)
 
     # -- landing ------------------------------------------------------------------------------------------------------
 
@@ -203,7 +211,7 @@ class Bringing:
             suffix = wanted.tokens if wanted.kind == SNAPSHOT else b""
             slot = Slot(wanted.kind, node, wanted.key, image.nbytes, suffix, wanted.mask)
             slot.checksum, slot.created, slot.tick = image.checksum, time.time(), storage.graph.recency.clock
-            slot.in_remote = True
+            slot.remote_at = self._began
             if not storage.graph.attach(slot, reservation):
                 return True  # it was stored meanwhile
             storage.graph.place(slot, RAM, image=image, reservation=reservation)

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Protocol
 
 from prefixcache.blocks.lookup import required_images
@@ -21,7 +21,8 @@ from prefixcache.remote.client import Client
 from prefixcache.remote.engine import EngineError
 from prefixcache.remote.sealing import image_name, layout_id, layouts_folder
 from prefixcache.remote.stats import RemoteStats
-from prefixcache.tiers.bringing import Bringing, gap_name, patience_of_asking
+from prefixcache.remote.threads import DaemonThreads
+from prefixcache.tiers.bringing import LEAST_PATIENCE, Bringing, gap_name, patience_of_asking
 from prefixcache.tiers.namespace import Namespace
 from prefixcache.tiers.prompt import Prompt, boundary
 from prefixcache.tiers.remote_search import Gap, whole_mask
@@ -31,6 +32,7 @@ from prefixcache.tiers.uploads import Uploads, parent_key
 log = logging.getLogger("prefixcache")
 
 BRINGERS = 4  # prompts that are brought at once
+BELIEVED = 3600.0  # seconds that the engine is believed to have an image; then it is asked again
 LEARN_AGAIN = 30.0  # seconds after which a model's layouts are asked for again
 LAYOUTS = 8  # of a model, that are learnt
 LAYOUT_BYTES = 4 << 20
@@ -58,7 +60,7 @@ class RemoteTier:
         """`admission`: "second", "always" or "never". `timeout`: seconds that a prompt may take at most."""
         self._storage, self._client, self._layouts = storage, client, layouts
         self._admission, self._timeout = admission, timeout
-        self._threads = ThreadPoolExecutor(BRINGERS, "prefixcache-remote-prompt")
+        self._threads = DaemonThreads(BRINGERS, "prefixcache-remote-prompt")
         self._bringing: dict[str, threading.Event] = {}  # by the gap's name; the storage's lock guards it
         self._learnt: dict[tuple[str, str], float] = {}  # by what is stated: when layouts were last asked for
         self._uploads = Uploads(storage, client, admission != "never")
@@ -79,8 +81,7 @@ class RemoteTier:
         if walk.tree.windows and depth % BLOCK:
             required = [*required_images(walk, depth - depth % BLOCK, RAM), *required]
         for slot in reversed(required):
-            if not slot.in_remote:
-                self._offer(slot)
+            self._offer(slot)
 
     def offer_written(self, slot: Slot) -> None:
         """An image is durable in the tier below RAM."""
@@ -90,12 +91,19 @@ class RemoteTier:
     def _offer(self, slot: Slot) -> None:
         """What is worth sending is worth keeping: it is written to the SSD first, where there is one."""
         below = self._storage.spill_tier
-        if slot.in_remote or not self._uploads.takes(slot):
+        if self._has(slot) or not self._uploads.takes(slot):
             return
         if below is None or slot.tiers > 1 << RAM:
             self._uploads.add(slot)
         elif not slot.pending:
             below.spill(slot)  # `offer_written` hears of it
+
+    def _has(self, slot: Slot) -> bool:
+        """Whether the engine is believed to have an image. To be asked about it counts as a use there: what machines hit in
+        their own RAM alone would be evicted from it.
+        """
+        known = slot.remote_at
+        return known > 0 and known >= self._client.believed_since and time.monotonic() < known + BELIEVED
 
     # -- down ---------------------------------------------------------------------------------------------------------
 
@@ -107,8 +115,7 @@ class RemoteTier:
         with self._storage.lock:
             gaps = [self._gap(prompt, namespace, limit) for namespace in self._namespaces(prompt)]
         if not gaps:
-            asked = self._learnt.get(self._layouts.stated(prompt.model), float("-inf"))
-            return limit // BLOCK * BLOCK if time.monotonic() > asked + LEARN_AGAIN else 0
+            return limit // BLOCK * BLOCK if self._may_learn(prompt) else 0
         return max(map(self._missing, gaps))
 
     def bring(self, prompt: Prompt, leave: int, whole_blocks: bool, prefill_rate: float | None) -> Future[int] | None:
@@ -118,16 +125,18 @@ class RemoteTier:
         if not self.missing_tokens(prompt, leave):
             return None
         try:
-            return self._threads.submit(self._bring, prompt, leave, whole_blocks, prefill_rate)
+            return self._threads.submit(self._bring, prompt, leave, whole_blocks, prefill_rate, time.monotonic())
         except RuntimeError:  # closed
             return None
 
-    def _bring(self, prompt: Prompt, leave: int, whole_blocks: bool, prefill_rate: float | None) -> int:
+    def _bring(self, prompt: Prompt, leave: int, whole_blocks: bool, prefill_rate: float | None, began: float) -> int:
+        """`began`: when it was asked for, by time.monotonic(); the time that it waited for a thread counts."""
         limit = max(len(prompt) - leave, 0)
         try:
             seconds = min(self._timeout, limit / prefill_rate) if prefill_rate else self._timeout
-            for namespace in self._namespaces(prompt) or self._learn(prompt, seconds):
-                self._bring_of(prompt, namespace, limit, prefill_rate)
+            if self._client.ready and time.monotonic() < began + max(seconds, LEAST_PATIENCE):
+                for namespace in self._namespaces(prompt) or self._learn(prompt, seconds):
+                    self._bring_of(prompt, namespace, limit, prefill_rate, began)
         except EngineError:
             pass  # it is counted; the request goes on without
         with self._storage.lock:
@@ -137,9 +146,10 @@ class RemoteTier:
             self._storage.graph.recency.touch(required_images(deepest.walk, deepest.depth, RAM))
             return deepest.depth
 
-    def _bring_of(self, prompt: Prompt, namespace: Namespace, limit: int, prefill_rate: float | None) -> None:
+    def _bring_of(
+        self, prompt: Prompt, namespace: Namespace, limit: int, prefill_rate: float | None, began: float
+    ) -> None:
         """Bring what one namespace lacks. What another thread is bringing is waited for, and not read twice."""
-        until = time.monotonic() + self._timeout
         while self._client.ready:
             with self._storage.lock:
                 gap = self._gap(prompt, namespace, limit)
@@ -149,12 +159,14 @@ class RemoteTier:
                 other = self._bringing.get(name)
                 if other is None:
                     ended = self._bringing[name] = threading.Event()
+            saved = (gap.limit - gap.boundary) / prefill_rate if prefill_rate else self._timeout
+            until = began + min(self._timeout, saved)
             if other is not None:
                 if not other.wait(max(until - time.monotonic(), 0.0)):
                     return
                 continue
             try:
-                return Bringing(self._storage, self._client, namespace, gap, self._timeout, prefill_rate).run()
+                return Bringing(self._storage, self._client, namespace, gap, began, until, prefill_rate).run()
             finally:
                 with self._storage.lock:
                     del self._bringing[name]
@@ -204,10 +216,24 @@ class RemoteTier:
         return prompt.namespaces() if layouts else known
 
     def _learn(self, prompt: Prompt, seconds: float) -> Sequence[Namespace]:
-        """The namespaces of layouts that other machines have told; `seconds` can be gained by it."""
+        """The namespaces of layouts that other machines have told; `seconds` can be gained by it. Who comes meanwhile asks,
+        too.
+        """
         stated, client = self._layouts.stated(prompt.model), self._client
-        self._learnt[stated] = time.monotonic()
-        folder = layouts_folder(client.seal, *stated)
+        if not self._may_learn(prompt):
+            return ()
+        try:
+            return self._learn_from(layouts_folder(client.seal, *stated), prompt, seconds)
+        finally:
+            self._learnt[stated] = time.monotonic()
+
+    def _may_learn(self, prompt: Prompt) -> bool:
+        """Whether a model's layouts were not asked for just now."""
+        asked = self._learnt.get(self._layouts.stated(prompt.model), float("-inf"))
+        return time.monotonic() > asked + LEARN_AGAIN
+
+    def _learn_from(self, folder: str, prompt: Prompt, seconds: float) -> Sequence[Namespace]:
+        client = self._client
         patience = patience_of_asking(client, seconds)
         (names,) = client.names_under([folder], patience)
         for last in names[:LAYOUTS]:
@@ -229,7 +255,7 @@ class RemoteTier:
 
     def refuse(self, slot: Slot) -> None:
         """What landed here can't be decoded: it is not brought again for a while."""
-        if slot.in_remote and slot.node.tree is not None:
+        if slot.remote_at and slot.node.tree is not None:
             name = image_name(self._client.seal, slot.node.tree.root.key, slot.kind, slot.key, parent_key(slot))
             self._client.refuse(name, "it can't be decoded")
 
@@ -238,6 +264,6 @@ class RemoteTier:
 
     def close(self, timeout: float) -> None:
         """Send what waits, for at most so many seconds while the engine takes it; then end."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
         self._uploads.close(timeout)
         self._client.close()

@@ -46,6 +46,7 @@ class Uploads:
         self._sending = 0
         self._closing = False
         self._salted: dict[bytes, bool] = {}  # by root key
+        self._told: set[str] = set()  # names of layouts that the engine has had; of few models
         self._threads = [
             threading.Thread(target=self._run, args=(n == 0,), name="prefixcache-remote-upload", daemon=True)
             for n in range(UPLOADERS)
@@ -119,7 +120,10 @@ class Uploads:
                 if batch:
                     self._send(batch)
                 elif probes:
+                    failed = not self._client.reading.closed
                     self._client.probe()
+                    if failed and self._client.reading.closed:  # it may have been emptied
+                        self._client.compare_keys(self._writes)
             except EngineError:  # counted; the batch is offered again when it is used
                 self._client.counters.add(dropped=len(batch))
             except Exception:
@@ -154,26 +158,29 @@ class Uploads:
             rows = {slot: self._storage.namespaces[slot.node.tree.root.key].row for slot in slots if slot.node.tree}
         client.counters.add(dropped=len(batch) - len(slots))
         try:
-            layouts = {self._layout_name(row): row.layout for row in rows.values()}
+            layouts, asked = {self._layout_name(row): row.layout for row in rows.values()}, time.monotonic()
             names = [image_name(seal, rows[slot].root, slot.kind, slot.key, parent_key(slot)) for slot in slots]
             sizes = client.sizes([*layouts, *names], ASKING)
             for (name, layout), size in zip(layouts.items(), sizes, strict=False):
                 if size is None:
+                    if name in self._told:  # asked for with every batch, it is the last that an engine evicts
+                        client.has_lost(asked)
                     client.write(name, np.frombuffer(layout.encode(), np.uint8), listed=True)
+                self._told.add(name)
             for slot, name, size in zip(slots, names, sizes[len(layouts) :], strict=True):
                 if size is not None:
                     client.counters.add(known=1)
                 elif not self._put(slot, name):
                     continue
-                slot.in_remote = True
+                slot.remote_at = asked
         finally:
             self._storage.unpin(slots)
 
     def _put(self, slot: Slot, name: str) -> bool:
-        """Send one image, with RAM for its sealed form. False when there is none."""
-        image = slot.image
-        reservation = self._storage.ram.reserve(slot.nbytes + self._client.seal.overhead, drop=False)
-        if reservation is None or image is None:
+        """Send one image, with RAM for its sealed form. False when there is none, or it was deleted meanwhile."""
+        image, nbytes = slot.image, slot.nbytes + self._client.seal.overhead
+        reservation = self._storage.ram.reserve(nbytes, drop=False) if image is not None else None
+        if reservation is None:
             self._client.counters.add(dropped=1)
             return False
         with reservation:
