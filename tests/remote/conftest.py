@@ -19,7 +19,7 @@ Open = Callable[..., Engine]
 
 
 class Place(NamedTuple):
-    """Where an engine of one kind is. `server`: None for a folder."""
+    """Where an engine of one kind is. `server`: None for a folder. Each test has a prefix of its own there."""
 
     kind: str
     server: Server | None
@@ -31,8 +31,8 @@ class Place(NamedTuple):
             return f"file://{self.folder}"
         port = port or self.server.port
         if self.kind in ("valkey", "redis"):
-            return f"{self.kind}://{LOOPBACK}:{port}/tests/{self.folder.name}"
-        return f"s3://{BUCKET}/tests/{self.folder.name}?endpoint=http://{LOOPBACK}:{port}"
+            return f"{self.kind}://{LOOPBACK}:{port}/tests/{self.folder.parent.name}/{self.folder.name}"
+        return f"s3://{BUCKET}/tests/{self.folder.parent.name}/{self.folder.name}?endpoint=http://{LOOPBACK}:{port}"
 
 
 @pytest.fixture(autouse=True)

@@ -75,7 +75,8 @@ class Fleet(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 2))
     def send(self, number) -> None:
-        if self.machines[number].stats().remote.writing:
+        stats = self.machines[number].stats().remote
+        if stats.reading and stats.writing and not self.engine.down:
             sent(self.machines[number])
 
     @rule(number=st.integers(0, 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -420,3 +421,31 @@ def test_closing_sends_what_waits(machine, engine):
     cache.close()
     assert len(rows_of(engine)) == 19
     assert engine.closed
+
+
+def test_a_fetch_that_reads_ahead_ends_when_the_remote_tier_has_nothing_and_the_ssd_has_more_than_ram(
+    machine, engine, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("prefixcache.tiers.bringing.LEAST_PATIENCE", 2.0)  # the SSD ends first
+    tokens = list(range(4000))
+    cache = machine(ssd_dir=tmp_path / "a", ssd=100_000_000)
+    put(cache, tokens)
+    cache.close()
+    small = machine(ssd_dir=tmp_path / "a", ssd=100_000_000, ram=300_000, remote_admission="never")
+    engine.gate.clear()
+    depths: list[int] = []
+    fetch = threading.Thread(target=lambda: depths.append(got(small, [*tokens, *[5] * 600], promote=True)), daemon=True)
+    fetch.start()
+    fetch.join(10)
+    engine.gate.set()
+    assert depths
+    assert 0 < depths[0] < 4000
+
+
+def test_what_is_deleted_before_its_turn_to_be_sent_leaves_no_reservation(machine, engine):
+    cache = machine(remote_admission="always")
+    engine.at = lambda call: cache.clear() if call == "sizes" else None  # after it was pinned
+    put(cache, LONG)
+    sent(cache)
+    assert not rows_of(engine)
+    assert cache.stats().ram_reserved == cache.stats().pinned == 0
