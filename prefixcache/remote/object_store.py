@@ -77,14 +77,14 @@ class ObjectStore:
             raise ValueError(
                 f"remote={label}: {_reason(error)}; check the URL and what the environment says of the store"
             ) from None
-        self._heads = DaemonThreads(self.names_at_once, "prefixcache-heads")
+        self._pool = DaemonThreads(self.names_at_once, "prefixcache-objects")
 
     def sizes(self, names: Sequence[str]) -> list[int | None]:
         deadline = time.monotonic() + self._timeout
         with self._errors():
             if len(names) == 1:
                 return [self._size(names[0])]
-            asked = [self._heads.submit(self._size, name) for name in names]
+            asked = [self._pool.submit(self._size, name) for name in names]
             try:
                 return [future.result(max(0.0, deadline - time.monotonic())) for future in asked]
             finally:
@@ -125,7 +125,7 @@ class ObjectStore:
     def close(self) -> None:
         """No more calls are taken. Those under way end by their timeout at the latest: obstore can't cancel one."""
         self._closed = True
-        self._heads.close()
+        self._pool.close()
 
     def _list(self, folder: str) -> list[str]:
         """Several requests where there are several pages, so the pool runs it: there is a time for all of them."""
