@@ -15,7 +15,7 @@ from concurrent.futures import TimeoutError as FuturesTimeout
 from prefixcache.blocks.budget import Reservation
 from prefixcache.blocks.graph import NODE_BYTES
 from prefixcache.blocks.node import RAM, Node, Slot
-from prefixcache.image_format import ROWS, SNAPSHOT, Image, ImageError, examine
+from prefixcache.image_format import HEADER_LIMIT, ROWS, SNAPSHOT, Image, ImageError, examine
 from prefixcache.keys import BLOCK, TOKEN_BYTES
 from prefixcache.remote.client import READERS, Client
 from prefixcache.remote.engine import EngineError
@@ -28,6 +28,8 @@ from prefixcache.tiers.storage import Storage
 
 LEAST_PATIENCE = 0.1  # seconds that an answer is waited for at least
 PATIENCE = 4  # times as long as it is expected to take, after which nothing is waited for
+LARGEST = 2  # times the bytes of its rows in a live cache, that an image may take
+SNAPSHOT_SHARE = 8  # of the budget, what one recurrent state may take
 ASKING_SHARE = 10  # of what computing takes, the part that one question may take
 
 
@@ -150,6 +152,8 @@ class Bringing:
         wanted, storage = read.wanted, self._storage
 
         def room(nbytes: int) -> bool:  # for the bytes as they come, and for the image
+            if nbytes > self._most(wanted):
+                return False
             beside = NODE_BYTES + storage.graph.slot_bytes + 2 * BLOCK * TOKEN_BYTES
             read.reservation = storage.ram.reserve(2 * nbytes + beside, drop=False)
             return read.reservation is not None
@@ -174,6 +178,14 @@ class Bringing:
             self._client.refuse(name, "it is not the image that its name says")
             return None
         return image
+
+    def _most(self, wanted: Wanted) -> int:
+        """Bytes beyond which no image of ours is: nothing is evicted for what somebody left under its name. Codes take less
+        than rows in fp16; of a recurrent state only the budget tells.
+        """
+        if wanted.kind == SNAPSHOT:
+            return self._storage.budget.limit // SNAPSHOT_SHARE
+        return LARGEST * self._namespace.plan.fp16_bytes(BLOCK) + HEADER_LIMIT
 
     def _await(self, read: _Read, under_way: int, began: float) -> Image | None:
         """The image, if it comes before computing would be quicker, and about as soon as it should. `began`: the reading of

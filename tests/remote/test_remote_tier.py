@@ -306,6 +306,18 @@ def test_another_fleets_images_are_not_even_found(machine, engine, tmp_path):
     assert other.stats().remote.refused == 0
 
 
+def test_nothing_is_evicted_for_an_object_that_is_too_large_for_an_image(machine, engine):
+    shared(machine(), LONG)
+    other = machine()
+    put(other, [5] * 5000)
+    first = rows_of(engine)[0]
+    engine.images[first] = bytes(20_000_000)
+    evicted = other.stats().counters.evicted
+    assert brought(other, LONG) == 0
+    assert other.stats().counters.evicted == evicted
+    assert other.stats().ram_peak < 10_000_000
+
+
 def test_without_a_key_an_image_must_be_what_its_name_says(machine, engine):
     cache = machine(remote_key_file=None)
     shared(cache, LONG)
