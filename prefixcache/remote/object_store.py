@@ -117,7 +117,7 @@ class ObjectStore:
 
     def names_under(self, folder: str) -> list[str]:
         with self._errors():
-            return self._heads.submit(self._list, folder).result(self._timeout)
+            return self._pool.submit(self._list, folder).result(self._timeout)
 
     def about(self) -> dict[str, str]:
         return {"engine": self.kind}
