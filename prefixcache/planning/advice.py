@@ -23,6 +23,13 @@ class Rates(NamedTuple):
     decode: float
 
 
+class Link(NamedTuple):
+    """The way to a remote tier: the seconds of a round trip, and bytes a second."""
+
+    rtt: float
+    rate: float
+
+
 class Latency(NamedTuple):
     """Percentiles of the time to first token, seconds."""
 
@@ -58,6 +65,11 @@ def times_to_first_token(
     """
     computing = (asked - hit) / rates.prefill
     return np.asarray(computing + read / rates.ssd + hit * bytes_per_token / rates.decode, np.float64)
+
+
+def seconds_of_remote(trips: np.ndarray, read: np.ndarray, link: Link) -> np.ndarray:
+    """What each request waits for a remote tier: its round trips, and the bytes that it read there."""
+    return np.asarray(trips * link.rtt + read / link.rate, np.float64)
 
 
 def percentiles(seconds: np.ndarray) -> Latency | None:

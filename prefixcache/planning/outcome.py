@@ -1,10 +1,15 @@
-"""What a simulated run gave: `Outcome`, plain numbers. `simulator` makes one; `sweep`, `advice` and the command read them."""
+"""What a simulated run gave, plain numbers: `Outcome` of one machine, `FleetOutcome` of several. `simulator` and `fleet` make
+them; `sweep`, `advice` and the command read them.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from prefixcache.planning.sweep import Fleet
 
 
 class Outcome(NamedTuple):
@@ -49,3 +54,44 @@ class Outcome(NamedTuple):
     def hit_rate(self) -> float:
         """Hits of both tiers over tokens asked for; 0 of a trace that asks for none."""
         return self.hit_tokens / self.asked_tokens if self.asked_tokens else 0.0
+
+
+class FleetOutcome(NamedTuple):
+    """One run of a trace on a `fleet`. Hits are of RAM, of the machine's own SSD, or of the remote, in tokens.
+
+    `requests` are those of each machine. `reused_tokens` are those of blocks that were read from the remote at least once.
+    The arrays have one element a request, int64: `asked`, `hit` (tokens), `read` (bytes from the SSD), `remote_read` (bytes
+    from the remote), `trips` (round trips to it that the request waited for).
+    """
+
+    fleet: Fleet
+    requests: list[int]
+    asked_tokens: int
+    ram_tokens: int
+    ssd_tokens: int
+    remote_tokens: int
+    sent_images: int
+    sent_bytes: int
+    remote_read_images: int
+    remote_read_bytes: int
+    reused_tokens: int
+    remote_evicted: int
+    remote_peak: int
+    asked: np.ndarray
+    hit: np.ndarray
+    read: np.ndarray
+    remote_read: np.ndarray
+    trips: np.ndarray
+
+    @property
+    def hit_tokens(self) -> int:
+        return self.ram_tokens + self.ssd_tokens + self.remote_tokens
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hit_tokens / self.asked_tokens if self.asked_tokens else 0.0
+
+    @property
+    def sent_per_reused_token(self) -> float | None:
+        """Bytes sent for each token that was ever read again; None where none was."""
+        return self.sent_bytes / self.reused_tokens if self.reused_tokens else None

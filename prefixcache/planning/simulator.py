@@ -35,7 +35,7 @@ from prefixcache.settings import Settings
 from prefixcache.ssd.entries import NamespaceRow
 from prefixcache.tiers.namespace import Namespace
 from prefixcache.tiers.promotion import promote
-from prefixcache.tiers.prompt import Prompt, take_hit
+from prefixcache.tiers.prompt import Hit, Prompt, take_hit
 from prefixcache.tiers.storage import Storage
 from prefixcache.trace.reading import Request
 
@@ -151,6 +151,8 @@ class _Turns:
 class Simulation:
     """A cache of a model's state, of these sizes in bytes, at first empty. Not thread-safe."""
 
+    makes_storage = Storage
+
     def __init__(
         self,
         state: ModelState,
@@ -167,7 +169,7 @@ class Simulation:
         settings = Settings.model_construct(
             ram=ram, ssd_dir=None, ssd=ssd, codec=codec, policy=policy, ssd_admission=admission, spill=spill
         )
-        self.storage = storage = Storage(settings, settings.ram_bytes(0), tiers=2 if ssd else 1)
+        self.storage = storage = self.makes_storage(settings, settings.ram_bytes(0), tiers=2 if ssd else 1)
         self.ssd: SimulatedSsd | None = None
         if isinstance(codec, Calibrated) and reserve_basis(storage, codec.basis, 0) is None:
             codec = codec.otherwise
@@ -183,31 +185,43 @@ class Simulation:
             self.ssd = SimulatedSsd(ssd, max(storage.budget.limit // QUEUE_SHARE, 1), tier.written)
             tier.open(self.ssd, [namespace])
             storage.changed = _Turns(self.ssd)  # type: ignore[assignment]
-        self._namespace = namespace
+        self.namespace = namespace
         self._maker = SizeMaker(namespace, sizes, self.ssd)
 
     def prompt(self, token_bytes: bytes) -> Prompt:
         """One request's tokens (raw int64 bytes), for `fetch` and `store`."""
-        return Prompt(self.storage, lambda: [self._namespace], token_bytes)
+        return Prompt(self.storage, lambda: [self.namespace], token_bytes)
 
     def fetch(self, prompt: Prompt, leave: int = 1) -> int:
         """Promote and look up; how many tokens were hit."""
-        storage = self.storage
-        if self.ssd is not None:
-            deepest = prompt.deepest(storage.graph.last)
-            assert deepest is not None
-            if deepest.depth > hit_depth(deepest.walk, RAM, len(prompt)):
-                promote(storage, prompt, 0)
-                self.ssd.settle()
-        found = take_hit(storage, prompt, leave)
+        self.promote(prompt)
+        found = take_hit(self.storage, prompt, leave)
         if found is None:
             return 0
-        storage.unpin(found.pinned)
+        self.used(found)
+        self.storage.unpin(found.pinned)
         return found.depth
+
+    def promote(self, prompt: Prompt) -> None:
+        """From the SSD, where it has more than RAM."""
+        if self.ssd is None:
+            return
+        deepest = prompt.deepest(self.storage.graph.last)
+        assert deepest is not None
+        if deepest.depth > hit_depth(deepest.walk, RAM, len(prompt)):
+            promote(self.storage, prompt, 0)
+            self.settle()
+
+    def used(self, hit: Hit) -> None:
+        """A hit, pinned now. For a fleet's machine to see."""
 
     def store(self, prompt: Prompt) -> None:
         """Keep what is new of a prompt."""
-        Store(self.storage, self._namespace, prompt, len(prompt), self._maker.begin(len(prompt))).run()
+        Store(self.storage, self.namespace, prompt, len(prompt), self._maker.begin(len(prompt))).run()
+        self.settle()
+
+    def settle(self) -> None:
+        """The SSD's writer has its turn."""
         if self.ssd is not None:
             self.ssd.settle()
 

@@ -19,7 +19,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from prefixcache.planning.outcome import Outcome
+from prefixcache.planning.advice import Link
+from prefixcache.planning.outcome import FleetOutcome, Outcome
 from prefixcache.trace.reading import Request, Trace
 
 if TYPE_CHECKING:
@@ -38,6 +39,25 @@ class Cell(NamedTuple):
     ssd: int = 0
     policy: str = "lru"
     admission: str = "always"
+
+
+class Fleet(NamedTuple):
+    """Machines of one size each, as in `Cell`, and the remote tier that they share.
+
+    `remote_admission` is "second", "always" or "never", None without a remote; `remote` its limit in bytes, None for none.
+    What computing takes less time for, at `prefill` tokens a second, is not read over the `link`.
+    """
+
+    ram: int
+    ssd: int = 0
+    policy: str = "lru"
+    admission: str = "always"
+    machines: int = 1
+    routing: str = "sticky"
+    remote_admission: str | None = None
+    remote: int | None = None
+    link: Link = Link(0.0, float("inf"))
+    prefill: float = 1000.0
 
 
 class Workload(NamedTuple):
@@ -64,21 +84,35 @@ CellProgress = Callable[[int], None]  # is told how many requests of a cell are 
 Progress = Callable[[int, int], None]  # is told what is done of all runs, and of how much
 Report = Callable[[Sequence[int], int], None]  # is told the requests done in each run, and the runs that ended
 Run = Callable[[Workload, Cell, CellProgress], Outcome]
+AnyRun = Callable[[Workload, Any, CellProgress], Any]  # of cells or of fleets
 
 
 def simulated(workload: Workload, cell: Cell, progress: CellProgress) -> Outcome:
     """One cell, in this process. ValueError of a trace that can't be read or a codec that is none."""
     from prefixcache.planning.simulator import simulate  # the cache with all that it stands on
 
-    trace = workload.trace, workload.block, workload.limit
-    if workload.ids is not None and workload.ids <= FEW:
-        block, requests = _read(*trace, _version(workload.trace))
-    else:
-        block, requests = _stream(*trace)
+    block, requests = _requests(workload)
     return simulate(
         requests, workload.state, workload.codec, ram=cell.ram, ssd=cell.ssd, policy=cell.policy,
         admission=cell.admission, leave=workload.leave, block=block, progress=progress,
     )  # fmt: skip
+
+
+def simulated_fleet(workload: Workload, fleet: Fleet, progress: CellProgress) -> FleetOutcome:
+    """One fleet, in this process. Errors as `simulated` has."""
+    from prefixcache.planning.fleet import simulate_fleet
+
+    block, requests = _requests(workload)
+    return simulate_fleet(
+        requests, workload.state, workload.codec, fleet, leave=workload.leave, block=block, progress=progress
+    )
+
+
+def _requests(workload: Workload) -> tuple[int, Iterable[Request]]:
+    trace = workload.trace, workload.block, workload.limit
+    if workload.ids is not None and workload.ids <= FEW:
+        return _read(*trace, _version(workload.trace))
+    return _stream(*trace)
 
 
 def _stream(path: Path, block: int | None, limit: int | None) -> tuple[int, Iterable[Request]]:
@@ -139,7 +173,21 @@ def sweep(
     outcomes = dict(known or {})
     runs = [cell for cell in dict.fromkeys(equivalent_cell(cell, most) for cell in cells) if cell not in outcomes]
     runs.sort(key=lambda cell: (cell.ssd == 0, -cell.ssd, cell.ram))  # the longest first
+    results = _run_all(workload, runs, processes, progress, run)
+    outcomes.update(zip(runs, results, strict=True))
+    return [outcomes[equivalent_cell(cell, most)]._replace(**cell._asdict()) for cell in cells]
 
+
+def sweep_fleets(
+    workload: Workload, fleets: Sequence[Fleet], *, processes: int | None = None, progress: Progress | None = None
+) -> list[FleetOutcome]:
+    """The outcomes of `fleets`, in their order. Else as `sweep`."""
+    return _run_all(workload, list(fleets), processes, progress, simulated_fleet)
+
+
+def _run_all(
+    workload: Workload, runs: list[Any], processes: int | None, progress: Progress | None, run: AnyRun
+) -> list[Any]:
     def report(done_by_run: Sequence[int], ended: int) -> None:
         if progress is not None and workload.requests:
             total = workload.requests * len(runs)
@@ -148,9 +196,7 @@ def sweep(
             progress(ended, len(runs))
 
     count = min(processes or cores(), len(runs))
-    results = _run_here(workload, runs, report, run) if count <= 1 else _run_in_pool(workload, runs, count, report, run)
-    outcomes.update(zip(runs, results, strict=True))
-    return [outcomes[equivalent_cell(cell, most)]._replace(**cell._asdict()) for cell in cells]
+    return _run_here(workload, runs, report, run) if count <= 1 else _run_in_pool(workload, runs, count, report, run)
 
 
 def cores() -> int:
@@ -160,9 +206,9 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def _run_here(workload: Workload, runs: list[Cell], report: Report, run: Run) -> list[Outcome]:
+def _run_here(workload: Workload, runs: list[Any], report: Report, run: AnyRun) -> list[Any]:
     done = [0] * len(runs)
-    outcomes: list[Outcome] = []
+    outcomes: list[Any] = []
     for i, cell in enumerate(runs):
 
         def progress(requests: int, i: int = i) -> None:
@@ -174,7 +220,7 @@ def _run_here(workload: Workload, runs: list[Cell], report: Report, run: Run) ->
     return outcomes
 
 
-def _run_cell(workload: Workload, cell: Cell, progress: CellProgress, run: Run) -> Outcome:
+def _run_cell(workload: Workload, cell: Any, progress: CellProgress, run: AnyRun) -> Any:
     """An error names the cell, except where the trace or the model is what is wrong."""
     try:
         return run(workload, cell, progress)
@@ -188,14 +234,14 @@ def _run_cell(workload: Workload, cell: Cell, progress: CellProgress, run: Run) 
 # -- processes --------------------------------------------------------------------------------------------------------
 
 
-def _run_in_pool(workload: Workload, runs: list[Cell], count: int, report: Report, run: Run) -> list[Outcome]:
+def _run_in_pool(workload: Workload, runs: list[Any], count: int, report: Report, run: AnyRun) -> list[Any]:
     context = multiprocessing.get_context("spawn")
     done: Any = context.RawArray("Q", len(runs))  # requests, written by the processes
     theirs, ours = context.Pipe(duplex=False)  # they end when our end is closed, however that comes
     pool = ProcessPoolExecutor(count, context, initializer=_start_process, initargs=(theirs, done))
     try:
         futures = _submit(pool, [(i, workload, cell, run) for i, cell in enumerate(runs)])
-        waiting: set[Future[Outcome]] = set(futures)
+        waiting: set[Future[Any]] = set(futures)
         while waiting:
             ended, waiting = wait(waiting, timeout=POLL_INTERVAL, return_when=FIRST_EXCEPTION)
             for future in ended:
@@ -214,7 +260,7 @@ def _run_in_pool(workload: Workload, runs: list[Cell], count: int, report: Repor
         theirs.close()
 
 
-def _submit(pool: ProcessPoolExecutor, jobs: list[tuple[int, Workload, Cell, Run]]) -> list[Future[Outcome]]:
+def _submit(pool: ProcessPoolExecutor, jobs: list[tuple[int, Workload, Any, AnyRun]]) -> list[Future[Any]]:
     """Ctrl-C is for the first process alone: those that are spawned here never see it, not even while they start."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -240,7 +286,7 @@ def _end_with(end: Connection) -> None:
         os._exit(1)
 
 
-def _run_in_process(index: int, workload: Workload, cell: Cell, run: Run) -> Outcome:
+def _run_in_process(index: int, workload: Workload, cell: Any, run: AnyRun) -> Any:
     def progress(requests: int) -> None:
         _done[index] = requests
 

@@ -29,7 +29,7 @@ from tests.serving import save_model
 
 command = importlib.import_module("prefixcache.cli.plan.command")
 TINY = Path(__file__).parent.parent / "fixtures" / "tiny-llama"
-TOP = {"prefixcache", "model", "codecs", "macs", "trace", "codec", "assumed", "sizes"}
+TOP = {"prefixcache", "model", "codecs", "macs", "trace", "codec", "assumed", "sizes", "fleet"}
 SIZES = {
     "working_set", "possible", "without", "reading_pays", "cells", "front", "cheapest", "recommendation",
 }  # fmt: skip
@@ -39,6 +39,12 @@ CELL = {
     "seconds", "asked_tokens", "ram_tokens", "ssd_tokens", "stored_tokens", "stored_bytes", "written_files",
     "written_bytes", "read_files", "read_bytes", "evicted", "ssd_evicted", "dropped", "declined", "unkept_tokens",
     "ram_peak", "ssd_peak",
+}  # fmt: skip
+FLEET = {"machines", "remote", "rtt", "rate", "reading_pays", "sessions", "largest_session", "sizes"}
+FLEET_ROW = {
+    "machines", "ram", "ssd", "policy", "ssd_admission", "routing", "remote_admission", "hit_rate", "ram_hit_rate",
+    "ssd_hit_rate", "remote_hit_rate", "hit_tokens", "requests", "ttft", "sent_per_reused_token", "trips", "sent_images",
+    "sent_bytes", "remote_read_images", "remote_read_bytes", "reused_tokens", "remote_evicted", "remote_peak",
 }  # fmt: skip
 
 
@@ -427,6 +433,122 @@ def test_a_torn_trace_is_told_of(call, trace):
     assert (done.exit_code, done.stderr) == (0, "")
     assert "19 requests" in done.stdout
     assert "what was cut off is left out" in " ".join(done.stdout.split())
+
+
+# -- of a fleet -------------------------------------------------------------------------------------------------------
+
+SIZED = ("--ram", "4MB", "--ssd", "0,8MB", "--machines", 3)
+
+
+def test_a_fleet_stands_beside_one_machine_and_one_with_all_of_it(planned):
+    facts = planned(*SIZED)
+    assert facts["fleet"].keys() == FLEET
+    assert [[set(row) for row in rows] for rows in facts["fleet"]["sizes"]] == [[FLEET_ROW] * 4] * 2
+    alone, twelve = facts["sizes"]["cells"], planned("--ram", "12MB", "--ssd", "0,24MB")["sizes"]["cells"]
+    for rows, one, with_all in zip(facts["fleet"]["sizes"], alone, twelve, strict=True):
+        assert [(row["machines"], row["routing"], row["remote_admission"]) for row in rows] == [
+            (1, None, None), (1, None, None), (3, "sticky", None), (3, "sticky", "second"),
+        ]  # fmt: skip
+        for row, cell in zip(rows, (one, with_all), strict=False):
+            assert all(row[name] == cell[name] for name in ("ram", "ssd", "hit_rate", "ram_hit_rate", "ttft"))
+        assert {row["ram"] for row in rows[2:]} == {one["ram"]}
+        assert all(sum(row["requests"]) == 20 for row in rows)
+    assert {**facts, "fleet": None} == planned(*SIZED[:-2])
+
+
+def test_routings_and_admissions_to_the_remote_tier_are_compared(planned):
+    (_, rows) = planned(*SIZED, "--routing", "sticky,random", "--remote-admission", "second,always")["fleet"]["sizes"]
+    assert [(row["routing"], row["remote_admission"]) for row in rows[2:]] == [
+        (routing, admission) for routing in ("sticky", "random") for admission in (None, "second", "always")
+    ]
+    none, second, always = rows[5:]
+    assert none["sent_bytes"] == none["trips"] == none["remote_hit_rate"] == 0
+    assert none["hit_rate"] < always["hit_rate"]
+    assert 0 < second["sent_bytes"] <= always["sent_bytes"]
+    assert always["remote_read_bytes"] > 0
+    assert always["sent_per_reused_token"] == always["sent_bytes"] / always["reused_tokens"]
+    parts = ("ram_hit_rate", "ssd_hit_rate", "remote_hit_rate")
+    assert all(row["hit_rate"] == pytest.approx(sum(row[part] for part in parts)) for row in rows)
+
+
+def test_the_way_to_the_remote_tier_is_in_the_times_to_first_token(planned):
+    def times(*link: object) -> list[float]:
+        more = ("--routing", "random", "--remote-admission", "always", *link)
+        return [row["ttft"][0]["mean"] for row in planned(*SIZED, *more)["fleet"]["sizes"][0]]
+
+    near, far = times("--remote-rtt", 0, "--remote-rate", "1TB"), times("--remote-rtt", 0.05, "--remote-rate", "1GB/s")
+    assert near[:3] == far[:3]
+    assert far[3] > near[3] + 0.02
+
+
+def test_a_remote_tier_that_is_too_slow_is_not_read(call, trace, planned):
+    (rows, _) = planned(*SIZED, "--routing", "random", "--remote-rate", "1kB")["fleet"]["sizes"]
+    assert rows[3]["hit_rate"] == rows[2]["hit_rate"]
+    assert rows[3]["remote_read_bytes"] == 0
+    done = call("plan", "--model", TINY, "--trace", trace, "--block", 256, *SIZED, "--remote-rate", "1kB")
+    assert "sooner than it comes from the remote tier" in " ".join(done.stdout.split())
+
+
+def test_a_limit_of_the_remote_tier_holds(planned):
+    (rows, _) = planned(*SIZED, "--routing", "random", "--remote-admission", "always", "--remote", "2MB")["fleet"][
+        "sizes"
+    ]
+    assert 0 < rows[3]["remote_peak"] <= 2_000_000
+    assert rows[3]["remote_evicted"] > 0
+
+
+def test_a_fleet_is_told_on_the_screen_and_on_the_page(call, trace, tmp_path):
+    from typer.testing import CliRunner
+
+    from prefixcache.cli import app
+
+    page = tmp_path / "page.html"
+    args = [
+        "plan",
+        "--model",
+        TINY,
+        "--trace",
+        trace,
+        "--block",
+        256,
+        *SIZED,
+        "--routing",
+        "sticky,random",
+        "--html",
+        page,
+    ]
+    done = CliRunner().invoke(app, list(map(str, args)), env={"COLUMNS": "80"})
+    assert done.exit_code == 0, done.output
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    for text in (done.stdout, page.read_text()):
+        for name in ("one with all of it", "sticky, no remote", "random, second", "the remote tier"):
+            assert name in text
+    assert "<h2>A fleet</h2>" in page.read_text()
+    assert "By its blocks the trace has 5 sessions" in " ".join(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--machines", 3), "--machines 3: give --trace, and with --ram and --ssd what each machine has"),
+        (("--trace", "T", "--machines", 3, "--ram", "4MB"), "--ram and --ssd what each machine has (--ssd 0: none)"),
+        (("--trace", "T", "--routing", "random"), "--routing: this is for a fleet; add --machines"),
+        (("--trace", "T", "--remote-rtt", 1), "--remote-rtt: this is for a fleet; add --machines"),
+        (
+            ("--trace", "T", *SIZED, "--routing", "near"),
+            "--routing 'near': none of those there are; write sticky, random",
+        ),
+        (("--trace", "T", *SIZED, "--remote-admission", "no"), "--remote-admission 'no': none of those there are"),
+        (("--trace", "T", *SIZED, "--remote", "0"), "--remote 0: nothing could be sent there; give a size"),
+        (("--trace", "T", *SIZED, "--remote-rtt", -1), "--remote-rtt -1: not possible"),
+        (("--trace", "T", *SIZED, "--remote-rate", "0"), "--remote-rate 0: nothing would ever arrive"),
+    ],
+)
+def test_a_fleet_that_cannot_be_is_refused(call, trace, options, told):
+    options = tuple(trace if option == "T" else option for option in options)
+    done = call("plan", "--model", TINY, *options)
+    assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
+    assert told in done.stderr
 
 
 # -- how it looks -----------------------------------------------------------------------------------------------------

@@ -24,12 +24,16 @@ from prefixcache.settings import BASIS_DIR, Settings, parse_size
 
 if TYPE_CHECKING:
     from prefixcache.planning.model import ModelState
+    from prefixcache.planning.outcome import Outcome
     from prefixcache.planning.sizes import Sizes
+    from prefixcache.planning.sweep import Cell, Workload
 
 CODECS = ("raw", "affine:4", "turboquant:4", "turboquant:4:3", "turboquant:3", "transform:4")
 DEFAULT_CODEC = "turboquant:4"  # as `Settings` has it
 SMALLEST, LARGEST = 1e-6, 1e12  # of a rate or a price
 PARALLEL_IDS = 500_000  # ids to simulate, in all, from which processes of their own are worth their start
+ROUTINGS = ("sticky", "random")
+REMOTE_ADMISSIONS = ("second", "always", "never")  # as `Settings` is to have them
 POLICIES, ADMISSIONS = (get_args(Settings.model_fields[name].annotation) for name in ("policy", "ssd_admission"))
 SHAPE_NAMES = ", ".join(sorted(SHAPES))
 
@@ -49,6 +53,17 @@ class Assumed:
     ssd_price: float
 
 
+class FleetOptions(NamedTuple):
+    """How many machines share a remote tier, its limit in bytes (None: none), a round trip's seconds, and bytes a second."""
+
+    machines: int
+    routings: list[str]
+    admissions: list[str]
+    limit: int | None
+    rtt: float
+    rate: int
+
+
 class Simulation(NamedTuple):
     """What is to be simulated; where no sizes are given, the trace's own bytes give some."""
 
@@ -59,6 +74,7 @@ class Simulation(NamedTuple):
     ssds: list[int]
     policies: list[str]
     admissions: list[str]
+    fleet: FleetOptions | None
 
 
 def plan(
@@ -94,6 +110,25 @@ def plan(
     policy: Annotated[Values, typer.Option(metavar="NAMES", help=f"Eviction policies: {', '.join(POLICIES)}.")] = None,
     ssd_admission: Annotated[
         Values, typer.Option(metavar="NAMES", help=f"When an image is written to the SSD: {', '.join(ADMISSIONS)}.")
+    ] = None,
+    machines: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Machines, each with --ram and --ssd, that share a remote tier."),
+    ] = None,
+    routing: Annotated[
+        Values, typer.Option(metavar="NAMES", help=f"Who serves a request of the fleet: {', '.join(ROUTINGS)}.")
+    ] = None,
+    remote: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="What the remote tier may hold. Else it has no limit.")
+    ] = None,
+    remote_rtt: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="A round trip to the remote tier. Else 0.002.")
+    ] = None,
+    remote_rate: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Bytes that come from there a second. Else 1GB.")
+    ] = None,
+    remote_admission: Annotated[
+        Values, typer.Option(metavar="NAMES", help=f"When an image is sent there: {', '.join(REMOTE_ADMISSIONS)}.")
     ] = None,
     basis: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The model's basis, for codec transform; else it is looked for.")
@@ -155,9 +190,14 @@ def plan(
                 _rate("--tbw", tbw, "no SSD could be written at all"),
                 _positive("--ram-price", ram_price, or_zero=True), _positive("--ssd-price", ssd_price, or_zero=True),
             )  # fmt: skip
+            given = {
+                "--routing": routing, "--remote": remote, "--remote-rtt": remote_rtt, "--remote-rate": remote_rate,
+                "--remote-admission": remote_admission,
+            }  # fmt: skip
+            fleet = _fleet_options(machines, given, trace is not None and bool(ram) and bool(ssd))
             simulation = None if trace is None else Simulation(
                 trace, block, first, _sizes("--ram", ram), _sizes("--ssd", ssd),
-                _names("--policy", policy, POLICIES), _names("--ssd-admission", ssd_admission, ADMISSIONS),
+                _names("--policy", policy, POLICIES), _names("--ssd-admission", ssd_admission, ADMISSIONS), fleet,
             )  # fmt: skip
             if simulation and simulation.rams == simulation.ssds == [0]:
                 raise Refused("--ram 0 with --ssd 0: nothing could be kept; give at least one of them a size")
@@ -191,6 +231,26 @@ def _names(option: str, values: Values, known: Sequence[str]) -> list[str]:
         if name not in known:
             raise Refused(f"{option} {name!r}: none of those there are; write {', '.join(known)}")
     return _listed(values) or [known[0]]
+
+
+def _fleet_options(machines: int | None, given: Facts, is_sized: bool) -> FleetOptions | None:
+    """`given`: the options of a fleet, as they were written. `is_sized`: whether there are a trace, a RAM and an SSD."""
+    if machines is None:
+        if alone := next((option for option, value in given.items() if value is not None), None):
+            raise Refused(f"{alone}: this is for a fleet; add --machines, with how many there are")
+        return None
+    if not is_sized:
+        raise Refused(
+            f"--machines {machines}: give --trace, and with --ram and --ssd what each machine has (--ssd 0: none)"
+        )
+    limit, rtt, rate = given["--remote"], given["--remote-rtt"], given["--remote-rate"]
+    return FleetOptions(
+        machines, _names("--routing", given["--routing"], ROUTINGS),
+        _names("--remote-admission", given["--remote-admission"], REMOTE_ADMISSIONS),
+        None if limit is None else _rate("--remote", limit, "nothing could be sent there"),
+        0.002 if rtt is None else _positive("--remote-rtt", rtt, or_zero=True),
+        _rate("--remote-rate", rate or "1GB"),
+    )  # fmt: skip
 
 
 def _rate(option: str, text: str, problem: str = "nothing would ever arrive") -> int:
@@ -253,17 +313,20 @@ def _plan(
         "prefixcache": __version__, "model": model_facts(state),
         "codecs": [codec_facts(spec, of) for spec, of in sizes.items()], "macs": mac_facts(state, sizes),
         "trace": None, "codec": None, "assumed": asdict(assumed), "sizes": None,
+        "fleet": None,
     }  # fmt: skip
     if simulation is not None:
         spec = specs[0] if specs else DEFAULT_CODEC
         facts["codec"] = spec
-        facts["trace"], facts["sizes"] = _simulate(state, sizes[spec], simulation, assumed)
+        facts["trace"], facts["sizes"], facts["fleet"] = _simulate(state, sizes[spec], simulation, assumed)
     return facts
 
 
-def _simulate(state: ModelState, sizes: Sizes, simulation: Simulation, assumed: Assumed) -> tuple[Facts, Facts]:
-    """Facts of the trace and of the sizes. An endless cache is simulated first: its bytes are the largest size that is worth
-    a try, and its hits are what is possible.
+def _simulate(
+    state: ModelState, sizes: Sizes, simulation: Simulation, assumed: Assumed
+) -> tuple[Facts, Facts, Facts | None]:
+    """Facts of the trace, of the sizes, and of the fleets, if any. An endless cache is simulated first: its bytes are the
+    largest size that is worth a try, and its hits are what is possible.
     """
     from prefixcache.cli.plan.facts import capacities, grid, outcome_facts, ram_ladder, ssd_ladder, trace_facts
     from prefixcache.planning.bound import best_at
@@ -285,10 +348,48 @@ def _simulate(state: ModelState, sizes: Sizes, simulation: Simulation, assumed: 
     processes = 1 if totals.ids * len(cells) < PARALLEL_IDS else None
     with bar("sizes") as show:
         outcomes = sweep(workload, cells, known={Cell(ENDLESS): endless}, most=most, processes=processes, progress=show)
+    fleets = None
+    if simulation.fleet is not None:
+        fleets = _fleets(
+            workload, cells, dict(zip(cells, outcomes, strict=True)), most, sizes, simulation.fleet, assumed
+        )
     bounds = best_at(trace, capacities(cells, sizes.bytes_per_token, trace.block))
     return (
         trace_facts(trace, totals, endless.asked, state.context),
         outcome_facts(outcomes, bounds, endless, state, sizes, totals.longest, assumed),
+        fleets,
+    )
+
+
+def _fleets(
+    workload: Workload, cells: list[Cell], ones: dict[Cell, Outcome], most: int, sizes: Sizes, options: FleetOptions,
+    assumed: Assumed,
+) -> Facts:  # fmt: skip
+    """Facts of fleets whose machines are of each size: with and without a remote tier, beside one machine of that size and
+    one that has what they have together. `ones` are runs of one machine.
+    """
+    from prefixcache.cli.plan.facts import fleet_facts
+    from prefixcache.planning.advice import Link
+    from prefixcache.planning.routing import sessions
+    from prefixcache.planning.sweep import Fleet, sweep, sweep_fleets
+    from prefixcache.trace.reading import Trace
+
+    link = Link(options.rtt, options.rate)
+    with_all = [cell._replace(ram=cell.ram * options.machines, ssd=cell.ssd * options.machines) for cell in cells]
+    fleets = [
+        Fleet(*cell, options.machines, routing, admission, options.limit, link, assumed.prefill_rate)
+        for cell in cells
+        for routing in options.routings
+        for admission in (None, *options.admissions)
+    ]
+    processes = 1 if (workload.ids or 0) * len(fleets) < PARALLEL_IDS else None
+    with bar("one machine with all of it") as show:
+        alone = sweep(workload, with_all, known=ones, most=most, processes=processes, progress=show)
+    with bar("fleets") as show:
+        outcomes = sweep_fleets(workload, fleets, processes=processes, progress=show)
+    told = sessions(Trace(workload.trace, workload.block, limit=workload.limit))
+    return fleet_facts(
+        outcomes, [*zip([ones[cell] for cell in cells], alone, strict=True)], told, sizes, options, assumed
     )
 
 

@@ -5,6 +5,7 @@ Numbers only: sizes in bytes, times in seconds, shares from 0 to 1. How they loo
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -15,18 +16,18 @@ from prefixcache.cli.plan.text import settings_of
 from prefixcache.codecs.choice import as_codec
 from prefixcache.codecs.transform.codec import Calibrated, Transform
 from prefixcache.planning import advice
-from prefixcache.planning.advice import Prices, Rates
+from prefixcache.planning.advice import Link, Prices, Rates
 from prefixcache.planning.bound import Bound
 from prefixcache.planning.model import ModelState
-from prefixcache.planning.outcome import Outcome
+from prefixcache.planning.outcome import FleetOutcome, Outcome
 from prefixcache.planning.sizes import Sizes
-from prefixcache.planning.sweep import Cell
+from prefixcache.planning.sweep import Cell, Fleet
 from prefixcache.planning.typical_basis import TypicalBasis
 from prefixcache.settings import Settings, ram_auto
 from prefixcache.trace.reading import Summary, Trace
 
 if TYPE_CHECKING:
-    from prefixcache.cli.plan.command import Assumed
+    from prefixcache.cli.plan.command import Assumed, FleetOptions
 
 PROMPTS = (8_192, 32_768, 131_072)  # tokens
 MEMORIES = tuple(gib << 30 for gib in (16, 24, 32, 48, 64, 96, 128, 192, 256, 512))
@@ -37,6 +38,9 @@ WEIGHT_BITS = 4.5  # of a weight quantised to 4 bits in groups of 64, scale and 
 TARGETS = (0.5, 0.75, 0.9, 0.95, 0.99)  # shares of what is possible for which the cheapest size is told
 RAM_SHARES = (256, 128, 64, 32, 16, 4, 1)  # parts of what is sufficient; small ones tell more, and cost less
 SSD_SHARES = (4, 1)
+REMOTE_COUNTS = (
+    "sent_images", "sent_bytes", "remote_read_images", "remote_read_bytes", "reused_tokens", "remote_evicted", "remote_peak",
+)  # fmt: skip
 
 Facts = dict[str, Any]
 
@@ -215,8 +219,63 @@ def _cell(o: Outcome, possible: int, per_token: float, assumed: Assumed, rates: 
     }  # fmt: skip
 
 
-def _ttft(asked: np.ndarray, hit: np.ndarray, read: np.ndarray, per_token: float, rates: Rates) -> Facts:
-    seconds = advice.times_to_first_token(asked, hit, read, per_token, rates)
+# -- fleets -----------------------------------------------------------------------------------------------------------
+
+
+def fleet_facts(
+    outcomes: Sequence[FleetOutcome], ones: Sequence[tuple[Outcome, Outcome]], sessions: Sequence[int], sizes: Sizes,
+    options: FleetOptions, assumed: Assumed,
+) -> Facts:  # fmt: skip
+    """`ones`: for each size a machine alone, and one with what the fleet has together. `sessions`: each request's. A row of
+    one machine has no routing, one without a remote tier no admission to it.
+    """
+    rates = [Rates(assumed.prefill_rate, ssd, assumed.decode_rate) for ssd in assumed.ssd_rates]
+    link, each = Link(options.rtt, options.rate), len(outcomes) // len(ones)
+    rows = []
+    for i, pair in enumerate(ones):
+        of_size = [*map(_of_one, pair), *outcomes[i * each : (i + 1) * each]]
+        rows.append([_fleet_row(outcome, sizes.bytes_per_token, link, rates) for outcome in of_size])
+    counts = Counter(sessions)
+    return {
+        "machines": options.machines, "remote": options.limit, "rtt": link.rtt, "rate": link.rate,
+        "reading_pays": link.rate / sizes.bytes_per_token > assumed.prefill_rate, "sessions": len(counts),
+        "largest_session": max(counts.values()) / len(sessions), "sizes": rows,
+    }  # fmt: skip
+
+
+def _of_one(o: Outcome) -> FleetOutcome:
+    none = np.zeros_like(o.asked)
+    fleet = Fleet(o.ram, o.ssd, o.policy, o.admission, 1, "")
+    return FleetOutcome(
+        fleet, [o.requests], o.asked_tokens, o.ram_tokens, o.ssd_tokens, 0, 0, 0, 0, 0, 0, 0, 0, o.asked, o.hit, o.read,
+        none, none,
+    )  # fmt: skip
+
+
+def _fleet_row(o: FleetOutcome, per_token: float, link: Link, rates: list[Rates]) -> Facts:
+    fleet, asked = o.fleet, max(o.asked_tokens, 1)
+    waiting = advice.seconds_of_remote(o.trips, o.remote_read, link)
+    return {
+        "machines": fleet.machines, "ram": fleet.ram, "ssd": fleet.ssd, "policy": fleet.policy,
+        "ssd_admission": fleet.admission, "routing": fleet.routing or None, "remote_admission": fleet.remote_admission,
+        "hit_rate": o.hit_rate, "ram_hit_rate": o.ram_tokens / asked, "ssd_hit_rate": o.ssd_tokens / asked,
+        "remote_hit_rate": o.remote_tokens / asked, "hit_tokens": o.hit_tokens, "requests": o.requests,
+        "ttft": [_ttft(o.asked, o.hit, o.read, per_token, of, waiting) for of in rates],
+        "sent_per_reused_token": o.sent_per_reused_token, "trips": int(o.trips.sum()),
+        **{name: getattr(o, name) for name in REMOTE_COUNTS},
+    }  # fmt: skip
+
+
+def _ttft(
+    asked: np.ndarray,
+    hit: np.ndarray,
+    read: np.ndarray,
+    per_token: float,
+    rates: Rates,
+    waiting: np.ndarray | float = 0.0,
+) -> Facts:
+    """`waiting`: seconds of each request beside those of one machine alone."""
+    seconds = advice.times_to_first_token(asked, hit, read, per_token, rates) + waiting
     latency = advice.percentiles(seconds)
     percentiles = latency._asdict() if latency is not None else dict.fromkeys(advice.Latency._fields)
     return {"ssd_rate": rates.ssd, **percentiles, "mean": float(seconds.mean()) if seconds.size else None}

@@ -32,6 +32,8 @@ class Section(NamedTuple):
 def sections(facts: Facts) -> list[Section]:
     """All but the advice, from top to bottom."""
     parts = []
+    if facts["fleet"]:
+        parts.append(Section("A fleet", grids=_fleet_grids(facts), notes=_fleet_notes(facts)))
     if facts["trace"]:
         parts.append(Section("Hit rate by size", grids=_hit_grids(facts)))
         if chosen(facts):
@@ -366,4 +368,58 @@ def _trace_notes(facts: Facts) -> list[str]:
         notes.append(f"{many(trace['backwards'], 'timestamp')} went back; they count as the time before.")
     if trace["seconds"] <= 0:
         notes.append("The trace takes no time, so bytes a day can't be told.")
+    return notes
+
+
+# -- a fleet ----------------------------------------------------------------------------------------------------------
+
+
+def _fleet_grids(facts: Facts) -> list[Grid]:
+    """Of each size of the machines: what is hit and how long that takes, and what the remote tier does."""
+    grids, machines = [], facts["fleet"]["machines"]
+    for rows in facts["fleet"]["sizes"]:
+        named = list(zip(_fleet_names(rows), rows, strict=True))
+        headings = [
+            f"{machines} machines,\neach {sizes_of(rows[0])}",
+            "hit\nrate",
+            "in\nRAM",
+            "from\nSSD",
+            "from\nremote",
+        ]
+        hits = []
+        for name, row in named:
+            shares = [f"{100 * row[f'{part}hit_rate']:.1f}" for part in ("", "ram_", "ssd_", "remote_")]
+            hits.append([name, *shares, *_percentiles(row["ttft"][0])])
+        grids.append(Grid([*headings, "p50", "p90", "p99"], hits))
+        headings = ["the remote tier", "sent", "sent a token\nused again", "read", "round\ntrips", "images\nevicted"]
+        grids.append(Grid(headings, [_remote_row(name, row) for name, row in named if row["remote_admission"]]))
+    return grids
+
+
+def _remote_row(name: str, row: Facts) -> list[str]:
+    again = row["sent_per_reused_token"]
+    nbytes = [size(row["sent_bytes"]), NONE if again is None else size(round(again)), size(row["remote_read_bytes"])]
+    return [name, *nbytes, f"{row['trips']:,}", f"{row['remote_evicted']:,}"]
+
+
+def _fleet_names(rows: list[Facts]) -> list[str]:
+    fleets = (f"{row['routing']}, {row['remote_admission'] or 'no remote'}" for row in rows[2:])
+    return ["one machine", "one with all of it", *fleets]
+
+
+def _fleet_notes(facts: Facts) -> list[str]:
+    fleet, prefill = facts["fleet"], facts["assumed"]["prefill_rate"]
+    limit = "no limit" if fleet["remote"] is None else f"a limit of {short(fleet['remote'])}"
+    notes = [
+        "Hit rates are % of all tokens of all prompts. One machine serves all requests with the RAM and SSD of one, the next "
+        f"with {fleet['machines']} times as much. The remote tier has {limit}. Times to first token have its round trips of "
+        f"{1000 * fleet['rtt']:g} ms and its reads at {short(fleet['rate'])}/s in them; no request waits for what is sent.",
+        "Sticky: all requests of a session go to one machine. By its blocks the trace has "
+        f"{many(fleet['sessions'], 'session')}; the largest has {percent(fleet['largest_session'])} of the requests.",
+    ]
+    if not fleet["reading_pays"]:
+        notes.append(
+            f"At {short(fleet['rate'])}/s a token is computed sooner than it comes from the remote tier (at {prefill:,.0f} "
+            "tokens/s), so nothing is read from it."
+        )
     return notes

@@ -1,0 +1,342 @@
+"""Several machines that share a remote tier, simulated: `simulate_fleet`.
+
+Each machine is a `Simulation` of its own; the remote is an account of names and sizes. What is found there stands in the
+machine's graph for the length of one lookup, as a last tier below the others: so the cache's own lookup says how deep a
+prompt can be hit with it and which images that reads, and the cache's own promotion brings them. Sending costs no time:
+no request waits for it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from prefixcache.blocks.graph import NODE_BYTES
+from prefixcache.blocks.lookup import hit_depth, required_images
+from prefixcache.blocks.node import BLOCK_BYTES, RAM, Node, Slot
+from prefixcache.codecs import Codec
+from prefixcache.image_format import ROWS, SNAPSHOT, Kind
+from prefixcache.keys import BLOCK, TOKEN_BYTES, chain
+from prefixcache.memory import collector_at_rest
+from prefixcache.planning.model import ModelState
+from prefixcache.planning.outcome import FleetOutcome
+from prefixcache.planning.routing import machines_of
+from prefixcache.planning.simulated_ssd import Done, SimulatedImage
+from prefixcache.planning.simulator import EVERY, Prompts, Simulation
+from prefixcache.planning.sweep import Fleet
+from prefixcache.ssd.entries import Entry
+from prefixcache.tiers.lower_tier import LowerTier
+from prefixcache.tiers.promotion import PATIENCE, promote
+from prefixcache.tiers.prompt import Deepest, Hit, Prompt
+from prefixcache.tiers.storage import Storage
+from prefixcache.trace.reading import Request
+
+Name = tuple[Kind, bytes]  # an image's kind and key: what it is called on every machine
+
+
+class RemoteImage(NamedTuple):
+    """What the remote has of an image. `parent` is the key of the block before it, of a window that of its own block.
+    `tokens` are those of a tail, or those of a snapshot behind its parent; whole blocks have none here.
+    """
+
+    kind: Kind
+    key: bytes
+    parent: bytes
+    nbytes: int
+    tokens: bytes = b""
+    mask: tuple[int, ...] = ()
+    extra: str = "{}"
+
+    @property
+    def name(self) -> Name:
+        return self.kind, self.key
+
+
+class SimulatedRemote:
+    """Images by name, the least recently used first out: under `limit` bytes, or without a limit for None.
+
+    Using an image is to ask for it, to read it or to send it, on any machine.
+    """
+
+    def __init__(self, limit: int | None = None):
+        self.limit = limit
+        self.used = self.peak = 0
+        self.sent_images = self.sent_bytes = self.read_images = self.read_bytes = self.evicted = 0
+        self.reused_tokens = 0  # of blocks that were read at least once
+        self._images: OrderedDict[Name, RemoteImage] = OrderedDict()
+        self._beside: dict[bytes, dict[Name, RemoteImage]] = {}  # by parent: all but the rows of whole blocks
+        self._read: set[Name] = set()
+
+    def __contains__(self, name: Name) -> bool:
+        return name in self._images
+
+    def ask(self, name: Name) -> RemoteImage | None:
+        """What is there of this name, the most recent from now on."""
+        found = self._images.get(name)
+        if found is not None:
+            self._images.move_to_end(name)
+        return found
+
+    def beside(self, parent: bytes) -> list[RemoteImage]:
+        """Windows, snapshots and tails of a block."""
+        return [image for image in self._beside.get(parent, {}).values() if self.ask(image.name)]
+
+    def send(self, image: RemoteImage) -> None:
+        """An image that is not there is put there, unless it alone is above the limit."""
+        if self.limit is not None:
+            if image.nbytes > self.limit:
+                return
+            while self.used + image.nbytes > self.limit:
+                self._evict()
+        self._images[image.name] = image
+        if image.kind != ROWS or image.tokens:
+            self._beside.setdefault(image.parent, {})[image.name] = image
+        self.used += image.nbytes
+        self.peak = max(self.peak, self.used)
+        self.sent_images += 1
+        self.sent_bytes += image.nbytes
+
+    def read(self, entry: Entry) -> Done:
+        """As a tier's."""
+        image = self._images[entry.address]
+        self._images.move_to_end(entry.address)
+        self.read_images += 1
+        self.read_bytes += image.nbytes
+        if image.kind == ROWS and image.name not in self._read:
+            self._read.add(image.name)
+            self.reused_tokens += len(image.tokens) // TOKEN_BYTES or BLOCK
+        return Done(SimulatedImage(image.nbytes, "", image.extra))
+
+    def _evict(self) -> None:
+        name, image = self._images.popitem(last=False)
+        self.used -= image.nbytes
+        self.evicted += 1
+        if name in (beside := self._beside.get(image.parent, {})):
+            del beside[name]
+            if not beside:
+                del self._beside[image.parent]
+
+
+class _Storage(Storage):
+    """With a last tier that only promotions know: what the remote has of the prompt that is looked up. Nothing spills
+    there.
+    """
+
+    def __init__(self, settings: Any, ram: int, tiers: int):
+        super().__init__(settings, ram, tiers + 1)
+        self.remote = LowerTier(self, tiers)
+
+    def tiers_of(self, slot: Slot) -> Iterator[LowerTier]:
+        yield from super().tiers_of(slot)
+        if slot.is_in(self.remote.number):
+            yield self.remote
+
+
+class Machine(Simulation):
+    """One of a fleet. `trips` are the round trips that its lookups waited for, `remote_tokens` the hits that they brought."""
+
+    storage: _Storage
+    makes_storage = _Storage
+
+    def __init__(self, state: ModelState, codec: Codec, fleet: Fleet, remote: SimulatedRemote):
+        super().__init__(
+            state, codec, ram=fleet.ram, ssd=fleet.ssd, policy=fleet.policy, admission=fleet.admission
+        )  # the defaults else, as `sweep` has them
+        self._fleet, self._remote = fleet, remote
+        self.storage.remote.tier = remote  # type: ignore[assignment]
+        self._there: set[Name] = set()  # images that the remote has, as far as this machine knows
+        self.trips = self.remote_tokens = 0
+
+    def promote(self, prompt: Prompt) -> None:
+        """From the SSD; then the remote is asked for what comes after."""
+        super().promote(prompt)
+        graph = self.storage.graph
+        local = prompt.deepest(graph.last)
+        assert local is not None
+        end = len(prompt) if local.walk.tree.snapshots else len(prompt) // BLOCK * BLOCK
+        self._local = hit_depth(local.walk, RAM, len(prompt))
+        if local.depth < end:
+            self.trips += 1
+            self._bring(prompt, local)
+
+    def used(self, hit: Hit) -> None:
+        self.remote_tokens += max(hit.depth - self._local, 0)
+        if self._fleet.remote_admission == "second":
+            self._send(required_images(hit.walk, hit.depth, RAM))
+
+    def store(self, prompt: Prompt) -> None:
+        super().store(prompt)
+        if self._fleet.remote_admission == "always":
+            walk = prompt.walk(self.namespace)
+            self._send(required_images(walk, hit_depth(walk, RAM, len(prompt)), RAM))
+
+    # -- up -----------------------------------------------------------------------------------------------------------
+
+    def _send(self, slots: Iterable[Slot]) -> None:
+        """Send what isn't there, tail first as a path is touched: under a limit its first blocks are evicted last. Of tails
+        only what a snapshot needs.
+        """
+        for slot in slots:
+            name = slot.kind, slot.key
+            if name in self._there or not (slot.node.is_whole or self.namespace.tree.snapshots):
+                continue
+            self._there.add(name)
+            if self._remote.ask(name) is None:
+                self._remote.send(_image_of(slot))
+
+    # -- down ---------------------------------------------------------------------------------------------------------
+
+    def _bring(self, prompt: Prompt, local: Deepest) -> None:
+        """Read what the remote has beyond the `local` depth, where that takes less time than to compute it."""
+        storage, graph, fleet = self.storage, self.storage.graph, self._fleet
+        found = self._found(prompt, local)
+        slots: list[Slot] = []
+        pinned = graph.pin(required_images(local.walk, local.depth, graph.last))
+        try:
+            slots = self._list(found, self._last_block(local))
+            walk = prompt.walk(self.namespace)
+            depth = hit_depth(walk, graph.last, len(prompt))
+            remote = [slot for slot in required_images(walk, depth, graph.last) if slot.tiers == 1 << graph.last]
+            seconds = fleet.link.rtt + sum(slot.nbytes for slot in remote) / fleet.link.rate
+            if remote and seconds < (depth - local.depth) / fleet.prefill:
+                self.trips += 1
+                promote(storage, prompt, 0)
+        finally:
+            storage.unpin(pinned)
+            for slot in reversed(slots):
+                graph.drop(slot, graph.last)
+        landed = [slot for slot in slots if slot.image is not None]
+        self._there.update((slot.kind, slot.key) for slot in landed)
+        for slot in landed:
+            storage.drop_superseded(slot)
+        storage.spilling.ahead(sum(slot.nbytes for slot in landed))
+        self.settle()
+
+    def _found(self, prompt: Prompt, local: Deepest) -> list[tuple[RemoteImage, bytes]]:
+        """What the remote has beyond the local depth, and the tokens of its block or snapshot: parents first."""
+        tree, token_bytes = self.namespace.tree, prompt.token_bytes
+        parent = self._last_block(local)
+        keys, blocks = [parent.key], []
+        for at in range(parent.end * TOKEN_BYTES, len(token_bytes) - BLOCK_BYTES + 1, BLOCK_BYTES):
+            blocks.append(token_bytes[at : at + BLOCK_BYTES])
+            keys.append(chain(keys[-1], blocks[-1]))
+        rows = [self._remote.ask((ROWS, key)) for key in reversed(keys[1:])][::-1]
+        self._there.difference_update((ROWS, key) for key, image in zip(keys[1:], rows, strict=True) if image is None)
+        leading = next((i for i, image in enumerate(rows) if image is None), len(rows))
+        found = [(image, tokens) for image, tokens in zip(rows[:leading], blocks, strict=False) if image is not None]
+        if not tree.windows and not tree.snapshots:
+            return found
+        first = min([local.depth, *(window.first(local.depth) for window in tree.windows)]) // BLOCK * BLOCK
+        places = [(node.key, node.end) for node in (tree.root, *_whole(local)) if node.end >= first]
+        places += [(key, parent.end + BLOCK * (i + 1)) for i, key in enumerate(keys[1 : leading + 1])]
+        while places:
+            key, end = places.pop(0)
+            for image in self._remote.beside(key):
+                if token_bytes.startswith(image.tokens, end * TOKEN_BYTES):
+                    found.append((image, image.tokens))
+                    places += [(image.key, len(prompt))] if image.kind == ROWS else []  # a tail may have a window
+        return found
+
+    def _list(self, found: list[tuple[RemoteImage, bytes]], parent: Node) -> list[Slot]:
+        """Places in the graph for images that are found; none where RAM has no room for them."""
+        graph, slots = self.storage.graph, []
+        each = NODE_BYTES + BLOCK_BYTES + graph.slot_bytes
+        nbytes = sum(each + len(image.tokens) for image, _ in found)
+        reservation = self.storage.ram.reserve(nbytes, PATIENCE, drop=False)
+        if reservation is None:
+            return []
+        nodes = {node.key: node for node in _above(parent)}
+        with reservation:
+            for image, tokens in found:
+                node: Node | None = nodes.get(image.parent)
+                if node is not None and image.kind == ROWS:
+                    node = graph.grow(node, tokens, reservation, image.key)
+                if node is None:
+                    continue
+                nodes.setdefault(node.key, node)
+                suffix = tokens if image.kind == SNAPSHOT else b""
+                slot = Slot(image.kind, node, image.key, image.nbytes, suffix, image.mask)
+                slot.tick = graph.recency.clock
+                if graph.attach(slot, reservation):
+                    graph.place(slot, graph.last)
+                    slots.append(slot)
+        return slots
+
+    def _last_block(self, local: Deepest) -> Node:
+        return next(reversed(_whole(local)), self.namespace.tree.root)
+
+
+def _whole(local: Deepest) -> list[Node]:
+    return [node for node in local.walk.path if node.is_whole and node.rows is not None]
+
+
+def _above(node: Node | None) -> Iterator[Node]:
+    while node is not None:
+        yield node
+        node = node.parent
+
+
+def _image_of(slot: Slot) -> RemoteImage:
+    """What the remote is given of an image in RAM."""
+    node, tokens = slot.node, slot.suffix
+    parent = node
+    if slot.kind == ROWS:
+        assert node.parent is not None
+        parent, tokens = node.parent, b"" if node.is_whole else node.tokens
+    return RemoteImage(slot.kind, slot.key, parent.key, slot.nbytes, tokens, slot.mask, slot.image.extra)
+
+
+def simulate_fleet(
+    requests: Iterable[Request], state: ModelState, codec: Codec, fleet: Fleet, *, leave: int = 1, block: int = 512,
+    progress: Callable[[int], None] | None = None,
+) -> FleetOutcome:  # fmt: skip
+    """Serve these requests, one after the other, each by one machine of the fleet. `requests` are read more than once; the
+    others are the arguments of `simulator.simulate`.
+    """
+    remote = SimulatedRemote(fleet.remote)
+    machines: list[Simulation] = [
+        Simulation(state, codec, ram=fleet.ram, ssd=fleet.ssd, policy=fleet.policy, admission=fleet.admission)
+        if fleet.remote_admission is None
+        else Machine(state, codec, fleet, remote)
+        for _ in range(fleet.machines)
+    ]
+    asked, hit, read, remote_read, trips = (array("q") for _ in range(5))
+    by_machine = [0] * fleet.machines
+    prompts = Prompts(block)
+    with collector_at_rest():
+        chosen = machines_of(requests, fleet.machines, fleet.routing)
+        for number, (request, index) in enumerate(zip(requests, chosen, strict=True)):
+            machine = machines[index]
+            prompt = machine.prompt(prompts.token_bytes(request))
+            if request.call != "store" and len(prompt):
+                before = _read_so_far(machine), remote.read_bytes, _trips(machine)
+                hit.append(machine.fetch(prompt, leave))
+                asked.append(request.tokens)
+                after = _read_so_far(machine), remote.read_bytes, _trips(machine)
+                for counts, new, old in zip((read, remote_read, trips), after, before, strict=True):
+                    counts.append(new - old)
+                by_machine[index] += 1
+            if request.call != "fetch" and len(prompt):
+                machine.store(prompt)
+            if progress is not None and number % EVERY == 0:
+                progress(number)
+    counters = [machine.storage.counters for machine in machines]
+    remote_tokens = sum(machine.remote_tokens for machine in machines if isinstance(machine, Machine))
+    arrays = (np.array(counts, np.int64) for counts in (asked, hit, read, remote_read, trips))
+    return FleetOutcome(
+        fleet, by_machine, sum(asked), sum(c.ram_hit_tokens for c in counters),
+        sum(c.ssd_hit_tokens for c in counters) - remote_tokens, remote_tokens, remote.sent_images, remote.sent_bytes,
+        remote.read_images, remote.read_bytes, remote.reused_tokens, remote.evicted, remote.peak, *arrays,
+    )  # fmt: skip
+
+
+def _read_so_far(machine: Simulation) -> int:
+    return machine.ssd.read_bytes if machine.ssd is not None else 0
+
+
+def _trips(machine: Simulation) -> int:
+    return machine.trips if isinstance(machine, Machine) else 0

@@ -1,0 +1,84 @@
+"""Which machine of a fleet serves each request of a trace: a session's own one, or any.
+
+A trace names no sessions, so they are told by the blocks: `sessions` says how.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from hashlib import blake2b
+from itertools import pairwise
+from random import Random
+
+from prefixcache.trace.format import FETCH, REQUEST, STORE
+from prefixcache.trace.reading import Request
+
+STICKY, RANDOM = ("sticky", "random")
+COMMON = 4  # different blocks after one, from which on it is common to sessions, as those of a system prompt are
+SEED = 0
+NOWHERE = -1  # the session of a prompt without ids; those are never negative
+
+
+def machines_of(requests: Iterable[Request], machines: int, routing: str) -> list[int]:
+    """The machine of each request, 0 to `machines` - 1, always the same. `requests` are read more than once.
+
+    "sticky": the one that a hash of the session chooses. "random": any, but a recording's store goes where the fetch of its
+    prompt went. ValueError for another routing.
+    """
+    if routing not in (STICKY, RANDOM):
+        raise ValueError(f"routing={routing!r}: write {STICKY!r} or {RANDOM!r}")
+    if routing == STICKY:
+        return [_hashed(session) % machines for session in sessions(requests)]
+    chance, first = Random(SEED), _Blocks(requests).first
+    fetched: dict[int, int] = {}  # a recording's ids, and who was asked for them last
+    chosen = []
+    for request in requests:
+        ids = [first.get(block, block) for block in request.ids] if request.call != REQUEST else []
+        known = (fetched[block] for block in reversed(ids) if block in fetched)
+        machine = next(known, None) if request.call == STORE else None
+        chosen.append(chance.randrange(machines) if machine is None else machine)
+        if request.call == FETCH:
+            fetched.update(dict.fromkeys(ids, chosen[-1]))
+    return chosen
+
+
+def sessions(requests: Iterable[Request]) -> list[int]:
+    """The session of each request: the first of its blocks that is not common to sessions.
+
+    A block is common when `COMMON` different ones come after it in the trace. So turns that go on from one another are of
+    one session, and what shares a system prompt only is not. `requests` are read twice.
+    """
+    blocks = _Blocks(requests)
+    return [blocks.session(request) for request in requests]
+
+
+class _Blocks:
+    """How many blocks come after each one of a trace, and which tail each has grown from. A block that has grown is the
+    tail that it was.
+    """
+
+    def __init__(self, requests: Iterable[Request]):
+        self.first: dict[int, int] = {}  # a block that has grown, and the first tail
+        self._next: Counter[int] = Counter()
+        seen: set[int] = set()
+        for request in requests:
+            for index, tail, _ in request.grown:
+                self.first.setdefault(request.ids[index], self.first.get(tail, tail))
+            for parent, block in reversed([*pairwise((NOWHERE, *request.ids))]):
+                if block in seen:
+                    break  # and so is all before it
+                seen.add(block)
+                self._next[parent] += block not in self.first
+
+    def session(self, request: Request) -> int:
+        """The last block of a prompt, where all are common."""
+        block = NOWHERE
+        for block in request.ids:
+            if self._next[block] < COMMON:
+                break
+        return self.first.get(block, block)
+
+
+def _hashed(session: int) -> int:
+    return int.from_bytes(blake2b(session.to_bytes(8, "little", signed=True), digest_size=8).digest(), "little")

@@ -1,0 +1,388 @@
+"""Machines that share a remote tier: what goes up, what comes down, who serves whom."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefixcache.codecs.choice import as_codec
+from prefixcache.keys import BLOCK
+from prefixcache.planning.advice import Link
+from prefixcache.planning.fleet import Machine, SimulatedRemote, simulate_fleet
+from prefixcache.planning.model import ModelState
+from prefixcache.planning.outcome import FleetOutcome
+from prefixcache.planning.routing import COMMON, machines_of, sessions
+from prefixcache.planning.simulator import Prompts, simulate
+from prefixcache.planning.sizes import Sizes
+from prefixcache.planning.sweep import Fleet
+from prefixcache.trace.reading import Request, Trace
+from tests.planning.test_simulator import HYBRID, PLAIN, SLIDING, requests
+
+GB = 10**9
+STATE = ModelState.of(PLAIN, name="tiny")
+RAW = as_codec("raw")
+IDS = 512  # tokens an id of the agents' trace
+AT_ONCE = Link(0.0, float("inf"))
+AGENTS = requests("coding_agents", 60, 16)
+RAM, SSD = 4_000_000, 8_000_000  # of which some of the agents' blocks are evicted
+
+
+def run(asked: list[Request], fleet: Fleet, state: ModelState = STATE, block: int = IDS) -> FleetOutcome:
+    return simulate_fleet(asked, state, RAW, fleet, block=block)
+
+
+def prompt(*ids: int, tokens: int | None = None, call: str = "request", at: float = 0.0) -> Request:
+    """A prompt of blocks of 256 tokens."""
+    return Request(at, BLOCK * len(ids) if tokens is None else tokens, 0, ids, call)
+
+
+class Served:
+    """Machines of a small fleet, each asked by hand."""
+
+    def __init__(self, admission: str = "second", state: ModelState = STATE, limit: int | None = None, **fleet):
+        self.remote = SimulatedRemote(limit)
+        cell = Fleet(**{"ram": GB, "remote_admission": admission, **fleet})
+        self.machines = [Machine(state, RAW, cell, self.remote) for _ in range(3)]
+        self._prompts = Prompts(BLOCK)
+
+    def fetch(self, machine: int, *ids: int, tokens: int | None = None) -> int:
+        hit = self.machines[machine].fetch(self._prompt(machine, ids, tokens))
+        self.machines[machine].check_integrity()
+        return hit
+
+    def serve(self, machine: int, *ids: int, tokens: int | None = None) -> int:
+        hit = self.fetch(machine, *ids, tokens=tokens)
+        self.machines[machine].store(self._prompt(machine, ids, tokens))
+        self.machines[machine].check_integrity()
+        return hit
+
+    def _prompt(self, machine: int, ids: tuple[int, ...], tokens: int | None):
+        return self.machines[machine].prompt(self._prompts.token_bytes(prompt(*ids, tokens=tokens)))
+
+
+# -- up ---------------------------------------------------------------------------------------------------------------
+
+
+def test_an_image_goes_up_at_its_second_use():
+    fleet = Served("second")
+    fleet.serve(0, 1, 2)
+    assert fleet.remote.sent_images == 0
+    fleet.serve(0, 1, 3)
+    assert fleet.remote.sent_images == 1
+    fleet.serve(0, 1, 2, 4)
+    assert fleet.remote.sent_images == 2
+
+
+def test_an_image_goes_up_when_it_is_stored_with_admission_always():
+    fleet = Served("always")
+    fleet.serve(0, 1, 2)
+    assert fleet.remote.sent_images == 2
+    assert fleet.remote.sent_bytes == sum(Sizes(STATE, RAW).rows_bytes(start) for start in (0, BLOCK))
+
+
+def test_nothing_goes_up_with_admission_never():
+    fleet = Served("never")
+    fleet.serve(0, 1, 2)
+    fleet.serve(0, 1, 2)
+    assert fleet.remote.sent_images == 0
+
+
+def test_tails_stay_where_they_are():
+    fleet = Served("always")
+    fleet.serve(0, 1, 2, tokens=300)
+    assert fleet.remote.sent_images == 1
+
+
+def test_what_is_there_is_not_sent_again():
+    fleet = Served("always")
+    fleet.serve(0, 1, 2)
+    fleet.machines[1].store(fleet._prompt(1, (1, 2), None))
+    assert fleet.remote.sent_images == 2
+
+
+@pytest.mark.parametrize("admission", ["second", "always"])
+@pytest.mark.parametrize("routing", ["sticky", "random"])
+def test_nothing_is_sent_twice_to_a_remote_that_keeps_all(admission, routing):
+    outcome = run(AGENTS, Fleet(RAM, SSD, machines=3, routing=routing, remote_admission=admission, link=AT_ONCE))
+    assert outcome.sent_bytes == outcome.remote_peak > 0
+    assert outcome.remote_evicted == 0
+
+
+# -- down -------------------------------------------------------------------------------------------------------------
+
+
+def test_another_machine_hits_what_was_sent():
+    fleet = Served("always")
+    fleet.serve(0, 1, 2, 3)
+    assert fleet.serve(1, 1, 2, 4) == 2 * BLOCK
+    assert fleet.machines[1].remote_tokens == 2 * BLOCK
+    assert fleet.remote.reused_tokens == 2 * BLOCK
+    assert fleet.remote.read_bytes == sum(Sizes(STATE, RAW).rows_bytes(start) for start in (0, BLOCK))
+
+
+def test_what_came_from_the_remote_is_ram_s_from_then_on_and_is_not_sent():
+    fleet = Served("second")
+    fleet.serve(0, 1, 2, 3)
+    fleet.serve(0, 1, 2, 4)
+    fleet.serve(1, 1, 2, 5)
+    sent, read = fleet.remote.sent_images, fleet.remote.read_images
+    assert fleet.serve(1, 1, 2, 6) == 2 * BLOCK
+    assert (fleet.remote.sent_images, fleet.remote.read_images) == (sent, read) == (2, 2)
+
+
+def test_only_blocks_beyond_what_the_machine_has_are_asked_for():
+    fleet = Served("always")
+    fleet.serve(0, 1, 2, 3, 4)
+    fleet.serve(1, 1, 2)
+    assert (fleet.remote.read_images, fleet.machines[1].trips) == (2, 2)
+    assert fleet.serve(1, 1, 2, 3, 4) == 4 * BLOCK - 1
+    assert (fleet.remote.read_images, fleet.machines[1].trips) == (4, 4)
+
+
+def test_a_prompt_that_is_there_asks_nothing():
+    fleet = Served("always")
+    fleet.serve(0, 1, 2)
+    trips = fleet.machines[0].trips
+    fleet.serve(0, 1, 2)
+    fleet.serve(0, 1, 2, 3, tokens=2 * BLOCK + 9)
+    assert fleet.machines[0].trips == trips
+
+
+def test_a_lookup_that_finds_nothing_costs_one_round_trip():
+    fleet = Served("always")
+    fleet.serve(0, 1, 2)
+    assert fleet.machines[0].trips == 1
+
+
+def test_a_hole_ends_what_is_read():
+    fleet = Served("always")
+    fleet.serve(0, 1, 2, 3)
+    second = list(fleet.remote._images)[1]  # of the images, tail first, the second block's
+    fleet.remote._images.move_to_end(second, last=False)
+    fleet.remote._evict()
+    assert fleet.serve(1, 1, 2, 3, 4) == BLOCK
+    assert fleet.remote.read_images == 1
+
+
+def test_what_is_computed_sooner_is_not_read():
+    fleet = Served("always", link=Link(1.0, float("inf")), prefill=2.5 * BLOCK)
+    fleet.serve(0, 1, 2, 3)
+    assert fleet.serve(1, 1, 2) == 0
+    assert fleet.serve(2, 1, 2, 3) == 3 * BLOCK - 1
+    assert (fleet.machines[1].trips, fleet.machines[2].trips) == (1, 2)
+
+
+def test_what_lands_spills_to_the_machine_s_own_ssd():
+    fleet = Served("always", ram=60 * 75_000, ssd=GB)
+    fleet.serve(0, *range(24))
+    fleet.serve(1, *range(24))
+    read = fleet.remote.read_images
+    for first in (100, 200, 300):
+        fleet.serve(1, *range(first, first + 24))
+    assert fleet.serve(1, *range(24)) == 24 * BLOCK - 1
+    assert fleet.remote.read_images == read
+
+
+@pytest.mark.parametrize("config", [SLIDING, HYBRID], ids=["windows", "snapshots"])
+@pytest.mark.parametrize("admission", ["second", "always"])
+def test_windows_and_snapshots_come_with_their_rows(config, admission):
+    """A chat goes on where it ended, on another machine, inside a block: the tail that its snapshot needs is there."""
+    fleet = Served(admission, ModelState.of(config, name="tiny"))
+    first, tokens = (1, 2, 3, 4), 4 * BLOCK - (0 if config is SLIDING else 100)
+    fleet.serve(0, *first, tokens=tokens)
+    assert fleet.fetch(0, *first, 5) == fleet.fetch(1, *first, 5) == tokens
+    assert fleet.machines[1].remote_tokens == tokens
+
+
+# -- a whole trace ----------------------------------------------------------------------------------------------------
+
+
+def test_a_fleet_of_one_without_a_remote_is_one_machine():
+    outcome, alone = run(AGENTS, Fleet(RAM, SSD)), simulate(AGENTS, STATE, RAW, ram=RAM, ssd=SSD, block=IDS)
+    assert (outcome.ram_tokens, outcome.ssd_tokens) == (alone.ram_tokens, alone.ssd_tokens)
+    assert outcome.hit.tolist() == alone.hit.tolist()
+    assert outcome.read.tolist() == alone.read.tolist()
+    assert outcome.requests == [alone.requests]
+
+
+def test_a_remote_that_never_is_sent_anything_changes_no_hit():
+    never, none = (run(AGENTS, Fleet(RAM, SSD, machines=3, remote_admission=a)) for a in ("never", None))
+    assert never.hit.tolist() == none.hit.tolist()
+    assert never.trips.sum() > none.trips.sum() == 0
+
+
+@pytest.mark.parametrize("ssd", [0, SSD])
+@pytest.mark.parametrize("admission", ["second", "always"])
+def test_a_remote_without_a_limit_and_at_once_loses_no_hit(ssd, admission):
+    for machines, routing in ((1, "sticky"), (3, "sticky"), (3, "random")):
+        fleet = Fleet(RAM, ssd, machines=machines, routing=routing, link=AT_ONCE)
+        with_remote, without = run(AGENTS, fleet._replace(remote_admission=admission)), run(AGENTS, fleet)
+        assert with_remote.hit_tokens >= without.hit_tokens
+        assert with_remote.asked_tokens == without.asked_tokens
+
+
+def test_machines_with_room_for_all_hit_what_one_hits_with_admission_always_but_tails():
+    whole = [r._replace(tokens=IDS * len(r.ids)) for r in AGENTS]
+    fleet = Fleet(GB, machines=3, routing="random", remote_admission="always", link=AT_ONCE)
+    alone = simulate(whole, STATE, RAW, ram=GB, block=IDS)
+    assert run(whole, fleet).hit.tolist() == alone.hit.tolist()
+
+
+@pytest.mark.parametrize("limit", [None, 2_000_000])
+def test_bytes_and_tokens_add_up(limit):
+    outcome = run(AGENTS, Fleet(RAM, SSD, machines=3, routing="random", remote_admission="always", remote=limit))
+    assert outcome.hit_tokens == outcome.hit.sum() == outcome.ram_tokens + outcome.ssd_tokens + outcome.remote_tokens
+    assert min(outcome.ram_tokens, outcome.ssd_tokens, outcome.remote_tokens) > 0
+    assert outcome.asked_tokens == sum(request.tokens for request in AGENTS)
+    assert outcome.remote_read_bytes == outcome.remote_read.sum() > 0
+    assert outcome.remote_peak <= outcome.sent_bytes
+    assert limit is None or outcome.remote_peak <= limit
+    assert (outcome.remote_evicted > 0) == (limit is not None)
+    assert sum(outcome.requests) == len(AGENTS)
+    assert outcome.sent_per_reused_token == outcome.sent_bytes / outcome.reused_tokens
+
+
+def test_the_same_fleet_gives_the_same_numbers():
+    fleet = Fleet(RAM, SSD, machines=3, routing="random", remote_admission="second")
+    one, other = (run(AGENTS, fleet) for _ in range(2))
+    assert one[:-5] == other[:-5]
+    assert all(np.array_equal(a, b) for a, b in zip(one[-5:], other[-5:], strict=True))
+
+
+# -- against a plain model of the rules ---------------------------------------------------------------------------------
+
+
+class Rules:
+    """Sets of blocks in the place of caches: machines that evict nothing, and the remote's LRU."""
+
+    def __init__(self, admission: str, machines: int, limit: int | None):
+        self.admission, self.limit = admission, limit
+        self.has: list[set[tuple[int, ...]]] = [set() for _ in range(machines)]
+        self.there: list[set[tuple[int, ...]]] = [set() for _ in range(machines)]
+        self.remote: OrderedDict[tuple[int, ...], int] = OrderedDict()
+        self.sent = self.read = 0
+
+    def ask(self, machine: int, ids: tuple[int, ...]) -> int:
+        """The blocks that are hit."""
+        blocks = [ids[: i + 1] for i in range(len(ids))]
+        has, there = self.has[machine], self.there[machine]
+        local = self._leading(blocks, has)
+        missing = blocks[local:]
+        for block in reversed(missing):
+            if block in self.remote:
+                self.remote.move_to_end(block)
+            else:
+                there.discard(block)
+        for block in missing[: self._leading(missing, self.remote)]:
+            self.read += self.remote[block]
+            self.remote.move_to_end(block)
+            has.add(block)
+            there.add(block)
+        hit = self._leading(blocks, has)
+        if self.admission == "second":
+            self._send(blocks[:hit], there)
+        has.update(blocks)
+        if self.admission == "always":
+            self._send(blocks, there)
+        return hit
+
+    def _send(self, blocks: list[tuple[int, ...]], there: set[tuple[int, ...]]) -> None:
+        for block in reversed(blocks):
+            if block in there:
+                continue
+            there.add(block)
+            if block in self.remote:
+                self.remote.move_to_end(block)
+                continue
+            nbytes = Sizes(STATE, RAW).rows_bytes(BLOCK * (len(block) - 1))
+            while self.limit is not None and sum(self.remote.values()) + nbytes > self.limit:
+                self.remote.popitem(last=False)
+            self.remote[block] = nbytes
+            self.sent += nbytes
+
+    @staticmethod
+    def _leading(blocks: list[tuple[int, ...]], found) -> int:
+        return next((i for i, block in enumerate(blocks) if block not in found), len(blocks))
+
+
+paths = st.lists(st.sampled_from("ab"), min_size=1, max_size=5).map("".join)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    asked=st.lists(paths, min_size=1, max_size=14),
+    admission=st.sampled_from(["second", "always", "never"]),
+    routing=st.sampled_from(["sticky", "random"]),
+    room=st.sampled_from([None, 2.5, 6]),
+)
+def test_small_traces_follow_the_rules(asked, admission, routing, room):
+    """Prompts are paths in a tree of two branches; an id stands for a path, as in a trace."""
+    limit = None if room is None else int(room * Sizes(STATE, RAW).rows_bytes(0))
+    numbers = {}
+    trace = [
+        prompt(*(numbers.setdefault(path[: i + 1], len(numbers)) for i in range(len(path))), at=float(at))
+        for at, path in enumerate(asked)
+    ]
+    rules = Rules(admission, 3, limit)
+    expected = [rules.ask(m, r.ids) for m, r in zip(machines_of(trace, 3, routing), trace, strict=True)]
+    fleet = Fleet(GB, machines=3, routing=routing, remote_admission=admission, remote=limit, link=AT_ONCE)
+    outcome = run(trace, fleet, block=BLOCK)
+    leave = [min(hit * BLOCK, r.tokens - 1) for hit, r in zip(expected, trace, strict=True)]
+    assert outcome.hit.tolist() == leave
+    assert (outcome.sent_bytes, outcome.remote_read_bytes) == (rules.sent, rules.read)
+
+
+# -- who serves whom --------------------------------------------------------------------------------------------------
+
+
+def test_turns_of_a_chat_are_one_session_and_those_that_share_a_system_prompt_are_not():
+    chats = 2 * COMMON
+    first = [prompt(0, 100 + chat) for chat in range(chats)]
+    second = [prompt(0, 100 + chat, 200 + chat) for chat in range(chats)]
+    told = sessions([*first, *second])
+    assert told == [*range(100, 100 + chats)] * 2
+
+
+def test_a_prompt_that_is_common_alone_has_its_last_block_for_a_session():
+    common = [prompt(0, 100 + chat) for chat in range(COMMON)]
+    assert sessions([*common, prompt(0), Request(0.0, 100, 0, ())])[-2:] == [0, -1]
+
+
+def test_a_tail_that_grows_stays_in_its_session():
+    """Of a recording, where the first block of a chat has another id in each turn."""
+    turns = [Request(0.0, 100, 0, (1,), "fetch"), Request(1.0, 200, 0, (2,), "store", ((0, 1, 100),)),
+             Request(2.0, 300, 0, (3, 4), "fetch", ((0, 2, 200),))]  # fmt: skip
+    assert sessions(turns) == [1, 1, 1]
+
+
+def test_sticky_requests_of_a_session_go_to_one_machine_and_sessions_to_all():
+    asked = list(Trace(Path(__file__).parents[1] / "fixtures" / "traces" / "coding_agents.jsonl.gz"))
+    told, chosen = sessions(asked), machines_of(asked, 4, "sticky")
+    assert len(set(told)) == 50
+    assert len(set(zip(told, chosen, strict=True))) == 50
+    assert set(chosen) == {0, 1, 2, 3}
+
+
+def test_random_routing_is_the_same_each_time_and_uses_all_machines():
+    chosen = machines_of(AGENTS, 4, "random")
+    assert chosen == machines_of(AGENTS, 4, "random")
+    assert set(chosen) == {0, 1, 2, 3}
+    assert any(a != b for a, b in pairwise(chosen))
+
+
+def test_a_recorded_store_goes_where_its_prompt_was_fetched():
+    asked = [prompt(1, n, call=call) for n in range(2, 30) for call in ("fetch", "store")]
+    chosen = machines_of(asked, 4, "random")
+    assert chosen[::2] == chosen[1::2]
+    assert len(set(chosen)) > 1
+
+
+def test_an_unknown_routing_is_refused():
+    with pytest.raises(ValueError, match="routing='nearest': write 'sticky' or 'random'"):
+        machines_of(AGENTS, 4, "nearest")
