@@ -22,8 +22,10 @@ import obstore
 from obstore.store import from_url
 
 from prefixcache.remote.engine import EngineError, EngineFull
+from prefixcache.remote.sealing import buffer_for
 
 _LISTED = 1000  # names of a folder at most; a page of S3
+_PIECE = 1 << 20  # bytes of an answer that are taken at once, if they are there
 _PAGES = 10  # of a listing at most: names in deeper folders are listed too, and left out here
 _NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist")
 _LOST = re.compile(r"IncompleteMessage|IncompleteBody|UnexpectedEof|kind: Interrupted|kind: Decode")
@@ -91,6 +93,8 @@ class ObjectStore:
                     future.cancel()
 
     def get(self, name: str, size: int | None, room: Callable[[int], bool]) -> bytes | memoryview | None:
+        if self._folder is not None:
+            return self._read_file(name, room)
         with self._errors():
             try:
                 found = obstore.get(self._store, name)
@@ -101,9 +105,32 @@ class ObjectStore:
             nbytes: int = found.meta["size"]
         if not nbytes or not room(nbytes):
             return None
+        data, at = buffer_for(nbytes), 0
         with self._errors():
-            data = memoryview(found.bytes())
-        if len(data) != nbytes:
+            for piece in found.stream(min_chunk_size=_PIECE):
+                view = memoryview(piece)
+                data[at : at + len(view)] = view
+                at += len(view)
+        if at != nbytes:
+            raise EngineError("the answer was cut short")
+        return data
+
+    def _read_file(self, name: str, room: Callable[[int], bool]) -> memoryview | None:
+        """obstore would copy it once more."""
+        with self._errors():
+            try:
+                file = open(os.path.join(self._folder or "", name), "rb", buffering=0)
+            except FileNotFoundError:
+                return None
+        with file:
+            nbytes = os.fstat(file.fileno()).st_size
+            if not nbytes or not room(nbytes):
+                return None
+            data, at = buffer_for(nbytes), 0
+            with self._errors():
+                while at < nbytes and (read := file.readinto(data[at:])):
+                    at += read
+        if at != nbytes:
             raise EngineError("the answer was cut short")
         return data
 

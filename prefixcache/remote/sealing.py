@@ -24,6 +24,7 @@ log = logging.getLogger("prefixcache")
 KEY_BYTES = 32
 NONCE, TAG = 12, 16  # bytes
 OVERHEAD = NONCE + TAG
+ALIGNED = 64  # bytes
 VERSION = "v1"  # of names and seals
 _REMEDY = "make one with `openssl rand -hex 32 > fleet.key`, and give every machine the same"
 
@@ -78,8 +79,8 @@ class Seal(Protocol):
         """The bytes (uint8) to keep under a name."""
 
     def unseal(self, name: str, sealed: bytes | memoryview) -> np.ndarray:
-        """The bytes (uint8, the caller's own) that were sealed. NotSealed for what another key has sealed, what was sealed
-        for another name, and anything else.
+        """The bytes (uint8, the caller's own) that were sealed; where `sealed` can be written to, they stand in its memory.
+        NotSealed for what another key has sealed, what was sealed for another name, and anything else.
         """
 
 
@@ -114,7 +115,10 @@ class KeySeal:
         view = memoryview(sealed)
         if len(view) < OVERHEAD:
             raise NotSealed
-        data = np.empty(len(view) - OVERHEAD, np.uint8)
+        if view.readonly:
+            data = np.empty(len(view) - OVERHEAD, np.uint8)
+        else:  # in place, as OpenSSL allows: memory that was never used costs more than the cipher
+            data = np.frombuffer(view, np.uint8)[NONCE:-TAG]
         try:
             self._cipher.decrypt_into(view[:NONCE], view[NONCE:], name.encode(), data.data)
         except self._invalid:
@@ -134,7 +138,15 @@ class NoSeal:
         return data
 
     def unseal(self, name: str, sealed: bytes | memoryview) -> np.ndarray:
-        return np.frombuffer(sealed, np.uint8).copy()
+        data = np.frombuffer(sealed, np.uint8)
+        return data if data.flags.writeable else data.copy()
+
+
+def buffer_for(nbytes: int) -> memoryview:
+    """Memory for an engine to read sealed bytes into. What is unsealed in it begins at a multiple of 64, as in any array."""
+    memory = np.empty(nbytes + ALIGNED, np.uint8)
+    skipped = -(memory.ctypes.data + NONCE) % ALIGNED
+    return memory[skipped : skipped + nbytes].data
 
 
 def image_name(seal: Seal, root: bytes, kind: Kind, key: bytes, parent: bytes) -> str:
