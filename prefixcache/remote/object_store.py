@@ -25,7 +25,7 @@ from prefixcache.remote.engine import EngineError, EngineFull
 from prefixcache.remote.sealing import buffer_for
 
 _LISTED = 1000  # names of a folder at most; a page of S3
-_PIECE = 1 << 20  # bytes of an answer that are taken at once, if they are there
+_PIECE = 1 << 19  # bytes of an answer that are taken at once, if they are there
 _PAGES = 10  # of a listing at most: names in deeper folders are listed too, and left out here
 _NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist")
 _LOST = re.compile(r"IncompleteMessage|IncompleteBody|UnexpectedEof|kind: Interrupted|kind: Decode")

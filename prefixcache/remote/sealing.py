@@ -75,8 +75,8 @@ class Seal(Protocol):
     def opaque(self, *parts: bytes) -> str:
         """The name of these parts: 32 hex digits."""
 
-    def seal(self, name: str, data: np.ndarray) -> np.ndarray:
-        """The bytes (uint8) to keep under a name."""
+    def seal(self, name: str, data: np.ndarray, memory: np.ndarray | None = None) -> np.ndarray:
+        """The bytes (uint8) to keep under a name. They may stand in `memory` (uint8), where that is large enough."""
 
     def unseal(self, name: str, sealed: bytes | memoryview) -> np.ndarray:
         """The bytes (uint8, the caller's own) that were sealed; where `sealed` can be written to, they stand in its memory.
@@ -105,8 +105,9 @@ class KeySeal:
     def opaque(self, *parts: bytes) -> str:
         return hashlib.blake2b(b"".join(parts), key=self._naming, digest_size=16).hexdigest()
 
-    def seal(self, name: str, data: np.ndarray) -> np.ndarray:
-        sealed, nonce = np.empty(data.nbytes + OVERHEAD, np.uint8), os.urandom(NONCE)
+    def seal(self, name: str, data: np.ndarray, memory: np.ndarray | None = None) -> np.ndarray:
+        nbytes, nonce = data.nbytes + OVERHEAD, os.urandom(NONCE)
+        sealed = np.empty(nbytes, np.uint8) if memory is None or memory.nbytes < nbytes else memory[:nbytes]
         sealed[:NONCE] = np.frombuffer(nonce, np.uint8)
         self._cipher.encrypt_into(nonce, data.data, name.encode(), sealed[NONCE:].data)
         return sealed
@@ -134,7 +135,7 @@ class NoSeal:
     def opaque(self, *parts: bytes) -> str:
         return parts[0].hex() if len(parts) == 1 else hashlib.blake2b(b"".join(parts), digest_size=16).hexdigest()
 
-    def seal(self, name: str, data: np.ndarray) -> np.ndarray:
+    def seal(self, name: str, data: np.ndarray, memory: np.ndarray | None = None) -> np.ndarray:
         return data
 
     def unseal(self, name: str, sealed: bytes | memoryview) -> np.ndarray:

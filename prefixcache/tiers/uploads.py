@@ -141,6 +141,7 @@ class Uploads:
                         del self._waiting[address]
                     self._sending += len(batch)
                     return batch
+                self._client.forget_memory()
                 self._wake.wait(min(due, 1.0) if due is not None else 1.0)
             return None
 
