@@ -53,12 +53,12 @@ def rates(scale: str) -> Iterator[Figure]:
         for size, shape in SHAPES.items():
             try:
                 with engines.running(kind) as running:
-                    yield from _rates(running, size, _image(shape), SIZES[scale])
+                    yield from _rates(running, size, image_of(shape), SIZES[scale])
             except engines.Missing as missing:
                 yield engines.not_measured(f"remote, {kind}, images of {size}", missing)
 
 
-def _image(shape: Shape) -> np.ndarray:
+def image_of(shape: Shape) -> np.ndarray:
     """One image of a cache that holds rows as they are."""
     with PrefixCache(codec=Raw(), ram=1 << 30) as cache:
         cache.store(range(BLOCK), filled(shape, BLOCK), model=MODEL)
@@ -128,7 +128,7 @@ def _rate(image: np.ndarray, seconds: Sequence[float]) -> str:
 # -- lookups -----------------------------------------------------------------------------------------------------------
 
 
-class _Asking:
+class Asking:
     """What a search asks, of a client; how many round trips it took."""
 
     def __init__(self, client: Client, root: bytes):
@@ -171,13 +171,13 @@ def _lookup(name: str, running: Running, sizes: Sizes) -> Figure:
             gap = Gap(
                 keys[0][::-1], bytes(sizes.names * BLOCK * TOKEN_BYTES), keys, 0, 0, (), False, lambda block: True
             )
-            asking = _Asking(client, gap.root)
+            asking = Asking(client, gap.root)
             for block in range(there):
                 client.write(asking.name(gap.rows(block)), small)
             assert search(gap, asking)[0] == there * BLOCK
             trips = asking.trips
 
-            def ask(number: int, gap: Gap = gap, asking: _Asking = asking) -> float:
+            def ask(number: int, gap: Gap = gap, asking: Asking = asking) -> float:
                 return report.seconds(lambda: search(gap, asking))
 
             one, times = report.in_turns(
