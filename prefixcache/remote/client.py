@@ -59,6 +59,7 @@ class Client:
         self._lock = threading.Lock()
         self._askers = DaemonThreads(ASKERS, "prefixcache-remote-ask")  # questions don't wait behind images
         self._readers = DaemonThreads(READERS, "prefixcache-remote-read")
+        self._sealing = threading.local()  # its `memory`: what the thread has sealed its last image in
         self._rate = MovingAverage(ASSUMED_BYTES)
         self._trips = MovingAverage(1 / ASSUMED_ROUND_TRIP)
         self._late = 0
@@ -219,14 +220,26 @@ class Client:
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def write(self, name: str, data: np.ndarray, listed: bool = False) -> None:
-        """Seal bytes and put them under a name, on this thread. EngineError, and `writing` hears of it."""
+        """Seal bytes and put them under a name, on this thread. EngineError, and `writing` hears of it.
+
+        The memory that they are sealed in is kept for the thread's next image, until it calls `forget_memory`.
+        """
         began = time.monotonic()
         self._put_bytes = data.nbytes + self.seal.overhead
-        self._guarded(self.writing, self.engine.put, name, self.seal.seal(name, data).data, listed)
+        memory = getattr(self._sealing, "memory", None)
+        self.forget_memory()  # unless the engine is done with it
+        sealed = self.seal.seal(name, data, memory)
+        self._guarded(self.writing, self.engine.put, name, sealed.data, listed)
+        if self.seal.overhead:
+            self._sealing.memory = sealed if memory is None or memory.nbytes < sealed.nbytes else memory
         self.counters.add(written_images=1, written_bytes=data.nbytes + self.seal.overhead)
         self.counters.write_seconds.observe(time.monotonic() - began)
         with self._lock:
             self._missing.pop(name, None)
+
+    def forget_memory(self) -> None:
+        """This thread has nothing to write for now."""
+        self._sealing.memory = None
 
     def probe(self) -> None:
         """Look whether an engine that failed works again, if it is time for it. On this thread."""

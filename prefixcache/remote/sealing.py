@@ -24,6 +24,7 @@ log = logging.getLogger("prefixcache")
 KEY_BYTES = 32
 NONCE, TAG = 12, 16  # bytes
 OVERHEAD = NONCE + TAG
+ALIGNED = 64  # bytes
 VERSION = "v1"  # of names and seals
 _REMEDY = "make one with `openssl rand -hex 32 > fleet.key`, and give every machine the same"
 
@@ -74,12 +75,12 @@ class Seal(Protocol):
     def opaque(self, *parts: bytes) -> str:
         """The name of these parts: 32 hex digits."""
 
-    def seal(self, name: str, data: np.ndarray) -> np.ndarray:
-        """The bytes (uint8) to keep under a name."""
+    def seal(self, name: str, data: np.ndarray, memory: np.ndarray | None = None) -> np.ndarray:
+        """The bytes (uint8) to keep under a name. They may stand in `memory` (uint8), where that is large enough."""
 
     def unseal(self, name: str, sealed: bytes | memoryview) -> np.ndarray:
-        """The bytes (uint8, the caller's own) that were sealed. NotSealed for what another key has sealed, what was sealed
-        for another name, and anything else.
+        """The bytes (uint8, the caller's own) that were sealed; where `sealed` can be written to, they stand in its memory.
+        NotSealed for what another key has sealed, what was sealed for another name, and anything else.
         """
 
 
@@ -104,8 +105,9 @@ class KeySeal:
     def opaque(self, *parts: bytes) -> str:
         return hashlib.blake2b(b"".join(parts), key=self._naming, digest_size=16).hexdigest()
 
-    def seal(self, name: str, data: np.ndarray) -> np.ndarray:
-        sealed, nonce = np.empty(data.nbytes + OVERHEAD, np.uint8), os.urandom(NONCE)
+    def seal(self, name: str, data: np.ndarray, memory: np.ndarray | None = None) -> np.ndarray:
+        nbytes, nonce = data.nbytes + OVERHEAD, os.urandom(NONCE)
+        sealed = np.empty(nbytes, np.uint8) if memory is None or memory.nbytes < nbytes else memory[:nbytes]
         sealed[:NONCE] = np.frombuffer(nonce, np.uint8)
         self._cipher.encrypt_into(nonce, data.data, name.encode(), sealed[NONCE:].data)
         return sealed
@@ -114,7 +116,10 @@ class KeySeal:
         view = memoryview(sealed)
         if len(view) < OVERHEAD:
             raise NotSealed
-        data = np.empty(len(view) - OVERHEAD, np.uint8)
+        if view.readonly:
+            data = np.empty(len(view) - OVERHEAD, np.uint8)
+        else:  # in place, as OpenSSL allows: memory that was never used costs more than the cipher
+            data = np.frombuffer(view, np.uint8)[NONCE:-TAG]
         try:
             self._cipher.decrypt_into(view[:NONCE], view[NONCE:], name.encode(), data.data)
         except self._invalid:
@@ -130,11 +135,19 @@ class NoSeal:
     def opaque(self, *parts: bytes) -> str:
         return parts[0].hex() if len(parts) == 1 else hashlib.blake2b(b"".join(parts), digest_size=16).hexdigest()
 
-    def seal(self, name: str, data: np.ndarray) -> np.ndarray:
+    def seal(self, name: str, data: np.ndarray, memory: np.ndarray | None = None) -> np.ndarray:
         return data
 
     def unseal(self, name: str, sealed: bytes | memoryview) -> np.ndarray:
-        return np.frombuffer(sealed, np.uint8).copy()
+        data = np.frombuffer(sealed, np.uint8)
+        return data if data.flags.writeable else data.copy()
+
+
+def buffer_for(nbytes: int) -> memoryview:
+    """Memory for an engine to read sealed bytes into. What is unsealed in it begins at a multiple of 64, as in any array."""
+    memory = np.empty(nbytes + ALIGNED, np.uint8)
+    skipped = -(memory.ctypes.data + NONCE) % ALIGNED
+    return memory[skipped : skipped + nbytes].data
 
 
 def image_name(seal: Seal, root: bytes, kind: Kind, key: bytes, parent: bytes) -> str:

@@ -15,15 +15,17 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from valkey import exceptions
 from valkey.connection import Connection, PythonRespSerializer
 
 from prefixcache.remote.engine import EngineError, EngineFull
+from prefixcache.remote.sealing import buffer_for
 
 _LISTED = 1000
 _READ = 1 << 18  # bytes that a read takes at most
+_HEAD = 64  # bytes that are read at first of an answer that goes into a buffer
 _PIECE = 1 << 20  # bytes that are sent at once
 _SLACK = 1 << 20  # bytes that the answers of a call may have beside the value
 # What the server's errors begin with; the rest of their text may hold names and users.
@@ -37,6 +39,7 @@ _REASONS = {
 }
 
 Command = tuple[Any, ...]
+Received = TypeVar("Received", bytes, int)
 
 
 class ValkeyStore:
@@ -102,9 +105,9 @@ class ValkeyStore:
             (size,) = self._lengths([key], deadline)
         if not size or not room(size):
             return None
-        # STRLEN tells a whole value from the beginning of a longer one.
-        data, now = self._call([("GETRANGE", key, 0, size - 1), ("STRLEN", key)], deadline, size)
-        return data if isinstance(data, bytes) and len(data) == size == now else None
+        data = buffer_for(size)
+        (is_whole,) = self._on_a_connection(lambda connection: [connection.fill(("GET", key), data, deadline)])
+        return data if is_whole else None
 
     def put(self, name: str, data: bytes | memoryview, listed: bool = False) -> None:
         key = self._key(name)
@@ -160,9 +163,13 @@ class ValkeyStore:
         """The answers, all commands in one round trip. EngineError for the first that is an error, and for answers of many
         more bytes than `limit`.
         """
+        return self._on_a_connection(lambda connection: connection.ask(commands, deadline, limit + _SLACK))
+
+    def _on_a_connection(self, call: Callable[[_Connection], list[Any]]) -> list[Any]:
+        """What the call answers. EngineError for the first answer that is an error."""
         connection = self._take()
         try:
-            answers = connection.ask(commands, deadline, limit + _SLACK)
+            answers = call(connection)
         except BaseException as error:
             with self._lock:
                 self._used.discard(connection)
@@ -221,6 +228,38 @@ class _Connection(Connection):
         self.send_packed_command(self.pack_commands(commands), check_health=False)
         return [self._answer() for _ in commands]
 
+    def fill(self, command: Command, data: memoryview, deadline: float) -> Any:
+        """Read the value that a command answers with straight into `data`. False where there is none of this size; where the
+        server answers with an error, that.
+
+        valkey-py would read it into buffers of its own and copy it twice.
+        """
+        self._deadline, self._allowed = deadline, len(data) + _SLACK
+        self.connect()
+        self.send_packed_command(self.pack_command(*command), check_health=False)
+        sock, head = self._sock, b""
+        assert sock is not None
+        while b"\r\n" not in head:
+            head += _some(sock.recv(_HEAD))
+        line, _, rest = head.partition(b"\r\n")
+        if line[:1] == b"-":
+            error = self._parser.parse_error(line[1:].decode("utf-8", "replace"))
+            if isinstance(error, exceptions.ConnectionError):
+                raise error
+            return error
+        if line != b"$%d" % len(data):
+            if line != b"$-1":
+                self.disconnect()  # the value, of another size, is still on its way
+            return False
+        at = min(len(rest), len(data))
+        data[:at] = rest[:at]
+        end = rest[at:]
+        while at < len(data):
+            at += _some(sock.recv_into(data[at:]))
+        while len(end) < 2:
+            end += _some(sock.recv(2 - len(end)))
+        return True
+
     def is_quiet(self) -> bool:
         """Whether it may be used: not connected yet, or open with nothing to read. An end of the stream can be read, too."""
         if self._sock is None:
@@ -277,7 +316,7 @@ class _Socket:
         self._count(len(data))
         return data
 
-    def recv_into(self, buffer: bytearray) -> int:
+    def recv_into(self, buffer: bytearray | memoryview) -> int:
         self._sock.settimeout(_left(self._connection._deadline))
         size = self._sock.recv_into(buffer)
         self._count(size)
@@ -296,6 +335,13 @@ class _Socket:
 
     def settimeout(self, timeout: float | None) -> None:
         """valkey-py's wishes are not followed: the deadline holds."""
+
+
+def _some(received: Received) -> Received:
+    """What a socket gave, or how much; ConnectionError at the end of the stream."""
+    if not received:
+        raise exceptions.ConnectionError("the server closed the connection")
+    return received
 
 
 def _left(deadline: float) -> float:

@@ -167,25 +167,34 @@ class Uploads:
                         client.has_lost(asked)
                     client.write(name, np.frombuffer(layout.encode(), np.uint8), listed=True)
                 self._told.add(name)
+            missing = []
             for slot, name, size in zip(slots, names, sizes[len(layouts) :], strict=True):
-                if size is not None:
+                if size is None:
+                    missing.append((slot, name))
+                else:
                     client.counters.add(known=1)
-                elif not self._put(slot, name):
-                    continue
-                slot.remote_at = asked
+                    slot.remote_at = asked
+            self._put(missing, asked)
         finally:
             self._storage.unpin(slots)
 
-    def _put(self, slot: Slot, name: str) -> bool:
-        """Send one image, with RAM for its sealed form. False when there is none, or it was deleted meanwhile."""
-        image, nbytes = slot.image, slot.nbytes + self._client.seal.overhead
-        reservation = self._storage.ram.reserve(nbytes, drop=False) if image is not None else None
+    def _put(self, missing: list[tuple[Slot, str]], asked: float) -> None:
+        """Send images under these names, with RAM for the sealed form of the largest: the next one is sealed in the same."""
+        largest = max((slot.nbytes for slot, _ in missing), default=0) + self._client.seal.overhead
+        reservation = self._storage.ram.reserve(largest, drop=False) if missing else None
         if reservation is None:
-            self._client.counters.add(dropped=1)
-            return False
+            self._client.counters.add(dropped=len(missing))
+            return
         with reservation:
-            self._client.write(name, image.data, listed=slot.kind == SNAPSHOT)
-        return True
+            try:
+                for slot, name in missing:
+                    if (image := slot.image) is None:  # deleted meanwhile
+                        self._client.counters.add(dropped=1)
+                        continue
+                    self._client.write(name, image.data, listed=slot.kind == SNAPSHOT)
+                    slot.remote_at = asked
+            finally:
+                self._client.forget_memory()
 
     def _layout_name(self, row: NamespaceRow) -> str:
         folder = layouts_folder(self._client.seal, row.model, row.codec)

@@ -17,6 +17,16 @@ FOLDER = ROOT / ".peers" / "venv"
 MLX = "mlx==0.32.4" if sys.platform == "darwin" else "mlx[cpu]==0.32.4"
 WITH_DEPENDENCIES = [MLX, "mlx-lm==0.31.3", "numpy", "psutil", "rich>=13.7"]
 ALONE = ["vllm-mlx==0.6.0", "mlx-vlm==0.7.10"]
+LMCACHE_FOLDER = ROOT / ".peers" / "lmcache"
+LMCACHE = "lmcache==0.5.6"
+# What its connectors to Redis import. The rest is for GPUs and clouds.
+LMCACHE_IMPORTS = [
+    "torch==2.13.0", "redis", "msgspec", "pyyaml", "psutil", "sortedcontainers", "numpy<=2.2.6", "prometheus_client",
+    "cachetools", "aiofiles", "requests", "blake3", "nvtx", "numba", "cufile-python", "safetensors", "pyzmq", "py-cpuinfo",
+    "httpx", "aiohttp", "aiofile", "fastapi", "httptools", "uvicorn", "cryptography", "opentelemetry-api",
+    "opentelemetry-sdk", "opentelemetry-exporter-prometheus", "opentelemetry-exporter-otlp", "protobuf<7", "setuptools<81",
+    "transformers",
+]  # fmt: skip
 PIP = [
     "-m",
     "pip",
@@ -40,14 +50,24 @@ class NotInstalled(Exception):
 @cache
 def python() -> Path:
     """The interpreter of the peers' environment, made if need be. Raises `NotInstalled`."""
-    stamp, wanted = FOLDER / "installed", "\n".join([sys.version, *WITH_DEPENDENCIES, *ALONE])
-    here = FOLDER / "bin" / "python"
+    return _made(FOLDER, WITH_DEPENDENCIES, ALONE)
+
+
+@cache
+def lmcache() -> Path:
+    """The interpreter of LMCache's environment, made if need be. Raises `NotInstalled`."""
+    return _made(LMCACHE_FOLDER, LMCACHE_IMPORTS, [LMCACHE])
+
+
+def _made(folder: Path, with_dependencies: list[str], alone: list[str]) -> Path:
+    stamp, wanted = folder / "installed", "\n".join([sys.version, *with_dependencies, *alone])
+    here = folder / "bin" / "python"
     if stamp.is_file() and stamp.read_text() == wanted:
         return here
-    shutil.rmtree(FOLDER, ignore_errors=True)
-    _run(*CREATE, str(FOLDER))
-    _run(str(here), *PIP, *WITH_DEPENDENCIES)
-    _run(str(here), *PIP, "--no-deps", *ALONE)
+    shutil.rmtree(folder, ignore_errors=True)
+    _run(*CREATE, str(folder))
+    _run(str(here), *PIP, *with_dependencies)
+    _run(str(here), *PIP, "--no-deps", *alone)
     stamp.write_text(wanted)
     return here
 
