@@ -34,15 +34,17 @@ BAR = 0.8
 
 
 class Sizes(NamedTuple):
-    """Rounds of one image at a time, and of several at once; images of each; the blocks of a prompt that is looked for."""
+    """Rounds of one image at a time, and of several at once; images of each; how many of `SHAPES`; the blocks of a prompt that
+    is looked for."""
 
     alone: int
     together: int
     images: int
+    shapes: int
     names: int
 
 
-SIZES = {"full": Sizes(21, 7, 8, 128), "quick": Sizes(15, 5, 4, 128), "tiny": Sizes(1, 1, 1, 8)}
+SIZES = {"full": Sizes(21, 7, 8, 2, 128), "quick": Sizes(15, 5, 4, 2, 128), "tiny": Sizes(1, 1, 1, 1, 8)}
 SHAPES = {"1.6 MB": Shape(full=4, heads=3, width=128), "16 MB": Shape(full=40, heads=3, width=128)}
 
 
@@ -50,7 +52,7 @@ def rates(scale: str) -> Iterator[Figure]:
     """Put and get through `Client`, over a plain put and get of as many bytes, by turns: one image at a time, and as many at
     once as the tier sends and reads."""
     for kind in engines.KINDS:
-        for size, shape in SHAPES.items():
+        for size, shape in list(SHAPES.items())[: SIZES[scale].shapes]:
             try:
                 with engines.running(kind) as running:
                     yield from _rates(running, size, image_of(shape), SIZES[scale])
