@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.bench import chart, claims, page, peer_codecs, peers, report, server, server_load
+from tools.bench import chart, claims, page, peer_codecs, peers, remote_serving, report, server, server_load
 from tools.bench.__main__ import BENCHES
 from tools.bench.peer import contestants, tasks, venv
 from tools.bench.peer.contestants import MLX_LM, MLX_VLM, OURS, VLLM_MLX, Answer, Task
@@ -111,6 +111,15 @@ def test_a_gap_between_steps_leaves_out_what_computes_prompts():
         Span("step", 4.5, 5.5, 1), Span("step", 5.5, 6.5, 2), Span("fetch", 6.5, 6.75, 500), Span("step", 6.75, 7.75, 2),
     ]  # fmt: skip
     assert server_load.gaps_of(spans) == [pytest.approx((1.5, 1, 0.5, 0.2)), pytest.approx((1.0, 0, 0.0, 0.0))]
+
+
+def test_a_tail_that_chance_gives_misses_no_bar():
+    quick, slow = [0.1] * 300, [0.1] * 295 + [0.2] * 5
+    assert remote_serving.tails("x", quick, quick).met
+    assert remote_serving.tails("x", slow, slow[::-1]).met
+    assert remote_serving.tails("x", [0.2] * 300, quick).met is False
+    assert remote_serving.tails("x", slow, quick).met is None  # the same five could have been the other's
+    assert remote_serving.tails("x", quick[:50], quick[:50]).met is None
 
 
 def test_every_figure_has_a_name_of_its_own():
