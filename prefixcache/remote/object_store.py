@@ -25,7 +25,8 @@ from prefixcache.remote.sealing import buffer_for
 from prefixcache.remote.threads import DaemonThreads
 
 _LISTED = 1000  # names of a folder at most; a page of S3
-_PIECE = 1 << 19  # bytes of an answer that are taken at once, if they are there
+_AT_ONCE = 4 << 20  # bytes of an answer that is taken whole: a call for each piece costs more than a copy of these
+_PIECE = 1 << 19  # bytes of a larger one that are taken at once, if they are there
 _MOST = 1 << 30  # bytes of a file that are read at once; macOS refuses 2 GiB
 _PAGES = 10  # of a listing at most: names in deeper folders are listed too, and left out here
 _NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist")
@@ -107,6 +108,12 @@ class ObjectStore:
             nbytes: int = found.meta["size"]
         if not nbytes or not room(nbytes):
             return None
+        if nbytes <= _AT_ONCE:
+            with self._errors():
+                whole = memoryview(found.bytes())
+            if len(whole) != nbytes:
+                raise EngineError("the answer was cut short")
+            return whole
         data, at = buffer_for(nbytes), 0
         with self._errors():
             for piece in found.stream(min_chunk_size=_PIECE):
