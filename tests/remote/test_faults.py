@@ -217,7 +217,7 @@ def test_of_ten_thousand_harmed_images_none_is_believed(machine, monkeypatch, tm
     monkeypatch.setattr("prefixcache.cache.open_engine", lambda url, **options: engine)
     monkeypatch.setattr("prefixcache.tiers.remote_promotion.LEAST_PATIENCE", 10.0)  # what is missed, is for what it is
     (tmp_path / "theirs.key").write_text("7b" * 32)
-    how: dict[str, Any] = {} if sealed else {"remote_key_file": None}
+    how: dict[str, Any] = {"remote_timeout": 30.0, **({} if sealed else {"remote_key_file": None})}
 
     def stored_by(make: Callable[[], Any], **values: Any) -> dict[str, bytes]:
         cache = machine("valkey://localhost", **{**how, "remote_admission": "always", **values})
