@@ -57,6 +57,9 @@ def figures(name):
         "transform-fetch",
         "transform-lengths",
         "transform-basis",
+        "remote-rates",
+        "remote-lookup",
+        "remote-fleet",
     ],
 )
 def test_a_bench_runs(name, tmp_path):

@@ -8,7 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixcache.image_format import KINDS, SNAPSHOT
-from prefixcache.remote.sealing import OVERHEAD, FleetKey, KeySeal, NoSeal, NotSealed, image_name, snapshot_folder
+from prefixcache.remote.sealing import (
+    OVERHEAD,
+    FleetKey,
+    KeySeal,
+    NoSeal,
+    NotSealed,
+    buffer_for,
+    image_name,
+    snapshot_folder,
+)
 
 OURS, THEIRS = KeySeal(FleetKey(b"o" * 32)), KeySeal(FleetKey(b"t" * 32))
 IMAGE = np.arange(1000, dtype=np.uint8)
@@ -46,6 +55,29 @@ def test_the_name_the_key_and_the_length_count():
     ):
         with pytest.raises(NotSealed):
             seal.unseal(name, data)
+
+
+@given(nbytes=st.one_of(st.integers(1, 300), st.sampled_from([1 << 16, (1 << 18) - 5, 1_600_003])))
+def test_what_an_engine_read_into_memory_of_ours_is_unsealed_where_it_stands(nbytes):
+    image = np.resize(IMAGE, nbytes)
+    sealed, memory = OURS.seal("v1/a", image), buffer_for(nbytes + OVERHEAD)
+    memory[:] = sealed.data
+    unsealed = OURS.unseal("v1/a", memory)
+    assert np.array_equal(unsealed, image)
+    assert np.shares_memory(unsealed, np.frombuffer(memory, np.uint8))
+    assert unsealed.ctypes.data % 64 == 0
+    memory[:] = sealed.data
+    memory[-1] ^= 1
+    with pytest.raises(NotSealed):
+        OURS.unseal("v1/a", memory)
+
+
+def test_the_next_image_is_sealed_in_the_memory_of_the_one_before_where_it_fits():
+    memory = np.empty(500 + OVERHEAD, np.uint8)
+    for nbytes, fits in ((500, True), (20, True), (501, False)):
+        sealed = OURS.seal("v1/a", IMAGE[:nbytes], memory)
+        assert np.shares_memory(sealed, memory) == fits
+        assert np.array_equal(OURS.unseal("v1/a", sealed.tobytes()), IMAGE[:nbytes])
 
 
 def test_one_image_is_never_sealed_twice_to_the_same_bytes():

@@ -8,6 +8,7 @@ from tools.bench import (
     codecs,
     cpu_attention,
     disk,
+    fleet,
     gpu,
     gpu_attention,
     gpu_live,
@@ -20,6 +21,9 @@ from tools.bench import (
     peers,
     prefill,
     quality,
+    remote,
+    remote_peers,
+    remote_serving,
     report,
     server,
     server_load,
@@ -41,6 +45,7 @@ BENCHES = {
     "quality": quality.FIGURES,
     "attending": cpu_attention.FIGURES | gpu_attention.FIGURES,
     "live": live.FIGURES | gpu_live.FIGURES | prefill.FIGURES,
+    "remote": remote.FIGURES | remote_serving.FIGURES | remote_peers.FIGURES | fleet.FIGURES,
     "server": server.FIGURES | server_load.FIGURES,
 }
 

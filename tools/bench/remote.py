@@ -34,15 +34,18 @@ BAR = 0.8
 
 
 class Sizes(NamedTuple):
-    """Rounds of one image at a time, and of several at once; images of each; the blocks of a prompt that is looked for."""
+    """Rounds of one image at a time, and of several at once; images put and got in one of these; how many of `SHAPES`;
+    `names` of a prompt that is looked for. (SeaweedFS keeps what was overwritten: 2 GB in all.)"""
 
     alone: int
     together: int
-    images: int
+    put: int
+    got: int
+    shapes: int
     names: int
 
 
-SIZES = {"full": Sizes(21, 7, 8, 128), "quick": Sizes(15, 5, 4, 128), "tiny": Sizes(1, 1, 1, 8)}
+SIZES = {"full": Sizes(15, 5, 4, 8, 2, 128), "quick": Sizes(9, 3, 2, 8, 2, 128), "tiny": Sizes(1, 1, 1, 1, 1, 8)}
 SHAPES = {"1.6 MB": Shape(full=4, heads=3, width=128), "16 MB": Shape(full=40, heads=3, width=128)}
 
 
@@ -50,7 +53,7 @@ def rates(scale: str) -> Iterator[Figure]:
     """Put and get through `Client`, over a plain put and get of as many bytes, by turns: one image at a time, and as many at
     once as the tier sends and reads."""
     for kind in engines.KINDS:
-        for size, shape in SHAPES.items():
+        for size, shape in list(SHAPES.items())[: SIZES[scale].shapes]:
             try:
                 with engines.running(kind) as running:
                     yield from _rates(running, size, image_of(shape), SIZES[scale])
@@ -77,12 +80,20 @@ def _rates(running: Running, size: str, image: np.ndarray, sizes: Sizes) -> Iter
             examine(read)
 
         works = {
-            "put": (UPLOADERS, lambda n: client.write(f"v1/{n}", image), lambda n: plain.put(f"plain/{n}", plain_data)),
-            "get": (READERS, get, lambda n: plain.get(f"plain/{n}")),
+            "put": (
+                UPLOADERS,
+                sizes.put,
+                lambda n: client.write(f"v1/{n}", image),
+                lambda n: plain.put(f"plain/{n}", plain_data),
+            ),
+            "get": (READERS, sizes.got, get, lambda n: plain.get(f"plain/{n}")),
         }
-        for what, (threads, ours, theirs) in works.items():
+        for n in range(sizes.put, sizes.got):
+            client.write(f"v1/{n}", image)
+            plain.put(f"plain/{n}", plain_data)
+        for what, (threads, images, ours, theirs) in works.items():
             one = _compared(ours, theirs, 1, sizes.alone, 1)
-            many = _compared(ours, theirs, threads, sizes.together, sizes.images)
+            many = _compared(ours, theirs, threads, sizes.together, images)
             library = engines.LIBRARIES[running.kind]
             yield Figure(
                 f"remote, {running.kind}, {what} of images of {size}, sealed and checked, over plain bytes through {library}",

@@ -100,7 +100,7 @@ def _beside(name: str, running: engines.Running, chunks: int, rounds: int) -> It
     image = image_of(SHAPES[SIZE])
     keys = [number.to_bytes(16, "big") for number in range(1, chunks + 1)]
     gap = Gap(keys[-1][::-1], bytes(chunks * BLOCK * TOKEN_BYTES), keys, 0, 0, (), False, lambda block: True)
-    peer = Peer(running.server.port, chunks)
+    peers = {which: Peer(running.server.port, chunks) for which in NAMES}  # one that hangs must not hold up the other
     try:
         with running.client() as client, ThreadPoolExecutor(READERS) as pool:
             asking = Asking(client, gap.root)
@@ -122,7 +122,7 @@ def _beside(name: str, running: engines.Running, chunks: int, rounds: int) -> It
                 return time.perf_counter() - began
 
             def theirs(which: str, number: int) -> float:
-                found = peer.do("get", which)
+                found = peers[which].do("get", which)
                 assert found["found"] == found["got"] == chunks, found
                 asked_there[which].append(found["asking"])
                 return float(found["asking"] + found["getting"])
@@ -130,7 +130,7 @@ def _beside(name: str, running: engines.Running, chunks: int, rounds: int) -> It
             asked: list[float] = []
             asked_there: dict[str, list[float]] = {which: [] for which in NAMES}
             for which in NAMES:
-                nbytes = peer.do("put", which)["bytes"]
+                nbytes = peers[which].do("put", which)["bytes"]
                 theirs(which, 0)
             ours(0)
             found = report.in_turns(
@@ -147,14 +147,15 @@ def _beside(name: str, running: engines.Running, chunks: int, rounds: int) -> It
             )  # fmt: skip
             running.server.freeze()
             try:
-                yield _stopped(client, gap, peer)
+                yield _stopped(client, gap, peers)
             finally:
                 running.server.thaw()
     finally:
-        peer.close()
+        for peer in peers.values():
+            peer.close()
 
 
-def _stopped(client: Any, gap: Gap, peer: Peer) -> Figure:
+def _stopped(client: Any, gap: Gap, peers: dict[str, Peer]) -> Figure:
     """How long a question waits for a server that has stopped."""
     waits = []
     for _ in range(3):  # the first waits; then the client knows
@@ -167,7 +168,7 @@ def _stopped(client: Any, gap: Gap, peer: Peer) -> Figure:
     for which in NAMES:
         began = time.perf_counter()
         try:
-            peer.do("contains", which, WATCHED)
+            peers[which].do("contains", which, WATCHED)
             said = f"{time.perf_counter() - began:.1f} s"
         except TimeoutError:
             said = f"no end within {WATCHED:.0f} s, when it was ended"

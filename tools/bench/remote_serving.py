@@ -38,8 +38,8 @@ class Plan(NamedTuple):
 
 
 PLANS = {
-    "full": Plan(6000, 5, (0, 0.01, 0.05), 240, 300),
-    "quick": Plan(3000, 3, (0, 0.05), 60, 300),
+    "full": Plan(4000, 3, (0, 0.01, 0.05), 240, 300),
+    "quick": Plan(2000, 2, (0, 0.05), 60, 300),
     "tiny": Plan(600, 1, (0,), 3, 100),
 }
 STOPPED_BAR = 1.05
