@@ -98,8 +98,8 @@ class PrefixCache:
     """The attention state of prompts seen, compressed in RAM under a hard budget, and on SSD.
 
     Thread-safe: any thread may call anything. MLX runs only in `store`, `fetch` and `StoredPrompt`, on the caller's
-    thread and stream. Nothing waits for the disk but `flush`, `close`, the future of `promote`, and where it is asked for
-    `fetch` (`promote=True`) and `store` (the setting `spill="wait"`).
+    thread and stream. Nothing waits for the disk or the remote tier but `flush`, `close`, the future of `promote`, and where
+    it is asked for `fetch` (`promote=True`) and `store` (the setting `spill="wait"`).
     """
 
     def __init__(self, settings: Settings | None = None, **values: Any):
@@ -304,7 +304,8 @@ class PrefixCache:
         Returns (prompt_cache, rest): a new list of layer caches of the classes that were stored, the caller's own, and
         `tokens[depth:]`, of at least `leave` tokens. (None, tokens) on a miss.
 
-        With `promote` the caller waits for what only the SSD has, and on a CPU blocks of layers that keep every token are
+        With `promote` the caller waits for what only the SSD and the remote tier have, for the latter at most for the setting
+        `remote_timeout`, and on a CPU blocks of layers that keep every token are
         decoded as they are read; without, no file is read.
 
         With `whole_blocks` a hit ends where a whole block does: at most 255 tokens more are computed, always on the same
@@ -419,7 +420,7 @@ class PrefixCache:
         if prefill_rate is not None and not prefill_rate > 0:
             raise ValueError(f"prefill_rate={prefill_rate!r}: give tokens a second, more than 0")
         remote = self._storage.remote
-        return remote.bring(prompt, leave, whole_blocks, prefill_rate) if remote is not None else None
+        return remote.promote(prompt, leave, whole_blocks, prefill_rate) if remote is not None else None
 
     def promote_local(self, prompt: Prompt, *, leave: int = 0, whole_blocks: bool = False) -> Future[int]:
         """Of `promote`, what the SSD has."""

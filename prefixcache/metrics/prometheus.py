@@ -94,7 +94,7 @@ EVENTS = (  # since the cache was opened, of `Counters`
          "ignoring (tier) group_left () sum (rate(prefixcache_fetch_tokens_total[5m])).", _hit, "tier"),
     Kind("promoted_tokens", "Tokens brought from SSD to RAM.", lambda c: c.promoted_tokens),
     Kind("promoted_bytes", "Bytes brought from SSD to RAM.", lambda c: c.promoted_bytes),
-    Kind("brought_images", "Images brought from the remote tier to RAM.", lambda c: c.brought_images),
+    Kind("remote_promoted_images", "Images promoted from the remote tier to RAM.", lambda c: c.remote_promoted_images),
     Kind("stores", "Prompt caches that were given to be stored.", lambda c: c.stores),
     Kind("store_tokens", "Their tokens: new, kept already (shared), or without room (unkept).", _stored, "result"),
     Kind("stored_bytes", "Bytes of what was new, compressed.", lambda c: c.stored_bytes),

@@ -81,7 +81,7 @@ class Counters:
     ram_hit_tokens: int = 0  # of those, tokens that RAM had by itself
     ssd_hit_tokens: int = 0  # and tokens that a promotion had brought and no hit had used since
     remote_hit_tokens: int = 0  # and of tokens that the remote tier had brought
-    brought_images: int = 0  # images that the remote tier brought
+    remote_promoted_images: int = 0  # images that came from the remote tier
     promoted_tokens: int = 0
     promoted_bytes: int = 0
     stores: int = 0
@@ -114,9 +114,9 @@ class Counters:
         self.ssd_hit_tokens += owed
         self.ram_hit_tokens += depth - owed - remote
 
-    def brought(self, slot: Slot, first: int) -> None:
-        """The remote tier brought an image, without which a hit would have ended at token `first`, or at its block's."""
-        self.brought_images += 1
+    def promoted_from_remote(self, slot: Slot, first: int) -> None:
+        """An image came from the remote tier, without which a hit would have ended at token `first`, or at its block's."""
+        self.remote_promoted_images += 1
         self.arrivals_remote.came(slot, max(first, slot.node.start if slot.kind == "rows" else 0))
 
     def copy(self, **changes: int) -> Counters:

@@ -17,7 +17,7 @@ import numpy as np
 from prefixcache.metrics.moving_average import MovingAverage
 from prefixcache.remote.breaker import Breaker
 from prefixcache.remote.engine import Engine, EngineError
-from prefixcache.remote.sealing import NotSealed, Seal
+from prefixcache.remote.sealing import VERSION, NotSealed, Seal
 from prefixcache.remote.stats import RemoteCounters, RemoteStats
 from prefixcache.remote.threads import DaemonThreads
 
@@ -28,20 +28,17 @@ ASKERS = 8  # questions
 ASSUMED_BYTES = 100e6  # read a second, before anything was read: 1 GbE
 ASSUMED_ROUND_TRIP = 0.01  # seconds, before anything was asked
 PASSED_SECONDS = (
-    0.02  # of the assumed rate, that a read which was passed over counts as: a bad rate is tried again some day
+    0.02  # of the assumed rate enter the average with each read that is passed over: a bad rate is tried again
 )
 MISSING_FOR = 5.0  # seconds that a name which was missing is taken for missing
 REFUSED_FOR = 600.0  # seconds that an image which was refused is
 REMEMBERED = 4096  # names of either kind
-PROBE = "v1/probe"  # a name that nobody has
-KEY_CHECK = "v1/key"  # what stands here tells which key the images are sealed with
+MISSING = f"{VERSION}/missing"  # a name that nobody has
+PROBE = f"{VERSION}/probe"  # what is written to see whether an engine takes images again
+KEY_CHECK = f"{VERSION}/key"  # what stands here tells which key the images are sealed with
 KEY_TEXT = np.frombuffer(b"prefixcache", np.uint8)
 
 Result = TypeVar("Result")
-
-
-class Late(EngineError):
-    """Whoever waited for the engine has stopped; the call goes on until the engine's own timeout."""
 
 
 class Client:
@@ -66,7 +63,8 @@ class Client:
         self._missing: dict[str, float] = {}  # until when
         self._refused: dict[str, float] = {}
         self._lost_at = 0.0
-        self._put_bytes = 0  # of the last image that was written
+        self._has_refused = False
+        self.probe_bytes = 0  # of the last image that was written
         self._closed = False
 
     @property
@@ -75,7 +73,7 @@ class Client:
 
     @property
     def takes_writes(self) -> bool:
-        """Whether it takes images: it is asked first whether it has them."""
+        """Whether images may be sent: neither reading nor writing has failed. To send, it is asked first what it has."""
         return self.writing.closed and self.reading.closed
 
     @property
@@ -83,16 +81,17 @@ class Client:
         """What the engine had before this time, by time.monotonic(), it may have lost: it failed since, or was emptied."""
         return max(self.reading.closed_at, self._lost_at)
 
-    def has_lost(self, since: float) -> None:
-        """Something that the engine had is gone."""
-        self._lost_at = since
+    def note_loss(self, since: float) -> None:
+        """Something that the engine had is gone: it was missing at `since`."""
+        with self._lock:
+            self._lost_at = max(self._lost_at, since)
 
     def expected(self, nbytes: int) -> float:
         """Seconds that reading so many bytes will take; of none, that an answer will."""
         with self._lock:
             return 1 / self._trips.per_second() + nbytes / self._rate.per_second()
 
-    def has_read(self, nbytes: int, seconds: float) -> None:
+    def learn_rate(self, nbytes: int, seconds: float) -> None:
         """So many bytes came in so many seconds, all images of a prompt together."""
         with self._lock:
             self._rate.add(nbytes, seconds)
@@ -105,8 +104,8 @@ class Client:
 
     # -- asking and reading: raise EngineError ------------------------------------------------------------------------
 
-    def sizes(self, names: Sequence[str], patience: float) -> list[int | None]:
-        """The bytes under each name; None of those that are missing, or are taken for missing. Late after `patience`
+    def sizes(self, names: Sequence[str], patience: float | None = None) -> list[int | None]:
+        """The bytes under each name; None of those that are missing, or are taken for missing. EngineError after `patience`
         seconds.
         """
         asked = [name for name in names if not self.is_missing(name)]
@@ -128,12 +127,17 @@ class Client:
         with self._lock:
             self._trips.add(1, seconds)
 
-    def names_under(self, folders: Sequence[str], patience: float) -> list[list[str]]:
+    def ids_under(self, folders: Sequence[str], patience: float) -> list[list[str]]:
         """The last parts of the names in each of a few folders."""
         asking = [self._ask(self.engine.names_under, folder) for folder in folders]
         self.counters.add(asks=len(folders))
         until = time.monotonic() + patience
-        found = [self.wait(future, max(until - time.monotonic(), 0.0)) for future in asking]
+        try:
+            found = [self.wait(future, max(until - time.monotonic(), 0.0)) for future in asking]
+        except EngineError:
+            for future in asking:
+                self.give_up(future)
+            raise
         return [[name.rpartition("/")[2] for name in names] for names in found]
 
     def begin_read(self, call: Callable[..., Result], *arguments: object) -> Future[Result]:
@@ -168,15 +172,16 @@ class Client:
         except RuntimeError:  # whoever is still at work when the cache is closed
             raise EngineError("closed") from None
 
-    def wait(self, future: Future[Result], patience: float) -> Result:
-        """The call's result. Late when it has none in time: until it ends, the engine is not `ready`."""
+    def wait(self, future: Future[Result], patience: float | None) -> Result:
+        """The call's result. EngineError, too, when it has none in time: until it ends, the engine is not `ready`."""
         try:
             return future.result(patience)
         except CancelledError:
             raise EngineError("closed") from None
         except FuturesTimeout:
             self.give_up(future)
-            raise Late(f"no answer within {patience:.2g} s") from None
+            self.counters.add(late=1)
+            raise EngineError(f"no answer within {patience:.2g} s") from None
 
     def give_up(self, future: Future[Result]) -> None:
         """Nobody waits for a call any more, since it took too long."""
@@ -225,7 +230,7 @@ class Client:
         The memory that they are sealed in is kept for the thread's next image, until it calls `forget_memory`.
         """
         began = time.monotonic()
-        self._put_bytes = data.nbytes + self.seal.overhead
+        self.probe_bytes = data.nbytes + self.seal.overhead
         memory = getattr(self._sealing, "memory", None)
         self.forget_memory()  # unless the engine is done with it
         sealed = self.seal.seal(name, data, memory)
@@ -237,19 +242,26 @@ class Client:
         with self._lock:
             self._missing.pop(name, None)
 
+    def keep_listed(self, names: Sequence[str]) -> None:
+        """Names that are there, and whose list an engine may have evicted: they are listed again. On this thread."""
+        if names:
+            self._guarded(self.reading, self.engine.keep_listed, names)
+
     def forget_memory(self) -> None:
         """This thread has nothing to write for now."""
         self._sealing.memory = None
 
     def probe(self) -> None:
-        """Look whether an engine that failed works again, if it is time for it. On this thread."""
+        """Look whether an engine that failed works again, if it is time for it; the caller has reserved `probe_bytes`. On
+        this thread.
+        """
         for breaker in (self.reading, self.writing):
             if breaker.takes_probe():
                 try:
-                    self._sizes([PROBE])
+                    self._sizes([MISSING])
                     if breaker is self.writing:
                         # As large as what failed: a full engine still takes what is small.
-                        self.engine.put(PROBE, np.zeros(self._put_bytes, np.uint8).data)
+                        self.engine.put(PROBE, np.zeros(self.probe_bytes, np.uint8).data)
                         self.engine.put(PROBE, b"probe")
                 except EngineError as error:
                     breaker.failed(str(error))
@@ -289,7 +301,8 @@ class Client:
         self.counters.add(refused=1)
         with self._lock:
             _remember(self._refused, name, time.monotonic() + REFUSED_FOR)
-        if self.counters.refused == 1:
+            is_first, self._has_refused = not self._has_refused, True
+        if is_first:
             log.warning(
                 "remote %s: an image was refused: %s; others that are will be counted only", self.engine.label, reason
             )

@@ -46,6 +46,9 @@ class Engine(Protocol):
     def put(self, name: str, data: bytes | memoryview, listed: bool = False) -> None:
         """Put bytes under a name, all of them or none. EngineFull when there is no room. `listed`: `names_under` gives it."""
 
+    def keep_listed(self, names: Sequence[str]) -> None:
+        """These names, which are there, are to be given by `names_under`: an engine may have evicted the list alone."""
+
     def names_under(self, folder: str) -> list[str]:
         """The names that were put `listed` and are `folder`, a `/` and one part more. 1000 of them at most."""
 

@@ -72,11 +72,16 @@ class ObjectStore:
         try:
             if self.kind == "file":
                 self._folder = url.removeprefix("file://")
-                self._make_folder(self._folder)
+                if not os.path.isdir(
+                    self._folder
+                ):  # made here, it would fill the disk below a share that isn't mounted
+                    raise ValueError("no such folder; mount it, or make it")
                 self._store: Any = obstore.store.LocalStore(self._folder)
             else:
                 make: Any = from_url  # its overloads don't take settings by name
                 self._store = make(url, client_options=options, retry_config={"max_retries": 0}, **config)
+        except ValueError as error:
+            raise ValueError(f"remote={label}: {error}") from None
         except Exception as error:
             raise ValueError(
                 f"remote={label}: {_reason(error)}; check the URL and what the environment says of the store"
@@ -152,6 +157,9 @@ class ObjectStore:
             # Not in parts: these are several requests, each with a timeout, and what is cut off stays in the bucket.
             obstore.put(self._store, name, memoryview(data).cast("B"), use_multipart=False)
 
+    def keep_listed(self, names: Sequence[str]) -> None:
+        """The store lists what it has."""
+
     def names_under(self, folder: str) -> list[str]:
         with self._errors():
             return self._pool.submit(self._list, folder).result(self._timeout)
@@ -186,8 +194,10 @@ class ObjectStore:
         return nbytes or None
 
     def _make_folder(self, folder: str) -> None:
-        """With the parents; what is made here is the owner's alone, whatever the umask."""
+        """With those between it and the engine's own, which is never made; the owner's alone, whatever the umask."""
         if not os.path.isdir(folder):
+            if folder == self._folder:
+                raise NotADirectoryError(errno.ENOTDIR, "no such folder")
             self._make_folder(os.path.dirname(folder))
             try:
                 os.mkdir(folder, 0o700)

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -66,11 +67,13 @@ class ValkeyStore:
         password: str | None = None,
         ca_file: Path | None = None,
     ):
-        """`prefix`: of all keys. `ca_file`: whom to trust instead of the system's authorities."""
+        """`prefix`: of all keys. `ca_file`: whom to trust beside the system's authorities."""
         self.label = label
         self._prefix = f"{prefix}/" if prefix else ""
         self._timeout = timeout
         context = ssl.create_default_context(cafile=ca_file) if tls else None
+        if context is not None:
+            context.load_default_certs()
         self._options: dict[str, Any] = {
             "host": host,
             "port": port,
@@ -115,6 +118,10 @@ class ValkeyStore:
         if listed:
             commands.append(("SADD", self._list_of(name.rpartition("/")[0]), key))
         self._call(commands, time.monotonic() + self._timeout)
+
+    def keep_listed(self, names: Sequence[str]) -> None:
+        commands = [("SADD", self._list_of(name.rpartition("/")[0]), self._key(name)) for name in names]
+        self._call(commands, time.monotonic() + self._timeout, 32 * len(commands))
 
     def names_under(self, folder: str) -> list[str]:
         """1000 by chance where there are more. Those that were evicted are taken off the list."""
@@ -241,6 +248,8 @@ class _Connection(Connection):
         assert sock is not None
         while b"\r\n" not in head:
             head += _some(sock.recv(_HEAD))
+            if head[:1] not in (b"$", b"-") or (head[:1] == b"$" and len(head) >= _HEAD and b"\r\n" not in head):
+                raise exceptions.InvalidResponse
         line, _, rest = head.partition(b"\r\n")
         if line[:1] == b"-":
             error = self._parser.parse_error(line[1:].decode("utf-8", "replace"))
@@ -248,6 +257,8 @@ class _Connection(Connection):
                 raise error
             return error
         if line != b"$%d" % len(data):
+            if not re.fullmatch(rb"\$(-1|[0-9]{1,12})", line):
+                raise exceptions.InvalidResponse
             if line != b"$-1":
                 self.disconnect()  # the value, of another size, is still on its way
             return False
@@ -308,7 +319,9 @@ class _Socket:
 
     def __init__(self, sock: socket.socket, connection: _Connection):
         self._sock, self._connection = sock, connection
-        self.fileno, self.shutdown, self.close = sock.fileno, sock.shutdown, sock.close
+        self.fileno, self.close = sock.fileno, sock.close
+        # Not TLS's: that forgets its keys first, and what another thread is sending would go in clear.
+        self.shutdown = partial(socket.socket.shutdown, sock)
 
     def recv(self, size: int) -> bytes:
         self._sock.settimeout(_left(self._connection._deadline))

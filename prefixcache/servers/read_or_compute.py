@@ -80,6 +80,7 @@ class Reading(NamedTuple):
 
     promotions: tuple[Future[int], ...]
     worth: float
+    asks_remote: bool = False
 
     def done(self) -> bool:
         return all(promotion.done() for promotion in self.promotions)
@@ -126,8 +127,8 @@ class ReadOrCompute:
         local = self._begin_local(prompt, match, how)
         if remote is None:
             return local
-        missing = self.rates.computing(len(prompt) - leave - match.ssd)
-        return Reading((remote, *(local.promotions if local else ())), min(missing, self.longest))
+        worth = max(self.rates.computing(len(prompt) - leave - match.ssd), local.worth if local else 0.0)
+        return Reading((remote, *(local.promotions if local else ())), min(worth, self.longest), True)
 
     def _begin_local(self, prompt: Prompt, match: Match, how: dict[str, Any]) -> Reading | None:
         """The same of the SSD alone."""

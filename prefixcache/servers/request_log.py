@@ -36,17 +36,18 @@ class RequestLog:
         self.generated = 0
         self._context: Any = None
         self._waits_since: float | None = None
+        self._asks_remote = False
         self._begun = self._first = self._last = 0.0
 
-    def wait_for_ssd(self) -> None:
-        """The request is deferred until the SSD, and the remote tier, have answered."""
-        self._waits_since = time.monotonic()
+    def wait_for_ssd(self, remote: bool = False) -> None:
+        """The request is deferred until the SSD, and with `remote` the remote tier, have answered."""
+        self._waits_since, self._asks_remote = time.monotonic(), remote
 
     def go_on(self, ram: int) -> None:
         """It waits for them no longer; RAM has so many of its tokens now."""
         if self._waits_since is not None:
             self.ssd_wait, self._waits_since = time.monotonic() - self._waits_since, None
-            if self.found is not None:
+            if self.found is not None and self._asks_remote:
                 self.found = self.found._replace(remote=ram)
 
     def saw(self, answer: Any) -> None:

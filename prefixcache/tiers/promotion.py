@@ -6,6 +6,7 @@ A promotion never evicts its own path, stops at what finds no room or went bad, 
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -23,6 +24,8 @@ from prefixcache.tiers.lower_tier import LowerTier, entry_of
 from prefixcache.tiers.prompt import Prompt, boundary
 from prefixcache.tiers.storage import Storage
 from prefixcache.tiers.tier import Read
+
+log = logging.getLogger("prefixcache")
 
 BATCH = 16  # images that RAM is reserved for at once
 PROMOTERS = 4  # promotions at work at once; the reads of each go to the tier
@@ -101,6 +104,7 @@ class Promoter:
 def last_of(local: Future[int], remote: Future[int], depth: Callable[[], int]) -> Future[int]:
     """A future of the `depth` in RAM when both have ended; `local`'s error if it has one."""
     both: Future[int] = Future()
+    both.set_running_or_notify_cancel()  # it can't be cancelled: its parts go on
     left, lock = [local, remote], threading.Lock()
 
     def ended(future: Future[int]) -> None:
@@ -108,6 +112,8 @@ def last_of(local: Future[int], remote: Future[int], depth: Callable[[], int]) -
             left.remove(future)
             if left:
                 return
+        if not remote.cancelled() and (error := remote.exception()) is not None:
+            log.warning("the remote tier: %s: %s", type(error).__name__, error)
         try:
             local.result()
             both.set_result(depth())

@@ -22,16 +22,22 @@ from prefixcache.remote.engine import EngineError
 from prefixcache.remote.sealing import image_name, layout_id, layouts_folder
 from prefixcache.remote.stats import RemoteStats
 from prefixcache.remote.threads import DaemonThreads
-from prefixcache.tiers.bringing import LEAST_PATIENCE, Bringing, gap_name, patience_of_asking
 from prefixcache.tiers.namespace import Namespace
 from prefixcache.tiers.prompt import Prompt, boundary
+from prefixcache.tiers.remote_promotion import (
+    LEAST_PATIENCE,
+    RemotePromotion,
+    gap_name,
+    least_patience,
+    patience_of_asking,
+)
 from prefixcache.tiers.remote_search import Gap, whole_mask
 from prefixcache.tiers.storage import Storage
 from prefixcache.tiers.uploads import Uploads, parent_key
 
 log = logging.getLogger("prefixcache")
 
-BRINGERS = 4  # prompts that are brought at once
+PROMOTERS = 4  # prompts that are read at once
 BELIEVED = 3600.0  # seconds that the engine is believed to have an image; then it is asked again
 LEARN_AGAIN = 30.0  # seconds after which a model's layouts are asked for again
 LAYOUTS = 8  # of a model, that are learnt
@@ -54,15 +60,16 @@ class Layouts(Protocol):
 
 
 class RemoteTier:
-    """Called on any thread; takes the storage's lock where it needs it. `offer_*` and `has_none_for` are called under it."""
+    """Called on any thread; takes the storage's lock where it needs it. `offer_*`, `waits`, `refuse` are called under it."""
 
     def __init__(self, storage: Storage, client: Client, layouts: Layouts, admission: str, timeout: float):
         """`admission`: "second", "always" or "never". `timeout`: seconds that a prompt may take at most."""
         self._storage, self._client, self._layouts = storage, client, layouts
         self._admission, self._timeout = admission, timeout
-        self._threads = DaemonThreads(BRINGERS, "prefixcache-remote-prompt")
-        self._bringing: dict[str, threading.Event] = {}  # by the gap's name; the storage's lock guards it
+        self._threads = DaemonThreads(PROMOTERS, "prefixcache-remote-prompt")
+        self._under_way: dict[str, threading.Event] = {}  # by the gap's name; the storage's lock guards it
         self._learnt: dict[tuple[str, str], float] = {}  # by what is stated: when layouts were last asked for
+        self._unusable: set[str] = set()  # ids of layouts that can't be made here; of few models
         self._uploads = Uploads(storage, client, admission != "never")
 
     # -- up -----------------------------------------------------------------------------------------------------------
@@ -88,6 +95,10 @@ class RemoteTier:
         if self._admission == "always" or (self._admission == "second" and slot.hits > 0):
             self._offer(slot)
 
+    def waits(self, slot: Slot) -> bool:
+        """Whether an image waits to be sent."""
+        return self._uploads.waits(slot)
+
     def _offer(self, slot: Slot) -> None:
         """What is worth sending is worth keeping: it is written to the SSD first, where there is one."""
         below = self._storage.spill_tier
@@ -107,36 +118,40 @@ class RemoteTier:
 
     # -- down ---------------------------------------------------------------------------------------------------------
 
-    def missing_tokens(self, prompt: Prompt, leave: int) -> int:
-        """The tokens of whole blocks that `bring` would ask for; 0 where there is nothing to ask, or nobody to be asked."""
+    def has_something_to_ask(self, prompt: Prompt, leave: int) -> bool:
+        """Whether whole blocks are missing here, and the engine may have them. Makes the namespaces of a new tenant whose
+        model's layouts are known.
+        """
         if not self._client.ready or (prompt.salt and not self._client.seal.is_secret):
-            return 0
+            return False
         limit = max(len(prompt) - leave, 0)
         with self._storage.lock:
             gaps = [self._gap(prompt, namespace, limit) for namespace in self._namespaces(prompt)]
         if not gaps:
-            return limit // BLOCK * BLOCK if self._may_learn(prompt) else 0
-        return max(map(self._missing, gaps))
+            return limit >= BLOCK and self._may_learn(prompt)
+        return any(map(self._is_worth_asking, gaps))
 
-    def bring(self, prompt: Prompt, leave: int, whole_blocks: bool, prefill_rate: float | None) -> Future[int] | None:
-        """Begin to bring what other machines have of a prompt: the depth in RAM when it ends. None where there is nothing to
-        ask. `prefill_rate`: tokens that are computed a second: more time than that saves is not spent.
+    def promote(self, prompt: Prompt, leave: int, whole_blocks: bool, prefill_rate: float | None) -> Future[int] | None:
+        """Begin to read what other machines have of a prompt into RAM: the depth there at its end. None where there is
+        nothing to ask. `prefill_rate`: tokens that are computed a second: more time than that saves is not spent.
         """
-        if not self.missing_tokens(prompt, leave):
+        if not self.has_something_to_ask(prompt, leave):
             return None
         try:
-            return self._threads.submit(self._bring, prompt, leave, whole_blocks, prefill_rate, time.monotonic())
+            return self._threads.submit(self._promote, prompt, leave, whole_blocks, prefill_rate, time.monotonic())
         except RuntimeError:  # closed
             return None
 
-    def _bring(self, prompt: Prompt, leave: int, whole_blocks: bool, prefill_rate: float | None, began: float) -> int:
+    def _promote(self, prompt: Prompt, leave: int, whole_blocks: bool, prefill_rate: float | None, began: float) -> int:
         """`began`: when it was asked for, by time.monotonic(); the time that it waited for a thread counts."""
         limit = max(len(prompt) - leave, 0)
         try:
             seconds = min(self._timeout, limit / prefill_rate) if prefill_rate else self._timeout
             if self._client.ready and time.monotonic() < began + max(seconds, LEAST_PATIENCE):
-                for namespace in self._namespaces(prompt) or self._learn(prompt, seconds):
-                    self._bring_of(prompt, namespace, limit, prefill_rate, began)
+                for namespace in self._namespaces(prompt) or self._learn(
+                    prompt, seconds, least_patience(seconds, prefill_rate)
+                ):
+                    self._promote_in(prompt, namespace, limit, prefill_rate, began)
         except EngineError:
             pass  # it is counted; the request goes on without
         with self._storage.lock:
@@ -146,19 +161,19 @@ class RemoteTier:
             self._storage.graph.recency.touch(required_images(deepest.walk, deepest.depth, RAM))
             return deepest.depth
 
-    def _bring_of(
+    def _promote_in(
         self, prompt: Prompt, namespace: Namespace, limit: int, prefill_rate: float | None, began: float
     ) -> None:
-        """Bring what one namespace lacks. What another thread is bringing is waited for, and not read twice."""
+        """Read what one namespace lacks. What another thread is reading is waited for, and not read twice."""
         while self._client.ready:
             with self._storage.lock:
                 gap = self._gap(prompt, namespace, limit)
-                if not self._missing(gap):
+                if not self._is_worth_asking(gap):
                     return
                 name = gap_name(self._client, gap)
-                other = self._bringing.get(name)
+                other = self._under_way.get(name)
                 if other is None:
-                    ended = self._bringing[name] = threading.Event()
+                    ended = self._under_way[name] = threading.Event()
             saved = (gap.limit - gap.boundary) / prefill_rate if prefill_rate else self._timeout
             until = began + min(self._timeout, saved)
             if other is not None:
@@ -166,20 +181,18 @@ class RemoteTier:
                     return
                 continue
             try:
-                return Bringing(self._storage, self._client, namespace, gap, began, until, prefill_rate).run()
+                return RemotePromotion(self._storage, self._client, namespace, gap, began, until, prefill_rate).run()
             finally:
                 with self._storage.lock:
-                    del self._bringing[name]
+                    del self._under_way[name]
                 ended.set()
 
-    def _missing(self, gap: Gap) -> int:
-        """Tokens of a gap that are worth asking for."""
+    def _is_worth_asking(self, gap: Gap) -> bool:
+        """Whether a whole block is missing, and was not missing in the engine just now."""
         if gap.limit - gap.boundary < BLOCK:
-            return 0
+            return False
         first = gap.known if not (gap.windows or gap.snapshots) else gap.boundary // BLOCK
-        if first >= len(gap.keys) or self._client.is_missing(gap_name(self._client, gap)):
-            return 0
-        return (len(gap.keys) - first) * BLOCK
+        return first < len(gap.keys) and not self._client.is_missing(gap_name(self._client, gap))
 
     def _gap(self, prompt: Prompt, namespace: Namespace, limit: int) -> Gap:
         walk, graph = prompt.walk(namespace), self._storage.graph
@@ -215,7 +228,7 @@ class RemoteTier:
             self._layouts.learn(prompt.model, layout, prompt.salt)
         return prompt.namespaces() if layouts else known
 
-    def _learn(self, prompt: Prompt, seconds: float) -> Sequence[Namespace]:
+    def _learn(self, prompt: Prompt, seconds: float, least: float) -> Sequence[Namespace]:
         """The namespaces of layouts that other machines have told; `seconds` can be gained by it. Who comes meanwhile asks,
         too.
         """
@@ -223,7 +236,8 @@ class RemoteTier:
         if not self._may_learn(prompt):
             return ()
         try:
-            return self._learn_from(layouts_folder(client.seal, *stated), prompt, seconds)
+            patience = patience_of_asking(client, seconds, least)
+            return self._learn_from(layouts_folder(client.seal, *stated), prompt, patience)
         finally:
             self._learnt[stated] = time.monotonic()
 
@@ -232,29 +246,36 @@ class RemoteTier:
         asked = self._learnt.get(self._layouts.stated(prompt.model), float("-inf"))
         return time.monotonic() > asked + LEARN_AGAIN
 
-    def _learn_from(self, folder: str, prompt: Prompt, seconds: float) -> Sequence[Namespace]:
+    def _learn_from(self, folder: str, prompt: Prompt, patience: float) -> Sequence[Namespace]:
         client = self._client
-        patience = patience_of_asking(client, seconds)
-        (names,) = client.names_under([folder], patience)
-        for last in names[:LAYOUTS]:
-            told = client.wait(
-                client.begin_read(client.read, f"{folder}/{last}", None, lambda nbytes: nbytes <= LAYOUT_BYTES),
-                patience,
-            )
+        until = time.monotonic() + 2 * patience  # for the list, and for all layouts
+        (ids,) = client.ids_under([folder], patience)
+        coming = [
+            (id, client.begin_read(client.read, f"{folder}/{id}", None, lambda nbytes: nbytes <= LAYOUT_BYTES))
+            for id in ids[:LAYOUTS]
+        ]
+        for id, future in coming:
+            data = client.wait(future, max(until - time.monotonic(), 0.0))
             try:
-                layout = bytes(told).decode() if told is not None else ""
-                if layout and layout_id(client.seal, layout) == last:
+                layout = data.tobytes().decode() if data is not None else ""
+                if layout and layout_id(client.seal, layout) == id:
                     self._layouts.learn(prompt.model, layout, prompt.salt)
-            except ValueError as error:
-                log.warning(
-                    "remote %s: a layout of model %r can't be made here: %s", client.engine.label, prompt.model, error
-                )
+            except ValueError as error:  # its text may quote the layout
+                if id not in self._unusable:
+                    reason = type(error.__cause__ or error).__name__
+                    log.warning(
+                        "remote %s: a layout of model %r can't be made here: %s",
+                        client.engine.label,
+                        prompt.model,
+                        reason,
+                    )
+                self._unusable.add(id)
         return prompt.namespaces()
 
     # -- the tier itself ----------------------------------------------------------------------------------------------
 
     def refuse(self, slot: Slot) -> None:
-        """What landed here can't be decoded: it is not brought again for a while."""
+        """What landed here can't be decoded: it is not read again for a while."""
         if slot.remote_at and slot.node.tree is not None:
             name = image_name(self._client.seal, slot.node.tree.root.key, slot.kind, slot.key, parent_key(slot))
             self._client.refuse(name, "it can't be decoded")

@@ -87,6 +87,7 @@ class Spilling:
             and last.tiers > 1
             and not last.pins
             and not last.pending
+            and not (storage.remote is not None and storage.remote.waits(last))
             and not storage.graph.has_dependents(last, RAM)
         ):
             storage.graph.drop(last, RAM)

@@ -10,7 +10,8 @@ import json
 import logging
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,7 +33,8 @@ log = logging.getLogger("prefixcache")
 UPLOADERS = 2  # threads that send
 BATCH = 8  # images that the engine is asked about at once
 QUEUED = 8192  # addresses that may wait
-ASKING = 30.0  # seconds; an engine's own timeout is less
+SALTS = 4096  # namespaces of which it is remembered whether they have a salt
+PAUSE = 0.5  # seconds until a probe finds RAM again
 
 
 class Uploads:
@@ -46,7 +48,7 @@ class Uploads:
         self._sending = 0
         self._closing = False
         self._salted: dict[bytes, bool] = {}  # by root key
-        self._told: set[str] = set()  # names of layouts that the engine has had; of few models
+        self._published: set[str] = set()  # names of layouts that the engine has had; of few models
         self._threads = [
             threading.Thread(target=self._run, args=(n == 0,), name="prefixcache-remote-upload", daemon=True)
             for n in range(UPLOADERS)
@@ -83,6 +85,11 @@ class Uploads:
             self._waiting[address] = None
             self._wake.notify()
 
+    def waits(self, slot: Slot) -> bool:
+        """Whether an image waits for its turn."""
+        with self._wake:
+            return (slot.kind, slot.key) in self._waiting
+
     def close(self, timeout: float) -> None:
         """Send what waits, for at most so many seconds while the engine takes it."""
         end = time.monotonic() + timeout
@@ -103,6 +110,8 @@ class Uploads:
         if salted is None:
             row = self._storage.namespaces[root].row
             plain = root_key(row.model, json.loads(row.codec), json.loads(row.layout), b"")
+            if len(self._salted) >= SALTS:
+                self._salted.clear()
             salted = self._salted[root] = plain != root
         return salted
 
@@ -120,18 +129,26 @@ class Uploads:
                 if batch:
                     self._send(batch)
                 elif probes:
-                    failed = not self._client.reading.closed
-                    self._client.probe()
-                    if failed and self._client.reading.closed:  # it may have been emptied
-                        self._client.compare_keys(self._writes)
+                    self._probe()
             except EngineError:  # counted; the batch is offered again when it is used
-                self._client.counters.add(dropped=len(batch))
+                pass
             except Exception:
                 log.exception("remote %s: %d images were not sent", self._client.engine.label, len(batch))
             finally:
                 with self._wake:
                     self._sending -= len(batch)
                     self._wake.notify_all()
+
+    def _probe(self) -> None:
+        client = self._client
+        with self._storage.ram.reserve(client.probe_bytes, drop=False) or nullcontext() as room:
+            failed = not client.reading.closed
+            if room is not None:
+                client.probe()
+        if room is None:
+            time.sleep(PAUSE)
+        elif failed and client.reading.closed:  # it may have been emptied
+            client.compare_keys(self._writes)
 
     def _next(self, probes: bool) -> list[Address] | None:
         """The next batch; none when it is time for a probe; None at the end."""
@@ -156,43 +173,60 @@ class Uploads:
             slots = [slot for address in batch if (slot := self._storage.graph.slots.get(address)) is not None]
             slots = self._storage.graph.pin(slot for slot in slots if slot.image is not None)
             rows = {slot: self._storage.namespaces[slot.node.tree.root.key].row for slot in slots if slot.node.tree}
-        client.counters.add(dropped=len(batch) - len(slots))
+        unsettled = len(batch)
         try:
             layouts, asked = {self._layout_name(row): row.layout for row in rows.values()}, time.monotonic()
             names = [image_name(seal, rows[slot].root, slot.kind, slot.key, parent_key(slot)) for slot in slots]
-            sizes = client.sizes([*layouts, *names], ASKING)
+            published = set(self._published)
+            sizes = client.sizes([*layouts, *names])
+            listed = []
             for (name, layout), size in zip(layouts.items(), sizes, strict=False):
-                if size is None:
-                    if name in self._told:  # asked for with every batch, it is the last that an engine evicts
-                        client.has_lost(asked)
-                    client.write(name, np.frombuffer(layout.encode(), np.uint8), listed=True)
-                self._told.add(name)
+                if size is not None:
+                    listed.append(name)
+                    continue
+                if name in published:  # asked for with every batch, it is the last that an engine evicts
+                    client.note_loss(asked)
+                client.write(name, np.frombuffer(layout.encode(), np.uint8), listed=True)
+            self._published.update(layouts)
             missing = []
             for slot, name, size in zip(slots, names, sizes[len(layouts) :], strict=True):
                 if size is None:
                     missing.append((slot, name))
-                else:
-                    client.counters.add(known=1)
-                    slot.remote_at = asked
-            self._put(missing, asked)
+                    continue
+                client.counters.add(known=1)
+                slot.remote_at = asked
+                unsettled -= 1
+                listed += [name] if slot.kind == SNAPSHOT else []
+            client.keep_listed(listed)
+            for slot in self._put(missing):
+                slot.remote_at = asked
+                unsettled -= 1
         finally:
+            client.counters.add(dropped=unsettled)
             self._storage.unpin(slots)
+            self._drop_durable(slots)
 
-    def _put(self, missing: list[tuple[Slot, str]], asked: float) -> None:
-        """Send images under these names, with RAM for the sealed form of the largest: the next one is sealed in the same."""
+    def _drop_durable(self, slots: list[Slot]) -> None:
+        """With no RAM to keep images in, these were kept until they were sent."""
+        if self._storage.ssd_only:
+            with self._storage.lock:
+                for slot in reversed(slots):
+                    self._storage.spilling.drop_durable(slot)
+
+    def _put(self, missing: list[tuple[Slot, str]]) -> Iterator[Slot]:
+        """Send images under these names, and yield those that were sent. RAM is reserved for the sealed form of the largest:
+        the next one is sealed in the same.
+        """
         largest = max((slot.nbytes for slot, _ in missing), default=0) + self._client.seal.overhead
         reservation = self._storage.ram.reserve(largest, drop=False) if missing else None
         if reservation is None:
-            self._client.counters.add(dropped=len(missing))
             return
         with reservation:
             try:
                 for slot, name in missing:
-                    if (image := slot.image) is None:  # deleted meanwhile
-                        self._client.counters.add(dropped=1)
-                        continue
-                    self._client.write(name, image.data, listed=slot.kind == SNAPSHOT)
-                    slot.remote_at = asked
+                    if (image := slot.image) is not None:  # else it was deleted meanwhile
+                        self._client.write(name, image.data, listed=slot.kind == SNAPSHOT)
+                        yield slot
             finally:
                 self._client.forget_memory()
 

@@ -60,6 +60,8 @@ OTHERS = {  # one for each field of Settings: the flag's text, and what it means
     "spill_queue": ("1GB", 10**9), "spill_on_close": (False, False), "close_timeout": ("60", 60.0), "readers": ("7", 7),
     "allow_classes": (["a.B", "c.D"], ("a.B", "c.D")), "policy": ("adaptive", "adaptive"),
     "ssd_admission": ("second", "second"), "trace": ("/t", Path("/t")), "log_every": ("60", 60.0),
+    "remote": ("file:///z", "file:///z"), "remote_key_file": ("/k", Path("/k")), "remote_ca_file": ("/c", Path("/c")),
+    "remote_admission": ("never", "never"), "remote_timeout": ("2", 2.0),
 }  # fmt: skip
 
 

@@ -40,6 +40,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, d
     found: dict[str, tuple[str, dict[str, set[str]]]] = {}
     folder = tmp_path_factory.mktemp("dashboard") / "ssd"
     engine = f"file://{folder.parent / 'engine'}"
+    (folder.parent / "engine").mkdir()
     with PrefixCache(ram="10MB", codec="raw", ssd_dir=folder, ssd="50MB", remote=engine) as cache:
         tokens = list(range(300))
         cache.store(tokens, states.sliceable(tokens), model="m")

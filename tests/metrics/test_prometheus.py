@@ -35,7 +35,7 @@ EVENTS = {
     "stored_bytes": "stored_bytes", "recoded_tokens": "recoded_tokens", "dropped_images": "dropped",
     "dropped_bytes": "dropped_bytes", "forgotten_images": "forgotten", "corrupt_images": "corrupt",
     "write_errors": "write_errors", "collisions": "collisions", "denied_reservations": "denied",
-    "declined_images": "declined", "brought_images": "brought_images",
+    "declined_images": "declined", "remote_promoted_images": "remote_promoted_images",
 }  # fmt: skip
 LABELLED = {
     ("fetch_tokens", "hit"): "hit_tokens", ("store_tokens", "new"): "stored_tokens",
@@ -169,6 +169,7 @@ def test_the_page_says_what_stats_says_after_stores_fetches_promotions_and_damag
 
 def test_the_page_says_what_stats_says_of_a_remote_tier(opened: Callable[..., PrefixCache], tmp_path: Path) -> None:
     engine = f"file://{tmp_path / 'engine'}"
+    (tmp_path / "engine").mkdir()
     cache, other = opened(remote=engine), opened(remote=engine, ssd_dir=None)
     cache.store(LONG, states.sliceable(LONG), model="m")
     cache.fetch(LONG, model="m")

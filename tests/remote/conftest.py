@@ -79,6 +79,7 @@ def open_it() -> Iterator[Open]:
 def place(request: pytest.FixtureRequest, tmp_path: Path, servers: Callable[[str], Server]) -> Place:
     """Each kind of engine in turn, empty."""
     kind: str = request.param
+    (tmp_path / "engine").mkdir()
     return Place(kind, None if kind == "file" else servers(kind), tmp_path / "engine")
 
 

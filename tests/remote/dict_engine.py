@@ -50,6 +50,9 @@ class DictEngine:
         self._call("put")
         self.images[name] = bytes(data)
 
+    def keep_listed(self, names: Sequence[str]) -> None:
+        self._call("keep_listed")
+
     def names_under(self, folder: str) -> list[str]:
         self._call("names_under")
         return [name for name in self.images if name.rpartition("/")[0] == folder]

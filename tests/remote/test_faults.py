@@ -48,6 +48,8 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
     made: list[PrefixCache] = []
 
     def make(url: str, **values: Any) -> PrefixCache:
+        if url.startswith("file://"):
+            Path(url.removeprefix("file://")).mkdir(exist_ok=True)
         given = {"ram": 50_000_000, "codec": "raw", "remote": url, "remote_key_file": key, "remote_timeout": 1.0}
         made.append(PrefixCache(**{**given, **values}))
         return made[-1]
@@ -213,9 +215,9 @@ class Forger:
 def test_of_ten_thousand_harmed_images_none_is_believed(machine, monkeypatch, tmp_path, sealed):
     engine = DictEngine()
     monkeypatch.setattr("prefixcache.cache.open_engine", lambda url, **options: engine)
-    monkeypatch.setattr("prefixcache.tiers.bringing.LEAST_PATIENCE", 10.0)  # what is missed, is for what it is
+    monkeypatch.setattr("prefixcache.tiers.remote_promotion.LEAST_PATIENCE", 10.0)  # what is missed, is for what it is
     (tmp_path / "theirs.key").write_text("7b" * 32)
-    how: dict[str, Any] = {} if sealed else {"remote_key_file": None}
+    how: dict[str, Any] = {"remote_timeout": 30.0, **({} if sealed else {"remote_key_file": None})}
 
     def stored_by(make: Callable[[], Any], **values: Any) -> dict[str, bytes]:
         cache = machine("valkey://localhost", **{**how, "remote_admission": "always", **values})
@@ -487,13 +489,17 @@ def test_a_password_that_is_changed_is_said_and_does_no_harm(machine, caplog):
     assert "of-great-fame" not in caplog.text
 
 
-def test_a_folder_that_is_removed_is_made_again(machine, tmp_path):
+def test_a_folder_that_is_gone_is_not_made_anew_and_is_used_when_it_is_back(machine, tmp_path):
     cache = machine(f"file://{tmp_path}/engine")
     shared(cache, LONG)
-    shutil.rmtree(tmp_path / "engine")
-    other = machine(f"file://{tmp_path}/engine")
-    assert brought(other, LONG) == 0
-    shutil.rmtree(tmp_path / "engine", ignore_errors=True)
+    shutil.rmtree(tmp_path / "engine")  # as a share that is not mounted any more
+    for first in range(3):
+        put(cache, [first] * 300)
+        got(cache, [first] * 300)
+    until(lambda: not cache.stats().remote.writing)
+    assert not (tmp_path / "engine").exists()
+    (tmp_path / "engine").mkdir()
+    until(lambda: cache.stats().remote.writing)
     shared(cache, [7] * 300)
     got(cache, LONG)
     sent(cache)

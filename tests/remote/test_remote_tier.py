@@ -138,6 +138,24 @@ def test_after_a_restart_the_next_hit_sends_what_the_ssd_has(machine, engine, tm
     assert len(rows_of(engine)) == 3
 
 
+def test_without_ram_what_is_stored_leaves_too(machine, engine, tmp_path):
+    cache = machine(ram=0, transit=50_000_000, ssd_dir=tmp_path / "a", ssd=100_000_000, remote_admission="always")
+    for number in range(5):
+        put(cache, [number] * 256)
+        cache.flush(10)
+    sent(cache)
+    assert len(rows_of(engine)) == 5
+    assert cache.stats().images_in_ram == 0
+
+
+def test_layouts_are_listed_with_every_batch(machine, engine):
+    cache = machine()
+    shared(cache, LONG)
+    assert not engine.calls["keep_listed"]
+    shared(cache, [3] * 600)
+    assert engine.calls["keep_listed"]
+
+
 def test_salted_prompts_leave_with_a_key_only(machine, engine):
     open_to_all = machine(remote_key_file=None)
     shared(open_to_all, LONG, salt=b"tenant")
@@ -438,7 +456,7 @@ def test_closing_sends_what_waits(machine, engine):
 def test_a_fetch_that_reads_ahead_ends_when_the_remote_tier_has_nothing_and_the_ssd_has_more_than_ram(
     machine, engine, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("prefixcache.tiers.bringing.LEAST_PATIENCE", 2.0)  # the SSD ends first
+    monkeypatch.setattr("prefixcache.tiers.remote_promotion.LEAST_PATIENCE", 2.0)  # the SSD ends first
     tokens = list(range(4000))
     cache = machine(ssd_dir=tmp_path / "a", ssd=100_000_000)
     put(cache, tokens)

@@ -180,9 +180,9 @@ def test_passwords_of_the_url_win_and_may_be_quoted(open_it, monkeypatch):
 
 
 def test_the_engines_are_opened_without_a_server(open_it, tmp_path):
+    (tmp_path / "with space").mkdir()
     for url in ("valkey://cache.example/a", "s3://bucket/a", f"file://{tmp_path}/with%20space"):
         assert open_it(url).label == redacted(url)
-    assert (tmp_path / "with space").is_dir()
 
 
 def test_a_file_of_certificates_that_is_none_is_named(open_it, tmp_path):
@@ -195,10 +195,11 @@ def test_a_file_of_certificates_that_is_none_is_named(open_it, tmp_path):
         open_it("s3://bucket", ca_file=tmp_path / "empty.pem")
 
 
-def test_a_folder_that_cannot_be_made_is_an_error(open_it, tmp_path):
+def test_what_is_no_folder_is_an_error(open_it, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"file/engine: not a directory; "):
-        open_it(f"file://{tmp_path}/file/engine")
+    for path in ("file", "file/engine", "missing"):
+        with pytest.raises(ValueError, match=f"{path}: no such folder; mount it, or make it"):
+            open_it(f"file://{tmp_path}/{path}")
 
 
 BLOCKED = """

@@ -122,6 +122,7 @@ def running(kind: str) -> Iterator[Running]:
     environment["NO_PROXY"] = f"{servers.LOOPBACK},localhost"
     with mock.patch.dict(os.environ, environment, clear=True), report.scratch() as folder:
         if kind == "file://":
+            (folder / "ours").mkdir()
             yield Running(kind, folder)
             return
         with servers.valkey_server() if kind == "Valkey" else servers.seaweedfs() as server:

@@ -146,6 +146,7 @@ def running(kind: str, where: Path) -> Iterator[Engine]:
     """An engine of one of KINDS, empty, until the end. Unavailable where there is none."""
     if kind == "file":
         folder = where / "engine"
+        folder.mkdir(parents=True)
         yield Engine(f"file://{folder}", _Store("", folder))
         return
     try:

@@ -1,5 +1,6 @@
 """`prefixcache inspect --remote URL`: whether an engine answers, how soon, by which rules it evicts, and whether its images
-are sealed with our key; with DIR, how much of the directory it has. Reads only.
+are sealed with our key; with DIR, how much of the directory it has. Writes nothing; in Valkey, what it asks
+for counts as used.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from prefixcache.cli.text import Refused, foreign, many
+from prefixcache.image_format import SNAPSHOT
+from prefixcache.keys import BLOCK, TOKEN_BYTES
 from prefixcache.remote.client import Client
 from prefixcache.remote.engine import EngineError
 from prefixcache.remote.sealing import FleetKey, KeySeal, NoSeal, image_name
@@ -56,13 +59,21 @@ def describe_remote(url: str, key_file: Path | None, ca_file: Path | None, direc
 
 
 def _of_directory(client: Client, directory: Path) -> tuple[int, int]:
-    """Of the images of a directory that were used last: how many were looked for, and how many of them are there."""
+    """Of the images of a directory that were used last, those that leave it (no tails, and no windows, which may be partial):
+    how many were looked for, and how many of them are there.
+    """
     there = Directory(directory)
     there.require()
     with reading(there.index, live=holder(there) is not None) as connection:
-        entries = sorted(read_entries(connection), key=lambda entry: -entry.used)[:NEWEST]
+        leaving = (
+            one for one in read_entries(connection) if one.kind == SNAPSHOT or len(one.tokens) == BLOCK * TOKEN_BYTES
+        )
+        entries = sorted(leaving, key=lambda entry: -entry.used)[:NEWEST]
     names = [image_name(client.seal, one.namespace, one.kind, one.key, one.parent) for one in entries]
-    return len(names), sum(size is not None for size in client.engine.sizes(names)) if names else 0
+    step, there_now = client.engine.names_at_once, 0
+    for first in range(0, len(names), step):
+        there_now += sum(size is not None for size in client.engine.sizes(names[first : first + step]))
+    return len(names), there_now
 
 
 def show_remote(out: Console, facts: Facts) -> None:

@@ -209,7 +209,7 @@ class Generator(upstream.ResponseGenerator):
             request_log.found = Found(*match)
             reading = self.prompts.reading.begin(prompt)
             if reading is not None:
-                request_log.wait_for_ssd()
+                request_log.wait_for_ssd(reading.asks_remote)
                 return self._read(reading)
         request_log.go_on(match.ram)
         ids, space = prompt.given, (prompt.model, prompt.salt)
@@ -265,7 +265,7 @@ class Generator(upstream.ResponseGenerator):
             request_log = _log_of(request)
             if request_log.found is None:
                 request_log.found = Found(*self.prompts.cache.match(known.prompt))
-                request_log.wait_for_ssd()
+                request_log.wait_for_ssd(self.prompts.cache.settings.remote is not None)
                 self.prompts.reading.wait(known.prompt)
                 request_log.go_on(self.prompts.cache.match(known.prompt).ram)
         self.prompts.request = known

@@ -26,10 +26,11 @@ from prefixcache.tiers.namespace import Namespace
 from prefixcache.tiers.remote_search import Gap, Wanted, search
 from prefixcache.tiers.storage import Storage
 
-LEAST_PATIENCE = 0.1  # seconds that an answer is waited for at least
-PATIENCE = 4  # times as long as it is expected to take, after which nothing is waited for
-LARGEST = 2  # times the bytes of its rows in a live cache, that an image may take
-SNAPSHOT_SHARE = 8  # of the budget, what one recurrent state may take
+LEAST_PATIENCE = 0.1  # seconds that an answer is waited for at least, where computing goes on instead
+UNHURRIED_SHARE = 5  # of the time that there is, where nobody says how fast computing is
+PATIENCE_FACTOR = 4  # so many times as long as it is expected to take, and no longer
+MAX_IMAGE_FACTOR = 2  # an image may take so many times the bytes of its rows in a live cache
+SNAPSHOT_BUDGET_SHARE = 8  # a recurrent state may take an 8th of the budget
 ASKING_SHARE = 10  # of what computing takes, the part that one question may take
 
 
@@ -46,7 +47,7 @@ class _Read:
             self.reservation.release()
 
 
-class Bringing:
+class RemotePromotion:
     """Runs on a thread of its own; takes the storage's lock where it needs it. It is the `Asking` of its own search."""
 
     def __init__(
@@ -64,8 +65,9 @@ class Bringing:
         """
         self._storage, self._client, self._namespace, self._gap = storage, client, namespace, gap
         self._began, self._until, self._rate = began, max(until, began + LEAST_PATIENCE), prefill_rate
+        self._least = least_patience(until - began, prefill_rate)
         self._pinned: list[Slot] = []
-        self._usual = 0  # bytes of an image, where the engine hasn't said
+        self._mean_size = 0  # bytes of an image, where the engine hasn't said
         self.at_once = client.engine.names_at_once
 
     def run(self) -> None:
@@ -74,7 +76,10 @@ class Bringing:
         if not wanted:
             self._client.note_missing(gap_name(self._client, self._gap))
             return
-        if not self._is_worth_it(boundary, wanted):
+        nbytes = self._estimate(wanted)
+        if not self._has_room(nbytes):
+            return
+        if not self._is_quicker(boundary, nbytes):
             return self._client.passed_over()
         with self._storage.lock:
             self._pin_known()
@@ -90,13 +95,13 @@ class Bringing:
 
     def snapshots(self, parents: Sequence[bytes]) -> list[set[str]]:
         folders = [snapshot_folder(self._client.seal, self._gap.root, parent) for parent in parents]
-        return [set(names) for names in self._client.names_under(folders, self._patience_of_asking())]
+        return [set(names) for names in self._client.ids_under(folders, self._patience_of_asking())]
 
     def snapshot_id(self, key: bytes) -> str:
         return self._client.seal.opaque(key)
 
     def _patience_of_asking(self) -> float:
-        return min(patience_of_asking(self._client, self._until - self._began), self._left())
+        return min(patience_of_asking(self._client, self._until - self._began, self._least), self._left())
 
     def _left(self) -> float:
         return max(self._until - time.monotonic(), 0.0)
@@ -104,15 +109,19 @@ class Bringing:
     def _name(self, wanted: Wanted) -> str:
         return image_name(self._client.seal, self._gap.root, wanted.kind, wanted.key, wanted.parent)
 
-    def _is_worth_it(self, boundary: int, wanted: Sequence[Wanted]) -> bool:
-        """Whether reading is quicker than computing, and what is no hit in parts has room as a whole."""
+    def _estimate(self, wanted: Sequence[Wanted]) -> int:
+        """Bytes of these images; where the engine has told some sizes only, by their mean."""
         known = [one.size for one in wanted if one.size is not None]
-        self._usual = sum(known) // max(len(known), 1)
-        nbytes = self._usual * len(wanted)
-        if self._gap.windows or self._gap.snapshots:
-            held = self._storage.budget.held()
-            if nbytes > self._storage.budget.limit - held.nodes - held.reserved:
-                return False
+        self._mean_size = sum(known) // max(len(known), 1)
+        return self._mean_size * len(wanted)
+
+    def _has_room(self, nbytes: int) -> bool:
+        """Whether what is no hit in parts has room as a whole."""
+        held, limit = self._storage.budget.held(), self._storage.budget.limit
+        return not (self._gap.windows or self._gap.snapshots) or nbytes <= limit - held.nodes - held.reserved
+
+    def _is_quicker(self, boundary: int, nbytes: int) -> bool:
+        """Whether reading is quicker than computing."""
         seconds = time.monotonic() - self._began + self._client.expected(nbytes)
         return self._rate is None or seconds < (boundary - self._gap.boundary) / self._rate
 
@@ -129,7 +138,7 @@ class Bringing:
             while waiting or reads:
                 while waiting and len(reads) < READERS:
                     reads.append(self._begin(waiting.popleft()))
-                image = self._await(reads[0], sum(read.wanted.size or self._usual for read in reads), began)
+                image = self._await(reads[0], sum(read.wanted.size or self._mean_size for read in reads), began)
                 if image is None or not self._land(reads[0], image):
                     break
                 nbytes += image.nbytes
@@ -140,7 +149,7 @@ class Bringing:
                     read.future.cancel()
                 read.future.add_done_callback(read.release)
             if nbytes:
-                self._client.has_read(nbytes, time.monotonic() - began)
+                self._client.learn_rate(nbytes, time.monotonic() - began)
 
     def _begin(self, wanted: Wanted) -> _Read:
         read = _Read(wanted)
@@ -152,7 +161,7 @@ class Bringing:
         wanted, storage = read.wanted, self._storage
 
         def room(nbytes: int) -> bool:  # for the bytes as they come, and for the image
-            if nbytes > self._most(wanted):
+            if nbytes > self._size_limit(wanted):
                 return False
             beside = NODE_BYTES + storage.graph.slot_bytes + 2 * BLOCK * TOKEN_BYTES
             read.reservation = storage.ram.reserve(2 * nbytes + beside, drop=False)
@@ -179,19 +188,19 @@ class Bringing:
             return None
         return image
 
-    def _most(self, wanted: Wanted) -> int:
+    def _size_limit(self, wanted: Wanted) -> int:
         """Bytes beyond which no image of ours is: nothing is evicted for what somebody left under its name. Codes take less
         than rows in fp16; of a recurrent state only the budget tells.
         """
         if wanted.kind == SNAPSHOT:
-            return self._storage.budget.limit // SNAPSHOT_SHARE
-        return LARGEST * self._namespace.plan.fp16_bytes(BLOCK) + HEADER_LIMIT
+            return self._storage.budget.limit // SNAPSHOT_BUDGET_SHARE
+        return MAX_IMAGE_FACTOR * self._namespace.plan.fp16_bytes(BLOCK) + HEADER_LIMIT
 
     def _await(self, read: _Read, under_way: int, began: float) -> Image | None:
         """The image, if it comes before computing would be quicker, and about as soon as it should. `began`: the reading of
         what is `under_way` with it, in bytes.
         """
-        patience = LEAST_PATIENCE + PATIENCE * self._client.expected(under_way)
+        patience = self._least + PATIENCE_FACTOR * self._client.expected(under_way)
         try:
             return read.future.result(min(patience, self._left()))
         except FuturesTimeout:
@@ -205,7 +214,7 @@ class Bringing:
     def _came_late(self, late: Future[Image | None], nbytes: int, began: float) -> None:
         """How slow it was is learnt, or the next prompt would wait as long."""
         if not late.cancelled() and late.exception() is None:
-            self._client.has_read(nbytes, time.monotonic() - began)
+            self._client.learn_rate(nbytes, time.monotonic() - began)
 
     # -- landing ------------------------------------------------------------------------------------------------------
 
@@ -228,7 +237,7 @@ class Bringing:
                 return True  # it was stored meanwhile
             storage.graph.place(slot, RAM, image=image, reservation=reservation)
             self._pinned += storage.graph.pin([slot])
-            storage.counters.brought(slot, self._gap.boundary)
+            storage.counters.promoted_from_remote(slot, self._gap.boundary)
             storage.drop_superseded(slot)
             storage.spilling.write_through([slot])
             storage.changed.notify_all()
@@ -247,9 +256,14 @@ class Bringing:
         return graph.grow(above, wanted.tokens, reservation, wanted.key)
 
 
-def patience_of_asking(client: Client, seconds: float) -> float:
-    """Seconds that an answer is waited for, when so many can be gained."""
-    return max(LEAST_PATIENCE, min(PATIENCE * client.expected(0), seconds / ASKING_SHARE))
+def least_patience(seconds: float, prefill_rate: float | None) -> float:
+    """Seconds that an answer is waited for at least, when there are so many for all."""
+    return LEAST_PATIENCE if prefill_rate is not None else max(LEAST_PATIENCE, seconds / UNHURRIED_SHARE)
+
+
+def patience_of_asking(client: Client, seconds: float, least: float) -> float:
+    """Seconds that an answer is waited for, when so many can be gained, and `least` at least."""
+    return max(least, min(PATIENCE_FACTOR * client.expected(0), seconds / ASKING_SHARE))
 
 
 def gap_name(client: Client, gap: Gap) -> str:
