@@ -33,6 +33,12 @@ ROWS: dict[str, tuple[str, ...]] = {
     "decoding with a random model of Llama 3 8B's shape": ("live-decoding",),
     "a prefill whose blocks are stored and put back": ("prefill",),
     "`fetch` of 32k tokens x 8 layers x 8 heads of 128 on the CPU": ("live-fetch",),
+    "a remote tier, sealed and checked, over plain bytes": ("remote-rates",),
+    "which of 128 blocks an engine has": ("remote-lookup",),
+    "time to first token of 4,000 tokens that another machine stored": ("remote-first-token",),
+    "128 images of 1.6 MB from one Valkey": ("remote-peers",),
+    "a lookup when Valkey has stopped": ("remote-peers",),
+    "four machines, requests to any, on the agents' trace": ("remote-fleet",),
 }
 
 # Words of a sentence of docs/embedding.md -> the figures.

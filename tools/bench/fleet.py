@@ -45,7 +45,8 @@ def fleet(scale: str) -> Iterator[Figure]:
             before = run.hit_rate
             continue
         sent = run.sent_per_reused_token
-        told = f"{sent / 1e3:,.1f} kB sent for each token used again" if sent is not None else "nothing used again"
+        per_token = "" if sent is None else f"{sent / 1e3:,.1f} kB" if sent < 1e6 else f"{sent / 1e6:,.0f} MB"
+        told = f"{per_token} sent for each token used again" if per_token else "nothing used again"
         yield Figure(
             f"fleet of {MACHINES}, agents' trace, requests to {_ROUTED[run.fleet.routing]}, `{admission}` sent: "
             "hit rate over one machine's and over one's with all the RAM and SSD",

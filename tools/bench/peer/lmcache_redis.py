@@ -88,4 +88,8 @@ if __name__ == "__main__":
     print("@{}", flush=True)
     for line in sys.stdin:
         task, which = line.split()
-        print("@" + json.dumps(getattr(side, task)(which)), flush=True)
+        try:
+            answer = getattr(side, task)(which)
+        except Exception as error:
+            answer = {"failed": f"{type(error).__name__}: {error}"}
+        print("@" + json.dumps(answer), flush=True)
