@@ -27,7 +27,10 @@ from prefixcache.tiers.remote_search import Gap, Wanted, search
 from prefixcache.tiers.storage import Storage
 
 LEAST_PATIENCE = 0.1  # seconds that an answer is waited for at least, where computing goes on instead
-UNHURRIED_SHARE = 5  # of the time that there is, where nobody says how fast computing is
+HURRIED_SHARE, UNHURRIED_SHARE = (
+    40,
+    5,
+)  # or of the time that there is: where computing goes on instead, and where nobody says
 PATIENCE_FACTOR = 4  # so many times as long as it is expected to take, and no longer
 MAX_IMAGE_FACTOR = 2  # an image may take so many times the bytes of its rows in a live cache
 SNAPSHOT_BUDGET_SHARE = 8  # a recurrent state may take an 8th of the budget
@@ -258,7 +261,7 @@ class RemotePromotion:
 
 def least_patience(seconds: float, prefill_rate: float | None) -> float:
     """Seconds that an answer is waited for at least, when there are so many for all."""
-    return LEAST_PATIENCE if prefill_rate is not None else max(LEAST_PATIENCE, seconds / UNHURRIED_SHARE)
+    return max(LEAST_PATIENCE, seconds / (HURRIED_SHARE if prefill_rate is not None else UNHURRIED_SHARE))
 
 
 def patience_of_asking(client: Client, seconds: float, least: float) -> float:
