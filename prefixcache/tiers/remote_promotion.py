@@ -68,7 +68,8 @@ class RemotePromotion:
         """
         self._storage, self._client, self._namespace, self._gap = storage, client, namespace, gap
         self._began, self._until, self._rate = began, max(until, began + LEAST_PATIENCE), prefill_rate
-        self._least = least_patience(until - began, prefill_rate)
+        saved = (gap.limit - gap.boundary) / prefill_rate if prefill_rate else until - began
+        self._least = least_patience(saved, prefill_rate)
         self._pinned: list[Slot] = []
         self._mean_size = 0  # bytes of an image, where the engine hasn't said
         self.at_once = client.engine.names_at_once
@@ -260,7 +261,7 @@ class RemotePromotion:
 
 
 def least_patience(seconds: float, prefill_rate: float | None) -> float:
-    """Seconds that an answer is waited for at least, when there are so many for all."""
+    """Seconds that an answer is waited for at least, when so many can be gained, or are there for all."""
     return max(LEAST_PATIENCE, seconds / (HURRIED_SHARE if prefill_rate is not None else UNHURRIED_SHARE))
 
 

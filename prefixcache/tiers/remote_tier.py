@@ -149,7 +149,7 @@ class RemoteTier:
             seconds = min(self._timeout, limit / prefill_rate) if prefill_rate else self._timeout
             if self._client.ready and time.monotonic() < began + max(seconds, LEAST_PATIENCE):
                 for namespace in self._namespaces(prompt) or self._learn(
-                    prompt, seconds, least_patience(seconds, prefill_rate)
+                    prompt, seconds, least_patience(limit / prefill_rate if prefill_rate else seconds, prefill_rate)
                 ):
                     self._promote_in(prompt, namespace, limit, prefill_rate, began)
         except EngineError:
