@@ -67,7 +67,8 @@ class RemoteTier:
         self._storage, self._client, self._layouts = storage, client, layouts
         self._admission, self._timeout = admission, timeout
         self._threads = DaemonThreads(PROMOTERS, "prefixcache-remote-prompt")
-        self._under_way: dict[str, threading.Event] = {}  # by the gap's name; the storage's lock guards it
+        # By key, each block that is being read or asked for; the storage's lock guards it.
+        self._under_way: dict[bytes, threading.Event] = {}
         self._learnt: dict[tuple[str, str], float] = {}  # by what is stated: when layouts were last asked for
         self._unusable: set[str] = set()  # ids of layouts that can't be made here; of few models
         self._uploads = Uploads(storage, client, admission != "never")
@@ -170,10 +171,12 @@ class RemoteTier:
                 gap = self._gap(prompt, namespace, limit)
                 if not self._is_worth_asking(gap):
                     return
-                name = gap_name(self._client, gap)
-                other = self._under_way.get(name)
+                lacking = gap.keys[gap.known :] or gap.keys[-1:]
+                other = self._under_way.get(lacking[0])
                 if other is None:
-                    ended = self._under_way[name] = threading.Event()
+                    ended = threading.Event()
+                    claimed = [key for key in lacking if key not in self._under_way]
+                    self._under_way.update(dict.fromkeys(claimed, ended))
             saved = (gap.limit - gap.boundary) / prefill_rate if prefill_rate else self._timeout
             until = began + min(self._timeout, saved)
             if other is not None:
@@ -184,7 +187,8 @@ class RemoteTier:
                 return RemotePromotion(self._storage, self._client, namespace, gap, began, until, prefill_rate).run()
             finally:
                 with self._storage.lock:
-                    del self._under_way[name]
+                    for key in claimed:
+                        del self._under_way[key]
                 ended.set()
 
     def _is_worth_asking(self, gap: Gap) -> bool:
