@@ -16,8 +16,8 @@ import numpy as np
 
 from prefixcache.metrics.moving_average import MovingAverage
 from prefixcache.remote.breaker import Breaker
-from prefixcache.remote.engine import Engine, EngineError
-from prefixcache.remote.sealing import VERSION, NotSealed, Seal
+from prefixcache.remote.engine import Engine, EngineError, Sink
+from prefixcache.remote.sealing import VERSION, NotSealed, Seal, Unsealing
 from prefixcache.remote.stats import RemoteCounters, RemoteStats
 from prefixcache.remote.threads import DaemonThreads
 
@@ -145,21 +145,30 @@ class Client:
         return self._submit(self._readers, call, arguments)
 
     def read(self, name: str, size: int | None, room: Callable[[int], bool]) -> np.ndarray | None:
-        """The unsealed bytes under a name, on this thread. None where there are none, `room` (as for `Engine.get`) refuses
-        them, or what is there was not sealed under this name.
+        """The unsealed bytes under a name, on this thread. None where there are none, or what is there was not sealed under
+        this name. `room` is asked once whether there is some for so many bytes, before they are read; where not, None, too.
         """
         began = time.monotonic()
-        sealed = self.engine.get(name, size, room)
-        if sealed is None:
-            return None
         try:
-            data = self.seal.unseal(name, sealed)
+            data = self._unsealed(name, size, room)
         except NotSealed:
             self.refuse(name, "it was not sealed under this key and name")
             return None
-        self.counters.add(read_images=1, read_bytes=len(sealed))
-        self.counters.read_seconds.observe(time.monotonic() - began)
+        if data is not None:
+            self.counters.add(read_images=1, read_bytes=data.nbytes + self.seal.overhead)
+            self.counters.read_seconds.observe(time.monotonic() - began)
         return data
+
+    def _unsealed(self, name: str, size: int | None, room: Callable[[int], bool]) -> np.ndarray | None:
+        unsealing: list[Unsealing] = []
+
+        def accept(nbytes: int) -> Sink | None:
+            if not room(nbytes):
+                return None
+            unsealing.append(self.seal.unseal(name, nbytes))
+            return unsealing[0].take
+
+        return unsealing[0].finish() if self.engine.get(name, size, accept) else None
 
     def _ask(self, call: Callable[..., Result], *arguments: object) -> Future[Result]:
         return self._submit(self._askers, call, arguments)
@@ -198,15 +207,18 @@ class Client:
         """Whether images there are sealed as here, with this key or without one; None where nobody has told. On this
         thread.
         """
+
+        def ask() -> bool | None:
+            try:
+                text = self._unsealed(KEY_CHECK, None, lambda nbytes: nbytes <= 1024)
+            except NotSealed:
+                return False
+            return None if text is None else np.array_equal(text, KEY_TEXT)
+
         began = time.monotonic()
-        told = self._guarded(self.reading, self.engine.get, KEY_CHECK, None, lambda nbytes: nbytes <= 1024)
+        is_ours = self._guarded(self.reading, ask)
         self._learn_trip(time.monotonic() - began)
-        if told is None:
-            return None
-        try:
-            return bytes(self.seal.unseal(KEY_CHECK, told)) == bytes(KEY_TEXT)
-        except NotSealed:
-            return False
+        return is_ours
 
     def compare_keys(self, writes: bool) -> None:
         """Warn where images are sealed with another key; note ours where nobody has told, if the client `writes`. On this

@@ -9,6 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+Sink = Callable[[memoryview], None]
+"""Takes the bytes of a value, piece by piece, in order. The memory of a piece is the engine's again when the call ends."""
+
+PIECE = 1 << 18  # bytes of a piece at most, about: the cache of a core still has them when the next hand takes them
+
 
 class EngineError(Exception):
     """The engine could not be asked, or did not answer in time; the text says why, and has no name, URL or credential."""
@@ -36,11 +41,12 @@ class Engine(Protocol):
         engine evicts by use.
         """
 
-    def get(self, name: str, size: int | None, room: Callable[[int], bool]) -> bytes | memoryview | None:
-        """The bytes under a name; None when there are none, or `room` refuses them.
+    def get(self, name: str, size: int | None, accept: Callable[[int], Sink | None]) -> bool:
+        """Read the bytes under a name. False where there are none, or they are refused.
 
-        `size`: what `sizes` said, None where it is not known. `room` is called once with the number of bytes before any
-        of them are read, and no more are.
+        `size`: what `sizes` said, None where it is not known. `accept` is called once with the number of bytes before any of
+        them are read; it gives the sink that takes them, or None to refuse them. The sink has had all of them when this
+        returns True, and is to be forgotten when it raises.
         """
 
     def put(self, name: str, data: bytes | memoryview, listed: bool = False) -> None:

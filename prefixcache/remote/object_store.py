@@ -10,7 +10,7 @@ import errno
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,14 +20,10 @@ from typing import Any
 import obstore
 from obstore.store import from_url
 
-from prefixcache.remote.engine import EngineError, EngineFull
-from prefixcache.remote.sealing import buffer_for
+from prefixcache.remote.engine import PIECE, EngineError, EngineFull, Sink
 from prefixcache.remote.threads import DaemonThreads
 
 _LISTED = 1000  # names of a folder at most; a page of S3
-_AT_ONCE = 4 << 20  # bytes of an answer that is taken whole: a call for each piece costs more than a copy of these
-_PIECE = 1 << 19  # bytes of a larger one that are taken at once, if they are there
-_MOST = 1 << 30  # bytes of a file that are read at once; macOS refuses 2 GiB
 _PAGES = 10  # of a listing at most: names in deeper folders are listed too, and left out here
 _NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist")
 _ROLE = re.compile(r"http://(169\.254\.(169\.254|170\.2)|metadata(\.google\.internal)?)/")
@@ -100,55 +96,40 @@ class ObjectStore:
                 for future in asked:
                     future.cancel()
 
-    def get(self, name: str, size: int | None, room: Callable[[int], bool]) -> bytes | memoryview | None:
+    def get(self, name: str, size: int | None, accept: Callable[[int], Sink | None]) -> bool:
         if self._folder is not None:
-            return self._read_file(name, room)
+            return self._read_file(name, accept)
         with self._errors():
             try:
                 found = obstore.get(self._store, name)
             except FileNotFoundError as error:
                 if _NO_BUCKET.search(str(error)):
                     raise
-                return None
+                return False
             nbytes: int = found.meta["size"]
-        if not nbytes or not room(nbytes):
-            return None
-        if nbytes <= _AT_ONCE:
-            with self._errors():
-                whole = memoryview(found.bytes())
-            if len(whole) != nbytes:
-                raise EngineError("the answer was cut short")
-            return whole
-        data, at = buffer_for(nbytes), 0
+        if not nbytes or (sink := accept(nbytes)) is None:
+            return False
         with self._errors():
-            for piece in found.stream(min_chunk_size=_PIECE):
-                view = memoryview(piece)
-                data[at : at + len(view)] = view
-                at += len(view)
-        if at != nbytes:
-            raise EngineError("the answer was cut short")
-        return data
+            _pour(map(memoryview, found.stream(min_chunk_size=PIECE)), nbytes, sink)
+        return True
 
-    def _read_file(self, name: str, room: Callable[[int], bool]) -> memoryview | None:
+    def _read_file(self, name: str, accept: Callable[[int], Sink | None]) -> bool:
         """obstore would copy it once more."""
         with self._errors():
             try:
                 fd = os.open(os.path.join(self._folder or "", name), os.O_RDONLY)
             except FileNotFoundError:
-                return None
+                return False
         try:
             nbytes = os.fstat(fd).st_size
-            if not nbytes or not room(nbytes):
-                return None
-            data, at = buffer_for(nbytes), 0
+            if not nbytes or (sink := accept(nbytes)) is None:
+                return False
+            memory = memoryview(bytearray(min(PIECE, nbytes)))
             with self._errors():
-                while at < nbytes and (read := os.readv(fd, [data[at : at + _MOST]])):
-                    at += read
+                _pour((memory[:read] for read in iter(lambda: os.readv(fd, [memory]), 0)), nbytes, sink)
         finally:
             os.close(fd)
-        if at != nbytes:
-            raise EngineError("the answer was cut short")
-        return data
+        return True
 
     def put(self, name: str, data: bytes | memoryview, listed: bool = False) -> None:
         with self._errors():
@@ -217,6 +198,16 @@ class ObjectStore:
             if self._closed:
                 raise EngineError("closed") from None
             raise _engine_error(error) from None
+
+
+def _pour(pieces: Iterable[memoryview], nbytes: int, sink: Sink) -> None:
+    """Give a sink so many bytes; EngineError where they are fewer."""
+    for piece in pieces:
+        sink(piece[:nbytes])
+        nbytes -= len(piece)
+        if nbytes <= 0:
+            return
+    raise EngineError("the answer was cut short")
 
 
 def _engine_error(error: Exception) -> EngineError:

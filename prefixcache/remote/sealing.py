@@ -11,8 +11,9 @@ import hashlib
 import logging
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -78,9 +79,19 @@ class Seal(Protocol):
     def seal(self, name: str, data: np.ndarray, memory: np.ndarray | None = None) -> np.ndarray:
         """The bytes (uint8) to keep under a name. They may stand in `memory` (uint8), where that is large enough."""
 
-    def unseal(self, name: str, sealed: bytes | memoryview) -> np.ndarray:
-        """The bytes (uint8, the caller's own) that were sealed; where `sealed` can be written to, they stand in its memory.
-        NotSealed for what another key has sealed, what was sealed for another name, and anything else.
+    def unseal(self, name: str, nbytes: int) -> Unsealing:
+        """Begin to unseal the `nbytes` that are kept under a name."""
+
+
+class Unsealing(Protocol):
+    """Sealed bytes on their way in: each piece is unsealed as it comes, while the next is on its way."""
+
+    def take(self, piece: memoryview) -> None:
+        """The next bytes."""
+
+    def finish(self) -> np.ndarray:
+        """The bytes (uint8) that were sealed, in memory of their own that begins at a multiple of 64. NotSealed for what
+        another key has sealed, what was sealed for another name, and anything else.
         """
 
 
@@ -93,13 +104,18 @@ class KeySeal:
         """ValueError where the package `cryptography` is missing."""
         try:
             from cryptography.exceptions import InvalidTag
+            from cryptography.hazmat.primitives.ciphers import Cipher
             from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+            from cryptography.hazmat.primitives.ciphers.algorithms import AES256
+            from cryptography.hazmat.primitives.ciphers.modes import GCM
         except ImportError:
             raise ValueError(
                 'remote_key_file needs the package cryptography: pip install "prefixcache[s3]" or "prefixcache[valkey]"'
             ) from None
         self._invalid: type[Exception] = InvalidTag
-        self._cipher = AESGCM(key.derive(b"prefixcache.seal"))
+        secret = key.derive(b"prefixcache.seal")
+        self._cipher = AESGCM(secret)
+        self._decryptor = lambda nonce: Cipher(AES256(secret), GCM(nonce)).decryptor()
         self._naming = key.derive(b"prefixcache.name")
 
     def opaque(self, *parts: bytes) -> str:
@@ -112,19 +128,41 @@ class KeySeal:
         self._cipher.encrypt_into(nonce, data.data, name.encode(), sealed[NONCE:].data)
         return sealed
 
-    def unseal(self, name: str, sealed: bytes | memoryview) -> np.ndarray:
-        view = memoryview(sealed)
-        if len(view) < OVERHEAD:
+    def unseal(self, name: str, nbytes: int) -> Unsealing:
+        return _KeyUnsealing(self._decryptor, self._invalid, name, nbytes)
+
+
+class _KeyUnsealing:
+    def __init__(self, decryptor: Callable[[bytes], Any], invalid: type[Exception], name: str, nbytes: int):
+        self._decryptor, self._invalid, self._name = decryptor, invalid, name.encode()
+        self._memory = _aligned(max(nbytes - OVERHEAD, 0))
+        self._nonce, self._tag = b"", b""
+        self._at = 0  # bytes of the image that have come
+        self._opened: Any = None
+
+    def take(self, piece: memoryview) -> None:
+        if self._opened is None:
+            missing = NONCE - len(self._nonce)
+            self._nonce, piece = self._nonce + piece[:missing], piece[missing:]
+            if len(self._nonce) < NONCE:
+                return
+            self._opened = self._decryptor(self._nonce)
+            self._opened.authenticate_additional_data(self._name)
+        body = piece[: len(self._memory) - self._at]
+        if body:
+            end = self._at + len(body)
+            self._opened.update_into(body, self._memory[self._at : end].data)
+            self._at = end
+        self._tag += piece[len(body) :]
+
+    def finish(self) -> np.ndarray:
+        if self._opened is None or self._at < len(self._memory) or len(self._tag) != TAG:
             raise NotSealed
-        if view.readonly:
-            data = np.empty(len(view) - OVERHEAD, np.uint8)
-        else:  # in place, as OpenSSL allows: memory that was never used costs more than the cipher
-            data = np.frombuffer(view, np.uint8)[NONCE:-TAG]
         try:
-            self._cipher.decrypt_into(view[:NONCE], view[NONCE:], name.encode(), data.data)
+            self._opened.finalize_with_tag(self._tag)
         except self._invalid:
             raise NotSealed from None
-        return data
+        return self._memory
 
 
 class NoSeal:
@@ -138,16 +176,28 @@ class NoSeal:
     def seal(self, name: str, data: np.ndarray, memory: np.ndarray | None = None) -> np.ndarray:
         return data
 
-    def unseal(self, name: str, sealed: bytes | memoryview) -> np.ndarray:
-        data = np.frombuffer(sealed, np.uint8)
-        return data if data.flags.writeable else data.copy()
+    def unseal(self, name: str, nbytes: int) -> Unsealing:
+        return _NoUnsealing(nbytes)
 
 
-def buffer_for(nbytes: int) -> memoryview:
-    """Memory for an engine to read sealed bytes into. What is unsealed in it begins at a multiple of 64, as in any array."""
+class _NoUnsealing:
+    def __init__(self, nbytes: int):
+        self._memory, self._at = _aligned(nbytes), 0
+
+    def take(self, piece: memoryview) -> None:
+        self._memory.data[self._at : self._at + len(piece)] = piece
+        self._at += len(piece)
+
+    def finish(self) -> np.ndarray:
+        if self._at < len(self._memory):
+            raise NotSealed
+        return self._memory
+
+
+def _aligned(nbytes: int) -> np.ndarray:
     memory = np.empty(nbytes + ALIGNED, np.uint8)
-    skipped = -(memory.ctypes.data + NONCE) % ALIGNED
-    return memory[skipped : skipped + nbytes].data
+    skipped = -memory.ctypes.data % ALIGNED
+    return memory[skipped : skipped + nbytes]
 
 
 def image_name(seal: Seal, root: bytes, kind: Kind, key: bytes, parent: bytes) -> str:

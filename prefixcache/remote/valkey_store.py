@@ -21,13 +21,11 @@ from typing import Any, TypeVar
 from valkey import exceptions
 from valkey.connection import Connection, PythonRespSerializer
 
-from prefixcache.remote.engine import EngineError, EngineFull
-from prefixcache.remote.sealing import buffer_for
+from prefixcache.remote.engine import PIECE, EngineError, EngineFull, Sink
 
 _LISTED = 1000
-_READ = 1 << 18  # bytes that a read takes at most
-_HEAD = 64  # bytes that are read at first of an answer that goes into a buffer
-_PIECE = 1 << 20  # bytes that are sent at once
+_HEAD = 64  # bytes that are read at first of an answer that goes into a sink
+_SENT = 1 << 20  # bytes that are sent at once
 _SLACK = 1 << 20  # bytes that the answers of a call may have beside the value
 # What the server's errors begin with; the rest of their text may hold names and users.
 _REASONS = {
@@ -81,7 +79,7 @@ class ValkeyStore:
             "username": username,
             "password": password,
             "connect_timeout": connect_timeout,
-            "socket_read_size": _READ,
+            "socket_read_size": PIECE,
             "lib_name": None,  # two round trips more, and an error where the server is old
             "lib_version": None,
             "tls": context,
@@ -100,17 +98,16 @@ class ValkeyStore:
             found += self._lengths([self._key(name) for name in asked], deadline)
         return found
 
-    def get(self, name: str, size: int | None, room: Callable[[int], bool]) -> bytes | memoryview | None:
-        """None also when the value is no longer of the size that `room` agreed to."""
+    def get(self, name: str, size: int | None, accept: Callable[[int], Sink | None]) -> bool:
+        """False also when the value is no longer of the size that was accepted."""
         deadline = time.monotonic() + self._timeout
         key = self._key(name)
         if size is None:
             (size,) = self._lengths([key], deadline)
-        if not size or not room(size):
-            return None
-        data = buffer_for(size)
-        (is_whole,) = self._on_a_connection(lambda connection: [connection.fill(("GET", key), data, deadline)])
-        return data if is_whole else None
+        if not size or (sink := accept(size)) is None:
+            return False
+        (is_whole,) = self._on_a_connection(lambda connection: [connection.pour(("GET", key), size, sink, deadline)])
+        return bool(is_whole)
 
     def put(self, name: str, data: bytes | memoryview, listed: bool = False) -> None:
         key = self._key(name)
@@ -235,13 +232,13 @@ class _Connection(Connection):
         self.send_packed_command(self.pack_commands(commands), check_health=False)
         return [self._answer() for _ in commands]
 
-    def fill(self, command: Command, data: memoryview, deadline: float) -> Any:
-        """Read the value that a command answers with straight into `data`. False where there is none of this size; where the
+    def pour(self, command: Command, nbytes: int, sink: Sink, deadline: float) -> Any:
+        """Give the value that a command answers with to a sink as it comes. False where there is none of this size; where the
         server answers with an error, that.
 
-        valkey-py would read it into buffers of its own and copy it twice.
+        valkey-py would read all of it into buffers of its own, and copy it twice.
         """
-        self._deadline, self._allowed = deadline, len(data) + _SLACK
+        self._deadline, self._allowed = deadline, nbytes + _SLACK
         self.connect()
         self.send_packed_command(self.pack_command(*command), check_health=False)
         sock, head = self._sock, b""
@@ -256,17 +253,19 @@ class _Connection(Connection):
             if isinstance(error, exceptions.ConnectionError):
                 raise error
             return error
-        if line != b"$%d" % len(data):
+        if line != b"$%d" % nbytes:
             if not re.fullmatch(rb"\$(-1|[0-9]{1,12})", line):
                 raise exceptions.InvalidResponse
             if line != b"$-1":
                 self.disconnect()  # the value, of another size, is still on its way
             return False
-        at = min(len(rest), len(data))
-        data[:at] = rest[:at]
-        end = rest[at:]
-        while at < len(data):
-            at += _some(sock.recv_into(data[at:]))
+        sink(memoryview(rest)[:nbytes])
+        end, left = rest[nbytes:], nbytes - len(rest)
+        piece = memoryview(bytearray(min(PIECE, max(left, 0))))
+        while left > 0:
+            read = _some(sock.recv_into(piece[:left]))
+            sink(piece[:read])
+            left -= read
         while len(end) < 2:
             end += _some(sock.recv(2 - len(end)))
         return True
@@ -339,7 +338,7 @@ class _Socket:
         rest = memoryview(data)
         while rest:
             self._sock.settimeout(_left(self._connection._deadline))
-            rest = rest[self._sock.send(rest[:_PIECE]) :]
+            rest = rest[self._sock.send(rest[:_SENT]) :]
 
     def _count(self, size: int) -> None:
         self._connection._allowed -= size

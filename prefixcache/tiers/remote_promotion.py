@@ -18,7 +18,7 @@ from prefixcache.blocks.node import RAM, Node, Slot
 from prefixcache.image_format import HEADER_LIMIT, ROWS, SNAPSHOT, Image, ImageError, examine
 from prefixcache.keys import BLOCK, TOKEN_BYTES
 from prefixcache.remote.client import READERS, Client
-from prefixcache.remote.engine import EngineError
+from prefixcache.remote.engine import PIECE, EngineError
 from prefixcache.remote.sealing import image_name, snapshot_folder
 from prefixcache.ssd.entries import Entry
 from prefixcache.ssd.files import is_image_of
@@ -164,11 +164,11 @@ class RemotePromotion:
         """Read and check an image, on a thread of the client."""
         wanted, storage = read.wanted, self._storage
 
-        def room(nbytes: int) -> bool:  # for the bytes as they come, and for the image
+        def room(nbytes: int) -> bool:  # for the image, and for a piece as it comes
             if nbytes > self._size_limit(wanted):
                 return False
             beside = NODE_BYTES + storage.graph.slot_bytes + 2 * BLOCK * TOKEN_BYTES
-            read.reservation = storage.ram.reserve(2 * nbytes + beside, drop=False)
+            read.reservation = storage.ram.reserve(nbytes + PIECE + beside, drop=False)
             return read.reservation is not None
 
         name = self._name(wanted)

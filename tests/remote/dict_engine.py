@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from prefixcache.remote.engine import EngineError
+from prefixcache.remote.engine import EngineError, Sink
 
 
 class DictEngine:
@@ -39,12 +39,13 @@ class DictEngine:
             self._call("sizes")
         return [len(self.images[name]) if name in self.images else None for name in names]
 
-    def get(self, name: str, size: int | None, room: Callable[[int], bool]) -> bytes | None:
+    def get(self, name: str, size: int | None, accept: Callable[[int], Sink | None]) -> bool:
         self._call("get")
         data = self.images.get(name)
-        if data is None or not room(len(data) if size is None else size):
-            return None
-        return data if size is None else data[:size]
+        if data is None or (sink := accept(len(data) if size is None else size)) is None:
+            return False
+        sink(memoryview(data)[:size])
+        return True
 
     def put(self, name: str, data: bytes | memoryview, listed: bool = False) -> None:
         self._call("put")

@@ -404,7 +404,9 @@ def test_what_is_deleted_and_replaced_while_it_is_read_is_right_or_missed(machin
     names = [row for seed in range(3) for row in rows_of(cache, prompt_of(seed))]
     sizes = engine.sizes(names)
     assert None not in sizes
-    images = [bytes(engine.get(name, size, lambda nbytes: True)) for name, size in zip(names, sizes, strict=True)]
+    images = [bytearray() for _ in names]
+    for name, size, image in zip(names, sizes, images, strict=True):
+        assert engine.get(name, size, lambda nbytes, image=image: image.extend)
 
     def meddle() -> None:
         while not ended.is_set():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,8 +35,9 @@ BAR = 0.8
 
 
 class Sizes(NamedTuple):
-    """Rounds of one image at a time, and of several at once; images put and got in one of these; how many of `SHAPES`;
-    `names` of a prompt that is looked for. (SeaweedFS keeps what was overwritten: 2 GB in all.)"""
+    """Rounds of one image at a time, and of several at once; images put and got in a round of these, in one of those half as
+    many; how many of `SHAPES`; `names` of a prompt that is looked for. (SeaweedFS keeps what was overwritten: 2 GB in all.)
+    """
 
     alone: int
     together: int
@@ -50,8 +52,8 @@ SHAPES = {"1.6 MB": Shape(full=4, heads=3, width=128), "16 MB": Shape(full=40, h
 
 
 def rates(scale: str) -> Iterator[Figure]:
-    """Put and get through `Client`, over a plain put and get of as many bytes, by turns: one image at a time, and as many at
-    once as the tier sends and reads."""
+    """Put and get through `Client`, over a plain put and get of as many bytes, by turns: images one after the other, and as
+    many at once as the tier sends and reads."""
     for kind in engines.KINDS:
         for size, shape in list(SHAPES.items())[: SIZES[scale].shapes]:
             try:
@@ -92,7 +94,7 @@ def _rates(running: Running, size: str, image: np.ndarray, sizes: Sizes) -> Iter
             client.write(f"v1/{n}", image)
             plain.put(f"plain/{n}", plain_data)
         for what, (threads, images, ours, theirs) in works.items():
-            one = _compared(ours, theirs, 1, sizes.alone, 1)
+            one = _compared(ours, theirs, 1, sizes.alone, max(images // 2, 1))
             many = _compared(ours, theirs, threads, sizes.together, images)
             library = engines.LIBRARIES[running.kind]
             yield Figure(
@@ -121,9 +123,11 @@ def _compared(ours: Work, theirs: Work, threads: int, rounds: int, images: int) 
     with ThreadPoolExecutor(threads) as pool:
 
         def timed(work: Work) -> Callable[[int], float]:
-            if threads == 1:
-                return lambda number: report.seconds(lambda: [work(n) for n in range(images)]) / images
-            return lambda number: report.seconds(lambda: list(pool.map(work, range(images)))) / images
+            def one(n: int) -> None:  # what is got is let go of
+                work(n)
+
+            spread = map if threads == 1 else pool.map
+            return lambda number: report.seconds(lambda: deque(spread(one, range(images)), 0)) / images
 
         for work in (ours, theirs):  # connections are made, and each name is there
             for n in range(images):
