@@ -46,9 +46,7 @@ from prefixcache.operations.pins import Pins
 from prefixcache.operations.remove import remove
 from prefixcache.operations.stats import collect_stats
 from prefixcache.operations.store import Store
-from prefixcache.remote.client import Client
-from prefixcache.remote.sealing import FleetKey, KeySeal, NoSeal
-from prefixcache.remote.url import check_url, open_engine
+from prefixcache.remote.client import Client, open_client
 from prefixcache.settings import Settings, parse_size
 from prefixcache.ssd import Ssd
 from prefixcache.ssd.directory import refusal
@@ -65,7 +63,6 @@ QUEUE_SHARE = 4  # spill_queue="auto" is a 4th of the RAM budget
 RECENCY_FLUSH_INTERVAL = 60.0  # seconds after which a hit tells the index what was used
 RECENCY_FLUSH_SLOTS = 8192  # or so many that it has not heard of
 LONGEST = 1 << 24  # tokens that a fetch leaves room for
-CONNECT_TIMEOUT = 1.0  # seconds for a connection to the remote tier's engine; less where remote_timeout is
 LAST_UPLOADS = 5.0  # seconds that close() gives to what waits for the remote tier
 INTERRUPTED_CLOSE = 5.0  # seconds that an interrupted close() gives the SSD
 
@@ -172,17 +169,9 @@ class PrefixCache:
         settings = self.settings
         if settings.remote is None:
             return None
-        key_file, timeout = settings.remote_key_file, settings.remote_timeout
-        check_url(settings.remote, key_file is not None)
-        seal = KeySeal(FleetKey.read(key_file)) if key_file is not None else NoSeal()
-        connecting = min(CONNECT_TIMEOUT, timeout)
-        try:
-            engine = open_engine(
-                settings.remote, timeout=timeout, connect_timeout=connecting, ca_file=settings.remote_ca_file
-            )
-        except ImportError as error:
-            raise ValueError(str(error)) from error
-        return Client(engine, seal)
+        return open_client(
+            settings.remote, settings.remote_key_file, settings.remote_ca_file, timeout=settings.remote_timeout
+        )
 
     # -- storing and finding ------------------------------------------------------------------------------------------
 

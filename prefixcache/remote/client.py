@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FuturesTimeout
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,12 +18,14 @@ import numpy as np
 from prefixcache.metrics.moving_average import MovingAverage
 from prefixcache.remote.breaker import Breaker
 from prefixcache.remote.engine import Engine, EngineError, Sink
-from prefixcache.remote.sealing import VERSION, NotSealed, Seal, Unsealing
+from prefixcache.remote.sealing import VERSION, FleetKey, KeySeal, NoSeal, NotSealed, Seal, Unsealing
 from prefixcache.remote.stats import RemoteCounters, RemoteStats
 from prefixcache.remote.threads import DaemonThreads
+from prefixcache.remote.url import check_url, open_engine
 
 log = logging.getLogger("prefixcache")
 
+CONNECT_TIMEOUT = 1.0  # seconds for a connection; less where a call has less
 READERS = 8  # images that are read at once
 ASKERS = 8  # questions
 ASSUMED_BYTES = 100e6  # read a second, before anything was read: 1 GbE
@@ -39,6 +42,22 @@ KEY_CHECK = f"{VERSION}/key"  # what stands here tells which key the images are 
 KEY_TEXT = np.frombuffer(b"prefixcache", np.uint8)
 
 Result = TypeVar("Result")
+
+
+def open_client(
+    url: str, key_file: Path | None, ca_file: Path | None, *, timeout: float, key_setting: str = "remote_key_file"
+) -> Client:
+    """A client of the engine that a URL names; it is not asked yet. `timeout`: seconds of a call.
+
+    ValueError for a bad URL or key file (`key_setting` is what the user knows it by), and for a missing package.
+    """
+    check_url(url, key_file is not None)
+    seal = KeySeal(FleetKey.read(key_file, key_setting)) if key_file is not None else NoSeal()
+    try:
+        engine = open_engine(url, timeout=timeout, connect_timeout=min(CONNECT_TIMEOUT, timeout), ca_file=ca_file)
+    except ImportError as error:
+        raise ValueError(str(error)) from error
+    return Client(engine, seal)
 
 
 class Client:

@@ -19,10 +19,6 @@ class EngineError(Exception):
     """The engine could not be asked, or did not answer in time; the text says why, and has no name, URL or credential."""
 
 
-class EngineFull(EngineError):
-    """The engine takes no more bytes now; it still answers."""
-
-
 class Engine(Protocol):
     """Bytes under names of lower-case letters, digits, `/` and `-`. Thread-safe.
 
@@ -50,7 +46,7 @@ class Engine(Protocol):
         """
 
     def put(self, name: str, data: bytes | memoryview, listed: bool = False) -> None:
-        """Put bytes under a name, all of them or none. EngineFull when there is no room. `listed`: `names_under` gives it."""
+        """Put bytes under a name, all of them or none. An engine that is full refuses. `listed`: `names_under` gives it."""
 
     def keep_listed(self, names: Sequence[str]) -> None:
         """These names, which are there, are to be given by `names_under`: an engine may have evicted the list alone."""

@@ -20,7 +20,7 @@ from typing import Any
 import obstore
 from obstore.store import from_url
 
-from prefixcache.remote.engine import PIECE, EngineError, EngineFull, Sink
+from prefixcache.remote.engine import PIECE, EngineError, Sink
 from prefixcache.remote.threads import DaemonThreads
 
 _LISTED = 1000  # names of a folder at most; a page of S3
@@ -213,10 +213,10 @@ def _pour(pieces: Iterable[memoryview], nbytes: int, sink: Sink) -> None:
 def _engine_error(error: Exception) -> EngineError:
     number = _os_error(error)
     if number in _FULL_OS:
-        return EngineFull(os.strerror(number))
+        return EngineError(f"full: {os.strerror(number).lower()}")
     status, code = _refusal(str(error))
     if status in _FULL or code in _FULL:
-        return EngineFull(f"no room: {code or f'HTTP {status}'}")
+        return EngineError(f"full: {code or f'HTTP {status}'}")
     return EngineError(_reason(error))
 
 

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from valkey import exceptions
 from valkey.connection import Connection, PythonRespSerializer
 
-from prefixcache.remote.engine import PIECE, EngineError, EngineFull, Sink
+from prefixcache.remote.engine import PIECE, EngineError, Sink
 
 _LISTED = 1000
 _HEAD = 64  # bytes that are read at first of an answer that goes into a sink
@@ -412,7 +412,7 @@ def _why_lost(error: BaseException) -> str:
 def _refusal(error: Exception) -> EngineError:
     """What an error that the server answered is here."""
     if isinstance(error, exceptions.OutOfMemoryError):
-        return EngineFull("OOM command not allowed")
+        return EngineError("full: it has reached its maxmemory, and evicts nothing")
     if isinstance(error, (exceptions.AuthenticationError, exceptions.NoPermissionError)):
         return EngineError("refused: access denied")
     if isinstance(error, exceptions.ReadOnlyError):

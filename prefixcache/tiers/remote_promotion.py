@@ -244,6 +244,7 @@ class RemotePromotion:
             storage.counters.promoted_from_remote(slot, self._gap.boundary)
             storage.drop_superseded(slot)
             storage.spilling.write_through([slot])
+            storage.spilling.ahead(slot.nbytes)
             storage.changed.notify_all()
             return True
 

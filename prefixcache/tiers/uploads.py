@@ -51,7 +51,7 @@ class Uploads:
         self._published: set[str] = set()  # names of layouts that the engine has had; of few models
         self._threads = [
             threading.Thread(target=self._run, args=(n == 0,), name="prefixcache-remote-upload", daemon=True)
-            for n in range(UPLOADERS)
+            for n in range(UPLOADERS if writes else 1)
         ]
         for thread in self._threads:
             thread.start()

@@ -214,7 +214,7 @@ class Forger:
 @pytest.mark.parametrize("sealed", [True, False], ids=["sealed", "unsealed"])
 def test_of_ten_thousand_harmed_images_none_is_believed(machine, monkeypatch, tmp_path, sealed):
     engine = DictEngine()
-    monkeypatch.setattr("prefixcache.cache.open_engine", lambda url, **options: engine)
+    monkeypatch.setattr("prefixcache.remote.client.open_engine", lambda url, **options: engine)
     monkeypatch.setattr("prefixcache.tiers.remote_promotion.LEAST_PATIENCE", 10.0)  # what is missed, is for what it is
     (tmp_path / "theirs.key").write_text("7b" * 32)
     how: dict[str, Any] = {"remote_timeout": 30.0, **({} if sealed else {"remote_key_file": None})}
@@ -355,7 +355,7 @@ def test_a_full_server_is_read_from_and_written_to_again_when_it_has_room(machin
             put(cache, [seed] * 2000)
         until(lambda: not cache.stats().remote.writing)
         assert cache.stats().remote.reading
-        assert "OOM" in cache.stats().remote.last_error
+        assert "full" in cache.stats().remote.last_error
         other = machine(valkey(server.port), remote_admission="never")
         assert brought(other, LONG) == got(other, LONG) == 768
         time.sleep(2.5)  # probes that find it full

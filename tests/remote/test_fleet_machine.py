@@ -44,7 +44,7 @@ class Fleet(RuleBasedStateMachine):
         (self.folder / "key").write_text("5a" * 32)
         (self.folder / "key").chmod(0o600)
         self.sealed, self.engine = sealed, DictEngine(names_at_once=4)
-        self.patched = mock.patch("prefixcache.cache.open_engine", return_value=self.engine)
+        self.patched = mock.patch("prefixcache.remote.client.open_engine", return_value=self.engine)
         self.patched.start()
         self.machines = [self._open(number) for number in range(len(MACHINES))]
 

@@ -13,7 +13,7 @@ import pytest
 
 from prefixcache import PrefixCache
 from prefixcache.remote.client import Client
-from prefixcache.remote.engine import EngineError, EngineFull
+from prefixcache.remote.engine import EngineError
 from prefixcache.remote.sealing import NoSeal
 from tests import states
 from tests.remote.dict_engine import DictEngine
@@ -28,7 +28,7 @@ Machine = Callable[..., PrefixCache]
 def engine(monkeypatch: pytest.MonkeyPatch) -> DictEngine:
     """What every machine's remote URL leads to."""
     engine = DictEngine()
-    monkeypatch.setattr("prefixcache.cache.open_engine", lambda url, **options: engine)
+    monkeypatch.setattr("prefixcache.remote.client.open_engine", lambda url, **options: engine)
     return engine
 
 
@@ -427,7 +427,7 @@ def test_a_full_engine_stops_writing_and_not_reading(machine, engine):
 
     def full(call):
         if call == "put":
-            raise EngineFull("no room")
+            raise EngineError("full")
 
     engine.at = full
     cache = machine()

@@ -16,10 +16,9 @@ from rich.table import Table
 from prefixcache.cli.text import Refused, foreign, many
 from prefixcache.image_format import SNAPSHOT
 from prefixcache.keys import BLOCK, TOKEN_BYTES
-from prefixcache.remote.client import Client
+from prefixcache.remote.client import Client, open_client
 from prefixcache.remote.engine import EngineError
-from prefixcache.remote.sealing import FleetKey, KeySeal, NoSeal, image_name
-from prefixcache.remote.url import check_url, open_engine
+from prefixcache.remote.sealing import image_name
 from prefixcache.ssd.directory import Directory, holder
 from prefixcache.ssd.index import reading
 from prefixcache.ssd.rows import read_entries
@@ -35,12 +34,10 @@ KEYS = {True: "ours", False: "another, or none", None: "not told yet"}
 def describe_remote(url: str, key_file: Path | None, ca_file: Path | None, directory: Path | None) -> Facts:
     """All that is shown, as plain values. `Refused` for a bad URL or key, and for an engine that does not answer."""
     try:
-        check_url(url, key_file is not None)
-        seal = KeySeal(FleetKey.read(key_file, "--remote-key-file")) if key_file is not None else NoSeal()
-        engine = open_engine(url, timeout=TIMEOUT, connect_timeout=TIMEOUT, ca_file=ca_file)
-    except (ValueError, ImportError) as error:
+        client = open_client(url, key_file, ca_file, timeout=TIMEOUT, key_setting="--remote-key-file")
+    except ValueError as error:
         raise Refused(str(error)) from error
-    client = Client(engine, seal)
+    engine = client.engine
     try:
         about, times = engine.about(), []
         for _ in range(QUESTIONS):
