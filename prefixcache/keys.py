@@ -18,6 +18,7 @@ import xxhash
 BLOCK = 256  # tokens a block
 TOKEN_BYTES = 8  # an int64
 KEY_BYTES = 16
+DIGEST_BYTES = 32
 MODEL_BYTES = 512  # a model's name, as UTF-8
 
 Tokens = Sequence[int] | np.ndarray
@@ -82,6 +83,16 @@ def _from_array(tokens: np.ndarray) -> np.ndarray:
 def chain(parent: bytes, tokens: bytes) -> bytes:
     """The key of `tokens` (raw int64 bytes) that follow the block whose key is `parent`."""
     return xxhash.xxh3_128_digest(parent + tokens)
+
+
+def digest(before: bytes, tokens: bytes) -> bytes:
+    """BLAKE2b-256 of all tokens up to the end of `tokens` (raw int64 bytes), of which those before have the digest `before`;
+    before the first stands the root key.
+
+    `chain` is quick, and whoever wants to can make two blocks with one key: enough where tokens are compared, too. What
+    others have computed is named by its digest.
+    """
+    return hashlib.blake2b(before + tokens, digest_size=DIGEST_BYTES, person=b"prefixcache.read").digest()
 
 
 def as_model(model: Any) -> str:

@@ -17,14 +17,15 @@ class Breaker:
     """Thread-safe: `_lock` guards all. While it is `closed` calls go through. When it has opened, none should be made but
     probes, of which `takes_probe` gives out one at a time; the first that succeeds closes it. Each change is logged once.
 
-    A probe is small, and may succeed where nothing else does: only a call that does resets the delays.
+    What is `small`, such as a question, may succeed where no image does, so its failures in a row are counted apart. A
+    breaker that opens again soon waits longer and longer.
     """
 
     def __init__(self, what: str, clock: Callable[[], float] = time.monotonic):
         """`what` it guards, for the log."""
         self._what, self._clock = what, clock
         self._lock = threading.Lock()
-        self._failures = 0
+        self._failures = {False: 0, True: 0}  # in a row: of images, of what is small
         self._delay = FIRST_DELAY
         self._probe_at: float | None = None  # None while it is closed
         self.reason = ""  # of the last failure
@@ -48,21 +49,21 @@ class Breaker:
         with self._lock:
             return None if self._probe_at is None else max(self._probe_at - self._clock(), 0.0)
 
-    def succeeded(self, probe: bool = False) -> None:
+    def succeeded(self, small: bool = False, probe: bool = False) -> None:
         with self._lock:
-            self._failures = 0
-            if not probe:
-                self._delay = FIRST_DELAY
-            if self._probe_at is None:
+            self._failures[small] = 0
+            if self._probe_at is None or (small and not probe):
                 return
-            self._probe_at, self.closed_at = None, self._clock()
+            self._probe_at, self.closed_at, self._failures = None, self._clock(), {False: 0, True: 0}
         log.info("%s: works again", self._what)
 
-    def failed(self, reason: str) -> None:
+    def failed(self, reason: str, small: bool = False) -> None:
         with self._lock:
-            self.reason = reason
-            self._failures += 1
-            if self._failures < FAILURES or self._probe_at is not None:
+            self.reason, now = reason, self._clock()
+            self._failures[small] += 1
+            if self._failures[small] < FAILURES or self._probe_at is not None:
                 return
-            self._probe_at = self._clock() + self._delay
+            if now > self.closed_at + self._delay:
+                self._delay = FIRST_DELAY
+            self._probe_at = now + self._delay
         log.warning("%s: %s; going on without it until it works again", self._what, reason)

@@ -30,9 +30,7 @@ READERS = 8  # images that are read at once
 ASKERS = 8  # questions
 ASSUMED_BYTES = 100e6  # read a second, before anything was read: 1 GbE
 ASSUMED_ROUND_TRIP = 0.01  # seconds, before anything was asked
-PASSED_SECONDS = (
-    0.02  # of the assumed rate enter the average with each read that is passed over: a bad rate is tried again
-)
+MEASURE_AGAIN = 30.0  # seconds after which a rate that makes reading not worth it is measured again
 MISSING_FOR = 5.0  # seconds that a name which was missing is taken for missing
 REFUSED_FOR = 600.0  # seconds that an image which was refused is
 REMEMBERED = 4096  # names of either kind
@@ -78,6 +76,7 @@ class Client:
         self._sealing = threading.local()  # its `memory`: what the thread has sealed its last image in
         self._rate = MovingAverage(ASSUMED_BYTES)
         self._trips = MovingAverage(1 / ASSUMED_ROUND_TRIP)
+        self._measured_at = float("-inf")
         self._late = 0
         self._missing: dict[str, float] = {}  # until when
         self._refused: dict[str, float] = {}
@@ -115,11 +114,20 @@ class Client:
         with self._lock:
             self._rate.add(nbytes, seconds)
 
-    def passed_over(self) -> None:
-        """A read was not worth it at the rates known here."""
+    def passed_over(self) -> bool:
+        """A read is not worth it at the rates known here. Whether it is time to measure them, with nobody waiting."""
         self.counters.add(passed=1)
         with self._lock:
-            self._rate.add(PASSED_SECONDS * ASSUMED_BYTES, PASSED_SECONDS)
+            is_time = time.monotonic() > self._measured_at + MEASURE_AGAIN
+            if is_time:
+                self._measured_at = time.monotonic()
+            return is_time
+
+    def measured(self, nbytes: int, seconds: float) -> None:
+        """So many bytes came in so many seconds, just now: the rates before no longer count."""
+        with self._lock:
+            self._rate = MovingAverage(ASSUMED_BYTES)
+            self._rate.add(nbytes, seconds)
 
     # -- asking and reading: raise EngineError ------------------------------------------------------------------------
 
@@ -161,7 +169,7 @@ class Client:
 
     def begin_read(self, call: Callable[..., Result], *arguments: object) -> Future[Result]:
         """A call that reads an image, by way of `read`, on a thread of the client."""
-        return self._submit(self._readers, call, arguments)
+        return self._submit(self._readers, False, call, arguments)
 
     def read(self, name: str, size: int | None, room: Callable[[int], bool]) -> np.ndarray | None:
         """The unsealed bytes under a name, on this thread. None where there are none, or what is there was not sealed under
@@ -190,13 +198,13 @@ class Client:
         return unsealing[0].finish() if self.engine.get(name, size, accept) else None
 
     def _ask(self, call: Callable[..., Result], *arguments: object) -> Future[Result]:
-        return self._submit(self._askers, call, arguments)
+        return self._submit(self._askers, True, call, arguments)
 
     def _submit(
-        self, threads: DaemonThreads, call: Callable[..., Result], arguments: tuple[object, ...]
+        self, threads: DaemonThreads, small: bool, call: Callable[..., Result], arguments: tuple[object, ...]
     ) -> Future[Result]:
         try:
-            return threads.submit(self._guarded, self.reading, call, *arguments)
+            return threads.submit(self._guarded, self.reading, small, call, *arguments)
         except RuntimeError:  # whoever is still at work when the cache is closed
             raise EngineError("closed") from None
 
@@ -235,7 +243,7 @@ class Client:
             return None if text is None else np.array_equal(text, KEY_TEXT)
 
         began = time.monotonic()
-        is_ours = self._guarded(self.reading, ask)
+        is_ours = self._guarded(self.reading, True, ask)
         self._learn_trip(time.monotonic() - began)
         return is_ours
 
@@ -246,7 +254,8 @@ class Client:
         ours = self.has_our_key()
         if ours is None and writes:
             self.write(KEY_CHECK, KEY_TEXT)
-        elif ours is False:
+            ours = self.has_our_key()  # another may have begun at the same time
+        if ours is False:
             log.warning(
                 "remote %s: its images are sealed with another key, or without one, and can't be hit here; give all machines "
                 "the same remote_key_file",
@@ -265,7 +274,7 @@ class Client:
         memory = getattr(self._sealing, "memory", None)
         self.forget_memory()  # unless the engine is done with it
         sealed = self.seal.seal(name, data, memory)
-        self._guarded(self.writing, self.engine.put, name, sealed.data, listed)
+        self._guarded(self.writing, False, self.engine.put, name, sealed.data, listed)
         if self.seal.overhead:
             self._sealing.memory = sealed if memory is None or memory.nbytes < sealed.nbytes else memory
         self.counters.add(written_images=1, written_bytes=data.nbytes + self.seal.overhead)
@@ -276,7 +285,7 @@ class Client:
     def keep_listed(self, names: Sequence[str]) -> None:
         """Names that are there, and whose list an engine may have evicted: they are listed again. On this thread."""
         if names:
-            self._guarded(self.reading, self.engine.keep_listed, names)
+            self._guarded(self.writing, True, self.engine.keep_listed, names)
 
     def forget_memory(self) -> None:
         """This thread has nothing to write for now."""
@@ -297,22 +306,22 @@ class Client:
                 except EngineError as error:
                     breaker.failed(str(error))
                 else:
-                    breaker.succeeded(probe=True)
+                    breaker.succeeded(small=True, probe=True)
 
     def probe_in(self) -> float | None:
         """Seconds until `probe` has something to do; None while nothing fails."""
         due = [wait for breaker in (self.reading, self.writing) if (wait := breaker.probe_in()) is not None]
         return min(due) if due else None
 
-    def _guarded(self, breaker: Breaker, call: Callable[..., Result], *arguments: object) -> Result:
+    def _guarded(self, breaker: Breaker, small: bool, call: Callable[..., Result], *arguments: object) -> Result:
         try:
             result = call(*arguments)
         except EngineError as error:
             if not self._closed:
                 self.counters.failed(str(error))
-                breaker.failed(str(error))
+                breaker.failed(str(error), small)
             raise
-        breaker.succeeded()
+        breaker.succeeded(small)
         return result
 
     # -- names --------------------------------------------------------------------------------------------------------

@@ -9,15 +9,17 @@ from __future__ import annotations
 import errno
 import os
 import re
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import obstore
+from obstore.exceptions import InvalidPathError
 from obstore.store import from_url
 
 from prefixcache.remote.engine import PIECE, EngineError, Sink
@@ -87,14 +89,15 @@ class ObjectStore:
     def sizes(self, names: Sequence[str]) -> list[int | None]:
         deadline = time.monotonic() + self._timeout
         with self._errors():
-            if len(names) == 1:
-                return [self._size(names[0])]
             asked = [self._pool.submit(self._size, name) for name in names]
             try:
-                return [future.result(max(0.0, deadline - time.monotonic())) for future in asked]
+                found = [future.result(max(0.0, deadline - time.monotonic())) for future in asked]
             finally:
                 for future in asked:
                     future.cancel()
+            if None in found:
+                self._check_folder()
+            return found
 
     def get(self, name: str, size: int | None, accept: Callable[[int], Sink | None]) -> bool:
         if self._folder is not None:
@@ -116,12 +119,16 @@ class ObjectStore:
     def _read_file(self, name: str, accept: Callable[[int], Sink | None]) -> bool:
         """obstore would copy it once more."""
         with self._errors():
-            try:
-                fd = os.open(os.path.join(self._folder or "", name), os.O_RDONLY)
-            except FileNotFoundError:
+            try:  # a FIFO is not waited for
+                fd = os.open(os.path.join(self._folder or "", name), os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+            except OSError as error:
+                if error.errno not in (errno.ENOENT, errno.ELOOP):
+                    raise
+                self._check_folder()
                 return False
         try:
-            nbytes = os.fstat(fd).st_size
+            status = os.fstat(fd)
+            nbytes = status.st_size if stat.S_ISREG(status.st_mode) else 0
             if not nbytes or (sink := accept(nbytes)) is None:
                 return False
             memory = memoryview(bytearray(min(PIECE, nbytes)))
@@ -160,11 +167,12 @@ class ObjectStore:
         else:
             pages = iter(obstore.list(self._store, folder, chunk_size=_LISTED))
         names: list[str] = []
-        for _, page in zip(range(_PAGES), pages, strict=False):
-            paths = (found["path"] for found in page if found["size"])
-            names += [path for path in paths if path.rpartition("/")[0] == folder]
-            if len(names) >= _LISTED:
-                break
+        with suppress(InvalidPathError):  # of an object that is none of ours; what comes after it is not listed
+            for _, page in zip(range(_PAGES), pages, strict=False):
+                paths = (found["path"] for found in page if found["size"])
+                names += [path for path in paths if path.rpartition("/")[0] == folder]
+                if len(names) >= _LISTED:
+                    break
         return names[:_LISTED]
 
     def _size(self, name: str) -> int | None:
@@ -174,11 +182,16 @@ class ObjectStore:
             return None
         return nbytes or None
 
+    def _check_folder(self) -> None:
+        """What is missing in a folder that is gone is not known to be missing."""
+        if self._folder is not None and not os.path.isdir(self._folder):
+            raise NotADirectoryError(errno.ENOTDIR, "no such folder")
+
     def _make_folder(self, folder: str) -> None:
         """With those between it and the engine's own, which is never made; the owner's alone, whatever the umask."""
         if not os.path.isdir(folder):
             if folder == self._folder:
-                raise NotADirectoryError(errno.ENOTDIR, "no such folder")
+                self._check_folder()
             self._make_folder(os.path.dirname(folder))
             try:
                 os.mkdir(folder, 0o700)

@@ -1,7 +1,7 @@
 """The names of images in an engine, and the seal on their bytes: AES-256-GCM under the key that a fleet's machines share.
 
 A sealed image is a nonce (12 bytes, random), the encrypted image, and a tag (16 bytes), with its name as associated data: an
-image under another's name is no image. Names follow from root key and image key alone, so every machine makes the same. With
+image under another's name is no image. Names follow from root key and tokens alone, so every machine makes the same. With
 a key they are keyed hashes, and tell nothing about prompts even to who guesses one. Whoever has the key can read and write.
 """
 
@@ -74,7 +74,7 @@ class Seal(Protocol):
     """Whether nobody without the key can read what is sealed, or seal."""
 
     def opaque(self, *parts: bytes) -> str:
-        """The name of these parts: 32 hex digits."""
+        """The name of these parts, in hex digits."""
 
     def seal(self, name: str, data: np.ndarray, memory: np.ndarray | None = None) -> np.ndarray:
         """The bytes (uint8) to keep under a name. They may stand in `memory` (uint8), where that is large enough."""
@@ -200,19 +200,17 @@ def _aligned(nbytes: int) -> np.ndarray:
     return memory[skipped : skipped + nbytes]
 
 
-def image_name(seal: Seal, root: bytes, kind: Kind, key: bytes, parent: bytes) -> str:
-    """Where an image is kept: `v1/<root>/<kind>/<key>`. Snapshots of one block stand together, below its key: a prompt
-    doesn't tell where they end, so they are looked for by their block.
+def image_name(seal: Seal, root: bytes, kind: Kind, digest: bytes, behind: bytes = b"") -> str:
+    """Where an image is kept, by the digest of all tokens up to its end: `v1/<root>/<kind>/<digest>`. Snapshots stand
+    together below the digest of the block `behind` which they are: a prompt doesn't tell where they end.
     """
-    last = seal.opaque(key)
-    return (
-        f"{snapshot_folder(seal, root, parent)}/{last}" if kind == SNAPSHOT else f"{_folder(seal, root, kind)}/{last}"
-    )
+    folder = snapshot_folder(seal, root, behind) if kind == SNAPSHOT else _folder(seal, root, kind)
+    return f"{folder}/{seal.opaque(digest)}"
 
 
-def snapshot_folder(seal: Seal, root: bytes, block: bytes) -> str:
-    """Where the snapshots behind a block are kept."""
-    return f"{_folder(seal, root, SNAPSHOT)}/{seal.opaque(block)}"
+def snapshot_folder(seal: Seal, root: bytes, digest: bytes) -> str:
+    """Where the snapshots behind a block are kept, by its digest."""
+    return f"{_folder(seal, root, SNAPSHOT)}/{seal.opaque(digest)}"
 
 
 def layouts_folder(seal: Seal, model: str, codec: str) -> str:

@@ -25,6 +25,7 @@ from prefixcache.remote.engine import PIECE, EngineError, Sink
 
 _LISTED = 1000
 _HEAD = 64  # bytes that are read at first of an answer that goes into a sink
+_LONGEST_ERROR = 1 << 12  # bytes
 _SENT = 1 << 20  # bytes that are sent at once
 _SLACK = 1 << 20  # bytes that the answers of a call may have beside the value
 # What the server's errors begin with; the rest of their text may hold names and users.
@@ -34,7 +35,6 @@ _REASONS = {
     "MASTERDOWN": "refused: MASTERDOWN, it is a replica without a primary",
     "CLUSTERDOWN": "refused: CLUSTERDOWN",
     "MOVED": "refused: MOVED, it is part of a cluster; name a server or proxy that takes all names",
-    "WRONGTYPE": "refused: WRONGTYPE, something else is stored under the name",
 }
 
 Command = tuple[Any, ...]
@@ -245,9 +245,12 @@ class _Connection(Connection):
         assert sock is not None
         while b"\r\n" not in head:
             head += _some(sock.recv(_HEAD))
-            if head[:1] not in (b"$", b"-") or (head[:1] == b"$" and len(head) >= _HEAD and b"\r\n" not in head):
+            longest = {b"$": _HEAD, b"-": _LONGEST_ERROR}.get(head[:1], 0)
+            if len(head) >= longest and b"\r\n" not in head:
                 raise exceptions.InvalidResponse
         line, _, rest = head.partition(b"\r\n")
+        if rest and (line[:1] == b"-" or line == b"$-1"):
+            raise exceptions.InvalidResponse
         if line[:1] == b"-":
             error = self._parser.parse_error(line[1:].decode("utf-8", "replace"))
             if isinstance(error, exceptions.ConnectionError):
@@ -268,6 +271,8 @@ class _Connection(Connection):
             left -= read
         while len(end) < 2:
             end += _some(sock.recv(2 - len(end)))
+        if end != b"\r\n":
+            raise exceptions.InvalidResponse
         return True
 
     def is_quiet(self) -> bool:
@@ -291,7 +296,8 @@ class _Connection(Connection):
         except exceptions.ConnectionError:  # LOADING is one of them
             raise
         except exceptions.ResponseError as error:
-            return error
+            # Something else under a name is a name that is missing, and no failure of the server.
+            return None if str(error).startswith("WRONGTYPE") else error
 
     def _connect(self) -> Any:
         error: OSError = OSError("no address")

@@ -13,7 +13,7 @@ import numpy as np
 
 from prefixcache.blocks.lookup import hit_depth, pin_leaves, required_images
 from prefixcache.blocks.node import RAM, Node, Slot, Walk
-from prefixcache.keys import TOKEN_BYTES, as_tokens
+from prefixcache.keys import BLOCK, TOKEN_BYTES, as_tokens, digest
 from prefixcache.tiers.namespace import Namespace
 from prefixcache.tiers.storage import Storage
 
@@ -59,6 +59,7 @@ class Prompt:
         self.model = model
         self.salt = salt
         self._walks: dict[bytes, Walk] = {}  # by root key; the storage's lock guards them
+        self._digests: dict[bytes, list[bytes]] = {}  # by root key: of its whole blocks, as far as they were asked for
 
     def __len__(self) -> int:
         return len(self.token_bytes) // TOKEN_BYTES
@@ -78,10 +79,22 @@ class Prompt:
         for root, walk in list(self._walks.items()):
             path = [node for node in walk.path if node.end <= len(resumed)]
             resumed._walks[root] = walk._replace(path=path, version=-1)
+        resumed._digests = {root: known[: len(resumed) // BLOCK] for root, known in self._digests.items()}
         return resumed
 
     def is_of(self, storage: Storage) -> bool:
         return self._storage is storage
+
+    def digests(self, root: bytes) -> list[bytes]:
+        """The digest of the tokens up to each block's end."""
+        known, step = self._digests.get(root, []), BLOCK * TOKEN_BYTES
+        if len(known) < len(self) // BLOCK:
+            known = list(known)
+            for block in range(len(known), len(self) // BLOCK):
+                tokens = self.token_bytes[block * step : (block + 1) * step]
+                known.append(digest(known[-1] if known else root, tokens))
+            self._digests[root] = known
+        return known
 
     # What follows is called under the storage's lock.
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FuturesTimeout
+from functools import partial
 
 from prefixcache.blocks.budget import Reservation
 from prefixcache.blocks.graph import NODE_BYTES
@@ -61,48 +62,55 @@ class RemotePromotion:
         gap: Gap,
         began: float,
         until: float,
+        timeout: float,
         prefill_rate: float | None,
     ):
-        """`began`, `until`: when it was asked for, and when it ends at the latest, by time.monotonic(). `prefill_rate`:
-        tokens computed a second; None: it may take all of the time.
+        """`began`, `until`: when it was asked for, and when it ends at the latest, by time.monotonic(). `timeout`: the
+        setting `remote_timeout`. `prefill_rate`: tokens computed a second; None: it may take all of the time.
         """
         self._storage, self._client, self._namespace, self._gap = storage, client, namespace, gap
         self._began, self._until, self._rate = began, max(until, began + LEAST_PATIENCE), prefill_rate
         saved = (gap.limit - gap.boundary) / prefill_rate if prefill_rate else until - began
         self._least = least_patience(saved, prefill_rate)
+        self._timeout = timeout
         self._pinned: list[Slot] = []
         self._mean_size = 0  # bytes of an image, where the engine hasn't said
         self.at_once = client.engine.names_at_once
 
-    def run(self) -> None:
-        """EngineError where the engine could not be asked."""
+    def run(self) -> Callable[[], None] | None:
+        """EngineError where the engine could not be asked. What this gives is to be called with nobody waiting: it measures
+        how quick reading is, after it was not worth it.
+        """
         boundary, wanted = search(self._gap, self)
         if not wanted:
             self._client.note_missing(gap_name(self._client, self._gap))
-            return
+            return None
         nbytes = self._estimate(wanted)
         if not self._has_room(nbytes):
-            return
+            return None
         if not self._is_quicker(boundary, nbytes):
-            return self._client.passed_over()
-        with self._storage.lock:
-            self._pin_known()
-        try:
-            self._read_all(wanted)
-        finally:
-            self._storage.unpin(self._pinned)
+            return partial(self._measure, wanted[:READERS]) if self._client.passed_over() else None
+        if (read := self._read_all(wanted)) is not None:
+            self._client.learn_rate(*read)
+        return None
+
+    def _measure(self, wanted: Sequence[Wanted]) -> None:
+        self._least = self._timeout
+        self._until = time.monotonic() + self._timeout
+        if (read := self._read_all(wanted)) is not None:
+            self._client.measured(*read)
 
     # -- asking -------------------------------------------------------------------------------------------------------
 
     def sizes(self, wanted: Sequence[Wanted]) -> list[int | None]:
         return self._client.sizes([self._name(one) for one in wanted], self._patience_of_asking())
 
-    def snapshots(self, parents: Sequence[bytes]) -> list[set[str]]:
-        folders = [snapshot_folder(self._client.seal, self._gap.root, parent) for parent in parents]
+    def snapshots(self, digests: Sequence[bytes]) -> list[set[str]]:
+        folders = [snapshot_folder(self._client.seal, self._gap.root, digest) for digest in digests]
         return [set(names) for names in self._client.ids_under(folders, self._patience_of_asking())]
 
-    def snapshot_id(self, key: bytes) -> str:
-        return self._client.seal.opaque(key)
+    def snapshot_id(self, digest: bytes) -> str:
+        return self._client.seal.opaque(digest)
 
     def _patience_of_asking(self) -> float:
         return min(patience_of_asking(self._client, self._until - self._began, self._least), self._left())
@@ -111,7 +119,7 @@ class RemotePromotion:
         return max(self._until - time.monotonic(), 0.0)
 
     def _name(self, wanted: Wanted) -> str:
-        return image_name(self._client.seal, self._gap.root, wanted.kind, wanted.key, wanted.parent)
+        return image_name(self._client.seal, self._gap.root, wanted.kind, wanted.digest, wanted.behind)
 
     def _estimate(self, wanted: Sequence[Wanted]) -> int:
         """Bytes of these images; where the engine has told some sizes only, by their mean."""
@@ -136,8 +144,11 @@ class RemotePromotion:
         known = (graph.slots.get((ROWS, key)) for key in self._gap.keys[: self._gap.known])
         self._pinned += graph.pin(slot for slot in known if slot is not None)
 
-    def _read_all(self, wanted: Sequence[Wanted]) -> None:
+    def _read_all(self, wanted: Sequence[Wanted]) -> tuple[int, float] | None:
+        """How many bytes came, in how many seconds; None where nothing did."""
         waiting, reads, began, nbytes = deque(wanted), deque[_Read](), time.monotonic(), 0
+        with self._storage.lock:
+            self._pin_known()
         try:
             while waiting or reads:
                 while waiting and len(reads) < READERS:
@@ -152,8 +163,8 @@ class RemotePromotion:
                 if not read.future.done():
                     read.future.cancel()
                 read.future.add_done_callback(read.release)
-            if nbytes:
-                self._client.learn_rate(nbytes, time.monotonic() - began)
+            self._storage.unpin(self._pinned)
+        return (nbytes, time.monotonic() - began) if nbytes else None
 
     def _begin(self, wanted: Wanted) -> _Read:
         read = _Read(wanted)
@@ -168,7 +179,7 @@ class RemotePromotion:
             if nbytes > self._size_limit(wanted):
                 return False
             beside = NODE_BYTES + storage.graph.slot_bytes + 2 * BLOCK * TOKEN_BYTES
-            read.reservation = storage.ram.reserve(nbytes + PIECE + beside, drop=False)
+            read.reservation = storage.ram.reserve(nbytes + min(PIECE, nbytes) + beside, drop=False)
             return read.reservation is not None
 
         name = self._name(wanted)
@@ -274,4 +285,4 @@ def patience_of_asking(client: Client, seconds: float, least: float) -> float:
 def gap_name(client: Client, gap: Gap) -> str:
     """The name that stands for a gap: if it is missing, nothing of the gap is there."""
     first = gap.rows(min(gap.known, len(gap.keys) - 1))
-    return image_name(client.seal, gap.root, first.kind, first.key, first.parent)
+    return image_name(client.seal, gap.root, first.kind, first.digest)

@@ -8,18 +8,22 @@ and what comes lands in RAM, as an image from the SSD does, after the same check
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
+from itertools import islice
 from typing import Protocol
 
 from prefixcache.blocks.lookup import required_images
 from prefixcache.blocks.node import RAM, Slot, Walk
+from prefixcache.image_format import SNAPSHOT
 from prefixcache.keys import BLOCK, TOKEN_BYTES, chain
 from prefixcache.remote.client import Client
 from prefixcache.remote.engine import EngineError
-from prefixcache.remote.sealing import image_name, layout_id, layouts_folder
+from prefixcache.remote.sealing import layout_id, layouts_folder
 from prefixcache.remote.stats import RemoteStats
 from prefixcache.remote.threads import DaemonThreads
 from prefixcache.tiers.namespace import Namespace
@@ -33,15 +37,16 @@ from prefixcache.tiers.remote_promotion import (
 )
 from prefixcache.tiers.remote_search import Gap, whole_mask
 from prefixcache.tiers.storage import Storage
-from prefixcache.tiers.uploads import Uploads, parent_key
+from prefixcache.tiers.uploads import Uploads, name_of
 
 log = logging.getLogger("prefixcache")
 
-PROMOTERS = 4  # prompts that are read at once
+PROMOTERS = 32  # prompts that are read at once
 BELIEVED = 3600.0  # seconds that the engine is believed to have an image; then it is asked again
 LEARN_AGAIN = 30.0  # seconds after which a model's layouts are asked for again
 LAYOUTS = 8  # of a model, that are learnt
-LAYOUT_BYTES = 4 << 20
+LAYOUT_BYTES = 1 << 18
+LAYOUT_ID = re.compile(r"[0-9a-f]{32}")
 
 
 class Layouts(Protocol):
@@ -76,9 +81,12 @@ class RemoteTier:
     # -- up -----------------------------------------------------------------------------------------------------------
 
     def offer_stored(self, slot: Slot) -> None:
-        """An image was stored here."""
+        """An image was stored here. The rows that end where a snapshot does are of use with it only."""
         if self._admission == "always":
             self._offer(slot)
+            tail = self._storage.graph.child(slot.node, slot.suffix) if slot.kind == SNAPSHOT else None
+            if tail is not None and tail.rows is not None:
+                self._offer(tail.rows)
 
     def offer_used(self, walk: Walk, depth: int, required: Sequence[Slot]) -> None:
         """A hit at `depth` used the `required` images, tail first. Where another machine's hit will end with a block, it
@@ -184,7 +192,14 @@ class RemoteTier:
                     return
                 continue
             try:
-                return RemotePromotion(self._storage, self._client, namespace, gap, began, until, prefill_rate).run()
+                measure = RemotePromotion(
+                    self._storage, self._client, namespace, gap, began, until, self._timeout, prefill_rate
+                ).run()
+                if measure is not None:
+                    self._threads.submit(measure)
+                return
+            except RuntimeError:  # closed
+                return
             finally:
                 with self._storage.lock:
                     for key in claimed:
@@ -222,7 +237,10 @@ class RemoteTier:
             )
 
         here = boundary(namespace, walk, graph.last, limit, False)
-        return Gap(namespace.row.root, tokens, keys, len(nodes), here, windows, namespace.tree.snapshots, has_window)
+        return Gap(
+            namespace.row.root, tokens, keys, prompt.digests(namespace.row.root)[: len(keys)], len(nodes), here, windows,
+            namespace.tree.snapshots, has_window,
+        )  # fmt: skip
 
     def _namespaces(self, prompt: Prompt) -> Sequence[Namespace]:
         """The prompt's namespaces; for a new tenant they are made, where the model's layouts are known."""
@@ -254,35 +272,45 @@ class RemoteTier:
         client = self._client
         until = time.monotonic() + 2 * patience  # for the list, and for all layouts
         (ids,) = client.ids_under([folder], patience)
-        coming = [
-            (id, client.begin_read(client.read, f"{folder}/{id}", None, lambda nbytes: nbytes <= LAYOUT_BYTES))
-            for id in ids[:LAYOUTS]
-        ]
-        for id, future in coming:
-            data = client.wait(future, max(until - time.monotonic(), 0.0))
-            try:
-                layout = data.tobytes().decode() if data is not None else ""
-                if layout and layout_id(client.seal, layout) == id:
-                    self._layouts.learn(prompt.model, layout, prompt.salt)
-            except ValueError as error:  # its text may quote the layout
-                if id not in self._unusable:
-                    reason = type(error.__cause__ or error).__name__
-                    log.warning(
-                        "remote %s: a layout of model %r can't be made here: %s",
-                        client.engine.label,
-                        prompt.model,
-                        reason,
-                    )
-                self._unusable.add(id)
+        names = (f"{folder}/{id}" for id in ids if LAYOUT_ID.fullmatch(id) and id not in self._unusable)
+        with ExitStack() as reserved:
+
+            def room(nbytes: int) -> bool:
+                reservation = self._storage.ram.reserve(2 * nbytes, drop=False) if nbytes <= LAYOUT_BYTES else None
+                if reservation is not None:
+                    reserved.enter_context(reservation)
+                return reservation is not None
+
+            coming = [
+                (name, client.begin_read(client.read, name, None, room))
+                for name in islice((name for name in names if not client.is_missing(name)), LAYOUTS)
+            ]
+            for name, future in coming:
+                data = client.wait(future, max(until - time.monotonic(), 0.0))
+                if data is not None:
+                    self._learn_one(name, data.tobytes(), prompt)
         return prompt.namespaces()
+
+    def _learn_one(self, name: str, text: bytes, prompt: Prompt) -> None:
+        client, id = self._client, name.rpartition("/")[2]
+        try:
+            layout = text.decode()
+            if layout_id(client.seal, layout) != id:
+                return client.refuse(name, "it is not the layout that its name says")
+            self._layouts.learn(prompt.model, layout, prompt.salt)
+        except ValueError as error:  # its text may quote the layout
+            self._unusable.add(id)
+            reason = type(error.__cause__ or error).__name__
+            log.warning(
+                "remote %s: a layout of model %r can't be made here: %s", client.engine.label, prompt.model, reason
+            )
 
     # -- the tier itself ----------------------------------------------------------------------------------------------
 
     def refuse(self, slot: Slot) -> None:
         """What landed here can't be decoded: it is not read again for a while."""
         if slot.remote_at and slot.node.tree is not None:
-            name = image_name(self._client.seal, slot.node.tree.root.key, slot.kind, slot.key, parent_key(slot))
-            self._client.refuse(name, "it can't be decoded")
+            self._client.refuse(name_of(self._client.seal, slot, {}), "it can't be decoded")
 
     def stats(self) -> RemoteStats:
         return self._client.stats(self._uploads.queued)

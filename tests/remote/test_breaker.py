@@ -49,17 +49,51 @@ def test_probes_come_one_at_a_time_and_further_and_further_apart():
     assert waits[-1] == LONGEST_DELAY
 
 
-def test_the_first_success_closes_it_and_the_delays_begin_anew():
+def test_the_first_success_closes_it_and_the_delays_begin_anew_when_it_has_worked_for_as_long():
     breaker, clock = opened()
     for _ in range(4):
         clock.now += 100
         breaker.takes_probe()
-    breaker.succeeded()
+    breaker.succeeded(small=True)
+    assert not breaker.closed
+    breaker.succeeded(small=True, probe=True)
     assert breaker.closed
     assert breaker.probe_in() is None
     for _ in range(FAILURES):
         breaker.failed("refused")
+    assert breaker.probe_in() == 16 * FIRST_DELAY
+    clock.now += 100
+    breaker.succeeded()
+    clock.now += 17 * FIRST_DELAY
+    for _ in range(FAILURES):
+        breaker.failed("refused")
     assert breaker.probe_in() == FIRST_DELAY
+
+
+def test_an_engine_that_answers_questions_and_gives_no_image_is_left_alone():
+    clock = Clock()
+    breaker = Breaker("engine", clock)
+    waits = []
+    for _ in range(600):
+        clock.now += 1
+        if not breaker.closed:
+            if breaker.takes_probe():
+                breaker.succeeded(small=True, probe=True)
+            continue
+        breaker.succeeded(small=True)
+        breaker.failed("cut off")
+        waits.append(breaker.probe_in())
+    assert len([wait for wait in waits if wait is not None]) < 16
+
+
+def test_questions_that_fail_now_and_then_are_not_in_a_row():
+    breaker = Breaker("engine")
+    for _ in range(10):
+        breaker.failed("timed out", small=True)
+        breaker.failed("timed out")
+        breaker.succeeded(small=True)
+        breaker.succeeded()
+    assert breaker.closed
 
 
 def test_each_change_is_logged_once(caplog):

@@ -441,7 +441,8 @@ def rows_of(cache: PrefixCache, tokens: list[int]) -> list[str]:
     with cache._storage.lock:
         nodes = cache.prompt(tokens, model="m").walk(namespace).path
     root = namespace.row.root
-    return [image_name(NoSeal(), root, ROWS, node.key, node.parent.key) for node in nodes if node.is_whole]
+    digests = cache.prompt(tokens, model="m").digests(root)
+    return [image_name(NoSeal(), root, ROWS, one) for node, one in zip(nodes, digests, strict=False) if node.is_whole]
 
 
 # -- networks, credentials, folders -----------------------------------------------------------------------------------
@@ -498,10 +499,10 @@ def test_a_folder_that_is_gone_is_not_made_anew_and_is_used_when_it_is_back(mach
     for first in range(3):
         put(cache, [first] * 300)
         got(cache, [first] * 300)
-    until(lambda: not cache.stats().remote.writing)
+    until(lambda: not cache.stats().remote.reading)
     assert not (tmp_path / "engine").exists()
     (tmp_path / "engine").mkdir()
-    until(lambda: cache.stats().remote.writing)
+    until(lambda: cache.stats().remote.reading)
     shared(cache, [7] * 300)
     got(cache, LONG)
     sent(cache)

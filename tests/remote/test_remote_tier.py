@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from prefixcache import PrefixCache
+from prefixcache.keys import as_tokens, chain
 from prefixcache.remote.client import Client
 from prefixcache.remote.engine import EngineError
 from prefixcache.remote.sealing import NoSeal
@@ -64,6 +65,32 @@ def shared(cache: PrefixCache, tokens, make=states.sliceable, **more) -> int:
 
 def rows_of(engine) -> list[str]:
     return [name for name in engine.images if "/rows/" in name]
+
+
+# Two blocks that differ at every eighth token of the first 128, with one key behind any parent: found by reducing a lattice.
+TWINS = (
+    (0, 0, 37280, 1, 0, 81920, 0, 16, 0, 0, 768, 0, 512, 64, 0, 4),
+    (8192, 0, 1, 68, 272, 256, 1024, 4096, 0, 32, 0, 0, 0, 0, 98304, 8320),
+)
+
+
+def twin(number: int) -> list[int]:
+    return [TWINS[number][i // 8] if i < 128 and i % 8 == 0 else 50 for i in range(256)]
+
+
+@pytest.mark.parametrize("make", [states.sliceable, states.hybrid, states.windowed])
+def test_what_follows_a_block_is_not_taken_for_what_follows_another_with_its_key(machine, make):
+    blocks = [as_tokens(twin(number)).tobytes() for number in (0, 1)]
+    assert blocks[0] != blocks[1]
+    assert chain(bytes(16), blocks[0]) == chain(bytes(16), blocks[1])
+    rest = list(range(1000, 1600))
+    shared(machine(), [*twin(1), *rest], make)
+    cache = machine()
+    put(cache, [*twin(0), *range(100)], make)
+    prompt = [*twin(0), *rest]
+    brought(cache, prompt)
+    assert got(cache, prompt) <= 256
+    assert cache.stats().remote.refused == 0
 
 
 # -- what leaves ------------------------------------------------------------------------------------------------------
@@ -435,6 +462,72 @@ def test_a_full_engine_stops_writing_and_not_reading(machine, engine):
     shared(cache, [*[4] * 900])
     assert not cache.stats().remote.writing
     assert brought(cache, LONG) == 768
+
+
+def test_an_engine_that_refuses_whatever_is_written_is_read_and_asked_on(machine, engine):
+    cache = machine()
+    shared(cache, LONG)
+
+    def read_only(call):
+        if call in ("put", "keep_listed"):
+            raise EngineError("refused: READONLY")
+
+    engine.at = read_only
+    for first in range(3):
+        put(cache, [first] * 300)
+        got(cache, [first] * 300)
+        time.sleep(0.1)
+        assert cache.stats().remote.reading
+    assert not cache.stats().remote.writing
+    assert brought(machine(), LONG) == 768
+
+
+def test_a_rate_that_is_too_slow_is_measured_again_with_nobody_waiting(machine, engine, monkeypatch):
+    shared(machine(), LONG)
+    cache = machine(remote_admission="never")
+    cache._storage.remote._client.learn_rate(1, 1.0)  # a byte a second
+    began = time.monotonic()
+    assert brought(cache, LONG, prefill_rate=1000.0) == 0
+    assert time.monotonic() - began < 0.5
+    until = time.monotonic() + 10
+    while cache.match(LONG, model="m").ram < 768:  # what was read to measure is kept
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert cache.stats().remote.passed == 1
+    until = time.monotonic() + 10
+    while brought(cache, LONG, prefill_rate=1000.0) < 768:
+        assert time.monotonic() < until
+        cache.clear()
+    cache._storage.remote._client.measured(1, 1.0)
+    cache.clear()
+    gets = engine.calls["get"]
+    assert brought(cache, LONG, prefill_rate=1000.0) == 0
+    time.sleep(0.05)
+    assert engine.calls["get"] == gets  # not again so soon
+
+
+@pytest.mark.parametrize("tokens", [LONG, LONG[:768]])
+@pytest.mark.parametrize("admission", ["always", "second"])
+def test_a_prompt_of_a_recurrent_model_is_hit_elsewhere_wherever_it_ends(machine, tokens, admission):
+    cache = machine(remote_admission=admission)
+    put(cache, tokens, states.hybrid)
+    if admission == "second":
+        got(cache, [*tokens, 0])
+    sent(cache)
+    assert brought(machine(), [*tokens, 0]) == len(tokens)
+
+
+def test_layouts_that_somebody_put_there_hide_none(machine, engine):
+    shared(machine(), LONG)
+    (folder,) = {name.rpartition("/")[0] for name in engine.images if "/layouts/" in name}
+    for number in range(50):
+        engine.images = {f"{folder}/{number:032x}": bytes(1000), f"{folder}/!{number}": bytes(10), **engine.images}
+    cache = machine()
+    remote = cache._storage.remote
+    for _ in range(10):
+        brought(cache, LONG)
+        remote._learnt.clear()  # as after half a minute
+    assert got(cache, LONG) == 768
 
 
 def test_whoever_is_at_work_when_a_client_is_closed_gets_the_engines_error(engine):
