@@ -10,10 +10,23 @@ import re
 import shutil
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_serializer, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    ValidationInfo,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic_core.core_schema import ErrorType
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+
+from prefixcache.remote.url import redacted
 
 UNITS = {
     "": 1, "B": 1,
@@ -224,6 +237,25 @@ class Settings(BaseSettings):
             raise ValueError('transit=0 with ram=0: no image could pass; give transit a size, such as "256MiB"')
         return self
 
+    @model_validator(mode="wrap")
+    @classmethod
+    def _no_password_in_errors(cls, values: Any, handler: ModelWrapValidatorHandler[Settings]) -> Settings:
+        """It stands below `_together`, so that it is outside of it."""
+        try:
+            return handler(values)
+        except ValidationError as error:
+            found, title = error.errors(include_url=False), error.title
+        details = []
+        for one in found:
+            is_known = one["type"] in get_args(ErrorType)
+            kind = one["type"] if is_known else PydanticCustomError(one["type"], one["msg"])
+            value = shown(one["input"], *one["loc"][:1])
+            details.append(InitErrorDetails(type=kind, loc=one["loc"], input=value, ctx=one.get("ctx", {})))
+        raise ValidationError.from_exception_data(title, details)  # not in the except: a traceback would show both
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, shown(value, name))  # they are frozen: all it does is to show the value in an error
+
     def ram_bytes(self, memory: int) -> int:
         """The RAM budget on a machine with `memory` bytes (on a Mac: of Metal's recommended working set). It does not know of
         weights: who has loaded a model gives `PrefixCache.resize` what `ram_auto` says, as `prefixcache serve` does.
@@ -250,6 +282,15 @@ class Settings(BaseSettings):
                 f"ssd='auto': no space left on the disk of {str(directory)!r}; make room, or give ssd a size"
             )
         return limit
+
+
+def shown(value: Any, name: Any = "") -> Any:
+    """A value of the setting `name` as errors show it: a URL without its password, also under a name that is misspelt."""
+    if isinstance(value, dict):
+        return {key: shown(item, key) for key, item in value.items()}
+    if name == "remote" and value is not None and not isinstance(value, str):
+        return f"({type(value).__name__}, not shown)"
+    return redacted(value) if isinstance(value, str) and (name == "remote" or "://" in value) else value
 
 
 def _disk(file: Path) -> int:

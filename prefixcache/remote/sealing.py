@@ -43,8 +43,11 @@ class FleetKey:
         self._secret = secret
 
     @classmethod
-    def read(cls, path: str | os.PathLike[str], setting: str = "remote_key_file") -> FleetKey:
-        """From a file of 64 hex digits, or of 32 bytes. ValueError names the setting, the file and the remedy."""
+    def read(cls, path: str | os.PathLike[str], setting: str = "remote_key_file", warn: bool = True) -> FleetKey:
+        """From a file of 64 hex digits, or of 32 bytes. ValueError names the setting, the file and the remedy.
+
+        `warn`: of a file that others may read.
+        """
         file = Path(path)
         try:
             content = file.read_bytes()
@@ -55,7 +58,12 @@ class FleetKey:
             raise ValueError(
                 f"{setting}={str(file)!r}: {len(content)} bytes that are no key of 64 hex digits; {_REMEDY}"
             )
-        if file.stat().st_mode & 0o077:
+        if len(content) == KEY_BYTES:
+            if re.fullmatch(rb"[0-9a-fA-F]*", content):
+                raise ValueError(f"{setting}={str(file)!r}: 32 hex digits, half of a key; {_REMEDY}")
+            if len(set(content)) == 1:
+                raise ValueError(f"{setting}={str(file)!r}: one byte 32 times, which is no secret; {_REMEDY}")
+        if warn and file.stat().st_mode & 0o077:
             log.warning("%s=%r: others may read it; run chmod 600 on it", setting, str(file))
         return cls(content if len(content) == KEY_BYTES else bytes.fromhex(text.decode()))
 

@@ -108,6 +108,9 @@ def redacted(url: str) -> str:
 
 def _parse(url: str) -> _Target:
     """What the URL says; ValueError when it is none that an engine can be made of."""
+    spaced = url.replace(" ", "") if url.startswith("file:") else url  # folders may have them
+    if url != url.strip() or any(map(str.isspace, spaced)):
+        raise _refused(url, "it has white space", "remove it, or write %20 for a space that belongs there")
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -164,7 +167,7 @@ def _checked_folder(url: str, parts: SplitResult, target: _Target) -> _Target:
     path = posixpath.normpath(target.path)
     if not target.path.startswith("/") or path in ("/", "//"):
         raise _refused(url, "it names no folder", "write file:///FOLDER, with three slashes")
-    return target._replace(path=path, loopback=True)
+    return target._replace(host=None, path=path, loopback=True)
 
 
 def _checked_bucket(url: str, parts: SplitResult, target: _Target) -> _Target:

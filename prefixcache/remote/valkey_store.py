@@ -134,7 +134,17 @@ class ValkeyStore:
         return [member.decode("utf-8", "replace").removeprefix(self._prefix) for member in there]
 
     def about(self) -> dict[str, str]:
-        sections = self._call([("INFO", "server"), ("INFO", "memory")], time.monotonic() + self._timeout)
+        """A user who may not ask INFO learns nothing of its policy."""
+        commands, deadline = [("INFO", "server"), ("INFO", "memory")], time.monotonic() + self._timeout
+
+        def ask(connection: _Connection) -> list[Any]:
+            answers = connection.ask(commands, deadline, _SLACK)
+            return [False if isinstance(answer, exceptions.NoPermissionError) else answer for answer in answers]
+
+        sections = self._on_a_connection(ask)
+        if any(section is False for section in sections):
+            not_told = "not told, its user may not ask INFO"
+            return {"engine": "Valkey or Redis", "policy": not_told, "limit": not_told}
         text = b"\n".join(section for section in sections if isinstance(section, bytes))
         lines = text.decode("utf-8", "replace").splitlines()
         told = dict(line.split(":", 1) for line in lines if ":" in line)

@@ -32,22 +32,22 @@ class RequestLog:
         self.arrived = time.monotonic()
         self.found: Found | None = None  # None: the SSD was not asked yet
         self.ssd_wait = 0.0
+        self.asks_remote = False
         self.end = ""
         self.generated = 0
         self._context: Any = None
         self._waits_since: float | None = None
-        self._asks_remote = False
         self._begun = self._first = self._last = 0.0
 
     def wait_for_ssd(self, remote: bool = False) -> None:
         """The request is deferred until the SSD, and with `remote` the remote tier, have answered."""
-        self._waits_since, self._asks_remote = time.monotonic(), remote
+        self._waits_since, self.asks_remote = time.monotonic(), remote
 
     def go_on(self, ram: int) -> None:
         """It waits for them no longer; RAM has so many of its tokens now."""
         if self._waits_since is not None:
             self.ssd_wait, self._waits_since = time.monotonic() - self._waits_since, None
-            if self.found is not None and self._asks_remote:
+            if self.found is not None and self.asks_remote:
                 self.found = self.found._replace(remote=ram)
 
     def saw(self, answer: Any) -> None:
@@ -84,20 +84,20 @@ class RequestLog:
         return fields
 
 
-def in_words(fields: dict[str, Any]) -> str:
-    """`RequestLog.fields`, as a line to read."""
+def in_words(fields: dict[str, Any], remote: bool = False) -> str:
+    """`RequestLog.fields`, as a line to read. `remote`: it waited for the remote tier, too."""
     whole = f"{fields['seconds']:.3f} s in all"
     if "prompt_tokens" not in fields:
         return f"{fields['end']} before it began; {whole}"
-    times = f"{fields['ssd_wait_seconds']:.3f} s for the SSD, "
-    remote = f"{fields['remote_tokens']:,} from remote, " if fields["remote_tokens"] else ""
+    times = f"{fields['ssd_wait_seconds']:.3f} s for {'SSD and remote tier' if remote else 'the SSD'}, "
+    from_remote = f"{fields['remote_tokens']:,} from remote, " if fields["remote_tokens"] else ""
     if "prefill_seconds" in fields:
         times += (
             f"{fields['prefill_seconds']:.3f} s prefill, {fields['first_token_seconds']:.3f} s to the first token, "
         )
     return (
         f"{fields['prompt_tokens']:,} tokens asked, {fields['ram_tokens']:,} from RAM, {fields['ssd_tokens']:,} from SSD, "
-        f"{remote}{fields['computed_tokens']:,} computed; {fields['generated_tokens']:,} generated "
+        f"{from_remote}{fields['computed_tokens']:,} computed; {fields['generated_tokens']:,} generated "
         f"({fields['end']}); {times}{whole}"
     )
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
+from valkey import Valkey
 
 from prefixcache import PrefixCache
 from prefixcache.cli import app
@@ -73,3 +74,57 @@ def test_an_engine_that_does_not_answer_is_one_line_and_the_exit_code_2(key_file
         code, said = inspect(*wrong)
         assert code == 2
         assert len(said.strip().splitlines()) == 1
+
+
+def test_a_user_who_may_not_ask_for_the_policy_sees_the_rest(tmp_path, key_file):
+    rights = ["on", ">pass", "~fleet/*", "+get", "+set", "+strlen", "+sadd", "+srandmember", "+srem"]
+    with valkey_server() as server:
+        with Valkey(port=server.port) as admin:
+            admin.execute_command("ACL", "SETUSER", "few", *rights)
+            admin.execute_command("ACL", "SETUSER", "more", *rights, "+info")
+        place = f"127.0.0.1:{server.port}/fleet"
+        with PrefixCache(
+            ram="10MB",
+            codec="raw",
+            remote=f"valkey://few:pass@{place}",
+            remote_key_file=key_file,
+            remote_admission="always",
+        ) as cache:
+            put(cache, LONG)
+            sent(cache)
+        flags = "--remote-key-file", key_file, "--json"
+        code, said = inspect("--remote", f"valkey://few:pass@{place}", *flags)
+        facts = json.loads(said)
+        assert (code, facts["engine"], facts["key"]) == (0, "Valkey or Redis", "ours")
+        assert facts["policy"].startswith("not told")
+        code, said = inspect("--remote", f"valkey://more:pass@{place}", *flags)
+        assert (code, json.loads(said)["policy"]) == (0, "noeviction")
+        code, said = inspect("--remote", f"valkey://few:wrong@{place}", *flags)
+        assert (code, "refused: access denied" in said) == (2, True)
+
+
+def test_the_environment_names_the_engine_where_it_is_asked_for_and_the_files(tmp_path, key_file, monkeypatch):
+    (tmp_path / "nas").mkdir()
+    url = f"file://{tmp_path / 'nas'}"
+    code, said = inspect("--remote", "env")
+    assert (code, "--remote env: PREFIXCACHE_REMOTE is not set; set it, or write the URL" in said) == (2, True)
+    with PrefixCache(ram="10MB", ssd_dir=tmp_path / "ssd", ssd="50MB", remote=url, remote_key_file=key_file):
+        pass
+    monkeypatch.setenv("PREFIXCACHE_REMOTE", f"valkey://:S3CR3T@127.0.0.1:{free_port()}")
+    monkeypatch.setenv("PREFIXCACHE_REMOTE_KEY_FILE", str(key_file))
+    monkeypatch.setenv("PREFIXCACHE_REMOTE_CA_FILE", str(tmp_path / "ca.pem"))
+    code, said = inspect("--remote", "env")
+    assert (code, "ca.pem: No such file" in said) == (2, True)
+    monkeypatch.delenv("PREFIXCACHE_REMOTE_CA_FILE")
+    code, said = inspect("--remote", "env")
+    assert (code, "connection refused" in said, "S3CR3T" in said) == (2, True, False)
+    code, said = inspect(tmp_path / "ssd")
+    assert (code, "remote" in said) == (0, False)
+    assert inspect()[0] == 2
+    monkeypatch.setenv("PREFIXCACHE_REMOTE", url)
+    code, said = inspect("--remote", "env", "--json")
+    assert (code, json.loads(said)["remote"], json.loads(said)["key"]) == (0, url, "ours")
+    monkeypatch.setenv("PREFIXCACHE_REMOTE_KEY_FILE", str(tmp_path / "none"))
+    assert inspect("--remote", "env", "--remote-key-file", key_file)[0] == 0
+    code, said = inspect("--remote", "env")
+    assert (code, "No such file" in said) == (2, True)

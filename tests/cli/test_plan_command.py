@@ -530,8 +530,13 @@ def test_a_fleet_is_told_on_the_screen_and_on_the_page(call, trace, tmp_path):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (("--machines", 3), "--machines 3: give --trace, and with --ram and --ssd what each machine has"),
-        (("--trace", "T", "--machines", 3, "--ram", "4MB"), "--ram and --ssd what each machine has (--ssd 0: none)"),
+        (
+            ("--machines", 3),
+            "--machines 3: add --trace with the requests, --ram with what each machine has, --ssd with what each",
+        ),
+        (("--trace", "T", "--machines", 3, "--ram", "4MB"), "3: add --ssd with what each machine has (0: none)"),
+        (("--machines", 3, "--ram", "4MB", "--ssd", "0"), "--machines 3: add --trace with the requests\n"),
+        (("--trace", "T", *SIZED[:-1], 1001), "--machines 1001: too many to simulate; give 1 to 1000"),
         (("--trace", "T", "--routing", "random"), "--routing: this is for a fleet; add --machines"),
         (("--trace", "T", "--remote-rtt", 1), "--remote-rtt: this is for a fleet; add --machines"),
         (

@@ -110,7 +110,7 @@ def test_names_follow_from_the_keys_and_differ_between_fleets():
     assert image_name(OURS, root, SNAPSHOT, key, parent).startswith(snapshot_folder(OURS, root, parent) + "/")
 
 
-@pytest.mark.parametrize("content", ["5a" * 32, "5A" * 32 + "\n", b"\xff" * 32])
+@pytest.mark.parametrize("content", ["5a" * 32, "5A" * 32 + "\n", bytes(range(200, 232))])
 def test_a_key_is_64_hex_digits_or_32_bytes(tmp_path, content):
     file = tmp_path / "key"
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -120,7 +120,7 @@ def test_a_key_is_64_hex_digits_or_32_bytes(tmp_path, content):
     assert key.derive(b"one") != key.derive(b"two")
 
 
-@pytest.mark.parametrize("content", [b"", b"5a" * 31, b"zz" * 32, b"\xff" * 33])
+@pytest.mark.parametrize("content", [b"", b"5a" * 31, b"zz" * 32, b"\xff" * 33, b"5a" * 16, b"\0" * 32, b"\n" * 32])
 def test_what_is_no_key_is_refused_with_a_remedy(tmp_path, content):
     (tmp_path / "key").write_bytes(content)
     with pytest.raises(ValueError, match=r"remote_key_file=.*key.*openssl rand -hex 32"):
@@ -135,3 +135,6 @@ def test_a_key_that_others_may_read_is_warned_of(tmp_path, caplog):
     FleetKey.read(tmp_path / "key")
     assert "chmod 600" in caplog.text
     assert "5a5a" not in caplog.text
+    caplog.clear()
+    FleetKey.read(tmp_path / "key", warn=False)
+    assert not caplog.text

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import builtins
+import logging
+import traceback
 
 import pytest
+from pydantic import ValidationError
 
 from prefixcache import PrefixCache, Settings
+from prefixcache.cli.serve.cache_options import settings_from
+
+URL = "valkey://:S3CR3T@cache.lan"
 
 
 @pytest.mark.parametrize(
@@ -47,3 +53,55 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch):
 def test_no_password_shows_in_settings():
     settings = Settings(remote="valkey://:secret@localhost")
     assert "secret" not in repr(settings) + str(settings)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"ram": 0, "remote": URL},
+        {"ram": 0, "transit": 0, "ssd_dir": "x", "remote": URL},
+        {"remote": [URL]},
+        {"remote": {"url": URL}},
+        {"remote": URL.encode() + b"\xff"},
+        {"remtoe": URL},
+        {"ram": 0, "remote": "S3CR3T"},
+    ],
+)
+def test_no_password_shows_in_errors_of_settings(values, caplog):
+    for make in (PrefixCache, Settings, lambda **given: Settings.model_validate(given)):
+        with pytest.raises(ValidationError) as caught:
+            make(**values)
+        error = caught.value
+        logging.getLogger("prefixcache").error("no cache", exc_info=error)
+        said = [str(error), repr(error), repr(error.errors()), *traceback.format_exception(error), caplog.text]
+        assert "S3CR3T" not in "".join(said)
+        assert error.__context__ is error.__cause__ is None
+    with pytest.raises(ValueError, match=r"ram|remote|remtoe") as refused:
+        settings_from(values)
+    assert "S3CR3T" not in str(refused.value)
+
+
+def test_no_password_of_a_variable_or_a_file_shows_in_errors(monkeypatch, tmp_path):
+    (tmp_path / "cache.toml").write_text(f'ram = 0\nremote = ["{URL}"]\n')
+    with pytest.raises(ValidationError) as of_a_file:
+        Settings.from_toml(tmp_path / "cache.toml")
+    monkeypatch.setenv("PREFIXCACHE_REMOTE", URL)
+    with pytest.raises(ValidationError) as of_a_variable:
+        Settings(ram=0)
+    monkeypatch.delenv("PREFIXCACHE_REMOTE")
+    with pytest.raises(ValidationError) as of_an_assignment:
+        Settings().remote = URL
+    for caught in (of_a_file, of_a_variable, of_an_assignment):
+        assert "S3CR3T" not in f"{caught.value}{caught.value!r}{caught.value.errors()}{caught.value.json()}"
+
+
+def test_errors_still_show_the_values_of_other_settings():
+    with pytest.raises(ValidationError) as caught:
+        Settings(ram=0, readers=0, spill="maybe", remote=URL)
+    assert [(error["loc"], error["type"], error["input"]) for error in caught.value.errors()] == [
+        (("spill",), "literal_error", "maybe"),
+        (("readers",), "greater_than_equal", 0),
+    ]
+    with pytest.raises(ValidationError, match="nothing could be kept") as caught:
+        Settings(ram=0, remote=URL)
+    assert caught.value.errors()[0]["input"] == {"ram": 0, "remote": "valkey://cache.lan"}

@@ -96,6 +96,12 @@ def test_what_leaves_the_machine_needs_a_key(url):
         ("file:folder", "it names no folder; write file:///FOLDER"),
         ("file:///", "it names no folder"),
         ("file:///folder?mode=1", "file:// takes none"),
+        ("valkey://127.0.0.1 ", "it has white space; remove it, or write %20"),
+        (" valkey://127.0.0.1", "it has white space"),
+        ("valkey://127.0.0.1\n", "it has white space"),
+        ("valkey://:sec ret@127.0.0.1", "it has white space"),
+        ("file:///folder\t/a", "it has white space"),
+        ("file:///folder ", "it has white space"),
     ],
 )
 def test_what_is_no_engine_is_refused_with_a_remedy(url, reason):
@@ -183,6 +189,13 @@ def test_the_engines_are_opened_without_a_server(open_it, tmp_path):
     (tmp_path / "with space").mkdir()
     for url in ("valkey://cache.example/a", "s3://bucket/a", f"file://{tmp_path}/with%20space"):
         assert open_it(url).label == redacted(url)
+
+
+def test_a_folder_on_localhost_is_one_of_this_machine(open_it, tmp_path):
+    (tmp_path / "with space").mkdir()
+    engine = open_it(f"file://localhost{tmp_path}/with space")
+    engine.put("v1/a", b"content")
+    assert (tmp_path / "with space" / "v1" / "a").read_bytes() == b"content"
 
 
 def test_a_file_of_certificates_that_is_none_is_named(open_it, tmp_path):

@@ -59,6 +59,17 @@ def test_a_chat_goes_on_on_another_machine_with_the_same_answers(tmp_path, flags
         assert first.troubles() == second.troubles() == []
 
 
+def test_a_key_that_others_may_read_is_warned_of_once(tmp_path):
+    (tmp_path / "fleet.key").write_text("5a" * 32)
+    (tmp_path / "fleet.key").chmod(0o644)
+    (tmp_path / "nas").mkdir()
+    model, key = save_model(tmp_path / "model"), ["--remote-key-file", tmp_path / "fleet.key"]
+    for number, remote in enumerate(([], ["--remote", f"file://{tmp_path / 'nas'}"])):
+        flags = ["--model", model, "--ram", "100MB", "--codec", "raw", *key, *remote]
+        with starting(serve, tmp_path / f"{number}.log", *flags) as server:
+            assert server.ready().said().count("others may read it; run chmod 600") == 1
+
+
 def test_an_engine_that_stops_and_dies_delays_one_request_and_is_used_again_when_it_is_back(tmp_path, flags, engine):
     model = save_model(tmp_path / "model", seed=5)
     with (

@@ -101,6 +101,15 @@ def test_tokens_are_the_ssds_that_ram_had_not_when_the_request_came(found, cache
     assert "(cut)" in in_words(fields)
 
 
+def test_a_wait_for_the_remote_tier_is_called_so():
+    line = RequestLog()
+    line.wait_for_ssd(remote=True)
+    line.go_on(0)
+    line.saw(context(1000, 0))
+    assert " s for SSD and remote tier, " in in_words(line.fields(CUT), line.asks_remote)
+    assert " s for the SSD, " in in_words(line.fields(CUT))
+
+
 def test_a_request_that_never_began_has_its_end_and_its_time_alone():
     fields = RequestLog().fields()
     assert set(fields) == {"end", "seconds"}

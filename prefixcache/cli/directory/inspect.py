@@ -43,12 +43,18 @@ def inspect(
     remote: Annotated[
         str | None,
         typer.Option(
-            metavar="URL", help="A remote tier's engine: whether it answers; with DIR, how much of it is there."
+            metavar="URL",
+            help="A remote tier's engine: whether it answers; with DIR, how much of it is there. env: the one that "
+            "PREFIXCACHE_REMOTE names.",
         ),
     ] = None,
-    remote_key_file: Annotated[Path | None, typer.Option(metavar="FILE", help="Its key, as of the servers.")] = None,
+    remote_key_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", envvar="PREFIXCACHE_REMOTE_KEY_FILE", help="Its key, as of the servers."),
+    ] = None,
     remote_ca_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Its certificates, as of the servers.")
+        Path | None,
+        typer.Option(metavar="FILE", envvar="PREFIXCACHE_REMOTE_CA_FILE", help="Its certificates, as of the servers."),
     ] = None,
 ) -> None:
     """Show what is in a directory, by model: tokens, sizes, age, last use, hits.

@@ -5,6 +5,7 @@ for counts as used.
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -34,7 +35,15 @@ KEYS = {True: "ours", False: "another, or none", None: "not told yet"}
 
 
 def describe_remote(url: str, key_file: Path | None, ca_file: Path | None, directory: Path | None) -> Facts:
-    """All that is shown, as plain values. `Refused` for a bad URL or key, and for an engine that does not answer."""
+    """All that is shown, as plain values. `Refused` for a bad URL or key, and for an engine that does not answer.
+
+    `url`: "env" for the one in the environment, where its password is in no list of processes.
+    """
+    if url == "env":
+        url = os.environ.get("PREFIXCACHE_REMOTE", "")
+        if not url:
+            raise Refused("--remote env: PREFIXCACHE_REMOTE is not set; set it, or write the URL")
+    key_file, ca_file = (file and Path(os.path.expanduser(file)) for file in (key_file, ca_file))
     try:
         client = open_client(url, key_file, ca_file, timeout=TIMEOUT, key_setting="--remote-key-file")
     except ValueError as error:

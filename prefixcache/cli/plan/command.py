@@ -33,6 +33,12 @@ DEFAULT_CODEC = "turboquant:4"  # as `Settings` has it
 SMALLEST, LARGEST = 1e-6, 1e12  # of a rate or a price
 PARALLEL_IDS = 500_000  # ids to simulate, in all, from which processes of their own are worth their start
 ROUTINGS = ("sticky", "random")
+MOST_MACHINES = 1000
+NEEDED = {  # of a fleet
+    "--trace": "the requests",
+    "--ram": "what each machine has",
+    "--ssd": "what each machine has (0: none)",
+}
 REMOTE_ADMISSIONS = ("second", "always", "never")  # as `Settings` is to have them
 POLICIES, ADMISSIONS = (get_args(Settings.model_fields[name].annotation) for name in ("policy", "ssd_admission"))
 SHAPE_NAMES = ", ".join(sorted(SHAPES))
@@ -194,7 +200,8 @@ def plan(
                 "--routing": routing, "--remote": remote, "--remote-rtt": remote_rtt, "--remote-rate": remote_rate,
                 "--remote-admission": remote_admission,
             }  # fmt: skip
-            fleet = _fleet_options(machines, given, trace is not None and bool(ram) and bool(ssd))
+            needed = {"--trace": trace, "--ram": ram, "--ssd": ssd}
+            fleet = _fleet_options(machines, given, [option for option, value in needed.items() if not value])
             simulation = None if trace is None else Simulation(
                 trace, block, first, _sizes("--ram", ram), _sizes("--ssd", ssd),
                 _names("--policy", policy, POLICIES), _names("--ssd-admission", ssd_admission, ADMISSIONS), fleet,
@@ -233,15 +240,17 @@ def _names(option: str, values: Values, known: Sequence[str]) -> list[str]:
     return _listed(values) or [known[0]]
 
 
-def _fleet_options(machines: int | None, given: Facts, is_sized: bool) -> FleetOptions | None:
-    """`given`: the options of a fleet, as they were written. `is_sized`: whether there are a trace, a RAM and an SSD."""
+def _fleet_options(machines: int | None, given: Facts, missing: list[str]) -> FleetOptions | None:
+    """`given`: the options of a fleet, as they were written. `missing`: of --trace, --ram and --ssd."""
     if machines is None:
         if alone := next((option for option, value in given.items() if value is not None), None):
             raise Refused(f"{alone}: this is for a fleet; add --machines, with how many there are")
         return None
-    if not is_sized:
+    if machines > MOST_MACHINES:
+        raise Refused(f"--machines {machines}: too many to simulate; give 1 to {MOST_MACHINES}")
+    if missing:
         raise Refused(
-            f"--machines {machines}: give --trace, and with --ram and --ssd what each machine has (--ssd 0: none)"
+            f"--machines {machines}: add {', '.join(f'{option} with {NEEDED[option]}' for option in missing)}"
         )
     limit, rtt, rate = given["--remote"], given["--remote-rtt"], given["--remote-rate"]
     return FleetOptions(

@@ -116,7 +116,10 @@ def serve(
 def _salt_key(settings: Settings) -> bytes:
     """What keys the hashes of API keys: of a fleet, a key of its own."""
     file = settings.remote_key_file
-    return FleetKey.read(file).derive(b"prefixcache.salt") if file is not None else b""
+    if file is None:
+        return b""
+    # With a remote tier the cache reads it again, and warns.
+    return FleetKey.read(file, warn=settings.remote is None).derive(b"prefixcache.salt")
 
 
 def _warm(prompts: list[Prompt], salts: Salts, generator: Generator) -> None:

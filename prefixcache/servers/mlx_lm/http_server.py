@@ -100,7 +100,8 @@ class Handler(upstream.APIHandler):
         finally:
             self.server.replying.discard(self)
             fields = request.request_log.fields(end)
-            log.info("%s: %s", self.request_id, request_log.in_words(fields), extra={"id": self.request_id, **fields})
+            words = request_log.in_words(fields, request.request_log.asks_remote)
+            log.info("%s: %s", self.request_id, words, extra={"id": self.request_id, **fields})
 
     def log_request(self, *about: Any) -> None:
         """Who looks at the metrics, again and again, is not logged."""
