@@ -26,7 +26,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from pydantic_core.core_schema import ErrorType
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
-from prefixcache.remote.url import redacted
+from prefixcache.redaction import redacted
 
 UNITS = {
     "": 1, "B": 1,

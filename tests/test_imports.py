@@ -18,8 +18,9 @@ ROOT = PACKAGE.parent
 
 # By the first part of a module's name, the higher may import the lower: 0 stands at the bottom.
 LEVELS = {
-    "identity": 0, "image_format": 0, "kernels": 0, "keys": 0, "memory": 0, "metrics": 0, "migrations": 0, "settings": 0,
-    "blocks": 1, "codecs": 1, "trace": 1,
+    "identity": 0, "image_format": 0, "kernels": 0, "keys": 0, "memory": 0, "metrics": 0, "migrations": 0,
+    "redaction": 0,
+    "blocks": 1, "codecs": 1, "settings": 1, "trace": 1,
     "calibration": 2, "live": 2, "remote": 2, "ssd": 2,
     "layers": 3, "tiers": 3,
     "operations": 5,
@@ -32,12 +33,13 @@ LEVELS = {
 
 # Beside the levels: what these may import of the package at all.
 ONLY = {
-    "image_format": set(), "keys": set(), "memory": set(), "kernels": set(), "settings": set(), "identity": set(),
+    "image_format": set(), "keys": set(), "memory": set(), "kernels": set(), "identity": set(),
+    "redaction": set(), "settings": {"redaction"},
     "metrics": {""},
     "blocks": {"keys", "image_format"},
     "trace": {"keys"},
     "ssd": {"keys", "image_format", "memory", "migrations", "metrics", "blocks"},
-    "remote": {"keys", "image_format", "metrics"},
+    "remote": {"keys", "image_format", "metrics", "redaction"},
     "codecs": {"kernels"},
     "calibration": {"codecs"},
     "live": {"codecs", "memory"},
@@ -50,6 +52,7 @@ LATE = {("settings", "codecs"), ("metrics", "")}
 
 WITHOUT_MLX = [
     "keys", "image_format", "memory", "blocks", "settings", "ssd", "identity", "trace", "metrics", "tiers", "remote",
+    "redaction",
 ]  # fmt: skip
 
 

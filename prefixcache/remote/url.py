@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
+from prefixcache.redaction import redacted
 from prefixcache.remote.engine import Engine
 
 # Whether TLS is asked for on loopback, too.
@@ -84,26 +85,6 @@ def check_url(url: str, has_key: bool) -> None:
         raise _refused(
             url, "what is stored leaves this machine", "name a key file, or use file:// or a server on loopback"
         )
-
-
-def redacted(url: str) -> str:
-    """The URL without user, password and options: for logs, errors and statistics. Of one that may hold a password where none
-    belongs, only the scheme.
-    """
-    try:
-        parts = urlsplit(url)
-        misplaced = "@" in parts.path + parts.query + parts.fragment
-        _ = parts.port  # ValueError where it is none
-        path = "/".join(part for part in parts.path.split("/") if part)
-        host = parts.netloc.rpartition("@")[2]
-    except ValueError:
-        scheme = url.partition("://")[0]
-        return f"{scheme}://..." if scheme.isalnum() else "(not a URL)"
-    if not parts.scheme:
-        return "(not a URL)"
-    if misplaced or (not host and parts.scheme != "file"):
-        return f"{parts.scheme}://..."
-    return f"{parts.scheme}://{host}" + (f"/{path}" if path else "")
 
 
 def _parse(url: str) -> _Target:

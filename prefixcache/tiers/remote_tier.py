@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import islice
 from typing import Protocol
 
@@ -196,9 +196,8 @@ class RemoteTier:
                     self._storage, self._client, namespace, gap, began, until, self._timeout, prefill_rate
                 ).run()
                 if measure is not None:
-                    self._threads.submit(measure)
-                return
-            except RuntimeError:  # closed
+                    with suppress(RuntimeError):  # closed
+                        self._threads.submit(measure)
                 return
             finally:
                 with self._storage.lock:
@@ -237,10 +236,9 @@ class RemoteTier:
             )
 
         here = boundary(namespace, walk, graph.last, limit, False)
-        return Gap(
-            namespace.row.root, tokens, keys, prompt.digests(namespace.row.root)[: len(keys)], len(nodes), here, windows,
-            namespace.tree.snapshots, has_window,
-        )  # fmt: skip
+        root = namespace.row.root
+        digests = prompt.digests(root)[: len(keys)] if limit - here >= BLOCK else ()  # else nothing is asked
+        return Gap(root, tokens, keys, digests, len(nodes), here, windows, namespace.tree.snapshots, has_window)
 
     def _namespaces(self, prompt: Prompt) -> Sequence[Namespace]:
         """The prompt's namespaces; for a new tenant they are made, where the model's layouts are known."""
@@ -273,6 +271,15 @@ class RemoteTier:
         until = time.monotonic() + 2 * patience  # for the list, and for all layouts
         (ids,) = client.ids_under([folder], patience)
         names = (f"{folder}/{id}" for id in ids if LAYOUT_ID.fullmatch(id) and id not in self._unusable)
+        usable = islice((name for name in names if not client.is_missing(name)), LAYOUTS)
+        for name, future in [(name, client.begin_read(self._read_layout, name)) for name in usable]:
+            text = client.wait(future, max(until - time.monotonic(), 0.0))
+            if text is not None:
+                self._learn_one(name, text, prompt)
+        return prompt.namespaces()
+
+    def _read_layout(self, name: str) -> bytes | None:
+        """On a thread of the client."""
         with ExitStack() as reserved:
 
             def room(nbytes: int) -> bool:
@@ -281,15 +288,8 @@ class RemoteTier:
                     reserved.enter_context(reservation)
                 return reservation is not None
 
-            coming = [
-                (name, client.begin_read(client.read, name, None, room))
-                for name in islice((name for name in names if not client.is_missing(name)), LAYOUTS)
-            ]
-            for name, future in coming:
-                data = client.wait(future, max(until - time.monotonic(), 0.0))
-                if data is not None:
-                    self._learn_one(name, data.tobytes(), prompt)
-        return prompt.namespaces()
+            data = self._client.read(name, None, room)
+            return data.tobytes() if data is not None else None
 
     def _learn_one(self, name: str, text: bytes, prompt: Prompt) -> None:
         client, id = self._client, name.rpartition("/")[2]

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from prefixcache.remote.url import check_url, open_engine, redacted
+from prefixcache.redaction import redacted
+from prefixcache.remote.url import check_url, open_engine
 
 from .conftest import Open
 

@@ -1,0 +1,25 @@
+"""URLs without their secrets."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+
+def redacted(url: str) -> str:
+    """The URL without user, password and options: for logs, errors and statistics. Of one that may hold a password where none
+    belongs, only the scheme.
+    """
+    try:
+        parts = urlsplit(url)
+        misplaced = "@" in parts.path + parts.query + parts.fragment
+        _ = parts.port  # ValueError where it is none
+        path = "/".join(part for part in parts.path.split("/") if part)
+        host = parts.netloc.rpartition("@")[2]
+    except ValueError:
+        scheme = url.partition("://")[0]
+        return f"{scheme}://..." if scheme.isalnum() else "(not a URL)"
+    if not parts.scheme:
+        return "(not a URL)"
+    if misplaced or (not host and parts.scheme != "file"):
+        return f"{parts.scheme}://..."
+    return f"{parts.scheme}://{host}" + (f"/{path}" if path else "")
