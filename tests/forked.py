@@ -6,7 +6,7 @@ Where MLX uses a GPU, which survives no fork, and on other systems than Linux ea
 
 from __future__ import annotations
 
-import multiprocessing
+import multiprocessing.forkserver
 import os
 import subprocess
 import sys

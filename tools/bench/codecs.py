@@ -181,7 +181,8 @@ def decoders(rows: Rows, form: Form, levels: Levels | None) -> Works:
 
     def in_numpy() -> None:
         for piece in (piece for stream in streams[:NUMPY_STREAMS] for piece in stream):
-            turboquant_numpy.decode(*piece.planes, DTYPE, form, levels, piece.rows)
+            codes, scales = piece.planes
+            turboquant_numpy.decode(codes, scales, DTYPE, form, levels, piece.rows)
 
     return in_c, in_numpy
 

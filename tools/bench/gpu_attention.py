@@ -227,7 +227,7 @@ def step(scale: str) -> Iterator[Figure]:
     mx.eval(rows)
 
     def together(_: int) -> list[mx.array]:
-        return [x for _ in range(calls) for x in turboquant_gpu_attention.encode_pair(*rows, form, form)]
+        return [x for _ in range(calls) for x in turboquant_gpu_attention.encode_pair(rows[0], rows[1], form, form)]
 
     def apart(_: int) -> list[mx.array]:
         views = [mx.swapaxes(x[0], 0, 1) for x in rows]

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -179,7 +179,8 @@ def lookup(scale: str) -> Iterator[Figure]:
 
 def _lookup(name: str, running: Running, sizes: Sizes) -> Figure:
     with running.client() as client:
-        plain, found, small = running.plain(), {}, np.zeros(1000, np.uint8)
+        plain, small = running.plain(), np.zeros(1000, np.uint8)
+        found: dict[str, Any] = {}
         plain.put("plain/one", small.tobytes())
         for what, there in (("all there", sizes.names), ("half", sizes.names // 2), ("none", 0)):
             keys = [bytes([there % 251]) + number.to_bytes(15, "big") for number in range(1, sizes.names + 1)]
