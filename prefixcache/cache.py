@@ -270,7 +270,10 @@ class PrefixCache:
         """How deep a `fetch` with these arguments can hit `tokens`. No I/O, no MLX, nothing changes."""
         self._check_open()
         check_leave(leave)
-        prompt, last = self._prompt(tokens, model, salt), self._storage.graph.last
+        return self._match(self._prompt(tokens, model, salt), leave, whole_blocks)
+
+    def _match(self, prompt: Prompt, leave: int, whole_blocks: bool) -> Match:
+        last = self._storage.graph.last
         with self._storage.lock:
             ram = prompt.deepest(RAM, leave, whole_blocks)
             everywhere = prompt.deepest(last, leave, whole_blocks) if last != RAM else ram
@@ -394,7 +397,7 @@ class PrefixCache:
         local = self.promote_local(prompt, **how)
         if remote is None:
             return local
-        both = last_of(local, remote, lambda: self.match(prompt, **how).ram)
+        both = last_of(local, remote, lambda: self._match(prompt, leave, whole_blocks).ram)
         both.add_done_callback(self._promoter.notify)
         return both
 

@@ -305,6 +305,8 @@ class Graph:
 
     def unpin(self, pinned: Iterable[Slot]) -> None:
         for slot in pinned:
+            if not slot.pins:  # the cache was closed meanwhile
+                continue
             slot.pins -= 1
             if not slot.pins:
                 self.pinned -= 1

@@ -332,9 +332,10 @@ class Client:
         with self._lock:
             return self._missing.get(name, 0.0) > now or self._refused.get(name, 0.0) > now
 
-    def note_missing(self, name: str) -> None:
+    def note_missing(self, name: str, seconds: float = MISSING_FOR) -> None:
+        """A name is taken for missing for so many seconds."""
         with self._lock:
-            _remember(self._missing, name, time.monotonic() + MISSING_FOR)
+            _remember(self._missing, name, time.monotonic() + seconds)
 
     def refuse(self, name: str, reason: str) -> None:
         """What is under a name is not to be believed: it is taken for missing for a while. The first is logged."""

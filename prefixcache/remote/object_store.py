@@ -59,6 +59,7 @@ class ObjectStore:
         self._timeout = timeout
         self._closed = False
         self._folder: str | None = None
+        self._made: Any = None
         options: dict[str, Any] = {
             "timeout": timedelta(seconds=timeout),  # from the connection to the last byte of the body
             "connect_timeout": timedelta(seconds=connect_timeout),
@@ -70,14 +71,11 @@ class ObjectStore:
         try:
             if self.kind == "file":
                 self._folder = url.removeprefix("file://")
-                if not os.path.isdir(
-                    self._folder
-                ):  # made here, it would fill the disk below a share that isn't mounted
-                    raise ValueError("no such folder; mount it, or make it")
-                self._store: Any = obstore.store.LocalStore(self._folder)
+                if os.path.exists(self._folder) and not os.path.isdir(self._folder):
+                    raise ValueError("a file, and no folder; name a folder")
             else:
                 make: Any = from_url  # its overloads don't take settings by name
-                self._store = make(url, client_options=options, retry_config={"max_retries": 0}, **config)
+                self._made = make(url, client_options=options, retry_config={"max_retries": 0}, **config)
         except ValueError as error:
             raise ValueError(f"remote={label}: {error}") from None
         except Exception as error:
@@ -85,6 +83,14 @@ class ObjectStore:
                 f"remote={label}: {_reason(error)}; check the URL and what the environment says of the store"
             ) from None
         self._pool = DaemonThreads(self.names_at_once, "prefixcache-objects")
+
+    @property
+    def _store(self) -> Any:
+        """obstore's. A folder's is made once the folder is there: its share may be mounted later."""
+        if self._made is None:
+            self._check_folder()
+            self._made = obstore.store.LocalStore(self._folder)
+        return self._made
 
     def sizes(self, names: Sequence[str]) -> list[int | None]:
         deadline = time.monotonic() + self._timeout
@@ -185,7 +191,7 @@ class ObjectStore:
     def _check_folder(self) -> None:
         """What is missing in a folder that is gone is not known to be missing."""
         if self._folder is not None and not os.path.isdir(self._folder):
-            raise NotADirectoryError(errno.ENOTDIR, "no such folder")
+            raise EngineError("no such folder; mount it, or make it")
 
     def _make_folder(self, folder: str) -> None:
         """With those between it and the engine's own, which is never made; the owner's alone, whatever the umask."""
@@ -205,6 +211,8 @@ class ObjectStore:
             raise EngineError("closed")
         try:
             yield
+        except EngineError:
+            raise
         except FutureTimeout:
             raise EngineError("timed out") from None
         except Exception as error:

@@ -74,7 +74,6 @@ class RemoteTier:
         self._threads = DaemonThreads(PROMOTERS, "prefixcache-remote-prompt")
         # By key, each block that is being read or asked for; the storage's lock guards it.
         self._under_way: dict[bytes, threading.Event] = {}
-        self._learnt: dict[tuple[str, str], float] = {}  # by what is stated: when layouts were last asked for
         self._unusable: set[str] = set()  # ids of layouts that can't be made here; of few models
         self._uploads = Uploads(storage, client, admission != "never")
 
@@ -137,7 +136,7 @@ class RemoteTier:
         with self._storage.lock:
             gaps = [self._gap(prompt, namespace, limit) for namespace in self._namespaces(prompt)]
         if not gaps:
-            return limit >= BLOCK and self._may_learn(prompt)
+            return limit >= BLOCK and not self._client.is_missing(self._layouts_folder(prompt))
         return any(map(self._is_worth_asking, gaps))
 
     def promote(self, prompt: Prompt, leave: int, whole_blocks: bool, prefill_rate: float | None) -> Future[int] | None:
@@ -252,19 +251,16 @@ class RemoteTier:
         """The namespaces of layouts that other machines have told; `seconds` can be gained by it. Who comes meanwhile asks,
         too.
         """
-        stated, client = self._layouts.stated(prompt.model), self._client
-        if not self._may_learn(prompt):
+        client, folder = self._client, self._layouts_folder(prompt)
+        if client.is_missing(folder):
             return ()
         try:
-            patience = patience_of_asking(client, seconds, least)
-            return self._learn_from(layouts_folder(client.seal, *stated), prompt, patience)
+            return self._learn_from(folder, prompt, patience_of_asking(client, seconds, least))
         finally:
-            self._learnt[stated] = time.monotonic()
+            client.note_missing(folder, LEARN_AGAIN)
 
-    def _may_learn(self, prompt: Prompt) -> bool:
-        """Whether a model's layouts were not asked for just now."""
-        asked = self._learnt.get(self._layouts.stated(prompt.model), float("-inf"))
-        return time.monotonic() > asked + LEARN_AGAIN
+    def _layouts_folder(self, prompt: Prompt) -> str:
+        return layouts_folder(self._client.seal, *self._layouts.stated(prompt.model))
 
     def _learn_from(self, folder: str, prompt: Prompt, patience: float) -> Sequence[Namespace]:
         client = self._client

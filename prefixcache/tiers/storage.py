@@ -114,7 +114,7 @@ class Storage:
         """RAM is given back; the tiers below keep what they have."""
         with self.lock:
             for slot in list(self.graph.slots.values()):
-                slot.image, slot.tiers = None, 0  # whoever is still at work finds nothing
+                slot.image, slot.tiers, slot.pins = None, 0, 0  # whoever is still at work finds nothing
             self.namespaces.clear()
             self.spilling.clear()
             self.budget = Budget(self.budget.limit)

@@ -47,8 +47,8 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
     key.chmod(0o600)
     made: list[PrefixCache] = []
 
-    def make(url: str, **values: Any) -> PrefixCache:
-        if url.startswith("file://"):
+    def make(url: str, mounted: bool = True, **values: Any) -> PrefixCache:
+        if mounted and url.startswith("file://"):
             Path(url.removeprefix("file://")).mkdir(exist_ok=True)
         given = {"ram": 50_000_000, "codec": "raw", "remote": url, "remote_key_file": key, "remote_timeout": 1.0}
         made.append(PrefixCache(**{**given, **values}))
@@ -508,6 +508,21 @@ def test_a_folder_that_is_gone_is_not_made_anew_and_is_used_when_it_is_back(mach
     sent(cache)
     third = machine(f"file://{tmp_path}/engine")
     assert brought(third, LONG) == got(third, LONG) == 768
+
+
+def test_a_folder_that_is_not_mounted_at_the_start_is_used_once_it_is(machine, tmp_path, caplog):
+    cache = machine(f"file://{tmp_path}/engine", mounted=False)
+    for first in range(3):
+        put(cache, [first] * 300)
+        assert brought(cache, [first] * 900) == 300
+    until(lambda: not cache.stats().remote.reading)
+    assert not (tmp_path / "engine").exists()
+    assert caplog.text.count("no such folder") == 1
+    (tmp_path / "engine").mkdir()
+    until(lambda: cache.stats().remote.reading)
+    shared(cache, LONG)
+    other = machine(f"file://{tmp_path}/engine")
+    assert brought(other, LONG) == got(other, LONG) == 768
 
 
 def test_a_folder_that_became_a_file_fails_and_works_again_as_a_folder(machine, tmp_path):

@@ -526,7 +526,7 @@ def test_layouts_that_somebody_put_there_hide_none(machine, engine):
     remote = cache._storage.remote
     for _ in range(10):
         brought(cache, LONG)
-        remote._learnt.clear()  # as after half a minute
+        remote._client._missing.clear()  # as after half a minute
     assert got(cache, LONG) == 768
 
 
@@ -572,3 +572,12 @@ def test_what_is_deleted_before_its_turn_to_be_sent_leaves_no_reservation(machin
     sent(cache)
     assert not rows_of(engine)
     assert cache.stats().ram_reserved == cache.stats().pinned == 0
+
+
+def test_nothing_is_pinned_after_a_close_while_images_are_read(machine, engine):
+    shared(machine(), LONG)
+    cache = machine()
+    put(cache, LONG[:300])
+    engine.at = lambda call: cache.close() if call == "get" else None
+    brought(cache, LONG)
+    assert cache.stats().pinned == 0
