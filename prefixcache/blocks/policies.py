@@ -208,6 +208,8 @@ class Lru:
         """By ticks; of one prompt the later blocks come first."""
         limit = (min(slot.tick, spilled.tick), -slot.node.start)
         for other in self:
+            if other is slot or other is spilled:
+                return
             if not other.evict_first and (other.tick, -other.node.start) >= limit:
                 return
             yield other

@@ -28,6 +28,7 @@ from prefixcache.blocks.eviction import eviction_victim
 from prefixcache.blocks.graph import SLOT_BYTES, Graph
 from prefixcache.blocks.node import RAM, Node, Slot, Window
 from prefixcache.blocks.policies import POLICIES, Lru, Order
+from prefixcache.image_format import ROWS
 from prefixcache.tiers.admission import Doorkeeper
 from tests.planting import ROOT, SSD, TIERS, Planting, blocks, runs
 
@@ -420,6 +421,17 @@ def test_nothing_leaves_that_is_needed_and_all_leave_in_the_end(policy, space):
     machine = type("Machine", (TreeMachine,), {"policy": policy, "windows": windows, "snapshots": snapshots})
     few = settings(FEW, max_examples=10, stateful_step_count=25)
     run_state_machine_as_test(machine, settings=few)
+
+
+def test_what_makes_room_for_rows_that_are_evicted_first_is_before_them():
+    machine = type("Machine", (TreeMachine,), {"windows": SPACES["chunks"][0]})()
+    machine.request(runs((0, 812)))
+    machine.spill(None, 3)
+    machine.evict(SSD, 5)  # a window, so that the rows of its chunk are of no use
+    order = machine.graph.orders[SSD]
+    rows = [slot for slot in order if slot.evict_first]
+    assert [(slot.kind, slot.node.start) for slot in rows] == [(ROWS, 768), (ROWS, 512)]
+    assert [list(order.less_recent(slot, slot)) for slot in rows] == [[], rows[:1]]
 
 
 def small(policy: str, room: int) -> Planting:
