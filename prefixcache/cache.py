@@ -409,7 +409,7 @@ class PrefixCache:
         """
         self._check_open()
         check_leave(leave)
-        if prefill_rate is not None and not prefill_rate > 0:
+        if prefill_rate is not None and (not isinstance(prefill_rate, (int, float)) or not prefill_rate > 0):
             raise ValueError(f"prefill_rate={prefill_rate!r}: give tokens a second, more than 0")
         remote = self._storage.remote
         return remote.promote(prompt, leave, whole_blocks, prefill_rate) if remote is not None else None

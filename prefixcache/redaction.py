@@ -1,8 +1,11 @@
-"""URLs without their secrets."""
+"""URLs and texts without their passwords."""
 
 from __future__ import annotations
 
+import re
 from urllib.parse import urlsplit
+
+_PASSWORD = re.compile(r"([a-z0-9+]+:/+)[^/\s@]*@", re.IGNORECASE)  # a path of a URL has one slash
 
 
 def redacted(url: str) -> str:
@@ -23,3 +26,8 @@ def redacted(url: str) -> str:
     if misplaced or (not host and parts.scheme != "file"):
         return f"{parts.scheme}://..."
     return f"{parts.scheme}://{host}" + (f"/{path}" if path else "")
+
+
+def masked(text: str) -> str:
+    """A text that may quote what a user gave: without the passwords of URLs."""
+    return _PASSWORD.sub(r"\1...@", text)

@@ -285,9 +285,11 @@ class Settings(BaseSettings):
 
 
 def shown(value: Any, name: Any = "") -> Any:
-    """A value of the setting `name` as errors show it: a URL without its password, also under a name that is misspelt."""
+    """A value of the setting `name` as errors show it: a URL without its password, nothing where no setting has the name."""
     if isinstance(value, dict):
         return {key: shown(item, key) for key, item in value.items()}
+    if name and name not in Settings.model_fields:
+        return "(not shown)"
     if name == "remote" and value is not None and not isinstance(value, str):
         return f"({type(value).__name__}, not shown)"
     return redacted(value) if isinstance(value, str) and (name == "remote" or "://" in value) else value

@@ -169,6 +169,21 @@ def test_in_a_fork_the_cache_is_dead_and_says_so_even_if_its_locks_were_taken(tm
         assert exact(again, LONG)
 
 
+def test_in_a_fork_of_a_process_that_used_an_object_store_another_is_refused(tmp_path):
+    remote = f"file://{tmp_path}"
+    with PrefixCache(ram="10MB", remote=remote):
+        pass
+
+    def child() -> int:
+        try:
+            PrefixCache(ram="10MB", remote=remote)
+        except ValueError as error:
+            return 0 if "fork of one that has used an object store" in str(error) and '"spawn"' in str(error) else 2
+        return 1
+
+    assert forked(child) == 0
+
+
 def test_a_fork_that_ends_by_exit_neither_closes_nor_changes_the_parents_directory(tmp_path):
     script = """
         cache.store(LONG, states.sliceable(LONG), model='m')

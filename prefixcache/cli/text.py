@@ -16,6 +16,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from prefixcache.redaction import masked
+
 PIPE_WIDTH = 120  # columns where there is no terminal to ask and COLUMNS is not set
 
 
@@ -48,8 +50,8 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def complain(message: str) -> None:
-    """One line on stderr."""
-    typer.echo(f"prefixcache: {safe(message)}", err=True)
+    """One line on stderr, which may quote what was given."""
+    typer.echo(f"prefixcache: {safe(masked(message))}", err=True)
 
 
 def print_json(value: dict[str, Any]) -> None:

@@ -31,6 +31,7 @@ _NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist")
 _ROLE = re.compile(r"http://(169\.254\.(169\.254|170\.2)|metadata(\.google\.internal)?)/")
 _LOST = re.compile(r"IncompleteMessage|IncompleteBody|UnexpectedEof|kind: Interrupted|kind: Decode")
 _FULL = {"507", "QuotaExceeded", "XMinioStorageFull", "InsufficientCapacity"}
+_made_in: dict[str, int] = {}  # the process that made the first store
 _FULL_OS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -53,7 +54,14 @@ class ObjectStore:
         ca_file: Path | None = None,
         **config: str | bool,
     ):
-        """`url` as obstore takes it, `config` more of its settings. ValueError where these make no store."""
+        """`url` as obstore takes it, `config` more of its settings. ValueError where these make no store, and in a fork of a
+        process that has made one: obstore's threads are not in it, so its calls would wait for ever.
+        """
+        if _made_in.setdefault("pid", os.getpid()) != os.getpid():
+            raise ValueError(
+                f"remote={label}: this process is a fork of one that has used an object store or a folder; start it anew, "
+                'with multiprocessing\'s "spawn"'
+            )
         self.label = label
         self.kind = url.partition(":")[0]
         self._timeout = timeout

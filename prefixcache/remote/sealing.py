@@ -19,6 +19,7 @@ import numpy as np
 
 from prefixcache.image_format import SNAPSHOT, Kind
 from prefixcache.keys import canonical
+from prefixcache.redaction import masked
 
 log = logging.getLogger("prefixcache")
 
@@ -26,7 +27,9 @@ KEY_BYTES = 32
 NONCE, TAG = 12, 16  # bytes
 OVERHEAD = NONCE + TAG
 ALIGNED = 64  # bytes
-VERSION = "v1"  # of names and seals
+VERSION = (
+    "v1"  # of names, seals and images: another image_format.FORMAT has another, or machines would refuse each other's
+)
 _REMEDY = "make one with `openssl rand -hex 32 > fleet.key`, and give every machine the same"
 
 
@@ -49,20 +52,21 @@ class FleetKey:
         `warn`: of a file that others may read.
         """
         file = Path(path)
+        if re.fullmatch(r"[0-9a-fA-F]{64}", file.name):
+            raise ValueError(f"{setting} is the key itself: write it to a file, and name that")
+        named = f"{setting}={masked(str(file))!r}"
         try:
             content = file.read_bytes()
         except OSError as error:
-            raise ValueError(f"{setting}={str(file)!r}: {os.strerror(error.errno or 0)}; {_REMEDY}") from None
+            raise ValueError(f"{named}: {os.strerror(error.errno or 0)}; {_REMEDY}") from None
         text = content.strip()
         if len(content) != KEY_BYTES and not re.fullmatch(rb"[0-9a-fA-F]{64}", text):
-            raise ValueError(
-                f"{setting}={str(file)!r}: {len(content)} bytes that are no key of 64 hex digits; {_REMEDY}"
-            )
+            raise ValueError(f"{named}: {len(content)} bytes that are no key of 64 hex digits; {_REMEDY}")
         if len(content) == KEY_BYTES:
             if re.fullmatch(rb"[0-9a-fA-F]*", content):
-                raise ValueError(f"{setting}={str(file)!r}: 32 hex digits, half of a key; {_REMEDY}")
+                raise ValueError(f"{named}: 32 hex digits, half of a key; {_REMEDY}")
             if len(set(content)) == 1:
-                raise ValueError(f"{setting}={str(file)!r}: one byte 32 times, which is no secret; {_REMEDY}")
+                raise ValueError(f"{named}: one byte 32 times, which is no secret; {_REMEDY}")
         if warn and file.stat().st_mode & 0o077:
             log.warning("%s=%r: others may read it; run chmod 600 on it", setting, str(file))
         return cls(content if len(content) == KEY_BYTES else bytes.fromhex(text.decode()))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
-from prefixcache.redaction import redacted
+from prefixcache.redaction import masked, redacted
 from prefixcache.remote.engine import Engine
 
 # Whether TLS is asked for on loopback, too.
@@ -89,6 +89,8 @@ def check_url(url: str, has_key: bool) -> None:
 
 def _parse(url: str) -> _Target:
     """What the URL says; ValueError when it is none that an engine can be made of."""
+    if not url:
+        raise ValueError("remote='': empty; write it as valkey://HOST:6379 or s3://BUCKET/PREFIX, or leave it out")
     spaced = url.replace(" ", "") if url.startswith("file:") else url  # folders may have them
     if url != url.strip() or any(map(str.isspace, spaced)):
         raise _refused(url, "it has white space", "remove it, or write %20 for a space that belongs there")
@@ -209,7 +211,7 @@ def _check_certificates(ca_file: Path) -> None:
     except (OSError, ValueError) as error:
         unreadable = isinstance(error, OSError) and not isinstance(error, ssl.SSLError)
         said = error.strerror if unreadable else "no certificate in it"  # type: ignore[union-attr]
-        raise ValueError(f"{ca_file}: {said}; name a file of certificates in PEM") from None
+        raise ValueError(f"{masked(str(ca_file))}: {said}; name a file of certificates in PEM") from None
 
 
 def _refused(url: str, reason: str, remedy: str) -> ValueError:

@@ -16,7 +16,7 @@ from functools import partial
 from prefixcache.blocks.budget import Reservation
 from prefixcache.blocks.graph import NODE_BYTES
 from prefixcache.blocks.node import RAM, Node, Slot
-from prefixcache.image_format import HEADER_LIMIT, ROWS, SNAPSHOT, Image, ImageError, examine
+from prefixcache.image_format import HEADER_LIMIT, ROWS, SNAPSHOT, WINDOW, Image, ImageError, examine
 from prefixcache.keys import BLOCK, TOKEN_BYTES
 from prefixcache.remote.client import READERS, Client
 from prefixcache.remote.engine import PIECE, EngineError
@@ -60,15 +60,18 @@ class RemotePromotion:
         client: Client,
         namespace: Namespace,
         gap: Gap,
+        path: Sequence[Node],
         began: float,
         until: float,
         timeout: float,
         prefill_rate: float | None,
     ):
-        """`began`, `until`: when it was asked for, and when it ends at the latest, by time.monotonic(). `timeout`: the
-        setting `remote_timeout`. `prefill_rate`: tokens computed a second; None: it may take all of the time.
+        """`path`: the blocks of the gap that are known here. `began`, `until`: when it was asked for, and when it ends at
+        the latest, by time.monotonic(). `timeout`: the setting `remote_timeout`. `prefill_rate`: tokens computed a second;
+        None: it may take all of the time.
         """
         self._storage, self._client, self._namespace, self._gap = storage, client, namespace, gap
+        self._path = list(path)  # and those that have landed: by its key, a block could meanwhile be another
         self._began, self._until, self._rate = began, max(until, began + LEAST_PATIENCE), prefill_rate
         saved = (gap.limit - gap.boundary) / prefill_rate if prefill_rate else until - began
         self._least = least_patience(saved, prefill_rate)
@@ -141,8 +144,7 @@ class RemotePromotion:
 
     def _pin_known(self) -> None:
         graph = self._storage.graph
-        known = (graph.slots.get((ROWS, key)) for key in self._gap.keys[: self._gap.known])
-        self._pinned += graph.pin(slot for slot in known if slot is not None)
+        self._pinned += graph.pin(node.rows for node in self._path if node.rows is not None and graph.is_known(node))
 
     def _read_all(self, wanted: Sequence[Wanted]) -> tuple[int, float] | None:
         """How many bytes came, in how many seconds; None where nothing did."""
@@ -248,6 +250,8 @@ class RemotePromotion:
             slot = Slot(wanted.kind, node, wanted.key, image.nbytes, suffix, wanted.mask)
             slot.checksum, slot.created, slot.tick = image.checksum, time.time(), storage.graph.recency.clock
             slot.remote_at = self._began
+            if wanted.kind == ROWS:
+                self._path.append(node)
             if not storage.graph.attach(slot, reservation):
                 return True  # it was stored meanwhile
             storage.graph.place(slot, RAM, image=image, reservation=reservation)
@@ -260,16 +264,14 @@ class RemotePromotion:
             return True
 
     def _node(self, wanted: Wanted, reservation: Reservation) -> Node | None:
-        """The node that the image belongs to; None where the one before it is gone, or its key is another block's."""
-        graph = self._storage.graph
-        if wanted.parent == self._namespace.row.root:
-            above: Node | None = self._namespace.tree.root
-        else:
-            rows = graph.slots.get((ROWS, wanted.parent))
-            above = rows.node if rows is not None else None
-        if above is None or wanted.kind != ROWS:
-            return above
-        return graph.grow(above, wanted.tokens, reservation, wanted.key)
+        """The node that the image belongs to; None where the block before it is gone, or its key is another block's."""
+        before = wanted.start // BLOCK + (wanted.kind == WINDOW)  # blocks; the last has the window
+        if before > len(self._path):
+            return None
+        above = self._path[before - 1] if before else self._namespace.tree.root
+        if not self._storage.graph.is_known(above):
+            return None
+        return self._storage.graph.grow(above, wanted.tokens, reservation, wanted.key) if wanted.kind == ROWS else above
 
 
 def least_patience(seconds: float, prefill_rate: float | None) -> float:

@@ -155,10 +155,10 @@ class RemoteTier:
         limit = max(len(prompt) - leave, 0)
         try:
             seconds = min(self._timeout, limit / prefill_rate) if prefill_rate else self._timeout
-            if self._client.ready and time.monotonic() < began + max(seconds, LEAST_PATIENCE):
-                for namespace in self._namespaces(prompt) or self._learn(
-                    prompt, seconds, least_patience(limit / prefill_rate if prefill_rate else seconds, prefill_rate)
-                ):
+            until = began + max(seconds, LEAST_PATIENCE)
+            if self._client.ready and time.monotonic() < until:
+                least = least_patience(limit / prefill_rate if prefill_rate else seconds, prefill_rate)
+                for namespace in self._namespaces(prompt) or self._learn(prompt, seconds, least, until):
                     self._promote_in(prompt, namespace, limit, prefill_rate, began)
         except EngineError:
             pass  # it is counted; the request goes on without
@@ -179,6 +179,7 @@ class RemoteTier:
                 if not self._is_worth_asking(gap):
                     return
                 lacking = gap.keys[gap.known :] or gap.keys[-1:]
+                path = prompt.walk(namespace).path[: gap.known]
                 other = self._under_way.get(lacking[0])
                 if other is None:
                     ended = threading.Event()
@@ -192,7 +193,7 @@ class RemoteTier:
                 continue
             try:
                 measure = RemotePromotion(
-                    self._storage, self._client, namespace, gap, began, until, self._timeout, prefill_rate
+                    self._storage, self._client, namespace, gap, path, began, until, self._timeout, prefill_rate
                 ).run()
                 if measure is not None:
                     with suppress(RuntimeError):  # closed
@@ -247,25 +248,25 @@ class RemoteTier:
             self._layouts.learn(prompt.model, layout, prompt.salt)
         return prompt.namespaces() if layouts else known
 
-    def _learn(self, prompt: Prompt, seconds: float, least: float) -> Sequence[Namespace]:
-        """The namespaces of layouts that other machines have told; `seconds` can be gained by it. Who comes meanwhile asks,
-        too.
+    def _learn(self, prompt: Prompt, seconds: float, least: float, until: float) -> Sequence[Namespace]:
+        """The namespaces of layouts that other machines have told, if they come by `until`; `seconds` can be gained by
+        it. Who comes meanwhile asks, too.
         """
         client, folder = self._client, self._layouts_folder(prompt)
         if client.is_missing(folder):
             return ()
         try:
-            return self._learn_from(folder, prompt, patience_of_asking(client, seconds, least))
+            return self._learn_from(folder, prompt, patience_of_asking(client, seconds, least), until)
         finally:
             client.note_missing(folder, LEARN_AGAIN)
 
     def _layouts_folder(self, prompt: Prompt) -> str:
         return layouts_folder(self._client.seal, *self._layouts.stated(prompt.model))
 
-    def _learn_from(self, folder: str, prompt: Prompt, patience: float) -> Sequence[Namespace]:
-        client = self._client
-        until = time.monotonic() + 2 * patience  # for the list, and for all layouts
-        (ids,) = client.ids_under([folder], patience)
+    def _learn_from(self, folder: str, prompt: Prompt, patience: float, until: float) -> Sequence[Namespace]:
+        client, began = self._client, time.monotonic()
+        until = min(began + 2 * patience, until)  # for the list, and for all layouts
+        (ids,) = client.ids_under([folder], min(patience, until - began))
         names = (f"{folder}/{id}" for id in ids if LAYOUT_ID.fullmatch(id) and id not in self._unusable)
         usable = islice((name for name in names if not client.is_missing(name)), LAYOUTS)
         for name, future in [(name, client.begin_read(self._read_layout, name)) for name in usable]:

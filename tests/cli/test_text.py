@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prefixcache.cli.text import age, many, safe, size
+from prefixcache.cli.text import age, complain, many, safe, size
 
 
 @pytest.mark.parametrize(
@@ -28,3 +28,13 @@ def test_ages(seconds, text):
 def test_words():
     assert [many(1, "branch"), many(2, "branch"), many(1234, "block")] == ["1 branch", "2 branches", "1,234 blocks"]
     assert safe("a\x1b\n\u202e\udc80é漢") == "a\\x1b\\n\\u202e\\udc80é漢"
+
+
+@pytest.mark.parametrize(
+    "quoted", ["valkey://:S3CR3T@host/x", "valkey:/user:S3CR3T@host", "/home/valkey:/:S3CR3T@host"]
+)
+def test_complaints_quote_no_password(quoted, capsys):
+    complain(f"{quoted}: no such directory")
+    said = capsys.readouterr().err
+    assert "S3CR3T" not in said
+    assert "...@host" in said

@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 import shutil
 import tempfile
+from itertools import chain
 from pathlib import Path
 from unittest import mock
 
@@ -24,10 +25,11 @@ from prefixcache import PrefixCache
 from tests import states
 from tests.remote.dict_engine import DictEngine
 from tests.remote.fleet import sent
+from tests.remote.twins import twin
 
 KINDS = {"dense": states.sliceable, "window": states.windowed, "recurrent": states.hybrid}
 PROMPTS = st.tuples(
-    st.lists(st.integers(0, 2), min_size=1, max_size=6),  # blocks that prompts share
+    st.lists(st.integers(0, 2), min_size=1, max_size=6),  # blocks that prompts share; of 0 and 1 the key is the same
     st.integers(0, 300),  # tokens after them
 )
 MACHINES = (  # RAM alone; a small RAM with an SSD; the SSD almost alone
@@ -46,6 +48,7 @@ class Fleet(RuleBasedStateMachine):
         self.sealed, self.engine = sealed, DictEngine(names_at_once=4)
         self.patched = mock.patch("prefixcache.remote.client.open_engine", return_value=self.engine)
         self.patched.start()
+        self.stored: list[tuple[tuple[list[int], int], str]] = []
         self.machines = [self._open(number) for number in range(len(MACHINES))]
 
     def _open(self, number: int) -> PrefixCache:
@@ -58,11 +61,14 @@ class Fleet(RuleBasedStateMachine):
     @staticmethod
     def _tokens(prompt) -> list[int]:
         blocks, rest = prompt
-        return [*(100 * kind + i for i, kind in enumerate(blocks) for _ in range(256)), *range(rest)]
+        whole = [[100 + i] * 256 if kind == 2 else twin(kind) for i, kind in enumerate(blocks)]
+        return [*chain.from_iterable(whole), *range(rest)]
 
     @rule(number=st.integers(0, 2), prompt=PROMPTS, kind=st.sampled_from(sorted(KINDS)))
     def store(self, number, prompt, kind) -> None:
         tokens, cache = self._tokens(prompt), self.machines[number]
+        if len(prompt[0]) > 1:
+            self.stored.append((prompt, kind))
         for end in (*range(512, len(tokens), 512), len(tokens)):
             cache.store(tokens[:end], KINDS[kind](tokens[:end]), model=kind)
 
@@ -82,6 +88,29 @@ class Fleet(RuleBasedStateMachine):
     @rule(number=st.integers(0, 2))
     def evict(self, number) -> None:
         self.machines[number].trim_to(0)
+
+    @rule(number=st.integers(0, 2), place=st.integers(0, 1 << 16), call=st.sampled_from(["sizes", "get"]))
+    def fetch_while_a_twin_comes(self, number, place, call) -> None:
+        """A machine knows the first block of a prompt. While it asks for the rest, its RAM is emptied, and another block with
+        the same key is stored.
+        """
+        if not self.stored:
+            return
+        (blocks, rest), kind = self.stored[place % len(self.stored)]
+        twins = ([1 - blocks[0] if blocks[0] < 2 else 2, *blocks[1:]], rest)
+
+        def at(called: str) -> None:
+            if called == call:
+                self.engine.at = lambda called: None
+                self.evict(number)
+                self.store(number, (twins[0][:1], 0), kind)
+
+        self.evict(number)
+        self.store(number, (blocks[:1], 0), kind)
+        self.engine.at = at
+        for prompt in ((blocks, rest), twins):
+            self.fetch(number, prompt, kind, promote=True)
+            self.engine.at = lambda called: None
 
     @rule(seed=st.integers(0, 1 << 32), how=st.sampled_from(["forget", "flip", "cut", "swap", "grow"]))
     def harm(self, seed, how) -> None:
@@ -131,6 +160,6 @@ def test_a_fleet_gives_what_was_stored_or_nothing():
     run_state_machine_as_test(
         Fleet,
         settings=settings(
-            max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )

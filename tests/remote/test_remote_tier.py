@@ -19,6 +19,7 @@ from prefixcache.remote.sealing import NoSeal
 from tests import states
 from tests.remote.dict_engine import DictEngine
 from tests.remote.fleet import brought, sent
+from tests.remote.twins import twin
 from tests.states import got, put
 
 LONG = list(range(1000))
@@ -67,17 +68,6 @@ def rows_of(engine) -> list[str]:
     return [name for name in engine.images if "/rows/" in name]
 
 
-# Two blocks that differ at every eighth token of the first 128, with one key behind any parent: found by reducing a lattice.
-TWINS = (
-    (0, 0, 37280, 1, 0, 81920, 0, 16, 0, 0, 768, 0, 512, 64, 0, 4),
-    (8192, 0, 1, 68, 272, 256, 1024, 4096, 0, 32, 0, 0, 0, 0, 98304, 8320),
-)
-
-
-def twin(number: int) -> list[int]:
-    return [TWINS[number][i // 8] if i < 128 and i % 8 == 0 else 50 for i in range(256)]
-
-
 @pytest.mark.parametrize("make", [states.sliceable, states.hybrid, states.windowed])
 def test_what_follows_a_block_is_not_taken_for_what_follows_another_with_its_key(machine, make):
     blocks = [as_tokens(twin(number)).tobytes() for number in (0, 1)]
@@ -91,6 +81,27 @@ def test_what_follows_a_block_is_not_taken_for_what_follows_another_with_its_key
     brought(cache, prompt)
     assert got(cache, prompt) <= 256
     assert cache.stats().remote.refused == 0
+
+
+@pytest.mark.parametrize("make", [states.sliceable, states.hybrid, states.windowed])
+def test_what_is_read_is_not_put_behind_a_block_that_took_the_key_meanwhile(machine, engine, make):
+    rest, origin = list(range(1000, 1512)), machine()
+    for end in (256, 512):
+        shared(origin, [*twin(1), *rest[:end]], make)
+    cache, swapped = machine(), []
+    put(cache, twin(1), make)
+
+    def at(call):
+        if call == "sizes" and not swapped:
+            cache.trim_to(0)
+            put(cache, twin(0), make)
+            swapped.append(call)
+
+    engine.at = at
+    brought(cache, [*twin(1), *rest])
+    assert swapped
+    assert got(cache, [*twin(0), *rest]) <= 256
+    cache.check_integrity()
 
 
 # -- what leaves ------------------------------------------------------------------------------------------------------
@@ -420,6 +431,23 @@ def test_an_engine_that_does_not_answer_is_waited_for_once_and_briefly(machine, 
         assert brought(other, [first + 10, *LONG], prefill_rate=500.0) == 0
     assert time.monotonic() - began < 0.5
     engine.gate.set()
+
+
+@pytest.mark.parametrize("prefill_rate", [1e-9, 1e-300, 300])
+def test_however_much_can_be_gained_a_prompt_takes_no_longer_than_the_setting(machine, engine, caplog, prefill_rate):
+    cache = machine(remote_timeout=0.3)
+    engine.gate.clear()  # of the first question, which layouts there are
+    began = time.monotonic()
+    assert brought(cache, list(range(100_000)), prefill_rate=prefill_rate) == 0
+    assert time.monotonic() - began < 5
+    assert "Error" not in caplog.text
+    engine.gate.set()
+
+
+@pytest.mark.parametrize("prefill_rate", [0, -1.0, "300", float("nan")])
+def test_a_prefill_rate_that_is_none_is_an_error(machine, prefill_rate):
+    with pytest.raises(ValueError, match=r"prefill_rate=.*: give tokens a second, more than 0"):
+        machine().promote(LONG, model="m", prefill_rate=prefill_rate)
 
 
 def test_match_fetch_and_store_never_ask(machine, engine):

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixcache.image_format import KINDS, SNAPSHOT
+from prefixcache.image_format import FORMAT, KINDS, SNAPSHOT
 from prefixcache.remote.engine import PIECE
 from prefixcache.remote.sealing import (
     OVERHEAD,
+    VERSION,
     FleetKey,
     KeySeal,
     NoSeal,
@@ -110,6 +111,10 @@ def test_names_follow_from_the_keys_and_differ_between_fleets():
     assert image_name(OURS, root, SNAPSHOT, key, parent).startswith(snapshot_folder(OURS, root, parent) + "/")
 
 
+def test_another_format_of_images_has_other_names():
+    assert (VERSION, FORMAT) == ("v1", "2"), "image_format.FORMAT has changed: give sealing.VERSION another number, too"
+
+
 @pytest.mark.parametrize("content", ["5a" * 32, "5A" * 32 + "\n", bytes(range(200, 232))])
 def test_a_key_is_64_hex_digits_or_32_bytes(tmp_path, content):
     file = tmp_path / "key"
@@ -127,6 +132,15 @@ def test_what_is_no_key_is_refused_with_a_remedy(tmp_path, content):
         FleetKey.read(tmp_path / "key")
     with pytest.raises(ValueError, match=r"No such file.*openssl"):
         FleetKey.read(tmp_path / "none")
+
+
+def test_a_key_in_the_place_of_its_file_is_not_shown(tmp_path):
+    for name in ("5a" * 32, tmp_path / ("5A" * 32)):
+        with pytest.raises(
+            ValueError, match="remote_key_file is the key itself: write it to a file, and name that"
+        ) as refused:
+            FleetKey.read(name)
+        assert "5a5a" not in str(refused.value).lower()
 
 
 def test_a_key_that_others_may_read_is_warned_of(tmp_path, caplog):

@@ -64,6 +64,7 @@ def test_no_password_shows_in_settings():
         {"remote": {"url": URL}},
         {"remote": URL.encode() + b"\xff"},
         {"remtoe": URL},
+        {"remote_key": "S3CR3T"},
         {"ram": 0, "remote": "S3CR3T"},
     ],
 )
@@ -93,6 +94,12 @@ def test_no_password_of_a_variable_or_a_file_shows_in_errors(monkeypatch, tmp_pa
         Settings().remote = URL
     for caught in (of_a_file, of_a_variable, of_an_assignment):
         assert "S3CR3T" not in f"{caught.value}{caught.value!r}{caught.value.errors()}{caught.value.json()}"
+
+
+def test_an_empty_url_is_an_error_that_says_to_leave_it_out(monkeypatch):
+    monkeypatch.setenv("PREFIXCACHE_REMOTE", "")  # as compose files write what is not set
+    with pytest.raises(ValueError, match=r"remote='': empty; write it as valkey://HOST:6379 .* or leave it out"):
+        PrefixCache(ram="1MB")
 
 
 def test_errors_still_show_the_values_of_other_settings():

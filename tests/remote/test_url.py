@@ -62,7 +62,7 @@ def test_what_leaves_the_machine_needs_a_key(url):
 @pytest.mark.parametrize(
     ("url", "reason"),
     [
-        ("", "no engine has this scheme"),
+        ("", "empty; write it as valkey:"),
         ("cache.example:6379", "no engine has this scheme"),
         ("http://cache.example", "no engine has this scheme; write one of valkey://, valkeys://, redis://"),
         ("valkey://", "it names no host"),
