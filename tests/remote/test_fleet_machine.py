@@ -25,7 +25,7 @@ from prefixcache import PrefixCache
 from tests import states
 from tests.remote.dict_engine import DictEngine
 from tests.remote.fleet import sent
-from tests.remote.twins import twin
+from tests.twins import twin
 
 KINDS = {"dense": states.sliceable, "window": states.windowed, "recurrent": states.hybrid}
 PROMPTS = st.tuples(

@@ -19,8 +19,8 @@ from prefixcache.remote.sealing import NoSeal
 from tests import states
 from tests.remote.dict_engine import DictEngine
 from tests.remote.fleet import brought, sent
-from tests.remote.twins import twin
 from tests.states import got, put
+from tests.twins import twin
 
 LONG = list(range(1000))
 Machine = Callable[..., PrefixCache]
