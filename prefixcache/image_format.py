@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-FORMAT = "2"
+FORMAT = "3"
 
 
 class Kind(str, Enum):
@@ -45,19 +45,21 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }  # fmt: skip
 
 OPENING = b'{"__metadata__":{"checksum":"'
-_CHECKSUM = slice(8 + len(OPENING), 8 + len(OPENING) + 32)
-_BLANK = b"0" * 32
+CHECKSUM_DIGITS = 32
+_CHECKSUM = slice(8 + len(OPENING), 8 + len(OPENING) + CHECKSUM_DIGITS)
+_BLANK = b"0" * CHECKSUM_DIGITS
 HEADER_LIMIT = 4 << 20
 TOKENS = "tokens"  # the tensor (I64, one dimension) that holds the tokens of a rows image or a snapshot
 START_BOUND, SIZE_BOUND = 1 << 40, 1 << 40  # a start and a dimension are below these
 _DIMENSIONS = 32  # what NumPy can shape
 _ALIGN = 8
 _FIELDS = ("checksum", "format", "kind", "key", "parent", "namespace", "model", "codec", "layout", "start", "extra")
-_HEX = re.compile("[0-9a-f]{32}")
+_KEY = re.compile("[0-9a-f]{64}")
+_HEX = {"checksum": re.compile("[0-9a-f]{32}"), "key": _KEY, "parent": _KEY, "namespace": _KEY}
 # How a `Blueprint` begins a header, with what tells apart the images of one layout in groups.
 _IDENTITY = re.compile(
     rb'\{"__metadata__":\{"checksum":"([0-9a-f]{32})","format":"' + FORMAT.encode() + rb'","kind":"([a-z]+)",'
-    rb'"key":"([0-9a-f]{32})","parent":"([0-9a-f]{32})","namespace":"([0-9a-f]{32})"'
+    rb'"key":"([0-9a-f]{64})","parent":"([0-9a-f]{64})","namespace":"([0-9a-f]{64})"'
 )
 _START = re.compile(rb'","start":"([0-9]{1,12})"')
 _KNOWN = 4096  # headers that `Headers` remembers
@@ -88,7 +90,7 @@ class Spec(NamedTuple):
 
 
 class Meta(NamedTuple):
-    """What an image says of itself. Keys are 32 hex digits; `codec`, `layout` and `extra` are JSON text.
+    """What an image says of itself. Keys are 64 hex digits; `codec`, `layout` and `extra` are JSON text.
 
     `start` is the number of tokens before the image's first; `parent` the key of the block before (the namespace's root
     key at the start).
@@ -261,8 +263,8 @@ def parse_header(header: bytes, room: int) -> Header:
         raise WrongFormat(said)
     if not isinstance(fields, dict) or not all(isinstance(fields.get(name), str) for name in (*_FIELDS, *fields)):
         raise ImageError("the header lacks a field, or one is not text")
-    if not all(_HEX.fullmatch(fields[name]) for name in ("checksum", "key", "parent", "namespace")):
-        raise ImageError("a key or the checksum is not 32 hex digits")
+    if not all(digits.fullmatch(fields[name]) for name, digits in _HEX.items()):
+        raise ImageError("a key is not 64 hex digits, or the checksum not 32")
     start = fields["start"]
     if fields["kind"] not in KINDS or not (start.isascii() and start.isdecimal() and len(start) <= 13):
         raise ImageError("the header's kind or start is not valid")

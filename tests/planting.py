@@ -18,7 +18,7 @@ from prefixcache.keys import BLOCK, TOKEN_BYTES, as_tokens, chain
 SSD = 1  # the tier below RAM
 TIERS = (RAM, SSD)
 IMAGE = 1000
-ROOT = bytes(16)
+ROOT = bytes(32)
 
 
 def raw(tokens: Sequence[int]) -> bytes:

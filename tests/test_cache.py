@@ -330,7 +330,7 @@ def test_a_forced_collision_of_keys_is_a_miss_never_another_prompts_state(opened
     from prefixcache.operations import store as storing
 
     def weak(parent, tokens):
-        return keys.xxhash.xxh3_128_digest(parent + tokens)[:1] + bytes(15)
+        return keys.hashlib.sha256(parent + tokens).digest()[:1] + bytes(31)
 
     monkeypatch.setattr(storing, "chain", weak)
     monkeypatch.setattr(graph, "chain", weak)

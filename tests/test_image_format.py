@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from prefixcache.image_format import DTYPES, Blueprint, Image, ImageError, Meta, Spec, verify
+from prefixcache.image_format import DTYPES, FORMAT, Blueprint, Image, ImageError, Meta, Spec, verify
 
-META = Meta("rows", "ab" * 16, "cd" * 16, "ef" * 16, "qwen3-8b", '{"name":"raw"}', '{"layers":[0]}', 512, '{"x":1}')
+META = Meta("rows", "ab" * 32, "cd" * 32, "ef" * 32, "qwen3-8b", '{"name":"raw"}', '{"layers":[0]}', 512, '{"x":1}')
 
 texts = st.text(max_size=30)
 metas = st.builds(
     Meta,
     kind=st.sampled_from(["rows", "window", "snapshot"]),
-    **dict.fromkeys(("key", "parent", "namespace"), st.binary(min_size=16, max_size=16).map(bytes.hex)),
+    **dict.fromkeys(("key", "parent", "namespace"), st.binary(min_size=32, max_size=32).map(bytes.hex)),
     **dict.fromkeys(("model", "codec", "layout", "extra"), texts),
     start=st.integers(0, 2**40 - 1),
 )
@@ -165,7 +165,7 @@ def test_the_safetensors_library_reads_it(tmp_path):
                 assert read.shape == array.shape
                 assert read.tobytes() == array.tobytes()
     assert said.pop("checksum") == image.checksum
-    assert said.pop("format") == "2"
+    assert said.pop("format") == FORMAT
     assert said == {**META._asdict(), "start": "512"}
 
 
@@ -184,7 +184,7 @@ def test_mlx_reads_it_bfloat16_too(tmp_path):
     image = sealed(META, chosen, 3)
     (tmp_path / "a.safetensors").write_bytes(image.data.tobytes())
     loaded, said = mx.load(str(tmp_path / "a.safetensors"), return_metadata=True)
-    assert said == {"checksum": image.checksum, "format": "2", **META._asdict(), "start": "512"}
+    assert said == {"checksum": image.checksum, "format": FORMAT, **META._asdict(), "start": "512"}
     assert loaded.keys() == image.tensors().keys()
     for name, array in image.tensors().items():
         assert bytes(memoryview(loaded[name]).cast("B")) == array.tobytes()

@@ -198,7 +198,7 @@ def test_a_planner_runs_tree_and_budget_without_mlx():
         from prefixcache.blocks.lookup import hit_depth
         from prefixcache.blocks.node import RAM, Slot
         graph = Graph(Budget(1 << 20))
-        tree = graph.tree(bytes(16))
+        tree = graph.tree(bytes(32))
         with graph.budget.reserve(1 << 16) as reservation:
             node = graph.grow(tree.root, as_tokens(range(256)).tobytes(), reservation)
             slot = Slot("rows", node, node.key, 1000)

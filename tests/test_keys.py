@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections import UserList, deque
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prefixcache import keys
 from prefixcache.keys import (
     BLOCK,
     KEY_BYTES,
@@ -166,7 +168,7 @@ def test_unsigned_ids_beyond_the_limit_are_never_wrapped(bad):
 # -- keys -------------------------------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.tuples(st.binary(min_size=16, max_size=16), st.lists(ids, max_size=8)), unique_by=repr, min_size=2))
+@given(st.lists(st.tuples(st.binary(min_size=32, max_size=32), st.lists(ids, max_size=8)), unique_by=repr, min_size=2))
 def test_keys_of_different_blocks_differ(pairs):
     keys = [chain(parent, as_tokens(tokens).tobytes()) for parent, tokens in pairs]
     assert len(set(keys)) == len(keys)
@@ -191,13 +193,40 @@ def test_a_key_depends_on_every_token_before(tokens, data):
 def test_where_blocks_are_cut_is_part_of_the_key():
     whole = as_tokens(range(2 * BLOCK)).tobytes()
     cut = BLOCK * TOKEN_BYTES
-    assert chain(chain(bytes(16), whole[:cut]), whole[cut:]) != chain(bytes(16), whole)
+    assert chain(chain(bytes(32), whole[:cut]), whole[cut:]) != chain(bytes(32), whole)
+
+
+def test_keys_are_sha_256_of_the_parent_and_the_tokens():
+    for tokens in ([], [1, 2, 3], range(BLOCK)):
+        block = as_tokens(tokens).tobytes()
+        assert chain(b"p" * 32, block) == hashlib.sha256(b"p" * 32 + block).digest()
+
+
+def test_hashing_a_block_keeps_the_interpreters_lock(monkeypatch):
+    """What hashlib is given in pieces of less than 2,048 bytes, it hashes without giving up the lock."""
+    pieces = []
+
+    class Recorded:
+        def __init__(self, data):
+            pieces.append(len(data))
+
+        def update(self, data):
+            pieces.append(len(data))
+
+        def digest(self):
+            return bytes(32)
+
+    monkeypatch.setattr(keys.hashlib, "sha256", Recorded)
+    chain(bytes(32), bytes(BLOCK * TOKEN_BYTES))
+    assert sum(pieces) == 32 + BLOCK * TOKEN_BYTES
+    assert max(pieces) < 2048
 
 
 def test_keys_are_the_same_in_every_process_and_release():
-    assert chain(bytes(16), as_tokens([1, 2, 3]).tobytes()).hex() == "8a7036a7ab1322b6a7f8fde9ab737b43"
+    key = chain(bytes(32), as_tokens([1, 2, 3]).tobytes())
+    assert key.hex() == "5a71aa9dad35ec6bea3a3484d02bdb852d7f5c95098a2991b3db87560fc05379"
     made = root_key("model", {"name": "raw"}, {"layers": [0]}, b"salt")
-    assert made.hex() == "fddb8d3bc324abe1f607a15b3e740cb8"
+    assert made.hex() == "031094a4f1d74ebbabb57259f73d68e17be91386f3abdabf565a9cff19dae6ba"
 
 
 # -- namespaces -------------------------------------------------------------------------------------------------------

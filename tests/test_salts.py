@@ -87,7 +87,7 @@ def test_an_index_with_a_namespace_that_has_no_image_is_rebuilt(tmp_path):
     with contextlib.closing(index), index:
         index.execute(
             "INSERT INTO namespace (root, model, codec, layout, created) "
-            "SELECT zeroblob(16), model, codec, layout, created FROM namespace"
+            "SELECT zeroblob(32), model, codec, layout, created FROM namespace"
         )
     assert namespaces(root) == (2, 1)
     with open_on(root, "raw") as cache:

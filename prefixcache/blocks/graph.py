@@ -43,9 +43,6 @@ class Graph:
         self.slot_bytes = SLOT_BYTES + self.recency.slot_bytes  # of RAM a slot, beside its image and its suffix
         self.trees: dict[bytes, Tree] = {}
         self.slots: dict[tuple[Kind, bytes], Slot] = {}
-        self.hollow: dict[
-            bytes, Node
-        ] = {}  # by key, those that lost their rows alone: what depends on them is stored by it
         self.pending_delete: dict[tuple[Kind, bytes], list[Slot]] = {}
         self.version = 0  # grows when a walk could come out differently
         self.walks = self.visits = 0  # walks from the root, and nodes that walks looked at, for tests of complexity
@@ -139,14 +136,12 @@ class Graph:
     def grow(
         self, parent: Node, tokens: bytes, reservation: Reservation, key: bytes | None = None, label: str = ""
     ) -> Node | None:
-        """The child of these tokens, made when it isn't there. None when another block has the same key (a collision),
-        or had it, and what depends on it is still there.
-        """
+        """The child of these tokens, made when it isn't there. None when another block has the same key (a collision)."""
         i = bisect_left(parent.child_tokens, tokens)
         if i < len(parent.children) and parent.child_tokens[i] == tokens:
             return parent.children[i]
         key = chain(parent.key, tokens) if key is None else key
-        if (ROWS, key) in self.slots or key in self.hollow:
+        if (ROWS, key) in self.slots:
             return None
         node = Node(parent.tree, parent, tokens, key, label, len(self.tiers))
         reservation.spend(nodes=NODE_BYTES + len(tokens))
@@ -187,7 +182,6 @@ class Graph:
             node.windows += (slot,)
         else:
             node.rows = slot
-            self.hollow.pop(node.key, None)
             self.version += 1  # the node may have been hollow
         self.slots[slot.kind, slot.key] = slot
         self.recency.attach(slot)
@@ -332,8 +326,6 @@ class Graph:
         while node is not None and node.parent is not None:
             if node.children or node.snapshots or node.rows is not None or node.windows:
                 return
-            if self.hollow.get(node.key) is node:
-                del self.hollow[node.key]
             parent = node.parent
             i = bisect_left(parent.child_tokens, node.tokens)
             if i == len(parent.children) or parent.children[i] is not node:
@@ -360,7 +352,6 @@ class Graph:
             node.windows = tuple(window for window in node.windows if window is not slot)
         elif node.rows is slot:
             node.rows = None
-            self.hollow[node.key] = node  # unless it is pruned
             self.version += 1
         if self.slots.get((slot.kind, slot.key)) is slot:
             del self.slots[slot.kind, slot.key]
@@ -416,7 +407,7 @@ class Graph:
 
     def check_integrity(self) -> None:
         """AssertionError when an invariant does not hold. Visits every node."""
-        nodes = slots = hollow = cost = 0
+        nodes = slots = cost = 0
         detached = [slot for waiting in self.pending_delete.values() for slot in waiting]
         images = sum(slot.nbytes for slot in detached)
         leaves, by_label = Counter[str](), Counter[str]()
@@ -436,8 +427,6 @@ class Graph:
                 assert node.key == chain(node.parent.key, node.tokens)
                 assert 0 < len(node.tokens) <= BLOCK_BYTES
                 assert node.children or here, "a node that holds nothing"
-                assert node.rows is not None or self.hollow.get(node.key) is node, "its key may be taken"
-                hollow += node.rows is None
                 assert node.parent.is_whole or node.parent.parent is None, "a tail with a child"
             for slot in here:
                 slots += 1
@@ -462,7 +451,6 @@ class Graph:
                 assert node.boundaries[tier] == boundaries + sum(child.boundaries[tier] for child in node.children)
             stack.extend(node.children)
         assert nodes == self.nodes
-        assert hollow == len(self.hollow)
         assert slots == len(self.slots)
         assert +leaves == +self.leaves, (leaves, self.leaves)
         assert min(self.leaves.values(), default=0) >= 0, self.leaves

@@ -212,17 +212,17 @@ def _aligned(nbytes: int) -> np.ndarray:
     return memory[skipped : skipped + nbytes]
 
 
-def image_name(seal: Seal, root: bytes, kind: Kind, digest: bytes, behind: bytes = b"") -> str:
-    """Where an image is kept, by the digest of all tokens up to its end: `v1/<root>/<kind>/<digest>`. Snapshots stand
-    together below the digest of the block `behind` which they are: a prompt doesn't tell where they end.
+def image_name(seal: Seal, root: bytes, kind: Kind, key: bytes, parent: bytes) -> str:
+    """Where an image is kept: `v1/<root>/<kind>/<key>`. Snapshots stand together below the key of their parent: a prompt
+    doesn't tell where they end.
     """
-    folder = snapshot_folder(seal, root, behind) if kind == SNAPSHOT else _folder(seal, root, kind)
-    return f"{folder}/{seal.opaque(digest)}"
+    folder = snapshot_folder(seal, root, parent) if kind == SNAPSHOT else _folder(seal, root, kind)
+    return f"{folder}/{seal.opaque(key)}"
 
 
-def snapshot_folder(seal: Seal, root: bytes, digest: bytes) -> str:
-    """Where the snapshots behind a block are kept, by its digest."""
-    return f"{_folder(seal, root, SNAPSHOT)}/{seal.opaque(digest)}"
+def snapshot_folder(seal: Seal, root: bytes, parent: bytes) -> str:
+    """Where the snapshots behind a block are kept, by its key."""
+    return f"{_folder(seal, root, SNAPSHOT)}/{seal.opaque(parent)}"
 
 
 def layouts_folder(seal: Seal, model: str, codec: str) -> str:

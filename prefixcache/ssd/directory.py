@@ -29,7 +29,7 @@ TMP, QUARANTINE = "tmp", "quarantine"
 LEVELS = "stats"  # where directories of format 1 have levels, which are in the images today
 SUFFIX = ".safetensors"
 _OURS = (*FOLDERS.values(), QUARANTINE, TMP)
-_NAME = re.compile(r"[0-9a-f]{32}\.safetensors")
+_NAME = re.compile(r"([0-9a-f]{64}|[0-9a-f]{32})\.safetensors")  # keys had half as many digits until format 3
 _KINDS = {folder: kind for kind, folder in FOLDERS.items()}
 _DEBRIS = {  # what a writer makes in tmp/, and what it made until format 2
     TMP: re.compile(r"[0-9]+\.safetensors|probe|statistics-[0-9a-f]+"),
@@ -160,7 +160,7 @@ class Directory:
                 for item in scan(sub.path):
                     fits = _NAME.fullmatch(item.name) and item.name.startswith(sub.name)
                     plain = fits and item.is_file(follow_symlinks=False)
-                    yield ((kind, bytes.fromhex(item.name[:32])) if plain else None), item
+                    yield ((kind, bytes.fromhex(item.name.removesuffix(SUFFIX))) if plain else None), item
 
     def strays(self) -> Iterator[os.DirEntry[str]]:
         """The files in tmp/ that have a name of ours, debris unless a writer is at work; and levels of format 1."""

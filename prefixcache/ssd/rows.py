@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from prefixcache import keys
-from prefixcache.image_format import KINDS
+from prefixcache.image_format import CHECKSUM_DIGITS, KINDS
 from prefixcache.memory import collector_at_rest
 from prefixcache.ssd.entries import BOUNDS, Address, Entry, NamespaceRow
 from prefixcache.ssd.errors import IndexBroken
@@ -100,7 +100,7 @@ def _check(columns: Iterable[tuple[Any, ...]], spaces: Collection[int]) -> None:
         and min(lengths) >= 0
         and max(lengths) < 1 << 31
         and {*map(len, own), *map(len, parents)} == {keys.KEY_BYTES}
-        and set(map(len, checksums)) == {2 * keys.KEY_BYTES}
+        and set(map(len, checksums)) == {CHECKSUM_DIGITS}
         and all(min(column) >= 0 and max(column) < BOUNDS[name] for name, column in numbers.items())
         and max(used) < BOUNDS["used"] // 2  # ticks go on from the largest
         and min(*created, *used_at) > -_TIMES

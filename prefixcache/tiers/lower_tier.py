@@ -39,7 +39,6 @@ class LowerTier:
         self._storage = storage
         self.number = number
         self.unindexed: deque[Entry] = deque()  # images that are there, not in the graph for want of RAM; oldest first
-        self._unindexed_parents: set[bytes] = set()  # keys that they name, and maybe more
 
     # -- opening ------------------------------------------------------------------------------------------------------
 
@@ -57,10 +56,7 @@ class LowerTier:
         storage, graph, tier = self._storage, self._storage.graph, self.tier
         for namespace in namespaces:
             storage.namespaces[namespace.row.root] = namespace
-        entries, orphans = _rooted(entry for entry in tier.entries() if entry.namespace in storage.namespaces)
-        if orphans:  # else another block could take the key of their parent, which is all that they know of it
-            tier.delete(orphans)
-            log.warning("%s: %d images were deleted: the blocks before them are gone", tier.name, len(orphans))
+        entries = [entry for entry in tier.entries() if entry.namespace in storage.namespaces]
         share = storage.budget.limit // GRAPH_SHARE
         oldest = _oldest_within(entries, share, graph.slot_bytes)
         reservation = storage.budget.reserve(share, pooled=True)
@@ -76,10 +72,9 @@ class LowerTier:
         storage.budget.peak = storage.budget.held().total
         if self.unindexed:
             self.unindexed = deque(sorted(self.unindexed, key=lambda e: (e.used, -e.start)))
-            self._unindexed_parents = {entry.parent for entry in self.unindexed}
         self._enforce_limit()
         if self.unindexed:
-            log.warning("%s: %d of %d images are not indexed: ram is too small",
+            log.warning("%s: %d of %d images are not indexed: ram is too small, or their parents are gone",
                         tier.name, len(self.unindexed), len(entries))  # fmt: skip
 
     def _add(self, entry: Entry, reservation: Reservation) -> bool:
@@ -162,8 +157,7 @@ class LowerTier:
             self._storage.graph.unpin(pinned)
 
     def delete(self, slot: Slot) -> None:
-        """A slot's image is deleted from the tier, or its write is cancelled; what is not indexed and depends on it, too."""
-        self._delete_unindexed_behind(slot)
+        """A slot's image is deleted from the tier, or its write is cancelled."""
         self.tier.delete([entry_of(slot)])
         self._storage.graph.drop(slot, self.number)
 
@@ -171,28 +165,9 @@ class LowerTier:
         self.tier.delete(self.unindexed)
         self.unindexed.clear()
 
-    def _delete_unindexed_behind(self, slot: Slot) -> None:
-        """What is not indexed and depends on a block that is deleted, or is written: under its key another may have been."""
-        if slot.kind != ROWS or slot.key not in self._unindexed_parents:
-            return
-        written = entry_of(slot)
-        if any(entry.address == written.address and entry.checksum == written.checksum for entry in self.unindexed):
-            return  # the very same
-        lost, gone = {slot.key}, set()
-        for entry in sorted(self.unindexed, key=lambda entry: (entry.start, entry.kind != ROWS)):
-            if entry.parent in lost:
-                gone.add(entry.address)
-                if entry.kind == ROWS:
-                    lost.add(entry.key)
-        self.tier.delete(entry for entry in self.unindexed if entry.address in gone)
-        self.unindexed = deque(entry for entry in self.unindexed if entry.address not in gone)
-        self._unindexed_parents = {entry.parent for entry in self.unindexed}
-
     def unindex(self, slot: Slot) -> None:
         """An image leaves the graph for want of RAM: it stays in the tier, and is indexed again at the next opening."""
-        entry = entry_of(slot)._replace(tokens=b"", extra="")
-        self.unindexed.append(entry)
-        self._unindexed_parents.add(entry.parent)
+        self.unindexed.append(entry_of(slot)._replace(tokens=b"", extra=""))
         self._storage.graph.drop(slot, self.number)
         self._storage.graph.drop(slot, 0)
 
@@ -266,7 +241,6 @@ class LowerTier:
         if not self._make_room(tier.footprint(slot.nbytes), slot, spilled):
             return False
         entry = entry_of(slot)
-        self._delete_unindexed_behind(slot)
         if not tier.write(entry, self._storage.namespaces[entry.namespace].row, slot.image):
             return False
         self._storage.graph.begin_write(slot, self.number)
@@ -290,19 +264,6 @@ def entry_of(slot: Slot) -> Entry:
         extra = image.header()[0].extra
     return Entry(slot.kind, slot.key, node.tree.root.key, above, start, tokens, slot.nbytes, checksum,
                  slot.disk, slot.tick, slot.created, slot.hits, extra)  # fmt: skip
-
-
-def _rooted(entries: Iterable[Entry]) -> tuple[list[Entry], list[Entry]]:
-    """Of entries, parents before children, those whose blocks from the first one on are there, and the others."""
-    rooted, orphans, there = [], [], set()
-    for entry in entries:
-        if entry.parent != entry.namespace and entry.parent not in there:
-            orphans.append(entry)
-            continue
-        rooted.append(entry)
-        if entry.kind == ROWS:
-            there.add(entry.key)
-    return rooted, orphans
 
 
 def _oldest_within(entries: list[Entry], room: int, slot_bytes: int) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 
 from prefixcache.blocks.lookup import hit_depth, pin_leaves, required_images
 from prefixcache.blocks.node import RAM, Node, Slot, Walk
-from prefixcache.keys import BLOCK, TOKEN_BYTES, as_tokens, digest
+from prefixcache.keys import BLOCK, TOKEN_BYTES, as_tokens, chain
 from prefixcache.tiers.namespace import Namespace
 from prefixcache.tiers.storage import Storage
 
@@ -59,7 +59,7 @@ class Prompt:
         self.model = model
         self.salt = salt
         self._walks: dict[bytes, Walk] = {}  # by root key; the storage's lock guards them
-        self._digests: dict[bytes, list[bytes]] = {}  # by root key: of its whole blocks, as far as they were asked for
+        self._keys: dict[bytes, list[bytes]] = {}  # by root key, as far as they were asked for; guarded likewise
 
     def __len__(self) -> int:
         return len(self.token_bytes) // TOKEN_BYTES
@@ -79,22 +79,11 @@ class Prompt:
         for root, walk in list(self._walks.items()):
             path = [node for node in walk.path if node.end <= len(resumed)]
             resumed._walks[root] = walk._replace(path=path, version=-1)
-        resumed._digests = {root: known[: len(resumed) // BLOCK] for root, known in self._digests.items()}
+        resumed._keys = {root: keys[: len(resumed) // BLOCK] for root, keys in list(self._keys.items())}
         return resumed
 
     def is_of(self, storage: Storage) -> bool:
         return self._storage is storage
-
-    def digests(self, root: bytes) -> list[bytes]:
-        """The digest of the tokens up to each block's end."""
-        known, step = self._digests.get(root, []), BLOCK * TOKEN_BYTES
-        if len(known) < len(self) // BLOCK:
-            known = list(known)
-            for block in range(len(known), len(self) // BLOCK):
-                tokens = self.token_bytes[block * step : (block + 1) * step]
-                known.append(digest(known[-1] if known else root, tokens))
-            self._digests[root] = known
-        return known
 
     # What follows is called under the storage's lock.
 
@@ -108,6 +97,16 @@ class Prompt:
             prefix = graph.valid_prefix(known.path)
         walk = self._walks[namespace.row.root] = graph.walk(namespace.tree, self.token_bytes, prefix)
         return walk
+
+    def keys(self, namespace: Namespace) -> list[bytes]:
+        """The keys of its whole blocks; those that the graph knows are not computed again."""
+        root = namespace.row.root
+        keys, step = self._keys.setdefault(root, []), BLOCK * TOKEN_BYTES
+        if len(keys) < len(self) // BLOCK:
+            keys += [node.key for node in self.walk(namespace).path[len(keys) :] if node.is_whole]
+            for block in range(len(keys), len(self) // BLOCK):
+                keys.append(chain(keys[-1] if keys else root, self.token_bytes[block * step : (block + 1) * step]))
+        return keys
 
     def deepest(self, tier: int, leave: int = 0, whole_blocks: bool = False) -> Deepest | None:
         """The namespace that gives most of the tokens but the last `leave`; None where none is known."""

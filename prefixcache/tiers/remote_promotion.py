@@ -16,7 +16,7 @@ from functools import partial
 from prefixcache.blocks.budget import Reservation
 from prefixcache.blocks.graph import NODE_BYTES
 from prefixcache.blocks.node import RAM, Node, Slot
-from prefixcache.image_format import HEADER_LIMIT, ROWS, SNAPSHOT, WINDOW, Image, ImageError, examine
+from prefixcache.image_format import HEADER_LIMIT, ROWS, SNAPSHOT, Image, ImageError, examine
 from prefixcache.keys import BLOCK, TOKEN_BYTES
 from prefixcache.remote.client import READERS, Client
 from prefixcache.remote.engine import PIECE, EngineError
@@ -60,18 +60,15 @@ class RemotePromotion:
         client: Client,
         namespace: Namespace,
         gap: Gap,
-        path: Sequence[Node],
         began: float,
         until: float,
         timeout: float,
         prefill_rate: float | None,
     ):
-        """`path`: the blocks of the gap that are known here. `began`, `until`: when it was asked for, and when it ends at
-        the latest, by time.monotonic(). `timeout`: the setting `remote_timeout`. `prefill_rate`: tokens computed a second;
-        None: it may take all of the time.
+        """`began`, `until`: when it was asked for, and when it ends at the latest, by time.monotonic(). `timeout`: the
+        setting `remote_timeout`. `prefill_rate`: tokens computed a second; None: it may take all of the time.
         """
         self._storage, self._client, self._namespace, self._gap = storage, client, namespace, gap
-        self._path = list(path)  # and those that have landed: by its key, a block could meanwhile be another
         self._began, self._until, self._rate = began, max(until, began + LEAST_PATIENCE), prefill_rate
         saved = (gap.limit - gap.boundary) / prefill_rate if prefill_rate else until - began
         self._least = least_patience(saved, prefill_rate)
@@ -108,12 +105,12 @@ class RemotePromotion:
     def sizes(self, wanted: Sequence[Wanted]) -> list[int | None]:
         return self._client.sizes([self._name(one) for one in wanted], self._patience_of_asking())
 
-    def snapshots(self, digests: Sequence[bytes]) -> list[set[str]]:
-        folders = [snapshot_folder(self._client.seal, self._gap.root, digest) for digest in digests]
+    def snapshots(self, parents: Sequence[bytes]) -> list[set[str]]:
+        folders = [snapshot_folder(self._client.seal, self._gap.root, parent) for parent in parents]
         return [set(names) for names in self._client.ids_under(folders, self._patience_of_asking())]
 
-    def snapshot_id(self, digest: bytes) -> str:
-        return self._client.seal.opaque(digest)
+    def snapshot_id(self, key: bytes) -> str:
+        return self._client.seal.opaque(key)
 
     def _patience_of_asking(self) -> float:
         return min(patience_of_asking(self._client, self._until - self._began, self._least), self._left())
@@ -122,7 +119,7 @@ class RemotePromotion:
         return max(self._until - time.monotonic(), 0.0)
 
     def _name(self, wanted: Wanted) -> str:
-        return image_name(self._client.seal, self._gap.root, wanted.kind, wanted.digest, wanted.behind)
+        return image_name(self._client.seal, self._gap.root, wanted.kind, wanted.key, wanted.parent)
 
     def _estimate(self, wanted: Sequence[Wanted]) -> int:
         """Bytes of these images; where the engine has told some sizes only, by their mean."""
@@ -144,7 +141,8 @@ class RemotePromotion:
 
     def _pin_known(self) -> None:
         graph = self._storage.graph
-        self._pinned += graph.pin(node.rows for node in self._path if node.rows is not None and graph.is_known(node))
+        known = (graph.slots.get((ROWS, key)) for key in self._gap.keys[: self._gap.known])
+        self._pinned += graph.pin(slot for slot in known if slot is not None)
 
     def _read_all(self, wanted: Sequence[Wanted]) -> tuple[int, float] | None:
         """How many bytes came, in how many seconds; None where nothing did."""
@@ -250,8 +248,6 @@ class RemotePromotion:
             slot = Slot(wanted.kind, node, wanted.key, image.nbytes, suffix, wanted.mask)
             slot.checksum, slot.created, slot.tick = image.checksum, time.time(), storage.graph.recency.clock
             slot.remote_at = self._began
-            if wanted.kind == ROWS:
-                self._path.append(node)
             if not storage.graph.attach(slot, reservation):
                 return True  # it was stored meanwhile
             storage.graph.place(slot, RAM, image=image, reservation=reservation)
@@ -264,14 +260,16 @@ class RemotePromotion:
             return True
 
     def _node(self, wanted: Wanted, reservation: Reservation) -> Node | None:
-        """The node that the image belongs to; None where the block before it is gone, or its key is another block's."""
-        before = wanted.start // BLOCK + (wanted.kind == WINDOW)  # blocks; the last has the window
-        if before > len(self._path):
-            return None
-        above = self._path[before - 1] if before else self._namespace.tree.root
-        if not self._storage.graph.is_known(above):
-            return None
-        return self._storage.graph.grow(above, wanted.tokens, reservation, wanted.key) if wanted.kind == ROWS else above
+        """The node that the image belongs to; None where the block before it is gone."""
+        graph = self._storage.graph
+        if wanted.parent == self._gap.root:
+            above: Node | None = self._namespace.tree.root
+        else:
+            rows = graph.slots.get((ROWS, wanted.parent))
+            above = rows.node if rows is not None else None
+        if above is None or wanted.kind != ROWS:
+            return above
+        return graph.grow(above, wanted.tokens, reservation, wanted.key)
 
 
 def least_patience(seconds: float, prefill_rate: float | None) -> float:
@@ -287,4 +285,4 @@ def patience_of_asking(client: Client, seconds: float, least: float) -> float:
 def gap_name(client: Client, gap: Gap) -> str:
     """The name that stands for a gap: if it is missing, nothing of the gap is there."""
     first = gap.rows(min(gap.known, len(gap.keys) - 1))
-    return image_name(client.seal, gap.root, first.kind, first.digest)
+    return image_name(client.seal, gap.root, first.kind, first.key, first.parent)

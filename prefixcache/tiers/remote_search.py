@@ -13,23 +13,19 @@ from typing import NamedTuple, Protocol
 from prefixcache.blocks.masks import held_mask, window_key
 from prefixcache.blocks.node import Window
 from prefixcache.image_format import ROWS, SNAPSHOT, WINDOW, Kind
-from prefixcache.keys import BLOCK, TOKEN_BYTES, chain, digest
+from prefixcache.keys import BLOCK, TOKEN_BYTES, chain
 
 SNAPSHOT_BLOCKS = 8  # the last blocks that are there, behind which snapshots are looked for
 
 
 class Wanted(NamedTuple):
-    """An image to read: as an index would describe it, the digests that it is named by (of a snapshot also that of the block
-    `behind` which it is), and the bytes under its name, None where the engine didn't say.
-    """
+    """An image to read: as an index would describe it, and the bytes under its name, None where the engine didn't say."""
 
     kind: Kind
     key: bytes
     parent: bytes
     start: int
     tokens: bytes
-    digest: bytes
-    behind: bytes = b""
     mask: tuple[int, ...] = ()
     size: int | None = None
 
@@ -37,15 +33,13 @@ class Wanted(NamedTuple):
 class Gap(NamedTuple):
     """What this machine lacks of a prompt in one namespace.
 
-    `token_bytes` are the prompt's, as far as a hit may go; `keys` and `digests` those of its whole blocks, of which the rows
-    of the first `known` are here. A hit here ends at `boundary`. `has_window` tells whether all rows of a block's windows are
-    here.
+    `token_bytes` are the prompt's, as far as a hit may go; `keys` those of its whole blocks, of which the rows of the first
+    `known` are here. A hit here ends at `boundary`. `has_window` tells whether all rows of a block's windows are here.
     """
 
     root: bytes
     token_bytes: bytes
     keys: Sequence[bytes]
-    digests: Sequence[bytes]
     known: int
     boundary: int
     windows: tuple[Window, ...]
@@ -60,18 +54,14 @@ class Gap(NamedTuple):
         """The key before a block."""
         return self.keys[block - 1] if block else self.root
 
-    def behind(self, block: int) -> bytes:
-        """The digest of what is before a block."""
-        return self.digests[block - 1] if block else self.root
-
     def rows(self, block: int) -> Wanted:
         tokens = self.token_bytes[block * BLOCK * TOKEN_BYTES : (block + 1) * BLOCK * TOKEN_BYTES]
-        return Wanted(ROWS, self.keys[block], self.parent(block), block * BLOCK, tokens, self.digests[block])
+        return Wanted(ROWS, self.keys[block], self.parent(block), block * BLOCK, tokens)
 
     def window(self, block: int) -> Wanted:
         mask = whole_mask(self.windows, block * BLOCK)
         key = self.keys[block]
-        return Wanted(WINDOW, window_key(key, mask), key, block * BLOCK, b"", self.digests[block], mask=mask)
+        return Wanted(WINDOW, window_key(key, mask), key, block * BLOCK, b"", mask)
 
 
 class Asking(Protocol):
@@ -83,10 +73,10 @@ class Asking(Protocol):
     def sizes(self, wanted: Sequence[Wanted]) -> list[int | None]:
         """The bytes of each that is there."""
 
-    def snapshots(self, digests: Sequence[bytes]) -> list[set[str]]:
-        """What `snapshot_id` gives of the snapshots behind each of the blocks with these digests."""
+    def snapshots(self, parents: Sequence[bytes]) -> list[set[str]]:
+        """What `snapshot_id` gives of the snapshots behind each of the blocks with these keys."""
 
-    def snapshot_id(self, digest: bytes) -> str: ...
+    def snapshot_id(self, key: bytes) -> str: ...
 
 
 def whole_mask(windows: tuple[Window, ...], start: int) -> tuple[int, ...]:
@@ -157,7 +147,7 @@ def _window_blocks(gap: Gap, boundary: int) -> set[int]:
 def _to_snapshot(gap: Gap, asking: Asking, rows: list[Wanted], blocks: int) -> tuple[int, list[Wanted]]:
     """With the rows of so many blocks: the deepest boundary that a snapshot serves, and whose rows and windows are there."""
     parents = range(blocks, max(blocks - SNAPSHOT_BLOCKS, gap.boundary // BLOCK - 1, -1), -1)
-    for block, ids in zip(parents, asking.snapshots([gap.behind(block) for block in parents]), strict=True):
+    for block, ids in zip(parents, asking.snapshots([gap.parent(block) for block in parents]), strict=True):
         for snapshot in _snapshots_of(gap, asking, block, ids):
             boundary = block * BLOCK + len(snapshot.tokens) // TOKEN_BYTES
             if boundary <= gap.boundary:
@@ -181,10 +171,10 @@ def _to_snapshot(gap: Gap, asking: Asking, rows: list[Wanted], blocks: int) -> t
 def _snapshots_of(gap: Gap, asking: Asking, block: int, ids: set[str]) -> list[Wanted]:
     """Of the snapshots behind a block those that the prompt goes through, the deepest first."""
     found: list[Wanted] = []
-    parent, behind, first = gap.parent(block), gap.behind(block), block * BLOCK * TOKEN_BYTES
+    parent, first = gap.parent(block), block * BLOCK * TOKEN_BYTES
     for end in range(min(gap.limit - block * BLOCK, BLOCK) if ids else 0, 0, -1):
         suffix = gap.token_bytes[first : first + end * TOKEN_BYTES]
-        named = digest(behind, suffix)
-        if asking.snapshot_id(named) in ids:
-            found.append(Wanted(SNAPSHOT, chain(parent, suffix), parent, block * BLOCK, suffix, named, behind))
+        key = chain(parent, suffix)
+        if asking.snapshot_id(key) in ids:
+            found.append(Wanted(SNAPSHOT, key, parent, block * BLOCK, suffix))
     return found

@@ -20,7 +20,7 @@ from typing import Protocol
 from prefixcache.blocks.lookup import required_images
 from prefixcache.blocks.node import RAM, Slot, Walk
 from prefixcache.image_format import SNAPSHOT
-from prefixcache.keys import BLOCK, TOKEN_BYTES, chain
+from prefixcache.keys import BLOCK, TOKEN_BYTES
 from prefixcache.remote.client import Client
 from prefixcache.remote.engine import EngineError
 from prefixcache.remote.sealing import layout_id, layouts_folder
@@ -179,7 +179,6 @@ class RemoteTier:
                 if not self._is_worth_asking(gap):
                     return
                 lacking = gap.keys[gap.known :] or gap.keys[-1:]
-                path = prompt.walk(namespace).path[: gap.known]
                 other = self._under_way.get(lacking[0])
                 if other is None:
                     ended = threading.Event()
@@ -193,7 +192,7 @@ class RemoteTier:
                 continue
             try:
                 measure = RemotePromotion(
-                    self._storage, self._client, namespace, gap, path, began, until, self._timeout, prefill_rate
+                    self._storage, self._client, namespace, gap, began, until, self._timeout, prefill_rate
                 ).run()
                 if measure is not None:
                     with suppress(RuntimeError):  # closed
@@ -219,10 +218,7 @@ class RemoteTier:
             if node.rows is None or not node.is_whole:
                 break
             nodes.append(node)
-        keys = [node.key for node in nodes]
-        tokens, step = prompt.token_bytes[: limit * TOKEN_BYTES], BLOCK * TOKEN_BYTES
-        for block in range(len(keys), limit // BLOCK):
-            keys.append(chain(keys[-1] if keys else namespace.row.root, tokens[block * step : (block + 1) * step]))
+        tokens = prompt.token_bytes[: limit * TOKEN_BYTES]
         windows = namespace.tree.windows
 
         def has_window(block: int) -> bool:
@@ -236,9 +232,8 @@ class RemoteTier:
             )
 
         here = boundary(namespace, walk, graph.last, limit, False)
-        root = namespace.row.root
-        digests = prompt.digests(root)[: len(keys)] if limit - here >= BLOCK else ()  # else nothing is asked
-        return Gap(root, tokens, keys, digests, len(nodes), here, windows, namespace.tree.snapshots, has_window)
+        keys = prompt.keys(namespace)[: limit // BLOCK] if limit - here >= BLOCK else ()  # else nothing is asked
+        return Gap(namespace.row.root, tokens, keys, len(nodes), here, windows, namespace.tree.snapshots, has_window)
 
     def _namespaces(self, prompt: Prompt) -> Sequence[Namespace]:
         """The prompt's namespaces; for a new tenant they are made, where the model's layouts are known."""
@@ -307,7 +302,7 @@ class RemoteTier:
     def refuse(self, slot: Slot) -> None:
         """What landed here can't be decoded: it is not read again for a while."""
         if slot.remote_at and slot.node.tree is not None:
-            self._client.refuse(name_of(self._client.seal, slot, {}), "it can't be decoded")
+            self._client.refuse(name_of(self._client.seal, slot), "it can't be decoded")
 
     def stats(self) -> RemoteStats:
         return self._client.stats(self._uploads.queued)

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from prefixcache.blocks.node import Node, Slot
+from prefixcache.blocks.node import Slot
 from prefixcache.image_format import ROWS, SNAPSHOT, WINDOW
-from prefixcache.keys import digest, root_key
+from prefixcache.keys import root_key
 from prefixcache.remote.client import Client
 from prefixcache.remote.engine import EngineError
 from prefixcache.remote.sealing import Seal, image_name, layout_id, layouts_folder
@@ -173,8 +173,7 @@ class Uploads:
             slots = [slot for address in batch if (slot := self._storage.graph.slots.get(address)) is not None]
             slots = self._storage.graph.pin(slot for slot in slots if slot.image is not None)
             rows = {slot: self._storage.namespaces[slot.node.tree.root.key].row for slot in slots if slot.node.tree}
-            digests: dict[Node, bytes] = {}
-            names = [name_of(seal, slot, digests) for slot in slots]
+            names = [name_of(seal, slot) for slot in slots]
         unsettled = len(batch)
         try:
             layouts, asked = {self._layout_name(row): row.layout for row in rows.values()}, time.monotonic()
@@ -236,16 +235,7 @@ class Uploads:
         return f"{folder}/{layout_id(self._client.seal, row.layout)}"
 
 
-def name_of(seal: Seal, slot: Slot, digests: dict[Node, bytes]) -> str:
-    """The name of an image that is here. `digests`: of nodes that were looked at before; what is found is added."""
-    path, node = [], slot.node
-    while node.parent is not None and node not in digests:
-        path.append(node)
-        node = node.parent
-    last = digests.get(node, node.key)  # else it is the tree's root
-    root = slot.node.tree.root.key if slot.node.tree is not None else b""
-    for node in reversed(path):
-        last = digests[node] = digest(last, node.tokens)
-    if slot.kind == SNAPSHOT:
-        return image_name(seal, root, SNAPSHOT, digest(last, slot.suffix), last)
-    return image_name(seal, root, slot.kind, last)
+def name_of(seal: Seal, slot: Slot) -> str:
+    """The name of an image that is here."""
+    assert slot.node.tree is not None
+    return image_name(seal, slot.node.tree.root.key, slot.kind, slot.key, slot.node.key)

@@ -529,7 +529,7 @@ def test_room_for_one_image_never_costs_a_hotter_one():
 
 
 def key(number: int) -> bytes:
-    return blake2b(number.to_bytes(8, "little"), digest_size=16).digest()
+    return blake2b(number.to_bytes(8, "little"), digest_size=32).digest()
 
 
 @pytest.mark.parametrize("room", [50, 5000])
@@ -591,7 +591,7 @@ def bytes_of(make, slots: list[Slot], later: list[Slot]) -> int:
 def test_a_slot_takes_no_more_than_is_reckoned():
     for count in (900, 4400):
         slots, later = (
-            [Slot("rows", Node(None, None, b"", b""), os.urandom(16), 1) for _ in range(count)] for _ in "12"
+            [Slot("rows", Node(None, None, b"", b""), os.urandom(32), 1) for _ in range(count)] for _ in "12"
         )
         more = len(TIERS) * (bytes_of(partial(decided, 0.5), slots, later) - bytes_of(Lru, slots, later)) / count
         assert more <= POLICIES["adaptive"].slot_bytes
@@ -599,7 +599,7 @@ def test_a_slot_takes_no_more_than_is_reckoned():
 
 def test_what_adaptive_weighs_takes_no_more_than_is_reserved():
     fixed = POLICIES["adaptive"].fixed(1 << 40)
-    keys = [os.urandom(16) for _ in range(8000)]
+    keys = [os.urandom(32) for _ in range(8000)]
     tracemalloc.start()
     before = traced()
     duel = Duel(fixed)

@@ -56,4 +56,4 @@ def opened(filled: Path) -> Iterator[Path]:
 @pytest.fixture
 def call() -> Callable[..., Any]:
     """Runs the command within this process, 100 columns wide."""
-    return lambda *args: CliRunner().invoke(app, [str(arg) for arg in args], env={"COLUMNS": "100"})
+    return lambda *args, columns=100: CliRunner().invoke(app, [str(arg) for arg in args], env={"COLUMNS": str(columns)})

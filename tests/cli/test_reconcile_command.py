@@ -15,6 +15,7 @@ from directories import COMMAND, LONG, crash, fingerprint, images, spoil, tokens
 from rich.console import Console
 
 from prefixcache import PrefixCache
+from prefixcache.cli.text import PIPE_WIDTH
 
 progress = importlib.import_module("prefixcache.cli.progress")
 
@@ -62,7 +63,7 @@ def test_a_dry_run_with_findings_gives_1_and_changes_nothing(call, filled):
 
 def test_a_repair_gives_1_and_the_next_one_0(call, filled):
     expected = damage(filled)
-    done = call("reconcile", filled)
+    done = call("reconcile", filled, columns=PIPE_WIDTH)
     assert done.exit_code == 1
     for path in expected:
         assert path.replace("\x1b", r"\x1b") in done.stdout

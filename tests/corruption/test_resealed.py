@@ -65,7 +65,7 @@ def test_an_image_with_other_tensors_than_its_namespace_has_is_a_miss(root, what
 META = {
     "another model": lambda meta: meta._replace(model="../../etc"),
     "another start": lambda meta: meta._replace(start=99_999),
-    "another parent": lambda meta: meta._replace(parent="0" * 32),
+    "another parent": lambda meta: meta._replace(parent="0" * 64),
     "another layout": lambda meta: meta._replace(layout="["),
 }
 
@@ -78,7 +78,7 @@ def test_a_header_that_says_something_else_of_the_same_block_does_no_harm(root, 
 
 @pytest.mark.parametrize("field", ["key", "namespace", "kind"])
 def test_a_header_that_names_another_image_is_set_aside(root, field):
-    value = "window" if field == "kind" else "0" * 32
+    value = "window" if field == "kind" else "0" * 64
     reseal(root, rows_of(root, "plain")[-1], lambda meta, specs: (meta._replace(**{field: value}), specs))
     assert judge(root).reasons == ["the file is another image's"]
 
@@ -96,8 +96,8 @@ def written(path, header, body=b""):
 
 
 def header(tensors, **more):
-    said = {"checksum": "0" * 32, "format": FORMAT, "kind": "rows", "key": "0" * 32, "parent": "0" * 32,
-            "namespace": "0" * 32, "model": "m", "codec": "{}", "layout": "{}", "start": "0", "extra": "{}",
+    said = {"checksum": "0" * 32, "format": FORMAT, "kind": "rows", "key": "0" * 64, "parent": "0" * 64,
+            "namespace": "0" * 64, "model": "m", "codec": "{}", "layout": "{}", "start": "0", "extra": "{}",
             **more}  # fmt: skip
     return json.dumps({"__metadata__": said, **tensors}, separators=(",", ":")).encode()
 
@@ -171,7 +171,8 @@ def test_one_file_of_a_newer_format_among_files_without_an_index_is_no_damage(ro
     path = file_of(root, rows_of(root, "plain")[-1])
     from tests.fuzz.targets import _sealed
 
-    path.write_bytes(_sealed(path.read_bytes().replace(b'"format":"2"', b'"format":"3"')).tobytes())
+    newer = b'"format":"%d"' % (int(FORMAT) + 1)
+    path.write_bytes(_sealed(path.read_bytes().replace(b'"format":"%s"' % FORMAT.encode(), newer)).tobytes())
     (root / "index.db").unlink()
     try:
         opened(root).close()

@@ -32,7 +32,7 @@ from prefixcache.ssd.quarantine import quarantined
 from prefixcache.ssd.reconcile import reconcile
 from prefixcache.ssd.survey import survey
 
-ROOT = bytes(range(16))
+ROOT = bytes(range(32))
 RUNS_IN = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None
 
 
@@ -79,7 +79,7 @@ def sound_index() -> bytes:
 
 
 NOTE = b'{"reason": "the checksum does not match", "origin": "rows/ab/x", "when": 1.7e9}'
-LOCK_TEXT = b"pid 12\nhost a\nsince 2026-01-01T00:00:00Z\nformat 2\n"
+LOCK_TEXT = b"pid 12\nhost a\nsince 2026-01-01T00:00:00Z\nformat 3\n"
 
 
 # -- targets ------------------------------------------------------------------------------------------------------------

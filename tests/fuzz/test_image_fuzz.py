@@ -17,8 +17,8 @@ from prefixcache import image_format
 from prefixcache.image_format import DTYPES, Blueprint, ImageError, Meta, Spec, verify
 
 META = {
-    "checksum": "0" * 32, "format": image_format.FORMAT, "kind": "rows", "key": "1" * 32, "parent": "2" * 32,
-    "namespace": "3" * 32, "model": "m",
+    "checksum": "0" * 32, "format": image_format.FORMAT, "kind": "rows", "key": "1" * 64, "parent": "2" * 64,
+    "namespace": "3" * 64, "model": "m",
     "codec": "{}", "layout": "{}", "start": "0", "extra": "{}",
 }  # fmt: skip
 BEYOND = 2**63

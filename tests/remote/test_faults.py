@@ -441,8 +441,7 @@ def rows_of(cache: PrefixCache, tokens: list[int]) -> list[str]:
     with cache._storage.lock:
         nodes = cache.prompt(tokens, model="m").walk(namespace).path
     root = namespace.row.root
-    digests = cache.prompt(tokens, model="m").digests(root)
-    return [image_name(NoSeal(), root, ROWS, one) for node, one in zip(nodes, digests, strict=False) if node.is_whole]
+    return [image_name(NoSeal(), root, ROWS, node.key, node.parent.key) for node in nodes if node.is_whole]
 
 
 # -- networks, credentials, folders -----------------------------------------------------------------------------------

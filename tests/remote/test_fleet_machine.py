@@ -7,7 +7,6 @@ from __future__ import annotations
 import random
 import shutil
 import tempfile
-from itertools import chain
 from pathlib import Path
 from unittest import mock
 
@@ -25,11 +24,10 @@ from prefixcache import PrefixCache
 from tests import states
 from tests.remote.dict_engine import DictEngine
 from tests.remote.fleet import sent
-from tests.twins import twin
 
 KINDS = {"dense": states.sliceable, "window": states.windowed, "recurrent": states.hybrid}
 PROMPTS = st.tuples(
-    st.lists(st.integers(0, 2), min_size=1, max_size=6),  # blocks that prompts share; of 0 and 1 the key is the same
+    st.lists(st.integers(0, 2), min_size=1, max_size=6),  # blocks that prompts share
     st.integers(0, 300),  # tokens after them
 )
 MACHINES = (  # RAM alone; a small RAM with an SSD; the SSD almost alone
@@ -61,8 +59,7 @@ class Fleet(RuleBasedStateMachine):
     @staticmethod
     def _tokens(prompt) -> list[int]:
         blocks, rest = prompt
-        whole = [[100 + i] * 256 if kind == 2 else twin(kind) for i, kind in enumerate(blocks)]
-        return [*chain.from_iterable(whole), *range(rest)]
+        return [*(100 * kind + i for i, kind in enumerate(blocks) for _ in range(256)), *range(rest)]
 
     @rule(number=st.integers(0, 2), prompt=PROMPTS, kind=st.sampled_from(sorted(KINDS)))
     def store(self, number, prompt, kind) -> None:
@@ -90,25 +87,25 @@ class Fleet(RuleBasedStateMachine):
         self.machines[number].trim_to(0)
 
     @rule(number=st.integers(0, 2), place=st.integers(0, 1 << 16), call=st.sampled_from(["sizes", "get"]))
-    def fetch_while_a_twin_comes(self, number, place, call) -> None:
-        """A machine knows the first block of a prompt. While it asks for the rest, its RAM is emptied, and another block with
-        the same key is stored.
+    def fetch_while_it_is_evicted(self, number, place, call) -> None:
+        """A machine knows the first block of a prompt. While it asks for the rest, its RAM is emptied, and another prompt is
+        stored.
         """
         if not self.stored:
             return
         (blocks, rest), kind = self.stored[place % len(self.stored)]
-        twins = ([1 - blocks[0] if blocks[0] < 2 else 2, *blocks[1:]], rest)
+        other = ([(blocks[0] + 1) % 3, *blocks[1:]], rest)
 
         def at(called: str) -> None:
             if called == call:
                 self.engine.at = lambda called: None
                 self.evict(number)
-                self.store(number, (twins[0][:1], 0), kind)
+                self.store(number, (other[0][:1], 0), kind)
 
         self.evict(number)
         self.store(number, (blocks[:1], 0), kind)
         self.engine.at = at
-        for prompt in ((blocks, rest), twins):
+        for prompt in ((blocks, rest), other):
             self.fetch(number, prompt, kind, promote=True)
             self.engine.at = lambda called: None
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from prefixcache import PrefixCache
-from prefixcache.keys import as_tokens, chain
 from prefixcache.remote.client import Client
 from prefixcache.remote.engine import EngineError
 from prefixcache.remote.sealing import NoSeal
@@ -20,7 +19,6 @@ from tests import states
 from tests.remote.dict_engine import DictEngine
 from tests.remote.fleet import brought, sent
 from tests.states import got, put
-from tests.twins import twin
 
 LONG = list(range(1000))
 Machine = Callable[..., PrefixCache]
@@ -66,42 +64,6 @@ def shared(cache: PrefixCache, tokens, make=states.sliceable, **more) -> int:
 
 def rows_of(engine) -> list[str]:
     return [name for name in engine.images if "/rows/" in name]
-
-
-@pytest.mark.parametrize("make", [states.sliceable, states.hybrid, states.windowed])
-def test_what_follows_a_block_is_not_taken_for_what_follows_another_with_its_key(machine, make):
-    blocks = [as_tokens(twin(number)).tobytes() for number in (0, 1)]
-    assert blocks[0] != blocks[1]
-    assert chain(bytes(16), blocks[0]) == chain(bytes(16), blocks[1])
-    rest = list(range(1000, 1600))
-    shared(machine(), [*twin(1), *rest], make)
-    cache = machine()
-    put(cache, [*twin(0), *range(100)], make)
-    prompt = [*twin(0), *rest]
-    brought(cache, prompt)
-    assert got(cache, prompt) <= 256
-    assert cache.stats().remote.refused == 0
-
-
-@pytest.mark.parametrize("make", [states.sliceable, states.hybrid, states.windowed])
-def test_what_is_read_is_not_put_behind_a_block_that_took_the_key_meanwhile(machine, engine, make):
-    rest, origin = list(range(1000, 1512)), machine()
-    for end in (256, 512):
-        shared(origin, [*twin(1), *rest[:end]], make)
-    cache, swapped = machine(), []
-    put(cache, twin(1), make)
-
-    def at(call):
-        if call == "sizes" and not swapped:
-            cache.trim_to(0)
-            put(cache, twin(0), make)
-            swapped.append(call)
-
-    engine.at = at
-    brought(cache, [*twin(1), *rest])
-    assert swapped
-    assert got(cache, [*twin(0), *rest]) <= 256
-    cache.check_integrity()
 
 
 # -- what leaves ------------------------------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ def test_one_image_is_never_sealed_twice_to_the_same_bytes():
 
 
 def test_names_follow_from_the_keys_and_differ_between_fleets():
-    root, key, parent = b"r" * 16, b"k" * 16, b"p" * 16
+    root, key, parent = b"r" * 32, b"k" * 32, b"p" * 32
     names = [image_name(seal, root, kind, key, parent) for seal in (OURS, THEIRS, NoSeal()) for kind in KINDS]
     assert len(set(names)) == len(names)
     assert names == [image_name(seal, root, kind, key, parent) for seal in (OURS, THEIRS, NoSeal()) for kind in KINDS]
@@ -112,7 +112,7 @@ def test_names_follow_from_the_keys_and_differ_between_fleets():
 
 
 def test_another_format_of_images_has_other_names():
-    assert (VERSION, FORMAT) == ("v1", "2"), "image_format.FORMAT has changed: give sealing.VERSION another number, too"
+    assert (VERSION, FORMAT) == ("v1", "3"), "image_format.FORMAT has changed: give sealing.VERSION another number, too"
 
 
 @pytest.mark.parametrize("content", ["5a" * 32, "5A" * 32 + "\n", bytes(range(200, 232))])

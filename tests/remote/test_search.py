@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from prefixcache.blocks.node import Window
 from prefixcache.image_format import ROWS, SNAPSHOT, WINDOW
-from prefixcache.keys import BLOCK, TOKEN_BYTES, as_tokens, chain, digest
+from prefixcache.keys import BLOCK, TOKEN_BYTES, as_tokens, chain
 from prefixcache.tiers.remote_search import SNAPSHOT_BLOCKS, Gap, Wanted, leading, search
 
-ROOT = bytes(16)
+ROOT = bytes(32)
 
 
 class Names:
@@ -25,13 +25,13 @@ class Names:
 
     def sizes(self, wanted):
         self.rounds += math.ceil(len(wanted) / self.at_once)
-        return [self.there.get((one.kind, one.digest)) for one in wanted]
+        return [self.there.get((one.kind, one.key)) for one in wanted]
 
-    def snapshots(self, digests):
-        return [self.behind.get(one, set()) for one in digests]
+    def snapshots(self, parents):
+        return [self.behind.get(parent, set()) for parent in parents]
 
-    def snapshot_id(self, digest):
-        return digest.hex()
+    def snapshot_id(self, key):
+        return key.hex()
 
 
 def gap_of(tokens: int, known: int = 0, windows=(), snapshots=False, here=(), boundary: int | None = None) -> Gap:
@@ -39,25 +39,23 @@ def gap_of(tokens: int, known: int = 0, windows=(), snapshots=False, here=(), bo
     `here`.
     """
     data = as_tokens(list(range(tokens))).tobytes()
-    keys, digests, step = [], [], BLOCK * TOKEN_BYTES
+    keys, step = [], BLOCK * TOKEN_BYTES
     for block in range(tokens // BLOCK):
-        own = data[block * step : (block + 1) * step]
-        keys.append(chain(keys[-1] if keys else ROOT, own))
-        digests.append(digest(digests[-1] if digests else ROOT, own))
+        keys.append(chain(keys[-1] if keys else ROOT, data[block * step : (block + 1) * step]))
     plain = not windows and not snapshots
     at = (known * BLOCK if plain else 0) if boundary is None else boundary
-    return Gap(ROOT, data, keys, digests, known, at, tuple(windows), snapshots, lambda block: block in here)
+    return Gap(ROOT, data, keys, known, at, tuple(windows), snapshots, lambda block: block in here)
 
 
 def wanted(count: int) -> list[Wanted]:
-    return [Wanted(ROWS, b"", b"", n, b"", n.to_bytes(16, "big")) for n in range(count)]
+    return [Wanted(ROWS, n.to_bytes(32, "big"), b"", n, b"") for n in range(count)]
 
 
 @given(st.integers(0, 5000), st.integers(0, 5000), st.sampled_from([2, 8, 1 << 16]))
 def test_the_leading_images_are_found_in_few_rounds(count, there, at_once):
     there = min(there, count)
     rows = wanted(count)
-    names = Names({(one.kind, one.digest): 7 for one in rows[:there]}, at_once=at_once)
+    names = Names({(one.kind, one.key): 7 for one in rows[:there]}, at_once=at_once)
     found = leading(rows, names)
     assert len(found) == there
     assert set(found) <= {7, None}
@@ -74,7 +72,7 @@ def test_what_nobody_has_costs_one_question():
 def test_asked_for_at_once_a_hole_ends_it(there):
     rows = wanted(len(there))
     names = Names(
-        {(one.kind, one.digest): 1 for one, is_there in zip(rows, there, strict=True) if is_there}, at_once=1 << 16
+        {(one.kind, one.key): 1 for one, is_there in zip(rows, there, strict=True) if is_there}, at_once=1 << 16
     )
     assert len(leading(rows, names)) == (there.index(False) if False in there else len(there))
 
@@ -96,8 +94,8 @@ def test_with_windows_the_deepest_block_end_that_has_them_is_found(
     windows = (Window(window, keep, chunked),)
     known = min(known, tokens // BLOCK)
     gap = gap_of(tokens, known, windows, here={block for block in here if block < known})
-    images = {(ROWS, one): 1 for one in gap.digests[:rows]}
-    images |= {(WINDOW, gap.window(block).digest): 1 for block in there if block < len(gap.keys)}
+    images = {(ROWS, one): 1 for one in gap.keys[:rows]}
+    images |= {(WINDOW, gap.window(block).key): 1 for block in there if block < len(gap.keys)}
     boundary, found = search(gap, Names(images, at_once=1 << 16))
     reach = max(known, min(rows, len(gap.keys)) if rows > known else known)
     ends = []
@@ -120,16 +118,16 @@ def test_with_windows_the_deepest_block_end_that_has_them_is_found(
 )
 def test_of_snapshots_the_deepest_whose_rows_are_there_is_found(tokens, rows, ends, tails, boundary):
     gap = gap_of(tokens, snapshots=True, boundary=min(boundary, tokens))
-    images = {(ROWS, one): 1 for one in gap.digests[:rows]}
+    images = {(ROWS, one): 1 for one in gap.keys[:rows]}
     blocks = min(rows, len(gap.keys))
     behind: dict[bytes, set[str]] = {}
     for end in (end for end in ends if end <= tokens):
         above = (end - 1) // BLOCK
         suffix = gap.token_bytes[above * BLOCK * TOKEN_BYTES : end * TOKEN_BYTES]
-        named = digest(gap.behind(above), suffix)
-        behind.setdefault(gap.behind(above), set()).add(named.hex())
+        key = chain(gap.parent(above), suffix)
+        behind.setdefault(gap.parent(above), set()).add(key.hex())
         if end in tails:
-            images[ROWS, named] = 1
+            images[ROWS, key] = 1
     blocks = len(leading([gap.rows(b) for b in range(len(gap.keys))], Names(images, at_once=1 << 16)))
     reached, found = search(gap, Names(images, behind, at_once=1 << 16))
     usable = [

@@ -28,7 +28,7 @@ def make(
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, 150_000, count).astype("<i8") if kind != "window" else np.empty(0, "<i8")
     raw = tokens.tobytes()
-    key = hashlib.md5(b"window %d" % seed).digest() if kind == "window" else keys.chain(parent, raw)
+    key = hashlib.sha256(b"window %d" % seed).digest() if kind == "window" else keys.chain(parent, raw)
     meta = Meta(
         kind, key.hex(), parent.hex(), space.root.hex(), space.model, space.codec, space.layout, start,
         extra=f'{{"seed":{seed}}}',

@@ -127,7 +127,7 @@ def test_a_row_that_is_wrong_about_a_whole_file_is_mended_by_reconcile(opened, r
     assert (right.start, right.checksum) == (stored.start, stored.checksum)
 
 
-@pytest.mark.parametrize("wrong", [{"tokens": bytes(2048)}, {"parent": bytes(16)}, {"start": 512}])
+@pytest.mark.parametrize("wrong", [{"tokens": bytes(2048)}, {"parent": bytes(32)}, {"start": 512}])
 def test_an_image_of_other_tokens_is_never_given_though_the_key_is_right(ssd, wrong):
     (stored,) = ssd.put(make(1))
     with pytest.raises(Corrupt, match="another image's"):

@@ -70,7 +70,7 @@ def garbage_orphan(root, stored):
 
 def misnamed_orphan(root, stored):
     orphan(root, stored)
-    name = "ab" * 16
+    name = "ab" * 32
     path = root / "rows" / "ab" / f"{name}.safetensors"
     path.parent.mkdir(exist_ok=True)
     path_of(root, stored[2]).rename(path)
@@ -408,7 +408,7 @@ HOSTILE = [
     b"[]",
     b"{}",
     b'{"__metadata__":{"format":1}}',
-    b'{"__metadata__":{"format":"2","kind":"rows","start":"0","checksum":"%s"},"x":1}' % (b"0" * 32),
+    b'{"__metadata__":{"format":"3","kind":"rows","start":"0","checksum":"%s"},"x":1}' % (b"0" * 32),
     b'{"\xff":1}',
 ]
 

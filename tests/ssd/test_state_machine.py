@@ -20,7 +20,7 @@ from tools.faults.evidence import du
 
 from .images import SPACE, Opened, make, path_of, until
 
-OTHERS = [SPACE._replace(root=bytes([n]) * 16) for n in (1, 2)]
+OTHERS = [SPACE._replace(root=bytes([n]) * 32) for n in (1, 2)]
 POOL = [
     *(make(n, size=400 * n) for n in range(8)),
     *(make(10 + n, parent=space.root, space=space) for n, space in enumerate(OTHERS)),

@@ -97,7 +97,7 @@ def test_spans_are_those_of_the_kinds_asked_for(ssd, root):
 
 
 def test_namespaces_are_told_apart(ssd, root):
-    other = NamespaceRow(b"o" * 16, "other", "{}", "{}", 1.7e9)
+    other = NamespaceRow(b"o" * 32, "other", "{}", "{}", 1.7e9)
     ssd.put(*PAIRS)
     entry, image = make(5, space=other, parent=other.root)
     ssd.write(entry, other, image)

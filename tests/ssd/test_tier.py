@@ -48,7 +48,7 @@ def test_entries_come_parents_first(opened):
 
 def test_blocks_that_were_written_before_their_parents_come_after_them(ssd):
     pairs = [*chain(40), make(70, kind="window", parent=chain(3)[2][0].key, start=512)]
-    lost = make(71, kind="snapshot", parent=b"x" * 16, start=256)
+    lost = make(71, kind="snapshot", parent=b"x" * 32, start=256)
     for pair in (lost, *reversed(pairs)):
         ssd.put(pair)
     seen, last = {ROOT}, None
@@ -78,7 +78,7 @@ def test_token_ids_beyond_32_bits_and_negative_ones_survive(opened):
 
 
 def test_namespaces_are_kept_apart(ssd):
-    other = NamespaceRow(b"o" * 16, "other", "{}", "{}", 1.7e9)
+    other = NamespaceRow(b"o" * 32, "other", "{}", "{}", 1.7e9)
     first, second = make(1), make(1, space=other, parent=other.root)
     assert ssd.write(first[0], SPACE, first[1])
     assert ssd.write(second[0], other, second[1])
@@ -308,7 +308,7 @@ def test_an_entry_that_is_none_is_refused_at_the_door(ssd):
         entry._replace(kind="row"),
         entry._replace(key=b"short"),
         entry._replace(tokens=b"123"),
-        entry._replace(namespace=b"x" * 16),
+        entry._replace(namespace=b"x" * 32),
         entry._replace(parent=b""),
         entry._replace(start=-1),
         entry._replace(start=1 << 40),
@@ -326,7 +326,7 @@ def test_no_text_quotes_tokens():
 
 def test_a_namespace_leaves_the_index_with_its_last_image_and_comes_back_with_the_next(opened):
     ssd = opened()
-    others = [SPACE._replace(root=bytes([n]) * 16, layout=f'{{"layers":{n}}}') for n in range(1, 6)]
+    others = [SPACE._replace(root=bytes([n]) * 32, layout=f'{{"layers":{n}}}') for n in range(1, 6)]
     for n, space in enumerate([SPACE, *others]):
         for entry, image in (make(10 * n + i, parent=space.root, space=space) for i in range(2)):
             assert ssd.write(entry, space, image)

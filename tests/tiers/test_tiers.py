@@ -23,7 +23,7 @@ from prefixcache.tiers.storage import Storage
 from prefixcache.tiers.tier import Tier
 
 IMAGE = 1000
-ROOT = bytes(16)
+ROOT = bytes(32)
 
 
 class Plan:

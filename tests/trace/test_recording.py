@@ -70,7 +70,7 @@ def test_what_is_recorded_is_read_back_as_a_trace(path):
 @settings(max_examples=25, deadline=None)
 @given(
     prompts=st.lists(
-        st.tuples(st.sampled_from(["fetch", "store"]), st.sampled_from([b"a" * 16, b"b" * 16]),
+        st.tuples(st.sampled_from(["fetch", "store"]), st.sampled_from([b"a" * 32, b"b" * 32]),
                   st.lists(st.tuples(st.integers(-1, 1), st.integers(0, 300)), max_size=4)),
         min_size=1, max_size=6,
     ),
@@ -105,7 +105,7 @@ def test_an_id_is_a_keyed_hash_of_the_chained_key(path):
     ]
     assert all(0 <= one < 2**53 for one in ids)
     assert not set(block_ids(b"x" * 32, keys)) & set(ids)
-    assert not set(block_ids(secret, block_keys(bytes(16), tokens))) & set(ids)
+    assert not set(block_ids(secret, block_keys(bytes(32), tokens))) & set(ids)
 
 
 def test_a_line_has_mooncakes_fields_and_nothing_of_the_prompt(path):
@@ -219,7 +219,7 @@ def test_a_tail_after_another_prefix_or_of_another_namespace_is_no_beginning(pat
     recorder = Recorder(path)
     recorder.store(ROOT, raw((1, 256), (2, 40)))
     recorder.fetch(ROOT, raw((3, 256), (2, 50)))
-    recorder.fetch(bytes(16), raw((1, 256), (2, 50)))
+    recorder.fetch(bytes(32), raw((1, 256), (2, 50)))
     recorder.fetch(ROOT, raw((1, 256), (2, 39), (4, 1)))
     recorder.close()
     assert grown(path) == [[], [], [], []]

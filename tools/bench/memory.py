@@ -106,7 +106,7 @@ def grow(count: int, trace: bool) -> dict[str, float]:
     assert reservation is not None
     made: list[Node] = []
     before = taken()
-    _chains(graph, graph.tree(b"\0" * 16), count, reservation, made)
+    _chains(graph, graph.tree(b"\0" * 32), count, reservation, made)
     with_nodes = taken()
     kept = sys.getsizeof(made)
     for node in made:

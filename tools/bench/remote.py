@@ -156,12 +156,12 @@ class Asking:
         return self._client.sizes([self.name(one) for one in wanted], engines.TIMEOUT)
 
     def name(self, wanted: Wanted) -> str:
-        return image_name(self._client.seal, self._root, wanted.kind, wanted.digest)
+        return image_name(self._client.seal, self._root, wanted.kind, wanted.key, wanted.parent)
 
-    def snapshots(self, digests: Sequence[bytes]) -> list[set[str]]:
+    def snapshots(self, parents: Sequence[bytes]) -> list[set[str]]:
         raise AssertionError("a model without recurrent layers has none")
 
-    def snapshot_id(self, digest: bytes) -> str:
+    def snapshot_id(self, key: bytes) -> str:
         raise AssertionError("a model without recurrent layers has none")
 
 
@@ -183,10 +183,9 @@ def _lookup(name: str, running: Running, sizes: Sizes) -> Figure:
         found: dict[str, Any] = {}
         plain.put("plain/one", small.tobytes())
         for what, there in (("all there", sizes.names), ("half", sizes.names // 2), ("none", 0)):
-            keys = [bytes([there % 251]) + number.to_bytes(15, "big") for number in range(1, sizes.names + 1)]
-            gap = Gap(
-                keys[0][::-1], bytes(sizes.names * BLOCK * TOKEN_BYTES), keys, keys, 0, 0, (), False, lambda block: True
-            )
+            keys = [bytes([there % 251]) + number.to_bytes(31, "big") for number in range(1, sizes.names + 1)]
+            tokens = bytes(sizes.names * BLOCK * TOKEN_BYTES)
+            gap = Gap(keys[0][::-1], tokens, keys, 0, 0, (), False, lambda block: True)
             asking = Asking(client, gap.root)
             for block in range(there):
                 client.write(asking.name(gap.rows(block)), small)

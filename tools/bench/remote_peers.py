@@ -100,8 +100,8 @@ def remote_peers(scale: str) -> Iterator[Figure]:
 def _beside(name: str, running: engines.Running, chunks: int, rounds: int) -> Iterator[Figure]:
     assert running.server is not None
     image = image_of(SHAPES[SIZE])
-    keys = [number.to_bytes(16, "big") for number in range(1, chunks + 1)]
-    gap = Gap(keys[-1][::-1], bytes(chunks * BLOCK * TOKEN_BYTES), keys, keys, 0, 0, (), False, lambda block: True)
+    keys = [number.to_bytes(32, "big") for number in range(1, chunks + 1)]
+    gap = Gap(keys[-1][::-1], bytes(chunks * BLOCK * TOKEN_BYTES), keys, 0, 0, (), False, lambda block: True)
     peers = {which: Peer(running.server.port, chunks) for which in NAMES}  # one that hangs must not hold up the other
     try:
         with running.client() as client, ThreadPoolExecutor(READERS) as pool:

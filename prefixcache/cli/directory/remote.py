@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,12 @@ from rich.console import Console
 from rich.table import Table
 
 from prefixcache.cli.text import Refused, foreign, many
-from prefixcache.image_format import ROWS, SNAPSHOT
-from prefixcache.keys import BLOCK, TOKEN_BYTES, digest
+from prefixcache.image_format import SNAPSHOT
+from prefixcache.keys import BLOCK, TOKEN_BYTES
 from prefixcache.remote.client import Client, open_client
 from prefixcache.remote.engine import EngineError
-from prefixcache.remote.sealing import Seal, image_name
+from prefixcache.remote.sealing import image_name
 from prefixcache.ssd.directory import Directory, holder
-from prefixcache.ssd.entries import Entry
 from prefixcache.ssd.index import reading
 from prefixcache.ssd.rows import read_entries
 
@@ -73,39 +71,15 @@ def _of_directory(client: Client, directory: Path) -> tuple[int, int]:
     there = Directory(directory)
     there.require()
     with reading(there.index, live=holder(there) is not None) as connection:
-        entries = list(read_entries(connection))
-    leaving = (one for one in entries if one.kind == SNAPSHOT or len(one.tokens) == BLOCK * TOKEN_BYTES)
-    names = names_of(client.seal, entries, sorted(leaving, key=lambda entry: -entry.used)[:NEWEST])
+        leaving = (
+            one for one in read_entries(connection) if one.kind == SNAPSHOT or len(one.tokens) == BLOCK * TOKEN_BYTES
+        )
+        entries = sorted(leaving, key=lambda entry: -entry.used)[:NEWEST]
+    names = [image_name(client.seal, one.namespace, one.kind, one.key, one.parent) for one in entries]
     step, there_now = client.engine.names_at_once, 0
     for first in range(0, len(names), step):
         there_now += sum(size is not None for size in client.engine.sizes(names[first : first + step]))
     return len(names), there_now
-
-
-def names_of(seal: Seal, entries: Sequence[Entry], chosen: Sequence[Entry]) -> list[str]:
-    """The names of the chosen rows and snapshots of a directory; of those whose blocks are all among its entries."""
-    blocks = {(one.namespace, one.key): one for one in entries if one.kind == ROWS}
-    digests: dict[tuple[bytes, bytes], bytes] = {}
-
-    def behind(namespace: bytes, key: bytes) -> bytes | None:
-        path: list[Entry] = []
-        while key != namespace and (namespace, key) not in digests:
-            block = blocks.get((namespace, key))
-            if block is None or len(path) > len(blocks):
-                return None
-            path.append(block)
-            key = block.parent
-        last = digests.get((namespace, key), namespace)
-        for block in reversed(path):
-            last = digests[namespace, block.key] = digest(last, block.tokens)
-        return last
-
-    names = []
-    for one in chosen:
-        last = behind(one.namespace, one.parent)
-        if last is not None:
-            names.append(image_name(seal, one.namespace, one.kind, digest(last, one.tokens), last))
-    return names
 
 
 def show_remote(out: Console, facts: Facts) -> None:
