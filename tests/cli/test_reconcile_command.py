@@ -71,7 +71,7 @@ def test_a_repair_gives_1_and_the_next_one_0(call, filled):
         assert word in done.stdout
     assert "\x1b" not in done.stdout
     assert "…" not in done.stdout
-    assert max(map(len, done.stdout.splitlines())) <= 100
+    assert max(map(len, done.stdout.splitlines())) <= PIPE_WIDTH
     assert call("reconcile", filled, "--deep").exit_code == 0
     assert (filled / "quarantine").is_dir()
     assert not (filled / "tmp" / "12.safetensors").exists()
