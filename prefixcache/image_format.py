@@ -16,6 +16,7 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from enum import Enum
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -203,10 +204,13 @@ def verify(data: np.ndarray, checksum: str | None = None) -> Image:
 
 
 def examine(
-    data: np.ndarray, checksum: str | None = None, parse: Callable[[bytes, int], Header] | None = None
+    data: np.ndarray,
+    checksum: str | None = None,
+    parse: Callable[[bytes, int], Header] | None = None,
+    digest: Digest | None = None,
 ) -> Header:
     """The header of foreign bytes that are whole and valid; ImageError for others. Arguments as in `verify`; `parse` is
-    `parse_header`, or that of a `Headers`.
+    `parse_header`, or that of a `Headers`; `digest` has seen the bytes, which are not read again for it.
     """
     size = data.nbytes
     if size < _CHECKSUM.stop:
@@ -219,7 +223,7 @@ def examine(
     claimed = bytes(data[_CHECKSUM]).decode("ascii", "replace")
     if checksum is not None and claimed != checksum:
         raise ImageError("the file is not the one that the index names")
-    if _digest(data) != claimed:
+    if (digest.hex() if digest is not None else _digest(data)) != claimed:
         raise ImageError("the checksum does not match")
     return (parse or parse_header)(bytes(data[8:end]), size - end)
 
@@ -228,21 +232,37 @@ def is_whole(data: np.ndarray, rest: Iterable[np.ndarray] = ()) -> bool:
     """Whether the checksum in the header is that of the bytes, whatever they say. `rest` are those that follow, in pieces."""
     if data.nbytes < _CHECKSUM.stop:
         return False
-    state = _begun(data)
-    for piece in rest:
-        state.update(piece.data)
-    return bool(state.hexdigest().encode() == bytes(data[_CHECKSUM]))
+    digest = Digest()
+    for piece in chain((data,), rest):
+        digest.update(piece.data)
+    return digest.hex().encode() == bytes(data[_CHECKSUM])
+
+
+class Digest:
+    """The checksum of an image whose bytes come in pieces, in order."""
+
+    def __init__(self) -> None:
+        self._state, self._seen = xxhash.xxh3_128(), 0
+
+    def update(self, piece: memoryview) -> None:
+        """The next bytes. Of the header's own checksum zeros are taken."""
+        first, self._seen = self._seen, self._seen + len(piece)
+        if first < _CHECKSUM.stop:
+            head = bytearray(piece[: _CHECKSUM.stop - first])
+            blank = slice(max(_CHECKSUM.start - first, 0), len(head))
+            head[blank] = b"0" * len(head[blank])
+            self._state.update(head)
+            piece = piece[len(head) :]
+        self._state.update(piece)
+
+    def hex(self) -> str:
+        return str(self._state.hexdigest())
 
 
 def _digest(data: np.ndarray) -> str:
-    return str(_begun(data).hexdigest())
-
-
-def _begun(data: np.ndarray) -> Any:
-    state = xxhash.xxh3_128(data[: _CHECKSUM.start].data)
-    state.update(_BLANK)
-    state.update(data[_CHECKSUM.stop :].data)
-    return state
+    digest = Digest()
+    digest.update(data.data)
+    return digest.hex()
 
 
 def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from itertools import pairwise
 
 import mlx.core as mx
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from prefixcache.image_format import DTYPES, FORMAT, Blueprint, Image, ImageError, Meta, Spec, verify
+from prefixcache.image_format import DTYPES, FORMAT, Blueprint, Digest, Image, ImageError, Meta, Spec, examine, verify
 
 META = Meta("rows", "ab" * 32, "cd" * 32, "ef" * 32, "qwen3-8b", '{"name":"raw"}', '{"layers":[0]}', 512, '{"x":1}')
 
@@ -207,6 +208,23 @@ def test_the_checksum_is_of_the_whole_file_with_its_own_digits_as_zeros():
     data = image.data.tobytes()
     assert data.count(image.checksum.encode()) == 1
     assert xxhash.xxh3_128_hexdigest(data.replace(image.checksum.encode(), b"0" * 32)) == image.checksum
+
+
+@given(cuts=st.lists(st.integers(0, 400), max_size=6), bit=st.none() | st.integers(0, 8 * 400 - 1))
+def test_the_checksum_of_pieces_is_that_of_the_whole(cuts, bit):
+    image = small()
+    data = foreign(image)
+    if bit is not None:
+        data[bit // 8 % data.nbytes] ^= 1 << bit % 8
+    digest = Digest()
+    for first, last in pairwise([0, *sorted(min(cut, data.nbytes) for cut in cuts), data.nbytes]):
+        digest.update(data[first:last].data)
+    if bit is None:
+        assert examine(data, digest=digest) == examine(data)
+        assert digest.hex() == image.checksum
+    else:
+        with pytest.raises(ImageError):
+            examine(data, digest=digest)
 
 
 def test_every_flipped_bit_of_a_small_image_is_found():

@@ -171,13 +171,16 @@ class Client:
         """A call that reads an image, by way of `read`, on a thread of the client."""
         return self._submit(self._readers, False, call, arguments)
 
-    def read(self, name: str, size: int | None, room: Callable[[int], bool]) -> np.ndarray | None:
+    def read(
+        self, name: str, size: int | None, room: Callable[[int], bool], watch: Sink | None = None
+    ) -> np.ndarray | None:
         """The unsealed bytes under a name, on this thread. None where there are none, or what is there was not sealed under
         this name. `room` is asked once whether there is some for so many bytes, before they are read; where not, None, too.
+        `watch` is shown each piece once it is unsealed, while the processor's cache has it.
         """
         began = time.monotonic()
         try:
-            data = self._unsealed(name, size, room)
+            data = self._unsealed(name, size, room, watch)
         except NotSealed:
             self.refuse(name, "it was not sealed under this key and name")
             return None
@@ -186,14 +189,21 @@ class Client:
             self.counters.read_seconds.observe(time.monotonic() - began)
         return data
 
-    def _unsealed(self, name: str, size: int | None, room: Callable[[int], bool]) -> np.ndarray | None:
+    def _unsealed(
+        self, name: str, size: int | None, room: Callable[[int], bool], watch: Sink | None = None
+    ) -> np.ndarray | None:
         unsealing: list[Unsealing] = []
+
+        def sink(piece: memoryview) -> None:
+            unsealed = unsealing[0].take(piece)
+            if watch is not None:
+                watch(unsealed)
 
         def accept(nbytes: int) -> Sink | None:
             if not room(nbytes):
                 return None
             unsealing.append(self.seal.unseal(name, nbytes))
-            return unsealing[0].take
+            return sink
 
         return unsealing[0].finish() if self.engine.get(name, size, accept) else None
 

@@ -98,8 +98,8 @@ class Seal(Protocol):
 class Unsealing(Protocol):
     """Sealed bytes on their way in: each piece is unsealed as it comes, while the next is on its way."""
 
-    def take(self, piece: memoryview) -> None:
-        """The next bytes."""
+    def take(self, piece: memoryview) -> memoryview:
+        """The next bytes: those that were sealed, as far as this piece has them. Not to be believed before `finish`."""
 
     def finish(self) -> np.ndarray:
         """The bytes (uint8) that were sealed, in memory of their own that begins at a multiple of 64. NotSealed for what
@@ -152,20 +152,21 @@ class _KeyUnsealing:
         self._at = 0  # bytes of the image that have come
         self._opened: Any = None
 
-    def take(self, piece: memoryview) -> None:
+    def take(self, piece: memoryview) -> memoryview:
         if self._opened is None:
             missing = NONCE - len(self._nonce)
             self._nonce, piece = self._nonce + piece[:missing], piece[missing:]
             if len(self._nonce) < NONCE:
-                return
+                return piece
             self._opened = self._decryptor(self._nonce)
             self._opened.authenticate_additional_data(self._name)
         body = piece[: len(self._memory) - self._at]
+        unsealed = self._memory[self._at : self._at + len(body)].data
         if body:
-            end = self._at + len(body)
-            self._opened.update_into(body, self._memory[self._at : end].data)
-            self._at = end
+            self._opened.update_into(body, unsealed)
+            self._at += len(body)
         self._tag += piece[len(body) :]
+        return unsealed
 
     def finish(self) -> np.ndarray:
         if self._opened is None or self._at < len(self._memory) or len(self._tag) != TAG:
@@ -196,9 +197,11 @@ class _NoUnsealing:
     def __init__(self, nbytes: int):
         self._memory, self._at = _aligned(nbytes), 0
 
-    def take(self, piece: memoryview) -> None:
-        self._memory.data[self._at : self._at + len(piece)] = piece
+    def take(self, piece: memoryview) -> memoryview:
+        taken = self._memory.data[self._at : self._at + len(piece)]
+        taken[:] = piece
         self._at += len(piece)
+        return taken
 
     def finish(self) -> np.ndarray:
         if self._at < len(self._memory):

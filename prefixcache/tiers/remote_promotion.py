@@ -16,7 +16,7 @@ from functools import partial
 from prefixcache.blocks.budget import Reservation
 from prefixcache.blocks.graph import NODE_BYTES
 from prefixcache.blocks.node import RAM, Node, Slot
-from prefixcache.image_format import HEADER_LIMIT, ROWS, SNAPSHOT, Image, ImageError, examine
+from prefixcache.image_format import HEADER_LIMIT, ROWS, SNAPSHOT, Digest, Image, ImageError, examine
 from prefixcache.keys import BLOCK, TOKEN_BYTES
 from prefixcache.remote.client import READERS, Client
 from prefixcache.remote.engine import PIECE, EngineError
@@ -182,14 +182,14 @@ class RemotePromotion:
             read.reservation = storage.ram.reserve(nbytes + min(PIECE, nbytes) + beside, drop=False)
             return read.reservation is not None
 
-        name = self._name(wanted)
-        data = self._client.read(name, wanted.size, room)
+        name, digest = self._name(wanted), Digest()
+        data = self._client.read(name, wanted.size, room, digest.update)
         if data is None:
             return None
         image, row = Image(data), self._namespace.row
         tokens = BLOCK if wanted.kind not in (ROWS, SNAPSHOT) else len(wanted.tokens) // TOKEN_BYTES
         try:
-            header = examine(data)
+            header = examine(data, digest=digest)
         except ImageError as error:
             self._client.refuse(name, str(error))
             return None

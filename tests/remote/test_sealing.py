@@ -31,11 +31,13 @@ IMAGE = np.arange(1000, dtype=np.uint8)
 def unsealed(seal: Seal, name: str, sealed: bytes, cuts: Sequence[int] = (), nbytes: int | None = None) -> np.ndarray:
     """What a seal makes of these bytes, cut into pieces. Each piece comes in the same memory."""
     unsealing = seal.unseal(name, len(sealed) if nbytes is None else nbytes)
-    memory = bytearray(len(sealed))
+    memory, taken = bytearray(len(sealed)), b""
     for start, end in pairwise([0, *sorted(cuts), len(sealed)]):
         memory[: end - start] = sealed[start:end]
-        unsealing.take(memoryview(memory)[: end - start])
-    return unsealing.finish()
+        taken += unsealing.take(memoryview(memory)[: end - start])
+    found = unsealing.finish()
+    assert taken == found.tobytes()
+    return found
 
 
 @given(data=st.binary(max_size=300), name=st.text("abc/0-", min_size=1, max_size=40), chance=st.data())

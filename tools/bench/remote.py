@@ -20,7 +20,7 @@ if not __package__:
 import numpy as np
 
 from prefixcache import PrefixCache, Raw
-from prefixcache.image_format import examine
+from prefixcache.image_format import Digest, examine
 from prefixcache.keys import BLOCK, TOKEN_BYTES
 from prefixcache.remote.client import READERS, Client
 from prefixcache.remote.sealing import image_name
@@ -77,9 +77,10 @@ def _rates(running: Running, size: str, image: np.ndarray, sizes: Sizes) -> Iter
         plain_data = data + bytes(client.seal.overhead)
 
         def get(number: int) -> None:
-            read = client.read(f"v1/{number}", sealed, lambda nbytes: True)
+            digest = Digest()
+            read = client.read(f"v1/{number}", sealed, lambda nbytes: True, digest.update)
             assert read is not None
-            examine(read)
+            examine(read, digest=digest)
 
         works = {
             "put": (

@@ -23,7 +23,7 @@ from typing import Any
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from prefixcache.image_format import examine
+from prefixcache.image_format import Digest, examine
 from prefixcache.keys import BLOCK, TOKEN_BYTES
 from prefixcache.remote.client import READERS
 from prefixcache.remote.engine import EngineError
@@ -116,9 +116,10 @@ def _beside(name: str, running: engines.Running, chunks: int, rounds: int) -> It
                 assert len(wanted) == chunks
 
                 def read(one: Any) -> None:
-                    data = client.read(asking.name(one), one.size, lambda nbytes: True)
+                    digest = Digest()
+                    data = client.read(asking.name(one), one.size, lambda nbytes: True, digest.update)
                     assert data is not None
-                    examine(data)
+                    examine(data, digest=digest)
 
                 list(pool.map(read, wanted))
                 return time.perf_counter() - began
