@@ -60,7 +60,7 @@ class Slot:
         self.mask = mask  # of a window: for each window of the tree, the tokens whose rows it has, a bit each
         self.tiers = 0
         self.image: Any = None  # while RAM has it
-        self.remote_at = 0.0  # when the remote tier was known to have it, by time.monotonic(); 0: never
+        self.remote_at = 0.0  # when the remote tier was known to have it, by time.monotonic(); see `RemoteTier`
         self.disk = 0  # bytes that its file takes in the first tier below RAM; others keep their own account
         self.checksum = ""
         self.pending = 0  # the tiers that it waits to be written to, a bit each

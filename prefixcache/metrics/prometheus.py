@@ -107,7 +107,6 @@ EVENTS = (  # since the cache was opened, of `Counters`
     Kind("corrupt_images", "Files found damaged when they were read, and quarantined.", lambda c: c.corrupt),
     Kind("write_errors", "Images that could not be written to the SSD.", lambda c: c.write_errors),
     Kind("denied_reservations", "Reservations of RAM that found no room.", lambda c: c.denied),
-    Kind("collisions", "Blocks that were not kept because another has their key.", lambda c: c.collisions),
 )  # fmt: skip
 
 STATE = (  # now, of `Stats`
@@ -167,8 +166,8 @@ REMOTE_EVENTS = (  # of `RemoteStats`
     Kind("remote_dropped_images", "Images that were to be sent and were not.", lambda s: s.dropped),
     Kind("remote_refused_images", "Images that were not what their names say: another key's, damaged, forged.",
          lambda s: s.refused),
-    Kind("remote_late_reads", "Reads that were given up because they took too long.", lambda s: s.late),
-    Kind("remote_passed_reads", "Prompts that were not read because computing them is quicker.", lambda s: s.passed),
+    Kind("remote_timeouts", "Questions and reads that were given up because they took too long.", lambda s: s.timeouts),
+    Kind("remote_skipped_prompts", "Prompts that were not read because computing them is quicker.", lambda s: s.skipped),
     Kind("remote_errors", "Calls of the engine that failed.", lambda s: s.errors),
 )  # fmt: skip
 

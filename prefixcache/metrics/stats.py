@@ -99,7 +99,6 @@ class Counters:
     corrupt: int = 0  # images quarantined on reading
     write_errors: int = 0
     denied: int = 0  # reservations of RAM that found no room
-    collisions: int = 0  # blocks not kept because another has their key
 
     def __post_init__(self) -> None:
         self.arrivals, self.arrivals_remote = Arrivals(), Arrivals()

@@ -278,7 +278,6 @@ class Store:
                 assert node.end == job.start
                 node = graph.grow(node, job.tokens, reservation, job.key, self._label)
                 if node is None:
-                    self._storage.counters.collisions += 1
                     return tokens, nbytes, last, False
                 made[node.end] = node
                 last = node if len(job.tokens) == BLOCK_BYTES else last

@@ -20,7 +20,7 @@ from prefixcache.blocks.lookup import hit_depth, required_images
 from prefixcache.blocks.node import BLOCK_BYTES, RAM, Node, Slot
 from prefixcache.codecs import Codec
 from prefixcache.image_format import ROWS, SNAPSHOT, Kind
-from prefixcache.keys import BLOCK, TOKEN_BYTES, chain
+from prefixcache.keys import BLOCK, TOKEN_BYTES
 from prefixcache.memory import collector_at_rest
 from prefixcache.planning.model import ModelState
 from prefixcache.planning.outcome import FleetOutcome
@@ -221,10 +221,9 @@ class Machine(Simulation):
         """What the remote has beyond the local depth, and the tokens of its block or snapshot: parents first."""
         tree, token_bytes = self.namespace.tree, prompt.token_bytes
         parent = self._last_block(local)
-        keys, blocks = [parent.key], []
-        for at in range(parent.end * TOKEN_BYTES, len(token_bytes) - BLOCK_BYTES + 1, BLOCK_BYTES):
-            blocks.append(token_bytes[at : at + BLOCK_BYTES])
-            keys.append(chain(keys[-1], blocks[-1]))
+        first, last = parent.end // BLOCK, len(prompt) // BLOCK
+        keys = [parent.key, *prompt.keys(self.namespace)[first:last]]
+        blocks = [token_bytes[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES] for block in range(first, last)]
         rows = [self._remote.ask((ROWS, key)) for key in reversed(keys[1:])][::-1]
         for key, image in zip(keys[1:], rows, strict=True):
             if image is None:

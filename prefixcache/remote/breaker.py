@@ -17,15 +17,15 @@ class Breaker:
     """Thread-safe: `_lock` guards all. While it is `closed` calls go through. When it has opened, none should be made but
     probes, of which `takes_probe` gives out one at a time; the first that succeeds closes it. Each change is logged once.
 
-    What is `small`, such as a question, may succeed where no image does, so its failures in a row are counted apart. A
-    breaker that opens again soon waits longer and longer.
+    A question may succeed where no image does, so failures in a row of questions and of images are counted apart. A breaker
+    that opens again soon waits longer and longer.
     """
 
     def __init__(self, what: str, clock: Callable[[], float] = time.monotonic):
         """`what` it guards, for the log."""
         self._what, self._clock = what, clock
         self._lock = threading.Lock()
-        self._failures = {False: 0, True: 0}  # in a row: of images, of what is small
+        self._failures = {False: 0, True: 0}  # in a row: of images, of questions
         self._delay = FIRST_DELAY
         self._probe_at: float | None = None  # None while it is closed
         self.reason = ""  # of the last failure
@@ -49,19 +49,19 @@ class Breaker:
         with self._lock:
             return None if self._probe_at is None else max(self._probe_at - self._clock(), 0.0)
 
-    def succeeded(self, small: bool = False, probe: bool = False) -> None:
+    def succeeded(self, question: bool = False, probe: bool = False) -> None:
         with self._lock:
-            self._failures[small] = 0
-            if self._probe_at is None or (small and not probe):
+            self._failures[question] = 0
+            if self._probe_at is None or (question and not probe):
                 return
             self._probe_at, self.closed_at, self._failures = None, self._clock(), {False: 0, True: 0}
         log.info("%s: works again", self._what)
 
-    def failed(self, reason: str, small: bool = False) -> None:
+    def failed(self, reason: str, question: bool = False) -> None:
         with self._lock:
             self.reason, now = reason, self._clock()
-            self._failures[small] += 1
-            if self._failures[small] < FAILURES or self._probe_at is not None:
+            self._failures[question] += 1
+            if self._failures[question] < FAILURES or self._probe_at is not None:
                 return
             if now > self.closed_at + self._delay:
                 self._delay = FIRST_DELAY

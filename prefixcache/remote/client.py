@@ -82,7 +82,7 @@ class Client:
         self._refused: dict[str, float] = {}
         self._lost_at = 0.0
         self._has_refused = False
-        self.probe_bytes = 0  # of the last image that was written
+        self.probe_bytes = 0  # of the last image that could not be written
         self._closed = False
 
     @property
@@ -114,9 +114,9 @@ class Client:
         with self._lock:
             self._rate.add(nbytes, seconds)
 
-    def passed_over(self) -> bool:
+    def skip(self) -> bool:
         """A read is not worth it at the rates known here. Whether it is time to measure them, with nobody waiting."""
-        self.counters.add(passed=1)
+        self.counters.add(skipped=1)
         with self._lock:
             is_time = time.monotonic() > self._measured_at + MEASURE_AGAIN
             if is_time:
@@ -131,14 +131,14 @@ class Client:
 
     # -- asking and reading: raise EngineError ------------------------------------------------------------------------
 
-    def sizes(self, names: Sequence[str], patience: float | None = None) -> list[int | None]:
-        """The bytes under each name; None of those that are missing, or are taken for missing. EngineError after `patience`
+    def sizes(self, names: Sequence[str], timeout: float | None = None) -> list[int | None]:
+        """The bytes under each name; None of those that are missing, or are taken for missing. EngineError after `timeout`
         seconds.
         """
         asked = [name for name in names if not self.is_missing(name)]
         if not asked:
             return [None] * len(names)
-        found = dict(zip(asked, self.wait(self._ask(self._sizes, asked), patience), strict=True))
+        found = dict(zip(asked, self.wait(self._ask(self._sizes, asked), timeout), strict=True))
         return [found.get(name) for name in names]
 
     def _sizes(self, names: Sequence[str]) -> list[int | None]:
@@ -154,11 +154,11 @@ class Client:
         with self._lock:
             self._trips.add(1, seconds)
 
-    def ids_under(self, folders: Sequence[str], patience: float) -> list[list[str]]:
+    def ids_under(self, folders: Sequence[str], timeout: float) -> list[list[str]]:
         """The last parts of the names in each of a few folders."""
         asking = [self._ask(self.engine.names_under, folder) for folder in folders]
         self.counters.add(asks=len(folders))
-        until = time.monotonic() + patience
+        until = time.monotonic() + timeout
         try:
             found = [self.wait(future, max(until - time.monotonic(), 0.0)) for future in asking]
         except EngineError:
@@ -211,23 +211,23 @@ class Client:
         return self._submit(self._askers, True, call, arguments)
 
     def _submit(
-        self, threads: DaemonThreads, small: bool, call: Callable[..., Result], arguments: tuple[object, ...]
+        self, threads: DaemonThreads, question: bool, call: Callable[..., Result], arguments: tuple[object, ...]
     ) -> Future[Result]:
         try:
-            return threads.submit(self._guarded, self.reading, small, call, *arguments)
+            return threads.submit(self._guarded, self.reading, question, call, *arguments)
         except RuntimeError:  # whoever is still at work when the cache is closed
             raise EngineError("closed") from None
 
-    def wait(self, future: Future[Result], patience: float | None) -> Result:
+    def wait(self, future: Future[Result], timeout: float | None) -> Result:
         """The call's result. EngineError, too, when it has none in time: until it ends, the engine is not `ready`."""
         try:
-            return future.result(patience)
+            return future.result(timeout)
         except CancelledError:
             raise EngineError("closed") from None
         except FuturesTimeout:
             self.give_up(future)
-            self.counters.add(late=1)
-            raise EngineError(f"no answer within {patience:.2g} s") from None
+            self.counters.add(timeouts=1)
+            raise EngineError(f"no answer within {timeout:.2g} s") from None
 
     def give_up(self, future: Future[Result]) -> None:
         """Nobody waits for a call any more, since it took too long."""
@@ -280,17 +280,21 @@ class Client:
         The memory that they are sealed in is kept for the thread's next image, until it calls `forget_memory`.
         """
         began = time.monotonic()
-        self.probe_bytes = data.nbytes + self.seal.overhead
         memory = getattr(self._sealing, "memory", None)
         self.forget_memory()  # unless the engine is done with it
         sealed = self.seal.seal(name, data, memory)
-        self._guarded(self.writing, False, self.engine.put, name, sealed.data, listed)
+        try:
+            self._guarded(self.writing, False, self.engine.put, name, sealed.data, listed)
+        except EngineError:
+            self.probe_bytes = sealed.nbytes
+            raise
         if self.seal.overhead:
             self._sealing.memory = sealed if memory is None or memory.nbytes < sealed.nbytes else memory
         self.counters.add(written_images=1, written_bytes=data.nbytes + self.seal.overhead)
         self.counters.write_seconds.observe(time.monotonic() - began)
         with self._lock:
             self._missing.pop(name, None)
+            self._refused.pop(name, None)  # what was refused is replaced
 
     def keep_listed(self, names: Sequence[str]) -> None:
         """Names that are there, and whose list an engine may have evicted: they are listed again. On this thread."""
@@ -316,22 +320,22 @@ class Client:
                 except EngineError as error:
                     breaker.failed(str(error))
                 else:
-                    breaker.succeeded(small=True, probe=True)
+                    breaker.succeeded(question=True, probe=True)
 
     def probe_in(self) -> float | None:
         """Seconds until `probe` has something to do; None while nothing fails."""
         due = [wait for breaker in (self.reading, self.writing) if (wait := breaker.probe_in()) is not None]
         return min(due) if due else None
 
-    def _guarded(self, breaker: Breaker, small: bool, call: Callable[..., Result], *arguments: object) -> Result:
+    def _guarded(self, breaker: Breaker, question: bool, call: Callable[..., Result], *arguments: object) -> Result:
         try:
             result = call(*arguments)
         except EngineError as error:
             if not self._closed:
                 self.counters.failed(str(error))
-                breaker.failed(str(error), small)
+                breaker.failed(str(error), question)
             raise
-        breaker.succeeded(small)
+        breaker.succeeded(question)
         return result
 
     # -- names --------------------------------------------------------------------------------------------------------

@@ -27,9 +27,8 @@ KEY_BYTES = 32
 NONCE, TAG = 12, 16  # bytes
 OVERHEAD = NONCE + TAG
 ALIGNED = 64  # bytes
-VERSION = (
-    "v1"  # of names, seals and images: another image_format.FORMAT has another, or machines would refuse each other's
-)
+# Of names, seals and images: another image_format.FORMAT has another, or machines would refuse each other's images.
+VERSION = "v1"
 _REMEDY = "make one with `openssl rand -hex 32 > fleet.key`, and give every machine the same"
 
 
@@ -85,8 +84,8 @@ class Seal(Protocol):
     is_secret: bool
     """Whether nobody without the key can read what is sealed, or seal."""
 
-    def opaque(self, *parts: bytes) -> str:
-        """The name of these parts, in hex digits."""
+    def opaque(self, part: bytes) -> str:
+        """How a part of a name stands in it, in hex digits."""
 
     def seal(self, name: str, data: np.ndarray, memory: np.ndarray | None = None) -> np.ndarray:
         """The bytes (uint8) to keep under a name. They may stand in `memory` (uint8), where that is large enough."""
@@ -130,8 +129,8 @@ class KeySeal:
         self._decryptor = lambda nonce: Cipher(AES256(secret), GCM(nonce)).decryptor()
         self._naming = key.derive(b"prefixcache.name")
 
-    def opaque(self, *parts: bytes) -> str:
-        return hashlib.blake2b(b"".join(parts), key=self._naming, digest_size=16).hexdigest()
+    def opaque(self, part: bytes) -> str:
+        return hashlib.blake2b(part, key=self._naming, digest_size=16).hexdigest()
 
     def seal(self, name: str, data: np.ndarray, memory: np.ndarray | None = None) -> np.ndarray:
         nbytes, nonce = data.nbytes + OVERHEAD, os.urandom(NONCE)
@@ -183,8 +182,8 @@ class NoSeal:
 
     overhead, is_secret = 0, False
 
-    def opaque(self, *parts: bytes) -> str:
-        return parts[0].hex() if len(parts) == 1 else hashlib.blake2b(b"".join(parts), digest_size=16).hexdigest()
+    def opaque(self, part: bytes) -> str:
+        return part.hex()
 
     def seal(self, name: str, data: np.ndarray, memory: np.ndarray | None = None) -> np.ndarray:
         return data

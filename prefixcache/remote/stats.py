@@ -13,9 +13,10 @@ class RemoteStats(NamedTuple):
     """Counts and bytes since the opening; `reading`, `writing` and `queued` are of now.
 
     `reading` and `writing` are False while the engine is left alone because it failed. `refused` images were there, and were
-    not what their names say: another key's, damaged, forged. `late` reads were given up because computing had become quicker,
-    `passed` were not begun for that reason. `dropped` images found the queue full, or had left RAM before their turn;
-    `known` ones were not sent because the engine had them.
+    not what their names say: another key's, damaged, forged. `timeouts` counts questions and reads that were given up because
+    they took too long, `skipped` prompts that were not read because computing is quicker. `known` images were not sent
+    because the engine had them. `dropped` ones were not sent: the queue was full, they had left RAM, there was no RAM to seal
+    them in, or the engine failed.
     """
 
     engine: str
@@ -25,8 +26,8 @@ class RemoteStats(NamedTuple):
     read_images: int
     read_bytes: int
     refused: int
-    late: int
-    passed: int
+    timeouts: int
+    skipped: int
     written_images: int
     written_bytes: int
     known: int
@@ -47,8 +48,8 @@ class RemoteCounters:
     read_images: int = 0
     read_bytes: int = 0
     refused: int = 0
-    late: int = 0
-    passed: int = 0
+    timeouts: int = 0
+    skipped: int = 0
     written_images: int = 0
     written_bytes: int = 0
     known: int = 0

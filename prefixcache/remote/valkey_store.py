@@ -129,7 +129,8 @@ class ValkeyStore:
         sizes = self._lengths(members, deadline)
         gone = [member for member, size in zip(members, sizes, strict=True) if not size]
         if gone:
-            self._call([("SREM", listed, *gone)], deadline)
+            with suppress(EngineError):  # a replica, which takes no writes
+                self._call([("SREM", listed, *gone)], deadline)
         there = (member for member, size in zip(members, sizes, strict=True) if size)
         return [member.decode("utf-8", "replace").removeprefix(self._prefix) for member in there]
 

@@ -56,7 +56,7 @@ BY_CACHE_SALT = Salts()  # and without one a request is served, too
 def salt_of(token: str | None, cache_salt: str, key: bytes = b"") -> bytes:
     """The salt of prompts: of `cache_salt` its UTF-8 bytes; with a token a hash of both, keyed with at most 64 bytes.
 
-    The same on every machine and after a restart. Whoever lacks the token gets its salt with no `cache_salt`.
+    The same after a restart, and on every machine with the same key. Without the token no `cache_salt` gives this salt.
     """
     own = cache_salt.encode()
     if token is None:

@@ -27,12 +27,11 @@ from prefixcache.tiers.namespace import Namespace
 from prefixcache.tiers.remote_search import Gap, Wanted, search
 from prefixcache.tiers.storage import Storage
 
-LEAST_PATIENCE = 0.1  # seconds that an answer is waited for at least, where computing goes on instead
-HURRIED_SHARE, UNHURRIED_SHARE = (
-    40,
-    5,
-)  # or of the time that there is: where computing goes on instead, and where nobody says
-PATIENCE_FACTOR = 4  # so many times as long as it is expected to take, and no longer
+# An answer is waited for the longest of these, and an image its expected time more.
+MIN_TIMEOUT = 0.1  # seconds
+SHARE_OF_COMPUTING = 40  # a part of what computing takes, where the prefill rate is known
+SHARE_OF_SETTING = 5  # a part of `remote_timeout`, where it isn't
+TIMEOUT_FACTOR = 4  # times what it is expected to take, up to a part of what computing takes: ASKING_SHARE
 MAX_IMAGE_FACTOR = 2  # an image may take so many times the bytes of its rows in a live cache
 SNAPSHOT_BUDGET_SHARE = 8  # a recurrent state may take an 8th of the budget
 ASKING_SHARE = 10  # of what computing takes, the part that one question may take
@@ -69,9 +68,9 @@ class RemotePromotion:
         setting `remote_timeout`. `prefill_rate`: tokens computed a second; None: it may take all of the time.
         """
         self._storage, self._client, self._namespace, self._gap = storage, client, namespace, gap
-        self._began, self._until, self._rate = began, max(until, began + LEAST_PATIENCE), prefill_rate
+        self._began, self._until, self._rate = began, max(until, began + MIN_TIMEOUT), prefill_rate
         saved = (gap.limit - gap.boundary) / prefill_rate if prefill_rate else until - began
-        self._least = least_patience(saved, prefill_rate)
+        self._min_timeout = min_timeout(saved, prefill_rate)
         self._timeout = timeout
         self._pinned: list[Slot] = []
         self._mean_size = 0  # bytes of an image, where the engine hasn't said
@@ -89,13 +88,13 @@ class RemotePromotion:
         if not self._has_room(nbytes):
             return None
         if not self._is_quicker(boundary, nbytes):
-            return partial(self._measure, wanted[:READERS]) if self._client.passed_over() else None
+            return partial(self._measure, wanted[:READERS]) if self._client.skip() else None
         if (read := self._read_all(wanted)) is not None:
             self._client.learn_rate(*read)
         return None
 
     def _measure(self, wanted: Sequence[Wanted]) -> None:
-        self._least = self._timeout
+        self._min_timeout = self._timeout
         self._until = time.monotonic() + self._timeout
         if (read := self._read_all(wanted)) is not None:
             self._client.measured(*read)
@@ -103,17 +102,17 @@ class RemotePromotion:
     # -- asking -------------------------------------------------------------------------------------------------------
 
     def sizes(self, wanted: Sequence[Wanted]) -> list[int | None]:
-        return self._client.sizes([self._name(one) for one in wanted], self._patience_of_asking())
+        return self._client.sizes([self._name(one) for one in wanted], self._question_timeout())
 
     def snapshots(self, parents: Sequence[bytes]) -> list[set[str]]:
         folders = [snapshot_folder(self._client.seal, self._gap.root, parent) for parent in parents]
-        return [set(names) for names in self._client.ids_under(folders, self._patience_of_asking())]
+        return [set(names) for names in self._client.ids_under(folders, self._question_timeout())]
 
     def snapshot_id(self, key: bytes) -> str:
         return self._client.seal.opaque(key)
 
-    def _patience_of_asking(self) -> float:
-        return min(patience_of_asking(self._client, self._until - self._began, self._least), self._left())
+    def _question_timeout(self) -> float:
+        return min(question_timeout(self._client, self._until - self._began, self._min_timeout), self._left())
 
     def _left(self) -> float:
         return max(self._until - time.monotonic(), 0.0)
@@ -215,11 +214,11 @@ class RemotePromotion:
         """The image, if it comes before computing would be quicker, and about as soon as it should. `began`: the reading of
         what is `under_way` with it, in bytes.
         """
-        patience = self._least + PATIENCE_FACTOR * self._client.expected(under_way)
+        timeout = self._min_timeout + TIMEOUT_FACTOR * self._client.expected(under_way)
         try:
-            return read.future.result(min(patience, self._left()))
+            return read.future.result(min(timeout, self._left()))
         except FuturesTimeout:
-            self._client.counters.add(late=1)
+            self._client.counters.add(timeouts=1)
             self._client.give_up(read.future)
             read.future.add_done_callback(lambda late: self._came_late(late, under_way, began))
             return None
@@ -272,17 +271,17 @@ class RemotePromotion:
         return graph.grow(above, wanted.tokens, reservation, wanted.key)
 
 
-def least_patience(seconds: float, prefill_rate: float | None) -> float:
+def min_timeout(seconds: float, prefill_rate: float | None) -> float:
     """Seconds that an answer is waited for at least, when so many can be gained, or are there for all."""
-    return max(LEAST_PATIENCE, seconds / (HURRIED_SHARE if prefill_rate is not None else UNHURRIED_SHARE))
+    return max(MIN_TIMEOUT, seconds / (SHARE_OF_COMPUTING if prefill_rate is not None else SHARE_OF_SETTING))
 
 
-def patience_of_asking(client: Client, seconds: float, least: float) -> float:
-    """Seconds that an answer is waited for, when so many can be gained, and `least` at least."""
-    return max(least, min(PATIENCE_FACTOR * client.expected(0), seconds / ASKING_SHARE))
+def question_timeout(client: Client, seconds: float, minimum: float) -> float:
+    """Seconds that an answer is waited for, when so many can be gained, and `minimum` at least."""
+    return max(minimum, min(TIMEOUT_FACTOR * client.expected(0), seconds / ASKING_SHARE))
 
 
 def gap_name(client: Client, gap: Gap) -> str:
-    """The name that stands for a gap: if it is missing, nothing of the gap is there."""
+    """The name that stands for a gap of which nothing was there just now. No image has it: some of the gap's may be there."""
     first = gap.rows(min(gap.known, len(gap.keys) - 1))
-    return image_name(client.seal, gap.root, first.kind, first.key, first.parent)
+    return f"{image_name(client.seal, gap.root, first.kind, first.key, first.parent)}/gap"

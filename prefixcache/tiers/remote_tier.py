@@ -1,7 +1,7 @@
 """The remote tier in the graph of blocks: which images leave for it, and where those of other machines land.
 
-It is no `LowerTier`. What is there is not known here: other machines write, and the engine evicts. So no slot is ever taken
-for being there, lookups know RAM and SSD only, and nothing is deleted from it. A promotion asks it for what is missing here,
+It is no `LowerTier`. What is there is not known here: other machines write, and the engine evicts. So no slot has a bit
+for it, lookups know RAM and SSD only, and nothing is deleted from it. A promotion asks it for what is missing here,
 and what comes lands in RAM, as an image from the SSD does, after the same checks.
 """
 
@@ -29,11 +29,11 @@ from prefixcache.remote.threads import DaemonThreads
 from prefixcache.tiers.namespace import Namespace
 from prefixcache.tiers.prompt import Prompt, boundary
 from prefixcache.tiers.remote_promotion import (
-    LEAST_PATIENCE,
+    MIN_TIMEOUT,
     RemotePromotion,
     gap_name,
-    least_patience,
-    patience_of_asking,
+    min_timeout,
+    question_timeout,
 )
 from prefixcache.tiers.remote_search import Gap, whole_mask
 from prefixcache.tiers.storage import Storage
@@ -42,6 +42,8 @@ from prefixcache.tiers.uploads import Uploads, name_of
 log = logging.getLogger("prefixcache")
 
 PROMOTERS = 32  # prompts that are read at once
+# `Slot.remote_at` is when the engine was known to have the image, by time.monotonic(). 0: never, or
+TO_BE_SENT = -1.0  # it is sent once it is durable
 BELIEVED = 3600.0  # seconds that the engine is believed to have an image; then it is asked again
 LEARN_AGAIN = 30.0  # seconds after which a model's layouts are asked for again
 LAYOUTS = 8  # of a model, that are learnt
@@ -100,7 +102,7 @@ class RemoteTier:
 
     def offer_written(self, slot: Slot) -> None:
         """An image is durable in the tier below RAM."""
-        if self._admission == "always" or (self._admission == "second" and slot.hits > 0):
+        if self._admission == "always" or slot.remote_at == TO_BE_SENT:
             self._offer(slot)
 
     def waits(self, slot: Slot) -> bool:
@@ -114,12 +116,14 @@ class RemoteTier:
             return
         if below is None or slot.tiers > 1 << RAM:
             self._uploads.add(slot)
-        elif not slot.pending:
-            below.spill(slot)  # `offer_written` hears of it
+            return
+        slot.remote_at = TO_BE_SENT  # `offer_written` hears when it is durable
+        if not slot.pending:
+            below.spill(slot)
 
     def _has(self, slot: Slot) -> bool:
-        """Whether the engine is believed to have an image. To be asked about it counts as a use there: what machines hit in
-        their own RAM alone would be evicted from it.
+        """Whether the engine is believed to have an image. After a while it is asked again: an engine that evicts by use
+        takes that for a use, and keeps what machines hit in their own RAM.
         """
         known = slot.remote_at
         return known > 0 and known >= self._client.believed_since and time.monotonic() < known + BELIEVED
@@ -155,10 +159,10 @@ class RemoteTier:
         limit = max(len(prompt) - leave, 0)
         try:
             seconds = min(self._timeout, limit / prefill_rate) if prefill_rate else self._timeout
-            until = began + max(seconds, LEAST_PATIENCE)
+            until = began + max(seconds, MIN_TIMEOUT)
             if self._client.ready and time.monotonic() < until:
-                least = least_patience(limit / prefill_rate if prefill_rate else seconds, prefill_rate)
-                for namespace in self._namespaces(prompt) or self._learn(prompt, seconds, least, until):
+                minimum = min_timeout(limit / prefill_rate if prefill_rate else seconds, prefill_rate)
+                for namespace in self._namespaces(prompt) or self._learn(prompt, seconds, minimum, until):
                     self._promote_in(prompt, namespace, limit, prefill_rate, began)
         except EngineError:
             pass  # it is counted; the request goes on without
@@ -243,7 +247,7 @@ class RemoteTier:
             self._layouts.learn(prompt.model, layout, prompt.salt)
         return prompt.namespaces() if layouts else known
 
-    def _learn(self, prompt: Prompt, seconds: float, least: float, until: float) -> Sequence[Namespace]:
+    def _learn(self, prompt: Prompt, seconds: float, minimum: float, until: float) -> Sequence[Namespace]:
         """The namespaces of layouts that other machines have told, if they come by `until`; `seconds` can be gained by
         it. Who comes meanwhile asks, too.
         """
@@ -251,17 +255,17 @@ class RemoteTier:
         if client.is_missing(folder):
             return ()
         try:
-            return self._learn_from(folder, prompt, patience_of_asking(client, seconds, least), until)
+            return self._learn_from(folder, prompt, question_timeout(client, seconds, minimum), until)
         finally:
             client.note_missing(folder, LEARN_AGAIN)
 
     def _layouts_folder(self, prompt: Prompt) -> str:
         return layouts_folder(self._client.seal, *self._layouts.stated(prompt.model))
 
-    def _learn_from(self, folder: str, prompt: Prompt, patience: float, until: float) -> Sequence[Namespace]:
+    def _learn_from(self, folder: str, prompt: Prompt, timeout: float, until: float) -> Sequence[Namespace]:
         client, began = self._client, time.monotonic()
-        until = min(began + 2 * patience, until)  # for the list, and for all layouts
-        (ids,) = client.ids_under([folder], min(patience, until - began))
+        until = min(began + 2 * timeout, until)  # for the list, and for all layouts
+        (ids,) = client.ids_under([folder], min(timeout, until - began))
         names = (f"{folder}/{id}" for id in ids if LAYOUT_ID.fullmatch(id) and id not in self._unusable)
         usable = islice((name for name in names if not client.is_missing(name)), LAYOUTS)
         for name, future in [(name, client.begin_read(self._read_layout, name)) for name in usable]:
@@ -301,7 +305,7 @@ class RemoteTier:
 
     def refuse(self, slot: Slot) -> None:
         """What landed here can't be decoded: it is not read again for a while."""
-        if slot.remote_at and slot.node.tree is not None:
+        if slot.remote_at > 0 and slot.node.tree is not None:
             self._client.refuse(name_of(self._client.seal, slot), "it can't be decoded")
 
     def stats(self) -> RemoteStats:

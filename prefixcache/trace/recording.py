@@ -97,7 +97,7 @@ class Recorder:
     def fetch(self, root: bytes, token_bytes: bytes, keys: Sequence[bytes] = ()) -> None:
         """A prompt was looked up: its tokens (little-endian int64), and what its blocks' keys are chained from.
 
-        Any 16 bytes that stand for the namespace will do for `root`, the same ones for what is fetched and what is stored.
+        Any bytes that stand for the namespace will do for `root`, the same ones for what is fetched and what is stored.
         A namespace that isn't there yet has no root key, so a hash of model and salt serves better: ids then agree between a
         model's first fetch, its later ones and its different layouts. `keys`: those of its first blocks, chained from `root`,
         where the caller has them; the others are made here.

@@ -34,7 +34,7 @@ EVENTS = {
     "fetches": "fetches", "promoted_tokens": "promoted_tokens", "promoted_bytes": "promoted_bytes", "stores": "stores",
     "stored_bytes": "stored_bytes", "recoded_tokens": "recoded_tokens", "dropped_images": "dropped",
     "dropped_bytes": "dropped_bytes", "forgotten_images": "forgotten", "corrupt_images": "corrupt",
-    "write_errors": "write_errors", "collisions": "collisions", "denied_reservations": "denied",
+    "write_errors": "write_errors", "denied_reservations": "denied",
     "declined_images": "declined", "remote_promoted_images": "remote_promoted_images",
 }  # fmt: skip
 LABELLED = {
@@ -65,7 +65,7 @@ SSD_STATE = {
 REMOTE_EVENTS = {
     "asks": "asks", "read_images": "read_images", "read_bytes": "read_bytes", "written_images": "written_images",
     "written_bytes": "written_bytes", "known_images": "known", "dropped_images": "dropped", "refused_images": "refused",
-    "late_reads": "late", "passed_reads": "passed", "errors": "errors",
+    "timeouts": "timeouts", "skipped_prompts": "skipped", "errors": "errors",
 }  # fmt: skip
 REMOTE_STATE = {"up": "reading", "writable": "writing", "queued_images": "queued"}
 REMOTE_SECONDS = {"remote_ask": "ask_seconds", "remote_read": "read_seconds", "remote_write": "write_seconds"}

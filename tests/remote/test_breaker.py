@@ -54,9 +54,9 @@ def test_the_first_success_closes_it_and_the_delays_begin_anew_when_it_has_worke
     for _ in range(4):
         clock.now += 100
         breaker.takes_probe()
-    breaker.succeeded(small=True)
+    breaker.succeeded(question=True)
     assert not breaker.closed
-    breaker.succeeded(small=True, probe=True)
+    breaker.succeeded(question=True, probe=True)
     assert breaker.closed
     assert breaker.probe_in() is None
     for _ in range(FAILURES):
@@ -78,9 +78,9 @@ def test_an_engine_that_answers_questions_and_gives_no_image_is_left_alone():
         clock.now += 1
         if not breaker.closed:
             if breaker.takes_probe():
-                breaker.succeeded(small=True, probe=True)
+                breaker.succeeded(question=True, probe=True)
             continue
-        breaker.succeeded(small=True)
+        breaker.succeeded(question=True)
         breaker.failed("cut off")
         waits.append(breaker.probe_in())
     assert len([wait for wait in waits if wait is not None]) < 16
@@ -89,9 +89,9 @@ def test_an_engine_that_answers_questions_and_gives_no_image_is_left_alone():
 def test_questions_that_fail_now_and_then_are_not_in_a_row():
     breaker = Breaker("engine")
     for _ in range(10):
-        breaker.failed("timed out", small=True)
+        breaker.failed("timed out", question=True)
         breaker.failed("timed out")
-        breaker.succeeded(small=True)
+        breaker.succeeded(question=True)
         breaker.succeeded()
     assert breaker.closed
 

@@ -459,6 +459,29 @@ def test_what_the_server_will_not_do_has_a_reason(resp_server, open_it):
         assert len(whole._idle) == 1  # another's name is no failure
 
 
+def test_a_replica_lists_what_is_left_of_a_folder(resp_server, open_it):
+    """It can't take what was evicted off the list."""
+    with resp_server() as server, resp_server(options=("--replicaof", f"{LOOPBACK} {server.port}")) as replica:
+        primary, reader = (open_it(f"valkey://{LOOPBACK}:{one.port}") for one in (server, replica))
+        for name in ("folder/a", "folder/b"):
+            primary.put(name, b"1", listed=True)
+        until(lambda: len(reader.names_under("folder")) == 2)
+        primary._call([("DEL", "folder/a")], time.monotonic() + 5)
+        until(lambda: reader.sizes(["folder/a"]) == [None])
+        assert reader.names_under("folder") == ["folder/b"]
+
+
+def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+    """A replica may still be loading."""
+    end = time.monotonic() + seconds
+    while True:
+        with suppress(EngineError):
+            if condition():
+                return
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
 @contextmanager
 def liar(answer: bytes) -> Iterator[int]:
     """A port where every connection gets `answer` again and again. No real server does that."""

@@ -215,7 +215,7 @@ class Forger:
 def test_of_ten_thousand_harmed_images_none_is_believed(machine, monkeypatch, tmp_path, sealed):
     engine = DictEngine()
     monkeypatch.setattr("prefixcache.remote.client.open_engine", lambda url, **options: engine)
-    monkeypatch.setattr("prefixcache.tiers.remote_promotion.LEAST_PATIENCE", 10.0)  # what is missed, is for what it is
+    monkeypatch.setattr("prefixcache.tiers.remote_promotion.MIN_TIMEOUT", 10.0)  # what is missed, is for what it is
     (tmp_path / "theirs.key").write_text("7b" * 32)
     how: dict[str, Any] = {"remote_timeout": 30.0, **({} if sealed else {"remote_key_file": None})}
 

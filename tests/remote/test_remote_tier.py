@@ -126,6 +126,16 @@ def test_with_an_ssd_an_image_is_durable_there_before_it_leaves(machine, engine,
     assert min(files.values()) >= 1
 
 
+def test_with_an_ssd_the_windows_that_another_machine_needs_leave_at_the_first_hit(machine, tmp_path):
+    cache = machine(ssd_dir=tmp_path / "a", ssd=100_000_000)
+    for end in (256, 512, 600):
+        put(cache, LONG[:end], states.windowed)
+    got(cache, [*LONG[:600], 0])  # ends inside a block; elsewhere it ends at 512
+    cache.flush(10)
+    sent(cache)
+    assert brought(machine(), LONG[:600]) == 512
+
+
 def test_after_a_restart_the_next_hit_sends_what_the_ssd_has(machine, engine, tmp_path):
     cache = machine(ssd_dir=tmp_path / "a", ssd=100_000_000)
     put(cache, LONG)
@@ -427,7 +437,7 @@ def test_where_computing_is_quicker_nothing_is_read(machine, engine):
     shared(machine(), LONG)
     other = machine()
     assert brought(other, LONG, prefill_rate=1e9) == 0
-    assert other.stats().remote.passed == 1
+    assert other.stats().remote.skipped == 1
     assert brought(other, LONG, prefill_rate=100.0) == 768
 
 
@@ -472,6 +482,35 @@ def test_an_engine_that_refuses_whatever_is_written_is_read_and_asked_on(machine
     assert brought(machine(), LONG) == 768
 
 
+def test_what_a_hit_could_not_use_is_still_known_to_be_there(machine, engine):
+    cache = machine(remote_admission="always")
+    put(cache, LONG, states.windowed)  # stored once: the windows of its end only, which don't leave
+    sent(cache)
+    assert len(rows_of(engine)) == 3
+    other = machine(remote_admission="always")
+    assert brought(other, LONG) == 0
+    puts = engine.calls["put"]
+    put(other, LONG, states.windowed)
+    sent(other)
+    assert engine.calls["put"] == puts
+
+
+def test_a_layout_that_was_damaged_is_sent_anew_once(machine, engine):
+    cache = machine(remote_admission="always")
+    put(cache, LONG)
+    sent(cache)
+    (layout,) = (name for name in engine.images if "/layouts/" in name)
+    engine.images[layout] = b"xx"
+    other = machine(remote_admission="always")
+    assert brought(other, LONG) == 0
+    assert other.stats().remote.refused == 1
+    for number in range(3):
+        put(other, [number] * 300)
+        sent(other)
+    assert engine.calls["put"] == 1 + 1 + 3 + 1 + 3  # the key's note, a layout, three blocks; the layout, three blocks
+    assert brought(machine(), LONG) == 768
+
+
 def test_a_rate_that_is_too_slow_is_measured_again_with_nobody_waiting(machine, engine, monkeypatch):
     shared(machine(), LONG)
     cache = machine(remote_admission="never")
@@ -483,7 +522,7 @@ def test_a_rate_that_is_too_slow_is_measured_again_with_nobody_waiting(machine, 
     while cache.match(LONG, model="m").ram < 768:  # what was read to measure is kept
         assert time.monotonic() < until
         time.sleep(0.01)
-    assert cache.stats().remote.passed == 1
+    assert cache.stats().remote.skipped == 1
     until = time.monotonic() + 10
     while brought(cache, LONG, prefill_rate=1000.0) < 768:
         assert time.monotonic() < until
@@ -539,7 +578,7 @@ def test_closing_sends_what_waits(machine, engine):
 def test_a_fetch_that_reads_ahead_ends_when_the_remote_tier_has_nothing_and_the_ssd_has_more_than_ram(
     machine, engine, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("prefixcache.tiers.remote_promotion.LEAST_PATIENCE", 2.0)  # the SSD ends first
+    monkeypatch.setattr("prefixcache.tiers.remote_promotion.MIN_TIMEOUT", 2.0)  # the SSD ends first
     tokens = list(range(4000))
     cache = machine(ssd_dir=tmp_path / "a", ssd=100_000_000)
     put(cache, tokens)

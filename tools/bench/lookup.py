@@ -19,10 +19,10 @@ if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
-import xxhash
 
 from prefixcache import PrefixCache, Raw
 from prefixcache.blocks.node import BLOCK, BLOCK_BYTES, Tree
+from prefixcache.trace.format import block_keys
 from tools.bench import report
 from tools.bench.prompts import MODEL, Shape, draw, filled
 from tools.bench.report import Figure
@@ -70,12 +70,12 @@ def match(scale: str) -> Iterator[Figure]:
                     taken[kind][which].append(time.perf_counter() - begin)
                     assert found.ram == depth, (found, depth)
             begin = time.perf_counter()
-            _digests(prompt)
+            block_keys(bytes(32), prompt.tobytes())
             hashing.append(time.perf_counter() - begin)
         visits = _visits(many, prompts[1], chance)
     kinds = {kind: [statistics.median(times) for times in both] for kind, both in taken.items()}
     medians = [max(both[i] for both in kinds.values()) for i in (0, 1)]  # the bar is for the slower kind
-    reference = f"128 xxh3 digests of as many tokens: {statistics.median(hashing) * 1e6:.0f} us"
+    reference = f"the keys (SHA-256) of as many tokens: {statistics.median(hashing) * 1e6:.0f} us"
     raw = {"blocks": [small, large], "median_s": medians, "by_kind_s": kinds,
            "p99_s": [float(np.quantile([*taken["whole"][i], *taken["diverging"][i]], 0.99)) for i in (0, 1)]}  # fmt: skip
     for i, blocks in enumerate(BLOCKS[scale]):
@@ -144,13 +144,6 @@ def _visits(cache: PrefixCache, prompts: list[np.ndarray], chance: np.random.Gen
         f"<= 130 + log2(siblings) = {bar:.0f}", f"blocks of the prompt: {LONG // BLOCK}", max(counted, seen) <= bar,
         {"counted": counted, "seen": seen, "bar": bar},
     )  # fmt: skip
-
-
-def _digests(tokens: np.ndarray) -> bytes:
-    raw, key = tokens.tobytes(), b"\0" * 16
-    for at in range(0, len(raw), BLOCK_BYTES):
-        key = xxhash.xxh3_128_digest(key + raw[at : at + BLOCK_BYTES])
-    return key
 
 
 def siblings(scale: str) -> Iterator[Figure]:

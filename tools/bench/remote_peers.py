@@ -169,7 +169,7 @@ def _stopped(client: Any, gap: Gap, peers: dict[str, Peer]) -> Figure:
         began = time.perf_counter()
         if client.ready:
             with suppress(EngineError):
-                client.sizes([Asking(client, gap.root).name(gap.rows(0))], 0.1)  # the tier's least patience
+                client.sizes([Asking(client, gap.root).name(gap.rows(0))], 0.1)  # MIN_TIMEOUT of the tier
         waits.append(time.perf_counter() - began)
     beside = []
     for which in NAMES:

@@ -272,7 +272,7 @@ class Server:
             told = stats.remote
             counts = {
                 "images read": told.read_images, "images written": told.written_images, "images refused": told.refused,
-                "calls failed": told.errors, "reads late": told.late, "hit tokens": stats.counters.remote_hit_tokens,
+                "calls failed": told.errors, "reads late": told.timeouts, "hit tokens": stats.counters.remote_hit_tokens,
             }  # fmt: skip
             self.pipe.tell("remote", counts, round(self._waited, 3))
         if stats.ram_held > stats.ram_limit:

@@ -24,14 +24,14 @@ def errors_told(directory: Path, *, as_json: bool) -> Iterator[None]:
     try:
         yield
     except (SsdError, OSError, sqlite3.Error) as error:
-        reason = _reason(directory, error)
+        reason = reason_of(directory, error)
         complain(reason)
         if as_json:
             print_json({"directory": str(directory), "error": reason})
         raise typer.Exit(2) from None
 
 
-def _reason(directory: Path, error: Exception) -> str:
+def reason_of(directory: Path, error: Exception) -> str:
     if isinstance(error, IndexBroken):
         return f"{str(directory)!r}: the index can't be read: {error}; run prefixcache reconcile on it"
     if isinstance(error, sqlite3.Error):

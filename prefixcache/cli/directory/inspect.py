@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from prefixcache.cli.directory.argument import errors_told
 from prefixcache.cli.directory.facts import KINDS, Facts, describe
 from prefixcache.cli.directory.remote import describe_remote, show_remote
 from prefixcache.cli.text import age, complain, console, foreign, many, print_json, refusing, size
-from prefixcache.ssd import SsdError, Survey, survey
+from prefixcache.ssd import Survey, survey
 from prefixcache.ssd.selection import model_meant
 
 ROWS = 200  # of a table, without --all
@@ -65,7 +64,7 @@ def inspect(
     directory, not one of prefixcache's, not readable, written by a newer release.
     """
     if remote is not None and not kernels:
-        with refusing((SsdError, sqlite3.Error)):
+        with refusing():
             told = describe_remote(remote, remote_key_file, remote_ca_file, directory)
         if as_json:
             print_json(told)

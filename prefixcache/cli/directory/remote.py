@@ -6,6 +6,7 @@ for counts as used.
 from __future__ import annotations
 
 import os
+import sqlite3
 import statistics
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from prefixcache.cli.directory.argument import reason_of
 from prefixcache.cli.text import Refused, foreign, many
 from prefixcache.image_format import SNAPSHOT
 from prefixcache.keys import BLOCK, TOKEN_BYTES
@@ -21,6 +23,7 @@ from prefixcache.remote.client import Client, open_client
 from prefixcache.remote.engine import EngineError
 from prefixcache.remote.sealing import image_name
 from prefixcache.ssd.directory import Directory, holder
+from prefixcache.ssd.errors import SsdError
 from prefixcache.ssd.index import reading
 from prefixcache.ssd.rows import read_entries
 
@@ -55,7 +58,10 @@ def describe_remote(url: str, key_file: Path | None, ca_file: Path | None, direc
             times.append(time.monotonic() - began)
         facts: Facts = {"remote": engine.label, **about, "answer_seconds": statistics.median(times), "key": KEYS[key]}
         if directory is not None:
-            asked, there = _of_directory(client, directory)
+            try:
+                asked, there = _of_directory(client, directory)
+            except (SsdError, OSError, sqlite3.Error) as error:
+                raise Refused(reason_of(directory, error)) from error
             facts |= {"directory": str(directory), "asked_images": asked, "images_there": there}
         return facts
     except EngineError as error:
