@@ -229,16 +229,16 @@ def snapshot_folder(seal: Seal, root: bytes, parent: bytes) -> str:
 
 def layouts_folder(seal: Seal, model: str, codec: str) -> str:
     """Where the layouts of a model with a codec (JSON) are kept."""
-    return f"{VERSION}/layouts/{seal.opaque(_digest(canonical([model, codec])))}"
+    return f"{VERSION}/layouts/{seal.opaque(_digest(canonical([model, codec]).encode()))}"
 
 
-def layout_id(seal: Seal, layout: str) -> str:
-    """The last part of the name of a layout (JSON)."""
+def layout_id(seal: Seal, layout: bytes) -> str:
+    """The last part of the name of a layout (JSON as UTF-8)."""
     return seal.opaque(_digest(layout))
 
 
-def _digest(text: str) -> bytes:
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+def _digest(text: bytes) -> bytes:
+    return hashlib.blake2b(text, digest_size=16).digest()
 
 
 def _folder(seal: Seal, root: bytes, kind: Kind) -> str:

@@ -40,8 +40,8 @@ class _Target(NamedTuple):
 def open_engine(url: str, *, timeout: float, connect_timeout: float, ca_file: Path | None) -> Engine:
     """The engine that `url` names; nothing is connected to yet. Times in seconds: of a whole call, of its connecting.
 
-    `ca_file`: certificates (PEM) to trust. ValueError for a URL or file that makes no engine, ImportError for a package that
-    is missing.
+    `ca_file`: certificates (PEM) to trust; with some, TLS is spoken on loopback, too. ValueError for a URL or file that makes
+    no engine, ImportError for a package that is missing.
     """
     target = _parse(url)
     label = redacted(url)
@@ -58,7 +58,7 @@ def open_engine(url: str, *, timeout: float, connect_timeout: float, ca_file: Pa
             target.port or 6379,
             timeout=timeout,
             connect_timeout=connect_timeout,
-            tls=target.tls,
+            tls=target.tls or ca_file is not None,
             prefix=target.path.strip("/"),
             database=int(target.options.get("db", 0)),
             username=target.username or os.environ.get("VALKEY_USERNAME") or None,
@@ -99,7 +99,7 @@ def _parse(url: str) -> _Target:
         port = parts.port
         host = parts.hostname
     except ValueError:
-        remedy = "write it as valkey://HOST:6379 or s3://BUCKET/PREFIX"
+        remedy = "write it as valkey://HOST:6379 or s3://BUCKET/PREFIX; in a password, %2F for /, %23 for #, %40 for @"
         raise _refused(url, "not a URL, or its port is not one", remedy) from None
     scheme = parts.scheme
     if scheme not in (*_VALKEY, *_OBJECTS, "file"):

@@ -289,10 +289,10 @@ class RemoteTier:
 
     def _learn_one(self, name: str, text: bytes, prompt: Prompt) -> None:
         client, id = self._client, name.rpartition("/")[2]
+        if layout_id(client.seal, text) != id:
+            return client.refuse(name, "it is not the layout that its name says")
         try:
             layout = text.decode()
-            if layout_id(client.seal, layout) != id:
-                return client.refuse(name, "it is not the layout that its name says")
             self._layouts.learn(prompt.model, layout, prompt.salt)
         except ValueError as error:  # its text may quote the layout
             self._unusable.add(id)

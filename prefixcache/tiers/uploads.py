@@ -19,6 +19,7 @@ import numpy as np
 from prefixcache.blocks.node import Slot
 from prefixcache.image_format import ROWS, SNAPSHOT, WINDOW
 from prefixcache.keys import root_key
+from prefixcache.remote.breaker import FAILURES
 from prefixcache.remote.client import Client
 from prefixcache.remote.engine import EngineError
 from prefixcache.remote.sealing import Seal, image_name, layout_id, layouts_folder
@@ -122,8 +123,10 @@ class Uploads:
         that failed works again.
         """
         if probes:
-            with suppress(EngineError):
-                self._client.compare_keys(self._writes)
+            for _ in range(FAILURES):  # then the breaker says so, and a probe finds when it works
+                with suppress(EngineError):
+                    self._client.compare_keys(self._writes)
+                    break
         while (batch := self._next(probes)) is not None:
             try:
                 if batch:
@@ -232,7 +235,7 @@ class Uploads:
 
     def _layout_name(self, row: NamespaceRow) -> str:
         folder = layouts_folder(self._client.seal, row.model, row.codec)
-        return f"{folder}/{layout_id(self._client.seal, row.layout)}"
+        return f"{folder}/{layout_id(self._client.seal, row.layout.encode())}"
 
 
 def name_of(seal: Seal, slot: Slot) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -390,6 +391,23 @@ def test_an_engine_that_is_down_costs_nothing_after_two_failures_and_comes_back_
     assert "works again" in said[1]
 
 
+def test_an_engine_that_is_down_at_the_start_is_told_at_once_and_asked_again(machine, engine, caplog):
+    engine.down = "refused: access denied"
+    cache = machine()
+    until(lambda: not cache.stats().remote.reading)
+    assert "reading: refused: access denied; going on without it" in caplog.text
+    engine.down = ""
+    until(lambda: cache.stats().remote.reading)
+    until(lambda: "v1/key" in engine.images)
+
+
+def until(condition: Callable[[], bool], seconds: float = 10) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def test_an_engine_that_does_not_answer_is_waited_for_once_and_briefly(machine, engine):
     shared(machine(), LONG)
     other = machine()
@@ -495,12 +513,15 @@ def test_what_a_hit_could_not_use_is_still_known_to_be_there(machine, engine):
     assert engine.calls["put"] == puts
 
 
-def test_a_layout_that_was_damaged_is_sent_anew_once(machine, engine):
+@pytest.mark.parametrize("key", [True, False])
+@pytest.mark.parametrize("damaged", [b"xx", b"\xff" * 300])
+def test_a_layout_that_was_damaged_is_refused_and_sent_anew_once(machine, engine, key_file, key, damaged):
+    machine = partial(machine, remote_key_file=key_file if key else None)
     cache = machine(remote_admission="always")
     put(cache, LONG)
     sent(cache)
     (layout,) = (name for name in engine.images if "/layouts/" in name)
-    engine.images[layout] = b"xx"
+    engine.images[layout] = damaged
     other = machine(remote_admission="always")
     assert brought(other, LONG) == 0
     assert other.stats().remote.refused == 1

@@ -12,6 +12,7 @@ from prefixcache.redaction import redacted
 from prefixcache.remote.url import check_url, open_engine
 
 from .conftest import Open
+from .servers import certificates
 
 
 def refusal(url: str, has_key: bool = True) -> str:
@@ -175,6 +176,10 @@ def test_a_proxy_between_this_machine_and_itself_is_refused(monkeypatch):
 )
 def test_tls_is_spoken_off_this_machine_whatever_the_scheme(url: str, tls: bool, open_it: Open):
     assert (open_it(url)._options["tls"] is not None) is tls  # type: ignore[attr-defined]
+
+
+def test_a_ca_file_means_tls_on_this_machine_too(open_it, tmp_path):
+    assert open_it("valkey://127.0.0.1", ca_file=certificates(tmp_path).ca)._options["tls"] is not None
 
 
 def test_passwords_of_the_url_win_and_may_be_quoted(open_it, monkeypatch):
