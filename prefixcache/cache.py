@@ -570,6 +570,8 @@ class PrefixCache:
         """AssertionError when an invariant of the graph, the budget or the orders of eviction does not hold."""
         with self._storage.lock:
             self._storage.graph.check_integrity()
+            for tier in self._storage.lower:
+                tier.check_integrity()
 
     def flush(self, timeout: float | None = None) -> bool:
         """Make what RAM holds durable, as far as the SSD's limit has room. False when that did not end within `timeout`

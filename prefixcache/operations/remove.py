@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from prefixcache.blocks.lookup import required_images
 from prefixcache.blocks.node import Node
-from prefixcache.image_format import SNAPSHOT
+from prefixcache.image_format import ROWS, SNAPSHOT, WINDOW
+from prefixcache.keys import BLOCK, TOKEN_BYTES, chain
+from prefixcache.tiers.lower_tier import LowerTier
+from prefixcache.tiers.namespace import Namespace
 from prefixcache.tiers.prompt import Prompt
 from prefixcache.tiers.storage import Storage
 
@@ -14,14 +19,18 @@ def remove(storage: Storage, prompt: Prompt) -> int:
     freed = 0
     with storage.lock:
         for namespace in prompt.namespaces():
+            unindexed = sum(_remove_unindexed(storage, tier, prompt, namespace) for tier in storage.lower)
             walk = prompt.walk(namespace)
-            if walk.depth != len(prompt) or not walk.nodes:
-                continue
-            for slot in required_images(walk, walk.depth, storage.graph.last):
-                if slot.kind == SNAPSHOT:  # the state of this boundary is the prompt's alone
-                    freed += storage.discard(slot)
-            if walk.partial is None:
-                freed += _remove_blocks(storage, walk.nodes[-1])
+            if walk.depth == len(prompt) and walk.nodes:
+                for slot in required_images(walk, walk.depth, storage.graph.last):
+                    if slot.kind == SNAPSHOT:  # the state of this boundary is the prompt's alone
+                        freed += storage.discard(slot)
+                # Part of a block is another prompt's, but where only a state makes a boundary.
+                if walk.partial is None or walk.tree.snapshots:
+                    freed += _remove_blocks(storage, walk.nodes[-1])
+            elif unindexed and walk.path and walk.partial is None:  # the end of it was not indexed
+                freed += _remove_blocks(storage, walk.path[-1])
+            freed += unindexed
     return freed
 
 
@@ -32,6 +41,34 @@ def _remove_blocks(storage: Storage, node: Node) -> int:
         parent = node.parent
         if any(parent.snapshots_of(node.tokens)):
             break  # a boundary that is stored needs its rows
+        if any(entry.parent == node.key for tier in storage.lower for entry in tier.unindexed.values()):
+            break  # a prompt that is not indexed does
         freed += sum(storage.discard(slot) for slot in [*node.windows, node.rows] if slot is not None)
         node = parent
     return freed
+
+
+def _remove_unindexed(storage: Storage, tier: LowerTier, prompt: Prompt, namespace: Namespace) -> int:
+    """The same of what a tier has and the graph doesn't, for want of RAM: the state at the prompt's end, and blocks, the last
+    one first.
+    """
+    if not tier.unindexed:
+        return 0
+    step = BLOCK * TOKEN_BYTES
+    blocks = [prompt.token_bytes[at : at + step] for at in range(0, len(prompt.token_bytes), step)]
+    keys = [namespace.row.root, *prompt.keys(namespace)]
+    keys += [chain(keys[-1], blocks[-1])] if len(keys) <= len(blocks) else []
+    removed = [(SNAPSHOT, chain(keys[-2], blocks[-1]))] if blocks else []
+    entries = [entry for entry in tier.unindexed.values() if entry.address not in removed]
+    dependents = Counter(entry.parent for entry in entries if entry.kind != WINDOW)
+    states = {entry.key for entry in entries if entry.kind == SNAPSHOT}
+    for block, key, parent in zip(blocks[::-1], keys[:0:-1], keys[-2::-1], strict=True):
+        address = ROWS, key
+        if address not in tier.unindexed or address in storage.graph.slots or dependents[key]:
+            break
+        ends = range(TOKEN_BYTES, len(block) + 1, TOKEN_BYTES) if states else ()
+        if any(chain(parent, block[:end]) in states for end in ends):
+            break  # a boundary that is stored needs its rows
+        removed += [address, *(entry.address for entry in entries if entry.kind == WINDOW and entry.parent == key)]
+        dependents[parent] -= 1
+    return tier.delete_unindexed(removed)

@@ -282,6 +282,8 @@ class Client:
         began = time.monotonic()
         memory = getattr(self._sealing, "memory", None)
         self.forget_memory()  # unless the engine is done with it
+        if memory is not None and memory.nbytes < data.nbytes + self.seal.overhead:
+            memory = None  # before more is taken: RAM was reserved for the larger one
         sealed = self.seal.seal(name, data, memory)
         try:
             self._guarded(self.writing, False, self.engine.put, name, sealed.data, listed)
@@ -289,7 +291,7 @@ class Client:
             self.probe_bytes = sealed.nbytes
             raise
         if self.seal.overhead:
-            self._sealing.memory = sealed if memory is None or memory.nbytes < sealed.nbytes else memory
+            self._sealing.memory = sealed if memory is None else memory
         self.counters.add(written_images=1, written_bytes=data.nbytes + self.seal.overhead)
         self.counters.write_seconds.observe(time.monotonic() - began)
         with self._lock:

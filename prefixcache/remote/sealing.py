@@ -88,7 +88,7 @@ class Seal(Protocol):
         """How a part of a name stands in it, in hex digits."""
 
     def seal(self, name: str, data: np.ndarray, memory: np.ndarray | None = None) -> np.ndarray:
-        """The bytes (uint8) to keep under a name. They may stand in `memory` (uint8), where that is large enough."""
+        """The bytes (uint8) to keep under a name. They may stand in `memory` (uint8), which is large enough."""
 
     def unseal(self, name: str, nbytes: int) -> Unsealing:
         """Begin to unseal the `nbytes` that are kept under a name."""
@@ -134,7 +134,7 @@ class KeySeal:
 
     def seal(self, name: str, data: np.ndarray, memory: np.ndarray | None = None) -> np.ndarray:
         nbytes, nonce = data.nbytes + OVERHEAD, os.urandom(NONCE)
-        sealed = np.empty(nbytes, np.uint8) if memory is None or memory.nbytes < nbytes else memory[:nbytes]
+        sealed = np.empty(nbytes, np.uint8) if memory is None else memory[:nbytes]
         sealed[:NONCE] = np.frombuffer(nonce, np.uint8)
         self._cipher.encrypt_into(nonce, data.data, name.encode(), sealed[NONCE:].data)
         return sealed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -38,7 +37,8 @@ class LowerTier:
     def __init__(self, storage: Storage, number: int):
         self._storage = storage
         self.number = number
-        self.unindexed: deque[Entry] = deque()  # images that are there, not in the graph for want of RAM; oldest first
+        # Images that are there, not in the graph for want of RAM, or beside a slot that was stored again; oldest first.
+        self.unindexed: dict[Address, Entry] = {}
 
     # -- opening ------------------------------------------------------------------------------------------------------
 
@@ -64,14 +64,14 @@ class LowerTier:
         with storage.lock, reservation:
             for entry in entries:
                 if entry.used < oldest or not self._add(entry, reservation):
-                    self.unindexed.append(entry._replace(tokens=b"", extra=""))
+                    self.unindexed[entry.address] = entry._replace(tokens=b"", extra="")
             graph.recency.sort_below_ram(graph.slots.values())
             graph.recency.clock = max(graph.recency.clock, tier.max_tick())
             for slot in [slot for slot in graph.slots.values() if may_be_superseded(slot.node)]:
                 storage.drop_superseded(slot)  # what a crash left beside its successor
         storage.budget.peak = storage.budget.held().total
         if self.unindexed:
-            self.unindexed = deque(sorted(self.unindexed, key=lambda e: (e.used, -e.start)))
+            self.unindexed = dict(sorted(self.unindexed.items(), key=lambda item: (item[1].used, -item[1].start)))
         self._enforce_limit()
         if self.unindexed:
             log.warning("%s: %d of %d images are not indexed: ram is too small, or their parents are gone",
@@ -126,11 +126,10 @@ class LowerTier:
         tier, graph = self.tier, self._storage.graph
         while (missing := tier.used + nbytes - tier.limit) > 0:
             if self.unindexed:
-                entry = self.unindexed.popleft()
-                known = graph.slots.get(entry.address)
-                if known is None or not (
-                    known.is_in(self.number) or known.pending
-                ):  # else it was stored again meanwhile
+                address, entry = next(iter(self.unindexed.items()))
+                del self.unindexed[address]
+                known = graph.slots.get(address)
+                if known is None or not self._has(known):  # else it is being written again
                     tier.delete([entry])
                 continue
             if slot is None or spilled is None:
@@ -158,16 +157,22 @@ class LowerTier:
 
     def delete(self, slot: Slot) -> None:
         """A slot's image is deleted from the tier, or its write is cancelled."""
+        self.unindexed.pop((slot.kind, slot.key), None)
         self.tier.delete([entry_of(slot)])
         self._storage.graph.drop(slot, self.number)
 
-    def delete_unindexed(self) -> None:
-        self.tier.delete(self.unindexed)
-        self.unindexed.clear()
+    def delete_unindexed(self, addresses: Iterable[Address] | None = None) -> int:
+        """Delete images that are not indexed: those of these addresses that there are, or all. Returns their bytes."""
+        chosen = list(self.unindexed) if addresses is None else addresses
+        entries = [entry for address in chosen if (entry := self.unindexed.pop(address, None)) is not None]
+        self.tier.delete(entries)
+        return sum(entry.nbytes for entry in entries)
 
     def unindex(self, slot: Slot) -> None:
         """An image leaves the graph for want of RAM: it stays in the tier, and is indexed again at the next opening."""
-        self.unindexed.append(entry_of(slot)._replace(tokens=b"", extra=""))
+        entry = entry_of(slot)._replace(tokens=b"", extra="")
+        self.unindexed.pop(entry.address, None)  # it may stand there from before, as an older one
+        self.unindexed[entry.address] = entry
         self._storage.graph.drop(slot, self.number)
         self._storage.graph.drop(slot, 0)
 
@@ -192,6 +197,7 @@ class LowerTier:
             graph.write_finished(slot, self.number, used_since)
             if error is None:
                 slot.checksum = entry.checksum
+                self.unindexed.pop(entry.address, None)
                 graph.place(slot, self.number, disk=entry.disk)
                 if used_since:
                     graph.recency.unflushed.setdefault(slot, 0)
@@ -217,9 +223,15 @@ class LowerTier:
             for slot in list(graph.slots.values()):
                 if slot.is_in(self.number) and (slot.kind, slot.key) not in kept:
                     graph.drop(slot, self.number)
-            self.unindexed = deque(entry for entry in self.unindexed if entry.address in kept)
+            self.unindexed = {address: entry for address, entry in self.unindexed.items() if address in kept}
             storage.spilling.write_through(graph.orders[0])
             storage.changed.notify_all()
+
+    def check_integrity(self) -> None:
+        """AssertionError when an image is indexed and not. Called under the storage's lock."""
+        for address in self.unindexed:
+            slot = self._storage.graph.slots.get(address)
+            assert slot is None or not slot.is_in(self.number), "an image stands in the graph and in `unindexed`"
 
     def _has(self, slot: Slot) -> bool:
         return (slot.tiers | slot.pending) >> self.number & 1 == 1

@@ -70,6 +70,8 @@ class Storage:
         for tier in self.lower:
             if slot.is_in(tier.number) or slot.pending >> tier.number & 1:
                 tier.delete(slot)
+            else:
+                tier.delete_unindexed([(slot.kind, slot.key)])
         if slot.pending:
             self.graph.detach(slot)
             return slot.nbytes
@@ -88,6 +90,9 @@ class Storage:
     def keep(self, sequences: int) -> int:
         """Delete the least recent images until no more than so many sequences are left. Returns how many are."""
         with self.lock:
+            if self.graph.leaves.total() >= sequences:
+                for tier in self.lower:
+                    tier.delete_unindexed()  # less recent than all that is indexed
             while (kept := self.graph.leaves.total()) > sequences and (
                 slot := least_recent_leaf(self.graph)
             ) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixcache.image_format import FORMAT, KINDS, SNAPSHOT
+from prefixcache.remote.client import Client
 from prefixcache.remote.engine import PIECE
 from prefixcache.remote.sealing import (
     OVERHEAD,
@@ -23,6 +25,7 @@ from prefixcache.remote.sealing import (
     image_name,
     snapshot_folder,
 )
+from tests.remote.dict_engine import DictEngine
 
 OURS, THEIRS = KeySeal(FleetKey(b"o" * 32)), KeySeal(FleetKey(b"t" * 32))
 IMAGE = np.arange(1000, dtype=np.uint8)
@@ -92,12 +95,24 @@ def test_fewer_bytes_than_were_announced_are_no_image(seal):
             unsealed(seal, "v1/a", sealed[: len(sealed) - missing], nbytes=len(sealed))
 
 
-def test_the_next_image_is_sealed_in_the_memory_of_the_one_before_where_it_fits():
-    memory = np.empty(500 + OVERHEAD, np.uint8)
-    for nbytes, fits in ((500, True), (20, True), (501, False)):
-        sealed = OURS.seal("v1/a", IMAGE[:nbytes], memory)
-        assert np.shares_memory(sealed, memory) == fits
-        assert np.array_equal(unsealed(OURS, "v1/a", sealed.tobytes()), IMAGE[:nbytes])
+def test_the_next_image_is_sealed_in_the_memory_of_the_one_before_or_that_is_free():
+    taken = []
+
+    class Watched(KeySeal):
+        def seal(self, name, data, memory=None):
+            if memory is None:
+                assert not any(one() is not None for one in taken)
+            sealed = super().seal(name, data, memory)
+            assert memory is None or np.shares_memory(sealed, memory)
+            taken.extend([weakref.ref(sealed)] if memory is None else [])
+            return sealed
+
+    client = Client(engine := DictEngine(), Watched(FleetKey(b"o" * 32)))
+    for nbytes in (500, 20, 500, 501, 900, 3):
+        client.write("v1/a", IMAGE[:nbytes])
+        assert np.array_equal(unsealed(OURS, "v1/a", engine.images["v1/a"]), IMAGE[:nbytes])
+    assert len(taken) == 3
+    client.close()
 
 
 def test_one_image_is_never_sealed_twice_to_the_same_bytes():
