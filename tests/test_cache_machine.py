@@ -39,8 +39,10 @@ class Watch(threading.Thread):
 
     def run(self):
         while not self.stop.wait(0.0005):
-            held = self.budget.held()
-            if held.total > self.budget.limit or min(held) < 0:
+            before, held = self.budget.bound, self.budget.held()
+            if (
+                held.total > max(before, self.budget.bound) or min(held) < 0
+            ):  # a lowered limit's falls with what is held
                 self.over.append(held)
 
 
@@ -155,6 +157,15 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.trim_to(self.cache.stats().ram_limit // part if part else 0)
         if "ssd_dir" not in self.options or self.options["spill"] == "drop":
             self.sure.clear()
+
+    @precondition(lambda self: "ssd_dir" in self.options and self.options["ram"])
+    @rule(ram=st.sampled_from([5_000, 20_000, 60_000]))
+    def unindex(self, ram):
+        """For a moment RAM has no room to index what the SSD has: that is known again after a restart."""
+        self.cache.resize(ram=ram, wait=5)
+        self.cache.resize(ram=self.options["ram"])
+        self.sure.clear()
+        self.promised.clear()
 
     @rule()
     def flush(self):

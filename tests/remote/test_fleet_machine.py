@@ -25,7 +25,11 @@ from tests import states
 from tests.remote.dict_engine import DictEngine
 from tests.remote.fleet import sent
 
-KINDS = {"dense": states.sliceable, "window": states.windowed, "recurrent": states.hybrid}
+KINDS = {
+    "dense": states.sliceable,
+    "window": lambda tokens: states.windowed(tokens, chunk=512),  # windows of two blocks are whole, and so are sent
+    "recurrent": states.hybrid,
+}
 PROMPTS = st.tuples(
     st.lists(st.integers(0, 2), min_size=1, max_size=6),  # blocks that prompts share
     st.integers(0, 300),  # tokens after them
