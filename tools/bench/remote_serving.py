@@ -115,7 +115,7 @@ def _in_turns(
 def _given_up(server: Server) -> float:
     """Calls of the engine that failed or came too late, and prompts that were not worth reading, so far."""
     metrics = server.metrics()
-    return sum(metrics[f"prefixcache_remote_{what}_total"] for what in ("errors", "late_reads", "passed_reads"))
+    return sum(metrics[f"prefixcache_remote_{what}_total"] for what in ("errors", "timeouts", "skipped_prompts"))
 
 
 def _until_sent(server: Server) -> None:
