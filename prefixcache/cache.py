@@ -16,6 +16,7 @@ import sqlite3
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from prefixcache.blocks.node import RAM, Slot
 from prefixcache.codecs import Codec, TurboQuant
 from prefixcache.codecs.transform.bases import Bases
 from prefixcache.codecs.turboquant import backends as turboquant_backends
-from prefixcache.keys import BLOCK, Tokens, as_model, as_salt, as_tokens
+from prefixcache.keys import BLOCK, Tokens, as_model, as_salt, as_tokens, canonical
 from prefixcache.layers.classes import allow
 from prefixcache.layers.decoded import Decoded
 from prefixcache.layers.encode import evaluate
@@ -46,6 +47,7 @@ from prefixcache.operations.pins import Pins
 from prefixcache.operations.remove import remove
 from prefixcache.operations.stats import collect_stats
 from prefixcache.operations.store import Store
+from prefixcache.ranks.agreement import Ranks, number_of
 from prefixcache.remote.client import Client, open_client
 from prefixcache.settings import Settings, parse_size
 from prefixcache.ssd import Ssd
@@ -64,6 +66,7 @@ RECENCY_FLUSH_INTERVAL = 60.0  # seconds after which a hit tells the index what 
 RECENCY_FLUSH_SLOTS = 8192  # or so many that it has not heard of
 LONGEST = 1 << 24  # tokens that a fetch leaves room for
 LAST_UPLOADS = 5.0  # seconds that close() gives to what waits for the remote tier
+ATTEMPTS = 8  # of the ranks of a group, to take a hit that none of them turns out to lack
 INTERRUPTED_CLOSE = 5.0  # seconds that an interrupted close() gives the SSD
 
 _open: set[PrefixCache] = set()  # those that have a directory, until they are closed
@@ -99,8 +102,12 @@ class PrefixCache:
     it is asked for `fetch` (`promote=True`) and `store` (the setting `spill="wait"`).
     """
 
-    def __init__(self, settings: Settings | None = None, **values: Any):
+    def __init__(self, settings: Settings | None = None, *, group: mx.distributed.Group | None = None, **values: Any):
         """Open the cache. Give a `Settings`, or its fields by name.
+
+        `group`: the processes that the model spans, as `mx.distributed.init()` gives them; each opens a cache, with a directory
+        of its own in `ssd_dir` (`rank-0`, ...) and budgets of its own. Then `match`, `lookup` and `fetch` are collective: they
+        give on every rank what all ranks have.
 
         Raises ValueError for a bad setting, and `ssd.DirectoryError` (which names the directory and what to do) when
         the SSD's directory is held by another process, was written by a newer release, or can't be used.
@@ -112,7 +119,10 @@ class PrefixCache:
         self.settings = settings if settings is not None else Settings(**values)
         self.codec: Codec = self.settings.codec if self.settings.codec is not None else TurboQuant()
         allow(*self.settings.allow_classes)
-        ram = self.settings.ram_bytes(usable_memory())
+        self.ranks = Ranks(group) if group is not None and group.size() > 1 else None
+        if self.ranks is not None:
+            self.settings = _of_rank(self.settings, self.ranks)
+        ram = self.settings.ram_bytes(usable_memory() // self.sharing)
         self._recorder = Recorder(self.settings.trace) if self.settings.trace is not None else None
         has_ssd = self.settings.ssd_dir is not None and self.settings.ssd != 0
         self._storage = Storage(self.settings, ram, tiers=1 + has_ssd)
@@ -150,10 +160,13 @@ class PrefixCache:
     def _open_ssd(self, ram: int) -> None:
         directory = self.settings.ssd_dir
         assert directory is not None
+        limit = self.settings.ssd_bytes(directory)
+        if self.settings.ssd == "auto":
+            limit //= self.sharing
         queue = self.settings.spill_queue if self.settings.spill_queue != "auto" else max(ram // QUEUE_SHARE, 1)
         tier = self._storage.add_tier()
         self._ssd = Ssd(
-            directory, limit=self.settings.ssd_bytes(directory), queue_bytes=queue, readers=self.settings.readers,
+            directory, limit=limit, queue_bytes=queue, readers=self.settings.readers,
             written=tier.written, recreated=tier.recreated,
         )  # fmt: skip
         try:
@@ -163,6 +176,11 @@ class PrefixCache:
             if isinstance(error, (OSError, sqlite3.Error)):
                 raise refusal(directory, error) from error
             raise
+
+    @property
+    def sharing(self) -> int:
+        """The processes of one model that share this machine: what "auto" gives is divided by it."""
+        return 1 if self.ranks is None else self.ranks.on_this_machine
 
     def _remote_client(self) -> Client | None:
         """The remote tier's engine, which is not asked yet. ValueError for a bad URL or key file, or a missing package."""
@@ -233,6 +251,8 @@ class PrefixCache:
             raise TypeError(f"label={label!r}: give a word")
         if not len(prompt):
             raise ValueError("tokens are empty: there is nothing to store")
+        if self.ranks is not None:  # what the ranks compute together must not wait for one that fails to store it
+            mx.eval([_flat(vars(layer)) for layer in prompt_cache if hasattr(layer, "__dict__")])
         reading = read(prompt_cache)
         limit = min(len(prompt), reading.positions) if reading.positions is not None else len(prompt)
         counted = any(leaf.positions for leaf in reading.leaves)
@@ -267,12 +287,17 @@ class PrefixCache:
         leave: int = 0,
         whole_blocks: bool = False,
     ) -> Match:
-        """How deep a `fetch` with these arguments can hit `tokens`. No I/O, no MLX, nothing changes."""
+        """How deep a `fetch` with these arguments can hit `tokens`. No I/O, nothing changes; no MLX, but for the ranks of a group,
+        who agree on it.
+        """
         self._check_open()
         check_leave(leave)
-        return self._match(self._prompt(tokens, model, salt), leave, whole_blocks)
+        prompt = self._prompt(tokens, model, salt)
+        if self.ranks is None:
+            return self._match_here(prompt, leave, whole_blocks)
+        return Match(*self._agreed_depths(self.ranks, prompt, leave, whole_blocks, [RAM, self._storage.graph.last]))
 
-    def _match(self, prompt: Prompt, leave: int, whole_blocks: bool) -> Match:
+    def _match_here(self, prompt: Prompt, leave: int, whole_blocks: bool) -> Match:
         last = self._storage.graph.last
         with self._storage.lock:
             ram = prompt.deepest(RAM, leave, whole_blocks)
@@ -326,7 +351,27 @@ class PrefixCache:
             except concurrent.futures.CancelledError:
                 self._check_open()
                 raise
+            except Exception as error:
+                if self.ranks is None:
+                    raise
+                log.warning("a promotion failed, so this rank has what RAM has: %s: %s", type(error).__name__, error)
         began = time.monotonic()
+
+        def decode(leave: int) -> tuple[list[Any] | None, int]:
+            return self._decode(prompt, leave, whole_blocks, room, ahead, compressed)
+
+        if self.ranks is None:
+            made, depth = decode(leave)
+        else:
+            made, depth = self._on_all_ranks(self.ranks, prompt, leave, whole_blocks, decode)
+        duration = durations.fetch_hit if made is not None else durations.fetch_miss
+        duration.observe(time.monotonic() - began)
+        return made, prompt.given[depth : len(prompt)] if made is not None else prompt.given
+
+    def _decode(
+        self, prompt: Prompt, leave: int, whole_blocks: bool, room: int | None, ahead: Any, compressed: bool
+    ) -> tuple[list[Any] | None, int]:
+        """The deepest prompt cache that RAM has, and its tokens; (None, 0) on a miss."""
         found = self._find(prompt, leave, whole_blocks)
         while found is not None:
             stored, pinned = found
@@ -338,13 +383,11 @@ class PrefixCache:
                 discard_damaged(self._storage, prompt, stored, damage)
                 ahead = None
             else:
-                durations.fetch_hit.observe(time.monotonic() - began)
-                return made, prompt.given[stored.tokens : len(prompt)]
+                return made, stored.tokens
             finally:
                 self._storage.unpin(pinned)
             found = find(self._storage, prompt, leave, whole_blocks)
-        durations.fetch_miss.observe(time.monotonic() - began)
-        return None, prompt.given
+        return None, 0
 
     def lookup(
         self, tokens: Tokens | Prompt, *, model: str | None = None, salt: bytes = b"", leave: int = 0
@@ -354,11 +397,65 @@ class PrefixCache:
         It holds its images while it lives, and what the cache evicts meanwhile is then the holder's memory.
         """
         check_leave(leave)
-        found = self._find(self._prompt(tokens, model, salt), leave)
-        if found is None:
-            return None
-        self._storage.unpin(found[1])
-        return found[0]
+        prompt = self._prompt(tokens, model, salt)
+
+        def look_up(leave: int) -> tuple[StoredPrompt | None, int]:
+            found = self._find(prompt, leave)
+            if found is None:
+                return None, 0
+            self._storage.unpin(found[1])
+            return found[0], found[0].tokens
+
+        return look_up(leave)[0] if self.ranks is None else self._on_all_ranks(self.ranks, prompt, leave, False, look_up)[0]
+
+    def _agreed_depths(
+        self, ranks: Ranks, prompt: Prompt, leave: int, whole_blocks: bool, tiers: list[int], failed: bool = False
+    ) -> list[int]:
+        """How deep all ranks can serve a prompt from each of these tiers and the faster ones. A rank that has `failed`, or fails
+        here, serves nothing.
+        """
+
+        def deepest(limits: list[int]) -> list[int]:
+            nonlocal failed
+            depths = [0] * len(tiers)
+            if failed:
+                return depths
+            try:
+                with self._storage.lock:
+                    for i, (tier, limit) in enumerate(zip(tiers, limits, strict=True)):
+                        found = prompt.deepest(tier, len(prompt) - limit, whole_blocks)
+                        depths[i] = found.depth if found is not None else 0
+            except Exception as error:
+                failed = True
+                log.warning("a lookup failed, which is a miss on all ranks: %s: %s", type(error).__name__, error)
+                return [0] * len(tiers)
+            return depths
+
+        asked = canonical([len(prompt), leave, whole_blocks, len(tiers)]).encode()
+        limit = max(len(prompt) - leave, 0)
+        return ranks.agree(deepest, [limit] * len(tiers), number_of(prompt.token_bytes + prompt.salt + asked))
+
+    def _on_all_ranks(
+        self, ranks: Ranks, prompt: Prompt, leave: int, whole_blocks: bool, take: Callable[[int], tuple[Any, int]]
+    ) -> tuple[Any, int]:
+        """What `take(leave)` gives here and how deep it is, once it is as deep on every rank; (None, 0) where RAM has nothing
+        that all can serve. What can't be decoded on one rank makes the hit of all shorter.
+        """
+        failed = False
+        for _ in range(ATTEMPTS):
+            depth = self._agreed_depths(ranks, prompt, leave, whole_blocks, [RAM], failed)[0]
+            taken, tokens = None, 0
+            try:
+                self._check_open()
+                taken, tokens = take(len(prompt) - depth)
+            except Exception as error:
+                failed = True
+                log.warning("a fetch failed, which is a miss on all ranks: %s: %s", type(error).__name__, error)
+            if not depth:
+                break
+            if ranks.all(tokens == depth):
+                return taken, depth
+        return None, 0
 
     def _find(self, prompt: Prompt, leave: int, whole_blocks: bool = False) -> tuple[StoredPrompt, list[Slot]] | None:
         self._check_open()
@@ -397,7 +494,7 @@ class PrefixCache:
         local = self.promote_local(prompt, **how)
         if remote is None:
             return local
-        both = last_of(local, remote, lambda: self._match(prompt, leave, whole_blocks).ram)
+        both = last_of(local, remote, lambda: self._match_here(prompt, leave, whole_blocks).ram)
         both.add_done_callback(self._promoter.notify)
         return both
 
@@ -656,6 +753,16 @@ def _close_all() -> None:
 
 def _left(end: float) -> float:
     return max(end - time.monotonic(), 0.0)
+
+
+def _of_rank(settings: Settings, ranks: Ranks) -> Settings:
+    """The settings of one rank: a directory of its own; and of all ranks that read the same prompts, the first records them."""
+    own: dict[str, Any] = {}
+    if settings.ssd_dir is not None:
+        own["ssd_dir"] = settings.ssd_dir / f"rank-{ranks.rank}"
+    if not ranks.is_first:
+        own["trace"] = None
+    return settings.model_copy(update=own)
 
 
 def usable_memory() -> int:

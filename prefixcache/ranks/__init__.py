@@ -1,0 +1,9 @@
+"""A model that spans processes: what its ranks agree on, what each one's state is called, and who watches that all live.
+
+`mlx.launch` starts a process for each rank; each has a `PrefixCache` of its own.
+"""
+
+from prefixcache.ranks.agreement import OutOfStep, Ranks
+from prefixcache.ranks.identity import rank_identity
+
+__all__ = ["OutOfStep", "Ranks", "rank_identity"]

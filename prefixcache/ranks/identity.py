@@ -1,0 +1,38 @@
+"""What the state of one rank is called: the model's identity and the rank's part of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+
+from prefixcache.codecs.interchange import copy_out
+from prefixcache.ranks.agreement import Ranks, number_of
+
+PROBE = 24  # tokens on which the state of the ranks is compared
+
+
+def rank_identity(identity: str, model: Any, ranks: Ranks) -> str:
+    """The text to give as `model=` on this rank, of a model that `mlx_lm.utils.sharded_load` has loaded. Collective.
+
+    `identity` is what `model_identity` gives. Behind it comes `|pp start:end/layers` for a stage of a pipeline, or `|tp
+    rank/size` for tensor parallelism. Ranks whose state is the same, as MLA's latents are or heads that are repeated, have the
+    first one's: that is told by a prefill of a few tokens, whose state the ranks compare.
+    """
+    net = getattr(model, "model", model)
+    if getattr(net, "pipeline_size", 1) > 1:
+        layers = ranks.most(net.end_idx)[0]  # of the last stage
+        return f"{identity}|pp {net.start_idx}:{net.end_idx}/{layers}"
+    states = ranks.each(_state_of(model))
+    return f"{identity}|tp {states.index(states[ranks.rank])}/{ranks.size}"
+
+
+def _state_of(model: Any) -> int:
+    """A hash of the state after the first tokens of the vocabulary."""
+    layers = make_prompt_cache(model)
+    model(mx.array([list(range(PROBE))]), cache=layers)
+    arrays = [array for _, array in tree_flatten([layer.state for layer in layers]) if isinstance(array, mx.array)]
+    mx.eval(arrays)
+    return number_of(b"".join(copy_out(array).tobytes() for array in arrays))
