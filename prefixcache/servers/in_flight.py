@@ -39,8 +39,11 @@ class Awaited(NamedTuple):
     boundary: int
     until: float
 
+    def done(self) -> bool:
+        return self.prompt.stored >= self.boundary or not self.prompt.alive()
+
     def over(self) -> bool:
-        return self.prompt.stored >= self.boundary or not self.prompt.alive() or time.monotonic() >= self.until
+        return self.done() or time.monotonic() >= self.until
 
 
 class Admission:

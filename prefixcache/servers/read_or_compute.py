@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from prefixcache.cache import Match, PrefixCache
+from prefixcache.cache import PrefixCache
 from prefixcache.keys import TOKEN_BYTES
 from prefixcache.metrics.moving_average import MovingAverage
+from prefixcache.ranks.agreement import MAX, Ranks
 from prefixcache.tiers.prompt import Prompt
 
 log = logging.getLogger("prefixcache")
@@ -122,22 +123,31 @@ class ReadOrCompute:
         quicker: then what the SSD has comes too, for the next request, but is not worth waiting for.
         """
         how: dict[str, Any] = {"leave": leave, "whole_blocks": self.whole_blocks}
-        match = self.cache.match(prompt, **how)
+        match, ranks = self.cache.match(prompt, **how), self.cache.ranks
+        more, beyond = match.ssd - match.ram, len(prompt) - leave - match.ssd
         remote = self.cache.promote_remote(prompt, prefill_rate=self.rates.prefill_rate(), **how)
-        local = self._begin_local(prompt, match, how)
-        if remote is None:
-            return local
-        worth = max(self.rates.computing(len(prompt) - leave - match.ssd), local.worth if local else 0.0)
-        return Reading((remote, *(local.promotions if local else ())), min(worth, self.longest), True)
+        local, reading = None, 0.0
+        if more > 0:
+            if ranks is not None:  # deeper than all ranks can go is of no use
+                how["leave"] = len(prompt) - match.ssd
+            local, reading = self._read(prompt, how)
+        worth, worth_remote, asks = self.rates.computing(more), self.rates.computing(beyond), remote is not None
+        if ranks is not None and (more > 0 or self.cache.settings.remote is not None):
+            reading, worth, worth_remote, asks = _agreed(ranks, reading, worth, worth_remote, asks)
+        worth = min(worth, self.longest)
+        if more > 0 and reading >= worth:
+            self.passed += 1
+        waits = more > 0 and reading < worth
+        if waits:
+            self.waited += 1
+        promotions = tuple(coming for coming in (remote, local if waits else None) if coming is not None)
+        if asks:
+            return Reading(promotions, min(max(worth_remote, worth if waits else 0.0), self.longest), True)
+        return Reading(promotions, worth) if waits else None
 
-    def _begin_local(self, prompt: Prompt, match: Match, how: dict[str, Any]) -> Reading | None:
-        """The same of the SSD alone."""
-        more = match.ssd - match.ram
-        if more <= 0:
-            return None
-        nbytes = self.cache.unread(prompt, **how)
-        worth = min(self.rates.computing(more), self.longest)
-        started = time.monotonic()
+    def _read(self, prompt: Prompt, how: dict[str, Any]) -> tuple[Future[int], float]:
+        """Start to promote what the SSD has, and say how many seconds that takes."""
+        nbytes, started = self.cache.unread(prompt, **how), time.monotonic()
         future = self.cache.promote_local(prompt, **how)
 
         def learn(done: Future[int]) -> None:
@@ -148,11 +158,7 @@ class ReadOrCompute:
 
         if not future.done():  # else another had begun to read it
             future.add_done_callback(learn)
-        if self.rates.reading(nbytes) >= worth:
-            self.passed += 1
-            return None
-        self.waited += 1
-        return Reading((future,), worth)
+        return future, self.rates.reading(nbytes)
 
     def wait(self, prompt: Prompt, leave: int = 1) -> None:
         """`begin`, and wait for it as long as that pays. What comes later comes for the next request."""
@@ -183,6 +189,14 @@ class ReadOrCompute:
                     request = self._requests.pop((length, digest))
                     self.rates.computed(request.computed, now - request.started, max(len(stored) - length, 0))
                     return
+
+
+def _agreed(ranks: Ranks, reading: float, worth: float, worth_remote: float, asks: bool) -> tuple[float, float, float, bool]:
+    """The longest reading of all ranks, what waiting is worth to rank 0, and whether any rank asks the remote tier."""
+    own = [reading, worth * ranks.is_first, worth_remote * ranks.is_first]
+    *milliseconds, asked = ranks.most(*(min(int(1000 * seconds), MAX) for seconds in own), int(asks))
+    reading, worth, worth_remote = (value / 1000 for value in milliseconds)
+    return reading, worth, worth_remote, bool(asked)
 
 
 def _prompt_key(tokens: Prompt, length: int) -> tuple[int, int]:

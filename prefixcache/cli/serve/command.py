@@ -67,6 +67,12 @@ def serve(
     require_salt: Annotated[
         bool, typer.Option("--require-salt", help="Refuse requests that have no salt, which would share their prompts.")
     ] = False,
+    hang_timeout: Annotated[
+        float,
+        typer.Option(
+            min=1, metavar="SECONDS", help="Of a model that spans processes: end all when a step takes longer than this."
+        ),
+    ] = 300.0,
     **flags: Any,
 ) -> None:
     """Run mlx_lm.server with a prefix cache that is bounded in bytes and survives restarts.
@@ -104,6 +110,7 @@ def serve(
             exact_prefill=exact_prefill,
             log_json=log_json,
             salts=salts,
+            hang_timeout=hang_timeout,
         )
     except mlx_lm_server.ServeFailed as error:
         complain(" ".join(str(error).split()))
@@ -132,6 +139,8 @@ def _warm(prompts: list[Prompt], salts: Salts, generator: Generator) -> None:
     if not prompts:
         return
     provider, prompt_cache = generator.model_provider, generator.prompts
+    if prompt_cache.cache.ranks is not None:
+        prompts = prompt_cache.cache.ranks.from_first(prompts)
     try:
         sequences = sequences_of(provider.tokenizer, prompts, provider.cli_args.chat_template_args)
     except BadPrompt as error:

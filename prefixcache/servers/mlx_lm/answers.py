@@ -26,10 +26,14 @@ class Answers:
         self._over = False
         self._cut = False
         self.alone = False  # served by itself, in one call that only an exception can end
+        self.in_step = False  # several ranks serve it by itself: all stop at the same token, which `stop_asked` begins
+        self.stop_asked = False
 
     def put(self, answer: Any) -> None:
         if isinstance(answer, upstream.GenerationContext):
             self._context = answer
+            if self.in_step:
+                answer.stop = self._ask_to_stop
         if self._cut:
             self.stop()
             if self.alone and isinstance(answer, tuple):
@@ -42,7 +46,10 @@ class Answers:
 
     def wanted(self) -> bool:
         """Neither answered, nor given up by the client."""
-        return not self._over and not (self._context is not None and self._context._should_stop)
+        return not self._over and not self.stop_asked and not (self._context is not None and self._context._should_stop)
+
+    def _ask_to_stop(self) -> None:
+        self.stop_asked = True
 
     def stop(self) -> None:
         """The server ends: if the answer is not whole, `Ended` is its last word, and no more than one token, or one step of

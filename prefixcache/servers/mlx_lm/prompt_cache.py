@@ -19,6 +19,7 @@ from prefixcache.blocks.budget import Reservation
 from prefixcache.cache import PrefixCache
 from prefixcache.identity import model_identity, nameless
 from prefixcache.layers import CacheError
+from prefixcache.ranks import OutOfStep
 from prefixcache.servers.read_or_compute import ReadOrCompute
 from prefixcache.tiers.prompt import Prompt
 
@@ -38,7 +39,8 @@ class TieredPromptCache(LRUPromptCache):
     (model, adapter, draft model), each a folder or a repository's name; blocks belong to the weights found there, not to
     the name. A prompt cache that a PrefixCache can't keep (a class of the server's own) is kept as it is and given as
     `LRUPromptCache` gives it, by the same names and salts, its bytes reserved in the same budget. Nothing here raises on
-    the way of a request: what can't be kept is logged, what can't be read is a miss.
+    the way of a request: what can't be kept is logged, what can't be read is a miss. But ranks of one model that look different
+    prompts up get `OutOfStep`.
 
     Thread-safe: calls take turns.
     """
@@ -88,6 +90,8 @@ class TieredPromptCache(LRUPromptCache):
                     if live is not None and (prompt_cache is None or len(live_rest) < len(rest)):
                         return live, live_rest
                 return prompt_cache, rest
+        except OutOfStep:
+            raise
         except Exception as error:
             log.warning("a lookup failed, which is a miss: %s: %s", type(error).__name__, error)
             return None, tokens.given if isinstance(tokens, Prompt) else tokens
@@ -221,6 +225,8 @@ class TieredPromptCache(LRUPromptCache):
 
     def _insert_live(self, prompt: Prompt, prompt_cache: list[Any], cache_type: str, error: CacheError) -> None:
         """Keep the objects as they are, with their bytes reserved; older ones are dropped for them."""
+        if self.cache.ranks is not None:  # the others might not have it
+            return self._fail(error)
         nbytes = sum(layer.nbytes for layer in prompt_cache)
         while not self._pay_for_live(nbytes):
             if not super().__len__():

@@ -26,7 +26,7 @@ from mlx_lm.generate import BatchGenerator, stream_generate
 from prefixcache.cache import PrefixCache, usable_memory
 from prefixcache.keys import as_tokens
 from prefixcache.servers.calibrated import calibration_of
-from prefixcache.servers.in_flight import Admission, Computing
+from prefixcache.servers.in_flight import Admission, Awaited, Computing
 from prefixcache.servers.mlx_lm.answers import Answers, Ended
 from prefixcache.servers.mlx_lm.prefill import Blockwise, RequestBatches
 from prefixcache.servers.mlx_lm.prefill import stream as blockwise_stream
@@ -42,11 +42,21 @@ log = logging.getLogger("prefixcache")
 WAKE = object()  # in the queue of requests: look at the deferred ones
 
 
+class Wait(NamedTuple):
+    """A request waits until something is `done`, at the latest until `until` (of time.monotonic())."""
+
+    done: Callable[[], bool]
+    until: float
+
+    def over(self) -> bool:
+        return self.done() or time.monotonic() >= self.until
+
+
 class DeferredRequest(NamedTuple):
-    """A request that waits, and a function that says whether what it waits for is over."""
+    """A request, and what it waits for."""
 
     item: Any
-    over: Callable[[], bool]
+    wait: Wait | Awaited
 
 
 class TimeBudget(upstream.TimeBudget):
@@ -84,13 +94,23 @@ class Generator(upstream.ResponseGenerator):
         self.failure: Exception | None = None
         self.model = ""
         self.answering: set[Answers] = set()
-        self.admission = Admission(whole_blocks=not exact_prefill)
+        self.admission = self._make_admission(whole_blocks=not exact_prefill)
         self._before = before
         self._deferred: deque[DeferredRequest] = deque()
         self.prompts = TenantPromptCache(cache, self._stored, _rows_suffix(provider.cli_args), exact_prefill)
         provider.on_load = self._loaded
         super().__init__(provider, self.prompts)
-        self._time_budget = TimeBudget(self._request_waits)
+        self._time_budget = self._make_time_budget()
+
+    def _make_admission(self, whole_blocks: bool) -> Admission:
+        return Admission(whole_blocks=whole_blocks)
+
+    def _make_time_budget(self) -> upstream.TimeBudget:
+        return TimeBudget(self._request_waits)
+
+    def stop(self) -> None:
+        """End the loop after its present step."""
+        self._stop = True
 
     # -- mlx-lm's loop ------------------------------------------------------------------------------------------------
 
@@ -131,7 +151,7 @@ class Generator(upstream.ResponseGenerator):
         cache = self.prompts.cache
         name, weights = self.prompts.name_anew(model_key), self.model_provider.weights()
         if cache.settings.ram == "auto":
-            cache.resize(ram=ram_auto(usable_memory(), weights))
+            cache.resize(ram=ram_auto(usable_memory() // cache.sharing, weights))
         stats = cache.stats()
         calibration = calibration_of(cache, name, *map(str, filter(None, model_key[:2])))
         self.model = (
@@ -176,12 +196,12 @@ class Generator(upstream.ResponseGenerator):
         return self._admit((queue, request, args))
 
     def _request_waits(self) -> bool:
-        return not self.requests.empty() or any(deferred.over() for deferred in self._deferred)
+        return not self.requests.empty() or any(deferred.wait.over() for deferred in self._deferred)
 
     def _resumed(self) -> Any:
         """A deferred request that waits no longer."""
         for deferred in self._deferred:
-            if deferred.over():
+            if deferred.wait.over():
                 self._deferred.remove(deferred)
                 return deferred.item
         return None
@@ -191,18 +211,16 @@ class Generator(upstream.ResponseGenerator):
         answers, request, args = item
         try:
             tokenized = self._tokenized(request, args)
-            over = self._waits_for(request, tokenized, answers) if tokenized is not None else None
+            wait = self._waits_for(request, tokenized, answers) if tokenized is not None else None
         except Exception:  # the loop meets it again, and answers with it
             return item
-        if over is not None:
-            self._deferred.append(DeferredRequest(item, over))
+        if wait is not None:
+            self._deferred.append(DeferredRequest(item, wait))
             return None
         return item
 
-    def _waits_for(self, request: Any, tokenized: TokenizedRequest, answers: Answers) -> Callable[[], bool] | None:
-        """What a request waits for, as a function that says whether it is over. None: it waits for nothing, and is under
-        way from here on.
-        """
+    def _waits_for(self, request: Any, tokenized: TokenizedRequest, answers: Answers) -> Wait | Awaited | None:
+        """What a request waits for. None: it waits for nothing, and is under way from here on."""
         prompt, request_log = tokenized.prompt, _log_of(request)
         match = self.prompts.cache.match(prompt)
         if request_log.found is None:
@@ -217,12 +235,11 @@ class Generator(upstream.ResponseGenerator):
         if awaited is None:
             self.admission.enter(Computing(ids, space, tokenized.boundaries, answers.wanted, match.ram))
             return None
-        return awaited.over
+        return awaited
 
-    def _read(self, reading: Reading) -> Callable[[], bool]:
-        until = time.monotonic() + reading.worth
+    def _read(self, reading: Reading) -> Wait:
         reading.add_done_callback(lambda done: self.requests.put((WAKE, None, None)))
-        return lambda: reading.done() or time.monotonic() >= until
+        return Wait(reading.done, time.monotonic() + reading.worth)
 
     def _stored(self, stored: Prompt, kept: int, state: bool) -> None:
         """Tokens were stored. Without recurrent state, how many are kept says nothing of a model that needs it."""
@@ -242,14 +259,17 @@ class Generator(upstream.ResponseGenerator):
         return known
 
     def _read_tokens(self, tokenizer: Any, request: Any, args: Any) -> TokenizedRequest:
-        messages = copy.deepcopy(request.messages)  # mlx-lm rewrites them in place
-        tokenized = super()._tokenize(tokenizer, replace(request, messages=messages), args)
+        tokenized = self._tokenize_anew(tokenizer, request, args)
         ids = as_tokens(_cached_tokens(tokenized))
         ends = np.cumsum([len(segment) for segment in tokenized[1]])
         boundaries = tuple(int(end) for end in sorted({*ends[:-1], len(ids) - 1}))
         name, salt = self.prompts.name_of(self.model_provider.model_key), getattr(request, "salt", b"")
         prompt = self.prompts.cache.prompt(ids, model=name, salt=salt)
         return TokenizedRequest(tokenizer, tokenized, prompt, boundaries)
+
+    def _tokenize_anew(self, tokenizer: Any, request: Any, args: Any) -> Any:
+        messages = copy.deepcopy(request.messages)  # mlx-lm rewrites them in place
+        return super()._tokenize(tokenizer, replace(request, messages=messages), args)
 
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
         """What mlx-lm's gives, taken from before the request's turn if it can be. The loop looks this request up next.

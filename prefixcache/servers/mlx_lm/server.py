@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx_lm.server as upstream
@@ -24,6 +24,7 @@ from prefixcache.cache import PrefixCache
 from prefixcache.metrics.logs import JsonFormatter, quotes_nothing
 from prefixcache.metrics.prometheus import CacheCollector
 from prefixcache.metrics.stats import Stats
+from prefixcache.ranks.watch import HANG
 from prefixcache.servers.mlx_lm.arguments import check_model, read_flags
 from prefixcache.servers.mlx_lm.errors import ServeError, ServeFailed
 from prefixcache.servers.mlx_lm.http_server import Handler, Server
@@ -36,6 +37,16 @@ log = logging.getLogger("prefixcache")
 
 LINGER = 1.0  # seconds, beyond the grace, for the thread that generates to end
 POLL = 0.05  # seconds between two looks at what ends
+
+
+class Options(NamedTuple):
+    """How it was asked to serve, see `serve`."""
+
+    before: Callable[[Generator], None]
+    grace: float
+    exact_prefill: bool
+    log_json: bool
+    salts: Salts
 
 
 class Ending:
@@ -69,41 +80,43 @@ def serve(
     exact_prefill: bool = False,
     log_json: bool = False,
     salts: Salts = BY_CACHE_SALT,
+    hang_timeout: float = HANG,
 ) -> None:
     """Run mlx_lm.server with these flags of its own until a signal ends it. Call it on the main thread.
+
+    Under `mlx.launch` this is one rank of a model that spans processes: rank 0 answers requests.
 
     `before`: called on the thread that generates when the model is there, before the first request is taken. `grace`:
     seconds that requests under way may go on at the end. `exact_prefill`: prompts are computed on exact rows, not on
     those that a hit will give. `log_json`: all that is logged goes to standard error as JSON. `salts`: whose a request's
-    prompts are. Raises ServeError, ValueError or `ssd.DirectoryError` when it can't start.
+    prompts are. `hang_timeout`: seconds after which ranks that wait for each other end. Raises ServeError, ValueError or `ssd.DirectoryError` when it can't start.
     """
     args = read_flags(flags)
-    start_logging(args.log_level, log_json)
-    check_model(args)
-    if mx.metal.is_available():  # as mlx-lm does it: the weights stay in memory
-        mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
-    provider = Provider(args)
-    if mx.distributed.init().size() > 1:
-        raise ServeError("several processes share this model: their caches would disagree; serve it from one process")
+    group = mx.distributed.init()
+    start_logging(args.log_level, log_json, group.rank() if group.size() > 1 else None)
     if any(flag.startswith("--prompt-cache-size") for flag in flags):
         log.warning("--prompt-cache-size is not used: this cache is bounded in bytes, by --ram and --ssd")
+    if mx.metal.is_available():  # as mlx-lm does it: the weights stay in memory
+        mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
+    how = Options(before, grace, exact_prefill, log_json, salts)
     with Ending() as ending:
-        server = Server(args.host, args.port)
-        try:
-            with PrefixCache(settings) as cache:
-                opened = cache.stats()
-                generator = Generator(provider, cache, before, exact_prefill)
-                try:
-                    _run(server, generator, ending, grace, opened, log_json, salts)
-                finally:
-                    _end(server, generator, ending)
-                log.info("flushing RAM: %.2f GB", cache.stats().ram_images / 1e9)
-        finally:
-            server.server_close()
+        if group.size() > 1:
+            from prefixcache.servers.mlx_lm.rank_server import serve_rank
+
+            return serve_rank(group, settings, args, how, ending, hang_timeout)
+        check_model(args)
+        with Server(args.host, args.port) as server, PrefixCache(settings) as cache:
+            opened = cache.stats()
+            generator = Generator(Provider(args), cache, before, exact_prefill)
+            try:
+                run(server, generator, ending, opened, how)
+            finally:
+                end(generator, ending, server.replying)
+            log.info("flushing RAM: %.2f GB", cache.stats().ram_images / 1e9)
 
 
-def start_logging(level: str, as_json: bool) -> None:
-    """As mlx-lm does it, or as JSON; without the requests that mlx-lm quotes in its errors. Who asks for DEBUG asks for what
+def start_logging(level: str, as_json: bool, rank: int | None = None) -> None:
+    """As mlx-lm does it, or as JSON, and with the rank where there are several; without the requests that mlx-lm quotes in its errors. Who asks for DEBUG asks for what
     it quotes there, but not in JSON.
     """
     root = logging.getLogger()
@@ -114,31 +127,19 @@ def start_logging(level: str, as_json: bool) -> None:
         logging.captureWarnings(True)
         root.handlers[:] = [stderr]
         root.setLevel(level)
-    logging.basicConfig(level=level, format="%(asctime)s - %(levelname)s - %(message)s")
+    whose = "" if rank is None else f"rank {rank} - "
+    logging.basicConfig(level=level, format=f"%(asctime)s - {whose}%(levelname)s - %(message)s")
     for handler in root.handlers:
         handler.addFilter(lambda record: record.levelno <= logging.DEBUG or quotes_nothing(record))
 
 
-def _run(
-    server: Server,
-    generator: Generator,
-    ending: Ending,
-    grace: float,
-    opened: Stats,
-    log_json: bool,
-    salts: Salts,
-) -> None:
+def run(server: Server, generator: Generator, ending: Ending, opened: Stats, how: Options) -> None:
     """Answer requests until the end is asked for, then let those under way end."""
-    while not generator.ready.wait(POLL):
-        if ending.asked.is_set():
-            return
-    if isinstance(generator.failure, ServeError):
-        raise ServeFailed(str(generator.failure))
-    if generator.failure is not None:
-        raise ServeFailed(f"the model can't be loaded: {_one_line(generator.failure)}")
-    _tell(generator, opened)
+    if not is_ready(generator, ending):
+        return
+    tell(generator, opened)
     server.RequestHandlerClass = partial(
-        Handler, generator, collectors=(CacheCollector(generator.prompts.cache),), log_json=log_json, salts=salts,
+        Handler, generator, collectors=(CacheCollector(generator.prompts.cache),), log_json=how.log_json, salts=how.salts,
         system_fingerprint=upstream.get_system_fingerprint(),
     )  # fmt: skip
     thread = threading.Thread(target=server.serve_forever, args=(POLL,), name="prefixcache-http", daemon=True)
@@ -147,15 +148,32 @@ def _run(
     log.info("serving at http://%s:%d", host, port)
     while not ending.asked.wait(POLL):
         if not generator._generation_thread.is_alive():
-            raise ServeFailed("the thread that generates died; see the log")
-    log.info("ending: no new requests; those under way have %g s; a second signal ends at once", grace)
+            raise ServeFailed(died(generator))
+    log.info("ending: no new requests; those under way have %g s; a second signal ends at once", how.grace)
     server.shutdown()
-    until = time.monotonic() + grace
+    until = time.monotonic() + how.grace
     while time.monotonic() < until and server.replying:
         time.sleep(POLL)
 
 
-def _tell(generator: Generator, opened: Stats) -> None:
+def is_ready(generator: Generator, ending: Ending) -> bool:
+    """Wait until requests can be taken. False where the end was asked for before; ServeFailed where that can't be."""
+    while not generator.ready.wait(POLL):
+        if ending.asked.is_set():
+            return False
+    if isinstance(generator.failure, ServeError):
+        raise ServeFailed(str(generator.failure))
+    if generator.failure is not None:
+        raise ServeFailed(f"the model can't be loaded: {_one_line(generator.failure)}")
+    return True
+
+
+def died(generator: Generator) -> str:
+    """Why the thread that generates ended by itself."""
+    return f"{generator.failure}" if generator.failure is not None else "the thread that generates died; see the log"
+
+
+def tell(generator: Generator, opened: Stats) -> None:
     """What is served, with what, and what the directory had when it was opened."""
     kernels = "; ".join(f"{where}: {what}" for where, what in opened.kernels.items())
     log.info(
@@ -175,13 +193,13 @@ def _tell(generator: Generator, opened: Stats) -> None:
         log.info("remote %s: images are %s; admission %s", opened.remote.engine, sealed, settings.remote_admission)
 
 
-def _end(server: Server, generator: Generator, ending: Ending) -> None:
-    """Stop the thread that generates, and tell clients that wait. While it loads a model it can't be stopped: then the
-    process ends without it. A step of a prefill can't either: it gets LINGER seconds, and RAM is flushed beside it.
+def end(generator: Generator, ending: Ending, replying: set[Handler], linger: float = LINGER) -> None:
+    """Stop the thread that generates, and tell clients that wait (`replying`). While it loads a model it can't be stopped: then
+    the process ends without it. A step of a prefill can't either: it gets `linger` seconds, and RAM is flushed beside it.
     """
-    generator._stop = True
-    thread, until = generator._generation_thread, time.monotonic() + LINGER
-    while (thread.is_alive() or server.replying) and (time.monotonic() < until or not generator.ready.is_set()):
+    generator.stop()
+    thread, until = generator._generation_thread, time.monotonic() + linger
+    while (thread.is_alive() or replying) and (time.monotonic() < until or not generator.ready.is_set()):
         generator.stop_answering()
         time.sleep(POLL)
         if not generator.ready.is_set() and ending.asked.is_set():

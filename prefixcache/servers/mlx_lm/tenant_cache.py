@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import mlx.core as mx
 import numpy as np
 
 from prefixcache.cache import PrefixCache
@@ -60,7 +61,10 @@ class TenantPromptCache(TieredPromptCache):
         names, for a server whose rows are others than the model's. `exact_prefill`: rows stay as they are computed until they
         are fetched.
         """
-        super().__init__(cache, identify=lambda model: identity_of(model) + name_suffix, whole_blocks=not exact_prefill)
+        super().__init__(
+            cache, identify=lambda model: identity_of(model) + name_suffix + self.rank_part, whole_blocks=not exact_prefill
+        )
+        self.rank_part = ""  # of the name of the model that is loaded, where ranks share it
         self.exact_prefill = exact_prefill
         self.request: TokenizedRequest | None = None
         self.hit: Sequence[int] = ()
@@ -94,6 +98,8 @@ class TenantPromptCache(TieredPromptCache):
         """Keep whole blocks in the middle of a prefill; from token `since` on their rows become what a hit will give."""
         if request is None or not len(request.prompt):
             return
+        if self.cache.ranks is not None:
+            mx.eval([layer.state for layer in layers])  # a peer that is gone ends the request, not this store alone
         with self._turn:
             try:
                 seen = self._seen(request, tokens)

@@ -1,0 +1,214 @@
+"""That all ranks live and go on. MLX's back ends wait for a peer that is gone, some of them for ever; so each rank has a line to
+rank 0, and hears within a second of one that ended, or went silent, or of a step that no rank comes out of.
+
+No MLX beyond the start: what waits in a collective can't be reached, only ended.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from prefixcache.ranks.agreement import Ranks, named
+
+log = logging.getLogger("prefixcache")
+
+BEAT = 1.0  # seconds between two signs of life
+SILENCE = 30.0  # seconds after which a rank without one is given up
+CONNECTING = 15.0  # seconds that the lines may take to come up
+HANG = 300.0  # seconds in one step of the model, unless the caller says otherwise
+
+ALIVE, END, ASK = "alive", "end", "ask"
+
+
+class Watch:
+    """One rank's end of the lines. Call `step` at each step of the thread that generates, `rest` where it waits for work.
+
+    `on_end(reason)`: called once, on a thread of the watch, when another rank has ended, or none goes on; `reason` is "" where
+    rank 0 ended in order. `on_ask`: on rank 0, when another rank was asked to end.
+    """
+
+    def __init__(
+        self, ranks: Ranks, on_end: Callable[[str], None], on_ask: Callable[[], None], *, hang: float = HANG
+    ):
+        """Collective. Without lines, where a firewall is between the machines, it warns and watches nothing."""
+        self.rank, self._size = ranks.rank, ranks.size
+        self._on_end, self._on_ask, self._hang = on_end, on_ask, hang
+        self._lock = threading.Lock()  # of what follows
+        self._over = False
+        self._since: float | None = None
+        self._steps = 0
+        self._told: dict[int, int] = {}  # on rank 0: the steps of the others
+        self._lines: dict[int, socket.socket] = {}
+        self._ended: set[int] = set()  # ranks that have ended in order
+        connected = self._connect(ranks)
+        missing = [rank for rank, there in enumerate(ranks.each(int(connected))) if not there]
+        if missing:
+            log.warning("%s can't reach rank 0, so a rank that dies may leave the others waiting", named(missing))
+            self.close()
+            return
+        for rank, line in self._lines.items():
+            threading.Thread(target=self._read, args=(rank, line), name="prefixcache-watch", daemon=True).start()
+        threading.Thread(target=self._beat, name="prefixcache-watch", daemon=True).start()
+
+    # -- for the thread that generates ------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """The thread that generates goes on."""
+        self._steps += 1
+        self._since = time.monotonic()
+
+    def rest(self) -> None:
+        """It does something now that may take any time, such as loading a model."""
+        self._since = None
+
+    # -- ends -------------------------------------------------------------------------------------------------------------
+
+    def ask_to_end(self) -> None:
+        """This rank was asked to end: rank 0 is to end all."""
+        self._send(0, f"{ASK}\n")
+
+    def close(self, reason: str = "") -> None:
+        """This rank ends, "" in order: the others hear it. May be called again."""
+        with self._lock:
+            ended, self._over = self._over, True
+        for rank in self._lines if not ended else ():
+            self._send(rank, f"{END} {reason}\n")
+
+    def _end(self, reason: str) -> None:
+        with self._lock:
+            if self._over:
+                return
+            self._over = True
+        if self.rank == 0:
+            for rank in self._lines:
+                self._send(rank, f"{END} {reason}\n")
+        self._on_end(reason)
+
+    # -- the lines --------------------------------------------------------------------------------------------------------
+
+    def _connect(self, ranks: Ranks) -> bool:
+        """Lines between rank 0 and each other rank; whether this rank has its own."""
+        listener, token = None, secrets.token_bytes(16)
+        host = address_of_first()
+        with suppress(OSError):
+            listener = socket.create_server((host or "", 0)) if ranks.is_first else None
+        port = listener.getsockname()[1] if listener is not None else 0
+        hosts = [host] if host else _addresses()
+        hosts, port, token = ranks.from_first((hosts, port, token))
+        try:
+            if ranks.is_first:
+                return listener is None or self._accept(listener, token)
+            return self._call(hosts, port, token)
+        finally:
+            if listener is not None:
+                listener.close()
+
+    def _accept(self, listener: socket.socket, token: bytes) -> bool:
+        until = time.monotonic() + CONNECTING
+        while len(self._lines) < self._size - 1 and (left := until - time.monotonic()) > 0:
+            listener.settimeout(left)
+            with suppress(OSError):
+                line, _ = listener.accept()
+                line.settimeout(2.0)
+                said = _exactly(line, len(token) + 2)
+                rank = int.from_bytes(said[-2:], "little")
+                if hmac.compare_digest(said[:-2], token) and 0 < rank < self._size:
+                    line.sendall(token[::-1])
+                    self._lines[rank] = line
+                else:
+                    line.close()
+        return True  # who is missing says so itself
+
+    def _call(self, hosts: list[str], port: int, token: bytes) -> bool:
+        for host in hosts:
+            with suppress(OSError):
+                line = socket.create_connection((host, port), timeout=3.0)
+                line.sendall(token + self.rank.to_bytes(2, "little"))
+                if hmac.compare_digest(_exactly(line, len(token)), token[::-1]):
+                    self._lines[0] = line
+                    return True
+                line.close()
+        return False
+
+    def _send(self, rank: int, text: str) -> None:
+        with suppress(OSError, KeyError), self._lock:
+            self._lines[rank].sendall(text.replace("\n", " ").encode() + b"\n")
+
+    def _read(self, rank: int, line: socket.socket) -> None:
+        line.settimeout(SILENCE)
+        data = b""
+        try:
+            while received := line.recv(4096):
+                *said, data = (data + received).split(b"\n")
+                for words in said:
+                    self._heard(rank, *words.decode(errors="replace").split(" ", 1))
+            if rank not in self._ended:
+                self._end(f"rank {rank} died")
+        except TimeoutError:
+            self._end(f"rank {rank} has given no sign of life for {SILENCE:.0f} s")
+        except OSError:
+            if rank not in self._ended:
+                self._end(f"rank {rank} died")
+
+    def _heard(self, rank: int, kind: str, text: str = "") -> None:
+        text = text.strip()
+        if kind == ALIVE:
+            self._told[rank] = int(text)
+        elif kind == ASK:
+            self._on_ask()
+        elif kind == END:
+            self._ended.add(rank)
+            if text or self.rank != 0:  # in order the others end with rank 0
+                self._end(text)
+
+    def _beat(self) -> None:
+        while not self._over:
+            for rank in self._lines:
+                self._send(rank, f"{ALIVE} {self._steps}")
+            since = self._since
+            # The ranks go step by step together: where one is stuck, rank 0 is.
+            if self.rank == 0 and since is not None and time.monotonic() - since > self._hang:
+                steps = {0: self._steps, **self._told}
+                behind = [rank for rank, count in sorted(steps.items()) if count == min(steps.values())]
+                told = ", ".join(f"rank {rank}: {count}" for rank, count in sorted(steps.items()))
+                self._end(f"{named(behind)} hang: no step has ended for {self._hang:.0f} s (steps: {told})")
+            time.sleep(BEAT)
+
+
+def _exactly(line: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        received = line.recv(size - len(data))
+        if not received:
+            raise ConnectionResetError
+        data += received
+    return data
+
+
+def address_of_first() -> str:
+    """Where MLX's back ends find rank 0, by what `mlx.launch` has set; "" where it says nothing."""
+    hosts = os.environ.get("MLX_HOSTFILE")
+    if hosts:
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            first = json.loads(Path(hosts).read_text())[0]
+            return str(first if isinstance(first, str) else first[0]).rpartition(":")[0]
+    coordinator = os.environ.get("MLX_JACCL_COORDINATOR")
+    return coordinator.rpartition(":")[0] if coordinator else os.environ.get("NCCL_HOST_IP", "")
+
+
+def _addresses() -> list[str]:
+    """Of this machine."""
+    found = ["127.0.0.1"]
+    with suppress(OSError):
+        found += [str(about[4][0]) for about in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
+    return list(dict.fromkeys(found))

@@ -1,0 +1,96 @@
+"""One rank of a served model, from its start to its end: rank 0 answers over HTTP, the others follow. Whichever ends, ends all."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import threading
+import time
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+
+from prefixcache.cache import PrefixCache
+from prefixcache.metrics.stats import Stats
+from prefixcache.ranks import Ranks
+from prefixcache.ranks.watch import Watch
+from prefixcache.servers.mlx_lm.arguments import check_model
+from prefixcache.servers.mlx_lm.errors import ServeError, ServeFailed
+from prefixcache.servers.mlx_lm.http_server import Server
+from prefixcache.servers.mlx_lm.ranks import RankGenerator, RankProvider
+from prefixcache.servers.mlx_lm.server import POLL, Ending, Options, died, end, is_ready, run, tell
+from prefixcache.settings import Settings
+
+log = logging.getLogger("prefixcache")
+
+FLUSH = 6.0  # seconds that a rank may write what RAM has, once another rank has died
+NEWS = 3.0  # seconds in which a rank hears of one that died, when its own part has failed of it
+STEPS = 10.0  # seconds for the steps that all ranks still do together before they end
+FOLLOWING = 15.0  # seconds, beyond the grace, that rank 0 has to end a rank that was asked to end
+
+
+class Lost:
+    """What becomes of this rank when another has ended: it ends, too, with what RAM has written."""
+
+    def __init__(self, rank: int, ending: Ending):
+        self._rank, self._ending = rank, ending
+        self.cache: PrefixCache | None = None
+
+    def __call__(self, reason: str) -> None:
+        if not reason:  # rank 0 ends in order
+            self._ending.asked.set()
+            return
+        log.error("%s: so rank %d ends, too; start all ranks again, what is on their SSDs is still there", reason, self._rank)
+        if self.cache is not None:
+            closing = threading.Thread(target=self.cache.close, daemon=True)
+            closing.start()
+            closing.join(FLUSH)
+        os._exit(2)
+
+
+def serve_rank(
+    group: mx.distributed.Group, settings: Settings, args: argparse.Namespace, how: Options, ending: Ending, hang: float
+) -> None:
+    """Serve as one rank of a group, see `server.serve`. Errors end the other ranks, which name this one."""
+    ranks = Ranks(group)
+    lost = Lost(ranks.rank, ending)
+    watch = Watch(ranks, lost, ending.asked.set, hang=hang)
+    try:
+        check_model(args)
+        if args.draft_model or args.adapter_path:
+            given = "--draft-model" if args.draft_model else "--adapter-path"
+            raise ServeError(f"{given} with several ranks: mlx-lm has neither there; leave it out, or serve from one process")
+        with Server(args.host, args.port) if ranks.is_first else nullcontext() as server:
+            with PrefixCache(settings, group=group) as cache:
+                lost.cache, opened = cache, cache.stats()
+                generator = RankGenerator(RankProvider(args, ranks, watch), cache, how.before, how.exact_prefill, watch)
+                try:
+                    if server is not None:
+                        run(server, generator, ending, opened, how)
+                    else:
+                        _follow(generator, ending, opened, how.grace, watch)
+                finally:
+                    end(generator, ending, server.replying if server is not None else set(), STEPS)
+                watch.rest()
+                log.info("flushing RAM: %.2f GB", cache.stats().ram_images / 1e9)
+    except BaseException as error:
+        if isinstance(error, ServeFailed):
+            time.sleep(NEWS)  # of a rank that died, which made this one fail: then it has ended here
+        watch.close(f"rank {ranks.rank} could not go on: {error}")
+        raise
+    watch.close()
+
+
+def _follow(generator: RankGenerator, ending: Ending, opened: Stats, grace: float, watch: Watch) -> None:
+    """Do what rank 0 does, until it ends."""
+    if not is_ready(generator, ending):
+        return
+    tell(generator, opened)
+    while generator._generation_thread.is_alive() and not ending.asked.wait(POLL):
+        pass
+    if not ending.asked.is_set() and not generator._stop:
+        raise ServeFailed(died(generator))
+    watch.ask_to_end()
+    generator._generation_thread.join(grace + FOLLOWING)

@@ -1,0 +1,238 @@
+"""mlx_lm.server on several ranks (`mlx.launch`), each with a PrefixCache of its own. Rank 0 takes the requests and decides what
+hangs on time or size; all ranks do the same work in the same order, or they would wait for each other for ever.
+
+What must be the same is agreed on: which request is next, its tokens, how deep it is hit (`PrefixCache(group=)`), whether it
+waits, whether it is given up, and when the server ends.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx_lm.server as upstream
+from mlx_lm import utils
+
+from prefixcache.cache import PrefixCache
+from prefixcache.ranks import Ranks, rank_identity
+from prefixcache.ranks.watch import Watch
+from prefixcache.servers.in_flight import Admission, Awaited, Computing
+from prefixcache.servers.mlx_lm.answers import Answers
+from prefixcache.servers.mlx_lm.provider import Provider
+from prefixcache.servers.mlx_lm.requests import WAKE, Generator, Wait
+
+POLL = 0.005  # seconds that rank 0 waits for a request while others are deferred
+END = "end"  # in the place of a request: all ranks end their loop
+ELSEWHERE = Wait(lambda: True, 0.0)  # only rank 0 knows what this request waits for
+
+
+class RankFailed(BaseException):
+    """A rank can't go on, so none can. It ends the thread that generates, whose loop takes an Exception for a request's."""
+
+
+class WatchedTimeBudget(upstream.TimeBudget):
+    """mlx-lm's, which the ranks agree on; each step is told to the watch."""
+
+    def __init__(self, watch: Watch):
+        super().__init__()
+        self._watch = watch
+
+    def __next__(self) -> None:
+        self._watch.step()
+        super().__next__()
+
+
+class RankAdmission(Admission):
+    """Rank 0 decides which requests wait for which."""
+
+    def __init__(self, ranks: Ranks, whole_blocks: bool):
+        super().__init__(whole_blocks=whole_blocks)
+        self._ranks = ranks
+
+    def wait_for(self, *request: Any, **options: Any) -> Awaited | None:
+        awaited = super().wait_for(*request, **options) if self._ranks.is_first else None
+        if not self._ranks.any(awaited is not None):
+            return None
+        return awaited or ELSEWHERE  # type: ignore[return-value]
+
+    def enter(self, prompt: Computing) -> None:
+        if self._ranks.is_first:
+            super().enter(prompt)
+
+
+class RankProvider(Provider):
+    """A rank's part of a model. What its layers are is told of all ranks: those of a pipeline have different ones."""
+
+    def __init__(self, cli_args: Any, ranks: Ranks, watch: Watch):
+        self._ranks, self._watch = ranks, watch
+        super().__init__(cli_args)
+
+    def _load(self, model_path: Any, adapter_path: Any = None, draft_model_path: Any = None) -> Any:
+        if adapter_path is not None or draft_model_path is not None:
+            return super()._load(model_path, adapter_path, draft_model_path)  # refused before anything is loaded
+        self._watch.rest()
+        # The ranks wait for each other in the middle of loading: what can be known to fail must fail before.
+        self._ranks.done_by_all(lambda: self._check(model_path), f"load {model_path}")
+        try:
+            return super()._load(model_path, adapter_path, draft_model_path)
+        except Exception as error:
+            raise RankFailed(f"{model_path} can't be loaded: {type(error).__name__}: {error}") from error
+        finally:
+            self._watch.step()
+
+    def _check(self, model_path: str) -> None:
+        """Make the model without its weights: an error, the one that mlx-lm would give, where it can't be."""
+        folder = utils._download(model_path, allow_patterns=["*.json", "*.py"])
+        options = {"lazy": True, "strict": False, "trust_remote_code": self.cli_args.trust_remote_code}
+        known = inspect.signature(utils.load_model).parameters  # mlx-lm 0.31 asks for no code's trust
+        model, _ = utils.load_model(folder, **{name: value for name, value in options.items() if name in known})
+        if self.pipeline_group is not None:
+            if not hasattr(getattr(model, "model", None), "pipeline"):
+                raise ValueError(f"{model_path}: mlx-lm has no pipeline for this model; leave --pipeline out")
+            if not (Path(folder) / "model.safetensors.index.json").is_file():
+                raise ValueError(f"{model_path}: --pipeline needs its model.safetensors.index.json")
+        elif not hasattr(model, "shard"):
+            raise ValueError(f"{model_path}: mlx-lm can't shard this model; try --pipeline")
+
+    def _prepare_for(self, prompt_cache: list[Any]) -> None:
+        super()._prepare_for(prompt_cache)
+        flags = self.sliceable, self.is_batchable
+        sliceable, batchable, concurrency = self._ranks.least(*map(int, flags), self.cli_args.prompt_concurrency)
+        self.sliceable, self.is_batchable = bool(sliceable), bool(batchable)
+        self.cli_args.prompt_concurrency = concurrency
+
+
+class RankGenerator(Generator):
+    """mlx-lm's loop on one rank, in step with the others. `failure` says why it ended, where a rank could not go on."""
+
+    def __init__(
+        self,
+        provider: RankProvider,
+        cache: PrefixCache,
+        before: Callable[[Generator], None],
+        exact_prefill: bool,
+        watch: Watch,
+    ):
+        assert cache.ranks is not None
+        self._ranks, self._watch = cache.ranks, watch
+        self._ending = False
+        self._answers = Answers(None)
+        super().__init__(provider, cache, before, exact_prefill)
+
+    def _make_admission(self, whole_blocks: bool) -> Admission:
+        return RankAdmission(self._ranks, whole_blocks)
+
+    def _make_time_budget(self) -> upstream.TimeBudget:
+        return WatchedTimeBudget(self._watch)
+
+    def stop(self) -> None:
+        """Rank 0 tells the others, and all end at the same step."""
+        self._ending = True
+
+    def _generate(self) -> None:
+        try:
+            super()._generate()
+        except RankFailed as error:
+            self.failure = RuntimeError(str(error))
+        finally:
+            self._watch.rest()
+
+    def _loaded(self, model_key: Any) -> None:
+        self.prompts.rank_part = rank_identity("", self.model_provider.model, self._ranks)
+        super()._loaded(model_key)
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def _next_request(self, timeout: float | None = None) -> Any:
+        self._watch.step()
+        return super()._next_request(min(timeout, POLL) if self._deferred and timeout is not None else timeout)
+
+    def _share_request(self, request: Any) -> Any:
+        """Rank 0's request on every rank, with its tokens, if the model that it asks for is loaded."""
+        told: Any = None
+        if self._ranks.is_first:
+            if self._ending:
+                told = END
+            elif request is not None and request[0] is not WAKE:
+                _, asked, args = request
+                told = _bare(asked), args, self._tokens_of(asked, args)
+        told = self._ranks.from_first(told)
+        if told is None or told == END:
+            self._stop = self._stop or told == END
+            if request is not None and request[0] is not WAKE:
+                self.requests.put(request)  # it is told that the server ends
+            return None
+        asked, args, tokens = told
+        if self._ranks.is_first:
+            asked = request[1]
+        asked.rank_tokens = tokens
+        return request[0] if request is not None else upstream.Queue(), asked, args
+
+    def _tokens_of(self, request: Any, args: Any) -> Any:
+        """What mlx-lm's `_tokenize` gives, or its error. None where each rank is to find out: the model is not loaded yet, or
+        there are images.
+        """
+        has_images = getattr(upstream, "_image_parts", lambda messages: ())  # mlx-lm 0.31 has none
+        if not self.model_provider.has(args.model.model, args.model.adapter, args.model.draft):
+            return None
+        if request.messages and any(has_images(request.messages)):
+            return None
+        try:
+            return super()._tokenize_anew(self.model_provider.tokenizer, request, args)
+        except Exception as error:
+            return ValueError(str(error))
+
+    def _tokenize_anew(self, tokenizer: Any, request: Any, args: Any) -> Any:
+        tokens, request.rank_tokens = getattr(request, "rank_tokens", None), None
+        if isinstance(tokens, Exception):
+            request.rank_tokens = tokens  # the loop asks once more, to answer with it
+            raise tokens
+        return tokens if tokens is not None else super()._tokenize_anew(tokenizer, request, args)
+
+    def _resumed(self) -> Any:
+        """A deferred request that waits no longer: what it waits for is done on every rank, or rank 0 waits no longer."""
+        if not self._deferred:
+            return None
+        waits = [deferred.wait for deferred in self._deferred]
+        late = [self._ranks.is_first and time.monotonic() >= wait.until for wait in waits]
+        told = self._ranks.most(*(int(not wait.done()) for wait in waits), *map(int, late))
+        for deferred, waiting, given_up in zip(self._deferred, told, told[len(waits) :], strict=False):
+            if not waiting or given_up:
+                self._deferred.remove(deferred)
+                return deferred.item
+        return None
+
+    # -- a request that is served by itself ---------------------------------------------------------------------------
+
+    def _serve_single(self, request: Any, *others: Any) -> None:
+        self._answers = request[0]
+        self._answers.in_step = True
+        try:
+            upstream.ResponseGenerator._serve_single(self, request, *others)
+        finally:
+            self.prompts.request = None
+
+    def _stream(self, *, prompt: Sequence[int], **options: Any) -> Iterator[Any]:
+        progress = options.get("prompt_progress_callback") or (lambda done, total: None)
+
+        def step(done: int, total: int) -> None:
+            self._watch.step()
+            progress(done, total)
+
+        for response in super()._stream(prompt=prompt, **{**options, "prompt_progress_callback": step}):
+            self._watch.step()
+            if self._ranks.any(self._ranks.is_first and self._answers.stop_asked):
+                return
+            yield response
+
+
+def _bare(request: Any) -> Any:
+    """A request without what is only rank 0's."""
+    bare = copy.copy(request)
+    for name in ("request_log", "tokenized"):
+        vars(bare).pop(name, None)
+    return bare
