@@ -1,0 +1,166 @@
+"""`prefixcache serve` on several ranks: answers, restarts, ranks that die, hang or are told to end."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.ranks.rank_serving import RankServer, rank_serving, save_sharded
+from tests.serving import ask, at_once, chat, text, wait_for
+
+CASES = {  # what is served, how, and on how many ranks
+    "tensor-parallel": ("llama", (), 2),
+    "sliding windows": ("llama-sliding", (), 2),
+    "latents": ("deepseek_v3", (), 2),
+    "a pipeline": ("qwen2", ("--pipeline",), 2),
+    "a pipeline of three": ("qwen2", ("--pipeline",), 3),
+    "a hybrid": ("qwen3_5", (), 2),
+    "a hybrid pipeline": ("qwen3_next", ("--pipeline",), 2),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sharded")
+    for family in {family for family, _, _ in CASES.values()}:
+        save_sharded(folder / family, family)
+    return folder
+
+
+def turns(server: Any, of: str = "turn", **more: Any) -> list[Any]:
+    return chat(server, text(560, "rank"), [text(40, f"{of} {turn}") for turn in range(3)], **more)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_hit_answers_what_a_cold_run_answers_and_a_restart_is_warm(models, tmp_path, case):
+    family, flags, size = CASES[case]
+    flags = ("--model", models / family, "--ssd-dir", tmp_path / "ssd", *flags)
+    with rank_serving(tmp_path / "first", size, *flags) as server:
+        first = turns(server)
+        assert all(answer.cached > 500 for answer in first[1:])
+        apart = [ask(server, message, cache_salt=f"alone {turn}") for turn, message in enumerate(asked(first))]
+        assert not any(answer.cached for answer in apart)
+        assert [answer.text for answer in apart] == [answer.text for answer in first]
+        again = turns(server)
+        assert [answer.text for answer in again] == [answer.text for answer in first]
+        assert all(answer.computed <= 1 for answer in again)
+    with rank_serving(tmp_path / "second", size, *flags) as server:
+        after = turns(server)
+        assert [answer.text for answer in after] == [answer.text for answer in first]
+        assert all(answer.cached > 500 for answer in after)
+
+
+def asked(answers: list[Any], of: str = "turn") -> list[list[dict[str, Any]]]:
+    """The messages of each turn."""
+    messages: list[dict[str, Any]] = [{"role": "system", "content": text(560, "rank")}]
+    each = []
+    for turn, answer in enumerate(answers):
+        messages.append({"role": "user", "content": text(40, f"{of} {turn}")})
+        each.append(list(messages))
+        messages.append({"role": "assistant", "content": answer.text})
+    return each
+
+
+def test_requests_that_come_at_once_wait_and_go_in_step(models, tmp_path):
+    with rank_serving(tmp_path / "log", 2, "--model", models / "llama", "--ssd-dir", tmp_path / "ssd") as server:
+        alone = [turns(server, f"who {i}", cache_salt=f"cold {i}") for i in range(4)]
+        together = at_once([lambda i=i: turns(server, f"who {i}") for i in range(4)])
+        assert [[one.text for one in answers] for answers in together] == [[one.text for one in a] for a in alone]
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_when_a_rank_is_killed_the_others_end_and_name_it_and_all_start_again_warm(models, tmp_path, killed):
+    flags = ("--model", models / "llama", "--ssd-dir", tmp_path / "ssd")
+    with rank_serving(tmp_path / "first", 2, *flags, "--spill", "through") as server:
+        before = turns(server)
+        time.sleep(0.5)  # the writer's
+        server.send(killed, signal.SIGKILL)
+        began = time.monotonic()
+        codes = server.wait(10)
+        assert time.monotonic() - began < 10
+        assert codes[1 - killed] == 2
+        assert f"rank {killed} died" in server.said(1 - killed)
+    with rank_serving(tmp_path / "second", 2, *flags) as server:
+        after = turns(server)
+        assert [answer.text for answer in after] == [answer.text for answer in before]
+        assert after[0].cached >= 512
+
+
+def test_a_rank_that_is_told_to_end_ends_all_in_order(models, tmp_path):
+    with rank_serving(tmp_path / "log", 2, "--model", models / "llama", "--ssd-dir", tmp_path / "ssd") as server:
+        turns(server)
+        server.send(1, signal.SIGTERM)
+        assert server.wait() == [0, 0]
+        assert server.troubles() == []
+
+
+def test_a_hang_ends_all_ranks_and_names_the_one_that_is_behind(models, tmp_path):
+    with rank_serving(tmp_path / "log", 2, "--model", models / "llama", "--hang-timeout", 3) as server:
+        turns(server)
+        server.send(1, signal.SIGSTOP)
+        began = time.monotonic()
+        assert server.ranks[0].wait(20) == 2
+        assert time.monotonic() - began < 15
+        assert "rank 1 hang" in server.said(0)
+        server.send(1, signal.SIGCONT)
+        assert server.ranks[1].wait(15) == 2
+
+
+def test_a_client_that_goes_away_leaves_the_ranks_in_step(models, tmp_path):
+    """A request with a seed is served by itself."""
+    with rank_serving(tmp_path / "log", 2, "--model", models / "llama") as server:
+        for seed in (None, 7):
+            host = server.url.removeprefix("http://")
+            connection = http.client.HTTPConnection(host, timeout=30)
+            body = {"messages": [{"role": "user", "content": "go"}], "max_tokens": 2000, "stream": True, "seed": seed}
+            connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            response.read(200)
+            connection.close()
+            del response
+            assert ask(server, [{"role": "user", "content": text(30)}], seed=seed).generated > 0
+
+
+def test_errors_of_a_request_are_answered_on_all_ranks(models, tmp_path):
+    with rank_serving(tmp_path / "log", 2, "--model", models / "llama") as server:
+        for wrong in ({"model": str(tmp_path / "none")}, {"top_k": 5000}, {"adapters": str(tmp_path)}):
+            with pytest.raises(openai.APIStatusError):
+                server.client.chat.completions.create(
+                    model=wrong.pop("model", "default_model"), messages=[{"role": "user", "content": "x"}], extra_body=wrong
+                )
+        assert ask(server, [{"role": "user", "content": text(30)}]).generated > 0
+        for rank in range(2):
+            server.logs[rank].write_bytes(b"")  # mlx-lm logs what it answers with errors
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (("--model", "{models}/llama", "--draft-model", "{models}/llama"), "--draft-model with several ranks"),
+        (("--model", "{models}/none"), "no such folder"),
+        (("--model", "{models}/qwen2", "--host", "256.1.1.1"), "--host 256.1.1.1"),
+    ],
+)
+def test_what_can_not_be_served_ends_all_ranks_with_the_reason(models, tmp_path, flags, why):
+    server = RankServer(tmp_path / "log", 2, *(flag.format(models=models) for flag in flags))
+    try:
+        assert all(server.wait(60))
+        assert any(why in server.said(rank) for rank in range(2))
+    except subprocess.TimeoutExpired:
+        for process in server.ranks:
+            process.kill()
+        raise
+
+
+def test_metrics_are_at_rank_0(models, tmp_path):
+    with rank_serving(tmp_path / "log", 2, "--model", models / "llama") as server:
+        turns(server)
+        wait_for(lambda: "prefixcache_" in server.metrics_text(), "metrics")
