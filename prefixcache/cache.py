@@ -66,7 +66,6 @@ RECENCY_FLUSH_INTERVAL = 60.0  # seconds after which a hit tells the index what 
 RECENCY_FLUSH_SLOTS = 8192  # or so many that it has not heard of
 LONGEST = 1 << 24  # tokens that a fetch leaves room for
 LAST_UPLOADS = 5.0  # seconds that close() gives to what waits for the remote tier
-ATTEMPTS = 8  # of the ranks of a group, to take a hit that none of them turns out to lack
 INTERRUPTED_CLOSE = 5.0  # seconds that an interrupted close() gives the SSD
 
 _open: set[PrefixCache] = set()  # those that have a directory, until they are closed
@@ -406,14 +405,19 @@ class PrefixCache:
             self._storage.unpin(found[1])
             return found[0], found[0].tokens
 
-        return look_up(leave)[0] if self.ranks is None else self._on_all_ranks(self.ranks, prompt, leave, False, look_up)[0]
+        return (
+            look_up(leave)[0]
+            if self.ranks is None
+            else self._on_all_ranks(self.ranks, prompt, leave, False, look_up)[0]
+        )
 
     def _agreed_depths(
-        self, ranks: Ranks, prompt: Prompt, leave: int, whole_blocks: bool, tiers: list[int], failed: bool = False
+        self, ranks: Ranks, prompt: Prompt, leave: int, whole_blocks: bool, tiers: list[int]
     ) -> list[int]:
-        """How deep all ranks can serve a prompt from each of these tiers and the faster ones. A rank that has `failed`, or fails
-        here, serves nothing.
+        """How deep all ranks can serve a prompt from each of these tiers and the faster ones. A rank that fails here serves
+        nothing.
         """
+        failed = False
 
         def deepest(limits: list[int]) -> list[int]:
             nonlocal failed
@@ -431,31 +435,30 @@ class PrefixCache:
                 return [0] * len(tiers)
             return depths
 
-        asked = canonical([len(prompt), leave, whole_blocks, len(tiers)]).encode()
-        limit = max(len(prompt) - leave, 0)
-        return ranks.agree(deepest, [limit] * len(tiers), number_of(prompt.token_bytes + prompt.salt + asked))
+        limits = [max(len(prompt) - leave, 0)] * len(tiers)
+        return ranks.agree(deepest, limits, _question(prompt, leave, whole_blocks))
 
     def _on_all_ranks(
         self, ranks: Ranks, prompt: Prompt, leave: int, whole_blocks: bool, take: Callable[[int], tuple[Any, int]]
     ) -> tuple[Any, int]:
         """What `take(leave)` gives here and how deep it is, once it is as deep on every rank; (None, 0) where RAM has nothing
-        that all can serve. What can't be decoded on one rank makes the hit of all shorter.
+        that all can serve. What can't be found or decoded on one rank makes the hit of all shorter.
         """
-        failed = False
-        for _ in range(ATTEMPTS):
-            depth = self._agreed_depths(ranks, prompt, leave, whole_blocks, [RAM], failed)[0]
+        taken, failed = None, False
+
+        def deepest(limits: list[int]) -> list[int]:
+            nonlocal taken, failed
             taken, tokens = None, 0
             try:
-                self._check_open()
-                taken, tokens = take(len(prompt) - depth)
+                if not failed:
+                    taken, tokens = take(len(prompt) - limits[0])
             except Exception as error:
                 failed = True
                 log.warning("a fetch failed, which is a miss on all ranks: %s: %s", type(error).__name__, error)
-            if not depth:
-                break
-            if ranks.all(tokens == depth):
-                return taken, depth
-        return None, 0
+            return [tokens]
+
+        depth = ranks.agree(deepest, [max(len(prompt) - leave, 0)], _question(prompt, leave, whole_blocks))[0]
+        return (taken, depth) if depth else (None, 0)
 
     def _find(self, prompt: Prompt, leave: int, whole_blocks: bool = False) -> tuple[StoredPrompt, list[Slot]] | None:
         self._check_open()
@@ -753,6 +756,11 @@ def _close_all() -> None:
 
 def _left(end: float) -> float:
     return max(end - time.monotonic(), 0.0)
+
+
+def _question(prompt: Prompt, leave: int, whole_blocks: bool) -> int:
+    """What the ranks must all ask for."""
+    return number_of(b"".join((prompt.token_bytes, prompt.salt, canonical([len(prompt), leave, whole_blocks]).encode())))
 
 
 def _of_rank(settings: Settings, ranks: Ranks) -> Settings:

@@ -8,7 +8,7 @@ import pickle
 import socket
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import mlx.core as mx
 import numpy as np

@@ -37,9 +37,7 @@ class Watch:
     rank 0 ended in order. `on_ask`: on rank 0, when another rank was asked to end.
     """
 
-    def __init__(
-        self, ranks: Ranks, on_end: Callable[[str], None], on_ask: Callable[[], None], *, hang: float = HANG
-    ):
+    def __init__(self, ranks: Ranks, on_end: Callable[[str], None], on_ask: Callable[[], None], *, hang: float = HANG):
         """Collective. Without lines, where a firewall is between the machines, it warns and watches nothing."""
         self.rank, self._size = ranks.rank, ranks.size
         self._on_end, self._on_ask, self._hang = on_end, on_ask, hang

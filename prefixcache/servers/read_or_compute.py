@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from prefixcache.cache import PrefixCache
+from prefixcache.cache import Match, PrefixCache
 from prefixcache.keys import TOKEN_BYTES
 from prefixcache.metrics.moving_average import MovingAverage
 from prefixcache.ranks.agreement import MAX, Ranks
@@ -118,12 +118,16 @@ class ReadOrCompute:
         self._lock = threading.Lock()
         self._requests: OrderedDict[tuple[int, int], _Request] = OrderedDict()  # by prompt: its length and its hash
 
-    def begin(self, prompt: Prompt, leave: int = 1) -> Reading | None:
-        """Start to bring in what SSD and remote tier have beyond RAM. None where there is nothing, or where computing is
-        quicker: then what the SSD has comes too, for the next request, but is not worth waiting for.
+    def match(self, prompt: Prompt, leave: int = 1) -> Match:
+        """How deep the hit to come can be."""
+        return self.cache.match(prompt, leave=leave, whole_blocks=self.whole_blocks)
+
+    def begin(self, prompt: Prompt, match: Match, leave: int = 1) -> Reading | None:
+        """Start to bring in what SSD and remote tier have beyond RAM, of a prompt with this `match`. None where there is nothing,
+        or where computing is quicker: then what the SSD has comes too, for the next request, but is not worth waiting for.
         """
         how: dict[str, Any] = {"leave": leave, "whole_blocks": self.whole_blocks}
-        match, ranks = self.cache.match(prompt, **how), self.cache.ranks
+        ranks = self.cache.ranks
         more, beyond = match.ssd - match.ram, len(prompt) - leave - match.ssd
         remote = self.cache.promote_remote(prompt, prefill_rate=self.rates.prefill_rate(), **how)
         local, reading = None, 0.0
@@ -163,7 +167,7 @@ class ReadOrCompute:
     def wait(self, prompt: Prompt, leave: int = 1) -> None:
         """`begin`, and wait for it as long as that pays. What comes later comes for the next request."""
         try:
-            reading = self.begin(prompt, leave)
+            reading = self.begin(prompt, self.match(prompt, leave), leave)
             if reading is not None:
                 reading.wait()
         except FuturesTimeout:
@@ -191,7 +195,9 @@ class ReadOrCompute:
                     return
 
 
-def _agreed(ranks: Ranks, reading: float, worth: float, worth_remote: float, asks: bool) -> tuple[float, float, float, bool]:
+def _agreed(
+    ranks: Ranks, reading: float, worth: float, worth_remote: float, asks: bool
+) -> tuple[float, float, float, bool]:
     """The longest reading of all ranks, what waiting is worth to rank 0, and whether any rank asks the remote tier."""
     own = [reading, worth * ranks.is_first, worth_remote * ranks.is_first]
     *milliseconds, asked = ranks.most(*(min(int(1000 * seconds), MAX) for seconds in own), int(asks))

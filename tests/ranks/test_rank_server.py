@@ -131,10 +131,16 @@ def test_a_client_that_goes_away_leaves_the_ranks_in_step(models, tmp_path):
 
 def test_errors_of_a_request_are_answered_on_all_ranks(models, tmp_path):
     with rank_serving(tmp_path / "log", 2, "--model", models / "llama") as server:
-        for wrong in ({"model": str(tmp_path / "none")}, {"top_k": 5000}, {"model": str(models / "llama"), "adapters": str(tmp_path)}):
+        for wrong in (
+            {"model": str(tmp_path / "none")},
+            {"top_k": 5000},
+            {"model": str(models / "llama"), "adapters": str(tmp_path)},
+        ):
             with pytest.raises(openai.APIStatusError):
                 server.client.chat.completions.create(
-                    model=wrong.pop("model", "default_model"), messages=[{"role": "user", "content": "x"}], extra_body=wrong
+                    model=wrong.pop("model", "default_model"),
+                    messages=[{"role": "user", "content": "x"}],
+                    extra_body=wrong,
                 )
         assert ask(server, [{"role": "user", "content": text(30)}]).generated > 0
         for rank in range(2):

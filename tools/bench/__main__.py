@@ -21,6 +21,7 @@ from tools.bench import (
     peers,
     prefill,
     quality,
+    ranks,
     remote,
     remote_peers,
     remote_serving,
@@ -46,6 +47,7 @@ BENCHES = {
     "attending": cpu_attention.FIGURES | gpu_attention.FIGURES,
     "live": live.FIGURES | gpu_live.FIGURES | prefill.FIGURES,
     "remote": remote.FIGURES | remote_serving.FIGURES | remote_peers.FIGURES | fleet.FIGURES,
+    "ranks": ranks.FIGURES,
     "server": server.FIGURES | server_load.FIGURES,
 }
 

@@ -67,6 +67,25 @@ def random_model(folder: Path) -> Path:
     return _written(folder / "random-llama", dict(tree_flatten(model.parameters())), SMALL)
 
 
+def random_large(folder: Path) -> Path:
+    """Random weights of Llama 3.2 3B's shape in bfloat16 under the tiny model's tokenizer."""
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+    from mlx_lm.models import llama
+
+    shape = {
+        "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24,
+        "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072, "rope_theta": 500000.0,
+    }  # fmt: skip
+    config = json.loads((FIXTURE / "config.json").read_text()) | shape
+    mx.random.seed(0)
+    model = llama.Model(llama.ModelArgs.from_dict(config))
+    weights = {
+        name: (mx.random.normal(w.shape) * 0.02).astype(mx.bfloat16) for name, w in tree_flatten(model.parameters())
+    }
+    return _written(folder / "random-3b", weights, shape)
+
+
 def _written(folder: Path, weights: dict[str, Any], changed: dict[str, Any]) -> Path:
     import mlx.core as mx
 

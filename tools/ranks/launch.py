@@ -8,7 +8,6 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import IO, Any
 
 
@@ -22,18 +21,43 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def ring(command: Sequence[str], size: int, outputs: Sequence[IO[Any] | int], **options: Any) -> list[subprocess.Popen[Any]]:
+def ring(
+    command: Sequence[str], size: int, outputs: Sequence[IO[Any] | int], **options: Any
+) -> list[subprocess.Popen[Any]]:
     """Start `size` ranks of a command, as `mlx.launch --backend ring` does, but none is killed when another ends.
 
-    `outputs`: where each one writes to.
+    `outputs`: where each one writes to. `options`: of `subprocess.Popen`; `env` is added to this environment.
     """
     with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as hosts:
         json.dump([[f"127.0.0.1:{port}"] for port in free_ports(size)], hosts)
-    environment = {**os.environ, **options.pop("env", {}), "MLX_HOSTFILE": str(Path(hosts.name))}
+    return _start(command, outputs, [{"MLX_HOSTFILE": hosts.name}] * size, options)
+
+
+def nccl(
+    command: Sequence[str], size: int, outputs: Sequence[IO[Any] | int], **options: Any
+) -> list[subprocess.Popen[Any]]:
+    """The same with NCCL, a GPU for each rank."""
+    port = str(free_ports(1)[0])
+    group = {"NCCL_HOST_IP": "127.0.0.1", "NCCL_PORT": port, "MLX_WORLD_SIZE": str(size)}
+    return _start(command, outputs, [group | {"CUDA_VISIBLE_DEVICES": str(rank)} for rank in range(size)], options)
+
+
+def gpus() -> int:
+    """How many NVIDIA GPUs this machine has."""
+    try:
+        return len(subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout.splitlines())
+    except (OSError, subprocess.CalledProcessError):
+        return 0
+
+
+def _start(
+    command: Sequence[str], outputs: Sequence[IO[Any] | int], groups: Sequence[dict[str, str]], options: dict[str, Any]
+) -> list[subprocess.Popen[Any]]:
+    environment = {**os.environ, **options.pop("env", {})}
     return [
         subprocess.Popen(
-            command, env={**environment, "MLX_RANK": str(rank)}, stdin=subprocess.DEVNULL, stdout=output,
+            command, env={**environment, **group, "MLX_RANK": str(rank)}, stdin=subprocess.DEVNULL, stdout=output,
             stderr=subprocess.STDOUT, **options,
         )
-        for rank, output in enumerate(outputs)
+        for rank, (output, group) in enumerate(zip(outputs, groups, strict=True))
     ]  # fmt: skip

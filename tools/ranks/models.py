@@ -32,14 +32,19 @@ MLA = BASE | {
     "n_routed_experts": None, "moe_intermediate_size": 32, "n_shared_experts": None, "first_k_dense_replace": 9,
     "topk_method": "noaux_tc",
 }  # fmt: skip
-ROPE = {"rope_theta": 1e4, "rope_type": "default", "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 4096}
+ROPE = {
+    "rope_theta": 1e4,
+    "rope_type": "default",
+    "llama_4_scaling_beta": 0.1,
+    "original_max_position_embeddings": 4096,
+}
 
 FAMILIES: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {
     (TENSOR, "dense"): ("llama", BASE),
     (TENSOR, "sliding"): ("llama", SLIDES),
     (TENSOR, "hybrid"): ("qwen3_5", HYBRID),
     (TENSOR, "mla"): ("deepseek_v3", MLA),
-    (PIPELINE, "dense"): ("qwen2", BASE | {"hidden_size": 192}),
+    (PIPELINE, "dense"): ("qwen2", BASE | {"num_attention_heads": 2, "num_key_value_heads": 2}),
     (PIPELINE, "sliding"): ("ministral3", SLIDES | {"rope_parameters": ROPE}),
     (PIPELINE, "hybrid"): ("qwen3_5", HYBRID),
     (PIPELINE, "mla"): ("deepseek_v3", MLA),

@@ -70,7 +70,9 @@ def serve(
     hang_timeout: Annotated[
         float,
         typer.Option(
-            min=1, metavar="SECONDS", help="Of a model that spans processes: end all when a step takes longer than this."
+            min=1,
+            metavar="SECONDS",
+            help="Of a model that spans processes: end all when a step takes longer than this.",
         ),
     ] = 300.0,
     **flags: Any,

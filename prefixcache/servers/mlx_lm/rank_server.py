@@ -8,7 +8,6 @@ import os
 import threading
 import time
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
@@ -42,7 +41,9 @@ class Lost:
         if not reason:  # rank 0 ends in order
             self._ending.asked.set()
             return
-        log.error("%s: so rank %d ends, too; start all ranks again, what is on their SSDs is still there", reason, self._rank)
+        log.error(
+            "%s: so rank %d ends, too; start all ranks again, what is on their SSDs is still there", reason, self._rank
+        )
         if self.cache is not None:
             closing = threading.Thread(target=self.cache.close, daemon=True)
             closing.start()
@@ -61,7 +62,9 @@ def serve_rank(
         check_model(args)
         if args.draft_model or args.adapter_path:
             given = "--draft-model" if args.draft_model else "--adapter-path"
-            raise ServeError(f"{given} with several ranks: mlx-lm has neither there; leave it out, or serve from one process")
+            raise ServeError(
+                f"{given} with several ranks: mlx-lm has neither there; leave it out, or serve from one process"
+            )
         with Server(args.host, args.port) if ranks.is_first else nullcontext() as server:
             with PrefixCache(settings, group=group) as cache:
                 lost.cache, opened = cache, cache.stats()

@@ -222,10 +222,10 @@ class Generator(upstream.ResponseGenerator):
     def _waits_for(self, request: Any, tokenized: TokenizedRequest, answers: Answers) -> Wait | Awaited | None:
         """What a request waits for. None: it waits for nothing, and is under way from here on."""
         prompt, request_log = tokenized.prompt, _log_of(request)
-        match = self.prompts.cache.match(prompt)
+        match = self.prompts.reading.match(prompt)
         if request_log.found is None:
             request_log.found = Found(*match)
-            reading = self.prompts.reading.begin(prompt)
+            reading = self.prompts.reading.begin(prompt, match)
             if reading is not None:
                 request_log.wait_for_ssd(reading.asks_remote)
                 return self._read(reading)
@@ -284,10 +284,10 @@ class Generator(upstream.ResponseGenerator):
             known = self._read_tokens(tokenizer, request, args)
             request_log = _log_of(request)
             if request_log.found is None:
-                request_log.found = Found(*self.prompts.cache.match(known.prompt))
+                request_log.found = Found(*self.prompts.reading.match(known.prompt))
                 request_log.wait_for_ssd(self.prompts.cache.settings.remote is not None)
                 self.prompts.reading.wait(known.prompt)
-                request_log.go_on(self.prompts.cache.match(known.prompt).ram)
+                request_log.go_on(self.prompts.reading.match(known.prompt).ram)
         self.prompts.request = known
         return known.tokenized
 

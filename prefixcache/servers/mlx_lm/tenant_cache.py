@@ -62,7 +62,9 @@ class TenantPromptCache(TieredPromptCache):
         are fetched.
         """
         super().__init__(
-            cache, identify=lambda model: identity_of(model) + name_suffix + self.rank_part, whole_blocks=not exact_prefill
+            cache,
+            identify=lambda model: identity_of(model) + name_suffix + self.rank_part,
+            whole_blocks=not exact_prefill,
         )
         self.rank_part = ""  # of the name of the model that is loaded, where ranks share it
         self.exact_prefill = exact_prefill
