@@ -123,7 +123,9 @@ def deviates(hit: tuple[np.ndarray, list[int]], cold: tuple[np.ndarray, list[int
 
 def damage(folder: Path, draw: random.Random) -> int:
     """Flip a bit of some files."""
-    found = sorted(folder.glob("*/*/*.safetensors"))
+    found = sorted(
+        Path(where, name) for where, _, names in os.walk(folder) for name in names if name.endswith(".safetensors")
+    )
     hurt = draw.sample(found, min(len(found), 2)) if found else []
     for path in hurt:
         try:

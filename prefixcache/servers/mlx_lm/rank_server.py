@@ -7,7 +7,9 @@ import logging
 import os
 import threading
 import time
-from contextlib import nullcontext
+from concurrent.futures import Future
+from typing import NamedTuple
+from concurrent.futures import Future
 
 import mlx.core as mx
 
@@ -51,10 +53,62 @@ class Lost:
         os._exit(2)
 
 
+class Rank(NamedTuple):
+    """What a rank serves with; only rank 0 has a `server`. `opened`: what its directory had."""
+
+    server: Server | None
+    cache: PrefixCache
+    opened: Stats
+    generator: RankGenerator
+    watch: Watch
+
+
 def serve_rank(
     group: mx.distributed.Group, settings: Settings, args: argparse.Namespace, how: Options, ending: Ending, hang: float
 ) -> None:
     """Serve as one rank of a group, see `server.serve`. Errors end the other ranks, which name this one."""
+    begun: Future[Rank] = Future()
+
+    def generate() -> None:
+        # All of this on one thread: MLX's GPU back ends can't communicate on another than the first that did.
+        try:
+            rank = _begin(group, settings, args, how, ending, hang)
+        except BaseException as error:
+            begun.set_exception(error)
+            return
+        begun.set_result(rank)
+        rank.generator.run()
+
+    threading.Thread(target=generate, name="prefixcache-generate", daemon=True).start()
+    while not begun.done():
+        if ending.asked.wait(POLL):
+            os._exit(128 + ending.signum)
+    try:
+        rank = begun.result()
+    except Exception as error:
+        raise ServeFailed(str(error)) from error
+    watch, server, generator = rank.watch, rank.server, rank.generator
+    try:
+        try:
+            if server is not None:
+                run(server, generator, ending, rank.opened, how)
+            else:
+                _follow(generator, ending, rank.opened, how.grace, watch)
+        finally:
+            end(generator, ending, server.replying if server is not None else set(), STEPS)
+            watch.rest()
+            log.info("flushing RAM: %.2f GB", rank.cache.stats().ram_images / 1e9)
+            rank.cache.close()
+    except ServeFailed as error:
+        time.sleep(NEWS)  # of a rank that died, which made this one fail: then it has ended here
+        watch.close(f"rank {generator.prompts.cache.ranks.rank} could not go on: {error}")
+        raise
+    watch.close()
+
+
+def _begin(
+    group: mx.distributed.Group, settings: Settings, args: argparse.Namespace, how: Options, ending: Ending, hang: float
+) -> Rank:
     ranks = Ranks(group)
     lost = Lost(ranks.rank, ending)
     watch = Watch(ranks, lost, ending.asked.set, hang=hang)
@@ -65,25 +119,15 @@ def serve_rank(
             raise ServeError(
                 f"{given} with several ranks: mlx-lm has neither there; leave it out, or serve from one process"
             )
-        with Server(args.host, args.port) if ranks.is_first else nullcontext() as server:
-            with PrefixCache(settings, group=group) as cache:
-                lost.cache, opened = cache, cache.stats()
-                generator = RankGenerator(RankProvider(args, ranks, watch), cache, how.before, how.exact_prefill, watch)
-                try:
-                    if server is not None:
-                        run(server, generator, ending, opened, how)
-                    else:
-                        _follow(generator, ending, opened, how.grace, watch)
-                finally:
-                    end(generator, ending, server.replying if server is not None else set(), STEPS)
-                watch.rest()
-                log.info("flushing RAM: %.2f GB", cache.stats().ram_images / 1e9)
+        server = Server(args.host, args.port) if ranks.is_first else None
+        lost.cache = cache = PrefixCache(settings, group=group)
+        opened, provider = cache.stats(), RankProvider(args, ranks, watch)
+        return Rank(
+            server, cache, opened, RankGenerator(provider, cache, how.before, how.exact_prefill, watch), watch
+        )
     except BaseException as error:
-        if isinstance(error, ServeFailed):
-            time.sleep(NEWS)  # of a rank that died, which made this one fail: then it has ended here
         watch.close(f"rank {ranks.rank} could not go on: {error}")
         raise
-    watch.close()
 
 
 def _follow(generator: RankGenerator, ending: Ending, opened: Stats, grace: float, watch: Watch) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,6 +26,8 @@ from prefixcache.servers.in_flight import Admission, Awaited, Computing
 from prefixcache.servers.mlx_lm.answers import Answers
 from prefixcache.servers.mlx_lm.provider import Provider
 from prefixcache.servers.mlx_lm.requests import WAKE, Generator, Wait
+
+log = logging.getLogger("prefixcache")
 
 POLL = 0.005  # seconds that rank 0 waits for a request while others are deferred
 END = "end"  # in the place of a request: all ranks end their loop
@@ -121,7 +125,9 @@ class RankGenerator(Generator):
         self._ranks, self._watch = cache.ranks, watch
         self._ending = False
         self._answers = Answers(None)
+        self._thread = threading.current_thread()
         super().__init__(provider, cache, before, exact_prefill)
+        self._generation_thread = self._thread  # mlx-lm's has nothing to do, see `_generate`
 
     def _make_admission(self, whole_blocks: bool) -> Admission:
         return RankAdmission(self._ranks, whole_blocks)
@@ -133,13 +139,21 @@ class RankGenerator(Generator):
         """Rank 0 tells the others, and all end at the same step."""
         self._ending = True
 
-    def _generate(self) -> None:
+    def run(self) -> None:
+        """The loop, on the thread on which this generator was made, where the ranks have agreed on things before."""
         try:
-            super()._generate()
+            self._generate()
         except RankFailed as error:
             self.failure = RuntimeError(str(error))
+        except Exception as error:
+            self.failure = error
+            log.exception("the thread that generates died")
         finally:
             self._watch.rest()
+
+    def _generate(self) -> None:
+        if threading.current_thread() is self._thread:
+            super()._generate()
 
     def _loaded(self, model_key: Any) -> None:
         self.prompts.rank_part = rank_identity("", self.model_provider.model, self._ranks)
