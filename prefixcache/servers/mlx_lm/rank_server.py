@@ -21,7 +21,7 @@ from prefixcache.servers.mlx_lm.arguments import check_model
 from prefixcache.servers.mlx_lm.errors import ServeError, ServeFailed
 from prefixcache.servers.mlx_lm.http_server import Server
 from prefixcache.servers.mlx_lm.ranks import RankGenerator, RankProvider
-from prefixcache.servers.mlx_lm.server import POLL, Ending, Options, died, end, is_ready, run, tell
+from prefixcache.servers.mlx_lm.server import POLL, Ending, Options, died, end, is_ready, run, start_logging, tell
 from prefixcache.settings import Settings
 
 log = logging.getLogger("prefixcache")
@@ -63,21 +63,22 @@ class Rank(NamedTuple):
     watch: Watch
 
 
-def serve_rank(
-    group: mx.distributed.Group, settings: Settings, args: argparse.Namespace, how: Options, ending: Ending, hang: float
-) -> None:
-    """Serve as one rank of a group, see `server.serve`. Errors end the other ranks, which name this one."""
-    begun: Future[Rank] = Future()
+def serve_rank(settings: Settings, args: argparse.Namespace, how: Options, ending: Ending, hang: float) -> bool:
+    """Serve as one rank of the group that `mlx.launch` has made, see `server.serve`; False, and nothing is done, where there is
+    none. Errors end the other ranks, which name this one.
+    """
+    begun: Future[Rank | None] = Future()
 
     def generate() -> None:
-        # All of this on one thread: MLX's GPU back ends can't communicate on another than the first that did.
+        # All of this on one thread: MLX's GPU back ends communicate only on the one on which the group was made.
         try:
-            rank = _begin(group, settings, args, how, ending, hang)
+            rank = _begin(mx.distributed.init(), settings, args, how, ending, hang)
         except BaseException as error:
             begun.set_exception(error)
             return
         begun.set_result(rank)
-        rank.generator.run()
+        if rank is not None:
+            rank.generator.run()
 
     threading.Thread(target=generate, name="prefixcache-generate", daemon=True).start()
     while not begun.done():
@@ -87,6 +88,8 @@ def serve_rank(
         rank = begun.result()
     except Exception as error:
         raise ServeFailed(str(error)) from error
+    if rank is None:
+        return False
     watch, server, generator = rank.watch, rank.server, rank.generator
     try:
         try:
@@ -104,11 +107,16 @@ def serve_rank(
         watch.close(f"rank {generator.prompts.cache.ranks.rank} could not go on: {error}")
         raise
     watch.close()
+    return True
 
 
 def _begin(
     group: mx.distributed.Group, settings: Settings, args: argparse.Namespace, how: Options, ending: Ending, hang: float
-) -> Rank:
+) -> Rank | None:
+    """What a rank serves with; None where it would be the only one."""
+    if group.size() == 1:
+        return None
+    start_logging(args.log_level, how.log_json, group.rank())
     ranks = Ranks(group)
     lost = Lost(ranks.rank, ending)
     watch = Watch(ranks, lost, ending.asked.set, hang=hang)

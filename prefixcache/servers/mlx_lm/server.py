@@ -92,18 +92,17 @@ def serve(
     prompts are. `hang_timeout`: seconds after which ranks that wait for each other end. Raises ServeError, ValueError or `ssd.DirectoryError` when it can't start.
     """
     args = read_flags(flags)
-    group = mx.distributed.init()
-    start_logging(args.log_level, log_json, group.rank() if group.size() > 1 else None)
     if any(flag.startswith("--prompt-cache-size") for flag in flags):
         log.warning("--prompt-cache-size is not used: this cache is bounded in bytes, by --ram and --ssd")
     if mx.metal.is_available():  # as mlx-lm does it: the weights stay in memory
         mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
     how = Options(before, grace, exact_prefill, log_json, salts)
     with Ending() as ending:
-        if group.size() > 1:
-            from prefixcache.servers.mlx_lm.rank_server import serve_rank
+        from prefixcache.servers.mlx_lm.rank_server import serve_rank
 
-            return serve_rank(group, settings, args, how, ending, hang_timeout)
+        if serve_rank(settings, args, how, ending, hang_timeout):
+            return
+        start_logging(args.log_level, log_json)
         check_model(args)
         with Server(args.host, args.port) as server, PrefixCache(settings) as cache:
             opened = cache.stats()
