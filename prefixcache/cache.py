@@ -51,7 +51,7 @@ from prefixcache.ranks.agreement import Ranks, number_of
 from prefixcache.remote.client import Client, open_client
 from prefixcache.settings import Settings, parse_size
 from prefixcache.ssd import Ssd
-from prefixcache.ssd.directory import refusal
+from prefixcache.ssd.directory import rank_folder, refusal
 from prefixcache.tiers.memory_pressure import Pressure
 from prefixcache.tiers.promotion import Promoter, last_of
 from prefixcache.tiers.prompt import Prompt, boundary
@@ -104,9 +104,10 @@ class PrefixCache:
     def __init__(self, settings: Settings | None = None, *, group: mx.distributed.Group | None = None, **values: Any):
         """Open the cache. Give a `Settings`, or its fields by name.
 
-        `group`: the processes that the model spans, as `mx.distributed.init()` gives them; each opens a cache, with a directory
-        of its own in `ssd_dir` (`rank-0`, ...) and budgets of its own. Then `match`, `lookup` and `fetch` are collective: they
-        give on every rank what all ranks have.
+        `group`: the processes that the model spans, as `mx.distributed.init()` gives them. Each opens a cache with budgets of
+        its own and a directory of its own in `ssd_dir` (`rank-0`, ...). Then opening, `match`, `lookup` and `fetch` are
+        collective: all ranks make the same calls in the same order, on the thread that computes with the model, and are given
+        what all of them have. `model` must name the rank's part: see `ranks.rank_identity`.
 
         Raises ValueError for a bad setting, and `ssd.DirectoryError` (which names the directory and what to do) when
         the SSD's directory is held by another process, was written by a newer release, or can't be used.
@@ -286,8 +287,8 @@ class PrefixCache:
         leave: int = 0,
         whole_blocks: bool = False,
     ) -> Match:
-        """How deep a `fetch` with these arguments can hit `tokens`. No I/O, nothing changes; no MLX, but for the ranks of a group,
-        who agree on it.
+        """How deep a `fetch` with these arguments can hit `tokens`. No I/O, and nothing changes; no MLX, but where ranks
+        agree on it.
         """
         self._check_open()
         check_leave(leave)
@@ -760,14 +761,16 @@ def _left(end: float) -> float:
 
 def _question(prompt: Prompt, leave: int, whole_blocks: bool) -> int:
     """What the ranks must all ask for."""
-    return number_of(b"".join((prompt.token_bytes, prompt.salt, canonical([len(prompt), leave, whole_blocks]).encode())))
+    return number_of(
+        b"".join((prompt.token_bytes, prompt.salt, canonical([len(prompt), leave, whole_blocks]).encode()))
+    )
 
 
 def _of_rank(settings: Settings, ranks: Ranks) -> Settings:
-    """The settings of one rank: a directory of its own; and of all ranks that read the same prompts, the first records them."""
+    """The settings of one rank: a directory of its own. All see the same prompts, so only the first records them."""
     own: dict[str, Any] = {}
     if settings.ssd_dir is not None:
-        own["ssd_dir"] = settings.ssd_dir / f"rank-{ranks.rank}"
+        own["ssd_dir"] = rank_folder(settings.ssd_dir, ranks.rank)
     if not ranks.is_first:
         own["trace"] = None
     return settings.model_copy(update=own)

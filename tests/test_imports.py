@@ -23,7 +23,7 @@ LEVELS = {
     "blocks": 1, "codecs": 1, "settings": 1, "trace": 1,
     "calibration": 2, "live": 2, "remote": 2, "ssd": 2,
     "layers": 3, "tiers": 3,
-    "operations": 5,
+    "operations": 5, "ranks": 5,
     "cache": 6, "planning": 6,
     "": 7,
     "servers": 8,
@@ -45,6 +45,7 @@ ONLY = {
     "live": {"codecs", "memory"},
     "tiers": {"blocks", "image_format", "keys", "memory", "metrics", "remote", "settings", "ssd"},
     "layers": {"keys", "image_format", "codecs", "blocks"},
+    "ranks": {"codecs"},
 }  # fmt: skip
 
 # Looked up in a function, when one is to be checked, not when the module is loaded.

@@ -1,5 +1,5 @@
-"""What the ranks of one model agree on. Every agreement is a small collective of integers: all ranks make the same calls in the
-same order, on the thread that computes with the model, whatever became of their own part of the work.
+"""What the ranks of one model agree on. Every agreement is a small collective of integers: all ranks make the same calls in
+the same order, on the thread that computes with the model, whatever became of their own part of the work.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Ranks:
 
     def __init__(self, group: mx.distributed.Group):
         """Collective, as all methods are."""
-        self._group = group
+        self.group = group
         self.rank: int = group.rank()
         self.size: int = group.size()
         machine = number_of(f"{socket.gethostname()} {uuid.getnode()}".encode())
@@ -42,15 +42,15 @@ class Ranks:
 
     def least(self, *values: int) -> list[int]:
         """Of each value (32 bits, signed) the least that a rank has."""
-        return self._result(mx.distributed.all_min(_integers(values), group=self._group))
+        return self._result(mx.distributed.all_min(_integers(values), group=self.group))
 
     def most(self, *values: int) -> list[int]:
         """Of each value (32 bits, signed) the most that a rank has."""
-        return self._result(mx.distributed.all_max(_integers(values), group=self._group))
+        return self._result(mx.distributed.all_max(_integers(values), group=self.group))
 
     def each(self, value: int) -> list[int]:
         """The value of every rank."""
-        return self._result(mx.distributed.all_gather(_integers([value]), group=self._group))
+        return self._result(mx.distributed.all_gather(_integers([value]), group=self.group))
 
     def any(self, here: bool) -> bool:
         """Whether it is so on any rank."""
@@ -68,9 +68,9 @@ class Ranks:
         if not size:
             return None  # type: ignore[return-value]
         mine = data if self.is_first else np.zeros(size, np.uint8)
-        shared = mx.distributed.all_max(mx.array(mine), group=self._group)
+        shared = mx.distributed.all_max(mx.array(mine), group=self.group)
         mx.eval(shared)
-        return value if self.is_first else pickle.loads(memoryview(shared))  # type: ignore[no-any-return]
+        return value if self.is_first else pickle.loads(np.array(shared).data)
 
     def done_by_first(self, work: Callable[[], Value]) -> Value:
         """What `work` gives on rank 0, which alone does it; its error is raised on all ranks."""
@@ -105,8 +105,8 @@ class Ranks:
         """For each limit, the deepest boundary at or before it that every rank can serve.
 
         `deepest` says for given limits where this rank can: a boundary of one rank need be none of another, so the ranks go
-        down until all say the same. `about`: what the question is about, as `number_of` gives it. OutOfStep when the ranks ask
-        different questions.
+        down until all say the same. `about`: what the question is about, as `number_of` gives it. OutOfStep when the ranks
+        ask different questions.
         """
         agreed = list(limits)
         while True:
@@ -116,7 +116,7 @@ class Ranks:
             low, high = least[:count], [-depth for depth in least[count : 2 * count]]
             if least[-2] != -least[-1]:
                 raise OutOfStep(
-                    "the ranks look different prompts up: give every rank the same tokens, salt and arguments, in the same order"
+                    "the ranks look different prompts up: give all the same tokens, salt and arguments, in the same order"
                 )
             if low == high:
                 return low
@@ -124,7 +124,7 @@ class Ranks:
 
     @staticmethod
     def _result(array: mx.array) -> list[int]:
-        return [int(value) for value in array.tolist()]  # type: ignore[union-attr]
+        return [int(value) for value in np.array(array)]
 
 
 def named(ranks: Sequence[int]) -> str:

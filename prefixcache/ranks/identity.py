@@ -18,8 +18,8 @@ def rank_identity(identity: str, model: Any, ranks: Ranks) -> str:
     """The text to give as `model=` on this rank, of a model that `mlx_lm.utils.sharded_load` has loaded. Collective.
 
     `identity` is what `model_identity` gives. Behind it comes `|pp start:end/layers` for a stage of a pipeline, or `|tp
-    rank/size` for tensor parallelism. Ranks whose state is the same, as MLA's latents are or heads that are repeated, have the
-    first one's: that is told by a prefill of a few tokens, whose state the ranks compare.
+    rank/size` for tensor parallelism. Ranks whose state is the same, as MLA's latents are or heads that are repeated, have
+    the first one's: that is told by a prefill of a few tokens, whose state the ranks compare.
     """
     net = getattr(model, "model", model)
     if getattr(net, "pipeline_size", 1) > 1:

@@ -1,5 +1,5 @@
-"""That all ranks live and go on. MLX's back ends wait for a peer that is gone, some of them for ever; so each rank has a line to
-rank 0, and hears within a second of one that ended, or went silent, or of a step that no rank comes out of.
+"""That all ranks live and go on. MLX's back ends wait for a peer that is gone, some of them for ever; so each rank has a line
+to rank 0, and hears within a second of one that ended, or went silent, or of a step that no rank comes out of.
 
 No MLX beyond the start: what waits in a collective can't be reached, only ended.
 """
@@ -33,8 +33,8 @@ ALIVE, END, ASK = "alive", "end", "ask"
 class Watch:
     """One rank's end of the lines. Call `step` at each step of the thread that generates, `rest` where it waits for work.
 
-    `on_end(reason)`: called once, on a thread of the watch, when another rank has ended, or none goes on; `reason` is "" where
-    rank 0 ended in order. `on_ask`: on rank 0, when another rank was asked to end.
+    `on_end(reason)`: called once, on a thread of the watch, when another rank has ended, or none goes on; `reason` is ""
+    where rank 0 ended in order. `on_ask`: on rank 0, when another rank was asked to end.
     """
 
     def __init__(self, ranks: Ranks, on_end: Callable[[str], None], on_ask: Callable[[], None], *, hang: float = HANG):

@@ -123,8 +123,8 @@ class ReadOrCompute:
         return self.cache.match(prompt, leave=leave, whole_blocks=self.whole_blocks)
 
     def begin(self, prompt: Prompt, match: Match, leave: int = 1) -> Reading | None:
-        """Start to bring in what SSD and remote tier have beyond RAM, of a prompt with this `match`. None where there is nothing,
-        or where computing is quicker: then what the SSD has comes too, for the next request, but is not worth waiting for.
+        """Start to bring in what SSD and remote tier have beyond RAM, of a prompt with this `match`. None where there is
+        nothing, or where computing is quicker: then what the SSD has comes too, for the next request; nobody waits for it.
         """
         how: dict[str, Any] = {"leave": leave, "whole_blocks": self.whole_blocks}
         ranks = self.cache.ranks

@@ -38,6 +38,7 @@ _DEBRIS = {  # what a writer makes in tmp/, and what it made until format 2
 _FORMAT = re.compile(rb"^format ([0-9]{1,9})$", re.MULTILINE)
 _SIGNATURE = re.compile(rb"pid \d+\nhost .+\nsince ")
 _TABLES = {"namespace", "image", "meta"}
+_RANK = re.compile(r"rank-(0|[1-9][0-9]{0,4})")
 _OF_THE_SYSTEM = {"lost+found", ".DS_Store", ".Trashes", ".Spotlight-V100", ".fseventsd"}  # on a disk just made
 
 _held: weakref.WeakSet[Lock] = weakref.WeakSet()
@@ -114,6 +115,11 @@ class Directory:
                 f"empty {LOCK} in it"
             )
         names = sorted(item.name for item in os.scandir(self.root) if self._foreign(item))
+        if ranks := rank_folders(self.root):
+            return (
+                f"{str(self.root)!r}: has a directory for each of {len(ranks)} ranks of a model; name one of them, such as "
+                f"{str(min(ranks.values()))!r}"
+            )
         return (
             f"{str(self.root)!r}: not a prefixcache directory: has {names[0]!r}, but no index, signed {LOCK} or image "
             "of a cache; name another directory, an empty one for a new cache"
@@ -353,6 +359,20 @@ def _is_begun(lock: str) -> bool:
     """Whether a LOCK says nothing, or what a crash leaves of a signature: its beginning, or NULs where it was to be."""
     text = _lock_text(lock).rstrip(b"\0")
     return len(text) < 500 and text[:4] == b"pid "[: len(text)]
+
+
+def rank_folders(root: Path) -> dict[int, Path]:
+    """By rank, the directories below a root in which the ranks of one model have theirs, see `PrefixCache(group=)`."""
+    try:
+        folders = [item.name for item in os.scandir(root) if item.is_dir()]
+    except OSError:
+        return {}
+    return dict(sorted((int(name[1]), root / name[0]) for name in map(_RANK.fullmatch, folders) if name))
+
+
+def rank_folder(root: Path, rank: int) -> Path:
+    """Where a rank has its directory."""
+    return root / f"rank-{rank}"
 
 
 def _is_signed(lock: Path) -> bool:

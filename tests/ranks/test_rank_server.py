@@ -6,6 +6,7 @@ import http.client
 import json
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from typing import Any
 import openai
 import pytest
 
-from tests.ranks.rank_serving import RankServer, rank_serving, save_sharded
+from tests.forked import BLAS, OFFLINE, ROOT
+from tests.ranks.rank_serving import COMMAND, RankServer, rank_serving, save_sharded
 from tests.serving import ask, at_once, chat, text, wait_for
+from tools.ranks.launch import ring
 
 CASES = {  # what is served, how, and on how many ranks
     "tensor-parallel": ("llama", (), 2),
@@ -164,6 +167,32 @@ def test_what_can_not_be_served_ends_all_ranks_with_the_reason(models, tmp_path,
         for process in server.ranks:
             process.kill()
         raise
+
+
+def test_what_warm_has_stored_on_the_ranks_is_hit(models, tmp_path):
+    system = {"role": "system", "content": text(560, "warm")}
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"messages": [system]}))
+    flags = ["--model", models / "qwen2", "--ssd-dir", tmp_path / "ssd", "--pipeline"]
+    log = tmp_path / "warm"
+    with log.open("wb") as out:
+        command = [
+            sys.executable,
+            "-c",
+            COMMAND,
+            "warm",
+            "--codec",
+            "raw",
+            *map(str, flags),
+            str(tmp_path / "prompts.jsonl"),
+        ]
+        ranks = ring(command, 2, [out, subprocess.DEVNULL], cwd=ROOT, env={**OFFLINE, **BLAS})
+        assert [rank.wait(60) for rank in ranks] == [0, 0], log.read_text()
+    assert "1 prompt; " in log.read_text()
+    with rank_serving(tmp_path / "log", 2, *flags) as server:
+        assert ask(server, [system, {"role": "user", "content": text(30)}]).cached > 500
+    prompts = ("--warm", tmp_path / "prompts.jsonl")
+    with rank_serving(tmp_path / "other", 2, *flags[:2], "--pipeline", *prompts) as server:
+        assert ask(server, [system, {"role": "user", "content": text(30)}]).cached > 500
 
 
 def test_metrics_are_at_rank_0(models, tmp_path):

@@ -1,5 +1,5 @@
-"""A model that spans processes: what its ranks' agreement costs, and the time to first token of `prefixcache serve` on two ranks,
-beside mlx_lm.server on two ranks with its own prompt cache. The ranks are processes of this machine, tensor-parallel in a ring.
+"""A model that spans processes: what its ranks' agreement costs, and the time to first token of `prefixcache serve` on two
+ranks, beside mlx_lm.server on two ranks with its own prompt cache. The ranks are processes of this machine, tensor-parallel.
 """
 
 from __future__ import annotations
@@ -87,13 +87,13 @@ def _first_token(scale: str, launch: Launch, folder: Path, model: Path, tokens: 
     limits = ("--ram", ram, "--ssd-dir", str(folder / "ssd"), "--ssd", "20GB")
     ours = _asked(launch, serving.OURS, model, folder, chats, limits)
     theirs = _asked(launch, serving.THEIRS, model, folder, chats, ())
-    where = "GPUs" if launch is nccl else "ranks"
+    where, length = "GPUs" if launch is nccl else "ranks", ours[0]["first"].prompt_tokens
     for at, name in (("second", "turn 2"), ("restarted", "the first turn after a restart")):
         ratio, beside = _over_cold(ours, at), _over_cold(theirs, at)
         cold = statistics.median(chat["first"].first for chat in ours)
         yield Figure(
-            f"{RANKS} {where}, tensor-parallel: time to first token of {name}, {ours[0]['first'].prompt_tokens:,} tokens, over a "
-            "cold one's", f"{ratio:.3f}", "", f"mlx_lm.server with its own prompt cache: {beside:.3f}; cold: {cold:.2f} s", None,
+            f"{RANKS} {where}, tensor-parallel: time to first token of {name}, {length:,} tokens, over a cold one's",
+            f"{ratio:.3f}", "", f"mlx_lm.server with its own prompt cache: {beside:.3f}; cold: {cold:.2f} s", None,
             {"ratio": ratio, "mlx_lm.server": beside, "cold": cold},
         )  # fmt: skip
 
@@ -126,11 +126,18 @@ def _asked(
 
 def _ask(server: Server, messages: serving.Messages) -> Reply:
     """One greedy request, streamed: without the openai client, which a machine with GPUs may lack."""
-    body = {"messages": messages, "max_tokens": 4, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
+    body = {
+        "messages": messages,
+        "max_tokens": 4,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
     asked = urllib.request.Request(
         f"{server.url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    begin, first, text, usage = time.perf_counter(), 0.0, "", {}
+    usage: dict[str, Any] = {}
+    begin, first, text = time.perf_counter(), 0.0, ""
     with urllib.request.urlopen(asked, timeout=serving.PATIENCE) as answer:
         for line in answer:
             if not line.startswith(b"data: {"):
@@ -150,7 +157,12 @@ def rank_serving(launch: Launch, command: Sequence[str], model: Path, folder: Pa
     """Ranks that serve a model, ready for requests. They are told to end at the end, and killed where they don't."""
     port = free_ports(1)[0]
     logs = [folder / f"rank-{port}-{rank}.log" for rank in range(RANKS)]
-    environment = {**BLAS, "PYTHONPATH": os.pathsep.join([str(report.ROOT), *sys.path]), "HF_HUB_OFFLINE": "1", "HOME": str(folder)}
+    environment = {
+        **BLAS,
+        "PYTHONPATH": os.pathsep.join([str(report.ROOT), *sys.path]),
+        "HF_HUB_OFFLINE": "1",
+        "HOME": str(folder),
+    }
     outputs = [log.open("wb") for log in logs]
     processes = launch(
         [*command, "--model", str(model), "--port", str(port), *flags], RANKS, outputs, cwd=report.ROOT, env=environment

@@ -36,7 +36,7 @@ def main() -> None:
     runs = [(case, size) for size in given.ranks for case in cases]
     total: dict[str, int] = {}
     with ThreadPoolExecutor(given.at_once) as pool:
-        for (case, size), told in zip(runs, pool.map(lambda run: one(*run, given), runs), strict=True):
+        for (case, size), told in zip(runs, pool.map(lambda run: one(run[0], run[1], given), runs), strict=True):
             print(f"{case.how} {case.family:8} {size} ranks: {told['line']}", flush=True)
             for name, count in told["counts"].items():
                 total[name] = total.get(name, 0) + count

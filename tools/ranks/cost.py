@@ -1,7 +1,7 @@
 """What it costs ranks to agree: run on each rank of a ring, rank 0 prints one JSON object.
 
-The same lookups as those of a request under `prefixcache serve` that is hit in RAM, by turns with a group and without, both ranks at
-the same time: `agreed` and `alone`, in seconds. `collectives`: how many the former makes.
+The same lookups as those of a request under `prefixcache serve` that is hit in RAM, by turns with a group and without, both
+ranks at the same time: `agreed` and `alone`, in seconds. `collectives`: how many the former makes.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class Faults:
 
 
 class Prompts:
-    """Prompts as chats have them: new ones on a few system prompts, ones that go on, ones that are asked again or branch off."""
+    """Prompts as chats have them: new ones on a few system prompts, and ones that go on, are asked again or branch off."""
 
     def __init__(self, draw: random.Random):
         self._draw = draw

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from prefixcache.cli.directory.argument import errors_told
 from prefixcache.cli.directory.facts import KINDS, Facts, describe
+from prefixcache.cli.directory.ranks import ranks_in, show_ranks
 from prefixcache.cli.directory.remote import describe_remote, show_remote
 from prefixcache.cli.text import age, complain, console, foreign, many, print_json, refusing, size
 from prefixcache.ssd import Survey, survey
@@ -58,7 +59,8 @@ def inspect(
 ) -> None:
     """Show what is in a directory, by model: tokens, sizes, age, last use, hits.
 
-    Works on a directory that a server has open and on one that nobody has; changes nothing.
+    Works on a directory that a server has open and on one that nobody has; changes nothing. Of a model that several processes
+    serve, the ranks stand side by side.
 
     Exit code: 0 shown, 1 the index could not be read (what could be is shown), 2 nothing could be: no such
     directory, not one of prefixcache's, not readable, written by a newer release.
@@ -78,12 +80,25 @@ def inspect(
         _show_kernels(as_json)
         return
     with errors_told(directory, as_json=as_json):
+        if ranks := ranks_in(directory):
+            _inspect_ranks(directory, ranks, model, as_json)
+            return
         facts = describe(_of_model(survey(directory), model), time.time())
     if as_json:
         print_json(facts)
     else:
         _show(console(), facts, None if everything else ROWS)
     raise typer.Exit(1 if facts["problem"] else 0)
+
+
+def _inspect_ranks(directory: Path, ranks: dict[int, Path], model: str | None, as_json: bool) -> None:
+    now = time.time()
+    facts = {rank: describe(_of_model(survey(folder), model), now) for rank, folder in ranks.items()}
+    if as_json:
+        print_json({"directory": str(directory), "ranks": list(facts.values())})
+    else:
+        show_ranks(console(), directory, facts)
+    raise typer.Exit(1 if any(rank["problem"] for rank in facts.values()) else 0)
 
 
 def _of_model(whole: Survey, name: str | None) -> Survey:

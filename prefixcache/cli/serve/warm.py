@@ -26,6 +26,7 @@ from prefixcache.settings import Settings
 from prefixcache.ssd import DirectoryHeld, SsdError
 
 if TYPE_CHECKING:
+    from prefixcache.ranks import Ranks
     from prefixcache.servers.warm_prompts import Prompt, Sequence
     from prefixcache.servers.warming import Step, Warmed
 
@@ -65,6 +66,9 @@ def warm(
         bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
     ] = False,
     prefill_step_size: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens in one call of the model.")] = 2048,
+    pipeline: Annotated[
+        bool, typer.Option("--pipeline", help="Under mlx.launch: a pipeline, as the server's, not tensor parallelism.")
+    ] = False,
     **flags: Any,
 ) -> None:
     """Prefill and store prompts (system prompts, tool lists), so that not even the first user waits for them.
@@ -73,7 +77,8 @@ def warm(
     a line: `prefixcache warm --model MODEL --ssd-dir DIR prompts.jsonl`. Nobody else may have DIR open.
 
     Give model, template and codec as the server has them that is to find the prompts. What is stored already costs nothing.
-    After Ctrl-C or SIGTERM what was computed stays stored, and the same command goes on from there.
+    After Ctrl-C or SIGTERM what was computed stays stored, and the same command goes on from there. For a model that several
+    processes serve, run it under mlx.launch as the server.
 
     Exit code: 0 all is stored, 1 not all of it found room, 2 it could not be done, 128 + the signal that ended it.
     """
@@ -83,7 +88,8 @@ def warm(
         config = {"trust_remote_code": trust_remote_code, **({"chat_template": chat_template} if chat_template else {})}
         requests = _read(prompts or [])
         source = _find(model, adapter_path, config)
-        done, lost = _warm(settings, source, _tokenize(source, requests, options), prefill_step_size)
+        ranks = _ranks(adapter_path)
+        done, lost = _warm(settings, source, _tokenize(source, requests, options), prefill_step_size, ranks, pipeline)
     except (NotWarmed, SsdError) as error:
         complain(_one_line(error))
         raise typer.Exit(2) from error
@@ -91,6 +97,8 @@ def warm(
         number = signal.Signals(stopped.args[0])
         complain(f"ended by {number.name}: what was computed is stored; the same command goes on from there")
         raise typer.Exit(128 + number) from None
+    if ranks is not None and not ranks.is_first:
+        raise typer.Exit(1 if lost else 0)
     whole = f", {done.skipped:,} stored already" if done.skipped else ""
     typer.echo(f"{many(done.prompts, 'prompt')}{whole}; {done.computed:,} of {many(done.tokens, 'token')} computed")
     if lost:
@@ -148,6 +156,16 @@ class Source(NamedTuple):
     adapter: str | None
     name: str
     tokenizer_config: dict[str, Any]
+
+    def load_part(self, group: Any, pipeline: bool) -> Any:
+        """A rank's part of the weights."""
+        from mlx_lm.utils import sharded_load
+
+        part = {"pipeline_group" if pipeline else "tensor_group": group}
+        try:
+            return sharded_load(str(self.folder), tokenizer_config=self.tokenizer_config, **part)[0]
+        except Exception as error:
+            raise NotWarmed(f"--model {self.folder}: mlx-lm can't load it: {_one_line(error)}") from error
 
     def load(self) -> Any:
         """The weights. Their code comes along where that is trusted; mlx-lm 0.31 never asks."""
@@ -217,19 +235,39 @@ def _tokenize(source: Source, prompts: list[Prompt], options: dict[str, Any]) ->
 # -- the work ---------------------------------------------------------------------------------------------------------
 
 
-def _warm(settings: Settings, source: Source, sequences: list[Sequence], step_size: int) -> tuple[Warmed, int]:
+def _ranks(adapter: str | None) -> Ranks | None:
+    """The processes that `mlx.launch` has started for one model; None for a single one."""
+    import mlx.core as mx
+
+    from prefixcache.ranks import Ranks
+
+    group = mx.distributed.init()
+    if group.size() == 1:
+        return None
+    if adapter is not None:
+        raise NotWarmed("--adapter-path with several ranks: mlx-lm has no adapters there; leave it out")
+    return Ranks(group)
+
+
+def _warm(
+    settings: Settings, source: Source, sequences: list[Sequence], step_size: int, ranks: Ranks | None, pipeline: bool
+) -> tuple[Warmed, int]:
     """Warm them, and count those that the directory doesn't hold whole, as the next process will find it."""
     from mlx_lm.generate import wired_limit
 
+    from prefixcache.ranks import rank_identity
     from prefixcache.servers.calibrated import calibration_of
     from prefixcache.servers.warming import unkept, warm_sequences
 
+    group = ranks.group if ranks is not None else None
+    if ranks is not None:
+        sequences = ranks.from_first(sequences)
     total = sum(len(sequence.tokens) for sequence in sequences)
-    with _ending() as check, bar("", total, "tokens") as show, ExitStack() as stack:
+    with _ending(ranks) as check, bar("", total, "tokens") as show, ExitStack() as stack:
 
         def load() -> Any:
             show(None, what="loading the model")
-            model = source.load()
+            model = source.load() if ranks is None else source.load_part(group, pipeline)
             stack.enter_context(wired_limit(model))  # as mlx-lm does it: on a Mac the weights stay in memory
             return model
 
@@ -237,11 +275,15 @@ def _warm(settings: Settings, source: Source, sequences: list[Sequence], step_si
             show(step.done, what=f"prompt {step.prompt} of {step.prompts}")
             check()
 
-        with _open(settings) as cache:
-            calibration_of(cache, source.name, source.model, source.adapter)
+        name = source.name
+        if ranks is not None:  # only the loaded model tells what its part is called
+            part = load()
+            name, load = rank_identity(name, part, ranks), lambda: part
+        with _open(settings, group) as cache:
+            calibration_of(cache, name, source.model, source.adapter)
             try:
                 done = warm_sequences(
-                    cache, load, sequences, model=source.name, prefill_step_size=step_size, progress=progress
+                    cache, load, sequences, model=name, prefill_step_size=step_size, progress=progress
                 )
             except CacheError as error:
                 raise NotWarmed(f"--model {source.folder}: its prompt cache can't be kept: {error}") from error
@@ -249,22 +291,24 @@ def _warm(settings: Settings, source: Source, sequences: list[Sequence], step_si
         if not done.computed:
             return done, done.unkept
         try:
-            with _open(settings) as cache:
-                return done, unkept(cache, sequences, model=source.name)
+            with _open(settings, group) as cache:
+                return done, unkept(cache, sequences, model=name)
         except DirectoryHeld:  # a server was quicker
             return done, done.unkept
 
 
-def _open(settings: Settings) -> PrefixCache:
+def _open(settings: Settings, group: Any) -> PrefixCache:
     try:
-        return PrefixCache(settings)
+        return PrefixCache(settings, group=group)
     except ValueError as error:
         raise NotWarmed(str(error)) from error
 
 
 @contextmanager
-def _ending() -> Iterator[Callable[[], None]]:
-    """Gives a check that raises Stopped once SIGINT or SIGTERM came. A second signal ends the process at once."""
+def _ending(ranks: Ranks | None) -> Iterator[Callable[[], None]]:
+    """Gives a check that raises Stopped once SIGINT or SIGTERM came, on all ranks if one has it. A second signal ends the
+    process at once.
+    """
     received: list[int] = []
 
     def on(number: int, frame: Any) -> None:
@@ -273,8 +317,11 @@ def _ending() -> Iterator[Callable[[], None]]:
             signal.signal(signum, signal.SIG_DFL)
 
     def check() -> None:
-        if received:
-            raise Stopped(received[0])
+        signum = received[0] if received else 0
+        if ranks is not None:
+            signum = ranks.most(signum)[0]
+        if signum:
+            raise Stopped(signum)
 
     before = {signum: signal.signal(signum, on) for signum in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -35,12 +35,12 @@ Stamp = tuple[tuple[str, int, int], ...]  # name, bytes and time of change of fi
 class TieredPromptCache(LRUPromptCache):
     """mlx-lm's prompt cache, bounded in bytes, on RAM and SSD: the interface of `LRUPromptCache`.
 
-    What a hit gives is the caller's own, and leaves at least one token to compute. Model keys are mlx_lm.server's
-    (model, adapter, draft model), each a folder or a repository's name; blocks belong to the weights found there, not to
-    the name. A prompt cache that a PrefixCache can't keep (a class of the server's own) is kept as it is and given as
-    `LRUPromptCache` gives it, by the same names and salts, its bytes reserved in the same budget. Nothing here raises on
-    the way of a request: what can't be kept is logged, what can't be read is a miss. But ranks of one model that look different
-    prompts up get `OutOfStep`.
+    What a hit gives is the caller's own, and leaves at least one token to compute. Model keys are mlx_lm.server's (model,
+    adapter, draft model), each a folder or a repository's name; blocks belong to the weights found there, not to the name. A
+    prompt cache that a PrefixCache can't keep (a class of the server's own) is kept as it is and given as `LRUPromptCache`
+    gives it, by the same names and salts, its bytes reserved in the same budget. Nothing here raises on the way of a request:
+    what can't be kept is logged, what can't be read is a miss. But ranks of one model that look different prompts up get
+    `OutOfStep`.
 
     Thread-safe: calls take turns.
     """

@@ -1,4 +1,6 @@
-"""One rank of a served model, from its start to its end: rank 0 answers over HTTP, the others follow. Whichever ends, ends all."""
+"""One rank of a served model, from its start to its end: rank 0 answers over HTTP, the others follow. Whichever ends, ends
+all.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,6 @@ import threading
 import time
 from concurrent.futures import Future
 from typing import NamedTuple
-from concurrent.futures import Future
 
 import mlx.core as mx
 
@@ -64,8 +65,8 @@ class Rank(NamedTuple):
 
 
 def serve_rank(settings: Settings, args: argparse.Namespace, how: Options, ending: Ending, hang: float) -> bool:
-    """Serve as one rank of the group that `mlx.launch` has made, see `server.serve`; False, and nothing is done, where there is
-    none. Errors end the other ranks, which name this one.
+    """Serve as one rank of the group that `mlx.launch` has made, see `server.serve`; False, and nothing is done, where there
+    is none. Errors end the other ranks, which name this one.
     """
     begun: Future[Rank | None] = Future()
 
@@ -104,7 +105,7 @@ def serve_rank(settings: Settings, args: argparse.Namespace, how: Options, endin
             rank.cache.close()
     except ServeFailed as error:
         time.sleep(NEWS)  # of a rank that died, which made this one fail: then it has ended here
-        watch.close(f"rank {generator.prompts.cache.ranks.rank} could not go on: {error}")
+        watch.close(f"rank {watch.rank} could not go on: {error}")
         raise
     watch.close()
     return True
@@ -130,9 +131,7 @@ def _begin(
         server = Server(args.host, args.port) if ranks.is_first else None
         lost.cache = cache = PrefixCache(settings, group=group)
         opened, provider = cache.stats(), RankProvider(args, ranks, watch)
-        return Rank(
-            server, cache, opened, RankGenerator(provider, cache, how.before, how.exact_prefill, watch), watch
-        )
+        return Rank(server, cache, opened, RankGenerator(provider, cache, how.before, how.exact_prefill, watch), watch)
     except BaseException as error:
         watch.close(f"rank {ranks.rank} could not go on: {error}")
         raise

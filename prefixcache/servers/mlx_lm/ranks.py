@@ -1,5 +1,5 @@
-"""mlx_lm.server on several ranks (`mlx.launch`), each with a PrefixCache of its own. Rank 0 takes the requests and decides what
-hangs on time or size; all ranks do the same work in the same order, or they would wait for each other for ever.
+"""mlx_lm.server on several ranks (`mlx.launch`), each with a PrefixCache of its own. Rank 0 takes the requests and decides
+what hangs on time or size; all ranks do the same work in the same order, or they would wait for each other for ever.
 
 What must be the same is agreed on: which request is next, its tokens, how deep it is hit (`PrefixCache(group=)`), whether it
 waits, whether it is given up, and when the server ends.
@@ -104,7 +104,7 @@ class RankProvider(Provider):
 
     def _prepare_for(self, prompt_cache: list[Any]) -> None:
         super()._prepare_for(prompt_cache)
-        flags = self.sliceable, self.is_batchable
+        flags: tuple[bool, bool] = self.sliceable, self.is_batchable  # type: ignore[has-type]
         sliceable, batchable, concurrency = self._ranks.least(*map(int, flags), self.cli_args.prompt_concurrency)
         self.sliceable, self.is_batchable = bool(sliceable), bool(batchable)
         self.cli_args.prompt_concurrency = concurrency

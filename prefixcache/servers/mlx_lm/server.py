@@ -86,10 +86,11 @@ def serve(
 
     Under `mlx.launch` this is one rank of a model that spans processes: rank 0 answers requests.
 
-    `before`: called on the thread that generates when the model is there, before the first request is taken. `grace`:
-    seconds that requests under way may go on at the end. `exact_prefill`: prompts are computed on exact rows, not on
-    those that a hit will give. `log_json`: all that is logged goes to standard error as JSON. `salts`: whose a request's
-    prompts are. `hang_timeout`: seconds after which ranks that wait for each other end. Raises ServeError, ValueError or `ssd.DirectoryError` when it can't start.
+    `before`: called on the thread that generates when the model is there, before the first request is taken. `grace`: seconds
+    that requests under way may go on at the end. `exact_prefill`: prompts are computed on exact rows, not on those that a hit
+    will give. `log_json`: all that is logged goes to standard error as JSON. `salts`: whose a request's prompts are.
+    `hang_timeout`: seconds after which ranks that wait for each other end. Raises ServeError, ValueError or
+    `ssd.DirectoryError` when it can't start.
     """
     args = read_flags(flags)
     if any(flag.startswith("--prompt-cache-size") for flag in flags):
@@ -115,8 +116,8 @@ def serve(
 
 
 def start_logging(level: str, as_json: bool, rank: int | None = None) -> None:
-    """As mlx-lm does it, or as JSON, and with the rank where there are several; without the requests that mlx-lm quotes in its errors. Who asks for DEBUG asks for what
-    it quotes there, but not in JSON.
+    """As mlx-lm does it, or as JSON, and with the rank where there are several; without the requests that mlx-lm quotes in
+    its errors. Who asks for DEBUG asks for what it quotes there, but not in JSON.
     """
     root = logging.getLogger()
     if as_json:
@@ -193,8 +194,9 @@ def tell(generator: Generator, opened: Stats) -> None:
 
 
 def end(generator: Generator, ending: Ending, replying: set[Handler], linger: float = LINGER) -> None:
-    """Stop the thread that generates, and tell clients that wait (`replying`). While it loads a model it can't be stopped: then
-    the process ends without it. A step of a prefill can't either: it gets `linger` seconds, and RAM is flushed beside it.
+    """Stop the thread that generates, and tell clients that wait (`replying`). While it loads a model it can't be stopped:
+    then the process ends without it. A step of a prefill can't either: it gets `linger` seconds, and RAM is flushed beside
+    it.
     """
     generator.stop()
     thread, until = generator._generation_thread, time.monotonic() + linger

@@ -1,0 +1,78 @@
+"""`PrefixCache(group=)` on real ranks: random requests with faults on single ones, beside cold runs. `python -m tools.ranks`
+runs as many as one likes.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.forked import BLAS, ROOT
+from tools.ranks.__main__ import one
+from tools.ranks.launch import ring
+from tools.ranks.models import CASES, Case
+
+
+@pytest.fixture(autouse=True)
+def multiplied_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in BLAS.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    ("case", "size"),
+    [*((case, 2) for case in CASES), (Case("tp", "sliding"), 3), (Case("pp", "dense"), 3)],
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else f"{value} ranks",
+)
+def test_no_hit_changes_an_answer_and_no_rank_waits_for_ever(case, size):
+    told = one(case, size, SimpleNamespace(requests=20, seed=5, alone=False, nccl=False))["counts"]
+    assert told["requests"] == 20
+    assert told["hit"]
+    assert not any(told.get(name) for name in ("deviation", "hang", "failure"))
+
+
+SCRIPT = """
+import json, sys
+import mlx.core as mx
+from prefixcache import PrefixCache, Raw
+from prefixcache.ranks import OutOfStep, rank_identity
+from tools.ranks.models import Case, build, shard
+
+mx.set_default_device(mx.cpu)
+group = mx.distributed.init()
+names = [rank_identity("m@0", shard(build(Case(*case)), case[0], group), __import__("prefixcache.ranks").ranks.Ranks(group))
+         for case in (("tp", "dense"), ("tp", "mla"), ("pp", "mla"), ("tp", "hybrid"))]
+cache = PrefixCache(group=group, ram="10MB", ssd_dir=sys.argv[1], ssd="10MB", codec=Raw())
+try:
+    cache.fetch([1, 2, 3 + group.rank()], model="m")
+    wrong = ""
+except OutOfStep as error:
+    wrong = str(error)
+print(json.dumps({"names": names, "ssd_dir": str(cache.settings.ssd_dir), "sharing": cache.sharing, "wrong": wrong}),
+flush=True) cache.close()
+"""
+
+
+def test_names_directories_and_shares_of_ranks(tmp_path: Path):
+    logs = [tmp_path / f"log-{rank}" for rank in range(2)]
+    outputs = [log.open("wb") for log in logs]
+    ranks = ring([sys.executable, "-c", SCRIPT, str(tmp_path / "ssd")], 2, outputs, cwd=ROOT)
+    try:
+        assert [rank.wait(60) for rank in ranks] == [0, 0], [log.read_text() for log in logs]
+    except subprocess.TimeoutExpired:
+        for rank in ranks:
+            rank.kill()
+        raise
+    told = [json.loads(log.read_text().splitlines()[-1]) for log in logs]
+    assert [one["names"] for one in told] == [
+        ["m@0|tp 0/2", "m@0|tp 0/2", "m@0|pp 2:4/4", "m@0|tp 0/2"],
+        ["m@0|tp 1/2", "m@0|tp 0/2", "m@0|pp 0:2/4", "m@0|tp 1/2"],
+    ]
+    assert [Path(one["ssd_dir"]).name for one in told] == ["rank-0", "rank-1"]
+    assert [one["sharing"] for one in told] == [2, 2]
+    assert all("look different prompts up" in one["wrong"] for one in told)
