@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         make_prompt_cache,
     )
     from prefixcache.metrics.stats import Stats
+    from prefixcache.ranks import rank_identity
     from prefixcache.settings import Settings
     from prefixcache.ssd import DirectoryError, DirectoryHeld
 
@@ -58,6 +59,7 @@ __all__ = [
     "convert_prompt_cache",
     "make_prompt_cache",
     "model_identity",
+    "rank_identity",
 ]
 
 
@@ -68,6 +70,7 @@ _HOMES = {
     "model_identity": "identity",
     "chunks": "keys",
     "CacheError": "layers", "StoredLayer": "layers", "StoredPrompt": "layers", "allow": "layers",
+    "rank_identity": "ranks",
     "Settings": "settings",
     "DirectoryError": "ssd", "DirectoryHeld": "ssd",
     "Stats": "metrics.stats",

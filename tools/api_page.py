@@ -44,7 +44,7 @@ class Part(NamedTuple):
 
 
 PAGE = (
-    Part("The cache", ("PrefixCache", "Stored", "Match", "Stats", "model_identity", "chunks")),
+    Part("The cache", ("PrefixCache", "Stored", "Match", "Stats", "model_identity", "rank_identity", "chunks")),
     Part("Settings", ("Settings",)),
     Part("Codecs", ("TurboQuant", "Transform", "Affine", "Raw")),
     Part("What `lookup` gives", ("StoredPrompt", "StoredLayer", "allow")),

@@ -14,13 +14,16 @@ from prefixcache.ranks.agreement import Ranks, number_of
 PROBE = 24  # tokens on which the state of the ranks is compared
 
 
-def rank_identity(identity: str, model: Any, ranks: Ranks) -> str:
-    """The text to give as `model=` on this rank, of a model that `mlx_lm.utils.sharded_load` has loaded. Collective.
+def rank_identity(identity: str, model: Any, ranks: Ranks | None) -> str:
+    """The text to give as `model=` on this rank, of a model that `mlx_lm.utils.sharded_load` has loaded. Collective; of a
+    single process (`ranks` None) it is `identity`.
 
     `identity` is what `model_identity` gives. Behind it comes `|pp start:end/layers` for a stage of a pipeline, or `|tp
     rank/size` for tensor parallelism. Ranks whose state is the same, as MLA's latents are or heads that are repeated, have
     the first one's: that is told by a prefill of a few tokens, whose state the ranks compare.
     """
+    if ranks is None:
+        return identity
     net = getattr(model, "model", model)
     if getattr(net, "pipeline_size", 1) > 1:
         layers = ranks.most(net.end_idx)[0]  # of the last stage
