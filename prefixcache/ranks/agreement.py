@@ -33,7 +33,10 @@ class Ranks:
         self.group = group
         self.rank: int = group.rank()
         self.size: int = group.size()
-        machine = number_of(f"{socket.gethostname()} {uuid.getnode()}".encode())
+        node = uuid.getnode()
+        if node >> 40 & 1:  # made up by this process: the machine has none
+            node = 0
+        machine = number_of(f"{socket.gethostname()} {node}".encode())
         self.on_this_machine = self.each(machine).count(machine)
 
     @property
@@ -56,10 +59,6 @@ class Ranks:
         """Whether it is so on any rank."""
         return bool(self.most(int(here))[0])
 
-    def all(self, here: bool) -> bool:
-        """Whether it is so on every rank."""
-        return bool(self.least(int(here))[0])
-
     def from_first(self, value: Value) -> Value:
         """Rank 0's value, pickled; that of the others is not looked at. None costs one collective, anything else two."""
         told = pickle.dumps(value) if self.is_first and value is not None else b""
@@ -71,19 +70,6 @@ class Ranks:
         shared = mx.distributed.all_max(mx.array(mine), group=self.group)
         mx.eval(shared)
         return value if self.is_first else pickle.loads(np.array(shared).data)
-
-    def done_by_first(self, work: Callable[[], Value]) -> Value:
-        """What `work` gives on rank 0, which alone does it; its error is raised on all ranks."""
-        told: tuple[Value | None, Exception | None] = None, None
-        if self.is_first:
-            try:
-                told = work(), None
-            except Exception as error:
-                told = None, _portable(error)
-        value, failed = self.from_first(told)
-        if failed is not None:
-            raise failed
-        return value  # type: ignore[return-value]
 
     def done_by_all(self, work: Callable[[], Value], what: str) -> Value:
         """What `work` gives here, once it has succeeded on every rank. Else its error where it failed, and on the others a
@@ -139,12 +125,3 @@ def number_of(data: bytes) -> int:
 
 def _integers(values: Sequence[int]) -> mx.array:
     return mx.array(np.array(values, np.int32))
-
-
-def _portable(error: Exception) -> Exception:
-    """An error that can be pickled."""
-    try:
-        pickle.loads(pickle.dumps(error))
-        return error
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")

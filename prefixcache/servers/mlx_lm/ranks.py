@@ -85,8 +85,6 @@ class RankProvider(Provider):
             return super()._load(model_path, adapter_path, draft_model_path)
         except Exception as error:
             raise RankFailed(f"{model_path} can't be loaded: {type(error).__name__}: {error}") from error
-        finally:
-            self._watch.step()
 
     def _check(self, model_path: str) -> None:
         """Make the model without its weights: an error, the one that mlx-lm would give, where it can't be."""
