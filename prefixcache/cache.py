@@ -35,11 +35,13 @@ from prefixcache.layers.decoded import Decoded
 from prefixcache.layers.encode import evaluate
 from prefixcache.layers.image_layout import read
 from prefixcache.layers.joined import DamagedBlock
+from prefixcache.layers.read_ahead import ReadAhead
 from prefixcache.layers.stored import StoredPrompt
 from prefixcache.memory import give_back, machine_memory
 from prefixcache.metrics.logs import Summary
 from prefixcache.metrics.stats import Stats
-from prefixcache.operations.fetch import discard_damaged, find, read_ahead
+from prefixcache.operations.fetch import discard_damaged, find
+from prefixcache.operations.fetch import read_ahead as decode_ahead
 from prefixcache.operations.image_maker import LiveMaker
 from prefixcache.operations.namespaces import Namespaces
 from prefixcache.operations.numbers import check_leave, number, seconds
@@ -96,9 +98,10 @@ class Match(NamedTuple):
 class PrefixCache:
     """The attention state of prompts seen, compressed in RAM under a hard budget, and on SSD.
 
-    Thread-safe: any thread may call anything. MLX runs only in `store`, `fetch` and `StoredPrompt`, on the caller's
-    thread and stream. Nothing waits for the disk or the remote tier but `flush`, `close`, the future of `promote`, and where
-    it is asked for `fetch` (`promote=True`) and `store` (the setting `spill="wait"`).
+    Thread-safe: any thread may call anything, but for what the ranks of a `group` call together. MLX runs only in `store`,
+    `fetch` and `StoredPrompt`, on the caller's thread and stream. Nothing waits for the disk or the remote tier but `flush`,
+    `close`, the future of `promote`, and where it is asked for `fetch` (`promote=True`) and `store` (the setting
+    `spill="wait"`). `ranks`: those of the group, None where there is a single process.
     """
 
     def __init__(self, settings: Settings | None = None, *, group: mx.distributed.Group | None = None, **values: Any):
@@ -343,14 +346,8 @@ class PrefixCache:
         room = room if room is None else number(room, "fetch: room", "tokens", LONGEST)
         ahead = None
         if promote:
-            coming = self.promote(prompt, leave=leave, whole_blocks=whole_blocks)
-            if not coming.done() and not compressed:
-                ahead = read_ahead(self._storage, coming, prompt, leave, whole_blocks, room)
             try:
-                coming.result()
-            except concurrent.futures.CancelledError:
-                self._check_open()
-                raise
+                ahead = self._bring(prompt, leave, whole_blocks, room, read_ahead=not compressed)
             except Exception as error:
                 if self.ranks is None:
                     raise
@@ -367,6 +364,20 @@ class PrefixCache:
         duration = durations.fetch_hit if made is not None else durations.fetch_miss
         duration.observe(time.monotonic() - began)
         return made, prompt.given[depth : len(prompt)] if made is not None else prompt.given
+
+    def _bring(
+        self, prompt: Prompt, leave: int, whole_blocks: bool, room: int | None, read_ahead: bool
+    ) -> ReadAhead | None:
+        """Promote, and wait for it; what could be decoded meanwhile."""
+        coming, ahead = self.promote(prompt, leave=leave, whole_blocks=whole_blocks), None
+        if not coming.done() and read_ahead:
+            ahead = decode_ahead(self._storage, coming, prompt, leave, whole_blocks, room)
+        try:
+            coming.result()
+        except concurrent.futures.CancelledError as error:
+            self._check_open()
+            raise RuntimeError("the promotion was cancelled") from error
+        return ahead
 
     def _decode(
         self, prompt: Prompt, leave: int, whole_blocks: bool, room: int | None, ahead: Any, compressed: bool
@@ -445,14 +456,15 @@ class PrefixCache:
         """What `take(leave)` gives here and how deep it is, once it is as deep on every rank; (None, 0) where RAM has nothing
         that all can serve. What can't be found or decoded on one rank makes the hit of all shorter.
         """
-        taken, failed = None, False
+        taken, tokens, failed = None, -1, False
 
         def deepest(limits: list[int]) -> list[int]:
-            nonlocal taken, failed
+            nonlocal taken, tokens, failed
+            if failed or tokens == limits[0]:  # else it was too deep for another rank, or this is the first time
+                return [tokens]
             taken, tokens = None, 0
             try:
-                if not failed:
-                    taken, tokens = take(len(prompt) - limits[0])
+                taken, tokens = take(len(prompt) - limits[0])
             except Exception as error:
                 failed = True
                 log.warning("a fetch failed, which is a miss on all ranks: %s: %s", type(error).__name__, error)

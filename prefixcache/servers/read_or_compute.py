@@ -129,12 +129,17 @@ class ReadOrCompute:
         how: dict[str, Any] = {"leave": leave, "whole_blocks": self.whole_blocks}
         ranks = self.cache.ranks
         more, beyond = match.ssd - match.ram, len(prompt) - leave - match.ssd
-        remote = self.cache.promote_remote(prompt, prefill_rate=self.rates.prefill_rate(), **how)
-        local, reading = None, 0.0
-        if more > 0:
-            if ranks is not None:  # deeper than all ranks can go is of no use
-                how["leave"] = len(prompt) - match.ssd
-            local, reading = self._read(prompt, how)
+        remote, local, reading = None, None, 0.0
+        try:
+            remote = self.cache.promote_remote(prompt, prefill_rate=self.rates.prefill_rate(), **how)
+            if more > 0:
+                if ranks is not None:  # deeper than all ranks can go is of no use
+                    how["leave"] = len(prompt) - match.ssd
+                local, reading = self._read(prompt, how)
+        except Exception as error:
+            if ranks is None:
+                raise
+            log.warning("a promotion failed, so this rank has what RAM has: %s", error)
         worth, worth_remote, asks = self.rates.computing(more), self.rates.computing(beyond), remote is not None
         if ranks is not None and (more > 0 or self.cache.settings.remote is not None):
             reading, worth, worth_remote, asks = _agreed(ranks, reading, worth, worth_remote, asks)

@@ -42,7 +42,8 @@ def test_ranks_stand_side_by_side(ranks):
 def test_as_json_each_rank_is_as_it_would_be_alone(ranks):
     told = json.loads(call("inspect", ranks, "--json").stdout)
     alone = [json.loads(call("inspect", ranks / f"rank-{rank}", "--json").stdout) for rank in (0, 1, 10)]
-    assert [{**rank, "now": 0} for rank in told["ranks"]] == [{**rank, "now": 0} for rank in alone]
+    expected = [{"rank": number, **rank, "now": 0} for number, rank in zip((0, 1, 10), alone, strict=True)]
+    assert [{**rank, "now": 0} for rank in told["ranks"]] == expected
 
 
 def test_one_rank_that_cannot_be_read_is_told(ranks):
@@ -50,6 +51,15 @@ def test_one_rank_that_cannot_be_read_is_told(ranks):
     shown = call("inspect", ranks)
     assert shown.exit_code == 1
     assert "can't be read" in shown.stdout
+
+
+def test_a_rank_without_a_cache_hides_no_other(ranks):
+    (ranks / "rank-2").mkdir()
+    shown = call("inspect", ranks)
+    assert shown.exit_code == 1
+    assert "rank 10" in shown.stdout
+    assert "rank 2" not in shown.stdout
+    assert "it is empty" in shown.output
 
 
 @pytest.mark.parametrize("command", [("reconcile",), ("prune", "--older-than", "1d"), ("clear", "--yes")])

@@ -61,12 +61,12 @@ def test_a_hit_answers_what_a_cold_run_answers_and_a_restart_is_warm(models, tmp
         assert all(answer.cached > 500 for answer in after)
 
 
-def asked(answers: list[Any], of: str = "turn") -> list[list[dict[str, Any]]]:
+def asked(answers: list[Any]) -> list[list[dict[str, Any]]]:
     """The messages of each turn."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": text(560, "rank")}]
     each = []
     for turn, answer in enumerate(answers):
-        messages.append({"role": "user", "content": text(40, f"{of} {turn}")})
+        messages.append({"role": "user", "content": text(40, f"turn {turn}")})
         each.append(list(messages))
         messages.append({"role": "assistant", "content": answer.text})
     return each

@@ -40,12 +40,12 @@ SCRIPT = """
 import json, sys
 import mlx.core as mx
 from prefixcache import PrefixCache, Raw
-from prefixcache.ranks import OutOfStep, rank_identity
+from prefixcache.ranks import OutOfStep, Ranks, rank_identity
 from tools.ranks.models import Case, build, shard
 
 mx.set_default_device(mx.cpu)
 group = mx.distributed.init()
-names = [rank_identity("m@0", shard(build(Case(*case)), case[0], group), __import__("prefixcache.ranks").ranks.Ranks(group))
+names = [rank_identity("m@0", shard(build(Case(*case)), case[0], group), Ranks(group))
          for case in (("tp", "dense"), ("tp", "mla"), ("pp", "mla"), ("tp", "hybrid"))]
 cache = PrefixCache(group=group, ram="10MB", ssd_dir=sys.argv[1], ssd="10MB", codec=Raw())
 try:
@@ -54,7 +54,8 @@ try:
 except OutOfStep as error:
     wrong = str(error)
 print(json.dumps({"names": names, "ssd_dir": str(cache.settings.ssd_dir), "sharing": cache.sharing, "wrong": wrong}),
-flush=True) cache.close()
+      flush=True)
+cache.close()
 """
 
 

@@ -25,7 +25,7 @@ from prefixcache.ssd import files
 from tools.ranks.models import VOCABULARY, Case, build, shard
 
 STEP = 512  # tokens of a prefill in one call
-ANSWER = 3  # tokens that are generated
+LENGTH = 3  # tokens that are generated
 SAME = 2e-3  # logits that differ by less are of the same answer
 LONGEST = 900  # tokens of a prompt
 
@@ -98,27 +98,37 @@ class Prompts:
         self._said.append(tokens)
 
 
-def answer(model: Any, prompt_cache: list[Any], rest: list[int]) -> tuple[np.ndarray, list[int]]:
-    """The logits after the prompt, and the greedy tokens that follow."""
+class Answer(NamedTuple):
+    """The logits after a prompt, the greedy tokens that follow, and how much better each was than the next best."""
+
+    logits: np.ndarray
+    tokens: list[int]
+    margins: list[float]
+
+
+def answer(model: Any, prompt_cache: list[Any], rest: list[int]) -> Answer:
+    """What a model answers to a prompt whose tokens before `rest` are in the prompt cache, which then has the answer, too."""
     pieces = [rest[at : at + STEP] for at in range(0, len(rest), STEP)]
     for piece in pieces[:-1]:
         model(mx.array([piece]), cache=prompt_cache)
         mx.eval([layer.state for layer in prompt_cache])
     logits = model(mx.array([pieces[-1]]), cache=prompt_cache)[0, -1]
-    first, tokens = np.array(logits), []
-    for _ in range(ANSWER):
+    first, tokens, margins = np.array(logits), [], []
+    for _ in range(LENGTH):
+        best = np.sort(np.array(logits))[-2:]
+        margins.append(float(best[1] - best[0]))
         tokens.append(int(mx.argmax(logits).item()))
         logits = model(mx.array([tokens[-1:]]), cache=prompt_cache)[0, -1]
         mx.eval(logits, [layer.state for layer in prompt_cache])
-    return first, tokens
+    return Answer(first, tokens, margins)
 
 
-def deviates(hit: tuple[np.ndarray, list[int]], cold: tuple[np.ndarray, list[int]]) -> bool:
+def deviates(hit: Answer, cold: Answer) -> bool:
     """Whether an answer is another one, and not by the last bits only: where the best two are as good, either may win."""
-    if np.abs(hit[0] - cold[0]).max() > SAME:
+    if np.abs(hit.logits - cold.logits).max() > SAME:
         return True
-    best = np.sort(cold[0])[-2:]
-    return hit[1] != cold[1] and bool(best[1] - best[0] > SAME) and hit[1][0] != cold[1][0]
+    at = next((i for i, (a, b) in enumerate(zip(hit.tokens, cold.tokens, strict=True)) if a != b), None)
+    return at is not None and cold.margins[at] > SAME
 
 
 def damage(folder: Path, draw: random.Random) -> int:
@@ -172,7 +182,7 @@ def main(run: Run) -> None:
         if deviates(got, cold):
             counts["deviation"] += 1
             print(f"rank {rank}: request {number}, {len(tokens)} tokens, hit {depth}: another answer", flush=True)
-        said = [*tokens, *cold[1]]
+        said = [*tokens, *got.tokens]
         prompts.said(said)
         if draw.random() < 0.9:
             try:

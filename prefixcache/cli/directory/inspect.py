@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +17,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from prefixcache.cli.directory.argument import errors_told
+from prefixcache.cli.directory.argument import errors_told, reason_of
 from prefixcache.cli.directory.facts import KINDS, Facts, describe
 from prefixcache.cli.directory.ranks import ranks_in, show_ranks
 from prefixcache.cli.directory.remote import describe_remote, show_remote
 from prefixcache.cli.text import age, complain, console, foreign, many, print_json, refusing, size
-from prefixcache.ssd import Survey, survey
+from prefixcache.ssd import SsdError, Survey, survey
 from prefixcache.ssd.selection import model_meant
 
 ROWS = 200  # of a table, without --all
@@ -92,13 +93,18 @@ def inspect(
 
 
 def _inspect_ranks(directory: Path, ranks: dict[int, Path], model: str | None, as_json: bool) -> None:
-    now = time.time()
-    facts = {rank: describe(_of_model(survey(folder), model), now) for rank, folder in ranks.items()}
+    facts: dict[int, Facts] = {}
+    for rank, folder in ranks.items():
+        try:
+            facts[rank] = describe(_of_model(survey(folder), model), time.time())
+        except (SsdError, OSError, sqlite3.Error) as error:
+            facts[rank] = {"directory": str(folder), "error": reason_of(folder, error)}
+            complain(facts[rank]["error"])
     if as_json:
-        print_json({"directory": str(directory), "ranks": list(facts.values())})
+        print_json({"directory": str(directory), "ranks": [{"rank": rank, **of} for rank, of in facts.items()]})
     else:
-        show_ranks(console(), directory, facts)
-    raise typer.Exit(1 if any(rank["problem"] for rank in facts.values()) else 0)
+        show_ranks(console(), directory, {rank: of for rank, of in facts.items() if not of["error"]})
+    raise typer.Exit(1 if any(of["error"] or of["problem"] for of in facts.values()) else 0)
 
 
 def _of_model(whole: Survey, name: str | None) -> Survey:

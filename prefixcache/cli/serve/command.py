@@ -137,12 +137,12 @@ def _warm(prompts: list[Prompt], salts: Salts, generator: Generator) -> None:
     from prefixcache.servers.warm_prompts import BadPrompt, sequences_of
     from prefixcache.servers.warming import warm_sequences
 
-    prompts = _of_use(prompts, salts)
-    if not prompts:
-        return
     provider, prompt_cache = generator.model_provider, generator.prompts
+    prompts = _of_use(prompts, salts)
     if prompt_cache.cache.ranks is not None:
         prompts = prompt_cache.cache.ranks.from_first(prompts)
+    if not prompts:
+        return
     try:
         sequences = sequences_of(provider.tokenizer, prompts, provider.cli_args.chat_template_args)
     except BadPrompt as error:

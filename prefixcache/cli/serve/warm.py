@@ -159,11 +159,19 @@ class Source(NamedTuple):
 
     def load_part(self, group: Any, pipeline: bool) -> Any:
         """A rank's part of the weights."""
+        from inspect import signature
+
         from mlx_lm.utils import sharded_load
 
-        part = {"pipeline_group" if pipeline else "tensor_group": group}
+        options = {
+            "pipeline_group" if pipeline else "tensor_group": group, "tokenizer_config": self.tokenizer_config,
+            "trust_remote_code": self.tokenizer_config["trust_remote_code"],
+        }  # fmt: skip
+        known = signature(sharded_load).parameters
         try:
-            return sharded_load(str(self.folder), tokenizer_config=self.tokenizer_config, **part)[0]
+            return sharded_load(str(self.folder), **{name: value for name, value in options.items() if name in known})[
+                0
+            ]
         except Exception as error:
             raise NotWarmed(f"--model {self.folder}: mlx-lm can't load it: {_one_line(error)}") from error
 
@@ -288,7 +296,7 @@ def _warm(
             except CacheError as error:
                 raise NotWarmed(f"--model {source.folder}: its prompt cache can't be kept: {error}") from error
             show(total, what="writing")
-        if not done.computed:
+        if not done.computed or ranks is not None:  # ranks would have to open it together
             return done, done.unkept
         try:
             with _open(settings, group) as cache:

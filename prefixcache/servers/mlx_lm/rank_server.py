@@ -117,7 +117,7 @@ def _begin(
     """What a rank serves with; None where it would be the only one."""
     if group.size() == 1:
         return None
-    start_logging(args.log_level, how.log_json, group.rank())
+    start_logging(args.log_level, how, group.rank())
     ranks = Ranks(group)
     lost = Lost(ranks.rank, ending)
     watch = Watch(ranks, lost, ending.asked.set, hang=hang)

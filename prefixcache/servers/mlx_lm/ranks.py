@@ -24,6 +24,7 @@ from prefixcache.ranks import Ranks, rank_identity
 from prefixcache.ranks.watch import Watch
 from prefixcache.servers.in_flight import Admission, Awaited, Computing
 from prefixcache.servers.mlx_lm.answers import Answers
+from prefixcache.servers.mlx_lm.errors import RankFailed
 from prefixcache.servers.mlx_lm.provider import Provider
 from prefixcache.servers.mlx_lm.requests import WAKE, Generator, Wait
 
@@ -31,11 +32,7 @@ log = logging.getLogger("prefixcache")
 
 POLL = 0.005  # seconds that rank 0 waits for a request while others are deferred
 END = "end"  # in the place of a request: all ranks end their loop
-ELSEWHERE = Wait(lambda: True, 0.0)  # only rank 0 knows what this request waits for
-
-
-class RankFailed(BaseException):
-    """A rank can't go on, so none can. It ends the thread that generates, whose loop takes an Exception for a request's."""
+RANK_0_KNOWS = Wait(lambda: True, 0.0)  # only rank 0 knows what this request waits for
 
 
 class WatchedTimeBudget(upstream.TimeBudget):
@@ -61,7 +58,7 @@ class RankAdmission(Admission):
         awaited = super().wait_for(*request, **options) if self._ranks.is_first else None
         if not self._ranks.any(awaited is not None):
             return None
-        return awaited or ELSEWHERE  # type: ignore[return-value]
+        return awaited or RANK_0_KNOWS  # type: ignore[return-value]
 
     def enter(self, prompt: Computing) -> None:
         if self._ranks.is_first:
@@ -69,7 +66,7 @@ class RankAdmission(Admission):
 
 
 class RankProvider(Provider):
-    """A rank's part of a model. What its layers are is told of all ranks: those of a pipeline have different ones."""
+    """A rank's part of a model. What depends on layers is agreed on: the stages of a pipeline have different ones."""
 
     def __init__(self, cli_args: Any, ranks: Ranks, watch: Watch):
         self._ranks, self._watch = ranks, watch
@@ -141,9 +138,7 @@ class RankGenerator(Generator):
         """The loop, on the thread on which this generator was made, where the ranks have agreed on things before."""
         try:
             self._generate()
-        except RankFailed as error:
-            self.failure = RuntimeError(str(error))
-        except Exception as error:
+        except (Exception, RankFailed) as error:
             self.failure = error
             log.exception("the thread that generates died")
         finally:
@@ -171,7 +166,7 @@ class RankGenerator(Generator):
                 told = END
             elif request is not None and request[0] is not WAKE:
                 _, asked, args = request
-                told = _bare(asked), args, self._tokens_of(asked, args)
+                told = _without_rank_0s(asked), args, self._tokens_of(asked, args)
         told = self._ranks.from_first(told)
         if told is None or told == END:
             self._stop = self._stop or told == END
@@ -242,7 +237,7 @@ class RankGenerator(Generator):
             yield response
 
 
-def _bare(request: Any) -> Any:
+def _without_rank_0s(request: Any) -> Any:
     """A request without what is only rank 0's."""
     bare = copy.copy(request)
     for name in ("request_log", "tokenized"):

@@ -28,6 +28,7 @@ from prefixcache.keys import as_tokens
 from prefixcache.servers.calibrated import calibration_of
 from prefixcache.servers.in_flight import Admission, Awaited, Computing
 from prefixcache.servers.mlx_lm.answers import Answers, Ended
+from prefixcache.servers.mlx_lm.errors import RankFailed
 from prefixcache.servers.mlx_lm.prefill import Blockwise, RequestBatches
 from prefixcache.servers.mlx_lm.prefill import stream as blockwise_stream
 from prefixcache.servers.mlx_lm.provider import Provider
@@ -91,7 +92,7 @@ class Generator(upstream.ResponseGenerator):
         self, provider: Provider, cache: PrefixCache, before: Callable[[Generator], None], exact_prefill: bool = False
     ):
         self.ready = threading.Event()
-        self.failure: Exception | None = None
+        self.failure: BaseException | None = None
         self.model = ""
         self.answering: set[Answers] = set()
         self.admission = self._make_admission(whole_blocks=not exact_prefill)
@@ -118,7 +119,7 @@ class Generator(upstream.ResponseGenerator):
         try:
             self.model_provider.load_default()
             self._before(self)
-        except Exception as error:
+        except (Exception, RankFailed) as error:
             self.failure = error
             return
         finally:
@@ -127,8 +128,7 @@ class Generator(upstream.ResponseGenerator):
         upstream.BatchGenerator = partial(
             RequestBatches if self.prompts.exact_prefill else Blockwise, prompts=self.prompts
         )
-        if not self.prompts.exact_prefill:
-            upstream.stream_generate = self._stream
+        upstream.stream_generate = self._stream
         try:
             super()._generate()
         finally:
@@ -136,6 +136,8 @@ class Generator(upstream.ResponseGenerator):
 
     def _stream(self, *, prompt: Sequence[int], **options: Any) -> Iterator[Any]:
         """A request that is served by itself: `prompt` is what its lookup has left of it."""
+        if self.prompts.exact_prefill:
+            return stream_generate(prompt=prompt, **options)
         keep_blocks = partial(self.prompts.keep_blocks, self.prompts.request)
         return blockwise_stream(stream_generate, self.prompts.hit, keep_blocks, prompt=prompt, **options)
 

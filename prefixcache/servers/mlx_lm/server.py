@@ -47,17 +47,23 @@ class Options(NamedTuple):
     exact_prefill: bool
     log_json: bool
     salts: Salts
+    bounded: bool  # by --prompt-cache-size, which is not used
 
 
 class Ending:
-    """SIGTERM and SIGINT: the first asks for a clean end, the second ends the process at once."""
+    """SIGTERM, SIGINT and SIGHUP: the first signal asks for a clean end, the second ends the process at once. `asked`: by a
+    signal, or by another rank.
+    """
 
     def __init__(self) -> None:
         self.asked = threading.Event()
         self.signum = 0
 
     def __enter__(self) -> Ending:
-        self._before = {number: signal.signal(number, self._on) for number in (signal.SIGTERM, signal.SIGINT)}
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # else it is under nohup
+            numbers.append(signal.SIGHUP)
+        self._before = {number: signal.signal(number, self._on) for number in numbers}
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -65,7 +71,7 @@ class Ending:
             signal.signal(number, handler)
 
     def _on(self, signum: int, frame: Any) -> None:
-        if self.asked.is_set():
+        if self.signum:
             os._exit(128 + signum)
         self.signum = signum
         self.asked.set()
@@ -93,17 +99,16 @@ def serve(
     `ssd.DirectoryError` when it can't start.
     """
     args = read_flags(flags)
-    if any(flag.startswith("--prompt-cache-size") for flag in flags):
-        log.warning("--prompt-cache-size is not used: this cache is bounded in bytes, by --ram and --ssd")
     if mx.metal.is_available():  # as mlx-lm does it: the weights stay in memory
         mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
-    how = Options(before, grace, exact_prefill, log_json, salts)
+    bounded = any(flag.startswith("--prompt-cache-size") for flag in flags)
+    how = Options(before, grace, exact_prefill, log_json, salts, bounded)
     with Ending() as ending:
         from prefixcache.servers.mlx_lm.rank_server import serve_rank
 
         if serve_rank(settings, args, how, ending, hang_timeout):
             return
-        start_logging(args.log_level, log_json)
+        start_logging(args.log_level, how)
         check_model(args)
         with Server(args.host, args.port) as server, PrefixCache(settings) as cache:
             opened = cache.stats()
@@ -115,15 +120,17 @@ def serve(
             log.info("flushing RAM: %.2f GB", cache.stats().ram_images / 1e9)
 
 
-def start_logging(level: str, as_json: bool, rank: int | None = None) -> None:
+def start_logging(level: str, how: Options, rank: int | None = None) -> None:
     """As mlx-lm does it, or as JSON, and with the rank where there are several; without the requests that mlx-lm quotes in
     its errors. Who asks for DEBUG asks for what it quotes there, but not in JSON.
     """
     root = logging.getLogger()
-    if as_json:
+    if how.log_json:
         stderr = logging.StreamHandler()
         stderr.setFormatter(JsonFormatter())
         stderr.addFilter(quotes_nothing)
+        if rank is not None:
+            stderr.addFilter(lambda record: vars(record).update(rank=rank) is None)
         logging.captureWarnings(True)
         root.handlers[:] = [stderr]
         root.setLevel(level)
@@ -131,6 +138,8 @@ def start_logging(level: str, as_json: bool, rank: int | None = None) -> None:
     logging.basicConfig(level=level, format=f"%(asctime)s - {whose}%(levelname)s - %(message)s")
     for handler in root.handlers:
         handler.addFilter(lambda record: record.levelno <= logging.DEBUG or quotes_nothing(record))
+    if how.bounded and not rank:
+        log.warning("--prompt-cache-size is not used: this cache is bounded in bytes, by --ram and --ssd")
 
 
 def run(server: Server, generator: Generator, ending: Ending, opened: Stats, how: Options) -> None:
@@ -170,7 +179,9 @@ def is_ready(generator: Generator, ending: Ending) -> bool:
 
 def died(generator: Generator) -> str:
     """Why the thread that generates ended by itself."""
-    return f"{generator.failure}" if generator.failure is not None else "the thread that generates died; see the log"
+    return (
+        _one_line(generator.failure) if generator.failure is not None else "the thread that generates died; see the log"
+    )
 
 
 def tell(generator: Generator, opened: Stats) -> None:
@@ -210,5 +221,5 @@ def end(generator: Generator, ending: Ending, replying: set[Handler], linger: fl
                 os._exit(128 + ending.signum)
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
