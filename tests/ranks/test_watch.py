@@ -56,7 +56,8 @@ def watches(size: int, hang: float = 60.0) -> Iterator[list[tuple[Watch, Told]]]
 
 
 def break_lines(of: Watch) -> None:
-    """What becomes of the connections of a process that dies."""
+    """What becomes of the connections of a process that dies, and says nothing more."""
+    of._over = True
     for line in of._lines.values():
         with suppress(OSError):  # broken already
             line.shutdown(socket.SHUT_RDWR)
