@@ -1,5 +1,6 @@
-"""That all ranks live and go on. MLX's back ends wait for a peer that is gone, some of them for ever; so each rank has a line
-to rank 0, and hears within a second of one that ended, or went silent, or of a step that no rank comes out of.
+"""Notices when a rank dies or hangs. MLX's back ends wait for a peer that is gone, some of them for ever; so each rank has a
+connection to rank 0, which tells the others at once of one that died, and in time of one that is silent or of a step that
+never ends.
 
 No MLX beyond the start: what waits in a collective can't be reached, only ended.
 """
