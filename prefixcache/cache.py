@@ -125,6 +125,18 @@ class PrefixCache:
         self.ranks = Ranks(group) if group is not None and group.size() > 1 else None
         if self.ranks is not None:
             self.settings = _of_rank(self.settings, self.ranks)
+        if self.ranks is None:
+            self._open_here()
+            return
+        self._closed = True
+        try:
+            self.ranks.done_by_all(self._open_here, "open a cache")
+        except BaseException:
+            if not self._closed:  # it is open here, but not on all ranks
+                self.close()
+            raise
+
+    def _open_here(self) -> None:
         ram = self.settings.ram_bytes(usable_memory() // self.sharing)
         self._recorder = Recorder(self.settings.trace) if self.settings.trace is not None else None
         has_ssd = self.settings.ssd_dir is not None and self.settings.ssd != 0
@@ -133,7 +145,6 @@ class PrefixCache:
         self._pins = Pins(self._storage)
         self._kernels = turboquant_backends.describe()
         self._last_flush = time.monotonic()  # of what was used, to the index
-        self._closed = False
         self._close_lock = threading.RLock()  # a signal's handler may close what is being closed
         self._pid = os.getpid()
         self._ssd: Ssd | None = None
@@ -150,6 +161,7 @@ class PrefixCache:
                 self._storage, client, self._namespaces, self.settings.remote_admission, self.settings.remote_timeout
             )
         self._promoter = Promoter(self._storage)
+        self._closed = False
         self._pressure = Pressure(self._storage, self.settings.reserve_bytes(machine_memory()))
         if self.settings.memory_reserve != 0:
             self._pressure.start()

@@ -71,6 +71,19 @@ class Ranks:
         mx.eval(shared)
         return value if self.is_first else pickle.loads(np.array(shared).data)
 
+    def done_by_first(self, work: Callable[[], Value]) -> Value:
+        """What `work` gives on rank 0, which alone does it. Where it fails, a RuntimeError with its text on all ranks."""
+        told: tuple[Value | None, str | None] = None, None
+        if self.is_first:
+            try:
+                told = work(), None
+            except Exception as error:
+                told = None, str(error) or type(error).__name__
+        value, failed = self.from_first(told)
+        if failed is not None:
+            raise RuntimeError(failed)
+        return value  # type: ignore[return-value]
+
     def done_by_all(self, work: Callable[[], Value], what: str) -> Value:
         """What `work` gives here, once it has succeeded on every rank. Else its error where it failed, and on the others a
         RuntimeError that names the ranks that could not do `what`. No collective may run within it.

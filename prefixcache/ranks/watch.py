@@ -180,7 +180,8 @@ class Watch:
                 steps = {0: self._steps, **self._told}
                 behind = [rank for rank, count in sorted(steps.items()) if count == min(steps.values())]
                 told = ", ".join(f"rank {rank}: {count}" for rank, count in sorted(steps.items()))
-                self._end(f"{named(behind)} hang: no step has ended for {self._hang:.0f} s (steps: {told})")
+                who = named(behind) if len(behind) < self._size else "all ranks"
+                self._end(f"{who} hang: no step has ended for {self._hang:.0f} s (steps: {told})")
             time.sleep(BEAT)
 
 

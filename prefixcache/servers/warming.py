@@ -111,7 +111,10 @@ class _Job:
             self._load()
         prompt_cache, depth = self._begin(prompt)
         self._tell(number, before + depth)
-        boundaries = [*points, len(tokens)] if _needs_boundaries(prompt_cache) else [len(tokens)]
+        at_points = _needs_boundaries(prompt_cache)
+        if self._cache.ranks is not None:  # the stages of a pipeline have different layers
+            at_points = self._cache.ranks.any(at_points)
+        boundaries = [*points, len(tokens)] if at_points else [len(tokens)]
         for boundary in boundaries:
             for first, last in chunks(depth, boundary, self._step):
                 self._compute(tokens[first:last], prompt_cache)

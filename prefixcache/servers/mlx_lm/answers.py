@@ -51,6 +51,11 @@ class Answers:
     def _ask_to_stop(self) -> None:
         self.stop_asked = True
 
+    @property
+    def given_up(self) -> bool:
+        """The client has gone before the answer was whole, or the server ends."""
+        return self._context is not None and self._context._should_stop
+
     def stop(self) -> None:
         """The server ends: if the answer is not whole, `Ended` is its last word, and no more than one token, or one step of
         the prefill, is still computed.

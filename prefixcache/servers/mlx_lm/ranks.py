@@ -10,12 +10,16 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import pickle
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx_lm.server as upstream
 from mlx_lm import utils
 
@@ -27,24 +31,36 @@ from prefixcache.servers.mlx_lm.answers import Answers
 from prefixcache.servers.mlx_lm.errors import RankFailed
 from prefixcache.servers.mlx_lm.provider import Provider
 from prefixcache.servers.mlx_lm.requests import WAKE, Generator, Wait
+from prefixcache.servers.mlx_lm.tenant_cache import TokenizedRequest
+from prefixcache.servers.read_or_compute import Reading
 
 log = logging.getLogger("prefixcache")
 
+SMALL_FILES = ["*.json", "*.py", "tokenizer.model", "*.tiktoken", "tiktoken.model", "*.txt", "*.jsonl", "*.jinja"]
 POLL = 0.005  # seconds that rank 0 waits for a request while others are deferred
 END = "end"  # in the place of a request: all ranks end their loop
 RANK_0_KNOWS = Wait(lambda: True, 0.0)  # only rank 0 knows what this request waits for
 
 
-class WatchedTimeBudget(upstream.TimeBudget):
-    """mlx-lm's, which the ranks agree on; each step is told to the watch."""
+class RankTimeBudget(upstream.TimeBudget):
+    """How long the batch goes on before the loop looks at requests: until rank 0 has something to look at, and one step at
+    least. Each step is told to the watch.
+    """
 
-    def __init__(self, watch: Watch):
+    def __init__(self, generator: RankGenerator):
         super().__init__()
-        self._watch = watch
+        self._generator = generator
+        self._steps = 0
+
+    def __iter__(self) -> Any:
+        self._steps = 0
+        return self
 
     def __next__(self) -> None:
-        self._watch.step()
-        super().__next__()
+        self._generator.step()
+        self._steps += 1
+        if self._steps > 1 and self._generator.something_waits():
+            raise StopIteration
 
 
 class RankAdmission(Admission):
@@ -77,15 +93,25 @@ class RankProvider(Provider):
             return super()._load(model_path, adapter_path, draft_model_path)  # refused before anything is loaded
         self._watch.rest()
         # The ranks wait for each other in the middle of loading: what can be known to fail must fail before.
-        self._ranks.done_by_all(lambda: self._check(model_path), f"load {model_path}")
         try:
-            return super()._load(model_path, adapter_path, draft_model_path)
+            self._ranks.done_by_all(lambda: self._make(model_path), f"load {model_path}")
+        finally:
+            self._reseed()
+        try:
+            loaded = super()._load(model_path, adapter_path, draft_model_path)
         except Exception as error:
             raise RankFailed(f"{model_path} can't be loaded: {type(error).__name__}: {error}") from error
+        self._reseed()
+        return loaded
 
-    def _check(self, model_path: str) -> None:
-        """Make the model without its weights: an error, the one that mlx-lm would give, where it can't be."""
-        folder = utils._download(model_path, allow_patterns=["*.json", "*.py"])
+    def _reseed(self) -> None:
+        """Making a model draws random numbers, and on one rank it may have failed: all must sample the same tokens."""
+        mx.random.seed(self._ranks.from_first(secrets.randbits(31)))
+
+    def _make(self, model_path: str) -> None:
+        """Make the model and its tokenizer without the weights: an error, that of mlx-lm, where it can't be."""
+        folder = utils._download(model_path, allow_patterns=SMALL_FILES)
+        utils.load_tokenizer(folder, self._tokenizer_config)
         options = {"lazy": True, "strict": False, "trust_remote_code": self.cli_args.trust_remote_code}
         known = inspect.signature(utils.load_model).parameters  # mlx-lm 0.31 asks for no code's trust
         model, _ = utils.load_model(folder, **{name: value for name, value in options.items() if name in known})
@@ -96,6 +122,8 @@ class RankProvider(Provider):
                 raise ValueError(f"{model_path}: --pipeline needs its model.safetensors.index.json")
         elif not hasattr(model, "shard"):
             raise ValueError(f"{model_path}: mlx-lm can't shard this model; try --pipeline")
+        else:
+            model.shard(self.tensor_group)
 
     def _prepare_for(self, prompt_cache: list[Any]) -> None:
         super()._prepare_for(prompt_cache)
@@ -128,11 +156,27 @@ class RankGenerator(Generator):
         return RankAdmission(self._ranks, whole_blocks)
 
     def _make_time_budget(self) -> upstream.TimeBudget:
-        return WatchedTimeBudget(self._watch)
+        return RankTimeBudget(self)
 
     def stop(self) -> None:
         """Rank 0 tells the others, and all end at the same step."""
         self._ending = True
+
+    def leave(self) -> None:
+        self._watch.ask_to_end()
+        self._watch.close()
+
+    def step(self) -> None:
+        self._watch.step()
+
+    def something_waits(self) -> bool:
+        """Whether rank 0 has a request to look at, one that was given up, or its own end."""
+        waits = False
+        if self._ranks.is_first:
+            given_up = {answers for answers in self.answering if answers.given_up}
+            self.answering -= given_up  # once is enough
+            waits = self._ending or bool(given_up) or self._request_waits()
+        return self._ranks.any(waits)
 
     def run(self) -> None:
         """The loop, on the thread on which this generator was made, where the ranks have agreed on things before."""
@@ -156,49 +200,83 @@ class RankGenerator(Generator):
 
     def _next_request(self, timeout: float | None = None) -> Any:
         self._watch.step()
-        return super()._next_request(min(timeout, POLL) if self._deferred and timeout is not None else timeout)
+        request = super()._next_request(min(timeout, POLL) if self._deferred and timeout is not None else timeout)
+        if not self._ranks.is_first:
+            self.answering.clear()  # nobody gives them up but rank 0's clients
+        return request
 
     def _share_request(self, request: Any) -> Any:
         """Rank 0's request on every rank, with its tokens, if the model that it asks for is loaded."""
-        told: Any = None
+        told: bytes | str | None = None
         if self._ranks.is_first:
+            if request is not None and request[0] is WAKE:
+                request = None
             if self._ending:
                 told = END
-            elif request is not None and request[0] is not WAKE:
-                _, asked, args = request
-                told = _without_rank_0s(asked), args, self._tokens_of(asked, args)
+            elif request is not None:
+                told = self._packed(*request)
         told = self._ranks.from_first(told)
-        if told is None or told == END:
+        if not isinstance(told, bytes):
             self._stop = self._stop or told == END
-            if request is not None and request[0] is not WAKE:
+            if self._stop and request is not None:
                 self.requests.put(request)  # it is told that the server ends
             return None
-        asked, args, tokens = told
+        asked, args, tokens = pickle.loads(told)
+        queue = upstream.Queue()
         if self._ranks.is_first:
-            asked = request[1]
+            queue, asked, args = request
         asked.rank_tokens = tokens
-        return request[0] if request is not None else upstream.Queue(), asked, args
+        return queue, asked, args
+
+    def _packed(self, queue: Any, request: Any, args: Any) -> bytes | None:
+        """What the other ranks are told of a request. None, and the request is answered, where that can't be."""
+        try:
+            return pickle.dumps((_without_rank_0s(request), args, self._tokens_of(request, args)))
+        except Exception as error:  # nested too deeply, or no model's name
+            queue.put(ValueError(f"the request can't be read: {type(error).__name__}: {error}"))
+            return None
 
     def _tokens_of(self, request: Any, args: Any) -> Any:
-        """What mlx-lm's `_tokenize` gives, or its error. None where each rank is to find out: the model is not loaded yet, or
-        there are images.
-        """
-        has_images = getattr(upstream, "_image_parts", lambda messages: ())  # mlx-lm 0.31 has none
-        if not self.model_provider.has(args.model.model, args.model.adapter, args.model.draft):
-            return None
-        if request.messages and any(has_images(request.messages)):
+        """What mlx-lm's `_tokenize` gives, or its error. None where the model is yet to be loaded, or there are images."""
+        if not self.model_provider.has(args.model.model, args.model.adapter, args.model.draft) or _has_images(request):
             return None
         try:
             return super()._tokenize_anew(self.model_provider.tokenizer, request, args)
         except Exception as error:
             return ValueError(str(error))
 
+    def _read_tokens(self, tokenizer: Any, request: Any, args: Any) -> TokenizedRequest:
+        try:
+            return super()._read_tokens(tokenizer, request, args)
+        except Exception as error:
+            if getattr(error, "of_all_ranks", False) or _has_images(request):
+                raise
+            raise RankFailed(f"a request can't be read: {type(error).__name__}: {error}") from error
+
     def _tokenize_anew(self, tokenizer: Any, request: Any, args: Any) -> Any:
         tokens, request.rank_tokens = getattr(request, "rank_tokens", None), None
-        if isinstance(tokens, Exception):
-            request.rank_tokens = tokens  # the loop asks once more, to answer with it
-            raise tokens
-        return tokens if tokens is not None else super()._tokenize_anew(tokenizer, request, args)
+        make = partial(super()._tokenize_anew, tokenizer, request, args)
+        try:
+            if isinstance(tokens, Exception):
+                request.rank_tokens = tokens  # the loop asks once more, to answer with it
+                raise tokens
+            if tokens is None:
+                tokens = make() if _has_images(request) else self._ranks.done_by_first(make)
+        except Exception as error:
+            error.of_all_ranks = True  # type: ignore[attr-defined]
+            raise
+        return tokens
+
+    def _waits_for(self, *request: Any) -> Any:
+        try:
+            return super()._waits_for(*request)
+        except Exception as error:
+            raise RankFailed(f"a request can't be looked up: {type(error).__name__}: {error}") from error
+
+    def _read(self, reading: Reading) -> Wait:
+        if self._ranks.is_first:
+            return super()._read(reading)
+        return Wait(reading.done, float("inf"))  # nobody wakes the others but rank 0
 
     def _resumed(self) -> Any:
         """A deferred request that waits no longer: what it waits for is done on every rank, or rank 0 waits no longer."""
@@ -230,11 +308,19 @@ class RankGenerator(Generator):
             self._watch.step()
             progress(done, total)
 
-        for response in super()._stream(prompt=prompt, **{**options, "prompt_progress_callback": step}):
-            self._watch.step()
-            if self._ranks.any(self._ranks.is_first and self._answers.stop_asked):
-                return
-            yield response
+        try:
+            for response in super()._stream(prompt=prompt, **{**options, "prompt_progress_callback": step}):
+                self._watch.step()
+                if self._ranks.any(self._ranks.is_first and self._answers.stop_asked):
+                    return
+                yield response
+        except Exception as error:  # mlx-lm would answer with it, and this rank alone would go on to the next request
+            raise RankFailed(f"a request failed: {type(error).__name__}: {error}") from error
+
+
+def _has_images(request: Any) -> bool:
+    found = getattr(upstream, "_image_parts", lambda messages: ())  # mlx-lm 0.31 has none
+    return bool(request.messages) and any(True for _ in found(request.messages))
 
 
 def _without_rank_0s(request: Any) -> Any:

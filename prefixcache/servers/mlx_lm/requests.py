@@ -113,6 +113,9 @@ class Generator(upstream.ResponseGenerator):
         """End the loop after its present step."""
         self._stop = True
 
+    def leave(self) -> None:
+        """The process ends at once, in the middle of loading."""
+
     # -- mlx-lm's loop ------------------------------------------------------------------------------------------------
 
     def _generate(self) -> None:

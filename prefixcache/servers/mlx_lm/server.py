@@ -26,7 +26,7 @@ from prefixcache.metrics.prometheus import CacheCollector
 from prefixcache.metrics.stats import Stats
 from prefixcache.ranks.watch import HANG
 from prefixcache.servers.mlx_lm.arguments import check_model, read_flags
-from prefixcache.servers.mlx_lm.errors import ServeError, ServeFailed
+from prefixcache.servers.mlx_lm.errors import RankFailed, ServeError, ServeFailed
 from prefixcache.servers.mlx_lm.http_server import Handler, Server
 from prefixcache.servers.mlx_lm.provider import Provider
 from prefixcache.servers.mlx_lm.requests import Generator
@@ -172,6 +172,8 @@ def is_ready(generator: Generator, ending: Ending) -> bool:
             return False
     if isinstance(generator.failure, ServeError):
         raise ServeFailed(str(generator.failure))
+    if isinstance(generator.failure, RankFailed):
+        raise ServeFailed(str(generator.failure))
     if generator.failure is not None:
         raise ServeFailed(f"the model can't be loaded: {_one_line(generator.failure)}")
     return True
@@ -216,9 +218,10 @@ def end(generator: Generator, ending: Ending, replying: set[Handler], linger: fl
         time.sleep(POLL)
         if not generator.ready.is_set() and ending.asked.is_set():
             try:
+                generator.leave()
                 generator.prompts.cache.close()
             finally:
-                os._exit(128 + ending.signum)
+                os._exit(128 + (ending.signum or signal.SIGTERM))
 
 
 def _one_line(error: BaseException) -> str:
