@@ -39,6 +39,8 @@ ROWS: dict[str, tuple[str, ...]] = {
     "128 images of 1.6 MB from one Valkey": ("remote-peers",),
     "a lookup when Valkey has stopped": ("remote-peers",),
     "four machines, requests to any, on the agents' trace": ("remote-fleet",),
+    "two ranks of one model, what agreement adds": ("rank-agreement",),
+    "two ranks, tensor-parallel, time to first token": ("rank-first-token",),
 }
 
 # Words of a sentence of docs/embedding.md -> the figures.
