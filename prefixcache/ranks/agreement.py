@@ -7,8 +7,8 @@ from __future__ import annotations
 import pickle
 import socket
 import uuid
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -99,6 +99,12 @@ class Ranks:
         if any(failures):
             raise RuntimeError(f"{named([rank for rank, bad in enumerate(failures) if bad])} could not {what}")
         return value  # type: ignore[return-value]
+
+    def differing(self, values: Mapping[str, Any]) -> list[str]:
+        """The names under which the ranks have different values; all must ask for the same names."""
+        hashes = [number_of(repr(value).encode()) for value in values.values()]
+        told = self.least(*hashes, *(-one for one in hashes))
+        return [name for name, low, high in zip(values, told, told[len(hashes) :], strict=False) if low != -high]
 
     def agree(self, deepest: Callable[[list[int]], list[int]], limits: Sequence[int], about: int = 0) -> list[int]:
         """For each limit, the deepest boundary at or before it that every rank can serve.

@@ -108,6 +108,19 @@ def test_ranks_that_ask_different_questions_are_told_so():
     assert all(isinstance(error, OutOfStep) for error in told)
 
 
+def test_what_ranks_differ_in_is_named():
+    told = on_ranks(
+        3, lambda ranks: ranks.differing({"--codec": "raw", "--remote": ranks.rank == 1, "--pipeline": None})
+    )
+    assert told == [["--remote"]] * 3
+
+
+def test_what_rank_0_fails_at_is_an_error_on_all():
+    told = on_ranks(2, lambda ranks: ranks.done_by_first(lambda: str(1 // 0)))
+    assert [str(error) for error in told] == ["integer division or modulo by zero"] * 2
+    assert on_ranks(2, lambda ranks: ranks.done_by_first(lambda: ranks.rank)) == [0, 0]
+
+
 def test_what_fails_on_one_rank_fails_on_all():
     def work(ranks: ThreadRanks) -> str:
         return ranks.done_by_all(lambda: "done" if ranks.rank != 1 else str(1 // 0), "divide")

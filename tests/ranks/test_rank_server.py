@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 import openai
 import pytest
+import requests
 
 from tests.forked import BLAS, OFFLINE, ROOT
 from tests.ranks.rank_serving import COMMAND, RankServer, rank_serving, save_sharded
@@ -117,9 +119,10 @@ def test_a_hang_ends_all_ranks_and_names_the_one_that_is_behind(models, tmp_path
         assert server.ranks[1].wait(15) == 2
 
 
-def test_a_client_that_goes_away_leaves_the_ranks_in_step(models, tmp_path):
+@pytest.mark.parametrize("exact", [(), ("--exact-prefill",)], ids=["", "exact prefill"])
+def test_a_client_that_goes_away_leaves_the_ranks_in_step(models, tmp_path, exact):
     """A request with a seed is served by itself."""
-    with rank_serving(tmp_path / "log", 2, "--model", models / "llama") as server:
+    with rank_serving(tmp_path / "log", 2, "--model", models / "llama", *exact) as server:
         for seed in (None, 7):
             host = server.url.removeprefix("http://")
             connection = http.client.HTTPConnection(host, timeout=30)
@@ -134,6 +137,15 @@ def test_a_client_that_goes_away_leaves_the_ranks_in_step(models, tmp_path):
 
 def test_errors_of_a_request_are_answered_on_all_ranks(models, tmp_path):
     with rank_serving(tmp_path / "log", 2, "--model", models / "llama") as server:
+        deep: Any = []
+        for _ in range(930):
+            deep = [deep]
+        no_tokenizer = shutil.copytree(models / "llama", tmp_path / "no-tokenizer")
+        for file in no_tokenizer.glob("tokenizer*"):
+            file.unlink()
+        for body in ({"draft_model": []}, {"tools": deep}, {"model": str(no_tokenizer)}):
+            asked = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, **body}
+            assert requests.post(f"{server.url}/v1/chat/completions", json=asked, timeout=60).status_code < 500
         for wrong in (
             {"model": str(tmp_path / "none")},
             {"top_k": 5000},
@@ -214,6 +226,28 @@ def test_ranks_of_other_machines_hit_what_these_have_stored(models, tmp_path, fa
         if hits[-1] >= 512:
             break
     assert hits[-1] >= 512, hits
+
+
+def test_prompts_that_branch_are_warmed_on_stages_with_different_layers(tmp_path):
+    """The first stage has recurrent layers only, the last none."""
+    model = save_sharded(tmp_path / "model", "qwen3_next", num_hidden_layers=2, full_attention_interval=2)
+    system = {"role": "system", "content": text(560, "branch")}
+    prompts = [{"messages": [system, {"role": "user", "content": text(30, f"user {i}")}]} for i in range(2)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
+    flags = ("--model", model, "--pipeline", "--warm", tmp_path / "prompts.jsonl")
+    with rank_serving(tmp_path / "log", 2, *flags) as server:
+        assert ask(server, prompts[0]["messages"]).cached > 500
+
+
+def test_ranks_with_different_settings_are_refused(models, tmp_path, monkeypatch):
+    monkeypatch.setattr("tools.ranks.launch.OF_RANK", {0: {"PREFIXCACHE_REMOTE": f"file://{tmp_path}"}})
+    server = RankServer(tmp_path / "log", 2, "--model", models / "llama")
+    try:
+        assert server.wait(60) == [2, 2]
+        assert "the ranks differ in --remote" in server.said(0)
+    finally:
+        for process in server.ranks:
+            process.kill()
 
 
 def test_metrics_are_at_rank_0(models, tmp_path):

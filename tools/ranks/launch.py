@@ -50,13 +50,16 @@ def gpus() -> int:
         return 0
 
 
+OF_RANK: dict[int, dict[str, str]] = {}  # variables of single ranks
+
+
 def _start(
     command: Sequence[str], outputs: Sequence[IO[Any] | int], groups: Sequence[dict[str, str]], options: dict[str, Any]
 ) -> list[subprocess.Popen[Any]]:
     environment = {**os.environ, **options.pop("env", {})}
     return [
         subprocess.Popen(
-            command, env={**environment, **group, "MLX_RANK": str(rank)}, stdin=subprocess.DEVNULL, stdout=output,
+            command, env={**environment, **group, **OF_RANK.get(rank, {}), "MLX_RANK": str(rank)}, stdin=subprocess.DEVNULL, stdout=output,
             stderr=subprocess.STDOUT, **options,
         )
         for rank, (output, group) in enumerate(zip(outputs, groups, strict=True))

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from concurrent.futures import Future
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -128,6 +128,8 @@ def _begin(
             raise ServeError(
                 f"{given} with several ranks: mlx-lm has neither there; leave it out, or serve from one process"
             )
+        if different := ranks.differing(_decisive(settings, args, how)):
+            raise ServeError(f"the ranks differ in {', '.join(different)}: give all the same flags and variables")
         server = Server(args.host, args.port) if ranks.is_first else None
         lost.cache = cache = PrefixCache(settings, group=group)
         opened, provider = cache.stats(), RankProvider(args, ranks, watch)
@@ -135,6 +137,24 @@ def _begin(
     except BaseException as error:
         watch.close(f"rank {ranks.rank} could not go on: {error}")
         raise
+
+
+def _decisive(settings: Settings, args: argparse.Namespace, how: Options) -> dict[str, Any]:
+    """What decides on the steps that a rank takes."""
+    names = (
+        "pipeline",
+        "prefill_step_size",
+        "prompt_concurrency",
+        "decode_concurrency",
+        "prompt_cache_bytes",
+        "kv_bits",
+    )
+    return {
+        **{f"--{name.replace('_', '-')}": getattr(args, name, None) for name in names},  # mlx-lm 0.31 has not all
+        "--exact-prefill": how.exact_prefill,
+        "--codec": str(settings.codec),
+        "--remote": settings.remote is not None,
+    }
 
 
 def _follow(generator: RankGenerator, ending: Ending, opened: Stats, grace: float, watch: Watch) -> None:
