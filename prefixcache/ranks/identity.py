@@ -6,7 +6,6 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import make_prompt_cache
 
 from prefixcache.codecs.interchange import copy_out
 from prefixcache.ranks.agreement import Ranks, number_of
@@ -34,6 +33,8 @@ def rank_identity(identity: str, model: Any, ranks: Ranks | None) -> str:
 
 def _state_of(model: Any) -> int:
     """A hash of the state after the first tokens of the vocabulary."""
+    from mlx_lm.models.cache import make_prompt_cache  # every PrefixCache imports this module, and not all need mlx-lm
+
     layers = make_prompt_cache(model)
     model(mx.array([list(range(PROBE))]), cache=layers)
     arrays = [array for _, array in tree_flatten([layer.state for layer in layers]) if isinstance(array, mx.array)]

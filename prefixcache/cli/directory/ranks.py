@@ -20,7 +20,8 @@ _PART = re.compile(r"\|((?:tp|pp) [0-9:/]+)$")  # of a model's name: the rank's
 
 def ranks_in(directory: Path) -> dict[int, Path]:
     """The ranks' directories, by rank; none where `directory` is a cache's own."""
-    return {} if Directory(directory).ours else rank_folders(directory)
+    found = rank_folders(directory)
+    return {} if found and Directory(directory).ours else found
 
 
 def show_ranks(out: Console, directory: Path, ranks: dict[int, Facts]) -> None:
