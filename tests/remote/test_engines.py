@@ -734,14 +734,19 @@ def test_answers_do_not_mix_while_the_network_stutters(remote_place, open_it):
         values = {f"n/{number}": bytes([number]) * 1000 for number in range(1, 30)}
         for name, data in values.items():
             direct.put(name, data)
-        end = time.monotonic() + 1.5
+        began = time.monotonic()
         wrong: list[str] = []
         counts = {"whole": 0, "failed": 0}
+
+        def goes_on() -> bool:
+            """For 1.5 s, and on a busy machine until enough was answered."""
+            seconds = time.monotonic() - began
+            return seconds < 1.5 or (seconds < 30 and not (counts["whole"] > 10 and counts["failed"] > 4))
 
         def ask(thread: int) -> None:
             names = [*values]
             turn = thread
-            while time.monotonic() < end:
+            while goes_on():
                 name = names[turn % len(names)]
                 turn += 5
                 try:
@@ -756,7 +761,7 @@ def test_answers_do_not_mix_while_the_network_stutters(remote_place, open_it):
         threads = [threading.Thread(target=ask, args=(thread,)) for thread in range(4)]
         for thread in threads:
             thread.start()
-        while time.monotonic() < end:
+        while goes_on():
             network.stall = True
             time.sleep(0.4)
             network.stall = False
