@@ -30,7 +30,7 @@ def multiplied_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else f"{value} ranks",
 )
 def test_no_hit_changes_an_answer_and_no_rank_waits_for_ever(case, size):
-    told = one(case, size, SimpleNamespace(requests=20, seed=5, alone=False, nccl=False))["counts"]
+    told = one(case, size, SimpleNamespace(requests=20, seed=5, alone=False, gpu=False))["counts"]
     assert told["requests"] == 20
     assert told["hit"]
     assert not any(told.get(name) for name in ("deviation", "hang", "failure"))

@@ -28,6 +28,12 @@ from tools.bench.serving import Reply, Server, Texts
 from tools.ranks.launch import free_ports, gpus, nccl, ring
 
 RANKS = 2
+# mlx_lm.server, whose ranks can't load a model under NCCL by themselves.
+THEIRS = [
+    sys.executable,
+    "-c",
+    "from mlx_lm.server import main\nfrom prefixcache.ranks.loading import any_backend\nwith any_backend():\n    main()",
+]
 Launch = Callable[..., list["subprocess.Popen[Any]"]]
 AGREEMENT_BAR = 1e-3  # seconds
 
@@ -45,9 +51,10 @@ PLANS = {"full": Plan(3000, 5, 400), "quick": Plan(1500, 2, 100), "tiny": Plan(3
 
 def agreement(scale: str) -> Iterator[Figure]:
     plan, out = PLANS[scale], Path(tempfile.mkdtemp(dir=report.scratch_parent)) / "cost"
+    launch = nccl if gpus() >= RANKS else ring
     with out.open("wb") as to:
         command = [sys.executable, "-m", "tools.ranks.cost", "8192", str(plan.requests)]
-        processes = ring(command, RANKS, [to, subprocess.DEVNULL], cwd=report.ROOT)
+        processes = launch(command, RANKS, [to, subprocess.DEVNULL], cwd=report.ROOT)
         for process in processes:
             process.wait(serving.PATIENCE)
     told = json.loads(next(line for line in out.read_text().splitlines() if line.startswith("{")))
@@ -55,7 +62,7 @@ def agreement(scale: str) -> Iterator[Figure]:
     agreed, alone = (statistics.median(told[name]) for name in ("agreed", "alone"))
     cost = statistics.median(a - b for a, b in zip(told["agreed"], told["alone"], strict=True))
     yield Figure(
-        f"{RANKS} ranks on one machine: what agreement adds to the lookups of a request of 8,192 tokens that is hit",
+        f"{RANKS} ranks on one machine ({launch.__name__}): what agreement adds to the lookups of a request of 8,192 tokens that is hit",
         f"{1e3 * cost:.2f} ms", f"<= {1e3 * AGREEMENT_BAR:.0f} ms",
         f"{told['collectives']} collectives; with them {1e3 * agreed:.2f} ms, without {1e3 * alone:.2f} ms",
         cost <= AGREEMENT_BAR, {"cost": cost, "agreed": agreed, "alone": alone, "collectives": told["collectives"]},
@@ -86,16 +93,22 @@ def _first_token(scale: str, launch: Launch, folder: Path, model: Path, tokens: 
     chats = [[texts.piece(tokens), texts.piece(40), texts.piece(40)] for _ in range(plan.chats)]
     limits = ("--ram", ram, "--ssd-dir", str(folder / "ssd"), "--ssd", "20GB")
     ours = _asked(launch, serving.OURS, model, folder, chats, limits)
-    theirs = _asked(launch, serving.THEIRS, model, folder, chats, ())
+    theirs = _asked(launch, THEIRS, model, folder, chats, ())
     where, length = "GPUs" if launch is nccl else "ranks", ours[0]["first"].prompt_tokens
     for at, name in (("second", "turn 2"), ("restarted", "the first turn after a restart")):
         ratio, beside = _over_cold(ours, at), _over_cold(theirs, at)
-        cold = statistics.median(chat["first"].first for chat in ours)
+        cold, their_cold = (statistics.median(chat["first"].first for chat in chats) for chats in (ours, theirs))
         yield Figure(
             f"{RANKS} {where}, tensor-parallel: time to first token of {name}, {length:,} tokens, over a cold one's",
-            f"{ratio:.3f}", "", f"mlx_lm.server with its own prompt cache: {beside:.3f}; cold: {cold:.2f} s", None,
-            {"ratio": ratio, "mlx_lm.server": beside, "cold": cold},
+            f"{ratio:.3f}", "",
+            f"mlx_lm.server with its own prompt cache: {beside:.3f}; cold: {cold:.2f} and {their_cold:.2f} s", None,
+            {"ratio": ratio, "mlx_lm.server": beside, "cold": cold, "mlx_lm.server's cold": their_cold},
         )  # fmt: skip
+    others = [sum(chat["restarted"].text != chat["first"].text for chat in chats) for chats in (ours, theirs)]
+    yield Figure(
+        f"{RANKS} {where}: answers after the restart that are not the cold one's",
+        f"{others[0]} of {plan.chats}", "0", f"mlx_lm.server: {others[1]}", not others[0], {"others": others},
+    )  # fmt: skip
 
 
 def _over_cold(chats: list[dict[str, Reply]], at: str) -> float:
@@ -119,8 +132,6 @@ def _asked(
         for (system, question, _), told in zip(chats, replies, strict=True):
             messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
             told["restarted"] = _ask(server, messages)
-            if told["restarted"].text != told["first"].text:
-                raise RuntimeError("a hit answers otherwise than the cold run")
     return replies
 
 

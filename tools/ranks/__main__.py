@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.ranks.launch import nccl, ring
-from tools.ranks.models import CASES, Case
+from tools.ranks.models import CASES, TENSOR, Case
 
 STUCK = 120.0  # seconds without a word, after which a run hangs
 
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--at-once", type=int, default=1, help="cases that run at the same time")
     parser.add_argument("--alone", action="store_true", help="ranks that don't agree: shows what agreement is for")
-    parser.add_argument("--nccl", action="store_true", help="on a GPU for each rank")
+    parser.add_argument("--gpu", action="store_true", help="a GPU for each rank; tensor-parallel through NCCL")
     given = parser.parse_args()
     cases = [case for case in CASES if not given.only or "-".join(case) in given.only]
     runs = [(case, size) for size in given.ranks for case in cases]
@@ -49,13 +49,13 @@ def one(case: Case, size: int, given: Any) -> dict[str, Any]:
     folder, began = Path(tempfile.mkdtemp(prefix="ranks-")), time.monotonic()
     run = {
         "requests": given.requests, "seed": given.seed + size, "folder": str(folder / "ssd"), "agree": not given.alone,
-        "gpu": given.nccl,
+        "gpu": given.gpu,
     }  # fmt: skip
     command = [sys.executable, "-m", "tools.ranks.worker", json.dumps({**case._asdict(), **run})]
     logs = [folder / f"rank-{rank}.log" for rank in range(size)]
     outputs = [log.open("wb") for log in logs]
     # On a GPU the rows of a hit and of a cold run would differ by what TF32 leaves out.
-    processes = (nccl if given.nccl else ring)(command, size, outputs, env={"MLX_ENABLE_TF32": "0"})
+    processes = (nccl if given.gpu and case.how == TENSOR else ring)(command, size, outputs, env={"MLX_ENABLE_TF32": "0"})
     quiet, seen, hung = time.monotonic(), -1, False
     while any(process.poll() is None for process in processes):
         time.sleep(0.2)

@@ -1,4 +1,4 @@
-"""What it costs ranks to agree: run on each rank of a ring, rank 0 prints one JSON object.
+"""What it costs ranks to agree: run on each rank, rank 0 prints one JSON object.
 
 The same lookups as those of a request under `prefixcache serve` that is hit in RAM, by turns with a group and without, both
 ranks at the same time: `agreed` and `alone`, in seconds. `collectives`: how many the former makes.
@@ -68,7 +68,6 @@ def _lookups(ids: np.ndarray, model: str, group: mx.distributed.Group | None) ->
 
 
 if __name__ == "__main__":
-    mx.set_default_device(mx.cpu)
     main(int(sys.argv[1]), int(sys.argv[2]))
     sys.stdout.flush()
     os._exit(0)

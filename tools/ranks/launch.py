@@ -8,6 +8,7 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from functools import cache
 from typing import IO, Any
 
 
@@ -24,24 +25,30 @@ def free_ports(count: int) -> list[int]:
 def ring(
     command: Sequence[str], size: int, outputs: Sequence[IO[Any] | int], **options: Any
 ) -> list[subprocess.Popen[Any]]:
-    """Start `size` ranks of a command, as `mlx.launch --backend ring` does, but none is killed when another ends.
+    """Start `size` ranks of a command, as `mlx.launch --backend ring` does, but none is killed when another ends. Where
+    there are GPUs, they take turns with them.
 
     `outputs`: where each one writes to. `options`: of `subprocess.Popen`; `env` is added to this environment.
     """
     with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as hosts:
         json.dump([[f"127.0.0.1:{port}"] for port in free_ports(size)], hosts)
-    return _start(command, outputs, [{"MLX_HOSTFILE": hosts.name}] * size, options)
+    return _start(command, outputs, [{"MLX_HOSTFILE": hosts.name} | _gpu(rank) for rank in range(size)], options)
 
 
 def nccl(
     command: Sequence[str], size: int, outputs: Sequence[IO[Any] | int], **options: Any
 ) -> list[subprocess.Popen[Any]]:
-    """The same with NCCL, a GPU for each rank."""
+    """The same with NCCL, which needs a GPU for each rank. It has no pipelines: MLX can't send and receive there."""
     port = str(free_ports(1)[0])
     group = {"NCCL_HOST_IP": "127.0.0.1", "NCCL_PORT": port, "MLX_WORLD_SIZE": str(size)}
-    return _start(command, outputs, [group | {"CUDA_VISIBLE_DEVICES": str(rank)} for rank in range(size)], options)
+    return _start(command, outputs, [group | _gpu(rank) for rank in range(size)], options)
 
 
+def _gpu(rank: int) -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": str(rank % count)} if (count := gpus()) else {}
+
+
+@cache
 def gpus() -> int:
     """How many NVIDIA GPUs this machine has."""
     try:

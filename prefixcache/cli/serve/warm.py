@@ -163,15 +163,17 @@ class Source(NamedTuple):
 
         from mlx_lm.utils import sharded_load
 
+        from prefixcache.ranks.loading import any_backend
+
         options = {
             "pipeline_group" if pipeline else "tensor_group": group, "tokenizer_config": self.tokenizer_config,
             "trust_remote_code": self.tokenizer_config["trust_remote_code"],
         }  # fmt: skip
         known = signature(sharded_load).parameters
+        given = {name: value for name, value in options.items() if name in known}
         try:
-            return sharded_load(str(self.folder), **{name: value for name, value in options.items() if name in known})[
-                0
-            ]
+            with any_backend():
+                return sharded_load(str(self.folder), **given)[0]
         except Exception as error:
             raise NotWarmed(f"--model {self.folder}: mlx-lm can't load it: {_one_line(error)}") from error
 

@@ -25,6 +25,7 @@ from mlx_lm import utils
 
 from prefixcache.cache import PrefixCache
 from prefixcache.ranks import Ranks, rank_identity
+from prefixcache.ranks.loading import any_backend
 from prefixcache.ranks.watch import Watch
 from prefixcache.servers.in_flight import Admission, Awaited, Computing
 from prefixcache.servers.mlx_lm.answers import Answers
@@ -98,7 +99,8 @@ class RankProvider(Provider):
         finally:
             self._reseed()
         try:
-            loaded = super()._load(model_path, adapter_path, draft_model_path)
+            with any_backend():
+                loaded = super()._load(model_path, adapter_path, draft_model_path)
         except Exception as error:
             raise RankFailed(f"{model_path} can't be loaded: {type(error).__name__}: {error}") from error
         self._reseed()
