@@ -7,6 +7,7 @@ first blocks may be older than the levels of its later ones.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -14,20 +15,21 @@ import numpy as np
 
 from prefixcache.codecs.base import Decoding, RowCodec
 from prefixcache.codecs.interchange import Array, bring_in, element, on_cpu
-from prefixcache.codecs.turboquant.levelling import Levels
+from prefixcache.codecs.threads import SHARE, WORTH_A_THREAD, share_out
+from prefixcache.codecs.turboquant.levelling import Levels, PackedLevels
 
 
 class Piece(NamedTuple):
     """Coded rows, and the buffer's row that the first one goes to.
 
-    `planes`: for each plane of `codec` (tokens, heads, *plane.shape); they may be views of an image. `levels` are those
-    that the rows were encoded with. `rows`, in place of planes: (heads, tokens, width), decoded on a GPU already.
+    `planes`: for each plane of `codec` (tokens, heads, *plane.shape); they may be views of an image, and `levels`, which the
+    rows were encoded with, too. `rows`, in place of planes: (heads, tokens, width), decoded on a GPU already.
     """
 
     codec: RowCodec
     planes: tuple[Array, ...]
     at: int
-    levels: Levels | None = None
+    levels: PackedLevels | None = None
     rows: mx.array | None = None
 
     @property
@@ -41,6 +43,10 @@ class Piece(NamedTuple):
     @property
     def end(self) -> int:
         return self.at + self.tokens
+
+    def decoding(self, rows: Array) -> Decoding:
+        """What is to do to have it in `rows` (heads, tokens, width), on the CPU."""
+        return Decoding(self.planes, rows, Levels.unpacked(self.levels) if self.levels is not None else None)
 
 
 def decode(pieces: Sequence[Piece], heads: int, capacity: int, width: int, dtype: str) -> mx.array:
@@ -72,7 +78,7 @@ def _on_the_cpu(pieces: list[Piece], heads: int, capacity: int, width: int, dtyp
     batches: dict[RowCodec, list[Decoding]] = {}
     for piece in pieces:
         rows[:, end : piece.at] = 0
-        batches.setdefault(piece.codec, []).append(Decoding(piece.planes, rows[:, piece.at : piece.end], piece.levels))
+        batches.setdefault(piece.codec, []).append(piece.decoding(rows[:, piece.at : piece.end]))
         end = piece.end
     rows[:, end:] = 0
     for codec, batch in batches.items():
@@ -108,15 +114,31 @@ def _decode_run(run: list[Piece], heads: int, rows: int, width: int) -> mx.array
     if run[0].rows is not None:
         return run[0].rows
     codec, levels = run[0].codec, [piece.levels for piece in run if piece.levels is not None]
+    planes = list(zip(*(piece.planes for piece in run), strict=True))
     if not levels:
-        joined = [np.concatenate([piece.planes[p] for piece in run]) for p in range(len(run[0].planes))]
-        return codec.decode(joined, rows, None)
+        return codec.decode([_joined(plane, axis=0) for plane in planes], rows, None)
     tokens = run[0].tokens
-    joined = [np.concatenate([piece.planes[p] for piece in run], axis=1) for p in range(len(run[0].planes))]
-    decoded = codec.decode(joined, tokens, Levels.joined(levels))
+    joined = [_joined(plane, axis=1) for plane in planes]
+    decoded = codec.decode(joined, tokens, Levels.unpacked(PackedLevels.joined(levels)))
     if len(run) == 1:
         return decoded
     return mx.swapaxes(decoded.reshape(len(run), heads, tokens, width), 0, 1).reshape(heads, rows, width)
+
+
+def _joined(planes: Sequence[Array], axis: int) -> Array:
+    """`np.concatenate`, by several threads."""
+    ends = list(accumulate(plane.shape[axis] for plane in planes))
+    shape = [*planes[0].shape]
+    shape[axis] = ends[-1]
+    joined = np.empty(shape, planes[0].dtype)
+
+    def copy(first: int, last: int) -> None:
+        begin = ends[first - 1] if first else 0
+        part = joined[begin : ends[last - 1]] if axis == 0 else joined[:, begin : ends[last - 1]]
+        np.concatenate(planes[first:last], axis=axis, out=part)
+
+    share_out(len(planes), max(1, SHARE * len(planes) // joined.nbytes), joined.nbytes // WORTH_A_THREAD, copy)
+    return joined
 
 
 def _runs(pieces: list[Piece]) -> list[list[Piece]]:

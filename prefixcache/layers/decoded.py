@@ -41,7 +41,7 @@ class Decoded:
         if first + rows.stop - rows.start <= max(self._first, exact):
             return
         planes = tuple(tensors[name][rows, member.in_group] for name in group.names)
-        piece = Piece(group.codec, planes, 0, levels.read(group, tensors, member))
+        piece = Piece(group.codec, planes, 0, levels.packed(group, tensors, member))
         decoded = decode([piece], member.heads, piece.tokens, group.codec.width, group.codec.dtype)
         self.add(member, first, decoded, exact)
 

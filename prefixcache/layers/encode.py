@@ -15,7 +15,7 @@ import numpy as np
 
 from prefixcache.codecs import RawRows
 from prefixcache.codecs.base import Encoding, side_by_side
-from prefixcache.codecs.interchange import borrow, copy_out, on_cpu
+from prefixcache.codecs.interchange import borrow, on_cpu
 from prefixcache.codecs.threads import WORTH_A_THREAD, share_out
 from prefixcache.codecs.turboquant.levelling import Levels, measure_levels, neutral
 from prefixcache.layers import levels
@@ -214,9 +214,11 @@ class Gpu(Way):
 
     def copy(self, group: Group, targets: Sequence[Target]) -> None:
         """A few rows, as a rule: the whole buffers don't come to the host."""
+        gathered = [mx.contiguous(self._gathered([member], targets)) for member in group.members]
+        mx.eval(gathered)  # the GPU is waited for once
         batch = []
-        for member in group.members:
-            at, rows = 0, copy_out(self._gathered([member], targets)).swapaxes(0, 1)
+        for member, array in zip(group.members, gathered, strict=True):
+            at, rows = 0, borrow(array).swapaxes(0, 1)
             for target in targets:
                 planes = tuple(target.tensors[name][target.rows, member.in_group] for name in group.names)
                 batch.append(Encoding(rows[at : at + target.tokens], planes))

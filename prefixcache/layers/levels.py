@@ -10,11 +10,16 @@ from prefixcache.layers.image_layout import Group, Member
 
 def read(group: Group, tensors: dict[str, np.ndarray], member: Member | None = None) -> Levels | None:
     """The levels of a group's heads, or of one member's, as an image has them; None where its codec levels no rows."""
+    stored = packed(group, tensors, member)
+    return Levels.unpacked(stored) if stored is not None else None
+
+
+def packed(group: Group, tensors: dict[str, np.ndarray], member: Member | None = None) -> PackedLevels | None:
+    """The same in the image's own numbers."""
     if not group.steps:
         return None
     heads = slice(None) if member is None else member.in_group
-    mean = tensors[group.mean][heads] if group.mean else None
-    return Levels.unpacked(PackedLevels(mean, tensors[group.steps][heads]))
+    return PackedLevels(tensors[group.mean][heads] if group.mean else None, tensors[group.steps][heads])
 
 
 def write(group: Group, tensors: dict[str, np.ndarray], packed: PackedLevels) -> None:

@@ -49,7 +49,7 @@ class ReadAhead:
         for (leaf, stream), rows in self._rows.items():
             for piece in block.pieces_of(leaf, stream):
                 into = rows[:, piece.at : piece.end]
-                batches.setdefault(piece.codec, []).append(Decoding(piece.planes, into, piece.levels))
+                batches.setdefault(piece.codec, []).append(piece.decoding(into))
         for codec, batch in batches.items():
             codec.decode_all(batch)
         self._blocks[start] = image

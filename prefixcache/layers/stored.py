@@ -65,6 +65,8 @@ class Run(NamedTuple):
     at: int
     sunk: int | None = None
     """Where they also stand as they are beside their codes: the first of them."""
+    coded: bool = False
+    """As a whole block's rows are."""
 
 
 class StoredPrompt:
@@ -84,6 +86,7 @@ class StoredPrompt:
         self.tokens = tokens
         self._blocks = blocks
         self._snapshot = snapshot
+        self._runs: dict[tuple[int, int], list[Run]] = {}
         # Rows of one group of transformed layers, and its number; and the groups that will be asked for next.
         self._decoded_group: tuple[int, DecodedGroup] | None = None
         self._next_groups: Iterator[tuple[int, DecodedGroup]] = iter(())
@@ -92,6 +95,10 @@ class StoredPrompt:
     @cached_property
     def _rows(self) -> list[dict[str, np.ndarray]]:
         return [block.rows.tensors() for block in self._blocks]
+
+    @cached_property
+    def _coded(self) -> list[bool]:
+        return [self.plan.is_coded(tensors) for tensors in self._rows]
 
     @cached_property
     def _windows(self) -> list[list[dict[str, np.ndarray]]]:
@@ -202,7 +209,7 @@ class StoredPrompt:
             return live_codes.waiting(self._make_rows(leaf, room), choice)
         coded, runs = 0, self._leading_runs(0, self.tokens)
         for run in runs:
-            if not self.plan.is_coded(run.tensors):
+            if not run.coded:
                 break
             coded = run.at + run.rows
         levelled = self._levelled_runs(leaf, runs) if coded else []
@@ -240,7 +247,7 @@ class StoredPrompt:
         """From which token on rows are coded with which levels of keys and values."""
         levelled: list[tuple[int, Levels | None, Levels | None]] = []
         for run in runs:
-            if self.plan.is_coded(run.tensors):
+            if run.coded:
                 both = []
                 for part in PARTS:
                     g, member = self.plan.places[leaf][part]
@@ -273,13 +280,13 @@ class StoredPrompt:
         plan, sinks = self.plan, 0
         pieces: list[Piece] = []
         runs = self._leading_runs(0, self.tokens)
-        if (sunk := plan.sink_places[leaf].get(stream)) is not None and runs and self.plan.is_coded(runs[0].tensors):
+        if (sunk := plan.sink_places[leaf].get(stream)) is not None and runs and runs[0].coded:
             sinks = min(plan.sink_tokens, self.tokens)
             pieces = _pieces(plan.sinks.groups[sunk[0]], sunk[1], self._leading_runs(0, sinks))
         if (leaf, stream) in plan.joined_places:
             pieces += self._joined_pieces(leaf, stream, sinks)
         for run in self._leading_runs(sinks, self.tokens):
-            if plan.is_coded(run.tensors):
+            if run.coded:
                 if (leaf, stream) not in plan.joined_places:
                     g, member = plan.places[leaf][stream]
                     pieces += _pieces(plan.rows.groups[g], member, [run])
@@ -304,7 +311,7 @@ class StoredPrompt:
 
     def _groups(self, numbers: range) -> Iterator[tuple[int, DecodedGroup]]:
         """These groups of transformed layers, by number."""
-        runs = [run for run in self._leading_runs(0, self.tokens) if self.plan.is_coded(run.tensors)]
+        runs = [run for run in self._leading_runs(0, self.tokens) if run.coded]
         groups = [self.plan.joined[j] for j in numbers]
         coded = [CodedBlocks(of, [(run.at, codes_of(of, run.tensors, run.rows)) for run in runs]) for of in groups]
         yield from zip(numbers, decode_joined(coded), strict=True)
@@ -328,12 +335,13 @@ class StoredPrompt:
 
     def _leading_runs(self, first: int, last: int) -> list[Run]:
         """Tokens `first` to `last` (not included), of tensors whose rows begin with their block's first token."""
-        runs = []
-        for block, image in zip(self._blocks, self._rows, strict=True):
-            low, high = max(first, block.start), min(last, block.start + BLOCK)
-            if low < high:
-                runs.append(Run(image, low - block.start, high - low, low))
-        return runs
+        if (first, last) not in self._runs:  # each stream asks for the same few
+            runs = self._runs[first, last] = []
+            for block, image, coded in zip(self._blocks, self._rows, self._coded, strict=True):
+                low, high = max(first, block.start), min(last, block.start + BLOCK)
+                if low < high:
+                    runs.append(Run(image, low - block.start, high - low, low, coded=coded))
+        return self._runs[first, last]
 
     def _window_runs(self, index: int) -> list[Run]:
         window, runs = self.plan.windows[index], []
@@ -436,5 +444,5 @@ def _pieces(group: Group, member: Member, runs: list[Run]) -> list[Piece]:
     pieces = []
     for run in runs:
         planes = tuple(run.tensors[name][run.first : run.first + run.rows, member.in_group] for name in group.names)
-        pieces.append(Piece(group.codec, planes, run.at, levels.read(group, run.tensors, member)))
+        pieces.append(Piece(group.codec, planes, run.at, levels.packed(group, run.tensors, member)))
     return pieces

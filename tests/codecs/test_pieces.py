@@ -12,6 +12,7 @@ from roundtrip import rows_of
 from prefixcache.codecs import pieces
 from prefixcache.codecs.pieces import Piece, decode
 from prefixcache.codecs.raw import RawRows
+from prefixcache.codecs.threads import set_threads, threads
 from prefixcache.codecs.turboquant.codec import TurboQuantRows
 from prefixcache.codecs.turboquant.levelling import measure_levels
 
@@ -35,7 +36,8 @@ def test_launches_give_what_the_cpu_gives_piece_by_piece(
         codec = RawRows(WIDTH, dtype) if kind == "raw" else TurboQuantRows(WIDTH, dtype, 4, 0, kind == "levelled", True)
         levels = measure_levels(rows.astype(mx.float32), True) if kind == "levelled" else None
         at += gap
-        made.append(Piece(codec, tuple(codec.encode(rows, levels)), at, levels))
+        packed = levels.packed() if levels is not None else None
+        made.append(Piece(codec, tuple(codec.encode(rows, levels)), at, packed))
         at += tokens
     ordered = [piece for piece in made if piece.tokens]
     expected = decode([made[i] for i in rng.permutation(len(made))], HEADS, at + room, WIDTH, dtype)
@@ -44,7 +46,7 @@ def test_launches_give_what_the_cpu_gives_piece_by_piece(
         assert launched.dtype == expected.dtype
         assert mx.array_equal(launched, expected)
     for piece in ordered:
-        alone = piece.codec.decode(piece.planes, piece.tokens, piece.levels)
+        alone = piece.codec.decode(piece.planes, piece.tokens, piece.decoding(np.empty(0)).levels)
         assert mx.array_equal(expected[:, piece.at : piece.end], alone)
 
 
@@ -53,8 +55,21 @@ def test_blocks_that_follow_each_other_are_one_launch(monkeypatch: pytest.Monkey
     for i in range(5):
         rows = rows_of(np.random.default_rng(i).standard_normal((256 if i < 4 else 100, HEADS, WIDTH)), "float16")
         levels = measure_levels(rows.astype(mx.float32), True)
-        made.append(Piece(codec, tuple(codec.encode(rows, levels)), 256 * i, levels))
+        made.append(Piece(codec, tuple(codec.encode(rows, levels)), 256 * i, levels.packed()))
     call = TurboQuantRows.decode
     monkeypatch.setattr(TurboQuantRows, "decode", lambda *args: launches.append(1) or call(*args))
     pieces._launched(made, HEADS, 2000, WIDTH, "float16")
     assert len(launches) == 2
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_planes_are_joined_by_several_threads(axis: int) -> None:
+    rng = np.random.default_rng(axis)
+    shapes = [(256, 8, 40), *((int(n), 8, 40) if axis == 0 else (256, int(n), 40) for n in rng.integers(1, 90, 30))]
+    planes = [rng.integers(0, 1 << 32, shape, np.uint32) for shape in shapes]
+    before = threads()
+    set_threads(4)
+    try:
+        assert np.array_equal(pieces._joined(planes, axis), np.concatenate(planes, axis))
+    finally:
+        set_threads(before)

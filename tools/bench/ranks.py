@@ -62,7 +62,7 @@ def agreement(scale: str) -> Iterator[Figure]:
     agreed, alone = (statistics.median(told[name]) for name in ("agreed", "alone"))
     cost = statistics.median(a - b for a, b in zip(told["agreed"], told["alone"], strict=True))
     yield Figure(
-        f"{RANKS} ranks on one machine ({launch.__name__}): what agreement adds to the lookups of a request of 8,192 tokens that is hit",
+        f"{RANKS} ranks on one machine ({launch.__name__}): what agreement adds to the lookups of a hit of 8,192 tokens",
         f"{1e3 * cost:.2f} ms", f"<= {1e3 * AGREEMENT_BAR:.0f} ms",
         f"{told['collectives']} collectives; with them {1e3 * agreed:.2f} ms, without {1e3 * alone:.2f} ms",
         cost <= AGREEMENT_BAR, {"cost": cost, "agreed": agreed, "alone": alone, "collectives": told["collectives"]},

@@ -55,7 +55,9 @@ def one(case: Case, size: int, given: Any) -> dict[str, Any]:
     logs = [folder / f"rank-{rank}.log" for rank in range(size)]
     outputs = [log.open("wb") for log in logs]
     # On a GPU the rows of a hit and of a cold run would differ by what TF32 leaves out.
-    processes = (nccl if given.gpu and case.how == TENSOR else ring)(command, size, outputs, env={"MLX_ENABLE_TF32": "0"})
+    processes = (nccl if given.gpu and case.how == TENSOR else ring)(
+        command, size, outputs, env={"MLX_ENABLE_TF32": "0"}
+    )
     quiet, seen, hung = time.monotonic(), -1, False
     while any(process.poll() is None for process in processes):
         time.sleep(0.2)

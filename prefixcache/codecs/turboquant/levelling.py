@@ -41,6 +41,12 @@ class PackedLevels(NamedTuple):
         """Those of one of several blocks."""
         return PackedLevels(self.mean[i] if self.mean is not None else None, self.steps[i])
 
+    @classmethod
+    def joined(cls, several: Sequence[PackedLevels]) -> PackedLevels:
+        """One after the other, by heads. All have a mean, or none."""
+        means = [one.mean for one in several if one.mean is not None]
+        return cls(np.concatenate(means) if means else None, np.concatenate([one.steps for one in several]))
+
 
 class LazyLevels(NamedTuple):
     """The same on MLX's device, (heads, width), lazy: mean bf16 (zeros where rows aren't centred), steps uint8."""
