@@ -16,7 +16,6 @@ import sqlite3
 import sys
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -29,7 +28,7 @@ from prefixcache.blocks.node import RAM, Slot
 from prefixcache.codecs import Codec, TurboQuant
 from prefixcache.codecs.transform.bases import Bases
 from prefixcache.codecs.turboquant import backends as turboquant_backends
-from prefixcache.keys import BLOCK, Tokens, as_model, as_salt, as_tokens, canonical
+from prefixcache.keys import BLOCK, Tokens, as_model, as_salt, as_tokens
 from prefixcache.layers.classes import allow
 from prefixcache.layers.decoded import Decoded
 from prefixcache.layers.encode import evaluate
@@ -40,6 +39,7 @@ from prefixcache.layers.stored import StoredPrompt
 from prefixcache.memory import give_back, machine_memory
 from prefixcache.metrics.logs import Summary
 from prefixcache.metrics.stats import Stats
+from prefixcache.operations.agreed import depths_of_all, taken_by_all
 from prefixcache.operations.fetch import discard_damaged, find
 from prefixcache.operations.fetch import read_ahead as decode_ahead
 from prefixcache.operations.image_maker import LiveMaker
@@ -49,7 +49,7 @@ from prefixcache.operations.pins import Pins
 from prefixcache.operations.remove import remove
 from prefixcache.operations.stats import collect_stats
 from prefixcache.operations.store import Store
-from prefixcache.ranks.agreement import Ranks, number_of
+from prefixcache.ranks.agreement import Ranks
 from prefixcache.remote.client import Client, open_client
 from prefixcache.settings import Settings, parse_size
 from prefixcache.ssd import Ssd
@@ -310,7 +310,8 @@ class PrefixCache:
         prompt = self._prompt(tokens, model, salt)
         if self.ranks is None:
             return self._match_here(prompt, leave, whole_blocks)
-        return Match(*self._agreed_depths(self.ranks, prompt, leave, whole_blocks, [RAM, self._storage.graph.last]))
+        tiers = [RAM, self._storage.graph.last]
+        return Match(*depths_of_all(self.ranks, self._storage, prompt, leave, whole_blocks, tiers))
 
     def _match_here(self, prompt: Prompt, leave: int, whole_blocks: bool) -> Match:
         last = self._storage.graph.last
@@ -372,7 +373,7 @@ class PrefixCache:
         if self.ranks is None:
             made, depth = decode(leave)
         else:
-            made, depth = self._on_all_ranks(self.ranks, prompt, leave, whole_blocks, decode)
+            made, depth = taken_by_all(self.ranks, prompt, leave, whole_blocks, decode)
         duration = durations.fetch_hit if made is not None else durations.fetch_miss
         duration.observe(time.monotonic() - began)
         return made, prompt.given[depth : len(prompt)] if made is not None else prompt.given
@@ -429,61 +430,9 @@ class PrefixCache:
             self._storage.unpin(found[1])
             return found[0], found[0].tokens
 
-        return (
-            look_up(leave)[0]
-            if self.ranks is None
-            else self._on_all_ranks(self.ranks, prompt, leave, False, look_up)[0]
-        )
-
-    def _agreed_depths(
-        self, ranks: Ranks, prompt: Prompt, leave: int, whole_blocks: bool, tiers: list[int]
-    ) -> list[int]:
-        """How deep all ranks can serve a prompt from each of these tiers and the faster ones. A rank that fails here serves
-        nothing.
-        """
-        failed = False
-
-        def deepest(limits: list[int]) -> list[int]:
-            nonlocal failed
-            depths = [0] * len(tiers)
-            if failed:
-                return depths
-            try:
-                with self._storage.lock:
-                    for i, (tier, limit) in enumerate(zip(tiers, limits, strict=True)):
-                        found = prompt.deepest(tier, len(prompt) - limit, whole_blocks)
-                        depths[i] = found.depth if found is not None else 0
-            except Exception as error:
-                failed = True
-                log.warning("a lookup failed, which is a miss on all ranks: %s: %s", type(error).__name__, error)
-                return [0] * len(tiers)
-            return depths
-
-        limits = [max(len(prompt) - leave, 0)] * len(tiers)
-        return ranks.agree(deepest, limits, _question(prompt, leave, whole_blocks))
-
-    def _on_all_ranks(
-        self, ranks: Ranks, prompt: Prompt, leave: int, whole_blocks: bool, take: Callable[[int], tuple[Any, int]]
-    ) -> tuple[Any, int]:
-        """What `take(leave)` gives here and how deep it is, once it is as deep on every rank; (None, 0) where RAM has nothing
-        that all can serve. What can't be found or decoded on one rank makes the hit of all shorter.
-        """
-        taken, tokens, failed = None, -1, False
-
-        def deepest(limits: list[int]) -> list[int]:
-            nonlocal taken, tokens, failed
-            if failed or tokens == limits[0]:  # else it was too deep for another rank, or this is the first time
-                return [tokens]
-            taken, tokens = None, 0
-            try:
-                taken, tokens = take(len(prompt) - limits[0])
-            except Exception as error:
-                failed = True
-                log.warning("a fetch failed, which is a miss on all ranks: %s: %s", type(error).__name__, error)
-            return [tokens]
-
-        depth = ranks.agree(deepest, [max(len(prompt) - leave, 0)], _question(prompt, leave, whole_blocks))[0]
-        return (taken, depth) if depth else (None, 0)
+        if self.ranks is None:
+            return look_up(leave)[0]
+        return taken_by_all(self.ranks, prompt, leave, False, look_up)[0]
 
     def _find(self, prompt: Prompt, leave: int, whole_blocks: bool = False) -> tuple[StoredPrompt, list[Slot]] | None:
         self._check_open()
@@ -781,13 +730,6 @@ def _close_all() -> None:
 
 def _left(end: float) -> float:
     return max(end - time.monotonic(), 0.0)
-
-
-def _question(prompt: Prompt, leave: int, whole_blocks: bool) -> int:
-    """What the ranks must all ask for."""
-    return number_of(
-        b"".join((prompt.token_bytes, prompt.salt, canonical([len(prompt), leave, whole_blocks]).encode()))
-    )
 
 
 def _of_rank(settings: Settings, ranks: Ranks) -> Settings:

@@ -82,7 +82,7 @@ def owns(module: ModuleType) -> tuple[type, ...]:
 @pytest.mark.parametrize(
     "path",
     [
-        "prefixcache.cache.ThreadPoolExecutor", "prefixcache.servers.mlx_lm.server.ThreadingHTTPServer",
+        "prefixcache.cache.ThreadPoolExecutor", "prefixcache.servers.mlx_lm.http_server.ThreadingHTTPServer",
         "mlx_lm.models.llama.KVCache", "mlx_lm.models.cache.TokenBuffer", "mlx_lm.models.cache.LRUPromptCache",
         "mlx_lm.models.cache.BatchKVCache", "mlx_lm.models.cache.KVCache.update_and_fetch", "mlx_lm.models.cache.",
         "mlx_lm.models.cache._BaseCache", "prefixcache.live.turboquant.TurboQuantKVCache", "mlx_lm.models.llama.nn.Linear",

@@ -42,10 +42,10 @@ def save_sharded(folder: Path, family: str, **fields: Any) -> Path:
 class RankServer(Endpoint):
     """Ranks that serve one model, and what each one logs."""
 
-    def __init__(self, logs: Path, size: int, *flags: Any):
+    def __init__(self, logs: Path, size: int, *flags: Any, before: str = ""):
         self.logs = [logs.with_name(f"{logs.name}-{rank}") for rank in range(size)]
         outputs = [log.open("wb") for log in self.logs]
-        command = [sys.executable, "-c", COMMAND, "serve", "--port", "0", *map(str, flags)]
+        command = [sys.executable, "-c", before + COMMAND, "serve", "--port", "0", *map(str, flags)]
         launch = nccl if gpus() >= size and "--pipeline" not in flags else ring
         self.ranks = launch(command, size, outputs, cwd=ROOT, env={**OFFLINE, **BLAS, **EXACT})
         for output in outputs:
@@ -81,9 +81,9 @@ class RankServer(Endpoint):
 
 
 @contextmanager
-def rank_serving(logs: Path, size: int, *flags: Any) -> Iterator[RankServer]:
-    """Ranks that serve; those that still run at the end of the block must end in order."""
-    server = RankServer(logs, size, "--codec", "raw", "--ram", "100MB", *flags)
+def rank_serving(logs: Path, size: int, *flags: Any, before: str = "") -> Iterator[RankServer]:
+    """Ranks that serve; those that still run at the end of the block must end in order. `before`: what each runs first."""
+    server = RankServer(logs, size, "--codec", "raw", "--ram", "100MB", *flags, before=before)
     try:
         yield server.ready()
         if all(process.poll() is None for process in server.ranks):

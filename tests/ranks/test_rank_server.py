@@ -74,6 +74,21 @@ def asked(answers: list[Any]) -> list[list[dict[str, Any]]]:
     return each
 
 
+AS_NCCL = """
+import mlx.core as mx
+all_sum = mx.distributed.all_sum
+def on_the_groups_stream(x, *, stream=None, **options):
+    assert stream is None, "There is no Stream(gpu, 1) in current thread."
+    return all_sum(x, **options)
+mx.distributed.all_sum = on_the_groups_stream
+"""
+
+
+def test_a_model_is_loaded_where_collectives_run_on_the_groups_stream_only(models, tmp_path):
+    with rank_serving(tmp_path / "log", 2, "--model", models / "llama", before=AS_NCCL) as server:
+        assert turns(server)[-1].cached > 500
+
+
 def test_requests_that_come_at_once_wait_and_go_in_step(models, tmp_path):
     with rank_serving(tmp_path / "log", 2, "--model", models / "llama", "--ssd-dir", tmp_path / "ssd") as server:
         alone = [turns(server, f"who {i}", cache_salt=f"cold {i}") for i in range(4)]

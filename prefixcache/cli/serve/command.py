@@ -94,7 +94,8 @@ def serve(
         if salt_from not in (None, "authorization"):
             raise ValueError(f"--salt-from {salt_from}: salts are made of one header only; write authorization")
         settings = settings_from(flags)
-        from prefixcache.servers.mlx_lm import server as mlx_lm_server
+        from prefixcache.servers.mlx_lm.errors import ServeError, ServeFailed
+        from prefixcache.servers.mlx_lm.server import serve as serve_until_ended
         from prefixcache.servers.salts import Salts
         from prefixcache.servers.warm_prompts import read_prompts
 
@@ -104,7 +105,7 @@ def serve(
         refuse_without(error)
         _end(error)
     try:
-        mlx_lm_server.serve(
+        serve_until_ended(
             settings,
             ctx.args,
             before=partial(_warm, prompts, salts),
@@ -114,10 +115,10 @@ def serve(
             salts=salts,
             hang_timeout=hang_timeout,
         )
-    except mlx_lm_server.ServeFailed as error:
+    except ServeFailed as error:
         complain(" ".join(str(error).split()))
         _leave(2)
-    except (mlx_lm_server.ServeError, DirectoryError, ValueError) as error:
+    except (ServeError, DirectoryError, ValueError) as error:
         _end(error)
     _leave(0)
 

@@ -22,7 +22,7 @@ from prefixcache.servers.mlx_lm.arguments import check_model
 from prefixcache.servers.mlx_lm.errors import ServeError, ServeFailed
 from prefixcache.servers.mlx_lm.http_server import Server
 from prefixcache.servers.mlx_lm.ranks import RankGenerator, RankProvider
-from prefixcache.servers.mlx_lm.server import POLL, Ending, Options, died, end, is_ready, run, start_logging, tell
+from prefixcache.servers.mlx_lm.serving import POLL, Ending, Options, died, end, is_ready, run, start_logging, tell
 from prefixcache.settings import Settings
 
 log = logging.getLogger("prefixcache")

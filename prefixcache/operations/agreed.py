@@ -1,0 +1,75 @@
+"""What all ranks of a model can serve of a prompt (decision 0112). Collective: all ranks call these with the same
+prompt, and what fails on one is a shorter hit for all.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from prefixcache.keys import canonical
+from prefixcache.ranks.agreement import Ranks, number_of
+from prefixcache.tiers.prompt import Prompt
+from prefixcache.tiers.storage import Storage
+
+log = logging.getLogger("prefixcache")
+
+
+def depths_of_all(
+    ranks: Ranks, storage: Storage, prompt: Prompt, leave: int, whole_blocks: bool, tiers: Sequence[int]
+) -> list[int]:
+    """How deep all ranks can serve a prompt from each of these tiers and the faster ones. A rank that fails here serves
+    nothing.
+    """
+    failed = False
+
+    def deepest(limits: list[int]) -> list[int]:
+        nonlocal failed
+        depths = [0] * len(tiers)
+        if failed:
+            return depths
+        try:
+            with storage.lock:
+                for i, (tier, limit) in enumerate(zip(tiers, limits, strict=True)):
+                    found = prompt.deepest(tier, len(prompt) - limit, whole_blocks)
+                    depths[i] = found.depth if found is not None else 0
+        except Exception as error:
+            failed = True
+            log.warning("a lookup failed, which is a miss on all ranks: %s: %s", type(error).__name__, error)
+            return [0] * len(tiers)
+        return depths
+
+    limits = [max(len(prompt) - leave, 0)] * len(tiers)
+    return ranks.agree(deepest, limits, _question(prompt, leave, whole_blocks))
+
+
+def taken_by_all(
+    ranks: Ranks, prompt: Prompt, leave: int, whole_blocks: bool, take: Callable[[int], tuple[Any, int]]
+) -> tuple[Any, int]:
+    """What `take(leave)` gives here and how deep it is, once it is as deep on every rank; (None, 0) where there is nothing
+    that all can serve. What can't be found or decoded on one rank makes the hit of all shorter.
+    """
+    taken, tokens, failed = None, -1, False
+
+    def deepest(limits: list[int]) -> list[int]:
+        nonlocal taken, tokens, failed
+        if failed or tokens == limits[0]:  # else it was too deep for another rank, or this is the first time
+            return [tokens]
+        taken, tokens = None, 0
+        try:
+            taken, tokens = take(len(prompt) - limits[0])
+        except Exception as error:
+            failed = True
+            log.warning("a fetch failed, which is a miss on all ranks: %s: %s", type(error).__name__, error)
+        return [tokens]
+
+    depth = ranks.agree(deepest, [max(len(prompt) - leave, 0)], _question(prompt, leave, whole_blocks))[0]
+    return (taken, depth) if depth else (None, 0)
+
+
+def _question(prompt: Prompt, leave: int, whole_blocks: bool) -> int:
+    """What the ranks must all ask for."""
+    return number_of(
+        b"".join((prompt.token_bytes, prompt.salt, canonical([len(prompt), leave, whole_blocks]).encode()))
+    )

@@ -1,0 +1,175 @@
+"""From a server's start to its end, one process or one rank of several: its log, its signals, requests, the end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+import mlx_lm.server as upstream
+
+import prefixcache
+from prefixcache.metrics.logs import JsonFormatter, quotes_nothing
+from prefixcache.metrics.prometheus import CacheCollector
+from prefixcache.metrics.stats import Stats
+from prefixcache.servers.mlx_lm.errors import RankFailed, ServeError, ServeFailed
+from prefixcache.servers.mlx_lm.http_server import Handler, Server
+from prefixcache.servers.mlx_lm.requests import Generator
+from prefixcache.servers.salts import Salts
+
+log = logging.getLogger("prefixcache")
+
+LINGER = 1.0  # seconds, beyond the grace, for the thread that generates to end
+POLL = 0.05  # seconds between two looks at what ends
+
+
+class Options(NamedTuple):
+    """How it was asked to serve, see `serve`."""
+
+    before: Callable[[Generator], None]
+    grace: float
+    exact_prefill: bool
+    log_json: bool
+    salts: Salts
+    bounded: bool  # by --prompt-cache-size, which is not used
+
+
+class Ending:
+    """SIGTERM, SIGINT and SIGHUP: the first signal asks for a clean end, the second ends the process at once. `asked`: by a
+    signal, or by another rank.
+    """
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+        self.signum = 0
+
+    def __enter__(self) -> Ending:
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # else it is under nohup
+            numbers.append(signal.SIGHUP)
+        self._before = {number: signal.signal(number, self._on) for number in numbers}
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _on(self, signum: int, frame: Any) -> None:
+        if self.signum:
+            os._exit(128 + signum)
+        self.signum = signum
+        self.asked.set()
+
+
+def start_logging(level: str, how: Options, rank: int | None = None) -> None:
+    """As mlx-lm does it, or as JSON, and with the rank where there are several; without the requests that mlx-lm quotes in
+    its errors. Who asks for DEBUG asks for what it quotes there, but not in JSON.
+    """
+    root = logging.getLogger()
+    if how.log_json:
+        stderr = logging.StreamHandler()
+        stderr.setFormatter(JsonFormatter())
+        stderr.addFilter(quotes_nothing)
+        if rank is not None:
+            stderr.addFilter(lambda record: vars(record).update(rank=rank) is None)
+        logging.captureWarnings(True)
+        root.handlers[:] = [stderr]
+        root.setLevel(level)
+    whose = "" if rank is None else f"rank {rank} - "
+    logging.basicConfig(level=level, format=f"%(asctime)s - {whose}%(levelname)s - %(message)s")
+    for handler in root.handlers:
+        handler.addFilter(lambda record: record.levelno <= logging.DEBUG or quotes_nothing(record))
+    if how.bounded and not rank:
+        log.warning("--prompt-cache-size is not used: this cache is bounded in bytes, by --ram and --ssd")
+
+
+def run(server: Server, generator: Generator, ending: Ending, opened: Stats, how: Options) -> None:
+    """Answer requests until the end is asked for, then let those under way end."""
+    if not is_ready(generator, ending):
+        return
+    tell(generator, opened)
+    server.RequestHandlerClass = partial(
+        Handler, generator, collectors=(CacheCollector(generator.prompts.cache),), log_json=how.log_json, salts=how.salts,
+        system_fingerprint=upstream.get_system_fingerprint(),
+    )  # fmt: skip
+    thread = threading.Thread(target=server.serve_forever, args=(POLL,), name="prefixcache-http", daemon=True)
+    thread.start()
+    host, port = server.server_address[:2]
+    log.info("serving at http://%s:%d", host, port)
+    while not ending.asked.wait(POLL):
+        if not generator._generation_thread.is_alive():
+            raise ServeFailed(died(generator))
+    log.info("ending: no new requests; those under way have %g s; a second signal ends at once", how.grace)
+    server.shutdown()
+    until = time.monotonic() + how.grace
+    while time.monotonic() < until and server.replying:
+        time.sleep(POLL)
+
+
+def is_ready(generator: Generator, ending: Ending) -> bool:
+    """Wait until requests can be taken. False where the end was asked for before; ServeFailed where that can't be."""
+    while not generator.ready.wait(POLL):
+        if ending.asked.is_set():
+            return False
+    if isinstance(generator.failure, ServeError):
+        raise ServeFailed(str(generator.failure))
+    if isinstance(generator.failure, RankFailed):
+        raise ServeFailed(str(generator.failure))
+    if generator.failure is not None:
+        raise ServeFailed(f"the model can't be loaded: {_one_line(generator.failure)}")
+    return True
+
+
+def died(generator: Generator) -> str:
+    """Why the thread that generates ended by itself."""
+    return (
+        _one_line(generator.failure) if generator.failure is not None else "the thread that generates died; see the log"
+    )
+
+
+def tell(generator: Generator, opened: Stats) -> None:
+    """What is served, with what, and what the directory had when it was opened."""
+    kernels = "; ".join(f"{where}: {what}" for where, what in opened.kernels.items())
+    log.info(
+        "prefixcache %s, mlx-lm %s, MLX %s; kernels: %s; codec %s",
+        prefixcache.__version__, version("mlx-lm"), version("mlx"), kernels, opened.codec,
+    )  # fmt: skip
+    none = f"no model yet; RAM budget {opened.ram_limit / 1e9:.2f} GB (ram={opened.ram_setting})"
+    log.info("%s", generator.model or none)
+    if opened.ssd is None:
+        log.info("no SSD directory: RAM only")
+    else:
+        directory, used, limit = generator.prompts.cache.settings.ssd_dir, opened.ssd.used / 1e9, opened.ssd.limit / 1e9
+        log.info("SSD %s: %d images found; %.2f of %.2f GB used", directory, opened.images_on_ssd, used, limit)
+    if opened.remote is not None:
+        settings = generator.prompts.cache.settings
+        sealed = "sealed" if settings.remote_key_file is not None else "not sealed"
+        log.info("remote %s: images are %s; admission %s", opened.remote.engine, sealed, settings.remote_admission)
+
+
+def end(generator: Generator, ending: Ending, replying: set[Handler], linger: float = LINGER) -> None:
+    """Stop the thread that generates, and tell clients that wait (`replying`). While it loads a model it can't be stopped:
+    then the process ends without it. A step of a prefill can't either: it gets `linger` seconds, and RAM is flushed beside
+    it.
+    """
+    generator.stop()
+    thread, until = generator._generation_thread, time.monotonic() + linger
+    while (thread.is_alive() or replying) and (time.monotonic() < until or not generator.ready.is_set()):
+        generator.stop_answering()
+        time.sleep(POLL)
+        if not generator.ready.is_set() and ending.asked.is_set():
+            try:
+                generator.leave()
+                generator.prompts.cache.close()
+            finally:
+                os._exit(128 + (ending.signum or signal.SIGTERM))
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
