@@ -56,7 +56,7 @@ from prefixcache.ssd import Ssd
 from prefixcache.ssd.directory import rank_folder, refusal
 from prefixcache.tiers.memory_pressure import Pressure
 from prefixcache.tiers.promotion import Promoter, last_of
-from prefixcache.tiers.prompt import Prompt, boundary
+from prefixcache.tiers.prompt import Prompt, boundary, count_hit
 from prefixcache.tiers.remote_tier import RemoteTier
 from prefixcache.tiers.storage import Storage
 from prefixcache.trace.recording import Recorder
@@ -305,13 +305,12 @@ class PrefixCache:
         """How deep a `fetch` with these arguments can hit `tokens`. No I/O, and nothing changes; no MLX, but where ranks
         agree on it.
         """
-        self._check_open()
         check_leave(leave)
         prompt = self._prompt(tokens, model, salt)
-        if self.ranks is None:
-            return self._match_here(prompt, leave, whole_blocks)
-        tiers = [RAM, self._storage.graph.last]
-        return Match(*depths_of_all(self.ranks, self._storage, prompt, leave, whole_blocks, tiers))
+        if self.ranks is not None:
+            return Match(*depths_of_all(self.ranks, self._storage, self._check_open, prompt, leave, whole_blocks))
+        self._check_open()
+        return self._match_here(prompt, leave, whole_blocks)
 
     def _match_here(self, prompt: Prompt, leave: int, whole_blocks: bool) -> Match:
         last = self._storage.graph.last
@@ -374,6 +373,7 @@ class PrefixCache:
             made, depth = decode(leave)
         else:
             made, depth = taken_by_all(self.ranks, prompt, leave, whole_blocks, decode)
+            self._count(prompt, depth)
         duration = durations.fetch_hit if made is not None else durations.fetch_miss
         duration.observe(time.monotonic() - began)
         return made, prompt.given[depth : len(prompt)] if made is not None else prompt.given
@@ -410,7 +410,7 @@ class PrefixCache:
                 return made, stored.tokens
             finally:
                 self._storage.unpin(pinned)
-            found = find(self._storage, prompt, leave, whole_blocks)
+            found = find(self._storage, prompt, leave, whole_blocks, count=self.ranks is None)
         return None, 0
 
     def lookup(
@@ -432,18 +432,32 @@ class PrefixCache:
 
         if self.ranks is None:
             return look_up(leave)[0]
-        return taken_by_all(self.ranks, prompt, leave, False, look_up)[0]
+        found, depth = taken_by_all(self.ranks, prompt, leave, False, look_up)
+        self._count(prompt, depth)
+        return found
 
     def _find(self, prompt: Prompt, leave: int, whole_blocks: bool = False) -> tuple[StoredPrompt, list[Slot]] | None:
+        """What ranks find is counted when they have agreed how much of it they use."""
         self._check_open()
-        if self._recorder is not None:
-            self._recorder.fetch(self._namespaces.recorded_root(prompt.model, prompt.salt), prompt.token_bytes)
+        if self.ranks is None:
+            self._record(prompt)
         with self._storage.lock:
             unflushed = len(self._storage.graph.recency.unflushed)
             if unflushed > RECENCY_FLUSH_SLOTS or time.monotonic() > self._last_flush + RECENCY_FLUSH_INTERVAL:
                 self._last_flush = time.monotonic()
                 self._storage.spilling.flush_recency()
-        return find(self._storage, prompt, leave, whole_blocks)
+        return find(self._storage, prompt, leave, whole_blocks, count=self.ranks is None)
+
+    def _count(self, prompt: Prompt, depth: int) -> None:
+        """Of all ranks' hit, on this one."""
+        if not self._closed:
+            self._record(prompt)
+            with self._storage.lock:
+                count_hit(self._storage, prompt, depth)
+
+    def _record(self, prompt: Prompt) -> None:
+        if self._recorder is not None:
+            self._recorder.fetch(self._namespaces.recorded_root(prompt.model, prompt.salt), prompt.token_bytes)
 
     # -- SSD to RAM ---------------------------------------------------------------------------------------------------
 

@@ -5,9 +5,10 @@ prompt, and what fails on one is a shorter hit for all.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
+from prefixcache.blocks.node import RAM
 from prefixcache.keys import canonical
 from prefixcache.ranks.agreement import Ranks, number_of
 from prefixcache.tiers.prompt import Prompt
@@ -17,12 +18,12 @@ log = logging.getLogger("prefixcache")
 
 
 def depths_of_all(
-    ranks: Ranks, storage: Storage, prompt: Prompt, leave: int, whole_blocks: bool, tiers: Sequence[int]
+    ranks: Ranks, storage: Storage, check: Callable[[], None], prompt: Prompt, leave: int, whole_blocks: bool
 ) -> list[int]:
-    """How deep all ranks can serve a prompt from each of these tiers and the faster ones. A rank that fails here serves
-    nothing.
+    """How deep all ranks can serve a prompt from RAM, and from everywhere. A rank that fails here serves nothing; `check`
+    raises where it can't serve at all.
     """
-    failed = False
+    tiers, failed = [RAM, storage.graph.last], False
 
     def deepest(limits: list[int]) -> list[int]:
         nonlocal failed
@@ -30,6 +31,7 @@ def depths_of_all(
         if failed:
             return depths
         try:
+            check()
             with storage.lock:
                 for i, (tier, limit) in enumerate(zip(tiers, limits, strict=True)):
                     found = prompt.deepest(tier, len(prompt) - limit, whole_blocks)
@@ -41,7 +43,7 @@ def depths_of_all(
         return depths
 
     limits = [max(len(prompt) - leave, 0)] * len(tiers)
-    return ranks.agree(deepest, limits, _question(prompt, leave, whole_blocks))
+    return ranks.agree(deepest, limits, _question("match", prompt, leave, whole_blocks))
 
 
 def taken_by_all(
@@ -55,21 +57,22 @@ def taken_by_all(
     def deepest(limits: list[int]) -> list[int]:
         nonlocal taken, tokens, failed
         if failed or tokens == limits[0]:  # else it was too deep for another rank, or this is the first time
-            return [tokens]
+            return [tokens, 0]
         taken, tokens = None, 0
         try:
             taken, tokens = take(len(prompt) - limits[0])
         except Exception as error:
             failed = True
             log.warning("a fetch failed, which is a miss on all ranks: %s: %s", type(error).__name__, error)
-        return [tokens]
+        return [tokens, 0]
 
-    depth = ranks.agree(deepest, [max(len(prompt) - leave, 0)], _question(prompt, leave, whole_blocks))[0]
+    # As many numbers as a match has: ranks that don't call the same must learn it.
+    limits = [max(len(prompt) - leave, 0), 0]
+    depth = ranks.agree(deepest, limits, _question("take", prompt, leave, whole_blocks))[0]
     return (taken, depth) if depth else (None, 0)
 
 
-def _question(prompt: Prompt, leave: int, whole_blocks: bool) -> int:
+def _question(call: str, prompt: Prompt, leave: int, whole_blocks: bool) -> int:
     """What the ranks must all ask for."""
-    return number_of(
-        b"".join((prompt.token_bytes, prompt.salt, canonical([len(prompt), leave, whole_blocks]).encode()))
-    )
+    about = canonical([call, len(prompt), leave, whole_blocks]).encode()
+    return number_of(b"".join((prompt.token_bytes, prompt.salt, about)))

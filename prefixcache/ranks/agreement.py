@@ -129,6 +129,7 @@ class Ranks:
 
     @staticmethod
     def _result(array: mx.array) -> list[int]:
+        mx.eval(array)  # NumPy would hide MLX's error of a peer that is gone, and take what is in memory
         return [int(value) for value in np.array(array)]
 
 

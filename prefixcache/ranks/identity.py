@@ -17,18 +17,28 @@ def rank_identity(identity: str, model: Any, ranks: Ranks | None) -> str:
     """The text to give as `model=` on this rank, of a model that `mlx_lm.utils.sharded_load` has loaded. Collective; of a
     single process (`ranks` None) it is `identity`.
 
-    `identity` is what `model_identity` gives. Behind it comes `|pp start:end/layers` for a stage of a pipeline, or `|tp
-    rank/size` for tensor parallelism. Ranks whose state is the same, as MLA's latents are or heads that are repeated, have
-    the first one's: that is told by a prefill of a few tokens, whose state the ranks compare.
+    `identity` is what `model_identity` gives on this rank. Where the ranks have different files, as the stages of a pipeline
+    may, each one's name tells of all (`|of` and a hash), since its state hangs on theirs. Behind it comes
+    `|pp start:end/layers` for a stage of a pipeline, or `|tp rank/size` for tensor parallelism. Ranks whose state is the
+    same, as MLA's latents are or heads that are repeated, have the first one's: that is told by a prefill of a few tokens,
+    whose state the ranks compare.
     """
     if ranks is None:
         return identity
+    files = ranks.each(number_of(files_of(identity).encode()))
+    if len(set(files)) > 1:
+        identity += f"|of {number_of(repr(files).encode()):08x}"
     net = getattr(model, "model", model)
     if getattr(net, "pipeline_size", 1) > 1:
         layers = ranks.most(net.end_idx)[0]  # of the last stage
         return f"{identity}|pp {net.start_idx}:{net.end_idx}/{layers}"
     states = ranks.each(_state_of(model))
     return f"{identity}|tp {states.index(states[ranks.rank])}/{ranks.size}"
+
+
+def files_of(identity: str) -> str:
+    """What an identity says of the files, without the name of their folder."""
+    return identity.rpartition("@")[2]
 
 
 def _state_of(model: Any) -> int:

@@ -144,20 +144,27 @@ class Watch:
             self._lines[rank].sendall(text.replace("\n", " ").encode() + b"\n")
 
     def _read(self, rank: int, line: socket.socket) -> None:
-        line.settimeout(SILENCE)
-        data = b""
+        line.settimeout(BEAT)
+        data, silent = b"", 0.0  # in seconds of this process's own: while it is stopped, all are silent to it
         try:
-            while received := line.recv(4096):
+            while silent < SILENCE:
+                try:
+                    received = line.recv(4096)
+                except TimeoutError:
+                    silent += BEAT
+                    continue
+                if not received:
+                    break
+                silent = 0.0
                 *said, data = (data + received).split(b"\n")
                 for words in said:
                     self._heard(rank, *words.decode(errors="replace").split(" ", 1))
-            if rank not in self._ended:
-                self._end(f"rank {rank} died")
-        except TimeoutError:
-            self._end(f"rank {rank} has given no sign of life for {SILENCE:.0f} s")
         except OSError:
-            if rank not in self._ended:
-                self._end(f"rank {rank} died")
+            pass
+        if silent >= SILENCE:
+            self._end(f"rank {rank} has given no sign of life for {SILENCE:.0f} s")
+        elif rank not in self._ended:
+            self._end(f"rank {rank} died")
 
     def _heard(self, rank: int, kind: str, text: str = "") -> None:
         text = text.strip()
@@ -171,12 +178,14 @@ class Watch:
                 self._end(text)
 
     def _beat(self) -> None:
+        stuck, since = 0.0, self._since  # in seconds of this process's own, as above
         while not self._over:
             for rank in self._lines:
                 self._send(rank, f"{ALIVE} {self._steps}")
-            since = self._since
+            before, since = since, self._since
+            stuck = stuck + BEAT if since is not None and since == before else 0.0
             # The ranks go step by step together: where one is stuck, rank 0 is.
-            if self.rank == 0 and since is not None and time.monotonic() - since > self._hang:
+            if self.rank == 0 and stuck > self._hang:
                 steps = {0: self._steps, **self._told}
                 behind = [rank for rank, count in sorted(steps.items()) if count == min(steps.values())]
                 told = ", ".join(f"rank {rank}: {count}" for rank, count in sorted(steps.items()))

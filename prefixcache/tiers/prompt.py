@@ -134,21 +134,41 @@ def boundary(namespace: Namespace, walk: Walk, tier: int, limit: int, whole_bloc
     return depth
 
 
-def take_hit(storage: Storage, prompt: Prompt, leave: int, whole_blocks: bool = False) -> Hit | None:
-    """What RAM has of a prompt is counted, becomes the newest, and is pinned. None on a miss."""
-    graph, counters = storage.graph, storage.counters
-    counters.fetches += 1
-    counters.asked_tokens += len(prompt)
+def take_hit(
+    storage: Storage, prompt: Prompt, leave: int, whole_blocks: bool = False, *, count: bool = True
+) -> Hit | None:
+    """What RAM has of a prompt is pinned; with `count` it is counted, too, and becomes the newest. None on a miss."""
     deepest = prompt.deepest(RAM, leave, whole_blocks)
     if deepest is None or deepest.depth <= 0:
+        if count:
+            _count(storage, prompt)
         return None
     required = required_images(deepest.walk, deepest.depth, RAM)
-    graph.recency.touch(required, hit=True)
+    if count:
+        _count(storage, prompt, deepest, required)
+    return Hit(*deepest, storage.graph.pin(pin_leaves(required)))
+
+
+def count_hit(storage: Storage, prompt: Prompt, depth: int) -> None:
+    """What `take_hit` left uncounted, once it is known how much of it was used: its first `depth` tokens; 0 is a miss."""
+    deepest = prompt.deepest(RAM, len(prompt) - depth) if depth else None
+    if deepest is None:
+        _count(storage, prompt)
+    else:
+        _count(storage, prompt, deepest, required_images(deepest.walk, deepest.depth, RAM))
+
+
+def _count(storage: Storage, prompt: Prompt, deepest: Deepest | None = None, required: Sequence[Slot] = ()) -> None:
+    counters = storage.counters
+    counters.fetches += 1
+    counters.asked_tokens += len(prompt)
+    if deepest is None:
+        return
+    storage.graph.recency.touch(required, hit=True)
     counters.hit_tokens += deepest.depth
     counters.count_tiers(required, deepest.depth)
     if storage.remote is not None:
         storage.remote.offer_used(deepest.walk, deepest.depth, required)
-    return Hit(*deepest, graph.pin(pin_leaves(required)))
 
 
 def _is_coded(namespace: Namespace, tail: Node) -> bool:

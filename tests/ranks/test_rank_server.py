@@ -114,6 +114,76 @@ def test_when_a_rank_is_killed_the_others_end_and_name_it_and_all_start_again_wa
         assert after[0].cached >= 512
 
 
+QUICK = "import prefixcache.ranks.watch\nprefixcache.ranks.watch.SILENCE = 3.0\n"
+
+
+def test_ranks_that_were_all_stopped_for_a_while_go_on(models, tmp_path):
+    with rank_serving(tmp_path / "log", 2, "--model", models / "llama", before=QUICK) as server:
+        turns(server)
+        for signum, pause in ((signal.SIGSTOP, 6), (signal.SIGCONT, 4)):
+            for rank in range(2):
+                server.send(rank, signum)
+            time.sleep(pause)
+        turns(server)
+
+
+def test_a_rank_that_waits_for_its_peers_can_be_ended(tmp_path):
+    script = 'test "$MLX_RANK" = 0 && exec "$@"; exec sleep 60'
+    command = ["sh", "-c", script, "sh", sys.executable, "-c", COMMAND, "serve", "--model", str(tmp_path)]
+    ranks = ring(command, 2, [subprocess.DEVNULL] * 2, cwd=ROOT)
+    try:
+        time.sleep(6)
+        assert ranks[0].poll() is None
+        ranks[0].terminate()
+        assert ranks[0].wait(10) == -signal.SIGTERM
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+OWN_MODEL = """
+import os, sys
+sys.argv[:] = [argument.replace("RANK", os.environ["MLX_RANK"]) for argument in sys.argv]
+"""
+
+
+def test_ranks_with_other_weights_are_refused(tmp_path):
+    for rank, seed in enumerate((1, 2)):
+        save_sharded(tmp_path / f"{rank}" / "model", "llama", seed=seed)
+    server = RankServer(tmp_path / "log", 2, "--model", f"{tmp_path}/RANK/model", before=OWN_MODEL)
+    try:
+        assert server.wait(60) == [2, 2]
+        assert "rank 1: " in server.said(0)
+        assert "other weights than on rank 0" in server.said(0)
+    finally:
+        for process in server.ranks:
+            process.kill()
+
+
+DIES = """
+import os
+import prefixcache.servers.warming
+if os.environ["MLX_RANK"] == "1":
+    prefixcache.servers.warming.warm_sequences = lambda *args, **options: os._exit(9)
+"""
+
+
+def test_warm_says_that_a_rank_is_gone(models, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": text(560, "warm")}))
+    flags = ["--codec", "raw", "--model", str(models / "llama"), "--ssd-dir", str(tmp_path / "ssd")]
+    command = [sys.executable, "-c", DIES + COMMAND, "warm", *flags, str(tmp_path / "prompts.jsonl")]
+    log = tmp_path / "log"
+    with log.open("wb") as out:
+        ranks = ring(command, 2, [out, subprocess.DEVNULL], cwd=ROOT, env={**OFFLINE, **BLAS})
+        try:
+            assert [rank.wait(60) for rank in ranks] == [2, 9], log.read_text()
+        finally:
+            for rank in ranks:
+                rank.kill()
+    assert "Traceback" not in log.read_text()
+    assert "rank 0 can't go on" in log.read_text()
+
+
 def test_a_rank_that_is_told_to_end_ends_all_in_order(models, tmp_path):
     with rank_serving(tmp_path / "log", 2, "--model", models / "llama", "--ssd-dir", tmp_path / "ssd") as server:
         turns(server)
@@ -158,9 +228,17 @@ def test_errors_of_a_request_are_answered_on_all_ranks(models, tmp_path):
         no_tokenizer = shutil.copytree(models / "llama", tmp_path / "no-tokenizer")
         for file in no_tokenizer.glob("tokenizer*"):
             file.unlink()
-        for body in ({"draft_model": []}, {"tools": deep}, {"model": str(no_tokenizer)}):
+        for body in (
+            {"draft_model": []},
+            {"tools": deep},
+            {"model": str(no_tokenizer)},
+            {"chat_template_kwargs": {"return_tensors": "np"}},
+            {"chat_template_kwargs": {"chat_template": ""}},
+        ):
             asked = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, **body}
-            assert requests.post(f"{server.url}/v1/chat/completions", json=asked, timeout=60).status_code < 500
+            assert requests.post(f"{server.url}/v1/chat/completions", json=asked, timeout=60).status_code < 500, body
+        asked = {"prompt": ["a", "b"], "max_tokens": 2}
+        assert requests.post(f"{server.url}/v1/completions", json=asked, timeout=60).status_code < 500
         for wrong in (
             {"model": str(tmp_path / "none")},
             {"top_k": 5000},

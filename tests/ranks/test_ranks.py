@@ -41,6 +41,7 @@ import json, sys
 import mlx.core as mx
 from prefixcache import PrefixCache, Raw
 from prefixcache.ranks import OutOfStep, Ranks, rank_identity
+from mlx_lm.models.cache import KVCache
 from tools.ranks.models import Case, build, shard
 
 mx.set_default_device(mx.cpu)
@@ -48,13 +49,24 @@ group = mx.distributed.init()
 names = [rank_identity("m@0", shard(build(Case(*case)), case[0], group), Ranks(group))
          for case in (("tp", "dense"), ("tp", "mla"), ("pp", "mla"), ("tp", "hybrid"))]
 cache = PrefixCache(group=group, ram="10MB", ssd_dir=sys.argv[1], ssd="10MB", codec=Raw())
-try:
-    cache.fetch([1, 2, 3 + group.rank()], model="m")
-    wrong = ""
-except OutOfStep as error:
-    wrong = str(error)
-print(json.dumps({"names": names, "ssd_dir": str(cache.settings.ssd_dir), "sharing": cache.sharing, "wrong": wrong}),
-      flush=True)
+wrong = []
+for call in (lambda: cache.fetch([1, 2, 3 + group.rank()], model="m"),
+             lambda: (cache.match if group.rank() else cache.fetch)([1, 2, 3], model="m")):
+    try:
+        call()
+    except OutOfStep as error:
+        wrong.append(str(error))
+
+tokens, layer = list(range(300)), KVCache()
+layer.update_and_fetch(*[mx.zeros((1, 2, 300, 8))] * 2)
+cache.store(tokens, [layer], model="n")
+if group.rank() == 1:
+    cache.clear()
+before = cache.stats().counters
+missed = cache.fetch([*tokens, 1], model="n")[0] is None
+counted = [getattr(cache.stats().counters, name) - getattr(before, name) for name in ("fetches", "hit_tokens")]
+print(json.dumps({"names": names, "ssd_dir": str(cache.settings.ssd_dir), "sharing": cache.sharing, "wrong": wrong,
+                  "missed": missed, "counted": counted}), flush=True)
 cache.close()
 """
 
@@ -76,4 +88,36 @@ def test_names_directories_and_shares_of_ranks(tmp_path: Path):
     ]
     assert [Path(one["ssd_dir"]).name for one in told] == ["rank-0", "rank-1"]
     assert [one["sharing"] for one in told] == [2, 2]
-    assert all("look different prompts up" in one["wrong"] for one in told)
+    assert all(["look different prompts up" in error for error in one["wrong"]] == [True, True] for one in told)
+    assert all(one["missed"] for one in told)
+    assert [one["counted"] for one in told] == [[1, 0], [1, 0]]  # on rank 0 it was there
+
+
+DIED = """
+import os
+import mlx.core as mx
+from prefixcache.ranks import Ranks
+
+mx.set_default_device(mx.cpu)
+ranks = Ranks(mx.distributed.init())
+ranks.any(True)
+if ranks.rank == 1:
+    os._exit(0)
+try:
+    for _ in range(3):
+        ranks.least(1)
+    print("agreed with nobody", flush=True)
+except RuntimeError as error:
+    print(error, flush=True)
+os._exit(0)
+"""
+
+
+def test_an_agreement_with_a_rank_that_died_is_an_error(tmp_path: Path):
+    with (tmp_path / "log").open("wb") as out:
+        ranks = ring([sys.executable, "-c", DIED], 2, [out, subprocess.DEVNULL], cwd=ROOT)
+        try:
+            assert ranks[0].wait(60) == 0
+        finally:
+            ranks[0].kill()
+    assert "connection to a peer was lost" in (tmp_path / "log").read_text()

@@ -140,12 +140,12 @@ def damage(folder: Path, draw: random.Random) -> int:
     for path in hurt:
         try:
             with path.open("r+b") as file:
-                at = draw.randrange(path.stat().st_size)
+                at = draw.randrange(max(path.stat().st_size, 1))
                 file.seek(at)
                 byte = file.read(1)[0] ^ (1 << draw.randrange(8))
                 file.seek(at)
                 file.write(bytes([byte]))
-        except OSError:  # deleted meanwhile
+        except (OSError, IndexError):  # deleted meanwhile, or not yet written
             pass
     return len(hurt)
 

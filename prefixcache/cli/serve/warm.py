@@ -297,6 +297,12 @@ def _warm(
                 )
             except CacheError as error:
                 raise NotWarmed(f"--model {source.folder}: its prompt cache can't be kept: {error}") from error
+            except RuntimeError as error:
+                if ranks is None:
+                    raise
+                raise NotWarmed(
+                    f"rank {ranks.rank} can't go on: {error}; what was computed is stored, start all ranks again"
+                ) from error
             show(total, what="writing")
         if not done.computed or ranks is not None:  # ranks would have to open it together
             return done, done.unkept

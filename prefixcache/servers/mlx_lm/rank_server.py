@@ -68,12 +68,16 @@ def serve_rank(settings: Settings, args: argparse.Namespace, how: Options, endin
     """Serve as one rank of the group that `mlx.launch` has made, see `server.serve`; False, and nothing is done, where there
     is none. Errors end the other ranks, which name this one.
     """
-    begun: Future[Rank | None] = Future()
+    grouped, begun = threading.Event(), Future[Rank | None]()
 
     def generate() -> None:
         # All of this on one thread: MLX's GPU back ends communicate only on the one on which the group was made.
         try:
-            rank = _begin(mx.distributed.init(), settings, args, how, ending, hang)
+            try:
+                group = mx.distributed.init()
+            finally:
+                grouped.set()
+            rank = _begin(group, settings, args, how, ending, hang)
         except BaseException as error:
             begun.set_exception(error)
             return
@@ -81,7 +85,9 @@ def serve_rank(settings: Settings, args: argparse.Namespace, how: Options, endin
         if rank is not None:
             rank.generator.run()
 
-    threading.Thread(target=generate, name="prefixcache-generate", daemon=True).start()
+    with ending.at_once():  # until its peers are there, MLX lets no other thread run, nor Python's signal handlers
+        threading.Thread(target=generate, name="prefixcache-generate", daemon=True).start()
+        grouped.wait()
     while not begun.done():
         if ending.asked.wait(POLL):
             os._exit(128 + ending.signum)

@@ -274,7 +274,10 @@ class Generator(upstream.ResponseGenerator):
 
     def _tokenize_anew(self, tokenizer: Any, request: Any, args: Any) -> Any:
         messages = copy.deepcopy(request.messages)  # mlx-lm rewrites them in place
-        return super()._tokenize(tokenizer, replace(request, messages=messages), args)
+        tokenized = super()._tokenize(tokenizer, replace(request, messages=messages), args)
+        if len(as_tokens(tokenized[0])) == 0:  # the loop would die of it
+            raise ValueError("the prompt has no tokens: give some text")
+        return tokenized
 
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
         """What mlx-lm's gives, taken from before the request's turn if it can be. The loop looks this request up next.

@@ -7,7 +7,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
 from typing import Any, NamedTuple
@@ -59,6 +60,17 @@ class Ending:
     def __exit__(self, *error: Any) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Within it the first signal ends the process."""
+        for number in self._before:
+            signal.signal(number, signal.SIG_DFL)
+        try:
+            yield
+        finally:
+            for number in self._before:
+                signal.signal(number, self._on)
 
     def _on(self, signum: int, frame: Any) -> None:
         if self.signum:
