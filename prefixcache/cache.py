@@ -307,17 +307,23 @@ class PrefixCache:
         """
         check_leave(leave)
         prompt = self._prompt(tokens, model, salt)
-        if self.ranks is not None:
-            return Match(*depths_of_all(self.ranks, self._storage, self._check_open, prompt, leave, whole_blocks))
-        self._check_open()
-        return self._match_here(prompt, leave, whole_blocks)
 
-    def _match_here(self, prompt: Prompt, leave: int, whole_blocks: bool) -> Match:
-        last = self._storage.graph.last
+        def depths(limits: list[int]) -> list[int]:
+            self._check_open()
+            return self._depths(prompt, limits, whole_blocks)
+
+        if self.ranks is None:
+            return Match(*depths([max(len(prompt) - leave, 0)] * 2))
+        return Match(*depths_of_all(self.ranks, prompt, leave, whole_blocks, depths))
+
+    def _depths(self, prompt: Prompt, limits: list[int], whole_blocks: bool) -> list[int]:
+        """How deep RAM, and all tiers together, can serve a prompt, up to a limit for each."""
+        asked = [(RAM, limits[0]), (self._storage.graph.last, limits[1])]
         with self._storage.lock:
-            ram = prompt.deepest(RAM, leave, whole_blocks)
-            everywhere = prompt.deepest(last, leave, whole_blocks) if last != RAM else ram
-            return Match(ram.depth if ram else 0, everywhere.depth if everywhere else 0)
+            found = {
+                (tier, limit): prompt.deepest(tier, len(prompt) - limit, whole_blocks) for tier, limit in set(asked)
+            }
+        return [deepest.depth if (deepest := found[one]) is not None else 0 for one in asked]
 
     def fetch(
         self,
@@ -373,7 +379,7 @@ class PrefixCache:
             made, depth = decode(leave)
         else:
             made, depth = taken_by_all(self.ranks, prompt, leave, whole_blocks, decode)
-            self._count(prompt, depth)
+        self._count(prompt, depth)
         duration = durations.fetch_hit if made is not None else durations.fetch_miss
         duration.observe(time.monotonic() - began)
         return made, prompt.given[depth : len(prompt)] if made is not None else prompt.given
@@ -410,7 +416,7 @@ class PrefixCache:
                 return made, stored.tokens
             finally:
                 self._storage.unpin(pinned)
-            found = find(self._storage, prompt, leave, whole_blocks, count=self.ranks is None)
+            found = find(self._storage, prompt, leave, whole_blocks)
         return None, 0
 
     def lookup(
@@ -431,33 +437,29 @@ class PrefixCache:
             return found[0], found[0].tokens
 
         if self.ranks is None:
-            return look_up(leave)[0]
-        found, depth = taken_by_all(self.ranks, prompt, leave, False, look_up)
+            found, depth = look_up(leave)
+        else:
+            found, depth = taken_by_all(self.ranks, prompt, leave, False, look_up)
         self._count(prompt, depth)
         return found
 
     def _find(self, prompt: Prompt, leave: int, whole_blocks: bool = False) -> tuple[StoredPrompt, list[Slot]] | None:
-        """What ranks find is counted when they have agreed how much of it they use."""
         self._check_open()
-        if self.ranks is None:
-            self._record(prompt)
         with self._storage.lock:
             unflushed = len(self._storage.graph.recency.unflushed)
             if unflushed > RECENCY_FLUSH_SLOTS or time.monotonic() > self._last_flush + RECENCY_FLUSH_INTERVAL:
                 self._last_flush = time.monotonic()
                 self._storage.spilling.flush_recency()
-        return find(self._storage, prompt, leave, whole_blocks, count=self.ranks is None)
+        return find(self._storage, prompt, leave, whole_blocks)
 
     def _count(self, prompt: Prompt, depth: int) -> None:
-        """Of all ranks' hit, on this one."""
-        if not self._closed:
-            self._record(prompt)
-            with self._storage.lock:
-                count_hit(self._storage, prompt, depth)
-
-    def _record(self, prompt: Prompt) -> None:
+        """A request was given so many tokens: once, however often RAM was asked for them."""
+        if self._closed:
+            return
         if self._recorder is not None:
             self._recorder.fetch(self._namespaces.recorded_root(prompt.model, prompt.salt), prompt.token_bytes)
+        with self._storage.lock:
+            count_hit(self._storage, prompt, depth)
 
     # -- SSD to RAM ---------------------------------------------------------------------------------------------------
 
@@ -485,7 +487,8 @@ class PrefixCache:
         local = self.promote_local(prompt, **how)
         if remote is None:
             return local
-        both = last_of(local, remote, lambda: self._match_here(prompt, leave, whole_blocks).ram)
+        limits = [max(len(prompt) - leave, 0)] * 2
+        both = last_of(local, remote, lambda: self._depths(prompt, limits, whole_blocks)[0])
         both.add_done_callback(self._promoter.notify)
         return both
 

@@ -126,7 +126,9 @@ def _decode_run(run: list[Piece], heads: int, rows: int, width: int) -> mx.array
 
 
 def _joined(planes: Sequence[Array], axis: int) -> Array:
-    """`np.concatenate`, by several threads."""
+    """`np.concatenate`, by several threads; a single one as it is."""
+    if len(planes) == 1:
+        return planes[0]
     ends = list(accumulate(plane.shape[axis] for plane in planes))
     shape = [*planes[0].shape]
     shape[axis] = ends[-1]

@@ -136,6 +136,7 @@ class StoredPrompt:
         if n and not self._holds(self.tokens - n):
             raise ValueError(f"trim({n}): {self.tokens - n} tokens is no boundary that this state can be cut to")
         self.tokens -= n
+        self._runs = {}
         return n
 
     def dequantize(self, room: int = 0, ahead: ReadAhead | None = None) -> list[Any]:

@@ -8,41 +8,31 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from prefixcache.blocks.node import RAM
 from prefixcache.keys import canonical
 from prefixcache.ranks.agreement import Ranks, number_of
 from prefixcache.tiers.prompt import Prompt
-from prefixcache.tiers.storage import Storage
 
 log = logging.getLogger("prefixcache")
 
 
 def depths_of_all(
-    ranks: Ranks, storage: Storage, check: Callable[[], None], prompt: Prompt, leave: int, whole_blocks: bool
+    ranks: Ranks, prompt: Prompt, leave: int, whole_blocks: bool, depths: Callable[[list[int]], list[int]]
 ) -> list[int]:
-    """How deep all ranks can serve a prompt from RAM, and from everywhere. A rank that fails here serves nothing; `check`
-    raises where it can't serve at all.
+    """How deep all ranks can serve a prompt from RAM, and from all tiers together. `depths` says how deep this one can, up to
+    a limit for each; where it fails, nothing is served.
     """
-    tiers, failed = [RAM, storage.graph.last], False
+    failed = False
 
     def deepest(limits: list[int]) -> list[int]:
         nonlocal failed
-        depths = [0] * len(tiers)
-        if failed:
-            return depths
         try:
-            check()
-            with storage.lock:
-                for i, (tier, limit) in enumerate(zip(tiers, limits, strict=True)):
-                    found = prompt.deepest(tier, len(prompt) - limit, whole_blocks)
-                    depths[i] = found.depth if found is not None else 0
+            return [0, 0] if failed else depths(limits)
         except Exception as error:
             failed = True
             log.warning("a lookup failed, which is a miss on all ranks: %s: %s", type(error).__name__, error)
-            return [0] * len(tiers)
-        return depths
+            return [0, 0]
 
-    limits = [max(len(prompt) - leave, 0)] * len(tiers)
+    limits = [max(len(prompt) - leave, 0)] * 2
     return ranks.agree(deepest, limits, _question("match", prompt, leave, whole_blocks))
 
 

@@ -19,11 +19,11 @@ log = logging.getLogger("prefixcache")
 
 
 def find(
-    storage: Storage, prompt: Prompt, leave: int, whole_blocks: bool = False, *, count: bool = True
+    storage: Storage, prompt: Prompt, leave: int, whole_blocks: bool = False
 ) -> tuple[StoredPrompt, list[Slot]] | None:
     """What RAM has of a prompt, still encoded, and the slots pinned for it, which the caller unpins. None on a miss."""
     with storage.lock:
-        found = take_hit(storage, prompt, leave, whole_blocks, count=count)
+        found = take_hit(storage, prompt, leave, whole_blocks)
         if found is None:
             return None
         depth, namespace, walk, pinned = found

@@ -35,7 +35,7 @@ from prefixcache.settings import Settings
 from prefixcache.ssd.entries import NamespaceRow
 from prefixcache.tiers.namespace import Namespace
 from prefixcache.tiers.promotion import promote
-from prefixcache.tiers.prompt import Hit, Prompt, take_hit
+from prefixcache.tiers.prompt import Hit, Prompt, count_hit, take_hit
 from prefixcache.tiers.storage import Storage
 from prefixcache.trace.reading import Request
 
@@ -196,6 +196,7 @@ class Simulation:
         """Promote and look up; how many tokens were hit."""
         self.promote(prompt)
         found = take_hit(self.storage, prompt, leave)
+        count_hit(self.storage, prompt, found.depth if found is not None else 0)
         if found is None:
             return 0
         self.used(found)

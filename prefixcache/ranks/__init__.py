@@ -4,6 +4,6 @@
 """
 
 from prefixcache.ranks.agreement import OutOfStep, Ranks
-from prefixcache.ranks.identity import rank_identity
+from prefixcache.ranks.identity import OtherWeights, rank_identity
 
-__all__ = ["OutOfStep", "Ranks", "rank_identity"]
+__all__ = ["OtherWeights", "OutOfStep", "Ranks", "rank_identity"]

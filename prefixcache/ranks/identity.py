@@ -8,37 +8,41 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from prefixcache.codecs.interchange import copy_out
-from prefixcache.ranks.agreement import Ranks, number_of
+from prefixcache.ranks.agreement import Ranks, named, number_of
 
 PROBE = 24  # tokens on which the state of the ranks is compared
+
+
+class OtherWeights(ValueError):
+    """Tensor-parallel ranks have loaded parts of different models."""
 
 
 def rank_identity(identity: str, model: Any, ranks: Ranks | None) -> str:
     """The text to give as `model=` on this rank, of a model that `mlx_lm.utils.sharded_load` has loaded. Collective; of a
     single process (`ranks` None) it is `identity`.
 
-    `identity` is what `model_identity` gives on this rank. Where the ranks have different files, as the stages of a pipeline
-    may, each one's name tells of all (`|of` and a hash), since its state hangs on theirs. Behind it comes
-    `|pp start:end/layers` for a stage of a pipeline, or `|tp rank/size` for tensor parallelism. Ranks whose state is the
-    same, as MLA's latents are or heads that are repeated, have the first one's: that is told by a prefill of a few tokens,
-    whose state the ranks compare.
+    `identity` is what `model_identity` gives on this rank. Behind it comes `|pp start:end/layers` for a stage of a pipeline,
+    or `|tp rank/size` for tensor parallelism. Ranks whose state is the same, as MLA's latents are or heads that are repeated,
+    have the first one's: that is told by a prefill of a few tokens, whose state the ranks compare.
+
+    A rank's state hangs on the weights of all. Where the stages of a pipeline have different files, since each needs its own
+    only, each one's name tells of all (`|of` and a hash); tensor-parallel ranks must have the same, else OtherWeights on all.
     """
     if ranks is None:
         return identity
-    files = ranks.each(number_of(files_of(identity).encode()))
-    if len(set(files)) > 1:
-        identity += f"|of {number_of(repr(files).encode()):08x}"
+    name, _, files = identity.rpartition("@")
+    hashes = ranks.each(number_of(files.encode()) if name else 0)  # 0: named by something else than files
+    if len(set(hashes)) > 1:
+        identity += f"|of {number_of(repr(hashes).encode()):08x}"
     net = getattr(model, "model", model)
     if getattr(net, "pipeline_size", 1) > 1:
         layers = ranks.most(net.end_idx)[0]  # of the last stage
         return f"{identity}|pp {net.start_idx}:{net.end_idx}/{layers}"
+    others = [rank for rank, one in enumerate(hashes) if one != hashes[0]]
+    if others and all(hashes):
+        raise OtherWeights(f"{named(others)}: other weights than on rank 0; give all the same files")
     states = ranks.each(_state_of(model))
     return f"{identity}|tp {states.index(states[ranks.rank])}/{ranks.size}"
-
-
-def files_of(identity: str) -> str:
-    """What an identity says of the files, without the name of their folder."""
-    return identity.rpartition("@")[2]
 
 
 def _state_of(model: Any) -> int:

@@ -44,8 +44,7 @@ class Watch:
         self._on_end, self._on_ask, self._hang = on_end, on_ask, hang
         self._lock = threading.Lock()  # of what follows
         self._over = False
-        self._since: float | None = None
-        self._steps = 0
+        self._resting, self._steps = True, 0
         self._told: dict[int, int] = {}  # on rank 0: the steps of the others
         self._lines: dict[int, socket.socket] = {}
         self._ended: set[int] = set()  # ranks that have ended in order
@@ -64,11 +63,11 @@ class Watch:
     def step(self) -> None:
         """The thread that generates goes on."""
         self._steps += 1
-        self._since = time.monotonic()
+        self._resting = False
 
     def rest(self) -> None:
         """It does something now that may take any time, such as loading a model."""
-        self._since = None
+        self._resting = True
 
     # -- ends -------------------------------------------------------------------------------------------------------------
 
@@ -178,12 +177,12 @@ class Watch:
                 self._end(text)
 
     def _beat(self) -> None:
-        stuck, since = 0.0, self._since  # in seconds of this process's own, as above
+        stuck, seen = 0.0, 0  # in seconds of this process's own, as above
         while not self._over:
             for rank in self._lines:
                 self._send(rank, f"{ALIVE} {self._steps}")
-            before, since = since, self._since
-            stuck = stuck + BEAT if since is not None and since == before else 0.0
+            before, seen = seen, self._steps
+            stuck = stuck + BEAT if seen == before and not self._resting else 0.0
             # The ranks go step by step together: where one is stuck, rank 0 is.
             if self.rank == 0 and stuck > self._hang:
                 steps = {0: self._steps, **self._told}

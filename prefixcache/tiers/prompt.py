@@ -134,37 +134,24 @@ def boundary(namespace: Namespace, walk: Walk, tier: int, limit: int, whole_bloc
     return depth
 
 
-def take_hit(
-    storage: Storage, prompt: Prompt, leave: int, whole_blocks: bool = False, *, count: bool = True
-) -> Hit | None:
-    """What RAM has of a prompt is pinned; with `count` it is counted, too, and becomes the newest. None on a miss."""
+def take_hit(storage: Storage, prompt: Prompt, leave: int, whole_blocks: bool = False) -> Hit | None:
+    """What RAM has of a prompt is pinned. None on a miss. `count_hit` once it is known how much of it is used."""
     deepest = prompt.deepest(RAM, leave, whole_blocks)
     if deepest is None or deepest.depth <= 0:
-        if count:
-            _count(storage, prompt)
         return None
-    required = required_images(deepest.walk, deepest.depth, RAM)
-    if count:
-        _count(storage, prompt, deepest, required)
-    return Hit(*deepest, storage.graph.pin(pin_leaves(required)))
+    return Hit(*deepest, storage.graph.pin(pin_leaves(required_images(deepest.walk, deepest.depth, RAM))))
 
 
 def count_hit(storage: Storage, prompt: Prompt, depth: int) -> None:
-    """What `take_hit` left uncounted, once it is known how much of it was used: its first `depth` tokens; 0 is a miss."""
-    deepest = prompt.deepest(RAM, len(prompt) - depth) if depth else None
-    if deepest is None:
-        _count(storage, prompt)
-    else:
-        _count(storage, prompt, deepest, required_images(deepest.walk, deepest.depth, RAM))
-
-
-def _count(storage: Storage, prompt: Prompt, deepest: Deepest | None = None, required: Sequence[Slot] = ()) -> None:
-    counters = storage.counters
+    """A fetch used the first `depth` tokens of a prompt, 0 on a miss: it is counted, and they become the newest."""
+    graph, counters = storage.graph, storage.counters
     counters.fetches += 1
     counters.asked_tokens += len(prompt)
-    if deepest is None:
+    deepest = prompt.deepest(RAM, len(prompt) - depth) if depth else None
+    if deepest is None or deepest.depth <= 0:  # or it was evicted since
         return
-    storage.graph.recency.touch(required, hit=True)
+    required = required_images(deepest.walk, deepest.depth, RAM)
+    graph.recency.touch(required, hit=True)
     counters.hit_tokens += deepest.depth
     counters.count_tiers(required, deepest.depth)
     if storage.remote is not None:

@@ -128,6 +128,8 @@ def test_codes_that_no_encoder_wrote_are_a_miss(on_host, tmp_path, change):
         made, rest = cache.fetch(TOKENS, model=model.identity, leave=0, promote=True)
         assert made is not None
         assert len(rest) == len(TOKENS) - 256
+        counters = cache.stats().counters
+        assert (counters.fetches, counters.asked_tokens, counters.hit_tokens) == (1, len(TOKENS), 256)  # what was given
         cache.check_integrity()
 
 

@@ -89,7 +89,9 @@ def warm(
         requests = _read(prompts or [])
         source = _find(model, adapter_path, config)
         ranks = _ranks(adapter_path)
-        done, lost = _warm(settings, source, _tokenize(source, requests, options), prefill_step_size, ranks, pipeline)
+        sequences = _tokenize(source, requests, options)
+        with _errors_of(ranks):
+            done, lost = _warm(settings, source, sequences, prefill_step_size, ranks, pipeline)
     except (NotWarmed, SsdError) as error:
         complain(_one_line(error))
         raise typer.Exit(2) from error
@@ -259,6 +261,19 @@ def _ranks(adapter: str | None) -> Ranks | None:
     return Ranks(group)
 
 
+@contextmanager
+def _errors_of(ranks: Ranks | None) -> Iterator[None]:
+    """What ends the work of several: a rank that is gone, one that can't open its cache, other weights on one."""
+    from prefixcache.ranks import OtherWeights
+
+    try:
+        yield
+    except (RuntimeError, OtherWeights) as error:
+        if ranks is None:
+            raise
+        raise NotWarmed(f"rank {ranks.rank} can't go on: {_one_line(error)}; what was stored is kept") from error
+
+
 def _warm(
     settings: Settings, source: Source, sequences: list[Sequence], step_size: int, ranks: Ranks | None, pipeline: bool
 ) -> tuple[Warmed, int]:
@@ -297,12 +312,6 @@ def _warm(
                 )
             except CacheError as error:
                 raise NotWarmed(f"--model {source.folder}: its prompt cache can't be kept: {error}") from error
-            except RuntimeError as error:
-                if ranks is None:
-                    raise
-                raise NotWarmed(
-                    f"rank {ranks.rank} can't go on: {error}; what was computed is stored, start all ranks again"
-                ) from error
             show(total, what="writing")
         if not done.computed or ranks is not None:  # ranks would have to open it together
             return done, done.unkept

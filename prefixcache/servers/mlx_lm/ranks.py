@@ -24,9 +24,7 @@ import mlx_lm.server as upstream
 from mlx_lm import utils
 
 from prefixcache.cache import PrefixCache
-from prefixcache.ranks import Ranks, rank_identity
-from prefixcache.ranks.agreement import named, number_of
-from prefixcache.ranks.identity import files_of
+from prefixcache.ranks import OtherWeights, Ranks, rank_identity
 from prefixcache.ranks.loading import any_backend
 from prefixcache.ranks.watch import Watch
 from prefixcache.servers.in_flight import Admission, Awaited, Computing
@@ -44,10 +42,6 @@ SMALL_FILES = ["*.json", "*.py", "tokenizer.model", "*.tiktoken", "tiktoken.mode
 POLL = 0.005  # seconds that rank 0 waits for a request while others are deferred
 END = "end"  # in the place of a request: all ranks end their loop
 RANK_0_KNOWS = Wait(lambda: True, 0.0)  # only rank 0 knows what this request waits for
-
-
-class OtherWeights(ValueError):
-    """Ranks have loaded parts of different models."""
 
 
 class RankTimeBudget(upstream.TimeBudget):
@@ -108,9 +102,9 @@ class RankProvider(Provider):
         try:
             with any_backend():
                 loaded = super()._load(model_path, adapter_path, draft_model_path)
-        except OtherWeights:
+        except OtherWeights as error:
             self.reset()
-            raise
+            raise OtherWeights(f"{model_path}: {error}") from error
         except Exception as error:
             raise RankFailed(f"{model_path} can't be loaded: {type(error).__name__}: {error}") from error
         self._reseed()
@@ -206,17 +200,8 @@ class RankGenerator(Generator):
 
     def _loaded(self, model_key: Any) -> None:
         identity = identity_of(model_key)
-        if self.model_provider.tensor_group is not None:  # the stages of a pipeline may lack each other's files
-            self._check_weights(model_key[0], identity)
         self.prompts.rank_part = rank_identity(identity, self.model_provider.model, self._ranks).removeprefix(identity)
         super()._loaded(model_key)
-
-    def _check_weights(self, model: str, identity: str) -> None:
-        known = "@" in identity
-        files = self._ranks.each(number_of(files_of(identity).encode()) if known else 0)
-        others = [rank for rank, number in enumerate(files) if number and files[0] and number != files[0]]
-        if others:
-            raise OtherWeights(f"{named(others)}: {model} has other weights than on rank 0; give all the same files")
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
