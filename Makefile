@@ -31,7 +31,7 @@ help:
 	@echo
 	@echo "PYTHON=python3.12   another Python;   EXTRA=cuda   MLX for NVIDIA GPUs (make clean before a change of EXTRA)"
 
-$(STAMP): pyproject.toml setup.py $(wildcard kernels/*.[ch])
+$(STAMP): pyproject.toml setup.py $(wildcard prefixcache/kernels/*.[ch])
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 	  || { echo "$(PYTHON) is missing or older than 3.10: write make PYTHON=/path/to/python3.10-or-newer"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
@@ -71,5 +71,5 @@ real-model: $(STAMP)
 	@$(BIN)/python -m tools.real_model
 
 clean:
-	rm -rf $(VENV) kernels/*.so build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find prefixcache kernels migrations tools tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf $(VENV) prefixcache/kernels/*.so build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find prefixcache tools tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 # Without contraction: a product fused with a sum rounds once instead of twice, and codes would differ. These come after
@@ -18,13 +19,18 @@ FLAGS = ["-std=gnu11", "-O3", "-g0", "-fno-fast-math", "-ffp-contract=off", "-fn
 
 TURBOQUANT = Extension(
     "prefixcache.kernels._turboquant",
-    sources=[f"kernels/turboquant{part}.c" for part in ("", "_portable", "_avx2", "_avx512")],
-    depends=[f"kernels/turboquant{part}.h" for part in ("", "_vectors", "_mix", "_rows", "_attend", "_measure")],
+    sources=[f"prefixcache/kernels/turboquant{part}.c" for part in ("", "_portable", "_avx2", "_avx512")],
+    depends=[
+        f"prefixcache/kernels/turboquant{part}.h" for part in ("", "_vectors", "_mix", "_rows", "_attend", "_measure")
+    ],
     extra_compile_args=FLAGS,
     optional=True,
 )
 TRANSFORM = Extension(
-    "prefixcache.kernels._transform", sources=["kernels/transform.c"], extra_compile_args=FLAGS, optional=True
+    "prefixcache.kernels._transform",
+    sources=["prefixcache/kernels/transform.c"],
+    extra_compile_args=FLAGS,
+    optional=True,
 )
 
 
@@ -36,4 +42,9 @@ class BuildLibrary(build_ext):
         return []  # no PyInit_
 
 
-setup(ext_modules=[TURBOQUANT, TRANSFORM], cmdclass={"build_ext": BuildLibrary})
+class OneWheelAPlatform(bdist_wheel):
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+setup(ext_modules=[TURBOQUANT, TRANSFORM], cmdclass={"build_ext": BuildLibrary, "bdist_wheel": OneWheelAPlatform})

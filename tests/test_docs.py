@@ -16,11 +16,7 @@ from prefixcache.cli import app
 ROOT = Path(__file__).resolve().parents[1]
 DECISIONS = ROOT / "docs" / "decisions"
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
-SOURCES = [
-    path
-    for folder in ("prefixcache", "kernels", "migrations", "tools", "tests")
-    for path in sorted((ROOT / folder).rglob("*.py"))
-]
+SOURCES = [path for folder in ("prefixcache", "tools", "tests") for path in sorted((ROOT / folder).rglob("*.py"))]
 PACKAGE = [path for path in SOURCES if path.is_relative_to(ROOT / "prefixcache")]
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^()\s]+)\)")

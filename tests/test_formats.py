@@ -15,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from prefixcache.migrations import index as migrations
 from sqlite_utils import Database
 
 from prefixcache import PrefixCache, image_format
+from prefixcache.migrations import index as migrations
 from prefixcache.ssd import DirectoryError, NewerFormat, clear, reconcile, survey
 from prefixcache.ssd.entries import FOLDERS
 

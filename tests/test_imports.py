@@ -60,10 +60,9 @@ WITHOUT_MLX = [
 def modules() -> dict[str, Path]:
     """Module names, relative to the package, and their files."""
     found = {}
-    for home, prefix in ((PACKAGE, ()), (ROOT / "kernels", ("kernels",)), (ROOT / "migrations", ("migrations",))):
-        for path in home.rglob("*.py"):
-            parts = (*prefix, *path.relative_to(home).with_suffix("").parts)
-            found[".".join(part for part in parts if part != "__init__")] = path
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        found[".".join(part for part in parts if part != "__init__")] = path
     return found
 
 
@@ -139,20 +138,11 @@ BLOCKER = """
         package.__path__ = [PACKAGE]
         package.__spec__ = importlib.machinery.ModuleSpec("prefixcache", None, is_package=True)
         sys.modules["prefixcache"] = package
-        for name, home in MAPPED.items():
-            spec = importlib.util.spec_from_file_location(
-                f"prefixcache.{name}", f"{home}/__init__.py", submodule_search_locations=[home])
-            sys.modules[f"prefixcache.{name}"] = module = importlib.util.module_from_spec(spec)
-            try:
-                spec.loader.exec_module(module)
-            except FileNotFoundError:
-                pass
 """
 
 
 def without_mlx(code: str, stub: bool = True) -> subprocess.CompletedProcess[str]:
-    mapped = {"migrations": str(ROOT / "migrations")}
-    head = f"import importlib.util\nROOT, PACKAGE, STUB, MAPPED = {str(ROOT)!r}, {str(PACKAGE)!r}, {stub}, {mapped!r}\n"
+    head = f"ROOT, PACKAGE, STUB = {str(ROOT)!r}, {str(PACKAGE)!r}, {stub}\n"
     source = head + textwrap.dedent(BLOCKER) + textwrap.dedent(code)
     return subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120, check=False)
 

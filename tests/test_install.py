@@ -54,8 +54,7 @@ def source(tmp_path: Path) -> Path:
     copy.mkdir()
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
-    for name in ("prefixcache", "kernels", "migrations"):
-        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    shutil.copytree(PACKAGE, copy / "prefixcache", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     return copy
 
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from prefixcache.kernels.dialects import DIALECTS, Dialect, Source
 
 from prefixcache.codecs.interchange import borrow, bring_in, name_of
+from prefixcache.kernels.dialects import DIALECTS, Dialect, Source
 
 SHIM = Path(__file__).parent / "shim"
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")

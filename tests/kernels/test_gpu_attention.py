@@ -5,14 +5,14 @@ import host_gpu
 import mlx.core as mx
 import numpy as np
 import pytest
-from prefixcache.kernels import turboquant_attention, turboquant_encode, turboquant_encode_pair
-from prefixcache.kernels.dialects import DIALECTS
 
 from prefixcache.codecs.coded_rows import CodedRows
 from prefixcache.codecs.turboquant import gpu_attention as turboquant_gpu_attention
 from prefixcache.codecs.turboquant import gpu_rows as turboquant_gpu
 from prefixcache.codecs.turboquant.format import form_of
 from prefixcache.codecs.turboquant.levelling import Levels
+from prefixcache.kernels import turboquant_attention, turboquant_encode, turboquant_encode_pair
+from prefixcache.kernels.dialects import DIALECTS
 from tests.codecs import attention_oracle
 
 pytestmark = pytest.mark.skipif(host_gpu.COMPILER is None, reason="no C++ compiler")

@@ -4,8 +4,6 @@ import host_gpu
 import mlx.core as mx
 import numpy as np
 import pytest
-from prefixcache.kernels import turboquant_decode, turboquant_encode, turboquant_measure
-from prefixcache.kernels.dialects import DIALECTS
 
 from prefixcache.codecs.interchange import borrow, copy_out
 from prefixcache.codecs.packing import words_of
@@ -13,6 +11,8 @@ from prefixcache.codecs.turboquant import gpu_rows as turboquant_gpu
 from prefixcache.codecs.turboquant import numpy_rows as turboquant_numpy
 from prefixcache.codecs.turboquant.format import form_of
 from prefixcache.codecs.turboquant.levelling import Levels, measure_levels
+from prefixcache.kernels import turboquant_decode, turboquant_encode, turboquant_measure
+from prefixcache.kernels.dialects import DIALECTS
 
 pytestmark = pytest.mark.skipif(host_gpu.COMPILER is None, reason="no C++ compiler")
 

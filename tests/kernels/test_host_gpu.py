@@ -3,6 +3,7 @@
 import host_gpu
 import numpy as np
 import pytest
+
 from prefixcache.kernels.dialects import DIALECTS, Source
 
 pytestmark = pytest.mark.skipif(host_gpu.COMPILER is None, reason="no C++ compiler")

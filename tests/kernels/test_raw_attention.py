@@ -3,11 +3,11 @@
 import host_gpu
 import mlx.core as mx
 import pytest
-from prefixcache.kernels import raw_attention
-from prefixcache.kernels.dialects import DIALECTS
 
 from prefixcache.codecs import raw_attention_gpu
 from prefixcache.codecs.turboquant import gpu_rows as turboquant_gpu
+from prefixcache.kernels import raw_attention
+from prefixcache.kernels.dialects import DIALECTS
 from prefixcache.live import TurboQuantKVCache, attention
 
 pytestmark = pytest.mark.skipif(host_gpu.COMPILER is None, reason="no C++ compiler")

@@ -9,8 +9,6 @@ import host_gpu
 import mlx.core as mx
 import numpy as np
 import pytest
-from prefixcache.kernels import transform_entropy, transform_rows
-from prefixcache.kernels.dialects import DIALECTS
 
 from prefixcache.codecs.interchange import as_float32, bring_in, copy_out
 from prefixcache.codecs.transform import gpu_coding, gpu_entropy
@@ -18,6 +16,8 @@ from prefixcache.codecs.transform.coding import GroupCoder
 from prefixcache.codecs.transform.entropy import Damaged
 from prefixcache.codecs.transform.rotation import NO_ROTATION
 from prefixcache.codecs.transform.tables import first_guess
+from prefixcache.kernels import transform_entropy, transform_rows
+from prefixcache.kernels.dialects import DIALECTS
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "codecs/transform"))
 from synthetic_basis import INTERLEAVED, group_of, layer, rows_of

@@ -4,12 +4,12 @@ import host_gpu
 import mlx.core as mx
 import numpy as np
 import pytest
-from prefixcache.kernels import transform_entropy
-from prefixcache.kernels.dialects import DIALECTS
 
 from prefixcache.codecs.transform import entropy, gpu_entropy
 from prefixcache.codecs.transform.gpu_entropy import Classes
 from prefixcache.codecs.transform.tables import CLASSES, fit, quantised
+from prefixcache.kernels import transform_entropy
+from prefixcache.kernels.dialects import DIALECTS
 
 pytestmark = pytest.mark.skipif(host_gpu.COMPILER is None, reason="no C++ compiler")
 

@@ -4,11 +4,11 @@ import host_gpu
 import mlx.core as mx
 import numpy as np
 import pytest
-from prefixcache.kernels import transform_entropy, transform_rows
-from prefixcache.kernels.dialects import DIALECTS
 
 from prefixcache.codecs.transform import bases as bases_module
 from prefixcache.codecs.transform import gpu_coding, gpu_entropy
+from prefixcache.kernels import transform_entropy, transform_rows
+from prefixcache.kernels.dialects import DIALECTS
 from prefixcache.layers.joined import DamagedBlock
 from prefixcache.layers.read_ahead import ReadAhead
 from tests.corruption.test_transformed import changed
