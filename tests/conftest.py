@@ -14,6 +14,9 @@ from typing import Any
 
 import pytest
 
+# On CUDA, MLX would round what it multiplies in float32 to 11 bits: a row alone and in a batch would differ in its codes.
+os.environ.setdefault("MLX_ENABLE_TF32", "0")
+
 from prefixcache import PrefixCache
 
 # Where a shell starts the tests in the background, they and what they start would ignore SIGINT, which some of them send.

@@ -65,7 +65,7 @@ def attention(
     batch, heads, length, _ = queries.shape
     kv_heads, total = keys[0].shape[1:3]
     grouped = (batch, kv_heads, heads // kv_heads)
-    multiply: Any = partial(mx.quantized_matmul, group_size=group_size, bits=bits)
+    multiply: Any = partial(_decoded_matmul if _on_cuda() else mx.quantized_matmul, group_size=group_size, bits=bits)
     causal = isinstance(mask, str)
     if isinstance(mask, str) and mask != "causal":
         raise ValueError(f'mask {mask!r}: give None, "causal" or an array')
@@ -94,6 +94,18 @@ def attention(
     at_once = max(SCORES // (batch * heads * total), 1)
     pieces = [piece(start, min(start + at_once, length)) for start in range(0, length, at_once)]
     return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=2)
+
+
+def _on_cuda() -> bool:
+    return mx.cuda.is_available() and mx.default_device().type == mx.DeviceType.gpu
+
+
+def _decoded_matmul(
+    rows: mx.array, codes: mx.array, scales: mx.array, biases: mx.array, transpose: bool, group_size: int, bits: int
+) -> mx.array:
+    """What `mx.quantized_matmul` gives, which on CUDA knows few shapes and no float32 (MLX 0.32)."""
+    decoded = mx.dequantize(codes, scales, biases, group_size=group_size, bits=bits).astype(rows.dtype)
+    return rows @ (mx.swapaxes(decoded, -1, -2) if transpose else decoded)
 
 
 def _by_group(mask: mx.array, kv_heads: int) -> mx.array:

@@ -90,7 +90,8 @@ def decode(codes: Array, scales: Array, capacity: int, dtype: str, form: Form, l
     factor = (bring_in(scales, "uint16").astype(mx.uint32) << 16).view(mx.float32)[..., None]
     values = (y.reshape(tokens, heads, form.width) * mx.array(form.spread(levels))) * factor
     values = values + (mx.array(levels.mean) if levels is not None else 0.0)
-    values = mx.clip(values, -LARGEST[dtype], LARGEST[dtype])
+    # CUDA's clip takes NaN, the rows that were no numbers, for the limit.
+    values = mx.where(mx.isnan(values), values, mx.clip(values, -LARGEST[dtype], LARGEST[dtype]))
     kind = element(dtype).mlx
     rows = _bf16(values).astype(mx.uint16).view(kind) if dtype == "bfloat16" else values.astype(kind)
     rows = mx.swapaxes(rows, 0, 1)
