@@ -22,8 +22,9 @@ class Distributions(NamedTuple):
 
 
 def build(folder: Path, commit: str = "HEAD") -> Distributions:
-    """Build a commit's sdist and from it the wheel, in `folder`, which is new. On Linux the wheel becomes a manylinux one, which
-    an index takes.
+    """Build a commit's sdist and from it the wheel, in `folder`, which is new.
+
+    On Linux the wheel becomes a manylinux one, which an index takes.
     """
     source, made = folder / "source", folder / "dist"
     source.mkdir(parents=True)

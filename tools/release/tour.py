@@ -100,9 +100,8 @@ def started(command: tuple[str, ...]) -> Iterator[str]:
         try:
             until = time.monotonic() + SECONDS
             while (found := re.search(r"serving at (http://\S+)", said())) is None:
-                assert server.poll() is None and time.monotonic() < until, (
-                    f"{command} does not serve:\n{said()[-4000:]}"
-                )
+                if server.poll() is not None or time.monotonic() > until:
+                    raise SystemExit(f"{command} does not serve:\n{said()[-4000:]}")
                 time.sleep(0.2)
             yield found[1]
             server.send_signal(signal.SIGTERM)

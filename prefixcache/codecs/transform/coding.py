@@ -266,8 +266,8 @@ def _widened(coder: GroupCoder) -> Array:
 
 
 def _padded(rows: Array, first: int) -> Iterator[tuple[slice, slice, Array]]:
-    """Yield the rows of tokens `first` and on by blocks: which they are, their places in the block, and the whole block, zeros
-    around them.
+    """Yield the rows of tokens `first` and on by blocks: which rows, their places in the block, and the whole block,
+    with zeros for the others.
 
     BLAS may round a row otherwise in another place of a product (OpenBLAS on AVX2 does), so each is multiplied in its own.
     """
