@@ -22,7 +22,10 @@ from prefixcache import PrefixCache
 
 # How long an example takes says how busy the machine is, and nothing of the code.
 settings.register_profile(
-    "any machine", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+    "any machine",
+    settings(),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("any machine")
 

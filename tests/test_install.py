@@ -31,7 +31,7 @@ assert prefixcache.__file__.startswith(sys.argv[1]), prefixcache.__file__
 for name in prefixcache.__all__:
     assert sys.modules[getattr(prefixcache, name).__module__].__file__.startswith(sys.argv[1]), name
 for module in pkgutil.walk_packages(prefixcache.__path__, "prefixcache."):
-    if not module.name.endswith("__main__"):
+    if not module.name.rpartition(".")[2].startswith("_"):  # __main__, and the kernels that ctypes loads
         importlib.import_module(module.name)
 assert prefixcache.migrations.__file__.startswith(sys.argv[1]), prefixcache.migrations.__file__
 back_end = c_rows if c_rows.available() else numpy_rows

@@ -74,7 +74,8 @@ def _scales(values: mx.array, exponents: mx.array) -> mx.array:
 def _bf16(values: mx.array) -> mx.array:
     """float32 -> the bits of the nearest bf16, ties to even: uint32. NaN stays NaN."""
     bits = values.view(mx.uint32)
-    return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return mx.where(mx.isnan(values), mx.array(NAN_SCALE, mx.uint32), rounded)  # CUDA's NaN would overflow to -0
 
 
 def decode(codes: Array, scales: Array, capacity: int, dtype: str, form: Form, levels: Levels | None) -> mx.array:
@@ -90,8 +91,7 @@ def decode(codes: Array, scales: Array, capacity: int, dtype: str, form: Form, l
     factor = (bring_in(scales, "uint16").astype(mx.uint32) << 16).view(mx.float32)[..., None]
     values = (y.reshape(tokens, heads, form.width) * mx.array(form.spread(levels))) * factor
     values = values + (mx.array(levels.mean) if levels is not None else 0.0)
-    # CUDA's clip takes NaN, the rows that were no numbers, for the limit.
-    values = mx.where(mx.isnan(values), values, mx.clip(values, -LARGEST[dtype], LARGEST[dtype]))
+    values = mx.clip(values, -LARGEST[dtype], LARGEST[dtype])
     kind = element(dtype).mlx
     rows = _bf16(values).astype(mx.uint16).view(kind) if dtype == "bfloat16" else values.astype(kind)
     rows = mx.swapaxes(rows, 0, 1)
