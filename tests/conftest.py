@@ -21,12 +21,8 @@ os.environ.setdefault("MLX_ENABLE_TF32", "0")
 from prefixcache import PrefixCache
 
 # How long an example takes says how busy the machine is, and nothing of the code.
-settings.register_profile(
-    "any machine",
-    settings(),
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
+BUSY = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+settings.register_profile("any machine", settings(), deadline=None, suppress_health_check=BUSY)
 settings.load_profile("any machine")
 
 # Where a shell starts the tests in the background, they and what they start would ignore SIGINT, which some of them send.
