@@ -29,10 +29,11 @@ from prefixcache.codecs import Codec, TurboQuant
 from prefixcache.codecs.transform.bases import Bases
 from prefixcache.codecs.turboquant import backends as turboquant_backends
 from prefixcache.keys import BLOCK, Tokens, as_model, as_salt, as_tokens
+from prefixcache.layers.adapters import arrays_in
 from prefixcache.layers.classes import allow
 from prefixcache.layers.decoded import Decoded
 from prefixcache.layers.encode import evaluate
-from prefixcache.layers.image_layout import read
+from prefixcache.layers.image_layout import live_arrays, read
 from prefixcache.layers.joined import DamagedBlock
 from prefixcache.layers.read_ahead import ReadAhead
 from prefixcache.layers.stored import StoredPrompt
@@ -267,11 +268,11 @@ class PrefixCache:
         if not len(prompt):
             raise ValueError("tokens are empty: there is nothing to store")
         if self.ranks is not None:  # what the ranks compute together must not wait for one that fails to store it
-            mx.eval([_flat(vars(layer)) for layer in prompt_cache if hasattr(layer, "__dict__")])
+            mx.eval(live_arrays(prompt_cache))
         reading = read(prompt_cache)
         limit = min(len(prompt), reading.positions) if reading.positions is not None else len(prompt)
         counted = any(leaf.positions for leaf in reading.leaves)
-        if not counted and not any(mx.array in map(type, _flat(leaf.state)) for leaf in reading.leaves):
+        if not counted and not any(arrays_in(leaf.state) for leaf in reading.leaves):
             return Stored(0, 0, 0, False, ())  # nothing has gone through this cache yet
         namespace = self._namespaces.of_layout(prompt.model, reading.layout, prompt.salt)
         plan = namespace.plan
@@ -408,7 +409,7 @@ class PrefixCache:
             try:
                 spare = len(prompt) - stored.tokens if room is None else room
                 made = stored.live(spare) if compressed else stored.dequantize(spare, ahead)
-                mx.eval([_flat(vars(layer)) for layer in made])
+                mx.eval(live_arrays(made))
             except DamagedBlock as damage:
                 discard_damaged(self._storage, prompt, stored, damage)
                 ahead = None
@@ -764,14 +765,3 @@ def usable_memory() -> int:
     if mx.metal.is_available():
         return int(mx.metal.device_info()["max_recommended_working_set_size"])
     return machine_memory()
-
-
-def _flat(value: Any) -> list[Any]:
-    """All leaves of nested attributes, the arrays of nested caches included."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return [leaf for v in value for leaf in _flat(v)]
-    if isinstance(value, mx.array):
-        return [value]
-    return _flat(vars(value)) if hasattr(value, "update_and_fetch") else []
