@@ -33,7 +33,8 @@ from prefixcache.layers.adapters import arrays_in
 from prefixcache.layers.classes import allow
 from prefixcache.layers.decoded import Decoded
 from prefixcache.layers.encode import evaluate
-from prefixcache.layers.image_layout import live_arrays, read
+from prefixcache.layers.finite import NotFinite
+from prefixcache.layers.image_layout import Plan, live_arrays, read
 from prefixcache.layers.joined import DamagedBlock
 from prefixcache.layers.read_ahead import ReadAhead
 from prefixcache.layers.stored import StoredPrompt
@@ -145,6 +146,7 @@ class PrefixCache:
         self._namespaces = Namespaces(self._storage, self.codec, Bases(self.settings.basis_dir))
         self._pins = Pins(self._storage)
         self._kernels = turboquant_backends.describe()
+        self._said_not_finite = False
         self._last_flush = time.monotonic()  # of what was used, to the index
         self._close_lock = threading.RLock()  # a signal's handler may close what is being closed
         self._pid = os.getpid()
@@ -254,6 +256,7 @@ class PrefixCache:
         end where a block ends: then what is generated on is what is stored, and the same prompt asked again is answered the
         same, with lossy codecs too.
         Without it `prompt_cache` is not changed. `state=False` keeps no recurrent state: for chunks that nobody will ask for.
+        A block with a row that holds NaN or infinity is not kept, nor is what comes behind it, nor such recurrent state.
         With `whole_blocks` an incomplete last block is left out, for where a prompt goes on nobody would hit it: see `fetch`.
 
         Raises TypeError or ValueError for bad tokens, model or salt, and `CacheError` (a ValueError) for a prompt cache
@@ -291,8 +294,23 @@ class PrefixCache:
         maker = LiveMaker(namespace, reading.leaves, limit, with_snapshot, back)
         store = Store(self._storage, namespace, prompt, limit, maker, sys.intern(label))
         stored = Stored(*store.run(), tuple(plan.raw))
+        if maker.not_finite is not None:
+            self._warn_of(maker.not_finite, prompt.model, plan)
         self._storage.counters.durations.store.observe(time.monotonic() - began)
         return stored
+
+    def _warn_of(self, wrong: NotFinite, model: str, plan: Plan) -> None:
+        """Say once in the life of this cache that a state wasn't finite; the counter says how often it was so."""
+        with self._storage.lock:
+            said, self._said_not_finite = self._said_not_finite, True
+        if not said:
+            layer, kind = plan.layer_of[wrong.leaf], plan.leaves[wrong.leaf]["class"].rpartition(".")[2]
+            where = "the recurrent state" if wrong.token is None else f"the row of token {wrong.token}"
+            log.warning(
+                "model %r, layer %d (%s): %s holds NaN or infinity, so nothing from there on is kept. The model overflowed: "
+                "load it in bfloat16 or float32. Said once; prefixcache_not_finite_stores_total counts",
+                model, layer, kind, where,
+            )  # fmt: skip
 
     def match(
         self,

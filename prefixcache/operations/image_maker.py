@@ -22,6 +22,7 @@ from prefixcache.layers import levels, live_codes
 from prefixcache.layers.adapters import Leaf
 from prefixcache.layers.decoded import Decoded
 from prefixcache.layers.encode import Target, encode
+from prefixcache.layers.finite import NotFinite, first_not_finite, state_not_finite
 from prefixcache.layers.image_layout import Section
 from prefixcache.layers.joined import (
     CodedBlocks,
@@ -52,6 +53,8 @@ class Maker(Protocol):
     """The token from whose block on decoded rows go back into the live cache; None: none do."""
     recoded: int
     """Tokens so far whose codes were not taken over, because their levels were others."""
+    not_finite: NotFinite | None
+    """Where the state was found to hold NaN or infinity: no block from there on is kept."""
 
     def held(self, window: int) -> tuple[tuple[int, int], ...]:
         """The runs of tokens whose rows are there in every layer of this window."""
@@ -65,8 +68,8 @@ class Maker(Protocol):
         """What an image is to be like: its size is known then."""
 
     def encoded(self, jobs: list[Job]) -> list[Job]:
-        """The jobs as they will be made: with codes taken over from where it is right, and with blueprints of the right size,
-        as how long some codes are is known once they are made.
+        """The jobs as they will be made: those before the first row that isn't finite, with codes taken over where that is
+        right, and with blueprints of the right size, as how long some codes are is known once they are made.
         """
 
     def make(self, jobs: list[Job]) -> list[Image]:
@@ -107,7 +110,8 @@ class LiveMaker:
         self._namespace, self._plan = namespace, namespace.plan
         self._leaves, self._limit, self._back = leaves, limit, back
         live_codes.check(namespace.plan, leaves)
-        self.state = describe_state(namespace.plan, leaves) if with_snapshot else None
+        self.not_finite = state_not_finite(leaves) if with_snapshot else None
+        self.state = describe_state(namespace.plan, leaves) if with_snapshot and self.not_finite is None else None
         self.has_codes = any(leaf.codes is not None for leaf in leaves)
         self.since = back.since if back is not None else None
         self.recoded = 0
@@ -209,7 +213,7 @@ class LiveMaker:
 
     def encoded(self, jobs: list[Job]) -> list[Job]:
         plan = self._plan
-        jobs = [self._taking_over(job) for job in jobs]
+        jobs = [self._taking_over(job) for job in self._finite(jobs)]
         coded = [job for job in jobs if plan.joined and job.kind == ROWS and job.coded]
         self._codes = {job.key: [] for job in coded}
         wanted = [self._wanted(job) for job in coded]
@@ -217,6 +221,19 @@ class LiveMaker:
             for job, codes in zip(coded, made, strict=True):
                 self._codes[job.key].append(codes)
         return [self._sized(job) if job.kind == ROWS and job.key in self._codes else job for job in jobs]
+
+    def _finite(self, jobs: list[Job]) -> list[Job]:
+        """The jobs for the blocks before that of the first row that isn't finite."""
+        ends = [job.start + len(job.tokens) // TOKEN_BYTES for job in jobs if job.kind != SNAPSHOT]
+        if not ends:
+            return jobs
+        first = min(job.start for job in jobs if job.kind != SNAPSHOT)
+        wrong = first_not_finite(self._leaves, first, min(max(ends), self._limit))
+        if wrong is None or wrong.token is None:
+            return jobs
+        self.not_finite, self.state = wrong, None
+        end = wrong.token - wrong.token % BLOCK
+        return [job for job in jobs if job.start < end and job.kind != SNAPSHOT]
 
     def _taking_over(self, job: Job) -> Job:
         """The job with codes of its source for those leading rows only that the live cache holds as they decode."""

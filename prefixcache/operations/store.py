@@ -75,12 +75,16 @@ class Store:
                     if last is not None and last.end > parent.end:  # else blocks after it were known
                         parent = last
                     kept = kept and published
-                if not kept:
+                if not kept or self._ends_at_what_is_not_finite():
                     break
             self._maker.decode_known(self._known_blocks)
         finally:
             depth = self._finish(new_tokens, new_bytes)
         return Outcome(depth, new_tokens, new_bytes, self._maker.state is not None and depth == self._limit)
+
+    def _ends_at_what_is_not_finite(self) -> bool:
+        wrong = self._maker.not_finite
+        return wrong is not None and wrong.token is not None
 
     # -- planning, under the lock -------------------------------------------------------------------------------------
 
@@ -319,6 +323,7 @@ class Store:
             counters.shared_tokens += max(depth - new_tokens, 0)
             counters.unkept_tokens += self._limit - depth
             counters.recoded_tokens += self._maker.recoded
+            counters.not_finite += self._maker.not_finite is not None
             storage.spilling.ahead(new_bytes)
         return depth
 

@@ -85,6 +85,7 @@ class SizeMaker:
     has_codes = False
     since: int | None = None
     recoded = 0
+    not_finite = None
 
     def __init__(self, namespace: Namespace, sizes: Sizes, ssd: SimulatedSsd | None):
         self._namespace, self._plan, self._sizes, self._ssd = namespace, namespace.plan, sizes, ssd
