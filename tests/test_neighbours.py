@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import mlx.core as mx
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlx_lm.models.cache import make_prompt_cache
 
 from prefixcache import PrefixCache
 from tests import states
+from tests.families import FAMILIES, greedy
 
 CODECS = ["turboquant:4", "turboquant:3:4:sink_tokens=0", "turboquant:4:4:plain", "affine:4", "raw"]
 FIRST = list(range(700))
@@ -116,3 +120,34 @@ def test_prompts_stored_in_any_order_are_as_each_is_alone(data):
             whole = len(tokens) // 256 * 256  # a tail that others go on from is theirs: see `fetch(whole_blocks=)`
             alone = states.by_itself(tuple(tokens), codec, layers, step)
             assert differing(made, alone, whole) == [[], []]
+
+
+def answered(cache: PrefixCache, model: Any, prompt: list[int], count: int = 24) -> list[int]:
+    """As a server answers: behind a hit that ends with a block, in chunks of one, stored after each."""
+    live, rest = cache.fetch(prompt, model="m", whole_blocks=True)
+    at = len(prompt) - len(rest)
+    live = live if live is not None else make_prompt_cache(model)
+    while at < len(prompt) - 1:
+        end = min(at + 256, len(prompt) - 1)
+        model(mx.array([prompt[at:end]]), cache=live)
+        cache.store(prompt[:end], live, model="m", write_back=True, since=at, whole_blocks=True)
+        at = end
+    return greedy(model, live, prompt[-1:], count)
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "llama-sliding", "llama"])
+def test_answers_do_not_depend_on_strangers_whose_prompts_begin_alike(family):
+    """Chats of a model, most of whose layers have windows: on an empty cache, and on one that strangers filled."""
+    rng, model = np.random.default_rng(0), FAMILIES[family].build()
+    system = rng.integers(2, 100, 800).tolist()
+    chats = [[*system[:shared], *rng.integers(2, 100, 560).tolist()] for shared in (20, 234, 300, 500, 511, 700)]
+    codec = "turboquant:2"
+    alone = []
+    for chat in chats:
+        with PrefixCache(ram="64MB", codec=codec, memory_reserve=0) as cache:
+            alone.append(answered(cache, model, chat))
+    with PrefixCache(ram="64MB", codec=codec, memory_reserve=0) as cache:
+        answered(cache, model, system)
+        for turn in range(2):  # cold, and from what is stored
+            assert [answered(cache, model, chat) for chat in chats] == alone, turn
+        cache.check_integrity()

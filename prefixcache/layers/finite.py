@@ -36,7 +36,7 @@ class NotFinite(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows of a leaf, of tokens `first` to `last` (not included), in a buffer (heads, rows, ...)."""
+    """Rows of a leaf, of tokens `first` to `last` (not included), in a buffer (1, heads, rows, ...)."""
 
     leaf: int
     first: int
@@ -45,7 +45,7 @@ class Rows(NamedTuple):
     where: slice | np.ndarray
 
     def taken(self) -> mx.array:
-        return self.buffer[:, self.where if isinstance(self.where, slice) else mx.array(self.where)]
+        return self.buffer[:, :, self.where if isinstance(self.where, slice) else mx.array(self.where)]
 
 
 def is_finite(values: Array, dtype: str) -> bool:
@@ -66,7 +66,7 @@ def first_not_finite(leaves: Sequence[Leaf], first: int, last: int) -> NotFinite
     found = []
     for each in rows:  # it is rare: that the rows are looked at twice doesn't matter
         finite = mx.isfinite(each.taken())
-        tokens = np.array(mx.all(finite, axis=[axis for axis in range(finite.ndim) if axis != 1]))
+        tokens = np.array(mx.all(finite, axis=[axis for axis in range(finite.ndim) if axis != 2]))
         if not tokens.all():
             found.append(NotFinite(each.leaf, each.first + int(tokens.argmin())))
     return min(found, key=lambda one: one.token or 0)
@@ -87,9 +87,9 @@ def _rows_of(number: int, leaf: Leaf, first: int, last: int) -> Iterator[Rows]:
             # Beside codes there are the first tokens' rows only.
             end = high if leaf.codes is None else min(high, array.shape[2])
             if low < end and name_of(array.dtype) in _NOT_FINITE:
-                yield Rows(number, low, end, array[0], leaf.where(low, end))
+                yield Rows(number, low, end, array, leaf.where(low, end))
         if leaf.codes is not None and low < high:
-            scales = leaf.codes.scales[0].view(mx.float16)  # that of a row which isn't finite isn't, either
+            scales = leaf.codes.scales.view(mx.float16)  # that of a row which isn't finite isn't, either
             yield Rows(number, low, high, scales, slice(low, high))
 
 
@@ -125,8 +125,8 @@ def _all_finite(rows: Sequence[Rows]) -> bool:
             i, at = parts[part]
             where, last = rows[i].where, min(at + AT_ONCE, rows[i].last - rows[i].first)
             taken = where[at:last] if isinstance(where, np.ndarray) else slice(where.start + at, where.start + last)
-            finite[part] = is_finite(buffers[i][:, taken], dtypes[i])
+            finite[part] = is_finite(buffers[i][:, :, taken], dtypes[i])
 
-    nbytes = sum(buffer[:, 0].nbytes * (each.last - each.first) for buffer, each in zip(buffers, rows, strict=True))
+    nbytes = sum(buffer[:, :, 0].nbytes * (each.last - each.first) for buffer, each in zip(buffers, rows, strict=True))
     share_out(len(parts), 1, nbytes // WORTH_A_THREAD, look)
     return all(finite)
