@@ -29,10 +29,12 @@ from prefixcache.codecs import Codec, TurboQuant
 from prefixcache.codecs.transform.bases import Bases
 from prefixcache.codecs.turboquant import backends as turboquant_backends
 from prefixcache.keys import BLOCK, Tokens, as_model, as_salt, as_tokens
+from prefixcache.layers.adapters import arrays_in
 from prefixcache.layers.classes import allow
 from prefixcache.layers.decoded import Decoded
 from prefixcache.layers.encode import evaluate
-from prefixcache.layers.image_layout import read
+from prefixcache.layers.finite import NotFinite
+from prefixcache.layers.image_layout import Plan, live_arrays, read
 from prefixcache.layers.joined import DamagedBlock
 from prefixcache.layers.read_ahead import ReadAhead
 from prefixcache.layers.stored import StoredPrompt
@@ -144,6 +146,7 @@ class PrefixCache:
         self._namespaces = Namespaces(self._storage, self.codec, Bases(self.settings.basis_dir))
         self._pins = Pins(self._storage)
         self._kernels = turboquant_backends.describe()
+        self._said_not_finite = False
         self._last_flush = time.monotonic()  # of what was used, to the index
         self._close_lock = threading.RLock()  # a signal's handler may close what is being closed
         self._pid = os.getpid()
@@ -253,6 +256,7 @@ class PrefixCache:
         end where a block ends: then what is generated on is what is stored, and the same prompt asked again is answered the
         same, with lossy codecs too.
         Without it `prompt_cache` is not changed. `state=False` keeps no recurrent state: for chunks that nobody will ask for.
+        A block with a row that holds NaN or infinity is not kept, nor is what comes behind it, nor such recurrent state.
         With `whole_blocks` an incomplete last block is left out, for where a prompt goes on nobody would hit it: see `fetch`.
 
         Raises TypeError or ValueError for bad tokens, model or salt, and `CacheError` (a ValueError) for a prompt cache
@@ -267,11 +271,11 @@ class PrefixCache:
         if not len(prompt):
             raise ValueError("tokens are empty: there is nothing to store")
         if self.ranks is not None:  # what the ranks compute together must not wait for one that fails to store it
-            mx.eval([_flat(vars(layer)) for layer in prompt_cache if hasattr(layer, "__dict__")])
+            mx.eval(live_arrays(prompt_cache))
         reading = read(prompt_cache)
         limit = min(len(prompt), reading.positions) if reading.positions is not None else len(prompt)
         counted = any(leaf.positions for leaf in reading.leaves)
-        if not counted and not any(mx.array in map(type, _flat(leaf.state)) for leaf in reading.leaves):
+        if not counted and not any(arrays_in(leaf.state) for leaf in reading.leaves):
             return Stored(0, 0, 0, False, ())  # nothing has gone through this cache yet
         namespace = self._namespaces.of_layout(prompt.model, reading.layout, prompt.salt)
         plan = namespace.plan
@@ -290,8 +294,23 @@ class PrefixCache:
         maker = LiveMaker(namespace, reading.leaves, limit, with_snapshot, back)
         store = Store(self._storage, namespace, prompt, limit, maker, sys.intern(label))
         stored = Stored(*store.run(), tuple(plan.raw))
+        if maker.not_finite is not None:
+            self._warn_of(maker.not_finite, prompt.model, plan)
         self._storage.counters.durations.store.observe(time.monotonic() - began)
         return stored
+
+    def _warn_of(self, wrong: NotFinite, model: str, plan: Plan) -> None:
+        """Say once in the life of this cache that a state wasn't finite; the counter says how often it was so."""
+        with self._storage.lock:
+            said, self._said_not_finite = self._said_not_finite, True
+        if not said:
+            layer, kind = plan.layer_of[wrong.leaf], plan.leaves[wrong.leaf]["class"].rpartition(".")[2]
+            where = "the recurrent state" if wrong.token is None else f"the row of token {wrong.token}"
+            log.warning(
+                "model %r, layer %d (%s): %s holds NaN or infinity, so nothing from there on is kept. The model overflowed: "
+                "load it in bfloat16 or float32. Said once; prefixcache_not_finite_stores_total counts",
+                model, layer, kind, where,
+            )  # fmt: skip
 
     def match(
         self,
@@ -408,7 +427,7 @@ class PrefixCache:
             try:
                 spare = len(prompt) - stored.tokens if room is None else room
                 made = stored.live(spare) if compressed else stored.dequantize(spare, ahead)
-                mx.eval([_flat(vars(layer)) for layer in made])
+                mx.eval(live_arrays(made))
             except DamagedBlock as damage:
                 discard_damaged(self._storage, prompt, stored, damage)
                 ahead = None
@@ -764,14 +783,3 @@ def usable_memory() -> int:
     if mx.metal.is_available():
         return int(mx.metal.device_info()["max_recommended_working_set_size"])
     return machine_memory()
-
-
-def _flat(value: Any) -> list[Any]:
-    """All leaves of nested attributes, the arrays of nested caches included."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return [leaf for v in value for leaf in _flat(v)]
-    if isinstance(value, mx.array):
-        return [value]
-    return _flat(vars(value)) if hasattr(value, "update_and_fetch") else []

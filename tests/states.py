@@ -12,6 +12,7 @@ import numpy as np
 from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
 
 from prefixcache import PrefixCache, Stored
+from prefixcache.layers.image_layout import read
 
 WIDTH = 8
 
@@ -100,6 +101,70 @@ def check_uneven(prompt_cache: list[Any], tokens: Sequence[int]) -> None:
         for rows, array in ((uneven_rows(tokens, layer), cache.keys), (uneven_rows(tokens, layer + 7), cache.values)):
             wrong = np.abs(np.array(array[:, :, : len(tokens)]) - rows).mean(-1)
             assert wrong.max(initial=0) < 15, wrong.max()
+
+
+def held(layers: list[Any]) -> list[dict[str, dict[int, bytes]]]:
+    """Of each layer, of keys and of values: the bits of the row of each token that it holds."""
+    found = []
+    for leaf in read(layers).leaves:
+        of_leaf: dict[str, dict[int, bytes]] = {}
+        for part, array in leaf.arrays.items():
+            bits = np.array(array[0].view(mx.uint8))
+            of_leaf[part] = {
+                first + i: bits[:, row].tobytes()
+                for first, last in leaf.held
+                for i, row in enumerate(np.arange(bits.shape[1])[leaf.where(first, last)])
+            }
+        found.append(of_leaf)
+    return found
+
+
+def fed_uneven(layers: list[Any], tokens: Sequence[int], first: int) -> list[Any]:
+    """Append the rows of the tokens from `first` on, in one chunk, to layers of any class."""
+    for number, layer in enumerate(layers):
+        if isinstance(layer, ChunkedKVCache):
+            layer.maybe_trim_front()
+        parts = (uneven_rows(tokens, number)[:, :, first:], uneven_rows(tokens, number + 7)[:, :, first:])
+        layer.update_and_fetch(*map(mx.array, parts))
+    mx.eval([layer.keys for layer in layers])
+    return layers
+
+
+def check_held(layers: list[Any], tokens: Sequence[int]) -> None:
+    """As `check_uneven`, of the rows that layers of any class hold."""
+    for number, own in enumerate(held(layers)):
+        for part, offset in (("keys", 0), ("values", 7)):
+            rows = uneven_rows(tokens, number + offset)[0]
+            for token, bits in own[part].items():
+                got = np.frombuffer(bits, np.float32).reshape(rows.shape[0], -1)
+                assert np.abs(got - rows[:, token]).mean() < 15
+
+
+LAYERS = {
+    "ring": lambda: [KVCache(), RotatingKVCache(300)],
+    "ring with first tokens": lambda: [RotatingKVCache(300, 4), KVCache()],
+    "ring of less than a block": lambda: [KVCache(), RotatingKVCache(40)],
+    "ring that never fills": lambda: [KVCache(), RotatingKVCache(4000)],
+    "chunks": lambda: [ChunkedKVCache(512), KVCache()],
+}
+
+
+@lru_cache(256)
+def by_itself(tokens: tuple[int, ...], codec: str, layers: str, step: int) -> list[Any]:
+    """The rows that an empty cache gives of a prompt once it was stored in these steps: of each layer, part and token."""
+    with PrefixCache(ram=5_000_000, codec=codec) as cache:
+        stored_in_steps(cache, list(tokens), LAYERS[layers](), 0, step)
+        return held(cache.fetch(list(tokens), model="m", leave=0)[0])
+
+
+def stored_in_steps(cache: PrefixCache, tokens: list[int], live: list[Any], at: int, step: int) -> list[Any]:
+    """As a server does: computed from token `at` on, and stored after each chunk."""
+    while at < len(tokens):
+        end = min(at // step * step + step, len(tokens))
+        fed_uneven(live, tokens[:end], at)
+        assert cache.store(tokens[:end], live, model="m", write_back=True, since=at).tokens == end
+        at = end
+    return live
 
 
 def check(prompt_cache: list[Any], tokens: Sequence[int]) -> None:

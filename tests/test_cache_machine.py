@@ -290,9 +290,73 @@ class TransformMachine(LevelledMachine):
         shutil.rmtree(self.bases)
 
 
+class NeighboursMachine(CacheMachine):
+    """What a block decodes to depends on its own rows and the codec, never on what else was stored: bit for bit."""
+
+    prompts = CacheMachine.prompts
+    check = staticmethod(states.check_held)
+    any_boundary = False
+
+    @initialize(
+        tier=st.sampled_from(["both", "ram only", "ssd only"]),
+        close=st.booleans(),
+        codec=st.sampled_from(["turboquant:4:sink_tokens=3", "turboquant:3:4", "turboquant:4:4:plain", "affine:4"]),
+        layers=st.sampled_from(sorted(states.LAYERS)),
+        step=st.sampled_from([256, 512]),
+    )
+    def open(self, tier, close, codec, layers, step):
+        self.codec, self.layers, self.step = codec, layers, step
+        super().open(5_000_000, tier, "wait", close)
+
+    @rule(tokens=prompts)
+    def store(self, tokens):
+        self._in_steps(tokens, states.LAYERS[self.layers](), 0)
+
+    @rule(
+        target=prompts,
+        tokens=prompts,
+        shared=st.sampled_from([20, 100, 234, 300, 511]),
+        other=st.integers(3, 4),
+        total=st.sampled_from([256, 300, 512, 800]),
+    )
+    def store_what_begins_alike(self, tokens, shared, other, total):
+        tokens = [*tokens[:shared], *[other] * (total - min(shared, len(tokens), total))][:total]
+        self.store(tokens)
+        return tokens
+
+    @rule(tokens=prompts)
+    def store_behind_a_hit(self, tokens):
+        made, rest = self.cache.fetch(tokens, model="m", whole_blocks=True, promote=True)
+        depth = len(tokens) - len(rest)
+        if depth % 256 == 0:  # a prompt that is known to its end is hit there
+            self._in_steps(tokens, made if made is not None else states.LAYERS[self.layers](), depth)
+
+    def _in_steps(self, tokens, live, at):
+        states.stored_in_steps(self.cache, tokens, live, at, self.step)
+        self.stored.append(tokens)
+        self.sure.append(tokens)
+        if "ssd_dir" not in self.options:  # what the SSD alone has is not read for it
+            self.as_if_alone(tokens, live)
+        self.fetch(tokens, 0)
+
+    @rule(tokens=prompts, leave=st.integers(0, 3))
+    def fetch(self, tokens, leave):
+        made, rest = self.cache.fetch(tokens, model="m", leave=leave, whole_blocks=True, promote=True)
+        if made is not None:
+            self.as_if_alone(tokens[: len(tokens) - len(rest)], made)
+
+    def as_if_alone(self, tokens, layers):
+        """Of whole blocks, all rows that are there on an empty cache, too."""
+        whole = len(tokens) // 256 * 256
+        alone = states.by_itself(tuple(tokens), self.codec, self.layers, self.step)
+        for own, other in zip(states.held(layers), alone, strict=True):
+            for part in ("keys", "values"):
+                assert [t for t in own[part].keys() & other[part] if t < whole and own[part][t] != other[part][t]] == []
+
+
 MACHINES = [
     CacheMachine, WindowMachine, NarrowMachine, KeepMachine, ChunkedMachine, HybridMachine, LevelledMachine,
-    TransformMachine,
+    TransformMachine, NeighboursMachine,
 ]  # fmt: skip
 
 

@@ -214,15 +214,33 @@ def test_write_back_leaves_in_the_live_cache_what_a_fetch_gives(calibrated, name
 
 @pytest.mark.parametrize("name", ["llama-bf16", "qwen2", "gemma3_text"])
 @pytest.mark.parametrize("shared", [1, 100, 256, 300])
-def test_a_prompt_that_shares_tokens_takes_their_codes_over(calibrated, name, shared):
+def test_a_prompt_that_goes_on_from_a_hit_takes_its_codes_over(calibrated, name, shared):
     model, cache = calibrated(name)
-    stored(cache, model, TOKENS)
+    for end in (shared, len(TOKENS)):  # where a hit is to end, windows are stored
+        stored(cache, model, TOKENS[:end])
     want = rows(plain(fetched(cache, model, TOKENS)), shared)
     other = TOKENS[:shared] + prompt(600, 9)
-    stored(cache, model, other)
+    live = model.prefill(other[shared:], fetched(cache, model, other, shared))
+    cache.store(other, live, model=model.identity)
+    cache.check_integrity()
     assert same(rows(plain(fetched(cache, model, other)), shared), want)
     cache.remove(TOKENS, model=model.identity)
     assert same(rows(plain(fetched(cache, model, other)), shared), want)
+
+
+@pytest.mark.parametrize("name", ["llama-bf16", "qwen2", "gemma3_text"])
+@pytest.mark.parametrize("shared", [1, 100, 300])
+def test_a_prompt_that_was_computed_takes_no_codes_over(calibrated, name, shared):
+    """It is stored as on an empty cache, though another begins as it does."""
+    other, found = TOKENS[:shared] + prompt(600, 9), []
+    for first in ([], TOKENS):
+        model, cache = calibrated(name, disk=False)
+        if first:
+            stored(cache, model, first)
+        stored(cache, model, other)
+        made = fetched(cache, model, other)
+        found.append(rows(made if shared < 256 else plain(made), len(other)))
+    assert same(*found)
 
 
 @pytest.mark.parametrize("shared", [100, 256, 300])

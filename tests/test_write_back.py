@@ -14,8 +14,8 @@ from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache,
 
 from prefixcache import PrefixCache, TurboQuant
 from prefixcache.keys import BLOCK, TOKEN_BYTES
-from prefixcache.layers.image_layout import read
 from prefixcache.live.turboquant import TurboQuantKVCache
+from tests.states import held
 
 HEADS, WIDTH, SINKS = 2, 64, 4
 PARTS = ("keys", "values")
@@ -50,22 +50,6 @@ def extend(
             end = min(at + chunk, last)
             layer.update_and_fetch(keys[..., at:end, :], values[..., at:end, :])
     return layers
-
-
-def held(layers: list[Any]) -> list[dict[str, dict[int, bytes]]]:
-    """Of each layer, of keys and of values: the bits of the row of each token that it holds."""
-    found = []
-    for leaf in read(layers).leaves:
-        of_leaf: dict[str, dict[int, bytes]] = {}
-        for part, array in leaf.arrays.items():
-            bits = np.array(array[0].view(mx.uint8))
-            of_leaf[part] = {
-                first + i: bits[:, row].tobytes()
-                for first, last in leaf.held
-                for i, row in enumerate(np.arange(bits.shape[1])[leaf.where(first, last)])
-            }
-        found.append(of_leaf)
-    return found
 
 
 def alike(live: list[Any], back: list[Any], below: int = 10**9) -> bool:

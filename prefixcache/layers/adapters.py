@@ -94,6 +94,10 @@ class Adapter:
     def read(self, cache: Any, at: str) -> Leaf:
         raise NotImplementedError
 
+    def arrays(self, cache: Any) -> list[mx.array]:
+        """Every array that the cache holds: what must be evaluated before another thread may use it."""
+        return arrays_in(vars(cache)) if hasattr(cache, "__dict__") else []
+
     def capacity(self, layout: Layout, boundary: int, room: int) -> int:
         """Physical rows that a cache made for `boundary` has, when `room` more tokens are expected."""
         raise NotImplementedError
@@ -101,6 +105,15 @@ class Adapter:
     def make(self, cls: type, layout: Layout, boundary: int, streams: dict[str, mx.array]) -> Any:
         """A new object of the layout's class for this boundary; streams are (1, heads, capacity, width)."""
         raise NotImplementedError
+
+
+def arrays_in(value: Any) -> list[mx.array]:
+    """The arrays in plain data: lists, tuples and dicts. Objects are not looked into: an `Adapter` knows what is in one."""
+    if isinstance(value, mx.array):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [array for item in value for array in arrays_in(item)] if isinstance(value, (list, tuple)) else []
 
 
 def class_path(cls: type) -> str:
@@ -245,6 +258,10 @@ class Compressed(Adapter):
             codes = LiveCodes(layer.choice, key_words, words, scales, layer.runs[0])
         arrays = dict(zip(PARTS, uncoded, strict=True)) if uncoded is not None else {}
         return Leaf(layout, layer.rows, ((0, layer.rows),), arrays, codes=codes)
+
+    def arrays(self, cache: Any) -> list[mx.array]:
+        made: list[mx.array] = cache._layer.arrays()
+        return made
 
 
 class Rotating(Adapter):

@@ -18,6 +18,13 @@ from prefixcache.layers.adapters import Leaf
 from prefixcache.layers.image_layout import Group, Member
 
 
+def decoded_rows(group: Group, member: Member, rows: slice, tensors: dict[str, np.ndarray]) -> mx.array:
+    """These rows of an image's tensors as a fetch would give them, of one stream: (heads, tokens, width)."""
+    planes = tuple(tensors[name][rows, member.in_group] for name in group.names)
+    piece = Piece(group.codec, planes, 0, levels.packed(group, tensors, member))
+    return decode([piece], member.heads, piece.tokens, group.codec.width, group.codec.dtype)
+
+
 class Decoded:
     """Decoded rows of whole blocks, by stream of a prompt cache; none of blocks before that of token `since`."""
 
@@ -40,10 +47,7 @@ class Decoded:
         """These rows of an image's tensors, which are of the tokens from `first` on."""
         if first + rows.stop - rows.start <= max(self._first, exact):
             return
-        planes = tuple(tensors[name][rows, member.in_group] for name in group.names)
-        piece = Piece(group.codec, planes, 0, levels.packed(group, tensors, member))
-        decoded = decode([piece], member.heads, piece.tokens, group.codec.width, group.codec.dtype)
-        self.add(member, first, decoded, exact)
+        self.add(member, first, decoded_rows(group, member, rows, tensors), exact)
 
     def apply(self, leaves: Sequence[Leaf]) -> None:
         """Put them into the live cache's buffers, in place of the rows that are there."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -19,7 +19,7 @@ from prefixcache.codecs.interchange import borrow, on_cpu
 from prefixcache.codecs.threads import WORTH_A_THREAD, share_out
 from prefixcache.codecs.turboquant.levelling import Levels, measure_levels, neutral
 from prefixcache.layers import levels
-from prefixcache.layers.adapters import Leaf, LiveCodes
+from prefixcache.layers.adapters import Leaf, LiveCodes, arrays_in
 from prefixcache.layers.decoded import Decoded
 from prefixcache.layers.image_layout import Group, Member, Section
 from prefixcache.layers.live_codes import same
@@ -59,16 +59,8 @@ class Target(NamedTuple):
 def evaluate(leaves: Iterable[Leaf]) -> None:
     """Evaluate every array of live leaves, here and now: a lazy one can't be read on this side."""
     leaves = list(leaves)
-    mx.eval([leaf.arrays for leaf in leaves], [_arrays_in(leaf.state) for leaf in leaves])
+    mx.eval([leaf.arrays for leaf in leaves], [arrays_in(leaf.state) for leaf in leaves])
     mx.eval([(leaf.codes.codes, leaf.codes.scales) for leaf in leaves if leaf.codes is not None])
-
-
-def _arrays_in(value: Any) -> list[mx.array]:
-    if isinstance(value, mx.array):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [a for v in value for a in _arrays_in(v)] if isinstance(value, (list, tuple)) else []
 
 
 def encode(section: Section, leaves: list[Leaf], targets: list[Target], back: Decoded | None = None) -> None:

@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import mlx.core as mx
 import numpy as np
 
 from prefixcache.blocks.masks import extra_of, mask_of
@@ -23,7 +24,7 @@ from prefixcache.codecs.transform.coding import GroupCoder
 from prefixcache.image_format import DTYPES, Image, Spec
 from prefixcache.keys import BLOCK, canonical
 from prefixcache.layers import snapshots
-from prefixcache.layers.adapters import PLAIN_CACHE, CacheError, Layout, Leaf
+from prefixcache.layers.adapters import PLAIN_CACHE, CacheError, Layout, Leaf, adapter_of
 from prefixcache.layers.classes import check_kept, find_class, read_leaf
 
 LIST = "mlx_lm.models.cache.CacheList"
@@ -88,6 +89,14 @@ def _read_layer(cache: Any, at: str, leaves: list[Leaf]) -> Layout:
     leaf = read_leaf(cache, at)
     leaves.append(leaf)
     return leaf.layout
+
+
+def live_arrays(prompt_cache: Sequence[Any]) -> list[mx.array]:
+    """Every array of a prompt cache, live or restored, however its lists nest."""
+    arrays: list[mx.array] = []
+    for cache in prompt_cache:
+        arrays += live_arrays(cache.caches) if _is_list(type(cache)) else adapter_of(type(cache)).arrays(cache)
+    return arrays
 
 
 def _is_list(cls: type) -> bool:

@@ -33,8 +33,7 @@ class DamagedBlock(ValueError):
 class Wanted(NamedTuple):
     """Codes of tokens `first` to `last` (not included), a block's.
 
-    `known`: the tensors of another block's image, and how many of its first tokens are this one's, too: their codes are
-    taken over, unless they can't be decoded.
+    `known`: the tensors of another block's image, and of how many of its first tokens the codes are taken over.
     """
 
     first: int
@@ -72,11 +71,6 @@ def _part(joined: Joined, wanted: Wanted, sinks: int) -> Part:
     if wanted.known is not None:
         tensors, copied = wanted.known
         taken = codes_of(joined, tensors, copied)
-        try:
-            for decoded in decode_joined([CodedBlocks(joined, [(wanted.first, taken)])]):
-                decoded.check()
-        except DamagedBlock:
-            taken, copied = None, 0
     first = wanted.first + copied
     return Part(first, wanted.last, min(max(sinks - first, 0), wanted.last - first), taken)
 

@@ -4,6 +4,8 @@ has a part in it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from prefixcache.codecs.base import Decoding, Encoding
@@ -15,10 +17,12 @@ Tensors = dict[str, np.ndarray]
 RowPairs = list[tuple[slice, slice]]  # rows to write, rows to read
 
 
-def encode_stored(section: Section, tails: Section, rows: Tensors, tensors: Tensors, sinks: int) -> None:
+def encode_stored(
+    section: Section, tails: Section, rows: Tensors, tensors: Tensors, measured_rows: Sequence[slice]
+) -> None:
     """All `rows` that tensors of `tails` have as they are -> `tensors` of a section of the same streams.
 
-    Levels are measured here, without the first `sinks` rows.
+    Levels are measured here, from `measured_rows`.
     """
     places = _places(tails)
     for group in section.groups:
@@ -28,7 +32,8 @@ def encode_stored(section: Section, tails: Section, rows: Tensors, tensors: Tens
             parts.append(rows[tail.names[0]][:, heads])
         of_group, measured = np.concatenate(parts, axis=1), None
         if group.steps:
-            measured = measure_levels(of_group[sinks:], group.codec.centred)
+            parts = [of_group[some] for some in measured_rows]
+            measured = measure_levels(np.concatenate(parts), group.codec.centred)
             levels.write(group, tensors, measured.packed())
         group.codec.encode_all([Encoding(of_group, tuple(tensors[name] for name in group.names), measured)])
 

@@ -88,7 +88,8 @@ class Counters:
     stored_tokens: int = 0  # new tokens that stores kept
     stored_bytes: int = 0
     shared_tokens: int = 0  # tokens that stores found kept already
-    unkept_tokens: int = 0  # tokens that stores found no room for
+    unkept_tokens: int = 0  # tokens that stores found no room for, or that came behind a state that isn't finite
+    not_finite: int = 0  # stores that ended early: the state held NaN or infinity from there on
     recoded_tokens: int = 0  # tokens coded again: their codes were on SSD only, or had other levels than their block
     evicted: int = 0  # images evicted from RAM
     dropped: int = 0  # of them, images that the SSD was to get and did not

@@ -22,6 +22,7 @@ from prefixcache.layers import levels, live_codes
 from prefixcache.layers.adapters import Leaf
 from prefixcache.layers.decoded import Decoded
 from prefixcache.layers.encode import Target, encode
+from prefixcache.layers.finite import NotFinite, first_not_finite, state_not_finite
 from prefixcache.layers.image_layout import Section
 from prefixcache.layers.joined import (
     CodedBlocks,
@@ -34,6 +35,7 @@ from prefixcache.layers.joined import (
 )
 from prefixcache.layers.recode import copy_stored, decode_stored, encode_stored
 from prefixcache.layers.snapshots import State, describe_state, write_state
+from prefixcache.layers.taken_over import leading_rows, leading_window
 from prefixcache.operations.jobs import Job
 from prefixcache.tiers.namespace import Namespace
 
@@ -51,6 +53,8 @@ class Maker(Protocol):
     """The token from whose block on decoded rows go back into the live cache; None: none do."""
     recoded: int
     """Tokens so far whose codes were not taken over, because their levels were others."""
+    not_finite: NotFinite | None
+    """Where the state was found to hold NaN or infinity: no block from there on is kept."""
 
     def held(self, window: int) -> tuple[tuple[int, int], ...]:
         """The runs of tokens whose rows are there in every layer of this window."""
@@ -64,7 +68,9 @@ class Maker(Protocol):
         """What an image is to be like: its size is known then."""
 
     def encoded(self, jobs: list[Job]) -> list[Job]:
-        """The jobs with blueprints of the right size: how long some codes are is known once they are made."""
+        """The jobs as they will be made: those before the first row that isn't finite, with codes taken over where that is
+        right, and with blueprints of the right size, as how long some codes are is known once they are made.
+        """
 
     def make(self, jobs: list[Job]) -> list[Image]:
         """The images of these jobs, in their order."""
@@ -78,11 +84,11 @@ class Maker(Protocol):
 
 class GrownWindow(NamedTuple):
     """The window image of a block that was a tail and is full now. `rows` are its rows as they are, in the layout of
-    `plan.window_tails[window]`: to be coded into `tensors`, and the first `sinks` of them left out when levels are measured.
+    `plan.window_tails[window]`: to be coded into `tensors`, with levels that are measured from `measured` of them.
     """
 
     window: int
-    sinks: int
+    measured: list[slice]
     rows: dict[str, np.ndarray]
     tensors: dict[str, np.ndarray]
 
@@ -104,7 +110,8 @@ class LiveMaker:
         self._namespace, self._plan = namespace, namespace.plan
         self._leaves, self._limit, self._back = leaves, limit, back
         live_codes.check(namespace.plan, leaves)
-        self.state = describe_state(namespace.plan, leaves) if with_snapshot else None
+        self.not_finite = state_not_finite(leaves) if with_snapshot else None
+        self.state = describe_state(namespace.plan, leaves) if with_snapshot and self.not_finite is None else None
         self.has_codes = any(leaf.codes is not None for leaf in leaves)
         self.since = back.since if back is not None else None
         self.recoded = 0
@@ -206,6 +213,7 @@ class LiveMaker:
 
     def encoded(self, jobs: list[Job]) -> list[Job]:
         plan = self._plan
+        jobs = [self._taking_over(job) for job in self._finite(jobs)]
         coded = [job for job in jobs if plan.joined and job.kind == ROWS and job.coded]
         self._codes = {job.key: [] for job in coded}
         wanted = [self._wanted(job) for job in coded]
@@ -213,6 +221,44 @@ class LiveMaker:
             for job, codes in zip(coded, made, strict=True):
                 self._codes[job.key].append(codes)
         return [self._sized(job) if job.kind == ROWS and job.key in self._codes else job for job in jobs]
+
+    def _finite(self, jobs: list[Job]) -> list[Job]:
+        """The jobs for the blocks before that of the first row that isn't finite."""
+        ends = [job.start + len(job.tokens) // TOKEN_BYTES for job in jobs if job.kind != SNAPSHOT]
+        if not ends:
+            return jobs
+        first = min(job.start for job in jobs if job.kind != SNAPSHOT)
+        wrong = first_not_finite(self._leaves, first, min(max(ends), self._limit))
+        if wrong is None or wrong.token is None:
+            return jobs
+        self.not_finite, self.state = wrong, None
+        end = wrong.token - wrong.token % BLOCK
+        return [job for job in jobs if job.start < end and job.kind != SNAPSHOT]
+
+    def _taking_over(self, job: Job) -> Job:
+        """The job with codes of its source for those leading rows only that the live cache holds as they decode."""
+        source, plan = job.source, self._plan
+        if job.kind == ROWS and source.rows is not None:
+            alike = leading_rows(plan, self._leaves, job.start, source.rows.tensors(), source.tokens)
+            if alike:
+                return job._replace(source=source._replace(tokens=alike))
+            return self._without_source(job)
+        if job.kind != WINDOW or source.window is None or not (source.coded and job.coded) or job.adds_rows:
+            return job
+        shared = [mask & ~new for mask, new in zip(job.mask, job.encoded, strict=True)]
+        alike = leading_window(plan, self._leaves, job.start, source.window.tensors(), source.mask, shared)
+        taken = tuple(mask & mask_of(0, alike) for mask in shared)
+        if not any(taken):
+            source, taken = source._replace(window=None, mask=()), (0,) * len(shared)
+        return job._replace(source=source, encoded=tuple(m & ~t for m, t in zip(job.mask, taken, strict=True)))
+
+    def _without_source(self, job: Job) -> Job:
+        """A rows image of live rows alone: of a tail these are kept as they are, unless the live cache has codes."""
+        count = len(job.tokens) // TOKEN_BYTES
+        coded = count == BLOCK or self.has_codes
+        specs = self._plan.rows_specs(job.start, count, coded)
+        source = job.source._replace(tokens=0, rows=None)
+        return job._replace(source=source, coded=coded, blueprint=Blueprint(job.blueprint.meta, specs))
 
     def _wanted(self, job: Job) -> Wanted:
         count, source = len(job.tokens) // TOKEN_BYTES, job.source.rows
@@ -248,8 +294,8 @@ class LiveMaker:
         self._write_joined(jobs, drafts)
         for section, own in targets.values():
             encode(section, self._leaves, own, self._back)
-        for w, sinks, rows, tensors in grown:
-            encode_stored(plan.windowed[w], plan.window_tails[w], rows, tensors, sinks)
+        for w, measured, rows, tensors in grown:
+            encode_stored(plan.windowed[w], plan.window_tails[w], rows, tensors, measured)
         if self.has_codes:
             self.recoded += sum(
                 self.coded_otherwise(
@@ -301,7 +347,7 @@ class LiveMaker:
     ) -> list[tuple[Section, list[Target]]]:
         """Rows of an older window of the block, and targets for those to encode: in which sections.
 
-        Those of a tail's are coded once the block is whole, together with the new ones: their levels are of all.
+        Those of a tail's are coded once the block is whole, together with the live ones, and with the levels of these.
         """
         mask, new, plan = job.mask[w], job.encoded[w], self._plan
         coded, tails, sinks = plan.windowed[w], plan.window_tails[w], plan.window_sinks[w]
@@ -319,7 +365,8 @@ class LiveMaker:
                     self._take_over(sinks, source, tensors, of_sinks)
             elif job.coded:
                 rows = {s.name: np.empty(s.shape, DTYPES[s.dtype]) for s in tails.specs(mask.bit_count())}
-                grown.append(GrownWindow(w, (mask & sunk).bit_count(), rows, tensors))
+                levelled = (new & ~sunk) or (mask & ~sunk) or mask
+                grown.append(GrownWindow(w, [into for into, _ in _places_of(levelled, mask, mask)], rows, tensors))
                 self._take_over(tails, source, rows, pairs)
                 copy_stored(sinks, tensors, tails, source, _places_of(old & sunk, mask & sunk, stored))
                 section, tensors = tails, rows

@@ -13,7 +13,7 @@ from prefixcache.image_format import ROWS, SNAPSHOT, Blueprint, Image, Kind
 
 
 class Source(NamedTuple):
-    """Rows taken over as codes: the first `tokens` of a block whose images are these (a window's with its mask).
+    """Rows that may be taken over as codes: the first `tokens` of a block whose images are these (a window's with its mask).
 
     Codes keep the levels that they were made with, so the image that takes them over has the same.
     """
@@ -43,6 +43,7 @@ class Job(NamedTuple):
     coded: bool = True  # as a whole block's rows are; else as a tail's
     mask: tuple[int, ...] = ()
     encoded: tuple[int, ...] = ()  # of a window: for each window of the namespace, the tokens to encode
+    adds_rows: bool = False  # to a stored window of the same block, with its levels
 
     def cost(self, slot_bytes: int) -> int:
         """RAM that the job takes, its place in the tree included, where a slot takes `slot_bytes`."""

@@ -2,8 +2,9 @@
 
 The work goes in batches of blocks, each in steps: planned under the lock (what is missing, sources pinned); sized outside
 it, where codes differ in length; RAM reserved under it; made outside it on the caller's thread (`image_maker`); published
-under it. Rows that any known block has already, and rows that a live cache has coded, are copied as codes, never encoded
-again.
+under it. What a block decodes to depends on the rows that were first stored of that very block, the same tokens from the
+prompt's start on, and on the codec, never on another text that begins alike. Rows that were fetched, and rows that a live
+cache has coded, are copied as codes, never encoded again.
 """
 
 from __future__ import annotations
@@ -74,12 +75,16 @@ class Store:
                     if last is not None and last.end > parent.end:  # else blocks after it were known
                         parent = last
                     kept = kept and published
-                if not kept:
+                if not kept or self._ends_at_what_is_not_finite():
                     break
             self._maker.decode_known(self._known_blocks)
         finally:
             depth = self._finish(new_tokens, new_bytes)
         return Outcome(depth, new_tokens, new_bytes, self._maker.state is not None and depth == self._limit)
+
+    def _ends_at_what_is_not_finite(self) -> bool:
+        wrong = self._maker.not_finite
+        return wrong is not None and wrong.token is not None
 
     # -- planning, under the lock -------------------------------------------------------------------------------------
 
@@ -136,9 +141,7 @@ class Store:
         return jobs, parent, at, done
 
     def _known(self, parent: Node, tokens: bytes) -> tuple[Node | None, Source]:
-        """The block that has all of these tokens; else the codes of the longest stretch of them that a block in RAM
-        has.
-        """
+        """The block that has all of these tokens; else the block in RAM that begins with the longest stretch of them."""
         graph = self._storage.graph
         exact = graph.child(parent, tokens)
         if exact is not None:
@@ -155,11 +158,9 @@ class Store:
                 self._storage.counters.recoded_tokens += shared
             return None, NOTHING
         whole = len(nearest.tokens) == BLOCK_BYTES
-        # What a live cache has coded of a tail stays codes when the tail grows.
-        usable = whole or self._plan.is_coded(nearest.rows.image.tensors()) if coded else not whole
-        # Rows that were computed, not fetched, have no codes yet: coded by themselves, a block depends on its prompt alone.
-        computed = self._maker.since is not None and parent.end >= self._maker.since
-        rows = nearest.rows if (usable and not computed) or self._plan.lossless else None
+        # Whether they are the live cache's rows, the maker finds out. A tail has codes where a live cache had coded it.
+        usable = (whole and coded) or (not whole and self._plan.is_coded(nearest.rows.image.tensors()))
+        rows = nearest.rows if usable and not self._plan.lossless else None
         window = _most_rows(nearest, mask_of(0, shared))
         self._pin(rows, window)
         mask = tuple(m & mask_of(0, shared) for m in window.mask) if window is not None else ()
@@ -174,8 +175,7 @@ class Store:
         own, count, coded = chain(key, tokens), len(tokens) // TOKEN_BYTES, self._is_coded(tokens)
         if self._maker.has_codes and source.rows is not None:
             source = self._unless_coded_otherwise(start, count, source)
-        if not coded and source.rows is not None:
-            coded = self._plan.is_coded(source.rows.tensors())
+        coded = coded or source.rows is not None
         blueprint = self._maker.blueprint(ROWS, own, key, start, self._plan.rows_specs(start, count, coded))
         return Job(ROWS, parent, node, start, tokens, own, blueprint, source, coded)
 
@@ -207,20 +207,26 @@ class Store:
             taken = _most_rows(node, mask_of(0, BLOCK))  # those on SSD only stay beside the new one
             if taken is not None:
                 self._pin(taken)
-                source = Source(BLOCK, None, taken.image, taken.mask)
+                source = Source(BLOCK, None, taken.image, taken.mask, coded=node.is_whole)
         coded = len(block_tokens) == BLOCK_BYTES
-        before = source.mask if source.window is not None else (0,) * len(windows)
-        if source.coded and not coded and not self._plan.lossless:  # a tail has the rows of the live cache as they are
-            before = tuple(m & ~h for m, h in zip(before, held, strict=True))
-        mask = tuple(m | h for m, h in zip(before, held, strict=True))
+        stored = source.mask if source.window is not None else (0,) * len(windows)
+        forgotten = tuple(m & ~h for m, h in zip(stored, held, strict=True))
+        adds_rows = False
+        if coded and source.coded and not self._plan.lossless:
+            # Codes have the levels of their image. So rows that the live cache has forgotten stay with those of the same
+            # block only, whose rows they are; the codes of a block that begins alike are a lookup's to find there.
+            adds_rows = node is not None and any(forgotten)
+            mask = tuple(m | h for m, h in zip(forgotten, held, strict=True)) if adds_rows else held
+            new = tuple(h & ~m for m, h in zip(stored, held, strict=True))
+        else:
+            mask, new = tuple(m | h for m, h in zip(forgotten, held, strict=True)), held
         if not any(mask):
             return None
         own = window_key(block_key, mask)
         blueprint = self._maker.blueprint(
             WINDOW, own, block_key, start, self._plan.window_specs(mask, start, coded), extra_of(mask)
         )
-        new = tuple(h & ~m for m, h in zip(before, held, strict=True))
-        return Job(WINDOW, parent, node, start, block_tokens, own, blueprint, source, coded, mask, new)
+        return Job(WINDOW, parent, node, start, block_tokens, own, blueprint, source, coded, mask, new, adds_rows)
 
     def _snapshot_job(self, parent: Node) -> list[Job]:
         """The state at the end, unless it is kept already. It hangs on the last whole block before the boundary."""
@@ -317,6 +323,7 @@ class Store:
             counters.shared_tokens += max(depth - new_tokens, 0)
             counters.unkept_tokens += self._limit - depth
             counters.recoded_tokens += self._maker.recoded
+            counters.not_finite += self._maker.not_finite is not None
             storage.spilling.ahead(new_bytes)
         return depth
 

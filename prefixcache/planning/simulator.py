@@ -21,6 +21,7 @@ from prefixcache.codecs import Codec
 from prefixcache.codecs.transform.codec import Calibrated
 from prefixcache.image_format import SNAPSHOT, Blueprint, Kind, Meta, Spec
 from prefixcache.keys import TOKEN_BYTES, canonical, root_key
+from prefixcache.layers.finite import NotFinite
 from prefixcache.layers.image_layout import Plan
 from prefixcache.layers.snapshots import State
 from prefixcache.memory import collector_at_rest
@@ -85,6 +86,7 @@ class SizeMaker:
     has_codes = False
     since: int | None = None
     recoded = 0
+    not_finite: NotFinite | None = None
 
     def __init__(self, namespace: Namespace, sizes: Sizes, ssd: SimulatedSsd | None):
         self._namespace, self._plan, self._sizes, self._ssd = namespace, namespace.plan, sizes, ssd

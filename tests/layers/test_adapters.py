@@ -1,8 +1,11 @@
 """Every row of the table of cache classes, and every prompt cache that can't be kept: a defined answer each, none silent."""
 
+import threading
+
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import (
     ArraysCache,
     BatchKVCache,
@@ -347,3 +350,48 @@ def test_a_row_that_a_restored_ring_does_not_have_is_not_stored_as_if_it_had(cac
 def test_the_layout_does_not_depend_on_the_tokens():
     assert read([filled(KVCache(), 5)]).layout == read([filled(KVCache(), 700)]).layout
     assert read([filled(RotatingKVCache(64), 5)]).layout == read([filled(RotatingKVCache(64), 700)]).layout
+
+
+# -- on another thread --------------------------------------------------------------------------------------------------
+
+
+def recurrent() -> ArraysCache:
+    state = ArraysCache(2)
+    state[0], state[1] = random(1, 3, 80), random(1, 2, 32, 8)
+    return state
+
+
+NESTED = {
+    "falcon_h1": lambda: [CacheList(recurrent(), filled(KVCache()))],
+    "baichuan_m1": lambda: [CacheList(recurrent(), filled(RotatingKVCache(100))), CacheList(recurrent(), filled(KVCache()))],
+    "deeper": lambda: [CacheList(filled(KVCache()), CacheList(CacheList(recurrent()), filled(QuantizedKVCache(32))))],
+    "in no list": lambda: [recurrent(), filled(KVCache())],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("layers", sorted(NESTED))
+def test_no_array_that_one_thread_fetched_is_lazy_for_another(layers, compressed):
+    live, fetched = NESTED[layers](), []
+    with PrefixCache(ram="16MB", codec="turboquant", memory_reserve=0) as cache:
+        cache.store(TOKENS, live, model="m")
+        asked = {"leave": 0, "model": "m", "compressed": compressed}
+        worker = threading.Thread(target=lambda: fetched.append(cache.fetch(TOKENS, **asked)[0]))
+        worker.start()
+        worker.join()
+    (made,) = fetched
+    arrays = [array for _, array in tree_flatten([everything(layer) for layer in made]) if isinstance(array, mx.array)]
+    assert len(arrays) >= 4
+    for array in arrays:
+        mx.eval(array + 0)  # "There is no Stream" where it is lazy
+
+
+def everything(value):
+    """An object's attributes as plain data, whatever it is: a test may look where an adapter does not."""
+    if isinstance(value, (list, tuple)):
+        return [everything(item) for item in value]
+    if isinstance(value, dict):
+        return {str(name): everything(item) for name, item in value.items()}
+    if isinstance(value, mx.array) or not hasattr(value, "__dict__"):
+        return value
+    return {name: everything(item) for name, item in vars(value).items() if name != "_stacks"}

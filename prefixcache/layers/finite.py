@@ -1,0 +1,132 @@
+"""Where the state of a live cache holds NaN or infinity: what is computed on it is of the same kind, so nothing from there on
+is worth keeping.
+
+Where MLX computes on the CPU the bits are looked at where they lie; on a GPU one reduction of all streams is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from prefixcache.codecs.interchange import Array, borrow, name_of, on_cpu
+from prefixcache.codecs.threads import WORTH_A_THREAD, share_out
+from prefixcache.layers.adapters import Leaf, arrays_in
+
+AT_ONCE = 1024  # tokens that a thread looks at
+
+# A float that isn't finite has all bits of its exponent set. So no finite one is as large as the least of these, taken as an
+# integer with a sign, or where it is negative, without: two maxima tell, and no array is made for it.
+_NOT_FINITE = {
+    "float16": (np.int16, 0x7C00, np.uint16, 0xFC00),
+    "bfloat16": (np.int16, 0x7F80, np.uint16, 0xFF80),
+    "float32": (np.int32, 0x7F800000, np.uint32, 0xFF800000),
+    "float64": (np.int64, 0x7FF0000000000000, np.uint64, 0xFFF0000000000000),
+}
+
+
+class NotFinite(NamedTuple):
+    """A leaf of a prompt cache whose state isn't finite, and from which token on; of recurrent state none is known."""
+
+    leaf: int
+    token: int | None = None
+
+
+class Rows(NamedTuple):
+    """Rows of a leaf, of tokens `first` to `last` (not included), in a buffer (1, heads, rows, ...)."""
+
+    leaf: int
+    first: int
+    last: int
+    buffer: mx.array
+    where: slice | np.ndarray
+
+    def taken(self) -> mx.array:
+        return self.buffer[:, :, self.where if isinstance(self.where, slice) else mx.array(self.where)]
+
+
+def is_finite(values: Array, dtype: str) -> bool:
+    """Whether no value is NaN or infinite. `values` are the bits of MLX's `dtype`; those that are no float are finite."""
+    if dtype == "complex64":
+        return bool(np.isfinite(values).all())
+    if dtype not in _NOT_FINITE or not values.size:
+        return True
+    signed, least, unsigned, least_negative = _NOT_FINITE[dtype]
+    return bool(values.view(signed).max() < least and values.view(unsigned).max() < least_negative)
+
+
+def first_not_finite(leaves: Sequence[Leaf], first: int, last: int) -> NotFinite | None:
+    """The first token, of `first` to `last` (not included), of which a leaf holds a row that isn't finite."""
+    rows = [each for leaf, one in enumerate(leaves) for each in _rows_of(leaf, one, first, last)]
+    if _all_finite(rows):
+        return None
+    found = []
+    for each in rows:  # it is rare: that the rows are looked at twice doesn't matter
+        finite = mx.isfinite(each.taken())
+        tokens = np.array(mx.all(finite, axis=[axis for axis in range(finite.ndim) if axis != 2]))
+        if not tokens.all():
+            found.append(NotFinite(each.leaf, each.first + int(tokens.argmin())))
+    return min(found, key=lambda one: one.token or 0)
+
+
+def state_not_finite(leaves: Sequence[Leaf]) -> NotFinite | None:
+    """The first leaf whose recurrent state isn't finite."""
+    for number, leaf in enumerate(leaves):
+        if not all(is_finite(borrow(array), name_of(array.dtype)) for array in arrays_in(leaf.state)):
+            return NotFinite(number)
+    return None
+
+
+def _rows_of(number: int, leaf: Leaf, first: int, last: int) -> Iterator[Rows]:
+    for a, b in leaf.held:
+        low, high = max(a, first), min(b, last)
+        for array in leaf.arrays.values():
+            # Beside codes there are the first tokens' rows only.
+            end = high if leaf.codes is None else min(high, array.shape[2])
+            if low < end and name_of(array.dtype) in _NOT_FINITE:
+                yield Rows(number, low, end, array, leaf.where(low, end))
+        if leaf.codes is not None and low < high:
+            scales = leaf.codes.scales.view(mx.float16)  # that of a row which isn't finite isn't, either
+            yield Rows(number, low, high, scales, slice(low, high))
+
+
+def _launched(rows: Sequence[Rows]) -> list[mx.array]:
+    """For each dtype whether a value isn't finite: the maxima of all streams are on their way before one is waited for."""
+    maxima: dict[str, tuple[list[mx.array], list[mx.array]]] = {}
+    for each in rows:
+        dtype = name_of(each.buffer.dtype)
+        bits, of_dtype = each.taken(), maxima.setdefault(dtype, ([], []))
+        for kind, of_kind in zip(_NOT_FINITE[dtype][::2], of_dtype, strict=True):
+            of_kind.append(mx.max(bits.view(getattr(mx, np.dtype(kind).name))))
+    flags = []
+    for dtype, (signed, unsigned) in maxima.items():
+        _, least, _, least_negative = _NOT_FINITE[dtype]
+        positive, negative = mx.max(mx.stack(signed)) >= least, mx.max(mx.stack(unsigned)) >= least_negative
+        flags.append(positive | negative)
+    mx.eval(flags)
+    return flags
+
+
+def _all_finite(rows: Sequence[Rows]) -> bool:
+    if not rows:
+        return True
+    if not on_cpu():
+        return not any(flag.item() for flag in _launched(rows))
+    buffers = [borrow(each.buffer) for each in rows]
+    dtypes = [name_of(each.buffer.dtype) for each in rows]
+    parts = [(i, at) for i, each in enumerate(rows) for at in range(0, each.last - each.first, AT_ONCE)]
+    finite = [True] * len(parts)
+
+    def look(start: int, end: int) -> None:
+        for part in range(start, end):
+            i, at = parts[part]
+            where, last = rows[i].where, min(at + AT_ONCE, rows[i].last - rows[i].first)
+            taken = where[at:last] if isinstance(where, np.ndarray) else slice(where.start + at, where.start + last)
+            finite[part] = is_finite(buffers[i][:, :, taken], dtypes[i])
+
+    nbytes = sum(buffer[:, :, 0].nbytes * (each.last - each.first) for buffer, each in zip(buffers, rows, strict=True))
+    share_out(len(parts), 1, nbytes // WORTH_A_THREAD, look)
+    return all(finite)

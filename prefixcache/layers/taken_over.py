@@ -1,0 +1,140 @@
+"""Which codes of a stored block are a live cache's own: those that decode, bit for bit, to the rows that it holds.
+
+A hit that ends inside a block gives decoded rows. When these are stored again their codes are taken over, since to encode
+them would be to code them twice. Rows that were computed are encoded by themselves: so what a block decodes to depends on
+its own rows, never on a neighbour that begins alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from prefixcache.blocks.masks import mask_of, runs_of
+from prefixcache.layers import levels
+from prefixcache.layers.adapters import Leaf, LiveCodes
+from prefixcache.layers.decoded import decoded_rows
+from prefixcache.layers.image_layout import Group, Member, Plan
+from prefixcache.layers.joined import CodedBlocks, DamagedBlock, codes_of, decode_joined
+from prefixcache.layers.live_codes import same
+
+Tensors = dict[str, np.ndarray]
+
+
+class Compared(NamedTuple):
+    """Of one stream, for tokens `first` and on of a block: whether the live row is what the stored one decodes to."""
+
+    first: int
+    alike: mx.array
+
+
+class Stretch(NamedTuple):
+    """Tokens `first` to `last` (not included) of a block, and the first of their rows in a section's tensors."""
+
+    first: int
+    last: int
+    at: int
+
+
+def leading_rows(plan: Plan, leaves: Sequence[Leaf], start: int, tensors: Tensors, count: int) -> int:
+    """Count the leading tokens, of the first `count` of the block at token `start`, whose live rows are what a rows image's
+    tensors decode to. Tokens that the codec keeps as they are count where one behind them does.
+    """
+    first = min(max(plan.sink_tokens - start, 0), count)
+    return _leading(_compared_rows(plan, leaves, start, tensors, Stretch(first, count, first)), count)
+
+
+def leading_window(
+    plan: Plan, leaves: Sequence[Leaf], start: int, tensors: Tensors, stored: Sequence[int], shared: Sequence[int]
+) -> int:
+    """The same of a window image that has the tokens in the masks `stored`, one for each window; those in `shared` count."""
+    compared = _compared_windows(plan, leaves, start, tensors, stored, shared)
+    return _leading(compared, max(mask.bit_length() for mask in shared))
+
+
+def _leading(compared: Iterator[Compared], count: int) -> int:
+    """The tokens before the first row that differs; 0 where no row is alike. Most live rows were computed: then the first
+    stream says so, and no other is decoded.
+    """
+    leading, lowest = count, count
+    for stream in compared:
+        alike = np.array(stream.alike)
+        lowest = min(lowest, stream.first)
+        if not alike.all():
+            leading = min(leading, stream.first + int(alike.argmin()))
+        if leading <= lowest:
+            return 0
+    return leading if lowest < leading else 0
+
+
+def _compared_rows(
+    plan: Plan, leaves: Sequence[Leaf], start: int, tensors: Tensors, stretch: Stretch
+) -> Iterator[Compared]:
+    if stretch.first < stretch.last:
+        for group in plan.rows.groups:
+            for member in group.members:
+                yield _compared(group, member, leaves[member.leaf], start, tensors, stretch)
+        yield from _compared_joined(plan, leaves, start, tensors, stretch)
+
+
+def _compared_joined(
+    plan: Plan, leaves: Sequence[Leaf], start: int, tensors: Tensors, stretch: Stretch
+) -> Iterator[Compared]:
+    for joined in plan.joined:
+        codes = codes_of(joined, tensors, stretch.last)
+        try:
+            (decoded,) = decode_joined([CodedBlocks(joined, [(start, codes)])])
+            decoded.check()
+        except DamagedBlock:  # a fetch deletes the image
+            yield Compared(stretch.first, mx.array([False]))
+            return
+        (rows,) = decoded.stretches
+        for number, (leaf, stream) in enumerate(joined.streams):
+            stored = rows.rows(number, joined.coder.dtype)[:, stretch.first :]
+            yield Compared(stretch.first, _alike(_live(leaves[leaf], stream, start, stretch), stored))
+
+
+def _compared_windows(
+    plan: Plan, leaves: Sequence[Leaf], start: int, tensors: Tensors, stored: Sequence[int], shared: Sequence[int]
+) -> Iterator[Compared]:
+    for section, mask, wanted in zip(plan.windowed, stored, shared, strict=True):
+        for first, last in runs_of(wanted & ~plan.sunk(start)):
+            stretch = Stretch(first, last, (mask & mask_of(0, first)).bit_count())
+            for group in section.groups:
+                for member in group.members:
+                    yield _compared(group, member, leaves[member.leaf], start, tensors, stretch)
+
+
+def _compared(group: Group, member: Member, leaf: Leaf, start: int, tensors: Tensors, stretch: Stretch) -> Compared:
+    rows = slice(stretch.at, stretch.at + stretch.last - stretch.first)
+    if leaf.codes is not None:
+        return Compared(stretch.first, _same_codes(group, member, leaf.codes, start, tensors, stretch))
+    stored = decoded_rows(group, member, rows, tensors)
+    return Compared(stretch.first, _alike(_live(leaf, member.stream, start, stretch), stored))
+
+
+def _live(leaf: Leaf, stream: str, start: int, stretch: Stretch) -> mx.array:
+    """(heads, tokens, width)."""
+    where = leaf.where(start + stretch.first, start + stretch.last)
+    return leaf.arrays[stream][0][:, where if isinstance(where, slice) else mx.array(where)]
+
+
+def _alike(live: mx.array, stored: mx.array) -> mx.array:
+    return mx.all(live == stored, axis=(0, 2))
+
+
+def _same_codes(
+    group: Group, member: Member, codes: LiveCodes, start: int, tensors: Tensors, stretch: Stretch
+) -> mx.array:
+    """Of a live cache that has codes itself, whether these are the stored ones, of the same levels."""
+    first, last, of_image = start + stretch.first, start + stretch.last, levels.read(group, tensors, member)
+    alike = np.ones(last - first, bool)
+    for name, plane in zip(group.names, codes.planes(member.stream), strict=True):
+        stored = tensors[name][stretch.at : stretch.at + last - first, member.in_group]
+        alike &= (stored == plane[first:last]).reshape(last - first, -1).all(1)
+    for low, high, of_layer in codes.stretches(first, last):
+        alike[low - first : high - first] &= same(getattr(of_layer, member.stream), of_image)
+    return mx.array(alike)
