@@ -16,7 +16,7 @@ import pytest
 
 from prefixcache import DirectoryError, DirectoryHeld, PrefixCache
 from prefixcache.ssd import queue, reconcile
-from prefixcache.ssd.directory import Directory, holder
+from prefixcache.ssd.directory import Directory, Lock, holder
 from tools.faults.evidence import du
 
 from . import states
@@ -319,6 +319,129 @@ def test_a_disk_that_was_unmounted_is_waited_for_and_nothing_is_written_under_it
         assert fetched(cache, 2) == 600
     finally:
         mount("-t", "tmpfs", "none", disk)
+
+
+@contextmanager
+def unplugged(disk: Path, aside: Path) -> Iterator[None]:
+    """The disk is away within the block, and back after it with all that it had, under another number."""
+    shutil.copytree(disk, aside, copy_function=shutil.copy2)
+    before = disk.stat().st_dev
+    subprocess.run(["umount", "--lazy", disk], check=True)
+    try:
+        yield
+    finally:
+        fresh = aside.parent / "fresh"  # filled before it is mounted: a disk that comes back is whole
+        fresh.mkdir()
+        mount("-t", "tmpfs", "none", fresh)
+        shutil.copytree(aside, fresh, copy_function=shutil.copy2, dirs_exist_ok=True)
+        mount("--bind", fresh, disk)
+        subprocess.run(["umount", "--lazy", fresh], check=True)
+    assert disk.stat().st_dev != before
+
+
+def open_on(device: int) -> list[str]:
+    """What this process has open there."""
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            if os.stat(f"/proc/self/fd/{number}").st_dev == device:
+                found.append(os.readlink(f"/proc/self/fd/{number}"))
+    return found
+
+
+def test_a_disk_that_comes_back_under_another_number_is_taken_back(opened, disk, tmp_path, caplog):
+    mount("-o", "remount,size=30m", disk)
+    cache = opened(ssd_dir=disk / "ssd")
+    put(cache, *range(5))
+    assert cache.flush()
+    device = disk.stat().st_dev
+    with unplugged(disk, tmp_path / "aside"):
+        put(cache, 10)
+        assert not cache.flush(2)
+        assert not list(disk.iterdir())
+    put(cache, 11)
+    settled(cache, disk / "ssd")
+    assert "its disk is back" in caplog.text
+    assert not open_on(device)
+    cache.trim_to(0)
+    for seed in (*range(5), 10, 11):
+        assert cache.promote(prompt(seed), model="m").result(20) == fetched(cache, seed) == 600
+    with pytest.raises(DirectoryHeld):
+        opened(ssd_dir=disk / "ssd")
+
+
+def test_a_disk_that_comes_back_and_is_used_by_another_process_is_left_to_it(opened, disk, tmp_path):
+    mount("-o", "remount,size=30m", disk)
+    cache = opened(ssd_dir=disk / "ssd")
+    put(cache, 1)
+    assert cache.flush()
+    with unplugged(disk, tmp_path / "aside"):
+        put(cache, 2)
+        assert not cache.flush(2)
+    other = Lock(Directory(disk / "ssd"))
+    put(cache, 3)
+    assert not cache.flush(2)
+    until(lambda: "in use by" in cache.stats().ssd.last_error)
+    other.release()
+    put(cache, 4)
+    settled(cache, disk / "ssd")
+    cache.trim_to(0)
+    assert cache.promote(prompt(4), model="m").result(20) == 600
+
+
+@pytest.mark.parametrize("there", ["nothing", "a file", "an unsigned cache"])
+def test_another_disk_in_its_place_is_not_written_to(opened, disk, there):
+    mount("-o", "remount,size=30m", disk)
+    cache = opened(ssd_dir=disk / "ssd")
+    put(cache, 1)
+    assert cache.flush()
+    subprocess.run(["umount", "--lazy", disk], check=True)
+    mount("-t", "tmpfs", "none", disk)
+    if there != "nothing":
+        (disk / "ssd").mkdir()
+        (disk / "ssd" / ("note" if there == "a file" else "LOCK")).write_bytes(b"")
+    before = sorted(disk.rglob("*"))
+    put(cache, 2)
+    assert not cache.flush(2)
+    assert "not mounted" in cache.stats().ssd.last_error
+    assert sorted(disk.rglob("*")) == before
+
+
+def test_a_cache_s_directory_below_the_mount_point_is_not_taken_for_the_disk_s(opened, disk):
+    subprocess.run(["umount", "--lazy", disk], check=True)
+    opened(ssd_dir=disk / "ssd").close()  # somebody began it while the disk was away
+    before = sorted(disk.rglob("*"))
+    mount("-t", "tmpfs", "none", disk)
+    cache = opened(ssd_dir=disk / "ssd")
+    put(cache, 1)
+    assert cache.flush()
+    subprocess.run(["umount", "--lazy", disk], check=True)
+    try:
+        put(cache, 2)
+        assert not cache.flush(2)
+        assert "not mounted" in cache.stats().ssd.last_error
+        assert sorted(disk.rglob("*")) == before
+    finally:
+        mount("-t", "tmpfs", "none", disk)
+
+
+@pytest.mark.parametrize("back", [True, False])
+def test_a_closing_without_the_disk_waits_for_nothing(opened, disk, tmp_path, back):
+    """Counted in the waits that are asked for, not by the clock."""
+    cache = opened(ssd_dir=disk / "ssd", close_timeout=600)
+    put(cache, 1)
+    assert cache.flush()
+    ended = threading.Event()
+    subprocess.run(["umount", "--lazy", disk], check=True)
+    if back:
+        mount("-t", "tmpfs", "none", disk)
+    try:
+        put(cache, 2, 3)
+        threading.Thread(target=lambda: (cache.close(), ended.set()), daemon=True).start()
+        assert ended.wait(30)
+    finally:
+        if not back:
+            mount("-t", "tmpfs", "none", disk)
 
 
 def test_a_lowered_budget_holds_once_a_slow_disk_has_taken_what_waited(opened, monkeypatch):

@@ -71,6 +71,11 @@ class Directory:
         return self._marked and self._has_images
 
     @property
+    def proven(self) -> bool:
+        """Whether it is a cache's beyond doubt: a signed LOCK and an index with our tables."""
+        return _is_signed(self.lock) and _is_index(self.index)
+
+    @property
     def blank(self) -> bool:
         """Whether nothing is here, or nothing that could be lost: an empty LOCK, empty folders of our names."""
         try:
@@ -459,6 +464,15 @@ def device_of(path: Path) -> int:
     while not path.exists() and path != path.parent:
         path = path.parent
     return os.stat(path).st_dev
+
+
+def device_below(path: Path) -> int | None:
+    """The device of the folder that the disk of `path` is mounted in; None for the disk that has all others in it."""
+    device = device_of(path)
+    for folder in path.parents:
+        if folder.exists() and (above := os.stat(folder).st_dev) != device:
+            return above
+    return None
 
 
 def disk_at(path: str | os.PathLike[str]) -> int:

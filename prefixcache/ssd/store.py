@@ -17,8 +17,10 @@ import numpy as np
 
 from prefixcache.ssd.directory import (
     LEVELS,
+    LOCK,
     Directory,
     Lock,
+    device_below,
     device_of,
     disk_at,
     disk_of,
@@ -58,7 +60,7 @@ class Store:
         try:
             self.ledger = Ledger(limit, max(512, os.statvfs(self.directory.root).f_frsize))
             self.quarantine = Quarantine(self.directory)
-            self._device = device_of(self.directory.root)
+            self._note_disk()
             self._open()
         except (OSError, sqlite3.Error) as error:
             self._lock.release()
@@ -138,6 +140,7 @@ class Store:
         overhead += sum(disk_at(path) for path in self._lingering)
         growth = max(0, self.index.logical_size() - database)
         self.ledger.measure(overhead, growth + max(0, self.ledger.log_allowance - log_file - shared))
+        self.index.note_sizes()
 
     def note_folders(self, folders: list[str]) -> None:
         """These may have come, grown or gone."""
@@ -201,38 +204,66 @@ class Store:
     # Life
 
     @property
+    def lost(self) -> str:
+        """What of the directory is not what was opened any more, LOCK or a file of the index; "" when all is."""
+        if identity_at(self.directory.lock) != self._lock.identity:
+            return LOCK
+        return self.index.lost
+
+    @property
     def stands(self) -> bool:
         """Whether the directory is still the one that was opened."""
-        here = identity_at(self.directory.index)  # a closed index has no identity
-        return (
-            here is not None and here == self.index.identity and identity_at(self.directory.lock) == self._lock.identity
-        )
+        return not self.lost
 
     def reopen(self) -> set[Address] | None:
-        """After an error: make its folders where they are gone. If all of it vanished, or there is doubt about the index:
-        open the directory again, and return the images that it has now.
+        """After an error: make its folders where they are gone. If the directory vanished or came back as another disk, if a
+        file of the index is lost or there is doubt about it: open the directory again, and return the images that it has now.
         """
-        vanished = not self.stands
-        if not vanished and not self.index.doubtful:
+        lost = self.lost
+        if not lost and not self.index.doubtful:
             self.directory.furnish()
             self._folders = self.directory.image_folders()
             return None
-        if device_of(self.directory.root) != self._device:
-            raise OSError(errno.ENODEV, "its disk is not mounted", str(self.directory.root))
-        self.index.close()
+        if device_of(self.directory.root) == self._device:
+            self.index.close()
+            what = self._what_happened(lost)
+        else:
+            self._require_own_disk()
+            self.index.abandon()
+            what = "its disk is back"
         self.directory.create()
         if identity_at(self.directory.lock) != self._lock.identity:
             self._lock.release()
             self._lock = Lock(self.directory)
+        self._note_disk()
         self._open()
-        what = "the directory vanished; it was recreated" if vanished else "the index was damaged; it was rebuilt"
         log.warning("SSD %s: %s", self.directory.root, what)
         return self.index.addresses()
+
+    def _what_happened(self, lost: str) -> str:
+        if not lost:
+            return "the index was damaged; it was rebuilt"
+        if not os.path.lexists(self.directory.lock):
+            return "the directory vanished; it was recreated"
+        return f"another program deleted, replaced or cut {lost}; the index was opened anew, and compared with the files"
+
+    def _note_disk(self) -> None:
+        self._device, self._below = device_of(self.directory.root), device_below(self.directory.root)
+
+    def _require_own_disk(self) -> None:
+        """OSError unless the disk that is at the path now, under another number than before, has this directory: a folder
+        that stands there while no disk is mounted must not be filled.
+        """
+        root = self.directory.root
+        if device_of(root) == self._below or not os.path.lexists(root):
+            raise OSError(errno.ENODEV, "its disk is not mounted", str(root))
+        if not self.directory.proven:
+            raise OSError(errno.ENODEV, "its disk is not mounted: another disk is in its place", str(root))
 
     def close(self, *, clean: bool) -> None:
         """Let go; `clean`: nothing was left undone, so that the next opening need not look at the files."""
         try:
-            if clean:
+            if clean and self.stands:  # else what is said here may be in a file that nobody finds
                 self.shrink_index()
                 self.index.mark(clean=True)
             self.index.checkpoint()
