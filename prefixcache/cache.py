@@ -181,8 +181,8 @@ class PrefixCache:
         queue = self.settings.spill_queue if self.settings.spill_queue != "auto" else max(ram // QUEUE_SHARE, 1)
         tier = self._storage.add_tier()
         self._ssd = Ssd(
-            directory, limit=limit, queue_bytes=queue, readers=self.settings.readers,
-            written=tier.written, recreated=tier.recreated,
+            directory, limit=limit, reserve=self.settings.ssd_reserve_bytes(directory), queue_bytes=queue,
+            readers=self.settings.readers, written=tier.written, recreated=tier.recreated, shrunk=tier.shrunk,
         )  # fmt: skip
         try:
             tier.open(self._ssd, filter(None, map(self._namespaces.from_row, self._ssd.namespaces())))

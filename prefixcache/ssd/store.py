@@ -36,6 +36,7 @@ from prefixcache.ssd.index import PAGE, suffixes
 from prefixcache.ssd.ledger import Ledger
 from prefixcache.ssd.quarantine import Quarantine
 from prefixcache.ssd.repair import mend, open_index
+from prefixcache.ssd.room import SURE, Room, as_setting, free_space
 from prefixcache.ssd.versions import refuse_newer
 
 log = logging.getLogger("prefixcache.ssd")
@@ -51,7 +52,8 @@ class Store:
 
     probe = np.zeros(4096, np.uint8)
 
-    def __init__(self, root: str | os.PathLike[str], limit: int):
+    def __init__(self, root: str | os.PathLike[str], limit: int, reserve: int | None = None):
+        """`reserve`: what is to stay free on the disk; None: whatever, the disk is not asked."""
         if limit <= 0:
             raise ValueError(f"limit={limit}: give the SSD's size in bytes")
         self.directory = Directory(root)
@@ -60,6 +62,8 @@ class Store:
         try:
             self.ledger = Ledger(limit, max(512, os.statvfs(self.directory.root).f_frsize))
             self.quarantine = Quarantine(self.directory)
+            self._room = Room(reserve) if reserve is not None else None
+            self._is_short = False  # the disk has less room than what was asked for, which was said
             self._note_disk()
             self._open()
         except (OSError, sqlite3.Error) as error:
@@ -97,6 +101,7 @@ class Store:
             self.maintain(idle=True)
             self.index.checkpoint()
             self.measure()
+            self.look()
             sync_folder(self.directory.root)
         except BaseException:
             self.index.close()
@@ -141,6 +146,45 @@ class Store:
         growth = max(0, self.index.logical_size() - database)
         self.ledger.measure(overhead, growth + max(0, self.ledger.log_allowance - log_file - shared))
         self.index.note_sizes()
+
+    def look(self) -> bool:
+        """Hold the limit below what the disk has room for now. Whether the directory takes more, so that images must go."""
+        if self._room is None:
+            return False
+        held, before = self.ledger.held(), self.ledger.limit
+        self.ledger.bound(self._room.look(held.real, held.total, free_space(self.directory.root)))
+        if self.ledger.limit != before:
+            self.measure()  # the log's allowance is a share of the limit
+        self._tell_of_room(self._room.reserve)
+        return self.ledger.used > self.ledger.limit
+
+    def note_full(self) -> None:
+        """A file found no room: the directory can't grow, and what is queued needs the room of others."""
+        if self._room is not None:
+            self._room.note_full(self.ledger.held().real, free_space(self.directory.root))
+
+    @contextmanager
+    def deleting(self) -> Iterator[None]:
+        """Files are deleted within the block: see what that frees."""
+        if self._room is None:
+            yield
+            return
+        files, free = self.ledger.held().files, free_space(self.directory.root)
+        yield
+        self._room.note_deletion(files - self.ledger.held().files, free_space(self.directory.root) - free)
+
+    def _tell_of_room(self, reserve: int) -> None:
+        """Log when the disk has less room than what was asked for, and when it has more again."""
+        asked, limit, root = self.ledger.asked, self.ledger.limit, self.directory.root
+        if limit < asked and not self._is_short:
+            self._is_short = True
+            less = f', or write --ssd {as_setting(limit)} (ssd="{as_setting(limit)}") or less' if limit > SURE else ""
+            log.warning("SSD %s: ssd=%s is more than its disk has room for beside ssd_reserve=%s: the limit is %s until there "
+                        "is more; make room there%s",
+                        root, as_setting(asked), as_setting(reserve), as_setting(limit), less)  # fmt: skip
+        elif self._is_short and self.ledger.ceiling > asked + asked // 16:  # and not at every file of another program
+            self._is_short = False
+            log.info("SSD %s: its disk has room again: the limit is back at %s", root, as_setting(asked))
 
     def note_folders(self, folders: list[str]) -> None:
         """These may have come, grown or gone."""
@@ -245,7 +289,9 @@ class Store:
             return "the index was damaged; it was rebuilt"
         if not os.path.lexists(self.directory.lock):
             return "the directory vanished; it was recreated"
-        return f"another program deleted, replaced or cut {lost}; the index was opened anew, and compared with the files"
+        return (
+            f"another program deleted, replaced or cut {lost}; the index was opened anew, and compared with the files"
+        )
 
     def _note_disk(self) -> None:
         self._device, self._below = device_of(self.directory.root), device_below(self.directory.root)

@@ -105,6 +105,16 @@ class LowerTier:
         if self.tier.used > self.tier.limit:
             self._make_room(0)
 
+    def shrunk(self) -> bool:
+        """The limit in force fell, or a write found the disk full: the least recent images are deleted for it. Whether any
+        could be, or none had to. On the tier's thread.
+        """
+        with self._storage.lock:
+            before = self.tier.used
+            fits = self._make_room(0)
+            self._storage.changed.notify_all()
+            return fits or self.tier.used < before
+
     def _enforce_limit(self) -> None:
         tier, before = self.tier, self.tier.used
         with self._storage.lock:
