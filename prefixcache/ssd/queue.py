@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -333,10 +333,10 @@ class Queue:
         with self._lock:
             self._queued -= write.image.nbytes
 
-    def finish(self, batch: Batch, error: Exception | None, again: list[Write]) -> list[Write]:
+    def finish(self, batch: Batch, error: Exception | None, again: Sequence[Write] = ()) -> list[Write]:
         """A batch has ended and its writes are reported, but for those that are to be tried `again`. What is left of it waits
-        again. After an error: back off, and return the writes that waited behind it, which share its fate (the disk that failed
-        one would fail them all).
+        again. After an error: back off, and return the writes that waited behind it, which share its fate (the disk that
+        failed one would fail them all).
         """
         stranded: list[Write] = []
         with self._lock:
@@ -377,7 +377,7 @@ class Queue:
             self._done.notify_all()
         return stranded
 
-    def _put_back(self, writes: list[Write]) -> None:
+    def _put_back(self, writes: Sequence[Write]) -> None:
         """They wait for another turn, before all others; what was deleted or written again meanwhile is cancelled."""
         waiting = dict(self._waiting)
         self._waiting.clear()

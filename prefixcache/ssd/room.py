@@ -1,8 +1,8 @@
 """How much of its disk the directory may take: what is free there, less what is to stay free for others (the setting
 `ssd_reserve`).
 
-A look is one statvfs, after each batch and every few seconds, on the writer's thread. What it gives bounds the ledger's limit;
-who is deleted for it is decided above.
+A look is one statvfs, after each batch and every few seconds, on the writer's thread. What it gives bounds the ledger's
+limit; who is deleted for it is decided above.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _UNITS = ("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("KB", 10**3)
 
 
 class Room:
-    """`held` are the real bytes of the directory, `total` those with what is queued. Not thread-safe: its user is the writer's
-    thread, or the opener.
+    """`held` are the real bytes of the directory, `total` those with what is queued. Not thread-safe: its user is the
+    writer's thread, or the opener.
     """
 
     def __init__(self, reserve: int, clock: Callable[[], float] = time.monotonic):

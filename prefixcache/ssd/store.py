@@ -26,6 +26,7 @@ from prefixcache.ssd.directory import (
     disk_of,
     identity_at,
     refusal,
+    remove_folder,
     sync_folder,
     tree_size,
 )
@@ -92,7 +93,7 @@ class Store:
             self._lingering: set[str] = set()
             for folder in (*self.directory.image_folders(), f"{self.directory.root}/{LEVELS}"):
                 with suppress(OSError):  # not empty
-                    os.rmdir(folder)
+                    remove_folder(folder)
             self._folders = self.directory.image_folders()
             self.entries: list[Entry] | None = entries
             self.newest = max((entry.used for entry in entries), default=0)
@@ -179,8 +180,8 @@ class Store:
         if limit < asked and not self._is_short:
             self._is_short = True
             less = f', or write --ssd {as_setting(limit)} (ssd="{as_setting(limit)}") or less' if limit > SURE else ""
-            log.warning("SSD %s: ssd=%s is more than its disk has room for beside ssd_reserve=%s: the limit is %s until there "
-                        "is more; make room there%s",
+            log.warning("SSD %s: ssd=%s is more than its disk has room for beside ssd_reserve=%s: the limit is %s until "
+                        "there is more; make room there%s",
                         root, as_setting(asked), as_setting(reserve), as_setting(limit), less)  # fmt: skip
         elif self._is_short and self.ledger.ceiling > asked + asked // 16:  # and not at every file of another program
             self._is_short = False

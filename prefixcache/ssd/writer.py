@@ -21,7 +21,7 @@ from itertools import islice
 from typing import TypeVar
 
 from prefixcache.metrics.histogram import Histogram
-from prefixcache.ssd.directory import make_folder, sync_folder
+from prefixcache.ssd.directory import make_folder, remove_folder, sync_folder
 from prefixcache.ssd.entries import Address, Entry, Touch
 from prefixcache.ssd.files import remove_file, write_file
 from prefixcache.ssd.index import Row, proves_damage
@@ -255,7 +255,7 @@ class Writer:
         """Those that are empty go: 256 of them take a megabyte, in which a small limit has images."""
         for folder in folders:
             with suppress(OSError):  # not empty
-                os.rmdir(folder)
+                remove_folder(folder)
                 self._unsynced.discard(folder)
                 self._unsynced.add(os.path.dirname(folder))
                 self._store.note_folders([folder])
