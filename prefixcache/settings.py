@@ -98,6 +98,11 @@ class Settings(BaseSettings):
         description="evict from the SSD while its disk has less space free, and write nothing that would take it. "
         '"auto": a 20th of the disk, at most 4 GB. 0: only what a full disk asks for',
     )
+    ssd_missing: Literal["error", "wait"] = Field(
+        "error",
+        description='while the disk of ssd_dir is not there: "error": refuse, or make the folders as far as rights go; '
+        '"wait": RAM only until it is. serve waits, unless told otherwise',
+    )
     codec: Any = Field(
         None, description='a codec, its spec, or text such as "turboquant:4:3", "transform:4", "affine:4", "raw"'
     )
