@@ -689,10 +689,12 @@ class PrefixCache:
 
     def flush(self, timeout: float | None = None) -> bool:
         """Make what RAM holds durable, as far as the SSD's limit has room. False when that did not end within `timeout`
-        seconds, or when the disk failed meanwhile.
+        seconds, when the disk failed meanwhile, or while it is not there yet.
         """
         self._check_open()
         timeout = seconds(timeout, "flush: timeout")
+        if self._disk is not None and self._ssd is None:
+            return False
         self._storage.spilling.flush_recency()
         return self._storage.spilling.drain(timeout if timeout is not None else self.settings.close_timeout)
 
