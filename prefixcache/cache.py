@@ -55,6 +55,7 @@ from prefixcache.ranks.agreement import Ranks
 from prefixcache.remote.client import Client, open_client
 from prefixcache.settings import Settings, parse_size
 from prefixcache.ssd import Ssd
+from prefixcache.ssd.awaited import AwaitedDisk, why_absent
 from prefixcache.ssd.directory import rank_folder, refusal
 from prefixcache.tiers.memory_pressure import Pressure
 from prefixcache.tiers.promotion import Promoter, last_of
@@ -151,9 +152,10 @@ class PrefixCache:
         self._close_lock = threading.RLock()  # a signal's handler may close what is being closed
         self._pid = os.getpid()
         self._ssd: Ssd | None = None
+        self._disk: AwaitedDisk | None = None
         try:
             client = self._remote_client()
-            if has_ssd:
+            if has_ssd and not self._waits_for_disk(ram):
                 self._open_ssd(ram)
         except BaseException:
             if self._recorder is not None:
@@ -172,8 +174,24 @@ class PrefixCache:
         if self.settings.log_every:
             self._summary = Summary(self, self.settings.log_every)
             self._summary.start()
-        if self._ssd is not None or client is not None:
+        if has_ssd or client is not None:
             _open.add(self)
+
+    def _waits_for_disk(self, ram: int) -> bool:
+        """Whether the directory's disk is not there yet, and is waited for: then the SSD is opened when it is."""
+        directory = self.settings.ssd_dir
+        if self.settings.ssd_missing == "error" or directory is None or not (why := why_absent(directory)):
+            return False
+        log.warning("SSD %s: %s; RAM only until then", directory, why)
+
+        def open_ssd() -> None:
+            with self._close_lock:
+                if not self._closed:
+                    self._open_ssd(ram)
+
+        self._disk = AwaitedDisk(directory, open_ssd)
+        self._disk.start()
+        return True
 
     def _open_ssd(self, ram: int) -> None:
         directory = self.settings.ssd_dir
@@ -183,17 +201,18 @@ class PrefixCache:
             limit //= self.sharing
         queue = self.settings.spill_queue if self.settings.spill_queue != "auto" else max(ram // QUEUE_SHARE, 1)
         tier = self._storage.add_tier()
-        self._ssd = Ssd(
-            directory, limit=limit, queue_bytes=queue, readers=self.settings.readers,
-            written=tier.written, recreated=tier.recreated,
+        ssd = Ssd(
+            directory, limit=limit, reserve=self.settings.ssd_reserve_bytes(directory), queue_bytes=queue,
+            readers=self.settings.readers, written=tier.written, recreated=tier.recreated, shrunk=tier.shrunk,
         )  # fmt: skip
         try:
-            tier.open(self._ssd, filter(None, map(self._namespaces.from_row, self._ssd.namespaces())))
+            tier.open(ssd, filter(None, map(self._namespaces.from_row, ssd.namespaces())))
         except BaseException as error:
-            self._ssd.close(0)
+            ssd.close(0)
             if isinstance(error, (OSError, sqlite3.Error)):
                 raise refusal(directory, error) from error
             raise
+        self._ssd = ssd
 
     @property
     def sharing(self) -> int:
@@ -634,6 +653,10 @@ class PrefixCache:
         for name, nbytes in sizes.items():
             if not nbytes:
                 raise ValueError(f"{name}=0: a tier can't be taken away while the cache runs; open another without it")
+        if "ssd" in sizes and self._ssd is None and self._disk is not None:
+            raise ValueError(
+                f"ssd={ssd!r}: the disk of {str(self.settings.ssd_dir)!r} is not there yet; try again when it is"
+            )
         if "ssd" in sizes and self._ssd is None:
             raise ValueError(f"ssd={ssd!r}: this cache was opened without an SSD; open another with ssd_dir")
         if "ram" in sizes and self.settings.ram == 0:
@@ -685,10 +708,12 @@ class PrefixCache:
 
     def flush(self, timeout: float | None = None) -> bool:
         """Make what RAM holds durable, as far as the SSD's limit has room. False when that did not end within `timeout`
-        seconds, or when the disk failed meanwhile.
+        seconds, when the disk failed meanwhile, or while it is not there yet.
         """
         self._check_open()
         timeout = seconds(timeout, "flush: timeout")
+        if self._disk is not None and self._ssd is None:
+            return False
         self._storage.spilling.flush_recency()
         return self._storage.spilling.drain(timeout if timeout is not None else self.settings.close_timeout)
 
@@ -708,6 +733,8 @@ class PrefixCache:
             end, whole = time.monotonic() + self.settings.close_timeout, False
             try:
                 self._pressure.stop()
+                if self._disk is not None:
+                    self._disk.stop()
                 if self._summary is not None:
                     self._summary.stop()
                 self._promoter.close(_left(end))

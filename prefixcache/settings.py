@@ -93,6 +93,16 @@ class Settings(BaseSettings):
     ssd: AutoSize = Field(
         "auto", description='limit of the directory on disk. "auto": half of the free space. 0: RAM only'
     )
+    ssd_reserve: AutoSize = Field(
+        "auto",
+        description="evict from the SSD while its disk has less space free, and write nothing that would take it. "
+        '"auto": a 20th of the disk, at most 4 GB. 0: only what a full disk asks for',
+    )
+    ssd_missing: Literal["error", "wait"] = Field(
+        "error",
+        description='while the disk of ssd_dir is not there: "error": refuse, or make the folders as far as rights go; '
+        '"wait": RAM only until it is. serve waits, unless told otherwise',
+    )
     codec: Any = Field(
         None, description='a codec, its spec, or text such as "turboquant:4:3", "transform:4", "affine:4", "raw"'
     )
@@ -268,13 +278,17 @@ class Settings(BaseSettings):
         """What the machine, which has `memory` bytes, is to have free."""
         return memory // 64 if self.memory_reserve == "auto" else self.memory_reserve
 
+    def ssd_reserve_bytes(self, directory: Path) -> int:
+        """What is to stay free on the disk of the SSD's directory."""
+        if self.ssd_reserve != "auto":
+            return self.ssd_reserve
+        return min(shutil.disk_usage(_nearest(directory)).total // 20, 4 * 10**9)
+
     def ssd_bytes(self, directory: Path) -> int:
         """The SSD limit. "auto" is half of what is free, with what the directory holds already counted as free."""
         if self.ssd != "auto":
             return self.ssd
-        where = directory
-        while not where.exists():
-            where = where.parent
+        where = _nearest(directory)
         held = sum(map(_disk, directory.rglob("*"))) if where == directory else 0
         limit = (shutil.disk_usage(where).free + held) // 2
         if not limit:
@@ -293,6 +307,13 @@ def shown(value: Any, name: Any = "") -> Any:
     if name == "remote" and value is not None and not isinstance(value, str):
         return f"({type(value).__name__}, not shown)"
     return redacted(value) if isinstance(value, str) and (name == "remote" or "://" in value) else value
+
+
+def _nearest(path: Path) -> Path:
+    """The path, or the nearest folder above it that there is."""
+    while not path.exists():
+        path = path.parent
+    return path
 
 
 def _disk(file: Path) -> int:

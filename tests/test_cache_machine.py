@@ -1,5 +1,7 @@
 """PrefixCache against a plain model, operation by operation, with another thread watching the budget."""
 
+import errno
+import os
 import shutil
 import tempfile
 import threading
@@ -13,8 +15,11 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 from prefixcache import PrefixCache
 from prefixcache.codecs.transform.bases import Bases
 from prefixcache.operations import namespaces
+from prefixcache.ssd import store, writer
 from tests import states
+from tests.ssd.images import until
 from tests.transforming import uneven_basis
+from tools.faults.evidence import du
 
 RUNS = st.lists(
     st.tuples(st.integers(0, 2), st.sampled_from([1, 30, 100, 155, 156, 157, 256, 300])), min_size=1, max_size=5
@@ -354,9 +359,58 @@ class NeighboursMachine(CacheMachine):
                 assert [t for t in own[part].keys() & other[part] if t < whole and own[part][t] != other[part][t]] == []
 
 
+class SharedDiskMachine(CacheMachine):
+    """Others fill the disk and leave it, down to less than what the directory takes without an image."""
+
+    @initialize(
+        ram=st.sampled_from([120_000, 400_000, 5_000_000]),
+        tier=st.sampled_from(["both", "ssd only"]),
+        spill=st.sampled_from(["drop", "wait"]),
+        close=st.booleans(),
+    )
+    def open(self, ram, tier, spill, close):
+        self.size = 30_000_000  # of the disk that others leave
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(writer, "PERIOD", 0.01)
+        self.patch.setattr(store, "free_space", lambda path: max(0, self.size - du(self.dir)))
+        original = writer.write_file
+
+        def write_file(path, data):
+            if du(self.dir) + data.nbytes > self.size:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return original(path, data)
+
+        self.patch.setattr(writer, "write_file", write_file)
+        super().open(ram, tier, spill, close)
+        self.roomy = False
+
+    def _open(self):
+        self.options["ssd_reserve"] = 50_000
+        super()._open()
+
+    @rule(size=st.sampled_from([100_000, 400_000, 1_000_000, 30_000_000]))
+    def others_fill_the_disk_or_leave_it(self, size):
+        self.size = size
+        if not self.pinned:
+            until(lambda: self.within_the_limit() and not self.cache.stats().ssd.queued_bytes)
+
+    def within_the_limit(self) -> bool:
+        ssd = self.cache.stats().ssd
+        room = max(self.size, du(self.dir)) - 50_000  # what is there already can't be less than nothing free
+        return ssd.limit <= room and (ssd.used <= ssd.limit or not ssd.files)
+
+    @rule()
+    def flush(self):
+        self.cache.flush(30)
+
+    def teardown(self):
+        super().teardown()
+        self.patch.undo()
+
+
 MACHINES = [
     CacheMachine, WindowMachine, NarrowMachine, KeepMachine, ChunkedMachine, HybridMachine, LevelledMachine,
-    TransformMachine, NeighboursMachine,
+    TransformMachine, NeighboursMachine, SharedDiskMachine,
 ]  # fmt: skip
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from prefixcache import DirectoryError, DirectoryHeld, PrefixCache
 from prefixcache.ssd import queue, reconcile
-from prefixcache.ssd.directory import Directory, holder
+from prefixcache.ssd.directory import Directory, Lock, holder
 from tools.faults.evidence import du
 
 from . import states
@@ -29,7 +29,7 @@ def impatient(monkeypatch):
     monkeypatch.setattr(queue, "LONGEST_DELAY", 0.1)
 
 
-CACHE = {"ram": "20MB", "ssd": "20MB", "close_timeout": 5}
+CACHE = {"ram": "20MB", "ssd": "20MB", "close_timeout": 5, "memory_reserve": 0}
 
 
 def prompt(seed: int) -> list[int]:
@@ -74,14 +74,125 @@ def mount(*arguments) -> int:
     return subprocess.run(["mount", *map(str, arguments)], capture_output=True).returncode
 
 
-def test_a_disk_that_is_full_costs_no_answer_and_is_used_again_when_there_is_room(opened, disk):
+def free(disk: Path) -> int:
+    found = os.statvfs(disk)
+    return found.f_bavail * found.f_frsize
+
+
+@contextmanager
+def least_free(disk: Path) -> Iterator[list[int]]:
+    """The least that was free on the disk within the block, looked at all the time."""
+    least, ended = [free(disk)], threading.Event()
+
+    def look() -> None:
+        while not ended.is_set():
+            least[0] = min(least[0], free(disk))
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield least
+    finally:
+        ended.set()
+        thread.join()
+
+
+def holds(cache: PrefixCache, newest: range) -> None:
+    """The newest prompts are on the SSD, and the oldest is not."""
+    assert cache.promote(prompt(0), model="m").result(20) == 0
+    for seed in newest:
+        assert cache.promote(prompt(seed), model="m").result(20) == fetched(cache, seed) == 600
+
+
+def test_a_limit_beyond_the_disk_is_said_and_the_newest_prompts_are_kept_above_the_reserve(opened, disk, caplog):
+    mount("-o", "remount,size=20m", disk)
+    cache = opened(ssd_dir=disk / "ssd", ssd="200GB", ram="2MB", ssd_reserve="2MB", spill="wait")
+    assert "ssd=200GB is more than its disk has room for beside ssd_reserve=2MB" in caplog.text
+    with least_free(disk) as least:
+        for seed in range(600):  # 27 MB
+            put(cache, seed)
+            if not seed % 10:
+                cache.flush(20)
+        settled(cache, disk / "ssd")
+    assert least[0] >= 2_000_000
+    assert cache.stats().ssd.errors == 0
+    assert cache.stats().ssd.limit < 20 << 20
+    assert free(disk) < 4_000_000  # and what may be taken is taken
+    cache.close()
+    holds(opened(ssd_dir=disk / "ssd", ssd="200GB", ssd_reserve="2MB"), newest=range(550, 600))
+
+
+def test_other_programs_files_have_the_oldest_images_deleted_and_their_end_gives_the_room_back(opened, disk):
+    mount("-o", "remount,size=20m", disk)
+    cache = opened(ssd_dir=disk / "ssd", ram="1MB", ssd="10MB", ssd_reserve="4MB")
+    for seed in range(100):
+        put(cache, seed)
+        assert cache.flush(20)
+    (disk / "ballast").write_bytes(bytes(free(disk) - 1_000_000))
+    until(lambda: free(disk) >= 4_000_000)  # nothing is stored meanwhile
+    assert cache.stats().ssd.errors == 0
+    put(cache, 200)
+    settled(cache, disk / "ssd")
+    assert free(disk) >= 4_000_000
+    assert cache.promote(prompt(200), model="m").result(20) == 600
+    assert cache.promote(prompt(0), model="m").result(20) == 0
+    (disk / "ballast").unlink()
+    until(lambda: cache.stats().ssd.limit == 10_000_000)
+    for seed in range(300, 400):
+        put(cache, seed)
+        assert cache.flush(20)
+    settled(cache, disk / "ssd")
+    assert du(disk / "ssd") > 7_000_000
+
+
+def test_a_disk_full_to_the_last_byte_gives_up_the_oldest_images_for_the_newest(opened, disk):
+    mount("-o", "remount,size=5m", disk)
+    cache = opened(ssd_dir=disk / "ssd", ram="600KB", ssd_reserve=0)
+    for seed in range(40):
+        put(cache, seed)
+        assert cache.flush()
+    fill(disk)
+    for seed in range(50, 65):
+        put(cache, seed)
+        assert cache.flush()
+    settled(cache, disk / "ssd")
+    cache.close()
+    holds(opened(ssd_dir=disk / "ssd", ssd_reserve=0), newest=range(55, 65))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_quota_that_no_look_at_the_disk_shows_costs_the_oldest_images_and_no_error(
+    opened, tmp_path, monkeypatch, number
+):
+    quota, original = 3_000_000, os.write
+    cache = opened(ram="600KB")
+
+    def write(fd, data):
+        if ".safetensors" in os.readlink(f"/proc/self/fd/{fd}") and du(tmp_path / "ssd") + len(data) > quota:
+            raise OSError(number, os.strerror(number))
+        return original(fd, data)
+
+    monkeypatch.setattr(os, "write", write)
+    for seed in range(60):  # 5 MB
+        put(cache, seed)
+        until(lambda: cache.flush(5))
+    assert cache.stats().ssd.errors == 0
+    cache._ssd.check_integrity()
+    cache.close()
+    holds(opened(), newest=range(50, 60))
+
+
+def test_a_disk_that_is_full_of_other_files_costs_no_answer_and_is_used_when_there_is_room(opened, disk):
+    ballast = fill(disk)
+    with pytest.raises(DirectoryError, match="no space left"):
+        opened(ssd_dir=disk / "ssd")
+    ballast.unlink()
     cache = opened(ssd_dir=disk / "ssd")
+    fill(disk)
     put(cache, *range(30))  # 1.3 MB
-    assert not cache.flush()
-    stats = cache.stats()
-    assert stats.ssd.errors
-    assert "full" in stats.ssd.last_error or "space" in stats.ssd.last_error
+    cache.flush()
     assert all(fetched(cache, seed) == 600 for seed in range(30))
+    ballast.unlink()
     mount("-o", "remount,size=30m", disk)
     put(cache, 50)
     settled(cache, disk / "ssd")
@@ -113,7 +224,8 @@ def test_a_closing_on_a_full_disk_ends_and_the_next_opening_finds_what_was_durab
     mount("-o", "remount,size=30m", disk)
     again = opened(ssd_dir=disk / "ssd")
     again._ssd.check_integrity()
-    assert again.promote(prompt(1), model="m").result(20) == fetched(again, 1) == 600
+    for seed in range(45, 50):  # the newest, in the place of what was there
+        assert again.promote(prompt(seed), model="m").result(20) == fetched(again, seed) == 600
 
 
 def test_a_directory_on_a_read_only_file_system_can_be_looked_at_but_not_opened(opened, disk):
@@ -239,7 +351,7 @@ def test_a_closing_on_a_stalled_disk_ends_and_the_directory_is_free_when_the_dis
     assert again.promote(prompt(3), model="m").result(20) == 600
 
 
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS, errno.EDQUOT, errno.EIO, errno.EMFILE])
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.EMFILE])
 def test_any_error_of_the_disk_is_told_and_outlived(opened, tmp_path, monkeypatch, number, caplog):
     cache = opened()
     put(cache, 1)
@@ -319,6 +431,129 @@ def test_a_disk_that_was_unmounted_is_waited_for_and_nothing_is_written_under_it
         assert fetched(cache, 2) == 600
     finally:
         mount("-t", "tmpfs", "none", disk)
+
+
+@contextmanager
+def unplugged(disk: Path, aside: Path) -> Iterator[None]:
+    """The disk is away within the block, and back after it with all that it had, under another number."""
+    shutil.copytree(disk, aside, copy_function=shutil.copy2)
+    before = disk.stat().st_dev
+    subprocess.run(["umount", "--lazy", disk], check=True)
+    try:
+        yield
+    finally:
+        fresh = aside.parent / "fresh"  # filled before it is mounted: a disk that comes back is whole
+        fresh.mkdir()
+        mount("-t", "tmpfs", "none", fresh)
+        shutil.copytree(aside, fresh, copy_function=shutil.copy2, dirs_exist_ok=True)
+        mount("--bind", fresh, disk)
+        subprocess.run(["umount", "--lazy", fresh], check=True)
+    assert disk.stat().st_dev != before
+
+
+def open_on(device: int) -> list[str]:
+    """What this process has open there."""
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            if os.stat(f"/proc/self/fd/{number}").st_dev == device:
+                found.append(os.readlink(f"/proc/self/fd/{number}"))
+    return found
+
+
+def test_a_disk_that_comes_back_under_another_number_is_taken_back(opened, disk, tmp_path, caplog):
+    mount("-o", "remount,size=30m", disk)
+    cache = opened(ssd_dir=disk / "ssd")
+    put(cache, *range(5))
+    assert cache.flush()
+    device = disk.stat().st_dev
+    with unplugged(disk, tmp_path / "aside"):
+        put(cache, 10)
+        assert not cache.flush(2)
+        assert not list(disk.iterdir())
+    put(cache, 11)
+    settled(cache, disk / "ssd")
+    assert "its disk is back" in caplog.text
+    assert not open_on(device)
+    cache.trim_to(0)
+    for seed in (*range(5), 10, 11):
+        assert cache.promote(prompt(seed), model="m").result(20) == fetched(cache, seed) == 600
+    with pytest.raises(DirectoryHeld):
+        opened(ssd_dir=disk / "ssd")
+
+
+def test_a_disk_that_comes_back_and_is_used_by_another_process_is_left_to_it(opened, disk, tmp_path):
+    mount("-o", "remount,size=30m", disk)
+    cache = opened(ssd_dir=disk / "ssd")
+    put(cache, 1)
+    assert cache.flush()
+    with unplugged(disk, tmp_path / "aside"):
+        put(cache, 2)
+        assert not cache.flush(2)
+    other = Lock(Directory(disk / "ssd"))
+    put(cache, 3)
+    assert not cache.flush(2)
+    until(lambda: "in use by" in cache.stats().ssd.last_error)
+    other.release()
+    put(cache, 4)
+    settled(cache, disk / "ssd")
+    cache.trim_to(0)
+    assert cache.promote(prompt(4), model="m").result(20) == 600
+
+
+@pytest.mark.parametrize("there", ["nothing", "a file", "an unsigned cache"])
+def test_another_disk_in_its_place_is_not_written_to(opened, disk, there):
+    mount("-o", "remount,size=30m", disk)
+    cache = opened(ssd_dir=disk / "ssd")
+    put(cache, 1)
+    assert cache.flush()
+    subprocess.run(["umount", "--lazy", disk], check=True)
+    mount("-t", "tmpfs", "none", disk)
+    if there != "nothing":
+        (disk / "ssd").mkdir()
+        (disk / "ssd" / ("note" if there == "a file" else "LOCK")).write_bytes(b"")
+    before = sorted(disk.rglob("*"))
+    put(cache, 2)
+    assert not cache.flush(2)
+    assert "not mounted" in cache.stats().ssd.last_error
+    assert sorted(disk.rglob("*")) == before
+
+
+def test_a_cache_s_directory_below_the_mount_point_is_not_taken_for_the_disk_s(opened, disk):
+    subprocess.run(["umount", "--lazy", disk], check=True)
+    opened(ssd_dir=disk / "ssd").close()  # somebody began it while the disk was away
+    before = sorted(disk.rglob("*"))
+    mount("-t", "tmpfs", "none", disk)
+    cache = opened(ssd_dir=disk / "ssd")
+    put(cache, 1)
+    assert cache.flush()
+    subprocess.run(["umount", "--lazy", disk], check=True)
+    try:
+        put(cache, 2)
+        assert not cache.flush(2)
+        assert "not mounted" in cache.stats().ssd.last_error
+        assert sorted(disk.rglob("*")) == before
+    finally:
+        mount("-t", "tmpfs", "none", disk)
+
+
+@pytest.mark.parametrize("back", [True, False])
+def test_a_closing_without_the_disk_waits_for_nothing(opened, disk, tmp_path, back):
+    """Counted in the waits that are asked for, not by the clock."""
+    cache = opened(ssd_dir=disk / "ssd", close_timeout=600)
+    put(cache, 1)
+    assert cache.flush()
+    ended = threading.Event()
+    subprocess.run(["umount", "--lazy", disk], check=True)
+    if back:
+        mount("-t", "tmpfs", "none", disk)
+    try:
+        put(cache, 2, 3)
+        threading.Thread(target=lambda: (cache.close(), ended.set()), daemon=True).start()
+        assert ended.wait(30)
+    finally:
+        if not back:
+            mount("-t", "tmpfs", "none", disk)
 
 
 def test_a_lowered_budget_holds_once_a_slow_disk_has_taken_what_waited(opened, monkeypatch):
@@ -418,7 +653,7 @@ def test_on_a_full_disk_what_is_to_leave_leaves(opened, disk, order):
     before = du(disk / "ssd")
     ballast = fill(disk)
     put(cache, 50)
-    assert not cache.flush()  # from here on the writer waits for room
+    assert cache.flush()  # the oldest images have made room
     if order == "resize":
         cache.resize(ssd=before // 2)
     elif order == "keep":

@@ -114,7 +114,11 @@ def test_a_directory_of_an_earlier_version_is_mended_and_cleared(earlier, tmp_pa
     assert report.freed > 50_000
     check_all(earlier)
     assert clear(tmp_path / "copy").images == found["older format"]
-    assert sorted(path.name for path in (tmp_path / "copy").rglob("*") if path.is_file()) == ["LOCK", "index.db"]
+    assert sorted(path.name for path in (tmp_path / "copy").rglob("*") if path.is_file()) == [
+        "CACHEDIR.TAG",
+        "LOCK",
+        "index.db",
+    ]
     check_all(tmp_path / "copy")
 
 

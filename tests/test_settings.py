@@ -73,7 +73,7 @@ BAD_SIZES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["ram", "ssd", "transit", "spill_queue"])
+@pytest.mark.parametrize("name", ["ram", "ssd", "ssd_reserve", "transit", "spill_queue"])
 @pytest.mark.parametrize("value", BAD_SIZES, ids=lambda value: repr(value)[:30])
 def test_a_bad_size_is_an_error_that_names_the_setting_the_value_and_the_remedy(name, value):
     assert f"{name}={value!r}: not a size; {REMEDY}" in refusal(**{name: value})
@@ -90,7 +90,7 @@ def test_whatever_is_given_is_a_size_or_a_value_error(value):
     assert said in ("", f"ssd={value!r}: not a size; {REMEDY}")
 
 
-@pytest.mark.parametrize("name", ["ram", "ssd", "spill_queue"])
+@pytest.mark.parametrize("name", ["ram", "ssd", "ssd_reserve", "spill_queue"])
 def test_sizes_that_may_be_auto(name):
     assert getattr(Settings(**{name: "auto"}), name) == getattr(Settings(), name) == "auto"
 

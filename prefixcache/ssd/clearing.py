@@ -18,7 +18,6 @@ from prefixcache.ssd.directory import (
     remove_empty_folders,
     scan,
     sync_folder,
-    tree_size,
 )
 from prefixcache.ssd.entries import Progress
 from prefixcache.ssd.files import remove_file
@@ -57,7 +56,7 @@ def clear(directory: str | os.PathLike[str], *, dry_run: bool = False, progress:
     try:
         lock.sign()
         there.furnish()
-        before = tree_size(there.root)
+        before = there.size()
         for path in suffixes(there.index):
             remove_file(str(path))
         sync_folder(there.root)
@@ -69,7 +68,7 @@ def clear(directory: str | os.PathLike[str], *, dry_run: bool = False, progress:
         finally:
             index.close()
         sync_folder(there.root)
-        return Cleared(**{**vars(cleared), "freed": max(0, before - tree_size(there.root))})
+        return Cleared(**{**vars(cleared), "freed": max(0, before - there.size())})
     finally:
         lock.release()
 

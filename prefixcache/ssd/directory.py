@@ -22,6 +22,7 @@ from pathlib import Path
 from prefixcache.image_format import FORMAT
 from prefixcache.ssd.entries import FOLDERS, Address
 from prefixcache.ssd.errors import DirectoryError, DirectoryHeld
+from prefixcache.ssd.marks import TAG, mark_as_cache
 
 INDEX = "index.db"
 LOCK = "LOCK"
@@ -35,11 +36,14 @@ _DEBRIS = {  # what a writer makes in tmp/, and what it made until format 2
     TMP: re.compile(r"[0-9]+\.safetensors|probe|statistics-[0-9a-f]+"),
     LEVELS: re.compile(r"[0-9a-f]{32}\.safetensors"),
 }
+_COPYING = re.compile(r"\.(?!_).*[0-9a-f]{32}\.safetensors.*|\.rsync-partial|\.~tmp~", re.DOTALL)
 _FORMAT = re.compile(rb"^format ([0-9]{1,9})$", re.MULTILINE)
 _SIGNATURE = re.compile(rb"pid \d+\nhost .+\nsince ")
 _TABLES = {"namespace", "image", "meta"}
 _RANK = re.compile(r"rank-(0|[1-9][0-9]{0,4})")
-_OF_THE_SYSTEM = {"lost+found", ".DS_Store", ".Trashes", ".Spotlight-V100", ".fseventsd"}  # on a disk just made
+_OF_THE_SYSTEM = {  # what it makes on disks and in folders, beside files whose names begin with a dot
+    "lost+found", "System Volume Information", "$RECYCLE.BIN", "Thumbs.db", "desktop.ini", "Icon\r", "@eaDir", TAG,
+}  # fmt: skip
 
 _held: weakref.WeakSet[Lock] = weakref.WeakSet()
 
@@ -71,13 +75,18 @@ class Directory:
         return self._marked and self._has_images
 
     @property
+    def proven(self) -> bool:
+        """Whether it is a cache's beyond doubt: a signed LOCK and an index with our tables."""
+        return _is_signed(self.lock) and _is_index(self.index)
+
+    @property
     def blank(self) -> bool:
         """Whether nothing is here, or nothing that could be lost: an empty LOCK, empty folders of our names."""
         try:
             items = list(os.scandir(self.root))
         except FileNotFoundError:
             return True
-        return not any(map(self._foreign, items))
+        return not any(map(self._matters, items))
 
     @property
     def _marked(self) -> bool:
@@ -87,12 +96,13 @@ class Directory:
     def _has_images(self) -> bool:
         return any(address is not None for address, _ in self.files())
 
-    def _foreign(self, item: os.DirEntry[str]) -> bool:
+    def _matters(self, item: os.DirEntry[str]) -> bool:
+        """Whether a folder with this in it is not blank."""
         if item.name == LOCK:
             return not item.is_file(follow_symlinks=False) or not _is_begun(item.path)
         if item.name in _OURS:
-            return not item.is_dir(follow_symlinks=False) or any(os.scandir(item.path))
-        return item.name not in _OF_THE_SYSTEM
+            return not item.is_dir(follow_symlinks=False) or any(own(item.path))
+        return not is_foreign(item.name)
 
     def require(self) -> None:
         """DirectoryError unless it is there and a cache's: asked before anything is shown of it or changed in it."""
@@ -114,7 +124,7 @@ class Directory:
                 f"{str(self.root)!r}: has images of a cache, but no {INDEX} or {LOCK}; to have them taken in, make an "
                 f"empty {LOCK} in it"
             )
-        names = sorted(item.name for item in os.scandir(self.root) if self._foreign(item))
+        names = sorted(item.name for item in os.scandir(self.root) if self._matters(item))
         if ranks := rank_folders(self.root):
             return (
                 f"{str(self.root)!r}: has a directory for each of {len(ranks)} ranks of a model; name one of them, such as "
@@ -142,7 +152,7 @@ class Directory:
             raise refusal(self.root, error) from error
 
     def furnish(self) -> None:
-        """Make the folders below the root, 0700 each."""
+        """Make the folders below the root, 0700 each, and mark it as a cache for programs that make backups."""
         for name in _OURS:
             path = self.root / name
             try:
@@ -155,15 +165,16 @@ class Directory:
                     os.chmod(path, 0o700)
             except OSError as error:
                 raise refusal(path, error) from error
+        mark_as_cache(self.root)
 
     def files(self) -> Iterator[tuple[Address | None, os.DirEntry[str]]]:
-        """Everything inside the image folders; None for a name that no image has."""
+        """Everything inside the image folders but what `is_foreign`; None for a name that no image has."""
         for folder, kind in _KINDS.items():
-            for sub in scan(self.root / folder):
+            for sub in own(self.root / folder):
                 if not _holds(sub):
                     yield None, sub
                     continue
-                for item in scan(sub.path):
+                for item in own(sub.path):
                     fits = _NAME.fullmatch(item.name) and item.name.startswith(sub.name)
                     plain = fits and item.is_file(follow_symlinks=False)
                     yield ((kind, bytes.fromhex(item.name.removesuffix(SUFFIX))) if plain else None), item
@@ -181,16 +192,16 @@ class Directory:
     def links(self) -> Iterator[os.DirEntry[str]]:
         """What stands where a two-digit folder should and leads elsewhere."""
         for folder in _KINDS:
-            yield from (sub for sub in scan(self.root / folder) if sub.is_symlink())
+            yield from (sub for sub in own(self.root / folder) if sub.is_symlink())
 
     def names(self) -> dict[str, set[str]]:
         """By kind, what is in its folder: of an image the key as hex digits, of what is none its whole name."""
         found: dict[str, set[str]] = {
-            kind: {i.name for i in scan(self.root / folder) if not _holds(i)} for folder, kind in _KINDS.items()
+            kind: {i.name for i in own(self.root / folder) if not _holds(i)} for folder, kind in _KINDS.items()
         }
         for folder in self.image_folders():
             kind = _KINDS[os.path.basename(os.path.dirname(folder))]
-            found[kind].update(name.removesuffix(SUFFIX) for name in os.listdir(folder))
+            found[kind].update(name.removesuffix(SUFFIX) for name in os.listdir(folder) if not is_foreign(name))
         return found
 
     def image_folders(self) -> dict[str, int]:
@@ -198,7 +209,7 @@ class Directory:
         return {
             sub.path: disk_of(sub.stat(follow_symlinks=False))
             for folder in _KINDS
-            for sub in scan(self.root / folder)
+            for sub in own(self.root / folder)
             if sub.is_dir(follow_symlinks=False)
         }
 
@@ -210,10 +221,14 @@ class Directory:
             with suppress(FileNotFoundError):
                 sync_folder(folder)
 
+    def size(self) -> int:
+        """Real bytes of the root and all below it that is ours."""
+        return tree_size(self.root) + disk_at(self.root / TAG)
+
     def upper(self) -> int:
         """Real bytes of the root and all in it, except the index's files and what lies inside our folders."""
-        total = disk_of(os.stat(self.root))
-        for item in scan(self.root):
+        total = disk_of(os.stat(self.root)) + disk_at(self.root / TAG)
+        for item in own(self.root):
             if item.name.startswith(INDEX):
                 continue
             ours = item.name in _OURS or not item.is_dir(follow_symlinks=False)
@@ -435,12 +450,24 @@ def sync_folder(path: str | os.PathLike[str]) -> None:
         os.close(fd)
 
 
+def remove_folder(path: str) -> None:
+    """rmdir of a folder of ours; foreign files go with it where nothing else is in it. OSError when it is not empty."""
+    try:
+        os.rmdir(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or any(own(path)):
+            raise
+        for item in scan(path):
+            os.unlink(item.path)
+        os.rmdir(path)
+
+
 def remove_empty_folders(folders: Iterable[str]) -> None:
     """Two-digit folders that are empty go; those that stay, and the ones above, are made durable."""
     above = set()
     for folder in folders:
         with suppress(OSError):  # not empty
-            os.rmdir(folder)
+            remove_folder(folder)
             above.add(os.path.dirname(folder))
             continue
         with suppress(FileNotFoundError):
@@ -461,6 +488,15 @@ def device_of(path: Path) -> int:
     return os.stat(path).st_dev
 
 
+def device_below(path: Path) -> int | None:
+    """The device of the folder that the disk of `path` is mounted in; None for the disk that has all others in it."""
+    device = device_of(path)
+    for folder in path.parents:
+        if folder.exists() and (above := os.stat(folder).st_dev) != device:
+            return above
+    return None
+
+
 def disk_at(path: str | os.PathLike[str]) -> int:
     """`disk_of` what is at `path`; 0 when nothing is."""
     try:
@@ -470,12 +506,12 @@ def disk_at(path: str | os.PathLike[str]) -> int:
 
 
 def tree_size(path: str | os.PathLike[str]) -> int:
-    """Real bytes of a folder and all below it, itself included; of a link its own."""
+    """Real bytes of a folder and all below it but what `is_foreign`, itself included; of a link its own."""
     total = disk_at(path)
     if os.path.islink(path):
         return total
-    with suppress(PermissionError):  # root's lost+found
-        for item in scan(path):
+    with suppress(PermissionError):
+        for item in own(path):
             if item.is_dir(follow_symlinks=False):
                 total += tree_size(item.path)
             else:
@@ -486,6 +522,19 @@ def tree_size(path: str | os.PathLike[str]) -> int:
 def _holds(item: os.DirEntry[str]) -> bool:
     """Whether it is a two-digit folder."""
     return bool(re.fullmatch("[0-9a-f]{2}", item.name)) and item.is_dir(follow_symlinks=False)
+
+
+def is_foreign(name: str) -> bool:
+    """Whether a file or folder of this name is the system's or a user's, and none of ours: its name begins with one dot, as
+    the ._NAME that macOS writes beside each file where a disk has no extended attributes, or the system makes it. Nothing
+    here counts it, moves it or asks what is in it. What rsync makes of an image while it copies it is ours.
+    """
+    return name in _OF_THE_SYSTEM or (re.match(r"\.[^.]", name) is not None and not _COPYING.fullmatch(name))
+
+
+def own(path: str | os.PathLike[str]) -> Iterator[os.DirEntry[str]]:
+    """What is in a folder but for what `is_foreign`."""
+    return (item for item in scan(path) if not is_foreign(item.name))
 
 
 def scan(path: str | os.PathLike[str]) -> Iterator[os.DirEntry[str]]:

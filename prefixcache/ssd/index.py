@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import sqlite3
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -59,6 +60,13 @@ class Row(NamedTuple):
 def suffixes(path: Path) -> list[Path]:
     """The index's files: the database, its log, its shared memory."""
     return [path, *(path.with_name(path.name + end) for end in ("-wal", "-shm"))]
+
+
+def _size_at(path: Path) -> int:
+    try:
+        return os.stat(path, follow_symlinks=False).st_size
+    except OSError:
+        return 0
 
 
 def check_age(connection: sqlite3.Connection, path: Path) -> None:
@@ -124,10 +132,13 @@ class Index:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
         self.doubtful = False  # set by who met what proves that it is damaged
         self.recovered = disk_at(suffixes(path)[1]) > 0
-        self.identity = identity_at(path)
+        self._identities: list[tuple[int, int] | None] = []  # of its files; none of a closed one
+        self._sizes = [0, 0, 0]  # that its files had at least, when they were noted last
+        identity = identity_at(path)
         self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=_PATIENCE)
         try:
             self._prepare()
+            self._identities = [identity, *map(identity_at, suffixes(path)[1:])]
         except BaseException as error:
             self._connection.close()
             if isinstance(error, sqlite3.Error) and proves_damage(error):
@@ -160,6 +171,21 @@ class Index:
         self._namespaces = {root: (int(number), stated) for number, root, *stated in known}
         self._images: Counter[int] = Counter()  # of each namespace
         self._images.update(dict(run("SELECT namespace, count(*) FROM image GROUP BY namespace")))
+
+    @property
+    def lost(self) -> str:
+        """The name of the first of its files that was deleted, replaced or cut by somebody else; "" when none was. What is
+        written then is lost with this process, and a log that has no name is never cut.
+        """
+        files = suffixes(self.path)
+        for path, identity, size in zip(files, self._identities or [None] * len(files), self._sizes, strict=True):
+            if identity is None or identity_at(path) != identity or _size_at(path) < size:
+                return path.name
+        return ""
+
+    def note_sizes(self) -> None:
+        """Its files have the sizes that SQLite gave them: what is shorter at the next look was cut by somebody else."""
+        self._sizes = list(map(_size_at, suffixes(self.path)))
 
     # What it says
 
@@ -297,6 +323,7 @@ class Index:
             return not run("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
         finally:
             run(f"PRAGMA busy_timeout = {_PATIENCE * 1000}")
+            self.note_sizes()
 
     def shrink(self, step: int) -> None:
         """Give pages that deletions left free back to the file system, `step` at a time, so that the log stays small."""
@@ -311,8 +338,14 @@ class Index:
         return int(self._connection.execute("PRAGMA freelist_count").fetchone()[0])
 
     def close(self) -> None:
-        self.identity = None
+        self._identities = []
         self._connection.close()
+
+    def abandon(self) -> None:
+        """Close it without a word to its files: what is at their paths now is another disk's."""
+        if sys.version_info >= (3, 12):  # else SQLite deletes that log by its name, and the next opening reconciles
+            self._connection.setconfig(sqlite3.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE)
+        self.close()
 
 
 def proves_damage(error: BaseException | None) -> bool:

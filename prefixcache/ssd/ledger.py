@@ -1,4 +1,5 @@
-"""What the directory holds, to the byte: the one place where the SSD's limit is decided.
+"""What the directory holds, to the byte: the one place where the SSD's limit is decided, the user's or what the disk has room
+for.
 
 The real part is counted in `st_blocks`; the rest is what may still come: queued writes at the size that they will have,
 and an allowance for the log of the index, which stays below it. So `used` is never below what the disk holds, and a write
@@ -17,6 +18,7 @@ ROW_ROOM = 8192
 LOG_ALLOWANCE = (128 << 10, 32 << 20)  # of index.db-wal and index.db-shm: a 16th of the limit, within these
 SHARED_MEMORY = 64 << 10  # of it for index.db-shm, which SQLite grows by 32 kB for every 16 MB of log
 _MOST_ROWS = 256  # in one transaction
+_UNBOUNDED = 1 << 62  # until the disk is asked
 
 
 class Holdings(NamedTuple):
@@ -44,6 +46,8 @@ class Holdings(NamedTuple):
 class Ledger:
     """Thread-safe: `_lock`, a leaf (nothing is called while it is held), guards the counters.
 
+    `asked` is the user's limit, `ceiling` what the disk has room for, `limit` the one in force: the less of both.
+
     files: of the index's rows. queued: of writes admitted and not yet done. deleting: of rows whose deletion is queued.
     overhead: index, folders, LOCK, tmp/, as last measured. reserve: what the index may still grow by.
     """
@@ -53,15 +57,28 @@ class Ledger:
         self._lock = threading.Lock()
         self._count = self.log_allowance = 0
         self._files = self._queued = self._deleting = self._quarantine = self._overhead = self._reserve = 0
+        self.asked, self.ceiling = limit, _UNBOUNDED
         self.resize(limit)
 
     def resize(self, limit: int) -> None:
-        least, most = LOG_ALLOWANCE
-        allowance = min(max(limit // 16, least), most)
+        """What the user asks for. The disk's ceiling stands."""
         with self._lock:
-            self.limit, self._reserve = limit, self._reserve + max(0, allowance - self.log_allowance)
-            self.log_allowance, self._log_room = allowance, allowance - SHARED_MEMORY
-            self.rows = max(1, min(self._log_room // 4 // (ROW_PAGES * PAGE), _MOST_ROWS))
+            self.asked = limit
+            self._set_limit()
+
+    def bound(self, ceiling: int) -> None:
+        """The disk has room for so many bytes, whatever was asked for."""
+        with self._lock:
+            self.ceiling = ceiling
+            self._set_limit()
+
+    def _set_limit(self) -> None:
+        least, most = LOG_ALLOWANCE
+        self.limit = min(self.asked, self.ceiling)
+        allowance = min(max(self.limit // 16, least), most)
+        self._reserve += max(0, allowance - self.log_allowance)
+        self.log_allowance, self._log_room = allowance, allowance - SHARED_MEMORY
+        self.rows = max(1, min(self._log_room // 4 // (ROW_PAGES * PAGE), _MOST_ROWS))
 
     @property
     def log_at_rest(self) -> int:

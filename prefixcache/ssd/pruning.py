@@ -22,7 +22,7 @@ from prefixcache.blocks.node import Slot, covering_rows, dependencies
 from prefixcache.image_format import KINDS, SNAPSHOT, WINDOW
 from prefixcache.keys import chain
 from prefixcache.memory import collector_at_rest
-from prefixcache.ssd.directory import Directory, disk_at, holder, remove_empty_folders, tree_size
+from prefixcache.ssd.directory import Directory, disk_at, holder, remove_empty_folders
 from prefixcache.ssd.entries import Entry, NamespaceRow, Progress
 from prefixcache.ssd.files import remove_file
 from prefixcache.ssd.index import check_rows, read_namespaces, reading, suffixes
@@ -98,7 +98,7 @@ def _prune(there: Directory, selection: Selection, progress: Progress | None) ->
         raise
     finally:
         store.close(clean=clean)
-    after = tree_size(there.root)
+    after = there.size()
     reached = selection.to_size is None or after <= selection.to_size
     return Pruned(**{**vars(pruned), "after": after, "reached": reached})
 
@@ -220,7 +220,7 @@ class _Tally:
 
 def _foresee(there: Directory, selection: Selection) -> Pruned:
     """What `prune` would do; the bytes of index and folders that become free are a guess."""
-    before = tree_size(there.root)
+    before = there.size()
     bad = _quarantined(there, selection)
     after = before - sum(item.disk for item in bad)
     held = 0
@@ -314,4 +314,4 @@ class _Pruning:
 
     def _disk(self) -> int:
         """Real bytes without those that the index has while it is open only."""
-        return tree_size(self._there.root) - sum(disk_at(path) for path in suffixes(self._there.index)[1:])
+        return self._there.size() - sum(disk_at(path) for path in suffixes(self._there.index)[1:])

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from prefixcache.ssd.directory import Directory, disk_at, identity_at, tree_size
+from prefixcache.ssd.directory import Directory, disk_at, identity_at, is_foreign, tree_size
 from prefixcache.ssd.files import remove_file, write_file
 
 _LARGEST_NOTE = 64 << 10
@@ -86,7 +86,7 @@ def quarantined(directory: Directory) -> list[Item]:
     """What lies in quarantine/, oldest first. Writes nothing."""
     found = []
     try:
-        names = os.listdir(directory.quarantine)
+        names = [name for name in os.listdir(directory.quarantine) if not is_foreign(name)]
     except OSError:
         return []
     for name in sorted(names):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -26,12 +26,13 @@ TOUCH_DELAY = 30.0  # seconds that touches may wait for a batch to travel with
 class Write:
     """A write on its way. It ends `done`, its row committed and its room settled in the ledger, or with an `error`."""
 
-    __slots__ = ("done", "entry", "error", "image", "namespace", "queued_at", "sequence")
+    __slots__ = ("attempts", "done", "entry", "error", "image", "namespace", "queued_at", "sequence")
 
     def __init__(self, entry: Entry, namespace: NamespaceRow, image: Image, sequence: int):
         self.entry, self.namespace, self.image, self.sequence = entry, namespace, image, sequence
         self.error: Exception | None = None
         self.done = False
+        self.attempts = 0  # that found the disk full
         self.queued_at = time.monotonic()
 
 
@@ -94,6 +95,7 @@ class Queue:
         self._hurry = 0  # flushes that wait
         self._closing = False
         self._stuck = False  # the last attempt failed
+        self._nudged = False  # the writer is to look at the directory although nothing is queued
         self._delay = FIRST_DELAY
         self._retry_at = 0.0
         self._hurry_at = 0.0  # when a flush tries again: at once after the first failure, then ten times a second
@@ -262,6 +264,28 @@ class Queue:
 
     # The writer's side
 
+    def wait(self, seconds: float) -> bool:
+        """Wait for work, or for the end, so many seconds at most; False when there was none."""
+        end = time.monotonic() + seconds
+        with self._lock:
+            while not (self._due() or self._closing):
+                left, patience = end - time.monotonic(), self._patience()
+                if left <= 0:
+                    return False
+                self._wake.wait(left if patience is None else min(left, patience))
+            return True
+
+    @property
+    def stuck(self) -> bool:
+        """Whether the last attempt failed, and another is to come."""
+        with self._lock:
+            return self._stuck
+
+    def nudge(self) -> None:
+        """There is a batch to take, with nothing in it."""
+        with self._lock:
+            self._nudged = True
+
     def take(self) -> Batch | None:
         """Wait for work; None when closed and nothing is left to report or to do."""
         with self._lock:
@@ -284,12 +308,13 @@ class Queue:
                 first.sequence - 1 if first else self._sequence,
             )  # fmt: skip
             self._removals, self._touches, self._cancelled = {}, {}, []
+            self._nudged = False
             self._working = batch
             self._writing = {write.entry.address for write in writes}
             return batch
 
     def _due(self) -> bool:
-        if self._cancelled:
+        if self._cancelled or (self._nudged and not self._closing):
             return True
         if self._stuck:
             return not self._closing and time.monotonic() >= (self._hurry_at if self._hurry else self._retry_at)
@@ -308,11 +333,14 @@ class Queue:
         with self._lock:
             self._queued -= write.image.nbytes
 
-    def finish(self, batch: Batch, error: Exception | None) -> list[Write]:
-        """A batch has ended and its writes are reported. What is left of it waits again. After an error: back off, and
-        return the writes that waited behind it, which share its fate (the disk that failed one would fail them all)."""
+    def finish(self, batch: Batch, error: Exception | None, again: Sequence[Write] = ()) -> list[Write]:
+        """A batch has ended and its writes are reported, but for those that are to be tried `again`. What is left of it waits
+        again. After an error: back off, and return the writes that waited behind it, which share its fate (the disk that
+        failed one would fail them all).
+        """
         stranded: list[Write] = []
         with self._lock:
+            self._put_back(again)
             self._working = None
             self._writing = set()
             self._attempts += 1
@@ -328,7 +356,8 @@ class Queue:
                 self._touches[address] = touch.joined(self._touches.get(address))
             if error is None:
                 self._stuck = False
-                self._settled = max(self._settled, batch.through)
+                through = min([batch.through, *(write.sequence - 1 for write in again)])
+                self._settled = max(self._settled, through)
                 if batch.writes:
                     self._delay = FIRST_DELAY
             else:
@@ -347,6 +376,17 @@ class Queue:
                     write.error = error
             self._done.notify_all()
         return stranded
+
+    def _put_back(self, writes: Sequence[Write]) -> None:
+        """They wait for another turn, before all others; what was deleted or written again meanwhile is cancelled."""
+        waiting = dict(self._waiting)
+        self._waiting.clear()
+        for write in writes:
+            if write.entry.address in waiting or write.entry.address in self._removals:
+                self._cancel(write, "deleted or written again before its turn")
+            else:
+                self._waiting[write.entry.address] = write
+        self._waiting.update(waiting)
 
 
 def _both(older: Removal, newer: Removal) -> Removal:

@@ -17,13 +17,16 @@ import numpy as np
 
 from prefixcache.ssd.directory import (
     LEVELS,
+    LOCK,
     Directory,
     Lock,
+    device_below,
     device_of,
     disk_at,
     disk_of,
     identity_at,
     refusal,
+    remove_folder,
     sync_folder,
     tree_size,
 )
@@ -34,6 +37,7 @@ from prefixcache.ssd.index import PAGE, suffixes
 from prefixcache.ssd.ledger import Ledger
 from prefixcache.ssd.quarantine import Quarantine
 from prefixcache.ssd.repair import mend, open_index
+from prefixcache.ssd.room import SURE, Room, as_setting, free_space
 from prefixcache.ssd.versions import refuse_newer
 
 log = logging.getLogger("prefixcache.ssd")
@@ -49,7 +53,8 @@ class Store:
 
     probe = np.zeros(4096, np.uint8)
 
-    def __init__(self, root: str | os.PathLike[str], limit: int):
+    def __init__(self, root: str | os.PathLike[str], limit: int, reserve: int | None = None):
+        """`reserve`: what is to stay free on the disk; None: whatever, the disk is not asked."""
         if limit <= 0:
             raise ValueError(f"limit={limit}: give the SSD's size in bytes")
         self.directory = Directory(root)
@@ -58,7 +63,9 @@ class Store:
         try:
             self.ledger = Ledger(limit, max(512, os.statvfs(self.directory.root).f_frsize))
             self.quarantine = Quarantine(self.directory)
-            self._device = device_of(self.directory.root)
+            self._room = Room(reserve) if reserve is not None else None
+            self._is_short = False  # the disk has less room than what was asked for, which was said
+            self._note_disk()
             self._open()
         except (OSError, sqlite3.Error) as error:
             self._lock.release()
@@ -86,7 +93,7 @@ class Store:
             self._lingering: set[str] = set()
             for folder in (*self.directory.image_folders(), f"{self.directory.root}/{LEVELS}"):
                 with suppress(OSError):  # not empty
-                    os.rmdir(folder)
+                    remove_folder(folder)
             self._folders = self.directory.image_folders()
             self.entries: list[Entry] | None = entries
             self.newest = max((entry.used for entry in entries), default=0)
@@ -95,6 +102,7 @@ class Store:
             self.maintain(idle=True)
             self.index.checkpoint()
             self.measure()
+            self.look()
             sync_folder(self.directory.root)
         except BaseException:
             self.index.close()
@@ -138,6 +146,46 @@ class Store:
         overhead += sum(disk_at(path) for path in self._lingering)
         growth = max(0, self.index.logical_size() - database)
         self.ledger.measure(overhead, growth + max(0, self.ledger.log_allowance - log_file - shared))
+        self.index.note_sizes()
+
+    def look(self) -> bool:
+        """Hold the limit below what the disk has room for now. Whether the directory takes more, so that images must go."""
+        if self._room is None:
+            return False
+        held, before = self.ledger.held(), self.ledger.limit
+        self.ledger.bound(self._room.look(held.real, held.total, free_space(self.directory.root)))
+        if self.ledger.limit != before:
+            self.measure()  # the log's allowance is a share of the limit
+        self._tell_of_room(self._room.reserve)
+        return self.ledger.used > self.ledger.limit
+
+    def note_full(self) -> None:
+        """A file found no room: the directory can't grow, and what is queued needs the room of others."""
+        if self._room is not None:
+            self._room.note_full(self.ledger.held().real, free_space(self.directory.root))
+
+    @contextmanager
+    def deleting(self) -> Iterator[None]:
+        """Files are deleted within the block: see what that frees."""
+        if self._room is None:
+            yield
+            return
+        files, free = self.ledger.held().files, free_space(self.directory.root)
+        yield
+        self._room.note_deletion(files - self.ledger.held().files, free_space(self.directory.root) - free)
+
+    def _tell_of_room(self, reserve: int) -> None:
+        """Log when the disk has less room than what was asked for, and when it has more again."""
+        asked, limit, root = self.ledger.asked, self.ledger.limit, self.directory.root
+        if limit < asked and not self._is_short:
+            self._is_short = True
+            less = f', or write --ssd {as_setting(limit)} (ssd="{as_setting(limit)}") or less' if limit > SURE else ""
+            log.warning("SSD %s: ssd=%s is more than its disk has room for beside ssd_reserve=%s: the limit is %s until "
+                        "there is more; make room there%s",
+                        root, as_setting(asked), as_setting(reserve), as_setting(limit), less)  # fmt: skip
+        elif self._is_short and self.ledger.ceiling > asked + asked // 16:  # and not at every file of another program
+            self._is_short = False
+            log.info("SSD %s: its disk has room again: the limit is back at %s", root, as_setting(asked))
 
     def note_folders(self, folders: list[str]) -> None:
         """These may have come, grown or gone."""
@@ -201,38 +249,68 @@ class Store:
     # Life
 
     @property
+    def lost(self) -> str:
+        """What of the directory is not what was opened any more, LOCK or a file of the index; "" when all is."""
+        if identity_at(self.directory.lock) != self._lock.identity:
+            return LOCK
+        return self.index.lost
+
+    @property
     def stands(self) -> bool:
         """Whether the directory is still the one that was opened."""
-        here = identity_at(self.directory.index)  # a closed index has no identity
-        return (
-            here is not None and here == self.index.identity and identity_at(self.directory.lock) == self._lock.identity
-        )
+        return not self.lost
 
     def reopen(self) -> set[Address] | None:
-        """After an error: make its folders where they are gone. If all of it vanished, or there is doubt about the index:
-        open the directory again, and return the images that it has now.
+        """After an error: make its folders where they are gone. If the directory vanished or came back as another disk, if a
+        file of the index is lost or there is doubt about it: open the directory again, and return the images that it has now.
         """
-        vanished = not self.stands
-        if not vanished and not self.index.doubtful:
+        lost = self.lost
+        if not lost and not self.index.doubtful:
             self.directory.furnish()
             self._folders = self.directory.image_folders()
             return None
-        if device_of(self.directory.root) != self._device:
-            raise OSError(errno.ENODEV, "its disk is not mounted", str(self.directory.root))
-        self.index.close()
+        if device_of(self.directory.root) == self._device:
+            self.index.close()
+            what = self._what_happened(lost)
+        else:
+            self._require_own_disk()
+            self.index.abandon()
+            what = "its disk is back"
         self.directory.create()
         if identity_at(self.directory.lock) != self._lock.identity:
             self._lock.release()
             self._lock = Lock(self.directory)
+        self._note_disk()
         self._open()
-        what = "the directory vanished; it was recreated" if vanished else "the index was damaged; it was rebuilt"
         log.warning("SSD %s: %s", self.directory.root, what)
         return self.index.addresses()
+
+    def _what_happened(self, lost: str) -> str:
+        if not lost:
+            return "the index was damaged; it was rebuilt"
+        if not os.path.lexists(self.directory.lock):
+            return "the directory vanished; it was recreated"
+        return (
+            f"another program deleted, replaced or cut {lost}; the index was opened anew, and compared with the files"
+        )
+
+    def _note_disk(self) -> None:
+        self._device, self._below = device_of(self.directory.root), device_below(self.directory.root)
+
+    def _require_own_disk(self) -> None:
+        """OSError unless the disk that is at the path now, under another number than before, has this directory: a folder
+        that stands there while no disk is mounted must not be filled.
+        """
+        root = self.directory.root
+        if device_of(root) == self._below or not os.path.lexists(root):
+            raise OSError(errno.ENODEV, "its disk is not mounted", str(root))
+        if not self.directory.proven:
+            raise OSError(errno.ENODEV, "its disk is not mounted: another disk is in its place", str(root))
 
     def close(self, *, clean: bool) -> None:
         """Let go; `clean`: nothing was left undone, so that the next opening need not look at the files."""
         try:
-            if clean:
+            if clean and self.stands:  # else what is said here may be in a file that nobody finds
                 self.shrink_index()
                 self.index.mark(clean=True)
             self.index.checkpoint()

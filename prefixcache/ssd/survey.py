@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from prefixcache.image_format import KINDS, ROWS, SNAPSHOT, WINDOW
-from prefixcache.ssd.directory import Directory, disk_at, holder, tree_size
+from prefixcache.ssd.directory import Directory, disk_at, holder
 from prefixcache.ssd.errors import IndexBroken
 from prefixcache.ssd.index import read_clean, reading, suffixes
 from prefixcache.ssd.quarantine import Item, quarantined
@@ -110,7 +110,7 @@ def survey(directory: str | os.PathLike[str]) -> Survey:
     return Survey(
         directory=str(there.root), holder=owner, problem=problem, clean=clean, namespaces=namespaces,
         quarantine=tuple(quarantined(there)), debris=tuple(sorted(item.name for item in there.strays())),
-        index_bytes=sum(disk_at(path) for path in suffixes(there.index)), disk=tree_size(there.root),
+        index_bytes=sum(disk_at(path) for path in suffixes(there.index)), disk=there.size(),
     )  # fmt: skip
 
 

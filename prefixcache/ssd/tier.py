@@ -16,7 +16,6 @@ from typing import NamedTuple
 from prefixcache.image_format import Image, Kind
 from prefixcache.keys import KEY_BYTES, TOKEN_BYTES
 from prefixcache.metrics.histogram import Observed
-from prefixcache.ssd.directory import tree_size
 from prefixcache.ssd.entries import BOUNDS, FOLDERS, Address, Entry, NamespaceRow
 from prefixcache.ssd.errors import SsdError
 from prefixcache.ssd.index import connect
@@ -34,7 +33,8 @@ GRACE = 5.0  # seconds that a close() waits beyond its time for what the disk is
 class SsdStats(NamedTuple):
     """Counts and bytes since the opening; `files`, `used`, `limit`, `queued_*` and `quarantine_bytes` are of now.
 
-    `used` is what the limit is held against; `disk` of it is on the disk, `reserve` is kept for the index's growth.
+    `limit` is the one in force, less than asked for where the disk has no room; `used` is what it is held against; `disk` of
+    it is on the disk, `reserve` is kept for the index's growth.
     `dropped` writes were refused (queue, limit, back-off); `errors` are failed attempts of the writer. `quarantined` files
     were quarantined, at the opening too. `spill_seconds`: from `write` to durable, a file; `read_seconds`: of an image.
     """
@@ -62,14 +62,15 @@ class SsdStats(NamedTuple):
 
 
 class Ssd:
-    """Images on a directory, under a limit that holds at every moment.
+    """Images on a directory, under a limit that holds at every moment, and that leaves `reserve` bytes of the disk free.
 
     `write`, `delete`, `touch`, `read` and the properties never touch the disk; `flush` and `close` wait for it.
     `written` is called on the writer's thread with no lock of this package held, once for each accepted write: with
     None after the row is committed (the entry then has its real `disk`), else with the error (`Cancelled` for one
-    deleted before its turn). It must not call `flush` or `close`. `recreated` is called there when the directory was gone and
-    was recreated, or its index was damaged and was rebuilt, with the images that it has now. In a forked child the object is
-    dead: it accepts nothing and touches nothing.
+    deleted before its turn). It must not call `flush` or `close`. `recreated` is called there when the directory was opened
+    anew (it was gone, its disk came back, its index was lost or damaged), with the images that it has now. `shrunk` is
+    called there when `limit` fell below `used`, or a write found the disk full: it deletes what is to go for that, and
+    returns whether it could. In a forked child the object is dead: it accepts nothing and touches nothing.
 
     Raises DirectoryHeld, NewerFormat or DirectoryError when the directory can't be had.
     """
@@ -81,18 +82,20 @@ class Ssd:
         directory: str | os.PathLike[str],
         *,
         limit: int,
+        reserve: int = 0,
         queue_bytes: int,
         readers: int = 4,
         written: Callable[[Entry, Exception | None], None],
         recreated: Callable[[set[Address]], None] | None = None,
+        shrunk: Callable[[], bool] | None = None,
     ):
         if readers < 1 or queue_bytes < 0:
             raise ValueError(
                 f"readers={readers}, queue_bytes={queue_bytes}: give readers=1 or more, queue_bytes=0 or more"
             )
-        self._store = Store(directory, limit)
+        self._store = Store(directory, limit, reserve)
         self._queue = Queue(self._store.ledger, queue_bytes)
-        self._writer = Writer(self._store, self._queue, written, recreated)
+        self._writer = Writer(self._store, self._queue, written, recreated, shrunk)
         self._reader = Reader(self._store, self._queue, readers)
         self._closing = threading.Lock()  # held by the one close() that does it
         self._closed = False
@@ -137,6 +140,7 @@ class Ssd:
 
     @property
     def limit(self) -> int:
+        """The limit in force: what was asked for, or less where the disk has no room for that."""
         return self._store.ledger.limit
 
     def resize(self, limit: int) -> None:
@@ -264,7 +268,7 @@ class Ssd:
         assert self._queue.drained, "not idle: flush first"
         held, directory = self._store.ledger.held(), self._store.directory
         assert (held.queued, held.deleting) == (0, 0), held
-        assert held.real == tree_size(directory.root), (held, tree_size(directory.root))
+        assert held.real == directory.size(), (held, directory.size())
         assert held.real <= held.total
         connection = connect(directory.index)
         try:

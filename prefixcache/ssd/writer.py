@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,17 +21,19 @@ from itertools import islice
 from typing import TypeVar
 
 from prefixcache.metrics.histogram import Histogram
-from prefixcache.ssd.directory import make_folder, sync_folder
+from prefixcache.ssd.directory import make_folder, remove_folder, sync_folder
 from prefixcache.ssd.entries import Address, Entry, Touch
 from prefixcache.ssd.files import remove_file, write_file
 from prefixcache.ssd.index import Row, proves_damage
 from prefixcache.ssd.queue import Batch, Queue, Removal, Write
+from prefixcache.ssd.room import PERIOD, is_full
 from prefixcache.ssd.store import Store
 
 log = logging.getLogger("prefixcache.ssd")
 
 # fsync waits for the disk, so more threads than cores pay: 8 write 1.2x as fast as 4, 16 no faster than 8.
 SYNCERS = 8
+ATTEMPTS = 3  # that a write has on a full disk, each after deletions
 SILENCE = 60.0  # seconds between two log lines of the same error
 
 Item = TypeVar("Item")
@@ -48,11 +51,13 @@ class Writer:
         queue: Queue,
         written: Callable[[Entry, Exception | None], None],
         recreated: Callable[[set[Address]], None] | None,
+        shrunk: Callable[[], bool] | None,
     ):
         self._store = store
         self._queue = queue
         self._written = written
         self._recreated = recreated
+        self._shrunk = shrunk
         self._unsynced: set[str] = set()
         self._told = "", 0.0  # the error that was logged last, and when
         self._ending = threading.Lock()  # guards the two below
@@ -91,19 +96,61 @@ class Writer:
                 ended()
 
     def _work(self) -> None:
-        while (batch := self._queue.take()) is not None:
+        while (batch := self._next()) is not None:
             for write in batch.cancelled:
                 self._call(write)
             error = self._attempt(batch)
-            for write in batch.writes:
+            again = self._make_room(batch, error)
+            if again:
+                error = None
+            ended = [write for write in batch.writes if write not in again]
+            for write in ended:
                 self._report(write, error)
-            batch.failed = sum(not write.done for write in batch.writes)
-            for write in self._queue.finish(batch, error):
+            batch.failed = sum(not write.done for write in ended)
+            for write in self._queue.finish(batch, error, again):
                 self._call(write)
             if error is not None:
                 self._tell(str(error))
             elif batch.writes:
                 self._told = "", 0.0
+
+    def _next(self) -> Batch | None:
+        """The next batch. While none comes: see whether the directory is still there, and what its disk has free."""
+        while not self._queue.wait(PERIOD):
+            if self._queue.stuck:
+                continue  # the next attempt sees
+            try:
+                if self._store.stands:
+                    self._look()
+                    continue
+            except Exception:  # the batch tells what it is
+                log.debug("SSD %s: could not look at the disk", self._store.directory.root, exc_info=True)
+            self._queue.nudge()
+        return self._queue.take()
+
+    def _look(self) -> None:
+        """What the disk has no more room for is deleted: the cache says what that is."""
+        if self._store.look() and self._shrunk is not None:
+            self._shrunk()
+
+    def _make_room(self, batch: Batch, error: Exception | None) -> list[Write]:
+        """Where the disk was full, have the cache delete its least recent images: the writes to be tried again then."""
+        failed = [write for write in batch.writes if not write.done and is_full(write.error or error)]
+        again = [write for write in failed if write.attempts < ATTEMPTS]
+        if not again or self._shrunk is None:
+            return []
+        try:
+            if any(write.error is not None for write in again):
+                self._store.note_full()
+            self._store.look()
+        except (OSError, sqlite3.Error):
+            return []
+        if not self._shrunk():
+            return []
+        for write in again:
+            write.attempts += 1
+            write.error = None
+        return again
 
     def _tell(self, error: str) -> None:
         """Log what went wrong; the same again after a minute at the earliest."""
@@ -120,7 +167,9 @@ class Writer:
                 there = self._store.reopen()
                 if there is not None and self._recreated is not None:
                     self._recreated(there)
-            self._drop(batch.removals)
+            if batch.removals:
+                with self._store.deleting():
+                    self._drop(batch.removals)
             if batch.probe:  # after the deletions: they need no room
                 self._probe()
             self._spill(batch)
@@ -134,6 +183,7 @@ class Writer:
         self._store.index.doubtful |= proves_damage(error)
         try:
             self._store.measure()
+            self._look()
         except Exception as problem:
             error = error or problem
         return error
@@ -205,7 +255,7 @@ class Writer:
         """Those that are empty go: 256 of them take a megabyte, in which a small limit has images."""
         for folder in folders:
             with suppress(OSError):  # not empty
-                os.rmdir(folder)
+                remove_folder(folder)
                 self._unsynced.discard(folder)
                 self._unsynced.add(os.path.dirname(folder))
                 self._store.note_folders([folder])

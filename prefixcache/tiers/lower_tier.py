@@ -43,30 +43,46 @@ class LowerTier:
     # -- opening ------------------------------------------------------------------------------------------------------
 
     def open(self, tier: Tier, namespaces: Iterable[Namespace]) -> None:
-        """Read the tier's index into the graph: as many of the newest entries as the nodes' share of the budget holds.
+        """Read the tier's index into the graph: as many of the newest entries as the nodes' share of the budget holds. From
+        now on images are spilled to the tier. RAM may hold images already, which are newer than all that the tier has.
 
         The collector of cycles rests meanwhile: what is made here lives on, and visiting it again and again took half of
         the time at 100k blocks.
         """
-        self.tier = tier
-        with collector_at_rest():
+        with self._storage.lock, collector_at_rest():
+            self.tier = tier
+            self._storage.lower.append(self)
             self._load(namespaces)
 
     def _load(self, namespaces: Iterable[Namespace]) -> None:
         storage, graph, tier = self._storage, self._storage.graph, self.tier
+        there = set()
         for namespace in namespaces:
-            storage.namespaces[namespace.row.root] = namespace
-        entries = [entry for entry in tier.entries() if entry.namespace in storage.namespaces]
-        share = storage.budget.limit // GRAPH_SHARE
+            known = storage.namespaces.setdefault(namespace.row.root, namespace)
+            if known.row.stated == namespace.row.stated:  # else it was forged: the first write to it deletes its images
+                there.add(namespace.row.root)
+        entries = [entry for entry in tier.entries() if entry.namespace in there]
+        held = storage.budget.held()
+        share = max(0, storage.budget.limit // GRAPH_SHARE - held.nodes)
+        if (
+            held.images
+            and (room := storage.ram.reserve(min(share, sum(_costs(entries, graph.slot_bytes))))) is not None
+        ):
+            share = room.release()  # the coldest images have left for it
+        else:
+            share = min(share, storage.budget.room)
         oldest = _oldest_within(entries, share, graph.slot_bytes)
         reservation = storage.budget.reserve(share, pooled=True)
         assert reservation is not None
-        with storage.lock, reservation:
+        with reservation:
+            newest = tier.max_tick()
+            for slot in graph.slots.values():
+                slot.tick += newest
+            graph.recency.clock += newest
             for entry in entries:
                 if entry.used < oldest or not self._add(entry, reservation):
                     self.unindexed[entry.address] = entry._replace(tokens=b"", extra="")
             graph.recency.sort_below_ram(graph.slots.values())
-            graph.recency.clock = max(graph.recency.clock, tier.max_tick())
             for slot in [slot for slot in graph.slots.values() if may_be_superseded(slot.node)]:
                 storage.drop_superseded(slot)  # what a crash left beside its successor
         storage.budget.peak = storage.budget.held().total
@@ -80,6 +96,12 @@ class LowerTier:
     def _add(self, entry: Entry, reservation: Reservation) -> bool:
         """Give the image of an entry its place in the graph. False when it has none."""
         graph, namespace = self._storage.graph, self._storage.namespaces[entry.namespace]
+        known = graph.slots.get(entry.address)
+        if known is not None:  # RAM has it
+            if known.image is None or known.image.checksum != entry.checksum:
+                return False
+            graph.place(known, self.number, disk=entry.disk)
+            return True
         parent = parent_of(graph, entry)
         if parent is None:
             return False
@@ -104,6 +126,16 @@ class LowerTier:
     def return_to_limit(self) -> None:
         if self.tier.used > self.tier.limit:
             self._make_room(0)
+
+    def shrunk(self) -> bool:
+        """The limit in force fell, or a write found the disk full: the least recent images are deleted for it. Whether any
+        could be, or none had to. On the tier's thread.
+        """
+        with self._storage.lock:
+            before = self.tier.used
+            fits = self._make_room(0)
+            self._storage.changed.notify_all()
+            return fits or self.tier.used < before
 
     def _enforce_limit(self) -> None:
         tier, before = self.tier, self.tier.used
@@ -278,9 +310,14 @@ def entry_of(slot: Slot) -> Entry:
                  slot.disk, slot.tick, slot.created, slot.hits, extra)  # fmt: skip
 
 
+def _costs(entries: list[Entry], slot_bytes: int) -> list[int]:
+    """Bytes of RAM that each entry's place in the graph takes."""
+    return [slot_bytes + len(e.tokens) + (NODE_BYTES if e.kind == ROWS else 0) for e in entries]
+
+
 def _oldest_within(entries: list[Entry], room: int, slot_bytes: int) -> int:
     """The tick from which on the newest entries fit into `room` bytes of nodes."""
-    costs = [slot_bytes + len(e.tokens) + (NODE_BYTES if e.kind == ROWS else 0) for e in entries]
+    costs = _costs(entries, slot_bytes)
     if sum(costs) <= room:
         return 0
     for used, cost in sorted(zip((e.used for e in entries), costs, strict=True), reverse=True):

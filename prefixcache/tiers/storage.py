@@ -54,10 +54,8 @@ class Storage:
         return self.lower[0] if self.lower else None
 
     def add_tier(self) -> LowerTier:
-        """A tier below those that there are, to be opened."""
-        tier = LowerTier(self, len(self.lower) + 1)
-        self.lower.append(tier)
-        return tier
+        """A tier below those that there are. It is one of them once it is opened."""
+        return LowerTier(self, len(self.lower) + 1)
 
     def tiers_of(self, slot: Slot) -> Iterator[LowerTier]:
         """The tiers below RAM that have a slot's image, the fastest first."""

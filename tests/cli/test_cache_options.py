@@ -54,7 +54,8 @@ def test_bits_are_turboquants(bits: dict[str, int], codec: TurboQuant) -> None:
 
 
 OTHERS = {  # one for each field of Settings: the flag's text, and what it means
-    "ram": ("1GB", 10**9), "ssd_dir": ("/x", Path("/x")), "ssd": ("auto", "auto"), "codec": ("raw", Raw()),
+    "ram": ("1GB", 10**9), "ssd_dir": ("/x", Path("/x")), "ssd": ("auto", "auto"),
+    "ssd_reserve": ("2GB", 2 * 10**9), "ssd_missing": ("wait", "wait"), "codec": ("raw", Raw()),
     "basis_dir": ("/y", Path("/y")),
     "memory_reserve": ("0", 0), "transit": ("64MiB", 64 << 20), "spill": ("wait", "wait"), "spill_wait": ("0.5", 0.5),
     "spill_queue": ("1GB", 10**9), "spill_on_close": (False, False), "close_timeout": ("60", 60.0), "readers": ("7", 7),

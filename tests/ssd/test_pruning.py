@@ -274,7 +274,7 @@ def test_clear_leaves_an_empty_directory_that_opens(root, stored):
     assert (foreseen.images, foreseen.quarantine, foreseen.debris) == (9, 1, 1)
     assert done.freed == before - du(root)
     files = [path.name for path in root.rglob("*") if path.is_file()]
-    assert sorted(files) == ["LOCK", "index.db"]
+    assert sorted(files) == ["CACHEDIR.TAG", "LOCK", "index.db"]
     assert held(root) == {}
     assert reconcile(root, dry_run=True, deep=True).clean
 

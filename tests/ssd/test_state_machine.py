@@ -28,6 +28,11 @@ POOL = [
     *(make(30 + n, kind="snapshot", count=n) for n in range(4)),
 ]
 SPACES = {space.root: space for space in (SPACE, *OTHERS)}
+LOSSES = {
+    "unlinked": os.unlink,
+    "replaced": lambda path: os.replace(shutil.copy2(path, f"{path}.new"), path),
+    "cut": lambda path: os.truncate(path, 0),
+}
 which = st.integers(0, len(POOL) - 1)
 
 
@@ -141,6 +146,22 @@ class Tier(RuleBasedStateMachine):
             raise AssertionError("it was believed")
         except Corrupt:
             pass
+
+    @rule(name=st.sampled_from(["index.db", "index.db-wal", "index.db-shm"]), how=st.sampled_from([*LOSSES]))
+    def lose_a_file_of_the_index(self, name, how):
+        """While it is open. Shared memory that is cut ends the process: see test_lost_index_files."""
+        self.settle()
+        if (name, how) == ("index.db-shm", "cut"):
+            return
+        LOSSES[how](self.root / name)
+        self.ssd.delete([make(99)[0]])  # a batch: with it the loss is noticed
+        self.settle()
+        there = {entry.address: entry for entry in self.ssd.entries()}
+        assert there.keys() == {POOL[number][0].address for number in self.model}
+        for number in self.model:  # what the index alone knew may be lost
+            found = there[POOL[number][0].address]
+            assert found.hits <= self.ticks[number][1]
+            self.ticks[number] = found.used, found.hits
 
     @rule(damage=st.sampled_from(["", "index", "reconcile"]))
     def restart(self, damage):

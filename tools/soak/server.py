@@ -28,7 +28,7 @@ import mlx.core as mx
 from prefixcache import PrefixCache, Settings
 from prefixcache.blocks.node import RAM
 from prefixcache.memory import give_back
-from prefixcache.ssd.directory import tree_size
+from prefixcache.ssd.directory import Directory
 from prefixcache.ssd.index import Index
 from tools.faults.disk import Clock, Disk
 from tools.soak import states
@@ -359,7 +359,7 @@ class Server:
             assert ssd._writer._thread.is_alive(), "the writer's thread is gone"
             if self._exact and ssd._queue.drained:
                 ssd.check_integrity()
-            held, limit, pinned = tree_size(self.orders.directory), ssd.limit, self._pinned_on_ssd()
+            held, limit, pinned = Directory(self.orders.directory).size(), ssd.limit, self._pinned_on_ssd()
             if self.orders.ssd > limit:  # pins stay when a limit is lowered
                 limit = min(limit + pinned, self.orders.ssd)
             assert held <= limit, f"the directory takes {held} bytes of {limit}, {pinned} of them pinned"

@@ -94,6 +94,8 @@ def serve(
         if salt_from not in (None, "authorization"):
             raise ValueError(f"--salt-from {salt_from}: salts are made of one header only; write authorization")
         settings = settings_from(flags)
+        if "ssd_missing" not in settings.model_fields_set:  # a server outlives disks
+            settings = settings.model_copy(update={"ssd_missing": "wait"})
         from prefixcache.servers.mlx_lm.errors import ServeError, ServeFailed
         from prefixcache.servers.mlx_lm.server import serve as serve_until_ended
         from prefixcache.servers.salts import Salts

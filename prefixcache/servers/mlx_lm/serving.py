@@ -154,7 +154,9 @@ def tell(generator: Generator, opened: Stats) -> None:
     )  # fmt: skip
     none = f"no model yet; RAM budget {opened.ram_limit / 1e9:.2f} GB (ram={opened.ram_setting})"
     log.info("%s", generator.model or none)
-    if opened.ssd is None:
+    if opened.ssd is None and generator.prompts.cache.settings.ssd_dir is not None:
+        log.info("the SSD's directory is not there yet, or has no size: RAM only")
+    elif opened.ssd is None:
         log.info("no SSD directory: RAM only")
     else:
         directory, used, limit = generator.prompts.cache.settings.ssd_dir, opened.ssd.used / 1e9, opened.ssd.limit / 1e9

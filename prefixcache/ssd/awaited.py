@@ -1,0 +1,98 @@
+"""Whether a directory's disk is there yet. A folder below a mount point that has no disk would fill the disk above it, so
+where the setting `ssd_missing` says "wait", it is not made.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from prefixcache.ssd.errors import SsdError
+
+log = logging.getLogger("prefixcache.ssd")
+
+PERIOD = 5.0  # seconds between two looks
+# Where systems mount what people plug in, and how many folders deep its names are.
+AREAS = {"/Volumes": 1, "/mnt": 1, "/media": 2, "/run/media": 2}
+FSTAB = Path("/etc/fstab")
+_RANK = re.compile(r"rank-[0-9]+")
+
+
+class AwaitedDisk:
+    """A thread that calls `open_ssd` once the directory can be had, and ends. What refuses the opening then is said once, and
+    it is tried again.
+    """
+
+    def __init__(self, directory: Path, open_ssd: Callable[[], None]):
+        self._directory, self._open_ssd = directory, open_ssd
+        self._stop = threading.Event()
+        self._told = ""
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="prefixcache-disk", daemon=True).start()
+
+    def stop(self) -> None:
+        """Does not wait: whoever calls it may hold what the thread waits for."""
+        self._stop.set()
+
+    def _run(self) -> None:
+        while not self._stop.wait(PERIOD):
+            if not why_absent(self._directory) and self._is_opened():
+                return
+
+    def _is_opened(self) -> bool:
+        try:
+            self._open_ssd()
+        except (SsdError, OSError, ValueError) as error:
+            if str(error) != self._told:
+                self._told = str(error)
+                log.warning("SSD %s: its disk is there, but: %s; tried again", self._directory, error)
+            return False
+        log.info("SSD %s: its disk is there, and in use", self._directory)
+        return True
+
+
+def why_absent(directory: Path, fstab: Path = FSTAB) -> str:
+    """Why a directory is not there yet, in words that end with what to do; "" when it is there, or can be made at once. Below
+    the user's home folders are made as they are missing.
+    """
+    if _RANK.fullmatch(directory.name):  # the directory of the rank of a model, in the one that was named
+        directory = directory.parent
+    for point in _mount_points(fstab):
+        if directory.is_relative_to(point) and not os.path.ismount(point):
+            return f"{str(point)!r} is not mounted; mount it"
+    if directory.exists():
+        return ""
+    for area, depth in AREAS.items():
+        if directory.is_relative_to(area) and _is_empty_mount_point(directory, Path(area), depth):
+            return "its disk is not mounted; mount it, or make the folder"
+    if not directory.parent.is_dir() and not directory.is_relative_to(Path.home()):
+        return f"no such folder: {str(directory.parent)!r}; mount its disk, or make it"
+    return ""
+
+
+def _mount_points(fstab: Path) -> list[Path]:
+    """What the system mounts by itself or on demand, but for the disk that has all others."""
+    try:
+        lines = [line.split() for line in fstab.read_text(errors="replace").splitlines()]
+    except OSError:
+        return []
+    points = [line[1].replace("\\040", " ") for line in lines if len(line) > 2 and not line[0].startswith("#")]
+    return [Path(point) for point in points if point.startswith("/") and point != "/"]
+
+
+def _is_empty_mount_point(directory: Path, area: Path, depth: int) -> bool:
+    """Whether a directory that is missing would be made in a folder in which a disk is to be mounted, or beside those."""
+    above = [folder for folder in directory.parents if folder == area or folder.is_relative_to(area)]
+    if any(map(os.path.ismount, above[:-1])):
+        return False
+    nearest = next((folder for folder in above if folder.is_dir()), area)
+    level = len(nearest.relative_to(area).parts)
+    try:
+        return level < depth or not any(os.scandir(nearest))
+    except OSError:  # not readable: it is no folder of ours
+        return True
