@@ -38,7 +38,14 @@ def test_and_to_no_other(host):
 
 def test_a_server_of_all_addresses_answers_to_any_address_its_machines_name_and_those_given():
     own = socket.gethostname()
-    for host in ("10.0.0.1:8080", "[fe80::1]:8080", "localhost", own, f"{own.partition('.')[0]}.local", "llm.example:443"):
+    for host in (
+        "10.0.0.1:8080",
+        "[fe80::1]:8080",
+        "localhost",
+        own,
+        f"{own.partition('.')[0]}.local",
+        "llm.example:443",
+    ):
         assert WIDE.refusal([host], [], "") == ""
     assert WIDE.refusal(["evil.example"], [], "")
 
@@ -53,7 +60,15 @@ def test_a_page_asks_only_from_the_server_itself_or_from_an_origin_that_was_allo
     asked = WebAccess.of("127.0.0.1", "127.0.0.1", [], ["https://app.example"])
     assert asked.refusal(["localhost:8080"], ["http://localhost:8080"], "same-origin") == ""
     assert asked.refusal(["localhost:8080"], ["https://app.example"], "cross-site") == ""
-    for origin in ("http://localhost:3000", "https://evil.example", "null", "", "http://[", "file://", "app://localhost:8080"):
+    for origin in (
+        "http://localhost:3000",
+        "https://evil.example",
+        "null",
+        "",
+        "http://[",
+        "file://",
+        "app://localhost:8080",
+    ):
         assert "--allowed-origins ORIGIN" in asked.refusal(["localhost:8080"], [origin], "")
     assert OPEN.refusal(["evil.example"], ["https://evil.example"], "cross-site") == ""
 
