@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from queue import Empty
 from typing import Any, NamedTuple
 
@@ -43,6 +44,7 @@ from prefixcache.tiers.prompt import Prompt
 
 log = logging.getLogger("prefixcache")
 
+MLX_LM_0_31 = version("mlx-lm").startswith("0.31.")
 RENDERED = 1 << 26  # bytes that a request's own chat template may render
 WAKE = object()  # in the queue of requests: look at the deferred ones
 
@@ -282,7 +284,7 @@ class Generator(upstream.ResponseGenerator):
 
     def _read_prompt(self, loaded: LoadedModel, request: Any, args: Any) -> Any:
         """What mlx-lm's `_tokenize` gives. BadRequest where the model can't serve the request."""
-        check_vocabulary(args, loaded.vocabulary)
+        check_sampling(args, loaded.vocabulary)
         tokenizer, rendered = loaded.tokenizer, RENDERED
         if loaded.context is not None and loaded.longest:
             rendered = min(rendered, 4 * loaded.context * loaded.longest)  # bytes of UTF-8
@@ -365,8 +367,12 @@ def _cached_tokens(tokenized: Any) -> Sequence[int]:
     return vision.cache_key if len(vision.starts) == len(vision.pixel_values) else []
 
 
-def check_vocabulary(args: Any, size: int) -> None:
+def check_sampling(args: Any, size: int) -> None:
     """BadRequest for what would end the thread that generates, or the process, once it samples from so many tokens."""
+    if args.sampling.xtc_probability and MLX_LM_0_31:
+        raise BadRequest(
+            "xtc_probability, xtc_threshold: mlx-lm 0.31 fails of them; leave them out, or install mlx-lm 0.32"
+        )
     if not args.sampling.top_k < size:
         raise BadRequest(f"top_k={args.sampling.top_k}: the model has {size} tokens; give less")
     if not args.top_logprobs < size:
