@@ -280,7 +280,7 @@ _HALF = re.compile("[\ud800-\udfff]")
 # -- the docs ---------------------------------------------------------------------------------------------------------
 
 
-class Row(NamedTuple):
+class FieldRow(NamedTuple):
     """A field in the docs."""
 
     name: str
@@ -289,14 +289,14 @@ class Row(NamedTuple):
     about: str
 
 
-def rows(kind: type[GenerationRequest]) -> Iterator[Row]:
+def rows(kind: type[GenerationRequest]) -> Iterator[FieldRow]:
     """The fields that this kind adds to those of its base, in the order in which they are declared."""
     base: Any = kind.__base__
     for name, field in kind.model_fields.items():
         if name in getattr(base, "model_fields", {}):
             continue
         default = "needed" if field.is_required() else "" if field.default is None else f"`{json.dumps(field.default)}`"
-        yield Row(name, value_of(field), default, field.description or "")
+        yield FieldRow(name, value_of(field), default, field.description or "")
 
 
 def value_of(field: FieldInfo) -> str:

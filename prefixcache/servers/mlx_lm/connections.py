@@ -14,10 +14,8 @@ HEAD_SECONDS = 30.0  # for a request's first line and its headers
 BODY_SECONDS = 60.0  # for its body, and a second more for each BODY_RATE bytes of it
 BODY_RATE = 64 << 10
 UNREAD_SECONDS = 600.0  # that a client may leave its answer unread before it counts as gone
-DRAIN_SECONDS, DRAIN = (
-    0.5,
-    1 << 20,
-)  # for the rest of a refused request, and its bytes, so that its client reads the refusal
+DRAIN_SECONDS = 0.5  # in which the rest of a refused request is read, so that its client reads the refusal
+DRAIN = 1 << 20  # bytes of it, at most
 MOST = 512  # connections at once, and at most half of the descriptors that the process may have
 
 

@@ -48,7 +48,7 @@ BODY_LIMIT = 1 << 28  # bytes of a request; images are in it
 LISTED = {"config.json", "model.safetensors.index.json", "tokenizer_config.json"}  # files of a model that mlx-lm lists
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """A request is answered with an error. `status`: HTTP's for it."""
 
     def __init__(self, status: int, text: str):
@@ -131,19 +131,19 @@ class Handler(upstream.APIHandler):
 
     def _read_body(self) -> bytes:
         if self.headers.get_all("Transfer-Encoding"):
-            raise Refused(411, "Transfer-Encoding is not read here: send the body at once, with Content-Length")
+            raise RequestRefused(411, "Transfer-Encoding is not read here: send the body at once, with Content-Length")
         lengths = {length.strip(" \t") for length in self.headers.get_all("Content-Length", [])}
         if not lengths:
-            raise Refused(411, "the request has no Content-Length: send the number of bytes of its body")
+            raise RequestRefused(411, "the request has no Content-Length: send the number of bytes of its body")
         length = lengths.pop()
         if lengths or not re.fullmatch("[0-9]{1,20}", length):
-            raise Refused(400, f"Content-Length {length[:20]!a} must be one number of bytes, in digits")
+            raise RequestRefused(400, f"Content-Length {length[:20]!a} must be one number of bytes, in digits")
         if int(length) > BODY_LIMIT:
-            raise Refused(413, f"Content-Length {length}: at most {BODY_LIMIT} bytes are read")
+            raise RequestRefused(413, f"Content-Length {length}: at most {BODY_LIMIT} bytes are read")
         self._reader.expect(BODY_SECONDS + int(length) / BODY_RATE)
         body = self.rfile.read(int(length))
         if len(body) < int(length):
-            raise Refused(400, f"the body ended after {len(body)} of {length} bytes")
+            raise RequestRefused(400, f"the body ended after {len(body)} of {length} bytes")
         self._arrived()
         return body
 
@@ -176,11 +176,11 @@ class Handler(upstream.APIHandler):
         kind = KINDS.get(self.path)
         try:
             if kind is None:
-                raise Refused(404, f"no such path; there are {', '.join(KINDS)}")
+                raise RequestRefused(404, f"no such path; there are {', '.join(KINDS)}")
             asked = checked(kind, _parsed(self._read_body()), allow_chat_template=self._rules.allow_chat_template)
             self._give_upstream(asked)
             super().do_POST()
-        except (BadRequest, Refused) as error:
+        except (BadRequest, RequestRefused) as error:
             self._refuse(error.status, str(error))
 
     def _give_upstream(self, asked: dict[str, Any]) -> None:
@@ -199,20 +199,20 @@ class Handler(upstream.APIHandler):
         try:
             super().validate_model_parameters()
         except ValueError as error:
-            raise Refused(400, str(error)) from error
+            raise RequestRefused(400, str(error)) from error
 
     def handle_completion(self, request: Any, stop_words: Any) -> None:
         try:
             request.salt = self._salts.of(self.headers.get_all("Authorization", []), self.body.get("cache_salt") or "")
         except NoSalt as error:
-            raise Refused(error.status, str(error)) from error
+            raise RequestRefused(error.status, str(error)) from error
         request.request_log = RequestLog()
         self.server.replying.add(self)
         end = request_log.FAILED
         try:
             super().handle_completion(request, stop_words)
             end = ""
-        except Refused:
+        except RequestRefused:
             end = ""
             raise
         except Ended as error:
@@ -253,7 +253,7 @@ class Handler(upstream.APIHandler):
             return super()._set_completion_headers(status_code)
         # mlx-lm answers an error in a form of its own, and says 404 whatever a request failed of.
         status = 503 if isinstance(error, Ended) else error.status if isinstance(error, BadRequest) else status_code
-        raise Refused(status, str(error)) from error
+        raise RequestRefused(status, str(error)) from error
 
     def _set_cors_headers(self) -> None:
         """Let pages read the answer whose origin may ask."""

@@ -59,7 +59,7 @@ class Wait(NamedTuple):
         return self.done() or time.monotonic() >= self.until
 
 
-class ReadAhead(NamedTuple):
+class EarlyTokens(NamedTuple):
     """What mlx-lm's `_tokenize` gave on the client's thread, with this tokenizer."""
 
     tokenizer: Any
@@ -185,7 +185,7 @@ class Generator(upstream.ResponseGenerator):
         """mlx-lm's, called on the client's thread. The prompt is read there, too, while others are served."""
         if self._stop:
             raise Ended
-        self._read_ahead(request, args)
+        self._read_early(request, args)
         return super().generate(request, args, *others, **options)
 
     def stop_answering(self) -> None:
@@ -268,15 +268,17 @@ class Generator(upstream.ResponseGenerator):
 
     # -- their tokens -------------------------------------------------------------------------------------------------
 
-    def _read_ahead(self, request: Any, args: Any) -> None:
+    def _read_early(self, request: Any, args: Any) -> None:
         """Read a prompt on its client's thread, if its model is loaded; else see whether the model can be. A prompt with
         images is left to the loop, since it needs MLX.
         """
         asked = args.model
         loaded = self.model_provider.loaded_as(asked.model, asked.adapter, asked.draft)
+        if _brings_template(args) and has_images(request):
+            raise BadRequest(f"{TEMPLATE}: not rendered for messages with images; leave one of them out")
         if loaded is not None:
             if not has_images(request):
-                request.read_ahead = ReadAhead(loaded.tokenizer, self._read_prompt(loaded, request, args))
+                request.early_tokens = EarlyTokens(loaded.tokenizer, self._read_prompt(loaded, request, args))
             return
         if _brings_template(args):
             raise BadRequest(f"{TEMPLATE}: its model is not loaded; ask it once without a template, then with it")
@@ -321,10 +323,10 @@ class Generator(upstream.ResponseGenerator):
         return TokenizedRequest(tokenizer, tokenized, prompt, boundaries)
 
     def _tokenize_anew(self, tokenizer: Any, request: Any, args: Any) -> Any:
-        ahead: ReadAhead | None = getattr(request, "read_ahead", None)
-        request.read_ahead = None  # the loop changes it
-        if ahead is not None and ahead.tokenizer is tokenizer:
-            return ahead.tokenized
+        early: EarlyTokens | None = getattr(request, "early_tokens", None)
+        request.early_tokens = None  # the loop changes it
+        if early is not None and early.tokenizer is tokenizer:
+            return early.tokenized
         if _brings_template(args):  # never on this thread
             raise BadRequest(f"{TEMPLATE}: another model was loaded in between; ask again", 503)
         return self._read_prompt(self._loaded_with(tokenizer), request, args)
