@@ -1,4 +1,6 @@
-"""docs/api.md is what the docstrings say, and the table of docs/settings.md what `Settings` says."""
+"""docs/api.md is what the docstrings say, the table of docs/settings.md what `Settings` says, and that of docs/servers.md
+what a request may say.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +26,11 @@ def test_every_public_name_is_on_the_page() -> None:
 def test_the_table_of_the_settings_is_what_settings_says() -> None:
     text = api_page.SETTINGS.read_text(encoding="utf-8")
     assert text == api_page.settings_page(), "a setting changed: run python -m tools.api_page"
+
+
+def test_the_table_of_requests_is_what_their_schema_says() -> None:
+    text = api_page.SERVERS.read_text(encoding="utf-8")
+    assert text == api_page.servers_page(), "the schema of requests changed: run python -m tools.api_page"
 
 
 def test_every_setting_is_in_its_table_and_has_the_flag_and_the_variable_that_the_page_says() -> None:

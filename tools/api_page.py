@@ -1,4 +1,5 @@
-"""docs/api.md, the page of the public API, and the table of docs/settings.md: `python -m tools.api_page` writes them.
+"""docs/api.md, the page of the public API, the table of docs/settings.md, and that of requests in docs/servers.md:
+`python -m tools.api_page` writes them.
 
 What is on the page is listed in `PAGE`; a test fails when a page is not what this script would write, or lacks a public name.
 """
@@ -18,11 +19,14 @@ if not __package__:
 import prefixcache
 from prefixcache.cli.serve.cache_options import default_text, values_of
 from prefixcache.servers.mlx_lm import TieredPromptCache
+from prefixcache.servers.request_schema import ChatRequest, GenerationRequest, TextRequest, rows
 from prefixcache.settings import Settings
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
 SETTINGS = FILE.with_name("settings.md")
+SERVERS = FILE.with_name("servers.md")
 BEGIN, END = "<!-- settings: python -m tools.api_page -->", "<!-- end of settings -->"
+BEGIN_REQUESTS, END_REQUESTS = "<!-- requests: python -m tools.api_page -->", "<!-- end of requests -->"
 WIDTH = 100  # of a signature's line
 
 HEAD = """# The public API
@@ -124,11 +128,28 @@ def _members(what: Any) -> Iterator[str]:
 
 def settings_page() -> str:
     """docs/settings.md with its table made anew. Raises ValueError where the page lacks one of the marks."""
-    before, begun, rest = SETTINGS.read_text(encoding="utf-8").partition(BEGIN)
-    _, ended, after = rest.partition(END)
+    return _between(SETTINGS, BEGIN, _settings_table(), END)
+
+
+def servers_page() -> str:
+    """docs/servers.md with its table of requests made anew. Raises ValueError where the page lacks one of the marks."""
+    return _between(SERVERS, BEGIN_REQUESTS, _requests_table(), END_REQUESTS)
+
+
+def _between(page: Path, begin: str, table: str, end: str) -> str:
+    before, begun, rest = page.read_text(encoding="utf-8").partition(begin)
+    _, ended, after = rest.partition(end)
     if not begun or not ended:
-        raise ValueError(f"{SETTINGS} lacks {END if begun else BEGIN}")
-    return f"{before}{BEGIN}\n{_settings_table()}{END}{after}"
+        raise ValueError(f"{page} lacks {end if begun else begin}")
+    return f"{before}{begin}\n{table}{end}{after}"
+
+
+def _requests_table() -> str:
+    table = ["| field | value | default | what it is |\n|---|---|---|---|\n"]
+    for kind, where in ((ChatRequest, "Chats: "), (TextRequest, "Texts: "), (GenerationRequest, "")):
+        for row in rows(kind):
+            table.append(f"| `{row.name}` | {row.value} | {row.default} | {where}{row.about} |\n")
+    return "".join(table)
 
 
 def _settings_table() -> str:
@@ -177,6 +198,6 @@ def _plain(annotation: Any) -> str:
 
 
 if __name__ == "__main__":
-    for file, text in ((FILE, page()), (SETTINGS, settings_page())):
+    for file, text in ((FILE, page()), (SETTINGS, settings_page()), (SERVERS, servers_page())):
         file.write_text(text, encoding="utf-8")
         print(f"wrote {file}")

@@ -75,6 +75,24 @@ def serve(
             help="Of a model that spans processes: end all when a step takes longer than this.",
         ),
     ] = 300.0,
+    allowed_hosts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,...",
+            help="Names by which clients may call this server, beside those that --host stands for; * for any.",
+        ),
+    ] = None,
+    allow_chat_template: Annotated[
+        bool,
+        typer.Option(
+            "--allow-chat-template",
+            help="Render a chat template that a request brings along, in a process with limits.",
+        ),
+    ] = False,
+    max_context: Annotated[
+        int | None,
+        typer.Option(min=2, metavar="TOKENS", help="The longest prompt and answer together; default: the model's own."),
+    ] = None,
     **flags: Any,
 ) -> None:
     """Run mlx_lm.server with a prefix cache that is bounded in bytes and survives restarts.
@@ -97,6 +115,7 @@ def serve(
         if "ssd_missing" not in settings.model_fields_set:  # a server outlives disks
             settings = settings.model_copy(update={"ssd_missing": "wait"})
         from prefixcache.servers.mlx_lm.errors import ServeError, ServeFailed
+        from prefixcache.servers.mlx_lm.http_server import ClientRules
         from prefixcache.servers.mlx_lm.server import serve as serve_until_ended
         from prefixcache.servers.salts import Salts
         from prefixcache.servers.warm_prompts import read_prompts
@@ -116,6 +135,7 @@ def serve(
             log_json=log_json,
             salts=salts,
             hang_timeout=hang_timeout,
+            rules=ClientRules(_names(allowed_hosts), allow_chat_template, max_context),
         )
     except ServeFailed as error:
         complain(" ".join(str(error).split()))
@@ -123,6 +143,10 @@ def serve(
     except (ServeError, DirectoryError, ValueError) as error:
         _end(error)
     _leave(0)
+
+
+def _names(given: str | None) -> tuple[str, ...]:
+    return tuple(name.strip() for name in (given or "").split(",") if name.strip())
 
 
 def _salt_key(settings: Settings) -> bytes:

@@ -33,6 +33,7 @@ def read_flags(flags: Sequence[str]) -> argparse.Namespace:
 
     class Parser(Flags):
         def parse_args(self) -> NoReturn:  # type: ignore[override]
+            self.set_defaults(allowed_origins=[])  # mlx-lm's is every web page's
             parsed.append(super().parse_args(flags))
             raise _Parsed
 

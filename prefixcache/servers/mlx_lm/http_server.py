@@ -1,14 +1,20 @@
-"""What is between a request and its client: mlx_lm.server's paths, /metrics, and whose a request's prompts are."""
+"""What is between a request and its client: mlx_lm.server's paths, /metrics, who may ask, what a request may say, and whose
+its prompts are.
+"""
 
 from __future__ import annotations
 
+import io
 import json
 import logging
+import re
 import socket
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
 from http.server import ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx_lm.server as upstream
 from huggingface_hub import CacheNotFound, scan_cache_dir
@@ -16,22 +22,59 @@ from huggingface_hub import CacheNotFound, scan_cache_dir
 from prefixcache.metrics import prometheus
 from prefixcache.servers import request_log
 from prefixcache.servers.mlx_lm.answers import Ended
+from prefixcache.servers.mlx_lm.connections import (
+    BODY_RATE,
+    BODY_SECONDS,
+    UNREAD_SECONDS,
+    Connections,
+    SlowClient,
+    TimedReader,
+    drain,
+)
 from prefixcache.servers.mlx_lm.errors import ServeError
 from prefixcache.servers.request_log import RequestLog
+from prefixcache.servers.request_schema import BadRequest, ChatRequest, GenerationRequest, TextRequest, checked
 from prefixcache.servers.salts import BY_CACHE_SALT, NoSalt, Salts
+from prefixcache.servers.web_access import WebAccess
 
 log = logging.getLogger("prefixcache")
 http_log = logging.getLogger("prefixcache.http")
 
-SALT_LIMIT = 1024  # characters of a request's cache_salt
+KINDS: dict[str, type[GenerationRequest]] = {
+    "/v1/completions": TextRequest, "/v1/chat/completions": ChatRequest, "/chat/completions": ChatRequest,
+}  # fmt: skip
+LONG = ("messages", "prompt", "tools")  # fields that mlx-lm's reading of a body need not go through once more
 BODY_LIMIT = 1 << 28  # bytes of a request; images are in it
 LISTED = {"config.json", "model.safetensors.index.json", "tokenizer_config.json"}  # files of a model that mlx-lm lists
+
+
+class RequestRefused(Exception):
+    """A request is answered with an error. `status`: HTTP's for it."""
+
+    def __init__(self, status: int, text: str):
+        super().__init__(text)
+        self.status = status
+
+
+class ClientRules(NamedTuple):
+    """What a server takes of its clients. `allowed_hosts`: names of the server, beside those that it was bound to.
+    `max_context`: tokens of a prompt and its answer, in the place of the model's own.
+    """
+
+    allowed_hosts: tuple[str, ...] = ()
+    allow_chat_template: bool = False
+    max_context: int | None = None
+
+
+NO_RULES = ClientRules()
+LOCAL_ONLY = WebAccess()
 
 
 class Handler(upstream.APIHandler):
     """mlx-lm's paths, /metrics, and a salt for each tenant's prompts: `cache_salt` in the body, as in vLLM, or the API key.
 
-    `collectors`: of the metrics. `log_json`: requests are logged, not printed as `BaseHTTPRequestHandler` does it.
+    `collectors`: of the metrics. `log_json`: requests are logged, not printed as `BaseHTTPRequestHandler` does it. `rules`:
+    what they may bring along. `web`: which requests of browsers are answered.
     """
 
     def __init__(
@@ -40,10 +83,71 @@ class Handler(upstream.APIHandler):
         collectors: tuple[Any, ...] = (),
         log_json: bool = False,
         salts: Salts = BY_CACHE_SALT,
+        rules: ClientRules = NO_RULES,
+        web: WebAccess = LOCAL_ONLY,
         **options: Any,
     ):
-        self._collectors, self._log_json, self._salts = collectors, log_json, salts
+        self._collectors, self._log_json, self._salts, self._rules, self._web = collectors, log_json, salts, rules, web
+        self._whole = False  # all of the request has been read
+        self._long: dict[str, Any] = {}
         super().__init__(*args, **options)  # this answers the request
+
+    # -- what a client sends ------------------------------------------------------------------------------------------
+
+    def setup(self) -> None:
+        super().setup()
+        self._reader = TimedReader(self.connection)
+        self.rfile = io.BufferedReader(self._reader)  # type: ignore[type-var]
+        self.requestline, self.request_version = "", "HTTP/1.0"  # of a request that never comes
+
+    def handle(self) -> None:
+        try:
+            super().handle()
+        except SlowClient as error:
+            self._refuse(408, str(error))
+
+    def finish(self) -> None:
+        if not self._whole:
+            drain(self.connection)
+        super().finish()
+
+    def parse_request(self) -> bool:
+        """Read the headers; False, and the request is answered, where it may not be sent."""
+        if not super().parse_request():
+            return False
+        hosts, origins = (self.headers.get_all(name, []) for name in ("Host", "Origin"))
+        wrong = self._web.refusal(hosts, origins, self.headers.get("Sec-Fetch-Site", ""))
+        if wrong:
+            self._refuse(403, wrong)
+            return False
+        if self.command != "POST":
+            self._arrived()
+        return True
+
+    def _arrived(self) -> None:
+        self._whole = True
+        self.server.connections.arrived(self.connection)
+        self.connection.settimeout(UNREAD_SECONDS)
+
+    def _read_body(self) -> bytes:
+        if self.headers.get_all("Transfer-Encoding"):
+            raise RequestRefused(411, "Transfer-Encoding is not read here: send the body at once, with Content-Length")
+        lengths = {length.strip(" \t") for length in self.headers.get_all("Content-Length", [])}
+        if not lengths:
+            raise RequestRefused(411, "the request has no Content-Length: send the number of bytes of its body")
+        length = lengths.pop()
+        if lengths or not re.fullmatch("[0-9]{1,20}", length):
+            raise RequestRefused(400, f"Content-Length {length[:20]!a} must be one number of bytes, in digits")
+        if int(length) > BODY_LIMIT:
+            raise RequestRefused(413, f"Content-Length {length}: at most {BODY_LIMIT} bytes are read")
+        self._reader.expect(BODY_SECONDS + int(length) / BODY_RATE)
+        body = self.rfile.read(int(length))
+        if len(body) < int(length):
+            raise RequestRefused(400, f"the body ended after {len(body)} of {length} bytes")
+        self._arrived()
+        return body
+
+    # -- paths --------------------------------------------------------------------------------------------------------
 
     def do_GET(self) -> None:
         if self.path.partition("?")[0] != "/metrics":
@@ -69,28 +173,48 @@ class Handler(upstream.APIHandler):
         self.wfile.write(json.dumps({"object": "list", "data": data}).encode())
 
     def do_POST(self) -> None:
-        length = self.headers.get("Content-Length", "0")
-        if length.removeprefix("-").isdigit() and not 0 <= int(length) <= BODY_LIMIT:
-            return self._refuse(413, f"Content-Length {length[:20]}: at most {BODY_LIMIT} bytes are read")
+        kind = KINDS.get(self.path)
         try:
+            if kind is None:
+                raise RequestRefused(404, f"no such path; there are {', '.join(KINDS)}")
+            asked = checked(kind, _parsed(self._read_body()), allow_chat_template=self._rules.allow_chat_template)
+            self._give_upstream(asked)
             super().do_POST()
-        except (UnicodeDecodeError, RecursionError):
-            self._refuse(400, "the body is not JSON in UTF-8, or nested too deeply")
+        except (BadRequest, RequestRefused) as error:
+            self._refuse(error.status, str(error))
+
+    def _give_upstream(self, asked: dict[str, Any]) -> None:
+        """Let mlx-lm read these fields as the request's body. It reads all again, so the long ones are kept from it."""
+        debugging = logging.getLogger().isEnabledFor(logging.DEBUG)  # it quotes the body
+        self._long = {} if debugging else {name: asked.pop(name) for name in LONG if name in asked}
+        body = json.dumps(asked).encode()
+        del self.headers["Content-Length"]
+        self.headers["Content-Length"] = str(len(body))
+        self.rfile = io.BytesIO(body)  # type: ignore[assignment]
+
+    def validate_model_parameters(self) -> None:
+        """mlx-lm calls this when it has read the fields."""
+        self.body |= self._long
+        self._long = {}
+        try:
+            super().validate_model_parameters()
+        except ValueError as error:
+            raise RequestRefused(400, str(error)) from error
 
     def handle_completion(self, request: Any, stop_words: Any) -> None:
-        wrong = _wrong(self.body)
-        if wrong:
-            return self._refuse(400, wrong)
         try:
             request.salt = self._salts.of(self.headers.get_all("Authorization", []), self.body.get("cache_salt") or "")
         except NoSalt as error:
-            return self._refuse(error.status, str(error))
+            raise RequestRefused(error.status, str(error)) from error
         request.request_log = RequestLog()
         self.server.replying.add(self)
         end = request_log.FAILED
         try:
             super().handle_completion(request, stop_words)
             end = ""
+        except RequestRefused:
+            end = ""
+            raise
         except Ended as error:
             end = request_log.CUT
             self._cut(str(error))
@@ -124,12 +248,25 @@ class Handler(upstream.APIHandler):
         self.wfile.write(f"data: {_told(503, error)}\n\n".encode())
 
     def _set_completion_headers(self, status_code: int = 200) -> None:
-        if isinstance(sys.exc_info()[1], Ended):  # mlx-lm says 404, whatever a request failed of
-            status_code = 503
-        super()._set_completion_headers(status_code)
+        error = sys.exc_info()[1]
+        if error is None:
+            return super()._set_completion_headers(status_code)
+        # mlx-lm answers an error in a form of its own, and says 404 whatever a request failed of.
+        status = 503 if isinstance(error, Ended) else error.status if isinstance(error, BadRequest) else status_code
+        raise RequestRefused(status, str(error)) from error
+
+    def _set_cors_headers(self) -> None:
+        """Let pages read the answer whose origin may ask."""
+        origin = self.headers.get("Origin") if getattr(self, "headers", None) else None
+        if origin is None or not self._web.allows(origin):
+            return
+        self.send_header("Access-Control-Allow-Origin", origin)
+        self.send_header("Vary", "Origin")
+        self.send_header("Access-Control-Allow-Methods", "*")
+        self.send_header("Access-Control-Allow-Headers", "*, Authorization")
 
     def _refuse(self, status: int, error: str) -> None:
-        self._set_completion_headers(status)
+        super()._set_completion_headers(status)
         if status == 401:
             self.send_header("WWW-Authenticate", "Bearer")
         self.end_headers()
@@ -154,38 +291,34 @@ def downloaded(folder: Path | None = None) -> list[str]:
     return sorted(repo.repo_id for repo in models if {file.file_name for file in repo.refs["main"].files} >= LISTED)
 
 
-def _wrong(body: dict[str, Any]) -> str:
-    """What mlx-lm would not notice before it fails over it; "" for nothing."""
-    salt, stop, seed, options = (body.get(name) for name in ("cache_salt", "stop", "seed", "stream_options"))
-    if salt is not None and not _is_salt(salt):
-        return f"cache_salt must be a string of at most {SALT_LIMIT} Unicode characters"
-    stops = [stop] if isinstance(stop, str) else stop or []
-    if not isinstance(stops, list) or not all(isinstance(word, str) and word for word in stops):
-        return "stop must be a string or a list of strings, none of them empty"
-    if seed is not None and not (isinstance(seed, int) and 0 <= seed < 2**64):
-        return "seed must be an integer from 0 to 2**64 - 1"
-    if options is not None and not (
-        isinstance(options, dict) and isinstance(options.get("include_usage", False), bool)
-    ):
-        return 'stream_options must be an object such as {"include_usage": true}'
-    return ""
-
-
-def _is_salt(value: Any) -> bool:
+def _parsed(body: bytes) -> Any:
     try:
-        return isinstance(value, str) and len(value) <= SALT_LIMIT and value.encode() is not None
-    except UnicodeEncodeError:  # half of a surrogate pair
-        return False
+        return json.loads(body.decode())
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits is a ValueError, too
+        reason = ""
+        if isinstance(error, json.JSONDecodeError):
+            reason = f", at character {error.pos}"
+            log.error("the body of a request is not JSON%s", reason)
+        raise BadRequest(f"the body is not JSON in UTF-8, or nested too deeply{reason}") from None
+
+
+BUSY = (
+    b"HTTP/1.0 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\n\r\n"
+    + _told(503, "too many requests are being answered: ask again").encode()
+)
 
 
 class Server(ThreadingHTTPServer):
-    """One thread a connection, none of which keeps the process alive. `replying`: the handlers whose client waits."""
+    """One thread a connection, none of which keeps the process alive. `replying`: the handlers whose client waits. `web`:
+    which requests of browsers are answered.
+    """
 
     daemon_threads = True
     request_queue_size = 128  # connections that wait to be accepted; the default is 5
 
-    def __init__(self, host: str, port: int):
+    def __init__(self, host: str, port: int, allowed_hosts: Sequence[str] = (), origins: Sequence[str] = ()):
         self.replying: set[Handler] = set()
+        self.connections = Connections()
         try:
             addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
             self.address_family, _, _, _, address = addresses[0]
@@ -193,8 +326,21 @@ class Server(ThreadingHTTPServer):
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or str(error).rstrip(".")
             raise ServeError(f"--host {host} --port {port}: {reason}; give another, or stop what uses it") from None
+        self.web = WebAccess.of(host, str(self.server_address[0]), allowed_hosts, origins)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self.connections.admit(request):
+            return super().process_request(request, client_address)
+        with suppress(OSError):
+            request.settimeout(0.1)
+            request.sendall(BUSY)
+        self.shutdown_request(request)
+
+    def shutdown_request(self, request: Any) -> None:
+        self.connections.closed(request)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that went away is no error of the server's."""
-        if not isinstance(sys.exc_info()[1], (BrokenPipeError, ConnectionResetError, TimeoutError)):
+        if not isinstance(sys.exc_info()[1], (BrokenPipeError, ConnectionResetError, TimeoutError, SlowClient)):
             log.exception("a request failed")

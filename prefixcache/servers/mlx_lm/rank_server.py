@@ -136,9 +136,11 @@ def _begin(
             )
         if different := ranks.differing(_decisive(settings, args, how)):
             raise ServeError(f"the ranks differ in {', '.join(different)}: give all the same flags and variables")
-        server = Server(args.host, args.port) if ranks.is_first else None
+        server = None
+        if ranks.is_first:
+            server = Server(args.host, args.port, how.rules.allowed_hosts, args.allowed_origins)
         lost.cache = cache = PrefixCache(settings, group=group)
-        opened, provider = cache.stats(), RankProvider(args, ranks, watch)
+        opened, provider = cache.stats(), RankProvider(args, ranks, watch, how.rules.max_context)
         return Rank(server, cache, opened, RankGenerator(provider, cache, how.before, how.exact_prefill, watch), watch)
     except BaseException as error:
         watch.close(f"rank {ranks.rank} could not go on: {error}")
@@ -158,6 +160,7 @@ def _decisive(settings: Settings, args: argparse.Namespace, how: Options) -> dic
     return {
         **{f"--{name.replace('_', '-')}": getattr(args, name, None) for name in names},  # mlx-lm 0.31 has not all
         "--exact-prefill": how.exact_prefill,
+        "--max-context": how.rules.max_context,
         "--codec": str(settings.codec),
         "--remote": settings.remote is not None,
     }

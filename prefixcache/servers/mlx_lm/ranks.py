@@ -32,9 +32,10 @@ from prefixcache.servers.mlx_lm.answers import Answers
 from prefixcache.servers.mlx_lm.errors import RankFailed
 from prefixcache.servers.mlx_lm.prompt_cache import identity_of
 from prefixcache.servers.mlx_lm.provider import Provider
-from prefixcache.servers.mlx_lm.requests import WAKE, Generator, Wait
+from prefixcache.servers.mlx_lm.requests import WAKE, Generator, Wait, has_images
 from prefixcache.servers.mlx_lm.tenant_cache import TokenizedRequest
 from prefixcache.servers.read_or_compute import Reading
+from prefixcache.servers.request_schema import BadRequest
 
 log = logging.getLogger("prefixcache")
 
@@ -86,9 +87,9 @@ class RankAdmission(Admission):
 class RankProvider(Provider):
     """A rank's part of a model. What depends on layers is agreed on: the stages of a pipeline have different ones."""
 
-    def __init__(self, cli_args: Any, ranks: Ranks, watch: Watch):
+    def __init__(self, cli_args: Any, ranks: Ranks, watch: Watch, max_context: int | None = None):
         self._ranks, self._watch = ranks, watch
-        super().__init__(cli_args)
+        super().__init__(cli_args, max_context)
 
     def _load(self, model_path: Any, adapter_path: Any = None, draft_model_path: Any = None) -> Any:
         if adapter_path is not None or draft_model_path is not None:
@@ -245,10 +246,12 @@ class RankGenerator(Generator):
 
     def _tokens_of(self, request: Any, args: Any) -> Any:
         """What mlx-lm's `_tokenize` gives, or its error. None where the model is yet to be loaded, or there are images."""
-        if not self.model_provider.has(args.model.model, args.model.adapter, args.model.draft) or _has_images(request):
+        if not self.model_provider.has(args.model.model, args.model.adapter, args.model.draft) or has_images(request):
             return None
         try:
             return super()._tokenize_anew(self.model_provider.tokenizer, request, args)
+        except BadRequest as error:
+            return error
         except Exception as error:
             return ValueError(str(error))
 
@@ -256,7 +259,7 @@ class RankGenerator(Generator):
         try:
             return super()._read_tokens(tokenizer, request, args)
         except Exception as error:
-            if getattr(error, "of_all_ranks", False) or _has_images(request):
+            if getattr(error, "of_all_ranks", False) or has_images(request):
                 raise
             raise RankFailed(f"a request can't be read: {type(error).__name__}: {error}") from error
 
@@ -268,7 +271,7 @@ class RankGenerator(Generator):
                 request.rank_tokens = tokens  # the loop asks once more, to answer with it
                 raise tokens
             if tokens is None:
-                tokens = make() if _has_images(request) else self._ranks.done_by_first(make)
+                tokens = make() if has_images(request) else self._ranks.done_by_first(make)
         except Exception as error:
             error.of_all_ranks = True  # type: ignore[attr-defined]
             raise
@@ -325,14 +328,9 @@ class RankGenerator(Generator):
             raise RankFailed(f"a request failed: {type(error).__name__}: {error}") from error
 
 
-def _has_images(request: Any) -> bool:
-    found = getattr(upstream, "_image_parts", lambda messages: ())  # mlx-lm 0.31 has none
-    return bool(request.messages) and any(True for _ in found(request.messages))
-
-
 def _without_rank_0s(request: Any) -> Any:
     """A request without what is only rank 0's."""
     bare = copy.copy(request)
-    for name in ("request_log", "tokenized"):
+    for name in ("request_log", "tokenized", "early_tokens"):
         vars(bare).pop(name, None)
     return bare

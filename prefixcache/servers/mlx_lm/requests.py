@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from queue import Empty
 from typing import Any, NamedTuple
 
@@ -28,18 +29,23 @@ from prefixcache.keys import as_tokens
 from prefixcache.servers.calibrated import calibration_of
 from prefixcache.servers.in_flight import Admission, Awaited, Computing
 from prefixcache.servers.mlx_lm.answers import Answers, Ended
+from prefixcache.servers.mlx_lm.client_template import ClientTemplate
+from prefixcache.servers.mlx_lm.context import room_for, too_long
 from prefixcache.servers.mlx_lm.errors import RankFailed
 from prefixcache.servers.mlx_lm.prefill import Blockwise, RequestBatches
 from prefixcache.servers.mlx_lm.prefill import stream as blockwise_stream
-from prefixcache.servers.mlx_lm.provider import Provider
+from prefixcache.servers.mlx_lm.provider import LoadedModel, Provider
 from prefixcache.servers.mlx_lm.tenant_cache import TenantPromptCache, TokenizedRequest
 from prefixcache.servers.read_or_compute import Reading
 from prefixcache.servers.request_log import Found, RequestLog
+from prefixcache.servers.request_schema import TEMPLATE, BadRequest
 from prefixcache.settings import ram_auto
 from prefixcache.tiers.prompt import Prompt
 
 log = logging.getLogger("prefixcache")
 
+MLX_LM_0_31 = version("mlx-lm").startswith("0.31.")
+RENDERED = 1 << 26  # bytes that a request's own chat template may render
 WAKE = object()  # in the queue of requests: look at the deferred ones
 
 
@@ -51,6 +57,13 @@ class Wait(NamedTuple):
 
     def over(self) -> bool:
         return self.done() or time.monotonic() >= self.until
+
+
+class EarlyTokens(NamedTuple):
+    """What mlx-lm's `_tokenize` gave on the client's thread, with this tokenizer."""
+
+    tokenizer: Any
+    tokenized: Any
 
 
 class DeferredRequest(NamedTuple):
@@ -168,10 +181,12 @@ class Generator(upstream.ResponseGenerator):
         if self.ready.is_set():
             log.info("%s", self.model)
 
-    def generate(self, *request: Any, **options: Any) -> Any:
+    def generate(self, request: Any, args: Any, *others: Any, **options: Any) -> Any:
+        """mlx-lm's, called on the client's thread. The prompt is read there, too, while others are served."""
         if self._stop:
             raise Ended
-        return super().generate(*request, **options)
+        self._read_early(request, args)
+        return super().generate(request, args, *others, **options)
 
     def stop_answering(self) -> None:
         """Tell all that ask that the server ends, and let what is under way end at its next token; call it until the thread
@@ -253,6 +268,40 @@ class Generator(upstream.ResponseGenerator):
 
     # -- their tokens -------------------------------------------------------------------------------------------------
 
+    def _read_early(self, request: Any, args: Any) -> None:
+        """Read a prompt on its client's thread, if its model is loaded; else see whether the model can be. A prompt with
+        images is left to the loop, since it needs MLX.
+        """
+        asked = args.model
+        loaded = self.model_provider.loaded_as(asked.model, asked.adapter, asked.draft)
+        if _brings_template(args) and has_images(request):
+            raise BadRequest(f"{TEMPLATE}: not rendered for messages with images; leave one of them out")
+        if loaded is not None:
+            if not has_images(request):
+                request.early_tokens = EarlyTokens(loaded.tokenizer, self._read_prompt(loaded, request, args))
+            return
+        if _brings_template(args):
+            raise BadRequest(f"{TEMPLATE}: its model is not loaded; ask it once without a template, then with it")
+        self.model_provider.look_up(asked.model, asked.adapter, asked.draft)
+
+    def _read_prompt(self, loaded: LoadedModel, request: Any, args: Any) -> Any:
+        """What mlx-lm's `_tokenize` gives. BadRequest where the model can't serve the request."""
+        check_sampling(args, loaded.vocabulary)
+        tokenizer, rendered = loaded.tokenizer, RENDERED
+        if loaded.context is not None and loaded.longest:
+            rendered = min(rendered, 4 * loaded.context * loaded.longest)  # bytes of UTF-8
+            if (least := _characters(request) // loaded.longest) >= loaded.context:
+                raise BadRequest(too_long(f"at least {least}", loaded.context))
+        if _brings_template(args):
+            tokenizer = ClientTemplate(tokenizer, rendered)
+        messages = copy.deepcopy(request.messages)  # mlx-lm rewrites them in place
+        tokenized = super()._tokenize(tokenizer, replace(request, messages=messages), args)
+        tokens = len(as_tokens(tokenized[0]))
+        if tokens == 0:  # the loop would die of it
+            raise BadRequest("the prompt has no tokens: give some text")
+        room_for(tokens, loaded.context)
+        return tokenized
+
     def _tokenized(self, request: Any, args: Any) -> TokenizedRequest | None:
         """Tokenize a request before its turn, if the model that it asks for is the one that is loaded."""
         if not self.model_provider.has(args.model.model, args.model.adapter, args.model.draft):
@@ -265,6 +314,7 @@ class Generator(upstream.ResponseGenerator):
 
     def _read_tokens(self, tokenizer: Any, request: Any, args: Any) -> TokenizedRequest:
         tokenized = self._tokenize_anew(tokenizer, request, args)
+        args.max_tokens = min(args.max_tokens, room_for(len(tokenized[0]), self._loaded_with(tokenizer).context))
         ids = as_tokens(_cached_tokens(tokenized))
         ends = np.cumsum([len(segment) for segment in tokenized[1]])
         boundaries = tuple(int(end) for end in sorted({*ends[:-1], len(ids) - 1}))
@@ -273,11 +323,20 @@ class Generator(upstream.ResponseGenerator):
         return TokenizedRequest(tokenizer, tokenized, prompt, boundaries)
 
     def _tokenize_anew(self, tokenizer: Any, request: Any, args: Any) -> Any:
-        messages = copy.deepcopy(request.messages)  # mlx-lm rewrites them in place
-        tokenized = super()._tokenize(tokenizer, replace(request, messages=messages), args)
-        if len(as_tokens(tokenized[0])) == 0:  # the loop would die of it
-            raise ValueError("the prompt has no tokens: give some text")
-        return tokenized
+        early: EarlyTokens | None = getattr(request, "early_tokens", None)
+        request.early_tokens = None  # the loop changes it
+        if early is not None and early.tokenizer is tokenizer:
+            return early.tokenized
+        if _brings_template(args):  # never on this thread
+            raise BadRequest(f"{TEMPLATE}: another model was loaded in between; ask again", 503)
+        return self._read_prompt(self._loaded_with(tokenizer), request, args)
+
+    def _loaded_with(self, tokenizer: Any) -> LoadedModel:
+        """The model that is loaded, on the thread that loads models."""
+        loaded = self.model_provider.loaded
+        assert loaded is not None
+        assert loaded.tokenizer is tokenizer
+        return loaded
 
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
         """What mlx-lm's gives, taken from before the request's turn if it can be. The loop looks this request up next.
@@ -285,7 +344,6 @@ class Generator(upstream.ResponseGenerator):
         A request whose model was loaded for it waits for the SSD here: nobody else is served then.
         """
         self.prompts.request = None
-        _check(args, self.model_provider.model, tokenizer)
         known: TokenizedRequest | None = getattr(request, "tokenized", None)
         request.tokenized = None
         if known is None or known.tokenizer is not tokenizer:
@@ -311,16 +369,36 @@ def _cached_tokens(tokenized: Any) -> Sequence[int]:
     return vision.cache_key if len(vision.starts) == len(vision.pixel_values) else []
 
 
-def _check(args: Any, model: Any, tokenizer: Any) -> None:
-    """ValueError for what would end the thread that generates, or the process, once it samples."""
-    if not args.sampling.top_k and not args.logits.logit_bias:
-        return
-    size = getattr(getattr(model, "args", None), "vocab_size", None) or len(tokenizer.get_vocab())
+def check_sampling(args: Any, size: int) -> None:
+    """BadRequest for what would end the thread that generates, or the process, once it samples from so many tokens."""
+    if args.sampling.xtc_probability and MLX_LM_0_31:
+        raise BadRequest(
+            "xtc_probability, xtc_threshold: mlx-lm 0.31 fails of them; leave them out, or install mlx-lm 0.32"
+        )
     if not args.sampling.top_k < size:
-        raise ValueError(f"top_k={args.sampling.top_k}: the model has {size} tokens; give less")
+        raise BadRequest(f"top_k={args.sampling.top_k}: the model has {size} tokens; give less")
+    if not args.top_logprobs < size:
+        raise BadRequest(f"top_logprobs={args.top_logprobs}: the model has {size} tokens; give less")
     for token in args.logits.logit_bias or ():
         if not 0 <= token < size:
-            raise ValueError(f"logit_bias of token {token}: the model has tokens 0 to {size - 1}")
+            raise BadRequest(f"logit_bias of token {token}: the model has tokens 0 to {size - 1}")
+
+
+def _brings_template(args: Any) -> bool:
+    return TEMPLATE in (args.chat_template_kwargs or {})
+
+
+def has_images(request: Any) -> bool:
+    found = getattr(upstream, "_image_parts", lambda messages: ())  # mlx-lm 0.31 has none
+    return bool(request.messages) and any(True for _ in found(request.messages))
+
+
+def _characters(request: Any) -> int:
+    """How long the texts of a prompt are."""
+    contents = [request.prompt, *(message.get("content") for message in request.messages)]
+    parts = [part for content in contents for part in (content if isinstance(content, list) else [content])]
+    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    return sum(len(text) for text in texts if isinstance(text, str))
 
 
 def _rows_suffix(args: Any) -> str:

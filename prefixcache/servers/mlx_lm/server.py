@@ -14,7 +14,7 @@ import mlx.core as mx
 from prefixcache.cache import PrefixCache
 from prefixcache.ranks.watch import HANG
 from prefixcache.servers.mlx_lm.arguments import check_model, read_flags
-from prefixcache.servers.mlx_lm.http_server import Server
+from prefixcache.servers.mlx_lm.http_server import NO_RULES, ClientRules, Server
 from prefixcache.servers.mlx_lm.provider import Provider
 from prefixcache.servers.mlx_lm.rank_server import serve_rank
 from prefixcache.servers.mlx_lm.requests import Generator
@@ -35,6 +35,7 @@ def serve(
     log_json: bool = False,
     salts: Salts = BY_CACHE_SALT,
     hang_timeout: float = HANG,
+    rules: ClientRules = NO_RULES,
 ) -> None:
     """Run mlx_lm.server with these flags of its own until a signal ends it. Call it on the main thread.
 
@@ -43,22 +44,25 @@ def serve(
     `before`: called on the thread that generates when the model is there, before the first request is taken. `grace`: seconds
     that requests under way may go on at the end. `exact_prefill`: prompts are computed on exact rows, not on those that a hit
     will give. `log_json`: all that is logged goes to standard error as JSON. `salts`: whose a request's prompts are.
-    `hang_timeout`: seconds after which ranks that wait for each other end. Raises ServeError, ValueError or
-    `ssd.DirectoryError` when it can't start.
+    `hang_timeout`: seconds after which ranks that wait for each other end. `rules`: what is taken of
+    clients. Raises ServeError, ValueError or `ssd.DirectoryError` when it can't start.
     """
     args = read_flags(flags)
     if mx.metal.is_available():  # as mlx-lm does it: the weights stay in memory
         mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
     bounded = any(flag.startswith("--prompt-cache-size") for flag in flags)
-    how = Options(before, grace, exact_prefill, log_json, salts, bounded)
+    how = Options(before, grace, exact_prefill, log_json, salts, bounded, rules)
     with Ending() as ending:
         if serve_rank(settings, args, how, ending, hang_timeout):
             return
         start_logging(args.log_level, how)
         check_model(args)
-        with Server(args.host, args.port) as server, PrefixCache(settings) as cache:
+        with (
+            Server(args.host, args.port, rules.allowed_hosts, args.allowed_origins) as server,
+            PrefixCache(settings) as cache,
+        ):
             opened = cache.stats()
-            generator = Generator(Provider(args), cache, before, exact_prefill)
+            generator = Generator(Provider(args, rules.max_context), cache, before, exact_prefill)
             try:
                 run(server, generator, ending, opened, how)
             finally:

@@ -20,7 +20,7 @@ from prefixcache.metrics.logs import JsonFormatter, quotes_nothing
 from prefixcache.metrics.prometheus import CacheCollector
 from prefixcache.metrics.stats import Stats
 from prefixcache.servers.mlx_lm.errors import RankFailed, ServeError, ServeFailed
-from prefixcache.servers.mlx_lm.http_server import Handler, Server
+from prefixcache.servers.mlx_lm.http_server import NO_RULES, ClientRules, Handler, Server
 from prefixcache.servers.mlx_lm.requests import Generator
 from prefixcache.servers.salts import Salts
 
@@ -39,6 +39,7 @@ class Options(NamedTuple):
     log_json: bool
     salts: Salts
     bounded: bool  # by --prompt-cache-size, which is not used
+    rules: ClientRules = NO_RULES
 
 
 class Ending:
@@ -108,7 +109,7 @@ def run(server: Server, generator: Generator, ending: Ending, opened: Stats, how
     tell(generator, opened)
     server.RequestHandlerClass = partial(
         Handler, generator, collectors=(CacheCollector(generator.prompts.cache),), log_json=how.log_json, salts=how.salts,
-        system_fingerprint=upstream.get_system_fingerprint(),
+        rules=how.rules, web=server.web, system_fingerprint=upstream.get_system_fingerprint(),
     )  # fmt: skip
     thread = threading.Thread(target=server.serve_forever, args=(POLL,), name="prefixcache-http", daemon=True)
     thread.start()
