@@ -92,18 +92,22 @@ class Writer:
 
     def _work(self) -> None:
         while (batch := self._queue.take()) is not None:
-            for write in batch.cancelled:
-                self._call(write)
-            error = self._attempt(batch)
-            for write in batch.writes:
-                self._report(write, error)
-            batch.failed = sum(not write.done for write in batch.writes)
-            for write in self._queue.finish(batch, error):
-                self._call(write)
-            if error is not None:
-                self._tell(str(error))
-            elif batch.writes:
-                self._told = "", 0.0
+            self._do(batch)
+            del batch  # its images may be evicted while the next one is waited for
+
+    def _do(self, batch: Batch) -> None:
+        for write in batch.cancelled:
+            self._call(write)
+        error = self._attempt(batch)
+        for write in batch.writes:
+            self._report(write, error)
+        batch.failed = sum(not write.done for write in batch.writes)
+        for write in self._queue.finish(batch, error):
+            self._call(write)
+        if error is not None:
+            self._tell(str(error))
+        elif batch.writes:
+            self._told = "", 0.0
 
     def _tell(self, error: str) -> None:
         """Log what went wrong; the same again after a minute at the earliest."""
