@@ -105,7 +105,7 @@ class FreeSpace:
 
 
 class Pool:
-    """`_lock` guards all but `_left`, which is appended to at any moment: the collector frees images while the lock is held."""
+    """`_lock` guards all but `_left`: the collector frees images at any moment, also while the lock is held."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
