@@ -57,6 +57,7 @@ from prefixcache.settings import Settings, parse_size
 from prefixcache.ssd import Ssd
 from prefixcache.ssd.awaited import AwaitedDisk, why_absent
 from prefixcache.ssd.directory import rank_folder, refusal
+from prefixcache.tiers.idle import Idle
 from prefixcache.tiers.memory_pressure import Pressure
 from prefixcache.tiers.promotion import Promoter, last_of
 from prefixcache.tiers.prompt import Prompt, boundary, count_hit
@@ -170,6 +171,9 @@ class PrefixCache:
         self._pressure = Pressure(self._storage, self.settings.reserve_bytes(machine_memory()))
         if self.settings.memory_reserve != 0:
             self._pressure.start()
+        self._idle = Idle(self._storage)
+        if self._ssd is not None and self.settings.idle_bytes(self._ssd.limit):
+            self._idle.start()
         self._summary: Summary | None = None
         if self.settings.log_every:
             self._summary = Summary(self, self.settings.log_every)
@@ -735,6 +739,7 @@ class PrefixCache:
                 self._pressure.stop()
                 if self._disk is not None:
                     self._disk.stop()
+                self._idle.stop()
                 if self._summary is not None:
                     self._summary.stop()
                 self._promoter.close(_left(end))

@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
+from prefixcache import image_memory
+
 FORMAT = "3"
 
 
@@ -178,7 +180,7 @@ class Draft:
     """An image being filled: `tensors[name]` are writable arrays; `seal()` ends the writing."""
 
     def __init__(self, header: bytes, specs: list[Spec], nbytes: int):
-        self._data = np.empty(nbytes, np.uint8)
+        self._data = image_memory.take(nbytes)
         self._data[:8] = np.frombuffer(len(header).to_bytes(8, "little"), np.uint8)
         self._data[8 : 8 + len(header)] = np.frombuffer(header, np.uint8)
         self.tensors: dict[str, np.ndarray] = {}

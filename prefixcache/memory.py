@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from prefixcache import image_memory
+
 _GROUP = Path("/sys/fs/cgroup")
 
 
@@ -52,6 +54,7 @@ def give_back() -> None:
     glibc serves ever larger blocks from its heap once one of their size was freed, and keeps them: after a gigabyte of
     images half of it, or all, stayed with the process. This takes some 50 ms a gigabyte; hold no lock.
     """
+    image_memory.give_back()
     if sys.platform == "linux":
         try:
             ctypes.CDLL(None).malloc_trim(0)

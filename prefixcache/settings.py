@@ -73,6 +73,7 @@ def ram_auto(memory: int, weights: int = 0) -> int:
     return max(min(memory // 4, memory - memory // 8 - weights), memory // 64)
 
 
+IDLE_SHARE = 10  # spill_idle="auto" is a 10th of the SSD's limit
 BASIS_DIR = Path("~/.cache/prefixcache-bases")  # one for all servers of a user: a basis is of a model, not of a cache
 
 Size = Annotated[int, BeforeValidator(_size)]
@@ -122,6 +123,11 @@ class Settings(BaseSettings):
     spill_wait: float = Field(2.0, ge=0, le=60, description='spill="wait": the longest that one store waits')
     spill_queue: AutoSize = Field(
         "auto", description='bytes that may wait for the SSD. "auto": a quarter of the budget'
+    )
+    spill_idle: AutoSize = Field(
+        "auto",
+        description="bytes a day that are written to the SSD while nobody asks: whole blocks that only RAM has. "
+        '"auto": a 10th of ssd, or none without spill_on_close. 0: none',
     )
     spill_on_close: bool = Field(True, description="close() flushes RAM to the SSD, so that a restart is warm")
     close_timeout: float = Field(120.0, gt=0, le=86_400, description="the longest that close() waits for the SSD")
@@ -283,6 +289,12 @@ class Settings(BaseSettings):
         if self.ssd_reserve != "auto":
             return self.ssd_reserve
         return min(shutil.disk_usage(_nearest(directory)).total // 20, 4 * 10**9)
+
+    def idle_bytes(self, limit: int) -> int:
+        """What may be written in a day while nobody asks, to an SSD of this limit."""
+        if self.spill_idle == "auto":
+            return limit // IDLE_SHARE if self.spill_on_close else 0
+        return self.spill_idle
 
     def ssd_bytes(self, directory: Path) -> int:
         """The SSD limit. "auto" is half of what is free, with what the directory holds already counted as free."""

@@ -35,7 +35,8 @@ if sys.platform == "linux" and os.access(MEMORY, os.W_OK) and shutil.disk_usage(
     if not os.statvfs(MEMORY).f_flag & os.ST_NOEXEC:  # some tests build programs and run them
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
-DEFAULTS = {"ram": "10MB", "ssd": "50MB", "codec": "raw"}
+# What is written while nobody asks has tests of its own: elsewhere what is counted must not depend on how long a test takes.
+DEFAULTS = {"ram": "10MB", "ssd": "50MB", "codec": "raw", "spill_idle": 0}
 
 
 @pytest.fixture

@@ -179,6 +179,17 @@ class CacheMachine(RuleBasedStateMachine):
             self.what_was_durable_is_had_as_deep()
             self.promised = {tuple(tokens): self.cache.match(tokens, model="m").ssd for tokens in self.stored}
 
+    @precondition(lambda self: "ssd_dir" in self.options)
+    @rule()
+    def rest(self):
+        """Nobody asks for a while: then no whole block is lost with RAM."""
+        assert self.cache._ssd.flush(30)
+        while self.cache._idle.write():
+            assert self.cache._ssd.flush(30)
+        if self.roomy:
+            in_ram = self.cache._storage.graph.orders[0]
+            assert all(slot.is_in(1) for slot in in_ram if slot.kind == "snapshot" or slot.node.is_whole)
+
     @rule(tokens=prompts, data=st.data(), cut=st.sampled_from([0, 1, 40, 200]), runs=RUNS)
     def store_beside_what_is_on_ssd_only(self, tokens, data, cut, runs):
         """Durable and gone from RAM; then a longer prompt that goes on from it, or from shortly before its end."""

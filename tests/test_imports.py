@@ -16,8 +16,9 @@ import prefixcache
 PACKAGE = Path(prefixcache.__file__).parent
 ROOT = PACKAGE.parent
 
-# By the first part of a module's name, the higher may import the lower: 0 stands at the bottom.
+# By the first part of a module's name, the higher may import the lower: the lowest stand at the bottom.
 LEVELS = {
+    "image_memory": -1,
     "identity": 0, "image_format": 0, "kernels": 0, "keys": 0, "memory": 0, "metrics": 0, "migrations": 0,
     "redaction": 0,
     "blocks": 1, "codecs": 1, "settings": 1, "trace": 1,
@@ -33,17 +34,18 @@ LEVELS = {
 
 # Beside the levels: what these may import of the package at all.
 ONLY = {
-    "image_format": set(), "keys": set(), "memory": set(), "kernels": set(), "identity": set(),
+    "image_format": {"image_memory"}, "image_memory": set(), "keys": set(), "memory": {"image_memory"},
+    "kernels": set(), "identity": set(),
     "redaction": set(), "settings": {"redaction"},
     "metrics": {""},
-    "blocks": {"keys", "image_format"},
+    "blocks": {"keys", "image_format", "image_memory"},
     "trace": {"keys"},
-    "ssd": {"keys", "image_format", "memory", "migrations", "metrics", "blocks"},
-    "remote": {"keys", "image_format", "metrics", "redaction"},
+    "ssd": {"keys", "image_format", "image_memory", "memory", "migrations", "metrics", "blocks"},
+    "remote": {"keys", "image_format", "image_memory", "metrics", "redaction"},
     "codecs": {"kernels"},
     "calibration": {"codecs"},
     "live": {"codecs", "memory"},
-    "tiers": {"blocks", "image_format", "keys", "memory", "metrics", "remote", "settings", "ssd"},
+    "tiers": {"blocks", "image_format", "image_memory", "keys", "memory", "metrics", "remote", "settings", "ssd"},
     "layers": {"keys", "image_format", "codecs", "blocks"},
     "ranks": {"codecs"},
 }  # fmt: skip
@@ -52,8 +54,8 @@ ONLY = {
 LATE = {("settings", "codecs"), ("metrics", "")}
 
 WITHOUT_MLX = [
-    "keys", "image_format", "memory", "blocks", "settings", "ssd", "identity", "trace", "metrics", "tiers", "remote",
-    "redaction",
+    "keys", "image_format", "image_memory", "memory", "blocks", "settings", "ssd", "identity", "trace", "metrics", "tiers",
+    "remote", "redaction",
 ]  # fmt: skip
 
 

@@ -10,6 +10,8 @@ import threading
 from types import TracebackType
 from typing import NamedTuple
 
+from prefixcache.image_memory import ForImages
+
 
 class Held(NamedTuple):
     """Bytes held now. `queued` is the part of `images` that waits for the SSD; `total` never exceeds `Budget.bound`."""
@@ -46,6 +48,10 @@ class Budget:
         """Bytes that could be reserved now; below 0 while more is held than a lowered limit allows."""
         with self._lock:
             return self.limit - self._images - self._nodes - self._reserved
+
+    def for_images(self) -> ForImages:
+        """What images may take, and take. Without the lock: this is asked when an image dies, at any moment."""
+        return ForImages(self.limit - self._nodes, self._images)
 
     @property
     def queued(self) -> int:

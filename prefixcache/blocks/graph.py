@@ -361,9 +361,9 @@ class Graph:
 
     def _free(self, slot: Slot) -> None:
         """A slot's image is no longer in RAM."""
-        slot.image = None
         self.ram_by_label[slot.node.label] -= slot.nbytes
-        self.budget.free_image(slot.nbytes)
+        self.budget.free_image(slot.nbytes)  # first: then its memory can be kept for the next image
+        slot.image = None
         self.version += _has_siblings(slot)
 
     def _count(self, slot: Slot, tier: int, by: int) -> None:

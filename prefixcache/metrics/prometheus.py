@@ -103,6 +103,8 @@ EVENTS = (  # since the cache was opened, of `Counters`
     Kind("evicted_images", "Images evicted to make room.", _evicted, "tier"),
     Kind("dropped_images", "Images evicted from RAM that the SSD was to get and did not.", lambda c: c.dropped),
     Kind("dropped_bytes", "Bytes of the dropped images.", lambda c: c.dropped_bytes),
+    Kind("idle_bytes", "Bytes of images that were queued for the SSD while nobody asked (setting spill_idle).",
+         lambda c: c.idle_bytes),
     Kind("declined_images", "Images evicted from RAM that the SSD did not admit at first sight.", lambda c: c.declined),
     Kind("forgotten_images", "Images deleted from the SSD because RAM had no room to index them.", lambda c: c.forgotten),
     Kind("corrupt_images", "Files found damaged when they were read, and quarantined.", lambda c: c.corrupt),

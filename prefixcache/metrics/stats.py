@@ -94,6 +94,7 @@ class Counters:
     evicted: int = 0  # images evicted from RAM
     dropped: int = 0  # of them, images that the SSD was to get and did not
     dropped_bytes: int = 0
+    idle_bytes: int = 0  # of images that were queued for the SSD while nobody asked
     declined: int = 0  # images that the SSD was not given at first sight
     forgotten: int = 0  # images that left the SSD because nodes filled the RAM
     ssd_evicted: int = 0  # images evicted from the SSD to keep its limit

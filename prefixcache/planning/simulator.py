@@ -34,6 +34,7 @@ from prefixcache.planning.simulated_ssd import SimulatedImage, SimulatedSsd
 from prefixcache.planning.sizes import Sizes
 from prefixcache.settings import Settings
 from prefixcache.ssd.entries import NamespaceRow
+from prefixcache.tiers.idle import LOOKS, PERIOD, Idle
 from prefixcache.tiers.namespace import Namespace
 from prefixcache.tiers.promotion import promote
 from prefixcache.tiers.prompt import Hit, Prompt, count_hit, take_hit
@@ -165,12 +166,14 @@ class Simulation:
         policy: str = "lru",
         admission: str = "always",
         spill: str = "drop",
+        idle: int | str = 0,
     ):
         if ram < 0 or ssd < 0 or not (ram or ssd):
             raise ValueError(f"ram={ram}, ssd={ssd}: nothing could be kept; give at least one of them a size")
         settings = Settings.model_construct(
-            ram=ram, ssd_dir=None, ssd=ssd, codec=codec, policy=policy, ssd_admission=admission, spill=spill
-        )
+            ram=ram, ssd_dir=None, ssd=ssd, codec=codec, policy=policy, ssd_admission=admission, spill=spill,
+            spill_idle=idle,
+        )  # fmt: skip
         self.storage = storage = self.makes_storage(settings, settings.ram_bytes(0), tiers=2 if ssd else 1)
         self.ssd: SimulatedSsd | None = None
         if isinstance(codec, Calibrated) and reserve_basis(storage, codec.basis, 0) is None:
@@ -189,6 +192,8 @@ class Simulation:
             storage.changed = _Turns(self.ssd)  # type: ignore[assignment]
         self.namespace = namespace
         self._maker = SizeMaker(namespace, sizes, self.ssd)
+        self._now = 0.0
+        self._idle = Idle(storage, lambda: self._now)
 
     def prompt(self, token_bytes: bytes) -> Prompt:
         """One request's tokens (raw int64 bytes), for `fetch` and `store`."""
@@ -214,6 +219,13 @@ class Simulation:
         if deepest.depth > hit_depth(deepest.walk, RAM, len(prompt)):
             promote(self.storage, prompt, 0)
             self.settle()
+
+    def rest(self, since: float, until: float) -> None:
+        """Nobody asks between these two times (seconds)."""
+        if until - since > LOOKS * PERIOD:
+            self._now = since
+            while self._idle.write():
+                self.settle()
 
     def used(self, hit: Hit) -> None:
         """A hit, pinned now. For a fleet's machine to see."""
@@ -243,6 +255,7 @@ def simulate(
     policy: str = "lru",
     admission: str = "always",
     spill: str = "drop",
+    idle: int | str = 0,
     leave: int = 1,
     block: int = 512,
     progress: Callable[[int], None] | None = None,
@@ -250,15 +263,17 @@ def simulate(
     """Serve these requests, one after the other, with a cache of `ram` and `ssd` bytes. An id stands for `block` tokens.
 
     `leave` tokens of each prompt are computed in any case, as with `PrefixCache.fetch`. `progress` is told the requests done,
-    now and then. Raises ValueError where neither RAM nor SSD has a size.
+    now and then. `idle` is the setting `spill_idle`: 0, since what it adds depends on how long the server lives; "auto" has
+    all gaps of the trace used. Raises ValueError where neither RAM nor SSD has a size.
     """
-    run = Simulation(state, codec, ram=ram, ssd=ssd, policy=policy, admission=admission, spill=spill)
+    run = Simulation(state, codec, ram=ram, ssd=ssd, policy=policy, admission=admission, spill=spill, idle=idle)
     asked, given, read = array("q"), array("q"), array("q")
     first, last = None, 0.0
     prompts = Prompts(block)
     with collector_at_rest():
         for number, request in enumerate(requests):
             prompt = run.prompt(prompts.token_bytes(request))
+            run.rest(last, request.time)
             first, last = request.time if first is None else first, request.time
             if request.call != "store" and len(prompt):
                 before = run.ssd.read_bytes if run.ssd is not None else 0

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from prefixcache import image_memory
 from prefixcache.image_format import SNAPSHOT, Kind
 from prefixcache.keys import canonical
 from prefixcache.redaction import masked
@@ -209,7 +210,7 @@ class _NoUnsealing:
 
 
 def _aligned(nbytes: int) -> np.ndarray:
-    memory = np.empty(nbytes + ALIGNED, np.uint8)
+    memory = image_memory.take(nbytes + ALIGNED)
     skipped = -memory.ctypes.data % ALIGNED
     return memory[skipped : skipped + nbytes]
 

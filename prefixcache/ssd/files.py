@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from prefixcache import keys
+from prefixcache import image_memory, keys
 from prefixcache.image_format import (
     FORMAT,
     HEADER_LIMIT,
@@ -163,7 +163,7 @@ def _open(path: str) -> tuple[int, os.stat_result]:
 
 
 def _read(fd: int, nbytes: int, identity: tuple[int, int]) -> np.ndarray:
-    data = np.empty(nbytes, np.uint8)
+    data = image_memory.take(nbytes)
     view, at = data.data, 0
     while at < nbytes:
         n = os.readv(fd, [view[at : at + _STEP]])

@@ -97,22 +97,26 @@ class Writer:
 
     def _work(self) -> None:
         while (batch := self._next()) is not None:
-            for write in batch.cancelled:
-                self._call(write)
-            error = self._attempt(batch)
-            again = self._make_room(batch, error)
-            if again:
-                error = None
-            ended = [write for write in batch.writes if write not in again]
-            for write in ended:
-                self._report(write, error)
-            batch.failed = sum(not write.done for write in ended)
-            for write in self._queue.finish(batch, error, again):
-                self._call(write)
-            if error is not None:
-                self._tell(str(error))
-            elif batch.writes:
-                self._told = "", 0.0
+            self._do(batch)
+            del batch  # its images may be evicted while the next one is waited for
+
+    def _do(self, batch: Batch) -> None:
+        for write in batch.cancelled:
+            self._call(write)
+        error = self._attempt(batch)
+        again = self._make_room(batch, error)
+        if again:
+            error = None
+        ended = [write for write in batch.writes if write not in again]
+        for write in ended:
+            self._report(write, error)
+        batch.failed = sum(not write.done for write in ended)
+        for write in self._queue.finish(batch, error, again):
+            self._call(write)
+        if error is not None:
+            self._tell(str(error))
+        elif batch.writes:
+            self._told = "", 0.0
 
     def _next(self) -> Batch | None:
         """The next batch. While none comes: see whether the directory is still there, and what its disk has free."""

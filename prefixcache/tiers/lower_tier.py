@@ -187,6 +187,10 @@ class LowerTier:
         finally:
             self._storage.graph.unpin(pinned)
 
+    def missing(self, slot: Slot) -> list[Slot]:
+        """What must be written for the tier to have a slot's image, what it depends on first."""
+        return [required for required in self._with_parents(slot) if not self._has(required)]
+
     def delete(self, slot: Slot) -> None:
         """A slot's image is deleted from the tier, or its write is cancelled."""
         self.unindexed.pop((slot.kind, slot.key), None)

@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable
 
+from prefixcache import image_memory
 from prefixcache.memory import available_memory, give_back
 from prefixcache.tiers.ram import GRAPH_SHARE
 from prefixcache.tiers.storage import Storage
@@ -63,7 +64,7 @@ class Pressure:
             elif before < full and -missing >= (EASE - 1) * self._reserve:
                 limit = min(full, before + max(full // STEPS, 1))
             less = (limit != before or budget.room < 0) and storage.ram.resize(limit) < held.total
-        if less:
+        if less or (missing > 0 and image_memory.kept_bytes()):
             give_back()
         if before == full > limit:
             log.warning("%d bytes of memory are free, less than memory_reserve=%d: the RAM budget goes from %d to %d until "

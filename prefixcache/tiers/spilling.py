@@ -1,4 +1,6 @@
-"""What is written to the tier below RAM, and when: ahead of eviction, block by block, or all of it at the end."""
+"""What is written to the tier below RAM, and when: ahead of eviction, block by block, while nobody asks, or all of it at the
+end.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 
 AHEAD_SHARE = 4  # a quarter of a full RAM is written before it must be evicted
 AHEAD_STEP = 32  # and is looked at again when so much of the budget is new
+IDLE_SHARE = 8  # of the budget that waits for a write because nobody asks: what comes next finds the queue half empty
 
 
 class Spilling:
@@ -58,8 +61,27 @@ class Spilling:
         """
         if self._storage.spill_tier is None or self._storage.settings.spill != "through":
             return
-        self._backlog.update((slot, None) for slot in slots if slot.kind == SNAPSHOT or slot.node.is_whole)
+        self._backlog.update((slot, None) for slot in slots if _is_lasting(slot))
         self.drain_backlog()
+
+    def write_idle(self, nbytes: int) -> int:
+        """Queue at most `nbytes` of whole blocks and snapshots, with what they depend on, the most recent first. Returns the
+        bytes queued. The rest is for later calls: no more waits at once than an 8th of the budget.
+        """
+        storage, tier = self._storage, self._storage.spill_tier
+        queued, most = 0, storage.budget.limit // IDLE_SHARE
+        if tier is None:
+            return 0
+        for slot in list(reversed(storage.graph.orders[RAM])):
+            if not (self._is_dirty(slot) and _is_lasting(slot) and storage.ram.admits(slot)):
+                continue
+            for required in tier.missing(slot):
+                waiting = storage.budget.held().queued
+                fits = queued + required.nbytes <= nbytes and (not waiting or waiting + required.nbytes <= most)
+                if not (fits and tier.tier.has_room(required.nbytes) and tier.spill(required)):
+                    return queued
+                queued += required.nbytes
+        return queued
 
     def drain_backlog(self) -> None:
         tier = self._storage.spill_tier
@@ -130,3 +152,8 @@ class Spilling:
     def _is_dirty(self, slot: Slot) -> bool:
         """Whether RAM alone has it, and it is not being written."""
         return slot.tiers == 1 << RAM and not slot.pending
+
+
+def _is_lasting(slot: Slot) -> bool:
+    """Whether it is of a whole block, or a snapshot. Each turn of a conversation has another tail."""
+    return slot.kind == SNAPSHOT or slot.node.is_whole

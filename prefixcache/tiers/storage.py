@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from prefixcache import image_memory
 from prefixcache.blocks.budget import Budget
 from prefixcache.blocks.eviction import least_recent_leaf
 from prefixcache.blocks.graph import Graph
@@ -39,6 +40,7 @@ class Storage:
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.budget = Budget(ram)
+        image_memory.keep_within(self.budget)
         self.graph = Graph(self.budget, settings.policy, tiers)
         self.namespaces: dict[bytes, Namespace] = {}  # by root key
         self.counters = Counters()

@@ -103,7 +103,14 @@ class Scenario:
     def _opened(self, codec: str) -> PrefixCache:
         ram = RAM_BYTES + BASIS_RAM * (IS_TRANSFORM and codec == LEVELLED)
         return PrefixCache(
-            ram=ram, ssd_dir=self.root, ssd=SSD_BYTES, codec=codec, spill="wait", spill_wait=1, close_timeout=20
+            ram=ram,
+            ssd_dir=self.root,
+            ssd=SSD_BYTES,
+            codec=codec,
+            spill="wait",
+            spill_wait=1,
+            close_timeout=20,
+            spill_idle=0,  # its calls are numbered
         )
 
     def store(self, *names: str) -> None:

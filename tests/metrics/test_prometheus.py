@@ -35,7 +35,8 @@ EVENTS = {
     "stored_bytes": "stored_bytes", "recoded_tokens": "recoded_tokens", "dropped_images": "dropped",
     "dropped_bytes": "dropped_bytes", "forgotten_images": "forgotten", "corrupt_images": "corrupt",
     "write_errors": "write_errors", "denied_reservations": "denied",
-    "not_finite_stores": "not_finite", "declined_images": "declined", "remote_promoted_images": "remote_promoted_images",
+    "not_finite_stores": "not_finite", "declined_images": "declined", "idle_bytes": "idle_bytes",
+    "remote_promoted_images": "remote_promoted_images",
 }  # fmt: skip
 LABELLED = {
     ("fetch_tokens", "hit"): "hit_tokens", ("store_tokens", "new"): "stored_tokens",

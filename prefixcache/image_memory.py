@@ -1,0 +1,247 @@
+"""Memory for images: cut out of mappings of ours, used again by the next images, given back to the system page by page.
+
+A heap keeps freed images in arenas of each thread (glibc), so the process grows beyond its budget; a mapping for each image
+costs a page fault for every 4 kB. Here what images leave is kept for the next ones, as far as the budgets have room for it
+and a little beyond. `take` is called wherever an image comes into being, `give_back` by who wants free memory to leave the
+process.
+
+Memory that nobody uses is `kept` (its pages are the process's) or `clean` (address space only).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import threading
+from bisect import bisect_left, insort
+from collections import deque
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakSet
+
+import numpy as np
+
+LEAST = 64 << 10  # bytes; smaller ones are the heap's: of the last page half is lost on average
+SLACK = 16  # beyond the budgets a 16th of them may be kept: what is kept rarely lies where the next image fits
+REGION = 256 << 20  # bytes of address space that are mapped at once, or what the image takes
+SPAN = 1 << 48  # a region begins at a multiple of this in the pool's own count of addresses, and is shorter
+
+
+class ForImages(NamedTuple):
+    """Bytes of a budget: how many images may take, and how many they take, those in the heap counted."""
+
+    limit: int
+    taken: int
+
+
+class HasImages(Protocol):
+    """A budget."""
+
+    def for_images(self) -> ForImages:
+        """Its bytes now. Asked at any moment, when an image dies: it may take no lock."""
+
+
+class Extent(NamedTuple):
+    """Memory that an image has, and the pool to put it back to."""
+
+    pool: Pool
+    start: int
+    nbytes: int
+
+
+class FreeSpace:
+    """Extents that no image has, joined with their neighbours. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._sizes: list[tuple[int, int]] = []  # (bytes, start), sorted
+        self._ends: dict[int, int] = {}  # start -> end
+        self._starts: dict[int, int] = {}  # end -> start
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def add(self, start: int, nbytes: int) -> None:
+        self.nbytes += nbytes
+        end = start + nbytes
+        if start in self._starts:
+            start = self._cut(self._starts[start])[0]
+        if end in self._ends:
+            end = self._cut(end)[1]
+        self._ends[start], self._starts[end] = end, start
+        insort(self._sizes, (end - start, start))
+
+    def take(self, nbytes: int) -> int | None:
+        """Where the smallest extent begins that has so many bytes; they are no longer free. None where none has."""
+        at = bisect_left(self._sizes, (nbytes, 0))
+        if at == len(self._sizes):
+            return None
+        start, end = self._cut(self._sizes[at][1])
+        self.nbytes -= end - start
+        if end - start > nbytes:
+            self.add(start + nbytes, end - start - nbytes)
+        return start
+
+    def pop_smallest(self) -> tuple[int, int]:
+        """The start and the bytes of the smallest extent, which is no longer free."""
+        nbytes, start = self._sizes[0]
+        self._cut(start)
+        self.nbytes -= nbytes
+        return start, nbytes
+
+    def remove(self, start: int, nbytes: int) -> bool:
+        """Whether this very extent was there, undivided; it is gone then."""
+        if self._ends.get(start) != start + nbytes:
+            return False
+        self._cut(start)
+        self.nbytes -= nbytes
+        return True
+
+    def _cut(self, start: int) -> tuple[int, int]:
+        end = self._ends.pop(start)
+        del self._starts[end]
+        del self._sizes[bisect_left(self._sizes, (end - start, start))]
+        return start, end
+
+
+class Pool:
+    """`_lock` guards all but `_left`: the collector frees images at any moment, also while the lock is held."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._budgets: WeakSet[Any] = WeakSet()
+        self._left: deque[Extent] = deque()  # by images that are gone, not kept yet
+        self._regions: dict[int, mmap.mmap] = {}
+        self._numbers = 0
+        self._used = 0  # bytes of the extents that images have
+        self._kept = FreeSpace()
+        self._clean = FreeSpace()
+
+    @property
+    def kept_bytes(self) -> int:
+        return self._kept.nbytes
+
+    def keep_within(self, budget: HasImages) -> None:
+        """From now on memory is kept for the room that this budget has, too, as long as it lives."""
+        with self._lock:
+            self._budgets.add(budget)
+
+    def take(self, nbytes: int) -> np.ndarray | None:
+        """Memory for an image. None where the system has none."""
+        size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        with self._lock:
+            self._keep_left()
+            start = self._kept.take(size)
+            if start is None:
+                start = self._clean_extent(size)
+            if start is None:
+                return None
+            self._used += size
+            self._release(self._allowed())
+            region = self._regions[start // SPAN]
+        self._settle()
+        buffer = _Buffer.__new__(_Buffer, (nbytes,), np.uint8, region, start % SPAN)
+        buffer.extent = Extent(self, start, size)
+        return buffer.view(np.ndarray)
+
+    def put(self, extent: Extent) -> None:
+        """The image that had this memory is gone."""
+        self._left.append(extent)
+        self._settle()
+
+    def give_back(self) -> None:
+        """Give the system all that no image has."""
+        with self._lock:
+            self._keep_left()
+            self._release(0)
+            for number, region in list(self._regions.items()):
+                if self._clean.remove(number * SPAN, len(region)):
+                    del self._regions[number]
+
+    def _settle(self) -> None:
+        """Keep what images left, as far as the budgets allow. Nothing is done while another thread, or this one, has the
+        lock: whoever has it comes here when it lets go.
+        """
+        while self._left and self._lock.acquire(blocking=False):
+            try:
+                self._keep_left()
+                self._release(self._allowed())
+            finally:
+                self._lock.release()
+
+    def _allowed(self) -> int:
+        """Bytes that may be kept."""
+        budgets = [budget.for_images() for budget in self._budgets]
+        limit = sum(budget.limit + budget.limit // SLACK for budget in budgets)
+        return limit - max(self._used, sum(budget.taken for budget in budgets))
+
+    def _keep_left(self) -> None:
+        while self._left:
+            extent = self._left.popleft()
+            self._used -= extent.nbytes
+            self._kept.add(extent.start, extent.nbytes)
+
+    def _release(self, limit: int) -> None:
+        """Give the system what is kept, the smallest extents first, until no more than `limit` bytes are."""
+        while self._kept and self._kept.nbytes > limit:
+            start, nbytes = self._kept.pop_smallest()
+            self._regions[start // SPAN].madvise(mmap.MADV_DONTNEED, start % SPAN, nbytes)
+            self._clean.add(start, nbytes)
+
+    def _clean_extent(self, nbytes: int) -> int | None:
+        start = self._clean.take(nbytes)
+        if start is not None:
+            return start
+        size = max(nbytes, REGION)
+        try:
+            region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError:  # the address space may be limited: the heap may still have some
+            return None
+        self._numbers += 1
+        self._regions[self._numbers] = region
+        self._clean.add(self._numbers * SPAN, size)
+        return self._clean.take(nbytes)
+
+
+class _Buffer(np.ndarray):
+    """What all views of an extent stand on: it goes when the last of them is gone."""
+
+    __slots__ = ("extent",)
+    extent: Extent
+
+    def __del__(self) -> None:
+        self.extent.pool.put(self.extent)
+
+
+enabled = sys.platform == "linux"  # elsewhere the C library gives large blocks back by itself
+_pool = Pool()
+
+
+def _begin_anew() -> None:
+    """In a forked child: the lock may be held by a thread that stayed behind."""
+    global _pool
+    _pool = Pool()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
+
+
+def take(nbytes: int) -> np.ndarray:
+    """`nbytes` of memory (uint8, not zeroed) for an image. It is free again when its last view is gone."""
+    memory = _pool.take(nbytes) if enabled and nbytes >= LEAST else None
+    return memory if memory is not None else np.empty(nbytes, np.uint8)
+
+
+def keep_within(budget: HasImages) -> None:
+    """Keep what images leave for the room that this budget has, beside that of others, as long as it lives."""
+    _pool.keep_within(budget)
+
+
+def kept_bytes() -> int:
+    """Bytes that are kept for images to come."""
+    return _pool.kept_bytes
+
+
+def give_back() -> None:
+    """Give the system what is kept for images to come."""
+    _pool.give_back()

@@ -1,0 +1,89 @@
+"""Writing while nobody asks: what RAM alone has goes to the tier below it, so that a kill or a power cut loses little.
+
+What eviction or `close` would write later is written earlier, and not again. What would never have been written, because it
+is removed or superseded in RAM, costs bytes: so there is a limit for each day.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+from prefixcache.tiers.storage import Storage
+
+log = logging.getLogger("prefixcache")
+
+PERIOD = 1.0  # seconds between two looks
+LOOKS = 3  # so many in a row that find nothing asked and nothing stored: nobody asks
+DAY = 86_400.0  # seconds
+
+
+class Idle:
+    """`look` is one look, on any thread; `start` has a thread do it once a second until `stop`, or until the storage is gone.
+
+    A day is one of UTC, and its bytes are counted from the opening on. Of `look` and `write` one call runs at a time.
+    """
+
+    def __init__(self, storage: Storage, clock: Callable[[], float] = time.time):
+        self._storage = weakref.ref(storage)
+        self._clock = clock
+        self._stop = threading.Event()
+        self._seen: tuple[int, ...] = ()  # what had happened at the look before
+        self._quiet = 0  # looks since then
+        self._day = self._spent = 0
+        self._done: tuple[tuple[int, ...], int] | None = None  # after this, on this day, there was nothing to write
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="prefixcache-idle", daemon=True).start()
+
+    def stop(self) -> None:
+        """Does not wait: whoever calls it may hold what the thread waits for."""
+        self._stop.set()
+
+    def _run(self) -> None:
+        while not self._stop.wait(PERIOD) and self._storage() is not None:
+            try:
+                self.look()
+            except Exception:
+                log.exception("spill_idle: what RAM alone has could not be written")
+
+    def look(self) -> None:
+        """Write, if nobody has asked for a while and something may be left to write."""
+        storage = self._storage()
+        if storage is None:
+            return
+        counters = storage.counters
+        seen = counters.fetches, counters.stores, counters.promoted_bytes, counters.write_errors
+        if seen != self._seen:
+            self._seen, self._quiet = seen, 0
+        else:
+            self._quiet += 1
+        now = seen, self._today()
+        if self._quiet < LOOKS or now == self._done:
+            return
+        tier = storage.spill_tier
+        if not self.write() and not storage.budget.queued and tier is not None and tier.tier.has_room(1):
+            self._done = now
+
+    def write(self) -> int:
+        """Queue what RAM alone has, as much as the day's limit and the queue take. Returns the bytes queued."""
+        storage = self._storage()
+        if storage is None or storage.spill_tier is None:
+            return 0
+        with storage.lock:
+            if self._stop.is_set():
+                return 0
+            today = self._today()
+            if today != self._day:
+                self._day, self._spent = today, 0
+            limit = storage.settings.idle_bytes(storage.spill_tier.tier.limit)
+            queued = storage.spilling.write_idle(limit - self._spent)
+            self._spent += queued
+            storage.counters.idle_bytes += queued
+        return queued
+
+    def _today(self) -> int:
+        return int(self._clock() // DAY)
