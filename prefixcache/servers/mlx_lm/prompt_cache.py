@@ -17,7 +17,7 @@ from mlx_lm.models.cache import LRUPromptCache
 
 from prefixcache.blocks.budget import Reservation
 from prefixcache.cache import PrefixCache
-from prefixcache.identity import model_identity, nameless
+from prefixcache.identity import folder_of, model_identity, nameless
 from prefixcache.layers import CacheError
 from prefixcache.ranks import OutOfStep
 from prefixcache.servers.read_or_compute import ReadOrCompute
@@ -29,7 +29,7 @@ RESTORED = "restored"  # the type of sequences that came from the SSD after a re
 ROOM = 2048  # tokens that a hit can grow by before its layers do: mlx_lm.server's step of a prefill
 
 
-Stamp = tuple[tuple[str, int, int], ...]  # name, bytes and time of change of files
+Stamp = tuple[tuple[str, int, int], ...]  # path, bytes and time of change of files
 
 
 class TieredPromptCache(LRUPromptCache):
@@ -280,11 +280,13 @@ def _parts(model: Any) -> tuple[Any, Any, Any]:
 
 
 def _stamp(model: Any) -> Stamp:
-    """The files behind a model key, as far as looking at their names and times tells; () for what is no folder."""
+    """The files behind a model key, as far as looking at their names and times tells: of a repository, those of the revision
+    that is here now. () where there are none.
+    """
     files: list[tuple[str, int, int]] = []
     for part in _parts(model):
-        if isinstance(part, (str, os.PathLike)):
-            with suppress(OSError):
-                about = [(file.name, file.stat()) for file in os.scandir(os.fspath(part)) if file.is_file()]
-                files += [(name, stat.st_size, stat.st_mtime_ns) for name, stat in about]
+        if part is not None:
+            with suppress(OSError, ValueError, TypeError):
+                about = [(file.path, file.stat()) for file in os.scandir(folder_of(part)) if file.is_file()]
+                files += [(path, stat.st_size, stat.st_mtime_ns) for path, stat in about]
     return tuple(sorted(files))
