@@ -112,6 +112,14 @@ def nameless() -> str:
     return f"process-{os.getpid()}-{_BORN:x}-{next(_nameless)}"
 
 
+def version_of(distribution: str) -> str:
+    """The version of an installed package; "" where it isn't installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
 # -- folders and names --------------------------------------------------------------------------------------------------
 
 
@@ -278,8 +286,7 @@ def _program(folder: Path, config: dict[str, Any]) -> str:
         start = folder / config["model_file"] if config.get("model_file") is not None else _module_of(package, config)
         return f"|code {_code_hash(package, start)}"
     except (LookupError, OSError, TypeError, ValueError, SyntaxError, RecursionError):
-        version = _version()
-        return f"|mlx-lm {version}" if version else ""
+        return f"|mlx-lm {version}" if (version := version_of("mlx-lm")) else ""
 
 
 def _package() -> Path:
@@ -288,13 +295,6 @@ def _package() -> Path:
     if spec is None or not spec.submodule_search_locations:
         raise LookupError(_LIBRARY)
     return Path(next(iter(spec.submodule_search_locations)))
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("mlx-lm")
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def _module_of(package: Path, config: dict[str, Any]) -> Path:

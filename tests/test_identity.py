@@ -490,7 +490,7 @@ def test_where_the_code_is_not_found_mlx_lms_version_stands_for_it(model, librar
     monkeypatch.undo()
     monkeypatch.setattr(identity, "_LIBRARY", "no_such_library")
     assert code_of(model) == f"mlx-lm {version}"
-    monkeypatch.setattr(identity, "_version", str)
+    monkeypatch.setattr(identity, "version_of", lambda distribution: "")
     assert "|" not in model_identity(model)
 
 

@@ -19,6 +19,7 @@ from prefixcache.blocks.budget import Reservation
 from prefixcache.cache import PrefixCache
 from prefixcache.identity import folder_of, model_identity, nameless
 from prefixcache.layers import CacheError
+from prefixcache.layers.form import Form
 from prefixcache.ranks import OutOfStep
 from prefixcache.servers.read_or_compute import ReadOrCompute
 from prefixcache.tiers.prompt import Prompt
@@ -52,19 +53,23 @@ class TieredPromptCache(LRUPromptCache):
         max_bytes: int | None = None,
         *,
         identify: Callable[[Any], str] | None = None,
+        like: Callable[[Any], list[Any] | Form | None] | None = None,
         longest_wait: float = 30.0,
         whole_blocks: bool = False,
     ):
         """`cache`: the caller's, who closes it. `max_size`: sequences in all tiers, beyond which the least recently used are
         deleted; None: as many as the bytes allow. `max_bytes`: of prompt caches in RAM; None: the cache's budget. `identify`:
-        the name of a model key's weights (default: `identity_of`). `longest_wait`: seconds that a lookup waits for the SSD at
-        most; it waits as long as that is quicker than computing. `whole_blocks`: see `PrefixCache.fetch` and `store`.
+        the name of a model key's weights (default: `identity_of`). `like`: a prompt cache as the caller makes it for a model
+        key, or its `Form`: what was stored in another form is then a miss, see `PrefixCache.prompt`. `longest_wait`: seconds
+        that a lookup waits for the SSD at most; it waits as long as that is quicker than computing. `whole_blocks`: see
+        `PrefixCache.fetch` and `store`.
         """
         super().__init__(1 << 62 if max_size is None else max_size, 1 << 62 if max_bytes is None else max_bytes)
         self.cache = cache
         self.reading = ReadOrCompute(cache, longest_wait, whole_blocks)
         self.failed = 0  # inserts that could not be kept
         self._identify = identify or identity_of
+        self._like = like or (lambda model: None)
         self._names: dict[Any, tuple[str, Stamp]] = {}
         self._last_model: Any = None
         self._whole_blocks = whole_blocks
@@ -191,7 +196,9 @@ class TieredPromptCache(LRUPromptCache):
     # -- the PrefixCache --------------------------------------------------------------------------------------------------
 
     def _prompt(self, model: Any, tokens: Sequence[int] | Prompt, salt: bytes) -> Prompt:
-        return tokens if isinstance(tokens, Prompt) else self.cache.prompt(tokens, model=self.name_of(model), salt=salt)
+        if isinstance(tokens, Prompt):
+            return tokens
+        return self.cache.prompt(tokens, model=self.name_of(model), salt=salt, like=self._like(model))
 
     def _wait_for_ssd(self, prompt: Prompt) -> None:
         self.reading.wait(prompt)

@@ -11,14 +11,19 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 
 from prefixcache.layers import CacheError
+from prefixcache.layers.form import Form
 from prefixcache.layers.image_layout import read
+from prefixcache.servers.model_form import form_of
 
 
 class Provider(upstream.ModelProvider):
-    """`on_load` is called with the key of each model that was loaded. `sliceable`: its state can be cut at any token."""
+    """`on_load` is called with the key of each model that was loaded. `sliceable`: its state can be cut at any token. `form`:
+    what its prompt caches are like, those of its draft model behind them.
+    """
 
     on_load: Callable[[Any], Any] = staticmethod(lambda model_key: None)
     sliceable = False
+    form: Form | None = None
 
     def __init__(self, cli_args: Any):
         self._prompt_concurrency = cli_args.prompt_concurrency
@@ -39,9 +44,15 @@ class Provider(upstream.ModelProvider):
 
     def _load(self, *args: Any, **kwargs: Any) -> Any:
         loaded = super()._load(*args, **kwargs)
+        self.form = self._form()
         self.on_load(self.model_key)
         self._prepare_for(make_prompt_cache(self.model))
         return loaded
+
+    def _form(self) -> Form | None:
+        bits = getattr(self.cli_args, "kv_bits", None)  # mlx-lm 0.31 has none
+        models = [model for model in (self.model, self.draft_model) if model is not None]
+        return form_of(*models, kv_bits=bits, kv_group_size=getattr(self.cli_args, "kv_group_size", 64))
 
     def _prepare_for(self, prompt_cache: list[Any]) -> None:
         """Prompts of unequal length that mlx-lm prefills together leave some recurrent states wrong (ml-explore/mlx-lm#1736),

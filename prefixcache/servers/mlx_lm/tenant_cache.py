@@ -117,7 +117,7 @@ class TenantPromptCache(TieredPromptCache):
         prompt, ids = request.prompt, as_tokens(tokens)
         common = min(len(ids), len(prompt))
         if not np.array_equal(ids[:common], prompt.given[:common]):
-            return self.cache.prompt(ids, model=prompt.model, salt=prompt.salt)
+            return self.cache.prompt(ids, model=prompt.model, salt=prompt.salt, like=prompt.form)
         return prompt.continued(ids[common:]) if len(ids) > common else prompt.first(common)
 
     def _wait_for_ssd(self, prompt: Prompt) -> None:
