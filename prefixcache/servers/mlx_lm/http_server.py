@@ -15,7 +15,7 @@ from huggingface_hub import CacheNotFound, scan_cache_dir
 
 from prefixcache.metrics import prometheus
 from prefixcache.servers import request_log
-from prefixcache.servers.mlx_lm.answers import Ended
+from prefixcache.servers.mlx_lm.answers import Ended, StepFailed
 from prefixcache.servers.mlx_lm.errors import ServeError
 from prefixcache.servers.request_log import RequestLog
 from prefixcache.servers.salts import BY_CACHE_SALT, NoSalt, Salts
@@ -92,8 +92,8 @@ class Handler(upstream.APIHandler):
             super().handle_completion(request, stop_words)
             end = ""
         except Ended as error:
-            end = request_log.CUT
-            self._cut(str(error))
+            end = request_log.FAILED if isinstance(error, StepFailed) else request_log.CUT
+            self._cut(error.status, str(error))
         except OSError:
             end = request_log.GONE
             raise
@@ -114,18 +114,19 @@ class Handler(upstream.APIHandler):
         else:
             super().log_message(text, *args)
 
-    def _cut(self, error: str) -> None:
+    def _cut(self, status: int, error: str) -> None:
         """The end of an answer that is not whole. Clients take an event with an error for one; without Content-Length, a
         closed connection alone looks like the end of an answer.
         """
         if not self.stream:
             self._headers_buffer: list[bytes] = []  # the status 200, which was not sent yet
-            return self._refuse(503, error)
-        self.wfile.write(f"data: {_told(503, error)}\n\n".encode())
+            return self._refuse(status, error)
+        self.wfile.write(f"data: {_told(status, error)}\n\n".encode())
 
     def _set_completion_headers(self, status_code: int = 200) -> None:
-        if isinstance(sys.exc_info()[1], Ended):  # mlx-lm says 404, whatever a request failed of
-            status_code = 503
+        error = sys.exc_info()[1]
+        if isinstance(error, Ended):  # mlx-lm says 404, whatever a request failed of
+            status_code = error.status
         super()._set_completion_headers(status_code)
 
     def _refuse(self, status: int, error: str) -> None:

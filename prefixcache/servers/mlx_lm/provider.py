@@ -26,8 +26,15 @@ class Provider(upstream.ModelProvider):
     form: Form | None = None
 
     def __init__(self, cli_args: Any):
+        self._began = False
         self._prompt_concurrency = cli_args.prompt_concurrency
         super().__init__(cli_args)
+
+    def load_default(self) -> None:
+        """Load the default model, once: mlx-lm's loop, entered again after a failure, goes on with what is loaded."""
+        if not self._began:
+            super().load_default()
+            self._began = True
 
     def has(self, model_path: Any, adapter_path: Any, draft_model_path: Any) -> bool:
         """Whether the model is loaded that a request means by these names."""

@@ -333,6 +333,6 @@ def _has_images(request: Any) -> bool:
 def _without_rank_0s(request: Any) -> Any:
     """A request without what is only rank 0's."""
     bare = copy.copy(request)
-    for name in ("request_log", "tokenized"):
+    for name in ("request_log", "tokenized", "answers"):
         vars(bare).pop(name, None)
     return bare

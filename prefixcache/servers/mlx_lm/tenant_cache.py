@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models.cache import LRUPromptCache
 
 from prefixcache.cache import PrefixCache
 from prefixcache.keys import as_tokens
 from prefixcache.layers import CacheError
+from prefixcache.servers.mlx_lm.answers import Answers
 from prefixcache.servers.mlx_lm.prompt_cache import TieredPromptCache, identity_of
 from prefixcache.tiers.prompt import Prompt
 
@@ -26,13 +28,15 @@ log = logging.getLogger("prefixcache")
 class TokenizedRequest(NamedTuple):
     """A request's prompt as the cache has it, and what mlx-lm's `_tokenize` gave.
 
-    `prompt`: empty where it can't be kept. `boundaries`: ascending, where its state will be stored.
+    `prompt`: empty where it can't be kept. `boundaries`: ascending, where its state will be stored. `answers`: where it is
+    answered.
     """
 
     tokenizer: Any
     tokenized: Any
     prompt: Prompt
     boundaries: tuple[int, ...]
+    answers: Answers | None = None
 
 
 class RequestCache(list[Any]):
@@ -111,6 +115,23 @@ class TenantPromptCache(TieredPromptCache):
                 log.debug("blocks stay as they are computed: %s", error)
             except Exception as error:
                 self._fail(error)
+
+    def drop_hit(self, request: TokenizedRequest, depth: int, error: Exception) -> None:
+        """The model could not go on from what a request's lookup gave: nobody is given it again. The request, if it is not
+        answered yet, is to be computed from its first token on.
+        """
+        log.warning(
+            "a hit of %d tokens is deleted, since the model fails on it: %s: %s", depth, type(error).__name__, error
+        )
+        if request.answers is not None:
+            request.answers.begin_without_hit()
+        with self._turn:
+            try:
+                LRUPromptCache.trim_to(self, n_sequences=0)  # it may have been one of those that are kept as they are
+                self._pay_for_live()
+                self.cache.drop_hit(request.prompt, depth)
+            except Exception as failure:
+                self._fail(failure)
 
     def _seen(self, request: TokenizedRequest, tokens: Sequence[int]) -> Prompt:
         """The tokens that a request's layers have seen: the beginning of its prompt, or all of it and an answer."""
