@@ -34,6 +34,7 @@ from prefixcache.layers.classes import allow
 from prefixcache.layers.decoded import Decoded
 from prefixcache.layers.encode import evaluate
 from prefixcache.layers.finite import NotFinite
+from prefixcache.layers.form import Form
 from prefixcache.layers.image_layout import Plan, live_arrays, read
 from prefixcache.layers.joined import DamagedBlock
 from prefixcache.layers.read_ahead import ReadAhead
@@ -42,7 +43,7 @@ from prefixcache.memory import give_back, machine_memory
 from prefixcache.metrics.logs import Summary
 from prefixcache.metrics.stats import Stats
 from prefixcache.operations.agreed import depths_of_all, taken_by_all
-from prefixcache.operations.fetch import discard_damaged, find
+from prefixcache.operations.fetch import discard_damaged, discard_hit, find
 from prefixcache.operations.fetch import read_ahead as decode_ahead
 from prefixcache.operations.image_maker import LiveMaker
 from prefixcache.operations.namespaces import Namespaces
@@ -150,6 +151,7 @@ class PrefixCache:
         self._kernels = turboquant_backends.describe()
         self._said_not_finite = False
         self._last_flush = time.monotonic()  # of what was used, to the index
+        self._said: set[tuple[str, str]] = set()  # models and layouts of another form that a fetch has left alone
         self._close_lock = threading.RLock()  # a signal's handler may close what is being closed
         self._pid = os.getpid()
         self._ssd: Ssd | None = None
@@ -234,21 +236,30 @@ class PrefixCache:
 
     # -- storing and finding ------------------------------------------------------------------------------------------
 
-    def prompt(self, tokens: Tokens, *, model: str, salt: bytes = b"") -> Prompt:
+    def prompt(self, tokens: Tokens, *, model: str, salt: bytes = b"", like: list[Any] | Form | None = None) -> Prompt:
         """A request's tokens, checked once: the calls below take it in the place of tokens, model and salt, and then walk the
         graph of blocks once for all of them.
 
-        Raises TypeError or ValueError for bad tokens, model or salt.
+        `like` is a prompt cache as the caller makes it, or a `Form` made of such: what was stored with layers of other
+        classes or attributes (a ring's `max_size`) is then a miss, and once a token went through it, of other heads, widths
+        or dtypes, too. Without, whatever was stored of the weights is a hit.
+
+        Raises TypeError or ValueError for bad tokens, model or salt, CacheError for what is no prompt cache.
         """
         model, salt, token_bytes = as_model(model), as_salt(salt), as_tokens(tokens).tobytes()
         self._namespaces.derive_roots(model, salt)
-        return Prompt(self._storage, lambda: self._namespaces.known(model, salt), token_bytes, tokens, model, salt)
+        form = None if like is None else Form.of(like)
+        return Prompt(
+            self._storage, lambda: self._namespaces.known(model, salt), token_bytes, tokens, model, salt, form
+        )
 
-    def _prompt(self, tokens: Tokens | Prompt, model: str | None, salt: bytes) -> Prompt:
+    def _prompt(
+        self, tokens: Tokens | Prompt, model: str | None, salt: bytes, like: list[Any] | Form | None = None
+    ) -> Prompt:
         if not isinstance(tokens, Prompt):
-            return self.prompt(tokens, model=model, salt=salt)  # type: ignore[arg-type]
-        if model is not None or salt:
-            raise TypeError("a Prompt has its model and salt: pass them to PrefixCache.prompt alone")
+            return self.prompt(tokens, model=model, salt=salt, like=like)  # type: ignore[arg-type]
+        if model is not None or salt or like is not None:
+            raise TypeError("a Prompt has its model and salt, and its form: pass them to PrefixCache.prompt alone")
         if not tokens.is_of(self._storage):
             raise ValueError("this Prompt is of another PrefixCache: make one with this cache's prompt()")
         return tokens
@@ -300,6 +311,8 @@ class PrefixCache:
         counted = any(leaf.positions for leaf in reading.leaves)
         if not counted and not any(arrays_in(leaf.state) for leaf in reading.leaves):
             return Stored(0, 0, 0, False, ())  # nothing has gone through this cache yet
+        if prompt.form is not None:
+            prompt.form.learn(reading.layout)
         namespace = self._namespaces.of_layout(prompt.model, reading.layout, prompt.salt)
         plan = namespace.plan
         if whole_blocks and not (plan.snapshots or plan.lossless):
@@ -378,11 +391,15 @@ class PrefixCache:
         room: int | None = None,
         whole_blocks: bool = False,
         promote: bool = False,
+        like: list[Any] | Form | None = None,
     ) -> tuple[list[Any] | None, Any]:
         """The deepest prompt cache that RAM has for `tokens`, and the tokens that are still to be computed.
 
         Returns (prompt_cache, rest): a new list of layer caches of the classes that were stored, the caller's own, and
         `tokens[depth:]`, of at least `leave` tokens. (None, tokens) on a miss.
+
+        `like`: see `prompt`. A program whose options decide on the layers' classes gives its own prompt cache, as
+        `make_prompt_cache(model, max_kv_size)` makes it: the weights' name doesn't say them.
 
         With `promote` the caller waits for what only the SSD and the remote tier have, for the latter at most for the setting
         `remote_timeout`, and on a CPU blocks of layers that keep every token are
@@ -401,7 +418,7 @@ class PrefixCache:
         What such a cache holds can be stored again as it is, but not of transformed layers: their rows were decoded and
         coded by TurboQuant, so store what its `dequantize()` gives.
         """
-        prompt, durations = self._prompt(tokens, model, salt), self._storage.counters.durations
+        prompt, durations = self._prompt(tokens, model, salt, like), self._storage.counters.durations
         check_leave(leave)
         room = room if room is None else number(room, "fetch: room", "tokens", LONGEST)
         ahead = None
@@ -502,6 +519,15 @@ class PrefixCache:
             self._recorder.fetch(self._namespaces.recorded_root(prompt.model, prompt.salt), prompt.token_bytes)
         with self._storage.lock:
             count_hit(self._storage, prompt, depth)
+            other = prompt.left_alone(depth)
+            self._storage.counters.of_other_form += bool(other)
+            said = (prompt.model, other) in self._said
+            self._said.add((prompt.model, other))
+        if other and not said:
+            log.warning(
+                "model %r: prompts that were stored in another form are misses: %s",
+                prompt.model, prompt.form.difference(other),
+            )  # fmt: skip
 
     # -- SSD to RAM ---------------------------------------------------------------------------------------------------
 
@@ -620,6 +646,14 @@ class PrefixCache:
         """
         self._check_open()
         return remove(self._storage, self._prompt(tokens, model, salt))
+
+    def drop_hit(self, prompt: Prompt, depth: int) -> int:
+        """A fetch gave the state of a prompt's first `depth` tokens, and the model raised an exception when it went on from
+        it: delete what that hit was made of, in every tier, other prompts' shares included. Returns the bytes. The next fetch
+        is a miss, and what is computed then is stored anew.
+        """
+        self._check_open()
+        return discard_hit(self._storage, prompt, depth)
 
     def clear(self) -> None:
         """Delete everything, in RAM and on SSD, pins included."""

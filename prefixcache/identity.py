@@ -1,4 +1,5 @@
-"""What a model is called: `model_identity` makes the `model=` of every call of the cache from the model's files.
+"""What a model is called: `model_identity` makes the `model=` of every call of the cache from the model's files and from
+mlx-lm's code for it.
 
 Who opens a model calls it, once, with the folder that was loaded. Only files are read here: no MLX, no network, and
 nothing of the cache. What a sample of the weights can see, and what it can't, stands in `model_identity`.
@@ -6,7 +7,10 @@ nothing of the cache. What a sample of the weights can see, and what it can't, s
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import importlib.metadata
+import importlib.util
 import itertools
 import json
 import os
@@ -16,12 +20,14 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 # All of these are part of the format: whoever changes one, or what is hashed, counts the key up.
 _KEY = b"prefixcache.model-identity.1"
 _DIGEST = 12  # bytes
+_CODE = 8  # bytes of the code's hash
 WHOLE = 64 << 20  # weights of no more bytes than this, in all their files, are read whole
 PLACE = 4096  # bytes read at one place of a tensor
 PLACES = 64  # in one tensor, at most
@@ -61,17 +67,23 @@ class Weights(NamedTuple):
 
 
 def model_identity(path: str | Path, adapter: str | Path | None = None) -> str:
-    """The text to give as `model=`: `name@hash`, or `name@hash+hash` with an adapter. New weights have another one.
+    """The text to give as `model=`: `name@hash|code hash`, or `name@hash+hash|code hash` with an adapter. New weights have
+    another one, and so has new code.
 
     `path` is the model's folder, as mlx-lm loads it: config.json and model*.safetensors. Where there is no such folder, it
     is a Hugging Face repo id, and the local cache of their hub is asked, never the network. Loading a repo may download
     newer weights: ask for its identity when it is loaded. `adapter` is a folder with adapter_config.json and
     adapters.safetensors. The name is the folder's or the repo's, in at most 64 of A-Z a-z 0-9 . _ - and is for the reader
-    alone: the hash (24 hex digits) doesn't depend on it, nor on where the folder is or when it was written.
+    alone: the hashes (24 hex digits) don't depend on it, nor on where the folder is or when it was written.
 
-    Another identity follows from any change of config.json (by meaning, not by spelling; the library's version and the
-    path it was saved from don't count), of hf_quant_config.json, of the code that config.json names as `model_file`, of
-    an index's weight_map, of a weights file's name or size, and of a tensor's name, dtype or shape.
+    `code` is the program that computes and reads the state: the module of mlx-lm (16 hex digits) that config.json's
+    model_type or `model_file` means, with all of mlx-lm that it imports, byte for byte as this process first found it. So
+    processes with different releases of mlx-lm never hit each other's prompts, unless the releases have the same code for
+    this model. Where that module isn't found, mlx-lm's version stands there; without mlx-lm, nothing.
+
+    Another hash of the weights follows from any change of config.json (by meaning, not by spelling; the library's version
+    and the path it was saved from don't count), of hf_quant_config.json, of the code that config.json names as
+    `model_file`, of an index's weight_map, of a weights file's name or size, and of a tensor's name, dtype or shape.
     Of the tensors' values: weights of up to 64 MiB in all, or an adapter's, are read whole. In larger ones every tensor is
     sampled at n places of 4 KiB, n = 20000 / tensors, from 1 to 64; tensors of up to n * 4 KiB are read whole. There is
     one place in each nth of the tensor, drawn by the tensor's name, so a change all through a tensor, as training, fusing
@@ -79,16 +91,20 @@ def model_identity(path: str | Path, adapter: str | Path | None = None) -> str:
 
     What may go unseen is a change between the places: some rows of a large embedding, one expert of many that are
     stacked in one tensor, a few flipped bits. Nor does this prove who made the weights: whoever knows the places can
-    leave them alone. What isn't in the folder isn't seen: options given to the loader, modules that `model_file` imports.
+    leave them alone. What isn't in the folder isn't seen: options given to the loader or to the maker of the prompt cache
+    (say `like=` to a fetch), modules beside mlx-lm's that `model_file` imports, MLX itself.
 
     A 400B model of 5000 tensors takes 20000 reads, 80 MB, about a second on an SSD; beyond 20000 tensors each takes one
     read. Raises TypeError for a path that is neither str nor Path, FileNotFoundError when the model, the adapter or a file
     of theirs isn't there, ValueError when a file is damaged (truncated, no JSON object, no safetensors header): each says
     which and what to do. What the system refuses to read is an OSError.
     """
-    folder = _model_folder(path)
-    identity = f"{_name(folder)}@{_model(folder).hex()}"
-    return identity if adapter is None else f"{identity}+{_adapter(_adapter_folder(adapter)).hex()}"
+    folder = folder_of(path)
+    config, text = _json(folder / "config.json")
+    identity = f"{_name(folder)}@{_model(folder, config, text).hex()}"
+    if adapter is not None:
+        identity += f"+{_adapter(_adapter_folder(adapter)).hex()}"
+    return identity + _program(folder, config)
 
 
 def nameless() -> str:
@@ -96,10 +112,21 @@ def nameless() -> str:
     return f"process-{os.getpid()}-{_BORN:x}-{next(_nameless)}"
 
 
+def version_of(distribution: str) -> str:
+    """The version of an installed package; "" where it isn't installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
 # -- folders and names --------------------------------------------------------------------------------------------------
 
 
-def _model_folder(path: str | Path) -> Path:
+def folder_of(path: str | Path) -> Path:
+    """The folder that a model's path or repo id means now: of a repo, the snapshot in the local cache that `main` names.
+    Errors as of `model_identity`.
+    """
     folder = _folder(path)
     if folder is not None:
         return folder
@@ -151,8 +178,7 @@ def _name(folder: Path) -> str:
 # -- what is hashed -----------------------------------------------------------------------------------------------------
 
 
-def _model(folder: Path) -> bytes:
-    config, text = _json(folder / "config.json")
+def _model(folder: Path, config: dict[str, Any], text: bytes) -> bytes:
     separate = folder / "hf_quant_config.json"  # where ModelOpt says how the weights are quantised
     quantised = _json(separate)[1] if separate.exists() else b""
     indexes = [_index(path) for path in sorted(folder.glob(_INDEX))]
@@ -238,6 +264,110 @@ def _hash(kind: str, *fields: bytes) -> bytes:
         state.update(len(field).to_bytes(8, "little"))
         state.update(field)
     return state.digest()
+
+
+# -- the program --------------------------------------------------------------------------------------------------------
+
+_LIBRARY = "mlx_lm"
+_REMAPPED = "MODEL_REMAPPING", "MODEL_ARCHITECTURE_REMAPPING"  # in its utils.py: which module a model_type means
+
+
+class _Source(NamedTuple):
+    """A module's file: the hash of its bytes, and the files of mlx-lm that it imports."""
+
+    digest: bytes
+    imports: tuple[Path, ...]
+
+
+def _program(folder: Path, config: dict[str, Any]) -> str:
+    """Behind the weights' hash: `|code hash`, `|mlx-lm version` where the code isn't found, nothing without mlx-lm."""
+    try:
+        package = _package()
+        start = folder / config["model_file"] if config.get("model_file") is not None else _module_of(package, config)
+        return f"|code {_code_hash(package, start)}"
+    except (LookupError, OSError, TypeError, ValueError, SyntaxError, RecursionError):
+        return f"|mlx-lm {version}" if (version := version_of("mlx-lm")) else ""
+
+
+def _package() -> Path:
+    """The folder of mlx-lm, which is not imported for that. LookupError where it isn't installed as files."""
+    spec = importlib.util.find_spec(_LIBRARY)
+    if spec is None or not spec.submodule_search_locations:
+        raise LookupError(_LIBRARY)
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def _module_of(package: Path, config: dict[str, Any]) -> Path:
+    """The module that mlx-lm makes a model of. LookupError where the config says none."""
+    by_type, by_architecture = (_remapped(package / "utils.py").get(name, {}) for name in _REMAPPED)
+    model_type, architectures = config["model_type"], config.get("architectures") or ()
+    architectures = (architectures,) if isinstance(architectures, str) else architectures
+    module = next(
+        (by_architecture[model_type, one] for one in architectures if (model_type, one) in by_architecture),
+        by_type.get(model_type, model_type),
+    )
+    if not re.fullmatch(r"\w+", module):
+        raise LookupError(module)
+    return package / "models" / f"{module}.py"
+
+
+@cache
+def _remapped(path: Path) -> dict[str, dict[Any, str]]:
+    """The tables of a file that say which module is meant. ValueError for one that is no plain dictionary."""
+    tables: dict[str, dict[Any, str]] = {}
+    for statement in ast.parse(path.read_bytes()).body:
+        if isinstance(statement, ast.Assign):
+            names = [target.id for target in statement.targets if isinstance(target, ast.Name)]
+            tables |= {name: ast.literal_eval(statement.value) for name in names if name in _REMAPPED}
+    return tables
+
+
+def _code_hash(package: Path, start: Path) -> str:
+    """The hash of a module and of all modules of mlx-lm that it reaches. `start` itself, where it lies elsewhere, is the
+    model's, and hashed with it.
+    """
+    first, files = _source(package, start), {}
+    if start.parent.parent == package:
+        files[start] = first.digest
+    found = [*first.imports]
+    while found:
+        path = found.pop()
+        if path not in files:
+            files[path], imports = _source(package, path)
+            found += imports
+    named = [(path.relative_to(package).as_posix(), digest) for path, digest in files.items()]
+    return _hash("code", *(field for name, digest in sorted(named) for field in (name.encode(), digest))).hex()[
+        : 2 * _CODE
+    ]
+
+
+def _source(package: Path, path: Path) -> _Source:
+    """Of a file of mlx-lm: as it was first read, which is as this process has imported it, or will."""
+    return _read_once(package, path) if path.is_relative_to(package) else _parsed(package, path)
+
+
+@cache
+def _read_once(package: Path, path: Path) -> _Source:
+    return _parsed(package, path)
+
+
+def _parsed(package: Path, path: Path) -> _Source:
+    data = path.read_bytes()
+    own = (_LIBRARY, *path.relative_to(package).parent.parts) if path.is_relative_to(package) else ()
+    imported: set[Path] = set()
+    for node in ast.walk(ast.parse(data)):
+        names: list[tuple[str, ...]] = []
+        if isinstance(node, ast.Import):
+            names = [tuple(alias.name.split(".")) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = own[: len(own) - node.level + 1] if node.level else ()
+            module = (*base, *(node.module.split(".") if node.module else ()))
+            names = [module, *((*module, alias.name) for alias in node.names)]
+        for first, *rest in filter(None, names):
+            file = package.joinpath(*rest).with_suffix(".py")
+            if first == _LIBRARY and rest and file.is_file():
+                imported.add(file)
+    return _Source(_hash("source", data), tuple(imported))
 
 
 # -- reading files ------------------------------------------------------------------------------------------------------

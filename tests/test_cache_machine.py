@@ -146,6 +146,20 @@ class CacheMachine(RuleBasedStateMachine):
         self.promised.clear()
 
     @rule(tokens=prompts)
+    def drop_hit(self, tokens):
+        """As if the model could not go on from what a fetch gave."""
+        _, rest = self.cache.fetch(tokens, model="m")
+        depth = len(tokens) - len(rest)
+        if depth:
+            prompt = self.cache.prompt(tokens, model="m")
+            before = self.cache.stats().counters.failed_hits
+            self.cache.drop_hit(prompt, depth)
+            assert self.cache.stats().counters.failed_hits == before + 1
+            assert self.cache.match(prompt).ssd < depth
+            self.sure.clear()
+            self.promised.clear()
+
+    @rule(tokens=prompts)
     def pin(self, tokens):
         depth = self.cache.pin(tokens, model="m")
         if depth:

@@ -1,5 +1,6 @@
 """What `model_identity` promises: new weights have a new identity, copies keep theirs, and it costs a bounded read."""
 
+import importlib.metadata
 import json
 import os
 import re
@@ -23,6 +24,7 @@ from prefixcache import PrefixCache, identity, model_identity
 from prefixcache.keys import as_model
 from tests import states
 
+LIBRARY = Path(mlx_lm.__file__).parent
 TINY = Path(__file__).parent / "fixtures" / "tiny-llama"
 LONG = list(range(1000))
 
@@ -98,17 +100,19 @@ def either(request):
 
 
 def test_an_identity_is_a_name_and_a_hash_that_a_cache_takes_for_a_model():
-    assert re.fullmatch(r"tiny-llama@[0-9a-f]{24}", model_identity(TINY))
+    assert re.fullmatch(r"tiny-llama@[0-9a-f]{24}\|code [0-9a-f]{16}", model_identity(TINY))
     assert as_model(model_identity(TINY)) == model_identity(str(TINY))
 
 
 def test_a_models_identity_stays_from_release_to_release():
-    """When this fails, every cache in the field turns cold with the next release: is that meant?"""
-    assert model_identity(TINY) == "tiny-llama@18d451a5c1145f6703f9e408"
+    """When this fails, every cache in the field turns cold with the next release: is that meant? And every calibrated basis
+    is looked for in vain.
+    """
+    assert model_identity(TINY).partition("|")[0] == "tiny-llama@18d451a5c1145f6703f9e408"
 
 
 def test_the_identity_of_a_large_model_stays_from_release_to_release(sampled):
-    assert model_identity(TINY) == "tiny-llama@9410adf692d0760406aa5517"
+    assert model_identity(TINY).partition("|")[0] == "tiny-llama@9410adf692d0760406aa5517"
 
 
 def test_a_copy_elsewhere_differs_in_the_name_alone(tmp_path, either):
@@ -351,7 +355,8 @@ def adapter(tmp_path):
 
 def test_an_adapter_adds_a_hash_of_its_own_to_the_models(adapter, model):
     alone, together = model_identity(model), model_identity(model, adapter=adapter)
-    assert re.fullmatch(re.escape(alone) + r"\+[0-9a-f]{24}", together)
+    weights, code = alone.split("|")
+    assert re.fullmatch(re.escape(weights) + r"\+[0-9a-f]{24}" + re.escape(f"|{code}"), together)
     assert as_model(together) == together
     moved = copied(adapter.parent / "renamed", adapter)
     assert model_identity(model, str(moved) + "/") == together
@@ -375,6 +380,129 @@ def test_an_adapter_that_is_not_there_is_named(adapter, left_out):
     missing = adapter if left_out == "adapter" else adapter / left_out
     missing.rename(adapter.parent / "aside")
     refused(FileNotFoundError, str(missing), TINY, adapter)
+
+
+# -- the program --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    """Makes another mlx-lm, of links to the installed one's files but for those that are changed, the installed one."""
+
+    def installed(**changed):
+        package = tmp_path / f"mlx_lm-{len(list(tmp_path.glob('mlx_lm-*')))}"
+        (package / "models").mkdir(parents=True)
+        for path in [*LIBRARY.glob("*.py"), *LIBRARY.glob("models/*.py")]:
+            (package / path.relative_to(LIBRARY)).symlink_to(path)
+        for name, change in changed.items():
+            path = package / f"{name.replace('__', '/')}.py"
+            text = path.read_text()
+            path.unlink()
+            if change is not None:
+                path.write_text(text + change)
+        monkeypatch.setattr(identity, "_package", lambda: package)
+        return package
+
+    return installed
+
+
+def code_of(*args):
+    return model_identity(*args).partition("|")[2]
+
+
+MORE = "\nMORE = 1\n"
+
+
+@pytest.mark.parametrize(
+    ("module", "counts"),
+    [
+        ("models__llama", True),
+        ("models__base", True),
+        ("models__rope_utils", True),
+        ("models__cache", True),
+        ("models__mamba", False),
+        ("server", False),
+        ("utils", False),
+    ],
+)
+def test_the_code_that_computes_the_state_is_in_the_identity(library, module, counts):
+    library()
+    before = model_identity(TINY)
+    library(**{module: MORE})
+    assert (model_identity(TINY) != before) == counts
+    assert model_identity(TINY).partition("|")[0] == before.partition("|")[0]
+
+
+def test_code_that_another_module_imports_counts_for_both(model, library):
+    edit(model / "config.json", model_type="deepseek_v32")
+    seen = set()
+    for changed in ({}, {"models__deepseek_v32": MORE}, {"models__switch_layers": MORE}, {"models__mamba": MORE}):
+        library(**changed)
+        seen.add(code_of(model))
+    assert len(seen) == 3
+
+
+def test_a_process_keeps_the_name_of_the_code_that_it_has_imported(library):
+    """An upgrade under a server that runs: what it has imported is the old code."""
+    package, before = library(), model_identity(TINY)
+    path = package / "models" / "llama.py"
+    text = path.read_text()
+    path.unlink()
+    path.write_text(text + MORE)
+    assert model_identity(TINY) == before
+
+
+def test_types_that_mlx_lm_makes_of_one_module_have_one_code(model):
+    llama = code_of(model)
+    edit(model / "config.json", model_type="mistral")
+    assert code_of(model) == llama
+    edit(model / "config.json", model_type="mamba")
+    assert re.fullmatch(r"code [0-9a-f]{16}", code_of(model))
+    assert code_of(model) != llama
+
+
+def test_an_architecture_may_mean_another_module(model, library):
+    table = {("llama", "OtherForCausalLM"): "mamba"}
+    library(utils=f"\nMODEL_ARCHITECTURE_REMAPPING = {table}\n")
+    llama = code_of(model)
+    edit(model / "config.json", architectures=["OtherForCausalLM"])
+    other = code_of(model)
+    edit(model / "config.json", model_type="mamba")
+    assert other == code_of(model) != llama
+
+
+def test_every_module_of_mlx_lm_that_makes_a_model_has_a_hash_of_its_own():
+    models = [path for path in LIBRARY.glob("models/*.py") if "class Model(" in path.read_text()]
+    hashes = {identity._code_hash(LIBRARY, path) for path in models}
+    assert len(hashes) == len(models) > 50
+
+
+def test_where_the_code_is_not_found_mlx_lms_version_stands_for_it(model, library, monkeypatch):
+    version = importlib.metadata.version("mlx-lm")
+    for kind in ("no_such_model", "../server", "", None, ["llama"]):
+        edit(model / "config.json", model_type=kind)
+        assert code_of(model) == f"mlx-lm {version}"
+    edit(model / "config.json", model_type="llama")
+    library(models__llama=None)
+    assert code_of(model) == f"mlx-lm {version}"
+    library(models__llama="\ndef broken(:\n")
+    assert code_of(model) == f"mlx-lm {version}"
+    monkeypatch.undo()
+    monkeypatch.setattr(identity, "_LIBRARY", "no_such_library")
+    assert code_of(model) == f"mlx-lm {version}"
+    monkeypatch.setattr(identity, "version_of", lambda distribution: "")
+    assert "|" not in model_identity(model)
+
+
+def test_what_a_models_own_code_imports_of_mlx_lm_counts(model, library):
+    (model / "mine.py").write_text("from mlx_lm.models import base\nfrom mlx_lm.models.mamba import Model\nimport json")
+    edit(model / "config.json", model_file="mine.py")
+    library()
+    before = code_of(model)
+    library(models__mamba=MORE)
+    changed = code_of(model)
+    library(models__llama=MORE)
+    assert code_of(model) == before != changed
 
 
 # -- the Hugging Face cache ---------------------------------------------------------------------------------------------

@@ -92,6 +92,9 @@ EVENTS = (  # since the cache was opened, of `Counters`
     Kind("hit_tokens", "Tokens that fetches gave: ssd and remote those that a promotion had brought from there and no fetch "
          "had given since, ram all others. Hit rate by tier: sum by (tier) (rate(prefixcache_hit_tokens_total[5m])) / "
          "ignoring (tier) group_left () sum (rate(prefixcache_fetch_tokens_total[5m])).", _hit, "tier"),
+    Kind("other_form_fetches", "Prompts of which something was stored as a prompt cache of another form than the caller "
+         "makes, and left alone.", lambda c: c.of_other_form),
+    Kind("failed_hits", "Hits that were deleted, since the model could not go on from them.", lambda c: c.failed_hits),
     Kind("promoted_tokens", "Tokens brought from SSD to RAM.", lambda c: c.promoted_tokens),
     Kind("promoted_bytes", "Bytes brought from SSD to RAM.", lambda c: c.promoted_bytes),
     Kind("remote_promoted_images", "Images promoted from the remote tier to RAM.", lambda c: c.remote_promoted_images),

@@ -82,6 +82,8 @@ class Counters:
     ssd_hit_tokens: int = 0  # and tokens that a promotion had brought and no hit had used since
     remote_hit_tokens: int = 0  # and of tokens that the remote tier had brought
     remote_promoted_images: int = 0  # images that came from the remote tier
+    of_other_form: int = 0  # fetches that left a deeper hit alone: the caller makes prompt caches of another form
+    failed_hits: int = 0  # hits that were deleted since the model could not go on from them
     promoted_tokens: int = 0
     promoted_bytes: int = 0
     stores: int = 0

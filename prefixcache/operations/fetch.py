@@ -79,6 +79,22 @@ def discard_damaged(storage: Storage, prompt: Prompt, stored: StoredPrompt, dama
                     storage.discard(node.rows)
 
 
+def discard_hit(storage: Storage, prompt: Prompt, depth: int) -> int:
+    """Delete all images that a hit of the first `depth` tokens can have read, from every tier. Returns their bytes."""
+    freed, beginning = 0, prompt.first(depth)
+    with storage.lock:
+        for namespace in beginning.namespaces():
+            walk = beginning.walk(namespace)
+            slots = [slot for node in walk.nodes if node.start < depth for slot in node.slots]
+            for slot in [*slots, *walk.tree.root.snapshots.values()]:
+                if slot.kind != SNAPSHOT or slot.end <= depth:
+                    if storage.remote is not None:
+                        storage.remote.refuse(slot)
+                    freed += storage.discard(slot)
+        storage.counters.failed_hits += 1
+    return freed
+
+
 def _arrived(storage: Storage, node: Node, coming: Future[int]) -> Image | None:
     """A block's rows, once they are in RAM; None when they don't come. Every read that ends is notified."""
     with storage.changed:

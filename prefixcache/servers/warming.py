@@ -15,6 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from prefixcache.cache import PrefixCache
 from prefixcache.keys import BLOCK, chunks
 from prefixcache.layers.encode import evaluate
+from prefixcache.layers.form import Form
 from prefixcache.layers.image_layout import read
 from prefixcache.servers.warm_prompts import Sequence, common_prefix
 from prefixcache.tiers.prompt import Prompt
@@ -95,6 +96,7 @@ class _Job:
         self._cache, self._load_model, self._model, self._step = cache, load_model, model, step
         self._progress, self._prompts = progress, len(sequences)
         self._nets: tuple[Any, ...] = ()
+        self._form: Form | None = None  # of their prompt cache, once they are loaded
         self._layers: list[int] = []  # of the prompt cache, for each of them
         self.total = sum(len(sequence.tokens) for sequence in sequences)
         self.done = self.computed = self.skipped = 0
@@ -102,13 +104,14 @@ class _Job:
     def warm(self, number: int, sequence: Sequence, points: list[int]) -> None:
         """Compute what is missing of a sequence, and store it at its end, and where others branch off if need be."""
         tokens, before = sequence.tokens, self.done
-        prompt = self._cache.prompt(tokens, model=self._model, salt=sequence.salt)
+        prompt = self._cache.prompt(tokens, model=self._model, salt=sequence.salt, like=self._form)
         if _is_stored(self._cache, prompt):
             self.skipped += 1
             self._tell(number, before + len(tokens))
             return
         if not self._nets:
             self._load()
+        prompt = self._cache.prompt(tokens, model=self._model, salt=sequence.salt, like=self._form)
         prompt_cache, depth = self._begin(prompt)
         self._tell(number, before + depth)
         at_points = _needs_boundaries(prompt_cache)
@@ -133,7 +136,9 @@ class _Job:
     def _load(self) -> None:
         nets = self._load_model()
         self._nets = nets if isinstance(nets, tuple) else (nets,)
-        self._layers = [len(make_prompt_cache(net)) for net in self._nets]
+        made = [make_prompt_cache(net) for net in self._nets]
+        self._form = Form.of_kept([layer for layers in made for layer in layers])
+        self._layers = [len(layers) for layers in made]
 
     def _begin(self, prompt: Prompt) -> tuple[list[Any], int]:
         """The deepest prompt cache that RAM or SSD has for a prompt, an empty one otherwise; and its tokens."""

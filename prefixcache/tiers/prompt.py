@@ -50,19 +50,40 @@ class Prompt:
         given: Any = None,
         model: str = "",
         salt: bytes = b"",
+        form: Any = None,
     ):
-        """`namespaces` gives those that may know the tokens (raw int64 bytes); `given` are the caller's own tokens."""
+        """`namespaces` gives those that may know the tokens (raw int64 bytes); `given` are the caller's own tokens. `form`
+        (`layers.form.Form`): what the caller's prompt caches are like; None: anything.
+        """
         self._storage = storage
-        self.namespaces = namespaces
+        self._all_namespaces = namespaces
         self.token_bytes = token_bytes
         self.given = given
         self.model = model
         self.salt = salt
+        self.form = form
         self._walks: dict[bytes, Walk] = {}  # by root key; the storage's lock guards them
         self._keys: dict[bytes, list[bytes]] = {}  # by root key, as far as they were asked for; guarded likewise
 
     def __len__(self) -> int:
         return len(self.token_bytes) // TOKEN_BYTES
+
+    def namespaces(self) -> Sequence[Namespace]:
+        """Those that may know the tokens, as prompt caches of the caller's form."""
+        known = self._all_namespaces()
+        return known if self.form is None else [space for space in known if not self.form.difference(space.row.layout)]
+
+    def left_alone(self, depth: int) -> str:
+        """The layout (JSON) that knows more than the first `depth` tokens, as prompt caches that the caller doesn't make; ""
+        where none does. Called under the storage's lock.
+        """
+        others = [] if self.form is None else self._all_namespaces()
+        for namespace in others:
+            if self.form.difference(namespace.row.layout):
+                limit = max(len(self) - 1, 0)
+                if hit_depth(self.walk(namespace), self._storage.graph.last, limit) > depth:
+                    return namespace.row.layout
+        return ""
 
     def continued(self, tokens: Any) -> Prompt:
         """The prompt and what comes after it, such as its answer: goes on from this one's walks. Errors as of `prompt`."""
@@ -75,7 +96,7 @@ class Prompt:
     def _resumed(self, token_bytes: bytes) -> Prompt:
         """A prompt whose tokens begin with these, or these with them."""
         given = np.frombuffer(token_bytes, "<i8")
-        resumed = Prompt(self._storage, self.namespaces, token_bytes, given, self.model, self.salt)
+        resumed = Prompt(self._storage, self._all_namespaces, token_bytes, given, self.model, self.salt, self.form)
         for root, walk in list(self._walks.items()):
             path = [node for node in walk.path if node.end <= len(resumed)]
             resumed._walks[root] = walk._replace(path=path, version=-1)

@@ -36,7 +36,7 @@ EVENTS = {
     "dropped_bytes": "dropped_bytes", "forgotten_images": "forgotten", "corrupt_images": "corrupt",
     "write_errors": "write_errors", "denied_reservations": "denied",
     "not_finite_stores": "not_finite", "declined_images": "declined", "idle_bytes": "idle_bytes",
-    "remote_promoted_images": "remote_promoted_images",
+    "remote_promoted_images": "remote_promoted_images", "other_form_fetches": "of_other_form", "failed_hits": "failed_hits",
 }  # fmt: skip
 LABELLED = {
     ("fetch_tokens", "hit"): "hit_tokens", ("store_tokens", "new"): "stored_tokens",

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from huggingface_hub import constants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache, LRUPromptCache
@@ -264,6 +265,44 @@ def test_a_name_follows_the_weights(tmp_path, prompts_opened):
     assert prompts.name_of(key) == first  # the server still has the old ones
     prompts.name_of(other)  # now it has loaded another model
     assert prompts.name_of(key) != first
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A Hugging Face cache; call it to let another revision of org/tiny arrive, whose first tensor is scaled."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    repo = tmp_path / "hub" / "models--org--tiny"
+
+    def arrive(scale):
+        commit = f"{scale:040x}"
+        folder = repo / "snapshots" / commit
+        folder.mkdir(parents=True)
+        for path in TINY.iterdir():
+            shutil.copy(path, folder)
+        weights = mx.load(str(folder / "model.safetensors"))
+        name = min(weights)
+        weights[name] = weights[name] * scale
+        mx.save_safetensors(str(folder / "model.safetensors"), weights)
+        (repo / "refs").mkdir(exist_ok=True)
+        (repo / "refs" / "main").write_text(commit)
+
+    return arrive
+
+
+def test_a_new_revision_of_a_repository_is_not_given_the_old_ones_prompts(hub, prompts_opened):
+    hub(1)
+    prompts = prompts_opened(identify=identity_of)
+    key, other = ("org/tiny", None, None), (str(TINY), None, None)
+    first = prompts.name_of(key)
+    assert first.startswith("tiny@")
+    prompts.insert_cache(key, LONG, states.sliceable(LONG))
+    prompts.name_of(other)
+    assert prompts.name_of(key) == first
+    hub(2)
+    assert prompts.name_of(key) == first  # the server still has the old ones
+    prompts.name_of(other)  # now it has loaded another model
+    assert prompts.fetch_nearest_cache(key, [*LONG, 1]) == (None, [*LONG, 1])
+    assert prompts.name_of(key) == identity_of(key) != first
 
 
 def test_weights_that_cant_be_found_have_a_name_for_this_process_only(caplog):

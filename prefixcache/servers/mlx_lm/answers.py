@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import mlx_lm.server as upstream
 
 from prefixcache.servers.request_log import RequestLog
 
+log = logging.getLogger("prefixcache")
+
 
 class Ended(Exception):
-    """The server ends before a request is answered."""
+    """The server ends before a request is answered. `status`: HTTP's for it."""
 
-    def __init__(self) -> None:
-        super().__init__("the server ends; ask again when it is back")
+    status = 503
+
+    def __init__(self, text: str = "the server ends; ask again when it is back") -> None:
+        super().__init__(text)
+
+
+class StepFailed(Ended):
+    """A step of the model raised an exception, so the requests of its batch end without an answer."""
+
+    status = 500
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(f"the answer could not be computed ({type(error).__name__}); the server's log says more")
 
 
 class Answers:
@@ -25,6 +39,7 @@ class Answers:
         self._context: Any = None
         self._over = False
         self._cut = False
+        self._failed = False
         self.alone = False  # served by itself, in one call that only an exception can end
         self.in_step = False  # several ranks serve it by itself: all stop at the same token, which `stop_asked` begins
         self.stop_asked = False
@@ -39,6 +54,11 @@ class Answers:
             if self.alone and isinstance(answer, tuple):
                 raise Ended  # in the middle of its prefill
             return
+        if self._failed:
+            return
+        if isinstance(answer, Exception) and not isinstance(answer, Ended) and self._context is not None:
+            log.error("a request failed: %s", type(answer).__name__, exc_info=answer)
+            answer = StepFailed(answer)
         if answer is None or isinstance(answer, Exception):
             self._over = True
         self._log.saw(answer)
@@ -55,6 +75,20 @@ class Answers:
     def given_up(self) -> bool:
         """The client has gone before the answer was whole, or the server ends."""
         return self._context is not None and self._context._should_stop
+
+    def fail(self, error: Exception) -> None:
+        """A step failed: if the answer is not whole, an error is its last word. What the loop still puts goes nowhere."""
+        self._failed = True
+        if not self._over:
+            self._over = True
+            self._queue.put(StepFailed(error))
+        if self._context is not None:
+            self._context.stop()
+
+    def begin_without_hit(self) -> None:
+        """The hit that the request began with was of no use: all of its prompt is computed."""
+        if self._context is not None:
+            self._context.prompt_cache_count = 0
 
     def stop(self) -> None:
         """The server ends: if the answer is not whole, `Ended` is its last word, and no more than one token, or one step of

@@ -1,4 +1,11 @@
-"""Why a server can't be started or go on."""
+"""Why a server can't be started or go on, and whose fault it is where a step of the model fails."""
+
+from __future__ import annotations
+
+import re
+from types import TracebackType
+
+SAMPLING = ("sample_utils.py",)  # of mlx-lm: what fails there fails of a request's own options
 
 
 class ServeError(Exception):
@@ -11,3 +18,17 @@ class RankFailed(BaseException):
 
 class ServeFailed(ServeError):
     """The same, of a server whose thread has used MLX already."""
+
+
+def may_be_the_hits(error: Exception) -> bool:
+    """Whether an exception in a step of the model may come from the state that a hit gave: not want of memory, and not what
+    a request's sampling raises.
+    """
+    if isinstance(error, MemoryError) or re.search("memory|allocat", str(error), re.IGNORECASE):
+        return False
+    trace: TracebackType | None = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename.endswith(SAMPLING):
+            return False
+        trace = trace.tb_next
+    return True

@@ -21,7 +21,7 @@ from huggingface_hub import CacheNotFound, scan_cache_dir
 
 from prefixcache.metrics import prometheus
 from prefixcache.servers import request_log
-from prefixcache.servers.mlx_lm.answers import Ended
+from prefixcache.servers.mlx_lm.answers import Ended, StepFailed
 from prefixcache.servers.mlx_lm.connections import (
     BODY_RATE,
     BODY_SECONDS,
@@ -216,8 +216,8 @@ class Handler(upstream.APIHandler):
             end = ""
             raise
         except Ended as error:
-            end = request_log.CUT
-            self._cut(str(error))
+            end = request_log.FAILED if isinstance(error, StepFailed) else request_log.CUT
+            self._cut(error.status, str(error))
         except OSError:
             end = request_log.GONE
             raise
@@ -238,21 +238,21 @@ class Handler(upstream.APIHandler):
         else:
             super().log_message(text, *args)
 
-    def _cut(self, error: str) -> None:
+    def _cut(self, status: int, error: str) -> None:
         """The end of an answer that is not whole. Clients take an event with an error for one; without Content-Length, a
         closed connection alone looks like the end of an answer.
         """
         if not self.stream:
             self._headers_buffer: list[bytes] = []  # the status 200, which was not sent yet
-            return self._refuse(503, error)
-        self.wfile.write(f"data: {_told(503, error)}\n\n".encode())
+            return self._refuse(status, error)
+        self.wfile.write(f"data: {_told(status, error)}\n\n".encode())
 
     def _set_completion_headers(self, status_code: int = 200) -> None:
         error = sys.exc_info()[1]
         if error is None:
             return super()._set_completion_headers(status_code)
         # mlx-lm answers an error in a form of its own, and says 404 whatever a request failed of.
-        status = 503 if isinstance(error, Ended) else error.status if isinstance(error, BadRequest) else status_code
+        status = error.status if isinstance(error, (Ended, BadRequest)) else status_code
         raise RequestRefused(status, str(error)) from error
 
     def _set_cors_headers(self) -> None:

@@ -9,9 +9,10 @@ again.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, generation_stream
@@ -19,37 +20,63 @@ from mlx_lm.models.cache import CacheList, KVCache
 
 from prefixcache.keys import BLOCK, chunks
 from prefixcache.layers.classes import read_leaf
+from prefixcache.servers.mlx_lm.errors import may_be_the_hits
 from prefixcache.servers.mlx_lm.tenant_cache import RequestCache, TenantPromptCache, TokenizedRequest
+
+log = logging.getLogger("prefixcache")
 
 # Codes and stores the whole blocks of these tokens from one on, and puts them back; the last says whether to keep state, too.
 KeepBlocks = Callable[[Sequence[int], list[Any], int, bool], None]
 
 
+class Begun(NamedTuple):
+    """How a request was begun that has no token of its answer yet: the segments of its prompt behind the tokens of its `hit`,
+    and what else mlx-lm's loop gave.
+    """
+
+    segments: list[list[int]]
+    hit: list[int]
+    options: dict[str, Any]
+
+
 class RequestBatches(BatchGenerator):
-    """mlx-lm's batches, whose prompt caches say whose they are."""
+    """mlx-lm's batches, whose prompt caches say whose they are, and which go on when a step raises an exception.
+
+    That ends, with an error, the requests whose step it was: those whose prompts are computed, or those that generate. But
+    where one of them has begun with a hit and has no token of its answer yet, the hit is deleted, and all that have no token
+    yet are computed from their first token on.
+    """
 
     def __init__(self, *args: Any, prompts: TenantPromptCache, **options: Any):
         super().__init__(*args, **options)
         self._prompts = prompts
         self._requests: dict[int, TokenizedRequest | None] = {}  # by uid
+        self._begun: dict[int, Begun] = {}  # by uid, of those without a token of their answer
+        self._generated: list[Any] = []  # in the present step
+        self._is_whole = True  # False while a call changes the batch that generates, or what came of it
+        self._generation_batch.next = self._watched(self._generation_batch.next)
+        self._generation_batch.extend = self._watched(self._generation_batch.extend)
 
-    def insert_segments(self, *args: Any, **options: Any) -> Any:
-        uids = super().insert_segments(*args, **options)
+    def insert_segments(self, segments: Any, *, caches: Any = None, all_tokens: Any = None, **options: Any) -> Any:
         request, self._prompts.request = self._prompts.request, None
+        known = all_tokens or [[] for _ in segments]
+        begun = [
+            Begun(
+                [list(segment) for segment in parts], list(tokens), {name: options[name][i : i + 1] for name in options}
+            )
+            for i, (parts, tokens) in enumerate(zip(segments, known, strict=True))
+        ]
+        uids = self._insert(segments, known, caches=caches, **options)
         self._requests.update(dict.fromkeys(uids, request))
+        self._begun.update(zip(uids, begun, strict=True))
         return uids
+
+    def _insert(self, segments: Any, known: Any, **options: Any) -> Any:
+        return super().insert_segments(segments, all_tokens=known, **options)
 
     def extract_cache(self, uids: Any) -> Any:
         extracted = super().extract_cache(uids)
         return {uid: (RequestCache(found[0], self._requests.get(uid)), found[1]) for uid, found in extracted.items()}
-
-    def _next(self) -> Any:
-        prompt_responses, generated = super()._next()
-        for response in generated:
-            if response.finish_reason is not None:
-                response.prompt_cache = RequestCache(response.prompt_cache, self._requests.get(response.uid))
-                self._forget(response.uid)
-        return prompt_responses, generated
 
     def remove(self, uids: Any, *args: Any, **options: Any) -> Any:
         removed = super().remove(uids, *args, **options)
@@ -57,8 +84,95 @@ class RequestBatches(BatchGenerator):
             self._forget(uid)
         return removed
 
+    def next(self) -> Any:
+        self._generated = []
+        try:
+            return super().next()
+        except Exception as error:
+            return self._go_on_after(error)
+
+    def _next(self) -> Any:
+        responses = super()._next()
+        return self._watched(self._processed)(*responses)
+
+    def _processed(self, prompt_responses: Any, generated: Any) -> Any:
+        """What a step gave, on its way to mlx-lm's loop."""
+        for response in generated:
+            self._begun.pop(response.uid, None)
+            if response.finish_reason is not None:
+                response.prompt_cache = RequestCache(response.prompt_cache, self._requests.get(response.uid))
+                self._forget(response.uid)
+        return prompt_responses, generated
+
     def _forget(self, uid: int) -> None:
         self._requests.pop(uid, None)
+        self._begun.pop(uid, None)
+
+    # -- a step that failed -------------------------------------------------------------------------------------------
+
+    def _watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any) -> Any:
+            self._is_whole = False
+            result = call(*args)
+            self._is_whole = True
+            if isinstance(result, list):
+                self._generated = result
+            return result
+
+        return watched
+
+    def _go_on_after(self, error: Exception) -> Any:
+        """Answer for the requests whose step failed, and begin again those that a hit may have failed. What the step gave
+        beside them is returned, as by `next`. Ranks can't go on: the hits are deleted, and the error is raised.
+        """
+        untouched = {sequence[0] for sequence in self._unprocessed_sequences}
+        if self._is_whole:
+            untouched |= {*self._generation_batch.uids, *(response.uid for response in self._generated)}
+        failed = {uid: self._requests[uid] for uid in sorted(self._requests.keys() - untouched)}
+        blamed = (
+            [uid for uid in failed if uid in self._begun and self._begun[uid].hit] if may_be_the_hits(error) else []
+        )
+        for uid in blamed:
+            if (request := failed[uid]) is not None:
+                self._prompts.drop_hit(request, len(self._begun[uid].hit), error)
+        again = [uid for uid in failed if blamed and uid in self._begun]
+        answers = {uid: request.answers if request is not None else None for uid, request in failed.items()}
+        if self._prompts.cache.ranks is not None or not all(answers.values()):
+            raise error
+        generated = self._generated if self._is_whole else []
+        self._empty()
+        for uid in again:
+            self._begin_again(uid)
+        ended = [uid for uid in failed if uid not in again]
+        if ended:
+            log.error("a step of the model failed, which ends %d requests: %s", len(ended), error, exc_info=error)
+        for uid in ended:
+            answers[uid].fail(error)  # type: ignore[union-attr]
+        # mlx-lm's loop removes those that are to stop when it hears of their progress.
+        heard = [self._prompt_batch.Response(uid, (0, 0), False, False) for uid in ended]
+        return self._processed(heard, generated)
+
+    def _empty(self) -> None:
+        """Drop the prompts that are computed, and where a step has left it in the middle of a change, the batch that
+        generates.
+        """
+        self._prompt_batch.filter([])
+        self._currently_processing: list[Any] = []
+        if not self._is_whole:
+            self._generation_batch.filter([])
+            self._generation_batch._current_tokens, self._generation_batch._current_logprobs = None, []
+            self._is_whole = True
+        mx.clear_cache()
+
+    def _begin_again(self, uid: int) -> None:
+        """Compute a request's prompt from its first token on; it keeps its uid, by which mlx-lm's loop knows it."""
+        begun, self._prompts.request = self._begun[uid], self._requests[uid]
+        first, *others = begun.segments
+        self._forget(uid)
+        last: int = self._uid_count  # type: ignore[has-type]
+        self._uid_count = uid
+        self.insert_segments([[begun.hit + first, *others]], **begun.options)
+        self._uid_count = last
 
 
 def pieces_of(segments: Sequence[list[int]], at: int, step: int) -> list[list[int]]:
@@ -78,21 +192,20 @@ class Blockwise(RequestBatches):
         self._kept: dict[int, int] = {}  # by uid: the tokens whose blocks are kept, or came from the cache
         self._ends: dict[int, set[int]] = {}  # by uid: the tokens computed where the caller's segments end
 
-    def insert_segments(self, segments: Any, *args: Any, all_tokens: Any = None, **options: Any) -> Any:
-        known = all_tokens or [[] for _ in segments]
+    def _insert(self, segments: Any, known: Any, **options: Any) -> Any:
         cut = [
             pieces_of([*filter(None, parts)], len(tokens), self.prefill_step_size)
             for parts, tokens in zip(segments, known, strict=True)
         ]
-        uids = super().insert_segments(cut, *args, all_tokens=known, **options)
+        uids = super()._insert(cut, known, **options)
         for uid, parts, tokens in zip(uids, segments, known, strict=True):
             ends = [*accumulate(len(segment) for segment in parts if segment)]
             self._ends[uid] = {*ends, ends[-1] - 1}
             self._kept[uid] = len(tokens) // BLOCK * BLOCK
         return uids
 
-    def _next(self) -> Any:
-        prompt_responses, generated = super()._next()
+    def _processed(self, prompt_responses: Any, generated: Any) -> Any:
+        super()._processed(prompt_responses, generated)
         for response in prompt_responses:
             if not response.end_of_prompt:
                 done, total = response.progress

@@ -17,8 +17,9 @@ from mlx_lm.models.cache import LRUPromptCache
 
 from prefixcache.blocks.budget import Reservation
 from prefixcache.cache import PrefixCache
-from prefixcache.identity import model_identity, nameless
+from prefixcache.identity import folder_of, model_identity, nameless
 from prefixcache.layers import CacheError
+from prefixcache.layers.form import Form
 from prefixcache.ranks import OutOfStep
 from prefixcache.servers.read_or_compute import ReadOrCompute
 from prefixcache.tiers.prompt import Prompt
@@ -29,7 +30,7 @@ RESTORED = "restored"  # the type of sequences that came from the SSD after a re
 ROOM = 2048  # tokens that a hit can grow by before its layers do: mlx_lm.server's step of a prefill
 
 
-Stamp = tuple[tuple[str, int, int], ...]  # name, bytes and time of change of files
+Stamp = tuple[tuple[str, int, int], ...]  # path, bytes and time of change of files
 
 
 class TieredPromptCache(LRUPromptCache):
@@ -52,19 +53,23 @@ class TieredPromptCache(LRUPromptCache):
         max_bytes: int | None = None,
         *,
         identify: Callable[[Any], str] | None = None,
+        like: Callable[[Any], list[Any] | Form | None] | None = None,
         longest_wait: float = 30.0,
         whole_blocks: bool = False,
     ):
         """`cache`: the caller's, who closes it. `max_size`: sequences in all tiers, beyond which the least recently used are
         deleted; None: as many as the bytes allow. `max_bytes`: of prompt caches in RAM; None: the cache's budget. `identify`:
-        the name of a model key's weights (default: `identity_of`). `longest_wait`: seconds that a lookup waits for the SSD at
-        most; it waits as long as that is quicker than computing. `whole_blocks`: see `PrefixCache.fetch` and `store`.
+        the name of a model key's weights (default: `identity_of`). `like`: a prompt cache as the caller makes it for a model
+        key, or its `Form`: what was stored in another form is then a miss, see `PrefixCache.prompt`. `longest_wait`: seconds
+        that a lookup waits for the SSD at most; it waits as long as that is quicker than computing. `whole_blocks`: see
+        `PrefixCache.fetch` and `store`.
         """
         super().__init__(1 << 62 if max_size is None else max_size, 1 << 62 if max_bytes is None else max_bytes)
         self.cache = cache
         self.reading = ReadOrCompute(cache, longest_wait, whole_blocks)
         self.failed = 0  # inserts that could not be kept
         self._identify = identify or identity_of
+        self._like = like or (lambda model: None)
         self._names: dict[Any, tuple[str, Stamp]] = {}
         self._last_model: Any = None
         self._whole_blocks = whole_blocks
@@ -191,7 +196,9 @@ class TieredPromptCache(LRUPromptCache):
     # -- the PrefixCache --------------------------------------------------------------------------------------------------
 
     def _prompt(self, model: Any, tokens: Sequence[int] | Prompt, salt: bytes) -> Prompt:
-        return tokens if isinstance(tokens, Prompt) else self.cache.prompt(tokens, model=self.name_of(model), salt=salt)
+        if isinstance(tokens, Prompt):
+            return tokens
+        return self.cache.prompt(tokens, model=self.name_of(model), salt=salt, like=self._like(model))
 
     def _wait_for_ssd(self, prompt: Prompt) -> None:
         self.reading.wait(prompt)
@@ -280,11 +287,13 @@ def _parts(model: Any) -> tuple[Any, Any, Any]:
 
 
 def _stamp(model: Any) -> Stamp:
-    """The files behind a model key, as far as looking at their names and times tells; () for what is no folder."""
+    """The files behind a model key, as far as looking at their names and times tells: of a repository, those of the revision
+    that is here now. () where there are none.
+    """
     files: list[tuple[str, int, int]] = []
     for part in _parts(model):
-        if isinstance(part, (str, os.PathLike)):
-            with suppress(OSError):
-                about = [(file.name, file.stat()) for file in os.scandir(os.fspath(part)) if file.is_file()]
-                files += [(name, stat.st_size, stat.st_mtime_ns) for name, stat in about]
+        if part is not None:
+            with suppress(OSError, ValueError, TypeError):
+                about = [(file.path, file.stat()) for file in os.scandir(folder_of(part)) if file.is_file()]
+                files += [(path, stat.st_size, stat.st_mtime_ns) for path, stat in about]
     return tuple(sorted(files))

@@ -15,8 +15,10 @@ from mlx_lm import utils
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 
 from prefixcache.layers import CacheError
+from prefixcache.layers.form import Form
 from prefixcache.layers.image_layout import read
 from prefixcache.servers.mlx_lm.context import context_of
+from prefixcache.servers.model_form import form_of
 from prefixcache.servers.request_schema import BadRequest
 
 log = logging.getLogger("prefixcache")
@@ -35,20 +37,29 @@ class LoadedModel(NamedTuple):
 
 
 class Provider(upstream.ModelProvider):
-    """`on_load` is called with the key of each model that was loaded. `sliceable`: its state can be cut at any token.
-    `loaded` is None while there is none; it may be read on any thread. `max_context`: in the place of the models' own.
+    """`on_load` is called with the key of each model that was loaded. `sliceable`: its state can be cut at any token. `form`:
+    what its prompt caches are like, those of its draft model behind them. `loaded` is None while there is none; it may be
+    read on any thread. `max_context`: in the place of the models' own.
     """
 
     on_load: Callable[[Any], Any] = staticmethod(lambda model_key: None)
     sliceable = False
     loaded: LoadedModel | None = None
+    form: Form | None = None
 
     def __init__(self, cli_args: Any, max_context: int | None = None):
+        self._began = False
         self._prompt_concurrency, self._max_context = cli_args.prompt_concurrency, max_context
         super().__init__(cli_args)
         served = cli_args.model
         if served and Path(served).exists():  # as /v1/models lists it
             self._model_map[str(Path(served).resolve())] = served
+
+    def load_default(self) -> None:
+        """Load the default model, once: mlx-lm's loop, entered again after a failure, goes on with what is loaded."""
+        if not self._began:
+            super().load_default()
+            self._began = True
 
     def has(self, model_path: Any, adapter_path: Any, draft_model_path: Any) -> bool:
         """Whether the model is loaded that a request means by these names."""
@@ -125,6 +136,7 @@ class Provider(upstream.ModelProvider):
 
     def _load_now(self, *args: Any, **kwargs: Any) -> Any:
         loaded = super()._load(*args, **kwargs)
+        self.form = self._form()
         self.on_load(self.model_key)
         self._prepare_for(make_prompt_cache(self.model))
         self.loaded = self._look_at_loaded()
@@ -146,6 +158,11 @@ class Provider(upstream.ModelProvider):
         except Exception as error:  # loading has read it: the hub's own cache may be laid out otherwise
             log.warning("no config of %s to read the length of its context from: %s", folder, _short(error))
             return None
+
+    def _form(self) -> Form | None:
+        bits = getattr(self.cli_args, "kv_bits", None)  # mlx-lm 0.31 has none
+        models = [model for model in (self.model, self.draft_model) if model is not None]
+        return form_of(*models, kv_bits=bits, kv_group_size=getattr(self.cli_args, "kv_group_size", 64))
 
     def _prepare_for(self, prompt_cache: list[Any]) -> None:
         """Prompts of unequal length that mlx-lm prefills together leave some recurrent states wrong (ml-explore/mlx-lm#1736),

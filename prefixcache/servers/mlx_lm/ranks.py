@@ -331,6 +331,6 @@ class RankGenerator(Generator):
 def _without_rank_0s(request: Any) -> Any:
     """A request without what is only rank 0's."""
     bare = copy.copy(request)
-    for name in ("request_log", "tokenized", "early_tokens"):
+    for name in ("request_log", "tokenized", "early_tokens", "answers"):
         vars(bare).pop(name, None)
     return bare

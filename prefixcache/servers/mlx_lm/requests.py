@@ -20,9 +20,11 @@ from importlib.metadata import version
 from queue import Empty
 from typing import Any, NamedTuple
 
+import mlx.core as mx
 import mlx_lm.server as upstream
 import numpy as np
 from mlx_lm.generate import BatchGenerator, stream_generate
+from mlx_lm.models.cache import make_prompt_cache
 
 from prefixcache.cache import PrefixCache, usable_memory
 from prefixcache.keys import as_tokens
@@ -31,7 +33,7 @@ from prefixcache.servers.in_flight import Admission, Awaited, Computing
 from prefixcache.servers.mlx_lm.answers import Answers, Ended
 from prefixcache.servers.mlx_lm.client_template import ClientTemplate
 from prefixcache.servers.mlx_lm.context import room_for, too_long
-from prefixcache.servers.mlx_lm.errors import RankFailed
+from prefixcache.servers.mlx_lm.errors import RankFailed, may_be_the_hits
 from prefixcache.servers.mlx_lm.prefill import Blockwise, RequestBatches
 from prefixcache.servers.mlx_lm.prefill import stream as blockwise_stream
 from prefixcache.servers.mlx_lm.provider import LoadedModel, Provider
@@ -110,6 +112,7 @@ class Generator(upstream.ResponseGenerator):
         self.answering: set[Answers] = set()
         self.admission = self._make_admission(whole_blocks=not exact_prefill)
         self._before = before
+        self._taken = 0  # requests, since mlx-lm's loop was entered
         self._deferred: deque[DeferredRequest] = deque()
         self.prompts = TenantPromptCache(cache, self._stored, _rows_suffix(provider.cli_args), exact_prefill)
         provider.on_load = self._loaded
@@ -146,12 +149,59 @@ class Generator(upstream.ResponseGenerator):
         )
         upstream.stream_generate = self._stream
         try:
-            super()._generate()
+            while not self._stop:
+                self._serve_until_a_failure()
         finally:
             upstream.BatchGenerator, upstream.stream_generate = BatchGenerator, stream_generate
 
+    def _serve_until_a_failure(self) -> None:
+        """mlx-lm's loop. An exception in it ends the requests under way with an error, and the loop can be entered again; but
+        where there was none since the last time, it is raised.
+        """
+        self._taken = 0
+        try:
+            super()._generate()
+        except Exception as error:
+            if not self._taken or self.prompts.cache.ranks is not None:
+                raise
+            deferred = {deferred.item[0] for deferred in self._deferred}
+            ended = [answers for answers in self.answering if answers.wanted() and answers not in deferred]
+            log.error("the loop failed, which ends %d requests: %s", len(ended), error, exc_info=error)
+            for answers in ended:
+                answers.fail(error)
+
     def _stream(self, *, prompt: Sequence[int], **options: Any) -> Iterator[Any]:
-        """A request that is served by itself: `prompt` is what its lookup has left of it."""
+        """A request that is served by itself: `prompt` is what its lookup has left of it. Where the model fails on what the
+        lookup gave, all of the request is computed.
+        """
+        request, depth, begun = self.prompts.request, len(self.prompts.hit), False
+        try:
+            for response in self._stream_rest(prompt=prompt, **options):
+                begun = True
+                yield response
+            return
+        except Exception as error:
+            if begun or not depth or request is None or not may_be_the_hits(error):
+                raise
+            self.prompts.drop_hit(request, depth, error)
+            if self.prompts.cache.ranks is not None:
+                raise
+        self.prompts.hit = ()
+        yield from self._stream_rest(**{**options, **self._from_the_start(request, options["prompt_cache"])})
+
+    def _from_the_start(self, request: TokenizedRequest, layers: list[Any]) -> dict[str, Any]:
+        """What a request is computed from without a hit. `layers`, which mlx-lm stores in the end, become new ones."""
+        models = [model for model in (self.model_provider.model, self.model_provider.draft_model) if model is not None]
+        layers[:] = [layer for model in models for layer in make_prompt_cache(model)]
+        tokens = list(request.tokenized[0])
+        vision = request.tokenized[4] if len(request.tokenized) > 4 else None  # mlx-lm 0.31 has none
+        if vision is None or not vision.pixel_values:
+            return {"prompt": tokens}
+        seen = models[0].embed_inputs(mx.array(tokens), pixel_values=vision.pixel_values)
+        mx.eval(seen)
+        return {"prompt": tokens, "input_embeddings": seen}
+
+    def _stream_rest(self, *, prompt: Sequence[int], **options: Any) -> Iterator[Any]:
         if self.prompts.exact_prefill:
             return stream_generate(prompt=prompt, **options)
         keep_blocks = partial(self.prompts.keep_blocks, self.prompts.request)
@@ -211,8 +261,9 @@ class Generator(upstream.ResponseGenerator):
             return None
         queue, request, args = item
         if not isinstance(queue, Answers):
-            queue = Answers(queue, _log_of(request))
+            queue = request.answers = Answers(queue, _log_of(request))
             self.answering = {answers for answers in self.answering if answers.wanted()} | {queue}
+        self._taken += 1
         return self._admit((queue, request, args))
 
     def _request_waits(self) -> bool:
@@ -319,8 +370,8 @@ class Generator(upstream.ResponseGenerator):
         ends = np.cumsum([len(segment) for segment in tokenized[1]])
         boundaries = tuple(int(end) for end in sorted({*ends[:-1], len(ids) - 1}))
         name, salt = self.prompts.name_of(self.model_provider.model_key), getattr(request, "salt", b"")
-        prompt = self.prompts.cache.prompt(ids, model=name, salt=salt)
-        return TokenizedRequest(tokenizer, tokenized, prompt, boundaries)
+        prompt = self.prompts.cache.prompt(ids, model=name, salt=salt, like=self.model_provider.form)
+        return TokenizedRequest(tokenizer, tokenized, prompt, boundaries, getattr(request, "answers", None))
 
     def _tokenize_anew(self, tokenizer: Any, request: Any, args: Any) -> Any:
         early: EarlyTokens | None = getattr(request, "early_tokens", None)

@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models.cache import LRUPromptCache
 
 from prefixcache.cache import PrefixCache
 from prefixcache.keys import as_tokens
 from prefixcache.layers import CacheError
+from prefixcache.servers.mlx_lm.answers import Answers
 from prefixcache.servers.mlx_lm.prompt_cache import TieredPromptCache, identity_of
 from prefixcache.tiers.prompt import Prompt
 
@@ -26,13 +28,15 @@ log = logging.getLogger("prefixcache")
 class TokenizedRequest(NamedTuple):
     """A request's prompt as the cache has it, and what mlx-lm's `_tokenize` gave.
 
-    `prompt`: empty where it can't be kept. `boundaries`: ascending, where its state will be stored.
+    `prompt`: empty where it can't be kept. `boundaries`: ascending, where its state will be stored. `answers`: where it is
+    answered.
     """
 
     tokenizer: Any
     tokenized: Any
     prompt: Prompt
     boundaries: tuple[int, ...]
+    answers: Answers | None = None
 
 
 class RequestCache(list[Any]):
@@ -112,12 +116,29 @@ class TenantPromptCache(TieredPromptCache):
             except Exception as error:
                 self._fail(error)
 
+    def drop_hit(self, request: TokenizedRequest, depth: int, error: Exception) -> None:
+        """The model could not go on from what a request's lookup gave: nobody is given it again. The request, if it is not
+        answered yet, is to be computed from its first token on.
+        """
+        log.warning(
+            "a hit of %d tokens is deleted, since the model fails on it: %s: %s", depth, type(error).__name__, error
+        )
+        if request.answers is not None:
+            request.answers.begin_without_hit()
+        with self._turn:
+            try:
+                LRUPromptCache.trim_to(self, n_sequences=0)  # it may have been one of those that are kept as they are
+                self._pay_for_live()
+                self.cache.drop_hit(request.prompt, depth)
+            except Exception as failure:
+                self._fail(failure)
+
     def _seen(self, request: TokenizedRequest, tokens: Sequence[int]) -> Prompt:
         """The tokens that a request's layers have seen: the beginning of its prompt, or all of it and an answer."""
         prompt, ids = request.prompt, as_tokens(tokens)
         common = min(len(ids), len(prompt))
         if not np.array_equal(ids[:common], prompt.given[:common]):
-            return self.cache.prompt(ids, model=prompt.model, salt=prompt.salt)
+            return self.cache.prompt(ids, model=prompt.model, salt=prompt.salt, like=prompt.form)
         return prompt.continued(ids[common:]) if len(ids) > common else prompt.first(common)
 
     def _wait_for_ssd(self, prompt: Prompt) -> None:

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from prefixcache.cache import PrefixCache
-from prefixcache.identity import model_identity, nameless
+from prefixcache.identity import model_identity, nameless, version_of
+from prefixcache.layers.form import Form
 from prefixcache.servers.vllm_mlx.prefix_cache import LONGEST_WAIT, TieredPrefixCache
 from prefixcache.settings import Settings
 from prefixcache.ssd import DirectoryError
@@ -60,6 +61,15 @@ def _name(model: Any, name: str) -> str:
     return name
 
 
+def _form_of(model: Any) -> Form | None:
+    """What the prompt caches of a text model are like; None, which is any, where that can't be told."""
+    try:
+        return importlib.import_module("prefixcache.servers.model_form").form_of(model)
+    except Exception as error:
+        log.debug("a model's prompt caches have no form: %s: %s", type(error).__name__, error)
+        return None
+
+
 def _name_loaded(model: Any, path: Any, library: str = "") -> None:
     try:
         _name(model, model_identity(path) + library)
@@ -98,9 +108,11 @@ def install(cache: PrefixCache | Settings, *, salt: bytes = b"", longest_wait: f
         atexit.register(cache.close)
     kept = cache
 
-    def build(model: Any, config: Any = None) -> TieredPrefixCache:
-        name = identity_of(model)
-        return TieredPrefixCache(model, config, cache=kept, model_name=name, salt=salt, longest_wait=longest_wait)
+    def build(model: Any, config: Any = None, form_of: Callable[[Any], Form | None] = _form_of) -> TieredPrefixCache:
+        name, form = identity_of(model), form_of(model)
+        return TieredPrefixCache(
+            model, config, cache=kept, model_name=name, salt=salt, longest_wait=longest_wait, like=form
+        )
 
     _replace(scheduler, "MemoryAwarePrefixCache", build)
     _replace(scheduler.Scheduler, "__init__", _bounding(scheduler.Scheduler.__init__))
@@ -115,7 +127,7 @@ def install(cache: PrefixCache | Settings, *, salt: bytes = b"", longest_wait: f
     except ImportError as error:
         log.info("without multimodal models: %s", error)
     else:
-        _replace(multimodal, "MemoryAwarePrefixCache", build)
+        _replace(multimodal, "MemoryAwarePrefixCache", functools.partial(build, form_of=lambda model: None))
         generator = multimodal.MLLMBatchGenerator
         _replace(generator, "__init__", _bounding(generator.__init__))
         _replace(mllm.MLXMultimodalLM, "load", _naming_multimodal(mllm.MLXMultimodalLM.load))
@@ -151,6 +163,7 @@ def _bounding(init: Callable[..., None]) -> Callable[..., None]:
         for cache in (getattr(self, "memory_aware_cache", None), getattr(self, "prefix_cache", None)):
             if isinstance(cache, TieredPrefixCache) and isinstance(bound, int) and bound > 0:
                 cache.model_name += f"|max_kv_size={bound}"
+                cache.like = None
 
     return made
 
@@ -175,7 +188,7 @@ def _naming_multimodal(load: Callable[..., Any]) -> Callable[..., Any]:
         before = self.model
         load(self)
         if self.model is not before:
-            _name_loaded(self.model, self.model_name, "|mlx-vlm")
+            _name_loaded(self.model, self.model_name, f"|mlx-vlm {version_of('mlx-vlm')}".rstrip())
 
     return loaded
 

@@ -15,6 +15,7 @@ from typing import Any
 from prefixcache.blocks.budget import Reservation
 from prefixcache.cache import PrefixCache
 from prefixcache.keys import as_tokens
+from prefixcache.layers.form import Form
 from prefixcache.servers.auxiliary import Auxiliary, give, hold
 from prefixcache.servers.read_or_compute import ReadOrCompute
 from prefixcache.tiers.prompt import Prompt
@@ -54,12 +55,14 @@ class TieredPrefixCache:
         model_name: str,
         salt: bytes = b"",
         longest_wait: float = LONGEST_WAIT,
+        like: Form | None = None,
     ):
         """`model` and `config`: as vllm-mlx gives them. `cache`: the caller's, who closes it. `model_name`: the identity of
         the weights. `salt` separates these prompts from others of the same weights. `longest_wait`: seconds that a lookup
-        waits for the SSD at most; it waits as long as reading is quicker than computing.
+        waits for the SSD at most; it waits as long as reading is quicker than computing. `like`: see `PrefixCache.prompt`.
         """
         self.cache = cache
+        self.like = like
         self.model_name = model_name
         self.reading = ReadOrCompute(cache, longest_wait)
         self._salt = salt
@@ -118,7 +121,7 @@ class TieredPrefixCache:
         return "exact" if depth == len(prompt) else "prefix", found, depth
 
     def _prompt(self, tokens: Sequence[int]) -> Prompt:
-        return self.cache.prompt(as_tokens(tokens), model=self.model_name, salt=self._salt)
+        return self.cache.prompt(as_tokens(tokens), model=self.model_name, salt=self._salt, like=self.like)
 
     def clone_for_replay(self, cache: list[Any]) -> list[Any]:
         """The same: what `fetch` and `Prepared.cache` give is the caller's own already."""

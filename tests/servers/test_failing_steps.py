@@ -1,0 +1,296 @@
+"""A step of the model that raises an exception, under `prefixcache serve`: what a hit may have caused is computed without it
+and the hit is deleted, anything else ends the requests of that step, and the server goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+import requests
+from mlx_lm import sample_utils
+from mlx_lm import server as upstream
+from mlx_lm.models import llama
+from mlx_lm.models.cache import KVCache
+
+from prefixcache import PrefixCache
+from prefixcache.servers.mlx_lm.answers import StepFailed
+from prefixcache.servers.mlx_lm.requests import Generator
+from tests.servers.test_requests import Asked, generating, user
+from tests.serving import SECONDS, save_model, serve, starting, text, wait_for
+
+CACHE = {"ram": "100MB", "ssd": "100MB"}
+ALONE = pytest.mark.parametrize("seed", [None, 1], ids=["batch", "alone"])
+FORBIDDEN = "forbidden"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("models") / "llama", "llama")
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path) -> Callable[[str], list[int]]:
+    """What answers a text without any cache of it."""
+    known: dict[str, list[int]] = {}
+
+    def answer(of: str) -> list[int]:
+        if of not in known:
+            with PrefixCache(ram="100MB", codec="raw") as cache, generating(cache, "--model", model) as generator:
+                known[of] = Asked(generator, user(of)).answered().tokens
+        return known[of]
+
+    return answer
+
+
+@contextmanager
+def generating_raw(opened: Any, model: Path, *flags: Any) -> Iterator[Generator]:
+    with generating(opened(codec="raw"), "--model", model, *flags) as generator:
+        yield generator
+
+
+def store_another_form(generator: Generator, of: str) -> int:
+    """Rows of another width, as an older release of the model's code could have stored them under the same name, and a server
+    that doesn't notice. Returns how many tokens.
+    """
+    generator.model_provider.form = None
+    provider, cache = generator.model_provider, generator.prompts.cache
+    tokens = provider.tokenizer.apply_chat_template(user(of), add_generation_prompt=True)[:-1]
+    layers = []
+    for _ in provider.model.layers:
+        layers.append(KVCache())
+        layers[-1].update_and_fetch(*[mx.zeros((1, 7, len(tokens), 3))] * 2)
+    mx.eval([layer.state for layer in layers])
+    cache.store(tokens, layers, model=generator.prompts.name_of(provider.model_key))
+    return len(tokens)
+
+
+@ALONE
+def test_a_hit_that_the_model_fails_on_is_deleted_and_the_prompt_computed(model, opened, plain, seed, caplog):
+    of = text(600, "another form")
+    with generating_raw(opened, model) as generator:
+        stored = store_another_form(generator, of)
+        cache = generator.prompts.cache
+        assert cache.flush()
+        assert cache.stats().images_on_ssd > 0
+        first = Asked(generator, user(of), seed=seed)
+        assert (first.cached, first.tokens) == (0, plain(of))
+        assert cache.stats().counters.failed_hits == 1
+        assert f"a hit of {stored} tokens is deleted, since the model fails on it: ValueError" in caplog.text
+        again = Asked(generator, user(of), seed=seed)
+        assert (again.computed, again.tokens) == (1, plain(of))
+        assert cache.stats().counters.failed_hits == 1
+        cache.check_integrity()
+
+
+def test_a_hit_that_is_deleted_stays_away_after_a_restart(model, opened, plain, tmp_path):
+    of, cache = text(600, "another form"), opened(codec="raw")
+    with generating(cache, "--model", model) as generator:
+        store_another_form(generator, of)
+        cache.flush()
+        Asked(generator, user(of)).answered()
+    cache.close()
+    with PrefixCache(ssd_dir=tmp_path / "ssd", codec="raw", **CACHE) as cache:
+        with generating(cache, "--model", model) as generator:
+            generator.model_provider.form = None
+            generator.prompts.reading.rates.computed(100, 1000.0)
+            again = Asked(generator, user(of))
+            assert (again.computed, again.tokens) == (1, plain(of))
+        assert cache.stats().counters.failed_hits == 0
+
+
+def test_who_is_served_beside_a_failing_hit_notices_nothing(model, opened, plain):
+    of, others = text(600, "another form"), [text(40, f"other {i}") for i in range(3)]
+    with generating_raw(opened, model, "--prefill-step-size", 64) as generator:
+        store_another_form(generator, of)
+        long = Asked(generator, user(text(30, "long")), max_tokens=60)
+        assert long.begun.wait(SECONDS)
+        asked = [Asked(generator, user(one)) for one in [others[0], of, *others[1:]]]
+        wanted = [plain(one) for one in [others[0], of, *others[1:]]]
+        assert [one.answered().tokens for one in asked] == wanted
+        assert len(long.answered().tokens) == 60
+        assert asked[1].cached == 0
+        assert generator.prompts.cache.stats().counters.failed_hits == 1
+
+
+def test_several_failing_hits_in_one_batch_are_all_computed(model, opened, plain):
+    several = [text(300, f"form {i}") for i in range(3)]
+    with generating_raw(opened, model) as generator:
+        for of in several:
+            store_another_form(generator, of)
+        busy = Asked(generator, user(text(1000, "busy")))
+        asked = [Asked(generator, user(of)) for of in several]
+        assert [one.answered().tokens for one in asked] == [plain(of) for of in several]
+        assert len(busy.answered().tokens) == 6
+
+
+@ALONE
+def test_a_hit_is_kept_when_memory_runs_out_or_a_sampler_fails(model, opened, plain, seed, monkeypatch):
+    of = text(600, "kept")
+    with generating_raw(opened, model) as generator:
+        Asked(generator, user(of)).answered()
+
+        def no_room(self: Any, *args: Any, **options: Any) -> Any:
+            raise RuntimeError("[malloc] Unable to allocate 12 bytes")
+
+        monkeypatch.setattr(llama.Model, "__call__", no_room)
+        failed = Asked(generator, user(of), seed=seed)
+        failed.join(SECONDS)
+        assert isinstance(failed.error, StepFailed)
+        monkeypatch.undo()
+        monkeypatch.setattr(
+            upstream,
+            "_make_sampler",
+            lambda *args: sample_utils.make_sampler(0.7, xtc_probability=0.5, xtc_threshold=0.9),
+        )
+        failed = Asked(generator, user(of), seed=seed)
+        failed.join(SECONDS)
+        assert isinstance(failed.error, StepFailed)
+        monkeypatch.undo()
+        kept = Asked(generator, user(of), seed=seed)
+        assert (kept.computed, kept.tokens) == (1, plain(of))
+        assert generator.prompts.cache.stats().counters.failed_hits == 0
+
+
+def forbid(monkeypatch: pytest.MonkeyPatch, generator: Generator, when: Callable[[int], bool]) -> None:
+    """From now on the model fails on a batch with this word, when its batch's tokens are so many."""
+    tokens = set(generator.model_provider.tokenizer.encode(FORBIDDEN, add_special_tokens=False)[-1:])
+    call = llama.Model.__call__
+
+    def called(self: Any, inputs: mx.array, *args: Any, **options: Any) -> Any:
+        if when(inputs.shape[1]) and tokens & set(inputs.flatten().tolist()):
+            raise RuntimeError("[matmul] the shapes don't agree")
+        return call(self, inputs, *args, **options)
+
+    monkeypatch.setattr(llama.Model, "__call__", called)
+
+
+@ALONE
+def test_a_prompt_that_the_model_fails_on_ends_with_an_error_and_no_answer_under_way(
+    model, opened, plain, seed, monkeypatch
+):
+    other = text(40, "other")
+    wanted = plain(other)
+    with generating_raw(opened, model) as generator:
+        forbid(monkeypatch, generator, lambda length: length > 1)
+        long = Asked(generator, user(text(30, "long")), max_tokens=60)
+        assert long.begun.wait(SECONDS)
+        wait_for(lambda: any(answers._log.generated for answers in generator.answering), "an answer under way")
+        failed = Asked(generator, user(f"{text(30)} {FORBIDDEN}"), seed=seed)
+        failed.join(SECONDS)
+        assert isinstance(failed.error, StepFailed)
+        assert "RuntimeError" in str(failed.error)
+        assert "matmul" not in str(failed.error)
+        assert len(long.answered().tokens) == 60
+        assert Asked(generator, user(other)).answered().tokens == wanted
+
+
+def test_a_step_of_generation_that_fails_ends_its_batch_and_not_the_server(model, opened, plain, monkeypatch):
+    other = text(40, "other")
+    wanted, call, broken = plain(other), llama.Model.__call__, threading.Event()
+
+    def called(self: Any, inputs: mx.array, *args: Any, **options: Any) -> Any:
+        if inputs.shape[1] == 1 and broken.is_set():
+            broken.clear()
+            raise RuntimeError("[add] the shapes don't agree")
+        return call(self, inputs, *args, **options)
+
+    monkeypatch.setattr(llama.Model, "__call__", called)
+    with generating_raw(opened, model) as generator:
+        asked = [Asked(generator, user(text(30, f"long {i}")), max_tokens=2000) for i in range(2)]
+        assert all(one.begun.wait(SECONDS) for one in asked)
+        wait_for(lambda: all(answers._log.generated > 3 for answers in generator.answering), "tokens of both")
+        broken.set()
+        for one in asked:
+            one.join(SECONDS)
+            assert isinstance(one.error, StepFailed)
+        assert Asked(generator, user(other)).answered().tokens == wanted
+
+
+@pytest.mark.parametrize("name", ["_make_state_machine", "_log_cache_stats", "_is_batchable"])
+def test_an_exception_anywhere_in_the_loop_ends_what_is_under_way_and_the_loop_goes_on(
+    model, opened, plain, monkeypatch, name
+):
+    other = text(40, "other")
+    wanted = plain(other)
+    with generating_raw(opened, model) as generator:
+        long = Asked(generator, user(text(30, "long")), max_tokens=2000)
+        assert long.begun.wait(SECONDS)
+        whole = getattr(generator, name)
+
+        def failing(*args: Any) -> Any:
+            monkeypatch.setattr(generator, name, whole)
+            raise RuntimeError("no request expects this")
+
+        monkeypatch.setattr(generator, name, failing)
+        asked = Asked(generator, user(other))
+        for one in (asked, long):
+            one.join(SECONDS)
+            assert isinstance(one.error, StepFailed)
+        again = [Asked(generator, user(other), seed=seed) for seed in (None, 1)]
+        assert [one.answered().tokens for one in again] == [wanted] * 2
+
+
+def test_a_loop_that_fails_without_a_request_ends(model, opened, monkeypatch):
+    """Or it would fail for ever."""
+    with generating_raw(opened, model) as generator:
+        Asked(generator, user("hello")).answered()
+
+        def failing(*args: Any, **options: Any) -> Any:
+            raise RuntimeError("always")
+
+        monkeypatch.setattr(generator, "_next_request", failing)
+        generator._generation_thread.join(SECONDS)
+        assert not generator._generation_thread.is_alive()
+        generator._stop = True
+
+
+# -- over HTTP --------------------------------------------------------------------------------------------------------
+
+
+def serve_failing(flags: list[str]) -> None:
+    """`prefixcache serve` of a model that fails on prompts with a certain word."""
+    call = llama.Model.__call__
+    from mlx_lm.utils import load_tokenizer
+
+    tokens = set(load_tokenizer(flags[flags.index("--model") + 1]).encode(FORBIDDEN, add_special_tokens=False)[-1:])
+
+    def called(self: Any, inputs: mx.array, *args: Any, **options: Any) -> Any:
+        if inputs.shape[1] > 1 and tokens & set(inputs.flatten().tolist()):
+            raise RuntimeError("[matmul] the shapes don't agree")
+        return call(self, inputs, *args, **options)
+
+    llama.Model.__call__ = called  # type: ignore[method-assign]
+    serve(flags)
+
+
+@pytest.mark.parametrize("more", [{}, {"seed": 3}], ids=["batch", "alone"])
+def test_over_http_it_is_an_error_500_in_openais_form(model, tmp_path, more):
+    with starting(serve_failing, tmp_path / "log", "--model", model, "--ram", "50MB") as server:
+        url = server.ready().url + "/v1/chat/completions"
+
+        def post(content: str, **fields: Any) -> requests.Response:
+            body = {"messages": user(content), "max_tokens": 4, "temperature": 0, **fields}
+            return requests.post(url, json=body, timeout=SECONDS)
+
+        for _ in range(2):
+            refused = post(f"{text(30)} {FORBIDDEN}", **more)
+            error = refused.json()["error"]
+            assert (refused.status_code, error["code"], error["type"]) == (500, 500, "server_error")
+            assert "could not be computed (RuntimeError)" in error["message"]
+        events = [
+            line.removeprefix("data: ")
+            for line in post(f"{text(30)} {FORBIDDEN}", stream=True, **more).text.splitlines()
+            if line.startswith("data: ")
+        ]
+        assert json.loads(events[-1])["error"]["code"] == 500
+        assert post("hello there", **more).status_code == 200
+        assert server.process.poll() is None
+        assert server.end() == 0
+        assert "[matmul] the shapes don't agree" in server.said()
