@@ -18,9 +18,9 @@ ROOT = PACKAGE.parent
 
 # By the first part of a module's name, the higher may import the lower: 0 stands at the bottom.
 LEVELS = {
-    "identity": 0, "image_format": 0, "kernels": 0, "keys": 0, "memory": 0, "metrics": 0, "migrations": 0,
+    "byte_sizes": 0, "identity": 0, "image_format": 0, "kernels": 0, "keys": 0, "memory": 0, "migrations": 0,
     "redaction": 0,
-    "blocks": 1, "codecs": 1, "settings": 1, "trace": 1,
+    "blocks": 1, "codecs": 1, "metrics": 1, "settings": 1, "trace": 1,
     "calibration": 2, "live": 2, "remote": 2, "ssd": 2,
     "layers": 3, "ranks": 3, "tiers": 3,
     "operations": 5,
@@ -34,8 +34,8 @@ LEVELS = {
 # Beside the levels: what these may import of the package at all.
 ONLY = {
     "image_format": set(), "keys": set(), "memory": set(), "kernels": set(), "identity": set(),
-    "redaction": set(), "settings": {"redaction"},
-    "metrics": {""},
+    "redaction": set(), "byte_sizes": set(), "settings": {"byte_sizes", "redaction"},
+    "metrics": {"", "byte_sizes"},
     "blocks": {"keys", "image_format"},
     "trace": {"keys"},
     "ssd": {"keys", "image_format", "memory", "migrations", "metrics", "blocks"},
@@ -43,7 +43,7 @@ ONLY = {
     "codecs": {"kernels"},
     "calibration": {"codecs"},
     "live": {"codecs", "memory"},
-    "tiers": {"blocks", "image_format", "keys", "memory", "metrics", "remote", "settings", "ssd"},
+    "tiers": {"blocks", "byte_sizes", "image_format", "keys", "memory", "metrics", "remote", "settings", "ssd"},
     "layers": {"keys", "image_format", "codecs", "blocks"},
     "ranks": {"codecs"},
 }  # fmt: skip
@@ -53,7 +53,7 @@ LATE = {("settings", "codecs"), ("metrics", "")}
 
 WITHOUT_MLX = [
     "keys", "image_format", "memory", "blocks", "settings", "ssd", "identity", "trace", "metrics", "tiers", "remote",
-    "redaction",
+    "redaction", "byte_sizes",
 ]  # fmt: skip
 
 
