@@ -16,7 +16,7 @@ comma := ,
 EXTRAS := $(if $(EXTRA),$(EXTRA)$(comma))test
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench soak fuzz crash real-model clean
+.PHONY: help demo test lint bench soak fuzz crash real-model release clean
 
 help:
 	@echo "make demo     what the cache does, shown and checked on a tiny model (a few minutes with the install)"
@@ -27,6 +27,7 @@ help:
 	@echo "make crash    killed, cut off and refused by the disk at every call, MINUTES=10 of it (Linux)"
 	@echo "make fuzz     the parsers under a fuzzer led by coverage, SECONDS=60 each (Linux)"
 	@echo "make real-model  fetch a small pretrained model to measure on (92 MB; REAL_MODEL=FOLDER to keep it elsewhere)"
+	@echo "make release  build the sdist and the wheel, try both in empty environments, and tag; refused until .ci/run has passed"
 	@echo "make clean    remove .venv and all that was built or cached here"
 	@echo
 	@echo "PYTHON=python3.12   another Python;   EXTRA=cuda   MLX for NVIDIA GPUs (make clean before a change of EXTRA)"
@@ -69,6 +70,9 @@ fuzz: $(STAMP)
 
 real-model: $(STAMP)
 	@$(BIN)/python -m tools.real_model
+
+release: $(STAMP)
+	$(BIN)/python -m tools.release
 
 clean:
 	rm -rf $(VENV) prefixcache/kernels/*.so build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

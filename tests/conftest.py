@@ -13,8 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# On CUDA, MLX would round what it multiplies in float32 to 11 bits: a row alone and in a batch would differ in its codes.
+os.environ.setdefault("MLX_ENABLE_TF32", "0")
 
 from prefixcache import PrefixCache
+
+# How long an example takes says how busy the machine is, and nothing of the code.
+BUSY = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+settings.register_profile("any machine", settings(), deadline=None, suppress_health_check=BUSY)
+settings.load_profile("any machine")
 
 # Where a shell starts the tests in the background, they and what they start would ignore SIGINT, which some of them send.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

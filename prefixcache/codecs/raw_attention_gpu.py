@@ -10,8 +10,8 @@ import mlx.core as mx
 
 from prefixcache.codecs.interchange import FLOATS, name_of
 from prefixcache.codecs.turboquant import gpu_rows
-from prefixcache.kernels import raw_attention  # type: ignore[import-not-found]
-from prefixcache.kernels.raw_attention import Kind  # type: ignore[import-not-found]
+from prefixcache.kernels import raw_attention
+from prefixcache.kernels.raw_attention import Kind
 
 
 class UncodedRows(NamedTuple):
@@ -42,11 +42,11 @@ def takes(uncoded: UncodedRows, queries: mx.array) -> bool:
 
 
 @lru_cache(maxsize=64)
-def _kind(numbers: tuple[int | float, ...], dtypes: tuple[mx.Dtype | None, ...], pads: bool, floors: bool) -> Kind:
+def _kind(
+    numbers: tuple[int, int, int, int, float, bool], dtypes: tuple[mx.Dtype | None, ...], pads: bool, floors: bool
+) -> Kind:
     rows, queries, mask, logits = (name_of(dtype) if dtype is not None else "" for dtype in dtypes)
-    return Kind(
-        *numbers, rows=rows, queries=queries, result=queries, mask=mask, logits=logits, pads=pads, floors=floors
-    )
+    return Kind(*numbers, rows, queries, queries, mask, logits, pads, floors)
 
 
 @lru_cache(maxsize=1)

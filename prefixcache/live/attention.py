@@ -162,13 +162,15 @@ def _by_heads(layer: CodedLayer, queries: mx.array, scale: float, mask: Mask, si
     """MLX's own attention, on one key head's rows at a time: no more than those is ever decoded at once."""
     assert layer.kind is not None
     group, length = queries.shape[1] // layer.kind.heads, queries.shape[2]
+    if isinstance(mask, mx.array):
+        mask = mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
     if any(layer.pads):  # rows that count for nobody
         mask = _with_pads(layer, length, mask)
     made = []
     for head in range(layer.kind.heads):
         keys, values = layer.decoded_heads(head, 1)
         asking = slice(head * group, (head + 1) * group)
-        own_mask = mask[:, asking] if isinstance(mask, mx.array) and mask.ndim == 4 and mask.shape[1] > 1 else mask
+        own_mask = mask[:, asking] if isinstance(mask, mx.array) and mask.shape[1] > 1 else mask
         own_sinks = sinks[asking] if sinks is not None else None
         asked = queries[:, asking]
         made.append(plain(asked, keys.astype(asked.dtype), values.astype(asked.dtype), scale, own_mask, own_sinks))

@@ -385,7 +385,7 @@ class CodedLayer:
         pieces: list[Two] = []
         if pad:
             pieces.append(self._nobodys(count, min(pad, self.rows)))
-        if self.sinks.arrays is not None and (leading := min(self.choice.sink_tokens, self.alignment.tokens_of(b))):
+        if self.sinks.arrays is not None and (leading := min(self.choice.sink_tokens, max(end - pad, 0))):
             keys, values = self.sinks.arrays
             pieces.append((keys[b : b + 1, heads, :leading], values[b : b + 1, heads, :leading]))
         for low, high, levels in self._coded_spans(b):

@@ -66,6 +66,9 @@ def attention(
     kv_heads, total = keys[0].shape[1:3]
     grouped = (batch, kv_heads, heads // kv_heads)
     multiply: Any = partial(mx.quantized_matmul, group_size=group_size, bits=bits)
+    if _on_cuda():  # MLX 0.32 multiplies few shapes of quantised rows there, no float32, and some of them wrongly
+        keys, values = ([_decoded(triple, queries.dtype, group_size, bits)] for triple in (keys, values))
+        multiply = _plain_matmul
     causal = isinstance(mask, str)
     if isinstance(mask, str) and mask != "causal":
         raise ValueError(f'mask {mask!r}: give None, "causal" or an array')
@@ -94,6 +97,19 @@ def attention(
     at_once = max(SCORES // (batch * heads * total), 1)
     pieces = [piece(start, min(start + at_once, length)) for start in range(0, length, at_once)]
     return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=2)
+
+
+def _on_cuda() -> bool:
+    return mx.cuda.is_available() and mx.default_device().type == mx.DeviceType.gpu
+
+
+def _decoded(triple: Sequence[mx.array], dtype: mx.Dtype, group_size: int, bits: int) -> mx.array:
+    codes, scales, biases = triple
+    return mx.dequantize(codes, scales.astype(dtype), biases.astype(dtype), group_size=group_size, bits=bits)
+
+
+def _plain_matmul(rows: mx.array, other: mx.array, transpose: bool) -> mx.array:
+    return rows @ (mx.swapaxes(other, -1, -2) if transpose else other)
 
 
 def _by_group(mask: mx.array, kv_heads: int) -> mx.array:

@@ -24,7 +24,7 @@ from sqlite_utils import Database
 
 from prefixcache import keys
 from prefixcache.image_format import KINDS
-from prefixcache.migrations.index import UNRELEASED, schema  # type: ignore[import-not-found]
+from prefixcache.migrations.index import UNRELEASED, schema
 from prefixcache.ssd.directory import disk_at, identity_at, require_plain
 from prefixcache.ssd.entries import Address, Entry, NamespaceRow, Touch
 from prefixcache.ssd.errors import DirectoryError, IndexBroken, NewerFormat

@@ -7,12 +7,13 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from prefixcache.codecs.interchange import borrow
+from prefixcache.codecs.interchange import ELEMENTS, borrow, on_cpu
 
 WIDTHS = (32, 48, 64, 72, 80, 96, 100, 112, 120, 128, 160, 192, 256, 512, 576)
 ODD_WIDTHS = (1, 2, 3, 7, 11, 31, 33, 42, 67, 77, 121)
 BITS = (1, 2, 3, 4, 8)
 FLOATS = ("float16", "bfloat16", "float32")
+MLX_DTYPES = [dtype for dtype in ELEMENTS if dtype != "float64" or on_cpu()]  # MLX has no float64 on a GPU
 
 
 def rows_of(values: np.ndarray, dtype: str) -> mx.array:

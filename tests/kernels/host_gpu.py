@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 
 from prefixcache.codecs.interchange import borrow, bring_in, name_of
-from prefixcache.kernels.dialects import DIALECTS, Dialect, Source
+from prefixcache.kernels.dialects import DIALECTS, Dialect, Source, dialect_here
 
 SHIM = Path(__file__).parent / "shim"
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+OWN = "gpu"  # the place that is this machine's own GPU; the others are dialects, whose text runs on the host
 CONSTANT_BELOW = 8  # inputs of fewer elements are passed in Metal's constant address space
 # No fused operations; and a call stays at one place, by which an exchange is known.
 FLAGS = [
@@ -63,6 +64,11 @@ METAL_POSITIONS = {
     "threadgroup_position_in_grid": ("uint3", "uint3{host::group, 0, 0}"),
     "threadgroups_per_grid": ("uint3", "uint3{host::groups, 1, 1}"),
 }
+
+
+def places(*dialects: str) -> list[str]:
+    """Where a test's kernels run: as programs of the host, in each of these dialects, and on the GPU that there is."""
+    return [*dialects, *([OWN] if dialect_here() is not None else [])]
 
 
 class Given:

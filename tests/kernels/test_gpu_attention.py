@@ -1,5 +1,7 @@
-"""Attention on codes, the kernels' very text run on the host: what comes out of decoded rows. And new keys and values, coded
-in one launch: the codes of each by itself."""
+"""Attention on codes, the kernels' very text run on the host and on the machine's GPU: what comes out of decoded rows.
+
+And new keys and values, coded in one launch: the codes of each by itself.
+"""
 
 import host_gpu
 import mlx.core as mx
@@ -12,7 +14,6 @@ from prefixcache.codecs.turboquant import gpu_rows as turboquant_gpu
 from prefixcache.codecs.turboquant.format import form_of
 from prefixcache.codecs.turboquant.levelling import Levels
 from prefixcache.kernels import turboquant_attention, turboquant_encode, turboquant_encode_pair
-from prefixcache.kernels.dialects import DIALECTS
 from tests.codecs import attention_oracle
 
 pytestmark = pytest.mark.skipif(host_gpu.COMPILER is None, reason="no C++ compiler")
@@ -20,21 +21,12 @@ pytestmark = pytest.mark.skipif(host_gpu.COMPILER is None, reason="no C++ compil
 MODULES = (turboquant_attention, turboquant_encode, turboquant_encode_pair)
 
 
-def forget():
-    turboquant_encode._kernel.cache_clear()
-    turboquant_gpu_attention._kernels.cache_clear()
-    turboquant_gpu_attention._pair_encoder.cache_clear()
-
-
-@pytest.fixture
-def on_host(programs, monkeypatch):
-    """The product's own calls, with kernels that run on the host, as Metal would have them."""
-    for module in MODULES:
-        monkeypatch.setattr(module, "build", host_gpu.builder(programs))
-    monkeypatch.setattr(turboquant_gpu, "dialect_here", lambda: DIALECTS["metal"])
-    forget()
-    yield
-    forget()
+@pytest.fixture(params=host_gpu.places("metal"))
+def place(request, run_at):
+    """Where the kernels run that the product's own calls launch."""
+    gpu_attention = turboquant_gpu_attention
+    run_at(request.param, MODULES, turboquant_gpu, gpu_attention._kernels, gpu_attention._pair_encoder)
+    return request.param
 
 
 def levels_of(heads, width, seed):
@@ -89,7 +81,7 @@ def agrees(rows, queries, mask=None, causal=False, within=1e-4, **more):
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("length", [1, 3])
-def test_every_number_of_bits(on_host, bits, length):
+def test_every_number_of_bits(place, bits, length):
     rows = coded((64, bits), (64, bits), heads=2, tokens=37)
     agrees(rows, queries_of(rows, 4, length), causal=length > 1)
 
@@ -107,7 +99,7 @@ def test_every_number_of_bits(on_host, bits, length):
     ],
 )
 @pytest.mark.parametrize("peaked", [1.0, 10.0])
-def test_widths_and_bits_may_differ(on_host, keys, values, group, dtype, peaked):
+def test_widths_and_bits_may_differ(place, keys, values, group, dtype, peaked):
     rows = coded(keys, values, tokens=75)
     agrees(rows, queries_of(rows, group, 1, dtype, peaked))
 
@@ -115,12 +107,12 @@ def test_widths_and_bits_may_differ(on_host, keys, values, group, dtype, peaked)
 @pytest.mark.parametrize(
     ("group", "length", "tokens"), [(1, 1, 1), (4, 1, 300), (1, 8, 5), (8, 8, 20), (3, 16, 17), (1, 16, 16)]
 )
-def test_any_number_of_queries_and_rows(on_host, group, length, tokens):
+def test_any_number_of_queries_and_rows(place, group, length, tokens):
     rows = coded((64, 4), (64, 4), tokens=tokens)
     agrees(rows, queries_of(rows, group, length), causal=length > 1)
 
 
-def test_sequences_have_their_own_bounds(on_host):
+def test_sequences_have_their_own_bounds(place):
     rows = coded((64, 4), (64, 4), batch=3, heads=2, tokens=70)
     for bounds in ((None, [70, 1, 33]), ([0, 69, 5], None), ([3, 40, 70], [66, 40, 70]), ([0, -5, 60], [200, 16, 10])):
         first, last = (None if n is None else mx.array(n, mx.int32) for n in bounds)
@@ -141,7 +133,7 @@ MASKS = {  # of batch 2, query heads 4, L 3, T 50
 
 
 @pytest.mark.parametrize("dtype", [mx.bool_, mx.float32, mx.bfloat16])
-def test_masks_are_read_as_they_lie(on_host, dtype):
+def test_masks_are_read_as_they_lie(place, dtype):
     rows = coded((64, 4), (64, 4), batch=2, heads=2, tokens=50)
     queries = queries_of(rows, 2, 3)
     random = np.random.default_rng(2)
@@ -157,7 +149,7 @@ def test_masks_are_read_as_they_lie(on_host, dtype):
     agrees(rows._replace(last=mx.array([50, 20], mx.int32)), queries, mask, causal=True)
 
 
-def test_masked_rows_never_count(on_host):
+def test_masked_rows_never_count(place):
     """Not even those whose scales are not numbers; but they do where they are attended to."""
     rows = coded((64, 4), (64, 4), tokens=40)
     scales = np.array(rows.scales)
@@ -176,7 +168,7 @@ def test_masked_rows_never_count(on_host):
         assert np.isnan(np.array(turboquant_gpu_attention.attend(lost, queries, 0.125, seen)[0])).all()
 
 
-def test_levels_of_each_sequence(on_host):
+def test_levels_of_each_sequence(place):
     rows = coded((64, 4), (64, 3), batch=3, heads=2, tokens=45, levelled=True)
     agrees(rows, queries_of(rows, 4), within=2e-4)
     own = [mx.concatenate([x, x * 1.5, x * 0.5], 1) for x in (rows.key_levels, rows.value_levels)]
@@ -184,7 +176,7 @@ def test_levels_of_each_sequence(on_host):
 
 
 @pytest.mark.parametrize("result", [mx.float32, mx.float16, mx.bfloat16])
-def test_sinks_and_the_results_dtype(on_host, result):
+def test_sinks_and_the_results_dtype(place, result):
     rows = coded((64, 4), (64, 4), heads=2, tokens=33)
     sinks = mx.array([0.5, -3.0, 90.0, 2.0, -200.0, 4.0]).astype(result)
     within = {mx.float32: 1e-4, mx.float16: 1e-3, mx.bfloat16: 5e-3}[result]
@@ -202,12 +194,12 @@ def test_sinks_and_the_results_dtype(on_host, result):
 
 
 @pytest.mark.parametrize("size", [1e-34, 1e-8, 1e9, 1e35])
-def test_values_may_have_any_size(on_host, size):
+def test_values_may_have_any_size(place, size):
     rows = coded((64, 4), (64, 4), tokens=40, size=size)
     agrees(rows, queries_of(rows, 2, peaked=4.0))
 
 
-def test_a_large_value_that_hardly_counts_takes_nothing_from_others(on_host):
+def test_a_large_value_that_hardly_counts_takes_nothing_from_others(place):
     rows = coded((64, 4), (64, 4), tokens=40)
     scales = np.array(rows.scales)
     scales[0, 0, 3, 1] += 40 * 128  # 2**40 times as long
@@ -217,13 +209,13 @@ def test_a_large_value_that_hardly_counts_takes_nothing_from_others(on_host):
     agrees(rows, queries_of(rows, 2), mx.array(mask))
 
 
-def test_a_few_sets_of_keys_at_a_time(on_host, monkeypatch):
+def test_a_few_sets_of_keys_at_a_time(place, monkeypatch):
     monkeypatch.setitem(turboquant_attention.SETS, "metal", 2)
     rows = coded((64, 4), (64, 3), heads=2, tokens=210)
     agrees(rows, queries_of(rows, 2, 1, peaked=5.0))
 
 
-def test_rows_may_be_views(on_host):
+def test_rows_may_be_views(place):
     held = coded((64, 4), (64, 4), batch=2, heads=3, tokens=60)
     for rows in (
         held._replace(codes=held.codes[:, :, 7:51], scales=held.scales[:, :, 7:51]),
@@ -239,7 +231,7 @@ def test_rows_may_be_views(on_host):
         agrees(rows, queries, causal=True)
 
 
-def test_no_rows_give_zeros(on_host):
+def test_no_rows_give_zeros(place):
     rows = coded((64, 4), (64, 4), tokens=3)
     rows = rows._replace(codes=rows.codes[:, :, :0], scales=rows.scales[:, :, :0])
     out, lse = turboquant_gpu_attention.attend(rows, queries_of(rows, 2), 1.0, dtype=mx.float16)
@@ -248,7 +240,7 @@ def test_no_rows_give_zeros(on_host):
     assert np.array(lse).tolist() == [[[-np.inf], [-np.inf]]]
 
 
-def test_what_is_taken(on_host):
+def test_what_is_taken(place):
     rows = coded((64, 4), (64, 4), heads=2, tokens=3)
     takes = turboquant_gpu_attention.takes
     assert takes(rows, queries_of(rows, 8, 8))
@@ -275,7 +267,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("keys", "values", "dtype", "levelled"), PAIRS)
-def test_a_pair_is_coded_as_each_part_is(on_host, keys, values, dtype, levelled):
+def test_a_pair_is_coded_as_each_part_is(place, keys, values, dtype, levelled):
     check_pair(keys, values, dtype, levelled)
 
 
@@ -308,7 +300,7 @@ def check_pair(keys, values, dtype, levelled):
                 np.testing.assert_array_equal(np.array(mx.swapaxes(scales[b, ..., part], 0, 1)), np.array(want_scales))
 
 
-def test_no_new_rows_need_no_kernel(on_host):
+def test_no_new_rows_need_no_kernel(place):
     form = form_of(64, 4, 0)
     empty = mx.zeros((2, 3, 0, 64), mx.float16)
     codes, scales = turboquant_gpu_attention.encode_pair(empty, empty, form, form)

@@ -1,4 +1,7 @@
-"""The GPU kernels of TurboQuant, their very text run on the host: the same codes, scales and rows as NumPy's, bit for bit."""
+"""The GPU kernels of TurboQuant, their very text run on the host and on the machine's GPU.
+
+They give the codes, scales and rows that NumPy gives, bit for bit.
+"""
 
 import host_gpu
 import mlx.core as mx
@@ -28,16 +31,11 @@ CASES = [
 ]
 
 
-@pytest.fixture(params=["metal"])
-def on_host(request, programs, monkeypatch):
-    """The product's own calls, with kernels that run on the host."""
-    for module in (turboquant_encode, turboquant_decode, turboquant_measure):
-        monkeypatch.setattr(module, "build", host_gpu.builder(programs))
-        module._kernel.cache_clear()
-    monkeypatch.setattr(turboquant_gpu, "dialect_here", lambda: DIALECTS[request.param])
-    yield
-    for module in (turboquant_encode, turboquant_decode, turboquant_measure):
-        module._kernel.cache_clear()
+@pytest.fixture(params=host_gpu.places("metal"))
+def place(request, run_at):
+    """Where the kernels run that the product's own calls launch."""
+    run_at(request.param, (turboquant_encode, turboquant_decode, turboquant_measure), turboquant_gpu)
+    return request.param
 
 
 def rows_of(tokens, heads, width, dtype, seed=0):
@@ -106,11 +104,11 @@ def check(width, bits, dtype, levelled, tokens=33, heads=2, room=7):
 
 
 @pytest.mark.parametrize(("width", "bits", "dtype", "levelled"), CASES)
-def test_metal_gives_what_numpy_gives(on_host, width, bits, dtype, levelled):
+def test_kernels_give_what_numpy_gives(place, width, bits, dtype, levelled):
     check(width, bits, dtype, levelled)
 
 
-@pytest.mark.parametrize("on_host", ["cuda"], indirect=True)
+@pytest.mark.parametrize("place", ["cuda"], indirect=True)
 @pytest.mark.parametrize(
     ("width", "bits", "dtype", "levelled"),
     [
@@ -123,17 +121,17 @@ def test_metal_gives_what_numpy_gives(on_host, width, bits, dtype, levelled):
         (256, 2, "bfloat16", False),
     ],
 )
-def test_cuda_gives_what_numpy_gives(on_host, width, bits, dtype, levelled):
+def test_cuda_gives_what_numpy_gives(place, width, bits, dtype, levelled):
     check(width, bits, dtype, levelled)
 
 
 @pytest.mark.parametrize(("tokens", "heads", "room"), [(1, 1, 0), (3, 5, 0), (1, 2, 300), (65, 1, 1)])
-def test_any_number_of_rows(on_host, tokens, heads, room):
+def test_any_number_of_rows(place, tokens, heads, room):
     check(128, 4, "float16", False, tokens, heads, room)
     check(64, 3, "bfloat16", True, tokens, heads, room)
 
 
-def test_no_rows_need_no_kernel(on_host):
+def test_no_rows_need_no_kernel(place):
     form = form_of(128, 4, 0)
     codes, scales = turboquant_gpu.encode(mx.zeros((0, 3, 128), mx.float16), form, None)
     assert codes.shape == (0, 3, 16)
@@ -142,7 +140,7 @@ def test_no_rows_need_no_kernel(on_host):
 
 
 @pytest.mark.parametrize("axes", ["transposed", "sliced", "reversed rows"])
-def test_rows_codes_and_scales_may_be_views(on_host, axes):
+def test_rows_codes_and_scales_may_be_views(place, axes):
     form = form_of(64, 4, 1)
     base = rows_of(40, 3, 64, "float16")
     if axes == "transposed":  # as a live cache has them: heads outside, room behind the tokens
@@ -165,7 +163,7 @@ def test_rows_codes_and_scales_may_be_views(on_host, axes):
     same_rows(copy_out(got), rows_by_numpy(codes[3:], scales[3:], len(codes), "float16", form, None), "float16")
 
 
-def test_scales_near_the_dtypes_end_are_cut(on_host):
+def test_scales_near_the_dtypes_end_are_cut(place):
     form = form_of(128, 4, 0)
     random = np.random.default_rng(1)
     codes = random.integers(0, 2**32, (40, 1, 16), dtype=np.uint32)
@@ -175,7 +173,7 @@ def test_scales_near_the_dtypes_end_are_cut(on_host):
     same_rows(got, rows_by_numpy(codes, scales, 40, "float16", form, None), "float16")
 
 
-def test_levels_may_be_on_the_gpu_already(on_host):
+def test_levels_may_be_on_the_gpu_already(place):
     form, levels, rows = form_of(128, 4, 0), levels_of(2, 128), rows_of(20, 2, 128, "float16")
     codes, scales = turboquant_gpu.encode_arrays(rows, form, turboquant_gpu.for_encoding(levels))
     want = by_numpy(rows, "float16", form, levels)
@@ -250,7 +248,7 @@ LEVELS = [
 
 
 @pytest.mark.parametrize(("width", "dtype", "centred", "tokens", "firsts", "unlike", "strided"), LEVELS)
-def test_levels_are_those_that_numpy_measures(on_host, width, dtype, centred, tokens, firsts, unlike, strided):
+def test_levels_are_those_that_numpy_measures(place, width, dtype, centred, tokens, firsts, unlike, strided):
     check_levels(width, dtype, centred, tokens, firsts, unlike=unlike, strided=strided)
 
 
@@ -261,17 +259,17 @@ def test_the_gpu_measures_what_numpy_measures(width, dtype, centred, tokens, fir
 
 
 @pytest.mark.parametrize("value", [0.0, 5.0, np.inf, np.nan])
-def test_levels_of_rows_that_never_move_or_are_no_numbers_change_nothing(on_host, value):
+def test_levels_of_rows_that_never_move_or_are_no_numbers_change_nothing(place, value):
     measured = turboquant_gpu.measure_levels(mx.full((100, 2, 128), value, mx.float16), True, [0])
     assert not copy_out(measured.steps).any()
     assert np.all(copy_out(measured.mean.astype(mx.float32)) == (value if np.isfinite(value) else 0))
 
 
-def test_levels_of_rows_whose_sums_are_not_finite_change_nothing(on_host):
+def test_levels_of_rows_whose_sums_are_not_finite_change_nothing(place):
     measured = turboquant_gpu.measure_levels(mx.full((100, 2, 128), 3e38, mx.float32), True, [0])
     assert not copy_out(measured.steps).any()
     assert not copy_out(measured.mean.astype(mx.float32)).any()
 
 
-def test_more_rows_than_a_group_has_threads_are_measured_too(on_host):
+def test_more_rows_than_a_group_has_threads_are_measured_too(place):
     check_levels(128, "float16", True, 300, (4,))

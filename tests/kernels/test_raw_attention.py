@@ -1,4 +1,7 @@
-"""The kernel for rows that are kept as they are, its very text run on the host: what composed operations give."""
+"""The kernel for rows that are kept as they are, its very text run on the host and on the machine's GPU.
+
+It gives what composed operations give.
+"""
 
 import host_gpu
 import mlx.core as mx
@@ -7,19 +10,15 @@ import pytest
 from prefixcache.codecs import raw_attention_gpu
 from prefixcache.codecs.turboquant import gpu_rows as turboquant_gpu
 from prefixcache.kernels import raw_attention
-from prefixcache.kernels.dialects import DIALECTS
 from prefixcache.live import TurboQuantKVCache, attention
 
 pytestmark = pytest.mark.skipif(host_gpu.COMPILER is None, reason="no C++ compiler")
 
 
-@pytest.fixture
-def on_host(programs, monkeypatch):
-    monkeypatch.setattr(raw_attention, "build", host_gpu.builder(programs))
-    monkeypatch.setattr(turboquant_gpu, "dialect_here", lambda: DIALECTS["metal"])
-    raw_attention._kernel.cache_clear()
-    yield
-    raw_attention._kernel.cache_clear()
+@pytest.fixture(params=host_gpu.places("metal"))
+def place(request, run_at):
+    run_at(request.param, (raw_attention,), turboquant_gpu)
+    return request.param
 
 
 def batch_of(lengths, width, dtype, sinks, recent, cut=0):
@@ -55,7 +54,7 @@ CASES = [
     ("lengths", "width", "dtype", "sinks", "recent", "cut", "length", "masked", "with_logits"), CASES
 )
 def test_it_gives_what_composed_operations_give(
-    on_host, lengths, width, dtype, sinks, recent, cut, length, masked, with_logits
+    place, lengths, width, dtype, sinks, recent, cut, length, masked, with_logits
 ):
     mx.random.seed(1)
     cache = batch_of(lengths, width, dtype, sinks, recent, cut)

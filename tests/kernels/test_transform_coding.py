@@ -1,4 +1,7 @@
-"""Rows of joined layers on a GPU, its kernels run on the host: what the CPU's coder gives, but for how products round."""
+"""Rows of joined layers on a GPU, its kernels run on the host and on the machine's GPU.
+
+They give what the CPU's coder gives, but for how products round.
+"""
 
 import dataclasses
 import sys
@@ -17,7 +20,6 @@ from prefixcache.codecs.transform.entropy import Damaged
 from prefixcache.codecs.transform.rotation import NO_ROTATION
 from prefixcache.codecs.transform.tables import first_guess
 from prefixcache.kernels import transform_entropy, transform_rows
-from prefixcache.kernels.dialects import DIALECTS
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "codecs/transform"))
 from synthetic_basis import INTERLEAVED, group_of, layer, rows_of
@@ -27,15 +29,10 @@ pytestmark = pytest.mark.skipif(host_gpu.COMPILER is None, reason="no C++ compil
 NEAR = {"float32": 2**-10, "float16": 2**-9, "bfloat16": 2**-7}  # of the largest: products are half precision
 
 
-@pytest.fixture(autouse=True, params=["cuda", "metal"])
-def on_host(programs, monkeypatch, request):
-    for kernels in (transform_entropy, transform_rows):
-        monkeypatch.setattr(kernels, "build", host_gpu.builder(programs))
-        kernels._kernel.cache_clear()
-    monkeypatch.setattr(gpu_entropy, "dialect_here", lambda: DIALECTS[request.param])
-    yield
-    for kernels in (transform_entropy, transform_rows):
-        kernels._kernel.cache_clear()
+@pytest.fixture(autouse=True, params=host_gpu.places("cuda", "metal"))
+def place(request, run_at):
+    run_at(request.param, (transform_entropy, transform_rows), gpu_entropy)
+    return request.param
 
 
 LOUD = 60

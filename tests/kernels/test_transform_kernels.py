@@ -1,4 +1,7 @@
-"""The GPU kernels of the entropy coder, their very text run on the host: the same heads, words and values as NumPy's."""
+"""The GPU kernels of the entropy coder, their very text run on the host and on the machine's GPU.
+
+They give the heads, words and values that NumPy gives.
+"""
 
 import host_gpu
 import mlx.core as mx
@@ -9,21 +12,17 @@ from prefixcache.codecs.transform import entropy, gpu_entropy
 from prefixcache.codecs.transform.gpu_entropy import Classes
 from prefixcache.codecs.transform.tables import CLASSES, fit, quantised
 from prefixcache.kernels import transform_entropy
-from prefixcache.kernels.dialects import DIALECTS
 
 pytestmark = pytest.mark.skipif(host_gpu.COMPILER is None, reason="no C++ compiler")
 
 COMPONENTS = 90
 
 
-@pytest.fixture(params=["metal", "cuda"])
-def on_host(request, programs, monkeypatch):
-    """The product's own calls, with kernels that run on the host."""
-    monkeypatch.setattr(transform_entropy, "build", host_gpu.builder(programs))
-    monkeypatch.setattr(gpu_entropy, "dialect_here", lambda: DIALECTS[request.param])
-    transform_entropy._kernel.cache_clear()
-    yield
-    transform_entropy._kernel.cache_clear()
+@pytest.fixture(params=host_gpu.places("metal", "cuda"))
+def place(request, run_at):
+    """Where the kernels run that the product's own calls launch."""
+    run_at(request.param, (transform_entropy,), gpu_entropy)
+    return request.param
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +69,7 @@ def unpacked(heads, words, first, classes, tables):
     return values[0, : len(classes)], wrong[0]
 
 
-@pytest.mark.usefixtures("on_host")
+@pytest.mark.usefixtures("place")
 def test_rows_are_packed_and_unpacked_as_numpy_does(tables, classes):
     values = values_of(classes, 70)
     lengths = (values**2).sum(axis=1)
@@ -103,7 +102,7 @@ def test_rows_are_packed_and_unpacked_as_numpy_does(tables, classes):
     assert np.array_equal(np.array(back).T, expected.astype(np.float16))
 
 
-@pytest.mark.usefixtures("on_host")
+@pytest.mark.usefixtures("place")
 def test_groups_of_more_and_of_fewer_components_are_coded_at_once(tables, classes):
     of_groups = [classes, classes[:5], classes[:0], classes[:33]]
     several = Classes.of(of_groups)
@@ -131,7 +130,7 @@ def test_groups_of_more_and_of_fewer_components_are_coded_at_once(tables, classe
         assert not np.array(back[g, len(own) :]).any()
 
 
-@pytest.mark.usefixtures("on_host")
+@pytest.mark.usefixtures("place")
 def test_a_row_that_takes_too_many_words_is_kept_as_it_is(tables):
     classes = np.full(2600, 30, np.int32)
     values = np.full((3, 2600), 32752, np.float32)  # the largest of half precision that has a code
@@ -144,7 +143,7 @@ def test_a_row_that_takes_too_many_words_is_kept_as_it_is(tables):
     assert not np.array(found.decoded)[0][:, [0, 2]].any()
 
 
-@pytest.mark.usefixtures("on_host")
+@pytest.mark.usefixtures("place")
 def test_words_that_no_encoder_wrote_are_told_and_nothing_else_is_read(tables, classes):
     """The host's memory ends where an array ends: a word that is read beyond it would end the program."""
     heads, parts = entropy.pack(quantised(values_of(classes, 12)[6:]), classes, tables)

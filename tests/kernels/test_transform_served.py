@@ -1,4 +1,7 @@
-"""A cache whose transformed rows are coded on a GPU, its kernels run on the host: stored, fetched, grown and written back."""
+"""A cache whose transformed rows are coded on a GPU: stored, fetched, grown and written back.
+
+The kernels run on the host, and on the machine's GPU.
+"""
 
 import host_gpu
 import mlx.core as mx
@@ -8,7 +11,6 @@ import pytest
 from prefixcache.codecs.transform import bases as bases_module
 from prefixcache.codecs.transform import gpu_coding, gpu_entropy
 from prefixcache.kernels import transform_entropy, transform_rows
-from prefixcache.kernels.dialects import DIALECTS
 from prefixcache.layers.joined import DamagedBlock
 from prefixcache.layers.read_ahead import ReadAhead
 from tests.corruption.test_transformed import changed
@@ -21,23 +23,16 @@ TOKENS = prompt(700, 0)
 NEAR = {"float16": 2**-9, "bfloat16": 2**-6, "float32": 2**-10}  # of the largest: products are half precision
 
 
-@pytest.fixture
-def on_host(programs, monkeypatch):
-    for kernels in (transform_entropy, transform_rows):
-        monkeypatch.setattr(kernels, "build", host_gpu.builder(programs))
-    monkeypatch.setattr(gpu_entropy, "dialect_here", lambda: DIALECTS["cuda"])
+@pytest.fixture(params=host_gpu.places("cuda"))
+def place(request, run_at, monkeypatch):
+    run_at(request.param, (transform_entropy, transform_rows), gpu_entropy, gpu_coding._tried)
     monkeypatch.setattr(bases_module, "_loaded", {})
     monkeypatch.setattr(ReadAhead, "serves", lambda plan: False)  # it is for CPUs
-    caches = (transform_entropy._kernel, transform_rows._kernel, gpu_coding._tried)
-    for cached in caches:
-        cached.cache_clear()
-    yield
-    for cached in caches:
-        cached.cache_clear()
+    return request.param
 
 
 @pytest.fixture(params=["llama-bf16", "qwen2"])
-def served(request, on_host, opened, tmp_path):
+def served(request, place, opened, tmp_path):
     model = tiny(request.param)
     assert gpu_coding.available()
     return model, opened(basis_dir=model.saved(tmp_path), ram="40MB", codec="transform:4")
@@ -118,7 +113,7 @@ def infinity(tensors):
 
 
 @pytest.mark.parametrize("change", [noise, infinity])
-def test_codes_that_no_encoder_wrote_are_a_miss(on_host, tmp_path, change):
+def test_codes_that_no_encoder_wrote_are_a_miss(place, tmp_path, change):
     model = tiny("llama-bf16")
     model.saved(tmp_path / "bases")
     with opened_in(tmp_path / "ssd") as cache:
@@ -133,7 +128,7 @@ def test_codes_that_no_encoder_wrote_are_a_miss(on_host, tmp_path, change):
         cache.check_integrity()
 
 
-def test_a_prompt_that_is_cut_before_a_damaged_block_can_be_had(on_host, tmp_path):
+def test_a_prompt_that_is_cut_before_a_damaged_block_can_be_had(place, tmp_path):
     model = tiny("llama-bf16")
     model.saved(tmp_path / "bases")
     with opened_in(tmp_path / "ssd") as cache:
@@ -171,7 +166,7 @@ def other_rows(honest):
         (transform_rows, "centre", other_rows),
     ],
 )
-def test_kernels_that_err_are_not_used(on_host, monkeypatch, caplog, kernels, name, erring):
+def test_kernels_that_err_are_not_used(place, monkeypatch, caplog, kernels, name, erring):
     monkeypatch.setattr(kernels, name, erring(getattr(kernels, name)))
     assert not gpu_coding.available()
     assert "other codes on this GPU" in caplog.text
@@ -179,7 +174,7 @@ def test_kernels_that_err_are_not_used(on_host, monkeypatch, caplog, kernels, na
 
 
 @pytest.mark.parametrize("kernels", [transform_entropy, transform_rows])
-def test_kernels_that_do_not_compile_are_not_used(on_host, monkeypatch, caplog, kernels):
+def test_kernels_that_do_not_compile_are_not_used(place, monkeypatch, caplog, kernels):
     monkeypatch.setattr(kernels, "build", lambda *_: failing)
     assert gpu_coding.describe() == "no GPU kernels: they don't compile here"
     assert "expected ';'" in caplog.text

@@ -19,6 +19,8 @@ from tests.families import FAMILIES, MLX_LM_0_31
 from tests.live.generating import check_as_alone, drive
 
 HEADS, WIDTH, V_WIDTH, GROUP = 2, 64, 32, 32
+# Nats between a batch and a request alone. A GPU sums a batch in another order, and what lies on a border gets the next code.
+NEAR = 1e-3 if mx.default_device().type == mx.DeviceType.cpu else 2e-2
 
 
 def normal(seed: int, *shape: int, dtype: mx.Dtype = mx.float32) -> mx.array:
@@ -140,6 +142,8 @@ def test_a_mask_of_a_batch_is_right_with_grouped_heads_where_mlx_lm_0_31_takes_i
     expected = expected_attention(queries, *map(dense, triples), 0.2, mask)
     assert np.abs(np.array(attend(queries, *triples, mask)) - expected).max() < 1e-5
 
+    if mx.cuda.is_available():  # MLX multiplies quantised rows wrongly there
+        return
     theirs = base.quantized_scaled_dot_product_attention(queries + 0, *triples, 0.2, mask, GROUP, 4)
     assert (np.abs(np.array(theirs) - expected).max() < 1e-5) == (not MLX_LM_0_31)
 
@@ -642,7 +646,7 @@ def test_requests_that_join_finish_and_are_cancelled_get_what_they_would_get_alo
     assert len(results) == 14
     assert not all(result.cancelled for result in results)
     for result in results:
-        alone = check_as_alone(llama, make_cache, result)
+        alone = check_as_alone(llama, make_cache, result, near=NEAR)
         for layer, expected in zip(result.cache, alone, strict=True):
             if result.cancelled and not result.tokens:  # in prefill
                 expected.trim(expected.offset - layer.offset)
@@ -665,7 +669,7 @@ def test_a_batch_of_quantised_layers_beside_others_gives_each_request_its_own(na
         return [quantised(cache) for cache in make_prompt_cache(model)]
 
     for result in drive(model, make_cache, 1, requests=8):
-        check_as_alone(model, make_cache, result, near=5e-3)
+        check_as_alone(model, make_cache, result, near=5 * NEAR)
 
 
 def assert_near_rows(cache: QuantizedKVCache, expected: QuantizedKVCache) -> None:
@@ -674,7 +678,7 @@ def assert_near_rows(cache: QuantizedKVCache, expected: QuantizedKVCache) -> Non
     if not expected.offset:
         return
     for ours, theirs in zip(cache.keys_and_values(), expected.keys_and_values(), strict=True):
-        assert mx.allclose(ours[1], theirs[1], atol=1e-5)
-        assert mx.allclose(ours[2], theirs[2], atol=1e-5)
-        far = np.abs(dense(ours, cache.bits) - dense(theirs, cache.bits)) > 1e-4
+        assert mx.allclose(ours[1], theirs[1], atol=NEAR / 100)
+        assert mx.allclose(ours[2], theirs[2], atol=NEAR / 100)
+        far = np.abs(dense(ours, cache.bits) - dense(theirs, cache.bits)) > NEAR / 10
         assert far.mean() < 1e-3

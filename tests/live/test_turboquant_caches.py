@@ -56,6 +56,11 @@ def plain_attention(queries, keys, values, mask, scale=0.125, sinks=None):
     return (weights[..., 1:] if sinks is not None else weights) @ mx.repeat(values, group, 1)
 
 
+def no_kernel(*_):
+    """As where no kernel attends to codes: what is attended to is decoded head by head."""
+    return None
+
+
 @pytest.fixture(autouse=True)
 def _seeded():
     mx.random.seed(0)
@@ -106,7 +111,10 @@ def test_attention_is_that_of_the_dequantized_cache_under_every_mask(data):
         if kind == "additive":
             mask = mx.where(mask, mx.random.normal(shape), -mx.inf).astype(mx.float16)
     sinks = mx.random.normal((4,)) if data.draw(st.booleans()) else None
-    out = cache.attend_to_codes(queries, keys, values, scale=0.125, mask=mask, sinks=sinks)
+    with pytest.MonkeyPatch.context() as patch:
+        if data.draw(st.booleans()):
+            patch.setattr(attention, "attend_to_part", no_kernel)
+        out = cache.attend_to_codes(queries, keys, values, scale=0.125, mask=mask, sinks=sinks)
     wanted = plain_attention(queries, *meant(cache), mask, sinks=sinks)
     assert error(out, wanted) <= 1.5e-3 if bits == (2, 1) else 1e-3
 
@@ -123,9 +131,13 @@ def test_a_step_encodes_its_new_row_and_nothing_else(monkeypatch):
     cache = TurboQuantKVCache()
     added(cache, 600)
     encoded = []
-    encode = turboquant_live.encode
-    for module in (live_layer, turboquant_live):
-        monkeypatch.setattr(module, "encode", lambda keys, *rest: encoded.append(keys.shape[2]) or encode(keys, *rest))
+
+    def counted(encode):
+        return lambda keys, *rest: encoded.append(keys.shape[2]) or encode(keys, *rest)
+
+    encoder = turboquant_live.encoder
+    monkeypatch.setattr(live_layer, "encode", counted(turboquant_live.encode))
+    monkeypatch.setattr(live_layer, "encoder", lambda *kind: counted(encoder(*kind)))  # of all steps but the first
     for _ in range(5):
         added(cache, 1)
     assert encoded == [1] * 5
@@ -591,7 +603,10 @@ def test_a_batch_is_cut_no_further_than_its_shortest():
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("levelled", [False, True])
-def test_requests_that_join_finish_and_are_cancelled_get_what_they_would_get_alone(seed, levelled):
+@pytest.mark.parametrize("kernel", [True, False])
+def test_requests_that_join_finish_and_are_cancelled_get_what_they_would_get_alone(seed, levelled, kernel, monkeypatch):
+    if not kernel:
+        monkeypatch.setattr(attention, "attend_to_part", no_kernel)
     model = FAMILIES["llama"].build()
     shared = SharedLevels()
 

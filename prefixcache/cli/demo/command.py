@@ -24,7 +24,7 @@ from prefixcache.cli.demo.text import CALIBRATED, EXACT, LOSSY, TITLES
 from prefixcache.cli.tables import Grid, table
 from prefixcache.cli.text import Refused, complain, console, print_json, refusing, safe, size
 
-OWN_MODEL = Path(__file__).parents[3] / "tests" / "fixtures" / "tiny-llama"  # only a checkout has it
+OWN_MODEL = Path(__file__).with_name("tiny-llama")
 
 # Nats by which a token may lead and yet lose when the same sum is made in another order. With float32 none of the few
 # hundred tokens here is that close, so every difference counts.
@@ -36,7 +36,7 @@ Turn = dict[str, Any]
 
 def demo(
     model: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="An mlx-lm model's folder. Without it: the repository's own.")
+        Path | None, typer.Option(metavar="PATH", help="An mlx-lm model's folder. Without it: the package's own.")
     ] = None,
     conversations: Annotated[int, typer.Option(min=2, max=500, help="Conversations that share the system prompt.")] = 8,
     turns: Annotated[int, typer.Option(min=2, max=20, help="Answers in each; the last comes after the restart.")] = 3,
@@ -47,7 +47,7 @@ def demo(
 ) -> None:
     """Show what the cache saves: a small model answers cold, from RAM, and from SSD after a restart.
 
-    Ends with 1 when an answer from the cache differs from the cold one, or is wrong with the repository's own model, and
+    Ends with 1 when an answer from the cache differs from the cold one, or is wrong with the package's own model, and
     with 2 when the demo could not run.
     """
     import mlx.core  # noqa: F401 - fails here, or else in each of the processes that do the work
@@ -76,7 +76,9 @@ def _model(path: Path | None) -> Path:
     if (folder / "config.json").is_file():
         return folder.resolve()
     if path is None:
-        raise Refused("the demo's own model is only in the repository: give another one's folder with --model PATH")
+        raise Refused(
+            f"{folder}: the demo's own model is gone: install prefixcache again, or give another with --model PATH"
+        )
     problem = "no config.json in it, so it is no model's" if folder.is_dir() else "no such folder"
     raise Refused(f"--model {folder}: {problem}; give the folder of a model that mlx-lm can load")
 

@@ -1,6 +1,6 @@
 """The demo's passes by name, and what its conversations say: one long system prompt that all share, and short questions.
 
-The questions are of forms that the repository's own tiny model was trained on; any other chat model understands them.
+The questions are of forms that the package's own tiny model was trained on; any other chat model understands them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TITLES = {
     "transform4": "Transform, quality 4: from RAM",
 }
 EXACT, LOSSY = ("ram", "ssd"), ("turboquant4", "turboquant3")
-CALIBRATED = "transform4"  # lossy, too, and with the repository's own model only: another may take long to calibrate
+CALIBRATED = "transform4"  # lossy, too, and with the package's own model only: another may take long to calibrate
 
 SYSTEM = """\
 You answer at the help desk of Rowkeeper, a Python library that reads, checks and writes tables. This is the handbook \

@@ -20,7 +20,7 @@ from prefixcache.codecs.transform.basis import LEAST_SPREAD, LEFT_OUT_SHARE, Lay
 from prefixcache.codecs.transform.entropy import AS_IT_IS, Damaged, gain_of, words_of
 from prefixcache.codecs.transform.tables import MOST, Tables
 
-ROWS = 256  # of a product
+ROWS = 256  # of a product: a block
 MOST_OFFSET = 7  # in steps of a head's own
 CLAIMED = "the rows' heads claim more words than there are"
 OFFSET_ROWS = 64  # from fewer rows an offset is taken for smaller than it looks
@@ -91,7 +91,7 @@ class GroupCoder:
         coded[:skip] = False
         coded_rows = rows[coded]
         with np.errstate(over="ignore", invalid="ignore"):  # of rows that are far off
-            values, left_out = self._forward(coded_rows)
+            values, left_out = (of_rows[coded] for of_rows in self._forward(rows, first))
             reached = np.einsum("ij,ij->i", values, values)
         # Too long for codes, or not along the vectors: a row unlike all that the calibration saw.
         far = ~(np.logical_and.reduce(np.abs(values) <= MOST, axis=1) & (left_out <= self.most_left_out(reached)))
@@ -121,7 +121,7 @@ class GroupCoder:
             raise Damaged(CLAIMED)
         values = backends.decode(codes.heads, codes.words, ends - counts, self.classes, self.tables)
         with np.errstate(over="ignore", invalid="ignore"):  # of what no encoder wrote
-            rows = self._backward(values)
+            rows = self._backward(values, first)
             rows += self._read_offsets(codes)
             streams = self._apart(rows, first)
         for row in np.flatnonzero(gain_of(codes.heads) == AS_IT_IS):
@@ -163,27 +163,27 @@ class GroupCoder:
         """
         return 64 * LEAST_SPREAD**2 * self.group.channels + LEFT_OUT_SHARE * reached
 
-    def _forward(self, rows: Array) -> tuple[Array, Array]:
+    def _forward(self, rows: Array, first: int) -> tuple[Array, Array]:
         """Channels -> values along the vectors, in steps, and by row the square of what is not along them."""
         vectors = _widened(self)
         values, left_out = np.empty((len(rows), len(self.classes)), np.float32), np.empty(len(rows), np.float32)
-        for part, padded in _padded(rows - self.group.mean):
+        for part, place, padded in _padded(rows - self.group.mean, first):
             measured = np.empty_like(padded)
             for there, block, factor in zip(
                 self._by_stream(measured), self._by_stream(padded), self._factors(inverse=False), strict=True
             ):
                 there[...] = np.matmul(block.swapaxes(0, 1), factor).swapaxes(0, 1)
             measured *= self.finer
-            values[part] = (measured @ vectors)[: part.stop - part.start]
-            whole = np.einsum("ij,ij->i", measured, measured)[: part.stop - part.start]
+            values[part] = (measured @ vectors)[place]
+            whole = np.einsum("ij,ij->i", measured, measured)[place]
             left_out[part] = whole - np.einsum("ij,ij->i", values[part], values[part])
         return values, left_out
 
-    def _backward(self, values: Array) -> Array:
+    def _backward(self, values: Array, first: int) -> Array:
         """Values in steps -> channels, the mean added."""
         rows = np.empty((len(values), self.group.channels), np.float32)
-        for part, padded in _padded(values):
-            rows[part] = self._product_back(padded)[: part.stop - part.start]
+        for part, place, padded in _padded(values, first):
+            rows[part] = self._product_back(padded)[place]
         return rows
 
     def _product_back(self, values: Array) -> Array:
@@ -265,16 +265,23 @@ def _widened(coder: GroupCoder) -> Array:
     return coder.vectors.astype(np.float32)
 
 
-def _padded(rows: Array) -> Iterator[tuple[slice, Array]]:
-    """Stretches of 256 rows, the last one filled up with zeros, and where they are."""
-    for start in range(0, len(rows), ROWS):
-        part = slice(start, min(start + ROWS, len(rows)))
-        if part.stop - start == ROWS:
-            yield part, rows[part]
+def _padded(rows: Array, first: int) -> Iterator[tuple[slice, slice, Array]]:
+    """Yield the rows of tokens `first` and on by blocks: which rows, their places in the block, and the whole block,
+    with zeros for the others.
+
+    BLAS may round a row otherwise in another place of a product (OpenBLAS on AVX2 does), so each is multiplied in its own.
+    """
+    start, at = 0, first % ROWS
+    while start < len(rows):
+        part = slice(start, min(start + ROWS - at, len(rows)))
+        place = slice(at, at + part.stop - start)
+        if place == slice(0, ROWS):
+            block = rows[part]
         else:
-            padded = np.zeros((ROWS, rows.shape[1]), np.float32)
-            padded[: part.stop - start] = rows[part]
-            yield part, padded
+            block = np.zeros((ROWS, rows.shape[1]), np.float32)
+            block[place] = rows[part]
+        yield part, place, block
+        start, at = part.stop, 0
 
 
 def _bf16(bits: Array) -> Array:

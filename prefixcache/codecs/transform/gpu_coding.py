@@ -28,8 +28,8 @@ from prefixcache.codecs.transform.gpu_entropy import Classes, padded_count
 from prefixcache.codecs.transform.layer import Layer
 from prefixcache.codecs.transform.rotation import NO_ROTATION, Rotation
 from prefixcache.codecs.transform.tables import first_guess
-from prefixcache.kernels import transform_rows as kernels  # type: ignore[import-not-found]
-from prefixcache.kernels.dialects import Dialect  # type: ignore[import-not-found]
+from prefixcache.kernels import transform_rows as kernels
+from prefixcache.kernels.dialects import Dialect
 
 log = logging.getLogger("prefixcache")
 
@@ -111,7 +111,7 @@ def available() -> bool:
 
 def describe() -> str:
     """ "Metal kernels", "CUDA kernels", or why there are none."""
-    return _refused() or f"{_NAMES[gpu_entropy.dialect_here().name]} kernels"
+    return _refused() or f"{_NAMES[gpu_entropy.dialect().name]} kernels"
 
 
 def _refused() -> str | None:
@@ -213,9 +213,7 @@ def encode(groups: Sequence[GroupRows], blocks: Sequence[Rows]) -> list[list[Cod
         _operands(coder).vectors @ of_group if len(coder.classes) else mx.zeros((1, of_group.shape[1]), mx.float16)
         for coder, of_group in zip(coders, measured, strict=True)
     ]
-    lengths = [
-        kernels.lengths(gpu_entropy.dialect_here(), of_group.view(mx.uint16)).sum(axis=0) for of_group in measured
-    ]
+    lengths = [kernels.lengths(gpu_entropy.dialect(), of_group.view(mx.uint16)).sum(axis=0) for of_group in measured]
     packed = gpu_entropy.pack(
         mx.concatenate([classes.padded(of_group[None]) for of_group in values]),
         mx.stack(lengths),
@@ -258,7 +256,7 @@ def encode(groups: Sequence[GroupRows], blocks: Sequence[Rows]) -> list[list[Cod
 
 def _measured(coder: GroupCoder, streams: Sequence[mx.array], runs: tuple[tuple[int, int], ...]) -> mx.array:
     """Rows in the metric, in steps, float16 (channels, tokens): not finite where they are too far off."""
-    on_gpu, of, dialect = coder.group.on_gpu, _operands(coder), gpu_entropy.dialect_here()
+    on_gpu, of, dialect = coder.group.on_gpu, _operands(coder), gpu_entropy.dialect()
     centred: list[list[mx.array]] = [[] for _ in of.factors]
     for i, stream in enumerate(streams):
         form, phases = _form(coder, i, runs, decoding=False)
@@ -281,7 +279,7 @@ def _offsets(
     """What decoded values of each block's fine rows lack on average, as it is stored: for each run of groups of the same
     streams uint8 (groups, (channels + 1) // 2, blocks) and bf16 as uint16 (groups, heads, blocks). Lazy.
     """
-    dialect, edges = gpu_entropy.dialect_here(), mx.array(np.array(_edges(runs), np.uint32))
+    dialect, edges = gpu_entropy.dialect(), mx.array(np.array(_edges(runs), np.uint32))
     groups = [mx.array(np.array([g], np.uint32)) for g in range(len(coders))]
     here = mx.arange(len(runs))[:, None] == _block_of_each(runs)
     seen = (here[None] * packed.fine[:, None]).sum(axis=2).astype(mx.float32)
@@ -447,7 +445,7 @@ def decode_batch(batch: Batch) -> list[Restored]:
 
 def _restored(coder: GroupCoder, products: Sequence[mx.array], batch: Batch, group: int) -> list[mx.array]:
     """Rows of each stream: products with what was scaled, centred and turned back as it was."""
-    on_gpu, of, dialect = coder.group.on_gpu, _operands(coder), gpu_entropy.dialect_here()
+    on_gpu, of, dialect = coder.group.on_gpu, _operands(coder), gpu_entropy.dialect()
     beside = _block_of_each(batch.runs), batch.offsets[group], batch.offset_steps[group]
     kept, bits = batch.kept[group]
     streams, at = [], 0

@@ -29,8 +29,8 @@ from prefixcache.codecs.transform.tables import (
     quantised,
     shifted_classes,
 )
-from prefixcache.kernels import transform_entropy as kernels  # type: ignore[import-not-found]
-from prefixcache.kernels.dialects import SIMD_WIDTH, dialect_here  # type: ignore[import-not-found]
+from prefixcache.kernels import transform_entropy as kernels
+from prefixcache.kernels.dialects import SIMD_WIDTH, Dialect, dialect_here
 
 _WRONG = {
     kernels.MISPLACED: entropy.MISPLACED,
@@ -50,6 +50,13 @@ class _Prepared(NamedTuple):
 
 
 _prepared: WeakKeyDictionary[Tables, _Prepared] = WeakKeyDictionary()
+
+
+def dialect() -> Dialect:
+    """Return the dialect of MLX's default device, which must be a GPU with kernels."""
+    here = dialect_here()
+    assert here is not None, "MLX's default device has no GPU kernels"
+    return here
 
 
 def right() -> bool:
@@ -165,7 +172,7 @@ def pack(
         prepared.cost_of_0[own[:, None] + np.arange(GAINS)].sum(axis=0, dtype=np.int32) for own in classes.of_groups
     ]
     heads, fine, decoded, scratch = kernels.pack(
-        dialect_here(),
+        dialect(),
         [
             mx.contiguous(values).view(mx.uint16), lengths, skipped, limits, classes.numbers, classes.counts, prepared.costs,
             mx.array(np.stack(zeros)), prepared.codes, prepared.points,
@@ -189,7 +196,7 @@ def gathered(packed: Packed) -> mx.array:
     if not count:
         return mx.zeros((0,), mx.uint16)
     words: mx.array = kernels.gather(
-        dialect_here(), packed.heads.reshape(-1), packed.scratch, packed.ends.reshape(-1), count
+        dialect(), packed.heads.reshape(-1), packed.scratch, packed.ends.reshape(-1), count
     )
     return words
 
@@ -203,7 +210,7 @@ def unpack(
     """
     prepared = _prepare(tables)
     values, wrong = kernels.unpack(
-        dialect_here(), [heads, first, words, classes.numbers, classes.counts, prepared.slots, prepared.points]
+        dialect(), [heads, first, words, classes.numbers, classes.counts, prepared.slots, prepared.points]
     )
     return values.view(mx.float16), wrong
 

@@ -15,9 +15,9 @@ from prefixcache.codecs.interchange import FLOATS, name_of
 from prefixcache.codecs.packing import words_of
 from prefixcache.codecs.turboquant import gpu_rows
 from prefixcache.codecs.turboquant.format import Form
-from prefixcache.kernels import turboquant_attention  # type: ignore[import-not-found]
-from prefixcache.kernels.turboquant_attention import Attention, Kind  # type: ignore[import-not-found]
-from prefixcache.kernels.turboquant_encode_pair import PairEncoder  # type: ignore[import-not-found]
+from prefixcache.kernels import turboquant_attention
+from prefixcache.kernels.turboquant_attention import Attention, Kind
+from prefixcache.kernels.turboquant_encode_pair import PairEncoder
 
 WIDTHS = range(64, 257)
 

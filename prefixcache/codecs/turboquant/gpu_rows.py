@@ -26,14 +26,14 @@ from prefixcache.codecs.turboquant.levelling import (
     Levels,
     measure_levels_lazily,
 )
-from prefixcache.kernels import (  # type: ignore[import-not-found]
+from prefixcache.kernels import (
     turboquant_decode,
     turboquant_encode,
     turboquant_measure,
     turboquant_rows,
 )
-from prefixcache.kernels.dialects import Dialect, dialect_here  # type: ignore[import-not-found]
-from prefixcache.kernels.turboquant_rows import Rows  # type: ignore[import-not-found]
+from prefixcache.kernels.dialects import Dialect, dialect_here
+from prefixcache.kernels.turboquant_rows import Rows
 
 
 def available() -> bool:

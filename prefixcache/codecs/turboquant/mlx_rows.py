@@ -74,7 +74,8 @@ def _scales(values: mx.array, exponents: mx.array) -> mx.array:
 def _bf16(values: mx.array) -> mx.array:
     """float32 -> the bits of the nearest bf16, ties to even: uint32. NaN stays NaN."""
     bits = values.view(mx.uint32)
-    return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return mx.where(mx.isnan(values), mx.array(NAN_SCALE, mx.uint32), rounded)  # CUDA's NaN would overflow to -0
 
 
 def decode(codes: Array, scales: Array, capacity: int, dtype: str, form: Form, levels: Levels | None) -> mx.array:
