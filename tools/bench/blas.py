@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from importlib.metadata import version
 
 import mlx.core as mx
 
@@ -33,7 +34,7 @@ def gflops(rows: int, inner: int, columns: int, *, transposed: bool) -> float:
 
 def main() -> int:
     mx.set_default_device(mx.cpu)
-    print(f"MLX {mx.__version__}, {os.cpu_count()} CPUs, LD_PRELOAD={os.environ.get('LD_PRELOAD', '')}")
+    print(f"MLX {version('mlx')}, {os.cpu_count()} CPUs, LD_PRELOAD={os.environ.get('LD_PRELOAD', '')}")
     print("| rows x inner x columns | x @ W | x @ W.T |\n|---|---:|---:|")
     for shape in SHAPES:
         plain, transposed = (gflops(*shape, transposed=of) for of in (False, True))
