@@ -25,6 +25,7 @@ import mlx.core as mx
 from prefixcache.blocks.budget import Reservation
 from prefixcache.blocks.lookup import required_images
 from prefixcache.blocks.node import RAM, Slot
+from prefixcache.byte_sizes import parse_size
 from prefixcache.codecs import Codec, TurboQuant
 from prefixcache.codecs.transform.bases import Bases
 from prefixcache.codecs.turboquant import backends as turboquant_backends
@@ -54,7 +55,7 @@ from prefixcache.operations.stats import collect_stats
 from prefixcache.operations.store import Store
 from prefixcache.ranks.agreement import Ranks
 from prefixcache.remote.client import Client, open_client
-from prefixcache.settings import Settings, parse_size
+from prefixcache.settings import Settings
 from prefixcache.ssd import Ssd
 from prefixcache.ssd.awaited import AwaitedDisk, why_absent
 from prefixcache.ssd.directory import rank_folder, refusal
@@ -168,6 +169,7 @@ class PrefixCache:
             self._storage.remote = RemoteTier(
                 self._storage, client, self._namespaces, self.settings.remote_admission, self.settings.remote_timeout
             )
+        self._storage.ram.warn_if_useless()
         self._promoter = Promoter(self._storage)
         self._closed = False
         self._pressure = Pressure(self._storage, self.settings.reserve_bytes(machine_memory()))

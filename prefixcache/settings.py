@@ -6,8 +6,8 @@ an error here.
 from __future__ import annotations
 
 import os
-import re
 import shutil
+from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -26,35 +26,8 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from pydantic_core.core_schema import ErrorType
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
+from prefixcache.byte_sizes import parse_size
 from prefixcache.redaction import redacted
-
-UNITS = {
-    "": 1, "B": 1,
-    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15,
-    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "PIB": 2**50,
-    "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40,
-}  # fmt: skip
-_SIZE = re.compile(r"\s*([0-9]{1,40}(?:\.[0-9]{1,40})?)\s*([A-Za-z]*)\s*")
-_REMEDY = 'write "20GB", "512MiB" or a number of bytes'
-
-
-def parse_size(value: Any, name: str = "size") -> int:
-    """Bytes from "8GB" (10^9), "512MiB" (2^20), "8 GB" or a whole number. ValueError names the setting and the
-    remedy.
-    """
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ValueError(f"{name}={value!r}: not a size; {_REMEDY}")
-    if isinstance(value, str):
-        found = _SIZE.fullmatch(value)
-        unit = UNITS.get(found[2].upper()) if found else None
-        if found is None or unit is None:
-            raise ValueError(f"{name}={value!r}: not a size; {_REMEDY}")
-        size = float(found[1]) * unit if "." in found[1] else int(found[1]) * unit
-    else:
-        size = value
-    if not 0 <= size < 2**63 or 0 < size < 1:
-        raise ValueError(f"{name}={value!r}: not a size; {_REMEDY}")
-    return int(size)
 
 
 def _size(value: Any, info: ValidationInfo) -> int:
@@ -171,8 +144,7 @@ class Settings(BaseSettings):
         known = {f"PREFIXCACHE_{name.upper()}" for name in (*cls.model_fields, "config")}
         for name in os.environ:
             if name.upper().startswith("PREFIXCACHE_") and name.upper() not in known:
-                near = get_close_matches(name.upper(), known, 1, 0.8) or ["one of " + ", ".join(sorted(known))]
-                raise ValueError(f"{name}: no such setting; write {near[0]}, or unset it")
+                raise ValueError(f"{name}: no such setting; write {_meant(name.upper(), known)}, or unset it")
 
     @classmethod
     def settings_customise_sources(
@@ -288,7 +260,7 @@ class Settings(BaseSettings):
         """What is to stay free on the disk of the SSD's directory."""
         if self.ssd_reserve != "auto":
             return self.ssd_reserve
-        return min(shutil.disk_usage(_nearest(directory)).total // 20, 4 * 10**9)
+        return min(shutil.disk_usage(_existing(directory)).total // 20, 4 * 10**9)
 
     def idle_bytes(self, limit: int) -> int:
         """What may be written in a day while nobody asks, to an SSD of this limit."""
@@ -300,7 +272,7 @@ class Settings(BaseSettings):
         """The SSD limit. "auto" is half of what is free, with what the directory holds already counted as free."""
         if self.ssd != "auto":
             return self.ssd
-        where = _nearest(directory)
+        where = _existing(directory)
         held = sum(map(_disk, directory.rglob("*"))) if where == directory else 0
         limit = (shutil.disk_usage(where).free + held) // 2
         if not limit:
@@ -321,7 +293,7 @@ def shown(value: Any, name: Any = "") -> Any:
     return redacted(value) if isinstance(value, str) and (name == "remote" or "://" in value) else value
 
 
-def _nearest(path: Path) -> Path:
+def _existing(path: Path) -> Path:
     """The path, or the nearest folder above it that there is."""
     while not path.exists():
         path = path.parent
@@ -337,6 +309,19 @@ def _disk(file: Path) -> int:
 
 def _toml(settings: type[BaseSettings], path: Path) -> TomlConfigSettingsSource:
     try:
-        return TomlConfigSettingsSource(settings, path)
+        source = TomlConfigSettingsSource(settings, path)
     except ValueError as error:
         raise ValueError(f"{path}: not TOML: {error}; mend the file") from None
+    for key in source():
+        if key not in settings.model_fields:
+            name = key.lower().replace("-", "_").removeprefix("prefixcache_")
+            raise ValueError(
+                f"{path}: {key!r}: no such setting; write {_meant(name, settings.model_fields)}, or delete it"
+            )
+    return source
+
+
+def _meant(name: str, known: Iterable[str]) -> str:
+    """The known name that `name` was probably meant to be, or all of them."""
+    near = get_close_matches(name, known := sorted(known), 1, 0.8)
+    return near[0] if near else f"one of {', '.join(known)}"

@@ -100,6 +100,16 @@ def test_requests_that_are_given_up_cost_no_error_and_no_budget():
     assert growth.raw["rss"]
 
 
+def test_a_chat_beside_stock_is_hit_at_its_second_turn_and_after_a_restart(tmp_path):
+    cold, second, restarted = figures("server-beside-stock")
+    for name in ("mlx_lm.server", "--codec raw", "default"):
+        assert cold.raw[name][0]["computed"] >= cold.raw[name][0]["prompt"] - 1
+        assert second.raw[name][0]["computed"] < second.raw[name][0]["prompt"] // 2
+    assert restarted.raw["mlx_lm.server"][0]["computed"] >= restarted.raw["mlx_lm.server"][0]["prompt"] - 1
+    assert restarted.raw["--codec raw"][0]["computed"] < restarted.raw["default"][0]["computed"] < 256
+    assert not list(tmp_path.iterdir()), "a bench left files behind"
+
+
 def test_unique_tokens_are_those_of_the_trie_of_all_prompts():
     prompts = [[1, 2, 3], [1, 2, 4, 5], [7], [1, 2], [1, 2, 3, 6], [1, 2, 3]]
     assert server.unique_tokens(prompts) == len({tuple(p[: i + 1]) for p in prompts for i in range(len(p))}) == 7

@@ -19,9 +19,9 @@ ROOT = PACKAGE.parent
 # By the first part of a module's name, the higher may import the lower: the lowest stand at the bottom.
 LEVELS = {
     "image_memory": -1,
-    "identity": 0, "image_format": 0, "kernels": 0, "keys": 0, "memory": 0, "metrics": 0, "migrations": 0,
+    "byte_sizes": 0, "identity": 0, "image_format": 0, "kernels": 0, "keys": 0, "memory": 0, "migrations": 0,
     "redaction": 0,
-    "blocks": 1, "codecs": 1, "settings": 1, "trace": 1,
+    "blocks": 1, "codecs": 1, "metrics": 1, "settings": 1, "trace": 1,
     "calibration": 2, "live": 2, "remote": 2, "ssd": 2,
     "layers": 3, "ranks": 3, "tiers": 3,
     "operations": 5,
@@ -36,8 +36,8 @@ LEVELS = {
 ONLY = {
     "image_format": {"image_memory"}, "image_memory": set(), "keys": set(), "memory": {"image_memory"},
     "kernels": set(), "identity": set(),
-    "redaction": set(), "settings": {"redaction"},
-    "metrics": {""},
+    "redaction": set(), "byte_sizes": set(), "settings": {"byte_sizes", "redaction"},
+    "metrics": {"", "byte_sizes"},
     "blocks": {"keys", "image_format", "image_memory"},
     "trace": {"keys"},
     "ssd": {"keys", "image_format", "image_memory", "memory", "migrations", "metrics", "blocks"},
@@ -45,7 +45,9 @@ ONLY = {
     "codecs": {"kernels"},
     "calibration": {"codecs"},
     "live": {"codecs", "memory"},
-    "tiers": {"blocks", "image_format", "image_memory", "keys", "memory", "metrics", "remote", "settings", "ssd"},
+    "tiers": {
+        "blocks", "byte_sizes", "image_format", "image_memory", "keys", "memory", "metrics", "remote", "settings", "ssd",
+    },
     "layers": {"keys", "image_format", "codecs", "blocks"},
     "ranks": {"codecs"},
 }  # fmt: skip
@@ -55,7 +57,7 @@ LATE = {("settings", "codecs"), ("metrics", "")}
 
 WITHOUT_MLX = [
     "keys", "image_format", "image_memory", "memory", "blocks", "settings", "ssd", "identity", "trace", "metrics", "tiers",
-    "remote", "redaction",
+    "remote", "redaction", "byte_sizes",
 ]  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
 import threading
 import weakref
 
@@ -229,6 +230,24 @@ def test_an_ssd_that_is_not_there_can_t_be_resized(opened):
         opened(ssd_dir=None).resize(ssd="1MB")
 
 
+def test_ram_that_holds_no_block_is_said_at_the_start_and_when_a_block_is_larger_than_it(opened, tmp_path, caplog):
+    opened(ram="64KB", ssd_dir=None)
+    opened(ram=0, ssd_dir=tmp_path / "passes")
+    assert not caplog.messages
+    opened(ram="10KB", ssd_dir=None)
+    opened(ram=0, transit="10KB", ssd_dir=tmp_path / "transit")
+    why = 'holds no block of 256 tokens of any usual model, so nothing is kept; write "1GB" or more'
+    assert caplog.messages == [f"ram=10.0 kB: {why}", f"transit=10.0 kB: {why}"]
+    caplog.clear()
+    cache = opened(ram="70KB", ssd_dir=None, codec="raw")
+    for seed in (1, 2):
+        cache.store(prompt(seed), states.sliceable(prompt(seed), layers=8), model="m")
+    (said,) = caplog.messages
+    assert re.fullmatch(
+        r'ram=70\.0 kB: a block of 256 tokens of m takes [\d.]+ kB, so nothing of it is kept; write "1GB" or more', said
+    )
+
+
 def test_an_image_larger_than_a_tier_is_not_kept_there_and_stops_nothing(opened, tmp_path):
     cache = opened(ram="20KB", ssd_dir=None)
     put(cache, 1)
@@ -277,14 +296,14 @@ def test_it_shrinks_until_the_reserve_is_free_and_grows_back_when_there_is_more(
         stats = cache.stats()
         assert machine.available() >= 1_000_000
         assert stats.ram_limit < 2_000_000 == stats.ram_configured
-        assert ("less than memory_reserve=1000000" in caplog.text) == 1
+        assert ("less than memory_reserve=1.00 MB" in caplog.text) == 1
         put(cache, *range(20, 28))
         assert machine.available() >= 1_000_000
         machine.free = 10_000_000
         for _ in range(20):
             pressure.look()
         assert cache.stats().ram_limit == 2_000_000
-        assert "is back at 2000000" in caplog.text
+        assert "is back at 2.00 MB" in caplog.text
     put(cache, *range(40, 48))
     assert cache.stats().ram_held > 500_000
     if ssd:

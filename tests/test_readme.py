@@ -126,7 +126,7 @@ def test_pip_installs_extras_that_the_package_has() -> None:
     assert f"Python {project['requires-python'].removeprefix('>=')} or newer" in README
     for _, verb, what in lines("pip"):
         name, _, extra = what.rstrip("]").partition("[")
-        assert (verb, name) == ("install", project["name"])
+        assert (verb, name) == ("install", ".")
         assert extra in ("", *project["optional-dependencies"])
     assert "cuda" in project["optional-dependencies"]
 

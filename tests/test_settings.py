@@ -1,15 +1,17 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from prefixcache.byte_sizes import UNITS, parse_size
 from prefixcache.codecs import Affine, Raw, TurboQuant
 from prefixcache.memory import machine_memory
-from prefixcache.settings import UNITS, Settings, parse_size, ram_auto
+from prefixcache.settings import Settings, ram_auto
 
 REMEDY = 'write "20GB", "512MiB" or a number of bytes'
 
@@ -192,6 +194,20 @@ def test_unknown_names_are_an_error(monkeypatch, toml):
         Settings.from_toml(path)
     monkeypatch.setenv("PREFIXCACHE_CONFIG", str(path))
     assert "rma" in refusal()
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [("rma", "one of allow_classes, "), ("ssd_dirr", "ssd_dir"), ("ssd-dir", "ssd_dir"), ("PREFIXCACHE_RAM", "ram")],
+)  # fmt: skip
+def test_a_misspelt_key_of_a_file_is_an_error_that_names_the_file_and_what_to_write(monkeypatch, toml, key, meant):
+    path = toml(f'readers = 7\n"{key}" = "S3CR3T"\n')
+    monkeypatch.setenv("PREFIXCACHE_CONFIG", str(path))
+    for read in (lambda: Settings.from_toml(path), lambda: Settings(ram="8GB")):
+        with pytest.raises(ValueError, match=re.escape(f"{path}: {key!r}: no such setting; write {meant}")) as error:
+            read()
+        assert str(error.value).endswith(", or delete it")
+        assert "S3CR3T" not in str(error.value)
 
 
 def test_settings_are_frozen():

@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from prefixcache.byte_sizes import size as size
 from prefixcache.redaction import masked
 
 PIPE_WIDTH = 120  # columns where there is no terminal to ask and COLUMNS is not set
@@ -66,19 +67,6 @@ def safe(text: str) -> str:
 
 def foreign(text: str, style: str = "") -> Text:
     return Text(safe(text), style=style)
-
-
-def size(nbytes: int) -> str:
-    """Three digits and a unit of powers of ten, as `Settings` reads them: "1.23 GB"."""
-    if nbytes < 1000:
-        return f"{nbytes} B"
-    value = float(nbytes)
-    for unit in ("kB", "MB", "GB", "TB", "PB"):
-        value /= 1000
-        if value < 999.5 or unit == "PB":
-            break
-    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
-    return f"{value:,.{digits}f} {unit}"
 
 
 def mute() -> None:

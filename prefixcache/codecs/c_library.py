@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import sys
 from collections.abc import Sequence
+from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 
 from prefixcache.codecs.interchange import Array
+
+log = logging.getLogger("prefixcache")
 
 FOLDER = Path(str(files("prefixcache.kernels")))
 
@@ -31,6 +35,19 @@ def load(name: str, sizes: Sequence[tuple[str, int]]) -> tuple[ctypes.CDLL | Non
     if found != [size for _, size in sizes]:
         return None, "built from other sources than these; install the package again"
     return library, ""
+
+
+@lru_cache
+def warn_that_numpy_serves(reason: str) -> None:
+    """Log, once in a process, why the codecs run without their C kernels, and what to do: else only time would show it."""
+    log.warning("the codecs' C kernels can't be used (%s): NumPy does their work, 10 times slower and more; install a C "
+                "compiler, then %s", reason, _installing())  # fmt: skip
+
+
+def _installing() -> str:
+    """How to build the kernels of this copy. Another copy that is installed has its own, which are not used here."""
+    checkout = FOLDER.parents[1]
+    return f"run pip install -e {checkout}" if (checkout / "setup.py").exists() else "install the package again"
 
 
 def address_of(array: Array) -> int:

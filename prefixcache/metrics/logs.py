@@ -13,6 +13,7 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 from typing import Any, Protocol
 
+from prefixcache.byte_sizes import size
 from prefixcache.metrics.stats import Stats
 
 log = logging.getLogger("prefixcache")
@@ -163,19 +164,22 @@ def in_words(fields: dict[str, Any]) -> str:
             f"{fields['asked_tokens_per_second']:,.0f} tokens/s asked for, {fields['hit_rate']:.1%} hit "
             f"(RAM {fields['ram_hit_rate']:.1%}, SSD {fields['ssd_hit_rate']:.1%}{remote})"
         )
-    said = [hits, f"{fields['stored_bytes_per_second'] / 1e6:,.2f} MB/s stored"]
+    said = [hits, f"{_rate(fields['stored_bytes_per_second'])} stored"]
     if "ssd_used_bytes" in fields:
         said.append(
-            f"{fields['written_bytes_per_second'] / 1e6:,.2f} MB/s written, "
-            f"{fields['read_bytes_per_second'] / 1e6:,.2f} read"
+            f"{_rate(fields['written_bytes_per_second'])} written, {_rate(fields['read_bytes_per_second'])} read"
         )
     if "remote_errors" in fields:
         said.append(
-            f"remote: {fields['remote_written_bytes_per_second'] / 1e6:,.2f} MB/s sent, "
-            f"{fields['remote_read_bytes_per_second'] / 1e6:,.2f} read, {fields['remote_errors']:,} errors"
+            f"remote: {_rate(fields['remote_written_bytes_per_second'])} sent, "
+            f"{_rate(fields['remote_read_bytes_per_second'])} read, {fields['remote_errors']:,} errors"
         )
     said.append(", ".join(f"{fields[name]:,} {name}" for name in ("dropped", "denied", "errors")))
-    said.append(f"RAM {fields['ram_held_bytes'] / 1e9:,.2f} of {fields['ram_limit_bytes'] / 1e9:,.2f} GB")
+    said.append(f"RAM {size(fields['ram_held_bytes'])} of {size(fields['ram_limit_bytes'])}")
     if "ssd_used_bytes" in fields:
-        said.append(f"SSD {fields['ssd_used_bytes'] / 1e9:,.2f} of {fields['ssd_limit_bytes'] / 1e9:,.2f} GB")
+        said.append(f"SSD {size(fields['ssd_used_bytes'])} of {size(fields['ssd_limit_bytes'])}")
     return "; ".join(said)
+
+
+def _rate(bytes_per_second: float) -> str:
+    return f"{size(round(bytes_per_second))}/s"

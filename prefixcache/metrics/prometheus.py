@@ -152,10 +152,10 @@ SSD_DURATIONS = (  # of `SsdStats`
 )
 
 SSD_STATE = (
-    Kind("ssd_used_bytes", "What is held against the SSD's limit.", lambda s: s.used),
+    Kind("ssd_used_bytes", "What the directory holds, with what is queued for it.", lambda s: s.used),
     Kind("ssd_limit_bytes", "What the directory may take.", lambda s: s.limit),
     Kind("ssd_disk_bytes", "What the directory takes on the disk.", lambda s: s.disk),
-    Kind("ssd_reserve_bytes", "Room kept for the index to grow.", lambda s: s.reserve),
+    Kind("ssd_reserve_bytes", "Room of the limit that is kept for the index to grow.", lambda s: s.reserve),
     Kind("ssd_quarantine_bytes", "What the files in quarantine/ take.", lambda s: s.quarantine_bytes),
     Kind("ssd_queued_files", "Files that wait to be written.", lambda s: s.queued_files),
     Kind("ssd_queued_bytes", "Bytes that wait to be written.", lambda s: s.queued_bytes),

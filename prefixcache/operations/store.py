@@ -63,9 +63,12 @@ class Store:
                 with self._storage.lock:
                     jobs, parent, at, whole = self._next_jobs(parent, at)
                 jobs = self._maker.encoded(jobs)
+                first = jobs[:1]
                 with self._storage.lock:
                     jobs, kept, reservation = self._reserve(jobs)
-                if reservation is not None:
+                if reservation is None:
+                    self._warn_if_too_large(first)
+                else:
                     with reservation:
                         images = self._maker.make(jobs)
                         with self._storage.lock:
@@ -259,6 +262,11 @@ class Store:
             # Half a batch, and less, before giving up: the leading blocks are the ones worth most.
             first = first[: len(first) // 2]
         return [], not jobs, None
+
+    def _warn_if_too_large(self, refused: list[Job]) -> None:
+        for job in refused:
+            cost, tokens = job.cost(self._storage.graph.slot_bytes), len(job.tokens) // TOKEN_BYTES
+            self._storage.ram.warn_if_too_small(tokens, cost, self._namespace.row.model)
 
     # -- publishing, under the lock -----------------------------------------------------------------------------------
 

@@ -33,8 +33,8 @@ GRACE = 5.0  # seconds that a close() waits beyond its time for what the disk is
 class SsdStats(NamedTuple):
     """Counts and bytes since the opening; `files`, `used`, `limit`, `queued_*` and `quarantine_bytes` are of now.
 
-    `limit` is the one in force, less than asked for where the disk has no room; `used` is what it is held against; `disk` of
-    it is on the disk, `reserve` is kept for the index's growth.
+    `limit` is the one in force, less than asked for where the disk has no room. `used`: what is on the disk (`disk`) and what
+    is queued for it. Together with `reserve`, which is kept for the index to grow, it never exceeds the limit.
     `dropped` writes were refused (queue, limit, back-off); `errors` are failed attempts of the writer. `quarantined` files
     were quarantined, at the opening too. `spill_seconds`: from `write` to durable, a file; `read_seconds`: of an image.
     """
@@ -252,7 +252,7 @@ class Ssd:
     def stats(self) -> SsdStats:
         held, queue, writer, reader = self._store.ledger.held(), self._queue.counters(), self._writer, self._reader
         return SsdStats(
-            files=held.number, used=held.total, limit=self.limit, disk=held.real, reserve=held.reserve,
+            files=held.number, used=held.total - held.reserve, limit=self.limit, disk=held.real, reserve=held.reserve,
             queued_files=queue.queued_files, queued_bytes=queue.queued_bytes, written_files=writer.written_files,
             written_bytes=writer.written_bytes, read_files=reader.read_files, read_bytes=reader.read_bytes,
             dropped=queue.dropped, corrupt=reader.corrupt, unreadable=reader.unreadable,

@@ -12,6 +12,7 @@ from prefixcache.blocks.graph import NODE_BYTES
 from prefixcache.blocks.masks import mask_from, window_key
 from prefixcache.blocks.node import Slot, dependencies
 from prefixcache.blocks.superseded import may_be_superseded
+from prefixcache.byte_sizes import size
 from prefixcache.image_format import ROWS, WINDOW, Image
 from prefixcache.memory import collector_at_rest
 from prefixcache.ssd import Address, Cancelled, Entry
@@ -142,14 +143,14 @@ class LowerTier:
         with self._storage.lock:
             fits, left = self._make_room(0), self._storage.graph.images[self.number]
         if tier.used < before:
-            log.warning("%s: the limit is %d bytes, and it held %d: the least recent images were deleted",
-                        tier.name, tier.limit, before)  # fmt: skip
+            log.warning("%s: the limit is %s, and it held %s: the least recent images were deleted",
+                        tier.name, size(tier.limit), size(before))  # fmt: skip
         if not fits and left:
-            log.warning("%s: the limit is %d bytes, and it holds %d: images that are pinned or being written are deleted "
-                        "when they are not", tier.name, tier.limit, tier.used)  # fmt: skip
+            log.warning("%s: the limit is %s, and it holds %s: images that are pinned or being written are deleted "
+                        "when they are not", tier.name, size(tier.limit), size(tier.used))  # fmt: skip
         elif not fits:
-            log.warning("%s=%d is less than the %d bytes that the directory takes without an image: nothing will be "
-                        "kept there; give it more", tier.name, tier.limit, tier.used)  # fmt: skip
+            log.warning("%s=%s is less than the %s that the directory takes without an image: nothing will be "
+                        "kept there; give it more", tier.name, size(tier.limit), size(tier.used))  # fmt: skip
 
     def _make_room(self, nbytes: int, slot: Slot | None = None, spilled: Slot | None = None) -> bool:
         """Delete the least recent images for `nbytes`. For a `slot` to be written, which `spilled` depends on or is: only

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 
 from prefixcache import image_memory
+from prefixcache.byte_sizes import size
 from prefixcache.memory import available_memory, give_back
 from prefixcache.tiers.ram import GRAPH_SHARE
 from prefixcache.tiers.storage import Storage
@@ -67,7 +68,8 @@ class Pressure:
         if less or (missing > 0 and image_memory.kept_bytes()):
             give_back()
         if before == full > limit:
-            log.warning("%d bytes of memory are free, less than memory_reserve=%d: the RAM budget goes from %d to %d until "
-                        "there is more", self._reserve - missing, self._reserve, full, limit)  # fmt: skip
+            free, reserve = size(self._reserve - missing), size(self._reserve)
+            log.warning("%s of memory are free, less than memory_reserve=%s: the RAM budget goes from %s to %s until there "
+                        "is more", free, reserve, size(full), size(limit))  # fmt: skip
         elif before < full == limit:
-            log.info("the RAM budget is back at %d bytes", full)
+            log.info("the RAM budget is back at %s", size(full))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from prefixcache.blocks.budget import Reservation
 from prefixcache.blocks.eviction import eviction_victim, least_recent_leaf
 from prefixcache.blocks.node import RAM, Slot
+from prefixcache.byte_sizes import size
 from prefixcache.image_format import ROWS
 from prefixcache.tiers.admission import Doorkeeper
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from prefixcache.tiers.storage import Storage
 
 log = logging.getLogger("prefixcache")
+
+USELESS = 64_000  # bytes of RAM: a block of 256 tokens of 4 layers with one key head of 64 takes 70 kB at 4 bits
 
 GRAPH_SHARE = 2  # the graph's nodes may take 1/2 of the budget
 DOORKEEPER_SHARE = 4096  # of the budget: for what the tier below was not given at first sight
@@ -29,6 +32,7 @@ class Ram:
     def __init__(self, storage: Storage):
         self._storage = storage
         self.configured = storage.budget.limit  # what was asked for; memory pressure may lower the limit in force
+        self._warned = False
         self._doorkeeper: Doorkeeper | None = None
         if storage.settings.ssd_admission == "second":
             limit = storage.budget.limit
@@ -93,6 +97,23 @@ class Ram:
     def return_to_limit(self) -> None:
         if self._storage.budget.room < 0:
             self._shrink(False)
+
+    def warn_if_useless(self) -> None:
+        """Log it where RAM was given a size that holds no block of a usual model."""
+        if self.configured < USELESS:
+            log.warning('%s=%s: holds no block of 256 tokens of any usual model, so nothing is kept; write "1GB" or more',
+                        self._setting, size(self.configured))  # fmt: skip
+
+    def warn_if_too_small(self, tokens: int, nbytes: int, model: str) -> None:
+        """Log it, once, where a block of so many tokens and bytes is larger than all of RAM."""
+        if nbytes > self.configured and not self._warned:
+            self._warned = True
+            log.warning('%s=%s: a block of %d tokens of %s takes %s, so nothing of it is kept; write "1GB" or more',
+                        self._setting, size(self.configured), tokens, model, size(nbytes))  # fmt: skip
+
+    @property
+    def _setting(self) -> str:
+        return "transit" if self._storage.ssd_only else "ram"
 
     def admits(self, slot: Slot) -> bool:
         """Whether the tier below is to be given an image: with admission "second", if its block was asked for again since it
@@ -164,7 +185,7 @@ class Ram:
         counters.dropped += 1
         counters.dropped_bytes += slot.nbytes
         if counters.dropped in (1, 10, 100) or counters.dropped % 1000 == 0:
-            log.warning("spill queue full: %d images (%d bytes) dropped", counters.dropped, counters.dropped_bytes)
+            log.warning("spill queue full: %d images (%s) dropped", counters.dropped, size(counters.dropped_bytes))
 
     def _discard_for_nodes(self) -> bool:
         """When nodes fill their share of the RAM: the least recent image is deleted, and its node."""

@@ -56,6 +56,18 @@ def test_the_disk_never_holds_more_than_the_limit(opened, root, monkeypatch, lim
     assert ssd._store.ledger.held().real == du(root) <= ssd.used <= limit
 
 
+def test_used_is_what_is_there_and_queued_and_the_reserve_is_kept_beside_it(opened, root):
+    ssd = opened(limit=1 << 30)
+    empty = ssd.stats()
+    assert empty.used == empty.disk == du(root) < 500_000  # an index and folders
+    assert empty.reserve > 10_000_000
+    ssd.put(*chain(40))
+    ssd.flush(10)
+    full = ssd.stats()
+    assert full.used == full.disk == du(root)
+    assert full.used + full.reserve == ssd.used <= ssd.limit
+
+
 def test_the_account_is_what_du_says_also_after_a_restart(opened, root):
     ssd = opened()
     stored = ssd.put(*chain(40))

@@ -70,7 +70,7 @@ def test_what_was_stored_again_is_the_newest(cache, tmp_path):
     cache.resize(ram=1000, wait=5)
     assert len(cache._storage.lower[0].unindexed) == len(PROMPTS)
     cache.check_integrity()
-    cache.resize(ssd=cache.stats().ssd.used - 60_000)
+    cache.resize(ssd=cache._ssd.used - 60_000)
     assert cache.flush(20)
     cache.close()
     left = kept(tmp_path)

@@ -8,6 +8,7 @@ from tools.bench import (
     codecs,
     cpu_attention,
     disk,
+    first_tokens,
     fleet,
     gpu,
     gpu_attention,
@@ -48,7 +49,7 @@ BENCHES = {
     "live": live.FIGURES | gpu_live.FIGURES | prefill.FIGURES,
     "remote": remote.FIGURES | remote_serving.FIGURES | remote_peers.FIGURES | fleet.FIGURES,
     "ranks": ranks.FIGURES,
-    "server": server.FIGURES | server_load.FIGURES,
+    "server": server.FIGURES | first_tokens.FIGURES | server_load.FIGURES,
 }
 
 if __name__ == "__main__":

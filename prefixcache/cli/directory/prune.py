@@ -11,10 +11,10 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from prefixcache.byte_sizes import parse_size
 from prefixcache.cli.directory.argument import Dir, errors_told
 from prefixcache.cli.progress import bar
 from prefixcache.cli.text import complain, console, foreign, many, print_json, size
-from prefixcache.settings import parse_size
 from prefixcache.ssd import Pruned, Selection
 from prefixcache.ssd import prune as delete
 

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args
 
 import typer
 
+from prefixcache.byte_sizes import parse_size
 from prefixcache.cli import output
 from prefixcache.cli.plan.shapes import SHAPES
 from prefixcache.cli.plan.text import screen
 from prefixcache.cli.progress import bar
 from prefixcache.cli.text import Refused, complain, console, print_json, refusing
-from prefixcache.settings import BASIS_DIR, Settings, parse_size
+from prefixcache.settings import BASIS_DIR, Settings
 
 if TYPE_CHECKING:
     from prefixcache.planning.model import ModelState

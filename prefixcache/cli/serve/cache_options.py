@@ -15,7 +15,8 @@ import typer
 from pydantic import BeforeValidator, ValidationError
 from pydantic.fields import FieldInfo
 
-from prefixcache.settings import Settings, parse_size, shown
+from prefixcache.byte_sizes import parse_size
+from prefixcache.settings import Settings, shown
 
 Flags = Mapping[str, Any]  # what was given, by the field's name; None where it was not
 Command = TypeVar("Command", bound=Callable[..., None])

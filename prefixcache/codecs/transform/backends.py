@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from prefixcache.codecs.c_library import warn_that_numpy_serves
 from prefixcache.codecs.interchange import Array
 from prefixcache.codecs.transform import c_entropy, entropy
 from prefixcache.codecs.transform.tables import Tables, quantised
@@ -44,7 +45,10 @@ def decode(heads: Array, words: Array, first: Array, classes: Array, tables: Tab
 
 
 def _in_c(classes: Array) -> bool:
-    return c_entropy.available() and c_entropy.takes(classes)
+    if not c_entropy.available():
+        warn_that_numpy_serves(c_entropy.describe())
+        return False
+    return c_entropy.takes(classes)
 
 
 def describe() -> str:

@@ -11,6 +11,7 @@ from typing import Protocol
 import mlx.core as mx
 
 from prefixcache.codecs.base import Decoding, Encoding
+from prefixcache.codecs.c_library import warn_that_numpy_serves
 from prefixcache.codecs.interchange import Array, on_cpu
 from prefixcache.codecs.turboquant import c_rows, gpu_rows, mlx_rows, numpy_rows
 from prefixcache.codecs.turboquant.format import Form
@@ -45,7 +46,10 @@ def decode_all(batch: Sequence[Decoding], dtype: str, form: Form) -> None:
 
 
 def _in_c(form: Form) -> bool:
-    return c_rows.available() and c_rows.takes(form)
+    if not c_rows.available():
+        warn_that_numpy_serves(c_rows.describe())
+        return False
+    return c_rows.takes(form)
 
 
 def device(form: Form) -> Device:

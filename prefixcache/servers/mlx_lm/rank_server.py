@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from prefixcache.byte_sizes import size
 from prefixcache.cache import PrefixCache
 from prefixcache.metrics.stats import Stats
 from prefixcache.ranks import Ranks
@@ -107,7 +108,7 @@ def serve_rank(settings: Settings, args: argparse.Namespace, how: Options, endin
         finally:
             end(generator, ending, server.replying if server is not None else set(), STEPS)
             watch.rest()
-            log.info("flushing RAM: %.2f GB", rank.cache.stats().ram_images / 1e9)
+            log.info("flushing RAM: %s", size(rank.cache.stats().ram_images))
             rank.cache.close()
     except ServeFailed as error:
         time.sleep(NEWS)  # of a rank that died, which made this one fail: then it has ended here

@@ -26,6 +26,7 @@ import numpy as np
 from mlx_lm.generate import BatchGenerator, stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 
+from prefixcache.byte_sizes import size
 from prefixcache.cache import PrefixCache, usable_memory
 from prefixcache.keys import as_tokens
 from prefixcache.servers.calibrated import calibration_of
@@ -223,10 +224,8 @@ class Generator(upstream.ResponseGenerator):
         stats = cache.stats()
         calibration = calibration_of(cache, name, *map(str, filter(None, model_key[:2])))
         self.model = (
-            f"model {model_key[0]}: {name}, {weights / 1e9:.2f} GB of weights; "
-            f"RAM budget {stats.ram_limit / 1e9:.2f} GB (ram={stats.ram_setting})"
-            + f"; {calibration}"
-            * bool(calibration)
+            f"model {model_key[0]}: {name}, {size(weights)} of weights; "
+            f"RAM budget {size(stats.ram_limit)} (ram={stats.ram_setting})" + f"; {calibration}" * bool(calibration)
         )
         if self.ready.is_set():
             log.info("%s", self.model)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
+from prefixcache.byte_sizes import size
 from prefixcache.cache import PrefixCache
 from prefixcache.ranks.watch import HANG
 from prefixcache.servers.mlx_lm.arguments import check_model, read_flags
@@ -67,4 +68,4 @@ def serve(
                 run(server, generator, ending, opened, how)
             finally:
                 end(generator, ending, server.replying)
-            log.info("flushing RAM: %.2f GB", cache.stats().ram_images / 1e9)
+            log.info("flushing RAM: %s", size(cache.stats().ram_images))

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import mlx_lm.server as upstream
 
 import prefixcache
+from prefixcache.byte_sizes import size
 from prefixcache.metrics.logs import JsonFormatter, quotes_nothing
 from prefixcache.metrics.prometheus import CacheCollector
 from prefixcache.metrics.stats import Stats
@@ -153,15 +154,15 @@ def tell(generator: Generator, opened: Stats) -> None:
         "prefixcache %s, mlx-lm %s, MLX %s; kernels: %s; codec %s",
         prefixcache.__version__, version("mlx-lm"), version("mlx"), kernels, opened.codec,
     )  # fmt: skip
-    none = f"no model yet; RAM budget {opened.ram_limit / 1e9:.2f} GB (ram={opened.ram_setting})"
+    none = f"no model yet; RAM budget {size(opened.ram_limit)} (ram={opened.ram_setting})"
     log.info("%s", generator.model or none)
     if opened.ssd is None and generator.prompts.cache.settings.ssd_dir is not None:
         log.info("the SSD's directory is not there yet, or has no size: RAM only")
     elif opened.ssd is None:
         log.info("no SSD directory: RAM only")
     else:
-        directory, used, limit = generator.prompts.cache.settings.ssd_dir, opened.ssd.used / 1e9, opened.ssd.limit / 1e9
-        log.info("SSD %s: %d images found; %.2f of %.2f GB used", directory, opened.images_on_ssd, used, limit)
+        directory, used, limit = generator.prompts.cache.settings.ssd_dir, size(opened.ssd.used), size(opened.ssd.limit)
+        log.info("SSD %s: %d images found; %s of %s used", directory, opened.images_on_ssd, used, limit)
     if opened.remote is not None:
         settings = generator.prompts.cache.settings
         sealed = "sealed" if settings.remote_key_file is not None else "not sealed"

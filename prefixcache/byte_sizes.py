@@ -1,0 +1,47 @@
+"""Sizes in bytes as people write and read them: "8GB" in a setting, "1.23 GB" in a log line, a table, an error."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+UNITS = {
+    "": 1, "B": 1,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "PIB": 2**50,
+    "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*([0-9]{1,40}(?:\.[0-9]{1,40})?)\s*([A-Za-z]*)\s*")
+_REMEDY = 'write "20GB", "512MiB" or a number of bytes'
+
+
+def parse_size(value: Any, name: str = "size") -> int:
+    """Bytes from "8GB" (10^9), "512MiB" (2^20), "8 GB" or a whole number. ValueError names the setting and the
+    remedy.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ValueError(f"{name}={value!r}: not a size; {_REMEDY}")
+    if isinstance(value, str):
+        found = _SIZE.fullmatch(value)
+        unit = UNITS.get(found[2].upper()) if found else None
+        if found is None or unit is None:
+            raise ValueError(f"{name}={value!r}: not a size; {_REMEDY}")
+        size = float(found[1]) * unit if "." in found[1] else int(found[1]) * unit
+    else:
+        size = value
+    if not 0 <= size < 2**63 or 0 < size < 1:
+        raise ValueError(f"{name}={value!r}: not a size; {_REMEDY}")
+    return int(size)
+
+
+def size(nbytes: int) -> str:
+    """Three digits and a unit of powers of ten, as `parse_size` reads them: "1.23 GB"."""
+    if nbytes < 1000:
+        return f"{nbytes} B"
+    value = float(nbytes)
+    for unit in ("kB", "MB", "GB", "TB", "PB"):
+        value /= 1000
+        if value < 999.5 or unit == "PB":
+            break
+    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:,.{digits}f} {unit}"
