@@ -29,6 +29,7 @@ from prefixcache.servers.calibrated import calibration_of
 from prefixcache.servers.in_flight import Admission, Awaited, Computing
 from prefixcache.servers.mlx_lm.answers import Answers, Ended
 from prefixcache.servers.mlx_lm.errors import RankFailed
+from prefixcache.servers.mlx_lm.idle_pool import IdlePool
 from prefixcache.servers.mlx_lm.prefill import Blockwise, RequestBatches
 from prefixcache.servers.mlx_lm.prefill import stream as blockwise_stream
 from prefixcache.servers.mlx_lm.provider import Provider
@@ -98,6 +99,7 @@ class Generator(upstream.ResponseGenerator):
         self.admission = self._make_admission(whole_blocks=not exact_prefill)
         self._before = before
         self._deferred: deque[DeferredRequest] = deque()
+        self._idle_pool = IdlePool()
         self.prompts = TenantPromptCache(cache, self._stored, _rows_suffix(provider.cli_args), exact_prefill)
         provider.on_load = self._loaded
         super().__init__(provider, self.prompts)
@@ -192,6 +194,7 @@ class Generator(upstream.ResponseGenerator):
         item = self._resumed() or super()._next_request(timeout)
         if item is None or item[0] is WAKE:
             item = self._resumed()
+        self._idle_pool.look(busy=item is not None or timeout is None or bool(self._deferred))  # None: a batch goes on
         if item is None:
             return None
         queue, request, args = item
