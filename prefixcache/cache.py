@@ -798,9 +798,22 @@ class PrefixCache:
                 give_back()
 
     def _write_out(self, timeout: float) -> None:
-        self._storage.spilling.flush_recency()
-        if self.settings.spill_on_close and not self._storage.spilling.drain(timeout):
-            log.warning("not all of RAM was written within close_timeout=%s s", self.settings.close_timeout)
+        ssd, spilling = self._ssd, self._storage.spilling
+        assert ssd is not None
+        spilling.flush_recency()
+        failed = ssd.failed
+        if not self.settings.spill_on_close or spilling.drain(timeout):
+            return
+        left = spilling.unwritten()
+        if not left:
+            return
+        what = f"{len(left)} images ({sum(slot.nbytes for slot in left)} bytes) that only RAM has are not written"
+        if ssd.failed > failed:
+            log.warning("SSD %s: closed with a disk that fails: %s: %s", ssd.directory, what, ssd.stats().last_error)
+        else:
+            log.warning(
+                "SSD %s: %s: close_timeout=%s s were not enough", ssd.directory, what, self.settings.close_timeout
+            )
 
     def __enter__(self) -> PrefixCache:
         return self

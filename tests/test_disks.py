@@ -577,6 +577,35 @@ def test_a_closing_takes_no_more_than_its_time_and_the_grace(opened, monkeypatch
         assert ended.wait(20)
 
 
+def test_a_closing_on_a_full_disk_says_so(opened, monkeypatch, caplog):
+    cache = opened(close_timeout=600)  # a failing disk is not waited for
+    put(cache, *range(6))
+
+    def fail(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", fail)
+        cache.close()
+    said = [record.getMessage() for record in caplog.records if "only RAM has" in record.getMessage()]
+    assert len(said) == 1
+    assert "18 images (" in said[0]
+    assert "No space left on device" in said[0]
+    assert "close_timeout" not in said[0]
+
+
+def test_a_closing_that_had_too_little_time_says_so(opened, monkeypatch, caplog):
+    monkeypatch.setattr("prefixcache.ssd.tier.GRACE", 0.1)
+    cache = opened(close_timeout=0.2)
+    put(cache, *range(6))
+    with stalled(monkeypatch, "fsync"):
+        cache.close()
+    said = [record.getMessage() for record in caplog.records if "only RAM has" in record.getMessage()]
+    assert len(said) == 1
+    assert "18 images (" in said[0]
+    assert "close_timeout=0.2 s were not enough" in said[0]
+
+
 def test_flushes_in_a_loop_neither_hammer_a_failing_disk_nor_flood_the_log(opened, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(queue, "FIRST_DELAY", 0.1)
     cache = opened()

@@ -4,12 +4,17 @@ numbers only, nothing of a prompt or an answer. `mlx_lm.http_server` begins and 
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any, NamedTuple
 
 import mlx_lm.server as upstream
 
 CUT, REFUSED, GONE, FAILED = "cut", "refused", "client gone", "failed"  # how it ended, where no finish_reason says so
+
+
+REASON = 200  # characters of why a request was refused
+_QUOTED = re.compile(r"""'[^']*'?|"[^"]*"?|`[^`]*`?""")
 
 
 class Found(NamedTuple):
@@ -35,6 +40,7 @@ class RequestLog:
         self.asks_remote = False
         self.end = ""
         self.generated = 0
+        self.reason = ""  # why it was refused
         self._context: Any = None
         self._waits_since: float | None = None
         self._begun = self._first = self._last = 0.0
@@ -52,6 +58,8 @@ class RequestLog:
 
     def saw(self, answer: Any) -> None:
         """What was put on the queue on which it is answered."""
+        if isinstance(answer, Exception) and self._context is None:
+            self.reason = reason_of(answer)
         if isinstance(answer, upstream.GenerationContext):
             self._context, self._begun = answer, time.monotonic()
         elif isinstance(answer, upstream.Response):
@@ -61,12 +69,12 @@ class RequestLog:
             self.end = answer.finish_reason or self.end
 
     def fields(self, end: str = "") -> dict[str, Any]:
-        """The numbers of the line. `end`: how it ended; "": as its answers say. Of a request that never began: its end and
-        its time alone.
+        """The numbers of the line. `end`: how it ended; "": as its answers say. Of a request that never began: its end,
+        its time, and why it was refused.
         """
         fields: dict[str, Any] = {"end": end or self.end or REFUSED, "seconds": _ms(time.monotonic() - self.arrived)}
         if self._context is None:
-            return fields
+            return fields | ({"reason": self.reason} if self.reason and fields["end"] == REFUSED else {})
         prompt, cached = len(self._context.prompt), max(self._context.prompt_cache_count, 0)
         found = self.found or Found(0, 0)
         from_ssd = max(min(cached, found.ssd) - found.ram, 0)
@@ -88,7 +96,8 @@ def in_words(fields: dict[str, Any], remote: bool = False) -> str:
     """`RequestLog.fields`, as a line to read. `remote`: it waited for the remote tier, too."""
     whole = f"{fields['seconds']:.3f} s in all"
     if "prompt_tokens" not in fields:
-        return f"{fields['end']} before it began; {whole}"
+        reason = f": {fields['reason']}" if "reason" in fields else ""
+        return f"{fields['end']} before it began{reason}; {whole}"
     times = f"{fields['ssd_wait_seconds']:.3f} s for {'SSD and remote tier' if remote else 'the SSD'}, "
     from_remote = f"{fields['remote_tokens']:,} from remote, " if fields["remote_tokens"] else ""
     if "prefill_seconds" in fields:
@@ -100,6 +109,17 @@ def in_words(fields: dict[str, Any], remote: bool = False) -> str:
         f"{from_remote}{fields['computed_tokens']:,} computed; {fields['generated_tokens']:,} generated "
         f"({fields['end']}); {times}{whole}"
     )
+
+
+def reason_of(error: Exception) -> str:
+    """An error's first line for the log, without what it quotes: that may be of the request. A chat template's own errors may
+    have words of the request without quotes, so they are only named; so are those that say nothing else.
+    """
+    name = type(error).__name__
+    if type(error).__module__.startswith("jinja2"):
+        return f"the chat template: {name}"
+    said = _QUOTED.sub("'...'", str(error).split("\n", 1)[0])
+    return said[:REASON] if any(map(str.isalnum, said)) else name
 
 
 def _ms(seconds: float) -> float:

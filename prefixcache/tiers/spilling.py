@@ -141,6 +141,11 @@ class Spilling:
                 storage.changed.wait(0.1)
         return tier.tier.flush(max(deadline - time.monotonic(), 0.01), since=failed)
 
+    def unwritten(self) -> list[Slot]:
+        """What RAM alone has, with what waits for a write."""
+        with self._storage.lock:
+            return [slot for slot in self._storage.graph.slots.values() if slot.tiers == 1 << RAM]
+
     def flush_recency(self) -> None:
         """Tell the indexes what was used since they last heard."""
         with self._storage.lock:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import requests
+from jinja2 import TemplateError
 from mlx.utils import tree_flatten
 from mlx_lm import server as upstream
 from mlx_lm.utils import load
@@ -59,7 +60,7 @@ def test_a_server_says_what_it_serves_and_whence_the_tokens_of_each_request_came
         assert float(line["prefill"]) <= float(line["first"]) <= float(line["whole"])
     sources = [(int(line["ram"]), int(line["ssd"])) for line in lines]
     assert sources == [(0, 0), (warm.cached, 0), (0, restored.cached)]
-    assert re.search(r"refused before it began; [\d.]+ s in all$", first.said(), re.MULTILINE)
+    assert re.search(r"refused before it began: .{5,}; [\d.]+ s in all$", first.said(), re.MULTILINE)
     for said in (first.said(), second.said()):
         assert "xylograph" not in said
         assert "/metrics" not in said
@@ -117,6 +118,31 @@ def test_a_request_that_never_began_has_its_end_and_its_time_alone():
     fields = RequestLog().fields()
     assert set(fields) == {"end", "seconds"}
     assert in_words(fields).startswith(f"{REFUSED} before it began; 0.0")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            ValueError("top_k=9: the model has 4 tokens; give less"),
+            "top_k=9: the model has 4 tokens; give less",
+        ),
+        (OSError("no such model: 'my secret'\nand more"), "no such model: '...'"),
+        (KeyError("my secret"), "KeyError"),
+        (ValueError('a "my secret'), "a '...'"),
+        (TemplateError("unknown role my secret"), "the chat template: TemplateError"),
+        (ValueError(), "ValueError"),
+        (ValueError("x" * 1000), "x" * 200),
+    ],
+)
+def test_a_request_that_was_refused_has_the_reason_without_what_it_quotes(error, said):
+    line = RequestLog()
+    line.saw(error)
+    fields = line.fields()
+    assert set(fields) == {"end", "seconds", "reason"}
+    assert in_words(fields).startswith(f"{REFUSED} before it began: {said}; 0.0")
+    assert "secret" not in str(fields)
+    assert "reason" not in line.fields(CUT)
 
 
 # -- ram="auto" -------------------------------------------------------------------------------------------------------

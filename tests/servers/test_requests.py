@@ -23,6 +23,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from prefixcache import PrefixCache
 from prefixcache.servers.mlx_lm.answers import Answers, Ended
 from prefixcache.servers.mlx_lm.arguments import read_flags
+from prefixcache.servers.mlx_lm.idle_pool import LOOKS, IdlePool
 from prefixcache.servers.mlx_lm.provider import Provider
 from prefixcache.servers.mlx_lm.requests import Generator, TimeBudget
 from tests.families import MLX_LM_0_31
@@ -530,3 +531,32 @@ def test_an_image_is_hit_together_with_the_turns_after_it(models, opened):
     with PrefixCache(ram="100MB", codec="raw") as empty, generating(empty, *flags, before=see) as generator:
         alone = Asked(generator, two)
         assert (alone.cached, alone.answered().tokens) == (0, both.tokens)
+
+
+# -- a server that nobody asks ----------------------------------------------------------------------------------------
+
+
+def test_mlx_s_pool_of_buffers_is_emptied_once_when_nobody_has_asked_for_a_while():
+    emptied = []
+    pool = IdlePool(lambda: emptied.append(1))
+    for _ in range(3):
+        for _ in range(2 * LOOKS):  # a request comes now and then, or a batch goes on
+            pool.look(busy=True)
+            for _ in range(LOOKS - 1):
+                pool.look(busy=False)
+        assert not emptied
+    for _ in range(5 * LOOKS):
+        pool.look(busy=False)
+    assert len(emptied) == 1
+
+
+def test_a_server_empties_it_after_its_requests_on_the_thread_that_generates(opened, models):
+    emptied: list[str] = []
+    with generating(opened(), "--model", models / "llama") as generator:
+        generator._idle_pool._empty = lambda: emptied.append(threading.current_thread().name)
+        for number in (1, 2):
+            Asked(generator, user("hello")).answered()
+            wait_for(lambda n=number: len(emptied) == n, "the pool to be emptied")
+            seen = generator._idle_pool._looks
+            wait_for(lambda s=seen: generator._idle_pool._looks > s + 2, "the loop to go on")
+            assert emptied == [generator._generation_thread.name] * number

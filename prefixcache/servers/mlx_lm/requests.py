@@ -35,6 +35,7 @@ from prefixcache.servers.mlx_lm.answers import Answers, Ended
 from prefixcache.servers.mlx_lm.client_template import ClientTemplate
 from prefixcache.servers.mlx_lm.context import room_for, too_long
 from prefixcache.servers.mlx_lm.errors import RankFailed, may_be_the_hits
+from prefixcache.servers.mlx_lm.idle_pool import IdlePool
 from prefixcache.servers.mlx_lm.prefill import Blockwise, RequestBatches
 from prefixcache.servers.mlx_lm.prefill import stream as blockwise_stream
 from prefixcache.servers.mlx_lm.provider import LoadedModel, Provider
@@ -115,6 +116,7 @@ class Generator(upstream.ResponseGenerator):
         self._before = before
         self._taken = 0  # requests, since mlx-lm's loop was entered
         self._deferred: deque[DeferredRequest] = deque()
+        self._idle_pool = IdlePool()
         self.prompts = TenantPromptCache(cache, self._stored, _rows_suffix(provider.cli_args), exact_prefill)
         provider.on_load = self._loaded
         super().__init__(provider, self.prompts)
@@ -256,6 +258,7 @@ class Generator(upstream.ResponseGenerator):
         item = self._resumed() or super()._next_request(timeout)
         if item is None or item[0] is WAKE:
             item = self._resumed()
+        self._idle_pool.look(busy=item is not None or timeout is None or bool(self._deferred))  # None: a batch goes on
         if item is None:
             return None
         queue, request, args = item
