@@ -8,17 +8,18 @@ from collections.abc import Callable, Iterator, Sequence
 
 from prefixcache.blocks.node import Node, Slot
 
-SHARE = 8  # a prompt takes room of what was hit until it has an eighth of the tier
+SHARE = 8  # an eighth of the tier: a prompt's part of the room of what was hit
 
 
 class LongPrompts:
-    """The latest prompts that wanted more of a tier than their share, and how many of them were asked for again.
+    """The latest prompts of which more was new than a `SHARE`th of a tier, and how many of them were asked for again.
 
-    A prompt is named by one of its whole blocks: by the block's number and its key. `asked_for` must hear of every request.
+    A prompt is named by one of its whole blocks: the block's number and its key. `asked_for` must hear of every request.
     """
 
     REMEMBERED = 64
     DECAY = 0.9  # a prompt: some ten of them decide
+    ENOUGH = 1 / 3  # of them
 
     def __init__(self) -> None:
         self._asked_again: dict[tuple[int, bytes], bool] = {}
@@ -28,13 +29,13 @@ class LongPrompts:
         return len(self._asked_again)
 
     @property
-    def return_mostly(self) -> bool:
-        """Whether at least half of the latest were asked for again."""
-        return 0 < self._came <= 2 * self._returned
+    def often_return(self) -> bool:
+        """Whether enough of the latest were asked for again."""
+        return self._returned > 0 and self._returned >= self.ENOUGH * self._came
 
     def came(self, keys: Sequence[bytes], number: int) -> None:
-        """A prompt whose whole blocks have these keys wants more than its share: it is named by block `number`. One that is
-        known, by whichever of its blocks, is not counted again.
+        """A long prompt came whose whole blocks have these keys: block `number` names it. One that is known, by whichever of
+        its blocks, is not counted again.
         """
         if number >= len(keys) or any(self._of(keys)):
             return
@@ -59,44 +60,48 @@ class LongPrompts:
 class Claim:
     """What one prompt may take from others in a tier of `limit` bytes.
 
-    It takes any room of what was never hit. It takes room of what was hit only while its own images that nobody has hit are
-    less than a `SHARE`th of the tier, unless it came before and is asked for again, or most prompts of such a length are.
+    It takes any room of what was never hit. It takes room of what was hit while what is new of it, its own images that nobody
+    has hit, is at most a `SHARE`th of the tier: without end if it came before, or if long prompts often return.
 
-    `path` are the prompt's blocks so far, and `keys` gives those of its whole blocks; neither is looked at until it matters.
+    `path` are the prompt's blocks so far, and `keys` gives those of its whole blocks: asked for once it is long.
     """
 
     def __init__(
         self, long_prompts: LongPrompts, tier: int, limit: int, path: Sequence[Node], keys: Callable[[], list[bytes]]
     ):
-        self._long_prompts, self._tier, self._limit = long_prompts, tier, limit
+        self._long_prompts, self._share = long_prompts, limit // SHARE
         self._path, self._keys = path, keys
-        self._added = 0
-        self._unhit: int | None = None  # of the path
-        self._is_free: bool | None = None  # of the share
+        self._new = _new_bytes(path, tier, self._share)
+        self._deserves_more: bool | None = None  # known once it is long
 
     def spares(self, victim: Slot, nbytes: int) -> bool:
         """Whether `victim` must not be lost for `nbytes` more of this prompt."""
-        if not victim.hits or self._is_free:
-            return False
-        if self._unhit is None:
-            slots = (slot for node in self._path for slot in node.slots)
-            self._unhit = sum(s.nbytes for s in slots if not s.hits and (s.tiers | s.pending) >> self._tier & 1)
-        if self._unhit + self._added + nbytes <= self._limit // SHARE:
-            return False
-        if self._is_free is None:
-            self._is_free = self._deserves_more()
-        return not self._is_free
+        return victim.hits > 0 and self._is_long(nbytes) and not self._deserves_more
 
     def add(self, nbytes: int) -> None:
-        """The prompt has so many bytes more in the tier."""
-        self._added += nbytes
+        """The prompt has so many new bytes more in the tier."""
+        self._new += nbytes
+        self._is_long(0)
 
-    def _deserves_more(self) -> bool:
-        keys, long_prompts = self._keys(), self._long_prompts
-        deserves = long_prompts.return_mostly or long_prompts.was_asked_again(keys)
-        long_prompts.came(keys, len(self._path))
-        return deserves
+    def _is_long(self, nbytes: int) -> bool:
+        """Whether it is with so many bytes more."""
+        if self._new + nbytes <= self._share:
+            return False
+        if self._deserves_more is None:
+            keys = self._keys()
+            self._deserves_more = self._long_prompts.often_return or self._long_prompts.was_asked_again(keys)
+            self._long_prompts.came(keys, len(self._path))
+        return True
 
+
+def _new_bytes(path: Sequence[Node], tier: int, enough: int) -> int:
+    """Of a path's end, what nobody has hit of it and is in the tier or on the way there; not counted on beyond `enough`."""
+    new = 0
+    for node in reversed(path):
+        if new > enough or (node.rows is not None and node.rows.hits):
+            break  # what is before it was hit with it
+        new += sum(s.nbytes for s in node.slots if not s.hits and (s.tiers | s.pending) >> tier & 1)
+    return new
 
 
 class Doorkeeper:

@@ -16,7 +16,7 @@ from prefixcache.image_format import ROWS, WINDOW, Image
 from prefixcache.memory import collector_at_rest
 from prefixcache.ssd import Address, Cancelled, Entry
 from prefixcache.ssd.loading import parent_of, place_entry
-from prefixcache.tiers.admission import Claim, LongPrompts
+from prefixcache.tiers.admission import Claim
 from prefixcache.tiers.ram import GRAPH_SHARE
 from prefixcache.tiers.tier import Tier
 
@@ -38,7 +38,6 @@ class LowerTier:
     def __init__(self, storage: Storage, number: int):
         self._storage = storage
         self.number = number
-        self.long_prompts = LongPrompts()
         # Images that are there, not in the graph for want of RAM, or beside a slot that was stored again; oldest first.
         self.unindexed: dict[Address, Entry] = {}
 
@@ -159,7 +158,8 @@ class LowerTier:
             path.append(node)
             node = node.parent
         path.reverse()
-        claim = Claim(self.long_prompts, self.number, self.tier.limit, path[:-1], lambda: [n.key for n in path])
+        long_prompts = self._storage.long_prompts
+        claim = Claim(long_prompts, self.number, self.tier.limit, path[:-1], lambda: [n.key for n in path if n.is_whole])
         return claim.spares(hit, nbytes)
 
     # -- written and deleted ------------------------------------------------------------------------------------------

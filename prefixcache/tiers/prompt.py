@@ -147,7 +147,9 @@ def count_hit(storage: Storage, prompt: Prompt, depth: int) -> None:
     graph, counters = storage.graph, storage.counters
     counters.fetches += 1
     counters.asked_tokens += len(prompt)
-    _tell_long_prompts(storage, prompt)
+    if len(storage.long_prompts):
+        for namespace in prompt.namespaces():
+            storage.long_prompts.asked_for(prompt.keys(namespace))
     deepest = prompt.deepest(RAM, len(prompt) - depth) if depth else None
     if deepest is None or deepest.depth <= 0:  # or it was evicted since
         return
@@ -157,13 +159,6 @@ def count_hit(storage: Storage, prompt: Prompt, depth: int) -> None:
     counters.count_tiers(required, deepest.depth)
     if storage.remote is not None:
         storage.remote.offer_used(deepest.walk, deepest.depth, required)
-
-
-def _tell_long_prompts(storage: Storage, prompt: Prompt) -> None:
-    """A prompt is asked for: it may be one that wanted more of a tier than its share."""
-    for tier in (storage.ram, *storage.lower):
-        for namespace in prompt.namespaces() if len(tier.long_prompts) else ():
-            tier.long_prompts.asked_for(prompt.keys(namespace))
 
 
 def _is_coded(namespace: Namespace, tail: Node) -> bool:

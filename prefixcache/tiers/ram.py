@@ -11,7 +11,7 @@ from prefixcache.blocks.budget import Reservation
 from prefixcache.blocks.eviction import eviction_victim, least_recent_leaf
 from prefixcache.blocks.node import RAM, Node, Slot
 from prefixcache.image_format import ROWS
-from prefixcache.tiers.admission import Claim, Doorkeeper, LongPrompts
+from prefixcache.tiers.admission import Claim, Doorkeeper
 
 if TYPE_CHECKING:
     from prefixcache.tiers.storage import Storage
@@ -29,7 +29,6 @@ class Ram:
     def __init__(self, storage: Storage):
         self._storage = storage
         self.configured = storage.budget.limit  # what was asked for; memory pressure may lower the limit in force
-        self.long_prompts = LongPrompts()
         self._doorkeeper: Doorkeeper | None = None
         if storage.settings.ssd_admission == "second":
             limit = storage.budget.limit
@@ -108,7 +107,7 @@ class Ram:
 
     def claim(self, path: Sequence[Node], keys: Callable[[], list[bytes]]) -> Claim:
         """What a prompt may take from others; `path` are its blocks that are known, `keys` gives those of all whole ones."""
-        return Claim(self.long_prompts, RAM, self._storage.budget.limit, path, keys)
+        return Claim(self._storage.long_prompts, RAM, self._storage.budget.limit, path, keys)
 
     def _in_time(self, done: Callable[[], bool], wait: float) -> bool:
         """Try until `done`, or until `wait` seconds have passed, or no write is left that could help."""
