@@ -138,7 +138,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.roomy)
     @rule(seed=st.integers(0, 1 << 30), step=st.sampled_from([512, 1280, 5120]))
     def store_a_long_prompt_that_never_came(self, seed, step):
-        """What was hit stays, but for a share of the RAM, however the prompt is stored; long ones that come back have more."""
+        """What was hit stays, but for a share of the RAM, however the prompt is stored."""
         storage = self.cache._storage
         hit = {slot.key: slot.nbytes for slot in storage.graph.slots.values() if slot.hits}
         forgotten, limit = storage.counters.forgotten, storage.budget.limit

@@ -159,7 +159,9 @@ class LowerTier:
             node = node.parent
         path.reverse()
         long_prompts = self._storage.long_prompts
-        claim = Claim(long_prompts, self.number, self.tier.limit, path[:-1], lambda: [n.key for n in path if n.is_whole])
+        claim = Claim(
+            long_prompts, self.number, self.tier.limit, path[:-1], lambda: [n.key for n in path if n.is_whole]
+        )
         return claim.spares(hit, nbytes)
 
     # -- written and deleted ------------------------------------------------------------------------------------------

@@ -283,7 +283,7 @@ def _recommendation(facts: Facts) -> list[str]:
         needs = f"It needs a Mac with {_memory(machine['memory'])}, whose GPU may have {size(machine['gpu'])}"
     says = best["says"]
     if best["obstacles"]:
-        says = f"None of these sizes can be lived with. {says}, but {_against(facts, best)}"
+        says = f"None of these sizes can be lived with. {says}, but {_against(facts, best)}."
     lines = [
         says,
         f"{needs}: {size(machine['weights'])} of weights at 4 bits, {size(machine['live'])} for one live prompt of "
