@@ -16,6 +16,7 @@ from prefixcache import PrefixCache
 from prefixcache.codecs.transform.bases import Bases
 from prefixcache.operations import namespaces
 from prefixcache.ssd import store, writer
+from prefixcache.tiers.admission import SHARE
 from tests import states
 from tests.ssd.images import until
 from tests.transforming import uneven_basis
@@ -138,6 +139,23 @@ class CacheMachine(RuleBasedStateMachine):
         assert depth <= match.ssd
         if self.roomy and self.any_boundary:
             assert match.ram == match.ssd >= self.expected(tokens, self.sure)
+
+    @precondition(lambda self: not self.roomy)
+    @rule(seed=st.integers(0, 1 << 30), step=st.sampled_from([512, 1280, 5120]))
+    def store_a_long_prompt_that_never_came(self, seed, step):
+        """What was hit stays, but for a share of the RAM, however the prompt is stored."""
+        storage = self.cache._storage
+        hit = {slot.key: slot.nbytes for slot in storage.graph.slots.values() if slot.hits}
+        forgotten, limit = storage.counters.forgotten, storage.budget.limit
+        tokens = [3 + (seed + i) % 5000 for i in range(5120 if limit > 200_000 else 2560)]
+        for end in range(min(step, len(tokens)), len(tokens) + 1, step):
+            stored = self.cache.store(tokens[:end], self.make(tokens[:end]), model="m").tokens
+            self.stored.append(tokens[:stored])
+        with storage.lock:
+            kept = {slot.key for slot in storage.graph.slots.values()}
+            lost = sum(nbytes for key, nbytes in hit.items() if key not in kept)
+            if storage.counters.forgotten == forgotten and not storage.long_prompts.often_return:
+                assert lost <= limit // SHARE + max(hit.values(), default=0)
 
     @rule(tokens=prompts)
     def remove(self, tokens):

@@ -73,19 +73,23 @@ def write(option: str, path: Path, content: bytes) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-def draw(title: str, panels: Sequence[Callable[[Any], None]], kind: str) -> bytes:
-    """A picture of panels side by side; `kind` is a file's suffix. A panel is a function that draws on axes."""
+def draw(title: str, panels: Sequence[Callable[[Any], None]], kind: str, *, stacked: bool = False) -> bytes:
+    """Draw panels side by side, or `stacked`, under a title unless it is empty; `kind` is a file's suffix. A panel is a
+    function that draws on axes.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context({"svg.hashsalt": "prefixcache", "svg.fonttype": "none", "font.size": 9}):
-        figure = Figure(figsize=(5.0 * len(panels), 4.2), layout="constrained")
-        for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        rows, columns = (len(panels), 1) if stacked else (1, len(panels))
+        figure = Figure(figsize=(5.0 * columns, 4.2 * rows), layout="constrained")
+        for axes, panel in zip(figure.subplots(rows, columns, squeeze=False).flat, panels, strict=True):
             panel(axes)
             axes.grid(True, which="major", alpha=0.3)
             if len(axes.get_legend_handles_labels()[0]) > 1:
                 axes.legend(fontsize=7)
-        figure.suptitle(title, parse_math=False)
+        if title:
+            figure.suptitle(title, parse_math=False)
         image = io.BytesIO()
         metadata = {"Software": MARK} if kind == ".png" else {"Creator": MARK, "Date": None}  # the same each time
         figure.savefig(image, format=kind[1:], dpi=110, metadata=metadata)

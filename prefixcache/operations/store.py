@@ -10,6 +10,7 @@ cache has coded, are copied as codes, never encoded again.
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import NamedTuple
 
 from prefixcache.blocks.budget import Reservation
@@ -103,6 +104,7 @@ class Store:
             self._known_blocks += [node for node in known if node.end > since]
             for node in self._known_blocks:
                 self._pin(node.rows, *node.windows)
+        self._claim = self._storage.ram.claim(known, partial(self._prompt.keys, self._namespace))
         parent = known[-1] if known else self._namespace.tree.root
         if parent.parent is not None:
             self._key_at = {parent.start: parent.parent.key, parent.end: parent.key}
@@ -256,8 +258,9 @@ class Store:
         first, slot_bytes = jobs, self._storage.graph.slot_bytes
         while first:
             cost = sum(job.cost(slot_bytes) for job in first)
-            reservation = self._storage.ram.reserve(cost, self._deadline - time.monotonic())
+            reservation = self._storage.ram.reserve(cost, self._deadline - time.monotonic(), claim=self._claim)
             if reservation is not None:
+                self._claim.add(cost)
                 return first, len(first) == len(jobs), reservation
             # Half a batch, and less, before giving up: the leading blocks are the ones worth most.
             first = first[: len(first) // 2]

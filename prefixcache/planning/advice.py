@@ -12,6 +12,7 @@ import numpy as np
 DAY = 86_400.0  # seconds
 YEAR = 365.25  # days
 GB = 10**9
+LEAST_YEARS = 1.0  # that an SSD must last
 FRUGAL = 0.5  # of what money brings on the average, the least that more of it must bring
 
 
@@ -127,6 +128,13 @@ def knee(costs: Sequence[float], values: Sequence[float]) -> int | None:
         return None
     last_cost, last_value = costs[indices[-1]], values[indices[-1]]
     return max(indices, key=lambda i: values[i] / last_value - (FRUGAL * costs[i] / last_cost if last_cost else 0.0))
+
+
+def advised(costs: Sequence[float], values: Sequence[float], livable: Sequence[bool]) -> int | None:
+    """The `knee` of what can be lived with; where nothing that gives anything can be, the knee of all."""
+    indices = [i for i, of in enumerate(livable) if of]
+    chosen = knee([costs[i] for i in indices], [values[i] for i in indices])
+    return knee(costs, values) if chosen is None else indices[chosen]
 
 
 def cheapest(costs: Sequence[float], values: Sequence[float], least: float) -> int | None:

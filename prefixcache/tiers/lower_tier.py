@@ -10,13 +10,14 @@ from prefixcache.blocks.budget import Reservation
 from prefixcache.blocks.eviction import eviction_victim, victims_for
 from prefixcache.blocks.graph import NODE_BYTES
 from prefixcache.blocks.masks import mask_from, window_key
-from prefixcache.blocks.node import Slot, dependencies
+from prefixcache.blocks.node import Node, Slot, dependencies
 from prefixcache.blocks.superseded import may_be_superseded
 from prefixcache.byte_sizes import size
 from prefixcache.image_format import ROWS, WINDOW, Image
 from prefixcache.memory import collector_at_rest
 from prefixcache.ssd import Address, Cancelled, Entry
 from prefixcache.ssd.loading import parent_of, place_entry
+from prefixcache.tiers.admission import Claim
 from prefixcache.tiers.ram import GRAPH_SHARE
 from prefixcache.tiers.tier import Tier
 
@@ -170,12 +171,31 @@ class LowerTier:
                 victims = [victim] if victim is not None else []
             else:
                 victims = victims_for(graph, self.number, missing, slot, spilled)
+                if not slot.hits and self._spares(victims, slot, nbytes):
+                    return False
             if not victims:
                 return False
             for victim in victims:
                 self.delete(victim)
                 self._storage.counters.ssd_evicted += 1
         return True
+
+    def _spares(self, victims: list[Slot], slot: Slot, nbytes: int) -> bool:
+        """Whether one of the victims must not be lost for an image that nobody has hit."""
+        hit = next((victim for victim in victims if victim.hits), None)
+        if hit is None:
+            return False
+        path: list[Node] = []
+        node: Node | None = slot.node
+        while node is not None and node.parent is not None:
+            path.append(node)
+            node = node.parent
+        path.reverse()
+        long_prompts = self._storage.long_prompts
+        claim = Claim(
+            long_prompts, self.number, self.tier.limit, path[:-1], lambda: [n.key for n in path if n.is_whole]
+        )
+        return claim.spares(hit, nbytes)
 
     # -- written and deleted ------------------------------------------------------------------------------------------
 

@@ -168,6 +168,9 @@ def count_hit(storage: Storage, prompt: Prompt, depth: int) -> None:
     graph, counters = storage.graph, storage.counters
     counters.fetches += 1
     counters.asked_tokens += len(prompt)
+    if len(storage.long_prompts):
+        for namespace in prompt.namespaces():
+            storage.long_prompts.asked_for(prompt.keys(namespace))
     deepest = prompt.deepest(RAM, len(prompt) - depth) if depth else None
     if deepest is None or deepest.depth <= 0:  # or it was evicted since
         return

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from prefixcache.blocks.budget import Reservation
 from prefixcache.blocks.eviction import eviction_victim, least_recent_leaf
-from prefixcache.blocks.node import RAM, Slot
+from prefixcache.blocks.node import RAM, Node, Slot
 from prefixcache.byte_sizes import size
 from prefixcache.image_format import ROWS
-from prefixcache.tiers.admission import Doorkeeper
+from prefixcache.tiers.admission import Claim, Doorkeeper
 
 if TYPE_CHECKING:
     from prefixcache.tiers.storage import Storage
@@ -40,18 +40,21 @@ class Ram:
             self._doorkeeper = Doorkeeper(nbytes)
             self._doorkeeping = storage.budget.reserve(nbytes)  # for good
 
-    def reserve(self, nbytes: int, wait: float = 0, drop: bool = True) -> Reservation | None:
+    def reserve(
+        self, nbytes: int, wait: float = 0, drop: bool = True, claim: Claim | None = None
+    ) -> Reservation | None:
         """Reserve RAM, evicting for it; for `wait` seconds nothing is evicted that the tier below does not have.
 
-        After that, if `drop`, images are evicted although the spill queue has no room for them. None when the room can't be
-        had: what is left is pinned, or being written.
+        After that, if `drop`, images are evicted although the spill queue has no room for them, but for those that the
+        prompt's `claim` spares. None when the room can't be had: what is left is spared, pinned, or being written.
         """
         storage, budget = self._storage, self._storage.budget
         with storage.lock:
             if budget.room >= nbytes:
                 return budget.reserve(nbytes)
             if nbytes <= budget.limit and (
-                self._in_time(lambda: self._make_room(nbytes, False), wait) or (drop and self._make_room(nbytes, True))
+                self._in_time(lambda: self._make_room(nbytes, False, claim), wait)
+                or (drop and self._make_room(nbytes, True, claim))
             ):
                 return budget.reserve(nbytes)
             storage.counters.denied += drop or wait > 0  # else only asked in passing, and again
@@ -123,6 +126,10 @@ class Ram:
             return True
         return slot.kind == ROWS and any(slot.node.dependents[RAM + 1 :])
 
+    def claim(self, path: Sequence[Node], keys: Callable[[], list[bytes]]) -> Claim:
+        """What a prompt may take from others; `path` are its blocks that are known, `keys` gives those of all whole ones."""
+        return Claim(self._storage.long_prompts, RAM, self._storage.budget.limit, path, keys)
+
     def _in_time(self, done: Callable[[], bool], wait: float) -> bool:
         """Try until `done`, or until `wait` seconds have passed, or no write is left that could help."""
         deadline, idle = time.monotonic() + wait, 0
@@ -134,15 +141,25 @@ class Ram:
             self._storage.changed.wait(min(left, 0.05))
         return True
 
-    def _make_room(self, nbytes: int, drop: bool) -> bool:
+    def _make_room(self, nbytes: int, drop: bool, claim: Claim | None) -> bool:
         storage, budget = self._storage, self._storage.budget
         while (missing := nbytes - budget.room) > 0:
             if not drop and budget.queued >= missing:
                 return False  # enough is being written
             victim = eviction_victim(storage.graph, RAM)
-            if not (self._evict(victim, drop) if victim is not None else self._discard_for_nodes()):
+            if victim is None:
+                evicted = self._discard_for_nodes()
+            elif claim is not None and claim.spares(victim, nbytes):
+                evicted = self._is_kept_below(victim) and self._evict(victim, False)
+            else:
+                evicted = self._evict(victim, drop)
+            if not evicted:
                 return False
         return True
+
+    def _is_kept_below(self, slot: Slot) -> bool:
+        """Whether a tier below RAM has an image, or could be given it."""
+        return slot.tiers > 1 << RAM or self._storage.spill_tier is not None
 
     def _shrink(self, drop: bool) -> bool:
         storage, budget = self._storage, self._storage.budget

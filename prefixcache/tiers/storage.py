@@ -20,6 +20,7 @@ from prefixcache.blocks.superseded import is_superseded, successions
 from prefixcache.image_format import SNAPSHOT, WINDOW
 from prefixcache.metrics.stats import Counters
 from prefixcache.settings import Settings
+from prefixcache.tiers.admission import LongPrompts
 from prefixcache.tiers.lower_tier import LowerTier
 from prefixcache.tiers.ram import Ram
 from prefixcache.tiers.spilling import Spilling
@@ -44,6 +45,7 @@ class Storage:
         self.graph = Graph(self.budget, settings.policy, tiers)
         self.namespaces: dict[bytes, Namespace] = {}  # by root key
         self.counters = Counters()
+        self.long_prompts = LongPrompts()
         self.ssd_only = settings.ram == 0  # nothing stays in RAM once it is durable
         self.ram = Ram(self)
         self.lower: list[LowerTier] = []  # the tiers below RAM, in order of speed

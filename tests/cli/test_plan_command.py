@@ -340,6 +340,60 @@ def test_the_advice_names_the_mac_that_has_room_for_it(call, tmp_path):
     assert "No Mac has room" in call("plan", "--model", "llama-3.1-8b", *more, "--ram", "900GB").stdout
 
 
+def recommended(call, *options: object) -> tuple[dict[str, Any], str]:
+    """The recommendation, and what is shown."""
+    shown = " ".join(call("plan", *options).stdout.split())
+    return json.loads(call("plan", *options, "--json").stdout)["sizes"]["recommendation"], shown
+
+
+def test_a_size_that_wears_its_ssd_out_within_a_year_is_not_advised(call, trace):
+    options = "--model", TINY, "--trace", trace, "--block", 256, "--ram", "2MB", "--ssd", "0,20MB"
+    lasting, _ = recommended(call, *options)
+    worn, shown = recommended(call, *options, "--tbw", "1GB")
+    assert lasting["says"].startswith('ram="2MB", ssd="20MB": ')
+    assert (lasting["obstacles"], lasting["beyond"]) == ([], None)
+    assert worn["says"].startswith('ram="2MB": ')
+    assert worn["obstacles"] == []
+    assert (worn["beyond"]["cell"], worn["beyond"]["obstacles"]) == (lasting["cell"], ["wear"])
+    assert shown.startswith(worn["says"])
+    assert f"Not advised: {lasting['says']}, but 1 GB of writes last" in shown
+    for remedy in ("ssd_admission", "less SSD or none", 'spill="drop"'):
+        assert remedy in shown
+
+
+def test_a_ram_that_the_longest_prompt_does_not_fit_into_is_not_advised(call, tmp_path):
+    trace = asked(tmp_path / "long.jsonl", "AABB", blocks=200)
+    options = "--model", "llama-3.1-8b", "--trace", trace, "--block", 256, "--codec", "raw", "--ssd", 0
+    advised, _ = recommended(call, *options, "--ram", "4GB,8GB", "--ram-price", 1000)
+    assert advised["says"].startswith('ram="8GB"')
+    small, shown = recommended(call, *options, "--ram", "4GB")
+    assert (small["obstacles"], small["beyond"]) == (["prompt"], None)
+    assert shown.startswith("None of these sizes can be lived with.")
+    assert "the longest prompt takes 6.71 GB, more than this RAM" in shown
+    assert "give more RAM, or a codec that takes less" in shown
+
+
+def test_a_ram_that_no_mac_has_is_not_advised(call, tmp_path):
+    trace = asked(tmp_path / "long.jsonl", "ABAB", blocks=200)
+    options = "--model", "llama-3.1-8b", "--trace", trace, "--block", 256, "--codec", "raw", "--ssd", 0
+    alone, shown = recommended(call, *options, "--ram", "900GB")
+    assert (alone["machine"]["memory"], alone["obstacles"]) == (None, ["memory"])
+    assert shown.startswith("None of these sizes can be lived with.")
+    assert "no Mac has room for it" in shown
+    advised, shown = recommended(call, *options, "--ram", "8GB,900GB", "--ram-price", 0)
+    assert advised["says"].startswith('ram="8GB": ')
+    assert advised["beyond"]["obstacles"] == ["memory"]
+    assert shown.startswith(advised["says"])
+
+
+def test_what_is_advised_stands_in_the_tables_though_something_else_beats_it(call, trace):
+    options = "--model", TINY, "--trace", trace, "--block", 256, "--ram", "1MB,16MB", "--ssd", "0,20MB", "--tbw", "1GB"
+    facts = json.loads(call("plan", *options, "--json").stdout)
+    cell = facts["sizes"]["cells"][facts["sizes"]["recommendation"]["cell"]]
+    assert cell in plan_text.front(facts)
+    assert not cell["ssd"]
+
+
 def test_prompts_that_are_longer_than_the_models_context_are_told(call, tmp_path):
     trace = asked(tmp_path / "long.jsonl", "AAB", blocks=200)  # 51,200 tokens; qwen3-8b is made for 40,960
     lines = trace.read_text().splitlines()

@@ -109,6 +109,13 @@ def test_a_last_size_that_hardly_brings_more_is_not_bought():
     assert advice.knee([16, 64], [97, 100]) == 0
 
 
+def test_what_can_not_be_lived_with_is_advised_only_where_nothing_else_hits():
+    assert advice.advised([1, 2, 4], [1, 2, 4], [True, True, False]) == 1
+    assert advice.advised([1, 2, 4], [0, 2, 4], [True, False, False]) == 2
+    assert advice.advised([1, 2, 4], [1, 2, 4], [False] * 3) == 2
+    assert advice.advised([1, 2], [0, 0], [True, False]) is None
+
+
 def test_where_nothing_comes_back_nothing_is_advised():
     assert advice.front([1, 2], [0, 0]) == []
     assert advice.knee([1, 2], [0, 0]) is None

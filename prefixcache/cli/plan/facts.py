@@ -178,17 +178,12 @@ def outcome_facts(
     prices = Prices(assumed.ram_price, assumed.ssd_price)
     costs = [advice.cost(_ram_taken(o.ram), o.ssd, prices) for o in outcomes]
     hits, possible = [o.hit_tokens for o in outcomes], endless.hit_tokens
-    front, chosen = advice.front(costs, hits), advice.knee(costs, hits)
+    front = advice.front(costs, hits)
     cells = [
         {"cost": cost, "on_front": i in front, "bound": bound.hit_rate, **_cell(o, possible, per_token, assumed, rates)}
         for i, (o, bound, cost) in enumerate(zip(outcomes, bounds, costs, strict=True))
     ]
-    recommendation = None
-    if chosen is not None:
-        cell = cells[chosen]
-        says = f"{settings_of(cell)}: {100 * cell['of_possible']:.0f} % of what is possible"
-        machine = _machine_facts(state, sizes, _ram_taken(cell["ram"]), longest)
-        recommendation = {"cell": chosen, "says": says, "machine": machine}
+    recommendation = _recommendation(cells, costs, hits, state, sizes, longest)
     targets = [{"of_possible": share, "cell": advice.cheapest(costs, hits, share * possible)} for share in TARGETS]
     nothing = np.zeros_like(endless.asked)
     return {
@@ -202,6 +197,49 @@ def outcome_facts(
         "reading_pays": [advice.reading_pays(per_token, of) for of in rates], "cells": cells, "front": front,
         "cheapest": targets if possible else [], "recommendation": recommendation,
     }  # fmt: skip
+
+
+def _recommendation(
+    cells: Sequence[Facts], costs: Sequence[float], hits: Sequence[int], state: ModelState, sizes: Sizes, longest: int
+) -> Facts | None:
+    """What is advised. `obstacles` say why it can't be lived with, where no size can. `beyond` is the size that would be
+    advised if there were no obstacles, where that is another.
+    """
+    obstacles = [_obstacles(cell, state, sizes, longest) for cell in cells]
+    chosen = advice.advised(costs, hits, [not of for of in obstacles])
+    beyond = advice.knee(costs, hits)
+    if chosen is None or beyond is None:
+        return None
+    told = {} if beyond == chosen or hits[beyond] <= hits[chosen] else _advised(cells, beyond, obstacles)
+    return {
+        **_advised(cells, chosen, obstacles), "beyond": told or None,
+        "machine": _machine_facts(state, sizes, _ram_taken(cells[chosen]["ram"]), longest),
+        "longest_bytes": _longest_bytes(state, sizes, longest),
+    }  # fmt: skip
+
+
+def _advised(cells: Sequence[Facts], index: int, obstacles: Sequence[list[str]]) -> Facts:
+    cell = cells[index]
+    says = f"{settings_of(cell)}: {100 * cell['of_possible']:.0f} % of what is possible"
+    return {"cell": index, "says": says, "obstacles": obstacles[index]}
+
+
+def _obstacles(cell: Facts, state: ModelState, sizes: Sizes, longest: int) -> list[str]:
+    """Why a size can't be lived with: "wear" (the SSD lasts less than a year), "prompt" (the longest doesn't fit into RAM),
+    "memory" (no Mac has room for it).
+    """
+    ram, lasts = _ram_taken(cell["ram"]), cell["tbw_years"]
+    found = {
+        "wear": lasts is not None and lasts < advice.LEAST_YEARS,
+        "prompt": _longest_bytes(state, sizes, longest) > ram,
+        "memory": _machine_facts(state, sizes, ram, longest)["memory"] is None,
+    }
+    return [name for name, of in found.items() if of]
+
+
+def _longest_bytes(state: ModelState, sizes: Sizes, longest: int) -> int:
+    """Of RAM, that the longest prompt takes, up to the model's context."""
+    return sizes.prompt_bytes(min(longest, state.context or longest))
 
 
 def _cell(o: Outcome, possible: int, per_token: float, assumed: Assumed, rates: list[Rates]) -> Facts:

@@ -33,10 +33,15 @@ body { margin: 0 auto; max-width: 76rem; padding: 1.5rem; background: var(--page
 h1 { font-size: 1.2rem; } h2 { font-size: 1.05rem; margin: 2rem 0 .5rem; }
 .advice { background: var(--card); border-left: 4px solid #0072B2; padding: .8rem 1.1rem; border-radius: 4px; }
 .advice p { margin: .3rem 0; } .advice p:first-child { font-size: 1.35rem; font-weight: 600; }
-.wide { overflow-x: auto; } .quiet, footer, li { color: var(--quiet); } svg { max-width: 100%; height: auto; }
+.wide { overflow-x: auto; } .quiet, footer, li { color: var(--quiet); } p, h1, li { overflow-wrap: anywhere; }
+svg { width: 100%; max-width: 36rem; height: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .4rem 0 1rem; }
 th, td { padding: .25rem .7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
 th { vertical-align: bottom; font-weight: 600; } th:first-child, td:first-child { text-align: left; padding-left: 0; }
+@media (max-width: 40rem) {
+  body { padding: 1rem; } ul { padding-left: 1.1rem; } th, td { padding: .25rem .4rem; }
+  .advice { padding: .6rem .8rem; } .advice p:first-child { font-size: 1.15rem; }
+}
 """.strip()
 
 Facts = dict[str, Any]
@@ -65,9 +70,10 @@ def page(facts: Facts) -> str:
 
 
 def _inline_picture(facts: Facts) -> str:
+    """Its panels stand one below the other, so that a phone is wide enough for them."""
     if not can_draw():
         return f'<p class="quiet">There are pictures, too, where matplotlib is: {INSTALL}</p>'
-    svg = picture(facts, ".svg").decode()
+    svg = draw("", _panels(facts), ".svg", stacked=True).decode()
     return svg[svg.index("<svg") :]  # without the head of a file of its own
 
 
@@ -76,9 +82,13 @@ def _inline_picture(facts: Facts) -> str:
 
 def picture(facts: Facts, kind: str) -> bytes:
     """The bytes of a file with this suffix."""
-    panels: list[Callable[..., None]] = [_hits, _money, _waiting] if facts["trace"] else [_prompts]
     title = facts["model"]["name"] + (f" and {Path(facts['trace']['file']).name}" if facts["trace"] else "")
-    return draw(title, [partial(panel, facts=facts) for panel in panels], kind)
+    return draw(title, _panels(facts), kind)
+
+
+def _panels(facts: Facts) -> list[Callable[[Any], None]]:
+    panels: list[Callable[..., None]] = [_hits, _money, _waiting] if facts["trace"] else [_prompts]
+    return [partial(panel, facts=facts) for panel in panels]
 
 
 def _plot(axes: Any, curves: dict[str, list[tuple[float, float]]]) -> None:

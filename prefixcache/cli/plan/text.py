@@ -16,6 +16,13 @@ from prefixcache.cli.text import foreign, many, size
 CHOSEN = "*"  # beside the size that is recommended
 TURBOQUANT = "turboquant:4"  # what transform is compared with
 DEFAULTS = {"policy": "lru", "ssd_admission": "always"}  # left out where a size is named
+YEAR = 365.25 * 86_400  # seconds
+REMEDIES = {  # of what a size can't be lived with for
+    "wear": 'Less is written with ssd_admission="second" (compare it: --ssd-admission always,second), with less SSD or none, '
+    'with more RAM, and never more than with spill="drop", which these numbers assume.',
+    "prompt": "A prompt that doesn't fit into RAM is kept in part: give more RAM, or a codec that takes less.",
+    "memory": "Give sizes that a Mac has room for (--ram), or a codec that takes less.",
+}
 
 Facts = dict[str, Any]
 
@@ -119,8 +126,10 @@ def chosen(facts: Facts) -> Facts | None:
 
 
 def front(facts: Facts) -> list[Facts]:
-    """The cells that no cheaper one equals, cheapest first."""
-    return [facts["sizes"]["cells"][i] for i in facts["sizes"]["front"]]
+    """The cells that no cheaper one equals, and the one that is recommended, cheapest first."""
+    cells, best = facts["sizes"]["cells"], facts["sizes"]["recommendation"]
+    indices = {*facts["sizes"]["front"], *([best["cell"]] if best else [])}
+    return [cells[i] for i in sorted(indices, key=lambda i: (cells[i]["cost"], i))]
 
 
 def _marked(facts: Facts, cell: Facts) -> str:
@@ -267,12 +276,16 @@ def _recommendation(facts: Facts) -> list[str]:
             "None of these sizes keeps a prompt until it comes back; an endless cache hits "
             f"{percent(possible['hit_rate'])} of the tokens. Try more RAM."
         ]
-    ttft, machine = cell["ttft"][0], sizes["recommendation"]["machine"]
+    best = sizes["recommendation"]
+    ttft, machine = cell["ttft"][0], best["machine"]
     needs = "No Mac has room for all of it"
     if machine["memory"] is not None:
         needs = f"It needs a Mac with {_memory(machine['memory'])}, whose GPU may have {size(machine['gpu'])}"
+    says = best["says"]
+    if best["obstacles"]:
+        says = f"None of these sizes can be lived with. {says}, but {_against(facts, best)}."
     lines = [
-        sizes["recommendation"]["says"],
+        says,
         f"{needs}: {size(machine['weights'])} of weights at 4 bits, {size(machine['live'])} for one live prompt of "
         f"{count(machine['live_tokens'])} tokens, {size(machine['ram'])} for this cache.",
         f"{percent(cell['hit_rate'])} of the prompts' tokens are hits ({percent(possible['hit_rate'])} with an endless "
@@ -284,7 +297,24 @@ def _recommendation(facts: Facts) -> list[str]:
     if written := cell["written_bytes_per_day"]:
         lasts = years(cell["tbw_years"], written)
         lines.append(f"{size(round(written))} written a day: {short(assumed['tbw'])} last {lasts} years.")
-    return lines
+    if beyond := best["beyond"]:
+        lines.append(f"Not advised: {beyond['says']}, but {_against(facts, beyond)}.")
+    reasons = {*best["obstacles"], *(beyond["obstacles"] if beyond else [])}
+    return lines + [remedy for reason, remedy in REMEDIES.items() if reason in reasons]
+
+
+def _against(facts: Facts, advised: Facts) -> str:
+    """Why a size can't be lived with."""
+    sizes, tbw = facts["sizes"], facts["assumed"]["tbw"]
+    cell = sizes["cells"][advised["cell"]]
+    reasons = {
+        "wear": lambda: f"{short(tbw)} of writes last {duration(YEAR * cell['tbw_years'])}",
+        "prompt": lambda: (
+            f"the longest prompt takes {size(sizes['recommendation']['longest_bytes'])}, more than this RAM"
+        ),
+        "memory": lambda: "no Mac has room for it",
+    }
+    return ", and ".join(reasons[name]() for name in advised["obstacles"])
 
 
 def _hit_grids(facts: Facts) -> list[Grid]:
@@ -320,7 +350,7 @@ def _waiting_grid(facts: Facts) -> Grid:
     sizes, tbw = facts["sizes"], short(facts["assumed"]["tbw"])
     rows = [["no cache", NONE, *_percentiles(sizes["without"]["ttft"]), NONE, NONE]]
     for cell in sizes["cells"]:
-        if not cell["on_front"]:
+        if not cell["on_front"] and cell is not chosen(facts):
             continue
         written = cell["written_bytes_per_day"]
         name = _marked(facts, cell)
@@ -342,8 +372,9 @@ def _trace_notes(facts: Facts) -> list[str]:
     assumed, sizes, trace = facts["assumed"], facts["sizes"], facts["trace"]
     ssds = ", ".join(f"{short(rate)}/s" for rate in assumed["ssd_rates"])
     notes = [
-        f"{CHOSEN} What is advised: of the sizes that no cheaper one equals, the one up to which more money brings at least "
-        f"half of the hits that it brings on the average. Cost: {assumed['ram_price']:g} a GB of RAM, "
+        f"{CHOSEN} What is advised: of the sizes that can be lived with (the SSD lasts a year, the longest prompt fits into "
+        "RAM, a Mac has room) and that no cheaper one equals, the one up to which more money brings at least half of the "
+        f"hits that it brings on the average. Cost: {assumed['ram_price']:g} a GB of RAM, "
         f"{assumed['ssd_price']:g} a GB of SSD; only their ratio matters.",
         f"Time to first token: what is not hit at {assumed['prefill_rate']:,.0f} tokens/s, plus reading at {ssds}, plus "
         f"decoding at {short(assumed['decode_rate'])}/s. Nobody queues, and the SSD's writer keeps up.",
