@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from prefixcache.cli.back_end import refuse_without
 from prefixcache.cli.directory.clear import clear
@@ -33,8 +33,35 @@ LATER = {  # by name, the module that has the function of that name
 }
 
 
+class Command(TyperCommand):
+    """A command whose help has each option's name whole, on a line of its own where it is long. typer's tables cut names at
+    80 columns.
+    """
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the options below the heading that each one names, "Options" where it names none."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            if (record := parameter.get_help_record(ctx)) is not None:
+                is_argument = parameter.param_type_name == "argument"
+                heading = getattr(parameter, "rich_help_panel", None) or ("Arguments" if is_argument else "Options")
+                sections.setdefault(heading, []).append(record)
+        for heading, records in sections.items():
+            with formatter.section(heading):
+                formatter.write_dl(records)
+
+
 class Commands(TyperGroup):
     """The commands that are imported here, and those in `LATER`."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands, each with the first sentence of its help."""
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        first = [
+            (name, " ".join((command.help or "").split()).partition(". ")[0]) for name, command in commands if command
+        ]
+        with formatter.section("Commands"):
+            formatter.write_dl(first)
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [*super().list_commands(ctx), *LATER]
@@ -77,21 +104,19 @@ class Commands(TyperGroup):
 
 
 def _load(name: str) -> Any:
-    group = typer.Typer(add_completion=False, rich_markup_mode="rich")
+    group = typer.Typer(add_completion=False, rich_markup_mode=None)
     module = import_module(LATER[name])
-    group.command(name, **getattr(module, "COMMAND", {}))(getattr(module, name))
+    group.command(name, cls=Command, **getattr(module, "COMMAND", {}))(getattr(module, name))
     return typer.main.get_command(group)
 
 
 app = typer.Typer(
-    cls=Commands, name="prefixcache", rich_markup_mode="rich", invoke_without_command=True,
+    cls=Commands, name="prefixcache", rich_markup_mode=None, invoke_without_command=True,
     pretty_exceptions_show_locals=False,  # locals would show tokens
     context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
-app.command()(inspect)
-app.command()(reconcile)
-app.command()(prune)
-app.command()(clear)
+for command in (inspect, reconcile, prune, clear):
+    app.command(cls=Command)(command)
 
 
 def _version(is_asked: bool) -> None:

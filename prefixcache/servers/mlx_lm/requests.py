@@ -151,6 +151,9 @@ class Generator(upstream.ResponseGenerator):
         finally:
             self.prompts.request = None
 
+    def _log_cache_stats(self) -> None:
+        """Log nothing: mlx-lm would write a line and one for each type of prompt, and a request's own line follows."""
+
     def _loaded(self, model_key: Any) -> None:
         """Weights are identified when they are loaded, and with ram="auto" the budget becomes what they leave."""
         cache = self.prompts.cache
