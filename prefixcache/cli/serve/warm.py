@@ -22,6 +22,7 @@ from prefixcache.cli.progress import bar
 from prefixcache.cli.serve.cache_options import Flags, settings_from, with_settings
 from prefixcache.cli.text import complain, many
 from prefixcache.layers import CacheError
+from prefixcache.ranks.launcher import when_launcher_ends
 from prefixcache.settings import Settings
 from prefixcache.ssd import DirectoryHeld, SsdError
 
@@ -331,8 +332,8 @@ def _open(settings: Settings, group: Any) -> PrefixCache:
 
 @contextmanager
 def _ending(ranks: Ranks | None) -> Iterator[Callable[[], None]]:
-    """Gives a check that raises Stopped once SIGINT or SIGTERM came, on all ranks if one has it. A second signal ends the
-    process at once.
+    """Gives a check that raises Stopped once SIGINT or SIGTERM came, or mlx.launch ended, on all ranks if one has it. A
+    second signal ends the process at once.
     """
     received: list[int] = []
 
@@ -348,6 +349,12 @@ def _ending(ranks: Ranks | None) -> Iterator[Callable[[], None]]:
         if signum:
             raise Stopped(signum)
 
+    def end_with_launcher(pid: int) -> None:
+        if not received:
+            received.append(signal.SIGTERM)
+
+    if ranks is not None:
+        when_launcher_ends(end_with_launcher)
     before = {signum: signal.signal(signum, on) for signum in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield check

@@ -72,6 +72,12 @@ class Ending:
             for number in self._before:
                 signal.signal(number, self._on)
 
+    def ask(self, signum: int) -> None:
+        """Ask for a clean end as this signal would, unless that was asked for already."""
+        if not self.signum:
+            self.signum = signum
+            self.asked.set()
+
     def _on(self, signum: int, frame: Any) -> None:
         if self.signum:
             os._exit(128 + signum)
