@@ -1,7 +1,8 @@
 """The command line's frame: which commands there are, and when their modules are imported.
 
-Those on a directory (`inspect`, `reconcile`, `prune`, `clear`) are light and always here. The commands in `LATER` need more,
-such as a model's libraries: their modules are imported when the command is called or the help is asked for.
+Those on a directory or a running server (`inspect`, `reconcile`, `prune`, `clear`, `remove`, `pin`) are light and always
+here. The commands in `LATER` need more, such as a model's libraries: their modules are imported when the command is called or
+the help is asked for.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from prefixcache.cli.directory.clear import clear
 from prefixcache.cli.directory.inspect import inspect
 from prefixcache.cli.directory.prune import prune
 from prefixcache.cli.directory.reconcile import reconcile
+from prefixcache.cli.live.pin import pin
+from prefixcache.cli.live.remove import remove
 from prefixcache.cli.text import complain, mute
 
 LATER = {  # by name, the module that has the function of that name
@@ -39,14 +42,16 @@ class Command(TyperCommand):
     """
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the options below the heading that each one names, "Options" where it names none."""
-        sections: dict[str, list[tuple[str, str]]] = {}
+        """Write the arguments, then the options, each below the heading that it names."""
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
         for parameter in self.get_params(ctx):
             if (record := parameter.get_help_record(ctx)) is not None:
                 is_argument = parameter.param_type_name == "argument"
                 heading = getattr(parameter, "rich_help_panel", None) or ("Arguments" if is_argument else "Options")
                 sections.setdefault(heading, []).append(record)
         for heading, records in sections.items():
+            if not records:
+                continue
             with formatter.section(heading):
                 formatter.write_dl(records)
 
@@ -115,7 +120,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,  # locals would show tokens
     context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
-for command in (inspect, reconcile, prune, clear):
+for command in (inspect, reconcile, prune, clear, remove, pin):
     app.command(cls=Command)(command)
 
 

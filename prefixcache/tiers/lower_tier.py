@@ -67,6 +67,7 @@ class LowerTier:
                     self.unindexed[entry.address] = entry._replace(tokens=b"", extra="")
             graph.recency.sort_below_ram(graph.slots.values())
             graph.recency.clock = max(graph.recency.clock, tier.max_tick())
+            graph.recency.times.load((entry.used, entry.used_at) for entry in entries)
             for slot in [slot for slot in graph.slots.values() if may_be_superseded(slot.node)]:
                 storage.drop_superseded(slot)  # what a crash left beside its successor
         storage.budget.peak = storage.budget.held().total

@@ -17,7 +17,7 @@ import prefixcache.cli
 from prefixcache import PrefixCache
 
 frame = importlib.import_module("prefixcache.cli.app")
-OPERATORS = ("inspect", "reconcile", "prune", "clear")
+OPERATORS = ("inspect", "reconcile", "prune", "clear", "remove", "pin")
 
 
 def test_no_arguments_give_the_help(call):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from prefixcache.cli.back_end import refuse_without
+from prefixcache.cli.live.admin_key import ADMIN_KEY, admin_key_of
 from prefixcache.cli.progress import bar
 from prefixcache.cli.serve.cache_options import BITS, flag_of, settings_from, with_settings
 from prefixcache.cli.text import complain
@@ -75,6 +76,18 @@ def serve(
             help="Of a model that spans processes: end all when a step takes longer than this.",
         ),
     ] = 300.0,
+    admin_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Who sends the key in this file may clear, prune, remove, pin and warm over HTTP; without a key, or "
+            f"{ADMIN_KEY}, programs on this machine may.",
+        ),
+    ] = None,
+    admin_key: Annotated[
+        str | None,
+        typer.Option(metavar="KEY", help="The same key, for all to see who see this machine's processes."),
+    ] = None,
     **flags: Any,
 ) -> None:
     """Run mlx_lm.server with a prefix cache that is bounded in bytes and survives restarts.
@@ -94,6 +107,7 @@ def serve(
         if salt_from not in (None, "authorization"):
             raise ValueError(f"--salt-from {salt_from}: salts are made of one header only; write authorization")
         settings = settings_from(flags)
+        key = admin_key_of(admin_key, admin_key_file)
         from prefixcache.servers.mlx_lm.errors import ServeError, ServeFailed
         from prefixcache.servers.mlx_lm.server import serve as serve_until_ended
         from prefixcache.servers.salts import Salts
@@ -114,6 +128,7 @@ def serve(
             log_json=log_json,
             salts=salts,
             hang_timeout=hang_timeout,
+            admin_key=key,
         )
     except ServeFailed as error:
         complain(" ".join(str(error).split()))

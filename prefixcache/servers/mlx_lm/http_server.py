@@ -15,6 +15,7 @@ from huggingface_hub import CacheNotFound, scan_cache_dir
 
 from prefixcache.metrics import prometheus
 from prefixcache.servers import request_log
+from prefixcache.servers.mlx_lm.admin_http import PATH, AdminPath
 from prefixcache.servers.mlx_lm.answers import Ended
 from prefixcache.servers.mlx_lm.errors import ServeError
 from prefixcache.servers.request_log import RequestLog
@@ -31,7 +32,8 @@ LISTED = {"config.json", "model.safetensors.index.json", "tokenizer_config.json"
 class Handler(upstream.APIHandler):
     """mlx-lm's paths, /metrics, and a salt for each tenant's prompts: `cache_salt` in the body, as in vLLM, or the API key.
 
-    `collectors`: of the metrics. `log_json`: requests are logged, not printed as `BaseHTTPRequestHandler` does it.
+    `collectors`: of the metrics. `log_json`: requests are logged, not printed as `BaseHTTPRequestHandler` does it. `admin`:
+    what answers below `PATH`.
     """
 
     def __init__(
@@ -40,12 +42,20 @@ class Handler(upstream.APIHandler):
         collectors: tuple[Any, ...] = (),
         log_json: bool = False,
         salts: Salts = BY_CACHE_SALT,
+        admin: AdminPath | None = None,
         **options: Any,
     ):
-        self._collectors, self._log_json, self._salts = collectors, log_json, salts
+        self._collectors, self._log_json, self._salts, self._admin = collectors, log_json, salts, admin
         super().__init__(*args, **options)  # this answers the request
 
+    def do_DELETE(self) -> None:
+        if self._admin is not None and self.path.startswith(PATH):
+            return self._admin.answer(self)
+        self._refuse(404, f"nothing to delete there; what can be is below {PATH}")
+
     def do_GET(self) -> None:
+        if self._admin is not None and self.path.startswith(PATH):
+            return self._admin.answer(self)
         if self.path.partition("?")[0] != "/metrics":
             return super().do_GET()
         body = prometheus.render(*self._collectors)
@@ -69,6 +79,8 @@ class Handler(upstream.APIHandler):
         self.wfile.write(json.dumps({"object": "list", "data": data}).encode())
 
     def do_POST(self) -> None:
+        if self._admin is not None and self.path.startswith(PATH):
+            return self._admin.answer(self)
         length = self.headers.get("Content-Length", "0")
         if length.removeprefix("-").isdigit() and not 0 <= int(length) <= BODY_LIMIT:
             return self._refuse(413, f"Content-Length {length[:20]}: at most {BODY_LIMIT} bytes are read")

@@ -19,6 +19,8 @@ import prefixcache
 from prefixcache.metrics.logs import JsonFormatter, quotes_nothing
 from prefixcache.metrics.prometheus import CacheCollector
 from prefixcache.metrics.stats import Stats
+from prefixcache.servers.mlx_lm.admin import Admin
+from prefixcache.servers.mlx_lm.admin_http import AdminPath
 from prefixcache.servers.mlx_lm.errors import RankFailed, ServeError, ServeFailed
 from prefixcache.servers.mlx_lm.http_server import Handler, Server
 from prefixcache.servers.mlx_lm.requests import Generator
@@ -39,6 +41,7 @@ class Options(NamedTuple):
     log_json: bool
     salts: Salts
     bounded: bool  # by --prompt-cache-size, which is not used
+    admin_key: bytes = b""
 
 
 class Ending:
@@ -114,6 +117,7 @@ def run(server: Server, generator: Generator, ending: Ending, opened: Stats, how
     tell(generator, opened)
     server.RequestHandlerClass = partial(
         Handler, generator, collectors=(CacheCollector(generator.prompts.cache),), log_json=how.log_json, salts=how.salts,
+        admin=AdminPath(Admin(generator, how.salts), how.admin_key),
         system_fingerprint=upstream.get_system_fingerprint(),
     )  # fmt: skip
     thread = threading.Thread(target=server.serve_forever, args=(POLL,), name="prefixcache-http", daemon=True)
