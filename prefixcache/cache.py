@@ -49,8 +49,9 @@ from prefixcache.operations.fetch import read_ahead as decode_ahead
 from prefixcache.operations.image_maker import LiveMaker
 from prefixcache.operations.namespaces import Namespaces
 from prefixcache.operations.numbers import check_leave, number, seconds
-from prefixcache.operations.pins import Pins
-from prefixcache.operations.remove import remove
+from prefixcache.operations.pins import Pinned, Pins
+from prefixcache.operations.pruning import Deleted, clear_namespaces, prune_namespaces, prune_tier, roots_meant
+from prefixcache.operations.remove import remove, remove_following
 from prefixcache.operations.stats import collect_stats
 from prefixcache.operations.store import Store
 from prefixcache.ranks.agreement import Ranks
@@ -59,6 +60,7 @@ from prefixcache.settings import Settings
 from prefixcache.ssd import Ssd
 from prefixcache.ssd.awaited import AwaitedDisk, why_absent
 from prefixcache.ssd.directory import rank_folder, refusal
+from prefixcache.ssd.selection import Selection
 from prefixcache.tiers.idle import Idle
 from prefixcache.tiers.memory_pressure import Pressure
 from prefixcache.tiers.promotion import Promoter, last_of
@@ -641,13 +643,32 @@ class PrefixCache:
         self._check_open()
         return self._pins.remove(self._prompt(tokens, model, salt))
 
-    def remove(self, tokens: Tokens | Prompt, *, model: str | None = None, salt: bytes = b"") -> int:
+    def pinned(self) -> list[Pinned]:
+        """The prompts that are pinned: for each a name for `end_pins`, and numbers."""
+        self._check_open()
+        return self._pins.listed()
+
+    def end_pins(self, name: str) -> int:
+        """Undo every `pin` of the prompt that `pinned` gives this name. Returns how many there were."""
+        self._check_open()
+        return self._pins.end(name)
+
+    def remove(
+        self, tokens: Tokens | Prompt, *, model: str | None = None, salt: bytes = b"", following: bool = False
+    ) -> int:
         """Delete this prompt, in every tier: its blocks that no other stored prompt shares. Returns their bytes.
 
-        Blocks that a longer prompt goes on from stay, and so do those before them.
+        Blocks that a longer prompt goes on from stay, and so do those before them. With `following` all that begins with this
+        prompt is deleted, too, and its pins end.
         """
         self._check_open()
-        return remove(self._storage, self._prompt(tokens, model, salt))
+        prompt = self._prompt(tokens, model, salt)
+        if not following:
+            return remove(self._storage, prompt)
+        if not len(prompt):
+            raise ValueError("tokens are empty, and everything begins with none: call clear() for that")
+        self._pins.end_beginning_with(prompt)
+        return remove_following(self._storage, prompt)
 
     def drop_hit(self, prompt: Prompt, depth: int) -> int:
         """A fetch gave the state of a prompt's first `depth` tokens, and the model raised an exception when it went on from
@@ -657,13 +678,56 @@ class PrefixCache:
         self._check_open()
         return discard_hit(self._storage, prompt, depth)
 
-    def clear(self) -> None:
-        """Delete everything, in RAM and on SSD, pins included."""
+    def clear(self, *, model: str | None = None, salt: bytes | None = None) -> Deleted:
+        """Delete everything, in RAM and on SSD, pins included; with `model` or `salt` what is of both. `model` is its name in
+        whole, or the part before the @; a salt of b"" stands for what was stored without one. What the remote tier has stays.
+
+        Raises `ssd.NoSuchNamespace` where nothing is of that model.
+        """
         self._check_open()
-        with self._storage.lock:
-            self._pins.clear()
-            self._storage.clear()
+        if model is None and salt is None:
+            with self._storage.lock:
+                slots = self._storage.graph.slots.values()
+                deleted = Deleted(len(slots), sum(slot.nbytes for slot in slots))
+                self._pins.clear()
+                self._storage.clear()
+        else:
+            roots = roots_meant(self._storage, Selection(model), None if salt is None else as_salt(salt))
+            self._pins.clear(roots)
+            deleted = clear_namespaces(self._storage, roots)
         give_back()
+        return deleted
+
+    def prune(
+        self,
+        *,
+        model: str | None = None,
+        salt: bytes | None = None,
+        namespace: str | None = None,
+        used_before: float | None = None,
+        ssd_to: int | None = None,
+    ) -> Deleted:
+        """Delete the images that are of all that is given, in RAM and on SSD: of a model and a salt as for `clear`, of a
+        namespace (the beginning of its root key, in hex), last used before a Unix time, to the minute. What is pinned stays,
+        and what something depends on that stays. With `ssd_to` only the SSD's images are deleted, the least recent first,
+        until it takes at most so many bytes.
+
+        Raises ValueError where nothing is given, or no SSD is there for `ssd_to`; `ssd.NoSuchNamespace` as `clear`.
+        """
+        self._check_open()
+        if (model, salt, namespace, used_before, ssd_to) == (None,) * 5:
+            raise ValueError(
+                "nothing is selected: give model, salt, namespace, used_before or ssd_to; clear() deletes all"
+            )
+        if ssd_to is not None and self._ssd is None:
+            raise ValueError(f"ssd_to={ssd_to!r}: this cache was opened without an SSD; leave it out")
+        storage, selection = self._storage, Selection(model, namespace)
+        roots = roots_meant(storage, selection, None if salt is None else as_salt(salt))
+        if ssd_to is not None:
+            return prune_tier(storage, storage.lower[0], roots, used_before, number(ssd_to, "prune: ssd_to", "bytes"))
+        deleted = prune_namespaces(storage, roots, used_before)
+        give_back()
+        return deleted
 
     def trim_to(self, nbytes: int, *, wait: float | None = None) -> int:
         """Let the coldest leave RAM (to the SSD, where there is one) until it holds at most `nbytes`. Returns bytes held:

@@ -141,7 +141,7 @@ class Settings(BaseSettings):
     @classmethod
     def _no_other_variables(cls) -> None:
         """A variable that is misspelt would be a setting that silently does nothing."""
-        known = {f"PREFIXCACHE_{name.upper()}" for name in (*cls.model_fields, "config")}
+        known = {f"PREFIXCACHE_{name.upper()}" for name in (*cls.model_fields, "config", "admin_key")}
         for name in os.environ:
             if name.upper().startswith("PREFIXCACHE_") and name.upper() not in known:
                 raise ValueError(f"{name}: no such setting; write {_meant(name.upper(), known)}, or unset it")

@@ -43,7 +43,7 @@ def test_every_setting_is_in_its_table_and_has_the_flag_and_the_variable_that_th
 
 def test_methods_have_their_signatures_and_nothing_depends_on_the_run() -> None:
     text = api_page.page()
-    assert "remove(tokens: Tokens | Prompt, *, model: str | None = None, salt: bytes = b'') -> int" in text
+    assert "pin(tokens: Tokens | Prompt, *, model: str | None = None, salt: bytes = b'') -> int" in text
     assert "layers: Mapping[int, int | tuple[int, int] | None] = ...," in text
     assert " object at 0x" not in text
     assert "<factory>" not in text

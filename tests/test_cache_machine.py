@@ -178,6 +178,36 @@ class CacheMachine(RuleBasedStateMachine):
             self.promised.clear()
 
     @rule(tokens=prompts)
+    def remove_following(self, tokens):
+        """Nothing that begins with the tokens is there afterwards; what does not is as deep as before."""
+        rest = [s for s in self.stored if s[: len(tokens)] != tokens]
+        unindexed = any(tier.unindexed for tier in self.cache._storage.lower)
+        self.cache.remove(tokens, model="m", following=True)
+        self.pinned = [p for p in self.pinned if p[: len(tokens)] != tokens]
+        self.sure.clear()
+        self.promised.clear()
+        if not unindexed:
+            self.stored = rest
+            assert self.cache.match(tokens, model="m").ssd <= self.expected(tokens)
+
+    @rule(tokens=prompts, part=st.integers(0, 4))
+    def prune(self, tokens, part):
+        """All that is not pinned goes, or a part of what the SSD has; other tenants and models keep theirs."""
+        self.cache.store(tokens, self.make(tokens), model="m", salt=b"other")
+        kept = self.cache.match(tokens, model="m", salt=b"other").ssd
+        if part and "ssd_dir" in self.options:
+            self.cache.prune(salt=b"", ssd_to=self.cache.stats().ssd.used * part // 4)
+        else:
+            self.cache.prune(salt=b"")
+            if not self.pinned and not self.cache._storage.graph.pinned:
+                assert self.cache.match(tokens, model="m").ssd == 0
+        assert self.cache.match(tokens, model="m", salt=b"other").ssd >= kept or not self.roomy
+        self.cache.clear(salt=b"other")
+        assert self.cache.match(tokens, model="m", salt=b"other").ssd == 0
+        self.sure.clear()
+        self.promised.clear()
+
+    @rule(tokens=prompts)
     def pin(self, tokens):
         depth = self.cache.pin(tokens, model="m")
         if depth:

@@ -126,6 +126,10 @@ class Graph:
                 nearest, shared, in_ram = child, common, child_in_ram
         return nearest, shared
 
+    def is_attached(self, slot: Slot) -> bool:
+        """Whether a slot still has its place."""
+        return self.slots.get((slot.kind, slot.key)) is slot
+
     def child(self, parent: Node, tokens: bytes) -> Node | None:
         """The child of exactly these tokens."""
         i = bisect_left(parent.child_tokens, tokens)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from prefixcache.blocks.budget import Budget
 from prefixcache.blocks.node import RAM, Slot, rank
 from prefixcache.blocks.policies import POLICIES, Order
+from prefixcache.blocks.use_times import UseTimes
 
 
 class Recency:
@@ -19,6 +20,7 @@ class Recency:
         self.orders: tuple[Order, ...] = tuple(rule.make(fixed) for _ in range(tiers))
         self.slot_bytes = rule.slot_bytes
         self.clock = 0
+        self.times = UseTimes()
         # Below RAM and used since the index last heard of it: the hits among these uses.
         self.unflushed: dict[Slot, int] = {}
 
@@ -37,6 +39,7 @@ class Recency:
         self.clock += 1
         slots = list(slots)
         clock, unflushed = self.clock, self.unflushed
+        self.times.note(clock)
         for slot in slots:
             slot.tick = clock
             slot.evict_first = False

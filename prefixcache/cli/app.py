@@ -1,7 +1,8 @@
 """The command line's frame: which commands there are, and when their modules are imported.
 
-Those on a directory (`inspect`, `reconcile`, `prune`, `clear`) are light and always here. The commands in `LATER` need more,
-such as a model's libraries: their modules are imported when the command is called or the help is asked for.
+Those on a directory or a running server (`inspect`, `reconcile`, `prune`, `clear`, `remove`, `pin`) are light and always
+here. The commands in `LATER` need more, such as a model's libraries: their modules are imported when the command is called or
+the help is asked for.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from importlib import import_module
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from prefixcache.cli.back_end import refuse_without
 from prefixcache.cli.directory.clear import clear
 from prefixcache.cli.directory.inspect import inspect
 from prefixcache.cli.directory.prune import prune
 from prefixcache.cli.directory.reconcile import reconcile
+from prefixcache.cli.live.pin import pin
+from prefixcache.cli.live.remove import remove
 from prefixcache.cli.text import complain, mute
 
 LATER = {  # by name, the module that has the function of that name
@@ -33,8 +36,37 @@ LATER = {  # by name, the module that has the function of that name
 }
 
 
+class Command(TyperCommand):
+    """A command whose help has each option's name whole, on a line of its own where it is long. typer's tables cut names at
+    80 columns.
+    """
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments, then the options, each below the heading that it names."""
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for parameter in self.get_params(ctx):
+            if (record := parameter.get_help_record(ctx)) is not None:
+                is_argument = parameter.param_type_name == "argument"
+                heading = getattr(parameter, "rich_help_panel", None) or ("Arguments" if is_argument else "Options")
+                sections.setdefault(heading, []).append(record)
+        for heading, records in sections.items():
+            if not records:
+                continue
+            with formatter.section(heading):
+                formatter.write_dl(records)
+
+
 class Commands(TyperGroup):
     """The commands that are imported here, and those in `LATER`."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands, each with the first sentence of its help."""
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        first = [
+            (name, " ".join((command.help or "").split()).partition(". ")[0]) for name, command in commands if command
+        ]
+        with formatter.section("Commands"):
+            formatter.write_dl(first)
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [*super().list_commands(ctx), *LATER]
@@ -77,21 +109,19 @@ class Commands(TyperGroup):
 
 
 def _load(name: str) -> Any:
-    group = typer.Typer(add_completion=False, rich_markup_mode="rich")
+    group = typer.Typer(add_completion=False, rich_markup_mode=None)
     module = import_module(LATER[name])
-    group.command(name, **getattr(module, "COMMAND", {}))(getattr(module, name))
+    group.command(name, cls=Command, **getattr(module, "COMMAND", {}))(getattr(module, name))
     return typer.main.get_command(group)
 
 
 app = typer.Typer(
-    cls=Commands, name="prefixcache", rich_markup_mode="rich", invoke_without_command=True,
+    cls=Commands, name="prefixcache", rich_markup_mode=None, invoke_without_command=True,
     pretty_exceptions_show_locals=False,  # locals would show tokens
     context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
-app.command()(inspect)
-app.command()(reconcile)
-app.command()(prune)
-app.command()(clear)
+for command in (inspect, reconcile, prune, clear, remove, pin):
+    app.command(cls=Command)(command)
 
 
 def _version(is_asked: bool) -> None:

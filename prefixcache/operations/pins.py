@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Collection
+from typing import NamedTuple
+
 from prefixcache.blocks.lookup import required_images
 from prefixcache.blocks.node import Slot
+from prefixcache.keys import TOKEN_BYTES
 from prefixcache.tiers.prompt import Prompt
 from prefixcache.tiers.storage import Storage
+
+
+class Pinned(NamedTuple):
+    """A prompt that is pinned: a name to end the pin by, whose it is, its tokens, the bytes of its images, and how many pins
+    it has.
+    """
+
+    name: str
+    model: str
+    namespace: str
+    tokens: int
+    nbytes: int
+    pins: int
 
 
 class Pins:
@@ -37,10 +55,44 @@ class Pins:
                     return True
         return False
 
-    def clear(self) -> None:
-        """End all."""
+    def listed(self) -> list[Pinned]:
+        """List what is pinned now."""
         with self._storage.lock:
-            for pins in self._pinned.values():
-                for pinned in pins:
-                    self._storage.unpin(pinned)
-            self._pinned.clear()
+            return [
+                Pinned(
+                    _name(root, tokens),
+                    self._storage.namespaces[root].row.model,
+                    root.hex(),
+                    len(tokens) // TOKEN_BYTES,
+                    sum(slot.nbytes for slot in pins[-1]),
+                    len(pins),
+                )
+                for (root, tokens), pins in self._pinned.items()
+                if root in self._storage.namespaces  # else all of it was deleted
+            ]
+
+    def end(self, name: str) -> int:
+        """End all pins of the prompt that `listed` calls so. Returns how many there were."""
+        with self._storage.lock:
+            return self._end([key for key in self._pinned if _name(*key) == name])
+
+    def end_beginning_with(self, prompt: Prompt) -> None:
+        """End the pins of all prompts that begin with this one."""
+        with self._storage.lock:
+            roots = {namespace.row.root for namespace in prompt.namespaces()}
+            self._end([key for key in self._pinned if key[0] in roots and key[1].startswith(prompt.token_bytes)])
+
+    def clear(self, roots: Collection[bytes] | None = None) -> None:
+        """End all, or those of the namespaces with these root keys."""
+        with self._storage.lock:
+            self._end([key for key in self._pinned if roots is None or key[0] in roots])
+
+    def _end(self, keys: list[tuple[bytes, bytes]]) -> int:
+        ended = [pinned for key in keys for pinned in self._pinned.pop(key)]
+        for pinned in ended:
+            self._storage.unpin(pinned)
+        return len(ended)
+
+
+def _name(root: bytes, tokens: bytes) -> str:
+    return hashlib.blake2b(root + tokens, digest_size=8).hexdigest()

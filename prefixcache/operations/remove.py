@@ -1,11 +1,13 @@
-"""Deleting one prompt: what no other stored prompt shares."""
+"""Deleting one prompt, or all that begins with it: what no other stored prompt shares."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
+from collections.abc import Iterator
 
 from prefixcache.blocks.lookup import required_images
-from prefixcache.blocks.node import Node
+from prefixcache.blocks.node import Node, Slot
 from prefixcache.image_format import ROWS, SNAPSHOT, WINDOW
 from prefixcache.keys import BLOCK, TOKEN_BYTES, chain
 from prefixcache.tiers.lower_tier import LowerTier
@@ -32,6 +34,42 @@ def remove(storage: Storage, prompt: Prompt) -> int:
                 freed += _remove_blocks(storage, walk.path[-1])
             freed += unindexed
     return freed
+
+
+def remove_following(storage: Storage, prompt: Prompt) -> int:
+    """Delete all that begins with a prompt from every tier, pinned or not, and its blocks that no other stored prompt shares.
+    Returns their bytes.
+    """
+    freed = remove(storage, prompt)
+    with storage.lock:
+        for namespace in prompt.namespaces():
+            above = (len(prompt) - 1) // BLOCK
+            path = prompt.walk(namespace).path[:above]
+            if len(path) < above:
+                continue
+            parent = path[-1] if path else namespace.tree.root
+            for slot in list(_beginning_with(parent, prompt.token_bytes[above * BLOCK * TOKEN_BYTES :])):
+                if storage.graph.is_attached(slot):
+                    freed += storage.discard(slot)
+            if parent.parent is not None and storage.graph.is_known(parent):
+                freed += _remove_blocks(storage, parent)
+    return freed
+
+
+def _beginning_with(parent: Node, tokens: bytes) -> Iterator[Slot]:
+    """The slots below a block whose tokens go on with these, what depends on others first."""
+    yield from (slot for suffix, slot in parent.snapshots.items() if suffix.startswith(tokens))
+    stack: list[tuple[Node, bool]] = []
+    for child in parent.children[bisect_left(parent.child_tokens, tokens) :]:
+        if not child.tokens.startswith(tokens):
+            break
+        stack.append((child, False))
+    while stack:
+        node, is_below_done = stack.pop()
+        if is_below_done:
+            yield from node.slots
+        else:
+            stack += [(node, True), *((child, False) for child in node.children)]
 
 
 def _remove_blocks(storage: Storage, node: Node) -> int:

@@ -14,6 +14,8 @@ Sink = Callable[[memoryview], None]
 
 PIECE = 1 << 18  # bytes of a piece at most, about: the cache of a core still has them when the next hand takes them
 
+UNTRUSTED = "its TLS certificate is not trusted"  # why an engine could not be asked, in an EngineError
+
 
 class EngineError(Exception):
     """The engine could not be asked, or did not answer in time; the text says why, and has no name, URL or credential."""

@@ -22,7 +22,7 @@ import obstore
 from obstore.exceptions import InvalidPathError
 from obstore.store import from_url
 
-from prefixcache.remote.engine import PIECE, EngineError, Sink
+from prefixcache.remote.engine import PIECE, UNTRUSTED, EngineError, Sink
 from prefixcache.remote.threads import DaemonThreads
 
 _LISTED = 1000  # names of a folder at most; a page of S3
@@ -265,7 +265,7 @@ def _reason(error: Exception) -> str:
             return f"no such bucket or path ({said})"
         return f"refused: access denied ({said})" if status in ("401", "403") else said
     if "InvalidCertificate" in text or "UnknownIssuer" in text:
-        return "its TLS certificate is not trusted"
+        return UNTRUSTED
     if "kind: Timeout" in text or "TimedOut" in text:
         return "timed out"
     if "dns error" in text:

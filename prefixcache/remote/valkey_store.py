@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from valkey import exceptions
 from valkey.connection import Connection, PythonRespSerializer
 
-from prefixcache.remote.engine import PIECE, EngineError, Sink
+from prefixcache.remote.engine import PIECE, UNTRUSTED, EngineError, Sink
 
 _LISTED = 1000
 _HEAD = 64  # bytes that are read at first of an answer that goes into a sink
@@ -414,7 +414,7 @@ def _why_lost(error: BaseException) -> str:
     if "max number of clients" in text:
         return "refused: it has as many clients as it takes"
     if "CERTIFICATE_VERIFY_FAILED" in text:
-        return "its TLS certificate is not trusted"
+        return UNTRUSTED
     if "SSL" in text:
         return "TLS failed"
     if isinstance(error, exceptions.ResponseError):

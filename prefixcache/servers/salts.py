@@ -69,14 +69,15 @@ def salt_of(token: str | None, cache_salt: str, key: bytes = b"") -> bytes:
 def token_of(authorization: str) -> str | None:
     """What an `Authorization` header names its sender by; None for nothing.
 
-    Of `Bearer KEY` that is KEY, and so it is of KEY alone. Of any other scheme, such as Basic, it is the scheme, in lower
-    case, with its credentials. The header is text as HTTP has it: a character a byte, and whitespace is ASCII's.
+    Of `Bearer KEY` that is KEY, and so it is of KEY alone. Of any other scheme, such as Basic, it is a space, the scheme in
+    lower case, a space and the credentials: no KEY begins with a space, so no two senders have one name. The header is text
+    as HTTP has it: a character a byte, and whitespace is ASCII's.
     """
     scheme, *others = re.split(f"[{SPACE}]+", authorization.strip(SPACE), maxsplit=1)
     credentials = "".join(others)
     if scheme.lower() == "bearer":
         return credentials or None
-    return f"{scheme.lower()} {credentials}" if credentials else scheme or None
+    return f" {scheme.lower()} {credentials}" if credentials else scheme or None
 
 
 def _only(authorization: Sequence[str]) -> str | None:

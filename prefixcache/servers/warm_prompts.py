@@ -78,6 +78,11 @@ def _read(where: str, line: bytes) -> Prompt:
         raise BadPrompt(f"{where}: not JSON ({reason}); write one object on each line") from None
     if not isinstance(given, dict):
         raise BadPrompt(f'{where}: no JSON object; write {{"messages": [...]}} or {{"prompt": "..."}}')
+    return prompt_of(where, given)
+
+
+def prompt_of(where: str, given: dict[str, Any]) -> Prompt:
+    """The prompt of one object of such a file, which errors call `where`. BadPrompt where it is none."""
     given = {key: value for key, value in given.items() if value is not None}
     for key in given:
         if key not in KEYS:

@@ -85,6 +85,7 @@ class LowerTier:
                 if entry.used < oldest or not self._add(entry, reservation):
                     self.unindexed[entry.address] = entry._replace(tokens=b"", extra="")
             graph.recency.sort_below_ram(graph.slots.values())
+            graph.recency.times.load(((entry.used, entry.used_at) for entry in entries), shift=newest)
             for slot in [slot for slot in graph.slots.values() if may_be_superseded(slot.node)]:
                 storage.drop_superseded(slot)  # what a crash left beside its successor
         storage.budget.peak = storage.budget.held().total

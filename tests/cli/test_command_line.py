@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import subprocess
 import sys
 
 import pytest
+import typer
 from directories import COMMAND
 
 import prefixcache
@@ -15,7 +17,7 @@ import prefixcache.cli
 from prefixcache import PrefixCache
 
 frame = importlib.import_module("prefixcache.cli.app")
-OPERATORS = ("inspect", "reconcile", "prune", "clear")
+OPERATORS = ("inspect", "reconcile", "prune", "clear", "remove", "pin")
 
 
 def test_no_arguments_give_the_help(call):
@@ -42,6 +44,22 @@ def test_the_help_of_a_command_tells_its_exit_codes(call, command):
     done = call(command, "--help")
     assert done.exit_code == 0
     assert "Exit code: 0" in done.stdout
+
+
+@pytest.mark.parametrize("command", [*OPERATORS, *frame.LATER, ""])
+def test_the_help_has_every_name_whole_on_80_columns(call, command):
+    given = [command] if command else []
+    said = call(*given, "--help", columns=80).stdout
+    group = typer.main.get_command(frame.app)
+    context = typer.Context(group, info_name="prefixcache")
+    asked = group.get_command(context, command) if command else group
+    for parameter in asked.params:
+        for name in [*parameter.opts, *parameter.secondary_opts]:
+            if name.startswith("-"):
+                assert re.search(rf"(^  |[,/] ){re.escape(name)}\b", said, re.M), f"{name} is not whole:\n{said}"
+    for name in group.list_commands(context) if not command else ():
+        assert re.search(rf"^  {name} ", said, re.M)
+    assert "..." not in said.partition("Commands:")[2]
 
 
 def test_the_entry_point_is_the_app():

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import socket
+import ssl
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,7 +16,7 @@ from valkey import Valkey
 from prefixcache import PrefixCache
 from prefixcache.cli import app
 from tests.remote.fleet import sent
-from tests.remote.servers import free_port, valkey_server
+from tests.remote.servers import certificates, free_port, valkey_server
 from tests.states import got, put
 
 LONG = list(range(1000))
@@ -74,6 +78,39 @@ def test_an_engine_that_does_not_answer_is_one_line_and_the_exit_code_2(key_file
         code, said = inspect(*wrong)
         assert code == 2
         assert len(said.strip().splitlines()) == 1
+
+
+def test_a_certificate_that_is_not_trusted_names_the_option_that_makes_it_so(tmp_path, key_file, monkeypatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a")
+    made, other = certificates(tmp_path), tmp_path / "other"
+    other.mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(made.certificate, made.key)
+        threading.Thread(target=shake_hands, args=(context, listener), daemon=True).start()
+        port = listener.getsockname()[1]
+        for url in (f"s3://images?endpoint=https://127.0.0.1:{port}", f"valkeys://127.0.0.1:{port}"):
+            flags = "--remote", url, "--remote-key-file", key_file
+            code, said = inspect(*flags)
+            assert code == 2
+            assert "its TLS certificate is not trusted; name the certificate of who signed it" in said
+            assert "with --remote-ca-file FILE" in said
+            ca = certificates(other).ca
+            code, said = inspect(*flags, "--remote-ca-file", ca)
+            assert code == 2
+            assert f"in the place of --remote-ca-file {ca}" in said
+
+
+def shake_hands(context: ssl.SSLContext, listener: socket.socket) -> None:
+    """Show the certificate to whoever connects, until the listener is closed."""
+    while True:
+        try:
+            connection = listener.accept()[0]
+        except OSError:
+            return
+        with suppress(OSError), context.wrap_socket(connection, server_side=True) as shaken:
+            shaken.recv(1)
 
 
 def test_a_user_who_may_not_ask_for_the_policy_sees_the_rest(tmp_path, key_file):

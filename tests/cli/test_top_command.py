@@ -11,6 +11,8 @@ import pty
 import select
 import signal
 import subprocess
+import sys
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +34,7 @@ from prefixcache.cli.top.picture import meter, picture
 from prefixcache.cli.top.server import Away, NotOurs, Server, address, facts, read_page
 from prefixcache.metrics.histogram import Histogram
 from prefixcache.metrics.prometheus import CONTENT_TYPE, CacheCollector, render
+from tests.serving import wait_for
 
 TOKENS = [TOKEN + i for i in range(1000)]
 QUICK = ("--interval", "0.1")
@@ -363,6 +366,63 @@ def in_terminal(fd: int, until: Callable[[str], bool]) -> str:
             except OSError:  # its other end was closed
                 break
     return said.decode(errors="replace")
+
+
+FOREGROUND = (
+    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.executable, sys.argv[1:])"
+)
+
+
+def top_in_terminal(url: str, *flags: str) -> tuple[subprocess.Popen[bytes], int, int]:
+    """`top` in the foreground of a terminal of its own, and both ends of that terminal, ours first."""
+    mine, its = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "NO_COLOR": "1", "COLUMNS": "80", "LINES": "24"}
+    command = [sys.executable, "-c", FOREGROUND, *COMMAND, "top", url, *flags]
+    return subprocess.Popen(
+        command, stdin=its, stdout=its, stderr=its, env=environment, start_new_session=True
+    ), mine, its  # fmt: skip
+
+
+LOCAL = termios.ECHO | termios.ICANON | termios.ISIG
+
+
+@pytest.mark.parametrize("pressed", [b"q", b"Q", b"\x1b", b"xq", b"\x03"])
+def test_a_key_ends_it_and_leaves_the_terminal_as_it_was(cache, pressed):
+    with serving(lambda: render(CacheCollector(cache))) as served:
+        process, mine, its = top_in_terminal(served.url, "--interval", "3600")
+        try:
+            before = termios.tcgetattr(its)[3] & LOCAL
+            said = in_terminal(mine, lambda said: "hit rate" in said)
+            wait_for(lambda: not termios.tcgetattr(its)[3] & termios.ICANON, "a terminal that sends each key")
+            os.write(mine, b"x\x1b[A")  # a letter that is none of ours, and an arrow
+            time.sleep(0.2)
+            assert process.poll() is None
+            os.write(mine, pressed)
+            said += in_terminal(mine, lambda said: "\x1b[?25h" in said)
+            assert process.wait(60) == 0, said
+            assert termios.tcgetattr(its)[3] & LOCAL == before
+        finally:
+            process.kill()
+            os.close(its)
+            os.close(mine)
+    assert "\x1b[?25h" in said
+    assert "Traceback" not in said
+
+
+def test_sigterm_leaves_the_terminal_as_it_was(cache):
+    with serving(lambda: render(CacheCollector(cache))) as served:
+        process, mine, its = top_in_terminal(served.url, *QUICK)
+        try:
+            before = termios.tcgetattr(its)[3] & LOCAL
+            wait_for(lambda: not termios.tcgetattr(its)[3] & termios.ICANON, "a terminal that sends each key")
+            process.send_signal(signal.SIGTERM)
+            in_terminal(mine, lambda said: "\x1b[?25h" in said)
+            assert process.wait(60) == 143
+            assert termios.tcgetattr(its)[3] & LOCAL == before
+        finally:
+            process.kill()
+            os.close(its)
+            os.close(mine)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])

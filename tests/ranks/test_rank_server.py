@@ -192,6 +192,12 @@ def test_a_rank_that_is_told_to_end_ends_all_in_order(models, tmp_path):
         assert server.troubles() == []
 
 
+def test_what_would_set_the_ranks_caches_apart_is_refused(models, tmp_path):
+    with rank_serving(tmp_path / "log", 2, "--model", models / "llama") as server:
+        refused = requests.delete(f"{server.url}/prefixcache/images", timeout=60)
+        assert (refused.status_code, "this model spans processes" in refused.text) == (409, True)
+
+
 def test_a_hang_ends_all_ranks_and_names_the_one_that_is_behind(models, tmp_path):
     with rank_serving(tmp_path / "log", 2, "--model", models / "llama", "--hang-timeout", 10) as server:
         turns(server)

@@ -11,6 +11,8 @@ from typing import Any
 import openai
 import pytest
 import requests
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from prefixcache.servers.salts import NoSalt, Salts, salt_of, token_of
 from tests.serving import (
@@ -233,12 +235,39 @@ def test_warm_prompts_are_for_requests_without_a_key_and_a_warning_says_so(model
     [
         ("Bearer a", "a"), ("bearer a", "a"), ("BEARER \t a \r\n", "a"), ("  Bearer a b ", "a b"), ("a", "a"),
         ("", None), (" \t", None), ("Bearer", None), ("Bearer  ", None), ("bearer\t", None),
-        ("Basic dTpw", "basic dTpw"), ("BASIC  dTpw", "basic dTpw"), ("Bearer a\u00a0", "a\u00a0"), ("Bearer a\x85", "a\x85"),
+        ("Basic dTpw", " basic dTpw"), ("BASIC  dTpw", " basic dTpw"), ("Bearer basic dTpw", "basic dTpw"),
+        ("Bearer a\u00a0", "a\u00a0"), ("Bearer a\x85", "a\x85"),
         ("Bearera", "Bearera"), ("Bearer Bearer", "Bearer"),
     ],
 )  # fmt: skip
 def test_what_a_header_names_its_sender_by(header, token):
     assert token_of(header) == token
+
+
+SPACES = st.text(" \t\r\n", max_size=2)
+WORDS = st.sampled_from(["bearer", "Bearer", "BEARER", "basic", "Basic", "digest", "a", "A", "\xa0", "\x85"])
+CREDENTIALS = st.lists(WORDS, max_size=3)
+
+
+@given(
+    st.tuples(st.sampled_from(["", "Bearer", "bearer", "Basic", "BASIC", "Digest", "b"]), CREDENTIALS),
+    st.tuples(st.sampled_from(["", "Bearer", "bearer", "Basic", "BASIC", "Digest", "b"]), CREDENTIALS),
+    SPACES,
+)
+@example(("Bearer", ["basic", "a"]), ("Basic", ["a"]), "")
+def test_no_two_senders_have_one_name(one, other, space):
+    """But those whose headers differ in the scheme's case, in spaces around it, or in a missing `Bearer`."""
+    tokens = [token_of(f"{space}{scheme} {space}{' '.join(words)}{space}") for scheme, words in (one, other)]
+    assert (tokens[0] == tokens[1]) == (sender(*one) == sender(*other))
+
+
+def sender(scheme: str, words: list[str]) -> tuple[str, str]:
+    """The scheme and the credentials that a header means; of none at all two empty texts."""
+    if not scheme:
+        scheme, words = (words[0], words[1:]) if words else ("", [])
+    if not words:
+        return ("", "") if scheme.lower() in ("", "bearer") else ("bearer", scheme)
+    return scheme.lower(), " ".join(words)
 
 
 def test_salts_are_what_they_were_in_every_release():

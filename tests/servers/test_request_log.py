@@ -51,6 +51,8 @@ def test_a_server_says_what_it_serves_and_whence_the_tokens_of_each_request_came
         assert requests.get(f"{first.url}/health", timeout=SECONDS).status_code == 200
     with serving(tmp_path / "second.log", *flags) as second:
         restored = ask(second, prompt)
+    assert "Prompt Cache" not in first.said() + second.said()  # nor mlx-lm's lines of each type, which say less
+    assert not re.search(r"- (user|assistant|system): \d+ sequences", first.said() + second.said())
     lines = [*told(first), *told(second)]
     for line, answer in zip(lines, (cold, warm, restored), strict=True):
         counts = [int(line[name].replace(",", "")) for name in ("asked", "computed", "generated")]

@@ -6,16 +6,34 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from prefixcache.cli.text import complain, print_json
+from prefixcache.cli.text import Refused, complain, print_json
 from prefixcache.ssd import IndexBroken, SsdError
 from prefixcache.ssd.directory import refusal
 
 # readable=False: the commands say themselves that it can't be read, in the words of every other refusal.
 Dir = Annotated[Path, typer.Argument(metavar="DIR", readable=False, help="The cache's directory (ssd_dir).")]
+
+DirOrUrl = Annotated[
+    Path | None,
+    typer.Argument(metavar="DIR", readable=False, help="The cache's directory (ssd_dir), unless --url is given."),
+]
+
+
+def only_one(directory: Path | None, url: str | None, of_directory: dict[str, Any], of_url: dict[str, Any]) -> None:
+    """Raise Refused unless either a directory or a server's URL is given, and no option that goes with the other. Options are
+    given by their names.
+    """
+    if (directory is None) == (url is None):
+        both = "DIR with --url" if directory is not None else "neither DIR nor --url"
+        raise Refused(f"{both}: name the directory of a cache that is closed, or the server that has one open")
+    wrong = [option for option, given in (of_url if url is None else of_directory).items() if given]
+    if wrong:
+        remedy = "add --url in the place of DIR" if url is None else "it is for a DIR"
+        raise Refused(f"{wrong[0]} {'without' if url is None else 'with'} --url: {remedy}, or leave it out")
 
 
 @contextmanager

@@ -1,4 +1,6 @@
-"""`prefixcache clear`: every image of a directory is deleted. The work is `prefixcache.ssd.clearing`'s."""
+"""`prefixcache clear`: every image of a directory is deleted, or of a running server. The work is
+`prefixcache.ssd.clearing`'s, and the server's.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,12 @@ from typing import Annotated
 
 import typer
 
-from prefixcache.cli.directory.argument import Dir, errors_told
+from prefixcache.cli.directory.argument import DirOrUrl, errors_told, only_one
+from prefixcache.cli.live.deletion import delete_images
+from prefixcache.cli.live.server import AdminClient, KeyFile, UrlInstead
+from prefixcache.cli.live.tenant import ApiKeyFile, CacheSaltFile, NoSaltOption, tenant_of
 from prefixcache.cli.progress import bar
-from prefixcache.cli.text import complain, console, foreign, many, print_json, safe, size
+from prefixcache.cli.text import complain, console, foreign, many, print_json, refusing, safe, size
 from prefixcache.ssd import Cleared
 from prefixcache.ssd import clear as delete_all
 
@@ -17,17 +22,46 @@ FEW = 10  # names that are shown
 
 
 def clear(
-    directory: Dir,
+    directory: DirOrUrl = None,
+    url: UrlInstead = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="With --url: of this model only; the name before @ will do.")
+    ] = None,
+    cache_salt_file: CacheSaltFile = None,
+    api_key_file: ApiKeyFile = None,
+    no_salt: NoSaltOption = False,
+    admin_key_file: KeyFile = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Don't ask.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
 ) -> None:
     """Delete every image in a directory, quarantined files and what interrupted writes left. The directory stays.
 
-    Nobody else may have it open; a dry run looks at a live one too.
+    Nobody else may have it open; a dry run looks at a live one too. With --url a running server deletes all that it has
+    in RAM and on its SSD, or what is of a model or a tenant, pinned or not, and gives the RAM back.
 
     Exit code: 0 done, 1 not all: you said no, or files that are not prefixcache's were left, 2 it could not be done.
     """
+    of_url = {
+        "--model": model, "--cache-salt-file": cache_salt_file, "--api-key-file": api_key_file, "--no-salt": no_salt,
+        "--admin-key-file": admin_key_file,
+    }  # fmt: skip
+    with refusing():
+        only_one(directory, url, {"--dry-run": dry_run}, of_url)
+        if url is not None:
+            client = AdminClient(url, admin_key_file)
+            selection = {
+                **({"model": model} if model is not None else {}),
+                **tenant_of(cache_salt_file, api_key_file, no_salt),
+            }
+            if not yes:
+                _ask(
+                    f"{client.name}: delete {'what is selected' if selection else 'everything'}, in RAM and on SSD?",
+                    url,
+                )
+            delete_images(client, selection, as_json=as_json)
+            return
+    assert directory is not None
     with errors_told(directory, as_json=as_json):
         if not (dry_run or yes):
             _confirm(delete_all(directory, dry_run=True))
@@ -41,10 +75,14 @@ def clear(
 
 
 def _confirm(foreseen: Cleared) -> None:
+    _ask(f"{safe(foreseen.directory)}: delete {_contents(foreseen)}?", foreseen.directory)
+
+
+def _ask(question: str, what: str) -> None:
     if not sys.stdin.isatty():
-        complain(f"clear deletes all of {foreseen.directory}: add --yes where there is no terminal to ask")
+        complain(f"clear deletes all of {what}: add --yes where there is no terminal to ask")
         raise typer.Exit(2)
-    if not typer.confirm(f"{safe(foreseen.directory)}: delete {_contents(foreseen)}?", err=True):
+    if not typer.confirm(question, err=True):
         complain("nothing was deleted")
         raise typer.Exit(1)
 

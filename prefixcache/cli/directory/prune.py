@@ -1,10 +1,12 @@
-"""`prefixcache prune`: the images of a selection are deleted. The work is `prefixcache.ssd.pruning`'s."""
+"""`prefixcache prune`: the images of a selection are deleted, of a directory or a running server. The work is
+`prefixcache.ssd.pruning`'s, and the server's.
+"""
 
 from __future__ import annotations
 
 import re
 import time
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich import box
@@ -12,9 +14,12 @@ from rich.table import Table
 from rich.text import Text
 
 from prefixcache.byte_sizes import parse_size
-from prefixcache.cli.directory.argument import Dir, errors_told
+from prefixcache.cli.directory.argument import DirOrUrl, errors_told, only_one
+from prefixcache.cli.live.deletion import delete_images, show_now
+from prefixcache.cli.live.server import AdminClient, KeyFile, UrlInstead
+from prefixcache.cli.live.tenant import ApiKeyFile, CacheSaltFile, NoSaltOption, tenant_of
 from prefixcache.cli.progress import bar
-from prefixcache.cli.text import complain, console, foreign, many, print_json, size
+from prefixcache.cli.text import Refused, complain, console, foreign, many, print_json, refusing, size
 from prefixcache.ssd import Pruned, Selection
 from prefixcache.ssd import prune as delete
 
@@ -23,7 +28,8 @@ UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
 def prune(
-    directory: Dir,
+    directory: DirOrUrl = None,
+    url: UrlInstead = None,
     older_than: Annotated[
         str | None,
         typer.Option(metavar="AGE", help="Last used at least so long ago, such as 7d; units: s, min, h, d, w."),
@@ -39,8 +45,19 @@ def prune(
     ] = None,
     to_size: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="The least recently used, until DIR takes at most this, such as 100GB."),
+        typer.Option(metavar="SIZE", help="The least recently used, until the SSD takes at most this, such as 100GB."),
     ] = None,
+    ram_to_size: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="With --url: the coldest leave RAM, to the SSD where there is one, until it holds this.",
+        ),
+    ] = None,
+    cache_salt_file: CacheSaltFile = None,
+    api_key_file: ApiKeyFile = None,
+    no_salt: NoSaltOption = False,
+    admin_key_file: KeyFile = None,
     quarantine: Annotated[
         bool,
         typer.Option("--quarantine", help="Quarantined files, too; with --older-than those quarantined so long ago."),
@@ -50,10 +67,28 @@ def prune(
 ) -> None:
     """Delete the images that all options select. An image stays as long as one that depends on it does.
 
-    Nobody else may have the directory open; a dry run looks at a live one too, and guesses the index's share.
+    Nobody else may have the directory open; a dry run looks at a live one too, and guesses the index's share. With --url a
+    running server does it, in RAM and on its SSD; --to-size is of its SSD, and what is pinned stays.
 
-    Exit code: 0 done, 1 DIR takes more than --to-size even so, 2 it could not be done.
+    Exit code: 0 done, 1 the SSD takes more than --to-size even so, 2 it could not be done.
     """
+    of_url = {
+        "--ram-to-size": ram_to_size, "--cache-salt-file": cache_salt_file, "--api-key-file": api_key_file,
+        "--no-salt": no_salt, "--admin-key-file": admin_key_file,
+    }  # fmt: skip
+    with refusing((ValueError,)):
+        only_one(directory, url, {"--quarantine": quarantine, "--dry-run": dry_run}, of_url)
+        if url is not None:
+            fields = {
+                "model": model, "namespace": namespace,
+                "older_than": _seconds(older_than) if older_than is not None else None,
+                "to_size": parse_size(to_size, "--to-size") if to_size is not None else None,
+                **tenant_of(cache_salt_file, api_key_file, no_salt),
+            }  # fmt: skip
+            given = {name: value for name, value in fields.items() if value is not None}
+            _prune_live(AdminClient(url, admin_key_file), given, ram_to_size, as_json)
+            return
+    assert directory is not None
     try:
         selection = Selection(
             model, namespace, time.time() - _seconds(older_than) if older_than is not None else None,
@@ -76,6 +111,31 @@ def prune(
     if not pruned.reached:
         complain(f"{pruned.directory}: takes {size(pruned.after)} even so: nothing is left that may be deleted")
     raise typer.Exit(0 if pruned.reached else 1)
+
+
+def _prune_live(client: AdminClient, selection: dict[str, Any], ram_to_size: str | None, as_json: bool) -> None:
+    ram = parse_size(ram_to_size, "--ram-to-size") if ram_to_size is not None else None
+    if not selection and ram is None:
+        raise Refused(
+            "nothing is selected: give --older-than, --model, --namespace, --to-size, --ram-to-size or a tenant; clear "
+            "deletes all"
+        )
+    if selection:
+        if not set(selection) & {"older_than", "namespace", "to_size"}:
+            selection["older_than"] = 0  # what is pinned stays, as with the others
+        deleted = delete_images(client, selection, as_json=as_json and ram is None)
+        to_size = selection.get("to_size")
+        if to_size is not None and deleted["ssd_bytes"] > to_size:
+            complain(
+                f"{client.name}: its SSD takes {size(deleted['ssd_bytes'])} even so: nothing is left that may be deleted"
+            )
+            raise typer.Exit(1)
+    if ram is not None:
+        now = client.ask("POST", "ram", {"to_size": ram})
+        if as_json:
+            print_json({"url": client.name, **now})
+        else:
+            show_now(client, now)
 
 
 def _seconds(text: str) -> float:

@@ -20,7 +20,7 @@ from prefixcache.cli.text import Refused, foreign, many
 from prefixcache.image_format import SNAPSHOT
 from prefixcache.keys import BLOCK, TOKEN_BYTES
 from prefixcache.remote.client import Client, open_client
-from prefixcache.remote.engine import EngineError
+from prefixcache.remote.engine import UNTRUSTED, EngineError
 from prefixcache.remote.sealing import image_name
 from prefixcache.ssd.directory import Directory, holder
 from prefixcache.ssd.errors import SsdError
@@ -65,7 +65,12 @@ def describe_remote(url: str, key_file: Path | None, ca_file: Path | None, direc
             facts |= {"directory": str(directory), "asked_images": asked, "images_there": there}
         return facts
     except EngineError as error:
-        raise Refused(f"{engine.label}: {error}; check the URL, the credentials and whether it runs") from error
+        remedy = "check the URL, the credentials and whether it runs"
+        if UNTRUSTED in str(error):
+            what = "in the place of" if ca_file is not None else "with"
+            given = f"--remote-ca-file {ca_file}" if ca_file is not None else "--remote-ca-file FILE"
+            remedy = f"name the certificate of who signed it {what} {given}"
+        raise Refused(f"{engine.label}: {error}; {remedy}") from error
     finally:
         client.close()
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from prefixcache.cli.back_end import refuse_without
+from prefixcache.cli.live.admin_key import ADMIN_KEY, admin_key_of
 from prefixcache.cli.progress import bar
 from prefixcache.cli.serve.cache_options import BITS, flag_of, settings_from, with_settings
 from prefixcache.cli.text import complain
@@ -93,6 +94,18 @@ def serve(
         int | None,
         typer.Option(min=2, metavar="TOKENS", help="The longest prompt and answer together; default: the model's own."),
     ] = None,
+    admin_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Who sends the key in this file may clear, prune, remove, pin and warm over HTTP; without a key, or "
+            f"{ADMIN_KEY}, programs on this machine may.",
+        ),
+    ] = None,
+    admin_key: Annotated[
+        str | None,
+        typer.Option(metavar="KEY", help="The same key, for all to see who see this machine's processes."),
+    ] = None,
     **flags: Any,
 ) -> None:
     """Run mlx_lm.server with a prefix cache that is bounded in bytes and survives restarts.
@@ -114,6 +127,7 @@ def serve(
         settings = settings_from(flags)
         if "ssd_missing" not in settings.model_fields_set:  # a server outlives disks
             settings = settings.model_copy(update={"ssd_missing": "wait"})
+        key = admin_key_of(admin_key, admin_key_file)
         from prefixcache.servers.mlx_lm.errors import ServeError, ServeFailed
         from prefixcache.servers.mlx_lm.http_server import ClientRules
         from prefixcache.servers.mlx_lm.server import serve as serve_until_ended
@@ -136,6 +150,7 @@ def serve(
             salts=salts,
             hang_timeout=hang_timeout,
             rules=ClientRules(_names(allowed_hosts), allow_chat_template, max_context),
+            admin_key=key,
         )
     except ServeFailed as error:
         complain(" ".join(str(error).split()))

@@ -18,10 +18,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from prefixcache.cache import PrefixCache
+from prefixcache.cli.live.server import KeyFile
+from prefixcache.cli.live.warm import warm_live
 from prefixcache.cli.progress import bar
-from prefixcache.cli.serve.cache_options import Flags, settings_from, with_settings
+from prefixcache.cli.serve.cache_options import Flags, flag_of, settings_from, with_settings
 from prefixcache.cli.text import complain, many
 from prefixcache.layers import CacheError
+from prefixcache.ranks.launcher import when_launcher_ends
 from prefixcache.settings import Settings
 from prefixcache.ssd import DirectoryHeld, SsdError
 
@@ -52,6 +55,15 @@ def warm(
             '"cache_salt": "..." it is one tenant\'s.',
         ),
     ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="A running server, http://127.0.0.1:8080, computes and stores them while it has no request; it needs no "
+            "other option here.",
+        ),
+    ] = None,
+    admin_key_file: KeyFile = None,
     model: Annotated[
         str | None, typer.Option(metavar="MODEL", help="The model's folder, or its name on Hugging Face.")
     ] = None,
@@ -73,8 +85,9 @@ def warm(
 ) -> None:
     """Prefill and store prompts (system prompts, tool lists), so that not even the first user waits for them.
 
-    It needs --model, --ssd-dir and a file of prompts, such as {"messages": [{"role": "system", "content": "You are ..."}]} on
-    a line: `prefixcache warm --model MODEL --ssd-dir DIR prompts.jsonl`. Nobody else may have DIR open.
+    Without --url it needs --model, --ssd-dir and a file of prompts, such as
+    {"messages": [{"role": "system", "content": "You are ..."}]} on a line:
+    `prefixcache warm --model MODEL --ssd-dir DIR prompts.jsonl`. Nobody else may have DIR open.
 
     Give model, template and codec as the server has them that is to find the prompts. What is stored already costs nothing.
     After Ctrl-C or SIGTERM what was computed stays stored, and the same command goes on from there. For a model that several
@@ -82,6 +95,14 @@ def warm(
 
     Exit code: 0 all is stored, 1 not all of it found room, 2 it could not be done, 128 + the signal that ended it.
     """
+    if url is not None:
+        others = {"--model": model, "--adapter-path": adapter_path, "--chat-template": chat_template}
+        others |= {flag_of(name): value for name, value in flags.items()}
+        given = [name for name, value in others.items() if value not in (None, [], ())]
+        if given:
+            complain(f"{given[0]} with --url: the server has its own; leave it out")
+            raise typer.Exit(2)
+        return warm_live(url, admin_key_file, prompts or [])
     try:
         settings = _patient(_settings(flags))
         options = _json_object("--chat-template-args", chat_template_args)
@@ -331,8 +352,8 @@ def _open(settings: Settings, group: Any) -> PrefixCache:
 
 @contextmanager
 def _ending(ranks: Ranks | None) -> Iterator[Callable[[], None]]:
-    """Gives a check that raises Stopped once SIGINT or SIGTERM came, on all ranks if one has it. A second signal ends the
-    process at once.
+    """Gives a check that raises Stopped once SIGINT or SIGTERM came, or mlx.launch ended, on all ranks if one has it. A
+    second signal ends the process at once.
     """
     received: list[int] = []
 
@@ -348,6 +369,12 @@ def _ending(ranks: Ranks | None) -> Iterator[Callable[[], None]]:
         if signum:
             raise Stopped(signum)
 
+    def end_with_launcher(pid: int) -> None:
+        if not received:
+            received.append(signal.SIGTERM)
+
+    if ranks is not None:
+        when_launcher_ends(end_with_launcher)
     before = {signum: signal.signal(signum, on) for signum in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield check

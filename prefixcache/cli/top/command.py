@@ -1,4 +1,6 @@
-"""`prefixcache top`: a server, live in the terminal. This module repeats; `server` reads the metrics, `picture` draws."""
+"""`prefixcache top`: a server, live in the terminal. This module repeats; `server` reads the metrics, `picture` draws, `keys`
+notices the one that ends it.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 
 from prefixcache.cli.text import complain, console, foreign
+from prefixcache.cli.top.keys import end_keys
 from prefixcache.cli.top.picture import clock, picture
 from prefixcache.cli.top.server import Away, Facts, NotOurs, Server
 
@@ -25,11 +28,11 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="One picture, of one interval, and the end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line for each look.")] = False,
 ) -> None:
-    """Show a server at work, until Ctrl-C: hit rate by tier, tokens a second, RAM and SSD against their limits, latencies,
-    trouble; from its /metrics. For a directory: prefixcache inspect.
+    """Show a server at work, until q or Ctrl-C: hit rate by tier, tokens a second, RAM and SSD against their limits,
+    latencies, trouble; from its /metrics. For a directory: prefixcache inspect.
 
-    Exit code: 0 shown (Ctrl-C is the way to end it), 2 nothing could be: no address, a page that is none of prefixcache's
-    servers', with --once nobody there; 130 stopped before anything was shown, 143 by SIGTERM.
+    Exit code: 0 shown (q and Ctrl-C are the ways to end it), 2 nothing could be: no address, a page that is none of
+    prefixcache's servers', with --once nobody there; 130 stopped before anything was shown, 143 by SIGTERM.
     """
     shown = False
     try:
@@ -40,9 +43,10 @@ def top(
                 time.sleep(interval)  # rates need two looks
                 _print(server.look(), as_json, out)
             elif as_json or not out.is_terminal or out.is_dumb_terminal:
-                for facts in _looks(server, interval):
+                for facts in _looks(server):
                     _print(facts, as_json, out)
                     shown = True
+                    time.sleep(interval)
             else:
                 for _ in _watch(server, interval, out):
                     shown = True
@@ -53,13 +57,12 @@ def top(
         raise typer.Exit(0 if shown else 128 + signal.SIGINT) from None
 
 
-def _looks(server: Server, interval: float) -> Iterator[Facts]:
+def _looks(server: Server) -> Iterator[Facts]:
     while True:
         try:
             yield server.look()
         except Away as away:
             yield {"source": server.name, "up": False, "error": str(away), "now": time.time()}
-        time.sleep(interval)
 
 
 def _print(facts: Facts, as_json: bool, out: Console) -> None:
@@ -71,14 +74,16 @@ def _print(facts: Facts, as_json: bool, out: Console) -> None:
 
 
 def _watch(server: Server, interval: float, out: Console) -> Iterator[None]:
-    """In place, on a terminal. While nobody answers, the last picture stays."""
+    """Draw in place, on a terminal, until a key asks for the end. While nobody answers, the last picture stays."""
     last: RenderableType = ""
-    with Live(console=out, auto_refresh=False, vertical_overflow="crop") as live:
-        for facts in _looks(server, interval):
+    with end_keys() as ended_within, Live(console=out, auto_refresh=False, vertical_overflow="crop") as live:
+        for facts in _looks(server):
             if facts["up"]:
                 last = _picture(facts)
             live.update(last if facts["up"] else Group(_picture(facts), last), refresh=True)
             yield
+            if ended_within(interval):
+                return
 
 
 def _picture(facts: Facts) -> RenderableType:

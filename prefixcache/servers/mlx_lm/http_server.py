@@ -21,6 +21,7 @@ from huggingface_hub import CacheNotFound, scan_cache_dir
 
 from prefixcache.metrics import prometheus
 from prefixcache.servers import request_log
+from prefixcache.servers.mlx_lm.admin_http import PATH, AdminPath
 from prefixcache.servers.mlx_lm.answers import Ended, StepFailed
 from prefixcache.servers.mlx_lm.connections import (
     BODY_RATE,
@@ -31,7 +32,7 @@ from prefixcache.servers.mlx_lm.connections import (
     TimedReader,
     drain,
 )
-from prefixcache.servers.mlx_lm.errors import ServeError
+from prefixcache.servers.mlx_lm.errors import RequestRefused, ServeError
 from prefixcache.servers.request_log import RequestLog
 from prefixcache.servers.request_schema import BadRequest, ChatRequest, GenerationRequest, TextRequest, checked
 from prefixcache.servers.salts import BY_CACHE_SALT, NoSalt, Salts
@@ -46,14 +47,6 @@ KINDS: dict[str, type[GenerationRequest]] = {
 LONG = ("messages", "prompt", "tools")  # fields that mlx-lm's reading of a body need not go through once more
 BODY_LIMIT = 1 << 28  # bytes of a request; images are in it
 LISTED = {"config.json", "model.safetensors.index.json", "tokenizer_config.json"}  # files of a model that mlx-lm lists
-
-
-class RequestRefused(Exception):
-    """A request is answered with an error. `status`: HTTP's for it."""
-
-    def __init__(self, status: int, text: str):
-        super().__init__(text)
-        self.status = status
 
 
 class ClientRules(NamedTuple):
@@ -74,7 +67,8 @@ class Handler(upstream.APIHandler):
     """mlx-lm's paths, /metrics, and a salt for each tenant's prompts: `cache_salt` in the body, as in vLLM, or the API key.
 
     `collectors`: of the metrics. `log_json`: requests are logged, not printed as `BaseHTTPRequestHandler` does it. `rules`:
-    what they may bring along. `web`: which requests of browsers are answered.
+    what they may bring along. `web`: which requests of browsers are answered. `admin`: what
+    answers below `PATH`.
     """
 
     def __init__(
@@ -85,9 +79,11 @@ class Handler(upstream.APIHandler):
         salts: Salts = BY_CACHE_SALT,
         rules: ClientRules = NO_RULES,
         web: WebAccess = LOCAL_ONLY,
+        admin: AdminPath | None = None,
         **options: Any,
     ):
-        self._collectors, self._log_json, self._salts, self._rules, self._web = collectors, log_json, salts, rules, web
+        self._collectors, self._log_json, self._salts, self._admin = collectors, log_json, salts, admin
+        self._rules, self._web = rules, web
         self._whole = False  # all of the request has been read
         self._long: dict[str, Any] = {}
         super().__init__(*args, **options)  # this answers the request
@@ -129,7 +125,8 @@ class Handler(upstream.APIHandler):
         self.server.connections.arrived(self.connection)
         self.connection.settimeout(UNREAD_SECONDS)
 
-    def _read_body(self) -> bytes:
+    def read_body(self, limit: int = BODY_LIMIT) -> bytes:
+        """Read the request's body. RequestRefused for one that has no length, is longer than `limit`, or is cut."""
         if self.headers.get_all("Transfer-Encoding"):
             raise RequestRefused(411, "Transfer-Encoding is not read here: send the body at once, with Content-Length")
         lengths = {length.strip(" \t") for length in self.headers.get_all("Content-Length", [])}
@@ -138,8 +135,8 @@ class Handler(upstream.APIHandler):
         length = lengths.pop()
         if lengths or not re.fullmatch("[0-9]{1,20}", length):
             raise RequestRefused(400, f"Content-Length {length[:20]!a} must be one number of bytes, in digits")
-        if int(length) > BODY_LIMIT:
-            raise RequestRefused(413, f"Content-Length {length}: at most {BODY_LIMIT} bytes are read")
+        if int(length) > limit:
+            raise RequestRefused(413, f"Content-Length {length}: at most {limit} bytes are read; send less at once")
         self._reader.expect(BODY_SECONDS + int(length) / BODY_RATE)
         body = self.rfile.read(int(length))
         if len(body) < int(length):
@@ -149,7 +146,14 @@ class Handler(upstream.APIHandler):
 
     # -- paths --------------------------------------------------------------------------------------------------------
 
+    def do_DELETE(self) -> None:
+        if self._admin is not None and self.path.startswith(PATH):
+            return self._admin.answer(self, self.read_body)
+        self._refuse(404, f"nothing to delete there; what can be is below {PATH}")
+
     def do_GET(self) -> None:
+        if self._admin is not None and self.path.startswith(PATH):
+            return self._admin.answer(self, self.read_body)
         if self.path.partition("?")[0] != "/metrics":
             return super().do_GET()
         body = prometheus.render(*self._collectors)
@@ -173,11 +177,13 @@ class Handler(upstream.APIHandler):
         self.wfile.write(json.dumps({"object": "list", "data": data}).encode())
 
     def do_POST(self) -> None:
+        if self._admin is not None and self.path.startswith(PATH):
+            return self._admin.answer(self, self.read_body)
         kind = KINDS.get(self.path)
         try:
             if kind is None:
                 raise RequestRefused(404, f"no such path; there are {', '.join(KINDS)}")
-            asked = checked(kind, _parsed(self._read_body()), allow_chat_template=self._rules.allow_chat_template)
+            asked = checked(kind, _parsed(self.read_body()), allow_chat_template=self._rules.allow_chat_template)
             self._give_upstream(asked)
             super().do_POST()
         except (BadRequest, RequestRefused) as error:

@@ -164,6 +164,12 @@ class TieredPromptCache(LRUPromptCache):
             of_type["n_bytes"] += counted.ram_bytes
         return by_type
 
+    def drop_live(self) -> None:
+        """Let go of the objects that are kept as they are."""
+        with self._turn:
+            super().trim_to(n_sequences=0)
+            self._pay_for_live()
+
     def _trim_ram(self, nbytes: int) -> None:
         """Evict images from RAM until they and the live objects take no more than this."""
         stats = self.cache.stats()

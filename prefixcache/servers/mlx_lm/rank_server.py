@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import threading
 import time
 from concurrent.futures import Future
@@ -18,6 +19,7 @@ from prefixcache.byte_sizes import size
 from prefixcache.cache import PrefixCache
 from prefixcache.metrics.stats import Stats
 from prefixcache.ranks import Ranks
+from prefixcache.ranks.launcher import when_launcher_ends
 from prefixcache.ranks.watch import Watch
 from prefixcache.servers.mlx_lm.arguments import check_model
 from prefixcache.servers.mlx_lm.errors import ServeError, ServeFailed
@@ -89,6 +91,7 @@ def serve_rank(settings: Settings, args: argparse.Namespace, how: Options, endin
     with ending.at_once():  # until its peers are there, MLX lets no other thread run, nor Python's signal handlers
         threading.Thread(target=generate, name="prefixcache-generate", daemon=True).start()
         grouped.wait()
+    when_launcher_ends(lambda pid: _follow_launcher(pid, ending))
     while not begun.done():
         if ending.asked.wait(POLL):
             os._exit(128 + ending.signum)
@@ -116,6 +119,12 @@ def serve_rank(settings: Settings, args: argparse.Namespace, how: Options, endin
         raise
     watch.close()
     return True
+
+
+def _follow_launcher(pid: int, ending: Ending) -> None:
+    if not ending.asked.is_set():
+        log.error("mlx.launch (pid %d) has ended: so its ranks end, too", pid)
+    ending.ask(signal.SIGTERM)
 
 
 def _begin(

@@ -117,6 +117,8 @@ class Generator(upstream.ResponseGenerator):
         self._taken = 0  # requests, since mlx-lm's loop was entered
         self._deferred: deque[DeferredRequest] = deque()
         self._idle_pool = IdlePool()
+        self._looks = 0  # how often the loop has looked for a request: what it answered before is stored then
+        self.when_idle: Callable[[], None] = lambda: None  # called again and again while there is no request
         self.prompts = TenantPromptCache(cache, self._stored, _rows_suffix(provider.cli_args), exact_prefill)
         provider.on_load = self._loaded
         super().__init__(provider, self.prompts)
@@ -131,6 +133,18 @@ class Generator(upstream.ResponseGenerator):
     def stop(self) -> None:
         """End the loop after its present step."""
         self._stop = True
+
+    def wait_for_stores(self, seconds: float) -> bool:
+        """Wait until the loop has stored what it has answered so far: a client has its answer before that. False where it
+        was busy with a step for so long.
+        """
+        before, until = self._looks, time.monotonic() + seconds
+        self.requests.put((WAKE, None, None))
+        while self._looks == before and self._generation_thread.is_alive():
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.005)
+        return True
 
     def leave(self) -> None:
         """The process ends at once, in the middle of loading."""
@@ -217,6 +231,9 @@ class Generator(upstream.ResponseGenerator):
         finally:
             self.prompts.request = None
 
+    def _log_cache_stats(self) -> None:
+        """Log nothing: mlx-lm would write a line and one for each type of prompt, and a request's own line follows."""
+
     def _loaded(self, model_key: Any) -> None:
         """Weights are identified when they are loaded, and with ram="auto" the budget becomes what they leave."""
         cache = self.prompts.cache
@@ -255,11 +272,14 @@ class Generator(upstream.ResponseGenerator):
 
     def _next_request(self, timeout: float | None = None) -> Any:
         """The next request that can begin. None when there is none, also when one came that must wait."""
+        self._looks += 1
         item = self._resumed() or super()._next_request(timeout)
         if item is None or item[0] is WAKE:
             item = self._resumed()
         self._idle_pool.look(busy=item is not None or timeout is None or bool(self._deferred))  # None: a batch goes on
         if item is None:
+            if timeout is not None and not self._deferred:  # mlx-lm waits only where no batch is under way
+                self.when_idle()
             return None
         queue, request, args = item
         if not isinstance(queue, Answers):

@@ -37,6 +37,7 @@ def serve(
     salts: Salts = BY_CACHE_SALT,
     hang_timeout: float = HANG,
     rules: ClientRules = NO_RULES,
+    admin_key: bytes = b"",
 ) -> None:
     """Run mlx_lm.server with these flags of its own until a signal ends it. Call it on the main thread.
 
@@ -45,14 +46,15 @@ def serve(
     `before`: called on the thread that generates when the model is there, before the first request is taken. `grace`: seconds
     that requests under way may go on at the end. `exact_prefill`: prompts are computed on exact rows, not on those that a hit
     will give. `log_json`: all that is logged goes to standard error as JSON. `salts`: whose a request's prompts are.
-    `hang_timeout`: seconds after which ranks that wait for each other end. `rules`: what is taken of
-    clients. Raises ServeError, ValueError or `ssd.DirectoryError` when it can't start.
+    `hang_timeout`: seconds after which ranks that wait for each other end. `rules`: what is taken of clients.
+    `admin_key`: what opens the admin path; with b"" programs on this machine may use it. Raises ServeError, ValueError or
+    `ssd.DirectoryError` when it can't start.
     """
     args = read_flags(flags)
     if mx.metal.is_available():  # as mlx-lm does it: the weights stay in memory
         mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
     bounded = any(flag.startswith("--prompt-cache-size") for flag in flags)
-    how = Options(before, grace, exact_prefill, log_json, salts, bounded, rules)
+    how = Options(before, grace, exact_prefill, log_json, salts, bounded, rules, admin_key)
     with Ending() as ending:
         if serve_rank(settings, args, how, ending, hang_timeout):
             return

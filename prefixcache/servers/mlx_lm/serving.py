@@ -20,6 +20,8 @@ from prefixcache.byte_sizes import size
 from prefixcache.metrics.logs import JsonFormatter, quotes_nothing
 from prefixcache.metrics.prometheus import CacheCollector
 from prefixcache.metrics.stats import Stats
+from prefixcache.servers.mlx_lm.admin import Admin
+from prefixcache.servers.mlx_lm.admin_http import AdminPath
 from prefixcache.servers.mlx_lm.errors import RankFailed, ServeError, ServeFailed
 from prefixcache.servers.mlx_lm.http_server import NO_RULES, ClientRules, Handler, Server
 from prefixcache.servers.mlx_lm.requests import Generator
@@ -41,6 +43,7 @@ class Options(NamedTuple):
     salts: Salts
     bounded: bool  # by --prompt-cache-size, which is not used
     rules: ClientRules = NO_RULES
+    admin_key: bytes = b""
 
 
 class Ending:
@@ -73,6 +76,12 @@ class Ending:
         finally:
             for number in self._before:
                 signal.signal(number, self._on)
+
+    def ask(self, signum: int) -> None:
+        """Ask for a clean end as this signal would, unless that was asked for already."""
+        if not self.signum:
+            self.signum = signum
+            self.asked.set()
 
     def _on(self, signum: int, frame: Any) -> None:
         if self.signum:
@@ -111,6 +120,7 @@ def run(server: Server, generator: Generator, ending: Ending, opened: Stats, how
     server.RequestHandlerClass = partial(
         Handler, generator, collectors=(CacheCollector(generator.prompts.cache),), log_json=how.log_json, salts=how.salts,
         rules=how.rules, web=server.web, system_fingerprint=upstream.get_system_fingerprint(),
+        admin=AdminPath(Admin(generator, how.salts), how.admin_key),
     )  # fmt: skip
     thread = threading.Thread(target=server.serve_forever, args=(POLL,), name="prefixcache-http", daemon=True)
     thread.start()

@@ -1,0 +1,70 @@
+"""`prefixcache pin`: prompts that a running server keeps whatever is evicted, and the list of them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.table import Table
+
+from prefixcache.cli.live.prompts import Files, read_bodies
+from prefixcache.cli.live.server import AdminClient, Json, KeyFile, Url
+from prefixcache.cli.text import Refused, console, foreign, many, print_json, refusing, size
+
+
+def pin(
+    url: Url,
+    prompts: Files = None,
+    undo: Annotated[bool, typer.Option("--undo", help="Undo one pin of each prompt.")] = False,
+    end: Annotated[
+        list[str] | None,
+        typer.Option("--end", metavar="NAME", help="End all pins of the prompt that the list calls so."),
+    ] = None,
+    admin_key_file: KeyFile = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
+) -> None:
+    """Keep prompts in a running server, in the tiers where they are, whatever is evicted; without prompts and --end, list
+    what is pinned. `warm` stores what isn't yet.
+
+    A prompt is the body of a chat request. Pins end with --undo, --end, `clear`, and with the server.
+
+    Exit code: 0 done, 2 it could not be done.
+    """
+    with refusing():
+        client = AdminClient(url, admin_key_file)
+        if undo and not prompts:
+            raise Refused("--undo without prompts: name the file of those that were pinned, or use --end NAME")
+        done: list[Json] = [client.ask("DELETE", "pins", {"name": name}) for name in end or []]
+        for where, body in read_bodies(prompts) if prompts else []:
+            try:
+                done.append({"prompt": where, **client.ask("DELETE" if undo else "POST", "pins", body)})
+            except Refused as error:
+                raise Refused(f"{where}: {error}") from None
+        pins = client.ask("GET", "pins")["pins"]
+    if as_json:
+        print_json({"url": client.name, "done": done, "pins": pins})
+        return
+    out = console()
+    for one in done:
+        if "pinned_tokens" in one:
+            text = f"{one['prompt']}: {one['pinned_tokens']:,} of {many(one['tokens'], 'token')} pinned"
+        else:
+            text = f"{one.get('prompt', 'ended')}: {many(one['ended'], 'pin')} ended"
+        out.print(foreign(text), soft_wrap=True)
+    if pins:
+        out.print(_table(pins))
+    else:
+        out.print("nothing is pinned")
+
+
+def _table(pins: list[Json]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    for heading in ("name", "model, namespace"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("tokens", "bytes", "pins"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for one in pins:
+        whose = foreign(f"{one['model']}, {one['namespace'][:8]}")
+        table.add_row(foreign(one["name"]), whose, f"{one['tokens']:,}", size(one["nbytes"]), str(one["pins"]))
+    return table

@@ -1,0 +1,42 @@
+"""`prefixcache remove`: prompts, and all that begins with them, are deleted from a running server."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from prefixcache.cli.live.deletion import show_now
+from prefixcache.cli.live.prompts import Files, read_bodies
+from prefixcache.cli.live.server import AdminClient, KeyFile, Url
+from prefixcache.cli.text import Refused, complain, console, foreign, print_json, refusing, size
+
+
+def remove(
+    url: Url,
+    prompts: Files = None,
+    admin_key_file: KeyFile = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
+) -> None:
+    """Delete prompts from a running server, RAM and SSD: each with all that begins with it, such as the further turns of its
+    chat. Of a system prompt alone those are all chats that have it. What other prompts share stays.
+
+    A prompt is the body of the request that was sent, with its "cache_salt", or "authorization" as its header had it.
+
+    Exit code: 0 all are gone, 2 it could not be done.
+    """
+    with refusing():
+        client, removed = AdminClient(url, admin_key_file), []
+        for where, body in read_bodies(prompts or []):
+            try:
+                removed.append({"prompt": where, **client.ask("DELETE", "prompts", body)})
+            except Refused as error:
+                raise Refused(f"{where}: {error}") from None
+    if as_json:
+        print_json({"url": client.name, "removed": removed})
+        return
+    for one in removed:
+        console().print(foreign(f"{one['prompt']}: {size(one['bytes'])} deleted"), soft_wrap=True)
+        if not one["bytes"]:
+            complain(f"{one['prompt']}: nothing was stored of it")
+    show_now(client, removed[-1])

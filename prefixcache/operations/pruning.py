@@ -1,0 +1,142 @@
+"""Deleting many images of a running cache: of one model, one tenant, one namespace; what was not used since a time; and the
+SSD's least recent until it takes no more than a size. `ssd.pruning` does it to a directory that nobody has open.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+from prefixcache.blocks.node import Slot, rank
+from prefixcache.keys import root_key
+from prefixcache.ssd import Address
+from prefixcache.ssd.selection import Selection, selected_namespaces
+from prefixcache.tiers.lower_tier import LowerTier
+from prefixcache.tiers.storage import Storage, root_of
+
+AT_ONCE = 256  # images that are deleted while the lock is held
+
+
+class Deleted(NamedTuple):
+    """What was deleted: images, and their bytes, those in RAM and on SSD counted once. `held`: images that were meant and
+    stay, since they are pinned or others depend on them.
+    """
+
+    images: int
+    nbytes: int
+    held: int = 0
+
+
+def roots_meant(storage: Storage, selection: Selection, salt: bytes | None) -> set[bytes]:
+    """The root keys of the namespaces that are meant: by model and root key as `selection` says, and of one salt.
+    NoSuchNamespace where a name stands for none, or for several.
+    """
+    with storage.lock:
+        rows = [namespace.row for namespace in storage.namespaces.values()]
+    meant = selected_namespaces(rows, selection)
+    if salt is None:
+        return set(meant)
+    return {
+        row.root
+        for row in meant.values()
+        if root_key(row.model, json.loads(row.codec), json.loads(row.layout), salt) == row.root
+    }
+
+
+def clear_namespaces(storage: Storage, roots: Collection[bytes]) -> Deleted:
+    """Delete every image of these namespaces from every tier, pinned ones, too."""
+    images = nbytes = 0
+    for slots in _portions(_least_recent(storage, roots)):
+        with storage.lock:
+            for slot in filter(storage.graph.is_attached, slots):
+                images, nbytes = images + 1, nbytes + storage.discard(slot)
+    unindexed = _delete_unindexed(storage, roots, None)
+    return Deleted(images + unindexed.images, nbytes + unindexed.nbytes)
+
+
+def prune_namespaces(storage: Storage, roots: Collection[bytes], used_before: float | None) -> Deleted:
+    """Delete the images of these namespaces that were last used before a Unix time, or all, from every tier. Pinned ones
+    stay, and those that something depends on which stays.
+    """
+    images, nbytes, held = _delete_unindexed(storage, roots, used_before)
+    newest = _newest_tick(storage, used_before)
+    for slots in _portions(_least_recent(storage, roots, newest)):
+        with storage.lock:
+            for slot in filter(storage.graph.is_attached, slots):
+                needed = slot.pins or any(storage.graph.has_dependents(slot, tier) for tier in storage.graph.tiers)
+                if needed or (newest is not None and slot.tick > newest):
+                    held += 1
+                else:
+                    images, nbytes = images + 1, nbytes + storage.discard(slot)
+    return Deleted(images, nbytes, held)
+
+
+def prune_tier(
+    storage: Storage, lower: LowerTier, roots: Collection[bytes], used_before: float | None, to_size: int
+) -> Deleted:
+    """Delete from a tier below RAM the least recent of these images, until it takes at most `to_size` bytes. What RAM has
+    stays there.
+    """
+    images = nbytes = held = 0
+    newest = _newest_tick(storage, used_before)
+    with storage.lock:
+        for address in _unindexed(storage, lower, roots, used_before):
+            if lower.tier.used <= to_size:
+                return Deleted(images, nbytes, held)
+            images, nbytes = images + 1, nbytes + lower.delete_unindexed([address])
+    for slots in _portions(_least_recent(storage, roots, newest)):
+        with storage.lock:
+            for slot in filter(storage.graph.is_attached, slots):
+                if lower.tier.used <= to_size:
+                    return Deleted(images, nbytes, held)
+                if not slot.is_in(lower.number):
+                    continue
+                if slot.pins or slot.pending or storage.graph.has_dependents(slot, lower.number):
+                    held += 1
+                else:
+                    images, nbytes = images + 1, nbytes + slot.nbytes
+                    lower.delete(slot)
+    return Deleted(images, nbytes, held)
+
+
+def _newest_tick(storage: Storage, used_before: float | None) -> int | None:
+    with storage.lock:
+        return None if used_before is None else storage.graph.recency.times.last_before(used_before)
+
+
+def _least_recent(storage: Storage, roots: Collection[bytes], newest: int | None = None) -> list[Slot]:
+    """The slots of these namespaces whose tick is no newer, in the order in which they can be deleted. Sorted without the
+    lock: some may be used or deleted meanwhile.
+    """
+    with storage.lock:
+        slots = list(storage.graph.slots.values())
+    meant = [slot for slot in slots if root_of(slot).key in roots and (newest is None or slot.tick <= newest)]
+    return [slot for _, slot in sorted(((rank(slot), slot) for slot in meant), key=lambda ranked: ranked[0])]
+
+
+def _portions(slots: list[Slot]) -> Iterator[list[Slot]]:
+    for first in range(0, len(slots), AT_ONCE):
+        yield slots[first : first + AT_ONCE]
+
+
+def _delete_unindexed(storage: Storage, roots: Collection[bytes], used_before: float | None) -> Deleted:
+    """Delete what tiers have of these and RAM has no room to index: it is the least recent of all."""
+    images = nbytes = 0
+    with storage.lock:
+        for lower in storage.lower:
+            addresses = _unindexed(storage, lower, roots, used_before)
+            images, nbytes = images + len(addresses), nbytes + lower.delete_unindexed(addresses)
+    return Deleted(images, nbytes)
+
+
+def _unindexed(
+    storage: Storage, lower: LowerTier, roots: Collection[bytes], used_before: float | None
+) -> list[Address]:
+    """The images of these namespaces that a tier has and the graph doesn't, last used before a Unix time."""
+    return [
+        entry.address
+        for entry in lower.unindexed.values()
+        if entry.namespace in roots and (used_before is None or entry.used_at < used_before)
+        if entry.address not in storage.graph.slots  # it was stored again, and is deleted with its slot
+    ]

@@ -1,0 +1,136 @@
+"""The admin path of a server: who may ask there, and an operation's JSON over HTTP.
+
+With a key, whoever sends it as `Authorization: Bearer KEY` may ask, from anywhere. Without one only programs on this machine
+may: no browser, whose pages come from anywhere, and no reverse proxy, whose clients do.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler
+from typing import Any
+
+from prefixcache.servers.mlx_lm.admin import Admin
+from prefixcache.servers.mlx_lm.errors import RequestRefused
+
+log = logging.getLogger("prefixcache")
+
+PATH = "/prefixcache/"
+BODY_LIMIT = 1 << 26  # bytes of a request: prompts are in it
+FORWARDED = ("X-Forwarded-For", "X-Forwarded-Host", "X-Forwarded-Proto", "X-Real-IP", "Forwarded", "Via")
+OF_BROWSERS = ("Origin", "Referer", "Sec-Fetch-Site", "Sec-Fetch-Mode")
+REMEDY = "start the server with --admin-key-file, and send its key as `Authorization: Bearer KEY`"
+LOCAL_NAME = re.compile(r"(localhost|127\.[0-9.]+|\[::1\])(:[0-9]{1,5})?")
+
+
+class AdminPath:
+    """What a server's HTTP handler calls for the paths that begin with `PATH`. `key`: b"" for none."""
+
+    def __init__(self, admin: Admin, key: bytes = b""):
+        self._admin, self._key = admin, key
+
+    def answer(self, handler: BaseHTTPRequestHandler, read_body: Callable[[int], bytes]) -> None:
+        """Read a request whose headers were read, and answer it."""
+        try:
+            has_body = any(name in handler.headers for name in ("Content-Length", "Transfer-Encoding"))
+            content = (
+                read_body(BODY_LIMIT) if has_body else b""
+            )  # also of who may not ask: else the answer might not arrive
+            self._check_sender(handler)
+            name = handler.path.partition("?")[0].removeprefix(PATH)
+            result = self._admin.answer(handler.command, name, _body_of(handler, content))
+        except RequestRefused as error:
+            return _refuse(handler, error)
+        except Exception:
+            log.exception("an admin request failed")
+            return _refuse(handler, RequestRefused(500, "it failed; see the server's log"))
+        if isinstance(result, dict):
+            _send(handler, 200, "application/json", json.dumps(result).encode() + b"\n")
+        else:
+            _stream(handler, result)
+
+    def _check_sender(self, handler: BaseHTTPRequestHandler) -> None:
+        if self._key:
+            given = handler.headers.get_all("Authorization", [])
+            scheme, _, token = given[0].strip().partition(" ") if len(given) == 1 else ("", "", "")
+            if scheme.lower() != "bearer" or not hmac.compare_digest(token.strip().encode("latin-1"), self._key):
+                raise RequestRefused(
+                    401, "the admin path needs this server's admin key: send `Authorization: Bearer KEY`"
+                )
+            return
+        why = _why_not_local(handler)
+        if why:
+            raise RequestRefused(
+                403, f"{why}, and without an admin key only programs on its machine may ask here: {REMEDY}"
+            )
+
+
+def _why_not_local(handler: BaseHTTPRequestHandler) -> str:
+    """Why a request isn't surely of a program on this machine; "" where it is."""
+    if not _is_loopback(str(handler.client_address[0])):
+        return "this comes from another machine"
+    for name in (*FORWARDED, *OF_BROWSERS):
+        if name in handler.headers:
+            return f"this has the header {name}, of a {'proxy' if name in FORWARDED else 'browser'}"
+    if handler.request_version == "HTTP/1.0":  # nginx's to what is behind it, when it is told nothing else
+        return "this is HTTP/1.0, as of a proxy"
+    hosts = handler.headers.get_all("Host", [])
+    if len(hosts) != 1 or not LOCAL_NAME.fullmatch(hosts[0].lower()):
+        return "this calls the server by a name that other machines know"
+    return ""
+
+
+def _is_loopback(address: str) -> bool:
+    found = ipaddress.ip_address(address.partition("%")[0])
+    mapped = getattr(found, "ipv4_mapped", None)
+    return (mapped or found).is_loopback
+
+
+def _body_of(handler: BaseHTTPRequestHandler, content: bytes) -> dict[str, Any]:
+    if not content:
+        return {}
+    if handler.headers.get_content_type() != "application/json":
+        raise RequestRefused(
+            415, "the body is no application/json by its Content-Type: send `Content-Type: application/json`"
+        )
+    try:
+        body = json.loads(content.decode())
+    except (ValueError, RecursionError):
+        raise RequestRefused(400, "the body is not JSON in UTF-8, or nested too deeply: send one object") from None
+    if not isinstance(body, dict):
+        raise RequestRefused(400, 'the body is no JSON object: send one, such as {"model": "NAME"}')
+    return body
+
+
+def _refuse(handler: BaseHTTPRequestHandler, error: RequestRefused) -> None:
+    body = json.dumps({"error": {"message": str(error), "code": error.status}}).encode() + b"\n"
+    _send(handler, error.status, "application/json", body)
+
+
+def _send(handler: BaseHTTPRequestHandler, status: int, kind: str, body: bytes | None) -> None:
+    handler.send_response(status)
+    handler.send_header("Content-Type", kind)
+    if status == 401:
+        handler.send_header("WWW-Authenticate", "Bearer")
+    if body is not None:
+        handler.send_header("Content-Length", str(len(body)))
+    handler.send_header("Cache-Control", "no-store")
+    handler.end_headers()
+    if body is not None:
+        handler.wfile.write(body)
+
+
+def _stream(handler: BaseHTTPRequestHandler, results: Iterator[dict[str, Any]]) -> None:
+    """Send results as they come, an object a line; the end of the connection is theirs. Who goes away ends them."""
+    try:
+        _send(handler, 200, "application/x-ndjson", None)
+        for result in results:
+            handler.wfile.write(json.dumps(result).encode() + b"\n")
+            handler.wfile.flush()
+    finally:
+        results.close()  # type: ignore[attr-defined]

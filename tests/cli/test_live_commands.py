@@ -1,0 +1,61 @@
+"""The commands on a running server, as far as they refuse without asking it, or find none. The rest: test_admin.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.remote.servers import free_port
+
+NOBODY = "http://127.0.0.1:1"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("clear",), "neither DIR nor --url"),
+        (("prune", ".", "--url", NOBODY), "DIR with --url"),
+        (("clear", ".", "--model", "m"), "--model without --url: add --url in the place of DIR"),
+        (("prune", ".", "--ram-to-size", "1GB"), "--ram-to-size without --url"),
+        (("prune", "--url", NOBODY, "--dry-run"), "--dry-run with --url: it is for a DIR"),
+        (("prune", "--url", NOBODY, "--quarantine"), "--quarantine with --url"),
+        (("prune", "--url", NOBODY), "nothing is selected"),
+        (("prune", "--url", NOBODY, "--older-than", "7"), "--older-than '7': not an age"),
+        (("prune", "--url", NOBODY, "--to-size", "7x"), "--to-size='7x': not a size"),
+        (("clear", "--url", NOBODY), "add --yes where there is no terminal to ask"),
+        (("clear", "--yes", "--url", "127.0.0.1:8080"), "not the address of a server; give a server's address"),
+        (("clear", "--yes", "--url", "http://127.0.0.1:99999"), "--url http://127.0.0.1:99999"),
+        (("clear", "--yes", "--url", NOBODY, "--no-salt", "--api-key-file", "x"), "--no-salt with the file of a salt"),
+        (
+            ("clear", "--yes", "--url", NOBODY, "--api-key-file", "/nowhere/x"),
+            "--api-key-file /nowhere/x: No such file",
+        ),
+        (("clear", "--yes", "--url", NOBODY, "--cache-salt-file", "/dev/null"), "--cache-salt-file /dev/null: empty"),
+        (("clear", "--yes", "--url", NOBODY, "--admin-key-file", "/dev/null"), "/dev/null: no key in it"),
+        (("remove", "--url", NOBODY), "no prompts: name a file"),
+        (("remove", "--url", NOBODY, "/nowhere/p"), "/nowhere/p: No such file"),
+        (("pin", "--url", NOBODY, "--undo"), "--undo without prompts"),
+        (("warm", "--url", NOBODY, "--model", "m", "x"), "--model with --url: the server has its own"),
+        (("warm", "--url", NOBODY, "--ssd-dir", "x", "x"), "--ssd-dir with --url: the server has its own"),
+    ],
+)
+def test_what_can_not_be_meant_is_refused(call, words, told):
+    done = call(*words)
+    assert done.exit_code == 2
+    assert told in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_line_that_is_no_object_is_named(call, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "x"}\n[1]\n')
+    done = call("remove", "--url", NOBODY, file)
+    assert (done.exit_code, f"{file}:2: no JSON object" in done.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("words", [("clear", "--yes"), ("prune", "--older-than", "1h"), ("pin",)])
+def test_a_server_that_is_not_there_is_told(call, words):
+    url = f"http://127.0.0.1:{free_port()}"
+    done = call(*words, "--url", url)
+    assert done.exit_code == 2
+    assert f"{url}: " in done.stderr
+    assert "refused; is the server up" in done.stderr
