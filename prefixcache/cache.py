@@ -77,6 +77,7 @@ RECENCY_FLUSH_SLOTS = 8192  # or so many that it has not heard of
 LONGEST = 1 << 24  # tokens that a fetch leaves room for
 LAST_UPLOADS = 5.0  # seconds that close() gives to what waits for the remote tier
 INTERRUPTED_CLOSE = 5.0  # seconds that an interrupted close() gives the SSD
+ANY_LIMIT = 1 << 62  # bytes of an SSD, where its size doesn't matter
 
 _open: set[PrefixCache] = set()  # those that have a directory, until they are closed
 
@@ -178,7 +179,7 @@ class PrefixCache:
         if self.settings.memory_reserve != 0:
             self._pressure.start()
         self._idle = Idle(self._storage)
-        if self._ssd is not None and self.settings.idle_bytes(self._ssd.limit):
+        if has_ssd and self.settings.idle_bytes(ANY_LIMIT):  # its disk may have room, or be there, only later
             self._idle.start()
         self._summary: Summary | None = None
         if self.settings.log_every:
@@ -216,7 +217,8 @@ class PrefixCache:
             readers=self.settings.readers, written=tier.written, recreated=tier.recreated, shrunk=tier.shrunk,
         )  # fmt: skip
         try:
-            tier.open(ssd, filter(None, map(self._namespaces.from_row, ssd.namespaces())))
+            namespaces = list(filter(None, map(self._namespaces.from_row, ssd.namespaces())))  # without the lock
+            tier.open(ssd, namespaces)
         except BaseException as error:
             ssd.close(0)
             if isinstance(error, (OSError, sqlite3.Error)):
@@ -720,7 +722,8 @@ class PrefixCache:
                 "nothing is selected: give model, salt, namespace, used_before or ssd_to; clear() deletes all"
             )
         if ssd_to is not None and self._ssd is None:
-            raise ValueError(f"ssd_to={ssd_to!r}: this cache was opened without an SSD; leave it out")
+            why = "this cache was opened without an SSD" if self._disk is None else "the SSD's disk is not there yet"
+            raise ValueError(f"ssd_to={ssd_to!r}: {why}; leave it out")
         storage, selection = self._storage, Selection(model, namespace)
         roots = roots_meant(storage, selection, None if salt is None else as_salt(salt))
         if ssd_to is not None:

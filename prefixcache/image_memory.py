@@ -125,6 +125,7 @@ class Pool:
         """From now on memory is kept for the room that this budget has, too, as long as it lives."""
         with self._lock:
             self._budgets.add(budget)
+        self._settle()
 
     def take(self, nbytes: int) -> np.ndarray | None:
         """Memory for an image. None where the system has none."""
@@ -157,6 +158,7 @@ class Pool:
             for number, region in list(self._regions.items()):
                 if self._clean.remove(number * SPAN, len(region)):
                     del self._regions[number]
+        self._settle()
 
     def _settle(self) -> None:
         """Keep what images left, as far as the budgets allow. Nothing is done while another thread, or this one, has the

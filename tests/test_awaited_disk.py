@@ -12,6 +12,8 @@ from prefixcache import DirectoryHeld, PrefixCache
 from prefixcache.ssd import awaited
 from prefixcache.ssd.awaited import why_absent
 from prefixcache.ssd.directory import Directory, Lock
+from prefixcache.tiers import idle
+from prefixcache.tiers.lower_tier import LowerTier
 from tools.faults.evidence import du
 
 from . import states
@@ -90,6 +92,30 @@ def test_once_it_is_there_what_it_has_is_hit_and_what_ram_has_is_written(opened,
     again = opened(ssd_dir=disk / "ssd")
     for seed in (*range(5), *range(10, 15), 20):
         assert again.promote(prompt(seed), model="m").result(20) == fetched(again, seed) == 600
+
+
+def test_what_ram_got_meanwhile_is_written_while_nobody_asks(opened, disk, monkeypatch):
+    monkeypatch.setattr(idle, "PERIOD", 0.02)
+    cache = opened(ssd_dir=disk / "ssd", ssd_missing="wait", spill_idle="auto")
+    put(cache, 10)
+    plug_in(disk)
+    until(lambda: cache.stats().counters.idle_bytes)
+
+
+def test_an_index_that_cant_be_read_in_leaves_no_tier_behind(opened, disk, monkeypatch, caplog):
+    load = LowerTier._load
+
+    def failing(*args):
+        monkeypatch.setattr(LowerTier, "_load", load)
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(LowerTier, "_load", failing)
+    cache = opened(ssd_dir=disk / "ssd", ssd_missing="wait")
+    plug_in(disk)
+    until(lambda: cache.stats().ssd)
+    assert "Input/output error" in caplog.text
+    assert cache.promote(prompt(0), model="m").result(20) == 600
+    cache.check_integrity()
 
 
 def test_what_ram_got_meanwhile_is_newer_than_what_the_disk_has(opened, disk):
@@ -194,6 +220,14 @@ def test_elsewhere_the_folder_that_it_is_made_in_must_be_there_but_for_the_user_
     assert why_absent(tmp_path / "home" / ".cache" / "prefixcache", none) == ""
     assert why_absent(tmp_path / "ssd" / "rank-3", none) == ""
     assert "no such folder" in why_absent(tmp_path / "vra" / "ssd" / "rank-3", none)
+
+
+def test_a_folder_that_cant_be_looked_into_is_there_and_to_open_it_says_why(tmp_path, monkeypatch):
+    def refused(*args, **options):
+        raise PermissionError(13, os.strerror(13))
+
+    monkeypatch.setattr(Path, "exists", refused)
+    assert why_absent(tmp_path / "ssd", tmp_path / "none") == ""
 
 
 def test_a_mount_point_that_may_not_be_read_is_absent(tmp_path, monkeypatch):

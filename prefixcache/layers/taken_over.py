@@ -31,7 +31,7 @@ class Compared(NamedTuple):
     alike: mx.array
 
 
-class Stretch(NamedTuple):
+class TokenRun(NamedTuple):
     """Tokens `first` to `last` (not included) of a block, and the first of their rows in a section's tensors."""
 
     first: int
@@ -44,7 +44,7 @@ def leading_rows(plan: Plan, leaves: Sequence[Leaf], start: int, tensors: Tensor
     tensors decode to. Tokens that the codec keeps as they are count where one behind them does.
     """
     first = min(max(plan.sink_tokens - start, 0), count)
-    return _leading(_compared_rows(plan, leaves, start, tensors, Stretch(first, count, first)), count)
+    return _leading(_compared_rows(plan, leaves, start, tensors, TokenRun(first, count, first)), count)
 
 
 def leading_window(
@@ -71,30 +71,30 @@ def _leading(compared: Iterator[Compared], count: int) -> int:
 
 
 def _compared_rows(
-    plan: Plan, leaves: Sequence[Leaf], start: int, tensors: Tensors, stretch: Stretch
+    plan: Plan, leaves: Sequence[Leaf], start: int, tensors: Tensors, run: TokenRun
 ) -> Iterator[Compared]:
-    if stretch.first < stretch.last:
+    if run.first < run.last:
         for group in plan.rows.groups:
             for member in group.members:
-                yield _compared(group, member, leaves[member.leaf], start, tensors, stretch)
-        yield from _compared_joined(plan, leaves, start, tensors, stretch)
+                yield _compared(group, member, leaves[member.leaf], start, tensors, run)
+        yield from _compared_joined(plan, leaves, start, tensors, run)
 
 
 def _compared_joined(
-    plan: Plan, leaves: Sequence[Leaf], start: int, tensors: Tensors, stretch: Stretch
+    plan: Plan, leaves: Sequence[Leaf], start: int, tensors: Tensors, run: TokenRun
 ) -> Iterator[Compared]:
     for joined in plan.joined:
-        codes = codes_of(joined, tensors, stretch.last)
+        codes = codes_of(joined, tensors, run.last)
         try:
             (decoded,) = decode_joined([CodedBlocks(joined, [(start, codes)])])
             decoded.check()
         except DamagedBlock:  # a fetch deletes the image
-            yield Compared(stretch.first, mx.array([False]))
+            yield Compared(run.first, mx.array([False]))
             return
         (rows,) = decoded.stretches
         for number, (leaf, stream) in enumerate(joined.streams):
-            stored = rows.rows(number, joined.coder.dtype)[:, stretch.first :]
-            yield Compared(stretch.first, _alike(_live(leaves[leaf], stream, start, stretch), stored))
+            stored = rows.rows(number, joined.coder.dtype)[:, run.first :]
+            yield Compared(run.first, _alike(_live(leaves[leaf], stream, start, run), stored))
 
 
 def _compared_windows(
@@ -102,23 +102,23 @@ def _compared_windows(
 ) -> Iterator[Compared]:
     for section, mask, wanted in zip(plan.windowed, stored, shared, strict=True):
         for first, last in runs_of(wanted & ~plan.sunk(start)):
-            stretch = Stretch(first, last, (mask & mask_of(0, first)).bit_count())
+            run = TokenRun(first, last, (mask & mask_of(0, first)).bit_count())
             for group in section.groups:
                 for member in group.members:
-                    yield _compared(group, member, leaves[member.leaf], start, tensors, stretch)
+                    yield _compared(group, member, leaves[member.leaf], start, tensors, run)
 
 
-def _compared(group: Group, member: Member, leaf: Leaf, start: int, tensors: Tensors, stretch: Stretch) -> Compared:
-    rows = slice(stretch.at, stretch.at + stretch.last - stretch.first)
+def _compared(group: Group, member: Member, leaf: Leaf, start: int, tensors: Tensors, run: TokenRun) -> Compared:
+    rows = slice(run.at, run.at + run.last - run.first)
     if leaf.codes is not None:
-        return Compared(stretch.first, _same_codes(group, member, leaf.codes, start, tensors, stretch))
+        return Compared(run.first, _same_codes(group, member, leaf.codes, start, tensors, run))
     stored = decoded_rows(group, member, rows, tensors)
-    return Compared(stretch.first, _alike(_live(leaf, member.stream, start, stretch), stored))
+    return Compared(run.first, _alike(_live(leaf, member.stream, start, run), stored))
 
 
-def _live(leaf: Leaf, stream: str, start: int, stretch: Stretch) -> mx.array:
+def _live(leaf: Leaf, stream: str, start: int, run: TokenRun) -> mx.array:
     """(heads, tokens, width)."""
-    where = leaf.where(start + stretch.first, start + stretch.last)
+    where = leaf.where(start + run.first, start + run.last)
     return leaf.arrays[stream][0][:, where if isinstance(where, slice) else mx.array(where)]
 
 
@@ -127,13 +127,13 @@ def _alike(live: mx.array, stored: mx.array) -> mx.array:
 
 
 def _same_codes(
-    group: Group, member: Member, codes: LiveCodes, start: int, tensors: Tensors, stretch: Stretch
+    group: Group, member: Member, codes: LiveCodes, start: int, tensors: Tensors, run: TokenRun
 ) -> mx.array:
     """Of a live cache that has codes itself, whether these are the stored ones, of the same levels."""
-    first, last, of_image = start + stretch.first, start + stretch.last, levels.read(group, tensors, member)
+    first, last, of_image = start + run.first, start + run.last, levels.read(group, tensors, member)
     alike = np.ones(last - first, bool)
     for name, plane in zip(group.names, codes.planes(member.stream), strict=True):
-        stored = tensors[name][stretch.at : stretch.at + last - first, member.in_group]
+        stored = tensors[name][run.at : run.at + last - first, member.in_group]
         alike &= (stored == plane[first:last]).reshape(last - first, -1).all(1)
     for low, high, of_layer in codes.stretches(first, last):
         alike[low - first : high - first] &= same(getattr(of_layer, member.stream), of_image)

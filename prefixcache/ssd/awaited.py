@@ -65,7 +65,10 @@ def why_absent(directory: Path, fstab: Path = FSTAB) -> str:
     for point in _mount_points(fstab):
         if directory.is_relative_to(point) and not os.path.ismount(point):
             return f"{str(point)!r} is not mounted; mount it"
-    if directory.exists():
+    try:
+        if directory.exists():
+            return ""
+    except OSError:  # no rights, or a failing disk: to open it says so
         return ""
     for area, depth in AREAS.items():
         if directory.is_relative_to(area) and _is_empty_mount_point(directory, Path(area), depth):

@@ -105,11 +105,11 @@ class Writer:
             self._call(write)
         error = self._attempt(batch)
         again = self._make_room(batch, error)
-        if again:
-            error = None
         ended = [write for write in batch.writes if write not in again]
         for write in ended:
             self._report(write, error)
+        if again:
+            error = None
         batch.failed = sum(not write.done for write in ended)
         for write in self._queue.finish(batch, error, again):
             self._call(write)

@@ -54,7 +54,11 @@ class LowerTier:
         with self._storage.lock, collector_at_rest():
             self.tier = tier
             self._storage.lower.append(self)
-            self._load(namespaces)
+            try:
+                self._load(namespaces)
+            except BaseException:
+                self._storage.lower.remove(self)  # another attempt takes its place
+                raise
 
     def _load(self, namespaces: Iterable[Namespace]) -> None:
         storage, graph, tier = self._storage, self._storage.graph, self.tier

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 AHEAD_SHARE = 4  # a quarter of a full RAM is written before it must be evicted
 AHEAD_STEP = 32  # and is looked at again when so much of the budget is new
-IDLE_SHARE = 8  # of the budget that waits for a write because nobody asks: what comes next finds the queue half empty
+IDLE_QUEUE_SHARE = (
+    8  # of the budget that waits for a write because nobody asks: what comes next finds the queue half empty
+)
 
 
 class Spilling:
@@ -69,7 +71,7 @@ class Spilling:
         bytes queued. The rest is for later calls: no more waits at once than an 8th of the budget.
         """
         storage, tier = self._storage, self._storage.spill_tier
-        queued, most = 0, storage.budget.limit // IDLE_SHARE
+        queued, most = 0, storage.budget.limit // IDLE_QUEUE_SHARE
         if tier is None:
             return 0
         for slot in list(reversed(storage.graph.orders[RAM])):

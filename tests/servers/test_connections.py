@@ -18,6 +18,7 @@ from prefixcache.servers.mlx_lm.connections import MOST, Connections
 from tests.serving import SECONDS, Server, ask, save_model, serve, serving, starting, wait_for
 
 HEAD = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+ADMIN = "DELETE /prefixcache/images HTTP/1.1\r\nHost: localhost\r\nContent-Length: 60000000\r\n\r\n{"
 USER = [{"role": "user", "content": "hello"}]
 CHAT = json.dumps({"messages": USER, "max_tokens": 2})
 
@@ -121,6 +122,16 @@ def test_a_request_that_does_not_come_is_answered_408(hurried, sent):
             assert answer(connection).startswith(b"HTTP/1.0 408 ")
 
 
+@pytest.mark.parametrize("method", ["POST", "GET", "DELETE"])
+def test_a_body_for_operators_that_does_not_come_is_answered_408(hurried, method):
+    with connected(hurried) as connection:
+        connection.sendall(
+            f"{method} /prefixcache/pins HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{{".encode()
+        )
+        assert answer(connection).startswith(b"HTTP/1.0 408 ")
+    assert hurried.troubles() == []
+
+
 def test_bytes_that_trickle_buy_no_time(hurried):
     with connected(hurried) as connection:
         gone = threading.Event()
@@ -139,10 +150,11 @@ def test_bytes_that_trickle_buy_no_time(hurried):
         thread.join()
 
 
-def test_half_sent_requests_do_not_keep_others_out(hurried):
+@pytest.mark.parametrize("sent", [HEAD, ADMIN])
+def test_half_sent_requests_do_not_keep_others_out(hurried, sent):
     with ExitStack() as stack:
         for _ in range(200):
-            stack.enter_context(connected(hurried)).sendall(HEAD.encode())
+            stack.enter_context(connected(hurried)).sendall(sent.encode())
         assert ask(hurried, USER).generated
     assert ask(hurried, USER).generated
 

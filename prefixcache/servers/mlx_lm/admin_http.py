@@ -16,11 +16,13 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 from prefixcache.servers.mlx_lm.admin import Admin
+from prefixcache.servers.mlx_lm.connections import SlowClient
 from prefixcache.servers.mlx_lm.errors import RequestRefused
 
 log = logging.getLogger("prefixcache")
 
 PATH = "/prefixcache/"
+BODY_HEADERS = ("Content-Length", "Transfer-Encoding")  # of a request that has a body
 BODY_LIMIT = 1 << 26  # bytes of a request: prompts are in it
 FORWARDED = ("X-Forwarded-For", "X-Forwarded-Host", "X-Forwarded-Proto", "X-Real-IP", "Forwarded", "Via")
 OF_BROWSERS = ("Origin", "Referer", "Sec-Fetch-Site", "Sec-Fetch-Mode")
@@ -37,15 +39,16 @@ class AdminPath:
     def answer(self, handler: BaseHTTPRequestHandler, read_body: Callable[[int], bytes]) -> None:
         """Read a request whose headers were read, and answer it."""
         try:
-            has_body = any(name in handler.headers for name in ("Content-Length", "Transfer-Encoding"))
-            content = (
-                read_body(BODY_LIMIT) if has_body else b""
-            )  # also of who may not ask: else the answer might not arrive
+            has_body = any(name in handler.headers for name in BODY_HEADERS)
+            # also of who may not ask: else the answer might not arrive
+            content = read_body(BODY_LIMIT) if has_body else b""
             self._check_sender(handler)
             name = handler.path.partition("?")[0].removeprefix(PATH)
             result = self._admin.answer(handler.command, name, _body_of(handler, content))
         except RequestRefused as error:
             return _refuse(handler, error)
+        except (SlowClient, ConnectionError):  # the handler's affair, as on other paths
+            raise
         except Exception:
             log.exception("an admin request failed")
             return _refuse(handler, RequestRefused(500, "it failed; see the server's log"))

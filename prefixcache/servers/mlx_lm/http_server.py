@@ -21,7 +21,7 @@ from huggingface_hub import CacheNotFound, scan_cache_dir
 
 from prefixcache.metrics import prometheus
 from prefixcache.servers import request_log
-from prefixcache.servers.mlx_lm.admin_http import PATH, AdminPath
+from prefixcache.servers.mlx_lm.admin_http import BODY_HEADERS, PATH, AdminPath
 from prefixcache.servers.mlx_lm.answers import Ended, StepFailed
 from prefixcache.servers.mlx_lm.connections import (
     BODY_RATE,
@@ -116,9 +116,14 @@ class Handler(upstream.APIHandler):
         if wrong:
             self._refuse(403, wrong)
             return False
-        if self.command != "POST":
+        if not self._reads_body():
             self._arrived()
         return True
+
+    def _reads_body(self) -> bool:
+        """Whether a body is read of this request, which has arrived only then."""
+        of_admin = self.path.startswith(PATH) and any(name in self.headers for name in BODY_HEADERS)
+        return self.command == "POST" or of_admin
 
     def _arrived(self) -> None:
         self._whole = True
