@@ -45,3 +45,12 @@ def size(nbytes: int) -> str:
             break
     digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
     return f"{value:,.{digits}f} {unit}"
+
+
+def as_setting(nbytes: int) -> str:
+    """A size as it is written for a setting, rounded down: "58MB"."""
+    for unit in ("TB", "GB", "MB", "KB"):
+        one = UNITS[unit]
+        if nbytes >= 10 * one or (nbytes >= one and not nbytes % one):
+            return f"{nbytes // one}{unit}"
+    return str(nbytes)

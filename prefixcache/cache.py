@@ -25,7 +25,7 @@ import mlx.core as mx
 from prefixcache.blocks.budget import Reservation
 from prefixcache.blocks.lookup import required_images
 from prefixcache.blocks.node import RAM, Slot
-from prefixcache.byte_sizes import parse_size
+from prefixcache.byte_sizes import parse_size, size
 from prefixcache.codecs import Codec, TurboQuant
 from prefixcache.codecs.transform.bases import Bases
 from prefixcache.codecs.turboquant import backends as turboquant_backends
@@ -874,7 +874,7 @@ class PrefixCache:
         left = spilling.unwritten()
         if not left:
             return
-        what = f"{len(left)} images ({sum(slot.nbytes for slot in left)} bytes) that only RAM has are not written"
+        what = f"{len(left)} images ({size(sum(slot.nbytes for slot in left))}) that only RAM has are not written"
         if ssd.failed > failed:
             log.warning("SSD %s: closed with a disk that fails: %s: %s", ssd.directory, what, ssd.stats().last_error)
         else:

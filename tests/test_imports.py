@@ -40,7 +40,7 @@ ONLY = {
     "metrics": {"", "byte_sizes"},
     "blocks": {"keys", "image_format", "image_memory"},
     "trace": {"keys"},
-    "ssd": {"keys", "image_format", "image_memory", "memory", "migrations", "metrics", "blocks"},
+    "ssd": {"byte_sizes", "keys", "image_format", "image_memory", "memory", "migrations", "metrics", "blocks"},
     "remote": {"keys", "image_format", "image_memory", "metrics", "redaction"},
     "codecs": {"kernels"},
     "calibration": {"codecs"},

@@ -527,7 +527,8 @@ def _holds(item: os.DirEntry[str]) -> bool:
 def is_foreign(name: str) -> bool:
     """Whether a file or folder of this name is the system's or a user's, and none of ours: its name begins with one dot, as
     the ._NAME that macOS writes beside each file where a disk has no extended attributes, or the system makes it. Nothing
-    here counts it, moves it or asks what is in it. What rsync makes of an image while it copies it is ours.
+    here counts it, moves it or asks what is in it; it is deleted with a folder of ours that has nothing else. What rsync
+    makes of an image while it copies it is ours.
     """
     return name in _OF_THE_SYSTEM or (re.match(r"\.[^.]", name) is not None and not _COPYING.fullmatch(name))
 

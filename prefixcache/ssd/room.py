@@ -17,7 +17,6 @@ from pathlib import Path
 PERIOD = 2.0  # seconds between two looks when nothing is written
 AGAIN = 60.0  # seconds that deletions may take to become free space, and that a disk which was full is taken for full
 SURE = 1 << 20  # bytes: what other programs write and delete meanwhile is taken to be less
-_UNITS = ("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("KB", 10**3)
 
 
 class Room:
@@ -67,11 +66,3 @@ def is_full(error: BaseException | None) -> bool:
     if isinstance(error, sqlite3.OperationalError):
         return "disk is full" in str(error)
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-
-
-def as_setting(nbytes: int) -> str:
-    """A size as one writes it for a setting, never more than it is: "58MB"."""
-    for unit, size in _UNITS:
-        if nbytes >= 10 * size or (nbytes >= size and not nbytes % size):
-            return f"{nbytes // size}{unit}"
-    return str(nbytes)

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 
 import numpy as np
 
+from prefixcache.byte_sizes import as_setting
 from prefixcache.ssd.directory import (
     LEVELS,
     LOCK,
@@ -37,7 +38,7 @@ from prefixcache.ssd.index import PAGE, suffixes
 from prefixcache.ssd.ledger import Ledger
 from prefixcache.ssd.quarantine import Quarantine
 from prefixcache.ssd.repair import mend, open_index
-from prefixcache.ssd.room import SURE, Room, as_setting, free_space
+from prefixcache.ssd.room import SURE, Room, free_space
 from prefixcache.ssd.versions import refuse_newer
 
 log = logging.getLogger("prefixcache.ssd")

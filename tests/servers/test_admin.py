@@ -16,6 +16,7 @@ import pytest
 import requests
 
 from prefixcache.cli import app
+from prefixcache.servers.mlx_lm import admin_http
 from tests import forked
 from tests.servers.test_api_keys import BY_KEY, user
 from tests.serving import SECONDS, Server, ask, at_once, save_model, serving, text
@@ -253,6 +254,24 @@ def test_a_client_that_goes_ends_its_warming(served):
     with requests.post(f"{served.url}/prefixcache/prompts", json=small, stream=True, timeout=SECONDS) as answer:
         assert json.loads(list(answer.iter_lines())[-1])["unkept"] == 0
     assert admin(served, "DELETE", "images").json()["images"] < 20 * 4
+
+
+def test_a_client_that_went_before_the_first_word_ends_its_warming():
+    class Gone:
+        def send_response(self, status: int) -> None:
+            raise BrokenPipeError
+
+    ended = []
+
+    def results() -> Iterator[dict[str, Any]]:
+        try:
+            yield {"done": 0}
+        finally:
+            ended.append(True)
+
+    with pytest.raises(BrokenPipeError):
+        admin_http._stream(Gone(), results())
+    assert ended == [True]
 
 
 def test_operations_beside_requests_harm_none(served):

@@ -7,7 +7,8 @@ import sqlite3
 
 import pytest
 
-from prefixcache.ssd.room import AGAIN, SURE, Room, as_setting, is_full
+from prefixcache.byte_sizes import as_setting
+from prefixcache.ssd.room import AGAIN, SURE, Room, is_full
 
 MB = 10**6
 

@@ -55,10 +55,7 @@ def clear(
                 **tenant_of(cache_salt_file, api_key_file, no_salt),
             }
             if not yes:
-                _ask(
-                    f"{client.name}: delete {'what is selected' if selection else 'everything'}, in RAM and on SSD?",
-                    url,
-                )
+                _ask(f"{client.name}: delete {'what is selected' if selection else 'everything'}, in RAM and on SSD?")
             delete_images(client, selection, as_json=as_json)
             return
     assert directory is not None
@@ -75,12 +72,12 @@ def clear(
 
 
 def _confirm(foreseen: Cleared) -> None:
-    _ask(f"{safe(foreseen.directory)}: delete {_contents(foreseen)}?", foreseen.directory)
+    _ask(f"{safe(foreseen.directory)}: delete {_contents(foreseen)}?")
 
 
-def _ask(question: str, what: str) -> None:
+def _ask(question: str) -> None:
     if not sys.stdin.isatty():
-        complain(f"clear deletes all of {what}: add --yes where there is no terminal to ask")
+        complain(f"add --yes where there is no terminal to ask: {question}")
         raise typer.Exit(2)
     if not typer.confirm(question, err=True):
         complain("nothing was deleted")

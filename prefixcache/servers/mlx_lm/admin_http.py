@@ -13,6 +13,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler
+from itertools import chain
 from typing import Any
 
 from prefixcache.servers.mlx_lm.admin import Admin
@@ -131,8 +132,9 @@ def _send(handler: BaseHTTPRequestHandler, status: int, kind: str, body: bytes |
 def _stream(handler: BaseHTTPRequestHandler, results: Iterator[dict[str, Any]]) -> None:
     """Send results as they come, an object a line; the end of the connection is theirs. Who goes away ends them."""
     try:
+        first = next(results, {})  # only what has begun is ended by `close`
         _send(handler, 200, "application/x-ndjson", None)
-        for result in results:
+        for result in chain([first], results):
             handler.wfile.write(json.dumps(result).encode() + b"\n")
             handler.wfile.flush()
     finally:

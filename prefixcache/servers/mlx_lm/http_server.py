@@ -67,8 +67,7 @@ class Handler(upstream.APIHandler):
     """mlx-lm's paths, /metrics, and a salt for each tenant's prompts: `cache_salt` in the body, as in vLLM, or the API key.
 
     `collectors`: of the metrics. `log_json`: requests are logged, not printed as `BaseHTTPRequestHandler` does it. `rules`:
-    what they may bring along. `web`: which requests of browsers are answered. `admin`: what
-    answers below `PATH`.
+    what they may bring along. `web`: which requests of browsers are answered. `admin`: what answers below `PATH`.
     """
 
     def __init__(
