@@ -121,8 +121,9 @@ def test_pruning_to_a_size_spares_ram_and_other_models(tmp_path):
         cache.store(tokens_of(7), states.sliceable(tokens_of(7)), model="other")
         cache.flush(30)
         used = cache.stats().ssd.used
+        assert cache.prune(model="m", ssd_to=used).images == 0  # what is kept for the index to grow doesn't count
         deleted = cache.prune(model="m", ssd_to=used - 100_000)
-        assert deleted.images > 0
+        assert 0 < deleted.images < 18
         assert cache.stats().ssd.used <= used - 100_000
         assert cache.match(tokens_of(0), model="m@1").ram == 600  # RAM has it still
         cache.prune(model="m", ssd_to=0)

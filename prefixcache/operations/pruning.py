@@ -82,13 +82,13 @@ def prune_tier(
     newest = _newest_tick(storage, used_before)
     with storage.lock:
         for address in _unindexed(storage, lower, roots, used_before):
-            if lower.tier.used <= to_size:
+            if lower.tier.stored <= to_size:
                 return Deleted(images, nbytes, held)
             images, nbytes = images + 1, nbytes + lower.delete_unindexed([address])
     for slots in _portions(_least_recent(storage, roots, newest)):
         with storage.lock:
             for slot in filter(storage.graph.is_attached, slots):
-                if lower.tier.used <= to_size:
+                if lower.tier.stored <= to_size:
                     return Deleted(images, nbytes, held)
                 if not slot.is_in(lower.number):
                     continue

@@ -74,6 +74,10 @@ class SimulatedSsd:
         return self._ledger.used
 
     @property
+    def stored(self) -> int:
+        return self._ledger.held().stored
+
+    @property
     def limit(self) -> int:
         return self._ledger.limit
 

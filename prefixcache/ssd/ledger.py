@@ -40,7 +40,11 @@ class Holdings(NamedTuple):
 
     @property
     def total(self) -> int:
-        return self.real + self.queued + self.reserve - self.deleting
+        return self.stored + self.reserve
+
+    @property
+    def stored(self) -> int:
+        return self.real + self.queued - self.deleting
 
 
 class Ledger:

@@ -139,6 +139,11 @@ class Ssd:
         return self._store.ledger.used
 
     @property
+    def stored(self) -> int:
+        """`used` of `stats`: without the reserve for the index."""
+        return self._store.ledger.held().stored
+
+    @property
     def limit(self) -> int:
         """The limit in force: what was asked for, or less where the disk has no room for that."""
         return self._store.ledger.limit
@@ -252,7 +257,7 @@ class Ssd:
     def stats(self) -> SsdStats:
         held, queue, writer, reader = self._store.ledger.held(), self._queue.counters(), self._writer, self._reader
         return SsdStats(
-            files=held.number, used=held.total - held.reserve, limit=self.limit, disk=held.real, reserve=held.reserve,
+            files=held.number, used=held.stored, limit=self.limit, disk=held.real, reserve=held.reserve,
             queued_files=queue.queued_files, queued_bytes=queue.queued_bytes, written_files=writer.written_files,
             written_bytes=writer.written_bytes, read_files=reader.read_files, read_bytes=reader.read_bytes,
             dropped=queue.dropped, corrupt=reader.corrupt, unreadable=reader.unreadable,

@@ -35,6 +35,10 @@ class Tier(Protocol):
     def used(self) -> int:
         """Bytes that it takes, with what is queued."""
 
+    @property
+    def stored(self) -> int:
+        """Those of `used` without room that is kept for something to grow: what users are told."""
+
     def entries(self) -> Iterator[Entry]:
         """What it holds at its opening, parents before children."""
 

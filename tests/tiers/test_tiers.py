@@ -58,6 +58,10 @@ class DictTier:
     def used(self) -> int:
         return IMAGE * len(self.images.keys() | self.waiting.keys())
 
+    @property
+    def stored(self) -> int:
+        return self.used
+
     def entries(self):
         return iter(())
 
