@@ -35,7 +35,8 @@ EVENTS = {
     "stored_bytes": "stored_bytes", "recoded_tokens": "recoded_tokens", "dropped_images": "dropped",
     "dropped_bytes": "dropped_bytes", "forgotten_images": "forgotten", "corrupt_images": "corrupt",
     "write_errors": "write_errors", "denied_reservations": "denied",
-    "declined_images": "declined", "other_form_fetches": "of_other_form", "failed_hits": "failed_hits", "remote_promoted_images": "remote_promoted_images",
+    "declined_images": "declined", "other_form_fetches": "of_other_form", "failed_hits": "failed_hits",
+    "remote_promoted_images": "remote_promoted_images",
 }  # fmt: skip
 LABELLED = {
     ("fetch_tokens", "hit"): "hit_tokens", ("store_tokens", "new"): "stored_tokens",
