@@ -133,12 +133,14 @@ class Pool:
         with self._lock:
             self._keep_left()
             start = self._kept.take(size)
+            was_kept = start is not None
             if start is None:
                 start = self._clean_extent(size)
             if start is None:
                 return None
             self._used += size
-            self._release(self._allowed())
+            if not was_kept:
+                self._release(self._allowed())
             region = self._regions[start // SPAN]
         self._settle()
         buffer = _Buffer.__new__(_Buffer, (nbytes,), np.uint8, region, start % SPAN)
@@ -173,9 +175,12 @@ class Pool:
 
     def _allowed(self) -> int:
         """Bytes that may be kept."""
-        budgets = [budget.for_images() for budget in self._budgets]
-        limit = sum(budget.limit + budget.limit // SLACK for budget in budgets)
-        return limit - max(self._used, sum(budget.taken for budget in budgets))
+        limit = taken = 0
+        for budget in self._budgets:
+            now = budget.for_images()
+            limit += now.limit + now.limit // SLACK
+            taken += now.taken
+        return limit - max(self._used, taken)
 
     def _keep_left(self) -> None:
         while self._left:

@@ -46,7 +46,7 @@ def ram_auto(memory: int, weights: int = 0) -> int:
     return max(min(memory // 4, memory - memory // 8 - weights), memory // 64)
 
 
-IDLE_SHARE = 10  # spill_idle="auto" is a 10th of the SSD's limit
+IDLE_SHARE, IDLE_LEAST = 10, 10**9  # spill_idle="auto" is a 10th of the SSD's limit, or so many bytes
 BASIS_DIR = Path("~/.cache/prefixcache-bases")  # one for all servers of a user: a basis is of a model, not of a cache
 
 Size = Annotated[int, BeforeValidator(_size)]
@@ -100,7 +100,7 @@ class Settings(BaseSettings):
     spill_idle: AutoSize = Field(
         "auto",
         description="bytes a day that are written to the SSD while nobody asks: whole blocks that only RAM has. "
-        '"auto": a 10th of ssd, or none without spill_on_close. 0: none',
+        '"auto": a 10th of ssd, 1 GB at least; without spill_on_close none. 0: none',
     )
     spill_on_close: bool = Field(True, description="close() flushes RAM to the SSD, so that a restart is warm")
     close_timeout: float = Field(120.0, gt=0, le=86_400, description="the longest that close() waits for the SSD")
@@ -265,7 +265,7 @@ class Settings(BaseSettings):
     def idle_bytes(self, limit: int) -> int:
         """What may be written in a day while nobody asks, to an SSD of this limit."""
         if self.spill_idle == "auto":
-            return limit // IDLE_SHARE if self.spill_on_close else 0
+            return max(limit // IDLE_SHARE, IDLE_LEAST) if self.spill_on_close else 0
         return self.spill_idle
 
     def ssd_bytes(self, directory: Path) -> int:

@@ -17,6 +17,7 @@ from prefixcache import PrefixCache
 from prefixcache.tiers.idle import DAY, LOOKS, Idle
 
 from . import states
+from .serving import ask, save_model, serving, text, wait_for
 from .ssd.images import until
 from .test_write_through import prompt, put, written
 
@@ -203,3 +204,22 @@ def test_a_rest_that_found_nothing_to_write_is_not_looked_through_again(opened, 
     for _ in range(10):
         idle.look()
     assert not looked
+
+
+def test_a_server_that_is_killed_after_16_answers_and_a_rest_has_their_whole_blocks(tmp_path):
+    model = save_model(tmp_path / "model")
+    flags = ["--model", model, "--ssd-dir", tmp_path / "ssd", "--ssd", "100MB"]
+    questions = [[{"role": "user", "content": text(600, f"word{number}")}] for number in range(16)]
+    with serving(tmp_path / "first.log", *flags) as server:
+        for question in questions:
+            ask(server, question)
+        written = "prefixcache_ssd_written_files_total"
+        wait_for(lambda: server.metrics()[written] >= 2 * len(questions), "whole blocks to be written", server.log)
+        wait_for(lambda: server.metrics()["prefixcache_ssd_queued_bytes"] == 0, "the queue to be empty", server.log)
+        server.process.kill()
+        server.process.wait(20)
+    with serving(tmp_path / "second.log", *flags) as server:
+        for question in questions:
+            answer = ask(server, question)
+            assert answer.cached >= answer.prompt // 256 * 256 - 256
+            assert answer.cached >= 256

@@ -27,7 +27,7 @@ class Sizes:
 
     def __init__(self, state: ModelState, codec: Codec, model: str | None = None):
         self.state, self.codec, self.plan = state, codec, state.plan(codec)
-        self.model = model if model is not None else f"{state.name}@{'0' * 24}"
+        self.model = model if model is not None else f"{state.name}@{'0' * 24}|code {'0' * 16}"
         self._codec, self._layout = canonical(codec.spec()), canonical(state.layout)
         self._nbytes: dict[Any, int] = {}
 

@@ -40,7 +40,9 @@ def rank_identity(identity: str, model: Any, ranks: Ranks | None) -> str:
         return f"{identity}|pp {net.start_idx}:{net.end_idx}/{layers}"
     others = [rank for rank, one in enumerate(hashes) if one != hashes[0]]
     if others and all(hashes):
-        raise OtherWeights(f"{named(others)}: other weights than on rank 0; give all the same files")
+        raise OtherWeights(
+            f"{named(others)}: other weights than on rank 0, or other code for the model; give all the same files and mlx-lm"
+        )
     states = ranks.each(_state_of(model))
     return f"{identity}|tp {states.index(states[ranks.rank])}/{ranks.size}"
 

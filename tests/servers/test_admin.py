@@ -203,7 +203,8 @@ def test_a_pinned_prompt_stays_whatever_is_pruned(served, tmp_path):
     assert (ran.returncode, "nothing of this prompt is stored" in ran.stderr) == (2, True)
     ask(served, [system, *user("a")])
     ask(served, user(text(560, "not pinned")))
-    pins = done("pin", served, file)
+    of_answers = {"presence_context_size": 5, "frequency_context_size": 5, "temperature": 1, "user": "a"}
+    pins = done("pin", served, prompts_in(tmp_path, {"messages": [system], **of_answers, **MINE}))
     assert pins["done"][0]["pinned_tokens"] > 500
     assert [pin["pins"] for pin in pins["pins"]] == [1]
     done("prune", served, "--model", "model")

@@ -23,6 +23,7 @@ from prefixcache.memory import give_back
 from prefixcache.servers.mlx_lm.errors import RequestRefused
 from prefixcache.servers.mlx_lm.idle_warming import IdleWarming
 from prefixcache.servers.mlx_lm.requests import Generator
+from prefixcache.servers.request_schema import GenerationRequest
 from prefixcache.servers.salts import NoSalt, Salts
 from prefixcache.servers.warm_prompts import BadPrompt, Sequence, prompt_of, tokens_of
 from prefixcache.ssd.selection import NoSuchNamespace
@@ -34,13 +35,8 @@ Json = dict[str, Any]
 
 STORES = 10.0  # seconds that a deletion waits for what was answered to be stored
 TENANT = ("cache_salt", "authorization")
-# Fields of chat requests that say nothing of the prompt.
-OF_ANSWERS = frozenset({
-    "draft_model", "frequency_penalty", "logit_bias", "logprobs", "max_completion_tokens", "max_tokens", "min_p", "n",
-    "num_draft_tokens", "presence_penalty", "repetition_context_size", "repetition_penalty", "seed", "stop", "stream",
-    "stream_options", "temperature", "tool_choice", "top_k", "top_logprobs", "top_p", "user", "xtc_probability",
-    "xtc_threshold",
-})  # fmt: skip
+# Fields of requests that say nothing of the prompt: what both kinds of request have, and what OpenAI's have beside it.
+OF_ANSWERS = {*GenerationRequest.model_fields, "n", "tool_choice", "user"} - {"adapters", "cache_salt", "model"}
 
 
 class Admin:

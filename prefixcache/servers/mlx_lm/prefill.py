@@ -85,11 +85,12 @@ class RequestBatches(BatchGenerator):
         return removed
 
     def next(self) -> Any:
-        self._generated = []
         try:
             return super().next()
         except Exception as error:
             return self._go_on_after(error)
+        finally:
+            self._generated = []  # else the last answer's prompt cache would stay while nobody asks
 
     def _next(self) -> Any:
         responses = super()._next()
@@ -139,7 +140,7 @@ class RequestBatches(BatchGenerator):
         answers = {uid: request.answers if request is not None else None for uid, request in failed.items()}
         if self._prompts.cache.ranks is not None or not all(answers.values()):
             raise error
-        generated = self._generated if self._is_whole else []
+        was_whole = self._is_whole
         self._empty()
         for uid in again:
             self._begin_again(uid)
@@ -150,7 +151,11 @@ class RequestBatches(BatchGenerator):
             answers[uid].fail(error)  # type: ignore[union-attr]
         # mlx-lm's loop removes those that are to stop when it hears of their progress.
         heard = [self._prompt_batch.Response(uid, (0, 0), False, False) for uid in ended]
-        return self._processed(heard, generated)
+        if was_whole:
+            return self._processed(heard, self._generated)
+        return heard, [
+            response for response in self._generated if response.uid not in failed
+        ]  # those have their last token
 
     def _empty(self) -> None:
         """Drop the prompts that are computed, and where a step has left it in the middle of a change, the batch that

@@ -402,6 +402,12 @@ def test_the_weights_decide_and_not_the_name(tmp_path):
     assert bases.of_model(f"tiny@{WEIGHTS[::-1]}") is None
     assert bases.of_model(f"{MODEL}+{WEIGHTS[::-1]}") is None  # with an adapter
     assert bases.of_model(f"{MODEL}|draft@{WEIGHTS[::-1]}") is not None
+    for code in (
+        "code 0123456789abcdef",
+        "code fedcba9876543210",
+        "mlx-lm 0.32.2",
+    ):  # rows are decorrelated all the same
+        assert bases.of_model(f"{MODEL}|{code}") is not None
     assert bases.of_model(f"other@{WEIGHTS[::-1]}|draft@{WEIGHTS}") is None
     assert bases.of_model("process-1-2-3") is None
 
