@@ -34,7 +34,9 @@ class Idle:
         self._seen: tuple[int, ...] = ()  # what had happened at the look before
         self._quiet = 0  # looks since then
         self._day = self._spent = 0
-        self._done: tuple[tuple[int, ...], int] | None = None  # after this, on this day, there was nothing to write
+        # After this, on this day, with this limit of the tier, there was nothing to write, or no room for it.
+        self._done: tuple[tuple[int, ...], int] | None = None
+        self._done_limit = 0
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="prefixcache-idle", daemon=True).start()
@@ -61,12 +63,12 @@ class Idle:
             self._seen, self._quiet = seen, 0
         else:
             self._quiet += 1
-        now = seen, self._today()
-        if self._quiet < LOOKS or now == self._done:
+        now, tier = (seen, self._today()), storage.spill_tier
+        limit = tier.tier.limit if tier is not None else 0
+        if self._quiet < LOOKS or (now == self._done and limit <= self._done_limit):
             return
-        tier = storage.spill_tier
         if not self.write() and not storage.budget.queued and tier is not None and tier.tier.has_room(1):
-            self._done = now
+            self._done, self._done_limit = now, limit
 
     def write(self) -> int:
         """Queue what RAM alone has, as much as the day's limit and the queue take. Returns the bytes queued."""
