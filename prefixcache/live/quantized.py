@@ -66,7 +66,8 @@ def attention(
     kv_heads, total = keys[0].shape[1:3]
     grouped = (batch, kv_heads, heads // kv_heads)
     multiply: Any = partial(mx.quantized_matmul, group_size=group_size, bits=bits)
-    if _on_cuda():  # MLX 0.32 multiplies few shapes of quantised rows there, no float32, and some of them wrongly
+    on_cuda = _on_cuda()
+    if on_cuda:  # MLX 0.32 multiplies few shapes of quantised rows there, no float32, and some of them wrongly
         keys, values = ([_decoded(triple, queries.dtype, group_size, bits)] for triple in (keys, values))
         multiply = _plain_matmul
     causal = isinstance(mask, str)
@@ -95,7 +96,11 @@ def attention(
         return out.reshape(batch, heads, end - start, -1).astype(queries.dtype)
 
     at_once = max(SCORES // (batch * heads * total), 1)
-    pieces = [piece(start, min(start + at_once, length)) for start in range(0, length, at_once)]
+    pieces = []
+    for start in range(0, length, at_once):
+        pieces.append(piece(start, min(start + at_once, length)))
+        if on_cuda and length > at_once:  # else many pieces' scores are there at once
+            mx.eval(pieces[-1])
     return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=2)
 
 

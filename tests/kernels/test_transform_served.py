@@ -85,12 +85,12 @@ def test_a_hit_at_any_depth_gives_the_same_rows(served, depth):
     assert near(model, [stream[:, :, :depth] for stream in rows(single, depth)], want)
 
 
-def test_a_prompt_that_shares_half_a_block_takes_over_its_codes(served):
+def test_a_prompt_that_goes_on_from_half_a_block_takes_over_its_codes(served):
     model, cache = served
     other = [*TOKENS[:100], *prompt(600, 5)]
     cache.store(TOKENS, model.prefill(TOKENS), model=model.identity)
     want = rows(fetched(cache, model, TOKENS), 100)
-    cache.store(other, model.prefill(other), model=model.identity)
+    cache.store(other, model.prefill(other[100:], fetched(cache, model, other, 100)), model=model.identity)
     assert near(model, rows(fetched(cache, model, other), 100), want)
 
 
