@@ -136,6 +136,9 @@ class Settings(BaseSettings):
 
     def __init__(self, **values: Any):
         self._no_other_variables()
+        for name in values:
+            if name not in type(self).model_fields and not name.startswith("_"):  # those are pydantic's
+                raise ValueError(f"{name}: no such setting; write {_meant(name, type(self).model_fields)}")
         super().__init__(**values)
 
     @classmethod

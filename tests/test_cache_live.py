@@ -237,7 +237,5 @@ class LiveMachine(LevelledMachine):
 def test_nothing_wrong_is_ever_fetched_in_either_form() -> None:
     run_state_machine_as_test(
         LiveMachine,
-        settings=settings(
-            max_examples=20, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
-        ),
+        settings=settings(max_examples=20, stateful_step_count=20, suppress_health_check=list(HealthCheck)),
     )

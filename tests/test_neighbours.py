@@ -94,7 +94,7 @@ def test_rows_that_a_hit_gave_keep_their_codes(layers, write_back):
         assert cache.stats().counters.recoded_tokens == 0
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_prompts_stored_in_any_order_are_as_each_is_alone(data):
     codec, layers = data.draw(st.sampled_from(CODECS)), data.draw(st.sampled_from(sorted(states.LAYERS)))

@@ -156,7 +156,7 @@ def test_after_a_restart_and_from_ssd_no_row_is_broken(tmp_path):
             assert is_sound(made)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_the_bits_of_a_float_say_whether_it_is_finite(data):
     numpy, dtype = data.draw(
@@ -172,7 +172,7 @@ def test_the_bits_of_a_float_say_whether_it_is_finite(data):
         assert is_finite(halves, "bfloat16") == bool(np.isfinite(as_float32).all())
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_whatever_is_broken_is_never_fetched(data):
     """Prompts that begin alike, some of them broken somewhere, stored in any order."""

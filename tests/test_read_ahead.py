@@ -89,7 +89,7 @@ def test_it_is_what_promote_and_fetch_give_to_the_byte(tmp_path, taken, codec, m
         assert cache.stats().ram_reserved == 0
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     stored=st.integers(1, 900), asked=st.integers(1, 1000), leave=st.integers(0, 300), whole_blocks=st.booleans(),
     room=st.none() | st.integers(0, 600), codec=st.sampled_from(("raw", "turboquant:4")), kept=st.integers(0, 4),

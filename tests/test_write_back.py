@@ -381,7 +381,7 @@ def test_a_prompt_that_parts_within_a_whole_block_has_a_tail_with_windows(shared
             cache.check_integrity()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_rows_of_a_block_never_change_once_they_are_written(data: st.DataObject) -> None:
     """Store, fetch and extend in steps of any size, over prompts that part and meet again."""

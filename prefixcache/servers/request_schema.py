@@ -15,6 +15,7 @@ from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
+LEAST_PENALTY = 0.01
 SALT_LIMIT = 1024  # characters of a request's cache_salt
 STOPS, STOP_LIMIT = 64, 1024  # stop texts in a request, and characters of one
 COLDEST = 2e-4  # of temperatures: below it half precision leaves no token a finite probability, so it means 0
@@ -53,6 +54,12 @@ def _no_nul(name: str) -> str:
 
 def _greedy(temperature: float | None) -> float | None:
     return 0.0 if temperature is not None and temperature < COLDEST else temperature
+
+
+def _none_or_finite(penalty: float) -> float:
+    if 0 < penalty < LEAST_PENALTY:  # logits divided by it would be infinite, which JSON can't say
+        raise ValueError("tiny")
+    return penalty
 
 
 def _one_or_list(stop: Any) -> Any:
@@ -133,9 +140,12 @@ class GenerationRequest(BaseModel):
     xtc_threshold: Annotated[float, Field(ge=0, le=0.5, allow_inf_nan=False)] = Field(
         0.1, description="Probability of a token that may be excluded."
     )
-    repetition_penalty: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = Field(
-        0.0, description="Divides the logits of tokens that were there; 0 is none."
-    )
+    repetition_penalty: Annotated[
+        float,
+        Field(ge=0, le=100, allow_inf_nan=False),
+        AfterValidator(_none_or_finite),
+        Said(f"0, or a number from {LEAST_PENALTY} to 100"),
+    ] = Field(0.0, description="Divides the logits of tokens that were there; 0 is none.")
     repetition_context_size: Recent = Field(20, description="Tokens that it looks back at.")
     presence_penalty: Penalty = Field(0.0, description="Taken from the logits of tokens that were there.")
     presence_context_size: Recent = Field(20, description="Tokens that it looks back at.")

@@ -73,7 +73,7 @@ def why_absent(directory: Path, fstab: Path = FSTAB) -> str:
     for area, depth in AREAS.items():
         if directory.is_relative_to(area) and _is_empty_mount_point(directory, Path(area), depth):
             return "its disk is not mounted; mount it, or make the folder"
-    if not directory.parent.is_dir() and not directory.is_relative_to(Path.home()):
+    if not directory.parent.exists() and not directory.is_relative_to(Path.home()):
         return f"no such folder: {str(directory.parent)!r}; mount its disk, or make it"
     return ""
 

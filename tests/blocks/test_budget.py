@@ -242,7 +242,7 @@ class BudgetMachine(RuleBasedStateMachine):
 
 
 TestBudgetMachine = BudgetMachine.TestCase
-TestBudgetMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestBudgetMachine.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 def test_the_sum_never_passes_the_limit_whoever_reserves():

@@ -509,7 +509,6 @@ def test_the_tree_does_what_the_model_does(space: str, lossy: bool) -> None:
         settings=settings(
             max_examples=40,
             stateful_step_count=25,
-            deadline=None,
             suppress_health_check=list(HealthCheck),
             database=None,
         ),

@@ -217,7 +217,7 @@ prefixcache_info{codec="raw"} 1.0
 """.splitlines()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_any_page_is_shown_or_refused(data):
     """Lines of a real page, some left out, some with other numbers or with other bytes in them."""

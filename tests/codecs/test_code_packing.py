@@ -3,7 +3,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from roundtrip import BITS
 
@@ -32,7 +32,6 @@ coded = given(
 )
 
 
-@settings(deadline=None)
 @coded
 def test_both_packers_write_the_little_endian_bit_stream(n: int, width: int, bits: int, seed: int) -> None:
     codes = random_codes(n, width, bits, seed)
@@ -42,7 +41,6 @@ def test_both_packers_write_the_little_endian_bit_stream(n: int, width: int, bit
     assert np.array_equal(np.array(pack_mlx(mx.array(codes.astype(np.uint32)), bits)), expected)
 
 
-@settings(deadline=None)
 @coded
 def test_both_unpackers_read_what_was_packed(n: int, width: int, bits: int, seed: int) -> None:
     codes = random_codes(n, width, bits, seed)

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from roundtrip import BITS
 
@@ -27,7 +27,6 @@ codecs = st.one_of(
 )
 
 
-@settings(deadline=None)
 @given(codecs)
 def test_a_spec_brings_its_codec_back_through_json(codec: Codec) -> None:
     back = codec_from_spec(json.loads(json.dumps(codec.spec())))
@@ -36,7 +35,6 @@ def test_a_spec_brings_its_codec_back_through_json(codec: Codec) -> None:
     assert str(back) == str(codec)
 
 
-@settings(deadline=None)
 @given(codecs, codecs)
 def test_codecs_that_differ_have_specs_and_names_that_differ(one: Codec, other: Codec) -> None:
     assert (one == other) == (one.spec() == other.spec()) == (str(one) == str(other))

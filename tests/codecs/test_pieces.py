@@ -19,7 +19,7 @@ from prefixcache.codecs.turboquant.levelling import Levels, measure_levels
 HEADS, WIDTH = 3, 64
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**32 - 1), dtype=st.sampled_from(["float16", "bfloat16", "float32"]), room=st.integers(0, 70),
     kinds=st.lists(st.tuples(st.sampled_from(["raw", "plain", "levelled"]), st.sampled_from([0, 3, 64, 100]),

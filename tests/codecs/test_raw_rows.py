@@ -3,7 +3,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from roundtrip import MLX_DTYPES, bits_of, decoded
 
@@ -30,7 +30,6 @@ def test_every_bit_of_every_dtype_comes_back(dtype: str) -> None:
     assert np.array_equal(bits_of(back), bits_of(rows))
 
 
-@settings(deadline=None)
 @given(
     dtype=st.sampled_from(sorted(MLX_DTYPES)),
     shape=st.tuples(st.integers(0, 5), st.integers(0, 3), st.integers(0, 9)),

@@ -3,7 +3,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from roundtrip import ODD_WIDTHS, WIDTHS
 
@@ -45,7 +45,6 @@ def test_few_widths_need_more_than_integers() -> None:
     assert [width for width in WIDTHS if not Rotation(width, 1, 0).integral] == [112]
 
 
-@settings(deadline=None)
 @given(
     width=st.sampled_from(WIDTHS + ODD_WIDTHS),
     rounds=st.integers(1, 2),
@@ -90,7 +89,6 @@ def test_signs_are_part_of_the_format() -> None:
     ]
 
 
-@settings(deadline=None)
 @given(st.integers(1, 5000))
 def test_factors_are_the_prime_factors(width: int) -> None:
     factors = factors_of(width)

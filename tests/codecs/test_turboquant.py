@@ -127,7 +127,7 @@ def test_bits_a_value_at_width_128(bits: int, most: float) -> None:
 # --- rows by themselves
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     width=st.sampled_from(WIDTHS + ODD_WIDTHS),
     bits=st.sampled_from(BITS),

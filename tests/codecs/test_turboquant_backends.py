@@ -54,7 +54,7 @@ some_codec = st.builds(
 some_seed = st.integers(0, 2**32 - 1)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(codec=some_codec, seed=some_seed, scale=st.integers(-140, 127), spread=st.integers(0, 60))
 def test_rows_of_any_size_have_the_same_codes_on_both_back_ends(
     codec: TurboQuantRows, seed: int, scale: int, spread: int
@@ -68,7 +68,7 @@ def test_rows_of_any_size_have_the_same_codes_on_both_back_ends(
     assert_back_ends_agree(codec, rows, some_levels(2, codec.width, seed))
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(codec=some_codec, seed=some_seed)
 def test_any_bit_pattern_has_the_same_codes_on_both_back_ends(codec: TurboQuantRows, seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -80,7 +80,7 @@ def test_any_bit_pattern_has_the_same_codes_on_both_back_ends(codec: TurboQuantR
     assert_back_ends_agree(codec, rows, some_levels(1, codec.width, seed))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(codec=some_codec, seed=some_seed, spikes=st.integers(0, 4))
 def test_sparse_rows_and_ties_have_the_same_codes_on_both_back_ends(
     codec: TurboQuantRows, seed: int, spikes: int

@@ -161,7 +161,7 @@ def masks(draw: Any, rng: np.random.Generator, full: tuple[int, ...]) -> mx.arra
 
 
 @every_path
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(case=cases())
 def test_attention_on_codes_is_that_on_decoded_rows(path: str, case: Any) -> None:
     with turboquant_c.forced(path):

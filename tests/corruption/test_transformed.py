@@ -13,7 +13,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixcache import PrefixCache
@@ -303,7 +303,7 @@ def copies(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("fuzzed") / "copy"
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25)
 @given(seed=st.integers(0, 2**32 - 1), block=st.integers(0, 1))
 def test_any_change_of_coded_rows_is_a_miss_or_other_numbers(transformed, copies, model, seed, block):
     chance = random.Random(seed)

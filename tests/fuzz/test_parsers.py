@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from . import targets
 
-quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-slow = settings(max_examples=15, deadline=None)
+quick = settings(max_examples=60)
+slow = settings(max_examples=15)
 edits = st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 12), st.binary(max_size=12)), max_size=5)
 
 
@@ -52,7 +52,7 @@ def test_a_changed_index_is_read_or_rebuilt(data):
     targets.edited_index(data)
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(st.binary(max_size=300))
 def test_random_bytes_are_no_index(data):
     targets.index(data)

@@ -270,7 +270,7 @@ def images_by_block(cache: PrefixCache) -> dict[bytes, bytes]:
     return {node.key: bytes(node.rows.image.data) for node in nodes if len(node.tokens) == BLOCK_BYTES}
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_a_live_cache_that_grows_is_stored_and_fetched_without_coding_twice(data: st.DataObject) -> None:
     """Whatever it starts from: nothing, a hit on its own blocks, or on those of plain caches."""

@@ -13,7 +13,7 @@ from prefixcache.planning.advice import Latency, Prices, Rates, Wear
 RATES = Rates(prefill=1000.0, ssd=2e9, decode=10e9)
 GB = 10**9
 
-few = settings(max_examples=50, deadline=None)
+few = settings(max_examples=50)
 sizes = st.integers(0, 512).map(lambda n: n * GB)
 points = st.lists(st.tuples(sizes, sizes, st.integers(0, 10**9)), min_size=1, max_size=12)
 prices = st.builds(Prices, st.floats(0.01, 100), st.floats(0.01, 100))

@@ -345,7 +345,7 @@ class Rules:
 paths = st.lists(st.sampled_from("ab"), min_size=1, max_size=5).map("".join)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     asked=st.lists(paths, min_size=1, max_size=14),
     admission=st.sampled_from(["second", "always", "never"]),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixcache.ranks import OutOfStep, Ranks
@@ -69,7 +69,6 @@ def on_ranks(size: int, work: Callable[[ThreadRanks], Any]) -> list[Any]:
 boundaries = st.lists(st.sets(st.integers(1, 40)), min_size=2, max_size=4)
 
 
-@settings(deadline=None)
 @given(boundaries, st.integers(0, 40))
 def test_the_agreed_depth_is_the_deepest_boundary_that_all_ranks_have(each: Sequence[set[int]], limit: int):
     def work(ranks: ThreadRanks) -> tuple[int, int]:
@@ -83,7 +82,6 @@ def test_the_agreed_depth_is_the_deepest_boundary_that_all_ranks_have(each: Sequ
     assert len({collectives for _, collectives in told}) == 1  # in step
 
 
-@settings(deadline=None)
 @given(boundaries, st.integers(0, 40), st.integers(0, 40))
 def test_several_questions_are_one_agreement(each: Sequence[set[int]], first: int, second: int):
     def work(ranks: ThreadRanks) -> list[int]:

@@ -305,7 +305,8 @@ def test_operations_beside_requests_harm_none(served):
     [
         {"Origin": "http://localhost:8080"}, {"Origin": "null"}, {"Referer": "http://evil.example/"},
         {"Sec-Fetch-Site": "cross-site"}, {"X-Forwarded-For": "127.0.0.1"}, {"Forwarded": "for=127.0.0.1"},
-        {"X-Real-IP": "127.0.0.1"}, {"Via": "1.1 proxy"}, {"Host": "models.example"}, {"Host": "127.0.0.1.evil.example"},
+        {"X-Real-IP": "127.0.0.1"}, {"X-Forwarded-Port": "80"}, {"CF-Connecting-IP": "127.0.0.1"}, {"Via": "1.1 proxy"},
+        {"Host": "models.example"}, {"Host": "127.0.0.1.evil.example"},
     ],
 )  # fmt: skip
 def test_without_a_key_browsers_and_proxies_may_not_ask(served, header):

@@ -11,10 +11,23 @@ from pathlib import Path
 
 import openai
 import pytest
+import requests
 
 from prefixcache.servers.mlx_lm.context import NO_LIMIT, context_of, room_for
 from prefixcache.servers.request_schema import BadRequest
-from tests.serving import Message, Server, ask, complete, save_adapter, save_model, serve, serving, starting, text
+from tests.serving import (
+    SECONDS,
+    Message,
+    Server,
+    ask,
+    complete,
+    save_adapter,
+    save_model,
+    serve,
+    serving,
+    starting,
+    text,
+)
 
 CONTEXT = 300
 
@@ -88,6 +101,30 @@ def test_a_prompt_beyond_the_context_is_refused_before_it_is_computed(served, mo
         ask(served, user(text(100_000)))
     changed = {name for name, value in served.metrics().items() if value != before.get(name)}
     assert not {name for name in changed if "store" in name or "fetch" in name}
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "user", "content": [{"type": "text"}]}],
+        [{"role": "user", "content": [{"type": "text", "text": None}]}],
+        [{"role": "user", "content": [{"type": "image_url"}]}],
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "{bad"}}]}, *user("go on")],
+    ],
+    ids=str,
+)
+def test_a_prompt_that_the_template_cant_read_is_the_clients_fault(served, messages):
+    body = {"messages": messages, "max_tokens": 2}
+    answer = requests.post(f"{served.url}/v1/chat/completions", json=body, timeout=SECONDS)
+    assert answer.status_code == 400
+    assert "the prompt can't be read" in answer.json()["error"]["message"]
+
+
+def test_prompts_that_are_warmed_fit_into_the_context(served):
+    prompts = {"prompts": [{"messages": user("a")}, {"messages": user(text(600))}]}
+    answer = requests.post(f"{served.url}/prefixcache/prompts", json=prompts, timeout=SECONDS)
+    assert answer.status_code == 400
+    assert "prompts[1]: the prompt has" in answer.text
 
 
 def test_an_answer_ends_where_the_context_does(served):

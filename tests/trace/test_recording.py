@@ -67,7 +67,7 @@ def test_what_is_recorded_is_read_back_as_a_trace(path):
     assert not trace.torn
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     prompts=st.lists(
         st.tuples(st.sampled_from(["fetch", "store"]), st.sampled_from([b"a" * 32, b"b" * 32]),

@@ -20,10 +20,11 @@ import mlx.core as mx
 from prefixcache.byte_sizes import parse_size
 from prefixcache.cache import PrefixCache
 from prefixcache.memory import give_back
+from prefixcache.servers.mlx_lm.context import room_for
 from prefixcache.servers.mlx_lm.errors import RequestRefused
 from prefixcache.servers.mlx_lm.idle_warming import IdleWarming
 from prefixcache.servers.mlx_lm.requests import Generator
-from prefixcache.servers.request_schema import GenerationRequest
+from prefixcache.servers.request_schema import BadRequest, GenerationRequest
 from prefixcache.servers.salts import NoSalt, Salts
 from prefixcache.servers.warm_prompts import BadPrompt, Sequence, prompt_of, tokens_of
 from prefixcache.ssd.selection import NoSuchNamespace
@@ -92,8 +93,9 @@ class Admin:
         _check_keys(body, ("model", "namespace", "older_than", "to_size", *TENANT))
         model, namespace = _text(body, "model"), _text(body, "namespace")
         salt, older_than, to_size = self._tenant(body), _seconds(body, "older_than"), _size(body, "to_size")
-        if namespace is None and older_than is None and to_size is None:
+        if to_size is None:
             self._settle()
+        if namespace is None and older_than is None and to_size is None:
             deleted = self._cache.clear(model=model, salt=salt)
         elif to_size is not None and self._cache.stats().ssd is None:
             raise RequestRefused(400, f"to_size={body['to_size']!r}: this server has no SSD; leave it out, or trim RAM")
@@ -210,6 +212,12 @@ class Admin:
         tokens = tokens_of(provider.tokenizer, prompt, provider.cli_args.chat_template_args)
         if not tokens:
             raise RequestRefused(400, f"{where}: no tokens that every request of this prompt has: give a longer one")
+        loaded = self._generator.model_provider.loaded
+        if loaded is not None:
+            try:
+                room_for(len(tokens), loaded.context)
+            except BadRequest as error:
+                raise RequestRefused(400, f"{where}: {error}") from None
         return Sequence(tokens, salt)
 
     def _tenant(self, body: Json) -> bytes | None:

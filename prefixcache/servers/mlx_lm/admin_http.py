@@ -25,8 +25,8 @@ log = logging.getLogger("prefixcache")
 PATH = "/prefixcache/"
 BODY_HEADERS = ("Content-Length", "Transfer-Encoding")  # of a request that has a body
 BODY_LIMIT = 1 << 26  # bytes of a request: prompts are in it
-FORWARDED = ("X-Forwarded-For", "X-Forwarded-Host", "X-Forwarded-Proto", "X-Real-IP", "Forwarded", "Via")
-OF_BROWSERS = ("Origin", "Referer", "Sec-Fetch-Site", "Sec-Fetch-Mode")
+OF_PROXIES = re.compile("x-forwarded-.*|x-real-ip|forwarded|via|cf-connecting-ip|true-client-ip|x-client-ip")
+OF_BROWSERS = re.compile("origin|referer|sec-fetch-.*")
 REMEDY = "start the server with --admin-key-file, and send its key as `Authorization: Bearer KEY`"
 LOCAL_NAME = re.compile(r"(localhost|127\.[0-9.]+|\[::1\])(:[0-9]{1,5})?")
 
@@ -78,9 +78,10 @@ def _why_not_local(handler: BaseHTTPRequestHandler) -> str:
     """Why a request isn't surely of a program on this machine; "" where it is."""
     if not _is_loopback(str(handler.client_address[0])):
         return "this comes from another machine"
-    for name in (*FORWARDED, *OF_BROWSERS):
-        if name in handler.headers:
-            return f"this has the header {name}, of a {'proxy' if name in FORWARDED else 'browser'}"
+    for name in handler.headers:
+        for sender, of_sender in (("proxy", OF_PROXIES), ("browser", OF_BROWSERS)):
+            if of_sender.fullmatch(name.lower()):
+                return f"this has the header {name}, of a {sender}"
     if handler.request_version == "HTTP/1.0":  # nginx's to what is behind it, when it is told nothing else
         return "this is HTTP/1.0, as of a proxy"
     hosts = handler.headers.get_all("Host", [])

@@ -368,7 +368,12 @@ class Generator(upstream.ResponseGenerator):
         if _brings_template(args):
             tokenizer = ClientTemplate(tokenizer, rendered)
         messages = copy.deepcopy(request.messages)  # mlx-lm rewrites them in place
-        tokenized = super()._tokenize(tokenizer, replace(request, messages=messages), args)
+        try:
+            tokenized = super()._tokenize(tokenizer, replace(request, messages=messages), args)
+        except BadRequest:
+            raise
+        except Exception as error:  # of the template, or of what mlx-lm does with messages, tools and images
+            raise BadRequest(f"the prompt can't be read: {type(error).__name__}: {str(error)[:200]}") from error
         tokens = len(as_tokens(tokenized[0]))
         if tokens == 0:  # the loop would die of it
             raise BadRequest("the prompt has no tokens: give some text")

@@ -135,7 +135,7 @@ def test_a_flipped_bit_anywhere_in_the_header_is_refused_or_gives_another_basis(
             assert found is None or found.hash != name
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(at=st.integers(0, 8 * (len(VALID) - HEADER) - 1))
 def test_a_flipped_bit_of_the_data_is_refused_or_gives_another_basis(at):
     data = bytearray(VALID)
@@ -145,7 +145,7 @@ def test_a_flipped_bit_of_the_data_is_refused_or_gives_another_basis(at):
         usable(basis)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(length=st.integers(0, len(VALID) - 1))
 def test_a_truncated_file_is_refused(length):
     with pytest.raises(BasisError):
@@ -164,7 +164,7 @@ IN_THE_HEADER = st.tuples(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(pieces=st.lists(st.one_of(ANYWHERE, IN_THE_HEADER), min_size=1, max_size=4))
 def test_any_mutation_is_refused_or_gives_another_basis(pieces):
     data = bytearray(VALID)
@@ -175,7 +175,7 @@ def test_any_mutation_is_refused_or_gives_another_basis(pieces):
         usable(basis)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(length=st.integers(0, 2**64 - 1), tail=st.binary(max_size=64))
 def test_a_claimed_length_of_the_header_is_not_believed(length, tail):
     data = length.to_bytes(8, "little") + tail
