@@ -35,7 +35,7 @@ from prefixcache.layers.classes import allow
 from prefixcache.layers.decoded import Decoded
 from prefixcache.layers.encode import evaluate
 from prefixcache.layers.finite import NotFinite
-from prefixcache.layers.form import Form
+from prefixcache.layers.form import CacheForm
 from prefixcache.layers.image_layout import Plan, live_arrays, read
 from prefixcache.layers.joined import DamagedBlock
 from prefixcache.layers.read_ahead import ReadAhead
@@ -242,11 +242,13 @@ class PrefixCache:
 
     # -- storing and finding ------------------------------------------------------------------------------------------
 
-    def prompt(self, tokens: Tokens, *, model: str, salt: bytes = b"", like: list[Any] | Form | None = None) -> Prompt:
+    def prompt(
+        self, tokens: Tokens, *, model: str, salt: bytes = b"", like: list[Any] | CacheForm | None = None
+    ) -> Prompt:
         """A request's tokens, checked once: the calls below take it in the place of tokens, model and salt, and then walk the
         graph of blocks once for all of them.
 
-        `like` is a prompt cache as the caller makes it, or a `Form` made of such: what was stored with layers of other
+        `like` is a prompt cache as the caller makes it, or a `CacheForm` made of such: what was stored with layers of other
         classes or attributes (a ring's `max_size`) is then a miss, and once a token went through it, of other heads, widths
         or dtypes, too. Without, whatever was stored of the weights is a hit.
 
@@ -254,13 +256,13 @@ class PrefixCache:
         """
         model, salt, token_bytes = as_model(model), as_salt(salt), as_tokens(tokens).tobytes()
         self._namespaces.derive_roots(model, salt)
-        form = None if like is None else Form.of(like)
+        form = None if like is None else CacheForm.of(like)
         return Prompt(
             self._storage, lambda: self._namespaces.known(model, salt), token_bytes, tokens, model, salt, form
         )
 
     def _prompt(
-        self, tokens: Tokens | Prompt, model: str | None, salt: bytes, like: list[Any] | Form | None = None
+        self, tokens: Tokens | Prompt, model: str | None, salt: bytes, like: list[Any] | CacheForm | None = None
     ) -> Prompt:
         if not isinstance(tokens, Prompt):
             return self.prompt(tokens, model=model, salt=salt, like=like)  # type: ignore[arg-type]
@@ -397,7 +399,7 @@ class PrefixCache:
         room: int | None = None,
         whole_blocks: bool = False,
         promote: bool = False,
-        like: list[Any] | Form | None = None,
+        like: list[Any] | CacheForm | None = None,
     ) -> tuple[list[Any] | None, Any]:
         """The deepest prompt cache that RAM has for `tokens`, and the tokens that are still to be computed.
 

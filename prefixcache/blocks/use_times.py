@@ -15,6 +15,9 @@ class UseTimes:
     """Ticks and the Unix times of their use, both ascending. Guarded by whoever guards the graph."""
 
     def __init__(self) -> None:
+        self._clear()
+
+    def _clear(self) -> None:
         self._ticks, self._times = array("q"), array("d")
         self._last = 0, 0.0
 
@@ -23,7 +26,7 @@ class UseTimes:
         before, which are of later uses, grow by `shift`.
         """
         newer = [*zip(self._ticks, self._times, strict=True), self._last]
-        self.__init__()  # type: ignore[misc]
+        self._clear()
         latest: dict[int, float] = {}
         for tick, at in uses:
             if at > latest.get(tick, 0.0):

@@ -35,7 +35,7 @@ class NotFinite(NamedTuple):
     token: int | None = None
 
 
-class Rows(NamedTuple):
+class LeafRows(NamedTuple):
     """Rows of a leaf, of tokens `first` to `last` (not included), in a buffer (1, heads, rows, ...)."""
 
     leaf: int
@@ -80,20 +80,20 @@ def state_not_finite(leaves: Sequence[Leaf]) -> NotFinite | None:
     return None
 
 
-def _rows_of(number: int, leaf: Leaf, first: int, last: int) -> Iterator[Rows]:
+def _rows_of(number: int, leaf: Leaf, first: int, last: int) -> Iterator[LeafRows]:
     for a, b in leaf.held:
         low, high = max(a, first), min(b, last)
         for array in leaf.arrays.values():
             # Beside codes there are the first tokens' rows only.
             end = high if leaf.codes is None else min(high, array.shape[2])
             if low < end and name_of(array.dtype) in _NOT_FINITE:
-                yield Rows(number, low, end, array, leaf.where(low, end))
+                yield LeafRows(number, low, end, array, leaf.where(low, end))
         if leaf.codes is not None and low < high:
             scales = leaf.codes.scales.view(mx.float16)  # that of a row which isn't finite isn't, either
-            yield Rows(number, low, high, scales, slice(low, high))
+            yield LeafRows(number, low, high, scales, slice(low, high))
 
 
-def _launched(rows: Sequence[Rows]) -> list[mx.array]:
+def _launched(rows: Sequence[LeafRows]) -> list[mx.array]:
     """For each dtype whether a value isn't finite: the maxima of all streams are on their way before one is waited for."""
     maxima: dict[str, tuple[list[mx.array], list[mx.array]]] = {}
     for each in rows:
@@ -110,7 +110,7 @@ def _launched(rows: Sequence[Rows]) -> list[mx.array]:
     return flags
 
 
-def _all_finite(rows: Sequence[Rows]) -> bool:
+def _all_finite(rows: Sequence[LeafRows]) -> bool:
     if not rows:
         return True
     if not on_cpu():

@@ -1,4 +1,4 @@
-"""`Form`: what a caller's own prompt caches are like, so that a hit of another form is left alone.
+"""`CacheForm`: what a caller's own prompt caches are like, so that a hit of another form is left alone.
 
 A namespace has the layout that its caches were stored with. The same weights may have several: a program with `max_kv_size`
 makes rings where another makes plain caches, and a release of mlx-lm may keep other rows for a layer. `PrefixCache.prompt`
@@ -16,7 +16,7 @@ from prefixcache.layers.adapters import CacheError, Layout
 from prefixcache.layers.image_layout import read
 
 
-class Form:
+class CacheForm:
     """The form of prompt caches that a caller makes: the classes of the layers, their attributes (`max_size`, `bits`), and of
     layers that have seen a token, the heads, widths and dtypes of their rows. Any thread may call anything.
     """
@@ -29,11 +29,11 @@ class Form:
         self._differences: dict[str, str] = {}  # by layout
 
     @classmethod
-    def of(cls, like: Form | list[Any]) -> Form:
-        return like if isinstance(like, Form) else cls(like)
+    def of(cls, like: CacheForm | list[Any]) -> CacheForm:
+        return like if isinstance(like, CacheForm) else cls(like)
 
     @classmethod
-    def of_kept(cls, *prompt_caches: list[Any]) -> Form | None:
+    def of_kept(cls, *prompt_caches: list[Any]) -> CacheForm | None:
         """The form; None, which is any, where a PrefixCache could not keep such prompt caches anyway."""
         try:
             return cls(*prompt_caches)

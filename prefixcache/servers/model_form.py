@@ -11,14 +11,14 @@ import mlx.core as mx
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import make_prompt_cache
 
-from prefixcache.layers.form import Form
+from prefixcache.layers.form import CacheForm
 
 log = logging.getLogger("prefixcache")
 
 
 def form_of(
     *models: Any, max_kv_size: int | None = None, kv_bits: int | None = None, kv_group_size: int = 64
-) -> Form | None:
+) -> CacheForm | None:
     """The form of the prompt caches of these models, one behind the other. None, which is any, where the first can't be kept.
 
     Each model is called with one token, and nothing of that is evaluated: an array that is yet to be computed has its shape
@@ -37,4 +37,4 @@ def form_of(
     if kv_bits is not None:
         forms.append(list(layers))
         maybe_quantize_kv_cache(forms[1], 0, kv_group_size, kv_bits)
-    return Form.of_kept(*forms)
+    return CacheForm.of_kept(*forms)

@@ -15,7 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from prefixcache.cache import PrefixCache
 from prefixcache.keys import BLOCK, chunks
 from prefixcache.layers.encode import evaluate
-from prefixcache.layers.form import Form
+from prefixcache.layers.form import CacheForm
 from prefixcache.layers.image_layout import read
 from prefixcache.servers.warm_prompts import Sequence, common_prefix
 from prefixcache.tiers.prompt import Prompt
@@ -96,7 +96,7 @@ class _Job:
         self._cache, self._load_model, self._model, self._step = cache, load_model, model, step
         self._progress, self._prompts = progress, len(sequences)
         self._nets: tuple[Any, ...] = ()
-        self._form: Form | None = None  # of their prompt cache, once they are loaded
+        self._form: CacheForm | None = None  # of their prompt cache, once they are loaded
         self._layers: list[int] = []  # of the prompt cache, for each of them
         self.total = sum(len(sequence.tokens) for sequence in sequences)
         self.done = self.computed = self.skipped = 0
@@ -137,7 +137,7 @@ class _Job:
         nets = self._load_model()
         self._nets = nets if isinstance(nets, tuple) else (nets,)
         made = [make_prompt_cache(net) for net in self._nets]
-        self._form = Form.of_kept([layer for layers in made for layer in layers])
+        self._form = CacheForm.of_kept([layer for layers in made for layer in layers])
         self._layers = [len(layers) for layers in made]
 
     def _begin(self, prompt: Prompt) -> tuple[list[Any], int]:

@@ -53,7 +53,7 @@ class Prompt:
         form: Any = None,
     ):
         """`namespaces` gives those that may know the tokens (raw int64 bytes); `given` are the caller's own tokens. `form`
-        (`layers.form.Form`): what the caller's prompt caches are like; None: anything.
+        (`layers.form.CacheForm`): what the caller's prompt caches are like; None: anything.
         """
         self._storage = storage
         self._all_namespaces = namespaces

@@ -9,7 +9,7 @@ from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, RotatingKV
 from prefixcache import PrefixCache
 from prefixcache.keys import canonical
 from prefixcache.layers import CacheError
-from prefixcache.layers.form import Form
+from prefixcache.layers.form import CacheForm
 from prefixcache.layers.image_layout import read
 from prefixcache.servers.model_form import form_of
 from tests import states
@@ -32,7 +32,7 @@ def ring(size, keep=4):
 
 
 def difference(made, stored):
-    return Form(made).difference(canonical(read(stored).layout))
+    return CacheForm(made).difference(canonical(read(stored).layout))
 
 
 @pytest.mark.parametrize("make", [KVCache, ring(256)], ids=["plain", "ring"])
@@ -63,7 +63,7 @@ def test_another_form_is_named(made, stored, said):
 
 def test_a_form_may_be_one_of_several():
     plain, quantised = [KVCache(), KVCache()], [QuantizedKVCache(64, 4), QuantizedKVCache(64, 4)]
-    form = Form(plain, quantised)
+    form = CacheForm(plain, quantised)
     for stored in (filled(KVCache), quantised):
         assert form.difference(canonical(read(stored).layout)) == ""
     assert form.difference(canonical(read(filled(ring(8))).layout)) != ""
@@ -131,7 +131,7 @@ def test_a_prompt_has_its_form_in_every_call(tmp_path):
         cache.store(LONG, filled(ring(256), len(LONG)), model="m@1")
     with PrefixCache(**values) as cache:
         plain = cache.prompt(LONG, model="m@1", like=[KVCache(), KVCache()])
-        rings = cache.prompt(LONG, model="m@1", like=Form([ring(256)(), ring(256)()]))
+        rings = cache.prompt(LONG, model="m@1", like=CacheForm([ring(256)(), ring(256)()]))
         for prompt in (plain, plain.first(300), plain.continued([1])):
             assert cache.match(prompt) == (0, 0)
             assert cache.promote(prompt).result(10) == 0
@@ -148,7 +148,7 @@ def test_a_prompt_has_its_form_in_every_call(tmp_path):
 
 def test_what_a_caller_stores_is_of_its_form_from_then_on():
     with PrefixCache(**RAM) as cache:
-        form = Form([KVCache(), KVCache()])
+        form = CacheForm([KVCache(), KVCache()])
         stored = cache.prompt(LONG, model="m@1", like=form)
         cache.store(stored, filled(ring(256), len(LONG)))
         made, _ = cache.fetch(cache.prompt([*LONG, 1], model="m@1", like=form))

@@ -19,7 +19,7 @@ from prefixcache.blocks.budget import Reservation
 from prefixcache.cache import PrefixCache
 from prefixcache.identity import folder_of, model_identity, nameless
 from prefixcache.layers import CacheError
-from prefixcache.layers.form import Form
+from prefixcache.layers.form import CacheForm
 from prefixcache.ranks import OutOfStep
 from prefixcache.servers.read_or_compute import ReadOrCompute
 from prefixcache.tiers.prompt import Prompt
@@ -53,16 +53,16 @@ class TieredPromptCache(LRUPromptCache):
         max_bytes: int | None = None,
         *,
         identify: Callable[[Any], str] | None = None,
-        like: Callable[[Any], list[Any] | Form | None] | None = None,
+        like: Callable[[Any], list[Any] | CacheForm | None] | None = None,
         longest_wait: float = 30.0,
         whole_blocks: bool = False,
     ):
         """`cache`: the caller's, who closes it. `max_size`: sequences in all tiers, beyond which the least recently used are
         deleted; None: as many as the bytes allow. `max_bytes`: of prompt caches in RAM; None: the cache's budget. `identify`:
         the name of a model key's weights (default: `identity_of`). `like`: a prompt cache as the caller makes it for a model
-        key, or its `Form`: what was stored in another form is then a miss, see `PrefixCache.prompt`. `longest_wait`: seconds
-        that a lookup waits for the SSD at most; it waits as long as that is quicker than computing. `whole_blocks`: see
-        `PrefixCache.fetch` and `store`.
+        key, or its `CacheForm`: what was stored in another form is then a miss, see `PrefixCache.prompt`. `longest_wait`:
+        seconds that a lookup waits for the SSD at most; it waits as long as that is quicker than computing. `whole_blocks`:
+        see `PrefixCache.fetch` and `store`.
         """
         super().__init__(1 << 62 if max_size is None else max_size, 1 << 62 if max_bytes is None else max_bytes)
         self.cache = cache

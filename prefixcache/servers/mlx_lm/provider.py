@@ -15,7 +15,7 @@ from mlx_lm import utils
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 
 from prefixcache.layers import CacheError
-from prefixcache.layers.form import Form
+from prefixcache.layers.form import CacheForm
 from prefixcache.layers.image_layout import read
 from prefixcache.servers.mlx_lm.context import context_of
 from prefixcache.servers.model_form import form_of
@@ -45,7 +45,7 @@ class Provider(upstream.ModelProvider):
     on_load: Callable[[Any], Any] = staticmethod(lambda model_key: None)
     sliceable = False
     loaded: LoadedModel | None = None
-    form: Form | None = None
+    form: CacheForm | None = None
 
     def __init__(self, cli_args: Any, max_context: int | None = None):
         self._began = False
@@ -159,7 +159,7 @@ class Provider(upstream.ModelProvider):
             log.warning("no config of %s to read the length of its context from: %s", folder, _short(error))
             return None
 
-    def _form(self) -> Form | None:
+    def _form(self) -> CacheForm | None:
         bits = getattr(self.cli_args, "kv_bits", None)  # mlx-lm 0.31 has none
         models = [model for model in (self.model, self.draft_model) if model is not None]
         return form_of(*models, kv_bits=bits, kv_group_size=getattr(self.cli_args, "kv_group_size", 64))

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from prefixcache.cache import PrefixCache
 from prefixcache.identity import model_identity, nameless, version_of
-from prefixcache.layers.form import Form
+from prefixcache.layers.form import CacheForm
 from prefixcache.servers.vllm_mlx.prefix_cache import LONGEST_WAIT, TieredPrefixCache
 from prefixcache.settings import Settings
 from prefixcache.ssd import DirectoryError
@@ -61,7 +61,7 @@ def _name(model: Any, name: str) -> str:
     return name
 
 
-def _form_of(model: Any) -> Form | None:
+def _form_of(model: Any) -> CacheForm | None:
     """What the prompt caches of a text model are like; None, which is any, where that can't be told."""
     try:
         return importlib.import_module("prefixcache.servers.model_form").form_of(model)
@@ -108,7 +108,9 @@ def install(cache: PrefixCache | Settings, *, salt: bytes = b"", longest_wait: f
         atexit.register(cache.close)
     kept = cache
 
-    def build(model: Any, config: Any = None, form_of: Callable[[Any], Form | None] = _form_of) -> TieredPrefixCache:
+    def build(
+        model: Any, config: Any = None, form_of: Callable[[Any], CacheForm | None] = _form_of
+    ) -> TieredPrefixCache:
         name, form = identity_of(model), form_of(model)
         return TieredPrefixCache(
             model, config, cache=kept, model_name=name, salt=salt, longest_wait=longest_wait, like=form

@@ -15,7 +15,7 @@ from typing import Any
 from prefixcache.blocks.budget import Reservation
 from prefixcache.cache import PrefixCache
 from prefixcache.keys import as_tokens
-from prefixcache.layers.form import Form
+from prefixcache.layers.form import CacheForm
 from prefixcache.servers.auxiliary import Auxiliary, give, hold
 from prefixcache.servers.read_or_compute import ReadOrCompute
 from prefixcache.tiers.prompt import Prompt
@@ -55,7 +55,7 @@ class TieredPrefixCache:
         model_name: str,
         salt: bytes = b"",
         longest_wait: float = LONGEST_WAIT,
-        like: Form | None = None,
+        like: CacheForm | None = None,
     ):
         """`model` and `config`: as vllm-mlx gives them. `cache`: the caller's, who closes it. `model_name`: the identity of
         the weights. `salt` separates these prompts from others of the same weights. `longest_wait`: seconds that a lookup
