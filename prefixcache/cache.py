@@ -187,6 +187,8 @@ class PrefixCache:
             self._summary.start()
         if has_ssd or client is not None:
             _open.add(self)
+        if self._disk is not None:
+            self._disk.start()  # the cache is complete: what it opens may be used at once
 
     def _waits_for_disk(self, ram: int) -> bool:
         """Whether the directory's disk is not there yet, and is waited for: then the SSD is opened when it is."""
@@ -201,7 +203,6 @@ class PrefixCache:
                     self._open_ssd(ram)
 
         self._disk = AwaitedDisk(directory, open_ssd)
-        self._disk.start()
         return True
 
     def _open_ssd(self, ram: int) -> None:
