@@ -75,6 +75,27 @@ def test_a_stored_tail_that_the_live_cache_has_forgotten_changes_no_bit(tail, la
         assert differing(found[1], states.held(found[0]), 600) == [[], []]
 
 
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("layers", sorted(states.LAYERS))
+@pytest.mark.parametrize(("shared", "end"), [(20, 280), (234, 280), (234, 300), (250, 400), (256, 300)])
+def test_a_block_that_the_live_cache_has_half_forgotten_is_kept_beside_one_that_begins_alike(
+    shared, end, layers, codec
+):
+    """Stored at once: the windows have moved on into the block, and into the next one."""
+    tokens, found = branch(FIRST, shared, end, 9), []
+    for others in ([], [FIRST[:256]], [FIRST[:256], FIRST]):
+        with PrefixCache(ram="20MB", codec=codec, memory_reserve=0) as cache:
+            for prompt in (*others, tokens):
+                live = states.fed_uneven(states.LAYERS[layers](), prompt[:256], 0)
+                for at in range(256, len(prompt)):
+                    states.fed_uneven(live, prompt[: at + 1], at)
+                assert cache.store(prompt, live, model="m").tokens == len(prompt)
+            cache.check_integrity()
+            found.append(cache.fetch(tokens, model="m", leave=0)[0])
+    if shared < 256:  # else a whole block is the other's
+        assert [differing(made, states.held(found[0]), end) for made in found] == [[[], []]] * 3
+
+
 @pytest.mark.parametrize("write_back", [True, False])
 @pytest.mark.parametrize("layers", sorted(states.LAYERS))
 def test_rows_that_a_hit_gave_keep_their_codes(layers, write_back):

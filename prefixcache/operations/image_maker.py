@@ -245,6 +245,8 @@ class LiveMaker:
             return self._without_source(job)
         if job.kind != WINDOW or source.window is None or not (source.coded and job.coded) or job.adds_rows:
             return job
+        if plan.lossless:  # what is shared are rows that the live cache has forgotten
+            return job
         shared = [mask & ~new for mask, new in zip(job.mask, job.encoded, strict=True)]
         alike = leading_window(plan, self._leaves, job.start, source.window.tensors(), source.mask, shared)
         taken = tuple(mask & mask_of(0, alike) for mask in shared)
