@@ -68,6 +68,12 @@ class RequestLog:
             self.generated += 1
             self.end = answer.finish_reason or self.end
 
+    def refuse(self, error: BaseException) -> None:
+        """The request is answered with an error, which may have others as its cause: the first says why."""
+        while error.__cause__ is not None:
+            error = error.__cause__
+        self.reason = self.reason or reason_of(error)
+
     def fields(self, end: str = "") -> dict[str, Any]:
         """The numbers of the line. `end`: how it ended; "": as its answers say. Of a request that never began: its end,
         its time, and why it was refused.
@@ -111,7 +117,7 @@ def in_words(fields: dict[str, Any], remote: bool = False) -> str:
     )
 
 
-def reason_of(error: Exception) -> str:
+def reason_of(error: BaseException) -> str:
     """An error's first line for the log, without what it quotes: that may be of the request. A chat template's own errors may
     have words of the request without quotes, so they are only named; so are those that say nothing else.
     """

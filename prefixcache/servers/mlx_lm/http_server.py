@@ -222,8 +222,9 @@ class Handler(upstream.APIHandler):
         try:
             super().handle_completion(request, stop_words)
             end = ""
-        except RequestRefused:
+        except RequestRefused as error:
             end = ""
+            request.request_log.refuse(error)
             raise
         except Ended as error:
             end = request_log.FAILED if isinstance(error, StepFailed) else request_log.CUT
