@@ -69,10 +69,11 @@ class RequestLog:
             self.end = answer.finish_reason or self.end
 
     def refuse(self, error: BaseException) -> None:
-        """The request is answered with an error, which may have others as its cause: the first says why."""
-        while error.__cause__ is not None:
-            error = error.__cause__
-        self.reason = self.reason or reason_of(error)
+        """The request is answered with an error. A chat template's, where that is its cause, is only named."""
+        cause: BaseException | None = error
+        while cause is not None and not type(cause).__module__.startswith("jinja2"):
+            cause = cause.__cause__
+        self.reason = self.reason or reason_of(cause or error)
 
     def fields(self, end: str = "") -> dict[str, Any]:
         """The numbers of the line. `end`: how it ended; "": as its answers say. Of a request that never began: its end,

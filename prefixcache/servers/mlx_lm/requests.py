@@ -373,7 +373,8 @@ class Generator(upstream.ResponseGenerator):
         except BadRequest:
             raise
         except Exception as error:  # of the template, or of what mlx-lm does with messages, tools and images
-            raise BadRequest(f"the prompt can't be read: {type(error).__name__}: {str(error)[:200]}") from error
+            missing = " is missing" if isinstance(error, KeyError) else ""
+            raise BadRequest(f"the prompt can't be read: {str(error)[:200]}{missing}") from error
         tokens = len(as_tokens(tokenized[0]))
         if tokens == 0:  # the loop would die of it
             raise BadRequest("the prompt has no tokens: give some text")
