@@ -136,9 +136,6 @@ class Settings(BaseSettings):
 
     def __init__(self, **values: Any):
         self._no_other_variables()
-        for name in values:
-            if name not in type(self).model_fields and not name.startswith("_"):  # those are pydantic's
-                raise ValueError(f"{name}: no such setting; write {_meant(name, type(self).model_fields)}")
         super().__init__(**values)
 
     @classmethod
@@ -238,8 +235,13 @@ class Settings(BaseSettings):
             found, title = error.errors(include_url=False), error.title
         details = []
         for one in found:
-            is_known = one["type"] in get_args(ErrorType)
-            kind = one["type"] if is_known else PydanticCustomError(one["type"], one["msg"])
+            kind: Any = one["type"]
+            if kind == "extra_forbidden":
+                name = str(one["loc"][0])
+                meant = _meant(name, cls.model_fields)
+                kind = PydanticCustomError("no_such_setting", f"{name}: no such setting; write {meant}")
+            elif kind not in get_args(ErrorType):
+                kind = PydanticCustomError(kind, one["msg"])
             value = shown(one["input"], *one["loc"][:1])
             details.append(InitErrorDetails(type=kind, loc=one["loc"], input=value, ctx=one.get("ctx", {})))
         raise ValidationError.from_exception_data(title, details)  # not in the except: a traceback would show both

@@ -188,7 +188,7 @@ def test_a_bad_value_in_a_file_is_an_error(toml):
 
 
 def test_unknown_names_are_an_error(monkeypatch, toml):
-    with pytest.raises(ValueError, match=r"^ssd_dirr: no such setting; write ssd_dir$"):
+    with pytest.raises(ValueError, match=r"ssd_dirr: no such setting; write ssd_dir "):
         Settings(ssd_dirr="8GB")
     path = toml('rma = "8GB"\n')
     with pytest.raises(ValueError, match="rma"):

@@ -140,7 +140,7 @@ def test_a_disk_that_failed_gets_what_it_missed_with_the_next_store(opened, monk
     with monkeypatch.context() as patch:
 
         def fail(*args: Any) -> int:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
 
         patch.setattr(os, "write", fail)
         for seed in range(5):

@@ -15,16 +15,20 @@ LINES = (
     ("prune", "DIR", "--older-than", "0s", "--dry-run"), ("clear", "DIR", "--yes"), ("clear", "DIR", "--dry-run"),
 )  # fmt: skip
 
-# As nobody where it may change its user; what is imported late is imported before, for nobody may not read it.
+# As nobody where it may change its user. Nobody may not read Python's own files: each command runs before on a directory that
+# is not there, and imports what it needs.
 SCRIPT = """
 import json, os, sys
 import encodings.unicode_escape, rich.markdown
 from typer.testing import CliRunner
 from prefixcache.cli import app
+lines = json.loads(sys.argv[1])
+for command, _, *options in lines:
+    CliRunner().invoke(app, [command, "/nowhere", *options])
 if not os.geteuid():
     os.setuid(65534)
 told = []
-for line in json.loads(sys.argv[1]):
+for line in lines:
     done = CliRunner().invoke(app, line)
     told.append([line, done.exit_code, done.stderr])
 print(json.dumps(told))
