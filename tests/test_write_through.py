@@ -114,7 +114,8 @@ def test_more_than_the_queue_takes_is_written_all_the_same(opened):
     cache = opened(spill_queue="100KB")
     for seed in range(8):
         put(cache, prompt(seed, 4096))
-        assert cache.stats().ram_queued <= 100_000
+        image = cache.stats().ram_images // cache.stats().images_in_ram
+        assert cache.stats().ram_queued <= 100_000 + image  # one is written and not yet reported
     written(cache)
     assert cache.stats().images_on_ssd == 8 * 16
     cache.check_integrity()
