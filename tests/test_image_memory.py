@@ -180,10 +180,11 @@ def test_promotions_use_what_evictions_leave(tmp_path):
         for seed in range(20):
             cache.store(prompt(seed), wide(prompt(seed)), model="m")
             assert cache.flush(60)
+        pool = image_memory._pool
         for seed in [*range(20), *range(20)]:
             assert cache.promote(prompt(seed), model="m").result(60) == 1024
-            pool = image_memory._pool
-            assert pool._used + pool.kept_bytes <= 4_000_000 * 17 // 16 + LEAST
+            # What was evicted for it is let go by the threads that read a moment after its result is there.
+            until(lambda: pool._used + pool.kept_bytes <= 4_000_000 * 17 // 16 + LEAST)
         cache.clear()
         assert image_memory.kept_bytes() == 0
         assert image_memory._pool._used == 0

@@ -238,7 +238,15 @@ def test_no_name_from_outside_becomes_a_path(tmp_path, name):
         if path.suffix == ".safetensors":
             assert set(path.stem) <= allowed
         else:
-            assert path.name in {"index.db", "LOCK", "rows", "windows", "snapshots", "stats", "quarantine", "tmp"} or (
-                len(path.name) == 2 and set(path.name) <= allowed
-            )
+            assert path.name in {
+                "index.db",
+                "LOCK",
+                "rows",
+                "windows",
+                "snapshots",
+                "stats",
+                "quarantine",
+                "tmp",
+                "CACHEDIR.TAG",
+            } or (len(path.name) == 2 and set(path.name) <= allowed)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ssd"]

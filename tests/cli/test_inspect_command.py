@@ -295,7 +295,11 @@ def test_a_directory_that_may_not_be_read_gives_2(filled):
     os.chmod(filled, 0o755)
     for folder in (filled.parent, *list(filled.parents)[1:3]):
         os.chmod(folder, 0o755)
-    script = "import prefixcache.cli, os; os.setuid(65534); prefixcache.cli.app()"
+    script = (
+        "import os, sys\nfrom typer.testing import CliRunner\nfrom prefixcache.cli import app\n"
+        "CliRunner().invoke(app, ['inspect', '/nowhere'])\n"  # imports what nobody may not read
+        "os.setuid(65534)\napp()"
+    )
     done = subprocess.run([sys.executable, "-c", script, "inspect", str(filled)], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert "Permission denied" in done.stderr

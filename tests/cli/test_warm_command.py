@@ -237,6 +237,6 @@ def test_the_help_tells_what_it_needs_and_the_exit_codes(call: Callable[..., Any
     said = " ".join(done.stdout.split())
     assert done.exit_code == 0
     assert "prefixcache warm [OPTIONS]" in said
-    assert "It needs --model, --ssd-dir and a file of prompts" in said
+    assert "Without --url it needs --model, --ssd-dir and a file of prompts" in said
     assert "prefixcache warm --model MODEL --ssd-dir DIR prompts.jsonl" in said
     assert "Exit code: 0" in said
