@@ -1,6 +1,7 @@
 """Whether a hit changes an answer: chats of several turns asked of running servers, cold and warm, and the answers compared.
 
-    python -m tools.chats MODEL [--chats 48] [--turns 3] [--tokens 48] [--codec turboquant:4] [--json FILE]
+    python -m tools.chats MODEL [--chats 48] [--turns 3] [--tokens 48] [--codec turboquant:4] [--codec-alone]
+        [--json FILE]
 
 Answers are greedy. The same chats are asked one after the other of a server that has seen none of them (cold), again (RAM),
 after a restart (SSD), of one whose RAM holds a few prompts only (evicted to the SSD), eight at once, of a cache that is cold
@@ -147,6 +148,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--codec", default="turboquant:4")
+    parser.add_argument("--codec-alone", action="store_true", help="neither raw nor --exact-prefill beside it")
     parser.add_argument("--flag", action="append", default=[], help="for every server, such as --prefill-step-size=256")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
@@ -181,18 +183,19 @@ def main() -> None:
             tell("8 at once, again", *ask_all(server, chats, given.tokens, history=cold, at_once=8), batch)
         tell("after a restart, from the SSD", *run("restart", "--ram", "4GB", *coded, history=cold), cold)
         tell("RAM of a few prompts, the rest on the SSD", *run("evicted", "--ram", "40MB", *coded, history=cold), cold)
-        with serving(given.model, ["--ram", "8GB", "--codec", "raw", *given.flag], home / "log") as server:
-            raw, cached = ask_all(server, chats, given.tokens, history=cold)
-            tell("codec raw (the uncompressed model), beside the codec", raw, cached, cold)
-            tell("codec raw, 8 at once, beside one by one",
-                 *ask_all(server, chats, given.tokens, history=cold, at_once=8), raw)  # fmt: skip
         with serving(given.model, ["--ram", "4GB", *coded, *given.flag], home / "log") as server:
             each = ask_all(server, chats, given.tokens, history=cold, salt=lambda chat, turn: f"{chat}.{turn}")
             tell("each request on an empty cache", *each, cold)
-        with serving(given.model, ["--ram", "4GB", "--exact-prefill", *coded, *given.flag], home / "log") as server:
-            exact, cached = ask_all(server, chats, given.tokens, history=cold)
-            tell("--exact-prefill, cold, beside raw", exact, cached, raw)
-            tell("--exact-prefill, again", *ask_all(server, chats, given.tokens, history=cold), exact)
+        if not given.codec_alone:
+            with serving(given.model, ["--ram", "8GB", "--codec", "raw", *given.flag], home / "log") as server:
+                raw, cached = ask_all(server, chats, given.tokens, history=cold)
+                tell("codec raw (the uncompressed model), beside the codec", raw, cached, cold)
+                tell("codec raw, 8 at once, beside one by one",
+                     *ask_all(server, chats, given.tokens, history=cold, at_once=8), raw)  # fmt: skip
+            with serving(given.model, ["--ram", "4GB", "--exact-prefill", *coded, *given.flag], home / "log") as server:
+                exact, cached = ask_all(server, chats, given.tokens, history=cold)
+                tell("--exact-prefill, cold, beside raw", exact, cached, raw)
+                tell("--exact-prefill, again", *ask_all(server, chats, given.tokens, history=cold), exact)
     if given.json:
         given.json.write_text(json.dumps(said, indent=1))
 
