@@ -1,8 +1,8 @@
 """`PrefixCache`: the public calls. Each checks its arguments and hands the work on.
 
-The way of a prompt: tokens -> `tiers.prompt` (how deep it is known) -> `operations.fetch` (images in RAM) -> `layers.stored`
-(a live prompt cache). The way of new tokens: `layers.image_layout` (read) -> `operations.store` (what is new, encode,
-publish) -> `tiers.storage` (RAM, spill) -> `ssd` (files, index).
+The way of a prompt: tokens -> `tiers.prompt` (how deep it is known) -> `store_fetch_remove.fetch` (images in RAM) ->
+`layers.stored` (a live prompt cache). The way of new tokens: `layers.image_layout` (read) -> `store_fetch_remove.store`
+(what is new, encode, publish) -> `tiers.storage` (RAM, spill) -> `ssd` (files, index).
 """
 
 from __future__ import annotations
@@ -43,17 +43,6 @@ from prefixcache.layers.stored import StoredPrompt
 from prefixcache.memory import give_back, machine_memory
 from prefixcache.metrics.logs import Summary
 from prefixcache.metrics.stats import Stats
-from prefixcache.operations.agreed import depths_of_all, taken_by_all
-from prefixcache.operations.fetch import discard_damaged, discard_hit, find
-from prefixcache.operations.fetch import read_ahead as decode_ahead
-from prefixcache.operations.image_maker import LiveMaker
-from prefixcache.operations.namespaces import Namespaces
-from prefixcache.operations.numbers import check_leave, number, seconds
-from prefixcache.operations.pins import Pinned, Pins
-from prefixcache.operations.pruning import Deleted, clear_namespaces, prune_namespaces, prune_tier, roots_meant
-from prefixcache.operations.remove import remove, remove_following
-from prefixcache.operations.stats import collect_stats
-from prefixcache.operations.store import Store
 from prefixcache.ranks.agreement import Ranks
 from prefixcache.remote.client import Client, open_client
 from prefixcache.settings import Settings
@@ -61,6 +50,17 @@ from prefixcache.ssd import Ssd
 from prefixcache.ssd.awaited import AwaitedDisk, why_absent
 from prefixcache.ssd.directory import rank_folder, refusal
 from prefixcache.ssd.selection import Selection
+from prefixcache.store_fetch_remove.agreed import depths_of_all, taken_by_all
+from prefixcache.store_fetch_remove.fetch import discard_damaged, discard_hit, find
+from prefixcache.store_fetch_remove.fetch import read_ahead as decode_ahead
+from prefixcache.store_fetch_remove.image_maker import LiveMaker
+from prefixcache.store_fetch_remove.namespaces import Namespaces
+from prefixcache.store_fetch_remove.numbers import check_leave, number, seconds
+from prefixcache.store_fetch_remove.pins import Pinned, Pins
+from prefixcache.store_fetch_remove.pruning import Deleted, clear_namespaces, prune_namespaces, prune_tier, roots_meant
+from prefixcache.store_fetch_remove.remove import remove, remove_following
+from prefixcache.store_fetch_remove.stats import collect_stats
+from prefixcache.store_fetch_remove.store import Store
 from prefixcache.tiers.idle import Idle
 from prefixcache.tiers.memory_pressure import Pressure
 from prefixcache.tiers.promotion import Promoter, last_of

@@ -243,7 +243,7 @@ def test_remove_spares_the_shorter_boundaries_of_recurrent_state(opened, boundar
 
 
 def test_namespaces_of_salts_that_hold_nothing_are_dropped_when_there_are_many(opened, monkeypatch):
-    monkeypatch.setattr("prefixcache.operations.namespaces.SWEEP_AT", 20)
+    monkeypatch.setattr("prefixcache.store_fetch_remove.namespaces.SWEEP_AT", 20)
     cache = opened(disk=False, ram="200KB")
     put(cache, LONG, salt=b"keep")
     held = cache.pin(LONG, model="m", salt=b"keep")
@@ -327,7 +327,7 @@ def test_a_salt_is_written_nowhere(opened, tmp_path):
 def test_a_forced_collision_of_keys_is_a_miss_never_another_prompts_state(opened, monkeypatch):
     from prefixcache import keys
     from prefixcache.blocks import graph
-    from prefixcache.operations import store as storing
+    from prefixcache.store_fetch_remove import store as storing
 
     refused, grow = [], graph.Graph.grow
 

@@ -106,7 +106,7 @@ def test_nothing_is_reserved_or_pinned_after_an_encode_that_fails(opened, monkey
     def fail(*a):
         raise RuntimeError("no memory on the device")
 
-    monkeypatch.setattr("prefixcache.operations.image_maker.encode", fail)
+    monkeypatch.setattr("prefixcache.store_fetch_remove.image_maker.encode", fail)
     with pytest.raises(RuntimeError, match="device"):
         put(cache, LONG)
     monkeypatch.undo()

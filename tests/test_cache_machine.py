@@ -14,8 +14,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 
 from prefixcache import PrefixCache
 from prefixcache.codecs.transform.bases import Bases
-from prefixcache.operations import namespaces
 from prefixcache.ssd import store, writer
+from prefixcache.store_fetch_remove import namespaces
 from prefixcache.tiers.admission import SHARE
 from tests import states
 from tests.ssd.images import until

@@ -41,7 +41,7 @@ def made(tmp_path, monkeypatch):
             assert cache.flush(30)
         with monkeypatch.context() as patch:
             root = root_of(salt)
-            patch.setattr("prefixcache.operations.namespaces.root_key", lambda *identity: root)
+            patch.setattr("prefixcache.store_fetch_remove.namespaces.root_key", lambda *identity: root)
             with opened(tmp_path / "forged") as cache:
                 cache.store(PROMPT, states.sliceable(PROMPT, 5), model=model)
                 branch = [*PROMPT[:300], 5]
@@ -169,8 +169,10 @@ def test_a_layout_in_another_spelling_is_refused(made, victim, monkeypatch):
     """Else one namespace had many, and none of them could be compared."""
     with monkeypatch.context() as patch:
         root = root_of(b"")
-        patch.setattr("prefixcache.operations.namespaces.root_key", lambda *identity: root)
-        patch.setattr("prefixcache.operations.namespaces.canonical", lambda value: json.dumps(value, sort_keys=True))
+        patch.setattr("prefixcache.store_fetch_remove.namespaces.root_key", lambda *identity: root)
+        patch.setattr(
+            "prefixcache.store_fetch_remove.namespaces.canonical", lambda value: json.dumps(value, sort_keys=True)
+        )
         with opened(victim.parent / "spelled") as cache:
             cache.store(PROMPT, states.sliceable(PROMPT), model="m")
             assert cache.flush(30)

@@ -24,7 +24,7 @@ LEVELS = {
     "blocks": 1, "codecs": 1, "metrics": 1, "settings": 1, "trace": 1,
     "calibration": 2, "live": 2, "remote": 2, "ssd": 2,
     "layers": 3, "ranks": 3, "tiers": 3,
-    "operations": 5,
+    "store_fetch_remove": 5,
     "cache": 6, "planning": 6,
     "": 7,
     "servers": 8,

@@ -3,7 +3,7 @@
 import pytest
 
 from prefixcache import PrefixCache
-from prefixcache.operations.image_maker import LiveMaker
+from prefixcache.store_fetch_remove.image_maker import LiveMaker
 from prefixcache.tiers.prompt import take_hit
 from tests import states
 

@@ -2,7 +2,7 @@
 
 In the place of bytes stand their numbers: a store makes images that have a size and nothing else, and the SSD is an account
 (`simulated_ssd`). All that decides what is kept and what is evicted is the code of `prefixcache.blocks`, `prefixcache.tiers`
-and `operations.store`, so a real run of the same requests, whose writer keeps up, hits and writes the same.
+and `store_fetch_remove.store`, so a real run of the same requests, whose writer keeps up, hits and writes the same.
 
 The SSD's writer has its turn after each batch of blocks that a store encodes, after each promotion and each request.
 """
@@ -25,15 +25,15 @@ from prefixcache.layers.finite import NotFinite
 from prefixcache.layers.image_layout import Plan
 from prefixcache.layers.snapshots import State
 from prefixcache.memory import collector_at_rest
-from prefixcache.operations.jobs import Job
-from prefixcache.operations.namespaces import reserve_basis
-from prefixcache.operations.store import Store
 from prefixcache.planning.model import ModelState, held_rows
 from prefixcache.planning.outcome import Outcome
 from prefixcache.planning.simulated_ssd import SimulatedImage, SimulatedSsd
 from prefixcache.planning.sizes import Sizes
 from prefixcache.settings import Settings
 from prefixcache.ssd.entries import NamespaceRow
+from prefixcache.store_fetch_remove.jobs import Job
+from prefixcache.store_fetch_remove.namespaces import reserve_basis
+from prefixcache.store_fetch_remove.store import Store
 from prefixcache.tiers.idle import LOOKS, PERIOD, Idle
 from prefixcache.tiers.namespace import Namespace
 from prefixcache.tiers.promotion import promote

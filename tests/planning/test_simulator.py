@@ -16,10 +16,10 @@ from prefixcache.codecs.transform.bases import Bases
 from prefixcache.codecs.transform.basis import Basis
 from prefixcache.codecs.transform.codec import Calibrated
 from prefixcache.layers.image_layout import read
-from prefixcache.operations.image_maker import LiveMaker
 from prefixcache.planning.model import ModelState
 from prefixcache.planning.simulator import Simulation, simulate, tokens_of
 from prefixcache.planning.sizes import Sizes
+from prefixcache.store_fetch_remove.image_maker import LiveMaker
 from prefixcache.trace.reading import Request, Trace
 from tests.families import BASE, DELTA, MOE
 from tools.soak.bases import basis_of

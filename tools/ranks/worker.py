@@ -19,9 +19,9 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from prefixcache import PrefixCache, Raw
 from prefixcache.layers.stored import StoredPrompt
-from prefixcache.operations.store import Store
 from prefixcache.ranks import rank_identity
 from prefixcache.ssd import files
+from prefixcache.store_fetch_remove.store import Store
 from tools.ranks.models import VOCABULARY, Case, build, shard
 
 STEP = 512  # tokens of a prefill in one call

@@ -36,7 +36,7 @@ from prefixcache.layers.joined import (
 from prefixcache.layers.recode import copy_stored, decode_stored, encode_stored
 from prefixcache.layers.snapshots import State, describe_state, write_state
 from prefixcache.layers.taken_over import leading_rows, leading_window
-from prefixcache.operations.jobs import Job
+from prefixcache.store_fetch_remove.jobs import Job
 from prefixcache.tiers.namespace import Namespace
 
 BATCH = 16  # blocks that are planned, made and published at once

@@ -20,8 +20,8 @@ from prefixcache.blocks.node import BLOCK_BYTES, RAM, Node, Slot
 from prefixcache.codecs.interchange import name_of
 from prefixcache.image_format import ROWS, SNAPSHOT, WINDOW, Image, Spec
 from prefixcache.keys import BLOCK, TOKEN_BYTES, canonical, chain
-from prefixcache.operations.image_maker import BATCH, Maker
-from prefixcache.operations.jobs import NOTHING, Job, Source
+from prefixcache.store_fetch_remove.image_maker import BATCH, Maker
+from prefixcache.store_fetch_remove.jobs import NOTHING, Job, Source
 from prefixcache.tiers.namespace import Namespace
 from prefixcache.tiers.prompt import Prompt
 from prefixcache.tiers.storage import Storage

@@ -1,1 +1,0 @@
-"""What the public calls of `PrefixCache` do, one module each."""
