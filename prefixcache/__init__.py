@@ -65,16 +65,25 @@ __all__ = [
 
 # Where each name is, if not in `live`.
 _HOMES = {
-    "Match": "cache", "PrefixCache": "cache", "Stored": "cache",
-    "Affine": "codecs", "Raw": "codecs", "Transform": "codecs", "TurboQuant": "codecs",
+    "Match": "cache",
+    "PrefixCache": "cache",
+    "Stored": "cache",
+    "Affine": "codecs",
+    "Raw": "codecs",
+    "Transform": "codecs",
+    "TurboQuant": "codecs",
     "model_identity": "identity",
     "chunks": "keys",
-    "CacheError": "layers", "StoredLayer": "layers", "StoredPrompt": "layers", "allow": "layers",
+    "CacheError": "layers",
+    "StoredLayer": "layers",
+    "StoredPrompt": "layers",
+    "allow": "layers",
     "rank_identity": "ranks",
     "Settings": "settings",
-    "DirectoryError": "ssd", "DirectoryHeld": "ssd",
+    "DirectoryError": "ssd",
+    "DirectoryHeld": "ssd",
     "Stats": "metrics.stats",
-}  # fmt: skip
+}
 
 
 def __getattr__(name: str) -> Any:

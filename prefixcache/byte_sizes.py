@@ -5,12 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-UNITS = {
-    "": 1, "B": 1,
-    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15,
-    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "PIB": 2**50,
-    "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40,
-}  # fmt: skip
+UNITS = {"": 1, "B": 1}
+UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGTP", 1)}
+UNITS |= {f"{letter}IB": 1024**power for power, letter in enumerate("KMGTP", 1)}
+UNITS |= {letter: 1024**power for power, letter in enumerate("KMGT", 1)}
 _SIZE = re.compile(r"\s*([0-9]{1,40}(?:\.[0-9]{1,40})?)\s*([A-Za-z]*)\s*")
 _REMEDY = 'write "20GB", "512MiB" or a number of bytes'
 

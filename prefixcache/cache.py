@@ -214,9 +214,15 @@ class PrefixCache:
         queue = self.settings.spill_queue if self.settings.spill_queue != "auto" else max(ram // QUEUE_SHARE, 1)
         tier = self._storage.add_tier()
         ssd = Ssd(
-            directory, limit=limit, reserve=self.settings.ssd_reserve_bytes(directory), queue_bytes=queue,
-            readers=self.settings.readers, written=tier.written, recreated=tier.recreated, shrunk=tier.shrunk,
-        )  # fmt: skip
+            directory,
+            limit=limit,
+            reserve=self.settings.ssd_reserve_bytes(directory),
+            queue_bytes=queue,
+            readers=self.settings.readers,
+            written=tier.written,
+            recreated=tier.recreated,
+            shrunk=tier.shrunk,
+        )
         try:
             namespaces = list(filter(None, map(self._namespaces.from_row, ssd.namespaces())))  # without the lock
             tier.open(ssd, namespaces)
@@ -354,8 +360,11 @@ class PrefixCache:
             log.warning(
                 "model %r, layer %d (%s): %s holds NaN or infinity, so nothing from there on is kept. The model overflowed: "
                 "load it in bfloat16 or float32. Said once; prefixcache_not_finite_stores_total counts",
-                model, layer, kind, where,
-            )  # fmt: skip
+                model,
+                layer,
+                kind,
+                where,
+            )
 
     def match(
         self,
@@ -535,8 +544,9 @@ class PrefixCache:
         if other and not said:
             log.warning(
                 "model %r: prompts that were stored in another form are misses: %s",
-                prompt.model, prompt.form.difference(other),
-            )  # fmt: skip
+                prompt.model,
+                prompt.form.difference(other),
+            )
 
     # -- SSD to RAM ---------------------------------------------------------------------------------------------------
 

@@ -216,7 +216,7 @@ def _weights(paths: list[Path]) -> bytes:
         (file.path, file.tensors[at : at + _BATCH], count)
         for file in files
         for at in range(0, len(file.tensors), _BATCH)
-    ]  # fmt: skip
+    ]
     with ThreadPoolExecutor(_READERS, "prefixcache-identity") as readers:
         samples = list(readers.map(lambda batch: _sample(*batch), batches))
     described = [_described(file) for file in files]

@@ -41,11 +41,21 @@ KINDS = ROWS, WINDOW, SNAPSHOT = tuple(Kind)  # names of the module, because an 
 
 # safetensors' names, the element type that NumPy holds them in (bf16 and fp8 as their bits)
 DTYPES: dict[str, np.dtype[Any]] = {
-    "BOOL": np.dtype("?"), "U8": np.dtype("u1"), "I8": np.dtype("i1"), "U16": np.dtype("<u2"), "I16": np.dtype("<i2"),
-    "U32": np.dtype("<u4"), "I32": np.dtype("<i4"), "U64": np.dtype("<u8"), "I64": np.dtype("<i8"),
-    "F16": np.dtype("<f2"), "BF16": np.dtype("<u2"), "F32": np.dtype("<f4"), "F64": np.dtype("<f8"),
+    "BOOL": np.dtype("?"),
+    "U8": np.dtype("u1"),
+    "I8": np.dtype("i1"),
+    "U16": np.dtype("<u2"),
+    "I16": np.dtype("<i2"),
+    "U32": np.dtype("<u4"),
+    "I32": np.dtype("<i4"),
+    "U64": np.dtype("<u8"),
+    "I64": np.dtype("<i8"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"),
+    "F32": np.dtype("<f4"),
+    "F64": np.dtype("<f8"),
     "C64": np.dtype("<c8"),
-}  # fmt: skip
+}
 
 OPENING = b'{"__metadata__":{"checksum":"'
 CHECKSUM_DIGITS = 32

@@ -54,12 +54,20 @@ PAGE = (
     Part("What `lookup` gives", ("StoredPrompt", "StoredLayer", "allow")),
     Part(
         "Live caches",
-        ("make_prompt_cache", "convert_prompt_cache", "LivePromptCache", "SharedLevels", "TurboQuantKVCache",
-         "BatchTurboQuantKVCache", "QuantizedKVCache", "BatchQuantizedKVCache"),
+        (
+            "make_prompt_cache",
+            "convert_prompt_cache",
+            "LivePromptCache",
+            "SharedLevels",
+            "TurboQuantKVCache",
+            "BatchTurboQuantKVCache",
+            "QuantizedKVCache",
+            "BatchQuantizedKVCache",
+        ),
     ),
     Part("In mlx-lm's server", ("TieredPromptCache",)),
     Part("Errors", ("CacheError", "DirectoryError", "DirectoryHeld")),
-)  # fmt: skip
+)
 ELSEWHERE = {"TieredPromptCache": TieredPromptCache}
 GIVEN = {"Stored", "Match", "Stats", "StoredPrompt", "StoredLayer", "LivePromptCache"}  # nobody makes one
 

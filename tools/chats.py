@@ -116,9 +116,14 @@ Answers = list[list[str]]
 
 
 def ask_all(
-    server: Server, chats: list[list[str]], tokens: int, *, salt: Callable[[int, int], str] = lambda chat, turn: "",
-    history: Answers | None = None, at_once: int = 1,
-) -> tuple[Answers, float]:  # fmt: skip
+    server: Server,
+    chats: list[list[str]],
+    tokens: int,
+    *,
+    salt: Callable[[int, int], str] = lambda chat, turn: "",
+    history: Answers | None = None,
+    at_once: int = 1,
+) -> tuple[Answers, float]:
     """The answers, and the share of prompt tokens that were cached. With `history` later turns follow those answers, not what
     the server has just said.
     """
@@ -190,8 +195,11 @@ def main() -> None:
             with serving(given.model, ["--ram", "8GB", "--codec", "raw", *given.flag], home / "log") as server:
                 raw, cached = ask_all(server, chats, given.tokens, history=cold)
                 tell("codec raw (the uncompressed model), beside the codec", raw, cached, cold)
-                tell("codec raw, 8 at once, beside one by one",
-                     *ask_all(server, chats, given.tokens, history=cold, at_once=8), raw)  # fmt: skip
+                tell(
+                    "codec raw, 8 at once, beside one by one",
+                    *ask_all(server, chats, given.tokens, history=cold, at_once=8),
+                    raw,
+                )
             with serving(given.model, ["--ram", "4GB", "--exact-prefill", *coded, *given.flag], home / "log") as server:
                 exact, cached = ask_all(server, chats, given.tokens, history=cold)
                 tell("--exact-prefill, cold, beside raw", exact, cached, raw)

@@ -45,9 +45,26 @@ class Slot:
     """One image's place, and what is known of the image. `tiers` says where it is: a bit a tier, RAM's the lowest."""
 
     __slots__ = (
-        "checksum", "created", "disk", "evict_first", "hits", "image", "key", "kind", "mask", "maybe_blocked",
-        "nbytes", "node", "pending", "pins", "reading", "remote_at", "suffix", "tick", "tiers",
-    )  # fmt: skip
+        "checksum",
+        "created",
+        "disk",
+        "evict_first",
+        "hits",
+        "image",
+        "key",
+        "kind",
+        "mask",
+        "maybe_blocked",
+        "nbytes",
+        "node",
+        "pending",
+        "pins",
+        "reading",
+        "remote_at",
+        "suffix",
+        "tick",
+        "tiers",
+    )
 
     def __init__(
         self, kind: Kind, node: Node, key: bytes, nbytes: int, suffix: bytes = b"", mask: tuple[int, ...] = ()
@@ -90,8 +107,23 @@ def rank(slot: Slot) -> tuple[int, int, int]:
 class Node:
     """A block's place in a tree: `tokens` (raw int64 bytes) after `start` others."""
 
-    __slots__ = ("boundaries", "child_tokens", "children", "dependents", "end", "key", "label", "parent", "rows", "sizes",
-                 "snapshots", "start", "tokens", "tree", "windows")  # fmt: skip
+    __slots__ = (
+        "boundaries",
+        "child_tokens",
+        "children",
+        "dependents",
+        "end",
+        "key",
+        "label",
+        "parent",
+        "rows",
+        "sizes",
+        "snapshots",
+        "start",
+        "tokens",
+        "tree",
+        "windows",
+    )
 
     def __init__(
         self, tree: Tree | None, parent: Node | None, tokens: bytes, key: bytes, label: str = "", tiers: int = 2

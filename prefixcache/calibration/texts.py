@@ -19,21 +19,22 @@ from typing import NamedTuple
 CORPUS = Path(__file__).with_name("corpus")
 
 # Of many fields and styles, each a module or a package in Python 3.10 to 3.14; what one version lacks is left out.
-MODULES = (
-    "_pydatetime", "argparse", "ast", "asyncio.base_events", "asyncio.tasks", "bisect", "calendar", "collections",
-    "configparser", "contextlib", "csv", "dataclasses", "datetime", "difflib", "email.message", "enum", "fractions",
-    "functools", "graphlib", "heapq", "html.parser", "http.client", "ipaddress", "json.decoder", "json.encoder",
-    "logging.handlers", "multiprocessing.pool", "pathlib", "pickle", "queue", "random", "selectors", "shlex", "shutil",
-    "smtplib", "statistics", "string", "subprocess", "tempfile", "textwrap", "threading", "traceback", "unittest.case",
-    "urllib.parse", "uuid", "weakref", "xml.etree.ElementTree", "zipfile",
-)  # fmt: skip
+_MODULES = """
+_pydatetime argparse ast asyncio.base_events asyncio.tasks bisect calendar collections configparser contextlib csv
+dataclasses datetime difflib email.message enum fractions functools graphlib heapq html.parser http.client ipaddress
+json.decoder json.encoder logging.handlers multiprocessing.pool pathlib pickle queue random selectors shlex shutil
+smtplib statistics string subprocess tempfile textwrap threading traceback unittest.case urllib.parse uuid weakref
+xml.etree.ElementTree zipfile
+"""
+MODULES = tuple(_MODULES.split())
 
 # What this package depends on, directly or not. Any other installed project comes after these, if more is needed.
-PROJECTS = (
-    "annotated-types", "fsspec", "huggingface-hub", "idna", "markdown-it-py", "mlx", "mlx-lm", "numpy", "psutil", "pydantic",
-    "pydantic-core", "python-dateutil", "python-dotenv", "regex", "rich", "sentencepiece", "sqlite-fts4", "sqlite-utils",
-    "tabulate", "tokenizers", "tqdm", "transformers", "typer", "xxhash",
-)  # fmt: skip
+_PROJECTS = """
+annotated-types fsspec huggingface-hub idna markdown-it-py mlx mlx-lm numpy psutil pydantic pydantic-core
+python-dateutil python-dotenv regex rich sentencepiece sqlite-fts4 sqlite-utils tabulate tokenizers tqdm transformers
+typer xxhash
+"""
+PROJECTS = tuple(_PROJECTS.split())
 SHORTEST = 2_000  # characters of a description: a shorter one is little but badges and links
 LONGEST = 20_000  # characters that are taken of one: what follows is most often a change log
 ENOUGH = 275_000  # characters of descriptions

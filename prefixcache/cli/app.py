@@ -116,10 +116,13 @@ def _load(name: str) -> Any:
 
 
 app = typer.Typer(
-    cls=Commands, name="prefixcache", rich_markup_mode=None, invoke_without_command=True,
+    cls=Commands,
+    name="prefixcache",
+    rich_markup_mode=None,
+    invoke_without_command=True,
     pretty_exceptions_show_locals=False,  # locals would show tokens
     context_settings={"help_option_names": ["-h", "--help"]},
-)  # fmt: skip
+)
 for command in (inspect, reconcile, prune, clear, remove, pin):
     app.command(cls=Command)(command)
 

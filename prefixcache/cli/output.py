@@ -21,9 +21,14 @@ KINDS = (".png", ".svg")
 
 # Okabe and Ito's colours, which the colour-blind can tell apart, and markers.
 LOOKS = (
-    ("#E69F00", "s"), ("#0072B2", "o"), ("#56B4E9", "D"), ("#D55E00", "^"), ("#009E73", "v"), ("#CC79A7", "P"),
+    ("#E69F00", "s"),
+    ("#0072B2", "o"),
+    ("#56B4E9", "D"),
+    ("#D55E00", "^"),
+    ("#009E73", "v"),
+    ("#CC79A7", "P"),
     ("#000000", "X"),
-)  # fmt: skip
+)
 
 
 def can_draw() -> bool:

@@ -40,8 +40,12 @@ def load(name: str, sizes: Sequence[tuple[str, int]]) -> tuple[ctypes.CDLL | Non
 @lru_cache
 def warn_that_numpy_serves(reason: str) -> None:
     """Log, once in a process, why the codecs run without their C kernels, and what to do: else only time would show it."""
-    log.warning("the codecs' C kernels can't be used (%s): NumPy does their work, 10 times slower and more; install a C "
-                "compiler, then %s", reason, _installing())  # fmt: skip
+    log.warning(
+        "the codecs' C kernels can't be used (%s): NumPy does their work, 10 times slower and more; install a C "
+        "compiler, then %s",
+        reason,
+        _installing(),
+    )
 
 
 def _installing() -> str:

@@ -209,9 +209,13 @@ def source_of(kind: Kind) -> Source:
     dtypes = f"// rows of {kind.rows}, queries {kind.queries}, mask {kind.mask}, logits {kind.logits}\n"
     text = dtypes + "".join(f"#define {name} {number}\n" for name, number in numbers.items())
     given = {
-        "sink_keys": kind.sinks > 0, "sink_values": kind.sinks > 0, "pads": kind.pads, "floors": kind.floors,
-        "mask": bool(kind.mask), "logits": bool(kind.logits),
-    }  # fmt: skip
+        "sink_keys": kind.sinks > 0,
+        "sink_values": kind.sinks > 0,
+        "pads": kind.pads,
+        "floors": kind.floors,
+        "mask": bool(kind.mask),
+        "logits": bool(kind.logits),
+    }
     inputs = (
         "out",
         "lse",

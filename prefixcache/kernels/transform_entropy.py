@@ -210,13 +210,11 @@ def packer(room: int, dead_zone: int, share: int) -> Source:
     defines = _defines(THREADS=THREADS, ROOM=room, DEAD_ZONE=dead_zone, SHARE=share)
     return Source(
         "transform_pack",
-        (
-            "values", "lengths", "skipped", "limits", "classes", "counts", "costs", "cost_of_zeros", "codes", "points",
-        ),
+        ("values", "lengths", "skipped", "limits", "classes", "counts", "costs", "cost_of_zeros", "codes", "points"),
         ("heads", "fine", "decoded", "scratch"),
         CONSTANTS + defines + PACKING,
         PACK,
-    )  # fmt: skip
+    )
 
 
 def gatherer() -> Source:

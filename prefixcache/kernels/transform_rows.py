@@ -148,9 +148,14 @@ class Form(NamedTuple):
 
     def functions(self) -> str:
         numbers = {
-            "THREADS": THREADS, "TOKENS": TOKENS, "HEADS": self.heads, "WIDTH": self.width, "HALF": -(-self.width // 2),
-            "PAIRS": self.pairs, "INTERLEAVED": int(self.interleaved),
-        }  # fmt: skip
+            "THREADS": THREADS,
+            "TOKENS": TOKENS,
+            "HEADS": self.heads,
+            "WIDTH": self.width,
+            "HALF": -(-self.width // 2),
+            "PAIRS": self.pairs,
+            "INTERLEAVED": int(self.interleaved),
+        }
         lines = [f"#define {name} {number}u" for name, number in numbers.items()]
         for name, number in (("COSINE", self.cosine), ("SINE", self.sine), ("FACTOR", self.factor)):
             lines.append(f"#define {name} float_of({int(np.float32(number).view(np.uint32))}u)")

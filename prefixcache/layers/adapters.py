@@ -194,9 +194,11 @@ class Sliceable(Adapter):
     def read(self, cache: Any, at: str) -> Leaf:
         arrays = self._arrays(cache)
         layout: Layout = {
-            "class": class_path(type(cache)), "kind": "sliceable",
-            "attrs": _constants(cache, ("keys", "values", "offset"), at), "streams": None,
-        }  # fmt: skip
+            "class": class_path(type(cache)),
+            "kind": "sliceable",
+            "attrs": _constants(cache, ("keys", "values", "offset"), at),
+            "streams": None,
+        }
         offset = _position(cache.offset, at, cache)
         if not arrays:
             return _unused(layout, offset)
@@ -279,9 +281,12 @@ class Rotating(Adapter):
         if type(size) is not int or type(keep) is not int or not 0 <= keep < size:
             raise CacheError(f"{at} ({type(cache).__name__}): max_size {size!r} and keep {keep!r} make no window")
         layout: Layout = {
-            "class": class_path(type(cache)), "kind": "windowed", "attrs": attrs, "streams": None,
+            "class": class_path(type(cache)),
+            "kind": "windowed",
+            "attrs": attrs,
+            "streams": None,
             "window": [size, keep, False],
-        }  # fmt: skip
+        }
         offset, index = _position(cache.offset, at, cache), _position(cache._idx, at, cache)
         if cache.keys is None:
             return _unused(layout, offset)
@@ -333,9 +338,12 @@ class Chunked(Adapter):
         if type(size) is not int or size < 1:
             raise CacheError(f"{at} ({type(cache).__name__}): chunk_size {size!r} is not a number of tokens")
         layout: Layout = {
-            "class": class_path(type(cache)), "kind": "windowed", "attrs": attrs, "streams": None,
+            "class": class_path(type(cache)),
+            "kind": "windowed",
+            "attrs": attrs,
+            "streams": None,
             "window": [size, 0, True],
-        }  # fmt: skip
+        }
         offset, start = _position(cache.offset, at, cache), _position(cache.start_position, at, cache)
         if cache.keys is None:
             return _unused(layout, offset)

@@ -78,9 +78,11 @@ class Codes:
         return len(self.shape)
 
     def _refuse(self, use: str) -> NoReturn:
-        why = "mlx-lm's attention was unhooked (call prefixcache.live.hook.install())" if not installed() else (
-            "this model works on fetched keys or values itself"
-        )  # fmt: skip
+        why = (
+            "mlx-lm's attention was unhooked (call prefixcache.live.hook.install())"
+            if not installed()
+            else "this model works on fetched keys or values itself"
+        )
         raise TypeError(
             f"{type(self._cache).__name__} keeps codes, and {use} asks for an array: {why}. "
             'Make the cache with attend="buffer", or call dequantize() on it'

@@ -203,9 +203,13 @@ class _Making:
             return f"the codec leaves {rows} as they are"
         if isinstance(keys, TurboQuantRows) and isinstance(values, TurboQuantRows):
             chosen = {
-                "levelling": keys.levelled, "sink_tokens": self._codec.sink_tokens, "seed": keys.seed,
-                "recent_tokens": self._recent, "attend": self._attend, "levels": self._levels,
-            }  # fmt: skip
+                "levelling": keys.levelled,
+                "sink_tokens": self._codec.sink_tokens,
+                "seed": keys.seed,
+                "recent_tokens": self._recent,
+                "attend": self._attend,
+                "levels": self._levels,
+            }
 
             def coded(cache: KVCache, number: int) -> TurboQuantKVCache:
                 return TurboQuantKVCache.from_cache(cache, keys.bits, values.bits, **chosen, layer=number)

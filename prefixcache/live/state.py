@@ -26,14 +26,20 @@ def described(layer: CodedLayer, **more: Any) -> list[mx.array]:
     uncoded = layer.waiting.arrays if layer.waiting is not None else layer.sinks.arrays
     buffers = [layer.codes.arrays, uncoded, layer.recent.arrays]
     header = {
-        "version": VERSION, "choice": list(layer.choice), "attends": layer.attends, "kind": layer.kind,
-        "rows": alignment.rows, "pads": alignment.pads, "floors": layer.recent.floors, "ends": alignment.ends,
+        "version": VERSION,
+        "choice": list(layer.choice),
+        "attends": layer.attends,
+        "kind": layer.kind,
+        "rows": alignment.rows,
+        "pads": alignment.pads,
+        "floors": layer.recent.floors,
+        "ends": alignment.ends,
         "waiting": layer.waiting is not None,
         "runs": [[[run.first, numbers[id(run.levels)]] for run in runs] for runs in layer.runs],
         "levels": [[part is not None for part in levels] for levels in in_use],
         "held": [arrays is not None for arrays in buffers],
         **more,
-    }  # fmt: skip
+    }
     text = mx.array(np.frombuffer(json.dumps(header).encode(), np.uint8))
     rows = [array for arrays in buffers for array in arrays or ()]
     parts = [part for levels in in_use for part in levels if part is not None]

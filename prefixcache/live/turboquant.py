@@ -120,9 +120,16 @@ class TurboQuantKVCache(LiveCache):
         if type(cache) is not KVCache:
             raise TypeError(f"{type(cache).__name__}: only mlx-lm's KVCache can be made a TurboQuantKVCache")
         made = cls(
-            key_bits, value_bits, levelling=levelling, sink_tokens=sink_tokens, seed=seed, recent_tokens=recent_tokens,
-            attend=attend, levels=levels, layer=layer,
-        )  # fmt: skip
+            key_bits,
+            value_bits,
+            levelling=levelling,
+            sink_tokens=sink_tokens,
+            seed=seed,
+            recent_tokens=recent_tokens,
+            attend=attend,
+            levels=levels,
+            layer=layer,
+        )
         if cache.keys is not None:
             made._layer.append(cache.keys[..., : cache.offset, :], cache.values[..., : cache.offset, :])
             mx.eval(made._layer.arrays())

@@ -31,9 +31,11 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         when = datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds")
         line = {
-            "time": when.replace("+00:00", "Z"), "level": record.levelname, "logger": record.name,
+            "time": when.replace("+00:00", "Z"),
+            "level": record.levelname,
+            "logger": record.name,
             "message": record.getMessage(),
-        }  # fmt: skip
+        }
         for name, value in vars(record).items():
             if name not in _OWN:
                 line[f"{name}_" if name in line else name] = value

@@ -87,33 +87,59 @@ def _by_label(s: Stats) -> Value:
 
 EVENTS = (  # since the cache was opened, of `Counters`
     Kind("fetches", "Prompts that were looked up.", lambda c: c.fetches),
-    Kind("fetch_tokens", "Tokens that were looked up, by whether RAM had them. Their sum over result is the denominator of "
-         "the hit rate; of a prompt that is all known, at least the last token is a miss.", _fetched, "result"),
-    Kind("hit_tokens", "Tokens that fetches gave: ssd and remote those that a promotion had brought from there and no fetch "
-         "had given since, ram all others. Hit rate by tier: sum by (tier) (rate(prefixcache_hit_tokens_total[5m])) / "
-         "ignoring (tier) group_left () sum (rate(prefixcache_fetch_tokens_total[5m])).", _hit, "tier"),
-    Kind("other_form_fetches", "Prompts of which something was stored as a prompt cache of another form than the caller "
-         "makes, and left alone.", lambda c: c.of_other_form),
+    Kind(
+        "fetch_tokens",
+        "Tokens that were looked up, by whether RAM had them. Their sum over result is the denominator of "
+        "the hit rate; of a prompt that is all known, at least the last token is a miss.",
+        _fetched,
+        "result",
+    ),
+    Kind(
+        "hit_tokens",
+        "Tokens that fetches gave: ssd and remote those that a promotion had brought from there and no fetch "
+        "had given since, ram all others. Hit rate by tier: sum by (tier) (rate(prefixcache_hit_tokens_total[5m])) / "
+        "ignoring (tier) group_left () sum (rate(prefixcache_fetch_tokens_total[5m])).",
+        _hit,
+        "tier",
+    ),
+    Kind(
+        "other_form_fetches",
+        "Prompts of which something was stored as a prompt cache of another form than the caller "
+        "makes, and left alone.",
+        lambda c: c.of_other_form,
+    ),
     Kind("failed_hits", "Hits that were deleted, since the model could not go on from them.", lambda c: c.failed_hits),
     Kind("promoted_tokens", "Tokens brought from SSD to RAM.", lambda c: c.promoted_tokens),
     Kind("promoted_bytes", "Bytes brought from SSD to RAM.", lambda c: c.promoted_bytes),
     Kind("remote_promoted_images", "Images promoted from the remote tier to RAM.", lambda c: c.remote_promoted_images),
     Kind("stores", "Prompt caches that were given to be stored.", lambda c: c.stores),
-    Kind("store_tokens", "Their tokens: new, kept already (shared), without room or not finite (unkept).", _stored, "result"),
+    Kind(
+        "store_tokens",
+        "Their tokens: new, kept already (shared), without room or not finite (unkept).",
+        _stored,
+        "result",
+    ),
     Kind("stored_bytes", "Bytes of what was new, compressed.", lambda c: c.stored_bytes),
     Kind("recoded_tokens", "Tokens that were coded again.", lambda c: c.recoded_tokens),
-    Kind("not_finite_stores", "Prompt caches kept only before the first NaN or infinity in them.", lambda c: c.not_finite),
+    Kind(
+        "not_finite_stores", "Prompt caches kept only before the first NaN or infinity in them.", lambda c: c.not_finite
+    ),
     Kind("evicted_images", "Images evicted to make room.", _evicted, "tier"),
     Kind("dropped_images", "Images evicted from RAM that the SSD was to get and did not.", lambda c: c.dropped),
     Kind("dropped_bytes", "Bytes of the dropped images.", lambda c: c.dropped_bytes),
-    Kind("idle_bytes", "Bytes of images that were queued for the SSD while nobody asked (setting spill_idle).",
-         lambda c: c.idle_bytes),
+    Kind(
+        "idle_bytes",
+        "Bytes of images that were queued for the SSD while nobody asked (setting spill_idle).",
+        lambda c: c.idle_bytes,
+    ),
     Kind("declined_images", "Images evicted from RAM that the SSD did not admit at first sight.", lambda c: c.declined),
-    Kind("forgotten_images", "Images deleted from the SSD because RAM had no room to index them.", lambda c: c.forgotten),
+    Kind(
+        "forgotten_images", "Images deleted from the SSD because RAM had no room to index them.", lambda c: c.forgotten
+    ),
     Kind("corrupt_images", "Files found damaged when they were read, and quarantined.", lambda c: c.corrupt),
     Kind("write_errors", "Images that could not be written to the SSD.", lambda c: c.write_errors),
     Kind("denied_reservations", "Reservations of RAM that found no room.", lambda c: c.denied),
-)  # fmt: skip
+)
 
 STATE = (  # now, of `Stats`
     Kind("ram_bytes", "RAM held, by what for. Images that wait for the SSD are queued.", _ram, "state"),
@@ -141,10 +167,14 @@ SSD_EVENTS = (  # of `SsdStats`
 
 DURATIONS = (  # since the cache was opened, of `Stats`, in seconds
     Kind("store", "What a store took.", lambda s: {"": s.seconds["store"]}),
-    Kind("fetch", "What a fetch took, by whether RAM had anything of the prompt.",
-         lambda s: {"hit": s.seconds["fetch_hit"], "miss": s.seconds["fetch_miss"]}, "result"),
+    Kind(
+        "fetch",
+        "What a fetch took, by whether RAM had anything of the prompt.",
+        lambda s: {"hit": s.seconds["fetch_hit"], "miss": s.seconds["fetch_miss"]},
+        "result",
+    ),
     Kind("promote", "What a promotion took from its start to its last image.", lambda s: {"": s.seconds["promote"]}),
-)  # fmt: skip
+)
 
 SSD_DURATIONS = (  # of `SsdStats`
     Kind("ssd_spill", "From the queue to a file that is durable and indexed.", lambda s: {"": s.spill_seconds}),
@@ -170,12 +200,17 @@ REMOTE_EVENTS = (  # of `RemoteStats`
     Kind("remote_written_bytes", "Bytes sent.", lambda s: s.written_bytes),
     Kind("remote_known_images", "Images that were not sent because the engine had them.", lambda s: s.known),
     Kind("remote_dropped_images", "Images that were to be sent and were not.", lambda s: s.dropped),
-    Kind("remote_refused_images", "Images that were not what their names say: another key's, damaged, forged.",
-         lambda s: s.refused),
+    Kind(
+        "remote_refused_images",
+        "Images that were not what their names say: another key's, damaged, forged.",
+        lambda s: s.refused,
+    ),
     Kind("remote_timeouts", "Questions and reads that were given up because they took too long.", lambda s: s.timeouts),
-    Kind("remote_skipped_prompts", "Prompts that were not read because computing them is quicker.", lambda s: s.skipped),
+    Kind(
+        "remote_skipped_prompts", "Prompts that were not read because computing them is quicker.", lambda s: s.skipped
+    ),
     Kind("remote_errors", "Calls of the engine that failed.", lambda s: s.errors),
-)  # fmt: skip
+)
 
 REMOTE_DURATIONS = (  # of `RemoteStats`
     Kind("remote_ask", "What it took to ask the engine what it has.", lambda s: {"": s.ask_seconds}),

@@ -293,9 +293,15 @@ def _image_of(slot: Slot) -> RemoteImage:
 
 
 def simulate_fleet(
-    requests: Iterable[Request], state: ModelState, codec: Codec, fleet: Fleet, *, leave: int = 1, block: int = 512,
+    requests: Iterable[Request],
+    state: ModelState,
+    codec: Codec,
+    fleet: Fleet,
+    *,
+    leave: int = 1,
+    block: int = 512,
     progress: Callable[[int], None] | None = None,
-) -> FleetOutcome:  # fmt: skip
+) -> FleetOutcome:
     """Serve these requests, one after the other, each by one machine of the fleet. `requests` are read more than once; the
     others are the arguments of `simulator.simulate`.
     """
@@ -330,10 +336,21 @@ def simulate_fleet(
     remote_tokens = sum(machine.remote_tokens for machine in machines if isinstance(machine, Machine))
     arrays = (np.array(counts, np.int64) for counts in (asked, hit, read, remote_read, trips))
     return FleetOutcome(
-        fleet, by_machine, sum(asked), sum(c.ram_hit_tokens for c in counters),
-        sum(c.ssd_hit_tokens for c in counters) - remote_tokens, remote_tokens, remote.sent_images, remote.sent_bytes,
-        remote.read_images, remote.read_bytes, remote.reused_tokens, remote.evicted, remote.peak, *arrays,
-    )  # fmt: skip
+        fleet,
+        by_machine,
+        sum(asked),
+        sum(c.ram_hit_tokens for c in counters),
+        sum(c.ssd_hit_tokens for c in counters) - remote_tokens,
+        remote_tokens,
+        remote.sent_images,
+        remote.sent_bytes,
+        remote.read_images,
+        remote.read_bytes,
+        remote.reused_tokens,
+        remote.evicted,
+        remote.peak,
+        *arrays,
+    )
 
 
 def _read_so_far(machine: Simulation) -> int:

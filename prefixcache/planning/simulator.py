@@ -171,9 +171,15 @@ class Simulation:
         if ram < 0 or ssd < 0 or not (ram or ssd):
             raise ValueError(f"ram={ram}, ssd={ssd}: nothing could be kept; give at least one of them a size")
         settings = Settings.model_construct(
-            ram=ram, ssd_dir=None, ssd=ssd, codec=codec, policy=policy, ssd_admission=admission, spill=spill,
+            ram=ram,
+            ssd_dir=None,
+            ssd=ssd,
+            codec=codec,
+            policy=policy,
+            ssd_admission=admission,
+            spill=spill,
             spill_idle=idle,
-        )  # fmt: skip
+        )
         self.storage = storage = self.makes_storage(settings, settings.ram_bytes(0), tiers=2 if ssd else 1)
         self.ssd: SimulatedSsd | None = None
         if isinstance(codec, Calibrated) and reserve_basis(storage, codec.basis, 0) is None:
@@ -286,16 +292,32 @@ def simulate(
                 progress(number)
     counters, ssd_side = run.storage.counters, run.ssd
     return Outcome(
-        ram=ram, ssd=ssd, policy=policy, admission=admission, requests=len(asked), seconds=last - (first or 0.0),
-        asked_tokens=sum(asked), ram_tokens=counters.ram_hit_tokens, ssd_tokens=counters.ssd_hit_tokens,
-        stored_tokens=counters.stored_tokens, stored_bytes=counters.stored_bytes,
-        written_files=ssd_side.written_files if ssd_side else 0, written_bytes=ssd_side.written_bytes if ssd_side else 0,
-        read_files=ssd_side.read_files if ssd_side else 0, read_bytes=ssd_side.read_bytes if ssd_side else 0,
-        evicted=counters.evicted, ssd_evicted=counters.ssd_evicted, dropped=counters.dropped,
-        declined=counters.declined, unkept_tokens=counters.unkept_tokens,
-        ram_peak=run.storage.budget.peak, ssd_peak=ssd_side.peak if ssd_side else 0,
-        asked=np.array(asked, np.int64), hit=np.array(given, np.int64), read=np.array(read, np.int64),
-    )  # fmt: skip
+        ram=ram,
+        ssd=ssd,
+        policy=policy,
+        admission=admission,
+        requests=len(asked),
+        seconds=last - (first or 0.0),
+        asked_tokens=sum(asked),
+        ram_tokens=counters.ram_hit_tokens,
+        ssd_tokens=counters.ssd_hit_tokens,
+        stored_tokens=counters.stored_tokens,
+        stored_bytes=counters.stored_bytes,
+        written_files=ssd_side.written_files if ssd_side else 0,
+        written_bytes=ssd_side.written_bytes if ssd_side else 0,
+        read_files=ssd_side.read_files if ssd_side else 0,
+        read_bytes=ssd_side.read_bytes if ssd_side else 0,
+        evicted=counters.evicted,
+        ssd_evicted=counters.ssd_evicted,
+        dropped=counters.dropped,
+        declined=counters.declined,
+        unkept_tokens=counters.unkept_tokens,
+        ram_peak=run.storage.budget.peak,
+        ssd_peak=ssd_side.peak if ssd_side else 0,
+        asked=np.array(asked, np.int64),
+        hit=np.array(given, np.int64),
+        read=np.array(read, np.int64),
+    )
 
 
 class Prompts:

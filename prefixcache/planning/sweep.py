@@ -93,9 +93,17 @@ def simulated(workload: Workload, cell: Cell, progress: CellProgress) -> Outcome
 
     block, requests = _requests(workload)
     return simulate(
-        requests, workload.state, workload.codec, ram=cell.ram, ssd=cell.ssd, policy=cell.policy,
-        admission=cell.admission, leave=workload.leave, block=block, progress=progress,
-    )  # fmt: skip
+        requests,
+        workload.state,
+        workload.codec,
+        ram=cell.ram,
+        ssd=cell.ssd,
+        policy=cell.policy,
+        admission=cell.admission,
+        leave=workload.leave,
+        block=block,
+        progress=progress,
+    )
 
 
 def simulated_fleet(workload: Workload, fleet: Fleet, progress: CellProgress) -> FleetOutcome:
@@ -156,9 +164,15 @@ def equivalent_cell(cell: Cell, most: int | None) -> Cell:
 
 
 def sweep(
-    workload: Workload, cells: Sequence[Cell], *, most: int | None = None, known: Mapping[Cell, Outcome] | None = None,
-    processes: int | None = None, progress: Progress | None = None, run: Run = simulated,
-) -> list[Outcome]:  # fmt: skip
+    workload: Workload,
+    cells: Sequence[Cell],
+    *,
+    most: int | None = None,
+    known: Mapping[Cell, Outcome] | None = None,
+    processes: int | None = None,
+    progress: Progress | None = None,
+    run: Run = simulated,
+) -> list[Outcome]:
     """The outcomes of `cells`, in their order. Cells that are equal, or can't differ where a RAM of `most` bytes never
     evicts, run once; those in `known` don't run again.
 

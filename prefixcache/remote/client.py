@@ -373,10 +373,15 @@ class Client:
                 name: value for name, value in vars(counters).items() if isinstance(value, (int, str))
             }
         return RemoteStats(
-            engine=self.engine.label, reading=self.reading.closed, writing=self.writing.closed, queued=queued, **counts,
-            ask_seconds=counters.ask_seconds.read(), read_seconds=counters.read_seconds.read(),
+            engine=self.engine.label,
+            reading=self.reading.closed,
+            writing=self.writing.closed,
+            queued=queued,
+            **counts,
+            ask_seconds=counters.ask_seconds.read(),
+            read_seconds=counters.read_seconds.read(),
             write_seconds=counters.write_seconds.read(),
-        )  # fmt: skip
+        )
 
     def close(self) -> None:
         """Nothing more is begun. What an engine that hangs is doing ends with its timeout, and says nothing of the engine."""

@@ -87,10 +87,14 @@ class RequestLog:
         from_ssd = max(min(cached, found.ssd) - found.ram, 0)
         from_remote = max(min(cached, found.remote) - found.ssd, 0)
         fields |= {
-            "prompt_tokens": prompt, "ram_tokens": cached - from_ssd - from_remote, "ssd_tokens": from_ssd,
-            "remote_tokens": from_remote, "computed_tokens": prompt - cached, "generated_tokens": self.generated,
+            "prompt_tokens": prompt,
+            "ram_tokens": cached - from_ssd - from_remote,
+            "ssd_tokens": from_ssd,
+            "remote_tokens": from_remote,
+            "computed_tokens": prompt - cached,
+            "generated_tokens": self.generated,
             "ssd_wait_seconds": _ms(self.ssd_wait),
-        }  # fmt: skip
+        }
         if self._first:
             fields |= {
                 "prefill_seconds": _ms(self._first - self._begun),

@@ -23,9 +23,19 @@ SHOWN = 40  # characters of a value in an error
 SECRET = {"cache_salt"}  # fields whose value no error repeats
 TEMPLATE = "chat_template"
 TEMPLATES_OWN = {  # keywords of a chat template's call that are not its variables
-    "add_generation_prompt", "conversation", "max_length", "messages", "padding", "return_assistant_tokens_mask",
-    "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "tools", "truncation",
-}  # fmt: skip
+    "add_generation_prompt",
+    "conversation",
+    "max_length",
+    "messages",
+    "padding",
+    "return_assistant_tokens_mask",
+    "return_dict",
+    "return_tensors",
+    "tokenize",
+    "tokenizer_kwargs",
+    "tools",
+    "truncation",
+}
 NO_TEMPLATE = (
     "this server renders no chat template that a request brings along; leave {} out, or start the server with "
     "--allow-chat-template"

@@ -42,8 +42,15 @@ _SIGNATURE = re.compile(rb"pid \d+\nhost .+\nsince ")
 _TABLES = {"namespace", "image", "meta"}
 _RANK = re.compile(r"rank-(0|[1-9][0-9]{0,4})")
 _OF_THE_SYSTEM = {  # what it makes on disks and in folders, beside files whose names begin with a dot
-    "lost+found", "System Volume Information", "$RECYCLE.BIN", "Thumbs.db", "desktop.ini", "Icon\r", "@eaDir", TAG,
-}  # fmt: skip
+    "lost+found",
+    "System Volume Information",
+    "$RECYCLE.BIN",
+    "Thumbs.db",
+    "desktop.ini",
+    "Icon\r",
+    "@eaDir",
+    TAG,
+}
 
 _held: weakref.WeakSet[Lock] = weakref.WeakSet()
 

@@ -230,7 +230,19 @@ def from_header(said: Shallow, used: int) -> tuple[Entry, NamespaceRow]:
     if said.nbytes >= BOUNDS["nbytes"]:
         raise ValueError("the size is not valid")
     entry = Entry(
-        Kind(meta.kind), key, root, parent, meta.start, tokens, said.nbytes, said.header.checksum, said.disk, used,
-        said.modified, 0, meta.extra, said.modified,
-    )  # fmt: skip
+        Kind(meta.kind),
+        key,
+        root,
+        parent,
+        meta.start,
+        tokens,
+        said.nbytes,
+        said.header.checksum,
+        said.disk,
+        used,
+        said.modified,
+        0,
+        meta.extra,
+        said.modified,
+    )
     return entry, NamespaceRow(root, meta.model, meta.codec, meta.layout, said.modified)

@@ -41,9 +41,15 @@ ROW_PAGES = 8
 _PATIENCE = 5  # seconds that a lock of SQLite's is waited for
 _FOREIGN_TEXT = "Could not decode to UTF-8"
 _NOT_OURS = (
-    "no such table", "no such column", "already exists", "no column named", "is a view", "DROP VIEW", "duplicate column",
+    "no such table",
+    "no such column",
+    "already exists",
+    "no column named",
+    "is a view",
+    "DROP VIEW",
+    "duplicate column",
     _FOREIGN_TEXT,
-)  # fmt: skip
+)
 
 
 class Row(NamedTuple):
@@ -208,8 +214,9 @@ class Index:
         for kind, key in addresses:
             row = self._connection.execute(
                 "SELECT root, parent, nbytes, checksum, extra, disk FROM image "
-                "JOIN namespace ON namespace.id = namespace WHERE key = ? AND kind = ?", [key, NUMBER[kind]],
-            ).fetchone()  # fmt: skip
+                "JOIN namespace ON namespace.id = namespace WHERE key = ? AND kind = ?",
+                [key, NUMBER[kind]],
+            ).fetchone()
             if row:
                 rows[kind, key] = Row(*row)
         return rows
@@ -269,10 +276,22 @@ class Index:
         cursor = run(
             f"INSERT INTO image ({COLUMNS}) VALUES (?{', ?' * 13})",
             [
-                NUMBER[entry.kind], entry.key, number, entry.parent, entry.start, length, entry.nbytes,
-                entry.checksum, entry.disk, entry.used, entry.created, entry.hits, entry.extra, entry.used_at,
+                NUMBER[entry.kind],
+                entry.key,
+                number,
+                entry.parent,
+                entry.start,
+                length,
+                entry.nbytes,
+                entry.checksum,
+                entry.disk,
+                entry.used,
+                entry.created,
+                entry.hits,
+                entry.extra,
+                entry.used_at,
             ],
-        )  # fmt: skip
+        )
         if length:
             run("INSERT OR REPLACE INTO tokens VALUES (?, ?)", [cursor.lastrowid, pack(entry.tokens)])
         self._images[number] += 1

@@ -241,9 +241,18 @@ def _foresee(there: Directory, selection: Selection) -> Pruned:
             after -= tally.disk + tally.images * each
     after = max(after, 0)
     return Pruned(
-        str(there.root), True, tally.images, tally.disk, held, tally.shares, len(bad),
-        sum(item.disk for item in bad), before, after, selection.to_size is None or after <= selection.to_size,
-    )  # fmt: skip
+        str(there.root),
+        True,
+        tally.images,
+        tally.disk,
+        held,
+        tally.shares,
+        len(bad),
+        sum(item.disk for item in bad),
+        before,
+        after,
+        selection.to_size is None or after <= selection.to_size,
+    )
 
 
 def _quarantined(there: Directory, selection: Selection) -> list[Item]:
@@ -288,9 +297,18 @@ class _Pruning:
             for slot in part:
                 tally.add(images.namespace(slot), slot.disk)
         return Pruned(
-            str(there.root), False, tally.images, tally.disk, images.held, tally.shares,
-            len(bad), sum(item.disk for item in bad), before, 0, True,
-        )  # fmt: skip
+            str(there.root),
+            False,
+            tally.images,
+            tally.disk,
+            images.held,
+            tally.shares,
+            len(bad),
+            sum(item.disk for item in bad),
+            before,
+            0,
+            True,
+        )
 
     def _delete(self, slots: list[Slot], done: int, count: int) -> None:
         """Rows, then files, then folders that are empty. `done` of `count` images were deleted before."""

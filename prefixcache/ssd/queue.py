@@ -304,9 +304,13 @@ class Queue:
                 del self._waiting[write.entry.address]
             first = next(iter(self._waiting.values()), None)
             batch = Batch(
-                self._removals, writes, self._touches, self._cancelled, self._stuck,
+                self._removals,
+                writes,
+                self._touches,
+                self._cancelled,
+                self._stuck,
                 first.sequence - 1 if first else self._sequence,
-            )  # fmt: skip
+            )
             self._removals, self._touches, self._cancelled = {}, {}, []
             self._nudged = False
             self._working = batch

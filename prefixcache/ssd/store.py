@@ -181,9 +181,15 @@ class Store:
         if limit < asked and not self._is_short:
             self._is_short = True
             less = f', or write --ssd {as_setting(limit)} (ssd="{as_setting(limit)}") or less' if limit > SURE else ""
-            log.warning("SSD %s: ssd=%s is more than its disk has room for beside ssd_reserve=%s: the limit is %s until "
-                        "there is more; make room there%s",
-                        root, as_setting(asked), as_setting(reserve), as_setting(limit), less)  # fmt: skip
+            log.warning(
+                "SSD %s: ssd=%s is more than its disk has room for beside ssd_reserve=%s: the limit is %s until "
+                "there is more; make room there%s",
+                root,
+                as_setting(asked),
+                as_setting(reserve),
+                as_setting(limit),
+                less,
+            )
         elif self._is_short and self.ledger.ceiling > asked + asked // 16:  # and not at every file of another program
             self._is_short = False
             log.info("SSD %s: its disk has room again: the limit is back at %s", root, as_setting(asked))

@@ -108,10 +108,16 @@ def survey(directory: str | os.PathLike[str]) -> Survey:
     except IndexBroken as error:
         problem = str(error)
     return Survey(
-        directory=str(there.root), holder=owner, problem=problem, clean=clean, namespaces=namespaces,
-        quarantine=tuple(quarantined(there)), debris=tuple(sorted(item.name for item in there.strays())),
-        index_bytes=sum(disk_at(path) for path in suffixes(there.index)), disk=there.size(),
-    )  # fmt: skip
+        directory=str(there.root),
+        holder=owner,
+        problem=problem,
+        clean=clean,
+        namespaces=namespaces,
+        quarantine=tuple(quarantined(there)),
+        debris=tuple(sorted(item.name for item in there.strays())),
+        index_bytes=sum(disk_at(path) for path in suffixes(there.index)),
+        disk=there.size(),
+    )
 
 
 def _namespaces(connection: Any) -> Iterator[NamespaceSurvey]:
@@ -127,11 +133,18 @@ def _namespaces(connection: Any) -> Iterator[NamespaceSurvey]:
         counts = {kind: Count(*kinds[kind][:3]) if kind in kinds else Count() for kind in KINDS}
         rows = list(kinds.values())
         yield NamespaceSurvey(
-            root.hex(), model, codec, layout, created, counts[ROWS], counts[WINDOW], counts[SNAPSHOT],
+            root.hex(),
+            model,
+            codec,
+            layout,
+            created,
+            counts[ROWS],
+            counts[WINDOW],
+            counts[SNAPSHOT],
             tokens=kinds[ROWS][3] if ROWS in kinds else 0,
             oldest=min((row[4] for row in rows), default=0.0),
             newest=max((row[5] for row in rows), default=0.0),
             last_used=max((row[6] for row in rows), default=0),
             last_used_at=max((row[8] for row in rows), default=0.0),
             hits=sum(row[7] for row in rows),
-        )  # fmt: skip
+        )

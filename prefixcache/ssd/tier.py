@@ -242,8 +242,10 @@ class Ssd:
             if self._writer.join(_left(end)):
                 self._store.close(clean=self._queue.drained)
                 return
-            log.warning("SSD %s: the disk does not answer: closed all the same; the directory stays in use until it does",
-                        self.directory)  # fmt: skip
+            log.warning(
+                "SSD %s: the disk does not answer: closed all the same; the directory stays in use until it does",
+                self.directory,
+            )
             self._writer.detach(lambda: self._store.close(clean=False))
 
     def __enter__(self) -> Ssd:
@@ -257,14 +259,27 @@ class Ssd:
     def stats(self) -> SsdStats:
         held, queue, writer, reader = self._store.ledger.held(), self._queue.counters(), self._writer, self._reader
         return SsdStats(
-            files=held.number, used=held.stored, limit=self.limit, disk=held.real, reserve=held.reserve,
-            queued_files=queue.queued_files, queued_bytes=queue.queued_bytes, written_files=writer.written_files,
-            written_bytes=writer.written_bytes, read_files=reader.read_files, read_bytes=reader.read_bytes,
-            dropped=queue.dropped, corrupt=reader.corrupt, unreadable=reader.unreadable,
-            quarantine_bytes=held.quarantine, errors=queue.errors, last_error=queue.last_error,
-            quarantined=self._store.quarantine.taken, spill_seconds=writer.spill_seconds.read(),
+            files=held.number,
+            used=held.stored,
+            limit=self.limit,
+            disk=held.real,
+            reserve=held.reserve,
+            queued_files=queue.queued_files,
+            queued_bytes=queue.queued_bytes,
+            written_files=writer.written_files,
+            written_bytes=writer.written_bytes,
+            read_files=reader.read_files,
+            read_bytes=reader.read_bytes,
+            dropped=queue.dropped,
+            corrupt=reader.corrupt,
+            unreadable=reader.unreadable,
+            quarantine_bytes=held.quarantine,
+            errors=queue.errors,
+            last_error=queue.last_error,
+            quarantined=self._store.quarantine.taken,
+            spill_seconds=writer.spill_seconds.read(),
             read_seconds=reader.read_seconds.read(),
-        )  # fmt: skip
+        )
 
     def check_integrity(self) -> None:
         """AssertionError unless ledger, index and directory agree. For tests: nothing may be queued, and it reads the

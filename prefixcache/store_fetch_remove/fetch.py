@@ -28,13 +28,17 @@ def find(
             return None
         depth, namespace, walk, pinned = found
         blocks = [
-            Block(node.start, node.rows.image, tuple(
-                Held(slot.image, tuple(mask & mask_of(0, shared) for mask in slot.mask))
-                for slot, shared in windows_read(node, depth, RAM).items()
-            ))
+            Block(
+                node.start,
+                node.rows.image,
+                tuple(
+                    Held(slot.image, tuple(mask & mask_of(0, shared) for mask in slot.mask))
+                    for slot, shared in windows_read(node, depth, RAM).items()
+                ),
+            )
             for node in walk.nodes
             if node.start < depth and node.rows is not None
-        ]  # fmt: skip
+        ]
         state: Image | None = next((slot.image for slot in pinned if slot.kind == SNAPSHOT), None)
     try:
         return StoredPrompt(namespace.plan, depth, blocks, state), pinned

@@ -97,8 +97,12 @@ class LowerTier:
             self.unindexed = dict(sorted(self.unindexed.items(), key=lambda item: (item[1].used, -item[1].start)))
         self._enforce_limit()
         if self.unindexed:
-            log.warning("%s: %d of %d images are not indexed: ram is too small, or their parents are gone",
-                        tier.name, len(self.unindexed), len(entries))  # fmt: skip
+            log.warning(
+                "%s: %d of %d images are not indexed: ram is too small, or their parents are gone",
+                tier.name,
+                len(self.unindexed),
+                len(entries),
+            )
 
     def _add(self, entry: Entry, reservation: Reservation) -> bool:
         """Give the image of an entry its place in the graph. False when it has none."""
@@ -149,14 +153,28 @@ class LowerTier:
         with self._storage.lock:
             fits, left = self._make_room(0), self._storage.graph.images[self.number]
         if tier.used < before:
-            log.warning("%s: the limit is %s, and it held %s: the least recent images were deleted",
-                        tier.name, size(tier.limit), size(before))  # fmt: skip
+            log.warning(
+                "%s: the limit is %s, and it held %s: the least recent images were deleted",
+                tier.name,
+                size(tier.limit),
+                size(before),
+            )
         if not fits and left:
-            log.warning("%s: the limit is %s, and it holds %s: images that are pinned or being written are deleted "
-                        "when they are not", tier.name, size(tier.limit), size(tier.used))  # fmt: skip
+            log.warning(
+                "%s: the limit is %s, and it holds %s: images that are pinned or being written are deleted "
+                "when they are not",
+                tier.name,
+                size(tier.limit),
+                size(tier.used),
+            )
         elif not fits:
-            log.warning("%s=%s is less than the %s that the directory takes without an image: nothing will be "
-                        "kept there; give it more", tier.name, size(tier.limit), size(tier.used))  # fmt: skip
+            log.warning(
+                "%s=%s is less than the %s that the directory takes without an image: nothing will be "
+                "kept there; give it more",
+                tier.name,
+                size(tier.limit),
+                size(tier.used),
+            )
 
     def _make_room(self, nbytes: int, slot: Slot | None = None, spilled: Slot | None = None) -> bool:
         """Delete the least recent images for `nbytes`. For a `slot` to be written, which `spilled` depends on or is: only
@@ -336,8 +354,21 @@ def entry_of(slot: Slot) -> Entry:
     extra = "{}"
     if slot.kind == WINDOW and image is not None:
         extra = image.header()[0].extra
-    return Entry(slot.kind, slot.key, node.tree.root.key, above, start, tokens, slot.nbytes, checksum,
-                 slot.disk, slot.tick, slot.created, slot.hits, extra)  # fmt: skip
+    return Entry(
+        slot.kind,
+        slot.key,
+        node.tree.root.key,
+        above,
+        start,
+        tokens,
+        slot.nbytes,
+        checksum,
+        slot.disk,
+        slot.tick,
+        slot.created,
+        slot.hits,
+        extra,
+    )
 
 
 def _costs(entries: list[Entry], slot_bytes: int) -> list[int]:

@@ -69,7 +69,13 @@ class Pressure:
             give_back()
         if before == full > limit:
             free, reserve = size(self._reserve - missing), size(self._reserve)
-            log.warning("%s of memory are free, less than memory_reserve=%s: the RAM budget goes from %s to %s until there "
-                        "is more", free, reserve, size(full), size(limit))  # fmt: skip
+            log.warning(
+                "%s of memory are free, less than memory_reserve=%s: the RAM budget goes from %s to %s until there "
+                "is more",
+                free,
+                reserve,
+                size(full),
+                size(limit),
+            )
         elif before < full == limit:
             log.info("the RAM budget is back at %s", size(full))

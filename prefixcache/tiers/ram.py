@@ -104,15 +104,24 @@ class Ram:
     def warn_if_useless(self) -> None:
         """Log it where RAM was given a size that holds no block of a usual model."""
         if self.configured < USELESS:
-            log.warning('%s=%s: holds no block of 256 tokens of any usual model, so nothing is kept; write "1GB" or more',
-                        self._setting, size(self.configured))  # fmt: skip
+            log.warning(
+                '%s=%s: holds no block of 256 tokens of any usual model, so nothing is kept; write "1GB" or more',
+                self._setting,
+                size(self.configured),
+            )
 
     def warn_if_too_small(self, tokens: int, nbytes: int, model: str) -> None:
         """Log it, once, where a block of so many tokens and bytes is larger than all of RAM."""
         if nbytes > self.configured and not self._warned:
             self._warned = True
-            log.warning('%s=%s: a block of %d tokens of %s takes %s, so nothing of it is kept; write "1GB" or more',
-                        self._setting, size(self.configured), tokens, model, size(nbytes))  # fmt: skip
+            log.warning(
+                '%s=%s: a block of %d tokens of %s takes %s, so nothing of it is kept; write "1GB" or more',
+                self._setting,
+                size(self.configured),
+                tokens,
+                model,
+                size(nbytes),
+            )
 
     @property
     def _setting(self) -> str:

@@ -84,9 +84,13 @@ def block_ids(secret: bytes, keys: Sequence[bytes]) -> list[int]:
 def encode(line: Line) -> bytes:
     """The line of a call that was recorded."""
     fields = {
-        "timestamp": line.time, "call": line.call, "block_size": line.block, "input_length": line.tokens,
-        "output_length": line.output, "hash_ids": line.ids,
-    }  # fmt: skip
+        "timestamp": line.time,
+        "call": line.call,
+        "block_size": line.block,
+        "input_length": line.tokens,
+        "output_length": line.output,
+        "hash_ids": line.ids,
+    }
     return json.dumps(fields | {"grown": line.grown} if line.grown else fields).encode() + b"\n"
 
 

@@ -99,12 +99,26 @@ def draw(axes: Axes, panel: Panel, found: Found, most: int) -> None:
     scheduled = ["as its scheduler" in name for name in names]
     for place, name, hatched in zip(places, names, scheduled, strict=True):
         colour = COLOURS[name.split()[0]]
-        axes.barh(place, values[name], color=GROUND if hatched else colour, edgecolor=colour, height=0.72,
-                  hatch="////" if hatched else None, linewidth=1)  # fmt: skip
+        axes.barh(
+            place,
+            values[name],
+            color=GROUND if hatched else colour,
+            edgecolor=colour,
+            height=0.72,
+            hatch="////" if hatched else None,
+            linewidth=1,
+        )
         told = f"{_number(values[name])} {panel.unit}{found.notes.get(name, '')}"
-        axes.annotate(told, (values[name], place), xytext=(4, 0),
-                      textcoords="offset points", va="center", fontsize=9, color=INK,
-                      fontweight="bold" if place == 0 else "normal")  # fmt: skip
+        axes.annotate(
+            told,
+            (values[name], place),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+            color=INK,
+            fontweight="bold" if place == 0 else "normal",
+        )
     axes.set_yticks(places, [_label(name) for name in names], fontsize=9, color=INK)
     axes.set_ylim(most - 0.5, -0.5)  # bars are as thick in every panel
     if panel.log:

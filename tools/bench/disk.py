@@ -57,11 +57,12 @@ def spill(scale: str) -> Iterator[Figure]:
         ratio = report.median_ratio(plain, product)
         yield Figure(
             f"spill, fsync included, {sizes.images[name]} images of {name}, over plain write + fsync",
-            f"{ratio:.2f} ({_rate(nbytes, product)})", f">= {BAR}" if name == BARRED else "",
+            f"{ratio:.2f} ({_rate(nbytes, product)})",
+            f">= {BAR}" if name == BARRED else "",
             f"one after the other {_rate(nbytes, plain)}; {WIDE} threads {_rate(nbytes, wide)}",
             ratio >= BAR if name == BARRED else None,
             {"ratio": ratio, "bytes": nbytes, "product_s": product, "plain_s": plain, "wide_s": wide},
-        )  # fmt: skip
+        )
 
 
 def _spill(folder: Path, shape: Shape, count: int, rounds: int) -> tuple[int, list[float], list[float], list[float]]:
@@ -105,11 +106,12 @@ def promote(scale: str) -> Iterator[Figure]:
         ratio = report.median_ratio(plain, product)
         yield Figure(
             f"promote, checksum included, {sizes.images[name]} images of {name}, over a plain cold read",
-            f"{ratio:.2f} ({_rate(nbytes, product)})", f">= {BAR}" if name == BARRED else "",
+            f"{ratio:.2f} ({_rate(nbytes, product)})",
+            f">= {BAR}" if name == BARRED else "",
             f"one after the other {_rate(nbytes, plain)}; {READERS} threads {_rate(nbytes, wide)}",
             ratio >= BAR if name == BARRED else None,
             {"ratio": ratio, "bytes": nbytes, "product_s": product, "plain_s": plain, "wide_s": wide},
-        )  # fmt: skip
+        )
 
 
 def _promote(folder: Path, shape: Shape, count: int, rounds: int) -> tuple[int, list[float], list[float], list[float]]:
@@ -151,10 +153,12 @@ def verify(scale: str) -> Iterator[Figure]:
             barred = state == "cold"
             yield Figure(
                 f"reconcile --deep, {sizes.images[name]} {state} images of {name}, over a plain read",
-                f"{ratio:.2f} ({_rate(nbytes, product)})", f">= {BAR}" if barred else "",
-                f"one after the other {_rate(nbytes, plain)}", ratio >= BAR if barred else None,
+                f"{ratio:.2f} ({_rate(nbytes, product)})",
+                f">= {BAR}" if barred else "",
+                f"one after the other {_rate(nbytes, plain)}",
+                ratio >= BAR if barred else None,
                 {"ratio": ratio, "bytes": nbytes, "product_s": product, "plain_s": plain},
-            )  # fmt: skip
+            )
 
 
 def _verify(folder: Path, shape: Shape, count: int, rounds: int) -> dict[str, tuple[int, list[float], list[float]]]:

@@ -102,9 +102,11 @@ class _PlainObjects(Plain):
         else:
             options = {"allow_http": True}
             self._store = from_url(
-                f"s3://{servers.BUCKET}/plain", endpoint=running.server.url, virtual_hosted_style_request=False,
+                f"s3://{servers.BUCKET}/plain",
+                endpoint=running.server.url,
+                virtual_hosted_style_request=False,
                 client_options=options,
-            )  # fmt: skip
+            )
 
     def put(self, name: str, data: bytes) -> object:  # type: ignore[override]
         return obstore.put(self._store, name, data, use_multipart=False)

@@ -62,12 +62,22 @@ def beside_stock(scale: str) -> Iterator[Figure]:
         prompt = round(statistics.median(reply.prompt_tokens for reply in replies[STOCK]))
         yield Figure(
             f"server: {model.name}, float32, {plan.rounds} chats: time to the first token, {phase}, {prompt:,} tokens",
-            f"raw {_said(replies[RAW])}; default {_said(replies[DEFAULT])}", "", "", None,
-            {name: [{"first": r.first, "computed": r.computed, "prompt": r.prompt_tokens} for r in of]
-             for name, of in replies.items()},
-            (Beside(STOCK, _said(replies[STOCK]), f"{stock / _median(replies[RAW]):.2g} x, "
-                                                  f"{stock / _median(replies[DEFAULT]):.2g} x"),),
-        )  # fmt: skip
+            f"raw {_said(replies[RAW])}; default {_said(replies[DEFAULT])}",
+            "",
+            "",
+            None,
+            {
+                name: [{"first": r.first, "computed": r.computed, "prompt": r.prompt_tokens} for r in of]
+                for name, of in replies.items()
+            },
+            (
+                Beside(
+                    STOCK,
+                    _said(replies[STOCK]),
+                    f"{stock / _median(replies[RAW]):.2g} x, {stock / _median(replies[DEFAULT]):.2g} x",
+                ),
+            ),
+        )
 
 
 def _chat(name: str, model: Path, place: Path, system: str, questions: Sequence[str], max_tokens: int) -> list[Reply]:

@@ -50,13 +50,21 @@ def fleet(scale: str) -> Iterator[Figure]:
         yield Figure(
             f"fleet of {MACHINES}, agents' trace, requests to {_ROUTED[run.fleet.routing]}, `{admission}` sent: "
             "hit rate over one machine's and over one's with all the RAM and SSD",
-            f"{run.hit_rate / one.hit_rate:.3f} and {run.hit_rate / alone.hit_rate:.3f} ({run.hit_rate:.1%}); {told}", "",
+            f"{run.hit_rate / one.hit_rate:.3f} and {run.hit_rate / alone.hit_rate:.3f} ({run.hit_rate:.1%}); {told}",
+            "",
             f"without a remote tier: {before / one.hit_rate:.3f} and {before / alone.hit_rate:.3f}; "
             f"one machine {one.hit_rate:.1%}",
             None,
-            {"hit_rate": run.hit_rate, "one": one.hit_rate, "whole": alone.hit_rate, "without": before,
-             "sent": run.sent_bytes, "read": run.remote_read_bytes, "reused_tokens": run.reused_tokens},
-        )  # fmt: skip
+            {
+                "hit_rate": run.hit_rate,
+                "one": one.hit_rate,
+                "whole": alone.hit_rate,
+                "without": before,
+                "sent": run.sent_bytes,
+                "read": run.remote_read_bytes,
+                "reused_tokens": run.reused_tokens,
+            },
+        )
 
 
 _ROUTED = {"sticky": "their session's machine", "random": "any machine"}

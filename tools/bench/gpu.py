@@ -110,15 +110,18 @@ def _of_bits(bits: int, rows: list[mx.array], scale: str) -> Iterator[Figure]:
             f"{rate[f'decode {name}']:.0f} GB/s of fp16, traffic {of_copy:.0%} of a copy's",
             f">= {OF_A_COPY:.0%} of a copy's" if name == "plain" else "",
             f"copy {copy:.0f} GB/s read + written, mx.dequantize {rate['mx.dequantize']:.0f} of fp16",
-            of_copy >= OF_A_COPY if name == "plain" else None, {"bits": bits, "of_copy": of_copy, "rate": rate},
-        )  # fmt: skip
+            of_copy >= OF_A_COPY if name == "plain" else None,
+            {"bits": bits, "of_copy": of_copy, "rate": rate},
+        )
         encoded = rate[f"encode {name}"]
         yield Figure(
-            f"encode, {bits} bits, {name} rows ({kind})", f"{encoded:.0f} GB/s of fp16",
+            f"encode, {bits} bits, {name} rows ({kind})",
+            f"{encoded:.0f} GB/s of fp16",
             f">= {ENCODED:.0f} GB/s on an H200" if name == "plain" else "",
             f"mx.quantize {rate['mx.quantize']:.0f} GB/s of fp16",
-            encoded >= ENCODED if name == "plain" else None, {"bits": bits, "rate": rate},
-        )  # fmt: skip
+            encoded >= ENCODED if name == "plain" else None,
+            {"bits": bits, "rate": rate},
+        )
 
 
 SHAPE = {"full": (32, 32 << 10), "quick": (4, 8 << 10), "tiny": (1, 512)}  # layers, tokens; 8 heads of 128
@@ -161,10 +164,12 @@ def fetch(scale: str) -> Iterator[Figure]:
         seconds = statistics.median(fetched)
         yield Figure(
             f"fetch, {bits} bits, {tokens} tokens x {layers} layers x {HEADS} x {WIDTH}",
-            f"{seconds * 1e3:.0f} ms, {nbytes / seconds / 1e9:.1f} GB/s of fp16; store {nbytes / stored / 1e9:.1f}", "",
-            f"{how}: {statistics.median(plain) * 1e3:.0f} ms, {nbytes / statistics.median(plain) / 1e9:.1f} GB/s", None,
+            f"{seconds * 1e3:.0f} ms, {nbytes / seconds / 1e9:.1f} GB/s of fp16; store {nbytes / stored / 1e9:.1f}",
+            "",
+            f"{how}: {statistics.median(plain) * 1e3:.0f} ms, {nbytes / statistics.median(plain) / 1e9:.1f} GB/s",
+            None,
             {"fetch": fetched, "copy": plain, "store": stored, "bytes": nbytes},
-        )  # fmt: skip
+        )
 
 
 def _host_copy(nbytes: int) -> tuple[Callable[[], float], str]:

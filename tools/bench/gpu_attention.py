@@ -212,9 +212,13 @@ def correct(scale: str) -> Iterator[Figure]:
         want = _exact(rows, queries, None if mask is None else mask[0], causal)
         error = np.linalg.norm(copy_out(out)[0] - want, axis=-1) / np.linalg.norm(want, axis=-1)
         yield Figure(
-            f"error, {name}", f"{error.max():.1e}", "<= 1.0e-04", "float64 on decoded rows", bool(error.max() <= 1e-4),
+            f"error, {name}",
+            f"{error.max():.1e}",
+            "<= 1.0e-04",
+            "float64 on decoded rows",
+            bool(error.max() <= 1e-4),
             {"error": float(error.max())},
-        )  # fmt: skip
+        )
 
 
 def step(scale: str) -> Iterator[Figure]:

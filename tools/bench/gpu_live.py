@@ -23,12 +23,31 @@ from tools.bench import report
 from tools.bench.report import Figure
 
 SHAPE: dict[str, Any] = {
-    "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "vocab_size": 128256,
-    "rope_theta": 500000.0, "tie_word_embeddings": False,
-}  # fmt: skip
-SIZES = {"full": {}, "quick": {}, "tiny": {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512,
-         "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64, "vocab_size": 512}}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 128256,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+}
+SIZES = {
+    "full": {},
+    "quick": {},
+    "tiny": {
+        "num_hidden_layers": 2,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "vocab_size": 512,
+    },
+}
 CONTEXT = {"full": 32768, "quick": 32768, "tiny": 512}
 STEPS = {"full": 64, "quick": 32, "tiny": 4}
 ROUNDS = 5
@@ -73,9 +92,13 @@ def decoding(scale: str) -> Iterator[Figure]:
     for name in names[1:]:
         ratio = report.median_ratio(taken["fp16"], taken[name])
         yield Figure(
-            f"live, GPU, 8B shape, {context} tokens, {name}: tokens/s over fp16's", f"{ratio:.3f}", f">= {BAR}",
-            f"{rate[name]:.1f} and {rate['fp16']:.1f}", ratio >= BAR, {"rate": rate},
-        )  # fmt: skip
+            f"live, GPU, 8B shape, {context} tokens, {name}: tokens/s over fp16's",
+            f"{ratio:.3f}",
+            f">= {BAR}",
+            f"{rate[name]:.1f} and {rate['fp16']:.1f}",
+            ratio >= BAR,
+            {"rate": rate},
+        )
 
 
 def _filled(args: Any, context: int) -> KVCache:
@@ -128,14 +151,21 @@ def correct(scale: str) -> Iterator[Figure]:
             plain = cache.dequantize()
             keys, values = (own[..., : plain.offset, :].astype(mx.float32) for own in (plain.keys, plain.values))
             wanted = mx.fast.scaled_dot_product_attention(
-                queries.astype(mx.float32), keys, values, scale=0.09,
+                queries.astype(mx.float32),
+                keys,
+                values,
+                scale=0.09,
                 mask=mask.astype(mx.float32) if kind == "additive" else mask,
-            )  # fmt: skip
+            )
             worst = max(worst, float((mx.linalg.norm(got - wanted) / mx.linalg.norm(wanted)).item()))
     yield Figure(
-        "live: attention on codes over attention on dequantize()d fp32, worst of all masks and lengths", f"{worst:.1e}",
-        "<= 1e-3", f"{3 * len(cases)} cases, fp16", worst <= 1e-3, {"worst": worst},
-    )  # fmt: skip
+        "live: attention on codes over attention on dequantize()d fp32, worst of all masks and lengths",
+        f"{worst:.1e}",
+        "<= 1e-3",
+        f"{3 * len(cases)} cases, fp16",
+        worst <= 1e-3,
+        {"worst": worst},
+    )
 
 
 FIGURES = {"live-decoding": decoding, "live-correct": correct}

@@ -124,24 +124,32 @@ def _of_groups(joined: int, tokens: int, prefill: float, scale: str) -> Iterator
     shape = f"{of.channels:,} channels ({joined} of Llama 3 8B's layers), {tokens:,} tokens ({gpu_coding.describe()})"
     raw = {"joined": joined, "components": len(coders[0].classes), "rate": rate, "prefill": prefill, "whole": whole}
     yield Figure(
-        f"transform decode: {shape}", f"{rate['decode']:.0f} GB/s of fp16", f">= {DECODED:.0f} on an H200",
+        f"transform decode: {shape}",
+        f"{rate['decode']:.0f} GB/s of fp16",
+        f">= {DECODED:.0f} on an H200",
         f"the product alone {rate['product']:.0f}, from codes of the host {rate['decode from the host']:.0f} GB/s",
-        rate["decode"] >= DECODED, raw,
-    )  # fmt: skip
+        rate["decode"] >= DECODED,
+        raw,
+    )
     sooner = prefill / whole["decode"]
     from_host = whole["decode from the host"]
     yield Figure(
         f"transform decode of all {layers} layers: {shape}",
-        f"{whole['decode'] * 1e3:.1f} ms, {sooner:.0f} times sooner than prefill", f">= {SOONER:.0f} times",
+        f"{whole['decode'] * 1e3:.1f} ms, {sooner:.0f} times sooner than prefill",
+        f">= {SOONER:.0f} times",
         f"prefill {prefill * 1e3:.0f} ms; from codes of the host {from_host * 1e3:.1f} ms, {prefill / from_host:.1f} times",
-        sooner >= SOONER, raw,
-    )  # fmt: skip
+        sooner >= SOONER,
+        raw,
+    )
     share = whole["encode"] / prefill
     yield Figure(
-        f"transform encode of all {layers} layers: {shape}", f"{whole['encode'] * 1e3:.1f} ms, {share:.1%} of prefill",
-        f"<= {OF_PREFILL:.0%}", f"prefill {prefill * 1e3:.0f} ms; {rate['encode']:.0f} GB/s of fp16",
-        share <= OF_PREFILL, raw,
-    )  # fmt: skip
+        f"transform encode of all {layers} layers: {shape}",
+        f"{whole['encode'] * 1e3:.1f} ms, {share:.1%} of prefill",
+        f"<= {OF_PREFILL:.0%}",
+        f"prefill {prefill * 1e3:.0f} ms; {rate['encode']:.0f} GB/s of fp16",
+        share <= OF_PREFILL,
+        raw,
+    )
 
 
 FIGURES = {"transform-gpu": rows}

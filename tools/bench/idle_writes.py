@@ -41,10 +41,13 @@ def idle_writes(scale: str) -> Iterator[Figure]:
             hours = off.seconds / 3600
             yield Figure(
                 f"written with idle writes: {name}, {off.requests} requests, {hours:.1f} h, RAM {ram // GB} GB, "
-                f"SSD {ssd // GB} GB", f"{on.written_bytes / GB:.2f} GB, {rates[1]:.2%} hit", "",
-                f"without: {off.written_bytes / GB:.2f} GB, {rates[0]:.2%} hit", None,
+                f"SSD {ssd // GB} GB",
+                f"{on.written_bytes / GB:.2f} GB, {rates[1]:.2%} hit",
+                "",
+                f"without: {off.written_bytes / GB:.2f} GB, {rates[0]:.2%} hit",
+                None,
                 {"on": on.written_bytes, "off": off.written_bytes, "stored": off.stored_bytes, "hours": hours},
-            )  # fmt: skip
+            )
 
 
 FIGURES = {"idle-writes": idle_writes}

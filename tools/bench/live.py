@@ -105,19 +105,30 @@ def agreement(scale: str) -> Iterator[Figure]:
         name, percent = f"live, 4 bits, {said}", f">= {100 * AGREEMENT_BAR:.0f} %"
         count = sum(map(len, answers.inputs))
         yield Figure(
-            f"{name}: next token as on fp16, alone", f"{100 * alone:.2f} %", percent if bars else "",
-            f"{count} tokens, tiny-llama", alone >= AGREEMENT_BAR if bars else None, {"agreement": alone},
-        )  # fmt: skip
+            f"{name}: next token as on fp16, alone",
+            f"{100 * alone:.2f} %",
+            percent if bars else "",
+            f"{count} tokens, tiny-llama",
+            alone >= AGREEMENT_BAR if bars else None,
+            {"agreement": alone},
+        )
         near = together >= AGREEMENT_BAR and abs(together - alone) <= APART_BAR
         yield Figure(
-            f"{name}: in a ragged batch of {len(answers.inputs)}", f"{100 * together:.2f} %",
-            f"{percent}, within {100 * APART_BAR:.1f} points" if bars else "", "", near if bars else None,
+            f"{name}: in a ragged batch of {len(answers.inputs)}",
+            f"{100 * together:.2f} %",
+            f"{percent}, within {100 * APART_BAR:.1f} points" if bars else "",
+            "",
+            near if bars else None,
             {"agreement": together},
-        )  # fmt: skip
+        )
         yield Figure(
-            f"{name}: logits of the batch over those alone", f"{off:.1e}", f"<= {LOGITS_BAR}" if bars else "",
-            "relative, same codes, worst sequence", off <= LOGITS_BAR if bars else None, {"off": off},
-        )  # fmt: skip
+            f"{name}: logits of the batch over those alone",
+            f"{off:.1e}",
+            f"<= {LOGITS_BAR}" if bars else "",
+            "relative, same codes, worst sequence",
+            off <= LOGITS_BAR if bars else None,
+            {"off": off},
+        )
 
 
 def _answers(count: int, steps: int) -> Answers:

@@ -76,19 +76,30 @@ def match(scale: str) -> Iterator[Figure]:
     kinds = {kind: [statistics.median(times) for times in both] for kind, both in taken.items()}
     medians = [max(both[i] for both in kinds.values()) for i in (0, 1)]  # the bar is for the slower kind
     reference = f"the keys (SHA-256) of as many tokens: {statistics.median(hashing) * 1e6:.0f} us"
-    raw = {"blocks": [small, large], "median_s": medians, "by_kind_s": kinds,
-           "p99_s": [float(np.quantile([*taken["whole"][i], *taken["diverging"][i]], 0.99)) for i in (0, 1)]}  # fmt: skip
+    raw = {
+        "blocks": [small, large],
+        "median_s": medians,
+        "by_kind_s": kinds,
+        "p99_s": [float(np.quantile([*taken["whole"][i], *taken["diverging"][i]], 0.99)) for i in (0, 1)],
+    }
     for i, blocks in enumerate(BLOCKS[scale]):
         yield Figure(
             f"match, 32k tokens, {blocks // 1000}k blocks: median",
             f"{kinds['whole'][i] * 1e6:.0f} us; diverging anywhere {kinds['diverging'][i] * 1e6:.0f} us",
-            "<= 200 us", reference, medians[i] <= LIMIT, raw,
-        )  # fmt: skip
+            "<= 200 us",
+            reference,
+            medians[i] <= LIMIT,
+            raw,
+        )
     ratio = medians[1] / medians[0]
     yield Figure(
-        f"match, {large // 1000}k blocks over {small // 1000}k", f"{ratio:.2f}x", "<= 2x",
-        f"{small // 1000}k: {medians[0] * 1e6:.0f} us", ratio <= 2, raw,
-    )  # fmt: skip
+        f"match, {large // 1000}k blocks over {small // 1000}k",
+        f"{ratio:.2f}x",
+        "<= 2x",
+        f"{small // 1000}k: {medians[0] * 1e6:.0f} us",
+        ratio <= 2,
+        raw,
+    )
     yield visits
 
 
@@ -140,10 +151,13 @@ def _visits(cache: PrefixCache, prompts: list[np.ndarray], chance: np.random.Gen
         worst = max(worst, (max(counted, seen) / bar, counted, seen, bar))
     _, counted, seen, bar = worst
     return Figure(
-        "nodes visited by a 32k-token lookup, the worst of 24", f"{counted} counted, {seen} looked at",
-        f"<= 130 + log2(siblings) = {bar:.0f}", f"blocks of the prompt: {LONG // BLOCK}", max(counted, seen) <= bar,
+        "nodes visited by a 32k-token lookup, the worst of 24",
+        f"{counted} counted, {seen} looked at",
+        f"<= 130 + log2(siblings) = {bar:.0f}",
+        f"blocks of the prompt: {LONG // BLOCK}",
+        max(counted, seen) <= bar,
         {"counted": counted, "seen": seen, "bar": bar},
-    )  # fmt: skip
+    )
 
 
 def siblings(scale: str) -> Iterator[Figure]:
@@ -165,11 +179,20 @@ def siblings(scale: str) -> Iterator[Figure]:
         counted, seen, bar = visited(crowded, twin, lambda: crowded.match(twin, model=MODEL))
     ratio = statistics.median(missed) / statistics.median(plain)
     yield Figure(
-        f"match of 256 tokens that share 255 with {count} siblings, over a plain hit", f"{ratio:.2f}x", "<= 3x",
-        f"plain hit of 256 tokens: {statistics.median(plain) * 1e6:.1f} us", ratio <= 3,
-        {"ratio": ratio, "siblings_s": statistics.median(missed), "plain_s": statistics.median(plain),
-         "counted": counted, "seen": seen, "bar": bar},
-    )  # fmt: skip
+        f"match of 256 tokens that share 255 with {count} siblings, over a plain hit",
+        f"{ratio:.2f}x",
+        "<= 3x",
+        f"plain hit of 256 tokens: {statistics.median(plain) * 1e6:.1f} us",
+        ratio <= 3,
+        {
+            "ratio": ratio,
+            "siblings_s": statistics.median(missed),
+            "plain_s": statistics.median(plain),
+            "counted": counted,
+            "seen": seen,
+            "bar": bar,
+        },
+    )
 
 
 def _time(cache: PrefixCache, tokens: np.ndarray, depth: int) -> float:

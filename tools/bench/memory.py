@@ -47,10 +47,11 @@ PROMOTING = {"full": (150_000_000, 8.0, 4), "quick": (150_000_000, 4.0, 2), "tin
 SIZES = {
     "2 MB": {"2 MB": Shape(full=5, heads=3, width=128)},
     ".1 to 2 MB": {
-        ".1 MB": Shape(full=1, heads=1, width=96), ".5 MB": Shape(full=3, heads=2, width=80),
+        ".1 MB": Shape(full=1, heads=1, width=96),
+        ".5 MB": Shape(full=3, heads=2, width=80),
         "2 MB": Shape(full=5, heads=3, width=128),
     },
-}  # fmt: skip
+}
 PROMPT, THREADS = 8 * BLOCK, 16
 MOST = 300  # prompts of a size, so many that they make up four budgets
 OVER = 20_000_000
@@ -65,14 +66,22 @@ def resident(scale: str) -> Iterator[Figure]:
         found = report.in_child("memory", "hold", name, nbytes, tokens // 8 if scale == "tiny" else tokens)
         growth, remains = found["growth"] / found["held"], found["remains"]
         yield Figure(
-            f"RAM ({name}): growth of RSS over bytes accounted", f"{growth:.3f}", f"<= {GROWTH}",
-            f"accounted: {found['held'] / 1e6:.0f} MB", growth <= GROWTH, found,
-        )  # fmt: skip
+            f"RAM ({name}): growth of RSS over bytes accounted",
+            f"{growth:.3f}",
+            f"<= {GROWTH}",
+            f"accounted: {found['held'] / 1e6:.0f} MB",
+            growth <= GROWTH,
+            found,
+        )
         trimmed = f"after malloc_trim(0) too: {found['trimmed'] / 1e6:.0f} MB" if found["trimmed"] is not None else ""
         yield Figure(
-            f"RAM ({name}): what remains after clear()", f"{remains / 1e6:.0f} MB", f"<= {REMAINS / 1e6:.0f} MB",
-            trimmed, remains <= REMAINS, found,
-        )  # fmt: skip
+            f"RAM ({name}): what remains after clear()",
+            f"{remains / 1e6:.0f} MB",
+            f"<= {REMAINS / 1e6:.0f} MB",
+            trimmed,
+            remains <= REMAINS,
+            found,
+        )
 
 
 def hold(case: str, nbytes: int, count: int) -> dict[str, Any]:
@@ -92,8 +101,13 @@ def hold(case: str, nbytes: int, count: int) -> dict[str, Any]:
     gc.collect()
     cleared = report.rss()
     trimmed = report.rss() if report.trim_heap() else None
-    return {"held": held, "growth": after - before, "remains": cleared - before, "before": before,
-            "trimmed": trimmed - before if trimmed is not None else None}  # fmt: skip
+    return {
+        "held": held,
+        "growth": after - before,
+        "remains": cleared - before,
+        "before": before,
+        "trimmed": trimmed - before if trimmed is not None else None,
+    }
 
 
 def promoting(scale: str) -> Iterator[Figure]:
@@ -115,15 +129,21 @@ def promoting(scale: str) -> Iterator[Figure]:
         rate, rate_heap = ([found["rate"] for found in runs] for runs in (ours, heap))
         yield Figure(
             f"RSS over a budget of {budget / 1e6:.0f} MB, {THREADS} threads promote images of {said}",
-            f"{over / 1e6:.0f} MB", f"<= {OVER / 1e6:.0f} MB", f"in the C library's heap: {over_heap / 1e6:.0f} MB",
-            over <= OVER, {"ours": ours, "heap": heap, "models": len(sizes)},
-        )  # fmt: skip
+            f"{over / 1e6:.0f} MB",
+            f"<= {OVER / 1e6:.0f} MB",
+            f"in the C library's heap: {over_heap / 1e6:.0f} MB",
+            over <= OVER,
+            {"ours": ours, "heap": heap, "models": len(sizes)},
+        )
         ratio = report.median_ratio(rate, rate_heap)
         yield Figure(
             f"bytes promoted a second of processor time, images of {said}, over those into the C library's heap",
-            f"{ratio:.2f} ({statistics.median(rate) / 1e6:.0f} MB/s)", "", f"{statistics.median(rate_heap) / 1e6:.0f} MB/s",
-            None, {"ratio": ratio, "ours": rate, "heap": rate_heap},
-        )  # fmt: skip
+            f"{ratio:.2f} ({statistics.median(rate) / 1e6:.0f} MB/s)",
+            "",
+            f"{statistics.median(rate_heap) / 1e6:.0f} MB/s",
+            None,
+            {"ratio": ratio, "ours": rate, "heap": rate_heap},
+        )
 
 
 def fill(folder: str, said: str, nbytes: int) -> int:
@@ -181,10 +201,13 @@ def nodes(scale: str) -> Iterator[Figure]:
     for what, reckoned in (("node", NODE_BYTES), ("slot", SLOT_BYTES)):
         measured = max(by_rss[what], traced[what])
         yield Figure(
-            f"RAM of a {what} beside its tokens, {count} of them", f"{measured:.0f} B", f"<= {reckoned} B, as reckoned",
-            f"RSS {by_rss[what]:.0f}, tracemalloc {traced[what]:.0f}", measured <= reckoned,
+            f"RAM of a {what} beside its tokens, {count} of them",
+            f"{measured:.0f} B",
+            f"<= {reckoned} B, as reckoned",
+            f"RSS {by_rss[what]:.0f}, tracemalloc {traced[what]:.0f}",
+            measured <= reckoned,
             {"rss": by_rss[what], "traced": traced[what], "reckoned": reckoned},
-        )  # fmt: skip
+        )
 
 
 def grow(count: int, trace: bool) -> dict[str, float]:

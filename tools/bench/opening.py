@@ -41,10 +41,13 @@ def opening(scale: str) -> Iterator[Figure]:
         index = (folder / "index.db").stat().st_size
     median = statistics.median(opened)
     yield Figure(
-        f"opening a directory of {blocks} blocks", f"{median:.2f} s (index.db not in the page cache: {cold:.2f} s)",
-        "<= 2 s", f"SELECT of the same rows: {statistics.median(rows):.2f} s; index.db {index / 1e6:.0f} MB",
-        median <= LIMIT, {"opened_s": opened, "cold_s": cold, "rows_s": rows, "index_bytes": index, "built_s": built},
-    )  # fmt: skip
+        f"opening a directory of {blocks} blocks",
+        f"{median:.2f} s (index.db not in the page cache: {cold:.2f} s)",
+        "<= 2 s",
+        f"SELECT of the same rows: {statistics.median(rows):.2f} s; index.db {index / 1e6:.0f} MB",
+        median <= LIMIT,
+        {"opened_s": opened, "cold_s": cold, "rows_s": rows, "index_bytes": index, "built_s": built},
+    )
 
 
 def _settings(folder: str) -> dict[str, object]:

@@ -30,8 +30,10 @@ TOKENS = {"full": 8_192, "quick": 4_096, "tiny": 512}  # of the peer, which take
 ATTENDED = {"full": 32_768, "quick": 8_192, "tiny": 512}
 ROUNDS = {"full": 3, "quick": 2, "tiny": 1}  # in attention, the peer has one, with a median of three
 TROUBLES = {
-    "RoPE low": "constants on slow channels, under RoPE", "offset 20": "constant offsets", "log-normal": "unequal channels",
-}  # fmt: skip
+    "RoPE low": "constants on slow channels, under RoPE",
+    "offset 20": "constant offsets",
+    "log-normal": "unequal channels",
+}
 SHOWN = {"full": (4, 3), "quick": (4, 3), "tiny": (4,)}
 
 
@@ -61,13 +63,22 @@ def rates(scale: str) -> Iterator[Figure]:
             return found["bytes"] / statistics.median(found[f"{what}_s"]) / 1e9
 
         yield compared(
-            f"TurboQuant, {BITS} bits, CPU: {what}, of fp16 rows", ours, theirs, rate,
-            lambda found, rate=rate: f"{rate(found):.3g} GB/s", more_is_better=True, unit="GB/s",
-        )  # fmt: skip
+            f"TurboQuant, {BITS} bits, CPU: {what}, of fp16 rows",
+            ours,
+            theirs,
+            rate,
+            lambda found, rate=rate: f"{rate(found):.3g} GB/s",
+            more_is_better=True,
+            unit="GB/s",
+        )
     yield compared(
-        f"TurboQuant, {BITS} bits: bytes a token, {HEADS} heads of {WIDTH}, keys and values", ours, theirs,
-        lambda found: found["a_token"], lambda found: f"{found['a_token']:.0f}", unit="bytes",
-    )  # fmt: skip
+        f"TurboQuant, {BITS} bits: bytes a token, {HEADS} heads of {WIDTH}, keys and values",
+        ours,
+        theirs,
+        lambda found: found["a_token"],
+        lambda found: f"{found['a_token']:.0f}",
+        unit="bytes",
+    )
 
 
 def attention(scale: str) -> Iterator[Figure]:
@@ -79,10 +90,13 @@ def attention(scale: str) -> Iterator[Figure]:
         yield Figure(name, f"C kernel: {turboquant_c.describe()}", "", "", None)
         return
     yield compared(
-        name, {"seconds": taken}, [(MLX_VLM_CODEC, _asked("attention", bits=BITS, tokens=tokens, rounds=1))],
+        name,
+        {"seconds": taken},
+        [(MLX_VLM_CODEC, _asked("attention", bits=BITS, tokens=tokens, rounds=1))],
         lambda found: statistics.median(found["seconds"]),
-        lambda found: duration(statistics.median(found["seconds"])), unit="s",
-    )  # fmt: skip
+        lambda found: duration(statistics.median(found["seconds"])),
+        unit="s",
+    )
 
 
 def losses(scale: str) -> Iterator[Figure]:
@@ -92,10 +106,13 @@ def losses(scale: str) -> Iterator[Figure]:
         theirs = [(MLX_VLM_CODEC, _asked("quality", bits=bits))]
         for trouble, told in TROUBLES.items():
             yield compared(
-                f"TurboQuant, {bits} bits: KL of attention, keys with {told}", ours, theirs,
-                lambda found, trouble=trouble: found[trouble], lambda found, trouble=trouble: f"{found[trouble]:.3g} nats",
+                f"TurboQuant, {bits} bits: KL of attention, keys with {told}",
+                ours,
+                theirs,
+                lambda found, trouble=trouble: found[trouble],
+                lambda found, trouble=trouble: f"{found[trouble]:.3g} nats",
                 unit="nats",
-            )  # fmt: skip
+            )
 
 
 FIGURES = {"peers-codec": rates, "peers-attention": attention, "peers-quality": losses}

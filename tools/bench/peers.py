@@ -54,8 +54,13 @@ def compared(
         values[who.name] = value(answer.found)
         pair = (value(ours), values[who.name]) if more_is_better else (values[who.name], value(ours))
         rows.append(Beside(who.name, said(answer.found), times(*pair)))
-    raw = {"values": values, "unit": unit, "more_is_better": more_is_better, "ours": ours,
-           "theirs": {who.name: answer.found or answer.why for who, answer in theirs}}  # fmt: skip
+    raw = {
+        "values": values,
+        "unit": unit,
+        "more_is_better": more_is_better,
+        "ours": ours,
+        "theirs": {who.name: answer.found or answer.why for who, answer in theirs},
+    }
     return Figure(name, said(ours), bar, "", met, raw, tuple(rows))
 
 
@@ -131,8 +136,12 @@ def lookup(scale: str) -> Iterator[Figure]:
 
         yield compared(
             f"lookup of a prompt that diverges after {shared}, among {entries:,} of {longest // 2:,} to {longest:,} tokens",
-            ours, theirs, lambda found: statistics.median(found["seconds"]), said, unit="s",
-        )  # fmt: skip
+            ours,
+            theirs,
+            lambda found: statistics.median(found["seconds"]),
+            said,
+            unit="s",
+        )
 
 
 def duration(seconds: float) -> str:
@@ -157,22 +166,36 @@ def conversations(scale: str) -> Iterator[Figure]:
     ((ours, theirs),) = every((MLX_LM, VLLM_MLX, VLLM_MLX_SCHEDULED, MLX_VLM), with_room)
     held = ours["held"] / ours["unique"]
     yield compared(
-        f"{name}: bytes held over unique", ours, theirs, lambda found: found["held"] / found["unique"],
-        lambda found: f"{found['held'] / found['unique']:.2f}", f"<= {SHARING_BAR}", held <= SHARING_BAR, unit="x unique",
-    )  # fmt: skip
+        f"{name}: bytes held over unique",
+        ours,
+        theirs,
+        lambda found: found["held"] / found["unique"],
+        lambda found: f"{found['held'] / found['unique']:.2f}",
+        f"<= {SHARING_BAR}",
+        held <= SHARING_BAR,
+        unit="x unique",
+    )
     with_ssd = Task("converse", {**plan, "ram": unique // 4, "folder": True})
     ((ours, theirs),) = every((VLLM_MLX, VLLM_MLX_SCHEDULED, MLX_VLM), with_ssd)
     written = ours["written"] / ours["unique"]
     yield compared(
-        f"{name}, RAM a quarter of unique: bytes written to the SSD over unique", ours, theirs,
-        lambda found: found["written"] / found["unique"], lambda found: f"{found['written'] / found['unique']:.2f}",
-        f"<= {SHARING_BAR}", written <= SHARING_BAR, unit="x unique",
-    )  # fmt: skip
+        f"{name}, RAM a quarter of unique: bytes written to the SSD over unique",
+        ours,
+        theirs,
+        lambda found: found["written"] / found["unique"],
+        lambda found: f"{found['written'] / found['unique']:.2f}",
+        f"<= {SHARING_BAR}",
+        written <= SHARING_BAR,
+        unit="x unique",
+    )
     yield compared(
-        f"{name}, RAM a quarter of unique: prompt tokens computed over unique", ours, theirs,
+        f"{name}, RAM a quarter of unique: prompt tokens computed over unique",
+        ours,
+        theirs,
         lambda found: found["computed"] / found["unique_tokens"],
-        lambda found: f"{found['computed'] / found['unique_tokens']:.2f}", unit="x unique",
-    )  # fmt: skip
+        lambda found: f"{found['computed'] / found['unique_tokens']:.2f}",
+        unit="x unique",
+    )
 
 
 # -- the SSD -----------------------------------------------------------------------------------------------------------
@@ -193,9 +216,14 @@ def promotion(scale: str) -> Iterator[Figure]:
         return f"{rate(found):.2f} ({found['bytes'] / statistics.median(found['seconds']) / 1e6:,.0f} MB/s{whole})"
 
     yield compared(
-        f"from the SSD to a usable prompt cache, {ours['bytes'] / 1e6:.0f} MB of rows, over a plain cold read", ours, theirs,
-        rate, said, more_is_better=True, unit="x plain read",
-    )  # fmt: skip
+        f"from the SSD to a usable prompt cache, {ours['bytes'] / 1e6:.0f} MB of rows, over a plain cold read",
+        ours,
+        theirs,
+        rate,
+        said,
+        more_is_better=True,
+        unit="x plain read",
+    )
 
 
 SMALL = {"full": 4096, "quick": 4096, "tiny": 1024}
@@ -212,20 +240,38 @@ def faults(scale: str) -> Iterator[Figure]:
         Task("models", plan),
         Task("window", plan),
     )
-    yield outcomes("a prompt on the SSD is asked for while RAM is full", *full, _served_or_refused,
-                   lambda found: found["depth"] == found["tokens"], "served")  # fmt: skip
     yield outcomes(
-        f"one bit of each file flipped, {tries} times: wrong rows served", *flips, _flipped,
-        lambda found: found["untouched"] == "whole" and not found["wrong"] and not found["failed"], "none",
-    )  # fmt: skip
-    for what, name in (("other", "another model opens the directory: the first one's state is"),
-                       ("retrained", "the model's weights change in place: the old ones' state is")):  # fmt: skip
+        "a prompt on the SSD is asked for while RAM is full",
+        *full,
+        _served_or_refused,
+        lambda found: found["depth"] == found["tokens"],
+        "served",
+    )
+    yield outcomes(
+        f"one bit of each file flipped, {tries} times: wrong rows served",
+        *flips,
+        _flipped,
+        lambda found: found["untouched"] == "whole" and not found["wrong"] and not found["failed"],
+        "none",
+    )
+    for what, name in (
+        ("other", "another model opens the directory: the first one's state is"),
+        ("retrained", "the model's weights change in place: the old ones' state is"),
+    ):
         yield outcomes(
-            name, *models, lambda found, what=what: _kept_apart(found, what), lambda found, what=what: not found[what],
+            name,
+            *models,
+            lambda found, what=what: _kept_apart(found, what),
+            lambda found, what=what: not found[what],
             "kept apart",
-        )  # fmt: skip
-    yield outcomes("a KVCache and a RotatingKVCache come back from the SSD as", *window, _classes,
-                   lambda found: found["classes"] == ["KVCache", "RotatingKVCache"], "the same")  # fmt: skip
+        )
+    yield outcomes(
+        "a KVCache and a RotatingKVCache come back from the SSD as",
+        *window,
+        _classes,
+        lambda found: found["classes"] == ["KVCache", "RotatingKVCache"],
+        "the same",
+    )
 
 
 def _served_or_refused(found: Found) -> str:
@@ -261,8 +307,14 @@ def restarts(scale: str) -> Iterator[Figure]:
     for i, name in enumerate(names):
         found = ours[1][i].found
         assert found is not None
-        figure = outcomes(name, found, [(who, answers[i]) for who, answers in theirs], _found_or_lost,
-                          lambda found: found["depth"] == found["tokens"], "found")  # fmt: skip
+        figure = outcomes(
+            name,
+            found,
+            [(who, answers[i]) for who, answers in theirs],
+            _found_or_lost,
+            lambda found: found["depth"] == found["tokens"],
+            "found",
+        )
         yield figure if i == 0 else report.without_bar(figure)
 
 
@@ -282,9 +334,12 @@ def _found_or_lost(found: Found) -> str:
 
 
 FIGURES = {
-    "peers-lookup": lookup, "peers-conversations": conversations, "peers-promotion": promotion, "peers-faults": faults,
+    "peers-lookup": lookup,
+    "peers-conversations": conversations,
+    "peers-promotion": promotion,
+    "peers-faults": faults,
     "peers-restarts": restarts,
-}  # fmt: skip
+}
 
 if __name__ == "__main__":
     sys.exit(report.main({"peers": FIGURES}))

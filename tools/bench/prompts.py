@@ -62,8 +62,11 @@ def extend(shape: Shape, prompt_cache: list[Any], count: int, decoded: int = 0) 
                 layer.update_and_fetch(
                     mx.random.normal(rows).astype(mx.float16), mx.random.normal(rows).astype(mx.float16)
                 )
-    mx.eval([vars(layer).get("keys") for layer in prompt_cache], [vars(layer).get("values") for layer in prompt_cache],
-            [vars(layer).get("cache") for layer in prompt_cache])  # fmt: skip
+    mx.eval(
+        [vars(layer).get("keys") for layer in prompt_cache],
+        [vars(layer).get("values") for layer in prompt_cache],
+        [vars(layer).get("cache") for layer in prompt_cache],
+    )
 
 
 def filled(shape: Shape, tokens: int, classes: ModuleType = mlx_lm_cache) -> list[Any]:

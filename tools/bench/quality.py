@@ -27,7 +27,7 @@ BITS_A_VALUE = {1: 1.13, 2: 2.13, 3: 3.13, 4: 4.13}
 KL_BARS = {
     3: {"log-normal": 0.055, "channels x20": 0.037, "offset 20": 0.055, "RoPE low": 0.13, "RoPE high": 0.45},
     4: {"log-normal": 0.0145, "channels x20": 0.0095, "offset 20": 0.0150, "RoPE low": 0.036, "RoPE high": 0.12},
-}  # fmt: skip
+}
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
@@ -60,9 +60,14 @@ def error(scale: str) -> Iterator[Figure]:
         least = float(np.mean(1 - (back * kept).sum(1) ** 2 / ((kept**2).sum(1) * (back**2).sum(1))))
         shown = least if bits == 1 else exact
         text = f"{shown:.4g}" + (f" ({exact:.4g} at exact length)" if bits == 1 else "")
-        yield Figure(f"squared error, {bits} bits", text, f"<= {1.015 * best:.4g}",
-                     f"{best:.4g} Lloyd-Max, {PAPER[bits]:g} the paper's", shown <= 1.015 * best,
-                     {"exact": exact, "least": least})  # fmt: skip
+        yield Figure(
+            f"squared error, {bits} bits",
+            text,
+            f"<= {1.015 * best:.4g}",
+            f"{best:.4g} Lloyd-Max, {PAPER[bits]:g} the paper's",
+            shown <= 1.015 * best,
+            {"exact": exact, "least": least},
+        )
 
 
 def bits_a_value(scale: str) -> Iterator[Figure]:
@@ -98,8 +103,14 @@ def attention_kl(scale: str) -> Iterator[Figure]:
         group = means(lambda head, bits: affine(head.keys, bits), 4)
         for name, bar in bars.items():
             reference = f"{plain[name]:.3g} plain, {group[name]:.3g} mx.quantize at 4 bits"
-            yield Figure(f"attention KL, {bits} bits, {name}", f"{ours[name]:.4f}", f"<= {bar}", reference,
-                         ours[name] <= bar, {"levelled": ours[name], "plain": plain[name]})  # fmt: skip
+            yield Figure(
+                f"attention KL, {bits} bits, {name}",
+                f"{ours[name]:.4f}",
+                f"<= {bar}",
+                reference,
+                ours[name] <= bar,
+                {"levelled": ours[name], "plain": plain[name]},
+            )
 
 
 # -- turns -------------------------------------------------------------------------------------------------------------
@@ -121,9 +132,14 @@ def turns(scale: str) -> Iterator[Figure]:
             errors.append(_relative(rows[0, 0], np.array(live.keys[0, 0, :512])))
             again = coded(again, 4).astype(np.float16)
             anew.append(_relative(rows[0, 0], again))
-    yield Figure("squared error, 5 turns over 1", f"{errors[-1] / errors[0]:.3f}", "1",
-                 f"{anew[-1] / anew[0]:.2f} encoding anew each time", errors[-1] == errors[0],
-                 {"turns": errors, "anew": anew})  # fmt: skip
+    yield Figure(
+        "squared error, 5 turns over 1",
+        f"{errors[-1] / errors[0]:.3f}",
+        "1",
+        f"{anew[-1] / anew[0]:.2f} encoding anew each time",
+        errors[-1] == errors[0],
+        {"turns": errors, "anew": anew},
+    )
 
 
 def _relative(rows: np.ndarray, back: np.ndarray) -> float:
@@ -141,10 +157,13 @@ def _form(bits: int, *, heed_peak: bool = True, rounds: int = 0) -> Form:
     if not heed_peak:
         book = dataclasses.replace(book, by_rms=1.0, by_peak=0.0)
     return dataclasses.replace(
-        form, codebook=book, rotation=Rotation(WIDTH, turns, 0),
+        form,
+        codebook=book,
+        rotation=Rotation(WIDTH, turns, 0),
         per_length=np.float32(book.by_rms * math.sqrt(WIDTH) * book.grid / gain**turns),
-        per_peak=np.float32(book.by_peak * book.grid), decode_gain=np.float32(1 / (gain**turns * 2.0**book.shift)),
-    )  # fmt: skip
+        per_peak=np.float32(book.by_peak * book.grid),
+        decode_gain=np.float32(1 / (gain**turns * 2.0**book.shift)),
+    )
 
 
 def _by(form: Form, rows: Array, levels: Levels | None) -> Array:

@@ -63,10 +63,12 @@ def agreement(scale: str) -> Iterator[Figure]:
     cost = statistics.median(a - b for a, b in zip(told["agreed"], told["alone"], strict=True))
     yield Figure(
         f"{RANKS} ranks on one machine ({launch.__name__}): what agreement adds to the lookups of a hit of 8,192 tokens",
-        f"{1e3 * cost:.2f} ms", f"<= {1e3 * AGREEMENT_BAR:.0f} ms",
+        f"{1e3 * cost:.2f} ms",
+        f"<= {1e3 * AGREEMENT_BAR:.0f} ms",
         f"{told['collectives']} collectives; with them {1e3 * agreed:.2f} ms, without {1e3 * alone:.2f} ms",
-        cost <= AGREEMENT_BAR, {"cost": cost, "agreed": agreed, "alone": alone, "collectives": told["collectives"]},
-    )  # fmt: skip
+        cost <= AGREEMENT_BAR,
+        {"cost": cost, "agreed": agreed, "alone": alone, "collectives": told["collectives"]},
+    )
 
 
 def first_token(scale: str) -> Iterator[Figure]:
@@ -100,15 +102,21 @@ def _first_token(scale: str, launch: Launch, folder: Path, model: Path, tokens: 
         cold, their_cold = (statistics.median(chat["first"].first for chat in chats) for chats in (ours, theirs))
         yield Figure(
             f"{RANKS} {where}, tensor-parallel: time to first token of {name}, {length:,} tokens, over a cold one's",
-            f"{ratio:.3f}", "",
-            f"mlx_lm.server with its own prompt cache: {beside:.3f}; cold: {cold:.2f} and {their_cold:.2f} s", None,
+            f"{ratio:.3f}",
+            "",
+            f"mlx_lm.server with its own prompt cache: {beside:.3f}; cold: {cold:.2f} and {their_cold:.2f} s",
+            None,
             {"ratio": ratio, "mlx_lm.server": beside, "cold": cold, "mlx_lm.server's cold": their_cold},
-        )  # fmt: skip
+        )
     others = [sum(chat["restarted"].text != chat["first"].text for chat in chats) for chats in (ours, theirs)]
     yield Figure(
         f"{RANKS} {where}: answers after the restart that are not the cold one's",
-        f"{others[0]} of {plan.chats}", "0", f"mlx_lm.server: {others[1]}", not others[0], {"others": others},
-    )  # fmt: skip
+        f"{others[0]} of {plan.chats}",
+        "0",
+        f"mlx_lm.server: {others[1]}",
+        not others[0],
+        {"others": others},
+    )
 
 
 def _over_cold(chats: list[dict[str, Reply]], at: str) -> float:
@@ -193,9 +201,7 @@ def rank_serving(launch: Launch, command: Sequence[str], model: Path, folder: Pa
             output.close()
 
 
-FIGURES = {
-    "rank-agreement": agreement, "rank-first-token": first_token, "rank-first-token-gpu": first_token_gpu,
-}  # fmt: skip
+FIGURES = {"rank-agreement": agreement, "rank-first-token": first_token, "rank-first-token-gpu": first_token_gpu}
 
 if __name__ == "__main__":
     sys.exit(report.main({"ranks": FIGURES}))

@@ -106,7 +106,7 @@ def _rates(running: Running, size: str, image: np.ndarray, sizes: Sizes) -> Iter
                 f"{library}: {_rate(image, one.theirs)}; {threads} at once {_rate(image, many.theirs)}",
                 one.ratio >= BAR,
                 {"bytes": image.nbytes, "alone": one._asdict(), "together": many._asdict(), "threads": threads},
-            )  # fmt: skip
+            )
 
 
 class Compared(NamedTuple):
@@ -206,9 +206,13 @@ def _lookup(name: str, running: Running, sizes: Sizes) -> Figure:
     ]
     one = statistics.median([seconds for part in found.values() for seconds in part["one"]])
     return Figure(
-        name, "; ".join(said), "none: 1 round trip",
-        f"{engines.LIBRARIES[running.kind]}: one get of 1 kB {1e3 * one:.1f} ms", found["none"]["trips"] == 1, found,
-    )  # fmt: skip
+        name,
+        "; ".join(said),
+        "none: 1 round trip",
+        f"{engines.LIBRARIES[running.kind]}: one get of 1 kB {1e3 * one:.1f} ms",
+        found["none"]["trips"] == 1,
+        found,
+    )
 
 
 def _trips(count: int) -> str:

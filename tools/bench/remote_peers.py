@@ -48,8 +48,12 @@ class Peer:
         command = [str(venv.lmcache()), "-m", "tools.bench.peer.lmcache_redis"]
         self._process = subprocess.Popen(
             [*command, str(port), str(chunks), str(shape.full), str(shape.heads), str(shape.width)],
-            cwd=report.ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        )  # fmt: skip
+            cwd=report.ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
         self._said: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._listen, daemon=True).start()
         self._answer(STARTING)
@@ -149,9 +153,14 @@ def _beside(name: str, running: engines.Running, chunks: int, rounds: int) -> It
                 beside.append(Beside(NAMES[which], _said(there, asked_there, chunks * nbytes), f"{ratio:.2f} x"))
             mine = mine or [ours(0)]
             yield Figure(
-                f"{name}, sealed and checked", _said(mine, asked, chunks * image.nbytes), "", "", None,
-                {"asked": asked, "rounds": raw}, tuple(beside),
-            )  # fmt: skip
+                f"{name}, sealed and checked",
+                _said(mine, asked, chunks * image.nbytes),
+                "",
+                "",
+                None,
+                {"asked": asked, "rounds": raw},
+                tuple(beside),
+            )
             running.server.freeze()
             try:
                 yield _stopped(client, gap, peers)
@@ -183,9 +192,14 @@ def _stopped(client: Any, gap: Gap, peers: dict[str, Peer]) -> Figure:
             said = f"after {time.perf_counter() - began:.1f} s {error}"
         beside.append(Beside(NAMES[which], said))
     return Figure(
-        "remote, Valkey stopped: a lookup waits", f"{1e3 * waits[0]:.0f} ms, the next {1e3 * waits[1]:.1f} ms", "", "", None,
-        {"waits": waits}, tuple(beside),
-    )  # fmt: skip
+        "remote, Valkey stopped: a lookup waits",
+        f"{1e3 * waits[0]:.0f} ms, the next {1e3 * waits[1]:.1f} ms",
+        "",
+        "",
+        None,
+        {"waits": waits},
+        tuple(beside),
+    )
 
 
 def _said(seconds: list[float], asked: list[float], nbytes: int) -> str:

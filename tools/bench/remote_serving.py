@@ -87,9 +87,12 @@ def _first_token(running: engines.Running, plan: Plan) -> Iterator[Figure]:
             yield Figure(
                 f"server, remote {running.kind}: time to first token, {length:,} tokens that another machine stored, "
                 f"{1e3 * latency:.0f} ms added to a round trip, over a cold one's",
-                f"{ratio:.3f} ({_spread(brought)})", "", f"cold: {_spread(cold)}; of the prompt {hit:.0%} was hit", None,
+                f"{ratio:.3f} ({_spread(brought)})",
+                "",
+                f"cold: {_spread(cold)}; of the prompt {hit:.0%} was hit",
+                None,
                 {"ratio": ratio, "brought": brought, "cold": cold, "hit": hit, "given_up": _given_up(reader) - before},
-            )  # fmt: skip
+            )
 
 
 def _in_turns(
@@ -170,10 +173,13 @@ def tails(name: str, ours: list[float], theirs: list[float]) -> Figure:
     met = ratio <= STOPPED_BAR if len(ours) >= ENOUGH else None
     pairs = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
     return Figure(
-        name, f"{_tail(ours)}; p99 {ratio:.2f} of the other's, the median of pairs {pairs:.2f}", f"p99 <= {STOPPED_BAR}",
-        f"without a remote tier: {_tail(theirs)}; by chance p99 is {chance[0]:.2f} to {chance[1]:.2f}", met,
+        name,
+        f"{_tail(ours)}; p99 {ratio:.2f} of the other's, the median of pairs {pairs:.2f}",
+        f"p99 <= {STOPPED_BAR}",
+        f"without a remote tier: {_tail(theirs)}; by chance p99 is {chance[0]:.2f} to {chance[1]:.2f}",
+        met,
         {"ratio": ratio, "stopped": ours, "alone": theirs, "chance": chance},
-    )  # fmt: skip
+    )
 
 
 def by_chance(ours: list[float], theirs: list[float]) -> tuple[float, float]:

@@ -135,9 +135,12 @@ def in_child(module: str, function: str, *args: Any) -> Any:
         f"print(json.dumps({module}.{function}(*json.loads(sys.argv[1]))))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, json.dumps(args)], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True,
-    )  # fmt: skip
+        [sys.executable, "-c", code, json.dumps(args)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
     if done.returncode:
         raise RuntimeError(f"{module}.{function} failed in its process:\n{done.stderr[-4000:]}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -181,9 +184,14 @@ def table_of(figures: Iterable[Figure]) -> Table:
     for figure in figures:
         first, *others = figure.beside or (Beside("", figure.reference),)
         table.add_row(
-            escape(figure.name), escape(figure.measured), _told(first), first.ratio, figure.bar, verdicts[figure.met],
+            escape(figure.name),
+            escape(figure.measured),
+            _told(first),
+            first.ratio,
+            figure.bar,
+            verdicts[figure.met],
             end_section=not others,
-        )  # fmt: skip
+        )
         for i, other in enumerate(others):
             table.add_row("", "", _told(other), other.ratio, "", "", end_section=i == len(others) - 1)
     return table
@@ -196,11 +204,18 @@ def _told(beside: Beside) -> str:
 def as_json(figures: list[Figure], scale: str) -> dict[str, Any]:
     packages = {name: version(name) for name in ("prefixcache", "mlx", "mlx-lm", "numpy")}
     machine = {
-        "system": platform.platform(), "processor": processor(), "cpus": os.cpu_count(),
+        "system": platform.platform(),
+        "processor": processor(),
+        "cpus": os.cpu_count(),
         "python": platform.python_version(),
-    }  # fmt: skip
-    return {"date": time.strftime("%Y-%m-%d"), "scale": scale, "machine": machine, "packages": packages,
-            "figures": [asdict(f) for f in figures]}  # fmt: skip
+    }
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "scale": scale,
+        "machine": machine,
+        "packages": packages,
+        "figures": [asdict(f) for f in figures],
+    }
 
 
 def processor() -> str:

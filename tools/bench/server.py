@@ -61,14 +61,20 @@ def computed(scale: str) -> Iterator[Figure]:
     name, beside = f"server: {users}: prompt tokens computed", "mlx_lm.server, on the model's first layer"
     ratio = ours.computed / ours.unique
     yield Figure(
-        f"{name}, over unique", f"{ratio:.3f} ({ours.computed} of {ours.prompt})", f"<= {COMPUTED_BAR}",
-        f"{beside}: {theirs.computed / theirs.unique:.2f}", ratio <= COMPUTED_BAR,
+        f"{name}, over unique",
+        f"{ratio:.3f} ({ours.computed} of {ours.prompt})",
+        f"<= {COMPUTED_BAR}",
+        f"{beside}: {theirs.computed / theirs.unique:.2f}",
+        ratio <= COMPUTED_BAR,
         {"ours": ours._asdict(), "theirs": theirs._asdict()},
-    )  # fmt: skip
+    )
     yield Figure(
-        f"{name}, over unique ones that no answer had brought", f"{ours.computed / ours.asked:.3f}", "",
-        f"{beside}: {theirs.computed / theirs.asked:.2f}", None,
-    )  # fmt: skip
+        f"{name}, over unique ones that no answer had brought",
+        f"{ours.computed / ours.asked:.3f}",
+        "",
+        f"{beside}: {theirs.computed / theirs.asked:.2f}",
+        None,
+    )
 
 
 class Together(NamedTuple):
@@ -110,9 +116,12 @@ def _together(server: Server, plan: Chats, another: int) -> Together:
     unique = unique_tokens([turn.prompt for turn in turns])
     said = sum(_said(texts, one, other) for chat in found for one, other in pairwise(chat))
     return Together(
-        sum(turn.reply.prompt_tokens for turn in turns), sum(turn.reply.computed for turn in turns), unique, unique - said,
+        sum(turn.reply.prompt_tokens for turn in turns),
+        sum(turn.reply.computed for turn in turns),
+        unique,
+        unique - said,
         seconds,
-    )  # fmt: skip
+    )
 
 
 def unique_tokens(prompts: Sequence[list[int]]) -> int:
@@ -174,12 +183,20 @@ def first_token(scale: str) -> Iterator[Figure]:
     ):
         ratio = _median_first(replies) / base
         yield Figure(
-            f"{name}, {what}, over cold", f"{ratio:.3f} ({_median_first(replies):.3f} s of {base:.2f} s)", f"<= {bar}",
-            beside, ratio <= bar,
-            {"cold": [r.first for r in cold], "firsts": [r.first for r in replies],
-             "computed": [r.computed for r in replies], "prompt": [r.prompt_tokens for r in replies],
-             "stopped": stopped, "theirs": [r.first for r in reference]},
-        )  # fmt: skip
+            f"{name}, {what}, over cold",
+            f"{ratio:.3f} ({_median_first(replies):.3f} s of {base:.2f} s)",
+            f"<= {bar}",
+            beside,
+            ratio <= bar,
+            {
+                "cold": [r.first for r in cold],
+                "firsts": [r.first for r in replies],
+                "computed": [r.computed for r in replies],
+                "prompt": [r.prompt_tokens for r in replies],
+                "stopped": stopped,
+                "theirs": [r.first for r in reference],
+            },
+        )
 
 
 def _goes_on(system: str, questions: list[str], chat: list[Turn]) -> serving.Messages:
@@ -225,10 +242,12 @@ def divergent(scale: str) -> Iterator[Figure]:
             ratio = statistics.mean(slow) / statistics.mean(quick)
             yield Figure(
                 f"server: fetch_nearest_cache, {entries} entries x {length} tokens, {count} prompts that part {what}",
-                f"{ratio:.0f} x faster ({1e3 * sum(quick):.0f} ms in all)", f">= {bar}" if bar else "",
+                f"{ratio:.0f} x faster ({1e3 * sum(quick):.0f} ms in all)",
+                f">= {bar}" if bar else "",
                 f"LRUPromptCache: {sum(slow):.1f} s for {len(slow)} of them, {count * statistics.mean(slow):.0f} s for all",
-                ratio >= bar if bar else None, {"ours": quick, "theirs": slow},
-            )  # fmt: skip
+                ratio >= bar if bar else None,
+                {"ours": quick, "theirs": slow},
+            )
 
 
 def _rows(tokens: int) -> KVCache:

@@ -56,19 +56,23 @@ def stall(scale: str) -> Iterator[Figure]:
     name = f"server: {plan.streams} streams, {plan.visitors} others come and go"
     allowed = f"<= {1e3 * (step + encode):.0f} ms: a step and the encoding"
     yield Figure(
-        f"{name}: the loop stands still for a store, p50 / p99", _spread(blocked), allowed,
+        f"{name}: the loop stands still for a store, p50 / p99",
+        _spread(blocked),
+        allowed,
         f"of it, encoding {_spread([gap.encode for gap in around])}; "
         f"mlx_lm.server {_spread([gap.store for gap in _with(theirs)])}",
-        _p99(blocked) <= step + encode, {"step": step},
-    )  # fmt: skip
+        _p99(blocked) <= step + encode,
+        {"step": step},
+    )
     yield Figure(
-        f"{name}: p99 of the gap between steps around a store, beyond the usual p99", f"{1e3 * stalled:.0f} ms",
+        f"{name}: p99 of the gap between steps around a store, beyond the usual p99",
+        f"{1e3 * stalled:.0f} ms",
         allowed if enough else f"(too few for a bar: {len(around)})",
         f"gaps usually {_spread(usual)}, around {len(around)} stores {_spread([gap.seconds for gap in around])}; "
         f"mlx_lm.server: {1e3 * _beyond(theirs):.0f} ms",
         stalled <= step + encode if enough else None,
         {"usual": usual, "around": [gap._asdict() for gap in around], "theirs": [gap._asdict() for gap in theirs]},
-    )  # fmt: skip
+    )
 
 
 class Gap(NamedTuple):
@@ -183,24 +187,32 @@ def cancels(scale: str) -> Iterator[Figure]:
             server.stop()
     name = f"server: {plan.requests} requests, {plan.clients} clients, {ours.left} given up"
     yield Figure(
-        f"{name}: errors, lines of trouble in the log", f"{len(ours.errors)}, {len(complaints)}", "none",
-        f"mlx_lm.server: {len(theirs.errors)} errors", not ours.errors and not complaints,
+        f"{name}: errors, lines of trouble in the log",
+        f"{len(ours.errors)}, {len(complaints)}",
+        "none",
+        f"mlx_lm.server: {len(theirs.errors)} errors",
+        not ours.errors and not complaints,
         {"errors": ours.errors, "complaints": complaints, "seconds": ours.seconds, "metrics": metrics},
-    )  # fmt: skip
+    )
     peak = metrics["prefixcache_ram_peak_bytes"]
     kept = peak <= RAM and ours.disk <= SSD
     yield Figure(
-        f"{name}: RAM held at its peak, SSD at its largest", f"{peak / 1e6:.2f} MB, {ours.disk / 1e6:.1f} MB",
-        f"<= {RAM / 1e6:g} MB, {SSD / 1e6:g} MB", f"{metrics['prefixcache_stored_bytes_total'] / 1e6:.0f} MB were stored",
-        kept, {"ram_peak": peak, "disk": ours.disk},
-    )  # fmt: skip
+        f"{name}: RAM held at its peak, SSD at its largest",
+        f"{peak / 1e6:.2f} MB, {ours.disk / 1e6:.1f} MB",
+        f"<= {RAM / 1e6:g} MB, {SSD / 1e6:g} MB",
+        f"{metrics['prefixcache_stored_bytes_total'] / 1e6:.0f} MB were stored",
+        kept,
+        {"ram_peak": peak, "disk": ours.disk},
+    )
     slope, reference, bars = slope_of(ours.rss), slope_of(theirs.rss), plan.requests >= 1000
     yield Figure(
-        f"{name}: growth of the process over the last two thirds", f"{slope:.0f} kB for 100 requests",
-        f"<= {SLOPE_BAR} kB" if bars else "(too few for a bar)", f"mlx_lm.server: {reference:.0f} kB",
+        f"{name}: growth of the process over the last two thirds",
+        f"{slope:.0f} kB for 100 requests",
+        f"<= {SLOPE_BAR} kB" if bars else "(too few for a bar)",
+        f"mlx_lm.server: {reference:.0f} kB",
         slope <= SLOPE_BAR if bars else None,
         {"slope": slope, "reference": reference, "rss": ours.rss, "theirs": theirs.rss},
-    )  # fmt: skip
+    )
 
 
 class Crowd(NamedTuple):

@@ -27,8 +27,14 @@ from typing import Any, NamedTuple
 from tools.bench import report
 
 FIXTURE = report.ROOT / "tests" / "fixtures" / "tiny-llama"
-SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 1,
-         "num_key_value_heads": 1, "head_dim": 32}  # fmt: skip
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+}
 OURS = [sys.executable, "-c", "from prefixcache.cli import app; app()", "serve"]
 THEIRS = [sys.executable, "-m", "mlx_lm", "server"]
 CLOCKED = [sys.executable, "-m", "tools.bench.serving"]  # and a file for the spans, and "ours" or "theirs"
@@ -74,9 +80,15 @@ def random_large(folder: Path) -> Path:
     from mlx_lm.models import llama
 
     shape = {
-        "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24,
-        "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072, "rope_theta": 500000.0,
-    }  # fmt: skip
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rope_theta": 500000.0,
+    }
     config = json.loads((FIXTURE / "config.json").read_text()) | shape
     mx.random.seed(0)
     model = llama.Model(llama.ModelArgs.from_dict(config))
@@ -209,13 +221,19 @@ def serving(command: Sequence[str], model: Path, folder: Path, *flags: str) -> I
     log = folder / f"server-{port}.log"
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("PREFIXCACHE_")},
-        "PYTHONPATH": str(report.ROOT), "HF_HUB_OFFLINE": "1", "HOME": str(folder),
-    }  # fmt: skip
+        "PYTHONPATH": str(report.ROOT),
+        "HF_HUB_OFFLINE": "1",
+        "HOME": str(folder),
+    }
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*command, "--model", str(model), "--port", str(port), *flags],
-            cwd=report.ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+            cwd=report.ROOT,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+        )
     server = Server(process, port, log)
     try:
         server.wait_until_ready()

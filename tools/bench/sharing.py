@@ -61,18 +61,21 @@ def conversations(scale: str) -> Iterator[Figure]:
     """Bytes held over bytes of unique tokens, with room for all."""
     for case, bar in _cases(scale):
         unique = case.unique * LLAMA.row_bytes(LLAMA.full)
-        with report.scratch() as folder, PrefixCache(
-            ram=unique * 2, ssd_dir=folder, ssd="20GB", codec=Raw(), spill_on_close=False
-        ) as cache:  # fmt: skip
+        with (
+            report.scratch() as folder,
+            PrefixCache(ram=unique * 2, ssd_dir=folder, ssd="20GB", codec=Raw(), spill_on_close=False) as cache,
+        ):
             known = _converse(cache, case)
             images, nodes = image_bytes(cache, "rows"), cache.stats().ram_nodes
         ratio = (images + nodes) / unique
         yield Figure(
-            _name(case, "bytes held (RAM + SSD) over unique", bar), f"{ratio:.3f} (images {images / unique:.3f})",
-            "<= 1.05" if bar else "", f"unique: {case.unique} tokens, {unique / 1e6:.0f} MB",
+            _name(case, "bytes held (RAM + SSD) over unique", bar),
+            f"{ratio:.3f} (images {images / unique:.3f})",
+            "<= 1.05" if bar else "",
+            f"unique: {case.unique} tokens, {unique / 1e6:.0f} MB",
             ratio <= 1.05 if bar else None,
             {"ratio": ratio, "images": images, "nodes": nodes, "unique": unique, "tokens_not_computed": known},
-        )  # fmt: skip
+        )
 
 
 def spilled(scale: str) -> Iterator[Figure]:
@@ -88,9 +91,10 @@ def written_through(scale: str) -> Iterator[Figure]:
 def _spilled(scale: str, spill: Literal["wait", "through"]) -> Iterator[Figure]:
     for case, bar in _cases(scale):
         unique = case.unique * LLAMA.row_bytes(LLAMA.full)
-        with report.scratch() as folder, PrefixCache(
-            ram=unique // 4, ssd_dir=folder, ssd="20GB", codec=Raw(), spill=spill, spill_wait=10
-        ) as cache:  # fmt: skip
+        with (
+            report.scratch() as folder,
+            PrefixCache(ram=unique // 4, ssd_dir=folder, ssd="20GB", codec=Raw(), spill=spill, spill_wait=10) as cache,
+        ):
             known = _converse(cache, case)
             whole = cache.flush(120)
             stats, images = cache.stats(), image_bytes(cache, "rows")
@@ -99,13 +103,21 @@ def _spilled(scale: str, spill: Literal["wait", "through"]) -> Iterator[Figure]:
         how = "" if spill == "wait" else f' with spill="{spill}"'
         complete = whole and not stats.counters.dropped and images >= unique
         yield Figure(
-            _name(case, f"RAM a quarter: bytes written to SSD over unique{how}", bar), f"{ratio:.3f}",
-            "<= 1.05" if bar else "", f"unique: {unique / 1e6:.0f} MB; {stats.counters.dropped} images dropped",
+            _name(case, f"RAM a quarter: bytes written to SSD over unique{how}", bar),
+            f"{ratio:.3f}",
+            "<= 1.05" if bar else "",
+            f"unique: {unique / 1e6:.0f} MB; {stats.counters.dropped} images dropped",
             ratio <= 1.05 and complete if bar else None,
-            {"ratio": ratio, "written": stats.ssd.written_bytes, "held": images, "unique": unique,
-             "dropped": stats.counters.dropped, "recoded_tokens": stats.counters.recoded_tokens,
-             "tokens_not_computed": known},
-        )  # fmt: skip
+            {
+                "ratio": ratio,
+                "written": stats.ssd.written_bytes,
+                "held": images,
+                "unique": unique,
+                "dropped": stats.counters.dropped,
+                "recoded_tokens": stats.counters.recoded_tokens,
+                "tokens_not_computed": known,
+            },
+        )
 
 
 def _cases(scale: str) -> Iterator[tuple[Chats, bool]]:
@@ -135,10 +147,13 @@ def hybrid(scale: str) -> Iterator[Figure]:
     unique = len(chat) * HYBRID.row_bytes(HYBRID.full)
     ratio = sliceable / unique
     yield Figure(
-        f"hybrid (2 attention, 6 recurrent), {turns} boundaries: sliceable bytes over unique", f"{ratio:.3f}", "<= 1.05",
-        f"unique: {unique / 1e6:.1f} MB; {hits} of {turns} boundaries hit", ratio <= 1.05 and hits == turns,
+        f"hybrid (2 attention, 6 recurrent), {turns} boundaries: sliceable bytes over unique",
+        f"{ratio:.3f}",
+        "<= 1.05",
+        f"unique: {unique / 1e6:.1f} MB; {hits} of {turns} boundaries hit",
+        ratio <= 1.05 and hits == turns,
         {"ratio": ratio, "sliceable": sliceable, "snapshots": snapshots, "unique": unique, "hits": hits},
-    )  # fmt: skip
+    )
 
 
 def sliding(scale: str) -> Iterator[Figure]:
@@ -159,15 +174,20 @@ def sliding(scale: str) -> Iterator[Figure]:
     over_windowed = windowed / (len(chat) * SLIDING.row_bytes(SLIDING.sliding))
     yield Figure(
         f"sliding window (2 full, 10 of {SLIDING.window}), {turns} boundaries x {TURN}: bytes over unique rows",
-        f"full {over_full:.3f}, windowed {over_windowed:.3f}", "<= 1.10",
+        f"full {over_full:.3f}, windowed {over_windowed:.3f}",
+        "<= 1.10",
         f"unique: {len(chat)} tokens; copies of the window at each boundary: {_copies(turns):.2f}",
-        max(over_full, over_windowed) <= 1.10, {"full": over_full, "windowed": over_windowed, "copies": _copies(turns)},
-    )  # fmt: skip
+        max(over_full, over_windowed) <= 1.10,
+        {"full": over_full, "windowed": over_windowed, "copies": _copies(turns)},
+    )
     yield Figure(
-        "the same: depth of a prompt that diverges inside the covered stretch", f"{depth}", f"= {shared}",
-        f"diverges at {shared} of {len(chat)}", depth == shared and usable,
+        "the same: depth of a prompt that diverges inside the covered stretch",
+        f"{depth}",
+        f"= {shared}",
+        f"diverges at {shared} of {len(chat)}",
+        depth == shared and usable,
         {"depth": depth, "shared": shared, "tokens": len(chat)},
-    )  # fmt: skip
+    )
 
 
 VOID = np.array([-1])  # a token that no chat has
@@ -192,14 +212,18 @@ def bits(scale: str) -> Iterator[Figure]:
         assert len(files) == BITS_BLOCKS[scale] + 1
         del files[-1]
         values = tokens * shape.layers * shape.heads * shape.width * 2
-        on_disk[name] = tuple(sum(sizes) * 8 / values for sizes in
-                              ([f.st_size for f in files], [f.st_blocks * 512 for f in files]))  # fmt: skip
+        on_disk[name] = tuple(
+            sum(sizes) * 8 / values for sizes in ([f.st_size for f in files], [f.st_blocks * 512 for f in files])
+        )
     size, blocks = on_disk["turboquant"]
     yield Figure(
-        "bits a value on disk: TurboQuant 3 bit, width 128, 8 layers x 8 heads", f"{size:.3f}", "<= 3.2",
-        f"raw fp16: {on_disk['raw'][0]:.3f}; in whole disk blocks: {blocks:.3f}", size <= 3.2,
+        "bits a value on disk: TurboQuant 3 bit, width 128, 8 layers x 8 heads",
+        f"{size:.3f}",
+        "<= 3.2",
+        f"raw fp16: {on_disk['raw'][0]:.3f}; in whole disk blocks: {blocks:.3f}",
+        size <= 3.2,
         {"bits": size, "bits_in_disk_blocks": blocks, "raw_bits": on_disk["raw"][0]},
-    )  # fmt: skip
+    )
 
 
 FIGURES = {

@@ -53,19 +53,38 @@ SIZES = {
     "tiny": Sizes(("hybrid",), 4, 96, 3, 300, 8, 1),
 }
 COMMON = {
-    "hidden_size": 256, "num_hidden_layers": 12, "intermediate_size": 512, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 3072, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0, "eos_token_id": 1, "tie_word_embeddings": False,
-}  # fmt: skip
+    "hidden_size": 256,
+    "num_hidden_layers": 12,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 3072,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "eos_token_id": 1,
+    "tie_word_embeddings": False,
+}
 RANDOM: dict[str, dict[str, Any]] = {
-    "hybrid": COMMON | {  # three recurrent layers to one of attention
-        "model_type": "qwen3_next", "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 64,
-        "linear_value_head_dim": 64, "linear_conv_kernel_dim": 4, "num_experts": 0, "num_experts_per_tok": 0,
-        "decoder_sparse_step": 1, "shared_expert_intermediate_size": 0, "moe_intermediate_size": 0,
-        "mlp_only_layers": list(range(12)), "partial_rotary_factor": 0.25,
+    "hybrid": COMMON
+    | {  # three recurrent layers to one of attention
+        "model_type": "qwen3_next",
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "linear_conv_kernel_dim": 4,
+        "num_experts": 0,
+        "num_experts_per_tok": 0,
+        "decoder_sparse_step": 1,
+        "shared_expert_intermediate_size": 0,
+        "moe_intermediate_size": 0,
+        "mlp_only_layers": list(range(12)),
+        "partial_rotary_factor": 0.25,
     },
     "windowed": COMMON | {"model_type": "gemma3_text", "sliding_window": 512, "sliding_window_pattern": 6},
-}  # fmt: skip
+}
 
 
 def models(scale: str) -> Iterator[Figure]:

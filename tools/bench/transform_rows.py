@@ -40,9 +40,12 @@ def group(number: int, layers: int) -> LayerGroup:
     factors = np.tile(factor.astype(np.float32), (HEADS, 1, 1))
     return LayerGroup(
         tuple(Layer(number * layers + i, HEADS, WIDTH, WIDTH, DTYPE, _rotation()) for i in range(layers)),
-        chance.normal(size=channels).astype(np.float32), ((factors, factors),) * layers,
-        _vectors(channels, len(spreads), chance), spreads, _words(layers),
-    )  # fmt: skip
+        chance.normal(size=channels).astype(np.float32),
+        ((factors, factors),) * layers,
+        _vectors(channels, len(spreads), chance),
+        spreads,
+        _words(layers),
+    )
 
 
 def basis_bytes(model: str, layers: int, joined: int) -> bytes:

@@ -64,12 +64,16 @@ def _rate(way: str, joined: int, threads: int, found: dict[str, Any]) -> Figure:
     return Figure(
         f"{OURS}, CPU, {way}: {joined * CHANNELS:,} channels ({joined} of Llama 3 8B's layers), "
         f"{threads} thread{'s' * (threads > 1)}",
-        _told(nbytes, ours), "", "", None, {**found, "joined": joined, "threads": threads},
+        _told(nbytes, ours),
+        "",
+        "",
+        None,
+        {**found, "joined": joined, "threads": threads},
         tuple(
             Beside(who, _told(nbytes, theirs), f"{report.median_ratio(theirs, ours):.2g} x")
             for who, theirs in ((f"the product, {found['components']:,} components", product), (OTHER, other))
         ),
-    )  # fmt: skip
+    )
 
 
 def _told(nbytes: int, times: list[float]) -> str:
@@ -105,9 +109,12 @@ def times(joined: int, threads: int, blocks: int, rounds: int) -> dict[str, Any]
         found = report.in_turns(rounds, *(lambda _, work=work: clock(work) for work in works.values()))
     coded = sum(own.heads.nbytes + own.words.nbytes + own.offsets.nbytes + own.offset_steps.nbytes for own in codes)
     return {
-        "bytes": turboquant.nbytes, "coded": coded, "channels": of.channels, "components": len(coder.classes),
+        "bytes": turboquant.nbytes,
+        "coded": coded,
+        "channels": of.channels,
+        "components": len(coder.classes),
         "seconds": dict(zip(works, found, strict=True)),
-    }  # fmt: skip
+    }
 
 
 def _own_seconds(work: Callable[[], Any]) -> float:
@@ -165,9 +172,13 @@ def _fetch_figures(prompt: Prompt, threads: str, ours: dict[str, Any], other: di
         one, two = ours[name], other[name]
         yield Figure(
             f"a prompt's state of {shape}, from {where}, {threads}: {OURS}",
-            f"{statistics.median(one):.2f} s", "", "", None, raw,
+            f"{statistics.median(one):.2f} s",
+            "",
+            "",
+            None,
+            raw,
             (Beside(OTHER, f"{statistics.median(two):.2f} s", f"{report.median_ratio(two, one):.2g} x"),),
-        )  # fmt: skip
+        )
     saved = (other["nbytes"] - ours["nbytes"]) / prompt.tokens
     added = statistics.median(a - b for a, b in zip(ours["ram"], other["ram"], strict=True)) / prompt.tokens
     cold = statistics.median(other["ssd"]) - statistics.median(other["ram"])
@@ -242,10 +253,13 @@ def lengths(scale: str) -> Iterator[Figure]:
             fp16 = 2 * CHANNELS
             yield Figure(
                 f"a prompt of {tokens:,} tokens, of one of Llama 3 8B's layers: bytes a token with {OURS}",
-                f"{stored[0]:,.0f} ({fp16 / stored[0]:.1f} x smaller than fp16)", "", "", None,
+                f"{stored[0]:,.0f} ({fp16 / stored[0]:.1f} x smaller than fp16)",
+                "",
+                "",
+                None,
                 {"ours": stored[0], "other": stored[1]},
                 (Beside(OTHER, f"{stored[1]:,.0f} ({fp16 / stored[1]:.1f} x)", f"{stored[1] / stored[0]:.2g} x"),),
-            )  # fmt: skip
+            )
 
 
 # -- the basis ---------------------------------------------------------------------------------------------------------

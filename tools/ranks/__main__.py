@@ -48,9 +48,12 @@ def one(case: Case, size: int, given: Any) -> dict[str, Any]:
     """Run a case; what it counted, and a line of it."""
     folder, began = Path(tempfile.mkdtemp(prefix="ranks-")), time.monotonic()
     run = {
-        "requests": given.requests, "seed": given.seed + size, "folder": str(folder / "ssd"), "agree": not given.alone,
+        "requests": given.requests,
+        "seed": given.seed + size,
+        "folder": str(folder / "ssd"),
+        "agree": not given.alone,
         "gpu": given.gpu,
-    }  # fmt: skip
+    }
     command = [sys.executable, "-m", "tools.ranks.worker", json.dumps({**case._asdict(), **run})]
     logs = [folder / f"rank-{rank}.log" for rank in range(size)]
     outputs = [log.open("wb") for log in logs]

@@ -66,8 +66,12 @@ def _start(
     environment = {**os.environ, **options.pop("env", {})}
     return [
         subprocess.Popen(
-            command, env={**environment, **group, **OF_RANK.get(rank, {}), "MLX_RANK": str(rank)}, stdin=subprocess.DEVNULL,
-            stdout=output, stderr=subprocess.STDOUT, **options,
+            command,
+            env={**environment, **group, **OF_RANK.get(rank, {}), "MLX_RANK": str(rank)},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            **options,
         )
         for rank, (output, group) in enumerate(zip(outputs, groups, strict=True))
-    ]  # fmt: skip
+    ]

@@ -16,22 +16,44 @@ TENSOR, PIPELINE = "tp", "pp"
 
 # Without experts: whom a router chooses hangs on the last bit where two are equal.
 BASE: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 6,
-    "num_key_value_heads": 6, "head_dim": 32, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 4096,
-    "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False,
-}  # fmt: skip
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "head_dim": 32,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
 SLIDES = BASE | {"sliding_window": WINDOW, "layer_types": [SLIDING, SLIDING, FULL, SLIDING]}
 HYBRID = {
-    "text_config": BASE | {
-        "linear_num_value_heads": 6, "linear_num_key_heads": 6, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
-        "linear_conv_kernel_dim": 4, "full_attention_interval": 2,
+    "text_config": BASE
+    | {
+        "linear_num_value_heads": 6,
+        "linear_num_key_heads": 6,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "linear_conv_kernel_dim": 4,
+        "full_attention_interval": 2,
     }
-}  # fmt: skip
+}
 MLA = BASE | {
-    "kv_lora_rank": 64, "q_lora_rank": 32, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32,
-    "n_routed_experts": None, "moe_intermediate_size": 32, "n_shared_experts": None, "first_k_dense_replace": 9,
+    "kv_lora_rank": 64,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "n_routed_experts": None,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": None,
+    "first_k_dense_replace": 9,
     "topk_method": "noaux_tc",
-}  # fmt: skip
+}
 ROPE = {
     "rope_theta": 1e4,
     "rope_type": "default",

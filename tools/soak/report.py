@@ -106,15 +106,30 @@ class Outcome:
     def as_dict(self) -> dict[str, Any]:
         slopes = self.slopes
         return {
-            "seed": self.seed, "seconds": round(self.seconds, 1), "lives": self.lives, "requests": self.requests,
-            "tokens": self.tokens, "hit_rate": self.hit / max(self.asked, 1), "faults": dict(self.faults),
-            "injected": dict(self.injected), "met": dict(self.met), "checks": dict(self.checks),
-            "answers_rechecked": self.rechecked, "images_acknowledged": self.acknowledged,
-            "images_checked": self.checked, "wrong_answers": self.wrong, "images_lost": self.lost,
-            "problems": self.problems, "slopes": slopes._asdict() if slopes else None,
-            "series": self.series, "exit_code": self.exit_code,
-            "machines": self.machines, "engine": self.engine, "remote": dict(self.remote), "waited": self.waited,
-        }  # fmt: skip
+            "seed": self.seed,
+            "seconds": round(self.seconds, 1),
+            "lives": self.lives,
+            "requests": self.requests,
+            "tokens": self.tokens,
+            "hit_rate": self.hit / max(self.asked, 1),
+            "faults": dict(self.faults),
+            "injected": dict(self.injected),
+            "met": dict(self.met),
+            "checks": dict(self.checks),
+            "answers_rechecked": self.rechecked,
+            "images_acknowledged": self.acknowledged,
+            "images_checked": self.checked,
+            "wrong_answers": self.wrong,
+            "images_lost": self.lost,
+            "problems": self.problems,
+            "slopes": slopes._asdict() if slopes else None,
+            "series": self.series,
+            "exit_code": self.exit_code,
+            "machines": self.machines,
+            "engine": self.engine,
+            "remote": dict(self.remote),
+            "waited": self.waited,
+        }
 
     def table(self) -> str:
         kills = sum(n for kind, n in self.faults.items() if kind.endswith("kill"))

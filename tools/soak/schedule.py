@@ -95,12 +95,20 @@ def plan(seed: int, life: int, *, seconds: float, threads: int, remote: bool = F
     if remote and life and fleet.random() < 0.25:
         down.append(Fault(0, "emptied"))
     return Plan(
-        life, long, round(lasts, 2), chance.choice((0, 4, 6, 8, 12)) * MB, chance.choice((16, 24, 32, 48)) * MB,
-        chance.choice(("drop", "drop", "wait")), rules.choice(tuple(POLICIES)), rules.choice(("always", "always", "second")),
-        threads, tuple(down), tuple(sorted(faults)),
+        life,
+        long,
+        round(lasts, 2),
+        chance.choice((0, 4, 6, 8, 12)) * MB,
+        chance.choice((16, 24, 32, 48)) * MB,
+        chance.choice(("drop", "drop", "wait")),
+        rules.choice(tuple(POLICIES)),
+        rules.choice(("always", "always", "second")),
+        threads,
+        tuple(down),
+        tuple(sorted(faults)),
         "close" if long and chance.random() < 0.5 else chance.choice(ENDS),
         fleet.choice(("always", "second")) if remote else "",
-    )  # fmt: skip
+    )
 
 
 def _live(chance: random.Random, at: float, kinds: tuple[str, ...]) -> Fault:

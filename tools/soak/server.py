@@ -115,13 +115,27 @@ class Server:
         remote: dict[str, Any] = {}
         if o.remote:
             remote = {
-                "remote": o.remote, "remote_key_file": o.key, "remote_admission": o.remote_admission,
+                "remote": o.remote,
+                "remote_key_file": o.key,
+                "remote_admission": o.remote_admission,
                 "remote_timeout": REMOTE_TIMEOUT,
-            }  # fmt: skip
-        self.cache = PrefixCache(Settings(
-            ram=o.ram, transit=8 << 20, ssd_dir=o.directory, ssd=o.ssd, codec=o.codec, spill=o.spill, spill_wait=0.2,
-            policy=o.policy, ssd_admission=o.admission, close_timeout=20.0, basis_dir=o.bases or o.directory, **remote,
-        ))  # fmt: skip
+            }
+        self.cache = PrefixCache(
+            Settings(
+                ram=o.ram,
+                transit=8 << 20,
+                ssd_dir=o.directory,
+                ssd=o.ssd,
+                codec=o.codec,
+                spill=o.spill,
+                spill_wait=0.2,
+                policy=o.policy,
+                ssd_admission=o.admission,
+                close_timeout=20.0,
+                basis_dir=o.bases or o.directory,
+                **remote,
+            )
+        )
         self.pipe.tell("ready")
         if not self.cache.flush(60):
             self.pipe.tell("problem", "flush", "the first flush of an opened cache was not done")
@@ -271,9 +285,13 @@ class Server:
         if stats.remote is not None:
             told = stats.remote
             counts = {
-                "images read": told.read_images, "images written": told.written_images, "images refused": told.refused,
-                "calls failed": told.errors, "reads late": told.timeouts, "hit tokens": stats.counters.remote_hit_tokens,
-            }  # fmt: skip
+                "images read": told.read_images,
+                "images written": told.written_images,
+                "images refused": told.refused,
+                "calls failed": told.errors,
+                "reads late": told.timeouts,
+                "hit tokens": stats.counters.remote_hit_tokens,
+            }
             self.pipe.tell("remote", counts, round(self._waited, 3))
         if stats.ram_held > stats.ram_limit:
             self.pipe.tell("problem", "budget", f"{stats.ram_held} bytes held of {stats.ram_limit}")

@@ -115,6 +115,10 @@ def _address(kind: str, key: str) -> Address:
 def as_calls(truth: Truth) -> dict[str, Any]:
     """By the word with which the server tells it."""
     return {
-        "there": truth.there, "opened": lambda count: truth.opened(), "reopened": truth.reopened, "durable": truth.wrote,
-        "leaving": truth.leaving, "aside": truth.aside,
-    }  # fmt: skip
+        "there": truth.there,
+        "opened": lambda count: truth.opened(),
+        "reopened": truth.reopened,
+        "durable": truth.wrote,
+        "leaving": truth.leaving,
+        "aside": truth.aside,
+    }

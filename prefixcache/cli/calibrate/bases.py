@@ -72,8 +72,12 @@ def _row(found: Facts, now: float) -> list[str]:
     basis = found["basis"]
     measured = basis["measured"]
     return [
-        basis["model"].partition("@")[0], basis["hash"][:8], f"{basis['layers']} in {basis['groups']}",
-        size(basis["bytes"]), f"{basis['ratio']:.1f} x",
-        *map(number, (measured["kl"], measured["reference_kl"]) if measured else (None, None)), basis["metric"],
+        basis["model"].partition("@")[0],
+        basis["hash"][:8],
+        f"{basis['layers']} in {basis['groups']}",
+        size(basis["bytes"]),
+        f"{basis['ratio']:.1f} x",
+        *map(number, (measured["kl"], measured["reference_kl"]) if measured else (None, None)),
+        basis["metric"],
         age(found["written"], now),
-    ]  # fmt: skip
+    ]

@@ -91,9 +91,15 @@ def make(job: Job, folder: Path, progress: Progress = lambda done, of, what: Non
     try:
         with wired_limit(subject.model):  # as mlx-lm does it: on a Mac the weights stay in memory
             statistics = collect(
-                subject.model, groups, *read, lambda phase, done, of: progress(done, of, PHASES[phase]),
-                fisher_windows=job.fisher_windows, draws=job.draws_each, identity=identity, checkpoint=checkpoint,
-            )  # fmt: skip
+                subject.model,
+                groups,
+                *read,
+                lambda phase, done, of: progress(done, of, PHASES[phase]),
+                fisher_windows=job.fisher_windows,
+                draws=job.draws_each,
+                identity=identity,
+                checkpoint=checkpoint,
+            )
             progress(None, None, "designing the basis")
             design = Design(statistics, identity, texts, SINKS)
             unseen = texts_of(read.held_back, read.read[0])
@@ -120,9 +126,13 @@ def _windows(job: Job, subject: Subject) -> Windows:
     try:
         texts = read_texts(job.texts) if job.texts else default_texts()
         return windows(
-            texts, lambda text: list(tokenizer.encode(text, add_special_tokens=False)), job.windows, job.tokens,
-            opening(tokenizer), min(job.windows, HELD_BACK),
-        )  # fmt: skip
+            texts,
+            lambda text: list(tokenizer.encode(text, add_special_tokens=False)),
+            job.windows,
+            job.tokens,
+            opening(tokenizer),
+            min(job.windows, HELD_BACK),
+        )
     except ValueError as error:
         raise Refused(str(error)) from error
 

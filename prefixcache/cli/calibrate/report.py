@@ -46,13 +46,20 @@ def doubt(basis: Basis) -> str:
 def facts(made: Made) -> dict[str, Any]:
     basis, coded, fp16 = made.basis, made.basis.coded_bytes(QUALITY), made.basis.fp16_bytes
     return {
-        "file": str(made.path), "hash": basis.hash, "model": basis.model, "was_there": made.was_there,
-        "metric": basis.metric, "texts": basis.texts, "sinks": basis.sinks, "ram_bytes": basis.nbytes,
+        "file": str(made.path),
+        "hash": basis.hash,
+        "model": basis.model,
+        "was_there": made.was_there,
+        "metric": basis.metric,
+        "texts": basis.texts,
+        "sinks": basis.sinks,
+        "ram_bytes": basis.nbytes,
         "groups": [[layer.index for layer in group.layers] for group in basis.groups],
         "left_out": {str(index): reason for index, reason in made.left_out.items()},
-        "quality": QUALITY, "token_bytes": {"fp16": fp16, "coded": coded, "ratio": fp16 / coded},
+        "quality": QUALITY,
+        "token_bytes": {"fp16": fp16, "coded": coded, "ratio": fp16 / coded},
         "measured": basis.measured and basis.measured._asdict(),
-    }  # fmt: skip
+    }
 
 
 def screen(made: Made, model: str, adapter: str | None, basis_dir: Path | None) -> list[Text]:

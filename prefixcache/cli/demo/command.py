@@ -178,11 +178,14 @@ def describe(results: dict[str, Result]) -> dict[str, Any]:
         hits = [turn for turn in turns if turn["reused_tokens"]]
         timed = hits or turns
         facts[name] = {
-            "hits": len(hits), "first": median(turn["first"] for turn in timed),
-            "store": median(turn["store"] for turn in turns), "needles": sum(bool(turn["wanted"]) for turn in turns),
+            "hits": len(hits),
+            "first": median(turn["first"] for turn in timed),
+            "store": median(turn["store"] for turn in turns),
+            "needles": sum(bool(turn["wanted"]) for turn in turns),
             **{key: sum(turn[key] for turn in turns) for key in ("prompt_tokens", "reused_tokens", "found")},
-            **{key: value for key, value in result.items() if key != "turns"}, "count": len(turns),
-        }  # fmt: skip
+            **{key: value for key, value in result.items() if key != "turns"},
+            "count": len(turns),
+        }
         if name != "cold":
             same = [cold[place] for place, turn in _by_place(result).items() if turn in timed]
             facts[name]["sooner"] = median(turn["first"] for turn in same) / facts[name]["first"]

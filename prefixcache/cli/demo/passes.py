@@ -34,8 +34,10 @@ ANSWER = 32  # tokens that an answer may have
 PREFILL = 512  # mlx-lm's prefill_step_size: on a CPU it halves the work of attention, so the cold pass is at its best
 PROBE = 256  # tokens with which the size of a token's state is measured: caches grow by this many, so none is spare
 CODECS: dict[str, Codec] = {  # the other passes use Raw
-    "turboquant4": TurboQuant(), "turboquant3": TurboQuant(3, 3), CALIBRATED: Transform(4),
-}  # fmt: skip
+    "turboquant4": TurboQuant(),
+    "turboquant3": TurboQuant(3, 3),
+    CALIBRATED: Transform(4),
+}
 CALIBRATION = (8, 256, 6)  # windows, tokens, draws: seconds; a model of use wants the command's own numbers
 CALIBRATED_RAM = "64MB"  # a basis may take a quarter of it
 
@@ -98,9 +100,13 @@ class Model:
             return mx.array([next(forced, 0)]) if given is not None else mx.argmax(logprobs, axis=-1)
 
         for _, logprobs in generate_step(
-            mx.array(rest), self.net, max_tokens=ANSWER if given is None else len(given), sampler=sampler,
-            prompt_cache=prompt_cache, prefill_step_size=PREFILL,
-        ):  # fmt: skip
+            mx.array(rest),
+            self.net,
+            max_tokens=ANSWER if given is None else len(given),
+            sampler=sampler,
+            prompt_cache=prompt_cache,
+            prefill_step_size=PREFILL,
+        ):
             row = np.array(logprobs.astype(mx.float32))
             second, best = np.partition(row, -2)[-2:]
             token = int(row.argmax())
@@ -131,12 +137,20 @@ def take(model: Model, cache: PrefixCache | None, name: str, conversation: int, 
     store = time.perf_counter() - started
     asked, said = question(conversation, turn), model.chat.text(answer)
     return {
-        "conversation": conversation, "turn": turn, "prompt_tokens": len(prompt),
-        "reused_tokens": len(prompt) - len(rest), "kept_tokens": stored,
-        "first": first, "store": store,  # seconds: to the first token, and of the store after the last
-        "question": asked.text, "wanted": asked.wanted, "said": said,
-        "found": bool(asked.wanted) and holds(said, asked.wanted), "answer": answer, "gaps": gaps,
-    }  # fmt: skip
+        "conversation": conversation,
+        "turn": turn,
+        "prompt_tokens": len(prompt),
+        "reused_tokens": len(prompt) - len(rest),
+        "kept_tokens": stored,
+        "first": first,
+        "store": store,  # seconds: to the first token, and of the store after the last
+        "question": asked.text,
+        "wanted": asked.wanted,
+        "said": said,
+        "found": bool(asked.wanted) and holds(said, asked.wanted),
+        "answer": answer,
+        "gaps": gaps,
+    }
 
 
 def empty(cache: PrefixCache, directory: Path) -> None:
@@ -220,11 +234,17 @@ def run(model: Model, name: str) -> dict[str, Any]:
     whole = [len(tokens) for t, tokens in zip(turns, kept, strict=True) if t["turn"] == places[-1][1]]
     sizes = [file.stat().st_size for file in directory.rglob("*.safetensors")]
     return {
-        "turns": turns, "ram_limit": stats.ram_limit, "ram_peak": stats.ram_peak, "ram_images": stats.ram_images,
-        "not_kept": stats.counters.unkept_tokens, "dropped": stats.counters.dropped,
-        "ssd": {"files": len(sizes), "bytes": sum(sizes)}, "unique_tokens": unique(kept),
-        "plain_bytes": unique(kept) * model.token_nbytes, "whole_bytes": sum(whole) * model.token_nbytes,
-    }  # fmt: skip
+        "turns": turns,
+        "ram_limit": stats.ram_limit,
+        "ram_peak": stats.ram_peak,
+        "ram_images": stats.ram_images,
+        "not_kept": stats.counters.unkept_tokens,
+        "dropped": stats.counters.dropped,
+        "ssd": {"files": len(sizes), "bytes": sum(sizes)},
+        "unique_tokens": unique(kept),
+        "plain_bytes": unique(kept) * model.token_nbytes,
+        "whole_bytes": sum(whole) * model.token_nbytes,
+    }
 
 
 def main() -> None:

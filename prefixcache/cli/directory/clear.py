@@ -43,9 +43,12 @@ def clear(
     Exit code: 0 done, 1 not all: you said no, or files that are not prefixcache's were left, 2 it could not be done.
     """
     of_url = {
-        "--model": model, "--cache-salt-file": cache_salt_file, "--api-key-file": api_key_file, "--no-salt": no_salt,
+        "--model": model,
+        "--cache-salt-file": cache_salt_file,
+        "--api-key-file": api_key_file,
+        "--no-salt": no_salt,
         "--admin-key-file": admin_key_file,
-    }  # fmt: skip
+    }
     with refusing():
         only_one(directory, url, {"--dry-run": dry_run}, of_url)
         if url is not None:

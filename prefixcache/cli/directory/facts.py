@@ -29,7 +29,8 @@ def describe(whole: Survey, now: float) -> Facts:
         "namespaces": len(spaces),
         "tokens": total("tokens"),
         **{
-            kind: {key: sum(space[kind][key] for space in spaces) for key in ("images", "nbytes", "disk")} for kind in KINDS
+            kind: {key: sum(space[kind][key] for space in spaces) for key in ("images", "nbytes", "disk")}
+            for kind in KINDS
         },
         "nbytes": total("nbytes"),
         "disk": total("disk"),
@@ -40,7 +41,7 @@ def describe(whole: Survey, now: float) -> Facts:
         "last_used": max(known("last_used"), default=None),
         "hits": total("hits"),
         "quarantine": {"items": len(whole.quarantine), "disk": sum(item.disk for item in whole.quarantine)},
-    }  # fmt: skip
+    }
     totals["ratio"] = _ratio(totals["raw_nbytes"], totals["blocks"]["nbytes"] + totals["windows"]["nbytes"])
     return {
         "directory": whole.directory,

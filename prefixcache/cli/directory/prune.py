@@ -73,27 +73,34 @@ def prune(
     Exit code: 0 done, 1 the SSD takes more than --to-size even so, 2 it could not be done.
     """
     of_url = {
-        "--ram-to-size": ram_to_size, "--cache-salt-file": cache_salt_file, "--api-key-file": api_key_file,
-        "--no-salt": no_salt, "--admin-key-file": admin_key_file,
-    }  # fmt: skip
+        "--ram-to-size": ram_to_size,
+        "--cache-salt-file": cache_salt_file,
+        "--api-key-file": api_key_file,
+        "--no-salt": no_salt,
+        "--admin-key-file": admin_key_file,
+    }
     with refusing((ValueError,)):
         only_one(directory, url, {"--quarantine": quarantine, "--dry-run": dry_run}, of_url)
         if url is not None:
             fields = {
-                "model": model, "namespace": namespace,
+                "model": model,
+                "namespace": namespace,
                 "older_than": _seconds(older_than) if older_than is not None else None,
                 "to_size": parse_size(to_size, "--to-size") if to_size is not None else None,
                 **tenant_of(cache_salt_file, api_key_file, no_salt),
-            }  # fmt: skip
+            }
             given = {name: value for name, value in fields.items() if value is not None}
             _prune_live(AdminClient(url, admin_key_file), given, ram_to_size, as_json)
             return
     assert directory is not None
     try:
         selection = Selection(
-            model, namespace, time.time() - _seconds(older_than) if older_than is not None else None,
-            parse_size(to_size, "--to-size") if to_size is not None else None, quarantine,
-        )  # fmt: skip
+            model,
+            namespace,
+            time.time() - _seconds(older_than) if older_than is not None else None,
+            parse_size(to_size, "--to-size") if to_size is not None else None,
+            quarantine,
+        )
     except ValueError as error:
         complain(str(error))
         raise typer.Exit(2) from None

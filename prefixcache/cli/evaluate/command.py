@@ -20,9 +20,18 @@ from prefixcache.cli.text import Refused, console, print_json, refusing
 
 CONTROL = "raw"
 DEFAULT = (
-    "affine:8", "affine:4", "turboquant:8", "turboquant:4", "turboquant:4:3", "turboquant:4:2", "turboquant:3:4",
-    "turboquant:3", "turboquant:2", "turboquant:4:plain", "turboquant:3:plain",
-)  # fmt: skip
+    "affine:8",
+    "affine:4",
+    "turboquant:8",
+    "turboquant:4",
+    "turboquant:4:3",
+    "turboquant:4:2",
+    "turboquant:3:4",
+    "turboquant:3",
+    "turboquant:2",
+    "turboquant:4:plain",
+    "turboquant:3:plain",
+)
 
 
 def evaluate(

@@ -177,9 +177,12 @@ def _answers(subject: Subject, prompt_cache: list[Any], question: Question) -> b
     answer: list[int] = []
     number = None
     for token, _ in generate_step(
-        mx.array(question.tokens), subject.model, max_tokens=ANSWER, prompt_cache=prompt_cache,
+        mx.array(question.tokens),
+        subject.model,
+        max_tokens=ANSWER,
+        prompt_cache=prompt_cache,
         prefill_step_size=PREFILL,
-    ):  # fmt: skip
+    ):
         if token in subject.tokenizer.eos_token_ids:
             break
         answer.append(token)
@@ -201,11 +204,12 @@ def _facts(job: Job, reference: Reference, trials: list[Trial], text_tokens: int
         "versions": {**versions, "python": platform.python_version(), "device": str(mx.default_device())},
         "depths": job.haystack_depths,
         "reference": {
-            "perplexity": _finite(_exp(mean_and_error(nll)[0])), "windows": [{"nll": _finite(value)} for value in nll],
+            "perplexity": _finite(_exp(mean_and_error(nll)[0])),
+            "windows": [{"nll": _finite(value)} for value in nll],
             **_recall(reference.right, job),
         },
         "codecs": [_codec_facts(trial, nll, job) for trial in trials],
-    }  # fmt: skip
+    }
 
 
 def _codec_facts(trial: Trial, reference_nll: list[float], job: Job) -> Facts:
@@ -216,21 +220,28 @@ def _codec_facts(trial: Trial, reference_nll: list[float], job: Job) -> Facts:
     kl_mean, kl_error = mean_and_error(kl)
     top1, top1_error = mean_and_error(same)
     numbers = {
-        "perplexity": after, "perplexity_difference": after - before,
+        "perplexity": after,
+        "perplexity_difference": after - before,
         "perplexity_difference_error": None if log_error is None else after * log_error,
         "perplexity_ratio": _exp(log_ratio),
         "perplexity_ratio_error": None if log_error is None else _exp(log_ratio) * log_error,
-        "kl_mean": kl_mean, "kl_error": kl_error,
+        "kl_mean": kl_mean,
+        "kl_error": kl_error,
         "kl_p99": float(np.quantile(joined(trial.windows).kl, 0.99, method="higher")),
-        "top1": top1, "top1_error": top1_error,
-    }  # fmt: skip
+        "top1": top1,
+        "top1_error": top1_error,
+    }
     windows = zip(nll, kl, same, strict=True)
     return {
-        "codec": trial.spec, "name": str(trial.codec), "spec": trial.codec.spec(), "identical": trial.identical,
-        **_sizes(trial), **{name: _finite(value) for name, value in numbers.items()},
+        "codec": trial.spec,
+        "name": str(trial.codec),
+        "spec": trial.codec.spec(),
+        "identical": trial.identical,
+        **_sizes(trial),
+        **{name: _finite(value) for name, value in numbers.items()},
         "windows": [{"nll": _finite(a), "kl": _finite(b), "top1": c} for a, b, c in windows],
         **_recall(trial.right, job),
-    }  # fmt: skip
+    }
 
 
 def _sizes(trial: Trial) -> Facts:
@@ -246,12 +257,15 @@ def _sizes(trial: Trial) -> Facts:
     live = plan.fp16_bytes(1)
     tokens = sum(stored.new_tokens for stored in trial.stored)
     return {
-        "bits_per_value": 8 * payload / values if values else None, "values_per_token": values,
-        "live_bytes_per_token": live, "payload_bytes_per_token": payload,
+        "bits_per_value": 8 * payload / values if values else None,
+        "values_per_token": values,
+        "live_bytes_per_token": live,
+        "payload_bytes_per_token": payload,
         "stored_bytes_per_token": sum(s.new_bytes for s in trial.stored) / tokens if tokens else None,
-        "ratio": live / payload if payload else None, "layers": len(plan.layers),
+        "ratio": live / payload if payload else None,
+        "layers": len(plan.layers),
         "raw_layers": list(trial.stored[-1].raw_layers),
-    }  # fmt: skip
+    }
 
 
 def _recall(right: list[list[bool]], job: Job) -> Facts:

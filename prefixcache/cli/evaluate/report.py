@@ -46,11 +46,18 @@ def main_grid(facts: Facts) -> Grid:
     rows = [[LIVE, _bits(live), NONE, number(facts["reference"]["perplexity"]), NONE, NONE, NONE, NONE]]
     for c in facts["codecs"]:
         stored = c["stored_bytes_per_token"]
-        rows.append([
-            c["codec"], _bits(c["bits_per_value"]), NONE if stored is None else size(round(stored)), number(c["perplexity"]),
-            signed(c["perplexity_difference"], c["perplexity_difference_error"]), number(c["kl_mean"], c["kl_error"]),
-            number(c["kl_p99"]), f"{100 * c['top1']:.1f} %",
-        ])  # fmt: skip
+        rows.append(
+            [
+                c["codec"],
+                _bits(c["bits_per_value"]),
+                NONE if stored is None else size(round(stored)),
+                number(c["perplexity"]),
+                signed(c["perplexity_difference"], c["perplexity_difference_error"]),
+                number(c["kl_mean"], c["kl_error"]),
+                number(c["kl_p99"]),
+                f"{100 * c['top1']:.1f} %",
+            ]
+        )
     if facts["depths"]:
         headings.append("numbers\ntold")
         for row, needles in zip(rows, _needles(facts).values(), strict=True):
@@ -149,15 +156,22 @@ def divergence(axes: Any, facts: Facts) -> None:
         line = [c for c in codecs if family(c["spec"]) == name]
         apart = name.endswith("apart")
         axes.errorbar(
-            [c["bits_per_value"] for c in line], [c["kl_mean"] for c in line], [c["kl_error"] or 0 for c in line],
-            color=colour, marker=marker, linestyle="none" if apart else "-", label=name, capsize=2,
-        )  # fmt: skip
+            [c["bits_per_value"] for c in line],
+            [c["kl_mean"] for c in line],
+            [c["kl_error"] or 0 for c in line],
+            color=colour,
+            marker=marker,
+            linestyle="none" if apart else "-",
+            label=name,
+            capsize=2,
+        )
         for c in line if apart else ():
             label, at = f"k{c['spec']['key_bits']} v{c['spec']['value_bits']}", (c["bits_per_value"], c["kl_mean"])
             axes.annotate(label, at, xytext=(5, 4), textcoords="offset points", fontsize=7)
     if codecs:
         axes.set_yscale("log")  # where 0 has no place
     axes.set(
-        xlabel="bits a value, scales included", ylabel="KL(live cache || codec), nats a token",
+        xlabel="bits a value, scales included",
+        ylabel="KL(live cache || codec), nats a token",
         title="What a codec does to the next token",
-    )  # fmt: skip
+    )

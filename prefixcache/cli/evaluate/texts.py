@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 from prefixcache.cli.text import Refused
 
-NAMES = (
-    "Anna", "Boris", "Carla", "David", "Elena", "Felix", "Greta", "Hugo", "Irene", "Jonas", "Karin", "Louis", "Maria",
-    "Nadia", "Oscar", "Paula", "Robert", "Sofia", "Thomas", "Victor",
-)  # fmt: skip
+_NAMES = """
+Anna Boris Carla David Elena Felix Greta Hugo Irene Jonas Karin Louis Maria Nadia Oscar Paula Robert Sofia Thomas
+Victor
+"""
+NAMES = tuple(_NAMES.split())
 DIGITS = 5
 NEAR = 400  # characters within which a line's end is looked for
 OTHER = "Why?"  # a question that no needle answers: what a prompt shares with it doesn't depend on the question

@@ -195,18 +195,32 @@ def plan(
                 sorted({_rate("--ssd-rate", text) for text in _listed(ssd_rate) or ["3GB"]}),
                 _rate("--decode-rate", _decoding(codecs) if decode_rate is None else decode_rate),
                 _rate("--tbw", tbw, "no SSD could be written at all"),
-                _positive("--ram-price", ram_price, or_zero=True), _positive("--ssd-price", ssd_price, or_zero=True),
-            )  # fmt: skip
+                _positive("--ram-price", ram_price, or_zero=True),
+                _positive("--ssd-price", ssd_price, or_zero=True),
+            )
             given = {
-                "--routing": routing, "--remote": remote, "--remote-rtt": remote_rtt, "--remote-rate": remote_rate,
+                "--routing": routing,
+                "--remote": remote,
+                "--remote-rtt": remote_rtt,
+                "--remote-rate": remote_rate,
                 "--remote-admission": remote_admission,
-            }  # fmt: skip
+            }
             needed = {"--trace": trace, "--ram": ram, "--ssd": ssd}
             fleet = _fleet_options(machines, given, [option for option, value in needed.items() if not value])
-            simulation = None if trace is None else Simulation(
-                trace, block, first, _sizes("--ram", ram), _sizes("--ssd", ssd),
-                _names("--policy", policy, POLICIES), _names("--ssd-admission", ssd_admission, ADMISSIONS), fleet,
-            )  # fmt: skip
+            simulation = (
+                None
+                if trace is None
+                else Simulation(
+                    trace,
+                    block,
+                    first,
+                    _sizes("--ram", ram),
+                    _sizes("--ssd", ssd),
+                    _names("--policy", policy, POLICIES),
+                    _names("--ssd-admission", ssd_admission, ADMISSIONS),
+                    fleet,
+                )
+            )
             if simulation and simulation.rams == simulation.ssds == [0]:
                 raise Refused("--ram 0 with --ssd 0: nothing could be kept; give at least one of them a size")
             with _quiet_log():
@@ -255,12 +269,13 @@ def _fleet_options(machines: int | None, given: Facts, missing: list[str]) -> Fl
         )
     limit, rtt, rate = given["--remote"], given["--remote-rtt"], given["--remote-rate"]
     return FleetOptions(
-        machines, _names("--routing", given["--routing"], ROUTINGS),
+        machines,
+        _names("--routing", given["--routing"], ROUTINGS),
         _names("--remote-admission", given["--remote-admission"], REMOTE_ADMISSIONS),
         None if limit is None else _rate("--remote", limit, "nothing could be sent there"),
         0.002 if rtt is None else _positive("--remote-rtt", rtt, or_zero=True),
         _rate("--remote-rate", rate or "1GB"),
-    )  # fmt: skip
+    )
 
 
 def _rate(option: str, text: str, problem: str = "nothing would ever arrive") -> int:
@@ -320,11 +335,16 @@ def _plan(
     state = _model(model)
     sizes = sizes_of(codecs, model, state, Where(basis, basis_dir))
     facts: Facts = {
-        "prefixcache": __version__, "model": model_facts(state),
-        "codecs": [codec_facts(spec, of) for spec, of in sizes.items()], "macs": mac_facts(state, sizes),
-        "trace": None, "codec": None, "assumed": asdict(assumed), "sizes": None,
+        "prefixcache": __version__,
+        "model": model_facts(state),
+        "codecs": [codec_facts(spec, of) for spec, of in sizes.items()],
+        "macs": mac_facts(state, sizes),
+        "trace": None,
+        "codec": None,
+        "assumed": asdict(assumed),
+        "sizes": None,
         "fleet": None,
-    }  # fmt: skip
+    }
     if simulation is not None:
         spec = specs[0] if specs else DEFAULT_CODEC
         facts["codec"] = spec
@@ -372,9 +392,14 @@ def _simulate(
 
 
 def _fleets(
-    workload: Workload, cells: list[Cell], ones: dict[Cell, Outcome], most: int, sizes: Sizes, options: FleetOptions,
+    workload: Workload,
+    cells: list[Cell],
+    ones: dict[Cell, Outcome],
+    most: int,
+    sizes: Sizes,
+    options: FleetOptions,
     assumed: Assumed,
-) -> Facts:  # fmt: skip
+) -> Facts:
     """Facts of fleets whose machines are of each size: with and without a remote tier, beside one machine of that size and
     one that has what they have together. `ones` are runs of one machine.
     """

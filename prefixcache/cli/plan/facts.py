@@ -39,8 +39,14 @@ TARGETS = (0.5, 0.75, 0.9, 0.95, 0.99)  # shares of what is possible for which t
 RAM_SHARES = (256, 128, 64, 32, 16, 4, 1)  # parts of what is sufficient; small ones tell more, and cost less
 SSD_SHARES = (4, 1)
 REMOTE_COUNTS = (
-    "sent_images", "sent_bytes", "remote_read_images", "remote_read_bytes", "reused_tokens", "remote_evicted", "remote_peak",
-)  # fmt: skip
+    "sent_images",
+    "sent_bytes",
+    "remote_read_images",
+    "remote_read_bytes",
+    "reused_tokens",
+    "remote_evicted",
+    "remote_peak",
+)
 
 Facts = dict[str, Any]
 
@@ -50,10 +56,14 @@ Facts = dict[str, Any]
 
 def model_facts(state: ModelState) -> Facts:
     return {
-        "name": state.name, "model_type": state.model_type, "dtype": state.dtype, "parameters": state.parameters,
-        "weights_at_4_bits": _weights(state), "context": state.context,
+        "name": state.name,
+        "model_type": state.model_type,
+        "dtype": state.dtype,
+        "parameters": state.parameters,
+        "weights_at_4_bits": _weights(state),
+        "context": state.context,
         "layers": [{**layer._asdict(), "window": layer.window and layer.window.size} for layer in state.layers],
-    }  # fmt: skip
+    }
 
 
 def codec_facts(name: str, sizes: Sizes) -> Facts:
@@ -63,14 +73,19 @@ def codec_facts(name: str, sizes: Sizes) -> Facts:
     RAM; without one all of it is an estimate.
     """
     return {
-        "codec": name, "spec": sizes.codec.spec() | ({"basis": None} if _is_estimate(sizes) else {}),
-        "transform": _transform_facts(name, sizes), "live_bytes_per_token": sizes.raw_bytes_per_token,
-        "bytes_per_token": sizes.bytes_per_token, "ratio": sizes.ratio,
-        "ram_bytes_per_token": sizes.ram_bytes_per_token, "tokens_per_gb": int(1e9 / sizes.ram_bytes_per_token),
-        "windows_bytes": sizes.most_windows_bytes, "snapshot_bytes": sizes.snapshot_bytes(PROMPTS[0] - 256, 256),
+        "codec": name,
+        "spec": sizes.codec.spec() | ({"basis": None} if _is_estimate(sizes) else {}),
+        "transform": _transform_facts(name, sizes),
+        "live_bytes_per_token": sizes.raw_bytes_per_token,
+        "bytes_per_token": sizes.bytes_per_token,
+        "ratio": sizes.ratio,
+        "ram_bytes_per_token": sizes.ram_bytes_per_token,
+        "tokens_per_gb": int(1e9 / sizes.ram_bytes_per_token),
+        "windows_bytes": sizes.most_windows_bytes,
+        "snapshot_bytes": sizes.snapshot_bytes(PROMPTS[0] - 256, 256),
         "prompts": [{"tokens": tokens, "bytes": sizes.prompt_bytes(tokens)} for tokens in PROMPTS],
         "raw_layers": list(sizes.plan.raw),
-    }  # fmt: skip
+    }
 
 
 def _transform_facts(name: str, sizes: Sizes) -> Facts | None:
@@ -80,9 +95,11 @@ def _transform_facts(name: str, sizes: Sizes) -> Facts | None:
     basis = sizes.codec.basis if isinstance(sizes.codec, Calibrated) else None
     digest = basis.hash if basis and not _is_estimate(sizes) else None
     return {
-        "layers": layers, "estimate": _is_estimate(sizes), "basis": digest,
+        "layers": layers,
+        "estimate": _is_estimate(sizes),
+        "basis": digest,
         "basis_bytes": basis.nbytes if basis else 0,
-    }  # fmt: skip
+    }
 
 
 def _is_estimate(sizes: Sizes) -> bool:
@@ -121,12 +138,22 @@ def _weights(state: ModelState) -> int:
 def trace_facts(trace: Trace, totals: Summary, prompts: np.ndarray, context: int | None) -> Facts:
     """After a pass; `prompts` are the tokens of each, which the model's `context` may be too short for."""
     return {
-        "file": str(trace.path), "block": trace.block, "limit": trace.limit, "requests": totals.requests,
-        "stores": totals.stores, "tokens": totals.tokens, "mean_tokens": totals.mean_tokens, "longest": totals.longest,
-        "beyond_context": int((prompts > context).sum()) if context is not None else 0, "ids": totals.ids,
-        "blocks": totals.blocks, "blocks_exact": totals.exact, "seconds": totals.seconds, "torn": trace.torn,
+        "file": str(trace.path),
+        "block": trace.block,
+        "limit": trace.limit,
+        "requests": totals.requests,
+        "stores": totals.stores,
+        "tokens": totals.tokens,
+        "mean_tokens": totals.mean_tokens,
+        "longest": totals.longest,
+        "beyond_context": int((prompts > context).sum()) if context is not None else 0,
+        "ids": totals.ids,
+        "blocks": totals.blocks,
+        "blocks_exact": totals.exact,
+        "seconds": totals.seconds,
+        "torn": trace.torn,
         "backwards": trace.backwards,
-    }  # fmt: skip
+    }
 
 
 def step_up(nbytes: float) -> int:
@@ -167,9 +194,14 @@ def _ram_taken(ram: int) -> int:
 
 
 def outcome_facts(
-    outcomes: Sequence[Outcome], bounds: Sequence[Bound], endless: Outcome, state: ModelState, sizes: Sizes,
-    longest: int, assumed: Assumed,
-) -> Facts:  # fmt: skip
+    outcomes: Sequence[Outcome],
+    bounds: Sequence[Bound],
+    endless: Outcome,
+    state: ModelState,
+    sizes: Sizes,
+    longest: int,
+    assumed: Assumed,
+) -> Facts:
     """`bounds` are Belady's at the outcomes' sizes; `endless` is the run of a RAM that never evicts: what is possible with
     this model. `longest` is the longest prompt's tokens.
     """
@@ -189,14 +221,20 @@ def outcome_facts(
     return {
         "working_set": endless.ram_peak,
         "possible": {
-            "hit_rate": endless.hit_rate, "hit_tokens": possible, "asked_tokens": endless.asked_tokens,
-            "prefill_seconds": endless.asked_tokens / prefill, "prefill_seconds_saved": possible / prefill,
+            "hit_rate": endless.hit_rate,
+            "hit_tokens": possible,
+            "asked_tokens": endless.asked_tokens,
+            "prefill_seconds": endless.asked_tokens / prefill,
+            "prefill_seconds_saved": possible / prefill,
             "ttft": _ttft(endless.asked, endless.hit, nothing, per_token, rates[0]),
         },
         "without": {"ttft": _ttft(endless.asked, nothing, nothing, per_token, rates[0])},
-        "reading_pays": [advice.reading_pays(per_token, of) for of in rates], "cells": cells, "front": front,
-        "cheapest": targets if possible else [], "recommendation": recommendation,
-    }  # fmt: skip
+        "reading_pays": [advice.reading_pays(per_token, of) for of in rates],
+        "cells": cells,
+        "front": front,
+        "cheapest": targets if possible else [],
+        "recommendation": recommendation,
+    }
 
 
 def _recommendation(
@@ -212,10 +250,11 @@ def _recommendation(
         return None
     told = {} if beyond == chosen or hits[beyond] <= hits[chosen] else _advised(cells, beyond, obstacles)
     return {
-        **_advised(cells, chosen, obstacles), "beyond": told or None,
+        **_advised(cells, chosen, obstacles),
+        "beyond": told or None,
         "machine": _machine_facts(state, sizes, _ram_taken(cells[chosen]["ram"]), longest),
         "longest_bytes": _longest_bytes(state, sizes, longest),
-    }  # fmt: skip
+    }
 
 
 def _advised(cells: Sequence[Facts], index: int, obstacles: Sequence[list[str]]) -> Facts:
@@ -248,22 +287,34 @@ def _cell(o: Outcome, possible: int, per_token: float, assumed: Assumed, rates: 
         del counts[name]
     worn = advice.wear(o.written_bytes, o.seconds, assumed.tbw)
     return {
-        "ram": o.ram, "ssd": o.ssd, "policy": o.policy, "ssd_admission": o.admission, "hit_rate": o.hit_rate,
-        "ram_hit_rate": o.ram_tokens / max(o.asked_tokens, 1), "ssd_hit_rate": o.ssd_tokens / max(o.asked_tokens, 1),
-        "of_possible": min(o.hit_tokens / possible, 1.0) if possible else None, "hit_tokens": o.hit_tokens,
+        "ram": o.ram,
+        "ssd": o.ssd,
+        "policy": o.policy,
+        "ssd_admission": o.admission,
+        "hit_rate": o.hit_rate,
+        "ram_hit_rate": o.ram_tokens / max(o.asked_tokens, 1),
+        "ssd_hit_rate": o.ssd_tokens / max(o.asked_tokens, 1),
+        "of_possible": min(o.hit_tokens / possible, 1.0) if possible else None,
+        "hit_tokens": o.hit_tokens,
         "prefill_seconds_saved": o.hit_tokens / assumed.prefill_rate,
         "ttft": [_ttft(o.asked, o.hit, o.read, per_token, of) for of in rates],
-        "written_bytes_per_day": worn.bytes_per_day, "tbw_years": worn.years, **counts,
-    }  # fmt: skip
+        "written_bytes_per_day": worn.bytes_per_day,
+        "tbw_years": worn.years,
+        **counts,
+    }
 
 
 # -- fleets -----------------------------------------------------------------------------------------------------------
 
 
 def fleet_facts(
-    outcomes: Sequence[FleetOutcome], ones: Sequence[tuple[Outcome, Outcome]], sessions: Sequence[int], sizes: Sizes,
-    options: FleetOptions, assumed: Assumed,
-) -> Facts:  # fmt: skip
+    outcomes: Sequence[FleetOutcome],
+    ones: Sequence[tuple[Outcome, Outcome]],
+    sessions: Sequence[int],
+    sizes: Sizes,
+    options: FleetOptions,
+    assumed: Assumed,
+) -> Facts:
     """`ones`: for each size a machine alone, and one with what the fleet has together. `sessions`: each request's. A row of
     one machine has no routing, one without a remote tier no admission to it.
     """
@@ -275,33 +326,64 @@ def fleet_facts(
         rows.append([_fleet_row(outcome, sizes.bytes_per_token, link, rates) for outcome in of_size])
     counts = Counter(sessions)
     return {
-        "machines": options.machines, "remote": options.limit, "rtt": link.rtt, "rate": link.rate,
-        "reading_pays": link.rate / sizes.bytes_per_token > assumed.prefill_rate, "sessions": len(counts),
-        "largest_session": max(counts.values()) / len(sessions), "sizes": rows,
-    }  # fmt: skip
+        "machines": options.machines,
+        "remote": options.limit,
+        "rtt": link.rtt,
+        "rate": link.rate,
+        "reading_pays": link.rate / sizes.bytes_per_token > assumed.prefill_rate,
+        "sessions": len(counts),
+        "largest_session": max(counts.values()) / len(sessions),
+        "sizes": rows,
+    }
 
 
 def _of_one(o: Outcome) -> FleetOutcome:
     none = np.zeros_like(o.asked)
     fleet = Fleet(o.ram, o.ssd, o.policy, o.admission, 1, "")
     return FleetOutcome(
-        fleet, [o.requests], o.asked_tokens, o.ram_tokens, o.ssd_tokens, 0, 0, 0, 0, 0, 0, 0, 0, o.asked, o.hit, o.read,
-        none, none,
-    )  # fmt: skip
+        fleet,
+        [o.requests],
+        o.asked_tokens,
+        o.ram_tokens,
+        o.ssd_tokens,
+        0,
+        0,
+        0,
+        0,
+        0,
+        0,
+        0,
+        0,
+        o.asked,
+        o.hit,
+        o.read,
+        none,
+        none,
+    )
 
 
 def _fleet_row(o: FleetOutcome, per_token: float, link: Link, rates: list[Rates]) -> Facts:
     fleet, asked = o.fleet, max(o.asked_tokens, 1)
     waiting = advice.seconds_of_remote(o.trips, o.remote_read, link)
     return {
-        "machines": fleet.machines, "ram": fleet.ram, "ssd": fleet.ssd, "policy": fleet.policy,
-        "ssd_admission": fleet.admission, "routing": fleet.routing or None, "remote_admission": fleet.remote_admission,
-        "hit_rate": o.hit_rate, "ram_hit_rate": o.ram_tokens / asked, "ssd_hit_rate": o.ssd_tokens / asked,
-        "remote_hit_rate": o.remote_tokens / asked, "hit_tokens": o.hit_tokens, "requests": o.requests,
+        "machines": fleet.machines,
+        "ram": fleet.ram,
+        "ssd": fleet.ssd,
+        "policy": fleet.policy,
+        "ssd_admission": fleet.admission,
+        "routing": fleet.routing or None,
+        "remote_admission": fleet.remote_admission,
+        "hit_rate": o.hit_rate,
+        "ram_hit_rate": o.ram_tokens / asked,
+        "ssd_hit_rate": o.ssd_tokens / asked,
+        "remote_hit_rate": o.remote_tokens / asked,
+        "hit_tokens": o.hit_tokens,
+        "requests": o.requests,
         "ttft": [_ttft(o.asked, o.hit, o.read, per_token, of, waiting) for of in rates],
-        "sent_per_reused_token": o.sent_per_reused_token, "trips": int(o.trips.sum()),
+        "sent_per_reused_token": o.sent_per_reused_token,
+        "trips": int(o.trips.sum()),
         **{name: getattr(o, name) for name in REMOTE_COUNTS},
-    }  # fmt: skip
+    }
 
 
 def _ttft(

@@ -32,9 +32,7 @@ log = logging.getLogger("prefixcache")
 
 OTHERS = "All flags of mlx_lm.server are taken too, such as --model, --host, --port; `mlx_lm.server --help` lists them."
 
-COMMAND = {
-    "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}, "epilog": OTHERS,
-}  # fmt: skip
+COMMAND = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}, "epilog": OTHERS}
 
 
 @with_settings
@@ -194,10 +192,13 @@ def _warm(prompts: list[Prompt], salts: Salts, generator: Generator) -> None:
     log.info("warm-up: %d prompts of %d tokens in all", len(sequences), total)
     with bar("warm-up", total, "tokens") as show:
         done = warm_sequences(
-            prompt_cache.cache, lambda: nets, sequences, model=prompt_cache.name_of(provider.model_key),
+            prompt_cache.cache,
+            lambda: nets,
+            sequences,
+            model=prompt_cache.name_of(provider.model_key),
             prefill_step_size=provider.cli_args.prefill_step_size,
             progress=lambda step: show(step.done, what=f"warm-up: prompt {step.prompt} of {step.prompts}"),
-        )  # fmt: skip
+        )
     log.info("warm-up: %d prompts, %d of %d tokens computed", done.prompts, done.computed, done.tokens)
     if done.unkept:
         log.warning(
@@ -211,8 +212,9 @@ def _of_use(prompts: list[Prompt], salts: Salts) -> list[Prompt]:
     if len(hit) < len(prompts):
         log.warning(
             '--warm with --require-salt: %d of %d prompts are left out, since no request could hit them; add "cache_salt"',
-            len(prompts) - len(hit), len(prompts),
-        )  # fmt: skip
+            len(prompts) - len(hit),
+            len(prompts),
+        )
     if hit and salts.from_authorization:
         log.warning("--warm with --salt-from: requests with an API key hit none of these prompts")
     return hit

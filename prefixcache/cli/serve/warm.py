@@ -189,9 +189,10 @@ class Source(NamedTuple):
         from prefixcache.ranks.loading import any_backend
 
         options = {
-            "pipeline_group" if pipeline else "tensor_group": group, "tokenizer_config": self.tokenizer_config,
+            "pipeline_group" if pipeline else "tensor_group": group,
+            "tokenizer_config": self.tokenizer_config,
             "trust_remote_code": self.tokenizer_config["trust_remote_code"],
-        }  # fmt: skip
+        }
         known = signature(sharded_load).parameters
         given = {name: value for name, value in options.items() if name in known}
         try:

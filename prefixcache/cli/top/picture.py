@@ -19,8 +19,16 @@ BAR = 24  # columns of a meter
 
 def picture(now: Facts) -> RenderableType:
     info, rates = now["info"], now["per_second"]
-    head = Text.assemble(("prefixcache ", "bold"), foreign(info.get("version", "?"), "bold"), "  ",
-                         foreign(now["source"]), "  ", foreign(info.get("codec", "")), "  ", clock(now["now"]))  # fmt: skip
+    head = Text.assemble(
+        ("prefixcache ", "bold"),
+        foreign(info.get("version", "?"), "bold"),
+        "  ",
+        foreign(now["source"]),
+        "  ",
+        foreign(info.get("codec", "")),
+        "  ",
+        clock(now["now"]),
+    )
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")

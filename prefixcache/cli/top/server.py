@@ -39,15 +39,22 @@ RATES = {  # what is shown a second, and the counters that it is of: name withou
 }
 TIERS = "ram", "ssd", "remote"
 TROUBLE = {
-    "dropped": "dropped_images", "denied": "denied_reservations", "not_written": "write_errors",
-    "quarantined": "ssd_quarantined_files", "unreadable": "ssd_unreadable_files",
-    "refused_from_remote": "remote_refused_images", "remote_errors": "remote_errors",
-}  # fmt: skip
+    "dropped": "dropped_images",
+    "denied": "denied_reservations",
+    "not_written": "write_errors",
+    "quarantined": "ssd_quarantined_files",
+    "unreadable": "ssd_unreadable_files",
+    "refused_from_remote": "remote_refused_images",
+    "remote_errors": "remote_errors",
+}
 TIMES = {
-    "fetch_hit": ("fetch_seconds", "hit"), "fetch_miss": ("fetch_seconds", "miss"), "store": ("store_seconds", ""),
-    "promotion": ("promote_seconds", ""), "spill_of_a_file": ("ssd_spill_seconds", ""),
+    "fetch_hit": ("fetch_seconds", "hit"),
+    "fetch_miss": ("fetch_seconds", "miss"),
+    "store": ("store_seconds", ""),
+    "promotion": ("promote_seconds", ""),
+    "spill_of_a_file": ("ssd_spill_seconds", ""),
     "read_of_a_file": ("ssd_read_seconds", ""),
-}  # fmt: skip
+}
 
 
 Facts = dict[str, Any]
@@ -170,13 +177,19 @@ def facts(url: str, before: Page | None, now: Page) -> Facts:
     seconds = max(now.at - before.at, 1e-6) if before is not None else None
     asked = RATES["asked_tokens"]
     return {
-        "source": url, "up": True, "error": None, "now": time.time(), "seconds": seconds, "info": now.info,
+        "source": url,
+        "up": True,
+        "error": None,
+        "now": time.time(),
+        "seconds": seconds,
+        "info": now.info,
         "per_second": {name: _rate(before, now, counters, seconds) for name, counters in RATES.items()},
         "hit_rate": {tier: _share(before, now, (("hit_tokens", tier),), asked) for tier in TIERS},
         "hit_rate_since_start": {tier: _share(None, now, (("hit_tokens", tier),), asked) for tier in TIERS},
         "ram": {
             **{state: now.get("ram_bytes", state) for state in ("images", "queued", "nodes", "reserved")},
-            "limit": now.get("ram_limit_bytes"), "configured": now.get("ram_configured_bytes"),
+            "limit": now.get("ram_limit_bytes"),
+            "configured": now.get("ram_configured_bytes"),
         },
         "ssd": {name: now.get(f"ssd_{name}_bytes") for name in ("used", "limit", "disk", "queued", "quarantine")},
         "remote": {name: now.get(f"remote_{name}") for name in ("up", "writable", "queued_images")},
@@ -184,7 +197,7 @@ def facts(url: str, before: Page | None, now: Page) -> Facts:
         "trouble": {name: now.get(f"{counter}_total") for name, counter in TROUBLE.items()},
         "trouble_meanwhile": {name: _growth(before, now, ((counter, ""),)) for name, counter in TROUBLE.items()},
         "latency": {name: _latency(before, now, *histogram) for name, histogram in TIMES.items()},
-    }  # fmt: skip
+    }
 
 
 def _sum(page: Page | None, counters: Iterable[tuple[str, str]]) -> float | None:

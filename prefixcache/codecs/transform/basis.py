@@ -274,16 +274,26 @@ def made(
     layers = [layer for group in groups for layer in group.layers]
     described = [
         {
-            "index": layer.index, "heads": layer.heads, "key_width": layer.key_width, "value_width": layer.value_width,
-            "dtype": layer.dtype, "interleaved": layer.rotation.interleaved, "scale": layer.rotation.scale,
+            "index": layer.index,
+            "heads": layer.heads,
+            "key_width": layer.key_width,
+            "value_width": layer.value_width,
+            "dtype": layer.dtype,
+            "interleaved": layer.rotation.interleaved,
+            "scale": layer.rotation.scale,
         }
         for layer in layers
-    ]  # fmt: skip
+    ]
     fields = {
-        "format": FORMAT, "model": model, "layers": json.dumps(described), "sinks": str(sinks), "metric": metric,
-        "groups": json.dumps([[layer.index for layer in group.layers] for group in groups]), "texts": texts,
+        "format": FORMAT,
+        "model": model,
+        "layers": json.dumps(described),
+        "sinks": str(sinks),
+        "metric": metric,
+        "groups": json.dumps([[layer.index for layer in group.layers] for group in groups]),
+        "texts": texts,
         "measured": json.dumps(measured and measured._asdict()),
-    }  # fmt: skip
+    }
     tensors = {"frequencies": tables.frequencies, "points": tables.points}
     for g, group in enumerate(groups):
         tensors |= {f"g{g}.{name}": getattr(group, name) for name in ("mean", "vectors", "spreads", "words")}
@@ -427,7 +437,12 @@ def is_hash(text: object) -> bool:
 def summary(basis: Basis) -> Mapping[str, Any]:
     """What a person wants to know of it."""
     return {
-        "model": basis.model, "hash": basis.hash, "metric": basis.metric, "texts": basis.texts,
-        "layers": basis.layers, "groups": len(basis.groups), "bytes": basis.nbytes,
+        "model": basis.model,
+        "hash": basis.hash,
+        "metric": basis.metric,
+        "texts": basis.texts,
+        "layers": basis.layers,
+        "groups": len(basis.groups),
+        "bytes": basis.nbytes,
         "measured": basis.measured and basis.measured._asdict(),
-    }  # fmt: skip
+    }

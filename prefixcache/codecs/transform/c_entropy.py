@@ -42,9 +42,7 @@ _WRONG = ("", entropy.MISPLACED, entropy.TOO_FEW, entropy.TOO_MANY)  # in the or
 
 # `struct packing`, `struct unpacking` and `struct code` of kernels/transform.c: the first two are pointers and int64 alone
 _PACKING, _UNPACKING = struct.Struct("=11q"), struct.Struct("=11q")
-_CODE = np.dtype(
-    [("reciprocal", "u8"), ("frequency", "u2"), ("start", "u2"), ("least", "u2"), ("open_bits", "u2")]
-)  # fmt: skip
+_CODE = np.dtype([("reciprocal", "u8"), ("frequency", "u2"), ("start", "u2"), ("least", "u2"), ("open_bits", "u2")])
 _SPAN = np.dtype([("frequency", "u2"), ("start", "u2"), ("open_bits", "u4"), ("mask", "u4"), ("least", "f4")])
 
 
@@ -158,11 +156,18 @@ def encode(values: Array, classes: Array, tables: Tables, decoded: Array) -> tup
     heads = np.empty(rows, np.uint16)
     cost_of_0s = prepared.cost_of_0[classes[:, None] + np.arange(_GAIN_LANES)].sum(axis=0, dtype=np.int32)
     job = _PACKING.pack(
-        address_of(values), values.strides[0], address_of(decoded), decoded.strides[0],
-        address_of(heads), address_of(classes),
-        address_of(prepared.codes), address_of(prepared.costs), address_of(cost_of_0s), address_of(prepared.points),
+        address_of(values),
+        values.strides[0],
+        address_of(decoded),
+        decoded.strides[0],
+        address_of(heads),
+        address_of(classes),
+        address_of(prepared.codes),
+        address_of(prepared.costs),
+        address_of(cost_of_0s),
+        address_of(prepared.points),
         components,
-    )  # fmt: skip
+    )
     most = 2 * components + 2
     parts: dict[int, Array] = {}
 
@@ -187,11 +192,18 @@ def decode(heads: Array, words: Array, first: Array, classes: Array, tables: Tab
     words = _plain("words", words, np.uint16, len(words), aligned=False)
     classes, prepared, function = _checked(classes, components), _prepare(tables), _function("transform_unpack")
     job = _UNPACKING.pack(
-        address_of(values), values.strides[0], address_of(heads), address_of(first),
-        address_of(words), len(words), address_of(classes),
-        address_of(prepared.symbols), address_of(prepared.spans), address_of(prepared.points),
+        address_of(values),
+        values.strides[0],
+        address_of(heads),
+        address_of(first),
+        address_of(words),
+        len(words),
+        address_of(classes),
+        address_of(prepared.symbols),
+        address_of(prepared.spans),
+        address_of(prepared.points),
         components,
-    )  # fmt: skip
+    )
     wrong: list[int] = []
     _share_out(rows, components, lambda first, last: wrong.append(function(job, first, last)))
     if any(wrong):

@@ -371,9 +371,12 @@ def brought_in(groups: Sequence[GroupCodes], firsts: Sequence[int]) -> Batch:
     for group, of_blocks in zip(groups, lengths.tolist(), strict=True):
         _check(group, of_blocks)
     words = _joined(
-        [codes.words[:length] for group, own in zip(groups, lengths.tolist(), strict=True)
-         for codes, length in zip(group.blocks, own, strict=True)]
-    )  # fmt: skip
+        [
+            codes.words[:length]
+            for group, own in zip(groups, lengths.tolist(), strict=True)
+            for codes, length in zip(group.blocks, own, strict=True)
+        ]
+    )
     kept = []
     for group, own, of_group in zip(groups, heads, ends, strict=True):
         rows = np.flatnonzero(gain_of(own) == AS_IT_IS)

@@ -174,13 +174,21 @@ def pack(
     heads, fine, decoded, scratch = kernels.pack(
         dialect(),
         [
-            mx.contiguous(values).view(mx.uint16), lengths, skipped, limits, classes.numbers, classes.counts, prepared.costs,
-            mx.array(np.stack(zeros)), prepared.codes, prepared.points,
+            mx.contiguous(values).view(mx.uint16),
+            lengths,
+            skipped,
+            limits,
+            classes.numbers,
+            classes.counts,
+            prepared.costs,
+            mx.array(np.stack(zeros)),
+            prepared.codes,
+            prepared.points,
         ],
         room,
         _bits(DEAD_ZONE),
         _bits(LEFT_OUT_SHARE),
-    )  # fmt: skip
+    )
     counts = mx.where(heads == 0xFFFF, 0, heads & entropy.MOST_WORDS).astype(mx.uint32)
     ends = mx.cumsum(counts.reshape(-1)).reshape(heads.shape)
     return Packed(heads, fine, decoded.view(mx.float16), scratch, ends)

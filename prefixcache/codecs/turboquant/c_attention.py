@@ -182,13 +182,24 @@ def attend(
         asked, codes, scales = (_borrowed(array, alive) for array in (queries, rows.codes, rows.scales))
         splits, tokens_of_split = _splits(library, sizes)
         job = (
-            constants_of(rows.keys).address, constants_of(rows.values).address,
-            address_of(asked), *asked.strides[:3], c_rows.DTYPES.index(name_of(queries.dtype)),
-            address_of(codes), *codes.strides[:3],
-            address_of(scales), *scales.strides[:3],
-            *key_levels, *value_levels, *masked, first, last,
-            address_of(out), address_of(top), address_of(total),
-        )  # fmt: skip
+            constants_of(rows.keys).address,
+            constants_of(rows.values).address,
+            address_of(asked),
+            *asked.strides[:3],
+            c_rows.DTYPES.index(name_of(queries.dtype)),
+            address_of(codes),
+            *codes.strides[:3],
+            address_of(scales),
+            *scales.strides[:3],
+            *key_levels,
+            *value_levels,
+            *masked,
+            first,
+            last,
+            address_of(out),
+            address_of(top),
+            address_of(total),
+        )
         rest = (sequences, heads, group, length, tokens, splits, tokens_of_split, bool(causal), float(scale))
         _run(library, job, rest, sizes, rows)
     with np.errstate(divide="ignore", invalid="ignore"):

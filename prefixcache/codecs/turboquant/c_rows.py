@@ -321,13 +321,23 @@ class _Work:
         self._jobs.append(
             _JOB.pack(
                 constants.address,
-                address_of(rows), rows.strides[token_axis], rows.strides[1 - token_axis],
-                address_of(codes), codes.strides[0], codes.strides[1],
-                address_of(scales), scales.strides[0], scales.strides[1],
-                levels.mean, levels.factor, levels.of_head,
-                tokens, heads, DTYPES.index(dtype),
+                address_of(rows),
+                rows.strides[token_axis],
+                rows.strides[1 - token_axis],
+                address_of(codes),
+                codes.strides[0],
+                codes.strides[1],
+                address_of(scales),
+                scales.strides[0],
+                scales.strides[1],
+                levels.mean,
+                levels.factor,
+                levels.of_head,
+                tokens,
+                heads,
+                DTYPES.index(dtype),
             )
-        )  # fmt: skip
+        )
 
     def run(self) -> None:
         jobs, path = b"".join(self._jobs), path_number()

@@ -39,9 +39,14 @@ def _render(task: str) -> str:
     environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
     try:
         done = subprocess.run(
-            [sys.executable, "-c", PROGRAM], input=task.encode(), capture_output=True, env=environment, cwd="/",
-            timeout=SECONDS, check=False,
-        )  # fmt: skip
+            [sys.executable, "-c", PROGRAM],
+            input=task.encode(),
+            capture_output=True,
+            env=environment,
+            cwd="/",
+            timeout=SECONDS,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         raise BadRequest(f"{TEMPLATE}: not rendered within {SECONDS} s; send one that ends") from None
     if done.returncode:

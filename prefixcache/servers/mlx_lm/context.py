@@ -7,9 +7,7 @@ from typing import Any
 
 from prefixcache.servers.request_schema import BadRequest
 
-LENGTHS = (
-    "max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx",
-)  # fmt: skip
+LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
 NO_LIMIT = 2**63 - 1
 TEXT_PARTS = ("text_config", "language_config", "llm_config")  # of a model that takes images, too
 STRETCHED = ("yarn", "dynamic")  # kinds of rope scaling whose config may name the length before it

@@ -42,8 +42,10 @@ log = logging.getLogger("prefixcache")
 http_log = logging.getLogger("prefixcache.http")
 
 KINDS: dict[str, type[GenerationRequest]] = {
-    "/v1/completions": TextRequest, "/v1/chat/completions": ChatRequest, "/chat/completions": ChatRequest,
-}  # fmt: skip
+    "/v1/completions": TextRequest,
+    "/v1/chat/completions": ChatRequest,
+    "/chat/completions": ChatRequest,
+}
 LONG = ("messages", "prompt", "tools")  # fields that mlx-lm's reading of a body need not go through once more
 BODY_LIMIT = 1 << 28  # bytes of a request; images are in it
 LISTED = {"config.json", "model.safetensors.index.json", "tokenizer_config.json"}  # files of a model that mlx-lm lists

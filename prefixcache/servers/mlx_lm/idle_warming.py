@@ -107,9 +107,13 @@ class IdleWarming:
                 raise Interrupted
 
         done = warm_sequences(
-            cache, lambda: nets, job.sequences, model=job.name, prefill_step_size=provider.cli_args.prefill_step_size,
+            cache,
+            lambda: nets,
+            job.sequences,
+            model=job.name,
+            prefill_step_size=provider.cli_args.prefill_step_size,
             progress=progress,
-        )  # fmt: skip
+        )
         job.news.put(
             {
                 "prompts": done.prompts,

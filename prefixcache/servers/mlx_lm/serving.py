@@ -118,10 +118,16 @@ def run(server: Server, generator: Generator, ending: Ending, opened: Stats, how
         return
     tell(generator, opened)
     server.RequestHandlerClass = partial(
-        Handler, generator, collectors=(CacheCollector(generator.prompts.cache),), log_json=how.log_json, salts=how.salts,
-        rules=how.rules, web=server.web, system_fingerprint=upstream.get_system_fingerprint(),
+        Handler,
+        generator,
+        collectors=(CacheCollector(generator.prompts.cache),),
+        log_json=how.log_json,
+        salts=how.salts,
+        rules=how.rules,
+        web=server.web,
+        system_fingerprint=upstream.get_system_fingerprint(),
         admin=AdminPath(Admin(generator, how.salts), how.admin_key),
-    )  # fmt: skip
+    )
     thread = threading.Thread(target=server.serve_forever, args=(POLL,), name="prefixcache-http", daemon=True)
     thread.start()
     host, port = server.server_address[:2]
@@ -162,8 +168,12 @@ def tell(generator: Generator, opened: Stats) -> None:
     kernels = "; ".join(f"{where}: {what}" for where, what in opened.kernels.items())
     log.info(
         "prefixcache %s, mlx-lm %s, MLX %s; kernels: %s; codec %s",
-        prefixcache.__version__, version("mlx-lm"), version("mlx"), kernels, opened.codec,
-    )  # fmt: skip
+        prefixcache.__version__,
+        version("mlx-lm"),
+        version("mlx"),
+        kernels,
+        opened.codec,
+    )
     none = f"no model yet; RAM budget {size(opened.ram_limit)} (ram={opened.ram_setting})"
     log.info("%s", generator.model or none)
     if opened.ssd is None and generator.prompts.cache.settings.ssd_dir is not None:

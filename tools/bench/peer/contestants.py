@@ -63,9 +63,7 @@ def ask(who: Contestant, *tasks: Task, module: str = "tasks") -> list[Answer]:
     command = [str(python), "-m", f"tools.bench.peer.{module}", side, json.dumps(tasks)]
     environment = {**os.environ, "PYTHONPATH": str(venv.ROOT), "HF_HUB_OFFLINE": "1"}
     try:
-        done = subprocess.run(
-            command, cwd=venv.ROOT, env=environment, capture_output=True, text=True, timeout=LONGEST
-        )  # fmt: skip
+        done = subprocess.run(command, cwd=venv.ROOT, env=environment, capture_output=True, text=True, timeout=LONGEST)
     except subprocess.TimeoutExpired:
         return [_failed(who, f"not done after {LONGEST} s")] * len(tasks)
     if done.returncode == -signal.SIGKILL and any(task.plan.get("kill") for task in tasks):

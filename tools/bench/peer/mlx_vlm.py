@@ -23,10 +23,17 @@ class Side:
         logging.disable(logging.WARNING)
         self.manager = apc.from_env(
             apc.apc_disk_namespace(place.model),
-            {"enabled": True, "memory_max_gb": place.ram / (1 << 30), "memory_reserve_gb": 0, "checkpoint_entries": 1000,
-             "num_blocks": min(place.tokens // BLOCK + 1024, MOST_BLOCKS), "disk_enabled": place.folder is not None,
-             "disk_path": place.folder, "disk_max_gb": 20},
-        )  # fmt: skip
+            {
+                "enabled": True,
+                "memory_max_gb": place.ram / (1 << 30),
+                "memory_reserve_gb": 0,
+                "checkpoint_entries": 1000,
+                "num_blocks": min(place.tokens // BLOCK + 1024, MOST_BLOCKS),
+                "disk_enabled": place.folder is not None,
+                "disk_path": place.folder,
+                "disk_max_gb": 20,
+            },
+        )
         model = SimpleNamespace(make_cache=lambda: empty)
         self.coordinator = apc.APCCoordinator(self.manager, model)
         self.hit: dict[str, Any] | None = None

@@ -112,8 +112,15 @@ def converse(
             side.store(talks[i], prompt_cache)
     held = side.held()
     side.settle()
-    found = {"unique": unique * LLAMA.row_bytes(LLAMA.full), "held": held, "written": side.written(), "computed": computed,
-             "asked": asked, "unique_tokens": unique, "seconds": time.perf_counter() - begun}  # fmt: skip
+    found = {
+        "unique": unique * LLAMA.row_bytes(LLAMA.full),
+        "held": held,
+        "written": side.written(),
+        "computed": computed,
+        "asked": asked,
+        "unique_tokens": unique,
+        "seconds": time.perf_counter() - begun,
+    }
     side.close()
     return found
 

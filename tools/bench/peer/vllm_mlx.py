@@ -67,13 +67,19 @@ class Side:
         from vllm_mlx.scheduler import Scheduler
 
         request = SimpleNamespace(
-            request_id="bench", cache_hit_type="ssd_pending", _ssd_candidate=candidate, prompt_token_ids=tokens,
-            prompt_cache=None, remaining_tokens=tokens,
-        )  # fmt: skip
+            request_id="bench",
+            cache_hit_type="ssd_pending",
+            _ssd_candidate=candidate,
+            prompt_token_ids=tokens,
+            prompt_cache=None,
+            remaining_tokens=tokens,
+        )
         scheduler = SimpleNamespace(
-            waiting=[request], memory_aware_cache=self.cache, _ssd_tier=self.tier,
+            waiting=[request],
+            memory_aware_cache=self.cache,
+            _ssd_tier=self.tier,
             _reconstruct_ssd_layers=lambda layers: Scheduler._reconstruct_ssd_layers(None, layers),
-        )  # fmt: skip
+        )
         Scheduler._try_promote_ssd_pending(scheduler)
         return request.prompt_cache, request.remaining_tokens
 
