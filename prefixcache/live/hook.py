@@ -64,7 +64,7 @@ def installed() -> bool:
     return _found is not None
 
 
-class Codes:
+class CodesStandIn:
     """What `update_and_fetch` returns in place of keys or values: their shape and dtype, but no array.
 
     The cache that made it attends to it, through the hook. Any other use raises TypeError.
@@ -107,7 +107,7 @@ class Codes:
 
 
 def _refusing(name: str) -> Any:
-    def operator(self: Codes, *others: Any) -> NoReturn:
+    def operator(self: CodesStandIn, *others: Any) -> NoReturn:
         self._refuse(name)
 
     return operator
@@ -129,6 +129,6 @@ for _name in (
     "floordiv",
 ):
     for _form in (f"__{_name}__", f"__r{_name}__"):
-        setattr(Codes, _form, _refusing(_form))
+        setattr(CodesStandIn, _form, _refusing(_form))
 for _name in ("neg", "abs", "invert", "bool", "float", "int", "lt", "le", "gt", "ge"):
-    setattr(Codes, f"__{_name}__", _refusing(f"__{_name}__"))
+    setattr(CodesStandIn, f"__{_name}__", _refusing(f"__{_name}__"))

@@ -28,7 +28,9 @@ class LiveCache:
         if layer.waiting is not None or layer.attends == "buffer":
             return layer.decoded_heads(0, kind.heads)
         shape, dtype = (layer.batch, kind.heads, layer.rows), element(kind.dtype).mlx
-        return hook.Codes(self, (*shape, kind.key_width), dtype), hook.Codes(self, (*shape, kind.value_width), dtype)
+        return hook.CodesStandIn(self, (*shape, kind.key_width), dtype), hook.CodesStandIn(
+            self, (*shape, kind.value_width), dtype
+        )
 
     def attend_to_codes(
         self, queries: mx.array, keys: Any, values: Any, *, scale: float, mask: Any, sinks: mx.array | None = None

@@ -1,7 +1,7 @@
 """Whether a server should wait for the SSD and the remote tier, or compute a prompt again, by measured rates.
 
-`Rates` learns from use how fast the SSD reads and the model computes. `ReadOrCompute` asks it before a prefill, starts the
-promotion, and says how long waiting for it pays. The servers wait, or serve others meanwhile.
+`MeasuredRates` learns from use how fast the SSD reads and the model computes. `ReadOrCompute` asks it before a prefill, starts
+the promotion, and says how long waiting for it pays. The servers wait, or serve others meanwhile.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MIN_TOKENS = 64  # of a prompt: fewer computed ones say nothing about the speed
 MAX_REQUESTS = 256  # whose time is taken at once
 
 
-class Rates:
+class MeasuredRates:
     """Tokens computed and bytes read per second, here. Thread-safe: `_lock` guards both averages."""
 
     def __init__(self) -> None:
@@ -69,14 +69,14 @@ class Rates:
             return self._tokens.per_second()
 
 
-class _Request(NamedTuple):
+class _TimedPrefill(NamedTuple):
     """A request that was looked up: the tokens of its prompt that it has to compute, and since when."""
 
     computed: int
     started: float
 
 
-class Reading(NamedTuple):
+class AwaitedPromotions(NamedTuple):
     """Promotions of one prompt under way, from the SSD or the remote tier or both; `worth`: seconds that waiting pays."""
 
     promotions: tuple[Future[int], ...]
@@ -111,18 +111,20 @@ class ReadOrCompute:
         self.cache = cache
         self.longest = longest
         self.whole_blocks = whole_blocks
-        self.rates = Rates()
+        self.rates = MeasuredRates()
         self.waited = 0  # promotions that were worth a wait
         self.late = 0  # of those that `wait` waited for, those that had not ended when it stopped to pay
         self.passed = 0  # promotions not waited for: computing is quicker
         self._lock = threading.Lock()
-        self._requests: OrderedDict[tuple[int, int], _Request] = OrderedDict()  # by prompt: its length and its hash
+        self._requests: OrderedDict[tuple[int, int], _TimedPrefill] = (
+            OrderedDict()
+        )  # by prompt: its length and its hash
 
     def match(self, prompt: Prompt, leave: int = 1) -> Match:
         """How deep the hit to come can be."""
         return self.cache.match(prompt, leave=leave, whole_blocks=self.whole_blocks)
 
-    def begin(self, prompt: Prompt, match: Match, leave: int = 1) -> Reading | None:
+    def begin(self, prompt: Prompt, match: Match, leave: int = 1) -> AwaitedPromotions | None:
         """Start to bring in what SSD and remote tier have beyond RAM, of a prompt with this `match`. None where there is
         nothing, or where computing is quicker: then what the SSD has comes too, for the next request; nobody waits for it.
         """
@@ -151,8 +153,8 @@ class ReadOrCompute:
             self.waited += 1
         promotions = tuple(coming for coming in (remote, local if waits else None) if coming is not None)
         if asks:
-            return Reading(promotions, min(max(worth_remote, worth if waits else 0.0), self.longest), True)
-        return Reading(promotions, worth) if waits else None
+            return AwaitedPromotions(promotions, min(max(worth_remote, worth if waits else 0.0), self.longest), True)
+        return AwaitedPromotions(promotions, worth) if waits else None
 
     def _read(self, prompt: Prompt, how: dict[str, Any]) -> tuple[Future[int], float]:
         """Start to promote what the SSD has, and say how many seconds that takes."""
@@ -183,7 +185,7 @@ class ReadOrCompute:
     def began(self, prompt: Prompt, computed: int) -> None:
         """A request begins, of whose prompt the last `computed` tokens are to be computed."""
         with self._lock:
-            self._requests[_prompt_key(prompt, len(prompt))] = _Request(computed, time.monotonic())
+            self._requests[_prompt_key(prompt, len(prompt))] = _TimedPrefill(computed, time.monotonic())
             while len(self._requests) > MAX_REQUESTS:
                 self._requests.popitem(last=False)
 

@@ -87,15 +87,15 @@ Stop = Annotated[str, Field(min_length=1, max_length=STOP_LIMIT)]
 Object = dict[str, Any]
 
 
-class _Part(BaseModel):
+class _RequestPart(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
 
-class StreamOptions(_Part):
+class StreamOptions(_RequestPart):
     include_usage: bool = False
 
 
-class Message(_Part):
+class Message(_RequestPart):
     role: Annotated[str, Field(min_length=1)]
     content: Annotated[str | list[Object] | None, Said("a text or a list of parts")] = None
     tool_calls: list[Object] | None = None
@@ -215,7 +215,7 @@ def checked(kind: type[GenerationRequest], body: Any, *, allow_chat_template: bo
     if request.stop is not None:
         given["stop"] = request.stop
     if request.stream_options is not None:
-        given["stream_options"] = request.stream_options.model_dump()
+        given["stream_options"] = {"include_usage": request.stream_options.include_usage}
     return _with_template(given, allowed=allow_chat_template) if kind is ChatRequest else given
 
 

@@ -29,7 +29,7 @@ class BadPrompt(ValueError):
 
 
 @dataclass(frozen=True)
-class Prompt:
+class WarmPrompt:
     """One line of a file of prompts: either `messages`, as in a chat request, or `text`. `where` is "file:line"."""
 
     where: str
@@ -41,7 +41,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Sequence:
+class WarmSequence:
     """The tokens to store of one prompt, and whose they are."""
 
     tokens: list[int] = field(repr=False)
@@ -51,7 +51,7 @@ class Sequence:
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-def read_prompts(path: str | PathLike[str]) -> list[Prompt]:
+def read_prompts(path: str | PathLike[str]) -> list[WarmPrompt]:
     """The prompts of a JSON Lines file; blank lines don't count.
 
     A line is {"messages": [...], "tools": [...], "chat_template_kwargs": {...}} as in a chat request to mlx_lm.server, or
@@ -68,7 +68,7 @@ def read_prompts(path: str | PathLike[str]) -> list[Prompt]:
     return prompts
 
 
-def _read(where: str, line: bytes) -> Prompt:
+def _read(where: str, line: bytes) -> WarmPrompt:
     try:
         given = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -81,7 +81,7 @@ def _read(where: str, line: bytes) -> Prompt:
     return prompt_of(where, given)
 
 
-def prompt_of(where: str, given: dict[str, Any]) -> Prompt:
+def prompt_of(where: str, given: dict[str, Any]) -> WarmPrompt:
     """The prompt of one object of such a file, which errors call `where`. BadPrompt where it is none."""
     given = {key: value for key, value in given.items() if value is not None}
     for key in given:
@@ -96,11 +96,11 @@ def prompt_of(where: str, given: dict[str, Any]) -> Prompt:
             _check(where, key, key not in given, 'goes with "messages" only; leave it out')
         _check(where, "prompt", isinstance(given["prompt"], str), "not a text; write a string")
         _check(where, "prompt", given["prompt"], "empty; write what is to be stored, or leave the line out")
-        return Prompt(where, text=given["prompt"], salt=_salt(where, given))
+        return WarmPrompt(where, text=given["prompt"], salt=_salt(where, given))
     tools, options = given.get("tools", []), given.get("chat_template_kwargs", {})
     _check(where, "tools", _are_objects(tools), "not a list of objects; write tools as in a chat request")
     _check(where, "chat_template_kwargs", isinstance(options, dict), 'not an object; write {"name": value}')
-    return Prompt(where, _messages(where, given["messages"]), tuple(tools), "", _salt(where, given), options)
+    return WarmPrompt(where, _messages(where, given["messages"]), tuple(tools), "", _salt(where, given), options)
 
 
 def _messages(where: str, messages: Any) -> tuple[dict[str, Any], ...]:
@@ -139,13 +139,13 @@ def _are_objects(value: Any) -> bool:
 
 
 def sequences_of(
-    tokenizer: Any, prompts: Iterable[Prompt], chat_template_args: dict[str, Any] | None = None
-) -> list[Sequence]:
+    tokenizer: Any, prompts: Iterable[WarmPrompt], chat_template_args: dict[str, Any] | None = None
+) -> list[WarmSequence]:
     """What to store of each prompt. BadPrompt for one that the tokenizer or its chat template refuses."""
-    return [Sequence(tokens_of(tokenizer, prompt, chat_template_args), prompt.salt) for prompt in prompts]
+    return [WarmSequence(tokens_of(tokenizer, prompt, chat_template_args), prompt.salt) for prompt in prompts]
 
 
-def tokens_of(tokenizer: Any, prompt: Prompt, chat_template_args: dict[str, Any] | None = None) -> list[int]:
+def tokens_of(tokenizer: Any, prompt: WarmPrompt, chat_template_args: dict[str, Any] | None = None) -> list[int]:
     """The tokens that every later request which begins with this prompt has, as mlx_lm.server makes them.
 
     `tokenizer` is mlx-lm's wrapper, `chat_template_args` what the server was started with.
@@ -176,7 +176,7 @@ def tokens_of(tokenizer: Any, prompt: Prompt, chat_template_args: dict[str, Any]
 
 
 def _render(
-    tokenizer: Any, prompt: Prompt, chat_template_args: dict[str, Any] | None, *following: dict[str, Any]
+    tokenizer: Any, prompt: WarmPrompt, chat_template_args: dict[str, Any] | None, *following: dict[str, Any]
 ) -> list[int]:
     from mlx_lm.server import convert_chat, process_message_content
 

@@ -17,7 +17,7 @@ from prefixcache.keys import BLOCK, chunks
 from prefixcache.layers.encode import evaluate
 from prefixcache.layers.form import CacheForm
 from prefixcache.layers.image_layout import read
-from prefixcache.servers.warm_prompts import Sequence, common_prefix
+from prefixcache.servers.warm_prompts import WarmSequence, common_prefix
 from prefixcache.tiers.prompt import Prompt
 
 LABEL = "system"  # mlx_lm.server's word for what conversations open with, see `PrefixCache.store`
@@ -48,7 +48,7 @@ class Warmed(NamedTuple):
 def warm_sequences(
     cache: PrefixCache,
     load_model: Callable[[], Any],
-    sequences: list[Sequence],
+    sequences: list[WarmSequence],
     *,
     model: str,
     prefill_step_size: int = 2048,
@@ -66,13 +66,13 @@ def warm_sequences(
     """
     if prefill_step_size < 1:
         raise ValueError(f"prefill_step_size={prefill_step_size}: give a number of tokens, 1 or more")
-    job = _Job(cache, load_model, model, prefill_step_size, progress or (lambda step: None), sequences)
+    job = _Warmer(cache, load_model, model, prefill_step_size, progress or (lambda step: None), sequences)
     for number, (sequence, points) in enumerate(zip(sequences, branch_points(sequences), strict=True), 1):
         job.warm(number, sequence, points)
     return Warmed(len(sequences), job.total, job.computed, job.skipped, unkept(cache, sequences, model=model))
 
 
-def unkept(cache: PrefixCache, sequences: Iterable[Sequence], *, model: str) -> int:
+def unkept(cache: PrefixCache, sequences: Iterable[WarmSequence], *, model: str) -> int:
     """How many of these sequences are not whole in the cache. No I/O, no MLX."""
     return sum(not _is_stored(cache, cache.prompt(s.tokens, model=model, salt=s.salt)) for s in sequences)
 
@@ -81,7 +81,7 @@ def _is_stored(cache: PrefixCache, prompt: Prompt) -> bool:
     return cache.match(prompt).ssd >= len(prompt)
 
 
-class _Job:
+class _Warmer:
     """The sequences at work. Used by one thread."""
 
     def __init__(
@@ -91,7 +91,7 @@ class _Job:
         model: str,
         step: int,
         progress: Callable[[Step], None],
-        sequences: list[Sequence],
+        sequences: list[WarmSequence],
     ):
         self._cache, self._load_model, self._model, self._step = cache, load_model, model, step
         self._progress, self._prompts = progress, len(sequences)
@@ -101,7 +101,7 @@ class _Job:
         self.total = sum(len(sequence.tokens) for sequence in sequences)
         self.done = self.computed = self.skipped = 0
 
-    def warm(self, number: int, sequence: Sequence, points: list[int]) -> None:
+    def warm(self, number: int, sequence: WarmSequence, points: list[int]) -> None:
         """Compute what is missing of a sequence, and store it at its end, and where others branch off if need be."""
         tokens, before = sequence.tokens, self.done
         prompt = self._cache.prompt(tokens, model=self._model, salt=sequence.salt, like=self._form)
@@ -172,7 +172,7 @@ def _needs_boundaries(prompt_cache: list[Any]) -> bool:
     return any(leaf.layout["kind"] != "sliceable" for leaf in read(prompt_cache).leaves)
 
 
-def branch_points(sequences: list[Sequence]) -> list[list[int]]:
+def branch_points(sequences: list[WarmSequence]) -> list[list[int]]:
     """For each sequence, after how many tokens others of its salt go on otherwise; ascending, none below MIN_SHARED.
 
     In sorted order, what two sequences share is the least that neighbours between them share.
@@ -192,5 +192,5 @@ def branch_points(sequences: list[Sequence]) -> list[list[int]]:
     ]
 
 
-def _shared(a: Sequence, b: Sequence) -> int:
+def _shared(a: WarmSequence, b: WarmSequence) -> int:
     return len(common_prefix([a.tokens, b.tokens])) if a.salt == b.salt else 0

@@ -30,8 +30,8 @@ from typer.testing import CliRunner
 
 from prefixcache import PrefixCache
 from prefixcache.cli import app
+from prefixcache.cli.top.metrics_page import Away, NotOurs, WatchedServer, address, facts, read_page
 from prefixcache.cli.top.picture import meter, picture
-from prefixcache.cli.top.server import Away, NotOurs, Server, address, facts, read_page
 from prefixcache.metrics.histogram import Histogram
 from prefixcache.metrics.prometheus import CONTENT_TYPE, CacheCollector, render
 from tests.serving import wait_for
@@ -253,13 +253,13 @@ def test_nobody_there_with_once_is_told(call):
 def test_a_server_that_was_ours_and_answers_otherwise_may_come_back(cache):
     pages = [render(CacheCollector(cache)), b"<html>", render(CacheCollector(cache))]
     with serving(lambda: pages.pop(0)) as served:
-        source = Server(served.url)
+        source = WatchedServer(served.url)
         assert source.look()["seconds"] is None
         with pytest.raises(Away, match="not a page"):
             source.look()
         assert source.look()["seconds"] > 0
     with serving(lambda: b"", status=503) as served, pytest.raises(Away, match="503"):
-        Server(served.url).look()
+        WatchedServer(served.url).look()
 
 
 def test_a_server_that_began_anew_has_no_rates_until_the_next_look(cache):

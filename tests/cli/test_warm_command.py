@@ -19,7 +19,7 @@ from mlx_lm.utils import load_tokenizer
 
 from prefixcache import PrefixCache, model_identity
 from prefixcache.cli import app
-from prefixcache.servers.warm_prompts import Prompt, tokens_of
+from prefixcache.servers.warm_prompts import WarmPrompt, tokens_of
 from tests import forked
 from tests.serving import wait_for
 
@@ -87,8 +87,8 @@ def test_what_was_warmed_the_next_process_finds_and_a_second_run_computes_nothin
     first = run("--model", MODEL, "--ssd-dir", tmp_path / "ssd", *SMALL, one, two)
     assert (first.returncode, first.stderr) == (0, "")
     request = tokenizer.apply_chat_template([SYSTEM, USER], add_generation_prompt=True)
-    shared = tokens_of(tokenizer, Prompt("", (SYSTEM,)))
-    text = tokens_of(tokenizer, Prompt("", text="A text."))
+    shared = tokens_of(tokenizer, WarmPrompt("", (SYSTEM,)))
+    text = tokens_of(tokenizer, WarmPrompt("", text="A text."))
     total, computed = 2 * len(shared) + len(request) - 1 + len(text), len(request) - 1 + len(shared) + len(text) - 1
     assert first.stdout == f"4 prompts; {computed} of {total} tokens computed\n"
     assert kept(tmp_path / "ssd", request) == len(request) - 1
@@ -132,7 +132,7 @@ def test_a_signal_ends_it_and_what_was_computed_stays(
     assert err.read_text() == (
         f"prefixcache: ended by {number.name}: what was computed is stored; the same command goes on from there\n"
     )
-    first = tokens_of(tokenizer, Prompt("", text=lines[0]["prompt"]))
+    first = tokens_of(tokenizer, WarmPrompt("", text=lines[0]["prompt"]))
     assert kept(tmp_path / "ssd", first, model=quick) == len(first)
 
 

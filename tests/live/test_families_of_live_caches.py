@@ -39,7 +39,7 @@ class Private(KVCache):
 
     def keys_and_values(self):
         rows = (a[:, :, : self.offset] for a in (self._plain.keys, self._plain.values))
-        return tuple(hook.Codes(self, a.shape, a.dtype) for a in rows)
+        return tuple(hook.CodesStandIn(self, a.shape, a.dtype) for a in rows)
 
     @property
     def state(self):

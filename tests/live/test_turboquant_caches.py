@@ -147,8 +147,8 @@ def test_no_decoded_copy_of_the_past_is_ever_held_or_made(monkeypatch):
     """Decoding on codes that quietly ran on fp16 rows was a bug elsewhere."""
     cache = TurboQuantKVCache()
     queries, keys, values = added(cache, 2000)
-    assert isinstance(keys, hook.Codes)
-    assert isinstance(values, hook.Codes)
+    assert isinstance(keys, hook.CodesStandIn)
+    assert isinstance(values, hook.CodesStandIn)
     layer = cache._layer
     assert all(array.dtype in (mx.uint32, mx.uint16) or array.shape[2] <= 128 for array in layer.arrays())
     if turboquant_live.attend(layer.parts()[0], queries[:, :, -1:], 1.0, None, False) is None:

@@ -22,7 +22,7 @@ from mlx_lm.models.cache import ArraysCache, BatchKVCache, KVCache
 from prefixcache.servers.auxiliary import SHARE
 from prefixcache.servers.vllm_mlx import installation as vllm_mlx
 from prefixcache.servers.vllm_mlx.installation import TieredPrefixCache
-from prefixcache.servers.vllm_mlx.prefix_cache import LONGEST_WAIT, Prepared
+from prefixcache.servers.vllm_mlx.prefix_cache import LONGEST_WAIT, PreparedEntry
 from tests import states
 from tests.peers.uses import uses
 
@@ -73,7 +73,7 @@ def test_what_vllm_mlx_reads_of_a_prepared_entry_is_there(wheel):
     path = wheel.folder / "vllm_mlx" / "mllm_batch_generator.py"
     read = {use.name for use in uses(path, ("checkpoint_entry", "full_prompt_entry", "entry"))}
     assert {"tokens", "cache"} <= read
-    assert [name for name in read if not hasattr(Prepared, name)] == []
+    assert [name for name in read if not hasattr(PreparedEntry, name)] == []
 
 
 def test_nothing_else_in_vllm_mlx_makes_the_cache(wheel):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from prefixcache import PrefixCache
 from prefixcache.servers import read_or_compute
-from prefixcache.servers.read_or_compute import DECODE_TOKENS, Rates, ReadOrCompute
+from prefixcache.servers.read_or_compute import DECODE_TOKENS, MeasuredRates, ReadOrCompute
 from tests import states
 from tests.servers.slow_disk import slow_disk
 
@@ -22,7 +22,7 @@ def cache():
 
 
 def test_before_anything_was_measured_rates_are_cautious_guesses():
-    rates = Rates()
+    rates = MeasuredRates()
     assert 0 < rates.reading(0) < rates.reading(10**9) < 10
     assert 0 < rates.computing(2000) < 10
 
@@ -32,14 +32,14 @@ def test_before_anything_was_measured_rates_are_cautious_guesses():
     st.lists(st.tuples(st.integers(64, 5000), st.integers(0, 500)), min_size=1),
 )
 def test_the_time_of_an_answer_is_not_taken_for_its_prompts(each, requests):
-    rates = Rates()
+    rates = MeasuredRates()
     for computed, generated in requests:
         rates.computed(computed, each * (computed + DECODE_TOKENS * generated), generated)
     assert rates.computing(1000) == pytest.approx(1000 * each)
 
 
 def test_a_few_tokens_and_a_few_bytes_say_little_of_many():
-    rates = Rates()
+    rates = MeasuredRates()
     for _ in range(5):
         rates.read(10**9, 1.0)
         rates.computed(10_000, 10.0)
@@ -52,7 +52,7 @@ def test_a_few_tokens_and_a_few_bytes_say_little_of_many():
 
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(-5, 10**5), st.floats(-1, 1e4)), max_size=40))
 def test_no_measurement_makes_an_estimate_negative(measured):
-    rates = Rates()
+    rates = MeasuredRates()
     for a, b, seconds in measured:
         rates.computed(a, seconds, b)
         rates.read(a, seconds)
@@ -61,7 +61,7 @@ def test_no_measurement_makes_an_estimate_negative(measured):
 
 
 def test_rates_follow_the_machine():
-    rates = Rates()
+    rates = MeasuredRates()
     for _ in range(50):
         rates.read(10**6, 0.01)
     for _ in range(50):

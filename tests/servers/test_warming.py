@@ -22,7 +22,7 @@ from mlx_lm.server import CompletionRequest, ResponseGenerator
 from mlx_lm.utils import load, load_tokenizer
 
 from prefixcache import PrefixCache
-from prefixcache.servers.warm_prompts import BadPrompt, Prompt, Sequence, read_prompts, sequences_of, tokens_of
+from prefixcache.servers.warm_prompts import BadPrompt, WarmPrompt, WarmSequence, read_prompts, sequences_of, tokens_of
 from prefixcache.servers.warming import Step, Warmed, branch_points, warm_sequences
 from tests.families import FAMILIES, greedy
 
@@ -40,7 +40,7 @@ RICH = (
 )
 
 
-def warm(cache: PrefixCache, tokenizer: Any, load_model: Any, prompts: list[Prompt], **more: Any) -> Warmed:
+def warm(cache: PrefixCache, tokenizer: Any, load_model: Any, prompts: list[WarmPrompt], **more: Any) -> Warmed:
     sequences = sequences_of(tokenizer, prompts, more.pop("chat_template_args", None))
     return warm_sequences(cache, load_model, sequences, **more)
 
@@ -99,16 +99,16 @@ def never() -> Any:
     raise AssertionError("the model is loaded though all is stored")
 
 
-def prompt(*messages: Any, **more: Any) -> Prompt:
-    return Prompt("test:1", messages, **more)
+def prompt(*messages: Any, **more: Any) -> WarmPrompt:
+    return WarmPrompt("test:1", messages, **more)
 
 
 def some_tokens(n: int, seed: int = 0, vocabulary: int = 128) -> list[int]:
     return random.Random(seed).choices(range(1, vocabulary), k=n)
 
 
-def sequences(*tokens: list[int]) -> list[Sequence]:
-    return [Sequence(one) for one in tokens]
+def sequences(*tokens: list[int]) -> list[WarmSequence]:
+    return [WarmSequence(one) for one in tokens]
 
 
 # -- tokens -----------------------------------------------------------------------------------------------------------
@@ -183,14 +183,14 @@ def test_a_model_without_a_chat_template_gets_the_servers_own_words(tokenizer: A
 @given(more=st.one_of(st.text(max_size=8).map(lambda s: " " + s), st.text(alphabet="\n\t\r", max_size=4)))
 def test_a_texts_tokens_begin_every_text_that_goes_on_after_its_last_word(tokenizer: Any, more: str) -> None:
     text = "The secret number of Oscar is 7615, and that of Paula"
-    stored = tokens_of(tokenizer, Prompt("test:1", text=text))
+    stored = tokens_of(tokenizer, WarmPrompt("test:1", text=text))
     request, _ = requested(tokenizer, [], text=text + more)
     assert request[: len(stored)] == stored
     assert len(tokenizer.encode(text)) - 2 <= len(stored) < len(tokenizer.encode(text))
 
 
 def test_of_a_text_that_stops_within_a_word_the_tokens_that_could_change_are_left_out(tokenizer: Any) -> None:
-    stored = tokens_of(tokenizer, Prompt("test:1", text="Numbers: 12 \n"))
+    stored = tokens_of(tokenizer, WarmPrompt("test:1", text="Numbers: 12 \n"))
     for more in ("\n\nNext", " next", "  next", "next", "3"):
         assert tokenizer.encode("Numbers: 12 \n" + more)[: len(stored)] == stored
 
@@ -198,9 +198,9 @@ def test_of_a_text_that_stops_within_a_word_the_tokens_that_could_change_are_lef
 def test_what_a_template_refuses_is_named_by_its_line(rich: Any, tokenizer: Any) -> None:
     refusing = load_tokenizer(TINY, {"chat_template": "{{ raise_exception('no system role here') }}"})
     with pytest.raises(BadPrompt, match=r"p\.jsonl:7: .*refuses it: no system role here"):
-        tokens_of(refusing, Prompt("p.jsonl:7", (SYSTEM,)))
+        tokens_of(refusing, WarmPrompt("p.jsonl:7", (SYSTEM,)))
     with pytest.raises(BadPrompt, match=r"p\.jsonl:7: "):
-        tokens_of(tokenizer, Prompt("p.jsonl:7", (SYSTEM,), chat_template_kwargs={"tokenize": False}))
+        tokens_of(tokenizer, WarmPrompt("p.jsonl:7", (SYSTEM,), chat_template_kwargs={"tokenize": False}))
 
 
 # -- storing ----------------------------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ def test_a_request_after_warming_gives_the_tokens_that_it_gives_without(
 def test_what_is_stored_costs_no_call_and_no_loading_also_after_a_restart(
     opened: Callable[..., PrefixCache], tiny: Any, tokenizer: Any
 ) -> None:
-    prompts = [prompt(SYSTEM), prompt(SYSTEM, USER), Prompt("test:3", text="A text that is stored.", salt=b"t")]
+    prompts = [prompt(SYSTEM), prompt(SYSTEM, USER), WarmPrompt("test:3", text="A text that is stored.", salt=b"t")]
     cache = opened()
     first = warm(cache, tokenizer, lambda: tiny, prompts, model="m")
     again = first._replace(computed=0, skipped=3)
@@ -280,7 +280,7 @@ def test_what_only_the_ssd_has_is_read_not_computed(opened: Callable[..., Prefix
 
 def test_salts_share_nothing(opened: Callable[..., PrefixCache], llama: Any) -> None:
     cache, system = opened(), some_tokens(300)
-    wanted = [Sequence(system, salt) for salt in (b"", b"one", b"two", b"one")]
+    wanted = [WarmSequence(system, salt) for salt in (b"", b"one", b"two", b"one")]
     done = warm_sequences(cache, lambda: llama, wanted, model="m")
     assert (done.computed, done.skipped) == (900, 1)
     assert cache.match(system, model="m", salt=b"three").ssd == 0
@@ -368,7 +368,7 @@ short = st.lists(st.integers(0, 1), max_size=6)
 @settings(max_examples=200)
 @given(st.lists(st.tuples(short, st.sampled_from([b"", b"s"])), max_size=7))
 def test_where_sequences_part_is_found_for_every_pair(wanted: list[tuple[list[int], bytes]]) -> None:
-    made = [Sequence([token for token in tokens for _ in range(256)], salt) for tokens, salt in wanted]
+    made = [WarmSequence([token for token in tokens for _ in range(256)], salt) for tokens, salt in wanted]
     expected = [set[int]() for _ in made]
     for i, (one, salt) in enumerate(wanted):
         for j, (other, of) in enumerate(wanted):
@@ -398,8 +398,8 @@ def test_a_file_of_prompts_is_read_line_by_line(tmp_path: Path) -> None:
     path = file_of(tmp_path, "\ufeff" + json.dumps(chat), "", "   \r", {"prompt": "text", "tools": None})
     one, other = read_prompts(path)
     assert (one.where, other.where) == (f"{path}:1", f"{path}:4")
-    assert one == Prompt(one.where, (SYSTEM,), tuple(TOOLS), "", "tenant \u00e9".encode(), {"day": "Monday"})
-    assert other == Prompt(other.where, text="text")
+    assert one == WarmPrompt(one.where, (SYSTEM,), tuple(TOOLS), "", "tenant \u00e9".encode(), {"day": "Monday"})
+    assert other == WarmPrompt(other.where, text="text")
 
 
 SECRET = "swordfish"
@@ -456,6 +456,6 @@ def test_a_file_that_is_missing_or_empty_is_named(tmp_path: Path) -> None:
 
 
 def test_a_prompt_says_where_it_is_from_and_nothing_else() -> None:
-    held = Prompt("p.jsonl:1", (HELD,), tuple(TOOLS), SECRET, SECRET.encode(), {"a": SECRET})
-    assert repr(held) == "Prompt(where='p.jsonl:1')"
-    assert repr(Sequence([1, 2, 3], b"s")) == "Sequence()"
+    held = WarmPrompt("p.jsonl:1", (HELD,), tuple(TOOLS), SECRET, SECRET.encode(), {"a": SECRET})
+    assert repr(held) == "WarmPrompt(where='p.jsonl:1')"
+    assert repr(WarmSequence([1, 2, 3], b"s")) == "WarmSequence()"

@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from prefixcache.cli.directory.argument import DirOrUrl, errors_told, only_one
+from prefixcache.cli.live.admin_client import AdminClient, KeyFile, UrlInstead
 from prefixcache.cli.live.deletion import delete_images
-from prefixcache.cli.live.server import AdminClient, KeyFile, UrlInstead
 from prefixcache.cli.live.tenant import ApiKeyFile, CacheSaltFile, NoSaltOption, tenant_of
 from prefixcache.cli.progress import bar
 from prefixcache.cli.text import complain, console, foreign, many, print_json, refusing, safe, size

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import typer
 
+from prefixcache.cli.live.admin_client import AdminClient
 from prefixcache.cli.live.prompts import read_bodies
-from prefixcache.cli.live.server import AdminClient
 from prefixcache.cli.progress import bar
 from prefixcache.cli.text import Refused, complain, many, refusing
 

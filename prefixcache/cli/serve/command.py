@@ -26,7 +26,7 @@ from prefixcache.ssd import DirectoryError
 if TYPE_CHECKING:
     from prefixcache.servers.mlx_lm.requests import Generator
     from prefixcache.servers.salts import Salts
-    from prefixcache.servers.warm_prompts import Prompt
+    from prefixcache.servers.warm_prompts import WarmPrompt
 
 log = logging.getLogger("prefixcache")
 
@@ -171,7 +171,7 @@ def _salt_key(settings: Settings) -> bytes:
     return FleetKey.read(file, warn=settings.remote is None).derive(b"prefixcache.salt")
 
 
-def _warm(prompts: list[Prompt], salts: Salts, generator: Generator) -> None:
+def _warm(prompts: list[WarmPrompt], salts: Salts, generator: Generator) -> None:
     """Store the prompts, on the thread that generates, with a bar on a terminal; but those that no request could hit."""
     from prefixcache.servers.mlx_lm.errors import ServeError
     from prefixcache.servers.warm_prompts import BadPrompt, sequences_of
@@ -206,7 +206,7 @@ def _warm(prompts: list[Prompt], salts: Salts, generator: Generator) -> None:
         )
 
 
-def _of_use(prompts: list[Prompt], salts: Salts) -> list[Prompt]:
+def _of_use(prompts: list[WarmPrompt], salts: Salts) -> list[WarmPrompt]:
     """Those of the prompts that a request may hit."""
     hit = [prompt for prompt in prompts if prompt.salt or not salts.required]
     if len(hit) < len(prompts):

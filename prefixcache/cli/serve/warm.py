@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from prefixcache.cache import PrefixCache
-from prefixcache.cli.live.server import KeyFile
+from prefixcache.cli.live.admin_client import KeyFile
 from prefixcache.cli.live.warm import warm_live
 from prefixcache.cli.progress import bar
 from prefixcache.cli.serve.cache_options import Flags, flag_of, settings_from, with_settings
@@ -30,7 +30,7 @@ from prefixcache.ssd import DirectoryHeld, SsdError
 
 if TYPE_CHECKING:
     from prefixcache.ranks import Ranks
-    from prefixcache.servers.warm_prompts import Prompt, Sequence
+    from prefixcache.servers.warm_prompts import WarmPrompt, WarmSequence
     from prefixcache.servers.warming import Step, Warmed
 
 # Nobody waits for an answer here, so what is stored may wait for the disk as long as that takes.
@@ -157,7 +157,7 @@ def _json_object(flag: str, text: str) -> dict[str, Any]:
     return value
 
 
-def _read(files: list[Path]) -> list[Prompt]:
+def _read(files: list[Path]) -> list[WarmPrompt]:
     if not files:
         raise NotWarmed("no prompts: name a file that has a prompt as JSON on each line")
     from prefixcache.servers.warm_prompts import BadPrompt, read_prompts
@@ -171,7 +171,7 @@ def _read(files: list[Path]) -> list[Prompt]:
 # -- the model --------------------------------------------------------------------------------------------------------
 
 
-class Source(NamedTuple):
+class GivenModel(NamedTuple):
     """A model as it was given, its folder and its adapter's, its name in the cache, and how its tokenizer is to be made."""
 
     model: str
@@ -219,7 +219,7 @@ class Source(NamedTuple):
         return model
 
 
-def _find(model: str | None, adapter: str | None, config: dict[str, Any]) -> Source:
+def _find(model: str | None, adapter: str | None, config: dict[str, Any]) -> GivenModel:
     """The model's files, downloaded where need be, and its identity. Nothing is loaded yet."""
     from prefixcache.identity import model_identity
 
@@ -230,7 +230,7 @@ def _find(model: str | None, adapter: str | None, config: dict[str, Any]) -> Sou
         folder = _download(model)
     adapter = str(Path(adapter).expanduser()) if adapter is not None else None
     try:
-        return Source(model, folder, adapter, model_identity(folder, adapter), config)
+        return GivenModel(model, folder, adapter, model_identity(folder, adapter), config)
     except (OSError, ValueError) as error:
         raise NotWarmed(str(error)) from error
 
@@ -250,7 +250,7 @@ def _download(name: str) -> Path:
         ) from error
 
 
-def _tokenize(source: Source, prompts: list[Prompt], options: dict[str, Any]) -> list[Sequence]:
+def _tokenize(source: GivenModel, prompts: list[WarmPrompt], options: dict[str, Any]) -> list[WarmSequence]:
     from mlx_lm.utils import load_tokenizer
 
     from prefixcache.servers.warm_prompts import BadPrompt, sequences_of
@@ -297,7 +297,12 @@ def _errors_of(ranks: Ranks | None) -> Iterator[None]:
 
 
 def _warm(
-    settings: Settings, source: Source, sequences: list[Sequence], step_size: int, ranks: Ranks | None, pipeline: bool
+    settings: Settings,
+    source: GivenModel,
+    sequences: list[WarmSequence],
+    step_size: int,
+    ranks: Ranks | None,
+    pipeline: bool,
 ) -> tuple[Warmed, int]:
     """Warm them, and count those that the directory doesn't hold whole, as the next process will find it."""
     from mlx_lm.generate import wired_limit

@@ -18,8 +18,8 @@ from rich.live import Live
 
 from prefixcache.cli.text import complain, console, foreign
 from prefixcache.cli.top.keys import end_keys
+from prefixcache.cli.top.metrics_page import Away, Facts, NotOurs, WatchedServer
 from prefixcache.cli.top.picture import clock, picture
-from prefixcache.cli.top.server import Away, Facts, NotOurs, Server
 
 
 def top(
@@ -37,7 +37,7 @@ def top(
     shown = False
     try:
         with _ended_by_sigterm():
-            server, out = Server(url), console()
+            server, out = WatchedServer(url), console()
             if once:
                 server.look()
                 time.sleep(interval)  # rates need two looks
@@ -57,7 +57,7 @@ def top(
         raise typer.Exit(0 if shown else 128 + signal.SIGINT) from None
 
 
-def _looks(server: Server) -> Iterator[Facts]:
+def _looks(server: WatchedServer) -> Iterator[Facts]:
     while True:
         try:
             yield server.look()
@@ -73,7 +73,7 @@ def _print(facts: Facts, as_json: bool, out: Console) -> None:
     out.file.flush()
 
 
-def _watch(server: Server, interval: float, out: Console) -> Iterator[None]:
+def _watch(server: WatchedServer, interval: float, out: Console) -> Iterator[None]:
     """Draw in place, on a terminal, until a key asks for the end. While nobody answers, the last picture stays."""
     last: RenderableType = ""
     with end_keys() as ended_within, Live(console=out, auto_refresh=False, vertical_overflow="crop") as live:

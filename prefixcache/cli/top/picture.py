@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from prefixcache.cli.text import foreign, size
-from prefixcache.cli.top.server import Facts
+from prefixcache.cli.top.metrics_page import Facts
 
 BAR = 24  # columns of a meter
 

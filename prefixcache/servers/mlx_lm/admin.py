@@ -26,7 +26,7 @@ from prefixcache.servers.mlx_lm.idle_warming import IdleWarming
 from prefixcache.servers.mlx_lm.requests import Generator
 from prefixcache.servers.request_schema import BadRequest, GenerationRequest
 from prefixcache.servers.salts import NoSalt, Salts
-from prefixcache.servers.warm_prompts import BadPrompt, Sequence, prompt_of, tokens_of
+from prefixcache.servers.warm_prompts import BadPrompt, WarmSequence, prompt_of, tokens_of
 from prefixcache.ssd.selection import NoSuchNamespace
 from prefixcache.tiers.prompt import Prompt
 
@@ -193,7 +193,7 @@ class Admin:
         sequence = self._sequence(body, "the body")
         return self._cache.prompt(sequence.tokens, model=name, salt=sequence.salt)
 
-    def _sequence(self, body: Json, where: str) -> Sequence:
+    def _sequence(self, body: Json, where: str) -> WarmSequence:
         """The tokens of a prompt as the server makes them of a request with this body, and its salt."""
         provider = self._generator.model_provider
         asked = _text(body, "model")
@@ -218,7 +218,7 @@ class Admin:
                 room_for(len(tokens), loaded.context)
             except BadRequest as error:
                 raise RequestRefused(400, f"{where}: {error}") from None
-        return Sequence(tokens, salt)
+        return WarmSequence(tokens, salt)
 
     def _tenant(self, body: Json) -> bytes | None:
         """The salt of a tenant; b"" of requests without one, None where nothing names it."""

@@ -7,7 +7,6 @@ may: no browser, whose pages come from anywhere, and no reverse proxy, whose cli
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import json
 import logging
 import re
@@ -19,6 +18,7 @@ from typing import Any
 from prefixcache.servers.mlx_lm.admin import Admin
 from prefixcache.servers.mlx_lm.connections import SlowClient
 from prefixcache.servers.mlx_lm.errors import RequestRefused
+from prefixcache.servers.web_access import is_loopback
 
 log = logging.getLogger("prefixcache")
 
@@ -76,7 +76,7 @@ class AdminPath:
 
 def _why_not_local(handler: BaseHTTPRequestHandler) -> str:
     """Why a request isn't surely of a program on this machine; "" where it is."""
-    if not _is_loopback(str(handler.client_address[0])):
+    if not is_loopback(str(handler.client_address[0])):
         return "this comes from another machine"
     for name in handler.headers:
         for sender, of_sender in (("proxy", OF_PROXIES), ("browser", OF_BROWSERS)):
@@ -88,12 +88,6 @@ def _why_not_local(handler: BaseHTTPRequestHandler) -> str:
     if len(hosts) != 1 or not LOCAL_NAME.fullmatch(hosts[0].lower()):
         return "this calls the server by a name that other machines know"
     return ""
-
-
-def _is_loopback(address: str) -> bool:
-    found = ipaddress.ip_address(address.partition("%")[0])
-    mapped = getattr(found, "ipv4_mapped", None)
-    return (mapped or found).is_loopback
 
 
 def _body_of(handler: BaseHTTPRequestHandler, content: bytes) -> dict[str, Any]:

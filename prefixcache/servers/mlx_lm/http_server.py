@@ -321,7 +321,7 @@ BUSY = (
 )
 
 
-class Server(ThreadingHTTPServer):
+class HttpServer(ThreadingHTTPServer):
     """One thread a connection, none of which keeps the process alive. `replying`: the handlers whose client waits. `web`:
     which requests of browsers are answered.
     """

@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from prefixcache.servers.mlx_lm.requests import Generator
-from prefixcache.servers.warm_prompts import Sequence
+from prefixcache.servers.warm_prompts import WarmSequence
 from prefixcache.servers.warming import Step, unkept, warm_sequences
 
 log = logging.getLogger("prefixcache")
@@ -29,7 +29,7 @@ class Interrupted(Exception):
 class IdleJob:
     """Prompts of one call. `news`: what the caller hears, a result with `unkept` or `error` last."""
 
-    def __init__(self, sequences: list[Sequence], model_key: Any, name: str):
+    def __init__(self, sequences: list[WarmSequence], model_key: Any, name: str):
         self.sequences, self.model_key, self.name = sequences, model_key, name
         self.total = sum(len(sequence.tokens) for sequence in sequences)
         self.done = self.prompt = self.stored_before = 0
@@ -49,7 +49,7 @@ class IdleWarming:
         self._jobs: deque[IdleJob] = deque()
         generator.when_idle = self.step
 
-    def begin(self, sequences: list[Sequence], model_key: Any, name: str) -> Iterator[Json]:
+    def begin(self, sequences: list[WarmSequence], model_key: Any, name: str) -> Iterator[Json]:
         """Queue a job, and give its progress until it is done. Closing the iterator cancels it."""
         job = IdleJob(sequences, model_key, name)
         job.stored_before = len(sequences) - unkept(self._generator.prompts.cache, sequences, model=name)

@@ -23,7 +23,7 @@ from prefixcache.ranks.launcher import when_launcher_ends
 from prefixcache.ranks.watch import Watch
 from prefixcache.servers.mlx_lm.arguments import check_model
 from prefixcache.servers.mlx_lm.errors import ServeError, ServeFailed
-from prefixcache.servers.mlx_lm.http_server import Server
+from prefixcache.servers.mlx_lm.http_server import HttpServer
 from prefixcache.servers.mlx_lm.ranks import RankGenerator, RankProvider
 from prefixcache.servers.mlx_lm.serving import POLL, Ending, Options, died, end, is_ready, run, start_logging, tell
 from prefixcache.settings import Settings
@@ -60,7 +60,7 @@ class Lost:
 class Rank(NamedTuple):
     """What a rank serves with; only rank 0 has a `server`. `opened`: what its directory had."""
 
-    server: Server | None
+    server: HttpServer | None
     cache: PrefixCache
     opened: Stats
     generator: RankGenerator
@@ -148,7 +148,7 @@ def _begin(
             raise ServeError(f"the ranks differ in {', '.join(different)}: give all the same flags and variables")
         server = None
         if ranks.is_first:
-            server = Server(args.host, args.port, how.rules.allowed_hosts, args.allowed_origins)
+            server = HttpServer(args.host, args.port, how.rules.allowed_hosts, args.allowed_origins)
         lost.cache = cache = PrefixCache(settings, group=group)
         opened, provider = cache.stats(), RankProvider(args, ranks, watch, how.rules.max_context)
         return Rank(server, cache, opened, RankGenerator(provider, cache, how.before, how.exact_prefill, watch), watch)

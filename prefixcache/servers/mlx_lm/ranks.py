@@ -34,7 +34,7 @@ from prefixcache.servers.mlx_lm.prompt_cache import identity_of
 from prefixcache.servers.mlx_lm.provider import Provider
 from prefixcache.servers.mlx_lm.requests import WAKE, Generator, Wait, has_images
 from prefixcache.servers.mlx_lm.tenant_cache import TokenizedRequest
-from prefixcache.servers.read_or_compute import Reading
+from prefixcache.servers.read_or_compute import AwaitedPromotions
 from prefixcache.servers.request_schema import BadRequest
 
 log = logging.getLogger("prefixcache")
@@ -283,7 +283,7 @@ class RankGenerator(Generator):
         except Exception as error:
             raise RankFailed(f"a request can't be looked up: {type(error).__name__}: {error}") from error
 
-    def _read(self, reading: Reading) -> Wait:
+    def _read(self, reading: AwaitedPromotions) -> Wait:
         if self._ranks.is_first:
             return super()._read(reading)
         return Wait(reading.done, float("inf"))  # nobody wakes the others but rank 0

@@ -40,7 +40,7 @@ from prefixcache.servers.mlx_lm.prefill import Blockwise, RequestBatches
 from prefixcache.servers.mlx_lm.prefill import stream as blockwise_stream
 from prefixcache.servers.mlx_lm.provider import LoadedModel, Provider
 from prefixcache.servers.mlx_lm.tenant_cache import TenantPromptCache, TokenizedRequest
-from prefixcache.servers.read_or_compute import Reading
+from prefixcache.servers.read_or_compute import AwaitedPromotions
 from prefixcache.servers.request_log import Found, RequestLog
 from prefixcache.servers.request_schema import TEMPLATE, BadRequest
 from prefixcache.settings import ram_auto
@@ -330,7 +330,7 @@ class Generator(upstream.ResponseGenerator):
             return None
         return awaited
 
-    def _read(self, reading: Reading) -> Wait:
+    def _read(self, reading: AwaitedPromotions) -> Wait:
         reading.add_done_callback(lambda done: self.requests.put((WAKE, None, None)))
         return Wait(reading.done, time.monotonic() + reading.worth)
 

@@ -15,7 +15,7 @@ from prefixcache.byte_sizes import size
 from prefixcache.cache import PrefixCache
 from prefixcache.ranks.watch import HANG
 from prefixcache.servers.mlx_lm.arguments import check_model, read_flags
-from prefixcache.servers.mlx_lm.http_server import NO_RULES, ClientRules, Server
+from prefixcache.servers.mlx_lm.http_server import NO_RULES, ClientRules, HttpServer
 from prefixcache.servers.mlx_lm.provider import Provider
 from prefixcache.servers.mlx_lm.rank_server import serve_rank
 from prefixcache.servers.mlx_lm.requests import Generator
@@ -61,7 +61,7 @@ def serve(
         start_logging(args.log_level, how)
         check_model(args)
         with (
-            Server(args.host, args.port, rules.allowed_hosts, args.allowed_origins) as server,
+            HttpServer(args.host, args.port, rules.allowed_hosts, args.allowed_origins) as server,
             PrefixCache(settings) as cache,
         ):
             opened = cache.stats()

@@ -23,7 +23,7 @@ from prefixcache.metrics.stats import Stats
 from prefixcache.servers.mlx_lm.admin import Admin
 from prefixcache.servers.mlx_lm.admin_http import AdminPath
 from prefixcache.servers.mlx_lm.errors import RankFailed, ServeError, ServeFailed
-from prefixcache.servers.mlx_lm.http_server import NO_RULES, ClientRules, Handler, Server
+from prefixcache.servers.mlx_lm.http_server import NO_RULES, ClientRules, Handler, HttpServer
 from prefixcache.servers.mlx_lm.requests import Generator
 from prefixcache.servers.salts import Salts
 
@@ -112,7 +112,7 @@ def start_logging(level: str, how: Options, rank: int | None = None) -> None:
         log.warning("--prompt-cache-size is not used: this cache is bounded in bytes, by --ram and --ssd")
 
 
-def run(server: Server, generator: Generator, ending: Ending, opened: Stats, how: Options) -> None:
+def run(server: HttpServer, generator: Generator, ending: Ending, opened: Stats, how: Options) -> None:
     """Answer requests until the end is asked for, then let those under way end."""
     if not is_ready(generator, ending):
         return

@@ -124,7 +124,7 @@ class TieredPrefixCache:
         return self.cache.prompt(as_tokens(tokens), model=self.model_name, salt=self._salt, like=self.like)
 
     def clone_for_replay(self, cache: list[Any]) -> list[Any]:
-        """The same: what `fetch` and `Prepared.cache` give is the caller's own already."""
+        """The same: what `fetch` and `PreparedEntry.cache` give is the caller's own already."""
         return cache
 
     def fetch_exact_auxiliary(self, tokens: list[int]) -> dict[str, Any] | None:
@@ -164,7 +164,7 @@ class TieredPrefixCache:
 
     def prepare_store(
         self, tokens: list[int], cache: list[Any], auxiliary: dict[str, Any] | None = None
-    ) -> Prepared | None:
+    ) -> PreparedEntry | None:
         """Encode the state of these tokens now, since the caller goes on with the cache. None when it can't be kept.
 
         The blocks can be found from here on, before `commit_prepared`. That is harmless: the state is evaluated before a
@@ -184,11 +184,11 @@ class TieredPrefixCache:
         except Exception as error:
             self._reject(error)
             return None
-        return Prepared(self, prompt, stored.new_bytes, held)
+        return PreparedEntry(self, prompt, stored.new_bytes, held)
 
     def commit_prepared(
         self,
-        entry: Prepared,
+        entry: PreparedEntry,
         evict_prefixes: bool = True,
         *,
         commit_lock: AbstractContextManager[Any] | None = None,
@@ -360,7 +360,7 @@ class TieredPrefixCache:
         log.log(level, text, *values)
 
 
-class Prepared:
+class PreparedEntry:
     """What `prepare_store` gives: the tokens, the bytes that were added for them, and the auxiliary data until the commit.
 
     `cache` is another copy of the state with each access, its reader's own; None when it has left RAM.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ import typer
 
 from prefixcache.cli.live.admin_key import ADMIN_KEY, admin_key_of
 from prefixcache.cli.text import Refused
+from prefixcache.servers.web_access import is_loopback
 
 PATH = "/prefixcache/"
 TIMEOUT = 600.0  # seconds that an operation may take, or a server be silent
@@ -65,7 +65,7 @@ class AdminClient:
         self._headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if key:
             self._headers["Authorization"] = f"Bearer {key.decode()}"
-        direct = [ProxyHandler({})] if _is_loopback(host) else []
+        direct = [ProxyHandler({})] if is_loopback(host) else []
         self._open = build_opener(_NoRedirect, *direct).open
 
     def ask(self, method: str, operation: str, body: Json | None = None) -> Json:
@@ -92,13 +92,6 @@ class AdminClient:
         except (URLError, HTTPException, OSError) as error:
             reason = getattr(error, "reason", error) or type(error).__name__
             raise Refused(f"{self.name}: {reason}; is the server up, and --url its address?") from None
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _object(name: str, text: bytes) -> Json:

@@ -81,7 +81,7 @@ class Page(NamedTuple):
         return self.samples.get((f"prefixcache_{name}", label))
 
 
-class Server:
+class WatchedServer:
     """A server, looked at by its /metrics. ValueError for what is no address.
 
     `look` raises Away when nobody answers for now, NotOurs when the page is another's.
