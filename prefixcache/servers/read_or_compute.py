@@ -1,7 +1,7 @@
 """Whether a server should wait for the SSD and the remote tier, or compute a prompt again, by measured rates.
 
-`MeasuredRates` learns from use how fast the SSD reads and the model computes. `ReadOrCompute` asks it before a prefill, starts
-the promotion, and says how long waiting for it pays. The servers wait, or serve others meanwhile.
+`MeasuredRates` learns from use how fast the SSD reads and the model computes. `ReadOrCompute` asks it before a prefill,
+starts the promotion, and says how long waiting for it pays. The servers wait, or serve others meanwhile.
 """
 
 from __future__ import annotations
