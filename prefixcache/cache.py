@@ -779,8 +779,6 @@ class PrefixCache:
             )
         if "ssd" in sizes and self._ssd is None:
             raise ValueError(f"ssd={ssd!r}: this cache was opened without an SSD; open another with ssd_dir")
-        if "ram" in sizes and self.settings.ram == 0:
-            raise ValueError(f"ram={ram!r}: this cache was opened with ram=0, the SSD only; open another")
         if "ram" in sizes:
             if self._ssd is not None and self.settings.spill_queue == "auto":
                 self._ssd.resize_queue(max(sizes["ram"] // QUEUE_SHARE, 1))

@@ -30,12 +30,8 @@ from prefixcache.byte_sizes import parse_size
 from prefixcache.redaction import redacted
 
 
-def _size(value: Any, info: ValidationInfo) -> int:
-    return parse_size(value, info.field_name or "size")
-
-
 def _auto_size(value: Any, info: ValidationInfo) -> Any:
-    return value if value == "auto" else _size(value, info)
+    return value if value == "auto" else parse_size(value, info.field_name or "size")
 
 
 def ram_auto(memory: int, weights: int = 0) -> int:
@@ -49,7 +45,6 @@ def ram_auto(memory: int, weights: int = 0) -> int:
 IDLE_SHARE, IDLE_LEAST = 10, 10**9  # spill_idle="auto" is a 10th of the SSD's limit, or so many bytes
 BASIS_DIR = Path("~/.cache/prefixcache-bases")  # one for all servers of a user: a basis is of a model, not of a cache
 
-Size = Annotated[int, BeforeValidator(_size)]
 AutoSize = Annotated[int | Literal["auto"], BeforeValidator(_auto_size)]
 
 
@@ -60,8 +55,7 @@ class Settings(BaseSettings):
 
     ram: AutoSize = Field(
         "auto",
-        description='hard RAM budget. "auto": a quarter of the memory; under serve at most 7/8 of it less the weights. '
-        "0: SSD only",
+        description='hard RAM budget. "auto": a quarter of the memory; under serve at most 7/8 of it less the weights',
     )
     ssd_dir: Path | None = Field(None, description="directory of the SSD tier; none: RAM only")
     ssd: AutoSize = Field(
@@ -87,7 +81,6 @@ class Settings(BaseSettings):
     memory_reserve: AutoSize = Field(
         "auto", description='evict from RAM while the machine has less memory free. "auto": a 64th of it. 0: never'
     )
-    transit: Size = Field(256 << 20, description="with ram=0: RAM for images on their way to and from the SSD")
     spill: Literal["drop", "wait", "through"] = Field(
         "drop",
         description='when the spill queue is full: "drop" what is evicted, or "wait" for room; "through": drop, but write '
@@ -173,6 +166,13 @@ class Settings(BaseSettings):
         taken = {name for name in cls.model_fields if f"PREFIXCACHE_{name.upper()}" in variables}
         return cls(**{**{name: value for name, value in source.items() if name not in taken}, **values})
 
+    @field_validator("ram")
+    @classmethod
+    def _some_ram(cls, value: int | str) -> int | str:
+        if value == 0:
+            raise ValueError('ram=0: nothing could be kept; give ram a size, such as "1GB"')
+        return value
+
     @field_validator("ssd_dir", "basis_dir", "trace", "remote_key_file", "remote_ca_file")
     @classmethod
     def _expand(cls, value: Path | None, info: ValidationInfo) -> Path | None:
@@ -214,15 +214,11 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _together(self) -> Settings:
-        if self.ram == 0 and (self.ssd_dir is None or self.ssd == 0):
-            raise ValueError("ram=0 with no SSD: nothing could be kept; give ram a size, or ssd_dir and ssd")
         if self.spill == "through" and self.ssd_admission == "second":
             raise ValueError(
                 'spill="through" with ssd_admission="second": one writes each block at once, the other not before its second '
                 "use; choose one of them"
             )
-        if self.ram == self.transit == 0:
-            raise ValueError('transit=0 with ram=0: no image could pass; give transit a size, such as "256MiB"')
         return self
 
     @model_validator(mode="wrap")
@@ -253,9 +249,7 @@ class Settings(BaseSettings):
         """The RAM budget on a machine with `memory` bytes (on a Mac: of Metal's recommended working set). It does not know of
         weights: who has loaded a model gives `PrefixCache.resize` what `ram_auto` says, as `prefixcache serve` does.
         """
-        if self.ram == "auto":
-            return ram_auto(memory)
-        return self.ram or self.transit
+        return ram_auto(memory) if self.ram == "auto" else self.ram
 
     def reserve_bytes(self, memory: int) -> int:
         """What the machine, which has `memory` bytes, is to have free."""

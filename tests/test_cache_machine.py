@@ -63,7 +63,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @initialize(
         ram=st.sampled_from([120_000, 400_000, 5_000_000]),
-        tier=st.sampled_from(["both", "ram only", "ssd only"]),
+        tier=st.sampled_from(["both", "ram only"]),
         spill=st.sampled_from(["drop", "wait"]),
         close=st.booleans(),
     )
@@ -72,8 +72,6 @@ class CacheMachine(RuleBasedStateMachine):
         self.options = {"ram": ram, "codec": self.codec, "spill": spill, "spill_wait": 5, "spill_on_close": close}
         if tier != "ram only":
             self.options |= {"ssd_dir": self.dir / "ssd", "ssd": "30MB"}
-        if tier == "ssd only":
-            self.options |= {"ram": 0, "transit": ram}
         self.roomy = ram > 1_000_000
         self.stored: list[list[int]] = []  # all that was ever stored and may be found
         self.sure: list[list[int]] = []  # what must be found: stored, and not removed nor lost since
@@ -308,9 +306,9 @@ class NarrowMachine(CacheMachine):
     make = staticmethod(lambda tokens: states.windowed(tokens, size=40, chunk=20))
     any_boundary = False
 
-    @initialize(tier=st.sampled_from(["both", "ssd only"]), close=st.booleans())
-    def open(self, tier, close):
-        super().open(5_000_000, tier, "wait", close)
+    @initialize(close=st.booleans())
+    def open(self, close):
+        super().open(5_000_000, "both", "wait", close)
 
 
 class KeepMachine(CacheMachine):
@@ -345,7 +343,7 @@ class TransformMachine(LevelledMachine):
 
     @initialize(
         ram=st.sampled_from([450_000, 700_000, 5_000_000]),
-        tier=st.sampled_from(["both", "ram only", "ssd only"]),
+        tier=st.sampled_from(["both", "ram only"]),
         spill=st.sampled_from(["drop", "wait"]),
         close=st.booleans(),
     )
@@ -376,7 +374,7 @@ class NeighboursMachine(CacheMachine):
     any_boundary = False
 
     @initialize(
-        tier=st.sampled_from(["both", "ram only", "ssd only"]),
+        tier=st.sampled_from(["both", "ram only"]),
         close=st.booleans(),
         codec=st.sampled_from(["turboquant:4:sink_tokens=3", "turboquant:3:4", "turboquant:4:4:plain", "affine:4"]),
         layers=st.sampled_from(sorted(states.LAYERS)),
@@ -437,11 +435,10 @@ class SharedDiskMachine(CacheMachine):
 
     @initialize(
         ram=st.sampled_from([120_000, 400_000, 5_000_000]),
-        tier=st.sampled_from(["both", "ssd only"]),
         spill=st.sampled_from(["drop", "wait"]),
         close=st.booleans(),
     )
-    def open(self, ram, tier, spill, close):
+    def open(self, ram, spill, close):
         self.size = 30_000_000  # of the disk that others leave
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(writer, "PERIOD", 0.01)
@@ -454,7 +451,7 @@ class SharedDiskMachine(CacheMachine):
             return original(path, data)
 
         self.patch.setattr(writer, "write_file", write_file)
-        super().open(ram, tier, spill, close)
+        super().open(ram, "both", spill, close)
         self.roomy = False
 
     def _open(self):

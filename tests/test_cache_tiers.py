@@ -152,15 +152,6 @@ def test_a_vanished_file_does_not_stop_anything(opened, tmp_path):
     cache.check_integrity()
 
 
-def test_ssd_only_keeps_ram_for_transit(opened):
-    cache = opened(ram=0, transit="2MB")
-    put(cache, LONG)
-    assert cache.flush(10)
-    assert cache.stats().images_in_ram == 0
-    assert cache.promote(LONG, model="m").result(10) == 1000
-    assert got(cache, LONG) == 999
-
-
 def test_ram_only_works_without_a_directory(opened):
     cache = opened(disk=False, ram=100_000)
     for i in range(10):

@@ -116,10 +116,9 @@ def test_a_store_and_a_fetch_tell_the_policy_what_was_asked_for(opened):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("ram", [0, "4MB"])
-def test_flush_ends_where_ram_holds_more_than_the_ssd(opened, policy, ram):
+def test_flush_ends_where_ram_holds_more_than_the_ssd(opened, policy):
     """Each image that is written puts another out that RAM still has: none is written twice for it."""
-    cache = opened(policy=policy, ssd_admission="always", ssd="2MB", ram=ram, transit="4MB", memory_reserve=0)
+    cache = opened(policy=policy, ssd_admission="always", ssd="2MB", ram="4MB", memory_reserve=0)
     rng = random.Random(3)
     for seed in range(40):
         cut = rng.randrange(100, 600)

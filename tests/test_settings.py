@@ -52,7 +52,7 @@ def refusal(**values) -> str:
     ],
 )  # fmt: skip
 def test_a_size_is_read(text, nbytes):
-    assert parse_size(text, "ram") == Settings(ram=text, ssd_dir="x", ssd=1).ram == nbytes
+    assert parse_size(text, "ssd") == Settings(ssd=text, ssd_dir="x").ssd == nbytes
 
 
 @given(
@@ -75,7 +75,7 @@ BAD_SIZES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["ram", "ssd", "ssd_reserve", "transit", "spill_queue"])
+@pytest.mark.parametrize("name", ["ram", "ssd", "ssd_reserve", "spill_queue"])
 @pytest.mark.parametrize("value", BAD_SIZES, ids=lambda value: repr(value)[:30])
 def test_a_bad_size_is_an_error_that_names_the_setting_the_value_and_the_remedy(name, value):
     assert f"{name}={value!r}: not a size; {REMEDY}" in refusal(**{name: value})
@@ -97,10 +97,6 @@ def test_sizes_that_may_be_auto(name):
     assert getattr(Settings(**{name: "auto"}), name) == getattr(Settings(), name) == "auto"
 
 
-def test_a_size_that_may_not_be_auto_says_what_to_write():
-    assert f"transit='auto': not a size; {REMEDY}" in refusal(transit="auto")
-
-
 # -- where settings come from -----------------------------------------------------------------------------------------
 
 
@@ -108,7 +104,7 @@ def test_the_defaults():
     settings = Settings()
     assert settings.ram == settings.ssd == settings.spill_queue == "auto"
     assert settings.ssd_dir is settings.codec is None
-    assert (settings.spill, settings.readers, settings.transit) == ("drop", 4, 256 << 20)
+    assert (settings.spill, settings.readers) == ("drop", 4)
 
 
 def test_variables_are_read(monkeypatch):
@@ -281,11 +277,8 @@ def test_a_codec_of_another_type_is_a_value_error_too(bad):
         ({"ssd_dir": ""}, ["ssd_dir=''", "write its path", "leave it out for RAM only"]),
         ({"basis_dir": ""}, ["basis_dir=''", "write its path", "leave it out for the usual one"]),
         ({"ssd_dir": "~no-such-user-here/x"}, ["ssd_dir='~no-such-user-here/x'", "write the whole path"]),
-        ({"ram": 0}, ["ram=0 with no SSD", "give ram a size, or ssd_dir and ssd"]),
-        ({"ram": "0GB"}, ["ram=0 with no SSD"]),
-        ({"ram": 0, "ssd_dir": "x", "ssd": 0}, ["ram=0 with no SSD"]),
-        ({"ram": 0, "ssd": "1GB"}, ["ram=0 with no SSD"]),
-        ({"ram": 0, "ssd_dir": "x", "transit": 0}, ["transit=0 with ram=0", "give transit a size"]),
+        ({"ram": 0}, ["ram=0: nothing could be kept", 'give ram a size, such as "1GB"']),
+        ({"ram": "0GB", "ssd_dir": "x"}, ["ram=0: nothing could be kept"]),
     ],
 )  # fmt: skip
 def test_other_bad_settings_are_named_with_what_may_be_written(values, named):
@@ -311,11 +304,9 @@ def test_an_empty_directory_variable_is_not_the_current_directory(monkeypatch):
 # -- what "auto" means ------------------------------------------------------------------------------------------------
 
 
-def test_ram_in_bytes(tmp_path):
+def test_ram_in_bytes():
     assert Settings().ram_bytes(16 << 30) == 4 << 30
     assert Settings(ram="3GB").ram_bytes(16 << 30) == 3 * 10**9
-    assert Settings(ram=0, ssd_dir=tmp_path).ram_bytes(16 << 30) == 256 << 20
-    assert Settings(ram=0, ssd_dir=tmp_path, transit="1GB").ram_bytes(16 << 30) == 10**9
 
 
 @given(st.integers(64, 1 << 42), st.integers(0, 1 << 42))

@@ -168,8 +168,8 @@ class Simulation:
         spill: str = "drop",
         idle: int | str = 0,
     ):
-        if ram < 0 or ssd < 0 or not (ram or ssd):
-            raise ValueError(f"ram={ram}, ssd={ssd}: nothing could be kept; give at least one of them a size")
+        if ram <= 0 or ssd < 0:
+            raise ValueError(f"ram={ram}, ssd={ssd}: nothing could be kept; give ram a size")
         settings = Settings.model_construct(
             ram=ram,
             ssd_dir=None,
@@ -270,7 +270,7 @@ def simulate(
 
     `leave` tokens of each prompt are computed in any case, as with `PrefixCache.fetch`. `progress` is told the requests done,
     now and then. `idle` is the setting `spill_idle`: 0, since what it adds depends on how long the server lives; "auto" has
-    all gaps of the trace used. Raises ValueError where neither RAM nor SSD has a size.
+    all gaps of the trace used. Raises ValueError where RAM has no size.
     """
     run = Simulation(state, codec, ram=ram, ssd=ssd, policy=policy, admission=admission, spill=spill, idle=idle)
     asked, given, read = array("q"), array("q"), array("q")

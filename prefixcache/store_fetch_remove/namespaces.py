@@ -173,13 +173,12 @@ class Namespaces:
         if room is None:
             log.warning(
                 "the basis of model %r takes %d bytes of RAM, and all bases in use may take 1/%d of its %d bytes: the "
-                "model's rows are coded by %s; give %s",
+                "model's rows are coded by %s; give more ram",
                 model,
                 codec.basis.nbytes,
                 BASES_SHARE,
                 self._storage.ram.configured,
                 codec.otherwise,
-                "more transit" if self._storage.ssd_only else "more ram",
             )
             return codec.otherwise
         self._reserved[codec.basis.hash] = room

@@ -285,8 +285,6 @@ class LowerTier:
                 storage.spilling.spill_onward(slot, self)
                 if storage.remote is not None:
                     storage.remote.offer_written(slot)
-                if storage.ssd_only:
-                    storage.spilling.drop_durable(slot)
             elif not isinstance(error, Cancelled):
                 storage.counters.write_errors += 1
                 storage.spilling.write_through([slot])

@@ -105,8 +105,7 @@ class Ram:
         """Log it where RAM was given a size that holds no block of a usual model."""
         if self.configured < USELESS:
             log.warning(
-                '%s=%s: holds no block of 256 tokens of any usual model, so nothing is kept; write "1GB" or more',
-                self._setting,
+                'ram=%s: holds no block of 256 tokens of any usual model, so nothing is kept; write "1GB" or more',
                 size(self.configured),
             )
 
@@ -115,17 +114,12 @@ class Ram:
         if nbytes > self.configured and not self._warned:
             self._warned = True
             log.warning(
-                '%s=%s: a block of %d tokens of %s takes %s, so nothing of it is kept; write "1GB" or more',
-                self._setting,
+                'ram=%s: a block of %d tokens of %s takes %s, so nothing of it is kept; write "1GB" or more',
                 size(self.configured),
                 tokens,
                 model,
                 size(nbytes),
             )
-
-    @property
-    def _setting(self) -> str:
-        return "transit" if self._storage.ssd_only else "ram"
 
     def admits(self, slot: Slot) -> bool:
         """Whether the tier below is to be given an image: with admission "second", if its block was asked for again since it

@@ -67,7 +67,7 @@ class Layouts(Protocol):
 
 
 class RemoteTier:
-    """Called on any thread; takes the storage's lock where it needs it. `offer_*`, `waits`, `refuse` are called under it."""
+    """Called on any thread; takes the storage's lock where it needs it. `offer_*` and `refuse` are called under it."""
 
     def __init__(self, storage: Storage, client: Client, layouts: Layouts, admission: str, timeout: float):
         """`admission`: "second", "always" or "never". `timeout`: seconds that a prompt may take at most."""
@@ -104,10 +104,6 @@ class RemoteTier:
         """An image is durable in the tier below RAM."""
         if self._admission == "always" or slot.remote_at == TO_BE_SENT:
             self._offer(slot)
-
-    def waits(self, slot: Slot) -> bool:
-        """Whether an image waits to be sent."""
-        return self._uploads.waits(slot)
 
     def _offer(self, slot: Slot) -> None:
         """What is worth sending is worth keeping: it is written to the SSD first, where there is one."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from prefixcache.blocks.node import RAM, Slot
-from prefixcache.image_format import ROWS, SNAPSHOT
+from prefixcache.image_format import SNAPSHOT
 
 if TYPE_CHECKING:
     from prefixcache.tiers.lower_tier import LowerTier
@@ -39,21 +39,20 @@ class Spilling:
         if tier is None:
             return
         self._entered += entered
-        limit, everything = storage.budget.limit, storage.ssd_only
-        full = storage.budget.held().total >= limit - limit // AHEAD_SHARE and self._entered >= limit // AHEAD_STEP
-        if not (full or everything):
+        limit = storage.budget.limit
+        if storage.budget.held().total < limit - limit // AHEAD_SHARE or self._entered < limit // AHEAD_STEP:
             return
         self._entered = 0
-        for slot in list(self._least_recent(None if everything else limit // AHEAD_SHARE)):
+        for slot in list(self._least_recent(limit // AHEAD_SHARE)):
             if self._is_dirty(slot) and storage.ram.admits(slot) and not tier.spill(slot):
                 return
 
-    def _least_recent(self, nbytes: int | None) -> Iterator[Slot]:
-        """Of the least recent `nbytes` of RAM, with those that wait for a write, the slots that don't wait; None: of all."""
+    def _least_recent(self, nbytes: int) -> Iterator[Slot]:
+        """Yield the slots of the least recent `nbytes` of RAM, of which those that wait for a write take a part unseen."""
         passed = self._storage.budget.held().queued
         for slot in self._storage.graph.orders[RAM]:
             passed += slot.nbytes
-            if nbytes is not None and passed > nbytes:
+            if passed > nbytes:
                 return
             yield slot
 
@@ -100,23 +99,6 @@ class Spilling:
         below = self._storage.lower[tier.number :]
         if below and slot.image is not None and not slot.is_in(below[0].number):
             below[0].spill(slot)
-
-    def drop_durable(self, slot: Slot) -> None:
-        """With no RAM to keep it: what is durable and of no more use is dropped, and then what it depended on."""
-        storage: Storage = self._storage
-        last: Slot | None = slot
-        while (
-            last is not None
-            and last.image is not None
-            and last.tiers > 1
-            and not last.pins
-            and not last.pending
-            and not (storage.remote is not None and storage.remote.waits(last))
-            and not storage.graph.has_dependents(last, RAM)
-        ):
-            storage.graph.drop(last, RAM)
-            above = last.node if last.kind != ROWS else last.node.parent
-            last = above.rows if above is not None else None
 
     def drain(self, timeout: float) -> bool:
         """Write all that RAM holds and the tier below has room for, the newest first. False when not done in `timeout`

@@ -46,7 +46,6 @@ class Storage:
         self.namespaces: dict[bytes, Namespace] = {}  # by root key
         self.counters = Counters()
         self.long_prompts = LongPrompts()
-        self.ssd_only = settings.ram == 0  # nothing stays in RAM once it is durable
         self.ram = Ram(self)
         self.lower: list[LowerTier] = []  # the tiers below RAM, in order of speed
         self.spilling = Spilling(self)

@@ -86,11 +86,6 @@ class Uploads:
             self._waiting[address] = None
             self._wake.notify()
 
-    def waits(self, slot: Slot) -> bool:
-        """Whether an image waits for its turn."""
-        with self._wake:
-            return (slot.kind, slot.key) in self._waiting
-
     def close(self, timeout: float) -> None:
         """Send what waits, for at most so many seconds while the engine takes it."""
         end = time.monotonic() + timeout
@@ -207,14 +202,6 @@ class Uploads:
         finally:
             client.counters.add(dropped=unsettled)
             self._storage.unpin(slots)
-            self._drop_durable(slots)
-
-    def _drop_durable(self, slots: list[Slot]) -> None:
-        """With no RAM to keep images in, these were kept until they were sent."""
-        if self._storage.ssd_only:
-            with self._storage.lock:
-                for slot in reversed(slots):
-                    self._storage.spilling.drop_durable(slot)
 
     def _put(self, missing: list[tuple[Slot, str]]) -> Iterator[Slot]:
         """Send images under these names, and yield those that were sent. RAM is reserved for the sealed form of the largest:

@@ -438,14 +438,6 @@ def test_policies_and_admissions_are_compared(call, trace, planned):
     assert "adaptive, second" in done.stdout
 
 
-def test_ram_0_is_an_ssd_alone(planned):
-    facts = planned("--ram", "0", "--ssd", "0,50MB")
-    (cell,) = facts["sizes"]["cells"]
-    assert (cell["ram"], cell["ssd"]) == (0, 50_000_000)
-    assert cell["hit_rate"] > 0
-    assert facts["sizes"]["recommendation"]["says"].startswith('ram=0, ssd="50MB": ')
-
-
 def test_a_recording_and_a_part_of_a_trace_are_read(call, tmp_path):
     chats(tmp_path / "own.jsonl", call="fetch", block_size=256)
     lines = [json.loads(line) for line in (tmp_path / "own.jsonl").read_text().splitlines()]
@@ -781,7 +773,7 @@ def test_without_matplotlib_the_page_has_its_tables_and_says_how_to_get_the_pict
         (("--model", TINY, "--trace", "{wrong}", "--block", 256), "line 1: input_length is missing"),
         (("--model", TINY, "--trace", "{trace}", "--block", 99), "stands for with --block"),
         (("--model", TINY, "--trace", "{trace}", "--ram", "20QB"), "--ram='20QB': not a size; write"),
-        (("--model", TINY, "--trace", "{trace}", "--ram", "0", "--ssd", "0"), "nothing could be kept"),
+        (("--model", TINY, "--trace", "{trace}", "--ram", "0,1GB"), "--ram 0: nothing could be kept"),
         (("--model", TINY, "--trace", "{trace}", "--policy", "mru"), "--policy 'mru': none of those there are"),
         (("--model", TINY, "--trace", "{trace}", "--ssd-admission", "never"), "write always, second"),
         (("--model", TINY, "--ssd-rate", "0"), "--ssd-rate 0: nothing would ever arrive; give a size"),

@@ -82,7 +82,7 @@ def test_the_help_names_its_own_flags_and_leads_to_mlx_lms(call):
         (["--kv-bits", 8, "--key-bits", 4], "--kv-bits with --key-bits: "),
         (["--kv-bits=8", "--codec", "raw"], "--kv-bits with --codec: "),
         (["--ssd", "5GB"], "--ssd 5GB without --ssd-dir: "),
-        (["--ram", "0"], "--ram 0 without --ssd-dir: "),
+        (["--ram", "0"], "--ram=0: "),
         (["--ram", "much"], "--ram='much': not a size"),
         (["--readers", 100], "--readers '100': Input should be less than or equal to 64"),
         (["--policy", "mru"], "--policy 'mru': Input should be 'lru' or 'adaptive'"),

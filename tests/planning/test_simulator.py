@@ -271,8 +271,8 @@ def test_ram_so_small_that_nothing_of_the_first_prompts_reaches_the_ssd_is_simul
 
 
 def test_a_cache_that_could_keep_nothing_is_refused():
-    with pytest.raises(ValueError, match="ram=0, ssd=0: nothing could be kept"):
-        simulate([], ModelState.of(PLAIN, name="tiny"), as_codec("raw"), ram=0, ssd=0)
+    with pytest.raises(ValueError, match="ram=0, ssd=1000: nothing could be kept"):
+        simulate([], ModelState.of(PLAIN, name="tiny"), as_codec("raw"), ram=0, ssd=1000)
 
 
 def test_nothing_of_what_left_stays_behind():

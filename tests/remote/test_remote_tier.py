@@ -149,16 +149,6 @@ def test_after_a_restart_the_next_hit_sends_what_the_ssd_has(machine, engine, tm
     assert len(rows_of(engine)) == 3
 
 
-def test_without_ram_what_is_stored_leaves_too(machine, engine, tmp_path):
-    cache = machine(ram=0, transit=50_000_000, ssd_dir=tmp_path / "a", ssd=100_000_000, remote_admission="always")
-    for number in range(5):
-        put(cache, [number] * 256)
-        cache.flush(10)
-    sent(cache)
-    assert len(rows_of(engine)) == 5
-    assert cache.stats().images_in_ram == 0
-
-
 def test_layouts_are_listed_with_every_batch(machine, engine):
     cache = machine()
     shared(cache, LONG)

@@ -98,7 +98,7 @@ def plan(seed: int, life: int, *, seconds: float, threads: int, remote: bool = F
         life,
         long,
         round(lasts, 2),
-        chance.choice((0, 4, 6, 8, 12)) * MB,
+        chance.choice((2, 4, 6, 8, 12)) * MB,
         chance.choice((16, 24, 32, 48)) * MB,
         chance.choice(("drop", "drop", "wait")),
         rules.choice(tuple(POLICIES)),

@@ -123,7 +123,6 @@ class Server:
         self.cache = PrefixCache(
             Settings(
                 ram=o.ram,
-                transit=8 << 20,
                 ssd_dir=o.directory,
                 ssd=o.ssd,
                 codec=o.codec,
@@ -262,7 +261,7 @@ class Server:
             cache.remove(request.tokens, **who)
         elif draw < 0.13:
             cache.trim_to(self.orders.ram // chance.choice((2, 4, 8)), wait=0.1)
-        elif draw < 0.14 and self.orders.ram:
+        elif draw < 0.14:
             cache.resize(ram=self.orders.ram * chance.choice((2, 3, 4)) // 4, wait=0.1)
         elif draw < 0.15:
             cache.resize(ssd=self.orders.ssd * chance.choice((2, 3, 4)) // 4)

@@ -107,7 +107,7 @@ def plan(
         Values,
         typer.Option(
             metavar="SIZES",
-            help="Such as 8GB,16GB; 0: SSD only. Else from a 256th of all state up to all.",
+            help="Such as 8GB,16GB. Else from a 256th of all state up to all.",
         ),
     ] = None,
     ssd: Annotated[
@@ -221,8 +221,8 @@ def plan(
                     fleet,
                 )
             )
-            if simulation and simulation.rams == simulation.ssds == [0]:
-                raise Refused("--ram 0 with --ssd 0: nothing could be kept; give at least one of them a size")
+            if simulation and 0 in simulation.rams:
+                raise Refused("--ram 0: nothing could be kept; give it a size, such as 1GB")
             with _quiet_log():
                 facts = _plan(model, codecs, simulation, assumed, basis, basis_dir or BASIS_DIR)
     except KeyboardInterrupt:

@@ -23,7 +23,7 @@ from prefixcache.planning.outcome import FleetOutcome, Outcome
 from prefixcache.planning.sizes import Sizes
 from prefixcache.planning.sweep import Cell, Fleet
 from prefixcache.planning.typical_basis import TypicalBasis
-from prefixcache.settings import Settings, ram_auto
+from prefixcache.settings import ram_auto
 from prefixcache.trace.reading import Summary, Trace
 
 if TYPE_CHECKING:
@@ -175,19 +175,14 @@ def ssd_ladder(most: int) -> list[int]:
 
 
 def grid(rams: Sequence[int], ssds: Sequence[int], policies: Sequence[str], admissions: Sequence[str]) -> list[Cell]:
-    """Each with each, without the cell that has neither RAM nor SSD. Without an SSD all admissions are one."""
-    cells = [Cell(*sizes) for sizes in product(rams, ssds, policies, admissions) if sizes[0] or sizes[1]]
+    """Each with each. Without an SSD all admissions are one."""
+    cells = [Cell(*sizes) for sizes in product(rams, ssds, policies, admissions)]
     return list(dict.fromkeys(c if c.ssd else c._replace(admission=admissions[0]) for c in cells))
 
 
 def capacities(cells: Sequence[Cell], bytes_per_token: float, block: int) -> list[int]:
     """How many of a trace's blocks RAM and SSD of each size have room for."""
-    return [int((_ram_taken(cell.ram) + cell.ssd) / (bytes_per_token * block)) for cell in cells]
-
-
-def _ram_taken(ram: int) -> int:
-    """By a cache with this setting: with none, that for images in transit."""
-    return ram or int(Settings.model_fields["transit"].default)
+    return [int((cell.ram + cell.ssd) / (bytes_per_token * block)) for cell in cells]
 
 
 # -- the outcomes -----------------------------------------------------------------------------------------------------
@@ -208,7 +203,7 @@ def outcome_facts(
     per_token, prefill = sizes.bytes_per_token, assumed.prefill_rate
     rates = [Rates(prefill, ssd, assumed.decode_rate) for ssd in assumed.ssd_rates]
     prices = Prices(assumed.ram_price, assumed.ssd_price)
-    costs = [advice.cost(_ram_taken(o.ram), o.ssd, prices) for o in outcomes]
+    costs = [advice.cost(o.ram, o.ssd, prices) for o in outcomes]
     hits, possible = [o.hit_tokens for o in outcomes], endless.hit_tokens
     front = advice.front(costs, hits)
     cells = [
@@ -252,7 +247,7 @@ def _recommendation(
     return {
         **_advised(cells, chosen, obstacles),
         "beyond": told or None,
-        "machine": _machine_facts(state, sizes, _ram_taken(cells[chosen]["ram"]), longest),
+        "machine": _machine_facts(state, sizes, cells[chosen]["ram"], longest),
         "longest_bytes": _longest_bytes(state, sizes, longest),
     }
 
@@ -267,7 +262,7 @@ def _obstacles(cell: Facts, state: ModelState, sizes: Sizes, longest: int) -> li
     """Why a size can't be lived with: "wear" (the SSD lasts less than a year), "prompt" (the longest doesn't fit into RAM),
     "memory" (no Mac has room for it).
     """
-    ram, lasts = _ram_taken(cell["ram"]), cell["tbw_years"]
+    ram, lasts = cell["ram"], cell["tbw_years"]
     found = {
         "wear": lasts is not None and lasts < advice.LEAST_YEARS,
         "prompt": _longest_bytes(state, sizes, longest) > ram,

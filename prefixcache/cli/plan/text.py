@@ -111,8 +111,7 @@ def sizes_of(cell: Facts) -> str:
 def settings_of(cell: Facts) -> str:
     """The same as settings are written: `ram="24GB", ssd="120GB"`."""
     sizes = {tier: short(cell[tier]).replace(" ", "") for tier in ("ram", "ssd") if cell[tier]}
-    settings = [f'{name}="{value}"' for name, value in {**sizes, **_policies(cell)}.items()]
-    return ", ".join(settings if cell["ram"] else ["ram=0", *settings])
+    return ", ".join(f'{name}="{value}"' for name, value in {**sizes, **_policies(cell)}.items())
 
 
 def _policies(cell: Facts) -> dict[str, str]:

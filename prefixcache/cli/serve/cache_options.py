@@ -15,7 +15,6 @@ import typer
 from pydantic import BeforeValidator, ValidationError
 from pydantic.fields import FieldInfo
 
-from prefixcache.byte_sizes import parse_size
 from prefixcache.settings import Settings, shown
 
 Flags = Mapping[str, Any]  # what was given, by the field's name; None where it was not
@@ -107,17 +106,9 @@ def settings_from(flags: Flags) -> Settings:
     if "codec" in given and bits:
         named = " and ".join(map(flag_of, bits))
         raise ValueError(f"--codec with {named}: both choose the codec; give one, such as --codec turboquant:4:3")
-    sizes = {
-        name: parse_size(given[name], flag_of(name)) for name in ("ram", "ssd") if given.get(name, "auto") != "auto"
-    }
-    others = _settings({**given, "ram": "auto"} if sizes.get("ram") == 0 else given)
-    if sizes.get("ssd", given.get("ssd")) and others.ssd_dir is None:
+    others = _settings(given)
+    if "ssd" in given and others.ssd != 0 and others.ssd_dir is None:
         raise ValueError(f"--ssd {given['ssd']} without --ssd-dir: no directory to keep it in; add --ssd-dir DIR")
-    if sizes.get("ram") == 0 and (others.ssd_dir is None or others.ssd == 0):
-        missing = "without --ssd-dir" if others.ssd_dir is None else "with an --ssd of 0"
-        raise ValueError(
-            f"--ram {given['ram']} {missing}: nothing could be kept; give --ram a size, or add --ssd-dir DIR"
-        )
     if bits:
         given["codec"] = _with_bits(others.codec, bits)
     return _settings(given)
