@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 
 from prefixcache import PrefixCache, identity, model_identity
 from prefixcache.keys import as_model
-from tests import states
+from tests.models import states
 
 LIBRARY = Path(mlx_lm.__file__).parent
 TINY = Path(__file__).parent / "fixtures" / "tiny-llama"

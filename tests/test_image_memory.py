@@ -19,9 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from prefixcache import PrefixCache, image_memory
 from prefixcache.blocks.budget import Budget
 from prefixcache.image_memory import LEAST, Pool
-
-from . import states
-from .ssd.images import until
+from tests.models import states
+from tests.ssd.images import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the C library gives memory back")
 ROOT = Path(__file__).parent.parent

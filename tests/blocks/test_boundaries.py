@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prefixcache.blocks.node import RAM, Window, covering_rows, dependencies
-from tests.planting import SSD, Planting, blocks, leaving, raw, runs
+from tests.blocks.planting import SSD, Planting, blocks, leaving, raw, runs
 
 # -- windows ----------------------------------------------------------------------------------------------------------
 

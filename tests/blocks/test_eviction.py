@@ -10,7 +10,7 @@ from prefixcache.blocks.eviction import eviction_order, eviction_victim
 from prefixcache.blocks.graph import NODE_BYTES, SLOT_BYTES
 from prefixcache.blocks.lookup import required_images
 from prefixcache.blocks.node import BLOCK_BYTES, RAM, Window
-from tests.planting import IMAGE, SSD, Planting, blocks, leaving, order, restarted, runs
+from tests.blocks.planting import IMAGE, SSD, Planting, blocks, leaving, order, restarted, runs
 
 # -- recency and who leaves -------------------------------------------------------------------------------------------
 

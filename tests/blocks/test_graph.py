@@ -9,7 +9,7 @@ from prefixcache.blocks.graph import NODE_BYTES, Graph
 from prefixcache.blocks.node import Node, Slot, Window
 from prefixcache.blocks.superseded import successors, superseded_tails
 from prefixcache.keys import chain
-from tests.planting import IMAGE, ROOT, SSD, Planting, blocks, raw, runs
+from tests.blocks.planting import IMAGE, ROOT, SSD, Planting, blocks, raw, runs
 
 # -- twins ------------------------------------------------------------------------------------------------------------
 

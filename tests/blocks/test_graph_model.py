@@ -26,7 +26,7 @@ from prefixcache.blocks.eviction import eviction_victim
 from prefixcache.blocks.lookup import required_images
 from prefixcache.blocks.node import BLOCK_BYTES, RAM, Node, Slot, Window
 from prefixcache.keys import BLOCK, TOKEN_BYTES
-from tests.planting import SSD, TIERS, Planting, raw, restarted, runs
+from tests.blocks.planting import SSD, TIERS, Planting, raw, restarted, runs
 
 SPACES = {
     "rows": ((), False),

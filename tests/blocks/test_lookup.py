@@ -8,7 +8,7 @@ from prefixcache.blocks.eviction import eviction_victim
 from prefixcache.blocks.lookup import hit_depth
 from prefixcache.blocks.node import RAM, Slot, common_tokens
 from prefixcache.keys import BLOCK
-from tests.planting import IMAGE, ROOT, SSD, Planting, blocks, leaving, order, raw, runs
+from tests.blocks.planting import IMAGE, ROOT, SSD, Planting, blocks, leaving, order, raw, runs
 
 # -- lookups ----------------------------------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from prefixcache.blocks.node import RAM, Node, Slot, Window
 from prefixcache.blocks.policies import POLICIES, Lru, Order
 from prefixcache.image_format import ROWS
 from prefixcache.tiers.admission import Doorkeeper
-from tests.planting import ROOT, SSD, TIERS, Planting, blocks, runs
+from tests.blocks.planting import ROOT, SSD, TIERS, Planting, blocks, runs
 
 
 def decide(order: Adaptive, share: float | None) -> Adaptive:

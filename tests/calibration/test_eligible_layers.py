@@ -14,7 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from prefixcache.calibration.layers import eligible_layers, measure
 from prefixcache.codecs.interchange import as_float32, copy_out, name_of
 from prefixcache.codecs.transform.rotation import Rotation
-from tests.families import BASE, FAMILIES, WIDE, _build
+from tests.models.families import BASE, FAMILIES, WIDE, _build
 
 NO_MODULE = "keys depend on the position, and no RoPE module of the model explains how"
 VALUES = "values depend on the position"

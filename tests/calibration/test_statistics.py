@@ -20,7 +20,7 @@ from prefixcache.calibration.layers import eligible_layers
 from prefixcache.calibration.statistics import Statistics, collect
 from prefixcache.codecs.interchange import as_float32, copy_out
 from prefixcache.codecs.transform.layer import Layer
-from tests.families import BASE, FAMILIES, _build
+from tests.models.families import BASE, FAMILIES, _build
 
 SINKS = 4
 

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from prefixcache import PrefixCache
 from prefixcache.cli import app
-from tests import forked
-from tests.serving import SECONDS, wait_for
+from tests.servers import forked
+from tests.servers.serving import SECONDS, wait_for
 
 
 @pytest.fixture(scope="session")

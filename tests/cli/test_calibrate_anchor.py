@@ -21,7 +21,7 @@ from prefixcache.cli.evaluate.trials import NotRestored, Reference, begun, read_
 from prefixcache.codecs import Transform
 from prefixcache.codecs.transform import bases
 from prefixcache.codecs.transform.basis import GUESSED, MATCHED, NEAREST, Basis, Measured
-from tests.serving import save_model
+from tests.servers.serving import save_model
 
 TEXT = texts.CORPUS / "english_dialogue.txt"
 SIZE = ("--text", TEXT, "--windows", 1, "--tokens", 320, "--draws", 1, "--basis-dir")

@@ -21,7 +21,7 @@ from prefixcache.cli.evaluate.measuring import load
 from prefixcache.cli.text import size
 from prefixcache.codecs.transform import bases, basis
 from prefixcache.codecs.transform.codec import Transform
-from tests.serving import save_model
+from tests.servers.serving import save_model
 
 TINY = Path(__file__).parents[1] / "fixtures" / "tiny-llama"
 TEXT = texts.CORPUS / "english_dialogue.txt"

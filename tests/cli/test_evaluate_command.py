@@ -24,8 +24,8 @@ from prefixcache.cli.evaluate.texts import default_text
 from prefixcache.cli.evaluate.trials import Rows
 from prefixcache.cli.text import Refused
 from prefixcache.codecs import TurboQuant
-from tests.calibrated import calibrate
-from tests.families import FAMILIES
+from tests.models.calibrated import calibrate
+from tests.models.families import FAMILIES
 
 ROOT = Path(__file__).parent.parent.parent
 SPECS = ["raw", "affine:8", "affine:4", "turboquant:8", "turboquant:4", "turboquant:2"]

@@ -15,9 +15,9 @@ from valkey import Valkey
 
 from prefixcache import PrefixCache
 from prefixcache.cli import app
+from tests.models.states import got, put
 from tests.remote.fleet import sent
 from tests.remote.servers import certificates, free_port, valkey_server
-from tests.states import got, put
 
 LONG = list(range(1000))
 

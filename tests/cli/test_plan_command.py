@@ -24,8 +24,8 @@ from prefixcache.codecs.choice import as_codec
 from prefixcache.codecs.transform.basis import read
 from prefixcache.planning.model import ModelState
 from prefixcache.planning.sizes import Sizes
-from tests.calibrated import calibrate
-from tests.serving import save_model
+from tests.models.calibrated import calibrate
+from tests.servers.serving import save_model
 
 command = importlib.import_module("prefixcache.cli.plan.command")
 TINY = Path(__file__).parent.parent / "fixtures" / "tiny-llama"

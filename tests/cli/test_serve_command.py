@@ -11,9 +11,9 @@ import pytest
 from mlx_lm import server as upstream
 
 from prefixcache import PrefixCache, Settings
-from tests.families import MLX_LM_0_31
-from tests.forked import run
-from tests.serving import save_adapter, save_model, serve, starting, text
+from tests.models.families import MLX_LM_0_31
+from tests.servers.forked import run
+from tests.servers.serving import save_adapter, save_model, serve, starting, text
 
 
 @pytest.fixture(scope="module")

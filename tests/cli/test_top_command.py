@@ -34,7 +34,7 @@ from prefixcache.cli.top.metrics_page import Away, NotOurs, WatchedServer, addre
 from prefixcache.cli.top.picture import meter, picture
 from prefixcache.metrics.histogram import Histogram
 from prefixcache.metrics.prometheus import CONTENT_TYPE, CacheCollector, render
-from tests.serving import wait_for
+from tests.servers.serving import wait_for
 
 TOKENS = [TOKEN + i for i in range(1000)]
 QUICK = ("--interval", "0.1")

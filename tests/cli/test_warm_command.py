@@ -20,8 +20,8 @@ from mlx_lm.utils import load_tokenizer
 from prefixcache import PrefixCache, model_identity
 from prefixcache.cli import app
 from prefixcache.servers.warm_prompts import WarmPrompt, tokens_of
-from tests import forked
-from tests.serving import wait_for
+from tests.servers import forked
+from tests.servers.serving import wait_for
 
 MODEL = Path(__file__).parents[1] / "fixtures" / "tiny-llama"
 SYSTEM = {"role": "system", "content": "You answer in one word. The secret number of Oscar is 7615."}

@@ -17,7 +17,7 @@ import numpy as np
 from prefixcache import PrefixCache
 from prefixcache.ssd.directory import Directory
 from prefixcache.ssd.quarantine import quarantined
-from tests import states
+from tests.models import states
 from tools.faults.evidence import du
 
 PROMPT = [9_000_000_000 + 7 * i for i in range(600)]  # int64 in the index

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from prefixcache import PrefixCache
 from prefixcache.image_format import DTYPES, Blueprint, Image, Spec
-from tests.transforming import Tiny, prompt, tiny
+from tests.models.transforming import Tiny, prompt, tiny
 
 from .directories import copy, execute, file_of, remove, rows_of, settled
 

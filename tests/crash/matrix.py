@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from prefixcache.codecs.transform.bases import Bases
 from tests.crash.checks import promised
-from tests.transforming import uneven_basis
+from tests.models.transforming import uneven_basis
 from tools.faults import power, shim
 
 CHAIN = 5  # rounds of random kills on one directory

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from tests import states
+from tests.models import states
 
 RAW, LEVELLED = "raw", os.environ.get("CRASH_CODEC", "turboquant:8:sink_tokens=3")
 IS_TRANSFORM = LEVELLED.startswith("transform")  # its basis is where PREFIXCACHE_BASIS_DIR says

@@ -8,7 +8,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 from tests.fuzz.hostile_requests import Hostile, hostile_requests
-from tests.serving import SECONDS, Server, ask, save_model, serve, starting
+from tests.servers.serving import SECONDS, Server, ask, save_model, serve, starting
 
 CLIENTS = 8
 

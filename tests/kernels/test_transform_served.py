@@ -15,7 +15,7 @@ from prefixcache.layers.joined import DamagedBlock
 from prefixcache.layers.read_ahead import ReadAhead
 from tests.corruption.test_transformed import changed
 from tests.corruption.test_transformed import opened as opened_in
-from tests.transforming import SINKS, prompt, tiny
+from tests.models.transforming import SINKS, prompt, tiny
 
 pytestmark = pytest.mark.skipif(host_gpu.COMPILER is None, reason="no C++ compiler")
 

@@ -12,8 +12,8 @@ from prefixcache.layers import CacheError
 from prefixcache.layers.form import CacheForm
 from prefixcache.layers.image_layout import read
 from prefixcache.servers.model_form import form_of
-from tests import states
-from tests.families import FAMILIES
+from tests.models import states
+from tests.models.families import FAMILIES
 
 LONG = list(range(600))
 RAM = {"ram": "50MB", "codec": "raw"}

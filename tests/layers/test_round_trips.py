@@ -11,7 +11,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from prefixcache import PrefixCache
-from tests.families import FAMILIES, greedy
+from tests.models.families import FAMILIES, greedy
 
 PROMPT, MORE, ANSWER = 300, 41, 4
 NEAR = 1e-3  # of the logits' deviation

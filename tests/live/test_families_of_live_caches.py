@@ -17,7 +17,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from prefixcache.live import families, hook
 from prefixcache.live.families import EXCLUDED, HOLDS, UNLESS, check
-from tests.families import BASE, DELTA, FAMILIES, MLA, MLX_LM_0_31, MOE, SLIDING
+from tests.models.families import BASE, DELTA, FAMILIES, MLA, MLX_LM_0_31, MOE, SLIDING
 
 FOLDER = Path(mlx_lm.models.__path__[0])
 MODULES = sorted(module.name for module in pkgutil.iter_modules([str(FOLDER)]) if module.name not in ("base", "cache"))

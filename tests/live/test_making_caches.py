@@ -8,7 +8,7 @@ from mlx_lm.models.cache import make_prompt_cache as make_plain
 import prefixcache
 from prefixcache import Affine, QuantizedKVCache, TurboQuant, TurboQuantKVCache, convert_prompt_cache, make_prompt_cache
 from prefixcache.live import SharedLevels, hook
-from tests.families import FAMILIES
+from tests.models.families import FAMILIES
 
 TOKENS = [n * 7 % 128 for n in range(300)]
 

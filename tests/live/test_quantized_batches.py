@@ -15,8 +15,8 @@ from prefixcache.layers.adapters import adapter_of, class_path
 from prefixcache.layers.classes import find_class, read_leaf
 from prefixcache.live import hook, quantized
 from prefixcache.live.quantized import BatchQuantizedKVCache, QuantizedKVCache, attention
-from tests.families import FAMILIES, MLX_LM_0_31
 from tests.live.generating import check_as_alone, drive
+from tests.models.families import FAMILIES, MLX_LM_0_31
 
 HEADS, WIDTH, V_WIDTH, GROUP = 2, 64, 32, 32
 # Nats between a batch and a request alone. A GPU sums a batch in another order, and what lies on a border gets the next code.

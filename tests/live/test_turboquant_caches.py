@@ -14,8 +14,8 @@ from prefixcache.codecs.turboquant import live as turboquant_live
 from prefixcache.live import BatchTurboQuantKVCache, SharedLevels, TurboQuantKVCache, attention, hook
 from prefixcache.live import layer as live_layer
 from prefixcache.live import levels as live_levels
-from tests.families import FAMILIES
 from tests.live.generating import alone, check_logprobs, drive, feed
+from tests.models.families import FAMILIES
 
 HEADS, WIDTH = 2, 64
 

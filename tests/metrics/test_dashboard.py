@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from prefixcache import PrefixCache
 from prefixcache.metrics.prometheus import CacheCollector, render
-from tests import states
+from tests.models import states
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "dashboards" / "grafana.json"

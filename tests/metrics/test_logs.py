@@ -25,8 +25,8 @@ from prefixcache import PrefixCache
 from prefixcache.cli import app
 from prefixcache.metrics.logs import JsonFormatter, Summary, in_words, quotes_nothing, summed_up
 from prefixcache.servers.salts import salt_of
-from tests import states
-from tests.serving import TINY, chat, save_model, serve, starting, text
+from tests.models import states
+from tests.servers.serving import TINY, chat, save_model, serve, starting, text
 
 LONG = list(range(1000))
 API_KEY = "sk-of-great-fame"

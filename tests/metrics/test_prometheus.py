@@ -23,7 +23,7 @@ from prefixcache.metrics.prometheus import CONTENT_TYPE, CacheCollector, render
 from prefixcache.metrics.stats import Counters, Stats
 from prefixcache.remote.stats import RemoteStats
 from prefixcache.ssd import SsdStats
-from tests import states
+from tests.models import states
 from tests.remote.fleet import sent
 
 LONG = list(range(1000))

@@ -10,7 +10,7 @@ from pathlib import Path
 import requests
 
 from tests.peers.wheels import installed
-from tests.serving import SECONDS, Endpoint, Server, wait_for
+from tests.servers.serving import SECONDS, Endpoint, Server, wait_for
 
 RELEASE = "sglang-router==0.3.2"
 

@@ -23,7 +23,7 @@ from prefixcache.servers.auxiliary import SHARE
 from prefixcache.servers.vllm_mlx import installation as vllm_mlx
 from prefixcache.servers.vllm_mlx.installation import TieredPrefixCache
 from prefixcache.servers.vllm_mlx.prefix_cache import LONGEST_WAIT, PreparedEntry
-from tests import states
+from tests.models import states
 from tests.peers.uses import uses
 
 CACHE = {"ram": "50MB", "ssd": "100MB", "disk": False}

@@ -16,8 +16,8 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from prefixcache import Settings, model_identity
 from prefixcache.servers.vllm_mlx import installation as vllm_mlx
 from prefixcache.servers.vllm_mlx.installation import TieredPrefixCache
-from tests import states
-from tests.families import FAMILIES
+from tests.models import states
+from tests.models.families import FAMILIES
 
 CACHE = {"ram": "50MB", "ssd": "100MB", "disk": False}
 

@@ -19,7 +19,7 @@ from prefixcache.planning import model as module
 from prefixcache.planning.model import Law, ModelError, ModelState, _probe, held_rows
 from prefixcache.planning.model_config import context_length
 from prefixcache.planning.sizes import Sizes
-from tests.families import BASE, FAMILIES, MLX_LM_0_31
+from tests.models.families import BASE, FAMILIES, MLX_LM_0_31
 
 PROMPT = 263  # two blocks, the second short: its rows are kept as they are
 CODECS = ("raw", "turboquant:4", "affine:4")

@@ -21,7 +21,7 @@ from prefixcache.planning.simulator import Simulation, simulate, tokens_of
 from prefixcache.planning.sizes import Sizes
 from prefixcache.store_fetch_remove.image_maker import LiveMaker
 from prefixcache.trace.reading import Request, Trace
-from tests.families import BASE, DELTA, MOE
+from tests.models.families import BASE, DELTA, MOE
 from tools.soak.bases import basis_of
 
 TRACES = Path(__file__).parents[1] / "fixtures" / "traces"

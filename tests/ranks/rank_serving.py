@@ -17,9 +17,9 @@ from typing import Any
 import mlx.core as mx
 import requests
 
-from tests.families import FAMILIES
-from tests.forked import BLAS, OFFLINE, ROOT
-from tests.serving import SECONDS, TROUBLE, VOCABULARY, Endpoint, save_model, wait_for
+from tests.models.families import FAMILIES
+from tests.servers.forked import BLAS, OFFLINE, ROOT
+from tests.servers.serving import SECONDS, TROUBLE, VOCABULARY, Endpoint, save_model, wait_for
 from tools.ranks.launch import gpus, nccl, ring
 
 COMMAND = f"import sys; sys.path[:] = {sys.path!r}; from prefixcache.cli import app; app(prog_name='prefixcache')"

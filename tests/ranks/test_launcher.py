@@ -15,9 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.forked import BLAS, OFFLINE, ROOT
 from tests.ranks.rank_serving import COMMAND, EXACT, save_sharded
-from tests.serving import SECONDS, Endpoint, ask, text, wait_for
+from tests.servers.forked import BLAS, OFFLINE, ROOT
+from tests.servers.serving import SECONDS, Endpoint, ask, text, wait_for
 from tools.ranks.launch import free_ports
 
 LAUNCH = Path(sys.executable).with_name("mlx.launch")

@@ -16,9 +16,9 @@ import openai
 import pytest
 import requests
 
-from tests.forked import BLAS, OFFLINE, ROOT
 from tests.ranks.rank_serving import COMMAND, RankServer, rank_serving, save_sharded
-from tests.serving import ask, at_once, chat, text, wait_for
+from tests.servers.forked import BLAS, OFFLINE, ROOT
+from tests.servers.serving import ask, at_once, chat, text, wait_for
 from tools.ranks.launch import ring
 
 CASES = {  # what is served, how, and on how many ranks

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.forked import BLAS, ROOT
+from tests.servers.forked import BLAS, ROOT
 from tools.ranks.__main__ import one
 from tools.ranks.launch import ring
 from tools.ranks.models import CASES, Case

@@ -27,13 +27,13 @@ from prefixcache import PrefixCache
 from prefixcache.image_format import ROWS
 from prefixcache.metrics.prometheus import CacheCollector, render
 from prefixcache.remote.sealing import NoSeal, image_name
-from tests import states
+from tests.models import states
+from tests.models.states import got, put
 from tests.remote.conftest import Place
 from tests.remote.dict_engine import DictEngine
 from tests.remote.fleet import brought, sent
 from tests.remote.servers import LOOPBACK, Server, proxy, valkey_server
 from tests.ssd.images import until
-from tests.states import got, put
 
 LONG = list(range(1000))  # three whole blocks and a tail
 Machine = Callable[..., PrefixCache]
@@ -689,7 +689,7 @@ BEGIN = """
 import os, signal, sys
 import prefixcache.cache
 from prefixcache import PrefixCache
-from tests.states import got, put
+from tests.models.states import got, put
 LONG = list(range(1000))
 key, *urls = sys.argv[1:]
 how = {"ram": 50_000_000, "codec": "raw", "remote_key_file": key, "remote_admission": "always"}

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 )
 
 from prefixcache import PrefixCache
-from tests import states
+from tests.models import states
 from tests.remote.dict_engine import DictEngine
 from tests.remote.fleet import sent
 

@@ -16,10 +16,10 @@ from prefixcache import PrefixCache
 from prefixcache.remote.client import Client
 from prefixcache.remote.engine import EngineError
 from prefixcache.remote.sealing import NoSeal
-from tests import states
+from tests.models import states
+from tests.models.states import got, put
 from tests.remote.dict_engine import DictEngine
 from tests.remote.fleet import brought, sent
-from tests.states import got, put
 
 LONG = list(range(1000))
 Machine = Callable[..., PrefixCache]

@@ -17,9 +17,9 @@ import requests
 
 from prefixcache.cli import app
 from prefixcache.servers.mlx_lm import admin_http
-from tests import forked
+from tests.servers import forked
+from tests.servers.serving import SECONDS, Server, ask, at_once, save_model, serving, text
 from tests.servers.test_api_keys import BY_KEY, user
-from tests.serving import SECONDS, Server, ask, at_once, save_model, serving, text
 
 KEY = "d41d8cd98f00b204"
 MINE = {"authorization": "Bearer none"}  # whose the requests of `ask` are, where API keys are tenants

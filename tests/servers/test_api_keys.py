@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from prefixcache.servers.salts import NoSalt, Salts, salt_of, token_of
-from tests.serving import (
+from tests.servers.serving import (
     SECONDS,
     Message,
     Server,

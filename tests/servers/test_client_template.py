@@ -17,8 +17,8 @@ from prefixcache import PrefixCache
 from prefixcache.servers.mlx_lm import client_template
 from prefixcache.servers.mlx_lm.client_template import render
 from prefixcache.servers.request_schema import BadRequest
+from tests.servers.serving import SECONDS, TINY, Message, Server, ask, save_model, serving
 from tests.servers.test_requests import Asked, generating
-from tests.serving import SECONDS, TINY, Message, Server, ask, save_model, serving
 
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}hi"
 MESSAGES: list[Message] = [{"role": "user", "content": "hé"}]

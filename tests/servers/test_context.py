@@ -15,7 +15,7 @@ import requests
 
 from prefixcache.servers.mlx_lm.context import NO_LIMIT, context_of, room_for
 from prefixcache.servers.request_schema import BadRequest
-from tests.serving import (
+from tests.servers.serving import (
     SECONDS,
     Message,
     Server,

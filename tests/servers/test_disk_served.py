@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.serving import Message, ask, save_model, serve, serving, starting, wait_for
+from tests.servers.serving import Message, ask, save_model, serve, serving, starting, wait_for
 
 
 def user(content: str) -> list[Message]:

@@ -10,7 +10,18 @@ import pytest
 
 from tests.remote.servers import Server as Engine
 from tests.remote.servers import valkey_server
-from tests.serving import Message, Server, ask, chat, save_model, serve, serving_plainly, starting, text, wait_for
+from tests.servers.serving import (
+    Message,
+    Server,
+    ask,
+    chat,
+    save_model,
+    serve,
+    serving_plainly,
+    starting,
+    text,
+    wait_for,
+)
 
 FAMILIES = ("llama", "gemma3_text", "qwen3_next")  # every token kept; sliding windows; recurrent state
 QUESTIONS = ["What is it?", "And what else?", "Go on."]

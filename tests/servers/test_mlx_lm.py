@@ -12,7 +12,7 @@ from mlx_lm.models.cache import KVCache, LRUPromptCache
 
 from prefixcache import PrefixCache
 from prefixcache.servers.mlx_lm.prompt_cache import TieredPromptCache, identity_of
-from tests import states
+from tests.models import states
 from tests.servers.slow_disk import slow_disk
 
 TINY = Path(__file__).parents[1] / "fixtures" / "tiny-llama"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from prefixcache import PrefixCache
 from prefixcache.servers import read_or_compute
 from prefixcache.servers.read_or_compute import DECODE_TOKENS, MeasuredRates, ReadOrCompute
-from tests import states
+from tests.models import states
 from tests.servers.slow_disk import slow_disk
 
 LONG = list(range(1000))

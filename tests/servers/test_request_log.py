@@ -18,8 +18,8 @@ from prefixcache.codecs.turboquant import backends as turboquant_backends
 from prefixcache.servers.mlx_lm import requests as mlx_lm_requests
 from prefixcache.servers.request_log import CUT, REFUSED, Found, RequestLog, in_words
 from prefixcache.settings import ram_auto
+from tests.servers.serving import SECONDS, Server, ask, save_model, serving, text
 from tests.servers.test_requests import Asked, generating, user
-from tests.serving import SECONDS, Server, ask, save_model, serving, text
 
 LINE = re.compile(
     r"INFO - (?P<id>\S+): (?P<asked>[\d,]+) tokens asked, (?P<ram>[\d,]+) from RAM, (?P<ssd>[\d,]+) from SSD, "

@@ -26,9 +26,9 @@ from prefixcache.servers.mlx_lm.arguments import read_flags
 from prefixcache.servers.mlx_lm.idle_pool import LOOKS, IdlePool
 from prefixcache.servers.mlx_lm.provider import Provider
 from prefixcache.servers.mlx_lm.requests import Generator, TimeBudget
-from tests.families import MLX_LM_0_31
+from tests.models.families import MLX_LM_0_31
+from tests.servers.serving import SECONDS, Message, save_model, text, wait_for
 from tests.servers.slow_disk import slow_disk
-from tests.serving import SECONDS, Message, save_model, text, wait_for
 
 ONLY_0_32 = pytest.mark.skipif(MLX_LM_0_31, reason="mlx-lm 0.31's server has it not")
 FOREVER = 1000.0  # seconds a request: then reading is always worth it

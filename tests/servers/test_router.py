@@ -16,7 +16,7 @@ import pytest
 import requests
 
 from tests.peers.sglang_router import Router, routing
-from tests.serving import SECONDS, TINY, Answer, Message, Server, ask, at_once, chat, complete, serving, text
+from tests.servers.serving import SECONDS, TINY, Answer, Message, Server, ask, at_once, chat, complete, serving, text
 
 FLAGS = ("--model", TINY, "--salt-from", "authorization", "--require-salt")
 OPEN = "--disable-circuit-breaker"  # which takes refusals for failures of the server, and then sends it nothing for a minute

@@ -23,8 +23,8 @@ import requests
 
 from prefixcache import PrefixCache
 from prefixcache.servers.mlx_lm.http_server import downloaded
-from tests.families import MLX_LM_0_31
-from tests.serving import (
+from tests.models.families import MLX_LM_0_31
+from tests.servers.serving import (
     SECONDS,
     Message,
     Server,

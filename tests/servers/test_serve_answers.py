@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.families import MLX_LM_0_31
-from tests.serving import (
+from tests.models.families import MLX_LM_0_31
+from tests.servers.serving import (
     Answer,
     Message,
     Server,

@@ -12,10 +12,10 @@ from prefixcache import model_identity
 from prefixcache.cli import app
 from prefixcache.codecs.transform import bases
 from prefixcache.codecs.transform.basis import read
-from tests import forked
-from tests.calibrated import calibrate
-from tests.families import MLX_LM_0_31
-from tests.serving import TINY, Server, ask, chat, save_adapter, save_model, serve, serving, starting, text
+from tests.models.calibrated import calibrate
+from tests.models.families import MLX_LM_0_31
+from tests.servers import forked
+from tests.servers.serving import TINY, Server, ask, chat, save_adapter, save_model, serve, serving, starting, text
 
 LIMITS = ("--ram", "200MB", "--codec", "transform")
 SYSTEM, QUESTIONS = text(600, "transform"), [text(20, f"question {turn}") for turn in range(2)]

@@ -15,8 +15,8 @@ from pathlib import Path
 import mlx_lm
 import pytest
 
-from tests.families import FAMILIES
-from tests.serving import SECONDS, Endpoint, ask, save_model, text, wait_for
+from tests.models.families import FAMILIES
+from tests.servers.serving import SECONDS, Endpoint, ask, save_model, text, wait_for
 
 LIBRARY = Path(mlx_lm.__file__).parent
 ROOT = Path(__file__).parents[2]

@@ -24,7 +24,7 @@ from mlx_lm.utils import load, load_tokenizer
 from prefixcache import PrefixCache
 from prefixcache.servers.warm_prompts import BadPrompt, WarmPrompt, WarmSequence, read_prompts, sequences_of, tokens_of
 from prefixcache.servers.warming import Step, Warmed, branch_points, warm_sequences
-from tests.families import FAMILIES, greedy
+from tests.models.families import FAMILIES, greedy
 
 TINY = str(Path(__file__).parent.parent / "fixtures" / "tiny-llama")
 SYSTEM = {"role": "system", "content": "You answer in one word. The secret number of Oscar is 7615."}

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from prefixcache.servers.web_access import WebAccess
-from tests.serving import SECONDS, Server, save_model, serving
+from tests.servers.serving import SECONDS, Server, save_model, serving
 
 LOCAL = WebAccess.of("127.0.0.1", "127.0.0.1")
 WIDE = WebAccess.of("0.0.0.0", "0.0.0.0", ["llm.example"])

@@ -15,9 +15,9 @@ import pytest
 from prefixcache import PrefixCache
 from prefixcache.ssd import queue
 from prefixcache.ssd.errors import LogHeld
+from tests.models import states
 from tools.faults.evidence import du
 
-from .. import states
 from .images import SPACE, chain, make, path_of, until
 
 READER = """

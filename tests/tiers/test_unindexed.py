@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from prefixcache import PrefixCache
-from tests import states
+from tests.models import states
 
 PROMPTS = range(1, 40)
 

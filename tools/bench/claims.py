@@ -1,7 +1,7 @@
 """What docs/benchmarks.md says in short and docs/embedding.md of live caches, and the figure of `make bench` behind each.
 
-`tests/test_bench.py` holds the pages to this: each row of the table "In short" is here, by how its first cell begins, each
-sentence is still there, and each figure exists. Whoever changes a row changes it here too.
+`tests/tools/test_bench.py` holds the pages to this: each row of the table "In short" is here, by how its first cell begins,
+each sentence is still there, and each figure exists. Whoever changes a row changes it here too.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.forked import BLAS
+from tests.servers.forked import BLAS
 from tools.bench import report, serving
 from tools.bench.report import Figure
 from tools.bench.serving import Reply, Server, Texts

@@ -21,8 +21,8 @@ from unittest import mock
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.forked import BLAS
 from tests.remote.servers import proxy
+from tests.servers.forked import BLAS
 from tools.bench import engines, report, serving
 from tools.bench.report import Figure
 from tools.bench.serving import Server, Texts

@@ -1,0 +1,240 @@
+"""A directory whose disk is not there yet: RAM only until it is, and then all that either has can be hit."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from prefixcache import DirectoryHeld, PrefixCache
+from prefixcache.ssd import awaited
+from prefixcache.ssd.awaited import why_absent
+from prefixcache.ssd.directory import Directory, Lock
+from prefixcache.tiers import idle
+from prefixcache.tiers.lower_tier import LowerTier
+from tests.models import states
+from tests.ssd.images import until
+from tools.faults.evidence import du
+
+CACHE = {"ram": "20MB", "ssd": "20MB", "close_timeout": 5, "memory_reserve": 0}
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch, tmp_path):
+    monkeypatch.setattr(awaited, "PERIOD", 0.02)
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
+
+
+def prompt(seed: int, length: int = 600) -> list[int]:
+    return [(seed * 7919 + i * 13) % 50_000 for i in range(length)]
+
+
+def put(cache: PrefixCache, *seeds: int, length: int = 600) -> None:
+    for seed in seeds:
+        cache.store(prompt(seed, length), states.sliceable(prompt(seed, length)), model="m")
+
+
+def fetched(cache: PrefixCache, seed: int, length: int = 600) -> int:
+    made, rest = cache.fetch(prompt(seed, length), model="m", leave=0)
+    if made is not None:
+        states.check(made, prompt(seed, length)[: length - len(rest)])
+    return length - len(rest)
+
+
+@pytest.fixture
+def disk(opened, tmp_path) -> Path:
+    """The root of a disk that isn't mounted; what will be on it is in `plugged`: a cache with the prompts 0 to 4."""
+    with opened(ssd_dir=tmp_path / "plugged" / "ssd") as cache:
+        put(cache, *range(5))
+    return tmp_path / "disk"
+
+
+def plug_in(disk: Path) -> None:
+    (disk.parent / "plugged").rename(disk)
+
+
+def test_ram_serves_until_the_disk_is_there_which_is_said_once(opened, disk, caplog):
+    cache = opened(ssd_dir=disk / "ssd", ssd_missing="wait")
+    put(cache, *range(10, 15))
+    assert not cache.flush()  # nothing is durable
+    assert [fetched(cache, seed) for seed in range(10, 15)] == [600] * 5
+    assert cache.promote(prompt(0), model="m").result(5) == 0
+    assert cache.stats().ssd is None
+    assert not disk.exists()
+    told = [record.getMessage() for record in caplog.records]
+    assert [
+        f"no such folder: {str(disk)!r}; mount its disk, or make it; RAM only until then" in text for text in told
+    ] == [True]
+    with pytest.raises(ValueError, match="not there yet"):
+        cache.resize(ssd="1GB")
+
+
+def test_once_it_is_there_what_it_has_is_hit_and_what_ram_has_is_written(opened, disk):
+    cache = opened(ssd_dir=disk / "ssd", ssd_missing="wait")
+    put(cache, *range(10, 15))
+    put(cache, 1)  # as the disk has it
+    put(cache, 2, length=500)  # a part of what the disk has
+    plug_in(disk)
+    until(lambda: cache.stats().ssd)
+    cache.check_integrity()
+    assert cache.stats().ssd.errors == 0
+    for seed in range(5):
+        assert cache.promote(prompt(seed), model="m").result(20) == fetched(cache, seed) == 600
+    assert fetched(cache, 10) == 600
+    put(cache, 20)
+    assert cache.flush(20)
+    cache.check_integrity()
+    cache._ssd.check_integrity()
+    cache.close()
+    again = opened(ssd_dir=disk / "ssd")
+    for seed in (*range(5), *range(10, 15), 20):
+        assert again.promote(prompt(seed), model="m").result(20) == fetched(again, seed) == 600
+
+
+def test_what_ram_got_meanwhile_is_written_while_nobody_asks(opened, disk, monkeypatch):
+    monkeypatch.setattr(idle, "PERIOD", 0.02)
+    cache = opened(ssd_dir=disk / "ssd", ssd_missing="wait", spill_idle="auto")
+    put(cache, 10)
+    plug_in(disk)
+    until(lambda: cache.stats().counters.idle_bytes)
+
+
+def test_an_index_that_cant_be_read_in_leaves_no_tier_behind(opened, disk, monkeypatch, caplog):
+    load = LowerTier._load
+
+    def failing(*args):
+        monkeypatch.setattr(LowerTier, "_load", load)
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(LowerTier, "_load", failing)
+    cache = opened(ssd_dir=disk / "ssd", ssd_missing="wait")
+    plug_in(disk)
+    until(lambda: cache.stats().ssd)
+    assert "Input/output error" in caplog.text
+    assert cache.promote(prompt(0), model="m").result(20) == 600
+    cache.check_integrity()
+
+
+def test_what_ram_got_meanwhile_is_newer_than_what_the_disk_has(opened, disk):
+    with opened(ssd_dir=disk.parent / "plugged" / "ssd") as cache:
+        for _ in range(20):  # its clock runs ahead
+            cache.promote(prompt(0), model="m").result(5)
+            fetched(cache, 0)
+        cache.flush()
+    room = du(disk.parent / "plugged" / "ssd")
+    cache = opened(ssd_dir=disk / "ssd", ssd_missing="wait", ssd=room + 300_000)
+    put(cache, *range(10, 15))
+    plug_in(disk)
+    until(lambda: cache.stats().ssd)
+    assert cache.flush(20)
+    cache.close()
+    again = opened(ssd_dir=disk / "ssd")
+    assert [again.promote(prompt(seed), model="m").result(20) for seed in range(10, 15)] == [600] * 5
+    assert again.promote(prompt(1), model="m").result(20) < 600
+
+
+@pytest.mark.parametrize("policy", ["lru", "adaptive"])
+def test_a_ram_that_is_full_makes_room_for_the_index_of_the_disk(opened, disk, policy):
+    cache = opened(ssd_dir=disk / "ssd", ssd_missing="wait", ram="800KB", policy=policy)
+    put(cache, *range(10, 40))
+    plug_in(disk)
+    until(lambda: cache.stats().ssd)
+    cache.check_integrity()
+    assert cache.promote(prompt(3), model="m").result(20) == fetched(cache, 3) == 600
+    put(cache, *range(50, 60))
+    cache.flush(20)
+    cache.check_integrity()
+
+
+def test_a_directory_that_another_process_has_open_then_is_waited_for_too(opened, disk, caplog):
+    cache = opened(ssd_dir=disk / "ssd", ssd_missing="wait")
+    other = Lock(Directory(disk.parent / "plugged" / "ssd"))
+    plug_in(disk)
+    until(lambda: "in use by" in caplog.text)
+    assert cache.stats().ssd is None
+    put(cache, 10)
+    other.release()
+    until(lambda: cache.stats().ssd)
+    assert caplog.text.count("in use by") == 1
+    with pytest.raises(DirectoryHeld):
+        opened(ssd_dir=disk / "ssd")
+
+
+def test_a_cache_that_waits_can_be_closed_and_makes_nothing_afterwards(opened, disk):
+    cache = opened(ssd_dir=disk / "ssd", ssd_missing="wait")
+    put(cache, 10)
+    cache.close()
+    disk.mkdir()
+    assert not list(disk.iterdir())
+
+
+def test_by_default_folders_are_made_and_what_is_wrong_is_an_error_as_ever(opened, tmp_path):
+    opened(ssd_dir=tmp_path / "a" / "b" / "ssd").close()
+    assert (tmp_path / "a" / "b" / "ssd" / "LOCK").exists()
+    shutil.rmtree(tmp_path / "a")
+
+
+# -- what is absent ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fstab(tmp_path) -> Path:
+    path = tmp_path / "fstab"
+    path.write_text(
+        f"# <file system> <mount point>\nUUID=1 / ext4 defaults 0 1\nUUID=2 none swap sw 0 0\n"
+        f"UUID=3 {tmp_path}/a\\040disk ext4 noauto 0 2\nproc /proc proc defaults 0 0\n"
+    )
+    return path
+
+
+def test_what_the_system_mounts_and_is_not_mounted_is_absent_even_if_something_is_there(tmp_path, fstab):
+    (tmp_path / "a disk" / "ssd").mkdir(parents=True)
+    assert "a disk' is not mounted" in why_absent(tmp_path / "a disk" / "ssd", fstab)
+    assert why_absent(Path("/proc/ssd"), fstab) == ""
+    assert why_absent(tmp_path / "ssd", fstab) == ""
+
+
+@pytest.mark.parametrize(("there", "directory", "absent"), [
+    ("", "X/ssd", True),  # not even its mount point
+    ("X", "X/ssd", True),  # an empty one
+    ("X", "X", False),
+    ("X/other", "X/ssd", False),  # a folder with something in it
+    ("X/ssd", "X/ssd", False),
+    ("X", "X/deep/ssd", True),
+])  # fmt: skip
+def test_in_the_folders_of_what_people_plug_in_an_empty_mount_point_is_absent(
+    tmp_path, monkeypatch, there, directory, absent
+):
+    monkeypatch.setattr(awaited, "AREAS", {str(tmp_path): 1})
+    (tmp_path / there).mkdir(parents=True, exist_ok=True)
+    assert bool(why_absent(tmp_path / directory, tmp_path / "none")) is absent
+
+
+def test_elsewhere_the_folder_that_it_is_made_in_must_be_there_but_for_the_user_s_own(tmp_path):
+    none = tmp_path / "none"
+    assert why_absent(tmp_path / "ssd", none) == ""
+    assert "no such folder" in why_absent(tmp_path / "vra" / "ssd", none)
+    assert why_absent(tmp_path / "home" / ".cache" / "prefixcache", none) == ""
+    assert why_absent(tmp_path / "ssd" / "rank-3", none) == ""
+    assert "no such folder" in why_absent(tmp_path / "vra" / "ssd" / "rank-3", none)
+
+
+def test_a_folder_that_cant_be_looked_into_is_there_and_to_open_it_says_why(tmp_path, monkeypatch):
+    def refused(*args, **options):
+        raise PermissionError(13, os.strerror(13))
+
+    monkeypatch.setattr(Path, "exists", refused)
+    assert why_absent(tmp_path / "ssd", tmp_path / "none") == ""
+
+
+def test_a_mount_point_that_may_not_be_read_is_absent(tmp_path, monkeypatch):
+    monkeypatch.setattr(awaited, "AREAS", {str(tmp_path): 1})
+    (tmp_path / "X").mkdir()
+
+    def refused(path):
+        raise PermissionError(13, os.strerror(13), path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    assert why_absent(tmp_path / "X" / "ssd", tmp_path / "none")

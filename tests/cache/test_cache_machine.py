@@ -1,0 +1,494 @@
+"""PrefixCache against a plain model, operation by operation, with another thread watching the budget."""
+
+import errno
+import os
+import shutil
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from prefixcache import PrefixCache
+from prefixcache.codecs.transform.bases import Bases
+from prefixcache.ssd import store, writer
+from prefixcache.store_fetch_remove import namespaces
+from prefixcache.tiers.admission import SHARE
+from tests.models import states
+from tests.models.transforming import uneven_basis
+from tests.ssd.images import until
+from tools.faults.evidence import du
+
+RUNS = st.lists(
+    st.tuples(st.integers(0, 2), st.sampled_from([1, 30, 100, 155, 156, 157, 256, 300])), min_size=1, max_size=5
+)
+
+
+def spell(runs) -> list[int]:
+    return [token for token, count in runs for _ in range(count)]
+
+
+def common(a, b) -> int:
+    n = min(len(a), len(b))
+    return next((i for i in range(n) if a[i] != b[i]), n)
+
+
+class Watch(threading.Thread):
+    """Reads the budget as fast as it can."""
+
+    def __init__(self, cache):
+        super().__init__(daemon=True)
+        self.budget, self.over, self.stop = cache._storage.budget, [], threading.Event()
+
+    def run(self):
+        while not self.stop.wait(0.0005):
+            before, held = self.budget.bound, self.budget.held()
+            if (
+                held.total > max(before, self.budget.bound) or min(held) < 0
+            ):  # a lowered limit's falls with what is held
+                self.over.append(held)
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Nothing wrong is ever fetched, nothing deeper than was stored; with room enough, nothing less either."""
+
+    prompts = Bundle("prompts")
+    make = staticmethod(states.sliceable)
+    check = staticmethod(states.check)
+    codec = "raw"
+    any_boundary = True
+
+    @initialize(
+        ram=st.sampled_from([120_000, 400_000, 5_000_000]),
+        tier=st.sampled_from(["both", "ram only"]),
+        spill=st.sampled_from(["drop", "wait"]),
+        close=st.booleans(),
+    )
+    def open(self, ram, tier, spill, close):
+        self.dir = Path(tempfile.mkdtemp())
+        self.options = {"ram": ram, "codec": self.codec, "spill": spill, "spill_wait": 5, "spill_on_close": close}
+        if tier != "ram only":
+            self.options |= {"ssd_dir": self.dir / "ssd", "ssd": "30MB"}
+        self.roomy = ram > 1_000_000
+        self.stored: list[list[int]] = []  # all that was ever stored and may be found
+        self.sure: list[list[int]] = []  # what must be found: stored, and not removed nor lost since
+        self.pinned: list[list[int]] = []
+        self.promised: dict[tuple[int, ...], int] = {}  # how deep it was on SSD; nothing was removed since
+        self._open()
+
+    def _open(self):
+        self.cache = PrefixCache(**self.options)
+        self.watch = Watch(self.cache)
+        self.watch.start()
+
+    def _close(self):
+        self.watch.stop.set()
+        self.watch.join()
+        assert not self.watch.over
+        self.cache.close()
+
+    def expected(self, tokens, among=None) -> int:
+        return max((common(tokens, s) for s in (self.stored if among is None else among)), default=0)
+
+    @rule(target=prompts, runs=RUNS)
+    def prompt(self, runs):
+        return spell(runs)
+
+    @rule(tokens=prompts)
+    def store(self, tokens):
+        stored = self.cache.store(tokens, self.make(tokens), model="m")
+        self.stored.append(tokens[: stored.tokens])
+        if self.roomy:
+            assert stored.tokens == len(tokens)
+            self.sure.append(tokens)
+
+    @rule(tokens=prompts, leave=st.integers(0, 3))
+    def fetch(self, tokens, leave):
+        made, rest = self.cache.fetch(tokens, model="m", leave=leave)
+        depth = len(tokens) - len(rest)
+        assert rest == tokens[depth:]
+        assert depth <= min(self.expected(tokens), max(len(tokens) - leave, 0))
+        if made is None:
+            assert depth == 0
+        else:
+            self.check(made, tokens[:depth])
+
+    @rule(tokens=prompts, leave=st.integers(0, 3), write_back=st.booleans())
+    def store_a_hit(self, tokens, leave, write_back):
+        """What was fetched is stored as it is: it adds nothing that was not there."""
+        made, rest = self.cache.fetch(tokens, model="m", leave=leave)
+        if made is not None:
+            depth = len(tokens) - len(rest)
+            stored = self.cache.store(tokens[:depth], made, model="m", write_back=write_back)
+            self.check(made, tokens[:depth])
+            self.stored.append(tokens[: stored.tokens])
+            if self.roomy:
+                assert (stored.tokens, stored.new_tokens) == (depth, 0)
+            self.fetch(tokens[:depth], 1)
+
+    @rule(tokens=prompts)
+    def promote(self, tokens):
+        depth = self.cache.promote(tokens, model="m").result(30)
+        match = self.cache.match(tokens, model="m")
+        assert match.ram <= match.ssd <= self.expected(tokens)
+        assert depth <= match.ssd
+        if self.roomy and self.any_boundary:
+            assert match.ram == match.ssd >= self.expected(tokens, self.sure)
+
+    @precondition(lambda self: not self.roomy)
+    @rule(seed=st.integers(0, 1 << 30), step=st.sampled_from([512, 1280, 5120]))
+    def store_a_long_prompt_that_never_came(self, seed, step):
+        """What was hit stays, but for a share of the RAM, however the prompt is stored."""
+        storage = self.cache._storage
+        hit = {slot.key: slot.nbytes for slot in storage.graph.slots.values() if slot.hits}
+        forgotten, limit = storage.counters.forgotten, storage.budget.limit
+        tokens = [3 + (seed + i) % 5000 for i in range(5120 if limit > 200_000 else 2560)]
+        for end in range(min(step, len(tokens)), len(tokens) + 1, step):
+            stored = self.cache.store(tokens[:end], self.make(tokens[:end]), model="m").tokens
+            self.stored.append(tokens[:stored])
+        with storage.lock:
+            kept = {slot.key for slot in storage.graph.slots.values()}
+            lost = sum(nbytes for key, nbytes in hit.items() if key not in kept)
+            if storage.counters.forgotten == forgotten and not storage.long_prompts.often_return:
+                assert lost <= limit // SHARE + max(hit.values(), default=0)
+
+    @rule(tokens=prompts)
+    def remove(self, tokens):
+        self.cache.remove(tokens, model="m")
+        self.sure.clear()
+        self.promised.clear()
+
+    @rule(tokens=prompts)
+    def drop_hit(self, tokens):
+        """As if the model could not go on from what a fetch gave."""
+        _, rest = self.cache.fetch(tokens, model="m")
+        depth = len(tokens) - len(rest)
+        if depth:
+            prompt = self.cache.prompt(tokens, model="m")
+            before = self.cache.stats().counters.failed_hits
+            self.cache.drop_hit(prompt, depth)
+            assert self.cache.stats().counters.failed_hits == before + 1
+            assert self.cache.match(prompt).ssd < depth
+            self.sure.clear()
+            self.promised.clear()
+
+    @rule(tokens=prompts)
+    def remove_following(self, tokens):
+        """Nothing that begins with the tokens is there afterwards; what does not is as deep as before."""
+        rest = [s for s in self.stored if s[: len(tokens)] != tokens]
+        unindexed = any(tier.unindexed for tier in self.cache._storage.lower)
+        self.cache.remove(tokens, model="m", following=True)
+        self.pinned = [p for p in self.pinned if p[: len(tokens)] != tokens]
+        self.sure.clear()
+        self.promised.clear()
+        if not unindexed:
+            self.stored = rest
+            assert self.cache.match(tokens, model="m").ssd <= self.expected(tokens)
+
+    @rule(tokens=prompts, part=st.integers(0, 4))
+    def prune(self, tokens, part):
+        """All that is not pinned goes, or a part of what the SSD has; other tenants and models keep theirs."""
+        self.cache.store(tokens, self.make(tokens), model="m", salt=b"other")
+        kept = self.cache.match(tokens, model="m", salt=b"other").ssd
+        if part and "ssd_dir" in self.options:
+            self.cache.prune(salt=b"", ssd_to=self.cache.stats().ssd.used * part // 4)
+        else:
+            self.cache.prune(salt=b"")
+            if not self.pinned and not self.cache._storage.graph.pinned:
+                assert self.cache.match(tokens, model="m").ssd == 0
+        assert self.cache.match(tokens, model="m", salt=b"other").ssd >= kept or not self.roomy
+        self.cache.clear(salt=b"other")
+        assert self.cache.match(tokens, model="m", salt=b"other").ssd == 0
+        self.sure.clear()
+        self.promised.clear()
+
+    @rule(tokens=prompts)
+    def pin(self, tokens):
+        depth = self.cache.pin(tokens, model="m")
+        if depth:
+            self.pinned.append(tokens)
+
+    @precondition(lambda self: self.pinned)
+    @rule()
+    def unpin(self):
+        tokens = self.pinned.pop()
+        assert self.cache.unpin(tokens, model="m")
+
+    @rule(part=st.sampled_from([0, 2, 4]))
+    def trim(self, part):
+        self.cache.trim_to(self.cache.stats().ram_limit // part if part else 0)
+        if "ssd_dir" not in self.options or self.options["spill"] == "drop":
+            self.sure.clear()
+
+    @precondition(lambda self: "ssd_dir" in self.options and self.options["ram"])
+    @rule(ram=st.sampled_from([5_000, 20_000, 60_000]))
+    def unindex(self, ram):
+        """For a moment RAM has no room to index what the SSD has: that is known again after a restart."""
+        self.cache.resize(ram=ram, wait=5)
+        self.cache.resize(ram=self.options["ram"])
+        self.sure.clear()
+        self.promised.clear()
+
+    @rule()
+    def flush(self):
+        assert self.cache.flush(30)
+        if "ssd_dir" in self.options and self.roomy:  # else blocks are forgotten for want of RAM to know them by
+            self.what_was_durable_is_had_as_deep()
+            self.promised = {tuple(tokens): self.cache.match(tokens, model="m").ssd for tokens in self.stored}
+
+    @precondition(lambda self: "ssd_dir" in self.options)
+    @rule()
+    def rest(self):
+        """Nobody asks for a while: then no whole block is lost with RAM."""
+        assert self.cache._ssd.flush(30)
+        while self.cache._idle.write():
+            assert self.cache._ssd.flush(30)
+        if self.roomy:
+            in_ram = self.cache._storage.graph.orders[0]
+            assert all(slot.is_in(1) for slot in in_ram if slot.kind == "snapshot" or slot.node.is_whole)
+
+    @rule(tokens=prompts, data=st.data(), cut=st.sampled_from([0, 1, 40, 200]), runs=RUNS)
+    def store_beside_what_is_on_ssd_only(self, tokens, data, cut, runs):
+        """Durable and gone from RAM; then a longer prompt that goes on from it, or from shortly before its end."""
+        old = data.draw(st.sampled_from(self.stored)) if self.stored else tokens
+        self.flush()
+        self.trim(0)
+        self.store([*old[: max(len(old) - cut, 1)], *spell(runs)])
+        self.flush()
+
+    @rule()
+    def clear(self):
+        self.cache.clear()
+        self.promised.clear()
+        self.stored.clear()
+        self.sure.clear()
+        self.pinned.clear()
+        assert self.cache.stats().blocks == 0
+
+    @rule()
+    def restart(self):
+        self._close()
+        if "ssd_dir" not in self.options:
+            self.stored.clear()
+        if "ssd_dir" not in self.options or not self.options["spill_on_close"]:
+            self.sure.clear()
+        self.pinned.clear()
+        self._open()
+
+    @invariant()
+    def sound(self):
+        if hasattr(self, "cache"):
+            self.cache.check_integrity()
+
+    @invariant()
+    def what_was_durable_is_had_as_deep(self):
+        if hasattr(self, "cache"):
+            for tokens, depth in self.promised.items():
+                assert self.cache.match(tokens, model="m").ssd >= depth
+
+    def teardown(self):
+        if hasattr(self, "cache"):
+            self._close()
+            shutil.rmtree(self.dir)
+
+
+class WindowMachine(CacheMachine):
+    make = staticmethod(states.windowed)
+    any_boundary = False
+
+
+class NarrowMachine(CacheMachine):
+    """A window of less than a block, so each store holds other rows of one; with room for all, so that nothing may go."""
+
+    make = staticmethod(lambda tokens: states.windowed(tokens, size=40, chunk=20))
+    any_boundary = False
+
+    @initialize(close=st.booleans())
+    def open(self, close):
+        super().open(5_000_000, "both", "wait", close)
+
+
+class KeepMachine(CacheMachine):
+    """Fed one by one, a ring holds no more than its window."""
+
+    make = staticmethod(lambda tokens: states.windowed(tokens, keep=4, size=200, chunk=1))
+    any_boundary = False
+
+
+class ChunkedMachine(CacheMachine):
+    make = staticmethod(states.chunked)
+    any_boundary = False
+
+
+class HybridMachine(CacheMachine):
+    make = staticmethod(states.hybrid)
+    any_boundary = False
+
+
+class LevelledMachine(CacheMachine):
+    """Whole blocks are coded, each with levels of its own; a tail is kept as it is."""
+
+    make = staticmethod(states.uneven)
+    check = staticmethod(states.check_uneven)
+    codec = "turboquant:8:sink_tokens=3"
+
+
+class TransformMachine(LevelledMachine):
+    """Whole blocks are coded across layers, each in as many bytes as it takes. The basis may take more of a small RAM."""
+
+    codec = "transform:6"
+
+    @initialize(
+        ram=st.sampled_from([450_000, 700_000, 5_000_000]),
+        tier=st.sampled_from(["both", "ram only"]),
+        spill=st.sampled_from(["drop", "wait"]),
+        close=st.booleans(),
+    )
+    def open(self, ram, tier, spill, close):
+        self.bases = Path(tempfile.mkdtemp())
+        Bases(self.bases).save(uneven_basis("m"))
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(namespaces, "BASES_SHARE", 1)
+        super().open(ram, tier, spill, close)
+
+    def _open(self):
+        self.options["basis_dir"] = self.bases
+        super()._open()
+        self.cache.match([1], model="m")  # its basis is read
+        assert self.cache.stats().ram_reserved > 300_000
+
+    def teardown(self):
+        super().teardown()
+        self.patch.undo()
+        shutil.rmtree(self.bases)
+
+
+class NeighboursMachine(CacheMachine):
+    """What a block decodes to depends on its own rows and the codec, never on what else was stored: bit for bit."""
+
+    prompts = CacheMachine.prompts
+    check = staticmethod(states.check_held)
+    any_boundary = False
+
+    @initialize(
+        tier=st.sampled_from(["both", "ram only"]),
+        close=st.booleans(),
+        codec=st.sampled_from(["turboquant:4:sink_tokens=3", "turboquant:3:4", "turboquant:4:4:plain", "affine:4"]),
+        layers=st.sampled_from(sorted(states.LAYERS)),
+        step=st.sampled_from([256, 512]),
+    )
+    def open(self, tier, close, codec, layers, step):
+        self.codec, self.layers, self.step = codec, layers, step
+        super().open(5_000_000, tier, "wait", close)
+
+    @rule(tokens=prompts)
+    def store(self, tokens):
+        self._in_steps(tokens, states.LAYERS[self.layers](), 0)
+
+    @rule(
+        target=prompts,
+        tokens=prompts,
+        shared=st.sampled_from([20, 100, 234, 300, 511]),
+        other=st.integers(3, 4),
+        total=st.sampled_from([256, 300, 512, 800]),
+    )
+    def store_what_begins_alike(self, tokens, shared, other, total):
+        tokens = [*tokens[:shared], *[other] * (total - min(shared, len(tokens), total))][:total]
+        self.store(tokens)
+        return tokens
+
+    @rule(tokens=prompts)
+    def store_behind_a_hit(self, tokens):
+        made, rest = self.cache.fetch(tokens, model="m", whole_blocks=True, promote=True)
+        depth = len(tokens) - len(rest)
+        if depth % 256 == 0:  # a prompt that is known to its end is hit there
+            self._in_steps(tokens, made if made is not None else states.LAYERS[self.layers](), depth)
+
+    def _in_steps(self, tokens, live, at):
+        states.stored_in_steps(self.cache, tokens, live, at, self.step)
+        self.stored.append(tokens)
+        self.sure.append(tokens)
+        if "ssd_dir" not in self.options:  # what the SSD alone has is not read for it
+            self.as_if_alone(tokens, live)
+        self.fetch(tokens, 0)
+
+    @rule(tokens=prompts, leave=st.integers(0, 3))
+    def fetch(self, tokens, leave):
+        made, rest = self.cache.fetch(tokens, model="m", leave=leave, whole_blocks=True, promote=True)
+        if made is not None:
+            self.as_if_alone(tokens[: len(tokens) - len(rest)], made)
+
+    def as_if_alone(self, tokens, layers):
+        """Of whole blocks, all rows that are there on an empty cache, too."""
+        whole = len(tokens) // 256 * 256
+        alone = states.by_itself(tuple(tokens), self.codec, self.layers, self.step)
+        for own, other in zip(states.held(layers), alone, strict=True):
+            for part in ("keys", "values"):
+                assert [t for t in own[part].keys() & other[part] if t < whole and own[part][t] != other[part][t]] == []
+
+
+class SharedDiskMachine(CacheMachine):
+    """Others fill the disk and leave it, down to less than what the directory takes without an image."""
+
+    @initialize(
+        ram=st.sampled_from([120_000, 400_000, 5_000_000]),
+        spill=st.sampled_from(["drop", "wait"]),
+        close=st.booleans(),
+    )
+    def open(self, ram, spill, close):
+        self.size = 30_000_000  # of the disk that others leave
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(writer, "PERIOD", 0.01)
+        self.patch.setattr(store, "free_space", lambda path: max(0, self.size - du(self.dir)))
+        original = writer.write_file
+
+        def write_file(path, data):
+            if du(self.dir) + data.nbytes > self.size:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return original(path, data)
+
+        self.patch.setattr(writer, "write_file", write_file)
+        super().open(ram, "both", spill, close)
+        self.roomy = False
+
+    def _open(self):
+        self.options["ssd_reserve"] = 50_000
+        super()._open()
+
+    @rule(size=st.sampled_from([100_000, 400_000, 1_000_000, 30_000_000]))
+    def others_fill_the_disk_or_leave_it(self, size):
+        self.size = size
+        if not self.pinned:
+            until(lambda: self.within_the_limit() and not self.cache.stats().ssd.queued_bytes)
+
+    def within_the_limit(self) -> bool:
+        ssd = self.cache.stats().ssd
+        room = max(self.size, du(self.dir)) - 50_000  # what is there already can't be less than nothing free
+        return ssd.limit <= room and (ssd.used <= ssd.limit or not ssd.files)
+
+    @rule()
+    def flush(self):
+        self.cache.flush(30)
+
+    def teardown(self):
+        super().teardown()
+        self.patch.undo()
+
+
+MACHINES = [
+    CacheMachine, WindowMachine, NarrowMachine, KeepMachine, ChunkedMachine, HybridMachine, LevelledMachine,
+    TransformMachine, NeighboursMachine, SharedDiskMachine,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_nothing_wrong_is_ever_fetched(machine):
+    from hypothesis.stateful import run_state_machine_as_test
+
+    run_state_machine_as_test(
+        machine,
+        settings=settings(max_examples=18, stateful_step_count=25, suppress_health_check=list(HealthCheck)),
+    )
