@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from prefixcache.cache import Match, PrefixCache, Stored
-    from prefixcache.codecs import Affine, Raw, Transform, TurboQuant
+    from prefixcache.codecs import Raw, Transform, TurboQuant
     from prefixcache.identity import model_identity
     from prefixcache.keys import chunks
     from prefixcache.layers import CacheError, StoredLayer, StoredPrompt, allow
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Affine",
     "BatchQuantizedKVCache",
     "BatchTurboQuantKVCache",
     "CacheError",
@@ -68,7 +67,6 @@ _HOMES = {
     "Match": "cache",
     "PrefixCache": "cache",
     "Stored": "cache",
-    "Affine": "codecs",
     "Raw": "codecs",
     "Transform": "codecs",
     "TurboQuant": "codecs",

@@ -71,9 +71,7 @@ class Settings(BaseSettings):
         description='while the disk of ssd_dir is not there: "error": refuse, or make the folders as far as rights go; '
         '"wait": RAM only until it is. serve waits, unless told otherwise',
     )
-    codec: Any = Field(
-        None, description='a codec, its spec, or text such as "turboquant:4:3", "transform:4", "affine:4", "raw"'
-    )
+    codec: Any = Field(None, description='a codec, its spec, or text such as "turboquant:4:3", "transform:4", "raw"')
     basis_dir: Path = Field(
         BASIS_DIR, description="folder where `prefixcache calibrate` leaves what codec transform needs"
     )

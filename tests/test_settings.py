@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from prefixcache.byte_sizes import UNITS, parse_size
-from prefixcache.codecs import Affine, Raw, TurboQuant
+from prefixcache.codecs import Raw, TurboQuant
 from prefixcache.memory import machine_memory
 from prefixcache.settings import Settings, ram_auto
 
@@ -140,14 +140,14 @@ def test_arguments_stand_above_variables_and_these_above_the_file(monkeypatch, t
 @pytest.mark.parametrize("variable", ["PREFIXCACHE_SSD", "prefixcache_ssd"])
 def test_a_named_file_stands_below_arguments_and_variables(monkeypatch, toml, variable):
     monkeypatch.setenv(variable, "2GB")
-    settings = Settings.from_toml(toml('ram = "1GB"\nssd = "1GB"\nreaders = 7\ncodec = "affine:8"\n'), ram="3GB")
+    settings = Settings.from_toml(toml('ram = "1GB"\nssd = "1GB"\nreaders = 7\ncodec = "turboquant:8"\n'), ram="3GB")
     assert (settings.ram, settings.ssd, settings.readers) == (3 * 10**9, 2 * 10**9, 7)
-    assert settings.codec == Affine(8)
+    assert settings.codec == TurboQuant(8, 8)
 
 
 def test_a_file_may_give_a_codec_by_its_spec(toml):
-    spec = '[codec]\nname = "affine"\nversion = 1\nbits = 8\ngroup_size = 64\n'
-    assert Settings.from_toml(toml(spec)).codec == Affine(8)
+    spec = '[codec]\nname = "turboquant"\nversion = 2\nkey_bits = 8\nvalue_bits = 8\n'
+    assert Settings.from_toml(toml(spec)).codec == TurboQuant(8, 8)
 
 
 def test_a_missing_file_is_an_error_that_names_it(monkeypatch, tmp_path):
@@ -220,7 +220,7 @@ def test_settings_are_frozen():
 @pytest.mark.parametrize(
     ("text", "codec"),
     [
-        ("raw", Raw()), ("RAW ", Raw()), ("affine", Affine()), ("affine:8", Affine(8)), ("affine:4:32", Affine(4, 32)),
+        ("raw", Raw()), ("RAW ", Raw()), 
         ("turboquant", TurboQuant()), ("turboquant:3", TurboQuant(3, 3)), ("turboquant:4:3", TurboQuant(4, 3)),
         (TurboQuant(2, 8), TurboQuant(2, 8)), (Raw(), Raw()), (TurboQuant(4, 1).spec(), TurboQuant(4, 1)),
     ],
@@ -230,7 +230,7 @@ def test_a_codec_is_read(text, codec):
 
 
 @pytest.mark.parametrize(
-    "bad", ["", "zip", "raw:4", "turboquant:", "turboquant:4:3:2", "turboquant:x", "turboquant 4", "affine:4:64:1", "4"]
+    "bad", ["", "zip", "raw:4", "turboquant:", "turboquant:4:3:2", "turboquant:x", "turboquant 4", "4"]
 )
 def test_a_bad_codec_is_an_error_that_says_what_to_write(bad):
     said = refusal(codec=bad)
@@ -243,8 +243,6 @@ def test_a_bad_codec_is_an_error_that_says_what_to_write(bad):
     [
         ("turboquant:4:5", "value_bits=5"),
         ("turboquant:16", "key_bits=16"),
-        ("affine:9", "bits=9"),
-        ("affine:4:7", "group_size=7"),
     ],
 )
 def test_a_codec_of_a_bad_depth_is_an_error_that_says_what_to_choose(bad, named):
@@ -368,9 +366,9 @@ def test_a_misspelt_variable_is_an_error_that_knows_better(monkeypatch):
 
 
 def test_settings_with_a_codec_are_dumped_and_read_again():
-    from prefixcache import Affine, Raw, TurboQuant
+    from prefixcache import Raw, TurboQuant
 
-    for codec in (TurboQuant(4, 3, layers={0: 8}), Raw(), Affine(8), None):
+    for codec in (TurboQuant(4, 3, layers={0: 8}), Raw(), TurboQuant(8, 8), None):
         settings = Settings(ram="1GB", codec=codec)
         assert Settings(**settings.model_dump()).codec == codec
         assert Settings.model_validate_json(settings.model_dump_json()).codec == codec

@@ -50,7 +50,7 @@ class Part(NamedTuple):
 PAGE = (
     Part("The cache", ("PrefixCache", "Stored", "Match", "Stats", "model_identity", "rank_identity", "chunks")),
     Part("Settings", ("Settings",)),
-    Part("Codecs", ("TurboQuant", "Transform", "Affine", "Raw")),
+    Part("Codecs", ("TurboQuant", "Transform", "Raw")),
     Part("What `lookup` gives", ("StoredPrompt", "StoredLayer", "allow")),
     Part(
         "Live caches",

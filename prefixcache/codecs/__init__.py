@@ -1,12 +1,11 @@
 """Codecs: how rows of attention state become bytes and come back.
 
-`Raw`, `Affine`, `TurboQuant` and `Transform` are what a user chooses from; `as_codec` reads a choice from a setting,
+`Raw`, `TurboQuant` and `Transform` are what a user chooses from; `as_codec` reads a choice from a setting,
 `codec_from_spec` from a file's header. Called by `prefixcache.layers`; nothing here knows blocks, images or files.
 """
 
 from __future__ import annotations
 
-from prefixcache.codecs.affine import Affine
 from prefixcache.codecs.base import Codec, Plane, RowCodec, Stream
 from prefixcache.codecs.choice import as_codec, codec_from_spec
 from prefixcache.codecs.raw import Raw, RawRows
@@ -14,7 +13,6 @@ from prefixcache.codecs.transform.codec import Transform
 from prefixcache.codecs.turboquant.codec import TurboQuant
 
 __all__ = [
-    "Affine",
     "Codec",
     "Plane",
     "Raw",

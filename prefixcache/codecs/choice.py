@@ -6,19 +6,16 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from prefixcache.codecs.affine import Affine
 from prefixcache.codecs.base import Codec
 from prefixcache.codecs.raw import Raw
 from prefixcache.codecs.transform.basis import is_hash
 from prefixcache.codecs.transform.codec import Transform
 from prefixcache.codecs.turboquant.codec import TurboQuant
 
-_CODECS: dict[str, type[Affine] | type[Raw] | type[TurboQuant]] = {
-    codec().spec()["name"]: codec for codec in (Affine, Raw, TurboQuant)
-}
+_CODECS: dict[str, type[Raw] | type[TurboQuant]] = {codec().spec()["name"]: codec for codec in (Raw, TurboQuant)}
 _REMEDY = (
-    'write "raw", "affine", "affine:8", "affine:4:32", "transform", "transform:3.5", "turboquant", "turboquant:4", '
-    '"turboquant:4:3" or "turboquant:4:3:plain", with fp16_layers=2, sink_tokens=4 or seed=1 after it, each once'
+    'write "raw", "transform", "transform:3.5", "turboquant", "turboquant:4", "turboquant:4:3" or '
+    '"turboquant:4:3:plain", with fp16_layers=2, sink_tokens=4 or seed=1 after it, each once'
 )
 
 
@@ -68,9 +65,9 @@ def said_of_spec(spec: Mapping[str, Any]) -> str:
 def as_codec(value: Any) -> Codec | None:
     """The codec that `value` means; None for None.
 
-    Text is a name and numbers: raw; affine:bits:group_size; transform:quality; turboquant:key_bits:value_bits (one number is
-    for both), then any of plain (no levelling), fp16_layers=N, sink_tokens=N, seed=N. Of a spec (a table in TOML), fields
-    that are left out have their defaults. TypeError and ValueError name the value and the remedy.
+    Text is a name and numbers: raw; transform:quality; turboquant:key_bits:value_bits (one number is for both), then any
+    of plain (no levelling), fp16_layers=N, sink_tokens=N, seed=N. Of a spec (a table in TOML), fields that are left out have
+    their defaults. TypeError and ValueError name the value and the remedy.
     """
     if value is None or (not isinstance(value, type) and isinstance(value, Codec)):
         return value
@@ -103,8 +100,6 @@ def as_codec(value: Any) -> Codec | None:
         raise ValueError(f"codec={value!r}: not a codec; {_REMEDY}")
     if name == "raw" and not numbers:
         return Raw()
-    if name == "affine" and len(numbers) <= 2:
-        return Affine(*numbers)
     raise ValueError(f"codec={value!r}: not a codec; {_REMEDY}")
 
 

@@ -12,14 +12,12 @@ import mlx.core as mx
 from mlx_lm.models import cache as mlx_caches
 from mlx_lm.models.cache import CacheList, KVCache
 
-from prefixcache.codecs import Affine, Codec, Raw, RawRows, RowCodec, Stream, TurboQuant, as_codec
-from prefixcache.codecs.affine import AffineRows
+from prefixcache.codecs import Codec, RowCodec, Stream, TurboQuant, as_codec
 from prefixcache.codecs.interchange import FLOATS, name_of
 from prefixcache.codecs.turboquant.codec import TurboQuantRows
 from prefixcache.codecs.turboquant.coding import RECENT, Choice, Kind
 from prefixcache.live import families
 from prefixcache.live.levels import SharedLevels
-from prefixcache.live.quantized import QuantizedKVCache
 from prefixcache.live.turboquant import TurboQuantKVCache
 
 
@@ -45,9 +43,9 @@ def make_prompt_cache(
 ) -> LivePromptCache:
     """What mlx-lm's `make_prompt_cache(model)` gives, with codes in its plain layers, still empty.
 
-    `codec`: `TurboQuant` (the default) or `Affine`, or its text. Layers of mlx-lm's KVCache, and those in a CacheList, are
-    coded where the codec takes their rows; sliding windows, chunks, recurrent state, MLA latents and the codec's
-    `fp16_layers` stay. What rows a layer has is found by sketching one step of the model; nothing of it is computed.
+    `codec`: a `TurboQuant`, or its text. Layers of mlx-lm's KVCache, and those in a CacheList, are coded where the codec
+    takes their rows; sliding windows, chunks, recurrent state, MLA latents and the codec's `fp16_layers`
+    stay. What rows a layer has is found by sketching one step of the model; nothing of it is computed.
 
     With attend="codes" attention reads the codes: for models whose attention is mlx-lm's own. Of each sequence the last
     `recent_tokens` are attended to as they are: nothing helps codes as much. `levels`: to share among
@@ -122,7 +120,7 @@ def check_layers(prompt_cache: Sequence[Any], model: Any) -> None:
 class _Making:
     """Layer by layer, with one codec."""
 
-    def __init__(self, codec: Codec, layers: int, attend: Any, recent: int, levels: SharedLevels | None):
+    def __init__(self, codec: TurboQuant, layers: int, attend: Any, recent: int, levels: SharedLevels | None):
         self._codec, self._layers, self._attend, self._recent = codec, layers, attend, recent
         self._levels = levels if levels is not None else SharedLevels()
         self._left: dict[int, str] = {}
@@ -158,7 +156,7 @@ class _Making:
             return made
         kind = next(rows) if rows is not None else next(iter(_rows_in(cache)))
         number, self._number = self._number, self._number + 1
-        if isinstance(cache, (TurboQuantKVCache, QuantizedKVCache)):
+        if isinstance(cache, TurboQuantKVCache):
             self._check_coded(cache, layer, kind)
             self._coded.add(layer)
             return cache
@@ -175,17 +173,14 @@ class _Making:
         self._coded.add(layer)
         return coder(cache, number)
 
-    def _check_coded(self, cache: Any, layer: int, rows: Kind | None) -> None:
-        """ValueError for a layer that is coded already, and otherwise."""
-        if isinstance(cache, TurboQuantKVCache):
-            said, same = str(cache.choice), True
-            if rows is not None:
-                same = cache.choice.same_codes(Choice.of(*self._row_codecs(layer, rows), self._codec.sink_tokens))
-        else:
-            said = f"mx.quantize at {cache.bits} bits, groups of {cache.group_size}"
-            same = isinstance(self._codec, Affine) and self._codec.bits == cache.bits
-        if not same:
-            raise ValueError(f"layer {layer} is coded already, by {said}, not {self._codec}: dequantize it first")
+    def _check_coded(self, cache: TurboQuantKVCache, layer: int, rows: Kind | None) -> None:
+        """Raise ValueError for a layer that is coded already, and otherwise."""
+        if rows is None:
+            return
+        if not cache.choice.same_codes(Choice.of(*self._row_codecs(layer, rows), self._codec.sink_tokens)):
+            raise ValueError(
+                f"layer {layer} is coded already, by {cache.choice}, not {self._codec}: dequantize it first"
+            )
 
     def _row_codecs(self, layer: int, rows: Kind) -> tuple[RowCodec, RowCodec]:
         keys, values = (
@@ -199,45 +194,31 @@ class _Making:
         if rows.dtype not in FLOATS:
             return f"rows of {rows.dtype}"
         keys, values = self._row_codecs(layer, rows)
-        if isinstance(keys, RawRows) or isinstance(values, RawRows):
+        if not isinstance(keys, TurboQuantRows) or not isinstance(values, TurboQuantRows):
             return f"the codec leaves {rows} as they are"
-        if isinstance(keys, TurboQuantRows) and isinstance(values, TurboQuantRows):
-            chosen = {
-                "levelling": keys.levelled,
-                "sink_tokens": self._codec.sink_tokens,
-                "seed": keys.seed,
-                "recent_tokens": self._recent,
-                "attend": self._attend,
-                "levels": self._levels,
-            }
+        chosen = {
+            "levelling": keys.levelled,
+            "sink_tokens": self._codec.sink_tokens,
+            "seed": keys.seed,
+            "recent_tokens": self._recent,
+            "attend": self._attend,
+            "levels": self._levels,
+        }
 
-            def coded(cache: KVCache, number: int) -> TurboQuantKVCache:
-                return TurboQuantKVCache.from_cache(cache, keys.bits, values.bits, **chosen, layer=number)
+        def coded(cache: KVCache, number: int) -> TurboQuantKVCache:
+            return TurboQuantKVCache.from_cache(cache, keys.bits, values.bits, **chosen, layer=number)
 
-            return coded
-        assert isinstance(keys, AffineRows)
-        assert isinstance(values, AffineRows)
-        if keys.group_size != values.group_size:
-            return "keys and values in groups of different size"
-        return lambda cache, number: _quantized(cache, keys.group_size, keys.bits)
+        return coded
 
 
 def _parts(rows: Kind) -> list[tuple[Literal["keys", "values"], int, int]]:
     return [("keys", rows.key_width, rows.value_width), ("values", rows.value_width, rows.key_width)]
 
 
-def _quantized(cache: KVCache, group_size: int, bits: int) -> QuantizedKVCache:
-    made = QuantizedKVCache(group_size=group_size, bits=bits)
-    if cache.keys is not None:
-        made.update_and_fetch(cache.keys[..., : cache.offset, :], cache.values[..., : cache.offset, :])
-        mx.eval(made.state)
-    return made
-
-
-def _checked(codec: Codec | str | Mapping[str, Any] | None) -> Codec:
+def _checked(codec: Codec | str | Mapping[str, Any] | None) -> TurboQuant:
     chosen = TurboQuant() if codec is None else as_codec(codec)
-    if isinstance(chosen, Raw) or not isinstance(chosen, (TurboQuant, Affine)):
-        raise ValueError(f"codec {chosen}: live caches keep codes of TurboQuant or Affine; choose one of these")
+    if not isinstance(chosen, TurboQuant):
+        raise ValueError(f"codec {chosen}: live caches keep codes of TurboQuant; choose that")
     return chosen
 
 

@@ -307,7 +307,7 @@ def test_models_salts_codecs_and_layouts_never_meet(opened):
     cache.store(LONG[:300], states.sliceable(LONG[:300], layers=3), model="a", salt=b"one")
     assert len(cache.fetch(LONG, model="a", salt=b"one")[0]) == 2  # the deeper of two layouts
     cache.close()
-    cache = opened(codec="affine:8")
+    cache = opened(codec="turboquant:8")
     assert cache.match(LONG, model="a", salt=b"one") == (0, 0)
     cache.close()
     cache = opened()

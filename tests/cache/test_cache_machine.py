@@ -376,7 +376,7 @@ class NeighboursMachine(CacheMachine):
     @initialize(
         tier=st.sampled_from(["both", "ram only"]),
         close=st.booleans(),
-        codec=st.sampled_from(["turboquant:4:sink_tokens=3", "turboquant:3:4", "turboquant:4:4:plain", "affine:4"]),
+        codec=st.sampled_from(["turboquant:4:sink_tokens=3", "turboquant:3:4", "turboquant:4:4:plain"]),
         layers=st.sampled_from(sorted(states.LAYERS)),
         step=st.sampled_from([256, 512]),
     )

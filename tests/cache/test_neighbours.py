@@ -15,7 +15,7 @@ from prefixcache import PrefixCache
 from tests.models import states
 from tests.models.families import FAMILIES, greedy
 
-CODECS = ["turboquant:4", "turboquant:3:4:sink_tokens=0", "turboquant:4:4:plain", "affine:4", "raw"]
+CODECS = ["turboquant:4", "turboquant:3:4:sink_tokens=0", "turboquant:4:4:plain", "raw"]
 FIRST = list(range(700))
 
 

@@ -17,7 +17,7 @@ from prefixcache.layers.finite import is_finite
 from prefixcache.live.turboquant import TurboQuantKVCache
 from tests.models import states
 
-CODECS = ["raw", "turboquant:4", "turboquant:4:4:plain", "affine:4"]
+CODECS = ["raw", "turboquant:4", "turboquant:4:4:plain"]
 BAD = [float("nan"), float("inf"), float("-inf")]
 KINDS = {
     "plain": KVCache,

@@ -15,7 +15,7 @@ from prefixcache.layers import read_ahead as module
 from tests.models import states
 
 LONG = list(range(1000))
-CODECS = ("raw", "turboquant:4", "turboquant:4:2", "affine:4")
+CODECS = ("raw", "turboquant:4", "turboquant:4:2")
 
 
 def wide(tokens, dtype=mx.float16, heads=2, width=64, layers=2):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from prefixcache import Affine, PrefixCache, TurboQuant
+from prefixcache import PrefixCache, TurboQuant
 
 PROMPT = list(range(900))
 WIDTH, SINKS = 64, 4
@@ -85,7 +85,7 @@ def test_when_a_tail_grows_and_when_a_block_is_taken_for_a_tail(lengths):
 
 
 def test_a_codec_without_sinks_and_exact_codecs_have_none():
-    for codec in (TurboQuant(sink_tokens=0), Affine(4, 64), "raw"):
+    for codec in (TurboQuant(sink_tokens=0), "raw"):
         with PrefixCache(ram="50MB", codec=codec) as cache:
             cache.store(PROMPT[:300], cache_of(PROMPT[:300]), model="m")
             assert asked(cache, PROMPT[:300])[1].offset == 300

@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from prefixcache import Affine, Raw, Settings, TurboQuant
+from prefixcache import Raw, Settings, TurboQuant
 from prefixcache.cli.serve.cache_options import settings_from, with_settings
 
 
@@ -36,8 +36,8 @@ def test_no_flags_are_the_usual_settings() -> None:
 
 
 def test_flags_say_what_settings_say(tmp_path: Path) -> None:
-    settings = given(ram="8GB", ssd_dir=str(tmp_path), ssd="200GB", codec="affine:8")
-    assert settings == Settings(ram="8GB", ssd_dir=tmp_path, ssd="200GB", codec=Affine(8))
+    settings = given(ram="8GB", ssd_dir=str(tmp_path), ssd="200GB", codec="turboquant:8")
+    assert settings == Settings(ram="8GB", ssd_dir=tmp_path, ssd="200GB", codec=TurboQuant(8, 8))
     assert given(ram="auto", ssd_dir=str(tmp_path), ssd="auto") == Settings(ssd_dir=tmp_path)
 
 

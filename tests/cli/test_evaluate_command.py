@@ -28,7 +28,7 @@ from tests.models.calibrated import calibrate
 from tests.models.families import FAMILIES
 
 ROOT = Path(__file__).parent.parent.parent
-SPECS = ["raw", "affine:8", "affine:4", "turboquant:8", "turboquant:4", "turboquant:2"]
+SPECS = ["raw", "turboquant:8", "turboquant:4", "turboquant:2"]
 SMALL = ("--prefix", 300, "--tokens", 32, "--windows", 2, "--needles", 1, "--depths", 2)
 
 TOP = {"model", "adapter", "float32", "text", "job", "versions", "depths", "reference", "codecs"}
@@ -95,7 +95,6 @@ def test_raw_is_the_reference_bit_for_bit(measured):
 
 def test_more_bits_are_nearer_to_the_reference(measured):
     found = by_name(measured)
-    assert 0 < found["affine:8"]["kl_mean"] < found["affine:4"]["kl_mean"]
     assert 0 < found["turboquant:8"]["kl_mean"] < found["turboquant:4"]["kl_mean"] < found["turboquant:2"]["kl_mean"]
     assert found["turboquant:4"]["top1"] > found["turboquant:2"]["top1"]
     assert not found["turboquant:4"]["identical"]
@@ -112,7 +111,7 @@ def test_bits_and_bytes_are_those_of_the_format(measured):
     assert raw["bits_per_value"] == 8 * raw["live_bytes_per_token"] / raw["values_per_token"]
     for codec in found.values():
         assert codec["ratio"] == raw["live_bytes_per_token"] / codec["payload_bytes_per_token"]
-    stored = [found[name]["stored_bytes_per_token"] for name in ("raw", "affine:8", "affine:4", "turboquant:2")]
+    stored = [found[name]["stored_bytes_per_token"] for name in ("raw", "turboquant:8", "turboquant:4", "turboquant:2")]
     assert stored == sorted(stored, reverse=True)
 
 
@@ -163,13 +162,13 @@ def test_layers_that_a_codec_leaves_raw_are_told():
 
 
 def test_json_has_everything_and_its_shape_is_stable(call, tiny):
-    done = call("evaluate", "some/model", *SMALL, "--codec", "affine:8", "--codec", "turboquant:4:3", "--json")
+    done = call("evaluate", "some/model", *SMALL, "--codec", "turboquant:8", "--codec", "turboquant:4:3", "--json")
     assert done.exit_code == 0, done.output
     assert done.stderr == ""
     facts = json.loads(done.stdout)
     assert facts.keys() == TOP
     assert facts["reference"].keys() == REFERENCE
-    assert [codec["codec"] for codec in facts["codecs"]] == ["raw", "affine:8", "turboquant:4:3"]
+    assert [codec["codec"] for codec in facts["codecs"]] == ["raw", "turboquant:8", "turboquant:4:3"]
     assert {key for codec in facts["codecs"] for key in codec} == CODEC
     assert {key for codec in facts["codecs"] for window in codec["windows"] for key in window} == {"nll", "kl", "top1"}
     assert facts["job"] == {
@@ -181,9 +180,7 @@ def test_json_has_everything_and_its_shape_is_stable(call, tiny):
 
 def test_the_table_shows_every_codec_of_the_default_selection(call, tiny):
     command = importlib.import_module("prefixcache.cli.evaluate.command")
-    assert {"affine:8", "affine:4", *(f"turboquant:{bits}" for bits in ("8", "4", "4:2", "3", "2"))} <= {
-        *command.DEFAULT
-    }
+    assert {f"turboquant:{bits}" for bits in ("8", "4", "4:2", "3", "2")} <= {*command.DEFAULT}
     done = call("evaluate", "some/model", *SMALL, "--windows", 1, "--depths", 1)
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
@@ -209,10 +206,10 @@ def test_weights_are_cast_to_float32_where_asked_for_and_it_is_told(call):
 
 
 def test_markdown_has_the_same_rows(call, tiny):
-    done = call("evaluate", "some/model", *SMALL, "--codec", "affine:4", "--markdown", "--needles", 0)
+    done = call("evaluate", "some/model", *SMALL, "--codec", "turboquant:4", "--markdown", "--needles", 0)
     assert done.exit_code == 0, done.output
     rows = [line for line in done.stdout.splitlines() if line.startswith("|")]
-    assert [row.split("|")[1].strip() for row in rows] == ["codec", "---", "live cache", "raw", "affine:4"]
+    assert [row.split("|")[1].strip() for row in rows] == ["codec", "---", "live cache", "raw", "turboquant:4"]
     assert len({row.count("|") for row in rows}) == 1
     assert "numbers told" not in done.stdout
 
@@ -220,7 +217,7 @@ def test_markdown_has_the_same_rows(call, tiny):
 def test_a_text_of_ones_own_is_read_and_named(call, tiny, tmp_path):
     own = tmp_path / "own.txt"
     own.write_text("All happy families are alike. " * 100)
-    done = call("evaluate", "some/model", *SMALL, "--codec", "affine:8", "--text", own, "--json")
+    done = call("evaluate", "some/model", *SMALL, "--codec", "turboquant:8", "--text", own, "--json")
     assert done.exit_code == 0, done.output
     facts = json.loads(done.stdout)
     assert facts["text"] == {"files": [str(own)], "python": None}
@@ -250,7 +247,6 @@ def test_codecs_on_one_line_are_of_one_kind():
     assert family(TurboQuant(4, 4).spec()) == "turboquant"
     assert family(TurboQuant(4, 3).spec()) == "turboquant, keys and values apart"
     assert family(TurboQuant(4, 4, levelling=False).spec()) == "turboquant, plain"
-    assert family({"name": "affine", "bits": 4}) == "affine"
 
 
 def test_an_infinite_divergence_is_null_and_shown_as_none(monkeypatch):
@@ -325,7 +321,7 @@ def test_state_that_can_not_be_restored_is_refused(monkeypatch):
 def test_a_servers_variables_do_not_lead_to_its_directory(call, tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("PREFIXCACHE_SSD_DIR", str(tmp_path / "server"))
     monkeypatch.setenv("PREFIXCACHE_RAM", "1GB")
-    done = call("evaluate", "some/model", *SMALL, "--codec", "affine:8", "--needles", 0)
+    done = call("evaluate", "some/model", *SMALL, "--codec", "turboquant:8", "--needles", 0)
     assert done.exit_code == 0, done.output
     assert not (tmp_path / "server").exists()
 

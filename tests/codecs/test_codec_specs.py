@@ -8,11 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from roundtrip import BITS
 
-from prefixcache.codecs import Affine, Codec, Raw, TurboQuant, as_codec, codec_from_spec
+from prefixcache.codecs import Codec, Raw, TurboQuant, as_codec, codec_from_spec
 
 codecs = st.one_of(
     st.just(Raw()),
-    st.builds(Affine, bits=st.sampled_from((2, 3, 4, 5, 6, 8)), group_size=st.sampled_from((32, 64, 128))),
     st.builds(
         TurboQuant,
         key_bits=st.sampled_from(BITS),
@@ -42,7 +41,6 @@ def test_codecs_that_differ_have_specs_and_names_that_differ(one: Codec, other: 
 
 def test_names_are_short() -> None:
     assert str(Raw()) == "raw"
-    assert str(Affine(4, 64)) == "affine 4 bits, groups of 64"
     assert str(TurboQuant(4, 3)) == "turboquant k4 v3"
     assert str(TurboQuant(4, 3, seed=5, raw_latents=False)) == "turboquant k4 v3 seed 5 with latents"
 
@@ -52,13 +50,13 @@ def test_names_are_short() -> None:
     [
         ({}, "codec None: not known"),
         ({"name": ["raw"], "version": 1}, "not known"),
-        ({"name": "zip", "version": 1}, "codec 'zip': not known here; known are affine, raw, turboquant"),
+        ({"name": "zip", "version": 1}, "codec 'zip': not known here; known are raw, turboquant"),
         ({"name": "raw"}, "version None"),
         ({"name": "turboquant", "version": 9}, "'turboquant' version 9: this release reads version 2"),
         ({"name": "raw", "version": True}, "version True"),
         ({"name": "raw", "version": 1, "bits": 4}, "check bits"),
-        ({"name": "affine", "version": 1, "bits": 4}, "check group_size"),
-        ({"name": "affine", "version": 1, "bits": 9, "group_size": 64}, "bits=9"),
+        ({"name": "turboquant", "version": 2, "key_bits": 4}, "check fp16_layers"),
+        ({**TurboQuant().spec(), "key_bits": 9}, "key_bits=9"),
     ],
 )
 def test_a_spec_that_cannot_be_read_is_named(spec: dict[str, Any], message: str) -> None:
@@ -75,12 +73,9 @@ def test_a_spec_that_cannot_be_read_is_named(spec: dict[str, Any], message: str)
         (" TurboQuant:4:3", TurboQuant(4, 3)),
         ("turboquant:4:3:plain", TurboQuant(4, 3, levelling=False)),
         ("turboquant:3:fp16_layers=2:sink_tokens=4:seed=1", TurboQuant(3, 3, fp16_layers=2, sink_tokens=4, seed=1)),
-        ("affine:4", Affine(4)),
-        ("affine:8:32", Affine(8, 32)),
         ("raw", Raw()),
-        (Affine(2), Affine(2)),
+        (Raw(), Raw()),
         ({"name": "turboquant", "key_bits": 4, "value_bits": 3}, TurboQuant(4, 3)),
-        ({"name": "affine", "bits": 8}, Affine(8)),
         (TurboQuant(4, 2).spec(), TurboQuant(4, 2)),
     ],
 )
@@ -90,9 +85,8 @@ def test_a_setting_names_a_codec(value: Any, codec: Codec | None) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    ["", "zip", "raw:4", "turboquant:4:3:2", "turboquant:x", "turboquant:plain:4", "affine:plain", "turboquant:seed=x",
-     "turboquant:seed=1_0", "turboquant:4:seed=1:seed=2",
-     "affine:4:64:1"],
+    ["", "zip", "raw:4", "turboquant:4:3:2", "turboquant:x", "turboquant:plain:4", "raw:plain", "turboquant:seed=x",
+     "turboquant:seed=1_0", "turboquant:4:seed=1:seed=2"],
 )  # fmt: skip
 def test_a_text_that_names_no_codec_says_what_to_write(value: str) -> None:
     with pytest.raises(ValueError, match=r'not a codec; write "raw"'):

@@ -176,7 +176,7 @@ def test_a_tick_near_the_bound_does_not_stop_the_cache(root):
 NAMESPACE = {
     "root": "randomblob(16)",
     "model": "'another'",
-    "codec": "replace(codec, 'raw', 'affine')",
+    "codec": "replace(codec, 'raw', 'turboquant')",
     "layout": "replace(layout, '8', '9')",
 }
 

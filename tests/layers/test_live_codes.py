@@ -525,7 +525,7 @@ def test_codes_of_another_codec_are_refused(cache: PrefixCache, mine: TurboQuant
 
 @pytest.mark.parametrize(
     ("codec", "kept"),
-    [("raw", "raw"), ("affine", "affine"), (TurboQuant(4, 3, fp16_layers=1), "raw"),
+    [("raw", "raw"), (TurboQuant(4, 3, fp16_layers=1), "raw"),
      (TurboQuant(4, 4, layers={0: (4, 3), 1: (8, 3)}), "by turboquant k8 v3")],
 )  # fmt: skip
 def test_codes_of_a_layer_that_is_kept_otherwise_are_refused(codec: Any, kept: str) -> None:
@@ -546,9 +546,8 @@ def test_layers_of_different_bits_and_raw_ones_are_kept_each_in_its_way() -> Non
         cache.check_integrity()
 
 
-@pytest.mark.parametrize("codec", ["raw", "affine"])
-def test_where_nothing_is_turboquant_s_a_hit_is_plain(codec: str) -> None:
-    with PrefixCache(ram="50MB", codec=codec) as cache:
+def test_where_nothing_is_turboquant_s_a_hit_is_plain() -> None:
+    with PrefixCache(ram="50MB", codec="raw") as cache:
         cache.store(LONG, skewed(700), model="m")
         assert [type(layer) for layer in fetched(cache, LONG)] == [KVCache] * 2
 

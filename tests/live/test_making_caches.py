@@ -2,11 +2,12 @@
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, load_prompt_cache, save_prompt_cache
 from mlx_lm.models.cache import make_prompt_cache as make_plain
 
 import prefixcache
-from prefixcache import Affine, QuantizedKVCache, TurboQuant, TurboQuantKVCache, convert_prompt_cache, make_prompt_cache
+from prefixcache import QuantizedKVCache, TurboQuant, TurboQuantKVCache, convert_prompt_cache, make_prompt_cache
 from prefixcache.live import SharedLevels, hook
 from tests.models.families import FAMILIES
 
@@ -97,11 +98,14 @@ def test_the_codec_decides_layer_by_layer():
     assert made[2].choice.recent_tokens == 64
 
 
-def test_affine_gives_mx_quantize():
-    model = built("llama")
-    for made in (make_prompt_cache(model, Affine(8, 32)), convert_prompt_cache(prefilled(model), "affine:8:32")):
-        assert {type(layer) for layer in made} == {QuantizedKVCache}
-        logits(model, made)
+@pytest.mark.parametrize("kind", [QuantizedKVCache, mlx_lm_cache.QuantizedKVCache])
+def test_layers_that_mx_quantize_coded_stay_as_they_are(kind):
+    plain = prefilled(built("llama"))
+    quantized = kind(group_size=32, bits=8)
+    quantized.update_and_fetch(*plain[0].state[:2])
+    made = convert_prompt_cache([quantized, *plain[1:]], "turboquant:4")
+    assert made.left == {0: "QuantizedKVCache is no plain KVCache"}
+    assert type(made[0]) is kind
 
 
 def test_levels_are_shared_between_layers_of_their_own():
@@ -155,7 +159,7 @@ def test_a_cache_of_another_model_is_an_error():
 
 def test_bad_input_is_named():
     model = built("llama")
-    with pytest.raises(ValueError, match="choose one of these"):
+    with pytest.raises(ValueError, match="live caches keep codes of TurboQuant"):
         make_prompt_cache(model, "raw")
     with pytest.raises(ValueError, match="recent_tokens=-1"):
         make_prompt_cache(model, recent_tokens=-1)
@@ -182,11 +186,9 @@ def test_a_layer_that_is_coded_otherwise_is_an_error():
         convert_prompt_cache(live, "turboquant:8")
 
 
-# Where affine caches come back as mlx-lm's own, which attends to none in float32 on CUDA.
-@pytest.mark.parametrize("codec", ["turboquant:4", *(["affine:8:32"] if not mx.cuda.is_available() else [])])
-def test_mlx_lm_saves_and_loads_live_caches(codec, tmp_path):
+def test_mlx_lm_saves_and_loads_live_caches(tmp_path):
     model = built("llama")
-    live = convert_prompt_cache(prefilled(model), codec)
+    live = convert_prompt_cache(prefilled(model), "turboquant:4")
     save_prompt_cache(str(tmp_path / "cache.safetensors"), list(live))
     back = load_prompt_cache(str(tmp_path / "cache.safetensors"))
     assert mx.allclose(logits(model, live), logits(model, back), atol=1e-3)

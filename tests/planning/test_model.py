@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
-from prefixcache import Affine, PrefixCache, Raw, TurboQuant
+from prefixcache import PrefixCache, Raw, TurboQuant
 from prefixcache.blocks.node import Window
 from prefixcache.codecs import as_codec
 from prefixcache.layers.image_layout import read
@@ -22,7 +22,7 @@ from prefixcache.planning.sizes import Sizes
 from tests.models.families import BASE, FAMILIES, MLX_LM_0_31
 
 PROMPT = 263  # two blocks, the second short: its rows are kept as they are
-CODECS = ("raw", "turboquant:4", "affine:4")
+CODECS = ("raw", "turboquant:4")
 MEBIBYTE = 1 << 20
 
 # Fields as the models' authors published them; those that no cache depends on are left out where mlx-lm lets them.
@@ -202,9 +202,7 @@ def state_of(prompt_cache: list) -> ModelState:
     return ModelState("synthetic", "synthetic", "float16", 0, probe.layout, tuple(probe.states), probe.counted)
 
 
-@pytest.mark.parametrize(
-    "codec", [Raw(), TurboQuant(3, 4, sink_tokens=6), TurboQuant(levelling=False), Affine(4, 32)], ids=str
-)
+@pytest.mark.parametrize("codec", [Raw(), TurboQuant(3, 4, sink_tokens=6), TurboQuant(levelling=False)], ids=str)
 @pytest.mark.parametrize("window", [{}, {"keep": 4}, *([] if MLX_LM_0_31 else [{"chunk": 300}])], ids=str)
 def test_headers_are_counted_at_starts_of_up_to_five_digits_and_with_kept_and_sunk_tokens(codec, window):
     for tokens in (1, 255, 1030, 10_500):

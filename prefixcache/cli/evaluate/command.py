@@ -19,19 +19,7 @@ from prefixcache.cli.progress import bar
 from prefixcache.cli.text import Refused, console, print_json, refusing
 
 CONTROL = "raw"
-DEFAULT = (
-    "affine:8",
-    "affine:4",
-    "turboquant:8",
-    "turboquant:4",
-    "turboquant:4:3",
-    "turboquant:4:2",
-    "turboquant:3:4",
-    "turboquant:3",
-    "turboquant:2",
-    "turboquant:4:plain",
-    "turboquant:3:plain",
-)
+DEFAULT = tuple(f"turboquant:{rest}" for rest in ("8", "4", "4:3", "4:2", "3:4", "3", "2", "4:plain", "3:plain"))
 
 
 def evaluate(

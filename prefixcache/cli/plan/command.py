@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from prefixcache.planning.sizes import Sizes
     from prefixcache.planning.sweep import Cell, Workload
 
-CODECS = ("raw", "affine:4", "turboquant:4", "turboquant:4:3", "turboquant:3", "transform:4")
+CODECS = ("raw", "turboquant:4", "turboquant:4:3", "turboquant:3", "transform:4")
 DEFAULT_CODEC = "turboquant:4"  # as `Settings` has it
 SMALLEST, LARGEST = 1e-6, 1e12  # of a rate or a price
 PARALLEL_IDS = 500_000  # ids to simulate, in all, from which processes of their own are worth their start
