@@ -3,6 +3,7 @@ mlx-lm's code for it.
 
 Who opens a model calls it, once, with the folder that was loaded. Only files are read here: no MLX, no network, and
 nothing of the cache. What a sample of the weights can see, and what it can't, stands in `model_identity`.
+Decision 0006 says why.
 """
 
 from __future__ import annotations

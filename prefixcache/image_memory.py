@@ -5,7 +5,7 @@ costs a page fault for every 4 kB. Here what images leave is kept for the next o
 and a little beyond. `take` is called wherever an image comes into being, `give_back` by who wants free memory to leave the
 process.
 
-Memory that nobody uses is `kept` (its pages are the process's) or `clean` (address space only).
+Memory that nobody uses is `kept` (its pages are the process's) or `clean` (address space only). Decision 0009 says why.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 Every other module takes tokens in the form made here (a one-dimensional int64 array, or its little-endian bytes) and
 keys as 32 bytes. Nothing here knows blocks' contents, tiers or MLX.
+Decision 0001 says why keys are SHA-256.
 """
 
 from __future__ import annotations

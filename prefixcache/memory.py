@@ -66,6 +66,7 @@ def give_back() -> None:
 def collector_at_rest() -> Iterator[None]:
     """Python's collector of cycles rests within the block: where much is made that lives on, it visits it again and again.
     At the end what was made counts as old at once; else the next object that is made would have all of it visited.
+    Decision 0008 says why.
     """
     collecting = gc.isenabled()
     gc.disable()

@@ -1,4 +1,4 @@
-"""What a newer image makes superfluous: the rule, and which pairs of blocks it is asked of."""
+"""What a newer image makes superfluous: the rule, and which pairs of blocks it is asked of. Decision 0002 says why."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def decode(pieces: Sequence[Piece], heads: int, capacity: int, width: int, dtype
 
 
 def _on_the_cpu(pieces: list[Piece], heads: int, capacity: int, width: int, dtype: str) -> mx.array:
-    rows = np.empty((heads, capacity, width), element(dtype).numpy)
+    rows = np.empty((heads, capacity, width), element(dtype).numpy)  # not MLX's memory: decision 0021
     end = 0
     batches: dict[RowCodec, list[Decoding]] = {}
     for piece in pieces:

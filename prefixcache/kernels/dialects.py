@@ -11,6 +11,7 @@ other, each turned by `right_of` into the way that the product wants it).
 
 A table in shared memory that every lane looks up at will is kept in COPIES, one a bank, so that no lane waits for another:
 lane l looks at the l % COPIES-th of the words that stand for one entry.
+Decision 0023 says why there is one text, and what it gained.
 """
 
 from __future__ import annotations

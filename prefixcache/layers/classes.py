@@ -1,5 +1,5 @@
 """Which classes of layer caches may be stored, and made again by the name that a file gives: those that a trusted module
-defines, and those that the user allowed. How each is read and made is `adapters`'s.
+defines, and those that the user allowed. How each is read and made is `adapters`'s. Decision 0005 says why.
 """
 
 from __future__ import annotations

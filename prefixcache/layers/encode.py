@@ -2,6 +2,7 @@
 
 Where MLX computes on the CPU, rows are read where they lie and encoded stretch by stretch; on a GPU, as many as possible go
 in one launch. `Host` and `Gpu` are these two ways, of one interface; `encode` takes one of them.
+Decision 0003 says why only whole blocks are coded.
 """
 
 from __future__ import annotations

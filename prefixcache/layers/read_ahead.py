@@ -1,7 +1,7 @@
 """Rows decoded while the rest of a prompt is still being read, straight into the memory that the model goes on with.
 
 On the CPU only, where decoding and MLX's memory cost as much as the SSD, and for layers that keep every token: a GPU decodes
-faster than any SSD reads, and which rows of a window are needed is known at the end.
+faster than any SSD reads, and which rows of a window are needed is known at the end. Decision 0029 says why.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ class FirstRows(NamedTuple):
 class RecentRows(NamedTuple):
     """Keys and values of each sequence's last `size` rows, uncoded: row r in place r % size of (B, heads, size, width).
 
-    No row before `floors[b]` is there: after a cut, or where only codes were at hand.
+    No row before `floors[b]` is there: after a cut, or where only codes were at hand. Decision 0027 says why they stay exact.
     """
 
     size: int

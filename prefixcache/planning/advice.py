@@ -1,5 +1,6 @@
 """What follows from simulated runs for whoever buys and waits: times to first token, what the SSD wears, what a size costs,
 and where more of it stops paying. Pure functions of numbers: nothing is read and nothing is simulated here.
+Decision 0038 says why.
 """
 
 from __future__ import annotations

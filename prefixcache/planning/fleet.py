@@ -3,7 +3,7 @@
 Each machine is a `Simulation` of its own; the remote is an account of names and sizes. What is found there stands in the
 machine's graph for the length of one lookup, as a last tier below the others: so the cache's own lookup says how deep a
 prompt can be hit with it and which images that reads, and the cache's own promotion brings them. Sending costs no time:
-no request waits for it.
+no request waits for it. Decision 0036 says why.
 """
 
 from __future__ import annotations

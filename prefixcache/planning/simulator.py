@@ -5,6 +5,7 @@ In the place of bytes stand their numbers: a store makes images that have a size
 and `store_fetch_remove.store`, so a real run of the same requests, whose writer keeps up, hits and writes the same.
 
 The SSD's writer has its turn after each batch of blocks that a store encodes, after each promotion and each request.
+Decision 0037 says why.
 """
 
 from __future__ import annotations

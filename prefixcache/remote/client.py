@@ -1,5 +1,5 @@
 """`Client`: an engine as the cache uses it. Calls run on threads of the client, so that whoever waits can stop waiting; the
-engine is left alone while it fails, and how quick it is is learnt from use.
+engine is left alone while it fails, and how quick it is is learnt from use. Decision 0035 has the times.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 A sealed image is a nonce (12 bytes, random), the encrypted image, and a tag (16 bytes), with its name as associated data: an
 image under another's name is no image. Names follow from root key and tokens alone, so every machine makes the same. With
 a key they are keyed hashes, and tell nothing about prompts even to who guesses one. Whoever has the key can read and write.
+Decision 0034 says why.
 """
 
 from __future__ import annotations

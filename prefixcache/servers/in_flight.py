@@ -2,6 +2,7 @@
 
 When ten agents arrive at once with one system prompt, the first computes it and nine find it. This is the rule alone, on
 tokens and counts; the server that defers requests is `mlx_lm.requests`. Nothing here touches MLX.
+Decision 0030 says why.
 """
 
 from __future__ import annotations

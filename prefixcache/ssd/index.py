@@ -2,7 +2,7 @@
 
 One connection writes, on one thread at a time (the writer's, once it runs); reading connections are opened apart. `rows`
 reads. Nothing here touches image files. Never `open()` index.db by other means while a connection has it: closing that
-descriptor would drop SQLite's POSIX locks.
+descriptor would drop SQLite's POSIX locks. Decision 0013 says why nothing waits for its readers.
 """
 
 from __future__ import annotations
@@ -297,7 +297,7 @@ class Index:
         self._images[number] += 1
 
     def remove(self, addresses: Iterable[Address]) -> None:
-        """Delete rows of images, and with its last image a namespace."""
+        """Delete rows of images, and with its last image a namespace. Decision 0014 says why."""
         run = self._connection.execute
         images: list[tuple[int]] = []
         emptied: set[int] = set()

@@ -1,4 +1,4 @@
-"""What all ranks of a model can serve of a prompt (decision 0112). Collective: all ranks call these with the same
+"""What all ranks of a model can serve of a prompt (decision 0032). Collective: all ranks call these with the same
 prompt, and what fails on one is a shorter hit for all.
 """
 

@@ -1,5 +1,5 @@
 """What may come into a tier, where room must be made for it: `Claim` says how much a prompt takes from others, `Doorkeeper`
-(`ssd_admission="second"`) which images came before. The storage's lock guards both.
+(`ssd_admission="second"`) which images came before. The storage's lock guards both. Decision 0010 says why.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """What is written to the tier below RAM, and when: ahead of eviction, block by block, while nobody asks, or all of it at the
-end.
+end. Decision 0012 says why tails are not written through.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What a place for images below RAM must be able to do: the protocol that the SSD and the planner's simulated one have."""
+"""What a place for images below RAM must be able to do: the protocol that the SSD and the planner's simulated one have.
+Decision 0007 says why.
+"""
 
 from __future__ import annotations
 

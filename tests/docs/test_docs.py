@@ -114,6 +114,15 @@ def test_commands_of_its_fences_exist_and_have_their_options(page: Path) -> None
             assert asked <= options(command), line
 
 
+def test_each_decision_is_cited_by_the_code_that_it_explains_and_no_other_is() -> None:
+    cited = {
+        number
+        for source in SOURCES
+        for number in re.findall(r"\b[Dd]ecisions? (\d{4})\b", source.read_text(encoding="utf-8"))
+    }
+    assert cited == {record.name[:4] for record in DECISIONS.glob("[0-9]*.md")}
+
+
 def test_the_index_of_decisions_has_each_record_once_under_its_title_and_date() -> None:
     index = (DECISIONS / "README.md").read_text(encoding="utf-8")
     records = sorted(DECISIONS.glob("[0-9]*.md"))

@@ -1,6 +1,6 @@
 """What the codecs cost in quality: the error of rows, the attention that keys still give, the bits that it takes.
 
-All by the real codecs. `variants` has what was tried and not taken; docs/decisions has why.
+All by the real codecs. `variants` has what was tried and not taken; decision 0017 has why.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The shim as Python sees it: built from shim.c, armed in a child that was started with it, asked what it saw.
 
-What a call is, and what may become of it, are the tables of shim.c under the same names.
+What a call is, and what may become of it, are the tables of shim.c under the same names. Decision 0039 says why.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The codec that a calibration makes possible: a token's keys and values of neighbouring layers, coded together.
 
 `Transform` is what a user chooses. For a model with a basis it becomes a `Calibrated`, whose layers that the basis knows
-are coded by it; all others, and all models without a basis, stay with TurboQuant.
+are coded by it; all others, and all models without a basis, stay with TurboQuant. Decision 0019 has the choices.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ entropy coder are kernels.
 
 The same format as `coding`, whose values these are but for the rounding of products: factors and what comes of them are half
 precision, as rows are. Many blocks and several groups are coded at once: a row takes as long as it has components, however
-many rows there are.
+many rows there are. Decision 0025 says why.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ class TurboQuant:
     value_bits: int = 4
     levelling: bool = True
     fp16_layers: int = 0
-    sink_tokens: int = 4
+    sink_tokens: int = 4  # decision 0018
     layers: Mapping[int, int | tuple[int, int] | None] = field(default_factory=dict)
     seed: int = 0
     raw_latents: bool = True

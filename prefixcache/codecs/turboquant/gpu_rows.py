@@ -1,6 +1,7 @@
 """TurboQuant in kernels of its own, for MLX's GPUs: Metal's and CUDA's. The format is `format`'s.
 
 The same codes, scales and rows as the NumPy back end, bit for bit, in one pass over memory. `kernels` has their text.
+Decision 0024 says what a store and a hit wait for.
 """
 
 from __future__ import annotations

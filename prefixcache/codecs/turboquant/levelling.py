@@ -4,7 +4,7 @@ A key channel with a huge constant (Qwen2's k_proj bias) or a large spread would
 it over every value, and the code is spent on what all keys have in common. The levels are those of the rows that are
 coded together, a block's, and stand beside their codes: keys after RoPE have other means at every position, and text
 differs. Here is what they are, how they are measured, and the numbers that images have of them; `layers` decides of which
-rows.
+rows. Decision 0017 says why.
 """
 
 from __future__ import annotations

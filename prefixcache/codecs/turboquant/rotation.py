@@ -16,6 +16,7 @@ rotated apart would put two variances under one scale.
 
 The order of operations is part of the format: factors ascend, the first acts at stride 1, each next at the stride that
 the ones before it span; sums of a factor run over ascending i, each product and each sum rounded by itself.
+Decision 0016 says why.
 """
 
 from __future__ import annotations

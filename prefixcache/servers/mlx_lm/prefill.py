@@ -4,7 +4,7 @@
 that mlx-lm serves by themselves, an answer is made on what a hit will give: a prompt is computed in pieces that end where a
 block ends. After each, the rows of its blocks are coded, stored, and put back decoded into the cache that the model goes on
 with; so are those of an answer, when they fill a block. At its end the prompt is stored with its tail, for who asks that
-again.
+again. Decision 0028 says why.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ class Provider(upstream.ModelProvider):
 
     def _prepare_for(self, prompt_cache: list[Any]) -> None:
         """Prompts of unequal length that mlx-lm prefills together leave some recurrent states wrong (ml-explore/mlx-lm#1736),
-        and what is wrong must not be kept: there, one prompt at a time.
+        and what is wrong must not be kept: there, one prompt at a time. Decision 0031 says why.
         """
         self.sliceable = can_trim_prompt_cache(prompt_cache)
         try:
