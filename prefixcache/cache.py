@@ -24,7 +24,7 @@ import mlx.core as mx
 
 from prefixcache.blocks.budget import Reservation
 from prefixcache.blocks.lookup import required_images
-from prefixcache.blocks.node import RAM, Slot
+from prefixcache.blocks.node import RAM
 from prefixcache.byte_sizes import parse_size, size
 from prefixcache.codecs import Codec, TurboQuant
 from prefixcache.codecs.transform.bases import Bases
@@ -51,8 +51,7 @@ from prefixcache.ssd.awaited import AwaitedDisk, why_absent
 from prefixcache.ssd.directory import rank_folder, refusal
 from prefixcache.ssd.selection import Selection
 from prefixcache.store_fetch_remove.agreed import depths_of_all, taken_by_all
-from prefixcache.store_fetch_remove.fetch import discard_damaged, discard_hit, find
-from prefixcache.store_fetch_remove.fetch import read_ahead as decode_ahead
+from prefixcache.store_fetch_remove.fetch import PinnedPrompt, discard_damaged, discard_hit, fill_read_ahead, find
 from prefixcache.store_fetch_remove.image_maker import LiveMaker
 from prefixcache.store_fetch_remove.namespaces import Namespaces
 from prefixcache.store_fetch_remove.numbers import check_leave, number, seconds
@@ -439,10 +438,10 @@ class PrefixCache:
         prompt, durations = self._prompt(tokens, model, salt, like), self._storage.counters.durations
         check_leave(leave)
         room = room if room is None else number(room, "fetch: room", "tokens", LONGEST)
-        ahead = None
+        read_ahead = None
         if promote:
             try:
-                ahead = self._bring(prompt, leave, whole_blocks, room, read_ahead=not compressed)
+                read_ahead = self._bring(prompt, leave, whole_blocks, room, reads_ahead=not compressed)
             except Exception as error:
                 if self.ranks is None:
                     raise
@@ -450,7 +449,7 @@ class PrefixCache:
         began = time.monotonic()
 
         def decode(leave: int) -> tuple[list[Any] | None, int]:
-            return self._decode(prompt, leave, whole_blocks, room, ahead, compressed)
+            return self._decode(prompt, leave, whole_blocks, room, read_ahead, compressed)
 
         if self.ranks is None:
             made, depth = decode(leave)
@@ -462,38 +461,44 @@ class PrefixCache:
         return made, prompt.given[depth : len(prompt)] if made is not None else prompt.given
 
     def _bring(
-        self, prompt: Prompt, leave: int, whole_blocks: bool, room: int | None, read_ahead: bool
+        self, prompt: Prompt, leave: int, whole_blocks: bool, room: int | None, reads_ahead: bool
     ) -> ReadAhead | None:
         """Promote, and wait for it; what could be decoded meanwhile."""
-        coming, ahead = self.promote(prompt, leave=leave, whole_blocks=whole_blocks), None
-        if not coming.done() and read_ahead:
-            ahead = decode_ahead(self._storage, coming, prompt, leave, whole_blocks, room)
+        coming, read_ahead = self.promote(prompt, leave=leave, whole_blocks=whole_blocks), None
+        if not coming.done() and reads_ahead:
+            read_ahead = fill_read_ahead(self._storage, coming, prompt, leave, whole_blocks, room)
         try:
             coming.result()
         except concurrent.futures.CancelledError as error:
             self._check_open()
             raise RuntimeError("the promotion was cancelled") from error
-        return ahead
+        return read_ahead
 
     def _decode(
-        self, prompt: Prompt, leave: int, whole_blocks: bool, room: int | None, ahead: Any, compressed: bool
+        self,
+        prompt: Prompt,
+        leave: int,
+        whole_blocks: bool,
+        room: int | None,
+        read_ahead: ReadAhead | None,
+        compressed: bool,
     ) -> tuple[list[Any] | None, int]:
         """The deepest prompt cache that RAM has, and its tokens; (None, 0) on a miss."""
-        found = self._find(prompt, leave, whole_blocks)
-        while found is not None:
-            stored, pinned = found
+        hit = self._find(prompt, leave, whole_blocks)
+        while hit is not None:
+            stored, pinned = hit
             try:
                 spare = len(prompt) - stored.tokens if room is None else room
-                made = stored.live(spare) if compressed else stored.dequantize(spare, ahead)
+                made = stored.live(spare) if compressed else stored.dequantize(spare, read_ahead)
                 mx.eval(live_arrays(made))
             except DamagedBlock as damage:
                 discard_damaged(self._storage, prompt, stored, damage)
-                ahead = None
+                read_ahead = None
             else:
                 return made, stored.tokens
             finally:
                 self._storage.unpin(pinned)
-            found = find(self._storage, prompt, leave, whole_blocks)
+            hit = find(self._storage, prompt, leave, whole_blocks)
         return None, 0
 
     def lookup(
@@ -507,20 +512,20 @@ class PrefixCache:
         prompt = self._prompt(tokens, model, salt)
 
         def look_up(leave: int) -> tuple[StoredPrompt | None, int]:
-            found = self._find(prompt, leave)
-            if found is None:
+            hit = self._find(prompt, leave)
+            if hit is None:
                 return None, 0
-            self._storage.unpin(found[1])
-            return found[0], found[0].tokens
+            self._storage.unpin(hit.slots)
+            return hit.stored, hit.stored.tokens
 
         if self.ranks is None:
-            found, depth = look_up(leave)
+            stored, depth = look_up(leave)
         else:
-            found, depth = taken_by_all(self.ranks, prompt, leave, False, look_up)
+            stored, depth = taken_by_all(self.ranks, prompt, leave, False, look_up)
         self._count(prompt, depth)
-        return found
+        return stored
 
-    def _find(self, prompt: Prompt, leave: int, whole_blocks: bool = False) -> tuple[StoredPrompt, list[Slot]] | None:
+    def _find(self, prompt: Prompt, leave: int, whole_blocks: bool = False) -> PinnedPrompt | None:
         self._check_open()
         with self._storage.lock:
             unflushed = len(self._storage.graph.recency.unflushed)

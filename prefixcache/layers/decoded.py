@@ -8,17 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import mlx.core as mx
-import numpy as np
 
 from prefixcache.codecs.interchange import on_cpu
 from prefixcache.codecs.pieces import Piece, decode
 from prefixcache.keys import BLOCK
 from prefixcache.layers import levels
 from prefixcache.layers.adapters import Leaf
-from prefixcache.layers.image_layout import Group, Member
+from prefixcache.layers.image_layout import Group, Member, Tensors
 
 
-def decoded_rows(group: Group, member: Member, rows: slice, tensors: dict[str, np.ndarray]) -> mx.array:
+def decoded_rows(group: Group, member: Member, rows: slice, tensors: Tensors) -> mx.array:
     """These rows of an image's tensors as a fetch would give them, of one stream: (heads, tokens, width)."""
     planes = tuple(tensors[name][rows, member.in_group] for name in group.names)
     piece = Piece(group.codec, planes, 0, levels.packed(group, tensors, member))
@@ -42,7 +41,7 @@ class Decoded:
             self._rows.setdefault((member.leaf, member.stream), []).append((first + skipped, rows))
 
     def decode_rows(
-        self, group: Group, member: Member, first: int, rows: slice, tensors: dict[str, np.ndarray], exact: int = 0
+        self, group: Group, member: Member, first: int, rows: slice, tensors: Tensors, exact: int = 0
     ) -> None:
         """These rows of an image's tensors, which are of the tokens from `first` on."""
         if first + rows.stop - rows.start <= max(self._first, exact):

@@ -22,7 +22,7 @@ from prefixcache.codecs.turboquant.levelling import Levels, measure_levels, neut
 from prefixcache.layers import levels
 from prefixcache.layers.adapters import Leaf, LiveCodes, arrays_in
 from prefixcache.layers.decoded import Decoded
-from prefixcache.layers.image_layout import Group, Member, Section
+from prefixcache.layers.image_layout import Group, Member, Section, Tensors
 from prefixcache.layers.live_codes import same
 
 
@@ -35,7 +35,7 @@ class Target(NamedTuple):
 
     first: int
     last: int
-    tensors: dict[str, np.ndarray]
+    tensors: Tensors
     at: int
     settled: bool = False
     sinks: int = 0

@@ -48,6 +48,7 @@ class Coding(NamedTuple):
 
 
 _Codings = list[list[Coding]]  # of each leaf
+Tensors = dict[str, np.ndarray]  # an image's, by name
 
 
 class Reading(NamedTuple):
@@ -142,6 +143,9 @@ class Group(NamedTuple):
                 yield Spec(name, dtype, (self.heads, self.codec.width))
 
 
+Place = tuple[int, Member]  # of a stream in a section: its group's number, and itself there
+
+
 class Section(NamedTuple):
     """Groups whose tensors have the same tokens."""
 
@@ -169,7 +173,7 @@ class Joined(NamedTuple):
         dtypes = "U16", "U16", "U8", "BF16"
         return [Spec(*spec) for spec in zip(self.names, dtypes, shapes, strict=True)]
 
-    def words_in(self, tensors: dict[str, np.ndarray], tokens: int) -> int:
+    def words_in(self, tensors: Tensors, tokens: int) -> int:
         """The words that an image's heads claim; -1 where it has no such heads."""
         heads = tensors.get(self.names[0])
         if heads is None or (heads.dtype, heads.shape) != (np.dtype("<u2"), (tokens,)):
@@ -261,8 +265,8 @@ class Plan:
         self.window_tails = self.windowed if self.lossless else sections("v", as_they_are)
         self.window_sinks = sections("x", sunk)
 
-    def _places(self, *sections: Section) -> list[dict[str, tuple[int, Member]]]:
-        places: list[dict[str, tuple[int, Member]]] = [{} for _ in self.leaves]
+    def _places(self, *sections: Section) -> list[dict[str, Place]]:
+        places: list[dict[str, Place]] = [{} for _ in self.leaves]
         for section in sections:
             for g, group in enumerate(section.groups):
                 for member in group.members:
@@ -273,6 +277,26 @@ class Plan:
         """CacheError for a class that is not allowed here, or not in this release of its package."""
         for kind in self.layout["kinds"]:
             _check_class(kind)
+
+    @property
+    def groups(self) -> list[Group]:
+        """The groups of all sections."""
+        sections = [self.rows, *self.kept, self.sinks, *self.windowed, *self.window_sinks]
+        sections += [] if self.lossless else [self.tails, *self.window_tails]
+        return [group for section in sections for group in section.groups]
+
+    def window_of(self, leaf: int) -> int | None:
+        """The number of a leaf's window; None for one that keeps every token, or no rows."""
+        window = self.leaves[leaf].get("window")
+        return self.windows.index(Window(*window)) if window is not None and self.leaves[leaf]["streams"] else None
+
+    def describe_state(self, leaves: Sequence[Leaf]) -> snapshots.State:
+        """Describe what a snapshot keeps of a live cache's leaves. CacheError for what can't be kept."""
+        named = []
+        for i in self.snapshots:
+            name = f"layer {self.layer_of[i]} ({self.leaves[i]['class'].rsplit('.', 1)[-1]})"
+            named.append((name, leaves[i].state))
+        return snapshots.describe_state(named)
 
     def kept_tokens(self, window: int, start: int, tokens: int) -> int:
         """How many of a block's tokens have `kept` rows in its rows image."""
@@ -295,7 +319,7 @@ class Plan:
             specs += joined.specs(tokens, count)
         return [*specs, Spec("tokens", "I64", (tokens,))]
 
-    def is_coded(self, tensors: dict[str, np.ndarray]) -> bool:
+    def is_coded(self, tensors: Tensors) -> bool:
         """Whether a rows image has its rows as a whole block's has them."""
         names = [*(group.names for group in self.rows.groups), *(joined.names for joined in self.joined)]
         return all(name in tensors for of_group in names for name in of_group)

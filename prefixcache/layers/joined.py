@@ -15,9 +15,7 @@ from prefixcache.codecs.transform import gpu_coding
 from prefixcache.codecs.transform.coding import Codes
 from prefixcache.codecs.transform.entropy import Damaged
 from prefixcache.layers.adapters import Leaf
-from prefixcache.layers.image_layout import Joined
-
-Tensors = dict[str, np.ndarray]
+from prefixcache.layers.image_layout import Joined, Tensors
 
 
 class DamagedBlock(ValueError):

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from prefixcache.codecs.turboquant.levelling import Levels, PackedLevels
-from prefixcache.layers.image_layout import Group, Member
+from prefixcache.layers.image_layout import Group, Member, Tensors
 
 
-def read(group: Group, tensors: dict[str, np.ndarray], member: Member | None = None) -> Levels | None:
+def read(group: Group, tensors: Tensors, member: Member | None = None) -> Levels | None:
     """The levels of a group's heads, or of one member's, as an image has them; None where its codec levels no rows."""
     stored = packed(group, tensors, member)
     return Levels.unpacked(stored) if stored is not None else None
 
 
-def packed(group: Group, tensors: dict[str, np.ndarray], member: Member | None = None) -> PackedLevels | None:
+def packed(group: Group, tensors: Tensors, member: Member | None = None) -> PackedLevels | None:
     """The same in the image's own numbers."""
     if not group.steps:
         return None
@@ -22,7 +20,7 @@ def packed(group: Group, tensors: dict[str, np.ndarray], member: Member | None =
     return PackedLevels(tensors[group.mean][heads] if group.mean else None, tensors[group.steps][heads])
 
 
-def write(group: Group, tensors: dict[str, np.ndarray], packed: PackedLevels) -> None:
+def write(group: Group, tensors: Tensors, packed: PackedLevels) -> None:
     """Levels of all of a group's heads."""
     if group.mean:
         tensors[group.mean][...] = packed.mean

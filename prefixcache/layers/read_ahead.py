@@ -15,14 +15,14 @@ from prefixcache.image_format import Image
 from prefixcache.layers.adapters import adapter_of
 from prefixcache.layers.classes import find_class
 from prefixcache.layers.image_layout import Plan
-from prefixcache.layers.stored import Block, StoredPrompt
+from prefixcache.layers.stored_rows import Block, StoredRows
 
 
 class ReadAhead:
     """The buffers of a prompt cache of `tokens` tokens with room for `room` more, filled block by block.
 
-    Of the thread that made it: its arrays are MLX's. An image's rows stay where they were put, so that a `StoredPrompt` of
-    the very same images needs none of them decoded again.
+    Of the thread that made it: its arrays are MLX's. An image's rows stay where they were put, so that `StoredRows` of the
+    very same images need none of them decoded again.
     """
 
     def __init__(self, plan: Plan, tokens: int, room: int):
@@ -35,8 +35,8 @@ class ReadAhead:
             capacity = adapter_of(find_class(layer["class"])).capacity(layer, tokens, room) if layer["streams"] else 0
             for stream, (t, member) in plan.tail_places[leaf].items():
                 codec = plan.tails.groups[t].codec
-                made, rows = writable((1, member.heads, max(capacity, tokens), codec.width), codec.dtype)
-                self._arrays[leaf, stream], self._rows[leaf, stream] = made, rows[0]
+                array, rows = writable((1, member.heads, max(capacity, tokens), codec.width), codec.dtype)
+                self._arrays[leaf, stream], self._rows[leaf, stream] = array, rows[0]
 
     @staticmethod
     def serves(plan: Plan) -> bool:
@@ -44,27 +44,28 @@ class ReadAhead:
 
     def add(self, start: int, image: Image) -> None:
         """Decode the rows of the block that begins at this token."""
-        block = StoredPrompt(self._plan, self.tokens, [Block(start, image, ())], None)
+        block = StoredRows(self._plan, self.tokens, [Block(start, image)])
         batches: dict[RowCodec, list[Decoding]] = {}
         for (leaf, stream), rows in self._rows.items():
-            for piece in block.pieces_of(leaf, stream):
+            for piece in block.pieces(leaf, stream):
                 into = rows[:, piece.at : piece.end]
                 batches.setdefault(piece.codec, []).append(piece.decoding(into))
         for codec, batch in batches.items():
             codec.decode_all(batch)
         self._blocks[start] = image
 
-    def take(self, prompt: StoredPrompt) -> dict[tuple[int, str], mx.array] | None:
-        """The buffers of each leaf and stream, (1, heads, capacity, width), with all that the prompt has; None where it
-        isn't as long as was thought. They are the caller's then, and this is of no more use."""
-        if prompt.tokens != self.tokens or prompt.plan is not self._plan:
+    def take(self, stored: StoredRows) -> dict[tuple[int, str], mx.array] | None:
+        """Give the caller the buffers of each leaf and stream, (1, heads, capacity, width), with all of these rows; None
+        where they aren't as many as was thought. This is of no more use then.
+        """
+        if stored.tokens != self.tokens or stored.plan is not self._plan:
             return None
-        for block in prompt.blocks:
+        for block in stored.blocks:
             if self._blocks.get(block.start) is not block.rows:
                 self.add(block.start, block.rows)
         self._rows.clear()
         plan = self._plan
         return {
-            (leaf, stream): made.view(element(plan.tails.groups[plan.tail_places[leaf][stream][0]].codec.dtype).mlx)
-            for (leaf, stream), made in self._arrays.items()
+            (leaf, stream): array.view(element(plan.tails.groups[plan.tail_places[leaf][stream][0]].codec.dtype).mlx)
+            for (leaf, stream), array in self._arrays.items()
         }

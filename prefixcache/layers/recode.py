@@ -11,9 +11,8 @@ import numpy as np
 from prefixcache.codecs.base import Decoding, Encoding
 from prefixcache.codecs.turboquant.levelling import measure_levels
 from prefixcache.layers import levels
-from prefixcache.layers.image_layout import Group, Section
+from prefixcache.layers.image_layout import Group, Section, Tensors
 
-Tensors = dict[str, np.ndarray]
 RowPairs = list[tuple[slice, slice]]  # rows to write, rows to read
 
 

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
 from prefixcache.codecs.interchange import borrow, bring_in, element, name_of
-from prefixcache.image_format import Spec
-from prefixcache.layers.adapters import CacheError, Leaf
-
-if TYPE_CHECKING:
-    from prefixcache.layers.image_layout import Plan  # which asks here whether a snapshot fits
+from prefixcache.image_format import Image, Spec
+from prefixcache.layers.adapters import CacheError
 
 
 class State(NamedTuple):
@@ -32,13 +29,15 @@ class State(NamedTuple):
         return [Spec(f"s{i}", element(name_of(a.dtype)).safetensors, tuple(a.shape)) for i, a in enumerate(self.arrays)]
 
 
-def describe_state(plan: Plan, leaves: list[Leaf]) -> State:
-    """What a snapshot keeps: each attribute of each such leaf. CacheError for what can't be kept."""
+def describe_state(leaves: Sequence[tuple[str, dict[str, Any]]]) -> State:
+    """Describe all attributes of leaves, each given with the name that errors have for it. CacheError for one that can't be
+    kept.
+    """
     arrays: list[mx.array] = []
-    described = []
-    for i in plan.snapshots:
-        at = f"layer {plan.layer_of[i]} ({plan.leaves[i]['class'].rsplit('.', 1)[-1]})"
-        described.append({name: _describe(value, arrays, f"{at}.{name}") for name, value in leaves[i].state.items()})
+    described = [
+        {name: _describe(value, arrays, f"{leaf}.{name}") for name, value in attributes.items()}
+        for leaf, attributes in leaves
+    ]
     return State(described, arrays)
 
 
@@ -67,8 +66,22 @@ def write_state(state: State, tensors: dict[str, np.ndarray]) -> None:
         tensors[f"s{i}"][...] = borrow(array)
 
 
-def revived(value: Any, tensors: dict[str, np.ndarray], dtypes: list[str]) -> Any:
-    """What was described so, with its arrays."""
+def leaf_state(snapshot: Image, number: int) -> dict[str, Any]:
+    """The attributes of one of a snapshot's leaves."""
+    meta, tensors = snapshot.header()
+    header = json.loads(meta.extra)
+    return {name: _revived(value, tensors, header["dtypes"]) for name, value in header["state"][number].items()}
+
+
+def leaf_nbytes(snapshot: Image, number: int) -> int:
+    """The bytes of the arrays of one of a snapshot's leaves."""
+    meta, tensors = snapshot.header()
+    described = json.loads(meta.extra)["state"][number].values()
+    return sum(tensors[f"s{array}"].nbytes for value in described for array in _array_numbers(value))
+
+
+def _revived(value: Any, tensors: dict[str, np.ndarray], dtypes: list[str]) -> Any:
+    """The value that was described so, with its arrays."""
     if not isinstance(value, list):
         return value
     kind, content = value
@@ -77,8 +90,8 @@ def revived(value: Any, tensors: dict[str, np.ndarray], dtypes: list[str]) -> An
     if kind == "float":
         return float(content)
     if kind == "dict":
-        return {k: revived(v, tensors, dtypes) for k, v in content.items()}
-    items = [revived(v, tensors, dtypes) for v in content]
+        return {k: _revived(v, tensors, dtypes) for k, v in content.items()}
+    items = [_revived(v, tensors, dtypes) for v in content]
     return tuple(items) if kind == "tuple" else items
 
 
@@ -112,7 +125,7 @@ def _is_described(value: Any, arrays: int) -> bool:
     return kind in ("dict", "list", "tuple") and all(_is_described(item, arrays) for item in items)
 
 
-def array_numbers(value: Any) -> Iterator[int]:
+def _array_numbers(value: Any) -> Iterator[int]:
     """The arrays in what is described so."""
     if isinstance(value, list):
         kind, content = value
@@ -120,4 +133,4 @@ def array_numbers(value: Any) -> Iterator[int]:
             yield content
         elif kind != "float":
             for item in content.values() if kind == "dict" else content:
-                yield from array_numbers(item)
+                yield from _array_numbers(item)

@@ -17,11 +17,9 @@ from prefixcache.blocks.masks import mask_of, runs_of
 from prefixcache.layers import levels
 from prefixcache.layers.adapters import Leaf, LiveCodes
 from prefixcache.layers.decoded import decoded_rows
-from prefixcache.layers.image_layout import Group, Member, Plan
+from prefixcache.layers.image_layout import Group, Member, Plan, Tensors
 from prefixcache.layers.joined import CodedBlocks, DamagedBlock, codes_of, decode_joined
 from prefixcache.layers.live_codes import same
-
-Tensors = dict[str, np.ndarray]
 
 
 class Compared(NamedTuple):

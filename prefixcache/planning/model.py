@@ -24,7 +24,7 @@ from prefixcache.codecs import Codec, Raw
 from prefixcache.codecs.interchange import element, name_of
 from prefixcache.layers.adapters import CacheError, Layout, Leaf
 from prefixcache.layers.image_layout import Plan, read
-from prefixcache.layers.snapshots import State, describe_state
+from prefixcache.layers.snapshots import State
 from prefixcache.planning.model_config import (
     ModelError,
     activation_dtype,
@@ -180,11 +180,11 @@ class ModelState:
 
     def snapshot(self, tokens: int = PROMPT) -> State:
         """What a snapshot after so many tokens keeps, as a store describes it; its arrays are not evaluated."""
-        return self._fixed_snapshot or describe_state(self._raw_plan, self.leaves(tokens))
+        return self._fixed_snapshot or self._raw_plan.describe_state(self.leaves(tokens))
 
     @cached_property
     def _fixed_snapshot(self) -> State | None:
-        return None if self.grows else describe_state(self._raw_plan, self.leaves(PROMPT))
+        return None if self.grows else self._raw_plan.describe_state(self.leaves(PROMPT))
 
     def __getstate__(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}

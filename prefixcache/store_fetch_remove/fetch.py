@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import Future
+from typing import NamedTuple
 
 from prefixcache.blocks.lookup import windows_read
 from prefixcache.blocks.masks import mask_of
@@ -11,28 +12,34 @@ from prefixcache.blocks.node import RAM, Node, Slot
 from prefixcache.image_format import SNAPSHOT, Image
 from prefixcache.layers.joined import DamagedBlock
 from prefixcache.layers.read_ahead import ReadAhead
-from prefixcache.layers.stored import Block, Held, StoredPrompt
+from prefixcache.layers.stored import StoredPrompt
+from prefixcache.layers.stored_rows import Block, WindowImage
 from prefixcache.tiers.prompt import Prompt, take_hit
 from prefixcache.tiers.storage import Storage
 
 log = logging.getLogger("prefixcache")
 
 
-def find(
-    storage: Storage, prompt: Prompt, leave: int, whole_blocks: bool = False
-) -> tuple[StoredPrompt, list[Slot]] | None:
-    """What RAM has of a prompt, still encoded, and the slots pinned for it, which the caller unpins. None on a miss."""
+class PinnedPrompt(NamedTuple):
+    """What RAM has of a prompt, still encoded, and the slots that are pinned for it."""
+
+    stored: StoredPrompt
+    slots: list[Slot]
+
+
+def find(storage: Storage, prompt: Prompt, leave: int, whole_blocks: bool = False) -> PinnedPrompt | None:
+    """Pin what RAM has of a prompt and return it, or None on a miss. The caller unpins the slots."""
     with storage.lock:
-        found = take_hit(storage, prompt, leave, whole_blocks)
-        if found is None:
+        hit = take_hit(storage, prompt, leave, whole_blocks)
+        if hit is None:
             return None
-        depth, namespace, walk, pinned = found
+        depth, namespace, walk, pinned = hit
         blocks = [
             Block(
                 node.start,
                 node.rows.image,
                 tuple(
-                    Held(slot.image, tuple(mask & mask_of(0, shared) for mask in slot.mask))
+                    WindowImage(slot.image, tuple(mask & mask_of(0, shared) for mask in slot.mask))
                     for slot, shared in windows_read(node, depth, RAM).items()
                 ),
             )
@@ -41,32 +48,32 @@ def find(
         ]
         state: Image | None = next((slot.image for slot in pinned if slot.kind == SNAPSHOT), None)
     try:
-        return StoredPrompt(namespace.plan, depth, blocks, state), pinned
+        return PinnedPrompt(StoredPrompt(namespace.plan, depth, blocks, state), pinned)
     except BaseException:
         storage.unpin(pinned)
         raise
 
 
-def read_ahead(
+def fill_read_ahead(
     storage: Storage, coming: Future[int], prompt: Prompt, leave: int, whole_blocks: bool, room: int | None
 ) -> ReadAhead | None:
-    """Decode block by block what a promotion brings. What will be hit is a guess until all of it is there. None where that
-    can't help.
+    """Decode block by block what a promotion brings, and return the buffers, or None where that can't help. What will be hit
+    is a guess until all of it is there.
     """
     with storage.lock:
         deepest = prompt.deepest(storage.graph.last, leave, whole_blocks)
     if deepest is None or deepest.depth <= 0 or not ReadAhead.serves(deepest.namespace.plan):
         return None
     depth, namespace, walk = deepest
-    ahead = ReadAhead(namespace.plan, depth, len(prompt) - depth if room is None else room)
+    read_ahead = ReadAhead(namespace.plan, depth, len(prompt) - depth if room is None else room)
     for node in walk.nodes:
         if node.start >= depth or (image := _arrived(storage, node, coming)) is None:
             break
         try:
-            ahead.add(node.start, image)
+            read_ahead.add(node.start, image)
         except DamagedBlock:
             return None  # the fetch finds it again
-    return ahead
+    return read_ahead
 
 
 def discard_damaged(storage: Storage, prompt: Prompt, stored: StoredPrompt, damage: DamagedBlock) -> None:

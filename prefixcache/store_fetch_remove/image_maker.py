@@ -34,7 +34,7 @@ from prefixcache.layers.joined import (
     write_joined,
 )
 from prefixcache.layers.recode import copy_stored, decode_stored, encode_stored
-from prefixcache.layers.snapshots import State, describe_state, write_state
+from prefixcache.layers.snapshots import State, write_state
 from prefixcache.layers.taken_over import leading_rows, leading_window
 from prefixcache.store_fetch_remove.jobs import Job
 from prefixcache.tiers.namespace import Namespace
@@ -111,7 +111,7 @@ class LiveMaker:
         self._leaves, self._limit, self._back = leaves, limit, back
         live_codes.check(namespace.plan, leaves)
         self.not_finite = state_not_finite(leaves) if with_snapshot else None
-        self.state = describe_state(namespace.plan, leaves) if with_snapshot and self.not_finite is None else None
+        self.state = namespace.plan.describe_state(leaves) if with_snapshot and self.not_finite is None else None
         self.has_codes = any(leaf.codes is not None for leaf in leaves)
         self.since = back.since if back is not None else None
         self.recoded = 0

@@ -47,7 +47,7 @@ def rows_tensors(cache: PrefixCache, tokens: list[int]) -> list[dict[str, np.nda
     """Of each block's rows image."""
     entry = cache.lookup(tokens, model="m")
     assert entry is not None
-    return entry._rows
+    return [block.tensors for block in entry.blocks]
 
 
 def apart(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

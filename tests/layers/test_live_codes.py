@@ -18,7 +18,7 @@ from prefixcache.codecs.turboquant.codec import TurboQuantRows
 from prefixcache.codecs.turboquant.coding import Run
 from prefixcache.keys import BLOCK
 from prefixcache.layers.live_codes import same
-from prefixcache.layers.stored import MOST_LEVELS
+from prefixcache.layers.restore import MOST_LEVELS
 from prefixcache.live.levels import SharedLevels
 from prefixcache.live.turboquant import BatchTurboQuantKVCache, TurboQuantKVCache
 from tests.layers.test_levels import error, skewed
@@ -74,7 +74,7 @@ def stored_bits(cache: PrefixCache, tokens: list[int], leaf: int) -> tuple[np.nd
     entry = cache.lookup(tokens, model="m")
     assert entry is not None
     planes: list[list[np.ndarray]] = [[], []]
-    for image in entry._rows:
+    for image in [block.tensors for block in entry.blocks]:
         both = []
         for part in ("keys", "values"):
             group, member = entry.plan.places[leaf][part]

@@ -14,7 +14,6 @@ from prefixcache import PrefixCache, Raw, TurboQuant
 from prefixcache.blocks.node import Window
 from prefixcache.codecs import as_codec
 from prefixcache.layers.image_layout import read
-from prefixcache.layers.snapshots import describe_state
 from prefixcache.planning import model as module
 from prefixcache.planning.model import Law, ModelError, ModelState, _probe, held_rows
 from prefixcache.planning.model_config import context_length
@@ -160,7 +159,7 @@ def test_of_every_family_a_real_store_takes_the_bytes_that_the_config_told(name)
     leaves = state.leaves(PROMPT)
     assert [(leaf.positions, leaf.held) for leaf in leaves] == [(leaf.positions, leaf.held) for leaf in reading.leaves]
     plan = state.plan(Raw())
-    expected = describe_state(plan, reading.leaves)
+    expected = plan.describe_state(reading.leaves)
     assert state.snapshot(PROMPT).described == expected.described
     assert state.snapshot(PROMPT).specs() == expected.specs()
     for codec in map(as_codec, CODECS):
@@ -314,7 +313,7 @@ def test_state_that_grows_with_the_prompt_is_told_for_any_length():
     model, prompt = FAMILIES["deepseek_v41"].build(), list(range(128))
     for tokens in (1, 2, 5, 31, 64):  # fewer than a window, and no group closed yet
         reading = read(prefilled(model, prompt[:tokens]) if tokens > 1 else fed(model, prompt[:1]))
-        expected = describe_state(state.plan(Raw()), reading.leaves)
+        expected = state.plan(Raw()).describe_state(reading.leaves)
         assert state.snapshot(tokens).described == expected.described
         assert state.snapshot(tokens).specs() == expected.specs()
 

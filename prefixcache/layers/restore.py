@@ -1,0 +1,122 @@
+"""From images to live layer caches: the inverse of `encode`. Runs on the caller's thread and stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from prefixcache.codecs.pieces import Piece, decode
+from prefixcache.codecs.turboquant.coding import Choice
+from prefixcache.codecs.turboquant.levelling import Levels
+from prefixcache.image_format import Image
+from prefixcache.layers import levels, live_codes
+from prefixcache.layers.adapters import PARTS, Layout, adapter_of, blank
+from prefixcache.layers.classes import find_class
+from prefixcache.layers.snapshots import leaf_state
+from prefixcache.layers.stored_rows import RowRun, StoredRows, pieces_of
+
+MOST_LEVELS = 4  # in a live cache: each takes an attention of its own
+
+Streams = dict[tuple[int, str], mx.array]  # buffers by leaf and stream
+
+
+class Restorer:
+    """Makes the layer caches of one stored prompt, with room for `room` more tokens. For one call, on its thread.
+
+    With `live`, plain layers of TurboQuant's codes come as `TurboQuantKVCache`. `decoded` are the buffers of all streams,
+    where these are decoded already.
+    """
+
+    def __init__(
+        self, rows: StoredRows, snapshot: Image | None, room: int, *, live: bool = False, decoded: Streams | None = None
+    ):
+        self._rows, self._plan, self._snapshot, self._room = rows, rows.plan, snapshot, room
+        self._live, self._decoded = live, decoded
+
+    def layers(self, numbers: Sequence[int]) -> list[Any]:
+        """Make these layers. DamagedBlock where a block's codes can't be decoded."""
+        restored = []
+        for number in numbers:
+            first = self._plan.layer_of.index(number)
+            restored.append(self._layer(self._plan.layers[number], iter(range(first, len(self._plan.leaves)))))
+        self._rows.check()
+        return restored
+
+    def _layer(self, layer: Layout, leaves: Iterator[int]) -> Any:
+        if layer["kind"] == "list":
+            children = [self._layer(child, leaves) for child in layer["children"]]
+            return blank(find_class(layer["class"]), {"caches": tuple(children) if layer["tuple"] else children})
+        leaf = next(leaves)
+        if layer["kind"] == "snapshot":
+            assert self._snapshot is not None
+            return blank(find_class(layer["class"]), leaf_state(self._snapshot, self._plan.snapshots.index(leaf)))
+        choice = live_codes.choice_of(self._plan, leaf) if self._live else None
+        return self._plain(leaf) if choice is None else self._compressed(leaf, choice)
+
+    def _plain(self, leaf: int) -> Any:
+        """A layer cache of the class that was stored."""
+        layer = self._plan.leaves[leaf]
+        cls, streams = find_class(layer["class"]), {}
+        if layer["streams"]:
+            capacity = self._capacity(leaf)
+            for stream in self._plan.tail_places[leaf]:
+                if self._decoded is not None:
+                    streams[stream] = self._decoded[leaf, stream]
+                else:
+                    pieces = self._rows.pieces(leaf, stream)
+                    capacity = max(capacity, max((piece.end for piece in pieces), default=0))
+                    streams[stream] = self._buffer(leaf, stream, pieces, capacity)
+        return adapter_of(cls).make(cls, layer, self._rows.tokens, streams)
+
+    def _compressed(self, leaf: int, choice: Choice) -> Any:
+        """A live cache that has a plain layer's codes; its rows coded anew where their levels are many, or where they are
+        transformed.
+        """
+        runs = self._rows.leading(0, self._rows.tokens)
+        coded = next((run.at for run in runs if not run.coded), self._rows.tokens)
+        is_joined = (leaf, PARTS[0]) in self._plan.joined_places
+        levelled = self._levelled(leaf, runs) if coded and not is_joined else []
+        if not 0 < len(levelled) <= MOST_LEVELS:
+            return live_codes.waiting(self._plain(leaf), choice)
+        plan, pieces, sinks, tail = self._plan, [], [], []
+        for part in PARTS:
+            pieces.append(pieces_of(plan.rows, plan.places[leaf][part], self._rows.leading(0, coded)))
+            if choice.sink_tokens:
+                sunk = self._rows.leading(0, min(choice.sink_tokens, coded))
+                exact = pieces_of(plan.sinks, plan.sink_places[leaf][part], sunk)
+                sinks.append(self._buffer(leaf, part, exact, choice.sink_tokens))
+            if coded < self._rows.tokens:
+                uncoded = [run._replace(at=run.at - coded) for run in runs[-1:]]
+                exact = pieces_of(plan.tails, plan.tail_places[leaf][part], uncoded)
+                tail.append(self._buffer(leaf, part, exact, self._rows.tokens - coded))
+        mx.eval(sinks, tail)
+        codes = live_codes.CodedLeaf(pieces, levelled, sinks)
+        live = live_codes.live(plan, leaf, choice, codes, coded, self._capacity(leaf))
+        if tail:
+            live.update_and_fetch(*tail)
+        return live
+
+    def _levelled(self, leaf: int, runs: list[RowRun]) -> list[tuple[int, Levels | None, Levels | None]]:
+        """From which token on rows are coded with which levels of keys and values."""
+        levelled: list[tuple[int, Levels | None, Levels | None]] = []
+        for run in runs:
+            if run.coded:
+                both = []
+                for part in PARTS:
+                    g, member = self._plan.places[leaf][part]
+                    both.append(levels.read(self._plan.rows.groups[g], run.tensors, member))
+                if not levelled or not all(map(live_codes.same, levelled[-1][1:], both)):
+                    levelled.append((run.at, both[0], both[1]))
+        return levelled
+
+    def _capacity(self, leaf: int) -> int:
+        layer = self._plan.leaves[leaf]
+        return adapter_of(find_class(layer["class"])).capacity(layer, self._rows.tokens, self._room)
+
+    def _buffer(self, leaf: int, stream: str, pieces: list[Piece], capacity: int) -> mx.array:
+        window, (t, member) = self._plan.window_of(leaf), self._plan.tail_places[leaf][stream]
+        section = self._plan.tails if window is None else self._plan.window_tails[window]
+        codec = section.groups[t].codec
+        return decode(pieces, member.heads, capacity, codec.width, codec.dtype)[None]

@@ -1,0 +1,185 @@
+"""Where the rows of a stored prompt stand in its images: of each stream the coded pieces that a buffer is filled from.
+
+`stored` holds the images; `restore` and `read_ahead` fill buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from prefixcache.blocks.masks import mask_of, runs_of
+from prefixcache.codecs.pieces import Piece
+from prefixcache.image_format import Image
+from prefixcache.keys import BLOCK
+from prefixcache.layers import levels
+from prefixcache.layers.image_layout import Place, Plan, Section, Tensors
+from prefixcache.layers.joined import CodedBlocks, DecodedGroup, codes_of, decode_joined
+
+
+@dataclass(frozen=True, eq=False)
+class WindowImage:
+    """A window image. `mask`: for each window of the namespace, of which of its block's tokens it is to give the rows."""
+
+    image: Image
+    mask: tuple[int, ...]
+
+    @cached_property
+    def tensors(self) -> Tensors:
+        return self.image.tensors()
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """A block's images: its rows, and the window images that give rows of its tokens."""
+
+    start: int
+    rows: Image
+    windows: tuple[WindowImage, ...] = ()
+
+    @property
+    def images(self) -> list[Image]:
+        return [self.rows, *(window.image for window in self.windows)]
+
+    @cached_property
+    def tensors(self) -> Tensors:
+        """The tensors of its rows image."""
+        return self.rows.tensors()
+
+
+class RowRun(NamedTuple):
+    """Rows `first` to `first + rows` of an image's tensors go to physical rows `at` and on of a buffer.
+
+    `sunk`: the first of the rows where they also stand as they are beside their codes, None where they don't. `coded`: they
+    are coded as a whole block's rows are.
+    """
+
+    tensors: Tensors
+    first: int
+    rows: int
+    at: int
+    sunk: int | None = None
+    coded: bool = False
+
+
+class StoredRows:
+    """The rows of the first `tokens` tokens of a prompt in the images of its blocks. For one call, on its thread.
+
+    `layers` are those whose rows are asked for, in the model's order, all of them by default: the streams that a transform
+    joins are decoded together, and kept until those of another group are asked for.
+    """
+
+    def __init__(self, plan: Plan, tokens: int, blocks: Sequence[Block], layers: Collection[int] | None = None):
+        self.plan, self.tokens, self.blocks = plan, tokens, blocks
+        self._leading: dict[tuple[int, int], list[RowRun]] = {}
+        asked = [
+            j for (leaf, _), (j, _) in plan.joined_places.items() if layers is None or plan.layer_of[leaf] in layers
+        ]
+        self._group: tuple[int, DecodedGroup] | None = None
+        self._next_groups = self._decoded_groups(list(dict.fromkeys(asked)))
+        self._unchecked: list[DecodedGroup] = []
+
+    @cached_property
+    def _coded(self) -> list[bool]:
+        return [self.plan.is_coded(block.tensors) for block in self.blocks]
+
+    def pieces(self, leaf: int, stream: str) -> list[Piece]:
+        """All rows of one stream, still coded. Call `check` once all are decoded. DamagedBlock as `decode_joined`."""
+        window = self.plan.window_of(leaf)
+        return self._of_all_tokens(leaf, stream) if window is None else self._of_window(leaf, stream, window)
+
+    def leading(self, first: int, last: int) -> list[RowRun]:
+        """The runs of tokens `first` to `last` (not included), of tensors whose rows begin with their block's first token."""
+        if (first, last) not in self._leading:  # each stream asks for the same few
+            runs = self._leading[first, last] = []
+            for block, coded in zip(self.blocks, self._coded, strict=True):
+                low, high = max(first, block.start), min(last, block.start + BLOCK)
+                if low < high:
+                    runs.append(RowRun(block.tensors, low - block.start, high - low, low, coded=coded))
+        return self._leading[first, last]
+
+    def check(self) -> None:
+        """Raise DamagedBlock if codes that `pieces` had decoded were written by no encoder. Waits for the GPU."""
+        for group in self._unchecked:
+            group.check()
+
+    def _of_all_tokens(self, leaf: int, stream: str) -> list[Piece]:
+        """A layer that keeps every token: sinks, then codes, then the tail as it is."""
+        plan, sinks = self.plan, 0
+        pieces: list[Piece] = []
+        runs = self.leading(0, self.tokens)
+        if (sink_place := plan.sink_places[leaf].get(stream)) is not None and runs and runs[0].coded:
+            sinks = min(plan.sink_tokens, self.tokens)
+            pieces = pieces_of(plan.sinks, sink_place, self.leading(0, sinks))
+        is_joined = (leaf, stream) in plan.joined_places
+        if is_joined:
+            pieces += self._of_joined(leaf, stream, sinks)
+        for run in self.leading(sinks, self.tokens):
+            if not run.coded:
+                pieces += pieces_of(plan.tails, plan.tail_places[leaf][stream], [run])
+            elif not is_joined:
+                pieces += pieces_of(plan.rows, plan.places[leaf][stream], [run])
+        return pieces
+
+    def _of_joined(self, leaf: int, stream: str, first: int) -> list[Piece]:
+        """The coded rows, from token `first` on, of a stream that is transformed with others."""
+        j, number = self.plan.joined_places[leaf, stream]
+        if self._group is None or self._group[0] != j:
+            group = next(self._next_groups, None)
+            if group is None or group[0] != j:
+                group = next(self._decoded_groups([j]))
+            self._group = group
+            self._unchecked.append(group[1]._replace(stretches=[]))
+        codec = self.plan.tails.groups[self.plan.tail_places[leaf][stream][0]].codec
+        return [stretch.since(first).piece(number, codec) for stretch in self._group[1].stretches]
+
+    def _decoded_groups(self, numbers: Sequence[int]) -> Iterator[tuple[int, DecodedGroup]]:
+        runs = [run for run in self.leading(0, self.tokens) if run.coded]
+        groups = [self.plan.joined[j] for j in numbers]
+        coded = [CodedBlocks(of, [(run.at, codes_of(of, run.tensors, run.rows)) for run in runs]) for of in groups]
+        yield from zip(numbers, decode_joined(coded) if coded else (), strict=True)
+
+    def _of_window(self, leaf: int, stream: str, window: int) -> list[Piece]:
+        plan, place, as_it_is = self.plan, self.plan.places[leaf][stream], self.plan.tail_places[leaf][stream]
+        kept = self.leading(0, min(plan.windows[window].keep, self.tokens))
+        pieces = pieces_of(plan.kept[window], as_it_is, kept)
+        coded_names = plan.windowed[window].groups[place[0]].names
+        sink_place = plan.sink_places[leaf].get(stream)
+        for run in self._window_runs(window):
+            if not all(name in run.tensors for name in coded_names):
+                pieces += pieces_of(plan.window_tails[window], as_it_is, [run])
+            elif sink_place is not None and run.sunk is not None:
+                pieces += pieces_of(plan.window_sinks[window], sink_place, [run._replace(first=run.sunk)])
+            else:
+                pieces += pieces_of(plan.windowed[window], place, [run])
+        return pieces
+
+    def _window_runs(self, index: int) -> Iterator[RowRun]:
+        window = self.plan.windows[index]
+        low = window.first(self.tokens)
+        # A full ring: the row behind the kept ones is the next to be overwritten, and never read.
+        full = not window.chunked and self.tokens > window.size
+        shift = low - (window.keep + 1 if full else 0 if window.chunked else low)
+        for block in self.blocks:
+            missing = mask_of(max(low - block.start, 0), min(self.tokens - block.start, BLOCK))
+            sinks = self.plan.sunk(block.start)
+            for image in block.windows:
+                mask = image.mask[index]
+                for asked in (mask & missing & sinks, mask & missing & ~sinks):
+                    for first, last in runs_of(asked):
+                        before = mask & mask_of(0, first)
+                        sunk = (before & sinks).bit_count() if asked & sinks else None
+                        yield RowRun(image.tensors, before.bit_count(), last - first, block.start + first - shift, sunk)
+                missing &= ~mask
+
+
+def pieces_of(section: Section, place: Place, runs: Iterable[RowRun]) -> list[Piece]:
+    """One stream's rows of these runs, still coded, from the tensors of a section where it has this place."""
+    group, member = section.groups[place[0]], place[1]
+    pieces = []
+    for run in runs:
+        planes = tuple(run.tensors[name][run.first : run.first + run.rows, member.in_group] for name in group.names)
+        pieces.append(Piece(group.codec, planes, run.at, levels.packed(group, run.tensors, member)))
+    return pieces
