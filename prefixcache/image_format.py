@@ -24,7 +24,7 @@ import xxhash
 
 from prefixcache import image_memory
 
-FORMAT = "3"
+FORMAT = 1
 
 
 class Kind(str, Enum):
@@ -71,7 +71,7 @@ _KEY = re.compile("[0-9a-f]{64}")
 _HEX = {"checksum": re.compile("[0-9a-f]{32}"), "key": _KEY, "parent": _KEY, "namespace": _KEY}
 # How a `Blueprint` begins a header, with what tells apart the images of one layout in groups.
 _IDENTITY = re.compile(
-    rb'\{"__metadata__":\{"checksum":"([0-9a-f]{32})","format":"' + FORMAT.encode() + rb'","kind":"([a-z]+)",'
+    rb'\{"__metadata__":\{"checksum":"([0-9a-f]{32})","format":"' + b"%d" % FORMAT + rb'","kind":"([a-z]+)",'
     rb'"key":"([0-9a-f]{64})","parent":"([0-9a-f]{64})","namespace":"([0-9a-f]{64})"'
 )
 _START = re.compile(rb'","start":"([0-9]{1,12})"')
@@ -87,7 +87,7 @@ class WrongFormat(ImageError):
 
     def __init__(self, said: str):
         self.said = said[:20]
-        super().__init__(f"format {self.said!r}, this release reads {FORMAT!r}")
+        super().__init__(f"format {self.said!r}, this release reads {FORMAT}")
 
 
 class Spec(NamedTuple):
@@ -169,7 +169,7 @@ class Blueprint:
         self.meta = meta
         # Wide elements first: every tensor then starts at a multiple of its element's size.
         self._specs = sorted(specs, key=lambda spec: -DTYPES[spec.dtype].itemsize)
-        described = {"checksum": _BLANK.decode(), "format": FORMAT, **meta._asdict(), "start": str(meta.start)}
+        described = {"checksum": _BLANK.decode(), "format": str(FORMAT), **meta._asdict(), "start": str(meta.start)}
         table: dict[str, Any] = {"__metadata__": described}
         at = 0
         for spec in self._specs:
@@ -291,7 +291,7 @@ def parse_header(header: bytes, room: int) -> Header:
         raise ImageError("the header is not JSON") from None
     fields = table.pop("__metadata__", None) if isinstance(table, dict) else None
     said = fields.get("format") if isinstance(fields, dict) else None
-    if isinstance(said, str) and said != FORMAT:  # first: another format may have other fields
+    if isinstance(said, str) and said != str(FORMAT):  # first: another format may have other fields
         raise WrongFormat(said)
     if not isinstance(fields, dict) or not all(isinstance(fields.get(name), str) for name in (*_FIELDS, *fields)):
         raise ImageError("the header lacks a field, or one is not text")

@@ -27,15 +27,11 @@ from prefixcache.ssd.marks import TAG, mark_as_cache
 INDEX = "index.db"
 LOCK = "LOCK"
 TMP, QUARANTINE = "tmp", "quarantine"
-LEVELS = "stats"  # where directories of format 1 have levels, which are in the images today
 SUFFIX = ".safetensors"
 _OURS = (*FOLDERS.values(), QUARANTINE, TMP)
-_NAME = re.compile(r"([0-9a-f]{64}|[0-9a-f]{32})\.safetensors")  # keys had half as many digits until format 3
+_NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
 _KINDS = {folder: kind for kind, folder in FOLDERS.items()}
-_DEBRIS = {  # what a writer makes in tmp/, and what it made until format 2
-    TMP: re.compile(r"[0-9]+\.safetensors|probe|statistics-[0-9a-f]+"),
-    LEVELS: re.compile(r"[0-9a-f]{32}\.safetensors"),
-}
+_DEBRIS = re.compile(r"[0-9]+\.safetensors|probe")  # what a writer makes in tmp/
 _COPYING = re.compile(r"\.(?!_).*[0-9a-f]{32}\.safetensors.*|\.rsync-partial|\.~tmp~", re.DOTALL)
 _FORMAT = re.compile(rb"^format ([0-9]{1,9})$", re.MULTILINE)
 _SIGNATURE = re.compile(rb"pid \d+\nhost .+\nsince ")
@@ -187,14 +183,11 @@ class Directory:
                     yield ((kind, bytes.fromhex(item.name.removesuffix(SUFFIX))) if plain else None), item
 
     def strays(self) -> Iterator[os.DirEntry[str]]:
-        """The files in tmp/ that have a name of ours, debris unless a writer is at work; and levels of format 1."""
-        return (
-            item
-            for folder, ours in _DEBRIS.items()
-            if not os.path.islink(self.root / folder)
-            for item in scan(self.root / folder)
-            if ours.fullmatch(item.name) and not item.is_dir(follow_symlinks=False)
-        )
+        """The files in tmp/ that have a name of ours: debris, unless a writer is at work."""
+        if not os.path.islink(self.tmp):
+            for item in scan(self.tmp):
+                if _DEBRIS.fullmatch(item.name) and not item.is_dir(follow_symlinks=False):
+                    yield item
 
     def links(self) -> Iterator[os.DirEntry[str]]:
         """What stands where a two-digit folder should and leads elsewhere."""

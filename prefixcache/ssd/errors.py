@@ -18,7 +18,13 @@ class DirectoryHeld(DirectoryError):
 
 
 class NewerFormat(DirectoryError):
-    """A newer release wrote the directory; nothing in it was changed."""
+    """A newer release wrote the directory, or a version from before the first; nothing in it was changed."""
+
+    def __init__(self, what: str, number: int, known: int):
+        super().__init__(
+            f"{what} is of format {number}, this release knows {known}: a newer release or one from before 0.1.0 wrote it; "
+            "upgrade prefixcache or name another directory"
+        )
 
 
 class IndexBroken(SsdError):

@@ -34,7 +34,6 @@ from prefixcache.ssd.errors import NewerFormat
 _STEP = 1 << 30  # macOS refuses reads and writes of 2 GiB and more
 _PIECE = 1 << 20
 _HOLE = 64  # a file this many times as large as what it takes on the disk is a hole, and not read
-_OLDER = frozenset(map(str, range(1, int(FORMAT))))  # formats that were, and aren't read
 
 
 class Damaged(Exception):
@@ -43,10 +42,6 @@ class Damaged(Exception):
     def __init__(self, reason: str, identity: tuple[int, int] | None):
         super().__init__(reason)
         self.identity = identity
-
-
-class OlderFormat(Damaged):
-    """The file is of a format that an earlier release wrote and this one doesn't read: of no use to anybody here."""
 
 
 class Misindexed(Damaged):
@@ -174,8 +169,8 @@ def _read(fd: int, nbytes: int, identity: tuple[int, int]) -> np.ndarray:
 
 
 def read_header(path: str) -> Shallow:
-    """What the file says of itself, checked as far as its header goes. Damaged or OSError, as in `read_image`; OlderFormat
-    and NewerFormat for what another release wrote.
+    """What the file says of itself, checked as far as its header goes. Damaged or OSError, as in `read_image`; NewerFormat
+    for what a newer release wrote.
     """
     fd, found = _open(path)
     identity = (found.st_dev, found.st_ino)
@@ -189,10 +184,9 @@ def read_header(path: str) -> Shallow:
         end = 8 + length
         try:
             header = parse_header(bytes(_read(fd, length, identity)), size - end)
-        except WrongFormat as error:
-            _refuse_newer(fd, error.said, found)
-            raise (OlderFormat if error.said in _OLDER else Damaged)(str(error), identity) from None
         except ImageError as error:
+            if isinstance(error, WrongFormat):
+                _refuse_newer(fd, error.said, found)
             raise Damaged(str(error), identity) from None
         first, last = header.tokens or (0, 0)
         tokens = os.pread(fd, last - first, end + first)
@@ -203,11 +197,8 @@ def read_header(path: str) -> Shallow:
 
 def _refuse_newer(fd: int, said: str, found: os.stat_result) -> None:
     """NewerFormat for a whole file of a newer format; one that is not whole may say anything."""
-    if re.fullmatch("[0-9]{1,9}", said) and int(said) > int(FORMAT) and _is_whole(fd, found):
-        raise NewerFormat(
-            f"an image in it is of format {said}, this release knows {FORMAT}: a newer release wrote it; upgrade "
-            "prefixcache or name another directory"
-        )
+    if re.fullmatch("[0-9]{1,9}", said) and int(said) > FORMAT and _is_whole(fd, found):
+        raise NewerFormat("an image in it", int(said), FORMAT)
 
 
 def _is_whole(fd: int, found: os.stat_result) -> bool:

@@ -8,7 +8,6 @@ descriptor would drop SQLite's POSIX locks. Decision 0013 says why nothing waits
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import sqlite3
 import sys
@@ -17,23 +16,19 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from sqlite_utils import Database
+from typing import NamedTuple
 
 from prefixcache import keys
 from prefixcache.image_format import KINDS
-from prefixcache.migrations.index import UNRELEASED, schema
 from prefixcache.ssd.directory import disk_at, identity_at, require_plain
 from prefixcache.ssd.entries import Address, Entry, NamespaceRow, Touch
-from prefixcache.ssd.errors import DirectoryError, IndexBroken, NewerFormat
+from prefixcache.ssd.errors import DirectoryError, IndexBroken
 from prefixcache.ssd.rows import COLUMNS, NUMBER, check_rows, pack, read_addresses, read_entries, read_namespaces
+from prefixcache.ssd.schema import check_format, check_tables, upgrade
 
 __all__ = ["Index", "check_rows", "connect", "read_namespaces", "reading", "suffixes"]
 
-FORMAT = 1  # of the meanings in the tables; a step of the schema that old releases could misread raises it
 PAGE = 4096
 # Pages that one row may dirty at worst: the image's, its tokens', the key index's, and their siblings when pages merge.
 ROW_PAGES = 8
@@ -75,55 +70,6 @@ def _size_at(path: Path) -> int:
         return 0
 
 
-def check_age(connection: sqlite3.Connection, path: Path) -> None:
-    """NewerFormat when a newer release wrote the index, IndexBroken when what it says of that is no sense."""
-    known = {step.name for step in schema.pending(Database(memory=True))}
-    there = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    if "_sqlite_migrations" in there:
-        found = connection.execute(
-            "SELECT CAST(name AS BLOB) FROM _sqlite_migrations WHERE migration_set = ?", [schema.name]
-        )
-        newer = sorted({(name or b"").decode("utf-8", "replace") for (name,) in found} - known - UNRELEASED)
-        if newer:
-            raise NewerFormat(
-                f"{str(path)!r} has the schema step {newer[0]!r}, which this release does not know: "
-                "a newer release wrote it; upgrade prefixcache or name another directory"
-            )
-    if "meta" in there:
-        row = connection.execute("SELECT CAST(value AS BLOB) FROM meta WHERE name = 'format'").fetchone()
-        if row is None:
-            return
-        if not re.fullmatch(rb"[1-9][0-9]{0,8}", row[0] or b""):
-            raise IndexBroken("its format is no number")
-        if int(row[0]) > FORMAT:
-            raise NewerFormat(
-                f"{str(path)!r} is of format {int(row[0])}, this release knows {FORMAT}: a newer release wrote it; "
-                "upgrade prefixcache or name another directory"
-            )
-
-
-def check_tables(connection: sqlite3.Connection) -> None:
-    """IndexBroken unless it has the tables that the steps of the schema lead to, and nothing else."""
-    if _tables(connection) != _expected_tables():
-        raise IndexBroken("its tables are not those that this release writes")
-
-
-def _tables(connection: Any) -> dict[str, Any]:
-    """What is in a database, by name: an index or the columns of a table."""
-    listed = connection.execute(
-        "SELECT name, type FROM sqlite_master WHERE tbl_name != '_sqlite_migrations' AND name NOT LIKE 'sqlite%'"
-    ).fetchall()
-    columns = "SELECT name, type, pk FROM pragma_table_info(?)"
-    return {name: connection.execute(columns, [name]).fetchall() or kind for name, kind in listed}
-
-
-@lru_cache(1)
-def _expected_tables() -> dict[str, Any]:
-    database = Database(memory=True)
-    schema.apply(database)
-    return _tables(database.conn)
-
-
 class Index:
     """The writing connection. Not thread-safe: one thread at a time.
 
@@ -137,6 +83,7 @@ class Index:
         # SQLite gives its log and shared memory the mode of the database: make that 0600 before SQLite makes it 0644.
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
         self.doubtful = False  # set by who met what proves that it is damaged
+        self.clean = False  # closed by the last who had it open
         self.recovered = disk_at(suffixes(path)[1]) > 0
         self._identities: list[tuple[int, int] | None] = []  # of its files; none of a closed one
         self._sizes = [0, 0, 0]  # that its files had at least, when they were noted last
@@ -167,12 +114,12 @@ class Index:
         run("PRAGMA cache_size = -16384")
         run("PRAGMA cache_spill = OFF")  # a page is logged once a transaction: that bounds the log
         run("PRAGMA wal_autocheckpoint = 0")  # the writer says when
-        check_age(self._connection, self.path)
-        schema.apply(Database(self._connection))
+        check_format(self._connection, self.path)
+        upgrade(self._connection)
         check_tables(self._connection)
-        run("INSERT OR IGNORE INTO meta VALUES ('format', ?)", [str(FORMAT)])
-        # The schema stands in the database itself, not in its log alone: `formats` looks there.
+        # The schema stands in the database itself, not in its log alone: `refuse_newer` looks there.
         self.checkpoint()
+        self.clean = read_clean(self._connection)
         known = run("SELECT id, root, model, codec, layout FROM namespace")
         self._namespaces = {root: (int(number), stated) for number, root, *stated in known}
         self._images: Counter[int] = Counter()  # of each namespace
@@ -234,10 +181,6 @@ class Index:
             return []
         rows = self._connection.execute("SELECT kind, key FROM image WHERE namespace = ?", [number])
         return [(KINDS[kind], key) for kind, key in rows]
-
-    @property
-    def clean(self) -> bool:
-        return read_clean(self._connection)
 
     def mark(self, *, clean: bool) -> None:
         self._connection.execute("INSERT OR REPLACE INTO meta VALUES ('clean', ?)", [str(int(clean))])
@@ -421,7 +364,7 @@ def _connect(path: Path, options: str) -> sqlite3.Connection:
         connection = sqlite3.connect(f"{path.as_uri()}?{mode}", uri=True, isolation_level=None, check_same_thread=False)
         try:
             connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
-            check_age(connection, path)
+            check_format(connection, path)
             return connection
         except sqlite3.OperationalError as error:  # another user's live directory: its shared memory can't be opened
             connection.close()

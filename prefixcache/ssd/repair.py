@@ -22,7 +22,7 @@ from prefixcache.ssd.claims import FALSE, Claims, Verdict, check_stated, is_prov
 from prefixcache.ssd.directory import Directory, disk_at, disk_of
 from prefixcache.ssd.entries import Address, Entry, NamespaceRow, Progress
 from prefixcache.ssd.errors import IndexBroken, NewerFormat
-from prefixcache.ssd.files import Damaged, OlderFormat, from_header, read_header, read_image, remove_file
+from prefixcache.ssd.files import Damaged, from_header, read_header, read_image, remove_file
 from prefixcache.ssd.index import Index, suffixes
 from prefixcache.ssd.quarantine import Quarantine
 
@@ -40,7 +40,7 @@ R = TypeVar("R")
 class Finding(NamedTuple):
     """One thing that was not as it should be. `path` is relative to the directory; `nbytes` are real bytes concerned.
 
-    kind: "index", "debris", "lost file", "orphan", "older format", "broken", "stray", "unreadable".
+    kind: "index", "debris", "lost file", "orphan", "broken", "stray", "unreadable".
     """
 
     kind: str
@@ -69,7 +69,7 @@ class Report:
     @property
     def freed(self) -> int:
         """Real bytes of what was deleted."""
-        return self._sum("debris") + self._sum("older format")
+        return self._sum("debris")
 
     @property
     def adopted(self) -> int:
@@ -229,7 +229,7 @@ class Pass:
 def compare(run: Pass, broken: str) -> Report:
     directory = run.directory
     for item in directory.strays() if run.addresses_now is None else ():
-        run.delete("debris", item.path, "left by a write that was interrupted, or by an older release")
+        run.delete("debris", item.path, "left by a write that was interrupted")
     here = _scan(run)
     if broken and (here or broken != "missing"):  # no index and no files is a new directory
         run.found("index", str(directory.index), broken, "rebuilt from the files")
@@ -334,7 +334,7 @@ def _judge(run: Pass, known: list[Address]) -> Iterator[tuple[Address, bool]]:
 
 
 def _adopt(run: Pass, addresses: list[Address]) -> None:
-    """Take whole files in that have no row; quarantine others; delete what is of a format that isn't read any more."""
+    """Take whole files in that have no row; quarantine others."""
     wanted: list[tuple[Entry, NamespaceRow]] = []
 
     def look(address: Address) -> tuple[Address, tuple[Entry, NamespaceRow] | None, str, str]:
@@ -348,8 +348,6 @@ def _adopt(run: Pass, addresses: list[Address]) -> None:
             if run.deep:
                 read_image(path, entry)
             return address, (entry, namespace), "", "orphan"
-        except OlderFormat as error:
-            return address, None, str(error), "older format"
         except (Damaged, ValueError) as error:
             return address, None, str(error), "broken"
         except OSError as error:
@@ -367,8 +365,6 @@ def _adopt(run: Pass, addresses: list[Address]) -> None:
                 wanted = [(entry, namespace) for entry, namespace in wanted if namespace.root != pair[1].root]
                 _expel(run, pair[1])
             wanted.append(pair)
-        elif kind == "older format":
-            run.delete(kind, path, reason)
         elif kind == "broken":
             run.move(kind, path, reason)
         else:

@@ -17,7 +17,6 @@ import numpy as np
 
 from prefixcache.byte_sizes import as_setting
 from prefixcache.ssd.directory import (
-    LEVELS,
     LOCK,
     Directory,
     Lock,
@@ -92,7 +91,7 @@ class Store:
             for item in self.directory.strays():
                 remove_file(item.path)
             self._lingering: set[str] = set()
-            for folder in (*self.directory.image_folders(), f"{self.directory.root}/{LEVELS}"):
+            for folder in self.directory.image_folders():
                 with suppress(OSError):  # not empty
                     remove_folder(folder)
             self._folders = self.directory.image_folders()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sqlite3
 from itertools import islice
+from pathlib import Path
 
 from prefixcache.image_format import FORMAT
 from prefixcache.ssd.directory import Directory, lock_format, require_plain
 from prefixcache.ssd.errors import IndexBroken, NewerFormat
 from prefixcache.ssd.files import Damaged, read_header
-from prefixcache.ssd.index import check_age, suffixes
+from prefixcache.ssd.index import suffixes
+from prefixcache.ssd.schema import check_format
 
 _SAMPLE = 8  # images that are looked at where neither LOCK nor index is there to say
 
@@ -20,13 +22,9 @@ def refuse_newer(directory: Directory) -> None:
     for part in (*suffixes(path), path.with_name(f"{path.name}-journal")):
         require_plain(part)
     said = lock_format(directory)
-    if said > int(FORMAT):
-        raise NewerFormat(
-            f"{str(directory.lock)!r} is of format {said}, this release knows {FORMAT}: a newer release wrote it; "
-            "upgrade prefixcache or name another directory"
-        )
-    if path.exists() and path.stat().st_size:
-        _refuse_newer_index(directory)
+    if said > FORMAT:
+        raise NewerFormat(repr(str(directory.lock)), said, FORMAT)
+    if path.exists() and path.stat().st_size and _knows_index(path):
         return
     for _, item in islice((found for found in directory.files() if found[0]), _SAMPLE):
         try:
@@ -35,11 +33,13 @@ def refuse_newer(directory: Directory) -> None:
             continue
 
 
-def _refuse_newer_index(directory: Directory) -> None:
-    connection = sqlite3.connect(f"{directory.index.as_uri()}?mode=ro&immutable=1", uri=True)
+def _knows_index(path: Path) -> bool:
+    """Whether the index is of a format that this release knows; NewerFormat for a newer one. A broken one says nothing."""
+    connection = sqlite3.connect(f"{path.as_uri()}?mode=ro&immutable=1", uri=True)
     try:
-        check_age(connection, directory.index)
+        check_format(connection, path)
+        return True
     except (sqlite3.DatabaseError, UnicodeDecodeError, IndexBroken):
-        return  # broken: not newer
+        return False
     finally:
         connection.close()

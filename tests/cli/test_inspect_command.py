@@ -246,7 +246,7 @@ def test_an_index_that_can_not_be_read_gives_1(call, filled):
 
 
 def newer(tmp_path: Path, filled: Path) -> Path:
-    change(filled, "INSERT INTO _sqlite_migrations (migration_set, name) VALUES ('prefixcache.index', 'm999_later')")
+    change(filled, "PRAGMA user_version = 2")
     return filled
 
 
@@ -276,7 +276,7 @@ def missing(tmp_path: Path, filled: Path) -> Path:
         (a_file, "not a directory"),
         (empty, "it is empty"),
         (somebody_elses, "not a prefixcache directory"),
-        (newer, "a newer release wrote it"),
+        (newer, "a newer release or one from before 0.1.0 wrote it"),
     ],
 )
 def test_what_can_not_be_shown_gives_2_and_one_line(call, tmp_path, filled, make, why):

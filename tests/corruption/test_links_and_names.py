@@ -277,15 +277,6 @@ def test_strange_things_in_tmp_are_left_or_deleted_but_never_followed(root, tmp_
     assert (tmp_path / "foreign").read_bytes() == PRECIOUS
 
 
-def test_a_link_where_an_earlier_release_had_levels_is_not_followed(root, tmp_path):
-    (tmp_path / "foreign").mkdir()
-    (tmp_path / "foreign" / f"{'ab' * 16}.safetensors").write_bytes(PRECIOUS)
-    (root / "stats").symlink_to(tmp_path / "foreign")
-    uncleanly(root)
-    judge(root)
-    assert (tmp_path / "foreign" / f"{'ab' * 16}.safetensors").read_bytes() == PRECIOUS
-
-
 def test_names_that_no_image_has_are_moved_away_after_a_crash(root):
     for name in ("a" * 200, "\udcff\udcfe", "..x", "ab\n\x1b[31m"):
         (root / "rows" / name).write_bytes(b"x")

@@ -96,7 +96,7 @@ def written(path, header, body=b""):
 
 
 def header(tensors, **more):
-    said = {"checksum": "0" * 32, "format": FORMAT, "kind": "rows", "key": "0" * 64, "parent": "0" * 64,
+    said = {"checksum": "0" * 32, "format": str(FORMAT), "kind": "rows", "key": "0" * 64, "parent": "0" * 64,
             "namespace": "0" * 64, "model": "m", "codec": "{}", "layout": "{}", "start": "0", "extra": "{}",
             **more}  # fmt: skip
     return json.dumps({"__metadata__": said, **tensors}, separators=(",", ":")).encode()
@@ -171,8 +171,8 @@ def test_one_file_of_a_newer_format_among_files_without_an_index_is_no_damage(ro
     path = file_of(root, rows_of(root, "plain")[-1])
     from tests.fuzz.targets import _sealed
 
-    newer = b'"format":"%d"' % (int(FORMAT) + 1)
-    path.write_bytes(_sealed(path.read_bytes().replace(b'"format":"%s"' % FORMAT.encode(), newer)).tobytes())
+    newer = b'"format":"%d"' % (FORMAT + 1)
+    path.write_bytes(_sealed(path.read_bytes().replace(b'"format":"%d"' % FORMAT, newer)).tobytes())
     (root / "index.db").unlink()
     try:
         opened(root).close()

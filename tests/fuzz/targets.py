@@ -79,7 +79,7 @@ def sound_index() -> bytes:
 
 
 NOTE = b'{"reason": "the checksum does not match", "origin": "rows/ab/x", "when": 1.7e9}'
-LOCK_TEXT = b"pid 12\nhost a\nsince 2026-01-01T00:00:00Z\nformat 3\n"
+LOCK_TEXT = b"pid 12\nhost a\nsince 2026-01-01T00:00:00Z\nformat 1\n"
 
 
 # -- targets ------------------------------------------------------------------------------------------------------------

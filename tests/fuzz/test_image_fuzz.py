@@ -17,7 +17,7 @@ from prefixcache import image_format
 from prefixcache.image_format import DTYPES, Blueprint, ImageError, Meta, Spec, verify
 
 META = {
-    "checksum": "0" * 32, "format": image_format.FORMAT, "kind": "rows", "key": "1" * 64, "parent": "2" * 64,
+    "checksum": "0" * 32, "format": str(image_format.FORMAT), "kind": "rows", "key": "1" * 64, "parent": "2" * 64,
     "namespace": "3" * 64, "model": "m",
     "codec": "{}", "layout": "{}", "start": "0", "extra": "{}",
 }  # fmt: skip

@@ -19,7 +19,7 @@ ROOT = PACKAGE.parent
 # By the first part of a module's name, the higher may import the lower: the lowest stand at the bottom.
 LEVELS = {
     "image_memory": -1,
-    "byte_sizes": 0, "identity": 0, "image_format": 0, "kernels": 0, "keys": 0, "memory": 0, "migrations": 0,
+    "byte_sizes": 0, "identity": 0, "image_format": 0, "kernels": 0, "keys": 0, "memory": 0,
     "redaction": 0,
     "blocks": 1, "codecs": 1, "metrics": 1, "settings": 1, "trace": 1,
     "calibration": 2, "live": 2, "remote": 2, "ssd": 2,
@@ -40,7 +40,7 @@ ONLY = {
     "metrics": {"", "byte_sizes"},
     "blocks": {"keys", "image_format", "image_memory"},
     "trace": {"keys"},
-    "ssd": {"byte_sizes", "keys", "image_format", "image_memory", "memory", "migrations", "metrics", "blocks"},
+    "ssd": {"byte_sizes", "keys", "image_format", "image_memory", "memory", "metrics", "blocks"},
     "remote": {"keys", "image_format", "image_memory", "metrics", "redaction"},
     "codecs": {"kernels"},
     "calibration": {"codecs"},
@@ -171,7 +171,7 @@ def test_keys_image_blocks_settings_and_ssd_load_without_mlx():
     assert done.returncode == 0, done.stderr
     loaded = json.loads(done.stdout)
     assert {f"prefixcache.{name}" for name in wanted} <= set(loaded)
-    assert {name.split(".")[1] for name in loaded} <= {*WITHOUT_MLX, "migrations"}
+    assert {name.split(".")[1] for name in loaded} <= {*WITHOUT_MLX}
 
 
 def test_settings_without_a_codec_are_made_without_mlx():

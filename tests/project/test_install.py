@@ -20,7 +20,7 @@ LIBRARIES = {"prefixcache/kernels/_turboquant.so", "prefixcache/kernels/_transfo
 USE = """
 import importlib, pkgutil, sys
 import numpy as np
-import prefixcache, prefixcache.cli, prefixcache.migrations
+import prefixcache, prefixcache.cli
 from prefixcache.codecs.transform import backends as entropy_back_ends
 from prefixcache.codecs.transform.entropy import words_of
 from prefixcache.codecs.transform.tables import first_guess
@@ -33,7 +33,6 @@ for name in prefixcache.__all__:
 for module in pkgutil.walk_packages(prefixcache.__path__, "prefixcache."):
     if not module.name.rpartition(".")[2].startswith("_"):  # __main__, and the kernels that ctypes loads
         importlib.import_module(module.name)
-assert prefixcache.migrations.__file__.startswith(sys.argv[1]), prefixcache.migrations.__file__
 back_end = c_rows if c_rows.available() else numpy_rows
 rows = np.random.default_rng(0).standard_normal((50, 2, 128)).astype(np.float16)
 codes, scales, back = np.zeros((50, 2, 16), np.uint32), np.zeros((50, 2), np.uint16), np.zeros((2, 50, 128), np.float16)

@@ -1,6 +1,4 @@
-"""What earlier and later versions write: an index of a schema that was never released is rebuilt from the files, images that
-aren't read any more are deleted, and what a newer release wrote is refused untouched.
-"""
+"""An index of an earlier schema is brought forward, and what a newer release wrote is refused untouched."""
 
 from __future__ import annotations
 
@@ -8,33 +6,29 @@ import json
 import os
 import shutil
 import sqlite3
-import tarfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from sqlite_utils import Database
 
 from prefixcache import PrefixCache, image_format
-from prefixcache.migrations import index as migrations
-from prefixcache.ssd import DirectoryError, NewerFormat, clear, reconcile, survey
+from prefixcache.ssd import DirectoryError, NewerFormat, reconcile, survey
+from prefixcache.ssd import schema as ssd_schema
 from prefixcache.ssd.entries import FOLDERS
 from tests.models import states
 from tests.ssd.images import fingerprint
 
-FIXTURES = Path(__file__).parents[1] / "fixtures" / "directories"
-STEPS = ["m001_images"]
 FORMAT = image_format.FORMAT
-NEWER = str(int(FORMAT) + 1)
+NEWER = str(FORMAT + 1)
 
 
 def prompt(seed: int, count: int) -> list[int]:
     return [(seed * 977 + i * 31) % 5000 + 10 for i in range(count)]
 
 
-KEPT = [  # what the directories of earlier releases hold
+KEPT = [
     ("dense", prompt(1, 300), b"", "raw", states.sliceable, states.check),
     ("dense", prompt(2, 300), b"tenant", "raw", states.sliceable, states.check),
     ("windowed", prompt(3, 400), b"", "raw", states.windowed, states.check),
@@ -43,29 +37,20 @@ KEPT = [  # what the directories of earlier releases hold
 ]
 
 
-@pytest.fixture(params=sorted(path.name for path in FIXTURES.glob("*.tar.gz")))
-def earlier(request, tmp_path) -> Path:
-    """A directory as an earlier release left it."""
-    with tarfile.open(FIXTURES / request.param) as archive:
-        archive.extractall(tmp_path, filter="data")
-    return tmp_path / request.param.removesuffix(".tar.gz")
-
-
 def open_on(root: Path, codec: str = "raw") -> PrefixCache:
     return PrefixCache(ram="50MB", ssd_dir=root, ssd="50MB", codec=codec)
 
 
-def check_all(root: Path) -> None:
-    """It opens, serves none of its images, and takes the same prompts again."""
+def check_all(root: Path, *, stored: bool = False) -> None:
+    """It serves the prompts; `stored`: they are there already, else they are stored first."""
     for codec in ("raw", "turboquant:4"):
-        kept = [one for one in KEPT if one[3] == codec]
+        prompts = [row for row in KEPT if row[3] == codec]
+        if not stored:
+            with open_on(root, codec) as cache:
+                for model, tokens, salt, _, make, _ in prompts:
+                    cache.store(tokens, make(tokens), model=model, salt=salt)
         with open_on(root, codec) as cache:
-            for model, tokens, salt, _, make, _ in kept:
-                assert cache.match(tokens, model=model, salt=salt) == (0, 0)
-                assert cache.promote(tokens, model=model, salt=salt).result(20) == 0
-                cache.store(tokens, make(tokens), model=model, salt=salt)
-        with open_on(root, codec) as cache:
-            for model, tokens, salt, _, _, check in kept:
+            for model, tokens, salt, _, _, check in prompts:
                 assert cache.promote(tokens, model=model, salt=salt).result(20) == len(tokens)
                 made, rest = cache.fetch(tokens, model=model, salt=salt, leave=0)
                 assert list(rest) == []
@@ -73,71 +58,44 @@ def check_all(root: Path) -> None:
             assert cache.stats().counters.corrupt == 0
             cache._ssd.check_integrity()
     assert reconcile(root, deep=True).clean
-    assert not list((root / "quarantine").glob("*.safetensors"))
-    assert not (root / "stats").exists()
 
 
-def steps(root: Path) -> list[str]:
+def version(root: Path) -> int:
     index = sqlite3.connect(root / "index.db")
     try:
-        return [name for (name,) in index.execute("SELECT name FROM _sqlite_migrations ORDER BY id")]
+        return index.execute("PRAGMA user_version").fetchone()[0]
     finally:
         index.close()
 
 
-def shape(index: Database) -> dict[str, str]:
-    return dict(index.execute("SELECT name, sql FROM sqlite_master"))
+@pytest.fixture
+def next_step(monkeypatch):
+    """The release after this one: its schema has a second step."""
+    step = ("CREATE TABLE later (id INTEGER PRIMARY KEY)", "ALTER TABLE image ADD COLUMN later INTEGER")
+    monkeypatch.setattr(ssd_schema, "STEPS", (*ssd_schema.STEPS, step))
+    ssd_schema._expected_tables.cache_clear()
+    yield
+    ssd_schema._expected_tables.cache_clear()
 
 
-def undone(root: Path) -> dict[str, int]:
-    """What a look at a directory of an earlier version finds: its index, its images, and its files of levels."""
-    found = {"index": 1, "older format": len(images(root)), "debris": len(list(root.glob("stats/*")))}
-    return {kind: count for kind, count in found.items() if count}
-
-
-def test_a_directory_of_an_earlier_version_opens_without_the_images_that_are_not_read_any_more(earlier, caplog):
-    count = undone(earlier)["older format"]
+def test_a_directory_of_an_earlier_schema_is_brought_forward_and_keeps_its_images(tmp_path, request, caplog):
+    root = tmp_path / "ssd"
+    check_all(root)
+    assert version(root) == 1
+    request.getfixturevalue("next_step")
     with caplog.at_level("WARNING"):
-        check_all(earlier)
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert f"1 x index, {count} x older format" in line
-    assert steps(earlier) == STEPS
+        check_all(root, stored=True)
+    assert version(root) == 2
+    assert not caplog.records
 
 
-def test_a_directory_of_an_earlier_version_is_mended_and_cleared(earlier, tmp_path):
-    shutil.copytree(earlier, tmp_path / "copy")
-    found = undone(earlier)
-    report = reconcile(earlier, deep=True)
-    assert report.counts == found
-    assert {f.action for f in report.findings} == {"deleted", "rebuilt from the files"}
-    assert report.freed > 50_000
-    check_all(earlier)
-    assert clear(tmp_path / "copy").images == found["older format"]
-    assert sorted(path.name for path in (tmp_path / "copy").rglob("*") if path.is_file()) == [
-        "CACHEDIR.TAG",
-        "LOCK",
-        "index.db",
-    ]
-    check_all(tmp_path / "copy")
-
-
-def test_a_directory_of_an_earlier_version_that_lost_its_index_is_brought_forward(earlier):
-    (earlier / "index.db").unlink()
-    check_all(earlier)
-
-
-PROBLEMS = ("its tables are not those that this release writes", "an image has a value that no cache writes",
-            "a namespace has a value that no cache writes")  # fmt: skip
-
-
-def test_looking_at_a_directory_of_an_earlier_version_changes_nothing(earlier):
-    before = fingerprint(earlier)
-    found = survey(earlier)
-    assert found.problem in PROBLEMS
-    assert found.namespaces == ()
-    for deep in (False, True):
-        assert reconcile(earlier, dry_run=True, deep=deep).counts == undone(earlier)
-    assert fingerprint(earlier) == before
+def test_looking_at_a_directory_of_an_earlier_schema_changes_nothing(tmp_path, request):
+    root = filled(tmp_path / "ssd")
+    request.getfixturevalue("next_step")
+    before = fingerprint(root)
+    assert survey(root).problem == "its tables are not those that this release writes"
+    assert reconcile(root, dry_run=True).counts == {"index": 1, "orphan": 2}
+    assert fingerprint(root) == before
 
 
 def cut(monkeypatch, happens: Callable[[], None]) -> None:
@@ -160,9 +118,7 @@ def test_a_step_that_fails_half_way_changes_nothing_and_is_done_at_the_next_open
         cut(patch, failing)
         with pytest.raises(DirectoryError, match="disk is full: check the disk"):
             open_on(tmp_path / "new")
-    index = Database(tmp_path / "new" / "index.db")
-    assert not [name for name in shape(index) if "_sqlite_migrations" not in name]
-    index.close()
+    assert version(tmp_path / "new") == 0
     check_all(tmp_path / "new")
 
 
@@ -176,22 +132,6 @@ def test_a_process_that_dies_half_way_through_a_step_leaves_what_the_next_brings
             os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
     check_all(tmp_path / "new")
-
-
-def stepped() -> Database:
-    index = Database(memory=True)
-    migrations.schema.apply(index)
-    return index
-
-
-def test_the_steps_lead_to_the_schema_of_a_new_directory_and_change_nothing_the_second_time(tmp_path):
-    with open_on(tmp_path / "new"):
-        pass
-    new, index = Database(tmp_path / "new" / "index.db"), stepped()
-    assert [step.name for step in migrations.schema.applied(new)] == STEPS
-    assert shape(index) == shape(new)
-    migrations.schema.apply(index)
-    assert [step.name for step in migrations.schema.applied(index)] == STEPS
 
 
 # -- other releases ---------------------------------------------------------------------------------------------------
@@ -210,29 +150,12 @@ def images(root: Path) -> list[Path]:
 
 def of_format(said: bytes, file: Path, *, whole: bool) -> str:
     """The file says another format; its checksum."""
-    changed = file.read_bytes().replace(b'"format":"%s"' % FORMAT.encode(), b'"format":"%s"' % said)
+    changed = file.read_bytes().replace(b'"format":"%d"' % FORMAT, b'"format":"%s"' % said)
     data = np.frombuffer(bytearray(changed), np.uint8)
     if whole:
         data[image_format._CHECKSUM] = np.frombuffer(image_format._digest(data).encode(), np.uint8)
     file.write_bytes(data.tobytes())
     return image_format.Image(data).checksum
-
-
-def test_a_file_of_an_earlier_format_is_never_believed_though_the_index_and_its_checksum_say_so(tmp_path):
-    root = filled(tmp_path / "ssd")
-    for file in images(root):
-        checksum = of_format(b"1", file, whole=True)
-        index = sqlite3.connect(root / "index.db")
-        index.execute("UPDATE image SET checksum = ? WHERE hex(key) = upper(?)", [checksum, file.stem])
-        index.commit()
-        index.close()
-    shutil.copytree(root, tmp_path / "copy")
-    with open_on(root) as cache:
-        assert cache.promote(prompt(1, 300), model="dense").result(20) == 0
-        assert cache.stats().counters.corrupt > 0
-    report = reconcile(tmp_path / "copy", deep=True)
-    assert report.counts == {"older format": 2}
-    assert {finding.reason for finding in report.findings} == {f"format '1', this release reads '{FORMAT}'"}
 
 
 @pytest.mark.parametrize("said", [b"0", b"x", b"11", b"-1", b""])
@@ -244,12 +167,14 @@ def test_a_file_of_a_format_that_never_was_is_set_aside(tmp_path, said):
     assert len(list((root / "quarantine").glob("*.safetensors"))) == 1
 
 
-def test_a_lock_of_a_newer_release_is_heeded_even_where_the_index_is_lost(tmp_path):
+@pytest.mark.parametrize("said", [FORMAT + 1, 3])
+def test_a_lock_of_another_release_is_heeded_even_where_the_index_is_lost(tmp_path, said):
+    """Versions before the first release wrote format 3."""
     root = filled(tmp_path / "ssd")
-    (root / "LOCK").write_text((root / "LOCK").read_text().replace(f"format {FORMAT}", f"format {NEWER}"))
+    (root / "LOCK").write_text((root / "LOCK").read_text().replace(f"format {FORMAT}", f"format {said}"))
     (root / "index.db").unlink()
     before = fingerprint(root)
-    with pytest.raises(NewerFormat, match=rf"format {NEWER}.*upgrade prefixcache"):
+    with pytest.raises(NewerFormat, match=rf"format {said}.*upgrade prefixcache"):
         open_on(root)
     assert "upgrade prefixcache" in reconcile(root).error
     assert fingerprint(root) == before
@@ -281,13 +206,11 @@ def test_every_file_says_its_format(tmp_path):
         cache.store(tokens, states.uneven(tokens), model="m")
     root = tmp_path / "ssd"
     assert f"format {FORMAT}\n" in (root / "LOCK").read_text()
-    index = sqlite3.connect(root / "index.db")
-    assert index.execute("SELECT value FROM meta WHERE name = 'format'").fetchall() == [("1",)]
-    index.close()
+    assert version(root) == len(ssd_schema.STEPS)
     for file in images(root):
         header = file.read_bytes()
         length = int.from_bytes(header[:8], "little")
-        assert json.loads(header[8 : 8 + length])["__metadata__"]["format"] == FORMAT
+        assert json.loads(header[8 : 8 + length])["__metadata__"]["format"] == str(FORMAT)
 
 
 # -- an index that lies -----------------------------------------------------------------------------------------------
