@@ -8,9 +8,9 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from heapq import merge
-from itertools import takewhile
-from typing import NamedTuple
+from itertools import chain, takewhile
 
+from prefixcache.blocks.lru import Lru
 from prefixcache.blocks.node import Slot, rank
 
 
@@ -59,13 +59,6 @@ class Ghosts:
         return self._table.itemsize * len(self._table)
 
 
-class _Place(NamedTuple):
-    """Where a slot stood that is aside or demoted."""
-
-    again: bool
-    state: int
-
-
 class Adaptive:
     """LRU, or with a share of the bytes for what was asked for once: whichever would have hit more of late.
 
@@ -74,21 +67,19 @@ class Adaptive:
     weighed in shadows: keys only, of a sample of the blocks.
 
     `_once` has what was asked for once, `_again` what was asked for again; what was demoted is evicted before both.
-    Invariants: a slot is in one of `_once`, `_again`, `_demoted` and `_aside`; `_once_bytes` and `_again_bytes` are the sums
-    over the two queues.
+    Invariants: a slot is in one of `_once`, `_again` and `_demoted`, or aside; `_asked_again` has those that are demoted or
+    aside; `_once_bytes` and `_again_bytes` are the sums over the two queues.
     """
 
-    leaf_first = True
     NEW = -2  # it came, and the request that brought it has not ended
     FETCHED = -1  # as NEW, and a fetch has used it
     SEEN = 0
     TIMES = 4  # measured on two traces: the best of 3 to 8
 
     def __init__(self, fixed: int = 1 << 20) -> None:
-        self._once: OrderedDict[Slot, int] = OrderedDict()
-        self._again: OrderedDict[Slot, int] = OrderedDict()
-        self._demoted: OrderedDict[Slot, _Place] = OrderedDict()
-        self._aside: dict[Slot, _Place] = {}
+        self._once, self._again, self._demoted = Lru(), Lru(), Lru()
+        self._asked_again: dict[Slot, bool] = {}  # whether they go back to `_again`
+        self._states: dict[Slot, int] = {}  # of what was asked for once; those not here are SEEN
         self._once_bytes = self._again_bytes = 0
         self._ghosts = Ghosts(self.TIMES)
         self._duel = Duel(fixed)
@@ -98,6 +89,10 @@ class Adaptive:
         """Of the bytes, for what was asked for once; None for LRU."""
         return self._duel.best
 
+    @property
+    def _queues(self) -> tuple[Lru, Lru, Lru]:
+        return self._demoted, self._once, self._again
+
     def __iter__(self) -> Iterator[Slot]:
         yield from self._demoted
         if self.share is None:
@@ -106,7 +101,7 @@ class Adaptive:
         once, again = iter(self._once), iter(self._again)
         once_bytes, again_bytes = self._once_bytes, self._again_bytes
         for _ in range(len(self._once) + len(self._again)):
-            if once_bytes > self.share * (once_bytes + again_bytes) or not again_bytes:
+            if _takes_more(once_bytes, again_bytes, self.share):
                 slot = next(once)
                 once_bytes -= slot.nbytes
             else:
@@ -114,124 +109,161 @@ class Adaptive:
                 again_bytes -= slot.nbytes
             yield slot
 
-    candidates = __iter__
+    def candidates(self) -> Iterator[Slot]:
+        """Beside what can't be evicted, the bytes that are held now say which queue is first."""
+        yield from self._demoted.candidates()
+        if self.share is None:
+            yield from merge(self._once.candidates(), self._again.candidates(), key=rank)
+        elif _takes_more(self._once_bytes, self._again_bytes, self.share):
+            yield from chain(self._once.candidates(), self._again.candidates())
+        else:
+            yield from chain(self._again.candidates(), self._once.candidates())
 
     def unblock(self, slot: Slot) -> None:
-        """Nothing is: a leaf is evicted in the place of a block that can't be."""
+        for queue in self._queues:
+            queue.unblock(slot)
 
     def waiting(self) -> Iterator[Slot]:
-        return iter(())
+        return chain.from_iterable(queue.waiting() for queue in self._queues)
 
     def __reversed__(self) -> Iterator[Slot]:
         return reversed(list(self))
 
     def __len__(self) -> int:
-        return len(self._once) + len(self._again) + len(self._demoted)
+        return sum(map(len, self._queues))
 
     def __contains__(self, slot: object) -> bool:
-        return slot in self._once or slot in self._again or slot in self._demoted
+        return any(slot in queue for queue in self._queues)
 
     @property
     def _held(self) -> int:
-        return len(self) + len(self._aside)
+        return len(self._once) + len(self._again) + len(self._asked_again)
 
     def add(self, slot: Slot) -> None:
-        self._put(slot, _Place(self._ghosts.take(slot.key, self._held), self.NEW))
+        again = self._ghosts.take(slot.key, self._held)
+        self._put(slot, again)
+        if not again:
+            self._states[slot] = self.NEW
 
     def touch(self, slots: Iterable[Slot]) -> None:
         for slot in slots:
             if slot in self._again:
-                self._again.move_to_end(slot)
+                self._again.touch((slot,))
             elif slot in self._once:
-                self._once.move_to_end(slot)
+                self._once.touch((slot,))
             elif slot in self._demoted:
-                self._put(slot, self._demoted.pop(slot))
+                self._put(slot, self._pull(slot))
 
     def used(self, slots: list[Slot], ended: bool) -> None:
         again = False
         for slot in slots:
-            state = self._once.get(slot)
-            if state is None:
-                if slot in self._again:
-                    again = True
-                    if ended:  # after those that follow it and were asked for again just now
-                        self._again.move_to_end(slot)
-                elif (place := self._aside.get(slot)) is not None:
-                    again = again or place.again or self._asked_again(place.state, ended)
-                    self._aside[slot] = _Place(again, self._after(ended))
-            elif again or self._asked_again(state, ended):
+            if slot in self._again:
                 again = True
-                self._pull(slot)
-                self._put(slot, _Place(True, self.SEEN))
-            else:
-                self._once[slot] = self._after(ended)
+                if ended:  # after those that follow it and were asked for again just now
+                    self._again.touch((slot,))
+            elif slot in self._once:
+                again = again or self._is_second_use(slot, ended)
+                if again:
+                    self._pull(slot)
+                    self._put(slot, True)
+                self._note_use(slot, again or ended)
+            elif slot in self._asked_again and slot not in self._demoted:
+                again = again or self._asked_again[slot] or self._is_second_use(slot, ended)
+                self._asked_again[slot] = again
+                self._note_use(slot, again or ended)
         if ended:
             self._duel.request([slot.key for slot in slots], self._held)
 
-    def _asked_again(self, state: int, ended: bool) -> bool:
-        """A fetch and the end of the same request are one use."""
+    def _is_second_use(self, slot: Slot, ended: bool) -> bool:
+        """Whether this is one more use than the one before: a fetch and the end of the same request are one."""
+        state = self._states.get(slot, self.SEEN)
         return state == self.SEEN or (state == self.FETCHED and not ended)
 
-    def _after(self, ended: bool) -> int:
-        return self.SEEN if ended else self.FETCHED
+    def _note_use(self, slot: Slot, seen: bool) -> None:
+        if seen:
+            self._states.pop(slot, None)
+        else:
+            self._states[slot] = self.FETCHED
 
     def remove(self, slot: Slot) -> None:
         self._pull(slot)
-        self._ghosts.add(slot.key, self._held)
+        self._count_evicted(slot)
 
     def aside(self, slot: Slot) -> None:
-        self._aside[slot] = self._pull(slot)
+        self._asked_again[slot] = self._pull(slot)
 
     def back(self, slot: Slot, used: bool) -> None:
-        self._put(slot, self._aside.pop(slot), first=not used)
+        self._put(slot, self._asked_again.pop(slot), first=not used)
 
     def forget(self, slot: Slot) -> None:
-        if self._aside.pop(slot, None) is not None:
-            self._ghosts.add(slot.key, self._held)
-        elif slot in self:
+        if slot in self:
             self.remove(slot)
+        elif self._asked_again.pop(slot, None) is not None:
+            self._count_evicted(slot)
+
+    def _count_evicted(self, slot: Slot) -> None:
+        self._states.pop(slot, None)
+        self._ghosts.add(slot.key, self._held)
 
     def demote(self, slot: Slot) -> None:
-        self._demoted[slot] = self._pull(slot)
-        self._demoted.move_to_end(slot, last=False)
+        self._asked_again[slot] = self._pull(slot)
+        self._demoted.add(slot)
+        self._demoted.demote(slot)
 
     def rebuild(self, least_recent_first: Iterable[Slot]) -> None:
-        for queue in (self._once, self._again, self._demoted, self._aside):
-            queue.clear()
+        for queue in self._queues:
+            queue.rebuild(())
+        self._asked_again.clear()
+        self._states.clear()
         self._once_bytes = self._again_bytes = 0
         for slot in least_recent_first:
-            self._put(slot, _Place(slot.hits > 0, self.SEEN))
+            self._put(slot, slot.hits > 0)
 
     def less_recent(self, slot: Slot, spilled: Slot) -> Iterator[Slot]:
         return takewhile(lambda other: other is not slot and other is not spilled, self)
 
-    def _put(self, slot: Slot, place: _Place, first: bool = False) -> None:
-        queue = self._again if place.again else self._once
-        queue[slot] = place.state
+    def _put(self, slot: Slot, again: bool, first: bool = False) -> None:
+        queue = self._again if again else self._once
+        queue.add(slot)
         if first:
-            queue.move_to_end(slot, last=False)
-        if place.again:
+            queue.demote(slot)
+        if again:
             self._again_bytes += slot.nbytes
         else:
             self._once_bytes += slot.nbytes
 
-    def _pull(self, slot: Slot) -> _Place:
+    def _pull(self, slot: Slot) -> bool:
+        """Take a slot out of its queue. Returns whether it was asked for again."""
         if slot in self._once:
+            self._once.remove(slot)
             self._once_bytes -= slot.nbytes
-            return _Place(False, self._once.pop(slot))
+            return False
         if slot in self._again:
+            self._again.remove(slot)
             self._again_bytes -= slot.nbytes
-            return _Place(True, self._again.pop(slot))
-        return self._demoted.pop(slot)
+            return True
+        self._demoted.remove(slot)
+        return self._asked_again.pop(slot)
 
     def check_integrity(self) -> None:
-        parts = (self._once, self._again, self._demoted, self._aside)
-        assert len(set().union(*parts)) == sum(len(part) for part in parts), "a slot in two queues"
-        assert self._once_bytes == sum(slot.nbytes for slot in self._once)
-        assert self._again_bytes == sum(slot.nbytes for slot in self._again)
+        """AssertionError when an invariant of the order does not hold."""
+        for queue in self._queues:
+            queue.check_integrity()
+        demoted, once, again = map(set, self._queues)
+        assert len(demoted | once | again) == len(self), "a slot in two queues"
+        assert not (once | again) & self._asked_again.keys(), "a slot both in a queue and aside"
+        assert demoted <= self._asked_again.keys()
+        assert self._states.keys() <= once | self._asked_again.keys()
+        assert self._once_bytes == sum(slot.nbytes for slot in once)
+        assert self._again_bytes == sum(slot.nbytes for slot in again)
         order = list(self)
-        assert len(order) == len(set(order)) == len(self)
-        assert set(order) == set().union(self._once, self._again, self._demoted)
+        assert len(order) == len(self)
+        assert set(order) == demoted | once | again
+
+
+def _takes_more(once_bytes: int, again_bytes: int, share: float) -> bool:
+    """Whether what was asked for once takes more than its share, or is all there is."""
+    return once_bytes > share * (once_bytes + again_bytes) or not again_bytes
 
 
 class Duel:

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import islice
 
 from prefixcache.blocks.graph import Graph
 from prefixcache.blocks.node import Node, Slot
 from prefixcache.image_format import ROWS
 
-NEARBY = 64  # children that are looked at for one that is evicted in a block's place
-
 
 def eviction_victim(graph: Graph, tier: int) -> Slot | None:
     """Who is evicted next: not pinned, not waiting for a write, and nothing in the tier depends on it."""
-    order = graph.orders[tier]
-    for slot in order.candidates():
-        if slot.is_in(tier) and not slot.pins and not slot.pending:
-            if not graph.has_dependents(slot, tier):
-                return slot
-            if order.leaf_first and (leaf := _leaf_below(graph, slot, tier)) is not None:
-                return leaf
+    for slot in graph.orders[tier].candidates():
+        if slot.is_in(tier) and not slot.pins and not slot.pending and not graph.has_dependents(slot, tier):
+            return slot
     return None
 
 
@@ -70,21 +63,3 @@ def eviction_order(graph: Graph, tier: int, candidates: Iterable[Slot]) -> Itera
             yield victim
             evicted[node] = evicted.get(node, 0) + 1
             victim = node.rows if node.rows in deferred else None
-
-
-def _leaf_below(graph: Graph, slot: Slot, tier: int) -> Slot | None:
-    """Of what depends on a block, and on that, the least recent that may be evicted. None when none is near."""
-    node = slot.node
-    while True:
-        boundaries = [s for s in (*node.windows, *node.snapshots.values()) if s.is_in(tier)]
-        if boundaries:
-            leaf = min(boundaries, key=lambda s: s.tick)
-            return None if leaf.pins or leaf.pending else leaf
-        children = (child.rows for child in islice(node.children, NEARBY))
-        rows = (s for s in children if s is not None and s.is_in(tier))
-        below = min(rows, key=lambda s: s.tick, default=None)
-        if below is None or below.pins or below.pending:
-            return None
-        if not graph.has_dependents(below, tier):
-            return below
-        node = below.node

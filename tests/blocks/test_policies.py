@@ -26,8 +26,9 @@ from prefixcache.blocks.adaptive import Adaptive, Duel, Ghosts
 from prefixcache.blocks.budget import Budget
 from prefixcache.blocks.eviction import eviction_victim
 from prefixcache.blocks.graph import SLOT_BYTES, Graph
+from prefixcache.blocks.lru import Lru
 from prefixcache.blocks.node import RAM, Node, Slot, Window
-from prefixcache.blocks.policies import POLICIES, Lru, Order
+from prefixcache.blocks.policies import POLICIES, Order
 from prefixcache.image_format import ROWS
 from prefixcache.tiers.admission import Doorkeeper
 from tests.blocks.planting import ROOT, SSD, TIERS, Planting, blocks, runs
@@ -484,18 +485,24 @@ def test_a_fetch_and_the_store_of_its_request_are_one_use():
     assert slot in order._again
 
 
-def test_a_leaf_leaves_in_the_place_of_a_colder_block_that_it_hangs_on():
-    planting = planted("adaptive, .5")
-    for _ in range(2):
-        ended(planting, blocks(1, 2))
-    ended(planting, blocks(9, 9))
-    ended(planting, blocks(1, 2, 3, 4))
-    order, first = planting.graph.orders[RAM], planting.rows(blocks(1))
-    order.touch([slot for slot in order if slot is not first])
-    order.demote(first)
-    left = [planting.evict(RAM) for _ in range(6)]
-    assert [slot.end for slot in left[:4]] == [1024, 768, 512, 256]
-    assert left[3] is first
+@pytest.mark.parametrize("policy", [*POLICIES, *SHARES])
+def test_a_search_for_a_victim_passes_over_what_is_pinned_once(policy, monkeypatch):
+    """A prompt that fills RAM is pinned while it is stored, and each of its blocks makes room for itself."""
+    planting = planted(policy)
+    for i in range(100):
+        ended(planting, blocks(1000 + i))
+    prompt = planting.store(blocks(*range(200)), touch=False)
+    planting.graph.pin(prompt[-1:])  # keeps those before it, too
+    ended(planting, blocks(2000))  # else all that is left is pinned
+    looked_at = []
+    is_needed = Graph.has_dependents
+    monkeypatch.setattr(Graph, "has_dependents", lambda *at: looked_at.append(at) or is_needed(*at))
+    while (victim := eviction_victim(planting.graph, RAM)) is not None:
+        planting.graph.drop(victim, RAM)
+    assert planting.graph.images[RAM] == len(prompt)
+    assert len(looked_at) <= 101 + len(prompt)
+    assert eviction_victim(planting.graph, RAM) is None
+    assert len(looked_at) <= 101 + len(prompt)
 
 
 def test_after_a_restart_what_was_hit_is_what_was_asked_for_again():

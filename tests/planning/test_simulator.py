@@ -171,10 +171,6 @@ def test_blocks_that_are_written_as_soon_as_they_are_whole(served, config):
     agree(served, [request for request in asked for _ in range(2)], config, "raw", 4_000_000, GB, spill="through")
 
 
-def test_an_ssd_without_ram(served):
-    agree(served, requests("coding_agents", 16, 16), PLAIN, "raw", 0, GB)
-
-
 def test_sliding_windows(served):
     agree(served, requests("coding_agents", 16, 16), SLIDING, "raw", 4_000_000, GB)
 
