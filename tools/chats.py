@@ -1,6 +1,6 @@
 """Whether a hit changes an answer: chats of several turns asked of running servers, cold and warm, and the answers compared.
 
-    python -m tools.chats MODEL [--chats 48] [--turns 3] [--tokens 48] [--codec turboquant:4] [--codec-alone]
+    python -m tools.chats MODEL [--chats 48] [--turns 3] [--tokens 48] [--longest 6000] [--codec turboquant:4] [--codec-alone]
         [--json FILE]
 
 Answers are greedy. The same chats are asked one after the other of a server that has seen none of them (cold), again (RAM),
@@ -40,14 +40,14 @@ LATER = (
 )
 
 
-def chats_of(count: int, turns: int, seed: int = 0) -> list[list[str]]:
-    """What the user says in each chat: pieces of the Python reference of 300 to 6,000 characters, and questions."""
+def chats_of(count: int, turns: int, longest: int, seed: int = 0) -> list[list[str]]:
+    """What the user says in each chat: pieces of the Python reference of 300 to `longest` characters, and questions."""
     from pydoc_data.topics import topics
 
     text, chance = "\n\n".join(topics[name] for name in sorted(topics)), random.Random(seed)
     chats = []
     for _ in range(count):
-        size = chance.randrange(300, 6000)
+        size = chance.randrange(300, longest)
         start = chance.randrange(len(text) - size)
         chats.append([FIRST.format(text=text[start : start + size]), *LATER[: turns - 1]])
     return chats
@@ -152,12 +152,13 @@ def main() -> None:
     parser.add_argument("--chats", type=int, default=48)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--longest", type=int, default=6000, help="characters of the longest text that is asked about")
     parser.add_argument("--codec", default="turboquant:4")
     parser.add_argument("--codec-alone", action="store_true", help="neither raw nor --exact-prefill beside it")
     parser.add_argument("--flag", action="append", default=[], help="for every server, such as --prefill-step-size=256")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    chats = chats_of(given.chats, given.turns)
+    chats = chats_of(given.chats, given.turns, given.longest)
     said: dict[str, Any] = {}
 
     def tell(name: str, answers: Answers, cached: float, reference: Answers | None) -> None:
