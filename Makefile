@@ -16,11 +16,12 @@ comma := ,
 EXTRAS := $(if $(EXTRA),$(EXTRA)$(comma))test
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench soak fuzz crash real-model release clean
+.PHONY: help demo test test-fast lint bench soak fuzz crash real-model release clean
 
 help:
 	@echo "make demo     what the cache does, shown and checked on a tiny model (a few minutes with the install)"
 	@echo "make test     the tests"
+	@echo "make test-fast  those of blocks, tiers, the SSD, keys and settings, which need no MLX (half a minute)"
 	@echo "make lint     ruff and mypy"
 	@echo "make bench    the benchmarks, beside mlx-lm, vllm-mlx and mlx-vlm (some 15 minutes; BENCH=--quick takes 4)"
 	@echo "make soak     a trace replayed with kills and faults, MINUTES=5"
@@ -44,6 +45,11 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n auto --dist loadfile
+
+FAST := tests/blocks tests/tiers tests/ssd tests/test_keys.py tests/test_settings.py
+
+test-fast: $(STAMP)
+	$(BIN)/python -m pytest -p tests.without_mlx -n auto --dist worksteal $(FAST)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 # On CUDA, MLX would round what it multiplies in float32 to 11 bits: a row alone and in a batch would differ in its codes.
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
 
-from prefixcache import PrefixCache
+import prefixcache  # MLX comes with `prefixcache.PrefixCache`, when a test opens one
 
 # How long an example takes says how busy the machine is, and nothing of the code.
 BUSY = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
@@ -40,19 +40,19 @@ DEFAULTS = {"ram": "10MB", "ssd": "50MB", "codec": "raw", "spill_idle": 0}
 
 
 @pytest.fixture
-def opened(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., PrefixCache]]:
+def opened(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
     """Opens caches, on one directory for all of a test (`disk=False`: without). A module's `CACHE` has its own defaults.
 
     At the end each that is open is checked and closed.
     """
-    caches: list[PrefixCache] = []
+    caches: list[Any] = []
     defaults = {**DEFAULTS, **getattr(request.module, "CACHE", {})}
 
-    def open_cache(**values: Any) -> PrefixCache:
+    def open_cache(**values: Any) -> Any:
         values = {"disk": True, "ssd_dir": tmp_path / "ssd", **defaults, **values}
         if not values.pop("disk"):
             del values["ssd_dir"], values["ssd"]
-        caches.append(PrefixCache(**values))
+        caches.append(prefixcache.PrefixCache(**values))
         return caches[-1]
 
     yield open_cache

@@ -9,7 +9,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from prefixcache.byte_sizes import UNITS, parse_size
-from prefixcache.codecs import Raw, TurboQuant
 from prefixcache.memory import machine_memory
 from prefixcache.settings import Settings, ram_auto
 
@@ -108,7 +107,7 @@ def test_the_defaults():
 
 
 def test_variables_are_read(monkeypatch):
-    values = {"RAM": "2GB", "SSD_DIR": "/cache", "SSD": "10 GB", "CODEC": "turboquant:4:3", "SPILL": "wait", "READERS": "2",
+    values = {"RAM": "2GB", "SSD_DIR": "/cache", "SSD": "10 GB", "SPILL": "wait", "READERS": "2",
               "SPILL_ON_CLOSE": "false", "SPILL_WAIT": "1.5", "ALLOW_CLASSES": '["a.B"]'}  # fmt: skip
     for name, value in values.items():
         monkeypatch.setenv(f"PREFIXCACHE_{name}", value)
@@ -116,7 +115,6 @@ def test_variables_are_read(monkeypatch):
     assert settings.ram == 2 * 10**9
     assert settings.ssd_dir == Path("/cache")
     assert settings.ssd == 10**10
-    assert settings.codec == TurboQuant(4, 3)
     assert (settings.spill, settings.readers, settings.spill_on_close, settings.spill_wait) == ("wait", 2, False, 1.5)
     assert settings.allow_classes == ("a.B",)
 
@@ -140,14 +138,8 @@ def test_arguments_stand_above_variables_and_these_above_the_file(monkeypatch, t
 @pytest.mark.parametrize("variable", ["PREFIXCACHE_SSD", "prefixcache_ssd"])
 def test_a_named_file_stands_below_arguments_and_variables(monkeypatch, toml, variable):
     monkeypatch.setenv(variable, "2GB")
-    settings = Settings.from_toml(toml('ram = "1GB"\nssd = "1GB"\nreaders = 7\ncodec = "turboquant:8"\n'), ram="3GB")
+    settings = Settings.from_toml(toml('ram = "1GB"\nssd = "1GB"\nreaders = 7\n'), ram="3GB")
     assert (settings.ram, settings.ssd, settings.readers) == (3 * 10**9, 2 * 10**9, 7)
-    assert settings.codec == TurboQuant(8, 8)
-
-
-def test_a_file_may_give_a_codec_by_its_spec(toml):
-    spec = '[codec]\nname = "turboquant"\nversion = 2\nkey_bits = 8\nvalue_bits = 8\n'
-    assert Settings.from_toml(toml(spec)).codec == TurboQuant(8, 8)
 
 
 def test_a_missing_file_is_an_error_that_names_it(monkeypatch, tmp_path):
@@ -215,47 +207,6 @@ def test_settings_are_frozen():
 
 
 # -- settings of other kinds ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "codec"),
-    [
-        ("raw", Raw()), ("RAW ", Raw()), 
-        ("turboquant", TurboQuant()), ("turboquant:3", TurboQuant(3, 3)), ("turboquant:4:3", TurboQuant(4, 3)),
-        (TurboQuant(2, 8), TurboQuant(2, 8)), (Raw(), Raw()), (TurboQuant(4, 1).spec(), TurboQuant(4, 1)),
-    ],
-)  # fmt: skip
-def test_a_codec_is_read(text, codec):
-    assert Settings(codec=text).codec == codec
-
-
-@pytest.mark.parametrize(
-    "bad", ["", "zip", "raw:4", "turboquant:", "turboquant:4:3:2", "turboquant:x", "turboquant 4", "4"]
-)
-def test_a_bad_codec_is_an_error_that_says_what_to_write(bad):
-    said = refusal(codec=bad)
-    assert f"codec={bad!r}: not a codec; write " in said
-    assert '"turboquant:4:3"' in said
-
-
-@pytest.mark.parametrize(
-    ("bad", "named"),
-    [
-        ("turboquant:4:5", "value_bits=5"),
-        ("turboquant:16", "key_bits=16"),
-    ],
-)
-def test_a_codec_of_a_bad_depth_is_an_error_that_says_what_to_choose(bad, named):
-    said = refusal(codec=bad)
-    assert named in said
-    assert "choose" in said
-
-
-@pytest.mark.parametrize("bad", [4, 4.5, True, TurboQuant, ["turboquant"], b"raw", object()])
-def test_a_codec_of_another_type_is_a_value_error_too(bad):
-    said = refusal(codec=bad)
-    assert "codec" in said
-    assert "pass a codec such as" in said or "write " in said
 
 
 @pytest.mark.parametrize(
@@ -363,12 +314,3 @@ def test_a_misspelt_variable_is_an_error_that_knows_better(monkeypatch):
     monkeypatch.setenv("PREFIXCACHE_SOMETHING_ELSE_ENTIRELY", "1")
     with pytest.raises(ValueError, match="PREFIXCACHE_SSD_DIR"):
         Settings()
-
-
-def test_settings_with_a_codec_are_dumped_and_read_again():
-    from prefixcache import Raw, TurboQuant
-
-    for codec in (TurboQuant(4, 3, layers={0: 8}), Raw(), TurboQuant(8, 8), None):
-        settings = Settings(ram="1GB", codec=codec)
-        assert Settings(**settings.model_dump()).codec == codec
-        assert Settings.model_validate_json(settings.model_dump_json()).codec == codec

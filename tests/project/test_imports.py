@@ -126,33 +126,13 @@ def test_no_module_is_called_for_what_has_no_home():
     assert not {"utils", "util", "helpers", "common", "misc"} & {part for name in MODULES for part in name.split(".")}
 
 
-BLOCKER = """
-    import importlib.abc, json, sys, types
-
-    class Blocker(importlib.abc.MetaPathFinder):
-        def find_spec(self, name, path=None, target=None):
-            if name.split(".")[0] in ("mlx", "mlx_lm", "torch"):
-                raise ImportError(f"{name} is blocked")
-
-    sys.meta_path.insert(0, Blocker())
-    sys.path[:0] = [ROOT]
-    if STUB:  # the package itself opens with PrefixCache, which needs MLX: put an empty one in its place
-        import importlib.machinery
-        package = types.ModuleType("prefixcache")
-        package.__path__ = [PACKAGE]
-        package.__spec__ = importlib.machinery.ModuleSpec("prefixcache", None, is_package=True)
-        sys.modules["prefixcache"] = package
-"""
-
-
-def without_mlx(code: str, stub: bool = True) -> subprocess.CompletedProcess[str]:
-    head = f"ROOT, PACKAGE, STUB = {str(ROOT)!r}, {str(PACKAGE)!r}, {stub}\n"
-    source = head + textwrap.dedent(BLOCKER) + textwrap.dedent(code)
+def without_mlx(code: str) -> subprocess.CompletedProcess[str]:
+    source = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import tests.without_mlx\n" + textwrap.dedent(code)
     return subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_the_blocker_blocks():
-    done = without_mlx("from prefixcache import PrefixCache", stub=False)
+    done = without_mlx("from prefixcache import PrefixCache")
     assert done.returncode
     assert "mlx" in done.stderr
     assert "is blocked" in done.stderr
@@ -163,7 +143,7 @@ def test_keys_image_blocks_settings_and_ssd_load_without_mlx():
     wanted = sorted(name for name in MODULES if name.split(".")[0] in WITHOUT_MLX)
     assert len(wanted) > len(WITHOUT_MLX)
     done = without_mlx(f"""
-        import importlib
+        import importlib, json
         for name in {wanted!r}:
             importlib.import_module("prefixcache." + name)
         print(json.dumps([name for name in sys.modules if name.startswith("prefixcache.")]))

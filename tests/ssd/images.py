@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -122,3 +126,27 @@ def hold(monkeypatch: Any, ssd: Opened, seed: int = 9000) -> threading.Event:
     assert ssd.write(entry, SPACE, image)
     until(lambda: ssd.stats().queued_files == 0)
     return event
+
+
+READER = """
+import sqlite3, sys
+reader = sqlite3.connect(f"file:{sys.argv[1]}/index.db?mode=ro", uri=True, isolation_level=None)
+reader.execute("BEGIN")
+reader.execute("SELECT count(*) FROM image").fetchone()
+print("reading", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def while_read(root: Path) -> Iterator[None]:
+    """Another process reads, and does not end its transaction until the block ends."""
+    with subprocess.Popen(
+        [sys.executable, "-c", READER, str(root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as reader:
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == "reading\n"
+        try:
+            yield
+        finally:
+            reader.communicate()

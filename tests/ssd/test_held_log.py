@@ -4,30 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from prefixcache import PrefixCache
 from prefixcache.ssd import queue
 from prefixcache.ssd.errors import LogHeld
-from tests.models import states
 from tools.faults.evidence import du
 
-from .images import SPACE, chain, make, path_of, until
-
-READER = """
-import sqlite3, sys
-reader = sqlite3.connect(f"file:{sys.argv[1]}/index.db?mode=ro", uri=True, isolation_level=None)
-reader.execute("BEGIN")
-reader.execute("SELECT count(*) FROM image").fetchone()
-print("reading", flush=True)
-sys.stdin.read()
-"""
+from .images import SPACE, chain, make, path_of, until, while_read
 
 
 @pytest.fixture(autouse=True)
@@ -36,66 +21,10 @@ def impatient(monkeypatch):
     monkeypatch.setattr(queue, "LONGEST_DELAY", 0.1)
 
 
-@contextlib.contextmanager
-def held(root: Path) -> Iterator[None]:
-    """Another process reads, and does not end its transaction until the block ends."""
-    with subprocess.Popen(
-        [sys.executable, "-c", READER, str(root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as reader:
-        assert reader.stdout is not None
-        assert reader.stdout.readline() == "reading\n"
-        try:
-            yield
-        finally:
-            reader.communicate()
-
-
-def put(cache: PrefixCache, seed: int) -> None:
-    tokens = [(seed * 7919 + i * 13) % 50_000 for i in range(600)]
-    cache.store(tokens, states.sliceable(tokens), model="m")
-
-
-def test_the_limit_holds_while_an_index_is_read_without_an_end_and_writing_goes_on_afterwards(root, monkeypatch):
-    asked: list[str] = []  # how long SQLite may wait for locks, whenever it copies its log
-    limit = 3_000_000
-    with PrefixCache(ram="1MB", ssd_dir=root, ssd=limit, codec="raw", memory_reserve=0) as cache:
-        index = cache._ssd._store.index
-        original = type(index).checkpoint
-
-        def checkpoint(index) -> bool:
-            seen = []
-            index._connection.set_trace_callback(seen.append)
-            done = original(index)
-            index._connection.set_trace_callback(None)
-            asked.extend(seen)
-            return done
-
-        monkeypatch.setattr(type(index), "checkpoint", checkpoint)
-        for seed in range(20):
-            put(cache, seed)
-        assert cache.flush(30)
-        with held(root):
-            for seed in range(100, 160):
-                put(cache, seed)
-                cache.flush(0.05)
-                assert du(root) <= limit
-            assert "fuser" in cache.stats().ssd.last_error
-            assert cache.stats().images_on_ssd > 0
-        until(lambda: cache.flush(5))
-        for seed in range(200, 220):
-            put(cache, seed)
-        assert cache.flush(30)
-        assert du(root) <= limit
-        cache._ssd.check_integrity()
-    assert [text for text in asked if "checkpoint" in text]
-    for at, text in enumerate(asked):
-        assert "checkpoint" not in text or asked[at - 1] == "PRAGMA busy_timeout = 0"
-
-
 def test_a_log_that_can_t_be_cut_grows_within_its_allowance_and_is_cut_afterwards(opened, root):
     ssd = opened(limit=8 << 20)
     allowance = ssd._store.ledger.log_allowance
-    with held(root):
+    with while_read(root):
         stored = 0
         for entry, image in chain(200):
             if not (ssd.write(entry, SPACE, image) and ssd.flush(5)):
@@ -119,7 +48,7 @@ def test_a_log_that_can_t_be_cut_grows_within_its_allowance_and_is_cut_afterward
 def test_a_log_that_has_no_room_to_grow_fails_the_writes_and_deletes_the_files_all_the_same(opened, root):
     ssd = opened(limit=1 << 20)
     stored = ssd.put(*chain(40))
-    with held(root):
+    with while_read(root):
         failed = None
         for seed in range(1000, 1200):
             entry, image = make(seed)
@@ -145,7 +74,7 @@ def test_a_log_that_has_no_room_to_grow_fails_the_writes_and_deletes_the_files_a
 def test_a_closing_beside_a_reader_ends_and_the_next_opening_finds_all(opened, root):
     ssd = opened()
     stored = ssd.put(*chain(30))
-    with held(root):
+    with while_read(root):
         ssd.delete(stored[20:])
         assert ssd.flush(10)
         ssd.close()
