@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from concurrent.futures import Future
+from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -167,8 +168,9 @@ class PrefixCache:
             if self._recorder is not None:
                 self._recorder.close()
             raise
+        self._remote: RemoteTier | None = None
         if client is not None:
-            self._storage.remote = RemoteTier(
+            self._remote = self._storage.remote = RemoteTier(
                 self._storage, client, self._namespaces, self.settings.remote_admission, self.settings.remote_timeout
             )
         self._storage.ram.warn_if_useless()
@@ -218,13 +220,13 @@ class PrefixCache:
             reserve=self.settings.ssd_reserve_bytes(directory),
             queue_bytes=queue,
             readers=self.settings.readers,
-            written=tier.written,
-            recreated=tier.recreated,
+            written=partial(self._storage.written, tier),
+            recreated=partial(self._storage.recreated, tier),
             shrunk=tier.shrunk,
         )
         try:
             namespaces = list(filter(None, map(self._namespaces.from_row, ssd.namespaces())))  # without the lock
-            tier.open(ssd, namespaces)
+            self._storage.open_tier(tier, ssd, namespaces)
         except BaseException as error:
             ssd.close(0)
             if isinstance(error, (OSError, sqlite3.Error)):
@@ -594,7 +596,7 @@ class PrefixCache:
         check_leave(leave)
         if prefill_rate is not None and (not isinstance(prefill_rate, (int, float)) or not prefill_rate > 0):
             raise ValueError(f"prefill_rate={prefill_rate!r}: give tokens a second, more than 0")
-        remote = self._storage.remote
+        remote = self._remote
         return remote.promote(prompt, leave, whole_blocks, prefill_rate) if remote is not None else None
 
     def promote_local(self, prompt: Prompt, *, leave: int = 0, whole_blocks: bool = False) -> Future[int]:
@@ -813,7 +815,7 @@ class PrefixCache:
     def stats(self) -> Stats:
         """Where everything is now, and what has happened since the cache was opened."""
         self._check_process()
-        return collect_stats(self._storage, self._ssd, str(self.codec), self._kernels)
+        return collect_stats(self._storage, self._ssd, self._remote, str(self.codec), self._kernels)
 
     def codec_of(self, model: str) -> Codec:
         """What codes the rows of this model, an identity. Of codec `Transform`: its `Calibrated` form with the model's basis,
@@ -864,12 +866,12 @@ class PrefixCache:
                 self._promoter.close(_left(end))
                 if self._ssd is not None:
                     self._write_out(_left(end))
-                if self._storage.remote is not None:
-                    self._storage.remote.close(min(LAST_UPLOADS, _left(end)))
+                if self._remote is not None:
+                    self._remote.close(min(LAST_UPLOADS, _left(end)))
                 whole = True
             finally:
-                if self._storage.remote is not None and not whole:
-                    self._storage.remote.close(0.0)
+                if self._remote is not None and not whole:
+                    self._remote.close(0.0)
                 if self._ssd is not None:
                     self._ssd.close(_left(end) if whole else min(INTERRUPTED_CLOSE, _left(end)))
                 _open.discard(self)

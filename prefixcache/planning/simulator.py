@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -194,8 +195,8 @@ class Simulation:
         storage.namespaces[root] = namespace
         if ssd:
             tier = storage.add_tier()
-            self.ssd = SimulatedSsd(ssd, max(storage.budget.limit // QUEUE_SHARE, 1), tier.written)
-            tier.open(self.ssd, [namespace])
+            self.ssd = SimulatedSsd(ssd, max(storage.budget.limit // QUEUE_SHARE, 1), partial(storage.written, tier))
+            storage.open_tier(tier, self.ssd, [namespace])
             storage.changed = _Turns(self.ssd)  # type: ignore[assignment]
         self.namespace = namespace
         self._maker = SizeMaker(namespace, sizes, self.ssd)

@@ -5,10 +5,14 @@ from __future__ import annotations
 from prefixcache.blocks.node import RAM
 from prefixcache.metrics.stats import Labelled, Stats
 from prefixcache.ssd import Ssd
+from prefixcache.tiers.remote_tier import RemoteTier
 from prefixcache.tiers.storage import Storage
 
 
-def collect_stats(storage: Storage, ssd: Ssd | None, codec: str, kernels: dict[str, str]) -> Stats:
+def collect_stats(
+    storage: Storage, ssd: Ssd | None, remote: RemoteTier | None, codec: str, kernels: dict[str, str]
+) -> Stats:
+    """Count what the tiers hold, and return it with what was counted so far."""
     with storage.lock:
         budget, graph, counters = storage.budget, storage.graph, storage.counters
         held = budget.held()
@@ -37,5 +41,5 @@ def collect_stats(storage: Storage, ssd: Ssd | None, codec: str, kernels: dict[s
             counters=counters.copy(denied=counters.denied + budget.denied),
             seconds=counters.durations.read(),
             ssd=ssd.stats() if ssd is not None else None,
-            remote=storage.remote.stats() if storage.remote is not None else None,
+            remote=remote.stats() if remote is not None else None,
         )

@@ -63,7 +63,7 @@ class Idle:
             self._seen, self._quiet = seen, 0
         else:
             self._quiet += 1
-        now, tier = (seen, self._today()), storage.spill_tier
+        now, tier = (seen, self._today()), storage.lower.spill_tier
         limit = tier.tier.limit if tier is not None else 0
         if self._quiet < LOOKS or (now == self._done and limit <= self._done_limit):
             return
@@ -73,7 +73,7 @@ class Idle:
     def write(self) -> int:
         """Queue what RAM alone has, as much as the day's limit and the queue take. Returns the bytes queued."""
         storage = self._storage()
-        if storage is None or storage.spill_tier is None:
+        if storage is None or storage.lower.spill_tier is None:
             return 0
         with storage.lock:
             if self._stop.is_set():
@@ -81,7 +81,7 @@ class Idle:
             today = self._today()
             if today != self._day:
                 self._day, self._spent = today, 0
-            limit = storage.settings.idle_bytes(storage.spill_tier.tier.limit)
+            limit = storage.settings.idle_bytes(storage.lower.spill_tier.tier.limit)
             queued = storage.spilling.write_idle(limit - self._spent)
             self._spent += queued
             storage.counters.idle_bytes += queued

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
 
 from prefixcache.blocks.budget import Reservation
 from prefixcache.blocks.eviction import eviction_victim, victims_for
 from prefixcache.blocks.graph import NODE_BYTES
 from prefixcache.blocks.masks import mask_from, window_key
-from prefixcache.blocks.node import Node, Slot, dependencies
-from prefixcache.blocks.superseded import may_be_superseded
+from prefixcache.blocks.node import RAM, Node, Slot, dependencies
 from prefixcache.byte_sizes import size
 from prefixcache.image_format import ROWS, WINDOW, Image
-from prefixcache.memory import collector_at_rest
 from prefixcache.ssd import Address, Cancelled, Entry
 from prefixcache.ssd.loading import parent_of, place_entry
 from prefixcache.tiers.admission import Claim
-from prefixcache.tiers.ram import GRAPH_SHARE
+from prefixcache.tiers.state import StorageState
 from prefixcache.tiers.tier import Tier
-
-if TYPE_CHECKING:
-    from prefixcache.tiers.namespace import Namespace
-    from prefixcache.tiers.storage import Storage
 
 log = logging.getLogger("prefixcache")
 
@@ -31,82 +24,49 @@ log = logging.getLogger("prefixcache")
 class LowerTier:
     """Keeps a tier and the graph consistent: a slot is in tier `number` exactly when the tier has its image durably.
 
-    Called under the storage's lock, but for `written` and `recreated`, which take it on the tier's thread.
+    Called under the storage's lock, but for `resize` and `shrunk`, which take it.
     """
 
     tier: Tier
 
-    def __init__(self, storage: Storage, number: int):
-        self._storage = storage
+    def __init__(self, state: StorageState, number: int):
+        self._state = state
         self.number = number
         # Images that are there, not in the graph for want of RAM, or beside a slot that was stored again; oldest first.
         self.unindexed: dict[Address, Entry] = {}
 
     # -- opening ------------------------------------------------------------------------------------------------------
 
-    def open(self, tier: Tier, namespaces: Iterable[Namespace]) -> None:
-        """Read the tier's index into the graph: as many of the newest entries as the nodes' share of the budget holds. From
-        now on images are spilled to the tier. RAM may hold images already, which are newer than all that the tier has.
-
-        The collector of cycles rests meanwhile: what is made here lives on, and visiting it again and again took half of
-        the time at 100k blocks.
+    def load(self, entries: list[Entry], reservation: Reservation) -> None:
+        """Read the tier's index into the graph: as many of the newest entries as the reservation holds. What RAM has already
+        is newer than all of them.
         """
-        with self._storage.lock, collector_at_rest():
-            self.tier = tier
-            self._storage.lower.append(self)
-            try:
-                self._load(namespaces)
-            except BaseException:
-                self._storage.lower.remove(self)  # another attempt takes its place
-                raise
+        graph, newest = self._state.graph, self.tier.max_tick()
+        oldest = _oldest_within(entries, reservation.left, graph.slot_bytes)
+        for slot in graph.slots.values():
+            slot.tick += newest
+        graph.recency.clock += newest
+        for entry in entries:
+            if entry.used < oldest or not self._add(entry, reservation):
+                self.unindexed[entry.address] = entry._replace(tokens=b"", extra="")
+        graph.recency.sort_below_ram(graph.slots.values())
+        graph.recency.times.load(((entry.used, entry.used_at) for entry in entries), shift=newest)
+        self.unindexed = dict(sorted(self.unindexed.items(), key=lambda item: (item[1].used, -item[1].start)))
 
-    def _load(self, namespaces: Iterable[Namespace]) -> None:
-        storage, graph, tier = self._storage, self._storage.graph, self.tier
-        there = set()
-        for namespace in namespaces:
-            known = storage.namespaces.setdefault(namespace.row.root, namespace)
-            if known.row.stated == namespace.row.stated:  # else it was forged: the first write to it deletes its images
-                there.add(namespace.row.root)
-        entries = [entry for entry in tier.entries() if entry.namespace in there]
-        held = storage.budget.held()
-        share = max(0, storage.budget.limit // GRAPH_SHARE - held.nodes)
-        if (
-            held.images
-            and (room := storage.ram.reserve(min(share, sum(_costs(entries, graph.slot_bytes))))) is not None
-        ):
-            share = room.release()  # the coldest images have left for it
-        else:
-            share = min(share, storage.budget.room)
-        oldest = _oldest_within(entries, share, graph.slot_bytes)
-        reservation = storage.budget.reserve(share, pooled=True)
-        assert reservation is not None
-        with reservation:
-            newest = tier.max_tick()
-            for slot in graph.slots.values():
-                slot.tick += newest
-            graph.recency.clock += newest
-            for entry in entries:
-                if entry.used < oldest or not self._add(entry, reservation):
-                    self.unindexed[entry.address] = entry._replace(tokens=b"", extra="")
-            graph.recency.sort_below_ram(graph.slots.values())
-            graph.recency.times.load(((entry.used, entry.used_at) for entry in entries), shift=newest)
-            for slot in [slot for slot in graph.slots.values() if may_be_superseded(slot.node)]:
-                storage.drop_superseded(slot)  # what a crash left beside its successor
-        storage.budget.peak = storage.budget.held().total
-        if self.unindexed:
-            self.unindexed = dict(sorted(self.unindexed.items(), key=lambda item: (item[1].used, -item[1].start)))
+    def settle(self, loaded: int) -> None:
+        """After `load`, of so many entries: delete what is above the limit, and say how much is not indexed."""
         self._enforce_limit()
         if self.unindexed:
             log.warning(
                 "%s: %d of %d images are not indexed: ram is too small, or their parents are gone",
-                tier.name,
+                self.tier.name,
                 len(self.unindexed),
-                len(entries),
+                loaded,
             )
 
     def _add(self, entry: Entry, reservation: Reservation) -> bool:
         """Give the image of an entry its place in the graph. False when it has none."""
-        graph, namespace = self._storage.graph, self._storage.namespaces[entry.namespace]
+        graph, namespace = self._state.graph, self._state.namespaces[entry.namespace]
         known = graph.slots.get(entry.address)
         if known is not None:  # RAM has it
             if known.image is None or known.image.checksum != entry.checksum:
@@ -130,7 +90,7 @@ class LowerTier:
 
     def resize(self, nbytes: int) -> None:
         """The limit becomes `nbytes`: the least recent images are deleted for it."""
-        with self._storage.lock:
+        with self._state.lock:
             self.tier.resize(nbytes)
             self._enforce_limit()
 
@@ -142,16 +102,16 @@ class LowerTier:
         """The limit in force fell, or a write found the disk full: the least recent images are deleted for it. Whether any
         could be, or none had to. On the tier's thread.
         """
-        with self._storage.lock:
+        with self._state.lock:
             before = self.tier.used
             fits = self._make_room(0)
-            self._storage.changed.notify_all()
+            self._state.changed.notify_all()
             return fits or self.tier.used < before
 
     def _enforce_limit(self) -> None:
         tier, before = self.tier, self.tier.used
-        with self._storage.lock:
-            fits, left = self._make_room(0), self._storage.graph.images[self.number]
+        with self._state.lock:
+            fits, left = self._make_room(0), self._state.graph.images[self.number]
         if tier.used < before:
             log.warning(
                 "%s: the limit is %s, and it held %s: the least recent images were deleted",
@@ -180,13 +140,13 @@ class LowerTier:
         """Delete the least recent images for `nbytes`. For a `slot` to be written, which `spilled` depends on or is: only
         what is less recent than both, and nothing that is indexed unless it makes enough.
         """
-        tier, graph = self.tier, self._storage.graph
+        tier, graph = self.tier, self._state.graph
         while (missing := tier.used + nbytes - tier.limit) > 0:
             if self.unindexed:
                 address, entry = next(iter(self.unindexed.items()))
                 del self.unindexed[address]
                 known = graph.slots.get(address)
-                if known is None or not self._has(known):  # else it is being written again
+                if known is None or not self.has(known):  # else it is being written again
                     tier.delete([entry])
                 continue
             if slot is None or spilled is None:
@@ -200,7 +160,7 @@ class LowerTier:
                 return False
             for victim in victims:
                 self.delete(victim)
-                self._storage.counters.ssd_evicted += 1
+                self._state.counters.ssd_evicted += 1
         return True
 
     def _spares(self, victims: list[Slot], slot: Slot, nbytes: int) -> bool:
@@ -214,7 +174,7 @@ class LowerTier:
             path.append(node)
             node = node.parent
         path.reverse()
-        long_prompts = self._storage.long_prompts
+        long_prompts = self._state.long_prompts
         claim = Claim(
             long_prompts, self.number, self.tier.limit, path[:-1], lambda: [n.key for n in path if n.is_whole]
         )
@@ -225,21 +185,21 @@ class LowerTier:
     def spill(self, slot: Slot) -> bool:
         """Queue an image, what it depends on first. False when the queue or the tier has no room for all."""
         chain = self._with_parents(slot)
-        pinned = self._storage.graph.pin(chain)
+        pinned = self._state.graph.pin(chain)
         try:
-            return all(self._has(required) or self._write(required, slot) for required in chain)
+            return all(self.has(required) or self._write(required, slot) for required in chain)
         finally:
-            self._storage.graph.unpin(pinned)
+            self._state.graph.unpin(pinned)
 
     def missing(self, slot: Slot) -> list[Slot]:
         """What must be written for the tier to have a slot's image, what it depends on first."""
-        return [required for required in self._with_parents(slot) if not self._has(required)]
+        return [required for required in self._with_parents(slot) if not self.has(required)]
 
     def delete(self, slot: Slot) -> None:
         """A slot's image is deleted from the tier, or its write is cancelled."""
         self.unindexed.pop((slot.kind, slot.key), None)
         self.tier.delete([entry_of(slot)])
-        self._storage.graph.drop(slot, self.number)
+        self._state.graph.drop(slot, self.number)
 
     def delete_unindexed(self, addresses: Iterable[Address] | None = None) -> int:
         """Delete images that are not indexed: those of these addresses that there are, or all. Returns their bytes."""
@@ -253,65 +213,52 @@ class LowerTier:
         entry = entry_of(slot)._replace(tokens=b"", extra="")
         self.unindexed.pop(entry.address, None)  # it may stand there from before, as an older one
         self.unindexed[entry.address] = entry
-        self._storage.graph.drop(slot, self.number)
-        self._storage.graph.drop(slot, 0)
+        self._state.graph.drop(slot, self.number)
+        self._state.graph.drop(slot, 0)
 
     def invalidate(self, slot: Slot) -> None:
         """Its file went bad and was quarantined: it is no longer in the tier."""
-        self._storage.counters.corrupt += 1
-        self._storage.graph.drop(slot, self.number)
+        self._state.counters.corrupt += 1
+        self._state.graph.drop(slot, self.number)
 
-    def written(self, entry: Entry, error: Exception | None) -> None:
-        """A write has ended, durable and indexed, or not. On the tier's thread."""
-        storage, graph = self._storage, self._storage.graph
-        with storage.lock:
-            detached = graph.release(entry.kind, entry.key)
-            if detached is not None:
-                storage.budget.queue(-detached.nbytes)
-                storage.changed.notify_all()
-                return
-            slot = graph.slots.get(entry.address)
-            if slot is None or not slot.pending >> self.number & 1:
-                return
-            used_since = slot.tick != entry.used
-            graph.write_finished(slot, self.number, used_since)
-            if error is None:
-                slot.checksum = entry.checksum
-                self.unindexed.pop(entry.address, None)
-                graph.place(slot, self.number, disk=entry.disk)
-                if used_since:
-                    graph.recency.unflushed.setdefault(slot, 0)
-                storage.drop_superseded(slot)
-                storage.spilling.spill_onward(slot, self)
-                if storage.remote is not None:
-                    storage.remote.offer_written(slot)
-            elif not isinstance(error, Cancelled):
-                storage.counters.write_errors += 1
-                storage.spilling.write_through([slot])
-            storage.spilling.drain_backlog()
-            storage.return_to_limits()
-            storage.changed.notify_all()
+    def end_write(self, entry: Entry, error: Exception | None) -> Slot | None:
+        """Note that a write has ended, durable and indexed, or not. Returns the slot, or None when nobody waited for it."""
+        state, graph = self._state, self._state.graph
+        detached = graph.release(entry.kind, entry.key)
+        if detached is not None:
+            state.budget.queue(-detached.nbytes)
+            return None
+        slot = graph.slots.get(entry.address)
+        if slot is None or not slot.pending >> self.number & 1:
+            return None
+        used_since = slot.tick != entry.used
+        graph.write_finished(slot, self.number, used_since)
+        if error is None:
+            slot.checksum = entry.checksum
+            self.unindexed.pop(entry.address, None)
+            graph.place(slot, self.number, disk=entry.disk)
+            if used_since:
+                graph.recency.unflushed.setdefault(slot, 0)
+        elif not isinstance(error, Cancelled):
+            state.counters.write_errors += 1
+        return slot
 
-    def recreated(self, kept: set[Address]) -> None:
-        """The tier's directory was gone, and has only the `kept` images now: what RAM holds is to be written anew. On the
-        tier's thread.
-        """
-        storage, graph = self._storage, self._storage.graph
-        with storage.lock:
-            for slot in list(graph.slots.values()):
-                if slot.is_in(self.number) and (slot.kind, slot.key) not in kept:
-                    graph.drop(slot, self.number)
-            self.unindexed = {address: entry for address, entry in self.unindexed.items() if address in kept}
-            storage.spilling.write_through(graph.orders[0])
-            storage.changed.notify_all()
+    def lose_all_but(self, kept: set[Address]) -> None:
+        """Note that the tier's directory was gone, and has only the `kept` images now."""
+        graph = self._state.graph
+        for slot in list(graph.slots.values()):
+            if slot.is_in(self.number) and (slot.kind, slot.key) not in kept:
+                graph.drop(slot, self.number)
+        self.unindexed = {address: entry for address, entry in self.unindexed.items() if address in kept}
 
     def check_integrity(self) -> None:
         """AssertionError when an image is indexed and not. Called under the storage's lock."""
         for address in self.unindexed:
-            slot = self._storage.graph.slots.get(address)
+            slot = self._state.graph.slots.get(address)
             assert slot is None or not slot.is_in(self.number), "an image stands in the graph and in `unindexed`"
 
-    def _has(self, slot: Slot) -> bool:
+    def has(self, slot: Slot) -> bool:
+        """Whether the tier has a slot's image, or is being given it."""
         return (slot.tiers | slot.pending) >> self.number & 1 == 1
 
     def _with_parents(self, slot: Slot) -> list[Slot]:
@@ -319,7 +266,7 @@ class LowerTier:
         chain = [slot]
         for rows in dependencies(slot):
             chain.append(rows)
-            if self._has(rows):
+            if self.has(rows):
                 break
         return chain[::-1]
 
@@ -331,10 +278,42 @@ class LowerTier:
         if not self._make_room(tier.footprint(slot.nbytes), slot, spilled):
             return False
         entry = entry_of(slot)
-        if not tier.write(entry, self._storage.namespaces[entry.namespace].row, slot.image):
+        if not tier.write(entry, self._state.namespaces[entry.namespace].row, slot.image):
             return False
-        self._storage.graph.begin_write(slot, self.number)
+        self._state.graph.begin_write(slot, self.number)
         return True
+
+
+class LowerTiers(list[LowerTier]):
+    """The tiers below RAM, the fastest first. Called under the storage's lock."""
+
+    def __init__(self, state: StorageState):
+        super().__init__()
+        self._state = state
+
+    @property
+    def spill_tier(self) -> LowerTier | None:
+        """The tier that RAM spills to."""
+        return self[0] if self else None
+
+    def having(self, slot: Slot) -> Iterator[LowerTier]:
+        """Yield the tiers that have a slot's image."""
+        return (tier for tier in self if slot.is_in(tier.number))
+
+    def discard(self, slot: Slot) -> int:
+        """Delete an image from every tier, RAM too. Returns its bytes, which are free when a write that waits has ended."""
+        state = self._state
+        for tier in self:
+            if tier.has(slot):
+                tier.delete(slot)
+            else:
+                tier.delete_unindexed([(slot.kind, slot.key)])
+        if slot.pending:
+            state.graph.detach(slot)
+        else:
+            state.graph.drop(slot, RAM)
+            state.changed.notify_all()
+        return slot.nbytes
 
 
 def entry_of(slot: Slot) -> Entry:
@@ -369,14 +348,14 @@ def entry_of(slot: Slot) -> Entry:
     )
 
 
-def _costs(entries: list[Entry], slot_bytes: int) -> list[int]:
+def index_costs(entries: list[Entry], slot_bytes: int) -> list[int]:
     """Bytes of RAM that each entry's place in the graph takes."""
     return [slot_bytes + len(e.tokens) + (NODE_BYTES if e.kind == ROWS else 0) for e in entries]
 
 
 def _oldest_within(entries: list[Entry], room: int, slot_bytes: int) -> int:
     """The tick from which on the newest entries fit into `room` bytes of nodes."""
-    costs = _costs(entries, slot_bytes)
+    costs = index_costs(entries, slot_bytes)
     if sum(costs) <= room:
         return 0
     for used, cost in sorted(zip((e.used for e in entries), costs, strict=True), reverse=True):

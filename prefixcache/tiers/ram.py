@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from prefixcache.blocks.budget import Reservation
 from prefixcache.blocks.eviction import eviction_victim, least_recent_leaf
@@ -13,9 +12,8 @@ from prefixcache.blocks.node import RAM, Node, Slot
 from prefixcache.byte_sizes import size
 from prefixcache.image_format import ROWS
 from prefixcache.tiers.admission import Claim, Doorkeeper
-
-if TYPE_CHECKING:
-    from prefixcache.tiers.storage import Storage
+from prefixcache.tiers.lower_tier import LowerTiers
+from prefixcache.tiers.state import StorageState
 
 log = logging.getLogger("prefixcache")
 
@@ -29,16 +27,17 @@ DOORKEEPER_MOST = 16 << 20  # and bytes of it
 class Ram:
     """Evicts images from RAM, so that what is held stays within the budget. Called under the storage's lock, or takes it."""
 
-    def __init__(self, storage: Storage):
-        self._storage = storage
-        self.configured = storage.budget.limit  # what was asked for; memory pressure may lower the limit in force
+    def __init__(self, state: StorageState, lower: LowerTiers, admission: str):
+        """`admission`: what the tier below is given of what is evicted: "always" all, "second" what was asked for again."""
+        self._state, self._lower = state, lower
+        self.configured = state.budget.limit  # what was asked for; memory pressure may lower the limit in force
         self._warned = False
         self._doorkeeper: Doorkeeper | None = None
-        if storage.settings.ssd_admission == "second":
-            limit = storage.budget.limit
+        if admission == "second":
+            limit = state.budget.limit
             nbytes = min(max(limit // DOORKEEPER_SHARE, 1024), DOORKEEPER_MOST, limit // 16)
             self._doorkeeper = Doorkeeper(nbytes)
-            self._doorkeeping = storage.budget.reserve(nbytes)  # for good
+            self._doorkeeping = state.budget.reserve(nbytes)  # for good
 
     def reserve(
         self, nbytes: int, wait: float = 0, drop: bool = True, claim: Claim | None = None
@@ -48,8 +47,8 @@ class Ram:
         After that, if `drop`, images are evicted although the spill queue has no room for them, but for those that the
         prompt's `claim` spares. None when the room can't be had: what is left is spared, pinned, or being written.
         """
-        storage, budget = self._storage, self._storage.budget
-        with storage.lock:
+        state, budget = self._state, self._state.budget
+        with state.lock:
             if budget.room >= nbytes:
                 return budget.reserve(nbytes)
             if nbytes <= budget.limit and (
@@ -57,24 +56,24 @@ class Ram:
                 or (drop and self._make_room(nbytes, True, claim))
             ):
                 return budget.reserve(nbytes)
-            storage.counters.denied += drop or wait > 0  # else only asked in passing, and again
+            state.counters.denied += drop or wait > 0  # else only asked in passing, and again
             return None
 
     def trim(self, nbytes: int, wait: float) -> int:
         """Evict until RAM holds at most `nbytes`. Nothing is lost for it: what the tier below has not taken in `wait` seconds
         stays. Returns the bytes held.
         """
-        budget = self._storage.budget
+        budget = self._state.budget
 
         def done() -> bool:
             while (held := budget.held()).total > max(nbytes, held.nodes):  # nodes alone: nothing to wait for
                 writes_are_enough = held.total - held.queued <= nbytes
-                victim = None if writes_are_enough else eviction_victim(self._storage.graph, RAM)
+                victim = None if writes_are_enough else eviction_victim(self._state.graph, RAM)
                 if victim is None or not self._evict(victim, False, asked=True):
                     return False
             return True
 
-        with self._storage.lock:
+        with self._state.lock:
             self._in_time(done, wait)
             return budget.held().total
 
@@ -83,22 +82,22 @@ class Ram:
         seconds is lost, but for what is being written by then. `asked`: it is what the user asked for now. Returns the bytes
         held.
         """
-        storage, budget = self._storage, self._storage.budget
-        with storage.lock:
+        state, budget = self._state, self._state.budget
+        with state.lock:
             self.configured = nbytes if asked else self.configured
             budget.resize(nbytes)
             while budget.held().nodes > nbytes // GRAPH_SHARE:
-                slot = least_recent_leaf(storage.graph, only_below_ram=True)
+                slot = least_recent_leaf(state.graph, only_below_ram=True)
                 if slot is None:
                     break
-                for tier in list(storage.tiers_of(slot)):
+                for tier in list(self._lower.having(slot)):
                     tier.unindex(slot)
             if not self._in_time(lambda: self._shrink(False), wait):
                 self._shrink(True)
             return budget.held().total
 
     def return_to_limit(self) -> None:
-        if self._storage.budget.room < 0:
+        if self._state.budget.room < 0:
             self._shrink(False)
 
     def warn_if_useless(self) -> None:
@@ -131,25 +130,25 @@ class Ram:
 
     def claim(self, path: Sequence[Node], keys: Callable[[], list[bytes]]) -> Claim:
         """What a prompt may take from others; `path` are its blocks that are known, `keys` gives those of all whole ones."""
-        return Claim(self._storage.long_prompts, RAM, self._storage.budget.limit, path, keys)
+        return Claim(self._state.long_prompts, RAM, self._state.budget.limit, path, keys)
 
     def _in_time(self, done: Callable[[], bool], wait: float) -> bool:
         """Try until `done`, or until `wait` seconds have passed, or no write is left that could help."""
         deadline, idle = time.monotonic() + wait, 0
         while not done():
             left = deadline - time.monotonic()
-            idle = 0 if self._storage.budget.held().queued else idle + 1
+            idle = 0 if self._state.budget.held().queued else idle + 1
             if left <= 0 or idle > 3:
                 return False
-            self._storage.changed.wait(min(left, 0.05))
+            self._state.changed.wait(min(left, 0.05))
         return True
 
     def _make_room(self, nbytes: int, drop: bool, claim: Claim | None) -> bool:
-        storage, budget = self._storage, self._storage.budget
+        state, budget = self._state, self._state.budget
         while (missing := nbytes - budget.room) > 0:
             if not drop and budget.queued >= missing:
                 return False  # enough is being written
-            victim = eviction_victim(storage.graph, RAM)
+            victim = eviction_victim(state.graph, RAM)
             if victim is None:
                 evicted = self._discard_for_nodes()
             elif claim is not None and claim.spares(victim, nbytes):
@@ -162,14 +161,14 @@ class Ram:
 
     def _is_kept_below(self, slot: Slot) -> bool:
         """Whether a tier below RAM has an image, or could be given it."""
-        return slot.tiers > 1 << RAM or self._storage.spill_tier is not None
+        return slot.tiers > 1 << RAM or self._lower.spill_tier is not None
 
     def _shrink(self, drop: bool) -> bool:
-        storage, budget = self._storage, self._storage.budget
+        state, budget = self._state, self._state.budget
         while (room := budget.room) < 0:
             if room + budget.held().queued >= 0:  # enough is being written
                 return False
-            victim = eviction_victim(storage.graph, RAM)
+            victim = eviction_victim(state.graph, RAM)
             if not (self._evict(victim, drop, asked=True) if victim is not None else self._discard_for_nodes()):
                 return False
         return True
@@ -178,30 +177,30 @@ class Ram:
         """Evict an image, or begin to. False when it would be lost and not `drop`. `asked`: for who asks for RAM to be given
         back, and not for what comes in its place: the tier below gets all.
         """
-        storage = self._storage
-        if storage.spill_tier is not None and slot.tiers == 1 << RAM:
+        state, below = self._state, self._lower.spill_tier
+        if below is not None and slot.tiers == 1 << RAM:
             if not (asked or self.admits(slot)):
                 self._decline(slot)
-            elif storage.spill_tier.spill(slot):
+            elif below.spill(slot):
                 return True  # it stays until it is durable; the next one may go at once
             elif not drop:
                 return False
             else:
                 self._count_drop(slot)
-        storage.graph.drop(slot, RAM)
-        storage.counters.arrivals.left(slot)
-        storage.counters.arrivals_remote.left(slot)
-        storage.counters.evicted += 1
-        storage.changed.notify_all()
+        state.graph.drop(slot, RAM)
+        state.counters.arrivals.left(slot)
+        state.counters.arrivals_remote.left(slot)
+        state.counters.evicted += 1
+        state.changed.notify_all()
         return True
 
     def _decline(self, slot: Slot) -> None:
         assert self._doorkeeper is not None
         self._doorkeeper.add(slot.node.key)
-        self._storage.counters.declined += 1
+        self._state.counters.declined += 1
 
     def _count_drop(self, slot: Slot) -> None:
-        counters = self._storage.counters
+        counters = self._state.counters
         counters.dropped += 1
         counters.dropped_bytes += slot.nbytes
         if counters.dropped in (1, 10, 100) or counters.dropped % 1000 == 0:
@@ -209,12 +208,12 @@ class Ram:
 
     def _discard_for_nodes(self) -> bool:
         """When nodes fill their share of the RAM: the least recent image is deleted, and its node."""
-        storage = self._storage
-        if storage.budget.held().nodes <= storage.budget.limit // GRAPH_SHARE:
+        state = self._state
+        if state.budget.held().nodes <= state.budget.limit // GRAPH_SHARE:
             return False
-        slot = least_recent_leaf(storage.graph, only_below_ram=True)
+        slot = least_recent_leaf(state.graph, only_below_ram=True)
         if slot is None:
             return False
-        storage.counters.forgotten += 1
-        storage.discard(slot)
+        state.counters.forgotten += 1
+        self._lower.discard(slot)
         return True

@@ -107,7 +107,7 @@ class RemoteTier:
 
     def _offer(self, slot: Slot) -> None:
         """What is worth sending is worth keeping: it is written to the SSD first, where there is one."""
-        below = self._storage.spill_tier
+        below = self._storage.lower.spill_tier
         if self._has(slot) or not self._uploads.takes(slot):
             return
         if below is None or slot.tiers > 1 << RAM:

@@ -6,14 +6,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
 from prefixcache.blocks.node import RAM, Slot
 from prefixcache.image_format import SNAPSHOT
-
-if TYPE_CHECKING:
-    from prefixcache.tiers.lower_tier import LowerTier
-    from prefixcache.tiers.storage import Storage
+from prefixcache.tiers.lower_tier import LowerTier, LowerTiers
+from prefixcache.tiers.ram import Ram
+from prefixcache.tiers.state import StorageState
 
 AHEAD_SHARE = 4  # a quarter of a full RAM is written before it must be evicted
 AHEAD_STEP = 32  # and is looked at again when so much of the budget is new
@@ -25,8 +23,9 @@ IDLE_QUEUE_SHARE = (
 class Spilling:
     """Called under the storage's lock, but for `drain` and `flush_recency`, which take it."""
 
-    def __init__(self, storage: Storage):
-        self._storage = storage
+    def __init__(self, state: StorageState, lower: LowerTiers, ram: Ram, *, through: bool):
+        """`through`: whether each whole block is written at once."""
+        self._state, self._lower, self._ram, self._through = state, lower, ram, through
         self._backlog: dict[Slot, None] = {}  # with spill="through": what is still to be queued, oldest first
         self._entered = 0  # bytes that entered RAM since the last spill ahead
 
@@ -35,22 +34,22 @@ class Spilling:
 
     def ahead(self, entered: int) -> None:
         """Write the least recent quarter of a full RAM before it must be evicted, so that eviction costs nothing."""
-        storage, tier = self._storage, self._storage.spill_tier
+        state, tier = self._state, self._lower.spill_tier
         if tier is None:
             return
         self._entered += entered
-        limit = storage.budget.limit
-        if storage.budget.held().total < limit - limit // AHEAD_SHARE or self._entered < limit // AHEAD_STEP:
+        limit = state.budget.limit
+        if state.budget.held().total < limit - limit // AHEAD_SHARE or self._entered < limit // AHEAD_STEP:
             return
         self._entered = 0
         for slot in list(self._least_recent(limit // AHEAD_SHARE)):
-            if self._is_dirty(slot) and storage.ram.admits(slot) and not tier.spill(slot):
+            if self._is_dirty(slot) and self._ram.admits(slot) and not tier.spill(slot):
                 return
 
     def _least_recent(self, nbytes: int) -> Iterator[Slot]:
         """Yield the slots of the least recent `nbytes` of RAM, of which those that wait for a write take a part unseen."""
-        passed = self._storage.budget.held().queued
-        for slot in self._storage.graph.orders[RAM]:
+        passed = self._state.budget.held().queued
+        for slot in self._state.graph.orders[RAM]:
             passed += slot.nbytes
             if passed > nbytes:
                 return
@@ -60,7 +59,7 @@ class Spilling:
         """With spill="through": queue images of whole blocks, and snapshots, or as soon as there is room. Tails are written
         when they are evicted or at the end: each turn of a conversation has another.
         """
-        if self._storage.spill_tier is None or self._storage.settings.spill != "through":
+        if self._lower.spill_tier is None or not self._through:
             return
         self._backlog.update((slot, None) for slot in slots if _is_lasting(slot))
         self.drain_backlog()
@@ -69,15 +68,15 @@ class Spilling:
         """Queue at most `nbytes` of whole blocks and snapshots, with what they depend on, the most recent first. Returns the
         bytes queued. The rest is for later calls: no more waits at once than an 8th of the budget.
         """
-        storage, tier = self._storage, self._storage.spill_tier
-        queued, most = 0, storage.budget.limit // IDLE_QUEUE_SHARE
+        state, tier = self._state, self._lower.spill_tier
+        queued, most = 0, state.budget.limit // IDLE_QUEUE_SHARE
         if tier is None:
             return 0
-        for slot in list(reversed(storage.graph.orders[RAM])):
-            if not (self._is_dirty(slot) and _is_lasting(slot) and storage.ram.admits(slot)):
+        for slot in list(reversed(state.graph.orders[RAM])):
+            if not (self._is_dirty(slot) and _is_lasting(slot) and self._ram.admits(slot)):
                 continue
             for required in tier.missing(slot):
-                waiting = storage.budget.held().queued
+                waiting = state.budget.held().queued
                 fits = queued + required.nbytes <= nbytes and (not waiting or waiting + required.nbytes <= most)
                 if not (fits and tier.tier.has_room(required.nbytes) and tier.spill(required)):
                     return queued
@@ -85,18 +84,18 @@ class Spilling:
         return queued
 
     def drain_backlog(self) -> None:
-        tier = self._storage.spill_tier
+        tier = self._lower.spill_tier
         while self._backlog and tier is not None:
             slot = next(iter(self._backlog))
             if self._is_dirty(slot) and not tier.spill(slot) and not tier.tier.has_room(slot.nbytes):
                 break  # goes on when a write has ended, or with the next store
             del self._backlog[slot]  # what the limit has no room for is tried again when RAM evicts it
-        if len(self._backlog) > 2 * len(self._storage.graph.slots):  # of a disk that has failed for long
+        if len(self._backlog) > 2 * len(self._state.graph.slots):  # of a disk that has failed for long
             self._backlog = {slot: None for slot in self._backlog if self._is_dirty(slot)}
 
     def spill_onward(self, slot: Slot, tier: LowerTier) -> None:
         """What is durable in a tier goes on to the one below it."""
-        below = self._storage.lower[tier.number :]
+        below = self._lower[tier.number :]
         if below and slot.image is not None and not slot.is_in(below[0].number):
             below[0].spill(slot)
 
@@ -104,37 +103,37 @@ class Spilling:
         """Write all that RAM holds and the tier below has room for, the newest first. False when not done in `timeout`
         seconds.
         """
-        storage, tier = self._storage, self._storage.spill_tier
+        state, tier = self._state, self._lower.spill_tier
         deadline = time.monotonic() + timeout
         if tier is None:
             return True
-        with storage.lock:
+        with state.lock:
             failed = tier.tier.failed
             given: set[Slot] = set()  # once each: what the tier then deletes makes room for others
             while True:
-                dirty = [s for s in reversed(storage.graph.orders[RAM]) if self._is_dirty(s) and s not in given]
+                dirty = [s for s in reversed(state.graph.orders[RAM]) if self._is_dirty(s) and s not in given]
                 for slot in dirty:  # what finds the queue full is tried again while the writer makes progress
                     if tier.spill(slot):
                         given.add(slot)
-                    elif storage.budget.held().queued:
+                    elif state.budget.held().queued:
                         break
-                if not storage.budget.held().queued:
+                if not state.budget.held().queued:
                     break
                 if time.monotonic() > deadline:
                     return False
-                storage.changed.wait(0.1)
+                state.changed.wait(0.1)
         return tier.tier.flush(max(deadline - time.monotonic(), 0.01), since=failed)
 
     def unwritten(self) -> list[Slot]:
         """What RAM alone has, with what waits for a write."""
-        with self._storage.lock:
-            return [slot for slot in self._storage.graph.slots.values() if slot.tiers == 1 << RAM]
+        with self._state.lock:
+            return [slot for slot in self._state.graph.slots.values() if slot.tiers == 1 << RAM]
 
     def flush_recency(self) -> None:
         """Tell the indexes what was used since they last heard."""
-        with self._storage.lock:
-            recency = self._storage.graph.recency
-            for tier in self._storage.lower if recency.unflushed else ():
+        with self._state.lock:
+            recency = self._state.graph.recency
+            for tier in self._lower if recency.unflushed else ():
                 tier.tier.touch([(slot.kind, slot.key, slot.tick, hits) for slot, hits in recency.unflushed.items()])
             recency.unflushed.clear()
 

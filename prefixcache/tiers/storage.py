@@ -7,78 +7,118 @@ tier, unless the setting `spill="wait"` says so, and then no longer than `spill_
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
 
-from prefixcache import image_memory
-from prefixcache.blocks.budget import Budget
 from prefixcache.blocks.eviction import least_recent_leaf
-from prefixcache.blocks.graph import Graph
 from prefixcache.blocks.node import RAM, Node, Slot
-from prefixcache.blocks.superseded import is_superseded, successions
+from prefixcache.blocks.superseded import is_superseded, may_be_superseded, successions
 from prefixcache.image_format import SNAPSHOT, WINDOW
-from prefixcache.metrics.stats import Counters
+from prefixcache.memory import collector_at_rest
 from prefixcache.settings import Settings
-from prefixcache.tiers.admission import LongPrompts
-from prefixcache.tiers.lower_tier import LowerTier
-from prefixcache.tiers.ram import Ram
+from prefixcache.ssd import Address, Cancelled, Entry
+from prefixcache.tiers.lower_tier import LowerTier, LowerTiers, index_costs
+from prefixcache.tiers.namespace import Namespace
+from prefixcache.tiers.ram import GRAPH_SHARE, Ram
 from prefixcache.tiers.spilling import Spilling
-
-if TYPE_CHECKING:
-    from prefixcache.tiers.namespace import Namespace
-    from prefixcache.tiers.remote_tier import RemoteTier
+from prefixcache.tiers.state import StorageState
+from prefixcache.tiers.tier import SharedTier, Tier
 
 
-class Storage:
-    """`lock` guards the graph, the namespaces and the counters; the budget and a tier's queue have locks of their own, taken
-    inside it and never around it. `changed` is notified when an image was deleted from RAM, became durable, or came back.
+class Storage(StorageState):
+    """The state, and the parts that work on it. The parts don't know each other's owner: what one of them reports, such as a
+    write that has ended, is acted on here.
     """
 
     def __init__(self, settings: Settings, ram: int, tiers: int):
         """`tiers`: how many there are at most, RAM included."""
+        super().__init__(ram, settings.policy, tiers)
         self.settings = settings
-        self.lock = threading.RLock()
-        self.changed = threading.Condition(self.lock)
-        self.budget = Budget(ram)
-        image_memory.keep_within(self.budget)
-        self.graph = Graph(self.budget, settings.policy, tiers)
-        self.namespaces: dict[bytes, Namespace] = {}  # by root key
-        self.counters = Counters()
-        self.long_prompts = LongPrompts()
-        self.ram = Ram(self)
-        self.lower: list[LowerTier] = []  # the tiers below RAM, in order of speed
-        self.spilling = Spilling(self)
-        self.remote: RemoteTier | None = None  # what other machines share; no slot is taken for being there
-
-    @property
-    def spill_tier(self) -> LowerTier | None:
-        """The tier that RAM spills to."""
-        return self.lower[0] if self.lower else None
-
-    def add_tier(self) -> LowerTier:
-        """A tier below those that there are. It is one of them once it is opened."""
-        return LowerTier(self, len(self.lower) + 1)
+        self.lower = LowerTiers(self)
+        self.ram = Ram(self, self.lower, settings.ssd_admission)
+        self.spilling = Spilling(self, self.lower, self.ram, through=settings.spill == "through")
+        self.remote: SharedTier | None = None
 
     def tiers_of(self, slot: Slot) -> Iterator[LowerTier]:
-        """The tiers below RAM that have a slot's image, the fastest first."""
-        return (tier for tier in self.lower if slot.is_in(tier.number))
+        """Yield the tiers below RAM that have a slot's image, the fastest first."""
+        return self.lower.having(slot)
+
+    # -- a tier below -------------------------------------------------------------------------------------------------
+
+    def add_tier(self) -> LowerTier:
+        """Return a tier below those that there are. It is one of them once `open_tier` has opened it."""
+        return LowerTier(self, len(self.lower) + 1)
+
+    def open_tier(self, lower: LowerTier, tier: Tier, namespaces: Iterable[Namespace]) -> None:
+        """Read the tier's index into the graph: as many of the newest entries as the nodes' share of the budget holds. From
+        now on images are spilled to the tier. RAM may hold images already, which are newer than all that the tier has.
+
+        The collector of cycles rests meanwhile: what is made here lives on, and visiting it again and again took half of
+        the time at 100k blocks.
+        """
+        with self.lock, collector_at_rest():
+            lower.tier = tier
+            self.lower.append(lower)
+            try:
+                self._load(lower, namespaces)
+            except BaseException:
+                self.lower.remove(lower)  # another attempt takes its place
+                raise
+
+    def _load(self, lower: LowerTier, namespaces: Iterable[Namespace]) -> None:
+        believed = set()
+        for namespace in namespaces:
+            known = self.namespaces.setdefault(namespace.row.root, namespace)
+            if known.row.stated == namespace.row.stated:  # else it was forged: the first write to it deletes its images
+                believed.add(namespace.row.root)
+        entries = [entry for entry in lower.tier.entries() if entry.namespace in believed]
+        room = self._room_for_nodes(sum(index_costs(entries, self.graph.slot_bytes)))
+        reservation = self.budget.reserve(room, pooled=True)
+        assert reservation is not None
+        with reservation:
+            lower.load(entries, reservation)
+            for slot in [slot for slot in self.graph.slots.values() if may_be_superseded(slot.node)]:
+                self.drop_superseded(slot)  # what a crash left beside its successor
+        self.budget.peak = self.budget.held().total
+        lower.settle(len(entries))
+
+    def _room_for_nodes(self, nbytes: int) -> int:
+        """Evict for `nbytes` of nodes, as far as they may take room from images. Returns how much of their share is free."""
+        held = self.budget.held()
+        share = max(0, self.budget.limit // GRAPH_SHARE - held.nodes)
+        if held.images and (reservation := self.ram.reserve(min(share, nbytes))) is not None:
+            return reservation.release()  # the coldest images have left for it
+        return min(share, self.budget.room)
+
+    def written(self, lower: LowerTier, entry: Entry, error: Exception | None) -> None:
+        """A write to a tier has ended, durable and indexed, or not. Called on the tier's thread."""
+        with self.lock:
+            slot = lower.end_write(entry, error)
+            if slot is not None:
+                if error is None:
+                    self.drop_superseded(slot)
+                    self.spilling.spill_onward(slot, lower)
+                    if self.remote is not None:
+                        self.remote.offer_written(slot)
+                elif not isinstance(error, Cancelled):
+                    self.spilling.write_through([slot])
+                self.spilling.drain_backlog()
+                self.return_to_limits()
+            self.changed.notify_all()
+
+    def recreated(self, lower: LowerTier, kept: set[Address]) -> None:
+        """A tier's directory was gone, and has only the `kept` images now: what RAM holds is to be written anew. Called on
+        the tier's thread.
+        """
+        with self.lock:
+            lower.lose_all_but(kept)
+            self.spilling.write_through(self.graph.orders[RAM])
+            self.changed.notify_all()
 
     # -- deleted everywhere -------------------------------------------------------------------------------------------
 
     def discard(self, slot: Slot) -> int:
-        """An image is deleted from every tier. Returns its bytes. They are free when a write that waits has ended."""
-        for tier in self.lower:
-            if slot.is_in(tier.number) or slot.pending >> tier.number & 1:
-                tier.delete(slot)
-            else:
-                tier.delete_unindexed([(slot.kind, slot.key)])
-        if slot.pending:
-            self.graph.detach(slot)
-            return slot.nbytes
-        self.graph.drop(slot, RAM)
-        self.changed.notify_all()
-        return slot.nbytes
+        """Delete an image from every tier. Returns its bytes, which are free when a write that waits has ended."""
+        return self.lower.discard(slot)
 
     def clear(self) -> None:
         """Every image is deleted from every tier; pins end."""
@@ -117,16 +157,10 @@ class Storage:
         del self.namespaces[namespace.row.root], self.graph.trees[namespace.row.root]
 
     def release(self) -> None:
-        """RAM is given back; the tiers below keep what they have."""
+        """Give RAM back; the tiers below keep what they have."""
         with self.lock:
-            for slot in list(self.graph.slots.values()):
-                slot.image, slot.tiers, slot.pins = None, 0, 0  # whoever is still at work finds nothing
-            self.namespaces.clear()
             self.spilling.clear()
-            self.budget = Budget(self.budget.limit)
-            version = self.graph.version
-            self.graph = Graph(self.budget, self.graph.policy, len(self.graph.tiers))
-            self.graph.version = version + 1  # what prompts walked was the old graph
+            self.forget_all()
 
     # -- superseded images --------------------------------------------------------------------------------------------
 

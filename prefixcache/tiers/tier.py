@@ -4,9 +4,10 @@ Decision 0007 says why.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
+from prefixcache.blocks.node import Slot, Walk
 from prefixcache.image_format import Image, Kind
 from prefixcache.ssd.entries import Entry, NamespaceRow
 
@@ -79,3 +80,21 @@ class Tier(Protocol):
         """Wait until all queued before is durable. False when not in time, or when a write failed since `failed` was
         `since`.
         """
+
+
+class SharedTier(Protocol):
+    """A tier that machines share, as the storage knows it: what it is told. What is there is not known here, so no slot takes
+    note of being there. Called under the storage's lock.
+    """
+
+    def offer_stored(self, slot: Slot) -> None:
+        """Hear that an image was stored here."""
+
+    def offer_used(self, walk: Walk, depth: int, required: Sequence[Slot]) -> None:
+        """Hear that a hit at `depth` used the `required` images, tail first."""
+
+    def offer_written(self, slot: Slot) -> None:
+        """Hear that an image is durable in the tier below RAM."""
+
+    def refuse(self, slot: Slot) -> None:
+        """Hear that an image can't be decoded: it is not read again for a while."""

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,9 +24,7 @@ from prefixcache.remote.engine import EngineError
 from prefixcache.remote.sealing import Seal, image_name, layout_id, layouts_folder
 from prefixcache.ssd.entries import Address, NamespaceRow
 from prefixcache.tiers.remote_search import whole_mask
-
-if TYPE_CHECKING:
-    from prefixcache.tiers.storage import Storage
+from prefixcache.tiers.storage import Storage
 
 log = logging.getLogger("prefixcache")
 

@@ -13,7 +13,7 @@ from prefixcache.ssd import awaited
 from prefixcache.ssd.awaited import why_absent
 from prefixcache.ssd.directory import Directory, Lock
 from prefixcache.tiers import idle
-from prefixcache.tiers.lower_tier import LowerTier
+from prefixcache.tiers.storage import Storage
 from tests.models import states
 from tests.ssd.images import until
 from tools.faults.evidence import du
@@ -102,13 +102,13 @@ def test_what_ram_got_meanwhile_is_written_while_nobody_asks(opened, disk, monke
 
 
 def test_an_index_that_cant_be_read_in_leaves_no_tier_behind(opened, disk, monkeypatch, caplog):
-    load = LowerTier._load
+    load = Storage._load
 
     def failing(*args):
-        monkeypatch.setattr(LowerTier, "_load", load)
+        monkeypatch.setattr(Storage, "_load", load)
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(LowerTier, "_load", failing)
+    monkeypatch.setattr(Storage, "_load", failing)
     cache = opened(ssd_dir=disk / "ssd", ssd_missing="wait")
     plug_in(disk)
     until(lambda: cache.stats().ssd)

@@ -285,7 +285,7 @@ def test_removed_while_it_waits_for_the_ssd_and_stored_again(opened):
         put(cache, LONG)
         with cache._storage.lock:
             for slot in list(cache._storage.graph.orders[0]):
-                cache._storage.spill_tier.spill(slot)
+                cache._storage.lower.spill_tier.spill(slot)
         cache.remove(LONG, model="m")
         cache.check_integrity()
         assert cache.match(LONG, model="m") == (0, 0)

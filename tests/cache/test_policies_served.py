@@ -98,8 +98,8 @@ def test_the_ssd_is_given_what_it_has_something_hanging_on(opened):
     storage = cache._storage
     with storage.lock:  # the first block's file went bad
         first = next(s for s in storage.graph.slots.values() if s.kind == "rows" and s.node.start == 0)
-        storage.spill_tier.tier.delete([entry_of(first)])
-        storage.spill_tier.invalidate(first)
+        storage.lower.spill_tier.tier.delete([entry_of(first)])
+        storage.lower.spill_tier.invalidate(first)
     put(cache, 1, *range(100, 140))
     assert cache.match(prompt(1), model="m").ssd >= 599
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -15,7 +17,6 @@ from prefixcache.keys import BLOCK, as_tokens, chain
 from prefixcache.settings import Settings
 from prefixcache.ssd import Corrupt
 from prefixcache.ssd.entries import Entry, NamespaceRow
-from prefixcache.tiers.lower_tier import LowerTier
 from prefixcache.tiers.namespace import Namespace
 from prefixcache.tiers.promotion import promote
 from prefixcache.tiers.prompt import Prompt, take_hit
@@ -47,8 +48,8 @@ class Stub:
 class DictTier:
     """A tier whose images are in a dict. Writes wait until `settle`."""
 
-    def __init__(self, name: str, lower: LowerTier, limit: int):
-        self.name, self.limit, self._lower = name, limit, lower
+    def __init__(self, name: str, limit: int, written: Callable[[Entry, Exception | None], None]):
+        self.name, self.limit, self._written = name, limit, written
         self.images: dict[tuple[Kind, bytes], Stub] = {}
         self.waiting: dict[tuple[Kind, bytes], tuple[Entry, Stub]] = {}
         self.reads: list[bytes] = []
@@ -93,7 +94,7 @@ class DictTier:
         for entry in entries:
             self.images.pop(entry.address, None)
             if (cancelled := self.waiting.pop(entry.address, None)) is not None:
-                self._lower.written(cancelled[0], RuntimeError("cancelled"))
+                self._written(cancelled[0], RuntimeError("cancelled"))
 
     def touch(self, uses):
         pass
@@ -106,7 +107,7 @@ class DictTier:
             address = next(iter(self.waiting))
             entry, image = self.waiting.pop(address)
             self.images[address] = image
-            self._lower.written(entry._replace(disk=IMAGE), None)
+            self._written(entry._replace(disk=IMAGE), None)
 
     def flush(self, timeout=None, since=None):
         self.settle()
@@ -139,8 +140,8 @@ class Served:
         self.tiers: list[DictTier] = []
         for name, limit in (("middle", middle), ("slow", 1 << 40)):
             lower = self.storage.add_tier()
-            self.tiers.append(DictTier(name, lower, limit))
-            lower.open(self.tiers[-1], [self.namespace])
+            self.tiers.append(DictTier(name, limit, partial(self.storage.written, lower)))
+            self.storage.open_tier(lower, self.tiers[-1], [self.namespace])
         self.storage.changed = Turns(self)
 
     def prompt(self, *ids: int) -> Prompt:

@@ -16,6 +16,7 @@ from typing import Any
 from prefixcache.ssd import Entry, Ssd, reader, store, writer
 from prefixcache.ssd.entries import Address
 from prefixcache.tiers.lower_tier import LowerTier
+from prefixcache.tiers.storage import Storage
 from tools.faults.evidence import before_deletion
 
 Tell = Callable[..., None]
@@ -65,7 +66,7 @@ class Watch:
         Ssd.__init__, store.Store._open, store.mend = init, open_, mend_  # type: ignore[method-assign, assignment]
 
     def _watch_writes(self) -> None:
-        write, written, standing = Ssd.write, LowerTier.written, writer.Writer._skip_durable
+        write, written, standing = Ssd.write, Storage.written, writer.Writer._skip_durable
 
         def write_(ssd: Ssd, entry: Entry, *rest: Any, **more: Any) -> bool:
             with self._lock:
@@ -78,7 +79,7 @@ class Watch:
                     self._written[entry.address].remove(mine)
             return accepted
 
-        def written_(tier: LowerTier, entry: Entry, error: Exception | None) -> None:
+        def written_(storage: Storage, tier: LowerTier, entry: Entry, error: Exception | None) -> None:
             with self._lock:
                 order, at = self._written[entry.address].popleft()
                 overtaken = self._deleted.get(entry.address, 0) > order
@@ -89,7 +90,7 @@ class Watch:
                 self._standing.discard(entry.address)
                 if error is None and not overtaken:
                     self._tell("durable", entry.kind, entry.key.hex(), entry.checksum, at, stood)
-            written(tier, entry, error)
+            written(storage, tier, entry, error)
 
         def standing_(one: writer.Writer, *rest: Any) -> set[Address]:
             found = standing(one, *rest)
@@ -97,7 +98,7 @@ class Watch:
                 self._standing |= found
             return found
 
-        Ssd.write, LowerTier.written = write_, written_  # type: ignore[method-assign]
+        Ssd.write, Storage.written = write_, written_  # type: ignore[method-assign]
         writer.Writer._skip_durable = standing_  # type: ignore[method-assign]
 
     def _watch_deletions(self) -> None:

@@ -1,0 +1,39 @@
+"""`StorageState`: what the parts of a `Storage` share. They are given it, and never the storage, which owns them."""
+
+from __future__ import annotations
+
+import threading
+
+from prefixcache import image_memory
+from prefixcache.blocks.budget import Budget
+from prefixcache.blocks.graph import Graph
+from prefixcache.metrics.stats import Counters
+from prefixcache.tiers.admission import LongPrompts
+from prefixcache.tiers.namespace import Namespace
+
+
+class StorageState:
+    """`lock` guards the graph, the namespaces and the counters; the budget and a tier's queue have locks of their own, taken
+    inside it and never around it. `changed` is notified when an image was deleted from RAM, became durable, or came back.
+    """
+
+    def __init__(self, ram: int, policy: str, tiers: int):
+        """`tiers`: how many there are at most, RAM included."""
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        self.budget = Budget(ram)
+        image_memory.keep_within(self.budget)
+        self.graph = Graph(self.budget, policy, tiers)
+        self.namespaces: dict[bytes, Namespace] = {}  # by root key
+        self.counters = Counters()
+        self.long_prompts = LongPrompts()
+
+    def forget_all(self) -> None:
+        """Give RAM back: begin with an empty graph and a budget of the same limit. The tiers below keep what they have."""
+        for slot in list(self.graph.slots.values()):
+            slot.image, slot.tiers, slot.pins = None, 0, 0  # whoever is still at work finds nothing
+        self.namespaces.clear()
+        self.budget = Budget(self.budget.limit)
+        version = self.graph.version
+        self.graph = Graph(self.budget, self.graph.policy, len(self.graph.tiers))
+        self.graph.version = version + 1  # what prompts walked was the old graph
