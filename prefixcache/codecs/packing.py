@@ -1,4 +1,4 @@
-"""Codes of b bits to and from uint32 words, in NumPy and in MLX.
+"""Codes of b bits to and from uint32 words, in NumPy.
 
 A row is a little-endian bit stream: value i occupies bits [i*b, (i+1)*b), so 32 values of 3 bits fill 3 words, and the
 last word of a row is padded with zeros. b is 1, 2, 3, 4 or 8. MLX runs on little-endian machines only, so a row's words
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-import mlx.core as mx
 import numpy as np
 
 from prefixcache.codecs.interchange import Array
@@ -66,31 +65,3 @@ def _runs_of_12(octets: Array, count: int) -> Array:
     runs[:, :, 0] = first | (second & 15) << 8
     runs[:, :, 1] = second >> 4 | third << 4
     return runs.reshape(len(octets), -1)
-
-
-def pack_mlx(codes: mx.array, bits: int) -> mx.array:
-    """Codes uint32 (n, width) -> words uint32 (n, words)."""
-    n, width = codes.shape
-    padded = mx.pad(codes, [(0, 0), (0, -width % 32)]).reshape(n, -1, 32)
-    words = []
-    for word in range(bits):
-        first, last = 32 * word // bits, -(-32 * (word + 1) // bits)
-        shifts = [i * bits - 32 * word for i in range(first, last)]
-        left = mx.array([max(shift, 0) for shift in shifts], dtype=mx.uint32)
-        right = mx.array([max(-shift, 0) for shift in shifts], dtype=mx.uint32)
-        # The values of a word share no bit, so their sum is their union.
-        words.append(mx.sum((padded[:, :, first:last] << left) >> right, axis=-1))
-    return mx.stack(words, axis=-1).reshape(n, -1)[:, : words_of(width, bits)]
-
-
-def unpack_mlx(words: mx.array, width: int, bits: int) -> mx.array:
-    """Words uint32 (n, words) -> codes uint32 (n, width)."""
-    at = np.arange(width) * bits
-    word, offset = at >> 5, at & 31
-    straddles = offset + bits > 32
-    low = mx.take(words, mx.array(word), axis=1) >> mx.array(offset.astype(np.uint32))
-    if straddles.any():
-        rest = mx.take(words, mx.array(word + straddles), axis=1)
-        rest = rest << mx.array(np.where(straddles, 32 - offset, 0).astype(np.uint32))
-        low = mx.where(mx.array(straddles), low | rest, low)
-    return low & mx.array((1 << bits) - 1, dtype=mx.uint32)

@@ -170,7 +170,7 @@ class Rows:
 def takes(width: int, bits: int) -> bool:
     """Whether the kernels have a layout for such rows."""
     power = width & -width
-    laid_out = 32 <= width <= 256 and power >= 16 and width // power in (1, 3, 5, 7)
+    laid_out = 32 <= width <= 512 and power >= 16 and width // power in (1, 3, 5, 7)
     return laid_out and bits in (1, 2, 3, 4, 8)
 
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import mlx.core as mx
 import numpy as np
 import pytest
 from hypothesis import given
@@ -38,26 +37,10 @@ def test_common_widths_mix_integers_exactly(width: int) -> None:
     exact, _ = rotation.mix(integers.copy(), np.empty_like(integers))
     floats = integers.astype(np.float32)
     assert np.array_equal(rotation.mix(floats, np.empty_like(floats))[0], exact)
-    assert np.array_equal(np.array(rotation.mix_mlx(mx.array(integers.T.astype(np.float32)))).T, exact)
 
 
 def test_few_widths_need_more_than_integers() -> None:
     assert [width for width in WIDTHS if not Rotation(width, 1, 0).integral] == [112]
-
-
-@given(
-    width=st.sampled_from(WIDTHS + ODD_WIDTHS),
-    rounds=st.integers(1, 2),
-    seed=st.integers(0, 2**63 - 1),
-    scale=st.integers(-60, 60),
-)
-def test_numpy_and_mlx_round_alike(width: int, rounds: int, seed: int, scale: int) -> None:
-    rotation = Rotation(width, rounds, seed)
-    rows = np.random.default_rng(seed).standard_normal((4, width)).astype(np.float32) * np.float32(2.0**scale)
-    columns = np.array(rows.T, order="C")
-    ours, _ = rotation.forward(columns, np.empty_like(columns))
-    theirs = np.array(rotation.forward_mlx(mx.array(rows)))
-    assert np.array_equal(ours.T.view(np.uint32), theirs.view(np.uint32))
 
 
 def test_signs_follow_the_seed_and_the_round_alone() -> None:

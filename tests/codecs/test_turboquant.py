@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import math
 import tracemalloc
 
@@ -351,3 +352,31 @@ def test_bad_parameters_are_named() -> None:
         TurboQuantRows(64, "float16", 4).encode(mx.zeros((1, 1, 32), mx.float16))
     with pytest.raises(ValueError, match="capacity=0"):
         TurboQuantRows(64, "float16", 4).decode([np.zeros((1, 1, 8), np.uint32), np.zeros((1, 1), np.uint16)], 0)
+
+
+@pytest.mark.parametrize(
+    ("bits", "digest"),
+    [
+        (1, "09b648244f77fb55"),
+        (2, "69f98e56c252d19d"),
+        (3, "9cbc1b390b561c72"),
+        (4, "1322e8c918d0bca4"),
+        (8, "1490774f795301b6"),
+    ],
+)
+def test_the_format_has_not_moved(bits: int, digest: str) -> None:
+    """Codes of fixed rows; a change here makes every stored block unreadable and needs a new format version."""
+    whole = np.arange(40 * 96).reshape(40, 1, 96)
+    rows = rows_of((whole * 7919 % 2003 - 1001) / 512, "float32")
+    codes, scales = TurboQuantRows(96, "float32", bits).encode(rows)
+    assert hashlib.sha256(codes.tobytes() + scales.tobytes()).hexdigest()[:16] == digest
+
+
+def test_rows_that_have_no_kernel_on_a_gpu_are_coded_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = rows_of(np.random.default_rng(0).standard_normal((5, 2, 72)), "bfloat16")
+    codec = TurboQuantRows(72, "bfloat16", 3)
+    planes = codec.encode(rows)
+    back = codec.decode(planes, 8)
+    monkeypatch.setattr("prefixcache.codecs.turboquant.gpu_rows.available", lambda: True)
+    assert all(np.array_equal(a, b) for a, b in zip(codec.encode(rows), planes, strict=True))
+    assert np.array_equal(bits_of(codec.decode(planes, 8)), bits_of(back))

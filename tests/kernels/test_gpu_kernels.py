@@ -19,7 +19,7 @@ from prefixcache.kernels.dialects import DIALECTS
 
 pytestmark = pytest.mark.skipif(host_gpu.COMPILER is None, reason="no C++ compiler")
 
-WIDTHS = (64, 80, 96, 112, 128, 192, 256)
+WIDTHS = (64, 80, 96, 112, 128, 192, 256, 512)
 BITS = (1, 2, 3, 4, 8)
 DTYPES = ("float16", "bfloat16", "float32")
 
@@ -119,6 +119,7 @@ def test_kernels_give_what_numpy_gives(place, width, bits, dtype, levelled):
         (128, 8, "bfloat16", False),
         (192, 1, "float16", True),
         (256, 2, "bfloat16", False),
+        (512, 4, "bfloat16", True),
     ],
 )
 def test_cuda_gives_what_numpy_gives(place, width, bits, dtype, levelled):
@@ -197,7 +198,7 @@ def test_the_name_of_a_kernel_follows_its_text():
 
 def test_widths_without_a_layout_are_left_to_others():
     assert all(turboquant_gpu.takes(form_of(width, bits, 0)) for width in WIDTHS for bits in BITS)
-    assert not any(turboquant_gpu.takes(form_of(width, 4, 0)) for width in (20, 72, 144, 176, 512, 576))
+    assert not any(turboquant_gpu.takes(form_of(width, 4, 0)) for width in (20, 72, 144, 176, 576, 1024))
 
 
 def test_a_cpu_has_no_kernel():

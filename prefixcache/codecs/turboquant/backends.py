@@ -1,31 +1,18 @@
-"""Which code does TurboQuant's work here: a GPU kernel, composed MLX operations, the C kernel, or NumPy.
+"""Which code does TurboQuant's work here: a GPU kernel, the C kernel, or NumPy.
 
-All give the same codes and the same rows, so the choice is one of speed alone; it is made here and nowhere else.
+All give the same codes and the same rows, so the choice is one of speed alone; it is made here and nowhere else. Rows on
+a GPU that have no kernel there are brought to the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
-
-import mlx.core as mx
 
 from prefixcache.codecs.base import Decoding, Encoding
 from prefixcache.codecs.c_library import warn_that_numpy_serves
-from prefixcache.codecs.interchange import Array, on_cpu
-from prefixcache.codecs.turboquant import c_rows, gpu_rows, mlx_rows, numpy_rows
+from prefixcache.codecs.interchange import on_cpu
+from prefixcache.codecs.turboquant import c_rows, gpu_rows, numpy_rows
 from prefixcache.codecs.turboquant.format import Form
-from prefixcache.codecs.turboquant.levelling import Levels
-
-
-class Device(Protocol):
-    """A back end for MLX's default device; see `mlx_rows`."""
-
-    def encode(self, rows: mx.array, form: Form, levels: Levels | None, /) -> tuple[Array, Array]: ...
-
-    def decode(
-        self, codes: Array, scales: Array, capacity: int, dtype: str, form: Form, levels: Levels | None, /
-    ) -> mx.array: ...
 
 
 def encode_all(batch: Sequence[Encoding], dtype: str, form: Form) -> None:
@@ -52,14 +39,14 @@ def _in_c(form: Form) -> bool:
     return c_rows.takes(form)
 
 
-def device(form: Form) -> Device:
-    return gpu_rows if gpu_rows.available() and gpu_rows.takes(form) else mlx_rows
+def on_gpu(form: Form) -> bool:
+    """Tell whether MLX's default device is a GPU with a kernel for such rows: then `gpu_rows` codes them."""
+    return gpu_rows.available() and gpu_rows.takes(form)
 
 
 def describe() -> dict[str, str]:
-    """What runs here, for people: "device", where MLX's default device is a GPU, and "cpu"."""
+    """Return what runs here, for people: "device", where MLX's default device is a GPU, and "cpu"."""
     said = {"cpu": c_rows.describe() if c_rows.available() else f"NumPy (C kernel: {c_rows.describe()})"}
     if not on_cpu():
-        gpu = gpu_rows.describe()
-        said["device"] = gpu if gpu_rows.available() else f"composed MLX operations (kernel: {gpu})"
+        said["device"] = gpu_rows.describe()
     return said

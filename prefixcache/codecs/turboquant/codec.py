@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from prefixcache.codecs.base import Blocks, Decoding, Encoding, Plane, RowCodec, Stream, encode_blocks, side_by_side
-from prefixcache.codecs.interchange import FLOATS, Array, borrow, bring_in, check_capacity, check_rows, element, on_cpu
+from prefixcache.codecs.interchange import FLOATS, Array, borrow, bring_in, check_capacity, check_rows, element
 from prefixcache.codecs.packing import words_of
 from prefixcache.codecs.raw import RawRows
 from prefixcache.codecs.turboquant import backends, gpu_rows
@@ -66,8 +66,8 @@ class TurboQuantRows:
     def encode(self, rows: mx.array, levels: Levels | None = None) -> list[Array]:
         """(tokens, heads, width) -> [codes uint32 (tokens, heads, words), scale uint16 (tokens, heads)]."""
         check_rows(rows, self.width, self.dtype)
-        if rows.size and not on_cpu():
-            return list(backends.device(self.form).encode(rows, self.form, levels))
+        if rows.size and backends.on_gpu(self.form):
+            return list(gpu_rows.encode(rows, self.form, levels))
         tokens, heads, _ = rows.shape
         codes = np.empty((tokens, heads, words_of(self.width, self.bits)), np.uint32)
         scales = np.empty((tokens, heads), np.uint16)
@@ -83,7 +83,7 @@ class TurboQuantRows:
     ) -> Blocks:
         sides = side_by_side(rows, blocks)
         check_rows(sides, self.width, self.dtype)
-        by_kernel = rows.size > 0 and not on_cpu() and backends.device(self.form) is gpu_rows
+        by_kernel = rows.size > 0 and backends.on_gpu(self.form)
         measured = None
         if measured_from and by_kernel:
             measured = gpu_rows.measure_levels(sides, self.centred, measured_from)
@@ -124,9 +124,8 @@ class TurboQuantRows:
         check_capacity(tokens, capacity)
         if heads * tokens == 0:
             return mx.zeros((heads, capacity, self.width), element(self.dtype).mlx)
-        if not on_cpu():
-            back_end = backends.device(self.form)
-            return back_end.decode(codes, scales, capacity, self.dtype, self.form, levels)
+        if backends.on_gpu(self.form):
+            return gpu_rows.decode(codes, scales, capacity, self.dtype, self.form, levels)
         rows = np.empty((heads, capacity, self.width), element(self.dtype).numpy)
         self.decode_all([Decoding((codes, scales), rows[:, :tokens], levels)])
         rows[:, tokens:] = 0

@@ -53,8 +53,8 @@ def describe() -> str:
 
 
 def takes(form: Form) -> bool:
-    """Whether rows of this form have a kernel: widths of 32 to 256 whose odd part is 1, 3, 5 or 7, such as 64, 80, 96, 112,
-    128, 192 and 256. Others are left to composed operations."""
+    """Tell whether rows of this form have a kernel: widths of 32 to 512 whose odd part is 1, 3, 5 or 7, such as 64, 80, 96,
+    112, 128, 192, 256 and 512."""
     return turboquant_rows.takes(form.width, form.codebook.bits)
 
 

@@ -1,7 +1,7 @@
 """What live caches ask of TurboQuant: MLX rows to codes that stay MLX arrays, back to rows, and attention on the codes.
 
-Which back end does it is decided here, as `backends` does for images; all give the same codes. On the CPU the
-arrays are evaluated on the way, on a GPU everything stays lazy where there is a kernel.
+All back ends give the same codes. On the CPU the arrays are evaluated on the way, on a GPU everything stays lazy where
+there is a kernel.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from prefixcache.codecs.base import Decoding, Encoding
 from prefixcache.codecs.coded_rows import CodedRows
 from prefixcache.codecs.interchange import Array, borrow, bring_in, element, name_of, on_cpu
 from prefixcache.codecs.packing import words_of
-from prefixcache.codecs.turboquant import backends, c_attention, gpu_attention, gpu_rows, mlx_rows
+from prefixcache.codecs.turboquant import backends, c_attention, gpu_attention, gpu_rows
 from prefixcache.codecs.turboquant.format import Form
 from prefixcache.codecs.turboquant.levelling import Levels
 
@@ -75,7 +75,7 @@ def encode(
     """Keys (B, heads, L, key width), values (B, heads, L, value width) of one float dtype -> codes uint32 (B, heads, L,
     key words + value words), scales uint16 (B, heads, L, 2), as `CodedRows` has them."""
     forms = key_levels.form, value_levels.form
-    if not on_cpu() and gpu_rows.available() and all(map(gpu_rows.takes, forms)):
+    if all(map(backends.on_gpu, forms)):
         return gpu_attention.encode_pair(keys, values, *forms, key_levels.encoding, value_levels.encoding)
     batch, heads, tokens, _ = keys.shape
     key_words = words_of(forms[0].width, forms[0].codebook.bits)
@@ -86,21 +86,16 @@ def encode(
         if not rows.size:
             continue
         targets = [(own_codes[b].swapaxes(0, 1), own_scales[b].swapaxes(0, 1)) for b in range(batch)]
-        if on_cpu():
-            borrowed = borrow(rows)
-            whole = [Encoding(borrowed[b].swapaxes(0, 1), targets[b], stack.of(b)) for b in range(batch)]
-            backends.encode_all(whole, name_of(rows.dtype), stack.form)
-        else:
-            for b in range(batch):
-                made = mlx_rows.encode(mx.swapaxes(rows[b], 0, 1), stack.form, stack.of(b))
-                targets[b][0][...], targets[b][1][...] = made
+        borrowed = borrow(rows)
+        whole = [Encoding(borrowed[b].swapaxes(0, 1), targets[b], stack.of(b)) for b in range(batch)]
+        backends.encode_all(whole, name_of(rows.dtype), stack.form)
     return mx.array(codes), mx.array(scales)
 
 
 def encoder(key_levels: LevelStack, value_levels: LevelStack, dtype: mx.Dtype) -> Encoder:
     """`encode` for many rows of one kind, with what can be found beforehand."""
     form = key_levels.form
-    if not on_cpu() and gpu_rows.available() and gpu_rows.takes(form):
+    if backends.on_gpu(form):
         levels = [stack.encoding for stack in (key_levels, value_levels) if stack.encoding is not None]
         if form is value_levels.form and len(levels) != 1:
             return partial(gpu_attention.encode_alike, form, dtype, levels)
@@ -113,7 +108,7 @@ def decode(codes: mx.array, scales: mx.array, dtype: str, levels: LevelStack) ->
     form, (batch, heads, tokens, _) = levels.form, codes.shape
     if codes.size == 0:
         return mx.zeros((batch, heads, tokens, form.width), element(dtype).mlx)
-    if not on_cpu():
+    if backends.on_gpu(form):
         made = [_decoded_on_gpu(codes[b], scales[b], dtype, levels, b) for b in range(batch)]
         return made[0][None] if batch == 1 else mx.stack(made)
     rows = np.empty((batch, heads, tokens, form.width), element(dtype).numpy)
@@ -128,17 +123,13 @@ def decode(codes: mx.array, scales: mx.array, dtype: str, levels: LevelStack) ->
 
 
 def _decoded_on_gpu(codes: mx.array, scales: mx.array, dtype: str, levels: LevelStack, sequence: int) -> mx.array:
-    """One sequence's, on a GPU."""
-    form = levels.form
+    """Decode one sequence's rows on a GPU."""
     codes, scales = mx.swapaxes(codes, 0, 1), mx.swapaxes(scales, 0, 1)
-    if gpu_rows.available() and gpu_rows.takes(form):
-        mean_and_spread = levels.decoding
-        if mean_and_spread is not None:
-            one_for_all = mean_and_spread.shape[1] == 1
-            mean_and_spread = mean_and_spread[:, 0] if one_for_all else mx.contiguous(mean_and_spread[:, sequence])
-        return gpu_rows.decode_arrays(codes, scales, codes.shape[0], dtype, form, mean_and_spread)
-    mx.eval(codes, scales)
-    return mlx_rows.decode(borrow(codes), borrow(scales), codes.shape[0], dtype, form, levels.of(sequence))
+    mean_and_spread = levels.decoding
+    if mean_and_spread is not None:
+        one_for_all = mean_and_spread.shape[1] == 1
+        mean_and_spread = mean_and_spread[:, 0] if one_for_all else mx.contiguous(mean_and_spread[:, sequence])
+    return gpu_rows.decode_arrays(codes, scales, codes.shape[0], dtype, levels.form, mean_and_spread)
 
 
 def attend(

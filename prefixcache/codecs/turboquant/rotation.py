@@ -1,4 +1,4 @@
-"""The randomised orthonormal transform of TurboQuant, for every width, in NumPy and in MLX, without ever padding.
+"""The randomised orthonormal transform of TurboQuant, for every width, without ever padding.
 
 A round flips signs and mixes. The mixing matrix T of a width is the Kronecker product of one small symmetric matrix for
 each prime factor of the width:
@@ -26,7 +26,6 @@ import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-import mlx.core as mx
 import numpy as np
 
 from prefixcache.codecs.interchange import Array
@@ -141,32 +140,3 @@ class Rotation:
             values, spare = spare, values
             stride *= factor
         return values, spare
-
-    def forward_mlx(self, rows: mx.array) -> mx.array:
-        """All rounds over float32 (n, width)."""
-        for turn in range(self.rounds):
-            rows = self.mix_mlx(rows * mx.array(self.signs[turn]))
-        return rows
-
-    def mix_mlx(self, rows: mx.array) -> mx.array:
-        """T over float32 (n, width)."""
-        shape = rows.shape
-        stride = 1
-        for factor in self.factors:
-            x = rows.reshape(shape[0], -1, factor, stride)
-            parts = [x[:, :, i] for i in range(factor)]
-            if factor == 2:
-                rows = mx.stack([parts[0] + parts[1], parts[0] - parts[1]], axis=2)
-            elif factor in HOUSEHOLDER:
-                total = parts[0] + parts[1]
-                for part in parts[2:]:
-                    total = total + part
-                rows = x * float(factor) - mx.expand_dims(total + total, 2)
-            else:
-                matrix = mx.array(table_of(factor))
-                rows = mx.expand_dims(parts[0], 2) * matrix[0][:, None]
-                for i in range(1, factor):
-                    rows = rows + mx.expand_dims(parts[i], 2) * matrix[i][:, None]
-            rows = rows.reshape(shape)
-            stride *= factor
-        return rows
