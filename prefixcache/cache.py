@@ -245,7 +245,10 @@ class PrefixCache:
         if settings.remote is None:
             return None
         return open_client(
-            settings.remote, settings.remote_key_file, settings.remote_ca_file, timeout=settings.remote_timeout
+            settings.remote.get_secret_value(),
+            settings.remote_key_file,
+            settings.remote_ca_file,
+            timeout=settings.remote_timeout,
         )
 
     # -- storing and finding ------------------------------------------------------------------------------------------

@@ -10,24 +10,22 @@ import shutil
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
     Field,
     ModelWrapValidatorHandler,
-    ValidationError,
+    Secret,
+    SecretStr,
     ValidationInfo,
     field_serializer,
     field_validator,
     model_validator,
 )
-from pydantic_core import InitErrorDetails, PydanticCustomError
-from pydantic_core.core_schema import ErrorType
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
 from prefixcache.byte_sizes import parse_size
-from prefixcache.redaction import redacted
 
 
 def _auto_size(value: Any, info: ValidationInfo) -> Any:
@@ -98,9 +96,8 @@ class Settings(BaseSettings):
     readers: int = Field(4, ge=1, le=64, description="threads that read from the SSD")
     allow_classes: tuple[str, ...] = Field((), description="cache classes beyond mlx-lm's that may be restored by name")
 
-    remote: str | None = Field(
+    remote: SecretStr | None = Field(
         None,
-        repr=False,
         description="engine that machines share their prompts in: s3://BUCKET/PREFIX, valkey://HOST:PORT, file:///FOLDER",
     )
     remote_key_file: Path | None = Field(
@@ -219,29 +216,24 @@ class Settings(BaseSettings):
             )
         return self
 
+    @model_validator(mode="before")
+    @classmethod
+    def _no_other_settings(cls, values: Any) -> Any:
+        for name in values if isinstance(values, dict) else ():
+            if name not in cls.model_fields:
+                raise ValueError(f"{name}: no such setting; write {_meant(str(name), cls.model_fields)}")
+        return values
+
     @model_validator(mode="wrap")
     @classmethod
-    def _no_password_in_errors(cls, values: Any, handler: ModelWrapValidatorHandler[Settings]) -> Settings:
-        """It stands below `_together`, so that it is outside of it."""
-        try:
-            return handler(values)
-        except ValidationError as error:
-            found, title = error.errors(include_url=False), error.title
-        details = []
-        for one in found:
-            kind: Any = one["type"]
-            if kind == "extra_forbidden":
-                name = str(one["loc"][0])
-                meant = _meant(name, cls.model_fields)
-                kind = PydanticCustomError("no_such_setting", f"{name}: no such setting; write {meant}")
-            elif kind not in get_args(ErrorType):
-                kind = PydanticCustomError(kind, one["msg"])
-            value = shown(one["input"], *one["loc"][:1])
-            details.append(InitErrorDetails(type=kind, loc=one["loc"], input=value, ctx=one.get("ctx", {})))
-        raise ValidationError.from_exception_data(title, details)  # not in the except: a traceback would show both
+    def _hide_passwords(cls, values: Any, handler: ModelWrapValidatorHandler[Settings]) -> Settings:
+        """Hide passwords before anything is checked. It stands below `_together`, so that it is outside of it."""
+        return handler(
+            {name: hidden(name, value) for name, value in values.items()} if isinstance(values, dict) else values
+        )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, shown(value, name))  # they are frozen: all it does is to show the value in an error
+        super().__setattr__(name, hidden(name, value))  # they are frozen: all it does is to show the value in an error
 
     def ram_bytes(self, memory: int) -> int:
         """The RAM budget on a machine with `memory` bytes (on a Mac: of Metal's recommended working set). It does not know of
@@ -279,15 +271,13 @@ class Settings(BaseSettings):
         return limit
 
 
-def shown(value: Any, name: Any = "") -> Any:
-    """A value of the setting `name` as errors show it: a URL without its password, nothing where no setting has the name."""
-    if isinstance(value, dict):
-        return {key: shown(item, key) for key, item in value.items()}
-    if name and name not in Settings.model_fields:
-        return "(not shown)"
-    if name == "remote" and value is not None and not isinstance(value, str):
-        return f"({type(value).__name__}, not shown)"
-    return redacted(value) if isinstance(value, str) and (name == "remote" or "://" in value) else value
+def hidden(name: Any, value: Any) -> Any:
+    """The value of the setting `name`; where it may hold a password, in a wrapper that errors show as asterisks."""
+    if name in Settings.model_fields and name != "remote" and not (isinstance(value, str) and "://" in value):
+        return value
+    if value is None or isinstance(value, Secret | SecretStr):
+        return value
+    return SecretStr(value) if isinstance(value, str) else Secret(value)
 
 
 def _existing(path: Path) -> Path:

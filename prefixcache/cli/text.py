@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,8 +18,9 @@ from rich.console import Console
 from rich.text import Text
 
 from prefixcache.byte_sizes import size as size
-from prefixcache.redaction import masked
 
+_PASSWORD = re.compile(r"([a-z0-9+]+:/+)[^/\s@]*@", re.IGNORECASE)  # of a URL, whose path has one slash
+_LEFT_OUT = r"\1...@"
 PIPE_WIDTH = 120  # columns where there is no terminal to ask and COLUMNS is not set
 
 
@@ -51,8 +53,8 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def complain(message: str) -> None:
-    """One line on stderr, which may quote what was given."""
-    typer.echo(f"prefixcache: {safe(masked(message))}", err=True)
+    """Write one line to stderr. It may quote what was given, and a URL's password is left out."""
+    typer.echo(f"prefixcache: {safe(_PASSWORD.sub(_LEFT_OUT, message))}", err=True)
 
 
 def print_json(value: dict[str, Any]) -> None:

@@ -21,7 +21,6 @@ import numpy as np
 from prefixcache import image_memory
 from prefixcache.image_format import SNAPSHOT, Kind
 from prefixcache.keys import canonical
-from prefixcache.redaction import masked
 
 log = logging.getLogger("prefixcache")
 
@@ -55,7 +54,7 @@ class FleetKey:
         file = Path(path)
         if re.fullmatch(r"[0-9a-fA-F]{64}", file.name):
             raise ValueError(f"{setting} is the key itself: write it to a file, and name that")
-        named = f"{setting}={masked(str(file))!r}"
+        named = f"{setting}={str(file)!r}"
         try:
             content = file.read_bytes()
         except OSError as error:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
-from prefixcache.redaction import masked, redacted
 from prefixcache.remote.engine import Engine
 
 # Whether TLS is asked for on loopback, too.
@@ -211,7 +210,27 @@ def _check_certificates(ca_file: Path) -> None:
     except (OSError, ValueError) as error:
         unreadable = isinstance(error, OSError) and not isinstance(error, ssl.SSLError)
         said = error.strerror if unreadable else "no certificate in it"  # type: ignore[union-attr]
-        raise ValueError(f"{masked(str(ca_file))}: {said}; name a file of certificates in PEM") from None
+        raise ValueError(f"{ca_file}: {said}; name a file of certificates in PEM") from None
+
+
+def redacted(url: str) -> str:
+    """The URL without user, password and options: for logs, errors and statistics. Of one that may hold a password where none
+    belongs, only the scheme.
+    """
+    try:
+        parts = urlsplit(url)
+        misplaced = "@" in parts.path + parts.query + parts.fragment
+        _ = parts.port  # ValueError where it is none
+        path = "/".join(part for part in parts.path.split("/") if part)
+        host = parts.netloc.rpartition("@")[2]
+    except ValueError:
+        scheme = url.partition("://")[0]
+        return f"{scheme}://..." if scheme.isalnum() else "(not a URL)"
+    if not parts.scheme:
+        return "(not a URL)"
+    if misplaced or (not host and parts.scheme != "file"):
+        return f"{parts.scheme}://..."
+    return f"{parts.scheme}://{host}" + (f"/{path}" if path else "")
 
 
 def _refused(url: str, reason: str, remedy: str) -> ValueError:

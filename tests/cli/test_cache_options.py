@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import typer
+from pydantic import SecretStr
 from typer.testing import CliRunner
 
 from prefixcache import Raw, Settings, TurboQuant
@@ -62,7 +63,8 @@ OTHERS = {  # one for each field of Settings: the flag's text, and what it means
     "spill_on_close": (False, False), "close_timeout": ("60", 60.0), "readers": ("7", 7),
     "allow_classes": (["a.B", "c.D"], ("a.B", "c.D")), "policy": ("adaptive", "adaptive"),
     "ssd_admission": ("second", "second"), "trace": ("/t", Path("/t")), "log_every": ("60", 60.0),
-    "remote": ("file:///z", "file:///z"), "remote_key_file": ("/k", Path("/k")), "remote_ca_file": ("/c", Path("/c")),
+    "remote": ("file:///z", SecretStr("file:///z")),
+    "remote_key_file": ("/k", Path("/k")), "remote_ca_file": ("/c", Path("/c")),
     "remote_admission": ("never", "never"), "remote_timeout": ("2", 2.0),
 }  # fmt: skip
 

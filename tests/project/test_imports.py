@@ -20,7 +20,6 @@ ROOT = PACKAGE.parent
 LEVELS = {
     "image_memory": -1,
     "byte_sizes": 0, "identity": 0, "image_format": 0, "kernels": 0, "keys": 0, "memory": 0,
-    "redaction": 0,
     "blocks": 1, "codecs": 1, "metrics": 1, "settings": 1, "trace": 1,
     "calibration": 2, "live": 2, "remote": 2, "ssd": 2,
     "layers": 3, "ranks": 3, "tiers": 3,
@@ -36,12 +35,12 @@ LEVELS = {
 ONLY = {
     "image_format": {"image_memory"}, "image_memory": set(), "keys": set(), "memory": {"image_memory"},
     "kernels": set(), "identity": set(),
-    "redaction": set(), "byte_sizes": set(), "settings": {"byte_sizes", "redaction"},
+    "byte_sizes": set(), "settings": {"byte_sizes"},
     "metrics": {"", "byte_sizes"},
     "blocks": {"keys", "image_format", "image_memory"},
     "trace": {"keys"},
     "ssd": {"byte_sizes", "keys", "image_format", "image_memory", "memory", "metrics", "blocks"},
-    "remote": {"keys", "image_format", "image_memory", "metrics", "redaction"},
+    "remote": {"keys", "image_format", "image_memory", "metrics"},
     "codecs": {"kernels"},
     "calibration": {"codecs"},
     "live": {"codecs", "memory"},
@@ -57,7 +56,7 @@ LATE = {("settings", "codecs"), ("metrics", "")}
 
 WITHOUT_MLX = [
     "keys", "image_format", "image_memory", "memory", "blocks", "settings", "ssd", "identity", "trace", "metrics", "tiers",
-    "remote", "redaction", "byte_sizes",
+    "remote", "byte_sizes",
 ]  # fmt: skip
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from prefixcache.redaction import redacted
-from prefixcache.remote.url import check_url, open_engine
+from prefixcache.remote.url import check_url, open_engine, redacted
 
 from .conftest import Open
 from .servers import certificates

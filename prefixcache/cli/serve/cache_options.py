@@ -15,7 +15,7 @@ import typer
 from pydantic import BeforeValidator, ValidationError
 from pydantic.fields import FieldInfo
 
-from prefixcache.settings import Settings, shown
+from prefixcache.settings import Settings, hidden
 
 Flags = Mapping[str, Any]  # what was given, by the field's name; None where it was not
 Command = TypeVar("Command", bound=Callable[..., None])
@@ -140,7 +140,7 @@ def _message(problem: Any, given: dict[str, Any]) -> str:
     text = str(problem["ctx"]["error"]) if is_ours else problem["msg"]
     if name not in given:
         return text if is_ours else f"{name}: {text}"
-    value = shown(given[name], name)
+    value = hidden(name, given[name])
     return (
         f"{flag_of(name)}{text[len(name) :]}" if text.startswith(f"{name}=") else f"{flag_of(name)} {value!r}: {text}"
     )
