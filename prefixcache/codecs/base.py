@@ -8,14 +8,12 @@ and joined by row. Called by `prefixcache.layers` only; nothing here knows block
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import mlx.core as mx
 
 from prefixcache.codecs.interchange import Array
-
-if TYPE_CHECKING:
-    from prefixcache.codecs.turboquant.levelling import Levels, PackedLevels  # which measures by way of these
+from prefixcache.codecs.levels import Levels, PackedLevels
 
 
 class Plane(NamedTuple):

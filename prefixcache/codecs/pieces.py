@@ -15,8 +15,8 @@ import numpy as np
 
 from prefixcache.codecs.base import Decoding, RowCodec
 from prefixcache.codecs.interchange import Array, bring_in, element, on_cpu
+from prefixcache.codecs.levels import Levels, PackedLevels
 from prefixcache.codecs.threads import SHARE, WORTH_A_THREAD, share_out
-from prefixcache.codecs.turboquant.levelling import Levels, PackedLevels
 
 
 class Piece(NamedTuple):

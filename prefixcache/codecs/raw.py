@@ -14,8 +14,8 @@ import numpy as np
 
 from prefixcache.codecs.base import Blocks, Decoding, Encoding, Plane, RowCodec, Stream, encode_blocks
 from prefixcache.codecs.interchange import Array, bring_in, check_capacity, check_rows, copy_out, element
+from prefixcache.codecs.levels import Levels
 from prefixcache.codecs.threads import SHARE, WORTH_A_THREAD, share_out
-from prefixcache.codecs.turboquant.levelling import Levels
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ import numpy as np
 from prefixcache.codecs import RawRows
 from prefixcache.codecs.base import Encoding, side_by_side
 from prefixcache.codecs.interchange import borrow, on_cpu
+from prefixcache.codecs.levels import Levels, neutral
 from prefixcache.codecs.threads import WORTH_A_THREAD, share_out
-from prefixcache.codecs.turboquant.levelling import Levels, measure_levels, neutral
+from prefixcache.codecs.turboquant.levelling import measure_levels
 from prefixcache.layers import levels
 from prefixcache.layers.adapters import Leaf, LiveCodes, arrays_in
 from prefixcache.layers.decoded import Decoded

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prefixcache.codecs.turboquant.levelling import Levels, PackedLevels
+from prefixcache.codecs.levels import Levels, PackedLevels
 from prefixcache.layers.image_layout import Group, Member, Tensors
 
 

@@ -14,10 +14,10 @@ import mlx.core as mx
 import numpy as np
 
 from prefixcache.codecs import RowCodec
+from prefixcache.codecs.levels import Levels
 from prefixcache.codecs.pieces import Piece
 from prefixcache.codecs.turboquant.codec import is_latent
 from prefixcache.codecs.turboquant.coding import Choice, Kind, LayerLevels
-from prefixcache.codecs.turboquant.levelling import Levels
 from prefixcache.layers import levels
 from prefixcache.layers.adapters import PARTS, PLAIN_CACHE, CacheError, Leaf
 from prefixcache.layers.image_layout import Plan

@@ -7,9 +7,9 @@ from typing import Any
 
 import mlx.core as mx
 
+from prefixcache.codecs.levels import Levels
 from prefixcache.codecs.pieces import Piece, decode
 from prefixcache.codecs.turboquant.coding import Choice
-from prefixcache.codecs.turboquant.levelling import Levels
 from prefixcache.image_format import Image
 from prefixcache.layers import levels, live_codes
 from prefixcache.layers.adapters import PARTS, Layout, adapter_of, blank

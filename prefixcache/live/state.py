@@ -10,9 +10,9 @@ import mlx.core as mx
 import numpy as np
 
 from prefixcache.codecs.interchange import borrow, copy_out, element
+from prefixcache.codecs.levels import Levels
 from prefixcache.codecs.packing import words_of
 from prefixcache.codecs.turboquant.coding import Choice, Kind, LayerLevels, Run
-from prefixcache.codecs.turboquant.levelling import Levels
 from prefixcache.live.buffers import Alignment, CodeBuffer, FirstRows, RecentRows, RowBuffer, Two
 from prefixcache.live.layer import CodedLayer
 

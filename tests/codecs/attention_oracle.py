@@ -7,9 +7,9 @@ import numpy as np
 
 from prefixcache.codecs.coded_rows import CodedRows
 from prefixcache.codecs.interchange import borrow
+from prefixcache.codecs.levels import Levels
 from prefixcache.codecs.turboquant import numpy_rows as turboquant_numpy
 from prefixcache.codecs.turboquant.format import Form
-from prefixcache.codecs.turboquant.levelling import Levels
 
 
 def encode_rows(keys, values, key_form: Form, value_form: Form, key_levels=None, value_levels=None):

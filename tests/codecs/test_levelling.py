@@ -9,17 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from roundtrip import as_float64, rows_of
 
+from prefixcache.codecs.levels import Levels, PackedLevels, neutral
 from prefixcache.codecs.turboquant import levelling
 from prefixcache.codecs.turboquant.codec import TurboQuantRows
-from prefixcache.codecs.turboquant.levelling import (
-    FLOOR,
-    LEAST_ROWS,
-    POWER,
-    Levels,
-    PackedLevels,
-    measure_levels,
-    neutral,
-)
+from prefixcache.codecs.turboquant.levelling import FLOOR, LEAST_ROWS, POWER, measure_levels
 
 ERROR = {1: 0.45, 2: 0.13, 3: 0.040, 4: 0.0115, 8: 1.5e-4}  # relative squared error of a levelled row, with room
 

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from roundtrip import rows_of
 
 from prefixcache.codecs import pieces
+from prefixcache.codecs.levels import Levels
 from prefixcache.codecs.pieces import Piece, decode
 from prefixcache.codecs.raw import RawRows
 from prefixcache.codecs.threads import set_threads, threads
 from prefixcache.codecs.turboquant.codec import TurboQuantRows
-from prefixcache.codecs.turboquant.levelling import Levels, measure_levels
+from prefixcache.codecs.turboquant.levelling import measure_levels
 
 HEADS, WIDTH = 3, 64
 

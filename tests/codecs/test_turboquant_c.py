@@ -14,13 +14,13 @@ from roundtrip import BITS, FLOATS
 
 from prefixcache.codecs.base import Decoding, Encoding
 from prefixcache.codecs.interchange import Array, element
+from prefixcache.codecs.levels import Levels
 from prefixcache.codecs.packing import words_of
 from prefixcache.codecs.threads import set_threads
 from prefixcache.codecs.threads import threads as most_threads
 from prefixcache.codecs.turboquant import c_rows as turboquant_c
 from prefixcache.codecs.turboquant import numpy_rows as turboquant_numpy
 from prefixcache.codecs.turboquant.format import Form, form_of
-from prefixcache.codecs.turboquant.levelling import Levels
 
 WIDTHS = (32, 48, 64, 72, 80, 96, 112, 120, 128, 160, 192, 224, 256, 512, 576, 1024)
 FORM = form_of(128, 4, 0)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from prefixcache.codecs.coded_rows import CodedRows
+from prefixcache.codecs.levels import Levels
 from prefixcache.codecs.turboquant import gpu_attention as turboquant_gpu_attention
 from prefixcache.codecs.turboquant import gpu_rows as turboquant_gpu
 from prefixcache.codecs.turboquant.format import form_of
-from prefixcache.codecs.turboquant.levelling import Levels
 from prefixcache.kernels import turboquant_attention, turboquant_encode, turboquant_encode_pair
 from tests.codecs import attention_oracle
 

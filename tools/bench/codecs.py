@@ -19,13 +19,14 @@ import mlx.core as mx
 import numpy as np
 
 from prefixcache.codecs.base import Decoding, Encoding
+from prefixcache.codecs.levels import Levels
 from prefixcache.codecs.packing import words_of
 from prefixcache.codecs.threads import set_threads
 from prefixcache.codecs.threads import threads as most_threads
 from prefixcache.codecs.turboquant import c_rows as turboquant_c
 from prefixcache.codecs.turboquant import numpy_rows as turboquant_numpy
 from prefixcache.codecs.turboquant.format import Form, form_of
-from prefixcache.codecs.turboquant.levelling import Levels, measure_levels
+from prefixcache.codecs.turboquant.levelling import measure_levels
 from tools.bench import report
 from tools.bench.report import Figure
 

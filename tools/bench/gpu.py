@@ -22,9 +22,9 @@ if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from prefixcache import PrefixCache, TurboQuant
+from prefixcache.codecs.levels import Levels
 from prefixcache.codecs.turboquant import gpu_rows as turboquant_gpu
 from prefixcache.codecs.turboquant.format import form_of
-from prefixcache.codecs.turboquant.levelling import Levels
 from tools.bench import report
 from tools.bench.report import Figure
 

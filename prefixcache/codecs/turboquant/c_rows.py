@@ -13,7 +13,7 @@ import platform
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -21,13 +21,11 @@ import numpy as np
 from prefixcache.codecs.base import Decoding, Encoding
 from prefixcache.codecs.c_library import address_of, load
 from prefixcache.codecs.interchange import FLOATS, Array, element
+from prefixcache.codecs.levels import Levels
 from prefixcache.codecs.packing import words_of
 from prefixcache.codecs.threads import SHARE, WORTH_A_THREAD, share_out
 from prefixcache.codecs.turboquant.format import Form
 from prefixcache.codecs.turboquant.rotation import table_of
-
-if TYPE_CHECKING:
-    from prefixcache.codecs.turboquant.levelling import Levels  # which measures by way of these
 
 PATHS = ("portable", "avx2", "avx512")  # in the order of the kernel's own numbers, slowest first
 SPOKEN = {

@@ -16,12 +16,13 @@ import numpy as np
 
 from prefixcache.codecs.base import Blocks, Decoding, Encoding, Plane, RowCodec, Stream, encode_blocks, side_by_side
 from prefixcache.codecs.interchange import FLOATS, Array, borrow, bring_in, check_capacity, check_rows, element
+from prefixcache.codecs.levels import LazyLevels, Levels, PackedLevels
 from prefixcache.codecs.packing import words_of
 from prefixcache.codecs.raw import RawRows
 from prefixcache.codecs.turboquant import backends, gpu_rows
 from prefixcache.codecs.turboquant.codebook import CODEBOOKS
 from prefixcache.codecs.turboquant.format import Form, form_of
-from prefixcache.codecs.turboquant.levelling import LazyLevels, Levels, PackedLevels, measure_levels_lazily
+from prefixcache.codecs.turboquant.levelling import measure_levels_lazily
 
 # Below this the scale costs more than half a bit a value, and rotated values are no longer close to normal.
 LEAST_WIDTH = 32

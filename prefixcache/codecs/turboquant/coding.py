@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from prefixcache.codecs.base import RowCodec
 from prefixcache.codecs.interchange import FLOATS
+from prefixcache.codecs.levels import Levels
 from prefixcache.codecs.turboquant.codec import LEAST_WIDTH, TurboQuant, TurboQuantRows
 from prefixcache.codecs.turboquant.format import Form, form_of
-from prefixcache.codecs.turboquant.levelling import Levels
 
 RECENT = 64  # last rows that attention sees uncoded: most of what codes cost is lost on the nearest rows
 MOST_RECENT = 4096

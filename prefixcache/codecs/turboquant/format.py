@@ -5,7 +5,7 @@ exact (integers, powers of two, comparisons), so a back end may do it in any ord
 
 Encoding a row x of d values:
 
-0. x = (x - mean) * weight, channel by channel, where the row is levelled (`levelling.Levels`); else mean is 0, weight 1.
+0. x = (x - mean) * weight, channel by channel, where the row is levelled (`levels.Levels`); else mean is 0, weight 1.
 1. top = the largest exponent field of |x|'s float32 bits. top = 255 (NaN or inf): the row is kept as *not a number*,
    scale NaN, codes 0. top = 0 (zeros, or float32 subnormals only): scale 0, codes 0.
 2. Values whose exponent field is below max(1, top - 100) count as zero. Multiply by 2**(128 - top): the largest lies in
@@ -35,16 +35,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from prefixcache.codecs.interchange import Array
+from prefixcache.codecs.levels import Levels
 from prefixcache.codecs.turboquant.codebook import CODEBOOKS, Codebook
 from prefixcache.codecs.turboquant.rotation import Rotation
-
-if TYPE_CHECKING:
-    from prefixcache.codecs.turboquant.levelling import Levels  # which measures by way of these
 
 NAN_SCALE = 0x7FC0
 LARGEST_SCALE = 0x7F7F

@@ -13,20 +13,10 @@ import mlx.core as mx
 import numpy as np
 
 from prefixcache.codecs.interchange import Array, borrow, element, name_of
+from prefixcache.codecs.levels import DIVISORS, MOST_STEPS, STEPS, LazyLevels, Levels
 from prefixcache.codecs.packing import words_of
 from prefixcache.codecs.turboquant.format import Form
-from prefixcache.codecs.turboquant.levelling import (
-    DIVISORS,
-    FAR,
-    FLOOR,
-    LEAST_ROWS,
-    MOST_STEPS,
-    POWER,
-    STEPS,
-    LazyLevels,
-    Levels,
-    measure_levels_lazily,
-)
+from prefixcache.codecs.turboquant.levelling import FAR, FLOOR, LEAST_ROWS, POWER, measure_levels_lazily
 from prefixcache.kernels import (
     turboquant_decode,
     turboquant_encode,

@@ -1,112 +1,32 @@
-"""Levelling: each channel of a head is brought nearer to the others before its row is rotated.
+"""Measuring levels: each channel of a head is brought nearer to the others before its row is rotated.
 
 A key channel with a huge constant (Qwen2's k_proj bias) or a large spread would otherwise own the row: rotation spreads
 it over every value, and the code is spent on what all keys have in common. The levels are those of the rows that are
 coded together, a block's, and stand beside their codes: keys after RoPE have other means at every position, and text
-differs. Here is what they are, how they are measured, and the numbers that images have of them; `layers` decides of which
-rows. Decision 0017 says why.
+differs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
+from prefixcache.codecs.c_library import address_of
 from prefixcache.codecs.interchange import Array, as_float32, borrow, on_cpu
-from prefixcache.codecs.turboquant.c_measure import channel_statistics
+from prefixcache.codecs.levels import MOST_STEPS, STEPS, LazyLevels, Levels, PackedLevels, bf16_bits, neutral
+from prefixcache.codecs.threads import SHARE, WORTH_A_THREAD, share_out
+from prefixcache.codecs.turboquant.c_rows import DTYPES, MEASURING, loaded, path_number
 
 LEAST_ROWS = 64  # fewer give a mean and spreads too rough to code by
 FAR = 16.0  # times the median of the rows' squared sizes, in deviations: such rows don't count
 FLOOR = 0.1  # of the head's median spread: a channel that hardly moved may yet
-STEPS = 16  # of a divisor, to each factor of two
-MOST_STEPS = 255
 POWER = 0.45  # of a spread in its divisor: for white error .5 is best, on a pretrained model less, down to .25
 
-DIVISORS = (2.0 ** (np.arange(MOST_STEPS + 1) / STEPS)).astype(np.float32)  # by their number of steps
-
-
-class PackedLevels(NamedTuple):
-    """Levels in the numbers that images have: `mean` bf16's bits as uint16, None where rows aren't centred, and `steps`
-    uint8, the divisors as numbers of steps of 2**(1/16). Both (heads, width), or (blocks, heads, width)."""
-
-    mean: Array | None
-    steps: Array
-
-    def block(self, i: int) -> PackedLevels:
-        """Those of one of several blocks."""
-        return PackedLevels(self.mean[i] if self.mean is not None else None, self.steps[i])
-
-    @classmethod
-    def joined(cls, several: Sequence[PackedLevels]) -> PackedLevels:
-        """One after the other, by heads. All have a mean, or none."""
-        means = [one.mean for one in several if one.mean is not None]
-        return cls(np.concatenate(means) if means else None, np.concatenate([one.steps for one in several]))
-
-
-class LazyLevels(NamedTuple):
-    """The same on MLX's device, (heads, width), lazy: mean bf16 (zeros where rows aren't centred), steps uint8."""
-
-    mean: mx.array
-    steps: mx.array
-
-    def packed(self, centred: bool) -> PackedLevels:
-        """Evaluated; views of MLX's memory."""
-        return PackedLevels(borrow(self.mean) if centred else None, borrow(self.steps))
-
-
-@dataclass(frozen=True, eq=False)
-class Levels:
-    """Per head and channel: what to subtract, and what to divide by then. Both float32 (heads, width).
-
-    `divisor` is 1 or more: levelled values are never larger than centred ones, so nothing overflows on the way.
-    """
-
-    mean: Array
-    divisor: Array
-
-    @cached_property
-    def weight(self) -> Array:
-        """float32 (heads, width): 1 / divisor, rounded once."""
-        return np.float32(1) / self.divisor
-
-    def of(self, first: int, heads: int) -> Levels:
-        """The levels of some of the heads."""
-        return Levels(self.mean[first : first + heads], self.divisor[first : first + heads])
-
-    @classmethod
-    def joined(cls, several: Sequence[Levels]) -> Levels:
-        """One after the other, by heads."""
-        if len(several) == 1:
-            return several[0]
-        return cls(np.concatenate([part.mean for part in several]), np.concatenate([part.divisor for part in several]))
-
-    @classmethod
-    def interleaved(cls, several: Sequence[Levels]) -> Levels:
-        """Those of blocks of the same heads: first all of the first head."""
-        mean, divisor = (np.stack([getattr(part, name) for part in several], axis=1) for name in ("mean", "divisor"))
-        return cls(mean.reshape(-1, mean.shape[-1]), divisor.reshape(-1, divisor.shape[-1]))
-
-    def packed(self) -> PackedLevels:
-        """In the numbers that images have, with a mean. What was measured comes back from them to the bit."""
-        steps = np.rint(np.log2(self.divisor.astype(np.float64)) * STEPS).astype(np.uint8)
-        return PackedLevels(_bf16_bits(self.mean), steps)
-
-    @classmethod
-    def unpacked(cls, packed: PackedLevels) -> Levels:
-        """The inverse of `packed`; without a mean it is zero."""
-        divisor = DIVISORS[packed.steps]
-        mean = as_float32(packed.mean, "bfloat16") if packed.mean is not None else np.zeros_like(divisor)
-        return cls(mean, divisor)
-
-
-def neutral(heads: int, width: int) -> Levels:
-    """Levels that give the very codes that rows have without any."""
-    return Levels(np.zeros((heads, width), np.float32), np.ones((heads, width), np.float32))
+TILE = 16  # channels that the kernel takes at a time
+_NUMBERS = {np.dtype(np.float16): 0, np.dtype(np.uint16): 1, np.dtype(np.float32): 2}  # in the order of DTYPES
+assert len(_NUMBERS) == len(DTYPES)
 
 
 def measure_levels(rows: Array | mx.array | Sequence[Array], centred: bool) -> Levels:
@@ -132,7 +52,7 @@ def measure_levels(rows: Array | mx.array | Sequence[Array], centred: bool) -> L
     with np.errstate(invalid="ignore", divide="ignore"):
         steps = np.rint(np.log2(spread / least) * (STEPS * POWER))
     steps = np.where(finite & (least > 0), np.clip(steps, 0, MOST_STEPS), 0).astype(np.uint8)
-    return Levels.unpacked(PackedLevels(_bf16_bits(np.where(finite, mean, 0)) if centred else None, steps))
+    return Levels.unpacked(PackedLevels(bf16_bits(np.where(finite, mean, 0)) if centred else None, steps))
 
 
 def measure_levels_lazily(rows: mx.array, centred: bool, firsts: Sequence[int] = (0,)) -> LazyLevels:
@@ -199,7 +119,49 @@ def _centres_and_spreads_lazily(
     return mx.where(enough, mean, mx.nan), spread
 
 
-def _bf16_bits(values: Array) -> Array:
-    """float32 -> the bits of the nearest bf16, ties to even, uint16."""
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32).astype(np.uint64)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+# -- sums of channels: float32, token by token, in C and in NumPy and on every processor: the same means and spreads --------
+
+
+def channel_statistics(parts: Sequence[Array], centred: bool) -> tuple[Array, Array, Array]:
+    """Parts (tokens, heads, width) side by side -> by head and channel the mean, 0 where rows aren't `centred`, and the mean
+    absolute deviation, (all heads, width); by row its mean squared deviation, each channel's in spreads (where one is 0: in
+    ones), (all heads, tokens).
+
+    Rows are one or more, of float32, float16 or bf16's bits (uint16), strided as they may be; results are float32. What is
+    not finite makes its channels and its row so. ValueError for other elements.
+    """
+    for rows in parts:
+        if rows.dtype not in _NUMBERS:
+            raise ValueError(f"rows of {rows.dtype}: these are float32, float16 or bf16's bits as uint16")
+    tokens, _, width = parts[0].shape
+    library, _ = loaded()
+    if library is None or width % TILE or not all(rows.size and rows.strides[2] == rows.itemsize for rows in parts):
+        return channel_statistics_numpy(parts, centred)
+    heads = sum(rows.shape[1] for rows in parts)
+    mean, spread = np.empty((2, heads, width), np.float32)
+    size = np.empty((heads, tokens), np.float32)
+    jobs, at = [], 0
+    for rows in parts:
+        if rows.shape != (tokens, rows.shape[1], width):
+            raise ValueError(f"rows of shape {rows.shape} beside {tokens} tokens of width {width}")
+        where = (address_of(mean[at:]), address_of(spread[at:]), address_of(size[at:]))
+        shape = (tokens, rows.shape[1], width, _NUMBERS[rows.dtype], centred)
+        jobs.append(MEASURING.pack(address_of(rows), *rows.strides[:2], *where, *shape))
+        at += rows.shape[1]
+    packed, function, path = b"".join(jobs), library.turboquant_measure, path_number()
+    nbytes = sum(rows.nbytes for rows in parts)
+    share = -(-heads * SHARE // nbytes)
+    share_out(heads, share, nbytes // WORTH_A_THREAD, lambda first, last: function(packed, first, last, path))
+    return mean, spread, size
+
+
+def channel_statistics_numpy(parts: Sequence[Array], centred: bool) -> tuple[Array, Array, Array]:
+    """The same without a compiler; sizes differ in their last bits."""
+    rows = np.concatenate(parts, axis=1)
+    rows = as_float32(rows, "bfloat16" if rows.dtype == np.uint16 else rows.dtype.name)
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        mean = rows.mean(0) if centred else np.zeros(rows.shape[1:], np.float32)
+        apart = rows - mean
+        spread = np.abs(apart).mean(0)
+        size = np.square(apart / np.where(spread > 0, spread, 1)).mean(2)
+    return mean, spread, size.T

@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 
 from prefixcache.codecs.interchange import Array, element
+from prefixcache.codecs.levels import Levels
 from prefixcache.codecs.packing import pack_columns, unpack_centroids
 from prefixcache.codecs.turboquant.format import LARGEST, LARGEST_SCALE, NAN_SCALE, Form
-from prefixcache.codecs.turboquant.levelling import Levels
 
 CHUNK_VALUES = 1 << 16
 _INT16_MAX = 32767

@@ -1,0 +1,107 @@
+"""Levels: what each channel of a head is brought nearer to the others by before its rows are rotated.
+
+Here is what they are, and the numbers that images have of them. `turboquant.levelling` measures them, `layers` decides of
+which rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from prefixcache.codecs.interchange import Array, as_float32, borrow
+
+STEPS = 16  # of a divisor, to each factor of two
+MOST_STEPS = 255
+
+DIVISORS = (2.0 ** (np.arange(MOST_STEPS + 1) / STEPS)).astype(np.float32)  # by their number of steps
+
+
+class PackedLevels(NamedTuple):
+    """Levels in the numbers that images have: `mean` bf16's bits as uint16, None where rows aren't centred, and `steps`
+    uint8, the divisors as numbers of steps of 2**(1/16). Both (heads, width), or (blocks, heads, width)."""
+
+    mean: Array | None
+    steps: Array
+
+    def block(self, i: int) -> PackedLevels:
+        """Those of one of several blocks."""
+        return PackedLevels(self.mean[i] if self.mean is not None else None, self.steps[i])
+
+    @classmethod
+    def joined(cls, several: Sequence[PackedLevels]) -> PackedLevels:
+        """One after the other, by heads. All have a mean, or none."""
+        means = [one.mean for one in several if one.mean is not None]
+        return cls(np.concatenate(means) if means else None, np.concatenate([one.steps for one in several]))
+
+
+class LazyLevels(NamedTuple):
+    """The same on MLX's device, (heads, width), lazy: mean bf16 (zeros where rows aren't centred), steps uint8."""
+
+    mean: mx.array
+    steps: mx.array
+
+    def packed(self, centred: bool) -> PackedLevels:
+        """Evaluated; views of MLX's memory."""
+        return PackedLevels(borrow(self.mean) if centred else None, borrow(self.steps))
+
+
+@dataclass(frozen=True, eq=False)
+class Levels:
+    """Per head and channel: what to subtract, and what to divide by then. Both float32 (heads, width).
+
+    `divisor` is 1 or more: levelled values are never larger than centred ones, so nothing overflows on the way.
+    """
+
+    mean: Array
+    divisor: Array
+
+    @cached_property
+    def weight(self) -> Array:
+        """float32 (heads, width): 1 / divisor, rounded once."""
+        return np.float32(1) / self.divisor
+
+    def of(self, first: int, heads: int) -> Levels:
+        """The levels of some of the heads."""
+        return Levels(self.mean[first : first + heads], self.divisor[first : first + heads])
+
+    @classmethod
+    def joined(cls, several: Sequence[Levels]) -> Levels:
+        """One after the other, by heads."""
+        if len(several) == 1:
+            return several[0]
+        return cls(np.concatenate([part.mean for part in several]), np.concatenate([part.divisor for part in several]))
+
+    @classmethod
+    def interleaved(cls, several: Sequence[Levels]) -> Levels:
+        """Those of blocks of the same heads: first all of the first head."""
+        mean, divisor = (np.stack([getattr(part, name) for part in several], axis=1) for name in ("mean", "divisor"))
+        return cls(mean.reshape(-1, mean.shape[-1]), divisor.reshape(-1, divisor.shape[-1]))
+
+    def packed(self) -> PackedLevels:
+        """In the numbers that images have, with a mean. What was measured comes back from them to the bit."""
+        steps = np.rint(np.log2(self.divisor.astype(np.float64)) * STEPS).astype(np.uint8)
+        return PackedLevels(bf16_bits(self.mean), steps)
+
+    @classmethod
+    def unpacked(cls, packed: PackedLevels) -> Levels:
+        """The inverse of `packed`; without a mean it is zero."""
+        divisor = DIVISORS[packed.steps]
+        mean = as_float32(packed.mean, "bfloat16") if packed.mean is not None else np.zeros_like(divisor)
+        return cls(mean, divisor)
+
+
+def neutral(heads: int, width: int) -> Levels:
+    """Levels that give the very codes that rows have without any."""
+    return Levels(np.zeros((heads, width), np.float32), np.ones((heads, width), np.float32))
+
+
+def bf16_bits(values: Array) -> Array:
+    """float32 -> the bits of the nearest bf16, ties to even, uint16."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
