@@ -50,7 +50,6 @@ from prefixcache.settings import Settings
 from prefixcache.ssd import Ssd
 from prefixcache.ssd.awaited import AwaitedDisk, why_absent
 from prefixcache.ssd.directory import rank_folder, refusal
-from prefixcache.ssd.selection import Selection
 from prefixcache.store_fetch_remove.agreed import depths_of_all, taken_by_all
 from prefixcache.store_fetch_remove.fetch import PinnedPrompt, discard_damaged, discard_hit, fill_read_ahead, find
 from prefixcache.store_fetch_remove.image_maker import LiveMaker
@@ -59,6 +58,7 @@ from prefixcache.store_fetch_remove.numbers import check_leave, number, seconds
 from prefixcache.store_fetch_remove.pins import Pinned, Pins
 from prefixcache.store_fetch_remove.pruning import Deleted, clear_namespaces, prune_namespaces, prune_tier, roots_meant
 from prefixcache.store_fetch_remove.remove import remove, remove_following
+from prefixcache.store_fetch_remove.selection import Selection
 from prefixcache.store_fetch_remove.stats import collect_stats
 from prefixcache.store_fetch_remove.store import Store
 from prefixcache.tiers.idle import Idle
@@ -71,7 +71,6 @@ from prefixcache.trace.recording import Recorder
 
 log = logging.getLogger("prefixcache")
 
-QUEUE_SHARE = 4  # spill_queue="auto" is a 4th of the RAM budget
 RECENCY_FLUSH_INTERVAL = 60.0  # seconds after which a hit tells the index what was used
 RECENCY_FLUSH_SLOTS = 8192  # or so many that it has not heard of
 LONGEST = 1 << 24  # tokens that a fetch leaves room for
@@ -212,7 +211,7 @@ class PrefixCache:
         limit = self.settings.ssd_bytes(directory)
         if self.settings.ssd == "auto":
             limit //= self.sharing
-        queue = self.settings.spill_queue if self.settings.spill_queue != "auto" else max(ram // QUEUE_SHARE, 1)
+        queue = self.settings.queue_bytes(ram)
         tier = self._storage.add_tier()
         ssd = Ssd(
             directory,
@@ -790,8 +789,8 @@ class PrefixCache:
         if "ssd" in sizes and self._ssd is None:
             raise ValueError(f"ssd={ssd!r}: this cache was opened without an SSD; open another with ssd_dir")
         if "ram" in sizes:
-            if self._ssd is not None and self.settings.spill_queue == "auto":
-                self._ssd.resize_queue(max(sizes["ram"] // QUEUE_SHARE, 1))
+            if self._ssd is not None:
+                self._ssd.resize_queue(self.settings.queue_bytes(sizes["ram"]))
             self._storage.ram.resize(sizes["ram"], self.settings.spill_wait if wait is None else wait, asked=True)
             give_back()
         if "ssd" in sizes:

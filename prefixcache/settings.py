@@ -40,6 +40,7 @@ def ram_auto(memory: int, weights: int = 0) -> int:
     return max(min(memory // 4, memory - memory // 8 - weights), memory // 64)
 
 
+QUEUE_SHARE = 4  # spill_queue="auto" is a 4th of the RAM budget
 IDLE_SHARE, IDLE_LEAST = 10, 10**9  # spill_idle="auto" is a 10th of the SSD's limit, or so many bytes
 BASIS_DIR = Path("~/.cache/prefixcache-bases")  # one for all servers of a user: a basis is of a model, not of a cache
 
@@ -250,6 +251,10 @@ class Settings(BaseSettings):
         if self.ssd_reserve != "auto":
             return self.ssd_reserve
         return min(shutil.disk_usage(_existing(directory)).total // 20, 4 * 10**9)
+
+    def queue_bytes(self, ram: int) -> int:
+        """Return how many bytes may wait for the SSD, beside a RAM budget of `ram`."""
+        return ram // QUEUE_SHARE if self.spill_queue == "auto" else self.spill_queue
 
     def idle_bytes(self, limit: int) -> int:
         """What may be written in a day while nobody asks, to an SSD of this limit."""

@@ -164,16 +164,12 @@ class Graph:
         return self.slot_bytes + len(slot.suffix)
 
     def attach(self, slot: Slot, reservation: Reservation) -> bool:
-        """Give a new slot its place. False, and nothing done, when its key or its place is taken: that of a window by another
-        with the same rows.
-        """
+        """Give a new slot its place. False, and nothing done, when its key or its place is taken."""
         node = slot.node
         if slot.kind == SNAPSHOT:
             taken = slot.suffix in node.snapshots
-        elif slot.kind == WINDOW:
-            taken = any(window.mask == slot.mask for window in node.windows)
         else:
-            taken = node.rows is not None
+            taken = slot.kind == ROWS and node.rows is not None  # a window's key says which rows it has
         if taken or (slot.kind, slot.key) in self.slots:
             return False
         reservation.spend(nodes=self.slot_cost(slot))

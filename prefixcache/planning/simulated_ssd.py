@@ -85,9 +85,6 @@ class SimulatedSsd:
     def failed(self) -> int:
         return 0
 
-    def takes(self, nbytes: int) -> bool:
-        return self._queue.takes(nbytes)
-
     def has_room(self, nbytes: int) -> bool:
         return self._queue.has_room(nbytes)
 

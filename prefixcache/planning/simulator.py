@@ -43,7 +43,6 @@ from prefixcache.tiers.prompt import Hit, Prompt, count_hit, take_hit
 from prefixcache.tiers.storage import Storage
 from prefixcache.trace.reading import Request
 
-QUEUE_SHARE = 4  # as PrefixCache with spill_queue="auto"
 EVERY = 64  # requests between two calls of `progress`
 MIXER = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / the golden ratio: odd, and products of near numbers stay apart
 
@@ -195,7 +194,9 @@ class Simulation:
         storage.namespaces[root] = namespace
         if ssd:
             tier = storage.add_tier()
-            self.ssd = SimulatedSsd(ssd, max(storage.budget.limit // QUEUE_SHARE, 1), partial(storage.written, tier))
+            self.ssd = SimulatedSsd(
+                ssd, storage.settings.queue_bytes(storage.budget.limit), partial(storage.written, tier)
+            )
             storage.open_tier(tier, self.ssd, [namespace])
             storage.changed = _Turns(self.ssd)  # type: ignore[assignment]
         self.namespace = namespace

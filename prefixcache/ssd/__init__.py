@@ -1,5 +1,5 @@
-"""The SSD tier: images as files, an index beside them, a limit that holds. `Ssd` is for the cache; `survey`, `reconcile`,
-`prune` and `clear` are for the admin command. No MLX here.
+"""The SSD tier: images as files, an index beside them, a limit that holds. `Ssd` is for the cache; `survey`, `reconcile` and
+`clear` are for the admin command. No MLX here.
 """
 
 from prefixcache.ssd.clearing import Cleared, clear
@@ -14,9 +14,7 @@ from prefixcache.ssd.errors import (
     SsdError,
     Unreadable,
 )
-from prefixcache.ssd.pruning import Pruned, prune
 from prefixcache.ssd.reconcile import Finding, Report, reconcile
-from prefixcache.ssd.selection import NoSuchNamespace, Selection
 from prefixcache.ssd.survey import Count, NamespaceSurvey, Span, Survey, survey
 from prefixcache.ssd.tier import Ssd, SsdStats
 
@@ -34,10 +32,7 @@ __all__ = [
     "NamespaceRow",
     "NamespaceSurvey",
     "NewerFormat",
-    "NoSuchNamespace",
-    "Pruned",
     "Report",
-    "Selection",
     "Span",
     "Ssd",
     "SsdError",
@@ -45,7 +40,6 @@ __all__ = [
     "Survey",
     "Unreadable",
     "clear",
-    "prune",
     "reconcile",
     "survey",
 ]

@@ -195,17 +195,8 @@ class Queue:
         with self._lock:
             return self._failed
 
-    def takes(self, nbytes: int) -> bool:
-        """Whether a write of so many bytes would be taken now, if the directory has room. No is counted as a refusal."""
-        with self._lock:
-            if not self._has_room(nbytes):
-                self._dropped += 1
-                self._failed += self._stuck  # for a flush that waits for what was refused
-                return False
-            return True
-
     def has_room(self, nbytes: int) -> bool:
-        """As `takes`, only asked."""
+        """Whether a write of so many bytes would be taken now, if the directory has room."""
         with self._lock:
             return self._has_room(nbytes)
 

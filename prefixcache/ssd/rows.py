@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from prefixcache import keys
-from prefixcache.image_format import CHECKSUM_DIGITS, KINDS
+from prefixcache.image_format import CHECKSUM_DIGITS, KINDS, SNAPSHOT
 from prefixcache.memory import collector_at_rest
 from prefixcache.ssd.entries import BOUNDS, Address, Entry, NamespaceRow
 from prefixcache.ssd.errors import IndexBroken
@@ -59,6 +59,27 @@ def read_entries(connection: sqlite3.Connection) -> list[Entry]:
     if len({entry.namespace for entry in entries}) != len(roots):
         raise IndexBroken("a namespace without an image")
     return entries
+
+
+def read_places(connection: sqlite3.Connection, root: bytes) -> Iterator[Entry]:
+    """Yield a namespace's entries, parents first, without what only a reader of files needs.
+
+    Tokens take nearly all of the memory, and tell places apart beside a snapshot only, whose suffix is compared with them.
+    Elsewhere, and where they don't give the key, the key stands in their place: it is another one for each sibling.
+    """
+    (number,) = connection.execute("SELECT id FROM namespace WHERE root = ?", [root]).fetchone()
+    rows = connection.execute(
+        "SELECT kind, key, parent, start, length, nbytes, disk, used, used_at, "
+        "CASE WHEN parent IN (SELECT parent FROM image WHERE namespace = ?1 AND kind = ?2) "
+        "THEN (SELECT tokens FROM tokens WHERE tokens.id = image.id) END "
+        "FROM image WHERE namespace = ?1 ORDER BY start, kind",
+        [number, NUMBER[SNAPSHOT]],
+    )
+    for kind, key, parent, start, length, nbytes, disk, used, used_at, packed in rows:
+        tokens = key
+        if packed is not None and keys.chain(parent, unpacked := unpack(packed, length)) == key:
+            tokens = unpacked
+        yield Entry(KINDS[kind], key, root, parent, start, tokens, nbytes, "", disk, used, 0.0, 0, "", used_at)
 
 
 def read_addresses(connection: sqlite3.Connection) -> set[Address]:

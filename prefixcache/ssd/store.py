@@ -10,8 +10,9 @@ import errno
 import logging
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import islice
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from prefixcache.ssd.directory import (
     disk_of,
     identity_at,
     refusal,
+    remove_empty_folders,
     remove_folder,
     sync_folder,
     tree_size,
@@ -237,6 +239,24 @@ class Store:
         excess = held.quarantine - self.ledger.limit // QUARANTINE_SHARE
         if excess > 0:
             self.ledger.quarantine(-self.quarantine.prune(excess))
+
+    def delete(self, addresses: Iterable[Address], progress: Callable[[int], None]) -> None:
+        """Delete rows, then files, then folders that are empty, in transactions of a bounded size; after each one `progress`
+        is told how many images are deleted.
+        """
+        folders, rest, count = set(), iter(addresses), 0
+        while chunk := list(islice(rest, self.ledger.rows)):
+            with self.index.transaction():
+                self.index.remove(chunk)
+            for address in chunk:
+                remove_file(self.directory.file(address))
+                folders.add(self.directory.folder(address))
+            self.maintain()
+            count += len(chunk)
+            progress(count)
+        remove_empty_folders(folders)
+        self.shrink_index()
+        self.index.checkpoint()
 
     def shrink_index(self) -> None:
         """Give the file system the pages of the index that deletions left free."""

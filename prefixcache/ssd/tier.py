@@ -156,12 +156,8 @@ class Ssd:
         """So many bytes may wait from now on."""
         self._queue.resize(queue_bytes)
 
-    def takes(self, nbytes: int) -> bool:
-        """Whether the queue would take a write of so many bytes now."""
-        return self._queue.takes(nbytes)
-
     def has_room(self, nbytes: int) -> bool:
-        """The same, and no is not counted as a refusal."""
+        """Whether the queue would take a write of so many bytes now."""
         return self._queue.has_room(nbytes)
 
     def footprint(self, nbytes: int) -> int:

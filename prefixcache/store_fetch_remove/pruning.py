@@ -1,5 +1,5 @@
 """Deleting many images of a running cache: of one model, one tenant, one namespace; what was not used since a time; and the
-SSD's least recent until it takes no more than a size. `ssd.pruning` does it to a directory that nobody has open.
+SSD's least recent until it takes no more than a size. `prune_directory` does it to a directory that nobody has open.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from prefixcache.blocks.node import Slot, rank
 from prefixcache.keys import root_key
 from prefixcache.ssd import Address
-from prefixcache.ssd.selection import Selection, selected_namespaces
+from prefixcache.store_fetch_remove.selection import Selection, selected_namespaces
 from prefixcache.tiers.lower_tier import LowerTier
 from prefixcache.tiers.storage import Storage, root_of
 

@@ -13,8 +13,8 @@ from prefixcache.blocks.node import RAM, Node, Slot, dependencies
 from prefixcache.byte_sizes import size
 from prefixcache.image_format import ROWS, WINDOW, Image
 from prefixcache.ssd import Address, Cancelled, Entry
-from prefixcache.ssd.loading import parent_of, place_entry
 from prefixcache.tiers.admission import Claim
+from prefixcache.tiers.loading import parent_of, place_entry
 from prefixcache.tiers.state import StorageState
 from prefixcache.tiers.tier import Tier
 
@@ -273,10 +273,10 @@ class LowerTier:
     def _write(self, slot: Slot, spilled: Slot) -> bool:
         """Queue one image, for the sake of `spilled`, which may be another that depends on it."""
         tier = self.tier
-        if slot.image is None or not tier.takes(slot.nbytes):
+        if slot.image is None:
             return False
-        if not self._make_room(tier.footprint(slot.nbytes), slot, spilled):
-            return False
+        if tier.has_room(slot.nbytes) and not self._make_room(tier.footprint(slot.nbytes), slot, spilled):
+            return False  # a tier without room in its queue refuses below, and counts that
         entry = entry_of(slot)
         if not tier.write(entry, self._state.namespaces[entry.namespace].row, slot.image):
             return False

@@ -51,14 +51,11 @@ class Tier(Protocol):
     def has_room(self, nbytes: int) -> bool:
         """Whether its queue would take a write of so many bytes now."""
 
-    def takes(self, nbytes: int) -> bool:
-        """The same, and no is counted as a refusal."""
-
     def footprint(self, nbytes: int) -> int:
         """Bytes of its limit that an image of `nbytes` takes."""
 
     def write(self, entry: Entry, namespace: NamespaceRow, image: Image) -> bool:
-        """Queue a write. False, and no callback, when it takes none now."""
+        """Queue a write. False, and no callback, when it takes none now, which it counts as a refusal."""
 
     def read(self, entry: Entry) -> Read:
         """The image, checked. Its `result` raises `ssd.Corrupt` for one that is lost, else what kept it from being read."""

@@ -90,9 +90,9 @@ def test_a_taken_place_is_not_given_twice(kind):
     planting.store(blocks(1)[:100])
     node = planting.node(blocks(1)) if kind != "snapshot" else planting.tree.root
     suffix = raw(blocks(1)) if kind == "snapshot" else b""
-    mask = node.windows[0].mask if kind == "window" else ()
+    key = node.windows[0].key if kind == "window" else b"another key....."  # which a window's rows are a part of
     with planting.reserve(1 << 16) as reservation:
-        assert not planting.graph.attach(Slot(kind, node, b"another key.....", IMAGE, suffix, mask), reservation)
+        assert not planting.graph.attach(Slot(kind, node, key, IMAGE, suffix), reservation)
     planting.graph.check_integrity()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from prefixcache import PrefixCache
-from prefixcache.ssd.selection import NoSuchNamespace
+from prefixcache.store_fetch_remove.selection import NoSuchNamespace
 from tests.models import states
 
 HOUR = 3600.0

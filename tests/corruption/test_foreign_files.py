@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from prefixcache import DirectoryError
-from prefixcache.ssd import clear, prune, reconcile, survey
+from prefixcache.ssd import clear, reconcile, survey
 from prefixcache.ssd.directory import Directory
 from prefixcache.ssd.marks import TAG, mark_as_cache
-from prefixcache.ssd.selection import Selection
+from prefixcache.store_fetch_remove.prune_directory import prune
+from prefixcache.store_fetch_remove.selection import Selection
 
 from .directories import EXACT, PLAIN, depth, file_of, opened, reasons, rows_of, store, uncleanly
 

@@ -39,7 +39,7 @@ ONLY = {
     "metrics": {"", "byte_sizes"},
     "blocks": {"keys", "image_format", "image_memory"},
     "trace": {"keys"},
-    "ssd": {"byte_sizes", "keys", "image_format", "image_memory", "memory", "metrics", "blocks"},
+    "ssd": {"byte_sizes", "keys", "image_format", "image_memory", "memory", "metrics"},
     "remote": {"keys", "image_format", "image_memory", "metrics"},
     "codecs": {"kernels"},
     "calibration": {"codecs"},

@@ -18,7 +18,7 @@ from prefixcache.ssd import Corrupt, DirectoryError, Entry, NamespaceRow, reconc
 from tools.faults.evidence import du
 
 from .images import LAYOUT, ROOT, SPACE, Opened, chain, make, path_of
-from .test_pruning import OTHER, snapshot
+from .test_prune_directory import OTHER, snapshot
 
 Pair = tuple[Entry, Image]
 

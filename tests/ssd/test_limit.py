@@ -7,7 +7,9 @@ import random
 
 import pytest
 
-from prefixcache.ssd import Selection, Ssd, clear, prune, queue, reconcile, survey
+from prefixcache.ssd import Ssd, clear, queue, reconcile, survey
+from prefixcache.store_fetch_remove.prune_directory import prune
+from prefixcache.store_fetch_remove.selection import Selection
 from tools.faults.evidence import du
 
 from .images import SPACE, chain, make

@@ -9,7 +9,9 @@ import time
 
 import pytest
 
-from prefixcache.ssd import DirectoryError, NamespaceRow, Selection, prune, reconcile, rows, survey
+from prefixcache.ssd import DirectoryError, NamespaceRow, reconcile, rows, survey
+from prefixcache.store_fetch_remove.prune_directory import prune
+from prefixcache.store_fetch_remove.selection import Selection
 from tools.faults.evidence import du
 
 from .images import CODEC, LAYOUT, MODEL, ROOT, SPACE, chain, fingerprint, make, path_of

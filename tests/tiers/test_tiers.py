@@ -72,8 +72,6 @@ class DictTier:
     def has_room(self, nbytes):
         return True
 
-    takes = has_room
-
     def footprint(self, nbytes):
         return nbytes
 

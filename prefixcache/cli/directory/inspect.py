@@ -23,7 +23,7 @@ from prefixcache.cli.directory.ranks import ranks_in, show_ranks
 from prefixcache.cli.directory.remote import describe_remote, show_remote
 from prefixcache.cli.text import age, complain, console, foreign, many, print_json, refusing, size
 from prefixcache.ssd import SsdError, Survey, survey
-from prefixcache.ssd.selection import model_meant
+from prefixcache.store_fetch_remove.selection import model_meant
 
 ROWS = 200  # of a table, without --all
 

@@ -1,5 +1,5 @@
 """`prefixcache prune`: the images of a selection are deleted, of a directory or a running server. The work is
-`prefixcache.ssd.pruning`'s, and the server's.
+`prune_directory`'s, and the server's.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from prefixcache.cli.live.deletion import delete_images, show_now
 from prefixcache.cli.live.tenant import ApiKeyFile, CacheSaltFile, NoSaltOption, tenant_of
 from prefixcache.cli.progress import bar
 from prefixcache.cli.text import Refused, complain, console, foreign, many, print_json, refusing, size
-from prefixcache.ssd import Pruned, Selection
-from prefixcache.ssd import prune as delete
+from prefixcache.store_fetch_remove.prune_directory import Pruned
+from prefixcache.store_fetch_remove.prune_directory import prune as delete
+from prefixcache.store_fetch_remove.selection import Selection
 
 ROWS = 200  # namespaces in the table; --json has all
 UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}

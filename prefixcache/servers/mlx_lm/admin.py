@@ -27,7 +27,7 @@ from prefixcache.servers.mlx_lm.requests import Generator
 from prefixcache.servers.request_schema import BadRequest, GenerationRequest
 from prefixcache.servers.salts import NoSalt, Salts
 from prefixcache.servers.warm_prompts import BadPrompt, WarmSequence, prompt_of, tokens_of
-from prefixcache.ssd.selection import NoSuchNamespace
+from prefixcache.store_fetch_remove.selection import NoSuchNamespace
 from prefixcache.tiers.prompt import Prompt
 
 log = logging.getLogger("prefixcache")

@@ -9,29 +9,26 @@ deleted before their files, in transactions of a bounded size.
 from __future__ import annotations
 
 import os
-import sqlite3
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from itertools import islice
+from functools import partial
 from typing import Any, NamedTuple
 
 from prefixcache.blocks.budget import Budget
 from prefixcache.blocks.eviction import eviction_order
 from prefixcache.blocks.graph import Graph
 from prefixcache.blocks.node import Slot, covering_rows, dependencies
-from prefixcache.image_format import KINDS, SNAPSHOT, WINDOW
-from prefixcache.keys import chain
+from prefixcache.image_format import SNAPSHOT
 from prefixcache.memory import collector_at_rest
-from prefixcache.ssd.directory import Directory, disk_at, holder, remove_empty_folders
+from prefixcache.ssd.directory import Directory, disk_at, holder
 from prefixcache.ssd.entries import Entry, NamespaceRow, Progress
-from prefixcache.ssd.files import remove_file
 from prefixcache.ssd.index import check_rows, read_namespaces, reading, suffixes
-from prefixcache.ssd.loading import parent_of, place_entry
 from prefixcache.ssd.quarantine import Item, quarantined
-from prefixcache.ssd.rows import unpack
-from prefixcache.ssd.selection import NoSuchNamespace, Selection, selected_namespaces
+from prefixcache.ssd.rows import read_places
 from prefixcache.ssd.store import Store
 from prefixcache.ssd.versions import refuse_newer
+from prefixcache.store_fetch_remove.selection import NoSuchNamespace, Selection, selected_namespaces
+from prefixcache.tiers.loading import parent_of, place_entry
 
 _NO_LIMIT = 1 << 60
 _TIER = 1  # of the graph: what the directory has
@@ -124,8 +121,7 @@ class _Images:
                 if parent is None:  # the index lacks it: the entries that depend on it are a tree of their own
                     parent = graph.tree(entry.parent).root
                     self._namespaces[entry.parent] = entry.namespace
-                mask = (int.from_bytes(entry.key, "little"),) if entry.kind == WINDOW else ()
-                slot = place_entry(graph, entry, parent, _TIER, reservation, mask)
+                slot = place_entry(graph, entry, parent, _TIER, reservation)
                 assert slot is not None
                 if used_before is not None and entry.used_at >= used_before:
                     recent.add(slot)
@@ -158,27 +154,6 @@ def _required(slots: Iterable[Slot]) -> set[Slot]:
                 break
             required.add(rows)
     return required
-
-
-def _entries(connection: sqlite3.Connection, root: bytes) -> Iterator[Entry]:
-    """A namespace's entries for a dry run: parents first, without what only a reader of files needs.
-
-    Tokens take nearly all of the memory, and are of use here beside a snapshot only, whose suffix is compared with them.
-    Elsewhere, and where they don't give the key, the key stands in their place: it is another one for each sibling.
-    """
-    (number,) = connection.execute("SELECT id FROM namespace WHERE root = ?", [root]).fetchone()
-    rows = connection.execute(
-        "SELECT kind, key, parent, start, length, nbytes, disk, used, used_at, "
-        "CASE WHEN parent IN (SELECT parent FROM image WHERE namespace = ?1 AND kind = ?2) "
-        "THEN (SELECT tokens FROM tokens WHERE tokens.id = image.id) END "
-        "FROM image WHERE namespace = ?1 ORDER BY start, kind",
-        [number, KINDS.index(SNAPSHOT)],
-    )
-    for kind, key, parent, start, length, nbytes, disk, used, used_at, packed in rows:
-        tokens = key
-        if packed is not None and chain(parent, unpacked := unpack(packed, length)) == key:
-            tokens = unpacked
-        yield Entry(KINDS[kind], key, root, parent, start, tokens, nbytes, "", disk, used, 0.0, 0, "", used_at)
 
 
 def _until(slots: Iterator[Slot], excess: int, each: int) -> list[Slot]:
@@ -229,7 +204,7 @@ def _foresee(there: Directory, selection: Selection) -> Pruned:
         namespaces = selected_namespaces(read_namespaces(connection), selection)
         tally = _Tally(namespaces)
         if selection.of_images:
-            entries = (entry for root in namespaces for entry in _entries(connection, root))
+            entries = (entry for root in namespaces for entry in read_places(connection, root))
             images = _Images(entries, selection.used_before)
             (count,) = connection.execute("SELECT count(*) FROM image").fetchone()
             held, each = images.held, _index_share(there, count)
@@ -293,7 +268,9 @@ class _Pruning:
                 part = _until(slots, self._disk() - selection.to_size, each)
             if not part:
                 break
-            self._delete(part, tally.images, images.count)
+            self._store.delete(
+                [(slot.kind, slot.key) for slot in part], partial(self._tell, tally.images, images.count)
+            )
             for slot in part:
                 tally.add(images.namespace(slot), slot.disk)
         return Pruned(
@@ -310,25 +287,9 @@ class _Pruning:
             True,
         )
 
-    def _delete(self, slots: list[Slot], done: int, count: int) -> None:
-        """Rows, then files, then folders that are empty. `done` of `count` images were deleted before."""
-        store, folders = self._store, set()
-        rest = iter(slots)
-        while chunk := list(islice(rest, store.ledger.rows)):
-            addresses = [(slot.kind, slot.key) for slot in chunk]
-            with store.index.transaction():
-                store.index.remove(addresses)
-            for address in addresses:
-                path = self._there.file(address)
-                remove_file(path)
-                folders.add(path.rpartition("/")[0])
-            store.maintain()
-            done += len(chunk)
-            if self._progress:
-                self._progress(done, count)
-        remove_empty_folders(folders)
-        store.shrink_index()
-        store.index.checkpoint()
+    def _tell(self, before: int, count: int, deleted: int) -> None:
+        if self._progress:
+            self._progress(before + deleted, count)
 
     def _disk(self) -> int:
         """Real bytes without those that the index has while it is open only."""

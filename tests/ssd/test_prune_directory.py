@@ -18,12 +18,11 @@ from prefixcache.ssd import (
     DirectoryHeld,
     Entry,
     NamespaceRow,
-    NoSuchNamespace,
-    Selection,
     clear,
-    prune,
     reconcile,
 )
+from prefixcache.store_fetch_remove.prune_directory import prune
+from prefixcache.store_fetch_remove.selection import NoSuchNamespace, Selection
 from tools.faults.evidence import du
 
 from .images import CODEC, LAYOUT, ROOT, SPACE, Opened, chain, fingerprint, make, path_of

@@ -1,5 +1,6 @@
-"""The entries of an index get their places in the graph of blocks. What becomes of an entry that gets none is
-the caller's decision."""
+"""The entries of a tier's index get their places in the graph of blocks. What becomes of an entry that gets none is the
+caller's decision.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from prefixcache.ssd.entries import Entry
 
 
 def parent_of(graph: Graph, entry: Entry) -> Node | None:
-    """The block that an entry depends on: of rows the one before, of a window its own. None when the graph lacks it."""
+    """Return the block that an entry depends on: of rows the one before, of a window its own. None when it is not there."""
     if entry.parent == entry.namespace:
         return graph.tree(entry.namespace).root
     rows = graph.slots.get((ROWS, entry.parent))
@@ -21,8 +22,8 @@ def parent_of(graph: Graph, entry: Entry) -> Node | None:
 def place_entry(
     graph: Graph, entry: Entry, parent: Node, tier: int, reservation: Reservation, mask: tuple[int, ...] = ()
 ) -> Slot | None:
-    """Note that a tier has the image of an entry; `mask` is a window's. None, and nothing done, when it has no place: its
-    key, its place or the reservation is taken.
+    """Note that a tier has the image of an entry, and return its slot; `mask` is a window's. None, and nothing done, when it
+    has no place: its key or its place is taken, or the reservation is spent.
     """
     try:
         if entry.kind == ROWS:
