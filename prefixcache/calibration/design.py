@@ -75,7 +75,7 @@ class Design:
         return Designed([draft.group(tables) for draft in drafts], tables, self._fields)
 
 
-class _Draft(NamedTuple):
+class _GroupDraft(NamedTuple):
     """A group on its way. `factors` by stream, in the order of the channels; `sample` float32 rows without their mean."""
 
     layers: tuple[Layer, ...]
@@ -85,7 +85,7 @@ class _Draft(NamedTuple):
     spreads: Array
     sample: Array
 
-    def scaled(self, factor: float) -> _Draft:
+    def scaled(self, factor: float) -> _GroupDraft:
         return self._replace(factors=[part * factor for part in self.factors], spreads=self.spreads * factor)
 
     def in_metric(self, rows: Array) -> Array:
@@ -116,7 +116,7 @@ class _Draft(NamedTuple):
         )
 
 
-def _draft(group: GroupStatistics, statistics: Statistics) -> _Draft:
+def _draft(group: GroupStatistics, statistics: Statistics) -> _GroupDraft:
     factors = [np.linalg.cholesky(block) for block in _metric(group.layers, statistics)]
     mean, at = group.mean, 0
     covariance = group.covariance.astype(np.float64)
@@ -133,7 +133,7 @@ def _draft(group: GroupStatistics, statistics: Statistics) -> _Draft:
     vectors = vectors * np.where(vectors[np.abs(vectors).argmax(axis=0), np.arange(len(mean))] < 0, -1, 1)
     rows = np.linspace(0, len(group.sample) - 1, min(_ROWS, len(group.sample))).astype(int)
     sample = group.sample[rows].astype(np.float32) - mean.astype(np.float32)
-    return _Draft(group.layers, mean, factors, vectors, spreads, sample)
+    return _GroupDraft(group.layers, mean, factors, vectors, spreads, sample)
 
 
 def _metric(layers: Sequence[Layer], statistics: Statistics) -> Iterator[Array]:
@@ -147,7 +147,7 @@ def _metric(layers: Sequence[Layer], statistics: Statistics) -> Iterator[Array]:
             yield blocks + (SHRINK * np.maximum(diagonal, least))[:, None, None] * np.eye(width)
 
 
-def _first_step(drafts: Sequence[_Draft]) -> float:
+def _first_step(drafts: Sequence[_GroupDraft]) -> float:
     """The step at which the samples err as much as they should."""
     wanted = SHARE * sum(_reference_error(draft) for draft in drafts)
     values = [draft.values() for draft in drafts]
@@ -165,7 +165,7 @@ def _error(values: Array, step: float) -> float:
     return float(np.square((magnitudes - np.floor(magnitudes + DEAD_ZONE)) * step).sum(axis=1).mean())
 
 
-def _reference_error(draft: _Draft) -> float:
+def _reference_error(draft: _GroupDraft) -> float:
     """What TurboQuant's codes of the sample err by."""
     rows = draft.sample + draft.mean.astype(np.float32)
     errors, at = np.empty_like(rows), 0

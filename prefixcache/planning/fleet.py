@@ -23,11 +23,10 @@ from prefixcache.image_format import ROWS, SNAPSHOT, Kind
 from prefixcache.keys import BLOCK, TOKEN_BYTES
 from prefixcache.memory import collector_at_rest
 from prefixcache.planning.model import ModelState
-from prefixcache.planning.outcome import FleetOutcome
+from prefixcache.planning.outcome import Fleet, FleetOutcome
 from prefixcache.planning.routing import machines_of
 from prefixcache.planning.simulated_ssd import Done, SimulatedImage
 from prefixcache.planning.simulator import EVERY, Prompts, Simulation
-from prefixcache.planning.sweep import Fleet
 from prefixcache.ssd.entries import Entry
 from prefixcache.tiers.lower_tier import LowerTier
 from prefixcache.tiers.promotion import PATIENCE, promote

@@ -1,18 +1,45 @@
-"""What a simulated run gave, plain numbers: `Outcome` of one machine, `FleetOutcome` of several. `simulator` and `fleet` make
-them; `sweep`, `advice` and the command read them.
+"""What is simulated and what it gave, plain numbers: a `Cell` and its `CellOutcome`, a `Fleet` and its `FleetOutcome`.
+`simulator` and `fleet` make the outcomes; `sweep`, `advice` and the command read them.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from prefixcache.planning.sweep import Fleet
+from prefixcache.planning.advice import Link
 
 
-class Outcome(NamedTuple):
+class Cell(NamedTuple):
+    """One size to try: bytes of RAM and SSD (0: none), eviction policy and SSD admission; as in `Settings`."""
+
+    ram: int
+    ssd: int = 0
+    policy: str = "lru"
+    admission: str = "always"
+
+
+class Fleet(NamedTuple):
+    """Machines of one size each, as in `Cell`, and the remote tier that they share.
+
+    `remote_admission` is "second", "always" or "never", None without a remote; `remote` its limit in bytes, None for none.
+    What computing takes less time for, at `prefill` tokens a second, is not read over the `link`.
+    """
+
+    ram: int
+    ssd: int = 0
+    policy: str = "lru"
+    admission: str = "always"
+    machines: int = 1
+    routing: str = "sticky"
+    remote_admission: str | None = None
+    remote: int | None = None
+    link: Link = Link(0.0, float("inf"))
+    prefill: float = 1000.0
+
+
+class CellOutcome(NamedTuple):
     """One run of a trace at one size. Tokens are counted in tokens, all else in bytes or images.
 
     `ram_tokens` are hits that RAM had at once, `ssd_tokens` those that a promotion brought; their share of `asked_tokens` is

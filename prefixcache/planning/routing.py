@@ -30,7 +30,7 @@ def machines_of(requests: Iterable[Request], machines: int, routing: str) -> lis
         raise ValueError(f"routing={routing!r}: write {STICKY!r} or {RANDOM!r}")
     if routing == STICKY:
         return [_hashed(session) % machines for session in sessions(requests)]
-    chance, first = Random(SEED), _Blocks(requests).first
+    chance, first = Random(SEED), _Successors(requests).first
     fetched: dict[int, int] = {}  # a recording's ids, and who was asked for them last
     chosen = []
     for request in requests:
@@ -49,11 +49,11 @@ def sessions(requests: Iterable[Request]) -> list[int]:
     A block is common when `COMMON` different ones come after it in the trace. So turns that go on from one another are of
     one session, and what shares a system prompt only is not. `requests` are read twice.
     """
-    blocks = _Blocks(requests)
+    blocks = _Successors(requests)
     return [blocks.session(request) for request in requests]
 
 
-class _Blocks:
+class _Successors:
     """How many blocks come after each one of a trace, and which tail each has grown from. A block that has grown is the
     tail that it was.
     """

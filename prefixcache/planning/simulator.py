@@ -28,9 +28,9 @@ from prefixcache.layers.image_layout import Plan
 from prefixcache.layers.snapshots import State
 from prefixcache.memory import collector_at_rest
 from prefixcache.planning.model import ModelState, held_rows
-from prefixcache.planning.outcome import Outcome
+from prefixcache.planning.outcome import CellOutcome
 from prefixcache.planning.simulated_ssd import SimulatedImage, SimulatedSsd
-from prefixcache.planning.sizes import Sizes
+from prefixcache.planning.sizes import StateSizes
 from prefixcache.settings import Settings
 from prefixcache.ssd.entries import NamespaceRow
 from prefixcache.store_fetch_remove.jobs import Job
@@ -90,7 +90,7 @@ class SizeMaker:
     recoded = 0
     not_finite: NotFinite | None = None
 
-    def __init__(self, namespace: Namespace, sizes: Sizes, ssd: SimulatedSsd | None):
+    def __init__(self, namespace: Namespace, sizes: StateSizes, ssd: SimulatedSsd | None):
         self._namespace, self._plan, self._sizes, self._ssd = namespace, namespace.plan, sizes, ssd
         self._blueprints: dict[Any, int] = {}
         self._limit = 0
@@ -186,7 +186,7 @@ class Simulation:
         if isinstance(codec, Calibrated) and reserve_basis(storage, codec.basis, 0) is None:
             codec = codec.otherwise
         plan = SimulatedPlan(state.layout, codec)
-        sizes = Sizes(state, codec)
+        sizes = StateSizes(state, codec)
         layout, spec = canonical(state.layout), canonical(codec.spec())
         root = root_key(sizes.model, codec.spec(), state.layout, b"")
         row = NamespaceRow(root, sizes.model, spec, layout, 0.0)
@@ -268,7 +268,7 @@ def simulate(
     leave: int = 1,
     block: int = 512,
     progress: Callable[[int], None] | None = None,
-) -> Outcome:
+) -> CellOutcome:
     """Serve these requests, one after the other, with a cache of `ram` and `ssd` bytes. An id stands for `block` tokens.
 
     `leave` tokens of each prompt are computed in any case, as with `PrefixCache.fetch`. `progress` is told the requests done,
@@ -294,7 +294,7 @@ def simulate(
             if progress is not None and number % EVERY == 0:
                 progress(number)
     counters, ssd_side = run.storage.counters, run.ssd
-    return Outcome(
+    return CellOutcome(
         ram=ram,
         ssd=ssd,
         policy=policy,

@@ -1,6 +1,6 @@
 """Bytes of images that a model's state takes with a codec.
 
-Sizes are those of the store's own blueprints, to the byte; what the state is comes from `model`.
+StateSizes are those of the store's own blueprints, to the byte; what the state is comes from `model`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from prefixcache.keys import BLOCK, KEY_BYTES, canonical
 from prefixcache.planning.model import PROMPT, ModelState, held_rows, row_bytes
 
 
-class Sizes:
+class StateSizes:
     """Bytes of the images that `PrefixCache.store` makes of a model's state with a codec, headers included: exact.
 
     `model` is the name that they are stored under, which their headers have; one of the length that `model_identity`

@@ -17,47 +17,18 @@ from concurrent.futures.process import BrokenProcessPool
 from functools import lru_cache
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from prefixcache.planning.advice import Link
-from prefixcache.planning.outcome import FleetOutcome, Outcome
+from prefixcache.codecs import Codec
+from prefixcache.planning.fleet import simulate_fleet
+from prefixcache.planning.model import ModelState
+from prefixcache.planning.outcome import Cell, CellOutcome, Fleet, FleetOutcome
+from prefixcache.planning.simulator import simulate
 from prefixcache.trace.reading import Request, Trace
-
-if TYPE_CHECKING:
-    from prefixcache.codecs import Codec
-    from prefixcache.planning.model import ModelState
 
 POLL_INTERVAL = 0.1  # seconds between two reads of the processes' progress
 ENDLESS = 1 << 50  # bytes of a RAM that never evicts
 FEW = 4_000_000  # ids of a trace that is kept in memory: 150 MB a process
-
-
-class Cell(NamedTuple):
-    """One size to try: bytes of RAM and SSD (0: none), eviction policy and SSD admission; as in `Settings`."""
-
-    ram: int
-    ssd: int = 0
-    policy: str = "lru"
-    admission: str = "always"
-
-
-class Fleet(NamedTuple):
-    """Machines of one size each, as in `Cell`, and the remote tier that they share.
-
-    `remote_admission` is "second", "always" or "never", None without a remote; `remote` its limit in bytes, None for none.
-    What computing takes less time for, at `prefill` tokens a second, is not read over the `link`.
-    """
-
-    ram: int
-    ssd: int = 0
-    policy: str = "lru"
-    admission: str = "always"
-    machines: int = 1
-    routing: str = "sticky"
-    remote_admission: str | None = None
-    remote: int | None = None
-    link: Link = Link(0.0, float("inf"))
-    prefill: float = 1000.0
 
 
 class Workload(NamedTuple):
@@ -83,14 +54,12 @@ class CellFailed(RuntimeError):
 CellProgress = Callable[[int], None]  # is told how many requests of a cell are done
 Progress = Callable[[int, int], None]  # is told what is done of all runs, and of how much
 Report = Callable[[Sequence[int], int], None]  # is told the requests done in each run, and the runs that ended
-Run = Callable[[Workload, Cell, CellProgress], Outcome]
+Run = Callable[[Workload, Cell, CellProgress], CellOutcome]
 AnyRun = Callable[[Workload, Any, CellProgress], Any]  # of cells or of fleets
 
 
-def simulated(workload: Workload, cell: Cell, progress: CellProgress) -> Outcome:
+def simulated(workload: Workload, cell: Cell, progress: CellProgress) -> CellOutcome:
     """One cell, in this process. ValueError of a trace that can't be read or a codec that is none."""
-    from prefixcache.planning.simulator import simulate  # the cache with all that it stands on
-
     block, requests = _requests(workload)
     return simulate(
         requests,
@@ -108,8 +77,6 @@ def simulated(workload: Workload, cell: Cell, progress: CellProgress) -> Outcome
 
 def simulated_fleet(workload: Workload, fleet: Fleet, progress: CellProgress) -> FleetOutcome:
     """One fleet, in this process. Errors as `simulated` has."""
-    from prefixcache.planning.fleet import simulate_fleet
-
     block, requests = _requests(workload)
     return simulate_fleet(
         requests, workload.state, workload.codec, fleet, leave=workload.leave, block=block, progress=progress
@@ -143,7 +110,7 @@ def _version(path: Path) -> tuple[int, int] | None:
     return status.st_mtime_ns, status.st_size
 
 
-def sufficient_ram(endless: Outcome) -> int:
+def sufficient_ram(endless: CellOutcome) -> int:
     """Bytes of a RAM that never evicts, by the run of an endless one: its peak and half as much, because what fills three
     quarters of a RAM begins to be written ahead.
     """
@@ -168,11 +135,11 @@ def sweep(
     cells: Sequence[Cell],
     *,
     most: int | None = None,
-    known: Mapping[Cell, Outcome] | None = None,
+    known: Mapping[Cell, CellOutcome] | None = None,
     processes: int | None = None,
     progress: Progress | None = None,
     run: Run = simulated,
-) -> list[Outcome]:
+) -> list[CellOutcome]:
     """The outcomes of `cells`, in their order. Cells that are equal, or can't differ where a RAM of `most` bytes never
     evicts, run once; those in `known` don't run again.
 

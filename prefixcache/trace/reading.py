@@ -144,7 +144,7 @@ class Trace:
         return TraceError(f"{self.path}: no request in it{torn}; {WHAT}")
 
 
-class Summary(NamedTuple):
+class TraceSummary(NamedTuple):
     """What a trace amounts to. `requests`, `tokens`, `output`, `ids` and `longest` (tokens) are of the prompts that were
     looked up; `stores` are a recording's other calls. `seconds` is from the first call to the last.
 
@@ -170,7 +170,7 @@ class Summary(NamedTuple):
         return self.ids / self.requests if self.requests else 0.0
 
 
-def summary(trace: Iterable[Request]) -> Summary:
+def summary(trace: Iterable[Request]) -> TraceSummary:
     """One pass, in bounded memory."""
     requests = stores = tokens = output = ids = longest = 0
     seconds = 0.0
@@ -187,7 +187,7 @@ def summary(trace: Iterable[Request]) -> Summary:
         ids += len(request.ids)
         longest = max(longest, request.tokens)
     blocks, exact = distinct.count()
-    return Summary(requests, stores, tokens, output, ids, blocks, exact, seconds, longest)
+    return TraceSummary(requests, stores, tokens, output, ids, blocks, exact, seconds, longest)
 
 
 class _Distinct:

@@ -15,7 +15,7 @@ from prefixcache.calibration import design, texts
 from prefixcache.calibration.statistics import SINKS, Statistics, collect
 from prefixcache.cli.calibrate import anchor
 from prefixcache.cli.calibrate.anchor import Texts, anchored, line_through, texts_of
-from prefixcache.cli.calibrate.making import Job, _groups, _windows
+from prefixcache.cli.calibrate.making import Calibration, _groups, _windows
 from prefixcache.cli.evaluate.measuring import Subject, load
 from prefixcache.cli.evaluate.trials import NotRestored, Reference, begun, read_on
 from prefixcache.codecs import Transform
@@ -41,7 +41,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tiny(small: Path) -> tuple[Subject, Statistics, Texts]:
-    job = Job(str(small), texts=(TEXT,), windows=2, tokens=320, draws=2)
+    job = Calibration(str(small), texts=(TEXT,), windows=2, tokens=320, draws=2)
     subject = load(job.model)
     read, held_back = _windows(job, subject)
     groups, _ = _groups(job, subject.model)

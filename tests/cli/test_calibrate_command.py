@@ -16,7 +16,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from prefixcache import model_identity
 from prefixcache.calibration import checkpoint, statistics, texts
-from prefixcache.cli.calibrate.making import Job, _ranges, make, opening
+from prefixcache.cli.calibrate.making import Calibration, _ranges, make, opening
 from prefixcache.cli.evaluate.measuring import load
 from prefixcache.cli.text import size
 from prefixcache.codecs.transform import bases, basis
@@ -27,7 +27,7 @@ TINY = Path(__file__).parents[1] / "fixtures" / "tiny-llama"
 TEXT = texts.CORPUS / "english_dialogue.txt"
 SIZE = ("--windows", 4, "--tokens", 96, "--draws", 3)
 SMALL = ("--text", TEXT, *SIZE)
-JOB = Job(str(TINY), texts=(TEXT,), windows=4, tokens=96, draws=3)
+JOB = Calibration(str(TINY), texts=(TEXT,), windows=4, tokens=96, draws=3)
 
 
 @pytest.fixture(autouse=True)
@@ -311,7 +311,7 @@ def test_what_can_not_be_calibrated_is_refused_with_the_remedy(call, tmp_path, a
     [(64, 96, (16, 6)), (64, 1, (1, 1)), (8, 96, (8, 12)), (64, 10, (2, 5)), (2, 13, (2, 7))],
 )
 def test_draws_are_shared_out_over_windows_evenly(windows, draws, shared):
-    job = Job("", windows=windows, draws=draws)
+    job = Calibration("", windows=windows, draws=draws)
     assert (job.fisher_windows, job.draws_each) == shared
 
 

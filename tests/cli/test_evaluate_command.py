@@ -18,10 +18,10 @@ from mlx_lm.models.cache import BatchKVCache
 from prefixcache.cli import output
 from prefixcache.cli.evaluate import measuring as evaluating
 from prefixcache.cli.evaluate import trials
-from prefixcache.cli.evaluate.measuring import Job, Subject, measure
+from prefixcache.cli.evaluate.measuring import EvaluationSize, Subject, measure
 from prefixcache.cli.evaluate.report import as_markdown, family, main_grid
 from prefixcache.cli.evaluate.texts import default_text
-from prefixcache.cli.evaluate.trials import Rows
+from prefixcache.cli.evaluate.trials import RowScores
 from prefixcache.cli.text import Refused
 from prefixcache.codecs import TurboQuant
 from tests.models.calibrated import calibrate
@@ -79,7 +79,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module", params=["llama", "llama-bf16", "gemma3_text", "qwen3_next"])
 def measured(request: pytest.FixtureRequest) -> dict[str, Any]:
     """A dense, a half-precision, a sliding-window and a hybrid model."""
-    job = Job(prefix=300, tokens=64, windows=2, needles=1, depths=2)
+    job = EvaluationSize(prefix=300, tokens=64, windows=2, needles=1, depths=2)
     return measure(subject(request.param), SPECS, default_text(), job)
 
 
@@ -124,7 +124,7 @@ def test_every_window_and_every_number_is_counted(measured):
 
 
 def test_a_model_without_rows_has_no_bits_and_is_restored_exactly():
-    facts = measure(subject("mamba"), ["raw", "turboquant:4"], default_text(), Job(300, 40, 2, 0))
+    facts = measure(subject("mamba"), ["raw", "turboquant:4"], default_text(), EvaluationSize(300, 40, 2, 0))
     for codec in facts["codecs"]:
         assert codec["identical"]
         assert (codec["bits_per_value"], codec["ratio"]) == (None, None)
@@ -141,7 +141,7 @@ def test_all_windows_of_a_codec_are_new_to_one_cache(monkeypatch):
         return done
 
     monkeypatch.setattr(trials.Trial, "keep", noting)
-    facts = measure(subject("llama"), ["turboquant:4"], default_text(), Job(300, 20, 3, 0))
+    facts = measure(subject("llama"), ["turboquant:4"], default_text(), EvaluationSize(300, 20, 3, 0))
     assert len(facts["codecs"][0]["windows"]) == 3
     assert len({prompt for prompt, _, _ in stored}) == 4  # each was new to the one cache that the codec has
     assert [(new, spaces) for _, new, spaces in stored] == [(300, 1)] * 4
@@ -149,7 +149,9 @@ def test_all_windows_of_a_codec_are_new_to_one_cache(monkeypatch):
 
 def test_layers_that_a_codec_leaves_raw_are_told():
     family = FAMILIES["deepseek_v3"]
-    facts = measure(Subject(family.build(), Bytes(), None), ["raw", "turboquant:4"], default_text(), Job(300, 20, 1, 0))
+    facts = measure(
+        Subject(family.build(), Bytes(), None), ["raw", "turboquant:4"], default_text(), EvaluationSize(300, 20, 1, 0)
+    )
     (raw, turbo) = facts["codecs"]
     assert raw["raw_layers"] == []
     expected = sorted(turbo["raw_layers"])
@@ -252,10 +254,10 @@ def test_codecs_on_one_line_are_of_one_kind():
 def test_an_infinite_divergence_is_null_and_shown_as_none(monkeypatch):
     def broken(reference, logits, targets):
         infinite = np.full(len(targets), np.inf)
-        return Rows(infinite, infinite, np.zeros(len(targets), bool))
+        return RowScores(infinite, infinite, np.zeros(len(targets), bool))
 
     monkeypatch.setattr(trials, "compare", broken)
-    facts = measure(subject("llama"), ["raw"], default_text(), Job(300, 20, 2, 0))
+    facts = measure(subject("llama"), ["raw"], default_text(), EvaluationSize(300, 20, 2, 0))
     json.dumps(facts, allow_nan=False)
     assert facts["codecs"][0]["kl_mean"] is None
     grid = main_grid(facts)
@@ -309,13 +311,13 @@ def test_without_matplotlib_the_remedy_is_told_before_anything_runs(call, monkey
 def test_a_cache_that_can_not_be_stored_is_refused(monkeypatch):
     monkeypatch.setattr(trials.Reference, "fill", lambda self, prompt: [BatchKVCache([0])])
     with pytest.raises(Refused, match="this model's prompt cache can't be stored: layer 0"):
-        measure(subject("llama"), ["raw"], default_text(), Job(300, 20, 1, 0))
+        measure(subject("llama"), ["raw"], default_text(), EvaluationSize(300, 20, 1, 0))
 
 
 def test_state_that_can_not_be_restored_is_refused(monkeypatch):
     monkeypatch.setattr(trials.PrefixCache, "lookup", lambda self, tokens, model: None)
     with pytest.raises(Refused, match="of 300 tokens that were stored 0 can be found"):
-        measure(subject("llama"), ["raw"], default_text(), Job(300, 20, 1, 0))
+        measure(subject("llama"), ["raw"], default_text(), EvaluationSize(300, 20, 1, 0))
 
 
 def test_a_servers_variables_do_not_lead_to_its_directory(call, tiny, tmp_path, monkeypatch):

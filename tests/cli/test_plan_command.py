@@ -18,12 +18,13 @@ from prefixcache import PrefixCache
 from prefixcache.cli import output
 from prefixcache.cli.plan import facts as plan_facts
 from prefixcache.cli.plan import text as plan_text
+from prefixcache.cli.plan.options import DEFAULT_CODEC
 from prefixcache.cli.plan.shapes import SHAPES
 from prefixcache.cli.text import Refused
 from prefixcache.codecs.choice import as_codec
 from prefixcache.codecs.transform.basis import read
 from prefixcache.planning.model import ModelState
-from prefixcache.planning.sizes import Sizes
+from prefixcache.planning.sizes import StateSizes
 from tests.models.calibrated import calibrate
 from tests.servers.serving import save_model
 
@@ -104,7 +105,7 @@ def test_a_name_that_is_no_path_is_one_of_the_known_shapes(call):
 def test_the_known_shapes_are_those_of_their_makers(name, billions, live):
     state = ModelState.of(SHAPES[name], name)
     assert state.parameters / 1e9 == pytest.approx(billions, rel=0.005)
-    assert Sizes(state, as_codec("raw")).raw_bytes_per_token == live
+    assert StateSizes(state, as_codec("raw")).raw_bytes_per_token == live
 
 
 def test_a_name_on_hugging_face_is_looked_up_in_the_local_cache(call, tmp_path, monkeypatch):
@@ -843,7 +844,7 @@ def test_a_servers_variables_change_nothing(planned, monkeypatch, tmp_path):
 
 def test_the_usual_codec_is_the_settings():
     with PrefixCache(ram="1MB") as cache:
-        assert cache.codec.spec() == as_codec(command.DEFAULT_CODEC).spec()
+        assert cache.codec.spec() == as_codec(DEFAULT_CODEC).spec()
 
 
 def test_targets_are_checked_for_both_kinds(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from prefixcache.calibration.texts import CORPUS
-from prefixcache.cli.calibrate.making import Job, make
+from prefixcache.cli.calibrate.making import Calibration, make
 
 TEXT = CORPUS / "english_dialogue.txt"
 
@@ -13,4 +13,4 @@ TEXT = CORPUS / "english_dialogue.txt"
 def calibrate(model: Path, folder: Path, adapter: Path | None = None) -> Path:
     """The file of a model's basis, in this folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    return make(Job(str(model), adapter and str(adapter), (TEXT,), windows=4, tokens=96, draws=3), folder).path
+    return make(Calibration(str(model), adapter and str(adapter), (TEXT,), windows=4, tokens=96, draws=3), folder).path

@@ -13,42 +13,42 @@ from typing import Any
 
 import numpy as np
 
-from prefixcache.planning.outcome import Outcome
-from prefixcache.planning.sweep import Cell, Workload
+from prefixcache.planning.outcome import Cell, CellOutcome
+from prefixcache.planning.sweep import Workload
 
 NOTHING: Any = None
 WORKLOAD = Workload(Path("nowhere"), NOTHING, NOTHING, requests=100)
 
 
-def outcome(cell: Cell, **values: Any) -> Outcome:
+def outcome(cell: Cell, **values: Any) -> CellOutcome:
     """Hits are as many as the cell has bytes."""
     none = np.zeros(0, np.int64)
-    counts = dict.fromkeys(Outcome._fields, 0)
+    counts = dict.fromkeys(CellOutcome._fields, 0)
     of = {"asked_tokens": 100, "ram_tokens": cell.ram, "ssd_tokens": cell.ssd, "asked": none, "hit": none, "read": none}
-    return Outcome(**{**counts, **cell._asdict(), **of, **values})
+    return CellOutcome(**{**counts, **cell._asdict(), **of, **values})
 
 
-def at_once(workload: Workload, cell: Cell, tell: Callable[[int], None]) -> Outcome:
+def at_once(workload: Workload, cell: Cell, tell: Callable[[int], None]) -> CellOutcome:
     tell(50)
     return outcome(cell, evicted=os.getpid())
 
 
-def never(workload: Workload, cell: Cell, tell: Callable[[int], None]) -> Outcome:
+def never(workload: Workload, cell: Cell, tell: Callable[[int], None]) -> CellOutcome:
     workload.trace.joinpath(str(os.getpid())).touch()
     while True:
         time.sleep(60)
 
 
-def wrong(workload: Workload, cell: Cell, tell: Callable[[int], None]) -> Outcome:
+def wrong(workload: Workload, cell: Cell, tell: Callable[[int], None]) -> CellOutcome:
     if cell.ram == 2:
         raise KeyError("lost")
     return at_once(workload, cell, tell)
 
 
-def refusing(workload: Workload, cell: Cell, tell: Callable[[int], None]) -> Outcome:
+def refusing(workload: Workload, cell: Cell, tell: Callable[[int], None]) -> CellOutcome:
     raise ValueError("the trace, line 3: not JSON")
 
 
-def killed(workload: Workload, cell: Cell, tell: Callable[[int], None]) -> Outcome:
+def killed(workload: Workload, cell: Cell, tell: Callable[[int], None]) -> CellOutcome:
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError

@@ -16,11 +16,10 @@ from prefixcache.keys import BLOCK
 from prefixcache.planning.advice import Link
 from prefixcache.planning.fleet import Machine, SimulatedRemote, simulate_fleet
 from prefixcache.planning.model import ModelState
-from prefixcache.planning.outcome import FleetOutcome
+from prefixcache.planning.outcome import Fleet, FleetOutcome
 from prefixcache.planning.routing import COMMON, machines_of, sessions
 from prefixcache.planning.simulator import Prompts, simulate
-from prefixcache.planning.sizes import Sizes
-from prefixcache.planning.sweep import Fleet
+from prefixcache.planning.sizes import StateSizes
 from prefixcache.trace.reading import Request, Trace
 from tests.planning.test_simulator import HYBRID, PLAIN, SLIDING, requests
 
@@ -83,7 +82,7 @@ def test_an_image_goes_up_when_it_is_stored_with_admission_always():
     fleet = Served("always")
     fleet.serve(0, 1, 2)
     assert fleet.remote.sent_images == 2
-    assert fleet.remote.sent_bytes == sum(Sizes(STATE, RAW).rows_bytes(start) for start in (0, BLOCK))
+    assert fleet.remote.sent_bytes == sum(StateSizes(STATE, RAW).rows_bytes(start) for start in (0, BLOCK))
 
 
 def test_nothing_goes_up_with_admission_never():
@@ -115,7 +114,7 @@ def test_nothing_is_sent_twice_to_a_remote_that_keeps_all(admission, routing):
 
 
 def test_what_a_lookup_finds_missing_is_sent_again():
-    sizes = Sizes(STATE, RAW)
+    sizes = StateSizes(STATE, RAW)
     fleet = Served("always", ram=30 * 75_000, limit=4 * sizes.rows_bytes(9999))
     fleet.serve(0, 1, 2)
     fleet.serve(1, 5, 6, 7, 8)  # the remote has no room for both
@@ -134,7 +133,7 @@ def test_another_machine_hits_what_was_sent():
     assert fleet.serve(1, 1, 2, 4) == 2 * BLOCK
     assert fleet.machines[1].remote_tokens == 2 * BLOCK
     assert fleet.remote.reused_tokens == 2 * BLOCK
-    assert fleet.remote.read_bytes == sum(Sizes(STATE, RAW).rows_bytes(start) for start in (0, BLOCK))
+    assert fleet.remote.read_bytes == sum(StateSizes(STATE, RAW).rows_bytes(start) for start in (0, BLOCK))
 
 
 def test_what_came_from_the_remote_is_ram_s_from_then_on_and_is_not_sent():
@@ -331,7 +330,7 @@ class Rules:
             if block in self.remote:
                 self.remote.move_to_end(block)
                 continue
-            nbytes = Sizes(STATE, RAW).rows_bytes(BLOCK * (len(block) - 1))
+            nbytes = StateSizes(STATE, RAW).rows_bytes(BLOCK * (len(block) - 1))
             while self.limit is not None and sum(self.remote.values()) + nbytes > self.limit:
                 self.remote.popitem(last=False)
             self.remote[block] = nbytes
@@ -354,7 +353,7 @@ paths = st.lists(st.sampled_from("ab"), min_size=1, max_size=5).map("".join)
 )
 def test_small_traces_follow_the_rules(asked, admission, routing, room):
     """Prompts are paths in a tree of two branches; an id stands for a path, as in a trace."""
-    limit = None if room is None else int(room * Sizes(STATE, RAW).rows_bytes(0))
+    limit = None if room is None else int(room * StateSizes(STATE, RAW).rows_bytes(0))
     numbers = {}
     trace = [
         prompt(*(numbers.setdefault(path[: i + 1], len(numbers)) for i in range(len(path))), at=float(at))

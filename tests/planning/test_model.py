@@ -17,7 +17,7 @@ from prefixcache.layers.image_layout import read
 from prefixcache.planning import model as module
 from prefixcache.planning.model import Law, ModelError, ModelState, _probe, held_rows
 from prefixcache.planning.model_config import context_length
-from prefixcache.planning.sizes import Sizes
+from prefixcache.planning.sizes import StateSizes
 from tests.models.families import BASE, FAMILIES, MLX_LM_0_31
 
 PROMPT = 263  # two blocks, the second short: its rows are kept as they are
@@ -136,7 +136,7 @@ def prefilled(model, prompt: list[int]) -> list:
 
 
 def assert_stored_as_told(state: ModelState, prompt: list[int], prompt_cache: list, codec) -> None:
-    sizes = Sizes(state, codec, "a model")
+    sizes = StateSizes(state, codec, "a model")
     with PrefixCache(ram="1GB", codec=codec, memory_reserve=0) as prefixes:
         stored = prefixes.store(prompt, prompt_cache, model="a model")
         assert stored.tokens == len(prompt)
@@ -210,7 +210,7 @@ def test_headers_are_counted_at_starts_of_up_to_five_digits_and_with_kept_and_su
 
 
 def test_a_block_that_is_not_whole_takes_what_its_rows_take():
-    raw, coded = (Sizes(state_of(synthetic(300)), codec) for codec in (Raw(), TurboQuant()))
+    raw, coded = (StateSizes(state_of(synthetic(300)), codec) for codec in (Raw(), TurboQuant()))
     assert abs(coded.rows_bytes(0, 255) - raw.rows_bytes(0, 255)) < 300  # the codec's name in the header
     assert coded.rows_bytes(256, 256) < raw.rows_bytes(256, 256) / 2
     assert coded.prompt_bytes(300) == (
@@ -250,7 +250,7 @@ def test_a_real_models_bytes_a_token_are_those_computed_by_hand_and_nothing_is_e
     assert mx.get_peak_memory() - before < MEBIBYTE
 
     assert state.dtype == "bfloat16"
-    assert Sizes(state, Raw()).raw_bytes_per_token == PER_TOKEN[name]
+    assert StateSizes(state, Raw()).raw_bytes_per_token == PER_TOKEN[name]
     assert state.parameters / 1e9 == pytest.approx(BILLIONS[name], rel=0.01)
 
 
@@ -262,7 +262,7 @@ def test_layers_are_told_by_kind():
 
 
 def test_windows_and_snapshots_are_what_a_boundary_takes_beside_the_tokens():
-    gemma, qwen = (Sizes(told(n), Raw()) for n in ("Gemma-3-27B", "Qwen3-Next-80B-A3B"))
+    gemma, qwen = (StateSizes(told(n), Raw()) for n in ("Gemma-3-27B", "Qwen3-Next-80B-A3B"))
     row = 52 * 16 * 256 * 2
     assert 1024 * row < gemma.most_windows_bytes < 1024 * row * 1.001
     assert gemma.snapshot_bytes(256, 10) == 0
@@ -275,7 +275,7 @@ def test_windows_and_snapshots_are_what_a_boundary_takes_beside_the_tokens():
 
 def test_sizes_are_those_of_each_codec():
     state = told("Llama-3.1-8B")
-    raw, four, three = (Sizes(state, codec) for codec in (Raw(), TurboQuant(), TurboQuant(3, 3)))
+    raw, four, three = (StateSizes(state, codec) for codec in (Raw(), TurboQuant(), TurboQuant(3, 3)))
     assert 131072 < raw.bytes_per_token < 131072 * 1.001
     assert four.bytes_per_token == pytest.approx(32 * 8 * 2 * (64 + 2) + 32 * 8 * 128 * 4 // 256 + 8, rel=0.001)
     assert (raw.ratio, four.ratio, three.ratio) == pytest.approx((1.0, 3.82, 5.02), rel=0.002)
@@ -283,13 +283,13 @@ def test_sizes_are_those_of_each_codec():
     assert four.prompt_bytes(32_768) == pytest.approx(32_768 * four.bytes_per_token, rel=0.002)
     assert not four.plan.raw
     assert not raw.plan.raw
-    latents = Sizes(told("DeepSeek-V3"), TurboQuant())
+    latents = StateSizes(told("DeepSeek-V3"), TurboQuant())
     assert tuple(latents.plan.raw) == tuple(range(61))
     assert latents.ratio == pytest.approx(1.0, rel=0.001)
 
 
 def test_a_model_without_rows_has_no_ratio():
-    sizes = Sizes(told("mamba"), TurboQuant())
+    sizes = StateSizes(told("mamba"), TurboQuant())
     assert sizes.ratio is None
     assert sizes.snapshot_bytes(32_512, 256) > 0
 
@@ -297,10 +297,10 @@ def test_a_model_without_rows_has_no_ratio():
 def test_a_state_is_plain_data_that_another_process_can_have():
     for name in ("Qwen3-Next-80B-A3B", "Gemma-3-27B"):
         state = told(name)
-        sizes = Sizes(state, TurboQuant())
+        sizes = StateSizes(state, TurboQuant())
         again = pickle.loads(pickle.dumps(state))
         assert again == state
-        assert Sizes(again, TurboQuant()).prompt_bytes(5_000) == sizes.prompt_bytes(5_000)
+        assert StateSizes(again, TurboQuant()).prompt_bytes(5_000) == sizes.prompt_bytes(5_000)
 
 
 @pytest.mark.skipif("deepseek_v41" not in FAMILIES, reason="this mlx-lm has no model whose state grows")
@@ -308,7 +308,7 @@ def test_state_that_grows_with_the_prompt_is_told_for_any_length():
     state = told("deepseek_v41")
     assert state.grows
     assert state.states[0]["offset"] == Law("n // by", 1)
-    sizes = Sizes(state, Raw())
+    sizes = StateSizes(state, Raw())
     assert sizes.snapshot_bytes(2560, 4) > sizes.snapshot_bytes(256, 4)
     model, prompt = FAMILIES["deepseek_v41"].build(), list(range(128))
     for tokens in (1, 2, 5, 31, 64):  # fewer than a window, and no group closed yet

@@ -9,7 +9,7 @@ from prefixcache import PrefixCache
 from prefixcache.codecs.choice import as_codec
 from prefixcache.planning.model import ModelState
 from prefixcache.planning.simulator import Prompts, simulate, tokens_of
-from prefixcache.planning.sizes import Sizes
+from prefixcache.planning.sizes import StateSizes
 from prefixcache.trace.reading import Request, Trace
 from tests.planning.test_simulator import GB, PLAIN, by_turns, live_cache
 
@@ -46,7 +46,7 @@ def served(tmp_path, monkeypatch):
     """Serves calls with a real cache that records them; the tokens hit by each fetch, what it counted and the recording."""
 
     def serve(calls: list[Call], ram: int, ssd: int):
-        model, trace = Sizes(STATE, RAW).model, tmp_path / "trace.jsonl"
+        model, trace = StateSizes(STATE, RAW).model, tmp_path / "trace.jsonl"
         disk = {"ssd_dir": tmp_path / "ssd", "ssd": ssd, "spill_on_close": False} if ssd else {}
         hits = []
         with PrefixCache(ram=ram, codec="raw", memory_reserve=0, trace=trace, **disk) as cache:

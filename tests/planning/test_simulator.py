@@ -18,7 +18,7 @@ from prefixcache.codecs.transform.codec import Calibrated
 from prefixcache.layers.image_layout import read
 from prefixcache.planning.model import ModelState
 from prefixcache.planning.simulator import Simulation, simulate, tokens_of
-from prefixcache.planning.sizes import Sizes
+from prefixcache.planning.sizes import StateSizes
 from prefixcache.store_fetch_remove.image_maker import LiveMaker
 from prefixcache.trace.reading import Request, Trace
 from tests.models.families import BASE, DELTA, MOE
@@ -97,7 +97,7 @@ def served(tmp_path, monkeypatch):
     """Serves requests with a real cache, real files and all; the tokens hit by each, and what it counted."""
 
     def serve(asked: list[Request], state: ModelState, codec: str, ram: int, ssd: int, **settings):
-        model = Sizes(state, as_codec(codec)).model
+        model = StateSizes(state, as_codec(codec)).model
         disk = {"ssd_dir": tmp_path, "ssd": ssd, "spill_on_close": False} if ssd else {}
         hits = []
         with PrefixCache(ram=ram, codec=codec, memory_reserve=0, **disk, **settings) as cache:
@@ -188,7 +188,7 @@ def calibrated(tmp_path_factory):
     """The codec of a model whose rows are like those of `live_cache`, and the folder of its basis."""
     rows = np.random.default_rng(0).normal(size=(2, 3000, HEADS, WIDTH)).astype(np.float32)
     state = ModelState.of(PLAIN, name="tiny")
-    data = basis_of(Sizes(state, as_codec("raw")).model, [[(rows[0], rows[1])]], "bfloat16")
+    data = basis_of(StateSizes(state, as_codec("raw")).model, [[(rows[0], rows[1])]], "bfloat16")
     folder = tmp_path_factory.mktemp("bases")
     Bases(folder).save(data)
     return Calibrated(4.0, TurboQuant(), Basis(data)), folder

@@ -16,8 +16,8 @@ import pytest
 
 from prefixcache.codecs.choice import as_codec
 from prefixcache.planning.model import ModelState
-from prefixcache.planning.outcome import Outcome
-from prefixcache.planning.sweep import ENDLESS, Cell, CellFailed, Workload, equivalent_cell, sufficient_ram, sweep
+from prefixcache.planning.outcome import Cell, CellOutcome
+from prefixcache.planning.sweep import ENDLESS, CellFailed, Workload, equivalent_cell, sufficient_ram, sweep
 from prefixcache.trace.reading import Trace, TraceError
 from tests.planning.stand_ins import WORKLOAD, at_once, killed, outcome, refusing, wrong
 
@@ -44,7 +44,7 @@ def workload(tmp_path_factory: pytest.TempPathFactory) -> Workload:
     return Workload(path, ModelState.read(TINY), as_codec("turboquant:4"), 256, requests=30)
 
 
-def numbers(outcome: Outcome) -> dict[str, object]:
+def numbers(outcome: CellOutcome) -> dict[str, object]:
     """All that a run gives but its sizes, and what policies remember of them."""
     own = outcome._asdict()
     for name in ("ram", "ssd", "policy", "admission", "ram_peak"):
@@ -165,7 +165,8 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {root!r})
 from tests.planning.stand_ins import WORKLOAD, never
-from prefixcache.planning.sweep import Cell, sweep
+from prefixcache.planning.outcome import Cell
+from prefixcache.planning.sweep import sweep
 if __name__ == "__main__":
     sweep(WORKLOAD._replace(trace=Path({folder!r})), [Cell(1), Cell(2), Cell(3)], processes=2, run=never)
 """

@@ -15,7 +15,8 @@ from prefixcache.cli.plan.shapes import SHAPES
 from prefixcache.codecs import TurboQuant
 from prefixcache.planning.advice import Link
 from prefixcache.planning.model import ModelState
-from prefixcache.planning.sweep import Cell, Fleet, Workload, sweep, sweep_fleets
+from prefixcache.planning.outcome import Cell, Fleet
+from prefixcache.planning.sweep import Workload, sweep, sweep_fleets
 from tools.bench import report
 from tools.bench.report import Figure
 

@@ -98,9 +98,9 @@ def models(scale: str) -> Iterator[Figure]:
 def _figure(name: str, sizes: Sizes, model: Path, bases: Path) -> Figure:
     bases.mkdir()
     texts = () if sizes.prefix > 300 else (CORPUS / "english_dialogue.txt",)
-    asked = making.Job(str(model), None, texts, sizes.windows, sizes.tokens, sizes.draws, float32=True)
+    asked = making.Calibration(str(model), None, texts, sizes.windows, sizes.tokens, sizes.draws, float32=True)
     made = making.make(asked, bases)
-    job = measuring.Job(sizes.prefix, sizes.after, sizes.places, needles=0)
+    job = measuring.EvaluationSize(sizes.prefix, sizes.after, sizes.places, needles=0)
     subject = measuring.load(str(model), float32=True)
     found = measuring.measure(subject, [OTHER, OURS], default_text(), job, basis_dir=bases)
     other, ours = found["codecs"]

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from prefixcache.cli.calibrate import making
-from prefixcache.cli.evaluate.measuring import Job, load, measure
+from prefixcache.cli.evaluate.measuring import EvaluationSize, load, measure
 from prefixcache.cli.evaluate.texts import default_text
 
 CONTROL = "raw"
-JOB = Job(prefix=1024, tokens=256, windows=3, needles=0)
+JOB = EvaluationSize(prefix=1024, tokens=256, windows=3, needles=0)
 
 CODEC, TRANSFORM = "turboquant:4", "transform:4"
 CALIBRATION = {"windows": 8, "tokens": 512, "draws": 16}  # a thirtieth of the usual text, a sixth of the draws
@@ -39,7 +39,7 @@ def measured(folder: Path, codec: str = CODEC) -> Facts:
     with tempfile.TemporaryDirectory() as bases:
         specs = [CONTROL, codec]
         if codec == CODEC:
-            making.make(making.Job(str(folder), float32=True, **CALIBRATION), Path(bases))
+            making.make(making.Calibration(str(folder), float32=True, **CALIBRATION), Path(bases))
             specs.append(TRANSFORM)
         subject = load(str(folder), float32=True)
         facts = measure(subject, specs, default_text(), JOB, basis_dir=Path(bases))

@@ -19,7 +19,7 @@ import numpy as np
 
 from prefixcache.calibration.design import Design, Designed
 from prefixcache.cli.evaluate.measuring import Subject
-from prefixcache.cli.evaluate.texts import Window
+from prefixcache.cli.evaluate.texts import Excerpt
 from prefixcache.cli.evaluate.trials import NotRestored, Reference, begun, read_on
 from prefixcache.codecs import Codec, Transform, TurboQuant
 from prefixcache.codecs.transform.bases import Bases
@@ -44,7 +44,7 @@ Progress = Callable[[int, int], None]  # windows measured, of how many
 class Texts(NamedTuple):
     """Windows that a basis has not seen, and another one, which is stored before them."""
 
-    windows: list[Window]
+    windows: list[Excerpt]
     first: list[int]
 
 
@@ -56,11 +56,11 @@ def texts_of(held_back: Sequence[Sequence[int]], other: Sequence[int]) -> Texts:
     return Texts(windows, list(other))
 
 
-def _cut(tokens: list[int]) -> Window | None:
+def _cut(tokens: list[int]) -> Excerpt | None:
     prefix = max(BLOCK, (len(tokens) - CONTINUATION) // BLOCK * BLOCK)
     inputs = tokens[prefix : prefix + CONTINUATION]
     targets = tokens[prefix + 1 : prefix + CONTINUATION + 1]
-    return Window(tokens[:prefix], inputs[: len(targets)], targets) if targets else None
+    return Excerpt(tokens[:prefix], inputs[: len(targets)], targets) if targets else None
 
 
 def anchored(design: Design, subject: Subject, texts: Texts, folder: Path, progress: Progress) -> bytes:
@@ -96,7 +96,7 @@ def anchored(design: Design, subject: Subject, texts: Texts, folder: Path, progr
     return chosen.data(Measured(kl, reference, len(texts.windows), tokens, anchor))
 
 
-class Line(NamedTuple):
+class FittedLine(NamedTuple):
     """ln KL by quality, counted from quality 4."""
 
     slope: float
@@ -106,12 +106,12 @@ class Line(NamedTuple):
         return (math.log(kl) - self.level) / self.slope
 
 
-def line_through(around: Sequence[float]) -> Line | None:
+def line_through(around: Sequence[float]) -> FittedLine | None:
     """The line through KL at the qualities AROUND 4; None where it doesn't say which quality has a given KL."""
     if not all(LEAST_KL <= kl < math.inf for kl in around):
         return None
     slope, level = np.polyfit(np.array(AROUND) - QUALITY, np.log(around), 1)
-    return Line(float(slope), float(level)) if slope <= FLATTEST else None
+    return FittedLine(float(slope), float(level)) if slope <= FLATTEST else None
 
 
 class _Measure:

@@ -64,12 +64,12 @@ def calibrate(
         _list((basis_dir or BASIS_DIR).expanduser(), as_json=as_json)
         return
     with refusing():
-        from prefixcache.cli.calibrate.making import Job, Resumable, make
+        from prefixcache.cli.calibrate.making import Calibration, Resumable, make
         from prefixcache.cli.calibrate.report import facts, screen
 
         folder = (basis_dir or BASIS_DIR).expanduser()
         _check(folder, adapter_path)
-        job = Job(model, adapter_path, tuple(text or ()), windows, tokens, draws, float32)
+        job = Calibration(model, adapter_path, tuple(text or ()), windows, tokens, draws, float32)
         try:
             with bar("loading the model") as show:
                 made = make(job, folder, lambda done, of, what: show(done, of, what))

@@ -35,7 +35,7 @@ PHASES = {PREFILL_PHASE: "reading", FISHER_PHASE: "drawing"}
 Progress = Callable[[int | None, int | None, str], None]  # what is done, of how much, and what it is
 
 
-class Job(NamedTuple):
+class Calibration(NamedTuple):
     """What is asked for. `texts` are files, none for the default; `draws` counts those of all windows together."""
 
     model: str
@@ -69,7 +69,7 @@ class Resumable(KeyboardInterrupt):
     """Ended by the user, with a checkpoint from which the same call goes on."""
 
 
-def make(job: Job, folder: Path, progress: Progress = lambda done, of, what: None) -> Made:
+def make(job: Calibration, folder: Path, progress: Progress = lambda done, of, what: None) -> Made:
     """The basis of a model, in a file of `folder`, which is there.
 
     Refused for a model, a text or a job that gives none; Resumable when it is interrupted. The same job gives the same file.
@@ -117,7 +117,7 @@ def make(job: Job, folder: Path, progress: Progress = lambda done, of, what: Non
     return Made(bases.of_hash(path.stem[-32:]), path, False, left_out)
 
 
-def _windows(job: Job, subject: Subject) -> Windows:
+def _windows(job: Calibration, subject: Subject) -> Windows:
     if subject.positions is not None and job.tokens > subject.positions:
         raise Refused(
             f"--tokens {job.tokens:,}: the model is made for {subject.positions:,}; give --tokens {subject.positions}"
@@ -144,7 +144,7 @@ def opening(tokenizer: Any) -> list[int]:
     return whole[: places[0]] if bare and places else []
 
 
-def _groups(job: Job, model: nn.Module) -> tuple[list[list[Layer]], dict[int, str]]:
+def _groups(job: Calibration, model: nn.Module) -> tuple[list[list[Layer]], dict[int, str]]:
     """Groups of layers, of the model cast where the job says so; and why other layers are in no group. Refused where all are
     others. What is joined is by the dtypes that the model is served with.
     """
@@ -163,7 +163,7 @@ def _groups(job: Job, model: nn.Module) -> tuple[list[list[Layer]], dict[int, st
     return groups, left_out
 
 
-def _described(job: Job, read: Windows) -> str:
+def _described(job: Calibration, read: Windows) -> str:
     """What a basis says of the text that it is made of, for a person, and the hash of all that it depends on."""
     source = "given text" if job.texts else "default text"
     draws = job.fisher_windows * job.draws_each

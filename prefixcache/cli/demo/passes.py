@@ -1,6 +1,6 @@
 """The demo's work: the model, and the passes over the conversations, in processes of their own that `command` starts.
 
-Standard input gives a `Job`, standard output gets the results by name, both as JSON. Progress is on standard error.
+Standard input gives a `DemoRun`, standard output gets the results by name, both as JSON. Progress is on standard error.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Turn = dict[str, Any]
 
 
 @dataclass
-class Job:
+class DemoRun:
     """What a process is to do. `cold` has the cold pass's answers by conversation and turn, as far as there are any."""
 
     directory: str
@@ -59,7 +59,7 @@ class Job:
 class Model:
     """A job's model, and the prompts in its tokens."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: DemoRun) -> None:
         self.job = job
         loaded = load(job.model)
         self.net, tokenizer = loaded.model, loaded.tokenizer
@@ -197,15 +197,17 @@ def run_cold(model: Model) -> dict[str, Any]:
     return {"turns": turns, "dtype": model.dtype}
 
 
-def bases(job: Job) -> Path:
+def bases(job: DemoRun) -> Path:
     return Path(job.directory) / "bases"
 
 
-def calibrate(job: Job) -> None:
+def calibrate(job: DemoRun) -> None:
     with bar("calibrating the model") as show:
         bases(job).mkdir()
         making.make(
-            making.Job(job.model, None, (), *CALIBRATION), bases(job), lambda done, of, what: show(done, of, what)
+            making.Calibration(job.model, None, (), *CALIBRATION),
+            bases(job),
+            lambda done, of, what: show(done, of, what),
         )
 
 
@@ -251,7 +253,7 @@ def main() -> None:
     """Do the job on standard input. What libraries print goes to standard error, so that the results stay readable."""
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    model = Model(Job(**json.load(sys.stdin)))
+    model = Model(DemoRun(**json.load(sys.stdin)))
     if CALIBRATED in model.job.passes:
         calibrate(model.job)
     json.dump({name: run_cold(model) if name == "cold" else run(model, name) for name in model.job.passes}, results)

@@ -63,13 +63,13 @@ def evaluate(
         if as_json and in_markdown:
             raise Refused("--json and --markdown: both go to the same place; give one of them")
         pictures = output.pictures("--plot", plot)
-        from prefixcache.cli.evaluate.measuring import Job, codec_of, load, measure
+        from prefixcache.cli.evaluate.measuring import EvaluationSize, codec_of, load, measure
 
         specs = list(dict.fromkeys((CONTROL, *(codec or DEFAULT))))
         for spec in specs:  # what can be refused early is refused before the model is loaded
             codec_of(spec)
         source = read_texts(text) if text else default_text()
-        job = Job(prefix, tokens, windows, needles, depths, seed)
+        job = EvaluationSize(prefix, tokens, windows, needles, depths, seed)
         with bar("evaluating") as show:
             measured = measure(load(model, adapter, float32), specs, source, job, show, basis_dir)
     text_facts = {"files": [str(file) for file in text or ()], "python": None if text else platform.python_version()}

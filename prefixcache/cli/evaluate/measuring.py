@@ -23,7 +23,7 @@ import numpy as np
 from mlx_lm.generate import generate_step
 
 from prefixcache import model_identity
-from prefixcache.cli.evaluate.texts import Haystack, Question, cut, depths_of, haystacks
+from prefixcache.cli.evaluate.texts import Haystack, NeedleQuestion, cut, depths_of, haystacks
 from prefixcache.cli.evaluate.trials import PREFILL, Reference, Trial, begun, joined, mean_and_error, read_on
 from prefixcache.cli.text import Refused
 from prefixcache.codecs import Codec, Transform, as_codec
@@ -52,7 +52,7 @@ class Subject(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Job:
+class EvaluationSize:
     """How much is measured. Lengths are in tokens; `prefix` is what is cached, `tokens` what is read after it."""
 
     prefix: int = 2048
@@ -99,7 +99,7 @@ def measure(
     subject: Subject,
     specs: Sequence[str],
     text: str,
-    job: Job,
+    job: EvaluationSize,
     progress: Progress = lambda done, of: None,
     basis_dir: Path | None = None,
 ) -> Facts:
@@ -148,7 +148,7 @@ def codec_of(spec: str) -> Codec:
     return codec
 
 
-def _check_positions(subject: Subject, job: Job) -> None:
+def _check_positions(subject: Subject, job: EvaluationSize) -> None:
     after = max(job.tokens, 2 * ANSWER if job.needles else 0)
     if subject.positions is not None and job.prefix + after > subject.positions:
         raise Refused(
@@ -172,7 +172,7 @@ def _ask(subject: Subject, reference: Reference, trials: list[Trial], haystack: 
         mx.clear_cache()
 
 
-def _answers(subject: Subject, prompt_cache: list[Any], question: Question) -> bool:
+def _answers(subject: Subject, prompt_cache: list[Any], question: NeedleQuestion) -> bool:
     """Whether the first number in the greedy answer is the one that was hidden."""
     answer: list[int] = []
     number = None
@@ -196,7 +196,7 @@ def _answers(subject: Subject, prompt_cache: list[Any], question: Question) -> b
 # -- the facts --------------------------------------------------------------------------------------------------------
 
 
-def _facts(job: Job, reference: Reference, trials: list[Trial], text_tokens: int) -> Facts:
+def _facts(job: EvaluationSize, reference: Reference, trials: list[Trial], text_tokens: int) -> Facts:
     nll = [float(window.mean()) for window in reference.nll]
     versions = {name: version(name) for name in ("prefixcache", "mlx", "mlx-lm")}
     return {
@@ -212,7 +212,7 @@ def _facts(job: Job, reference: Reference, trials: list[Trial], text_tokens: int
     }
 
 
-def _codec_facts(trial: Trial, reference_nll: list[float], job: Job) -> Facts:
+def _codec_facts(trial: Trial, reference_nll: list[float], job: EvaluationSize) -> Facts:
     """One codec's numbers. Errors are standard errors over the windows; of perplexity, to first order."""
     nll, kl, same = ([float(column.mean()) for column in columns] for columns in zip(*trial.windows, strict=True))
     before, after = _exp(mean_and_error(reference_nll)[0]), _exp(mean_and_error(nll)[0])
@@ -268,7 +268,7 @@ def _sizes(trial: Trial) -> Facts:
     }
 
 
-def _recall(right: list[list[bool]], job: Job) -> Facts:
+def _recall(right: list[list[bool]], job: EvaluationSize) -> Facts:
     """How many of the hidden numbers were told, in all and by depth; `asked` is 0 without needles."""
     by_depth = [
         {"depth": depth, "asked": len(right), "right": sum(column)}

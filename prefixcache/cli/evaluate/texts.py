@@ -23,7 +23,7 @@ NEAR = 400  # characters within which a line's end is looked for
 OTHER = "Why?"  # a question that no needle answers: what a prompt shares with it doesn't depend on the question
 
 
-class Window(NamedTuple):
+class Excerpt(NamedTuple):
     """A piece of text: the prompt that is cached, the tokens read after it, and the token that follows each of those."""
 
     prompt: list[int]
@@ -31,7 +31,7 @@ class Window(NamedTuple):
     targets: list[int]
 
 
-class Question(NamedTuple):
+class NeedleQuestion(NamedTuple):
     """What is computed on a restored cache, and the number that should come."""
 
     tokens: list[int]
@@ -42,7 +42,7 @@ class Haystack(NamedTuple):
     """The cached part of a prompt, and one question for each depth."""
 
     cached: list[int]
-    questions: list[Question]
+    questions: list[NeedleQuestion]
 
 
 def default_text() -> str:
@@ -64,7 +64,7 @@ def read_texts(paths: Sequence[Path]) -> str:
     return "\n\n".join(texts)
 
 
-def cut(tokenizer: Any, ids: list[int], prefix: int, tokens: int, windows: int) -> tuple[list[int], list[Window]]:
+def cut(tokenizer: Any, ids: list[int], prefix: int, tokens: int, windows: int) -> tuple[list[int], list[Excerpt]]:
     """A first prompt, which is stored and not measured, and the windows: evenly spaced, none overlaps another.
 
     Each begins with the token that the tokenizer puts at the beginning of a text, if it has one.
@@ -81,7 +81,7 @@ def cut(tokenizer: Any, ids: list[int], prefix: int, tokens: int, windows: int) 
         )
     starts = [i * (len(ids) - length) // windows for i in range(windows + 1)]
     pieces = [opening + ids[start : start + length] for start in starts]
-    return pieces[0][:prefix], [Window(p[:prefix], p[prefix:-1], p[prefix + 1 :]) for p in pieces[1:]]
+    return pieces[0][:prefix], [Excerpt(p[:prefix], p[prefix:-1], p[prefix + 1 :]) for p in pieces[1:]]
 
 
 def _first_token(tokenizer: Any) -> list[int]:
@@ -123,7 +123,9 @@ def _haystack(
         cached = _shared_length(prompts)
         if cached <= prefix:
             answers = zip(prompts[:-1], numbers, strict=True)
-            return Haystack(prompts[0][:cached], [Question(prompt[cached:], number) for prompt, number in answers])
+            return Haystack(
+                prompts[0][:cached], [NeedleQuestion(prompt[cached:], number) for prompt, number in answers]
+            )
         length -= cached - prefix
     raise Refused(
         f"--prefix {prefix}: no room for {len(depths)} numbers in a prompt; give a longer --prefix, fewer --depths, or "

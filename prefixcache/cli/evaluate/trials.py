@@ -20,7 +20,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from prefixcache import PrefixCache
 from prefixcache.cache import Stored
-from prefixcache.cli.evaluate.texts import Window
+from prefixcache.cli.evaluate.texts import Excerpt
 from prefixcache.cli.text import Refused
 from prefixcache.codecs import Codec
 from prefixcache.layers.adapters import CacheError
@@ -36,7 +36,7 @@ SPARE = 64 << 20
 # Logits come in a few rows at a time. All arithmetic is float32, the sums over rows float64.
 
 
-class Rows(NamedTuple):
+class RowScores(NamedTuple):
     """One value a row of logits: nats of the target, nats of KL(reference || other), whether both choose one token."""
 
     nll: np.ndarray
@@ -67,14 +67,14 @@ def divergence(reference: mx.array, logits: mx.array) -> np.ndarray:
     return np.maximum(nats, 0.0)
 
 
-def compare(reference: mx.array, logits: mx.array, targets: Sequence[int]) -> Rows:
+def compare(reference: mx.array, logits: mx.array, targets: Sequence[int]) -> RowScores:
     same = np.array(mx.argmax(reference, axis=-1) == mx.argmax(logits, axis=-1))
-    return Rows(surprise(logits, targets), divergence(reference, logits), same)
+    return RowScores(surprise(logits, targets), divergence(reference, logits), same)
 
 
-def joined(parts: Sequence[Rows]) -> Rows:
+def joined(parts: Sequence[RowScores]) -> RowScores:
     """The rows of several calls as one."""
-    return Rows(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+    return RowScores(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
@@ -130,7 +130,7 @@ class Trial:
         except ValueError as error:  # another variable is bad
             raise Refused(str(error)) from None
         self.stored: list[Stored] = []  # of each window
-        self.windows: list[Rows] = []
+        self.windows: list[RowScores] = []
         self.identical = True  # logits that are the reference's bit for bit
         self.right: list[list[bool]] = []
         self.plan: Plan | None = None
@@ -183,7 +183,7 @@ def begun(
         yield trials
 
 
-def read_on(reference: Reference, trials: list[Trial], window: Window) -> None:
+def read_on(reference: Reference, trials: list[Trial], window: Excerpt) -> None:
     """The tokens after a prompt, given one after the other: on the live cache, then on each restored one."""
     live = reference.fill(window.prompt)
     for trial in trials:

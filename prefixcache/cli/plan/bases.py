@@ -12,7 +12,7 @@ from prefixcache.codecs.transform.basis import Basis, BasisError, read
 from prefixcache.codecs.transform.codec import Calibrated, Transform
 from prefixcache.identity import model_identity
 from prefixcache.planning.model import ModelState
-from prefixcache.planning.sizes import Sizes
+from prefixcache.planning.sizes import StateSizes
 from prefixcache.planning.typical_basis import typical
 
 
@@ -23,13 +23,13 @@ class Where(NamedTuple):
     folder: Path
 
 
-def sizes_of(codecs: dict[str, Codec], model: str, state: ModelState, where: Where) -> dict[str, Sizes]:
+def sizes_of(codecs: dict[str, Codec], model: str, state: ModelState, where: Where) -> dict[str, StateSizes]:
     """The sizes with each codec. Refused for a file that is no basis of this model, and for one that no codec needs."""
     wanted = [spec for spec, codec in codecs.items() if isinstance(codec, Transform)]
     if where.file is not None and not wanted:
         raise Refused(f"--basis {where.file}: no codec needs one; add --codec transform")
     basis = _basis(model, state, where) if wanted else None
-    return {spec: Sizes(state, _with(codec, basis, state)) for spec, codec in codecs.items()}
+    return {spec: StateSizes(state, _with(codec, basis, state)) for spec, codec in codecs.items()}
 
 
 def _with(codec: Codec, basis: Basis | None, state: ModelState) -> Codec:

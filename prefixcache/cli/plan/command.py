@@ -1,5 +1,5 @@
-"""`prefixcache plan`: how much RAM and SSD a server needs, before they are bought. This module checks the options and starts
-the simulations of `prefixcache.planning`; `facts` makes the JSON object of their results, `text` and `report` show it.
+"""`prefixcache plan`: how much RAM and SSD a server needs, before they are bought. This module starts the simulations of
+`prefixcache.planning` that `options` ask for; `facts` makes the JSON object of their results, `text` and `report` show it.
 
 MLX and mlx-lm are imported when the command runs, so that asking for help stays quick.
 """
@@ -7,166 +7,47 @@ MLX and mlx-lm are imported when the command runs, so that asking for help stays
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from prefixcache.byte_sizes import parse_size
 from prefixcache.cli import output
+from prefixcache.cli.options import with_options
+from prefixcache.cli.plan.options import (
+    DEFAULT_CODEC,
+    SHAPE_NAMES,
+    Assumed,
+    AssumedOptions,
+    FleetOptions,
+    FleetPlan,
+    ModelOptions,
+    OutputOptions,
+    TraceOptions,
+    TracePlan,
+)
 from prefixcache.cli.plan.shapes import SHAPES
 from prefixcache.cli.plan.text import screen
 from prefixcache.cli.progress import bar
 from prefixcache.cli.text import Refused, complain, console, print_json, refusing
-from prefixcache.settings import BASIS_DIR, Settings
 
 if TYPE_CHECKING:
     from prefixcache.planning.model import ModelState
-    from prefixcache.planning.outcome import Outcome
-    from prefixcache.planning.sizes import Sizes
-    from prefixcache.planning.sweep import Cell, Workload
+    from prefixcache.planning.outcome import Cell, CellOutcome
+    from prefixcache.planning.sizes import StateSizes
+    from prefixcache.planning.sweep import Workload
 
 CODECS = ("raw", "turboquant:4", "turboquant:4:3", "turboquant:3", "transform:4")
-DEFAULT_CODEC = "turboquant:4"  # as `Settings` has it
-SMALLEST, LARGEST = 1e-6, 1e12  # of a rate or a price
 PARALLEL_IDS = 500_000  # ids to simulate, in all, from which processes of their own are worth their start
-ROUTINGS = ("sticky", "random")
-MOST_MACHINES = 1000
-NEEDED = {  # of a fleet
-    "--trace": "the requests",
-    "--ram": "what each machine has",
-    "--ssd": "what each machine has (0: none)",
-}
-REMOTE_ADMISSIONS = ("second", "always", "never")  # as `Settings` is to have them
-POLICIES, ADMISSIONS = (get_args(Settings.model_fields[name].annotation) for name in ("policy", "ssd_admission"))
-SHAPE_NAMES = ", ".join(sorted(SHAPES))
 
 Facts = dict[str, Any]
-Values = list[str] | None  # of an option that may be given again, or with commas
 
 
-@dataclass(frozen=True)
-class Assumed:
-    """What the trace doesn't say. Rates in tokens or bytes a second, prices of a GB, `tbw` in bytes."""
-
-    prefill_rate: float
-    ssd_rates: list[int]
-    decode_rate: int
-    tbw: int
-    ram_price: float
-    ssd_price: float
-
-
-class FleetOptions(NamedTuple):
-    """How many machines share a remote tier, its limit in bytes (None: none), a round trip's seconds, and bytes a second."""
-
-    machines: int
-    routings: list[str]
-    admissions: list[str]
-    limit: int | None
-    rtt: float
-    rate: int
-
-
-class Simulation(NamedTuple):
-    """What is to be simulated; where no sizes are given, the trace's own bytes give some."""
-
-    trace: Path
-    block: int | None
-    limit: int | None
-    rams: list[int]
-    ssds: list[int]
-    policies: list[str]
-    admissions: list[str]
-    fleet: FleetOptions | None
-
-
+@with_options
 def plan(
-    model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="The model's folder, its name on Hugging Face if it was downloaded, a config.json, or one of "
-            f"{SHAPE_NAMES}.",
-        ),
-    ] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Requests: Mooncake's JSONL or a server's recording, plain or gzip."),
-    ] = None,
-    codec: Annotated[
-        Values,
-        typer.Option(
-            metavar="SPEC", help=f"Such as turboquant:4:3. A trace is run with the first, else {DEFAULT_CODEC}."
-        ),
-    ] = None,
-    ram: Annotated[
-        Values,
-        typer.Option(
-            metavar="SIZES",
-            help="Such as 8GB,16GB. Else from a 256th of all state up to all.",
-        ),
-    ] = None,
-    ssd: Annotated[
-        Values,
-        typer.Option(metavar="SIZES", help="Such as 0,100GB. Else 0, a quarter of all state, and all."),
-    ] = None,
-    policy: Annotated[Values, typer.Option(metavar="NAMES", help=f"Eviction policies: {', '.join(POLICIES)}.")] = None,
-    ssd_admission: Annotated[
-        Values, typer.Option(metavar="NAMES", help=f"When an image is written to the SSD: {', '.join(ADMISSIONS)}.")
-    ] = None,
-    machines: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Machines, each with --ram and --ssd, that share a remote tier."),
-    ] = None,
-    routing: Annotated[
-        Values, typer.Option(metavar="NAMES", help=f"Who serves a request of the fleet: {', '.join(ROUTINGS)}.")
-    ] = None,
-    remote: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="What the remote tier may hold. Else it has no limit.")
-    ] = None,
-    remote_rtt: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="A round trip to the remote tier. Else 0.002.")
-    ] = None,
-    remote_rate: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Bytes that come from there a second. Else 1GB.")
-    ] = None,
-    remote_admission: Annotated[
-        Values, typer.Option(metavar="NAMES", help=f"When an image is sent there: {', '.join(REMOTE_ADMISSIONS)}.")
-    ] = None,
-    basis: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The model's basis, for codec transform; else it is looked for.")
-    ] = None,
-    basis_dir: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", envvar="PREFIXCACHE_BASIS_DIR", help="Where it is looked for, by the weights."),
-    ] = None,
-    block: Annotated[int | None, typer.Option(min=1, help="Tokens that an id of the trace stands for.")] = None,
-    first: Annotated[int | None, typer.Option(min=1, metavar="N", help="Only the trace's first N requests.")] = None,
-    prefill_rate: Annotated[float, typer.Option(metavar="TOKENS", help="Tokens that the model reads a second.")] = 1000,
-    ssd_rate: Annotated[
-        Values, typer.Option(metavar="SIZES", help="Bytes that the SSD reads a second, such as 1GB,3GB. Else 3GB.")
-    ] = None,
-    decode_rate: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Bytes of images that are decoded a second. Else 10GB, of codec transform 1GB.",
-        ),
-    ] = None,
-    tbw: Annotated[str, typer.Option(metavar="SIZE", help="Bytes that the SSD is rated to be written.")] = "600TB",
-    ram_price: Annotated[
-        float, typer.Option(help="Price of a GB of RAM; only the ratio of the two prices matters.")
-    ] = 25.0,
-    ssd_price: Annotated[float, typer.Option(help="Price of a GB of SSD.")] = 0.4,
-    as_json: Annotated[bool, typer.Option("--json", help="All numbers as one JSON object.")] = False,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="OUT", help="Draw it: OUT.png, OUT.svg, or both without a suffix.")
-    ] = None,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a report, one HTML page.")] = None,
+    model: ModelOptions, trace: TraceOptions, fleet: FleetOptions, assumed: AssumedOptions, shown: OutputOptions
 ) -> None:
     """Tell how much RAM and SSD a server needs, before they are bought.
 
@@ -182,119 +63,22 @@ def plan(
     """
     try:
         with refusing((ValueError, RuntimeError)):
-            pictures = output.pictures("--plot", plot)
-            if html is not None:
-                output.check("--html", html)
-            if model is None:
-                raise Refused(
-                    f"--model is missing: give a model's folder, its name on Hugging Face, or one of {SHAPE_NAMES}"
-                )
-            codecs = _listed(codec)
-            assumed = Assumed(
-                _positive("--prefill-rate", prefill_rate),
-                sorted({_rate("--ssd-rate", text) for text in _listed(ssd_rate) or ["3GB"]}),
-                _rate("--decode-rate", _decoding(codecs) if decode_rate is None else decode_rate),
-                _rate("--tbw", tbw, "no SSD could be written at all"),
-                _positive("--ram-price", ram_price, or_zero=True),
-                _positive("--ssd-price", ssd_price, or_zero=True),
-            )
-            given = {
-                "--routing": routing,
-                "--remote": remote,
-                "--remote-rtt": remote_rtt,
-                "--remote-rate": remote_rate,
-                "--remote-admission": remote_admission,
-            }
-            needed = {"--trace": trace, "--ram": ram, "--ssd": ssd}
-            fleet = _fleet_options(machines, given, [option for option, value in needed.items() if not value])
-            simulation = (
-                None
-                if trace is None
-                else Simulation(
-                    trace,
-                    block,
-                    first,
-                    _sizes("--ram", ram),
-                    _sizes("--ssd", ssd),
-                    _names("--policy", policy, POLICIES),
-                    _names("--ssd-admission", ssd_admission, ADMISSIONS),
-                    fleet,
-                )
-            )
-            if simulation and 0 in simulation.rams:
-                raise Refused("--ram 0: nothing could be kept; give it a size, such as 1GB")
+            pictures = output.pictures("--plot", shown.plot)
+            if shown.html is not None:
+                output.check("--html", shown.html)
+            name, known = model.name(), assumed.checked(model.codecs())
+            simulation = trace.checked(fleet.checked(trace))
             with _quiet_log():
-                facts = _plan(model, codecs, simulation, assumed, basis, basis_dir or BASIS_DIR)
+                facts = _plan(name, model, simulation, known)
     except KeyboardInterrupt:
         complain("plan: stopped by SIGINT")
         raise typer.Exit(130) from None
-    if as_json:
+    if shown.as_json:
         print_json(facts)
     else:
         console().print(*screen(facts), sep="\n")
     with refusing():  # after the numbers: they took minutes
-        _write(facts, html, pictures)
-
-
-# -- the options ------------------------------------------------------------------------------------------------------
-
-
-def _listed(values: Values) -> list[str]:
-    """The values of an option that is given again, or with commas, each once."""
-    return list(dict.fromkeys(part.strip() for text in values or () for part in text.split(",")))
-
-
-def _sizes(option: str, values: Values) -> list[int]:
-    return sorted({parse_size(text, option) for text in _listed(values)})
-
-
-def _names(option: str, values: Values, known: Sequence[str]) -> list[str]:
-    for name in _listed(values):
-        if name not in known:
-            raise Refused(f"{option} {name!r}: none of those there are; write {', '.join(known)}")
-    return _listed(values) or [known[0]]
-
-
-def _fleet_options(machines: int | None, given: Facts, missing: list[str]) -> FleetOptions | None:
-    """`given`: the options of a fleet, as they were written. `missing`: of --trace, --ram and --ssd."""
-    if machines is None:
-        if alone := next((option for option, value in given.items() if value is not None), None):
-            raise Refused(f"{alone}: this is for a fleet; add --machines, with how many there are")
-        return None
-    if machines > MOST_MACHINES:
-        raise Refused(f"--machines {machines}: too many to simulate; give 1 to {MOST_MACHINES}")
-    if missing:
-        raise Refused(
-            f"--machines {machines}: add {', '.join(f'{option} with {NEEDED[option]}' for option in missing)}"
-        )
-    limit, rtt, rate = given["--remote"], given["--remote-rtt"], given["--remote-rate"]
-    return FleetOptions(
-        machines,
-        _names("--routing", given["--routing"], ROUTINGS),
-        _names("--remote-admission", given["--remote-admission"], REMOTE_ADMISSIONS),
-        None if limit is None else _rate("--remote", limit, "nothing could be sent there"),
-        0.002 if rtt is None else _positive("--remote-rtt", rtt, or_zero=True),
-        _rate("--remote-rate", rate or "1GB"),
-    )
-
-
-def _rate(option: str, text: str, problem: str = "nothing would ever arrive") -> int:
-    nbytes = parse_size(text.removesuffix("/s"), option)
-    if not nbytes:
-        raise Refused(f"{option} {text}: {problem}; give a size, such as 2GB")
-    return nbytes
-
-
-def _decoding(codecs: Sequence[str]) -> str:
-    """The rate of the codec that a trace is run with."""
-    return "1GB" if (codecs or [DEFAULT_CODEC])[0].partition(":")[0] == "transform" else "10GB"
-
-
-def _positive(option: str, value: float, *, or_zero: bool = False) -> float:
-    if not (SMALLEST <= value <= LARGEST or (value == 0 and or_zero)):  # refuses a NaN too
-        zero = "0, or " if or_zero else ""
-        raise Refused(f"{option} {value:g}: not possible; give {zero}a number from {SMALLEST:g} to {LARGEST:g}")
-    return value
+        _write(facts, shown.html, pictures)
 
 
 def _model(name: str) -> ModelState:
@@ -323,17 +107,16 @@ def _model(name: str) -> ModelState:
 # -- the work ---------------------------------------------------------------------------------------------------------
 
 
-def _plan(
-    model: str, specs: list[str], simulation: Simulation | None, assumed: Assumed, basis: Path | None, basis_dir: Path
-) -> Facts:
+def _plan(name: str, options: ModelOptions, simulation: TracePlan | None, assumed: Assumed) -> Facts:
     from prefixcache import __version__
     from prefixcache.cli.plan.bases import Where, sizes_of
     from prefixcache.cli.plan.facts import codec_facts, mac_facts, model_facts
     from prefixcache.codecs.choice import as_codec
 
+    specs = options.codecs()
     codecs = {spec: codec for spec in specs or CODECS if (codec := as_codec(spec)) is not None}
-    state = _model(model)
-    sizes = sizes_of(codecs, model, state, Where(basis, basis_dir))
+    state = _model(name)
+    sizes = sizes_of(codecs, name, state, Where(options.basis, options.basis_dir))
     facts: Facts = {
         "prefixcache": __version__,
         "model": model_facts(state),
@@ -341,7 +124,7 @@ def _plan(
         "macs": mac_facts(state, sizes),
         "trace": None,
         "codec": None,
-        "assumed": asdict(assumed),
+        "assumed": assumed._asdict(),
         "sizes": None,
         "fleet": None,
     }
@@ -353,14 +136,15 @@ def _plan(
 
 
 def _simulate(
-    state: ModelState, sizes: Sizes, simulation: Simulation, assumed: Assumed
+    state: ModelState, sizes: StateSizes, simulation: TracePlan, assumed: Assumed
 ) -> tuple[Facts, Facts, Facts | None]:
     """Facts of the trace, of the sizes, and of the fleets, if any. An endless cache is simulated first: its bytes are the
     largest size that is worth a try, and its hits are what is possible.
     """
     from prefixcache.cli.plan.facts import capacities, grid, outcome_facts, ram_ladder, ssd_ladder, trace_facts
     from prefixcache.planning.bound import best_at
-    from prefixcache.planning.sweep import ENDLESS, Cell, Workload, sufficient_ram, sweep
+    from prefixcache.planning.outcome import Cell
+    from prefixcache.planning.sweep import ENDLESS, Workload, sufficient_ram, sweep
     from prefixcache.trace.reading import Trace, summary
 
     trace = Trace(simulation.trace, simulation.block, limit=simulation.limit)
@@ -394,10 +178,10 @@ def _simulate(
 def _fleets(
     workload: Workload,
     cells: list[Cell],
-    ones: dict[Cell, Outcome],
+    ones: dict[Cell, CellOutcome],
     most: int,
-    sizes: Sizes,
-    options: FleetOptions,
+    sizes: StateSizes,
+    options: FleetPlan,
     assumed: Assumed,
 ) -> Facts:
     """Facts of fleets whose machines are of each size: with and without a remote tier, beside one machine of that size and
@@ -405,8 +189,9 @@ def _fleets(
     """
     from prefixcache.cli.plan.facts import fleet_facts
     from prefixcache.planning.advice import Link
+    from prefixcache.planning.outcome import Fleet
     from prefixcache.planning.routing import sessions
-    from prefixcache.planning.sweep import Fleet, sweep, sweep_fleets
+    from prefixcache.planning.sweep import sweep, sweep_fleets
     from prefixcache.trace.reading import Trace
 
     link = Link(options.rtt, options.rate)

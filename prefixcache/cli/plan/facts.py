@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from prefixcache.cli.plan.options import Assumed, FleetPlan
 from prefixcache.cli.plan.text import settings_of
 from prefixcache.codecs.choice import as_codec
 from prefixcache.codecs.transform.codec import Calibrated, Transform
@@ -19,15 +20,11 @@ from prefixcache.planning import advice
 from prefixcache.planning.advice import Link, Prices, Rates
 from prefixcache.planning.bound import Bound
 from prefixcache.planning.model import ModelState
-from prefixcache.planning.outcome import FleetOutcome, Outcome
-from prefixcache.planning.sizes import Sizes
-from prefixcache.planning.sweep import Cell, Fleet
+from prefixcache.planning.outcome import Cell, CellOutcome, Fleet, FleetOutcome
+from prefixcache.planning.sizes import StateSizes
 from prefixcache.planning.typical_basis import TypicalBasis
 from prefixcache.settings import ram_auto
-from prefixcache.trace.reading import Summary, Trace
-
-if TYPE_CHECKING:
-    from prefixcache.cli.plan.command import Assumed, FleetOptions
+from prefixcache.trace.reading import Trace, TraceSummary
 
 PROMPTS = (8_192, 32_768, 131_072)  # tokens
 MEMORIES = tuple(gib << 30 for gib in (16, 24, 32, 48, 64, 96, 128, 192, 256, 512))
@@ -66,7 +63,7 @@ def model_facts(state: ModelState) -> Facts:
     }
 
 
-def codec_facts(name: str, sizes: Sizes) -> Facts:
+def codec_facts(name: str, sizes: StateSizes) -> Facts:
     """What a model's state takes with a codec. `windows` and `snapshot` are a boundary's, beside the tokens' own bytes.
 
     `transform`: None of another codec; else how many layers are transformed, and by which basis, which takes so many bytes of
@@ -88,7 +85,7 @@ def codec_facts(name: str, sizes: Sizes) -> Facts:
     }
 
 
-def _transform_facts(name: str, sizes: Sizes) -> Facts | None:
+def _transform_facts(name: str, sizes: StateSizes) -> Facts | None:
     if not isinstance(as_codec(name), Transform):
         return None
     layers = sum(len(joined.coder.group.layers) for joined in sizes.plan.joined)
@@ -102,11 +99,11 @@ def _transform_facts(name: str, sizes: Sizes) -> Facts | None:
     }
 
 
-def _is_estimate(sizes: Sizes) -> bool:
+def _is_estimate(sizes: StateSizes) -> bool:
     return isinstance(sizes.codec, Calibrated) and isinstance(sizes.codec.basis, TypicalBasis)
 
 
-def mac_facts(state: ModelState, codecs: dict[str, Sizes]) -> list[Facts]:
+def mac_facts(state: ModelState, codecs: dict[str, StateSizes]) -> list[Facts]:
     """What Macs could keep beside the model's weights at 4 bits. `auto` is what the setting `ram="auto"` takes, 0 where the
     weights leave no room for that.
     """
@@ -118,7 +115,7 @@ def mac_facts(state: ModelState, codecs: dict[str, Sizes]) -> list[Facts]:
     return macs
 
 
-def _machine_facts(state: ModelState, sizes: Sizes, ram: int, longest: int) -> Facts:
+def _machine_facts(state: ModelState, sizes: StateSizes, ram: int, longest: int) -> Facts:
     """The smallest Mac whose GPU has room for the model's weights at 4 bits, a cache of `ram` bytes and one live prompt: of
     the `longest` tokens, or of the model's context where that is less. `memory` and `gpu` are None where no Mac has.
     """
@@ -135,7 +132,7 @@ def _weights(state: ModelState) -> int:
 # -- the trace and the sizes to try -----------------------------------------------------------------------------------
 
 
-def trace_facts(trace: Trace, totals: Summary, prompts: np.ndarray, context: int | None) -> Facts:
+def trace_facts(trace: Trace, totals: TraceSummary, prompts: np.ndarray, context: int | None) -> Facts:
     """After a pass; `prompts` are the tokens of each, which the model's `context` may be too short for."""
     return {
         "file": str(trace.path),
@@ -189,11 +186,11 @@ def capacities(cells: Sequence[Cell], bytes_per_token: float, block: int) -> lis
 
 
 def outcome_facts(
-    outcomes: Sequence[Outcome],
+    outcomes: Sequence[CellOutcome],
     bounds: Sequence[Bound],
-    endless: Outcome,
+    endless: CellOutcome,
     state: ModelState,
-    sizes: Sizes,
+    sizes: StateSizes,
     longest: int,
     assumed: Assumed,
 ) -> Facts:
@@ -233,7 +230,12 @@ def outcome_facts(
 
 
 def _recommendation(
-    cells: Sequence[Facts], costs: Sequence[float], hits: Sequence[int], state: ModelState, sizes: Sizes, longest: int
+    cells: Sequence[Facts],
+    costs: Sequence[float],
+    hits: Sequence[int],
+    state: ModelState,
+    sizes: StateSizes,
+    longest: int,
 ) -> Facts | None:
     """What is advised. `obstacles` say why it can't be lived with, where no size can. `beyond` is the size that would be
     advised if there were no obstacles, where that is another.
@@ -258,7 +260,7 @@ def _advised(cells: Sequence[Facts], index: int, obstacles: Sequence[list[str]])
     return {"cell": index, "says": says, "obstacles": obstacles[index]}
 
 
-def _obstacles(cell: Facts, state: ModelState, sizes: Sizes, longest: int) -> list[str]:
+def _obstacles(cell: Facts, state: ModelState, sizes: StateSizes, longest: int) -> list[str]:
     """Why a size can't be lived with: "wear" (the SSD lasts less than a year), "prompt" (the longest doesn't fit into RAM),
     "memory" (no Mac has room for it).
     """
@@ -271,12 +273,12 @@ def _obstacles(cell: Facts, state: ModelState, sizes: Sizes, longest: int) -> li
     return [name for name, of in found.items() if of]
 
 
-def _longest_bytes(state: ModelState, sizes: Sizes, longest: int) -> int:
+def _longest_bytes(state: ModelState, sizes: StateSizes, longest: int) -> int:
     """Of RAM, that the longest prompt takes, up to the model's context."""
     return sizes.prompt_bytes(min(longest, state.context or longest))
 
 
-def _cell(o: Outcome, possible: int, per_token: float, assumed: Assumed, rates: list[Rates]) -> Facts:
+def _cell(o: CellOutcome, possible: int, per_token: float, assumed: Assumed, rates: list[Rates]) -> Facts:
     counts = o._asdict()
     for name in ("ram", "ssd", "policy", "admission", "asked", "hit", "read"):  # told by another name, or too long
         del counts[name]
@@ -304,10 +306,10 @@ def _cell(o: Outcome, possible: int, per_token: float, assumed: Assumed, rates: 
 
 def fleet_facts(
     outcomes: Sequence[FleetOutcome],
-    ones: Sequence[tuple[Outcome, Outcome]],
+    ones: Sequence[tuple[CellOutcome, CellOutcome]],
     sessions: Sequence[int],
-    sizes: Sizes,
-    options: FleetOptions,
+    sizes: StateSizes,
+    options: FleetPlan,
     assumed: Assumed,
 ) -> Facts:
     """`ones`: for each size a machine alone, and one with what the fleet has together. `sessions`: each request's. A row of
@@ -332,7 +334,7 @@ def fleet_facts(
     }
 
 
-def _of_one(o: Outcome) -> FleetOutcome:
+def _of_one(o: CellOutcome) -> FleetOutcome:
     none = np.zeros_like(o.asked)
     fleet = Fleet(o.ram, o.ssd, o.policy, o.admission, 1, "")
     return FleetOutcome(

@@ -27,7 +27,7 @@ REMEDIES = {  # of what a size can't be lived with for
 Facts = dict[str, Any]
 
 
-class Section(NamedTuple):
+class Passage(NamedTuple):
     """A part of what is told: sentences, tables, and notes on them. The heading is for the page alone."""
 
     heading: str
@@ -36,20 +36,20 @@ class Section(NamedTuple):
     notes: list[str] = []
 
 
-def sections(facts: Facts) -> list[Section]:
+def sections(facts: Facts) -> list[Passage]:
     """All but the advice, from top to bottom."""
     parts = []
     if facts["fleet"]:
-        parts.append(Section("A fleet", grids=_fleet_grids(facts), notes=_fleet_notes(facts)))
+        parts.append(Passage("A fleet", grids=_fleet_grids(facts), notes=_fleet_notes(facts)))
     if facts["trace"]:
-        parts.append(Section("Hit rate by size", grids=_hit_grids(facts)))
+        parts.append(Passage("Hit rate by size", grids=_hit_grids(facts)))
         if chosen(facts):
-            parts.append(Section("What money buys", grids=[_front_grid(facts)]))
-            parts.append(Section("Waiting and wear", grids=[_waiting_grid(facts)]))
-        parts.append(Section("What this assumes", notes=_trace_notes(facts)))
+            parts.append(Passage("What money buys", grids=[_front_grid(facts)]))
+            parts.append(Passage("Waiting and wear", grids=[_waiting_grid(facts)]))
+        parts.append(Passage("What this assumes", notes=_trace_notes(facts)))
     lines = [_model_line(facts), *_transform_lines(facts)]
-    parts.append(Section("What the model's state takes", lines, [_codec_grid(facts)]))
-    parts.append(Section("What a Mac could keep", grids=[_mac_grid(facts)], notes=_model_notes(facts)))
+    parts.append(Passage("What the model's state takes", lines, [_codec_grid(facts)]))
+    parts.append(Passage("What a Mac could keep", grids=[_mac_grid(facts)], notes=_model_notes(facts)))
     return parts
 
 

@@ -1,0 +1,42 @@
+"""Commands whose options are the fields of frozen dataclasses: `with_options` gives a command those flags."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any, get_type_hints
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Return the command with the fields of its dataclass parameters as flags in their place. Each field is annotated as a
+    parameter of a command would be, `Annotated[..., typer.Option(...)]`, and the command is given the dataclass.
+    """
+    signature = inspect.signature(command, eval_str=True)
+    groups: dict[str, Any] = {p.name: p.annotation for p in signature.parameters.values() if is_dataclass(p.annotation)}
+    parameters: list[inspect.Parameter] = []
+    for parameter in signature.parameters.values():
+        parameters += _flags(groups[parameter.name]) if parameter.name in groups else [parameter]
+
+    def run(**given: Any) -> None:
+        for name, options in groups.items():
+            given[name] = options(**{field.name: given.pop(field.name) for field in fields(options)})
+        command(**given)
+
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    ordered = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
+    run.__signature__ = signature.replace(parameters=ordered)  # type: ignore[attr-defined]
+    return run
+
+
+def _flags(options: Any) -> list[inspect.Parameter]:
+    hints = get_type_hints(options, include_extras=True)
+    return [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+            annotation=hints[field.name],
+        )
+        for field in fields(options)
+    ]
