@@ -22,7 +22,7 @@ import prefixcache  # MLX comes with `prefixcache.PrefixCache`, when a test open
 
 # How long an example takes says how busy the machine is, and nothing of the code.
 BUSY = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-settings.register_profile("any machine", settings(), suppress_health_check=BUSY)
+settings.register_profile("any machine", settings(), max_examples=40, deadline=None, suppress_health_check=BUSY)
 settings.load_profile("any machine")
 
 # Where a shell starts the tests in the background, they and what they start would ignore SIGINT, which some of them send.

@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx_lm.utils
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
@@ -625,7 +625,6 @@ def test_reads_and_bytes_are_bounded_whatever_the_size(tmp_path, monkeypatch, fi
     assert sum(n for _, n, _ in calls) <= max(20_000, files * tensors) * 4096 + sum(starts.values()) + 2
 
 
-@settings(max_examples=50)
 @given(st.text(max_size=5), st.integers(0, 10**12), st.integers(0, 10**12), st.integers(1, 64))
 def test_a_tensor_is_read_once_in_each_of_its_parts(name, start, size, count):
     tensor = identity.Tensor(name, "F16", [size], start, size)

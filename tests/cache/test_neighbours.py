@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -115,7 +115,6 @@ def test_rows_that_a_hit_gave_keep_their_codes(layers, write_back):
         assert cache.stats().counters.recoded_tokens == 0
 
 
-@settings(max_examples=60)
 @given(data=st.data())
 def test_prompts_stored_in_any_order_are_as_each_is_alone(data):
     codec, layers = data.draw(st.sampled_from(CODECS)), data.draw(st.sampled_from(sorted(states.LAYERS)))

@@ -156,7 +156,7 @@ def test_after_a_restart_and_from_ssd_no_row_is_broken(tmp_path):
             assert is_sound(made)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_the_bits_of_a_float_say_whether_it_is_finite(data):
     numpy, dtype = data.draw(

@@ -5,7 +5,7 @@ from functools import cache
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
@@ -97,7 +97,6 @@ def test_a_ring_that_keeps_its_first_tokens():
         check(asked(cache, PROMPT[:300]), PROMPT[:300], 256)
 
 
-@settings(max_examples=30)
 @given(
     st.lists(st.tuples(st.integers(1, 620), st.booleans()), min_size=1, max_size=5), st.integers(1, 300), st.booleans()
 )

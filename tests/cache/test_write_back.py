@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache
 
@@ -380,7 +380,6 @@ def test_a_prompt_that_parts_within_a_whole_block_has_a_tail_with_windows(shared
             cache.check_integrity()
 
 
-@settings(max_examples=40)
 @given(data=st.data())
 def test_rows_of_a_block_never_change_once_they_are_written(data: st.DataObject) -> None:
     """Store, fetch and extend in steps of any size, over prompts that part and meet again."""

@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 from directories import COMMAND, TOKEN, kv
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
@@ -217,7 +217,6 @@ prefixcache_info{codec="raw"} 1.0
 """.splitlines()
 
 
-@settings(max_examples=100)
 @given(st.data())
 def test_any_page_is_shown_or_refused(data):
     """Lines of a real page, some left out, some with other numbers or with other bytes in them."""

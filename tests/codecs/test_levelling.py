@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from roundtrip import as_float64, rows_of
 
@@ -35,7 +35,6 @@ STEP = 2.0 ** (1 / 32)  # the factor by which a root is rounded at most
 
 
 # Of narrower rows, one in thousands is as far out as those that don't count.
-@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**32 - 1), heads=st.integers(1, 3), width=st.integers(4, 80), scale=st.integers(-90, 90),
     unequal=st.floats(0, 3), bad=st.integers(0, 5), centred=st.booleans(),
@@ -56,7 +55,6 @@ def test_levels_are_those_of_float64_as_far_as_they_can_be_kept(
     assert centred or not levels.mean.any()
 
 
-@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**32 - 1), tokens=st.integers(LEAST_ROWS, 300), heads=st.integers(1, 3), width=st.integers(8, 80),
     scale=st.integers(-60, 60), unequal=st.floats(0, 3), far=st.integers(0, 4), bad=st.integers(0, 5), centred=st.booleans(),
@@ -88,7 +86,6 @@ def test_a_head_without_rows_enough_that_are_finite_is_none_to_the_gpu_too() -> 
         assert np.isfinite(np.array(measured[0])).all(axis=1).tolist() == [True, False]
 
 
-@settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**32 - 1), tokens=st.integers(1, 200), blocks=st.integers(1, 3), heads=st.integers(1, 3),
     centred=st.booleans(), data=st.data(),
@@ -151,7 +148,6 @@ def test_rows_far_larger_than_the_others_do_not_count(factor: float, few: int) -
 # --- as they are kept
 
 
-@settings(max_examples=60)
 @given(seed=st.integers(0, 2**32 - 1), heads=st.integers(1, 4), width=st.integers(1, 80), size=st.integers(-120, 120),
        centred=st.booleans())  # fmt: skip
 def test_measured_levels_come_back_to_the_bit_from_the_numbers_that_they_are_kept_in(

@@ -7,7 +7,7 @@ import tracemalloc
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from roundtrip import (
     BITS,
@@ -128,7 +128,6 @@ def test_bits_a_value_at_width_128(bits: int, most: float) -> None:
 # --- rows by themselves
 
 
-@settings(max_examples=40)
 @given(
     width=st.sampled_from(WIDTHS + ODD_WIDTHS),
     bits=st.sampled_from(BITS),

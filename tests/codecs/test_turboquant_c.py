@@ -125,7 +125,7 @@ some_rows = {
 
 
 @pytest.mark.parametrize("path", turboquant_c.paths())
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(kind=st.sampled_from(["normal", "sizes", "ties", "patterns"]), **some_rows)
 def test_codes_are_those_of_numpy(
     path: str, kind: str, width: int, bits: int, dtype: str, tokens: int, heads: int, levelled: bool, seed: int
@@ -138,7 +138,7 @@ def test_codes_are_those_of_numpy(
 
 
 @pytest.mark.parametrize("path", turboquant_c.paths())
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(made_up=st.booleans(), **some_rows)
 def test_decoded_rows_are_those_of_numpy(
     path: str, made_up: bool, width: int, bits: int, dtype: str, tokens: int, heads: int, levelled: bool, seed: int

@@ -9,7 +9,7 @@ import attention_oracle
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from roundtrip import BITS, FLOATS
 
@@ -161,7 +161,6 @@ def masks(draw: Any, rng: np.random.Generator, full: tuple[int, ...]) -> mx.arra
 
 
 @every_path
-@settings(max_examples=100)
 @given(case=cases())
 def test_attention_on_codes_is_that_on_decoded_rows(path: str, case: Any) -> None:
     with turboquant_c.forced(path):

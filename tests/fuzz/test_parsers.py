@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from . import targets
 
-quick = settings(max_examples=60)
 slow = settings(max_examples=15)
 edits = st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 12), st.binary(max_size=12)), max_size=5)
 
@@ -37,7 +36,6 @@ def changed(content: bytes, changes) -> bytes:
 
 
 @pytest.mark.parametrize("name", sorted(set(targets.TARGETS) - {"index"}))
-@quick
 @given(changes=edits, junk=st.binary(max_size=200))
 def test_changed_bytes_and_random_ones_break_no_promise(name, changes, junk):
     target, seeds = targets.TARGETS[name]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, KVCache
 
@@ -171,7 +171,6 @@ SEGMENTS = st.sampled_from([(0, 3), (10, 90), (1000, 256), (2000, 257), (3000, 3
 PROMPTS = st.lists(SEGMENTS, min_size=1, max_size=4).map(lambda parts: [a + i for a, n in parts for i in range(n)])
 
 
-@settings(max_examples=40)
 @given(
     st.lists(st.tuples(st.sampled_from(["store", "store", "keep", "fetch", "fetch", "clear"]), PROMPTS), max_size=12)
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixcache.planning import advice
@@ -13,7 +13,6 @@ from prefixcache.planning.advice import Latency, Prices, Rates, Wear
 RATES = Rates(prefill=1000.0, ssd=2e9, decode=10e9)
 GB = 10**9
 
-few = settings(max_examples=50)
 sizes = st.integers(0, 512).map(lambda n: n * GB)
 points = st.lists(st.tuples(sizes, sizes, st.integers(0, 10**9)), min_size=1, max_size=12)
 prices = st.builds(Prices, st.floats(0.01, 100), st.floats(0.01, 100))
@@ -42,7 +41,6 @@ def test_percentiles_are_of_the_requests():
     assert advice.percentiles(np.array([])) is None
 
 
-@few
 @given(
     st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)), min_size=1, max_size=30),
     st.floats(1, 1e5),
@@ -80,7 +78,6 @@ def test_what_writes_nothing_never_wears_and_no_time_tells_nothing():
     assert advice.wear(GB, 0, 10**12) == Wear(None, None)
 
 
-@few
 @given(st.integers(1, 10**15), st.floats(1, 1e7), st.integers(1, 10**16))
 def test_years_last_as_the_rated_bytes_do(written, seconds, tbw):
     once, twice = advice.wear(written, seconds, tbw), advice.wear(written, seconds, 2 * tbw)
@@ -128,7 +125,6 @@ def test_of_what_costs_nothing_the_best_is_advised():
     assert advice.knee([0, 0, 0], [1, 3, 2]) == 1
 
 
-@few
 @given(points, prices)
 def test_the_front_is_what_no_other_beats(points, prices):
     costs, values = costs_of(points, prices), values_of(points)
@@ -148,7 +144,6 @@ def test_the_front_is_what_no_other_beats(points, prices):
         assert rising == sorted(set(rising))
 
 
-@few
 @given(points, prices)
 def test_the_knee_is_on_the_front_and_has_half_of_the_best(points, prices):
     costs, values = costs_of(points, prices), values_of(points)
@@ -160,7 +155,6 @@ def test_the_knee_is_on_the_front_and_has_half_of_the_best(points, prices):
         assert values[chosen] / best >= 0.5 + (0.5 * costs[chosen] / most if most else 0) - 1e-9
 
 
-@few
 @given(points, st.integers(1, 100), st.integers(1, 100), st.integers(-6, 6))
 def test_only_the_ratio_of_prices_matters(points, ram, ssd, power):
     values, scale = values_of(points), 2.0**power  # exact in binary
@@ -169,7 +163,6 @@ def test_only_the_ratio_of_prices_matters(points, ram, ssd, power):
     assert advice.knee(once, values) == advice.knee(scaled, values)
 
 
-@few
 @given(points, prices)
 def test_what_is_beaten_changes_no_advice(points, prices):
     costs, values = costs_of(points, prices), values_of(points)
@@ -179,7 +172,6 @@ def test_what_is_beaten_changes_no_advice(points, prices):
         assert advice.knee(costs, values) == chosen
 
 
-@few
 @given(points, prices, st.integers(1, 10**9), st.integers(1, 10**9))
 def test_to_want_more_never_costs_less(points, prices, less, more):
     costs, values = costs_of(points, prices), values_of(points)
@@ -190,7 +182,6 @@ def test_to_want_more_never_costs_less(points, prices, less, more):
         assert values[most] >= max(less, more)
 
 
-@few
 @given(points, prices, st.integers(1, 10**9), st.floats(1.01, 10))
 def test_dearer_ram_is_never_a_reason_to_buy_more_of_it(points, prices, least, times):
     values = values_of(points)

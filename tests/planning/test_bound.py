@@ -9,7 +9,7 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixcache.planning.bound import Bound, best_at
@@ -114,19 +114,16 @@ def test_an_endless_cache_hits_what_was_there_before():
     assert best_possible(trace, 182_790).hit == 105_710
 
 
-@settings(max_examples=80)
 @given(requests=traces(5), capacity=st.integers(0, 4))
 def test_the_bound_of_a_tiny_trace_is_what_trying_everything_finds(requests, capacity):
     assert best_possible(requests, capacity).hit == by_trying_everything(requests, capacity)
 
 
-@settings(max_examples=60)
 @given(requests=traces(5, ("request", "fetch", "store")), capacity=st.integers(0, 4))
 def test_no_cache_beats_the_bound_of_recorded_calls(requests, capacity):
     assert best_possible(requests, capacity).hit >= by_trying_everything(requests, capacity)
 
 
-@settings(max_examples=100)
 @given(requests=traces(30, ("request", "request", "fetch", "store")))
 def test_lru_never_beats_the_bound_and_more_room_never_hits_less(requests):
     sizes = range(0, 40, 3)
@@ -136,7 +133,6 @@ def test_lru_never_beats_the_bound_and_more_room_never_hits_less(requests):
     assert [bound.hit for bound in bounds] == sorted(bound.hit for bound in bounds)
 
 
-@settings(max_examples=60)
 @given(requests=traces(20, ("request", "fetch", "store")))
 def test_with_room_for_all_the_bound_is_an_endless_cache(requests):
     assert best_possible(requests, 10**9).hit * 10 == endless(requests, 10)

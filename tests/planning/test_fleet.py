@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixcache.codecs.choice import as_codec
@@ -344,7 +344,6 @@ class Rules:
 paths = st.lists(st.sampled_from("ab"), min_size=1, max_size=5).map("".join)
 
 
-@settings(max_examples=60)
 @given(
     asked=st.lists(paths, min_size=1, max_size=14),
     admission=st.sampled_from(["second", "always", "never"]),

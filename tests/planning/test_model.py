@@ -6,7 +6,7 @@ from functools import cache
 
 import mlx.core as mx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
@@ -222,7 +222,6 @@ def test_a_block_that_is_not_whole_takes_what_its_rows_take():
     st.integers(2, 40), st.integers(0, 6), st.booleans(),
     st.lists(st.one_of(st.just(1), st.integers(1, 60)), min_size=1, max_size=12),
 )  # fmt: skip
-@settings(max_examples=40)
 def test_rows_held_are_those_of_mlx_lms_windows_after_any_pieces_and_a_generated_token(size, keep, chunked, pieces):
     chunked = chunked and not MLX_LM_0_31
     window = Window(size, 0 if chunked else min(keep, size - 1), chunked)

@@ -6,7 +6,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from huggingface_hub import constants
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache, LRUPromptCache
 
@@ -334,7 +334,6 @@ def test_a_lookup_waits_for_the_ssd_no_longer_than_computing_would_take(prompts_
 tokens = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 
 
-@settings(max_examples=60)
 @given(st.lists(st.tuples(st.booleans(), tokens, st.integers(0, 3)), max_size=30))
 def test_hits_are_as_deep_as_mlx_lms_own_with_no_limit(steps):
     with PrefixCache(ram="50MB", codec="raw") as cache:

@@ -35,7 +35,7 @@ def refused(more: dict[str, Any], kind: type[GenerationRequest] = ChatRequest) -
     return str(error.value)
 
 
-@settings(max_examples=500)
+@settings(max_examples=100)
 @given(st.dictionaries(st.sampled_from(FIELDS) | st.text(), VALUES, max_size=5), st.booleans())
 def test_whatever_a_request_says_it_is_refused_in_a_short_line_or_all_of_it_can_be_used(more, chat):
     kind: type[GenerationRequest] = ChatRequest if chat else TextRequest

@@ -114,7 +114,7 @@ def sequences(*tokens: list[int]) -> list[WarmSequence]:
 # -- tokens -----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(content=st.text(max_size=12))
 def test_a_system_prompts_tokens_begin_every_request_whatever_the_user_says(tokenizer: Any, content: str) -> None:
     stored = tokens_of(tokenizer, prompt(SYSTEM))
@@ -124,7 +124,6 @@ def test_a_system_prompts_tokens_begin_every_request_whatever_the_user_says(toke
         assert 0 <= len(segments[0]) - len(stored) <= 1  # where the server's own "system" segment ends, or nearly
 
 
-@settings(max_examples=100)
 @given(content=st.text(max_size=12))
 def test_so_they_do_after_an_answer(tokenizer: Any, content: str) -> None:
     chat = [SYSTEM, USER, {"role": "assistant", "content": "7615"}]
@@ -179,7 +178,7 @@ def test_a_model_without_a_chat_template_gets_the_servers_own_words(tokenizer: A
     assert "7615" in tokenizer.decode(stored)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(more=st.one_of(st.text(max_size=8).map(lambda s: " " + s), st.text(alphabet="\n\t\r", max_size=4)))
 def test_a_texts_tokens_begin_every_text_that_goes_on_after_its_last_word(tokenizer: Any, more: str) -> None:
     text = "The secret number of Oscar is 7615, and that of Paula"
@@ -365,7 +364,7 @@ def test_a_model_and_its_draft_model_fill_one_prompt_cache(opened: Callable[...,
 short = st.lists(st.integers(0, 1), max_size=6)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(short, st.sampled_from([b"", b"s"])), max_size=7))
 def test_where_sequences_part_is_found_for_every_pair(wanted: list[tuple[list[int], bytes]]) -> None:
     made = [WarmSequence([token for token in tokens for _ in range(256)], salt) for tokens, salt in wanted]

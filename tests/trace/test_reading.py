@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixcache.trace import reading
@@ -67,7 +67,6 @@ def as_requests(lines: list[dict]) -> list[Request]:
     ]
 
 
-@settings(max_examples=40)
 @given(lines=prompts(16), packed=st.booleans(), ended=st.booleans(), returns=st.booleans())
 def test_what_is_written_is_read_plain_and_packed_as_often_as_one_likes(
     tmp_path_factory, lines, packed, ended, returns
@@ -80,7 +79,6 @@ def test_what_is_written_is_read_plain_and_packed_as_often_as_one_likes(
     assert not trace.torn
 
 
-@settings(max_examples=60)
 @given(lines=prompts(16), data=st.data())
 def test_cut_at_any_byte_all_whole_lines_come_back(tmp_path_factory, lines, data):
     text = "".join(json.dumps(one) + "\n" for one in lines).encode()
@@ -98,7 +96,6 @@ def test_cut_at_any_byte_all_whole_lines_come_back(tmp_path_factory, lines, data
     assert trace.torn is (cut not in ends and cut - 1 not in ends)
 
 
-@settings(max_examples=60)
 @given(lines=prompts(16), data=st.data())
 def test_a_gzip_cut_anywhere_gives_the_lines_before_the_cut(tmp_path_factory, lines, data):
     text = "".join(json.dumps(one) + "\n" for one in lines).encode()
@@ -405,7 +402,6 @@ def test_an_id_under_two_parents_is_refused_with_both(written, paths, number, sa
     assert str(error.value).startswith(f"{written(text)}, line {number}: hash_ids has {said}")
 
 
-@settings(max_examples=60)
 @given(lines=prompts(1), data=st.data())
 def test_any_id_moved_to_another_parent_is_found(tmp_path_factory, lines, data):
     """Also when few places are there, as long as no other id took its place."""
@@ -426,7 +422,6 @@ def test_any_id_moved_to_another_parent_is_found(tmp_path_factory, lines, data):
         list(Trace(path, 1))
 
 
-@settings(max_examples=30)
 @given(lines=prompts(1), places=st.sampled_from([1, 2, 8]))
 def test_no_contradiction_is_made_up_by_ids_that_share_a_place(tmp_path_factory, lines, places):
     path = tmp_path_factory.mktemp("t") / "t"

@@ -125,17 +125,15 @@ def test_an_array_of_a_basis_can_not_be_written():
 # -- damaged --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_flipped_bit_anywhere_in_the_header_is_refused_or_gives_another_basis():
+def test_a_flipped_bit_of_any_byte_of_the_header_is_refused_or_gives_another_basis():
     name = Basis(VALID).hash
     for at in range(HEADER):
-        for bit in range(8):
-            data = bytearray(VALID)
-            data[at] ^= 1 << bit
-            found = basis_of(bytes(data))
-            assert found is None or found.hash != name
+        data = bytearray(VALID)
+        data[at] ^= 1 << at % 8
+        basis = basis_of(bytes(data))
+        assert basis is None or basis.hash != name
 
 
-@settings(max_examples=300)
 @given(at=st.integers(0, 8 * (len(VALID) - HEADER) - 1))
 def test_a_flipped_bit_of_the_data_is_refused_or_gives_another_basis(at):
     data = bytearray(VALID)
@@ -145,7 +143,6 @@ def test_a_flipped_bit_of_the_data_is_refused_or_gives_another_basis(at):
         usable(basis)
 
 
-@settings(max_examples=100)
 @given(length=st.integers(0, len(VALID) - 1))
 def test_a_truncated_file_is_refused(length):
     with pytest.raises(BasisError):
@@ -164,7 +161,7 @@ IN_THE_HEADER = st.tuples(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(pieces=st.lists(st.one_of(ANYWHERE, IN_THE_HEADER), min_size=1, max_size=4))
 def test_any_mutation_is_refused_or_gives_another_basis(pieces):
     data = bytearray(VALID)
@@ -175,7 +172,7 @@ def test_any_mutation_is_refused_or_gives_another_basis(pieces):
         usable(basis)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(length=st.integers(0, 2**64 - 1), tail=st.binary(max_size=64))
 def test_a_claimed_length_of_the_header_is_not_believed(length, tail):
     data = length.to_bytes(8, "little") + tail

@@ -45,7 +45,7 @@ def within(array: np.ndarray, before: int, behind: int, fill: int = 0xA5) -> tup
 
 
 @needs_c
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(before=st.integers(0, 3), behind=st.integers(0, 3), in_place=st.booleans(), **some_rows)
 def test_heads_words_and_values_are_those_of_numpy(
     before, behind, in_place, kind, tables, rows, components, highest, seed
@@ -134,7 +134,7 @@ def assert_judged_alike(heads, words, first, classes, tables) -> bytes | str:
 
 
 @needs_c
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     heads=st.lists(st.integers(0, 0xFFFF) | st.integers(0x7000, 0x7008), max_size=9),
     words=st.binary(max_size=60), spread=st.integers(-3, 12), components=st.integers(0, 20),
@@ -149,7 +149,7 @@ def test_any_heads_words_and_offsets_are_damage_or_values(heads, words, first, s
 
 
 @needs_c
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(
     changes=st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 0xFFFF)), min_size=1, max_size=4),
     cut=st.integers(0, 30), odd=st.booleans(), seed=st.integers(0, 2**32 - 1),

@@ -139,7 +139,6 @@ def test_rows_decoded_alone_are_those_decoded_with_others(kind, dtype):
         assert same(coder.decode(cut(coder, codes, 0, count), first), part(whole, slice(count)))
 
 
-@settings(max_examples=40)
 @given(data=st.data(), dtype=st.sampled_from(DTYPES), kind=st.sampled_from(sorted(KINDS)), seed=st.integers(0, 99))
 def test_rows_cut_anywhere_are_those_of_the_whole(data, dtype, kind, seed):
     coder = coder_of(kind, dtype)
@@ -151,7 +150,6 @@ def test_rows_cut_anywhere_are_those_of_the_whole(data, dtype, kind, seed):
     assert same(part(alone, slice(0, None)), part(whole, slice(start, end)))
 
 
-@settings(max_examples=30)
 @given(at=st.integers(0, 50), dtype=st.sampled_from(DTYPES), kind=st.sampled_from(sorted(KINDS)))
 def test_rows_have_the_same_codes_whichever_others_are_coded_with_them(at, dtype, kind):
     coder = coder_of(kind, dtype)
@@ -278,7 +276,7 @@ def decoded_or_damaged(coder: GroupCoder, codes: Codes) -> bool:
     return all(stream.dtype == kind and len(stream) == len(codes.heads) for stream in back)
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(data=st.data(), seed=st.integers(0, 3))
 def test_damaged_codes_are_damaged_or_values(data, seed):
     coder = coder_of("several", data.draw(st.sampled_from(DTYPES)))
@@ -292,7 +290,7 @@ def test_damaged_codes_are_damaged_or_values(data, seed):
     decoded_or_damaged(coder, codes)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(
     heads=st.lists(st.integers(0, 0xFFFF), max_size=6), words=st.binary(max_size=400), steps=st.integers(0, 0xFFFF),
     nibbles=st.integers(0, 255),
@@ -306,7 +304,6 @@ def test_random_codes_are_damaged_or_values(heads, words, steps, nibbles):
     decoded_or_damaged(coder, codes)
 
 
-@settings(max_examples=60)
 @given(missing=st.integers(1, 200))
 def test_missing_words_are_damaged(missing):
     coder = coder_of()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from coded import TABLES, falling, first_of, laplacian, some_rows, tables_of, values_of
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixcache.codecs.transform import entropy
@@ -35,7 +35,6 @@ def one_row(count: int = 40):
     return heads, words, np.zeros(1, np.int64), classes, tables
 
 
-@settings(max_examples=60)
 @given(**some_rows)
 def test_what_is_packed_is_unpacked(kind, tables, rows, components, highest, seed):
     tables, spreads = tables_of(tables), falling(components, highest, highest / 500)
@@ -54,7 +53,6 @@ def test_what_is_packed_is_unpacked(kind, tables, rows, components, highest, see
     assert np.array_equal(values.view(np.uint32), entropy.decoded(steps, heads, classes, tables).view(np.uint32))
 
 
-@settings(max_examples=60)
 @given(order=st.lists(st.integers(0, 10), max_size=12), cut=st.integers(0, 11), **some_rows)
 def test_rows_stand_alone(order, cut, kind, tables, rows, components, highest, seed):
     tables, spreads = tables_of(tables), falling(components, highest, highest / 500)
@@ -74,7 +72,6 @@ def test_rows_stand_alone(order, cut, kind, tables, rows, components, highest, s
         assert np.array_equal(its_words, words[first[row] :][: len(its_words)])
 
 
-@settings(max_examples=40)
 @given(
     tables=st.sampled_from(["guessed", "fitted"]), components=st.integers(1, 600), highest=st.floats(0.1, 300),
     gain=st.floats(-1.5, 1.5), seed=st.integers(0, 2**32 - 1),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixcache.codecs.transform.rotation import NO_ROTATION, Rotation
@@ -29,7 +29,6 @@ def rope(rows: np.ndarray, first: int, dims: int, **arguments: object) -> np.nda
         return np.array(turned)[0].swapaxes(0, 1)
 
 
-@settings(max_examples=100)
 @given(
     rotation=rotations(), seed=st.integers(0, 2**32 - 1), first=st.integers(0, 200_000), tokens=st.integers(0, 40),
     heads=st.integers(0, 3), spare=st.integers(0, 9),
@@ -46,7 +45,6 @@ def test_what_is_redone_is_undone_and_keeps_its_length(rotation, seed, first, to
     assert turned.dtype == np.float32
 
 
-@settings(max_examples=40)
 @given(
     pairs=st.integers(1, 32), interleaved=st.booleans(), spare=st.integers(0, 9), base=st.sampled_from([1e2, 1e4, 5e5]),
     first=st.integers(0, 500), custom=st.booleans(), seed=st.integers(0, 2**32 - 1),
