@@ -3,6 +3,7 @@ temporary folders in memory where the system has some for that."""
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -37,6 +38,14 @@ if sys.platform == "linux" and os.access(MEMORY, os.W_OK) and shutil.disk_usage(
 
 # What is written while nobody asks has tests of its own: elsewhere what is counted must not depend on how long a test takes.
 DEFAULTS = {"ram": "10MB", "ssd": "50MB", "codec": "raw", "spill_idle": 0}
+
+
+@pytest.fixture
+def new_objects_only() -> Iterator[None]:
+    """`gc.collect()` visits what the test itself makes, and not what hundreds of modules made before it."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

@@ -27,6 +27,12 @@ ROOT = Path(__file__).parent.parent
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.fixture(autouse=True)
+def pool_of_this_test(monkeypatch):
+    """Images of tests before this one may still be alive."""
+    monkeypatch.setattr(image_memory, "_pool", Pool())
+
+
 def pool_of(limit: int) -> tuple[Pool, Budget]:
     pool, budget = Pool(), Budget(limit)
     pool.keep_within(budget)
@@ -101,7 +107,7 @@ def test_what_is_given_back_is_nobody_s():
     assert taken(pool, 1_000_000).sum() == 0
 
 
-def test_images_may_die_while_the_pool_is_at_work(monkeypatch):
+def test_images_may_die_while_the_pool_is_at_work(monkeypatch, new_objects_only):
     """The collector runs at any moment, in the thread that has the lock."""
     pool, _ = pool_of(50_000_000)
 

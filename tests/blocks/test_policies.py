@@ -593,7 +593,7 @@ def bytes_of(make, slots: list[Slot], later: list[Slot]) -> int:
     return after - before
 
 
-def test_a_slot_takes_no_more_than_is_reckoned():
+def test_a_slot_takes_no_more_than_is_reckoned(new_objects_only):
     for count in (900, 4400):
         slots, later = (
             [Slot("rows", Node(None, None, b"", b""), os.urandom(32), 1) for _ in range(count)] for _ in "12"
@@ -602,7 +602,7 @@ def test_a_slot_takes_no_more_than_is_reckoned():
         assert more <= POLICIES["adaptive"].slot_bytes
 
 
-def test_what_adaptive_weighs_takes_no_more_than_is_reserved():
+def test_what_adaptive_weighs_takes_no_more_than_is_reserved(new_objects_only):
     fixed = POLICIES["adaptive"].fixed(1 << 40)
     keys = [os.urandom(32) for _ in range(8000)]
     tracemalloc.start()
