@@ -20,7 +20,8 @@ from prefixcache import PrefixCache, image_memory
 from prefixcache.blocks.budget import Budget
 from prefixcache.image_memory import LEAST, Pool
 from tests.models import states
-from tests.ssd.images import until
+from tests.models.states import prompt
+from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the C library gives memory back")
 ROOT = Path(__file__).parent.parent
@@ -170,10 +171,6 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=False).returncode == 0
 
 
-def prompt(seed: int) -> list[int]:
-    return [(seed * 7919 + i * 13) % 50_000 for i in range(1024)]
-
-
 def wide(tokens: list[int]) -> list[Any]:
     return states.sliceable(tokens, layers=8)  # images of 131 kB
 
@@ -183,11 +180,11 @@ def test_promotions_use_what_evictions_leave(tmp_path):
     image_memory.give_back()
     with PrefixCache(ram="4MB", ssd_dir=tmp_path, ssd="200MB", codec="raw", memory_reserve=0) as cache:
         for seed in range(20):
-            cache.store(prompt(seed), wide(prompt(seed)), model="m")
+            cache.store(prompt(seed, 1024), wide(prompt(seed, 1024)), model="m")
             assert cache.flush(60)
         pool = image_memory._pool
         for seed in [*range(20), *range(20)]:
-            assert cache.promote(prompt(seed), model="m").result(60) == 1024
+            assert cache.promote(prompt(seed, 1024), model="m").result(60) == 1024
             # What was evicted for it is let go by the threads that read a moment after its result is there.
             until(lambda: pool._used + pool.kept_bytes <= 4_000_000 * 17 // 16 + LEAST)
         cache.clear()
@@ -197,7 +194,7 @@ def test_promotions_use_what_evictions_leave(tmp_path):
 
 def test_what_was_written_and_evicted_is_not_held_by_the_writer(tmp_path):
     with PrefixCache(ram="40MB", ssd_dir=tmp_path, ssd="200MB", codec="raw", memory_reserve=0) as cache:
-        cache.store(prompt(1), wide(prompt(1)), model="m")
+        cache.store(prompt(1, 1024), wide(prompt(1, 1024)), model="m")
         assert cache.flush(60)
         cache.trim_to(0)
         until(lambda: image_memory._pool._used == 0)

@@ -15,7 +15,8 @@ from prefixcache.ssd.directory import Directory, Lock
 from prefixcache.tiers import idle
 from prefixcache.tiers.storage import Storage
 from tests.models import states
-from tests.ssd.images import until
+from tests.models.states import prompt
+from tests.waiting import until
 from tools.faults.evidence import du
 
 CACHE = {"ram": "20MB", "ssd": "20MB", "close_timeout": 5, "memory_reserve": 0}
@@ -25,10 +26,6 @@ CACHE = {"ram": "20MB", "ssd": "20MB", "close_timeout": 5, "memory_reserve": 0}
 def impatient(monkeypatch, tmp_path):
     monkeypatch.setattr(awaited, "PERIOD", 0.02)
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
-
-
-def prompt(seed: int, length: int = 600) -> list[int]:
-    return [(seed * 7919 + i * 13) % 50_000 for i in range(length)]
 
 
 def put(cache: PrefixCache, *seeds: int, length: int = 600) -> None:

@@ -19,7 +19,7 @@ from prefixcache.store_fetch_remove import namespaces
 from prefixcache.tiers.admission import SHARE
 from tests.models import states
 from tests.models.transforming import uneven_basis
-from tests.ssd.images import until
+from tests.waiting import until
 from tools.faults.evidence import du
 
 RUNS = st.lists(

@@ -18,7 +18,8 @@ from prefixcache import DirectoryError, DirectoryHeld, PrefixCache
 from prefixcache.ssd import queue, reconcile
 from prefixcache.ssd.directory import Directory, Lock, holder
 from tests.models import states
-from tests.ssd.images import until
+from tests.models.states import prompt
+from tests.waiting import until
 from tools.faults.evidence import du
 
 
@@ -29,10 +30,6 @@ def impatient(monkeypatch):
 
 
 CACHE = {"ram": "20MB", "ssd": "20MB", "close_timeout": 5, "memory_reserve": 0}
-
-
-def prompt(seed: int) -> list[int]:
-    return [(seed * 7919 + i * 13) % 50_000 for i in range(600)]
 
 
 def put(cache: PrefixCache, *seeds: int) -> None:

@@ -16,10 +16,11 @@ import pytest
 from prefixcache import PrefixCache
 from prefixcache.ssd import room
 from prefixcache.tiers.idle import DAY, LOOKS, Idle
-from tests.cache.test_write_through import prompt, put, written
+from tests.cache.test_write_through import put, written
 from tests.models import states
+from tests.models.states import prompt
 from tests.servers.serving import ask, save_model, serving, text, wait_for
-from tests.ssd.images import until
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 CACHE = {"ram": "40MB", "ssd": "40MB", "memory_reserve": 0, "spill_idle": "auto"}
@@ -52,8 +53,9 @@ CHILD = """
 import sys, time
 from prefixcache import PrefixCache
 from tests.models import states
-from tests.ssd.images import until
-from tests.cache.test_write_through import prompt, put, written
+from tests.models.states import prompt
+from tests.waiting import until
+from tests.cache.test_write_through import put, written
 cache = PrefixCache(ssd_dir=sys.argv[1], ram="40MB", ssd="400MB", codec="raw", memory_reserve=0)
 for seed in range(16):
     put(cache, prompt(seed, 600), states.hybrid if seed == 3 else states.sliceable)

@@ -8,12 +8,14 @@ from __future__ import annotations
 from prefixcache import PrefixCache
 from prefixcache.ssd import queue
 from tests.models import states
-from tests.ssd.images import until, while_read
+from tests.models.states import prompt
+from tests.ssd.images import while_read
+from tests.waiting import until
 from tools.faults.evidence import du
 
 
 def put(cache: PrefixCache, seed: int) -> None:
-    tokens = [(seed * 7919 + i * 13) % 50_000 for i in range(600)]
+    tokens = prompt(seed)
     cache.store(tokens, states.sliceable(tokens), model="m")
 
 

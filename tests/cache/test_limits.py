@@ -13,14 +13,11 @@ import pytest
 from prefixcache import PrefixCache, memory
 from prefixcache.tiers.memory_pressure import LEAST, Pressure
 from tests.models import states
-from tests.ssd.images import until
+from tests.models.states import prompt
+from tests.waiting import until
 from tools.faults.evidence import du
 
 CACHE = {"ram": "2MB", "ssd": "20MB", "memory_reserve": 0}
-
-
-def prompt(seed: int, count: int = 600) -> list[int]:
-    return [(seed * 7919 + i * 13) % 50_000 for i in range(count)]
 
 
 def put(cache: PrefixCache, *seeds: int, count: int = 600) -> None:

@@ -6,8 +6,9 @@ from prefixcache import PrefixCache
 from prefixcache.store_fetch_remove.image_maker import LiveMaker
 from prefixcache.tiers.prompt import take_hit
 from tests.models import states
+from tests.models.states import prompt
 
-PROMPT = [(7919 + i * 13) % 50_000 for i in range(256 * 7)]
+PROMPT = prompt(1, 256 * 7)
 
 
 @pytest.fixture

@@ -7,8 +7,9 @@ import pytest
 from prefixcache import PrefixCache
 from prefixcache.tiers.prompt import take_hit
 from tests.models import states
+from tests.models.states import prompt
 
-PROMPT = [(7919 + i * 13) % 50_000 for i in range(256 * 9 + 100)]
+PROMPT = prompt(1, 256 * 9 + 100)
 LONGER = [*PROMPT, *range(400)]
 
 

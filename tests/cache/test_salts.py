@@ -12,6 +12,7 @@ import pytest
 
 from prefixcache import PrefixCache
 from tests.models import states
+from tests.models.states import prompt
 from tools.faults.evidence import du
 
 LIMIT = 1_300_000
@@ -23,7 +24,7 @@ def open_on(root: Path, codec: str) -> PrefixCache:
 
 
 def store(cache: PrefixCache, session: int, salt: bytes, codec: str) -> None:
-    tokens = [(session * 7919 + i * 13) % 50_000 for i in range(300)]
+    tokens = prompt(session, 300)
     made = states.sliceable(tokens, 1) if codec == "raw" else states.uneven(tokens, 1)
     cache.store(tokens, made, model="m", salt=salt)
 

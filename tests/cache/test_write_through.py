@@ -17,16 +17,13 @@ import pytest
 from prefixcache import PrefixCache
 from prefixcache.ssd import queue
 from tests.models import states
-from tests.ssd.images import until
+from tests.models.states import prompt
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 
 
 CACHE = {"ram": "40MB", "ssd": "40MB", "spill": "through", "memory_reserve": 0}
-
-
-def prompt(seed: int, count: int) -> list[int]:
-    return [(seed * 7919 + i * 13) % 50_000 for i in range(count)]
 
 
 def put(cache: PrefixCache, tokens: list[int], make: Callable[[list[int]], list[Any]] = states.sliceable) -> None:
@@ -51,7 +48,8 @@ CHILD = """
 import sys, time
 from prefixcache import PrefixCache
 from tests.models import states
-from tests.cache.test_write_through import prompt, put, written
+from tests.cache.test_write_through import put, written
+from tests.models.states import prompt
 cache = PrefixCache(ssd_dir=sys.argv[1], ram="40MB", ssd="40MB", codec="raw", spill=sys.argv[2], memory_reserve=0)
 for seed, count in ((1, 600), (2, 1000), (3, 512), (4, 100)):
     put(cache, prompt(seed, count), states.hybrid if seed == 3 else states.sliceable)

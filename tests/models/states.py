@@ -197,6 +197,11 @@ def check(prompt_cache: list[Any], tokens: Sequence[int]) -> None:
             assert cache[1].item() == n
 
 
+def prompt(seed: int, count: int = 600) -> list[int]:
+    """Tokens that begin with no other seed's."""
+    return [(seed * 7919 + i * 13) % 50_000 for i in range(count)]
+
+
 def put(cache: PrefixCache, tokens: Sequence[int], make: Callable[..., Any] = sliceable, **more: Any) -> Stored:
     """Store their state."""
     return cache.store(tokens, make(tokens), model="m", **more)

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +19,7 @@ from prefixcache.planning.outcome import Cell, CellOutcome
 from prefixcache.planning.sweep import ENDLESS, CellFailed, Workload, equivalent_cell, sufficient_ram, sweep
 from prefixcache.trace.reading import Trace, TraceError
 from tests.planning.stand_ins import WORKLOAD, at_once, killed, outcome, refusing, wrong
+from tests.waiting import until
 
 TESTS = Path(__file__).parent.parent
 TINY = TESTS / "fixtures" / "tiny-llama"
@@ -197,11 +197,3 @@ def runs(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE  # whose new parent takes its time
     except psutil.NoSuchProcess:
         return False
-
-
-def until(true) -> None:
-    for _ in range(600):
-        if true():
-            return
-        time.sleep(0.1)
-    pytest.fail("it did not come to be in a minute")

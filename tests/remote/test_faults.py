@@ -33,7 +33,7 @@ from tests.remote.conftest import Place
 from tests.remote.dict_engine import DictEngine
 from tests.remote.fleet import brought, sent
 from tests.remote.servers import LOOPBACK, Server, proxy, valkey_server
-from tests.ssd.images import until
+from tests.waiting import until
 
 LONG = list(range(1000))  # three whole blocks and a tail
 Machine = Callable[..., PrefixCache]

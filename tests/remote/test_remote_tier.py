@@ -20,6 +20,7 @@ from tests.models import states
 from tests.models.states import got, put
 from tests.remote.dict_engine import DictEngine
 from tests.remote.fleet import brought, sent
+from tests.waiting import until
 
 LONG = list(range(1000))
 Machine = Callable[..., PrefixCache]
@@ -389,13 +390,6 @@ def test_an_engine_that_is_down_at_the_start_is_told_at_once_and_asked_again(mac
     engine.down = ""
     until(lambda: cache.stats().remote.reading)
     until(lambda: "v1/key" in engine.images)
-
-
-def until(condition: Callable[[], bool], seconds: float = 10) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_an_engine_that_does_not_answer_is_waited_for_once_and_briefly(machine, engine):

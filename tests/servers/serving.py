@@ -10,7 +10,6 @@ import re
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.models.families import FAMILIES
 from tests.servers.forked import Main, begin
+from tests.waiting import until
 
 TINY = Path(__file__).parents[1] / "fixtures" / "tiny-llama"
 VOCABULARY = 3072  # of its tokenizer
@@ -183,12 +183,10 @@ class Server(Endpoint):
 
 def wait_for(found: Callable[[], Any], what: str, log: Path | None = None) -> Any:
     """Wait until `found()` is true, and give it."""
-    until = time.monotonic() + SECONDS
-    while time.monotonic() < until:
-        if value := found():
-            return value
-        time.sleep(0.02)
-    raise AssertionError(f"no {what} within {SECONDS} s" + (f":\n{log.read_text(errors='replace')}" if log else ""))
+    try:
+        return until(found, SECONDS)
+    except TimeoutError as error:
+        raise AssertionError(f"{what}: {error}" + (f":\n{log.read_text(errors='replace')}" if log else "")) from None
 
 
 @contextmanager

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import numpy as np
 from prefixcache import keys
 from prefixcache.image_format import Blueprint, Image, Meta, Spec
 from prefixcache.ssd import Entry, NamespaceRow, Ssd
+from tests.waiting import until
 
 MODEL, CODEC, LAYOUT = "tiny", '{"name":"raw"}', '{"layers":2}'
 ROOT = keys.root_key(MODEL, {"name": "raw"}, {"layers": 2}, b"")
@@ -96,14 +96,6 @@ def fingerprint(root: Path) -> dict[str, tuple[int, int, str]]:
                 digest = hashlib.sha256(file.read()).hexdigest()
             found[path] = (os.stat(path).st_mode, os.stat(path).st_mtime_ns, digest)
     return found
-
-
-def until(condition: Any, seconds: float = 20.0) -> None:
-    """Wait for what another thread does."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.01)
 
 
 def gate(monkeypatch: Any, ssd: Opened) -> threading.Event:

@@ -13,8 +13,9 @@ import sys
 import pytest
 
 from prefixcache.ssd import queue
+from tests.waiting import until
 
-from .images import SPACE, chain, make, path_of, until
+from .images import SPACE, chain, make, path_of
 
 
 @pytest.fixture(autouse=True)

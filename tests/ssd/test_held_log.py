@@ -10,9 +10,10 @@ import pytest
 
 from prefixcache.ssd import queue
 from prefixcache.ssd.errors import LogHeld
+from tests.waiting import until
 from tools.faults.evidence import du
 
-from .images import SPACE, chain, make, path_of, until, while_read
+from .images import SPACE, chain, make, path_of, while_read
 
 
 @pytest.fixture(autouse=True)

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from prefixcache.ssd import queue
+from tests.waiting import until
 from tools.faults.evidence import du
 
-from .images import SPACE, Opened, chain, make, until
+from .images import SPACE, Opened, chain, make
 
 FILES = ["index.db", "index.db-wal", "index.db-shm"]
 

@@ -16,9 +16,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from prefixcache.ssd import Cancelled, Corrupt, Entry, queue, reconcile
 from prefixcache.ssd.index import connect
+from tests.waiting import until
 from tools.faults.evidence import du
 
-from .images import SPACE, Opened, make, path_of, until
+from .images import SPACE, Opened, make, path_of
 
 OTHERS = [SPACE._replace(root=bytes([n]) * 32) for n in (1, 2)]
 POOL = [

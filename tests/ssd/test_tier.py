@@ -10,8 +10,9 @@ import pytest
 
 from prefixcache import keys
 from prefixcache.ssd import Cancelled, NamespaceRow, SsdError
+from tests.waiting import until
 
-from .images import ROOT, SPACE, chain, gate, hold, make, path_of, until
+from .images import ROOT, SPACE, chain, gate, hold, make, path_of
 
 
 @pytest.mark.parametrize("kind", ["rows", "window", "snapshot"])

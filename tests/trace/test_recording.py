@@ -27,6 +27,7 @@ from prefixcache.trace.format import block_ids, block_keys
 from prefixcache.trace.reading import Trace
 from prefixcache.trace.recording import Recorder
 from prefixcache.trace.tails import Tails
+from tests.waiting import until
 
 ROOT = bytes(range(16))
 
@@ -319,24 +320,17 @@ def test_lines_wait_for_a_second_or_a_megabyte_of_tokens(path, monkeypatch):
     began = time.monotonic()
     for _ in range(3):
         recorder.fetch(ROOT, raw((1, 256)))
-    wait_for(lambda: len(lines(path)) == 3)
+    until(lambda: len(lines(path)) == 3)
     assert time.monotonic() - began >= 0.5
     monkeypatch.setattr(recording, "FLUSH_SECONDS", 1000)
     recorder.fetch(ROOT, raw((1, 256)))
     time.sleep(0.1)
     assert len(lines(path)) == 3
     recorder.fetch(ROOT, raw((1, recording.FLUSH_BYTES // 8)))
-    wait_for(lambda: len(lines(path)) == 5)
+    until(lambda: len(lines(path)) == 5)
     recorder.store(ROOT, raw((1, 256)))
     recorder.close()
     assert len(lines(path)) == 6
-
-
-def wait_for(what) -> None:
-    until = time.monotonic() + 60
-    while not what():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 @pytest.fixture
