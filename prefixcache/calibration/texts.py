@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import distributions
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+Part = TypeVar("Part")
 
 CORPUS = Path(__file__).with_name("corpus")
 
@@ -207,6 +209,6 @@ def _spread(texts: list[list[list[int]]], count: int) -> list[list[int]]:
     return [piece for pieces in rounds for piece in pieces if piece is not None]
 
 
-def _evenly(items: list, count: int) -> list:
+def _evenly(items: list[Part], count: int) -> list[Part]:
     """Of each of `count` equal parts the item in the middle."""
     return [items[(2 * i + 1) * len(items) // (2 * count)] for i in range(count)]

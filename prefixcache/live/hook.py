@@ -24,7 +24,7 @@ def scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sink
     attend = getattr(cache, "attend_to_codes", None)
     if attend is not None:
         return attend(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
-    return scaled_dot_product_attention_as_it_was(  # noqa: F821
+    return scaled_dot_product_attention_as_it_was(  # type: ignore[name-defined]  # noqa: F821
         queries, keys, values, cache, scale, mask, sinks
     )
 

@@ -21,7 +21,8 @@ if not __package__:
 import numpy as np
 
 from prefixcache import PrefixCache, Raw
-from prefixcache.blocks.node import BLOCK, BLOCK_BYTES, Tree
+from prefixcache.blocks.node import BLOCK_BYTES, Tree
+from prefixcache.keys import BLOCK
 from prefixcache.trace.format import block_keys
 from tools.bench import report
 from tools.bench.prompts import MODEL, Shape, draw, filled

@@ -43,7 +43,7 @@ class Watch:
         self._watch_damage()
 
     def _watch_opening(self) -> None:
-        made, opened, mend = Ssd.__init__, store.Store._open, store.mend
+        made, opened, mend = Ssd.__init__, store.Store._open, store.mend  # type: ignore[attr-defined]
 
         def init(ssd: Ssd, *rest: Any, **more: Any) -> None:
             made(ssd, *rest, **more)
@@ -63,7 +63,7 @@ class Watch:
             self._tell("mended", report.counts)
             return index, report
 
-        Ssd.__init__, store.Store._open, store.mend = init, open_, mend_  # type: ignore[method-assign, assignment]
+        Ssd.__init__, store.Store._open, store.mend = init, open_, mend_  # type: ignore[attr-defined, method-assign, assignment]
 
     def _watch_writes(self) -> None:
         write, written, standing = Ssd.write, Storage.written, writer.Writer._skip_durable

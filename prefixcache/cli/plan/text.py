@@ -5,6 +5,7 @@ Nothing is computed here but what text needs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from rich.table import Table
@@ -306,7 +307,7 @@ def _against(facts: Facts, advised: Facts) -> str:
     """Why a size can't be lived with."""
     sizes, tbw = facts["sizes"], facts["assumed"]["tbw"]
     cell = sizes["cells"][advised["cell"]]
-    reasons = {
+    reasons: dict[str, Callable[[], str]] = {
         "wear": lambda: f"{short(tbw)} of writes last {duration(YEAR * cell['tbw_years'])}",
         "prompt": lambda: (
             f"the longest prompt takes {size(sizes['recommendation']['longest_bytes'])}, more than this RAM"

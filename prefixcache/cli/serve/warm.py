@@ -96,7 +96,7 @@ def warm(
     Exit code: 0 all is stored, 1 not all of it found room, 2 it could not be done, 128 + the signal that ended it.
     """
     if url is not None:
-        others = {"--model": model, "--adapter-path": adapter_path, "--chat-template": chat_template}
+        others: dict[str, Any] = {"--model": model, "--adapter-path": adapter_path, "--chat-template": chat_template}
         others |= {flag_of(name): value for name, value in flags.items()}
         given = [name for name, value in others.items() if value not in (None, [], ())]
         if given:

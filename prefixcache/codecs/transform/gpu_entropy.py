@@ -30,7 +30,8 @@ from prefixcache.codecs.transform.tables import (
     shifted_classes,
 )
 from prefixcache.kernels import transform_entropy as kernels
-from prefixcache.kernels.dialects import SIMD_WIDTH, Dialect, dialect_here
+from prefixcache.kernels.dialects import SIMD_WIDTH, Dialect
+from prefixcache.kernels.dialects import dialect_here as dialect_here
 
 _WRONG = {
     kernels.MISPLACED: entropy.MISPLACED,

@@ -38,9 +38,9 @@ class Tables:
     """
 
     def __init__(self, frequencies: Array, points: Array):
-        if (frequencies.dtype, frequencies.shape) != (np.uint16, (CLASSES, SYMBOLS)):
+        if (frequencies.dtype, frequencies.shape) != (np.dtype(np.uint16), (CLASSES, SYMBOLS)):
             raise ValueError(f"frequencies of {frequencies.dtype} {frequencies.shape}: not uint16 {(CLASSES, SYMBOLS)}")
-        if (points.dtype, points.shape) != (np.float32, (CLASSES, FITTED)):
+        if (points.dtype, points.shape) != (np.dtype(np.float32), (CLASSES, FITTED)):
             raise ValueError(f"points of {points.dtype} {points.shape}: not float32 {(CLASSES, FITTED)}")
         if (frequencies.sum(axis=1, dtype=np.int64) != TOTAL).any() or (frequencies[:, ESCAPE] == 0).any():
             raise ValueError(f"frequencies: those of a class don't add up to {TOTAL}, or leave no escape")
