@@ -220,7 +220,7 @@ def test_what_fails_behind_a_step_leaves_nobody_waiting(model, opened, plain, mo
     wanted = plain(other)
 
     def failing(self: Any, batch: Any, uid: int, to_come: int) -> None:
-        if batch is self._generation_batch and len(batch.uids) == 1 and 0 in self._ended_here:
+        if batch is self.generating and len(batch.uids) == 1 and 0 in self._ended_here:
             raise RuntimeError("no room")
         keep(self, batch, uid, to_come)
 
@@ -251,13 +251,13 @@ def test_an_exception_anywhere_in_the_loop_ends_what_is_under_way_and_the_loop_g
     with generating_raw(opened, model) as generator:
         long = Asked(generator, user(text(30, "long")), max_tokens=2000)
         assert long.begun.wait(SECONDS)
-        whole = getattr(generator, name)
+        whole = getattr(generator.loop, name)
 
         def failing(*args: Any) -> Any:
-            monkeypatch.setattr(generator, name, whole)
+            monkeypatch.setattr(generator.loop, name, whole)
             raise RuntimeError("no request expects this")
 
-        monkeypatch.setattr(generator, name, failing)
+        monkeypatch.setattr(generator.loop, name, failing)
         asked = Asked(generator, user(other))
         for one in (asked, long):
             one.join(SECONDS)
@@ -274,10 +274,10 @@ def test_a_loop_that_fails_without_a_request_ends(model, opened, monkeypatch):
         def failing(*args: Any, **options: Any) -> Any:
             raise RuntimeError("always")
 
-        monkeypatch.setattr(generator, "_next_request", failing)
-        generator._generation_thread.join(SECONDS)
-        assert not generator._generation_thread.is_alive()
-        generator._stop = True
+        monkeypatch.setattr(generator, "next_request", failing)
+        generator.thread.join(SECONDS)
+        assert not generator.thread.is_alive()
+        generator.stop()
 
 
 # -- over HTTP --------------------------------------------------------------------------------------------------------

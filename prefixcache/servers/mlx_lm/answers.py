@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import mlx_lm.server as upstream
+from mlx_lm.server import GenerationContext
 
+from prefixcache.servers.mlx_lm.upstream import is_given_up
 from prefixcache.servers.request_log import RequestLog
 
 log = logging.getLogger("prefixcache")
@@ -45,7 +46,7 @@ class Answers:
         self.stop_asked = False
 
     def put(self, answer: Any) -> None:
-        if isinstance(answer, upstream.GenerationContext):
+        if isinstance(answer, GenerationContext):
             self._context = answer
             if self.in_step:
                 answer.stop = self._ask_to_stop
@@ -66,7 +67,7 @@ class Answers:
 
     def wanted(self) -> bool:
         """Neither answered, nor given up by the client."""
-        return not self._over and not self.stop_asked and not (self._context is not None and self._context._should_stop)
+        return not self._over and not self.stop_asked and not self.given_up
 
     def _ask_to_stop(self) -> None:
         self.stop_asked = True
@@ -74,7 +75,7 @@ class Answers:
     @property
     def given_up(self) -> bool:
         """The client has gone before the answer was whole, or the server ends."""
-        return self._context is not None and self._context._should_stop
+        return self._context is not None and is_given_up(self._context)
 
     def fail(self, error: Exception) -> None:
         """A step failed: if the answer is not whole, an error is its last word. What the loop still puts goes nowhere."""

@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NoReturn
 
-import mlx_lm.server as upstream
-
 from prefixcache.servers.mlx_lm.errors import ServeError
+from prefixcache.servers.mlx_lm.upstream import parse_flags
 
 
 class Flags(argparse.ArgumentParser):
@@ -23,31 +21,12 @@ class Flags(argparse.ArgumentParser):
         raise ServeError(f"{message}; see `prefixcache serve --help` and `mlx_lm.server --help`")
 
 
-class _Parsed(Exception):
-    """Ends mlx-lm's `main` where it has made its parser."""
-
-
 def read_flags(flags: Sequence[str]) -> argparse.Namespace:
-    """What mlx_lm.server's command line makes of these flags. ServeError for those that it doesn't take."""
-    parsed: list[argparse.Namespace] = []
-
-    class Parser(Flags):
-        def parse_args(self) -> NoReturn:  # type: ignore[override]
-            self.set_defaults(allowed_origins=[])  # mlx-lm's is every web page's
-            parsed.append(super().parse_args(flags))
-            raise _Parsed
-
-    # mlx-lm makes its parser within `main` and offers it nowhere else: `main` runs that far with ours in argparse's place.
-    # A list of its flags of our own would lack the next release's.
-    before = upstream.argparse
-    upstream.argparse = SimpleNamespace(ArgumentParser=Parser)
-    try:
-        upstream.main()
-    except _Parsed:
-        return parsed[0]
-    finally:
-        upstream.argparse = before
-    raise ServeError("this release of mlx-lm reads its flags another way; install mlx-lm 0.31.3 or 0.32")
+    """Return what mlx_lm.server's command line makes of these flags. ServeError for those that it doesn't take."""
+    args = parse_flags(Flags, flags)
+    if args is None:
+        raise ServeError("this release of mlx-lm reads its flags another way; install mlx-lm 0.31.3 or 0.32")
+    return args
 
 
 def check_model(args: argparse.Namespace) -> None:

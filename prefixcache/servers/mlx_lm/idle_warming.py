@@ -64,7 +64,7 @@ class IdleWarming:
                 try:
                     news = job.news.get(timeout=BEAT)
                 except Empty:
-                    if self._generator._stop or not self._generator._generation_thread.is_alive():
+                    if self._generator.stopped or not self._generator.thread.is_alive():
                         yield {"error": "the server ends; what was computed is stored: ask again when it is back"}
                         return
                     news = job.progress()
@@ -91,7 +91,7 @@ class IdleWarming:
                 self._jobs.popleft()
 
     def _is_wanted(self) -> bool:
-        return self._generator._stop or self._generator._request_waits()
+        return self._generator.stopped or self._generator.request_waits()
 
     def _run(self, job: IdleJob) -> None:
         provider, cache = self._generator.model_provider, self._generator.prompts.cache

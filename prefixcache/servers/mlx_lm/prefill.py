@@ -1,6 +1,6 @@
 """Prefill under mlx_lm.server, with requests that are told apart and whole blocks that become what is stored.
 
-`RequestBatches` are mlx-lm's batches whose prompt caches say whose they are. In `Blockwise`, and in `stream` for requests
+`RequestBatches` are mlx-lm's batches, which know whose their sequences are. In `Blockwise`, and in `stream` for requests
 that mlx-lm serves by themselves, an answer is made on what a hit will give: a prompt is computed in pieces that end where a
 block ends. After each, the rows of its blocks are coded, stored, and put back decoded into the cache that the model goes on
 with; so are those of an answer, when they fill a block. At its end the prompt is stored with its tail, for who asks that
@@ -15,13 +15,14 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-from mlx_lm.generate import BatchGenerator, generation_stream
+from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import CacheList, KVCache
 
 from prefixcache.keys import BLOCK, chunks
 from prefixcache.layers.classes import read_leaf
 from prefixcache.servers.mlx_lm.errors import may_be_the_hits
-from prefixcache.servers.mlx_lm.tenant_cache import RequestCache, TenantPromptCache, TokenizedRequest
+from prefixcache.servers.mlx_lm.tenant_cache import TenantPromptCache, TokenizedRequest
+from prefixcache.servers.mlx_lm.upstream import Batches, RequestTokens, request_of
 
 log = logging.getLogger("prefixcache")
 
@@ -39,8 +40,8 @@ class Begun(NamedTuple):
     options: dict[str, Any]
 
 
-class RequestBatches(BatchGenerator):
-    """mlx-lm's batches, whose prompt caches say whose they are, and which go on when a step raises an exception.
+class RequestBatches(Batches):
+    """mlx-lm's batches, which know whose their sequences are, and go on when a step raises an exception.
 
     That ends, with an error, the requests whose step it was: those whose prompts are computed, or those that generate. But
     where one of them has begun with a hit and has no token of its answer yet, the hit is deleted, and all that have no token
@@ -48,17 +49,14 @@ class RequestBatches(BatchGenerator):
     """
 
     def __init__(self, *args: Any, prompts: TenantPromptCache, **options: Any):
-        super().__init__(*args, **options)
         self._prompts = prompts
         self._requests: dict[int, TokenizedRequest | None] = {}  # by uid
         self._begun: dict[int, Begun] = {}  # by uid, of those without a token of their answer
         self._generated: list[Any] = []  # in the present step
         self._is_whole = True  # False while a call changes the batch that generates, or what came of it
-        self._generation_batch.next = self._watched(self._generation_batch.next)
-        self._generation_batch.extend = self._watched(self._generation_batch.extend)
+        super().__init__(*args, **options)
 
     def insert_segments(self, segments: Any, *, caches: Any = None, all_tokens: Any = None, **options: Any) -> Any:
-        request, self._prompts.request = self._prompts.request, None
         known = all_tokens or [[] for _ in segments]
         begun = [
             Begun(
@@ -67,16 +65,12 @@ class RequestBatches(BatchGenerator):
             for i, (parts, tokens) in enumerate(zip(segments, known, strict=True))
         ]
         uids = self._insert(segments, known, caches=caches, **options)
-        self._requests.update(dict.fromkeys(uids, request))
+        self._requests.update(zip(uids, map(request_of, known), strict=True))
         self._begun.update(zip(uids, begun, strict=True))
         return uids
 
     def _insert(self, segments: Any, known: Any, **options: Any) -> Any:
         return super().insert_segments(segments, all_tokens=known, **options)
-
-    def extract_cache(self, uids: Any) -> Any:
-        extracted = super().extract_cache(uids)
-        return {uid: (RequestCache(found[0], self._requests.get(uid)), found[1]) for uid, found in extracted.items()}
 
     def remove(self, uids: Any, *args: Any, **options: Any) -> Any:
         removed = super().remove(uids, *args, **options)
@@ -92,16 +86,10 @@ class RequestBatches(BatchGenerator):
         finally:
             self._generated = []  # else the last answer's prompt cache would stay while nobody asks
 
-    def _next(self) -> Any:
-        responses = super()._next()
-        return self._watched(self._processed)(*responses)
-
-    def _processed(self, prompt_responses: Any, generated: Any) -> Any:
-        """What a step gave, on its way to mlx-lm's loop."""
+    def processed(self, prompt_responses: Any, generated: Any) -> Any:
         for response in generated:
             self._begun.pop(response.uid, None)
             if response.finish_reason is not None:
-                response.prompt_cache = RequestCache(response.prompt_cache, self._requests.get(response.uid))
                 self._forget(response.uid)
         return prompt_responses, generated
 
@@ -111,7 +99,7 @@ class RequestBatches(BatchGenerator):
 
     # -- a step that failed -------------------------------------------------------------------------------------------
 
-    def _watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any) -> Any:
             self._is_whole = False
             result = call(*args)
@@ -126,9 +114,9 @@ class RequestBatches(BatchGenerator):
         """Answer for the requests whose step failed, and begin again those that a hit may have failed. What the step gave
         beside them is returned, as by `next`. Ranks can't go on: the hits are deleted, and the error is raised.
         """
-        untouched = {sequence[0] for sequence in self._unprocessed_sequences}
+        untouched = self.waiting()
         if self._is_whole:
-            untouched |= {*self._generation_batch.uids, *(response.uid for response in self._generated)}
+            untouched |= {*self.generating.uids, *(response.uid for response in self._generated)}
         failed = {uid: self._requests[uid] for uid in sorted(self._requests.keys() - untouched)}
         blamed = (
             [uid for uid in failed if uid in self._begun and self._begun[uid].hit] if may_be_the_hits(error) else []
@@ -150,9 +138,9 @@ class RequestBatches(BatchGenerator):
         for uid in ended:
             answers[uid].fail(error)  # type: ignore[union-attr]
         # mlx-lm's loop removes those that are to stop when it hears of their progress.
-        heard = [self._prompt_batch.Response(uid, (0, 0), False, False) for uid in ended]
+        heard = [self.told_of(uid) for uid in ended]
         if was_whole:
-            return self._processed(heard, self._generated)
+            return self.processed(heard, self._generated)
         return heard, [
             response for response in self._generated if response.uid not in failed
         ]  # those have their last token
@@ -161,23 +149,18 @@ class RequestBatches(BatchGenerator):
         """Drop the prompts that are computed, and where a step has left it in the middle of a change, the batch that
         generates.
         """
-        self._prompt_batch.filter([])
-        self._currently_processing: list[Any] = []
+        self.drop_prefilling()
         if not self._is_whole:
-            self._generation_batch.filter([])
-            self._generation_batch._current_tokens, self._generation_batch._current_logprobs = None, []
+            self.drop_generating()
             self._is_whole = True
         mx.clear_cache()
 
     def _begin_again(self, uid: int) -> None:
-        """Compute a request's prompt from its first token on; it keeps its uid, by which mlx-lm's loop knows it."""
-        begun, self._prompts.request = self._begun[uid], self._requests[uid]
+        """Compute a request's prompt from its first token on."""
+        begun, request = self._begun[uid], self._requests[uid]
         first, *others = begun.segments
         self._forget(uid)
-        last: int = self._uid_count  # type: ignore[has-type]
-        self._uid_count = uid
-        self.insert_segments([[begun.hit + first, *others]], **begun.options)
-        self._uid_count = last
+        self.insert_as(uid, [begun.hit + first, *others], all_tokens=[RequestTokens([], request)], **begun.options)
 
 
 def pieces_of(segments: Sequence[list[int]], at: int, step: int) -> list[list[int]]:
@@ -193,9 +176,9 @@ class Blockwise(RequestBatches):
     """Batches in which whole blocks are what is stored."""
 
     def __init__(self, *args: Any, **options: Any):
-        super().__init__(*args, **options)
         self._kept: dict[int, int] = {}  # by uid: the tokens whose blocks are kept, or came from the cache
         self._ends: dict[int, set[int]] = {}  # by uid: the tokens computed where the caller's segments end
+        super().__init__(*args, **options)
 
     def _insert(self, segments: Any, known: Any, **options: Any) -> Any:
         cut = [
@@ -209,17 +192,17 @@ class Blockwise(RequestBatches):
             self._kept[uid] = len(tokens) // BLOCK * BLOCK
         return uids
 
-    def _processed(self, prompt_responses: Any, generated: Any) -> Any:
-        super()._processed(prompt_responses, generated)
+    def processed(self, prompt_responses: Any, generated: Any) -> Any:
+        super().processed(prompt_responses, generated)
         for response in prompt_responses:
             if not response.end_of_prompt:
                 done, total = response.progress
                 ends = self._ends.get(response.uid, {done})
                 response.end_of_segment = response.end_of_segment and done in ends
-                self._keep(self._prompt_batch, response.uid, total - done)
+                self._keep(self.prefilling, response.uid, total - done)
         for response in generated:
             if response.finish_reason is None:
-                self._keep(self._generation_batch, response.uid, 0)
+                self._keep(self.generating, response.uid, 0)
         return prompt_responses, generated
 
     def _forget(self, uid: int) -> None:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import mlx_lm.server as upstream
 from mlx.utils import tree_flatten
 from mlx_lm import utils
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
+from mlx_lm.server import ModelProvider
 
 from prefixcache.layers import CacheError
 from prefixcache.layers.form import CacheForm
 from prefixcache.layers.image_layout import read
 from prefixcache.servers.mlx_lm.context import context_of
+from prefixcache.servers.mlx_lm.upstream import look_at_files, model_key
 from prefixcache.servers.model_form import form_of
 from prefixcache.servers.request_schema import BadRequest
 
@@ -36,7 +36,7 @@ class LoadedModel(NamedTuple):
     longest: int
 
 
-class Provider(upstream.ModelProvider):
+class Provider(ModelProvider):
     """`on_load` is called with the key of each model that was loaded. `sliceable`: its state can be cut at any token. `form`:
     what its prompt caches are like, those of its draft model behind them. `loaded` is None while there is none; it may be
     read on any thread. `max_context`: in the place of the models' own.
@@ -68,14 +68,14 @@ class Provider(upstream.ModelProvider):
     def loaded_as(self, model_path: Any, adapter_path: Any, draft_model_path: Any) -> LoadedModel | None:
         """The model that is loaded, if a request means it by these names."""
         loaded = self.loaded
-        key = self._key(model_path, adapter_path, draft_model_path)
+        key = model_key(self, model_path, adapter_path, draft_model_path)
         return loaded if loaded is not None and loaded.key == key else None
 
     def look_up(self, model_path: Any, adapter_path: Any, draft_model_path: Any) -> None:
         """Find, or download, the files of a model that a request means by these names, and look whether they can be loaded.
         BadRequest where not: the model that is loaded stays. Call it on the client's thread, since it may take long.
         """
-        model, adapter, draft = self._key(model_path, adapter_path, draft_model_path)
+        model, adapter, draft = model_key(self, model_path, adapter_path, draft_model_path)
         if model is None:
             raise BadRequest(
                 "model: the server was started without one; name a folder or a Hugging Face repository", 404
@@ -83,39 +83,20 @@ class Provider(upstream.ModelProvider):
         for name, field in ((model, "model"), (draft, "draft_model")):
             if name is not None:
                 try:
-                    self._look_at(name)
+                    look_at_files(name, self._tokenizer_config)
                 except Exception as error:
                     text = f"{field} {_short(name)} can't be loaded: {_short(error)}; {self._remedy()}"
                     raise BadRequest(text, 404) from None
         if adapter is not None and not (Path(adapter) / "adapter_config.json").is_file():
             raise BadRequest(f"adapters {_short(adapter)}: no folder with an adapter_config.json; name another", 404)
 
-    def _look_at(self, name: str) -> None:
-        """Raise what mlx-lm would raise of these files, as far as that shows without their weights."""
-        folder = utils._download(name)
-        config = utils.load_config(folder)
-        if "model_file" not in config:
-            utils._get_classes(config)
-        if not any(folder.glob("model*.safetensors")):
-            raise FileNotFoundError("it has no model*.safetensors")
-        utils.load_tokenizer(folder, self._tokenizer_config)
-
     def _remedy(self) -> str:
         loaded = self.loaded
         return "name another" if loaded is None else f"the model {_short(loaded.key[0])} is loaded: name that"
 
-    def _key(self, *names: Any) -> tuple[Any, Any, Any]:
-        """What the names stand for."""
-        asked = copy.copy(self)  # only `load` knows it: this one loads nothing
-        asked.model_key, keys = None, []
-        asked._load = lambda *key: keys.append(key)  # type: ignore[method-assign]
-        asked.load(*names)
-        model, adapter, draft = (*keys[0], None, None)[:3]
-        return model, adapter, draft
-
     def reset(self) -> None:
         self.loaded = None
-        if hasattr(upstream.ModelProvider, "reset"):  # mlx-lm 0.31 has none
+        if hasattr(ModelProvider, "reset"):  # mlx-lm 0.31 has none
             super().reset()
 
     def weights(self) -> int:

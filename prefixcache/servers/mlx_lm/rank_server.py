@@ -181,9 +181,9 @@ def _follow(generator: RankGenerator, ending: Ending, opened: Stats, grace: floa
     if not is_ready(generator, ending):
         return
     tell(generator, opened)
-    while generator._generation_thread.is_alive() and not ending.asked.wait(POLL):
+    while generator.thread.is_alive() and not ending.asked.wait(POLL):
         pass
-    if not ending.asked.is_set() and not generator._stop:
+    if not ending.asked.is_set() and not generator.stopped:
         raise ServeFailed(died(generator))
     watch.ask_to_end()
-    generator._generation_thread.join(grace + FOLLOWING)
+    generator.thread.join(grace + FOLLOWING)

@@ -17,10 +17,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import mlx.core as mx
-import mlx_lm.server as upstream
 from mlx_lm import utils
 
 from prefixcache.cache import PrefixCache
@@ -32,8 +32,9 @@ from prefixcache.servers.mlx_lm.answers import Answers
 from prefixcache.servers.mlx_lm.errors import RankFailed
 from prefixcache.servers.mlx_lm.prompt_cache import identity_of
 from prefixcache.servers.mlx_lm.provider import Provider
-from prefixcache.servers.mlx_lm.requests import WAKE, Generator, Wait, has_images
+from prefixcache.servers.mlx_lm.requests import WAKE, Generator, TimeBudget, Wait
 from prefixcache.servers.mlx_lm.tenant_cache import TokenizedRequest
+from prefixcache.servers.mlx_lm.upstream import has_images
 from prefixcache.servers.read_or_compute import AwaitedPromotions
 from prefixcache.servers.request_schema import BadRequest
 
@@ -43,27 +44,6 @@ SMALL_FILES = ["*.json", "*.py", "tokenizer.model", "*.tiktoken", "tiktoken.mode
 POLL = 0.005  # seconds that rank 0 waits for a request while others are deferred
 END = "end"  # in the place of a request: all ranks end their loop
 RANK_0_KNOWS = Wait(lambda: True, 0.0)  # only rank 0 knows what this request waits for
-
-
-class RankTimeBudget(upstream.TimeBudget):
-    """How long the batch goes on before the loop looks at requests: until rank 0 has something to look at, and one step at
-    least. Each step is told to the watch.
-    """
-
-    def __init__(self, generator: RankGenerator):
-        super().__init__()
-        self._generator = generator
-        self._steps = 0
-
-    def __iter__(self) -> Any:
-        self._steps = 0
-        return self
-
-    def __next__(self) -> None:
-        self._generator.step()
-        self._steps += 1
-        if self._steps > 1 and self._generator.something_waits():
-            raise StopIteration
 
 
 class RankAdmission(Admission):
@@ -155,15 +135,17 @@ class RankGenerator(Generator):
         self._ranks, self._watch = cache.ranks, watch
         self._ending = False
         self._answers = Answers(None)
-        self._thread = threading.current_thread()
         super().__init__(provider, cache, before, exact_prefill)
-        self._generation_thread = self._thread  # mlx-lm's has nothing to do, see `_generate`
 
     def _make_admission(self, whole_blocks: bool) -> Admission:
         return RankAdmission(self._ranks, whole_blocks)
 
-    def _make_time_budget(self) -> upstream.TimeBudget:
-        return RankTimeBudget(self)
+    def _make_time_budget(self) -> TimeBudget:
+        return TimeBudget(self.request_waits, float("inf"))
+
+    def _begin(self) -> threading.Thread:
+        """Leave the loop to who calls `run`, on the thread on which this is made: the ranks have agreed on things there."""
+        return self.loop.begin(self.run, threading.current_thread())
 
     def stop(self) -> None:
         """Rank 0 tells the others, and all end at the same step."""
@@ -173,31 +155,21 @@ class RankGenerator(Generator):
         self._watch.ask_to_end()
         self._watch.close()
 
-    def step(self) -> None:
+    def request_waits(self) -> bool:
+        """Return whether rank 0 has a request to look at, one that was given up, or its own end."""
         self._watch.step()
-
-    def something_waits(self) -> bool:
-        """Whether rank 0 has a request to look at, one that was given up, or its own end."""
         waits = False
         if self._ranks.is_first:
             given_up = {answers for answers in self.answering if answers.given_up}
             self.answering -= given_up  # once is enough
-            waits = self._ending or bool(given_up) or self._request_waits()
+            waits = self._ending or bool(given_up) or super().request_waits()
         return self._ranks.any(waits)
 
     def run(self) -> None:
-        """The loop, on the thread on which this generator was made, where the ranks have agreed on things before."""
         try:
-            self._generate()
-        except (Exception, RankFailed) as error:
-            self.failure = error
-            log.exception("the thread that generates died")
+            super().run()
         finally:
             self._watch.rest()
-
-    def _generate(self) -> None:
-        if threading.current_thread() is self._thread:
-            super()._generate()
 
     def _loaded(self, model_key: Any) -> None:
         identity = identity_of(model_key)
@@ -206,16 +178,17 @@ class RankGenerator(Generator):
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    def _next_request(self, timeout: float | None = None) -> Any:
+    def next_request(self, timeout: float | None = None) -> Any:
         self._watch.step()
-        request = super()._next_request(min(timeout, POLL) if self._deferred and timeout is not None else timeout)
+        request = super().next_request(min(timeout, POLL) if self._deferred and timeout is not None else timeout)
         if not self._ranks.is_first:
             self.answering.clear()  # nobody gives them up but rank 0's clients
         return request
 
-    def _share_request(self, request: Any) -> Any:
-        """Rank 0's request on every rank, with its tokens, if the model that it asks for is loaded."""
+    def _take(self, timeout: float | None) -> Any:
+        """Return rank 0's request on every rank, with its tokens, if the model that it asks for is loaded."""
         told: bytes | str | None = None
+        request: Any = super()._take(timeout) if self._ranks.is_first else None
         if self._ranks.is_first:
             if request is not None and request[0] is WAKE:
                 request = None
@@ -225,12 +198,13 @@ class RankGenerator(Generator):
                 told = self._packed(*request)
         told = self._ranks.from_first(told)
         if not isinstance(told, bytes):
-            self._stop = self._stop or told == END
-            if self._stop and request is not None:
+            if told == END:
+                self.loop.stop()
+            if self.stopped and request is not None:
                 self.requests.put(request)  # it is told that the server ends
             return None
         asked, args, tokens = pickle.loads(told)
-        queue = upstream.Queue()
+        queue: Any = Queue()
         if self._ranks.is_first:
             queue, asked, args = request
         asked.rank_tokens = tokens
@@ -303,13 +277,9 @@ class RankGenerator(Generator):
 
     # -- a request that is served by itself ---------------------------------------------------------------------------
 
-    def _serve_single(self, request: Any, *others: Any) -> None:
-        self._answers = request[0]
-        self._answers.in_step = True
-        try:
-            upstream.ResponseGenerator._serve_single(self, request, *others)
-        finally:
-            self.prompts.request = None
+    def begin_alone(self, answers: Answers) -> None:
+        self._answers = answers
+        answers.in_step = True
 
     def _stream(self, *, prompt: Sequence[int], **options: Any) -> Iterator[Any]:
         progress = options.get("prompt_progress_callback") or (lambda done, total: None)

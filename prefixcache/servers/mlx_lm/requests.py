@@ -16,14 +16,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
 from queue import Empty
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-import mlx_lm.server as upstream
 import numpy as np
-from mlx_lm.generate import BatchGenerator, stream_generate
+from mlx_lm.generate import stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 
 from prefixcache.byte_sizes import size
@@ -35,11 +33,19 @@ from prefixcache.servers.mlx_lm.answers import Answers, Ended
 from prefixcache.servers.mlx_lm.client_template import ClientTemplate
 from prefixcache.servers.mlx_lm.context import room_for, too_long
 from prefixcache.servers.mlx_lm.errors import RankFailed, may_be_the_hits
-from prefixcache.servers.mlx_lm.idle_pool import IdlePool
 from prefixcache.servers.mlx_lm.prefill import Blockwise, RequestBatches
 from prefixcache.servers.mlx_lm.prefill import stream as blockwise_stream
 from prefixcache.servers.mlx_lm.provider import LoadedModel, Provider
 from prefixcache.servers.mlx_lm.tenant_cache import TenantPromptCache, TokenizedRequest
+from prefixcache.servers.mlx_lm.upstream import (
+    MLX_LM_0_31,
+    Loop,
+    generating_with,
+    has_images,
+    of_request,
+    request_of,
+    vision_of,
+)
 from prefixcache.servers.read_or_compute import AwaitedPromotions
 from prefixcache.servers.request_log import Found, RequestLog
 from prefixcache.servers.request_schema import TEMPLATE, BadRequest
@@ -48,8 +54,9 @@ from prefixcache.tiers.prompt import Prompt
 
 log = logging.getLogger("prefixcache")
 
-MLX_LM_0_31 = version("mlx-lm").startswith("0.31.")
 RENDERED = 1 << 26  # bytes that a request's own chat template may render
+STEPS = 0.5  # seconds of steps, at most, between two looks for a request
+IDLE_LOOKS = 30  # in a row that find no request: mlx-lm's loop waits .1 s for one
 WAKE = object()  # in the queue of requests: look at the deferred ones
 
 
@@ -77,29 +84,40 @@ class DeferredRequest(NamedTuple):
     wait: Wait | Awaited
 
 
-class TimeBudget(upstream.TimeBudget):
-    """How long the batch goes on before the loop looks at requests: half a second in mlx-lm, here until one is there, and
-    one step at least.
+class TimeBudget:
+    """How long the batch goes on before the loop looks at requests: until one waits or `seconds` are over, and one step at
+    least.
     """
 
-    def __init__(self, request_waits: Callable[[], bool]):
-        super().__init__()
-        self._request_waits = request_waits
-        self._steps = 0
+    def __init__(self, request_waits: Callable[[], bool], seconds: float = STEPS):
+        self._request_waits, self._seconds = request_waits, seconds
 
-    def __iter__(self) -> Any:
-        self._steps = 0
-        return super().__iter__()
-
-    def __next__(self) -> None:
-        self._steps += 1
-        if self._steps > 1 and self._request_waits():
-            raise StopIteration
-        super().__next__()
+    def __iter__(self) -> Iterator[None]:
+        until = time.monotonic() + self._seconds
+        yield
+        while not self._request_waits() and time.monotonic() < until:
+            yield
 
 
-class Generator(upstream.ResponseGenerator):
-    """mlx-lm's loop, on its own thread, with requests that can be deferred.
+class IdlePool:
+    """The buffers that MLX has freed and keeps for the next arrays. After `IDLE_LOOKS` for a request in vain they are given
+    back to the system, once.
+    """
+
+    def __init__(self, empty: Callable[[], None] = mx.clear_cache):
+        self._empty = empty
+        self._looks = 0
+
+    def look(self, *, busy: bool) -> None:
+        """Count one look. `busy`: a request came, waits, or is under way."""
+        self._looks = 0 if busy else self._looks + 1
+        if self._looks == IDLE_LOOKS:
+            self._empty()
+
+
+class Generator:
+    """mlx-lm's loop (`upstream.Loop`), on its own `thread`, with requests that can be deferred. It stands where mlx-lm's
+    HTTP handler has its `ResponseGenerator`.
 
     `before`: called on that thread when the default model is loaded, before the first request. `ready` is set after it, or
     when that failed; `failure` says why. `model`: of the model that is loaded, a line for the log; "" of none.
@@ -108,6 +126,7 @@ class Generator(upstream.ResponseGenerator):
     def __init__(
         self, provider: Provider, cache: PrefixCache, before: Callable[[Generator], None], exact_prefill: bool = False
     ):
+        self.model_provider = provider
         self.ready = threading.Event()
         self.failure: BaseException | None = None
         self.model = ""
@@ -121,18 +140,34 @@ class Generator(upstream.ResponseGenerator):
         self.when_idle: Callable[[], None] = lambda: None  # called again and again while there is no request
         self.prompts = TenantPromptCache(cache, self._stored, _rows_suffix(provider.cli_args), exact_prefill)
         provider.on_load = self._loaded
-        super().__init__(provider, self.prompts)
-        self._time_budget = self._make_time_budget()
+        self.loop = Loop(provider, self.prompts, self, self._make_time_budget())
+        self.requests = self.loop.requests
+        self.thread = self._begin()
 
     def _make_admission(self, whole_blocks: bool) -> Admission:
         return Admission(whole_blocks=whole_blocks)
 
-    def _make_time_budget(self) -> upstream.TimeBudget:
-        return TimeBudget(self._request_waits)
+    def _make_time_budget(self) -> TimeBudget:
+        return TimeBudget(self.request_waits)
+
+    def _begin(self) -> threading.Thread:
+        return self.loop.begin(self.run)
+
+    @property
+    def cli_args(self) -> Any:
+        return self.model_provider.cli_args
+
+    @property
+    def is_healthy(self) -> bool:
+        return self.thread.is_alive()
+
+    @property
+    def stopped(self) -> bool:
+        return self.loop.stopped
 
     def stop(self) -> None:
         """End the loop after its present step."""
-        self._stop = True
+        self.loop.stop()
 
     def wait_for_stores(self, seconds: float) -> bool:
         """Wait until the loop has stored what it has answered so far: a client has its answer before that. False where it
@@ -140,7 +175,7 @@ class Generator(upstream.ResponseGenerator):
         """
         before, until = self._looks, time.monotonic() + seconds
         self.requests.put((WAKE, None, None))
-        while self._looks == before and self._generation_thread.is_alive():
+        while self._looks == before and self.thread.is_alive():
             if time.monotonic() > until:
                 return False
             time.sleep(0.005)
@@ -151,7 +186,8 @@ class Generator(upstream.ResponseGenerator):
 
     # -- mlx-lm's loop ------------------------------------------------------------------------------------------------
 
-    def _generate(self) -> None:
+    def run(self) -> None:
+        """Load the default model, then answer requests until `stop`, on this thread."""
         try:
             self.model_provider.load_default()
             self._before(self)
@@ -160,16 +196,14 @@ class Generator(upstream.ResponseGenerator):
             return
         finally:
             self.ready.set()
-        # mlx-lm's loop makes batches and streams by these two names of its module, and takes neither as an argument.
-        upstream.BatchGenerator = partial(
-            RequestBatches if self.prompts.exact_prefill else Blockwise, prompts=self.prompts
-        )
-        upstream.stream_generate = self._stream
+        batches = RequestBatches if self.prompts.exact_prefill else Blockwise
         try:
-            while not self._stop:
-                self._serve_until_a_failure()
-        finally:
-            upstream.BatchGenerator, upstream.stream_generate = BatchGenerator, stream_generate
+            with generating_with(partial(batches, prompts=self.prompts), self._stream):
+                while not self.stopped:
+                    self._serve_until_a_failure()
+        except (Exception, RankFailed) as error:
+            self.failure = error
+            log.exception("the thread that generates died")
 
     def _serve_until_a_failure(self) -> None:
         """mlx-lm's loop. An exception in it ends the requests under way with an error, and the loop can be entered again; but
@@ -177,7 +211,7 @@ class Generator(upstream.ResponseGenerator):
         """
         self._taken = 0
         try:
-            super()._generate()
+            self.loop.run()
         except Exception as error:
             if not self._taken or self.prompts.cache.ranks is not None:
                 raise
@@ -188,51 +222,47 @@ class Generator(upstream.ResponseGenerator):
                 answers.fail(error)
 
     def _stream(self, *, prompt: Sequence[int], **options: Any) -> Iterator[Any]:
-        """A request that is served by itself: `prompt` is what its lookup has left of it. Where the model fails on what the
-        lookup gave, all of the request is computed.
+        """Answer a request that is served by itself: `prompt` is what its lookup has left of it. Where the model fails on
+        what the lookup gave, all of the request is computed.
         """
-        request, depth, begun = self.prompts.request, len(self.prompts.hit), False
+        request: TokenizedRequest = request_of(prompt)
+        depth, begun = len(request.tokenized[0]) - len(prompt), False
         try:
-            for response in self._stream_rest(prompt=prompt, **options):
+            for response in self._stream_rest(request, depth, prompt=prompt, **options):
                 begun = True
                 yield response
             return
         except Exception as error:
-            if begun or not depth or request is None or not may_be_the_hits(error):
+            if begun or not depth or not may_be_the_hits(error):
                 raise
             self.prompts.drop_hit(request, depth, error)
             if self.prompts.cache.ranks is not None:
                 raise
-        self.prompts.hit = ()
-        yield from self._stream_rest(**{**options, **self._from_the_start(request, options["prompt_cache"])})
+        anew = self._from_the_start(request, options["prompt_cache"])
+        yield from self._stream_rest(request, 0, **{**options, **anew})
 
     def _from_the_start(self, request: TokenizedRequest, layers: list[Any]) -> dict[str, Any]:
-        """What a request is computed from without a hit. `layers`, which mlx-lm stores in the end, become new ones."""
+        """Return what a request is computed from without a hit. `layers`, which mlx-lm stores in the end, become new ones."""
         models = [model for model in (self.model_provider.model, self.model_provider.draft_model) if model is not None]
         layers[:] = [layer for model in models for layer in make_prompt_cache(model)]
         tokens = list(request.tokenized[0])
-        vision = request.tokenized[4] if len(request.tokenized) > 4 else None  # mlx-lm 0.31 has none
+        vision = vision_of(request.tokenized)
         if vision is None or not vision.pixel_values:
             return {"prompt": tokens}
         seen = models[0].embed_inputs(mx.array(tokens), pixel_values=vision.pixel_values)
         mx.eval(seen)
         return {"prompt": tokens, "input_embeddings": seen}
 
-    def _stream_rest(self, *, prompt: Sequence[int], **options: Any) -> Iterator[Any]:
+    def _stream_rest(
+        self, request: TokenizedRequest, depth: int, *, prompt: Sequence[int], **options: Any
+    ) -> Iterator[Any]:
         if self.prompts.exact_prefill:
             return stream_generate(prompt=prompt, **options)
-        keep_blocks = partial(self.prompts.keep_blocks, self.prompts.request)
-        return blockwise_stream(stream_generate, self.prompts.hit, keep_blocks, prompt=prompt, **options)
+        keep_blocks, known = partial(self.prompts.keep_blocks, request), request.prompt.given[:depth].tolist()
+        return blockwise_stream(stream_generate, known, keep_blocks, prompt=prompt, **options)
 
-    def _serve_single(self, request: Any, *others: Any) -> None:
-        request[0].alone = True
-        try:
-            super()._serve_single(request, *others)
-        finally:
-            self.prompts.request = None
-
-    def _log_cache_stats(self) -> None:
-        """Log nothing: mlx-lm would write a line and one for each type of prompt, and a request's own line follows."""
+    def begin_alone(self, answers: Answers) -> None:
+        answers.alone = True
 
     def _loaded(self, model_key: Any) -> None:
         """Weights are identified when they are loaded, and with ram="auto" the budget becomes what they leave."""
@@ -250,11 +280,11 @@ class Generator(upstream.ResponseGenerator):
             log.info("%s", self.model)
 
     def generate(self, request: Any, args: Any, *others: Any, **options: Any) -> Any:
-        """mlx-lm's, called on the client's thread. The prompt is read there, too, while others are served."""
-        if self._stop:
+        """Have a request answered, as mlx-lm does. Its prompt is read on its client's thread, while others are served."""
+        if self.stopped:
             raise Ended
         self._read_early(request, args)
-        return super().generate(request, args, *others, **options)
+        return self.loop.generate(request, args, *others, **options)
 
     def stop_answering(self) -> None:
         """Tell all that ask that the server ends, and let what is under way end at its next token; call it until the thread
@@ -270,10 +300,10 @@ class Generator(upstream.ResponseGenerator):
 
     # -- requests before their turn -----------------------------------------------------------------------------------
 
-    def _next_request(self, timeout: float | None = None) -> Any:
-        """The next request that can begin. None when there is none, also when one came that must wait."""
+    def next_request(self, timeout: float | None = None) -> Any:
+        """Return the next request that can begin. None when there is none, also when one came that must wait."""
         self._looks += 1
-        item = self._resumed() or super()._next_request(timeout)
+        item = self._resumed() or self._take(timeout)
         if item is None or item[0] is WAKE:
             item = self._resumed()
         self._idle_pool.look(busy=item is not None or timeout is None or bool(self._deferred))  # None: a batch goes on
@@ -288,7 +318,14 @@ class Generator(upstream.ResponseGenerator):
         self._taken += 1
         return self._admit((queue, request, args))
 
-    def _request_waits(self) -> bool:
+    def _take(self, timeout: float | None) -> Any:
+        """Return what a client has sent, or None. `timeout`: seconds to wait for it, None for not at all."""
+        with suppress(Empty):
+            return self.requests.get(block=timeout is not None, timeout=timeout)
+        return None
+
+    def request_waits(self) -> bool:
+        """Return whether the loop should look at requests."""
         return not self.requests.empty() or any(deferred.wait.over() for deferred in self._deferred)
 
     def _resumed(self) -> Any:
@@ -369,7 +406,7 @@ class Generator(upstream.ResponseGenerator):
             tokenizer = ClientTemplate(tokenizer, rendered)
         messages = copy.deepcopy(request.messages)  # mlx-lm rewrites them in place
         try:
-            tokenized = super()._tokenize(tokenizer, replace(request, messages=messages), args)
+            tokenized = self.loop.read(tokenizer, replace(request, messages=messages), args)
         except BadRequest:
             raise
         except Exception as error:  # of the template, or of what mlx-lm does with messages, tools and images
@@ -417,12 +454,11 @@ class Generator(upstream.ResponseGenerator):
         assert loaded.tokenizer is tokenizer
         return loaded
 
-    def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
-        """What mlx-lm's gives, taken from before the request's turn if it can be. The loop looks this request up next.
+    def tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
+        """Return what mlx-lm's `_tokenize` gives, read before the request's turn if it can be; the tokens say whose they are.
 
         A request whose model was loaded for it waits for the SSD here: nobody else is served then.
         """
-        self.prompts.request = None
         known: TokenizedRequest | None = getattr(request, "tokenized", None)
         request.tokenized = None
         if known is None or known.tokenizer is not tokenizer:
@@ -433,8 +469,7 @@ class Generator(upstream.ResponseGenerator):
                 request_log.wait_for_ssd(self.prompts.cache.settings.remote is not None)
                 self.prompts.reading.wait(known.prompt)
                 request_log.go_on(self.prompts.reading.match(known.prompt).ram)
-        self.prompts.request = known
-        return known.tokenized
+        return of_request(known.tokenized, known)
 
 
 def _cached_tokens(tokenized: Any) -> Sequence[int]:
@@ -442,7 +477,7 @@ def _cached_tokens(tokenized: Any) -> Sequence[int]:
 
     It takes images with no token in between for one, the first: a prompt that has such is neither kept nor hit.
     """
-    vision = tokenized[4] if len(tokenized) > 4 else None  # mlx-lm 0.31 has none
+    vision = vision_of(tokenized)
     if vision is None:
         return tokenized[0]
     return vision.cache_key if len(vision.starts) == len(vision.pixel_values) else []
@@ -465,11 +500,6 @@ def check_sampling(args: Any, size: int) -> None:
 
 def _brings_template(args: Any) -> bool:
     return TEMPLATE in (args.chat_template_kwargs or {})
-
-
-def has_images(request: Any) -> bool:
-    found = getattr(upstream, "_image_parts", lambda messages: ())  # mlx-lm 0.31 has none
-    return bool(request.messages) and any(True for _ in found(request.messages))
 
 
 def _characters(request: Any) -> int:

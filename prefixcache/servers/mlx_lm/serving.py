@@ -133,7 +133,7 @@ def run(server: HttpServer, generator: Generator, ending: Ending, opened: Stats,
     host, port = server.server_address[:2]
     log.info("serving at http://%s:%d", host, port)
     while not ending.asked.wait(POLL):
-        if not generator._generation_thread.is_alive():
+        if not generator.thread.is_alive():
             raise ServeFailed(died(generator))
     log.info("ending: no new requests; those under way have %g s; a second signal ends at once", how.grace)
     server.shutdown()
@@ -195,7 +195,7 @@ def end(generator: Generator, ending: Ending, replying: set[Handler], linger: fl
     it.
     """
     generator.stop()
-    thread, until = generator._generation_thread, time.monotonic() + linger
+    thread, until = generator.thread, time.monotonic() + linger
     while (thread.is_alive() or replying) and (time.monotonic() < until or not generator.ready.is_set()):
         generator.stop_answering()
         time.sleep(POLL)

@@ -1,8 +1,7 @@
 """The prompt cache under `prefixcache serve`: whose prompt mlx-lm's loop looks up or stores, and under which salt.
 
-mlx-lm's loop passes tokens and layers to the prompt cache, and nothing of the request. Between a request's `_tokenize` and
-its entry in a batch, or as long as it is served by itself, `TenantPromptCache.request` says which it is; what a batch gives
-out says it itself (`RequestCache`). Without a request nothing is looked up or kept.
+mlx-lm's loop passes tokens and layers to the prompt cache, and nothing of the request: the tokens say whose they are
+(`upstream.RequestTokens`). Those of no request are neither looked up nor kept.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from prefixcache.keys import as_tokens
 from prefixcache.layers import CacheError
 from prefixcache.servers.mlx_lm.answers import Answers
 from prefixcache.servers.mlx_lm.prompt_cache import TieredPromptCache, identity_of
+from prefixcache.servers.mlx_lm.upstream import request_of
 from prefixcache.tiers.prompt import Prompt
 
 log = logging.getLogger("prefixcache")
@@ -39,20 +39,8 @@ class TokenizedRequest(NamedTuple):
     answers: Answers | None = None
 
 
-class RequestCache(list[Any]):
-    """A prompt cache on its way from a batch to `insert_cache`: the layers, and the request whose they are."""
-
-    def __init__(self, layers: list[Any], request: TokenizedRequest | None):
-        super().__init__(layers)
-        self.request = request
-
-
 class TenantPromptCache(TieredPromptCache):
-    """The prompt cache of one server. Who waits for a prompt is told when it is stored.
-
-    `request`: the one that mlx-lm begins, on the thread that generates. `hit`: the tokens of its prompt that its lookup has
-    given the state of.
-    """
+    """The prompt cache of one server. Who waits for a prompt is told when it is stored."""
 
     def __init__(
         self,
@@ -72,30 +60,27 @@ class TenantPromptCache(TieredPromptCache):
         )
         self.rank_part = ""  # of the name of the model that is loaded, where ranks share it
         self.exact_prefill = exact_prefill
-        self.request: TokenizedRequest | None = None
-        self.hit: Sequence[int] = ()
         self._on_stored = on_stored
 
     def fetch_nearest_cache(  # type: ignore[override]
         self, model: Any, tokens: Sequence[int]
     ) -> tuple[list[Any] | None, Sequence[int]]:
-        prompt_cache, rest = None, tokens
-        if self.request is not None and len(self.request.prompt):
-            prompt_cache, rest = super().fetch_nearest_cache(model, self.request.prompt)
+        request: TokenizedRequest | None = request_of(tokens)
+        if request is None or not len(request.prompt):
+            return None, tokens
+        prompt_cache, rest = super().fetch_nearest_cache(model, request.prompt)
         if not len(rest):  # mlx-lm's batches need a token to go on from
-            prompt_cache, rest = None, tokens
-        depth = len(tokens) - len(rest)
-        self.hit = tokens[:depth]
-        return prompt_cache, tokens[depth:]
+            return None, tokens
+        return prompt_cache, tokens[len(tokens) - len(rest) :]
 
     def insert_cache(  # type: ignore[override]
         self, model: Any, tokens: Sequence[int], prompt_cache: list[Any], *, cache_type: str = "assistant"
     ) -> None:
-        request = prompt_cache.request if isinstance(prompt_cache, RequestCache) else self.request
+        request: TokenizedRequest | None = request_of(tokens)
         if request is None or not len(request.prompt):
             return
         stored = self._seen(request, tokens)
-        kept = super().insert_cache(model, stored, list(prompt_cache), cache_type=cache_type)
+        kept = super().insert_cache(model, stored, prompt_cache, cache_type=cache_type)
         self._on_stored(stored, kept, True)
 
     def keep_blocks(

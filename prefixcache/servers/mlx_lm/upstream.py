@@ -1,0 +1,290 @@
+"""mlx_lm.server's inside, touched here and nowhere else: each patch says why, which issue of mlx-lm asks for a better way,
+and when it goes. mlx-lm 0.31.3 and 0.32 both work; `python -m tools.upstream` looks at the next release. What is patched
+without a server, too, is in `prefixcache.upstream`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.metadata import version
+from types import SimpleNamespace
+from typing import Any, NoReturn, Protocol
+
+from mlx_lm import server, utils
+from mlx_lm.generate import BatchGenerator, stream_generate
+
+MLX_LM_0_31 = version("mlx-lm").startswith("0.31.")
+
+
+# -- flags ------------------------------------------------------------------------------------------------------------
+
+
+class _Parsed(Exception):
+    """Ends mlx-lm's `main` where it has made its parser."""
+
+
+def parse_flags(parser: type[argparse.ArgumentParser], flags: Sequence[str]) -> argparse.Namespace | None:
+    """Return what mlx_lm.server's command line makes of these flags, read by a parser of this class; None where this release
+    reads its flags another way.
+
+    Patch: `main` makes its parser and offers it nowhere else, so it runs that far with ours in argparse's place; a list of
+    its flags of our own would lack the next release's. Issue: none filed. Goes when mlx-lm offers its parser.
+    """
+    parsed: list[argparse.Namespace] = []
+
+    class Parser(parser):  # type: ignore[misc, valid-type]
+        def parse_args(self) -> NoReturn:
+            self.set_defaults(allowed_origins=[])  # mlx-lm's is every web page's
+            parsed.append(super().parse_args(flags))
+            raise _Parsed
+
+    before = server.argparse
+    server.argparse = SimpleNamespace(ArgumentParser=Parser)
+    try:
+        server.main()
+    except _Parsed:
+        return parsed[0]
+    finally:
+        server.argparse = before
+    return None
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+
+
+class _NameReader:
+    """Stands where `ModelProvider.load` has its provider, and takes the key that it would load."""
+
+    def __init__(self, provider: server.ModelProvider):
+        self._model_map, self._adapter_map = provider._model_map, provider._adapter_map
+        self._draft_model_map = provider._draft_model_map
+        self.model_key = self.model = self.tokenizer = None
+        self.key: tuple[Any, ...] = ()
+
+    def _load(self, *key: Any) -> None:
+        self.key = key
+
+
+def model_key(provider: server.ModelProvider, *names: Any) -> tuple[Any, Any, Any]:
+    """Return the key of model, adapter and draft model that a request means by these names.
+
+    Patch: only `load` knows it, and releases differ in it, so it runs on an object that loads nothing. Issue: none filed.
+    Goes when mlx-lm resolves names apart from loading.
+    """
+    reader = _NameReader(provider)
+    server.ModelProvider.load(reader, *names)
+    model, adapter, draft = (*reader.key, None, None)[:3]
+    return model, adapter, draft
+
+
+def look_at_files(name: str, tokenizer_config: dict[str, Any]) -> None:
+    """Raise what mlx-lm would raise of a model's files, downloaded where need be, as far as that shows without their weights.
+
+    Private: `_download` and `_get_classes`, which every release has. Issue: none filed. Goes when mlx-lm can check a model.
+    """
+    folder = utils._download(name)
+    config = utils.load_config(folder)
+    if "model_file" not in config:
+        utils._get_classes(config)
+    if not any(folder.glob("model*.safetensors")):
+        raise FileNotFoundError("it has no model*.safetensors")
+    utils.load_tokenizer(folder, tokenizer_config)
+
+
+# -- requests ---------------------------------------------------------------------------------------------------------
+
+
+class RequestTokens(list[int]):
+    """Tokens of a prompt, or of a prompt and its answer, that say whose they are, as all slices of them do.
+
+    Patch: mlx-lm's loop passes tokens to the prompt cache and to its batches, and nothing of the request; what `_tokenize`
+    gives goes that way whole or sliced, and is extended in place. Issue: none filed. Goes when `fetch_nearest_cache`,
+    `insert_cache` and `insert_segments` are told of the request.
+    """
+
+    def __init__(self, tokens: Iterable[int], request: Any):
+        super().__init__(tokens)
+        self.request = request
+
+    def __getitem__(self, index: Any) -> Any:
+        part: Any = super().__getitem__(index)
+        return RequestTokens(part, self.request) if isinstance(index, slice) else part
+
+
+def request_of(tokens: Sequence[int]) -> Any:
+    """Return the request whose tokens these are; None where they don't say."""
+    return getattr(tokens, "request", None)
+
+
+def of_request(tokenized: tuple[Any, ...], request: Any) -> tuple[Any, ...]:
+    """Return what `_tokenize` gave, with tokens that say whose they are."""
+    prompt, *others = tokenized
+    if (vision := vision_of(tokenized)) is not None:
+        others[3] = replace(vision, cache_key=RequestTokens(vision.cache_key, request))
+    return RequestTokens(prompt, request), *others
+
+
+def vision_of(tokenized: tuple[Any, ...]) -> Any:
+    """Return the images of what `_tokenize` gave, or None. mlx-lm 0.31 has none."""
+    return tokenized[4] if len(tokenized) > 4 else None
+
+
+def has_images(request: Any) -> bool:
+    """Return whether a request brings images. Private: `_image_parts`, which mlx-lm 0.31 doesn't have. Issue: none filed."""
+    parts = getattr(server, "_image_parts", lambda messages: ())
+    return bool(request.messages) and any(True for _ in parts(request.messages))
+
+
+def is_given_up(context: Any) -> bool:
+    """Return whether a request's `GenerationContext` was told to stop."""
+    return bool(context._should_stop)
+
+
+# -- the loop ---------------------------------------------------------------------------------------------------------
+
+
+class LoopSteps(Protocol):
+    """What `Loop` asks of its owner, on the thread that generates."""
+
+    def next_request(self, timeout: float | None) -> Any:
+        """Return the next request that can begin, as `(queue, request, args)`, or None."""
+
+    def tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
+        """Return what `_tokenize` gives. The loop looks this request up next."""
+
+    def begin_alone(self, answers: Any) -> None:
+        """Hear that a request is served by itself from here on."""
+
+
+class Loop(server.ResponseGenerator):
+    """mlx-lm's loop, which takes and reads requests by `steps`, and runs on the thread that calls `run`.
+
+    Patch: `_next_request`, `_tokenize` and `_serve_single` are where it can be reached. Issue: none filed. Goes when mlx-lm's
+    loop takes its requests from an object that it is given.
+    """
+
+    def __init__(self, provider: Any, prompt_cache: Any, steps: LoopSteps, time_budget: Any):
+        self._steps = steps
+        self._is_running = False
+        super().__init__(provider, prompt_cache)
+        self._generation_thread.join()  # mlx-lm's own has nothing to do
+        self._time_budget = time_budget
+
+    def begin(self, target: Callable[[], None], thread: threading.Thread | None = None) -> threading.Thread:
+        """Have `target`, which calls `run`, called on a new thread; or on this `thread`, by its owner. Return the thread."""
+        self._generation_thread = thread or threading.Thread(target=target, name="prefixcache-generate")
+        if thread is None:
+            self._generation_thread.start()
+        return self._generation_thread
+
+    def run(self) -> None:
+        """Answer requests until `stop`. May be called again after an exception."""
+        self._is_running = True
+        try:
+            self._generate()
+        finally:
+            self._is_running = False
+
+    def stop(self) -> None:
+        """End the loop after its present step."""
+        self._stop = True
+
+    @property
+    def stopped(self) -> bool:
+        return self._stop
+
+    def read(self, tokenizer: Any, request: Any, args: Any) -> Any:
+        """Return what mlx-lm's `_tokenize` gives: tokens, segments and more. It rewrites the request's messages."""
+        return super()._tokenize(tokenizer, request, args)
+
+    def _generate(self) -> None:
+        if self._is_running:
+            super()._generate()
+
+    def _next_request(self, timeout: float | None = None) -> Any:
+        return self._steps.next_request(timeout)
+
+    def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
+        return self._steps.tokenize(tokenizer, request, args)
+
+    def _serve_single(self, request: Any, *others: Any) -> None:
+        self._steps.begin_alone(request[0])
+        super()._serve_single(request, *others)
+
+    def _log_cache_stats(self) -> None:
+        """Log nothing: mlx-lm would write a line and one for each type of prompt, and a request's own line follows."""
+
+
+class Batches(BatchGenerator):
+    """mlx-lm's batches, with names for what `RequestBatches` does with their inside.
+
+    Private: the two batches, the queue before them and the count of uids. Issue: none filed. Goes when `BatchGenerator`
+    survives a step that fails, and lets a sequence begin again.
+    """
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self._generation_batch.next = self.watched(self._generation_batch.next)
+        self._generation_batch.extend = self.watched(self._generation_batch.extend)
+
+    def watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a call in the place of one that changes the batch that generates."""
+        return call
+
+    def processed(self, prompt_responses: Any, generated: Any) -> Any:
+        """Return what a step gave, on its way to the loop."""
+        return prompt_responses, generated
+
+    @property
+    def prefilling(self) -> Any:
+        return self._prompt_batch
+
+    @property
+    def generating(self) -> Any:
+        return self._generation_batch
+
+    def waiting(self) -> set[int]:
+        """Return the uids whose prefill has not begun."""
+        return {sequence[0] for sequence in self._unprocessed_sequences}
+
+    def drop_prefilling(self) -> None:
+        """Forget the sequences whose prompts are computed."""
+        self._prompt_batch.filter([])
+        self._currently_processing: list[Any] = []
+
+    def drop_generating(self) -> None:
+        """Forget the sequences that generate."""
+        self._generation_batch.filter([])
+        self._generation_batch._current_tokens, self._generation_batch._current_logprobs = None, []
+
+    def told_of(self, uid: int) -> Any:
+        """Return a response that says nothing but that there is such a sequence."""
+        return self._prompt_batch.Response(uid, (0, 0), False, False)
+
+    def insert_as(self, uid: int, segments: list[list[int]], **options: Any) -> None:
+        """Insert a sequence under a uid that it has had, by which the loop knows it."""
+        last: int = self._uid_count  # type: ignore[has-type]
+        self._uid_count = uid
+        self.insert_segments([segments], **options)
+        self._uid_count = last
+
+    def _next(self) -> Any:
+        return self.watched(self.processed)(*super()._next())
+
+
+@contextmanager
+def generating_with(batches: Callable[..., Any], stream: Callable[..., Iterator[Any]]) -> Iterator[None]:
+    """Let mlx-lm's loop make its batches and its streams by these.
+
+    Patch: it makes them by two names of its module, and takes neither as an argument. Issue: none filed. Goes when
+    `ResponseGenerator` takes them.
+    """
+    server.BatchGenerator, server.stream_generate = batches, stream
+    try:
+        yield
+    finally:
+        server.BatchGenerator, server.stream_generate = BatchGenerator, stream_generate
