@@ -46,6 +46,7 @@ from prefixcache.metrics.logs import Summary
 from prefixcache.metrics.stats import Stats
 from prefixcache.ranks.agreement import Ranks
 from prefixcache.remote.client import Client, open_client
+from prefixcache.remote.tier import RemoteTier
 from prefixcache.settings import Settings
 from prefixcache.ssd import Ssd
 from prefixcache.ssd.awaited import AwaitedDisk, why_absent
@@ -65,7 +66,6 @@ from prefixcache.tiers.idle import Idle
 from prefixcache.tiers.memory_pressure import Pressure
 from prefixcache.tiers.promotion import Promoter, last_of
 from prefixcache.tiers.prompt import Prompt, boundary, count_hit
-from prefixcache.tiers.remote_tier import RemoteTier
 from prefixcache.tiers.storage import Storage
 from prefixcache.trace.recording import Recorder
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from prefixcache.image_memory import ForImages
 
 
-class Held(NamedTuple):
+class BytesHeld(NamedTuple):
     """Bytes held now. `queued` is the part of `images` that waits for the SSD; `total` never exceeds `Budget.bound`."""
 
     images: int
@@ -39,9 +39,9 @@ class Budget:
         self.peak = 0
         self.denied = 0
 
-    def held(self) -> Held:
+    def held(self) -> BytesHeld:
         with self._lock:
-            return Held(self._images, self._queued, self._nodes, self._reserved)
+            return BytesHeld(self._images, self._queued, self._nodes, self._reserved)
 
     @property
     def room(self) -> int:

@@ -21,7 +21,7 @@ _WINS = "AWS_ENDPOINT_URL_S3"
 _ENDPOINTS = (_WINS, "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 
 
-class _Target(NamedTuple):
+class _EngineUrl(NamedTuple):
     """What a URL says, checked. `host`, `port`, `tls`: None and False for what has no host of its own."""
 
     scheme: str
@@ -86,7 +86,7 @@ def check_url(url: str, has_key: bool) -> None:
         )
 
 
-def _parse(url: str) -> _Target:
+def _parse(url: str) -> _EngineUrl:
     """What the URL says; ValueError when it is none that an engine can be made of."""
     if not url:
         raise ValueError("remote='': empty; write it as valkey://HOST:6379 or s3://BUCKET/PREFIX, or leave it out")
@@ -108,7 +108,7 @@ def _parse(url: str) -> _Target:
         raise _refused(url, "it has a #", "write %23 for it")
     options = _options(url, parts)
     path = unquote(parts.path) if scheme in (*_VALKEY, "file") else parts.path
-    target = _Target(scheme, host, port, path, options, None, None, False, False, None)
+    target = _EngineUrl(scheme, host, port, path, options, None, None, False, False, None)
     if scheme == "file":
         return _checked_folder(url, parts, target)
     if scheme in _OBJECTS:
@@ -143,7 +143,7 @@ def _options(url: str, parts: SplitResult) -> dict[str, str]:
     return options
 
 
-def _checked_folder(url: str, parts: SplitResult, target: _Target) -> _Target:
+def _checked_folder(url: str, parts: SplitResult, target: _EngineUrl) -> _EngineUrl:
     if parts.netloc not in ("", "localhost"):
         raise _refused(url, "its path is not absolute", "write file:///FOLDER, with three slashes")
     path = posixpath.normpath(target.path)
@@ -152,7 +152,7 @@ def _checked_folder(url: str, parts: SplitResult, target: _Target) -> _Target:
     return target._replace(host=None, path=path, loopback=True)
 
 
-def _checked_bucket(url: str, parts: SplitResult, target: _Target) -> _Target:
+def _checked_bucket(url: str, parts: SplitResult, target: _EngineUrl) -> _EngineUrl:
     if "@" in parts.netloc:
         raise _refused(url, "credentials don't belong here", "set them in the environment, or give the machine a role")
     if not parts.netloc or target.port is not None:
@@ -163,7 +163,7 @@ def _checked_bucket(url: str, parts: SplitResult, target: _Target) -> _Target:
     return _with_endpoint(url, target) if parts.scheme == "s3" else target
 
 
-def _with_endpoint(url: str, target: _Target) -> _Target:
+def _with_endpoint(url: str, target: _EngineUrl) -> _EngineUrl:
     """Which server an S3 URL means, where it is not Amazon's."""
     told = target.options.get("endpoint")
     forced = os.environ.get(_WINS)

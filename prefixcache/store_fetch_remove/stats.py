@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from prefixcache.blocks.node import RAM
 from prefixcache.metrics.stats import Labelled, Stats
+from prefixcache.remote.tier import RemoteTier
 from prefixcache.ssd import Ssd
-from prefixcache.tiers.remote_tier import RemoteTier
 from prefixcache.tiers.storage import Storage
 
 

@@ -23,7 +23,7 @@ from prefixcache.ssd import Corrupt
 from prefixcache.tiers.lower_tier import LowerTier, entry_of
 from prefixcache.tiers.prompt import Prompt, boundary
 from prefixcache.tiers.storage import Storage
-from prefixcache.tiers.tier import Read
+from prefixcache.tiers.tier import PendingRead
 
 log = logging.getLogger("prefixcache")
 
@@ -32,12 +32,12 @@ PROMOTERS = 4  # promotions at work at once; the reads of each go to the tier
 PATIENCE = 10.0  # seconds that a promotion waits for RAM while the writer makes some free
 
 
-class Reading(NamedTuple):
+class SlotRead(NamedTuple):
     """One image on its way. `reservation` is None in a promotion that waits for another's reading of it."""
 
     slot: Slot
     tier: LowerTier
-    future: Read
+    future: PendingRead
     reservation: Reservation | None
 
 
@@ -136,7 +136,7 @@ class _Promotion:
     def __init__(self, storage: Storage, before: int):
         self._storage = storage
         self._before = before
-        self._waiting: deque[Reading] = deque()
+        self._waiting: deque[SlotRead] = deque()
         self._complete = True  # so far: what comes after one that did not land is of no use now
 
     def bring(self, slots: list[Slot]) -> None:
@@ -191,7 +191,7 @@ class _Promotion:
         if tier is None or reservation.left < slot.nbytes:
             return False
         image = tier.tier.read(entry_of(slot))
-        slot.reading = Reading(slot, tier, image, reservation.split(slot.nbytes))
+        slot.reading = SlotRead(slot, tier, image, reservation.split(slot.nbytes))
         self._waiting.append(slot.reading)
         return True
 
@@ -200,7 +200,7 @@ class _Promotion:
         landed = self._await(reading) if reading.reservation is None else self._finish(reading, reading.reservation)
         self._complete = self._complete and landed
 
-    def _await(self, reading: Reading) -> bool:
+    def _await(self, reading: SlotRead) -> bool:
         """Wait until another promotion has published a reading, or given it up."""
         slot, changed = reading.slot, self._storage.changed
         with changed:
@@ -208,7 +208,7 @@ class _Promotion:
                 changed.wait()
             return slot.image is not None
 
-    def _finish(self, reading: Reading, reservation: Reservation) -> bool:
+    def _finish(self, reading: SlotRead, reservation: Reservation) -> bool:
         """Wait for a read and publish what it gave. False when it gave nothing."""
         storage, slot, number = self._storage, reading.slot, reading.tier.number
         image, error = None, None

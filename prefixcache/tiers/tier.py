@@ -12,7 +12,7 @@ from prefixcache.image_format import Image, Kind
 from prefixcache.ssd.entries import Entry, NamespaceRow
 
 
-class Read(Protocol):
+class PendingRead(Protocol):
     """A read on its way, as a Future is."""
 
     def done(self) -> bool: ...
@@ -57,7 +57,7 @@ class Tier(Protocol):
     def write(self, entry: Entry, namespace: NamespaceRow, image: Image) -> bool:
         """Queue a write. False, and no callback, when it takes none now, which it counts as a refusal."""
 
-    def read(self, entry: Entry) -> Read:
+    def read(self, entry: Entry) -> PendingRead:
         """The image, checked. Its `result` raises `ssd.Corrupt` for one that is lost, else what kept it from being read."""
 
     def delete(self, entries: Iterable[Entry]) -> None:

@@ -7,14 +7,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from prefixcache.blocks.budget import Budget, Held
+from prefixcache.blocks.budget import Budget, BytesHeld
 
 LIMIT = 1000
 
 
 def test_a_new_budget_holds_nothing():
     budget = Budget(LIMIT)
-    assert budget.held() == Held(0, 0, 0, 0)
+    assert budget.held() == BytesHeld(0, 0, 0, 0)
     assert budget.held().total == budget.peak == budget.denied == 0
     assert budget.room == LIMIT
 
@@ -33,7 +33,7 @@ def test_what_does_not_fit_takes_nothing():
     budget = Budget(LIMIT)
     first = budget.reserve(600)
     assert budget.reserve(401) is None
-    assert budget.held() == Held(0, 0, 0, 600)
+    assert budget.held() == BytesHeld(0, 0, 0, 600)
     first.release()
     assert budget.room == LIMIT
 
@@ -42,10 +42,10 @@ def test_spending_turns_reserved_bytes_into_held_ones():
     budget = Budget(LIMIT)
     with budget.reserve(500) as reservation:
         reservation.spend(images=200, nodes=100)
-        assert budget.held() == Held(200, 0, 100, 200)
+        assert budget.held() == BytesHeld(200, 0, 100, 200)
         assert reservation.left == 200
         assert budget.room == 500
-    assert budget.held() == Held(200, 0, 100, 0)
+    assert budget.held() == BytesHeld(200, 0, 100, 0)
     assert budget.held().total == 300
 
 
@@ -55,11 +55,11 @@ def test_spending_more_than_reserved_raises_and_changes_nothing(spent):
     with budget.reserve(500) as reservation:
         with pytest.raises(ValueError, match=f"{sum(spent.values())} bytes spent of a reservation with 500 left"):
             reservation.spend(**spent)
-        assert budget.held() == Held(0, 0, 0, 500)
+        assert budget.held() == BytesHeld(0, 0, 0, 500)
         reservation.spend(images=300)
         with pytest.raises(ValueError, match="201 bytes spent of a reservation with 200 left"):
             reservation.spend(nodes=201)
-    assert budget.held() == Held(300, 0, 0, 0)
+    assert budget.held() == BytesHeld(300, 0, 0, 0)
 
 
 def test_a_released_reservation_has_nothing_left_to_spend():
@@ -82,7 +82,7 @@ def test_a_reservation_is_given_back_however_its_block_ends(error):
     reservation = budget.reserve(500)
     with pytest.raises(error), reservation:
         raise spend(reservation, error)
-    assert budget.held() == Held(100, 0, 0, 0)
+    assert budget.held() == BytesHeld(100, 0, 0, 0)
 
 
 def test_a_reservation_is_given_back_when_its_block_returns_or_breaks():
@@ -111,7 +111,7 @@ def test_a_reservation_is_given_back_once():
     with budget.reserve(500) as reservation:
         reservation.release()
         reservation.release()
-    assert budget.held() == Held(0, 0, 0, 200)
+    assert budget.held() == BytesHeld(0, 0, 0, 200)
     other.release()
 
 
@@ -120,11 +120,11 @@ def test_what_waits_for_the_ssd_is_counted_once():
     with budget.reserve(400) as reservation:
         reservation.spend(images=400)
     budget.queue(400)
-    assert budget.held() == Held(400, 400, 0, 0)
+    assert budget.held() == BytesHeld(400, 400, 0, 0)
     assert budget.held().total == 400
     budget.queue(-400)
     budget.free_image(400)
-    assert budget.held() == Held(0, 0, 0, 0)
+    assert budget.held() == BytesHeld(0, 0, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ class BudgetMachine(RuleBasedStateMachine):
     def sums_agree(self) -> None:
         self.budget.check_integrity()
         held = self.budget.held()
-        assert held == Held(sum(self.images), sum(self.queued), sum(self.nodes), sum(self.left.values()))
+        assert held == BytesHeld(sum(self.images), sum(self.queued), sum(self.nodes), sum(self.left.values()))
         assert held.total == self.total <= LIMIT
         assert self.budget.room == LIMIT - self.total
         assert (self.budget.peak, self.budget.denied) == (self.peak, self.denied)
@@ -292,7 +292,7 @@ def test_the_sum_never_passes_the_limit_whoever_reserves():
     done.set()
     watcher.join()
     assert not errors
-    assert budget.held() == Held(0, 0, 0, 0)
+    assert budget.held() == BytesHeld(0, 0, 0, 0)
     assert 5_000 < budget.peak <= budget.limit
     assert max(seen, default=0) <= budget.limit
     assert budget.denied

@@ -215,7 +215,7 @@ class Forger:
 def test_of_ten_thousand_harmed_images_none_is_believed(machine, monkeypatch, tmp_path, sealed):
     engine = DictEngine()
     monkeypatch.setattr("prefixcache.remote.client.open_engine", lambda url, **options: engine)
-    monkeypatch.setattr("prefixcache.tiers.remote_promotion.MIN_TIMEOUT", 10.0)  # what is missed, is for what it is
+    monkeypatch.setattr("prefixcache.remote.promotion.MIN_TIMEOUT", 10.0)  # what is missed, is for what it is
     (tmp_path / "theirs.key").write_text("7b" * 32)
     how: dict[str, Any] = {"remote_timeout": 30.0, **({} if sealed else {"remote_key_file": None})}
 
@@ -332,7 +332,7 @@ def test_what_is_used_here_alone_is_asked_for_again_after_a_while_and_so_used_th
         got(cache, LONG)
         sent(cache)
         assert cache.stats().remote.asks == before.asks
-        monkeypatch.setattr("prefixcache.tiers.remote_tier.BELIEVED", 0.0)
+        monkeypatch.setattr("prefixcache.remote.tier.BELIEVED", 0.0)
         got(cache, LONG)
         sent(cache)
         after = cache.stats().remote

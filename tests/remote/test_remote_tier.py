@@ -583,7 +583,7 @@ def test_closing_sends_what_waits(machine, engine):
 def test_a_fetch_that_reads_ahead_ends_when_the_remote_tier_has_nothing_and_the_ssd_has_more_than_ram(
     machine, engine, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("prefixcache.tiers.remote_promotion.MIN_TIMEOUT", 2.0)  # the SSD ends first
+    monkeypatch.setattr("prefixcache.remote.promotion.MIN_TIMEOUT", 2.0)  # the SSD ends first
     tokens = list(range(4000))
     cache = machine(ssd_dir=tmp_path / "a", ssd=100_000_000)
     put(cache, tokens)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from prefixcache.blocks.node import Window
 from prefixcache.image_format import ROWS, SNAPSHOT, WINDOW
 from prefixcache.keys import BLOCK, TOKEN_BYTES, as_tokens, chain
-from prefixcache.tiers.remote_search import SNAPSHOT_BLOCKS, Gap, Wanted, leading, search
+from prefixcache.remote.search import SNAPSHOT_BLOCKS, Gap, SoughtImage, leading, search
 
 ROOT = bytes(32)
 
@@ -47,8 +47,8 @@ def gap_of(tokens: int, known: int = 0, windows=(), snapshots=False, here=(), bo
     return Gap(ROOT, data, keys, known, at, tuple(windows), snapshots, lambda block: block in here)
 
 
-def wanted(count: int) -> list[Wanted]:
-    return [Wanted(ROWS, n.to_bytes(32, "big"), b"", n, b"") for n in range(count)]
+def wanted(count: int) -> list[SoughtImage]:
+    return [SoughtImage(ROWS, n.to_bytes(32, "big"), b"", n, b"") for n in range(count)]
 
 
 @given(st.integers(0, 5000), st.integers(0, 5000), st.sampled_from([2, 8, 1 << 16]))

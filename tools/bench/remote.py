@@ -24,8 +24,8 @@ from prefixcache.image_format import Digest, examine
 from prefixcache.keys import BLOCK, TOKEN_BYTES
 from prefixcache.remote.client import READERS, Client
 from prefixcache.remote.sealing import image_name
-from prefixcache.tiers.remote_search import Gap, Wanted, search
-from prefixcache.tiers.uploads import UPLOADERS
+from prefixcache.remote.search import Gap, SoughtImage, search
+from prefixcache.remote.uploads import UPLOADERS
 from tools.bench import engines, report
 from tools.bench.engines import Running
 from tools.bench.prompts import MODEL, Shape, filled
@@ -152,11 +152,11 @@ class Asking:
         self.at_once = client.engine.names_at_once
         self.trips = 0
 
-    def sizes(self, wanted: Sequence[Wanted]) -> list[int | None]:
+    def sizes(self, wanted: Sequence[SoughtImage]) -> list[int | None]:
         self.trips += 1
         return self._client.sizes([self.name(one) for one in wanted], engines.TIMEOUT)
 
-    def name(self, wanted: Wanted) -> str:
+    def name(self, wanted: SoughtImage) -> str:
         return image_name(self._client.seal, self._root, wanted.kind, wanted.key, wanted.parent)
 
     def snapshots(self, parents: Sequence[bytes]) -> list[set[str]]:

@@ -27,7 +27,7 @@ from prefixcache.image_format import Digest, examine
 from prefixcache.keys import BLOCK, TOKEN_BYTES
 from prefixcache.remote.client import READERS
 from prefixcache.remote.engine import EngineError
-from prefixcache.tiers.remote_search import Gap, search
+from prefixcache.remote.search import Gap, search
 from tools.bench import engines, report
 from tools.bench.peer import venv
 from tools.bench.remote import SHAPES, Asking, image_of

@@ -23,21 +23,21 @@ from prefixcache.image_format import SNAPSHOT
 from prefixcache.keys import BLOCK, TOKEN_BYTES
 from prefixcache.remote.client import Client
 from prefixcache.remote.engine import EngineError
-from prefixcache.remote.sealing import layout_id, layouts_folder
-from prefixcache.remote.stats import RemoteStats
-from prefixcache.remote.threads import DaemonThreads
-from prefixcache.tiers.namespace import Namespace
-from prefixcache.tiers.prompt import Prompt, boundary
-from prefixcache.tiers.remote_promotion import (
+from prefixcache.remote.promotion import (
     MIN_TIMEOUT,
     RemotePromotion,
     gap_name,
     min_timeout,
     question_timeout,
 )
-from prefixcache.tiers.remote_search import Gap, whole_mask
+from prefixcache.remote.sealing import layout_id, layouts_folder
+from prefixcache.remote.search import Gap, whole_mask
+from prefixcache.remote.stats import RemoteStats
+from prefixcache.remote.threads import DaemonThreads
+from prefixcache.remote.uploads import Uploads, name_of
+from prefixcache.tiers.namespace import Namespace
+from prefixcache.tiers.prompt import Prompt, boundary
 from prefixcache.tiers.storage import Storage
-from prefixcache.tiers.uploads import Uploads, name_of
 
 log = logging.getLogger("prefixcache")
 

@@ -21,10 +21,10 @@ from prefixcache.keys import BLOCK, TOKEN_BYTES
 from prefixcache.remote.client import READERS, Client
 from prefixcache.remote.engine import PIECE, EngineError
 from prefixcache.remote.sealing import image_name, snapshot_folder
+from prefixcache.remote.search import Gap, SoughtImage, search
 from prefixcache.ssd.entries import Entry
 from prefixcache.ssd.files import is_image_of
 from prefixcache.tiers.namespace import Namespace
-from prefixcache.tiers.remote_search import Gap, Wanted, search
 from prefixcache.tiers.storage import Storage
 
 # An answer is waited for the longest of these, and an image its expected time more.
@@ -37,10 +37,10 @@ SNAPSHOT_BUDGET_SHARE = 8  # a recurrent state may take an 8th of the budget
 ASKING_SHARE = 10  # of what computing takes, the part that one question may take
 
 
-class _Read:
+class _RemoteRead:
     """An image on its way, and the RAM reserved for it once its size is known."""
 
-    def __init__(self, wanted: Wanted):
+    def __init__(self, wanted: SoughtImage):
         self.wanted = wanted
         self.reservation: Reservation | None = None
         self.future: Future[Image | None]
@@ -93,7 +93,7 @@ class RemotePromotion:
             self._client.learn_rate(*read)
         return None
 
-    def _measure(self, wanted: Sequence[Wanted]) -> None:
+    def _measure(self, wanted: Sequence[SoughtImage]) -> None:
         self._min_timeout = self._timeout
         self._until = time.monotonic() + self._timeout
         if (read := self._read_all(wanted)) is not None:
@@ -101,7 +101,7 @@ class RemotePromotion:
 
     # -- asking -------------------------------------------------------------------------------------------------------
 
-    def sizes(self, wanted: Sequence[Wanted]) -> list[int | None]:
+    def sizes(self, wanted: Sequence[SoughtImage]) -> list[int | None]:
         return self._client.sizes([self._name(one) for one in wanted], self._question_timeout())
 
     def snapshots(self, parents: Sequence[bytes]) -> list[set[str]]:
@@ -117,10 +117,10 @@ class RemotePromotion:
     def _left(self) -> float:
         return max(self._until - time.monotonic(), 0.0)
 
-    def _name(self, wanted: Wanted) -> str:
+    def _name(self, wanted: SoughtImage) -> str:
         return image_name(self._client.seal, self._gap.root, wanted.kind, wanted.key, wanted.parent)
 
-    def _estimate(self, wanted: Sequence[Wanted]) -> int:
+    def _estimate(self, wanted: Sequence[SoughtImage]) -> int:
         """Bytes of these images; where the engine has told some sizes only, by their mean."""
         known = [one.size for one in wanted if one.size is not None]
         self._mean_size = sum(known) // max(len(known), 1)
@@ -143,9 +143,9 @@ class RemotePromotion:
         known = (graph.slots.get((ROWS, key)) for key in self._gap.keys[: self._gap.known])
         self._pinned += graph.pin(slot for slot in known if slot is not None)
 
-    def _read_all(self, wanted: Sequence[Wanted]) -> tuple[int, float] | None:
+    def _read_all(self, wanted: Sequence[SoughtImage]) -> tuple[int, float] | None:
         """How many bytes came, in how many seconds; None where nothing did."""
-        waiting, reads, began, nbytes = deque(wanted), deque[_Read](), time.monotonic(), 0
+        waiting, reads, began, nbytes = deque(wanted), deque[_RemoteRead](), time.monotonic(), 0
         with self._storage.lock:
             self._pin_known()
         try:
@@ -165,12 +165,12 @@ class RemotePromotion:
             self._storage.unpin(self._pinned)
         return (nbytes, time.monotonic() - began) if nbytes else None
 
-    def _begin(self, wanted: Wanted) -> _Read:
-        read = _Read(wanted)
+    def _begin(self, wanted: SoughtImage) -> _RemoteRead:
+        read = _RemoteRead(wanted)
         read.future = self._client.begin_read(self._read, read)
         return read
 
-    def _read(self, read: _Read) -> Image | None:
+    def _read(self, read: _RemoteRead) -> Image | None:
         """Read and check an image, on a thread of the client."""
         wanted, storage = read.wanted, self._storage
 
@@ -202,7 +202,7 @@ class RemotePromotion:
             return None
         return image
 
-    def _size_limit(self, wanted: Wanted) -> int:
+    def _size_limit(self, wanted: SoughtImage) -> int:
         """Bytes beyond which no image of ours is: nothing is evicted for what somebody left under its name. Codes take less
         than rows in fp16; of a recurrent state only the budget tells.
         """
@@ -210,7 +210,7 @@ class RemotePromotion:
             return self._storage.budget.limit // SNAPSHOT_BUDGET_SHARE
         return MAX_IMAGE_FACTOR * self._namespace.plan.fp16_bytes(BLOCK) + HEADER_LIMIT
 
-    def _await(self, read: _Read, under_way: int, began: float) -> Image | None:
+    def _await(self, read: _RemoteRead, under_way: int, began: float) -> Image | None:
         """The image, if it comes before computing would be quicker, and about as soon as it should. `began`: the reading of
         what is `under_way` with it, in bytes.
         """
@@ -232,7 +232,7 @@ class RemotePromotion:
 
     # -- landing ------------------------------------------------------------------------------------------------------
 
-    def _land(self, read: _Read, image: Image) -> bool:
+    def _land(self, read: _RemoteRead, image: Image) -> bool:
         """Place an image that was read. False where its place is gone."""
         storage, wanted = self._storage, read.wanted
         assert read.reservation is not None
@@ -258,7 +258,7 @@ class RemotePromotion:
             storage.changed.notify_all()
             return True
 
-    def _node(self, wanted: Wanted, reservation: Reservation) -> Node | None:
+    def _node(self, wanted: SoughtImage, reservation: Reservation) -> Node | None:
         """The node that the image belongs to; None where the block before it is gone."""
         graph = self._storage.graph
         if wanted.parent == self._gap.root:

@@ -22,8 +22,8 @@ from prefixcache.remote.breaker import FAILURES
 from prefixcache.remote.client import Client
 from prefixcache.remote.engine import EngineError
 from prefixcache.remote.sealing import Seal, image_name, layout_id, layouts_folder
+from prefixcache.remote.search import whole_mask
 from prefixcache.ssd.entries import Address, NamespaceRow
-from prefixcache.tiers.remote_search import whole_mask
 from prefixcache.tiers.storage import Storage
 
 log = logging.getLogger("prefixcache")

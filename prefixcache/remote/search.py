@@ -18,7 +18,7 @@ from prefixcache.keys import BLOCK, TOKEN_BYTES, chain
 SNAPSHOT_BLOCKS = 8  # the last blocks that are there, behind which snapshots are looked for
 
 
-class Wanted(NamedTuple):
+class SoughtImage(NamedTuple):
     """An image to read: as an index would describe it, and the bytes under its name, None where the engine didn't say."""
 
     kind: Kind
@@ -54,14 +54,14 @@ class Gap(NamedTuple):
         """The key before a block."""
         return self.keys[block - 1] if block else self.root
 
-    def rows(self, block: int) -> Wanted:
+    def rows(self, block: int) -> SoughtImage:
         tokens = self.token_bytes[block * BLOCK * TOKEN_BYTES : (block + 1) * BLOCK * TOKEN_BYTES]
-        return Wanted(ROWS, self.keys[block], self.parent(block), block * BLOCK, tokens)
+        return SoughtImage(ROWS, self.keys[block], self.parent(block), block * BLOCK, tokens)
 
-    def window(self, block: int) -> Wanted:
+    def window(self, block: int) -> SoughtImage:
         mask = whole_mask(self.windows, block * BLOCK)
         key = self.keys[block]
-        return Wanted(WINDOW, window_key(key, mask), key, block * BLOCK, b"", mask)
+        return SoughtImage(WINDOW, window_key(key, mask), key, block * BLOCK, b"", mask)
 
 
 class Asking(Protocol):
@@ -70,7 +70,7 @@ class Asking(Protocol):
     at_once: int
     """How many images one round trip may ask for."""
 
-    def sizes(self, wanted: Sequence[Wanted]) -> list[int | None]:
+    def sizes(self, wanted: Sequence[SoughtImage]) -> list[int | None]:
         """The bytes of each that is there."""
 
     def snapshots(self, parents: Sequence[bytes]) -> list[set[str]]:
@@ -84,7 +84,7 @@ def whole_mask(windows: tuple[Window, ...], start: int) -> tuple[int, ...]:
     return tuple(held_mask(((0, start + BLOCK),), start, window.keep, start + BLOCK) for window in windows)
 
 
-def search(gap: Gap, asking: Asking) -> tuple[int, list[Wanted]]:
+def search(gap: Gap, asking: Asking) -> tuple[int, list[SoughtImage]]:
     """The deepest boundary that can be reached with images that are there, and these, in the order to take them in. The
     boundary that this machine has, and nothing, where nothing deeper is.
     """
@@ -96,7 +96,7 @@ def search(gap: Gap, asking: Asking) -> tuple[int, list[Wanted]]:
     return _to_block(gap, asking, there, blocks * BLOCK)
 
 
-def leading(wanted: Sequence[Wanted], asking: Asking) -> list[int | None]:
+def leading(wanted: Sequence[SoughtImage], asking: Asking) -> list[int | None]:
     """Of images that are of use in a row only: how many of the first are there, as their sizes, or None where it was not
     asked for. Where one round trip can't ask for all: the first alone, since most often nothing is there; then at places
     between what is there and what is not, until these meet.
@@ -117,7 +117,7 @@ def leading(wanted: Sequence[Wanted], asking: Asking) -> list[int | None]:
     return sizes[:last]
 
 
-def _to_block(gap: Gap, asking: Asking, rows: list[Wanted], boundary: int) -> tuple[int, list[Wanted]]:
+def _to_block(gap: Gap, asking: Asking, rows: list[SoughtImage], boundary: int) -> tuple[int, list[SoughtImage]]:
     """With rows up to a boundary: the deepest boundary, no deeper, for which the windows are there, too."""
     asked: dict[int, int | None] = {}
     while boundary > gap.boundary:
@@ -144,7 +144,7 @@ def _window_blocks(gap: Gap, boundary: int) -> set[int]:
     }
 
 
-def _to_snapshot(gap: Gap, asking: Asking, rows: list[Wanted], blocks: int) -> tuple[int, list[Wanted]]:
+def _to_snapshot(gap: Gap, asking: Asking, rows: list[SoughtImage], blocks: int) -> tuple[int, list[SoughtImage]]:
     """With the rows of so many blocks: the deepest boundary that a snapshot serves, and whose rows and windows are there."""
     parents = range(blocks, max(blocks - SNAPSHOT_BLOCKS, gap.boundary // BLOCK - 1, -1), -1)
     for block, ids in zip(parents, asking.snapshots([gap.parent(block) for block in parents]), strict=True):
@@ -168,13 +168,13 @@ def _to_snapshot(gap: Gap, asking: Asking, rows: list[Wanted], blocks: int) -> t
     return gap.boundary, []
 
 
-def _snapshots_of(gap: Gap, asking: Asking, block: int, ids: set[str]) -> list[Wanted]:
+def _snapshots_of(gap: Gap, asking: Asking, block: int, ids: set[str]) -> list[SoughtImage]:
     """Of the snapshots behind a block those that the prompt goes through, the deepest first."""
-    found: list[Wanted] = []
+    found: list[SoughtImage] = []
     parent, first = gap.parent(block), block * BLOCK * TOKEN_BYTES
     for end in range(min(gap.limit - block * BLOCK, BLOCK) if ids else 0, 0, -1):
         suffix = gap.token_bytes[first : first + end * TOKEN_BYTES]
         key = chain(parent, suffix)
         if asking.snapshot_id(key) in ids:
-            found.append(Wanted(SNAPSHOT, key, parent, block * BLOCK, suffix))
+            found.append(SoughtImage(SNAPSHOT, key, parent, block * BLOCK, suffix))
     return found
