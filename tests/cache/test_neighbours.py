@@ -67,8 +67,7 @@ def test_a_stored_tail_that_the_live_cache_has_forgotten_changes_no_bit(tail, la
             for prompt in others:
                 cache.store(prompt, states.fed_uneven(states.LAYERS[layers](), prompt, 0), model="m")
             live = states.fed_uneven(states.LAYERS[layers](), FIRST[: tail + 20], 0)
-            for end in range(tail + 20, 600):
-                states.fed_uneven(live, FIRST[: end + 1], end)
+            states.fed_singly(live, FIRST[:600], tail + 20)
             cache.store(FIRST[:600], live, model="m")
             found.append(cache.fetch(FIRST[:600], model="m", leave=0)[0])
     if tail < 512:  # else a whole block is the other's
@@ -86,9 +85,7 @@ def test_a_block_that_the_live_cache_has_half_forgotten_is_kept_beside_one_that_
     for others in ([], [FIRST[:256]], [FIRST[:256], FIRST]):
         with PrefixCache(ram="20MB", codec=codec, memory_reserve=0) as cache:
             for prompt in (*others, tokens):
-                live = states.fed_uneven(states.LAYERS[layers](), prompt[:256], 0)
-                for at in range(256, len(prompt)):
-                    states.fed_uneven(live, prompt[: at + 1], at)
+                live = states.fed_singly(states.fed_uneven(states.LAYERS[layers](), prompt[:256], 0), prompt, 256)
                 assert cache.store(prompt, live, model="m").tokens == len(prompt)
             cache.check_integrity()
             found.append(cache.fetch(tokens, model="m", leave=0)[0])
@@ -142,7 +139,7 @@ def test_prompts_stored_in_any_order_are_as_each_is_alone(data):
             assert differing(made, alone, whole) == [[], []]
 
 
-def answered(cache: PrefixCache, model: Any, prompt: list[int], count: int = 24) -> list[int]:
+def answered(cache: PrefixCache, model: Any, prompt: list[int], count: int = 12) -> list[int]:
     """As a server answers: behind a hit that ends with a block, in chunks of one, stored after each."""
     live, rest = cache.fetch(prompt, model="m", whole_blocks=True)
     at = len(prompt) - len(rest)
@@ -155,12 +152,12 @@ def answered(cache: PrefixCache, model: Any, prompt: list[int], count: int = 24)
     return greedy(model, live, prompt[-1:], count)
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "llama-sliding", "llama"])
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "llama"])
 def test_answers_do_not_depend_on_strangers_whose_prompts_begin_alike(family):
     """Chats of a model, most of whose layers have windows: on an empty cache, and on one that strangers filled."""
     rng, model = np.random.default_rng(0), FAMILIES[family].build()
     system = rng.integers(2, 100, 800).tolist()
-    chats = [[*system[:shared], *rng.integers(2, 100, 560).tolist()] for shared in (20, 234, 300, 500, 511, 700)]
+    chats = [[*system[:shared], *rng.integers(2, 100, 560).tolist()] for shared in (20, 234, 300, 511)]
     codec = "turboquant:2"
     alone = []
     for chat in chats:

@@ -130,6 +130,18 @@ def fed_uneven(layers: list[Any], tokens: Sequence[int], first: int) -> list[Any
     return layers
 
 
+def fed_singly(layers: list[Any], tokens: Sequence[int], first: int) -> list[Any]:
+    """As `fed_uneven`, token by token, as a model generates them."""
+    rows = [[mx.array(uneven_rows(tokens, number + part)) for part in (0, 7)] for number in range(len(layers))]
+    for at in range(first, len(tokens)):
+        for layer, parts in zip(layers, rows, strict=True):
+            if isinstance(layer, ChunkedKVCache):
+                layer.maybe_trim_front()
+            layer.update_and_fetch(*(part[:, :, at : at + 1] for part in parts))
+        mx.eval([layer.keys for layer in layers])
+    return layers
+
+
 def check_held(layers: list[Any], tokens: Sequence[int]) -> None:
     """As `check_uneven`, of the rows that layers of any class hold."""
     for number, own in enumerate(held(layers)):
