@@ -66,12 +66,12 @@ def test_files_that_are_not_its_own_stay_and_give_1(call, filled):
     assert json.loads(call("clear", filled, "--yes", "--json").stdout)["left"] == ["rows/[red]notes\x1b[2J.txt"]
 
 
-def test_a_live_directory_gives_2_and_names_the_holder(call, opened):
-    done = call("clear", opened, "--yes")
+def test_a_live_directory_gives_2_and_names_the_holder(call, live_directory):
+    done = call("clear", live_directory, "--yes")
     assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert f"in use by pid {os.getpid()}" in done.stderr
-    assert f"pid {os.getpid()}" in json.loads(call("clear", opened, "--yes", "--json").stdout)["error"]
-    assert call("clear", opened, "--dry-run").exit_code == 0
+    assert f"pid {os.getpid()}" in json.loads(call("clear", live_directory, "--yes", "--json").stdout)["error"]
+    assert call("clear", live_directory, "--dry-run").exit_code == 0
 
 
 def test_somebody_elses_directory_gives_2_and_stays(call, tmp_path):

@@ -109,8 +109,8 @@ def test_a_model_that_is_not_there_gives_2(call, filled):
         assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1)
 
 
-def test_a_live_directory_gives_2_and_names_the_holder(call, opened):
-    done = call("prune", opened, "--older-than", "0s")
+def test_a_live_directory_gives_2_and_names_the_holder(call, live_directory):
+    done = call("prune", live_directory, "--older-than", "0s")
     assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert f"in use by pid {os.getpid()}" in done.stderr
-    assert report(call("prune", opened, "--older-than", "0s", "--dry-run", "--json"))["images"] > 20
+    assert report(call("prune", live_directory, "--older-than", "0s", "--dry-run", "--json"))["images"] > 20

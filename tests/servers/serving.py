@@ -275,6 +275,11 @@ class Answer(NamedTuple):
         return self.prompt - self.cached
 
 
+def user(content: Any) -> list[Message]:
+    """A prompt of one message."""
+    return [{"role": "user", "content": content}]
+
+
 def ask(server: Endpoint, messages: list[Message], *, stream: bool = False, **more: Any) -> Answer:
     """One greedy request; `more` goes into its body."""
     create = partial(server.client.chat.completions.create, messages=messages, **_body(more))

@@ -18,16 +18,11 @@ import requests
 from prefixcache.cli import app
 from prefixcache.servers.mlx_lm import admin_http
 from tests.servers import forked
-from tests.servers.serving import SECONDS, Server, ask, at_once, save_model, serving, text
-from tests.servers.test_api_keys import BY_KEY, user
+from tests.servers.serving import SECONDS, Server, ask, at_once, serving, text, user
+from tests.servers.test_api_keys import BY_KEY
 
 KEY = "d41d8cd98f00b204"
 MINE = {"authorization": "Bearer none"}  # whose the requests of `ask` are, where API keys are tenants
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("models") / "model")
 
 
 @pytest.fixture(scope="module")

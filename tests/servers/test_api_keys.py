@@ -23,20 +23,15 @@ from tests.servers.serving import (
     at_once,
     chat,
     complete,
-    save_model,
     serve,
     serving,
     starting,
     text,
+    user,
 )
 
 BY_KEY = ("--salt-from", "authorization")
 SHARED = 30  # tokens with which all prompts begin, by the template; within one tenant they may be hit
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("models") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +44,6 @@ def served(model: Path) -> Iterator[Server]:
 def strict(model: Path) -> Iterator[Server]:
     with serving(model.parent / "strict.log", "--model", model, *BY_KEY, "--require-salt") as server:
         yield server
-
-
-def user(content: str) -> list[Message]:
-    return [{"role": "user", "content": content}]
 
 
 def post(server: Server, prompt: list[Message], headers: dict[str, str | bytes], **more: object) -> requests.Response:

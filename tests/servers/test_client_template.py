@@ -17,16 +17,12 @@ from prefixcache import PrefixCache
 from prefixcache.servers.mlx_lm import client_template
 from prefixcache.servers.mlx_lm.client_template import render
 from prefixcache.servers.request_schema import BadRequest
-from tests.servers.serving import SECONDS, TINY, Message, Server, ask, save_model, serving
+from tests.servers.serving import SECONDS, TINY, Message, Server, ask, save_model, serving, user
 from tests.servers.test_requests import Asked, generating
 
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}hi"
 MESSAGES: list[Message] = [{"role": "user", "content": "hé"}]
 OWN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ more | default('') }}"
-
-
-def user(content: str) -> list[Message]:
-    return [{"role": "user", "content": content}]
 
 
 def refused(template: str, limit: int = 10_000) -> str:
@@ -78,11 +74,6 @@ def test_a_template_that_does_not_end_is_ended(monkeypatch):
 
 
 # -- at a server ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("models") / "model")
 
 
 @pytest.fixture(scope="module")

@@ -15,17 +15,12 @@ from pathlib import Path
 import pytest
 
 from prefixcache.servers.mlx_lm.connections import MOST, Connections
-from tests.servers.serving import SECONDS, Server, ask, save_model, serve, serving, starting, wait_for
+from tests.servers.serving import SECONDS, Server, ask, serve, serving, starting, wait_for
 
 HEAD = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
 ADMIN = "DELETE /prefixcache/images HTTP/1.1\r\nHost: localhost\r\nContent-Length: 60000000\r\n\r\n{"
 USER = [{"role": "user", "content": "hello"}]
 CHAT = json.dumps({"messages": USER, "max_tokens": 2})
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("models") / "model")
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,6 @@ from prefixcache.servers.mlx_lm.context import NO_LIMIT, context_of, room_for
 from prefixcache.servers.request_schema import BadRequest
 from tests.servers.serving import (
     SECONDS,
-    Message,
     Server,
     ask,
     complete,
@@ -27,6 +26,7 @@ from tests.servers.serving import (
     serving,
     starting,
     text,
+    user,
 )
 
 CONTEXT = 300
@@ -80,10 +80,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(models: Path) -> Iterator[Server]:
     with serving(models / "served.log", "--model", models / "short") as server:
         yield server
-
-
-def user(content: str) -> list[Message]:
-    return [{"role": "user", "content": content}]
 
 
 def loads(server: Server) -> int:

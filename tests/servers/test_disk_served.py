@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from tests.servers.serving import Message, ask, save_model, serve, serving, starting, wait_for
-
-
-def user(content: str) -> list[Message]:
-    return [{"role": "user", "content": content}]
+from tests.servers.serving import ask, save_model, serve, serving, starting, user, wait_for
 
 
 def test_a_server_begins_without_its_disk_and_goes_on_with_it(tmp_path):

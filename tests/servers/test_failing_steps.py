@@ -23,17 +23,12 @@ from prefixcache import PrefixCache
 from prefixcache.servers.mlx_lm.answers import StepFailed
 from prefixcache.servers.mlx_lm.prefill import Blockwise
 from prefixcache.servers.mlx_lm.requests import Generator
-from tests.servers.serving import SECONDS, save_model, serve, starting, text, wait_for
-from tests.servers.test_requests import Asked, generating, user
+from tests.servers.serving import SECONDS, serve, starting, text, user, wait_for
+from tests.servers.test_requests import Asked, generating
 
 CACHE = {"ram": "100MB", "ssd": "100MB"}
 ALONE = pytest.mark.parametrize("seed", [None, 1], ids=["batch", "alone"])
 FORBIDDEN = "forbidden"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("models") / "llama", "llama")
 
 
 @pytest.fixture(scope="module")

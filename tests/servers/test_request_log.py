@@ -18,8 +18,8 @@ from prefixcache.codecs.turboquant import backends as turboquant_backends
 from prefixcache.servers.mlx_lm import requests as mlx_lm_requests
 from prefixcache.servers.request_log import CUT, REFUSED, Found, RequestLog, in_words
 from prefixcache.settings import ram_auto
-from tests.servers.serving import SECONDS, Server, ask, save_model, serving, text
-from tests.servers.test_requests import Asked, generating, user
+from tests.servers.serving import SECONDS, Server, ask, save_model, serving, text, user
+from tests.servers.test_requests import Asked, generating
 
 LINE = re.compile(
     r"INFO - (?P<id>\S+): (?P<asked>[\d,]+) tokens asked, (?P<ram>[\d,]+) from RAM, (?P<ssd>[\d,]+) from SSD, "
@@ -27,11 +27,6 @@ LINE = re.compile(
     r"(?P<prefill>[\d.]+) s prefill, (?P<first>[\d.]+) s to the first token, (?P<whole>[\d.]+) s in all$",
     re.MULTILINE,
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model") / "llama")
 
 
 def told(server: Server) -> list[dict[str, str]]:

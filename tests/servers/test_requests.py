@@ -26,7 +26,7 @@ from prefixcache.servers.mlx_lm.arguments import read_flags
 from prefixcache.servers.mlx_lm.provider import Provider
 from prefixcache.servers.mlx_lm.requests import IDLE_LOOKS, Generator, IdlePool, TimeBudget
 from tests.models.families import MLX_LM_0_31
-from tests.servers.serving import SECONDS, Message, save_model, text, wait_for
+from tests.servers.serving import SECONDS, Message, save_model, text, user, wait_for
 from tests.servers.slow_disk import slow_disk
 
 ONLY_0_32 = pytest.mark.skipif(MLX_LM_0_31, reason="mlx-lm 0.31's server has it not")
@@ -57,10 +57,6 @@ def generating(
 
 
 CACHE = {"ram": "100MB", "ssd": "200MB"}
-
-
-def user(content: Any) -> list[Message]:
-    return [{"role": "user", "content": content}]
 
 
 class Asked(threading.Thread):

@@ -16,7 +16,19 @@ import pytest
 import requests
 
 from tests.peers.sglang_router import Router, routing
-from tests.servers.serving import SECONDS, TINY, Answer, Message, Server, ask, at_once, chat, complete, serving, text
+from tests.servers.serving import (
+    SECONDS,
+    TINY,
+    Answer,
+    Server,
+    ask,
+    at_once,
+    chat,
+    complete,
+    serving,
+    text,
+    user,
+)
 
 FLAGS = ("--model", TINY, "--salt-from", "authorization", "--require-salt")
 OPEN = "--disable-circuit-breaker"  # which takes refusals for failures of the server, and then sends it nothing for a minute
@@ -46,10 +58,6 @@ def by_header(servers: list[Server], folder: Path) -> Iterator[Router]:
     """A request goes where those with the same routing key went."""
     with routing(servers, folder / "by_header.log", "--policy", "manual", OPEN) as router:
         yield router
-
-
-def user(content: str) -> list[Message]:
-    return [{"role": "user", "content": content}]
 
 
 def turns(of: str) -> tuple[str, list[str]]:

@@ -39,6 +39,7 @@ from tests.servers.serving import (
     serving_plainly,
     starting,
     text,
+    user,
     wait_for,
 )
 
@@ -66,10 +67,6 @@ def served(models: Path) -> Iterator[Server]:
     """One server for all that needs no end of its own. RAM only."""
     with serving(models / "served.log", "--model", models / "llama") as server:
         yield server
-
-
-def user(content: Any) -> list[Message]:
-    return [{"role": "user", "content": content}]
 
 
 # -- restarts and weights ---------------------------------------------------------------------------------------------

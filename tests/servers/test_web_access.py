@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from prefixcache.servers.web_access import WebAccess
-from tests.servers.serving import SECONDS, Server, save_model, serving
+from tests.servers.serving import SECONDS, Server, serving
 
 LOCAL = WebAccess.of("127.0.0.1", "127.0.0.1")
 WIDE = WebAccess.of("0.0.0.0", "0.0.0.0", ["llm.example"])
@@ -108,18 +108,13 @@ def raw(server: Server, method: str, path: str, *headers: str, body: bytes = b""
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("models") / "model")
-
-
-@pytest.fixture(scope="module")
 def served(model: Path) -> Iterator[Server]:
     with serving(model.parent / "served.log", "--model", model) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def opened(model: Path) -> Iterator[Server]:
+def allowing(model: Path) -> Iterator[Server]:
     flags = ["--allowed-origins", "https://app.example,null", "--allowed-hosts", "llm.example, other.example"]
     with serving(model.parent / "opened.log", "--model", model, *flags) as server:
         yield server
@@ -157,17 +152,17 @@ def test_other_programs_and_pages_of_the_server_itself_ask_as_before(served):
         assert raw(served, "GET", "/metrics", *headers).status == raw(served, "GET", "/health", *headers).status == 200
 
 
-def test_what_was_allowed_may_ask_and_read_and_nothing_else(opened):
+def test_what_was_allowed_may_ask_and_read_and_nothing_else(allowing):
     headers = ("Host: llm.example", "Origin: https://app.example")
     for given in (
-        raw(opened, "POST", "/v1/chat/completions", *headers, body=CHAT),
-        raw(opened, "GET", "/v1/models", *headers),
-        raw(opened, "OPTIONS", "/v1/chat/completions", *headers),
-        raw(opened, "POST", "/v1/chat/completions", *headers, body=b"{}"),  # a page may read what was wrong, too
+        raw(allowing, "POST", "/v1/chat/completions", *headers, body=CHAT),
+        raw(allowing, "GET", "/v1/models", *headers),
+        raw(allowing, "OPTIONS", "/v1/chat/completions", *headers),
+        raw(allowing, "POST", "/v1/chat/completions", *headers, body=b"{}"),  # a page may read what was wrong, too
     ):
         assert given.status in (200, 204, 400)
         assert "Access-Control-Allow-Origin: https://app.example" in given.head
         assert "Vary: Origin" in given.head
-    assert raw(opened, "GET", "/v1/models", "Host: other.example", "Origin: null").status == 200
-    assert raw(opened, "GET", "/v1/models", "Host: llm.example", "Origin: https://other.example").status == 403
-    assert raw(opened, "GET", "/v1/models", "Host: evil.example").status == 403
+    assert raw(allowing, "GET", "/v1/models", "Host: other.example", "Origin: null").status == 200
+    assert raw(allowing, "GET", "/v1/models", "Host: llm.example", "Origin: https://other.example").status == 403
+    assert raw(allowing, "GET", "/v1/models", "Host: evil.example").status == 403

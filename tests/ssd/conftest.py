@@ -28,19 +28,19 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def opened(root: Path) -> Iterator[Callable[..., Opened]]:
+def open_tier(root: Path) -> Iterator[Callable[..., Opened]]:
     """Opens a tier on `root`; whatever is open at the end of the test is closed."""
     tiers: list[Opened] = []
 
-    def open_it(directory: Path = root, **more: object) -> Opened:
+    def open_one(directory: Path = root, **more: object) -> Opened:
         tiers.append(Opened(directory, **more))  # type: ignore[arg-type]
         return tiers[-1]
 
-    yield open_it
+    yield open_one
     for tier in tiers:
         tier.close(10)
 
 
 @pytest.fixture
-def ssd(opened: Callable[..., Opened]) -> Opened:
-    return opened()
+def ssd(open_tier: Callable[..., Opened]) -> Opened:
+    return open_tier()

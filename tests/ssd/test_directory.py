@@ -46,17 +46,17 @@ except DirectoryHeld as error:
     assert f"pid {os.getpid()}" in done.stdout
 
 
-def test_a_closed_directory_can_be_opened_again(ssd, opened):
+def test_a_closed_directory_can_be_opened_again(ssd, open_tier):
     ssd.close()
-    assert opened().put(make(1))
+    assert open_tier().put(make(1))
 
 
-def test_a_refused_opening_lets_go_of_the_lock(root, opened, monkeypatch):
+def test_a_refused_opening_lets_go_of_the_lock(root, open_tier, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("prefixcache.ssd.store.mend", lambda *args, **more: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             Opened(root)
-    assert opened().put(make(1))
+    assert open_tier().put(make(1))
 
 
 def test_in_a_forked_child_the_tier_is_dead_and_the_directory_held(ssd, root):
@@ -80,8 +80,8 @@ def test_in_a_forked_child_the_tier_is_dead_and_the_directory_held(ssd, root):
     assert ssd.stats().files == 4
 
 
-def test_a_child_that_lives_on_does_not_keep_the_directory(root, opened):
-    ssd = opened()
+def test_a_child_that_lives_on_does_not_keep_the_directory(root, open_tier):
+    ssd = open_tier()
     ready, gone = os.pipe(), os.pipe()
     pid = os.fork()
     if not pid:
@@ -91,16 +91,16 @@ def test_a_child_that_lives_on_does_not_keep_the_directory(root, opened):
     try:
         os.read(ready[0], 1)
         ssd.close()
-        assert opened().put(make(1))
+        assert open_tier().put(make(1))
     finally:
         os.write(gone[1], b"x")
         os.waitpid(pid, 0)
 
 
-def test_folders_and_files_are_private_under_any_umask(tmp_path, opened):
+def test_folders_and_files_are_private_under_any_umask(tmp_path, open_tier):
     before = os.umask(0)
     try:
-        ssd = opened(tmp_path / "new" / "ssd")
+        ssd = open_tier(tmp_path / "new" / "ssd")
         ssd.put(make(1))
         stored = ssd.put(make(2))
         path_of(tmp_path / "new" / "ssd", stored[0]).write_bytes(b"broken")
@@ -115,10 +115,10 @@ def test_folders_and_files_are_private_under_any_umask(tmp_path, opened):
 
 
 @pytest.mark.parametrize("mask", [0o777, 0o027])
-def test_a_narrow_umask_does_not_lock_us_out(tmp_path, opened, mask):
+def test_a_narrow_umask_does_not_lock_us_out(tmp_path, open_tier, mask):
     before = os.umask(mask)
     try:
-        ssd = opened(tmp_path / "new" / "ssd")
+        ssd = open_tier(tmp_path / "new" / "ssd")
         ssd.put(make(1))
         assert stat.S_IMODE(os.stat(tmp_path / "new" / "ssd" / "rows").st_mode) == 0o700
     finally:
@@ -211,19 +211,19 @@ def empty_folders(root):
 
 
 @pytest.mark.parametrize("content", [None, nothing, a_fresh_disk, a_crash_before_the_lock_was_signed, empty_folders])
-def test_where_nothing_could_be_lost_a_cache_begins_and_says_nothing(root, opened, caplog, content):
+def test_where_nothing_could_be_lost_a_cache_begins_and_says_nothing(root, open_tier, caplog, content):
     if content is not None:
         root.mkdir()
         content(root)
-    ssd = opened()
+    ssd = open_tier()
     assert ssd.put(make(1))
     ssd.close()
-    opened().close()
+    open_tier().close()
     assert caplog.records == []
 
 
-def test_images_beside_a_lock_are_a_cache_whose_index_is_lost(root, opened):
-    ssd = opened()
+def test_images_beside_a_lock_are_a_cache_whose_index_is_lost(root, open_tier):
+    ssd = open_tier()
     stored = ssd.put(*chain(3))
     ssd.close()
     for path in (*root.glob("index.db*"), root / "LOCK"):
@@ -231,11 +231,11 @@ def test_images_beside_a_lock_are_a_cache_whose_index_is_lost(root, opened):
     with pytest.raises(DirectoryError, match="make an empty LOCK in it"):
         Opened(root)
     (root / "LOCK").touch()
-    assert {entry.address for entry in opened().entries()} == {entry.address for entry in stored}
+    assert {entry.address for entry in open_tier().entries()} == {entry.address for entry in stored}
 
 
-def test_a_signed_lock_stays_signed_while_it_is_signed_again(root, opened, monkeypatch):
-    opened().close()
+def test_a_signed_lock_stays_signed_while_it_is_signed_again(root, open_tier, monkeypatch):
+    open_tier().close()
     whole = (root / "LOCK").read_bytes()
     seen = []
     cut = os.ftruncate
@@ -245,27 +245,27 @@ def test_a_signed_lock_stays_signed_while_it_is_signed_again(root, opened, monke
         cut(fd, size)
 
     monkeypatch.setattr(os, "ftruncate", watched)
-    opened().close()
+    open_tier().close()
     assert seen
     assert all(text[:4] == whole[:4] == b"pid " and b"since" in text for text in seen)
 
 
-def test_what_is_in_tmp_and_not_named_by_us_stays(root, opened):
-    opened().close()
+def test_what_is_in_tmp_and_not_named_by_us_stays(root, open_tier):
+    open_tier().close()
     ours, theirs = ["12.safetensors", "probe"], ["thesis.txt", "x.safetensors", "12.safetensors.bak"]
     for name in (*ours, *theirs):
         (root / "tmp" / name).write_text("x")
     (root / "tmp" / "13.safetensors").mkdir()
     assert reconcile(root).counts == {"debris": 2}
-    opened().close()
+    open_tier().close()
     assert {path.name for path in (root / "tmp").iterdir()} == {*theirs, "13.safetensors"}
 
 
 @pytest.mark.parametrize("wrong", [{"readers": 0}, {"queue_bytes": -1}, {"limit": 0}])
-def test_bad_arguments_are_errors_and_take_no_lock(root, opened, wrong):
+def test_bad_arguments_are_errors_and_take_no_lock(root, open_tier, wrong):
     with pytest.raises(ValueError, match="give"):
         Opened(root, **wrong)
-    assert opened().put(make(1))
+    assert open_tier().put(make(1))
 
 
 def test_a_file_in_the_path_is_an_error(root):
@@ -314,8 +314,8 @@ def test_a_directory_of_another_user_is_an_error_with_a_remedy(tmp_path):
 
 
 @pytest.mark.parametrize("crashed", [False, True])
-def test_what_a_newer_release_wrote_is_refused_untouched(opened, root, crashed):
-    ssd = opened()
+def test_what_a_newer_release_wrote_is_refused_untouched(open_tier, root, crashed):
+    ssd = open_tier()
     ssd.put(*chain(3))
     ssd.close()
     index = sqlite3.connect(root / "index.db")
@@ -331,9 +331,9 @@ def test_what_a_newer_release_wrote_is_refused_untouched(opened, root, crashed):
     assert fingerprint(root) == before
 
 
-def test_a_clean_closing_leaves_no_log_and_needs_no_repair(ssd, root, opened, monkeypatch):
+def test_a_clean_closing_leaves_no_log_and_needs_no_repair(ssd, root, open_tier, monkeypatch):
     ssd.put(*chain(3))
     ssd.close()
     assert not (root / "index.db-wal").exists()
     monkeypatch.setattr("prefixcache.ssd.store.mend", lambda *args, **more: pytest.fail("it reconciled"))
-    assert opened().stats().files == 3
+    assert open_tier().stats().files == 3

@@ -136,15 +136,15 @@ def test_a_flush_on_a_dead_disk_comes_back(ssd, monkeypatch):
     ssd.check_integrity()
 
 
-def test_a_close_on_a_dead_disk_comes_back_and_the_next_opening_repairs(opened, monkeypatch):
-    ssd = opened()
+def test_a_close_on_a_dead_disk_comes_back_and_the_next_opening_repairs(open_tier, monkeypatch):
+    ssd = open_tier()
     pairs = chain(4)
     ssd.put(*pairs[:2])
     with failing(monkeypatch, "write", errno.EIO):
         for entry, image in pairs[2:]:
             ssd.write(entry, SPACE, image)
         ssd.close(1)
-    again = opened()
+    again = open_tier()
     assert again.stats().files == 2
     again.check_integrity()
 
@@ -174,9 +174,11 @@ def test_a_directory_that_vanished_is_recreated(ssd, root):
     assert ssd.stats().files == 2
 
 
-def test_an_index_that_sqlite_finds_damaged_is_rebuilt_from_the_files_while_it_runs(opened, root, monkeypatch, caplog):
+def test_an_index_that_sqlite_finds_damaged_is_rebuilt_from_the_files_while_it_runs(
+    open_tier, root, monkeypatch, caplog
+):
     there: list[set] = []
-    ssd = opened(recreated=there.append)
+    ssd = open_tier(recreated=there.append)
     stored = ssd.put(*chain(5))
     index = ssd._store.index._connection
     (page,) = index.execute("SELECT rootpage FROM sqlite_master WHERE name = 'image_by_key'").fetchone()

@@ -22,8 +22,8 @@ def impatient(monkeypatch):
     monkeypatch.setattr(queue, "LONGEST_DELAY", 0.1)
 
 
-def test_a_log_that_can_t_be_cut_grows_within_its_allowance_and_is_cut_afterwards(opened, root):
-    ssd = opened(limit=8 << 20)
+def test_a_log_that_can_t_be_cut_grows_within_its_allowance_and_is_cut_afterwards(open_tier, root):
+    ssd = open_tier(limit=8 << 20)
     allowance = ssd._store.ledger.log_allowance
     with while_read(root):
         stored = 0
@@ -46,8 +46,8 @@ def test_a_log_that_can_t_be_cut_grows_within_its_allowance_and_is_cut_afterward
     ssd.check_integrity()
 
 
-def test_a_log_that_has_no_room_to_grow_fails_the_writes_and_deletes_the_files_all_the_same(opened, root):
-    ssd = opened(limit=1 << 20)
+def test_a_log_that_has_no_room_to_grow_fails_the_writes_and_deletes_the_files_all_the_same(open_tier, root):
+    ssd = open_tier(limit=1 << 20)
     stored = ssd.put(*chain(40))
     with while_read(root):
         failed = None
@@ -72,24 +72,24 @@ def test_a_log_that_has_no_room_to_grow_fails_the_writes_and_deletes_the_files_a
     ssd.check_integrity()
 
 
-def test_a_closing_beside_a_reader_ends_and_the_next_opening_finds_all(opened, root):
-    ssd = opened()
+def test_a_closing_beside_a_reader_ends_and_the_next_opening_finds_all(open_tier, root):
+    ssd = open_tier()
     stored = ssd.put(*chain(30))
     with while_read(root):
         ssd.delete(stored[20:])
         assert ssd.flush(10)
         ssd.close()
-        again = opened()
+        again = open_tier()
         assert {entry.key for entry in again.entries()} == {entry.key for entry in stored[:20]}
         again.put(make(500))
         again.close()
-    last = opened()
+    last = open_tier()
     assert last.stats().files == 21
     last.check_integrity()
 
 
-def test_the_rows_of_files_that_left_first_are_forgotten_by_the_next_opening(opened, root, monkeypatch):
-    ssd = opened()
+def test_the_rows_of_files_that_left_first_are_forgotten_by_the_next_opening(open_tier, root, monkeypatch):
+    ssd = open_tier()
     stored = ssd.put(*chain(4))
 
     @contextlib.contextmanager
@@ -101,6 +101,6 @@ def test_the_rows_of_files_that_left_first_are_forgotten_by_the_next_opening(ope
     ssd.delete(stored[2:])
     assert not ssd.flush(5)
     ssd.close(1)
-    again = opened()
+    again = open_tier()
     assert {entry.key for entry in again.entries()} == {entry.key for entry in stored[:2]}
     again.check_integrity()

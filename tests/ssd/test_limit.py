@@ -16,7 +16,7 @@ from .images import SPACE, chain, make
 
 
 @pytest.mark.parametrize(("limit", "size"), [(1 << 20, 3000), (3 << 20, 30_000), (12 << 20, 200_000)])
-def test_the_disk_never_holds_more_than_the_limit(opened, root, monkeypatch, limit, size):
+def test_the_disk_never_holds_more_than_the_limit(open_tier, root, monkeypatch, limit, size):
     peaks = [0]
     for name in ("fsync", "rename", "unlink", "close"):
         original = getattr(os, name)
@@ -30,7 +30,7 @@ def test_the_disk_never_holds_more_than_the_limit(opened, root, monkeypatch, lim
         monkeypatch.setattr(os, name, watched)
     # One file at a time: a `du` that runs beside other threads counts what is never there at once.
     monkeypatch.setattr("prefixcache.ssd.writer.SYNCERS", 1)
-    ssd = opened(limit=limit)
+    ssd = open_tier(limit=limit)
     chance = random.Random(1)
     waiting: dict[bytes, object] = {}
     evicted = 0
@@ -58,8 +58,8 @@ def test_the_disk_never_holds_more_than_the_limit(opened, root, monkeypatch, lim
     assert ssd._store.ledger.held().real == du(root) <= ssd.used <= limit
 
 
-def test_used_is_what_is_there_and_queued_and_the_reserve_is_kept_beside_it(opened, root):
-    ssd = opened(limit=1 << 30)
+def test_used_is_what_is_there_and_queued_and_the_reserve_is_kept_beside_it(open_tier, root):
+    ssd = open_tier(limit=1 << 30)
     empty = ssd.stats()
     assert empty.used == empty.disk == du(root) < 500_000  # an index and folders
     assert empty.reserve > 10_000_000
@@ -70,23 +70,23 @@ def test_used_is_what_is_there_and_queued_and_the_reserve_is_kept_beside_it(open
     assert full.used + full.reserve == ssd.used <= ssd.limit
 
 
-def test_the_account_is_what_du_says_also_after_a_restart(opened, root):
-    ssd = opened()
+def test_the_account_is_what_du_says_also_after_a_restart(open_tier, root):
+    ssd = open_tier()
     stored = ssd.put(*chain(40))
     ssd.delete(stored[30:])
     ssd.flush(10)
     assert ssd.stats().disk == du(root)
     ssd.close()
-    again = opened()
+    again = open_tier()
     assert again.stats().disk == du(root)
     assert again.stats().files == 30
 
 
-def test_a_smaller_limit_after_a_restart_refuses_writes_until_there_is_room(opened):
-    ssd = opened()
+def test_a_smaller_limit_after_a_restart_refuses_writes_until_there_is_room(open_tier):
+    ssd = open_tier()
     ssd.put(*chain(100, size=20_000))
     ssd.close()
-    small = opened(limit=2 << 20)
+    small = open_tier(limit=2 << 20)
     entry, image = make(999)
     assert small.used > small.limit
     assert not small.write(entry, SPACE, image)
@@ -97,19 +97,19 @@ def test_a_smaller_limit_after_a_restart_refuses_writes_until_there_is_room(open
     small.check_integrity()
 
 
-def test_files_of_others_in_the_directory_count(opened, root):
-    opened().close()
+def test_files_of_others_in_the_directory_count(open_tier, root):
+    open_tier().close()
     (root / "notes.txt").write_bytes(b"x" * 50_000)
     (root / "mine").mkdir()
     (root / "mine" / "file").write_bytes(b"x" * 50_000)
-    ssd = opened()
+    ssd = open_tier()
     assert ssd.stats().disk == du(root) > 100_000
     assert (root / "notes.txt").exists()
 
 
-def test_queued_bytes_never_pass_the_queue(opened, monkeypatch):
+def test_queued_bytes_never_pass_the_queue(open_tier, monkeypatch):
     monkeypatch.setattr(queue, "BATCH_FILES", 4)
-    ssd: Ssd = opened(queue_bytes=60_000)
+    ssd: Ssd = open_tier(queue_bytes=60_000)
     for entry, image in chain(60):
         while not ssd.write(entry, SPACE, image):
             assert ssd.stats().queued_bytes <= 60_000
@@ -119,11 +119,11 @@ def test_queued_bytes_never_pass_the_queue(opened, monkeypatch):
     assert ssd.stats().files == 60
 
 
-def test_a_file_that_an_earlier_release_left_counts_and_stays(opened, root):
+def test_a_file_that_an_earlier_release_left_counts_and_stays(open_tier, root):
     """The audit log of releases before 0.1, or anything else that lies beside the images."""
-    opened().close()
+    open_tier().close()
     (root / "audit.log").write_bytes(b"{}\n" * 5000)
-    ssd = opened()
+    ssd = open_tier()
     stored = ssd.put(*chain(3))
     ssd.check_integrity()
     assert ssd.stats().disk == du(root)
@@ -133,5 +133,5 @@ def test_a_file_that_an_earlier_release_left_counts_and_stays(opened, root):
     assert prune(root, Selection(to_size=1)).images == len(stored)
     assert clear(root).left == ()
     assert (root / "audit.log").stat().st_size == 15_000
-    again = opened()
+    again = open_tier()
     again.check_integrity()

@@ -56,8 +56,8 @@ def test_its_loss_is_noticed_with_the_next_batch_and_costs_no_image(ssd, root, n
 
 
 @pytest.mark.parametrize("lose", [unlinked, replaced, cut])
-def test_a_lost_log_is_cut_as_any_other(opened, root, lose):
-    ssd = opened(limit=4 << 20)
+def test_a_lost_log_is_cut_as_any_other(open_tier, root, lose):
+    ssd = open_tier(limit=4 << 20)
     ssd.put(make(999))
     lose(root / "index.db-wal")
     for round_ in range(30):
@@ -84,12 +84,12 @@ def open_bytes(root: Path) -> int:
 
 
 @pytest.mark.parametrize(("name", "lose"), LOST)
-def test_a_loss_just_before_the_end_costs_no_image_either(opened, root, name, lose):
-    ssd = opened()
+def test_a_loss_just_before_the_end_costs_no_image_either(open_tier, root, name, lose):
+    ssd = open_tier()
     ssd.put(*chain(5))
     lose(root / name)
     ssd.close()
-    again = opened()
+    again = open_tier()
     assert {entry.address for entry in again.entries()} == {entry.address for entry, _ in chain(5)}
     again.check_integrity()
 
@@ -109,12 +109,12 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize(("name", "lose"), [*LOST, (FILES[2], cut)])
-def test_after_a_loss_and_a_kill_all_that_was_flushed_is_there(opened, quick, name, lose):
+def test_after_a_loss_and_a_kill_all_that_was_flushed_is_there(open_tier, quick, name, lose):
     """Of shared memory that is cut the system kills the process at once: SQLite maps it. The images are safe all the same."""
     script = KILLED.format(name=name, lose=lose.__name__)
     done = subprocess.run([sys.executable, "-c", script, str(quick / "ssd")], capture_output=True, text=True)
     assert -done.returncode in (signal.SIGKILL, signal.SIGBUS), done.stderr
-    again: Opened = opened(quick / "ssd")
+    again: Opened = open_tier(quick / "ssd")
     there = {entry.address for entry in again.entries()}
     assert {entry.address for entry, _ in chain(5)} <= there
     if done.returncode == -signal.SIGKILL:

@@ -59,8 +59,8 @@ def folder(path, entry, others):
 
 
 @pytest.mark.parametrize("damage", [flip, flip_header, truncate, empty, lengthen, swap, link, fifo, folder])
-def test_a_bad_file_is_quarantined_with_its_reason_and_refunded(opened, root, damage):
-    ssd = opened()
+def test_a_bad_file_is_quarantined_with_its_reason_and_refunded(open_tier, root, damage):
+    ssd = open_tier()
     bad, *good = ssd.put(*chain(3))
     path = path_of(root, bad)
     damage(path, bad, [path_of(root, entry) for entry in good])
@@ -78,16 +78,16 @@ def test_a_bad_file_is_quarantined_with_its_reason_and_refunded(opened, root, da
     assert ssd.stats().quarantine_bytes > 0
     assert "tokens" not in notes[0].read_text()
     ssd.close()
-    again = opened()
+    again = open_tier()
     again.check_integrity()
 
 
-def test_tokens_that_went_bad_in_the_index_are_not_believed_and_nothing_is_lost(opened, root):
-    ssd = opened()
+def test_tokens_that_went_bad_in_the_index_are_not_believed_and_nothing_is_lost(open_tier, root):
+    ssd = open_tier()
     stored = ssd.put(*chain(2))
     ssd.close()
     change(root, "UPDATE tokens SET tokens = zeroblob(1024) WHERE id = 1")
-    again = opened()
+    again = open_tier()
     assert [(entry.key, entry.tokens) for entry in again.entries()] == [(entry.key, entry.tokens) for entry in stored]
     again.check_integrity()
 
@@ -98,12 +98,12 @@ def change(root, statement, *values):
     index.close()
 
 
-def test_a_row_that_is_wrong_about_a_files_size_costs_a_miss_and_is_mended(opened, root):
-    ssd = opened()
+def test_a_row_that_is_wrong_about_a_files_size_costs_a_miss_and_is_mended(open_tier, root):
+    ssd = open_tier()
     (stored,) = ssd.put(make(1))
     ssd.close()
     change(root, "UPDATE image SET nbytes = nbytes + 1")
-    again = opened()
+    again = open_tier()
     (wrong,) = again.entries()
     assert isinstance(again.read(wrong).exception(10), Corrupt)
     assert again.flush(10)
@@ -113,17 +113,17 @@ def test_a_row_that_is_wrong_about_a_files_size_costs_a_miss_and_is_mended(opene
 
 
 @pytest.mark.parametrize(("field", "value"), [("checksum", "0" * 32), ("start", 512)])
-def test_a_row_that_is_wrong_about_a_whole_file_is_mended_by_reconcile(opened, root, field, value):
-    ssd = opened()
+def test_a_row_that_is_wrong_about_a_whole_file_is_mended_by_reconcile(open_tier, root, field, value):
+    ssd = open_tier()
     (stored,) = ssd.put(make(1))
     ssd.close()
     change(root, f"UPDATE image SET {field} = ?", value)
-    ssd = opened()
+    ssd = open_tier()
     assert ssd.read(stored).result(10)
     ssd.close()
     assert reconcile(root, deep=True).counts == {"orphan": 1}
     assert reconcile(root, deep=True).clean
-    (right,) = opened().entries()
+    (right,) = open_tier().entries()
     assert (right.start, right.checksum) == (stored.start, stored.checksum)
 
 
@@ -205,8 +205,8 @@ def test_short_reads_are_continued(ssd, monkeypatch):
     assert ssd.holds(stored, pair[1])
 
 
-def test_quarantine_keeps_to_its_share(opened, root):
-    ssd = opened(limit=4 << 20)
+def test_quarantine_keeps_to_its_share(open_tier, root):
+    ssd = open_tier(limit=4 << 20)
     stored = ssd.put(*chain(20, size=30_000))
     for entry in stored:
         truncate(path_of(root, entry), entry, [])

@@ -121,8 +121,8 @@ def test_quarantine_and_debris_are_shown(ssd, root):
     assert found.index_bytes > 0
 
 
-def test_a_broken_index_is_said_and_a_missing_directory_is_an_error(root, opened, tmp_path):
-    opened().close()
+def test_a_broken_index_is_said_and_a_missing_directory_is_an_error(root, open_tier, tmp_path):
+    open_tier().close()
     (root / "index.db").write_bytes(b"garbage" * 1000)
     assert "not a database" in survey(root).problem
     with pytest.raises(DirectoryError, match="no such directory"):

@@ -25,20 +25,20 @@ def test_what_is_written_is_read_back_bit_for_bit(ssd, root, kind):
     ssd.check_integrity()
 
 
-def test_everything_about_an_entry_survives_a_restart(opened):
-    ssd = opened()
+def test_everything_about_an_entry_survives_a_restart(open_tier):
+    ssd = open_tier()
     pairs = [*chain(3, used=7), make(50, kind="window", start=256), make(51, kind="snapshot", start=300, count=44)]
     stored = ssd.put(*pairs)
     ssd.close()
-    again = opened()
+    again = open_tier()
     assert sorted(again.entries()) == sorted(stored)
     assert again.namespaces() == [SPACE]
     assert all(again.holds(entry, image) for entry, (_, image) in zip(stored, pairs, strict=True))
     again.check_integrity()
 
 
-def test_entries_come_parents_first(opened):
-    ssd = opened()
+def test_entries_come_parents_first(open_tier):
+    ssd = open_tier()
     pairs = chain(40)
     ssd.put(*reversed(pairs))
     seen = {ROOT}
@@ -60,7 +60,7 @@ def test_blocks_that_were_written_before_their_parents_come_after_them(ssd):
     assert last.address == lost[0].address
 
 
-def test_token_ids_beyond_32_bits_and_negative_ones_survive(opened):
+def test_token_ids_beyond_32_bits_and_negative_ones_survive(open_tier):
     import numpy as np
 
     from prefixcache.image_format import Blueprint, Meta, Spec
@@ -72,10 +72,10 @@ def test_token_ids_beyond_32_bits_and_negative_ones_survive(opened):
     draft = Blueprint(meta, [Spec("tokens", "I64", (5,))]).draft()
     draft.tensors["tokens"][:] = tokens
     image = draft.seal()
-    ssd = opened()
+    ssd = open_tier()
     ssd.put((Entry("rows", key, ROOT, ROOT, 0, tokens.tobytes(), image.nbytes, image.checksum), image))
     ssd.close()
-    assert next(opened().entries()).tokens == tokens.tobytes()
+    assert next(open_tier().entries()).tokens == tokens.tobytes()
 
 
 def test_namespaces_are_kept_apart(ssd):
@@ -189,8 +189,8 @@ def test_a_write_that_is_replaced_in_the_queue_is_reported_cancelled(ssd, monkey
     assert [type(outcome) for outcome in outcomes] in ([Cancelled, type(None)], [type(None), Cancelled])
 
 
-def test_the_queue_takes_no_more_than_its_bytes(opened, monkeypatch):
-    ssd = opened(queue_bytes=30_000)
+def test_the_queue_takes_no_more_than_its_bytes(open_tier, monkeypatch):
+    ssd = open_tier(queue_bytes=30_000)
     event = hold(monkeypatch, ssd)  # 8 kB
     assert ssd.write(make(1)[0], SPACE, make(1)[1])
     assert ssd.write(make(2)[0], SPACE, make(2)[1])
@@ -204,15 +204,15 @@ def test_the_queue_takes_no_more_than_its_bytes(opened, monkeypatch):
     ssd.check_integrity()
 
 
-def test_touches_reach_the_index_coalesced(opened):
-    ssd = opened()
+def test_touches_reach_the_index_coalesced(open_tier):
+    ssd = open_tier()
     first, second = ssd.put(*chain(2, used=5))
     ssd.touch([("rows", first.key, 10, 3), ("rows", second.key, 11, 0)])
     ssd.touch([("rows", first.key, 12, 4)])
     ssd.touch([("rows", first.key, 9, 0)])
     assert ssd.max_tick() == 12
     ssd.close()
-    again = opened()
+    again = open_tier()
     assert [(entry.used, entry.hits) for entry in again.entries()] == [(12, 7), (11, 0)]
     assert again.max_tick() == 12
     again.touch([("rows", first.key, 13, 1)])
@@ -283,7 +283,7 @@ def test_flush_says_when_it_was_not_in_time(ssd, monkeypatch):
     assert ssd.flush(10)
 
 
-def test_close_in_no_time_cancels_what_waits(ssd, monkeypatch, opened):
+def test_close_in_no_time_cancels_what_waits(ssd, monkeypatch, open_tier):
     event = hold(monkeypatch, ssd)
     entry, image = make(1)
     ssd.write(entry, SPACE, image)
@@ -291,7 +291,7 @@ def test_close_in_no_time_cancels_what_waits(ssd, monkeypatch, opened):
     ssd.close(0.01)
     assert {type(error) for _, error in ssd.reports} == {type(None), Cancelled}
     ssd.close()
-    assert opened().stats().files == 1
+    assert open_tier().stats().files == 1
 
 
 def test_a_closed_tier_takes_nothing_and_says_so(ssd):
@@ -325,8 +325,8 @@ def test_no_text_quotes_tokens():
     assert "tokens=" not in repr(entry)
 
 
-def test_a_namespace_leaves_the_index_with_its_last_image_and_comes_back_with_the_next(opened):
-    ssd = opened()
+def test_a_namespace_leaves_the_index_with_its_last_image_and_comes_back_with_the_next(open_tier):
+    ssd = open_tier()
     others = [SPACE._replace(root=bytes([n]) * 32, layout=f'{{"layers":{n}}}') for n in range(1, 6)]
     for n, space in enumerate([SPACE, *others]):
         for entry, image in (make(10 * n + i, parent=space.root, space=space) for i in range(2)):
@@ -347,11 +347,11 @@ def test_a_namespace_leaves_the_index_with_its_last_image_and_comes_back_with_th
     }
     ssd.check_integrity()
     ssd.close()
-    opened().check_integrity()
+    open_tier().check_integrity()
 
 
-def test_folders_leave_with_their_last_image(opened, root):
-    ssd = opened()
+def test_folders_leave_with_their_last_image(open_tier, root):
+    ssd = open_tier()
     stored = ssd.put(*(make(seed) for seed in range(40)))
     ssd.delete(stored[1:])
     assert ssd.flush(10)
@@ -361,13 +361,13 @@ def test_folders_leave_with_their_last_image(opened, root):
     ssd.close()
     for name in ("00", "01", "fe"):
         (root / "rows" / name).mkdir(exist_ok=True)
-    again = opened()
+    again = open_tier()
     own = {entry.key[:1].hex() for entry in again.entries()}
     assert {folder.name for folder in (root / "rows").iterdir()} == own
 
 
-def test_a_transaction_that_fails_leaves_the_namespaces_as_they_were(opened):
-    ssd = opened()
+def test_a_transaction_that_fails_leaves_the_namespaces_as_they_were(open_tier):
+    ssd = open_tier()
     stored = ssd.put(*chain(2))
     index = ssd._store.index
     with suppress(ZeroDivisionError), index.transaction():
@@ -380,11 +380,11 @@ def test_a_transaction_that_fails_leaves_the_namespaces_as_they_were(opened):
     ssd.check_integrity()
 
 
-def test_the_limit_refuses_what_would_pass_it(opened):
-    ssd = opened(limit=1 << 20)
+def test_the_limit_refuses_what_would_pass_it(open_tier):
+    ssd = open_tier(limit=1 << 20)
     big = make(1, size=900_000)
     assert not ssd.write(big[0], SPACE, big[1])
     assert ssd.put(make(2))
     assert Path(ssd.directory).is_dir()
     with pytest.raises(ValueError, match="limit=0"):
-        opened(Path(ssd.directory).with_name("none"), limit=0)
+        open_tier(Path(ssd.directory).with_name("none"), limit=0)

@@ -59,7 +59,7 @@ def test_an_engine_that_can_not_be_had_is_told(tmp_path, capsys, monkeypatch):
 
 
 @pytest.fixture
-def opened(tmp_path):
+def account(tmp_path):
     """A directory with three images that were acknowledged, and the account of them."""
     ssd = Opened(tmp_path / "cache")
     entries = ssd.put(*chain(3))
@@ -74,8 +74,8 @@ def told(entry) -> list[str]:
     return [entry.kind, entry.key.hex(), entry.checksum]
 
 
-def test_images_that_stay_are_not_lost(opened):
-    truth, entries = opened
+def test_images_that_stay_are_not_lost(account):
+    truth, entries = account
     truth.check_files()
     truth.there([told(entry) for entry in entries])
     truth.opened()
@@ -83,15 +83,15 @@ def test_images_that_stay_are_not_lost(opened):
     assert truth.checked == 3
 
 
-def test_a_file_that_is_gone_is_lost(opened):
-    truth, entries = opened
+def test_a_file_that_is_gone_is_lost(account):
+    truth, entries = account
     Path(truth.directory.file(entries[1].address)).unlink()
     truth.check_files()
     assert [entries[1].key.hex() in text for text in truth.lost] == [True]
 
 
-def test_a_file_with_a_flipped_bit_is_lost(opened):
-    truth, entries = opened
+def test_a_file_with_a_flipped_bit_is_lost(account):
+    truth, entries = account
     with open(truth.directory.file(entries[0].address), "r+b") as file:
         file.seek(3000)
         byte = file.read(1)[0]
@@ -101,23 +101,23 @@ def test_a_file_with_a_flipped_bit_is_lost(opened):
     assert len(truth.lost) == 1
 
 
-def test_a_file_in_anothers_place_is_lost(opened):
-    truth, entries = opened
+def test_a_file_in_anothers_place_is_lost(account):
+    truth, entries = account
     one, other = (truth.directory.file(entry.address) for entry in entries[:2])
     Path(one).write_bytes(Path(other).read_bytes())
     truth.check_files()
     assert len(truth.lost) == 1
 
 
-def test_an_image_that_the_next_opening_does_not_know_is_lost(opened):
-    truth, entries = opened
+def test_an_image_that_the_next_opening_does_not_know_is_lost(account):
+    truth, entries = account
     truth.there([told(entry) for entry in entries[:2]])
     truth.opened()
     assert len(truth.lost) == 1
 
 
-def test_what_the_soak_harmed_or_the_cache_deleted_is_not_lost(opened):
-    truth, entries = opened
+def test_what_the_soak_harmed_or_the_cache_deleted_is_not_lost(account):
+    truth, entries = account
     truth.mark(entries[0].address)
     truth.leaving(time.monotonic(), [told(entries[1])[:2]])
     for entry in entries[:2]:
@@ -128,22 +128,22 @@ def test_what_the_soak_harmed_or_the_cache_deleted_is_not_lost(opened):
     assert truth.lost == []
 
 
-def test_a_good_file_that_is_set_aside_is_lost(opened):
-    truth, entries = opened
+def test_a_good_file_that_is_set_aside_is_lost(account):
+    truth, entries = account
     truth.aside(time.monotonic(), *told(entries[0])[:2], "checksum")
     assert len(truth.lost) == 1
 
 
-def test_a_harmed_file_that_is_set_aside_is_a_bad_file_met(opened):
-    truth, entries = opened
+def test_a_harmed_file_that_is_set_aside_is_a_bad_file_met(account):
+    truth, entries = account
     truth.mark(entries[0].address)
     truth.aside(time.monotonic(), *told(entries[0])[:2], "checksum")
     assert truth.lost == []
     assert truth.met == {"on reading": 1}
 
 
-def test_a_write_that_began_before_the_harm_proves_nothing(opened):
-    truth, entries = opened
+def test_a_write_that_began_before_the_harm_proves_nothing(account):
+    truth, entries = account
     before = time.monotonic()
     truth.mark(entries[0].address)
     truth.wrote(*told(entries[0]), before, False)
@@ -154,8 +154,8 @@ def test_a_write_that_began_before_the_harm_proves_nothing(opened):
     assert entries[0].address in truth.durable
 
 
-def test_nothing_is_expected_of_a_directory_that_was_moved_away(opened):
-    truth, entries = opened
+def test_nothing_is_expected_of_a_directory_that_was_moved_away(account):
+    truth, entries = account
     truth.vanish()
     truth.wrote(*told(entries[0]), time.monotonic(), False)
     assert truth.durable == {}
@@ -298,8 +298,8 @@ def test_a_failing_disk_fails_below_the_directory_alone(tmp_path, monkeypatch):
     assert shim.failed == 2
 
 
-def test_files_are_harmed_only_after_they_are_marked(opened):
-    truth, _ = opened
+def test_files_are_harmed_only_after_they_are_marked(account):
+    truth, _ = account
     before = du(truth.directory.root)
     for kind in schedule.FILES:
         tamper.damage(truth.directory, kind, 2, random.Random(1), truth.mark)
