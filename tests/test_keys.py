@@ -33,9 +33,18 @@ BEYOND = "ids must fit in 64 bits, -2\\*\\*63 to 2\\*\\*63 - 1"
 def test_every_form_of_the_same_tokens_gives_the_same_array(tokens):
     wanted = np.array(tokens, "<i8")
     forms = [
-        tokens, tuple(tokens), UserList(tokens), deque(tokens), array("q", tokens), memoryview(array("q", tokens)),
-        wanted, wanted.astype(">i8"), np.repeat(wanted, 2)[::2], wanted[::-1][::-1], list(wanted),
-    ]  # fmt: skip
+        tokens,
+        tuple(tokens),
+        UserList(tokens),
+        deque(tokens),
+        array("q", tokens),
+        memoryview(array("q", tokens)),
+        wanted,
+        wanted.astype(">i8"),
+        np.repeat(wanted, 2)[::2],
+        wanted[::-1][::-1],
+        list(wanted),
+    ]
     for form in forms:
         made = as_tokens(form)
         assert made.dtype == np.dtype("<i8")
@@ -91,14 +100,29 @@ def test_a_range_is_taken():
 @pytest.mark.parametrize(
     ("tokens", "named"),
     [
-        ([1.0], "float"), ([1, 2.5], "float"), ([float("nan")], "float"), ([np.float32(2)], "float32"), ([True], "bool"),
-        ([1, False], "bool"), ([np.bool_(True)], "bool"), ([None], "NoneType"), (["1"], "str"), ([b"1"], "bytes"),
-        ([{}], "dict"), ([1j], "complex"), ([range(2)], "range"),
-        (np.array([1.0]), "float64"), (np.array([1, 2], object), "object"), (np.array([True]), "bool"),
-        (np.array(["1"]), "U1"), (np.array([1], "m8[s]"), "timedelta64"), (np.array([1j]), "complex128"),
-        (array("d", [1.0]), "float64"), (memoryview(np.array([1.0])), "float64"),
+        ([1.0], "float"),
+        ([1, 2.5], "float"),
+        ([float("nan")], "float"),
+        ([np.float32(2)], "float32"),
+        ([True], "bool"),
+        ([1, False], "bool"),
+        ([np.bool_(True)], "bool"),
+        ([None], "NoneType"),
+        (["1"], "str"),
+        ([b"1"], "bytes"),
+        ([{}], "dict"),
+        ([1j], "complex"),
+        ([range(2)], "range"),
+        (np.array([1.0]), "float64"),
+        (np.array([1, 2], object), "object"),
+        (np.array([True]), "bool"),
+        (np.array(["1"]), "U1"),
+        (np.array([1], "m8[s]"), "timedelta64"),
+        (np.array([1j]), "complex128"),
+        (array("d", [1.0]), "float64"),
+        (memoryview(np.array([1.0])), "float64"),
     ],
-)  # fmt: skip
+)
 def test_tokens_that_are_no_integers_are_a_type_error(tokens, named):
     with pytest.raises(TypeError, match=f"{named}.*: token ids are integers"):
         as_tokens(tokens)
@@ -107,11 +131,20 @@ def test_tokens_that_are_no_integers_are_a_type_error(tokens, named):
 @pytest.mark.parametrize(
     ("tokens", "named"),
     [
-        ("123", "str"), (b"123", "bytes"), (bytearray(b"12"), "bytearray"), ({1, 2}, "set"), ({1: 2}, "dict"),
-        (iter([1]), "list_iterator"), ((i for i in [1]), "generator"), (5, "int"), (None, "NoneType"), (1.5, "float"),
-        (frozenset([1]), "frozenset"), (object(), "object"),
+        ("123", "str"),
+        (b"123", "bytes"),
+        (bytearray(b"12"), "bytearray"),
+        ({1, 2}, "set"),
+        ({1: 2}, "dict"),
+        (iter([1]), "list_iterator"),
+        ((i for i in [1]), "generator"),
+        (5, "int"),
+        (None, "NoneType"),
+        (1.5, "float"),
+        (frozenset([1]), "frozenset"),
+        (object(), "object"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_sequence_is_a_type_error(tokens, named):
     with pytest.raises(TypeError, match=f"tokens of type {named}: pass a list, tuple or integer array of token ids"):
         as_tokens(tokens)
@@ -226,10 +259,21 @@ def test_keys_are_the_same_in_every_process_and_release():
 def test_root_keys_differ_in_each_part():
     base = {"model": "m", "codec": {"name": "raw", "bits": 4}, "layout": {"layers": [0, 1]}, "salt": b"s"}
     others = [
-        {"model": "M"}, {"model": "m "}, {"codec": {"name": "raw", "bits": 3}}, {"codec": {"name": "raw"}},
-        {"codec": {}}, {"layout": {"layers": [1, 0]}}, {"layout": {"layers": [0]}}, {"layout": {}},
-        {"salt": b""}, {"salt": b"S"}, {"salt": b"s\0"}, {"salt": b"s" * 64}, {"salt": b"s" * 65}, {"salt": b"s" * 10**6},
-    ]  # fmt: skip
+        {"model": "M"},
+        {"model": "m "},
+        {"codec": {"name": "raw", "bits": 3}},
+        {"codec": {"name": "raw"}},
+        {"codec": {}},
+        {"layout": {"layers": [1, 0]}},
+        {"layout": {"layers": [0]}},
+        {"layout": {}},
+        {"salt": b""},
+        {"salt": b"S"},
+        {"salt": b"s\0"},
+        {"salt": b"s" * 64},
+        {"salt": b"s" * 65},
+        {"salt": b"s" * 10**6},
+    ]
     keys = [root_key(**base), *(root_key(**{**base, **other}) for other in others)]
     assert len(set(keys)) == len(keys)
     assert {len(key) for key in keys} == {KEY_BYTES}

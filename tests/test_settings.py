@@ -44,12 +44,31 @@ def refusal(**values) -> str:
 @pytest.mark.parametrize(
     ("text", "nbytes"),
     [
-        ("8GB", 8 * 10**9), ("8 GB", 8 * 10**9), (" 8gb ", 8 * 10**9), ("8\tGB\n", 8 * 10**9), ("512MiB", 512 << 20),
-        ("512mib", 512 << 20), ("512M", 512 << 20), ("1.5GB", 1_500_000_000), ("0.5 KiB", 512), ("2TB", 2 * 10**12),
-        ("1PiB", 1 << 50), ("100", 100), ("100B", 100), ("0", 0), ("0GB", 0), ("0.0", 0), ("007", 7),
-        (0, 0), (1, 1), (8_000_000_000, 8_000_000_000), (2**63 - 1, 2**63 - 1), (8e9, 8 * 10**9), (0.0, 0),
+        ("8GB", 8 * 10**9),
+        ("8 GB", 8 * 10**9),
+        (" 8gb ", 8 * 10**9),
+        ("8\tGB\n", 8 * 10**9),
+        ("512MiB", 512 << 20),
+        ("512mib", 512 << 20),
+        ("512M", 512 << 20),
+        ("1.5GB", 1_500_000_000),
+        ("0.5 KiB", 512),
+        ("2TB", 2 * 10**12),
+        ("1PiB", 1 << 50),
+        ("100", 100),
+        ("100B", 100),
+        ("0", 0),
+        ("0GB", 0),
+        ("0.0", 0),
+        ("007", 7),
+        (0, 0),
+        (1, 1),
+        (8_000_000_000, 8_000_000_000),
+        (2**63 - 1, 2**63 - 1),
+        (8e9, 8 * 10**9),
+        (0.0, 0),
     ],
-)  # fmt: skip
+)
 def test_a_size_is_read(text, nbytes):
     assert parse_size(text, "ssd") == Settings(ssd=text, ssd_dir="x").ssd == nbytes
 
@@ -67,11 +86,60 @@ def test_every_unit_is_read_in_any_case(number, unit, gap, case):
 
 
 BAD_SIZES = [
-    "-1", "1e400", "1e3", "20QB", "20 Q", "", " ", "GB", "MiB", ".5GB", "5.GB", "1.5.2GB", "1,5GB", "1_000", "0x10", "8GB8",
-    "8 G B", "8GB;", "inf", "nan", "infinity", "none", "Auto", "AUTO", "+5", "-0GB", "8GBB", "\u0668GB", "10000PB",
-    "9" * 30, "9" * 5000, "1." + "0" * 5000, "0.0001", "0.5", "0.5B", None, True, False, float("nan"), float("inf"),
-    float("-inf"), -1, -1.5, 0.25, 10**30, 2**63, 1e300, b"8GB", [8], {"GB": 8}, (), object, 1j,
-]  # fmt: skip
+    "-1",
+    "1e400",
+    "1e3",
+    "20QB",
+    "20 Q",
+    "",
+    " ",
+    "GB",
+    "MiB",
+    ".5GB",
+    "5.GB",
+    "1.5.2GB",
+    "1,5GB",
+    "1_000",
+    "0x10",
+    "8GB8",
+    "8 G B",
+    "8GB;",
+    "inf",
+    "nan",
+    "infinity",
+    "none",
+    "Auto",
+    "AUTO",
+    "+5",
+    "-0GB",
+    "8GBB",
+    "\u0668GB",
+    "10000PB",
+    "9" * 30,
+    "9" * 5000,
+    "1." + "0" * 5000,
+    "0.0001",
+    "0.5",
+    "0.5B",
+    None,
+    True,
+    False,
+    float("nan"),
+    float("inf"),
+    float("-inf"),
+    -1,
+    -1.5,
+    0.25,
+    10**30,
+    2**63,
+    1e300,
+    b"8GB",
+    [8],
+    {"GB": 8},
+    (),
+    object,
+    1j,
+]
 
 
 @pytest.mark.parametrize("name", ["ram", "ssd", "ssd_reserve", "spill_queue"])
@@ -107,8 +175,16 @@ def test_the_defaults():
 
 
 def test_variables_are_read(monkeypatch):
-    values = {"RAM": "2GB", "SSD_DIR": "/cache", "SSD": "10 GB", "SPILL": "wait", "READERS": "2",
-              "SPILL_ON_CLOSE": "false", "SPILL_WAIT": "1.5", "ALLOW_CLASSES": '["a.B"]'}  # fmt: skip
+    values = {
+        "RAM": "2GB",
+        "SSD_DIR": "/cache",
+        "SSD": "10 GB",
+        "SPILL": "wait",
+        "READERS": "2",
+        "SPILL_ON_CLOSE": "false",
+        "SPILL_WAIT": "1.5",
+        "ALLOW_CLASSES": '["a.B"]',
+    }
     for name, value in values.items():
         monkeypatch.setenv(f"PREFIXCACHE_{name}", value)
     settings = Settings()
@@ -188,7 +264,7 @@ def test_unknown_names_are_an_error(monkeypatch, toml):
 @pytest.mark.parametrize(
     ("key", "meant"),
     [("rma", "one of allow_classes, "), ("ssd_dirr", "ssd_dir"), ("ssd-dir", "ssd_dir"), ("PREFIXCACHE_RAM", "ram")],
-)  # fmt: skip
+)
 def test_a_misspelt_key_of_a_file_is_an_error_that_names_the_file_and_what_to_write(monkeypatch, toml, key, meant):
     path = toml(f'readers = 7\n"{key}" = "S3CR3T"\n')
     monkeypatch.setenv("PREFIXCACHE_CONFIG", str(path))
@@ -229,7 +305,7 @@ def test_settings_are_frozen():
         ({"ram": 0}, ["ram=0: nothing could be kept", 'give ram a size, such as "1GB"']),
         ({"ram": "0GB", "ssd_dir": "x"}, ["ram=0: nothing could be kept"]),
     ],
-)  # fmt: skip
+)
 def test_other_bad_settings_are_named_with_what_may_be_written(values, named):
     said = refusal(**values)
     for text in named:

@@ -274,8 +274,13 @@ def test_rows_that_served_only_a_snapshot_that_left_go_next():
     planting.touch(blocks(1, 2, 3)[:600])
     planting.graph.drop(planting.serving(blocks(1, 2, 3)[:600])[0], RAM)
     assert leaving(planting, RAM) == [
-        ("rows", 600), ("rows", 512), ("snapshot", 256), ("rows", 256), ("snapshot", 256), ("rows", 256)
-    ]  # fmt: skip
+        ("rows", 600),
+        ("rows", 512),
+        ("snapshot", 256),
+        ("rows", 256),
+        ("snapshot", 256),
+        ("rows", 256),
+    ]
 
 
 def test_a_block_that_a_snapshot_inside_it_needs_is_not_let_go_with_another():

@@ -219,9 +219,19 @@ def test_ties_after_a_restart_break_by_depth():
     planting.spill_all()
     again = restarted(planting)
     assert len({slot.tick for slot in again.graph.slots.values()}) == 1
-    assert order(again, SSD) == order(planting, SSD) == [
-        ("snapshot", 700), ("window", 700), ("rows", 700), ("window", 512), ("rows", 512), ("window", 256), ("rows", 256)
-    ]  # fmt: skip
+    assert (
+        order(again, SSD)
+        == order(planting, SSD)
+        == [
+            ("snapshot", 700),
+            ("window", 700),
+            ("rows", 700),
+            ("window", 512),
+            ("rows", 512),
+            ("window", 256),
+            ("rows", 256),
+        ]
+    )
 
 
 def test_after_a_restart_a_snapshot_leaves_before_the_rows_that_its_boundary_needs():

@@ -380,8 +380,9 @@ class TreeMachine(RuleBasedStateMachine):
     @rule()
     def restart(self) -> None:
         old = self.planting
-        if self.lossy and any(k.hangs_on and ("rows", k.hangs_on) not in self.is_in(SSD, False)
-                              for k in self.is_in(SSD, False).values()):  # fmt: skip
+        if self.lossy and any(
+            k.hangs_on and ("rows", k.hangs_on) not in self.is_in(SSD, False) for k in self.is_in(SSD, False).values()
+        ):
             return  # tiers leave out what has nothing to hang on
         self.planting = restarted(old, list(old.graph.orders[SSD]))
         self.pinned.clear()

@@ -193,14 +193,17 @@ def test_what_the_system_mounts_and_is_not_mounted_is_absent_even_if_something_i
     assert why_absent(tmp_path / "ssd", fstab) == ""
 
 
-@pytest.mark.parametrize(("there", "directory", "absent"), [
-    ("", "X/ssd", True),  # not even its mount point
-    ("X", "X/ssd", True),  # an empty one
-    ("X", "X", False),
-    ("X/other", "X/ssd", False),  # a folder with something in it
-    ("X/ssd", "X/ssd", False),
-    ("X", "X/deep/ssd", True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("there", "directory", "absent"),
+    [
+        ("", "X/ssd", True),  # not even its mount point
+        ("X", "X/ssd", True),  # an empty one
+        ("X", "X", False),
+        ("X/other", "X/ssd", False),  # a folder with something in it
+        ("X/ssd", "X/ssd", False),
+        ("X", "X/deep/ssd", True),
+    ],
+)
 def test_in_the_folders_of_what_people_plug_in_an_empty_mount_point_is_absent(
     tmp_path, monkeypatch, there, directory, absent
 ):

@@ -479,9 +479,17 @@ class SharedDiskMachine(CacheMachine):
 
 
 MACHINES = [
-    CacheMachine, WindowMachine, NarrowMachine, KeepMachine, ChunkedMachine, HybridMachine, LevelledMachine,
-    TransformMachine, NeighboursMachine, SharedDiskMachine,
-]  # fmt: skip
+    CacheMachine,
+    WindowMachine,
+    NarrowMachine,
+    KeepMachine,
+    ChunkedMachine,
+    HybridMachine,
+    LevelledMachine,
+    TransformMachine,
+    NeighboursMachine,
+    SharedDiskMachine,
+]
 
 
 @pytest.mark.parametrize("machine", MACHINES)

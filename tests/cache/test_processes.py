@@ -52,9 +52,14 @@ def program(text: str, *arguments: object, **more) -> subprocess.Popen[str]:
     """
     source = textwrap.dedent(head) + textwrap.dedent(text)
     return subprocess.Popen(
-        [sys.executable, "-c", source, *map(str, arguments)], cwd=ROOT, text=True, stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more,
-    )  # fmt: skip
+        [sys.executable, "-c", source, *map(str, arguments)],
+        cwd=ROOT,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        **more,
+    )
 
 
 # -- two processes ----------------------------------------------------------------------------------------------------
@@ -79,7 +84,10 @@ def test_a_second_process_is_told_who_has_the_directory_and_may_look_at_it(tmp_p
 
 
 def test_a_directory_is_free_the_moment_its_process_was_killed(tmp_path):
-    other = program("put = cache.store(LONG, states.sliceable(LONG), model='m'); cache.flush(); print('x', flush=True); time.sleep(60)", tmp_path)  # fmt: skip  # noqa: E501
+    other = program(
+        "put = cache.store(LONG, states.sliceable(LONG), model='m'); cache.flush(); print('x', flush=True); time.sleep(60)",
+        tmp_path,
+    )
     assert other.stdout.readline() == "x\n"
     other.kill()
     other.wait()

@@ -91,9 +91,14 @@ def test_it_is_what_promote_and_fetch_give_to_the_byte(tmp_path, taken, codec, m
 
 @settings(max_examples=25)
 @given(
-    stored=st.integers(1, 900), asked=st.integers(1, 1000), leave=st.integers(0, 300), whole_blocks=st.booleans(),
-    room=st.none() | st.integers(0, 600), codec=st.sampled_from(("raw", "turboquant:4")), kept=st.integers(0, 4),
-)  # fmt: skip
+    stored=st.integers(1, 900),
+    asked=st.integers(1, 1000),
+    leave=st.integers(0, 300),
+    whole_blocks=st.booleans(),
+    room=st.none() | st.integers(0, 600),
+    codec=st.sampled_from(("raw", "turboquant:4")),
+    kept=st.integers(0, 4),
+)
 def test_wherever_the_hit_ends(tmp_path_factory, stored, asked, leave, whole_blocks, room, codec, kept):
     """The first `kept` blocks are in RAM already."""
     how = {"model": "m", "leave": leave, "whole_blocks": whole_blocks, "room": room}

@@ -62,9 +62,12 @@ time.sleep(600)
 @pytest.mark.parametrize(("spill", "depths"), [("through", [512, 768, 512, 0]), ("drop", [0, 0, 0, 0])])
 def test_after_a_kill_9_whole_blocks_are_there(tmp_path, spill, depths):
     child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, tmp_path / "ssd", spill], cwd=ROOT, stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-c", CHILD, tmp_path / "ssd", spill],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    )
     assert child.stdout is not None
     assert child.stdout.readline() == "durable\n"
     child.send_signal(signal.SIGKILL)

@@ -54,27 +54,37 @@ LAYERS: dict[str, tuple[dict[int, tuple[int, bool]], dict[int, str]]] = {
 
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 16, "long_factor": [1 + i / 4 for i in range(16)]}
 LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 512,
-}  # fmt: skip
+}
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096}
 
 # name: (module of mlx-lm, config, dtype, (pairs, interleaved, scale) of the first and of the last layer)
 VARIANTS: dict[str, tuple[str, dict[str, Any], mx.Dtype, tuple[int, bool, float], tuple[int, bool, float]]] = {
     "smollm3": ("smollm3", BASE | {"no_rope_layers": [1, 1, 1, 0]}, mx.float32, (16, False, 1), (0, False, 1)),
     "phi3-longrope": (
-        "phi3", WIDE | {"rope_scaling": LONGROPE, "original_max_position_embeddings": 2048}, mx.float32,
-        (16, False, 1.04447), (16, False, 1.04447),
+        "phi3",
+        WIDE | {"rope_scaling": LONGROPE, "original_max_position_embeddings": 2048},
+        mx.float32,
+        (16, False, 1.04447),
+        (16, False, 1.04447),
     ),
     "phi3-partial": ("phi3", WIDE | {"partial_rotary_factor": 0.5}, mx.float32, (8, False, 1), (8, False, 1)),
     "glm4": ("glm4", WIDE | {"partial_rotary_factor": 0.5}, mx.float16, (8, True, 1), (8, True, 1)),
     "llama3": ("llama", BASE | {"rope_scaling": LLAMA3}, mx.float32, (16, False, 1), (16, False, 1)),
     "linear": (
-        "llama", BASE | {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, mx.float32, (16, False, 1), (16, False, 1),
+        "llama",
+        BASE | {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+        mx.float32,
+        (16, False, 1),
+        (16, False, 1),
     ),
     "yarn": ("llama", BASE | {"rope_scaling": YARN}, mx.bfloat16, (16, False, 1.20794), (16, False, 1.20794)),
     "qwen3": ("qwen3", BASE, mx.float32, (16, False, 1), (16, False, 1)),
-}  # fmt: skip
+}
 
 
 def of_first_layer_repeated(model: nn.Module, index: int, rotation: Rotation) -> np.ndarray:

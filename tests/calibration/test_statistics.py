@@ -213,13 +213,39 @@ def test_quantised_weights_give_the_metric_of_what_they_stand_for():
 
 @pytest.mark.parametrize(
     "name",
-    sorted({
-        "qwen2", "gemma2", "llama4_text", "openelm", "nanbeige", "nemotron-nas", "llama-sliding", "gemma3_text", "gemma3n",
-        "gemma4_text", "gpt_oss", "cohere2", "mimo_v2_flash", "step3p5", "iquestloopcoder", "llama4-256", "lfm2", "jamba",
-        "nemotron_h", "granitemoehybrid", "plamo2", "qwen3_next", "qwen3_5", "qwen3_5-bf16", "olmo_hybrid",
-        "bailing_moe_linear", "gear",
-    } & FAMILIES.keys()),
-)  # fmt: skip
+    sorted(
+        {
+            "qwen2",
+            "gemma2",
+            "llama4_text",
+            "openelm",
+            "nanbeige",
+            "nemotron-nas",
+            "llama-sliding",
+            "gemma3_text",
+            "gemma3n",
+            "gemma4_text",
+            "gpt_oss",
+            "cohere2",
+            "mimo_v2_flash",
+            "step3p5",
+            "iquestloopcoder",
+            "llama4-256",
+            "lfm2",
+            "jamba",
+            "nemotron_h",
+            "granitemoehybrid",
+            "plamo2",
+            "qwen3_next",
+            "qwen3_5",
+            "qwen3_5-bf16",
+            "olmo_hybrid",
+            "bailing_moe_linear",
+            "gear",
+        }
+        & FAMILIES.keys()
+    ),
+)
 def test_families_are_differentiated(name):
     model, layers = tiny(name)
     gathered = collect(model, [layers], windows_of(150), HELD_BACK, draws=1)

@@ -55,18 +55,32 @@ def test_bits_are_turboquants(bits: dict[str, int], codec: TurboQuant) -> None:
 
 
 OTHERS = {  # one for each field of Settings: the flag's text, and what it means
-    "ram": ("1GB", 10**9), "ssd_dir": ("/x", Path("/x")), "ssd": ("auto", "auto"),
-    "ssd_reserve": ("2GB", 2 * 10**9), "ssd_missing": ("wait", "wait"), "codec": ("raw", Raw()),
+    "ram": ("1GB", 10**9),
+    "ssd_dir": ("/x", Path("/x")),
+    "ssd": ("auto", "auto"),
+    "ssd_reserve": ("2GB", 2 * 10**9),
+    "ssd_missing": ("wait", "wait"),
+    "codec": ("raw", Raw()),
     "basis_dir": ("/y", Path("/y")),
-    "memory_reserve": ("0", 0), "spill": ("wait", "wait"), "spill_wait": ("0.5", 0.5),
-    "spill_queue": ("1GB", 10**9), "spill_idle": ("3GB", 3 * 10**9),
-    "spill_on_close": (False, False), "close_timeout": ("60", 60.0), "readers": ("7", 7),
-    "allow_classes": (["a.B", "c.D"], ("a.B", "c.D")), "policy": ("adaptive", "adaptive"),
-    "ssd_admission": ("second", "second"), "trace": ("/t", Path("/t")), "log_every": ("60", 60.0),
+    "memory_reserve": ("0", 0),
+    "spill": ("wait", "wait"),
+    "spill_wait": ("0.5", 0.5),
+    "spill_queue": ("1GB", 10**9),
+    "spill_idle": ("3GB", 3 * 10**9),
+    "spill_on_close": (False, False),
+    "close_timeout": ("60", 60.0),
+    "readers": ("7", 7),
+    "allow_classes": (["a.B", "c.D"], ("a.B", "c.D")),
+    "policy": ("adaptive", "adaptive"),
+    "ssd_admission": ("second", "second"),
+    "trace": ("/t", Path("/t")),
+    "log_every": ("60", 60.0),
     "remote": ("file:///z", SecretStr("file:///z")),
-    "remote_key_file": ("/k", Path("/k")), "remote_ca_file": ("/c", Path("/c")),
-    "remote_admission": ("never", "never"), "remote_timeout": ("2", 2.0),
-}  # fmt: skip
+    "remote_key_file": ("/k", Path("/k")),
+    "remote_ca_file": ("/c", Path("/c")),
+    "remote_admission": ("never", "never"),
+    "remote_timeout": ("2", 2.0),
+}
 
 
 @pytest.mark.parametrize("name", Settings.model_fields)

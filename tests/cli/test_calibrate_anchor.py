@@ -172,10 +172,15 @@ def test_the_quality_that_matches_is_on_the_line_through_the_logarithms(around, 
 @pytest.mark.parametrize(
     "around",
     [
-        (1e-3, 1e-3, 1e-3), (5e-4, 1e-3, 2e-3), (1.1e-3, 1e-3, 0.9e-3), (2e-9, 1e-9, 5e-10), (2e-3, 1e-3, 0.0),
-        (2e-3, float("nan"), 5e-4), (float("inf"), 1e-3, 5e-4),
+        (1e-3, 1e-3, 1e-3),
+        (5e-4, 1e-3, 2e-3),
+        (1.1e-3, 1e-3, 0.9e-3),
+        (2e-9, 1e-9, 5e-10),
+        (2e-3, 1e-3, 0.0),
+        (2e-3, float("nan"), 5e-4),
+        (float("inf"), 1e-3, 5e-4),
     ],
-)  # fmt: skip
+)
 def test_kl_that_does_not_fall_or_is_no_number_says_no_quality(around):
     assert line_through(around) is None
 
@@ -183,7 +188,7 @@ def test_kl_that_does_not_fall_or_is_no_number_says_no_quality(around):
 @pytest.mark.parametrize(
     ("length", "cut"),
     [(257, None), (258, (256, 1)), (320, (256, 63)), (512, (256, 128)), (1024, (768, 128)), (2100, (1792, 128))],
-)  # fmt: skip
+)
 def test_whole_blocks_of_a_window_are_stored_and_what_follows_is_read(length, cut):
     unseen = texts_of([range(length)], [0])
     found = [(len(window.prompt), len(window.inputs)) for window in unseen.windows]

@@ -142,7 +142,7 @@ PROGRAM = [sys.executable, "-c", "from prefixcache.cli import app; app(prog_name
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [("prefixcache in", {"inspect"}), ("prefixcache serve --spill-w", {"--spill-wait"})],
-)  # fmt: skip
+)
 def test_a_shell_completes_commands_and_their_flags(typed, offered):
     asked = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1), "_PREFIXCACHE_COMPLETE": "complete_bash"}
     done = subprocess.run(PROGRAM, capture_output=True, text=True, env={**os.environ, **asked})

@@ -34,11 +34,24 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedP
     """
     keep, temporary = tmp_path_factory.mktemp("demo") / "kept", tmp_path_factory.mktemp("tmp")
     ended = subprocess.run(
-        [sys.executable, "-m", "prefixcache", "demo", "--json", "--keep", str(keep),
-         "--conversations", str(CONVERSATIONS), "--turns", str(TURNS)],
-        capture_output=True, text=True, timeout=200,
+        [
+            sys.executable,
+            "-m",
+            "prefixcache",
+            "demo",
+            "--json",
+            "--keep",
+            str(keep),
+            "--conversations",
+            str(CONVERSATIONS),
+            "--turns",
+            str(TURNS),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=200,
         env={**os.environ, "PREFIXCACHE_RAM": "much", "PREFIXCACHE_SSD": "0", "TMPDIR": str(temporary), **BLAS},
-    )  # fmt: skip
+    )
     return ended, keep, temporary
 
 
@@ -136,16 +149,32 @@ def results() -> dict[str, Any]:
 
     def turn(conversation: int, turn: int, reused: int) -> dict[str, Any]:
         return {
-            "conversation": conversation, "turn": turn, "prompt_tokens": 100 + 50 * turn, "reused_tokens": reused,
-            "kept_tokens": 0, "first": 1.0, "store": 0.1, "answer": [7, 8, conversation], "gaps": [0.5, 1e-6, 0.5],
-            "question": "What?", "wanted": "78", "said": f"78{conversation}", "found": True,
-        }  # fmt: skip
+            "conversation": conversation,
+            "turn": turn,
+            "prompt_tokens": 100 + 50 * turn,
+            "reused_tokens": reused,
+            "kept_tokens": 0,
+            "first": 1.0,
+            "store": 0.1,
+            "answer": [7, 8, conversation],
+            "gaps": [0.5, 1e-6, 0.5],
+            "question": "What?",
+            "wanted": "78",
+            "said": f"78{conversation}",
+            "found": True,
+        }
 
     def result(turns: list[dict[str, Any]]) -> dict[str, Any]:
         return {
-            "turns": turns, "ram_limit": 9, "ram_peak": 9, "ram_images": 9, "ssd": {"files": 1, "bytes": 9},
-            "unique_tokens": 9, "plain_bytes": 9, "whole_bytes": 9,
-        }  # fmt: skip
+            "turns": turns,
+            "ram_limit": 9,
+            "ram_peak": 9,
+            "ram_images": 9,
+            "ssd": {"files": 1, "bytes": 9},
+            "unique_tokens": 9,
+            "plain_bytes": 9,
+            "whole_bytes": 9,
+        }
 
     return {
         "cold": {
@@ -241,9 +270,11 @@ def test_a_later_prompt_goes_on_from_the_tokens_of_the_answer(tokenizer: Any, en
     answer = digits + [tokenizer.eos_token_id] * ended
     tokens = chat.opening(1) + answer + chat.following(1, 1, answer)
     messages = [
-        {"role": "system", "content": SYSTEM.strip()}, {"role": "user", "content": question(1, 0).text},
-        {"role": "assistant", "content": "7615"}, {"role": "user", "content": question(1, 1).text},
-    ]  # fmt: skip
+        {"role": "system", "content": SYSTEM.strip()},
+        {"role": "user", "content": question(1, 0).text},
+        {"role": "assistant", "content": "7615"},
+        {"role": "user", "content": question(1, 1).text},
+    ]
     assert tokens == list(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
     assert chat.text(answer) == "7615"
 

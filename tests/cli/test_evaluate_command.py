@@ -34,11 +34,31 @@ SMALL = ("--prefix", 300, "--tokens", 32, "--windows", 2, "--needles", 1, "--dep
 TOP = {"model", "adapter", "float32", "text", "job", "versions", "depths", "reference", "codecs"}
 REFERENCE = {"perplexity", "windows", "needles"}
 CODEC = {
-    "codec", "name", "spec", "identical", "bits_per_value", "values_per_token", "live_bytes_per_token",
-    "payload_bytes_per_token", "stored_bytes_per_token", "ratio", "layers", "raw_layers", "perplexity",
-    "perplexity_difference", "perplexity_difference_error", "perplexity_ratio", "perplexity_ratio_error", "kl_mean",
-    "kl_error", "kl_p99", "top1", "top1_error", "windows", "needles",
-}  # fmt: skip
+    "codec",
+    "name",
+    "spec",
+    "identical",
+    "bits_per_value",
+    "values_per_token",
+    "live_bytes_per_token",
+    "payload_bytes_per_token",
+    "stored_bytes_per_token",
+    "ratio",
+    "layers",
+    "raw_layers",
+    "perplexity",
+    "perplexity_difference",
+    "perplexity_difference_error",
+    "perplexity_ratio",
+    "perplexity_ratio_error",
+    "kl_mean",
+    "kl_error",
+    "kl_p99",
+    "top1",
+    "top1_error",
+    "windows",
+    "needles",
+}
 
 
 class Bytes:
@@ -174,9 +194,15 @@ def test_json_has_everything_and_its_shape_is_stable(call, tiny):
     assert {key for codec in facts["codecs"] for key in codec} == CODEC
     assert {key for codec in facts["codecs"] for window in codec["windows"] for key in window} == {"nll", "kl", "top1"}
     assert facts["job"] == {
-        "prefix": 300, "tokens": 32, "windows": 2, "needles": 1, "depths": 2, "seed": 0,
-        "text_tokens": len(Bytes().encode(default_text())), "prefill": 512,
-    }  # fmt: skip
+        "prefix": 300,
+        "tokens": 32,
+        "windows": 2,
+        "needles": 1,
+        "depths": 2,
+        "seed": 0,
+        "text_tokens": len(Bytes().encode(default_text())),
+        "prefill": 512,
+    }
     assert facts["codecs"][2]["spec"]["name"] == "turboquant"
 
 
@@ -333,9 +359,22 @@ def test_a_servers_variables_do_not_lead_to_its_directory(call, tiny, tmp_path, 
 
 def test_the_trained_model_tells_the_numbers_from_a_restored_cache(call):
     done = call(
-        "evaluate", ROOT / "tests/fixtures/tiny-llama", "--prefix", 400, "--tokens", 64, "--windows", 1,
-        "--needles", 2, "--depths", 2, "--codec", "turboquant:4", "--json",
-    )  # fmt: skip
+        "evaluate",
+        ROOT / "tests/fixtures/tiny-llama",
+        "--prefix",
+        400,
+        "--tokens",
+        64,
+        "--windows",
+        1,
+        "--needles",
+        2,
+        "--depths",
+        2,
+        "--codec",
+        "turboquant:4",
+        "--json",
+    )
     assert done.exit_code == 0, done.output
     facts = json.loads(done.stdout)
     found = by_name(facts)

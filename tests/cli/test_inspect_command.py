@@ -21,13 +21,41 @@ from prefixcache.cli import app
 from prefixcache.codecs.transform.backends import describe as entropy_coder
 
 NAMESPACE = {
-    "root", "model", "codec", "codec_name", "layout", "created", "tokens", "blocks", "windows", "snapshots", "nbytes",
-    "disk", "raw_nbytes", "ratio", "oldest", "newest", "last_used", "last_used_tick", "hits",
-}  # fmt: skip
+    "root",
+    "model",
+    "codec",
+    "codec_name",
+    "layout",
+    "created",
+    "tokens",
+    "blocks",
+    "windows",
+    "snapshots",
+    "nbytes",
+    "disk",
+    "raw_nbytes",
+    "ratio",
+    "oldest",
+    "newest",
+    "last_used",
+    "last_used_tick",
+    "hits",
+}
 TOP = {
-    "directory", "error", "now", "live", "holder", "clean", "problem", "disk", "index_bytes", "totals", "namespaces",
-    "quarantine", "tmp",
-}  # fmt: skip
+    "directory",
+    "error",
+    "now",
+    "live",
+    "holder",
+    "clean",
+    "problem",
+    "disk",
+    "index_bytes",
+    "totals",
+    "namespaces",
+    "quarantine",
+    "tmp",
+}
 
 
 def facts(call, *args):

@@ -31,22 +31,69 @@ from tests.servers.serving import save_model
 command = importlib.import_module("prefixcache.cli.plan.command")
 TINY = Path(__file__).parent.parent / "fixtures" / "tiny-llama"
 TOP = {"prefixcache", "model", "codecs", "macs", "trace", "codec", "assumed", "sizes", "fleet"}
-SIZES = {
-    "working_set", "possible", "without", "reading_pays", "cells", "front", "cheapest", "recommendation",
-}  # fmt: skip
+SIZES = {"working_set", "possible", "without", "reading_pays", "cells", "front", "cheapest", "recommendation"}
 CELL = {
-    "cost", "on_front", "bound", "ram", "ssd", "policy", "ssd_admission", "hit_rate", "ram_hit_rate", "ssd_hit_rate",
-    "of_possible", "hit_tokens", "prefill_seconds_saved", "ttft", "written_bytes_per_day", "tbw_years", "requests",
-    "seconds", "asked_tokens", "ram_tokens", "ssd_tokens", "stored_tokens", "stored_bytes", "written_files",
-    "written_bytes", "read_files", "read_bytes", "evicted", "ssd_evicted", "dropped", "declined", "unkept_tokens",
-    "ram_peak", "ssd_peak",
-}  # fmt: skip
+    "cost",
+    "on_front",
+    "bound",
+    "ram",
+    "ssd",
+    "policy",
+    "ssd_admission",
+    "hit_rate",
+    "ram_hit_rate",
+    "ssd_hit_rate",
+    "of_possible",
+    "hit_tokens",
+    "prefill_seconds_saved",
+    "ttft",
+    "written_bytes_per_day",
+    "tbw_years",
+    "requests",
+    "seconds",
+    "asked_tokens",
+    "ram_tokens",
+    "ssd_tokens",
+    "stored_tokens",
+    "stored_bytes",
+    "written_files",
+    "written_bytes",
+    "read_files",
+    "read_bytes",
+    "evicted",
+    "ssd_evicted",
+    "dropped",
+    "declined",
+    "unkept_tokens",
+    "ram_peak",
+    "ssd_peak",
+}
 FLEET = {"machines", "remote", "rtt", "rate", "reading_pays", "sessions", "largest_session", "sizes"}
 FLEET_ROW = {
-    "machines", "ram", "ssd", "policy", "ssd_admission", "routing", "remote_admission", "hit_rate", "ram_hit_rate",
-    "ssd_hit_rate", "remote_hit_rate", "hit_tokens", "requests", "ttft", "sent_per_reused_token", "trips", "sent_images",
-    "sent_bytes", "remote_read_images", "remote_read_bytes", "reused_tokens", "remote_evicted", "remote_peak",
-}  # fmt: skip
+    "machines",
+    "ram",
+    "ssd",
+    "policy",
+    "ssd_admission",
+    "routing",
+    "remote_admission",
+    "hit_rate",
+    "ram_hit_rate",
+    "ssd_hit_rate",
+    "remote_hit_rate",
+    "hit_tokens",
+    "requests",
+    "ttft",
+    "sent_per_reused_token",
+    "trips",
+    "sent_images",
+    "sent_bytes",
+    "remote_read_images",
+    "remote_read_bytes",
+    "reused_tokens",
+    "remote_evicted",
+    "remote_peak",
+}
 
 
 def chats(path: Path, chats: int = 5, turns: int = 4, **more: Any) -> Path:
@@ -99,9 +146,13 @@ def test_a_name_that_is_no_path_is_one_of_the_known_shapes(call):
 
 @pytest.mark.parametrize(
     ("name", "billions", "live"),
-    [("gpt-oss-20b", 20.9, 24_576), ("llama-3.1-8b", 8.03, 131_072), ("llama-3.3-70b", 70.6, 327_680),
-     ("qwen3-30b-a3b", 30.5, 98_304)],
-)  # fmt: skip
+    [
+        ("gpt-oss-20b", 20.9, 24_576),
+        ("llama-3.1-8b", 8.03, 131_072),
+        ("llama-3.3-70b", 70.6, 327_680),
+        ("qwen3-30b-a3b", 30.5, 98_304),
+    ],
+)
 def test_the_known_shapes_are_those_of_their_makers(name, billions, live):
     state = ModelState.of(SHAPES[name], name)
     assert state.parameters / 1e9 == pytest.approx(billions, rel=0.005)
@@ -220,8 +271,11 @@ def test_with_a_basis_the_sizes_are_what_it_expects(call, basis, where, monkeypa
     read_back = read(basis)
     for spec, quality in {"transform:4": 4, "transform:3": 3}.items():
         assert told[spec]["transform"] == {
-            "layers": 6, "estimate": False, "basis": read_back.hash, "basis_bytes": read_back.nbytes,
-        }  # fmt: skip
+            "layers": 6,
+            "estimate": False,
+            "basis": read_back.hash,
+            "basis_bytes": read_back.nbytes,
+        }
         headers = 40  # bytes a token of a block: those of a small model's, and its tokens
         assert 0 < told[spec]["bytes_per_token"] - read_back.coded_bytes(quality) < headers
     done = call("plan", "--model", TINY, *options)
@@ -303,10 +357,14 @@ def test_more_hits_more_and_an_endless_cache_most(planned):
 def asked(path: Path, prompts: str, blocks: int = 40) -> Path:
     """A trace that asks for these prompts, a letter each, one after the other; they share nothing."""
     lines = [
-        {"timestamp": 1000 * i, "input_length": 256 * blocks, "output_length": 1,
-         "hash_ids": [1000 * ord(letter) + n for n in range(blocks)]}
+        {
+            "timestamp": 1000 * i,
+            "input_length": 256 * blocks,
+            "output_length": 1,
+            "hash_ids": [1000 * ord(letter) + n for n in range(blocks)],
+        }
         for i, letter in enumerate(prompts)
-    ]  # fmt: skip
+    ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
@@ -432,9 +490,13 @@ def test_policies_and_admissions_are_compared(call, trace, planned):
     more = "--ram", "2MB", "--ssd", "0,8MB", "--policy", "lru,adaptive", "--ssd-admission", "always,second"
     cells = planned(*more)["sizes"]["cells"]
     assert [(c["policy"], c["ssd"], c["ssd_admission"]) for c in cells] == [
-        ("lru", 0, "always"), ("adaptive", 0, "always"), ("lru", 8_000_000, "always"), ("lru", 8_000_000, "second"),
-        ("adaptive", 8_000_000, "always"), ("adaptive", 8_000_000, "second"),
-    ]  # fmt: skip
+        ("lru", 0, "always"),
+        ("adaptive", 0, "always"),
+        ("lru", 8_000_000, "always"),
+        ("lru", 8_000_000, "second"),
+        ("adaptive", 8_000_000, "always"),
+        ("adaptive", 8_000_000, "second"),
+    ]
     done = call("plan", "--model", TINY, "--trace", trace, "--block", 256, *more)
     assert "adaptive, second" in done.stdout
 
@@ -494,8 +556,11 @@ def test_a_fleet_stands_beside_one_machine_and_one_with_all_of_it(planned):
     alone, twelve = facts["sizes"]["cells"], planned("--ram", "12MB", "--ssd", "0,24MB")["sizes"]["cells"]
     for rows, one, with_all in zip(facts["fleet"]["sizes"], alone, twelve, strict=True):
         assert [(row["machines"], row["routing"], row["remote_admission"]) for row in rows] == [
-            (1, None, None), (1, None, None), (3, "sticky", None), (3, "sticky", "second"),
-        ]  # fmt: skip
+            (1, None, None),
+            (1, None, None),
+            (3, "sticky", None),
+            (3, "sticky", "second"),
+        ]
         for row, cell in zip(rows, (one, with_all), strict=False):
             assert all(row[name] == cell[name] for name in ("ram", "ssd", "hit_rate", "ram_hit_rate", "ttft"))
         assert {row["ram"] for row in rows[2:]} == {one["ram"]}
@@ -625,11 +690,20 @@ def test_the_advice_stands_first_and_fits_80_columns(call, trace, monkeypatch):
 
 def test_short_sizes_and_times_say_no_more_than_they_know():
     assert [plan_text.short(n) for n in (0, 24 * 10**9, 1_500_000_000, 10**12, 256_000)] == [
-        "0", "24 GB", "1.5 GB", "1 TB", "256 kB",
-    ]  # fmt: skip
+        "0",
+        "24 GB",
+        "1.5 GB",
+        "1 TB",
+        "256 kB",
+    ]
     assert [plan_text.duration(s) for s in (0.016, 12.34, 150, 8000, 200_000, None)] == [
-        "0.02 s", "12.3 s", "2.5 min", "2.2 h", "2.3 d", "-",
-    ]  # fmt: skip
+        "0.02 s",
+        "12.3 s",
+        "2.5 min",
+        "2.2 h",
+        "2.3 d",
+        "-",
+    ]
     assert [plan_text.years(y, 1) for y in (0.01, 5.13, 700)] == ["< 0.1", "5.1", "> 100"]
     assert (plan_text.years(None, 0), plan_text.years(None, None)) == ("never", "-")
     assert [plan_text.count(n) for n in (999, 6780, 2_520_000)] == ["999", "6.78 k", "2.52 M"]
@@ -637,8 +711,13 @@ def test_short_sizes_and_times_say_no_more_than_they_know():
 
 def test_ladders_are_of_sizes_that_things_are_sold_in():
     assert [plan_facts.step_up(n) for n in (1, 700, 10**6, 10**6 + 1, 90 * 10**9, 97 * 10**9)] == [
-        1000, 1000, 10**6, 1_500_000, 96 * 10**9, 128 * 10**9,
-    ]  # fmt: skip
+        1000,
+        1000,
+        10**6,
+        1_500_000,
+        96 * 10**9,
+        128 * 10**9,
+    ]
     assert plan_facts.ram_ladder(90 * 10**9) == [of * 375 * 10**6 for of in (1, 2, 4, 8, 16, 64, 256)]
     assert plan_facts.ssd_ladder(90 * 10**9) == [24 * 10**9, 96 * 10**9]
 

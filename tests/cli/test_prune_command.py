@@ -22,10 +22,13 @@ def depths(root):
         return {
             name: cache.match(what, model=model, salt=salt).ssd
             for name, what, model, salt in (
-                ("long", tokens(LONG), "chat", b""), ("short", tokens(SHORT, 1), "chat", b""),
-                ("salted", tokens(600), "chat", SALT), ("odd", tokens(1000), ODD, b""), ("state", tokens(700), "state", b""),
+                ("long", tokens(LONG), "chat", b""),
+                ("short", tokens(SHORT, 1), "chat", b""),
+                ("salted", tokens(600), "chat", SALT),
+                ("odd", tokens(1000), ODD, b""),
+                ("state", tokens(700), "state", b""),
             )
-        }  # fmt: skip
+        }
 
 
 ALL = {"long": LONG, "short": SHORT, "salted": 600, "odd": 1000, "state": 700}

@@ -9,9 +9,18 @@ from prefixcache.cli.text import age, complain, many, safe, size
 
 @pytest.mark.parametrize(
     ("nbytes", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (99_949, "99.9 kB"), (99_960, "100 kB"), (999_499, "999 kB"),
-     (999_500, "1.00 MB"), (8 * 10**9, "8.00 GB"), (1234 * 10**15, "1,234 PB")],
-)  # fmt: skip
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.00 kB"),
+        (99_949, "99.9 kB"),
+        (99_960, "100 kB"),
+        (999_499, "999 kB"),
+        (999_500, "1.00 MB"),
+        (8 * 10**9, "8.00 GB"),
+        (1234 * 10**15, "1,234 PB"),
+    ],
+)
 def test_sizes(nbytes, text):
     assert size(nbytes) == text
 

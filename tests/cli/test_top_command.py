@@ -127,10 +127,18 @@ def test_a_servers_rates_are_of_what_happened_between_two_looks(busy, cache, cal
     assert stats.ssd is not None
     counts = {name: round(rate * seen["seconds"]) for name, rate in seen["per_second"].items() if rate is not None}
     assert counts == {
-        "asked_tokens": 2002, "hit_tokens": 2000, "promoted_tokens": 1000, "stored_tokens": 1000, "fetches": 2,
-        "stores": 1, "stored_bytes": stats.counters.stored_bytes, "written_bytes": stats.ssd.written_bytes,
-        "read_bytes": stats.ssd.read_bytes, "evicted_ram": stats.counters.evicted, "evicted_ssd": 0,
-    }  # fmt: skip
+        "asked_tokens": 2002,
+        "hit_tokens": 2000,
+        "promoted_tokens": 1000,
+        "stored_tokens": 1000,
+        "fetches": 2,
+        "stores": 1,
+        "stored_bytes": stats.counters.stored_bytes,
+        "written_bytes": stats.ssd.written_bytes,
+        "read_bytes": stats.ssd.read_bytes,
+        "evicted_ram": stats.counters.evicted,
+        "evicted_ssd": 0,
+    }
     assert seen["hit_rate"] == seen["hit_rate_since_start"]
     assert seen["hit_rate"] == pytest.approx({"ram": 1000 / 2002, "ssd": 1000 / 2002, "remote": 0.0})
     assert sum(seen["ram"][state] for state in ("images", "queued", "nodes", "reserved")) == stats.ram_held
@@ -139,9 +147,13 @@ def test_a_servers_rates_are_of_what_happened_between_two_looks(busy, cache, cal
     assert seen["info"]["codec"] == "raw"
     latency = {name: (one["lately"], one["count"]) for name, one in seen["latency"].items()}
     assert latency == {
-        "fetch_hit": (True, 2), "fetch_miss": (False, 0), "store": (True, 1), "promotion": (True, 1),
-        "spill_of_a_file": (True, stats.ssd.written_files), "read_of_a_file": (True, stats.ssd.read_files),
-    }  # fmt: skip
+        "fetch_hit": (True, 2),
+        "fetch_miss": (False, 0),
+        "store": (True, 1),
+        "promotion": (True, 1),
+        "spill_of_a_file": (True, stats.ssd.written_files),
+        "read_of_a_file": (True, stats.ssd.read_files),
+    }
     assert seen["up"]
 
 
@@ -377,9 +389,11 @@ def top_in_terminal(url: str, *flags: str) -> tuple[subprocess.Popen[bytes], int
     mine, its = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "NO_COLOR": "1", "COLUMNS": "80", "LINES": "24"}
     command = [sys.executable, "-c", FOREGROUND, *COMMAND, "top", url, *flags]
-    return subprocess.Popen(
-        command, stdin=its, stdout=its, stderr=its, env=environment, start_new_session=True
-    ), mine, its  # fmt: skip
+    return (
+        subprocess.Popen(command, stdin=its, stdout=its, stderr=its, env=environment, start_new_session=True),
+        mine,
+        its,
+    )
 
 
 LOCAL = termios.ECHO | termios.ICANON | termios.ISIG

@@ -10,10 +10,15 @@ import sys
 import pytest
 
 LINES = (
-    ("inspect", "DIR"), ("inspect", "DIR", "--json"), ("reconcile", "DIR"),
-    ("reconcile", "DIR", "--dry-run"), ("prune", "DIR", "--older-than", "0s"),
-    ("prune", "DIR", "--older-than", "0s", "--dry-run"), ("clear", "DIR", "--yes"), ("clear", "DIR", "--dry-run"),
-)  # fmt: skip
+    ("inspect", "DIR"),
+    ("inspect", "DIR", "--json"),
+    ("reconcile", "DIR"),
+    ("reconcile", "DIR", "--dry-run"),
+    ("prune", "DIR", "--older-than", "0s"),
+    ("prune", "DIR", "--older-than", "0s", "--dry-run"),
+    ("clear", "DIR", "--yes"),
+    ("clear", "DIR", "--dry-run"),
+)
 
 # As nobody where it may change its user. Nobody may not read Python's own files: each command runs before on a directory that
 # is not there, and imports what it needs.

@@ -225,8 +225,19 @@ def test_the_chat_template_and_its_arguments_are_the_callers(
     call: Callable[..., Any], prompts: Callable[..., Path], tmp_path: Path, tokenizer: Any
 ) -> None:
     template = "{% for m in messages %}{{ day }}: {{ m.content }}\n{% endfor %}"
-    done = call("warm", "--model", MODEL, "--ssd-dir", tmp_path / "ssd", *SMALL, "--chat-template", template,
-                "--chat-template-args", '{"day": "Monday"}', prompts(CHAT))  # fmt: skip
+    done = call(
+        "warm",
+        "--model",
+        MODEL,
+        "--ssd-dir",
+        tmp_path / "ssd",
+        *SMALL,
+        "--chat-template",
+        template,
+        "--chat-template-args",
+        '{"day": "Monday"}',
+        prompts(CHAT),
+    )
     assert (done.exit_code, done.stderr) == (0, "")
     request = tokenizer.encode(f"Monday: {SYSTEM['content']}\nMonday: hello\n", add_special_tokens=False)
     assert kept(tmp_path / "ssd", request) >= len(tokenizer.encode(f"Monday: {SYSTEM['content']}")) - 1

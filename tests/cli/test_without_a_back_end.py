@@ -40,10 +40,14 @@ def run(tmp_path):
 @pytest.mark.parametrize(
     "line",
     [
-        ("demo",), ("serve", "--model", TINY, "--port", 0), ("warm", "x.jsonl", "--model", TINY, "--ssd-dir", "x"),
-        ("evaluate", TINY), ("plan", "--model", "qwen3-8b"), ("inspect", "--kernels"),
+        ("demo",),
+        ("serve", "--model", TINY, "--port", 0),
+        ("warm", "x.jsonl", "--model", TINY, "--ssd-dir", "x"),
+        ("evaluate", TINY),
+        ("plan", "--model", "qwen3-8b"),
+        ("inspect", "--kernels"),
     ],
-)  # fmt: skip
+)
 def test_a_command_that_needs_mlx_names_the_extra_in_one_line(run, line):
     done = run(*line)
     assert (done.returncode, done.stdout) == (1, ""), done.stderr
@@ -63,9 +67,13 @@ print("all done")
 
 def test_what_operators_run_needs_no_mlx(run, filled):
     lines = (
-        ("--version",), ("--help",), ("inspect", filled), ("reconcile", filled), ("prune", filled, "--model", "chat"),
+        ("--version",),
+        ("--help",),
+        ("inspect", filled),
+        ("reconcile", filled),
+        ("prune", filled, "--model", "chat"),
         ("clear", filled, "--yes"),
-    )  # fmt: skip
+    )
     text = json.dumps([[str(arg) for arg in line] for line in lines])
     done = run(text, command=[sys.executable, "-c", EACH])
     assert done.returncode == 0, done.stderr

@@ -17,11 +17,16 @@ def refusal(codec) -> str:
 @pytest.mark.parametrize(
     ("text", "codec"),
     [
-        ("raw", Raw()), ("RAW ", Raw()), 
-        ("turboquant", TurboQuant()), ("turboquant:3", TurboQuant(3, 3)), ("turboquant:4:3", TurboQuant(4, 3)),
-        (TurboQuant(2, 8), TurboQuant(2, 8)), (Raw(), Raw()), (TurboQuant(4, 1).spec(), TurboQuant(4, 1)),
+        ("raw", Raw()),
+        ("RAW ", Raw()),
+        ("turboquant", TurboQuant()),
+        ("turboquant:3", TurboQuant(3, 3)),
+        ("turboquant:4:3", TurboQuant(4, 3)),
+        (TurboQuant(2, 8), TurboQuant(2, 8)),
+        (Raw(), Raw()),
+        (TurboQuant(4, 1).spec(), TurboQuant(4, 1)),
     ],
-)  # fmt: skip
+)
 def test_a_codec_is_read(text, codec):
     assert Settings(codec=text).codec == codec
 

@@ -85,9 +85,19 @@ def test_a_setting_names_a_codec(value: Any, codec: Codec | None) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    ["", "zip", "raw:4", "turboquant:4:3:2", "turboquant:x", "turboquant:plain:4", "raw:plain", "turboquant:seed=x",
-     "turboquant:seed=1_0", "turboquant:4:seed=1:seed=2"],
-)  # fmt: skip
+    [
+        "",
+        "zip",
+        "raw:4",
+        "turboquant:4:3:2",
+        "turboquant:x",
+        "turboquant:plain:4",
+        "raw:plain",
+        "turboquant:seed=x",
+        "turboquant:seed=1_0",
+        "turboquant:4:seed=1:seed=2",
+    ],
+)
 def test_a_text_that_names_no_codec_says_what_to_write(value: str) -> None:
     with pytest.raises(ValueError, match=r'not a codec; write "raw"'):
         as_codec(value)

@@ -36,9 +36,14 @@ STEP = 2.0 ** (1 / 32)  # the factor by which a root is rounded at most
 
 # Of narrower rows, one in thousands is as far out as those that don't count.
 @given(
-    seed=st.integers(0, 2**32 - 1), heads=st.integers(1, 3), width=st.integers(4, 80), scale=st.integers(-90, 90),
-    unequal=st.floats(0, 3), bad=st.integers(0, 5), centred=st.booleans(),
-)  # fmt: skip
+    seed=st.integers(0, 2**32 - 1),
+    heads=st.integers(1, 3),
+    width=st.integers(4, 80),
+    scale=st.integers(-90, 90),
+    unequal=st.floats(0, 3),
+    bad=st.integers(0, 5),
+    centred=st.booleans(),
+)
 def test_levels_are_those_of_float64_as_far_as_they_can_be_kept(
     seed: int, heads: int, width: int, scale: int, unequal: float, bad: int, centred: bool
 ) -> None:
@@ -56,9 +61,16 @@ def test_levels_are_those_of_float64_as_far_as_they_can_be_kept(
 
 
 @given(
-    seed=st.integers(0, 2**32 - 1), tokens=st.integers(LEAST_ROWS, 300), heads=st.integers(1, 3), width=st.integers(8, 80),
-    scale=st.integers(-60, 60), unequal=st.floats(0, 3), far=st.integers(0, 4), bad=st.integers(0, 5), centred=st.booleans(),
-)  # fmt: skip
+    seed=st.integers(0, 2**32 - 1),
+    tokens=st.integers(LEAST_ROWS, 300),
+    heads=st.integers(1, 3),
+    width=st.integers(8, 80),
+    scale=st.integers(-60, 60),
+    unequal=st.floats(0, 3),
+    far=st.integers(0, 4),
+    bad=st.integers(0, 5),
+    centred=st.booleans(),
+)
 def test_the_gpu_s_way_of_measuring_gives_what_the_cpu_s_gives(
     seed: int, tokens: int, heads: int, width: int, scale: int, unequal: float, far: int, bad: int, centred: bool
 ) -> None:
@@ -87,9 +99,13 @@ def test_a_head_without_rows_enough_that_are_finite_is_none_to_the_gpu_too() -> 
 
 
 @given(
-    seed=st.integers(0, 2**32 - 1), tokens=st.integers(1, 200), blocks=st.integers(1, 3), heads=st.integers(1, 3),
-    centred=st.booleans(), data=st.data(),
-)  # fmt: skip
+    seed=st.integers(0, 2**32 - 1),
+    tokens=st.integers(1, 200),
+    blocks=st.integers(1, 3),
+    heads=st.integers(1, 3),
+    centred=st.booleans(),
+    data=st.data(),
+)
 def test_the_gpu_measures_blocks_side_by_side_each_from_its_own_row_on(
     seed: int, tokens: int, blocks: int, heads: int, centred: bool, data: st.DataObject
 ) -> None:
@@ -148,8 +164,13 @@ def test_rows_far_larger_than_the_others_do_not_count(factor: float, few: int) -
 # --- as they are kept
 
 
-@given(seed=st.integers(0, 2**32 - 1), heads=st.integers(1, 4), width=st.integers(1, 80), size=st.integers(-120, 120),
-       centred=st.booleans())  # fmt: skip
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    heads=st.integers(1, 4),
+    width=st.integers(1, 80),
+    size=st.integers(-120, 120),
+    centred=st.booleans(),
+)
 def test_measured_levels_come_back_to_the_bit_from_the_numbers_that_they_are_kept_in(
     seed: int, heads: int, width: int, size: int, centred: bool
 ) -> None:

@@ -21,10 +21,18 @@ HEADS, WIDTH = 3, 64
 
 
 @given(
-    seed=st.integers(0, 2**32 - 1), dtype=st.sampled_from(["float16", "bfloat16", "float32"]), room=st.integers(0, 70),
-    kinds=st.lists(st.tuples(st.sampled_from(["raw", "plain", "levelled"]), st.sampled_from([0, 3, 64, 100]),
-                             st.sampled_from([0, 0, 0, 5])), max_size=6),
-)  # fmt: skip
+    seed=st.integers(0, 2**32 - 1),
+    dtype=st.sampled_from(["float16", "bfloat16", "float32"]),
+    room=st.integers(0, 70),
+    kinds=st.lists(
+        st.tuples(
+            st.sampled_from(["raw", "plain", "levelled"]),
+            st.sampled_from([0, 3, 64, 100]),
+            st.sampled_from([0, 0, 0, 5]),
+        ),
+        max_size=6,
+    ),
+)
 def test_launches_give_what_the_cpu_gives_piece_by_piece(
     seed: int, dtype: str, room: int, kinds: list[tuple[str, int, int]]
 ) -> None:

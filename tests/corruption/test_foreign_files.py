@@ -18,8 +18,15 @@ from prefixcache.store_fetch_remove.selection import Selection
 from .directories import EXACT, PLAIN, depth, file_of, opened, reasons, rows_of, store, uncleanly
 
 FILES = [".DS_Store", "._index.db", ".metadata_never_index", TAG, "Thumbs.db", "desktop.ini", "Icon\r", ".localized"]
-FOLDERS = [".TemporaryItems", ".DocumentRevisions-V100", ".Trashes", ".Spotlight-V100", ".fseventsd", "lost+found",
-           "System Volume Information"]  # fmt: skip
+FOLDERS = [
+    ".TemporaryItems",
+    ".DocumentRevisions-V100",
+    ".Trashes",
+    ".Spotlight-V100",
+    ".fseventsd",
+    "lost+found",
+    "System Volume Information",
+]
 APPLE_DOUBLE = b"\0\5\x16\7" + bytes(4092)
 
 

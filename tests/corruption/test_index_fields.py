@@ -70,9 +70,21 @@ def test_a_number_or_a_text_that_is_wrong_gives_no_wrong_answer(copies, field):
 
 @pytest.mark.parametrize(
     "extra",
-    ["{}", "[]", "", '{"ranges":[]}', '{"ranges":[[[0,256]]]}', '{"ranges":[[[0,87]]]}', '{"ranges":[[[0,88]],[]]}',
-     '{"ranges":5}', '{"ranges":{"a":"b"}}', '{"ranges":[[[0,1e400]]]}', '{"ranges":' + "9" * 5000 + "}", DEEP],
-)  # fmt: skip
+    [
+        "{}",
+        "[]",
+        "",
+        '{"ranges":[]}',
+        '{"ranges":[[[0,256]]]}',
+        '{"ranges":[[[0,87]]]}',
+        '{"ranges":[[[0,88]],[]]}',
+        '{"ranges":5}',
+        '{"ranges":{"a":"b"}}',
+        '{"ranges":[[[0,1e400]]]}',
+        '{"ranges":' + "9" * 5000 + "}",
+        DEEP,
+    ],
+)
 def test_a_window_with_other_ranges_is_out_of_reach(root, extra):
     change(root, row_of(root, "the last window"), "extra", extra)
     with opened(root) as cache:
@@ -92,8 +104,10 @@ def test_another_blocks_parent_gives_no_wrong_answer(copies, which):
     for other in ("the first block", "a tail", "a window"):
         root = next(each)
         theirs = row_of(root, other)
-        execute(root, f"UPDATE image SET parent = (SELECT key FROM image WHERE id = {theirs}) "
-                      f"WHERE id = {row_of(root, which)}")  # fmt: skip
+        execute(
+            root,
+            f"UPDATE image SET parent = (SELECT key FROM image WHERE id = {theirs}) WHERE id = {row_of(root, which)}",
+        )
         with opened(root) as cache:
             for kept in EXACT:
                 depth(cache, kept)
@@ -104,8 +118,13 @@ def test_another_blocks_parent_gives_no_wrong_answer(copies, which):
 def test_another_namespaces_number_gives_no_wrong_answer(copies, which):
     each = copies()
     for model, root in zip(("window", "state", "coded"), each, strict=False):
-        execute(root, ("UPDATE image SET namespace = (SELECT id FROM namespace WHERE model = ?) WHERE id = ?",
-                       [model, row_of(root, which)]))  # fmt: skip
+        execute(
+            root,
+            (
+                "UPDATE image SET namespace = (SELECT id FROM namespace WHERE model = ?) WHERE id = ?",
+                [model, row_of(root, which)],
+            ),
+        )
         for codec, ask in (("raw", EXACT), ("turboquant", (CODED,))):
             with opened(root, codec) as cache:
                 for kept in ask:
@@ -114,10 +133,16 @@ def test_another_namespaces_number_gives_no_wrong_answer(copies, which):
 
 
 def test_a_block_that_was_of_another_namespace_is_within_reach_again_after_a_store(root):
-    execute(root, "UPDATE image SET namespace = (SELECT id FROM namespace WHERE model = 'window') "
-                  f"WHERE id = {row_of(root, 'a block within')}")  # fmt: skip
-    execute(root, "UPDATE image SET namespace = (SELECT id FROM namespace WHERE model = 'window') "
-                  f"WHERE id = {row_of(root, 'the first block')}")  # fmt: skip
+    execute(
+        root,
+        "UPDATE image SET namespace = (SELECT id FROM namespace WHERE model = 'window') "
+        f"WHERE id = {row_of(root, 'a block within')}",
+    )
+    execute(
+        root,
+        "UPDATE image SET namespace = (SELECT id FROM namespace WHERE model = 'window') "
+        f"WHERE id = {row_of(root, 'the first block')}",
+    )
     judge(root)
 
 
@@ -213,11 +238,18 @@ def describe(root, model, layout):
 
 @pytest.mark.parametrize(
     "statement",
-    ["PRAGMA user_version = 0", "PRAGMA user_version = -1", "DELETE FROM meta", "DROP TABLE meta",
-     "UPDATE meta SET value = x'ff' WHERE name = 'clean'",
-     "INSERT INTO meta VALUES ('more', zeroblob(100000))", "DROP TABLE tokens", "CREATE TABLE other (a)",
-     "ALTER TABLE image RENAME COLUMN hits TO misses"],
-)  # fmt: skip
+    [
+        "PRAGMA user_version = 0",
+        "PRAGMA user_version = -1",
+        "DELETE FROM meta",
+        "DROP TABLE meta",
+        "UPDATE meta SET value = x'ff' WHERE name = 'clean'",
+        "INSERT INTO meta VALUES ('more', zeroblob(100000))",
+        "DROP TABLE tokens",
+        "CREATE TABLE other (a)",
+        "ALTER TABLE image RENAME COLUMN hits TO misses",
+    ],
+)
 def test_tables_that_say_of_themselves_what_is_not_so_are_rebuilt_or_make_no_difference(root, statement):
     execute(root, statement)
     verdict = judge(root)

@@ -144,8 +144,17 @@ def test_lock_and_index_that_are_no_files_are_refused_with_a_remedy(root, name, 
     assert str(root) in str(refused.value)
 
 
-@pytest.mark.parametrize("content", [b"", b"\0" * 5000, b"pid\nhost\n", b"\xff" * 300, b"format 99999999999999999999\n",
-                                     b"pid 1\nhost a\nsince b\nformat -1\n"])  # fmt: skip
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\0" * 5000,
+        b"pid\nhost\n",
+        b"\xff" * 300,
+        b"format 99999999999999999999\n",
+        b"pid 1\nhost a\nsince b\nformat -1\n",
+    ],
+)
 def test_whatever_lock_says_the_directory_opens(root, content):
     (root / "LOCK").write_bytes(content)
     judge(root)
@@ -167,9 +176,12 @@ def test_a_lock_that_is_another_name_of_a_foreign_file_leaves_that_alone(root, t
 
 @pytest.mark.parametrize(
     ("end", "link"),
-    [*((end, os.symlink) for end in ("-wal", "-shm", "-journal")), ("-journal", os.link),
-     *((end, os.link) for end in ("-wal", "-shm"))],
-)  # fmt: skip
+    [
+        *((end, os.symlink) for end in ("-wal", "-shm", "-journal")),
+        ("-journal", os.link),
+        *((end, os.link) for end in ("-wal", "-shm")),
+    ],
+)
 def test_what_the_index_keeps_beside_it_is_not_followed_outside(root, tmp_path, end, link):
     (tmp_path / "foreign").write_bytes(PRECIOUS)
     link(tmp_path / "foreign", root / f"index.db{end}")

@@ -35,8 +35,13 @@ def reseal(root, row, change):
         array[...] = tensors[name] if name in tensors and tensors[name].shape == array.shape else 0
     image = draft.seal()
     path.write_bytes(image.data.tobytes())
-    execute(root, ("UPDATE image SET checksum = ?, nbytes = ?, disk = ? WHERE id = ?",
-                   [image.checksum, image.nbytes, path.stat().st_blocks * 512, row]))  # fmt: skip
+    execute(
+        root,
+        (
+            "UPDATE image SET checksum = ?, nbytes = ?, disk = ? WHERE id = ?",
+            [image.checksum, image.nbytes, path.stat().st_blocks * 512, row],
+        ),
+    )
 
 
 def shaped(to):
@@ -96,9 +101,20 @@ def written(path, header, body=b""):
 
 
 def header(tensors, **more):
-    said = {"checksum": "0" * 32, "format": str(FORMAT), "kind": "rows", "key": "0" * 64, "parent": "0" * 64,
-            "namespace": "0" * 64, "model": "m", "codec": "{}", "layout": "{}", "start": "0", "extra": "{}",
-            **more}  # fmt: skip
+    said = {
+        "checksum": "0" * 32,
+        "format": str(FORMAT),
+        "kind": "rows",
+        "key": "0" * 64,
+        "parent": "0" * 64,
+        "namespace": "0" * 64,
+        "model": "m",
+        "codec": "{}",
+        "layout": "{}",
+        "start": "0",
+        "extra": "{}",
+        **more,
+    }
     return json.dumps({"__metadata__": said, **tensors}, separators=(",", ":")).encode()
 
 
@@ -106,15 +122,26 @@ def header(tensors, **more):
     "shape",
     [[9] * 1_000_000, [1 << 39] * 33, [1 << 40], [4.0], [-1, -4], [True, 4], [None], "4", {"4": 4}, [10**400], [[4]]],
     ids=lambda shape: str(shape)[:20],
-)  # fmt: skip
+)
 def test_a_hostile_shape_is_refused_at_once(tmp_path, shape):
     path = written(tmp_path / "image", header({"t": {"dtype": "U8", "shape": shape, "data_offsets": [0, 4]}}), b"1234")
     with pytest.raises(Damaged):
         read_header(path)
 
 
-@pytest.mark.parametrize("text", [b"[" * 200_000, b'{"__metadata__":' * 100_000, b"{}", b"null", b'{"__metadata__":null}',
-                                  b'{"__metadata__":{}}', b"\xff\xfe", b"9" * 100_000])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"[" * 200_000,
+        b'{"__metadata__":' * 100_000,
+        b"{}",
+        b"null",
+        b'{"__metadata__":null}',
+        b'{"__metadata__":{}}',
+        b"\xff\xfe",
+        b"9" * 100_000,
+    ],
+)
 def test_a_hostile_header_is_refused(tmp_path, text):
     with pytest.raises(Damaged):
         read_header(written(tmp_path / "image", text))

@@ -57,8 +57,9 @@ def strict() -> Iterator[None]:
 
 
 def opened(root: Path) -> PrefixCache:
-    return PrefixCache(ram="30MB", ssd_dir=root, ssd=50_000_000, codec="transform:4",
-                       basis_dir=root.parent / "bases", memory_reserve=0)  # fmt: skip
+    return PrefixCache(
+        ram="30MB", ssd_dir=root, ssd=50_000_000, codec="transform:4", basis_dir=root.parent / "bases", memory_reserve=0
+    )
 
 
 def changed(root: Path, model: Tiny, block: int, change) -> None:
@@ -79,8 +80,13 @@ def changed(root: Path, model: Tiny, block: int, change) -> None:
         array[...] = tensors[name]
     sealed = draft.seal()
     path.write_bytes(sealed.data.tobytes())
-    execute(root, ("UPDATE image SET checksum = ?, nbytes = ?, disk = ? WHERE id = ?",
-                   [sealed.checksum, sealed.nbytes, path.stat().st_blocks * 512, row]))  # fmt: skip
+    execute(
+        root,
+        (
+            "UPDATE image SET checksum = ?, nbytes = ?, disk = ? WHERE id = ?",
+            [sealed.checksum, sealed.nbytes, path.stat().st_blocks * 512, row],
+        ),
+    )
 
 
 def specs_of(image: Image) -> dict[str, Spec]:
@@ -154,8 +160,10 @@ def another_gain(tensors):
 
 
 def swapped_groups(tensors):
-    return {("z1" if name[:2] == "z0" else "z0" if name[:2] == "z1" else name[:2]) + name[2:]: array
-            for name, array in tensors.items()}  # fmt: skip
+    return {
+        ("z1" if name[:2] == "z0" else "z0" if name[:2] == "z1" else name[:2]) + name[2:]: array
+        for name, array in tensors.items()
+    }
 
 
 def swapped_words(tensors):
@@ -197,10 +205,24 @@ def without_a_group(tensors):
 
 
 MISS = [  # refused when it is read, or found when it is decoded
-    more_words, more_words_that_are_there, fewer_words, no_words, one_word_a_row, a_row_as_it_is_without_its_bits,
-    random_words, zero_words, rotated_words, swapped_words, infinite_offsets, offsets_that_are_no_numbers,
-    offsets_of_another_shape, words_of_another_kind, heads_of_fewer_rows, heads_in_two_dimensions, without_a_group,
-]  # fmt: skip
+    more_words,
+    more_words_that_are_there,
+    fewer_words,
+    no_words,
+    one_word_a_row,
+    a_row_as_it_is_without_its_bits,
+    random_words,
+    zero_words,
+    rotated_words,
+    swapped_words,
+    infinite_offsets,
+    offsets_that_are_no_numbers,
+    offsets_of_another_shape,
+    words_of_another_kind,
+    heads_of_fewer_rows,
+    heads_in_two_dimensions,
+    without_a_group,
+]
 OTHER_NUMBERS = [rows_of_zeros, rows_as_they_are, largest_offsets]  # whoever writes the directory can write any
 EITHER = [another_gain, swapped_groups]
 

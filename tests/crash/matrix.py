@@ -113,9 +113,13 @@ class Lab:
             bases.save(uneven_basis("coded", 1))
             environment |= {"CRASH_CODEC": codec, "PREFIXCACHE_BASIS_DIR": str(bases.folder)}
         self._zygote = subprocess.Popen(
-            [sys.executable, "-m", "tests.crash.zygote"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            cwd=Path(__file__).parents[2], env=environment,
-        )  # fmt: skip
+            [sys.executable, "-m", "tests.crash.zygote"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[2],
+            env=environment,
+        )
         self._rooms = 0
         self._calls: dict[int, int] = {}
 

@@ -52,8 +52,10 @@ def run_stalled(job: dict[str, Any], shim: Shim) -> dict[str, Any]:
 
 
 JOBS: dict[str, Callable[[dict[str, Any], Shim], dict[str, Any]]] = {
-    "scenario": run_scenario, "check": run_check, "stalled": run_stalled
-}  # fmt: skip
+    "scenario": run_scenario,
+    "check": run_check,
+    "stalled": run_stalled,
+}
 
 
 def child(job: dict[str, Any], report: int) -> None:

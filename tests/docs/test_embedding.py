@@ -131,9 +131,13 @@ def within(seconds: float, holds: Callable[[], bool]) -> bool:
 def test_the_page_is_a_program_that_ends_by_itself(tmp_path: Path) -> None:
     program = "\n\n".join(BLOCKS)
     ended = subprocess.run(
-        [sys.executable, "-c", program], cwd=planted(tmp_path), capture_output=True, text=True, timeout=200,
+        [sys.executable, "-c", program],
+        cwd=planted(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=200,
         env={**os.environ, "HOME": str(tmp_path), "PYTHONPATH": str(ROOT), **BLAS},
-    )  # fmt: skip
+    )
     assert ended.returncode == 0, ended.stderr
     assert re.search(r" (stop|length) 0$", ended.stdout.strip())
     assert list((tmp_path / ".cache" / "prefixcache").rglob("*.safetensors"))

@@ -46,9 +46,14 @@ def fuzz(name: str, seconds: int, folder: Path) -> tuple[int, int, list[Path]]:
     for each in (corpus, crashes):
         each.mkdir(parents=True, exist_ok=True)
     options = [
-        f"-max_total_time={seconds}", "-print_final_stats=1", "-rss_limit_mb=4096", "-timeout=20", "-max_len=20000",
-        f"-artifact_prefix={crashes}/", "-verbosity=1",
-    ]  # fmt: skip
+        f"-max_total_time={seconds}",
+        "-print_final_stats=1",
+        "-rss_limit_mb=4096",
+        "-timeout=20",
+        "-max_len=20000",
+        f"-artifact_prefix={crashes}/",
+        "-verbosity=1",
+    ]
     command = [sys.executable, "-m", "tests.fuzz.atheris_child", name, *options, str(corpus)]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=seconds + 120)
     found = sorted(crashes.iterdir())

@@ -17,10 +17,18 @@ from prefixcache import image_format
 from prefixcache.image_format import DTYPES, Blueprint, ImageError, Meta, Spec, verify
 
 META = {
-    "checksum": "0" * 32, "format": str(image_format.FORMAT), "kind": "rows", "key": "1" * 64, "parent": "2" * 64,
-    "namespace": "3" * 64, "model": "m",
-    "codec": "{}", "layout": "{}", "start": "0", "extra": "{}",
-}  # fmt: skip
+    "checksum": "0" * 32,
+    "format": str(image_format.FORMAT),
+    "kind": "rows",
+    "key": "1" * 64,
+    "parent": "2" * 64,
+    "namespace": "3" * 64,
+    "model": "m",
+    "codec": "{}",
+    "layout": "{}",
+    "start": "0",
+    "extra": "{}",
+}
 BEYOND = 2**63
 
 
@@ -113,8 +121,11 @@ HEADERS = {
     "infinity": text(entry(shape=[float("inf")])),
     "not a number": text(entry(offsets=[0, float("nan")])),
     "format of tomorrow": text({}, format="3"),
-    **{f"{field} {v!r}": text({}, **{field: v}) for field in ("key", "parent", "namespace", "checksum")
-       for v in ("", "k", "a" * 31, "a" * 33, "A" * 32, "g" * 32, "a" * 31 + "\n")},
+    **{
+        f"{field} {v!r}": text({}, **{field: v})
+        for field in ("key", "parent", "namespace", "checksum")
+        for v in ("", "k", "a" * 31, "a" * 33, "A" * 32, "g" * 32, "a" * 31 + "\n")
+    },
     "tokens of another dtype": text({"tokens": entry("U8", [4], [0, 4])["t"]}),
     "tokens of two dimensions": text({"tokens": entry("I64", [0, 4], [0, 0])["t"]}),
     "format with surrogates": text({}, format="\ud800" * 100),
@@ -129,25 +140,75 @@ HEADERS = {
     "start too long to read": text({}, start="9" * 5000),
     "start beyond 64 bits": text({}, start="9" * 19),
     **{f"no {field}": without(field) for field in META if field != "checksum"},
-    **{f"{field} as {type(v).__name__}": text({}, **{field: v}) for field in META if field != "checksum"
-       for v in (1, None, ["a"], {"a": "b"}, True, 1.5)},
+    **{
+        f"{field} as {type(v).__name__}": text({}, **{field: v})
+        for field in META
+        if field != "checksum"
+        for v in (1, None, ["a"], {"a": "b"}, True, 1.5)
+    },
     "unknown field of metadata that is no text": text({}, later=5),
-    **{f"dtype {d!r}": text(entry(dtype=d)) for d in ("F8_E4M3", "u8", "", "F16 ", 5, None, True, ["U8"], {"U8": 1}, 1.5)},
-    **{f"shape {s!r}": text({"t": {"dtype": "U8", "shape": s, "data_offsets": [0, 4]}})
-       for s in (4, None, "4", {"4": 4}, [4.0], [True, 4], [-4], [-2, -2], ["4"], [None], [[4]], [2**40], [BEYOND],
-                 [2**32, 2**32], [4, 0], [1] * 33 + [4], [4] + [1] * 100_000)},
-    **{f"shape {s!r} of nothing": text({"t": {"dtype": "U8", "shape": s, "data_offsets": [0, 0]}})
-       for s in ([2**39, 2**39, 0], [0] * 65, [0.0], [False], [-0.0], [2**40, 0])},
-    **{f"offsets {o!r}": text({"t": {"dtype": "U8", "shape": [4], "data_offsets": o}})
-       for o in (4, None, "04", {}, [], [0], [0, 4, 8], [4, 0], [-4, 0], [0, 3], [0, 5], [1, 5], [0, 2**63], [-1, 3],
-                 [0.0, 4.0], [False, 4], [0, "4"], [None, 4], [[0], [4]], {"0": 0, "4": 4})},
+    **{
+        f"dtype {d!r}": text(entry(dtype=d))
+        for d in ("F8_E4M3", "u8", "", "F16 ", 5, None, True, ["U8"], {"U8": 1}, 1.5)
+    },
+    **{
+        f"shape {s!r}": text({"t": {"dtype": "U8", "shape": s, "data_offsets": [0, 4]}})
+        for s in (
+            4,
+            None,
+            "4",
+            {"4": 4},
+            [4.0],
+            [True, 4],
+            [-4],
+            [-2, -2],
+            ["4"],
+            [None],
+            [[4]],
+            [2**40],
+            [BEYOND],
+            [2**32, 2**32],
+            [4, 0],
+            [1] * 33 + [4],
+            [4] + [1] * 100_000,
+        )
+    },
+    **{
+        f"shape {s!r} of nothing": text({"t": {"dtype": "U8", "shape": s, "data_offsets": [0, 0]}})
+        for s in ([2**39, 2**39, 0], [0] * 65, [0.0], [False], [-0.0], [2**40, 0])
+    },
+    **{
+        f"offsets {o!r}": text({"t": {"dtype": "U8", "shape": [4], "data_offsets": o}})
+        for o in (
+            4,
+            None,
+            "04",
+            {},
+            [],
+            [0],
+            [0, 4, 8],
+            [4, 0],
+            [-4, 0],
+            [0, 3],
+            [0, 5],
+            [1, 5],
+            [0, 2**63],
+            [-1, 3],
+            [0.0, 4.0],
+            [False, 4],
+            [0, "4"],
+            [None, 4],
+            [[0], [4]],
+            {"0": 0, "4": 4},
+        )
+    },
     "a boolean offset": text(entry(shape=[1], offsets=[0, True])),
     "overlapping tensors": text({"a": entry()["t"], "b": entry()["t"]}),
     "a gap between tensors": text({"a": entry("U8", [1], [0, 1])["t"], "b": entry("U8", [1], [3, 4])["t"]}),
     "tensors in another order": text({"b": entry("U8", [2], [2, 4])["t"], "a": entry("U8", [2], [0, 2])["t"]}),
     "no tensor for the bytes": text({}),
     "fewer bytes than a tensor has": text(entry(shape=[8], offsets=[0, 8])),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("header", HEADERS.values(), ids=[name[:60] for name in HEADERS])
@@ -218,18 +279,25 @@ def test_random_bytes_behind_the_opening_are_an_image_error(rest):
 
 
 junk = st.recursive(
-    st.none() | st.booleans() | st.floats() | st.integers(-(2**70), 2**70) | st.text(max_size=5) | st.sampled_from(
-        [0, 1, 4, -1, 2**63, "U8", "F32", "C64", "shape", "dtype", "data_offsets", [0, 4], [4]]
-    ),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(
-        st.text(max_size=3) | st.sampled_from(["dtype", "shape", "data_offsets"]), inner, max_size=4
+    st.none()
+    | st.booleans()
+    | st.floats()
+    | st.integers(-(2**70), 2**70)
+    | st.text(max_size=5)
+    | st.sampled_from([0, 1, 4, -1, 2**63, "U8", "F32", "C64", "shape", "dtype", "data_offsets", [0, 4], [4]]),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(max_size=3) | st.sampled_from(["dtype", "shape", "data_offsets"]), inner, max_size=4)
     ),
     max_leaves=10,
-)  # fmt: skip
+)
 tensors = st.fixed_dictionaries(
-    {"dtype": st.sampled_from(sorted(DTYPES)) | junk, "shape": st.lists(st.integers(0, 4) | junk, max_size=3) | junk,
-     "data_offsets": st.lists(st.integers(0, 20) | junk, min_size=1, max_size=3) | junk}
-)  # fmt: skip
+    {
+        "dtype": st.sampled_from(sorted(DTYPES)) | junk,
+        "shape": st.lists(st.integers(0, 4) | junk, max_size=3) | junk,
+        "data_offsets": st.lists(st.integers(0, 20) | junk, min_size=1, max_size=3) | junk,
+    }
+)
 
 
 @given(st.dictionaries(st.text(max_size=3), tensors | junk, max_size=3), st.binary(max_size=40))
@@ -243,8 +311,10 @@ def test_random_metadata_is_refused_or_readable(field, value, inside):
     readable(forged(text({}, extra=text({"a": value}) if inside else "{}")))
 
 
-BASE = Blueprint(Meta(**{k: META[k] for k in Meta._fields if k != "start"}, start=0),
-                 [Spec("a", "F32", (2, 2)), Spec("b", "U8", (3,))])  # fmt: skip
+BASE = Blueprint(
+    Meta(**{k: META[k] for k in Meta._fields if k != "start"}, start=0),
+    [Spec("a", "F32", (2, 2)), Spec("b", "U8", (3,))],
+)
 
 
 def base() -> bytes:

@@ -132,9 +132,13 @@ def metal_text(source: Source, inputs: Sequence[Given], outputs: Sequence[str]) 
         "#include <metal_stdlib>\n"
         + dialect.header_of(source)
         + "\n#undef SHARED\n#define SHARED static\n"
-        + f"[[kernel]] void {name}(\n" + ",\n".join(parameters) + ") {\n" + body + "\n}\n"
+        + f"[[kernel]] void {name}(\n"
+        + ",\n".join(parameters)
+        + ") {\n"
+        + body
+        + "\n}\n"
         + _main(f"{name}({', '.join(values)})")
-    )  # fmt: skip
+    )
 
 
 def cuda_text(source: Source, inputs: Sequence[Given], outputs: Sequence[str]) -> str:
@@ -157,9 +161,13 @@ def cuda_text(source: Source, inputs: Sequence[Given], outputs: Sequence[str]) -
         '#include "mlx/backend/cuda/device/utils.cuh"\n#include <cooperative_groups.h>\n'
         + dialect.header_of(source)
         + "namespace mlx::core::cu {\nnamespace cg = cooperative_groups;\n"
-        + f"__global__ void {name}(\n" + ",\n".join(parameters) + ") {\n" + body + "\n}\n}\n"
+        + f"__global__ void {name}(\n"
+        + ",\n".join(parameters)
+        + ") {\n"
+        + body
+        + "\n}\n}\n"
         + _main(f"mlx::core::cu::{name}({', '.join(values)})")
-    )  # fmt: skip
+    )
 
 
 def _main(call: str) -> str:

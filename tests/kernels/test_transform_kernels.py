@@ -58,9 +58,13 @@ def packed(values, classes, tables, skipped=(), lengths=None, limit=1e9):
     skips[list(skipped)] = 1
     lengths = np.nan_to_num(values**2, posinf=0).sum(axis=1) if lengths is None else lengths
     return gpu_entropy.pack(
-        several.padded(mx.array(values.T.astype(np.float16))[None]), mx.array(lengths.astype(np.float32))[None],
-        mx.array(skips), mx.array(np.float32([limit])), several, tables,
-    )  # fmt: skip
+        several.padded(mx.array(values.T.astype(np.float16))[None]),
+        mx.array(lengths.astype(np.float32))[None],
+        mx.array(skips),
+        mx.array(np.float32([limit])),
+        several,
+        tables,
+    )
 
 
 def unpacked(heads, words, first, classes, tables):

@@ -363,10 +363,13 @@ def recurrent() -> ArraysCache:
 
 NESTED = {
     "falcon_h1": lambda: [CacheList(recurrent(), filled(KVCache()))],
-    "baichuan_m1": lambda: [CacheList(recurrent(), filled(RotatingKVCache(100))), CacheList(recurrent(), filled(KVCache()))],
+    "baichuan_m1": lambda: [
+        CacheList(recurrent(), filled(RotatingKVCache(100))),
+        CacheList(recurrent(), filled(KVCache())),
+    ],
     "deeper": lambda: [CacheList(filled(KVCache()), CacheList(CacheList(recurrent()), filled(QuantizedKVCache(32))))],
     "in no list": lambda: [recurrent(), filled(KVCache())],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("compressed", [False, True])

@@ -20,8 +20,14 @@ from prefixcache.layers.classes import find_class
 
 TOKENS = list(range(300))
 OF_MLX_LM = {
-    "KVCache", "ConcatenateKVCache", "QuantizedKVCache", "RotatingKVCache", "ChunkedKVCache", "ArraysCache", "CacheList",
-}  # fmt: skip
+    "KVCache",
+    "ConcatenateKVCache",
+    "QuantizedKVCache",
+    "RotatingKVCache",
+    "ChunkedKVCache",
+    "ArraysCache",
+    "CacheList",
+}
 
 
 def modules() -> Iterator[ModuleType]:
@@ -82,13 +88,24 @@ def owns(module: ModuleType) -> tuple[type, ...]:
 @pytest.mark.parametrize(
     "path",
     [
-        "prefixcache.cache.ThreadPoolExecutor", "prefixcache.servers.mlx_lm.http_server.ThreadingHTTPServer",
-        "mlx_lm.models.llama.KVCache", "mlx_lm.models.cache.TokenBuffer", "mlx_lm.models.cache.LRUPromptCache",
-        "mlx_lm.models.cache.BatchKVCache", "mlx_lm.models.cache.KVCache.update_and_fetch", "mlx_lm.models.cache.",
-        "mlx_lm.models.cache._BaseCache", "prefixcache.live.turboquant.TurboQuantKVCache", "mlx_lm.models.llama.nn.Linear",
-        "prefixcache.__main__.app", "builtins.list", "KVCache", "", "mlx_lm.models.cache.\0",
+        "prefixcache.cache.ThreadPoolExecutor",
+        "prefixcache.servers.mlx_lm.http_server.ThreadingHTTPServer",
+        "mlx_lm.models.llama.KVCache",
+        "mlx_lm.models.cache.TokenBuffer",
+        "mlx_lm.models.cache.LRUPromptCache",
+        "mlx_lm.models.cache.BatchKVCache",
+        "mlx_lm.models.cache.KVCache.update_and_fetch",
+        "mlx_lm.models.cache.",
+        "mlx_lm.models.cache._BaseCache",
+        "prefixcache.live.turboquant.TurboQuantKVCache",
+        "mlx_lm.models.llama.nn.Linear",
+        "prefixcache.__main__.app",
+        "builtins.list",
+        "KVCache",
+        "",
+        "mlx_lm.models.cache.\0",
     ],
-)  # fmt: skip
+)
 def test_any_other_class_is_refused_with_its_name(path):
     with pytest.raises(CacheError, match="class"):
         find_class(path)

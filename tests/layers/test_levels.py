@@ -26,8 +26,10 @@ def skewed(tokens: int, seed: int = 0, cls: type = KVCache, **kwargs: int) -> li
     layers = []
     for _ in range(2):
         layer = cls(**kwargs)
-        rows = [mx.array((rng.standard_normal((1, HEADS, tokens, WIDTH)) * spread + own).astype(np.float16))
-                for own in (offset, 0)]  # fmt: skip
+        rows = [
+            mx.array((rng.standard_normal((1, HEADS, tokens, WIDTH)) * spread + own).astype(np.float16))
+            for own in (offset, 0)
+        ]
         layer.update_and_fetch(*rows)
         layers.append(layer)
     return layers
@@ -275,8 +277,10 @@ def test_layers_at_the_ends_stay_as_they_are_when_asked_for() -> None:
     with PrefixCache(ram="50MB", codec=TurboQuant(fp16_layers=1)) as cache:
         assert cache.store(tokens, live, model="m").raw_layers == (0, 3)
         back = fetched(cache, tokens)
-        same = [np.array_equal(np.array(a.keys[..., :300, :]), np.array(b.keys[..., :300, :]))
-                for a, b in zip(live, back, strict=True)]  # fmt: skip
+        same = [
+            np.array_equal(np.array(a.keys[..., :300, :]), np.array(b.keys[..., :300, :]))
+            for a, b in zip(live, back, strict=True)
+        ]
         assert same == [True, False, False, True]
 
 

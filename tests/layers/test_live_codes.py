@@ -59,8 +59,11 @@ def bits(layer: TurboQuantKVCache) -> tuple[np.ndarray, np.ndarray]:
 
 
 def same_bits(a: list[Any], b: list[Any], tokens: int | None = None) -> bool:
-    pairs = [(x[:, :, :tokens], y[:, :, :tokens]) for p, q in zip(a, b, strict=True)
-             for x, y in zip(bits(p), bits(q), strict=True)]  # fmt: skip
+    pairs = [
+        (x[:, :, :tokens], y[:, :, :tokens])
+        for p, q in zip(a, b, strict=True)
+        for x, y in zip(bits(p), bits(q), strict=True)
+    ]
     return all(np.array_equal(x, y) for x, y in pairs)
 
 
@@ -229,8 +232,11 @@ def test_storing_leaves_the_live_cache_as_it_was_and_holds_nothing_of_it(cache: 
     append(live, cut(skewed(20, 3), 0, 20))
     back = fetched(cache, LONG)
     append(back, cut(skewed(50, 4), 0, 50))
-    assert all(np.array_equal(x, y) for own, layer in zip(before, fetched(cache, LONG), strict=True)
-               for x, y in zip(own, bits(layer), strict=True))  # fmt: skip
+    assert all(
+        np.array_equal(x, y)
+        for own, layer in zip(before, fetched(cache, LONG), strict=True)
+        for x, y in zip(own, bits(layer), strict=True)
+    )
     assert [layer.offset for layer in live] == [720, 720]
 
 
@@ -341,8 +347,11 @@ def test_codes_of_a_live_cache_stand_behind_blocks_that_plain_ones_stored(cache:
     back = fetched(cache, LONG)
     assert starts(back) == [[0, 256, 512]] * 2
     mine = [[x[:, :, 512:] for x in bits(layer)] for layer in live]
-    assert all(np.array_equal(x, y[:, :, 512:]) for own, layer in zip(mine, back, strict=True)
-               for x, y in zip(own, bits(layer), strict=True))  # fmt: skip
+    assert all(
+        np.array_equal(x, y[:, :, 512:])
+        for own, layer in zip(mine, back, strict=True)
+        for x, y in zip(own, bits(layer), strict=True)
+    )
     append(back, cut(plain, 700, 900))
     longer = [*LONG, *range(3000, 3200)]
     cache.store(longer, back, model="m")
@@ -356,8 +365,10 @@ def test_a_tail_that_a_plain_cache_stored_waits_in_a_live_one_until_it_is_long_e
     cache.store(LONG[:100], first_rows(plain, 100), model="m")
     live = fetched(cache, LONG[:100])
     assert all(layer._layer.waiting is not None for layer in live)
-    assert all(mx.array_equal(a.dequantize().keys[..., :100, :], b.keys[..., :100, :])
-               for a, b in zip(live, plain, strict=True))  # fmt: skip
+    assert all(
+        mx.array_equal(a.dequantize().keys[..., :100, :], b.keys[..., :100, :])
+        for a, b in zip(live, plain, strict=True)
+    )
     assert cache.store(LONG[:100], live, model="m").new_tokens == 0
     append(live, cut(plain, 100, 700))
     assert cache.store(LONG, live, model="m").new_tokens == 600
@@ -399,8 +410,11 @@ def test_a_prompt_that_parts_within_a_block_of_other_levels_keeps_its_codes(cach
     cache.store(tokens, other, model="m")
     back = fetched(cache, tokens)
     mine = [[x[:, :, 512:] for x in bits(layer)] for layer in other]
-    assert all(np.array_equal(x, y[:, :, 512:]) for own, layer in zip(mine, back, strict=True)
-               for x, y in zip(own, bits(layer), strict=True))  # fmt: skip
+    assert all(
+        np.array_equal(x, y[:, :, 512:])
+        for own, layer in zip(mine, back, strict=True)
+        for x, y in zip(own, bits(layer), strict=True)
+    )
     assert starts(back) == [[0, 512]] * 2  # one's, then the other's
     assert cache.stats().counters.recoded_tokens == 0
 
@@ -525,9 +539,12 @@ def test_codes_of_another_codec_are_refused(cache: PrefixCache, mine: TurboQuant
 
 @pytest.mark.parametrize(
     ("codec", "kept"),
-    [("raw", "raw"), (TurboQuant(4, 3, fp16_layers=1), "raw"),
-     (TurboQuant(4, 4, layers={0: (4, 3), 1: (8, 3)}), "by turboquant k8 v3")],
-)  # fmt: skip
+    [
+        ("raw", "raw"),
+        (TurboQuant(4, 3, fp16_layers=1), "raw"),
+        (TurboQuant(4, 4, layers={0: (4, 3), 1: (8, 3)}), "by turboquant k8 v3"),
+    ],
+)
 def test_codes_of_a_layer_that_is_kept_otherwise_are_refused(codec: Any, kept: str) -> None:
     with PrefixCache(ram="50MB", codec=codec) as cache, pytest.raises(CacheError, match=f"are kept {kept};"):
         cache.store(LONG, coded(skewed(700)), model="m")

@@ -80,10 +80,19 @@ def expected_attention(queries, keys, values, scale: float, mask, sinks=None) ->
 
 B, QUERY_HEADS, LENGTH, TOTAL = 3, 6, 5, 17
 MASK_SHAPES = [
-    (TOTAL,), (LENGTH, TOTAL), (LENGTH, 1), (1, TOTAL), (1, LENGTH, TOTAL), (QUERY_HEADS, LENGTH, TOTAL),
-    (1, 1, LENGTH, TOTAL), (B, 1, LENGTH, TOTAL), (B, 1, 1, TOTAL), (1, QUERY_HEADS, 1, TOTAL),
-    (B, QUERY_HEADS, LENGTH, TOTAL), (B, QUERY_HEADS, 1, 1),
-]  # fmt: skip
+    (TOTAL,),
+    (LENGTH, TOTAL),
+    (LENGTH, 1),
+    (1, TOTAL),
+    (1, LENGTH, TOTAL),
+    (QUERY_HEADS, LENGTH, TOTAL),
+    (1, 1, LENGTH, TOTAL),
+    (B, 1, LENGTH, TOTAL),
+    (B, 1, 1, TOTAL),
+    (1, QUERY_HEADS, 1, TOTAL),
+    (B, QUERY_HEADS, LENGTH, TOTAL),
+    (B, QUERY_HEADS, 1, 1),
+]
 
 
 @pytest.fixture
@@ -246,10 +255,18 @@ def test_what_is_fetched_has_the_shape_and_dtype_of_what_it_stands_for():
 
 def test_a_model_that_reads_the_dtype_of_fetched_values_runs():
     args = phi.ModelArgs(
-        model_type="phi", vocab_size=64, hidden_size=128, num_attention_heads=4, num_key_value_heads=4,
-        num_hidden_layers=2, intermediate_size=64, layer_norm_eps=1e-5, partial_rotary_factor=0.5, rope_theta=10000.0,
+        model_type="phi",
+        vocab_size=64,
+        hidden_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_hidden_layers=2,
+        intermediate_size=64,
+        layer_norm_eps=1e-5,
+        partial_rotary_factor=0.5,
+        rope_theta=10000.0,
         max_position_embeddings=512,
-    )  # fmt: skip
+    )
     mx.random.seed(0)
     model, prompt = phi.Model(args), mx.array([[1, 2, 3]])
     logits = model(prompt, cache=[QuantizedKVCache(GROUP, 8) for _ in model.layers])

@@ -160,12 +160,29 @@ def test_brackets_match(board):
 def test_what_operators_must_see_is_there(board):
     asked = " ".join(query for _, query in queries(board))
     for metric in (
-        "hit_tokens_total", "fetch_tokens_total", "ram_bytes", "ram_limit_bytes", "ssd_used_bytes", "ssd_limit_bytes",
-        "ssd_spill_seconds_bucket", "promote_seconds_bucket", "ssd_read_seconds_bucket", "store_seconds_bucket",
-        "fetch_seconds_bucket", "ssd_written_bytes_total", "dropped_images_total", "ssd_quarantined_files_total",
-        "denied_reservations_total", "write_errors_total", "evicted_images_total", "ssd_queued_bytes",
-        "remote_up", "remote_refused_images_total", "remote_written_bytes_total", "remote_read_bytes_total",
-    ):  # fmt: skip
+        "hit_tokens_total",
+        "fetch_tokens_total",
+        "ram_bytes",
+        "ram_limit_bytes",
+        "ssd_used_bytes",
+        "ssd_limit_bytes",
+        "ssd_spill_seconds_bucket",
+        "promote_seconds_bucket",
+        "ssd_read_seconds_bucket",
+        "store_seconds_bucket",
+        "fetch_seconds_bucket",
+        "ssd_written_bytes_total",
+        "dropped_images_total",
+        "ssd_quarantined_files_total",
+        "denied_reservations_total",
+        "write_errors_total",
+        "evicted_images_total",
+        "ssd_queued_bytes",
+        "remote_up",
+        "remote_refused_images_total",
+        "remote_written_bytes_total",
+        "remote_read_bytes_total",
+    ):
         assert f"prefixcache_{metric}" in asked, metric
 
 

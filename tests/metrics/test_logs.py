@@ -31,12 +31,22 @@ from tests.servers.serving import TINY, chat, save_model, serve, starting, text
 LONG = list(range(1000))
 API_KEY = "sk-of-great-fame"
 FIELDS = {
-    "seconds", "fetches", "stores", "asked_tokens_per_second", "hit_rate", "ram_hit_rate", "ssd_hit_rate",
-    "stored_bytes_per_second", "evicted", "dropped", "denied", "errors", "ram_held_bytes", "ram_limit_bytes",
-}  # fmt: skip
-SSD_FIELDS = {
-    "written_bytes_per_second", "read_bytes_per_second", "queued_bytes", "ssd_used_bytes", "ssd_limit_bytes",
-}  # fmt: skip
+    "seconds",
+    "fetches",
+    "stores",
+    "asked_tokens_per_second",
+    "hit_rate",
+    "ram_hit_rate",
+    "ssd_hit_rate",
+    "stored_bytes_per_second",
+    "evicted",
+    "dropped",
+    "denied",
+    "errors",
+    "ram_held_bytes",
+    "ram_limit_bytes",
+}
+SSD_FIELDS = {"written_bytes_per_second", "read_bytes_per_second", "queued_bytes", "ssd_used_bytes", "ssd_limit_bytes"}
 
 
 @pytest.fixture
@@ -61,9 +71,13 @@ def test_a_record_is_one_object_on_one_line():
     when = datetime.fromisoformat(found.pop("time").replace("Z", "+00:00"))
     assert abs(when.timestamp() - time.time()) < 60
     assert found == {
-        "level": "INFO", "logger": "a.b", "message": "3 files\nof \u2028\x1b[31m\udc80",
-        "tier": "ssd", "bytes": 7, "rates": {"p50": 0.5},
-    }  # fmt: skip
+        "level": "INFO",
+        "logger": "a.b",
+        "message": "3 files\nof \u2028\x1b[31m\udc80",
+        "tier": "ssd",
+        "bytes": 7,
+        "rates": {"p50": 0.5},
+    }
 
 
 def test_what_json_has_no_form_for_is_its_text():
@@ -135,8 +149,13 @@ def test_a_summary_says_what_happened_since_the_last_as_rates(cache, caplog):
     stats = cache.stats()
     assert stats.ssd is not None
     assert {name: first[name] for name in ("seconds", "fetches", "stores", "dropped", "denied", "errors")} == {
-        "seconds": 4, "fetches": 2, "stores": 1, "dropped": 0, "denied": 0, "errors": 0,
-    }  # fmt: skip
+        "seconds": 4,
+        "fetches": 2,
+        "stores": 1,
+        "dropped": 0,
+        "denied": 0,
+        "errors": 0,
+    }
     assert first["asked_tokens_per_second"] == 2008 / 4
     assert first["hit_rate"] == pytest.approx(2000 / 2008, abs=1e-6)
     assert first["ram_hit_rate"] == first["ssd_hit_rate"] == pytest.approx(1000 / 2008, abs=1e-6)

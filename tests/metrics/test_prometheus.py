@@ -31,43 +31,80 @@ Samples = dict[tuple[str, str], float]  # by name and the value of the label, ""
 
 # Metrics and the fields that they are. What a label tells apart adds up to what the fields say.
 EVENTS = {
-    "fetches": "fetches", "promoted_tokens": "promoted_tokens", "promoted_bytes": "promoted_bytes", "stores": "stores",
-    "stored_bytes": "stored_bytes", "recoded_tokens": "recoded_tokens", "dropped_images": "dropped",
-    "dropped_bytes": "dropped_bytes", "forgotten_images": "forgotten", "corrupt_images": "corrupt",
-    "write_errors": "write_errors", "denied_reservations": "denied",
-    "not_finite_stores": "not_finite", "declined_images": "declined", "idle_bytes": "idle_bytes",
-    "remote_promoted_images": "remote_promoted_images", "other_form_fetches": "of_other_form", "failed_hits": "failed_hits",
-}  # fmt: skip
+    "fetches": "fetches",
+    "promoted_tokens": "promoted_tokens",
+    "promoted_bytes": "promoted_bytes",
+    "stores": "stores",
+    "stored_bytes": "stored_bytes",
+    "recoded_tokens": "recoded_tokens",
+    "dropped_images": "dropped",
+    "dropped_bytes": "dropped_bytes",
+    "forgotten_images": "forgotten",
+    "corrupt_images": "corrupt",
+    "write_errors": "write_errors",
+    "denied_reservations": "denied",
+    "not_finite_stores": "not_finite",
+    "declined_images": "declined",
+    "idle_bytes": "idle_bytes",
+    "remote_promoted_images": "remote_promoted_images",
+    "other_form_fetches": "of_other_form",
+    "failed_hits": "failed_hits",
+}
 LABELLED = {
-    ("fetch_tokens", "hit"): "hit_tokens", ("store_tokens", "new"): "stored_tokens",
-    ("hit_tokens", "ram"): "ram_hit_tokens", ("hit_tokens", "ssd"): "ssd_hit_tokens",
-    ("hit_tokens", "remote"): "remote_hit_tokens", ("store_tokens", "shared"): "shared_tokens",
+    ("fetch_tokens", "hit"): "hit_tokens",
+    ("store_tokens", "new"): "stored_tokens",
+    ("hit_tokens", "ram"): "ram_hit_tokens",
+    ("hit_tokens", "ssd"): "ssd_hit_tokens",
+    ("hit_tokens", "remote"): "remote_hit_tokens",
+    ("store_tokens", "shared"): "shared_tokens",
     ("store_tokens", "unkept"): "unkept_tokens",
-    ("evicted_images", "ram"): "evicted", ("evicted_images", "ssd"): "ssd_evicted",
-}  # fmt: skip
+    ("evicted_images", "ram"): "evicted",
+    ("evicted_images", "ssd"): "ssd_evicted",
+}
 STATE = {
-    "ram_limit_bytes": "ram_limit", "ram_configured_bytes": "ram_configured",
-    "ram_peak_bytes": "ram_peak", "namespaces": "namespaces", "blocks": "blocks",
+    "ram_limit_bytes": "ram_limit",
+    "ram_configured_bytes": "ram_configured",
+    "ram_peak_bytes": "ram_peak",
+    "namespaces": "namespaces",
+    "blocks": "blocks",
     "pinned_images": "pinned",
-}  # fmt: skip
+}
 SSD_EVENTS = {
-    "written_files": "written_files", "written_bytes": "written_bytes", "read_files": "read_files",
-    "read_bytes": "read_bytes", "refused_writes": "dropped", "failed_batches": "errors",
-    "unreadable_files": "unreadable", "quarantined_files": "quarantined",
-}  # fmt: skip
+    "written_files": "written_files",
+    "written_bytes": "written_bytes",
+    "read_files": "read_files",
+    "read_bytes": "read_bytes",
+    "refused_writes": "dropped",
+    "failed_batches": "errors",
+    "unreadable_files": "unreadable",
+    "quarantined_files": "quarantined",
+}
 SECONDS = {"store": "store", "fetch|hit": "fetch_hit", "fetch|miss": "fetch_miss", "promote": "promote"}
 SSD_SECONDS = {"ssd_spill": "spill_seconds", "ssd_read": "read_seconds"}
 SSD_STATE = {
-    "used_bytes": "used", "limit_bytes": "limit", "disk_bytes": "disk", "reserve_bytes": "reserve",
-    "quarantine_bytes": "quarantine_bytes", "queued_files": "queued_files", "queued_bytes": "queued_bytes",
+    "used_bytes": "used",
+    "limit_bytes": "limit",
+    "disk_bytes": "disk",
+    "reserve_bytes": "reserve",
+    "quarantine_bytes": "quarantine_bytes",
+    "queued_files": "queued_files",
+    "queued_bytes": "queued_bytes",
     "files": "files",
-}  # fmt: skip
+}
 
 REMOTE_EVENTS = {
-    "asks": "asks", "read_images": "read_images", "read_bytes": "read_bytes", "written_images": "written_images",
-    "written_bytes": "written_bytes", "known_images": "known", "dropped_images": "dropped", "refused_images": "refused",
-    "timeouts": "timeouts", "skipped_prompts": "skipped", "errors": "errors",
-}  # fmt: skip
+    "asks": "asks",
+    "read_images": "read_images",
+    "read_bytes": "read_bytes",
+    "written_images": "written_images",
+    "written_bytes": "written_bytes",
+    "known_images": "known",
+    "dropped_images": "dropped",
+    "refused_images": "refused",
+    "timeouts": "timeouts",
+    "skipped_prompts": "skipped",
+    "errors": "errors",
+}
 REMOTE_STATE = {"up": "reading", "writable": "writing", "queued_images": "queued"}
 REMOTE_SECONDS = {"remote_ask": "ask_seconds", "remote_read": "read_seconds", "remote_write": "write_seconds"}
 
@@ -137,11 +174,13 @@ def expected(stats: Stats) -> Samples:
     found["prefixcache_fetch_tokens_total", "miss"] = counters.asked_tokens - counters.hit_tokens
     found |= {(f"prefixcache_{name}", ""): getattr(stats, field) for name, field in STATE.items()}
     found |= {
-        ("prefixcache_images", "ram"): stats.images_in_ram, ("prefixcache_images", "ssd"): stats.images_on_ssd,
+        ("prefixcache_images", "ram"): stats.images_in_ram,
+        ("prefixcache_images", "ssd"): stats.images_on_ssd,
         ("prefixcache_ram_bytes", "images"): stats.ram_images - stats.ram_queued,
-        ("prefixcache_ram_bytes", "queued"): stats.ram_queued, ("prefixcache_ram_bytes", "nodes"): stats.ram_nodes,
+        ("prefixcache_ram_bytes", "queued"): stats.ram_queued,
+        ("prefixcache_ram_bytes", "nodes"): stats.ram_nodes,
         ("prefixcache_ram_bytes", "reserved"): stats.ram_reserved,
-    }  # fmt: skip
+    }
     for label, counted in stats.labels.items():
         found["prefixcache_sequences", label or "none"] = counted.sequences
         found["prefixcache_ram_image_bytes", label or "none"] = counted.ram_bytes
@@ -299,9 +338,13 @@ def test_every_call_and_every_file_is_timed_once(opened: Callable[..., PrefixCac
     stats, page = cache.stats(), timed(cache)
     assert stats.ssd is not None
     assert {name: found.number for name, found in page.items()} == {
-        "store": stats.counters.stores, "fetch|hit": 1, "fetch|miss": 1, "promote": 2,
-        "ssd_spill": stats.ssd.written_files, "ssd_read": stats.ssd.read_files,
-    }  # fmt: skip
+        "store": stats.counters.stores,
+        "fetch|hit": 1,
+        "fetch|miss": 1,
+        "promote": 2,
+        "ssd_spill": stats.ssd.written_files,
+        "ssd_read": stats.ssd.read_files,
+    }
     assert page == {
         **{name: stats.seconds[field] for name, field in SECONDS.items()},
         **{name: getattr(stats.ssd, field) for name, field in SSD_SECONDS.items()},

@@ -27,10 +27,21 @@ def routing(workers: list[Server], log: Path, *flags: str) -> Iterator[Router]:
     """A router in front of these servers, all of which it has found healthy; at the end of the block it is killed."""
     port, metrics = free_ports(2)
     command = [
-        str(installed(RELEASE)), "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port),
-        "--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics),
-        "--worker-urls", *(worker.url for worker in workers), *flags,
-    ]  # fmt: skip
+        str(installed(RELEASE)),
+        "-m",
+        "sglang_router.launch_router",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--prometheus-host",
+        "127.0.0.1",
+        "--prometheus-port",
+        str(metrics),
+        "--worker-urls",
+        *(worker.url for worker in workers),
+        *flags,
+    ]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     with log.open("wb") as said:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=environment)

@@ -30,8 +30,11 @@ CACHE = {"ram": "50MB", "ssd": "100MB", "disk": False}
 
 ROOT = Path(__file__).parents[2]
 PROMPT = list(range(1000, 1700))
-FIRST = {"scheduler.py": ("memory_aware_cache",), "mllm_batch_generator.py": ("prefix_cache",),
-         "mllm_scheduler.py": ("prefix_cache",)}  # fmt: skip
+FIRST = {
+    "scheduler.py": ("memory_aware_cache",),
+    "mllm_batch_generator.py": ("prefix_cache",),
+    "mllm_scheduler.py": ("prefix_cache",),
+}
 
 
 @pytest.fixture
@@ -227,9 +230,12 @@ def test_short_prompts_and_short_common_parts_are_misses_that_say_so(opened):
     assert not ours.store(PROMPT[:99], states.sliceable(PROMPT[:99]))
     assert ours.store(PROMPT, states.sliceable(PROMPT))
     for tokens, kind in (
-        (PROMPT[:99], "miss_short_prefix"), ([], "miss"), ([1] * 200, "miss"),
-        (PROMPT[:99] + [1] * 100, "miss_short_lcp"), (PROMPT[:100] + [1] * 100, "prefix"),
-    ):  # fmt: skip
+        (PROMPT[:99], "miss_short_prefix"),
+        ([], "miss"),
+        ([1] * 200, "miss"),
+        (PROMPT[:99] + [1] * 100, "miss_short_lcp"),
+        (PROMPT[:100] + [1] * 100, "prefix"),
+    ):
         found, rest = ours.fetch(tokens)
         assert ours._last_match_type == kind
         assert (found is not None, ours._last_matched_key is not None) == (kind == "prefix",) * 2
@@ -355,9 +361,10 @@ def of_two_sequences() -> KVCache:
 
 
 @pytest.mark.parametrize(
-    "unkeepable", [[BatchKVCache([0, 0])], [of_two_sequences()], [None], [{"state": ()}], [object()], [Config()], "text"],
+    "unkeepable",
+    [[BatchKVCache([0, 0])], [of_two_sequences()], [None], [{"state": ()}], [object()], [Config()], "text"],
     ids=["batch", "batch of rows", "no layer", "states", "object", "unknown class", "text"],
-)  # fmt: skip
+)
 def test_what_cannot_be_kept_is_refused_counted_and_told_once(ours, caplog, unkeepable):
     caplog.set_level(logging.WARNING, "prefixcache")
     for _ in range(3):

@@ -306,9 +306,13 @@ class Multimodal:
 
     def __call__(self, prompt, n=6, abort=False):
         request = self.wheel.multimodal.MLLMBatchRequest(
-            uid=0, request_id=str(random.random()), prompt="", max_tokens=n, temperature=0.0,
+            uid=0,
+            request_id=str(random.random()),
+            prompt="",
+            max_tokens=n,
+            temperature=0.0,
             input_ids=mx.array([prompt]),
-        )  # fmt: skip
+        )
         self.generator.insert([request])
         if abort:
             self.generator.abort_prefill(request.request_id)
@@ -354,10 +358,12 @@ def test_an_aborted_prefill_leaves_the_generator_and_the_cache_in_order(wheel, o
 
 def test_the_command_is_vllm_mlxs_own(tmp_path):
     own = {
-        "__init__": "", "scheduler": "MemoryAwarePrefixCache = None\nclass Scheduler: pass",
-        "utils/__init__": "", "utils/tokenizer": "load_model_with_fallback = None",
+        "__init__": "",
+        "scheduler": "MemoryAwarePrefixCache = None\nclass Scheduler: pass",
+        "utils/__init__": "",
+        "utils/tokenizer": "load_model_with_fallback = None",
         "cli": "import sys, vllm_mlx.scheduler as s\ndef main(): print(s.MemoryAwarePrefixCache, sys.argv[1:])",
-    }  # fmt: skip
+    }
     for name, text in own.items():
         path = tmp_path / "vllm_mlx" / f"{name}.py"
         path.parent.mkdir(exist_ok=True, parents=True)

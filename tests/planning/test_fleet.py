@@ -385,8 +385,11 @@ def test_a_prompt_that_is_common_alone_has_its_last_block_for_a_session():
 
 def test_a_tail_that_grows_stays_in_its_session():
     """Of a recording, where the first block of a chat has another id in each turn."""
-    turns = [Request(0.0, 100, 0, (1,), "fetch"), Request(1.0, 200, 0, (2,), "store", ((0, 1, 100),)),
-             Request(2.0, 300, 0, (3, 4), "fetch", ((0, 2, 200),))]  # fmt: skip
+    turns = [
+        Request(0.0, 100, 0, (1,), "fetch"),
+        Request(1.0, 200, 0, (2,), "store", ((0, 1, 100),)),
+        Request(2.0, 300, 0, (3, 4), "fetch", ((0, 2, 200),)),
+    ]
     assert sessions(turns) == [1, 1, 1]
 
 

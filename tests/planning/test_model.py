@@ -219,9 +219,11 @@ def test_a_block_that_is_not_whole_takes_what_its_rows_take():
 
 
 @given(
-    st.integers(2, 40), st.integers(0, 6), st.booleans(),
+    st.integers(2, 40),
+    st.integers(0, 6),
+    st.booleans(),
     st.lists(st.one_of(st.just(1), st.integers(1, 60)), min_size=1, max_size=12),
-)  # fmt: skip
+)
 def test_rows_held_are_those_of_mlx_lms_windows_after_any_pieces_and_a_generated_token(size, keep, chunked, pieces):
     chunked = chunked and not MLX_LM_0_31
     window = Window(size, 0 if chunked else min(keep, size - 1), chunked)
@@ -374,10 +376,14 @@ def test_numbers_that_json_lacks_are_read_as_transformers_writes_them(tmp_path):
 
 
 DBRX = {
-    "model_type": "dbrx", "vocab_size": 128, "d_model": 64, "n_heads": 4, "n_layers": 2,
+    "model_type": "dbrx",
+    "vocab_size": 128,
+    "d_model": 64,
+    "n_heads": 4,
+    "n_layers": 2,
     "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
     "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
-}  # fmt: skip
+}
 
 
 def test_a_model_that_looks_at_its_values_is_told_as_it_really_is():
@@ -478,15 +484,20 @@ def test_a_dtype_that_is_none_is_named():
     ("fields", "context"),
     [
         ({"max_position_embeddings": 40_960}, 40_960),
-        ({"max_position_embeddings": 40_960, "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32_768}},
-         131_072),
+        (
+            {
+                "max_position_embeddings": 40_960,
+                "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32_768},
+            },
+            131_072,
+        ),
         ({"rope_scaling": {"factor": 32.0, "original_max_position_embeddings": 4096}}, 131_072),
         ({"text_config": {"max_position_embeddings": 8192}}, 8192),
         ({"max_position_embeddings": float("inf")}, None),
         ({"max_position_embeddings": "many", "rope_scaling": "yarn"}, None),
         ({}, None),
     ],
-)  # fmt: skip
+)
 def test_the_context_is_what_the_config_says_the_model_is_made_for(fields, context):
     assert context_length(fields) == context
 

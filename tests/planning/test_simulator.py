@@ -30,9 +30,11 @@ HEADS, WIDTH = BASE["num_key_value_heads"], BASE["head_dim"]
 GB = 10**9
 
 PLAIN = {"model_type": "llama"} | BASE | {"num_hidden_layers": 1}
-SLIDING = {"model_type": "gemma3_text", "query_pre_attn_scalar": 32} | BASE | {
-    "num_hidden_layers": 2, "sliding_window_pattern": 2, "sliding_window": 600,
-}  # fmt: skip
+SLIDING = (
+    {"model_type": "gemma3_text", "query_pre_attn_scalar": 32}
+    | BASE
+    | {"num_hidden_layers": 2, "sliding_window_pattern": 2, "sliding_window": 600}
+)
 HYBRID = {"model_type": "qwen3_next", "decoder_sparse_step": 1, "mlp_only_layers": [], "partial_rotary_factor": 0.5} | (
     BASE | MOE | DELTA | {"num_hidden_layers": 4}
 )
@@ -120,8 +122,11 @@ def served(tmp_path, monkeypatch):
 
 def agree(served, asked: list[Request], config: dict, codec: str, ram: int, ssd: int, **policy) -> None:
     state = ModelState.of(config, name="tiny")
-    real = {"policy": policy.get("policy", "lru"), "ssd_admission": policy.get("admission", "always"),
-            "spill": policy.get("spill", "drop")}  # fmt: skip
+    real = {
+        "policy": policy.get("policy", "lru"),
+        "ssd_admission": policy.get("admission", "always"),
+        "spill": policy.get("spill", "drop"),
+    }
     hits, stats = served(asked, state, codec, ram, ssd, **real)
     outcome = simulate(asked, state, as_codec(codec), ram=ram, ssd=ssd, block=BLOCK, **policy)
     counters = stats.counters

@@ -19,24 +19,43 @@ ROOT = PACKAGE.parent
 # By the first part of a module's name, the higher may import the lower: the lowest stand at the bottom.
 LEVELS = {
     "image_memory": -1,
-    "byte_sizes": 0, "identity": 0, "image_format": 0, "kernels": 0, "keys": 0, "memory": 0,
-    "blocks": 1, "codecs": 1, "metrics": 1, "settings": 1, "trace": 1,
-    "calibration": 2, "live": 2, "ssd": 2,
-    "layers": 3, "ranks": 3, "tiers": 3,
+    "byte_sizes": 0,
+    "identity": 0,
+    "image_format": 0,
+    "kernels": 0,
+    "keys": 0,
+    "memory": 0,
+    "blocks": 1,
+    "codecs": 1,
+    "metrics": 1,
+    "settings": 1,
+    "trace": 1,
+    "calibration": 2,
+    "live": 2,
+    "ssd": 2,
+    "layers": 3,
+    "ranks": 3,
+    "tiers": 3,
     "remote": 4,
     "store_fetch_remove": 5,
-    "cache": 6, "planning": 6,
+    "cache": 6,
+    "planning": 6,
     "": 7,
     "servers": 8,
     "cli": 9,
     "__main__": 10,
-}  # fmt: skip
+}
 
 # Beside the levels: what these may import of the package at all.
 ONLY = {
-    "image_format": {"image_memory"}, "image_memory": set(), "keys": set(), "memory": {"image_memory"},
-    "kernels": set(), "identity": set(),
-    "byte_sizes": set(), "settings": {"byte_sizes"},
+    "image_format": {"image_memory"},
+    "image_memory": set(),
+    "keys": set(),
+    "memory": {"image_memory"},
+    "kernels": set(),
+    "identity": set(),
+    "byte_sizes": set(),
+    "settings": {"byte_sizes"},
     "metrics": {"", "byte_sizes"},
     "blocks": {"keys", "image_format", "image_memory"},
     "trace": {"keys"},
@@ -45,20 +64,29 @@ ONLY = {
     "codecs": {"kernels"},
     "calibration": {"codecs"},
     "live": {"codecs", "memory"},
-    "tiers": {
-        "blocks", "byte_sizes", "image_format", "image_memory", "keys", "memory", "metrics", "settings", "ssd",
-    },
+    "tiers": {"blocks", "byte_sizes", "image_format", "image_memory", "keys", "memory", "metrics", "settings", "ssd"},
     "layers": {"keys", "image_format", "codecs", "blocks"},
     "ranks": {"codecs"},
-}  # fmt: skip
+}
 
 # Looked up in a function, when one is to be checked, not when the module is loaded.
 LATE = {("settings", "codecs"), ("metrics", "")}
 
 WITHOUT_MLX = [
-    "keys", "image_format", "image_memory", "memory", "blocks", "settings", "ssd", "identity", "trace", "metrics", "tiers",
-    "remote", "byte_sizes",
-]  # fmt: skip
+    "keys",
+    "image_format",
+    "image_memory",
+    "memory",
+    "blocks",
+    "settings",
+    "ssd",
+    "identity",
+    "trace",
+    "metrics",
+    "tiers",
+    "remote",
+    "byte_sizes",
+]
 
 
 def modules() -> dict[str, Path]:

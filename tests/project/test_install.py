@@ -120,11 +120,14 @@ def test_the_kernels_are_built_from_a_source_distribution(source: Path, tmp_path
         ("tools/bench/sharing.py", "--help"),
         ("-m", "prefixcache", "--version"),
         ("-m", "pytest", "--collect-only", "-qq", "-p", "no:cacheprovider", "tests/test_settings.py"),
-        ("-c", "import sys, pytest; sys.path.remove(''); "  # as the script `pytest` has it
-               "sys.exit(pytest.main(['--collect-only', '-qq', '-p', 'no:cacheprovider', 'tests/test_settings.py']))"),
+        (
+            "-c",
+            "import sys, pytest; sys.path.remove(''); "  # as the script `pytest` has it
+            "sys.exit(pytest.main(['--collect-only', '-qq', '-p', 'no:cacheprovider', 'tests/test_settings.py']))",
+        ),
     ],
     ids=lambda command: command[1] if command[0] == "-m" else command[0],
-)  # fmt: skip
+)
 def test_a_checkout_beside_an_installed_copy_runs_its_own_code(command: tuple[str, ...], tmp_path: Path) -> None:
     installed = tmp_path / "site" / "prefixcache"
     installed.mkdir(parents=True)

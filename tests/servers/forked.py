@@ -74,8 +74,12 @@ def begin(main: Main, arguments: Sequence[Any], out: Path, err: Path, *, anew: b
     with out.open("ab") as to, err.open("ab") as errors:
         return subprocess.Popen(
             [sys.executable, "-c", f"{imported}; main(sys.argv[1:])", *words],
-            stdin=subprocess.DEVNULL, stdout=to, stderr=errors, cwd=ROOT, env=environment,
-        )  # fmt: skip
+            stdin=subprocess.DEVNULL,
+            stdout=to,
+            stderr=errors,
+            cwd=ROOT,
+            env=environment,
+        )
 
 
 def run(main: Main, *arguments: Any, timeout: float = 200.0) -> subprocess.CompletedProcess[str]:

@@ -278,9 +278,13 @@ def test_operations_beside_requests_harm_none(served):
     def care(number: int) -> None:
         body = {"messages": prompt, **MINE}
         calls = [
-            ("DELETE", "images", {}), ("DELETE", "prompts", body), ("POST", "ram", {"to_size": 0}),
-            ("POST", "pins", body), ("DELETE", "images", {"older_than": 0}), ("GET", "pins", None),
-        ]  # fmt: skip
+            ("DELETE", "images", {}),
+            ("DELETE", "prompts", body),
+            ("POST", "ram", {"to_size": 0}),
+            ("POST", "pins", body),
+            ("DELETE", "images", {"older_than": 0}),
+            ("GET", "pins", None),
+        ]
         for turn in range(6):
             method, operation, given = calls[(turn + number) % len(calls)]
             assert admin(served, method, operation, given).status_code in (200, 404)
@@ -298,12 +302,20 @@ def test_operations_beside_requests_harm_none(served):
 @pytest.mark.parametrize(
     "header",
     [
-        {"Origin": "http://localhost:8080"}, {"Origin": "null"}, {"Referer": "http://evil.example/"},
-        {"Sec-Fetch-Site": "cross-site"}, {"X-Forwarded-For": "127.0.0.1"}, {"Forwarded": "for=127.0.0.1"},
-        {"X-Real-IP": "127.0.0.1"}, {"X-Forwarded-Port": "80"}, {"CF-Connecting-IP": "127.0.0.1"}, {"Via": "1.1 proxy"},
-        {"Host": "models.example"}, {"Host": "127.0.0.1.evil.example"},
+        {"Origin": "http://localhost:8080"},
+        {"Origin": "null"},
+        {"Referer": "http://evil.example/"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"X-Forwarded-For": "127.0.0.1"},
+        {"Forwarded": "for=127.0.0.1"},
+        {"X-Real-IP": "127.0.0.1"},
+        {"X-Forwarded-Port": "80"},
+        {"CF-Connecting-IP": "127.0.0.1"},
+        {"Via": "1.1 proxy"},
+        {"Host": "models.example"},
+        {"Host": "127.0.0.1.evil.example"},
     ],
-)  # fmt: skip
+)
 def test_without_a_key_browsers_and_proxies_may_not_ask(served, header):
     ask(served, user(text(560)))
     for method, operation, body in (("DELETE", "images", {}), ("GET", "pins", None), ("POST", "ram", {"to_size": 0})):

@@ -224,13 +224,25 @@ def test_warm_prompts_are_for_requests_without_a_key_and_a_warning_says_so(model
 @pytest.mark.parametrize(
     ("header", "token"),
     [
-        ("Bearer a", "a"), ("bearer a", "a"), ("BEARER \t a \r\n", "a"), ("  Bearer a b ", "a b"), ("a", "a"),
-        ("", None), (" \t", None), ("Bearer", None), ("Bearer  ", None), ("bearer\t", None),
-        ("Basic dTpw", " basic dTpw"), ("BASIC  dTpw", " basic dTpw"), ("Bearer basic dTpw", "basic dTpw"),
-        ("Bearer a\u00a0", "a\u00a0"), ("Bearer a\x85", "a\x85"),
-        ("Bearera", "Bearera"), ("Bearer Bearer", "Bearer"),
+        ("Bearer a", "a"),
+        ("bearer a", "a"),
+        ("BEARER \t a \r\n", "a"),
+        ("  Bearer a b ", "a b"),
+        ("a", "a"),
+        ("", None),
+        (" \t", None),
+        ("Bearer", None),
+        ("Bearer  ", None),
+        ("bearer\t", None),
+        ("Basic dTpw", " basic dTpw"),
+        ("BASIC  dTpw", " basic dTpw"),
+        ("Bearer basic dTpw", "basic dTpw"),
+        ("Bearer a\u00a0", "a\u00a0"),
+        ("Bearer a\x85", "a\x85"),
+        ("Bearera", "Bearera"),
+        ("Bearer Bearer", "Bearer"),
     ],
-)  # fmt: skip
+)
 def test_what_a_header_names_its_sender_by(header, token):
     assert token_of(header) == token
 

@@ -51,16 +51,22 @@ def test_it_renders_as_transformers_does():
 @pytest.mark.parametrize(
     ("template", "told"),
     [
-        ("{% if", "TemplateSyntaxError"), ("{{ raise_exception('no chats') }}", "no chats"),
-        ("{{ ''.__class__.__mro__ }}", "SecurityError"), ("{% set x = 'a' * 10**9 %}", "TemplateError"),
+        ("{% if", "TemplateSyntaxError"),
+        ("{{ raise_exception('no chats') }}", "no chats"),
+        ("{{ ''.__class__.__mro__ }}", "SecurityError"),
+        ("{% set x = 'a' * 10**9 %}", "TemplateError"),
         ("{% set x = 'a' * 1000000000 %}", "a repetition is too long"),
         ("{{ [1] * 1000000000 }}", "a repetition is too long"),
-        ("{% for i in range(99999) %}{% for j in range(99999) %}aaaaaaaaaa{% endfor %}{% endfor %}", "more than 10000 bytes"),
+        (
+            "{% for i in range(99999) %}{% for j in range(99999) %}aaaaaaaaaa{% endfor %}{% endfor %}",
+            "more than 10000 bytes",
+        ),
         ("{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}", ""),
-        ("{{ 'a' | center(10000000000) }}", ""), ("{{ '%10000000000d' % 1 }}", ""),
+        ("{{ 'a' | center(10000000000) }}", ""),
+        ("{{ '%10000000000d' % 1 }}", ""),
         ("{{ messages.append(1) }}", "SecurityError"),
     ],
-)  # fmt: skip
+)
 def test_what_a_template_may_not_do_or_take_ends_it_alone(template, told):
     error = refused(template)
     assert error.startswith("chat_template: ")

@@ -77,11 +77,14 @@ def test_a_length_beyond_the_limit_is_refused_before_anything_is_read(served):
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
-        ("", 411), ("Transfer-Encoding: chunked\r\n", 411), ("Transfer-Encoding: chunked\r\nContent-Length: 2\r\n", 411),
-        ("Content-Length: 2\r\nContent-Length: 3\r\n", 400), (f"Content-Length: \t{len(CHAT)} \r\n", 200),
+        ("", 411),
+        ("Transfer-Encoding: chunked\r\n", 411),
+        ("Transfer-Encoding: chunked\r\nContent-Length: 2\r\n", 411),
+        ("Content-Length: 2\r\nContent-Length: 3\r\n", 400),
+        (f"Content-Length: \t{len(CHAT)} \r\n", 200),
         (f"Content-Length: {len(CHAT)}\r\nContent-Length: {len(CHAT)}\r\n", 200),
     ],
-)  # fmt: skip
+)
 def test_one_length_is_needed_and_one_only(served, headers, status):
     assert answered(served, f"{HEAD}{headers}\r\n{CHAT}")[0] == status
 

@@ -38,20 +38,37 @@ CONTEXT = 300
         ({"max_position_embeddings": 4096}, 4096),
         ({"n_positions": 1024, "n_ctx": 512}, 1024),
         ({"text_config": {"max_position_embeddings": 131072}, "max_position_embeddings": 512}, 131072),
-        ({"max_position_embeddings": 32768,
-          "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}, 131072),
-        ({"max_position_embeddings": 163840,
-          "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}}, 163840),
+        (
+            {
+                "max_position_embeddings": 32768,
+                "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+            },
+            131072,
+        ),
+        (
+            {
+                "max_position_embeddings": 163840,
+                "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096},
+            },
+            163840,
+        ),
         ({"max_position_embeddings": 131072, "rope_parameters": {"rope_type": "yarn", "factor": 2}}, 262144),
         ({"max_position_embeddings": 4096, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, 8192),
-        ({"max_position_embeddings": 131072,
-          "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}}, 131072),
+        (
+            {
+                "max_position_embeddings": 131072,
+                "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192},
+            },
+            131072,
+        ),
         ({"max_position_embeddings": 131072, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}, 131072),
         ({"max_position_embeddings": 2048, "rope_scaling": {"type": "yarn", "factor": "much"}}, 2048),
-        ({}, None), ({"max_position_embeddings": None}, None), ({"max_position_embeddings": True}, None),
+        ({}, None),
+        ({"max_position_embeddings": None}, None),
+        ({"max_position_embeddings": True}, None),
         ({"text_config": None}, None),
     ],
-)  # fmt: skip
+)
 def test_a_models_context_is_what_its_config_says_stretched_where_it_is_scaled(config, context):
     assert context_of(config) == context
 

@@ -85,12 +85,15 @@ def context(prompt: int, cached: int) -> Any:
 @pytest.mark.parametrize(
     ("found", "cached", "of"),
     [
-        (None, -1, (0, 0)), ((0, 0), 0, (0, 0)), ((100, 100), 100, (100, 0)), ((100, 500), 500, (100, 400)),
+        (None, -1, (0, 0)),
+        ((0, 0), 0, (0, 0)),
+        ((100, 100), 100, (100, 0)),
+        ((100, 500), 500, (100, 400)),
         ((100, 500), 100, (100, 0)),  # it was not waited for
         ((100, 500), 700, (300, 400)),  # another computed more meanwhile
         ((100, 500), 60, (60, 0)),  # RAM lost some
     ],
-)  # fmt: skip
+)
 def test_tokens_are_the_ssds_that_ram_had_not_when_the_request_came(found, cached, of):
     line = RequestLog()
     line.found = found and Found(*found)

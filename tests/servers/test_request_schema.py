@@ -24,7 +24,7 @@ FIELDS = sorted({*ChatRequest.model_fields, *TextRequest.model_fields})
 HUGE = st.integers(-(2**80), 2**80)
 LEAVES = st.one_of(
     st.none(), st.booleans(), HUGE, st.floats(), st.text(), st.sampled_from([value for value in HOSTILE if value != {}])
-)  # fmt: skip
+)
 VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3))
 
 
@@ -72,7 +72,10 @@ def test_whatever_a_request_says_it_is_refused_in_a_short_line_or_all_of_it_can_
         ({"stream_options": 5}, 'stream_options must be an object such as {"include_usage": true}, not 5'),
         ({"stream_options": {"include_usage": 1}}, "include_usage is wrong, 1"),
         ({"logit_bias": {"1": math.inf}}, "1 is wrong, Infinity"),
-        ({"logit_bias": {"-1": 1}}, 'logit_bias must be an object of token ids, each with a number from -10,000 to 10,000'),
+        (
+            {"logit_bias": {"-1": 1}},
+            "logit_bias must be an object of token ids, each with a number from -10,000 to 10,000",
+        ),
         ({"stop": ["a", ""]}, "stop must be a string or a list of strings, none of them empty"),
         ({"stop": "\ud800"}, "half of a surrogate pair"),
         ({"messages": [{"role": "user", "content": ["\ud800"]}]}, "messages must be a list of objects"),
@@ -85,7 +88,7 @@ def test_whatever_a_request_says_it_is_refused_in_a_short_line_or_all_of_it_can_
         ({"chat_template_kwargs": {"chat_template": "x"}}, "leave chat_template_kwargs.chat_template out"),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_an_error_names_the_field_the_value_and_what_it_may_be(more, told):
     assert told in refused(more)
 

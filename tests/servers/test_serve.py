@@ -159,11 +159,18 @@ def ask_raw(server: Server, body: dict[str, Any]) -> requests.Response:
 @pytest.mark.parametrize(
     "bad",
     [
-        {"stop": 5}, {"stop": [5]}, {"stop": [""]}, {"seed": -1}, {"seed": 2**70}, {"stream": True, "stream_options": 5},
-        {"temperature": 1, "top_k": 10**9}, {"logit_bias": {"999999": 1}}, {"logit_bias": {"-1": 1}},
+        {"stop": 5},
+        {"stop": [5]},
+        {"stop": [""]},
+        {"seed": -1},
+        {"seed": 2**70},
+        {"stream": True, "stream_options": 5},
+        {"temperature": 1, "top_k": 10**9},
+        {"logit_bias": {"999999": 1}},
+        {"logit_bias": {"-1": 1}},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_what_mlx_lm_would_not_survive_is_refused_and_the_server_goes_on(served, bad):
     given = requests.post(
         f"{served.url}/v1/chat/completions", json={"messages": user("hello"), "max_tokens": 2, **bad}, timeout=SECONDS

@@ -95,8 +95,10 @@ def serving(log: Path, model: Path, ssd: Path, code: str = "", library: Path | N
     with open(log, "wb") as file:
         process = subprocess.Popen(
             [sys.executable, "-c", code + SERVE, *map(str, flags)],
-            stdout=file, stderr=file, env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
-        )  # fmt: skip
+            stdout=file,
+            stderr=file,
+            env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
+        )
     try:
         endpoint = Endpoint()
         said = log.read_text

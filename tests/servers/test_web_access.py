@@ -29,9 +29,22 @@ def test_a_server_of_this_machine_answers_to_its_own_names_at_any_port(host):
 
 @pytest.mark.parametrize(
     "host",
-    ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "10.0.0.1", "0.0.0.0", "x", "", "[::1", "a b",
-     "localhost:80:80", "localhost/", "evil@localhost", "localhost\u00e9"],
-)  # fmt: skip
+    [
+        "evil.example",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example",
+        "10.0.0.1",
+        "0.0.0.0",
+        "x",
+        "",
+        "[::1",
+        "a b",
+        "localhost:80:80",
+        "localhost/",
+        "evil@localhost",
+        "localhost\u00e9",
+    ],
+)
 def test_and_to_no_other(host):
     assert "--allowed-hosts NAME" in LOCAL.refusal([host], [], "")
 
@@ -123,12 +136,15 @@ def allowing(model: Path) -> Iterator[Server]:
 @pytest.mark.parametrize(
     "headers",
     [
-        ("Host: evil.example",), ("Host: localhost", "Origin: https://evil.example"), ("Host: localhost", "Origin: null"),
-        ("Host: localhost", "Sec-Fetch-Site: cross-site"), ("Host: localhost", "Host: evil.example"),
+        ("Host: evil.example",),
+        ("Host: localhost", "Origin: https://evil.example"),
+        ("Host: localhost", "Origin: null"),
+        ("Host: localhost", "Sec-Fetch-Site: cross-site"),
+        ("Host: localhost", "Host: evil.example"),
         ("Host: rebound.example:8080", "Origin: http://rebound.example:8080"),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_foreign_page_learns_nothing_by_any_path_or_method(served, headers):
     for given in (
         *(raw(served, "GET", path, *headers) for path in PATHS),
@@ -143,9 +159,11 @@ def test_a_foreign_page_learns_nothing_by_any_path_or_method(served, headers):
 def test_other_programs_and_pages_of_the_server_itself_ask_as_before(served):
     port = served.url.rpartition(":")[2]
     for headers in (
-        (f"Host: 127.0.0.1:{port}",), (f"Host: localhost:{port}",), (),
+        (f"Host: 127.0.0.1:{port}",),
+        (f"Host: localhost:{port}",),
+        (),
         (f"Host: localhost:{port}", f"Origin: http://localhost:{port}", "Sec-Fetch-Site: same-origin"),
-    ):  # fmt: skip
+    ):
         given = raw(served, "POST", "/v1/chat/completions", *headers, body=CHAT)
         assert given.status == 200
         assert "access-control" not in given.head.lower()

@@ -25,26 +25,49 @@ SPACE = NamespaceRow(ROOT, MODEL, CODEC, LAYOUT, 1.7e9)
 
 
 def make(
-    seed: int, *, kind: str = "rows", parent: bytes = ROOT, start: int = 0, size: int = 5000, count: int = 256,
-    space: NamespaceRow = SPACE, used: int = 0,
-) -> tuple[Entry, Image]:  # fmt: skip
+    seed: int,
+    *,
+    kind: str = "rows",
+    parent: bytes = ROOT,
+    start: int = 0,
+    size: int = 5000,
+    count: int = 256,
+    space: NamespaceRow = SPACE,
+    used: int = 0,
+) -> tuple[Entry, Image]:
     """An entry and its image, the same for the same arguments."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, 150_000, count).astype("<i8") if kind != "window" else np.empty(0, "<i8")
     raw = tokens.tobytes()
     key = hashlib.sha256(b"window %d" % seed).digest() if kind == "window" else keys.chain(parent, raw)
     meta = Meta(
-        kind, key.hex(), parent.hex(), space.root.hex(), space.model, space.codec, space.layout, start,
+        kind,
+        key.hex(),
+        parent.hex(),
+        space.root.hex(),
+        space.model,
+        space.codec,
+        space.layout,
+        start,
         extra=f'{{"seed":{seed}}}',
-    )  # fmt: skip
+    )
     draft = Blueprint(meta, [Spec("tokens", "I64", (len(tokens),)), Spec("rows", "U8", (size,))]).draft()
     draft.tensors["tokens"][:] = tokens
     draft.tensors["rows"][:] = rng.integers(0, 256, size, dtype=np.uint8)
     image = draft.seal()
     entry = Entry(
-        kind, key, space.root, parent, start, raw, image.nbytes, image.checksum, used=used, created=1.7e9,
+        kind,
+        key,
+        space.root,
+        parent,
+        start,
+        raw,
+        image.nbytes,
+        image.checksum,
+        used=used,
+        created=1.7e9,
         extra=meta.extra,
-    )  # fmt: skip
+    )
     return entry, image
 
 
@@ -69,9 +92,12 @@ class Opened(Ssd):
     def __init__(self, directory: Path, *, limit: int = 100 << 20, queue_bytes: int = 64 << 20, **more: Any):
         self.reports: list[tuple[Entry, Exception | None]] = []
         super().__init__(
-            directory, limit=limit, queue_bytes=queue_bytes,
-            written=lambda entry, error: self.reports.append((entry, error)), **more,
-        )  # fmt: skip
+            directory,
+            limit=limit,
+            queue_bytes=queue_bytes,
+            written=lambda entry, error: self.reports.append((entry, error)),
+            **more,
+        )
 
     def put(self, *pairs: tuple[Entry, Image]) -> list[Entry]:
         """Write and wait; the entries as the index has them."""

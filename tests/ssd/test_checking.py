@@ -44,8 +44,15 @@ def test_any_flipped_bit_any_other_length_any_other_image_is_not(stored):
         assert not checker.is_whole(path, entry)
     Path(path).write_bytes(data)
     assert checker.is_whole(path, entry)
-    for changed in ({"key": bytes(32)}, {"kind": "window"}, {"namespace": bytes(32)}, {"checksum": "0" * 32},
-                    {"parent": bytes(32)}, {"start": 7}, {"tokens": bytes(2048)}):  # fmt: skip
+    for changed in (
+        {"key": bytes(32)},
+        {"kind": "window"},
+        {"namespace": bytes(32)},
+        {"checksum": "0" * 32},
+        {"parent": bytes(32)},
+        {"start": 7},
+        {"tokens": bytes(2048)},
+    ):
         assert not checker.is_whole(path, entry._replace(**changed))
 
 

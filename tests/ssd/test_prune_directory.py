@@ -36,17 +36,31 @@ def snapshot(parent: Entry, rows: Entry, seed: int, count: int = 9):
     """A snapshot within the rows that follow `parent`."""
     suffix = rows.tokens[: 8 * count]
     meta = Meta(
-        "snapshot", keys.chain(parent.key, suffix).hex(), parent.key.hex(), ROOT.hex(), SPACE.model, CODEC, LAYOUT,
-        parent.start + 256, extra=f'{{"seed":{seed}}}',
-    )  # fmt: skip
+        "snapshot",
+        keys.chain(parent.key, suffix).hex(),
+        parent.key.hex(),
+        ROOT.hex(),
+        SPACE.model,
+        CODEC,
+        LAYOUT,
+        parent.start + 256,
+        extra=f'{{"seed":{seed}}}',
+    )
     draft = Blueprint(meta, [Spec("tokens", "I64", (count,)), Spec("s0", "U8", (3000,))]).draft()
     draft.tensors["tokens"].view("u1")[:] = memoryview(suffix)
     draft.tensors["s0"][:] = seed % 256
     image = draft.seal()
     return Entry(
-        "snapshot", bytes.fromhex(meta.key), ROOT, parent.key, meta.start, suffix, image.nbytes, image.checksum,
+        "snapshot",
+        bytes.fromhex(meta.key),
+        ROOT,
+        parent.key,
+        meta.start,
+        suffix,
+        image.nbytes,
+        image.checksum,
         extra=meta.extra,
-    ), image  # fmt: skip
+    ), image
 
 
 def aged(root: Path, ages: dict[bytes, float]) -> None:

@@ -198,11 +198,25 @@ ODD = [
 ]
 
 DAMAGES = [
-    *ODD, index_of_other_columns,
-    debris, lost_file, orphan, short_file, broken_orphan, garbage_orphan, misnamed_orphan, orphan_of_the_wrong_kind,
-    orphan_of_another_prompt, stray_file, stray_folder, link, index_missing, index_garbage, index_torn,
+    *ODD,
+    index_of_other_columns,
+    debris,
+    lost_file,
+    orphan,
+    short_file,
+    broken_orphan,
+    garbage_orphan,
+    misnamed_orphan,
+    orphan_of_the_wrong_kind,
+    orphan_of_another_prompt,
+    stray_file,
+    stray_folder,
+    link,
+    index_missing,
+    index_garbage,
+    index_torn,
     index_of_another_program,
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

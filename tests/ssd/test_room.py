@@ -84,5 +84,9 @@ def test_which_errors_say_that_there_is_no_room(error, full):
 
 def test_a_size_is_written_as_a_setting_takes_it():
     assert [as_setting(size) for size in (58_100_000, 1_500_000, 2 * MB, 200 * 10**9, 512)] == [
-        "58MB", "1500KB", "2MB", "200GB", "512",
-    ]  # fmt: skip
+        "58MB",
+        "1500KB",
+        "2MB",
+        "200GB",
+        "512",
+    ]

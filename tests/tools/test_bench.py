@@ -117,9 +117,15 @@ def test_unique_tokens_are_those_of_the_trie_of_all_prompts():
 
 def test_a_gap_between_steps_leaves_out_what_computes_prompts():
     spans = [
-        Span("step", 0.0, 1.0, 3), Span("prefill", 1.0, 4.0, 500), Span("encode", 4.2, 4.4, 1), Span("store", 4.0, 4.5, 500),
-        Span("step", 4.5, 5.5, 1), Span("step", 5.5, 6.5, 2), Span("fetch", 6.5, 6.75, 500), Span("step", 6.75, 7.75, 2),
-    ]  # fmt: skip
+        Span("step", 0.0, 1.0, 3),
+        Span("prefill", 1.0, 4.0, 500),
+        Span("encode", 4.2, 4.4, 1),
+        Span("store", 4.0, 4.5, 500),
+        Span("step", 4.5, 5.5, 1),
+        Span("step", 5.5, 6.5, 2),
+        Span("fetch", 6.5, 6.75, 500),
+        Span("step", 6.75, 7.75, 2),
+    ]
     assert server_load.gaps_of(spans) == [pytest.approx((1.5, 1, 0.5, 0.2)), pytest.approx((1.0, 0, 0.0, 0.0))]
 
 
@@ -145,9 +151,8 @@ def test_the_command_prints_a_table_and_writes_the_numbers(tmp_path):
     out = tmp_path / "figures.json"
     command = [sys.executable, "tools/bench/sharing.py", "--scale", "tiny", "--only", "hybrid"]
     done = subprocess.run(
-        [*command, "--json", str(out), "--dir", str(tmp_path)],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        [*command, "--json", str(out), "--dir", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert "hybrid" in done.stdout
     (figure,) = json.loads(out.read_text())["figures"]
     assert figure["met"] is True

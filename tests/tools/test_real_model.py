@@ -31,18 +31,35 @@ from tools.real_model import convert  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 ARGS = {
-    "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5, "rope_theta": 50000.0, "max_position_embeddings": 512,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 50000.0,
+    "max_position_embeddings": 512,
+}
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MERGES = ["Ġ t", "h e", "Ġt he", "1 2"]
 TOKENS = [*SPECIAL, *sorted(ByteLevel.alphabet()), *(merge.replace(" ", "") for merge in MERGES)]
 TEMPLATE = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
 GGUF_NAMES = {
-    "embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "q_proj": "attn_q", "k_proj": "attn_k",
-    "v_proj": "attn_v", "o_proj": "attn_output", "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down",
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-}  # fmt: skip
+    "embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "q_proj": "attn_q",
+    "k_proj": "attn_k",
+    "v_proj": "attn_v",
+    "o_proj": "attn_output",
+    "gate_proj": "ffn_gate",
+    "up_proj": "ffn_up",
+    "down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
 
 Edit = Callable[[Any, dict[str, np.ndarray]], None]
 
@@ -300,9 +317,12 @@ def test_another_file_than_the_one_named_is_refused(file, tmp_path):
 def command(*args: object, **environment: str) -> subprocess.CompletedProcess[str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
     return subprocess.run(
-        [sys.executable, "-m", "tools.real_model", *map(str, args)], cwd=ROOT, capture_output=True, text=True,
+        [sys.executable, "-m", "tools.real_model", *map(str, args)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
         env={**inherited, **environment},
-    )  # fmt: skip
+    )
 
 
 def test_without_an_index_it_says_what_is_needed(tmp_path):

@@ -71,12 +71,16 @@ def test_what_is_recorded_is_read_back_as_a_trace(path):
 @settings(max_examples=25)
 @given(
     prompts=st.lists(
-        st.tuples(st.sampled_from(["fetch", "store"]), st.sampled_from([b"a" * 32, b"b" * 32]),
-                  st.lists(st.tuples(st.integers(-1, 1), st.integers(0, 300)), max_size=4)),
-        min_size=1, max_size=6,
+        st.tuples(
+            st.sampled_from(["fetch", "store"]),
+            st.sampled_from([b"a" * 32, b"b" * 32]),
+            st.lists(st.tuples(st.integers(-1, 1), st.integers(0, 300)), max_size=4),
+        ),
+        min_size=1,
+        max_size=6,
     ),
     restarts=st.sets(st.integers(0, 5)),
-)  # fmt: skip
+)
 def test_ids_are_equal_where_prefixes_are_also_over_restarts(tmp_path_factory, prompts, restarts):
     path = tmp_path_factory.mktemp("r") / "trace"
     recorder = Recorder(path)

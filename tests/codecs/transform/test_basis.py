@@ -248,7 +248,8 @@ FORGED: dict[str, tuple[Callable[[Fields, Tensors], Any], str]] = {
     "a factor of zeros": (put("l0.values", value=0), "the metric of its values is none"),
     "a factor that is no triangle": (upper, "the metric of its keys is none"),
     "a factor that overflows when it is undone": (
-        put("l0.keys", where=(0, 0, 0), value=1e-45), "its metric can't be undone",
+        put("l0.keys", where=(0, 0, 0), value=1e-45),
+        "its metric can't be undone",
     ),
     "frequencies that don't add up": (put("frequencies", where=(0, 0), value=0), "frequencies"),
     "no escape": (put("frequencies", where=(slice(None), -1), value=0), "frequencies"),
@@ -308,7 +309,7 @@ FORGED: dict[str, tuple[Callable[[Fields, Tensors], Any], str]] = {
     "a rotation of no length": (said(0, scale=0.0), "no finite numbers"),
     "a rotation that isn't finite": (said(0, scale=float("inf")), "no finite numbers"),
     "a rotation that says nothing": (said(0, interleaved=None), "how it rotates is none of ours"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", FORGED)
@@ -369,7 +370,7 @@ def test_a_file_larger_than_any_basis_is_not_read(tmp_path):
 @pytest.mark.parametrize(
     "data",
     [b"", bytes(8), b"\xff" * 16, b"\x0a" + bytes(7) + b"[" * 10, (1 << 20).to_bytes(8, "little") + b"[" * (1 << 20)],
-)  # fmt: skip
+)
 def test_a_file_without_a_header_says_no_model(tmp_path, data):
     path = tmp_path / "none.safetensors"
     path.write_bytes(data)

@@ -137,10 +137,12 @@ def assert_judged_alike(heads, words, first, classes, tables) -> bytes | str:
 @settings(max_examples=100)
 @given(
     heads=st.lists(st.integers(0, 0xFFFF) | st.integers(0x7000, 0x7008), max_size=9),
-    words=st.binary(max_size=60), spread=st.integers(-3, 12), components=st.integers(0, 20),
+    words=st.binary(max_size=60),
+    spread=st.integers(-3, 12),
+    components=st.integers(0, 20),
     first=st.lists(st.integers(-3, 40) | st.sampled_from([-(2**63), 2**63 - 1, 2**32, 2**62]), min_size=9, max_size=9),
     tables=st.sampled_from(["guessed", "fitted", "odd"]),
-)  # fmt: skip
+)
 def test_any_heads_words_and_offsets_are_damage_or_values(heads, words, first, spread, components, tables):
     classes = class_of(falling(components, 8, 0.1))
     words = np.frombuffer(words[: len(words) & ~1], np.uint16)
@@ -152,8 +154,10 @@ def test_any_heads_words_and_offsets_are_damage_or_values(heads, words, first, s
 @settings(max_examples=100)
 @given(
     changes=st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 0xFFFF)), min_size=1, max_size=4),
-    cut=st.integers(0, 30), odd=st.booleans(), seed=st.integers(0, 2**32 - 1),
-)  # fmt: skip
+    cut=st.integers(0, 30),
+    odd=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
 def test_sound_words_with_changes_are_damage_or_values(changes, cut, odd, seed):
     spreads, tables = falling(50), tables_of("fitted")
     classes = class_of(spreads)
@@ -176,8 +180,9 @@ def test_a_state_that_no_encoder_begins_with_is_damage_or_values():
         heads = np.array([0x7000 + len(words)], np.uint16)
         array = np.array(words, np.uint16)
         assert_judged_alike(heads, array, np.zeros(1, np.int64), classes, tables_of("odd"))
-    assert_judged_alike(np.array([0x7002], np.uint16), np.array([1, 0], np.uint16), np.zeros(1, np.int64),
-                        classes[:0], tables_of("odd"))  # fmt: skip
+    assert_judged_alike(
+        np.array([0x7002], np.uint16), np.array([1, 0], np.uint16), np.zeros(1, np.int64), classes[:0], tables_of("odd")
+    )
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -212,9 +217,13 @@ def test_other_arrays_are_refused(values, classes, decoded, name: str):
 @pytest.mark.parametrize("changed", ["heads", "words", "first", "classes", "values"])
 def test_other_arrays_are_refused_by_a_decoder(changed: str):
     arrays = {
-        "heads": np.zeros(3, np.uint16), "words": np.zeros(0, np.uint16), "first": np.zeros(3, np.int64),
-        "classes": CLASSES_OF_4, "tables": tables_of("guessed"), "values": VALUES.copy(),
-    }  # fmt: skip
+        "heads": np.zeros(3, np.uint16),
+        "words": np.zeros(0, np.uint16),
+        "first": np.zeros(3, np.int64),
+        "classes": CLASSES_OF_4,
+        "tables": tables_of("guessed"),
+        "values": VALUES.copy(),
+    }
     c_entropy.decode(**arrays)
     with pytest.raises(ValueError, match=changed):
         c_entropy.decode(**{**arrays, changed: arrays[changed].astype(np.int8)})

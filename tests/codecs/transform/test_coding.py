@@ -292,15 +292,19 @@ def test_damaged_codes_are_damaged_or_values(data, seed):
 
 @settings(max_examples=100)
 @given(
-    heads=st.lists(st.integers(0, 0xFFFF), max_size=6), words=st.binary(max_size=400), steps=st.integers(0, 0xFFFF),
+    heads=st.lists(st.integers(0, 0xFFFF), max_size=6),
+    words=st.binary(max_size=400),
+    steps=st.integers(0, 0xFFFF),
     nibbles=st.integers(0, 255),
-)  # fmt: skip
+)
 def test_random_codes_are_damaged_or_values(heads, words, steps, nibbles):
     coder = coder_of("several")
     codes = Codes(
-        np.array(heads, np.uint16), np.frombuffer(words[: len(words) // 2 * 2], np.uint16),
-        np.full((coder.group.channels + 1) // 2, nibbles, np.uint8), np.full(coder.heads, steps, np.uint16),
-    )  # fmt: skip
+        np.array(heads, np.uint16),
+        np.frombuffer(words[: len(words) // 2 * 2], np.uint16),
+        np.full((coder.group.channels + 1) // 2, nibbles, np.uint8),
+        np.full(coder.heads, steps, np.uint16),
+    )
     decoded_or_damaged(coder, codes)
 
 

@@ -73,9 +73,12 @@ def test_rows_stand_alone(order, cut, kind, tables, rows, components, highest, s
 
 
 @given(
-    tables=st.sampled_from(["guessed", "fitted"]), components=st.integers(1, 600), highest=st.floats(0.1, 300),
-    gain=st.floats(-1.5, 1.5), seed=st.integers(0, 2**32 - 1),
-)  # fmt: skip
+    tables=st.sampled_from(["guessed", "fitted"]),
+    components=st.integers(1, 600),
+    highest=st.floats(0.1, 300),
+    gain=st.floats(-1.5, 1.5),
+    seed=st.integers(0, 2**32 - 1),
+)
 def test_a_row_takes_hardly_more_than_its_tables_say(tables, components, highest, gain, seed):
     tables, spreads = tables_of(tables), falling(components, highest, highest / 500)
     classes = class_of(spreads)

@@ -30,9 +30,13 @@ def rope(rows: np.ndarray, first: int, dims: int, **arguments: object) -> np.nda
 
 
 @given(
-    rotation=rotations(), seed=st.integers(0, 2**32 - 1), first=st.integers(0, 200_000), tokens=st.integers(0, 40),
-    heads=st.integers(0, 3), spare=st.integers(0, 9),
-)  # fmt: skip
+    rotation=rotations(),
+    seed=st.integers(0, 2**32 - 1),
+    first=st.integers(0, 200_000),
+    tokens=st.integers(0, 40),
+    heads=st.integers(0, 3),
+    spare=st.integers(0, 9),
+)
 def test_what_is_redone_is_undone_and_keeps_its_length(rotation, seed, first, tokens, heads, spare):
     turning = 2 * len(rotation.frequencies)
     rows = rows_of(seed, tokens, heads, turning + spare)
@@ -46,9 +50,14 @@ def test_what_is_redone_is_undone_and_keeps_its_length(rotation, seed, first, to
 
 
 @given(
-    pairs=st.integers(1, 32), interleaved=st.booleans(), spare=st.integers(0, 9), base=st.sampled_from([1e2, 1e4, 5e5]),
-    first=st.integers(0, 500), custom=st.booleans(), seed=st.integers(0, 2**32 - 1),
-)  # fmt: skip
+    pairs=st.integers(1, 32),
+    interleaved=st.booleans(),
+    spare=st.integers(0, 9),
+    base=st.sampled_from([1e2, 1e4, 5e5]),
+    first=st.integers(0, 500),
+    custom=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
 def test_redo_is_what_rope_does(pairs, interleaved, spare, base, first, custom, seed):
     rows = rows_of(seed, 5, 2, 2 * pairs + spare)
     if custom:
