@@ -33,7 +33,6 @@ from prefixcache.codecs.turboquant import backends as turboquant_backends
 from prefixcache.keys import BLOCK, Tokens, as_model, as_salt, as_tokens
 from prefixcache.layers.adapters import arrays_in
 from prefixcache.layers.classes import allow
-from prefixcache.layers.decoded import Decoded
 from prefixcache.layers.encode import evaluate
 from prefixcache.layers.finite import NotFinite
 from prefixcache.layers.form import CacheForm
@@ -61,7 +60,7 @@ from prefixcache.store_fetch_remove.pruning import Deleted, clear_namespaces, pr
 from prefixcache.store_fetch_remove.remove import remove, remove_following
 from prefixcache.store_fetch_remove.selection import Selection
 from prefixcache.store_fetch_remove.stats import collect_stats
-from prefixcache.store_fetch_remove.store import Store
+from prefixcache.store_fetch_remove.store import StoreCall, Stored
 from prefixcache.tiers.idle import Idle
 from prefixcache.tiers.memory_pressure import Pressure
 from prefixcache.tiers.promotion import Promoter, last_of
@@ -79,21 +78,6 @@ INTERRUPTED_CLOSE = 5.0  # seconds that an interrupted close() gives the SSD
 ANY_LIMIT = 1 << 62  # bytes of an SSD, where its size doesn't matter
 
 _open: set[PrefixCache] = set()  # those that have a directory, until they are closed
-
-
-class Stored(NamedTuple):
-    """What `store` did.
-
-    `tokens`: how many of the prompt's tokens can be found now; `new_tokens`, `new_bytes`: what this call added, the
-    bytes with headers; `snapshot`: whether a state that can't be cut by token was kept for this boundary (False for
-    models that have none); `raw_layers`: the layers whose rows the codec left as they are.
-    """
-
-    tokens: int
-    new_tokens: int
-    new_bytes: int
-    snapshot: bool
-    raw_layers: tuple[int, ...]
 
 
 class Match(NamedTuple):
@@ -343,11 +327,14 @@ class PrefixCache:
             self._recorder.store(
                 self._namespaces.recorded_root(prompt.model, prompt.salt), prompt.token_bytes[: limit * 8]
             )
-        back = Decoded(since) if write_back and not plan.lossless else None
-        with_snapshot = bool(plan.snapshots) and agreed and state
-        maker = LiveMaker(namespace, reading.leaves, limit, with_snapshot, back)
-        store = Store(self._storage, namespace, prompt, limit, maker, sys.intern(label))
-        stored = Stored(*store.run(), tuple(plan.raw))
+        maker = LiveMaker(
+            namespace,
+            reading.leaves,
+            limit,
+            with_snapshot=bool(plan.snapshots) and agreed and state,
+            since=since if write_back and not plan.lossless else None,
+        )
+        stored = StoreCall(self._storage, namespace, prompt, limit, maker, sys.intern(label)).run()
         if maker.not_finite is not None:
             self._warn_of(maker.not_finite, prompt.model, plan)
         self._storage.counters.durations.store.observe(time.monotonic() - began)

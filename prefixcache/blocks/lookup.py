@@ -8,7 +8,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 
-from prefixcache.blocks.node import Node, Slot, Walk, bits, common_tokens
+from prefixcache.blocks.masks import mask_of
+from prefixcache.blocks.node import Node, Slot, Walk, common_tokens
 from prefixcache.image_format import ROWS
 from prefixcache.keys import BLOCK, TOKEN_BYTES
 
@@ -54,9 +55,9 @@ def windows_read(node: Node, boundary: int, tier: int) -> dict[Slot, int]:
     """
     required: dict[Slot, int] = {}
     for index, window in enumerate(node.tree.windows if node.tree is not None else ()):
-        missing = bits(window.first(boundary) - node.start, boundary - node.start)
+        missing = mask_of(window.first(boundary) - node.start, boundary - node.start)
         for slot, shared in required.items():
-            missing &= ~(slot.mask[index] & bits(0, shared))
+            missing &= ~(slot.mask[index] & mask_of(0, shared))
         if missing:
             required.update((slot, shared) for slot, shared, _ in _window_rows(node, tier, index, missing))
     return required
@@ -104,7 +105,7 @@ def _first_hole(nodes: list[Node], tier: int, index: int, low: int, high: int) -
     """The first token in [low, high) whose row of this window is missing, `high` when there is none."""
     for i in range(low // BLOCK, -(-high // BLOCK)):  # every node on a path but the last is a whole block
         node = nodes[i]
-        missing = bits(low - node.start, high - node.start)
+        missing = mask_of(low - node.start, high - node.start)
         for _, _, rows in _window_rows(node, tier, index, missing):
             missing &= ~rows
         if missing:
@@ -134,7 +135,7 @@ def _window_rows(node: Node, tier: int, index: int, needed: int) -> Iterator[tup
         for slot in siblings[i].windows if siblings[i] is not node else ():
             if slot.mask[index] & needed and slot.tiers & upto:
                 shared = common_tokens(tokens[i], node.tokens)
-                if rows := slot.mask[index] & needed & bits(0, shared):
+                if rows := slot.mask[index] & needed & mask_of(0, shared):
                     needed &= ~rows
                     yield slot, shared, rows
         i += 1

@@ -8,7 +8,8 @@ from prefixcache.keys import BLOCK, canonical, chain
 
 
 def mask_of(first: int, last: int) -> int:
-    """The bits of tokens `first` to `last` (not included) of a block."""
+    """The bits of a block's tokens from `first` to `last` (not included); there are none outside the block."""
+    first, last = max(first, 0), min(last, BLOCK)
     return (1 << last) - (1 << first) if last > first else 0
 
 
@@ -28,8 +29,7 @@ def held_mask(held: tuple[tuple[int, int], ...], start: int, keep: int, limit: i
     """Of the block that begins at `start`, the tokens in `held`, from token `keep` on and below `limit`."""
     mask = 0
     for a, b in held:
-        first, last = max(a, keep, start) - start, min(b, limit, start + BLOCK) - start
-        mask |= mask_of(first, last)
+        mask |= mask_of(max(a, keep) - start, min(b, limit) - start)
     return mask
 
 

@@ -229,9 +229,3 @@ def common_tokens(a: bytes, b: bytes) -> int:
         return n // TOKEN_BYTES
     differ = np.frombuffer(a, "<i8", n // TOKEN_BYTES) != np.frombuffer(b, "<i8", n // TOKEN_BYTES)
     return int(differ.argmax())
-
-
-def bits(first: int, last: int) -> int:
-    """Of a block's tokens, `first` to `last` (not included), a bit each."""
-    first, last = max(first, 0), min(last, BLOCK)
-    return (1 << last) - (1 << first) if last > first else 0

@@ -22,12 +22,13 @@ from prefixcache.codecs.threads import WORTH_A_THREAD, share_out
 from prefixcache.codecs.turboquant.levelling import measure_levels
 from prefixcache.layers import levels
 from prefixcache.layers.adapters import Leaf, LiveCodes, arrays_in
-from prefixcache.layers.decoded import Decoded
 from prefixcache.layers.image_layout import Group, Member, Section, Tensors
+from prefixcache.layers.joined import merged
 from prefixcache.layers.live_codes import same
+from prefixcache.layers.write_back import WriteBack
 
 
-class Target(NamedTuple):
+class RowTarget(NamedTuple):
     """Tokens `first` to `last` (not included) of the sequence go to rows `at` and on of `tensors`.
 
     `settled`: the levels in `tensors` are those of rows that are there already; else they are measured here, from token
@@ -65,7 +66,7 @@ def evaluate(leaves: Iterable[Leaf]) -> None:
     mx.eval([(leaf.codes.codes, leaf.codes.scales) for leaf in leaves if leaf.codes is not None])
 
 
-def encode(section: Section, leaves: list[Leaf], targets: list[Target], back: Decoded | None = None) -> None:
+def encode(section: Section, leaves: list[Leaf], targets: list[RowTarget], back: WriteBack | None = None) -> None:
     """Encode the targets' tokens of every stream in the section; `back` gets what a fetch would give of them.
 
     What a live cache has coded already is copied.
@@ -83,28 +84,28 @@ def encode(section: Section, leaves: list[Leaf], targets: list[Target], back: De
 class Way(ABC):
     """How rows of live leaves come into tensors. `back` gets what a fetch would give of them."""
 
-    def __init__(self, leaves: Sequence[Leaf], back: Decoded | None):
+    def __init__(self, leaves: Sequence[Leaf], back: WriteBack | None):
         self._leaves, self._back = leaves, back
 
     @abstractmethod
-    def copy(self, group: Group, targets: Sequence[Target]) -> None:
+    def copy(self, group: Group, targets: Sequence[RowTarget]) -> None:
         """Rows as they are."""
 
     @abstractmethod
-    def encode(self, group: Group, targets: Sequence[Target]) -> None:
+    def encode(self, group: Group, targets: Sequence[RowTarget]) -> None:
         """All of a group's rows, with levels that are measured where they aren't settled."""
 
     @abstractmethod
     def encode_with(
-        self, wanted: Sequence[Levels | None], group: Group, members: Sequence[Member], targets: Sequence[Target]
+        self, wanted: Sequence[Levels | None], group: Group, members: Sequence[Member], targets: Sequence[RowTarget]
     ) -> None:
         """These members' rows, with the levels, of all of the group's heads, that are wanted for each target."""
 
     @abstractmethod
-    def measure(self, group: Group, members: Sequence[Member], targets: Sequence[Target]) -> list[Levels]:
+    def measure(self, group: Group, members: Sequence[Member], targets: Sequence[RowTarget]) -> list[Levels]:
         """The levels of each target's rows, of these members' heads side by side."""
 
-    def encode_beside_codes(self, group: Group, targets: Sequence[Target]) -> None:
+    def encode_beside_codes(self, group: Group, targets: Sequence[RowTarget]) -> None:
         """All of a group's rows, of which live caches have coded some members already."""
         wanted, plain = self._settle_levels(group, targets), []
         for member in group.members:
@@ -115,7 +116,7 @@ class Way(ABC):
                 _copy_codes(group, member, codes, targets, wanted)
         self.encode_with(wanted, group, plain, targets)
 
-    def _settle_levels(self, group: Group, targets: Sequence[Target]) -> list[Levels | None]:
+    def _settle_levels(self, group: Group, targets: Sequence[RowTarget]) -> list[Levels | None]:
         """The levels of each target's rows, all heads of the group, which are in its tensors from here on."""
         if not group.steps:
             return [None] * len(targets)
@@ -124,7 +125,7 @@ class Way(ABC):
             levels.write(group, target.tensors, measured.packed())
         return [levels.read(group, target.tensors) for target in targets]
 
-    def _fresh_levels(self, group: Group, targets: Sequence[Target]) -> list[Levels]:
+    def _fresh_levels(self, group: Group, targets: Sequence[RowTarget]) -> list[Levels]:
         """Of live codes those that they have, of all other rows by measuring them."""
         plain = [member for member in group.members if self._leaves[member.leaf].codes is None]
         measured = self.measure(group, plain, targets) if plain and targets else []
@@ -144,7 +145,7 @@ class Way(ABC):
 
 
 def _copy_codes(
-    group: Group, member: Member, codes: LiveCodes, targets: Sequence[Target], wanted: Sequence[Levels | None]
+    group: Group, member: Member, codes: LiveCodes, targets: Sequence[RowTarget], wanted: Sequence[Levels | None]
 ) -> None:
     """One live cache's codes, as they are: but those made with other levels than their target's are made anew."""
     planes = codes.planes(member.stream)
@@ -164,14 +165,14 @@ def _copy_codes(
 class Host(Way):
     """Where MLX's arrays are in the host's memory: each stretch of rows goes from where it lies to its place."""
 
-    def copy(self, group: Group, targets: Sequence[Target]) -> None:
+    def copy(self, group: Group, targets: Sequence[RowTarget]) -> None:
         self.encode_with([None] * len(targets), group, group.members, targets)
 
-    def encode(self, group: Group, targets: Sequence[Target]) -> None:
+    def encode(self, group: Group, targets: Sequence[RowTarget]) -> None:
         self.encode_with(self._settle_levels(group, targets), group, group.members, targets)
 
     def encode_with(
-        self, wanted: Sequence[Levels | None], group: Group, members: Sequence[Member], targets: Sequence[Target]
+        self, wanted: Sequence[Levels | None], group: Group, members: Sequence[Member], targets: Sequence[RowTarget]
     ) -> None:
         batch = []
         names, places = group.names, [target.rows for target in targets]
@@ -189,7 +190,7 @@ class Host(Way):
                 if target.whole:
                     self._back.decode_rows(group, member, target.first, target.rows, target.tensors, target.exact)
 
-    def measure(self, group: Group, members: Sequence[Member], targets: Sequence[Target]) -> list[Levels]:
+    def measure(self, group: Group, members: Sequence[Member], targets: Sequence[RowTarget]) -> list[Levels]:
         lying = [(self._rows_of(member), self._leaves[member.leaf].where) for member in members]
         measured = []
         for target in targets:
@@ -206,7 +207,7 @@ class Host(Way):
 class Gpu(Way):
     """Where MLX's arrays are on a GPU: one launch for each group, and for targets that are alike."""
 
-    def copy(self, group: Group, targets: Sequence[Target]) -> None:
+    def copy(self, group: Group, targets: Sequence[RowTarget]) -> None:
         """A few rows, as a rule: the whole buffers don't come to the host."""
         gathered = [mx.contiguous(self._gathered([member], targets)) for member in group.members]
         mx.eval(gathered)  # the GPU is waited for once
@@ -219,7 +220,7 @@ class Gpu(Way):
                 at += target.tokens
         group.codec.encode_all(batch)
 
-    def encode(self, group: Group, targets: Sequence[Target]) -> None:
+    def encode(self, group: Group, targets: Sequence[RowTarget]) -> None:
         for settled in (False, True):  # some have levels only once the others are done
             some = [target for target in targets if target.settled is settled]
             for numbers in _alike(some):
@@ -228,13 +229,13 @@ class Gpu(Way):
                 self._launch(known, group, group.members, alike)
 
     def encode_with(
-        self, wanted: Sequence[Levels | None], group: Group, members: Sequence[Member], targets: Sequence[Target]
+        self, wanted: Sequence[Levels | None], group: Group, members: Sequence[Member], targets: Sequence[RowTarget]
     ) -> None:
         for member in members:  # one by one: not all of them need stand next to each other in the tensor
             for numbers in _alike(targets):
                 self._launch([wanted[i] for i in numbers], group, (member,), [targets[i] for i in numbers])
 
-    def measure(self, group: Group, members: Sequence[Member], targets: Sequence[Target]) -> list[Levels]:
+    def measure(self, group: Group, members: Sequence[Member], targets: Sequence[RowTarget]) -> list[Levels]:
         measured: dict[int, Levels] = {}
         ranges = [target._replace(first=target.first_measured) for target in targets]
         for numbers in _alike(ranges):
@@ -249,7 +250,7 @@ class Gpu(Way):
         wanted: Sequence[Levels | None] | None,
         group: Group,
         members: Sequence[Member],
-        targets: Sequence[Target],
+        targets: Sequence[RowTarget],
     ) -> None:
         """Encode targets that are alike, of members whose heads are next to each other: all of the group, or one.
 
@@ -273,39 +274,28 @@ class Gpu(Way):
         share_out(len(targets), 1, sum(plane.nbytes for plane in made.planes) // WORTH_A_THREAD, copy)
         if self._back is not None and made.decoded is not None:
             at = 0
-            for start, last in _stretches(targets):
+            for start, last in merged([(target.first, target.last) for target in targets]):
                 for member in members:
                     decoded = made.decoded[member.head - first :][: member.heads, at : at + last - start]
                     self._back.add(member, start, decoded, targets[0].exact)
                 at += last - start
 
-    def _gathered(self, members: Sequence[Member], targets: Sequence[Target]) -> mx.array:
+    def _gathered(self, members: Sequence[Member], targets: Sequence[RowTarget]) -> mx.array:
         """(all heads of these members, tokens of all targets, width)."""
         of_members = []
         for member in members:
             leaf = self._leaves[member.leaf]
             array, pieces = leaf.arrays[member.stream][0], []
-            for first, last in _stretches(targets):
+            for first, last in merged([(target.first, target.last) for target in targets]):
                 where = leaf.where(first, last)
                 pieces.append(array[:, where] if isinstance(where, slice) else mx.take(array, mx.array(where), axis=1))
             of_members.append(pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=1))
         return mx.concatenate(of_members)
 
 
-def _alike(targets: Sequence[Target]) -> list[list[int]]:
+def _alike(targets: Sequence[RowTarget]) -> list[list[int]]:
     """The targets' numbers, by how many tokens they have and whether those are whole blocks'."""
     by_kind: dict[tuple[int, bool], list[int]] = {}
     for i, target in enumerate(targets):
         by_kind.setdefault((target.tokens, target.whole), []).append(i)
     return list(by_kind.values())
-
-
-def _stretches(targets: Sequence[Target]) -> list[tuple[int, int]]:
-    """The stretches of tokens of targets that follow each other."""
-    stretches: list[tuple[int, int]] = []
-    for target in targets:
-        if stretches and stretches[-1][1] == target.first:
-            stretches[-1] = stretches[-1][0], target.last
-        else:
-            stretches.append((target.first, target.last))
-    return stretches

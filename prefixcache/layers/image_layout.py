@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -49,6 +50,7 @@ class Coding(NamedTuple):
 
 _Codings = list[list[Coding]]  # of each leaf
 Tensors = dict[str, np.ndarray]  # an image's, by name
+TokenRuns = tuple[tuple[int, int], ...]  # (first, last not included) of each
 
 
 class Reading(NamedTuple):
@@ -235,6 +237,10 @@ class Plan:
         ]
         self._place_rows(codings, as_they_are, sunk)
         self._place_windows(codings, as_they_are, sunk)
+        several = (*self.kept, *self.windowed, *self.window_tails, *self.window_sinks)
+        self.sections = list(
+            {id(section): section for section in (self.rows, self.tails, self.sinks, *several)}.values()
+        )
         # Where each stream stands: leaf -> stream -> (group, member), in `rows` or `windowed`; in `tails`, `kept` or
         # `window_tails`; in `sinks` or `window_sinks`.
         self.places = self._places(self.rows, *self.windowed)
@@ -278,17 +284,15 @@ class Plan:
         for kind in self.layout["kinds"]:
             _check_class(kind)
 
-    @property
-    def groups(self) -> list[Group]:
-        """The groups of all sections."""
-        sections = [self.rows, *self.kept, self.sinks, *self.windowed, *self.window_sinks]
-        sections += [] if self.lossless else [self.tails, *self.window_tails]
-        return [group for section in sections for group in section.groups]
-
     def window_of(self, leaf: int) -> int | None:
         """The number of a leaf's window; None for one that keeps every token, or no rows."""
         window = self.leaves[leaf].get("window")
         return self.windows.index(Window(*window)) if window is not None and self.leaves[leaf]["streams"] else None
+
+    def held(self, leaves: Sequence[Leaf], window: int) -> TokenRuns:
+        """The runs of tokens whose rows are there in every layer of this window."""
+        of_window = [leaf.held for number, leaf in enumerate(leaves) if self.window_of(number) == window]
+        return reduce(_intersection, of_window) if of_window else ()
 
     def describe_state(self, leaves: Sequence[Leaf]) -> snapshots.State:
         """Describe what a snapshot keeps of a live cache's leaves. CacheError for what can't be kept."""
@@ -369,6 +373,11 @@ class Plan:
             for _, _, heads, width, dtype, _ in leaf.get("streams") or ():
                 total += tokens * heads * width * element(dtype).numpy.itemsize
         return total
+
+
+def _intersection(a: TokenRuns, b: TokenRuns) -> TokenRuns:
+    pairs = ((max(x[0], y[0]), min(x[1], y[1])) for x in a for y in b)
+    return tuple((first, last) for first, last in pairs if first < last)
 
 
 def _check_class(layer: Layout) -> None:

@@ -28,8 +28,8 @@ class DamagedBlock(ValueError):
         self.start = start
 
 
-class Wanted(NamedTuple):
-    """Codes of tokens `first` to `last` (not included), a block's.
+class BlockRows(NamedTuple):
+    """Tokens `first` to `last` (not included) of a block, whose rows are to be codes.
 
     `known`: the tensors of another block's image, and of how many of its first tokens the codes are taken over.
     """
@@ -39,9 +39,9 @@ class Wanted(NamedTuple):
     known: tuple[Tensors, int] | None = None
 
 
-class Part(NamedTuple):
-    """What is still to be coded of what is wanted: rows `first` to `last`. `taken`: the codes of those before, of another
-    image.
+class UncodedRows(NamedTuple):
+    """Those of a block's rows that are still to be coded in one group: `first` to `last`, of which the first `skip` are kept
+    elsewhere. `taken`: the codes of those before, of another image.
     """
 
     first: int
@@ -51,47 +51,49 @@ class Part(NamedTuple):
 
 
 def encode_joined(
-    groups: Sequence[Joined], leaves: Sequence[Leaf], wanted: Sequence[Wanted], sinks: int
+    groups: Sequence[Joined], leaves: Sequence[Leaf], blocks: Sequence[BlockRows], sinks: int
 ) -> list[list[Codes]]:
     """For each group of layers the codes of each block; tokens before token `sinks` are kept elsewhere."""
-    parts = [[_part(joined, each, sinks) for each in wanted] for joined in groups]
-    coded = [[part for part in of_group if part.first < part.last] for of_group in parts]
-    made = []
+    parts = [[_uncoded(joined, block, sinks) for block in blocks] for joined in groups]
+    uncoded = [[part for part in of_group if part.first < part.last] for of_group in parts]
+    codes = []
     encode = _encode_on_gpu if gpu_coding.available() else _encode
-    for of_group, codes in zip(parts, encode(groups, leaves, coded), strict=True):
-        new = iter(codes)
-        made.append([_behind(part.taken, next(new) if part.first < part.last else None) for part in of_group])
-    return made
+    for of_group, encoded in zip(parts, encode(groups, leaves, uncoded), strict=True):
+        new = iter(encoded)
+        codes.append([_behind(part.taken, next(new) if part.first < part.last else None) for part in of_group])
+    return codes
 
 
-def _part(joined: Joined, wanted: Wanted, sinks: int) -> Part:
+def _uncoded(joined: Joined, block: BlockRows, sinks: int) -> UncodedRows:
     taken, copied = None, 0
-    if wanted.known is not None:
-        tensors, copied = wanted.known
+    if block.known is not None:
+        tensors, copied = block.known
         taken = codes_of(joined, tensors, copied)
-    first = wanted.first + copied
-    return Part(first, wanted.last, min(max(sinks - first, 0), wanted.last - first), taken)
+    first = block.first + copied
+    return UncodedRows(first, block.last, min(max(sinks - first, 0), block.last - first), taken)
 
 
-def _behind(taken: Codes | None, made: Codes | None) -> Codes:
-    if taken is None or made is None:
-        return taken or made  # type: ignore[return-value]
+def _behind(taken: Codes | None, new: Codes | None) -> Codes:
+    if taken is None or new is None:
+        return taken or new  # type: ignore[return-value]
     return taken._replace(
-        heads=np.concatenate([taken.heads, made.heads]), words=np.concatenate([taken.words, made.words])
+        heads=np.concatenate([taken.heads, new.heads]), words=np.concatenate([taken.words, new.words])
     )
 
 
-def _encode(groups: Sequence[Joined], leaves: Sequence[Leaf], parts: Sequence[Sequence[Part]]) -> Iterator[list[Codes]]:
+def _encode(
+    groups: Sequence[Joined], leaves: Sequence[Leaf], parts: Sequence[Sequence[UncodedRows]]
+) -> Iterator[list[Codes]]:
     for joined, of_group in zip(groups, parts, strict=True):
-        made = []
+        codes = []
         for part in of_group:
             rows = [_rows_of(leaves[leaf], stream, part.first, part.last) for leaf, stream in joined.streams]
-            made.append(joined.coder.encode(rows, part.first, part.skip, part.taken))
-        yield made
+            codes.append(joined.coder.encode(rows, part.first, part.skip, part.taken))
+        yield codes
 
 
 def _encode_on_gpu(
-    groups: Sequence[Joined], leaves: Sequence[Leaf], parts: Sequence[Sequence[Part]]
+    groups: Sequence[Joined], leaves: Sequence[Leaf], parts: Sequence[Sequence[UncodedRows]]
 ) -> Iterator[list[Codes]]:
     """Groups of which the same rows are to be coded together, as many as there is room for."""
     at = 0
@@ -131,14 +133,14 @@ def _streams_of(joined: Joined, leaves: Sequence[Leaf], runs: Sequence[tuple[int
 
 
 def merged(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Runs in their order, those that follow each other as one."""
-    made: list[tuple[int, int]] = []
+    """Merge runs that follow each other; the others stay, in their order."""
+    result: list[tuple[int, int]] = []
     for first, last in runs:
-        if made and made[-1][1] == first:
-            made[-1] = made[-1][0], last
+        if result and result[-1][1] == first:
+            result[-1] = result[-1][0], last
         else:
-            made.append((first, last))
-    return made
+            result.append((first, last))
+    return result
 
 
 class Stretch(NamedTuple):

@@ -1,13 +1,15 @@
-"""Rows of one image into the tensors of another, whose section keeps them otherwise: as they are, or coded. No live cache
-has a part in it.
+"""Moves of rows between the tensors of images, whose sections may keep them otherwise: as they are, or coded. No live
+cache has a part in it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from prefixcache.blocks.masks import mask_of, runs_of
 from prefixcache.codecs.base import Decoding, Encoding
 from prefixcache.codecs.turboquant.levelling import measure_levels
 from prefixcache.layers import levels
@@ -16,47 +18,96 @@ from prefixcache.layers.image_layout import Group, Section, Tensors
 RowPairs = list[tuple[slice, slice]]  # rows to write, rows to read
 
 
-def encode_stored(
-    section: Section, tails: Section, rows: Tensors, tensors: Tensors, measured_rows: Sequence[slice]
-) -> None:
-    """All `rows` that tensors of `tails` have as they are -> `tensors` of a section of the same streams.
+def row_pairs(tokens: int, into: int, out: int) -> RowPairs:
+    """Where the tokens in a mask stand among those in the mask `into`, and among those in `out`."""
+    pairs = []
+    for first, last in runs_of(tokens):
+        a, b = ((mask & mask_of(0, first)).bit_count() for mask in (into, out))
+        pairs.append((slice(a, a + last - first), slice(b, b + last - first)))
+    return pairs
 
-    Levels are measured here, from `measured_rows`.
+
+class TakeCodes(NamedTuple):
+    """Copy rows as they are coded, and their levels, between tensors of the same section."""
+
+    section: Section
+    tensors: Tensors
+    source: Tensors
+    pairs: RowPairs
+
+    def run(self) -> None:
+        for group in self.section.groups:
+            for name in group.names:
+                for into, out in self.pairs:
+                    self.tensors[name][into] = self.source[name][out]
+            for name in group.level_names:
+                self.tensors[name][...] = self.source[name]
+
+
+class CopyRows(NamedTuple):
+    """Copy rows that `other` keeps as they are to a section that does so, too: of the streams that both have."""
+
+    section: Section
+    tensors: Tensors
+    other: Section
+    source: Tensors
+    pairs: RowPairs
+
+    def run(self) -> None:
+        places, others = _places(self.section), _places(self.other)
+        for stream in places.keys() & others.keys():
+            (group, heads), (other_group, other_heads) = places[stream], others[stream]
+            for into, out in self.pairs:
+                self.tensors[group.names[0]][into, heads] = self.source[other_group.names[0]][out, other_heads]
+
+
+class DecodeRows(NamedTuple):
+    """Decode rows of `section` into tensors of `tails`, which keeps the same streams as they are."""
+
+    section: Section
+    source: Tensors
+    tails: Section
+    tensors: Tensors
+    pairs: RowPairs
+
+    def run(self) -> None:
+        places = _places(self.tails)
+        for group in self.section.groups:
+            for member in group.members:
+                tail, heads = places[member.leaf, member.stream]
+                of_member, batch = levels.read(group, self.source, member), []
+                for into, out in self.pairs:
+                    planes = tuple(self.source[name][out, member.in_group] for name in group.names)
+                    rows = self.tensors[tail.names[0]][into, heads].swapaxes(0, 1)
+                    batch.append(Decoding(planes, rows, of_member))
+                group.codec.decode_all(batch)
+
+
+class EncodeRows(NamedTuple):
+    """Encode all rows that tensors of `tails` have as they are into a section of the same streams, with levels that are
+    measured from the `measured` ones.
     """
-    places = _places(tails)
-    for group in section.groups:
-        parts = []
-        for member in group.members:
-            tail, heads = places[member.leaf, member.stream]
-            parts.append(rows[tail.names[0]][:, heads])
-        of_group, measured = np.concatenate(parts, axis=1), None
-        if group.steps:
-            parts = [of_group[some] for some in measured_rows]
-            measured = measure_levels(np.concatenate(parts), group.codec.centred)
-            levels.write(group, tensors, measured.packed())
-        group.codec.encode_all([Encoding(of_group, tuple(tensors[name] for name in group.names), measured)])
 
+    section: Section
+    tensors: Tensors
+    tails: Section
+    source: Tensors
+    measured: Sequence[slice]
 
-def decode_stored(section: Section, tails: Section, source: Tensors, tensors: Tensors, pairs: RowPairs) -> None:
-    """Codes that an image of `section` has -> `tensors` of `tails`."""
-    places = _places(tails)
-    for group in section.groups:
-        for member in group.members:
-            tail, heads = places[member.leaf, member.stream]
-            of_member, batch = levels.read(group, source, member), []
-            for into, out in pairs:
-                planes = tuple(source[name][out, member.in_group] for name in group.names)
-                batch.append(Decoding(planes, tensors[tail.names[0]][into, heads].swapaxes(0, 1), of_member))
-            group.codec.decode_all(batch)
-
-
-def copy_stored(section: Section, tensors: Tensors, other: Section, source: Tensors, pairs: RowPairs) -> None:
-    """Rows that an image has as they are in `other` -> `tensors` of `section`: of the streams of both."""
-    into, out = _places(section), _places(other)
-    for where in into.keys() & out.keys():
-        (group, heads), (other_group, other_heads) = into[where], out[where]
-        for a, b in pairs:
-            tensors[group.names[0]][a, heads] = source[other_group.names[0]][b, other_heads]
+    def run(self) -> None:
+        places = _places(self.tails)
+        for group in self.section.groups:
+            parts = []
+            for member in group.members:
+                tail, heads = places[member.leaf, member.stream]
+                parts.append(self.source[tail.names[0]][:, heads])
+            of_group, measured = np.concatenate(parts, axis=1), None
+            if group.steps:
+                parts = [of_group[rows] for rows in self.measured]
+                measured = measure_levels(np.concatenate(parts), group.codec.centred)
+                levels.write(group, self.tensors, measured.packed())
+            planes = tuple(self.tensors[name] for name in group.names)
+            group.codec.encode_all([Encoding(of_group, planes, measured)])
 
 
 def _places(section: Section) -> dict[tuple[int, str], tuple[Group, slice]]:

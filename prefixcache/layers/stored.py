@@ -11,7 +11,6 @@ from typing import Any
 
 from prefixcache.blocks.masks import mask_of
 from prefixcache.image_format import Image
-from prefixcache.keys import BLOCK
 from prefixcache.layers.adapters import Layout
 from prefixcache.layers.image_layout import Plan
 from prefixcache.layers.read_ahead import ReadAhead
@@ -92,8 +91,7 @@ class StoredPrompt:
             return boundary == self.tokens
         for w, window in enumerate(self.plan.windows):
             for block in self.blocks:
-                first, last = max(window.first(boundary) - block.start, 0), min(boundary - block.start, BLOCK)
-                needed = mask_of(first, last)
+                needed = mask_of(window.first(boundary) - block.start, boundary - block.start)
                 for image in block.windows:
                     needed &= ~image.mask[w]
                 if needed:
@@ -128,7 +126,7 @@ class StoredLayer:
         plan, blocks, total = self._prompt.plan, self._prompt.blocks, 0
         leaves = [i for i, layer in enumerate(plan.layer_of) if layer == self._index]
         images = [block.tensors for block in blocks] + [image.tensors for block in blocks for image in block.windows]
-        for group in plan.groups:
+        for group in (group for section in plan.sections for group in section.groups):
             heads = sum(member.heads for member in group.members if member.leaf in leaves)
             names = (*group.names, *group.level_names)
             stored = sum(tensors[name].nbytes for tensors in images for name in names if name in tensors)

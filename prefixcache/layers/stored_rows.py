@@ -163,7 +163,7 @@ class StoredRows:
         full = not window.chunked and self.tokens > window.size
         shift = low - (window.keep + 1 if full else 0 if window.chunked else low)
         for block in self.blocks:
-            missing = mask_of(max(low - block.start, 0), min(self.tokens - block.start, BLOCK))
+            missing = mask_of(low - block.start, self.tokens - block.start)
             sinks = self.plan.sunk(block.start)
             for image in block.windows:
                 mask = image.mask[index]

@@ -16,10 +16,10 @@ import numpy as np
 from prefixcache.blocks.masks import mask_of, runs_of
 from prefixcache.layers import levels
 from prefixcache.layers.adapters import Leaf, LiveCodes
-from prefixcache.layers.decoded import decoded_rows
 from prefixcache.layers.image_layout import Group, Member, Plan, Tensors
 from prefixcache.layers.joined import CodedBlocks, DamagedBlock, codes_of, decode_joined
 from prefixcache.layers.live_codes import same
+from prefixcache.layers.write_back import decoded_rows
 
 
 class Compared(NamedTuple):

@@ -33,9 +33,9 @@ from prefixcache.planning.simulated_ssd import SimulatedImage, SimulatedSsd
 from prefixcache.planning.sizes import StateSizes
 from prefixcache.settings import Settings
 from prefixcache.ssd.entries import NamespaceRow
-from prefixcache.store_fetch_remove.jobs import Job
+from prefixcache.store_fetch_remove.jobs import ImageJob
 from prefixcache.store_fetch_remove.namespaces import reserve_basis
-from prefixcache.store_fetch_remove.store import Store
+from prefixcache.store_fetch_remove.store import StoreCall
 from prefixcache.tiers.idle import LOOKS, PERIOD, Idle
 from prefixcache.tiers.namespace import Namespace
 from prefixcache.tiers.promotion import promote
@@ -119,10 +119,10 @@ class SizeMaker:
             nbytes = self._blueprints[what] = Blueprint(meta, specs).nbytes
         return _Size(nbytes, extra)
 
-    def encoded(self, jobs: list[Job]) -> list[Job]:
+    def encoded(self, jobs: list[ImageJob]) -> list[ImageJob]:
         return jobs
 
-    def make(self, jobs: list[Job]) -> list[Any]:
+    def make(self, jobs: list[ImageJob]) -> list[Any]:
         if self._ssd is not None:
             self._ssd.settle()
         made = []
@@ -241,7 +241,7 @@ class Simulation:
 
     def store(self, prompt: Prompt) -> None:
         """Keep what is new of a prompt."""
-        Store(self.storage, self.namespace, prompt, len(prompt), self._maker.begin(len(prompt))).run()
+        StoreCall(self.storage, self.namespace, prompt, len(prompt), self._maker.begin(len(prompt))).run()
         self.settle()
 
     def settle(self) -> None:

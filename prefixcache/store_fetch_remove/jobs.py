@@ -1,4 +1,4 @@
-"""What a store has to make: a `Job` for each image, and the `Source` whose codes it takes over.
+"""What a store has to make: an `ImageJob` for each image, and the `CodeSource` whose codes it takes over.
 
 Plain data: `store` plans it, `image_maker` reads it.
 """
@@ -10,27 +10,34 @@ from typing import NamedTuple
 from prefixcache.blocks.graph import NODE_BYTES
 from prefixcache.blocks.node import Node
 from prefixcache.image_format import ROWS, SNAPSHOT, Blueprint, Image, Kind
+from prefixcache.keys import TOKEN_BYTES
 
 
-class Source(NamedTuple):
+class CodeSource(NamedTuple):
     """Rows that may be taken over as codes: the first `tokens` of a block whose images are these (a window's with its mask).
 
-    Codes keep the levels that they were made with, so the image that takes them over has the same.
+    Codes keep the levels that they were made with, so the image that takes them over has the same. `known`: the tokens whose
+    rows stand there, taken over or not. `coded`: it is a whole block's.
     """
 
-    tokens: int
-    rows: Image | None
-    window: Image | None
-    mask: tuple[int, ...]
-    known: int = 0  # tokens whose rows stand there, taken over or not
-    coded: bool = False  # whether it is a whole block's
+    tokens: int = 0
+    rows: Image | None = None
+    window: Image | None = None
+    mask: tuple[int, ...] = ()
+    known: int = 0
+    coded: bool = False
 
 
-NOTHING = Source(0, None, None, ())
+NO_SOURCE = CodeSource()
 
 
-class Job(NamedTuple):
-    """One image to make. `start` and `tokens` are its block's; `known` its node when the block stands already."""
+class ImageJob(NamedTuple):
+    """One image to make. `start` and `tokens` are its block's; `known` its node when the block stands already.
+
+    `coded`: as a whole block's rows are, else as a tail's. Of a window image, for each window of the namespace: `mask` has
+    its tokens, `encoded` those to encode; and `adds_rows` says that a stored window of the same block is added to, with its
+    levels.
+    """
 
     kind: Kind
     parent: Node
@@ -39,11 +46,21 @@ class Job(NamedTuple):
     tokens: bytes
     key: bytes
     blueprint: Blueprint
-    source: Source
-    coded: bool = True  # as a whole block's rows are; else as a tail's
+    source: CodeSource
+    coded: bool = True
     mask: tuple[int, ...] = ()
-    encoded: tuple[int, ...] = ()  # of a window: for each window of the namespace, the tokens to encode
-    adds_rows: bool = False  # to a stored window of the same block, with its levels
+    encoded: tuple[int, ...] = ()
+    adds_rows: bool = False
+
+    @property
+    def length(self) -> int:
+        """The number of its tokens."""
+        return len(self.tokens) // TOKEN_BYTES
+
+    @property
+    def end(self) -> int:
+        """The token behind its last one."""
+        return self.start + self.length
 
     def cost(self, slot_bytes: int) -> int:
         """RAM that the job takes, its place in the tree included, where a slot takes `slot_bytes`."""

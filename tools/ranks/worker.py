@@ -21,7 +21,7 @@ from prefixcache import PrefixCache, Raw
 from prefixcache.layers.stored import StoredPrompt
 from prefixcache.ranks import rank_identity
 from prefixcache.ssd import files
-from prefixcache.store_fetch_remove.store import Store
+from prefixcache.store_fetch_remove.store import StoreCall
 from tools.ranks.models import VOCABULARY, Case, build, shard
 
 STEP = 512  # tokens of a prefill in one call
@@ -47,7 +47,7 @@ class Faults:
 
     def __init__(self) -> None:
         self.left: Counter[str] = Counter()
-        self._wrap(Store, "run", "store")
+        self._wrap(StoreCall, "run", "store")
         self._wrap(StoredPrompt, "dequantize", "decode")
         self._wrap(files, "read_image", "read", slow=True)
 

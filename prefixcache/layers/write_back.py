@@ -1,0 +1,138 @@
+"""Rows as a fetch would give them, on their way back into the live cache that they were read from.
+
+What is generated on is then what is stored: a hit, from whatever tier, gives the rows that the first answer was made on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from prefixcache.blocks.masks import held_mask, runs_of
+from prefixcache.codecs import RawRows
+from prefixcache.codecs.interchange import on_cpu
+from prefixcache.codecs.pieces import Piece, decode
+from prefixcache.codecs.transform.coding import Codes
+from prefixcache.image_format import Image
+from prefixcache.keys import BLOCK
+from prefixcache.layers import levels
+from prefixcache.layers.adapters import Leaf
+from prefixcache.layers.image_layout import Group, Member, Plan, Section, Tensors
+from prefixcache.layers.joined import CodedBlocks, DamagedBlock, codes_of, decode_joined
+from prefixcache.layers.recode import row_pairs
+
+
+def decoded_rows(group: Group, member: Member, rows: slice, tensors: Tensors) -> mx.array:
+    """These rows of an image's tensors as a fetch would give them, of one stream: (heads, tokens, width)."""
+    planes = tuple(tensors[name][rows, member.in_group] for name in group.names)
+    piece = Piece(group.codec, planes, 0, levels.packed(group, tensors, member))
+    return decode([piece], member.heads, piece.tokens, group.codec.width, group.codec.dtype)
+
+
+class WriteBack:
+    """Decoded rows of whole blocks for the live cache whose leaves these are; none of blocks before that of token `since`.
+
+    What is added is put into the live cache by `apply`.
+    """
+
+    def __init__(self, plan: Plan, leaves: Sequence[Leaf], since: int, limit: int):
+        self._plan, self._leaves, self._limit = plan, leaves, limit
+        self._held = [plan.held(leaves, window) for window in range(len(plan.windows))]
+        self.since = since
+        self._first = since - since % BLOCK
+        self._rows: dict[tuple[int, str], list[tuple[int, mx.array]]] = {}
+
+    def add(self, member: Member, first: int, rows: mx.array, exact: int = 0) -> None:
+        """Add rows (heads, tokens, width) of the tokens from `first` on; those before token `exact` are kept as they are."""
+        since = max(self._first, exact)
+        if first + rows.shape[1] > since:
+            skipped = max(since - first, 0)
+            rows = rows[:, skipped:] if skipped else rows
+            self._rows.setdefault((member.leaf, member.stream), []).append((first + skipped, rows))
+
+    def decode_rows(
+        self, group: Group, member: Member, first: int, rows: slice, tensors: Tensors, exact: int = 0
+    ) -> None:
+        """Add these rows of an image's tensors, which are of the tokens from `first` on."""
+        if first + rows.stop - rows.start > max(self._first, exact):
+            self.add(member, first, decoded_rows(group, member, rows, tensors), exact)
+
+    def decode_section(self, section: Section, first: int, tensors: Tensors, rows: slice) -> None:
+        """The same for all of a section's streams. Of sinks those are added that stand as they are, not their codes."""
+        for group in section.groups:
+            exact = 0 if isinstance(group.codec, RawRows) else self._plan.sink_tokens
+            for member in group.members:
+                if self._leaves[member.leaf].codes is None:
+                    self.decode_rows(group, member, first, rows, tensors, exact)
+
+    def decode_window(self, start: int, tensors: Tensors, mask: tuple[int, ...]) -> None:
+        """Add what a block's window image has of the tokens that the live cache holds."""
+        plan, sunk = self._plan, self._plan.sunk(start)
+        for w, section in enumerate(plan.windowed):
+            held = mask[w] & held_mask(self._held[w], start, plan.windows[w].keep, self._limit)
+            for (first, _), (_, rows) in zip(runs_of(held), row_pairs(held, held, mask[w]), strict=True):
+                self.decode_section(section, start + first, tensors, rows)
+            sinks = held & sunk
+            for (first, _), (_, rows) in zip(runs_of(sinks), row_pairs(sinks, held, mask[w] & sunk), strict=True):
+                self.decode_section(plan.window_sinks[w], start + first, tensors, rows)
+
+    def decode_joined(self, groups: Sequence[Sequence[tuple[int, Codes]]]) -> None:
+        """Add whole blocks of each group of transformed layers, each from a token on."""
+        coded = [
+            CodedBlocks(joined, [(start, codes) for start, codes in blocks if start + BLOCK > self.since])
+            for joined, blocks in zip(self._plan.joined, groups, strict=True)
+        ]
+        if not coded:
+            return
+        with contextlib.suppress(DamagedBlock):  # the live cache keeps its own rows; a fetch deletes the image
+            rows, unchecked = [], []
+            for joined, decoded in zip(self._plan.joined, decode_joined(coded), strict=True):
+                for stretch in decoded.stretches:
+                    for number, (leaf, stream) in enumerate(joined.streams):
+                        _, member = self._plan.tail_places[leaf][stream]
+                        rows.append((member, stretch.first, stretch.rows(number, joined.coder.dtype)))
+                unchecked.append(decoded._replace(stretches=[]))
+            for decoded in unchecked:  # of all groups, before any is put back
+                decoded.check()
+            for member, first, of_stream in rows:
+                self.add(member, first, of_stream, self._plan.sink_tokens)
+
+    def decode_blocks(self, blocks: Sequence[tuple[int, Image]]) -> None:
+        """Add all that the rows images of whole blocks have."""
+        images = [(start, image.tensors()) for start, image in blocks]
+        for start, tensors in images:
+            for section, count in self._plan.in_rows(start, BLOCK, coded=True):
+                self.decode_section(section, start, tensors, slice(0, count))
+        self.decode_joined(
+            [[(start, codes_of(joined, tensors, BLOCK)) for start, tensors in images] for joined in self._plan.joined]
+        )
+
+    def apply(self) -> None:
+        """Put the added rows into the live cache's buffers, in place of the rows that are there."""
+        changed = []
+        for (leaf, stream), pieces in self._rows.items():
+            array, where = self._leaves[leaf].arrays[stream], self._leaves[leaf].where
+            for first, rows in _adjacent_joined(sorted(pieces, key=lambda piece: piece[0])):
+                at = where(first, first + rows.shape[1])
+                array[:, :, at if isinstance(at, slice) else mx.array(at)] = rows[None]
+            changed.append(array)
+        self._rows.clear()
+        if on_cpu():
+            mx.eval(changed)
+        else:
+            mx.async_eval(changed)  # nothing on this side waits for them
+
+
+def _adjacent_joined(pieces: list[tuple[int, mx.array]]) -> list[tuple[int, mx.array]]:
+    """Each run of pieces that follow each other as one piece: each update of a buffer costs."""
+    runs: list[tuple[int, list[mx.array]]] = []
+    end = -1
+    for first, rows in pieces:
+        if first == end:
+            runs[-1][1].append(rows)
+        else:
+            runs.append((first, [rows]))
+        end = first + rows.shape[1]
+    return [(first, rows[0] if len(rows) == 1 else mx.concatenate(rows, axis=1)) for first, rows in runs]
