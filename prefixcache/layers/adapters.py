@@ -384,7 +384,7 @@ class Snapshot(Adapter):
             raise _several(cache, at, batch)
 
 
-class Refused(Adapter):
+class Batched(Adapter):
     """Batches: several sequences in one object."""
 
     makes = False
@@ -404,8 +404,8 @@ REGISTRY: dict[str, Adapter] = {
     MLX_LM_CACHES + "RotatingKVCache": Rotating(),
     MLX_LM_CACHES + "ChunkedKVCache": Chunked(),
     MLX_LM_CACHES + "ArraysCache": SNAPSHOT,
-    MLX_LM_CACHES + "BatchKVCache": Refused(),
-    MLX_LM_CACHES + "BatchRotatingKVCache": Refused(),
+    MLX_LM_CACHES + "BatchKVCache": Batched(),
+    MLX_LM_CACHES + "BatchRotatingKVCache": Batched(),
 }
 _by_class: dict[type, Adapter] = {}
 

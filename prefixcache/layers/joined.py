@@ -39,7 +39,7 @@ class BlockRows(NamedTuple):
     known: tuple[Tensors, int] | None = None
 
 
-class UncodedRows(NamedTuple):
+class RowsToCode(NamedTuple):
     """Those of a block's rows that are still to be coded in one group: `first` to `last`, of which the first `skip` are kept
     elsewhere. `taken`: the codes of those before, of another image.
     """
@@ -64,13 +64,13 @@ def encode_joined(
     return codes
 
 
-def _uncoded(joined: Joined, block: BlockRows, sinks: int) -> UncodedRows:
+def _uncoded(joined: Joined, block: BlockRows, sinks: int) -> RowsToCode:
     taken, copied = None, 0
     if block.known is not None:
         tensors, copied = block.known
         taken = codes_of(joined, tensors, copied)
     first = block.first + copied
-    return UncodedRows(first, block.last, min(max(sinks - first, 0), block.last - first), taken)
+    return RowsToCode(first, block.last, min(max(sinks - first, 0), block.last - first), taken)
 
 
 def _behind(taken: Codes | None, new: Codes | None) -> Codes:
@@ -82,7 +82,7 @@ def _behind(taken: Codes | None, new: Codes | None) -> Codes:
 
 
 def _encode(
-    groups: Sequence[Joined], leaves: Sequence[Leaf], parts: Sequence[Sequence[UncodedRows]]
+    groups: Sequence[Joined], leaves: Sequence[Leaf], parts: Sequence[Sequence[RowsToCode]]
 ) -> Iterator[list[Codes]]:
     for joined, of_group in zip(groups, parts, strict=True):
         codes = []
@@ -93,7 +93,7 @@ def _encode(
 
 
 def _encode_on_gpu(
-    groups: Sequence[Joined], leaves: Sequence[Leaf], parts: Sequence[Sequence[UncodedRows]]
+    groups: Sequence[Joined], leaves: Sequence[Leaf], parts: Sequence[Sequence[RowsToCode]]
 ) -> Iterator[list[Codes]]:
     """Groups of which the same rows are to be coded together, as many as there is room for."""
     at = 0

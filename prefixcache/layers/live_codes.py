@@ -124,9 +124,8 @@ def choice_of(plan: Plan, leaf: int) -> Choice | None:
 def waiting(plain: Any, choice: Choice) -> TurboQuantKVCache:
     """A live cache that holds the rows of a plain one as they are, and measures levels when it has rows enough."""
     bits = choice.key_bits, choice.value_bits
-    return _live_class().from_cache(
-        plain, *bits, levelling=choice.levelling, sink_tokens=choice.sink_tokens, seed=choice.seed
-    )
+    live = _live_class()(*bits, levelling=choice.levelling, sink_tokens=choice.sink_tokens, seed=choice.seed)
+    return live.filled_from(plain)
 
 
 class CodedLeaf(NamedTuple):

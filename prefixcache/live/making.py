@@ -206,7 +206,7 @@ class _Making:
         }
 
         def coded(cache: KVCache, number: int) -> TurboQuantKVCache:
-            return TurboQuantKVCache.from_cache(cache, keys.bits, values.bits, **chosen, layer=number)
+            return TurboQuantKVCache(keys.bits, values.bits, **chosen, layer=number).filled_from(cache)
 
         return coded
 

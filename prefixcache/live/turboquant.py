@@ -5,7 +5,7 @@ length, and of sequences of any lengths, left-padded. Rows and codes are `live.l
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
@@ -18,6 +18,9 @@ from prefixcache.live.levels import SharedLevels
 from prefixcache.live.protocol import LiveCache, hook_for
 from prefixcache.live.ragged import check_numbers, chosen, numbers
 from prefixcache.live.state import described, restored
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class TurboQuantKVCache(LiveCache):
@@ -101,39 +104,16 @@ class TurboQuantKVCache(LiveCache):
             made.offset = layer.rows
         return made
 
-    @classmethod
-    def from_cache(
-        cls,
-        cache: KVCache,
-        key_bits: int = 4,
-        value_bits: int = 4,
-        *,
-        levelling: bool = True,
-        sink_tokens: int = 4,
-        seed: int = 0,
-        recent_tokens: int = RECENT,
-        attend: Literal["codes", "buffer"] = "codes",
-        levels: SharedLevels | None = None,
-        layer: int = 0,
-    ) -> TurboQuantKVCache:
-        """The rows of a plain cache, coded. The plain cache stays as it is. TypeError for any other class."""
+    def filled_from(self, cache: KVCache) -> Self:
+        """Append the rows of a plain cache, coded, and return this cache. The plain one stays as it is. TypeError for any
+        other class.
+        """
         if type(cache) is not KVCache:
             raise TypeError(f"{type(cache).__name__}: only mlx-lm's KVCache can be made a TurboQuantKVCache")
-        made = cls(
-            key_bits,
-            value_bits,
-            levelling=levelling,
-            sink_tokens=sink_tokens,
-            seed=seed,
-            recent_tokens=recent_tokens,
-            attend=attend,
-            levels=levels,
-            layer=layer,
-        )
         if cache.keys is not None:
-            made._layer.append(cache.keys[..., : cache.offset, :], cache.values[..., : cache.offset, :])
-            mx.eval(made._layer.arrays())
-        return made
+            self._layer.append(cache.keys[..., : cache.offset, :], cache.values[..., : cache.offset, :])
+            mx.eval(self._layer.arrays())
+        return self
 
     @classmethod
     def from_codes(
@@ -169,25 +149,15 @@ class BatchTurboQuantKVCache(LiveCache):
     wait as they are until the batch has 256; sequences that join a batch whose levels are known are coded with these.
     """
 
-    def __init__(
-        self,
-        left_padding: Sequence[int],
-        key_bits: int = 4,
-        value_bits: int = 4,
-        *,
-        levelling: bool = True,
-        sink_tokens: int = 4,
-        seed: int = 0,
-        recent_tokens: int = RECENT,
-        attend: Literal["codes", "buffer"] = "codes",
-        levels: SharedLevels | None = None,
-        layer: int = 0,
-    ):
+    def __init__(self, left_padding: Sequence[int], like: TurboQuantKVCache | None = None):
+        """Empty; rows are kept as the cache `like` keeps them, None: as `TurboQuantKVCache()` does. ValueError for negative
+        padding.
+        """
         pads = [int(n) for n in left_padding]
         if min(pads, default=0) < 0:
             raise ValueError(f"left_padding={pads}: give numbers of rows, 0 or more")
-        choice = Choice(key_bits, value_bits, levelling, sink_tokens, seed, recent_tokens).check()
-        self._adopt(CodedLayer.empty(choice, attend, levels, layer, pads))
+        layer = (like or TurboQuantKVCache())._layer
+        self._adopt(CodedLayer.empty(layer.choice, layer.attends, layer.shared, layer.number, pads))
         hook_for(self._layer)
 
     def _adopt(self, layer: CodedLayer, right: Sequence[int] | None = None) -> None:

@@ -198,7 +198,7 @@ class LiveMachine(LevelledMachine):
     @staticmethod
     def live(tokens: list[int]) -> list[Any]:
         plain = states.uneven(tokens)
-        return [TurboQuantKVCache.from_cache(own, 8, 8, sink_tokens=3, layer=i) for i, own in enumerate(plain)]
+        return [TurboQuantKVCache(8, 8, sink_tokens=3, layer=i).filled_from(own) for i, own in enumerate(plain)]
 
     @staticmethod
     def plain(made: list[Any]) -> list[Any]:

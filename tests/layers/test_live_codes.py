@@ -32,7 +32,7 @@ def coded(plain: list[Any], codec: TurboQuant = CODEC, levels: SharedLevels | No
     """Plain layers as live compressed ones, made with a codec."""
     chosen = {"levelling": codec.levelling, "sink_tokens": codec.sink_tokens, "seed": codec.seed, "levels": levels}
     return [
-        TurboQuantKVCache.from_cache(layer, codec.key_bits, codec.value_bits, **chosen, layer=i)
+        TurboQuantKVCache(codec.key_bits, codec.value_bits, **chosen, layer=i).filled_from(layer)
         for i, layer in enumerate(plain)
     ]
 

@@ -228,7 +228,7 @@ def test_the_original_dtype_comes_back_and_the_original_stays():
     for dtype in (mx.float16, mx.bfloat16, mx.float32):
         plain = KVCache()
         plain.update_and_fetch(rows(500, dtype=dtype), rows(500, dtype=dtype))
-        made = TurboQuantKVCache.from_cache(plain).dequantize()
+        made = TurboQuantKVCache().filled_from(plain).dequantize()
         assert type(made) is KVCache
         assert made.keys.dtype == dtype
         assert made.offset == plain.offset == 500
@@ -294,7 +294,7 @@ def test_bad_settings_are_named():
     with pytest.raises(ValueError, match="16 wide"):
         TurboQuantKVCache().update_and_fetch(rows(1, width=16), rows(1, width=16))
     with pytest.raises(TypeError, match="only mlx-lm's KVCache"):
-        TurboQuantKVCache.from_cache(TurboQuantKVCache())
+        TurboQuantKVCache().filled_from(TurboQuantKVCache())
 
 
 def test_a_cache_cut_to_nothing_is_an_empty_one():
@@ -573,7 +573,10 @@ def test_rows_that_are_not_alike_can_not_be_in_one_batch():
 
 def test_a_batch_of_none_stands_for_none():
     whole = TurboQuantKVCache.merge(singles((300, 20)))
-    for empty in (BatchTurboQuantKVCache([], levelling=False), TurboQuantKVCache.merge(singles((300,)))):
+    for empty in (
+        BatchTurboQuantKVCache([], TurboQuantKVCache(levelling=False)),
+        TurboQuantKVCache.merge(singles((300,))),
+    ):
         empty.filter([])
         assert empty.offset.tolist() == []
         with pytest.raises(ValueError, match="rows of 2 sequences for a cache of 0"):
