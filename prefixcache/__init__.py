@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from prefixcache.cache import Match, PrefixCache, Stored
+    from prefixcache.cache import Match, PrefixCache
     from prefixcache.codecs import Raw, Transform, TurboQuant
     from prefixcache.identity import model_identity
     from prefixcache.keys import chunks
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from prefixcache.ranks import rank_identity
     from prefixcache.settings import Settings
     from prefixcache.ssd import DirectoryError, DirectoryHeld
+    from prefixcache.store_fetch_remove.store import Stored
 
 __version__ = "0.1.0"
 
@@ -66,7 +67,7 @@ __all__ = [
 _HOMES = {
     "Match": "cache",
     "PrefixCache": "cache",
-    "Stored": "cache",
+    "Stored": "store_fetch_remove.store",
     "Raw": "codecs",
     "Transform": "codecs",
     "TurboQuant": "codecs",

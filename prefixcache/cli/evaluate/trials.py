@@ -19,13 +19,13 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from prefixcache import PrefixCache
-from prefixcache.cache import Stored
 from prefixcache.cli.evaluate.texts import Excerpt
 from prefixcache.cli.text import Refused
 from prefixcache.codecs import Codec
 from prefixcache.layers.adapters import CacheError
 from prefixcache.layers.image_layout import Plan
 from prefixcache.store_fetch_remove.namespaces import BASES_SHARE
+from prefixcache.store_fetch_remove.store import Stored
 
 PREFILL = 512  # tokens in one call of the model, as mlx-lm's servers do it
 CHUNK = 64  # the same where logits are looked at: 64 x 250,000 float32 logits are 64 MB
