@@ -50,7 +50,7 @@ class Budget:
             return self.limit - self._images - self._nodes - self._reserved
 
     def for_images(self) -> ForImages:
-        """What images may take, and take. Without the lock: this is asked when an image dies, at any moment."""
+        """Return what images may take, and take. Without the lock: this is asked when an image dies, at any moment."""
         return ForImages(self.limit - self._nodes, self._images)
 
     @property
@@ -88,7 +88,7 @@ class Budget:
                 self._settle()
 
     def queue(self, nbytes: int) -> None:
-        """An image begins (`nbytes` > 0) or ends (< 0) to wait for the SSD; it is held all the while."""
+        """Count an image that begins (`nbytes` > 0) or ends (< 0) to wait for the SSD; it is held all the while."""
         with self._lock:
             self._queued += nbytes
 
@@ -125,7 +125,7 @@ class Reservation:
         self._budget._spend(images, nodes, 0)
 
     def split(self, nbytes: int) -> Reservation:
-        """A reservation of its own for so many of the bytes that are left. ValueError when there are fewer."""
+        """Split off a reservation of so many of the bytes that are left. ValueError when there are fewer."""
         if nbytes > self.left:
             raise ValueError(f"{nbytes} bytes split off a reservation with {self.left} left")
         self.left -= nbytes

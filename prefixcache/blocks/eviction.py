@@ -10,7 +10,7 @@ from prefixcache.image_format import ROWS
 
 
 def eviction_victim(graph: Graph, tier: int) -> Slot | None:
-    """Who is evicted next: not pinned, not waiting for a write, and nothing in the tier depends on it."""
+    """Return the victim: not pinned, not waiting for a write, and nothing in the tier depends on it."""
     for slot in graph.orders[tier].candidates():
         if slot.is_in(tier) and not slot.pins and not slot.pending and not graph.has_dependents(slot, tier):
             return slot
@@ -18,7 +18,7 @@ def eviction_victim(graph: Graph, tier: int) -> Slot | None:
 
 
 def least_recent_leaf(graph: Graph, only_below_ram: bool = False) -> Slot | None:
-    """The least recent slot that nothing depends on in any tier; with `only_below_ram` of those that a tier below RAM has."""
+    """Return the least recent slot without dependents in any tier; with `only_below_ram` of those that a lower tier has."""
     for slot in graph.orders[graph.last]:
         if only_below_ram and slot.tiers < 2:
             continue
@@ -28,7 +28,7 @@ def least_recent_leaf(graph: Graph, only_below_ram: bool = False) -> Slot | None
 
 
 def victims_for(graph: Graph, tier: int, nbytes: int, slot: Slot, spilled: Slot) -> list[Slot]:
-    """Who may be evicted from a tier below RAM, one after the other, to free `nbytes` for `slot`, which `spilled` depends on,
+    """Return the victims in a tier below RAM, one after the other, that free `nbytes` for `slot`, which `spilled` depends on,
     or is: only what is less recent than both. Empty where all of it is not enough.
     """
     victims: list[Slot] = []
@@ -41,7 +41,7 @@ def victims_for(graph: Graph, tier: int, nbytes: int, slot: Slot, spilled: Slot)
 
 
 def eviction_order(graph: Graph, tier: int, candidates: Iterable[Slot]) -> Iterator[Slot]:
-    """Those of `candidates`, slots in the order of eviction, that can be evicted from a tier below RAM one after the other.
+    """Yield those of `candidates`, in eviction order, that can be evicted from a tier below RAM one after the other.
     Evicts none: the graph must not change meanwhile.
     """
     evicted: dict[Node, int] = {}  # how many of a block's dependents

@@ -55,7 +55,7 @@ class Graph:
     # -- trees and walks ----------------------------------------------------------------------------------------------
 
     def tree(self, root_key: bytes, windows: tuple[Window, ...] = (), snapshots: bool = False) -> Tree:
-        """The tree of this root key, made when it isn't there."""
+        """Return the tree of this root key; make it when it isn't there."""
         if root_key not in self.trees:
             root = Node(None, None, b"", root_key, tiers=len(self.tiers))
             root.tree = self.trees[root_key] = Tree(root, windows, snapshots)
@@ -95,16 +95,16 @@ class Graph:
         return Walk(tree, path, partial, shared, token_bytes, self.version)
 
     def valid_prefix(self, path: Sequence[Node]) -> Sequence[Node]:
-        """The whole blocks of a path walked earlier, if the last of them is still in the graph, and so those before it."""
+        """Return the whole blocks of a path walked earlier, if the last is still in the graph, and so those before it."""
         whole = path[:-1] if path and not path[-1].is_whole else path
         return whole if whole and whole[-1].rows is not None and self.is_known(whole[-1]) else ()
 
     def is_known(self, node: Node) -> bool:
-        """Whether a node is a root, or still in the graph with its rows."""
+        """Tell whether a node is a root, or still in the graph with its rows."""
         return node.parent is None or (node.rows is not None and self.slots.get((ROWS, node.key)) is node.rows)
 
     def nearest(self, parent: Node, tokens: bytes) -> tuple[Node | None, int]:
-        """The child that shares most leading tokens with these, and how many; of equals one whose rows are in RAM."""
+        """Return the child that shares most leading tokens with these, and how many; of equals one whose rows are in RAM."""
         return self._nearest(parent, tokens, bisect_left(parent.child_tokens, tokens))
 
     def _nearest(self, node: Node, chunk: bytes, place: int) -> tuple[Node | None, int]:
@@ -127,11 +127,11 @@ class Graph:
         return nearest, shared
 
     def is_attached(self, slot: Slot) -> bool:
-        """Whether a slot still has its place."""
+        """Tell whether a slot still has its place."""
         return self.slots.get((slot.kind, slot.key)) is slot
 
     def child(self, parent: Node, tokens: bytes) -> Node | None:
-        """The child of exactly these tokens."""
+        """Return the child of exactly these tokens."""
         i = bisect_left(parent.child_tokens, tokens)
         return parent.children[i] if i < len(parent.children) and parent.child_tokens[i] == tokens else None
 
@@ -140,7 +140,7 @@ class Graph:
     def grow(
         self, parent: Node, tokens: bytes, reservation: Reservation, key: bytes | None = None, label: str = ""
     ) -> Node | None:
-        """The child of these tokens, made when it isn't there. None when another block has the same key (a collision)."""
+        """Return the child of these tokens, made when it isn't there; None when another block has its key (a collision)."""
         i = bisect_left(parent.child_tokens, tokens)
         if i < len(parent.children) and parent.child_tokens[i] == tokens:
             return parent.children[i]
@@ -160,7 +160,7 @@ class Graph:
         return node
 
     def slot_cost(self, slot: Slot) -> int:
-        """Bytes of RAM that a slot takes, beside its image."""
+        """Count the bytes of RAM that a slot takes, beside its image."""
         return self.slot_bytes + len(slot.suffix)
 
     def attach(self, slot: Slot, reservation: Reservation) -> bool:
@@ -216,7 +216,7 @@ class Graph:
     def place(
         self, slot: Slot, tier: int, *, image: Any = None, reservation: Reservation | None = None, disk: int = 0
     ) -> None:
-        """An attached slot's image is now in a tier: in RAM (paid from `reservation`), or in one below (`disk` bytes)."""
+        """Note that a tier has an attached slot's image: RAM (paid from `reservation`), or one below (`disk` bytes)."""
         if tier == RAM:
             assert reservation is not None
             reservation.spend(images=slot.nbytes)
@@ -233,7 +233,7 @@ class Graph:
             self._unblock(slot)
 
     def drop(self, slot: Slot, tier: int) -> None:
-        """A slot's image is deleted from a tier. In no tier any more, the slot goes, and nodes that hold nothing with it."""
+        """Delete a slot's image from a tier. In no tier any more, the slot goes, and nodes that hold nothing with it."""
         if not slot.is_in(tier):
             return
         slot.tiers ^= 1 << tier
@@ -253,7 +253,7 @@ class Graph:
             self._remove(slot)
 
     def begin_write(self, slot: Slot, tier: int) -> None:
-        """A slot's image begins to wait for a tier: until `write_finished` it stays in RAM and stands in no order there."""
+        """Let a slot's image wait for a tier: until `write_finished` it stays in RAM and stands in no order there."""
         if not slot.pending:
             self.orders[RAM].aside(slot)
             self.budget.queue(slot.nbytes)
@@ -261,7 +261,7 @@ class Graph:
         self._count_dependent(slot, tier, 1)  # what it depends on must stay in that tier meanwhile
 
     def write_finished(self, slot: Slot, tier: int, used_since: bool) -> None:
-        """A tier is done with a slot's image, well or not. `used_since`: it was used since the write began."""
+        """End the wait of a slot's image for a tier, well or not. `used_since`: it was used since the write began."""
         slot.pending ^= 1 << tier
         self._count_dependent(slot, tier, -1)
         if not slot.pending:
@@ -271,7 +271,7 @@ class Graph:
             self._unblock(slot)
 
     def detach(self, slot: Slot) -> None:
-        """A slot that waits for a write goes from sight at once; its bytes stay counted until `release`."""
+        """Take a slot that waits for a write out of sight at once; its bytes stay counted until `release`."""
         self.orders[RAM].forget(slot)
         self.recency.unflushed.pop(slot, None)
         for tier in self.tiers:
@@ -314,7 +314,7 @@ class Graph:
                     self._unblock(slot)
 
     def has_dependents(self, slot: Slot, tier: int) -> bool:
-        """Whether something else in the tier is of no use without this slot."""
+        """Tell whether something else in the tier is of no use without this slot."""
         if slot.kind != ROWS:
             return False
         if tier != RAM and slot.tiers == 1 << tier and any(slot.node.dependents):
@@ -360,7 +360,7 @@ class Graph:
         self.prune(node)
 
     def _free(self, slot: Slot) -> None:
-        """A slot's image is no longer in RAM."""
+        """Note that a slot's image is no longer in RAM."""
         self.ram_by_label[slot.node.label] -= slot.nbytes
         self.budget.free_image(slot.nbytes)  # first: then its memory can be kept for the next image
         slot.image = None
@@ -383,7 +383,7 @@ class Graph:
             self._unblock(rows)
 
     def _unblock(self, slot: Slot) -> None:
-        """It may have become one that can be evicted."""
+        """Give a slot as a candidate again: it may have become one that can be evicted."""
         for order in self.orders:
             order.unblock(slot)
 
@@ -406,7 +406,7 @@ class Graph:
     # -- integrity ----------------------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
-        """AssertionError when an invariant does not hold. Visits every node."""
+        """Raise AssertionError when an invariant does not hold. Visits every node."""
         nodes = slots = cost = 0
         detached = [slot for waiting in self.pending_delete.values() for slot in waiting]
         images = sum(slot.nbytes for slot in detached)
@@ -473,7 +473,7 @@ def _has_siblings(slot: Slot) -> bool:
 
 
 def _is_needed(node: Node, tier: int) -> bool:
-    """Whether a boundary that can be hit in `tier` needs this node's rows."""
+    """Tell whether a boundary that can be hit in `tier` needs this node's rows."""
     if node.boundaries[tier]:
         return True
     assert node.parent is not None
@@ -481,7 +481,7 @@ def _is_needed(node: Node, tier: int) -> bool:
 
 
 def _whole_chunks(node: Node) -> int:
-    """The last boundary at or before the node's end that needs rows only: where all windows are chunks that end there."""
+    """Return the last boundary up to the node's end that needs rows only: where all windows are chunks that end there."""
     tree = node.tree
     if tree is None or tree.snapshots or not all(window.chunked for window in tree.windows):
         return 0

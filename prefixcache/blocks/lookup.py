@@ -15,7 +15,7 @@ from prefixcache.keys import BLOCK, TOKEN_BYTES
 
 
 def hit_depth(walk: Walk, tier: int, limit: int) -> int:
-    """The deepest boundary <= `limit` that can be hit."""
+    """Return the deepest boundary <= `limit` that can be hit."""
     upto, last = _upto(tier), walk.tree.root
     for node in walk.path:
         rows = node.rows
@@ -35,7 +35,7 @@ def hit_depth(walk: Walk, tier: int, limit: int) -> int:
 
 
 def required_images(walk: Walk, boundary: int, tier: int) -> list[Slot]:
-    """The images that a hit at `boundary` reads, tail first: the order to touch them in."""
+    """Return the images that a hit at `boundary` reads, tail first: the order to touch them in."""
     required: list[Slot] = []
     if walk.tree.snapshots:
         required += [slot for end, slot in _snapshots(walk, tier, boundary) if end == boundary]
@@ -50,8 +50,8 @@ def required_images(walk: Walk, boundary: int, tier: int) -> list[Slot]:
 
 
 def windows_read(node: Node, boundary: int, tier: int) -> dict[Slot, int]:
-    """The window images that a hit at `boundary` reads for one of its blocks: how many of the block's first tokens each is
-    good for.
+    """Return the window images that a hit at `boundary` reads for one of its blocks: how many of the block's first tokens
+    each is good for.
     """
     required: dict[Slot, int] = {}
     for index, window in enumerate(node.tree.windows if node.tree is not None else ()):
@@ -64,7 +64,7 @@ def windows_read(node: Node, boundary: int, tier: int) -> dict[Slot, int]:
 
 
 def pin_leaves(required: Iterable[Slot]) -> list[Slot]:
-    """Of required images, tail first, those whose pins keep all of them: a block stays while something depends on it."""
+    """Return those of the required images, tail first, whose pins keep all: a block stays while something depends on it."""
     roots, below = [], False
     for slot in required:
         if slot.kind != ROWS or not below:
@@ -89,7 +89,7 @@ def _snapshots(walk: Walk, tier: int, depth: int) -> Iterator[tuple[int, Slot]]:
 
 
 def _covered(walk: Walk, tier: int, boundary: int) -> int:
-    """The deepest boundary <= `boundary` at which every window has its rows."""
+    """Return the deepest boundary <= `boundary` at which every window has its rows."""
     nodes = walk.nodes
     moved = True
     while moved and boundary > 0:
@@ -102,7 +102,7 @@ def _covered(walk: Walk, tier: int, boundary: int) -> int:
 
 
 def _first_hole(nodes: list[Node], tier: int, index: int, low: int, high: int) -> int:
-    """The first token in [low, high) whose row of this window is missing, `high` when there is none."""
+    """Return the first token in [low, high) whose row of this window is missing, `high` when there is none."""
     for i in range(low // BLOCK, -(-high // BLOCK)):  # every node on a path but the last is a whole block
         node = nodes[i]
         missing = mask_of(low - node.start, high - node.start)

@@ -14,7 +14,7 @@ def mask_of(first: int, last: int) -> int:
 
 
 def runs_of(mask: int) -> list[tuple[int, int]]:
-    """The runs of set bits, as (first, last not included)."""
+    """Return the runs of set bits, as (first, last not included)."""
     runs, at = [], 0
     while mask:
         low = (mask & -mask).bit_length() - 1
@@ -34,7 +34,7 @@ def held_mask(held: tuple[tuple[int, int], ...], start: int, keep: int, limit: i
 
 
 def window_key(block: bytes, mask: tuple[int, ...]) -> bytes:
-    """The key of the window that has these rows of the block with this key."""
+    """Return the key of the window that has these rows of the block with this key."""
     return chain(block, b"window" + canonical([f"{m:x}" for m in mask]).encode())
 
 
@@ -44,7 +44,7 @@ def extra_of(mask: tuple[int, ...]) -> str:
 
 
 def mask_from(extra: str) -> tuple[int, ...]:
-    """The inverse of `extra_of`; ValueError when the text is none."""
+    """Return the masks that `extra_of` wrote; ValueError when the text is none of its."""
     try:
         ranges = json.loads(extra)["ranges"]
         masks = []

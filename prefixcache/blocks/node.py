@@ -32,7 +32,7 @@ class Window(NamedTuple):
     chunked: bool = False
 
     def first(self, boundary: int) -> int:
-        """The first token whose row is needed at `boundary`; the `keep` first tokens, kept elsewhere, not counted."""
+        """Return the first token whose row is needed at `boundary`; the `keep` first tokens, kept elsewhere, not counted."""
         if self.chunked:
             start = boundary // self.size * self.size
             return start - start % BLOCK
@@ -160,7 +160,7 @@ class Node:
             yield self.rows
 
     def snapshots_of(self, tokens: bytes) -> Iterator[Slot]:
-        """The snapshots here whose suffix begins `tokens`, the longest first."""
+        """Yield the snapshots here whose suffix begins `tokens`, the longest first."""
         for size in sorted(self.sizes, reverse=True):
             if size <= len(tokens) and (slot := self.snapshots.get(tokens[:size])) is not None:
                 yield slot
@@ -197,8 +197,8 @@ class Walk(NamedTuple):
 
 
 def dependencies(slot: Slot) -> Iterator[Slot]:
-    """The rows that an image is of no use without, whatever tier they are in: of a snapshot those that reach its boundary;
-    then its blocks, the last one first, up to one without rows.
+    """Yield the rows that an image is of no use without, whatever tier they are in: of a snapshot those that reach its
+    boundary; then its blocks, the last one first, up to one without rows.
     """
     node = slot.node.parent if slot.kind == ROWS else slot.node
     if slot.kind == SNAPSHOT and (covering := covering_rows(slot)) is not None:
@@ -209,7 +209,7 @@ def dependencies(slot: Slot) -> Iterator[Slot]:
 
 
 def covering_rows(snapshot: Slot) -> Slot | None:
-    """The rows that go on from a snapshot's block up to its boundary; of several the most recent."""
+    """Return the rows that go on from a snapshot's block up to its boundary; of several the most recent."""
     node, covering = snapshot.node, None
     for i in range(bisect_left(node.child_tokens, snapshot.suffix), len(node.children)):
         if not node.child_tokens[i].startswith(snapshot.suffix):
@@ -221,7 +221,7 @@ def covering_rows(snapshot: Slot) -> Slot | None:
 
 
 def common_tokens(a: bytes, b: bytes) -> int:
-    """The number of leading tokens that `a` and `b` share."""
+    """Count the leading tokens that `a` and `b` share."""
     if a[:TOKEN_BYTES] != b[:TOKEN_BYTES]:
         return 0
     n = min(len(a), len(b))

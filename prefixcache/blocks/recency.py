@@ -53,7 +53,7 @@ class Recency:
                 order.used(slots, False)
 
     def request_ended(self, slots: Iterable[Slot]) -> None:
-        """A request ended that used or brought this path, `slots` tail first: it is the newest now."""
+        """Make this path, `slots` tail first, the newest: a request that used or brought it has ended."""
         slots = list(slots)
         self.touch(slots)
         for order in self.orders:
@@ -67,7 +67,7 @@ class Recency:
         self.clock = max([self.clock, *(slot.tick for slot in least_recent_first[-1:])])
 
     def check_integrity(self, present: list[set[Slot]], slots: set[Slot]) -> None:
-        """AssertionError unless the orders have what they should, of what is `present` in each tier."""
+        """Raise AssertionError unless the orders have what they should, of what is `present` in each tier."""
         assert set(self.orders[RAM]) == {slot for slot in present[RAM] if not slot.pending}
         for order in self.orders[1:]:
             assert set(order) == slots

@@ -14,7 +14,7 @@ NEARBY = 64  # siblings that are looked at for one that takes a tail's place
 
 
 def is_superseded(graph: Graph, slot: Slot, successor: Node, tier: int) -> bool:
-    """Whether all that `slot` is good for in `tier` can be had there from `successor`.
+    """Tell whether all that `slot` is good for in `tier` can be had there from `successor`.
 
     `successor` is the slot's own block, or a sibling whose tokens begin with all of that block's. It takes the place of
 
@@ -33,7 +33,7 @@ def is_superseded(graph: Graph, slot: Slot, successor: Node, tier: int) -> bool:
 
 
 def may_be_superseded(node: Node) -> bool:
-    """Whether an image of the block can have a successor, or be one."""
+    """Tell whether an image of the block can have a successor, or be one."""
     return len(node.windows) > 1 or (node.parent is not None and len(node.parent.children) > 1)
 
 
@@ -81,7 +81,7 @@ def successors(node: Node) -> list[Node]:
 
 
 def _has_all(mask: tuple[int, ...], *others: tuple[int, ...]) -> bool:
-    """Whether a window's rows are all among those of others, together."""
+    """Tell whether a window's rows are all among those of others, together."""
     for index, rows in enumerate(mask):
         for other in others:
             rows &= ~other[index]

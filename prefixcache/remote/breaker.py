@@ -36,7 +36,7 @@ class Breaker:
         return self._probe_at is None
 
     def takes_probe(self) -> bool:
-        """Whether the caller is to probe now. The next probe is due after a longer delay."""
+        """Tell whether the caller is to probe now. The next probe is due after a longer delay."""
         with self._lock:
             if self._probe_at is None or self._clock() < self._probe_at:
                 return False

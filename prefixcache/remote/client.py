@@ -1,5 +1,5 @@
 """`Client`: an engine as the cache uses it. Calls run on threads of the client, so that whoever waits can stop waiting; the
-engine is left alone while it fails, and how quick it is is learnt from use. Decision 0035 has the times.
+engine is left alone while it fails.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from prefixcache.metrics.moving_average import MovingAverage
 from prefixcache.remote.breaker import Breaker
 from prefixcache.remote.engine import Engine, EngineError, Sink
+from prefixcache.remote.missing_names import MissingNames
 from prefixcache.remote.sealing import VERSION, FleetKey, KeySeal, NoSeal, NotSealed, Seal, Unsealing
+from prefixcache.remote.speed import Speed
 from prefixcache.remote.stats import RemoteCounters, RemoteStats
 from prefixcache.remote.threads import DaemonThreads
 from prefixcache.remote.url import check_url, open_engine
@@ -28,12 +29,6 @@ log = logging.getLogger("prefixcache")
 CONNECT_TIMEOUT = 1.0  # seconds for a connection; less where a call has less
 READERS = 8  # images that are read at once
 ASKERS = 8  # questions
-ASSUMED_BYTES = 100e6  # read a second, before anything was read: 1 GbE
-ASSUMED_ROUND_TRIP = 0.01  # seconds, before anything was asked
-MEASURE_AGAIN = 30.0  # seconds after which a rate that makes reading not worth it is measured again
-MISSING_FOR = 5.0  # seconds that a name which was missing is taken for missing
-REFUSED_FOR = 600.0  # seconds that an image which was refused is
-REMEMBERED = 4096  # names of either kind
 MISSING = f"{VERSION}/missing"  # a name that nobody has
 PROBE = f"{VERSION}/probe"  # what is written to see whether an engine takes images again
 KEY_CHECK = f"{VERSION}/key"  # what stands here tells which key the images are sealed with
@@ -59,7 +54,7 @@ def open_client(
 
 
 class Client:
-    """Thread-safe: `_lock` guards the averages, the names that are remembered and the count of late calls.
+    """Thread-safe: `_lock` guards the count of late calls and when something was lost; its parts guard themselves.
 
     Its engine may be asked while it is `ready`: it doesn't fail, and no call is late. Writing may fail by itself, where the
     engine is full.
@@ -68,20 +63,16 @@ class Client:
     def __init__(self, engine: Engine, seal: Seal):
         self.engine, self.seal = engine, seal
         self.counters = RemoteCounters()
+        self.speed = Speed()
+        self.missing = MissingNames()
         self.reading = Breaker(f"remote {engine.label}, reading")
         self.writing = Breaker(f"remote {engine.label}, writing")
         self._lock = threading.Lock()
         self._askers = DaemonThreads(ASKERS, "prefixcache-remote-ask")  # questions don't wait behind images
         self._readers = DaemonThreads(READERS, "prefixcache-remote-read")
         self._sealing = threading.local()  # its `memory`: what the thread has sealed its last image in
-        self._rate = MovingAverage(ASSUMED_BYTES)
-        self._trips = MovingAverage(1 / ASSUMED_ROUND_TRIP)
-        self._measured_at = float("-inf")
         self._late = 0
-        self._missing: dict[str, float] = {}  # until when
-        self._refused: dict[str, float] = {}
         self._lost_at = 0.0
-        self._has_refused = False
         self.probe_bytes = 0  # of the last image that could not be written
         self._closed = False
 
@@ -104,38 +95,13 @@ class Client:
         with self._lock:
             self._lost_at = max(self._lost_at, since)
 
-    def expected(self, nbytes: int) -> float:
-        """Seconds that reading so many bytes will take; of none, that an answer will."""
-        with self._lock:
-            return 1 / self._trips.per_second() + nbytes / self._rate.per_second()
-
-    def learn_rate(self, nbytes: int, seconds: float) -> None:
-        """So many bytes came in so many seconds, all images of a prompt together."""
-        with self._lock:
-            self._rate.add(nbytes, seconds)
-
-    def skip(self) -> bool:
-        """A read is not worth it at the rates known here. Whether it is time to measure them, with nobody waiting."""
-        self.counters.add(skipped=1)
-        with self._lock:
-            is_time = time.monotonic() > self._measured_at + MEASURE_AGAIN
-            if is_time:
-                self._measured_at = time.monotonic()
-            return is_time
-
-    def measured(self, nbytes: int, seconds: float) -> None:
-        """So many bytes came in so many seconds, just now: the rates before no longer count."""
-        with self._lock:
-            self._rate = MovingAverage(ASSUMED_BYTES)
-            self._rate.add(nbytes, seconds)
-
     # -- asking and reading: raise EngineError ------------------------------------------------------------------------
 
     def sizes(self, names: Sequence[str], timeout: float | None = None) -> list[int | None]:
         """The bytes under each name; None of those that are missing, or are taken for missing. EngineError after `timeout`
         seconds.
         """
-        asked = [name for name in names if not self.is_missing(name)]
+        asked = [name for name in names if name not in self.missing]
         if not asked:
             return [None] * len(names)
         found = dict(zip(asked, self.wait(self._ask(self._sizes, asked), timeout), strict=True))
@@ -147,12 +113,8 @@ class Client:
         seconds = time.monotonic() - began
         self.counters.add(asks=1)
         self.counters.ask_seconds.observe(seconds)
-        self._learn_trip(seconds)
+        self.speed.learn_trip(seconds)
         return found
-
-    def _learn_trip(self, seconds: float) -> None:
-        with self._lock:
-            self._trips.add(1, seconds)
 
     def ids_under(self, folders: Sequence[str], timeout: float) -> list[list[str]]:
         """The last parts of the names in each of a few folders."""
@@ -241,7 +203,7 @@ class Client:
             self._late -= 1
 
     def has_our_key(self) -> bool | None:
-        """Whether images there are sealed as here, with this key or without one; None where nobody has told. On this
+        """Tell whether images there are sealed as here, with this key or without one; None where nobody has told. On this
         thread.
         """
 
@@ -254,7 +216,7 @@ class Client:
 
         began = time.monotonic()
         is_ours = self._guarded(self.reading, True, ask)
-        self._learn_trip(time.monotonic() - began)
+        self.speed.learn_trip(time.monotonic() - began)
         return is_ours
 
     def compare_keys(self, writes: bool) -> None:
@@ -294,9 +256,7 @@ class Client:
             self._sealing.memory = sealed if memory is None else memory
         self.counters.add(written_images=1, written_bytes=data.nbytes + self.seal.overhead)
         self.counters.write_seconds.observe(time.monotonic() - began)
-        with self._lock:
-            self._missing.pop(name, None)
-            self._refused.pop(name, None)  # what was refused is replaced
+        self.missing.discard(name)
 
     def keep_listed(self, names: Sequence[str]) -> None:
         """Names that are there, and whose list an engine may have evicted: they are listed again. On this thread."""
@@ -340,26 +300,10 @@ class Client:
         breaker.succeeded(question)
         return result
 
-    # -- names --------------------------------------------------------------------------------------------------------
-
-    def is_missing(self, name: str) -> bool:
-        """Whether a name was missing or refused just now."""
-        now = time.monotonic()
-        with self._lock:
-            return self._missing.get(name, 0.0) > now or self._refused.get(name, 0.0) > now
-
-    def note_missing(self, name: str, seconds: float = MISSING_FOR) -> None:
-        """A name is taken for missing for so many seconds."""
-        with self._lock:
-            _remember(self._missing, name, time.monotonic() + seconds)
-
     def refuse(self, name: str, reason: str) -> None:
-        """What is under a name is not to be believed: it is taken for missing for a while. The first is logged."""
-        self.counters.add(refused=1)
-        with self._lock:
-            _remember(self._refused, name, time.monotonic() + REFUSED_FOR)
-            is_first, self._has_refused = not self._has_refused, True
-        if is_first:
+        """Take a name for missing for a while: what is under it is not to be believed. The first is logged."""
+        self.missing.refuse(name)
+        if self.counters.add(refused=1) == 1:
             log.warning(
                 "remote %s: an image was refused: %s; others that are will be counted only", self.engine.label, reason
             )
@@ -389,10 +333,3 @@ class Client:
         for threads in (self._askers, self._readers):
             threads.close()
         self.engine.close()
-
-
-def _remember(names: dict[str, float], name: str, until: float) -> None:
-    names.pop(name, None)
-    names[name] = until
-    while len(names) > REMEMBERED:
-        del names[next(iter(names))]

@@ -82,22 +82,23 @@ class RemotePromotion:
         """
         boundary, wanted = search(self._gap, self)
         if not wanted:
-            self._client.note_missing(gap_name(self._client, self._gap))
+            self._client.missing.add(gap_name(self._client, self._gap))
             return None
         nbytes = self._estimate(wanted)
         if not self._has_room(nbytes):
             return None
         if not self._is_quicker(boundary, nbytes):
-            return partial(self._measure, wanted[:READERS]) if self._client.skip() else None
+            self._client.counters.add(skipped=1)
+            return partial(self._measure, wanted[:READERS]) if self._client.speed.is_time_to_measure() else None
         if (read := self._read_all(wanted)) is not None:
-            self._client.learn_rate(*read)
+            self._client.speed.learn_rate(*read)
         return None
 
     def _measure(self, wanted: Sequence[SoughtImage]) -> None:
         self._min_timeout = self._timeout
         self._until = time.monotonic() + self._timeout
         if (read := self._read_all(wanted)) is not None:
-            self._client.measured(*read)
+            self._client.speed.measured(*read)
 
     # -- asking -------------------------------------------------------------------------------------------------------
 
@@ -121,19 +122,19 @@ class RemotePromotion:
         return image_name(self._client.seal, self._gap.root, wanted.kind, wanted.key, wanted.parent)
 
     def _estimate(self, wanted: Sequence[SoughtImage]) -> int:
-        """Bytes of these images; where the engine has told some sizes only, by their mean."""
+        """Estimate the bytes of these images; where the engine has told some sizes only, by their mean."""
         known = [one.size for one in wanted if one.size is not None]
         self._mean_size = sum(known) // max(len(known), 1)
         return self._mean_size * len(wanted)
 
     def _has_room(self, nbytes: int) -> bool:
-        """Whether what is no hit in parts has room as a whole."""
+        """Tell whether what is no hit in parts has room as a whole."""
         held, limit = self._storage.budget.held(), self._storage.budget.limit
         return not (self._gap.windows or self._gap.snapshots) or nbytes <= limit - held.nodes - held.reserved
 
     def _is_quicker(self, boundary: int, nbytes: int) -> bool:
-        """Whether reading is quicker than computing."""
-        seconds = time.monotonic() - self._began + self._client.expected(nbytes)
+        """Tell whether reading is quicker than computing."""
+        seconds = time.monotonic() - self._began + self._client.speed.expected(nbytes)
         return self._rate is None or seconds < (boundary - self._gap.boundary) / self._rate
 
     # -- reading ------------------------------------------------------------------------------------------------------
@@ -144,7 +145,7 @@ class RemotePromotion:
         self._pinned += graph.pin(slot for slot in known if slot is not None)
 
     def _read_all(self, wanted: Sequence[SoughtImage]) -> tuple[int, float] | None:
-        """How many bytes came, in how many seconds; None where nothing did."""
+        """Read and place images. Returns how many bytes came, in how many seconds; None where nothing did."""
         waiting, reads, began, nbytes = deque(wanted), deque[_RemoteRead](), time.monotonic(), 0
         with self._storage.lock:
             self._pin_known()
@@ -214,7 +215,7 @@ class RemotePromotion:
         """The image, if it comes before computing would be quicker, and about as soon as it should. `began`: the reading of
         what is `under_way` with it, in bytes.
         """
-        timeout = self._min_timeout + TIMEOUT_FACTOR * self._client.expected(under_way)
+        timeout = self._min_timeout + TIMEOUT_FACTOR * self._client.speed.expected(under_way)
         try:
             return read.future.result(min(timeout, self._left()))
         except FuturesTimeout:
@@ -226,9 +227,9 @@ class RemotePromotion:
             return None
 
     def _came_late(self, late: Future[Image | None], nbytes: int, began: float) -> None:
-        """How slow it was is learnt, or the next prompt would wait as long."""
+        """Learn how slow a read was, or the next prompt would wait as long."""
         if not late.cancelled() and late.exception() is None:
-            self._client.learn_rate(nbytes, time.monotonic() - began)
+            self._client.speed.learn_rate(nbytes, time.monotonic() - began)
 
     # -- landing ------------------------------------------------------------------------------------------------------
 
@@ -259,7 +260,7 @@ class RemotePromotion:
             return True
 
     def _node(self, wanted: SoughtImage, reservation: Reservation) -> Node | None:
-        """The node that the image belongs to; None where the block before it is gone."""
+        """Return the node that the image belongs to; None where the block before it is gone."""
         graph = self._storage.graph
         if wanted.parent == self._gap.root:
             above: Node | None = self._namespace.tree.root
@@ -272,16 +273,16 @@ class RemotePromotion:
 
 
 def min_timeout(seconds: float, prefill_rate: float | None) -> float:
-    """Seconds that an answer is waited for at least, when so many can be gained, or are there for all."""
+    """Return the seconds that an answer is waited for at least, when so many can be gained, or are there for all."""
     return max(MIN_TIMEOUT, seconds / (SHARE_OF_COMPUTING if prefill_rate is not None else SHARE_OF_SETTING))
 
 
 def question_timeout(client: Client, seconds: float, minimum: float) -> float:
-    """Seconds that an answer is waited for, when so many can be gained, and `minimum` at least."""
-    return max(minimum, min(TIMEOUT_FACTOR * client.expected(0), seconds / ASKING_SHARE))
+    """Return the seconds that an answer is waited for, when so many can be gained, and `minimum` at least."""
+    return max(minimum, min(TIMEOUT_FACTOR * client.speed.expected(0), seconds / ASKING_SHARE))
 
 
 def gap_name(client: Client, gap: Gap) -> str:
-    """The name that stands for a gap of which nothing was there just now. No image has it: some of the gap's may be there."""
+    """Return the name that stands for a gap of which nothing was there just now. No image has it: some may be there."""
     first = gap.rows(min(gap.known, len(gap.keys) - 1))
     return f"{image_name(client.seal, gap.root, first.kind, first.key, first.parent)}/gap"

@@ -83,7 +83,7 @@ class Seal(Protocol):
     """Bytes that a sealed image has more."""
 
     is_secret: bool
-    """Whether nobody without the key can read what is sealed, or seal."""
+    """Tell whether nobody without the key can read what is sealed, or seal."""
 
     def opaque(self, part: bytes) -> str:
         """How a part of a name stands in it, in hex digits."""

@@ -61,10 +61,14 @@ class RemoteCounters:
     read_seconds: Histogram = field(default_factory=Histogram)
     write_seconds: Histogram = field(default_factory=Histogram)
 
-    def add(self, **amounts: int) -> None:
+    def add(self, **amounts: int) -> int:
+        """Count. Returns the count so far, of the last one named."""
+        count = 0
         with self.lock:
             for name, amount in amounts.items():
-                setattr(self, name, getattr(self, name) + amount)
+                count = getattr(self, name) + amount
+                setattr(self, name, count)
+        return count
 
     def failed(self, reason: str) -> None:
         with self.lock:

@@ -82,7 +82,7 @@ class RemoteTier:
     # -- up -----------------------------------------------------------------------------------------------------------
 
     def offer_stored(self, slot: Slot) -> None:
-        """An image was stored here. The rows that end where a snapshot does are of use with it only."""
+        """Offer an image that was stored here. The rows that end where a snapshot does are of use with it only."""
         if self._admission == "always":
             self._offer(slot)
             tail = self._storage.graph.child(slot.node, slot.suffix) if slot.kind == SNAPSHOT else None
@@ -90,7 +90,7 @@ class RemoteTier:
                 self._offer(tail.rows)
 
     def offer_used(self, walk: Walk, depth: int, required: Sequence[Slot]) -> None:
-        """A hit at `depth` used the `required` images, tail first. Where another machine's hit will end with a block, it
+        """Offer the `required` images, tail first, of a hit at `depth`. Where another machine's hit will end with a block, it
         needs that boundary's windows.
         """
         if self._admission == "never":
@@ -101,12 +101,12 @@ class RemoteTier:
             self._offer(slot)
 
     def offer_written(self, slot: Slot) -> None:
-        """An image is durable in the tier below RAM."""
+        """Offer an image that is durable in the tier below RAM."""
         if self._admission == "always" or slot.remote_at == TO_BE_SENT:
             self._offer(slot)
 
     def _offer(self, slot: Slot) -> None:
-        """What is worth sending is worth keeping: it is written to the SSD first, where there is one."""
+        """Queue an image to be sent. What is worth sending is worth keeping: it goes to the SSD first, where there is one."""
         below = self._storage.lower.spill_tier
         if self._has(slot) or not self._uploads.takes(slot):
             return
@@ -118,7 +118,7 @@ class RemoteTier:
             below.spill(slot)
 
     def _has(self, slot: Slot) -> bool:
-        """Whether the engine is believed to have an image. After a while it is asked again: an engine that evicts by use
+        """Tell whether the engine is believed to have an image. After a while it is asked again: an engine that evicts by use
         takes that for a use, and keeps what machines hit in their own RAM.
         """
         known = slot.remote_at
@@ -127,8 +127,8 @@ class RemoteTier:
     # -- down ---------------------------------------------------------------------------------------------------------
 
     def has_something_to_ask(self, prompt: Prompt, leave: int) -> bool:
-        """Whether whole blocks are missing here, and the engine may have them. Makes the namespaces of a new tenant whose
-        model's layouts are known.
+        """Tell whether whole blocks are missing here, and the engine may have them. Makes the namespaces of a new tenant
+        whose model's layouts are known.
         """
         if not self._client.ready or (prompt.salt and not self._client.seal.is_secret):
             return False
@@ -136,7 +136,7 @@ class RemoteTier:
         with self._storage.lock:
             gaps = [self._gap(prompt, namespace, limit) for namespace in self._namespaces(prompt)]
         if not gaps:
-            return limit >= BLOCK and not self._client.is_missing(self._layouts_folder(prompt))
+            return limit >= BLOCK and self._layouts_folder(prompt) not in self._client.missing
         return any(map(self._is_worth_asking, gaps))
 
     def promote(self, prompt: Prompt, leave: int, whole_blocks: bool, prefill_rate: float | None) -> Future[int] | None:
@@ -205,11 +205,11 @@ class RemoteTier:
                 ended.set()
 
     def _is_worth_asking(self, gap: Gap) -> bool:
-        """Whether a whole block is missing, and was not missing in the engine just now."""
+        """Tell whether a whole block is missing, and was not missing in the engine just now."""
         if gap.limit - gap.boundary < BLOCK:
             return False
         first = gap.known if not (gap.windows or gap.snapshots) else gap.boundary // BLOCK
-        return first < len(gap.keys) and not self._client.is_missing(gap_name(self._client, gap))
+        return first < len(gap.keys) and gap_name(self._client, gap) not in self._client.missing
 
     def _gap(self, prompt: Prompt, namespace: Namespace, limit: int) -> Gap:
         walk, graph = prompt.walk(namespace), self._storage.graph
@@ -236,7 +236,7 @@ class RemoteTier:
         return Gap(namespace.row.root, tokens, keys, len(nodes), here, windows, namespace.tree.snapshots, has_window)
 
     def _namespaces(self, prompt: Prompt) -> Sequence[Namespace]:
-        """The prompt's namespaces; for a new tenant they are made, where the model's layouts are known."""
+        """Return the prompt's namespaces; for a new tenant they are made, where the model's layouts are known."""
         known = prompt.namespaces()
         layouts = () if known else self._layouts.layouts_of(prompt.model)
         for layout in layouts:
@@ -244,16 +244,16 @@ class RemoteTier:
         return prompt.namespaces() if layouts else known
 
     def _learn(self, prompt: Prompt, seconds: float, minimum: float, until: float) -> Sequence[Namespace]:
-        """The namespaces of layouts that other machines have told, if they come by `until`; `seconds` can be gained by
+        """Return the namespaces of layouts that other machines have told, if they come by `until`; `seconds` can be gained by
         it. Who comes meanwhile asks, too.
         """
         client, folder = self._client, self._layouts_folder(prompt)
-        if client.is_missing(folder):
+        if folder in client.missing:
             return ()
         try:
             return self._learn_from(folder, prompt, question_timeout(client, seconds, minimum), until)
         finally:
-            client.note_missing(folder, LEARN_AGAIN)
+            client.missing.add(folder, LEARN_AGAIN)
 
     def _layouts_folder(self, prompt: Prompt) -> str:
         return layouts_folder(self._client.seal, *self._layouts.stated(prompt.model))
@@ -263,7 +263,7 @@ class RemoteTier:
         until = min(began + 2 * timeout, until)  # for the list, and for all layouts
         (ids,) = client.ids_under([folder], min(timeout, until - began))
         names = (f"{folder}/{id}" for id in ids if LAYOUT_ID.fullmatch(id) and id not in self._unusable)
-        usable = islice((name for name in names if not client.is_missing(name)), LAYOUTS)
+        usable = islice((name for name in names if name not in client.missing), LAYOUTS)
         for name, future in [(name, client.begin_read(self._read_layout, name)) for name in usable]:
             text = client.wait(future, max(until - time.monotonic(), 0.0))
             if text is not None:
@@ -300,7 +300,7 @@ class RemoteTier:
     # -- the tier itself ----------------------------------------------------------------------------------------------
 
     def refuse(self, slot: Slot) -> None:
-        """What landed here can't be decoded: it is not read again for a while."""
+        """Refuse what landed here and can't be decoded: it is not read again for a while."""
         if slot.remote_at > 0 and slot.node.tree is not None:
             self._client.refuse(name_of(self._client.seal, slot), "it can't be decoded")
 

@@ -61,7 +61,7 @@ class Uploads:
             return len(self._waiting) + self._sending
 
     def takes(self, slot: Slot) -> bool:
-        """Whether an image is one that others can look for, and may leave. Called under the storage's lock."""
+        """Tell whether an image is one that others can look for, and may leave. Called under the storage's lock."""
         node = slot.node
         if node.tree is None or self._may_not_leave(node.tree.root.key):
             return False
@@ -96,7 +96,7 @@ class Uploads:
             thread.join(max(end - time.monotonic(), 0.1))
 
     def _may_not_leave(self, root: bytes) -> bool:
-        """Whether a namespace has a salt, and there is no key to seal its images with."""
+        """Tell whether a namespace has a salt, and there is no key to seal its images with."""
         if self._client.seal.is_secret:
             return False
         salted = self._salted.get(root)
@@ -146,7 +146,7 @@ class Uploads:
             client.compare_keys(self._writes)
 
     def _next(self, probes: bool) -> list[Address] | None:
-        """The next batch; none when it is time for a probe; None at the end."""
+        """Wait for the next batch and return it; an empty one when it is time for a probe; None at the end."""
         with self._wake:
             while not self._closing:
                 due = self._client.probe_in() if probes else None
@@ -223,6 +223,6 @@ class Uploads:
 
 
 def name_of(seal: Seal, slot: Slot) -> str:
-    """The name of an image that is here."""
+    """Return the name of an image that is here."""
     assert slot.node.tree is not None
     return image_name(seal, slot.node.tree.root.key, slot.kind, slot.key, slot.node.key)

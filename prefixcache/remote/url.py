@@ -190,7 +190,7 @@ def _with_endpoint(url: str, target: _EngineUrl) -> _EngineUrl:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` is this machine: a loopback address as it is usually written, or localhost."""
+    """Tell whether `host` is this machine: a loopback address as it is usually written, or localhost."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

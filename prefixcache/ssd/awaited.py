@@ -7,10 +7,10 @@ from __future__ import annotations
 import logging
 import os
 import re
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from prefixcache.metrics.periodic import Periodic
 from prefixcache.ssd.errors import SsdError
 
 log = logging.getLogger("prefixcache.ssd")
@@ -22,27 +22,19 @@ FSTAB = Path("/etc/fstab")
 _RANK = re.compile(r"rank-[0-9]+")
 
 
-class AwaitedDisk:
-    """A thread that calls `open_ssd` once the directory can be had, and ends. What refuses the opening then is said once, and
-    it is tried again.
+class AwaitedDisk(Periodic):
+    """Calls `open_ssd` once the directory can be had, and ends. What refuses the opening then is said once, and it is tried
+    again.
     """
 
     def __init__(self, directory: Path, open_ssd: Callable[[], None]):
+        super().__init__("disk", PERIOD, f"SSD {directory}: could not be opened; tried again")
         self._directory, self._open_ssd = directory, open_ssd
-        self._stop = threading.Event()
         self._told = ""
 
-    def start(self) -> None:
-        threading.Thread(target=self._run, name="prefixcache-disk", daemon=True).start()
-
-    def stop(self) -> None:
-        """Does not wait: whoever calls it may hold what the thread waits for."""
-        self._stop.set()
-
-    def _run(self) -> None:
-        while not self._stop.wait(PERIOD):
-            if not why_absent(self._directory) and self._is_opened():
-                return
+    def look(self) -> bool:
+        """Open the SSD if its disk is there. Returns whether it is still to be opened."""
+        return bool(why_absent(self._directory)) or not self._is_opened()
 
     def _is_opened(self) -> bool:
         try:

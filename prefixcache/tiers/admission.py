@@ -34,8 +34,8 @@ class LongPrompts:
         return self._returned > 0 and self._returned >= self.ENOUGH * self._came
 
     def came(self, keys: Sequence[bytes], number: int) -> None:
-        """A long prompt came whose whole blocks have these keys: block `number` names it. One that is known, by whichever of
-        its blocks, is not counted again.
+        """Note that a long prompt came whose whole blocks have these keys: block `number` names it. One that is known, by
+        whichever of its blocks, is not counted again.
         """
         if number >= len(keys) or any(self._of(keys)):
             return
@@ -45,7 +45,7 @@ class LongPrompts:
             del self._asked_again[next(iter(self._asked_again))]
 
     def asked_for(self, keys: Sequence[bytes]) -> None:
-        """A request asks for a prompt whose whole blocks have these keys."""
+        """Note that a request asks for a prompt whose whole blocks have these keys."""
         for name in list(self._of(keys)):
             self._returned += not self._asked_again[name]
             self._asked_again[name] = True
@@ -75,16 +75,16 @@ class Claim:
         self._deserves_more: bool | None = None  # known once it is long
 
     def spares(self, victim: Slot, nbytes: int) -> bool:
-        """Whether `victim` must not be lost for `nbytes` more of this prompt."""
+        """Tell whether `victim` must not be lost for `nbytes` more of this prompt."""
         return victim.hits > 0 and self._is_long(nbytes) and not self._deserves_more
 
     def add(self, nbytes: int) -> None:
-        """The prompt has so many new bytes more in the tier."""
+        """Note that the prompt has so many new bytes more in the tier."""
         self._new += nbytes
         self._is_long(0)
 
     def _is_long(self, nbytes: int) -> bool:
-        """Whether it is with so many bytes more."""
+        """Tell whether the prompt is long with so many bytes more."""
         if self._new + nbytes <= self._share:
             return False
         if self._deserves_more is None:
@@ -95,7 +95,7 @@ class Claim:
 
 
 def _new_bytes(path: Sequence[Node], tier: int, enough: int) -> int:
-    """Of a path's end, what nobody has hit of it and is in the tier or on the way there; not counted on beyond `enough`."""
+    """Count the bytes of a path's end that nobody has hit and that are in the tier or on the way there, up to `enough`."""
     new = 0
     for node in reversed(path):
         if new > enough or (node.rows is not None and node.rows.hits):

@@ -6,31 +6,28 @@ is removed or superseded in RAM, costs bytes: so there is a limit for each day.
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
 import weakref
 from collections.abc import Callable
 
+from prefixcache.metrics.periodic import Periodic
 from prefixcache.tiers.storage import Storage
-
-log = logging.getLogger("prefixcache")
 
 PERIOD = 1.0  # seconds between two looks
 LOOKS = 3  # so many in a row that find nothing asked and nothing stored: nobody asks
 DAY = 86_400.0  # seconds
 
 
-class Idle:
-    """`look` is one look, on any thread; `start` has a thread do it once a second until `stop`, or until the storage is gone.
+class Idle(Periodic):
+    """Writes what RAM alone has while nobody asks, until the storage is gone.
 
     A day is one of UTC, and its bytes are counted from the opening on. Of `look` and `write` one call runs at a time.
     """
 
     def __init__(self, storage: Storage, clock: Callable[[], float] = time.time):
+        super().__init__("idle", PERIOD, "spill_idle: what RAM alone has could not be written")
         self._storage = weakref.ref(storage)
         self._clock = clock
-        self._stop = threading.Event()
         self._seen: tuple[int, ...] = ()  # what had happened at the look before
         self._quiet = 0  # looks since then
         self._day = self._spent = 0
@@ -38,25 +35,11 @@ class Idle:
         self._done: tuple[tuple[int, ...], int] | None = None
         self._done_limit = 0
 
-    def start(self) -> None:
-        threading.Thread(target=self._run, name="prefixcache-idle", daemon=True).start()
-
-    def stop(self) -> None:
-        """Does not wait: whoever calls it may hold what the thread waits for."""
-        self._stop.set()
-
-    def _run(self) -> None:
-        while not self._stop.wait(PERIOD) and self._storage() is not None:
-            try:
-                self.look()
-            except Exception:
-                log.exception("spill_idle: what RAM alone has could not be written")
-
-    def look(self) -> None:
-        """Write, if nobody has asked for a while and something may be left to write."""
+    def look(self) -> bool:
+        """Write, if nobody has asked for a while and something may be left to write. Returns whether the storage is there."""
         storage = self._storage()
         if storage is None:
-            return
+            return False
         counters = storage.counters
         seen = counters.fetches, counters.stores, counters.promoted_bytes, counters.write_errors
         if seen != self._seen:
@@ -66,9 +49,10 @@ class Idle:
         now, tier = (seen, self._today()), storage.lower.spill_tier
         limit = tier.tier.limit if tier is not None else 0
         if self._quiet < LOOKS or (now == self._done and limit <= self._done_limit):
-            return
+            return True
         if not self.write() and not storage.budget.queued and tier is not None and tier.tier.has_room(1):
             self._done, self._done_limit = now, limit
+        return True
 
     def write(self) -> int:
         """Queue what RAM alone has, as much as the day's limit and the queue take. Returns the bytes queued."""

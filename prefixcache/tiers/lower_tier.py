@@ -89,7 +89,7 @@ class LowerTier:
     # -- room ---------------------------------------------------------------------------------------------------------
 
     def resize(self, nbytes: int) -> None:
-        """The limit becomes `nbytes`: the least recent images are deleted for it."""
+        """Set the limit to `nbytes`, and delete the least recent images for it."""
         with self._state.lock:
             self.tier.resize(nbytes)
             self._enforce_limit()
@@ -99,8 +99,8 @@ class LowerTier:
             self._make_room(0)
 
     def shrunk(self) -> bool:
-        """The limit in force fell, or a write found the disk full: the least recent images are deleted for it. Whether any
-        could be, or none had to. On the tier's thread.
+        """Delete the least recent images, since the limit in force fell or a write found the disk full. Returns whether any
+        could be, or none had to. Called on the tier's thread.
         """
         with self._state.lock:
             before = self.tier.used
@@ -164,7 +164,7 @@ class LowerTier:
         return True
 
     def _spares(self, victims: list[Slot], slot: Slot, nbytes: int) -> bool:
-        """Whether one of the victims must not be lost for an image that nobody has hit."""
+        """Tell whether one of the victims must not be lost for an image that nobody has hit."""
         hit = next((victim for victim in victims if victim.hits), None)
         if hit is None:
             return False
@@ -192,11 +192,11 @@ class LowerTier:
             self._state.graph.unpin(pinned)
 
     def missing(self, slot: Slot) -> list[Slot]:
-        """What must be written for the tier to have a slot's image, what it depends on first."""
+        """Return what must be written for the tier to have a slot's image, what it depends on first."""
         return [required for required in self._with_parents(slot) if not self.has(required)]
 
     def delete(self, slot: Slot) -> None:
-        """A slot's image is deleted from the tier, or its write is cancelled."""
+        """Delete a slot's image from the tier, or cancel its write."""
         self.unindexed.pop((slot.kind, slot.key), None)
         self.tier.delete([entry_of(slot)])
         self._state.graph.drop(slot, self.number)
@@ -209,7 +209,7 @@ class LowerTier:
         return sum(entry.nbytes for entry in entries)
 
     def unindex(self, slot: Slot) -> None:
-        """An image leaves the graph for want of RAM: it stays in the tier, and is indexed again at the next opening."""
+        """Take an image out of the graph for want of RAM: it stays in the tier, and is indexed again at the next opening."""
         entry = entry_of(slot)._replace(tokens=b"", extra="")
         self.unindexed.pop(entry.address, None)  # it may stand there from before, as an older one
         self.unindexed[entry.address] = entry
@@ -217,7 +217,7 @@ class LowerTier:
         self._state.graph.drop(slot, 0)
 
     def invalidate(self, slot: Slot) -> None:
-        """Its file went bad and was quarantined: it is no longer in the tier."""
+        """Note that a slot's file went bad and was quarantined: it is no longer in the tier."""
         self._state.counters.corrupt += 1
         self._state.graph.drop(slot, self.number)
 
@@ -252,17 +252,17 @@ class LowerTier:
         self.unindexed = {address: entry for address, entry in self.unindexed.items() if address in kept}
 
     def check_integrity(self) -> None:
-        """AssertionError when an image is indexed and not. Called under the storage's lock."""
+        """Raise AssertionError when an image is indexed and not. Called under the storage's lock."""
         for address in self.unindexed:
             slot = self._state.graph.slots.get(address)
             assert slot is None or not slot.is_in(self.number), "an image stands in the graph and in `unindexed`"
 
     def has(self, slot: Slot) -> bool:
-        """Whether the tier has a slot's image, or is being given it."""
+        """Tell whether the tier has a slot's image, or is being given it."""
         return (slot.tiers | slot.pending) >> self.number & 1 == 1
 
     def _with_parents(self, slot: Slot) -> list[Slot]:
-        """The slot and the rows that it depends on, the first block first, from the last one that is there."""
+        """Return the slot and the rows that it depends on, the first block first, from the last one that is there."""
         chain = [slot]
         for rows in dependencies(slot):
             chain.append(rows)
@@ -317,7 +317,7 @@ class LowerTiers(list[LowerTier]):
 
 
 def entry_of(slot: Slot) -> Entry:
-    """What an index is to know of a slot."""
+    """Return what an index is to know of a slot."""
     node, parent = slot.node, slot.node.parent
     assert node.tree is not None
     tokens, start, above = slot.suffix, node.end, node.key
@@ -349,12 +349,12 @@ def entry_of(slot: Slot) -> Entry:
 
 
 def index_costs(entries: list[Entry], slot_bytes: int) -> list[int]:
-    """Bytes of RAM that each entry's place in the graph takes."""
+    """Return the bytes of RAM that each entry's place in the graph takes."""
     return [slot_bytes + len(e.tokens) + (NODE_BYTES if e.kind == ROWS else 0) for e in entries]
 
 
 def _oldest_within(entries: list[Entry], room: int, slot_bytes: int) -> int:
-    """The tick from which on the newest entries fit into `room` bytes of nodes."""
+    """Return the tick from which on the newest entries fit into `room` bytes of nodes."""
     costs = index_costs(entries, slot_bytes)
     if sum(costs) <= room:
         return 0

@@ -5,13 +5,13 @@ when there is enough again, it grows back, step by step. One thread, which looks
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
 from collections.abc import Callable
 
 from prefixcache import image_memory
 from prefixcache.byte_sizes import size
 from prefixcache.memory import available_memory, give_back
+from prefixcache.metrics.periodic import Periodic
 from prefixcache.tiers.ram import GRAPH_SHARE
 from prefixcache.tiers.storage import Storage
 
@@ -23,36 +23,22 @@ STEPS = 8  # it grows by an 8th of what was asked for at a time
 EASE = 2  # and only while so many times the reserve are free
 
 
-class Pressure:
-    """`look` is one look, on any thread; `start` has a thread do it until `stop`, or until the storage is gone."""
+class Pressure(Periodic):
+    """Keeps the RAM budget to what the machine can spare, until the storage is gone."""
 
     def __init__(self, storage: Storage, reserve: int, available: Callable[[], int] = available_memory):
+        super().__init__("memory", PERIOD, f"memory_reserve={reserve}: could not look at the machine's memory")
         self._storage = weakref.ref(storage)
         self._reserve = reserve
         self._available = available
-        self._stop = threading.Event()
 
-    def start(self) -> None:
-        threading.Thread(target=self._run, name="prefixcache-memory", daemon=True).start()
-
-    def stop(self) -> None:
-        """Does not wait: whoever calls it may hold what the thread waits for."""
-        self._stop.set()
-
-    def _run(self) -> None:
-        while not self._stop.wait(PERIOD) and self._storage() is not None:
-            try:
-                self.look()
-            except Exception:
-                log.exception("memory_reserve=%d: could not look at the machine's memory", self._reserve)
-
-    def look(self) -> None:
+    def look(self) -> bool:
         """Lower the budget by what is missing, or raise it by a step. What leaves goes to the SSD, as far as its queue takes
-        it.
+        it. Returns whether the storage is there.
         """
         storage = self._storage()
         if storage is None:
-            return
+            return False
         missing = self._reserve - self._available()
         with storage.lock:
             budget, full = storage.budget, storage.ram.configured
@@ -79,3 +65,4 @@ class Pressure:
             )
         elif before < full == limit:
             log.info("the RAM budget is back at %s", size(full))
+        return True

@@ -96,13 +96,13 @@ class Promoter:
         wait(list(self._running), timeout)
 
     def notify(self, promoting: Future[int]) -> None:
-        """A promotion has ended: whoever waits for its blocks is told."""
+        """Tell whoever waits for the blocks of a promotion that it has ended."""
         with self._storage.changed:
             self._storage.changed.notify_all()
 
 
 def last_of(local: Future[int], remote: Future[int], depth: Callable[[], int]) -> Future[int]:
-    """A future of the `depth` in RAM when both have ended; `local`'s error if it has one."""
+    """Return a future of the `depth` in RAM when both have ended; `local`'s error if it has one."""
     both: Future[int] = Future()
     both.set_running_or_notify_cancel()  # it can't be cancelled: its parts go on
     left, lock = [local, remote], threading.Lock()
@@ -154,8 +154,8 @@ class _Promotion:
                 self._finish_first()
 
     def _begin(self, slots: list[Slot]) -> int:
-        """Begin to read the first of these: how many. Where there is no room beside what is being read, that is finished
-        first; then fewer are begun.
+        """Begin to read the first of these, and return how many. Where there is no room beside what is being read, that
+        is finished first; then fewer are begun.
         """
         while self._complete:
             if self._read(slots, 0):

@@ -69,13 +69,13 @@ class Prompt:
         return len(self.token_bytes) // TOKEN_BYTES
 
     def namespaces(self) -> Sequence[Namespace]:
-        """Those that may know the tokens, as prompt caches of the caller's form."""
+        """Return those that may know the tokens, as prompt caches of the caller's form."""
         known = self._all_namespaces()
         return known if self.form is None else [space for space in known if not self.form.difference(space.row.layout)]
 
     def left_alone(self, depth: int) -> str:
-        """The layout (JSON) that knows more than the first `depth` tokens, as prompt caches that the caller doesn't make; ""
-        where none does. Called under the storage's lock.
+        """Return the layout (JSON) that knows more than the first `depth` tokens, as prompt caches that the caller doesn't
+        make; "" where none does. Called under the storage's lock.
         """
         others = [] if self.form is None else self._all_namespaces()
         for namespace in others:
@@ -86,15 +86,15 @@ class Prompt:
         return ""
 
     def continued(self, tokens: Any) -> Prompt:
-        """The prompt and what comes after it, such as its answer: goes on from this one's walks. Errors as of `prompt`."""
+        """Return the prompt with what comes after it, such as its answer; goes on from its walks. Errors as of `prompt`."""
         return self._resumed(self.token_bytes + as_tokens(tokens).tobytes())
 
     def first(self, count: int) -> Prompt:
-        """The first `count` tokens, such as those that are computed so far: goes on from this one's walks."""
+        """Return the first `count` tokens, such as those that are computed so far. Goes on from this one's walks."""
         return self._resumed(self.token_bytes[: count * TOKEN_BYTES])
 
     def _resumed(self, token_bytes: bytes) -> Prompt:
-        """A prompt whose tokens begin with these, or these with them."""
+        """Return a prompt whose tokens begin with these, or these with them."""
         given = np.frombuffer(token_bytes, "<i8")
         resumed = Prompt(self._storage, self._all_namespaces, token_bytes, given, self.model, self.salt, self.form)
         for root, walk in list(self._walks.items()):
@@ -109,7 +109,7 @@ class Prompt:
     # What follows is called under the storage's lock.
 
     def walk(self, namespace: Namespace) -> Walk:
-        """How far the namespace knows the tokens now."""
+        """Find how far the namespace knows the tokens now."""
         graph, known = self._storage.graph, self._walks.get(namespace.row.root)
         prefix: Sequence[Node] = ()
         if known is not None and known.tree is namespace.tree:
@@ -120,7 +120,7 @@ class Prompt:
         return walk
 
     def keys(self, namespace: Namespace) -> list[bytes]:
-        """The keys of its whole blocks; those that the graph knows are not computed again."""
+        """Return the keys of its whole blocks; those that the graph knows are not computed again."""
         root = namespace.row.root
         keys, step = self._keys.setdefault(root, []), BLOCK * TOKEN_BYTES
         if len(keys) < len(self) // BLOCK:
@@ -130,7 +130,7 @@ class Prompt:
         return keys
 
     def deepest(self, tier: int, leave: int = 0, whole_blocks: bool = False) -> Deepest | None:
-        """The namespace that gives most of the tokens but the last `leave`; None where none is known."""
+        """Return the namespace that gives most of the tokens but the last `leave`; None where none is known."""
         deepest: Deepest | None = None
         for namespace in self.namespaces():
             walk = self.walk(namespace)
@@ -141,7 +141,7 @@ class Prompt:
 
 
 def boundary(namespace: Namespace, walk: Walk, tier: int, limit: int, whole_blocks: bool) -> int:
-    """The deepest boundary, at most `limit`, that can be hit; with `whole_blocks` one where a whole block ends, or the
+    """Return the deepest boundary, at most `limit`, that can be hit; with `whole_blocks` one where a whole block ends, or the
     prompt itself in a tail that is its own, kept as it is: see `PrefixCache.fetch`.
     """
     depth = hit_depth(walk, tier, limit)
@@ -156,7 +156,7 @@ def boundary(namespace: Namespace, walk: Walk, tier: int, limit: int, whole_bloc
 
 
 def take_hit(storage: Storage, prompt: Prompt, leave: int, whole_blocks: bool = False) -> Hit | None:
-    """What RAM has of a prompt is pinned. None on a miss. `count_hit` once it is known how much of it is used."""
+    """Pin the RAM images of the deepest hit and return it, or None. The caller unpins, and calls `count_hit`."""
     deepest = prompt.deepest(RAM, leave, whole_blocks)
     if deepest is None or deepest.depth <= 0:
         return None
@@ -164,7 +164,7 @@ def take_hit(storage: Storage, prompt: Prompt, leave: int, whole_blocks: bool = 
 
 
 def count_hit(storage: Storage, prompt: Prompt, depth: int) -> None:
-    """A fetch used the first `depth` tokens of a prompt, 0 on a miss: it is counted, and they become the newest."""
+    """Count a fetch that used the first `depth` tokens of a prompt, 0 on a miss, and make them the newest."""
     graph, counters = storage.graph, storage.counters
     counters.fetches += 1
     counters.asked_tokens += len(prompt)

@@ -78,7 +78,7 @@ class Ram:
             return budget.held().total
 
     def resize(self, nbytes: int, wait: float = 0, asked: bool = False) -> int:
-        """The budget becomes `nbytes`, and images are evicted until it holds. What the tier below has not taken in `wait`
+        """Set the budget to `nbytes`, and evict images until it holds. What the tier below has not taken in `wait`
         seconds is lost, but for what is being written by then. `asked`: it is what the user asked for now. Returns the bytes
         held.
         """
@@ -121,15 +121,15 @@ class Ram:
             )
 
     def admits(self, slot: Slot) -> bool:
-        """Whether the tier below is to be given an image: with admission "second", if its block was asked for again since it
-        came, or came before and was declined, or if that tier has what depends on it.
+        """Tell whether the tier below is to be given an image: with admission "second", if its block was asked for again
+        since it came, or came before and was declined, or if that tier has what depends on it.
         """
         if self._doorkeeper is None or slot.hits > 0 or slot.node.key in self._doorkeeper:
             return True
         return slot.kind == ROWS and any(slot.node.dependents[RAM + 1 :])
 
     def claim(self, path: Sequence[Node], keys: Callable[[], list[bytes]]) -> Claim:
-        """What a prompt may take from others; `path` are its blocks that are known, `keys` gives those of all whole ones."""
+        """Return what a prompt may take from others. `path` are its known blocks, `keys` gives the keys of all whole ones."""
         return Claim(self._state.long_prompts, RAM, self._state.budget.limit, path, keys)
 
     def _in_time(self, done: Callable[[], bool], wait: float) -> bool:
@@ -160,7 +160,7 @@ class Ram:
         return True
 
     def _is_kept_below(self, slot: Slot) -> bool:
-        """Whether a tier below RAM has an image, or could be given it."""
+        """Tell whether a tier below RAM has an image, or could be given it."""
         return slot.tiers > 1 << RAM or self._lower.spill_tier is not None
 
     def _shrink(self, drop: bool) -> bool:
@@ -207,7 +207,7 @@ class Ram:
             log.warning("spill queue full: %d images (%s) dropped", counters.dropped, size(counters.dropped_bytes))
 
     def _discard_for_nodes(self) -> bool:
-        """When nodes fill their share of the RAM: the least recent image is deleted, and its node."""
+        """Delete the least recent image and its node, if nodes fill their share of the RAM. Returns whether it did."""
         state = self._state
         if state.budget.held().nodes <= state.budget.limit // GRAPH_SHARE:
             return False

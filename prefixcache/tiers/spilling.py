@@ -56,7 +56,7 @@ class Spilling:
             yield slot
 
     def write_through(self, slots: Iterable[Slot]) -> None:
-        """With spill="through": queue images of whole blocks, and snapshots, or as soon as there is room. Tails are written
+        """Queue images of whole blocks, and snapshots, or as soon as there is room, with spill="through". Tails are written
         when they are evicted or at the end: each turn of a conversation has another.
         """
         if self._lower.spill_tier is None or not self._through:
@@ -94,7 +94,7 @@ class Spilling:
             self._backlog = {slot: None for slot in self._backlog if self._is_dirty(slot)}
 
     def spill_onward(self, slot: Slot, tier: LowerTier) -> None:
-        """What is durable in a tier goes on to the one below it."""
+        """Spill what is durable in a tier to the one below it."""
         below = self._lower[tier.number :]
         if below and slot.image is not None and not slot.is_in(below[0].number):
             below[0].spill(slot)
@@ -125,7 +125,7 @@ class Spilling:
         return tier.tier.flush(max(deadline - time.monotonic(), 0.01), since=failed)
 
     def unwritten(self) -> list[Slot]:
-        """What RAM alone has, with what waits for a write."""
+        """Return what RAM alone has, with what waits for a write."""
         with self._state.lock:
             return [slot for slot in self._state.graph.slots.values() if slot.tiers == 1 << RAM]
 
@@ -138,10 +138,10 @@ class Spilling:
             recency.unflushed.clear()
 
     def _is_dirty(self, slot: Slot) -> bool:
-        """Whether RAM alone has it, and it is not being written."""
+        """Tell whether RAM alone has it, and it is not being written."""
         return slot.tiers == 1 << RAM and not slot.pending
 
 
 def _is_lasting(slot: Slot) -> bool:
-    """Whether it is of a whole block, or a snapshot. Each turn of a conversation has another tail."""
+    """Tell whether it is of a whole block, or a snapshot. Each turn of a conversation has another tail."""
     return slot.kind == SNAPSHOT or slot.node.is_whole

@@ -90,7 +90,7 @@ class Storage(StorageState):
         return min(share, self.budget.room)
 
     def written(self, lower: LowerTier, entry: Entry, error: Exception | None) -> None:
-        """A write to a tier has ended, durable and indexed, or not. Called on the tier's thread."""
+        """Act on the end of a write to a tier, durable and indexed, or not. Called on the tier's thread."""
         with self.lock:
             slot = lower.end_write(entry, error)
             if slot is not None:
@@ -106,7 +106,7 @@ class Storage(StorageState):
             self.changed.notify_all()
 
     def recreated(self, lower: LowerTier, kept: set[Address]) -> None:
-        """A tier's directory was gone, and has only the `kept` images now: what RAM holds is to be written anew. Called on
+        """Write anew what RAM holds: a tier's directory was gone, and has only the `kept` images now. Called on
         the tier's thread.
         """
         with self.lock:
@@ -121,7 +121,7 @@ class Storage(StorageState):
         return self.lower.discard(slot)
 
     def clear(self) -> None:
-        """Every image is deleted from every tier; pins end."""
+        """Delete every image from every tier; pins end."""
         for tier in self.lower:
             tier.delete_unindexed()
         for slot in list(self.graph.slots.values()):
@@ -141,14 +141,14 @@ class Storage(StorageState):
             return kept
 
     def delete_namespace(self, namespace: Namespace) -> None:
-        """A namespace that the index described falsely: its images are deleted, and it is no longer known."""
+        """Delete the images of a namespace that the index described falsely, and forget it."""
         for slot in list(self.graph.slots.values()):
             if root_of(slot) is namespace.tree.root:
                 self.discard(slot)
         self._forget(namespace)
 
     def forget_empty_namespaces(self) -> None:
-        """Whoever may choose a salt may make any number of them."""
+        """Forget namespaces without images: whoever may choose a salt may make any number of them."""
         for namespace in list(self.namespaces.values()):
             if not namespace.tree.root.children and not namespace.tree.root.snapshots:
                 self._forget(namespace)
@@ -165,7 +165,7 @@ class Storage(StorageState):
     # -- superseded images --------------------------------------------------------------------------------------------
 
     def drop_superseded(self, changed: Slot) -> None:
-        """An image came into a tier, or is no longer pinned: delete what it supersedes there, or itself if it is superseded.
+        """Delete what an image that came into a tier, or is unpinned, supersedes there, or itself if it is superseded.
 
         `superseded.is_superseded` has the rule. Pinned images stay, and those that wait for a write, until they don't. An
         image that stays in RAM stays below it, too: it would only be written again.
@@ -193,7 +193,7 @@ class Storage(StorageState):
             self.changed.notify_all()
 
     def return_to_limits(self) -> None:
-        """What could not be evicted when a limit was lowered, pinned or being written, is as soon as it can."""
+        """Evict what could not be when a limit was lowered, since it was pinned or being written."""
         self.ram.return_to_limit()
         for tier in self.lower:
             tier.return_to_limit()

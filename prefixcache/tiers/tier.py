@@ -43,22 +43,24 @@ class Tier(Protocol):
         """Those of `used` without room that is kept for something to grow: what users are told."""
 
     def entries(self) -> Iterator[Entry]:
-        """What it holds at its opening, parents before children."""
+        """Yield what it holds at its opening, parents before children."""
 
     def max_tick(self) -> int:
-        """The newest recency tick that it knows."""
+        """Return the newest recency tick that it knows."""
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether its queue would take a write of so many bytes now."""
+        """Tell whether its queue would take a write of so many bytes now."""
 
     def footprint(self, nbytes: int) -> int:
-        """Bytes of its limit that an image of `nbytes` takes."""
+        """Return the bytes of its limit that an image of `nbytes` takes."""
 
     def write(self, entry: Entry, namespace: NamespaceRow, image: Image) -> bool:
         """Queue a write. False, and no callback, when it takes none now, which it counts as a refusal."""
 
     def read(self, entry: Entry) -> PendingRead:
-        """The image, checked. Its `result` raises `ssd.Corrupt` for one that is lost, else what kept it from being read."""
+        """Begin to read an image, which is checked. Its `result` raises `ssd.Corrupt` for one that is lost, else what kept it
+        from being read.
+        """
 
     def delete(self, entries: Iterable[Entry]) -> None:
         """Queue deletions. A write that still waits is cancelled."""
@@ -67,7 +69,7 @@ class Tier(Protocol):
         """(kind, key, tick, hits) of images used since the last call."""
 
     def resize(self, limit: int) -> None:
-        """A new limit. What must be deleted for it is for the caller to say."""
+        """Set a new limit. What must be deleted for it is for the caller to say."""
 
     @property
     def failed(self) -> int:

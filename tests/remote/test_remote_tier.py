@@ -519,7 +519,7 @@ def test_a_layout_that_was_damaged_is_refused_and_sent_anew_once(machine, engine
 def test_a_rate_that_is_too_slow_is_measured_again_with_nobody_waiting(machine, engine, monkeypatch):
     shared(machine(), LONG)
     cache = machine(remote_admission="never")
-    cache._storage.remote._client.learn_rate(1, 1.0)  # a byte a second
+    cache._storage.remote._client.speed.learn_rate(1, 1.0)  # a byte a second
     began = time.monotonic()
     assert brought(cache, LONG, prefill_rate=1000.0) == 0
     assert time.monotonic() - began < 0.5
@@ -532,7 +532,7 @@ def test_a_rate_that_is_too_slow_is_measured_again_with_nobody_waiting(machine, 
     while brought(cache, LONG, prefill_rate=1000.0) < 768:
         assert time.monotonic() < until
         cache.clear()
-    cache._storage.remote._client.measured(1, 1.0)
+    cache._storage.remote._client.speed.measured(1, 1.0)
     cache.clear()
     gets = engine.calls["get"]
     assert brought(cache, LONG, prefill_rate=1000.0) == 0
@@ -560,7 +560,7 @@ def test_layouts_that_somebody_put_there_hide_none(machine, engine):
     remote = cache._storage.remote
     for _ in range(10):
         brought(cache, LONG)
-        remote._client._missing.clear()  # as after half a minute
+        remote._client.missing._missing.clear()  # as after half a minute
     assert got(cache, LONG) == 768
 
 
