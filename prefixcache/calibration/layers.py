@@ -25,7 +25,7 @@ from mlx_lm.models.cache import (
 
 from prefixcache.codecs.interchange import FLOATS, Array, as_float32, copy_out, name_of
 from prefixcache.codecs.transform.layer import Layer
-from prefixcache.codecs.transform.rotation import NO_ROTATION, Rotation
+from prefixcache.codecs.transform.rope import NO_ROPE, Rope
 from prefixcache.codecs.turboquant.codec import is_latent
 
 POSITIONS = (7, 300, 2000)  # where a rotation is verified
@@ -124,9 +124,9 @@ def _measured(index: int, given: list[Given], rotations: _Rotations) -> Layer | 
     if is_latent(heads, key_width, value_width):
         return f"keys of {key_width} values and values of {value_width}: a latent"
     rows = [(_as_rows(keys), _as_rows(values)) for keys, values in pairs]
-    if _error([values for _, values in rows], NO_ROTATION) > TOLERANCE:
+    if _error([values for _, values in rows], NO_ROPE) > TOLERANCE:
         return "values depend on the position"
-    candidates = [NO_ROTATION, *rotations.of(key_width)]
+    candidates = [NO_ROPE, *rotations.of(key_width)]
     errors = [_error([keys for keys, _ in rows], candidate) for candidate in candidates]
     least = int(np.argmin(errors))
     if not errors[least] <= TOLERANCE:
@@ -139,7 +139,7 @@ def _as_rows(array: mx.array) -> Array:
     return as_float32(copy_out(array), name_of(array.dtype)).reshape(1, -1, array.shape[3])
 
 
-def _error(rows: list[Array], rotation: Rotation) -> float:
+def _error(rows: list[Array], rotation: Rope) -> float:
     """How far rows at POSITIONS are from those at 0 once `rotation` is undone, relative to their length; nan if they are."""
     first, *others = (rotation.undo(row, position) for row, position in zip(rows, (0, *POSITIONS), strict=True))
     length = np.linalg.norm(first)
@@ -154,9 +154,9 @@ class _Rotations:
 
     def __init__(self, model: nn.Module):
         self._modules = [module for _, module in model.named_modules() if _is_rope(module)]
-        self._by_width: dict[int, list[Rotation]] = {}
+        self._by_width: dict[int, list[Rope]] = {}
 
-    def of(self, width: int) -> list[Rotation]:
+    def of(self, width: int) -> list[Rope]:
         if width not in self._by_width:
             measured = (measure(module, width) for module in self._modules)
             self._by_width[width] = list(dict.fromkeys(rotation for rotation in measured if rotation is not None))
@@ -167,7 +167,7 @@ def _is_rope(module: nn.Module) -> bool:
     return re.search("rope|rotary", type(module).__name__, re.IGNORECASE) is not None
 
 
-def measure(module: nn.Module, width: int) -> Rotation | None:
+def measure(module: nn.Module, width: int) -> Rope | None:
     """How a RoPE module turns keys of `width` values; None where it does something else to them.
 
     The module is asked for unit vectors. At position 1 the angle of each gives its frequency, relatively exact for slow
@@ -181,7 +181,7 @@ def measure(module: nn.Module, width: int) -> Rotation | None:
             angles, _ = _angles(_turned_units(module, width, position), pairs, interleaved)
             turns = np.round((frequencies * position - angles) / (2 * np.pi))
             frequencies = (angles + 2 * np.pi * turns) / position
-        rotation = Rotation(frequencies, interleaved, scale)
+        rotation = Rope(frequencies, interleaved, scale)
         units = np.eye(width, dtype=np.float32)[None]
         agrees = all(
             np.abs(rotation.redo(units, position)[0] - _turned_units(module, width, position)).max() < MODULE_TOLERANCE

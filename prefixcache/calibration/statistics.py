@@ -23,7 +23,7 @@ from prefixcache.calibration.gradients import Gradients, NoGradient
 from prefixcache.calibration.rows import joined_rows, prefilled
 from prefixcache.codecs.interchange import Array
 from prefixcache.codecs.transform.layer import Layer
-from prefixcache.codecs.transform.rotation import Rotation
+from prefixcache.codecs.transform.rope import Rope
 
 log = logging.getLogger("prefixcache")
 
@@ -147,7 +147,7 @@ def _hash_of(groups: Sequence[Sequence[Layer]], *asked: object) -> str:
     return hashlib.sha256(json.dumps(request).encode()).hexdigest()
 
 
-def _described(rotation: Rotation) -> tuple[object, ...]:
+def _described(rotation: Rope) -> tuple[object, ...]:
     return rotation.frequencies.tolist(), rotation.interleaved, rotation.scale
 
 

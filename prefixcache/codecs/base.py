@@ -56,7 +56,7 @@ class Decoding(NamedTuple):
     levels: Levels | None = None
 
 
-class Blocks(NamedTuple):
+class EncodedBlocks(NamedTuple):
     """Blocks of a prompt, encoded: planes (blocks, tokens, heads, ...); levels (blocks, heads, width) where those were
     measured; what `decode` gives, (heads, blocks * tokens, width), where it was asked for.
     """
@@ -103,7 +103,7 @@ class RowCodec(Protocol):
 
     def encode_blocks(
         self, rows: mx.array, blocks: int, levels: Sequence[Levels], measured_from: Sequence[int], decoded: bool
-    ) -> Blocks:
+    ) -> EncodedBlocks:
         """`encode` of blocks of equally many tokens, rows (heads, blocks * tokens, width).
 
         Levels are given by block, or measured, of each block from this row on; of a codec that has none both are empty.
@@ -142,10 +142,10 @@ def side_by_side(rows: mx.array, blocks: int) -> mx.array:
     return mx.swapaxes(rows.reshape(heads * blocks, count // blocks, width), 0, 1)
 
 
-def encode_blocks(codec: RowCodec, rows: mx.array, blocks: int, levels: Levels | None, decoded: bool) -> Blocks:
+def encode_blocks(codec: RowCodec, rows: mx.array, blocks: int, levels: Levels | None, decoded: bool) -> EncodedBlocks:
     """`RowCodec.encode_blocks` by the codec's other methods. `levels` are those of heads x blocks."""
     sides = side_by_side(rows, blocks)
     planes = codec.encode(sides, levels)
     decoded_rows = codec.decode(planes, len(sides), levels).reshape(rows.shape) if decoded else None
     by_block = [plane.reshape(len(sides), -1, blocks, *plane.shape[2:]) for plane in planes]
-    return Blocks([plane.transpose(2, 0, 1, *range(3, plane.ndim)) for plane in by_block], None, decoded_rows)
+    return EncodedBlocks([plane.transpose(2, 0, 1, *range(3, plane.ndim)) for plane in by_block], None, decoded_rows)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import numpy as np
 
-from prefixcache.codecs.base import Blocks, Decoding, Encoding, Plane, RowCodec, Stream, encode_blocks
+from prefixcache.codecs.base import Decoding, EncodedBlocks, Encoding, Plane, RowCodec, Stream, encode_blocks
 from prefixcache.codecs.interchange import Array, bring_in, check_capacity, check_rows, copy_out, element
 from prefixcache.codecs.levels import Levels
 from prefixcache.codecs.threads import SHARE, WORTH_A_THREAD, share_out
@@ -50,7 +50,7 @@ class RawRows:
 
     def encode_blocks(
         self, rows: mx.array, blocks: int, levels: Sequence[Levels], measured_from: Sequence[int], decoded: bool
-    ) -> Blocks:
+    ) -> EncodedBlocks:
         return encode_blocks(self, rows, blocks, None, decoded)
 
     def decode(self, planes: Sequence[Array], capacity: int, levels: Levels | None = None) -> mx.array:

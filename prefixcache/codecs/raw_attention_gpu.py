@@ -11,7 +11,7 @@ import mlx.core as mx
 from prefixcache.codecs.interchange import FLOATS, name_of
 from prefixcache.codecs.turboquant import gpu_rows
 from prefixcache.kernels import raw_attention
-from prefixcache.kernels.raw_attention import Kind
+from prefixcache.kernels.raw_attention import RawAttentionKind
 
 
 class UncodedRows(NamedTuple):
@@ -44,9 +44,9 @@ def takes(uncoded: UncodedRows, queries: mx.array) -> bool:
 @lru_cache(maxsize=64)
 def _kind(
     numbers: tuple[int, int, int, int, float, bool], dtypes: tuple[mx.Dtype | None, ...], pads: bool, floors: bool
-) -> Kind:
+) -> RawAttentionKind:
     rows, queries, mask, logits = (name_of(dtype) if dtype is not None else "" for dtype in dtypes)
-    return Kind(*numbers, rows, queries, queries, mask, logits, pads, floors)
+    return RawAttentionKind(*numbers, rows, queries, queries, mask, logits, pads, floors)
 
 
 @lru_cache(maxsize=1)

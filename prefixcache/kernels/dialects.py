@@ -235,7 +235,7 @@ CUDA_POSITION = """
 
 
 @dataclass(frozen=True)
-class Source:
+class KernelSource:
     """A kernel's text before any dialect: what it takes, what it gives, its functions and its body."""
 
     name: str
@@ -253,13 +253,13 @@ class Dialect:
     prelude: str
     position: str
 
-    def header_of(self, source: Source) -> str:
+    def header_of(self, source: KernelSource) -> str:
         return _bare(self.prelude + source.functions, self.position + source.body)
 
-    def body_of(self, source: Source) -> str:
+    def body_of(self, source: KernelSource) -> str:
         return _plain(self.position + source.body)
 
-    def name_of(self, source: Source) -> str:
+    def name_of(self, source: KernelSource) -> str:
         """MLX keeps compiled CUDA code on disk by its name alone, also from one release to the next; so the text's hash
         is part of it."""
         text = self.header_of(source) + self.body_of(source)
@@ -312,7 +312,7 @@ def _plain(text: str) -> str:
     return "\n".join(line for line in squeezed if line) + "\n"
 
 
-def build(dialect: Dialect, source: Source) -> Kernel:
+def build(dialect: Dialect, source: KernelSource) -> Kernel:
     """The compiled form: MLX's callable, which compiles when it first runs. Inputs are taken as they lie (strided)."""
     metal = dialect.name == "metal"
     maker: Any = mx.fast.metal_kernel if metal else partial(mx.fast.cuda_kernel, shared_memory=source.shared)

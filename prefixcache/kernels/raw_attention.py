@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import mlx.core as mx
 
-from .dialects import SIMD_WIDTH, Dialect, Kernel, Source, build
+from .dialects import SIMD_WIDTH, Dialect, Kernel, KernelSource, build
 from .turboquant_rows import ELEMENTS, bits_of
 
 THREADS = 256
@@ -162,7 +162,7 @@ BODY = """
 
 
 @dataclass(frozen=True)
-class Kind:
+class RawAttentionKind:
     """What the kernel is compiled for. `mask`, `logits`: their dtype, or "" where there are none."""
 
     key_width: int
@@ -180,7 +180,7 @@ class Kind:
     floors: bool
 
 
-def source_of(kind: Kind) -> Source:
+def source_of(kind: RawAttentionKind) -> KernelSource:
     """Inputs: out float32 (B, query heads, L, value width) and lse float32 (B, query heads, L) of the codes; queries;
     room, anything of shape (rows,), not read; recent_keys, recent_values (B, heads, ring, width); those of sink_keys,
     sink_values (B, heads, sinks, width), pads and floors int32 (B,), mask, logits (query heads,) that there are. Output:
@@ -225,17 +225,17 @@ def source_of(kind: Kind) -> Source:
         "recent_values",
         *(n for n, there in given.items() if there),
     )
-    return Source("raw_attention", inputs, ("result",), text + FUNCTIONS, BODY)
+    return KernelSource("raw_attention", inputs, ("result",), text + FUNCTIONS, BODY)
 
 
 @lru_cache(maxsize=64)
-def _kernel(dialect: Dialect, kind: Kind) -> Kernel:
+def _kernel(dialect: Dialect, kind: RawAttentionKind) -> Kernel:
     return build(dialect, source_of(kind))
 
 
 def attend(
     dialect: Dialect,
-    kind: Kind,
+    kind: RawAttentionKind,
     out: mx.array,
     lse: mx.array,
     queries: mx.array,

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import mlx.core as mx
 
-from .dialects import SIMD_WIDTH, Dialect, Kernel, Source, build
+from .dialects import SIMD_WIDTH, Dialect, Kernel, KernelSource, build
 
 THREADS = 64  # few, so that few rows are spread over many cores
 SOUND, MISPLACED, TOO_FEW, TOO_MANY = range(4)  # what is wrong with a row's words
@@ -185,12 +185,12 @@ GATHER = """
 """
 
 
-def unpacker() -> Source:
+def unpacker() -> KernelSource:
     """Inputs: heads uint16 (groups, rows), first uint32 (groups, rows), words uint16, classes uint32 (groups, most) and of
     each group how many there are, counts uint32 (groups,), slots uint32 (76, 4096), points uint16 (76, 8). Outputs: values
     uint16 (groups, most, rows), and what is wrong, uint32 (groups, rows).
     """
-    return Source(
+    return KernelSource(
         "transform_unpack",
         ("heads", "first", "words", "classes", "counts", "slots", "points"),
         ("values", "wrong"),
@@ -199,7 +199,7 @@ def unpacker() -> Source:
     )
 
 
-def packer(room: int, dead_zone: int, share: int) -> Source:
+def packer(room: int, dead_zone: int, share: int) -> KernelSource:
     """Inputs: values uint16 (groups, most, rows), the squares of rows' lengths float32 (groups, rows), skipped uint32
     (rows,), and the most that a row may lose to vectors that are left out, beside a `share` of the rest, limits float32
     (groups,); classes and counts as for `unpacker`, costs of gains int16, two to a uint32 (57, 61, 8), cost_of_zeros int32
@@ -208,7 +208,7 @@ def packer(room: int, dead_zone: int, share: int) -> Source:
     room), the words of each row at its end. `dead_zone` and `share` as bits.
     """
     defines = _defines(THREADS=THREADS, ROOM=room, DEAD_ZONE=dead_zone, SHARE=share)
-    return Source(
+    return KernelSource(
         "transform_pack",
         ("values", "lengths", "skipped", "limits", "classes", "counts", "costs", "cost_of_zeros", "codes", "points"),
         ("heads", "fine", "decoded", "scratch"),
@@ -217,11 +217,11 @@ def packer(room: int, dead_zone: int, share: int) -> Source:
     )
 
 
-def gatherer() -> Source:
+def gatherer() -> KernelSource:
     """Inputs: heads uint16 (rows,), scratch as `packer` gives it, where each row's words end uint32 (rows,). Output: words
     uint16.
     """
-    return Source(
+    return KernelSource(
         "transform_gather",
         ("heads", "scratch", "ends"),
         ("words",),
@@ -235,7 +235,7 @@ def _defines(**numbers: int) -> str:
 
 
 @lru_cache(maxsize=64)
-def _kernel(dialect: Dialect, source: Source) -> Kernel:
+def _kernel(dialect: Dialect, source: KernelSource) -> Kernel:
     return build(dialect, source)
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from .dialects import SIMD_WIDTH, Dialect, Kernel, Source, build
+from .dialects import SIMD_WIDTH, Dialect, Kernel, KernelSource, build
 
 THREADS = 256
 TOKENS = 16  # of a thread: what is of a channel is read once for them
@@ -131,7 +131,7 @@ SUMS = """
 CHANNELS = 128
 
 
-class Form(NamedTuple):
+class StreamKind(NamedTuple):
     """What a kernel is made for: a stream's heads and their width and dtype, and how many `pairs` of a head turn, which
     neighbours where `interleaved`: their cosines and sines are multiplied by `cosine` and `sine`. Products, or what becomes
     one, are multiplied by `factor`.
@@ -163,38 +163,38 @@ class Form(NamedTuple):
         return "\n" + "\n".join(lines) + "\n"
 
 
-def centrer(form: Form) -> Source:
+def centrer(form: StreamKind) -> KernelSource:
     """Inputs: the bits of rows (heads, tokens, width); of each channel mean and scale, float32; cosines and sines float32
     (tokens, pairs); `places` as for `restorer`, of which it takes the first. Output: (row - mean) / scale * factor, uint16,
     of the same shape.
     """
     inputs = ("rows", "mean", "scale", "cosines", "sines", "places")
-    return Source("transform_centre", inputs, ("centred",), form.functions(), CENTRE)
+    return KernelSource("transform_centre", inputs, ("centred",), form.functions(), CENTRE)
 
 
-def restorer(form: Form) -> Source:
+def restorer(form: StreamKind) -> KernelSource:
     """Inputs: products uint16 (heads, tokens, width), of each channel mean and scale, float32; of each token its block,
     uint32 (tokens,); of each block offsets of channels, uint8, two to a byte, and of heads steps of them, bf16 as uint16;
     cosines and sines float32 (tokens, pairs); `places`, the stream's first channel and head, and where that is among
     products, uint32 (3,). Output: the bits of rows (heads, tokens, width).
     """
     inputs = ("products", "mean", "scale", "blocks", "offsets", "steps", "cosines", "sines", "places")
-    return Source("transform_restore", inputs, ("restored",), form.functions(), RESTORE)
+    return KernelSource("transform_restore", inputs, ("restored",), form.functions(), RESTORE)
 
 
-def measurer() -> Source:
+def measurer() -> KernelSource:
     """Input: values uint16 (channels, rows). Output: sums of their squares, float32 (parts, rows), a part for each 128
     channels, the last for fewer.
     """
-    return Source("transform_lengths", ("values",), ("squares",), _defines(CHANNELS=CHANNELS), LENGTHS)
+    return KernelSource("transform_lengths", ("values",), ("squares",), _defines(CHANNELS=CHANNELS), LENGTHS)
 
 
-def adder() -> Source:
+def adder() -> KernelSource:
     """Inputs: values uint16 (channels, rows), which rows are fine, uint16 (groups, rows), the first row of each block and the
     end of the last, uint32 (blocks + 1,), and the number of the group, uint32 (1,). Output: sums of the fine ones, float32
     (channels, blocks).
     """
-    return Source(
+    return KernelSource(
         "transform_sums", ("values", "fine", "edges", "number"), ("sums",), _defines(SIMD_WIDTH=SIMD_WIDTH), SUMS
     )
 
@@ -204,16 +204,16 @@ def _defines(**numbers: int) -> str:
 
 
 @lru_cache(maxsize=256)
-def _kernel(dialect: Dialect, make: Callable[..., Source], *form: Form) -> Kernel:
+def _kernel(dialect: Dialect, make: Callable[..., KernelSource], *form: StreamKind) -> Kernel:
     return build(dialect, make(*form))
 
 
-def centre(dialect: Dialect, form: Form, inputs: list[mx.array]) -> mx.array:
+def centre(dialect: Dialect, form: StreamKind, inputs: list[mx.array]) -> mx.array:
     """Inputs and output of `centrer`, one token at least."""
     return _launched(_kernel(dialect, centrer, form), form, inputs, inputs[0].shape[1], mx.uint16)
 
 
-def restore(dialect: Dialect, form: Form, inputs: list[mx.array]) -> mx.array:
+def restore(dialect: Dialect, form: StreamKind, inputs: list[mx.array]) -> mx.array:
     """Inputs and output of `restorer`, one token at least."""
     dtype = mx.uint32 if form.dtype == "float32" else mx.uint16
     return _launched(_kernel(dialect, restorer, form), form, inputs, inputs[0].shape[1], dtype)
@@ -235,7 +235,7 @@ def sums(dialect: Dialect, values: mx.array, fine: mx.array, edges: mx.array, nu
     )
 
 
-def _launched(kernel: Kernel, form: Form, inputs: list[mx.array], tokens: int, dtype: mx.Dtype) -> mx.array:
+def _launched(kernel: Kernel, form: StreamKind, inputs: list[mx.array], tokens: int, dtype: mx.Dtype) -> mx.array:
     threads = form.heads * -(-tokens // TOKENS) * -(-form.width // 2)
     return _made(kernel, inputs, (form.heads, tokens, form.width), dtype, threads)
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from .dialects import SIMD_WIDTH, Dialect, Source, build
-from .turboquant_rows import CHUNK, FUNCTIONS, Rows, bits_of, table
+from .dialects import SIMD_WIDTH, Dialect, KernelSource, build
+from .turboquant_rows import CHUNK, FUNCTIONS, RowKind, bits_of, table
 
 KEYS = 16  # that a simdgroup works on at a time
 QUERIES = 4  # columns of a tile, each twice: the number, and what its rounding left over
@@ -549,12 +549,12 @@ MERGE = """
 
 
 @dataclass(frozen=True)
-class Kind:
+class CodedAttentionKind:
     """What a pair of kernels is compiled for."""
 
-    keys: Rows
+    keys: RowKind
     """Their dtype is that of the queries."""
-    values: Rows
+    values: RowKind
     """Their dtype is that of the result."""
     tiles: int
     """Of QUERIES query rows each, that a simdgroup holds at a time."""
@@ -568,7 +568,7 @@ class Kind:
     """"", or their dtype."""
 
 
-def _turning(rows: Rows) -> tuple[str, int]:
+def _turning(rows: RowKind) -> tuple[str, int]:
     """The defines of rows that are rotated by as many lanes as have 8 values (of each of an odd factor's) to work on,
     since few rows wait for it; how many lanes."""
     lanes = min(16, rows.width // rows.factor // CHUNK)
@@ -582,7 +582,7 @@ def tiles_for(key_width: int, value_width: int, many: bool) -> int:
     return 2 if many and value_width <= 128 and key_width <= 192 else 1
 
 
-def _span(rows: Rows, lanes: int, at: int) -> dict[str, int]:
+def _span(rows: RowKind, lanes: int, at: int) -> dict[str, int]:
     """How `lanes` lanes share the channels of a row: each takes as many whole chunks of 8 as fill the row, in words from
     where its first code lies, which may be inside a word."""
     chunks = -(-rows.width // 8)
@@ -603,7 +603,7 @@ def _entry_bits(bits: int, dialect: str) -> int:
     return 8 if bits == 4 and copies > 2 else copies
 
 
-def _room(kind: Kind, dialect: str, simdgroups: int) -> tuple[int, int]:
+def _room(kind: CodedAttentionKind, dialect: str, simdgroups: int) -> tuple[int, int]:
     """Words of shared memory for tables, and for what simdgroups add up afterwards; where the values' table begins."""
     sizes = [
         (1 << 2 * rows.bits + _entry_bits(rows.bits, dialect)) // 4 if rows.bits < 8 else 0
@@ -615,7 +615,7 @@ def _room(kind: Kind, dialect: str, simdgroups: int) -> tuple[int, int]:
     return max(used, simdgroups * kind.tiles * QUERIES * 8 * (span + 1), 1), at
 
 
-def source_of(dialect: Dialect, kind: Kind) -> Source:
+def source_of(dialect: Dialect, kind: CodedAttentionKind) -> KernelSource:
     """The first launch. Inputs: codes, scales, queries, then those of key_levels, first, last and mask that there are;
     output: parts float32 (B, query heads, L, splits, width + 4): sums of weighted values; the exponent that weights are
     relative to, their sum, the exponent that weighted values are relative to, what to add to all exponents."""
@@ -660,10 +660,10 @@ def source_of(dialect: Dialect, kind: Kind) -> Source:
     given = {"key_levels": keys.levelled, "first": kind.first, "last": kind.last, "mask": bool(kind.mask)}
     inputs = ("codes", "scales", "queries", *(name for name, there in given.items() if there))
     name = "_".join(filter(None, ("turboquant_attention", keys.dtype, kind.mask)))  # dtypes are nowhere in the text
-    return Source(name, inputs, ("parts",), defines + text + FUNCTIONS + CODES, BODY, 4 * room)
+    return KernelSource(name, inputs, ("parts",), defines + text + FUNCTIONS + CODES, BODY, 4 * room)
 
 
-def merge_source_of(kind: Kind) -> Source:
+def merge_source_of(kind: CodedAttentionKind) -> KernelSource:
     """The second launch. Inputs: parts, then those of levels and sinks that there are; outputs: out (B, query
     heads, L, width) of the values' dtype, lse float32 (B, query heads, L)."""
     numbers = {
@@ -680,13 +680,13 @@ def merge_source_of(kind: Kind) -> Source:
     given = {"levels": kind.values.levelled, "sinks": bool(kind.sinks)}
     inputs = ("parts", *(name for name, there in given.items() if there))
     name = "_".join(filter(None, ("turboquant_merge", kind.values.dtype, kind.sinks)))
-    return Source(name, inputs, ("out", "lse"), _turning(kind.values)[0] + text + FUNCTIONS, MERGE)
+    return KernelSource(name, inputs, ("out", "lse"), _turning(kind.values)[0] + text + FUNCTIONS, MERGE)
 
 
 class Attention:
     """Both kernels of a kind, compiled when they first run."""
 
-    def __init__(self, dialect: Dialect, kind: Kind) -> None:
+    def __init__(self, dialect: Dialect, kind: CodedAttentionKind) -> None:
         self.kind = kind
         self._threads = SIMDGROUPS[dialect.name] * SIMD_WIDTH
         self._groups = GROUPS[dialect.name]

@@ -11,8 +11,8 @@ from functools import lru_cache
 
 import mlx.core as mx
 
-from .dialects import SIMD_WIDTH, Dialect, Kernel, Source, build
-from .turboquant_rows import FUNCTIONS, LARGEST, THREADS, Rows, bits_of, groups_of, table
+from .dialects import SIMD_WIDTH, Dialect, Kernel, KernelSource, build
+from .turboquant_rows import FUNCTIONS, LARGEST, THREADS, RowKind, bits_of, groups_of, table
 
 DECODER = """
 FUNCTION u32 paired(const int low, const int high) { return (u32(high) << 16) + u32(low); }
@@ -235,12 +235,12 @@ BODY = """
 """
 
 
-def _packed(rows: Rows) -> bool:
+def _packed(rows: RowKind) -> bool:
     """Whether every integer on the way fits 16 bits: none exceeds sqrt(width) times the length of the row before it."""
     return rows.factor == 1 and rows.width ** ((1 + rows.rounds) / 2) * max(rows.magnitudes) < 1 << 15
 
 
-def source_of(rows: Rows) -> Source:
+def source_of(rows: RowKind) -> KernelSource:
     """The decoder of such rows. Inputs: codes uint32 (tokens, heads, words) and scales uint16 (tokens, heads), strided;
     room, anything of shape (capacity,), not read; if levelled, levels float32 (2, heads, width): mean, spread."""
     power = rows.width // rows.factor
@@ -262,16 +262,16 @@ def source_of(rows: Rows) -> Source:
         text += table("CENTROIDS", [-c for c in reversed(rows.magnitudes)] + list(rows.magnitudes))
     inputs = ("codes", "scales", "room", "levels") if rows.levelled else ("codes", "scales", "room")
     functions = rows.defines() + text + FUNCTIONS + DECODER
-    return Source("turboquant_decode", inputs, ("rows",), functions, BODY)
+    return KernelSource("turboquant_decode", inputs, ("rows",), functions, BODY)
 
 
 @lru_cache(maxsize=64)
-def _kernel(dialect: Dialect, rows: Rows) -> Kernel:
+def _kernel(dialect: Dialect, rows: RowKind) -> Kernel:
     return build(dialect, source_of(rows))
 
 
 def decode(
-    dialect: Dialect, kind: Rows, codes: mx.array, scales: mx.array, capacity: int, levels: mx.array | None
+    dialect: Dialect, kind: RowKind, codes: mx.array, scales: mx.array, capacity: int, levels: mx.array | None
 ) -> mx.array:
     """Codes uint32 (tokens, heads, words), scales uint16 (tokens, heads), not empty -> rows (heads, capacity, width),
     zeros from `tokens` on."""

@@ -10,8 +10,8 @@ from itertools import pairwise
 
 import mlx.core as mx
 
-from .dialects import Dialect, Kernel, Source, build
-from .turboquant_rows import FUNCTIONS, THREADS, Rows, bits_of, groups_of, table
+from .dialects import Dialect, Kernel, KernelSource, build
+from .turboquant_rows import FUNCTIONS, THREADS, RowKind, bits_of, groups_of, table
 
 ENCODER = """
 // One fold across two lanes of a column of FACTOR values: the two columns become one of twice the length, whose upper
@@ -287,7 +287,7 @@ BODY = """
 """
 
 
-def source_of(rows: Rows) -> Source:
+def source_of(rows: RowKind) -> KernelSource:
     """The encoder of such rows. Inputs: rows (tokens, heads, width), strided; if levelled, levels float32
     (2, heads, width): mean, weight."""
     magnitudes = rows.magnitudes
@@ -298,15 +298,15 @@ def source_of(rows: Rows) -> Source:
         constants += table("DOUBLED_BORDERS", [a + b for a, b in pairwise(magnitudes)] or [0])
     inputs = ("rows", "levels") if rows.levelled else ("rows",)
     functions = rows.defines() + constants + FUNCTIONS + ENCODER
-    return Source("turboquant_encode", inputs, ("codes", "scales"), functions, BODY)
+    return KernelSource("turboquant_encode", inputs, ("codes", "scales"), functions, BODY)
 
 
 @lru_cache(maxsize=64)
-def _kernel(dialect: Dialect, rows: Rows) -> Kernel:
+def _kernel(dialect: Dialect, rows: RowKind) -> Kernel:
     return build(dialect, source_of(rows))
 
 
-def encode(dialect: Dialect, kind: Rows, rows: mx.array, levels: mx.array | None) -> tuple[mx.array, mx.array]:
+def encode(dialect: Dialect, kind: RowKind, rows: mx.array, levels: mx.array | None) -> tuple[mx.array, mx.array]:
     """Rows (tokens, heads, width), not empty -> codes uint32 (tokens, heads, words), scales uint16 (tokens, heads)."""
     tokens, heads, _ = rows.shape
     codes, scales = _kernel(dialect, kind)(

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from .dialects import Dialect, Source, build
+from .dialects import Dialect, KernelSource, build
 from .turboquant_encode import BODY, source_of
-from .turboquant_rows import THREADS, Rows
+from .turboquant_rows import THREADS, RowKind
 
 LEVELLING = "#if LEVELLED\n    UNROLL for (int i = 0; i < VALUES; i++) v[i] = times(minus(v[i]"
 STORING = "    const u64 row = u64(token) * heads + head;\n"
@@ -74,17 +74,17 @@ PAIR = (
 )
 
 
-def pair_source_of(rows: Rows) -> Source:
+def pair_source_of(rows: RowKind) -> KernelSource:
     """Inputs: keys, values (B, heads, L, width) of one dtype, strided; if levelled, key_levels, value_levels float32
     (2, B or 1, heads, width): mean, weight. Outputs: codes (B, heads, L, 2 * words), scales (B, heads, L, 2)."""
     inputs = ("keys", "values", "key_levels", "value_levels") if rows.levelled else ("keys", "values")
-    return Source("turboquant_encode_pair", inputs, ("codes", "scales"), source_of(rows).functions, PAIR)
+    return KernelSource("turboquant_encode_pair", inputs, ("codes", "scales"), source_of(rows).functions, PAIR)
 
 
 class PairEncoder:
     """The kernel of a kind of rows, compiled when it first runs."""
 
-    def __init__(self, dialect: Dialect, kind: Rows) -> None:
+    def __init__(self, dialect: Dialect, kind: RowKind) -> None:
         self._kind = kind
         self._encode = build(dialect, pair_source_of(kind))
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .dialects import Dialect, Kernel, Source, build
+from .dialects import Dialect, Kernel, KernelSource, build
 from .turboquant_rows import ELEMENTS, FUNCTIONS, THREADS, bits_of
 
 MOST_ROWS = THREADS  # a thread has a row
@@ -139,7 +139,7 @@ BODY = """
 """
 
 
-class Kind(NamedTuple):
+class MeasureKind(NamedTuple):
     """What a kernel is compiled for. `steps`: of a root, to each factor of two of the spread."""
 
     width: int
@@ -152,7 +152,7 @@ class Kind(NamedTuple):
     most_steps: int
 
 
-def source_of(kind: Kind) -> Source:
+def source_of(kind: MeasureKind) -> KernelSource:
     """Inputs: rows (tokens, heads * blocks, width), strided, and int32 firsts (blocks,): rows of each block before its first
     one don't count."""
     numbers = {
@@ -171,15 +171,15 @@ def source_of(kind: Kind) -> Source:
         "MOST_STEPS": bits_of(kind.most_steps),
     }
     defines = "\n" + "".join(f"#define {name} {number}\n" for name, number in numbers.items())
-    return Source("turboquant_measure", ("rows", "firsts"), ("means", "roots"), defines + FUNCTIONS, BODY)
+    return KernelSource("turboquant_measure", ("rows", "firsts"), ("means", "roots"), defines + FUNCTIONS, BODY)
 
 
 @lru_cache(maxsize=64)
-def _kernel(dialect: Dialect, kind: Kind) -> Kernel:
+def _kernel(dialect: Dialect, kind: MeasureKind) -> Kernel:
     return build(dialect, source_of(kind))
 
 
-def measure(dialect: Dialect, kind: Kind, rows: mx.array, firsts: mx.array) -> tuple[mx.array, mx.array]:
+def measure(dialect: Dialect, kind: MeasureKind, rows: mx.array, firsts: mx.array) -> tuple[mx.array, mx.array]:
     """Rows (1 to 256 tokens, heads * blocks, width) -> means float32 and roots uint16, (heads * blocks, width)."""
     heads = rows.shape[1]
     means, roots = _kernel(dialect, kind)(

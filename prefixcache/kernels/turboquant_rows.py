@@ -104,7 +104,7 @@ FUNCTION float flipped(const float x, const u32 flips, const int e) {
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowKind:
     """Rows of one kind: all that a kernel is specialised on, and nothing else. The key of a compiled kernel."""
 
     width: int
@@ -184,7 +184,7 @@ def table(name: str, values: list[int]) -> str:
     return f"CONSTANT int {name}[{len(values)}] = {{{', '.join(map(str, values))}}};\n"
 
 
-def groups_of(rows: Rows, tokens: int, heads: int) -> int:
+def groups_of(rows: RowKind, tokens: int, heads: int) -> int:
     """How many groups of threads share tokens x heads rows: a multiple of `heads`. Some thousands fill a large GPU; more
     would only prepare their tables oftener."""
     most = -(-tokens // rows.rows_at_once)

@@ -13,7 +13,7 @@ from prefixcache.codecs.interchange import borrow, bring_in, copy_out, on_cpu
 from prefixcache.codecs.pieces import Piece
 from prefixcache.codecs.transform import gpu_coding
 from prefixcache.codecs.transform.coding import Codes
-from prefixcache.codecs.transform.entropy import Damaged
+from prefixcache.codecs.transform.entropy import DamagedCodes
 from prefixcache.layers.adapters import Leaf
 from prefixcache.layers.image_layout import Joined, Tensors
 
@@ -102,7 +102,7 @@ def _encode_on_gpu(
             yield from _encode(groups[at : at + 1], leaves, parts[at : at + 1])
             at += 1
             continue
-        blocks = [gpu_coding.Rows(part.first, part.last, part.skip) for part in parts[at]]
+        blocks = [gpu_coding.BlockRows(part.first, part.last, part.skip) for part in parts[at]]
         alike = at + 1
         while alike < len(groups) and [part[:3] for part in parts[alike]] == blocks:
             alike += 1
@@ -216,7 +216,7 @@ def decode_joined(groups: Sequence[CodedBlocks]) -> Iterator[DecodedGroup]:
                 ],
                 [start for start, _ in counts],
             )
-        except Damaged as damage:
+        except DamagedCodes as damage:
             raise DamagedBlock(counts[damage.block][0], str(damage)) from None
         mx.async_eval(restored)  # together: groups wait for each other no more than they must
         restored.reverse()
@@ -238,7 +238,7 @@ def _stretches(streams: Sequence[mx.array], counts: Sequence[tuple[int, int]]) -
 def _decoded(joined: Joined, start: int, codes: Codes) -> list[np.ndarray]:
     try:
         return joined.coder.decode(codes, start)
-    except Damaged as reason:
+    except DamagedCodes as reason:
         raise DamagedBlock(start, str(reason)) from None
 
 

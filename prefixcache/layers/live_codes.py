@@ -17,7 +17,7 @@ from prefixcache.codecs import RowCodec
 from prefixcache.codecs.levels import Levels
 from prefixcache.codecs.pieces import Piece
 from prefixcache.codecs.turboquant.codec import is_latent
-from prefixcache.codecs.turboquant.coding import Choice, Kind, LayerLevels
+from prefixcache.codecs.turboquant.coding import Choice, LayerLevels, LayerRows
 from prefixcache.layers import levels
 from prefixcache.layers.adapters import PARTS, PLAIN_CACHE, CacheError, Leaf
 from prefixcache.layers.image_layout import Plan
@@ -144,7 +144,7 @@ def live(plan: Plan, leaf: int, choice: Choice, coded: CodedLeaf, rows: int, cap
     codes, scales = _buffers(coded.pieces, row_codecs_of(plan, leaf), heads, capacity)
     sinks = (coded.sinks[0], coded.sinks[1]) if coded.sinks else None
     return _live_class().from_codes(
-        choice, Kind(heads, key_width, value_width, dtype), runs, codes, scales, rows, sinks
+        choice, LayerRows(heads, key_width, value_width, dtype), runs, codes, scales, rows, sinks
     )
 
 

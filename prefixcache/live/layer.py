@@ -18,7 +18,7 @@ from prefixcache.codecs.coded_rows import CodedRows
 from prefixcache.codecs.interchange import element, name_of
 from prefixcache.codecs.packing import words_of
 from prefixcache.codecs.raw_attention_gpu import UncodedRows
-from prefixcache.codecs.turboquant.coding import PLAIN, Choice, Kind, LayerLevels, Run
+from prefixcache.codecs.turboquant.coding import PLAIN, Choice, LayerLevels, LayerRows, Run
 from prefixcache.codecs.turboquant.live import Encoder, LevelStack, decode, encode, encoder
 from prefixcache.live.buffers import (
     ALL,
@@ -70,7 +70,7 @@ class CodedLayer:
     alignment: Alignment
     sinks: FirstRows
     recent: RecentRows
-    kind: Kind | None = None
+    kind: LayerRows | None = None
     runs: tuple[tuple[Run, ...], ...] = ()  # of each sequence; none while rows wait
     waiting: RowBuffer | None = None
     codes: CodeBuffer = NO_CODES
@@ -95,7 +95,7 @@ class CodedLayer:
 
     @classmethod
     def of_codes(
-        cls, choice: Choice, attend: str, kind: Kind, runs: Sequence[Run], codes: Two, rows: int, sinks: Two | None
+        cls, choice: Choice, attend: str, kind: LayerRows, runs: Sequence[Run], codes: Two, rows: int, sinks: Two | None
     ) -> CodedLayer:
         """Codes and scales that are there already, `rows` in use, of equally long sequences with the same levels."""
         batch = codes[0].shape[0]
@@ -130,7 +130,7 @@ class CodedLayer:
     def batch(self) -> int:
         return len(self.alignment.pads)
 
-    def known_kind(self) -> Kind:
+    def known_kind(self) -> LayerRows:
         if self.kind is None:
             raise ValueError("this cache holds no rows yet")
         return self.kind
@@ -196,7 +196,7 @@ class CodedLayer:
             raise ValueError(
                 f"keys are {name_of(keys.dtype)}, values {name_of(values.dtype)}: cast them to one dtype first"
             )
-        kind = Kind(keys.shape[1], keys.shape[3], values.shape[3], name_of(keys.dtype))
+        kind = LayerRows(keys.shape[1], keys.shape[3], values.shape[3], name_of(keys.dtype))
         if self.pads and self.batch != keys.shape[0]:
             raise ValueError(f"rows of {keys.shape[0]} sequences for a cache of {self.batch}: batch sizes must match")
         if self.kind is None:
@@ -205,7 +205,7 @@ class CodedLayer:
         elif kind != self.kind:
             differs = ", ".join(
                 f"{name} {given} where the cache has {here}"
-                for name, given, here in zip(Kind._fields, kind, self.kind, strict=True)
+                for name, given, here in zip(LayerRows._fields, kind, self.kind, strict=True)
                 if given != here
             )
             raise ValueError(f"rows that don't go with those that are held: {differs}")

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from prefixcache.codecs.interchange import copy_out
-from prefixcache.codecs.turboquant.coding import Choice, Kind, LayerLevels, Run
+from prefixcache.codecs.turboquant.coding import Choice, LayerLevels, LayerRows, Run
 from prefixcache.codecs.turboquant.levelling import measure_levels
 from prefixcache.codecs.turboquant.live import LevelStack
 
@@ -43,7 +43,7 @@ class LevelStacks:
     It keeps the levels that a stack was made of, so that their ids stay theirs. At most `MOST_STACKS` are kept.
     """
 
-    def __init__(self, choice: Choice, kind: Kind):
+    def __init__(self, choice: Choice, kind: LayerRows):
         self._heads = kind.heads
         self._forms = choice.forms(kind)
         self._stacks: dict[tuple[int, ...], tuple[list[LayerLevels], tuple[LevelStack, LevelStack]]] = {}

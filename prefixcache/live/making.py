@@ -15,7 +15,7 @@ from mlx_lm.models.cache import CacheList, KVCache
 from prefixcache.codecs import Codec, RowCodec, Stream, TurboQuant, as_codec
 from prefixcache.codecs.interchange import FLOATS, name_of
 from prefixcache.codecs.turboquant.codec import TurboQuantRows
-from prefixcache.codecs.turboquant.coding import RECENT, Choice, Kind
+from prefixcache.codecs.turboquant.coding import RECENT, Choice, LayerRows
 from prefixcache.live import families
 from prefixcache.live.levels import SharedLevels
 from prefixcache.live.turboquant import TurboQuantKVCache
@@ -127,7 +127,9 @@ class _Making:
         self._coded: set[int] = set()
         self._number = 0  # of leaves: what shared levels go by
 
-    def all(self, caches: Sequence[Any], rows: list[list[Kind | None]] | None, into: list[Any] | None = None) -> Any:
+    def all(
+        self, caches: Sequence[Any], rows: list[list[LayerRows | None]] | None, into: list[Any] | None = None
+    ) -> Any:
         made = into if into is not None else [None] * len(caches)
         for layer, cache in enumerate(caches):
             converted = self._layer(cache, layer, iter(rows[layer]) if rows is not None else None)
@@ -173,7 +175,7 @@ class _Making:
         self._coded.add(layer)
         return coder(cache, number)
 
-    def _check_coded(self, cache: TurboQuantKVCache, layer: int, rows: Kind | None) -> None:
+    def _check_coded(self, cache: TurboQuantKVCache, layer: int, rows: LayerRows | None) -> None:
         """Raise ValueError for a layer that is coded already, and otherwise."""
         if rows is None:
             return
@@ -182,14 +184,14 @@ class _Making:
                 f"layer {layer} is coded already, by {cache.choice}, not {self._codec}: dequantize it first"
             )
 
-    def _row_codecs(self, layer: int, rows: Kind) -> tuple[RowCodec, RowCodec]:
+    def _row_codecs(self, layer: int, rows: LayerRows) -> tuple[RowCodec, RowCodec]:
         keys, values = (
             self._codec.row_codec(Stream(layer, self._layers, part, rows.heads, width, other, rows.dtype))
             for part, width, other in _parts(rows)
         )
         return keys, values
 
-    def _coder(self, layer: int, rows: Kind) -> Any:
+    def _coder(self, layer: int, rows: LayerRows) -> Any:
         """What makes a layer's cache from a plain one; or why the layer stays as it is."""
         if rows.dtype not in FLOATS:
             return f"rows of {rows.dtype}"
@@ -211,7 +213,7 @@ class _Making:
         return coded
 
 
-def _parts(rows: Kind) -> list[tuple[Literal["keys", "values"], int, int]]:
+def _parts(rows: LayerRows) -> list[tuple[Literal["keys", "values"], int, int]]:
     return [("keys", rows.key_width, rows.value_width), ("values", rows.value_width, rows.key_width)]
 
 
@@ -236,7 +238,7 @@ def _spoken(layers: list[int]) -> str:
 # -- what rows there are -----------------------------------------------------------------------------------------------
 
 
-def _rows_in(cache: Any) -> list[Kind | None]:
+def _rows_in(cache: Any) -> list[LayerRows | None]:
     """Of each leaf of a layer's cache, depth first."""
     if isinstance(cache, CacheList):
         return [rows for child in cache.caches for rows in _rows_in(child)]
@@ -245,10 +247,10 @@ def _rows_in(cache: Any) -> list[Kind | None]:
     keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
     if not isinstance(keys, mx.array) or not isinstance(values, mx.array) or keys.ndim != 4:
         return [None]
-    return [Kind(keys.shape[1], keys.shape[3], values.shape[3], name_of(keys.dtype))]
+    return [LayerRows(keys.shape[1], keys.shape[3], values.shape[3], name_of(keys.dtype))]
 
 
-def rows_of(model: Any) -> list[list[Kind | None]]:
+def rows_of(model: Any) -> list[list[LayerRows | None]]:
     """Of each layer of a model, and each leaf of its cache, the rows that it makes. One step is built as a graph and never
     evaluated, which takes a millisecond or a few."""
     caches = mlx_caches.make_prompt_cache(model)

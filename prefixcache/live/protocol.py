@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from prefixcache.codecs.interchange import element
-from prefixcache.codecs.turboquant.coding import Choice, Kind
+from prefixcache.codecs.turboquant.coding import Choice, LayerRows
 from prefixcache.live import hook
 from prefixcache.live.attention import attend, plain
 from prefixcache.live.layer import CodedLayer
@@ -111,7 +111,7 @@ class LiveCache:
         return self._layer.attends
 
     @property
-    def kind(self) -> Kind | None:
+    def kind(self) -> LayerRows | None:
         """Heads, widths and dtype of the rows; None before the first."""
         return self._layer.kind
 

@@ -12,7 +12,7 @@ import numpy as np
 from prefixcache.codecs.interchange import borrow, copy_out, element
 from prefixcache.codecs.levels import Levels
 from prefixcache.codecs.packing import words_of
-from prefixcache.codecs.turboquant.coding import Choice, Kind, LayerLevels, Run
+from prefixcache.codecs.turboquant.coding import Choice, LayerLevels, LayerRows, Run
 from prefixcache.live.buffers import Alignment, CodeBuffer, FirstRows, RecentRows, RowBuffer, Two
 from prefixcache.live.layer import CodedLayer
 
@@ -54,7 +54,7 @@ def restored(state: Sequence[mx.array]) -> tuple[CodedLayer, dict[str, Any]]:
         if header["version"] != VERSION:
             raise ValueError(f"its version is {header['version']}, this release reads {VERSION}")
         layer = CodedLayer.empty(Choice(*header["choice"]), header["attends"])
-        layer.kind = Kind(*header["kind"]) if header["kind"] is not None else None
+        layer.kind = LayerRows(*header["kind"]) if header["kind"] is not None else None
         ends = tuple(header["ends"]) if header["ends"] is not None else None
         layer.alignment = Alignment(header["rows"], tuple(header["pads"]), ends)
         codes, uncoded, recent = (
@@ -90,7 +90,7 @@ def _check(layer: CodedLayer) -> None:
         raise ValueError("its arrays are not those that it names")
 
 
-def _arrays_fit(layer: CodedLayer, kind: Kind) -> bool:
+def _arrays_fit(layer: CodedLayer, kind: LayerRows) -> bool:
     rows, dtype, some = layer.rows, element(kind.dtype).mlx, False
     words = sum(words_of(form.width, form.codebook.bits) for form in layer.choice.forms(kind))
     widths: list[tuple[tuple[int, ...], mx.Dtype]] = [((width,), dtype) for width in kind.widths]

@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import KVCache, create_attention_mask
 
-from prefixcache.codecs.turboquant.coding import RECENT, Choice, Kind, LayerLevels, Run
+from prefixcache.codecs.turboquant.coding import RECENT, Choice, LayerLevels, LayerRows, Run
 from prefixcache.live import batching
 from prefixcache.live.layer import NO_ROWS, CodedLayer
 from prefixcache.live.levels import SharedLevels
@@ -119,7 +119,7 @@ class TurboQuantKVCache(LiveCache):
     def from_codes(
         cls,
         choice: Choice,
-        kind: Kind,
+        kind: LayerRows,
         runs: Sequence[tuple[int, LayerLevels]],
         codes: mx.array,
         scales: mx.array,

@@ -13,7 +13,7 @@ from prefixcache.codecs import Codec
 from prefixcache.codecs.transform.basis import QUALITIES, Basis, LayerGroup
 from prefixcache.codecs.transform.codec import TYPICAL_BITS, Calibrated, Transform
 from prefixcache.codecs.transform.layer import Layer, grouped
-from prefixcache.codecs.transform.rotation import NO_ROTATION
+from prefixcache.codecs.transform.rope import NO_ROPE
 from prefixcache.codecs.transform.tables import first_guess
 from prefixcache.codecs.turboquant.codec import is_latent
 from prefixcache.layers.adapters import PLAIN_CACHE
@@ -51,7 +51,7 @@ def _plain_layers(plan: Plan) -> list[Layer]:
             continue
         (_, _, heads, key_width, dtype, _), (_, _, value_heads, value_width, value_dtype, _) = leaf["streams"]
         if (heads, dtype) == (value_heads, value_dtype) and not is_latent(heads, key_width, value_width):
-            layers.append(Layer(index, heads, key_width, value_width, dtype, NO_ROTATION))
+            layers.append(Layer(index, heads, key_width, value_width, dtype, NO_ROPE))
     return layers
 
 

@@ -11,13 +11,13 @@ from prefixcache.codecs.interchange import Array
 from prefixcache.codecs.transform.basis import QUALITIES, Basis, LayerGroup
 from prefixcache.codecs.transform.coding import GroupCoder
 from prefixcache.codecs.transform.layer import Layer, grouped
-from prefixcache.codecs.transform.rotation import Rotation
+from prefixcache.codecs.transform.rope import Rope
 
 HEADS, KEYS, VALUES = 2, 32, 48
 
 
 def layer(index: int, heads: int = HEADS, dtype: str = "float32") -> Layer:
-    return Layer(index, heads, KEYS, VALUES, dtype, Rotation(10000.0 ** -np.linspace(0, 1, KEYS // 2)))
+    return Layer(index, heads, KEYS, VALUES, dtype, Rope(10000.0 ** -np.linspace(0, 1, KEYS // 2)))
 
 
 def rows_of(count: int, channels: int, seed: int) -> Array:

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from prefixcache.calibration.layers import eligible_layers, measure
 from prefixcache.codecs.interchange import as_float32, copy_out, name_of
-from prefixcache.codecs.transform.rotation import Rotation
+from prefixcache.codecs.transform.rope import Rope
 from tests.models.families import BASE, FAMILIES, WIDE, _build
 
 NO_MODULE = "keys depend on the position, and no RoPE module of the model explains how"
@@ -87,7 +87,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], mx.Dtype, tuple[int, bool, float]
 }
 
 
-def of_first_layer_repeated(model: nn.Module, index: int, rotation: Rotation) -> np.ndarray:
+def of_first_layer_repeated(model: nn.Module, index: int, rotation: Rope) -> np.ndarray:
     """Undone keys (tokens, heads, width) of one token read 40 times, from a cache that mlx-lm filled."""
     prompt_cache = make_prompt_cache(model)
     mx.eval(model(mx.array([[33] * 40]), cache=prompt_cache))

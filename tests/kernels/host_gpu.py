@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from prefixcache.codecs.interchange import borrow, bring_in, name_of
-from prefixcache.kernels.dialects import DIALECTS, Dialect, Source, dialect_here
+from prefixcache.kernels.dialects import DIALECTS, Dialect, KernelSource, dialect_here
 
 SHIM = Path(__file__).parent / "shim"
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
@@ -96,7 +96,7 @@ class Given:
         return struct.pack("<10q", *elements, *[0] * (10 - len(elements)))
 
 
-def _arguments(source: Source, body: str, inputs: Sequence[Given]) -> list[tuple[str, Given, str]]:
+def _arguments(source: KernelSource, body: str, inputs: Sequence[Given]) -> list[tuple[str, Given, str]]:
     """(name, input, "array", "shape" or "strides") in the order of the signature."""
     found = []
     for name, given in zip(source.inputs, inputs, strict=True):
@@ -108,7 +108,7 @@ def _arguments(source: Source, body: str, inputs: Sequence[Given]) -> list[tuple
     return found
 
 
-def metal_text(source: Source, inputs: Sequence[Given], outputs: Sequence[str]) -> str:
+def metal_text(source: KernelSource, inputs: Sequence[Given], outputs: Sequence[str]) -> str:
     """A program around the text for Metal."""
     dialect = DIALECTS["metal"]
     body = dialect.body_of(source)
@@ -141,7 +141,7 @@ def metal_text(source: Source, inputs: Sequence[Given], outputs: Sequence[str]) 
     )
 
 
-def cuda_text(source: Source, inputs: Sequence[Given], outputs: Sequence[str]) -> str:
+def cuda_text(source: KernelSource, inputs: Sequence[Given], outputs: Sequence[str]) -> str:
     """A program around the text for CUDA."""
     dialect = DIALECTS["cuda"]
     body = dialect.body_of(source)
@@ -206,7 +206,7 @@ def _compile(*arguments: str) -> None:
 
 def run(
     dialect: Dialect,
-    source: Source,
+    source: KernelSource,
     inputs: Sequence[Given],
     outputs: Sequence[tuple[tuple[int, ...], str]],
     groups: int,
@@ -236,7 +236,7 @@ def run(
 def builder(folder: Path):
     """In place of `prefixcache.kernels.dialects.build`: kernels that run on the host, on MLX arrays of the CPU."""
 
-    def build(dialect: Dialect, source: Source):
+    def build(dialect: Dialect, source: KernelSource):
         def kernel(*, inputs, output_shapes, output_dtypes, grid, threadgroup):
             assert grid[0] % threadgroup[0] == 0
             assert grid[1:] == threadgroup[1:] == (1, 1)

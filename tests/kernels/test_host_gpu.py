@@ -4,13 +4,13 @@ import host_gpu
 import numpy as np
 import pytest
 
-from prefixcache.kernels.dialects import DIALECTS, Source
+from prefixcache.kernels.dialects import DIALECTS, KernelSource
 
 pytestmark = pytest.mark.skipif(host_gpu.COMPILER is None, reason="no C++ compiler")
 
 
 def run(body, folder, dialect="metal", count=64):
-    source = Source("probe", ("given",), ("found",), "", body)
+    source = KernelSource("probe", ("given",), ("found",), "", body)
     given = host_gpu.Given(np.arange(count, dtype=np.uint32), "uint32")
     return host_gpu.run(DIALECTS[dialect], source, [given], [((count,), "uint32")], 1, count, folder)[0]
 
@@ -67,7 +67,7 @@ def test_a_buffers_start_is_its_start(programs):
 
 
 def test_small_inputs_are_constant_and_positions_are_passed():
-    source = Source("probe", ("given",), ("found",), "", "found[member] = given[0];")
+    source = KernelSource("probe", ("given",), ("found",), "", "found[member] = given[0];")
     for count, space in ((7, "constant"), (8, "device")):
         given = host_gpu.Given(np.zeros(count, np.uint32), "uint32")
         text = host_gpu.metal_text(source, [given], ["uint32"])

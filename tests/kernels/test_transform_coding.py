@@ -16,8 +16,8 @@ import pytest
 from prefixcache.codecs.interchange import as_float32, bring_in, copy_out
 from prefixcache.codecs.transform import gpu_coding, gpu_entropy
 from prefixcache.codecs.transform.coding import GroupCoder
-from prefixcache.codecs.transform.entropy import Damaged
-from prefixcache.codecs.transform.rotation import NO_ROTATION
+from prefixcache.codecs.transform.entropy import DamagedCodes
+from prefixcache.codecs.transform.rope import NO_ROPE
 from prefixcache.codecs.transform.tables import first_guess
 from prefixcache.kernels import transform_entropy, transform_rows
 
@@ -39,7 +39,7 @@ LOUD = 60
 
 
 def coder_of(dtype):
-    layers = [layer(0), layer(1, rotation=INTERLEAVED, heads=1), layer(4, rotation=NO_ROTATION)]
+    layers = [layer(0), layer(1, rotation=INTERLEAVED, heads=1), layer(4, rotation=NO_ROPE)]
     return GroupCoder(group_of([of._replace(dtype=dtype) for of in layers]), first_guess(), 4.0, dtype)
 
 
@@ -80,7 +80,7 @@ def test_blocks_are_coded_together_as_the_cpu_does_one_by_one(dtype):
     rows[0][7] = np.float32(1).astype(rows[0].dtype) * 0 + (0x7F80 if dtype == "bfloat16" else np.inf)
     rows[1][LOUD] *= 1 if dtype == "bfloat16" else 400
     settled = [None, None, coder.encode([stream[:20] for stream in rows], 250)]
-    blocks = [gpu_coding.Rows(250, 256, skip=4), gpu_coding.Rows(256, 300), gpu_coding.Rows(300, 340)]
+    blocks = [gpu_coding.BlockRows(250, 256, skip=4), gpu_coding.BlockRows(256, 300), gpu_coding.BlockRows(300, 340)]
     (made,) = gpu_coding.encode([gpu_coding.GroupRows(coder, on_gpu(coder, rows), settled)], blocks)
     ((back, wrong),) = gpu_coding.decode([gpu_coding.GroupCodes(coder, made)], [block.first for block in blocks])
     assert gpu_coding.reason_of(copy_out(wrong)) is None
@@ -103,12 +103,12 @@ def test_groups_coded_together_are_what_they_are_alone():
     tables = first_guess()
     groups = [
         group_of([layer(0), layer(1, rotation=INTERLEAVED, heads=1)]),
-        group_of([layer(2, "bfloat16", NO_ROTATION, heads=3)], seed=1),
+        group_of([layer(2, "bfloat16", NO_ROPE, heads=3)], seed=1),
         group_of([layer(3)], widest=0.6, narrowest=0.5, seed=2),
         group_of([layer(4, "float32", heads=1)], widest=200, seed=3),
         group_of([layer(5, "float32", heads=1)], seed=4),
     ]
-    blocks = [gpu_coding.Rows(1, 9, skip=2), gpu_coding.Rows(300, 301), gpu_coding.Rows(302, 400)]
+    blocks = [gpu_coding.BlockRows(1, 9, skip=2), gpu_coding.BlockRows(300, 301), gpu_coding.BlockRows(302, 400)]
     rowed = []
     for group in groups:
         coder = GroupCoder(group, tables, 1.0 if group is groups[2] else 4.0, group.layers[0].dtype)
@@ -138,7 +138,7 @@ def test_one_thread_encodes_and_another_decodes():
     rows = rows_of(coder.group, 40)
     with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
         rowed = one.submit(on_gpu, coder, rows).result()
-        work = [gpu_coding.GroupRows(coder, rowed, [None])], [gpu_coding.Rows(0, 40)]
+        work = [gpu_coding.GroupRows(coder, rowed, [None])], [gpu_coding.BlockRows(0, 40)]
         (codes,) = one.submit(gpu_coding.encode, *work).result()
 
         def decoded():
@@ -177,7 +177,7 @@ def test_a_quality_at_which_nothing_is_coded_gives_the_means():
     assert not len(coder.classes)
     rows = rows_of(narrow, 300)
     rowed = gpu_coding.GroupRows(coder, on_gpu(coder, rows), [None, None])
-    (made,) = gpu_coding.encode([rowed], [gpu_coding.Rows(0, 256), gpu_coding.Rows(256, 300)])
+    (made,) = gpu_coding.encode([rowed], [gpu_coding.BlockRows(0, 256), gpu_coding.BlockRows(256, 300)])
     expected = [
         coder.encode([stream[:256] for stream in rows], 0),
         coder.encode([stream[256:] for stream in rows], 256),
@@ -193,7 +193,7 @@ def test_a_quality_at_which_nothing_is_coded_gives_the_means():
 def test_claims_of_more_words_and_words_that_none_wrote_are_damage():
     coder = coder_of("float16")
     codes = coder.encode(rows_of(coder.group, 12), 0)
-    with pytest.raises(Damaged, match="claim more words"):
+    with pytest.raises(DamagedCodes, match="claim more words"):
         gpu_coding.decode([gpu_coding.GroupCodes(coder, [codes._replace(words=codes.words[:-1])])], [0])
     noise = np.random.default_rng(0).integers(0, 1 << 16, len(codes.words)).astype(np.uint16)
     blocks = [codes, codes._replace(words=noise)]

@@ -16,7 +16,7 @@ from mlx_lm.models.cache import KVCache
 from prefixcache.codecs.transform import backends, basis
 from prefixcache.codecs.transform.basis import QUALITIES, LayerGroup, finer
 from prefixcache.codecs.transform.layer import Layer
-from prefixcache.codecs.transform.rotation import Rotation
+from prefixcache.codecs.transform.rope import Rope
 from prefixcache.codecs.transform.tables import Tables, class_of, fit
 
 HEADS, WIDTH = 8, 128
@@ -94,8 +94,8 @@ def prompt_cache(groups: tuple[LayerGroup, ...], tokens: int) -> list[KVCache]:
 
 
 @cache
-def _rotation() -> Rotation:
-    return Rotation(THETA ** (-np.arange(0, WIDTH, 2) / WIDTH))
+def _rotation() -> Rope:
+    return Rope(THETA ** (-np.arange(0, WIDTH, 2) / WIDTH))
 
 
 def _vectors(channels: int, components: int, chance: np.random.Generator) -> np.ndarray:

@@ -11,7 +11,7 @@ from prefixcache.calibration.design import design
 from prefixcache.calibration.statistics import SINKS, SPREAD, GroupStatistics, Statistics
 from prefixcache.codecs.transform.bases import Bases
 from prefixcache.codecs.transform.layer import Layer
-from prefixcache.codecs.transform.rotation import NO_ROTATION
+from prefixcache.codecs.transform.rope import NO_ROPE
 from tools.soak.prompts import WIDTH
 
 MODELS = ("soak-a", "soak-b")
@@ -28,7 +28,7 @@ def basis_of(identity: str, groups: Sequence[Sequence[tuple[np.ndarray, np.ndarr
         joined = joined.astype(np.float64)
         first = len(layers)
         for keys, values in group:
-            layers.append(Layer(len(layers), keys.shape[1], keys.shape[2], values.shape[2], dtype, NO_ROTATION))
+            layers.append(Layer(len(layers), keys.shape[1], keys.shape[2], values.shape[2], dtype, NO_ROPE))
             for part, (_, heads, width) in (("keys", keys.shape), ("values", values.shape)):
                 blocks[layers[-1].index, part] = np.tile(np.eye(width), (heads, 1, 1))
         covariance = np.cov(joined.T, bias=True).astype(np.float32)

@@ -33,7 +33,7 @@ def decode(heads: Array, words: Array, first: Array, classes: Array, tables: Tab
     """Heads uint16 (rows,), words uint16, each row's from `first` (int64 (rows,)) on -> values in steps, float32
     (rows, components), in `out` where there is one, whose rows are contiguous; zeros of rows that are kept as they are.
 
-    entropy.Damaged for words that no encoder wrote, where that shows; then `out` is of no use.
+    entropy.DamagedCodes for words that no encoder wrote, where that shows; then `out` is of no use.
     """
     if out is None:
         out = np.empty((len(heads), len(classes)), np.float32)

@@ -25,7 +25,7 @@ import safetensors.numpy
 
 from prefixcache.codecs.interchange import FLOATS, Array, borrow, on_cpu
 from prefixcache.codecs.transform.layer import MOST_CHANNELS, Layer
-from prefixcache.codecs.transform.rotation import Rotation
+from prefixcache.codecs.transform.rope import Rope
 from prefixcache.codecs.transform.tables import Tables, class_of
 
 FORMAT = "1"
@@ -359,7 +359,7 @@ def _layers(described: Any, tensors: dict[str, Array]) -> dict[int, Layer]:
             raise ValueError(f"layer {index}: its frequencies are none")
         if not (np.isfinite(frequencies).all() and 2.0**-20 < scale < 2.0**20):
             raise ValueError(f"layer {index}: its rotation has no finite numbers")
-        rotation = Rotation(frequencies, said["interleaved"], scale)
+        rotation = Rope(frequencies, said["interleaved"], scale)
         layers[index] = Layer(index, heads, key_width, value_width, said["dtype"], rotation)
     return layers
 

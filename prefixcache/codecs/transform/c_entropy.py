@@ -86,7 +86,7 @@ def takes(classes: Array) -> bool:
 # -- tables as the kernel reads them -----------------------------------------------------------------------------------
 
 
-class _Prepared(NamedTuple):
+class _HostTables(NamedTuple):
     """Index 7 of the axis of 76 is class 0; those around are shifted by a gain, and stay among the classes."""
 
     codes: Array
@@ -103,15 +103,15 @@ class _Prepared(NamedTuple):
     """float32 (76, 8): what magnitudes below 8 are decoded to"""
 
 
-_prepared: WeakKeyDictionary[Tables, _Prepared] = WeakKeyDictionary()
+_prepared: WeakKeyDictionary[Tables, _HostTables] = WeakKeyDictionary()
 
 
-def _prepare(tables: Tables) -> _Prepared:
+def _prepare(tables: Tables) -> _HostTables:
     if tables not in _prepared:
         shifted = shifted_classes()
         costs = tables.costs[shifted].T
         points = points_of(tables)
-        _prepared[tables] = _Prepared(
+        _prepared[tables] = _HostTables(
             codes=_codes(tables)[shifted],
             costs=np.ascontiguousarray(costs - costs[0], np.int32),
             cost_of_0=np.ascontiguousarray(costs[0], np.int32),
@@ -183,7 +183,7 @@ def decode(heads: Array, words: Array, first: Array, classes: Array, tables: Tab
     """Heads uint16 (rows,), words uint16, each row's from `first` (int64 (rows,)) on -> into values float32
     (rows, components).
 
-    ValueError for arrays of other shapes, dtypes or classes, and where `takes(classes)` is False. entropy.Damaged as of
+    ValueError for arrays of other shapes, dtypes or classes, and where `takes(classes)` is False. entropy.DamagedCodes as of
     `entropy.unpack`: then the values are of no use.
     """
     rows, components = _shape("values", values)
@@ -207,7 +207,7 @@ def decode(heads: Array, words: Array, first: Array, classes: Array, tables: Tab
     wrong: list[int] = []
     _share_out(rows, components, lambda first, last: wrong.append(function(job, first, last)))
     if any(wrong):
-        raise entropy.Damaged(_WRONG[max(wrong)])
+        raise entropy.DamagedCodes(_WRONG[max(wrong)])
 
 
 def _function(name: str) -> Any:

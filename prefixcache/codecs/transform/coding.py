@@ -17,7 +17,7 @@ import numpy as np
 from prefixcache.codecs.interchange import Array, as_float32, element
 from prefixcache.codecs.transform import backends
 from prefixcache.codecs.transform.basis import LEAST_SPREAD, LEFT_OUT_SHARE, LayerGroup, finer
-from prefixcache.codecs.transform.entropy import AS_IT_IS, Damaged, gain_of, words_of
+from prefixcache.codecs.transform.entropy import AS_IT_IS, DamagedCodes, gain_of, words_of
 from prefixcache.codecs.transform.tables import MOST, Tables
 
 ROWS = 256  # of a product: a block
@@ -112,13 +112,13 @@ class GroupCoder:
     def decode(self, codes: Codes, first: int) -> list[Array]:
         """Codes of tokens `first` and on -> rows (tokens, heads, width) of each stream, bf16 as uint16.
 
-        Damaged for codes that no encoder wrote.
+        DamagedCodes for codes that no encoder wrote.
         """
         tokens = len(codes.heads)
         counts = self.row_words(codes.heads)
         ends = np.cumsum(counts)
         if len(counts) and ends[-1] > len(codes.words):
-            raise Damaged(CLAIMED)
+            raise DamagedCodes(CLAIMED)
         values = backends.decode(codes.heads, codes.words, ends - counts, self.classes, self.tables)
         with np.errstate(over="ignore", invalid="ignore"):  # of what no encoder wrote
             rows = self._backward(values, first)
@@ -211,13 +211,13 @@ class GroupCoder:
         return _quantised(lacking * np.float32(min(1, len(rows) / OFFSET_ROWS)), self.streams)
 
     def check(self, codes: Codes) -> None:
-        """Damaged where offsets are not as an encoder writes them."""
+        """DamagedCodes where offsets are not as an encoder writes them."""
         if (len(codes.offsets), len(codes.offset_steps)) != ((self.group.channels + 1) // 2, self.heads):
-            raise Damaged(
+            raise DamagedCodes(
                 f"a block has {len(codes.offsets)} bytes of offsets and {len(codes.offset_steps)} steps of them"
             )
         if (codes.offset_steps & 0x7F80 == 0x7F80).any():
-            raise Damaged("a block's offsets are not finite")
+            raise DamagedCodes("a block's offsets are not finite")
 
     def _read_offsets(self, codes: Codes) -> Array:
         """Float32 (channels,)."""

@@ -36,7 +36,7 @@ TOO_FEW = "a row has too few words"
 TOO_MANY = "a row's words don't end with its last component"
 
 
-class Damaged(ValueError):
+class DamagedCodes(ValueError):
     """Words that no encoder wrote; where several blocks are looked at, in the `block`-th."""
 
     def __init__(self, reason: str, block: int = 0):
@@ -108,7 +108,7 @@ def unpack(heads: Array, words: Array, first: Array, classes: Array, tables: Tab
     """Heads uint16 (rows,), words uint16, each row's from `first` (int64 (rows,)) on -> values in steps, float32
     (rows, components); zeros of rows that are kept as they are.
 
-    Damaged for words that no encoder wrote, where that shows: other words are other values.
+    DamagedCodes for words that no encoder wrote, where that shows: other words are other values.
     """
     rows, components = len(heads), len(classes)
     gains, counts = gain_of(heads), words_of(heads)
@@ -118,7 +118,7 @@ def unpack(heads: Array, words: Array, first: Array, classes: Array, tables: Tab
         return values
     at, counts = first[coded], counts[coded]
     if (counts < 2).any() or (at < 0).any() or (at > len(words) - counts).any():
-        raise Damaged(MISPLACED)
+        raise DamagedCodes(MISPLACED)
     end = at + counts
     of_rows = shifted(classes, gains[coded])
     state = words[at].astype(np.uint64) << np.uint64(WORD_BITS) | words[at + 1]
@@ -127,7 +127,7 @@ def unpack(heads: Array, words: Array, first: Array, classes: Array, tables: Tab
     def refill() -> None:
         low = np.flatnonzero(state < LEAST)
         if (at[low] >= end[low]).any():
-            raise Damaged(TOO_FEW)
+            raise DamagedCodes(TOO_FEW)
         state[low] = state[low] << np.uint64(WORD_BITS) | words[at[low]]
         at[low] += 1
 
@@ -148,5 +148,5 @@ def unpack(heads: Array, words: Array, first: Array, classes: Array, tables: Tab
         decoded = np.where(fitted, tables.points[of_row, np.where(fitted, magnitudes - 1, 0)], magnitudes)
         values[coded, i] = np.where(open_value & 1, -decoded, decoded)
     if (state != LEAST).any() or (at != end).any():
-        raise Damaged(TOO_MANY)
+        raise DamagedCodes(TOO_MANY)
     return values

@@ -23,10 +23,10 @@ from prefixcache.codecs.threads import share_out
 from prefixcache.codecs.transform import gpu_entropy
 from prefixcache.codecs.transform.basis import MARGIN, QUALITIES, LayerGroup
 from prefixcache.codecs.transform.coding import CLAIMED, MOST_OFFSET, OFFSET_ROWS, Codes, GroupCoder
-from prefixcache.codecs.transform.entropy import AS_IT_IS, MOST_WORDS, Damaged, gain_of
+from prefixcache.codecs.transform.entropy import AS_IT_IS, MOST_WORDS, DamagedCodes, gain_of
 from prefixcache.codecs.transform.gpu_entropy import Classes, padded_count
 from prefixcache.codecs.transform.layer import Layer
-from prefixcache.codecs.transform.rotation import NO_ROTATION, Rotation
+from prefixcache.codecs.transform.rope import NO_ROPE, Rope
 from prefixcache.codecs.transform.tables import first_guess
 from prefixcache.kernels import transform_rows as kernels
 from prefixcache.kernels.dialects import Dialect
@@ -40,7 +40,7 @@ _WORTH_A_THREAD = 1 << 20  # bytes
 _SHARE, _ROOM = 1 / 16, 4 << 30  # of the GPU's memory, and bytes, that groups take at most which are coded at once
 
 
-class Rows(NamedTuple):
+class BlockRows(NamedTuple):
     """Rows of one block that are to be coded: those of tokens `first` to `last` (not included). The first `skip` have no
     codes.
     """
@@ -67,7 +67,7 @@ class GroupCodes(NamedTuple):
     blocks: Sequence[Codes]
 
 
-class Batch(NamedTuple):
+class GroupBatch(NamedTuple):
     """Codes of several groups, of the tokens of `runs`, in the GPU's memory: heads uint16 (groups, rows), the first word of
     each row uint32 (groups, rows), words uint16, and of each group and block `Codes.offsets` and `offset_steps`. Of rows that
     are kept as they are, by group, the numbers and bits are here.
@@ -138,8 +138,8 @@ def _right() -> bool:
     """
     chance, tables = np.random.default_rng(0), first_guess()
     layers = [
-        Layer(0, 2, 8, 8, "float16", Rotation(np.array([0.9, 0.09, 0.009]))),
-        Layer(1, 1, 6, 5, "bfloat16", Rotation(np.array([0.7, 0.07]), True, 1.25)),
+        Layer(0, 2, 8, 8, "float16", Rope(np.array([0.9, 0.09, 0.009]))),
+        Layer(1, 1, 6, 5, "bfloat16", Rope(np.array([0.7, 0.07]), True, 1.25)),
     ]
     given, rows = [], []
     for layer in layers:
@@ -156,7 +156,7 @@ def _right() -> bool:
         streams = [mx.array(stream).astype(element(layer.dtype).mlx) for stream in drawn]
         given.append(GroupRows(GroupCoder(group, tables, 4.0, layer.dtype), streams, [None, None]))
         rows.append([np.array(stream.astype(mx.float32)) for stream in streams])
-    made = encode(given, [Rows(5, 70), Rows(70, 95)])
+    made = encode(given, [BlockRows(5, 70), BlockRows(70, 95)])
     restored = decode([GroupCodes(one.coder, codes) for one, codes in zip(given, made, strict=True)], [5, 70])
     coded = np.arange(90) != 20
     for one, codes, originals, (here, wrong) in zip(given, made, rows, restored, strict=True):
@@ -202,7 +202,7 @@ def _memory() -> int:
 # -- to codes -------------------------------------------------------------------------------------------------------------
 
 
-def encode(groups: Sequence[GroupRows], blocks: Sequence[Rows]) -> list[list[Codes]]:
+def encode(groups: Sequence[GroupRows], blocks: Sequence[BlockRows]) -> list[list[Codes]]:
     """The codes of groups, all of which have rows of these blocks: of each group and block."""
     coders = [group.coder for group in groups]
     runs = tuple((block.first, block.last) for block in blocks)
@@ -356,12 +356,12 @@ def _with_rows(heads: Array, words: Array, whole_rows: Array) -> Array:
 
 def decode(groups: Sequence[GroupCodes], firsts: Sequence[int]) -> list[Restored]:
     """Codes of groups, each of the same blocks, which begin at these tokens -> their rows, the blocks' one after the other.
-    Damaged where more than words is.
+    DamagedCodes where more than words is.
     """
     return decode_batch(brought_in(groups, firsts))
 
 
-def brought_in(groups: Sequence[GroupCodes], firsts: Sequence[int]) -> Batch:
+def brought_in(groups: Sequence[GroupCodes], firsts: Sequence[int]) -> GroupBatch:
     """What `decode` takes, in the GPU's memory."""
     counts = [len(codes.heads) for codes in groups[0].blocks]
     heads = np.stack([np.concatenate([codes.heads for codes in group.blocks]) for group in groups])
@@ -382,7 +382,7 @@ def brought_in(groups: Sequence[GroupCodes], firsts: Sequence[int]) -> Batch:
         rows = np.flatnonzero(gain_of(own) == AS_IT_IS)
         bits = [words[of_group[row] - group.coder.raw_words : of_group[row]] for row in rows]
         kept.append((rows, np.stack(bits).view(element(group.coder.dtype).numpy) if bits else np.empty(0)))
-    return Batch(
+    return GroupBatch(
         tuple(group.coder for group in groups),
         tuple((first, first + count) for first, count in zip(firsts, counts, strict=True)),
         mx.array(heads),
@@ -395,7 +395,7 @@ def brought_in(groups: Sequence[GroupCodes], firsts: Sequence[int]) -> Batch:
 
 
 def _check(group: GroupCodes, lengths: Sequence[int]) -> None:
-    """Damaged for blocks that claim more words than they have, or whose offsets no encoder wrote."""
+    """DamagedCodes for blocks that claim more words than they have, or whose offsets no encoder wrote."""
     steps = np.concatenate([codes.offset_steps for codes in group.blocks])
     suspect = bool((steps & 0x7F80 == 0x7F80).any())
     shape = -(-group.coder.group.channels // 2), group.coder.heads
@@ -403,10 +403,10 @@ def _check(group: GroupCodes, lengths: Sequence[int]) -> None:
         if suspect or (len(codes.offsets), len(codes.offset_steps)) != shape:
             try:
                 group.coder.check(codes)
-            except Damaged as damage:
-                raise Damaged(str(damage), number) from None
+            except DamagedCodes as damage:
+                raise DamagedCodes(str(damage), number) from None
         if length > len(codes.words):
-            raise Damaged(CLAIMED, number)
+            raise DamagedCodes(CLAIMED, number)
 
 
 def _joined(parts: Sequence[Array]) -> Array:
@@ -429,7 +429,7 @@ def _parts(arrays: Sequence[Array]) -> list[mx.array]:
     return [whole[end - array.size : end].reshape(array.shape) for array, end in zip(arrays, ends, strict=True)]
 
 
-def decode_batch(batch: Batch) -> list[Restored]:
+def decode_batch(batch: GroupBatch) -> list[Restored]:
     """`decode` of a batch in the GPU's memory."""
     coders = batch.coders
     classes = Classes.of([coder.classes for coder in coders])
@@ -446,7 +446,7 @@ def decode_batch(batch: Batch) -> list[Restored]:
     return made
 
 
-def _restored(coder: GroupCoder, products: Sequence[mx.array], batch: Batch, group: int) -> list[mx.array]:
+def _restored(coder: GroupCoder, products: Sequence[mx.array], batch: GroupBatch, group: int) -> list[mx.array]:
     """Rows of each stream: products with what was scaled, centred and turned back as it was."""
     on_gpu, of, dialect = coder.group.on_gpu, _operands(coder), gpu_entropy.dialect()
     beside = _block_of_each(batch.runs), batch.offsets[group], batch.offset_steps[group]
@@ -481,14 +481,14 @@ def reason_of(wrong: Array) -> str | None:
 
 def _form(
     coder: GroupCoder, stream: int, runs: tuple[tuple[int, int], ...], *, decoding: bool
-) -> tuple[kernels.Form, tuple[mx.array, mx.array]]:
+) -> tuple[kernels.StreamKind, tuple[mx.array, mx.array]]:
     """What a kernel is made for, and the cosines and sines of the rows' phases."""
-    rotation = NO_ROTATION if stream % 2 else coder.group.layers[stream // 2].rotation
+    rotation = NO_ROPE if stream % 2 else coder.group.layers[stream // 2].rotation
     pairs, (heads, width) = len(rotation.frequencies), coder.streams[stream]
     turning = (rotation.scale, rotation.scale) if decoding else (1 / rotation.scale, -1 / rotation.scale)
     factor = _factor(coder) if decoding else float(coder.finer)
     phases = _phases(rotation, runs) if pairs else _no_phases()
-    return kernels.Form(heads, width, coder.dtype, pairs, rotation.interleaved, *turning, factor), phases
+    return kernels.StreamKind(heads, width, coder.dtype, pairs, rotation.interleaved, *turning, factor), phases
 
 
 _all_operands: WeakKeyDictionary[GroupCoder, _Operands] = WeakKeyDictionary()
@@ -532,7 +532,7 @@ def _no_phases() -> tuple[mx.array, mx.array]:
 
 
 @lru_cache(maxsize=2)  # the layers of a model share a rotation, or two, as a rule; a long prompt's phases are large
-def _phases(rotation: Rotation, runs: tuple[tuple[int, int], ...]) -> tuple[mx.array, mx.array]:
+def _phases(rotation: Rope, runs: tuple[tuple[int, int], ...]) -> tuple[mx.array, mx.array]:
     """Cosines and sines, float32 (tokens, pairs). Phases are float64's: of each 256th token, and between them added."""
     radians = np.asarray(rotation.frequencies, np.float64)
     within = np.arange(_WITHIN)[:, None] * radians

@@ -40,7 +40,7 @@ _WRONG = {
 }
 
 
-class _Prepared(NamedTuple):
+class _GpuTables(NamedTuple):
     """As the kernels take them. Axes of 76 are indexed by class + gain; gain 7 shifts by none."""
 
     slots: mx.array
@@ -50,7 +50,7 @@ class _Prepared(NamedTuple):
     cost_of_0: Array
 
 
-_prepared: WeakKeyDictionary[Tables, _Prepared] = WeakKeyDictionary()
+_prepared: WeakKeyDictionary[Tables, _GpuTables] = WeakKeyDictionary()
 
 
 def dialect() -> Dialect:
@@ -87,7 +87,7 @@ def _no_limits(rows: int) -> tuple[mx.array, mx.array]:
     return mx.zeros((rows,), mx.uint32), mx.full((1,), 1e9)
 
 
-def _prepare(tables: Tables) -> _Prepared:
+def _prepare(tables: Tables) -> _GpuTables:
     if tables not in _prepared:
         shifted, symbols, codes = shifted_classes(), tables.symbols, codes_of(tables)
         at = symbols.astype(np.int64)
@@ -98,7 +98,7 @@ def _prepare(tables: Tables) -> _Prepared:
         of_gains = np.arange(CLASSES)[:, None] + np.arange(GAINS)
         costs = np.zeros((SYMBOLS, CLASSES, GAINS + 1), np.int16)
         costs[:, :, :GAINS] = np.moveaxis((tables.costs[shifted] - of_zeros[:, None])[of_gains], 2, 0)
-        prepared = _Prepared(
+        prepared = _GpuTables(
             slots=mx.array(slots[shifted]),
             codes=mx.array(np.stack(both, axis=-1)[shifted]),
             costs=mx.array(costs.view(np.uint32)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from prefixcache.codecs.transform.rotation import Rotation
+from prefixcache.codecs.transform.rope import Rope
 
 CHANNELS = 2048  # of a group, at most: layers are joined while they have fewer
 MOST_CHANNELS = 8192  # of a layer that is a group by itself
@@ -19,7 +19,7 @@ class Layer(NamedTuple):
     key_width: int
     value_width: int
     dtype: str
-    rotation: Rotation
+    rotation: Rope
 
     @property
     def channels(self) -> int:

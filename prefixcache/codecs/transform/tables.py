@@ -101,7 +101,7 @@ def shifted(classes: Array, gains: Array) -> Array:
     return np.clip(classes + (gains.astype(np.int32)[:, None] - GAINS // 2), 0, CLASSES - 1)
 
 
-class Codes(NamedTuple):
+class SymbolCodes(NamedTuple):
     """How each class codes each symbol, (61, 57) each: one that it has no slots for as the escape. `least` is the magnitude
     whose extra bits are all zero, `open_bits` counts these and the sign.
     """
@@ -112,10 +112,10 @@ class Codes(NamedTuple):
     open_bits: Array
 
 
-def codes_of(tables: Tables) -> Codes:
+def codes_of(tables: Tables) -> SymbolCodes:
     symbols = np.where(tables.frequencies > 0, np.arange(SYMBOLS), ESCAPE)
     frequency, start = (np.take_along_axis(each, symbols, axis=1) for each in (tables.frequencies, tables.starts))
-    return Codes(frequency, start, least_magnitude(symbols), np.where(symbols > 0, extra_bits(symbols) + 1, 0))
+    return SymbolCodes(frequency, start, least_magnitude(symbols), np.where(symbols > 0, extra_bits(symbols) + 1, 0))
 
 
 def points_of(tables: Tables) -> Array:

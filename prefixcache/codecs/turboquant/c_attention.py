@@ -66,7 +66,7 @@ def takes(rows: CodedRows) -> bool:
 # -- what a call is given ----------------------------------------------------------------------------------------------
 
 
-class _Sizes(NamedTuple):
+class _AttentionShape(NamedTuple):
     sequences: int
     heads: int
     group: int
@@ -74,7 +74,7 @@ class _Sizes(NamedTuple):
     tokens: int
 
 
-def _sizes(rows: CodedRows, queries: mx.array) -> _Sizes:
+def _sizes(rows: CodedRows, queries: mx.array) -> _AttentionShape:
     """ValueError unless codes, scales and queries fit together."""
     codes, keys, values = rows.codes, constants_of(rows.keys), constants_of(rows.values)
     words = keys.words + values.words
@@ -90,7 +90,7 @@ def _sizes(rows: CodedRows, queries: mx.array) -> _Sizes:
         raise _misfit("queries", queries, f"({sequences}, query heads, length, {width})")
     if heads == 0 or queries.shape[1] % heads:
         raise ValueError(f"{queries.shape[1]} query heads for keys of {heads} heads: give a multiple of those")
-    return _Sizes(sequences, heads, queries.shape[1] // heads, queries.shape[2], tokens)
+    return _AttentionShape(sequences, heads, queries.shape[1] // heads, queries.shape[2], tokens)
 
 
 def _misfit(name: str, array: mx.array, wanted: str) -> ValueError:
@@ -107,7 +107,7 @@ def _borrowed(array: mx.array, alive: list[Any]) -> Array:
 
 
 def _levels(
-    name: str, levels: mx.array | None, form: Form, sizes: _Sizes, alive: list[Any]
+    name: str, levels: mx.array | None, form: Form, sizes: _AttentionShape, alive: list[Any]
 ) -> tuple[int, int, int, int]:
     """Where the mean and the spread are, and how far sequences and heads are apart."""
     if levels is None:
@@ -207,11 +207,11 @@ def attend(
     return bring_in(out, "float32"), bring_in(top, "float32")
 
 
-def _blocks(library: ctypes.CDLL, sizes: _Sizes) -> int:
+def _blocks(library: ctypes.CDLL, sizes: _AttentionShape) -> int:
     return -(-sizes.group * sizes.length // library.turboquant_queries_of_block())
 
 
-def _splits(library: ctypes.CDLL, sizes: _Sizes) -> tuple[int, int]:
+def _splits(library: ctypes.CDLL, sizes: _AttentionShape) -> tuple[int, int]:
     """How many ranges of columns there are, and how long they are: more than one where there is too little to share out."""
     number = threads.threads()
     parts = sizes.sequences * sizes.heads * _blocks(library, sizes)
@@ -221,7 +221,9 @@ def _splits(library: ctypes.CDLL, sizes: _Sizes) -> tuple[int, int]:
     return splits, tokens_of_split
 
 
-def _run(library: ctypes.CDLL, job: tuple[int, ...], rest: tuple[Any, ...], sizes: _Sizes, rows: CodedRows) -> None:
+def _run(
+    library: ctypes.CDLL, job: tuple[int, ...], rest: tuple[Any, ...], sizes: _AttentionShape, rows: CodedRows
+) -> None:
     path, splits = path_number(), rest[5]
     blocks = sizes.sequences * sizes.heads * _blocks(library, sizes)
     packed = _ATTENTION.pack(*job, 0, *rest)

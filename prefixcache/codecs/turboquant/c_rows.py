@@ -43,7 +43,7 @@ INT16_MAX = 32767
 ROWS_AT_ONCE = 64  # a multiple of what any path takes at once
 
 
-class _Form(ctypes.Structure):
+class _FormStruct(ctypes.Structure):
     """`struct form` of kernels/turboquant.h."""
 
     _fields_ = [
@@ -78,7 +78,7 @@ _JOB, MEASURING = struct.Struct("=16q"), struct.Struct("=11q")
 @lru_cache(maxsize=1)
 def loaded() -> tuple[ctypes.CDLL | None, str]:
     """The library, or None and why there is none."""
-    sizes = (("form", ctypes.sizeof(_Form)), ("job", _JOB.size), ("measuring", MEASURING.size))
+    sizes = (("form", ctypes.sizeof(_FormStruct)), ("job", _JOB.size), ("measuring", MEASURING.size))
     library, reason = load("_turboquant", [(f"turboquant_size_of_{name}", size) for name, size in sizes])
     if library is None:
         return None, reason
@@ -145,7 +145,7 @@ def takes(form: Form) -> bool:
 class _Constants(NamedTuple):
     address: int
     words: int
-    struct: _Form
+    struct: _FormStruct
     """What the address is of: it lives as long."""
 
 
@@ -172,7 +172,7 @@ def constants_of(form: Form) -> _Constants:
     narrow = [
         rotation.integral and form.longest * rotation.gain ** (turn + 1) <= INT16_MAX for turn in range(rotation.rounds)
     ]
-    made = _Form(
+    made = _FormStruct(
         width=form.width,
         bits=codebook.bits,
         words=words_of(form.width, codebook.bits),

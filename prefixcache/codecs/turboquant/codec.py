@@ -14,7 +14,16 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from prefixcache.codecs.base import Blocks, Decoding, Encoding, Plane, RowCodec, Stream, encode_blocks, side_by_side
+from prefixcache.codecs.base import (
+    Decoding,
+    EncodedBlocks,
+    Encoding,
+    Plane,
+    RowCodec,
+    Stream,
+    encode_blocks,
+    side_by_side,
+)
 from prefixcache.codecs.interchange import FLOATS, Array, borrow, bring_in, check_capacity, check_rows, element
 from prefixcache.codecs.levels import LazyLevels, Levels, PackedLevels
 from prefixcache.codecs.packing import words_of
@@ -81,7 +90,7 @@ class TurboQuantRows:
 
     def encode_blocks(
         self, rows: mx.array, blocks: int, levels: Sequence[Levels], measured_from: Sequence[int], decoded: bool
-    ) -> Blocks:
+    ) -> EncodedBlocks:
         sides = side_by_side(rows, blocks)
         check_rows(sides, self.width, self.dtype)
         by_kernel = rows.size > 0 and backends.on_gpu(self.form)
@@ -98,7 +107,7 @@ class TurboQuantRows:
                 known = Levels.unpacked(measured.packed(self.centred))
             planes, _, back = encode_blocks(self, rows, blocks, known, decoded)
         packed = _by_block(measured.packed(self.centred), blocks) if measured is not None else None
-        return Blocks(planes, packed, back.reshape(rows.shape) if back is not None else None)
+        return EncodedBlocks(planes, packed, back.reshape(rows.shape) if back is not None else None)
 
     def _encode_in_kernels(
         self, sides: mx.array, blocks: int, levels: Sequence[Levels], measured: LazyLevels | None, decoded: bool

@@ -1,7 +1,7 @@
 """How the rows of one layer are coded, in plain data that live caches and the store share. No rows are here.
 
-`Choice` is what the user chose, `Kind` what rows a layer has, `LayerLevels` what both its parts were levelled by and `Run`
-from which token on.
+`Choice` is what the user chose, `LayerRows` what rows a layer has, `LayerLevels` what both its parts were levelled by
+and `Run` from which token on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ RECENT = 64  # last rows that attention sees uncoded: most of what codes cost is
 MOST_RECENT = 4096
 
 
-class Kind(NamedTuple):
+class LayerRows(NamedTuple):
     """What rows a layer has."""
 
     heads: int
@@ -66,7 +66,7 @@ class Choice(NamedTuple):
         """Whether both give the same codes: all but `recent_tokens` decides that."""
         return other is not None and self._replace(recent_tokens=0) == other._replace(recent_tokens=0)
 
-    def forms(self, kind: Kind) -> tuple[Form, Form]:
+    def forms(self, kind: LayerRows) -> tuple[Form, Form]:
         """Those of keys and of values."""
         return form_of(kind.key_width, self.key_bits, self.seed), form_of(kind.value_width, self.value_bits, self.seed)
 

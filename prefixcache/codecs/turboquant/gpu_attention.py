@@ -16,7 +16,7 @@ from prefixcache.codecs.packing import words_of
 from prefixcache.codecs.turboquant import gpu_rows
 from prefixcache.codecs.turboquant.format import Form
 from prefixcache.kernels import turboquant_attention
-from prefixcache.kernels.turboquant_attention import Attention, Kind
+from prefixcache.kernels.turboquant_attention import Attention, CodedAttentionKind
 from prefixcache.kernels.turboquant_encode_pair import PairEncoder
 
 WIDTHS = range(64, 257)
@@ -95,7 +95,7 @@ def _kernels(
     there: tuple[bool, bool, bool, bool],
 ) -> Attention:
     key_levels, value_levels, first, last = there
-    kind = Kind(
+    kind = CodedAttentionKind(
         keys=gpu_rows._kind(keys, name_of(queries), key_levels),
         values=gpu_rows._kind(values, name_of(result), value_levels),
         tiles=turboquant_attention.tiles_for(keys.width, values.width, many),

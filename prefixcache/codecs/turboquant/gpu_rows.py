@@ -24,7 +24,7 @@ from prefixcache.kernels import (
     turboquant_rows,
 )
 from prefixcache.kernels.dialects import Dialect, dialect_here
-from prefixcache.kernels.turboquant_rows import Rows
+from prefixcache.kernels.turboquant_rows import RowKind
 
 
 def available() -> bool:
@@ -116,7 +116,7 @@ def measure_levels(rows: mx.array, centred: bool, firsts: Sequence[int]) -> Lazy
     tokens, _, width = rows.shape
     if tokens > turboquant_measure.MOST_ROWS or width > turboquant_measure.MOST_WIDTH:
         return measure_levels_lazily(rows.astype(mx.float32), centred, firsts)
-    kind = turboquant_measure.Kind(
+    kind = turboquant_measure.MeasureKind(
         width, name_of(rows.dtype), centred, LEAST_ROWS, FAR, FLOOR, STEPS * POWER, MOST_STEPS
     )
     mean, steps = turboquant_measure.measure(_dialect(), kind, rows, mx.array(list(firsts), mx.int32))
@@ -145,13 +145,13 @@ def _dialect() -> Dialect:
 
 
 @lru_cache(maxsize=64)
-def _kind(form: Form, dtype: str, levelled: bool) -> Rows:
+def _kind(form: Form, dtype: str, levelled: bool) -> RowKind:
     """What a kernel is compiled for."""
     codebook = form.codebook
     signs = form.rotation.signs
     flips = np.zeros((len(signs), -(-form.width // 32) * 32), np.uint8)
     flips[:, : form.width] = signs < 0
-    return Rows(
+    return RowKind(
         width=form.width,
         bits=codebook.bits,
         rounds=form.rotation.rounds,

@@ -8,16 +8,16 @@ import numpy as np
 
 from prefixcache.codecs.transform.basis import QUALITIES, LayerGroup, made
 from prefixcache.codecs.transform.layer import Layer
-from prefixcache.codecs.transform.rotation import NO_ROTATION, Rotation
+from prefixcache.codecs.transform.rope import NO_ROPE, Rope
 from prefixcache.codecs.transform.tables import Tables, first_guess
 
 WEIGHTS = "0123456789abcdef01234567"
 MODEL = f"tiny@{WEIGHTS}"
-ROPE = Rotation(np.array([1.0, 0.1, 0.01]))
-INTERLEAVED = Rotation(np.array([0.7, 0.07]), True, 1.25)
+ROPE = Rope(np.array([1.0, 0.1, 0.01]))
+INTERLEAVED = Rope(np.array([0.7, 0.07]), True, 1.25)
 
 
-def layer(index: int = 0, dtype: str = "float16", rotation: Rotation = ROPE, heads: int = 2) -> Layer:
+def layer(index: int = 0, dtype: str = "float16", rotation: Rope = ROPE, heads: int = 2) -> Layer:
     """Keys of 8 values, values of 5: an odd number of channels with one head."""
     return Layer(index, heads, 8, 5, dtype, rotation)
 
@@ -42,7 +42,7 @@ def group_of(layers: Sequence[Layer], widest: float = 40, narrowest: float = 0.5
 def bytes_of(groups: Sequence[LayerGroup] = (), model: str = MODEL, tables: Tables | None = None) -> bytes:
     """A basis's file; of two groups, three layers in all, unless others are given."""
     if not groups:
-        groups = [group_of([layer(0), layer(1, rotation=NO_ROTATION)]), group_of([layer(5, rotation=INTERLEAVED)])]
+        groups = [group_of([layer(0), layer(1, rotation=NO_ROPE)]), group_of([layer(5, rotation=INTERLEAVED)])]
     return made(model, groups, tables or first_guess(), sinks=4, metric="fisher", texts="none")
 
 

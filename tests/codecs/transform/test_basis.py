@@ -23,8 +23,8 @@ from prefixcache.codecs.transform import bases as bases_module
 from prefixcache.codecs.transform.bases import Bases
 from prefixcache.codecs.transform.basis import ANCHORS, Basis, BasisError, Measured, made, model_of, read, summary
 from prefixcache.codecs.transform.coding import GroupCoder
-from prefixcache.codecs.transform.entropy import Damaged
-from prefixcache.codecs.transform.rotation import NO_ROTATION
+from prefixcache.codecs.transform.entropy import DamagedCodes
+from prefixcache.codecs.transform.rope import NO_ROPE
 from prefixcache.codecs.transform.tables import first_guess
 
 VALID = bytes_of()
@@ -67,7 +67,7 @@ def usable(basis: Basis) -> None:
     for group in basis.groups:
         coder = GroupCoder(group, basis.tables, 4.0, group.layers[0].dtype)
         streams = [np.ones((3, heads, width), np.float16) for heads, width in coder.streams]
-        with np.errstate(all="ignore"), contextlib.suppress(Damaged):
+        with np.errstate(all="ignore"), contextlib.suppress(DamagedCodes):
             coder.decode(coder.encode(streams, 0), 0)
 
 
@@ -85,7 +85,7 @@ def basis_of(data: bytes) -> Basis | None:
 
 
 def test_all_that_was_written_comes_back():
-    groups = [group_of([layer(0), layer(1, rotation=NO_ROTATION)]), group_of([layer(5, rotation=INTERLEAVED)], seed=1)]
+    groups = [group_of([layer(0), layer(1, rotation=NO_ROPE)]), group_of([layer(5, rotation=INTERLEAVED)], seed=1)]
     basis = Basis(made(MODEL, groups, first_guess(), sinks=4, metric="fisher", texts="some"))
     assert (basis.model, basis.metric, basis.texts, basis.sinks) == (MODEL, "fisher", "some", 4)
     assert [group.layers for group in basis.groups] == [group.layers for group in groups]

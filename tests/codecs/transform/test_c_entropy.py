@@ -122,7 +122,7 @@ def test_quotients_are_exact_up_to_the_largest_state():
 def outcome(decode, *arguments) -> bytes | str:
     try:
         return decode(*arguments).tobytes()
-    except entropy.Damaged:
+    except entropy.DamagedCodes:
         return "damaged"
 
 

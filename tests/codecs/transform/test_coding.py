@@ -14,17 +14,17 @@ from synthetic_basis import INTERLEAVED, ROPE, group_of, layer, of_dtype, rows_o
 from prefixcache.codecs.interchange import as_float32, element
 from prefixcache.codecs.transform.basis import LayerGroup
 from prefixcache.codecs.transform.coding import Codes, GroupCoder
-from prefixcache.codecs.transform.entropy import AS_IT_IS, Damaged, gain_of
-from prefixcache.codecs.transform.rotation import NO_ROTATION
+from prefixcache.codecs.transform.entropy import AS_IT_IS, DamagedCodes, gain_of
+from prefixcache.codecs.transform.rope import NO_ROPE
 from prefixcache.codecs.transform.tables import first_guess
 
 DTYPES = ("float32", "float16", "bfloat16")
 KINDS = {
     "one layer": [layer()],
     "an odd number of channels": [layer(heads=1)],
-    "without RoPE": [layer(rotation=NO_ROTATION)],
+    "without RoPE": [layer(rotation=NO_ROPE)],
     "interleaved": [layer(rotation=INTERLEAVED)],
-    "several": [layer(0), layer(1, rotation=INTERLEAVED, heads=1), layer(4, rotation=NO_ROTATION)],
+    "several": [layer(0), layer(1, rotation=INTERLEAVED, heads=1), layer(4, rotation=NO_ROPE)],
 }
 TABLES = first_guess()
 
@@ -266,11 +266,11 @@ def test_what_decodes_beyond_the_range_is_cut_to_the_largest_finite_number(dtype
 
 
 def decoded_or_damaged(coder: GroupCoder, codes: Codes) -> bool:
-    """Whether there were values. Anything but Damaged is a failure."""
+    """Whether there were values. Anything but DamagedCodes is a failure."""
     try:
         with np.errstate(all="ignore"):
             back = coder.decode(codes, 0)
-    except Damaged as error:
+    except DamagedCodes as error:
         return not str(error)
     kind = element(coder.dtype).numpy
     return all(stream.dtype == kind and len(stream) == len(codes.heads) for stream in back)
@@ -312,7 +312,7 @@ def test_random_codes_are_damaged_or_values(heads, words, steps, nibbles):
 def test_missing_words_are_damaged(missing):
     coder = coder_of()
     codes = coder.encode(rows_of(coder.group, 12), 0)
-    with pytest.raises(Damaged, match="claim more words than there are"):
+    with pytest.raises(DamagedCodes, match="claim more words than there are"):
         coder.decode(codes._replace(words=codes.words[:-missing]), 0)
 
 
@@ -321,7 +321,7 @@ def test_missing_words_are_damaged(missing):
 def test_offsets_of_another_length_are_damaged(name, length):
     coder = coder_of()
     codes = coder.encode(rows_of(coder.group, 3), 0)
-    with pytest.raises(Damaged, match="offsets"):
+    with pytest.raises(DamagedCodes, match="offsets"):
         coder.decode(codes._replace(**{name: np.zeros(length, getattr(codes, name).dtype)}), 0)
 
 
@@ -329,5 +329,5 @@ def test_offsets_of_another_length_are_damaged(name, length):
 def test_offset_steps_that_are_not_finite_are_damaged(bits):
     coder = coder_of()
     codes = coder.encode(rows_of(coder.group, 3), 0)
-    with pytest.raises(Damaged, match="not finite"):
+    with pytest.raises(DamagedCodes, match="not finite"):
         coder.decode(codes._replace(offset_steps=np.full(coder.heads, bits, np.uint16)), 0)

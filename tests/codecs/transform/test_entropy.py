@@ -137,22 +137,22 @@ def test_words_that_are_not_where_a_head_has_them_are_damage(first: int, count: 
     heads, words, _, classes, tables = one_row()
     if count is not None:
         heads = heads & 0xF000 | np.uint16(count)
-    with pytest.raises(entropy.Damaged, match="where"):
+    with pytest.raises(entropy.DamagedCodes, match="where"):
         entropy.unpack(heads, words, np.array([first]), classes, tables)
 
 
 def test_a_row_cut_short_is_damage():
     heads, words, first, classes, tables = one_row()
     for count in range(2, len(words)):
-        with pytest.raises(entropy.Damaged, match=r"too few|last component"):
+        with pytest.raises(entropy.DamagedCodes, match=r"too few|last component"):
             entropy.unpack(heads & 0xF000 | np.uint16(count), words, first, classes, tables)
 
 
 def test_words_beyond_the_last_component_are_damage():
     heads, words, first, classes, tables = one_row()
-    with pytest.raises(entropy.Damaged, match="last component"):
+    with pytest.raises(entropy.DamagedCodes, match="last component"):
         entropy.unpack(heads + np.uint16(1), np.append(words, np.uint16(0)), first, classes, tables)
-    with pytest.raises(entropy.Damaged, match="last component"):
+    with pytest.raises(entropy.DamagedCodes, match="last component"):
         entropy.unpack(heads, words, first, classes[:-1], tables)
 
 

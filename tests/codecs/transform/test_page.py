@@ -9,7 +9,7 @@ from synthetic_basis import INTERLEAVED, group_of, layer, of_dtype, rows_of
 from prefixcache.codecs.interchange import as_float32
 from prefixcache.codecs.transform.basis import LayerGroup
 from prefixcache.codecs.transform.coding import Codes, GroupCoder
-from prefixcache.codecs.transform.rotation import Rotation
+from prefixcache.codecs.transform.rope import Rope
 from prefixcache.codecs.transform.tables import Tables, first_guess
 
 
@@ -50,7 +50,7 @@ def bf16(bits: int) -> float:
     return float(np.array([bits << 16], np.uint32).view(np.float32)[0])
 
 
-def turned(key: np.ndarray, rotation: Rotation, token: int) -> np.ndarray:
+def turned(key: np.ndarray, rotation: Rope, token: int) -> np.ndarray:
     out, pairs = key.copy(), len(rotation.frequencies)
     for i, frequency in enumerate(rotation.frequencies):
         a, b = (2 * i, 2 * i + 1) if rotation.interleaved else (i, i + pairs)

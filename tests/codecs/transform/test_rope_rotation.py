@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixcache.codecs.transform.rotation import NO_ROTATION, Rotation
+from prefixcache.codecs.transform.rope import NO_ROPE, Rope
 
 
 @st.composite
-def rotations(draw: st.DrawFn) -> Rotation:
+def rotations(draw: st.DrawFn) -> Rope:
     pairs = draw(st.integers(0, 12))
     frequencies = draw(st.lists(st.floats(0, 2), min_size=pairs, max_size=pairs))
     scale = draw(st.sampled_from([1.0, 1.0, 1.21, 0.5]))
-    return Rotation(np.array(frequencies, np.float64), draw(st.booleans()), scale)
+    return Rope(np.array(frequencies, np.float64), draw(st.booleans()), scale)
 
 
 def rows_of(seed: int, tokens: int, heads: int, width: int) -> np.ndarray:
@@ -66,7 +66,7 @@ def test_redo_is_what_rope_does(pairs, interleaved, spare, base, first, custom, 
     else:
         arguments, frequencies = {"base": base}, base ** -(np.arange(pairs) / pairs)
     expected = rope(rows, first, 2 * pairs, traditional=interleaved, **arguments)
-    np.testing.assert_allclose(Rotation(frequencies, interleaved).redo(rows, first), expected, rtol=0, atol=2e-3)
+    np.testing.assert_allclose(Rope(frequencies, interleaved).redo(rows, first), expected, rtol=0, atol=2e-3)
 
 
 def test_a_scaled_rotation_lengthens_what_turns_and_leaves_the_rest():
@@ -75,12 +75,12 @@ def test_a_scaled_rotation_lengthens_what_turns_and_leaves_the_rest():
     longer[..., :8] *= np.float32(1.25)
     frequencies = 100.0 ** -(np.arange(4) / 4)
     expected = rope(longer, 30, 8, traditional=False, base=100.0)
-    np.testing.assert_allclose(Rotation(frequencies, False, 1.25).redo(rows, 30), expected, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(Rope(frequencies, False, 1.25).redo(rows, 30), expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rows_turn_in_place_into_another_array_and_in_many_chunks_alike(interleaved):
-    rotation = Rotation(10.0 ** -np.arange(4.0), interleaved, 1.5)
+    rotation = Rope(10.0 ** -np.arange(4.0), interleaved, 1.5)
     rows = rows_of(1, 30_000, 2, 10)
     before = rows.copy()
     turned, out = rotation.redo(rows, 3), np.empty_like(rows)
@@ -94,17 +94,17 @@ def test_rows_turn_in_place_into_another_array_and_in_many_chunks_alike(interlea
 
 def test_no_rotation_changes_nothing():
     rows = rows_of(2, 3, 2, 8)
-    assert np.array_equal(NO_ROTATION.undo(rows, 5), rows)
-    assert NO_ROTATION.undo(rows, 5) is not rows
+    assert np.array_equal(NO_ROPE.undo(rows, 5), rows)
+    assert NO_ROPE.undo(rows, 5) is not rows
 
 
 def test_rows_that_are_too_narrow_are_refused():
     with pytest.raises(ValueError, match="rows of 6 values: the rotation turns 8"):
-        Rotation(np.ones(4)).redo(rows_of(0, 1, 1, 6), 0)
+        Rope(np.ones(4)).redo(rows_of(0, 1, 1, 6), 0)
 
 
 def test_rotations_compare_by_what_they_do():
-    assert Rotation(np.ones(4)) == Rotation(np.ones(4))
-    assert hash(Rotation(np.ones(4))) == hash(Rotation(np.ones(4)))
-    assert Rotation(np.ones(4)) != Rotation(np.ones(4), True)
-    assert Rotation(np.ones(4)) != Rotation(np.ones(3))
+    assert Rope(np.ones(4)) == Rope(np.ones(4))
+    assert hash(Rope(np.ones(4))) == hash(Rope(np.ones(4)))
+    assert Rope(np.ones(4)) != Rope(np.ones(4), True)
+    assert Rope(np.ones(4)) != Rope(np.ones(3))

@@ -16,7 +16,7 @@ from prefixcache.codecs.interchange import Array
 CHUNK_VALUES = 1 << 17  # rows that are turned at once stay in a core's cache
 
 
-class Rotation(NamedTuple):
+class Rope(NamedTuple):
     """RoPE (arXiv 2104.09864) as a layer applies it to its keys.
 
     The first 2 * pairs values of a head turn in pairs: pair i by `frequencies[i]` radians a token (float64, (pairs,)), and
@@ -29,7 +29,7 @@ class Rotation(NamedTuple):
     scale: float = 1.0
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Rotation) and self._comparable() == other._comparable()
+        return isinstance(other, Rope) and self._comparable() == other._comparable()
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -83,7 +83,7 @@ class Rotation(NamedTuple):
         return out
 
 
-NO_ROTATION = Rotation(np.zeros(0))
+NO_ROPE = Rope(np.zeros(0))
 
 
 @lru_cache(maxsize=8)  # the layers of a model share a rotation as a rule, and one call follows the other
