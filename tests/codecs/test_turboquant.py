@@ -376,6 +376,7 @@ def test_rows_that_have_no_kernel_on_a_gpu_are_coded_on_the_host(monkeypatch: py
     codec = TurboQuantRows(72, "bfloat16", 3)
     planes = codec.encode(rows)
     back = codec.decode(planes, 8)
+    monkeypatch.setattr("prefixcache.codecs.turboquant.backends.on_cpu", lambda: False)
     monkeypatch.setattr("prefixcache.codecs.turboquant.gpu_rows.available", lambda: True)
     assert all(np.array_equal(a, b) for a, b in zip(codec.encode(rows), planes, strict=True))
     assert np.array_equal(bits_of(codec.decode(planes, 8)), bits_of(back))

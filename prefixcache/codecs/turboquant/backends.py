@@ -41,7 +41,7 @@ def _in_c(form: Form) -> bool:
 
 def on_gpu(form: Form) -> bool:
     """Tell whether MLX's default device is a GPU with a kernel for such rows: then `gpu_rows` codes them."""
-    return gpu_rows.available() and gpu_rows.takes(form)
+    return not on_cpu() and gpu_rows.available() and gpu_rows.takes(form)
 
 
 def describe() -> dict[str, str]:
