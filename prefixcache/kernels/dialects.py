@@ -18,14 +18,17 @@ from __future__ import annotations
 
 import hashlib
 import re
+import struct
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
 import mlx.core as mx
 
+ELEMENTS = ("float16", "bfloat16", "float32")  # in the order of their numbers in a kernel's text
+LOG2_E = 1.4426950408889634
 SIMD_WIDTH = 32  # lanes that run in step: a simdgroup of Apple's, a warp of NVIDIA's
 
 METAL = """
@@ -310,6 +313,21 @@ def _plain(text: str) -> str:
         line if line[:1] == "#" or '"' in line else re.sub(r" ?([=<>|^?:;,(){}\[\]]) ?", r"\1", line) for line in lines
     )
     return "\n".join(line for line in squeezed if line) + "\n"
+
+
+def defines(numbers: Mapping[str, object], *, unsigned: bool = False) -> str:
+    """Return the macros that a kernel's text is specialised by, a line each."""
+    return "".join(f"#define {name} {number}{'u' * unsigned}\n" for name, number in numbers.items())
+
+
+def bits_of(value: float) -> str:
+    """Return a float32 as a literal that every dialect reads alike: the bits of it."""
+    return f"0x{struct.unpack('<I', struct.pack('<f', value))[0]:08X}u"
+
+
+def table(name: str, values: list[int]) -> str:
+    """Return a table of integers at program scope."""
+    return f"CONSTANT int {name}[{len(values)}] = {{{', '.join(map(str, values))}}};\n"
 
 
 def build(dialect: Dialect, source: KernelSource) -> Kernel:

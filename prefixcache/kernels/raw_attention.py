@@ -12,12 +12,10 @@ from functools import lru_cache
 
 import mlx.core as mx
 
-from .dialects import SIMD_WIDTH, Dialect, Kernel, KernelSource, build
-from .turboquant_rows import ELEMENTS, bits_of
+from .dialects import ELEMENTS, LOG2_E, SIMD_WIDTH, Dialect, Kernel, KernelSource, bits_of, build, defines
 
 THREADS = 256
 MOST_ROWS = 512  # their scores stand in shared memory
-LOG2_E = 1.4426950408889634
 
 FUNCTIONS = """
 FUNCTION float over_lanes(float x) {
@@ -207,7 +205,7 @@ def source_of(kind: RawAttentionKind) -> KernelSource:
     }
     # MLX compiles a kernel for the dtypes of its first call; they are part of the text, so that each has its own.
     dtypes = f"// rows of {kind.rows}, queries {kind.queries}, mask {kind.mask}, logits {kind.logits}\n"
-    text = dtypes + "".join(f"#define {name} {number}\n" for name, number in numbers.items())
+    text = dtypes + defines(numbers)
     given = {
         "sink_keys": kind.sinks > 0,
         "sink_values": kind.sinks > 0,
@@ -216,15 +214,8 @@ def source_of(kind: RawAttentionKind) -> KernelSource:
         "mask": bool(kind.mask),
         "logits": bool(kind.logits),
     }
-    inputs = (
-        "out",
-        "lse",
-        "queries",
-        "room",
-        "recent_keys",
-        "recent_values",
-        *(n for n, there in given.items() if there),
-    )
+    always = ("out", "lse", "queries", "room", "recent_keys", "recent_values")
+    inputs = (*always, *(name for name, there in given.items() if there))
     return KernelSource("raw_attention", inputs, ("result",), text + FUNCTIONS, BODY)
 
 

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import mlx.core as mx
 
-from .dialects import SIMD_WIDTH, Dialect, Kernel, KernelSource, build
+from .dialects import SIMD_WIDTH, Dialect, Kernel, KernelSource, build, defines
 
 THREADS = 64  # few, so that few rows are spread over many cores
 SOUND, MISPLACED, TOO_FEW, TOO_MANY = range(4)  # what is wrong with a row's words
@@ -194,7 +194,7 @@ def unpacker() -> KernelSource:
         "transform_unpack",
         ("heads", "first", "words", "classes", "counts", "slots", "points"),
         ("values", "wrong"),
-        CONSTANTS + _defines(THREADS=THREADS, SOUND=SOUND, MISPLACED=MISPLACED, TOO_FEW=TOO_FEW, TOO_MANY=TOO_MANY),
+        CONSTANTS + _defines(SOUND=SOUND, MISPLACED=MISPLACED, TOO_FEW=TOO_FEW, TOO_MANY=TOO_MANY),
         UNPACK,
     )
 
@@ -207,12 +207,12 @@ def packer(room: int, dead_zone: int, share: int) -> KernelSource:
     rows), 1 of rows that lose no more than the limit; decoded uint16 (groups, most, rows); and scratch uint16 (groups * rows,
     room), the words of each row at its end. `dead_zone` and `share` as bits.
     """
-    defines = _defines(THREADS=THREADS, ROOM=room, DEAD_ZONE=dead_zone, SHARE=share)
+    numbers = _defines(ROOM=room, DEAD_ZONE=dead_zone, SHARE=share)
     return KernelSource(
         "transform_pack",
         ("values", "lengths", "skipped", "limits", "classes", "counts", "costs", "cost_of_zeros", "codes", "points"),
         ("heads", "fine", "decoded", "scratch"),
-        CONSTANTS + defines + PACKING,
+        CONSTANTS + numbers + PACKING,
         PACK,
     )
 
@@ -225,13 +225,13 @@ def gatherer() -> KernelSource:
         "transform_gather",
         ("heads", "scratch", "ends"),
         ("words",),
-        CONSTANTS + _defines(THREADS=THREADS, WIDTH=SIMD_WIDTH),
+        CONSTANTS + _defines(WIDTH=SIMD_WIDTH),
         GATHER,
     )
 
 
 def _defines(**numbers: int) -> str:
-    return "".join(f"#define {name} {number}u\n" for name, number in numbers.items())
+    return defines({"THREADS": THREADS, **numbers}, unsigned=True)
 
 
 @lru_cache(maxsize=64)

@@ -12,9 +12,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import mlx.core as mx
-import numpy as np
 
-from .dialects import SIMD_WIDTH, Dialect, Kernel, KernelSource, build
+from .dialects import SIMD_WIDTH, Dialect, Kernel, KernelSource, bits_of, build, defines
 
 THREADS = 256
 TOKENS = 16  # of a thread: what is of a channel is read once for them
@@ -156,11 +155,10 @@ class StreamKind(NamedTuple):
             "PAIRS": self.pairs,
             "INTERLEAVED": int(self.interleaved),
         }
-        lines = [f"#define {name} {number}u" for name, number in numbers.items()]
-        for name, number in (("COSINE", self.cosine), ("SINE", self.sine), ("FACTOR", self.factor)):
-            lines.append(f"#define {name} float_of({int(np.float32(number).view(np.uint32))}u)")
-        lines += [f"#define MOST {MOST[self.dtype]}", LOADS[self.dtype], STORES[self.dtype]]
-        return "\n" + "\n".join(lines) + "\n"
+        factors = {"COSINE": self.cosine, "SINE": self.sine, "FACTOR": self.factor}
+        text = defines(numbers, unsigned=True)
+        text += defines({name: f"float_of({bits_of(number)})" for name, number in factors.items()})
+        return f"\n{text}#define MOST {MOST[self.dtype]}\n{LOADS[self.dtype]}\n{STORES[self.dtype]}\n"
 
 
 def centrer(form: StreamKind) -> KernelSource:
@@ -200,7 +198,7 @@ def adder() -> KernelSource:
 
 
 def _defines(**numbers: int) -> str:
-    return "".join(f"#define {name} {number}u\n" for name, number in {"THREADS": THREADS, **numbers}.items())
+    return defines({"THREADS": THREADS, **numbers}, unsigned=True)
 
 
 @lru_cache(maxsize=256)

@@ -17,13 +17,12 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from .dialects import SIMD_WIDTH, Dialect, KernelSource, build
-from .turboquant_rows import CHUNK, FUNCTIONS, RowKind, bits_of, table
+from .dialects import LOG2_E, SIMD_WIDTH, Dialect, KernelSource, bits_of, build, defines, table
+from .turboquant_rows import CHUNK, FUNCTIONS, RowKind
 
 KEYS = 16  # that a simdgroup works on at a time
 QUERIES = 4  # columns of a tile, each twice: the number, and what its rounding left over
 MOST_ROWS = 64  # query rows a head of keys
-LOG2_E = 1.4426950408889634
 COPIES = {"metal": 1, "cuda": 32}  # as the preludes have it
 SETS = {"metal": 1, "cuda": 2}
 SIMDGROUPS = {"metal": 4, "cuda": 8}
@@ -574,7 +573,7 @@ def _turning(rows: RowKind) -> tuple[str, int]:
     lanes = min(16, rows.width // rows.factor // CHUNK)
     values = rows.width // lanes
     numbers = {"LANES": lanes, "LANE_BITS": lanes.bit_length() - 1, "VALUES": values, "SLOTS": values // CHUNK}
-    return rows.defines() + "".join(f"#undef {name}\n#define {name} {n}\n" for name, n in numbers.items()), lanes
+    return rows.defines() + "".join(f"#undef {name}\n" for name in numbers) + defines(numbers), lanes
 
 
 def tiles_for(key_width: int, value_width: int, many: bool) -> int:
@@ -621,7 +620,7 @@ def source_of(dialect: Dialect, kind: CodedAttentionKind) -> KernelSource:
     relative to, their sum, the exponent that weighted values are relative to, what to add to all exponents."""
     simdgroups = SIMDGROUPS[dialect.name]
     keys, values = kind.keys, kind.values
-    defines, lanes_turning = _turning(keys)
+    turning, lanes_turning = _turning(keys)
     room, value_table = _room(kind, dialect.name, simdgroups)
     numbers: dict[str, int | str] = {}
     for name, rows, lanes, at in (("KEY", keys, 4, 0), ("VALUE", values, 8, keys.words)):
@@ -652,7 +651,7 @@ def source_of(dialect: Dialect, kind: CodedAttentionKind) -> KernelSource:
         "SCALE_LOG2_E": bits_of(kind.scale * LOG2_E),
         "LOG2_E": bits_of(LOG2_E),
     }
-    text = "".join(f"#define {name} {number}\n" for name, number in numbers.items())
+    text = defines(numbers)
     text += f"#undef THREADS\n#define THREADS {simdgroups * SIMD_WIDTH}\n"
     for name, rows in (("KEY", keys), ("VALUE", values)):
         if rows.bits < 8:
@@ -660,7 +659,7 @@ def source_of(dialect: Dialect, kind: CodedAttentionKind) -> KernelSource:
     given = {"key_levels": keys.levelled, "first": kind.first, "last": kind.last, "mask": bool(kind.mask)}
     inputs = ("codes", "scales", "queries", *(name for name, there in given.items() if there))
     name = "_".join(filter(None, ("turboquant_attention", keys.dtype, kind.mask)))  # dtypes are nowhere in the text
-    return KernelSource(name, inputs, ("parts",), defines + text + FUNCTIONS + CODES, BODY, 4 * room)
+    return KernelSource(name, inputs, ("parts",), turning + text + FUNCTIONS + CODES, BODY, 4 * room)
 
 
 def merge_source_of(kind: CodedAttentionKind) -> KernelSource:
@@ -676,7 +675,7 @@ def merge_source_of(kind: CodedAttentionKind) -> KernelSource:
         "LOG2_E": bits_of(LOG2_E),
         "LN_2": bits_of(1 / LOG2_E),
     }
-    text = "".join(f"#define {name} {number}\n" for name, number in numbers.items())
+    text = defines(numbers)
     given = {"levels": kind.values.levelled, "sinks": bool(kind.sinks)}
     inputs = ("parts", *(name for name, there in given.items() if there))
     name = "_".join(filter(None, ("turboquant_merge", kind.values.dtype, kind.sinks)))

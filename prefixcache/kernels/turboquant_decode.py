@@ -11,8 +11,8 @@ from functools import lru_cache
 
 import mlx.core as mx
 
-from .dialects import SIMD_WIDTH, Dialect, Kernel, KernelSource, build
-from .turboquant_rows import FUNCTIONS, LARGEST, THREADS, RowKind, bits_of, groups_of, table
+from .dialects import SIMD_WIDTH, Dialect, Kernel, KernelSource, bits_of, build, defines, table
+from .turboquant_rows import FUNCTIONS, LARGEST, THREADS, RowKind, groups_of
 
 DECODER = """
 FUNCTION u32 paired(const int low, const int high) { return (u32(high) << 16) + u32(low); }
@@ -257,7 +257,7 @@ def source_of(rows: RowKind) -> KernelSource:
         "DECODE_GAIN": bits_of(rows.decode_gain),
         "LARGEST_VALUE": bits_of(longest * rows.decode_gain),
     }
-    text = "".join(f"#define {name} {value}\n" for name, value in constants.items())
+    text = defines(constants)
     if rows.bits < 8:
         text += table("CENTROIDS", [-c for c in reversed(rows.magnitudes)] + list(rows.magnitudes))
     inputs = ("codes", "scales", "room", "levels") if rows.levelled else ("codes", "scales", "room")

@@ -1,4 +1,5 @@
-"""The encoder of TurboQuant rows on a GPU, one pass from floats to packed codes and scales.
+"""The encoders of TurboQuant rows on a GPU, one pass from floats to packed codes and scales: of rows, and of new keys and
+values together, which a decoding step adds to a cache.
 
 The format, and the order of every rounded operation, is that of prefixcache.codecs.turboquant.format.
 """
@@ -10,8 +11,8 @@ from itertools import pairwise
 
 import mlx.core as mx
 
-from .dialects import Dialect, Kernel, KernelSource, build
-from .turboquant_rows import FUNCTIONS, THREADS, RowKind, bits_of, groups_of, table
+from .dialects import Dialect, Kernel, KernelSource, bits_of, build, defines, table
+from .turboquant_rows import FUNCTIONS, THREADS, RowKind, groups_of
 
 ENCODER = """
 // One fold across two lanes of a column of FACTOR values: the two columns become one of twice the length, whose upper
@@ -182,52 +183,35 @@ FUNCTION void store_codes(DEVICE u32* words, THREAD const u32* pieces, const u32
 }
 """
 
-BODY = """
+ENTRIES = """
 #if BITS < 8
   SHARED u32 entries[REACH];
   for (u32 i = member; i < REACH; i += THREADS) entries[i] = entry_of(int(i));
   barrier();
 #endif
-  const u32 tokens = rows_shape[0], heads = rows_shape[1];
-  const u32 tile = tile_of(tokens, heads, groups);
-  const u32 lane = member % LANES;
-  const u32 head = group % heads;
-  const u32 first = group / heads * tile;
-  const u32 end = first + tile < tokens ? first + tile : tokens;
-  const bool whole = rows_strides[2] == 1 && rows_strides[0] % 8 == 0 && rows_strides[1] % 8 == 0 &&
-      aligned(reinterpret_cast<const DEVICE u32*>(rows));
+"""
 
-  u32 flip[ROUNDS][SLOTS];
+FLIPS = """  u32 flip[ROUNDS][SLOTS];
   UNROLL for (int turn = 0; turn < ROUNDS; turn++) {
-    UNROLL for (int s = 0; s < SLOTS; s++) {
-      const u32 chunk = s * LANES + lane;
-      flip[turn][s] = flips_of(turn, chunk);
-    }
+    UNROLL for (int s = 0; s < SLOTS; s++) flip[turn][s] = flips_of(turn, s * LANES + lane);
   }
-#if LEVELLED
-  float own_mean[VALUES], own_weight[VALUES];
-  UNROLL for (int i = 0; i < VALUES; i++) {
-    const u32 at = head * WIDTH + 8 * (i / 8 * LANES + lane) + i % 8;
-    own_mean[i] = levels[at];
-    own_weight[i] = flipped(levels[heads * WIDTH + at], flip[0][i / 8], i % 8);  // a sign less to flip; squares don't mind
-  }
-#endif
+"""
 
-  for (u32 start = first; start < end; start += ROWS_AT_ONCE) {
-    const u32 own = start + member / LANES;
-    const bool valid = own < end;
-    const u32 token = valid ? own : end - 1;
-
+# A row of values as they are, from `rows + at`, `stride` apart.
+LOAD = """
     float v[VALUES];
-    const u64 at = u64(token) * u64(rows_strides[0]) + u64(head) * u64(rows_strides[1]);
     UNROLL for (int s = 0; s < SLOTS; s++) {
       const u32 channel = 8 * (s * LANES + lane);
       if (whole) {
         load_chunk(reinterpret_cast<const DEVICE u32*>(rows + at + channel), v + 8 * s);
       } else {
-        UNROLL for (int e = 0; e < 8; e++) v[8 * s + e] = float(rows[at + (channel + e) * u64(rows_strides[2])]);
+        UNROLL for (int e = 0; e < 8; e++) v[8 * s + e] = float(rows[at + (channel + e) * stride]);
       }
     }
+"""
+
+# From values as they are to `pieces` and `scale`.
+ARITHMETIC = """
 #if LEVELLED
     UNROLL for (int i = 0; i < VALUES; i++) v[i] = times(minus(v[i], own_mean[i]), own_weight[i]);
 #endif
@@ -280,19 +264,106 @@ BODY = """
     if (!alive || scale == 0) {
       UNROLL for (int i = 0; i < (BITS == 8 ? 2 * SLOTS : SLOTS); i++) pieces[i] = 0;
     }
+"""
+
+BODY = (
+    ENTRIES
+    + """
+  const u32 tokens = rows_shape[0], heads = rows_shape[1];
+  const u32 tile = tile_of(tokens, heads, groups);
+  const u32 lane = member % LANES;
+  const u32 head = group % heads;
+  const u32 first = group / heads * tile;
+  const u32 end = first + tile < tokens ? first + tile : tokens;
+  const bool whole = rows_strides[2] == 1 && rows_strides[0] % 8 == 0 && rows_strides[1] % 8 == 0 &&
+      aligned(reinterpret_cast<const DEVICE u32*>(rows));
+  const u64 stride = u64(rows_strides[2]);
+"""
+    + FLIPS
+    + """
+#if LEVELLED
+  float own_mean[VALUES], own_weight[VALUES];
+  UNROLL for (int i = 0; i < VALUES; i++) {
+    const u32 at = head * WIDTH + 8 * (i / 8 * LANES + lane) + i % 8;
+    own_mean[i] = levels[at];
+    own_weight[i] = flipped(levels[heads * WIDTH + at], flip[0][i / 8], i % 8);  // a sign less to flip; squares don't mind
+  }
+#endif
+
+  for (u32 start = first; start < end; start += ROWS_AT_ONCE) {
+    const u32 own = start + member / LANES;
+    const bool valid = own < end;
+    const u32 token = valid ? own : end - 1;
+    const u64 at = u64(token) * u64(rows_strides[0]) + u64(head) * u64(rows_strides[1]);
+"""
+    + LOAD
+    + ARITHMETIC
+    + """
     const u64 row = u64(token) * heads + head;
     store_codes(codes + row * WORDS, pieces, lane, valid);
     if (valid && lane == 0) scales[row] = u16(scale);
   }
 """
+)
+
+# Keys and values of a decoding step together: a key, its value, the next key, as codes lie.
+PAIR = (
+    ENTRIES
+    + """
+  const u32 batch = keys_shape[0], heads = keys_shape[1], length = keys_shape[2], lane = member % LANES;
+  const u32 count = 2 * batch * heads * length;
+"""
+    + FLIPS
+    + """
+  for (u32 start = group * ROWS_AT_ONCE; start < count; start += groups * ROWS_AT_ONCE) {
+    const u32 own = start + member / LANES;
+    const bool valid = own < count;
+    // A key, its value, the next key: as codes lie.
+    const u32 row = valid ? own : count - 1, token = row / 2 % length, plane = row / 2 / length;
+    const u32 head = plane % heads, sequence = plane / heads;
+    const bool of_value = row % 2 != 0;
+    const decltype(keys) rows = of_value ? values : keys;
+    const u64 stride = of_value ? values_strides[3] : keys_strides[3];
+    const u64 by_sequence = of_value ? values_strides[0] : keys_strides[0];
+    const u64 by_head = of_value ? values_strides[1] : keys_strides[1];
+    const u64 by_token = of_value ? values_strides[2] : keys_strides[2];
+    const u64 at = sequence * by_sequence + head * by_head + token * by_token;
+    const bool whole = stride == 1 && (by_sequence | by_head | by_token) % 8 == 0 &&
+        aligned(reinterpret_cast<const DEVICE u32*>(rows));
+"""
+    + LOAD
+    + """
+#if LEVELLED
+    const decltype(key_levels) levels = of_value ? value_levels : key_levels;
+    const u32 kept = of_value ? value_levels_shape[1] : key_levels_shape[1];
+    float own_mean[VALUES], own_weight[VALUES];
+    UNROLL for (int i = 0; i < VALUES; i++) {
+      const u64 level = (u64(kept > 1 ? sequence : 0) * heads + head) * WIDTH + 8 * (i / 8 * LANES + lane) + i % 8;
+      own_mean[i] = levels[level];
+      own_weight[i] = flipped(levels[u64(kept) * heads * WIDTH + level], flip[0][i / 8], i % 8);
+    }
+#endif
+"""
+    + ARITHMETIC
+    + """
+    store_codes(codes + u64(row) * WORDS, pieces, lane, valid);
+    if (valid && lane == 0) scales[row] = u16(scale);
+  }
+"""
+)
 
 
 def source_of(rows: RowKind) -> KernelSource:
     """The encoder of such rows. Inputs: rows (tokens, heads, width), strided; if levelled, levels float32
     (2, heads, width): mean, weight."""
     magnitudes = rows.magnitudes
-    constants = f"#define BY_LENGTH {int(rows.per_length != 0)}\n#define BY_PEAK {int(rows.per_peak != 0)}\n"
-    constants += f"#define PER_LENGTH {bits_of(rows.per_length)}\n#define PER_PEAK {bits_of(rows.per_peak)}\n"
+    numbers = {
+        "BY_LENGTH": int(rows.per_length != 0),
+        "BY_PEAK": int(rows.per_peak != 0),
+        "PER_LENGTH": bits_of(rows.per_length),
+        "PER_PEAK": bits_of(rows.per_peak),
+    }
+    constants = defines(numbers)
     if rows.bits < 8:
         constants += table("SQUARES", [c * c for c in magnitudes])
         constants += table("DOUBLED_BORDERS", [a + b for a, b in pairwise(magnitudes)] or [0])
@@ -317,3 +388,31 @@ def encode(dialect: Dialect, kind: RowKind, rows: mx.array, levels: mx.array | N
         threadgroup=(THREADS, 1, 1),
     )
     return codes, scales
+
+
+def pair_source_of(rows: RowKind) -> KernelSource:
+    """Inputs: keys, values (B, heads, L, width) of one dtype, strided; if levelled, key_levels, value_levels float32
+    (2, B or 1, heads, width): mean, weight. Outputs: codes (B, heads, L, 2 * words), scales (B, heads, L, 2)."""
+    inputs = ("keys", "values", "key_levels", "value_levels") if rows.levelled else ("keys", "values")
+    return KernelSource("turboquant_encode_pair", inputs, ("codes", "scales"), source_of(rows).functions, PAIR)
+
+
+class PairEncoder:
+    """The kernel of a kind of rows, compiled when it first runs."""
+
+    def __init__(self, dialect: Dialect, kind: RowKind) -> None:
+        self._kind = kind
+        self._encode = build(dialect, pair_source_of(kind))
+
+    def __call__(self, keys: mx.array, values: mx.array, *levels: mx.array) -> tuple[mx.array, mx.array]:
+        """Keys and values (B, heads, L, width), not empty; their levels if the kind is levelled -> codes, scales."""
+        batch, heads, length, _ = keys.shape
+        groups = min(-(-2 * batch * heads * length // self._kind.rows_at_once), 1024)
+        codes, scales = self._encode(
+            inputs=[keys, values, *levels],
+            output_shapes=[(batch, heads, length, 2 * self._kind.words), (batch, heads, length, 2)],
+            output_dtypes=[mx.uint32, mx.uint16],
+            grid=(groups * THREADS, 1, 1),
+            threadgroup=(THREADS, 1, 1),
+        )
+        return codes, scales

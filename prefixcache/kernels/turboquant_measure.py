@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .dialects import Dialect, Kernel, KernelSource, build
-from .turboquant_rows import ELEMENTS, FUNCTIONS, THREADS, bits_of
+from .dialects import ELEMENTS, Dialect, Kernel, KernelSource, bits_of, build, defines
+from .turboquant_rows import FUNCTIONS, THREADS
 
 MOST_ROWS = THREADS  # a thread has a row
 MOST_WIDTH = THREADS
@@ -160,9 +160,6 @@ def source_of(kind: MeasureKind) -> KernelSource:
         "SLICES": THREADS // kind.width,
         "THREADS": THREADS,
         "ELEMENT": ELEMENTS.index(kind.dtype),
-        "HALF": 0,
-        "BFLOAT": 1,
-        "FLOAT": 2,
         "CENTRED": int(kind.centred),
         "LEAST_ROWS": kind.least_rows,
         "FAR": bits_of(kind.far),
@@ -170,8 +167,9 @@ def source_of(kind: MeasureKind) -> KernelSource:
         "STEPS": bits_of(kind.steps),
         "MOST_STEPS": bits_of(kind.most_steps),
     }
-    defines = "\n" + "".join(f"#define {name} {number}\n" for name, number in numbers.items())
-    return KernelSource("turboquant_measure", ("rows", "firsts"), ("means", "roots"), defines + FUNCTIONS, BODY)
+    return KernelSource(
+        "turboquant_measure", ("rows", "firsts"), ("means", "roots"), "\n" + defines(numbers) + FUNCTIONS, BODY
+    )
 
 
 @lru_cache(maxsize=64)

@@ -7,16 +7,20 @@ strides 1, 2, 4 lie inside a chunk, the next ones between lanes, the last (and a
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 
-ELEMENTS = ("float16", "bfloat16", "float32")
+from .dialects import ELEMENTS, bits_of, defines, table
+
 LARGEST = {"float16": 65504.0, "bfloat16": float.fromhex("0x1.fep127"), "float32": float.fromhex("0x1.fffffep127")}
 THREADS = 256
 GROUPS = 4096
 CHUNK = 8
 
 FUNCTIONS = """
+#define HALF 0
+#define BFLOAT 1
+#define FLOAT 2
+
 // What one lane has and its partner has, in the order of their place in the row.
 FUNCTION void butterfly(THREAD float& low, THREAD float& high) {
   const float sum = plus(low, high);
@@ -154,17 +158,13 @@ class RowKind:
             "WORDS": self.words,
             "FLIP_WORDS": -(-self.width // 32),
             "ELEMENT": ELEMENTS.index(self.dtype),
-            "HALF": 0,
-            "BFLOAT": 1,
-            "FLOAT": 2,
             "LEVELLED": int(self.levelled),
             "THREADS": THREADS,
             "ROWS_AT_ONCE": self.rows_at_once,
             "SHIFT": self.shift,
             "FANO": bits_of(2 - 2**0.5),
         }
-        text = "".join(f"#define {name} {number}\n" for name, number in numbers.items())
-        return "\n" + text + table("FLIPS", [word - (word >> 31 << 32) for word in self.flips])
+        return "\n" + defines(numbers) + table("FLIPS", [word - (word >> 31 << 32) for word in self.flips])
 
 
 def takes(width: int, bits: int) -> bool:
@@ -172,16 +172,6 @@ def takes(width: int, bits: int) -> bool:
     power = width & -width
     laid_out = 32 <= width <= 512 and power >= 16 and width // power in (1, 3, 5, 7)
     return laid_out and bits in (1, 2, 3, 4, 8)
-
-
-def bits_of(value: float) -> str:
-    """A float32 as a literal that every dialect reads alike: the bits of it."""
-    return f"0x{struct.unpack('<I', struct.pack('<f', value))[0]:08X}u"
-
-
-def table(name: str, values: list[int]) -> str:
-    """A table of integers at program scope."""
-    return f"CONSTANT int {name}[{len(values)}] = {{{', '.join(map(str, values))}}};\n"
 
 
 def groups_of(rows: RowKind, tokens: int, heads: int) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from prefixcache.codecs import raw_attention_gpu
-from prefixcache.codecs.coded_rows import CodedRows
+from prefixcache.codecs.turboquant.format import CodedRows
 from prefixcache.codecs.turboquant.live import attend as attend_to_part
 from prefixcache.codecs.turboquant.live import with_logits
 from prefixcache.live.layer import CodedLayer

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from prefixcache.codecs.coded_rows import CodedRows
 from prefixcache.codecs.interchange import element, name_of
 from prefixcache.codecs.packing import words_of
 from prefixcache.codecs.raw_attention_gpu import UncodedRows
 from prefixcache.codecs.turboquant.coding import PLAIN, Choice, LayerLevels, LayerRows, Run
+from prefixcache.codecs.turboquant.format import CodedRows
 from prefixcache.codecs.turboquant.live import Encoder, LevelStack, decode, encode, encoder
 from prefixcache.live.buffers import (
     ALL,

@@ -5,11 +5,10 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
-from prefixcache.codecs.coded_rows import CodedRows
 from prefixcache.codecs.interchange import borrow
 from prefixcache.codecs.levels import Levels
 from prefixcache.codecs.turboquant import numpy_rows as turboquant_numpy
-from prefixcache.codecs.turboquant.format import Form
+from prefixcache.codecs.turboquant.format import CodedRows, Form
 
 
 def encode_rows(keys, values, key_form: Form, value_form: Form, key_levels=None, value_levels=None):

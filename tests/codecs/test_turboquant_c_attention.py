@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from roundtrip import BITS, FLOATS
 
-from prefixcache.codecs.coded_rows import CodedRows
 from prefixcache.codecs.interchange import Array
 from prefixcache.codecs.packing import words_of
 from prefixcache.codecs.threads import set_threads
@@ -21,7 +20,7 @@ from prefixcache.codecs.threads import threads as most_threads
 from prefixcache.codecs.turboquant import c_attention as turboquant_c_attention
 from prefixcache.codecs.turboquant import c_rows as turboquant_c
 from prefixcache.codecs.turboquant.c_attention import attend
-from prefixcache.codecs.turboquant.format import form_of
+from prefixcache.codecs.turboquant.format import CodedRows, form_of
 
 WIDTHS = (32, 40, 64, 72, 80, 96, 112, 120, 128, 192, 256)
 WIDE = (320, 576)

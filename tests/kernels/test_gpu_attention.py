@@ -8,17 +8,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from prefixcache.codecs.coded_rows import CodedRows
 from prefixcache.codecs.levels import Levels
 from prefixcache.codecs.turboquant import gpu_attention as turboquant_gpu_attention
 from prefixcache.codecs.turboquant import gpu_rows as turboquant_gpu
-from prefixcache.codecs.turboquant.format import form_of
-from prefixcache.kernels import turboquant_attention, turboquant_encode, turboquant_encode_pair
+from prefixcache.codecs.turboquant.format import CodedRows, form_of
+from prefixcache.kernels import turboquant_attention, turboquant_encode
 from tests.codecs import attention_oracle
 
 pytestmark = pytest.mark.skipif(host_gpu.COMPILER is None, reason="no C++ compiler")
 
-MODULES = (turboquant_attention, turboquant_encode, turboquant_encode_pair)
+MODULES = (turboquant_attention, turboquant_encode)
 
 
 @pytest.fixture(params=host_gpu.places("metal"))

@@ -13,11 +13,10 @@ if not __package__:
 import mlx.core as mx
 import numpy as np
 
-from prefixcache.codecs.coded_rows import CodedRows
 from prefixcache.codecs.packing import words_of
 from prefixcache.codecs.turboquant import c_attention as turboquant_c_attention
 from prefixcache.codecs.turboquant import c_rows as turboquant_c
-from prefixcache.codecs.turboquant.format import form_of
+from prefixcache.codecs.turboquant.format import CodedRows, form_of
 from tools.bench import report
 from tools.bench.report import Figure
 

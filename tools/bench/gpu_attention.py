@@ -21,11 +21,10 @@ import numpy as np
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from prefixcache.codecs.coded_rows import CodedRows
 from prefixcache.codecs.interchange import copy_out
 from prefixcache.codecs.turboquant import gpu_attention as turboquant_gpu_attention
 from prefixcache.codecs.turboquant import gpu_rows as turboquant_gpu
-from prefixcache.codecs.turboquant.format import form_of
+from prefixcache.codecs.turboquant.format import CodedRows, form_of
 from tools.bench import report
 from tools.bench.report import Figure
 

@@ -223,7 +223,7 @@ class GroupCoder:
         """Float32 (channels,)."""
         self.check(codes)
         nibbles = np.stack([codes.offsets & 15, codes.offsets >> 4], axis=1).ravel()[: self.group.channels]
-        return (nibbles.astype(np.float32) - 8) * np.repeat(_bf16(codes.offset_steps), self.widths)
+        return (nibbles.astype(np.float32) - 8) * np.repeat(as_float32(codes.offset_steps, "bfloat16"), self.widths)
 
     def _with_rows_as_they_are(
         self, heads: Array, words: Array, streams: Sequence[Array], lost: Array
@@ -249,7 +249,7 @@ def _quantised(lacking: Array, streams: Sequence[tuple[int, int]]) -> tuple[Arra
         at += heads * width
         largest = np.abs(of_stream).max(axis=1)
         bits = ((largest / MOST_OFFSET).view(np.uint32) + 0xFFFF) >> 16  # bf16, rounded up
-        step = _bf16(bits.astype(np.uint16))
+        step = as_float32(bits.astype(np.uint16), "bfloat16")
         steps.append(bits.astype(np.uint16))
         whole = np.rint(of_stream / np.where(step > 0, step, 1)[:, None])
         numbers.append(np.clip(whole, -MOST_OFFSET, MOST_OFFSET).astype(np.int8).ravel())
@@ -282,10 +282,6 @@ def _padded(rows: Array, first: int) -> Iterator[tuple[slice, slice, Array]]:
             block[place] = rows[part]
         yield part, place, block
         start, at = part.stop, 0
-
-
-def _bf16(bits: Array) -> Array:
-    return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def _cast(values: Array, dtype: str) -> Array:

@@ -17,11 +17,10 @@ import numpy as np
 
 from prefixcache.codecs import threads
 from prefixcache.codecs.c_library import address_of
-from prefixcache.codecs.coded_rows import CodedRows
 from prefixcache.codecs.interchange import Array, borrow, bring_in, name_of
 from prefixcache.codecs.turboquant import c_rows
 from prefixcache.codecs.turboquant.c_rows import constants_of, path_number
-from prefixcache.codecs.turboquant.format import Form
+from prefixcache.codecs.turboquant.format import CodedRows, Form
 
 _ATTENTION = struct.Struct("=43qd")  # `struct attention` of kernels/turboquant.h: pointers and int64, then a double
 

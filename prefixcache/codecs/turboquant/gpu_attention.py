@@ -10,14 +10,13 @@ from functools import lru_cache
 
 import mlx.core as mx
 
-from prefixcache.codecs.coded_rows import CodedRows
 from prefixcache.codecs.interchange import FLOATS, name_of
 from prefixcache.codecs.packing import words_of
 from prefixcache.codecs.turboquant import gpu_rows
-from prefixcache.codecs.turboquant.format import Form
+from prefixcache.codecs.turboquant.format import CodedRows, Form
 from prefixcache.kernels import turboquant_attention
 from prefixcache.kernels.turboquant_attention import Attention, CodedAttentionKind
-from prefixcache.kernels.turboquant_encode_pair import PairEncoder
+from prefixcache.kernels.turboquant_encode import PairEncoder
 
 WIDTHS = range(64, 257)
 

@@ -13,12 +13,11 @@ import mlx.core as mx
 import numpy as np
 
 from prefixcache.codecs.base import Decoding, Encoding
-from prefixcache.codecs.coded_rows import CodedRows
 from prefixcache.codecs.interchange import Array, borrow, bring_in, element, name_of, on_cpu
 from prefixcache.codecs.levels import Levels
 from prefixcache.codecs.packing import words_of
 from prefixcache.codecs.turboquant import backends, c_attention, gpu_attention, gpu_rows
-from prefixcache.codecs.turboquant.format import Form
+from prefixcache.codecs.turboquant.format import CodedRows, Form
 
 Encoder = Callable[[mx.array, mx.array], tuple[mx.array, mx.array]]
 MOST_QUERIES = 16  # a sequence's queries at a time that the GPU's fused kernel is for; more are a prefill
