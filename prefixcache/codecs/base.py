@@ -85,20 +85,20 @@ class RowCodec(Protocol):
 
     @property
     def levelled(self) -> bool:
-        """Whether rows are encoded with levels."""
+        """Tell whether rows are encoded with levels."""
         ...
 
     @property
     def centred(self) -> bool:
-        """Whether levels have a mean."""
+        """Tell whether levels have a mean."""
         ...
 
     def encode(self, rows: mx.array, levels: Levels | None = None) -> list[Array]:
-        """On MLX's default device: (tokens, heads, width) of `dtype` -> each plane, read-only, the caller's."""
+        """Encode on MLX's default device: (tokens, heads, width) of `dtype` -> each plane, read-only, the caller's."""
         ...
 
     def encode_all(self, batch: Sequence[Encoding]) -> None:
-        """On the CPU, each of the batch."""
+        """Encode each of the batch on the CPU."""
         ...
 
     def encode_blocks(
@@ -112,11 +112,11 @@ class RowCodec(Protocol):
         ...
 
     def decode(self, planes: Sequence[Array], capacity: int, levels: Levels | None = None) -> mx.array:
-        """On MLX's default device: planes (tokens, heads, ...) -> (heads, capacity, width), zero from `tokens` on."""
+        """Decode on MLX's default device: planes (tokens, heads, ...) -> (heads, capacity, width), zero from `tokens` on."""
         ...
 
     def decode_all(self, batch: Sequence[Decoding]) -> None:
-        """On the CPU, each of the batch."""
+        """Decode each of the batch on the CPU."""
         ...
 
 
@@ -126,7 +126,7 @@ class Codec(Protocol):
 
     @property
     def sink_tokens(self) -> int:
-        """How many of a prompt's first tokens stay as they are beside their codes, in windows while they hold them."""
+        """Return how many of a prompt's first tokens stay as they are beside their codes, in windows while they hold them."""
         ...
 
     def spec(self) -> dict[str, Any]: ...

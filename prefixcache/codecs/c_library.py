@@ -49,7 +49,7 @@ def warn_that_numpy_serves(reason: str) -> None:
 
 
 def _installing() -> str:
-    """How to build the kernels of this copy. Another copy that is installed has its own, which are not used here."""
+    """Return how to build the kernels of this copy. Another copy that is installed has its own, which are not used here."""
     checkout = FOLDER.parents[1]
     return f"run pip install -e {checkout}" if (checkout / "setup.py").exists() else "install the package again"
 

@@ -57,7 +57,7 @@ def _transform(spec: Mapping[str, Any]) -> Codec:
 
 
 def said_of_spec(spec: Mapping[str, Any]) -> str:
-    """What a person calls the codec of this spec, whose basis need not be here. ValueError as of `codec_from_spec`."""
+    """Return what a person calls the codec of this spec, whose basis need not be here. ValueError as of `codec_from_spec`."""
     chosen = codec_from_spec(spec)
     return f"{chosen} basis {spec['basis'][:8]}" if "basis" in spec else str(chosen)
 

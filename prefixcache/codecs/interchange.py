@@ -118,7 +118,7 @@ def as_float32(rows: Array, dtype: str) -> Array:
 
 
 def on_cpu() -> bool:
-    """Whether MLX's default device is the CPU."""
+    """Tell whether MLX's default device is the CPU."""
     return bool(mx.default_device() == mx.Device(mx.cpu))
 
 

@@ -30,7 +30,7 @@ class PackedLevels(NamedTuple):
     steps: Array
 
     def block(self, i: int) -> PackedLevels:
-        """Those of one of several blocks."""
+        """Return the levels of one of several blocks."""
         return PackedLevels(self.mean[i] if self.mean is not None else None, self.steps[i])
 
     @classmethod
@@ -67,7 +67,7 @@ class Levels:
         return np.float32(1) / self.divisor
 
     def of(self, first: int, heads: int) -> Levels:
-        """The levels of some of the heads."""
+        """Return the levels of some of the heads."""
         return Levels(self.mean[first : first + heads], self.divisor[first : first + heads])
 
     @classmethod
@@ -79,18 +79,18 @@ class Levels:
 
     @classmethod
     def interleaved(cls, several: Sequence[Levels]) -> Levels:
-        """Those of blocks of the same heads: first all of the first head."""
+        """Join the levels of blocks of the same heads: first all of the first head."""
         mean, divisor = (np.stack([getattr(part, name) for part in several], axis=1) for name in ("mean", "divisor"))
         return cls(mean.reshape(-1, mean.shape[-1]), divisor.reshape(-1, divisor.shape[-1]))
 
     def packed(self) -> PackedLevels:
-        """In the numbers that images have, with a mean. What was measured comes back from them to the bit."""
+        """Return the levels in the numbers of images, with a mean. What was measured comes back from them to the bit."""
         steps = np.rint(np.log2(self.divisor.astype(np.float64)) * STEPS).astype(np.uint8)
         return PackedLevels(bf16_bits(self.mean), steps)
 
     @classmethod
     def unpacked(cls, packed: PackedLevels) -> Levels:
-        """The inverse of `packed`; without a mean it is zero."""
+        """Return the inverse of `packed`; without a mean it is zero."""
         divisor = DIVISORS[packed.steps]
         mean = as_float32(packed.mean, "bfloat16") if packed.mean is not None else np.zeros_like(divisor)
         return cls(mean, divisor)

@@ -15,7 +15,7 @@ from prefixcache.codecs.interchange import Array
 
 
 def words_of(width: int, bits: int) -> int:
-    """How many uint32 words a row of `width` codes takes."""
+    """Return how many uint32 words a row of `width` codes takes."""
     return -(-width * bits // 32)
 
 
@@ -38,7 +38,7 @@ def pack_columns(codes: Array, bits: int) -> Array:
 
 @lru_cache(maxsize=32)
 def _spread(centroids: bytes, bits: int) -> Array:
-    """What each byte (at 3 bits: each run of 12 bits) decodes to: its int8 centroids, side by side in one integer."""
+    """Return what each byte (at 3 bits: each run of 12 bits) decodes to: its int8 centroids, side by side in one integer."""
     run = 12 if bits == 3 else 8
     count = run // bits
     index = np.arange(1 << run)[:, None] >> (np.arange(count) * bits) & ((1 << bits) - 1)

@@ -45,7 +45,7 @@ class Piece(NamedTuple):
         return self.at + self.tokens
 
     def decoding(self, rows: Array) -> Decoding:
-        """What is to do to have it in `rows` (heads, tokens, width), on the CPU."""
+        """Return the work that brings the piece into `rows` (heads, tokens, width), on the CPU."""
         return Decoding(self.planes, rows, Levels.unpacked(self.levels) if self.levels is not None else None)
 
 

@@ -30,7 +30,7 @@ class UncodedRows(NamedTuple):
 
 
 def takes(uncoded: UncodedRows, queries: mx.array) -> bool:
-    """Whether the kernel is there and made for such rows and queries."""
+    """Tell whether the kernel is there and made for such rows and queries."""
     keys, values = uncoded.recent
     slots = keys.shape[2] + (uncoded.sinks[0].shape[2] if uncoded.sinks is not None else 0)
     return (
@@ -65,7 +65,7 @@ def attend(
     causal: bool,
     logits: mx.array | None,
 ) -> mx.array:
-    """What attention to all rows gives, (B, query heads, L, value width) of the queries' dtype, lazy.
+    """Return what attention to all rows gives, (B, query heads, L, value width) of the queries' dtype, lazy.
 
     `coded`: what attention to the codes gave, as `gpu_attention.attend` does; `mask` is of all rows; `logits`
     (query heads,) those of attention sinks.

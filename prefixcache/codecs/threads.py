@@ -45,7 +45,7 @@ _threads = _Threads(min(_cpus(), MOST_THREADS))
 
 
 def threads() -> int:
-    """How many threads may work on one call, the calling one among them."""
+    """Return how many threads may work on one call, the calling one among them."""
     return _threads.most
 
 

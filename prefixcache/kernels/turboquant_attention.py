@@ -577,13 +577,13 @@ def _turning(rows: RowKind) -> tuple[str, int]:
 
 
 def tiles_for(key_width: int, value_width: int, many: bool) -> int:
-    """As many as registers, and Metal's shared memory, have room for."""
+    """Return as many tiles as registers, and Metal's shared memory, have room for."""
     return 2 if many and value_width <= 128 and key_width <= 192 else 1
 
 
 def _span(rows: RowKind, lanes: int, at: int) -> dict[str, int]:
-    """How `lanes` lanes share the channels of a row: each takes as many whole chunks of 8 as fill the row, in words from
-    where its first code lies, which may be inside a word."""
+    """Return how `lanes` lanes share the channels of a row: each takes as many whole chunks of 8 as fill the row, in words
+    from where its first code lies, which may be inside a word."""
     chunks = -(-rows.width // 8)
     span = 8 * -(-chunks // lanes)
     bits = span * rows.bits

@@ -236,7 +236,7 @@ BODY = """
 
 
 def _packed(rows: RowKind) -> bool:
-    """Whether every integer on the way fits 16 bits: none exceeds sqrt(width) times the length of the row before it."""
+    """Tell whether every integer on the way fits 16 bits: none exceeds sqrt(width) times the length of the row before it."""
     return rows.factor == 1 and rows.width ** ((1 + rows.rounds) / 2) * max(rows.magnitudes) < 1 << 15
 
 

@@ -140,7 +140,7 @@ class RowKind:
 
     @property
     def rows_at_once(self) -> int:
-        """How many rows a group of threads works on at a time."""
+        """Return how many rows a group of threads works on at a time."""
         return THREADS // self.lanes
 
     def defines(self) -> str:
@@ -168,14 +168,14 @@ class RowKind:
 
 
 def takes(width: int, bits: int) -> bool:
-    """Whether the kernels have a layout for such rows."""
+    """Tell whether the kernels have a layout for such rows."""
     power = width & -width
     laid_out = 32 <= width <= 512 and power >= 16 and width // power in (1, 3, 5, 7)
     return laid_out and bits in (1, 2, 3, 4, 8)
 
 
 def groups_of(rows: RowKind, tokens: int, heads: int) -> int:
-    """How many groups of threads share tokens x heads rows: a multiple of `heads`. Some thousands fill a large GPU; more
-    would only prepare their tables oftener."""
+    """Return how many groups of threads share tokens x heads rows: a multiple of `heads`. Some thousands fill a large GPU;
+    more would only prepare their tables oftener."""
     most = -(-tokens // rows.rows_at_once)
     return heads * max(1, min(most, GROUPS // heads, 1 << 20))

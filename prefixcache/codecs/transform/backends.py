@@ -52,5 +52,5 @@ def _in_c(classes: Array) -> bool:
 
 
 def describe() -> str:
-    """What runs on this CPU, for people: "C", or "NumPy (C kernel: not built)"."""
+    """Return what runs on this CPU, for people: "C", or "NumPy (C kernel: not built)"."""
     return "C" if c_entropy.available() else f"NumPy (C kernel: {c_entropy.describe()})"

@@ -107,8 +107,8 @@ class Bases:
 
 
 def _weights(model: str) -> str:
-    """Of an identity, what says which weights they are: the name before it is for the reader, and a draft model that a
-    server names behind it has layers after all of the model's.
+    """Return the part of an identity that says which weights they are: the name before it is for the reader, and a draft
+    model that a server names behind it has layers after all of the model's.
     """
     return (model.partition("@")[2] or model).partition("|")[0]
 

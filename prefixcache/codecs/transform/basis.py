@@ -102,7 +102,7 @@ class LayerGroup:
         return len(self.mean)
 
     def components(self, quality: float) -> int:
-        """How many components have a chance to be other than zero."""
+        """Return how many components have a chance to be other than zero."""
         return int((self.spreads * np.float32(finer(quality)) >= LEAST_SPREAD).sum())
 
     def classes(self, quality: float) -> Array:
@@ -110,12 +110,12 @@ class LayerGroup:
         return class_of(self.spreads[: self.components(quality)] * np.float32(finer(quality)))
 
     def row_words(self, quality: float) -> float:
-        """How many 16-bit words a row has, on average."""
+        """Return how many 16-bit words a row has, on average."""
         return float(np.interp(quality, QUALITIES, self.words))
 
     @cached_property
     def on_gpu(self) -> OnGpu:
-        """The same in the GPU's memory. The host's vectors are a view of those from then on: they are in memory once."""
+        """Return the group in the GPU's memory. From then on the host's vectors are a view of those: they are there once."""
         components = self.vectors.shape[1]
         vectors = np.zeros((max(1, -(-components // ALIGNED)) * ALIGNED, self.channels), np.float16)
         vectors[:components] = self.vectors.T
@@ -136,7 +136,7 @@ class LayerGroup:
 
     @cached_property
     def half_precision_will_do(self) -> bool:
-        """Whether what float16 makes of scaled factors is small beside a step. Not so where a head's metric is
+        """Tell whether what float16 makes of scaled factors is small beside a step. Not so where a head's metric is
         ill-conditioned.
         """
         largest = [
@@ -173,7 +173,7 @@ class LayerGroup:
 
 
 def finer(quality: float) -> float:
-    """How many steps there are to one of quality 4."""
+    """Return how many steps there are to one of quality 4."""
     return float(2.0 ** (quality - 4.0))
 
 
@@ -219,16 +219,16 @@ class Basis:
 
     @property
     def layers(self) -> int:
-        """How many layers are transformed."""
+        """Return how many layers are transformed."""
         return len(self._places)
 
     def coded_bytes(self, quality: float) -> float:
-        """What a token takes in the transformed layers, on average: heads and words."""
+        """Return what a token takes in the transformed layers, on average: heads and words."""
         return sum(2 * (1 + group.row_words(quality)) for group in self.groups)
 
     @property
     def fp16_bytes(self) -> int:
-        """What a token takes there in fp16."""
+        """Return what a token takes there in fp16."""
         return sum(2 * group.channels for group in self.groups)
 
     def place_of(self, layer: int) -> tuple[int, Layer] | None:
@@ -306,7 +306,7 @@ def made(
 
 
 def _ordered(data: bytes) -> bytes:
-    """The same file with the fields of its metadata in the order of their names: safetensors has them in any."""
+    """Return the same file with the fields of its metadata in the order of their names: safetensors has them in any."""
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
     ordered = {"__metadata__": dict(sorted(header.pop("__metadata__").items())), **header}
@@ -419,7 +419,7 @@ def _check_shape(name: str, array: Array, dtype: Any, shape: tuple[int, ...]) ->
 
 
 def _inverse(factor: Array) -> Array:
-    """Of lower triangular blocks (heads, width, width), by rows: LAPACK's threads wait for each other on so small ones."""
+    """Invert lower triangular blocks (heads, width, width) by rows: LAPACK's threads wait for each other on small ones."""
     lower = factor.astype(np.float64)
     inverse = np.zeros_like(lower)
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # what isn't finite is refused
@@ -435,7 +435,7 @@ def is_hash(text: object) -> bool:
 
 
 def summary(basis: Basis) -> Mapping[str, Any]:
-    """What a person wants to know of it."""
+    """Return what a person wants to know of it."""
     return {
         "model": basis.model,
         "hash": basis.hash,

@@ -69,7 +69,7 @@ def loaded() -> tuple[ctypes.CDLL | None, str]:
 
 
 def available() -> bool:
-    """Whether the kernel was built and can be loaded here."""
+    """Tell whether the kernel was built and can be loaded here."""
     return loaded()[0] is not None
 
 
@@ -79,7 +79,7 @@ def describe() -> str:
 
 
 def takes(classes: Array) -> bool:
-    """Whether the kernel has rows of as many components."""
+    """Tell whether the kernel has rows of as many components."""
     return len(classes) <= MOST_COMPONENTS
 
 

@@ -125,11 +125,11 @@ class Calibrated:
         }
 
     def row_codec(self, stream: Stream) -> RowCodec:
-        """Of a stream that the basis doesn't cover."""
+        """Return the codec of a stream that the basis doesn't cover."""
         return self.otherwise.row_codec(stream)
 
     def place_of(self, stream: Stream) -> Place | None:
-        """Where a stream of a layer that keeps every token is coded; None where the basis doesn't know such a one."""
+        """Return where a stream of a layer that keeps every token is coded; None where the basis doesn't know such a one."""
         found = self.basis.place_of(stream.layer)
         if found is None:
             return None
@@ -142,7 +142,7 @@ class Calibrated:
         return Place(group, number)
 
     def coder(self, group: int, dtype: str) -> GroupCoder:
-        """Of a group's rows, which are of this dtype."""
+        """Return the coder of a group's rows, which are of this dtype."""
         return GroupCoder(self.basis.groups[group], self.basis.tables, self.quality, dtype)
 
     def __str__(self) -> str:

@@ -53,17 +53,17 @@ class GroupCoder:
 
     @property
     def vectors(self) -> Array:
-        """Those that are coded along: float16 (channels, components)."""
+        """Return the vectors that are coded along: float16 (channels, components)."""
         return self.group.vectors[:, : len(self.classes)]
 
     @property
     def heads(self) -> int:
-        """Of all streams together: each has an offset's step of its own."""
+        """Count the heads of all streams together: each has an offset's step of its own."""
         return sum(heads for heads, _ in self.streams)
 
     @property
     def widths(self) -> Array:
-        """How many channels each head has: int64 (heads,)."""
+        """Return how many channels each head has: int64 (heads,)."""
         return np.concatenate([np.full(heads, width) for heads, width in self.streams])
 
     @property
@@ -72,11 +72,11 @@ class GroupCoder:
         return self.group.channels * element(self.dtype).numpy.itemsize // 2
 
     def row_words(self, heads: Array) -> Array:
-        """How many words each row has, by its head: int64."""
+        """Return how many words each row has, by its head: int64."""
         return np.where(gain_of(heads) == AS_IT_IS, self.raw_words, words_of(heads))
 
     def words_of(self, heads: Array) -> int:
-        """How many words rows with these heads have together."""
+        """Return how many words rows with these heads have together."""
         return int(self.row_words(heads).sum())
 
     def encode(self, streams: Sequence[Array], first: int, skip: int = 0, settled: Codes | None = None) -> Codes:
@@ -203,7 +203,7 @@ class GroupCoder:
     # -- offsets ----------------------------------------------------------------------------------------------------------
 
     def _offsets(self, rows: Array, decoded: Array) -> tuple[Array, Array]:
-        """What decoded values of these rows lack on average, by channel."""
+        """Return what decoded values of these rows lack on average, by channel."""
         lacking = np.zeros(self.group.channels, np.float32)
         if len(rows):
             mean = decoded.mean(axis=0, dtype=np.float64)[None].astype(np.float32)

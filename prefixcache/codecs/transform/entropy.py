@@ -45,7 +45,7 @@ class DamagedCodes(ValueError):
 
 
 def words_of(heads: Array) -> Array:
-    """How many words each row has, which isn't kept as it is: int64."""
+    """Return how many words each row has, which isn't kept as it is: int64."""
     return (heads & MOST_WORDS).astype(np.int64)
 
 
@@ -93,7 +93,7 @@ def pack(steps: Array, classes: Array, tables: Tables) -> tuple[Array, list[Arra
 
 
 def decoded(steps: Array, heads: Array, classes: Array, tables: Tables) -> Array:
-    """What `unpack` gives for rows that `pack` gave these heads: float32 (rows, components)."""
+    """Return what `unpack` gives for rows that `pack` gave these heads: float32 (rows, components)."""
     gains, magnitudes = gain_of(heads), np.abs(steps)
     values = magnitudes.astype(np.float32)
     rows, components = np.nonzero((magnitudes > 0) & (magnitudes <= FITTED))

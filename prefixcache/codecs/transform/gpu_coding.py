@@ -105,7 +105,7 @@ class Restored(NamedTuple):
 
 
 def available() -> bool:
-    """Whether rows are coded on MLX's default device: a GPU whose compiler and arithmetic give what NumPy gives."""
+    """Tell whether rows are coded on MLX's default device: a GPU whose compiler and arithmetic give what NumPy gives."""
     return _refused() is None
 
 
@@ -121,7 +121,7 @@ def _refused() -> str | None:
 
 @lru_cache(maxsize=1)
 def _tried(dialect: Dialect) -> str | None:
-    """What is wrong with the kernels on this device, by a few rows: then those are coded on the CPU."""
+    """Return what is wrong with the kernels on this device, by a few rows: then those are coded on the CPU."""
     try:
         if gpu_entropy.right() and _right():
             return None
@@ -133,8 +133,8 @@ def _tried(dialect: Dialect) -> str | None:
 
 
 def _right() -> bool:
-    """Whether rows are coded here as on the CPU, but for how products round: some of two blocks, of two layers that are not
-    alike, each a group.
+    """Tell whether rows are coded here as on the CPU, but for how products round: some of two blocks, of two layers that are
+    not alike, each a group.
     """
     chance, tables = np.random.default_rng(0), first_guess()
     layers = [
@@ -173,12 +173,12 @@ def _right() -> bool:
 
 
 def takes(coder: GroupCoder) -> bool:
-    """Whether half precision will do for this group; else it is coded on the CPU."""
+    """Tell whether half precision will do for this group; else it is coded on the CPU."""
     return coder.group.half_precision_will_do
 
 
 def at_once(coders: Sequence[GroupCoder], tokens: int) -> int:
-    """How many of these groups, from the first on, are best coded together, for so many tokens: one at least."""
+    """Return how many of these groups, from the first on, are best coded together, for so many tokens: one at least."""
     room, most, channels = min(_ROOM, _memory() * _SHARE), 0, 0
     for count, coder in enumerate(coders):
         most = max(most, padded_count(len(coder.classes)))
@@ -276,8 +276,8 @@ def _offsets(
     packed: gpu_entropy.Packed,
     runs: tuple[tuple[int, int], ...],
 ) -> list[tuple[mx.array, mx.array]]:
-    """What decoded values of each block's fine rows lack on average, as it is stored: for each run of groups of the same
-    streams uint8 (groups, (channels + 1) // 2, blocks) and bf16 as uint16 (groups, heads, blocks). Lazy.
+    """Return what decoded values of each block's fine rows lack on average, as it is stored: for each run of groups of the
+    same streams uint8 (groups, (channels + 1) // 2, blocks) and bf16 as uint16 (groups, heads, blocks). Lazy.
     """
     dialect, edges = gpu_entropy.dialect(), mx.array(np.array(_edges(runs), np.uint32))
     groups = [mx.array(np.array([g], np.uint32)) for g in range(len(coders))]
@@ -302,8 +302,8 @@ def _offsets(
 
 
 def _quantised(coders: Sequence[GroupCoder], missing: mx.array) -> tuple[mx.array, mx.array]:
-    """What is missing in the metric of groups of the same streams, float32 (groups, channels, blocks), as offsets and their
-    steps."""
+    """Return what is missing in the metric of groups of the same streams, float32 (groups, channels, blocks), as offsets and
+    their steps."""
     groups, _, blocks = missing.shape
     scale = mx.stack([coder.group.on_gpu.scale for coder in coders]) * _factor(coders[0])
     numbers, steps, at = [], [], 0
@@ -362,7 +362,7 @@ def decode(groups: Sequence[GroupCodes], firsts: Sequence[int]) -> list[Restored
 
 
 def brought_in(groups: Sequence[GroupCodes], firsts: Sequence[int]) -> GroupBatch:
-    """What `decode` takes, in the GPU's memory."""
+    """Return what `decode` takes, in the GPU's memory."""
     counts = [len(codes.heads) for codes in groups[0].blocks]
     heads = np.stack([np.concatenate([codes.heads for codes in group.blocks]) for group in groups])
     row_words = np.stack([group.coder.row_words(own) for group, own in zip(groups, heads, strict=True)])
@@ -467,12 +467,12 @@ def _restored(coder: GroupCoder, products: Sequence[mx.array], batch: GroupBatch
 
 
 def _edges(runs: Sequence[tuple[int, int]]) -> list[int]:
-    """Where each block's rows begin, and where the last one's end."""
+    """Return where each block's rows begin, and where the last one's end."""
     return [0, *accumulate(last - first for first, last in runs)]
 
 
 def reason_of(wrong: Array) -> str | None:
-    """What is wrong with a block, of whose rows `Restored` says this; None: nothing."""
+    """Return what is wrong with a block, of whose rows `Restored` says this; None: nothing."""
     return gpu_entropy.reason_of(int(wrong.max(initial=0)))
 
 
@@ -482,7 +482,7 @@ def reason_of(wrong: Array) -> str | None:
 def _form(
     coder: GroupCoder, stream: int, runs: tuple[tuple[int, int], ...], *, decoding: bool
 ) -> tuple[kernels.StreamKind, tuple[mx.array, mx.array]]:
-    """What a kernel is made for, and the cosines and sines of the rows' phases."""
+    """Return what a kernel is made for, and the cosines and sines of the rows' phases."""
     rotation = NO_ROPE if stream % 2 else coder.group.layers[stream // 2].rotation
     pairs, (heads, width) = len(rotation.frequencies), coder.streams[stream]
     turning = (rotation.scale, rotation.scale) if decoding else (1 / rotation.scale, -1 / rotation.scale)

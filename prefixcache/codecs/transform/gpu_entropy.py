@@ -61,7 +61,7 @@ def dialect() -> Dialect:
 
 
 def right() -> bool:
-    """Whether the kernels give on this device what NumPy gives, of a few rows. RuntimeError where they don't compile."""
+    """Tell whether the kernels give on this device what NumPy gives, of a few rows. RuntimeError where they don't compile."""
     chance, tables = np.random.default_rng(0), first_guess()
     classes = np.arange(CLASSES, dtype=np.int32)[::-1].copy()
     values = chance.laplace(size=(2 * SIMD_WIDTH + 1, CLASSES)) * 2.0 ** ((classes - 20) / 4)
@@ -125,7 +125,7 @@ class Classes(NamedTuple):
 
     @classmethod
     def of(cls, of_groups: Sequence[Array]) -> Classes:
-        """Of int32 (components,) of each group."""
+        """Join the classes of each group, int32 (components,)."""
         counts = [len(classes) for classes in of_groups]
         numbers = np.zeros((len(counts), padded_count(max(counts))), np.uint32)
         for row, classes in zip(numbers, of_groups, strict=True):
@@ -143,7 +143,7 @@ class Classes(NamedTuple):
 
 
 def padded_count(components: int) -> int:
-    """How many values there are of so many components, one at least."""
+    """Return how many values there are of so many components, one at least."""
     return max(1, -(-components // ALIGNED)) * ALIGNED
 
 
@@ -225,7 +225,7 @@ def unpack(
 
 
 def reason_of(wrong: int) -> str | None:
-    """What is wrong with a row of which `unpack` says this; None: nothing."""
+    """Return what is wrong with a row of which `unpack` says this; None: nothing."""
     return _WRONG.get(wrong)
 
 

@@ -50,7 +50,7 @@ class Tables:
 
     @cached_property
     def starts(self) -> Array:
-        """Where each symbol's slots begin: uint16 (61, 57)."""
+        """Return where each symbol's slots begin: uint16 (61, 57)."""
         ends = np.cumsum(self.frequencies, axis=1, dtype=np.uint32)
         return (ends - self.frequencies).astype(np.uint16)
 
@@ -61,7 +61,7 @@ class Tables:
 
     @cached_property
     def costs(self) -> Array:
-        """What a magnitude of each symbol costs, sign and extra bits included, in 1/256 bits: int32 (61, 57)."""
+        """Return what a magnitude of each symbol costs, sign and extra bits included, in 1/256 bits: int32 (61, 57)."""
         seen = self.frequencies > 0
         bits = PRECISION - np.log2(np.where(seen, self.frequencies, 1)) + extra_bits(np.arange(SYMBOLS))
         escaped = PRECISION - np.log2(self.frequencies[:, ESCAPE:]) + ESCAPE_BITS
@@ -78,7 +78,7 @@ def symbol_of(magnitudes: Array) -> Array:
 
 
 def extra_bits(symbols: Array) -> Array:
-    """How many bits of a magnitude its symbol leaves open."""
+    """Return how many bits of a magnitude its symbol leaves open."""
     bits = np.where(symbols < DIRECT, 0, (symbols - DIRECT) // 4 + 1)
     return np.where(symbols == ESCAPE, ESCAPE_BITS, bits)
 
@@ -119,7 +119,7 @@ def codes_of(tables: Tables) -> SymbolCodes:
 
 
 def points_of(tables: Tables) -> Array:
-    """What each class decodes small magnitudes to, whose symbol they are: float32 (61, 8)."""
+    """Return what each class decodes small magnitudes to, whose symbol they are: float32 (61, 8)."""
     points = np.tile(np.arange(DIRECT, dtype=np.float32), (CLASSES, 1))
     points[:, 1 : FITTED + 1] = tables.points
     return points

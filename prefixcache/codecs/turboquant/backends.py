@@ -16,7 +16,7 @@ from prefixcache.codecs.turboquant.format import Form
 
 
 def encode_all(batch: Sequence[Encoding], dtype: str, form: Form) -> None:
-    """On the CPU; in one call where the back end shares out a whole batch among threads."""
+    """Encode a batch on the CPU; in one call where the back end shares out a whole batch among threads."""
     if _in_c(form):
         c_rows.encode_all(batch, dtype, form)
     else:

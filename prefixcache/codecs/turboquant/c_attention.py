@@ -53,12 +53,12 @@ def _library() -> ctypes.CDLL | None:
 
 
 def available() -> bool:
-    """Whether the kernel was built, with attention, and can be loaded here."""
+    """Tell whether the kernel was built, with attention, and can be loaded here."""
     return _library() is not None
 
 
 def takes(rows: CodedRows) -> bool:
-    """Whether there is a kernel here, and it has rows of both forms."""
+    """Tell whether there is a kernel here, and it has rows of both forms."""
     return available() and c_rows.takes(rows.keys) and c_rows.takes(rows.values)
 
 
@@ -108,7 +108,7 @@ def _borrowed(array: mx.array, alive: list[Any]) -> Array:
 def _levels(
     name: str, levels: mx.array | None, form: Form, sizes: _AttentionShape, alive: list[Any]
 ) -> tuple[int, int, int, int]:
-    """Where the mean and the spread are, and how far sequences and heads are apart."""
+    """Return where the mean and the spread are, and how far sequences and heads are apart."""
     if levels is None:
         plain = c_rows.plain_spread(form)
         alive.append(plain)
@@ -122,7 +122,7 @@ def _levels(
 
 
 def _mask(mask: mx.array | None, shape: tuple[int, ...], alive: list[Any]) -> tuple[int, int, int, int, int, int]:
-    """Where the mask is, its strides over (sequences, query heads, length, tokens), the number of its dtype."""
+    """Return where the mask is, its strides over (sequences, query heads, length, tokens), the number of its dtype."""
     if mask is None:
         return 0, 0, 0, 0, 0, 0
     if mask.dtype == mx.float64:
@@ -211,7 +211,8 @@ def _blocks(library: ctypes.CDLL, sizes: _AttentionShape) -> int:
 
 
 def _splits(library: ctypes.CDLL, sizes: _AttentionShape) -> tuple[int, int]:
-    """How many ranges of columns there are, and how long they are: more than one where there is too little to share out."""
+    """Return how many ranges of columns there are, and how long they are: more than one where there is too little to share
+    out."""
     number = threads.threads()
     parts = sizes.sequences * sizes.heads * _blocks(library, sizes)
     wanted = -(-PARTS_A_THREAD * number // parts) if number > 1 else 1
@@ -256,7 +257,7 @@ def _aligned(nbytes: int) -> Array:
 
 
 def _scratch(nbytes: int) -> int:
-    """Where this thread may work: the same memory for each of its calls."""
+    """Return where this thread may work: the same memory for each of its calls."""
     memory: Array | None = getattr(_scratches, "memory", None)
     if memory is None or memory.nbytes < nbytes:
         memory = _scratches.memory = _aligned(nbytes)

@@ -89,7 +89,7 @@ def loaded() -> tuple[ctypes.CDLL | None, str]:
 
 
 def available() -> bool:
-    """Whether the kernel was built and can be loaded here."""
+    """Tell whether the kernel was built and can be loaded here."""
     return loaded()[0] is not None
 
 
@@ -132,7 +132,7 @@ def path_number() -> int:
 
 
 def takes(form: Form) -> bool:
-    """Whether the kernel has rows of this form: widths of 32 to 1024 that 8 divides and no prime above 7."""
+    """Tell whether the kernel has rows of this form: widths of 32 to 1024 that 8 divides and no prime above 7."""
     width, codebook = form.width, form.codebook
     return (
         LEAST_WIDTH <= width <= MOST_WIDTH

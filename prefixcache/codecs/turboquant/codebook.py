@@ -49,7 +49,7 @@ class Codebook:
 
     @property
     def borders(self) -> tuple[float, ...]:
-        """Where one magnitude's cell ends and the next begins, ascending, in steps of the grid."""
+        """Return where one magnitude's cell ends and the next begins, ascending, in steps of the grid."""
         return tuple((low + high) / 2 for low, high in zip(self.magnitudes, self.magnitudes[1:], strict=False))
 
     def centroids(self) -> Array:

@@ -214,7 +214,7 @@ class TurboQuant:
         return TurboQuantRows(stream.width, stream.dtype, bits_of_part, self.seed, self.levelling, centred)
 
     def _bits(self, layer: int, layers: int) -> tuple[int, int] | None:
-        """Of keys and values of a layer; None where it stays as it is."""
+        """Return the bits of keys and values of a layer; None where it stays as it is."""
         for index in (layer, layer - layers):
             if index in self.layers:
                 bits = self.layers[index]
@@ -268,5 +268,5 @@ def _override(item: tuple[object, object]) -> tuple[int, tuple[int, int] | None]
 
 
 def is_latent(heads: int, width: int, other_width: int) -> bool:
-    """Whether rows are the compressed latents of an MLA model: one head, keys and values of different width, one wide."""
+    """Tell whether rows are compressed latents of an MLA model: one head, keys and values of different width, one wide."""
     return heads == 1 and width != other_width and max(width, other_width) >= LATENT_WIDTH

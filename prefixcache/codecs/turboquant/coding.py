@@ -57,17 +57,17 @@ class Choice(NamedTuple):
 
     @classmethod
     def of(cls, keys: RowCodec, values: RowCodec, sink_tokens: int) -> Choice | None:
-        """What gives the codes that these row codecs give; None where one of them is not TurboQuant's."""
+        """Return the choice that gives the codes of these row codecs; None where one of them is not TurboQuant's."""
         if not isinstance(keys, TurboQuantRows) or not isinstance(values, TurboQuantRows):
             return None
         return cls(keys.bits, values.bits, keys.levelled, sink_tokens, keys.seed)
 
     def same_codes(self, other: Choice | None) -> bool:
-        """Whether both give the same codes: all but `recent_tokens` decides that."""
+        """Tell whether both give the same codes: all but `recent_tokens` decides that."""
         return other is not None and self._replace(recent_tokens=0) == other._replace(recent_tokens=0)
 
     def forms(self, kind: LayerRows) -> tuple[Form, Form]:
-        """Those of keys and of values."""
+        """Return the forms of keys and of values."""
         return form_of(kind.key_width, self.key_bits, self.seed), form_of(kind.value_width, self.value_bits, self.seed)
 
     def check(self) -> Choice:

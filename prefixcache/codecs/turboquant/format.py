@@ -120,5 +120,5 @@ class CodedRows(NamedTuple):
 
     @property
     def key_words(self) -> int:
-        """Where a row's value begins in `codes`."""
+        """Return where a row's value begins in `codes`."""
         return words_of(self.keys.width, self.keys.codebook.bits)

@@ -22,7 +22,7 @@ WIDTHS = range(64, 257)
 
 
 def takes(rows: CodedRows, queries: mx.array) -> bool:
-    """Whether the kernels are there and made for such rows and queries: widths of 64 to 256 that `gpu_rows` takes,
+    """Tell whether the kernels are there and made for such rows and queries: widths of 64 to 256 that `gpu_rows` takes,
     at most 64 query rows (queries a head of keys, times their length) for each head of keys."""
     if not gpu_rows.available() or name_of(queries.dtype) not in FLOATS:
         return False

@@ -28,7 +28,7 @@ from prefixcache.kernels.turboquant_rows import RowKind
 
 
 def available() -> bool:
-    """Whether MLX's default device is a GPU that kernels can be built for."""
+    """Tell whether MLX's default device is a GPU that kernels can be built for."""
     return dialect_here() is not None
 
 
@@ -124,7 +124,7 @@ def measure_levels(rows: mx.array, centred: bool, firsts: Sequence[int]) -> Lazy
 
 
 def for_both(levels: LazyLevels, form: Form) -> tuple[mx.array, mx.array]:
-    """What `for_encoding` and `for_decoding` give, of levels that were measured on the GPU and haven't left it. Lazy."""
+    """Return what `for_encoding` and `for_decoding` give, of levels that were measured on the GPU and are there. Lazy."""
     mean, steps = levels.mean.astype(mx.float32), levels.steps.astype(mx.uint32)
     divisors, weights = _in_gpu_memory(DIVISORS), _in_gpu_memory(np.float32(1) / DIVISORS)
     gain = mx.array(form.spread(None))
@@ -132,8 +132,8 @@ def for_both(levels: LazyLevels, form: Form) -> tuple[mx.array, mx.array]:
 
 
 def _in_gpu_memory(array: Array) -> mx.array:
-    """In the GPU's own memory, where MLX puts only what a GPU computed: every group of threads reads levels anew, and from
-    the host's memory that takes as long as all the rest."""
+    """Return the array in the GPU's own memory, where MLX puts only what a GPU computed: every group of threads reads levels
+    anew, and from the host's memory that takes as long as all the rest."""
     return mx.array(array) * 1
 
 
@@ -146,7 +146,7 @@ def _dialect() -> Dialect:
 
 @lru_cache(maxsize=64)
 def _kind(form: Form, dtype: str, levelled: bool) -> RowKind:
-    """What a kernel is compiled for."""
+    """Return what a kernel is compiled for."""
     codebook = form.codebook
     signs = form.rotation.signs
     flips = np.zeros((len(signs), -(-form.width // 32) * 32), np.uint8)

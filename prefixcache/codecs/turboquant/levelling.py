@@ -156,7 +156,7 @@ def channel_statistics(parts: Sequence[Array], centred: bool) -> tuple[Array, Ar
 
 
 def channel_statistics_numpy(parts: Sequence[Array], centred: bool) -> tuple[Array, Array, Array]:
-    """The same without a compiler; sizes differ in their last bits."""
+    """Measure the same without a compiler; sizes differ in their last bits."""
     rows = np.concatenate(parts, axis=1)
     rows = as_float32(rows, "bfloat16" if rows.dtype == np.uint16 else rows.dtype.name)
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):

@@ -37,7 +37,7 @@ class LevelStack:
         return self.each[sequence if len(self.each) > 1 else 0]
 
     def of_heads(self, first: int, heads: int) -> LevelStack:
-        """Those of some of the heads: the same object each time."""
+        """Return the stack of some of the heads: the same object each time."""
         if heads == self.heads:
             return self
         if (first, heads) not in self._slices:

@@ -93,7 +93,7 @@ class Rotation:
 
     @property
     def integral(self) -> bool:
-        """Whether T is made of integers."""
+        """Tell whether T is made of integers."""
         return all(factor == 2 or factor in HOUSEHOLDER for factor in self.factors)
 
     @cached_property
