@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from prefixcache import model_identity
@@ -22,9 +24,21 @@ SYSTEM, QUESTIONS = text(600, "transform"), [text(20, f"question {turn}") for tu
 
 
 @pytest.fixture(scope="module")
-def basis(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """tiny-llama in float32, which a CPU multiplies many times faster."""
+    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
+    shutil.copytree(TINY, folder)
+    weights = mx.load(str(TINY / "model.safetensors"))
+    assert isinstance(weights, dict)
+    single = {name: weight.astype(mx.float32) for name, weight in weights.items()}
+    mx.save_safetensors(str(folder / "model.safetensors"), single, metadata={"format": "mlx"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def basis(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of tiny-llama, alone in its folder."""
-    return calibrate(TINY, tmp_path_factory.mktemp("bases"))
+    return calibrate(model, tmp_path_factory.mktemp("bases"))
 
 
 @pytest.fixture(autouse=True)
@@ -48,8 +62,8 @@ def images(directory: Path) -> int:
     return sum(file.stat().st_size for file in (directory / "rows").rglob("*.safetensors"))
 
 
-def test_answers_are_the_same_from_ram_and_after_a_restart_from_ssd(basis, tmp_path):
-    flags = ["--model", TINY, "--basis-dir", basis.parent, "--ssd-dir", tmp_path / "ssd"]
+def test_answers_are_the_same_from_ram_and_after_a_restart_from_ssd(model, basis, tmp_path):
+    flags = ["--model", model, "--basis-dir", basis.parent, "--ssd-dir", tmp_path / "ssd"]
     with serving(tmp_path / "first.log", *flags, limits=LIMITS) as first:
         cold = chat(first, SYSTEM, QUESTIONS)
         again = chat(first, SYSTEM, QUESTIONS)
@@ -69,11 +83,11 @@ def test_answers_are_the_same_from_ram_and_after_a_restart_from_ssd(basis, tmp_p
     assert restarted[1].computed == 1
 
 
-def test_what_is_stored_is_smaller_than_with_turboquant(basis, tmp_path):
+def test_what_is_stored_is_smaller_than_with_turboquant(model, basis, tmp_path):
     stored = {}
     for codec in ("transform:3", "turboquant:4"):
         directory = tmp_path / codec.replace(":", "-")
-        flags = ["--model", TINY, "--basis-dir", basis.parent, "--ssd-dir", directory]
+        flags = ["--model", model, "--basis-dir", basis.parent, "--ssd-dir", directory]
         with serving(tmp_path / "log", *flags, limits=("--ram", "200MB", "--codec", codec)) as server:
             assert ask(server, [{"role": "user", "content": text(1200, "stored")}]).prompt > 1024
         stored[codec] = images(directory)
@@ -112,8 +126,8 @@ def test_an_adapters_basis_is_used_with_it_and_not_without(tmp_path):
         assert len(warnings_of(server.ready().said())) == 1
 
 
-def test_a_basis_that_ram_has_no_room_for_is_left_and_said(basis, tmp_path):
-    flags = ["--ram", "150kB", "--codec", "transform", "--model", TINY, "--basis-dir", basis.parent]
+def test_a_basis_that_ram_has_no_room_for_is_left_and_said(model, basis, tmp_path):
+    flags = ["--ram", "150kB", "--codec", "transform", "--model", model, "--basis-dir", basis.parent]
     with starting(serve, tmp_path / "log", *flags) as server:
         server.ready()
         assert (
@@ -129,11 +143,11 @@ def warm(arguments: list[str]) -> None:
     app(["warm", *arguments], prog_name="prefixcache")
 
 
-def test_what_was_warmed_with_a_basis_a_server_hits(basis, tmp_path):
+def test_what_was_warmed_with_a_basis_a_server_hits(model, basis, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     system: dict[str, Any] = {"role": "system", "content": SYSTEM}
     prompts.write_text(json.dumps({"messages": [system]}))
-    flags = ["--model", TINY, "--basis-dir", basis.parent, "--ssd-dir", tmp_path / "ssd", *LIMITS]
+    flags = ["--model", model, "--basis-dir", basis.parent, "--ssd-dir", tmp_path / "ssd", *LIMITS]
     done = forked.run(warm, *flags, "--ssd", "200MB", prompts)
     assert (done.returncode, done.stderr) == (0, "")
     with serving(tmp_path / "log", *flags, limits=()) as server:
