@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,12 +26,11 @@ from prefixcache.planning.model import ModelState
 from prefixcache.planning.outcome import Fleet, FleetOutcome
 from prefixcache.planning.routing import machines_of
 from prefixcache.planning.simulated_ssd import Done, SimulatedImage
-from prefixcache.planning.simulator import EVERY, Prompts, Simulation
+from prefixcache.planning.simulator import EVERY, Prompts, Simulation, last_tier
 from prefixcache.ssd.entries import Entry
-from prefixcache.tiers.lower_tier import LowerTier
+from prefixcache.tiers.lower_tier import entry_of
 from prefixcache.tiers.promotion import PATIENCE, promote
 from prefixcache.tiers.prompt import Deepest, Hit, Prompt
-from prefixcache.tiers.storage import Storage
 from prefixcache.trace.reading import Request
 
 Name = tuple[Kind, bytes]  # an image's kind and key: what it is called on every machine
@@ -120,31 +119,26 @@ class SimulatedRemote:
                 del self._beside[image.parent]
 
 
-class _Storage(Storage):
-    """With a last tier that only promotions know: what the remote has of the prompt that is looked up. Nothing spills
-    there.
-    """
+class RemoteImages:
+    """What the remote has of the prompt that is looked up, as a machine's last tier."""
 
-    def __init__(self, settings: Any, ram: int, tiers: int):
-        super().__init__(settings, ram, tiers + 1)
-        self.elsewhere = LowerTier(self, tiers)
+    def __init__(self, number: int, remote: SimulatedRemote):
+        self.number = number
+        self._remote = remote
 
-    def tiers_of(self, slot: Slot) -> Iterator[LowerTier]:
-        yield from super().tiers_of(slot)
-        if slot.is_in(self.elsewhere.number):
-            yield self.elsewhere
+    def read(self, slot: Slot) -> Done:
+        return self._remote.read(entry_of(slot))
+
+    def invalidate(self, slot: Slot) -> None:
+        raise AssertionError("a size never goes bad")
 
 
 class Machine(Simulation):
     """One of a fleet. `trips` are the round trips that its lookups waited for, `remote_tokens` the hits that they brought."""
 
-    storage: _Storage
-    makes_storage = _Storage
-
     def __init__(self, state: ModelState, codec: Codec, fleet: Fleet, remote: SimulatedRemote):
-        super().__init__(state, codec, ram=fleet.ram, ssd=fleet.ssd, policy=fleet.policy, admission=fleet.admission)
+        super().__init__(state, codec, fleet.cell, [RemoteImages(last_tier(fleet.cell), remote)])
         self._fleet, self._remote = fleet, remote
-        self.storage.elsewhere.tier = remote  # type: ignore[assignment]
         # Images that the remote has, as far as this machine knows, by the key of their node: a block that is found missing
         # takes what depends on it along.
         self._there: defaultdict[bytes, set[Name]] = defaultdict(set)
@@ -204,7 +198,7 @@ class Machine(Simulation):
             seconds = fleet.link.rtt + sum(slot.nbytes for slot in remote) / fleet.link.rate
             if remote and seconds < (depth - local.depth) / fleet.prefill:
                 self.trips += 1
-                promote(storage, prompt, 0)
+                promote(storage, prompt, 0, source=self.source)
         finally:
             storage.unpin(pinned)
             for slot in reversed(slots):
@@ -306,9 +300,7 @@ def simulate_fleet(
     """
     remote = SimulatedRemote(fleet.remote)
     machines: list[Simulation] = [
-        Simulation(state, codec, ram=fleet.ram, ssd=fleet.ssd, policy=fleet.policy, admission=fleet.admission)
-        if fleet.remote_admission is None
-        else Machine(state, codec, fleet, remote)
+        Simulation(state, codec, fleet.cell) if fleet.remote_admission is None else Machine(state, codec, fleet, remote)
         for _ in range(fleet.machines)
     ]
     asked, hit, read, remote_read, trips = (array("q") for _ in range(5))

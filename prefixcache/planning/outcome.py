@@ -12,25 +12,27 @@ from prefixcache.planning.advice import Link
 
 
 class Cell(NamedTuple):
-    """One size to try: bytes of RAM and SSD (0: none), eviction policy and SSD admission; as in `Settings`."""
-
-    ram: int
-    ssd: int = 0
-    policy: str = "lru"
-    admission: str = "always"
-
-
-class Fleet(NamedTuple):
-    """Machines of one size each, as in `Cell`, and the remote tier that they share.
-
-    `remote_admission` is "second", "always" or "never", None without a remote; `remote` its limit in bytes, None for none.
-    What computing takes less time for, at `prefill` tokens a second, is not read over the `link`.
+    """One size to try: bytes of RAM and SSD (0: none), eviction policy and SSD admission, as in `Settings`; so are
+    `spill` and `idle` (`spill_idle`). `idle` is 0, since what it adds depends on how long the server lives; "auto" has all gaps of the
+    trace used.
     """
 
     ram: int
     ssd: int = 0
     policy: str = "lru"
     admission: str = "always"
+    spill: str = "drop"
+    idle: int | str = 0
+
+
+class Fleet(NamedTuple):
+    """Machines of the size of a `cell` each, and the remote tier that they share.
+
+    `remote_admission` is "second", "always" or "never", None without a remote; `remote` its limit in bytes, None for none.
+    What computing takes less time for, at `prefill` tokens a second, is not read over the `link`.
+    """
+
+    cell: Cell
     machines: int = 1
     routing: str = "sticky"
     remote_admission: str | None = None
@@ -40,17 +42,14 @@ class Fleet(NamedTuple):
 
 
 class CellOutcome(NamedTuple):
-    """One run of a trace at one size. Tokens are counted in tokens, all else in bytes or images.
+    """One run of a trace at the size of a `cell`. Tokens are counted in tokens, all else in bytes or images.
 
     `ram_tokens` are hits that RAM had at once, `ssd_tokens` those that a promotion brought; their share of `asked_tokens` is
     the hit rate. The arrays have one element a request, int64: `asked`, `hit` (tokens, of either tier) and `read` (bytes that
     the promotion took from the SSD).
     """
 
-    ram: int
-    ssd: int
-    policy: str
-    admission: str
+    cell: Cell
     requests: int
     seconds: float
     asked_tokens: int

@@ -13,22 +13,23 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from threading import Condition
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from prefixcache.blocks.lookup import hit_depth
-from prefixcache.blocks.node import RAM, Node
+from prefixcache.blocks.node import RAM, Node, Slot
 from prefixcache.codecs import Codec
 from prefixcache.codecs.transform.codec import Calibrated
-from prefixcache.image_format import SNAPSHOT, Blueprint, Kind, Meta, Spec
+from prefixcache.image_format import SNAPSHOT, Blueprint, Image, Kind, Meta, Spec
 from prefixcache.keys import TOKEN_BYTES, canonical, root_key
 from prefixcache.layers.finite import NotFinite
 from prefixcache.layers.image_layout import Plan
 from prefixcache.layers.snapshots import State
 from prefixcache.memory import collector_at_rest
 from prefixcache.planning.model import ModelState, held_rows
-from prefixcache.planning.outcome import CellOutcome
+from prefixcache.planning.outcome import Cell, CellOutcome
 from prefixcache.planning.simulated_ssd import SimulatedImage, SimulatedSsd
 from prefixcache.planning.sizes import StateSizes
 from prefixcache.settings import Settings
@@ -38,7 +39,7 @@ from prefixcache.store_fetch_remove.namespaces import reserve_basis
 from prefixcache.store_fetch_remove.store import StoreCall
 from prefixcache.tiers.idle import LOOKS, PERIOD, Idle
 from prefixcache.tiers.namespace import Namespace
-from prefixcache.tiers.promotion import promote
+from prefixcache.tiers.promotion import ReadableTier, promote
 from prefixcache.tiers.prompt import Hit, Prompt, count_hit, take_hit
 from prefixcache.tiers.storage import Storage
 from prefixcache.trace.reading import Request
@@ -47,8 +48,8 @@ EVERY = 64  # requests between two calls of `progress`
 MIXER = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / the golden ratio: odd, and products of near numbers stay apart
 
 
-class SimulatedPlan(Plan):
-    """A plan whose images are sizes. Specs that are equal are one object, so that a size is computed once."""
+class RememberedPlan(Plan):
+    """A plan that gives equal specs as one object, so that a size is computed once."""
 
     def __init__(self, layout: dict[str, Any], codec: Codec):
         super().__init__(layout, codec)
@@ -67,12 +68,6 @@ class SimulatedPlan(Plan):
         if what not in self._window_specs:
             self._window_specs[what] = super().window_specs(mask, start, coded)
         return self._window_specs[what]
-
-    def is_coded(self, tensors: dict[str, Any]) -> bool:
-        return self.lossless  # of a tail: no live cache has codes here
-
-    def fits(self, image: Any, kind: str, start: int, tokens: int, mask: tuple[int, ...] = ()) -> bool:
-        return True
 
 
 class _Size(NamedTuple):
@@ -138,68 +133,70 @@ class SizeMaker:
         """Nothing is decoded."""
 
 
-class _Turns:
-    """In the place of the storage's condition: to wait is to let the writer work."""
+class WriterTurn(Condition):
+    """A storage's condition: to wait for it is to let the simulated writer work."""
 
-    def __init__(self, ssd: SimulatedSsd):
-        self._ssd = ssd
-
-    def notify_all(self) -> None:
-        """Nobody waits."""
+    def __init__(self, lock: Any, settle: Callable[[], None]):
+        super().__init__(lock)
+        self._settle = settle
 
     def wait(self, timeout: float | None = None) -> bool:
-        self._ssd.settle()
+        self._settle()
+        return True
+
+
+class SizeSource:
+    """Reads sizes from a storage's tiers, and from `more` that nothing spills to. No tensors could be wrong."""
+
+    def __init__(self, storage: Storage, more: Sequence[ReadableTier]):
+        self._storage, self._more = storage, more
+
+    def tier_of(self, slot: Slot) -> ReadableTier | None:
+        return next((tier for tier in (*self._storage.lower, *self._more) if slot.is_in(tier.number)), None)
+
+    def fits(self, slot: Slot, image: Image) -> bool:
         return True
 
 
 class Simulation:
-    """A cache of a model's state, of these sizes in bytes, at first empty. Not thread-safe."""
+    """A cache of a model's state, at first empty. `more` are tiers that it can read from, below its own, and to which nothing
+    spills; their number is `last_tier`. Not thread-safe. ValueError where RAM has no size.
+    """
 
-    makes_storage = Storage
-
-    def __init__(
-        self,
-        state: ModelState,
-        codec: Codec,
-        *,
-        ram: int,
-        ssd: int = 0,
-        policy: str = "lru",
-        admission: str = "always",
-        spill: str = "drop",
-        idle: int | str = 0,
-    ):
-        if ram <= 0 or ssd < 0:
-            raise ValueError(f"ram={ram}, ssd={ssd}: nothing could be kept; give ram a size")
+    def __init__(self, state: ModelState, codec: Codec, cell: Cell, more: Sequence[ReadableTier] = ()):
+        if cell.ram <= 0 or cell.ssd < 0:
+            raise ValueError(f"ram={cell.ram}, ssd={cell.ssd}: nothing could be kept; give ram a size")
         settings = Settings.model_construct(
-            ram=ram,
+            ram=cell.ram,
             ssd_dir=None,
-            ssd=ssd,
+            ssd=cell.ssd,
             codec=codec,
-            policy=policy,
-            ssd_admission=admission,
-            spill=spill,
-            spill_idle=idle,
+            policy=cell.policy,
+            ssd_admission=cell.admission,
+            spill=cell.spill,
+            spill_idle=cell.idle,
         )
-        self.storage = storage = self.makes_storage(settings, settings.ram_bytes(0), tiers=2 if ssd else 1)
         self.ssd: SimulatedSsd | None = None
+        tiers = last_tier(cell) + len(more)
+        self.storage = storage = Storage(
+            settings, settings.ram_bytes(0), tiers, partial(WriterTurn, settle=self.settle)
+        )
         if isinstance(codec, Calibrated) and reserve_basis(storage, codec.basis, 0) is None:
             codec = codec.otherwise
-        plan = SimulatedPlan(state.layout, codec)
+        plan = RememberedPlan(state.layout, codec)
         sizes = StateSizes(state, codec)
         layout, spec = canonical(state.layout), canonical(codec.spec())
         root = root_key(sizes.model, codec.spec(), state.layout, b"")
         row = NamespaceRow(root, sizes.model, spec, layout, 0.0)
         namespace = Namespace(row, plan, storage.graph.tree(root, plan.windows, bool(plan.snapshots)))
         storage.namespaces[root] = namespace
-        if ssd:
+        if cell.ssd:
             tier = storage.add_tier()
-            self.ssd = SimulatedSsd(
-                ssd, storage.settings.queue_bytes(storage.budget.limit), partial(storage.written, tier)
-            )
+            queue_bytes = storage.settings.queue_bytes(storage.budget.limit)
+            self.ssd = SimulatedSsd(cell.ssd, queue_bytes, partial(storage.written, tier))
             storage.open_tier(tier, self.ssd, [namespace])
-            storage.changed = _Turns(self.ssd)  # type: ignore[assignment]
         self.namespace = namespace
+        self.source = SizeSource(storage, more)
         self._maker = SizeMaker(namespace, sizes, self.ssd)
         self._now = 0.0
         self._idle = Idle(storage, lambda: self._now)
@@ -226,7 +223,7 @@ class Simulation:
         deepest = prompt.deepest(self.storage.graph.last)
         assert deepest is not None
         if deepest.depth > hit_depth(deepest.walk, RAM, len(prompt)):
-            promote(self.storage, prompt, 0)
+            promote(self.storage, prompt, 0, source=self.source)
             self.settle()
 
     def rest(self, since: float, until: float) -> None:
@@ -254,28 +251,28 @@ class Simulation:
         self.storage.graph.check_integrity()
 
 
+def last_tier(cell: Cell) -> int:
+    """Return how many tiers a simulation of this size has: the number of the first of `more`."""
+    return 2 if cell.ssd else 1
+
+
 def simulate(
     requests: Iterable[Request],
     state: ModelState,
     codec: Codec,
+    cell: Cell,
     *,
-    ram: int,
-    ssd: int = 0,
-    policy: str = "lru",
-    admission: str = "always",
-    spill: str = "drop",
-    idle: int | str = 0,
     leave: int = 1,
     block: int = 512,
     progress: Callable[[int], None] | None = None,
 ) -> CellOutcome:
-    """Serve these requests, one after the other, with a cache of `ram` and `ssd` bytes. An id stands for `block` tokens.
+    """Serve these requests, one after the other, with a cache of this size, and return what came of it. An id stands for
+    `block` tokens.
 
     `leave` tokens of each prompt are computed in any case, as with `PrefixCache.fetch`. `progress` is told the requests done,
-    now and then. `idle` is the setting `spill_idle`: 0, since what it adds depends on how long the server lives; "auto" has
-    all gaps of the trace used. Raises ValueError where RAM has no size.
+    now and then. Raises ValueError where RAM has no size.
     """
-    run = Simulation(state, codec, ram=ram, ssd=ssd, policy=policy, admission=admission, spill=spill, idle=idle)
+    run = Simulation(state, codec, cell)
     asked, given, read = array("q"), array("q"), array("q")
     first, last = None, 0.0
     prompts = Prompts(block)
@@ -295,10 +292,7 @@ def simulate(
                 progress(number)
     counters, ssd_side = run.storage.counters, run.ssd
     return CellOutcome(
-        ram=ram,
-        ssd=ssd,
-        policy=policy,
-        admission=admission,
+        cell=cell,
         requests=len(asked),
         seconds=last - (first or 0.0),
         asked_tokens=sum(asked),

@@ -65,10 +65,7 @@ def simulated(workload: Workload, cell: Cell, progress: CellProgress) -> CellOut
         requests,
         workload.state,
         workload.codec,
-        ram=cell.ram,
-        ssd=cell.ssd,
-        policy=cell.policy,
-        admission=cell.admission,
+        cell,
         leave=workload.leave,
         block=block,
         progress=progress,
@@ -156,7 +153,7 @@ def sweep(
     runs.sort(key=lambda cell: (cell.ssd == 0, -cell.ssd, cell.ram))  # the longest first
     results = _run_all(workload, runs, processes, progress, run)
     outcomes.update(zip(runs, results, strict=True))
-    return [outcomes[equivalent_cell(cell, most)]._replace(**cell._asdict()) for cell in cells]
+    return [outcomes[equivalent_cell(cell, most)]._replace(cell=cell) for cell in cells]
 
 
 def sweep_fleets(

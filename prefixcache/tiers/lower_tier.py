@@ -16,7 +16,7 @@ from prefixcache.ssd import Address, Cancelled, Entry
 from prefixcache.tiers.admission import Claim
 from prefixcache.tiers.loading import parent_of, place_entry
 from prefixcache.tiers.state import StorageState
-from prefixcache.tiers.tier import Tier
+from prefixcache.tiers.tier import PendingRead, Tier
 
 log = logging.getLogger("prefixcache")
 
@@ -215,6 +215,10 @@ class LowerTier:
         self.unindexed[entry.address] = entry
         self._state.graph.drop(slot, self.number)
         self._state.graph.drop(slot, 0)
+
+    def read(self, slot: Slot) -> PendingRead:
+        """Begin to read a slot's image."""
+        return self.tier.read(entry_of(slot))
 
     def invalidate(self, slot: Slot) -> None:
         """Note that a slot's file went bad and was quarantined: it is no longer in the tier."""

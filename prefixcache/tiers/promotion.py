@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from prefixcache.blocks.budget import Reservation
 from prefixcache.blocks.lookup import required_images
@@ -20,7 +20,6 @@ from prefixcache.blocks.node import RAM, Slot
 from prefixcache.image_format import ROWS, SNAPSHOT, Image
 from prefixcache.keys import BLOCK, TOKEN_BYTES
 from prefixcache.ssd import Corrupt
-from prefixcache.tiers.lower_tier import LowerTier, entry_of
 from prefixcache.tiers.prompt import Prompt, boundary
 from prefixcache.tiers.storage import Storage
 from prefixcache.tiers.tier import PendingRead
@@ -32,19 +31,62 @@ PROMOTERS = 4  # promotions at work at once; the reads of each go to the tier
 PATIENCE = 10.0  # seconds that a promotion waits for RAM while the writer makes some free
 
 
+class ReadableTier(Protocol):
+    """What a promotion asks of a tier below RAM."""
+
+    number: int
+
+    def read(self, slot: Slot) -> PendingRead:
+        """Begin to read a slot's image."""
+
+    def invalidate(self, slot: Slot) -> None:
+        """Forget a slot's image: it went bad."""
+
+
+class ImageSource(Protocol):
+    """Where a promotion reads images, and which of them it believes."""
+
+    def tier_of(self, slot: Slot) -> ReadableTier | None:
+        """Return the fastest tier that has a slot's image, or None."""
+
+    def fits(self, slot: Slot, image: Image) -> bool:
+        """Return whether it has the tensors that an image in this place must have."""
+
+
+class StorageSource:
+    """The tiers of a storage, whose images are compared with the plan of their namespace."""
+
+    def __init__(self, storage: Storage):
+        self._storage = storage
+
+    def tier_of(self, slot: Slot) -> ReadableTier | None:
+        return next(self._storage.lower.having(slot), None)
+
+    def fits(self, slot: Slot, image: Image) -> bool:
+        node = slot.node
+        namespace = self._storage.namespaces.get(node.tree.root.key) if node.tree is not None else None
+        if namespace is None:
+            return False
+        start, tokens = (node.end, slot.suffix) if slot.kind == SNAPSHOT else (node.start, node.tokens)
+        return namespace.plan.fits(image, slot.kind, start, len(tokens) // TOKEN_BYTES, slot.mask)
+
+
 class SlotRead(NamedTuple):
     """One image on its way. `reservation` is None in a promotion that waits for another's reading of it."""
 
     slot: Slot
-    tier: LowerTier
+    tier: ReadableTier
     future: PendingRead
     reservation: Reservation | None
 
 
-def promote(storage: Storage, prompt: Prompt, leave: int, whole_blocks: bool = False) -> int:
+def promote(
+    storage: Storage, prompt: Prompt, leave: int, whole_blocks: bool = False, source: ImageSource | None = None
+) -> int:
     """Bring the deepest boundary of a prompt that fits into RAM; returns the depth there.
 
-    `leave`, `whole_blocks`: see `PrefixCache.promote`. Blocks on reads: call it on a thread of its own.
+    `leave`, `whole_blocks`: see `PrefixCache.promote`. `source`: the storage's tiers unless told. Blocks on reads: call it
+    on a thread of its own.
     """
     graph, began = storage.graph, time.monotonic()
     with storage.lock:
@@ -60,7 +102,8 @@ def promote(storage: Storage, prompt: Prompt, leave: int, whole_blocks: bool = F
         pinned = graph.pin(required_images(walk, end, graph.last))
         before = boundary(namespace, walk, RAM, limit, whole_blocks)
     try:
-        _Promotion(storage, before).bring([slot for slot in reversed(pinned) if slot.image is None])
+        missing = [slot for slot in reversed(pinned) if slot.image is None]
+        _Promotion(storage, source or StorageSource(storage), before).bring(missing)
     finally:
         with storage.lock:
             storage.unpin(pinned)  # superseded tails are deleted
@@ -133,8 +176,9 @@ def _room(storage: Storage) -> int:
 class _Promotion:
     """The reads of one promotion. `before`: the depth that RAM had without them."""
 
-    def __init__(self, storage: Storage, before: int):
+    def __init__(self, storage: Storage, source: ImageSource, before: int):
         self._storage = storage
+        self._source = source
         self._before = before
         self._waiting: deque[SlotRead] = deque()
         self._complete = True  # so far: what comes after one that did not land is of no use now
@@ -187,11 +231,10 @@ class _Promotion:
 
     def _read_one(self, slot: Slot, reservation: Reservation) -> bool:
         """Start to read an image. False when no tier has it any more."""
-        tier = next(self._storage.tiers_of(slot), None)
+        tier = self._source.tier_of(slot)
         if tier is None or reservation.left < slot.nbytes:
             return False
-        image = tier.tier.read(entry_of(slot))
-        slot.reading = SlotRead(slot, tier, image, reservation.split(slot.nbytes))
+        slot.reading = SlotRead(slot, tier, tier.read(slot), reservation.split(slot.nbytes))
         self._waiting.append(slot.reading)
         return True
 
@@ -215,7 +258,7 @@ class _Promotion:
         fits = False
         try:
             image = reading.future.result()
-            fits = _fits(storage, slot, image)
+            fits = self._source.fits(slot, image)
         except Exception as failure:
             image, error = None, failure
         with storage.lock, reservation:
@@ -233,13 +276,3 @@ class _Promotion:
                 storage.counters.arrivals.came(slot, max(first, self._before))
             storage.changed.notify_all()
             return slot.image is not None
-
-
-def _fits(storage: Storage, slot: Slot, image: Image) -> bool:
-    """Whether it has the tensors that an image in this place must have."""
-    node = slot.node
-    namespace = storage.namespaces.get(node.tree.root.key) if node.tree is not None else None
-    if namespace is None:
-        return False
-    start, tokens = (node.end, slot.suffix) if slot.kind == SNAPSHOT else (node.start, node.tokens)
-    return namespace.plan.fits(image, slot.kind, start, len(tokens) // TOKEN_BYTES, slot.mask)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from typing import Any
 
 from prefixcache import image_memory
 from prefixcache.blocks.budget import Budget
@@ -17,10 +19,12 @@ class StorageState:
     inside it and never around it. `changed` is notified when an image was deleted from RAM, became durable, or came back.
     """
 
-    def __init__(self, ram: int, policy: str, tiers: int):
-        """`tiers`: how many there are at most, RAM included."""
+    def __init__(
+        self, ram: int, policy: str, tiers: int, condition: Callable[[Any], threading.Condition] = threading.Condition
+    ):
+        """`tiers`: how many there are at most, RAM included. `condition` makes `changed` of the lock."""
         self.lock = threading.RLock()
-        self.changed = threading.Condition(self.lock)
+        self.changed = condition(self.lock)
         self.budget = Budget(ram)
         image_memory.keep_within(self.budget)
         self.graph = Graph(self.budget, policy, tiers)

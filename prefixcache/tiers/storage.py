@@ -7,7 +7,9 @@ tier, unless the setting `spill="wait"` says so, and then no longer than `spill_
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from prefixcache.blocks.eviction import least_recent_leaf
 from prefixcache.blocks.node import RAM, Node, Slot
@@ -29,18 +31,20 @@ class Storage(StorageState):
     write that has ended, is acted on here.
     """
 
-    def __init__(self, settings: Settings, ram: int, tiers: int):
-        """`tiers`: how many there are at most, RAM included."""
-        super().__init__(ram, settings.policy, tiers)
+    def __init__(
+        self,
+        settings: Settings,
+        ram: int,
+        tiers: int,
+        condition: Callable[[Any], threading.Condition] = threading.Condition,
+    ):
+        """`tiers`: how many there are at most, RAM included. `condition` makes `changed` of the lock."""
+        super().__init__(ram, settings.policy, tiers, condition)
         self.settings = settings
         self.lower = LowerTiers(self)
         self.ram = Ram(self, self.lower, settings.ssd_admission)
         self.spilling = Spilling(self, self.lower, self.ram, through=settings.spill == "through")
         self.remote: SharedTier | None = None
-
-    def tiers_of(self, slot: Slot) -> Iterator[LowerTier]:
-        """Yield the tiers below RAM that have a slot's image, the fastest first."""
-        return self.lower.having(slot)
 
     # -- a tier below -------------------------------------------------------------------------------------------------
 

@@ -24,8 +24,16 @@ def outcome(cell: Cell, **values: Any) -> CellOutcome:
     """Hits are as many as the cell has bytes."""
     none = np.zeros(0, np.int64)
     counts = dict.fromkeys(CellOutcome._fields, 0)
-    of = {"asked_tokens": 100, "ram_tokens": cell.ram, "ssd_tokens": cell.ssd, "asked": none, "hit": none, "read": none}
-    return CellOutcome(**{**counts, **cell._asdict(), **of, **values})
+    of = {
+        "cell": cell,
+        "asked_tokens": 100,
+        "ram_tokens": cell.ram,
+        "ssd_tokens": cell.ssd,
+        "asked": none,
+        "hit": none,
+        "read": none,
+    }
+    return CellOutcome(**{**counts, **of, **values})
 
 
 def at_once(workload: Workload, cell: Cell, tell: Callable[[int], None]) -> CellOutcome:

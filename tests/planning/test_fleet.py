@@ -16,7 +16,7 @@ from prefixcache.keys import BLOCK
 from prefixcache.planning.advice import Link
 from prefixcache.planning.fleet import Machine, SimulatedRemote, simulate_fleet
 from prefixcache.planning.model import ModelState
-from prefixcache.planning.outcome import Fleet, FleetOutcome
+from prefixcache.planning.outcome import Cell, Fleet, FleetOutcome
 from prefixcache.planning.routing import COMMON, machines_of, sessions
 from prefixcache.planning.simulator import Prompts, simulate
 from prefixcache.planning.sizes import StateSizes
@@ -46,8 +46,9 @@ class Served:
 
     def __init__(self, admission: str = "second", state: ModelState = STATE, limit: int | None = None, **fleet):
         self.remote = SimulatedRemote(limit)
-        cell = Fleet(**{"ram": GB, "remote_admission": admission, **fleet})
-        self.machines = [Machine(state, RAW, cell, self.remote) for _ in range(3)]
+        of_one = {name: fleet.pop(name) for name in Cell._fields if name in fleet}
+        machines = Fleet(Cell(**{"ram": GB, **of_one}), remote_admission=admission, **fleet)
+        self.machines = [Machine(state, RAW, machines, self.remote) for _ in range(3)]
         self._prompts = Prompts(BLOCK)
 
     def fetch(self, machine: int, *ids: int, tokens: int | None = None) -> int:
@@ -108,7 +109,7 @@ def test_what_is_there_is_not_sent_again():
 @pytest.mark.parametrize("admission", ["second", "always"])
 @pytest.mark.parametrize("routing", ["sticky", "random"])
 def test_nothing_is_sent_twice_to_a_remote_that_keeps_all(admission, routing):
-    outcome = run(AGENTS, Fleet(RAM, SSD, machines=3, routing=routing, remote_admission=admission, link=AT_ONCE))
+    outcome = run(AGENTS, Fleet(Cell(RAM, SSD), machines=3, routing=routing, remote_admission=admission, link=AT_ONCE))
     assert outcome.sent_bytes == outcome.remote_peak > 0
     assert outcome.remote_evicted == 0
 
@@ -216,16 +217,14 @@ def test_what_lands_where_room_is_short_leaves_every_machine_whole(config, ram, 
     state, remote = ModelState.of(config, name="tiny"), SimulatedRemote(3_000_000)
     asked = [request for request in AGENTS[:20] for _ in range(2)]
     for policy, admission in (("lru", "always"), ("adaptive", "second")):
-        fleet = Fleet(ram, ssd, policy, admission, remote_admission="always", link=AT_ONCE)
+        fleet = Fleet(Cell(ram, ssd, policy, admission), remote_admission="always", link=AT_ONCE)
         machines, prompts = [Machine(state, RAW, fleet, remote) for _ in range(3)], Prompts(IDS)
         for machine, request in zip(machines_of(asked, 3, "random"), asked, strict=True):
             served, prompt = machines[machine], machines[machine].prompt(prompts.token_bytes(request))
             for serve in (served.fetch, served.store):
                 serve(prompt)
                 served.check_integrity()
-        assert not any(
-            slot.is_in(m.storage.elsewhere.number) for m in machines for slot in m.storage.graph.slots.values()
-        )
+        assert not any(slot.is_in(m.storage.graph.last) for m in machines for slot in m.storage.graph.slots.values())
         assert not any(m.storage.graph.pinned for m in machines)
     assert remote.read_bytes > 0 or ram == 300_000
 
@@ -234,7 +233,7 @@ def test_what_lands_where_room_is_short_leaves_every_machine_whole(config, ram, 
 
 
 def test_a_fleet_of_one_without_a_remote_is_one_machine():
-    outcome, alone = run(AGENTS, Fleet(RAM, SSD)), simulate(AGENTS, STATE, RAW, ram=RAM, ssd=SSD, block=IDS)
+    outcome, alone = run(AGENTS, Fleet(Cell(RAM, SSD))), simulate(AGENTS, STATE, RAW, Cell(RAM, SSD), block=IDS)
     assert (outcome.ram_tokens, outcome.ssd_tokens) == (alone.ram_tokens, alone.ssd_tokens)
     assert outcome.hit.tolist() == alone.hit.tolist()
     assert outcome.read.tolist() == alone.read.tolist()
@@ -242,7 +241,7 @@ def test_a_fleet_of_one_without_a_remote_is_one_machine():
 
 
 def test_a_remote_that_never_is_sent_anything_changes_no_hit():
-    never, none = (run(AGENTS, Fleet(RAM, SSD, machines=3, remote_admission=a)) for a in ("never", None))
+    never, none = (run(AGENTS, Fleet(Cell(RAM, SSD), machines=3, remote_admission=a)) for a in ("never", None))
     assert never.hit.tolist() == none.hit.tolist()
     assert never.trips.sum() > none.trips.sum() == 0
 
@@ -251,7 +250,7 @@ def test_a_remote_that_never_is_sent_anything_changes_no_hit():
 @pytest.mark.parametrize("admission", ["second", "always"])
 def test_a_remote_without_a_limit_and_at_once_loses_no_hit(ssd, admission):
     for machines, routing in ((1, "sticky"), (3, "sticky"), (3, "random")):
-        fleet = Fleet(RAM, ssd, machines=machines, routing=routing, link=AT_ONCE)
+        fleet = Fleet(Cell(RAM, ssd), machines=machines, routing=routing, link=AT_ONCE)
         with_remote, without = run(AGENTS, fleet._replace(remote_admission=admission)), run(AGENTS, fleet)
         assert with_remote.hit_tokens >= without.hit_tokens
         assert with_remote.asked_tokens == without.asked_tokens
@@ -259,14 +258,14 @@ def test_a_remote_without_a_limit_and_at_once_loses_no_hit(ssd, admission):
 
 def test_machines_with_room_for_all_hit_what_one_hits_with_admission_always_but_tails():
     whole = [r._replace(tokens=IDS * len(r.ids)) for r in AGENTS]
-    fleet = Fleet(GB, machines=3, routing="random", remote_admission="always", link=AT_ONCE)
-    alone = simulate(whole, STATE, RAW, ram=GB, block=IDS)
+    fleet = Fleet(Cell(GB), machines=3, routing="random", remote_admission="always", link=AT_ONCE)
+    alone = simulate(whole, STATE, RAW, Cell(GB), block=IDS)
     assert run(whole, fleet).hit.tolist() == alone.hit.tolist()
 
 
 @pytest.mark.parametrize("limit", [None, 2_000_000])
 def test_bytes_and_tokens_add_up(limit):
-    outcome = run(AGENTS, Fleet(RAM, SSD, machines=3, routing="random", remote_admission="always", remote=limit))
+    outcome = run(AGENTS, Fleet(Cell(RAM, SSD), machines=3, routing="random", remote_admission="always", remote=limit))
     assert outcome.hit_tokens == outcome.hit.sum() == outcome.ram_tokens + outcome.ssd_tokens + outcome.remote_tokens
     assert min(outcome.ram_tokens, outcome.ssd_tokens, outcome.remote_tokens) > 0
     assert outcome.asked_tokens == sum(request.tokens for request in AGENTS)
@@ -279,7 +278,7 @@ def test_bytes_and_tokens_add_up(limit):
 
 
 def test_the_same_fleet_gives_the_same_numbers():
-    fleet = Fleet(RAM, SSD, machines=3, routing="random", remote_admission="second")
+    fleet = Fleet(Cell(RAM, SSD), machines=3, routing="random", remote_admission="second")
     one, other = (run(AGENTS, fleet) for _ in range(2))
     assert one[:-5] == other[:-5]
     assert all(np.array_equal(a, b) for a, b in zip(one[-5:], other[-5:], strict=True))
@@ -360,7 +359,7 @@ def test_small_traces_follow_the_rules(asked, admission, routing, room):
     ]
     rules = Rules(admission, 3, limit)
     expected = [rules.ask(m, r.ids) for m, r in zip(machines_of(trace, 3, routing), trace, strict=True)]
-    fleet = Fleet(GB, machines=3, routing=routing, remote_admission=admission, remote=limit, link=AT_ONCE)
+    fleet = Fleet(Cell(GB), machines=3, routing=routing, remote_admission=admission, remote=limit, link=AT_ONCE)
     outcome = run(trace, fleet, block=BLOCK)
     leave = [min(hit * BLOCK, r.tokens - 1) for hit, r in zip(expected, trace, strict=True)]
     assert outcome.hit.tolist() == leave

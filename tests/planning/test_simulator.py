@@ -17,6 +17,7 @@ from prefixcache.codecs.transform.basis import Basis
 from prefixcache.codecs.transform.codec import Calibrated
 from prefixcache.layers.image_layout import read
 from prefixcache.planning.model import ModelState
+from prefixcache.planning.outcome import Cell
 from prefixcache.planning.simulator import Simulation, simulate, tokens_of
 from prefixcache.planning.sizes import StateSizes
 from prefixcache.store_fetch_remove.image_maker import LiveMaker
@@ -128,7 +129,7 @@ def agree(served, asked: list[Request], config: dict, codec: str, ram: int, ssd:
         "spill": policy.get("spill", "drop"),
     }
     hits, stats = served(asked, state, codec, ram, ssd, **real)
-    outcome = simulate(asked, state, as_codec(codec), ram=ram, ssd=ssd, block=BLOCK, **policy)
+    outcome = simulate(asked, state, as_codec(codec), Cell(ram, ssd, **policy), block=BLOCK)
     counters = stats.counters
     assert outcome.hit.tolist() == hits
     assert 0 < sum(hits) == outcome.ram_tokens + outcome.ssd_tokens == counters.hit_tokens
@@ -205,7 +206,7 @@ def test_transformed_blocks_are_of_the_size_that_the_basis_expects(served, calib
     codec, folder = calibrated
     asked, state = requests("coding_agents", 20, 16), ModelState.of(PLAIN, name="tiny")
     hits, stats = served(asked, state, "transform:4", 40_000_000, ssd, basis_dir=folder)
-    outcome = simulate(asked, state, codec, ram=40_000_000, ssd=ssd, block=BLOCK)
+    outcome = simulate(asked, state, codec, Cell(40_000_000, ssd), block=BLOCK)
     assert outcome.hit.tolist() == hits
     assert outcome.stored_tokens == stats.counters.stored_tokens
     assert outcome.stored_bytes == pytest.approx(stats.counters.stored_bytes, rel=0.01)
@@ -219,7 +220,7 @@ def test_eviction_of_transformed_blocks_is_simulated_but_for_a_few(served, calib
     codec, folder = calibrated
     asked, state = requests("coding_agents", 30, 16), ModelState.of(PLAIN, name="tiny")
     hits, stats = served(asked, state, "transform:4", 1_330_000, 0, basis_dir=folder)
-    outcome = simulate(asked, state, codec, ram=1_330_000, block=BLOCK)
+    outcome = simulate(asked, state, codec, Cell(1_330_000), block=BLOCK)
     assert stats.ram_reserved == codec.basis.nbytes
     assert stats.counters.evicted > 50
     assert outcome.evicted == pytest.approx(stats.counters.evicted, rel=0.1)
@@ -229,7 +230,7 @@ def test_eviction_of_transformed_blocks_is_simulated_but_for_a_few(served, calib
 def test_a_ram_without_room_for_the_basis_is_simulated_with_turboquant(calibrated):
     codec, _ = calibrated
     asked, state = requests("coding_agents", 4, 16), ModelState.of(PLAIN, name="tiny")
-    one, other = (simulate(asked, state, each, ram=1_000_000, block=BLOCK) for each in (codec, codec.otherwise))
+    one, other = (simulate(asked, state, each, Cell(1_000_000), block=BLOCK) for each in (codec, codec.otherwise))
     assert one.stored_bytes == other.stored_bytes
 
 
@@ -239,11 +240,11 @@ def test_a_ram_without_room_for_the_basis_is_simulated_with_turboquant(calibrate
 def blocks_hit(name: str, room: int) -> float:
     """The share of a trace's ids that an LRU cache of RAM hits in leading runs, with room for so many blocks."""
     state, codec = ModelState.of(PLAIN, name="tiny"), as_codec("raw")
-    probe = Simulation(state, codec, ram=GB)
+    probe = Simulation(state, codec, Cell(GB))
     probe.store(probe.prompt(tokens_of(Request(0.0, 64 * 256, 0, tuple(range(64))), 256)))
     ram = (room * 64 + 32) * probe.storage.budget.held().total // 64 // 64
     whole = (request._replace(tokens=256 * len(request.ids)) for request in Trace(TRACES / f"{name}.jsonl.gz"))
-    outcome = simulate(whole, state, codec, ram=ram, leave=0, block=256)
+    outcome = simulate(whole, state, codec, Cell(ram), leave=0, block=256)
     return float((outcome.hit // 256).sum() / (outcome.asked // 256).sum())
 
 
@@ -255,7 +256,7 @@ def test_recorded_calls_look_up_and_store_by_themselves():
     state, codec = ModelState.of(PLAIN, name="tiny"), as_codec("raw")
     asked = [("fetch", 512, (1, 2)), ("store", 600, (1, 2, 3)), ("fetch", 700, (1, 2, 4))]
     calls = [Request(float(at), tokens, 0, ids, call) for at, (call, tokens, ids) in enumerate(asked)]
-    outcome = simulate(calls, state, codec, ram=GB, block=256)
+    outcome = simulate(calls, state, codec, Cell(GB), block=256)
     assert (outcome.requests, outcome.hit.tolist(), outcome.stored_tokens) == (2, [0, 512], 600)
     assert outcome.seconds == 2.0
 
@@ -263,7 +264,7 @@ def test_recorded_calls_look_up_and_store_by_themselves():
 def test_ram_so_small_that_nothing_of_the_first_prompts_reaches_the_ssd_is_simulated():
     state, codec = ModelState.of(PLAIN, name="tiny"), as_codec("turboquant:4")
     for ram in (20_000, 60_000, 250_000):
-        run = Simulation(state, codec, ram=ram, ssd=13_000_000)
+        run = Simulation(state, codec, Cell(ram, 13_000_000))
         for request in requests("coding_agents", 8, 16):
             prompt = run.prompt(tokens_of(request, BLOCK))
             run.fetch(prompt)
@@ -273,7 +274,7 @@ def test_ram_so_small_that_nothing_of_the_first_prompts_reaches_the_ssd_is_simul
 
 def test_a_cache_that_could_keep_nothing_is_refused():
     with pytest.raises(ValueError, match="ram=0, ssd=1000: nothing could be kept"):
-        simulate([], ModelState.of(PLAIN, name="tiny"), as_codec("raw"), ram=0, ssd=1000)
+        simulate([], ModelState.of(PLAIN, name="tiny"), as_codec("raw"), Cell(0, 1000))
 
 
 def test_nothing_of_what_left_stays_behind():
@@ -281,7 +282,7 @@ def test_nothing_of_what_left_stays_behind():
     import gc
 
     state, codec = ModelState.of(PLAIN, name="tiny"), as_codec("raw")
-    one = Simulation(state, codec, ram=4_000_000, ssd=6_000_000)
+    one = Simulation(state, codec, Cell(4_000_000, 6_000_000))
     gc.collect()
     gc.disable()
     try:

@@ -47,7 +47,7 @@ def workload(tmp_path_factory: pytest.TempPathFactory) -> Workload:
 def numbers(outcome: CellOutcome) -> dict[str, object]:
     """All that a run gives but its sizes, and what policies remember of them."""
     own = outcome._asdict()
-    for name in ("ram", "ssd", "policy", "admission", "ram_peak"):
+    for name in ("cell", "ram_peak"):
         del own[name]
     return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in own.items()}
 
@@ -64,7 +64,7 @@ def test_equal_cells_run_once():
 
     cells = [Cell(1), Cell(2), Cell(1), Cell(1, 0, "adaptive"), Cell(1)]
     found = sweep(WORKLOAD, cells, processes=1, run=run)
-    assert [(o.ram, o.policy) for o in found] == [(cell.ram, cell.policy) for cell in cells]
+    assert [(o.cell.ram, o.cell.policy) for o in found] == [(cell.ram, cell.policy) for cell in cells]
     assert sorted(ran) == sorted(set(cells))
 
 
@@ -78,14 +78,14 @@ def test_cells_that_can_not_differ_run_once_and_keep_their_names():
     cells = [Cell(10), Cell(20, 5, "adaptive"), Cell(3, 10), Cell(3, 0, "lru", "second"), Cell(3)]
     found = sweep(WORKLOAD, cells, most=10, processes=1, run=run)
     assert sorted(ran) == [Cell(3), Cell(3, 10), Cell(ENDLESS)]
-    assert [(o.ram, o.ssd, o.policy, o.admission) for o in found] == [tuple(cell) for cell in cells]
+    assert [o.cell for o in found] == cells
     assert [o.ram_tokens for o in found] == [ENDLESS, ENDLESS, 3, 3, 3]
 
 
 def test_what_is_known_does_not_run_again():
     known = {Cell(ENDLESS): outcome(Cell(ENDLESS), evicted=7)}
     found = sweep(WORKLOAD, [Cell(50)], most=10, known=known, run=refusing)
-    assert [(o.ram, o.evicted) for o in found] == [(50, 7)]
+    assert [(o.cell.ram, o.evicted) for o in found] == [(50, 7)]
     assert sweep(WORKLOAD, [], run=refusing) == []
 
 
@@ -109,7 +109,7 @@ def test_processes_simulate_what_one_does_in_the_order_of_the_cells(workload):
     alone = sweep(workload, cells, processes=1)
     apart = sweep(workload, cells, processes=2, progress=lambda *done: told.append(done))
     assert [numbers(o) for o in alone] == [numbers(o) for o in apart]
-    assert [o.ssd for o in apart] == [0, 4 << 20, 0]
+    assert [o.cell.ssd for o in apart] == [0, 4 << 20, 0]
     assert alone[0].hit_rate < alone[1].hit_rate
     assert told == sorted(told)
     assert told[-1] == (60, 60)

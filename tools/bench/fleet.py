@@ -35,7 +35,7 @@ def fleet(scale: str) -> Iterator[Figure]:
     whole = SIZE._replace(ram=MACHINES * SIZE.ram, ssd=MACHINES * SIZE.ssd)
     one, alone = sweep(workload, [SIZE, whole], processes=processes)
     fleets = [
-        Fleet(*SIZE, MACHINES, routing, admission, link=LINK, prefill=PREFILL)
+        Fleet(SIZE, MACHINES, routing, admission, link=LINK, prefill=PREFILL)
         for routing in ("sticky", "random")
         for admission in (None, "second", "always")
     ]

@@ -12,6 +12,7 @@ if not __package__:
 from prefixcache import TurboQuant
 from prefixcache.cli.plan.shapes import SHAPES
 from prefixcache.planning.model import ModelState
+from prefixcache.planning.outcome import Cell
 from prefixcache.planning.simulator import simulate
 from prefixcache.trace.reading import Trace
 from tools.bench import report
@@ -33,7 +34,7 @@ def idle_writes(scale: str) -> Iterator[Figure]:
         for ram, ssd in sizes:
             trace = Trace(TRACES / f"{name}.jsonl.gz", limit=limits[scale])
             runs = [
-                simulate(trace, state, TurboQuant(), ram=ram, ssd=ssd, idle=idle, block=trace.block)
+                simulate(trace, state, TurboQuant(), Cell(ram, ssd, idle=idle), block=trace.block)
                 for idle in (0, "auto")
             ]
             off, on = runs

@@ -197,7 +197,7 @@ def _fleets(
     link = Link(options.rtt, options.rate)
     with_all = [cell._replace(ram=cell.ram * options.machines, ssd=cell.ssd * options.machines) for cell in cells]
     fleets = [
-        Fleet(*cell, options.machines, routing, admission, options.limit, link, assumed.prefill_rate)
+        Fleet(cell, options.machines, routing, admission, options.limit, link, assumed.prefill_rate)
         for cell in cells
         for routing in options.routings
         for admission in (None, *options.admissions)

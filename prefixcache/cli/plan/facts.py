@@ -200,7 +200,7 @@ def outcome_facts(
     per_token, prefill = sizes.bytes_per_token, assumed.prefill_rate
     rates = [Rates(prefill, ssd, assumed.decode_rate) for ssd in assumed.ssd_rates]
     prices = Prices(assumed.ram_price, assumed.ssd_price)
-    costs = [advice.cost(o.ram, o.ssd, prices) for o in outcomes]
+    costs = [advice.cost(o.cell.ram, o.cell.ssd, prices) for o in outcomes]
     hits, possible = [o.hit_tokens for o in outcomes], endless.hit_tokens
     front = advice.front(costs, hits)
     cells = [
@@ -280,14 +280,14 @@ def _longest_bytes(state: ModelState, sizes: StateSizes, longest: int) -> int:
 
 def _cell(o: CellOutcome, possible: int, per_token: float, assumed: Assumed, rates: list[Rates]) -> Facts:
     counts = o._asdict()
-    for name in ("ram", "ssd", "policy", "admission", "asked", "hit", "read"):  # told by another name, or too long
+    for name in ("cell", "asked", "hit", "read"):  # told by another name, or too long
         del counts[name]
     worn = advice.wear(o.written_bytes, o.seconds, assumed.tbw)
     return {
-        "ram": o.ram,
-        "ssd": o.ssd,
-        "policy": o.policy,
-        "ssd_admission": o.admission,
+        "ram": o.cell.ram,
+        "ssd": o.cell.ssd,
+        "policy": o.cell.policy,
+        "ssd_admission": o.cell.admission,
         "hit_rate": o.hit_rate,
         "ram_hit_rate": o.ram_tokens / max(o.asked_tokens, 1),
         "ssd_hit_rate": o.ssd_tokens / max(o.asked_tokens, 1),
@@ -336,7 +336,7 @@ def fleet_facts(
 
 def _of_one(o: CellOutcome) -> FleetOutcome:
     none = np.zeros_like(o.asked)
-    fleet = Fleet(o.ram, o.ssd, o.policy, o.admission, 1, "")
+    fleet = Fleet(o.cell, 1, "")
     return FleetOutcome(
         fleet,
         [o.requests],
@@ -364,10 +364,10 @@ def _fleet_row(o: FleetOutcome, per_token: float, link: Link, rates: list[Rates]
     waiting = advice.seconds_of_remote(o.trips, o.remote_read, link)
     return {
         "machines": fleet.machines,
-        "ram": fleet.ram,
-        "ssd": fleet.ssd,
-        "policy": fleet.policy,
-        "ssd_admission": fleet.admission,
+        "ram": fleet.cell.ram,
+        "ssd": fleet.cell.ssd,
+        "policy": fleet.cell.policy,
+        "ssd_admission": fleet.cell.admission,
         "routing": fleet.routing or None,
         "remote_admission": fleet.remote_admission,
         "hit_rate": o.hit_rate,
