@@ -12,9 +12,10 @@ from prefixcache.planning.advice import Link
 
 
 class Cell(NamedTuple):
-    """One size to try: bytes of RAM and SSD (0: none), eviction policy and SSD admission, as in `Settings`; so are
-    `spill` and `idle` (`spill_idle`). `idle` is 0, since what it adds depends on how long the server lives; "auto" has all gaps of the
-    trace used.
+    """One size to try: bytes of RAM and SSD (0: none), eviction policy and SSD admission, as in `Settings`.
+
+    So are `spill` and `idle` (`spill_idle`), which is 0, since what it adds depends on how long the server lives; "auto" has
+    all gaps of the trace used.
     """
 
     ram: int
