@@ -55,6 +55,13 @@ def chunked(tokens: list[int], step: int = 512) -> list[list[int]]:
     return [tokens[:end] for end in range(step, len(tokens) + 1, step)]
 
 
+def test_the_share_is_one_image_at_least(opened, policy):
+    """Else what was hit once would stay for ever, where an image is larger than an eighth of the RAM."""
+    cache = opened(disk=False, ram=180_000, policy=policy)  # four images
+    heat(cache, 1)
+    assert [put(cache, prompt(seed, BLOCK)) for seed in range(7, 13)] == [BLOCK] * 6
+
+
 @pytest.mark.parametrize("parts", [lambda tokens: [tokens], chunked], ids=["at once", "in chunks"])
 def test_a_long_prompt_that_comes_once_leaves_what_was_hit(ram_alone, parts):
     heat(ram_alone, 9)
