@@ -41,7 +41,7 @@ from prefixcache.layers.joined import DamagedBlock
 from prefixcache.layers.read_ahead import ReadAhead
 from prefixcache.layers.stored import StoredPrompt
 from prefixcache.memory import give_back, machine_memory
-from prefixcache.metrics.logs import Summary
+from prefixcache.metrics.logs import UsageLog
 from prefixcache.metrics.stats import Stats
 from prefixcache.ranks.agreement import Ranks
 from prefixcache.remote.client import Client, open_client
@@ -165,9 +165,9 @@ class PrefixCache:
         self._idle = Idle(self._storage)
         if has_ssd and self.settings.idle_bytes(ANY_LIMIT):  # its disk may have room, or be there, only later
             self._idle.start()
-        self._summary: Summary | None = None
+        self._summary: UsageLog | None = None
         if self.settings.log_every:
-            self._summary = Summary(self, self.settings.log_every)
+            self._summary = UsageLog(self, self.settings.log_every)
             self._summary.start()
         if has_ssd or client is not None:
             _open.add(self)

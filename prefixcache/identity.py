@@ -273,7 +273,7 @@ _LIBRARY = "mlx_lm"
 _REMAPPED = "MODEL_REMAPPING", "MODEL_ARCHITECTURE_REMAPPING"  # in its utils.py: which module a model_type means
 
 
-class _Source(NamedTuple):
+class _ParsedModule(NamedTuple):
     """A module's file: the hash of its bytes, and the files of mlx-lm that it imports."""
 
     digest: bytes
@@ -342,17 +342,17 @@ def _code_hash(package: Path, start: Path) -> str:
     ]
 
 
-def _source(package: Path, path: Path) -> _Source:
+def _source(package: Path, path: Path) -> _ParsedModule:
     """Of a file of mlx-lm: as it was first read, which is as this process has imported it, or will."""
     return _read_once(package, path) if path.is_relative_to(package) else _parsed(package, path)
 
 
 @cache
-def _read_once(package: Path, path: Path) -> _Source:
+def _read_once(package: Path, path: Path) -> _ParsedModule:
     return _parsed(package, path)
 
 
-def _parsed(package: Path, path: Path) -> _Source:
+def _parsed(package: Path, path: Path) -> _ParsedModule:
     data = path.read_bytes()
     own = (_LIBRARY, *path.relative_to(package).parent.parts) if path.is_relative_to(package) else ()
     imported: set[Path] = set()
@@ -368,7 +368,7 @@ def _parsed(package: Path, path: Path) -> _Source:
             file = package.joinpath(*rest).with_suffix(".py")
             if first == _LIBRARY and rest and file.is_file():
                 imported.add(file)
-    return _Source(_hash("source", data), tuple(imported))
+    return _ParsedModule(_hash("source", data), tuple(imported))
 
 
 # -- reading files ------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from prefixcache import image_memory
 FORMAT = 1
 
 
-class Kind(str, Enum):
+class ImageKind(str, Enum):
     """What an image has: of a block its rows, or its window; or the state that can't be cut by token, at one boundary."""
 
     ROWS = "rows"
@@ -37,7 +37,7 @@ class Kind(str, Enum):
     __str__ = str.__str__
 
 
-KINDS = ROWS, WINDOW, SNAPSHOT = tuple(Kind)  # names of the module, because an enum's take 120 ns to look up
+KINDS = ROWS, WINDOW, SNAPSHOT = tuple(ImageKind)  # names of the module, because an enum's take 120 ns to look up
 
 # safetensors' names, the element type that NumPy holds them in (bf16 and fp8 as their bits)
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -181,12 +181,12 @@ class Blueprint:
             raise ValueError(f"a header of {len(self._header)} bytes: an image's is at most {HEADER_LIMIT}")
         self.nbytes = 8 + len(self._header) + at
 
-    def draft(self) -> Draft:
+    def draft(self) -> ImageDraft:
         """Take the memory and lay out the arrays to fill."""
-        return Draft(self._header, self._specs, self.nbytes)
+        return ImageDraft(self._header, self._specs, self.nbytes)
 
 
-class Draft:
+class ImageDraft:
     """An image being filled: `tensors[name]` are writable arrays; `seal()` ends the writing."""
 
     def __init__(self, header: bytes, specs: list[Spec], nbytes: int):

@@ -16,7 +16,7 @@ from typing import Any
 from prefixcache.blocks.budget import Budget, Reservation
 from prefixcache.blocks.node import BLOCK_BYTES, RAM, Node, Slot, Tree, Walk, Window, common_tokens
 from prefixcache.blocks.recency import Recency
-from prefixcache.image_format import ROWS, SNAPSHOT, WINDOW, Kind
+from prefixcache.image_format import ROWS, SNAPSHOT, WINDOW, ImageKind
 from prefixcache.keys import BLOCK, TOKEN_BYTES, chain
 
 NODE_BYTES = 728  # of RAM a node, beside its tokens; measured by tools/bench/memory.py
@@ -42,8 +42,8 @@ class Graph:
         self.orders = self.recency.orders
         self.slot_bytes = SLOT_BYTES + self.recency.slot_bytes  # of RAM a slot, beside its image and its suffix
         self.trees: dict[bytes, Tree] = {}
-        self.slots: dict[tuple[Kind, bytes], Slot] = {}
-        self.pending_delete: dict[tuple[Kind, bytes], list[Slot]] = {}
+        self.slots: dict[tuple[ImageKind, bytes], Slot] = {}
+        self.pending_delete: dict[tuple[ImageKind, bytes], list[Slot]] = {}
         self.version = 0  # grows when a walk could come out differently
         self.walks = self.visits = 0  # walks from the root, and nodes that walks looked at, for tests of complexity
         self.nodes = 0
@@ -284,7 +284,7 @@ class Graph:
         self.pending_delete.setdefault((slot.kind, slot.key), []).append(slot)
         self._remove(slot)
 
-    def release(self, kind: Kind, key: bytes) -> Slot | None:
+    def release(self, kind: ImageKind, key: bytes) -> Slot | None:
         """The write of a detached slot has ended: its bytes are free. None when there is none of this address."""
         waiting = self.pending_delete.get((kind, key))
         if not waiting:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from prefixcache.image_format import ROWS, SNAPSHOT, WINDOW, Kind
+from prefixcache.image_format import ROWS, SNAPSHOT, WINDOW, ImageKind
 from prefixcache.keys import BLOCK, TOKEN_BYTES
 
 RAM = 0  # the fastest tier, whose images are at hand; the tiers below it are 1, 2, ... in order of speed
@@ -67,7 +67,7 @@ class Slot:
     )
 
     def __init__(
-        self, kind: Kind, node: Node, key: bytes, nbytes: int, suffix: bytes = b"", mask: tuple[int, ...] = ()
+        self, kind: ImageKind, node: Node, key: bytes, nbytes: int, suffix: bytes = b"", mask: tuple[int, ...] = ()
     ):
         self.kind = kind
         self.node = node  # of rows and windows their block, of a snapshot the block before its suffix

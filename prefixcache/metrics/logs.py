@@ -1,5 +1,5 @@
-"""Logs for machines: `JsonFormatter` writes a record as one line of JSON, `Summary` logs what a cache did, as rates, every so
-many seconds. Neither ever has anything of a prompt; `quotes_nothing` keeps the lines of others out that would.
+"""Logs for machines: `JsonFormatter` writes a record as one line of JSON, `UsageLog` logs every so many seconds what a cache
+did, as rates. Neither ever has anything of a prompt; `quotes_nothing` keeps the lines of others out that would.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _HasStats(Protocol):
     def stats(self) -> Stats: ...
 
 
-class Summary:
+class UsageLog:
     """One record a period: what a cache did since the one before, and what it holds. Level INFO of the logger "prefixcache";
     the numbers are in `extra`, for `JsonFormatter`, with their units in their names.
 

@@ -19,7 +19,7 @@ from prefixcache.blocks.graph import NODE_BYTES
 from prefixcache.blocks.lookup import hit_depth, required_images
 from prefixcache.blocks.node import BLOCK_BYTES, RAM, Node, Slot
 from prefixcache.codecs import Codec
-from prefixcache.image_format import ROWS, SNAPSHOT, Kind
+from prefixcache.image_format import ROWS, SNAPSHOT, ImageKind
 from prefixcache.keys import BLOCK, TOKEN_BYTES
 from prefixcache.memory import collector_at_rest
 from prefixcache.planning.model import ModelState
@@ -33,7 +33,7 @@ from prefixcache.tiers.promotion import PATIENCE, promote
 from prefixcache.tiers.prompt import Deepest, Hit, Prompt
 from prefixcache.trace.reading import Request
 
-Name = tuple[Kind, bytes]  # an image's kind and key: what it is called on every machine
+Name = tuple[ImageKind, bytes]  # an image's kind and key: what it is called on every machine
 
 
 class RemoteImage(NamedTuple):
@@ -41,7 +41,7 @@ class RemoteImage(NamedTuple):
     `tokens` are those of a tail, or those of a snapshot behind its parent; whole blocks have none here.
     """
 
-    kind: Kind
+    kind: ImageKind
     key: bytes
     parent: bytes
     nbytes: int

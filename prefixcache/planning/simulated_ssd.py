@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from prefixcache.image_format import Kind
+from prefixcache.image_format import ImageKind
 from prefixcache.ssd import Entry, NamespaceRow
 from prefixcache.ssd.ledger import Ledger
 from prefixcache.ssd.queue import Queue
@@ -105,7 +105,7 @@ class SimulatedSsd:
         self._busy = True
         self._queue.delete(entries)
 
-    def touch(self, uses: Iterable[tuple[Kind, bytes, int, int]]) -> None:
+    def touch(self, uses: Iterable[tuple[ImageKind, bytes, int, int]]) -> None:
         """Recency is for the next opening, and there is none."""
 
     def read(self, entry: Entry) -> Done:

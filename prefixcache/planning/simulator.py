@@ -22,7 +22,7 @@ from prefixcache.blocks.lookup import hit_depth
 from prefixcache.blocks.node import RAM, Node, Slot
 from prefixcache.codecs import Codec
 from prefixcache.codecs.transform.codec import Calibrated
-from prefixcache.image_format import SNAPSHOT, Blueprint, Image, Kind, Meta, Spec
+from prefixcache.image_format import SNAPSHOT, Blueprint, Image, ImageKind, Meta, Spec
 from prefixcache.keys import TOKEN_BYTES, canonical, root_key
 from prefixcache.layers.finite import NotFinite
 from prefixcache.layers.image_layout import Plan
@@ -103,7 +103,9 @@ class SizeMaker:
     def coded_otherwise(self, first: int, last: int, tensors: dict[str, np.ndarray]) -> int:
         return 0
 
-    def blueprint(self, kind: Kind, key: bytes, parent: bytes, start: int, specs: list[Spec], extra: str = "{}") -> Any:
+    def blueprint(
+        self, kind: ImageKind, key: bytes, parent: bytes, start: int, specs: list[Spec], extra: str = "{}"
+    ) -> Any:
         tensors = tuple(spec.shape for spec in specs) if kind == SNAPSHOT else id(specs)
         what = kind, tensors, len(str(start)), len(extra)
         nbytes = self._blueprints.get(what)

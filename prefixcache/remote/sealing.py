@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from prefixcache import image_memory
-from prefixcache.image_format import SNAPSHOT, Kind
+from prefixcache.image_format import SNAPSHOT, ImageKind
 from prefixcache.keys import canonical
 
 log = logging.getLogger("prefixcache")
@@ -215,7 +215,7 @@ def _aligned(nbytes: int) -> np.ndarray:
     return memory[skipped : skipped + nbytes]
 
 
-def image_name(seal: Seal, root: bytes, kind: Kind, key: bytes, parent: bytes) -> str:
+def image_name(seal: Seal, root: bytes, kind: ImageKind, key: bytes, parent: bytes) -> str:
     """Where an image is kept: `v1/<root>/<kind>/<key>`. Snapshots stand together below the key of their parent: a prompt
     doesn't tell where they end.
     """
@@ -242,5 +242,5 @@ def _digest(text: bytes) -> bytes:
     return hashlib.blake2b(text, digest_size=16).digest()
 
 
-def _folder(seal: Seal, root: bytes, kind: Kind) -> str:
+def _folder(seal: Seal, root: bytes, kind: ImageKind) -> str:
     return f"{VERSION}/{seal.opaque(root)}/{kind}"

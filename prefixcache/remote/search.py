@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from prefixcache.blocks.masks import held_mask, window_key
 from prefixcache.blocks.node import Window
-from prefixcache.image_format import ROWS, SNAPSHOT, WINDOW, Kind
+from prefixcache.image_format import ROWS, SNAPSHOT, WINDOW, ImageKind
 from prefixcache.keys import BLOCK, TOKEN_BYTES, chain
 
 SNAPSHOT_BLOCKS = 8  # the last blocks that are there, behind which snapshots are looked for
@@ -21,7 +21,7 @@ SNAPSHOT_BLOCKS = 8  # the last blocks that are there, behind which snapshots ar
 class SoughtImage(NamedTuple):
     """An image to read: as an index would describe it, and the bytes under its name, None where the engine didn't say."""
 
-    kind: Kind
+    kind: ImageKind
     key: bytes
     parent: bytes
     start: int

@@ -10,20 +10,12 @@ import shutil
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from prefixcache.ssd.directory import (
-    Directory,
-    Lock,
-    disk_at,
-    disk_of,
-    remove_empty_folders,
-    scan,
-    sync_folder,
-)
+from prefixcache.ssd.directory import Directory, disk_at, disk_of, remove_empty_folders, scan, sync_folder
 from prefixcache.ssd.entries import Progress
 from prefixcache.ssd.files import remove_file
 from prefixcache.ssd.index import Index, suffixes
+from prefixcache.ssd.lock import Lock, refuse_newer
 from prefixcache.ssd.quarantine import quarantined
-from prefixcache.ssd.versions import refuse_newer
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The directory itself: whose it is, names, modes, the LOCK, and what it all takes of the disk.
+"""The directory itself: whose it is, names, modes, and what it all takes of the disk.
 
 Every path of the SSD tier is made here, from keys as hex digits; nothing that was read from a file becomes a path.
 Knows neither images nor, but for the names of its tables, the index.
@@ -6,23 +6,20 @@ Knows neither images nor, but for the names of its tables, the index.
 
 from __future__ import annotations
 
+import ctypes
 import errno
-import fcntl
 import os
+import plistlib
 import re
-import socket
 import sqlite3
 import stat
-import time
-import weakref
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from prefixcache.image_format import FORMAT
 from prefixcache.ssd.entries import FOLDERS, Address
-from prefixcache.ssd.errors import DirectoryError, DirectoryHeld
-from prefixcache.ssd.marks import TAG, mark_as_cache
+from prefixcache.ssd.errors import DirectoryError
 
 INDEX = "index.db"
 LOCK = "LOCK"
@@ -33,8 +30,16 @@ _NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
 _KINDS = {folder: kind for kind, folder in FOLDERS.items()}
 _DEBRIS = re.compile(r"[0-9]+\.safetensors|probe")  # what a writer makes in tmp/
 _COPYING = re.compile(r"\.(?!_).*[0-9a-f]{32}\.safetensors.*|\.rsync-partial|\.~tmp~", re.DOTALL)
-_FORMAT = re.compile(rb"^format ([0-9]{1,9})$", re.MULTILINE)
 _SIGNATURE = re.compile(rb"pid \d+\nhost .+\nsince ")
+# What tells other programs that the directory is a cache, so that backups and indexers leave 400,000 files alone: the tag of
+# bford.info/cachedir, and on a Mac what Time Machine and Spotlight ask for.
+TAG = "CACHEDIR.TAG"
+_TAG_TEXT = b"""Signature: 8a477f597d28d172789f06886806bc55
+# This file is a cache directory tag created by prefixcache.
+# For information about cache directory tags see https://bford.info/cachedir/
+"""
+_NO_SPOTLIGHT = ".metadata_never_index"
+_NO_TIME_MACHINE = "com.apple.metadata:com_apple_backup_excludeItem"
 _TABLES = {"namespace", "image", "meta"}
 _RANK = re.compile(r"rank-(0|[1-9][0-9]{0,4})")
 _OF_THE_SYSTEM = {  # what it makes on disks and in folders, beside files whose names begin with a dot
@@ -47,8 +52,6 @@ _OF_THE_SYSTEM = {  # what it makes on disks and in folders, beside files whose 
     "@eaDir",
     TAG,
 }
-
-_held: weakref.WeakSet[Lock] = weakref.WeakSet()
 
 
 class Directory:
@@ -236,102 +239,7 @@ class Directory:
         return total
 
 
-class Lock:
-    """`fcntl.flock` on DIR/LOCK, which holds the owner's pid, host and start time as text.
-
-    flock belongs to the open file, so a second opener of the same process is refused too. A forked child closes its
-    copy: the lock is the parent's alone.
-    """
-
-    def __init__(self, directory: Directory):
-        self._fd = -1
-        require_plain(directory.lock)
-        try:
-            fd = os.open(directory.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        except OSError as error:
-            raise refusal(directory.lock, error) from error
-        try:
-            for attempt in range(5):  # `holder` takes a shared lock for an instant
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if attempt == 4:
-                        raise DirectoryHeld(
-                            f"ssd_dir={str(directory.root)!r}: in use by {_owner(fd)}; "
-                            "close that one, or give this one a directory of its own"
-                        ) from None
-                    time.sleep(0.02)
-        except OSError as error:
-            os.close(fd)
-            raise refusal(directory.lock, error) from error
-        except BaseException:
-            os.close(fd)
-            raise
-        self._fd, self._root = fd, directory.root
-        self.identity = _identity(os.fstat(fd))
-        _held.add(self)
-
-    def sign(self) -> None:
-        """Write who holds it, durable before anything else is made: it tells that the directory is a cache's, and there is no
-        moment without it.
-        """
-        since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        text = f"pid {os.getpid()}\nhost {socket.gethostname()}\nsince {since}\nformat {FORMAT}\n".encode()
-        os.pwrite(self._fd, text, 0)
-        os.ftruncate(self._fd, len(text))
-        os.fsync(self._fd)
-        sync_folder(self._root)
-
-    def release(self) -> None:
-        fd, self._fd = self._fd, -1
-        _held.discard(self)
-        if fd >= 0:
-            os.close(fd)
-
-
-def _forget_locks() -> None:
-    for lock in list(_held):
-        lock.release()
-
-
-os.register_at_fork(after_in_child=_forget_locks)
-
-
-def holder(directory: Directory) -> str | None:
-    """Who holds the directory now ("pid 12 on host since ..."), None when nobody does. Writes nothing."""
-    require_plain(directory.lock)
-    try:
-        fd = os.open(directory.lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return None
-    except BlockingIOError:
-        return _owner(fd)
-    finally:
-        os.close(fd)
-
-
-def _owner(fd: int) -> str:
-    text = os.pread(fd, 1000, 0).decode("utf-8", "replace")
-    said = dict(line.split(" ", 1) for line in text.splitlines() if " " in line)
-    if {"pid", "host", "since"} - said.keys():
-        return "another process"
-    return f"pid {said['pid']} on {said['host']} since {said['since']}"
-
-
-def lock_format(directory: Directory) -> int:
-    """The format that LOCK says the directory is of; 0 when it says none. Writes nothing."""
-    try:
-        found = _FORMAT.search(_lock_text(directory.lock))
-    except OSError:
-        return 0
-    return int(found[1]) if found else 0
-
-
-def _identity(found: os.stat_result) -> tuple[int, int]:
+def identity_of(found: os.stat_result) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
@@ -356,12 +264,12 @@ def require_plain(path: Path) -> None:
 def identity_at(path: str | os.PathLike[str]) -> tuple[int, int] | None:
     """Device and inode of what is at `path` now; None when nothing is."""
     try:
-        return _identity(os.stat(path, follow_symlinks=False))
+        return identity_of(os.stat(path, follow_symlinks=False))
     except OSError:
         return None
 
 
-def _lock_text(lock: str | Path) -> bytes:
+def lock_text(lock: str | Path) -> bytes:
     """What a LOCK begins with; nothing of what is no plain file."""
     fd = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -372,7 +280,7 @@ def _lock_text(lock: str | Path) -> bytes:
 
 def _is_begun(lock: str) -> bool:
     """Whether a LOCK says nothing, or what a crash leaves of a signature: its beginning, or NULs where it was to be."""
-    text = _lock_text(lock).rstrip(b"\0")
+    text = lock_text(lock).rstrip(b"\0")
     return len(text) < 500 and text[:4] == b"pid "[: len(text)]
 
 
@@ -392,7 +300,7 @@ def rank_folder(root: Path, rank: int) -> Path:
 
 def _is_signed(lock: Path) -> bool:
     try:
-        return _SIGNATURE.match(_lock_text(lock)) is not None
+        return _SIGNATURE.match(lock_text(lock)) is not None
     except PermissionError:
         raise
     except OSError:
@@ -412,6 +320,37 @@ def _is_index(path: Path) -> bool:
     except sqlite3.DatabaseError:
         return False
     return tables >= _TABLES
+
+
+def _set_attribute(path: Path, name: str, value: bytes) -> None:
+    """setxattr of macOS, which Python's os lacks there. What can't be set is left."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).setxattr(os.fsencode(path), name.encode(), value, len(value), 0, 0)
+
+
+def mark_as_cache(
+    root: Path,
+    platform: str = sys.platform,
+    set_attribute: Callable[[Path, str, bytes], None] = _set_attribute,
+) -> None:
+    """Make the marks that are missing. Whatever stands in their place stays, and what can't be made is no error."""
+    _make_file(root / TAG, _TAG_TEXT)
+    if platform == "darwin":
+        _make_file(root / _NO_SPOTLIGHT, b"")
+        set_attribute(root, _NO_TIME_MACHINE, plistlib.dumps("com.apple.backupd", fmt=plistlib.FMT_BINARY))
+
+
+def _make_file(path: Path, content: bytes) -> None:
+    with suppress(OSError):
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            whole = os.write(fd, content) == len(content)
+        except OSError:  # a full disk
+            whole = False
+        finally:
+            os.close(fd)
+        if not whole:
+            os.unlink(path)
 
 
 def refusal(path: Path, error: OSError | sqlite3.Error) -> DirectoryError:

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from prefixcache import keys
-from prefixcache.image_format import ROWS, SIZE_BOUND, SNAPSHOT, START_BOUND, WINDOW, Kind
+from prefixcache.image_format import ROWS, SIZE_BOUND, SNAPSHOT, START_BOUND, WINDOW, ImageKind
 
 FOLDERS = {ROWS: "rows", WINDOW: "windows", SNAPSHOT: "snapshots"}  # kind -> folder
 
 Progress = Callable[[int, int], None]  # told how much is done, of how much
-Address = tuple[Kind, bytes]  # kind and key: what names one image
+Address = tuple[ImageKind, bytes]  # kind and key: what names one image
 
 # Numbers of an entry are at least 0 and below these: so sums of them fit in 64 bits.
 BOUNDS = {"start": START_BOUND, "nbytes": SIZE_BOUND, "disk": SIZE_BOUND, "used": 1 << 60, "hits": 1 << 40}
@@ -53,7 +53,7 @@ class Entry(NamedTuple):
     newer; `created` and `used_at` are Unix times, 0.0 for now.
     """
 
-    kind: Kind
+    kind: ImageKind
     key: bytes
     namespace: bytes
     parent: bytes

@@ -9,6 +9,7 @@ import errno
 import os
 import re
 import stat
+import threading
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -19,9 +20,10 @@ from prefixcache.image_format import (
     FORMAT,
     HEADER_LIMIT,
     Header,
+    Headers,
     Image,
     ImageError,
-    Kind,
+    ImageKind,
     WrongFormat,
     examine,
     is_whole,
@@ -33,10 +35,11 @@ from prefixcache.ssd.errors import NewerFormat
 
 _STEP = 1 << 30  # macOS refuses reads and writes of 2 GiB and more
 _PIECE = 1 << 20
+_KEPT = 64 << 20  # bytes of a buffer that a `Checker` keeps
 _HOLE = 64  # a file this many times as large as what it takes on the disk is a hole, and not read
 
 
-class Damaged(Exception):
+class DamagedFile(Exception):
     """The file is not what it should be; the text says why. `identity` is its device and inode, None when missing."""
 
     def __init__(self, reason: str, identity: tuple[int, int] | None):
@@ -44,7 +47,7 @@ class Damaged(Exception):
         self.identity = identity
 
 
-class Misindexed(Damaged):
+class Misindexed(DamagedFile):
     """The file is the image, and whole by its own word: the size or the checksum in the index is wrong. `image`: what it
     has, None where its size is not the one that memory was reserved for.
     """
@@ -88,7 +91,7 @@ def remove_file(path: str) -> None:
 
 
 def read_image(path: str, entry: Entry) -> Image:
-    """The image of `entry`: Misindexed when the index is proved wrong, Damaged when the file is, OSError when that could
+    """The image of `entry`: Misindexed when the index is proved wrong, DamagedFile when the file is, OSError when that could
     not be found out.
     """
     fd, found = _open(path)
@@ -96,16 +99,16 @@ def read_image(path: str, entry: Entry) -> Image:
     try:
         if found.st_size != entry.nbytes:
             reason = f"{found.st_size} bytes, the index says {entry.nbytes}"
-            raise (Misindexed if _is_whole_image_of(path, entry) else Damaged)(reason, identity)
+            raise (Misindexed if _is_whole_image_of(path, entry) else DamagedFile)(reason, identity)
         data = _read(fd, entry.nbytes, identity)
     finally:
         os.close(fd)
     try:
         header = examine(data)
     except ImageError as error:
-        raise Damaged(str(error), identity) from None
+        raise DamagedFile(str(error), identity) from None
     if not is_image_of(header, data, entry):
-        raise Damaged("the file is another image's", identity)
+        raise DamagedFile("the file is another image's", identity)
     if header.checksum != entry.checksum:
         raise Misindexed("its checksum is not the one in the index", identity, Image(data))
     return Image(data)
@@ -137,7 +140,7 @@ def _is_whole_image_of(path: str, entry: Entry) -> bool:
             return said[:6] == entry[:6] and _is_whole(fd, found)
         finally:
             os.close(fd)
-    except (Damaged, ValueError, OSError, NewerFormat):
+    except (DamagedFile, ValueError, OSError, NewerFormat):
         return False
 
 
@@ -146,14 +149,14 @@ def _open(path: str) -> tuple[int, os.stat_result]:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
-            raise Damaged("the file is missing", None) from None
+            raise DamagedFile("the file is missing", None) from None
         if error.errno in (errno.ELOOP, errno.ENXIO):
-            raise Damaged("not a regular file", None) from None
+            raise DamagedFile("not a regular file", None) from None
         raise
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode):
         os.close(fd)
-        raise Damaged("not a regular file", (found.st_dev, found.st_ino))
+        raise DamagedFile("not a regular file", (found.st_dev, found.st_ino))
     return fd, found
 
 
@@ -163,31 +166,31 @@ def _read(fd: int, nbytes: int, identity: tuple[int, int]) -> np.ndarray:
     while at < nbytes:
         n = os.readv(fd, [view[at : at + _STEP]])
         if not n:
-            raise Damaged(f"ends after {at} of {nbytes} bytes", identity)
+            raise DamagedFile(f"ends after {at} of {nbytes} bytes", identity)
         at += n
     return data
 
 
 def read_header(path: str) -> Shallow:
-    """What the file says of itself, checked as far as its header goes. Damaged or OSError, as in `read_image`; NewerFormat
-    for what a newer release wrote.
+    """Return what the file says of itself, checked as far as its header goes. Raises DamagedFile or OSError as `read_image`
+    does, and NewerFormat for what a newer release wrote.
     """
     fd, found = _open(path)
     identity = (found.st_dev, found.st_ino)
     try:
         size = found.st_size
         if size < 8:
-            raise Damaged(f"{size} bytes: too short for a header", identity)
+            raise DamagedFile(f"{size} bytes: too short for a header", identity)
         length = int.from_bytes(bytes(_read(fd, 8, identity)), "little")
         if not 0 < length <= min(size - 8, HEADER_LIMIT):
-            raise Damaged(f"the header claims {length} bytes of {size}", identity)
+            raise DamagedFile(f"the header claims {length} bytes of {size}", identity)
         end = 8 + length
         try:
             header = parse_header(bytes(_read(fd, length, identity)), size - end)
         except ImageError as error:
             if isinstance(error, WrongFormat):
                 _refuse_newer(fd, error.said, found)
-            raise Damaged(str(error), identity) from None
+            raise DamagedFile(str(error), identity) from None
         first, last = header.tokens or (0, 0)
         tokens = os.pread(fd, last - first, end + first)
         return Shallow(header, tokens, size, disk_of(found), found.st_mtime)
@@ -221,7 +224,7 @@ def from_header(said: Shallow, used: int) -> tuple[Entry, NamespaceRow]:
     if said.nbytes >= BOUNDS["nbytes"]:
         raise ValueError("the size is not valid")
     entry = Entry(
-        Kind(meta.kind),
+        ImageKind(meta.kind),
         key,
         root,
         parent,
@@ -237,3 +240,52 @@ def from_header(said: Shallow, used: int) -> tuple[Entry, NamespaceRow]:
         said.modified,
     )
     return entry, NamespaceRow(root, meta.model, meta.codec, meta.layout, said.modified)
+
+
+class Checker:
+    """Thread-safe: every thread has a buffer of its own, and so is `Headers`."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+        self._headers = Headers()
+
+    def is_whole(self, path: str, entry: Entry) -> bool:
+        """Whether the file is the one that the index describes, to the last bit. False: ask `read_image`."""
+        data = self._read(path, entry.nbytes)
+        if data is None:
+            return False
+        try:
+            return is_image_of(examine(data, entry.checksum, self._headers.parse), data, entry)
+        except ImageError:
+            return False
+
+    def _read(self, path: str, nbytes: int) -> np.ndarray | None:
+        """The bytes of a plain file of this size, until the thread's next call."""
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            return None
+        try:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode) or found.st_size != nbytes or nbytes < 8:
+                return None
+            data = self._room(nbytes)
+            at = 0
+            while at < nbytes:
+                n = os.readv(fd, [data[at : at + (1 << 30)].data])
+                if not n:
+                    return None
+                at += n
+            return data
+        except OSError:
+            return None
+        finally:
+            os.close(fd)
+
+    def _room(self, nbytes: int) -> np.ndarray:
+        if nbytes > _KEPT:
+            return np.empty(nbytes, np.uint8)
+        kept: np.ndarray | None = getattr(self._local, "buffer", None)
+        if kept is None or kept.nbytes < nbytes:
+            kept = self._local.buffer = np.empty(nbytes, np.uint8)
+        return kept[:nbytes]

@@ -24,8 +24,18 @@ from prefixcache.image_format import KINDS
 from prefixcache.ssd.directory import disk_at, identity_at, require_plain
 from prefixcache.ssd.entries import Address, Entry, NamespaceRow, Touch
 from prefixcache.ssd.errors import DirectoryError, IndexBroken
-from prefixcache.ssd.rows import COLUMNS, NUMBER, check_rows, pack, read_addresses, read_entries, read_namespaces
-from prefixcache.ssd.schema import check_format, check_tables, upgrade
+from prefixcache.ssd.tables import (
+    COLUMNS,
+    NUMBER,
+    check_format,
+    check_rows,
+    check_tables,
+    pack,
+    read_addresses,
+    read_entries,
+    read_namespaces,
+    upgrade,
+)
 
 __all__ = ["Index", "check_rows", "connect", "read_namespaces", "reading", "suffixes"]
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from prefixcache.image_format import Image, Kind
+from prefixcache.image_format import Image, ImageKind
 from prefixcache.ssd.entries import Address, Entry, NamespaceRow, Touch
 from prefixcache.ssd.errors import Cancelled
 from prefixcache.ssd.ledger import Ledger
@@ -47,7 +47,7 @@ class Removal(NamedTuple):
 
 
 @dataclass
-class Batch:
+class QueuedBatch:
     """What the writer took. It removes from `removals` and `touches` what is done; the rest comes back."""
 
     removals: dict[Address, Removal]
@@ -59,7 +59,7 @@ class Batch:
     failed: int = field(default=0)
 
 
-class Counters(NamedTuple):
+class QueueCounters(NamedTuple):
     queued_bytes: int
     queued_files: int
     queued_deletes: int
@@ -90,7 +90,7 @@ class Queue:
         self._queued = 0
         self._sequence = self._settled = 0
         self._attempts = 0  # batches that have ended
-        self._working: Batch | None = None
+        self._working: QueuedBatch | None = None
         self._writing: set[Address] = set()  # the addresses of its writes
         self._hurry = 0  # flushes that wait
         self._closing = False
@@ -161,7 +161,7 @@ class Queue:
             self._remove(entry.address, Removal(0, gone=True))
             self._wake.notify()
 
-    def touch(self, uses: Iterable[tuple[Kind, bytes, int, int]]) -> None:
+    def touch(self, uses: Iterable[tuple[ImageKind, bytes, int, int]]) -> None:
         now = time.time()
         with self._lock:
             if not self._touches:
@@ -247,9 +247,9 @@ class Queue:
         with self._lock:
             return not (self._waiting or self._removals or self._touches or self._working is not None)
 
-    def counters(self) -> Counters:
+    def counters(self) -> QueueCounters:
         with self._lock:
-            return Counters(
+            return QueueCounters(
                 self._queued, len(self._waiting), len(self._removals), self._dropped, self._errors, self._last_error
             )
 
@@ -277,7 +277,7 @@ class Queue:
         with self._lock:
             self._nudged = True
 
-    def take(self) -> Batch | None:
+    def take(self) -> QueuedBatch | None:
         """Wait for work; None when closed and nothing is left to report or to do."""
         with self._lock:
             while not self._due():
@@ -294,7 +294,7 @@ class Queue:
             for write in writes:
                 del self._waiting[write.entry.address]
             first = next(iter(self._waiting.values()), None)
-            batch = Batch(
+            batch = QueuedBatch(
                 self._removals,
                 writes,
                 self._touches,
@@ -328,7 +328,7 @@ class Queue:
         with self._lock:
             self._queued -= write.image.nbytes
 
-    def finish(self, batch: Batch, error: Exception | None, again: Sequence[Write] = ()) -> list[Write]:
+    def finish(self, batch: QueuedBatch, error: Exception | None, again: Sequence[Write] = ()) -> list[Write]:
         """A batch has ended and its writes are reported, but for those that are to be tried `again`. What is left of it waits
         again. After an error: back off, and return the writes that waited behind it, which share its fate (the disk that
         failed one would fail them all).

@@ -11,9 +11,9 @@ from prefixcache.image_format import Image
 from prefixcache.metrics.histogram import Histogram
 from prefixcache.ssd.entries import Entry
 from prefixcache.ssd.errors import Corrupt, Unreadable
-from prefixcache.ssd.files import Damaged, Misindexed, read_image
+from prefixcache.ssd.files import DamagedFile, Misindexed, read_image
+from prefixcache.ssd.open_directory import OpenDirectory
 from prefixcache.ssd.queue import Queue
-from prefixcache.ssd.store import Store
 
 
 class Reader:
@@ -21,8 +21,8 @@ class Reader:
     queue. Where the row is what is wrong, the file stays.
     """
 
-    def __init__(self, store: Store, queue: Queue, workers: int):
-        self._store = store
+    def __init__(self, opened: OpenDirectory, queue: Queue, workers: int):
+        self._opened = opened
         self._queue = queue
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="prefixcache-ssd-reader")
         self._lock = threading.Lock()
@@ -49,12 +49,12 @@ class Reader:
         wait(reading, timeout)
 
     def _read(self, entry: Entry) -> Image:
-        path, began = self._store.directory.file(entry.address), time.monotonic()
+        path, began = self._opened.directory.file(entry.address), time.monotonic()
         try:
             image = self._image(path, entry)
-        except Damaged as damage:
+        except DamagedFile as damage:
             if isinstance(damage, Misindexed):
-                self._store.index.doubtful = True
+                self._opened.index.doubtful = True
                 self._queue.forget(entry)  # the writer opens the index again, and finds the file's size
             else:
                 self._quarantine(path, entry, damage)
@@ -80,9 +80,9 @@ class Reader:
                 raise
             return wrong.image
 
-    def _quarantine(self, path: str, entry: Entry, damage: Damaged) -> None:
+    def _quarantine(self, path: str, entry: Entry, damage: DamagedFile) -> None:
         try:
-            moved = self._store.move_away(path, str(damage), damage.identity)
+            moved = self._opened.move_away(path, str(damage), damage.identity)
         except OSError:  # a disk so broken that it can't rename: the row goes, and the next reconcile finds the file
             moved = True
         if moved or damage.identity is None:

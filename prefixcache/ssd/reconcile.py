@@ -7,15 +7,14 @@ from __future__ import annotations
 import os
 import sqlite3
 
-from prefixcache.ssd.claims import Claims
-from prefixcache.ssd.directory import Directory, Lock, holder, refusal
+from prefixcache.ssd.directory import Directory, refusal
 from prefixcache.ssd.entries import Address, Progress
 from prefixcache.ssd.errors import DirectoryError, IndexBroken
 from prefixcache.ssd.index import check_pages, reading
+from prefixcache.ssd.lock import Lock, holder, refuse_newer
 from prefixcache.ssd.quarantine import Quarantine
-from prefixcache.ssd.repair import Finding, Pass, Report, compare, mend, open_index, require_true
-from prefixcache.ssd.rows import read_addresses, read_entries, read_namespaces
-from prefixcache.ssd.versions import refuse_newer
+from prefixcache.ssd.repair import Claims, Finding, Pass, Report, compare, mend, open_index, require_true
+from prefixcache.ssd.tables import read_addresses, read_entries, read_namespaces
 
 __all__ = ["Finding", "Report", "reconcile"]
 

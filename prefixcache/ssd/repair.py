@@ -7,6 +7,7 @@ of files that have no row; deep it reads everything and checks every checksum.
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
 import time
@@ -14,15 +15,16 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from enum import Enum
+from functools import lru_cache
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
-from prefixcache.ssd.checking import Checker
-from prefixcache.ssd.claims import FALSE, Claims, Verdict, check_stated, is_proven
+from prefixcache import keys
 from prefixcache.ssd.directory import Directory, disk_at, disk_of
 from prefixcache.ssd.entries import Address, Entry, NamespaceRow, Progress
 from prefixcache.ssd.errors import IndexBroken, NewerFormat
-from prefixcache.ssd.files import Damaged, from_header, read_header, read_image, remove_file
+from prefixcache.ssd.files import Checker, DamagedFile, from_header, read_header, read_image, remove_file
 from prefixcache.ssd.index import Index, suffixes
 from prefixcache.ssd.quarantine import Quarantine
 
@@ -32,6 +34,8 @@ _AT_ONCE = 16  # items that a reader takes at a time
 _CHUNK = 256
 _IN_FLIGHT = 60.0  # seconds that a file of a live directory may be older than its row
 _LOG = 4 << 20  # bytes of the index's log after which it is cut
+
+FALSE = "the model, codec or layout is not that of the namespace which has this root key"
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -138,7 +142,7 @@ def require_true(directory: Directory, spaces: Iterable[NamespaceRow], entries: 
             continue
         try:
             said, stated = from_header(read_header(directory.file(entry.address)), 0)
-        except (Damaged, ValueError, OSError, NewerFormat):
+        except (DamagedFile, ValueError, OSError, NewerFormat):
             said = None
         if said is None or said.address != entry.address:
             asked[space.root] += 1  # a read will tell
@@ -181,6 +185,54 @@ def _new_index(directory: Directory, quarantine: Quarantine, reason: str) -> Ind
         if path.exists():
             quarantine.take(str(path), f"the index is broken: {reason}")
     return Index(directory.index)
+
+
+class Verdict(Enum):
+    """What becomes of a statement. `OVERRULES`: it is proven, and what came in under the one believed so far is forged."""
+
+    BELIEVED, OVERRULES, FALSE = range(3)
+
+
+class Claims:
+    """By root key, the statement that is believed: a proven one, else the first that was heard. Not thread-safe."""
+
+    def __init__(self, known: Iterable[NamespaceRow] = ()):
+        self._known = {space.root: space for space in known}
+
+    def hear(self, space: NamespaceRow) -> Verdict:
+        known = self._known.setdefault(space.root, space)
+        if known.stated == space.stated:
+            return Verdict.BELIEVED
+        if is_proven(known) or not is_proven(space):
+            return Verdict.FALSE
+        self._known[space.root] = space
+        return Verdict.OVERRULES
+
+
+def check_stated(space: NamespaceRow) -> None:
+    """ValueError unless model, codec and layout are in the one form that a cache writes: else one namespace had many."""
+    keys.as_model(space.model)
+    for name, text in (("codec", space.codec), ("layout", space.layout)):
+        try:
+            value = json.loads(text)
+            sound = isinstance(value, dict) and keys.canonical(value) == text
+        except (ValueError, RecursionError):
+            sound = False
+        if not sound:
+            raise ValueError(f"the {name} is no JSON object as a cache writes it")
+
+
+def is_proven(space: NamespaceRow) -> bool:
+    """Whether the root key is that of the model, codec and layout without a salt."""
+    return _is_root(space.root, *space.stated)
+
+
+@lru_cache(1024)
+def _is_root(root: bytes, model: str, codec: str, layout: str) -> bool:
+    try:
+        return keys.root_key(model, json.loads(codec), json.loads(layout), b"") == root
+    except (ValueError, RecursionError):
+        return False
 
 
 class Pass:
@@ -321,7 +373,7 @@ def _judge(run: Pass, known: list[Address]) -> Iterator[tuple[Address, bool]]:
             return address, True
         try:
             read_image(path, entry)
-        except Damaged as damage:
+        except DamagedFile as damage:
             return address, run.addresses_now is not None and damage.identity is None  # it has just been deleted
         except OSError as error:
             run.found("unreadable", path, os.strerror(error.errno or 0), "left alone")
@@ -348,7 +400,7 @@ def _adopt(run: Pass, addresses: list[Address]) -> None:
             if run.deep:
                 read_image(path, entry)
             return address, (entry, namespace), "", "orphan"
-        except (Damaged, ValueError) as error:
+        except (DamagedFile, ValueError) as error:
             return address, None, str(error), "broken"
         except OSError as error:
             return address, None, os.strerror(error.errno or 0), "unreadable"
@@ -387,7 +439,7 @@ def _expel(run: Pass, truth: NamespaceRow) -> None:
         path = run.directory.file(address)
         try:
             stated = from_header(read_header(path), 0)[1].stated
-        except (Damaged, ValueError, OSError):
+        except (DamagedFile, ValueError, OSError):
             continue  # whatever it is, a read will tell
         if stated == truth.stated:
             continue

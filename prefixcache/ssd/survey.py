@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from prefixcache.image_format import KINDS, ROWS, SNAPSHOT, WINDOW
-from prefixcache.ssd.directory import Directory, disk_at, holder
+from prefixcache.ssd.directory import Directory, disk_at
 from prefixcache.ssd.errors import IndexBroken
 from prefixcache.ssd.index import read_clean, reading, suffixes
+from prefixcache.ssd.lock import holder
 from prefixcache.ssd.quarantine import Item, quarantined
-from prefixcache.ssd.rows import check_rows
+from prefixcache.ssd.tables import check_rows
 
 
 class Count(NamedTuple):

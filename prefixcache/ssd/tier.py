@@ -13,16 +13,16 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
 
-from prefixcache.image_format import Image, Kind
+from prefixcache.image_format import Image, ImageKind
 from prefixcache.keys import KEY_BYTES, TOKEN_BYTES
 from prefixcache.metrics.histogram import Observed
 from prefixcache.ssd.entries import BOUNDS, FOLDERS, Address, Entry, NamespaceRow
 from prefixcache.ssd.errors import SsdError
 from prefixcache.ssd.index import connect
+from prefixcache.ssd.open_directory import OpenDirectory
 from prefixcache.ssd.queue import Queue
 from prefixcache.ssd.reader import Reader
-from prefixcache.ssd.rows import read_entries, read_namespaces
-from prefixcache.ssd.store import Store
+from prefixcache.ssd.tables import read_entries, read_namespaces
 from prefixcache.ssd.writer import Writer
 
 log = logging.getLogger("prefixcache.ssd")
@@ -93,24 +93,24 @@ class Ssd:
             raise ValueError(
                 f"readers={readers}, queue_bytes={queue_bytes}: give readers=1 or more, queue_bytes=0 or more"
             )
-        self._store = Store(directory, limit, reserve)
-        self._queue = Queue(self._store.ledger, queue_bytes)
-        self._writer = Writer(self._store, self._queue, written, recreated, shrunk)
-        self._reader = Reader(self._store, self._queue, readers)
+        self._opened = OpenDirectory(directory, limit, reserve)
+        self._queue = Queue(self._opened.ledger, queue_bytes)
+        self._writer = Writer(self._opened, self._queue, written, recreated, shrunk)
+        self._reader = Reader(self._opened, self._queue, readers)
         self._closing = threading.Lock()  # held by the one close() that does it
         self._closed = False
         self._pid = os.getpid()
-        self._tick = self._store.newest
+        self._tick = self._opened.newest
         self._writer.start()
 
     @property
     def directory(self) -> Path:
-        return self._store.directory.root
+        return self._opened.directory.root
 
     # What was there at the opening
 
     def namespaces(self) -> list[NamespaceRow]:
-        connection = connect(self._store.directory.index)
+        connection = connect(self._opened.directory.index)
         try:
             return read_namespaces(connection)
         finally:
@@ -118,9 +118,9 @@ class Ssd:
 
     def entries(self) -> Iterator[Entry]:
         """Every image, parents before children."""
-        entries, self._store.entries = self._store.entries, None
+        entries, self._opened.entries = self._opened.entries, None
         if entries is None or not self._queue.is_new:
-            connection = connect(self._store.directory.index)
+            connection = connect(self._opened.directory.index)
             try:
                 entries = read_entries(connection)
             finally:
@@ -136,21 +136,21 @@ class Ssd:
     @property
     def used(self) -> int:
         """Bytes accounted for; never below what the disk holds once all that is queued is done."""
-        return self._store.ledger.used
+        return self._opened.ledger.used
 
     @property
     def stored(self) -> int:
         """`used` of `stats`: without the reserve for the index."""
-        return self._store.ledger.held().stored
+        return self._opened.ledger.held().stored
 
     @property
     def limit(self) -> int:
         """The limit in force: what was asked for, or less where the disk has no room for that."""
-        return self._store.ledger.limit
+        return self._opened.ledger.limit
 
     def resize(self, limit: int) -> None:
         """A new limit. Nothing is written beyond it from now on; what is too much is for the caller to delete."""
-        self._store.ledger.resize(limit)
+        self._opened.ledger.resize(limit)
 
     def resize_queue(self, queue_bytes: int) -> None:
         """So many bytes may wait from now on."""
@@ -162,7 +162,7 @@ class Ssd:
 
     def footprint(self, nbytes: int) -> int:
         """Room to expect of a file of `nbytes`: its blocks, and its share of index and folders."""
-        return self._store.ledger.footprint(nbytes)
+        return self._opened.ledger.footprint(nbytes)
 
     def write(self, entry: Entry, namespace: NamespaceRow, image: Image) -> bool:
         """Queue a write. False, and no callback: the queue is full, the limit is reached, or the disk failed lately."""
@@ -188,7 +188,7 @@ class Ssd:
         if self._pid == os.getpid():
             self._queue.delete(entries)
 
-    def touch(self, uses: Iterable[tuple[Kind, bytes, int, int]]) -> None:
+    def touch(self, uses: Iterable[tuple[ImageKind, bytes, int, int]]) -> None:
         """(kind, key, tick, hits): note that images were used now, and how many of the uses were hits since the last
         call. They reach the index with the next batch, at the latest by `flush`, `close`.
         """
@@ -236,13 +236,13 @@ class Ssd:
             self._reader.close(_left(end))
             self._queue.close()
             if self._writer.join(_left(end)):
-                self._store.close(clean=self._queue.drained)
+                self._opened.close(clean=self._queue.drained)
                 return
             log.warning(
                 "SSD %s: the disk does not answer: closed all the same; the directory stays in use until it does",
                 self.directory,
             )
-            self._writer.detach(lambda: self._store.close(clean=False))
+            self._writer.detach(lambda: self._opened.close(clean=False))
 
     def __enter__(self) -> Ssd:
         return self
@@ -253,7 +253,7 @@ class Ssd:
     # Looking at it
 
     def stats(self) -> SsdStats:
-        held, queue, writer, reader = self._store.ledger.held(), self._queue.counters(), self._writer, self._reader
+        held, queue, writer, reader = self._opened.ledger.held(), self._queue.counters(), self._writer, self._reader
         return SsdStats(
             files=held.number,
             used=held.stored,
@@ -272,7 +272,7 @@ class Ssd:
             quarantine_bytes=held.quarantine,
             errors=queue.errors,
             last_error=queue.last_error,
-            quarantined=self._store.quarantine.taken,
+            quarantined=self._opened.quarantine.taken,
             spill_seconds=writer.spill_seconds.read(),
             read_seconds=reader.read_seconds.read(),
         )
@@ -282,7 +282,7 @@ class Ssd:
         disk.
         """
         assert self._queue.drained, "not idle: flush first"
-        held, directory = self._store.ledger.held(), self._store.directory
+        held, directory = self._opened.ledger.held(), self._opened.directory
         assert (held.queued, held.deleting) == (0, 0), held
         assert held.real == directory.size(), (held, directory.size())
         assert held.real <= held.total

@@ -25,9 +25,9 @@ from prefixcache.ssd.directory import make_folder, remove_folder, sync_folder
 from prefixcache.ssd.entries import Address, Entry, Touch
 from prefixcache.ssd.files import remove_file, write_file
 from prefixcache.ssd.index import Row, proves_damage
-from prefixcache.ssd.queue import Batch, Queue, Removal, Write
-from prefixcache.ssd.room import PERIOD, is_full
-from prefixcache.ssd.store import Store
+from prefixcache.ssd.ledger import PERIOD, is_full
+from prefixcache.ssd.open_directory import OpenDirectory
+from prefixcache.ssd.queue import Queue, QueuedBatch, Removal, Write
 
 log = logging.getLogger("prefixcache.ssd")
 
@@ -40,20 +40,20 @@ Item = TypeVar("Item")
 
 
 class Writer:
-    """One thread and its helpers; what it shares with others is in the queue, the ledger and the store.
+    """One thread and its helpers; what it shares with others is in the queue, the ledger and the opened directory.
 
     Only this thread makes and deletes folders. `written_*` are read by others, written here.
     """
 
     def __init__(
         self,
-        store: Store,
+        opened: OpenDirectory,
         queue: Queue,
         written: Callable[[Entry, Exception | None], None],
         recreated: Callable[[set[Address]], None] | None,
         shrunk: Callable[[], bool] | None,
     ):
-        self._store = store
+        self._opened = opened
         self._queue = queue
         self._written = written
         self._recreated = recreated
@@ -100,7 +100,7 @@ class Writer:
             self._do(batch)
             del batch  # its images may be evicted while the next one is waited for
 
-    def _do(self, batch: Batch) -> None:
+    def _do(self, batch: QueuedBatch) -> None:
         for write in batch.cancelled:
             self._call(write)
         error = self._attempt(batch)
@@ -118,26 +118,26 @@ class Writer:
         elif batch.writes:
             self._told = "", 0.0
 
-    def _next(self) -> Batch | None:
+    def _next(self) -> QueuedBatch | None:
         """The next batch. While none comes: see whether the directory is still there, and what its disk has free."""
         while not self._queue.wait(PERIOD):
             if self._queue.stuck:
                 continue  # the next attempt sees
             try:
-                if self._store.stands:
+                if self._opened.stands:
                     self._look()
                     continue
             except Exception:  # the batch tells what it is
-                log.debug("SSD %s: could not look at the disk", self._store.directory.root, exc_info=True)
+                log.debug("SSD %s: could not look at the disk", self._opened.directory.root, exc_info=True)
             self._queue.nudge()
         return self._queue.take()
 
     def _look(self) -> None:
         """What the disk has no more room for is deleted: the cache says what that is."""
-        if self._store.look() and self._shrunk is not None:
+        if self._opened.look() and self._shrunk is not None:
             self._shrunk()
 
-    def _make_room(self, batch: Batch, error: Exception | None) -> list[Write]:
+    def _make_room(self, batch: QueuedBatch, error: Exception | None) -> list[Write]:
         """Where the disk was full, have the cache delete its least recent images: the writes to be tried again then."""
         failed = [write for write in batch.writes if not write.done and is_full(write.error or error)]
         again = [write for write in failed if write.attempts < ATTEMPTS]
@@ -145,8 +145,8 @@ class Writer:
             return []
         try:
             if any(write.error is not None for write in again):
-                self._store.note_full()
-            self._store.look()
+                self._opened.note_full()
+            self._opened.look()
         except (OSError, sqlite3.Error):
             return []
         if not self._shrunk():
@@ -161,32 +161,32 @@ class Writer:
         told, at = self._told
         if error != told or time.monotonic() > at + SILENCE:
             self._told = error, time.monotonic()
-            log.warning("SSD %s: %s; resumes by itself", self._store.directory.root, error)
+            log.warning("SSD %s: %s; resumes by itself", self._opened.directory.root, error)
 
-    def _attempt(self, batch: Batch) -> Exception | None:
+    def _attempt(self, batch: QueuedBatch) -> Exception | None:
         """Do the batch; the error that stopped it or the first that one of its writes met."""
         error: Exception | None = None
         try:
-            if batch.probe or not self._store.stands or self._store.index.doubtful:
-                there = self._store.reopen()
+            if batch.probe or not self._opened.stands or self._opened.index.doubtful:
+                there = self._opened.reopen()
                 if there is not None and self._recreated is not None:
                     self._recreated(there)
             if batch.removals:
-                with self._store.deleting():
+                with self._opened.deleting():
                     self._drop(batch.removals)
             if batch.probe:  # after the deletions: they need no room
                 self._probe()
             self._spill(batch)
             self._touch(batch.touches)
             self._sync_folders()
-            self._store.maintain(idle=not batch.writes and not self._queue.waiting)
+            self._opened.maintain(idle=not batch.writes and not self._queue.waiting)
         except Exception as problem:  # whatever it is, the thread lives on, and tells
             error = problem
         for write in batch.writes:
             error = error or write.error
-        self._store.index.doubtful |= proves_damage(error)
+        self._opened.index.doubtful |= proves_damage(error)
         try:
-            self._store.measure()
+            self._opened.measure()
             self._look()
         except Exception as problem:
             error = error or problem
@@ -201,7 +201,7 @@ class Writer:
             self.spill_seconds.observe(time.monotonic() - write.queued_at)
         else:
             write.error = write.error or error or OSError("the write was not done")
-            self._store.ledger.settle(write.image.nbytes, None)
+            self._opened.ledger.settle(write.image.nbytes, None)
         self._queue.released(write)
         self._call(write)
 
@@ -212,11 +212,11 @@ class Writer:
             log.exception("the callback of a write failed: %r", write.entry)
 
     def _probe(self) -> None:
-        path = str(self._store.directory.tmp / "probe")
+        path = str(self._opened.directory.tmp / "probe")
         remove_file(path)
-        write_file(path, self._store.probe)
+        write_file(path, self._opened.probe)
         remove_file(path)
-        self._store.require_log()
+        self._opened.require_log()
 
     def _drop(self, removals: dict[Address, Removal]) -> None:
         """Rows first, committed; then files: what a crash leaves then is a file, which the next opening takes in.
@@ -225,7 +225,7 @@ class Writer:
         takes no room, and makes some. Takes out of `removals` what is done; rows that still can't be deleted stay there, and
         the last error is raised.
         """
-        directory, ledger, index = self._store.directory, self._store.ledger, self._store.index
+        directory, ledger, index = self._opened.directory, self._opened.ledger, self._opened.index
         failed: Exception | None = None
         for chunk in _chunks(list(removals), ledger.rows):
             # A file that turned up where one had left before its row is newer, and so is its row.
@@ -245,15 +245,15 @@ class Writer:
                 self._account(removals.pop(address), rows.get(address))
             for address in doomed:
                 if not self._unlink(address):  # it has no row any more: the next reconcile finds it
-                    self._store.linger(directory.file(address))
+                    self._opened.linger(directory.file(address))
             self._drop_folders({directory.folder(address) for address in doomed})
         if failed:
             raise failed
 
     def _drop_rows(self, rows: Mapping[Address, Row]) -> None:
         if rows:
-            with self._store.transaction():
-                self._store.index.remove(rows)
+            with self._opened.transaction():
+                self._opened.index.remove(rows)
 
     def _drop_folders(self, folders: set[str]) -> None:
         """Those that are empty go: 256 of them take a megabyte, in which a small limit has images."""
@@ -262,26 +262,26 @@ class Writer:
                 remove_folder(folder)
                 self._unsynced.discard(folder)
                 self._unsynced.add(os.path.dirname(folder))
-                self._store.note_folders([folder])
+                self._opened.note_folders([folder])
 
     def _account(self, removal: Removal, row: Row | None) -> Removal:
         """A file or its row has left, whichever was first; what is left of its removal."""
-        self._store.ledger.dropped(row.disk if row is not None and removal.counted else None, removal.credit)
+        self._opened.ledger.dropped(row.disk if row is not None and removal.counted else None, removal.credit)
         return Removal(0, gone=True, counted=False)
 
     def _unlink(self, address: Address) -> bool:
         """Whether the file is gone."""
         try:
-            os.unlink(self._store.directory.file(address))
-            self._unsynced.add(self._store.directory.folder(address))
+            os.unlink(self._opened.directory.file(address))
+            self._unsynced.add(self._opened.directory.folder(address))
         except FileNotFoundError:
             pass
         except OSError as error:
-            log.warning("SSD %s: a deleted file stays: %s", self._store.directory.root, error)
+            log.warning("SSD %s: a deleted file stays: %s", self._opened.directory.root, error)
             return False
         return True
 
-    def _spill(self, batch: Batch) -> None:
+    def _spill(self, batch: QueuedBatch) -> None:
         """Files, folders, rows: in this order. Each write ends with `disk` or with `error`."""
         standing = self._skip_durable(batch)
         fresh = [write for write in batch.writes if write.entry.address not in standing]
@@ -314,7 +314,7 @@ class Writer:
         for future in futures:
             future.result()
 
-    def _skip_durable(self, batch: Batch) -> set[Address]:
+    def _skip_durable(self, batch: QueuedBatch) -> set[Address]:
         """Those that are on the disk already, byte for byte. Other content under the same name is deleted first, and what
         came in under a false statement of a root key: the cache has just computed that, with its salt.
         """
@@ -322,25 +322,25 @@ class Writer:
         same: set[Address] = set()
         other: dict[Address, Removal] = {}
         spaces = {write.namespace.root: write.namespace for write in batch.writes}
-        false = [address for space in spaces.values() for address in self._store.index.stated_otherwise(space)]
+        false = [address for space in spaces.values() for address in self._opened.index.stated_otherwise(space)]
         if false:
             log.warning(
-                "SSD %s: %d images of a namespace that was forged: deleted", self._store.directory.root, len(false)
+                "SSD %s: %d images of a namespace that was forged: deleted", self._opened.directory.root, len(false)
             )
             self._drop({address: Removal(0, gone=False) for address in false})
-        rows = self._store.index.find(write.entry.address for write in batch.writes)
+        rows = self._opened.index.find(write.entry.address for write in batch.writes)
         for write in batch.writes:
             row = rows.get(write.entry.address)
             if row is None:
                 continue
-            path, entry = self._store.directory.file(write.entry.address), write.entry
+            path, entry = self._opened.directory.file(write.entry.address), write.entry
             extra = entry.extra if entry.kind == "window" else row.extra  # the cache keeps no other's
             says = (entry.namespace, entry.parent, write.image.nbytes, entry.checksum, extra)
             whole = os.path.exists(path) and os.stat(path).st_size == write.image.nbytes
             if row[:-1] == says and whole:
                 same.add(write.entry.address)
                 write.entry = write.entry._replace(disk=row.disk)
-                self._store.ledger.settle(write.image.nbytes, None)
+                self._opened.ledger.settle(write.image.nbytes, None)
                 write.done = True
                 used = Touch(write.entry.used, 0, write.entry.used_at)
                 touches[write.entry.address] = used.joined(touches.get(write.entry.address))
@@ -353,7 +353,7 @@ class Writer:
         return same
 
     def _tmp(self, write: Write) -> str:
-        return str(self._store.directory.tmp / f"{write.sequence}.safetensors")
+        return str(self._opened.directory.tmp / f"{write.sequence}.safetensors")
 
     def _write_file(self, write: Write) -> None:
         try:
@@ -362,12 +362,12 @@ class Writer:
             write.error = error
 
     def _place(self, write: Write) -> bool:
-        directory, tmp = self._store.directory, self._tmp(write)
+        directory, tmp = self._opened.directory, self._tmp(write)
         folder = directory.folder(write.entry.address)
         try:
             if make_folder(folder):
                 self._unsynced.add(os.path.dirname(folder))
-            with self._store.quarantine.paths:
+            with self._opened.quarantine.paths:
                 os.rename(tmp, directory.file(write.entry.address))
         except Exception as error:
             write.error = error
@@ -390,23 +390,23 @@ class Writer:
         self._each(sync, folders)
         # What made them must not be taken for durable by a later batch; those that are gone are nobody's.
         self._unsynced |= {folder for folder, error in failed.items() if not isinstance(error, FileNotFoundError)}
-        self._store.note_folders(folders)
+        self._opened.note_folders(folders)
         for write in placed or ():
-            folder = self._store.directory.folder(write.entry.address)
+            folder = self._opened.directory.folder(write.entry.address)
             problem = failed.get(folder) or failed.get(os.path.dirname(folder))
             if problem:
                 write.error = problem
-                self._clear(self._store.directory.file(write.entry.address))
+                self._clear(self._opened.directory.file(write.entry.address))
         if failed and placed is None:
             raise next(iter(failed.values()))
 
     def _commit(self, writes: list[Write], touches: dict[Address, Touch]) -> None:
         """Rows in one transaction, and the touches with them; in several where the limit leaves the log little room."""
-        index, ledger = self._store.index, self._store.ledger
+        index, ledger = self._opened.index, self._opened.ledger
         later: Exception | None = None
         for chunk in _chunks(writes, ledger.rows):
             try:
-                with self._store.transaction():
+                with self._opened.transaction():
                     for write in chunk:
                         index.insert(write.entry, write.namespace)
                     travel = touches if len(chunk) + len(touches) <= ledger.rows else {}
@@ -414,12 +414,12 @@ class Writer:
             except Exception as error:
                 for write in chunk:
                     write.error = error
-                    self._clear(self._store.directory.file(write.entry.address))
+                    self._clear(self._opened.directory.file(write.entry.address))
                 continue
             if travel:
                 touches.clear()
             try:
-                self._store.measure()  # before the room that was kept for the index's growth is given back
+                self._opened.measure()  # before the room that was kept for the index's growth is given back
             except Exception as error:  # these rows stand all the same, and the next chunk may
                 later = error
             for write in chunk:
@@ -429,9 +429,9 @@ class Writer:
             raise later
 
     def _touch(self, touches: dict[Address, Touch]) -> None:
-        for chunk in _chunks(list(touches), self._store.ledger.rows * 4):  # a touch dirties one page, not eight
-            with self._store.transaction():
-                self._store.index.touch({address: touches[address] for address in chunk})
+        for chunk in _chunks(list(touches), self._opened.ledger.rows * 4):  # a touch dirties one page, not eight
+            with self._opened.transaction():
+                self._opened.index.touch({address: touches[address] for address in chunk})
             for address in chunk:
                 del touches[address]
 
@@ -439,7 +439,7 @@ class Writer:
         try:
             remove_file(path)
         except OSError:
-            self._store.linger(path)
+            self._opened.linger(path)
 
 
 def _chunks(items: list[Item], size: int) -> Iterator[list[Item]]:

@@ -14,7 +14,7 @@ from prefixcache.blocks.masks import mask_of
 from prefixcache.blocks.node import Node
 from prefixcache.codecs.threads import WORTH_A_THREAD, share_out
 from prefixcache.codecs.transform.coding import Codes
-from prefixcache.image_format import ROWS, SNAPSHOT, WINDOW, Blueprint, Draft, Image, Kind, Meta, Spec
+from prefixcache.image_format import ROWS, SNAPSHOT, WINDOW, Blueprint, Image, ImageDraft, ImageKind, Meta, Spec
 from prefixcache.keys import BLOCK
 from prefixcache.layers import levels, live_codes
 from prefixcache.layers.adapters import Leaf
@@ -54,7 +54,7 @@ class Maker(Protocol):
         """How many of these tokens are coded with other levels than a rows image has."""
 
     def blueprint(
-        self, kind: Kind, key: bytes, parent: bytes, start: int, specs: list[Spec], extra: str = "{}"
+        self, kind: ImageKind, key: bytes, parent: bytes, start: int, specs: list[Spec], extra: str = "{}"
     ) -> Blueprint:
         """What an image is to be like: its size is known then."""
 
@@ -107,7 +107,7 @@ class LiveMaker:
         return live_codes.differing(self._plan, self._leaves, first, last, wanted)
 
     def blueprint(
-        self, kind: Kind, key: bytes, parent: bytes, start: int, specs: list[Spec], extra: str = "{}"
+        self, kind: ImageKind, key: bytes, parent: bytes, start: int, specs: list[Spec], extra: str = "{}"
     ) -> Blueprint:
         row = self._namespace.row
         named = (key.hex(), parent.hex(), row.root.hex(), row.model, row.codec, row.layout)
@@ -207,7 +207,7 @@ class LiveMaker:
                     self._back.decode_window(job.start, draft.tensors, job.mask)
         return _sealed(drafts, sum(job.blueprint.nbytes for job in jobs))
 
-    def _write_joined(self, jobs: list[ImageJob], drafts: list[Draft]) -> None:
+    def _write_joined(self, jobs: list[ImageJob], drafts: list[ImageDraft]) -> None:
         """Write the codes that `encoded` made, and decode those of whole blocks for the live cache."""
         whole: list[list[tuple[int, Codes]]] = [[] for _ in self._plan.joined]
         for job, draft in zip(jobs, drafts, strict=True):
@@ -219,7 +219,7 @@ class LiveMaker:
             self._back.decode_joined(whole)
         self._codes.clear()
 
-    def _fill_rows(self, job: ImageJob, draft: Draft, section: Section, count: int) -> list[RowTarget]:
+    def _fill_rows(self, job: ImageJob, draft: ImageDraft, section: Section, count: int) -> list[RowTarget]:
         """Take over the source's codes; return the target of the rows that are to be encoded behind them, if any."""
         copied, whole = min(job.source.tokens, count), job.length == BLOCK
         if copied and job.source.rows is not None:
@@ -260,7 +260,7 @@ def _block_rows(job: ImageJob) -> BlockRows:
     return BlockRows(job.start, job.end, known)
 
 
-def _sealed(drafts: list[Draft], nbytes: int) -> list[Image]:
+def _sealed(drafts: list[ImageDraft], nbytes: int) -> list[Image]:
     images: list[Image | None] = [None] * len(drafts)
 
     def seal(first: int, last: int) -> None:

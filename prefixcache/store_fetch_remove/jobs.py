@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from prefixcache.blocks.graph import NODE_BYTES
 from prefixcache.blocks.node import Node
-from prefixcache.image_format import ROWS, SNAPSHOT, Blueprint, Image, Kind
+from prefixcache.image_format import ROWS, SNAPSHOT, Blueprint, Image, ImageKind
 from prefixcache.keys import TOKEN_BYTES
 
 
@@ -39,7 +39,7 @@ class ImageJob(NamedTuple):
     levels.
     """
 
-    kind: Kind
+    kind: ImageKind
     parent: Node
     known: Node | None
     start: int

@@ -20,13 +20,13 @@ from prefixcache.blocks.graph import Graph
 from prefixcache.blocks.node import Slot, covering_rows, dependencies
 from prefixcache.image_format import SNAPSHOT
 from prefixcache.memory import collector_at_rest
-from prefixcache.ssd.directory import Directory, disk_at, holder
+from prefixcache.ssd.directory import Directory, disk_at
 from prefixcache.ssd.entries import Entry, NamespaceRow, Progress
 from prefixcache.ssd.index import check_rows, read_namespaces, reading, suffixes
+from prefixcache.ssd.lock import holder, refuse_newer
+from prefixcache.ssd.open_directory import OpenDirectory
 from prefixcache.ssd.quarantine import Item, quarantined
-from prefixcache.ssd.rows import read_places
-from prefixcache.ssd.store import Store
-from prefixcache.ssd.versions import refuse_newer
+from prefixcache.ssd.tables import read_places
 from prefixcache.store_fetch_remove.selection import NoSuchNamespace, Selection, selected_namespaces
 from prefixcache.tiers.loading import parent_of, place_entry
 
@@ -85,16 +85,16 @@ def prune(
 
 
 def _prune(there: Directory, selection: Selection, progress: Progress | None) -> Pruned:
-    store = Store(there.root, _NO_LIMIT)
+    opened = OpenDirectory(there.root, _NO_LIMIT)
     clean = False
     try:
-        pruned = _Pruning(store, selection, progress).run()
+        pruned = _Pruning(opened, selection, progress).run()
         clean = True
     except NoSuchNamespace:
         clean = True
         raise
     finally:
-        store.close(clean=clean)
+        opened.close(clean=clean)
     after = there.size()
     reached = selection.to_size is None or after <= selection.to_size
     return Pruned(**{**vars(pruned), "after": after, "reached": reached})
@@ -245,21 +245,21 @@ def _index_share(there: Directory, count: int) -> int:
 class _Pruning:
     """One run over an opened directory."""
 
-    def __init__(self, store: Store, selection: Selection, progress: Progress | None):
-        self._store, self._selection, self._progress = store, selection, progress
-        self._there = store.directory
+    def __init__(self, opened: OpenDirectory, selection: Selection, progress: Progress | None):
+        self._opened, self._selection, self._progress = opened, selection, progress
+        self._there = opened.directory
 
     def run(self) -> Pruned:
         there, selection = self._there, self._selection
-        entries, self._store.entries = self._store.entries or [], None
+        entries, self._opened.entries = self._opened.entries or [], None
         each = _index_share(there, len(entries))
-        namespaces = selected_namespaces(self._store.index.namespaces(), selection)
+        namespaces = selected_namespaces(self._opened.index.namespaces(), selection)
         selected = namespaces if selection.of_images else {}
         images = _Images((entry for entry in entries if entry.namespace in selected), selection.used_before)
         del entries  # with all tokens
         before = self._disk()
         bad = _quarantined(there, selection)
-        self._store.quarantine.prune(sum(item.disk for item in bad))
+        self._opened.quarantine.prune(sum(item.disk for item in bad))
         tally, slots = _Tally(namespaces), images.evict()
         while True:
             if selection.to_size is None:
@@ -268,7 +268,7 @@ class _Pruning:
                 part = _until(slots, self._disk() - selection.to_size, each)
             if not part:
                 break
-            self._store.delete(
+            self._opened.delete(
                 [(slot.kind, slot.key) for slot in part], partial(self._tell, tally.images, images.count)
             )
             for slot in part:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 from prefixcache.blocks.node import Slot, Walk
-from prefixcache.image_format import Image, Kind
+from prefixcache.image_format import Image, ImageKind
 from prefixcache.ssd.entries import Entry, NamespaceRow
 
 
@@ -65,7 +65,7 @@ class Tier(Protocol):
     def delete(self, entries: Iterable[Entry]) -> None:
         """Queue deletions. A write that still waits is cancelled."""
 
-    def touch(self, uses: Iterable[tuple[Kind, bytes, int, int]]) -> None:
+    def touch(self, uses: Iterable[tuple[ImageKind, bytes, int, int]]) -> None:
         """(kind, key, tick, hits) of images used since the last call."""
 
     def resize(self, limit: int) -> None:

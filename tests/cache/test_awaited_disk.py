@@ -11,7 +11,8 @@ import pytest
 from prefixcache import DirectoryHeld, PrefixCache
 from prefixcache.ssd import awaited
 from prefixcache.ssd.awaited import why_absent
-from prefixcache.ssd.directory import Directory, Lock
+from prefixcache.ssd.directory import Directory
+from prefixcache.ssd.lock import Lock
 from prefixcache.tiers import idle
 from prefixcache.tiers.storage import Storage
 from tests.models import states

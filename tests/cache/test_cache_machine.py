@@ -14,7 +14,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 
 from prefixcache import PrefixCache
 from prefixcache.codecs.transform.bases import Bases
-from prefixcache.ssd import store, writer
+from prefixcache.ssd import open_directory, writer
 from prefixcache.store_fetch_remove import namespaces
 from prefixcache.tiers.admission import SHARE
 from tests.models import states
@@ -442,7 +442,7 @@ class SharedDiskMachine(CacheMachine):
         self.size = 30_000_000  # of the disk that others leave
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(writer, "PERIOD", 0.01)
-        self.patch.setattr(store, "free_space", lambda path: max(0, self.size - du(self.dir)))
+        self.patch.setattr(open_directory, "free_space", lambda path: max(0, self.size - du(self.dir)))
         original = writer.write_file
 
         def write_file(path, data):

@@ -16,7 +16,8 @@ import pytest
 
 from prefixcache import DirectoryError, DirectoryHeld, PrefixCache
 from prefixcache.ssd import queue, reconcile
-from prefixcache.ssd.directory import Directory, Lock, holder
+from prefixcache.ssd.directory import Directory
+from prefixcache.ssd.lock import Lock, holder
 from tests.models import states
 from tests.models.states import prompt
 from tests.waiting import until
@@ -51,7 +52,7 @@ def settled(cache: PrefixCache, root: Path) -> None:
     assert not list((root / "tmp").iterdir())
     cache.check_integrity()
     cache._ssd.check_integrity()
-    assert cache._ssd._store.ledger.held().real == du(root)
+    assert cache._ssd._opened.ledger.held().real == du(root)
     assert cache.stats().ssd.queued_bytes == cache.stats().ram_queued == 0
 
 
@@ -384,7 +385,7 @@ def test_a_flush_is_false_when_a_store_found_the_disk_failing_after_a_deletion_d
         def fail(*args, **more):
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-        patch.setattr(cache._ssd._store.index, "find", fail)
+        patch.setattr(cache._ssd._opened.index, "find", fail)
         cache.remove(prompt(1), model="m")
         until(lambda: cache.stats().ssd.errors)
     put(cache, 2)

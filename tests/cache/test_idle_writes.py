@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from prefixcache import PrefixCache
-from prefixcache.ssd import room
+from prefixcache.ssd import ledger
 from prefixcache.tiers.idle import DAY, LOOKS, Idle
 from tests.cache.test_write_through import put, written
 from tests.models import states
@@ -181,7 +181,7 @@ def test_nothing_is_written_where_it_is_not_wanted(opened, values):
 
 
 def test_a_disk_that_was_full_gets_it_when_there_is_room(opened, monkeypatch):
-    monkeypatch.setattr(room, "AGAIN", 2.0)  # seconds that the disk is taken for full
+    monkeypatch.setattr(ledger, "AGAIN", 2.0)  # seconds that the disk is taken for full
     cache = opened()
     idle = quiet(cache)
     put(cache, prompt(1, 512))

@@ -26,7 +26,7 @@ def test_the_limit_holds_while_an_index_is_read_without_an_end_and_writing_goes_
     asked: list[str] = []  # how long SQLite may wait for locks, whenever it copies its log
     limit = 3_000_000
     with PrefixCache(ram="1MB", ssd_dir=root, ssd=limit, codec="raw", memory_reserve=0) as cache:
-        index = cache._ssd._store.index
+        index = cache._ssd._opened.index
         original = type(index).checkpoint
 
         def checkpoint(index) -> bool:

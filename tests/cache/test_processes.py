@@ -265,7 +265,7 @@ def test_a_signal_during_close_leaves_what_was_durable_and_no_debris(tmp_path, n
     assert err == "" or "KeyboardInterrupt" in err
     with open_on(tmp_path) as cache:
         cache._ssd.check_integrity()
-        assert cache._ssd._store.ledger.held().real == du(tmp_path)
+        assert cache._ssd._opened.ledger.held().real == du(tmp_path)
         for n in range(10):
             assert exact(cache, [n * 1000 + i for i in range(600)])
     assert not list((tmp_path / "tmp").iterdir())

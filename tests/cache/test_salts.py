@@ -60,7 +60,7 @@ def test_sessions_with_a_salt_each_leave_nothing_behind_but_their_images(tmp_pat
         for _ in sessions(cache, root, codec, salted=True):
             in_index, used = namespaces(root)
             assert in_index == used
-            assert os.stat(root / "index.db-wal").st_size <= cache._ssd._store.ledger.log_allowance
+            assert os.stat(root / "index.db-wal").st_size <= cache._ssd._opened.ledger.log_allowance
         assert used < SESSIONS / 2  # most sessions' images have left
         cache._ssd.check_integrity()
     with open_on(root, codec) as cache:

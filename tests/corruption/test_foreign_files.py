@@ -10,8 +10,7 @@ import pytest
 
 from prefixcache import DirectoryError
 from prefixcache.ssd import clear, reconcile, survey
-from prefixcache.ssd.directory import Directory
-from prefixcache.ssd.marks import TAG, mark_as_cache
+from prefixcache.ssd.directory import TAG, Directory, mark_as_cache
 from prefixcache.store_fetch_remove.prune_directory import prune
 from prefixcache.store_fetch_remove.selection import Selection
 

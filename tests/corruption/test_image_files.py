@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from prefixcache.ssd.entries import Entry
-from prefixcache.ssd.files import Damaged, read_header, read_image
+from prefixcache.ssd.files import DamagedFile, read_header, read_image
 from prefixcache.ssd.index import connect
-from prefixcache.ssd.rows import read_entries
+from prefixcache.ssd.tables import read_entries
 
 from .directories import CODED, PLAIN, STATE, WINDOW, copy, file_of, images, judge, reasons, rows_of, uncleanly
 
@@ -133,7 +133,7 @@ def test_no_bit_of_an_image_can_flip_unseen(entries, tmp_path):
             for at in [*range(600), *range(600, len(sound), 11), len(sound) - 1]:
                 at %= len(sound)
                 os.pwrite(fd, bytes([sound[at] ^ (1 << at % 8)]), at)
-                with pytest.raises(Damaged):
+                with pytest.raises(DamagedFile):
                     read_image(target, entry)
                 os.pwrite(fd, sound[at : at + 1], at)
         finally:
@@ -151,9 +151,9 @@ def test_no_length_of_an_image_but_its_own_is_believed(entries, tmp_path):
             *range(len(sound) - 1, -1, -max(1, len(sound) // 300)),
         ]:
             os.truncate(target, length)
-            with pytest.raises(Damaged):
+            with pytest.raises(DamagedFile):
                 read_image(str(target), entry)
-            with pytest.raises(Damaged):
+            with pytest.raises(DamagedFile):
                 read_header(str(target))
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from prefixcache.image_format import FORMAT, Blueprint, Image, Spec
 from prefixcache.ssd import NewerFormat
-from prefixcache.ssd.files import Damaged, read_header
+from prefixcache.ssd.files import DamagedFile, read_header
 
 from .directories import EXACT, PLAIN, execute, file_of, judge, opened, rows_of
 from .test_image_files import claim
@@ -125,7 +125,7 @@ def header(tensors, **more):
 )
 def test_a_hostile_shape_is_refused_at_once(tmp_path, shape):
     path = written(tmp_path / "image", header({"t": {"dtype": "U8", "shape": shape, "data_offsets": [0, 4]}}), b"1234")
-    with pytest.raises(Damaged):
+    with pytest.raises(DamagedFile):
         read_header(path)
 
 
@@ -143,7 +143,7 @@ def test_a_hostile_shape_is_refused_at_once(tmp_path, shape):
     ],
 )
 def test_a_hostile_header_is_refused(tmp_path, text):
-    with pytest.raises(Damaged):
+    with pytest.raises(DamagedFile):
         read_header(written(tmp_path / "image", text))
 
 

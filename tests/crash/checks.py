@@ -105,7 +105,7 @@ def settled(cache: PrefixCache, root: str) -> None:
         cache._ssd.check_integrity()
     except AssertionError as error:
         raise Debris(f"check_integrity: {error}") from error
-    held = cache._ssd._store.ledger.held()
+    held = cache._ssd._opened.ledger.held()
     if held.real != du(root):
         raise Debris(f"{held} says {held.real} bytes, du {du(root)}")
     if left := os.listdir(os.path.join(root, "tmp")):

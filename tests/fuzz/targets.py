@@ -24,10 +24,11 @@ from prefixcache.codecs.transform.tables import class_of, first_guess
 from prefixcache.image_format import Blueprint, ImageError, Meta, Spec, verify
 from prefixcache.keys import chain
 from prefixcache.ssd import Entry
-from prefixcache.ssd.directory import Directory, holder, lock_format
+from prefixcache.ssd.directory import Directory
 from prefixcache.ssd.errors import DirectoryError, IndexBroken
-from prefixcache.ssd.files import Damaged, from_header, read_header, read_image
+from prefixcache.ssd.files import DamagedFile, from_header, read_header, read_image
 from prefixcache.ssd.index import Index
+from prefixcache.ssd.lock import holder, lock_format
 from prefixcache.ssd.quarantine import quarantined
 from prefixcache.ssd.reconcile import reconcile
 from prefixcache.ssd.survey import survey
@@ -113,7 +114,7 @@ def header(data: bytes) -> None:
         path.write_bytes(content)
         try:
             entry, namespace = from_header(read_header(str(path)), 5)
-        except (Damaged, ValueError, DirectoryError):
+        except (DamagedFile, ValueError, DirectoryError):
             entry = Entry("rows", ROOT, ROOT, ROOT, 0, b"", len(content), content[37:69].decode("ascii", "replace"))
         else:
             assert entry.nbytes == len(content)
@@ -121,7 +122,7 @@ def header(data: bytes) -> None:
             assert entry.kind == "window" or chain(entry.parent, entry.tokens) == entry.key
         try:
             read_image(str(path), entry).header()
-        except Damaged:
+        except DamagedFile:
             continue
 
 

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from prefixcache import PrefixCache
 from prefixcache.cli import app
-from prefixcache.metrics.logs import JsonFormatter, Summary, in_words, quotes_nothing, summed_up
+from prefixcache.metrics.logs import JsonFormatter, UsageLog, in_words, quotes_nothing, summed_up
 from prefixcache.servers.salts import salt_of
 from tests.models import states
 from tests.servers.serving import TINY, chat, save_model, serve, starting, text
@@ -134,7 +134,7 @@ def summaries(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
 def test_a_summary_says_what_happened_since_the_last_as_rates(cache, caplog):
     caplog.set_level(logging.INFO, "prefixcache")
     now = [100.0]
-    summary = Summary(cache, 10, clock=lambda: now[0])
+    summary = UsageLog(cache, 10, clock=lambda: now[0])
     stored = cache.store(LONG, states.sliceable(LONG), model="m")
     cache.fetch([*LONG, 5, 6, 7, 8], model="m")
     cache.flush(30)
@@ -169,7 +169,7 @@ def test_a_summary_says_what_happened_since_the_last_as_rates(cache, caplog):
 
 def test_a_summary_can_be_read_and_parsed(cache, caplog):
     caplog.set_level(logging.INFO, "prefixcache")
-    summary = Summary(cache, 10)
+    summary = UsageLog(cache, 10)
     cache.store(LONG, states.sliceable(LONG), model="m")
     summary.look()
     cache.fetch([*LONG, 5], model="m")
@@ -222,7 +222,7 @@ def test_without_the_setting_there_is_no_thread():
 
 def test_a_cache_that_nobody_has_any_more_ends_its_summaries_at_once():
     cache = PrefixCache(ram="10MB", codec="raw")
-    summary = Summary(cache, 3600)
+    summary = UsageLog(cache, 3600)
     summary.start()
     assert running()
     del cache
@@ -245,7 +245,7 @@ def test_a_summary_that_fails_is_told_and_the_next_comes(caplog):
         stats = cache.stats()
     caplog.set_level(logging.INFO, "prefixcache")
     failing = Failing()
-    summary = Summary(failing, 0.02)
+    summary = UsageLog(failing, 0.02)
     summary.start()
     until = time.monotonic() + 20
     while not summaries(caplog) and time.monotonic() < until:

@@ -12,7 +12,7 @@ import xxhash
 from prefixcache import image_format
 from prefixcache.image_format import Blueprint, Image, Spec, is_whole
 from prefixcache.ssd import reconcile
-from prefixcache.ssd.checking import Checker
+from prefixcache.ssd.files import Checker
 
 from .images import SPACE, Opened, chain, make, path_of
 

@@ -53,7 +53,7 @@ def test_a_closed_directory_can_be_opened_again(ssd, open_tier):
 
 def test_a_refused_opening_lets_go_of_the_lock(root, open_tier, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("prefixcache.ssd.store.mend", lambda *args, **more: 1 / 0)
+        patch.setattr("prefixcache.ssd.open_directory.mend", lambda *args, **more: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             Opened(root)
     assert open_tier().put(make(1))
@@ -335,5 +335,5 @@ def test_a_clean_closing_leaves_no_log_and_needs_no_repair(ssd, root, open_tier,
     ssd.put(*chain(3))
     ssd.close()
     assert not (root / "index.db-wal").exists()
-    monkeypatch.setattr("prefixcache.ssd.store.mend", lambda *args, **more: pytest.fail("it reconciled"))
+    monkeypatch.setattr("prefixcache.ssd.open_directory.mend", lambda *args, **more: pytest.fail("it reconciled"))
     assert open_tier().stats().files == 3

@@ -103,7 +103,7 @@ def test_what_waits_behind_a_failure_is_reported_too(ssd, monkeypatch):
 
 def test_an_index_that_can_t_commit_fails_the_writes_and_keeps_no_file_that_was_deleted(ssd, root, monkeypatch):
     stored = ssd.put(*chain(3))
-    index = ssd._store.index
+    index = ssd._opened.index
     with monkeypatch.context() as patch:
 
         @contextlib.contextmanager
@@ -117,7 +117,7 @@ def test_an_index_that_can_t_commit_fails_the_writes_and_keeps_no_file_that_was_
         assert not ssd.flush(5)
         assert not path_of(root, stored[0]).exists()  # that takes no room
         assert ssd.stats().files == 2
-        assert ssd._store.ledger.held().files == sum(entry.disk for entry in stored[1:])
+        assert ssd._opened.ledger.held().files == sum(entry.disk for entry in stored[1:])
     until(lambda: ssd.flush(5))
     assert not path_of(root, stored[0]).exists()
     assert not path_of(root, make(9)[0]).exists()
@@ -154,7 +154,7 @@ def test_a_file_that_can_t_be_deleted_stays_in_the_account_until_it_can(ssd, roo
     with failing(monkeypatch, "unlink", errno.EIO):
         ssd.delete(stored[:1])
         ssd.flush(5)
-        assert ssd._store.ledger.held().real >= sum(entry.disk for entry in stored)
+        assert ssd._opened.ledger.held().real >= sum(entry.disk for entry in stored)
     ssd.touch([("rows", stored[1].key, 3, 1)])
     ssd.delete([make(50)[0]])
     until(lambda: ssd.flush(5))
@@ -180,9 +180,9 @@ def test_an_index_that_sqlite_finds_damaged_is_rebuilt_from_the_files_while_it_r
     there: list[set] = []
     ssd = open_tier(recreated=there.append)
     stored = ssd.put(*chain(5))
-    index = ssd._store.index._connection
+    index = ssd._opened.index._connection
     (page,) = index.execute("SELECT rootpage FROM sqlite_master WHERE name = 'image_by_key'").fetchone()
-    ssd._store.index.checkpoint()
+    ssd._opened.index.checkpoint()
     index.execute("PRAGMA shrink_memory")
     # By another process: a descriptor of this one that is closed would drop SQLite's locks.
     script = f"f = open({str(root / 'index.db')!r}, 'r+b'); f.seek({(page - 1) * 4096}); f.write(b'\\xff' * 4096)"

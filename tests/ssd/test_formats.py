@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from prefixcache import PrefixCache, image_format
-from prefixcache.ssd import DirectoryError, NewerFormat, reconcile, survey
-from prefixcache.ssd import schema as ssd_schema
+from prefixcache.ssd import DirectoryError, NewerFormat, reconcile, survey, tables
 from prefixcache.ssd.entries import FOLDERS
 from tests.models import states
 from tests.ssd.images import fingerprint
@@ -72,10 +71,10 @@ def version(root: Path) -> int:
 def next_step(monkeypatch):
     """The release after this one: its schema has a second step."""
     step = ("CREATE TABLE later (id INTEGER PRIMARY KEY)", "ALTER TABLE image ADD COLUMN later INTEGER")
-    monkeypatch.setattr(ssd_schema, "STEPS", (*ssd_schema.STEPS, step))
-    ssd_schema._expected_tables.cache_clear()
+    monkeypatch.setattr(tables, "STEPS", (*tables.STEPS, step))
+    tables._expected_tables.cache_clear()
     yield
-    ssd_schema._expected_tables.cache_clear()
+    tables._expected_tables.cache_clear()
 
 
 def test_a_directory_of_an_earlier_schema_is_brought_forward_and_keeps_its_images(tmp_path, request, caplog):
@@ -206,7 +205,7 @@ def test_every_file_says_its_format(tmp_path):
         cache.store(tokens, states.uneven(tokens), model="m")
     root = tmp_path / "ssd"
     assert f"format {FORMAT}\n" in (root / "LOCK").read_text()
-    assert version(root) == len(ssd_schema.STEPS)
+    assert version(root) == len(tables.STEPS)
     for file in images(root):
         header = file.read_bytes()
         length = int.from_bytes(header[:8], "little")

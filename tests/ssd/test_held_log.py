@@ -24,14 +24,14 @@ def impatient(monkeypatch):
 
 def test_a_log_that_can_t_be_cut_grows_within_its_allowance_and_is_cut_afterwards(open_tier, root):
     ssd = open_tier(limit=8 << 20)
-    allowance = ssd._store.ledger.log_allowance
+    allowance = ssd._opened.ledger.log_allowance
     with while_read(root):
         stored = 0
         for entry, image in chain(200):
             if not (ssd.write(entry, SPACE, image) and ssd.flush(5)):
                 break
             stored += 1
-            assert ssd._store.ledger.held().real == du(root)
+            assert ssd._opened.ledger.held().real == du(root)
             assert sum(path.stat().st_blocks * 512 for path in root.glob("index.db-*")) <= allowance
         assert "fuser" in ssd.stats().last_error
         assert 10 < stored < 200
@@ -42,7 +42,7 @@ def test_a_log_that_can_t_be_cut_grows_within_its_allowance_and_is_cut_afterward
         assert time.monotonic() - before < 1  # no write waits for the reader
     until(lambda: ssd.flush(5))
     ssd.put(make(999))
-    assert (root / "index.db-wal").stat().st_size <= ssd._store.ledger.log_at_rest
+    assert (root / "index.db-wal").stat().st_size <= ssd._opened.ledger.log_at_rest
     ssd.check_integrity()
 
 
@@ -65,7 +65,7 @@ def test_a_log_that_has_no_room_to_grow_fails_the_writes_and_deletes_the_files_a
         assert not ssd.flush(5)
         until(lambda: not any(path_of(root, entry).exists() for entry in stored))
         assert du(root) < before
-        assert ssd._store.ledger.held().deleting == 0
+        assert ssd._opened.ledger.held().deleting == 0
     until(lambda: ssd.flush(5))
     ssd.check_integrity()
     ssd.put(make(2000))
@@ -97,7 +97,7 @@ def test_the_rows_of_files_that_left_first_are_forgotten_by_the_next_opening(ope
         raise sqlite3.OperationalError("database or disk is full")
         yield
 
-    monkeypatch.setattr(ssd._store.index, "transaction", full)
+    monkeypatch.setattr(ssd._opened.index, "transaction", full)
     ssd.delete(stored[2:])
     assert not ssd.flush(5)
     ssd.close(1)

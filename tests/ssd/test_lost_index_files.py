@@ -67,7 +67,7 @@ def test_a_lost_log_is_cut_as_any_other(open_tier, root, lose):
         assert ssd.flush(10)
         assert open_bytes(root) <= ssd.limit
     ssd.check_integrity()
-    assert (root / "index.db-wal").stat().st_size <= ssd._store.ledger.log_allowance
+    assert (root / "index.db-wal").stat().st_size <= ssd._opened.ledger.log_allowance
 
 
 def open_bytes(root: Path) -> int:

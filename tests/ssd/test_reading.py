@@ -169,7 +169,7 @@ def test_a_reader_that_comes_late_does_not_quarantine_the_new_file(ssd, root):
     (root / "tmp" / "spacer").unlink()
     os.close(kept)
     old = (before.st_dev, before.st_ino + 10**9)
-    assert not ssd._store.move_away(str(path_of(root, stored)), "late", old)
+    assert not ssd._opened.move_away(str(path_of(root, stored)), "late", old)
     ssd._queue.forget(stored)
     ssd.flush(10)
     assert ssd.holds(stored, pair[1])

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from prefixcache.ssd import Corrupt, Entry, reconcile, survey
-from prefixcache.ssd.files import Damaged, from_header, read_header
+from prefixcache.ssd.files import DamagedFile, from_header, read_header
 from prefixcache.ssd.index import Index
 from tools.faults.evidence import du
 
@@ -442,7 +442,7 @@ def test_no_header_can_do_more_than_be_refused(tmp_path):
     index = Index(tmp_path / "index.db")
     for header, rest in [*((text, b"") for text in HOSTILE), *lying_headers()]:
         (tmp_path / "file").write_bytes(len(header).to_bytes(8, "little") + header + rest)
-        with contextlib.suppress(Damaged, ValueError):
+        with contextlib.suppress(DamagedFile, ValueError):
             entry, space = from_header(read_header(str(tmp_path / "file")), 0)
             with contextlib.suppress(KeyError), index.transaction():
                 index.insert(entry, space)
@@ -473,7 +473,7 @@ def test_a_dead_directory_after_a_reconcile_opens_without_another(filled, monkey
     root, stored = filled
     orphan(root, stored)
     reconcile(root)
-    monkeypatch.setattr("prefixcache.ssd.store.mend", lambda *args, **more: pytest.fail("it reconciled"))
+    monkeypatch.setattr("prefixcache.ssd.open_directory.mend", lambda *args, **more: pytest.fail("it reconciled"))
     ssd = Opened(root)
     assert ssd.stats().files == 10
     ssd.close()

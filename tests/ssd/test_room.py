@@ -8,7 +8,7 @@ import sqlite3
 import pytest
 
 from prefixcache.byte_sizes import as_setting
-from prefixcache.ssd.room import AGAIN, SURE, Room, is_full
+from prefixcache.ssd.ledger import AGAIN, SURE, Room, is_full
 
 MB = 10**6
 

@@ -123,7 +123,7 @@ class Tier(RuleBasedStateMachine):
             raise sqlite3.OperationalError("database or disk is full")
             yield
 
-        with patch.object(self.ssd._store.index, "transaction", full):
+        with patch.object(self.ssd._opened.index, "transaction", full):
             self.delete(numbers)
             self.ssd.flush(5)
         for number in numbers:

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from prefixcache.ssd import DirectoryError, NamespaceRow, reconcile, rows, survey
+from prefixcache.ssd import DirectoryError, NamespaceRow, reconcile, survey, tables
 from prefixcache.store_fetch_remove.prune_directory import prune
 from prefixcache.store_fetch_remove.selection import Selection
 from tools.faults.evidence import du
@@ -65,7 +65,7 @@ def pruned(root):
 @pytest.mark.parametrize("look", [surveyed, reconciled, pruned])
 def test_what_a_server_writes_meanwhile_is_no_damage(ssd, root, monkeypatch, look):
     ssd.put(*PAIRS)
-    read_namespaces, numbers = rows._read_namespaces, iter(range(1, 9))
+    read_namespaces, numbers = tables._read_namespaces, iter(range(1, 9))
 
     def read_and_write(connection):
         namespaces = read_namespaces(connection)
@@ -76,7 +76,7 @@ def test_what_a_server_writes_meanwhile_is_no_damage(ssd, root, monkeypatch, loo
         assert ssd.flush(10)
         return namespaces
 
-    monkeypatch.setattr(rows, "_read_namespaces", read_and_write)
+    monkeypatch.setattr(tables, "_read_namespaces", read_and_write)
     assert look(root)
 
 

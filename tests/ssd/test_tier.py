@@ -369,7 +369,7 @@ def test_folders_leave_with_their_last_image(open_tier, root):
 def test_a_transaction_that_fails_leaves_the_namespaces_as_they_were(open_tier):
     ssd = open_tier()
     stored = ssd.put(*chain(2))
-    index = ssd._store.index
+    index = ssd._opened.index
     with suppress(ZeroDivisionError), index.transaction():
         index.remove([entry.address for entry in stored])
         raise ZeroDivisionError

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from prefixcache.blocks.lookup import hit_depth
 from prefixcache.blocks.node import RAM, Slot
-from prefixcache.image_format import Kind
+from prefixcache.image_format import ImageKind
 from prefixcache.keys import BLOCK, as_tokens, chain
 from prefixcache.settings import Settings
 from prefixcache.ssd import Corrupt
@@ -50,8 +50,8 @@ class DictTier:
 
     def __init__(self, name: str, limit: int, written: Callable[[Entry, Exception | None], None]):
         self.name, self.limit, self._written = name, limit, written
-        self.images: dict[tuple[Kind, bytes], Stub] = {}
-        self.waiting: dict[tuple[Kind, bytes], tuple[Entry, Stub]] = {}
+        self.images: dict[tuple[ImageKind, bytes], Stub] = {}
+        self.waiting: dict[tuple[ImageKind, bytes], tuple[Entry, Stub]] = {}
         self.reads: list[bytes] = []
         self.failed = 0
 
@@ -156,7 +156,7 @@ class Served:
                 child = graph.grow(node, tokens, reservation)
                 assert child is not None
                 if child.rows is None:
-                    slot = Slot(Kind.ROWS, child, chain(node.key, tokens), IMAGE)
+                    slot = Slot(ImageKind.ROWS, child, chain(node.key, tokens), IMAGE)
                     graph.attach(slot, reservation)
                     graph.place(slot, RAM, image=Stub(slot.key), reservation=reservation)
                 node = child

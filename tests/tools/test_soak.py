@@ -63,7 +63,7 @@ def account(tmp_path):
     """A directory with three images that were acknowledged, and the account of them."""
     ssd = Opened(tmp_path / "cache")
     entries = ssd.put(*chain(3))
-    truth = Truth(ssd._store.directory)
+    truth = Truth(ssd._opened.directory)
     for entry in entries:
         truth.wrote(entry.kind, entry.key.hex(), entry.checksum, time.monotonic(), False)
     ssd.close()

@@ -13,7 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
-from prefixcache.ssd import Entry, Ssd, reader, store, writer
+from prefixcache.ssd import Entry, Ssd, open_directory, reader, writer
 from prefixcache.ssd.entries import Address
 from prefixcache.tiers.lower_tier import LowerTier
 from prefixcache.tiers.storage import Storage
@@ -43,7 +43,8 @@ class Watch:
         self._watch_damage()
 
     def _watch_opening(self) -> None:
-        made, opened, mend = Ssd.__init__, store.Store._open, store.mend  # type: ignore[attr-defined]
+        opening: Any = open_directory
+        made, opened, mend = Ssd.__init__, opening.OpenDirectory._open, opening.mend
 
         def init(ssd: Ssd, *rest: Any, **more: Any) -> None:
             made(ssd, *rest, **more)
@@ -52,7 +53,7 @@ class Watch:
                 self._tell("there", entries[at : at + FEW])
             self._tell("opened", len(entries))
 
-        def open_(one: store.Store) -> None:
+        def open_(one: open_directory.OpenDirectory) -> None:
             opened(one)
             self._openings += 1
             if self._openings > 1:
@@ -63,7 +64,7 @@ class Watch:
             self._tell("mended", report.counts)
             return index, report
 
-        Ssd.__init__, store.Store._open, store.mend = init, open_, mend_  # type: ignore[attr-defined, method-assign, assignment]
+        Ssd.__init__, opening.OpenDirectory._open, opening.mend = init, open_, mend_  # type: ignore[method-assign]
 
     def _watch_writes(self) -> None:
         write, written, standing = Ssd.write, Storage.written, writer.Writer._skip_durable

@@ -22,10 +22,11 @@ from prefixcache.keys import BLOCK, TOKEN_BYTES
 from prefixcache.remote.client import Client, open_client
 from prefixcache.remote.engine import UNTRUSTED, EngineError
 from prefixcache.remote.sealing import image_name
-from prefixcache.ssd.directory import Directory, holder
+from prefixcache.ssd.directory import Directory
 from prefixcache.ssd.errors import SsdError
 from prefixcache.ssd.index import reading
-from prefixcache.ssd.rows import read_entries
+from prefixcache.ssd.lock import holder
+from prefixcache.ssd.tables import read_entries
 
 Facts = dict[str, Any]
 

@@ -20,7 +20,6 @@ from prefixcache.byte_sizes import as_setting
 from prefixcache.ssd.directory import (
     LOCK,
     Directory,
-    Lock,
     device_below,
     device_of,
     disk_at,
@@ -36,18 +35,17 @@ from prefixcache.ssd.entries import FOLDERS, Address, Entry
 from prefixcache.ssd.errors import LogHeld
 from prefixcache.ssd.files import remove_file
 from prefixcache.ssd.index import PAGE, suffixes
-from prefixcache.ssd.ledger import Ledger
+from prefixcache.ssd.ledger import SURE, Ledger, Room, free_space
+from prefixcache.ssd.lock import Lock, refuse_newer
 from prefixcache.ssd.quarantine import Quarantine
 from prefixcache.ssd.repair import mend, open_index
-from prefixcache.ssd.room import SURE, Room, free_space
-from prefixcache.ssd.versions import refuse_newer
 
 log = logging.getLogger("prefixcache.ssd")
 
 QUARANTINE_SHARE = 20  # quarantine may hold a 20th of the limit; beyond that its oldest are deleted
 
 
-class Store:
+class OpenDirectory:
     """Not thread-safe but for `ledger`, `quarantine`, `move_away`: its user is the writer's thread, or the opener.
 
     `entries`: what the index had at the opening, until somebody takes it.
