@@ -102,7 +102,7 @@ def _encode_on_gpu(
             yield from _encode(groups[at : at + 1], leaves, parts[at : at + 1])
             at += 1
             continue
-        blocks = [gpu_coding.BlockRows(part.first, part.last, part.skip) for part in parts[at]]
+        blocks = [gpu_coding.BlockSpan(part.first, part.last, part.skip) for part in parts[at]]
         alike = at + 1
         while alike < len(groups) and [part[:3] for part in parts[alike]] == blocks:
             alike += 1

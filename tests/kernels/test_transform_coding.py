@@ -80,7 +80,7 @@ def test_blocks_are_coded_together_as_the_cpu_does_one_by_one(dtype):
     rows[0][7] = np.float32(1).astype(rows[0].dtype) * 0 + (0x7F80 if dtype == "bfloat16" else np.inf)
     rows[1][LOUD] *= 1 if dtype == "bfloat16" else 400
     settled = [None, None, coder.encode([stream[:20] for stream in rows], 250)]
-    blocks = [gpu_coding.BlockRows(250, 256, skip=4), gpu_coding.BlockRows(256, 300), gpu_coding.BlockRows(300, 340)]
+    blocks = [gpu_coding.BlockSpan(250, 256, skip=4), gpu_coding.BlockSpan(256, 300), gpu_coding.BlockSpan(300, 340)]
     (made,) = gpu_coding.encode([gpu_coding.GroupRows(coder, on_gpu(coder, rows), settled)], blocks)
     ((back, wrong),) = gpu_coding.decode([gpu_coding.GroupCodes(coder, made)], [block.first for block in blocks])
     assert gpu_coding.reason_of(copy_out(wrong)) is None
@@ -108,7 +108,7 @@ def test_groups_coded_together_are_what_they_are_alone():
         group_of([layer(4, "float32", heads=1)], widest=200, seed=3),
         group_of([layer(5, "float32", heads=1)], seed=4),
     ]
-    blocks = [gpu_coding.BlockRows(1, 9, skip=2), gpu_coding.BlockRows(300, 301), gpu_coding.BlockRows(302, 400)]
+    blocks = [gpu_coding.BlockSpan(1, 9, skip=2), gpu_coding.BlockSpan(300, 301), gpu_coding.BlockSpan(302, 400)]
     rowed = []
     for group in groups:
         coder = GroupCoder(group, tables, 1.0 if group is groups[2] else 4.0, group.layers[0].dtype)
@@ -138,7 +138,7 @@ def test_one_thread_encodes_and_another_decodes():
     rows = rows_of(coder.group, 40)
     with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
         rowed = one.submit(on_gpu, coder, rows).result()
-        work = [gpu_coding.GroupRows(coder, rowed, [None])], [gpu_coding.BlockRows(0, 40)]
+        work = [gpu_coding.GroupRows(coder, rowed, [None])], [gpu_coding.BlockSpan(0, 40)]
         (codes,) = one.submit(gpu_coding.encode, *work).result()
 
         def decoded():
@@ -177,7 +177,7 @@ def test_a_quality_at_which_nothing_is_coded_gives_the_means():
     assert not len(coder.classes)
     rows = rows_of(narrow, 300)
     rowed = gpu_coding.GroupRows(coder, on_gpu(coder, rows), [None, None])
-    (made,) = gpu_coding.encode([rowed], [gpu_coding.BlockRows(0, 256), gpu_coding.BlockRows(256, 300)])
+    (made,) = gpu_coding.encode([rowed], [gpu_coding.BlockSpan(0, 256), gpu_coding.BlockSpan(256, 300)])
     expected = [
         coder.encode([stream[:256] for stream in rows], 0),
         coder.encode([stream[256:] for stream in rows], 256),

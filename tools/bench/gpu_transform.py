@@ -74,7 +74,7 @@ def _of_groups(joined: int, tokens: int, prefill: float, scale: str) -> Iterator
         for number, group in enumerate(found)
     ]
     mx.eval(streams)
-    blocks = [gpu_coding.BlockRows(first, first + BLOCK) for first in range(0, tokens, BLOCK)]
+    blocks = [gpu_coding.BlockSpan(first, first + BLOCK) for first in range(0, tokens, BLOCK)]
     of_model = [number % DISTINCT for number in range(layers // joined)]
     rowed = [gpu_coding.GroupRows(coders[i], streams[i], [None] * len(blocks)) for i in of_model]
     step = gpu_coding.at_once([coders[i] for i in of_model], tokens)

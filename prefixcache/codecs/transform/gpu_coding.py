@@ -40,7 +40,7 @@ _WORTH_A_THREAD = 1 << 20  # bytes
 _SHARE, _ROOM = 1 / 16, 4 << 30  # of the GPU's memory, and bytes, that groups take at most which are coded at once
 
 
-class BlockRows(NamedTuple):
+class BlockSpan(NamedTuple):
     """Rows of one block that are to be coded: those of tokens `first` to `last` (not included). The first `skip` have no
     codes.
     """
@@ -156,7 +156,7 @@ def _right() -> bool:
         streams = [mx.array(stream).astype(element(layer.dtype).mlx) for stream in drawn]
         given.append(GroupRows(GroupCoder(group, tables, 4.0, layer.dtype), streams, [None, None]))
         rows.append([np.array(stream.astype(mx.float32)) for stream in streams])
-    made = encode(given, [BlockRows(5, 70), BlockRows(70, 95)])
+    made = encode(given, [BlockSpan(5, 70), BlockSpan(70, 95)])
     restored = decode([GroupCodes(one.coder, codes) for one, codes in zip(given, made, strict=True)], [5, 70])
     coded = np.arange(90) != 20
     for one, codes, originals, (here, wrong) in zip(given, made, rows, restored, strict=True):
@@ -202,7 +202,7 @@ def _memory() -> int:
 # -- to codes -------------------------------------------------------------------------------------------------------------
 
 
-def encode(groups: Sequence[GroupRows], blocks: Sequence[BlockRows]) -> list[list[Codes]]:
+def encode(groups: Sequence[GroupRows], blocks: Sequence[BlockSpan]) -> list[list[Codes]]:
     """The codes of groups, all of which have rows of these blocks: of each group and block."""
     coders = [group.coder for group in groups]
     runs = tuple((block.first, block.last) for block in blocks)
