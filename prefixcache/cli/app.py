@@ -21,8 +21,8 @@ from prefixcache.cli.directory.clear import clear
 from prefixcache.cli.directory.inspect import inspect
 from prefixcache.cli.directory.prune import prune
 from prefixcache.cli.directory.reconcile import reconcile
-from prefixcache.cli.live.pin import pin
-from prefixcache.cli.live.remove import remove
+from prefixcache.cli.running.pin import pin
+from prefixcache.cli.running.remove import remove
 from prefixcache.cli.text import complain, mute
 
 LATER = {  # by name, the module that has the function of that name

@@ -1,7 +1,7 @@
 """For which of mlx-lm's model families attention can read codes, and why not for the others.
 
 A family holds when each layer hands what `update_and_fetch` of its cache returned, untouched but for its shape and
-dtype, to `mlx_lm.models.base.scaled_dot_product_attention` with that same cache: there `hook` finds the codes. All
+dtype, to `mlx_lm.models.base.scaled_dot_product_attention` with that same cache: there the hook finds the codes. All
 modules of mlx-lm 0.31.3 and 0.32.2 were read; the tests read them again, and run the families that they can build.
 """
 

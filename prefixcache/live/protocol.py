@@ -9,9 +9,10 @@ import mlx.core as mx
 
 from prefixcache.codecs.interchange import element
 from prefixcache.codecs.turboquant.coding import Choice, LayerRows
-from prefixcache.live import hook
 from prefixcache.live.attention import attend, plain
 from prefixcache.live.layer import CodedLayer
+from prefixcache.live.stand_in import CodesStandIn
+from prefixcache.upstream import hook_attention
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -28,9 +29,8 @@ class LiveCache:
         if layer.waiting is not None or layer.attends == "buffer":
             return layer.decoded_heads(0, kind.heads)
         shape, dtype = (layer.batch, kind.heads, layer.rows), element(kind.dtype).mlx
-        return hook.CodesStandIn(self, (*shape, kind.key_width), dtype), hook.CodesStandIn(
-            self, (*shape, kind.value_width), dtype
-        )
+        keys, values = (CodesStandIn(self, (*shape, width), dtype) for width in (kind.key_width, kind.value_width))
+        return keys, values
 
     def attend_to_codes(
         self, queries: mx.array, keys: Any, values: Any, *, scale: float, mask: Any, sinks: mx.array | None = None
@@ -119,4 +119,4 @@ class LiveCache:
 def hook_for(layer: CodedLayer) -> None:
     """Attention to codes needs the hook."""
     if layer.attends == "codes":
-        hook.install()
+        hook_attention()

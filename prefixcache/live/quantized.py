@@ -2,7 +2,7 @@
 
 mlx-lm's QuantizedKVCache knows one sequence only, and its attention knows neither sinks nor, before 0.32, the masks of
 a batch. `QuantizedKVCache` here is that class with what batching asks of it; `BatchQuantizedKVCache` follows mlx-lm's
-BatchKVCache. Both enter a model through `hook`. TurboQuant codes are not here.
+BatchKVCache. Both enter a model through `upstream.hook_attention`. TurboQuant codes are not here.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.base import create_causal_mask
 
-from prefixcache.live import hook, ragged
+from prefixcache.live import ragged
 from prefixcache.live.ragged import Arrays
+from prefixcache.upstream import hook_attention
 
 SCORES = 2**25  # float32 scores that a prefill holds at once: 128 MiB; more queries than that go in pieces
 ALIKE = "make every cache of a batch with the same bits and group_size, and for one model"
@@ -151,7 +152,7 @@ class _Quantized:
     bits: int
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        hook.install()  # here and not in __init__: copies and restored caches are made without it
+        hook_attention()  # here and not in __init__: copies and restored caches are made without it
         return super().__new__(cls)
 
     def attend_to_codes(

@@ -1,7 +1,7 @@
 """Which requests wait for which: a prompt that begins like one being computed waits until that part is stored.
 
 When ten agents arrive at once with one system prompt, the first computes it and nine find it. This is the rule alone, on
-tokens and counts; the server that defers requests is `mlx_lm.requests`. Nothing here touches MLX.
+tokens and counts; the server that defers requests is `mlx_lm.generator`. Nothing here touches MLX.
 Decision 0030 says why.
 """
 

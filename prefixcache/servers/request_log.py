@@ -1,5 +1,5 @@
 """One line of the log for each request that is served: what it asked for, whence its tokens came, how long it took. It has
-numbers only, nothing of a prompt or an answer. `mlx_lm.http_server` begins and writes it, `mlx_lm.requests` fills it in.
+numbers only, nothing of a prompt or an answer. `mlx_lm.http_server` begins and writes it, `mlx_lm.generator` fills it in.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from prefixcache.keys import canonical
 from prefixcache.layers import CacheError
 from prefixcache.layers.form import CacheForm
 from prefixcache.layers.image_layout import read
-from prefixcache.servers.model_form import form_of
+from prefixcache.servers.loaded_model import form_of
 from tests.models import states
 from tests.models.families import FAMILIES
 

@@ -15,8 +15,10 @@ from mlx_lm.models import llama
 from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from prefixcache.live import families, hook
+from prefixcache.live import families
 from prefixcache.live.families import EXCLUDED, HOLDS, UNLESS, check
+from prefixcache.live.stand_in import CodesStandIn
+from prefixcache.upstream import hook_attention
 from tests.models.families import BASE, DELTA, FAMILIES, MLA, MLX_LM_0_31, MOE, SLIDING
 
 FOLDER = Path(mlx_lm.models.__path__[0])
@@ -24,11 +26,11 @@ MODULES = sorted(module.name for module in pkgutil.iter_modules([str(FOLDER)]) i
 
 
 class Private(KVCache):
-    """A cache whose rows nobody sees: plain ones behind a `Codes` of each, which it attends to itself."""
+    """A cache whose rows nobody sees: plain ones behind a `CodesStandIn` of each, which it attends to itself."""
 
     def __init__(self):
         super().__init__()
-        hook.install()
+        hook_attention()
         self._plain = KVCache()
         self.attended = 0
 
@@ -39,7 +41,7 @@ class Private(KVCache):
 
     def keys_and_values(self):
         rows = (a[:, :, : self.offset] for a in (self._plain.keys, self._plain.values))
-        return tuple(hook.CodesStandIn(self, a.shape, a.dtype) for a in rows)
+        return tuple(CodesStandIn(self, a.shape, a.dtype) for a in rows)
 
     @property
     def state(self):

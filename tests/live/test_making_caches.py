@@ -8,7 +8,8 @@ from mlx_lm.models.cache import make_prompt_cache as make_plain
 
 import prefixcache
 from prefixcache import QuantizedKVCache, TurboQuant, TurboQuantKVCache, convert_prompt_cache, make_prompt_cache
-from prefixcache.live import SharedLevels, hook
+from prefixcache.live import SharedLevels
+from prefixcache.upstream import hook_attention, unhook_attention
 from tests.models.families import FAMILIES
 
 TOKENS = [n * 7 % 128 for n in range(300)]
@@ -197,15 +198,15 @@ def test_mlx_lm_saves_and_loads_live_caches(tmp_path):
 def test_an_unhooked_model_says_what_to_do():
     model = built("llama")
     live = convert_prompt_cache(prefilled(model), "turboquant:4", model=model)
-    hook.uninstall()
+    unhook_attention()
     try:
-        with pytest.raises(TypeError, match=r"call prefixcache.live.hook.install\(\)"):
+        with pytest.raises(TypeError, match=r"call prefixcache.upstream.hook_attention\(\)"):
             logits(model, live)
         waiting = make_prompt_cache(model, "turboquant:4")
-        hook.uninstall()
+        unhook_attention()
         logits(model, waiting)  # arrays, so far
     finally:
-        hook.install()
+        hook_attention()
     logits(model, live)
 
 

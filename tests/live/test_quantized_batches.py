@@ -13,8 +13,9 @@ from mlx_lm.models.cache import BatchKVCache, CacheList, KVCache, RotatingKVCach
 
 from prefixcache.layers.adapters import adapter_of, class_path
 from prefixcache.layers.classes import find_class, read_leaf
-from prefixcache.live import hook, quantized
+from prefixcache.live import quantized
 from prefixcache.live.quantized import BatchQuantizedKVCache, QuantizedKVCache, attention
+from prefixcache.upstream import attention_is_hooked, unhook_attention
 from tests.live.generating import check_as_alone, drive
 from tests.models.families import FAMILIES, MLX_LM_0_31
 
@@ -326,14 +327,14 @@ def made_without_init(cache) -> Iterator:
 
 @pytest.mark.parametrize("make", [lambda: single(5), lambda: BatchQuantizedKVCache.merge([single(5), single(2, 1)])])
 def test_the_hook_is_in_place_however_a_cache_is_made(make):
-    hook.uninstall()
+    unhook_attention()
     cache = make()
-    assert hook.installed()
+    assert attention_is_hooked()
     makers = made_without_init(cache)
     for _ in range(3):
-        hook.uninstall()
+        unhook_attention()
         made = next(makers)
-        assert hook.installed()
+        assert attention_is_hooked()
         assert (made.size(), made.bits, made.group_size) == (5, 4, GROUP)
 
 

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from prefixcache.codecs.turboquant import live as turboquant_live
-from prefixcache.live import BatchTurboQuantKVCache, SharedLevels, TurboQuantKVCache, attention, hook
+from prefixcache.live import BatchTurboQuantKVCache, SharedLevels, TurboQuantKVCache, attention
 from prefixcache.live import layer as live_layer
 from prefixcache.live import levels as live_levels
+from prefixcache.live.stand_in import CodesStandIn
 from tests.live.generating import alone, check_logprobs, drive, feed
 from tests.models.families import FAMILIES
 
@@ -146,8 +147,8 @@ def test_no_decoded_copy_of_the_past_is_ever_held_or_made(monkeypatch):
     """Decoding on codes that quietly ran on fp16 rows was a bug elsewhere."""
     cache = TurboQuantKVCache()
     queries, keys, values = added(cache, 2000)
-    assert isinstance(keys, hook.CodesStandIn)
-    assert isinstance(values, hook.CodesStandIn)
+    assert isinstance(keys, CodesStandIn)
+    assert isinstance(values, CodesStandIn)
     layer = cache._layer
     assert all(array.dtype in (mx.uint32, mx.uint16) or array.shape[2] <= 128 for array in layer.arrays())
     if turboquant_live.attend(layer.parts()[0], queries[:, :, -1:], 1.0, None, False) is None:

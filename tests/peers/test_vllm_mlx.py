@@ -19,8 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, KVCache
 
-from prefixcache.servers.auxiliary import SHARE
 from prefixcache.servers.vllm_mlx import installation as vllm_mlx
+from prefixcache.servers.vllm_mlx.auxiliary import SHARE
 from prefixcache.servers.vllm_mlx.installation import TieredPrefixCache
 from prefixcache.servers.vllm_mlx.prefix_cache import LONGEST_WAIT, PreparedEntry
 from tests.models import states

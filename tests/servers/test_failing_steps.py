@@ -21,8 +21,8 @@ from mlx_lm.models.cache import KVCache
 
 from prefixcache import PrefixCache
 from prefixcache.servers.mlx_lm.answers import StepFailed
+from prefixcache.servers.mlx_lm.generator import Generator
 from prefixcache.servers.mlx_lm.prefill import Blockwise
-from prefixcache.servers.mlx_lm.requests import Generator
 from tests.servers.serving import SECONDS, serve, starting, text, user, wait_for
 from tests.servers.test_requests import Asked, generating
 
@@ -229,6 +229,7 @@ def test_what_fails_behind_a_step_leaves_nobody_waiting(model, opened, plain, mo
     monkeypatch.setattr(Blockwise, "_keep", failing)
     with generating_raw(opened, model) as generator:
         short = Asked(generator, user(text(30, "short")), max_tokens=8)
+        assert short.begun.wait(SECONDS)  # so its uid is 0
         long = Asked(generator, user(text(30, "long")), max_tokens=2000)
         assert len(short.answered().tokens) == 8
         long.join(SECONDS)

@@ -15,7 +15,7 @@ from mlx_lm.utils import load
 
 from prefixcache import PrefixCache, __version__, model_identity
 from prefixcache.codecs.turboquant import backends as turboquant_backends
-from prefixcache.servers.mlx_lm import requests as mlx_lm_requests
+from prefixcache.servers.mlx_lm import generator as mlx_lm_requests
 from prefixcache.servers.request_log import CUT, REFUSED, Found, RequestLog, in_words
 from prefixcache.settings import ram_auto
 from tests.servers.serving import SECONDS, Server, ask, save_model, serving, text, user

@@ -23,8 +23,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from prefixcache import PrefixCache
 from prefixcache.servers.mlx_lm.answers import Answers, Ended
 from prefixcache.servers.mlx_lm.arguments import read_flags
+from prefixcache.servers.mlx_lm.generator import IDLE_LOOKS, Generator, IdlePool, TimeBudget
 from prefixcache.servers.mlx_lm.provider import Provider
-from prefixcache.servers.mlx_lm.requests import IDLE_LOOKS, Generator, IdlePool, TimeBudget
 from tests.models.families import MLX_LM_0_31
 from tests.servers.serving import SECONDS, Message, save_model, text, user, wait_for
 from tests.servers.slow_disk import slow_disk

@@ -20,7 +20,8 @@ from mlx_lm.models.cache import KVCache
 
 from prefixcache import PrefixCache, TurboQuant
 from prefixcache.codecs.turboquant.coding import RECENT
-from prefixcache.live import TurboQuantKVCache, convert_prompt_cache, hook
+from prefixcache.live import TurboQuantKVCache, convert_prompt_cache
+from prefixcache.upstream import hook_attention
 from tools.bench import report
 from tools.bench.report import Figure
 
@@ -56,7 +57,7 @@ def memory(scale: str) -> Iterator[Figure]:
 def grow(tokens: int, coded: bool) -> dict[str, int]:
     """In a process of its own: fill caches, generate a little, and say what they hold and how far the peak went."""
     mx.random.seed(0)
-    hook.install()
+    hook_attention()
     _fill(PREFILL + STEPS, coded)  # what is loaded and compiled at the first call is nobody's
     mx.clear_cache()
     gc.collect()

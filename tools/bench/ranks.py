@@ -32,7 +32,7 @@ RANKS = 2
 THEIRS = [
     sys.executable,
     "-c",
-    "from mlx_lm.server import main\nfrom prefixcache.ranks.loading import any_backend\nwith any_backend():\n    main()",
+    "from mlx_lm.server import main\nfrom prefixcache.upstream import any_backend\nwith any_backend():\n    main()",
 ]
 Launch = Callable[..., list["subprocess.Popen[Any]"]]
 AGREEMENT_BAR = 1e-3  # seconds

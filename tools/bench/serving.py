@@ -372,7 +372,7 @@ def clocked(out: Path, ours: bool, arguments: list[str]) -> None:
     from mlx_lm.models.cache import LRUPromptCache
 
     from prefixcache.cli import app
-    from prefixcache.servers.mlx_lm import server as mlx_lm_server
+    from prefixcache.servers.mlx_lm import serve as mlx_lm_server
     from prefixcache.servers.mlx_lm.tenant_cache import TenantPromptCache
     from prefixcache.store_fetch_remove import image_maker
 

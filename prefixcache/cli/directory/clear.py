@@ -10,10 +10,10 @@ from typing import Annotated
 import typer
 
 from prefixcache.cli.directory.argument import DirOrUrl, errors_told, only_one
-from prefixcache.cli.live.admin_client import AdminClient, KeyFile, UrlInstead
-from prefixcache.cli.live.deletion import delete_images
-from prefixcache.cli.live.tenant import ApiKeyFile, CacheSaltFile, NoSaltOption, tenant_of
 from prefixcache.cli.progress import bar
+from prefixcache.cli.running.admin_client import AdminClient, KeyFile, UrlInstead
+from prefixcache.cli.running.deletion import delete_images
+from prefixcache.cli.running.tenant import ApiKeyFile, CacheSaltFile, NoSaltOption, tenant_of
 from prefixcache.cli.text import complain, console, foreign, many, print_json, refusing, safe, size
 from prefixcache.ssd import Cleared
 from prefixcache.ssd import clear as delete_all

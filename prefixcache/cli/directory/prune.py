@@ -15,10 +15,10 @@ from rich.text import Text
 
 from prefixcache.byte_sizes import parse_size
 from prefixcache.cli.directory.argument import DirOrUrl, errors_told, only_one
-from prefixcache.cli.live.admin_client import AdminClient, KeyFile, UrlInstead
-from prefixcache.cli.live.deletion import delete_images, show_now
-from prefixcache.cli.live.tenant import ApiKeyFile, CacheSaltFile, NoSaltOption, tenant_of
 from prefixcache.cli.progress import bar
+from prefixcache.cli.running.admin_client import AdminClient, KeyFile, UrlInstead
+from prefixcache.cli.running.deletion import delete_images, show_now
+from prefixcache.cli.running.tenant import ApiKeyFile, CacheSaltFile, NoSaltOption, tenant_of
 from prefixcache.cli.text import Refused, complain, console, foreign, many, print_json, refusing, size
 from prefixcache.store_fetch_remove.prune_directory import Pruned
 from prefixcache.store_fetch_remove.prune_directory import prune as delete

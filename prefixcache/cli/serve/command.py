@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from prefixcache.cli.back_end import refuse_without
-from prefixcache.cli.live.admin_key import ADMIN_KEY, admin_key_of
 from prefixcache.cli.progress import bar
+from prefixcache.cli.running.admin_key import ADMIN_KEY, admin_key_of
 from prefixcache.cli.serve.cache_options import BITS, flag_of, settings_from, with_settings
 from prefixcache.cli.text import complain
 from prefixcache.remote.sealing import FleetKey
@@ -24,7 +24,7 @@ from prefixcache.settings import Settings
 from prefixcache.ssd import DirectoryError
 
 if TYPE_CHECKING:
-    from prefixcache.servers.mlx_lm.requests import Generator
+    from prefixcache.servers.mlx_lm.generator import Generator
     from prefixcache.servers.salts import Salts
     from prefixcache.servers.warm_prompts import WarmPrompt
 
@@ -128,7 +128,7 @@ def serve(
         key = admin_key_of(admin_key, admin_key_file)
         from prefixcache.servers.mlx_lm.errors import ServeError, ServeFailed
         from prefixcache.servers.mlx_lm.http_server import ClientRules
-        from prefixcache.servers.mlx_lm.server import serve as serve_until_ended
+        from prefixcache.servers.mlx_lm.serve import serve as serve_until_ended
         from prefixcache.servers.salts import Salts
         from prefixcache.servers.warm_prompts import read_prompts
 

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from prefixcache.cache import PrefixCache
-from prefixcache.cli.live.admin_client import KeyFile
-from prefixcache.cli.live.warm import warm_live
 from prefixcache.cli.progress import bar
+from prefixcache.cli.running.admin_client import KeyFile
+from prefixcache.cli.running.warm import warm_live
 from prefixcache.cli.serve.cache_options import Flags, flag_of, settings_from, with_settings
 from prefixcache.cli.text import complain, many
 from prefixcache.layers import CacheError
@@ -182,35 +182,28 @@ class GivenModel(NamedTuple):
 
     def load_part(self, group: Any, pipeline: bool) -> Any:
         """A rank's part of the weights."""
-        from inspect import signature
-
         from mlx_lm.utils import sharded_load
 
-        from prefixcache.ranks.loading import any_backend
+        from prefixcache.upstream import any_backend, known_options
 
-        options = {
-            "pipeline_group" if pipeline else "tensor_group": group,
-            "tokenizer_config": self.tokenizer_config,
-            "trust_remote_code": self.tokenizer_config["trust_remote_code"],
-        }
-        known = signature(sharded_load).parameters
-        given = {name: value for name, value in options.items() if name in known}
+        whose = {"pipeline_group" if pipeline else "tensor_group": group}
+        trusted = known_options(sharded_load, trust_remote_code=self.tokenizer_config["trust_remote_code"])
+        config = known_options(sharded_load, tokenizer_config=self.tokenizer_config)
         try:
             with any_backend():
-                return sharded_load(str(self.folder), **given)[0]
+                return sharded_load(str(self.folder), **whose, **config, **trusted)[0]
         except Exception as error:
             raise NotWarmed(f"--model {self.folder}: mlx-lm can't load it: {_one_line(error)}") from error
 
     def load(self) -> Any:
         """The weights. Their code comes along where that is trusted; mlx-lm 0.31 never asks."""
-        from inspect import signature
-
         from mlx_lm.utils import load_adapters, load_model
 
-        options = {"trust_remote_code": self.tokenizer_config["trust_remote_code"]}
+        from prefixcache.upstream import known_options
+
+        trusted = known_options(load_model, trust_remote_code=self.tokenizer_config["trust_remote_code"])
         try:
-            known = signature(load_model).parameters
-            model, _ = load_model(self.folder, **{name: value for name, value in options.items() if name in known})
+            model, _ = load_model(self.folder, **trusted)
             if self.adapter is not None:
                 model = load_adapters(model, self.adapter)
                 model.eval()
@@ -308,7 +301,7 @@ def _warm(
     from mlx_lm.generate import wired_limit
 
     from prefixcache.ranks import rank_identity
-    from prefixcache.servers.calibrated import calibration_of
+    from prefixcache.servers.loaded_model import calibration_of
     from prefixcache.servers.warming import unkept, warm_sequences
 
     group = ranks.group if ranks is not None else None

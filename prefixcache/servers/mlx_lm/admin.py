@@ -1,5 +1,5 @@
 """What an operator may do with the cache of a running server: delete, pin, warm prompts and give RAM back. Each operation
-takes and gives JSON; `admin_http` has who may ask for it, and `cli/live` the commands.
+takes and gives JSON; `admin_http` has who may ask for it, and `cli/running` the commands.
 
 A tenant is named as its requests name it, by `cache_salt` or `authorization`, and a prompt by the body of a chat request.
 Neither is logged or given back.
@@ -22,8 +22,8 @@ from prefixcache.cache import PrefixCache
 from prefixcache.memory import give_back
 from prefixcache.servers.mlx_lm.context import room_for
 from prefixcache.servers.mlx_lm.errors import RequestRefused
+from prefixcache.servers.mlx_lm.generator import Generator
 from prefixcache.servers.mlx_lm.idle_warming import IdleWarming
-from prefixcache.servers.mlx_lm.requests import Generator
 from prefixcache.servers.request_schema import BadRequest, GenerationRequest
 from prefixcache.servers.salts import NoSalt, Salts
 from prefixcache.servers.warm_prompts import BadPrompt, WarmSequence, prompt_of, tokens_of

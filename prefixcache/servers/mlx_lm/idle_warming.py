@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from prefixcache.servers.mlx_lm.requests import Generator
+from prefixcache.servers.mlx_lm.generator import Generator
 from prefixcache.servers.warm_prompts import WarmSequence
 from prefixcache.servers.warming import Step, unkept, warm_sequences
 

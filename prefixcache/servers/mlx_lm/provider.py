@@ -16,9 +16,9 @@ from mlx_lm.server import ModelProvider
 from prefixcache.layers import CacheError
 from prefixcache.layers.form import CacheForm
 from prefixcache.layers.image_layout import read
+from prefixcache.servers.loaded_model import form_of
 from prefixcache.servers.mlx_lm.context import context_of
 from prefixcache.servers.mlx_lm.upstream import look_at_files, model_key
-from prefixcache.servers.model_form import form_of
 from prefixcache.servers.request_schema import BadRequest
 
 log = logging.getLogger("prefixcache")

@@ -64,7 +64,7 @@ def _name(model: Any, name: str) -> str:
 def _form_of(model: Any) -> CacheForm | None:
     """What the prompt caches of a text model are like; None, which is any, where that can't be told."""
     try:
-        return importlib.import_module("prefixcache.servers.model_form").form_of(model)
+        return importlib.import_module("prefixcache.servers.loaded_model").form_of(model)
     except Exception as error:
         log.debug("a model's prompt caches have no form: %s: %s", type(error).__name__, error)
         return None

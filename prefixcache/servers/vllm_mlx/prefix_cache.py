@@ -16,8 +16,8 @@ from prefixcache.blocks.budget import Reservation
 from prefixcache.cache import PrefixCache
 from prefixcache.keys import as_tokens
 from prefixcache.layers.form import CacheForm
-from prefixcache.servers.auxiliary import Auxiliary, give, hold
 from prefixcache.servers.read_or_compute import ReadOrCompute
+from prefixcache.servers.vllm_mlx.auxiliary import Auxiliary, give, hold
 from prefixcache.tiers.prompt import Prompt
 
 log = logging.getLogger("prefixcache")

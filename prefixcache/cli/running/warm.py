@@ -6,9 +6,9 @@ from pathlib import Path
 
 import typer
 
-from prefixcache.cli.live.admin_client import AdminClient
-from prefixcache.cli.live.prompts import read_bodies
 from prefixcache.cli.progress import bar
+from prefixcache.cli.running.admin_client import AdminClient
+from prefixcache.cli.running.prompts import read_bodies
 from prefixcache.cli.text import Refused, complain, many, refusing
 
 

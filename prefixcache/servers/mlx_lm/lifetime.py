@@ -23,8 +23,8 @@ from prefixcache.metrics.stats import Stats
 from prefixcache.servers.mlx_lm.admin import Admin
 from prefixcache.servers.mlx_lm.admin_http import AdminPath
 from prefixcache.servers.mlx_lm.errors import RankFailed, ServeError, ServeFailed
+from prefixcache.servers.mlx_lm.generator import Generator
 from prefixcache.servers.mlx_lm.http_server import NO_RULES, ClientRules, Handler, HttpServer
-from prefixcache.servers.mlx_lm.requests import Generator
 from prefixcache.servers.salts import Salts
 
 log = logging.getLogger("prefixcache")

@@ -27,8 +27,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from prefixcache.byte_sizes import size
 from prefixcache.cache import PrefixCache, usable_memory
 from prefixcache.keys import as_tokens
-from prefixcache.servers.calibrated import calibration_of
 from prefixcache.servers.in_flight import Admission, Awaited, Computing
+from prefixcache.servers.loaded_model import calibration_of
 from prefixcache.servers.mlx_lm.answers import Answers, Ended
 from prefixcache.servers.mlx_lm.client_template import ClientTemplate
 from prefixcache.servers.mlx_lm.context import room_for, too_long

@@ -8,7 +8,6 @@ waits, whether it is given up, and when the server ends.
 from __future__ import annotations
 
 import copy
-import inspect
 import logging
 import pickle
 import secrets
@@ -25,18 +24,18 @@ from mlx_lm import utils
 
 from prefixcache.cache import PrefixCache
 from prefixcache.ranks import OtherWeights, Ranks, rank_identity
-from prefixcache.ranks.loading import any_backend
 from prefixcache.ranks.watch import Watch
 from prefixcache.servers.in_flight import Admission, Awaited, Computing
 from prefixcache.servers.mlx_lm.answers import Answers
 from prefixcache.servers.mlx_lm.errors import RankFailed
+from prefixcache.servers.mlx_lm.generator import WAKE, Generator, TimeBudget, Wait
 from prefixcache.servers.mlx_lm.prompt_cache import identity_of
 from prefixcache.servers.mlx_lm.provider import Provider
-from prefixcache.servers.mlx_lm.requests import WAKE, Generator, TimeBudget, Wait
 from prefixcache.servers.mlx_lm.tenant_cache import TokenizedRequest
 from prefixcache.servers.mlx_lm.upstream import has_images
 from prefixcache.servers.read_or_compute import AwaitedPromotions
 from prefixcache.servers.request_schema import BadRequest
+from prefixcache.upstream import any_backend, known_options
 
 log = logging.getLogger("prefixcache")
 
@@ -99,9 +98,8 @@ class RankProvider(Provider):
         """Make the model and its tokenizer without the weights: an error, that of mlx-lm, where it can't be."""
         folder = utils._download(model_path, allow_patterns=SMALL_FILES)
         utils.load_tokenizer(folder, self._tokenizer_config)
-        options = {"lazy": True, "strict": False, "trust_remote_code": self.cli_args.trust_remote_code}
-        known = inspect.signature(utils.load_model).parameters  # mlx-lm 0.31 asks for no code's trust
-        model, _ = utils.load_model(folder, **{name: value for name, value in options.items() if name in known})
+        trusted = known_options(utils.load_model, trust_remote_code=self.cli_args.trust_remote_code)
+        model, _ = utils.load_model(folder, lazy=True, strict=False, **trusted)
         if self.pipeline_group is not None:
             if not hasattr(getattr(model, "model", None), "pipeline"):
                 raise ValueError(f"{model_path}: mlx-lm has no pipeline for this model; leave --pipeline out")

@@ -14,7 +14,7 @@ from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_ope
 
 import typer
 
-from prefixcache.cli.live.admin_key import ADMIN_KEY, admin_key_of
+from prefixcache.cli.running.admin_key import ADMIN_KEY, admin_key_of
 from prefixcache.cli.text import Refused
 from prefixcache.servers.web_access import is_loopback
 

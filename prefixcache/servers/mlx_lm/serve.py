@@ -1,7 +1,7 @@
 """mlx_lm.server with a PrefixCache: what `prefixcache serve` runs.
 
-Its flags (`arguments`) and its answers are mlx-lm's; `requests` has what is changed on the way of a request, `http_server`
-what is changed between it and its client, `serving` its start and its end.
+Its flags (`arguments`) and its answers are mlx-lm's; `generator` has what is changed on the way of a request, `http_server`
+what is changed between it and its client, `lifetime` its start and its end, `upstream` how mlx-lm's inside is reached.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from prefixcache.byte_sizes import size
 from prefixcache.cache import PrefixCache
 from prefixcache.ranks.watch import HANG
 from prefixcache.servers.mlx_lm.arguments import check_model, read_flags
+from prefixcache.servers.mlx_lm.generator import Generator
 from prefixcache.servers.mlx_lm.http_server import NO_RULES, ClientRules, HttpServer
+from prefixcache.servers.mlx_lm.lifetime import Ending, Options, end, run, start_logging
 from prefixcache.servers.mlx_lm.provider import Provider
-from prefixcache.servers.mlx_lm.rank_server import serve_rank
-from prefixcache.servers.mlx_lm.requests import Generator
-from prefixcache.servers.mlx_lm.serving import Ending, Options, end, run, start_logging
+from prefixcache.servers.mlx_lm.serve_rank import serve_rank
 from prefixcache.servers.salts import BY_CACHE_SALT, Salts
 from prefixcache.settings import Settings
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from prefixcache.cli.live.admin_client import AdminClient
+from prefixcache.cli.running.admin_client import AdminClient
 from prefixcache.cli.text import console, foreign, many, print_json, size
 
 Json = dict[str, Any]

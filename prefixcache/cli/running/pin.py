@@ -8,8 +8,8 @@ import typer
 from rich import box
 from rich.table import Table
 
-from prefixcache.cli.live.admin_client import AdminClient, Json, KeyFile, Url
-from prefixcache.cli.live.prompts import Files, read_bodies
+from prefixcache.cli.running.admin_client import AdminClient, Json, KeyFile, Url
+from prefixcache.cli.running.prompts import Files, read_bodies
 from prefixcache.cli.text import Refused, console, foreign, many, print_json, refusing, size
 
 

@@ -24,8 +24,8 @@ from prefixcache.ranks.watch import Watch
 from prefixcache.servers.mlx_lm.arguments import check_model
 from prefixcache.servers.mlx_lm.errors import ServeError, ServeFailed
 from prefixcache.servers.mlx_lm.http_server import HttpServer
-from prefixcache.servers.mlx_lm.ranks import RankGenerator, RankProvider
-from prefixcache.servers.mlx_lm.serving import POLL, Ending, Options, died, end, is_ready, run, start_logging, tell
+from prefixcache.servers.mlx_lm.lifetime import POLL, Ending, Options, died, end, is_ready, run, start_logging, tell
+from prefixcache.servers.mlx_lm.rank_generator import RankGenerator, RankProvider
 from prefixcache.settings import Settings
 
 log = logging.getLogger("prefixcache")
@@ -68,7 +68,7 @@ class Rank(NamedTuple):
 
 
 def serve_rank(settings: Settings, args: argparse.Namespace, how: Options, ending: Ending, hang: float) -> bool:
-    """Serve as one rank of the group that `mlx.launch` has made, see `server.serve`; False, and nothing is done, where there
+    """Serve as one rank of the group that `mlx.launch` has made, see `serve.serve`; False, and nothing is done, where there
     is none. Errors end the other ranks, which name this one.
     """
     grouped, begun = threading.Event(), Future[Rank | None]()

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from prefixcache.cli.live.admin_client import AdminClient, KeyFile, Url
-from prefixcache.cli.live.deletion import show_now
-from prefixcache.cli.live.prompts import Files, read_bodies
+from prefixcache.cli.running.admin_client import AdminClient, KeyFile, Url
+from prefixcache.cli.running.deletion import show_now
+from prefixcache.cli.running.prompts import Files, read_bodies
 from prefixcache.cli.text import Refused, complain, console, foreign, print_json, refusing, size
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from prefixcache.ranks.loading import any_backend
+from prefixcache.upstream import any_backend
 
 
 def test_a_collective_on_the_cpu_runs_where_the_group_is(monkeypatch):

@@ -1,0 +1,98 @@
+"""What is patched in mlx-lm with or without a server, each patch with the issue that asks for a better way and when it goes.
+What is patched in its server is in `prefixcache.servers.mlx_lm.upstream`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CodeType, FunctionType
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models import base
+
+# -- attention --------------------------------------------------------------------------------------------------------
+
+AS_IT_WAS = "scaled_dot_product_attention_as_it_was"  # a name in mlx_lm.models.base while the hook is in place
+
+_lock = threading.Lock()
+_code_before: CodeType | None = None
+
+
+def scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks=None):  # type: ignore[no-untyped-def]
+    """Attend as the cache does it, where it attends itself, or as mlx-lm does. Its globals are `mlx_lm.models.base`'s."""
+    attend = getattr(cache, "attend_to_codes", None)
+    if attend is not None:
+        return attend(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+    return scaled_dot_product_attention_as_it_was(  # type: ignore[name-defined]  # noqa: F821
+        queries, keys, values, cache, scale, mask, sinks
+    )
+
+
+def hook_attention() -> None:
+    """Let mlx-lm's attention ask the cache first. Making a live cache does it; again changes nothing.
+
+    Patch: models take what `update_and_fetch` returns straight to `base.scaled_dot_product_attention`, which each module has
+    imported by its name. So the function stays the same object, and its code changes. Issue: none filed. Goes when a cache
+    can bring its own attention. RuntimeError where another package has put something there that can't be hooked.
+    """
+    global _code_before
+    with _lock:
+        if _code_before is not None:
+            return
+        function = base.scaled_dot_product_attention
+        if type(function) is not FunctionType or function.__closure__:
+            raise RuntimeError(
+                f"mlx_lm.models.base.scaled_dot_product_attention is {function!r}, put there by another package: make "
+                'live caches before it does so, or make them with attend="buffer"'
+            )
+        _code_before = function.__code__
+        setattr(base, AS_IT_WAS, FunctionType(_code_before, base.__dict__, AS_IT_WAS, function.__defaults__))
+        function.__code__ = scaled_dot_product_attention.__code__
+
+
+def unhook_attention() -> None:
+    """Put mlx-lm's own code back. Live caches that attend to codes can't be used then, until `hook_attention`."""
+    global _code_before
+    with _lock:
+        if _code_before is not None:
+            base.scaled_dot_product_attention.__code__ = _code_before
+            delattr(base, AS_IT_WAS)
+            _code_before = None
+
+
+def attention_is_hooked() -> bool:
+    """Return whether mlx-lm's attention asks the cache first."""
+    return _code_before is not None
+
+
+# -- loading ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def any_backend() -> Iterator[None]:
+    """Let `mlx_lm.utils.sharded_load` work with any of MLX's back ends.
+
+    Patch: it ends with a collective on the CPU, where NCCL has none ("There is no Stream(gpu, 1) in current thread", mlx-lm
+    0.31.3 to 0.32.2); within this, collectives run where the group's others do. Issue: none filed. Goes when `sharded_load`
+    names no stream.
+    """
+    all_sum = mx.distributed.all_sum
+
+    def where_the_group_is(x: Any, *, stream: Any = None, **options: Any) -> mx.array:
+        return all_sum(x, **options)
+
+    mx.distributed.all_sum = where_the_group_is
+    try:
+        yield
+    finally:
+        mx.distributed.all_sum = all_sum
+
+
+def known_options(call: Callable[..., Any], **options: Any) -> dict[str, Any]:
+    """Return those of the options that this release's call takes: mlx-lm 0.31 never asks whether code is trusted."""
+    known = inspect.signature(call).parameters
+    return {name: value for name, value in options.items() if name in known}
