@@ -16,10 +16,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TESTS = [
-    "tests/layers", "tests/cache/test_cache_live.py", "tests/live/test_families_of_live_caches.py",
-    "tests/models/test_families.py", "tests/servers/test_mlx_lm.py", "tests/servers/test_requests.py",
-    "tests/servers/test_failing_steps.py", "tests/servers/test_serve_answers.py", "tests/peers/test_mlx_lm.py",
-]  # fmt: skip
+    "tests/layers",
+    "tests/cache/test_cache_live.py",
+    "tests/live/test_families_of_live_caches.py",
+    "tests/models/test_families.py",
+    "tests/servers/test_mlx_lm.py",
+    "tests/servers/test_requests.py",
+    "tests/servers/test_failing_steps.py",
+    "tests/servers/test_serve_answers.py",
+    "tests/peers/test_mlx_lm.py",
+]
 VERSION = "import importlib.metadata as m, prefixcache; print(m.version('mlx-lm'))"
 
 
