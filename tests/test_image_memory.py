@@ -240,5 +240,5 @@ class Images(RuleBasedStateMachine):
         assert used + pool._kept.nbytes + pool._clean.nbytes == sum(map(len, pool._regions.values()))
 
 
-Images.TestCase.settings = settings(max_examples=20, stateful_step_count=30)
+Images.TestCase.settings = settings(max_examples=30, stateful_step_count=30)
 TestImages = Images.TestCase

@@ -264,7 +264,7 @@ class OrderMachine(RuleBasedStateMachine):
         assert [one in self.order for one in self.slots] == [one in order for one in self.slots]
 
 
-FEW = settings(max_examples=20, stateful_step_count=40, suppress_health_check=list(HealthCheck), database=None)
+FEW = settings(max_examples=40, stateful_step_count=40, suppress_health_check=list(HealthCheck), database=None)
 
 
 @pytest.mark.parametrize("name", SHARED)

@@ -498,5 +498,5 @@ def test_nothing_wrong_is_ever_fetched(machine):
 
     run_state_machine_as_test(
         machine,
-        settings=settings(max_examples=12, stateful_step_count=25, suppress_health_check=list(HealthCheck)),
+        settings=settings(max_examples=18, stateful_step_count=25, suppress_health_check=list(HealthCheck)),
     )

@@ -139,7 +139,7 @@ def test_prompts_stored_in_any_order_are_as_each_is_alone(data):
             assert differing(made, alone, whole) == [[], []]
 
 
-def answered(cache: PrefixCache, model: Any, prompt: list[int], count: int = 12) -> list[int]:
+def answered(cache: PrefixCache, model: Any, prompt: list[int], count: int = 24) -> list[int]:
     """As a server answers: behind a hit that ends with a block, in chunks of one, stored after each."""
     live, rest = cache.fetch(prompt, model="m", whole_blocks=True)
     at = len(prompt) - len(rest)
@@ -152,12 +152,12 @@ def answered(cache: PrefixCache, model: Any, prompt: list[int], count: int = 12)
     return greedy(model, live, prompt[-1:], count)
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "llama"])
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "llama-sliding", "llama"])
 def test_answers_do_not_depend_on_strangers_whose_prompts_begin_alike(family):
     """Chats of a model, most of whose layers have windows: on an empty cache, and on one that strangers filled."""
     rng, model = np.random.default_rng(0), FAMILIES[family].build()
     system = rng.integers(2, 100, 800).tolist()
-    chats = [[*system[:shared], *rng.integers(2, 100, 560).tolist()] for shared in (20, 234, 300, 511)]
+    chats = [[*system[:shared], *rng.integers(2, 100, 560).tolist()] for shared in (20, 234, 300, 500, 511, 700)]
     codec = "turboquant:2"
     alone = []
     for chat in chats:

@@ -160,5 +160,5 @@ class Fleet(RuleBasedStateMachine):
 def test_a_fleet_gives_what_was_stored_or_nothing():
     run_state_machine_as_test(
         Fleet,
-        settings=settings(max_examples=25, stateful_step_count=25, suppress_health_check=list(HealthCheck)),
+        settings=settings(max_examples=60, stateful_step_count=25, suppress_health_check=list(HealthCheck)),
     )

@@ -203,4 +203,4 @@ class Tier(RuleBasedStateMachine):
 
 
 TestTier = Tier.TestCase
-TestTier.settings = settings(max_examples=20, stateful_step_count=20, suppress_health_check=list(HealthCheck))
+TestTier.settings = settings(max_examples=30, stateful_step_count=20, suppress_health_check=list(HealthCheck))

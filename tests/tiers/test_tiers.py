@@ -287,5 +287,5 @@ class TiersMachine(RuleBasedStateMachine):
 def test_three_tiers_in_any_order():
     run_state_machine_as_test(
         TiersMachine,
-        settings=settings(max_examples=30, stateful_step_count=30, suppress_health_check=list(HealthCheck)),
+        settings=settings(max_examples=60, stateful_step_count=30, suppress_health_check=list(HealthCheck)),
     )
