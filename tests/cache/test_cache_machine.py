@@ -239,10 +239,10 @@ class CacheMachine(RuleBasedStateMachine):
             self.what_was_durable_is_had_as_deep()
             self.promised = {tuple(tokens): self.cache.match(tokens, model="m").ssd for tokens in self.stored}
 
-    @precondition(lambda self: "ssd_dir" in self.options)
+    @precondition(lambda self: "ssd_dir" in self.options and self.options["spill_on_close"])
     @rule()
     def rest(self):
-        """Nobody asks for a while: then no whole block is lost with RAM."""
+        """Nobody asks for a while: then no whole block is lost with RAM. Without spill_on_close, spill_idle="auto" is 0."""
         assert self.cache._ssd.flush(30)
         while self.cache._idle.write():
             assert self.cache._ssd.flush(30)
