@@ -362,7 +362,7 @@ def test_the_check_fails_above_the_bound_and_where_raw_is_not_exact():
 
 
 def test_the_check_evaluates_a_folder_in_small(monkeypatch):
-    monkeypatch.setattr(check, "JOB", check.Job(prefix=300, tokens=32, windows=1, needles=0))
+    monkeypatch.setattr(check, "JOB", check.EvaluationSize(prefix=300, tokens=32, windows=1, needles=0))
     monkeypatch.setattr(check, "CALIBRATION", {"windows": 4, "tokens": 128, "draws": 4})
     found = check.measured(ROOT / "tests/fixtures/tiny-qwen2")
     assert [codec["codec"] for codec in found["codecs"]] == ["raw", check.CODEC, check.TRANSFORM]
@@ -385,7 +385,7 @@ def test_the_commands_exit_code_is_the_checks(monkeypatch, tmp_path, capsys):
     """With levels of 300 rows and two bits the tiny model is above any bound that means something."""
     folder = ROOT / "tests/fixtures/tiny-qwen2"
     monkeypatch.setattr(__main__, "prepare", lambda folder, source: False)
-    monkeypatch.setattr(check, "JOB", check.Job(prefix=300, tokens=32, windows=1, needles=0))
+    monkeypatch.setattr(check, "JOB", check.EvaluationSize(prefix=300, tokens=32, windows=1, needles=0))
     for spec, code in (("turboquant:8", 0), ("turboquant:2", 1)):
         monkeypatch.setattr(sys, "argv", ["real_model", str(folder), "--check", "--codec", spec])
         assert __main__.main() == code
