@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tarfile
@@ -70,4 +71,7 @@ def use(distribution: Path, folder: Path) -> None:
     copy = folder / "tour.py"
     copy.write_text(TOUR.read_text())
     print(f"{distribution.name}, installed in an empty environment:", flush=True)
-    subprocess.run([python, copy, ROOT], cwd=folder, check=True)
+    clean = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTHON")
+    }  # PYTHONPATH and its kin
+    subprocess.run([python, copy], cwd=folder, env=clean, check=True)

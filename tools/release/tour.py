@@ -30,8 +30,7 @@ ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "PATH": f"{BIN}{os.pathsep}{
 def main() -> None:
     import prefixcache
 
-    (checkout,) = sys.argv[1:]
-    assert not Path(prefixcache.__file__).is_relative_to(checkout), f"{prefixcache.__file__} is the checkout's"
+    assert Path(prefixcache.__file__).is_relative_to(sys.prefix), f"{prefixcache.__file__} is not this environment's"
     everything_is_there()
     model = str(Path(prefixcache.__file__).parent / "cli" / "demo" / "tiny-llama")
     with tempfile.TemporaryDirectory() as folder:
