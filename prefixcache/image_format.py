@@ -2,7 +2,7 @@
 
 The same bytes stand in RAM, in a file and in whatever tier comes later. A `Blueprint` knows an image's size before a
 byte is taken, `draft()` gives arrays to fill, `seal()` makes the image immutable. `parse_header` alone decides whether a
-header is valid; `verify` is the only way from foreign bytes to an `Image`: it believes nothing. Layers fill and read
+header is valid; foreign bytes become an `Image` after `examine` alone: it believes nothing. Layers fill and read
 tensors, tiers move bytes; neither I/O nor MLX is known here.
 
 The checksum covers the whole file, its own 32 digits counted as zeros. It stands first in the header, so it is found

@@ -231,7 +231,7 @@ class RemotePromotion:
         if not late.cancelled() and late.exception() is None:
             self._client.speed.learn_rate(nbytes, time.monotonic() - began)
 
-    # -- landing ------------------------------------------------------------------------------------------------------
+    # -- placing ---------------------------------------------------------------------------------------------------------
 
     def _land(self, read: _RemoteRead, image: Image) -> bool:
         """Place an image that was read. False where its place is gone."""
