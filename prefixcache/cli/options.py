@@ -1,16 +1,27 @@
-"""Commands whose options are the fields of frozen dataclasses: `with_options` gives a command those flags."""
+"""Commands whose options are the fields of frozen dataclasses: `with_options` gives a command those flags. Beside it are the
+options that several commands have.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+AsJson = Annotated[bool, typer.Option("--json", help="The result as one JSON object.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted.")]
+Float32 = Annotated[
+    bool, typer.Option("--float32", help="Cast the weights: a CPU multiplies float32 faster than half precision.")
+]
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
     """Return the command with the fields of its dataclass parameters as flags in their place. Each field is annotated as a
-    parameter of a command would be, `Annotated[..., typer.Option(...)]`, and the command is given the dataclass.
+    parameter of a command would be, `Annotated[..., typer.Option(...)]`, and the command is given the dataclass. A `**`
+    parameter stays as it is.
     """
     signature = inspect.signature(command, eval_str=True)
     groups: dict[str, Any] = {p.name: p.annotation for p in signature.parameters.values() if is_dataclass(p.annotation)}
@@ -20,13 +31,25 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
     def run(**given: Any) -> None:
         for name, options in groups.items():
-            given[name] = options(**{field.name: given.pop(field.name) for field in fields(options)})
+            given[name] = options(
+                **{field.name: given.pop(field.name) for field in fields(options) if field.name in given}
+            )
         command(**given)
 
     run.__name__, run.__doc__ = command.__name__, command.__doc__
-    ordered = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
+    ordered = [p if p.kind is p.VAR_KEYWORD else p.replace(kind=p.KEYWORD_ONLY) for p in parameters]
     run.__signature__ = signature.replace(parameters=ordered)  # type: ignore[attr-defined]
     return run
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of a parameter, a field or a setting."""
+    return f"--{name.replace('_', '-')}"
+
+
+def flags_of(options: Any) -> dict[str, Any]:
+    """Return the values of a dataclass of options by their flags, for messages that name one."""
+    return {flag_of(field.name): getattr(options, field.name) for field in fields(options)}
 
 
 def _flags(options: Any) -> list[inspect.Parameter]:

@@ -15,7 +15,8 @@ from prefixcache.calibration import design, texts
 from prefixcache.calibration.statistics import SINKS, Statistics, collect
 from prefixcache.cli.calibrate import anchor
 from prefixcache.cli.calibrate.anchor import Texts, anchored, line_through, texts_of
-from prefixcache.cli.calibrate.making import Calibration, _groups, _windows
+from prefixcache.cli.calibrate.making import _groups, _windows
+from prefixcache.cli.calibrate.options import Calibration
 from prefixcache.cli.evaluate.measuring import Subject, load
 from prefixcache.cli.evaluate.trials import NotRestored, Reference, begun, read_on
 from prefixcache.codecs import Transform

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from prefixcache import model_identity
 from prefixcache.calibration import checkpoint, statistics, texts
-from prefixcache.cli.calibrate.making import Calibration, _ranges, make, opening
+from prefixcache.cli.calibrate.making import _ranges, make, opening
+from prefixcache.cli.calibrate.options import Calibration
 from prefixcache.cli.evaluate.measuring import load
 from prefixcache.cli.text import size
 from prefixcache.codecs.transform import bases, basis
@@ -122,9 +124,9 @@ def test_a_basis_of_the_same_request_is_found_again_and_nothing_is_read(call, tm
 
 
 def test_another_request_gives_another_basis_and_the_one_that_was_asked_for_last_is_taken(tmp_path, small):
-    job, identity = JOB._replace(model=str(small)), model_identity(small)
+    job, identity = replace(JOB, model=str(small)), model_identity(small)
     first = make(job, tmp_path)
-    other = make(job._replace(draws=2), tmp_path)
+    other = make(replace(job, draws=2), tmp_path)
     assert first.path != other.path
     assert bases.Bases(tmp_path).of_model(identity).hash == other.basis.hash
     again = make(job, tmp_path)
@@ -134,7 +136,7 @@ def test_another_request_gives_another_basis_and_the_one_that_was_asked_for_last
 
 
 def test_a_cast_models_basis_is_for_the_model_as_it_is_served(tmp_path, made):
-    cast = make(JOB._replace(float32=True), tmp_path).basis
+    cast = make(replace(JOB, float32=True), tmp_path).basis
     served = basis.read(made)
     assert cast.hash != served.hash
     assert {layer.dtype for group in cast.groups for layer in group.layers} == {"float32"}  # as they were read
@@ -184,7 +186,7 @@ def test_without_a_text_it_reads_a_mix_of_many_kinds(call, tmp_path, small):
 
 def test_the_list_has_each_basis_with_its_numbers(call, tmp_path, made, small):
     shutil.copy(made, tmp_path)
-    other = make(JOB._replace(model=str(small)), tmp_path).path
+    other = make(replace(JOB, model=str(small)), tmp_path).path
     (tmp_path / ".calibrating-0.npz").write_bytes(b"")
     done = call("calibrate", "--list", "--basis-dir", tmp_path)
     assert done.exit_code == 0, done.output

@@ -41,7 +41,7 @@ def test_on_a_terminal_it_asks(call, filled, monkeypatch, answer, code):
     monkeypatch.setattr(module.typer, "confirm", lambda text, err: asked.append(text) or answer)
     before = fingerprint(filled)
     with pytest.raises(module.typer.Exit) as ended:
-        module.clear(filled, dry_run=False, yes=False, as_json=False)
+        module.clear(directory=filled)
     assert ended.value.exit_code == code
     assert "delete" in asked[0]
     assert "images" in asked[0]

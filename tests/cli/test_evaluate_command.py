@@ -18,7 +18,8 @@ from mlx_lm.models.cache import BatchKVCache
 from prefixcache.cli import output
 from prefixcache.cli.evaluate import measuring as evaluating
 from prefixcache.cli.evaluate import trials
-from prefixcache.cli.evaluate.measuring import EvaluationSize, Subject, measure
+from prefixcache.cli.evaluate.measuring import Subject, measure
+from prefixcache.cli.evaluate.options import EvaluationSize
 from prefixcache.cli.evaluate.report import as_markdown, family, main_grid
 from prefixcache.cli.evaluate.texts import default_text
 from prefixcache.cli.evaluate.trials import RowScores

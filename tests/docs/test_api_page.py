@@ -8,7 +8,8 @@ import re
 
 import prefixcache
 from prefixcache import Settings
-from prefixcache.cli.serve.cache_options import flag_of, variable
+from prefixcache.cli.options import flag_of
+from prefixcache.cli.serve.cache_options import variable
 from tools import api_page
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from prefixcache.calibration.texts import CORPUS
-from prefixcache.cli.calibrate.making import Calibration, make
+from prefixcache.cli.calibrate.making import make
+from prefixcache.cli.calibrate.options import Calibration
 
 TEXT = CORPUS / "english_dialogue.txt"
 

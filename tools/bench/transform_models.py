@@ -24,7 +24,9 @@ from mlx.utils import tree_flatten
 
 from prefixcache.calibration.texts import CORPUS
 from prefixcache.cli.calibrate import making
+from prefixcache.cli.calibrate.options import Calibration
 from prefixcache.cli.evaluate import measuring
+from prefixcache.cli.evaluate.options import EvaluationSize
 from prefixcache.cli.evaluate.texts import default_text
 from tools.bench import report
 from tools.bench.report import Beside, Figure
@@ -97,10 +99,10 @@ def models(scale: str) -> Iterator[Figure]:
 
 def _figure(name: str, sizes: Sizes, model: Path, bases: Path) -> Figure:
     bases.mkdir()
-    texts = () if sizes.prefix > 300 else (CORPUS / "english_dialogue.txt",)
-    asked = making.Calibration(str(model), None, texts, sizes.windows, sizes.tokens, sizes.draws, float32=True)
+    texts = None if sizes.prefix > 300 else [CORPUS / "english_dialogue.txt"]
+    asked = Calibration(str(model), None, texts, sizes.windows, sizes.tokens, sizes.draws, float32=True)
     made = making.make(asked, bases)
-    job = measuring.EvaluationSize(sizes.prefix, sizes.after, sizes.places, needles=0)
+    job = EvaluationSize(sizes.prefix, sizes.after, sizes.places, needles=0)
     subject = measuring.load(str(model), float32=True)
     found = measuring.measure(subject, [OTHER, OURS], default_text(), job, basis_dir=bases)
     other, ours = found["codecs"]

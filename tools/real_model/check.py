@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from prefixcache.cli.calibrate import making
-from prefixcache.cli.evaluate.measuring import EvaluationSize, load, measure
+from prefixcache.cli.calibrate.options import Calibration
+from prefixcache.cli.evaluate.measuring import load, measure
+from prefixcache.cli.evaluate.options import EvaluationSize
 from prefixcache.cli.evaluate.texts import default_text
 
 CONTROL = "raw"
@@ -39,7 +41,7 @@ def measured(folder: Path, codec: str = CODEC) -> Facts:
     with tempfile.TemporaryDirectory() as bases:
         specs = [CONTROL, codec]
         if codec == CODEC:
-            making.make(making.Calibration(str(folder), float32=True, **CALIBRATION), Path(bases))
+            making.make(Calibration(str(folder), float32=True, **CALIBRATION), Path(bases))
             specs.append(TRANSFORM)
         subject = load(str(folder), float32=True)
         facts = measure(subject, specs, default_text(), JOB, basis_dir=Path(bases))

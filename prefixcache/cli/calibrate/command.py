@@ -13,26 +13,16 @@ from typing import Annotated
 
 import typer
 
+from prefixcache.cli.calibrate.options import Calibration
+from prefixcache.cli.options import AsJson, with_options
 from prefixcache.cli.progress import bar
 from prefixcache.cli.text import Refused, complain, console, print_json, refusing
 from prefixcache.settings import BASIS_DIR
 
 
+@with_options
 def calibrate(
-    model: Annotated[
-        str | None,
-        typer.Argument(metavar="MODEL", help="A model's folder, or its name on Hugging Face.", show_default=False),
-    ] = None,
-    adapter_path: Annotated[str | None, typer.Option(metavar="PATH", help="The folder of a LoRA adapter.")] = None,
-    text: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE", help="Read this text; may be given again. Without it: a mix of many kinds."),
-    ] = None,
-    windows: Annotated[int, typer.Option(min=1, help="Pieces of text that the model reads.")] = 64,
-    tokens: Annotated[int, typer.Option(min=16, help="Tokens of each.")] = 2048,
-    draws: Annotated[
-        int, typer.Option(min=1, help="Gradients that weigh errors, in all; each is one pass forth and back.")
-    ] = 96,
+    job: Calibration,
     basis_dir: Annotated[
         Path | None,
         typer.Option(
@@ -41,13 +31,10 @@ def calibrate(
             help="The folder of bases, if not ~/.cache/prefixcache-bases.",
         ),
     ] = None,
-    float32: Annotated[
-        bool, typer.Option("--float32", help="Cast the weights: a CPU multiplies float32 faster than half precision.")
-    ] = False,
     list_bases: Annotated[
         bool, typer.Option("--list", help="Show the bases that are there, in place of MODEL.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="What came of it as one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Learn once what a model's keys and values are like, so that `--codec transform` can code them.
 
@@ -57,30 +44,29 @@ def calibrate(
 
     Exit code: 0 the basis is there, 2 it could not be made, 130 ended by Ctrl-C. Of --list: 0 shown, 1 a file is damaged.
     """
-    if (model is None) != list_bases:
+    if bool(job.model) == list_bases:
         complain("give either MODEL, a model's folder or name, or --list")
         raise typer.Exit(2)
-    if model is None:
-        _list((basis_dir or BASIS_DIR).expanduser(), as_json=as_json)
+    folder = (basis_dir or BASIS_DIR).expanduser()
+    if list_bases:
+        _list(folder, as_json=as_json)
         return
     with refusing():
-        from prefixcache.cli.calibrate.making import Calibration, Resumable, make
+        from prefixcache.cli.calibrate.making import Resumable, make
         from prefixcache.cli.calibrate.report import facts, screen
 
-        folder = (basis_dir or BASIS_DIR).expanduser()
-        _check(folder, adapter_path)
-        job = Calibration(model, adapter_path, tuple(text or ()), windows, tokens, draws, float32)
+        _check(folder, job.adapter)
         try:
             with bar("loading the model") as show:
-                made = make(job, folder, lambda done, of, what: show(done, of, what))
+                calibrated = make(job, folder, lambda done, of, what: show(done, of, what))
         except KeyboardInterrupt as stopped:
             goes_on = "goes on where it was" if isinstance(stopped, Resumable) else "begins anew: nothing was kept yet"
             complain(f"ended by SIGINT: the same command {goes_on}")
             raise typer.Exit(128 + signal.SIGINT) from None
     if as_json:
-        print_json(facts(made))
+        print_json(facts(calibrated))
     else:
-        console().print(*screen(made, model, adapter_path, basis_dir), sep="\n", soft_wrap=True)
+        console().print(*screen(calibrated, job, basis_dir), sep="\n", soft_wrap=True)
 
 
 def _list(folder: Path, *, as_json: bool) -> None:
@@ -91,7 +77,7 @@ def _list(folder: Path, *, as_json: bool) -> None:
         print_json(listed)
     else:
         console().print(*screen_of(listed), sep="\n")
-    raise typer.Exit(1 if any(found["error"] for found in listed["bases"]) else 0)
+    raise typer.Exit(1 if any(file["error"] for file in listed["bases"]) else 0)
 
 
 def _check(folder: Path, adapter: str | None) -> None:

@@ -21,6 +21,7 @@ from prefixcache.calibration.layers import eligible_layers
 from prefixcache.calibration.statistics import FISHER_PHASE, PREFILL_PHASE, SINKS, collect
 from prefixcache.calibration.texts import Windows, default_texts, read_texts, windows
 from prefixcache.cli.calibrate.anchor import anchored, texts_of
+from prefixcache.cli.calibrate.options import Calibration
 from prefixcache.cli.evaluate.measuring import Subject, load
 from prefixcache.cli.text import Refused
 from prefixcache.codecs.transform.bases import Bases
@@ -28,35 +29,13 @@ from prefixcache.codecs.transform.basis import Basis, BasisError
 from prefixcache.codecs.transform.layer import Layer, grouped
 
 VERSION = 2  # of how a basis is made: another one is not found again
-DRAWS = 6  # of a window, where there are windows enough: then its prefix is prefilled less often
 HELD_BACK = 8  # windows beside those that a basis is made of, or as many as those
 PHASES = {PREFILL_PHASE: "reading", FISHER_PHASE: "drawing"}
 
 Progress = Callable[[int | None, int | None, str], None]  # what is done, of how much, and what it is
 
 
-class Calibration(NamedTuple):
-    """What is asked for. `texts` are files, none for the default; `draws` counts those of all windows together."""
-
-    model: str
-    adapter: str | None = None
-    texts: tuple[Path, ...] = ()
-    windows: int = 64
-    tokens: int = 2048
-    draws: int = 96
-    float32: bool = False
-
-    @property
-    def fisher_windows(self) -> int:
-        """Windows in which gradients are drawn: evenly many in each, and `draws` at least in all."""
-        return min(self.windows, -(-self.draws // DRAWS))
-
-    @property
-    def draws_each(self) -> int:
-        return -(-self.draws // self.fisher_windows)
-
-
-class Made(NamedTuple):
+class CalibratedBasis(NamedTuple):
     """A basis, its file, whether it was there already, and why the layers are not in it that aren't, by index."""
 
     basis: Basis
@@ -69,7 +48,7 @@ class Resumable(KeyboardInterrupt):
     """Ended by the user, with a checkpoint from which the same call goes on."""
 
 
-def make(job: Calibration, folder: Path, progress: Progress = lambda done, of, what: None) -> Made:
+def make(job: Calibration, folder: Path, progress: Progress = lambda done, of, what: None) -> CalibratedBasis:
     """The basis of a model, in a file of `folder`, which is there.
 
     Refused for a model, a text or a job that gives none; Resumable when it is interrupted. The same job gives the same file.
@@ -86,7 +65,7 @@ def make(job: Calibration, folder: Path, progress: Progress = lambda done, of, w
     if basis is not None and basis.texts == texts:
         path = bases.path_of(basis.hash)
         if path is not None:
-            return Made(basis, path, True, left_out)
+            return CalibratedBasis(basis, path, True, left_out)
     checkpoint = folder / f".calibrating-{_hash(identity, texts)}.npz"
     try:
         with wired_limit(subject.model):  # as mlx-lm does it: on a Mac the weights stay in memory
@@ -114,7 +93,7 @@ def make(job: Calibration, folder: Path, progress: Progress = lambda done, of, w
     except BasisError as error:
         raise Refused(f"{job.model}: what it says of these texts makes no basis ({error}); give other texts") from error
     checkpoint.unlink(missing_ok=True)
-    return Made(bases.of_hash(path.stem[-32:]), path, False, left_out)
+    return CalibratedBasis(bases.of_hash(path.stem[-32:]), path, False, left_out)
 
 
 def _windows(job: Calibration, subject: Subject) -> Windows:

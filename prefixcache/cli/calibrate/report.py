@@ -10,7 +10,8 @@ from rich.text import Text
 
 from prefixcache.calibration.statistics import FISHER
 from prefixcache.cli.calibrate.anchor import LONG_ENOUGH
-from prefixcache.cli.calibrate.making import Made, reasons
+from prefixcache.cli.calibrate.making import CalibratedBasis, reasons
+from prefixcache.cli.calibrate.options import Calibration
 from prefixcache.cli.evaluate.report import number
 from prefixcache.cli.text import foreign, many, size
 from prefixcache.codecs.transform.basis import GUESSED, MATCHED, NEAREST, Basis
@@ -43,33 +44,36 @@ def doubt(basis: Basis) -> str:
     }[basis.measured.anchor]
 
 
-def facts(made: Made) -> dict[str, Any]:
-    basis, coded, fp16 = made.basis, made.basis.coded_bytes(QUALITY), made.basis.fp16_bytes
+def facts(calibrated: CalibratedBasis) -> dict[str, Any]:
+    basis, coded, fp16 = calibrated.basis, calibrated.basis.coded_bytes(QUALITY), calibrated.basis.fp16_bytes
     return {
-        "file": str(made.path),
+        "file": str(calibrated.path),
         "hash": basis.hash,
         "model": basis.model,
-        "was_there": made.was_there,
+        "was_there": calibrated.was_there,
         "metric": basis.metric,
         "texts": basis.texts,
         "sinks": basis.sinks,
         "ram_bytes": basis.nbytes,
         "groups": [[layer.index for layer in group.layers] for group in basis.groups],
-        "left_out": {str(index): reason for index, reason in made.left_out.items()},
+        "left_out": {str(index): reason for index, reason in calibrated.left_out.items()},
         "quality": QUALITY,
         "token_bytes": {"fp16": fp16, "coded": coded, "ratio": fp16 / coded},
         "measured": basis.measured and basis.measured._asdict(),
     }
 
 
-def screen(made: Made, model: str, adapter: str | None, basis_dir: Path | None) -> list[Text]:
-    """`model`, `adapter` and `basis_dir` as they were given: a server wants the same."""
-    basis, coded, fp16 = made.basis, made.basis.coded_bytes(QUALITY), made.basis.fp16_bytes
+def screen(calibrated: CalibratedBasis, job: Calibration, basis_dir: Path | None) -> list[Text]:
+    """Return the lines. The last names model, adapter and `basis_dir` as they were given: a server wants the same."""
+    basis, coded, fp16 = calibrated.basis, calibrated.basis.coded_bytes(QUALITY), calibrated.basis.fp16_bytes
     inside = basis.layers
-    layers, groups = many(inside + len(made.left_out), "layer"), many(len(basis.groups), "group")
-    lines = [f"{made.path}{' (was there)' * made.was_there}", f"transformed: {inside} of {layers}, in {groups}"]
-    if made.left_out:
-        lines.append(f"left to TurboQuant, or as they are: {reasons(made.left_out)}")
+    layers, groups = many(inside + len(calibrated.left_out), "layer"), many(len(basis.groups), "group")
+    lines = [
+        f"{calibrated.path}{' (was there)' * calibrated.was_there}",
+        f"transformed: {inside} of {layers}, in {groups}",
+    ]
+    if calibrated.left_out:
+        lines.append(f"left to TurboQuant, or as they are: {reasons(calibrated.left_out)}")
     small = f"{size(fp16)} in fp16, {size(round(coded))} coded at quality {QUALITY:g}"
     lines += [
         f"a token in the transformed layers: {small}",
@@ -78,6 +82,6 @@ def screen(made: Made, model: str, adapter: str | None, basis_dir: Path | None) 
         f"errors are weighed {METRICS.get(basis.metric, WITHOUT_GRADIENT)}",
         f"the basis takes {size(basis.nbytes)} of RAM",
     ]
-    words = ["prefixcache", "serve", "--model", model, *(["--adapter-path", adapter] if adapter else [])]
+    words = ["prefixcache", "serve", "--model", job.model, *(["--adapter-path", job.adapter] if job.adapter else [])]
     words += ["--codec", "transform", *(["--basis-dir", str(basis_dir)] if basis_dir else [])]
     return [foreign(line) for line in (*lines, f"next: {shlex.join(words)}")]

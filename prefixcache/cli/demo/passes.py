@@ -23,6 +23,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from prefixcache import PrefixCache, Raw, Settings, Transform, TurboQuant, model_identity
 from prefixcache.cli.calibrate import making
+from prefixcache.cli.calibrate.options import Calibration
 from prefixcache.cli.demo.text import CALIBRATED, TITLES, Chat, holds, question
 from prefixcache.cli.evaluate.measuring import load
 from prefixcache.cli.progress import bar
@@ -205,7 +206,7 @@ def calibrate(job: DemoRun) -> None:
     with bar("calibrating the model") as show:
         bases(job).mkdir()
         making.make(
-            making.Calibration(job.model, None, (), *CALIBRATION),
+            Calibration(job.model, None, None, *CALIBRATION),
             bases(job),
             lambda done, of, what: show(done, of, what),
         )

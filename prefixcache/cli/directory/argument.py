@@ -1,15 +1,17 @@
-"""What the commands of operators share: DIR, their argument, and the line that says why it can't be used."""
+"""What the commands of operators share: DIR or a server in its place, and the line that says why it can't be used."""
 
 from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from prefixcache.cli.running.admin_client import KeyFile
 from prefixcache.cli.text import Refused, complain, print_json
 from prefixcache.ssd import IndexBroken, SsdError
 from prefixcache.ssd.directory import refusal
@@ -17,23 +19,31 @@ from prefixcache.ssd.directory import refusal
 # readable=False: the commands say themselves that it can't be read, in the words of every other refusal.
 Dir = Annotated[Path, typer.Argument(metavar="DIR", readable=False, help="The cache's directory (ssd_dir).")]
 
-DirOrUrl = Annotated[
-    Path | None,
-    typer.Argument(metavar="DIR", readable=False, help="The cache's directory (ssd_dir), unless --url is given."),
-]
 
+@dataclass(frozen=True)
+class Target:
+    """The directory of a cache that is closed, or a running server."""
 
-def only_one(directory: Path | None, url: str | None, of_directory: dict[str, Any], of_url: dict[str, Any]) -> None:
-    """Raise Refused unless either a directory or a server's URL is given, and no option that goes with the other. Options are
-    given by their names.
-    """
-    if (directory is None) == (url is None):
-        both = "DIR with --url" if directory is not None else "neither DIR nor --url"
-        raise Refused(f"{both}: name the directory of a cache that is closed, or the server that has one open")
-    wrong = [option for option, given in (of_url if url is None else of_directory).items() if given]
-    if wrong:
-        remedy = "add --url in the place of DIR" if url is None else "it is for a DIR"
-        raise Refused(f"{wrong[0]} {'without' if url is None else 'with'} --url: {remedy}, or leave it out")
+    directory: Annotated[
+        Path | None,
+        typer.Argument(metavar="DIR", readable=False, help="The cache's directory (ssd_dir), unless --url is given."),
+    ] = None
+    url: Annotated[
+        str | None, typer.Option(metavar="URL", help="A running server in the place of DIR: http://127.0.0.1:8080.")
+    ] = None
+    admin_key_file: KeyFile = None
+
+    def check(self, of_directory: dict[str, Any], of_url: dict[str, Any]) -> None:
+        """Raise Refused unless there is one of the two, and no option that goes with the other. Options are given by their
+        names.
+        """
+        if (self.directory is None) == (self.url is None):
+            both = "DIR with --url" if self.directory is not None else "neither DIR nor --url"
+            raise Refused(f"{both}: name the directory of a cache that is closed, or the server that has one open")
+        others = of_directory if self.url is not None else {**of_url, "--admin-key-file": self.admin_key_file}
+        if wrong := [option for option, value in others.items() if value]:
+            remedy = "add --url in the place of DIR" if self.url is None else "it is for a DIR"
+            raise Refused(f"{wrong[0]} {'without' if self.url is None else 'with'} --url: {remedy}, or leave it out")
 
 
 @contextmanager

@@ -9,11 +9,12 @@ from typing import Annotated
 
 import typer
 
-from prefixcache.cli.directory.argument import DirOrUrl, errors_told, only_one
+from prefixcache.cli.directory.argument import Target, errors_told
+from prefixcache.cli.options import AsJson, DryRun, flags_of, with_options
 from prefixcache.cli.progress import bar
-from prefixcache.cli.running.admin_client import AdminClient, KeyFile, UrlInstead
+from prefixcache.cli.running.admin_client import AdminClient
 from prefixcache.cli.running.deletion import delete_images
-from prefixcache.cli.running.tenant import ApiKeyFile, CacheSaltFile, NoSaltOption, tenant_of
+from prefixcache.cli.running.tenant import TenantOptions
 from prefixcache.cli.text import complain, console, foreign, many, print_json, refusing, safe, size
 from prefixcache.ssd import Cleared
 from prefixcache.ssd import clear as delete_all
@@ -21,19 +22,16 @@ from prefixcache.ssd import clear as delete_all
 FEW = 10  # names that are shown
 
 
+@with_options
 def clear(
-    directory: DirOrUrl = None,
-    url: UrlInstead = None,
+    target: Target,
+    tenant: TenantOptions,
     model: Annotated[
         str | None, typer.Option(metavar="NAME", help="With --url: of this model only; the name before @ will do.")
     ] = None,
-    cache_salt_file: CacheSaltFile = None,
-    api_key_file: ApiKeyFile = None,
-    no_salt: NoSaltOption = False,
-    admin_key_file: KeyFile = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted.")] = False,
+    dry_run: DryRun = False,
     yes: Annotated[bool, typer.Option("--yes", help="Don't ask.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Delete every image in a directory, quarantined files and what interrupted writes left. The directory stays.
 
@@ -42,31 +40,21 @@ def clear(
 
     Exit code: 0 done, 1 not all: you said no, or files that are not prefixcache's were left, 2 it could not be done.
     """
-    of_url = {
-        "--model": model,
-        "--cache-salt-file": cache_salt_file,
-        "--api-key-file": api_key_file,
-        "--no-salt": no_salt,
-        "--admin-key-file": admin_key_file,
-    }
     with refusing():
-        only_one(directory, url, {"--dry-run": dry_run}, of_url)
-        if url is not None:
-            client = AdminClient(url, admin_key_file)
-            selection = {
-                **({"model": model} if model is not None else {}),
-                **tenant_of(cache_salt_file, api_key_file, no_salt),
-            }
+        target.check({"--dry-run": dry_run}, {"--model": model, **flags_of(tenant)})
+        if target.url is not None:
+            client = AdminClient(target.url, target.admin_key_file)
+            selection = {**({"model": model} if model is not None else {}), **tenant.fields()}
             if not yes:
                 _ask(f"{client.name}: delete {'what is selected' if selection else 'everything'}, in RAM and on SSD?")
             delete_images(client, selection, as_json=as_json)
             return
-    assert directory is not None
-    with errors_told(directory, as_json=as_json):
+    assert target.directory is not None
+    with errors_told(target.directory, as_json=as_json):
         if not (dry_run or yes):
-            _confirm(delete_all(directory, dry_run=True))
+            _confirm(delete_all(target.directory, dry_run=True))
         with bar("deleting") as show:
-            cleared = delete_all(directory, dry_run=dry_run, progress=show)
+            cleared = delete_all(target.directory, dry_run=dry_run, progress=show)
     if as_json:
         print_json(cleared.as_dict())
     else:

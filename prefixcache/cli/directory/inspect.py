@@ -20,7 +20,8 @@ from rich.text import Text
 from prefixcache.cli.directory.argument import errors_told, reason_of
 from prefixcache.cli.directory.facts import KINDS, Facts, describe
 from prefixcache.cli.directory.ranks import ranks_in, show_ranks
-from prefixcache.cli.directory.remote import describe_remote, show_remote
+from prefixcache.cli.directory.remote import EngineOptions, describe_remote, show_remote
+from prefixcache.cli.options import AsJson, with_options
 from prefixcache.cli.text import age, complain, console, foreign, many, print_json, refusing, size
 from prefixcache.ssd import SsdError, Survey, survey
 from prefixcache.store_fetch_remove.selection import model_meant
@@ -28,7 +29,9 @@ from prefixcache.store_fetch_remove.selection import model_meant
 ROWS = 200  # of a table, without --all
 
 
+@with_options
 def inspect(
+    engine: EngineOptions,
     directory: Annotated[
         Path | None,
         typer.Argument(metavar="DIR", readable=False, help="The cache's directory (ssd_dir).", show_default=False),
@@ -36,27 +39,11 @@ def inspect(
     model: Annotated[
         str | None, typer.Option(metavar="NAME", help="Only this model; the name before @ will do.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Everything as one JSON object.")] = False,
+    as_json: AsJson = False,
     everything: Annotated[bool, typer.Option("--all", help=f"Show all, not the first {ROWS} lines of each.")] = False,
     kernels: Annotated[
         bool, typer.Option("--kernels", help="Which code runs the codecs on this machine, in place of DIR.")
     ] = False,
-    remote: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL",
-            help="A remote tier's engine: whether it answers; with DIR, how much of it is there. env: the one that "
-            "PREFIXCACHE_REMOTE names.",
-        ),
-    ] = None,
-    remote_key_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", envvar="PREFIXCACHE_REMOTE_KEY_FILE", help="Its key, as of the servers."),
-    ] = None,
-    remote_ca_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", envvar="PREFIXCACHE_REMOTE_CA_FILE", help="Its certificates, as of the servers."),
-    ] = None,
 ) -> None:
     """Show what is in a directory, by model: tokens, sizes, age, last use, hits.
 
@@ -66,15 +53,15 @@ def inspect(
     Exit code: 0 shown, 1 the index could not be read (what could be is shown), 2 nothing could be: no such
     directory, not one of prefixcache's, not readable, written by a newer release.
     """
-    if remote is not None and not kernels:
+    if engine.remote is not None and not kernels:
         with refusing():
-            told = describe_remote(remote, remote_key_file, remote_ca_file, directory)
+            answers = describe_remote(engine, directory)
         if as_json:
-            print_json(told)
+            print_json(answers)
         else:
-            show_remote(console(), told)
+            show_remote(console(), answers)
         return
-    if (directory is None) != kernels or remote is not None:
+    if (directory is None) != kernels or engine.remote is not None:
         complain("give DIR, the cache's directory (ssd_dir), --kernels, or --remote URL")
         raise typer.Exit(2)
     if directory is None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -14,11 +15,12 @@ from rich.table import Table
 from rich.text import Text
 
 from prefixcache.byte_sizes import parse_size
-from prefixcache.cli.directory.argument import DirOrUrl, errors_told, only_one
+from prefixcache.cli.directory.argument import Target, errors_told
+from prefixcache.cli.options import AsJson, DryRun, flags_of, with_options
 from prefixcache.cli.progress import bar
-from prefixcache.cli.running.admin_client import AdminClient, KeyFile, UrlInstead
+from prefixcache.cli.running.admin_client import AdminClient
 from prefixcache.cli.running.deletion import delete_images, show_now
-from prefixcache.cli.running.tenant import ApiKeyFile, CacheSaltFile, NoSaltOption, tenant_of
+from prefixcache.cli.running.tenant import TenantOptions
 from prefixcache.cli.text import Refused, complain, console, foreign, many, print_json, refusing, size
 from prefixcache.store_fetch_remove.prune_directory import Pruned
 from prefixcache.store_fetch_remove.prune_directory import prune as delete
@@ -28,43 +30,71 @@ ROWS = 200  # namespaces in the table; --json has all
 UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
-def prune(
-    directory: DirOrUrl = None,
-    url: UrlInstead = None,
+@dataclass(frozen=True)
+class PruneOptions:
+    """Which images."""
+
     older_than: Annotated[
         str | None,
         typer.Option(metavar="AGE", help="Last used at least so long ago, such as 7d; units: s, min, h, d, w."),
-    ] = None,
+    ] = None
     model: Annotated[
         str | None, typer.Option(metavar="NAME", help="Of this model only; the name before @ will do.")
-    ] = None,
+    ] = None
     namespace: Annotated[
         str | None,
         typer.Option(
             metavar="ROOT", help="Of this namespace only: the beginning of its root key, as inspect shows it."
         ),
-    ] = None,
+    ] = None
     to_size: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="The least recently used, until the SSD takes at most this, such as 100GB."),
-    ] = None,
+    ] = None
     ram_to_size: Annotated[
         str | None,
         typer.Option(
             metavar="SIZE",
             help="With --url: the coldest leave RAM, to the SSD where there is one, until it holds this.",
         ),
-    ] = None,
-    cache_salt_file: CacheSaltFile = None,
-    api_key_file: ApiKeyFile = None,
-    no_salt: NoSaltOption = False,
-    admin_key_file: KeyFile = None,
+    ] = None
     quarantine: Annotated[
         bool,
         typer.Option("--quarantine", help="Quarantined files, too; with --older-than those quarantined so long ago."),
-    ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
+    ] = False
+
+    def age(self) -> float | None:
+        """Return the seconds since the last use at least, None for any. ValueError for what is no age."""
+        if self.older_than is None:
+            return None
+        age = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?(s|min|h|d|w)", self.older_than)
+        if not age:
+            raise ValueError(
+                f'--older-than {self.older_than!r}: not an age; write "7d", "12h", "30min": units are s, min, h, d and w'
+            )
+        return float(age[1]) * UNITS[age[2]]
+
+    def of_directory(self) -> Selection:
+        """Return the selection. ValueError for a bad value, and where nothing is selected."""
+        age, to_size = self.age(), _bytes("--to-size", self.to_size)
+        used_before = None if age is None else time.time() - age
+        selection = Selection(self.model, self.namespace, used_before, to_size, self.quarantine)
+        if not (selection.of_images or self.quarantine):
+            raise Refused(
+                "nothing is selected: give --older-than, --model, --namespace, --to-size or --quarantine; clear deletes all"
+            )
+        return selection
+
+    def of_server(self) -> dict[str, Any]:
+        """Return the fields of a server's operation that select. ValueError for a bad value."""
+        to_size = _bytes("--to-size", self.to_size)
+        fields = {"model": self.model, "namespace": self.namespace, "older_than": self.age(), "to_size": to_size}
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+@with_options
+def prune(
+    target: Target, selected: PruneOptions, tenant: TenantOptions, dry_run: DryRun = False, as_json: AsJson = False
 ) -> None:
     """Delete the images that all options select. An image stays as long as one that depends on it does.
 
@@ -73,45 +103,17 @@ def prune(
 
     Exit code: 0 done, 1 the SSD takes more than --to-size even so, 2 it could not be done.
     """
-    of_url = {
-        "--ram-to-size": ram_to_size,
-        "--cache-salt-file": cache_salt_file,
-        "--api-key-file": api_key_file,
-        "--no-salt": no_salt,
-        "--admin-key-file": admin_key_file,
-    }
+    of_directory = {"--quarantine": selected.quarantine, "--dry-run": dry_run}
     with refusing((ValueError,)):
-        only_one(directory, url, {"--quarantine": quarantine, "--dry-run": dry_run}, of_url)
-        if url is not None:
-            fields = {
-                "model": model,
-                "namespace": namespace,
-                "older_than": _seconds(older_than) if older_than is not None else None,
-                "to_size": parse_size(to_size, "--to-size") if to_size is not None else None,
-                **tenant_of(cache_salt_file, api_key_file, no_salt),
-            }
-            given = {name: value for name, value in fields.items() if value is not None}
-            _prune_live(AdminClient(url, admin_key_file), given, ram_to_size, as_json)
+        target.check(of_directory, {"--ram-to-size": selected.ram_to_size, **flags_of(tenant)})
+        if target.url is not None:
+            fields = {**selected.of_server(), **tenant.fields()}
+            _prune_live(AdminClient(target.url, target.admin_key_file), fields, selected.ram_to_size, as_json=as_json)
             return
-    assert directory is not None
-    try:
-        selection = Selection(
-            model,
-            namespace,
-            time.time() - _seconds(older_than) if older_than is not None else None,
-            parse_size(to_size, "--to-size") if to_size is not None else None,
-            quarantine,
-        )
-    except ValueError as error:
-        complain(str(error))
-        raise typer.Exit(2) from None
-    if not (selection.of_images or quarantine):
-        complain(
-            "nothing is selected: give --older-than, --model, --namespace, --to-size or --quarantine; clear deletes all"
-        )
-        raise typer.Exit(2)
-    with errors_told(directory, as_json=as_json), bar("deleting") as show:
-        pruned = delete(directory, selection, dry_run=dry_run, progress=show)
+        selection = selected.of_directory()
+    assert target.directory is not None
+    with errors_told(target.directory, as_json=as_json), bar("deleting") as show:
+        pruned = delete(target.directory, selection, dry_run=dry_run, progress=show)
     if as_json:
         print_json(pruned.as_dict())
     else:
@@ -121,8 +123,8 @@ def prune(
     raise typer.Exit(0 if pruned.reached else 1)
 
 
-def _prune_live(client: AdminClient, selection: dict[str, Any], ram_to_size: str | None, as_json: bool) -> None:
-    ram = parse_size(ram_to_size, "--ram-to-size") if ram_to_size is not None else None
+def _prune_live(client: AdminClient, selection: dict[str, Any], ram_to_size: str | None, *, as_json: bool) -> None:
+    ram = _bytes("--ram-to-size", ram_to_size)
     if not selection and ram is None:
         raise Refused(
             "nothing is selected: give --older-than, --model, --namespace, --to-size, --ram-to-size or a tenant; clear "
@@ -146,11 +148,8 @@ def _prune_live(client: AdminClient, selection: dict[str, Any], ram_to_size: str
             show_now(client, now)
 
 
-def _seconds(text: str) -> float:
-    age = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?(s|min|h|d|w)", text)
-    if not age:
-        raise ValueError(f'--older-than {text!r}: not an age; write "7d", "12h", "30min": units are s, min, h, d and w')
-    return float(age[1]) * UNITS[age[2]]
+def _bytes(option: str, text: str | None) -> int | None:
+    return None if text is None else parse_size(text, option)
 
 
 def _show(pruned: Pruned) -> None:

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from prefixcache.cli.directory.argument import Dir
+from prefixcache.cli.options import AsJson
 from prefixcache.cli.progress import bar
 from prefixcache.cli.text import complain, console, foreign, many, print_json, size
 from prefixcache.ssd import Report
@@ -24,7 +25,7 @@ def reconcile(
     directory: Dir,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
     deep: Annotated[bool, typer.Option("--deep", help="Read every file and check its checksum.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The report as one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Compare the index of a directory with its files: adopt images that were copied into it, repair the index, quarantine
     what is damaged.

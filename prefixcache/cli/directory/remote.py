@@ -9,9 +9,11 @@ import os
 import sqlite3
 import statistics
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -36,16 +38,40 @@ NEWEST = 2000  # images of a directory, the last used, that are looked for
 KEYS = {True: "ours", False: "another, or none", None: "not told yet"}
 
 
-def describe_remote(url: str, key_file: Path | None, ca_file: Path | None, directory: Path | None) -> Facts:
-    """All that is shown, as plain values. `Refused` for a bad URL or key, and for an engine that does not answer.
+@dataclass(frozen=True)
+class EngineOptions:
+    """A remote tier's engine, and how it is reached."""
 
-    `url`: "env" for the one in the environment, where its password is in no list of processes.
+    remote: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="A remote tier's engine: whether it answers; with DIR, how much of it is there. env: the one that "
+            "PREFIXCACHE_REMOTE names.",
+        ),
+    ] = None
+    remote_key_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", envvar="PREFIXCACHE_REMOTE_KEY_FILE", help="Its key, as of the servers."),
+    ] = None
+    remote_ca_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", envvar="PREFIXCACHE_REMOTE_CA_FILE", help="Its certificates, as of the servers."),
+    ] = None
+
+
+def describe_remote(options: EngineOptions, directory: Path | None) -> Facts:
+    """Return all that is shown, as plain values. `Refused` for a bad URL or key, and for an engine that does not answer.
+
+    The URL "env" is the one in the environment, where its password is in no list of processes.
     """
+    url = options.remote or ""
     if url == "env":
         url = os.environ.get("PREFIXCACHE_REMOTE", "")
         if not url:
             raise Refused("--remote env: PREFIXCACHE_REMOTE is not set; set it, or write the URL")
-    key_file, ca_file = (file and Path(os.path.expanduser(file)) for file in (key_file, ca_file))
+    files = (options.remote_key_file, options.remote_ca_file)
+    key_file, ca_file = (file and Path(os.path.expanduser(file)) for file in files)
     try:
         client = open_client(url, key_file, ca_file, timeout=TIMEOUT, key_setting="--remote-key-file")
     except ValueError as error:

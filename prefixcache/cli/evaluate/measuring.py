@@ -12,7 +12,7 @@ import math
 import platform
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +23,8 @@ import numpy as np
 from mlx_lm.generate import generate_step
 
 from prefixcache import model_identity
-from prefixcache.cli.evaluate.texts import Haystack, NeedleQuestion, cut, depths_of, haystacks
+from prefixcache.cli.evaluate.options import EvaluationSize
+from prefixcache.cli.evaluate.texts import Haystack, NeedleQuestion, cut, haystacks
 from prefixcache.cli.evaluate.trials import PREFILL, Reference, Trial, begun, joined, mean_and_error, read_on
 from prefixcache.cli.text import Refused
 from prefixcache.codecs import Codec, Transform, as_codec
@@ -49,22 +50,6 @@ class Subject(NamedTuple):
     tokenizer: Any
     positions: int | None
     identity: str = "evaluated"
-
-
-@dataclass(frozen=True)
-class EvaluationSize:
-    """How much is measured. Lengths are in tokens; `prefix` is what is cached, `tokens` what is read after it."""
-
-    prefix: int = 2048
-    tokens: int = 256
-    windows: int = 8
-    needles: int = 8
-    depths: int = 5
-    seed: int = 0
-
-    @property
-    def haystack_depths(self) -> list[float]:
-        return depths_of(self.depths) if self.needles else []
 
 
 def load(name: str, adapter: str | None = None, float32: bool = False) -> Subject:

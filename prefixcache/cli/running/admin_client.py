@@ -25,10 +25,6 @@ EXAMPLE = "give a server's address, such as http://127.0.0.1:8080"
 Json = dict[str, Any]
 
 Url = Annotated[str, typer.Option("--url", metavar="URL", help="The running server: http://127.0.0.1:8080.")]
-UrlInstead = Annotated[
-    str | None,
-    typer.Option("--url", metavar="URL", help="A running server in the place of DIR: http://127.0.0.1:8080."),
-]
 KeyFile = Annotated[
     Path | None,
     typer.Option(

@@ -8,6 +8,7 @@ import typer
 from rich import box
 from rich.table import Table
 
+from prefixcache.cli.options import AsJson
 from prefixcache.cli.running.admin_client import AdminClient, Json, KeyFile, Url
 from prefixcache.cli.running.prompts import Files, read_bodies
 from prefixcache.cli.text import Refused, console, foreign, many, print_json, refusing, size
@@ -22,7 +23,7 @@ def pin(
         typer.Option("--end", metavar="NAME", help="End all pins of the prompt that the list calls so."),
     ] = None,
     admin_key_file: KeyFile = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Keep prompts in a running server, in the tiers where they are, whatever is evicted; without prompts and --end, list
     what is pinned. `warm` stores what isn't yet.

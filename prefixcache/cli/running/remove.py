@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
+from prefixcache.cli.options import AsJson
 from prefixcache.cli.running.admin_client import AdminClient, KeyFile, Url
 from prefixcache.cli.running.deletion import show_now
 from prefixcache.cli.running.prompts import Files, read_bodies
@@ -16,7 +13,7 @@ def remove(
     url: Url,
     prompts: Files = None,
     admin_key_file: KeyFile = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Delete prompts from a running server, RAM and SSD: each with all that begins with it, such as the further turns of its
     chat. Of a system prompt alone those are all chats that have it. What other prompts share stays.

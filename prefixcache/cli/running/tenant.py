@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -9,33 +10,34 @@ import typer
 
 from prefixcache.cli.text import Refused
 
-CacheSaltFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--cache-salt-file", metavar="FILE", help="With --url: of the tenant with the cache_salt in this file."
-    ),
-]
-ApiKeyFile = Annotated[
-    Path | None,
-    typer.Option("--api-key-file", metavar="FILE", help="With --url: of the tenant with the API key in this file."),
-]
-NoSaltOption = Annotated[
-    bool, typer.Option("--no-salt", help="With --url: of the prompts without a salt, which those share who send none.")
-]
 
+@dataclass(frozen=True)
+class TenantOptions:
+    """A tenant: its cache_salt, its API key, or the one that all share who send neither."""
 
-def tenant_of(cache_salt_file: Path | None, api_key_file: Path | None, no_salt: bool) -> dict[str, str]:
-    """The fields of an operation that name the tenant; none where no option does."""
-    if no_salt and (cache_salt_file is not None or api_key_file is not None):
-        raise Refused("--no-salt with the file of a salt: no tenant is both; give one of them")
-    if no_salt:
-        return {"cache_salt": ""}
-    fields = {}
-    if cache_salt_file is not None:
-        fields["cache_salt"] = _secret("--cache-salt-file", cache_salt_file)
-    if api_key_file is not None:
-        fields["authorization"] = f"Bearer {_secret('--api-key-file', api_key_file)}"
-    return fields
+    cache_salt_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --url: of the tenant with the cache_salt in this file.")
+    ] = None
+    api_key_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --url: of the tenant with the API key in this file.")
+    ] = None
+    no_salt: Annotated[
+        bool,
+        typer.Option("--no-salt", help="With --url: of the prompts without a salt, which those share who send none."),
+    ] = False
+
+    def fields(self) -> dict[str, str]:
+        """Return the fields of an operation that name the tenant; none where no option does."""
+        if self.no_salt and (self.cache_salt_file is not None or self.api_key_file is not None):
+            raise Refused("--no-salt with the file of a salt: no tenant is both; give one of them")
+        if self.no_salt:
+            return {"cache_salt": ""}
+        fields = {}
+        if self.cache_salt_file is not None:
+            fields["cache_salt"] = _secret("--cache-salt-file", self.cache_salt_file)
+        if self.api_key_file is not None:
+            fields["authorization"] = f"Bearer {_secret('--api-key-file', self.api_key_file)}"
+        return fields
 
 
 def _secret(option: str, file: Path) -> str:

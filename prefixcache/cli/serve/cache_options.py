@@ -15,6 +15,7 @@ import typer
 from pydantic import BeforeValidator, ValidationError
 from pydantic.fields import FieldInfo
 
+from prefixcache.cli.options import flag_of
 from prefixcache.settings import Settings, hidden
 
 Flags = Mapping[str, Any]  # what was given, by the field's name; None where it was not
@@ -51,10 +52,6 @@ def _flag(name: str, kind: Any, metavar: str | None, text: str) -> inspect.Param
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
     )
-
-
-def flag_of(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def variable(name: str) -> str:

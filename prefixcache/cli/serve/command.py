@@ -10,14 +10,15 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from prefixcache.cli.back_end import refuse_without
+from prefixcache.cli.options import flag_of, with_options
 from prefixcache.cli.progress import bar
-from prefixcache.cli.running.admin_key import ADMIN_KEY, admin_key_of
-from prefixcache.cli.serve.cache_options import BITS, flag_of, settings_from, with_settings
+from prefixcache.cli.serve.cache_options import BITS, settings_from, with_settings
+from prefixcache.cli.serve.options import AdminOptions, RequestOptions, RunOptions
 from prefixcache.cli.text import complain
 from prefixcache.remote.sealing import FleetKey
 from prefixcache.settings import Settings
@@ -36,74 +37,12 @@ COMMAND = {"context_settings": {"allow_extra_args": True, "ignore_unknown_option
 
 
 @with_settings
+@with_options
 def serve(
     ctx: typer.Context,
-    warm: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE", help="Store these prompts before the first request; see `prefixcache warm`."),
-    ] = None,
-    grace: Annotated[
-        float, typer.Option(min=0, metavar="SECONDS", help="How long requests under way may go on at the end.")
-    ] = 5.0,
-    exact_prefill: Annotated[
-        bool,
-        typer.Option(
-            "--exact-prefill",
-            help="Compute prompts on exact rows, not on the decoded ones that a hit gives: the first answer is the "
-            "uncompressed model's, and a repeated request may get another.",
-        ),
-    ] = False,
-    log_json: Annotated[
-        bool, typer.Option("--log-json", help="Log as JSON, one object a line, with nothing of a prompt.")
-    ] = False,
-    salt_from: Annotated[
-        str | None,
-        typer.Option(
-            metavar="authorization",
-            help="Make each request's salt from the API key in its Authorization header, so that each key is a tenant.",
-        ),
-    ] = None,
-    require_salt: Annotated[
-        bool, typer.Option("--require-salt", help="Refuse requests that have no salt, which would share their prompts.")
-    ] = False,
-    hang_timeout: Annotated[
-        float,
-        typer.Option(
-            min=1,
-            metavar="SECONDS",
-            help="Of a model that spans processes: end all when a step takes longer than this.",
-        ),
-    ] = 300.0,
-    allowed_hosts: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME,...",
-            help="Names by which clients may call this server, beside those that --host stands for; * for any.",
-        ),
-    ] = None,
-    allow_chat_template: Annotated[
-        bool,
-        typer.Option(
-            "--allow-chat-template",
-            help="Render a chat template that a request brings along, in a process with limits.",
-        ),
-    ] = False,
-    max_context: Annotated[
-        int | None,
-        typer.Option(min=2, metavar="TOKENS", help="The longest prompt and answer together; default: the model's own."),
-    ] = None,
-    admin_key_file: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Who sends the key in this file may clear, prune, remove, pin and warm over HTTP; without a key, or "
-            f"{ADMIN_KEY}, programs on this machine may.",
-        ),
-    ] = None,
-    admin_key: Annotated[
-        str | None,
-        typer.Option(metavar="KEY", help="The same key, for all to see who see this machine's processes."),
-    ] = None,
+    run: RunOptions,
+    requests: RequestOptions,
+    admin: AdminOptions,
     **flags: Any,
 ) -> None:
     """Run mlx_lm.server with a prefix cache that is bounded in bytes and survives restarts.
@@ -117,23 +56,27 @@ def serve(
     Exit code: 0 ended, 2 it could not start or go on, 128 + the signal that ended it at once or before it was ready.
     """
     try:
-        _check(ctx.args, [flag_of(name) for name in ("codec", *BITS) if flags[name]], warm or [])
-        if not grace < float("inf"):
-            raise ValueError(f"--grace {grace}: not a number of seconds")
-        if salt_from not in (None, "authorization"):
-            raise ValueError(f"--salt-from {salt_from}: salts are made of one header only; write authorization")
+        _check(ctx.args, [flag_of(name) for name in ("codec", *BITS) if flags[name]], run.warm or [])
+        if not run.grace < float("inf"):
+            raise ValueError(f"--grace {run.grace}: not a number of seconds")
+        if requests.salt_from not in (None, "authorization"):
+            raise ValueError(
+                f"--salt-from {requests.salt_from}: salts are made of one header only; write authorization"
+            )
         settings = settings_from(flags)
         if "ssd_missing" not in settings.model_fields_set:  # a server outlives disks
             settings = settings.model_copy(update={"ssd_missing": "wait"})
-        key = admin_key_of(admin_key, admin_key_file)
+        key = admin.key()
         from prefixcache.servers.mlx_lm.errors import ServeError, ServeFailed
         from prefixcache.servers.mlx_lm.http_server import ClientRules
         from prefixcache.servers.mlx_lm.serve import serve as serve_until_ended
         from prefixcache.servers.salts import Salts
         from prefixcache.servers.warm_prompts import read_prompts
 
-        salts = Salts(from_authorization=salt_from is not None, required=require_salt, key=_salt_key(settings))
-        prompts = [prompt for file in warm or [] for prompt in read_prompts(file)]
+        salts = Salts(
+            from_authorization=requests.salt_from is not None, required=requests.require_salt, key=_salt_key(settings)
+        )
+        prompts = [prompt for file in run.warm or [] for prompt in read_prompts(file)]
     except (ValueError, ImportError) as error:
         refuse_without(error)
         _end(error)
@@ -142,12 +85,12 @@ def serve(
             settings,
             ctx.args,
             before=partial(_warm, prompts, salts),
-            grace=grace,
-            exact_prefill=exact_prefill,
-            log_json=log_json,
+            grace=run.grace,
+            exact_prefill=run.exact_prefill,
+            log_json=run.log_json,
             salts=salts,
-            hang_timeout=hang_timeout,
-            rules=ClientRules(_names(allowed_hosts), allow_chat_template, max_context),
+            hang_timeout=run.hang_timeout,
+            rules=ClientRules(requests.hosts(), requests.allow_chat_template, requests.max_context),
             admin_key=key,
         )
     except ServeFailed as error:
@@ -156,10 +99,6 @@ def serve(
     except (ServeError, DirectoryError, ValueError) as error:
         _end(error)
     _leave(0)
-
-
-def _names(given: str | None) -> tuple[str, ...]:
-    return tuple(name.strip() for name in (given or "").split(",") if name.strip())
 
 
 def _salt_key(settings: Settings) -> bytes:

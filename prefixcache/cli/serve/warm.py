@@ -12,16 +12,18 @@ import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from prefixcache.cache import PrefixCache
+from prefixcache.cli.options import flag_of, with_options
 from prefixcache.cli.progress import bar
 from prefixcache.cli.running.admin_client import KeyFile
 from prefixcache.cli.running.warm import warm_live
-from prefixcache.cli.serve.cache_options import Flags, flag_of, settings_from, with_settings
+from prefixcache.cli.serve.cache_options import Flags, settings_from, with_settings
 from prefixcache.cli.text import complain, many
 from prefixcache.layers import CacheError
 from prefixcache.ranks.launcher import when_launcher_ends
@@ -45,8 +47,38 @@ class Stopped(BaseException):
     """A signal, `args[0]`, asked for the end."""
 
 
+@dataclass(frozen=True)
+class WarmOptions:
+    """The model that computes the prompts, and how."""
+
+    model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="The model's folder, or its name on Hugging Face.")
+    ] = None
+    adapter_path: Annotated[str | None, typer.Option(metavar="PATH", help="The folder of a LoRA adapter.")] = None
+    chat_template: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="A chat template in the place of the model's own.")
+    ] = None
+    chat_template_args: Annotated[
+        str, typer.Option(metavar="JSON", help="Arguments of the template, such as '{\"enable_thinking\": false}'.")
+    ] = "{}"
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
+    ] = False
+    prefill_step_size: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens in one call of the model.")] = 2048
+    pipeline: Annotated[
+        bool, typer.Option("--pipeline", help="Under mlx.launch: a pipeline, as the server's, not tensor parallelism.")
+    ] = False
+
+    def tokenizer_config(self) -> dict[str, Any]:
+        """Return what mlx-lm makes the tokenizer with."""
+        template = {"chat_template": self.chat_template} if self.chat_template else {}
+        return {"trust_remote_code": self.trust_remote_code, **template}
+
+
 @with_settings
+@with_options
 def warm(
+    given: WarmOptions,
     prompts: Annotated[
         list[Path] | None,
         typer.Argument(
@@ -64,23 +96,6 @@ def warm(
         ),
     ] = None,
     admin_key_file: KeyFile = None,
-    model: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="The model's folder, or its name on Hugging Face.")
-    ] = None,
-    adapter_path: Annotated[str | None, typer.Option(metavar="PATH", help="The folder of a LoRA adapter.")] = None,
-    chat_template: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="A chat template in the place of the model's own.")
-    ] = None,
-    chat_template_args: Annotated[
-        str, typer.Option(metavar="JSON", help="Arguments of the template, such as '{\"enable_thinking\": false}'.")
-    ] = "{}",
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
-    ] = False,
-    prefill_step_size: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens in one call of the model.")] = 2048,
-    pipeline: Annotated[
-        bool, typer.Option("--pipeline", help="Under mlx.launch: a pipeline, as the server's, not tensor parallelism.")
-    ] = False,
     **flags: Any,
 ) -> None:
     """Prefill and store prompts (system prompts, tool lists), so that not even the first user waits for them.
@@ -96,23 +111,26 @@ def warm(
     Exit code: 0 all is stored, 1 not all of it found room, 2 it could not be done, 128 + the signal that ended it.
     """
     if url is not None:
-        others: dict[str, Any] = {"--model": model, "--adapter-path": adapter_path, "--chat-template": chat_template}
+        others: dict[str, Any] = {
+            "--model": given.model,
+            "--adapter-path": given.adapter_path,
+            "--chat-template": given.chat_template,
+        }
         others |= {flag_of(name): value for name, value in flags.items()}
-        given = [name for name, value in others.items() if value not in (None, [], ())]
-        if given:
-            complain(f"{given[0]} with --url: the server has its own; leave it out")
-            raise typer.Exit(2)
+        for option, value in others.items():
+            if value not in (None, [], ()):
+                complain(f"{option} with --url: the server has its own; leave it out")
+                raise typer.Exit(2)
         return warm_live(url, admin_key_file, prompts or [])
     try:
         settings = _patient(_settings(flags))
-        options = _json_object("--chat-template-args", chat_template_args)
-        config = {"trust_remote_code": trust_remote_code, **({"chat_template": chat_template} if chat_template else {})}
+        options = _json_object("--chat-template-args", given.chat_template_args)
         requests = _read(prompts or [])
-        source = _find(model, adapter_path, config)
-        ranks = _ranks(adapter_path)
+        source = _find(given)
+        ranks = _ranks(given.adapter_path)
         sequences = _tokenize(source, requests, options)
         with _errors_of(ranks):
-            done, lost = _warm(settings, source, sequences, prefill_step_size, ranks, pipeline)
+            done, lost = _warm(settings, source, sequences, given, ranks)
     except (NotWarmed, SsdError) as error:
         complain(_one_line(error))
         raise typer.Exit(2) from error
@@ -180,7 +198,7 @@ class GivenModel(NamedTuple):
     name: str
     tokenizer_config: dict[str, Any]
 
-    def load_part(self, group: Any, pipeline: bool) -> Any:
+    def load_part(self, group: Any, *, pipeline: bool) -> Any:
         """A rank's part of the weights."""
         from mlx_lm.utils import sharded_load
 
@@ -212,18 +230,19 @@ class GivenModel(NamedTuple):
         return model
 
 
-def _find(model: str | None, adapter: str | None, config: dict[str, Any]) -> GivenModel:
+def _find(given: WarmOptions) -> GivenModel:
     """The model's files, downloaded where need be, and its identity. Nothing is loaded yet."""
     from prefixcache.identity import model_identity
 
+    model = given.model
     if model is None:
         raise NotWarmed("--model is missing: give a model's folder, or its name on Hugging Face (owner/name)")
     folder = Path(model).expanduser()
     if not folder.is_dir():
         folder = _download(model)
-    adapter = str(Path(adapter).expanduser()) if adapter is not None else None
+    adapter = str(Path(given.adapter_path).expanduser()) if given.adapter_path is not None else None
     try:
-        return GivenModel(model, folder, adapter, model_identity(folder, adapter), config)
+        return GivenModel(model, folder, adapter, model_identity(folder, adapter), given.tokenizer_config())
     except (OSError, ValueError) as error:
         raise NotWarmed(str(error)) from error
 
@@ -293,9 +312,8 @@ def _warm(
     settings: Settings,
     source: GivenModel,
     sequences: list[WarmSequence],
-    step_size: int,
+    given: WarmOptions,
     ranks: Ranks | None,
-    pipeline: bool,
 ) -> tuple[Warmed, int]:
     """Warm them, and count those that the directory doesn't hold whole, as the next process will find it."""
     from mlx_lm.generate import wired_limit
@@ -312,7 +330,7 @@ def _warm(
 
         def load() -> Any:
             show(None, what="loading the model")
-            model = source.load() if ranks is None else source.load_part(group, pipeline)
+            model = source.load() if ranks is None else source.load_part(group, pipeline=given.pipeline)
             stack.enter_context(wired_limit(model))  # as mlx-lm does it: on a Mac the weights stay in memory
             return model
 
@@ -328,7 +346,7 @@ def _warm(
             calibration_of(cache, name, source.model, source.adapter)
             try:
                 done = warm_sequences(
-                    cache, load, sequences, model=name, prefill_step_size=step_size, progress=progress
+                    cache, load, sequences, model=name, prefill_step_size=given.prefill_step_size, progress=progress
                 )
             except CacheError as error:
                 raise NotWarmed(f"--model {source.folder}: its prompt cache can't be kept: {error}") from error
