@@ -206,23 +206,16 @@ class ImageDraft:
         return Image(self._data)
 
 
-def verify(data: np.ndarray, checksum: str | None = None) -> Image:
-    """Foreign bytes (uint8, owned by the caller and given up) -> an image, or ImageError with the reason.
-
-    `checksum` is what the index says of the file; without it the file's own is the judge.
-    """
-    examine(data, checksum)
-    return Image(data)
-
-
 def examine(
     data: np.ndarray,
     checksum: str | None = None,
     parse: Callable[[bytes, int], Header] | None = None,
     digest: Digest | None = None,
 ) -> Header:
-    """The header of foreign bytes that are whole and valid; ImageError for others. Arguments as in `verify`; `parse` is
-    `parse_header`, or that of a `Headers`; `digest` has seen the bytes, which are not read again for it.
+    """Return the header of foreign bytes (uint8) that are whole and valid; raise ImageError with the reason for others.
+
+    `checksum` is what the index says of the file; without it the file's own is the judge. `parse` is `parse_header`, or that
+    of a `Headers`; `digest` has seen the bytes, which are not read again for it.
     """
     size = data.nbytes
     if size < _CHECKSUM.stop:

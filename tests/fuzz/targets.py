@@ -21,7 +21,7 @@ from prefixcache import image_format as images
 from prefixcache.blocks.masks import mask_from
 from prefixcache.codecs.transform import backends, entropy
 from prefixcache.codecs.transform.tables import class_of, first_guess
-from prefixcache.image_format import Blueprint, ImageError, Meta, Spec, verify
+from prefixcache.image_format import Blueprint, Image, ImageError, Meta, Spec, examine
 from prefixcache.keys import chain
 from prefixcache.ssd import Entry
 from prefixcache.ssd.directory import Directory
@@ -87,13 +87,13 @@ LOCK_TEXT = b"pid 12\nhost a\nsince 2026-01-01T00:00:00Z\nformat 1\n"
 
 
 def image(data: bytes) -> None:
-    """`verify`, of the bytes as they are and with the checksum that they ought to have."""
+    """`examine`, of the bytes as they are and with the checksum that they ought to have."""
     for array in (np.frombuffer(bytearray(data), np.uint8), _sealed(data)):
         try:
-            believed = verify(array)
+            examine(array)
         except ImageError:
             continue
-        meta, tensors = believed.header()
+        meta, tensors = Image(array).header()
         assert isinstance(meta, Meta)
         assert sum(tensor.nbytes for tensor in tensors.values()) <= len(data)
         for tensor in tensors.values():

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from prefixcache.image_format import ImageError, verify
+from prefixcache.image_format import ImageError, examine
 from prefixcache.ssd import Entry, Ssd
 from prefixcache.ssd.directory import Directory
 from prefixcache.ssd.entries import Address
@@ -41,13 +41,12 @@ def _all(root: str) -> Iterator[str]:
 def image_fault(directory: Directory, address: Address, checksum: str) -> str:
     """Why the file of an image is not what was promised; "" where it is, bit for bit."""
     try:
-        image = verify(np.fromfile(directory.file(address), np.uint8), checksum)
+        meta = examine(np.fromfile(directory.file(address), np.uint8), checksum).meta
     except FileNotFoundError:
         return "the file is missing"
     except ImageError as error:
         return str(error)
-    header = image.header()[0]
-    return "" if (header.kind, header.key) == (address[0], address[1].hex()) else "another image is in its place"
+    return "" if (meta.kind, meta.key) == (address[0], address[1].hex()) else "another image is in its place"
 
 
 def before_deletion(call: Callable[[list[Entry], bool], None]) -> Callable[[], None]:
