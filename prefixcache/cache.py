@@ -47,7 +47,7 @@ from prefixcache.ranks.agreement import Ranks
 from prefixcache.remote.client import Client, open_client
 from prefixcache.remote.tier import RemoteTier
 from prefixcache.settings import Settings
-from prefixcache.ssd import Ssd
+from prefixcache.ssd import Ssd, WriterEvents
 from prefixcache.ssd.awaited import AwaitedDisk, why_absent
 from prefixcache.ssd.directory import rank_folder, refusal
 from prefixcache.store_fetch_remove.agreed import depths_of_all, taken_by_all
@@ -203,9 +203,9 @@ class PrefixCache:
             reserve=self.settings.ssd_reserve_bytes(directory),
             queue_bytes=queue,
             readers=self.settings.readers,
-            written=partial(self._storage.written, tier),
-            recreated=partial(self._storage.recreated, tier),
-            shrunk=tier.shrunk,
+            events=WriterEvents(
+                partial(self._storage.written, tier), partial(self._storage.recreated, tier), tier.shrunk
+            ),
         )
         try:
             namespaces = list(filter(None, map(self._namespaces.from_row, ssd.namespaces())))  # without the lock

@@ -17,6 +17,7 @@ from prefixcache.ssd.errors import (
 from prefixcache.ssd.reconcile import Finding, Report, reconcile
 from prefixcache.ssd.survey import Count, NamespaceSurvey, Span, Survey, survey
 from prefixcache.ssd.tier import Ssd, SsdStats
+from prefixcache.ssd.writer import WriterEvents
 
 __all__ = [
     "Address",
@@ -39,6 +40,7 @@ __all__ = [
     "SsdStats",
     "Survey",
     "Unreadable",
+    "WriterEvents",
     "clear",
     "reconcile",
     "survey",

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import NamedTuple, TypeVar
 
 from prefixcache import keys
 from prefixcache.image_format import ROWS, SIZE_BOUND, SNAPSHOT, START_BOUND, WINDOW, ImageKind
 
 FOLDERS = {ROWS: "rows", WINDOW: "windows", SNAPSHOT: "snapshots"}  # kind -> folder
 
+Item = TypeVar("Item")
 Progress = Callable[[int, int], None]  # told how much is done, of how much
 Address = tuple[ImageKind, bytes]  # kind and key: what names one image
 
 # Numbers of an entry are at least 0 and below these: so sums of them fit in 64 bits.
 BOUNDS = {"start": START_BOUND, "nbytes": SIZE_BOUND, "disk": SIZE_BOUND, "used": 1 << 60, "hits": 1 << 40}
+
+
+def batched(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
+    """Yield the items in lists of `size`, the last one shorter: what one transaction takes at a time."""
+    rest = iter(items)
+    while batch := list(islice(rest, size)):
+        yield batch
 
 
 class Touch(NamedTuple):

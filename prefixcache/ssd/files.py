@@ -134,7 +134,7 @@ def _is_whole_image_of(path: str, entry: Entry) -> bool:
     size that the index says.
     """
     try:
-        said = from_header(read_header(path), 0)[0]
+        said = from_header(read_header(path), 0).entry
         fd, found = _open(path)
         try:
             return said[:6] == entry[:6] and _is_whole(fd, found)
@@ -214,8 +214,15 @@ def _is_whole(fd: int, found: os.stat_result) -> bool:
     return is_whole(next(pieces), pieces)
 
 
-def from_header(said: Shallow, used: int) -> tuple[Entry, NamespaceRow]:
-    """The entry and namespace that a file's own header describes. ValueError for what no image of ours would say."""
+class Described(NamedTuple):
+    """The entry and the namespace that a file's own header describes."""
+
+    entry: Entry
+    namespace: NamespaceRow
+
+
+def from_header(said: Shallow, used: int) -> Described:
+    """Return what a file says of itself. Raises ValueError for what no image of ours would say."""
     meta = said.header.meta
     key, parent, root = (bytes.fromhex(text) for text in (meta.key, meta.parent, meta.namespace))
     tokens = b"" if meta.kind == "window" else said.tokens
@@ -239,7 +246,7 @@ def from_header(said: Shallow, used: int) -> tuple[Entry, NamespaceRow]:
         meta.extra,
         said.modified,
     )
-    return entry, NamespaceRow(root, meta.model, meta.codec, meta.layout, said.modified)
+    return Described(entry, NamespaceRow(root, meta.model, meta.codec, meta.layout, said.modified))
 
 
 class Checker:

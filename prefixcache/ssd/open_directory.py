@@ -12,7 +12,6 @@ import os
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from itertools import islice
 
 import numpy as np
 
@@ -31,7 +30,7 @@ from prefixcache.ssd.directory import (
     sync_folder,
     tree_size,
 )
-from prefixcache.ssd.entries import FOLDERS, Address, Entry
+from prefixcache.ssd.entries import FOLDERS, Address, Entry, batched
 from prefixcache.ssd.errors import LogHeld
 from prefixcache.ssd.files import remove_file
 from prefixcache.ssd.index import PAGE, suffixes
@@ -80,12 +79,14 @@ class OpenDirectory:
         self.directory.furnish()
         for item in self.directory.links():
             self.quarantine.take(item.path, "a link: images are written into folders of the cache alone")
-        self.index, entries, broken = open_index(self.directory, self.quarantine)
+        opened = open_index(self.directory, self.quarantine)
+        self.index, entries = opened.index, opened.entries
         try:
-            if broken or self.index.recovered or not self.index.clean or not self._agree(entries):
-                self.index, report = mend(self.directory, self.index, entries, self.quarantine, broken=broken)
-                if not report.clean:
-                    log.warning("SSD %s: %s", self.directory.root, report.summary())
+            if opened.broken or self.index.recovered or not self.index.clean or not self._agree(entries):
+                mended = mend(self.directory, opened, self.quarantine)
+                self.index = mended.index
+                if not mended.report.clean:
+                    log.warning("SSD %s: %s", self.directory.root, mended.report.summary())
                 entries = self.index.entries()
             self.index.mark(clean=False)
             for item in self.directory.strays():
@@ -128,9 +129,9 @@ class OpenDirectory:
             if disk_of(found) != entry.disk:
                 entries[number] = entry._replace(disk=disk_of(found))
                 wrong.append(number)
-        for at in range(0, len(wrong), self.ledger.rows):
+        for batch in batched(wrong, self.ledger.rows):
             with self.index.transaction():
-                for number in wrong[at : at + self.ledger.rows]:
+                for number in batch:
                     self.index.correct(entries[number].address, entries[number].disk)
             self.index.checkpoint()
         return True
@@ -242,15 +243,15 @@ class OpenDirectory:
         """Delete rows, then files, then folders that are empty, in transactions of a bounded size; after each one `progress`
         is told how many images are deleted.
         """
-        folders, rest, count = set(), iter(addresses), 0
-        while chunk := list(islice(rest, self.ledger.rows)):
+        folders, count = set(), 0
+        for batch in batched(addresses, self.ledger.rows):
             with self.index.transaction():
-                self.index.remove(chunk)
-            for address in chunk:
+                self.index.remove(batch)
+            for address in batch:
                 remove_file(self.directory.file(address))
                 folders.add(self.directory.folder(address))
             self.maintain()
-            count += len(chunk)
+            count += len(batch)
             progress(count)
         remove_empty_folders(folders)
         self.shrink_index()

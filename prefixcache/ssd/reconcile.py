@@ -48,12 +48,14 @@ def _repair(directory: Directory, lock: Lock, deep: bool, progress: Progress | N
     lock.sign()
     directory.furnish()
     quarantine = Quarantine(directory)
-    index, entries, broken = open_index(directory, quarantine)
+    opened = open_index(directory, quarantine)
+    index = opened.index
     try:
-        index, report = mend(directory, index, entries, quarantine, broken=broken, deep=deep, progress=progress)
+        mended = mend(directory, opened, quarantine, deep=deep, progress=progress)
+        index = mended.index
         index.mark(clean=True)
         index.checkpoint()
-        return report
+        return mended.report
     finally:
         index.close()
 

@@ -17,21 +17,21 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from enum import Enum
 from functools import lru_cache
-from itertools import islice
+from itertools import repeat
 from typing import Any, NamedTuple, TypeVar
 
 from prefixcache import keys
 from prefixcache.ssd.directory import Directory, disk_at, disk_of
-from prefixcache.ssd.entries import Address, Entry, NamespaceRow, Progress
+from prefixcache.ssd.entries import Address, Entry, NamespaceRow, Progress, batched
 from prefixcache.ssd.errors import IndexBroken, NewerFormat
-from prefixcache.ssd.files import Checker, DamagedFile, from_header, read_header, read_image, remove_file
+from prefixcache.ssd.files import Checker, DamagedFile, Described, from_header, read_header, read_image, remove_file
 from prefixcache.ssd.index import Index, suffixes
 from prefixcache.ssd.quarantine import Quarantine
 
 _READERS = 4
 _WITNESSES = 3  # files of a namespace that are opened to prove its row
 _AT_ONCE = 16  # items that a reader takes at a time
-_CHUNK = 256
+_BATCH = 256
 _IN_FLIGHT = 60.0  # seconds that a file of a live directory may be older than its row
 _LOG = 4 << 20  # bytes of the index's log after which it is cut
 
@@ -112,8 +112,25 @@ class Report:
         return sum(finding.nbytes for finding in self.findings if finding.kind == kind)
 
 
-def open_index(directory: Directory, quarantine: Quarantine) -> tuple[Index, list[Entry], str]:
-    """The index, what it has, and why it is a new one: "" when it is not. One that is broken is quarantined."""
+@dataclass(frozen=True)
+class OpenedIndex:
+    """An index, what it has, and why it is a new one: "" when it is not."""
+
+    index: Index
+    entries: list[Entry]
+    broken: str
+
+
+@dataclass(frozen=True)
+class Mended:
+    """The index that a directory has after its repair, and what the repair did."""
+
+    index: Index
+    report: Report
+
+
+def open_index(directory: Directory, quarantine: Quarantine) -> OpenedIndex:
+    """Open the index; quarantine one that is broken, and make a new one."""
     missing = not directory.index.exists()
     try:
         index = Index(directory.index)
@@ -123,9 +140,9 @@ def open_index(directory: Directory, quarantine: Quarantine) -> tuple[Index, lis
         except BaseException:
             index.close()
             raise
-        return index, entries, "missing" if missing else ""
+        return OpenedIndex(index, entries, "missing" if missing else "")
     except IndexBroken as error:
-        return _new_index(directory, quarantine, str(error)), [], str(error)
+        return OpenedIndex(_new_index(directory, quarantine, str(error)), [], str(error))
 
 
 def require_true(directory: Directory, spaces: Iterable[NamespaceRow], entries: list[Entry]) -> None:
@@ -154,27 +171,26 @@ def require_true(directory: Directory, spaces: Iterable[NamespaceRow], entries: 
 
 def mend(
     directory: Directory,
-    index: Index,
-    entries: list[Entry],
+    opened: OpenedIndex,
     quarantine: Quarantine,
     *,
-    broken: str = "",
     deep: bool = False,
     progress: Progress | None = None,
-) -> tuple[Index, Report]:
-    """Repair a directory that the caller has locked: the index that it has then, a new one when there is doubt about the old
-    one, and what was found. `broken`: why the index is new already. After an error the index is closed.
+) -> Mended:
+    """Repair a directory that the caller has locked. Its index is a new one where there is doubt about the one that was
+    opened, which is then closed. After an error the index is closed.
     """
+    index, entries, broken = opened.index, opened.entries, opened.broken
     try:
         try:
             if not broken:
                 index.check()
             directory.sync()  # before a row says that a file is durable
-            return index, compare(Pass(directory, entries, index, quarantine, deep, progress), broken)
+            return Mended(index, compare(Pass(directory, entries, index, quarantine, deep, progress), broken))
         except (IndexBroken, sqlite3.IntegrityError) as error:
             index.close()
             index = _new_index(directory, quarantine, str(error))
-            return index, compare(Pass(directory, [], index, quarantine, deep, progress), str(error))
+            return Mended(index, compare(Pass(directory, [], index, quarantine, deep, progress), str(error)))
     except BaseException:
         index.close()
         raise
@@ -257,7 +273,7 @@ class Pass:
         self.addresses_now: Callable[[], set[Address]] | None = None  # of a live directory: what its index has by now
         self.newest = max((entry.used for entry in self.rows.values()), default=0)
 
-    def found(self, kind: str, path: str, reason: str, action: str, nbytes: int = 0) -> None:
+    def note(self, kind: str, path: str, reason: str, action: str, nbytes: int = 0) -> None:
         done = action if self.index else f"would be {action}"
         self.findings.append(Finding(kind, self.directory.relative(path), reason, done, nbytes))
 
@@ -265,15 +281,29 @@ class Pass:
         size = disk_at(path)
         if self.quarantine:
             self.quarantine.take(path, reason)
-        self.found(kind, path, reason, "quarantined", size)
+        self.note(kind, path, reason, "quarantined", size)
 
     def delete(self, kind: str, path: str, reason: str) -> None:
         size = disk_at(path)
         if self.index:
             remove_file(path)
-        self.found(kind, path, reason, "deleted", size)
+        self.note(kind, path, reason, "deleted", size)
 
-    def counts(self, disk: int, images: int = 1) -> None:
+    def forget(self, addresses: list[Address]) -> None:
+        """Drop the rows of these images."""
+        if self.index:
+            with self.index.transaction():
+                self.index.remove(addresses)
+        for address in addresses:
+            self.rows.pop(address, None)
+        self.cut_log()
+
+    def cut_log(self) -> None:
+        """Cut the index's log where it has grown long."""
+        if self.index and disk_at(suffixes(self.directory.index)[1]) > _LOG:
+            self.index.checkpoint()
+
+    def count(self, disk: int, images: int = 1) -> None:
         self.images += images
         self.nbytes += disk
 
@@ -284,7 +314,7 @@ def compare(run: Pass, broken: str) -> Report:
         run.delete("debris", item.path, "left by a write that was interrupted")
     here = _scan(run)
     if broken and (here or broken != "missing"):  # no index and no files is a new directory
-        run.found("index", str(directory.index), broken, "rebuilt from the files")
+        run.note("index", str(directory.index), broken, "rebuilt from the files")
     if run.addresses_now:
         _settle(run, here)
     total, done = len(here), 0
@@ -292,23 +322,21 @@ def compare(run: Pass, broken: str) -> Report:
     _distrust(run, here)
     known = [address for address in here if address in run.rows]
     orphans = [address for address in here if address not in run.rows]
-    for address, agrees in _judge(run, known):
+    for address, agrees in zip(known, _judge(run, known), strict=True):
         if not agrees:  # its row is dropped, and the file judged by its own word
-            if run.index:
-                with run.index.transaction():
-                    run.index.remove([address])
+            run.forget([address])
             orphans.append(address)
             continue
         disk = disk_of(here[address])
         if run.index and disk != run.rows[address].disk:
             run.index.correct(address, disk)
-        run.counts(disk)
+        run.count(disk)
         done += 1
         if run.progress:
             run.progress(done, total)
-    for chunk in _chunks(orphans, _CHUNK):
-        _adopt(run, chunk)
-        done += len(chunk)
+    for batch in batched(orphans, _BATCH):
+        _adopt(run, batch)
+        done += len(batch)
         if run.progress:
             run.progress(done, total)
     if run.index:
@@ -345,91 +373,78 @@ def _settle(run: Pass, here: dict[Address, os.stat_result]) -> None:
 
 def _distrust(run: Pass, here: dict[Address, os.stat_result]) -> None:
     """Forget rows that say another size than the file has: the file says itself whether it is whole."""
-    for chunk in _chunks([a for a in here if a in run.rows and run.rows[a].nbytes != here[a].st_size], _CHUNK):
-        if run.index:
-            with run.index.transaction():
-                run.index.remove(chunk)
-        for address in chunk:
-            del run.rows[address]
+    for batch in batched([a for a in here if a in run.rows and run.rows[a].nbytes != here[a].st_size], _BATCH):
+        run.forget(batch)
 
 
 def _drop_lost(run: Pass, here: dict[Address, os.stat_result]) -> None:
-    for chunk in _chunks([address for address in run.rows if address not in here], _CHUNK):
-        if run.index:
-            with run.index.transaction():
-                run.index.remove(chunk)
-            _cut_log(run)
-        for address in chunk:
-            run.found("lost file", run.directory.file(address), "the index has it, the disk does not", "forgotten")
+    for batch in batched([address for address in run.rows if address not in here], _BATCH):
+        run.forget(batch)
+        for address in batch:
+            run.note("lost file", run.directory.file(address), "the index has it, the disk does not", "forgotten")
 
 
-def _judge(run: Pass, known: list[Address]) -> Iterator[tuple[Address, bool]]:
-    """Of each image that has a row and a file of the size that the row says: whether the file is what the row says."""
+def _judge(run: Pass, known: list[Address]) -> Iterator[bool]:
+    """Yield, for each image with a row and a file of the size that the row says, whether the file is what the row says."""
     checker = Checker()
 
-    def look(address: Address) -> tuple[Address, bool]:
+    def look(address: Address) -> bool:
         entry, path = run.rows[address], run.directory.file(address)
         if checker.is_whole(path, entry):
-            return address, True
+            return True
         try:
             read_image(path, entry)
         except DamagedFile as damage:
-            return address, run.addresses_now is not None and damage.identity is None  # it has just been deleted
+            return run.addresses_now is not None and damage.identity is None  # it has just been deleted
         except OSError as error:
-            run.found("unreadable", path, os.strerror(error.errno or 0), "left alone")
-        return address, True
+            run.note("unreadable", path, os.strerror(error.errno or 0), "left alone")
+        return True
 
-    if run.deep:
-        yield from _parallel(look, known)
-    else:
-        yield from ((address, True) for address in known)
+    yield from _parallel(look, known) if run.deep else repeat(True, len(known))
 
 
 def _adopt(run: Pass, addresses: list[Address]) -> None:
     """Take whole files in that have no row; quarantine others."""
-    wanted: list[tuple[Entry, NamespaceRow]] = []
+    wanted: list[Described] = []
 
-    def look(address: Address) -> tuple[Address, tuple[Entry, NamespaceRow] | None, str, str]:
+    def look(address: Address) -> Described | Exception:
         path = run.directory.file(address)
         try:
-            said = read_header(path)
-            entry, namespace = from_header(said, run.newest)
-            if entry.address != address:
-                return address, None, "the file is another image's", "broken"
-            check_stated(namespace)
+            described = from_header(read_header(path), run.newest)
+            if described.entry.address != address:
+                return ValueError("the file is another image's")
+            check_stated(described.namespace)
             if run.deep:
-                read_image(path, entry)
-            return address, (entry, namespace), "", "orphan"
-        except (DamagedFile, ValueError) as error:
-            return address, None, str(error), "broken"
-        except OSError as error:
-            return address, None, os.strerror(error.errno or 0), "unreadable"
+                read_image(path, described.entry)
+            return described
+        except (DamagedFile, ValueError, OSError) as error:
+            return error
 
-    for address, pair, reason, kind in _parallel(look, addresses):
+    for address, seen in zip(addresses, _parallel(look, addresses), strict=True):
         path = run.directory.file(address)
-        if pair and (verdict := run.claims.hear(pair[1])) is Verdict.FALSE:
+        if isinstance(seen, OSError):
+            run.note("unreadable", path, os.strerror(seen.errno or 0), "left alone")
+        elif isinstance(seen, Exception):
+            run.move("broken", path, str(seen))
+        elif (verdict := run.claims.hear(seen.namespace)) is Verdict.FALSE:
             run.move("broken", path, FALSE)
-        elif pair:
-            if verdict is Verdict.OVERRULES:
-                for entry, namespace in wanted:
-                    if namespace.root == pair[1].root:
-                        run.move("broken", run.directory.file(entry.address), FALSE)
-                wanted = [(entry, namespace) for entry, namespace in wanted if namespace.root != pair[1].root]
-                _expel(run, pair[1])
-            wanted.append(pair)
-        elif kind == "broken":
-            run.move(kind, path, reason)
         else:
-            run.found(kind, path, reason, "left alone")
+            if verdict is Verdict.OVERRULES:
+                forged = [described for described in wanted if described.namespace.root == seen.namespace.root]
+                for described in forged:
+                    run.move("broken", run.directory.file(described.entry.address), FALSE)
+                wanted = [described for described in wanted if described not in forged]
+                _expel(run, seen.namespace)
+            wanted.append(seen)
     if run.index and wanted:
         with run.index.transaction():
             for entry, namespace in wanted:
                 run.index.insert(entry, namespace)
-        _cut_log(run)
+        run.cut_log()
     for entry, namespace in wanted:
         run.adopted.setdefault(namespace.root, []).append(entry.address)
-        run.found("orphan", run.directory.file(entry.address), "whole, and not in the index", "adopted", entry.disk)
-        run.counts(entry.disk)
+        run.note("orphan", run.directory.file(entry.address), "whole, and not in the index", "adopted", entry.disk)
+        run.count(entry.disk)
 
 
 def _expel(run: Pass, truth: NamespaceRow) -> None:
@@ -438,22 +453,14 @@ def _expel(run: Pass, truth: NamespaceRow) -> None:
     for address in (*known, *run.adopted.pop(truth.root, ())):
         path = run.directory.file(address)
         try:
-            stated = from_header(read_header(path), 0)[1].stated
+            stated = from_header(read_header(path), 0).namespace.stated
         except (DamagedFile, ValueError, OSError):
             continue  # whatever it is, a read will tell
         if stated == truth.stated:
             continue
-        if run.index:
-            with run.index.transaction():
-                run.index.remove([address])
-        run.rows.pop(address, None)
-        run.counts(-disk_at(path), images=-1)
+        run.forget([address])
+        run.count(-disk_at(path), images=-1)
         run.move("broken", path, FALSE)
-
-
-def _cut_log(run: Pass) -> None:
-    if run.index and disk_at(suffixes(run.directory.index)[1]) > _LOG:
-        run.index.checkpoint()
 
 
 def _parallel(work: Callable[[T], R], items: list[T]) -> Iterator[R]:
@@ -466,7 +473,7 @@ def _parallel(work: Callable[[T], R], items: list[T]) -> Iterator[R]:
     ahead: deque[Future[list[R]]] = deque()
     with ThreadPoolExecutor(_READERS) as pool:
         try:
-            for part in _chunks(items, max(1, min(_AT_ONCE, len(items) // (4 * _READERS)))):
+            for part in batched(items, max(1, min(_AT_ONCE, len(items) // (4 * _READERS)))):
                 ahead.append(pool.submit(lambda part: list(map(work, part)), part))
                 if len(ahead) > 2 * _READERS:
                     yield from ahead.popleft().result()
@@ -475,9 +482,3 @@ def _parallel(work: Callable[[T], R], items: list[T]) -> Iterator[R]:
         finally:  # whoever reads the results may have given up
             for future in ahead:
                 future.cancel()
-
-
-def _chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    rest = iter(items)
-    while chunk := list(islice(rest, size)):
-        yield chunk

@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
@@ -16,14 +16,14 @@ from typing import NamedTuple
 from prefixcache.image_format import Image, ImageKind
 from prefixcache.keys import KEY_BYTES, TOKEN_BYTES
 from prefixcache.metrics.histogram import Observed
-from prefixcache.ssd.entries import BOUNDS, FOLDERS, Address, Entry, NamespaceRow
+from prefixcache.ssd.entries import BOUNDS, FOLDERS, Entry, NamespaceRow
 from prefixcache.ssd.errors import SsdError
 from prefixcache.ssd.index import connect
 from prefixcache.ssd.open_directory import OpenDirectory
 from prefixcache.ssd.queue import Queue
 from prefixcache.ssd.reader import Reader
 from prefixcache.ssd.tables import read_entries, read_namespaces
-from prefixcache.ssd.writer import Writer
+from prefixcache.ssd.writer import Writer, WriterEvents
 
 log = logging.getLogger("prefixcache.ssd")
 
@@ -65,12 +65,7 @@ class Ssd:
     """Images on a directory, under a limit that holds at every moment, and that leaves `reserve` bytes of the disk free.
 
     `write`, `delete`, `touch`, `read` and the properties never touch the disk; `flush` and `close` wait for it.
-    `written` is called on the writer's thread with no lock of this package held, once for each accepted write: with
-    None after the row is committed (the entry then has its real `disk`), else with the error (`Cancelled` for one
-    deleted before its turn). It must not call `flush` or `close`. `recreated` is called there when the directory was opened
-    anew (it was gone, its disk came back, its index was lost or damaged), with the images that it has now. `shrunk` is
-    called there when `limit` fell below `used`, or a write found the disk full: it deletes what is to go for that, and
-    returns whether it could. In a forked child the object is dead: it accepts nothing and touches nothing.
+    In a forked child the object is dead: it accepts nothing and touches nothing.
 
     Raises DirectoryHeld, NewerFormat or DirectoryError when the directory can't be had.
     """
@@ -85,9 +80,7 @@ class Ssd:
         reserve: int = 0,
         queue_bytes: int,
         readers: int = 4,
-        written: Callable[[Entry, Exception | None], None],
-        recreated: Callable[[set[Address]], None] | None = None,
-        shrunk: Callable[[], bool] | None = None,
+        events: WriterEvents,
     ):
         if readers < 1 or queue_bytes < 0:
             raise ValueError(
@@ -95,7 +88,7 @@ class Ssd:
             )
         self._opened = OpenDirectory(directory, limit, reserve)
         self._queue = Queue(self._opened.ledger, queue_bytes)
-        self._writer = Writer(self._opened, self._queue, written, recreated, shrunk)
+        self._writer = Writer(self._opened, self._queue, events)
         self._reader = Reader(self._opened, self._queue, readers)
         self._closing = threading.Lock()  # held by the one close() that does it
         self._closed = False

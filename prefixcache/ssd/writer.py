@@ -14,15 +14,14 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import islice
-from typing import TypeVar
+from typing import NamedTuple
 
 from prefixcache.metrics.histogram import Histogram
 from prefixcache.ssd.directory import make_folder, remove_folder, sync_folder
-from prefixcache.ssd.entries import Address, Entry, Touch
+from prefixcache.ssd.entries import Address, Entry, Item, Touch, batched
 from prefixcache.ssd.files import remove_file, write_file
 from prefixcache.ssd.index import Row, proves_damage
 from prefixcache.ssd.ledger import PERIOD, is_full
@@ -36,7 +35,19 @@ SYNCERS = 8
 ATTEMPTS = 3  # that a write has on a full disk, each after deletions
 SILENCE = 60.0  # seconds between two log lines of the same error
 
-Item = TypeVar("Item")
+
+class WriterEvents(NamedTuple):
+    """Whom the writer tells, on its thread and with no lock of this package held. None of these may call `flush` or `close`.
+
+    `written` hears once of each accepted write: with None after the row is committed (the entry then has its real `disk`),
+    else with the error (`Cancelled` for one deleted before its turn). `recreated` is given the images that the directory has
+    when it was opened anew: it was gone, its disk came back, its index was lost or damaged. `shrunk` deletes what is to go
+    when the limit fell below what is used, or a write found the disk full, and returns whether it could.
+    """
+
+    written: Callable[[Entry, Exception | None], None]
+    recreated: Callable[[set[Address]], None] | None = None
+    shrunk: Callable[[], bool] | None = None
 
 
 class Writer:
@@ -49,15 +60,9 @@ class Writer:
         self,
         opened: OpenDirectory,
         queue: Queue,
-        written: Callable[[Entry, Exception | None], None],
-        recreated: Callable[[set[Address]], None] | None,
-        shrunk: Callable[[], bool] | None,
+        events: WriterEvents,
     ):
-        self._opened = opened
-        self._queue = queue
-        self._written = written
-        self._recreated = recreated
-        self._shrunk = shrunk
+        self._opened, self._queue, self._events = opened, queue, events
         self._unsynced: set[str] = set()
         self._told = "", 0.0  # the error that was logged last, and when
         self._ending = threading.Lock()  # guards the two below
@@ -134,14 +139,14 @@ class Writer:
 
     def _look(self) -> None:
         """What the disk has no more room for is deleted: the cache says what that is."""
-        if self._opened.look() and self._shrunk is not None:
-            self._shrunk()
+        if self._opened.look() and self._events.shrunk is not None:
+            self._events.shrunk()
 
     def _make_room(self, batch: QueuedBatch, error: Exception | None) -> list[Write]:
         """Where the disk was full, have the cache delete its least recent images: the writes to be tried again then."""
         failed = [write for write in batch.writes if not write.done and is_full(write.error or error)]
         again = [write for write in failed if write.attempts < ATTEMPTS]
-        if not again or self._shrunk is None:
+        if not again or self._events.shrunk is None:
             return []
         try:
             if any(write.error is not None for write in again):
@@ -149,7 +154,7 @@ class Writer:
             self._opened.look()
         except (OSError, sqlite3.Error):
             return []
-        if not self._shrunk():
+        if not self._events.shrunk():
             return []
         for write in again:
             write.attempts += 1
@@ -169,8 +174,8 @@ class Writer:
         try:
             if batch.probe or not self._opened.stands or self._opened.index.doubtful:
                 there = self._opened.reopen()
-                if there is not None and self._recreated is not None:
-                    self._recreated(there)
+                if there is not None and self._events.recreated is not None:
+                    self._events.recreated(there)
             if batch.removals:
                 with self._opened.deleting():
                     self._drop(batch.removals)
@@ -207,7 +212,7 @@ class Writer:
 
     def _call(self, write: Write) -> None:
         try:
-            self._written(write.entry, write.error)
+            self._events.written(write.entry, write.error)
         except Exception:
             log.exception("the callback of a write failed: %r", write.entry)
 
@@ -227,9 +232,9 @@ class Writer:
         """
         directory, ledger, index = self._opened.directory, self._opened.ledger, self._opened.index
         failed: Exception | None = None
-        for chunk in _chunks(list(removals), ledger.rows):
+        for part in batched(list(removals), ledger.rows):
             # A file that turned up where one had left before its row is newer, and so is its row.
-            doomed = [a for a in chunk if not (removals[a].gone and os.path.lexists(directory.file(a)))]
+            doomed = [a for a in part if not (removals[a].gone and os.path.lexists(directory.file(a)))]
             rows = index.find(doomed)
             try:
                 self._drop_rows(rows)
@@ -241,7 +246,7 @@ class Writer:
                 except Exception as error:
                     failed = error
                     continue
-            for address in chunk:
+            for address in part:
                 self._account(removals.pop(address), rows.get(address))
             for address in doomed:
                 if not self._unlink(address):  # it has no row any more: the next reconcile finds it
@@ -404,15 +409,15 @@ class Writer:
         """Rows in one transaction, and the touches with them; in several where the limit leaves the log little room."""
         index, ledger = self._opened.index, self._opened.ledger
         later: Exception | None = None
-        for chunk in _chunks(writes, ledger.rows):
+        for part in batched(writes, ledger.rows):
             try:
                 with self._opened.transaction():
-                    for write in chunk:
+                    for write in part:
                         index.insert(write.entry, write.namespace)
-                    travel = touches if len(chunk) + len(touches) <= ledger.rows else {}
+                    travel = touches if len(part) + len(touches) <= ledger.rows else {}
                     index.touch(travel)
             except Exception as error:
-                for write in chunk:
+                for write in part:
                     write.error = error
                     self._clear(self._opened.directory.file(write.entry.address))
                 continue
@@ -420,19 +425,19 @@ class Writer:
                 touches.clear()
             try:
                 self._opened.measure()  # before the room that was kept for the index's growth is given back
-            except Exception as error:  # these rows stand all the same, and the next chunk may
+            except Exception as error:  # these rows stand all the same, and the next part may
                 later = error
-            for write in chunk:
+            for write in part:
                 ledger.settle(write.image.nbytes, write.entry.disk)
                 write.done = True
         if later:
             raise later
 
     def _touch(self, touches: dict[Address, Touch]) -> None:
-        for chunk in _chunks(list(touches), self._opened.ledger.rows * 4):  # a touch dirties one page, not eight
+        for part in batched(list(touches), self._opened.ledger.rows * 4):  # a touch dirties one page, not eight
             with self._opened.transaction():
-                self._opened.index.touch({address: touches[address] for address in chunk})
-            for address in chunk:
+                self._opened.index.touch({address: touches[address] for address in part})
+            for address in part:
                 del touches[address]
 
     def _clear(self, path: str) -> None:
@@ -440,9 +445,3 @@ class Writer:
             remove_file(path)
         except OSError:
             self._opened.linger(path)
-
-
-def _chunks(items: list[Item], size: int) -> Iterator[list[Item]]:
-    rest = iter(items)
-    while chunk := list(islice(rest, size)):
-        yield chunk

@@ -16,7 +16,7 @@ import numpy as np
 
 from prefixcache import keys
 from prefixcache.image_format import Blueprint, Image, Meta, Spec
-from prefixcache.ssd import Entry, NamespaceRow, Ssd
+from prefixcache.ssd import Entry, NamespaceRow, Ssd, WriterEvents
 from tests.waiting import until
 
 MODEL, CODEC, LAYOUT = "tiny", '{"name":"raw"}', '{"layers":2}'
@@ -87,17 +87,12 @@ def chain(count: int, *, first: int = 0, **more: Any) -> list[tuple[Entry, Image
 
 
 class Opened(Ssd):
-    """An Ssd that remembers what its writer reported."""
+    """An Ssd that remembers what its writer reported, unless `written` is told."""
 
-    def __init__(self, directory: Path, *, limit: int = 100 << 20, queue_bytes: int = 64 << 20, **more: Any):
+    def __init__(self, directory: Path, *, written: Any = None, recreated: Any = None, **more: Any):
         self.reports: list[tuple[Entry, Exception | None]] = []
-        super().__init__(
-            directory,
-            limit=limit,
-            queue_bytes=queue_bytes,
-            written=lambda entry, error: self.reports.append((entry, error)),
-            **more,
-        )
+        events = WriterEvents(written or (lambda entry, error: self.reports.append((entry, error))), recreated)
+        super().__init__(directory, **{"limit": 100 << 20, "queue_bytes": 64 << 20, "events": events, **more})
 
     def put(self, *pairs: tuple[Entry, Image]) -> list[Entry]:
         """Write and wait; the entries as the index has them."""

@@ -36,9 +36,9 @@ def test_a_second_opener_is_told_who_has_it(ssd, root):
 
 def test_a_second_process_is_refused(ssd, root):
     script = f"""
-from prefixcache.ssd import Ssd, DirectoryHeld
+from prefixcache.ssd import Ssd, DirectoryHeld, WriterEvents
 try:
-    Ssd({str(root)!r}, limit=1 << 30, queue_bytes=1, written=print)
+    Ssd({str(root)!r}, limit=1 << 30, queue_bytes=1, events=WriterEvents(print))
 except DirectoryHeld as error:
     print(error)
 """

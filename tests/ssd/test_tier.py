@@ -246,13 +246,13 @@ def test_a_touch_of_what_is_being_written_is_not_lost(ssd, monkeypatch):
     assert {found.used for found in ssd.entries() if found.key == entry.key} == {99}
 
 
-def test_every_write_is_reported_once_and_after_its_row(ssd):
+def test_every_write_is_reported_once_and_after_its_row(open_tier):
     seen = []
 
     def written(entry, error):
         seen.append((entry, error, entry.key in {found.key for found in ssd.entries()}))
 
-    ssd._writer._written = written
+    ssd = open_tier(written=written)
     pairs = chain(300)
     for entry, image in pairs:
         assert ssd.write(entry, SPACE, image)
@@ -261,7 +261,7 @@ def test_every_write_is_reported_once_and_after_its_row(ssd):
     assert all(error is None and there for _, error, there in seen)
 
 
-def test_the_callback_may_queue_more_and_may_fail(ssd):
+def test_the_callback_may_queue_more_and_may_fail(open_tier):
     second = make(2)
 
     def written(entry, error):
@@ -269,7 +269,7 @@ def test_the_callback_may_queue_more_and_may_fail(ssd):
             ssd.write(second[0], SPACE, second[1])
         raise RuntimeError("of the cache")
 
-    ssd._writer._written = written
+    ssd = open_tier(written=written)
     ssd.write(make(1)[0], SPACE, make(1)[1])
     assert ssd.flush(10)
     assert ssd.flush(10)

@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from prefixcache.ssd import DirectoryHeld, Ssd, reconcile, survey
+from prefixcache.ssd import DirectoryHeld, Ssd, WriterEvents, reconcile, survey
 from prefixcache.ssd.directory import Directory
 from tools.faults import tamper
 from tools.faults.evidence import du
@@ -436,7 +436,9 @@ class Judge:
     def _second(self) -> None:
         """Another process may not open it."""
         try:
-            with Ssd(self.directory.root, limit=1 << 20, queue_bytes=1 << 20, written=lambda entry, error: None):
+            with Ssd(
+                self.directory.root, limit=1 << 20, queue_bytes=1 << 20, events=WriterEvents(lambda entry, error: None)
+            ):
                 pass
         except DirectoryHeld:
             return

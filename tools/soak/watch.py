@@ -60,9 +60,9 @@ class Watch:
                 self._tell("reopened")
 
         def mend_(*rest: Any, **more: Any) -> Any:
-            index, report = mend(*rest, **more)
-            self._tell("mended", report.counts)
-            return index, report
+            mended = mend(*rest, **more)
+            self._tell("mended", mended.report.counts)
+            return mended
 
         Ssd.__init__, opening.OpenDirectory._open, opening.mend = init, open_, mend_  # type: ignore[method-assign]
 
