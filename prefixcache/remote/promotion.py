@@ -12,13 +12,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FuturesTimeout
 from functools import partial
+from typing import NamedTuple
 
 from prefixcache.blocks.budget import Reservation
 from prefixcache.blocks.graph import NODE_BYTES
 from prefixcache.blocks.node import RAM, Node, Slot
 from prefixcache.image_format import HEADER_LIMIT, ROWS, SNAPSHOT, Digest, Image, ImageError, examine
 from prefixcache.keys import BLOCK, TOKEN_BYTES
-from prefixcache.remote.client import READERS, Client
+from prefixcache.remote.calls import READERS
+from prefixcache.remote.client import Client
 from prefixcache.remote.engine import PIECE, EngineError
 from prefixcache.remote.sealing import image_name, snapshot_folder
 from prefixcache.remote.search import Gap, SoughtImage, search
@@ -35,6 +37,29 @@ TIMEOUT_FACTOR = 4  # times what it is expected to take, up to a part of what co
 MAX_IMAGE_FACTOR = 2  # an image may take so many times the bytes of its rows in a live cache
 SNAPSHOT_BUDGET_SHARE = 8  # a recurrent state may take an 8th of the budget
 ASKING_SHARE = 10  # of what computing takes, the part that one question may take
+
+
+class Pace(NamedTuple):
+    """How long the promotion of one prompt may take: it `began` when it was asked for, by time.monotonic(), `timeout` is the
+    setting `remote_timeout`, and `prefill_rate` the tokens computed a second. None: it may take all of the time.
+    """
+
+    began: float
+    timeout: float
+    prefill_rate: float | None
+
+    def gain(self, tokens: int) -> float:
+        """Return the seconds that computing so many tokens takes, or all that there are."""
+        return tokens / self.prefill_rate if self.prefill_rate else self.timeout
+
+    def until(self, tokens: int) -> float:
+        """Return when the promotion of so many tokens ends at the latest."""
+        return self.began + min(self.timeout, self.gain(tokens))
+
+    def shortest_wait(self, tokens: int) -> float:
+        """Return the seconds that an answer is waited for at least, when so many tokens can be gained."""
+        share = SHARE_OF_COMPUTING if self.prefill_rate is not None else SHARE_OF_SETTING
+        return max(MIN_TIMEOUT, self.gain(tokens) / share)
 
 
 class _RemoteRead:
@@ -59,19 +84,11 @@ class RemotePromotion:
         client: Client,
         namespace: Namespace,
         gap: Gap,
-        began: float,
-        until: float,
-        timeout: float,
-        prefill_rate: float | None,
+        pace: Pace,
     ):
-        """`began`, `until`: when it was asked for, and when it ends at the latest, by time.monotonic(). `timeout`: the
-        setting `remote_timeout`. `prefill_rate`: tokens computed a second; None: it may take all of the time.
-        """
-        self._storage, self._client, self._namespace, self._gap = storage, client, namespace, gap
-        self._began, self._until, self._rate = began, max(until, began + MIN_TIMEOUT), prefill_rate
-        saved = (gap.limit - gap.boundary) / prefill_rate if prefill_rate else until - began
-        self._min_timeout = min_timeout(saved, prefill_rate)
-        self._timeout = timeout
+        self._storage, self._client, self._namespace, self._gap, self._pace = storage, client, namespace, gap, pace
+        self._until = max(pace.until(gap.tokens), pace.began + MIN_TIMEOUT)
+        self._min_timeout = pace.shortest_wait(gap.tokens)
         self._pinned: list[Slot] = []
         self._mean_size = 0  # bytes of an image, where the engine hasn't said
         self.at_once = client.engine.names_at_once
@@ -95,8 +112,8 @@ class RemotePromotion:
         return None
 
     def _measure(self, wanted: Sequence[SoughtImage]) -> None:
-        self._min_timeout = self._timeout
-        self._until = time.monotonic() + self._timeout
+        self._min_timeout = self._pace.timeout
+        self._until = time.monotonic() + self._pace.timeout
         if (read := self._read_all(wanted)) is not None:
             self._client.speed.measured(*read)
 
@@ -113,7 +130,7 @@ class RemotePromotion:
         return self._client.seal.opaque(key)
 
     def _question_timeout(self) -> float:
-        return min(question_timeout(self._client, self._until - self._began, self._min_timeout), self._left())
+        return min(question_timeout(self._client, self._until - self._pace.began, self._min_timeout), self._left())
 
     def _left(self) -> float:
         return max(self._until - time.monotonic(), 0.0)
@@ -134,8 +151,9 @@ class RemotePromotion:
 
     def _is_quicker(self, boundary: int, nbytes: int) -> bool:
         """Tell whether reading is quicker than computing."""
-        seconds = time.monotonic() - self._began + self._client.speed.expected(nbytes)
-        return self._rate is None or seconds < (boundary - self._gap.boundary) / self._rate
+        pace = self._pace
+        seconds = time.monotonic() - pace.began + self._client.speed.expected(nbytes)
+        return pace.prefill_rate is None or seconds < pace.gain(boundary - self._gap.boundary)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -168,7 +186,7 @@ class RemotePromotion:
 
     def _begin(self, wanted: SoughtImage) -> _RemoteRead:
         read = _RemoteRead(wanted)
-        read.future = self._client.begin_read(self._read, read)
+        read.future = self._client.calls.read(self._read, read)
         return read
 
     def _read(self, read: _RemoteRead) -> Image | None:
@@ -220,7 +238,7 @@ class RemotePromotion:
             return read.future.result(min(timeout, self._left()))
         except FuturesTimeout:
             self._client.counters.add(timeouts=1)
-            self._client.give_up(read.future)
+            self._client.calls.give_up(read.future)
             read.future.add_done_callback(lambda late: self._came_late(late, under_way, began))
             return None
         except (EngineError, CancelledError):
@@ -247,7 +265,7 @@ class RemotePromotion:
             suffix = wanted.tokens if wanted.kind == SNAPSHOT else b""
             slot = Slot(wanted.kind, node, wanted.key, image.nbytes, suffix, wanted.mask)
             slot.checksum, slot.created, slot.tick = image.checksum, time.time(), storage.graph.recency.clock
-            slot.remote_at = self._began
+            slot.remote_at = self._pace.began
             if not storage.graph.attach(slot, reservation):
                 return True  # it was stored meanwhile
             storage.graph.place(slot, RAM, image=image, reservation=reservation)
@@ -270,11 +288,6 @@ class RemotePromotion:
         if above is None or wanted.kind != ROWS:
             return above
         return graph.grow(above, wanted.tokens, reservation, wanted.key)
-
-
-def min_timeout(seconds: float, prefill_rate: float | None) -> float:
-    """Return the seconds that an answer is waited for at least, when so many can be gained, or are there for all."""
-    return max(MIN_TIMEOUT, seconds / (SHARE_OF_COMPUTING if prefill_rate is not None else SHARE_OF_SETTING))
 
 
 def question_timeout(client: Client, seconds: float, minimum: float) -> float:

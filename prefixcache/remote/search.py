@@ -50,6 +50,11 @@ class Gap(NamedTuple):
     def limit(self) -> int:
         return len(self.token_bytes) // TOKEN_BYTES
 
+    @property
+    def tokens(self) -> int:
+        """The tokens that can be gained."""
+        return self.limit - self.boundary
+
     def parent(self, block: int) -> bytes:
         """The key before a block."""
         return self.keys[block - 1] if block else self.root

@@ -25,9 +25,9 @@ from prefixcache.remote.client import Client
 from prefixcache.remote.engine import EngineError
 from prefixcache.remote.promotion import (
     MIN_TIMEOUT,
+    Pace,
     RemotePromotion,
     gap_name,
-    min_timeout,
     question_timeout,
 )
 from prefixcache.remote.sealing import layout_id, layouts_folder
@@ -122,7 +122,7 @@ class RemoteTier:
         takes that for a use, and keeps what machines hit in their own RAM.
         """
         known = slot.remote_at
-        return known > 0 and known >= self._client.believed_since and time.monotonic() < known + BELIEVED
+        return known > 0 and known >= self._client.calls.believed_since and time.monotonic() < known + BELIEVED
 
     # -- down ---------------------------------------------------------------------------------------------------------
 
@@ -130,7 +130,7 @@ class RemoteTier:
         """Tell whether whole blocks are missing here, and the engine may have them. Makes the namespaces of a new tenant
         whose model's layouts are known.
         """
-        if not self._client.ready or (prompt.salt and not self._client.seal.is_secret):
+        if not self._client.calls.ready or (prompt.salt and not self._client.seal.is_secret):
             return False
         limit = max(len(prompt) - leave, 0)
         with self._storage.lock:
@@ -146,20 +146,18 @@ class RemoteTier:
         if not self.has_something_to_ask(prompt, leave):
             return None
         try:
-            return self._threads.submit(self._promote, prompt, leave, whole_blocks, prefill_rate, time.monotonic())
+            pace = Pace(time.monotonic(), self._timeout, prefill_rate)
+            return self._threads.submit(self._promote, prompt, leave, whole_blocks, pace)
         except RuntimeError:  # closed
             return None
 
-    def _promote(self, prompt: Prompt, leave: int, whole_blocks: bool, prefill_rate: float | None, began: float) -> int:
-        """`began`: when it was asked for, by time.monotonic(); the time that it waited for a thread counts."""
+    def _promote(self, prompt: Prompt, leave: int, whole_blocks: bool, pace: Pace) -> int:
+        """Read what all namespaces of a prompt lack, and return the depth in RAM. The wait for a thread counts as time."""
         limit = max(len(prompt) - leave, 0)
         try:
-            seconds = min(self._timeout, limit / prefill_rate) if prefill_rate else self._timeout
-            until = began + max(seconds, MIN_TIMEOUT)
-            if self._client.ready and time.monotonic() < until:
-                minimum = min_timeout(limit / prefill_rate if prefill_rate else seconds, prefill_rate)
-                for namespace in self._namespaces(prompt) or self._learn(prompt, seconds, minimum, until):
-                    self._promote_in(prompt, namespace, limit, prefill_rate, began)
+            if self._client.calls.ready and time.monotonic() < max(pace.until(limit), pace.began + MIN_TIMEOUT):
+                for namespace in self._namespaces(prompt) or self._learn(prompt, limit, pace):
+                    self._promote_in(prompt, namespace, limit, pace)
         except EngineError:
             pass  # it is counted; the request goes on without
         with self._storage.lock:
@@ -169,11 +167,9 @@ class RemoteTier:
             self._storage.graph.recency.touch(required_images(deepest.walk, deepest.depth, RAM))
             return deepest.depth
 
-    def _promote_in(
-        self, prompt: Prompt, namespace: Namespace, limit: int, prefill_rate: float | None, began: float
-    ) -> None:
+    def _promote_in(self, prompt: Prompt, namespace: Namespace, limit: int, pace: Pace) -> None:
         """Read what one namespace lacks. What another thread is reading is waited for, and not read twice."""
-        while self._client.ready:
+        while self._client.calls.ready:
             with self._storage.lock:
                 gap = self._gap(prompt, namespace, limit)
                 if not self._is_worth_asking(gap):
@@ -184,16 +180,12 @@ class RemoteTier:
                     ended = threading.Event()
                     claimed = [key for key in lacking if key not in self._under_way]
                     self._under_way.update(dict.fromkeys(claimed, ended))
-            saved = (gap.limit - gap.boundary) / prefill_rate if prefill_rate else self._timeout
-            until = began + min(self._timeout, saved)
             if other is not None:
-                if not other.wait(max(until - time.monotonic(), 0.0)):
+                if not other.wait(max(pace.until(gap.tokens) - time.monotonic(), 0.0)):
                     return
                 continue
             try:
-                measure = RemotePromotion(
-                    self._storage, self._client, namespace, gap, began, until, self._timeout, prefill_rate
-                ).run()
+                measure = RemotePromotion(self._storage, self._client, namespace, gap, pace).run()
                 if measure is not None:
                     with suppress(RuntimeError):  # closed
                         self._threads.submit(measure)
@@ -206,7 +198,7 @@ class RemoteTier:
 
     def _is_worth_asking(self, gap: Gap) -> bool:
         """Tell whether a whole block is missing, and was not missing in the engine just now."""
-        if gap.limit - gap.boundary < BLOCK:
+        if gap.tokens < BLOCK:
             return False
         first = gap.known if not (gap.windows or gap.snapshots) else gap.boundary // BLOCK
         return first < len(gap.keys) and gap_name(self._client, gap) not in self._client.missing
@@ -243,15 +235,18 @@ class RemoteTier:
             self._layouts.learn(prompt.model, layout, prompt.salt)
         return prompt.namespaces() if layouts else known
 
-    def _learn(self, prompt: Prompt, seconds: float, minimum: float, until: float) -> Sequence[Namespace]:
-        """Return the namespaces of layouts that other machines have told, if they come by `until`; `seconds` can be gained by
-        it. Who comes meanwhile asks, too.
+    def _learn(self, prompt: Prompt, limit: int, pace: Pace) -> Sequence[Namespace]:
+        """Return the namespaces of layouts that other machines have told, if they come in time; `limit` tokens can be
+        gained by it. Who comes meanwhile asks, too.
         """
         client, folder = self._client, self._layouts_folder(prompt)
         if folder in client.missing:
             return ()
         try:
-            return self._learn_from(folder, prompt, question_timeout(client, seconds, minimum), until)
+            until = max(pace.until(limit), pace.began + MIN_TIMEOUT)
+            gain = min(pace.timeout, pace.gain(limit))
+            timeout = question_timeout(client, gain, pace.shortest_wait(limit))
+            return self._learn_from(folder, prompt, timeout, until)
         finally:
             client.missing.add(folder, LEARN_AGAIN)
 
@@ -264,8 +259,8 @@ class RemoteTier:
         (ids,) = client.ids_under([folder], min(timeout, until - began))
         names = (f"{folder}/{id}" for id in ids if LAYOUT_ID.fullmatch(id) and id not in self._unusable)
         usable = islice((name for name in names if name not in client.missing), LAYOUTS)
-        for name, future in [(name, client.begin_read(self._read_layout, name)) for name in usable]:
-            text = client.wait(future, max(until - time.monotonic(), 0.0))
+        for name, future in [(name, client.calls.read(self._read_layout, name)) for name in usable]:
+            text = client.calls.wait(future, max(until - time.monotonic(), 0.0))
             if text is not None:
                 self._learn_one(name, text, prompt)
         return prompt.namespaces()

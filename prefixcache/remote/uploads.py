@@ -87,7 +87,7 @@ class Uploads:
         """Send what waits, for at most so many seconds while the engine takes it."""
         end = time.monotonic() + timeout
         with self._wake:
-            while (self._waiting or self._sending) and self._client.takes_writes and time.monotonic() < end:
+            while (self._waiting or self._sending) and self._client.calls.takes_writes and time.monotonic() < end:
                 self._wake.wait(0.05)
             self._closing = True
             self._waiting.clear()
@@ -137,22 +137,22 @@ class Uploads:
     def _probe(self) -> None:
         client = self._client
         with self._storage.ram.reserve(client.probe_bytes, drop=False) or nullcontext() as room:
-            failed = not client.reading.closed
+            failed = not client.calls.reading.closed
             if room is not None:
                 client.probe()
         if room is None:
             time.sleep(PAUSE)
-        elif failed and client.reading.closed:  # it may have been emptied
+        elif failed and client.calls.reading.closed:  # it may have been emptied
             client.compare_keys(self._writes)
 
     def _next(self, probes: bool) -> list[Address] | None:
         """Wait for the next batch and return it; an empty one when it is time for a probe; None at the end."""
         with self._wake:
             while not self._closing:
-                due = self._client.probe_in() if probes else None
+                due = self._client.calls.probe_in() if probes else None
                 if due is not None and due <= 0:
                     return []
-                if self._waiting and self._client.takes_writes:
+                if self._waiting and self._client.calls.takes_writes:
                     batch = list(self._waiting)[:BATCH]
                     for address in batch:
                         del self._waiting[address]
@@ -180,7 +180,7 @@ class Uploads:
                     listed.append(name)
                     continue
                 if name in published:  # asked for with every batch, it is the last that an engine evicts
-                    client.note_loss(asked)
+                    client.calls.note_loss(asked)
                 client.write(name, np.frombuffer(layout.encode(), np.uint8), listed=True)
             self._published.update(layouts)
             missing = []

@@ -48,22 +48,19 @@ def open_engine(url: str, *, timeout: float, connect_timeout: float, ca_file: Pa
         _check_certificates(ca_file)
     if target.scheme in _VALKEY:
         try:
-            from prefixcache.remote.valkey_store import ValkeyStore
+            from prefixcache.remote.valkey_store import ValkeyAddress, ValkeyStore
         except ImportError as error:
             raise _missing(label, "valkey", error) from error
-        return ValkeyStore(
-            label,
+        address = ValkeyAddress(
             target.host or "",
             target.port or 6379,
-            timeout=timeout,
-            connect_timeout=connect_timeout,
             tls=target.tls or ca_file is not None,
             prefix=target.path.strip("/"),
             database=int(target.options.get("db", 0)),
             username=target.username or os.environ.get("VALKEY_USERNAME") or None,
             password=target.password or os.environ.get("VALKEY_PASSWORD") or None,
-            ca_file=ca_file,
         )
+        return ValkeyStore(label, address, timeout=timeout, connect_timeout=connect_timeout, ca_file=ca_file)
     try:
         from prefixcache.remote.object_store import ObjectStore
     except ImportError as error:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,6 +42,19 @@ Command = tuple[Any, ...]
 Received = TypeVar("Received", bytes, int)
 
 
+@dataclass(frozen=True)
+class ValkeyAddress:
+    """Where a server is, and who asks it. `tls`: whether it is spoken with TLS; `prefix`: of all keys."""
+
+    host: str
+    port: int
+    tls: bool
+    prefix: str = ""
+    database: int = 0
+    username: str | None = field(default=None, repr=False)
+    password: str | None = field(default=None, repr=False)
+
+
 class ValkeyStore:
     """Names are keys behind a prefix. An empty value counts as none, as STRLEN does.
 
@@ -53,31 +67,25 @@ class ValkeyStore:
     def __init__(
         self,
         label: str,
-        host: str,
-        port: int,
+        address: ValkeyAddress,
         *,
         timeout: float,
         connect_timeout: float,
-        tls: bool,
-        prefix: str = "",
-        database: int = 0,
-        username: str | None = None,
-        password: str | None = None,
         ca_file: Path | None = None,
     ):
-        """`prefix`: of all keys. `ca_file`: whom to trust beside the system's authorities."""
+        """`ca_file`: whom to trust beside the system's authorities."""
         self.label = label
-        self._prefix = f"{prefix}/" if prefix else ""
+        self._prefix = f"{address.prefix}/" if address.prefix else ""
         self._timeout = timeout
-        context = ssl.create_default_context(cafile=ca_file) if tls else None
+        context = ssl.create_default_context(cafile=ca_file) if address.tls else None
         if context is not None:
             context.load_default_certs()
         self._options: dict[str, Any] = {
-            "host": host,
-            "port": port,
-            "db": database,
-            "username": username,
-            "password": password,
+            "host": address.host,
+            "port": address.port,
+            "db": address.database,
+            "username": address.username,
+            "password": address.password,
             "connect_timeout": connect_timeout,
             "socket_read_size": PIECE,
             "lib_name": None,  # two round trips more, and an error where the server is old

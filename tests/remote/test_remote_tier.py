@@ -567,7 +567,7 @@ def test_layouts_that_somebody_put_there_hide_none(machine, engine):
 def test_whoever_is_at_work_when_a_client_is_closed_gets_the_engines_error(engine):
     client = Client(engine, NoSeal())
     client.close()
-    for call in (lambda: client.sizes(["v1/name"], 1), lambda: client.begin_read(client.read, "v1/name", None, bool)):
+    for call in (lambda: client.sizes(["v1/name"], 1), lambda: client.calls.read(client.read, "v1/name", None, bool)):
         with pytest.raises(EngineError, match="closed"):
             call()
 

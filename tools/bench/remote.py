@@ -22,7 +22,8 @@ import numpy as np
 from prefixcache import PrefixCache, Raw
 from prefixcache.image_format import Digest, examine
 from prefixcache.keys import BLOCK, TOKEN_BYTES
-from prefixcache.remote.client import READERS, Client
+from prefixcache.remote.calls import READERS
+from prefixcache.remote.client import Client
 from prefixcache.remote.sealing import image_name
 from prefixcache.remote.search import Gap, SoughtImage, search
 from prefixcache.remote.uploads import UPLOADERS

@@ -25,7 +25,7 @@ if not __package__:
 
 from prefixcache.image_format import Digest, examine
 from prefixcache.keys import BLOCK, TOKEN_BYTES
-from prefixcache.remote.client import READERS
+from prefixcache.remote.calls import READERS
 from prefixcache.remote.engine import EngineError
 from prefixcache.remote.search import Gap, search
 from tools.bench import engines, report
@@ -176,7 +176,7 @@ def _stopped(client: Any, gap: Gap, peers: dict[str, Peer]) -> Figure:
     waits = []
     for _ in range(3):  # the first waits; then the client knows
         began = time.perf_counter()
-        if client.ready:
+        if client.calls.ready:
             with suppress(EngineError):
                 client.sizes([Asking(client, gap.root).name(gap.rows(0))], 0.1)  # MIN_TIMEOUT of the tier
         waits.append(time.perf_counter() - began)
